@@ -1,0 +1,159 @@
+"""From a preset name or a TOML file, plus overrides, to a checked ``RunConfig``.
+
+A file may name layers it is built on: ``layers = ["models/shapes", "rewards/shapes"]``, read from ``configs/layers``
+before the file itself; later wins, key by key. ``--set a.b=c`` comes last. Every error is one line that names the key, the value,
+what is allowed and the nearest spelling.
+"""
+
+from __future__ import annotations
+
+import difflib
+import tomllib
+import types
+import typing
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel, ValidationError
+
+from configs.schema import RunConfig
+
+HERE = Path(__file__).parent
+LAYERS = HERE / "layers"
+PRESETS = HERE / "presets"
+
+
+class ConfigError(Exception):
+    """The user's configuration is wrong; ``lines`` has one line per error. Exit code 2."""
+
+    def __init__(self, lines: Sequence[str]):
+        super().__init__("\n".join(lines))
+        self.lines = list(lines)
+
+
+def preset_names() -> list[str]:
+    """Names that ``load`` accepts besides file paths."""
+    return sorted(path.stem for path in PRESETS.glob("*.toml"))
+
+
+def load(source: str, overrides: Iterable[str] = ()) -> RunConfig:
+    """The configuration that ``source`` (a preset name or TOML file) and ``--set`` overrides describe.
+
+    Raises:
+        ConfigError: the source is not found or not TOML, or a key or value is not allowed.
+    """
+    tree = _with_layers(_read(_locate(source)), source)
+    for override in overrides:
+        _apply(tree, override)
+    return parse(tree)
+
+
+def parse(tree: dict[str, Any]) -> RunConfig:
+    """A ``RunConfig`` from a plain tree such as ``config.json`` holds. Raises ConfigError."""
+    try:
+        return RunConfig.model_validate(tree)
+    except ValidationError as error:
+        raise ConfigError([_line(item) for item in error.errors()]) from None
+
+
+def _locate(source: str) -> Path:
+    if source.endswith(".toml") or "/" in source:
+        path = Path(source)
+        if not path.is_file():
+            raise ConfigError([f"{source}: no such file; `sol-rl config --list` prints the presets"])
+        return path
+    path = PRESETS / f"{source}.toml"
+    if not path.is_file():
+        raise ConfigError([f"{source}: no preset of that name{_nearest(source, preset_names())}; `sol-rl config --list` prints all"])
+    return path
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError, OSError) as error:
+        raise ConfigError([f"{path}: not readable as TOML: {error}"]) from None
+
+
+def _with_layers(tree: dict[str, Any], source: str) -> dict[str, Any]:
+    merged: dict[str, Any] = {}
+    layers = tree.pop("layers", [])
+    if not isinstance(layers, list) or not all(isinstance(name, str) for name in layers):
+        raise ConfigError([f"{source}: layers = {layers!r}: a list of names under configs/layers is expected"])
+    for name in layers:
+        path = LAYERS / f"{name}.toml"
+        if not path.is_file():
+            known = [str(p.relative_to(LAYERS).with_suffix("")) for p in LAYERS.rglob("*.toml")]
+            raise ConfigError([f"{source}: layers: no layer {name!r}{_nearest(name, known)}; there are: {', '.join(sorted(known))}"])
+        _merge(merged, _read(path))
+    _merge(merged, tree)
+    return merged
+
+
+def _merge(into: dict[str, Any], tree: dict[str, Any]) -> None:
+    for key, value in tree.items():
+        if isinstance(value, dict) and isinstance(into.get(key), dict):
+            _merge(into[key], value)
+        else:
+            into[key] = value
+
+
+def _apply(tree: dict[str, Any], override: str) -> None:
+    """Set ``a.b=c`` in the tree; ``c`` is read as a TOML value, or else as a plain string."""
+    dotted, separator, text = override.partition("=")
+    if not separator or not all(dotted.split(".")):
+        raise ConfigError([f"--set {override}: expected key=value, such as explore.steps=4"])
+    try:
+        value = tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        value = text
+    *parents, last = dotted.split(".")
+    node = tree
+    for parent in parents:
+        node = node.setdefault(parent, {})
+        if not isinstance(node, dict):
+            raise ConfigError([f"--set {override}: {parent} is a value, not a table"])
+    node[last] = value
+
+
+def _line(error: Any) -> str:
+    """One pydantic error as one line: key = value, what is allowed, nearest spelling."""
+    location = [str(part) for part in error["loc"]]
+    key = ".".join(location)
+    if error["type"] == "extra_forbidden":
+        allowed = _fields_at(location[:-1])
+        return f"{key}: no such key{_nearest(location[-1], allowed)}; allowed here: {', '.join(allowed)}"
+    if error["type"] == "missing":
+        return f"{key}: required, but not given"
+    message = error["msg"].removeprefix("Value error, ")
+    if not location:
+        return message
+    choices = error.get("ctx", {}).get("expected")
+    hint = _nearest(str(error["input"]), [c.strip("' ") for c in choices.replace(" or ", ", ").split(",")]) if choices else ""
+    shown = repr(error["input"])
+    return f"{key} = {shown if len(shown) <= 80 else shown[:77] + '...'}: {message}{hint}"
+
+
+def _nearest(word: str, known: Sequence[str]) -> str:
+    close = difflib.get_close_matches(word, known, n=1, cutoff=0.5)
+    return f" (did you mean {close[0]!r}?)" if close else ""
+
+
+def _fields_at(location: Sequence[str]) -> list[str]:
+    """The keys that the table at ``location`` may have."""
+    model: type[BaseModel] = RunConfig
+    for part in location:
+        if part.isdigit() or part not in model.model_fields:
+            continue
+        model = _section_in(model.model_fields[part].annotation) or model
+    return list(model.model_fields)
+
+
+def _section_in(annotation: Any) -> type[BaseModel] | None:
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel) and not isinstance(annotation, types.GenericAlias):
+        return annotation
+    for argument in typing.get_args(annotation):
+        if found := _section_in(argument):
+            return found
+    return None

@@ -1,0 +1,83 @@
+"""Prompt files and the order in which a run walks them.
+
+Formats: ``.txt``, one prompt per line; ``.jsonl``, one object per line with a ``prompt`` and any metadata (GenEval's
+``include``/``exclude``/``tag`` among them), which scorers get unchanged.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from configs.load import ConfigError
+
+ROOT = Path(__file__).parent.parent
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """A line of a prompt file; ``metadata`` is everything beside the text."""
+
+    text: str
+    metadata: dict[str, Any] = field(default_factory=dict)
+
+
+def prompt_file(name: str) -> Path:
+    """The file that ``prompts.train`` or ``prompts.test`` names; ``shapes/...`` is found in the shipped tree as well."""
+    path = Path(name)
+    if not path.is_absolute() and not path.exists() and (ROOT / path).exists():
+        return ROOT / path
+    return path
+
+
+def read_prompts(name: str) -> list[Prompt]:
+    """All prompts of a file, in file order; blank lines are skipped.
+
+    Raises:
+        ConfigError: no such file, not UTF-8, a line that is not an object with a text ``prompt``, or no prompt at all.
+    """
+    path = prompt_file(name)
+    try:
+        lines = path.read_text(encoding="utf-8-sig").splitlines()
+    except OSError as error:
+        raise ConfigError([f"prompts: {name}: cannot be read ({error.strerror}); give a .txt or .jsonl file"]) from None
+    except UnicodeDecodeError as error:
+        raise ConfigError([f"prompts: {name}: not UTF-8 at byte {error.start}; save the file as UTF-8"]) from None
+    parse = _json_line if path.suffix in (".jsonl", ".json") else lambda text, where: Prompt(text)
+    prompts = [parse(line.strip(), f"{name}:{number}") for number, line in enumerate(lines, 1) if line.strip()]
+    if not prompts:
+        raise ConfigError([f"prompts: {name}: holds no prompt; one prompt per line is expected"])
+    return prompts
+
+
+def _json_line(line: str, where: str) -> Prompt:
+    try:
+        row = json.loads(line)
+    except json.JSONDecodeError as error:
+        raise ConfigError([f"prompts: {where}: not JSON ({error.msg}); one object with a 'prompt' per line is expected"]) from None
+    if not isinstance(row, dict) or not isinstance(row.get("prompt"), str) or not row["prompt"].strip():
+        raise ConfigError([f"prompts: {where}: no text under 'prompt'"])
+    return Prompt(row["prompt"].strip(), {key: value for key, value in row.items() if key != "prompt"})
+
+
+def prompts_of_iteration(count: int, per_iteration: int, iteration: int, seed: int) -> list[int]:
+    """Indices of the prompts of one iteration: epochs of the whole file, each shuffled by ``seed`` and the epoch number.
+
+    A pure function, so the cursor of a checkpoint is the iteration itself, and a resumed run sees what it would have seen.
+    An iteration never holds a prompt twice unless the file has fewer than ``per_iteration``.
+    """
+    start = iteration * per_iteration
+    picked: list[int] = []
+    for position in range(start, start + per_iteration):
+        epoch, offset = divmod(position, count)
+        picked.append(_epoch_order(count, seed, epoch)[offset])
+    return picked
+
+
+def _epoch_order(count: int, seed: int, epoch: int) -> list[int]:
+    order = list(range(count))
+    random.Random(f"sol-rl prompts {seed} {epoch}").shuffle(order)
+    return order

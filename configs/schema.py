@@ -1,0 +1,308 @@
+"""What a run is. Pydantic models, no torch, no ray: a typo answers at once.
+
+Defaults are the paper's ("FP4 Explore, BF16 Train", arXiv 2604.06916). A preset or a file states only what differs.
+``RunConfig`` is the root; ``docs/configuration.md`` is the tour.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+
+from configs.objectives import DiffusionNFTSettings
+
+Arm = Literal["diffusionnft", "naive_scaling", "naive_quant", "sol_rl"]
+Backend = Literal["auto", "te_nvfp4", "torch_nvfp4", "fp8", "emulated_nvfp4", "bf16", "fp32"]
+Precision = Literal["bf16", "fp32"]
+Solver = Literal["euler", "dpm2"]
+NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
+
+
+class Section(BaseModel):
+    """A table of the configuration: unknown keys are errors, values do not change after reading."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class Model(Section):
+    """The base text-to-image model: a diffusers pipeline directory or hub id."""
+
+    family: Literal["sd3"] = "sd3"
+    path: str = Field(description="pipeline directory, hub id, or 'shapes' for the tiny model that ships with Sol-RL")
+    height: int = Field(512, ge=16, multiple_of=8, description="picture height in pixels")
+    width: int = Field(512, ge=16, multiple_of=8, description="picture width in pixels")
+    max_sequence_length: int = Field(128, ge=1, description="tokens of the long text encoder")
+    shift: float | None = Field(None, gt=0, description="time shift of the sigma schedule; None keeps the model's own")
+
+
+class Prompts(Section):
+    """Prompt files: one prompt per line (.txt), or JSON lines with `prompt` and metadata (.jsonl)."""
+
+    train: str = Field(description="training prompts")
+    test: str = Field(description="held-out prompts")
+    per_iteration: int = Field(48, ge=1, description="prompt groups per iteration")
+
+
+class Explore(Section):
+    """Stage 1: many cheap pictures per prompt, only to be ranked."""
+
+    pool_size: int = Field(96, ge=2, description="N, initial noises per prompt")
+    steps: int = Field(6, ge=1, description="sampling steps of a proxy picture")
+    solver: Solver = "dpm2"
+    backend: Backend = Field("auto", description="precision of the exploring denoiser")
+    scale_search: bool = Field(True, description="NVFP4 weights: choose each block's scale among 12 neighbours by squared error")
+    keep_wide: tuple[str, ...] = Field((), description="more module-name patterns (fnmatch) that stay unquantised")
+    chunk_size: int = Field(24, ge=1, description="noises per unit of work; part of the results, as it fixes batches")
+
+
+class Selection(Section):
+    """Which K of the N explored noises are worth training on."""
+
+    rule: Literal["best_worst", "random", "mean_deviation"] = "best_worst"
+    keep: int = Field(24, ge=2, description="K, samples trained on per prompt; half best, half worst")
+
+
+class Regenerate(Section):
+    """Stage 2: the selected noises again, at full steps and full precision."""
+
+    steps: int = Field(10, ge=1)
+    solver: Solver = "dpm2"
+    precision: Precision = Field("bf16", description="of the learner's base weights; LoRA weights are always FP32")
+    batch_size: int = Field(24, ge=1, description="pictures per forward pass")
+
+
+class Evaluate(Section):
+    """Held-out prompts at fixed noises."""
+
+    every: int = Field(10, ge=0, description="iterations between evaluations during training; 0: only first and last")
+    steps: int = Field(40, ge=1)
+    solver: Solver = "dpm2"
+    prompts: int = Field(128, ge=1, description="the first so many held-out prompts")
+    noises: int = Field(4, ge=1, description="fixed noises per prompt")
+    weights: Literal["ema", "current", "old"] = "ema"
+    batch_size: int = Field(32, ge=1)
+
+
+class Scorer(Section):
+    """One reward model and its weight in the sum."""
+
+    name: str = Field(description="a built-in scorer, or module:attribute of your own")
+    weight: float = 1.0
+    settings: dict[str, Any] = Field(default_factory=dict, description="passed to the scorer's constructor")
+
+    @property
+    def label(self) -> str:
+        """The name under which this scorer's values are logged: [A-Za-z0-9_] only."""
+        return re.sub(r"\W+", "_", self.name)
+
+
+class Rewards(Section):
+    """What pictures are scored by, and how much failing is tolerated. A failure is never a reward of zero."""
+
+    scorers: tuple[Scorer, ...] = Field(min_length=1)
+    attempts: int = Field(3, ge=1, description="tries per batch, on another actor where there is one, before samples are dropped")
+    max_failed_share: float = Field(0.05, ge=0, le=1, description="share of an iteration's samples that may be dropped before the run stops")
+
+
+class Advantages(Section):
+    """A = (r - mean of the prompt's group) / (std + eps), from the rewards of the samples that are trained on."""
+
+    std: Literal["global", "group"] = Field("global", description="standard deviation over the iteration or over the group")
+    eps: float = Field(1e-4, gt=0)
+
+
+class Lora(Section):
+    """The trained weights."""
+
+    rank: int = Field(32, ge=1)
+    alpha: float = Field(64.0, gt=0)
+    targets: tuple[str, ...] = Field((), description="module-name suffixes; empty: the family's own list")
+    init_from: str | None = Field(None, description="directory of an existing diffusers LoRA to start from")
+
+
+class Optimizer(Section):
+    """AdamW on the LoRA parameters."""
+
+    lr: float = Field(3e-4, gt=0)
+    betas: tuple[float, float] = (0.9, 0.999)
+    weight_decay: float = Field(1e-4, ge=0)
+    eps: float = Field(1e-8, gt=0)
+    max_grad_norm: float = Field(1.0, gt=0)
+    schedule: Literal["constant", "linear"] = Field("constant", description="linear: down to zero over `iterations`")
+    warmup_iterations: int = Field(0, ge=0)
+    steps_per_iteration: int = Field(1, ge=1, description="the iteration's samples are split into so many optimiser steps")
+    batch_size: int = Field(24, ge=1, description="(sample, time) pairs per forward and backward pass; gradients accumulate")
+
+
+class OldPolicy(Section):
+    """theta_old <- d theta_old + (1 - d) theta after each iteration s."""
+
+    schedule: Literal["constant", "linear_cap", "delayed_linear_cap"] = Field(
+        "linear_cap", description="constant: d = value; linear_cap: d = min(slope s, cap); delayed_linear_cap: the same after `delay`"
+    )
+    value: float = Field(0.0, ge=0, lt=1)
+    slope: float = Field(0.001, ge=0)
+    cap: float = Field(0.5, ge=0, lt=1)
+    delay: int = Field(75, ge=0)
+
+
+class Ema(Section):
+    """The evaluation average of the trained adapter."""
+
+    decay: float = Field(0.9, ge=0, lt=1)
+
+
+class Service(Section):
+    """One kind of actor."""
+
+    actors: int = Field(1, ge=1)
+    threads: int = Field(1, ge=1, description="CPU threads of each actor; part of the results, as it fixes the order of sums")
+    cpus: float = Field(0.5, ge=0, description="CPU share that each actor reserves from Ray")
+    gpus: float = Field(0.0, ge=0, description="GPU share that each actor reserves from Ray")
+    in_flight: int = Field(2, ge=1, description="units of work at an actor at a time; the next one waits there")
+    deadline_s: float = Field(900.0, gt=0, description="a unit that takes longer counts as hung: its actor is killed, the unit reissued")
+    max_attempts: int = Field(4, ge=1, description="tries of one unit over all actors before the run stops")
+    max_restarts: int = Field(20, ge=0, description="replacements of one actor before it is benched")
+
+
+class Services(Section):
+    """The actor groups."""
+
+    rollout: Service = Service(actors=2)
+    reward: Service = Service()
+    encoder: Service = Service()
+    selector: Service = Service()
+    learner: Service = Service(in_flight=1, max_attempts=1, max_restarts=0)
+
+
+class Audit(Section):
+    """Does the cheap ranking hold? Measured on seeds that have a proxy and a full reward."""
+
+    random_seeds: int = Field(0, ge=0, description="random noises per prompt, regenerated and scored but not trained on")
+
+
+class Checkpoint(Section):
+    """Atomic checkpoints in the run directory."""
+
+    every: int = Field(1, ge=1, description="iterations")
+    keep_last: int = Field(2, ge=1)
+
+
+class Stop(Section):
+    """Optional early stops; each ends the run cleanly after a checkpoint."""
+
+    max_kl: float | None = Field(None, gt=0, description="stop when loss/kl (unweighted) exceeds this")
+    max_minutes: float | None = Field(None, gt=0, description="stop training after this many minutes")
+
+
+class Logging(Section):
+    """Watching a run. Nothing here changes results."""
+
+    prometheus_port: int = Field(0, ge=0, le=65535, description="serve Prometheus metrics here; 0: off")
+    prometheus_host: str = Field("127.0.0.1", description="address the metrics are served at")
+    grid_prompts: int = Field(8, ge=1, description="held-out prompts in the before/after pictures")
+
+
+class Publish(Section):
+    """Weights from the learner to the rollout actors."""
+
+    chunk_mb: int = Field(256, ge=1, description="size of one object-store chunk")
+
+
+class RunConfig(Section):
+    """A whole run."""
+
+    name: str = Field(description="names the run directory")
+    run_root: str | None = Field(None, description="directory of run directories; 'runs' on one machine")
+    seed: int = Field(0, ge=0, lt=2**63)
+    iterations: int = Field(100, ge=1)
+    arm: Arm = "sol_rl"
+    explore_ahead: Literal[0] = 0
+    model: Model
+    prompts: Prompts
+    explore: Explore = Explore()
+    selection: Selection = Selection()
+    regenerate: Regenerate = Regenerate()
+    evaluate: Evaluate = Evaluate()
+    rewards: Rewards
+    advantages: Advantages = Advantages()
+    objective: DiffusionNFTSettings = DiffusionNFTSettings()
+    lora: Lora = Lora()
+    optimizer: Optimizer = Optimizer()
+    old_policy: OldPolicy = OldPolicy()
+    ema: Ema = Ema()
+    services: Services = Services()
+    audit: Audit = Audit()
+    checkpoint: Checkpoint = Checkpoint()
+    stop: Stop = Stop()
+    logging: Logging = Logging()
+    publish: Publish = Publish()
+
+    @field_validator("name")
+    @classmethod
+    def _plain_name(cls, value: str) -> str:
+        if not NAME.fullmatch(value):
+            raise ValueError("letters, digits, '.', '_' and '-' only, starting with a letter or digit, at most 100")
+        return value
+
+    @model_validator(mode="after")
+    def _possible(self) -> RunConfig:
+        keep, pool = self.selection.keep, self.explore.pool_size
+        if self.plan.explore is not None and keep > pool:
+            raise ValueError(f"selection.keep: {keep} samples cannot be kept of explore.pool_size = {pool}: lower keep or raise pool_size")
+        if self.selection.rule == "best_worst" and keep % 2:
+            raise ValueError(f"selection.keep: {keep} is odd, but rule 'best_worst' keeps as many best as worst: use an even number")
+        if self.audit.random_seeds and not self.plan.regenerate:
+            raise ValueError(f"audit.random_seeds: arm {self.arm!r} regenerates nothing, so there is nothing to audit: use 0")
+        if self.audit.random_seeds > pool - keep:
+            raise ValueError(
+                f"audit.random_seeds: {self.audit.random_seeds} is more than the {pool - keep} noises that selection leaves"
+            )
+        labels = [scorer.label for scorer in self.rewards.scorers]
+        if len(set(labels)) < len(labels):
+            raise ValueError(f"rewards.scorers: two scorers would be logged under one name: {labels}")
+        return self
+
+    @property
+    def plan(self) -> ArmPlan:
+        """What `arm` means for the two stages."""
+        return ArmPlan.of(self)
+
+
+class Exploration(Section):
+    """Stage 1 as an arm runs it."""
+
+    pool_size: int
+    steps: int
+    solver: Solver
+    backend: Backend
+
+
+class ArmPlan(Section):
+    """An arm of the paper's table, spelled out, so that nothing downstream asks for the arm's name.
+
+    ``explore`` is None where all K noises are trained on without selection. ``regenerate`` is False where the explored
+    samples themselves are trained on.
+    """
+
+    explore: Exploration | None
+    regenerate: bool
+
+    @classmethod
+    def of(cls, config: RunConfig) -> ArmPlan:
+        """The plan of ``config.arm``: K-in-K, K-in-N wide, K-in-N quantised, or K-in-N two-stage."""
+        explore, full = config.explore, config.regenerate
+        match config.arm:
+            case "diffusionnft":
+                return cls(explore=None, regenerate=True)
+            case "naive_scaling":
+                wide = Exploration(pool_size=explore.pool_size, steps=full.steps, solver=full.solver, backend=full.precision)
+                return cls(explore=wide, regenerate=False)
+            case "naive_quant":
+                quick = Exploration(pool_size=explore.pool_size, steps=full.steps, solver=full.solver, backend=explore.backend)
+                return cls(explore=quick, regenerate=False)
+            case "sol_rl":
+                quick = Exploration(pool_size=explore.pool_size, steps=explore.steps, solver=explore.solver, backend=explore.backend)
+                return cls(explore=quick, regenerate=True)
