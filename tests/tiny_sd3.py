@@ -1,0 +1,157 @@
+"""A StableDiffusion3Pipeline directory with random weights: every real class, a few hundred kilobytes, made in a second.
+
+The width is 32 and K = 32 and 64 in the blocks' linears, so that every one of them divides into NVFP4 blocks of 16.
+Pictures are 16x16, latents [4, 8, 8]; CLIP texts have 16 tokens.
+torch and diffusers are imported by the functions, so that a conftest can import the fixture at no cost.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+if TYPE_CHECKING:
+    from diffusers import AutoencoderKL, SD3Transformer2DModel
+    from transformers import CLIPTextModelWithProjection, CLIPTokenizer, T5EncoderModel, T5TokenizerFast
+
+TINY_HEIGHT = TINY_WIDTH = 16
+TINY_LATENT = (4, 8, 8)
+TINY_SEQUENCE = 12
+WORDS = "a red green blue circle square triangle cross two three left of right above below and".split()
+
+
+@pytest.fixture(scope="session")
+def tiny_sd3_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The directory of one tiny pipeline, shared by the session: read it, do not write to it."""
+    return make_tiny_sd3(tmp_path_factory.mktemp("tiny_sd3"))
+
+
+def make_tiny_sd3(path: str | Path, seed: int = 0) -> Path:
+    """Write the pipeline directory and return its path. The same seed gives the same weights.
+
+    The transformer's biases and norm weights are random too (their stock initial values are 0 and 1), so that no part of
+    the network is a no-op that a test could pass without.
+    """
+    import torch
+    from diffusers import FlowMatchEulerDiscreteScheduler, StableDiffusion3Pipeline
+
+    state = torch.get_rng_state()
+    try:
+        torch.manual_seed(seed)
+        transformer = _transformer()
+        for name, parameter in transformer.named_parameters():
+            if parameter.ndim == 1:
+                parameter.data.normal_(1.0 if "norm_" in name and name.endswith("weight") else 0.0, 0.1)
+        pipe = StableDiffusion3Pipeline(
+            transformer=transformer,
+            scheduler=FlowMatchEulerDiscreteScheduler(shift=3.0),
+            vae=_vae(),
+            text_encoder=_clip(),
+            tokenizer=_clip_tokenizer(),
+            text_encoder_2=_clip(),
+            tokenizer_2=_clip_tokenizer(),
+            text_encoder_3=_t5(),
+            tokenizer_3=_t5_tokenizer(),
+        )
+        pipe.save_pretrained(str(path))
+    finally:
+        torch.set_rng_state(state)
+    return Path(path)
+
+
+def _transformer() -> SD3Transformer2DModel:
+    from diffusers import SD3Transformer2DModel
+
+    return SD3Transformer2DModel(
+        sample_size=8,
+        patch_size=2,
+        in_channels=4,
+        num_layers=2,
+        attention_head_dim=16,
+        num_attention_heads=2,
+        joint_attention_dim=32,
+        caption_projection_dim=32,
+        pooled_projection_dim=32,
+        out_channels=4,
+        pos_embed_max_size=8,
+        qk_norm="rms_norm",
+    )
+
+
+def _vae() -> AutoencoderKL:
+    from diffusers import AutoencoderKL
+
+    return AutoencoderKL(
+        in_channels=3,
+        out_channels=3,
+        down_block_types=("DownEncoderBlock2D",) * 2,
+        up_block_types=("UpDecoderBlock2D",) * 2,
+        block_out_channels=(8, 8),
+        layers_per_block=1,
+        latent_channels=4,
+        norm_num_groups=4,
+        sample_size=TINY_HEIGHT,
+        scaling_factor=1.5305,
+        shift_factor=0.0609,
+        use_quant_conv=False,
+        use_post_quant_conv=False,
+    )
+
+
+def _clip() -> CLIPTextModelWithProjection:
+    from transformers import CLIPTextConfig, CLIPTextModelWithProjection
+
+    config = CLIPTextConfig(
+        vocab_size=len(_clip_vocab()[0]),
+        hidden_size=16,
+        intermediate_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        max_position_embeddings=16,
+        projection_dim=16,
+        bos_token_id=0,
+        eos_token_id=1,
+        pad_token_id=1,
+        hidden_act="gelu",
+    )
+    return CLIPTextModelWithProjection(config).eval()
+
+
+def _clip_vocab() -> tuple[dict[str, int], list[tuple[str, str]]]:
+    """Letters, letters that end a word, and the merges that spell WORDS."""
+    letters = "abcdefghijklmnopqrstuvwxyz0123456789.,"
+    tokens = ["<|startoftext|>", "<|endoftext|>", *letters, *(f"{letter}</w>" for letter in letters)]
+    merges: list[tuple[str, str]] = []
+    for word in WORDS:
+        parts = [*word[:-1], f"{word[-1]}</w>"]
+        while len(parts) > 1:
+            pair = (parts[0], parts[1])
+            merges += [] if pair in merges else [pair]
+            tokens += [] if "".join(pair) in tokens else ["".join(pair)]
+            parts[:2] = ["".join(pair)]
+    return {token: index for index, token in enumerate(tokens)}, merges
+
+
+def _clip_tokenizer() -> CLIPTokenizer:
+    from transformers import CLIPTokenizer
+
+    vocab, merges = _clip_vocab()
+    return CLIPTokenizer(vocab=vocab, merges=merges, model_max_length=16)
+
+
+def _t5() -> T5EncoderModel:
+    from transformers import T5Config, T5EncoderModel
+
+    config = T5Config(vocab_size=64, d_model=32, d_kv=8, d_ff=32, num_layers=1, num_heads=2, pad_token_id=0, eos_token_id=1)
+    return T5EncoderModel(config).eval()
+
+
+def _t5_tokenizer() -> T5TokenizerFast:
+    from transformers import T5TokenizerFast
+
+    vocab = [("<pad>", 0.0), ("</s>", 0.0), ("<unk>", 0.0), ("▁", -4.0)]
+    vocab += [(f"▁{word}", -2.0) for word in WORDS if word != "a"]
+    vocab += [(letter, -6.0) for letter in "abcdefghijklmnopqrstuvwxyz"]
+    return T5TokenizerFast(vocab=vocab, extra_ids=0)
