@@ -1,0 +1,55 @@
+"""Values that cross the policy's modules."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+Velocity = Callable[[Tensor, Tensor], Tensor]
+"""(x [B, *latent], sigma 0-dim or [B]) -> v [B, *latent] = eps - x0, where x_t = (1 - t) x0 + t eps and sigma = t in [0, 1]."""
+
+
+@dataclass(frozen=True)
+class Conditioning:
+    """What the denoiser is told about B prompts: named float tensors, each [B, ...]."""
+
+    tensors: dict[str, Tensor]
+
+    def __post_init__(self) -> None:
+        lengths = {name: len(tensor) for name, tensor in self.tensors.items()}
+        if len(set(lengths.values())) != 1:
+            raise ValueError(f"conditioning tensors need one common number of rows, got {lengths}")
+
+    def __len__(self) -> int:
+        """B, the number of prompts."""
+        return len(next(iter(self.tensors.values())))
+
+    def repeat(self, n: int) -> Conditioning:
+        """Each prompt n times in a row: [B * n, ...]. One prompt is expanded without a copy."""
+        if len(self) == 1:
+            return Conditioning({name: t.expand(n, *t.shape[1:]) for name, t in self.tensors.items()})
+        return Conditioning({name: t.repeat_interleave(n, dim=0) for name, t in self.tensors.items()})
+
+    def to(self, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> Conditioning:
+        """Moved and cast."""
+        return Conditioning({name: t.to(device=device, dtype=dtype) for name, t in self.tensors.items()})
+
+    def rows(self, index: int | slice | Sequence[int] | Tensor) -> Conditioning:
+        """Some of the prompts; an int gives one row, still with its batch dimension."""
+        if isinstance(index, int):
+            if not -len(self) <= index < len(self):
+                raise IndexError(f"row {index} of a conditioning with {len(self)} rows")
+            index = [index]
+        if not isinstance(index, slice):
+            index = torch.as_tensor(index)
+        return Conditioning({name: t[index] for name, t in self.tensors.items()})
+
+    @staticmethod
+    def cat(parts: Sequence[Conditioning]) -> Conditioning:
+        """The rows of all parts, in order."""
+        if not parts:
+            raise ValueError("no conditioning to concatenate")
+        return Conditioning({name: torch.cat([part.tensors[name] for part in parts]) for name in parts[0].tensors})
