@@ -1,0 +1,79 @@
+"""Rewards: (pictures, prompts, metadata) -> scores.
+
+``SCORERS`` names the built-in scorers as "module:attribute", imported when asked for, so that a run pays only for what it
+uses. A configuration may name its own scorer in the same form.
+"""
+
+from __future__ import annotations
+
+import importlib
+from difflib import get_close_matches
+
+from configs.schema import Scorer as ScorerConfig
+from rewards.base import Scorer, ScorerError, ScorerSetupError
+
+SCORERS: dict[str, str] = {
+    "shapes": "rewards.shapes:ShapesScorer",
+    "jpeg_compressibility": "rewards.jpeg:JpegCompressibility",
+    "jpeg_incompressibility": "rewards.jpeg:JpegIncompressibility",
+}
+
+
+def resolve(name: str) -> str:
+    """The "module:attribute" of a scorer's name, without importing it. Raises ScorerSetupError for an unknown built-in."""
+    if name in SCORERS:
+        return SCORERS[name]
+    module, colon, attribute = name.partition(":")
+    if colon and module and attribute:
+        return name
+    near = get_close_matches(name, SCORERS, n=1, cutoff=0.5)
+    hint = f"did you mean {near[0]!r}? " if near else ""
+    raise ScorerSetupError(
+        f"rewards.scorers.name: there is no built-in scorer {name!r}: {hint}Use one of {', '.join(sorted(SCORERS))}, "
+        "or module:attribute of your own"
+    )
+
+
+def build(scorer: ScorerConfig) -> Scorer:
+    """Import the scorer of a configuration and call it with its settings.
+
+    The attribute is a class or a function that returns a scorer. Raises ScorerSetupError, one line saying what to mend.
+    """
+    target = resolve(scorer.name)
+    module_name, _, path = target.partition(":")
+    try:
+        made = importlib.import_module(module_name)
+    except ImportError as error:
+        missing = getattr(error, "name", None)
+        mend = (
+            "put its directory on PYTHONPATH, or in the working directory of the job"
+            if missing and (module_name == missing or module_name.startswith(f"{missing}."))
+            else f"install what {module_name!r} imports"
+        )
+        raise ScorerSetupError(f"scorer {scorer.name!r}: cannot import {module_name!r} ({error}): {mend}") from error
+    for part in path.split("."):
+        try:
+            made = getattr(made, part)
+        except AttributeError as error:
+            near = get_close_matches(part, [name for name in dir(made) if not name.startswith("_")], n=1)
+            hint = f"did you mean {near[0]!r}?" if near else "check the name behind the colon"
+            raise ScorerSetupError(f"scorer {scorer.name!r}: {module_name!r} has no attribute {path!r}: {hint}") from error
+    if not callable(made):
+        raise ScorerSetupError(f"scorer {scorer.name!r}: {path!r} is {type(made).__name__}, not a class or function that makes a scorer")
+    try:
+        instance = made(**scorer.settings)
+    except Exception as error:  # a constructor may raise anything; the reader needs to know whose it was
+        reason = (str(error).strip().splitlines() or [""])[0]
+        raise ScorerSetupError(
+            f"scorer {scorer.name!r}: {path}(**settings) raised {type(error).__name__}: {reason}: "
+            f"mend rewards.scorers.settings, now {scorer.settings}"
+        ) from error
+    if not callable(instance):
+        raise ScorerSetupError(
+            f"scorer {scorer.name!r}: {path}(**settings) returned {type(instance).__name__}, which cannot be called: "
+            "return an object that takes (images, prompts, metadata)"
+        )
+    return instance
+
+
+__all__ = ["SCORERS", "Scorer", "ScorerError", "ScorerSetupError", "build", "resolve"]

@@ -1,0 +1,39 @@
+"""From the rewards of the samples that are trained on to advantages."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from configs.schema import Advantages
+
+
+def advantages(groups: Sequence[np.ndarray], settings: Advantages) -> tuple[list[np.ndarray], dict[str, float]]:
+    """A = (r - mean of the group) / (std + eps) for each prompt's rewards [K_g]; one float32 [K_g] per group, and metrics.
+
+    ``std`` is the population standard deviation of all rewards of the iteration ("global", arXiv 2604.06916) or of the group
+    ("group", GRPO). A group whose rewards are all equal has zero advantages and counts in ``zero_std_ratio``. Sums are in
+    float64. Clipping is the objective's. Raises ValueError for an empty group or a reward that is not finite: a failed
+    reward never enters an advantage.
+    """
+    if not groups:
+        raise ValueError("no groups: an iteration needs at least one prompt with rewards")
+    rewards = [np.asarray(group, dtype=np.float64) for group in groups]
+    for position, group in enumerate(rewards):
+        if group.ndim != 1 or not len(group) or not np.isfinite(group).all():
+            raise ValueError(f"group {position} has rewards {group.tolist()}: each group needs a finite reward per sample, at least one")
+    everything = np.concatenate(rewards)
+    spread = everything.std()
+    flat = [bool(group.max() == group.min()) for group in rewards]
+    result = []
+    for group, without_signal in zip(rewards, flat, strict=True):
+        std = spread if settings.std == "global" else group.std()
+        values = np.zeros_like(group) if without_signal else (group - group.mean()) / (std + settings.eps)
+        result.append(values.astype(np.float32))
+    metrics = {
+        "reward/train_mean": float(everything.mean()),
+        "reward/train_std": float(spread),
+        "zero_std_ratio": sum(flat) / len(flat),
+    }
+    return result, metrics

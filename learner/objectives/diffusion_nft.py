@@ -1,0 +1,58 @@
+"""DiffusionNFT: online diffusion RL on the forward process (arXiv 2509.16117, the loss of its algorithm 1)."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from configs.objectives import DiffusionNFTSettings
+from learner.objectives.base import Points, diffuse, draw_times, per_point_mean
+
+SMALLEST_WEIGHT = 1e-5
+
+
+class DiffusionNFT:
+    """Negative-aware fine-tuning: good samples pull an implicit positive policy, bad ones an implicit negative one.
+
+        v+ = b v + (1 - b) v_old,  v- = (1 + b) v_old - b v                 (v = v_theta, b = beta)
+        L(u) = mean((x_t - t u - x0)^2) / stopgrad(max(mean |x_t - t u - x0|, 1e-5))
+        r = clip(A / c, -1, 1) / 2 + 1/2
+        loss = c mean(r L(v+) / b + (1 - r) L(v-) / b) + kl mean((v - v_ref)^2)
+
+    Means inside L are per point, the outer ones over points. The weight and the division are in float64. ``measure_kl`` asks
+    for the reference's velocities, hence the metric loss/kl, also where kl is 0.
+    """
+
+    sampling_adapter = "old"
+
+    def __init__(self, settings: DiffusionNFTSettings, measure_kl: bool = False) -> None:
+        self.settings = settings
+        self.policies = ("current", "old", "ref") if settings.kl > 0 or measure_kl else ("current", "old")
+
+    def points(self, samples: Tensor, sigmas: Tensor, rng: np.random.Generator) -> Points:
+        """``times_per_sample`` points of each sample [S, *latent], times drawn from the schedule [T + 1], fresh eps."""
+        return diffuse(samples, draw_times(sigmas, len(samples), self.settings.times_per_sample, rng), rng)
+
+    def loss(self, points: Points, velocities: dict[str, Tensor], advantages: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        """Scalar float64 loss and the metrics loss/policy and loss/kl (both as means over points, kl unweighted)."""
+        beta, clip = self.settings.beta, self.settings.advantage_clip
+        current, old = velocities["current"], velocities["old"].detach()
+        share = (advantages.double() / clip).clamp(-1, 1) / 2 + 0.5
+        positive = _residual_loss(points, beta * current + (1 - beta) * old)
+        negative = _residual_loss(points, (1 + beta) * old - beta * current)
+        policy = clip * ((share * positive + (1 - share) * negative) / beta).mean()
+        metrics = {"loss/policy": policy.detach()}
+        if "ref" not in self.policies:
+            return policy, metrics
+        kl = per_point_mean((current - velocities["ref"].detach()) ** 2).double().mean()
+        return policy + self.settings.kl * kl, metrics | {"loss/kl": kl.detach()}
+
+
+def _residual_loss(points: Points, velocity: Tensor) -> Tensor:
+    """L of the class docstring for each point: float64 [P]."""
+    t = points.sigma.reshape(-1, *[1] * (points.x_t.ndim - 1))
+    residual = points.x_t - t * velocity - points.x0
+    with torch.no_grad():
+        weight = per_point_mean(residual.double().abs()).clamp(min=SMALLEST_WEIGHT)
+    return per_point_mean(residual**2).double() / weight

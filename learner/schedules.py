@@ -1,0 +1,45 @@
+"""What changes with the iteration number: learning rate, decay of the sampling policy, and when to stop early."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from configs.schema import OldPolicy, Optimizer, Stop
+
+
+def learning_rate(settings: Optimizer, done: int, iterations: int) -> float:
+    """Learning rate of the iteration after ``done`` finished ones, of ``iterations`` in all.
+
+    Warm-up rises linearly and reaches ``lr`` in the last of ``warmup_iterations``. ``linear`` then falls from ``lr`` in the first
+    iteration after the warm-up by equal steps that would reach zero after the last.
+    """
+    if done < settings.warmup_iterations:
+        return settings.lr * (done + 1) / settings.warmup_iterations
+    if settings.schedule == "constant":
+        return settings.lr
+    length = max(iterations - settings.warmup_iterations, 1)
+    return settings.lr * max(iterations - done, 0) / length
+
+
+def old_policy_decay(settings: OldPolicy, s: int) -> float:
+    """d in theta_old <- d theta_old + (1 - d) theta after iteration s = 1, 2, ... (DiffusionNFT, arXiv 2509.16117)."""
+    match settings.schedule:
+        case "constant":
+            return settings.value
+        case "linear_cap":
+            return min(settings.slope * s, settings.cap)
+        case "delayed_linear_cap":
+            return min(settings.slope * max(s - settings.delay, 0), settings.cap)
+
+
+def stop_reason(stop: Stop, metrics: Mapping[str, float], minutes: float) -> str | None:
+    """Why the run should end now, cleanly, or None. ``metrics`` of the last update, ``minutes`` of training so far.
+
+    A run with ``stop.max_kl`` measures loss/kl in every update; when it is missing nothing was updated and it does not stop.
+    """
+    kl = metrics.get("loss/kl")
+    if stop.max_kl is not None and kl is not None and kl > stop.max_kl:
+        return f"loss/kl is {kl:.6g}, above stop.max_kl = {stop.max_kl:g}"
+    if stop.max_minutes is not None and minutes >= stop.max_minutes:
+        return f"{minutes:.1f} minutes of training, stop.max_minutes = {stop.max_minutes:g}"
+    return None

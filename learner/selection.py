@@ -1,0 +1,107 @@
+"""Which K of a prompt's N explored noises are worth training on. Pure functions of the rewards; neither torch nor ray."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+
+class TooFewScored(RuntimeError):
+    """A prompt has fewer scored samples than are to be kept."""
+
+
+@dataclass(frozen=True)
+class Selection:
+    """Chosen candidate indices. Iterating gives ``indices``."""
+
+    indices: tuple[int, ...]  # K of them, ascending: the order of training does not depend on the rewards
+    best: tuple[int, ...]  # the better half of the chosen, best first
+    worst: tuple[int, ...]  # the worse half, worst first
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self.indices)
+
+    def __len__(self) -> int:
+        return len(self.indices)
+
+
+def best_worst(rewards: np.ndarray, keep: int, keys: np.ndarray) -> np.ndarray:
+    """The paper's rule (arXiv 2604.06916): the keep/2 highest and the keep/2 lowest of the others."""
+    if keep % 2:
+        raise ValueError(f"rule 'best_worst' keeps as many best as worst, so keep = {keep} must be even")
+    order = np.argsort(-rewards, kind="stable")
+    best, rest = order[: keep // 2], np.sort(order[keep // 2 :])
+    worst = rest[np.argsort(rewards[rest], kind="stable")[: keep // 2]]
+    return np.concatenate([best, worst])
+
+
+def random(rewards: np.ndarray, keep: int, keys: np.ndarray) -> np.ndarray:
+    """``keep`` at random, whatever their rewards: the arm without selection pressure."""
+    return np.argsort(keys, kind="stable")[:keep]
+
+
+def mean_deviation(rewards: np.ndarray, keep: int, keys: np.ndarray) -> np.ndarray:
+    """The ``keep`` furthest from the pool's mean, on either side: the largest absolute advantages."""
+    return np.argsort(-np.abs(rewards - rewards.mean()), kind="stable")[:keep]
+
+
+RULES: dict[str, Callable[[np.ndarray, int, np.ndarray], np.ndarray]] = {
+    "best_worst": best_worst,
+    "random": random,
+    "mean_deviation": mean_deviation,
+}
+"""(rewards float64 [M] in candidate order, keep, random keys uint64 [M]) -> positions [keep]; ties go to the lower position."""
+
+
+def select(
+    rewards: Sequence[float] | np.ndarray,
+    keep: int,
+    rule: str = "best_worst",
+    seed: int = 0,
+    candidates: Sequence[int] | np.ndarray | None = None,
+    prompt: str | int = "",
+) -> Selection:
+    """Choose ``keep`` of the scored candidates of one prompt.
+
+    rewards [M], all finite; ``candidates`` [M] are their indices in the pool (default 0 .. M-1), distinct, in any order: M is
+    smaller than the pool where samples were dropped. The result is a function of the set of (candidate, reward) pairs and
+    of ``seed``, and ties go to the lower candidate index. Random keys belong to a candidate, so a dropped sample does not
+    reshuffle the others.
+
+    Raises TooFewScored naming ``prompt`` when M < keep, ValueError for a reward that is not finite or an unknown rule.
+    """
+    values = np.asarray(rewards, dtype=np.float64)
+    indices = np.arange(len(values)) if candidates is None else np.asarray(candidates, dtype=np.int64)
+    if values.ndim != 1 or values.shape != indices.shape or len(np.unique(indices)) != len(indices):
+        raise ValueError(f"rewards {list(values.shape)} and candidates {list(indices.shape)}: need one reward per distinct candidate")
+    if not np.isfinite(values).all():
+        at = int(np.flatnonzero(~np.isfinite(values))[0])
+        raise ValueError(f"candidate {indices[at]} has reward {values[at]}: drop samples that have no finite reward before selecting")
+    if rule not in RULES:
+        raise ValueError(f"selection rule {rule!r} is unknown: use one of {', '.join(RULES)}")
+    if keep < 1:
+        raise ValueError(f"keep is {keep}: at least one sample must be kept")
+    if len(values) < keep:
+        raise TooFewScored(
+            f"prompt {prompt!r}: only {len(values)} samples have a reward, but selection.keep = {keep}: "
+            "mend the scorer (events.jsonl says why it failed), or lower selection.keep"
+        )
+    order = np.argsort(indices)
+    values, indices = values[order], indices[order]
+    keys = np.array([_key(seed, int(index)) for index in indices], dtype=np.uint64) if rule == "random" else np.zeros(len(values), np.uint64)
+    chosen = np.sort(RULES[rule](values, keep, keys))
+    ranked = chosen[np.argsort(-values[chosen], kind="stable")]
+    half = (keep + 1) // 2
+    return Selection(_plain(indices[chosen]), _plain(indices[ranked[:half]]), _plain(indices[ranked[half:][::-1]]))
+
+
+def _key(seed: int, index: int) -> int:
+    """A random 64-bit number for a candidate, the same on every platform and library version."""
+    return int.from_bytes(hashlib.blake2b(f"{seed}/{index}".encode(), digest_size=8).digest(), "little")
+
+
+def _plain(indices: np.ndarray) -> tuple[int, ...]:
+    return tuple(int(index) for index in indices)

@@ -1,0 +1,203 @@
+"""The update of one iteration: micro-batches, accumulated gradients, AdamW. Generic over objectives and families."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from configs.schema import Optimizer
+from learner.objectives.base import Objective, Points
+from policy.families.base import Family
+from policy.lora import trainable, use
+from policy.types import Conditioning
+
+
+class NonFiniteTraining(RuntimeError):
+    """A NaN or an infinity in an update. ``what`` it was, the ``module`` it was first seen in, where the data were ``saved``."""
+
+    def __init__(self, what: str, module: str | None = None, saved: str = "") -> None:
+        self.what, self.module, self.saved = what, module, saved
+        where = f" in module {module!r}" if module else ""
+        super().__init__(f"{what}{where}; {saved or 'nothing was changed'}")
+
+
+@dataclass(frozen=True)
+class Samples:
+    """What one iteration trains on: S samples of G prompts."""
+
+    latents: Tensor  # float32 [S, *latent] on the CPU
+    advantages: Tensor  # float32 [S]
+    cond: Conditioning  # G rows
+    group: Tensor  # int64 [S], row of cond
+    seeds: tuple[int, ...]  # [S], seed of the sample's training times and eps
+
+    def __len__(self) -> int:
+        return len(self.latents)
+
+
+class Updater:
+    """Holds the optimiser of the "current" adapter of a transformer. Nothing but that adapter is ever changed."""
+
+    def __init__(self, family: Family, transformer: nn.Module, objective: Objective, settings: Optimizer, device: torch.device) -> None:
+        self.family, self.transformer, self.objective = family, transformer, objective
+        self.settings, self.device = settings, device
+        self.parameters: dict[str, nn.Parameter] = dict(trainable(transformer))
+        self.optimizer = torch.optim.AdamW(
+            self.parameters.values(), lr=settings.lr, betas=settings.betas, eps=settings.eps, weight_decay=settings.weight_decay
+        )
+
+    def run(self, samples: Samples, sigmas: Tensor, learning_rate: float, shuffle_seed: int) -> dict[str, float]:
+        """``steps_per_iteration`` optimiser steps over the samples; metrics are means over all training points.
+
+        With more than one step the samples are dealt to the steps at random. All or nothing: on any exception the weights and
+        the optimiser are as before. Raises NonFiniteTraining.
+        """
+        order = np.arange(len(samples))
+        steps = min(self.settings.steps_per_iteration, len(samples))
+        if steps > 1:
+            order = np.random.Generator(np.random.Philox(key=shuffle_seed)).permutation(order)
+        for group in self.optimizer.param_groups:
+            group["lr"] = learning_rate
+        before = self.state()
+        sums: defaultdict[str, float] = defaultdict(float)
+        points, norms = 0, []
+        try:
+            for part in np.array_split(order, steps):
+                count, norm = self._step(samples, np.sort(part), sigmas, sums)
+                points += count
+                norms.append(norm)
+        except BaseException:
+            self.load_state(before)
+            raise
+        finally:
+            self.optimizer.zero_grad(set_to_none=True)
+        return {name: total / points for name, total in sums.items()} | {
+            "grad_norm": float(np.mean(norms)),
+            "optimizer/learning_rate": learning_rate,
+            "optimizer/points": float(points),
+        }
+
+    def _step(self, samples: Samples, part: np.ndarray, sigmas: Tensor, sums: dict[str, float]) -> tuple[int, float]:
+        """One optimiser step on the mean loss over the points of ``part``: (points, gradient norm before clipping)."""
+        self.optimizer.zero_grad(set_to_none=True)
+        total = 0
+        for points in self._micro_batches(samples, part, sigmas):
+            loss, metrics = self._forward(samples, points)
+            if not bool(torch.isfinite(loss)):
+                raise self._diagnose(samples, points, f"the loss is {loss.item()}")
+            (loss * len(points)).backward()
+            total += len(points)
+            for name, value in metrics.items():
+                sums[name] += value.item() * len(points)
+        for name, parameter in self.parameters.items():
+            if parameter.grad is None:
+                raise RuntimeError(f"{name!r} got no gradient: the model did not use this adapter in its forward pass")
+            parameter.grad.div_(total)
+        gradients = {name: p.grad for name, p in self.parameters.items() if p.grad is not None}
+        norm = torch.nn.utils.get_total_norm(gradients.values())
+        if not bool(torch.isfinite(norm)):
+            self._require_finite("gradient", gradients, norm.item())
+        torch.nn.utils.clip_grads_with_norm_(self.parameters.values(), self.settings.max_grad_norm, norm)
+        self.optimizer.step()
+        self._require_finite("weight after the step", self.parameters)
+        return total, norm.item()
+
+    def _micro_batches(self, samples: Samples, part: np.ndarray, sigmas: Tensor) -> Iterator[Points]:
+        """Points of the samples ``part`` in batches of ``batch_size``, whatever sample boundaries; the last may be smaller.
+
+        Each sample's points come from a seed of its own: how they are batched changes nothing about them.
+        """
+        size = self.settings.batch_size
+        waiting: list[Points] = []
+        for index in part.tolist():
+            rng = np.random.Generator(np.random.Philox(key=samples.seeds[index]))
+            made = self.objective.points(samples.latents[index : index + 1], sigmas, rng)
+            waiting.append(Points(made.x_t, made.sigma, made.x0, made.eps, made.sample_index + index))
+            if sum(map(len, waiting)) >= size:
+                joined = Points.cat(waiting)
+                whole = len(joined) - len(joined) % size
+                for start in range(0, whole, size):
+                    yield joined.rows(slice(start, start + size)).to(self.device)
+                waiting = [joined.rows(slice(whole, None))] if whole < len(joined) else []
+        if waiting:
+            yield Points.cat(waiting).to(self.device)
+
+    def _forward(self, samples: Samples, points: Points) -> tuple[Tensor, dict[str, Tensor]]:
+        """Velocities of every policy the objective wants, with gradient for "current" alone, and the loss."""
+        index = points.sample_index.cpu()
+        velocities: dict[str, Tensor] = {}
+        for policy in sorted(self.objective.policies, key=lambda name: name == "current"):
+            with torch.set_grad_enabled(policy == "current"):
+                velocities[policy] = self._velocity(samples, points, policy)
+        return self.objective.loss(points, velocities, samples.advantages[index].to(self.device))
+
+    def _velocity(self, samples: Samples, points: Points, policy: str) -> Tensor:
+        cond = samples.cond.rows(samples.group[points.sample_index.cpu()]).to(self.device)
+        with use(self.transformer, None if policy == "ref" else policy):
+            return self.family.velocity(self.transformer, points.x_t, points.sigma, cond)
+
+    def _diagnose(self, samples: Samples, points: Points, what: str) -> NonFiniteTraining:
+        """Run the batch again, each policy in turn, and name the first module whose output is not finite."""
+        for policy in self.objective.policies:
+            with torch.no_grad():
+                module = first_nonfinite_module(self.transformer, lambda policy=policy: self._velocity(samples, points, policy))
+            if module is not None:
+                return NonFiniteTraining(f"{what}: not finite with the {policy!r} policy first", module)
+        return NonFiniteTraining(f"{what} although every velocity is finite: it overflowed in the objective")
+
+    def _require_finite(self, what: str, tensors: dict[str, Tensor] | dict[str, nn.Parameter], norm: float | None = None) -> None:
+        for name, tensor in tensors.items():
+            if not bool(torch.isfinite(tensor).all()):
+                raise NonFiniteTraining(f"a {what} is not finite", name)
+        if norm is not None:
+            raise NonFiniteTraining(f"the norm of the gradient is {norm} although each {what} is finite: it overflowed")
+
+    def state(self) -> dict[str, Tensor]:
+        """Weights and optimiser moments, copied to the CPU: "weight/NAME", "exp_avg/NAME", "exp_avg_sq/NAME", "step/NAME"."""
+        tensors = {f"weight/{name}": parameter for name, parameter in self.parameters.items()}
+        for name, parameter in self.parameters.items():
+            tensors |= {f"{key}/{name}": value for key, value in self.optimizer.state.get(parameter, {}).items()}
+        return {name: tensor.detach().to("cpu", copy=True) for name, tensor in tensors.items()}
+
+    def load_state(self, state: dict[str, Tensor]) -> None:
+        """Restore ``state()`` bit by bit; parameters that it has no moments of start afresh."""
+        moments: defaultdict[str, dict[str, Tensor]] = defaultdict(dict)
+        for key, tensor in state.items():
+            kind, _, name = key.partition("/")
+            if kind == "weight":
+                self.parameters[name].data.copy_(tensor)
+            else:
+                moments[name][kind] = tensor
+        self.optimizer.state.clear()
+        for name, values in moments.items():
+            parameter = self.parameters[name]
+            self.optimizer.state[parameter] = {
+                kind: value.clone() if kind == "step" else value.to(parameter.device, copy=True) for kind, value in values.items()
+            }
+
+
+def first_nonfinite_module(model: nn.Module, forward: Callable[[], object]) -> str | None:
+    """Name of the first leaf module, in order of execution, whose output holds a NaN or an infinity during ``forward``."""
+    found: list[str] = []
+
+    def watch(name: str) -> Callable[[nn.Module, object, object], None]:
+        def hook(module: nn.Module, inputs: object, output: object) -> None:
+            tensors = [output] if isinstance(output, Tensor) else output if isinstance(output, tuple | list) else []
+            if not found and any(isinstance(t, Tensor) and not bool(torch.isfinite(t).all()) for t in tensors):
+                found.append(name)
+
+        return hook
+
+    leaves = [(name, module) for name, module in model.named_modules() if not any(module.children())]
+    handles = [module.register_forward_hook(watch(name)) for name, module in leaves]
+    try:
+        forward()
+    finally:
+        for handle in handles:
+            handle.remove()
+    return found[0] if found else None

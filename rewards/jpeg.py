@@ -1,0 +1,44 @@
+"""JPEG size as a reward: needs no model, and is the classic smoke test of reward training (DDPO, arXiv 2305.13301)."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from PIL import Image
+
+QUALITY = 95
+BYTES_PER_KB = 1000.0
+
+
+def jpeg_kilobytes(images: np.ndarray, quality: int = QUALITY) -> np.ndarray:
+    """Size in kB (1000 bytes) of each picture uint8 [B, 3, H, W] as a JPEG file: float32 [B]."""
+    sizes = []
+    for picture in images:
+        buffer = io.BytesIO()
+        Image.fromarray(np.ascontiguousarray(picture.transpose(1, 2, 0))).save(buffer, format="JPEG", quality=quality)
+        sizes.append(buffer.tell() / BYTES_PER_KB)
+    return np.asarray(sizes, dtype=np.float32)
+
+
+class JpegIncompressibility:
+    """Reward = JPEG size in kB: detail pays. ``quality`` is Pillow's, 1 to 95."""
+
+    sign = 1.0
+
+    def __init__(self, quality: int = QUALITY) -> None:
+        if not 1 <= quality <= 95:
+            raise ValueError(f"quality is {quality}: use 1 to 95")
+        self.quality = quality
+
+    def __call__(self, images: np.ndarray, prompts: Sequence[str], metadata: Sequence[dict[str, Any]]) -> np.ndarray:
+        """uint8 [B, 3, H, W] -> float32 [B]; prompts and metadata are not looked at."""
+        return np.float32(self.sign) * jpeg_kilobytes(images, self.quality)
+
+
+class JpegCompressibility(JpegIncompressibility):
+    """Reward = minus the JPEG size in kB: flat pictures pay."""
+
+    sign = -1.0
