@@ -94,8 +94,9 @@ def select(
     keys = np.array([_key(seed, int(index)) for index in indices], dtype=np.uint64) if rule == "random" else np.zeros(len(values), np.uint64)
     chosen = np.sort(RULES[rule](values, keep, keys))
     ranked = chosen[np.argsort(-values[chosen], kind="stable")]
-    half = (keep + 1) // 2
-    return Selection(_plain(indices[chosen]), _plain(indices[ranked[:half]]), _plain(indices[ranked[half:][::-1]]))
+    best, rest = ranked[: (keep + 1) // 2], np.sort(ranked[(keep + 1) // 2 :])
+    worst = rest[np.argsort(values[rest], kind="stable")]
+    return Selection(_plain(indices[chosen]), _plain(indices[best]), _plain(indices[worst]))
 
 
 def _key(seed: int, index: int) -> int:

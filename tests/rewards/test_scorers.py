@@ -1,0 +1,115 @@
+"""Naming, building and checking scorers."""
+
+from __future__ import annotations
+
+import sys
+import types
+
+import numpy as np
+import pytest
+
+from configs.schema import Scorer as ScorerConfig
+from rewards import SCORERS, ScorerSetupError, build, resolve
+from rewards.base import check, require_pictures
+
+
+@pytest.fixture
+def own_module(monkeypatch):
+    """A user's module with scorers in it."""
+    module = types.ModuleType("my_scorers")
+
+    class Constant:
+        def __init__(self, value: float = 1.0) -> None:
+            if value < 0:
+                raise ValueError("value must not be negative\nsecond line")
+            self.value = value
+
+        def __call__(self, images, prompts, metadata):
+            return np.full(len(images), self.value, np.float32)
+
+    module.Constant = Constant
+    module.nested = types.SimpleNamespace(Constant=Constant)
+    module.number = 3
+    module.returns_none = lambda: None
+    monkeypatch.setitem(sys.modules, "my_scorers", module)
+
+
+def test_every_listed_scorer_names_a_module_and_an_attribute():
+    for name, target in SCORERS.items():
+        assert target.count(":") == 1 and target.startswith("rewards."), name
+
+
+def test_unknown_names_get_the_nearest_spelling():
+    with pytest.raises(ScorerSetupError, match="did you mean 'jpeg_compressibility'"):
+        resolve("jpeg_compresibility")
+    with pytest.raises(ScorerSetupError, match="did you mean 'shapes'"):
+        resolve("shape")
+    with pytest.raises(ScorerSetupError, match="Use one of .*jpeg_incompressibility.* or module:attribute") as caught:
+        resolve("zzz")
+    assert "did you mean" not in str(caught.value)
+    with pytest.raises(ScorerSetupError):
+        resolve("module:")
+
+
+def test_settings_reach_the_constructor(own_module):
+    for name in ("my_scorers:Constant", "my_scorers:nested.Constant"):
+        scorer = build(ScorerConfig(name=name, settings={"value": 2.5}))
+        assert scorer(np.zeros((3, 3, 8, 8), np.uint8), [""] * 3, [{}] * 3).tolist() == [2.5] * 3
+
+
+@pytest.mark.parametrize(
+    ("name", "settings", "said"),
+    [
+        ("no_such_module:X", {}, "cannot import 'no_such_module'.*put its directory on PYTHONPATH"),
+        ("my_scorers:Constent", {}, "no attribute 'Constent': did you mean 'Constant'"),
+        ("my_scorers:number", {}, "int, not a class or function"),
+        ("my_scorers:returns_none", {}, "returned NoneType, which cannot be called"),
+        ("my_scorers:Constant", {"value": -1}, "raised ValueError: value must not be negative: mend rewards.scorers.settings"),
+        ("my_scorers:Constant", {"valu": 1}, "raised TypeError.*'valu'"),
+    ],
+)
+def test_what_cannot_be_built_says_what_to_do(own_module, name, settings, said):
+    with pytest.raises(ScorerSetupError, match=said) as caught:
+        build(ScorerConfig(name=name, settings=settings))
+    assert "\n" not in str(caught.value)
+
+
+def test_a_module_whose_own_import_fails_says_install(tmp_path, monkeypatch):
+    (tmp_path / "needs_more.py").write_text("import a_package_nobody_has\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with pytest.raises(ScorerSetupError, match="a_package_nobody_has.*: install what 'needs_more' imports"):
+        build(ScorerConfig(name="needs_more:X"))
+
+
+def test_check_keeps_good_scores_and_marks_bad_ones():
+    values, problem = check([1, 2.5], 2)
+    assert values.dtype == np.float32 and values.tolist() == [1.0, 2.5] and problem is None
+    values, problem = check(np.array([1.0, np.nan, np.inf]), 3)
+    assert values[0] == 1 and np.isnan(values[1:]).all()
+    assert "picture 1 of 3 (2 not finite)" in problem
+    values, problem = check(np.array([1e300, 0.0]), 2)  # finite, but not in float32
+    assert np.isnan(values[0]) and values[1] == 0 and "picture 0" in problem
+
+
+@pytest.mark.parametrize("answer", [[1.0], [[1.0, 2.0]], 3.0, None, "ab", [1.0, "x"], {"a": 1}])
+def test_a_wrong_shape_spoils_the_whole_batch(answer):
+    values, problem = check(answer, 2)
+    assert values.shape == (2,) and np.isnan(values).all()
+    assert "return float32 [2]" in problem or "finite" in problem
+
+
+def test_check_does_not_write_into_the_scorers_array():
+    answer = np.array([np.nan, 1.0], np.float32)
+    values, _ = check(answer, 2)
+    values[1] = 5
+    assert answer[1] == 1
+
+
+def test_pictures_are_held_against_the_interface():
+    good = np.zeros((2, 3, 8, 8), np.uint8)
+    require_pictures(good, ["a", "b"], [{}, {}])
+    for images in (good.astype(np.float32), good[0], good.transpose(0, 2, 3, 1)):
+        with pytest.raises(ValueError, match="uint8 \\[B, 3, H, W\\]"):
+            require_pictures(images, ["a", "b"], [{}, {}])
+    with pytest.raises(ValueError, match="2 pictures, 1 prompts, 2 metadata"):
+        require_pictures(good, ["a"], [{}, {}])
