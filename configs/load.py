@@ -65,7 +65,9 @@ def _locate(source: str) -> Path:
         return path
     path = PRESETS / f"{source}.toml"
     if not path.is_file():
-        raise ConfigError([f"{source}: no preset of that name{_nearest(source, preset_names())}; `sol-rl config --list` prints all"])
+        raise ConfigError(
+            [f"{source}: no preset of that name{_nearest(source, preset_names())}; `sol-rl config --list` prints all"]
+        )
     return path
 
 
@@ -85,7 +87,9 @@ def _with_layers(tree: dict[str, Any], source: str) -> dict[str, Any]:
         path = LAYERS / f"{name}.toml"
         if not path.is_file():
             known = [str(p.relative_to(LAYERS).with_suffix("")) for p in LAYERS.rglob("*.toml")]
-            raise ConfigError([f"{source}: layers: no layer {name!r}{_nearest(name, known)}; there are: {', '.join(sorted(known))}"])
+            raise ConfigError(
+                [f"{source}: layers: no layer {name!r}{_nearest(name, known)}; there are: {', '.join(sorted(known))}"]
+            )
         _merge(merged, _read(path))
     _merge(merged, tree)
     return merged

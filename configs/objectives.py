@@ -21,5 +21,3 @@ class DiffusionNFTSettings(BaseModel):
     kl: float = Field(1e-4, ge=0, description="weight of the squared velocity distance to the reference (adapters off)")
     advantage_clip: float = Field(5.0, gt=0, description="advantages are clipped to [-c, c] and scaled by 1/c")
     times_per_sample: int = Field(6, ge=1, description="training times drawn per sample from the regeneration schedule")
-
-

@@ -64,17 +64,17 @@ def _json_line(line: str, where: str) -> Prompt:
 
 
 def prompts_of_iteration(count: int, per_iteration: int, iteration: int, seed: int) -> list[int]:
-    """Indices of the prompts of one iteration: epochs of the whole file, each shuffled by ``seed`` and the epoch number.
+    """Indices of the prompts of one iteration: passes over the whole file, each shuffled by ``seed`` and its own number.
 
     A pure function, so the cursor of a checkpoint is the iteration itself, and a resumed run sees what it would have seen.
-    An iteration never holds a prompt twice unless the file has fewer than ``per_iteration``.
+    A prompt comes at most once in an iteration and in a pass (the few that do not fill the last iteration of a pass wait for
+    another shuffle), unless the file has fewer than ``per_iteration`` prompts: then passes follow each other within one.
     """
+    if count >= per_iteration:
+        epoch, part = divmod(iteration, count // per_iteration)
+        return _epoch_order(count, seed, epoch)[part * per_iteration : (part + 1) * per_iteration]
     start = iteration * per_iteration
-    picked: list[int] = []
-    for position in range(start, start + per_iteration):
-        epoch, offset = divmod(position, count)
-        picked.append(_epoch_order(count, seed, epoch)[offset])
-    return picked
+    return [_epoch_order(count, seed, position // count)[position % count] for position in range(start, start + per_iteration)]
 
 
 def _epoch_order(count: int, seed: int, epoch: int) -> list[int]:

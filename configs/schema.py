@@ -103,7 +103,9 @@ class Rewards(Section):
 
     scorers: tuple[Scorer, ...] = Field(min_length=1)
     attempts: int = Field(3, ge=1, description="tries per batch, on another actor where there is one, before samples are dropped")
-    max_failed_share: float = Field(0.05, ge=0, le=1, description="share of an iteration's samples that may be dropped before the run stops")
+    max_failed_share: float = Field(
+        0.05, ge=0, le=1, description="share of an iteration's samples that may be dropped before the run stops"
+    )
 
 
 class Advantages(Section):
@@ -140,7 +142,8 @@ class OldPolicy(Section):
     """theta_old <- d theta_old + (1 - d) theta after each iteration s."""
 
     schedule: Literal["constant", "linear_cap", "delayed_linear_cap"] = Field(
-        "linear_cap", description="constant: d = value; linear_cap: d = min(slope s, cap); delayed_linear_cap: the same after `delay`"
+        "linear_cap",
+        description="constant: d = value; linear_cap: d = min(slope s, cap); delayed_linear_cap: the same after `delay`",
     )
     value: float = Field(0.0, ge=0, lt=1)
     slope: float = Field(0.001, ge=0)
@@ -162,7 +165,9 @@ class Service(Section):
     cpus: float = Field(0.5, ge=0, description="CPU share that each actor reserves from Ray")
     gpus: float = Field(0.0, ge=0, description="GPU share that each actor reserves from Ray")
     in_flight: int = Field(2, ge=1, description="units of work at an actor at a time; the next one waits there")
-    deadline_s: float = Field(900.0, gt=0, description="a unit that takes longer counts as hung: its actor is killed, the unit reissued")
+    deadline_s: float = Field(
+        900.0, gt=0, description="a unit that takes longer counts as hung: its actor is killed, the unit reissued"
+    )
     max_attempts: int = Field(4, ge=1, description="tries of one unit over all actors before the run stops")
     max_restarts: int = Field(20, ge=0, description="replacements of one actor before it is benched")
 
@@ -251,9 +256,13 @@ class RunConfig(Section):
     def _possible(self) -> RunConfig:
         keep, pool = self.selection.keep, self.explore.pool_size
         if self.plan.explore is not None and keep > pool:
-            raise ValueError(f"selection.keep: {keep} samples cannot be kept of explore.pool_size = {pool}: lower keep or raise pool_size")
+            raise ValueError(
+                f"selection.keep: {keep} samples cannot be kept of explore.pool_size = {pool}: lower keep or raise pool_size"
+            )
         if self.selection.rule == "best_worst" and keep % 2:
-            raise ValueError(f"selection.keep: {keep} is odd, but rule 'best_worst' keeps as many best as worst: use an even number")
+            raise ValueError(
+                f"selection.keep: {keep} is odd, but rule 'best_worst' keeps as many best as worst: use an even number"
+            )
         if self.audit.random_seeds and not self.plan.regenerate:
             raise ValueError(f"audit.random_seeds: arm {self.arm!r} regenerates nothing, so there is nothing to audit: use 0")
         if self.audit.random_seeds > pool - keep:
@@ -304,5 +313,7 @@ class ArmPlan(Section):
                 quick = Exploration(pool_size=explore.pool_size, steps=full.steps, solver=full.solver, backend=explore.backend)
                 return cls(explore=quick, regenerate=False)
             case "sol_rl":
-                quick = Exploration(pool_size=explore.pool_size, steps=explore.steps, solver=explore.solver, backend=explore.backend)
+                quick = Exploration(
+                    pool_size=explore.pool_size, steps=explore.steps, solver=explore.solver, backend=explore.backend
+                )
                 return cls(explore=quick, regenerate=True)

@@ -1,0 +1,49 @@
+# `make quickstart` trains the shipped tiny model; `make test` runs the suite. Both set up .venv first.
+PYTHON ?= python3.11
+# Extra flags for pip, such as an index that has CPU builds of torch.
+PIP_FLAGS ?=
+BIN := .venv/bin
+export RAY_USAGE_STATS_ENABLED = 0
+export RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO = 0
+
+.PHONY: setup quickstart test test-slow lint types arrows check bench shapes-model clean
+
+setup: .venv/.ready
+
+# One pip command, so that torch is pinned before anything asks for a newer one.
+.venv/.ready: pyproject.toml constraints.txt tools/fit_torchvision.py
+	$(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_FLAGS) -c constraints.txt torch==2.13.0 -e '.[dev]'
+	$(BIN)/python tools/fit_torchvision.py
+	touch $@
+
+quickstart: setup
+	$(BIN)/sol-rl train quickstart $(ARGS)
+
+test: setup
+	$(BIN)/python -m pytest $(ARGS)
+
+test-slow: setup
+	$(BIN)/python -m pytest -m slow --timeout=3000 $(ARGS)
+
+lint: setup
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: setup
+	$(BIN)/pyright
+
+arrows: setup
+	$(BIN)/lint-imports
+
+check: lint types arrows test
+
+bench: setup
+	$(BIN)/python -m bench $(ARGS)
+
+# Rebuilds shapes/model from nothing: about an hour on two cores.
+shapes-model: setup
+	$(BIN)/python -m shapes.build --out shapes/model $(ARGS)
+
+clean:
+	rm -rf .venv build dist *.egg-info .pytest_cache .ruff_cache

@@ -1,0 +1,70 @@
+"""The learner service: regenerates in full precision, updates the LoRA, exports the policy for the explorers."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import numpy as np
+
+from actors.messages import TrainingGroup
+from actors.runtime import begin, identity
+from learner.trainer import Group, Trainer
+from policy.types import Conditioning
+
+
+class LearnerActor:
+    """A thin shell around ``learner.trainer.Trainer``."""
+
+    def __init__(self, config: dict[str, Any], failure_dir: str):
+        run, _, device = begin(config, "learner")
+        self._trainer = Trainer(run, device=device, failure_dir=failure_dir)
+        self._chunks: list[np.ndarray] = []
+
+    def ready(self) -> dict[str, Any]:
+        """Who this is, how many parameters it trains, and the table of what explorers run quantised, and why."""
+        return identity(trainable=self._trainer.trainable_parameters, quantisation=self._trainer.quantisation_table)
+
+    def generate(
+        self, conditioning: Conditioning, seeds: tuple[int, ...], steps: int, solver: str, weights: str | None
+    ) -> tuple[float, np.ndarray, np.ndarray]:
+        """(seconds, images uint8 [B, 3, H, W], latents float32 [B, ...]) in full precision.
+
+        Row r of ``conditioning`` serves an equal share of the seeds, in order: all of them when there is one row.
+        ``weights`` is current, old, ema or base; None is the sampling policy of the objective.
+        """
+        start = time.perf_counter()
+        rows = conditioning.repeat(len(seeds) // len(conditioning))
+        latents, images = self._trainer.regenerate(rows, seeds, steps=steps, solver=solver, weights=weights)
+        return time.perf_counter() - start, images, latents
+
+    def update(self, iteration: int, groups: list[TrainingGroup], conds: int, *arrays: Any) -> dict[str, float]:
+        """One training iteration. ``arrays``: first ``conds`` Conditionings, one per group, then the latent arrays."""
+        conditionings, latents = arrays[:conds], arrays[conds:]
+        batch = [
+            Group(
+                prompt_index=group.prompt,
+                cond=conditioning,
+                latents=np.concatenate([latents[part.array][list(part.rows)] for part in group.samples]),
+                rewards=group.rewards,
+            )
+            for group, conditioning in zip(groups, conditionings, strict=True)
+        ]
+        return self._trainer.update(iteration, batch)
+
+    def export(self, version: int) -> tuple[Any, dict[str, float]]:
+        """Pack the sampling policy; (manifest, statistics against the version before). Chunks are then fetched one by one."""
+        manifest, self._chunks, statistics = self._trainer.export(version)
+        return manifest, statistics
+
+    def chunk_by_reference(self, index: int) -> tuple[int, np.ndarray]:
+        """(bytes, one chunk uint8 of the last export). A return value is owned by the caller: it outlives this actor."""
+        return self._chunks[index].nbytes, self._chunks[index]
+
+    def save(self, path: str, extra: dict[str, Any]) -> None:
+        """Write a checkpoint directory atomically."""
+        self._trainer.save(path, extra)
+
+    def load(self, path: str) -> dict[str, Any]:
+        """Restore a checkpoint; returns the extra state it was saved with."""
+        return self._trainer.load(path)

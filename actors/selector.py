@@ -1,0 +1,36 @@
+"""The selector service: contrastive seeds of a prompt, as soon as its pool is scored."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from actors.messages import Chosen
+from actors.runtime import begin, identity
+from learner.selection import select
+from policy.sampling.noise import stream_seed
+
+
+class SelectorActor:
+    """A pure function behind an actor: same rewards, same choice."""
+
+    def __init__(self, config: dict[str, Any]):
+        self._run, _, _ = begin(config, "selector")
+
+    def ready(self) -> dict[str, Any]:
+        """Who this is."""
+        return identity()
+
+    def choose(self, iteration: int, prompt: int, rewards: np.ndarray) -> Chosen:
+        """Indices to train on and to audit, from a prompt's combined proxy rewards float32 [N] (NaN: dropped)."""
+        rule = self._run.selection
+        scored = np.flatnonzero(np.isfinite(rewards))
+        seed = stream_seed(self._run.seed, "selection", iteration, prompt)
+        kept = select(rewards[scored], rule.keep, rule.rule, seed)
+        train = tuple(int(i) for i in sorted(scored[list(kept)]))
+        left = np.setdiff1d(scored, train)
+        draw = np.random.default_rng(stream_seed(self._run.seed, "audit", iteration, prompt))
+        count = min(self._run.audit.random_seeds, len(left))
+        audit = tuple(int(i) for i in sorted(draw.choice(left, count, replace=False))) if count else ()
+        return Chosen(train, audit)

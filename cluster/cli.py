@@ -1,0 +1,147 @@
+"""The command line. The configuration is read before torch and ray are imported: help and typos answer at once."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from cluster.errors import RunFailed, Stopped
+from configs.load import ConfigError, load, preset_names
+from configs.schema import RunConfig
+
+DONE, USER_ERROR, RUN_FAILED, STOPPED = 0, 2, 3, 130
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command; returns its exit code: 0 done, 2 configuration or command, 3 the run failed, 130 stopped."""
+    options = _parser().parse_args(arguments)
+    command: Callable[[argparse.Namespace], int] = options.command
+    try:
+        return command(options)
+    except ConfigError as error:
+        for line in error.lines:
+            print(line, file=sys.stderr)
+        return USER_ERROR
+    except RunFailed as error:
+        print(f"run failed: {error}", file=sys.stderr)
+        return RUN_FAILED
+    except (Stopped, KeyboardInterrupt) as error:
+        print(str(error) or "stopped", file=sys.stderr)
+        return STOPPED
+    except BrokenPipeError:
+        return DONE
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="sol-rl", description="FP4 explore, BF16 train: RL for text-to-image diffusion models on Ray."
+    )
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+
+    def add(name: str, function: Callable[[argparse.Namespace], int], text: str) -> argparse.ArgumentParser:
+        sub = commands.add_parser(name, help=text, description=text)
+        sub.set_defaults(command=function)
+        return sub
+
+    def add_config(sub: argparse.ArgumentParser, required: bool = True) -> None:
+        sub.add_argument("config", nargs=None if required else "?", help="a preset name or a TOML file")
+        sub.add_argument("--set", action="append", default=[], dest="overrides", metavar="a.b=c", help="override one value")
+
+    train = add("train", _train, "train, on this machine or on the cluster of RAY_ADDRESS")
+    add_config(train)
+    train.add_argument("--resume", action="store_true", help="continue the run of this name from its last checkpoint")
+    config = add("config", _config, "print the resolved configuration, or the presets")
+    add_config(config, required=False)
+    config.add_argument("--list", action="store_true", help="print all preset names")
+    evaluate = add("evaluate", _evaluate, "score held-out prompts with base, trained, old and EMA weights")
+    evaluate.add_argument("run", help="a run directory")
+    evaluate.add_argument("--checkpoint", type=int, metavar="STEP", help="a checkpoint of the run; the last one unless given")
+    evaluate.add_argument("--prompts", metavar="FILE", help="a prompt file; the run's held-out prompts unless given")
+    export = add("export", _export, "write a LoRA that stock diffusers loads")
+    export.add_argument("run", help="a run directory")
+    export.add_argument("out", help="directory to write")
+    export.add_argument("--weights", choices=("ema", "current", "old"), default="ema")
+    export.add_argument("--checkpoint", type=int, metavar="STEP", help="a checkpoint of the run; the last one unless given")
+    report = add("report", _report, "write report.html of a run")
+    report.add_argument("run", help="a run directory")
+    return parser
+
+
+def _train(options: argparse.Namespace) -> int:
+    config = load(options.config, options.overrides)
+    from cluster.session import train
+
+    rundir = train(config, options.resume)
+    for line in summary(rundir.metrics()):
+        print(line)
+    print(f"report: {rundir.path / 'report.html'}")
+    return DONE
+
+
+def summary(rows: Sequence[dict[str, object]]) -> list[str]:
+    """Held-out reward before and after, from the rows of metrics.jsonl."""
+    evaluations = [row for row in rows if row["kind"] == "evaluation"]
+    if not evaluations:
+        return []
+    before, after = evaluations[0], evaluations[-1]
+    lines = [f"held-out reward before: {before['reward/eval_mean']:.4f} +- {_number(before, 'eval/stderr')}"]
+    if after is not before:
+        lines.append(f"held-out reward after:  {after['reward/eval_mean']:.4f} +- {_number(after, 'eval/stderr')}")
+        if after.get("eval/gain") is not None:
+            lines.append(
+                f"paired gain:            {after['eval/gain']:+.4f} +- {_number(after, 'eval/gain_stderr')} (standard error, clustered by prompt)"
+            )
+    return lines
+
+
+def _number(row: dict[str, object], key: str) -> str:
+    value = row.get(key)
+    return "n/a" if value is None else f"{value:.4f}"
+
+
+def _config(options: argparse.Namespace) -> int:
+    if options.list:
+        print("\n".join(preset_names()))
+        return DONE
+    if options.config is None:
+        raise ConfigError(["config: give a preset name or a TOML file, or --list"])
+    config: RunConfig = load(options.config, options.overrides)
+    print(json.dumps({**config.model_dump(mode="json"), "plan": config.plan.model_dump(mode="json")}, indent=2))
+    return DONE
+
+
+def _evaluate(options: argparse.Namespace) -> int:
+    from cluster.rundir import RunDirectory
+
+    rundir = RunDirectory(Path(options.run).absolute())
+    config = rundir.configuration()
+    from cluster.offline import evaluate_run
+
+    for line in evaluate_run(rundir, config, options.checkpoint, options.prompts):
+        print(line)
+    return DONE
+
+
+def _export(options: argparse.Namespace) -> int:
+    from cluster.rundir import RunDirectory
+
+    rundir = RunDirectory(Path(options.run).absolute())
+    config = rundir.configuration()
+    from cluster.offline import export_run
+
+    print(f"wrote {export_run(rundir, config, Path(options.out), options.weights, options.checkpoint)}")
+    return DONE
+
+
+def _report(options: argparse.Namespace) -> int:
+    from cluster.rundir import RunDirectory
+
+    rundir = RunDirectory(Path(options.run).absolute())
+    rundir.configuration()
+    from cluster.report import build_report
+
+    print(f"report: {build_report(rundir.path)}")
+    return DONE

@@ -1,0 +1,15 @@
+"""How a run can fail, as types: infrastructure, data, and the run as a whole."""
+
+from __future__ import annotations
+
+
+class RunFailed(Exception):
+    """The run cannot go on; the message says why and what to do. Exit code 3."""
+
+
+class InputsLost(Exception):
+    """Objects that a unit needed went with the node that held them: make them again, it is nobody's failure."""
+
+
+class Stopped(Exception):
+    """A signal asked the run to stop; a checkpoint was written. Exit code 130."""

@@ -1,0 +1,88 @@
+"""What is done with a run after training: evaluate its checkpoints side by side, export its LoRA."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import ray
+
+from cluster.evaluation import Evaluation, evaluate
+from cluster.rundir import RunDirectory, write_json
+from cluster.services import Services, join_or_start_ray
+from configs.load import ConfigError
+from configs.prompts import Prompt, read_prompts
+from configs.schema import RunConfig
+from learner import checkpoint
+from policy.families import family_for
+from policy.lora import save_diffusers_lora
+
+ADAPTER_FILES = {"current": "adapter", "old": "old", "ema": "ema"}
+
+
+def find_checkpoint(rundir: RunDirectory, step: int | None) -> Path:
+    """The directory of checkpoint ``step``, or of the last one. Raises ConfigError when there is none."""
+    path = checkpoint.latest_checkpoint(rundir.checkpoints) if step is None else checkpoint.step_directory(rundir.checkpoints, step)
+    if path is None or not path.is_dir():
+        there = ", ".join(str(int(p.name[5:])) for p in sorted(rundir.checkpoints.glob("step_*"))) or "none"
+        wanted = "no checkpoint yet" if step is None else f"no checkpoint {step}"
+        raise ConfigError([f"{rundir.path}: {wanted}; there are: {there}"])
+    return path
+
+
+def export_run(rundir: RunDirectory, config: RunConfig, out: Path, weights: str, step: int | None) -> Path:
+    """Write adapter ``weights`` (ema, current, old) as a LoRA directory for ``pipe.load_lora_weights(out)``."""
+    files, _ = checkpoint.read(find_checkpoint(rundir, step))
+    state = files.get(ADAPTER_FILES[weights])
+    if state is None:
+        raise ConfigError(
+            [f"--weights {weights}: this run's objective keeps no such adapter; there are: {', '.join(sorted(files))}"]
+        )
+    save_diffusers_lora(out, state, config.lora, family_for(config.model))
+    return out
+
+
+def evaluate_run(rundir: RunDirectory, config: RunConfig, step: int | None, prompt_file: str | None) -> list[str]:
+    """Scores of base, trained, old and EMA weights on the same prompts and noises, as the lines of a table.
+
+    Also written to ``evaluations/compare_<step>.json`` in the run directory.
+    """
+    path = find_checkpoint(rundir, step)
+    prompts = read_prompts(prompt_file or config.prompts.test)[: config.evaluate.prompts]
+    join_or_start_ray(config)
+    try:
+        results = asyncio.run(_evaluate_all(rundir, config, path, prompts))
+    finally:
+        ray.shutdown()
+    base = results["base"].rewards
+    rows = {name: result.row(None if name == "base" else base) for name, result in results.items()}
+    target = rundir.path / "evaluations" / f"compare_{path.name}.json"
+    target.parent.mkdir(exist_ok=True)
+    write_json(target, {"prompts": len(prompts), "noises": config.evaluate.noises, "weights": rows})
+    return _table(rows, f"{path.name}, {len(prompts)} prompts x {config.evaluate.noises} noises, {config.evaluate.steps} steps")
+
+
+async def _evaluate_all(rundir: RunDirectory, config: RunConfig, path: Path, prompts: list[Prompt]) -> dict[str, Evaluation]:
+    services = Services(config, rundir, rundir.event)
+    services.only(services.encoder, services.reward, services.learner)
+    await services.start()
+    try:
+        await services.learner.call(("load", path.name), "load", str(path))
+        present = [name for name, file in ADAPTER_FILES.items() if (path / f"{file}.safetensors").exists()]
+        return {name: await evaluate(config, services, prompts, name) for name in ("base", *present)}
+    finally:
+        await services.stop()
+
+
+def _table(rows: dict[str, dict[str, Any]], title: str) -> list[str]:
+    scorers = sorted(key for key in rows["base"] if key.startswith("reward/eval/"))
+    heads = ["weights", "reward", "std err", "gain", "std err", *(key.removeprefix("reward/eval/") for key in scorers)]
+    body = []
+    for name, row in rows.items():
+        gain = [f"{row['eval/gain']:+.4f}", f"{row['eval/gain_stderr']:.4f}"] if "eval/gain" in row else ["", ""]
+        body.append(
+            [name, f"{row['reward/eval_mean']:.4f}", f"{row['eval/stderr']:.4f}", *gain, *(f"{row[key]:.4f}" for key in scorers)]
+        )
+    widths = [max(len(line[i]) for line in [heads, *body]) for i in range(len(heads))]
+    return [title, *("  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)) for line in [heads, *body])]

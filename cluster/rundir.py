@@ -1,0 +1,129 @@
+"""The run directory: what a run leaves behind, written so that a kill at any instant leaves it whole."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import tempfile
+import time
+from collections.abc import Iterator
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from configs.load import ConfigError, parse
+from configs.schema import RunConfig
+
+PACKAGES = ("ray", "torch", "diffusers", "transformers", "peft", "pydantic", "numpy", "safetensors")
+
+
+class RunDirectory:
+    """Paths and append-only files of one run."""
+
+    def __init__(self, path: Path):
+        self.path = path
+        self.checkpoints, self.images = path / "checkpoints", path / "images"
+        self.metrics_file, self.events_file, self.config_file = path / "metrics.jsonl", path / "events.jsonl", path / "config.json"
+
+    @classmethod
+    def of(cls, config: RunConfig) -> RunDirectory:
+        """The directory of ``config``; not yet created."""
+        return cls((Path(config.run_root or "runs") / config.name).absolute())
+
+    def create(self, config: RunConfig) -> None:
+        """A new run. Raises ConfigError when a run of this name is there, or the place cannot be written."""
+        if self.config_file.exists():
+            raise ConfigError([f"{self.path}: a run of this name is there: --resume continues it, --set name=... starts another"])
+        try:
+            for directory in (self.path, self.checkpoints, self.images):
+                directory.mkdir(parents=True, exist_ok=True)
+            write_json(self.config_file, {"config": config.model_dump(mode="json"), "versions": versions()})
+        except OSError as error:
+            raise ConfigError([f"run_root: {self.path} cannot be written ({error.strerror}): give --set run_root=DIR"]) from None
+
+    def configuration(self) -> RunConfig:
+        """The configuration the run was started with. Raises ConfigError when this is no run directory."""
+        try:
+            return parse(json.loads(self.config_file.read_text())["config"])
+        except (OSError, json.JSONDecodeError, KeyError) as error:
+            raise ConfigError(
+                [f"{self.path}: no readable run here ({type(error).__name__}); give a directory with a config.json"]
+            ) from None
+
+    def metric(self, row: dict[str, Any]) -> None:
+        """Append one object to metrics.jsonl. Non-finite numbers become null: the file stays JSON."""
+        _append(self.metrics_file, {key: _plain(value) for key, value in row.items()})
+
+    def event(self, name: str, **fields: Any) -> None:
+        """Append one object to events.jsonl."""
+        _append(self.events_file, {"time": round(time.time(), 3), "event": name, **fields})
+
+    def metrics(self) -> list[dict[str, Any]]:
+        """All rows of metrics.jsonl."""
+        return list(_rows(self.metrics_file))
+
+    def events(self) -> list[dict[str, Any]]:
+        """All rows of events.jsonl."""
+        return list(_rows(self.events_file))
+
+    def truncate(self, iteration: int, moment: float) -> None:
+        """Forget what came after a checkpoint: metrics of iterations from ``iteration`` on, events after ``moment``."""
+        kept = [
+            r for r in self.metrics() if r["iteration"] < iteration or (r["kind"] == "evaluation" and r["iteration"] == iteration)
+        ]
+        write_text(self.metrics_file, "".join(json.dumps(row) + "\n" for row in kept))
+        write_text(self.events_file, "".join(json.dumps(row) + "\n" for row in self.events() if row["time"] <= moment))
+
+
+def versions() -> dict[str, str]:
+    """Versions of this code and of the packages that results depend on."""
+    found = {}
+    for name in ("sol-rl", *PACKAGES):
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            found[name] = "not installed"
+    return found
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Write JSON beside and rename."""
+    write_text(path, json.dumps(value, indent=1) + "\n")
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write beside and rename, so that a reader or a kill never meets half a file."""
+    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    try:
+        with os.fdopen(handle, "w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(name, path)
+    except BaseException:
+        Path(name).unlink(missing_ok=True)
+        raise
+
+
+def _append(path: Path, row: dict[str, Any]) -> None:
+    with path.open("a", encoding="utf-8") as file:
+        file.write(json.dumps(row, default=str) + "\n")
+
+
+def _rows(path: Path) -> Iterator[dict[str, Any]]:
+    """Rows of a JSON-lines file; a last line cut short by a kill is passed over."""
+    if not path.exists():
+        return
+    for line in path.read_text(encoding="utf-8").splitlines():
+        try:
+            yield json.loads(line)
+        except json.JSONDecodeError:
+            continue
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, bool | str | int) or value is None:
+        return value
+    number = float(value)
+    return number if math.isfinite(number) else None

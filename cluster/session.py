@@ -1,0 +1,229 @@
+"""One training run from the first actor to the report: start or resume, iterate, evaluate, checkpoint, stop."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import ray
+
+from cluster.errors import RunFailed, Stopped
+from cluster.evaluation import evaluate
+from cluster.loop import Ring
+from cluster.metrics import PrometheusExporter
+from cluster.pictures import save_pictures
+from cluster.progress import Progress
+from cluster.report import build_report
+from cluster.rundir import RunDirectory, write_json
+from cluster.services import Services, check_run_root, install_stop_signals, join_or_start_ray
+from configs.load import ConfigError
+from configs.prompts import read_prompts
+from configs.resume import differences
+from configs.schema import RunConfig
+from learner.checkpoint import latest_checkpoint
+from learner.schedules import stop_reason
+from policy.families.base import model_directory
+
+
+def train(config: RunConfig, resume: bool) -> RunDirectory:
+    """Train to the end of ``config``; returns the finished run's directory.
+
+    Raises:
+        ConfigError: something about the configuration or the command is wrong; nothing was started.
+        RunFailed: the run cannot go on.
+        Stopped: a signal asked it to stop, after a checkpoint.
+    """
+    train_prompts, test_prompts = read_prompts(config.prompts.train), read_prompts(config.prompts.test)
+    try:
+        model_directory(config.model)
+    except (FileNotFoundError, ValueError) as error:
+        raise ConfigError([f"model.path: {error}"]) from None
+    rundir = RunDirectory.of(config)
+    if resume:
+        check_resumable(config, rundir)
+    joined = join_or_start_ray(config)
+    try:
+        check_run_root(config, joined)
+        if not resume:
+            rundir.create(config)
+        session = Session(config, rundir, train_prompts, test_prompts[: config.evaluate.prompts])
+        asyncio.run(session.run(resume))
+    except OSError as error:
+        raise RunFailed(f"{rundir.path}: {error.strerror or error}: mend that and continue with --resume") from None
+    finally:
+        ray.shutdown()
+    return rundir
+
+
+def check_resumable(config: RunConfig, rundir: RunDirectory) -> None:
+    """Raises ConfigError unless the run is there and differs only in fields that cannot change results."""
+    changed = differences(rundir.configuration(), config)
+    if changed:
+        raise ConfigError(
+            [
+                f"--resume: {rundir.path} was started with another configuration: {'; '.join(changed)}; give the same, or another name"
+            ]
+        )
+
+
+class Session:
+    """The state of one ``train`` call."""
+
+    def __init__(self, config: RunConfig, rundir: RunDirectory, train_prompts: list[Any], test_prompts: list[Any]):
+        self.config, self.rundir, self.test_prompts = config, rundir, test_prompts
+        self.progress = Progress()
+        self.services = Services(config, rundir, rundir.event)
+        self.ring = Ring(config, self.services, train_prompts, self.progress)
+        self.exporter = PrometheusExporter(config.logging.prometheus_port, config.logging.prometheus_host)
+        self.next_iteration = 0
+        self.saved_iteration: int | None = None
+        self.seconds_before = 0.0
+        self.samples_seen = 0
+        self.began = time.monotonic()
+        self._signal: str | None = None
+
+    async def run(self, resume: bool) -> None:
+        """Everything between the first and the last actor; events and the report are written whatever happens."""
+        work = asyncio.current_task()
+        assert work is not None
+        install_stop_signals(asyncio.get_running_loop(), lambda name: self._stop(name, work))
+        self.rundir.event("run_resumed" if resume else "run_started", arm=self.config.arm, iterations=self.config.iterations)
+        try:
+            with self.progress:
+                await self._train(resume)
+            self.rundir.event("run_finished", iterations=self.next_iteration)
+        except asyncio.CancelledError:
+            await self._save_before_stopping()
+            self.rundir.event("run_stopped", signal=self._signal, iteration=self.next_iteration)
+            raise Stopped(f"stopped by {self._signal} before iteration {self.next_iteration}; continue with --resume") from None
+        except RunFailed as failure:
+            self.rundir.event("run_failed", why=str(failure))
+            raise
+        finally:
+            await self.services.stop()
+            if self.rundir.metrics_file.exists():
+                build_report(self.rundir.path)
+
+    def _stop(self, name: str, work: asyncio.Task[Any]) -> None:
+        """Cancel the work, but not in the middle of an update: the learner then finishes it first."""
+        if self._signal is not None:
+            return
+        self._signal = name
+
+        async def cancel() -> None:
+            async with self.ring.updating:
+                work.cancel()
+
+        self._canceller = asyncio.create_task(cancel())
+
+    async def _train(self, resume: bool) -> None:
+        config = self.config
+        self.progress.note("starting actors")
+        await self.services.start()
+        self._write_quantisation_table()
+        if resume:
+            await self._restore()
+        self.progress.start(config.iterations, self.next_iteration)
+        if self.next_iteration == 0 and not self._evaluated(0):
+            await self._evaluate(0)
+        await self.ring.publish(self.next_iteration)
+        why_stop = None
+        while self.next_iteration < config.iterations and why_stop is None:
+            index = self.next_iteration
+            metrics = await self.ring.iteration(index)
+            self.next_iteration = index + 1
+            self._record(index, metrics)
+            why_stop = stop_reason(config.stop, metrics, self._seconds() / 60)
+            if self.next_iteration % config.checkpoint.every == 0:
+                await self._save()
+            if (
+                config.evaluate.every
+                and self.next_iteration % config.evaluate.every == 0
+                and self.next_iteration < config.iterations
+            ):
+                await self._evaluate(self.next_iteration)
+        if why_stop:
+            self.rundir.event("stopped_early", why=why_stop, iteration=self.next_iteration)
+            self.progress.note(f"stopping: {why_stop}")
+        await self._save()
+        if not self._evaluated(self.next_iteration):
+            await self._evaluate(self.next_iteration)
+
+    def _record(self, index: int, metrics: dict[str, float]) -> None:
+        self.samples_seen += self.config.selection.keep * self.config.prompts.per_iteration
+        row = {"kind": "iteration", "iteration": index, "seconds": self._seconds(), "samples_seen": self.samples_seen, **metrics}
+        self.rundir.metric(row)
+        self.exporter.observe(row)
+        self.progress.iteration_finished(row)
+
+    def _seconds(self) -> float:
+        return self.seconds_before + time.monotonic() - self.began
+
+    # ---- evaluation
+
+    def _evaluation_file(self, iteration: int) -> Path:
+        return self.rundir.path / "evaluations" / f"step_{iteration:06d}.json"
+
+    def _evaluated(self, iteration: int) -> bool:
+        return self._evaluation_file(iteration).exists()
+
+    async def _evaluate(self, iteration: int) -> None:
+        """Score the held-out prompts, paired with the evaluation before training."""
+        weights = self.config.evaluate.weights
+        result = await evaluate(self.config, self.services, self.test_prompts, weights)
+        before = json.loads(self._evaluation_file(0).read_text())["rewards"] if iteration and self._evaluated(0) else None
+        row = {"kind": "evaluation", "iteration": iteration, "seconds": self._seconds(), "weights": weights}
+        row |= result.row(np.array(before, dtype=float) if before is not None else None)
+        save_pictures(self.rundir.images, iteration, [prompt.text for prompt in self.test_prompts], result.pictures)
+        self._evaluation_file(iteration).parent.mkdir(exist_ok=True)
+        write_json(self._evaluation_file(iteration), {"weights": weights, "rewards": result.rewards.tolist()})
+        self.rundir.metric(row)
+        self.exporter.observe(row)
+        self.progress.evaluation_finished(row)
+
+    # ---- checkpoints
+
+    async def _save(self) -> None:
+        if self.saved_iteration == self.next_iteration:
+            return
+        extra = {
+            "iteration": self.next_iteration,
+            "time": time.time(),
+            "seconds": self._seconds(),
+            "samples_seen": self.samples_seen,
+        }
+        path = self.rundir.checkpoints / f"step_{self.next_iteration:06d}"
+        await self.services.learner.call(("save", self.next_iteration), "save", str(path), extra)
+        self.saved_iteration = self.next_iteration
+        self.rundir.event("checkpoint_saved", iteration=self.next_iteration, path=path.name)
+
+    async def _save_before_stopping(self) -> None:
+        """The learner's weights stand between two updates whenever the work was cancelled: save them."""
+        if not self.services.learner.alive or self.saved_iteration == self.next_iteration:
+            return
+        with contextlib.suppress(RunFailed):
+            await self._save()
+
+    async def _restore(self) -> None:
+        """Continue from the newest whole checkpoint, or from the start when the run was stopped before its first."""
+        path = latest_checkpoint(self.rundir.checkpoints)
+        if path is None:
+            self.progress.note("no checkpoint yet: starting from the beginning")
+            self.rundir.truncate(0, 0.0)
+            return
+        extra = await self.services.learner.call(("load", path.name), "load", str(path))
+        self.next_iteration = self.saved_iteration = extra["iteration"]
+        self.seconds_before, self.samples_seen = extra["seconds"], extra["samples_seen"]
+        self.began = time.monotonic()
+        self.rundir.truncate(self.next_iteration, extra["time"])
+        self.rundir.event("run_resumed", iteration=self.next_iteration, checkpoint=path.name)
+
+    def _write_quantisation_table(self) -> None:
+        table = self.services.learner.workers[0].facts.get("quantisation")
+        if table:
+            write_json(self.rundir.path / "quantisation.json", table)
