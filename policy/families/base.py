@@ -71,7 +71,7 @@ class Family(ABC):
     def load(self, cls: Any, subfolder: str, device: torch.device | str, dtype: torch.dtype) -> nn.Module:
         """``cls.from_pretrained`` of a part of the pipeline: eval mode, no gradients. FileNotFoundError when it is missing."""
         try:
-            module = cls.from_pretrained(self.directory, subfolder=subfolder, torch_dtype=dtype)
+            module = cls.from_pretrained(self.directory, subfolder=subfolder, dtype=dtype)
         except OSError as error:
             reason = str(error).strip().splitlines()[0]
             raise FileNotFoundError(f"model.path: cannot load {subfolder!r} of {self.directory!r}: {reason}") from error

@@ -50,7 +50,7 @@ class SD3(Family):
         from diffusers import StableDiffusion3Pipeline
 
         try:
-            pipe = StableDiffusion3Pipeline.from_pretrained(self.directory, transformer=None, vae=None, torch_dtype=dtype)
+            pipe = StableDiffusion3Pipeline.from_pretrained(self.directory, transformer=None, vae=None, dtype=dtype)
         except OSError as error:
             reason = str(error).strip().splitlines()[0]
             raise FileNotFoundError(f"model.path: cannot load the text encoders of {self.directory!r}: {reason}") from error

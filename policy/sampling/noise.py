@@ -13,7 +13,7 @@ PURPOSES: tuple[str, ...] = (
     "explore",  # initial noises that are explored, selected and trained on
     "train",  # training times and fresh noise of the objective
     "evaluate",  # fixed initial noises of held-out prompts
-    "select",  # random selection
+    "selection",  # random selection
     "lora",  # initial adapter weights
     "prompts",  # order of prompts
     "audit",  # random noises of the audit
@@ -45,5 +45,6 @@ def noise_for(seeds: Sequence[int], shape: Sequence[int]) -> Tensor:
     The generator is numpy's Philox with the seed as its key, so all 64 bits count; torch's CPU generator keeps only the
     low 32 bits of a seed, and its normal sampling depends on the instruction set.
     """
-    rows = [np.random.Generator(np.random.Philox(key=int(seed) & MASK_64)).standard_normal(tuple(shape), np.float32) for seed in seeds]
+    generators = (np.random.Generator(np.random.Philox(key=int(seed) & MASK_64)) for seed in seeds)
+    rows = [generator.standard_normal(tuple(shape), np.float32) for generator in generators]
     return torch.from_numpy(np.stack(rows)) if rows else torch.empty((0, *shape), dtype=torch.float32)
