@@ -46,6 +46,7 @@ class Iteration:
     start: float = field(default_factory=time.perf_counter)
     explored_at: float = 0.0
     pools: dict[int, Pool] = field(default_factory=dict)
+    chosen: dict[int, Chosen] = field(default_factory=dict)
     audits: list[dict[str, float]] = field(default_factory=list)
     random_audits: list[dict[str, float]] = field(default_factory=list)
 
@@ -57,10 +58,10 @@ class Ring:
         self.config, self.services, self.prompts, self.progress = config, services, prompts, progress
         self.updating = asyncio.Lock()  # held while the learner's weights change
 
-    async def iteration(self, index: int) -> dict[str, float]:
-        """Run iteration ``index`` with policy version ``index``; metrics under their contract names.
+    async def iteration(self, index: int) -> tuple[dict[str, float], list[dict[str, Any]]]:
+        """Run iteration ``index`` with policy version ``index``.
 
-        On return the learner holds policy ``index + 1`` and the explorers have acknowledged it.
+        Returns metrics under their contract names, and per prompt what was selected. On return the learner holds policy ``index + 1`` and the explorers have acknowledged it.
         """
         it = await self._begin(index)
         groups = await asyncio.gather(*(self._group(it, p) for p in range(len(it.prompts))))
@@ -78,7 +79,10 @@ class Ring:
             "time/update_s": updated_at - regenerated_at,
             "time/iteration_s": finished - it.start,
         }
-        return {**self._summary(it), **update, **published, **times}
+        selected = [
+            {"prompt": it.prompts[p].text, "train": list(chosen.train), "audit": list(chosen.audit)} for p, chosen in sorted(it.chosen.items())
+        ]
+        return {**self._summary(it), **update, **published, **times}, selected
 
     async def publish(self, version: int) -> dict[str, float]:
         """Give the explorers ``version`` of the sampling policy; nothing where the arm explores nothing."""
@@ -110,6 +114,7 @@ class Ring:
             ("select", it.index, p), "choose", it.index, p, pool.scored.rewards, priority=(p,)
         )
         self.progress.advanced("selected", len(chosen.train))
+        it.chosen[p] = chosen
         it.explored_at = max(it.explored_at, time.perf_counter())
         if not plan.regenerate:
             return self._as_explored(it, p, pool, chosen.train)

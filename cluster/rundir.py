@@ -25,6 +25,7 @@ class RunDirectory:
         self.path = path
         self.checkpoints, self.images = path / "checkpoints", path / "images"
         self.metrics_file, self.events_file, self.config_file = path / "metrics.jsonl", path / "events.jsonl", path / "config.json"
+        self.selections_file = path / "selections.jsonl"
 
     @classmethod
     def of(cls, config: RunConfig) -> RunDirectory:
@@ -55,6 +56,10 @@ class RunDirectory:
         """Append one object to metrics.jsonl. Non-finite numbers become null: the file stays JSON."""
         _append(self.metrics_file, {key: _plain(value) for key, value in row.items()})
 
+    def selection(self, iteration: int, groups: list[dict[str, Any]]) -> None:
+        """Append the iteration's selected pool indices, per prompt, to selections.jsonl."""
+        _append(self.selections_file, {"iteration": iteration, "groups": groups})
+
     def event(self, name: str, **fields: Any) -> None:
         """Append one object to events.jsonl."""
         _append(self.events_file, {"time": round(time.time(), 3), "event": name, **fields})
@@ -73,6 +78,8 @@ class RunDirectory:
             r for r in self.metrics() if r["iteration"] < iteration or (r["kind"] == "evaluation" and r["iteration"] == iteration)
         ]
         write_text(self.metrics_file, "".join(json.dumps(row) + "\n" for row in kept))
+        chosen = [row for row in _rows(self.selections_file) if row["iteration"] < iteration]
+        write_text(self.selections_file, "".join(json.dumps(row) + "\n" for row in chosen))
         write_text(self.events_file, "".join(json.dumps(row) + "\n" for row in self.events() if row["time"] <= moment))
 
 

@@ -22,7 +22,7 @@ from cluster.report import build_report
 from cluster.rundir import RunDirectory, write_json
 from cluster.services import Services, check_run_root, install_stop_signals, join_or_start_ray
 from configs.load import ConfigError
-from configs.prompts import read_prompts
+from configs.prompts import Prompt, read_prompts
 from configs.resume import differences
 from configs.schema import RunConfig
 from learner.checkpoint import latest_checkpoint
@@ -74,9 +74,16 @@ def check_resumable(config: RunConfig, rundir: RunDirectory) -> None:
 class Session:
     """The state of one ``train`` call."""
 
-    def __init__(self, config: RunConfig, rundir: RunDirectory, train_prompts: list[Any], test_prompts: list[Any]):
+    def __init__(
+        self,
+        config: RunConfig,
+        rundir: RunDirectory,
+        train_prompts: list[Prompt],
+        test_prompts: list[Prompt],
+        progress: Progress | None = None,
+    ):
         self.config, self.rundir, self.test_prompts = config, rundir, test_prompts
-        self.progress = Progress()
+        self.progress = progress or Progress()
         self.services = Services(config, rundir, rundir.event)
         self.ring = Ring(config, self.services, train_prompts, self.progress)
         self.exporter = PrometheusExporter(config.logging.prometheus_port, config.logging.prometheus_host)
@@ -135,9 +142,9 @@ class Session:
         why_stop = None
         while self.next_iteration < config.iterations and why_stop is None:
             index = self.next_iteration
-            metrics = await self.ring.iteration(index)
+            metrics, selected = await self.ring.iteration(index)
             self.next_iteration = index + 1
-            self._record(index, metrics)
+            self._record(index, metrics, selected)
             why_stop = stop_reason(config.stop, metrics, self._seconds() / 60)
             if self.next_iteration % config.checkpoint.every == 0:
                 await self._save()
@@ -154,10 +161,12 @@ class Session:
         if not self._evaluated(self.next_iteration):
             await self._evaluate(self.next_iteration)
 
-    def _record(self, index: int, metrics: dict[str, float]) -> None:
+    def _record(self, index: int, metrics: dict[str, float], selected: list[dict[str, Any]]) -> None:
         self.samples_seen += self.config.selection.keep * self.config.prompts.per_iteration
         row = {"kind": "iteration", "iteration": index, "seconds": self._seconds(), "samples_seen": self.samples_seen, **metrics}
         self.rundir.metric(row)
+        if selected:
+            self.rundir.selection(index, selected)
         self.exporter.observe(row)
         self.progress.iteration_finished(row)
 

@@ -1,5 +1,19 @@
 """Fixtures that many tests share."""
 
+from collections.abc import Iterator
+
+import pytest
+
 from tests.tiny_sd3 import tiny_sd3_dir
 
-__all__ = ["tiny_sd3_dir"]
+__all__ = ["ray_here", "tiny_sd3_dir"]
+
+
+@pytest.fixture(scope="session")
+def ray_here() -> Iterator[None]:
+    """One Ray for the session."""
+    import ray
+
+    ray.init(num_cpus=8, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
+    yield
+    ray.shutdown()

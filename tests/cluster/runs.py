@@ -1,0 +1,66 @@
+"""Small real runs of the ring for tests: a random-weight SD3, a JPEG reward, three updates, seconds."""
+
+import asyncio
+import json
+from pathlib import Path
+from typing import Any
+
+from cluster.rundir import RunDirectory
+from cluster.session import Session
+from configs.load import parse
+from configs.prompts import read_prompts
+from configs.schema import RunConfig
+
+
+def tiny_config(model: Path, root: Path, name: str, **changes: Any) -> RunConfig:
+    """Three iterations of 2 prompts, 4-in-8, on the tiny model. ``changes``: dotted__keys replaced by double underscores."""
+    prompts = root / "prompts.txt"
+    prompts.write_text("red circle\nblue square\ntwo cross\nred square above blue circle\n")
+    tree: dict[str, Any] = {
+        "name": name,
+        "run_root": str(root / "runs"),
+        "seed": 7,
+        "iterations": 3,
+        "model": {"path": str(model), "height": 16, "width": 16, "max_sequence_length": 8},
+        "prompts": {"train": str(prompts), "test": str(prompts), "per_iteration": 2},
+        "explore": {"pool_size": 8, "steps": 2, "chunk_size": 2, "backend": "emulated_nvfp4"},
+        "selection": {"keep": 4},
+        "regenerate": {"steps": 3, "precision": "fp32"},
+        "evaluate": {"every": 0, "steps": 2, "prompts": 4, "noises": 2, "batch_size": 4},
+        "rewards": {"scorers": [{"name": "jpeg_compressibility"}]},
+        "objective": {"times_per_sample": 2},
+        "lora": {"rank": 4, "alpha": 8},
+        "optimizer": {"lr": 0.05, "batch_size": 8},
+        "old_policy": {"schedule": "constant", "value": 0.3},
+        "logging": {"grid_prompts": 2},
+    }
+    for key, value in changes.items():
+        *parents, last = key.split("__")
+        node = tree
+        for parent in parents:
+            node = node.setdefault(parent, {})
+        node[last] = value
+    return parse(tree)
+
+
+def run_here(config: RunConfig, resume: bool = False, progress: Any = None) -> RunDirectory:
+    """Run a session on the Ray that is already there."""
+    rundir = RunDirectory.of(config)
+    if not resume:
+        rundir.create(config)
+    prompts = read_prompts(config.prompts.train)
+    session = Session(config, rundir, prompts, prompts[: config.evaluate.prompts], progress)
+    if progress is not None:
+        progress.session = session
+    asyncio.run(session.run(resume))
+    return rundir
+
+
+def adapters(rundir: RunDirectory, step: int) -> dict[str, bytes]:
+    """The bytes of every safetensors file of a checkpoint."""
+    return {path.name: path.read_bytes() for path in sorted((rundir.checkpoints / f"step_{step:06d}").glob("*.safetensors"))}
+
+
+def selections(rundir: RunDirectory) -> list[Any]:
+    """What was selected, iteration by iteration."""
+    return [json.loads(line) for line in rundir.selections_file.read_text().splitlines()]

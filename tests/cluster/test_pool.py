@@ -1,0 +1,181 @@
+"""The actor pool under faults. Invariants: every unit is answered exactly once, with its own answer; what killed an actor is
+counted against the unit and the actor, and both have limits; nothing pends for ever."""
+
+import asyncio
+import os
+import signal
+import time
+from typing import Any
+
+import pytest
+import ray
+
+from cluster.errors import RunFailed
+from cluster.pool import ActorPool
+from configs.schema import Service
+
+
+class Echo:
+    """An actor that can be told to die, hang or raise."""
+
+    def __init__(self, broken: bool = False):
+        if broken:
+            raise ValueError("no such weights: give another path")
+
+    def ready(self) -> dict[str, Any]:
+        return {"pid": os.getpid()}
+
+    def double(self, value: int, pause: float = 0.0) -> int:
+        time.sleep(pause)
+        return 2 * value
+
+    def pair(self, value: int) -> tuple[int, bytes]:
+        return value, bytes(200_000)
+
+    def fatal(self, path: str, value: int) -> int:
+        """Dies the first time it is called with `path`."""
+        if not os.path.exists(path):
+            open(path, "w").close()
+            os.kill(os.getpid(), signal.SIGKILL)
+        return value
+
+    def poison(self) -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    def hang_once(self, path: str) -> str:
+        if not os.path.exists(path):
+            open(path, "w").close()
+            os.kill(os.getpid(), signal.SIGSTOP)
+        return "woke elsewhere"
+
+    def fail(self) -> None:
+        raise KeyError("broken")
+
+
+class Harness:
+    """A pool of Echo actors and the events it wrote."""
+
+    def __init__(self, actors: int = 2, **service: Any):
+        self.events: list[tuple[str, dict[str, Any]]] = []
+        self.args: tuple[Any, ...] = ()
+        remote = ray.remote(Echo)
+        self.pool = ActorPool(
+            "echo",
+            lambda name: remote.options(num_cpus=0).remote(*self.args),
+            Service(actors=actors, **service),
+            lambda name, **fields: self.events.append((name, fields)),
+        )
+
+    def names(self) -> list[str]:
+        return [name for name, _ in self.events]
+
+    def run(self, work) -> Any:
+        async def all_of_it() -> Any:
+            await self.pool.start()
+            try:
+                return await asyncio.wait_for(work(self.pool), 90)
+            finally:
+                await self.pool.stop()
+
+        return asyncio.run(all_of_it())
+
+
+def test_every_unit_gets_its_own_answer(ray_here):
+    async def work(pool: ActorPool) -> list[int]:
+        return await asyncio.gather(*(pool.call(i, "double", i) for i in range(40)))
+
+    assert Harness(3).run(work) == [2 * i for i in range(40)]
+
+
+def test_big_returns_stay_behind_references(ray_here):
+    async def work(pool: ActorPool) -> Any:
+        meta, (reference,) = await pool.call("pair", "pair", 7, returns=2)
+        return meta, len(await reference)
+
+    assert Harness(1).run(work) == (7, 200_000)
+
+
+def test_lower_priority_values_go_first(ray_here):
+    order: list[int] = []
+
+    async def work(pool: ActorPool) -> None:
+        async def one(p: int) -> None:
+            await pool.call(p, "double", p, 0.05, priority=(p,))
+            order.append(p)
+
+        await asyncio.gather(*(one(p) for p in (5, 3, 4, 1, 2)))
+
+    Harness(1, in_flight=1).run(work)
+    assert order == [1, 2, 3, 4, 5]
+
+
+def test_a_killed_actor_is_replaced_and_its_units_are_answered_once(ray_here, tmp_path):
+    harness = Harness(2)
+
+    async def work(pool: ActorPool) -> Any:
+        calls = [pool.call(i, "double", i, 0.05) for i in range(20)]
+        return await asyncio.gather(pool.call("x", "fatal", str(tmp_path / "died"), 99), *calls)
+
+    assert harness.run(work) == [99, *(2 * i for i in range(20))]
+    assert harness.names().count("actor_died") == 1 and harness.names().count("actor_replaced") == 1
+    assert harness.pool.reissued >= 1 and "chunk_reissued" in harness.names()
+
+
+def test_a_hung_actor_is_killed_after_its_deadline(ray_here, tmp_path):
+    harness = Harness(1, deadline_s=3.0)
+
+    async def work(pool: ActorPool) -> Any:
+        return await pool.call("h", "hang_once", str(tmp_path / "hung"))
+
+    assert harness.run(work) == "woke elsewhere"
+    died = [fields for name, fields in harness.events if name == "actor_died"]
+    assert [fields["why"] for fields in died] == ["no answer for 3 s"]
+
+
+def test_a_unit_that_kills_whoever_takes_it_ends_the_run_and_is_named(ray_here):
+    harness = Harness(2, max_attempts=3)
+
+    async def work(pool: ActorPool) -> Any:
+        return await pool.call("chunk 17", "poison")
+
+    with pytest.raises(RunFailed, match="chunk 17 failed 3 times"):
+        harness.run(work)
+    assert harness.names().count("chunk_reissued") == 2
+
+
+def test_an_exception_is_retried_and_then_said(ray_here):
+    harness = Harness(1, max_attempts=2)
+    with pytest.raises(RunFailed, match="KeyError: 'broken'"):
+        harness.run(lambda pool: pool.call("f", "fail"))
+    assert "actor_died" not in harness.names()
+
+
+def test_an_actor_past_its_restarts_is_benched_and_without_any_the_run_ends(ray_here):
+    harness = Harness(1, max_restarts=1, max_attempts=9)
+    with pytest.raises(RunFailed, match="no echo actor is left"):
+        harness.run(lambda pool: pool.call("p", "poison"))
+    assert harness.names().count("actor_benched") == 1
+
+
+def test_a_constructor_that_raises_says_its_own_words(ray_here):
+    harness = Harness(1)
+    harness.args = (True,)
+    with pytest.raises(RunFailed, match="no such weights: give another path"):
+        harness.run(lambda pool: pool.call("d", "double", 1))
+
+
+def test_an_answer_that_is_not_accepted_is_tried_on_another_actor(ray_here):
+    harness = Harness(2)
+    asked: list[int] = []
+
+    def accept(value: int) -> str | None:
+        asked.append(value)
+        return "again" if len(asked) < 3 else None
+
+    assert harness.run(lambda pool: pool.call("d", "double", 4, accept=accept, tries=5)) == 8
+    actors = [fields["actor"] for name, fields in harness.events if name == "chunk_reissued"]
+    assert len(asked) == 3 and len(actors) == 2 and actors[0] != actors[1]
+
+
+def test_the_last_allowed_answer_stands(ray_here):
+    assert Harness(1).run(lambda pool: pool.call("d", "double", 4, accept=lambda value: "no", tries=2)) == 8

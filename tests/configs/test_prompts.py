@@ -1,0 +1,60 @@
+"""Prompt files in the public formats, and the order a run walks them in."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from configs.load import ConfigError
+from configs.prompts import Prompt, prompts_of_iteration, read_prompts
+
+GENEVAL = (
+    '{"tag": "counting", "include": [{"class": "wine glass", "count": 2}], "exclude": [{"class": "wine glass", "count": 3}], '
+    '"prompt": "a photo of two wine glasses"}'
+)
+
+
+def test_text_and_geneval_lines(tmp_path):
+    text, lines = tmp_path / "train.txt", tmp_path / "train_metadata.jsonl"
+    text.write_text("\ufeffa cat\n\n  a dog in Zürich \n", encoding="utf-8")
+    assert read_prompts(str(text)) == [Prompt("a cat"), Prompt("a dog in Zürich")]
+    lines.write_text(GENEVAL + "\n")
+    (prompt,) = read_prompts(str(lines))
+    assert prompt.text == "a photo of two wine glasses"
+    assert prompt.metadata["include"] == [{"class": "wine glass", "count": 2}] and prompt.metadata["tag"] == "counting"
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "said"),
+    [
+        ("a.txt", b"\n \n", "holds no prompt"),
+        ("a.txt", b"caf\xe9\n", "not UTF-8 at byte 3"),
+        ("a.jsonl", b"{'prompt': 1}\n", "a.jsonl:1: not JSON"),
+        ("a.jsonl", b'{"prompt": "x"}\n{"text": "y"}\n', "a.jsonl:2: no text under 'prompt'"),
+    ],
+)
+def test_bad_files_are_one_line(tmp_path, name, content, said):
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(ConfigError) as error:
+        read_prompts(str(tmp_path / name))
+    assert len(error.value.lines) == 1 and said in error.value.lines[0]
+
+
+def test_a_missing_file_says_so(tmp_path):
+    with pytest.raises(ConfigError, match="cannot be read"):
+        read_prompts(str(tmp_path / "no.txt"))
+
+
+@given(count=st.integers(1, 40), per=st.integers(1, 40), seed=st.integers(0, 2**40))
+def test_a_pass_takes_every_prompt_at_most_once_and_all_that_fit(count, per, seed):
+    if count >= per:
+        length = count // per
+        walked = [i for k in range(length, 2 * length) for i in prompts_of_iteration(count, per, k, seed)]
+        assert len(set(walked)) == len(walked) == length * per
+    else:
+        walked = [i for k in range(count) for i in prompts_of_iteration(count, per, k, seed)]
+        assert all(walked.count(i) == per for i in range(count))
+
+
+def test_the_order_depends_on_the_seed_and_on_the_pass():
+    one, two = prompts_of_iteration(50, 50, 0, 1), prompts_of_iteration(50, 50, 0, 2)
+    assert one != two and one != prompts_of_iteration(50, 50, 1, 1) and one == prompts_of_iteration(50, 50, 0, 1)
