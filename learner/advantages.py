@@ -22,7 +22,9 @@ def advantages(groups: Sequence[np.ndarray], settings: Advantages) -> tuple[list
     rewards = [np.asarray(group, dtype=np.float64) for group in groups]
     for position, group in enumerate(rewards):
         if group.ndim != 1 or not len(group) or not np.isfinite(group).all():
-            raise ValueError(f"group {position} has rewards {group.tolist()}: each group needs a finite reward per sample, at least one")
+            raise ValueError(
+                f"group {position} has rewards {group.tolist()}: each group needs a finite reward per sample, at least one"
+            )
     everything = np.concatenate(rewards)
     spread = everything.std()
     flat = [bool(group.max() == group.min()) for group in rewards]

@@ -72,17 +72,23 @@ def read(path: str | Path) -> tuple[dict[str, dict[str, Tensor]], dict[str, Any]
     try:
         body = json.loads((path / STATE).read_bytes())
         if body["format"] != FORMAT:
-            raise CheckpointError(f"checkpoint {str(path)!r} has format {body['format']}, this version reads {FORMAT}: use the version that wrote it")
+            raise CheckpointError(
+                f"checkpoint {str(path)!r} has format {body['format']}, this version reads {FORMAT}: use the version that wrote it"
+            )
         files = {}
         for name, digest in body["files"].items():
             data = (path / name).read_bytes()
             if hashlib.sha256(data).hexdigest() != digest:
-                raise CheckpointError(f"checkpoint {str(path)!r}: {name} is not what was written: resume from an earlier checkpoint")
+                raise CheckpointError(
+                    f"checkpoint {str(path)!r}: {name} is not what was written: resume from an earlier checkpoint"
+                )
             files[name.removesuffix(".safetensors")] = safetensors.torch.load(data)
         return files, body["state"]
     except (OSError, ValueError, KeyError, TypeError, safetensors.SafetensorError) as error:
         reason = getattr(error, "strerror", None) or f"{type(error).__name__}: {error}"
-        raise CheckpointError(f"checkpoint {str(path)!r} cannot be read: {reason}: give a step directory of checkpoints/") from error
+        raise CheckpointError(
+            f"checkpoint {str(path)!r} cannot be read: {reason}: give a step directory of checkpoints/"
+        ) from error
 
 
 def prune(root: str | Path, keep_last: int) -> None:
@@ -124,7 +130,9 @@ def require_same(found: Mapping[str, Tensor], wanted: Mapping[str, Tensor], what
         a, b = found.get(name), wanted.get(name)
         if a is None or b is None or a.shape != b.shape or a.dtype != b.dtype:
             said = ["absent" if t is None else f"{str(t.dtype).removeprefix('torch.')} {list(t.shape)}" for t in (a, b)]
-            raise CheckpointError(f"{what}: {name!r} is {said[0]} in the checkpoint but {said[1]} in this run: use the configuration it was made with")
+            raise CheckpointError(
+                f"{what}: {name!r} is {said[0]} in the checkpoint but {said[1]} in this run: use the configuration it was made with"
+            )
 
 
 def _whole(root: Path) -> list[Path]:

@@ -76,10 +76,14 @@ def select(
     values = np.asarray(rewards, dtype=np.float64)
     indices = np.arange(len(values)) if candidates is None else np.asarray(candidates, dtype=np.int64)
     if values.ndim != 1 or values.shape != indices.shape or len(np.unique(indices)) != len(indices):
-        raise ValueError(f"rewards {list(values.shape)} and candidates {list(indices.shape)}: need one reward per distinct candidate")
+        raise ValueError(
+            f"rewards {list(values.shape)} and candidates {list(indices.shape)}: need one reward per distinct candidate"
+        )
     if not np.isfinite(values).all():
         at = int(np.flatnonzero(~np.isfinite(values))[0])
-        raise ValueError(f"candidate {indices[at]} has reward {values[at]}: drop samples that have no finite reward before selecting")
+        raise ValueError(
+            f"candidate {indices[at]} has reward {values[at]}: drop samples that have no finite reward before selecting"
+        )
     if rule not in RULES:
         raise ValueError(f"selection rule {rule!r} is unknown: use one of {', '.join(RULES)}")
     if keep < 1:
@@ -91,7 +95,11 @@ def select(
         )
     order = np.argsort(indices)
     values, indices = values[order], indices[order]
-    keys = np.array([_key(seed, int(index)) for index in indices], dtype=np.uint64) if rule == "random" else np.zeros(len(values), np.uint64)
+    keys = (
+        np.array([_key(seed, int(index)) for index in indices], dtype=np.uint64)
+        if rule == "random"
+        else np.zeros(len(values), np.uint64)
+    )
     chosen = np.sort(RULES[rule](values, keep, keys))
     ranked = chosen[np.argsort(-values[chosen], kind="stable")]
     best, rest = ranked[: (keep + 1) // 2], np.sort(ranked[(keep + 1) // 2 :])

@@ -101,7 +101,13 @@ class Trainer:
         rows = cond.repeat(len(seeds)) if len(cond) == 1 else cond
         with torch.no_grad(), use(self.transformer, None if name == "base" else name):
             latents = sample(
-                self.family, self.transformer, rows, list(seeds), steps or settings.steps, solver or settings.solver, batch_size=size
+                self.family,
+                self.transformer,
+                rows,
+                list(seeds),
+                steps or settings.steps,
+                solver or settings.solver,
+                batch_size=size,
             )
             images = self.family.decode(self.vae, latents, batch_size=size)
         return latents.numpy(), images.numpy()
@@ -115,7 +121,9 @@ class Trainer:
         """
         start = time.perf_counter()
         if self.last_iteration is not None and iteration <= self.last_iteration:
-            raise ValueError(f"iteration {iteration} was trained already, the last one was {self.last_iteration}: nothing may count twice")
+            raise ValueError(
+                f"iteration {iteration} was trained already, the last one was {self.last_iteration}: nothing may count twice"
+            )
         groups = sorted(groups, key=lambda group: group.prompt_index)
         self._check(groups)
         values, metrics = advantages([group.rewards for group in groups], self.config.advantages)
@@ -226,7 +234,11 @@ class Trainer:
             return
         wanted: dict[str, Tensor] = {}
         for name, parameter in self.updater.parameters.items():
-            wanted |= {f"exp_avg/{name}": parameter.detach(), f"exp_avg_sq/{name}": parameter.detach(), f"step/{name}": torch.zeros(())}
+            wanted |= {
+                f"exp_avg/{name}": parameter.detach(),
+                f"exp_avg_sq/{name}": parameter.detach(),
+                f"step/{name}": torch.zeros(()),
+            }
         checkpoint.require_same(tensors, wanted, f"checkpoint {str(path)!r}, optimizer")
 
 

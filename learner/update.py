@@ -43,7 +43,9 @@ class Samples:
 class Updater:
     """Holds the optimiser of the "current" adapter of a transformer. Nothing but that adapter is ever changed."""
 
-    def __init__(self, family: Family, transformer: nn.Module, objective: Objective, settings: Optimizer, device: torch.device) -> None:
+    def __init__(
+        self, family: Family, transformer: nn.Module, objective: Objective, settings: Optimizer, device: torch.device
+    ) -> None:
         self.family, self.transformer, self.objective = family, transformer, objective
         self.settings, self.device = settings, device
         self.parameters: dict[str, nn.Parameter] = dict(trainable(transformer))

@@ -59,7 +59,9 @@ def build(scorer: ScorerConfig) -> Scorer:
             hint = f"did you mean {near[0]!r}?" if near else "check the name behind the colon"
             raise ScorerSetupError(f"scorer {scorer.name!r}: {module_name!r} has no attribute {path!r}: {hint}") from error
     if not callable(made):
-        raise ScorerSetupError(f"scorer {scorer.name!r}: {path!r} is {type(made).__name__}, not a class or function that makes a scorer")
+        raise ScorerSetupError(
+            f"scorer {scorer.name!r}: {path!r} is {type(made).__name__}, not a class or function that makes a scorer"
+        )
     try:
         instance = made(**scorer.settings)
     except Exception as error:  # a constructor may raise anything; the reader needs to know whose it was

@@ -123,7 +123,10 @@ def test_the_loss_of_a_batch_is_the_mean_over_its_points():
     advantages = torch.from_numpy(rng.standard_normal(6, np.float32))
     whole = objective.loss(points, velocities, advantages)[0]
     parts = [slice(0, 1), slice(1, 4), slice(4, 6)]
-    losses = [objective.loss(points.rows(p), {n: v[p] for n, v in velocities.items()}, advantages[p])[0] * len(points.rows(p)) for p in parts]
+    losses = [
+        objective.loss(points.rows(p), {n: v[p] for n, v in velocities.items()}, advantages[p])[0] * len(points.rows(p))
+        for p in parts
+    ]
     assert sum(losses).item() / 6 == pytest.approx(whole.item(), rel=1e-7)  # the kl part is summed in float32
 
 

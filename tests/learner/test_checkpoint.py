@@ -1,0 +1,230 @@
+"""Checkpoints: bit-exact, and whole or absent whatever goes wrong, at whichever instant."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+
+import numpy as np
+import pytest
+import torch
+
+from learner import checkpoint
+from learner.checkpoint import CheckpointError, latest_checkpoint, prune, read, require_same, save_tensors, step_directory, write
+from tests.learner.tiny import everything, identical, tiny_groups, tiny_trainer
+
+TENSORS = {"adapter": {"a": torch.arange(6.0).reshape(2, 3), "b": torch.tensor([float("nan"), -0.0])}, "optimizer": {}}
+
+
+class Kill(BaseException):
+    """Stands for SIGKILL: nothing catches it, nothing cleans up."""
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+# ---- the trainer's checkpoint
+
+
+@pytest.mark.parametrize("steps", [1, 2])
+def test_two_and_two_iterations_are_four_bit_by_bit(tiny_sd3_dir, tmp_path, steps):
+    settings = {
+        "optimizer": {"lr": 1e-2, "schedule": "linear", "warmup_iterations": 3, "steps_per_iteration": steps},
+        "old_policy": {"schedule": "linear_cap", "slope": 0.2, "cap": 0.5},
+        "iterations": 5,
+    }
+    straight = tiny_trainer(tiny_sd3_dir, **settings)
+    for s in range(4):
+        straight.update(s, tiny_groups(seed=s))
+        if s == 1:
+            half = everything(straight)
+            straight.save(tmp_path / "step_000002", {"cursor": [1, 2], "text": "é"})
+    resumed = tiny_trainer(tiny_sd3_dir, perturb=False, **settings)
+    assert resumed.load(tmp_path / "step_000002") == {"cursor": [1, 2], "text": "é"}
+    assert resumed.done == 2 and identical(half, everything(resumed))
+    for s in range(2, 4):
+        resumed.update(s, tiny_groups(seed=s))
+    assert identical(everything(straight), everything(resumed))
+    assert not identical(half, everything(resumed))  # training went on
+    with pytest.raises(ValueError, match="iteration 3 was trained already"):
+        resumed.update(3, tiny_groups())
+
+
+def test_files_are_safetensors_and_json(tiny_sd3_dir, tmp_path):
+    trainer = tiny_trainer(tiny_sd3_dir)
+    trainer.save(tmp_path / "step_000000", {})  # before the first update: no moments yet
+    names = {"adapter.safetensors", "old.safetensors", "ema.safetensors", "optimizer.safetensors", "state.json"}
+    assert {path.name for path in (tmp_path / "step_000000").iterdir()} == names
+    fresh = tiny_trainer(tiny_sd3_dir, perturb=False)
+    fresh.load(tmp_path / "step_000000")
+    assert identical(everything(trainer), everything(fresh))
+
+
+def test_loading_what_does_not_fit_changes_nothing(tiny_sd3_dir, tmp_path):
+    trainer = tiny_trainer(tiny_sd3_dir)
+    trainer.update(0, tiny_groups())
+    trainer.save(tmp_path / "step_000001", {})
+    for more, said in (
+        (
+            {"lora": {"rank": 2, "alpha": 4}},
+            r"lora_A.weight' is float32 \[4, 32\] in the checkpoint but float32 \[2, 32\] in this run",
+        ),
+        ({"lora": {"rank": 4, "alpha": 8, "targets": ["attn.to_q"]}}, "but absent in this run"),
+        ({"seed": 12}, "is of run seed 11, this run has seed 12"),
+    ):
+        other = tiny_trainer(tiny_sd3_dir, **more)
+        before = everything(other)
+        with pytest.raises(CheckpointError, match=said) as caught:
+            other.load(tmp_path / "step_000001")
+        assert identical(before, everything(other)) and other.done == 0 and "\n" not in str(caught.value)
+
+
+def test_save_keeps_the_last_ones(tiny_sd3_dir, tmp_path):
+    trainer = tiny_trainer(tiny_sd3_dir, checkpoint={"keep_last": 2})
+    for step in (0, 1, 2, 10):
+        trainer.save(step_directory(tmp_path, step), {"step": step})
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step_000002", "step_000010"]
+    assert trainer.load(latest_checkpoint(tmp_path))["step"] == 10
+
+
+# ---- directories
+
+
+def test_round_trip_is_bit_exact(tmp_path):
+    write(tmp_path / "step_000001", TENSORS, {"x": 1})
+    files, state = read(tmp_path / "step_000001")
+    assert state == {"x": 1} and files["optimizer"] == {}
+    assert files["adapter"]["b"].view(torch.int32).tolist() == TENSORS["adapter"]["b"].view(torch.int32).tolist()  # NaN and -0 too
+    assert torch.equal(files["adapter"]["a"], TENSORS["adapter"]["a"])
+
+
+def test_the_latest_is_the_highest_whole_step(tmp_path):
+    assert latest_checkpoint(tmp_path) is None and latest_checkpoint(tmp_path / "absent") is None
+    for step in (2, 10, 1_000_000):
+        write(step_directory(tmp_path, step), TENSORS, {})
+    (tmp_path / "step_2000000").mkdir()  # no state.json
+    (tmp_path / ".step_3000000.unfinished-1").mkdir()
+    (tmp_path / "step_9999999_copy").mkdir()
+    assert latest_checkpoint(tmp_path).name == "step_1000000"
+    prune(tmp_path, 1)
+    assert latest_checkpoint(tmp_path).name == "step_1000000" and not step_directory(tmp_path, 10).exists()
+    with pytest.raises(ValueError, match="the last checkpoint must stay"):
+        prune(tmp_path, 0)
+
+
+def test_damage_is_noticed(tmp_path):
+    path = tmp_path / "step_000001"
+    with pytest.raises(CheckpointError, match="cannot be read: No such file"):
+        read(path)
+    write(path, TENSORS, {})
+    data = bytearray((path / "adapter.safetensors").read_bytes())
+    data[-1] ^= 1
+    (path / "adapter.safetensors").write_bytes(data)
+    with pytest.raises(CheckpointError, match="adapter.safetensors is not what was written"):
+        read(path)
+    body = json.loads((path / "state.json").read_text())
+    (path / "state.json").write_text(json.dumps(body | {"format": 99}))
+    with pytest.raises(CheckpointError, match="format 99, this version reads 1"):
+        read(path)
+    (path / "state.json").write_text("{")
+    with pytest.raises(CheckpointError, match="cannot be read"):
+        read(path)
+
+
+SYSTEM_CALLS = ("mkdir", "rename", "replace", "fsync", "rmdir", "unlink", "open")
+
+
+def dying_after(monkeypatch, calls: int, error: type[BaseException]) -> list[int]:
+    """Every call that changes the disk counts; from number ``calls`` on each raises. Returns the counter."""
+    count = [0]
+
+    def wrap(original):
+        def counted(*args, **kwargs):
+            count[0] += 1
+            if count[0] > calls:
+                raise error()
+            return original(*args, **kwargs)
+
+        return counted
+
+    for name in SYSTEM_CALLS:
+        monkeypatch.setattr(os, name, wrap(getattr(os, name)))
+    return count
+
+
+@pytest.mark.parametrize("again", [False, True], ids=["a new step", "the same step again"])
+def test_killed_at_any_instant_the_last_checkpoint_is_whole(tmp_path, monkeypatch, again):
+    """Die before each disk-changing call of write and prune in turn; afterwards old or new can be read, and writing goes on."""
+    calls, outcomes = 0, set()
+    while True:
+        root = tmp_path / str(calls)
+        write(step_directory(root, 1), TENSORS, {"value": "old"})
+        new = step_directory(root, 1 if again else 2)
+        with monkeypatch.context() as patch:
+            count = dying_after(patch, calls, Kill)
+            try:
+                write(new, TENSORS, {"value": "new"})
+                prune(root, 1)
+                finished = True
+            except Kill:
+                finished = False
+        value = read(latest_checkpoint(root))[1]["value"]
+        outcomes.add(value)
+        write(step_directory(root, 3), TENSORS, {"value": "later"})
+        prune(root, 1)
+        assert read(latest_checkpoint(root))[1]["value"] == "later"
+        assert not [path for path in root.iterdir() if path.name.startswith(".")]
+        if finished:
+            assert value == "new" and count[0] <= calls
+            break
+        calls += 1
+    assert calls > 5 and outcomes == {"old", "new"}
+
+
+def test_a_full_disk_leaves_the_last_checkpoint_and_says_so(tmp_path):
+    """A limit on file size makes write(2) itself fail, as a full disk does."""
+    write(step_directory(tmp_path, 1), TENSORS, {"value": "old"})
+    big = {"adapter": {"a": torch.zeros(100_000)}}
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, limits[1]))
+    try:
+        with pytest.raises(
+            CheckpointError, match="step_000002' could not be written: File too large: the last whole .* step_000001"
+        ) as caught:
+            write(step_directory(tmp_path, 2), big, {})
+        with pytest.raises(OSError):
+            save_tensors(tmp_path / "evidence.safetensors", big["adapter"], {})
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert "\n" not in str(caught.value)
+    assert [path.name for path in tmp_path.iterdir()] == ["step_000001"]  # nothing half-written
+    assert read(latest_checkpoint(tmp_path))[1]["value"] == "old"
+    write(step_directory(tmp_path, 2), big, {"value": "new"})
+    assert read(latest_checkpoint(tmp_path))[1]["value"] == "new"
+
+
+def test_a_first_checkpoint_that_fails_says_there_is_none(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(CheckpointError, match="there is no earlier checkpoint"):
+        write(tmp_path / "file" / "step_000001", TENSORS, {})
+
+
+def test_require_same_names_the_first_difference():
+    a = {"x": torch.zeros(2), "y": torch.zeros(3)}
+    require_same(a, {name: t.clone() for name, t in a.items()}, "here")
+    with pytest.raises(CheckpointError, match=r"here: 'y' is float32 \[3\] in the checkpoint but absent"):
+        require_same(a, {"x": a["x"]}, "here")
+    with pytest.raises(CheckpointError, match="'x' is float32 .* but float64"):
+        require_same(a, {**a, "x": a["x"].double()}, "here")
+
+
+def test_first_nonfinite():
+    good = {"a": torch.zeros(2), "b": torch.tensor([1.0])}
+    assert checkpoint.first_nonfinite(good) is None
+    assert checkpoint.first_nonfinite({**good, "c": torch.tensor([np.inf])}) == "c"
