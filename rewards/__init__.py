@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 from difflib import get_close_matches
+from typing import Any, cast
 
 from configs.schema import Scorer as ScorerConfig
 from rewards.base import Scorer, ScorerError, ScorerSetupError
@@ -42,7 +43,7 @@ def build(scorer: ScorerConfig) -> Scorer:
     target = resolve(scorer.name)
     module_name, _, path = target.partition(":")
     try:
-        made = importlib.import_module(module_name)
+        made: Any = importlib.import_module(module_name)
     except ImportError as error:
         missing = getattr(error, "name", None)
         mend = (
@@ -75,7 +76,7 @@ def build(scorer: ScorerConfig) -> Scorer:
             f"scorer {scorer.name!r}: {path}(**settings) returned {type(instance).__name__}, which cannot be called: "
             "return an object that takes (images, prompts, metadata)"
         )
-    return instance
+    return cast(Scorer, instance)
 
 
 __all__ = ["SCORERS", "Scorer", "ScorerError", "ScorerSetupError", "build", "resolve"]

@@ -28,7 +28,7 @@ class DiffusionNFT:
 
     def __init__(self, settings: DiffusionNFTSettings, measure_kl: bool = False) -> None:
         self.settings = settings
-        self.policies = ("current", "old", "ref") if settings.kl > 0 or measure_kl else ("current", "old")
+        self.policies: tuple[str, ...] = ("current", "old", "ref") if settings.kl > 0 or measure_kl else ("current", "old")
 
     def points(self, samples: Tensor, sigmas: Tensor, rng: np.random.Generator) -> Points:
         """``times_per_sample`` points of each sample [S, *latent], times drawn from the schedule [T + 1], fresh eps."""
