@@ -17,7 +17,7 @@ class DiffusionNFTSettings(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     name: Literal["diffusion_nft"] = "diffusion_nft"
-    beta: float = Field(1.0, gt=0, le=10, description="mixing strength of the implicit positive and negative policies")
-    kl: float = Field(1e-4, ge=0, description="weight of the squared velocity distance to the reference (adapters off)")
-    advantage_clip: float = Field(5.0, gt=0, description="advantages are clipped to [-c, c] and scaled by 1/c")
-    times_per_sample: int = Field(6, ge=1, description="training times drawn per sample from the regeneration schedule")
+    beta: float = Field(default=1.0, gt=0, le=10, description="mixing strength of the implicit positive and negative policies")
+    kl: float = Field(default=1e-4, ge=0, description="weight of the squared velocity distance to the reference (adapters off)")
+    advantage_clip: float = Field(default=5.0, gt=0, description="advantages are clipped to [-c, c] and scaled by 1/c")
+    times_per_sample: int = Field(default=6, ge=1, description="training times drawn per sample from the regeneration schedule")

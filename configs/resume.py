@@ -28,7 +28,7 @@ def differences(before: RunConfig, now: RunConfig) -> list[str]:
     ``iterations`` may grow when the learning-rate schedule does not depend on it.
     """
     old, new = _flat(before.model_dump(mode="json")), _flat(now.model_dump(mode="json"))
-    free = set(OPERATIONAL)
+    free: set[str] = set(OPERATIONAL)
     if now.optimizer.schedule == "constant":
         free.add("iterations")
     return [

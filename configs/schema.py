@@ -31,10 +31,10 @@ class Model(Section):
 
     family: Literal["sd3"] = "sd3"
     path: str = Field(description="pipeline directory, hub id, or 'shapes' for the tiny model that ships with Sol-RL")
-    height: int = Field(512, ge=16, multiple_of=8, description="picture height in pixels")
-    width: int = Field(512, ge=16, multiple_of=8, description="picture width in pixels")
-    max_sequence_length: int = Field(128, ge=1, description="tokens of the long text encoder")
-    shift: float | None = Field(None, gt=0, description="time shift of the sigma schedule; None keeps the model's own")
+    height: int = Field(default=512, ge=16, multiple_of=8, description="picture height in pixels")
+    width: int = Field(default=512, ge=16, multiple_of=8, description="picture width in pixels")
+    max_sequence_length: int = Field(default=128, ge=1, description="tokens of the long text encoder")
+    shift: float | None = Field(default=None, gt=0, description="time shift of the sigma schedule; None keeps the model's own")
 
 
 class Prompts(Section):
@@ -42,47 +42,49 @@ class Prompts(Section):
 
     train: str = Field(description="training prompts")
     test: str = Field(description="held-out prompts")
-    per_iteration: int = Field(48, ge=1, description="prompt groups per iteration")
+    per_iteration: int = Field(default=48, ge=1, description="prompt groups per iteration")
 
 
 class Explore(Section):
     """Stage 1: many cheap pictures per prompt, only to be ranked."""
 
-    pool_size: int = Field(96, ge=2, description="N, initial noises per prompt")
-    steps: int = Field(6, ge=1, description="sampling steps of a proxy picture")
+    pool_size: int = Field(default=96, ge=2, description="N, initial noises per prompt")
+    steps: int = Field(default=6, ge=1, description="sampling steps of a proxy picture")
     solver: Solver = "dpm2"
-    backend: Backend = Field("auto", description="precision of the exploring denoiser")
-    scale_search: bool = Field(True, description="NVFP4 weights: choose each block's scale among 12 neighbours by squared error")
-    keep_wide: tuple[str, ...] = Field((), description="more module-name patterns (fnmatch) that stay unquantised")
-    chunk_size: int = Field(24, ge=1, description="noises per unit of work; part of the results, as it fixes batches")
+    backend: Backend = Field(default="auto", description="precision of the exploring denoiser")
+    scale_search: bool = Field(
+        default=True, description="NVFP4 weights: choose each block's scale among 12 neighbours by squared error"
+    )
+    keep_wide: tuple[str, ...] = Field(default=(), description="more module-name patterns (fnmatch) that stay unquantised")
+    chunk_size: int = Field(default=24, ge=1, description="noises per unit of work; part of the results, as it fixes batches")
 
 
 class Selection(Section):
     """Which K of the N explored noises are worth training on."""
 
     rule: Literal["best_worst", "random", "mean_deviation"] = "best_worst"
-    keep: int = Field(24, ge=2, description="K, samples trained on per prompt; half best, half worst")
+    keep: int = Field(default=24, ge=2, description="K, samples trained on per prompt; half best, half worst")
 
 
 class Regenerate(Section):
     """Stage 2: the selected noises again, at full steps and full precision."""
 
-    steps: int = Field(10, ge=1)
+    steps: int = Field(default=10, ge=1)
     solver: Solver = "dpm2"
-    precision: Precision = Field("bf16", description="of the learner's base weights; LoRA weights are always FP32")
-    batch_size: int = Field(24, ge=1, description="pictures per forward pass")
+    precision: Precision = Field(default="bf16", description="of the learner's base weights; LoRA weights are always FP32")
+    batch_size: int = Field(default=24, ge=1, description="pictures per forward pass")
 
 
 class Evaluate(Section):
     """Held-out prompts at fixed noises."""
 
-    every: int = Field(10, ge=0, description="iterations between evaluations during training; 0: only first and last")
-    steps: int = Field(40, ge=1)
+    every: int = Field(default=10, ge=0, description="iterations between evaluations during training; 0: only first and last")
+    steps: int = Field(default=40, ge=1)
     solver: Solver = "dpm2"
-    prompts: int = Field(128, ge=1, description="the first so many held-out prompts")
-    noises: int = Field(4, ge=1, description="fixed noises per prompt")
+    prompts: int = Field(default=128, ge=1, description="the first so many held-out prompts")
+    noises: int = Field(default=4, ge=1, description="fixed noises per prompt")
     weights: Literal["ema", "current", "old"] = "ema"
-    batch_size: int = Field(32, ge=1)
+    batch_size: int = Field(default=32, ge=1)
 
 
 class Scorer(Section):
@@ -102,74 +104,80 @@ class Rewards(Section):
     """What pictures are scored by, and how much failing is tolerated. A failure is never a reward of zero."""
 
     scorers: tuple[Scorer, ...] = Field(min_length=1)
-    attempts: int = Field(3, ge=1, description="tries per batch, on another actor where there is one, before samples are dropped")
+    attempts: int = Field(
+        default=3, ge=1, description="tries per batch, on another actor where there is one, before samples are dropped"
+    )
     max_failed_share: float = Field(
-        0.05, ge=0, le=1, description="share of an iteration's samples that may be dropped before the run stops"
+        default=0.05, ge=0, le=1, description="share of an iteration's samples that may be dropped before the run stops"
     )
 
 
 class Advantages(Section):
     """A = (r - mean of the prompt's group) / (std + eps), from the rewards of the samples that are trained on."""
 
-    std: Literal["global", "group"] = Field("global", description="standard deviation over the iteration or over the group")
-    eps: float = Field(1e-4, gt=0)
+    std: Literal["global", "group"] = Field(default="global", description="standard deviation over the iteration or over the group")
+    eps: float = Field(default=1e-4, gt=0)
 
 
 class Lora(Section):
     """The trained weights."""
 
-    rank: int = Field(32, ge=1)
-    alpha: float = Field(64.0, gt=0)
-    targets: tuple[str, ...] = Field((), description="module-name suffixes; empty: the family's own list")
-    init_from: str | None = Field(None, description="directory of an existing diffusers LoRA to start from")
+    rank: int = Field(default=32, ge=1)
+    alpha: float = Field(default=64.0, gt=0)
+    targets: tuple[str, ...] = Field(default=(), description="module-name suffixes; empty: the family's own list")
+    init_from: str | None = Field(default=None, description="directory of an existing diffusers LoRA to start from")
 
 
 class Optimizer(Section):
     """AdamW on the LoRA parameters."""
 
-    lr: float = Field(3e-4, gt=0)
+    lr: float = Field(default=3e-4, gt=0)
     betas: tuple[float, float] = (0.9, 0.999)
-    weight_decay: float = Field(1e-4, ge=0)
-    eps: float = Field(1e-8, gt=0)
-    max_grad_norm: float = Field(1.0, gt=0)
-    schedule: Literal["constant", "linear"] = Field("constant", description="linear: down to zero over `iterations`")
-    warmup_iterations: int = Field(0, ge=0)
-    steps_per_iteration: int = Field(1, ge=1, description="the iteration's samples are split into so many optimiser steps")
-    batch_size: int = Field(24, ge=1, description="(sample, time) pairs per forward and backward pass; gradients accumulate")
+    weight_decay: float = Field(default=1e-4, ge=0)
+    eps: float = Field(default=1e-8, gt=0)
+    max_grad_norm: float = Field(default=1.0, gt=0)
+    schedule: Literal["constant", "linear"] = Field(default="constant", description="linear: down to zero over `iterations`")
+    warmup_iterations: int = Field(default=0, ge=0)
+    steps_per_iteration: int = Field(default=1, ge=1, description="the iteration's samples are split into so many optimiser steps")
+    batch_size: int = Field(
+        default=24, ge=1, description="(sample, time) pairs per forward and backward pass; gradients accumulate"
+    )
 
 
 class OldPolicy(Section):
     """theta_old <- d theta_old + (1 - d) theta after each iteration s."""
 
     schedule: Literal["constant", "linear_cap", "delayed_linear_cap"] = Field(
-        "linear_cap",
+        default="linear_cap",
         description="constant: d = value; linear_cap: d = min(slope s, cap); delayed_linear_cap: the same after `delay`",
     )
-    value: float = Field(0.0, ge=0, lt=1)
-    slope: float = Field(0.001, ge=0)
-    cap: float = Field(0.5, ge=0, lt=1)
-    delay: int = Field(75, ge=0)
+    value: float = Field(default=0.0, ge=0, lt=1)
+    slope: float = Field(default=0.001, ge=0)
+    cap: float = Field(default=0.5, ge=0, lt=1)
+    delay: int = Field(default=75, ge=0)
 
 
 class Ema(Section):
     """The evaluation average of the trained adapter."""
 
-    decay: float = Field(0.9, ge=0, lt=1)
+    decay: float = Field(default=0.9, ge=0, lt=1)
 
 
 class Service(Section):
     """One kind of actor."""
 
-    actors: int = Field(1, ge=1)
-    threads: int = Field(1, ge=1, description="CPU threads of each actor; part of the results, as it fixes the order of sums")
-    cpus: float = Field(0.5, ge=0, description="CPU share that each actor reserves from Ray")
-    gpus: float = Field(0.0, ge=0, description="GPU share that each actor reserves from Ray")
-    in_flight: int = Field(2, ge=1, description="units of work at an actor at a time; the next one waits there")
-    deadline_s: float = Field(
-        900.0, gt=0, description="a unit that takes longer counts as hung: its actor is killed, the unit reissued"
+    actors: int = Field(default=1, ge=1)
+    threads: int = Field(
+        default=1, ge=1, description="CPU threads of each actor; part of the results, as it fixes the order of sums"
     )
-    max_attempts: int = Field(4, ge=1, description="tries of one unit over all actors before the run stops")
-    max_restarts: int = Field(20, ge=0, description="replacements of one actor before it is benched")
+    cpus: float = Field(default=0.5, ge=0, description="CPU share that each actor reserves from Ray")
+    gpus: float = Field(default=0.0, ge=0, description="GPU share that each actor reserves from Ray")
+    in_flight: int = Field(default=2, ge=1, description="units of work at an actor at a time; the next one waits there")
+    deadline_s: float = Field(
+        default=900.0, gt=0, description="a unit that takes longer counts as hung: its actor is killed, the unit reissued"
+    )
+    max_attempts: int = Field(default=4, ge=1, description="tries of one unit over all actors before the run stops")
+    max_restarts: int = Field(default=20, ge=0, description="replacements of one actor before it is benched")
 
 
 class Services(Section):
@@ -185,44 +193,44 @@ class Services(Section):
 class Audit(Section):
     """Does the cheap ranking hold? Measured on seeds that have a proxy and a full reward."""
 
-    random_seeds: int = Field(0, ge=0, description="random noises per prompt, regenerated and scored but not trained on")
+    random_seeds: int = Field(default=0, ge=0, description="random noises per prompt, regenerated and scored but not trained on")
 
 
 class Checkpoint(Section):
     """Atomic checkpoints in the run directory."""
 
-    every: int = Field(1, ge=1, description="iterations")
-    keep_last: int = Field(2, ge=1)
+    every: int = Field(default=1, ge=1, description="iterations")
+    keep_last: int = Field(default=2, ge=1)
 
 
 class Stop(Section):
     """Optional early stops; each ends the run cleanly after a checkpoint."""
 
-    max_kl: float | None = Field(None, gt=0, description="stop when loss/kl (unweighted) exceeds this")
-    max_minutes: float | None = Field(None, gt=0, description="stop training after this many minutes")
+    max_kl: float | None = Field(default=None, gt=0, description="stop when loss/kl (unweighted) exceeds this")
+    max_minutes: float | None = Field(default=None, gt=0, description="stop training after this many minutes")
 
 
 class Logging(Section):
     """Watching a run. Nothing here changes results."""
 
-    prometheus_port: int = Field(0, ge=0, le=65535, description="serve Prometheus metrics here; 0: off")
-    prometheus_host: str = Field("127.0.0.1", description="address the metrics are served at")
-    grid_prompts: int = Field(8, ge=1, description="held-out prompts in the before/after pictures")
+    prometheus_port: int = Field(default=0, ge=0, le=65535, description="serve Prometheus metrics here; 0: off")
+    prometheus_host: str = Field(default="127.0.0.1", description="address the metrics are served at")
+    grid_prompts: int = Field(default=8, ge=1, description="held-out prompts in the before/after pictures")
 
 
 class Publish(Section):
     """Weights from the learner to the rollout actors."""
 
-    chunk_mb: int = Field(256, ge=1, description="size of one object-store chunk")
+    chunk_mb: int = Field(default=256, ge=1, description="size of one object-store chunk")
 
 
 class RunConfig(Section):
     """A whole run."""
 
     name: str = Field(description="names the run directory")
-    run_root: str | None = Field(None, description="directory of run directories; 'runs' on one machine")
-    seed: int = Field(0, ge=0, lt=2**63)
-    iterations: int = Field(100, ge=1)
+    run_root: str | None = Field(default=None, description="directory of run directories; 'runs' on one machine")
+    seed: int = Field(default=0, ge=0, lt=2**63)
+    iterations: int = Field(default=100, ge=1)
     arm: Arm = "sol_rl"
     explore_ahead: Literal[0] = 0
     model: Model

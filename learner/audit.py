@@ -16,7 +16,7 @@ def agreement(proxy: np.ndarray, full: np.ndarray) -> dict[str, float]:
         return {"kendall_tau": float("nan"), "spearman_rho": float("nan"), "sign_agreement": float("nan")}
     same = np.sign(proxy - proxy.mean()) == np.sign(full - full.mean())
     return {
-        "kendall_tau": float(stats.kendalltau(proxy, full).statistic),
-        "spearman_rho": float(stats.spearmanr(proxy, full).statistic),
+        "kendall_tau": float(stats.kendalltau(proxy, full)[0]),
+        "spearman_rho": float(stats.spearmanr(proxy, full)[0]),
         "sign_agreement": float(same.mean()),
     }
