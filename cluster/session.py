@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import importlib.util
 import json
 import time
 from pathlib import Path
@@ -28,6 +29,8 @@ from configs.schema import RunConfig
 from learner.checkpoint import latest_checkpoint
 from learner.schedules import stop_reason
 from policy.families.base import model_directory
+from rewards import resolve
+from rewards.base import ScorerSetupError
 
 
 def train(config: RunConfig, resume: bool) -> RunDirectory:
@@ -43,6 +46,7 @@ def train(config: RunConfig, resume: bool) -> RunDirectory:
         model_directory(config.model)
     except (FileNotFoundError, ValueError) as error:
         raise ConfigError([f"model.path: {error}"]) from None
+    check_scorers(config)
     rundir = RunDirectory.of(config)
     if resume:
         check_resumable(config, rundir)
@@ -58,6 +62,20 @@ def train(config: RunConfig, resume: bool) -> RunDirectory:
     finally:
         ray.shutdown()
     return rundir
+
+
+def check_scorers(config: RunConfig) -> None:
+    """Raises ConfigError for a scorer that is neither built in nor importable here; models are loaded by the reward actors."""
+    for scorer in config.rewards.scorers:
+        try:
+            module = resolve(scorer.name).partition(":")[0]
+            found = importlib.util.find_spec(module)
+        except ScorerSetupError as error:
+            raise ConfigError([str(error)]) from None
+        except ImportError:
+            found = None
+        if found is None:
+            raise ConfigError([f"rewards.scorers: {scorer.name!r}: there is no module {module!r}: put its directory on PYTHONPATH"])
 
 
 def check_resumable(config: RunConfig, rundir: RunDirectory) -> None:
