@@ -65,6 +65,16 @@ def _parser() -> argparse.ArgumentParser:
     export.add_argument("out", help="directory to write")
     export.add_argument("--weights", choices=("ema", "current", "old"), default="ema")
     export.add_argument("--checkpoint", type=int, metavar="STEP", help="a checkpoint of the run; the last one unless given")
+    fidelity = add("fidelity", _fidelity, "measure how well cheap proxies rank noises, by backend and explore steps")
+    add_config(fidelity, required=False)
+    fidelity.add_argument("--run", metavar="DIR", help="the trained policy of this run, with the run's own configuration")
+    fidelity.add_argument("--checkpoint", type=int, metavar="STEP", help="with --run: a checkpoint; the last one unless given")
+    fidelity.add_argument("--prompts", type=int, default=32, metavar="P", help="training prompts, drawn by the run seed")
+    fidelity.add_argument("--seeds", type=int, default=96, metavar="N", help="noises per prompt")
+    fidelity.add_argument("--steps", type=int, nargs="+", default=[2, 4, 6, 8], help="explore steps of the proxies")
+    fidelity.add_argument("--backends", nargs="+", default=["emulated_nvfp4", "fp32"], help="precisions of the proxies")
+    fidelity.add_argument("--threads", type=int, help="CPU threads; as the configuration's rollout actors unless given")
+    fidelity.add_argument("--out", metavar="DIR", help="directory to write; beside the run directories unless given")
     report = add("report", _report, "write report.html of a run")
     report.add_argument("run", help="a run directory")
     return parser
@@ -133,6 +143,31 @@ def _export(options: argparse.Namespace) -> int:
     from cluster.offline import export_run
 
     print(f"wrote {export_run(rundir, config, Path(options.out), options.weights, options.checkpoint)}")
+    return DONE
+
+
+def _fidelity(options: argparse.Namespace) -> int:
+    from cluster.rundir import RunDirectory
+
+    if (options.config is None) == (options.run is None) or (options.run and options.overrides):
+        raise ConfigError(["fidelity: give a preset name or a TOML file, or --run DIR, which brings its own configuration"])
+    if min(options.prompts, *options.steps) < 1 or (options.threads is not None and options.threads < 1):
+        raise ConfigError(["fidelity: --prompts, --steps and --threads must be at least 1"])
+    rundir = RunDirectory(Path(options.run).absolute()) if options.run else None
+    config = rundir.configuration() if rundir else load(options.config, options.overrides)
+    out = Path(options.out or f"{rundir.path if rundir else Path(config.run_root or 'runs') / config.name}-fidelity")
+    from cluster.fidelity import Measurement, checkpoint_of, run
+
+    wanted = Measurement(
+        prompts=options.prompts,
+        seeds=options.seeds,
+        steps=tuple(options.steps),
+        backends=tuple(options.backends),
+        threads=options.threads,
+        checkpoint=checkpoint_of(rundir, options.checkpoint) if rundir else None,
+    )
+    for line in run(config, wanted, out, lambda text: print(text, file=sys.stderr)):
+        print(line)
     return DONE
 
 

@@ -113,8 +113,7 @@ def no_information(count: int, halves: Sequence[int] = HALVES) -> dict[str, floa
 def conditional_density(proxy: np.ndarray, truth: np.ndarray, bins: int = 24) -> np.ndarray:
     """How proxy ranks are spread, given the true rank: float64 [bins, bins], [true bin, proxy bin], best first.
 
-    Each row sums to 1, or to 0 where N has no rank in that bin (not for bins <= N, which larger ``bins`` are lowered to).
-    Noises of equal reward are spread evenly over the ranks they share.
+    Each row sums to 1. ``bins`` is lowered to N where it is more. Noises of equal reward are spread evenly over the ranks they share.
     """
     proxy, truth = _checked(proxy, truth)
     count = truth.shape[1]

@@ -1,0 +1,15 @@
+"""Benchmarks whose results are ratios taken in one run, so that they mean something on any machine: ``python -m bench``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from importlib import import_module
+
+from bench.timing import Options, Ratio
+
+NAMES = ("ring", "scale", "publish", "pack", "step")
+
+
+def benchmark(name: str) -> Callable[[Options], list[Ratio]]:
+    """The function ``measure`` of one benchmark's module."""
+    return import_module(f"bench.{name}").measure

@@ -1,0 +1,57 @@
+"""``python -m bench [NAME...]``: prints the ratios of the named benchmarks, all of them when none is named."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+from bench import NAMES, benchmark
+from bench.timing import Options, Ratio, machine
+from configs.load import ConfigError, load
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run; 0 when everything was measured, 2 for a wrong command or configuration. A missed goal is printed, not an error."""
+    options = _parser().parse_args(arguments)
+    try:
+        config = load(options.preset, options.overrides)
+    except ConfigError as error:
+        print(error, file=sys.stderr)
+        return 2
+    chosen = Options(
+        config, options.repeats, options.bytes, options.pack_bytes, tuple(options.receivers), batch=config.explore.chunk_size
+    )
+    facts = {**machine(), "preset": options.preset, "overrides": options.overrides, "repeats": options.repeats}
+    print("  ".join(f"{key}: {value}" for key, value in facts.items()))
+    results: dict[str, list[Ratio]] = {}
+    for name in options.names or NAMES:
+        results[name] = benchmark(name)(chosen)
+        for ratio in results[name]:
+            print(f"{name:8}{ratio.line()}", flush=True)
+    if options.json:
+        rows = {name: [asdict(ratio) for ratio in ratios] for name, ratios in results.items()}
+        Path(options.json).write_text(json.dumps({"machine": facts, "ratios": rows}, indent=1) + "\n")
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m bench", description="Ratios taken in one run, and where they were taken.")
+    parser.add_argument(
+        "names", nargs="*", choices=[*NAMES, []], metavar="NAME", help=f"any of {', '.join(NAMES)}; all unless given"
+    )
+    parser.add_argument("--preset", default="quickstart", help="a preset name or a TOML file")
+    parser.add_argument("--set", action="append", default=[], dest="overrides", metavar="a.b=c", help="override one value")
+    parser.add_argument("--repeats", type=int, default=5, help="paired repeats after one warm-up")
+    parser.add_argument("--bytes", type=int, default=2**30, help="publish: bytes of packed weights")
+    parser.add_argument("--pack-bytes", type=int, default=2**26, help="pack: bytes of FP32 weights")
+    parser.add_argument("--receivers", type=int, nargs="+", default=[1, 2, 4], help="publish: numbers of explorers")
+    parser.add_argument("--json", metavar="FILE", help="write the ratios here too")
+    return parser
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,36 @@
+"""Packing weights to NVFP4, with and without the scale search, against copying and summing the bytes that it reads."""
+
+from __future__ import annotations
+
+import torch
+
+from bench.timing import Options, Ratio, interleave
+from policy.precision.nvfp4 import quantise
+
+COLUMNS = 1024
+
+
+def measure(options: Options) -> list[Ratio]:
+    """Times over memcpy of the FP32 weights [N, 1024], and over their sum; GB/s are of bytes read."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(options.config.services.learner.threads)
+    try:
+        rows = max(1, options.pack_bytes // (4 * COLUMNS))
+        weight = torch.randn(rows, COLUMNS, generator=torch.Generator().manual_seed(0))
+        copy = torch.empty_like(weight)
+        times = interleave(
+            {
+                "memcpy": lambda: copy.copy_(weight),
+                "sum": weight.sum,
+                "pack": lambda: quantise(weight),
+                "pack with scale search": lambda: quantise(weight, search=True),
+            },
+            options.repeats,
+        )
+    finally:
+        torch.set_num_threads(threads)
+    return [
+        Ratio.of(times, what, base, note=f"{weight.nbytes / sorted(times[what])[len(times[what]) // 2] / 1e9:.2f} GB/s packed")
+        for what in ("pack", "pack with scale search")
+        for base in ("memcpy", "sum")
+    ]

@@ -1,0 +1,70 @@
+"""The ring's work in one plain process: the very same classes, called one after another, without Ray."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from actors.encoder import EncoderActor
+from actors.learner import LearnerActor
+from actors.messages import ChunkKey, ExploreChunk, Rows, TrainingGroup
+from actors.reward import RewardActor
+from actors.rollout import RolloutActor
+from actors.selector import SelectorActor
+from configs.prompts import Prompt, prompts_of_iteration
+from configs.schema import RunConfig
+from policy.sampling.noise import stream_seed
+from rewards.combine import combine
+
+
+class PlainLoop:
+    """A training loop as a script would have it, for arms with two stages. Same numbers as the ring, bit for bit."""
+
+    def __init__(self, config: RunConfig, prompts: list[Prompt], failure_dir: str):
+        if config.plan.explore is None or not config.plan.regenerate:
+            raise ValueError(f"arm {config.arm!r}: the plain loop explores and regenerates, use arm 'sol_rl'")
+        self.config, self.plan, self.prompts = config, config.plan.explore, prompts
+        tree = config.model_dump(mode="json")
+        self.encoder, self.reward, self.selector = EncoderActor(tree), RewardActor(tree), SelectorActor(tree)
+        self.rollout, self.learner = RolloutActor(tree), LearnerActor(tree, failure_dir)
+        self.checksum = ""
+        self.publish(0)
+
+    def iteration(self, index: int) -> None:
+        """Everything that ``cluster.loop.Ring.iteration`` does for the same index."""
+        rows = prompts_of_iteration(len(self.prompts), self.config.prompts.per_iteration, index, self.config.seed)
+        _, *conditioning = self.encoder.encode([[self.prompts[row].text] for row in rows])
+        groups, latents = [], []
+        for p, row in enumerate(rows):
+            group, x0 = self._group(index, p, self.prompts[row], conditioning[p])
+            groups.append(group)
+            latents.append(x0)
+        self.learner.update(index, groups, len(groups), *conditioning, *latents)
+        self.publish(index + 1)
+
+    def publish(self, version: int) -> None:
+        """Pack the sampling policy and load it into the explorer."""
+        manifest, _ = self.learner.export(version)
+        chunks = [self.learner.chunk_by_reference(i)[1] for i in range(len(manifest.chunk_sizes))]
+        _, self.checksum = self.rollout.load(manifest, *chunks)
+
+    def _group(self, index: int, p: int, prompt: Prompt, cond: Any) -> tuple[TrainingGroup, np.ndarray]:
+        config, size = self.config, self.config.explore.chunk_size
+        seeds = tuple(stream_seed(config.seed, "explore", index, p, n) for n in range(self.plan.pool_size))
+        proxies = []
+        for number, first in enumerate(range(0, len(seeds), size)):
+            part = seeds[first : first + size]
+            request = ExploreChunk(ChunkKey(index, p, number, index), part, self.plan.steps, self.plan.solver, False)
+            _, images, _ = self.rollout.explore(request, cond)
+            proxies.append(self._score(images, prompt))
+        chosen = self.selector.choose(index, p, np.concatenate(proxies)).train
+        full = config.regenerate
+        _, images, x0 = self.learner.generate(cond, tuple(seeds[i] for i in chosen), full.steps, full.solver, None)
+        return TrainingGroup(p, self._score(images, prompt), (Rows(p, tuple(range(len(chosen)))),)), x0
+
+    def _score(self, images: np.ndarray, prompt: Prompt) -> np.ndarray:
+        scores = self.reward.score(images, [prompt.text] * len(images), [prompt.metadata] * len(images))
+        if scores.failures:
+            raise RuntimeError(f"a scorer failed, so the loops' work is not the same: {scores.failures[0]}")
+        return combine(scores.values, {scorer.label: scorer.weight for scorer in self.config.rewards.scorers})

@@ -1,0 +1,113 @@
+"""What does the ring cost? One rollout actor under Ray against the same work in one plain process, in turns.
+
+Both walk the same iterations, and the benchmark refuses to report unless both end with the same policy, bit for bit. The
+ring may overlap its actors' work where there are cores; the ratio of CPU seconds shows what it costs regardless of that.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+
+from bench.plain import PlainLoop
+from bench.timing import Options, Ratio, ray_for
+from cluster.loop import Ring
+from cluster.rundir import RunDirectory
+from cluster.services import Services
+from configs.load import parse
+from configs.prompts import read_prompts
+from configs.schema import RunConfig
+
+GOAL = 1.05
+
+
+class Quiet:
+    """A progress display that displays nothing."""
+
+    def __getattr__(self, name: str) -> Any:
+        return lambda *args, **named: None
+
+
+def measure(options: Options) -> list[Ratio]:
+    """Wall and CPU time of iterations, ring against plain. Raises RuntimeError when their results differ."""
+    config = one_rollout_actor(options.config)
+    with ray_for(config), tempfile.TemporaryDirectory(prefix="sol-rl-bench-") as scratch:
+        wall, cpu = asyncio.run(_alternate(config, options.repeats, Path(scratch)))
+    threads = f"threads: {config.services.learner.threads} per process; results bit-identical"
+    return [
+        Ratio.of(wall, "ring", "plain process", GOAL, threads),
+        Ratio.of(cpu, "ring (CPU time)", "plain process (CPU time)"),
+    ]
+
+
+def one_rollout_actor(config: RunConfig) -> RunConfig:
+    """The configuration with one rollout actor, equal threads everywhere, and nothing beside the ring itself."""
+    tree = config.model_dump(mode="json")
+    threads = tree["services"]["learner"]["threads"]
+    for service in tree["services"].values():
+        service["threads"] = threads
+    tree["services"]["rollout"]["actors"] = 1
+    tree["audit"]["random_seeds"] = 0
+    return parse(tree | {"name": f"{config.name[:80]}-bench-ring"})
+
+
+async def _alternate(config: RunConfig, repeats: int, scratch: Path) -> tuple[dict[str, list[float]], dict[str, list[float]]]:
+    prompts = read_prompts(config.prompts.train)
+    services = Services(config, RunDirectory(scratch), lambda *args, **fields: None)
+    ring = Ring(config, services, prompts, Quiet())  # pyright: ignore[reportArgumentType]
+    wall: dict[str, list[float]] = {"ring": [], "plain process": []}
+    cpu: dict[str, list[float]] = {"ring (CPU time)": [], "plain process (CPU time)": []}
+    await services.start()
+    threads = torch.get_num_threads()
+    try:
+        await ring.publish(0)
+        plain = PlainLoop(config, prompts, str(scratch / "failure"))
+        for index in range(repeats + 1):
+            before, start = _cpu_seconds(), time.perf_counter()
+            await ring.iteration(index)
+            ring_wall, ring_cpu = time.perf_counter() - start, _since(before)
+            before, start = time.process_time(), time.perf_counter()
+            plain.iteration(index)
+            plain_wall, plain_cpu = time.perf_counter() - start, time.process_time() - before
+            _require_same(services, plain, index)
+            if index:  # the first iteration warms up
+                for table, values in ((wall, (ring_wall, plain_wall)), (cpu, (ring_cpu, plain_cpu))):
+                    for name, value in zip(table, values, strict=True):
+                        table[name].append(value)
+    finally:
+        await services.stop()
+        torch.set_num_threads(threads)
+    return wall, cpu
+
+
+def _require_same(services: Services, plain: PlainLoop, index: int) -> None:
+    published = services.weights.current
+    assert published is not None
+    if published.manifest.checksum != plain.checksum:
+        raise RuntimeError(
+            f"after iteration {index} the ring's policy has checksum {published.manifest.checksum}, the plain loop's "
+            f"{plain.checksum}: they did not do the same work, so their times cannot be compared"
+        )
+
+
+def _cpu_seconds() -> dict[int, float]:
+    """CPU seconds so far of this process and everything below it, by process id."""
+    found = {}
+    here = psutil.Process()
+    for process in (here, *here.children(recursive=True)):
+        try:
+            times = process.cpu_times()
+        except psutil.Error:  # it ended meanwhile
+            continue
+        found[process.pid] = times.user + times.system
+    return found
+
+
+def _since(before: dict[int, float]) -> float:
+    return sum(now - before.get(pid, 0.0) for pid, now in _cpu_seconds().items())

@@ -1,0 +1,100 @@
+"""What does sampling add to the transformer, and what does emulated quantisation add to FP32?
+
+The transformer's own calls during one sampling are recorded and replayed bare: same inputs, same number of calls, no solver,
+no casts, no noise.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from bench.timing import Options, Ratio, interleave
+from configs.load import parse
+from configs.prompts import read_prompts
+from learner.trainer import Trainer
+from policy.explorer import Explorer
+from policy.families import family_for
+from policy.precision.backends import resolve_backend
+from policy.sampling.noise import stream_seed
+from policy.sampling.sample import sample
+
+GOAL = 1.03
+EMULATED = "emulated_nvfp4"
+
+
+def measure(options: Options) -> list[Ratio]:
+    """Sampling over bare forwards (FP32), and the emulated NVFP4 explorer over the FP32 one, pictures decoded by both."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(options.config.services.rollout.threads)
+    try:
+        return [_sampling(options), _emulation(options)]
+    finally:
+        torch.set_num_threads(threads)
+
+
+def _sampling(options: Options) -> Ratio:
+    config = options.config
+    family = family_for(config.model)
+    transformer = family.load_transformer("cpu", torch.float32)
+    cond = _conditioning(options).repeat(options.batch)
+
+    def sampling() -> Any:
+        return sample(family, transformer, cond, _seeds(options), config.explore.steps, config.explore.solver)
+
+    calls = _recorded(transformer, sampling)
+
+    @torch.no_grad()
+    def bare() -> None:
+        for args, named in calls:
+            transformer(*args, **named)
+
+    times = interleave({"bare forward": bare, "sampling step": sampling}, options.repeats)
+    per_step = {name: [seconds / config.explore.steps for seconds in values] for name, values in times.items()}
+    note = f"batch {options.batch}, threads {torch.get_num_threads()}, solver {config.explore.solver}"
+    return Ratio.of(per_step, "sampling step", "bare forward", GOAL, note)
+
+
+def _recorded(transformer: nn.Module, run: Any) -> list[tuple[tuple[Any, ...], dict[str, Any]]]:
+    """Arguments of every call of ``transformer`` while ``run`` runs."""
+    calls: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
+    handle = transformer.register_forward_pre_hook(lambda module, args, named: calls.append((args, named)), with_kwargs=True)
+    try:
+        run()
+    finally:
+        handle.remove()
+    return calls
+
+
+def _emulation(options: Options) -> Ratio:
+    cond, plan = _conditioning(options), options.config.explore
+    explorers = {backend: _explorer(options, backend) for backend in ("fp32", EMULATED)}
+
+    def exploring(backend: str) -> Any:
+        return lambda: explorers[backend].explore(cond, _seeds(options), plan.steps, plan.solver)
+
+    times = interleave({backend: exploring(backend) for backend in explorers}, options.repeats)
+    return Ratio.of(times, EMULATED, "fp32", note=f"explore {plan.steps} steps, batch {options.batch}, decoded")
+
+
+def _explorer(options: Options, backend: str) -> Explorer:
+    """An explorer with the base model's weights, published as in a run."""
+    tree = options.config.model_dump(mode="json")
+    tree["explore"]["backend"], tree["regenerate"]["precision"] = backend, "fp32"
+    config = parse(tree | {"arm": "sol_rl"})
+    chosen, _ = resolve_backend(backend, torch.device("cpu"))
+    explorer = Explorer(family_for(config.model), chosen, config.explore.keep_wide, torch.device("cpu"), torch.float32)
+    manifest, chunks, *_ = Trainer(config).export(0)
+    explorer.load(manifest, chunks)
+    return explorer
+
+
+def _conditioning(options: Options) -> Any:
+    prompt = read_prompts(options.config.prompts.train)[0].text
+    return family_for(options.config.model).load_text("cpu", torch.float32).encode([prompt])
+
+
+def _seeds(options: Options) -> list[int]:
+    return [stream_seed(options.config.seed, "test", n) for n in range(options.batch)]

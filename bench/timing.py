@@ -1,0 +1,113 @@
+"""Ratios: two ways of doing a thing, timed in turns, so that a busy or throttling machine slows both alike."""
+
+from __future__ import annotations
+
+import os
+import platform
+import statistics
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from configs.schema import RunConfig
+
+
+@dataclass(frozen=True)
+class Options:
+    """What a benchmark is run on."""
+
+    config: RunConfig
+    repeats: int = 5
+    publish_bytes: int = 2**30
+    pack_bytes: int = 2**26
+    receivers: tuple[int, ...] = (1, 2, 4)  # explorers that published weights are loaded into
+    batch: int = 24  # pictures of a sampling step
+
+
+@dataclass(frozen=True)
+class Ratio:
+    """``what`` took ``value`` times the time of ``base``: the median over paired repeats, with the smallest and largest."""
+
+    what: str
+    base: str
+    value: float
+    low: float
+    high: float
+    seconds: float  # median of `what`
+    base_seconds: float  # median of `base`
+    goal: float | None = None  # at most
+    note: str = ""
+
+    @classmethod
+    def of(cls, times: Mapping[str, list[float]], what: str, base: str, goal: float | None = None, note: str = "") -> Ratio:
+        """From paired lists of seconds."""
+        ratios = [a / b for a, b in zip(times[what], times[base], strict=True)]
+        medians = [statistics.median(times[name]) for name in (what, base)]
+        return cls(what, base, statistics.median(ratios), min(ratios), max(ratios), *medians, goal, note)
+
+    def line(self) -> str:
+        """One line for people."""
+        goal = "" if self.goal is None else f"  goal <= {self.goal:g}: {'met' if self.value <= self.goal else 'NOT met'}"
+        return (
+            f"{self.what} / {self.base} = {self.value:.3f} [{self.low:.3f}, {self.high:.3f}]  "
+            f"({_duration(self.seconds)} / {_duration(self.base_seconds)}){goal}{self.note and '  ' + self.note}"
+        )
+
+
+def interleave(cases: Mapping[str, Callable[[], object]], repeats: int, warm_up: int = 1) -> dict[str, list[float]]:
+    """Seconds of every case, ``repeats`` times in turns, forwards and backwards; ``warm_up`` rounds are thrown away."""
+    times: dict[str, list[float]] = {name: [] for name in cases}
+    for turn in range(warm_up + repeats):
+        names = list(cases)[:: 1 if turn % 2 else -1]
+        for name in names:
+            start = time.perf_counter()
+            cases[name]()
+            seconds = time.perf_counter() - start
+            if turn >= warm_up:
+                times[name].append(seconds)
+    return times
+
+
+def machine() -> dict[str, object]:
+    """Where the numbers come from."""
+    import torch
+
+    return {
+        "cpu": _cpu_model(),
+        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "simd": torch.backends.cpu.get_cpu_capability(),
+        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else "none",
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "load": round(os.getloadavg()[0], 2),
+    }
+
+
+@contextmanager
+def ray_for(config: RunConfig) -> Iterator[None]:
+    """Ray as the caller left it, or started for the time of the block."""
+    import ray
+
+    if ray.is_initialized():
+        yield
+        return
+    from cluster.services import join_or_start_ray
+
+    join_or_start_ray(config)
+    try:
+        yield
+    finally:
+        ray.shutdown()
+
+
+def _cpu_model() -> str:
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.exists() else []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor() or platform.machine()
+
+
+def _duration(seconds: float) -> str:
+    return f"{seconds:.3f} s" if seconds >= 0.1 else f"{seconds * 1e3:.3f} ms"

@@ -1,0 +1,78 @@
+"""Every benchmark runs at a tiny size and gives its ratios; the ring and the plain loop end with the same policy.
+
+What the ratios are is not asserted: a shared test machine has no opinion worth having.
+"""
+
+import json
+import time
+from dataclasses import replace
+
+import pytest
+
+from bench import NAMES, benchmark
+from bench.__main__ import main
+from bench.timing import Options, Ratio, interleave, machine
+from tests.cluster.runs import tiny_config
+
+EXPECTED = {
+    "ring": [("ring", "plain process"), ("ring (CPU time)", "plain process (CPU time)")],
+    "scale": [("two actors", "one actor")],
+    "publish": [("publish to 1", "memcpy"), ("publish to 2", "memcpy")],
+    "pack": [(what, base) for what in ("pack", "pack with scale search") for base in ("memcpy", "sum")],
+    "step": [("sampling step", "bare forward"), ("emulated_nvfp4", "fp32")],
+}
+
+
+@pytest.fixture
+def options(tiny_sd3_dir, tmp_path) -> Options:
+    config = tiny_config(tiny_sd3_dir, tmp_path, "bench")
+    return Options(config, repeats=1, publish_bytes=3 * 2**20 + 5, pack_bytes=2**16, receivers=(1, 2), batch=2)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_benchmark_gives_its_ratios(ray_here, options, name):
+    if name == "publish":
+        options = replace(
+            options, config=options.config.model_copy(update={"publish": options.config.publish.model_copy(update={"chunk_mb": 1})})
+        )
+    ratios = benchmark(name)(options)
+    assert [(ratio.what, ratio.base) for ratio in ratios] == EXPECTED[name]
+    for ratio in ratios:
+        # one repeat: the ratio is that of its two times
+        assert ratio.value == pytest.approx(ratio.seconds / ratio.base_seconds) and ratio.value > 0
+    goals = {"ring": [1.05, None], "step": [1.03, None]}
+    assert [ratio.goal for ratio in ratios] == goals.get(name, [None] * len(ratios))
+
+
+def test_a_ratio_is_the_median_of_pairs():
+    ratio = Ratio.of({"a": [2.0, 9.0, 4.0], "b": [1.0, 3.0, 4.0]}, "a", "b", goal=1.5)
+    assert (ratio.value, ratio.low, ratio.high, ratio.seconds, ratio.base_seconds) == (2.0, 1.0, 3.0, 4.0, 3.0)
+    assert "NOT met" in ratio.line() and "NOT" not in replace(ratio, goal=2.0).line()
+
+
+def test_cases_take_turns_and_warm_up_is_left_out():
+    order = []
+
+    def slow(name: str, seconds: float):
+        def run() -> None:
+            order.append(name)
+            time.sleep(seconds)
+
+        return run
+
+    times = interleave({"a": slow("a", 0.002), "b": slow("b", 0.0)}, repeats=2)
+    assert order == ["b", "a", "a", "b", "b", "a"]
+    assert len(times["a"]) == len(times["b"]) == 2 and min(times["a"]) >= 0.002
+
+
+def test_the_command_prints_where_it_ran_and_writes_json(capsys, tmp_path):
+    out = tmp_path / "bench.json"
+    assert main(["pack", "--repeats", "1", "--pack-bytes", "65536", "--json", str(out)]) == 0
+    printed = capsys.readouterr().out
+    assert machine()["cpu"] in printed and "pack with scale search / memcpy = " in printed
+    assert [row["what"] for row in json.loads(out.read_text())["ratios"]["pack"]] == [what for what, _ in EXPECTED["pack"]]
+
+
+def test_a_wrong_configuration_is_one_line(capsys):
+    assert main(["pack", "--preset", "quickstrat"]) == 2
+    assert "quickstart" in capsys.readouterr().err
