@@ -1,0 +1,289 @@
+"""Charts as inline SVG text: no JavaScript, no library, colours from CSS variables so that light and dark both work.
+
+Every function returns a complete ``<svg>`` element as a string with all text escaped. Coordinates are user units of a
+``viewBox``; the page scales it. Points that are not finite are left out and break their line, so a gap in the data is a gap
+in the picture. Values can be read by hovering (``<title>``) and in the page's table of numbers.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from html import escape
+
+Point = tuple[float, float]
+
+MAX_POINTS = 300
+"""A longer line is thinned to so many points: more cannot be told apart at the width of a page."""
+MAX_BARS = 60
+
+
+@dataclass(frozen=True)
+class Series:
+    """One line: ``points`` (x, y) by rising x; ``errors`` half-lengths of error bars per point; ``colour`` 1 to 8."""
+
+    label: str
+    points: Sequence[Point]
+    colour: int = 1
+    errors: Sequence[float] = ()
+    dashed: bool = False
+
+
+@dataclass(frozen=True)
+class Band:
+    """A shaded area between ``low`` and ``high``, both (x, y) at the same x."""
+
+    label: str
+    low: Sequence[Point]
+    high: Sequence[Point]
+    colour: int = 1
+
+
+@dataclass(frozen=True)
+class Frame:
+    """The plot's place in the picture and the data it spans; ``x`` and ``y`` map data to user units."""
+
+    width: float
+    height: float
+    x_span: tuple[float, float]
+    y_span: tuple[float, float]
+    left: float = 46.0
+    right: float = 12.0
+    top: float = 10.0
+    bottom: float = 34.0
+
+    def x(self, value: float) -> float:
+        low, high = self.x_span
+        return self.left + (value - low) / (high - low) * (self.width - self.left - self.right)
+
+    def y(self, value: float) -> float:
+        low, high = self.y_span
+        return self.height - self.bottom - (value - low) / (high - low) * (self.height - self.top - self.bottom)
+
+
+@dataclass(frozen=True)
+class Stack:
+    """One bar of ``stacked_bars``: parts by label, and the measured whole (drawn as a tick) where there is one."""
+
+    x: float
+    parts: dict[str, float] = field(default_factory=dict)
+    whole: float | None = None
+
+
+def number(value: float | None, digits: int = 3) -> str:
+    """``value`` for people: ``digits`` significant digits, a true minus sign, no exponent in the usual range, '–' for nothing."""
+    if value is None or not math.isfinite(value):
+        return "–"
+    if value == 0:
+        return "0"
+    size = abs(value)
+    if size >= 1e6 or size < 1e-4:
+        text = f"{size:.{digits - 1}e}"
+    elif size >= 10**digits or float(value).is_integer():
+        text = f"{size:,.0f}"
+    else:
+        text = f"{size:.{max(0, digits - 1 - math.floor(math.log10(size)))}f}"
+    return ("−" if value < 0 else "") + text
+
+
+def nice_ticks(low: float, high: float, count: int = 4) -> list[float]:
+    """About ``count`` round values (1, 2, 2.5 or 5 times a power of ten) inside [low, high]."""
+    if not high > low:
+        return [low]
+    raw = (high - low) / max(1, count)
+    power = 10 ** math.floor(math.log10(raw))
+    step = next(factor * power for factor in (1, 2, 2.5, 5, 10) if factor * power >= raw * 0.999)
+    first = math.ceil(low / step - 1e-9)
+    last = math.floor(high / step + 1e-9)
+    return [round(index * step, 12) for index in range(first, last + 1)]
+
+
+def span(values: Sequence[float], include: Sequence[float] = (), pad: float = 0.06) -> tuple[float, float]:
+    """The interval a chart must show: all finite ``values`` with some air, and ``include`` without; never empty."""
+    finite = [value for value in values if math.isfinite(value)]
+    everything = finite + list(include)
+    if not everything:
+        return 0.0, 1.0
+    low, high = min(everything), max(everything)
+    if low == high:
+        room = abs(low) * 0.1 or 0.5
+        return low - room, high + room
+    room = (high - low) * pad
+    return (low if low in include else low - room), (high if high in include else high + room)
+
+
+def line_chart(
+    series: Sequence[Series],
+    *,
+    label: str,
+    bands: Sequence[Band] = (),
+    include_y: Sequence[float] = (),
+    x_label: str = "iteration",
+    size: tuple[float, float] = (400.0, 210.0),
+) -> str:
+    """Lines over a shared x axis. ``label`` says what is shown, for those who cannot see it."""
+    lines = [*(points for one in series for points in [one.points]), *(edge for band in bands for edge in (band.low, band.high))]
+    xs = [x for points in lines for x, _ in points]
+    ys = [y for points in lines for _, y in points]
+    for one in series:
+        for (_, y), error in zip(one.points, one.errors, strict=False):
+            ys += [y - error, y + error]
+    frame = Frame(*size, x_span=span(xs, pad=0.02), y_span=span(ys, include_y))
+    body = [_axes(frame, x_label, whole_x=all(float(x).is_integer() for x in xs))]
+    body += [_band(frame, band) for band in bands]
+    body += [_line(frame, one) for one in series]
+    return _svg(frame, label, body)
+
+
+def stacked_bars(
+    stacks: Sequence[Stack],
+    order: Sequence[tuple[str, int]],
+    *,
+    label: str,
+    unit: str = "s",
+    size: tuple[float, float] = (400.0, 210.0),
+) -> str:
+    """One bar per stack, parts from the bottom in ``order`` of (label, colour); more than 60 bars are averaged in runs."""
+    stacks = _averaged(stacks)
+    tops = [max(sum(_positive(stack.parts.get(name)) for name, _ in order), _positive(stack.whole)) for stack in stacks]
+    half = _bar_half_width([stack.x for stack in stacks])
+    xs = [edge for stack in stacks for edge in (stack.x - half * 1.25, stack.x + half * 1.25)]
+    frame = Frame(*size, x_span=span(xs, pad=0), y_span=span(tops, include=(0.0,)))
+    body = [_axes(frame, "iteration", whole_x=True, unit=unit)]
+    for stack in stacks:
+        left, right, level = frame.x(stack.x - half), frame.x(stack.x + half), 0.0
+        for name, colour in order:
+            value = _positive(stack.parts.get(name))
+            if value == 0:
+                continue
+            top, foot = frame.y(level + value), frame.y(level)
+            title = f"iteration {number(stack.x)}: {name} {number(value)} {unit}"
+            body.append(
+                f'<rect class="fill-{colour}" x="{left:.2f}" y="{top:.2f}" width="{right - left:.2f}" '
+                f'height="{max(0.0, foot - top - 0.6):.2f}"><title>{escape(title)}</title></rect>'
+            )
+            level += value
+        if stack.whole is not None and math.isfinite(stack.whole):
+            y, title = frame.y(stack.whole), f"iteration {number(stack.x)}: {number(stack.whole)} {unit} by the clock"
+            body.append(
+                f'<line class="whole" x1="{left - 1:.2f}" x2="{right + 1:.2f}" y1="{y:.2f}" y2="{y:.2f}">'
+                f"<title>{escape(title)}</title></line>"
+            )
+    return _svg(frame, label, body)
+
+
+def thin(points: Sequence[Point], most: int = MAX_POINTS) -> list[Point]:
+    """At most ``most`` of the points, evenly spread, first and last among them."""
+    if len(points) <= most:
+        return list(points)
+    return [points[round(index * (len(points) - 1) / (most - 1))] for index in range(most)]
+
+
+def _svg(frame: Frame, label: str, body: Sequence[str]) -> str:
+    return (
+        f'<svg class="chart" viewBox="0 0 {frame.width:g} {frame.height:g}" role="img" aria-label="{escape(label, quote=True)}">'
+        + "".join(body)
+        + "</svg>"
+    )
+
+
+def _axes(frame: Frame, x_label: str, whole_x: bool, unit: str = "") -> str:
+    parts, right, foot = [], frame.width - frame.right, frame.height - frame.bottom
+    y_ticks = nice_ticks(*frame.y_span)
+    step = y_ticks[1] - y_ticks[0] if len(y_ticks) > 1 else abs(y_ticks[0]) or 1.0
+    for tick in y_ticks:
+        y = frame.y(tick)
+        parts.append(f'<line class="grid" x1="{frame.left:g}" x2="{right:g}" y1="{y:.2f}" y2="{y:.2f}"/>')
+        parts.append(
+            f'<text class="tick" x="{frame.left - 6:g}" y="{y:.2f}" dy="0.35em" text-anchor="end">{_tick(tick, step)}{unit and " " + unit}</text>'
+        )
+    ticks = nice_ticks(*frame.x_span, count=6)
+    for tick in [tick for tick in ticks if not whole_x or float(tick).is_integer()]:
+        anchor = "end" if frame.x(tick) > right - 8 else "middle"
+        parts.append(
+            f'<text class="tick" x="{frame.x(tick):.2f}" y="{foot + 14:g}" text-anchor="{anchor}">{_tick(tick, ticks[-1] - ticks[0] or 1)}</text>'
+        )
+    parts.append(f'<line class="axis" x1="{frame.left:g}" x2="{right:g}" y1="{foot:g}" y2="{foot:g}"/>')
+    parts.append(
+        f'<text class="tick" x="{(frame.left + right) / 2:g}" y="{frame.height - 4:g}" text-anchor="middle">{escape(x_label)}</text>'
+    )
+    return "".join(parts)
+
+
+def _tick(value: float, step: float) -> str:
+    """A tick's text with just the decimals that its spacing needs."""
+    if value and (abs(value) >= 1e6 or abs(step) < 1e-4):
+        return f"{value:.1e}".replace("-", "−").replace("e−0", "e−").replace("e+0", "e")
+    decimals = max(0, -math.floor(math.log10(abs(step)) + 1e-9))
+    while decimals < 6 and abs(round(step, decimals) - step) > abs(step) * 1e-6:
+        decimals += 1
+    return f"{value:,.{decimals}f}".replace("-", "−")
+
+
+def _pieces(points: Sequence[Point]) -> list[list[Point]]:
+    """The points cut where one is not finite."""
+    pieces: list[list[Point]] = [[]]
+    for point in points:
+        if math.isfinite(point[1]):
+            pieces[-1].append(point)
+        elif pieces[-1]:
+            pieces.append([])
+    return [piece for piece in pieces if piece]
+
+
+def _line(frame: Frame, series: Series) -> str:
+    parts, style = [], f"line-{series.colour}" + (" dashed" if series.dashed else "")
+    for (x, y), error in zip(series.points, series.errors, strict=False):
+        if math.isfinite(y) and math.isfinite(error):
+            parts.append(f'<line class="error stroke-{series.colour}" x1="{frame.x(x):.2f}" x2="{frame.x(x):.2f}" '
+                         f'y1="{frame.y(y - error):.2f}" y2="{frame.y(y + error):.2f}"/>')  # fmt: skip
+    for piece in _pieces(thin(series.points)):
+        if len(piece) > 1:
+            path = " ".join(f"{frame.x(x):.2f},{frame.y(y):.2f}" for x, y in piece)
+            parts.append(f'<polyline class="{style}" points="{path}"/>')
+    finite = [point for point in thin(series.points) if math.isfinite(point[1])]
+    visible = len(finite) <= 32 or not any(len(piece) > 1 for piece in _pieces(finite))
+    for x, y in finite:
+        mark = "dot" if visible else "dot far"
+        title = f"{series.label}, {number(x)}: {number(y, 4)}"
+        parts.append(f'<circle class="{mark} fill-{series.colour}" cx="{frame.x(x):.2f}" cy="{frame.y(y):.2f}" r="{2.4 if visible else 4:g}">'
+                     f"<title>{escape(title)}</title></circle>")  # fmt: skip
+    return "".join(parts)
+
+
+def _band(frame: Frame, band: Band) -> str:
+    pairs = [
+        (low, high)
+        for low, high in zip(thin(band.low), thin(band.high), strict=True)
+        if math.isfinite(low[1]) and math.isfinite(high[1])
+    ]
+    if not pairs:
+        return ""
+    ring = [high for _, high in pairs] + [low for low, _ in reversed(pairs)]
+    path = " ".join(f"{frame.x(x):.2f},{frame.y(y):.2f}" for x, y in ring)
+    return f'<polygon class="band fill-{band.colour}" points="{path}"><title>{escape(band.label)}</title></polygon>'
+
+
+def _positive(value: float | None) -> float:
+    return value if value is not None and math.isfinite(value) and value > 0 else 0.0
+
+
+def _bar_half_width(xs: Sequence[float]) -> float:
+    steps = [after - before for before, after in zip(xs, xs[1:], strict=False) if after > before]
+    return 0.38 * min(steps, default=1.0)
+
+
+def _averaged(stacks: Sequence[Stack]) -> list[Stack]:
+    """At most ``MAX_BARS`` stacks: each the mean of a run of neighbours, at the first one's x."""
+    every = math.ceil(len(stacks) / MAX_BARS)
+    if every <= 1:
+        return list(stacks)
+    result = []
+    for start in range(0, len(stacks), every):
+        run = stacks[start : start + every]
+        names = {name for stack in run for name in stack.parts}
+        wholes = [stack.whole for stack in run if stack.whole is not None and math.isfinite(stack.whole)]
+        parts = {name: sum(_positive(stack.parts.get(name)) for stack in run) / len(run) for name in names}
+        result.append(Stack(run[0].x, parts, sum(wholes) / len(wholes) if wholes else None))
+    return result

@@ -1,0 +1,244 @@
+"""What a run is doing, for whoever sits in front of it: a live display on a terminal, one line per iteration in a log.
+
+Iterations are counted from 0 by the program and from 1 for people. Totals of stages that are not told in advance are learned
+from the iteration before.
+"""
+
+from __future__ import annotations
+
+import statistics
+import sys
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+from types import TracebackType
+from typing import Any, TextIO
+
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+STAGES = ("explored", "scored", "selected", "regenerated", "updated", "published")
+UNITS = {"explored": "pictures", "scored": "pictures", "selected": "noises", "regenerated": "pictures", "updated": "samples",
+         "published": "version"}  # fmt: skip
+RECENT = 5
+"""Time left is the median of so many iterations times those to come."""
+
+
+class Progress:
+    """Use as a context manager; ``note`` at any time, ``start`` once the first iteration's number is known.
+
+    With a terminal behind ``file`` the display refreshes itself four times a second; otherwise one plain line is printed per
+    iteration, evaluation and note. ``clock`` is in seconds.
+    """
+
+    def __init__(
+        self,
+        title: str = "Sol-RL",
+        file: TextIO | None = None,
+        clock: Callable[[], float] = time.monotonic,
+        console: Console | None = None,
+    ):
+        self.title, self._clock = title, clock
+        self.console = console or Console(file=file or sys.stdout)
+        self.live = self.console.is_terminal
+        self._live: Live | None = None
+        self.total = self.first = self.iteration = 0
+        self.counts: dict[str, int] = {}
+        self.totals: dict[str, int] = {}
+        self.reward_start: float | None = None
+        self.reward_now: float | None = None
+        self.held_out: list[float] = []
+        self._running = False
+        self._began = self._iteration_began = clock()
+        self._durations: deque[float] = deque(maxlen=RECENT)
+        self._finished = 0
+        self._phase = ""
+
+    def __enter__(self) -> Progress:
+        if self.live:
+            self._live = Live(get_renderable=self.render, console=self.console, refresh_per_second=4, transient=False)
+            self._live.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._running = False
+        self._phase = "" if kind is None else "stopped"
+        if self._live is not None:
+            self._live.stop()
+            self._live = None
+
+    # ---- what the loop says
+
+    def start(self, total_iterations: int, start_iteration: int = 0) -> None:
+        """Training starts, or continues, at iteration ``start_iteration`` (from 0) of ``total_iterations``."""
+        self.total, self.first, self.iteration = total_iterations, start_iteration, start_iteration
+        self._began = self._clock()
+        self._phase = "evaluating held-out prompts" if start_iteration == 0 else ""
+
+    def iteration_started(self, i: int, groups: int, images: int, totals: Mapping[str, int] | None = None) -> None:
+        """Iteration ``i`` (from 0) of ``groups`` prompts and ``images`` explored pictures; ``totals`` of other stages if known."""
+        before = {stage: count for stage, count in self.counts.items() if count}
+        self.totals = {**before, "explored": images, "scored": images, "published": 1, **(totals or {})}
+        self.iteration, self.counts = i, {}
+        self._iteration_began, self._running = self._clock(), True
+        self._phase = f"{groups} prompt{'s' if groups != 1 else ''}"
+
+    def advanced(self, stage: str, n: int = 1) -> None:
+        """``n`` more went through ``stage``: explored, scored, selected, regenerated, updated, published, or one of your own."""
+        self.counts[stage] = self.counts.get(stage, 0) + n
+
+    def iteration_finished(self, metrics: Mapping[str, Any]) -> None:
+        """The iteration's row of metrics.jsonl is complete."""
+        self._running = False
+        self._finished += 1
+        self._durations.append(self._clock() - self._iteration_began)
+        self.reward_now = _finite(metrics.get("reward/train_mean"), self.reward_now)
+        if self.reward_start is None:
+            self.reward_start = self.reward_now
+        self._phase = "evaluating held-out prompts" if self.first + self._finished >= self.total else ""
+        if not self.live:
+            self._print(self._line(metrics))
+
+    def evaluation_finished(self, metrics: Mapping[str, Any]) -> None:
+        """An evaluation's row of metrics.jsonl is complete."""
+        value = _finite(metrics.get("reward/eval_mean"))
+        if value is not None:
+            self.held_out.append(value)
+        self._phase = ""
+        text = f"held-out reward after {metrics.get('iteration', '?')} iterations: {_number(value)}{_error(metrics, 'eval/stderr')}"
+        gain = _finite(metrics.get("eval/gain"))
+        if gain is not None:
+            text += f", gain {gain:+.3f}{_error(metrics, 'eval/gain_stderr')}"
+        self.note(text)
+
+    def note(self, text: str) -> None:
+        """One line that stays: above the display, or in the log."""
+        if self.live:
+            self.console.print(Text(text), highlight=False)
+        else:
+            self._print(text)
+
+    # ---- what is shown
+
+    def time_left(self) -> float | None:
+        """Seconds until the last iteration ends, None before the first has shown how long one takes."""
+        if not self._durations:
+            return None
+        one = statistics.median(self._durations)
+        remaining = self.total - self.first - self._finished
+        spent = self._clock() - self._iteration_began if self._running else 0.0
+        return max(0.0, one * remaining - min(spent, one))
+
+    def render(self) -> RenderableType:
+        """The live display, fit for any width."""
+        narrow = self.console.width < 60
+        head = Table.grid(padding=(0, 1))
+        done = self._finished + self.first
+        cells: list[RenderableType] = [Text(self.title, style="bold")]
+        if self.total:
+            shown = min(self.iteration + 1, self.total) if self._running else done
+            cells += [
+                Text(f"iteration {shown}/{self.total}"),
+                ProgressBar(total=self.total, completed=done, width=10 if narrow else 24),
+            ]
+            if not narrow:
+                cells.append(Text(self._times(), style="dim"))
+        head.add_row(*cells)
+        body: list[RenderableType] = [head]
+        if narrow and self.total:
+            body.append(Text(self._times(), style="dim"))
+        if self.counts or self._running:
+            body.append(self._stages(narrow))
+        if self.reward_now is not None or self.held_out:
+            body.append(self._rewards())
+        if self._phase:
+            body.append(Text(f"… {self._phase}", style="dim"))
+        return Group(*body)
+
+    def _stages(self, narrow: bool) -> Table:
+        table = Table.grid(padding=(0, 1))
+        for stage in [*STAGES, *(name for name in self.counts if name not in STAGES)]:
+            count, total = self.counts.get(stage, 0), self.totals.get(stage)
+            if not count and stage in ("explored", "scored") and (self.counts.get("regenerated") or self.counts.get("updated")):
+                continue  # an arm without exploration
+            bar: RenderableType = Text("")
+            if total:
+                bar = ProgressBar(total=total, completed=min(count, total), width=16 if narrow else 32)
+            text = f"{count:,}" + (f"/{max(total, count):,}" if total else "")
+            table.add_row(Text(f"  {stage}"), bar, Text(f"{text:>11}"), Text(UNITS.get(stage, ""), style="dim"))
+        return table
+
+    def _rewards(self) -> Text:
+        text = Text("  ")
+        if self.reward_now is not None:
+            text.append("reward ")
+            text.append(_number(self.reward_now), style="bold")
+            if self.reward_start is not None and self._finished > 1:
+                change = self.reward_now - self.reward_start
+                text.append(f"  at the start {_number(self.reward_start)} ")
+                text.append(f"({change:+.3f})", style="green" if change > 0 else "red")
+        if self.held_out:
+            text.append(f"{'   ' if self.reward_now is not None else ''}held-out " + " → ".join(_number(v) for v in self._ends()))
+        return text
+
+    def _ends(self) -> list[float]:
+        return self.held_out if len(self.held_out) < 3 else [self.held_out[0], self.held_out[-1]]
+
+    def _times(self) -> str:
+        left = self.time_left()
+        if left == 0 and not self._running:
+            return duration(self._clock() - self._began)
+        return f"{duration(self._clock() - self._began)} so far, {'about ' + duration(left) if left is not None else '…'} left"
+
+    def _line(self, metrics: Mapping[str, Any]) -> str:
+        """An iteration in one plain line."""
+        parts = [f"iteration {self.first + self._finished}/{self.total}", f"reward {_number(self.reward_now)}"]
+        if self.reward_now is not None and self.reward_start is not None and self._finished > 1:
+            parts[-1] += f" (at the start {_number(self.reward_start)}, {self.reward_now - self.reward_start:+.3f})"
+        counts = [
+            f"{stage} {self.counts[stage]:,}" for stage in STAGES if self.counts.get(stage) and stage not in ("scored", "published")
+        ]
+        if counts:
+            parts.append(", ".join(counts))
+        for name, label in (("audit/kendall_tau", "tau"), ("loss/kl", "kl")):
+            if (value := _finite(metrics.get(name))) is not None:
+                parts.append(f"{label} {value:.3g}")
+        if (version := metrics.get("weights/version")) is not None:
+            parts.append(f"published v{version}")
+        left = self.time_left()
+        parts += [f"{duration(self._durations[-1])}", f"{duration(left) if left is not None else '…'} left"]
+        return "  ".join(parts)
+
+    def _print(self, text: str) -> None:
+        print(" ".join(text.splitlines()), file=self.console.file, flush=True)
+
+
+def duration(seconds: float) -> str:
+    """``seconds`` for people: 4.2 s, 58 s, 3 min 12 s, 1 h 02 min."""
+    if seconds < 9.95:
+        return f"{max(0.0, seconds):.1f} s"
+    whole = round(seconds)
+    if whole < 60:
+        return f"{whole} s"
+    if whole < 3600:
+        return f"{whole // 60} min {whole % 60:02d} s"
+    minutes = round(seconds / 60)
+    return f"{minutes // 60} h {minutes % 60:02d} min"
+
+
+def _finite(value: Any, otherwise: float | None = None) -> float | None:
+    if isinstance(value, int | float) and value == value and abs(value) != float("inf"):
+        return float(value)
+    return otherwise
+
+
+def _number(value: float | None) -> str:
+    return "–" if value is None else f"{value:.3f}"
+
+
+def _error(metrics: Mapping[str, Any], name: str) -> str:
+    value = _finite(metrics.get(name))
+    return "" if value is None else f" ± {value:.3f}"
