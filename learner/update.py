@@ -131,23 +131,26 @@ class Updater:
 
     def _forward(self, samples: Samples, points: Points) -> tuple[Tensor, dict[str, Tensor]]:
         """Velocities of every policy the objective wants, with gradient for "current" alone, and the loss."""
-        index = points.sample_index.cpu()
-        velocities: dict[str, Tensor] = {}
+        cond, velocities = self._conditioning(samples, points), {}
         for policy in sorted(self.objective.policies, key=lambda name: name == "current"):
             with torch.set_grad_enabled(policy == "current"):
-                velocities[policy] = self._velocity(samples, points, policy)
-        return self.objective.loss(points, velocities, samples.advantages[index].to(self.device))
+                velocities[policy] = self._velocity(points, cond, policy)
+        return self.objective.loss(points, velocities, samples.advantages[points.sample_index.cpu()].to(self.device))
 
-    def _velocity(self, samples: Samples, points: Points, policy: str) -> Tensor:
-        cond = samples.cond.rows(samples.group[points.sample_index.cpu()]).to(self.device)
+    def _conditioning(self, samples: Samples, points: Points) -> Conditioning:
+        """A row per point."""
+        return samples.cond.rows(samples.group[points.sample_index.cpu()]).to(self.device)
+
+    def _velocity(self, points: Points, cond: Conditioning, policy: str) -> Tensor:
         with use(self.transformer, None if policy == "ref" else policy):
             return self.family.velocity(self.transformer, points.x_t, points.sigma, cond)
 
     def _diagnose(self, samples: Samples, points: Points, what: str) -> NonFiniteTraining:
         """Run the batch again, each policy in turn, and name the first module whose output is not finite."""
+        cond = self._conditioning(samples, points)
         for policy in self.objective.policies:
             with torch.no_grad():
-                module = first_nonfinite_module(self.transformer, lambda policy=policy: self._velocity(samples, points, policy))
+                module = first_nonfinite_module(self.transformer, lambda policy=policy: self._velocity(points, cond, policy))
             if module is not None:
                 return NonFiniteTraining(f"{what}: not finite with the {policy!r} policy first", module)
         return NonFiniteTraining(f"{what} although every velocity is finite: it overflowed in the objective")
