@@ -192,7 +192,8 @@ def load_diffusers_lora(path: str | Path) -> tuple[dict[str, Tensor], float | No
     try:
         with safe_open(file, framework="pt") as opened:
             metadata = json.loads((opened.metadata() or {}).get(METADATA, "{}"))
-            state = {key.removeprefix(PREFIX): opened.get_tensor(key) for key in opened.keys() if key.startswith(PREFIX)}
+            ours = [key for key in list(opened.keys()) if key.startswith(PREFIX)]
+            state = {key.removeprefix(PREFIX): opened.get_tensor(key) for key in ours}
     except (SafetensorError, json.JSONDecodeError) as error:
         raise ValueError(f"lora.init_from: {str(file)!r} is not a readable safetensors file: {error}") from error
     if not state:

@@ -1,0 +1,85 @@
+"""The exploring side of the policy: a quantised denoiser and an autoencoder, fed with published weights."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from policy.families.base import Family
+from policy.precision.backends import Backend
+from policy.precision.swap import ModuleRow, quantise_plan, swap_linears
+from policy.precision.wire import Manifest, WireError, unpack_into
+from policy.sampling.sample import sample
+from policy.types import Conditioning
+
+
+class Explorer:
+    """Draws proxy pictures with the policy version it was last given; draws nothing while it has none.
+
+    Holds no text encoder. Quantised linears hold their packed weights only: the wide ones are dropped on the host, module by
+    module, before anything moves to ``device``. ``plan`` is the table of what runs quantised.
+    """
+
+    def __init__(
+        self,
+        family: Family,
+        backend: Backend,
+        keep_wide: Sequence[str] = (),
+        device: torch.device | str = "cpu",
+        dtype: torch.dtype = torch.float32,
+    ) -> None:
+        """``dtype`` is that of the unquantised parts, unless the backend has one of its own."""
+        self.family, self.backend, self.device = family, backend, torch.device(device)
+        self.transformer = family.load_transformer("cpu", backend.dtype or dtype)
+        self.plan: list[ModuleRow] = quantise_plan(self.transformer, family, keep_wide, backend)
+        self._layers = swap_linears(self.transformer, self.plan, backend)
+        self.transformer.to(self.device)
+        self.vae = family.load_vae(self.device, torch.float32)
+        self._version: int | None = None
+
+    @property
+    def version(self) -> int | None:
+        """The policy version in place; None before the first load and after a failed one."""
+        return self._version
+
+    def load(self, manifest: Manifest, chunks: Sequence[np.ndarray]) -> tuple[int, str]:
+        """Copy published weights in place; returns (version, checksum) as the acknowledgement.
+
+        Raises WireError when they are damaged or made for something else; there is no version then, until the next load.
+        """
+        self._version = None
+        if manifest.format != self.backend.wire_format:
+            raise WireError(
+                f"version {manifest.version} is {manifest.format}, backend {self.backend.name} takes {self.backend.wire_format}"
+            )
+        unpack_into(manifest, chunks, self._targets(manifest))
+        self._version = manifest.version
+        return manifest.version, manifest.checksum
+
+    def _targets(self, manifest: Manifest) -> dict[str, Tensor]:
+        """All buffers of the quantised layers, and whichever wide weights the manifest brings."""
+        targets = {f"{name}.{part}": buffer for name, layer in self._layers.items() for part, buffer in layer.named_buffers()}
+        wide = {f"{row.name}.weight" for row in self.plan if not row.quantised}
+        for entry in manifest.entries:
+            if entry.name in wide:
+                targets[entry.name] = self.transformer.get_parameter(entry.name)
+        return targets
+
+    @torch.no_grad()
+    def explore(self, cond: Conditioning, seeds: Sequence[int], steps: int, solver: str) -> tuple[np.ndarray, np.ndarray]:
+        """(images uint8 [B, 3, H, W], latents float32 [B, *latent]) of one prompt (cond of 1 row) at B seeds, in one batch.
+
+        Raises RuntimeError while there is no version.
+        """
+        if self._version is None:
+            raise RuntimeError("this explorer has no policy version: load published weights first")
+        if len(cond) != 1:
+            raise ValueError(f"conditioning of {len(cond)} rows: explore takes one prompt at a time")
+        latents = sample(self.family, self.transformer, cond.repeat(len(seeds)), seeds, steps, solver)
+        if not bool(torch.isfinite(latents).all()):
+            raise RuntimeError(f"policy version {self._version} gave latents that are not finite: lower optimizer.lr and resume")
+        images = self.family.decode(self.vae, latents)
+        return images.numpy(), latents.numpy()

@@ -1,0 +1,152 @@
+"""``emulated_nvfp4``: linear layers with exact NVFP4 arithmetic in wider types, on any device.
+
+y = alpha (Ux Uw^T) + bias with Ux, Uw = q * sf of activations and weights, float32 products (exact) and sums, and no rounding
+before alpha. A layer holds its weight packed (4.5 bits per element) and decodes Uw anew in each forward, which costs little
+beside the product itself: no wide copy exists between forwards. Inference only.
+"""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+from policy.precision import nvfp4
+from policy.precision.nvfp4 import BLOCK, Packed
+
+ALPHA = 1.0 / (nvfp4.SPAN * nvfp4.SPAN)
+
+
+class Workspace:
+    """Tables and scratch memory shared by the emulated layers of one transformer; not thread-safe.
+
+    Remembers the last activation it quantised: to_q, to_k and to_v get one input, which is quantised once. What
+    ``quantised`` returns is overwritten by the next call with another input.
+    """
+
+    def __init__(self) -> None:
+        self._tables: dict[torch.device, tuple[Tensor, Tensor]] = {}
+        self._value = torch.empty(0)
+        self._scratch = torch.empty(0, dtype=torch.int32)
+        self._last: tuple[weakref.ref[Tensor], int] | None = None
+        self._result: tuple[Tensor, Tensor] | None = None
+
+    def tables(self, device: torch.device) -> tuple[Tensor, Tensor]:
+        """Values of packed bytes and of scale bytes on ``device``."""
+        if device not in self._tables:
+            self._tables[device] = (nvfp4.nibble_values(device), nvfp4.scale_values(device))
+        return self._tables[device]
+
+    def quantised(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """(U float32 [rows, K], amax float32 []) of x [..., K]: the bits of ``nvfp4.quantise_activation``."""
+        if self._result is not None and self._last is not None and not x.is_inference():
+            reference, version = self._last
+            if reference() is x and x._version == version:
+                return self._result
+        rows = x.detach().reshape(-1, x.shape[-1]).float()
+        quick = x.device.type == "cpu" and rows.is_contiguous() and rows.numel() > 0
+        self._result = self._quantise_on_cpu(rows) if quick else nvfp4.quantise_activation(rows)
+        self._last = None if x.is_inference() else (weakref.ref(x), x._version)
+        return self._result
+
+    def _quantise_on_cpu(self, rows: Tensor) -> tuple[Tensor, Tensor]:
+        """In eight passes over memory that stays allocated: fresh pages cost more than the arithmetic."""
+        count, width = rows.numel(), rows.shape[1]
+        if self._value.numel() < count:
+            self._value, self._scratch = torch.empty(count), torch.empty(count, dtype=torch.int32)
+        shape = (count // BLOCK, BLOCK)
+        blocks, value, scratch = rows.view(shape), self._value[:count].view(shape), self._scratch[:count].view(shape)
+        torch.bitwise_and(blocks.view(torch.int32), 0x7FFFFFFF, out=scratch)  # |x|: as integers, floats keep their order
+        largest = scratch.amax(-1, keepdim=True).view(torch.float32)
+        amax = _power_of_two_above(largest.max().item())
+        if not 2.0**-100 < amax < 2.0**100:  # also 0 and NaN: where the exact short cuts below end
+            return nvfp4.quantise_activation(rows)
+        # S_enc is 2688 / amax without rounding, S_enc * fp32(1/6) is 448 / amax, and no block exceeds 448
+        scales = nvfp4.round_to_mantissa_(largest.mul_(nvfp4.E4M3_MAX / amax), bits=3, lowest=-6)
+        inverse = scales.mul(nvfp4.SPAN_INVERSE * amax).reciprocal_().clamp_(max=nvfp4.FLOAT_MAX)
+        torch.mul(blocks, inverse, out=value)
+        nvfp4.round_e2m1_(value, scratch, saturate=bool(scales.min() < nvfp4.E4M3_SMALLEST_NORMAL))
+        value.mul_(scales)
+        return value.view(-1, width), torch.tensor(amax)
+
+
+def _power_of_two_above(amax: float) -> float:
+    """The least power of two that is not below amax; 0 and non-finite values are returned as they are."""
+    if amax == 0 or not math.isfinite(amax):
+        return amax
+    mantissa, exponent = math.frexp(amax)
+    return math.ldexp(1.0, exponent - (mantissa == 0.5))
+
+
+class EmulatedNVFP4Linear(nn.Module):
+    """x [..., K] -> [..., N] in x's dtype. Buffers ``codes``, ``scales``, ``amax`` as in ``nvfp4.Packed``; ``bias`` stays wide.
+
+    Built with zeros: the weights are copied into the buffers, in place.
+    """
+
+    codes: Tensor
+    scales: Tensor
+    amax: Tensor
+
+    def __init__(self, linear: nn.Linear, workspace: Workspace) -> None:
+        super().__init__()
+        self.in_features, self.out_features = linear.in_features, linear.out_features
+        device = linear.weight.device
+        self.register_buffer("codes", torch.zeros(self.out_features, self.in_features // 2, dtype=torch.uint8, device=device))
+        self.register_buffer("scales", torch.zeros(self.out_features, self.in_features // BLOCK, dtype=torch.uint8, device=device))
+        self.register_buffer("amax", torch.zeros((), dtype=torch.float32, device=device))
+        self.bias = linear.bias
+        self.workspace = workspace
+
+    def _apply(self, fn, recurse: bool = True):  # type: ignore[no-untyped-def]
+        """Moves with the module, but ``amax`` stays float32 when the module is cast."""
+        super()._apply(fn, recurse)
+        self.amax = self.amax.float()
+        return self
+
+    def forward(self, x: Tensor) -> Tensor:
+        """alpha (Ux Uw^T) + bias."""
+        operand, amax = self.workspace.quantised(x)
+        weight = nvfp4.decoded_operand(self.codes, self.scales, *self.workspace.tables(x.device))
+        y = torch.mm(operand, weight.t()).mul_((amax * self.amax) * ALPHA)
+        if self.bias is not None:
+            y += self.bias
+        return y.to(x.dtype).view(*x.shape[:-1], self.out_features)
+
+    def extra_repr(self) -> str:
+        return f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}"
+
+
+class EmulatedNVFP4:
+    """The backend; see ``policy.precision.backends.Backend``."""
+
+    name = "emulated_nvfp4"
+    wire_format = "nvfp4"
+    quantises = True
+    dtype: torch.dtype | None = None
+    wire_dtype = torch.float32
+
+    def refuses(self, linear: nn.Linear) -> str | None:
+        """NVFP4 needs whole blocks along K."""
+        return f"K = {linear.in_features} is not a multiple of {BLOCK}" if linear.in_features % BLOCK else None
+
+    def replacements(self) -> Callable[[nn.Linear], nn.Module]:
+        """Layers that share one workspace."""
+        workspace = Workspace()
+        return lambda linear: EmulatedNVFP4Linear(linear, workspace)
+
+    def pack(self, weight: Tensor, search: bool) -> dict[str, Tensor]:
+        """codes, scales, amax."""
+        return dict(vars(nvfp4.quantise(weight, search=search)))
+
+    def decode(self, packed: dict[str, Tensor]) -> Tensor:
+        """float32 [N, K]."""
+        return nvfp4.dequantise(Packed(**packed))
+
+    def changed(self, packed: dict[str, Tensor], before: dict[str, Tensor]) -> Tensor:
+        """How many four-bit codes differ."""
+        difference = packed["codes"] ^ before["codes"]
+        return ((difference & 15) != 0).sum() + ((difference >> 4) != 0).sum()

@@ -1,0 +1,210 @@
+"""NVFP4: E2M1 values in blocks of 16 along K, an E4M3 scale per block, an FP32 amax per tensor.
+
+The arithmetic is that of NVIDIA's TransformerEngine from 2.14.1 on (recipe ``NVFP4BlockScaling``, 1x16 blocks, no random
+Hadamard transform, no stochastic rounding), bit for bit, all of it in float32:
+
+    S_enc = min(2688 / amax, FLT_MAX), or 1 where amax is 0        2688 = 448 * 6, the largest E4M3 times the largest E2M1
+    sf    = e4m3(min(block_amax * (S_enc * fp32(1/6)), 448))       round to nearest even; may be 0
+    inv   = min(1 / (sf * (1 / S_enc)), FLT_MAX)
+    q     = e2m1(x * inv)                                          round to nearest even, saturating at 6
+    value = q * ((sf * amax) * (1 / 2688))
+
+A matrix product sees U = q * sf alone: y = alpha Ux Uw^T with alpha = amax_x amax_w / 2688^2.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+BLOCK = 16
+E4M3_MAX = 448.0
+E2M1_MAX = 6.0
+SPAN = E4M3_MAX * E2M1_MAX
+FLOAT_MAX = torch.finfo(torch.float32).max
+SIXTH = torch.tensor(1.0 / 6.0, dtype=torch.float32).item()
+SPAN_INVERSE = torch.tensor(1.0 / SPAN, dtype=torch.float32).item()
+E4M3_SMALLEST_NORMAL = 2.0**-6
+VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+SEARCH_OFFSETS = tuple(range(-4, 8))
+"""E4M3 codes, relative to the plain one, among which the scale search chooses. On Gaussian and on heavy-tailed weights every
+choice of a search over all codes lay within -3..7."""
+
+
+@dataclass(frozen=True)
+class Packed:
+    """A weight [N, K] in 4.5 bits per element, plus four bytes.
+
+    ``codes`` uint8 [N, K / 2], even element in the low nibble; ``scales`` uint8 [N, K / 16], the bits of E4M3; ``amax`` float32 [].
+    """
+
+    codes: Tensor
+    scales: Tensor
+    amax: Tensor
+
+
+def round_to_mantissa_(v: Tensor, bits: int, lowest: int, scratch: Tensor | None = None) -> Tensor:
+    """Round float32 v in place, half to even, to a float with ``bits`` mantissa bits and least normal exponent ``lowest``.
+
+    Adding and subtracting M = 1.5 * 2^(23 - bits) * p, with p the power of two below |v| but at least 2^lowest, rounds to
+    multiples of p / 2^bits. The bits of M come from those of v by integer arithmetic: no branches, no tables, five passes.
+    """
+    power = torch.bitwise_and(v.view(torch.int32), 0x7F800000, out=scratch)
+    power.clamp_(min=(127 + lowest) << 23).add_(((23 - bits) << 23) + 0x400000)
+    magic = power.view(torch.float32)
+    return v.add_(magic).sub_(magic)
+
+
+def round_e2m1_(v: Tensor, scratch: Tensor | None = None, saturate: bool = True) -> Tensor:
+    """Round float32 v to E2M1, half to even, in place. Without ``saturate`` |v| must stay below 7."""
+    return round_to_mantissa_(v.clamp_(-E2M1_MAX, E2M1_MAX) if saturate else v, bits=1, lowest=0, scratch=scratch)
+
+
+def block_amax(x: Tensor) -> Tensor:
+    """max|x| of each 16 neighbours: [..., K] -> [..., K / 16]. Halving is quicker here than torch's reduction over 16."""
+    largest = x.abs().unflatten(-1, (-1, BLOCK))
+    for half in (8, 4, 2, 1):
+        largest = torch.maximum(largest[..., :half], largest[..., half:])
+    return largest.squeeze(-1)
+
+
+def encoding_scale(amax: Tensor) -> Tensor:
+    """S_enc float32 [] of a tensor's amax."""
+    scale = (SPAN / amax).clamp(max=FLOAT_MAX)
+    return torch.where((amax == 0) | (scale == 0), torch.ones_like(scale), scale)
+
+
+def block_scales(largest: Tensor, s_enc: Tensor) -> Tensor:
+    """The plain E4M3 scales of blocks with these amax values: float8_e4m3fn, same shape."""
+    return (largest * (s_enc * SIXTH)).clamp(max=E4M3_MAX).to(torch.float8_e4m3fn)
+
+
+def inverse_scales(scales: Tensor, s_enc: Tensor) -> Tensor:
+    """What elements are multiplied by before rounding; ``scales`` float32."""
+    return torch.reciprocal(scales * torch.reciprocal(s_enc)).clamp(max=FLOAT_MAX)
+
+
+def quantise(weight: Tensor, search: bool = False, amax: Tensor | None = None) -> Packed:
+    """Pack a weight [N, K] of any float dtype, K a multiple of 16.
+
+    ``search`` chooses each block's scale among 12 neighbours of the plain one by squared error (never worse than plain).
+    ``amax`` replaces max|W|, for a scale that is frozen over a run; larger values saturate. Raises ValueError for a bad shape
+    or a non-finite weight.
+    """
+    if weight.ndim != 2 or weight.shape[1] % BLOCK:
+        raise ValueError(f"NVFP4 packs [N, K] with K a multiple of {BLOCK}, got {list(weight.shape)}")
+    wide = weight.detach().float()
+    largest = block_amax(wide)
+    own = largest.max() if largest.numel() else wide.new_zeros(())
+    amax = own if amax is None else amax.detach().to(own)
+    if not (math.isfinite(own.item()) and math.isfinite(amax.item())):
+        raise ValueError(f"NVFP4 cannot pack a weight with amax {own.item() if amax is own else (own.item(), amax.item())}")
+    s_enc = encoding_scale(amax)
+    scales = block_scales(largest, s_enc)
+    if search:
+        scales = search_scales(wide, scales, s_enc, amax)
+    v = scaled(wide, scales, s_enc)
+    negative = v < 0
+    return Packed(encode(round_e2m1_(v), negative), scales.view(torch.uint8), amax.clone())
+
+
+def scaled(wide: Tensor, scales: Tensor, s_enc: Tensor) -> Tensor:
+    """x * inv [N, K] with one inverse per block."""
+    inverse = inverse_scales(scales.float(), s_enc).unsqueeze(-1)
+    return (wide.unflatten(-1, (-1, BLOCK)) * inverse).flatten(-2)
+
+
+def search_scales(wide: Tensor, plain: Tensor, s_enc: Tensor, amax: Tensor, rows: int = 4096) -> Tensor:
+    """For each block the candidate scale of least squared error; the plain one wins ties. float8_e4m3fn [N, K / 16]."""
+    chosen = plain.view(torch.uint8).clone()
+    for start in range(0, len(wide), rows):
+        part, codes = wide[start : start + rows], chosen[start : start + rows]
+        base = codes.to(torch.int16)
+        least = _block_error(part, base, s_enc, amax)
+        for offset in SEARCH_OFFSETS:
+            candidate = (base + offset).clamp_(0, 126)  # 126 is 448, 127 is NaN
+            error = _block_error(part, candidate, s_enc, amax)
+            better = error < least
+            codes[better] = candidate[better].to(torch.uint8)
+            least = torch.where(better, error, least)
+    return chosen.view(torch.float8_e4m3fn)
+
+
+def _block_error(wide: Tensor, codes: Tensor, s_enc: Tensor, amax: Tensor) -> Tensor:
+    """Squared error of each block under these E4M3 codes: [N, K / 16]."""
+    scales = codes.to(torch.uint8).view(torch.float8_e4m3fn)
+    q = round_e2m1_(scaled(wide, scales, s_enc)).unflatten(-1, (-1, BLOCK))
+    unit = (scales.float() * amax * SPAN_INVERSE).unsqueeze(-1)
+    return (q * unit).sub_(wide.unflatten(-1, (-1, BLOCK))).square_().sum(-1)
+
+
+def encode(q: Tensor, negative: Tensor) -> Tensor:
+    """E2M1 values [N, K] and their signs to nibbles: uint8 [N, K / 2]. The sign of a value that rounded to zero is kept."""
+    magnitude = q.abs()
+    above = (magnitude.view(torch.int32) >> 22) - 252  # exponent and top mantissa bit: right from 1.0 on
+    code = torch.maximum(above, (magnitude * 2).to(torch.int32).clamp_(max=2)).to(torch.uint8)
+    code |= negative.to(torch.uint8) << 3
+    return code[:, 0::2] | code[:, 1::2] << 4
+
+
+def nibble_values(device: torch.device | str = "cpu") -> Tensor:
+    """The two values of each byte, low nibble first: float32 [256, 2]."""
+    values = torch.tensor([*VALUES, *(-value for value in VALUES)], device=device)
+    byte = torch.arange(256, device=device)
+    return torch.stack([values[byte & 15], values[byte >> 4]], dim=1)
+
+
+def scale_values(device: torch.device | str = "cpu") -> Tensor:
+    """The value of each E4M3 byte: float32 [256]."""
+    return torch.arange(256, dtype=torch.uint8, device=device).view(torch.float8_e4m3fn).float()
+
+
+def decoded_codes(codes: Tensor, nibbles: Tensor) -> Tensor:
+    """q of each element: float32 [N * K / 16, 16] from codes [N, K / 2] and the table of ``nibble_values``.
+
+    Pairs of values are gathered as if they were one float64 each: four times quicker than gathering rows of two.
+    """
+    pairs = torch.index_select(nibbles.view(torch.float64).flatten(), 0, codes.flatten().int())
+    return pairs.view(torch.float32).view(-1, BLOCK)
+
+
+def decoded_operand(codes: Tensor, scales: Tensor, nibbles: Tensor, e4m3: Tensor) -> Tensor:
+    """U = q * sf, exact in float32: [N, K] from codes [N, K / 2], scales [N, K / 16] and the two tables above."""
+    sf = torch.index_select(e4m3, 0, scales.flatten().int()).unsqueeze(-1)
+    return decoded_codes(codes, nibbles).mul_(sf).view(len(codes), -1)
+
+
+def dequantise(packed: Packed) -> Tensor:
+    """The weight that the packed form stands for: float32 [N, K]."""
+    unit = packed.scales.view(torch.float8_e4m3fn).float() * packed.amax * SPAN_INVERSE
+    return decoded_codes(packed.codes, nibble_values(packed.codes.device)).mul_(unit.view(-1, 1)).view(len(packed.codes), -1)
+
+
+def quantise_activation(x: Tensor) -> tuple[Tensor, Tensor]:
+    """(U float32 like x, amax float32 []) of activations [..., K], K a multiple of 16; amax is rounded up to a power of two.
+
+    One amax serves the whole batch, which would let a picture change its neighbours' rounding. The power of two does not
+    move unless a neighbour is larger than it altogether, and by then E4M3 scales just move by a power of two as well: values
+    stay the same unless a block's amax is below amax / 2^15, where E4M3 is subnormal. A non-finite amax gives NaN.
+    """
+    wide = x.float()
+    largest = block_amax(wide)
+    amax = power_of_two_above(largest.max())
+    s_enc = encoding_scale(amax)
+    scales = block_scales(largest, s_enc).float()
+    v = (wide.unflatten(-1, (-1, BLOCK)) * inverse_scales(scales, s_enc).unsqueeze(-1)).flatten(-2)
+    # v exceeds 6 only by the rounding of sf to E4M3, at most 1/16, as long as that is normal; checked where it costs no sync
+    saturate = x.device.type != "cpu" or bool(scales.min() < E4M3_SMALLEST_NORMAL)
+    round_e2m1_(v, saturate=saturate)
+    v.unflatten(-1, (-1, BLOCK)).mul_(scales.unsqueeze(-1))
+    return v, amax
+
+
+def power_of_two_above(amax: Tensor) -> Tensor:
+    """The least power of two that is not below amax; 0 stays 0, non-finite becomes NaN."""
+    mantissa, exponent = torch.frexp(amax)
+    power = torch.ldexp(torch.ones_like(amax), exponent - (mantissa == 0.5).to(exponent.dtype))
+    return torch.where(amax == 0, amax, torch.where(torch.isfinite(amax), power, torch.nan))

@@ -1,0 +1,116 @@
+"""From the learner's adapted transformer to the bytes that explorers load."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from policy.lora import adapted_modules, adapter_state, delta_weight
+from policy.precision.backends import Backend
+from policy.precision.swap import ModuleRow, weight_modules
+from policy.precision.wire import Manifest, pack_tensors
+
+
+class NonFiniteWeights(RuntimeError):
+    """A merged weight that is NaN or infinite; ``module`` says where. Nothing was published."""
+
+    def __init__(self, module: str, detail: str) -> None:
+        super().__init__(f"the weights of {module!r} are not finite, so they were not published: {detail}")
+        self.module = module
+
+
+class Publisher:
+    """Packs one transformer again and again.
+
+    Every quantised module travels packed; an adapted module that runs wide travels as its merged weight in the backend's
+    ``wire_dtype``; everything else is the base model, which explorers load themselves. Modules without adapter are packed once.
+    """
+
+    def __init__(
+        self, transformer: nn.Module, plan: Sequence[ModuleRow], backend: Backend, chunk_bytes: int, scale_search: bool = True
+    ) -> None:
+        self.transformer, self.backend = transformer, backend
+        self.chunk_bytes, self.scale_search = chunk_bytes, scale_search
+        self._quantised = {row.name: row.quantised for row in plan}
+        self._fixed: dict[str, dict[str, Tensor]] = {}
+        self._before: dict[str, dict[str, Tensor]] = {}
+        self._adapter_before: dict[str, Tensor] | None = None
+
+    @torch.no_grad()
+    def export(self, adapter: str, version: int) -> tuple[Manifest, list[np.ndarray], dict[str, float]]:
+        """(manifest, uint8 chunks, statistics) of the transformer with ``adapter`` merged. Raises NonFiniteWeights.
+
+        Statistics against the export before, over adapted modules, absent the first time: `weights/codes_changed`, the share
+        of stored codes that differ, and `weights/delta_cosine`, the cosine between the change of the decoded weights and the
+        true change of the merged ones (absent when nothing changed).
+        """
+        adapted = dict(adapted_modules(self.transformer))
+        packed: dict[str, dict[str, Tensor]] = {}
+        for name, owner in weight_modules(self.transformer):
+            quantised = self._quantised[name]
+            if name in adapted:
+                packed[name] = self._pack(name, owner.weight.float() + delta_weight(adapted[name], adapter), quantised)
+            elif quantised:
+                if name not in self._fixed:
+                    self._fixed[name] = self._pack(name, owner.weight, quantised)
+                packed[name] = self._fixed[name]
+        named = {f"{name}.{part}": tensor for name, parts in packed.items() for part, tensor in parts.items()}
+        manifest, chunks = pack_tensors(named, version, self.backend.wire_format, self.chunk_bytes)
+        now = {name: packed[name] for name in adapted}
+        state = adapter_state(self.transformer, adapter)
+        statistics = self._compare(now, state) if self._adapter_before is not None else {}
+        self._before, self._adapter_before = now, state
+        return manifest, chunks, statistics
+
+    def _pack(self, name: str, weight: Tensor, quantised: bool) -> dict[str, Tensor]:
+        if not bool(torch.isfinite(weight).all()):
+            bad = int((~torch.isfinite(weight)).sum())
+            raise NonFiniteWeights(name, f"{bad} of {weight.numel()} are NaN or infinite; lower optimizer.lr and resume")
+        if not quantised:
+            return {"weight": weight.to(self.backend.wire_dtype)}
+        try:
+            return self.backend.pack(weight, self.scale_search)
+        except ValueError as error:
+            raise NonFiniteWeights(name, str(error)) from error
+
+    def _compare(self, now: dict[str, dict[str, Tensor]], state: dict[str, Tensor]) -> dict[str, float]:
+        """Statistics of this export against the one before. The true change is that of B A: W itself cancels."""
+        before = self._adapter_before or {}
+        changed = total = 0
+        dot = decoded_square = true_square = 0.0
+        for name, layer in adapted_modules(self.transformer):
+            down, up = f"{name}.lora_A.weight", f"{name}.lora_B.weight"
+            scaling = next(iter(layer.scaling.values()))
+            true = ((state[up] @ state[down]) - (before[up] @ before[down])) * scaling
+            if self._quantised[name]:
+                changed += int(self.backend.changed(now[name], self._before[name]))
+                decoded = self.backend.decode(now[name]) - self.backend.decode(self._before[name])
+            else:
+                changed += int((now[name]["weight"] != self._before[name]["weight"]).sum())
+                decoded = now[name]["weight"].float() - self._before[name]["weight"].float()
+            total += true.numel()
+            true = true.to(decoded)
+            dot += float((decoded * true).sum(dtype=torch.float64))
+            decoded_square += float(decoded.square().sum(dtype=torch.float64))
+            true_square += float(true.square().sum(dtype=torch.float64))
+        statistics = {"weights/codes_changed": changed / total}
+        if decoded_square > 0 and true_square > 0:
+            statistics["weights/delta_cosine"] = dot / (decoded_square * true_square) ** 0.5
+        return statistics
+
+
+def export_policy(
+    transformer: nn.Module,
+    adapter: str,
+    plan: Sequence[ModuleRow],
+    backend: Backend,
+    version: int,
+    chunk_bytes: int,
+    scale_search: bool = True,
+) -> tuple[Manifest, list[np.ndarray]]:
+    """One export without memory; a run that publishes again and again keeps a ``Publisher``."""
+    manifest, chunks, _ = Publisher(transformer, plan, backend, chunk_bytes, scale_search).export(adapter, version)
+    return manifest, chunks
