@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,10 @@ from learner.schedules import learning_rate, old_policy_decay
 from learner.update import NonFiniteTraining, Samples, Updater
 from policy.families import Family, family_for
 from policy.lora import adapter_state, add_adapters, blend, load_adapter_state, trainable, use
+from policy.precision.backends import Backend, resolve_backend
+from policy.precision.swap import ModuleRow, quantise_plan
+from policy.precision.wire import Manifest
+from policy.publish import Publisher
 from policy.sampling.noise import stream_seed
 from policy.sampling.sample import sample
 from policy.types import Conditioning
@@ -72,7 +77,7 @@ class Trainer:
         self.updater = Updater(self.family, self.transformer, self.objective, config.optimizer, self.device)
         self.done = 0
         self.last_iteration: int | None = None
-        self._publisher: Any = None
+        self._publisher: Publisher | None = None
 
     @property
     def trainable_parameters(self) -> int:
@@ -139,6 +144,32 @@ class Trainer:
         self.last_iteration = iteration
         metrics |= self._move_averages()
         return metrics | {"time/update_s": time.perf_counter() - start}
+
+    @property
+    def quantisation_table(self) -> list[dict[str, Any]]:
+        """A dict (name, shape, quantised, why) per module with a weight matrix, as explorers run it; empty where nobody explores."""
+        return [asdict(row) for row in self._exploring[1]] if self.config.plan.explore else []
+
+    @cached_property
+    def _exploring(self) -> tuple[Backend, list[ModuleRow]]:
+        """The explorers' backend, resolved for their kind of device, and which modules it runs quantised."""
+        explore = self.config.plan.explore
+        if explore is None:
+            raise ValueError(f"arm {self.config.arm!r} explores nothing, so there is nothing to export")
+        device = "cuda" if self.config.services.rollout.gpus and torch.cuda.is_available() else "cpu"
+        backend, _ = resolve_backend(explore.backend, device)
+        return backend, quantise_plan(self.transformer, self.family, self.config.explore.keep_wide, backend)
+
+    def export(self, version: int) -> tuple[Manifest, list[np.ndarray], dict[str, float]]:
+        """(manifest, uint8 chunks, statistics against the export before) of the sampling policy, merged, in the explorers' format.
+
+        Raises NonFiniteWeights naming the module, ValueError for an arm that explores nothing.
+        """
+        if self._publisher is None:
+            backend, plan = self._exploring
+            chunk_bytes = self.config.publish.chunk_mb * 2**20
+            self._publisher = Publisher(self.transformer, plan, backend, chunk_bytes, self.config.explore.scale_search)
+        return self._publisher.export(self.objective.sampling_adapter, version)
 
     def _check(self, groups: Sequence[Group]) -> None:
         indices = [group.prompt_index for group in groups]
