@@ -1,0 +1,215 @@
+"""Reward by rule: does a picture show the scene that the caption asks for? Graded in [0, 1], no learned model.
+
+A pixel is a mix of a grey and one palette colour, so its deviation from its own mean tells which colour and how much of it.
+Connected regions of one colour are objects. An object's shape is read by laying the four outlines over it at equal area and
+centroid, and comparing (intersection over union). Expected and found objects are then matched one to one.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from shapes.grammar import COLOURS, RELATIONS, SHAPES, Scene, parse
+from shapes.render import CROSS_ARM, DIRECTIONS, PALETTE, SIZE, distance
+
+PARTS = ("objects", "colours", "shapes", "counts", "positions")
+SMALLEST = 8.0  # pixels of covered area below which a region is debris, not an object; the smallest true object has 20
+MOST = 6  # objects looked at; the largest ones
+WINDOW = 22  # pixels around an object that are compared with an outline
+DEBRIS = 24.0  # pixels of debris that make the clean factor zero
+_AREA = np.array([np.pi, 4 * 0.92**2, 2.0, 8 * CROSS_ARM - 4 * CROSS_ARM**2], dtype=np.float32)  # of an outline of radius 1
+_DROP = np.array([0.0, 0.0, 1 / 3, 0.0], dtype=np.float32)  # how far its centroid lies below its box's centre, in radii
+_TINT = PALETTE - PALETTE.mean(1, keepdims=True)  # [6, 3]
+
+
+@dataclass(frozen=True)
+class Regions:
+    """The objects found, all pictures in one list. Lengths in pixels."""
+
+    picture: np.ndarray  # [R]
+    area: np.ndarray  # [R]
+    centre: np.ndarray  # [R, 2], (x, y)
+    colour: np.ndarray  # [R, 6], how well it matches each colour, 0..1
+    shape: np.ndarray  # [R, 4], how well it matches each shape, 0..1
+    inside: np.ndarray  # [R], 0 where it touches the picture's edge, else 1
+    debris: np.ndarray  # [B], covered area that belongs to no object
+
+
+class ShapesScorer:
+    """Scores pictures against shapes captions.
+
+    Called with uint8 [B, 3, H, W] (any size, read at 32x32), B prompts and B metadata rows; a row with the key "objects" is a
+    ``Scene.metadata``, any other row leaves the scene to be parsed from the prompt. Returns float32 [B] in [0, 1]::
+
+        mean over expected objects of colour * (0.1 + 0.9 shape)  *  counts  *  (0.3 + 0.7 positions)  *  clean
+
+    ``parts`` then holds float32 [B] for each of ``PARTS`` and "strict": 1 where every object has its colour and shape best, the
+    count is exact and the relation holds. Raises ValueError for other inputs and for prompts outside the grammar.
+    """
+
+    def __init__(self) -> None:
+        self.parts: dict[str, np.ndarray] = {}
+
+    def __call__(self, images: np.ndarray, prompts: Sequence[str], metadata: Sequence[dict[str, Any]]) -> np.ndarray:
+        if images.dtype != np.uint8 or images.ndim != 4 or images.shape[1] != 3 or 0 in images.shape[2:]:
+            raise ValueError(f"pictures have to be uint8 [B, 3, H, W], these are {images.dtype} {list(images.shape)}")
+        if not len(images) == len(prompts) == len(metadata):
+            raise ValueError(f"{len(images)} pictures, {len(prompts)} prompts and {len(metadata)} metadata rows: give as many of each")
+        scenes = [Scene.from_metadata(row) if "objects" in row else parse(text) for text, row in zip(prompts, metadata, strict=True)]
+        regions = find_regions(to_size(images))
+        rows = [judge(scene, regions, index) for index, scene in enumerate(scenes)]
+        table = np.array(rows, dtype=np.float32).reshape(len(rows), 2 + len(PARTS))
+        self.parts = {name: table[:, 1 + column] for column, name in enumerate((*PARTS, "strict"))}
+        return table[:, 0].copy()
+
+
+def to_size(images: np.ndarray) -> np.ndarray:
+    """float32 [B, 3, 32, 32] by averaging areas."""
+    out = images.astype(np.float32)
+    for axis in (2, 3):
+        length = images.shape[axis]
+        if length != SIZE:
+            edges = np.linspace(0, length, SIZE + 1)
+            pixel = np.arange(length)
+            overlap = np.minimum(edges[1:, None], pixel + 1) - np.maximum(edges[:-1, None], pixel)
+            weights = np.clip(overlap, 0, None) * (SIZE / length)
+            out = np.moveaxis(np.tensordot(out, weights.astype(np.float32), (axis, 1)), -1, axis)
+    return out
+
+
+def connected(kind: np.ndarray) -> np.ndarray:
+    """Labels int32 like ``kind`` [B, H, W]: equal for 4-connected pixels of equal kind; -1 where kind < 0. Unique over the batch."""
+    edge = np.full((kind.shape[0], kind.shape[1] + 2, kind.shape[2] + 2), -1, dtype=np.int8)
+    edge[:, 1:-1, 1:-1] = kind
+    label = np.where(edge >= 0, np.arange(edge.size, dtype=np.int32).reshape(edge.shape), np.iinfo(np.int32).max)
+    down, across = (edge[:, 1:] == edge[:, :-1]) & (edge[:, 1:] >= 0), (edge[:, :, 1:] == edge[:, :, :-1]) & (edge[:, :, 1:] >= 0)
+    while True:
+        before = label.copy()
+        for same, one, two in ((down, label[:, :-1], label[:, 1:]), (across, label[:, :, :-1], label[:, :, 1:])):
+            np.copyto(two, np.minimum(one, two), where=same)
+            np.copyto(one, np.minimum(one, two), where=same)
+        flat = label.reshape(-1)
+        inner = flat[edge.reshape(-1) >= 0]
+        flat[edge.reshape(-1) >= 0] = flat[inner]  # jump to the label of one's label
+        if np.array_equal(before, label):
+            return np.where(edge >= 0, label, -1)[:, 1:-1, 1:-1]
+
+
+def find_regions(image: np.ndarray) -> Regions:
+    """The objects of float pictures [B, 3, 32, 32] in 0..255."""
+    tint = image - image.mean(1, keepdims=True)
+    along = np.einsum("bchw,kc->kbhw", tint, _TINT)
+    length = np.linalg.norm(_TINT, axis=1)[:, None, None, None]
+    kind = (along / length).argmax(0)
+    cover = np.clip((along / length**2).max(0), 0, 1.2)  # of the colour that explains the pixel best
+    label = connected(np.where(cover > 0.5, kind, -1))
+    names, which = np.unique(label, return_inverse=True)
+    which = which.reshape(-1) - int(names[0] < 0)
+    held = which >= 0
+    area = np.bincount(which[held], minlength=max(1, which.max() + 1)).astype(np.float32)
+    picture = np.zeros(len(area), dtype=np.int64)
+    picture[which[held]] = np.repeat(np.arange(len(image)), SIZE * SIZE)[held]
+    order = np.lexsort((np.arange(len(area)), -area, picture))
+    rank = np.empty(len(area), dtype=np.int64)
+    rank[order] = np.arange(len(area)) - np.searchsorted(picture[order], picture[order])
+    kept = np.flatnonzero((area >= SMALLEST) & (rank < MOST))
+    loose = np.where((area >= SMALLEST) & (rank < MOST), 0, area)
+    debris = np.bincount(picture, weights=loose, minlength=len(image)).astype(np.float32)
+    masks = which.reshape(label.shape)[picture[kept]] == kept[:, None, None]
+    return measure(image, cover, masks, picture[kept], debris)
+
+
+def measure(image: np.ndarray, cover: np.ndarray, masks: np.ndarray, picture: np.ndarray, debris: np.ndarray) -> Regions:
+    """What the regions ``masks`` [R, 32, 32] of pictures ``picture`` [R] look like."""
+    padded = np.pad(masks, ((0, 0), (1, 1), (1, 1)))
+    near = padded[:, :-2, 1:-1] | padded[:, 2:, 1:-1] | padded[:, 1:-1, :-2] | padded[:, 1:-1, 2:] | masks
+    soft = np.where(near, np.minimum(cover[picture], 1), 0)  # with the half-covered rim
+    area = soft.sum((1, 2))
+    axis = np.arange(SIZE, dtype=np.float32) + 0.5
+    x, y = (soft.sum(1) @ axis / area, soft.sum(2) @ axis / area) if len(area) else (area, area)
+    centre = np.stack([x, y], -1)
+    core = masks * (cover[picture] > 0.8)
+    core = np.where(core.any((1, 2))[:, None, None], core, masks).astype(np.float32)
+    mean = np.einsum("rchw,rhw->rc", image[picture], core) / core.sum((1, 2))[:, None].clip(1)
+    off = np.linalg.norm(mean[:, None] - PALETTE, axis=-1)
+    colour = np.clip(1 - (off - 25) / 60, 0, 1)
+    inside = 1.0 - (masks[:, [0, -1]].any((1, 2)) | masks[:, :, [0, -1]].any((1, 2)))
+    return Regions(picture, area, centre, colour, shape_scores(soft, area, centre), inside, debris)
+
+
+def shape_scores(soft: np.ndarray, area: np.ndarray, centre: np.ndarray) -> np.ndarray:
+    """How well each region [R, 32, 32] matches each outline: [R, 4], by the overlap and by its lead over the other outlines."""
+    overlap = overlaps(soft, area, centre)
+    if not len(overlap):
+        return overlap
+    ordered = np.sort(overlap, 1)
+    rival = np.where(overlap == ordered[:, -1:], ordered[:, -2:-1], ordered[:, -1:])
+    return np.clip((overlap - 0.55) / 0.3, 0, 1) * np.clip((overlap - rival + 0.02) / 0.06, 0, 1)
+
+
+def overlaps(soft: np.ndarray, area: np.ndarray, centre: np.ndarray) -> np.ndarray:
+    """Intersection over union [R, 4] with the outlines of equal area and centroid."""
+    start = np.clip(np.rint(centre - WINDOW / 2), 0, SIZE - WINDOW).astype(np.int64)
+    grid = np.arange(WINDOW)
+    columns, rows = start[:, 0, None] + grid, start[:, 1, None] + grid
+    crop = soft[np.arange(len(soft))[:, None, None], rows[:, :, None], columns[:, None, :]]
+    out = np.zeros((len(soft), len(SHAPES)), dtype=np.float32)
+    for index in range(len(SHAPES)):
+        radius = np.sqrt(area / _AREA[index])[:, None, None]
+        x = (columns + 0.5)[:, None, :].astype(np.float32) - centre[:, 0, None, None]
+        y = (rows + 0.5)[:, :, None].astype(np.float32) - centre[:, 1, None, None] + _DROP[index] * radius
+        outline = np.clip(0.5 - distance(np.array(index), x, y, radius), 0, 1)
+        both = np.minimum(outline, crop).sum((1, 2))
+        out[:, index] = both / (outline.sum((1, 2)) + area - both).clip(1e-6)
+    return out
+
+
+def judge(scene: Scene, regions: Regions, index: int) -> tuple[float, ...]:
+    """(total, *PARTS, strict) of picture ``index``."""
+    found = np.flatnonzero(regions.picture == index)
+    wanted, shown = len(scene.things), len(found)
+    clean = max(0.0, 1 - float(regions.debris[index]) / DEBRIS)
+    counts = max(0.0, 1 - abs(shown - wanted) / wanted)
+    objects = min(shown, wanted) / wanted * clean
+    if not shown:
+        return (0.0,) * (2 + len(PARTS))
+    colour = regions.colour[np.ix_(found, [COLOURS.index(thing.colour) for thing in scene.things])].T
+    shape = regions.shape[np.ix_(found, [SHAPES.index(thing.shape) for thing in scene.things])].T
+    match = best_match(1.01 * colour + shape)
+    things = [(i, j) for i, j in enumerate(match) if j >= 0]
+    colours = sum(float(colour[i, j]) for i, j in things) / wanted
+    shapes = sum(float(shape[i, j]) for i, j in things) / wanted
+    quality = sum(float(colour[i, j] * (0.1 + 0.9 * shape[i, j])) for i, j in things) / wanted
+    positions = place_score(scene, regions, [int(found[j]) if j >= 0 else -1 for j in match])
+    total = quality * counts * (0.3 + 0.7 * positions) * clean
+    right = all(colour[i, j] > 0.5 and shape[i, j] > 0.33 for i, j in things) and shown == wanted and positions > 0.5
+    return (total, objects, colours, shapes, counts, positions, float(right))
+
+
+def best_match(value: np.ndarray) -> tuple[int, ...]:
+    """For each row of ``value`` [expected, found] the column it is matched to, or -1; the sum is greatest, ties to the first."""
+    wanted, shown = value.shape
+    padded = np.concatenate([value, np.zeros((wanted, max(0, wanted - shown)))], axis=1)
+    choices = np.array(list(itertools.permutations(range(padded.shape[1]), wanted)))
+    best = choices[padded[np.arange(wanted), choices].sum(1).argmax()]
+    return tuple(int(j) if j < shown else -1 for j in best)
+
+
+def place_score(scene: Scene, regions: Regions, match: Sequence[int]) -> float:
+    """Relations: how clearly the first object lies on its side of the second. Other scenes: the share of objects wholly inside."""
+    if scene.relation is None:
+        return sum(float(regions.inside[j]) for j in match if j >= 0) / len(match)
+    if min(match) < 0:
+        return 0.0
+    direction = DIRECTIONS[RELATIONS.index(scene.relation)]
+    offset = regions.centre[match[0]] - regions.centre[match[1]]
+    along = float(offset @ direction)
+    across = float(np.abs(offset * (1 - np.abs(direction))).sum())
+    if along <= 0:
+        return 0.0
+    return min(1.0, along / 6) * min(1.0, max(0.0, (1.2 - across / along) / 0.45))

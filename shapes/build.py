@@ -1,0 +1,92 @@
+"""Build the tiny model from nothing: ``python -m shapes.build --minutes 45 --threads 2 --out shapes/model``.
+
+Draws pictures, trains the autoencoder (``--vae-minutes``), then the denoiser with its text encoders (``--minutes``), and writes a
+StableDiffusion3Pipeline directory. Stopping it and starting it again with the same ``--work`` goes on where it was; the newest
+pipeline lies in WORK/snapshot meanwhile. Everything is FP32, on the CPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import time
+from pathlib import Path
+
+import torch
+from diffusers import AutoencoderKL, FlowMatchEulerDiscreteScheduler, StableDiffusion3Pipeline
+
+from shapes import prompts
+from shapes.checksum import checksum
+from shapes.data import Pool
+from shapes.denoiser import Learner, train_denoiser
+from shapes.text import clip_tokenizer, t5_encoder, t5_tokenizer
+from shapes.vae import train_vae
+
+SHIFT = 2.0  # of the sampling schedule
+
+
+def assemble(vae: AutoencoderKL, learner: Learner, out: Path) -> None:
+    """Write the pipeline directory ``out``, replacing what was there, by way of a neighbour directory."""
+    pipeline = StableDiffusion3Pipeline(
+        transformer=learner.transformer,
+        scheduler=FlowMatchEulerDiscreteScheduler(shift=SHIFT),
+        vae=vae,
+        text_encoder=learner.text_encoder,
+        tokenizer=clip_tokenizer(),
+        text_encoder_2=learner.text_encoder_2,
+        tokenizer_2=clip_tokenizer(),
+        text_encoder_3=t5_encoder(),
+        tokenizer_3=t5_tokenizer(),
+    )
+    fresh = out.with_name(out.name + ".new")
+    shutil.rmtree(fresh, ignore_errors=True)
+    pipeline.save_pretrained(fresh)
+    shutil.rmtree(out, ignore_errors=True)
+    os.replace(fresh, out)
+
+
+def trained_vae(minutes: float, work: Path) -> AutoencoderKL:
+    """The finished autoencoder, trained once and then read from ``work``."""
+    done = work / "vae-done"
+    if not done.exists():
+        train_vae(Pool(1), minutes, work, log).save_pretrained(done.with_name("vae-part"))
+        os.replace(done.with_name("vae-part"), done)
+    return AutoencoderKL.from_pretrained(done).eval()
+
+
+def log(line: str) -> None:
+    """One line with the time."""
+    print(time.strftime("%H:%M:%S"), line, flush=True)
+
+
+def arguments() -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(prog="python -m shapes.build", description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--minutes", type=float, default=45.0, help="training time of the denoiser")
+    parser.add_argument("--vae-minutes", type=float, default=7.0, help="training time of the autoencoder")
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "model", help="the pipeline directory to write")
+    parser.add_argument("--work", type=Path, default=Path("build/shapes"), help="where training state is kept, to resume from")
+    parser.add_argument("--prompts-only", action="store_true", help="write the prompt files and stop")
+    return parser.parse_args()
+
+
+def main() -> None:
+    """Run the build."""
+    args = arguments()
+    prompts.write()
+    if args.prompts_only:
+        return
+    torch.set_num_threads(args.threads)
+    args.work.mkdir(parents=True, exist_ok=True)
+    vae = trained_vae(args.vae_minutes, args.work)
+    snapshot = args.work / "snapshot"
+    learner = train_denoiser(vae, args.minutes, args.work, log, lambda average, _minute: assemble(vae, average, snapshot))
+    assemble(vae, learner, args.out)
+    size = sum(path.stat().st_size for path in args.out.rglob("*") if path.is_file())
+    log(f"wrote {args.out}: {size / 1e6:.1f} MB, checksum {checksum(args.out)}")
+
+
+if __name__ == "__main__":
+    main()

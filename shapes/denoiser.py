@@ -1,0 +1,177 @@
+"""Training of the denoiser and both CLIP text encoders by rectified flow, on latents of the finished autoencoder.
+
+x_t = (1 - t) x0 + t eps, target eps - x0 (Liu et al. 2022; Esser et al. 2024). Everything that decays does so by the share of the
+wall-clock budget that is gone, so a run always ends finished, on any machine. An auxiliary linear head reads from the middle of the
+transformer what lies in each cell of the picture; it is thrown away afterwards.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from diffusers import AutoencoderKL, SD3Transformer2DModel
+from torch import nn
+
+from shapes.data import Pool
+from shapes.fp4 import rounded_weights
+from shapes.grammar import COLOURS, SHAPES
+from shapes.muon import Muon
+from shapes.state import load_state, save_state
+from shapes.text import LONG_TOKENS, TOKENS, WIDTH, clip_encoder, clip_tokenizer, t5_encoder, t5_tokenizer
+from shapes.vae import CHANNELS, encode
+
+LAYERS, HEADS, HEAD_WIDTH = 4, 4, 32
+BATCH = 96
+PICTURES = 72_000
+MATRIX_LR, OTHER_LR, DECAY = 0.02, 2e-3, 0.02
+NO_CAPTION = 0.04  # share of samples trained without a caption
+TIME_MEAN, TIME_STD = 0.7, 1.1  # of the logit of t: a shift of 2
+CELL_WEIGHT = 0.1
+FP4_FROM = 0.7  # share of the budget after which every second step sees weights rounded to NVFP4
+FLAT = 0.35  # share of the budget at full learning rate; linear to zero after it
+EMA = 0.998
+
+
+def build_transformer() -> SD3Transformer2DModel:
+    """2.3 M parameters: 64 picture tokens of 4x4 pixels, 12 text tokens, width 128, 4 layers."""
+    torch.manual_seed(2)
+    width = HEADS * HEAD_WIDTH
+    model = SD3Transformer2DModel(
+        sample_size=8,
+        patch_size=1,
+        in_channels=CHANNELS,
+        out_channels=CHANNELS,
+        num_layers=LAYERS,
+        attention_head_dim=HEAD_WIDTH,
+        num_attention_heads=HEADS,
+        joint_attention_dim=2 * WIDTH,
+        caption_projection_dim=width,
+        pooled_projection_dim=2 * WIDTH,
+        pos_embed_max_size=8,
+        qk_norm="rms_norm",
+    )
+    for name, module in model.named_modules():  # blocks start as the identity, the output at zero (adaLN-Zero)
+        if isinstance(module, nn.Linear) and ((".norm1" in name and name.endswith("linear")) or name == "proj_out"):
+            nn.init.zeros_(module.weight)
+            nn.init.zeros_(module.bias)
+    return model
+
+
+class Learner(nn.Module):
+    """The trained parts together: transformer, two text encoders, and the auxiliary head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.transformer = build_transformer()
+        self.text_encoder, self.text_encoder_2 = clip_encoder(3), clip_encoder(4)
+        self.head = nn.Linear(HEADS * HEAD_WIDTH, 1 + len(COLOURS) * len(SHAPES))
+        self.middle: list[torch.Tensor] = []
+        self.transformer.transformer_blocks[LAYERS // 2 - 1].register_forward_hook(lambda _m, _i, out: self.middle.append(out[1]))
+
+    def condition(self, ids: torch.Tensor, long: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Text tokens [B, 12, 128] and pooled text [B, 128] from token ids, put together as StableDiffusion3Pipeline does."""
+        outs = [enc(ids, output_hidden_states=True) for enc in (self.text_encoder, self.text_encoder_2)]
+        tokens = torch.cat([out.hidden_states[-2] for out in outs], dim=-1)
+        tokens = torch.cat([tokens, long.expand(len(ids), -1, -1)], dim=1)
+        return tokens, torch.cat([out.text_embeds for out in outs], dim=-1)
+
+    def forward(self, x: torch.Tensor, t: torch.Tensor, ids: torch.Tensor, long: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Velocity [B, 12, 8, 8] and logits [B, 64, classes] of each cell's content."""
+        tokens, pooled = self.condition(ids, long)
+        self.middle.clear()
+        out = self.transformer(hidden_states=x, encoder_hidden_states=tokens, pooled_projections=pooled, timestep=t * 1000, return_dict=False)
+        return out[0], self.head(self.middle.pop())
+
+    def optimizer(self) -> Muon:
+        """Muon on attention and feed-forward matrices, AdamW on the rest."""
+        split: dict[bool, list[torch.Tensor]] = {True: [], False: []}
+        for name, p in self.named_parameters():
+            split[p.ndim == 2 and "transformer_blocks" in name and "norm1" not in name].append(p)
+        return Muon(split[True], split[False], MATRIX_LR, OTHER_LR, DECAY)
+
+
+class Examples:
+    """Latents and captions to train on: rendered and encoded once."""
+
+    def __init__(self, vae: AutoencoderKL, seed: int, count: int = PICTURES) -> None:
+        pool, chunk = Pool(seed), 4000
+        latents, which, cells = [], [], []
+        for _ in range(max(1, count // chunk)):
+            images, scene, cell = pool.labelled(min(chunk, count))
+            latents.append(encode(vae, images))
+            which.append(torch.from_numpy(scene))
+            cells.append(torch.from_numpy(cell).flatten(1).to(torch.uint8))
+        self.latents, self.which, self.cells = torch.cat(latents), torch.cat(which), torch.cat(cells)
+        tokenizer = clip_tokenizer()
+        captions = [scene.caption for scene in pool.scenes] + [""]
+        self.ids = tokenizer(captions, padding="max_length", max_length=TOKENS, return_tensors="pt").input_ids
+        ids = t5_tokenizer()([""], padding="max_length", max_length=LONG_TOKENS, truncation=True, return_tensors="pt").input_ids
+        with torch.no_grad():
+            self.long = t5_encoder().eval()(ids).last_hidden_state
+
+    def batch(self, generator: torch.Generator) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Random (latents, token ids, cells)."""
+        rows = torch.randint(len(self.latents), (BATCH,), generator=generator)
+        ids = self.ids[self.which[rows]]
+        dropped = torch.rand(BATCH, generator=generator) < NO_CAPTION
+        return self.latents[rows], torch.where(dropped[:, None], self.ids[-1], ids), self.cells[rows].long()
+
+
+def draw_times(generator: torch.Generator) -> torch.Tensor:
+    """Stratified logit-normal times [B] in (0, 1), one in ten uniform."""
+    u = (torch.randperm(BATCH, generator=generator) + torch.rand(BATCH, generator=generator)) / BATCH
+    t = torch.sigmoid(TIME_MEAN + TIME_STD * math.sqrt(2) * torch.erfinv(2 * u.clamp(1e-4, 1 - 1e-4) - 1))
+    flat = torch.rand(BATCH, generator=generator)
+    return torch.where(torch.rand(BATCH, generator=generator) < 0.1, flat, t)
+
+
+def losses(learner: Learner, examples: Examples, generator: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
+    """(velocity loss, cell loss) of one random batch."""
+    x0, ids, cells = examples.batch(generator)
+    t = draw_times(generator)
+    eps = torch.randn(x0.shape, generator=generator)
+    shaped = t.view(-1, 1, 1, 1)
+    velocity, logits = learner((1 - shaped) * x0 + shaped * eps, t, ids, examples.long)
+    return F.mse_loss(velocity, eps - x0), F.cross_entropy(logits.flatten(0, 1), cells.flatten())
+
+
+def train_denoiser(
+    vae: AutoencoderKL, minutes: float, work: Path, log: Callable[[str], None], snapshot: Callable[[Learner, float], None]
+) -> Learner:
+    """Train for ``minutes`` (counted over resumed runs); returns the averaged weights. ``snapshot(average, minute)`` each minute."""
+    learner, average = Learner(), Learner().requires_grad_(False)
+    optimizer = learner.optimizer()
+    state = load_state(work / "denoiser", learner, optimizer)
+    average.load_state_dict(learner.state_dict())
+    load_state(work / "average", average, None)
+    examples = Examples(vae, seed=5)
+    step, spent = int(state.get("step", 0)), state.get("spent", 0.0)
+    generator = torch.Generator().manual_seed(1000 + step)
+    begin, saved, mean = time.monotonic() - spent, time.monotonic(), 0.0
+    while spent < minutes * 60:
+        done = spent / (minutes * 60)
+        for group in optimizer.param_groups:
+            group["lr"] = group["peak"] * min(1.0, (step + 1) / 60, max(0.0, (1 - done) / (1 - FLAT)))
+        with rounded_weights(learner.transformer, active=done > FP4_FROM and step % 2 == 1):
+            velocity_loss, cell_loss = losses(learner, examples, generator)
+            optimizer.zero_grad(set_to_none=True)
+            (velocity_loss + CELL_WEIGHT * cell_loss).backward()
+        torch.nn.utils.clip_grad_norm_(learner.parameters(), 1.0)
+        optimizer.step()
+        step, spent = step + 1, time.monotonic() - begin
+        keep = min(EMA, (1 + step) / (20 + step))
+        torch._foreach_lerp_(list(average.parameters()), list(learner.parameters()), 1 - keep)
+        mean += (velocity_loss.item() - mean) / min(step, 100)
+        if step % 50 == 0:
+            log(f"denoiser step {step} {spent:.0f}s loss {mean:.4f} cells {cell_loss.item():.4f}")
+        if time.monotonic() - saved > 60 or spent >= minutes * 60:
+            save_state(work / "denoiser", learner, optimizer, {"spent": spent, "step": step})
+            save_state(work / "average", average, None, {"step": step})
+            snapshot(average, spent / 60)
+            saved = time.monotonic()
+    return average.eval()
