@@ -12,12 +12,12 @@ import torch
 from torch import nn
 
 from bench.timing import Options, Ratio, interleave
-from configs.load import parse
 from configs.prompts import read_prompts
 from learner.trainer import Trainer
 from policy.explorer import Explorer
 from policy.families import family_for
 from policy.precision.backends import resolve_backend
+from policy.publish import export_policy
 from policy.sampling.noise import stream_seed
 from policy.sampling.sample import sample
 
@@ -79,15 +79,14 @@ def _emulation(options: Options) -> Ratio:
     return Ratio.of(times, EMULATED, "fp32", note=f"explore {plan.steps} steps, batch {options.batch}, decoded")
 
 
-def _explorer(options: Options, backend: str) -> Explorer:
+def _explorer(options: Options, name: str) -> Explorer:
     """An explorer with the base model's weights, published as in a run."""
-    tree = options.config.model_dump(mode="json")
-    tree["explore"]["backend"], tree["regenerate"]["precision"] = backend, "fp32"
-    config = parse(tree | {"arm": "sol_rl"})
-    chosen, _ = resolve_backend(backend, torch.device("cpu"))
-    explorer = Explorer(family_for(config.model), chosen, config.explore.keep_wide, torch.device("cpu"), torch.float32)
-    manifest, chunks, *_ = Trainer(config).export(0)
-    explorer.load(manifest, chunks)
+    config = options.config
+    backend, _ = resolve_backend(name, "cpu")
+    explorer = Explorer(family_for(config.model), backend, config.explore.keep_wide, "cpu", torch.float32)
+    trainer = Trainer(config)
+    adapter, size = trainer.objective.sampling_adapter, config.publish.chunk_mb * 2**20
+    explorer.load(*export_policy(trainer.transformer, adapter, explorer.plan, backend, 0, size, config.explore.scale_search))
     return explorer
 
 

@@ -19,7 +19,7 @@ import torch
 from cluster.errors import RunFailed
 from cluster.fidelity_picture import density_picture
 from cluster.rundir import RunDirectory, versions, write_json, write_text
-from configs.load import ConfigError, parse
+from configs.load import ConfigError
 from configs.prompts import Prompt, prompts_of_iteration, read_prompts
 from configs.schema import RunConfig
 from learner.checkpoint import CheckpointError, latest_checkpoint, step_directory
@@ -27,7 +27,8 @@ from learner.fidelity import HALVES, Estimate, conditional_density, estimates, n
 from learner.trainer import DTYPES, Trainer
 from policy.explorer import Explorer
 from policy.families import family_for
-from policy.precision.backends import resolve_backend
+from policy.precision.backends import Backend, resolve_backend
+from policy.publish import export_policy
 from policy.sampling.noise import stream_seed
 from policy.types import Conditioning
 from rewards.base import ScorerError, ScorerSetupError
@@ -64,6 +65,7 @@ def run(config: RunConfig, wanted: Measurement, out: Path, say: Say) -> list[str
     """
     if 2 * max(HALVES) > wanted.seeds:
         raise ConfigError([f"--seeds {wanted.seeds}: best {max(HALVES)} and worst {max(HALVES)} need at least {2 * max(HALVES)}"])
+    backends(wanted.backends)
     prompts = choose_prompts(config, wanted.prompts)
     try:
         out.mkdir(parents=True, exist_ok=True)
@@ -98,6 +100,14 @@ def checkpoint_of(rundir: RunDirectory, step: int | None) -> Path:
     return path
 
 
+def backends(names: Sequence[str]) -> dict[str, Backend]:
+    """Backends by the name they were asked for, each once. Raises ConfigError for one that is not available."""
+    try:
+        return {name: resolve_backend(name, _device())[0] for name in names}
+    except ValueError as error:
+        raise ConfigError([f"--backends: {error}"]) from None
+
+
 def choose_prompts(config: RunConfig, count: int) -> list[Prompt]:
     """``count`` distinct training prompts, drawn by the run seed."""
     everything = read_prompts(config.prompts.train)
@@ -121,11 +131,10 @@ def measure(config: RunConfig, wanted: Measurement, prompts: list[Prompt], say: 
         result.seconds[name] = (time.perf_counter() - start) / rewards.size
         say(f"{name}: {rewards.size} pictures, {result.seconds[name] * 1e3:.1f} ms each, mean reward {rewards.mean():.4f}")
 
-    for number, name in enumerate(dict.fromkeys(wanted.backends)):
-        trainer, explorer = _policies(config, name, wanted.checkpoint)
-        if number == 0:
-            fill("truth", result.truth, lambda cond, part, trainer=trainer: trainer.regenerate(cond, part)[1])
-        del trainer
+    trainer = _trainer(config, wanted.checkpoint)
+    fill("truth", result.truth, lambda cond, part: trainer.regenerate(cond, part)[1])
+    for name, backend in backends(wanted.backends).items():
+        explorer = _explorer(config, trainer, backend)
         for steps in dict.fromkeys(wanted.steps):
             rewards = result.proxies[name, steps] = np.empty_like(result.truth)
             fill(
@@ -148,20 +157,21 @@ def _encode(config: RunConfig, prompts: list[Prompt]) -> list[Conditioning]:
     return [text.encode([prompt.text]).to(device="cpu") for prompt in prompts]
 
 
-def _policies(config: RunConfig, backend: str, checkpoint: Path | None) -> tuple[Trainer, Explorer]:
-    """The learner, and an explorer that was given its weights in ``backend``'s format."""
-    tree = config.model_dump(mode="json")
-    tree["explore"]["backend"] = backend
-    quantised = parse(tree | {"arm": "sol_rl"})
-    chosen, _ = resolve_backend(backend, _device())
-    trainer = Trainer(quantised, device=_device())
+def _trainer(config: RunConfig, checkpoint: Path | None) -> Trainer:
+    trainer = Trainer(config, device=_device())
     if checkpoint is not None:
         trainer.load(checkpoint)
-    manifest, chunks, *_ = trainer.export(0)
-    dtype = DTYPES[config.regenerate.precision]
-    explorer = Explorer(family_for(config.model), chosen, config.explore.keep_wide, _device(), dtype)
+    return trainer
+
+
+def _explorer(config: RunConfig, trainer: Trainer, backend: Backend) -> Explorer:
+    """An explorer that was given the learner's sampling policy in the backend's format."""
+    settings, dtype = config.explore, DTYPES[config.regenerate.precision]
+    explorer = Explorer(trainer.family, backend, settings.keep_wide, _device(), dtype)
+    adapter, size = trainer.objective.sampling_adapter, config.publish.chunk_mb * 2**20
+    manifest, chunks = export_policy(trainer.transformer, adapter, explorer.plan, backend, 0, size, settings.scale_search)
     explorer.load(manifest, chunks)
-    return trainer, explorer
+    return explorer
 
 
 def _device() -> torch.device:
@@ -177,7 +187,7 @@ def summarise(config: RunConfig, wanted: Measurement, rewards: Rewards) -> dict[
 
     def row(backend: str, steps: int, proxy: np.ndarray) -> dict[str, Any]:
         found = estimates(per_prompt(proxy, truth), seed=config.seed)
-        return {"backend": backend, "steps": steps, "measures": {name: dataclasses.asdict(e) for name, e in found.items()}}
+        return {"backend": backend, "steps": steps, "measures": {name: _plain(estimate) for name, estimate in found.items()}}
 
     constant = int((np.ptp(truth, axis=1) == 0).sum())
     return {
@@ -195,6 +205,12 @@ def summarise(config: RunConfig, wanted: Measurement, rewards: Rewards) -> dict[
         "no_information": no_information(truth.shape[1]),
         "rows": [row(backend, steps, proxy) for (backend, steps), proxy in rewards.proxies.items()],
     }
+
+
+def _plain(estimate: Estimate) -> dict[str, Any]:
+    """As JSON holds it: null where there is no number."""
+    fields = dataclasses.asdict(estimate)
+    return {name: value if np.isfinite(value) else None for name, value in fields.items()}
 
 
 def tables(summary: dict[str, Any]) -> list[str]:
