@@ -22,8 +22,12 @@ class LearnerActor:
         self._chunks: list[np.ndarray] = []
 
     def ready(self) -> dict[str, Any]:
-        """Who this is, how many parameters it trains, and the table of what explorers run quantised, and why."""
-        return identity(trainable=self._trainer.trainable_parameters, quantisation=self._trainer.quantisation_table)
+        """Who this is, and how many parameters it trains."""
+        return identity(trainable=self._trainer.trainable_parameters)
+
+    def quantisation(self) -> list[dict[str, Any]]:
+        """The table of modules: what explorers run quantised and what not, and why."""
+        return self._trainer.quantisation_table
 
     def generate(
         self, conditioning: Conditioning, seeds: tuple[int, ...], steps: int, solver: str, weights: str | None

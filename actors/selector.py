@@ -27,8 +27,7 @@ class SelectorActor:
         rule = self._run.selection
         scored = np.flatnonzero(np.isfinite(rewards))
         seed = stream_seed(self._run.seed, "selection", iteration, prompt)
-        kept = select(rewards[scored], rule.keep, rule.rule, seed)
-        train = tuple(int(i) for i in sorted(scored[list(kept)]))
+        train = select(rewards[scored], rule.keep, rule.rule, seed, candidates=scored).indices
         left = np.setdiff1d(scored, train)
         draw = np.random.default_rng(stream_seed(self._run.seed, "audit", iteration, prompt))
         count = min(self._run.audit.random_seeds, len(left))

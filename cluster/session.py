@@ -104,7 +104,7 @@ class Session:
         self.progress = progress or Progress()
         self.services = Services(config, rundir, rundir.event)
         self.ring = Ring(config, self.services, train_prompts, self.progress)
-        self.exporter = PrometheusExporter(config.logging.prometheus_port, config.logging.prometheus_host)
+        self.exporter = PrometheusExporter(config.logging.prometheus_port, config.logging.prometheus_host, rundir.event)
         self.next_iteration = 0
         self.saved_iteration: int | None = None
         self.seconds_before = 0.0
@@ -150,7 +150,7 @@ class Session:
         config = self.config
         self.progress.note("starting actors")
         await self.services.start()
-        self._write_quantisation_table()
+        await self._write_quantisation_table()
         if resume:
             await self._restore()
         self.progress.start(config.iterations, self.next_iteration)
@@ -250,7 +250,8 @@ class Session:
         self.rundir.truncate(self.next_iteration, extra["time"])
         self.rundir.event("run_resumed", iteration=self.next_iteration, checkpoint=path.name)
 
-    def _write_quantisation_table(self) -> None:
-        table = self.services.learner.workers[0].facts.get("quantisation")
-        if table:
+    async def _write_quantisation_table(self) -> None:
+        """``quantisation.json``: every module of the denoiser, whether explorers run it quantised, and why."""
+        if self.config.plan.explore is not None:
+            table = await self.services.learner.call(("quantisation",), "quantisation")
             write_json(self.rundir.path / "quantisation.json", table)
