@@ -1,0 +1,65 @@
+"""Families and adapters on the tiny pipeline."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from configs.schema import Lora, Model
+from policy.families import Family, family_for
+from policy.lora import add_adapters, load_adapter_state
+from policy.types import Conditioning
+from tests.tiny_sd3 import TINY_HEIGHT, TINY_SEQUENCE, TINY_WIDTH
+
+LORA = Lora(rank=4, alpha=8)
+
+
+@pytest.fixture(autouse=True, scope="session")
+def one_thread() -> None:
+    torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session")
+def tiny_model(tiny_sd3_dir: Path) -> Model:
+    return Model(path=str(tiny_sd3_dir), height=TINY_HEIGHT, width=TINY_WIDTH, max_sequence_length=TINY_SEQUENCE)
+
+
+@pytest.fixture(scope="session")
+def family(tiny_model: Model) -> Family:
+    return family_for(tiny_model)
+
+
+@pytest.fixture(scope="session")
+def cond(family: Family) -> Conditioning:
+    """Two prompts, encoded."""
+    return family.load_text("cpu", torch.float32).encode(["a red circle", "two blue crosses above a green square"])
+
+
+@pytest.fixture
+def transformer(family: Family) -> torch.nn.Module:
+    return family.load_transformer("cpu", torch.float32)
+
+
+@pytest.fixture
+def adapted(family: Family, transformer: torch.nn.Module) -> torch.nn.Module:
+    """With adapters current, old, ema: all equal, B = 0."""
+    add_adapters(transformer, LORA, family, seed=1)
+    return transformer
+
+
+@pytest.fixture(scope="session")
+def randomise() -> Callable[[torch.nn.Module, str, int], dict[str, torch.Tensor]]:
+    """Gives an adapter random weights (A and B) and returns them."""
+
+    def fill(transformer: torch.nn.Module, name: str, seed: int) -> dict[str, torch.Tensor]:
+        from policy.lora import adapter_state
+
+        generator = torch.Generator().manual_seed(seed)
+        state = {
+            key: torch.randn(value.shape, generator=generator) * 0.2 for key, value in adapter_state(transformer, name).items()
+        }
+        load_adapter_state(transformer, name, state)
+        return state
+
+    return fill

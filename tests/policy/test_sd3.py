@@ -1,0 +1,164 @@
+"""The SD3 family against diffusers' own pipeline."""
+
+import json
+import shutil
+
+import numpy as np
+import pytest
+import torch
+from diffusers import StableDiffusion3Pipeline
+
+from configs.schema import Model
+from policy.families import family_for, model_directory
+from policy.sampling.noise import noise_for
+from policy.sampling.sample import sample
+from policy.types import Conditioning
+from tests.tiny_sd3 import TINY_LATENT, TINY_SEQUENCE
+
+SEEDS = [11, 2**40 + 3, 7]
+PROMPT = "a red circle"
+
+
+@pytest.fixture(scope="module")
+def pipe(tiny_sd3_dir):
+    pipe = StableDiffusion3Pipeline.from_pretrained(tiny_sd3_dir)
+    pipe.set_progress_bar_config(disable=True)
+    return pipe
+
+
+def stock(pipe, family, steps, output_type, **kwargs):
+    return pipe(
+        PROMPT,
+        num_images_per_prompt=len(SEEDS),
+        height=16,
+        width=16,
+        num_inference_steps=steps,
+        sigmas=np.linspace(1, 1 / steps, steps).tolist(),
+        guidance_scale=1.0,
+        max_sequence_length=TINY_SEQUENCE,
+        latents=noise_for(SEEDS, family.latent_shape),
+        output_type=output_type,
+        **kwargs,
+    ).images
+
+
+def test_conditioning_is_the_pipelines(pipe, cond):
+    prompts = ["a red circle", "two blue crosses above a green square"]
+    embeds, _, pooled, _ = pipe.encode_prompt(
+        prompts, None, None, do_classifier_free_guidance=False, max_sequence_length=TINY_SEQUENCE
+    )
+    # ours are encoded one by one, the pipeline's as a batch of two: sums in another order, values of order 1
+    torch.testing.assert_close(cond.tensors["prompt_embeds"], embeds, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(cond.tensors["pooled_prompt_embeds"], pooled, rtol=1e-5, atol=1e-5)
+    assert (embeds[0] - embeds[1]).abs().max() > 0.1  # the two prompts do differ
+
+
+def test_a_prompts_conditioning_ignores_its_neighbours(family, cond):
+    encoder = family.load_text("cpu", torch.float32)
+    again = encoder.encode(["three squares", "two blue crosses above a green square", "a cross", "a red circle", "a red circle"])
+    for name, rows in cond.tensors.items():
+        assert torch.equal(again.tensors[name][[3, 1]], rows)
+        assert torch.equal(again.tensors[name][3], again.tensors[name][4])
+
+
+@pytest.mark.parametrize("steps", [1, 4, 10])
+def test_euler_latents_are_the_stock_pipelines(pipe, family, transformer, cond, steps):
+    """Bit for bit: the same operations on the same shapes."""
+    ours = sample(family, transformer, cond.rows(0).repeat(len(SEEDS)), SEEDS, steps, "euler")
+    assert ours.shape == (3, *TINY_LATENT) and ours.dtype == torch.float32
+    assert torch.equal(ours, stock(pipe, family, steps, "latent"))
+
+
+def test_images_are_the_stock_pipelines(pipe, family, transformer, cond):
+    latents = sample(family, transformer, cond.rows(0).repeat(len(SEEDS)), SEEDS, 4, "euler")
+    ours = family.decode(family.load_vae("cpu", torch.float32), latents)
+    assert ours.dtype == torch.uint8 and ours.shape == (3, 3, 16, 16)
+    theirs = np.stack([np.asarray(image) for image in stock(pipe, family, 4, "pil")]).transpose(0, 3, 1, 2)
+    np.testing.assert_array_equal(ours.numpy(), theirs)
+    assert ours.float().std() > 10
+
+
+def test_decoding_in_batches_changes_at_most_one_grey_level(family):
+    latents = noise_for(range(5), family.latent_shape)
+    vae = family.load_vae("cpu", torch.float32)
+    whole, parts = family.decode(vae, latents), family.decode(vae, latents, batch_size=2)
+    assert (whole.int() - parts.int()).abs().max() <= 1
+
+
+@pytest.mark.parametrize(("steps", "shift"), [(1, 3.0), (6, 3.0), (10, 3.0), (10, 1.0), (10, 1.5)])
+def test_sigmas_closed_form(tiny_model, steps, shift):
+    """shift t / (1 + (shift - 1) t) at t = 1, ..., 1/n, then 0; float32."""
+    family = family_for(tiny_model.model_copy(update={"shift": None if shift == 3.0 else shift}))
+    t = np.linspace(1, 1 / steps, steps)
+    wanted = np.append(shift * t / (1 + (shift - 1) * t), 0.0)
+    sigmas = family.sigmas(steps)
+    assert sigmas.dtype == torch.float32 and sigmas[0] == 1 and sigmas[-1] == 0
+    np.testing.assert_allclose(sigmas, wanted, rtol=4 * 2.0**-24)
+    assert (sigmas[1:] < sigmas[:-1]).all()
+
+
+def test_velocity_scales_time_and_broadcasts(family, transformer, cond):
+    x = noise_for([1, 2], family.latent_shape)
+    one = family.velocity(transformer, x, torch.tensor(0.25), cond)
+    assert torch.equal(one, family.velocity(transformer, x, torch.tensor([0.25, 0.25]), cond))
+    theirs = transformer(
+        hidden_states=x,
+        timestep=torch.tensor([250.0, 250.0]),
+        encoder_hidden_states=cond.tensors["prompt_embeds"],
+        pooled_projections=cond.tensors["pooled_prompt_embeds"],
+    ).sample
+    assert torch.equal(one, theirs)
+    assert not torch.equal(one, family.velocity(transformer, x, torch.tensor([0.25, 0.75]), cond))
+
+
+def test_sampling_in_batches_and_any_order(family, transformer, cond):
+    """Noise does not depend on the position; sums over differently shaped batches may differ in the last places."""
+    rows = cond.rows(0).repeat(3)
+    whole = sample(family, transformer, rows, SEEDS, 4, "dpm2")
+    parts = sample(family, transformer, rows, SEEDS[::-1], 4, "dpm2", batch_size=2)
+    torch.testing.assert_close(parts.flip(0), whole, rtol=1e-4, atol=1e-4)
+    assert torch.equal(whole, sample(family, transformer, rows, SEEDS, 4, "dpm2"))
+    with pytest.raises(ValueError, match="3 seeds but conditioning of 1 rows"):
+        sample(family, transformer, cond.rows(0), SEEDS, 4, "dpm2")
+
+
+def test_conditioning_rows():
+    cond = Conditioning({"a": torch.arange(6.0).view(3, 2), "b": torch.arange(3.0)})
+    assert cond.repeat(2).tensors["b"].tolist() == [0, 0, 1, 1, 2, 2]
+    assert cond.rows(-1).tensors["a"].tolist() == [[4, 5]]
+    assert cond.rows(slice(1)).repeat(2).tensors["a"].tolist() == [[0, 1], [0, 1]]
+    assert Conditioning.cat([cond.rows([2, 0]), cond.rows(1)]).tensors["b"].tolist() == [2, 0, 1]
+    with pytest.raises(IndexError, match="row 3 of a conditioning with 3 rows"):
+        cond.rows(3)
+    with pytest.raises(ValueError, match="one common number of rows"):
+        Conditioning({"a": torch.zeros(2), "b": torch.zeros(3)})
+
+
+def test_a_missing_directory_says_what_to_do(tmp_path):
+    with pytest.raises(FileNotFoundError, match=r"model.path: there is no directory .*nothing.*: give a diffusers pipeline"):
+        model_directory(Model(path=str(tmp_path / "nothing")))
+    with pytest.raises(ValueError, match="has no model_index.json"):
+        model_directory(Model(path=str(tmp_path)))
+    assert model_directory(Model(path="owner/some-model")) == "owner/some-model"
+
+
+def test_the_wrong_pipeline_class_is_refused(tiny_sd3_dir, tmp_path):
+    shutil.copytree(tiny_sd3_dir, tmp_path / "model")
+    index = tmp_path / "model" / "model_index.json"
+    index.write_text(json.dumps({**json.loads(index.read_text()), "_class_name": "FluxPipeline"}))
+    with pytest.raises(ValueError, match="holds a FluxPipeline, but family 'sd3' is a StableDiffusion3Pipeline"):
+        family_for(Model(path=str(tmp_path / "model")))
+
+
+def test_a_missing_part_is_named(tiny_sd3_dir, tmp_path):
+    shutil.copytree(tiny_sd3_dir, tmp_path / "model")
+    shutil.rmtree(tmp_path / "model" / "vae")
+    with pytest.raises(FileNotFoundError, match=r"model.path: cannot load 'vae' of "):
+        family_for(Model(path=str(tmp_path / "model"), height=16, width=16)).load_vae("cpu", torch.float32)
+
+
+@pytest.mark.parametrize(("height", "width", "message"), [(1024, 16, "height: 1024 pixels; .* up to 32"), (16, 40, "width: 40")])
+def test_sizes_that_the_model_cannot_draw(tiny_model, height, width, message):
+    family = family_for(tiny_model.model_copy(update={"height": height, "width": width}))
+    with pytest.raises(ValueError, match=f"model.{message}"):
+        _ = family.latent_shape
