@@ -22,6 +22,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except ConfigError as error:
         print(error, file=sys.stderr)
         return 2
+    from cluster.fidelity import hide_loading_bars
+
+    hide_loading_bars()
     chosen = Options(
         config, options.repeats, options.bytes, options.pack_bytes, tuple(options.receivers), batch=config.explore.chunk_size
     )

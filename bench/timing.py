@@ -44,8 +44,17 @@ class Ratio:
     def of(cls, times: Mapping[str, list[float]], what: str, base: str, goal: float | None = None, note: str = "") -> Ratio:
         """From paired lists of seconds."""
         ratios = [a / b for a, b in zip(times[what], times[base], strict=True)]
-        medians = [statistics.median(times[name]) for name in (what, base)]
-        return cls(what, base, statistics.median(ratios), min(ratios), max(ratios), *medians, goal, note)
+        return cls(
+            what=what,
+            base=base,
+            value=statistics.median(ratios),
+            low=min(ratios),
+            high=max(ratios),
+            seconds=statistics.median(times[what]),
+            base_seconds=statistics.median(times[base]),
+            goal=goal,
+            note=note,
+        )
 
     def line(self) -> str:
         """One line for people."""

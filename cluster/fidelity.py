@@ -71,6 +71,7 @@ def run(config: RunConfig, wanted: Measurement, out: Path, say: Say) -> list[str
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ConfigError([f"--out: {out} cannot be written ({error.strerror}): give another directory"]) from None
+    hide_loading_bars()
     threads = torch.get_num_threads()
     torch.set_num_threads(wanted.threads or config.services.rollout.threads)
     try:
@@ -89,6 +90,15 @@ def run(config: RunConfig, wanted: Measurement, out: Path, say: Say) -> list[str
     except OSError as error:
         raise RunFailed(f"{out}: {error.strerror or error}: give another directory with --out") from None
     return [*tables(summary), f"written: {out / 'fidelity.json'}, rewards.json, density.svg"]
+
+
+def hide_loading_bars() -> None:
+    """Keep diffusers' and transformers' bars out of what is printed."""
+    import diffusers.utils.logging
+    import transformers.utils.logging
+
+    diffusers.utils.logging.disable_progress_bar()
+    transformers.utils.logging.disable_progress_bar()
 
 
 def checkpoint_of(rundir: RunDirectory, step: int | None) -> Path:

@@ -29,7 +29,7 @@ def options(tiny_sd3_dir, tmp_path) -> Options:
     return Options(config, repeats=1, publish_bytes=3 * 2**20 + 5, pack_bytes=2**16, receivers=(1, 2), batch=2)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.slow if name == "scale" else ()) for name in NAMES])
 def test_a_benchmark_gives_its_ratios(ray_here, options, name):
     if name == "publish":
         options = replace(
