@@ -83,7 +83,8 @@ def number(value: float | None, digits: int = 3) -> str:
     elif size >= 10**digits or float(value).is_integer():
         text = f"{size:,.0f}"
     else:
-        text = f"{size:.{max(0, digits - 1 - math.floor(math.log10(size)))}f}"
+        power = int(f"{size:.{digits - 1}e}".partition("e")[2])  # of the rounded value: 0.9996 is 1.00
+        text = f"{size:.{max(0, digits - 1 - power)}f}"
     return ("−" if value < 0 else "") + text
 
 
@@ -106,6 +107,8 @@ def span(values: Sequence[float], include: Sequence[float] = (), pad: float = 0.
     if not everything:
         return 0.0, 1.0
     low, high = min(everything), max(everything)
+    if low == high == 0:
+        return 0.0, 1.0
     if low == high:
         room = abs(low) * 0.1 or 0.5
         return low - room, high + room
@@ -129,7 +132,7 @@ def line_chart(
     for one in series:
         for (_, y), error in zip(one.points, one.errors, strict=False):
             ys += [y - error, y + error]
-    frame = Frame(*size, x_span=span(xs, pad=0.02), y_span=span(ys, include_y))
+    frame = Frame(*size, x_span=_x_span(xs), y_span=span(ys, include_y))
     body = [_axes(frame, x_label, whole_x=all(float(x).is_integer() for x in xs))]
     body += [_band(frame, band) for band in bands]
     body += [_line(frame, one) for one in series]
@@ -173,11 +176,48 @@ def stacked_bars(
     return _svg(frame, label, body)
 
 
+def scatter(
+    pairs: Sequence[Point],
+    *,
+    label: str,
+    x_label: str,
+    y_label: str,
+    names: Sequence[str] = (),
+    size: tuple[float, float] = (400.0, 210.0),
+) -> str:
+    """Points (x, y) of one kind of number on equal scales with the diagonal x = y; those above it in one colour, below in another.
+
+    ``names`` say what each point is.
+    """
+    finite = [(x, y, name) for (x, y), name in zip(pairs, list(names) or [""] * len(pairs), strict=True) if math.isfinite(x + y)]
+    both = span([value for x, y, _ in finite for value in (x, y)])
+    frame = Frame(*size, x_span=both, y_span=both)
+    body = [
+        _axes(frame, x_label, whole_x=False, y_label=y_label),
+        f'<line class="diagonal" x1="{frame.x(both[0]):.2f}" y1="{frame.y(both[0]):.2f}" x2="{frame.x(both[1]):.2f}" '
+        f'y2="{frame.y(both[1]):.2f}"/>',
+    ]
+    for x, y, name in finite:
+        title = f"{name}: {number(x)} → {number(y)}" if name else f"{number(x)} → {number(y)}"
+        body.append(
+            f'<circle class="point fill-{2 if y > x else 5 if y < x else 8}" cx="{frame.x(x):.2f}" cy="{frame.y(y):.2f}" r="3.2">'
+            f"<title>{escape(title)}</title></circle>"
+        )
+    return _svg(frame, label, body)
+
+
 def thin(points: Sequence[Point], most: int = MAX_POINTS) -> list[Point]:
     """At most ``most`` of the points, evenly spread, first and last among them."""
     if len(points) <= most:
         return list(points)
     return [points[round(index * (len(points) - 1) / (most - 1))] for index in range(most)]
+
+
+def _x_span(xs: Sequence[float]) -> tuple[float, float]:
+    """The x axis: a single place stands in the middle."""
+    if xs and min(xs) == max(xs):
+        return xs[0] - 0.5, xs[0] + 0.5
+    return span(xs, pad=0.02)
 
 
 def _svg(frame: Frame, label: str, body: Sequence[str]) -> str:
@@ -188,9 +228,9 @@ def _svg(frame: Frame, label: str, body: Sequence[str]) -> str:
     )
 
 
-def _axes(frame: Frame, x_label: str, whole_x: bool, unit: str = "") -> str:
+def _axes(frame: Frame, x_label: str, whole_x: bool, unit: str = "", y_label: str = "") -> str:
     parts, right, foot = [], frame.width - frame.right, frame.height - frame.bottom
-    y_ticks = nice_ticks(*frame.y_span)
+    y_ticks = nice_ticks(*frame.y_span, count=6 if frame.height > 180 else 4)
     step = y_ticks[1] - y_ticks[0] if len(y_ticks) > 1 else abs(y_ticks[0]) or 1.0
     for tick in y_ticks:
         y = frame.y(tick)
@@ -204,6 +244,8 @@ def _axes(frame: Frame, x_label: str, whole_x: bool, unit: str = "") -> str:
         parts.append(
             f'<text class="tick" x="{frame.x(tick):.2f}" y="{foot + 14:g}" text-anchor="{anchor}">{_tick(tick, ticks[-1] - ticks[0] or 1)}</text>'
         )
+    if y_label:
+        parts.append(f'<text class="tick" x="{frame.left + 4:g}" y="{frame.top + 4:g}">{escape(y_label)} ↑</text>')
     parts.append(f'<line class="axis" x1="{frame.left:g}" x2="{right:g}" y1="{foot:g}" y2="{foot:g}"/>')
     parts.append(
         f'<text class="tick" x="{(frame.left + right) / 2:g}" y="{frame.height - 4:g}" text-anchor="middle">{escape(x_label)}</text>'

@@ -1,0 +1,190 @@
+"""What happened to the actors: a lane per actor, and a table of what was out of the ordinary."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from html import escape
+
+from cluster.charts import thin
+from cluster.progress import duration
+from cluster.report_data import REASON_KEYS, Row, RunData, actor_of, finite
+
+TONES = {
+    "actor_started": "good", "actor_replaced": "good", "actor_died": "bad", "actor_benched": "bad", "chunk_reissued": "warn",
+    "run_started": "plain", "run_resumed": "warn", "run_finished": "good", "run_failed": "bad", "run_stopped": "warn",
+    "stopped_early": "warn", "metrics_unavailable": "warn", "pool_scaled": "plain", "actor_added": "good", "actor_removed": "plain",
+}  # fmt: skip
+ROUTINE = {"version_published", "checkpoint_saved", "actor_started"}
+"""Events that are counted and drawn, but not listed."""
+KINDS = ("rollout", "reward", "selector", "encoder", "learner")
+MOST_LANES, MOST_ROWS, MOST_MARKS = 40, 150, 120
+NOUNS = {
+    "actor_started": "started", "actor_replaced": "replaced", "actor_died": "died", "actor_benched": "benched",
+    "chunk_reissued": "units given out again", "version_published": "versions published", "checkpoint_saved": "checkpoints saved",
+    "run_resumed": "resumes",
+}  # fmt: skip
+
+
+@dataclass
+class Lane:
+    """One actor: lives as (from, to) and marks as (when, tone, text), all in seconds of running time."""
+
+    lives: list[tuple[float, float]] = field(default_factory=list)
+    marks: list[tuple[float, str, str]] = field(default_factory=list)
+    open_since: float | None = None
+
+
+def running_times(events: Sequence[Row]) -> list[float]:
+    """Seconds of running time at each event: from the first on, the pause before a resume taken out."""
+    times, offset, last = [], None, 0.0
+    for event in events:
+        moment = finite(event.get("time"))
+        if moment is None:
+            times.append(last)
+            continue
+        if offset is None:
+            offset = moment
+        elif event["event"] == "run_resumed":
+            offset = moment - last
+        last = max(last, moment - offset)
+        times.append(last)
+    return times
+
+
+def lanes_of(events: Sequence[Row], times: Sequence[float]) -> dict[str, Lane]:
+    """A lane per actor, in the order rollout, reward, selector, encoder, learner, others."""
+    lanes: dict[str, Lane] = {}
+    end = max(times, default=0.0)
+    for event, when in zip(events, times, strict=True):
+        name, actor = event["event"], actor_of(event)
+        if actor is None:
+            continue
+        lane = lanes.setdefault(actor, Lane(open_since=0.0 if name not in ("actor_started", "actor_added") else None))
+        if name in ("actor_started", "actor_added", "actor_replaced"):
+            if lane.open_since is not None:
+                lane.lives.append((lane.open_since, when))
+            lane.open_since = when
+        elif name in ("actor_died", "actor_benched", "actor_removed") and lane.open_since is not None:
+            lane.lives.append((lane.open_since, when))
+            lane.open_since = None
+        if name != "actor_started":
+            lane.marks.append((when, TONES.get(name, "plain"), _words(name) + _because(event)))
+    for lane in lanes.values():
+        if lane.open_since is not None:
+            lane.lives.append((lane.open_since, end))
+    return {name: lanes[name] for name in sorted(lanes, key=_lane_order)}
+
+
+def section(run: RunData) -> str:
+    """The whole section's body; says so when there were no events."""
+    if not run.events:
+        return '<p class="none">No events were recorded.</p>'
+    times = running_times(run.events)
+    counts = Counter(event["event"] for event in run.events)
+    said = [f"<b>{counts[name]:,}</b> {noun}" for name, noun in NOUNS.items() if counts[name]]
+    summary = f'<p class="lead">{" · ".join(said)}</p>' if said else ""
+    return summary + f'<div class="card">{_timeline(run.events, times)}</div>' + _tables(run.events, times)
+
+
+def _timeline(events: Sequence[Row], times: Sequence[float]) -> str:
+    end = max(times) or 1.0
+    lanes = lanes_of(events, times)
+    hidden = ""
+    if len(lanes) > MOST_LANES:
+        eventful = {name: lane for name, lane in lanes.items() if lane.marks}
+        shown = dict(list((eventful or lanes).items())[:MOST_LANES])
+        hidden = f'<p class="note">{len(lanes) - len(shown)} more actors are not drawn.</p>'
+        lanes = shown
+    rows = ['<span class="who">run</span>' + _run_track(events, times, end)]
+    for name, lane in lanes.items():
+        lives = "".join(
+            f'<span class="life" style="left:{100 * start / end:.2f}%;width:{100 * (stop - start) / end:.2f}%"></span>'
+            for start, stop in lane.lives
+        )
+        marks = "".join(_mark(when, end, tone, text) for when, tone, text in lane.marks[:MOST_MARKS])
+        rows.append(f'<span class="who">{escape(name)}</span><div class="track">{lives}{marks}</div>')
+    ruler = "".join(
+        f'<span style="left:{25 * part}%">{duration(end * part / 4) if part else "0"}</span>' for part in range(0, 5, 2)
+    )
+    rows.append(f'<span class="who hide-small"></span><div class="track ruler">{ruler}</div>')
+    used = {tone for lane in lanes.values() for _, tone, _ in lane.marks}
+    legend = [
+        '<li><span class="swatch block bg-1" style="opacity:.5"></span>in service</li>',
+        '<li><span class="swatch tall"></span>policy published</li>',
+    ]
+    for tone, label in (("bad", "died"), ("good", "replaced"), ("warn", "unit of work given out again")):
+        if tone in used:
+            legend.append(f'<li><span class="swatch block" style="background:var(--{tone})"></span>{label}</li>')
+    return f'<ul class="legend">{"".join(legend)}</ul><div class="lanes">{"".join(rows)}</div>{hidden}'
+
+
+def _run_track(events: Sequence[Row], times: Sequence[float], end: float) -> str:
+    published = [(when, 0.0) for event, when in zip(events, times, strict=True) if event["event"] == "version_published"]
+    marks = [_mark(when, end, "tickmark", "policy published") for when, _ in thin(published, MOST_MARKS)]
+    for event, when in zip(events, times, strict=True):
+        name = event["event"]
+        if actor_of(event) is None and name not in ("version_published", "checkpoint_saved", "run_started"):
+            marks.append(_mark(when, end, TONES.get(name, "plain"), _words(name) + _because(event)))
+    return f'<div class="track">{"".join(marks)}</div>'
+
+
+def _mark(when: float, end: float, tone: str, text: str) -> str:
+    title = escape(f"{duration(when)}: {text}", quote=True)
+    return f'<span class="mark {tone}" style="left:{100 * when / end:.2f}%" title="{title}"></span>'
+
+
+def _tables(events: Sequence[Row], times: Sequence[float]) -> str:
+    pairs = list(zip(events, times, strict=True))
+    notable = [(event, when) for event, when in pairs if event["event"] not in ROUTINE]
+    parts = []
+    if notable:
+        parts.append(f'<div class="card" style="margin-top:16px">{_table(notable[-MOST_ROWS:])}</div>')
+        if len(notable) > MOST_ROWS:
+            parts.append(f'<p class="note">The last {MOST_ROWS} of {len(notable):,}; all are in events.jsonl.</p>')
+    if len(pairs) > len(notable):
+        last = pairs[-MOST_ROWS:]
+        which = f"All {len(pairs):,} events" if len(last) == len(pairs) else f"The last {len(last)} of {len(pairs):,} events"
+        parts.append(f'<details class="card"><summary>{which}</summary><div>{_table(last)}</div></details>')
+    return "".join(parts)
+
+
+def _table(rows: Sequence[tuple[Row, float]]) -> str:
+    cells = []
+    for event, when in rows:
+        name = event["event"]
+        tone = TONES.get(name, "plain")
+        cells.append(
+            f'<tr><td class="when n">{duration(when)}</td><td class="{tone}-ink">{escape(_words(name))}</td>'
+            f'<td class="who">{escape(actor_of(event) or "")}</td><td class="wide">{escape(_details(event))}</td></tr>'
+        )
+    head = '<tr><th class="n">after</th><th>what</th><th>who</th><th>details</th></tr>'
+    return f'<div class="scroll"><table class="events"><thead>{head}</thead><tbody>{"".join(cells)}</tbody></table></div>'
+
+
+def _words(name: str) -> str:
+    return name.replace("_", " ")
+
+
+def _because(event: Row) -> str:
+    why = next((str(event[key]) for key in REASON_KEYS if event.get(key)), "")
+    return f" ({why[:160]})" if why else ""
+
+
+def _details(event: Row) -> str:
+    """The fields of an event, the reason first, without those that have a column of their own."""
+    why = [str(event[key]) for key in REASON_KEYS if event.get(key)]
+    own = {"time", "event", "actor", "kind", *REASON_KEYS} if actor_of(event) else {"time", "event", *REASON_KEYS}
+    rest = [f"{key.replace('_', ' ')} {_plain(value)}" for key, value in event.items() if key not in own and value is not None]
+    return " · ".join(why + rest)[:600]
+
+
+def _plain(value: object) -> str:
+    return f"{value:,}" if isinstance(value, int) and not isinstance(value, bool) and value >= 1_000_000 else str(value)
+
+
+def _lane_order(name: str) -> tuple[int, list[tuple[int, str]]]:
+    kind = next((index for index, prefix in enumerate(KINDS) if name.startswith(prefix)), len(KINDS))
+    return kind, [(int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"(\d+)", name)]

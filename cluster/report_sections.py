@@ -1,0 +1,320 @@
+"""The report's sections that show numbers: each takes a run and returns the HTML of its body."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Sequence
+from html import escape
+
+from cluster.charts import Band, Point, Series, Stack, line_chart, number, scatter, stacked_bars
+from cluster.progress import duration
+from cluster.report_data import Row, RunData, finite, points, values
+
+STAGES = (("time/explore_s", "explore", 1), ("time/regenerate_s", "regenerate", 2), ("time/update_s", "update", 3),
+          ("time/publish_s", "publish", 4))  # fmt: skip
+HEALTH = (
+    ("loss/policy", "Policy loss", "of the objective; its level says little, jumps say much"),
+    ("loss/kl", "Distance from the base", "loss/kl; a steep climb warns of reward hacking"),
+    ("grad_norm", "Gradient norm", "before clipping"),
+    ("weights/delta_cosine", "What FP4 keeps of an update", "cosine of the weights' change and the quantised weights' change"),
+    ("weights/codes_changed", "FP4 codes changed", "share of codes that differ after an update"),
+    ("zero_std_ratio", "Prompts that teach nothing", "share of prompts whose rewards are all equal"),
+)
+MOST_ROWS = 300
+
+
+def rewards(run: RunData) -> str:
+    """Training and held-out rewards over the iterations, and every scorer before and after."""
+    train, held_out = points(run.iterations, "reward/train_mean"), points(run.evaluations, "reward/eval_mean")
+    cards = []
+    lines = [Series("samples trained on", train, 1)] if train else []
+    if held_out:
+        errors = [finite(row.get("eval/stderr")) or math.nan for row in run.evaluations]
+        lines.append(Series("held-out prompts", held_out, 5, errors))
+    if lines:
+        note = "Bars are one standard error, clustered by prompt. " if held_out else ""
+        if run.setting("selection.rule") == "best_worst" and points(run.iterations, "explore/contrast"):
+            note += "Samples trained on are half best, half worst: their mean is not that of all pictures."
+        cards.append(_card("Reward", _legend(lines) + line_chart(lines, label="Reward by iteration"), note))
+    scorers = _scorers(run)
+    if paired := _prompts_card(run):
+        cards.append(paired)
+    if run.after and (len(scorers) > 1 or (scorers and not paired)):
+        cards.append(_card("Held-out scores", _scorer_table(run, scorers)))
+    if len(scorers) > 1:
+        cards += [_scorer_card(run, name) for name in scorers]
+    return _cards(cards) if cards else _none("No rewards have been recorded yet.")
+
+
+def exploration(run: RunData) -> str:
+    """Proxy rewards of the explored noises: best, mean, worst, and the contrast that selection makes."""
+    best, mean, worst = (points(run.iterations, f"explore/reward_{name}") for name in ("best", "mean", "worst"))
+    if not (best or mean or worst):
+        return _none("This run explored nothing: all noises were trained on." if run.iterations else "No iteration has ended yet.")
+    lines = [Series("best", best, 1), Series("mean of all", mean, 8, dashed=True), Series("worst", worst, 5)]
+    bands = [Band("between the best and the worst", worst, best, 1)] if best and worst else []
+    shown = [line for line in lines if line.points]
+    keep, pool = run.setting("selection.keep"), run.setting("explore.pool_size")
+    which = (
+        f"Mean over prompts of the {keep // 2} best and {keep // 2} worst of {pool} noises."
+        if keep and pool
+        else "Mean over prompts."
+    )
+    cards = [
+        _card("Explored noises", _legend(shown) + line_chart(shown, bands=bands, label="Explored rewards by iteration"), which)
+    ]
+    contrast = points(run.iterations, "explore/contrast")
+    if contrast:
+        line = Series("contrast", contrast, 4)
+        chart = line_chart([line], include_y=(0.0,), label="Contrast by iteration")
+        cards.append(
+            _card(
+                "Contrast",
+                _legend([line]) + chart,
+                "Best minus worst: the signal that exploring finds. At zero there is nothing to learn.",
+            )
+        )
+    return _cards(cards)
+
+
+def agreement(run: RunData) -> str:
+    """How well the cheap ranking agrees with the full-quality one."""
+    cards, rows = [], []
+    names = (("kendall_tau", "Kendall tau", 1), ("spearman_rho", "Spearman rho", 2), ("sign_agreement", "same side of the mean", 3))
+    groups = (
+        ("audit/", "Selected noises", "These are extremes, best and worst, so agreement reads higher than over all noises."),
+        ("audit/random_", "Random noises", "Regenerated for this measurement alone, never trained on: an unbiased estimate."),
+    )
+    for prefix, title, note in groups:
+        lines = [Series(label, found, colour) for name, label, colour in names if (found := points(run.iterations, prefix + name))]
+        if not lines:
+            continue
+        chart = line_chart(lines, include_y=(0.0, 1.0), label=f"Rank agreement by iteration, {title.lower()}")
+        cards.append(_card(title, _legend(lines) + chart, note))
+        rows += [(f"{label}, {title.lower()}", values(run.iterations, prefix + name)) for name, label, _ in names]
+    if cards:
+        table = _spread_table([row for row in rows if row[1]])
+        return _cards([*cards, _card("Over the run", table, _in_words(run))])
+    return _none("Nothing to compare: in this run no noise has both an explored and a full-quality reward." if run.iterations
+                 else "No iteration has ended yet.")  # fmt: skip
+
+
+def time_spent(run: RunData) -> str:
+    """Stacked seconds per iteration and a table of totals."""
+    stages = _stages(run.iterations)
+    stacks = []
+    for row in run.iterations:
+        parts = {label: finite(row.get(name)) or 0.0 for name, label, _ in stages}
+        whole = finite(row.get("time/iteration_s"))
+        if whole is not None and whole > sum(parts.values()):
+            parts["other"] = whole - sum(parts.values())
+        stacks.append(Stack(float(row["iteration"]), parts, whole))
+    if not any(any(stack.parts.values()) for stack in stacks):
+        return _none("No times were recorded." if run.iterations else "No iteration has ended yet.")
+    order = [(label, colour) for _, label, colour in stages] + [("other", 8)]
+    order = [(label, colour) for label, colour in order if sum(stack.parts.get(label, 0.0) for stack in stacks) > 0]
+    legend = "".join(f'<li><span class="swatch block bg-{colour}"></span>{escape(label)}</li>' for label, colour in order)
+    measured = any(stack.whole is not None for stack in stacks)
+    legend += '<li><span class="swatch" style="background:var(--ink)"></span>by the clock</li>' if measured else ""
+    chart = stacked_bars(stacks, order, label="Seconds per iteration by stage")
+    note = "Stages overlap: regenerating starts while other prompts are still explored; its bar is what was left to do."
+    return _cards(
+        [_card("Per iteration", f'<ul class="legend">{legend}</ul>{chart}', note), _card("In total", _totals(run, stacks, order))]
+    )
+
+
+def health(run: RunData) -> str:
+    """Small charts of what tells early that training goes wrong."""
+    cards = []
+    for name, title, note in HEALTH:
+        if found := points(run.iterations, name):
+            line = Series(name, found, 1)
+            zero = (0.0,) if name in ("loss/kl", "zero_std_ratio") else ()
+            chart = line_chart([line], include_y=zero, label=f"{title} by iteration", size=(340.0, 150.0))
+            cards.append(_card(title, _legend([line]) + chart, note))
+    failed, reissued = values(run.iterations, "rewards/failed"), values(run.iterations, "rollout/reissued")
+    said = []
+    if failed:
+        said.append(f"{_count(sum(failed), 'sample')} dropped because a scorer failed")
+    if reissued:
+        said.append(f"{_count(reissued[-1], 'unit')} of work given out again")
+    tail = f'<p class="note">{"; ".join(said)}.</p>' if said else ""
+    return (_cards(cards, small=True) if cards else _none("No training metrics have been recorded yet.")) + tail
+
+
+def numbers(run: RunData) -> str:
+    """Every number of every iteration, behind a fold."""
+    if not run.iterations:
+        return ""
+    rows = run.iterations
+    every = math.ceil(len(rows) / MOST_ROWS)
+    shown = rows[::every]
+    names = [
+        name
+        for name in dict.fromkeys(name for row in rows for name in row)
+        if name not in ("kind", "iteration") and values(rows, name)
+    ]
+    head = '<th class="n">iteration</th>' + "".join(f'<th class="n">{escape(name)}</th>' for name in names)
+    body = "".join(
+        f'<tr><td class="n">{number(finite(row["iteration"]))}</td>'
+        + "".join(f'<td class="n">{number(finite(row.get(name)), 4)}</td>' for name in names)
+        + "</tr>"
+        for row in shown
+    )
+    which = "of all iterations" if every == 1 else f"of every {every}th iteration"
+    table = f'<div class="scroll"><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'
+    return f'<details class="card"><summary>Numbers {which}</summary><div>{table}</div></details>'
+
+
+# ---- pieces
+
+
+def _scorers(run: RunData) -> list[str]:
+    """Names below reward/eval/, in the order they appear."""
+    prefix = "reward/eval/"
+    found = dict.fromkeys(key.removeprefix(prefix) for row in run.evaluations for key in row if key.startswith(prefix))
+    return [name for name in found if values(run.evaluations, prefix + name)]
+
+
+def _prompts_card(run: RunData) -> str:
+    """Every held-out prompt as a point, before against after; empty when the evaluations' rewards are not there."""
+    before, after = run.prompt_means(run.before), run.prompt_means(run.after)
+    pairs = [(x, y) for x, y in zip(before, after, strict=False) if math.isfinite(x + y)]
+    if not pairs:
+        return ""
+    names = [run.pictures.prompts.get(index, f"held-out prompt {index}") for index in range(len(before))]
+    shown = list(zip(before, after, strict=False))
+    up, down = sum(y > x for x, y in pairs), sum(y < x for x, y in pairs)
+    legend = (
+        f'<li><span class="swatch block bg-2"></span>better<b>{up:,}</b></li>'
+        f'<li><span class="swatch block bg-5"></span>worse<b>{down:,}</b></li>'
+        + (
+            f'<li><span class="swatch block bg-8"></span>equal<b>{len(pairs) - up - down:,}</b></li>'
+            if up + down < len(pairs)
+            else ""
+        )
+    )
+    chart = scatter(
+        shown, label="Held-out prompts before and after", x_label="before →", y_label="after", names=names[: len(shown)]
+    )
+    note = "A point is a prompt's mean reward over the same noises; above the line it got better."
+    return _card("Every held-out prompt", f'<ul class="legend">{legend}</ul>{chart}', note)
+
+
+def _scorer_card(run: RunData, name: str) -> str:
+    lines = [Series(f"{name}, held-out", points(run.evaluations, f"reward/eval/{name}"), 5)]
+    if train := points(run.iterations, f"reward/{name}"):
+        lines.insert(0, Series(f"{name}, all pictures of an iteration", train, 1))
+    return _card(f"Scorer {name}", _legend(lines) + line_chart(lines, label=f"{name} by iteration"))
+
+
+def _scorer_table(run: RunData, scorers: Sequence[str]) -> str:
+    before, after = run.before, run.after
+    assert before is not None and after is not None
+    rows = []
+    for label, name in [("weighted sum", "reward/eval_mean"), *((scorer, f"reward/eval/{scorer}") for scorer in scorers)]:
+        start, end = finite(before.get(name)), finite(after.get(name))
+        change = end - start if start is not None and end is not None else None
+        tone = "" if not change else ("good-ink" if change > 0 else "bad-ink")
+        rows.append(
+            f'<tr><td>{escape(label)}</td><td class="n">{number(start, 4)}</td><td class="n">{number(end, 4)}</td>'
+            f'<td class="n {tone}">{"+" if change and change > 0 else ""}{number(change)}</td></tr>'
+        )
+    head = '<tr><th>held-out score</th><th class="n">before</th><th class="n">after</th><th class="n">change</th></tr>'
+    return f'<div class="scroll"><table><thead>{head}</thead><tbody>{"".join(rows)}</tbody></table></div>'
+
+
+def _in_words(run: RunData) -> str:
+    """What the mean agreement means, in pairs and signs; of the random noises where there are some."""
+    prefix = "audit/random_" if values(run.iterations, "audit/random_kendall_tau") else "audit/"
+    which = "random" if "random" in prefix else "selected"
+    said = []
+    if tau := values(run.iterations, prefix + "kendall_tau"):
+        said.append(
+            f"Of any two {which} noises of a prompt, the cheap pictures put {50 + 50 * statistics.fmean(tau):.0f} % in the right order."
+        )
+    if sign := values(run.iterations, prefix + "sign_agreement"):
+        said.append(
+            f"{100 * statistics.fmean(sign):.0f} % lie on the same side of their group's mean, so the sign of their advantage was foreseen."
+        )
+    return " ".join(said)
+
+
+def _spread_table(rows: Sequence[tuple[str, Sequence[float]]]) -> str:
+    """Mean, lowest and highest of each named list of numbers."""
+    head = '<tr><th>agreement</th><th class="n">mean</th><th class="n">lowest</th><th class="n">highest</th></tr>'
+    body = "".join(
+        f"<tr><td>{escape(label)}</td>"
+        + "".join(f'<td class="n">{number(value)}</td>' for value in (statistics.fmean(found), min(found), max(found)))
+        + "</tr>"
+        for label, found in rows
+    )
+    return f'<div class="scroll"><table><thead>{head}</thead><tbody>{body}</tbody></table></div>'
+
+
+def _stages(rows: Sequence[Row]) -> list[tuple[str, str, int]]:
+    """The known stages that were measured, and any other ``time/<stage>_s``, each with its colour."""
+    known = [stage for stage in STAGES if values(rows, stage[0])]
+    names = {stage[0] for stage in STAGES} | {"time/iteration_s"}
+    others = [
+        name for name in dict.fromkeys(key for row in rows for key in row) if name.startswith("time/") and name.endswith("_s")
+    ]
+    extra = [name for name in others if name not in names and values(rows, name)]
+    return known + [(name, name[5:-2].replace("_", " "), 5 + index % 3) for index, name in enumerate(extra)]
+
+
+def _totals(run: RunData, stacks: Sequence[Stack], order: Sequence[tuple[str, int]]) -> str:
+    totals = [(label, colour, [stack.parts.get(label, 0.0) for stack in stacks]) for label, colour in order]
+    entries = [(label, colour, sum(each), statistics.median(each)) for label, colour, each in totals]
+    wall = finite(run.iterations[-1].get("seconds"))
+    inside = sum(stack.whole if stack.whole is not None else sum(stack.parts.values()) for stack in stacks)
+    if wall is not None and wall - inside > 0.5:
+        entries.append(("starting, evaluating, saving", 8, wall - inside, math.nan))
+    everything = sum(total for _, _, total, _ in entries) or 1.0
+    most = max(total for _, _, total, _ in entries) or 1.0
+    rows = "".join(
+        f'<tr><td>{escape(label)}</td><td class="n"><span class="bar bg-{colour}" style="width:{56 * total / most:.0f}px"></span>'
+        f'{100 * total / everything:.0f} %</td><td class="n">{duration(total)}</td>'
+        f'<td class="n">{duration(each) if math.isfinite(each) else ""}</td></tr>'
+        for label, colour, total, each in entries
+    )
+    head = '<tr><th>stage</th><th class="n">share</th><th class="n">total</th><th class="n">median</th></tr>'
+    note = ""
+    if rates := values(run.iterations, "rollout/images_per_s"):
+        actors = values(run.iterations, "rollout/actors")
+        who = f" by {number(actors[-1])} rollout actor{'s' if actors[-1] != 1 else ''}" if actors else ""
+        note = f'<p class="note">{number(statistics.median(rates))} pictures explored per second{who} (median).</p>'
+    return f'<div class="scroll"><table><thead>{head}</thead><tbody>{rows}</tbody></table></div>{note}'
+
+
+def _legend(lines: Sequence[Series]) -> str:
+    """Names with their colour and newest value."""
+    items = []
+    for line in lines:
+        dash = " dash" if line.dashed else ""
+        items.append(
+            f'<li><span class="swatch{dash} bg-{line.colour}"></span>{escape(line.label)}<b>{number(_last(line.points))}</b></li>'
+        )
+    return f'<ul class="legend">{"".join(items)}</ul>'
+
+
+def _count(amount: float, noun: str) -> str:
+    return f"{amount:,.0f} {noun}{'' if amount == 1 else 's'}"
+
+
+def _last(found: Sequence[Point]) -> float | None:
+    return next((y for _, y in reversed(found) if math.isfinite(y)), None)
+
+
+def _card(title: str, body: str, note: str = "") -> str:
+    below = f'<p class="note">{escape(note)}</p>' if note else ""
+    return f'<div class="card"><h3>{escape(title)}</h3>{body}{below}</div>'
+
+
+def _cards(cards: Sequence[str], small: bool = False) -> str:
+    return f'<div class="cards{" small" if small else ""}">{"".join(cards)}</div>'
+
+
+def _none(text: str) -> str:
+    return f'<p class="none">{escape(text)}</p>'
