@@ -13,6 +13,7 @@ import os
 import warnings
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from peft import LoraConfig, inject_adapter_in_model
@@ -35,7 +36,8 @@ def add_adapters(transformer: nn.Module, lora: Lora, family: Family, names: Sequ
     Raises ValueError when no module matches the targets, FileNotFoundError or ValueError for an unusable ``init_from``.
     """
     targets = list(lora.targets or family.lora_targets)
-    config = LoraConfig(r=lora.rank, lora_alpha=lora.alpha, target_modules=targets)
+    settings: dict[str, Any] = {"r": lora.rank, "lora_alpha": lora.alpha, "target_modules": targets}
+    config = LoraConfig(**settings)
     for name in names:
         try:
             with warnings.catch_warnings():
@@ -49,9 +51,9 @@ def add_adapters(transformer: nn.Module, lora: Lora, family: Family, names: Sequ
         for part in (layer.lora_A, layer.lora_B):
             for adapter in part.values():
                 adapter.to(torch.float32)
-        shape_a, shape_b = layer.lora_A[names[0]].weight.shape, layer.lora_B[names[0]].weight.shape
-        state[f"{module}.lora_A.weight"] = torch.randn(shape_a, generator=generator) / lora.rank
-        state[f"{module}.lora_B.weight"] = torch.zeros(shape_b)
+        down, up = _matrices(layer, names[0])
+        state[f"{module}.lora_A.weight"] = torch.randn(down.shape, generator=generator) / lora.rank
+        state[f"{module}.lora_B.weight"] = torch.zeros(up.shape)
     if lora.init_from is not None:
         _start_from(state, lora)
     for name in names:
@@ -96,14 +98,19 @@ def _check_name(layers: Sequence[LoraLayer], name: str) -> None:
         raise KeyError(f"adapter {name!r} does not exist; there are {', '.join(layers[0].lora_A)}")
 
 
+def _matrices(layer: LoraLayer, name: str) -> tuple[nn.Parameter, nn.Parameter]:
+    """A [r, in] and B [out, r]."""
+    parts: tuple[Any, Any] = (layer.lora_A[name], layer.lora_B[name])
+    return parts[0].weight, parts[1].weight
+
+
 def _parameters(transformer: nn.Module, name: str) -> dict[str, nn.Parameter]:
     """The adapter's parameters by stable key, `<module path>.lora_A.weight` [r, in] and `.lora_B.weight` [out, r]."""
     modules = adapted_modules(transformer)
     _check_name([layer for _, layer in modules], name)
     found = {}
     for module, layer in modules:
-        found[f"{module}.lora_A.weight"] = layer.lora_A[name].weight
-        found[f"{module}.lora_B.weight"] = layer.lora_B[name].weight
+        found[f"{module}.lora_A.weight"], found[f"{module}.lora_B.weight"] = _matrices(layer, name)
     return found
 
 
@@ -144,7 +151,8 @@ def trainable(transformer: nn.Module, name: str = "current") -> list[tuple[str, 
 @torch.no_grad()
 def delta_weight(layer: LoraLayer, name: str) -> Tensor:
     """(alpha / rank) B A of one adapted module: float32 [out, in]."""
-    return (layer.lora_B[name].weight @ layer.lora_A[name].weight) * layer.scaling[name]
+    down, up = _matrices(layer, name)
+    return (up @ down) * layer.scaling[name]
 
 
 @torch.no_grad()
@@ -154,7 +162,8 @@ def merged_weights(transformer: nn.Module, name: str | None) -> Iterator[tuple[s
     if name is not None:
         _check_name([layer for _, layer in modules], name)
     for module, layer in modules:
-        weight = layer.get_base_layer().weight.float()
+        base: Any = layer.get_base_layer()
+        weight = base.weight.float()
         yield module, weight.clone() if name is None else weight + delta_weight(layer, name)
 
 

@@ -19,7 +19,24 @@ if TYPE_CHECKING:
 TINY_HEIGHT = TINY_WIDTH = 16
 TINY_LATENT = (4, 8, 8)
 TINY_SEQUENCE = 12
-WORDS = "a red green blue circle square triangle cross two three left of right above below and".split()
+WORDS = [
+    "a",
+    "red",
+    "green",
+    "blue",
+    "circle",
+    "square",
+    "triangle",
+    "cross",
+    "two",
+    "three",
+    "left",
+    "of",
+    "right",
+    "above",
+    "below",
+    "and",
+]
 
 
 @pytest.fixture(scope="session")

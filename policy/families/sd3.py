@@ -87,7 +87,7 @@ class SD3(Family):
         config = self.part_config(FlowMatchEulerDiscreteScheduler, "scheduler")
         if self.model.shift is not None:
             config = {**config, "shift": self.model.shift, "use_dynamic_shifting": False}
-        scheduler = FlowMatchEulerDiscreteScheduler.from_config(config)
+        scheduler: Any = FlowMatchEulerDiscreteScheduler.from_config(config)
         if not scheduler.config.use_dynamic_shifting:
             return scheduler, None
         from diffusers.pipelines.stable_diffusion_3.pipeline_stable_diffusion_3 import calculate_shift
@@ -102,7 +102,7 @@ class SD3(Family):
             from_pipeline.max_shift,
         )
 
-    def velocity(self, transformer: nn.Module, x: Tensor, sigma: Tensor, cond: Conditioning) -> Tensor:
+    def velocity(self, transformer: Any, x: Tensor, sigma: Tensor, cond: Conditioning) -> Tensor:
         dtype = transformer.pos_embed.proj.weight.dtype
         return transformer(
             hidden_states=x.to(dtype),
@@ -113,7 +113,7 @@ class SD3(Family):
         )[0].float()
 
     @torch.no_grad()
-    def decode(self, vae: nn.Module, latents: Tensor, batch_size: int | None = None) -> Tensor:
+    def decode(self, vae: Any, latents: Tensor, batch_size: int | None = None) -> Tensor:
         """As the stock pipeline decodes: unscale, decode, [-1, 1] to [0, 255], round half to even."""
         pictures = []
         for rows in latents.split(batch_size or max(len(latents), 1)):

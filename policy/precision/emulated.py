@@ -103,8 +103,9 @@ class EmulatedNVFP4Linear(nn.Module):
 
     def _apply(self, fn, recurse: bool = True):  # type: ignore[no-untyped-def]
         """Moves with the module, but ``amax`` stays float32 when the module is cast."""
+        amax = self.amax
         super()._apply(fn, recurse)
-        self.amax = self.amax.float()
+        self.amax = amax.to(self.codes.device)
         return self
 
     def forward(self, x: Tensor) -> Tensor:

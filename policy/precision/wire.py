@@ -90,7 +90,7 @@ def pack_tensors(named: dict[str, Tensor], version: int, format: str, chunk_byte
         source = _bytes(tensor.detach().cpu().contiguous()).numpy()
         for chunk, inside, piece in _pieces(entry, chunk_bytes):
             chunks[chunk][inside] = source[piece]
-    hashes = tuple(xxhash.xxh3_64_hexdigest(chunk) for chunk in chunks)
+    hashes = tuple(xxhash.xxh3_64_hexdigest(chunk.data) for chunk in chunks)
     return Manifest(version, format, sizes, hashes, tuple(entries)), chunks
 
 
@@ -117,7 +117,7 @@ def unpack_into(manifest: Manifest, chunks: Sequence[np.ndarray], targets: dict[
 
 def _bytes(tensor: Tensor) -> Tensor:
     """The memory of a contiguous tensor: uint8 [nbytes], shared."""
-    return tensor.detach().view(-1).view(torch.uint8)
+    return tensor.detach().view(-1).view(torch.uint8) if tensor.numel() else torch.empty(0, dtype=torch.uint8)
 
 
 def _pieces(entry: Entry, size: int) -> Iterator[tuple[int, slice, slice]]:
@@ -139,7 +139,7 @@ def _check_chunks(manifest: Manifest, chunks: Sequence[np.ndarray]) -> None:
     for index, (chunk, size, wanted) in enumerate(zip(chunks, manifest.chunk_sizes, manifest.hashes, strict=True)):
         if chunk.dtype != np.uint8 or chunk.shape != (size,):
             raise WireError(f"{label}: chunk {index} is {chunk.dtype} {list(chunk.shape)}, the manifest says {size} bytes")
-        found = xxhash.xxh3_64_hexdigest(chunk)
+        found = xxhash.xxh3_64_hexdigest(chunk.data)
         if found != wanted:
             raise WireError(f"{label}: chunk {index} is damaged, its xxh3 is {found}, the manifest says {wanted}: publish again")
 

@@ -5,12 +5,16 @@ from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import settings
 
 from configs.schema import Lora, Model
 from policy.families import Family, family_for
 from policy.lora import add_adapters, load_adapter_state
 from policy.types import Conditioning
 from tests.tiny_sd3 import TINY_HEIGHT, TINY_SEQUENCE, TINY_WIDTH
+
+settings.register_profile("patient", deadline=None)  # a busy machine is no reason to fail
+settings.load_profile("patient")
 
 LORA = Lora(rank=4, alpha=8)
 

@@ -1,0 +1,168 @@
+"""Emulated linear layers, which modules they replace, and how long they take."""
+
+import time
+
+import pytest
+import torch
+from torch import nn
+
+from policy.precision import nvfp4
+from policy.precision.backends import BACKENDS, resolve_backend
+from policy.precision.emulated import EmulatedNVFP4Linear, Workspace
+from policy.precision.nvfp4 import quantise, quantise_activation
+from policy.precision.swap import quantise_plan, swap_linears, weight_modules
+
+
+def layer_of(linear: nn.Linear, workspace: Workspace | None = None) -> EmulatedNVFP4Linear:
+    layer = EmulatedNVFP4Linear(linear, workspace or Workspace())
+    for name, tensor in BACKENDS["emulated_nvfp4"].pack(linear.weight, True).items():
+        getattr(layer, name).copy_(tensor)
+    return layer
+
+
+@pytest.fixture
+def linear() -> nn.Linear:
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        return nn.Linear(64, 24)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("shape", [(7, 64), (2, 5, 64), (64,)])
+def test_forward_is_alpha_times_the_product_of_operands(linear, shape):
+    """Against float64. Products of E2M1 by E4M3 values are exact in float32; K = 64 sums, alpha and bias round, each by at
+    most 2^-24 of the sum of absolute products."""
+    x = torch.randn(shape, generator=torch.Generator().manual_seed(1)) * 3
+    packed = quantise(linear.weight, search=True)
+    ux, amax = quantise_activation(x)
+    uw = nvfp4.decoded_operand(packed.codes, packed.scales, nvfp4.nibble_values(), nvfp4.scale_values())
+    alpha = amax.double() * packed.amax.double() / (36 * 448 * 448)
+    wanted = alpha * (ux.double() @ uw.double().t()) + linear.bias.double()
+    bound = (64 + 4) * 2.0**-24 * (alpha * (ux.double().abs() @ uw.double().abs().t()) + linear.bias.double().abs())
+    y = layer_of(linear)(x)
+    assert y.shape == (*shape[:-1], 24) and y.dtype == torch.float32
+    assert ((y.double() - wanted).abs() <= bound).all()
+
+
+@torch.no_grad()
+def test_quantisation_error_is_that_of_the_format(linear):
+    """Gaussian activations and near-uniform weights: about .13 relative, and not zero (it does quantise)."""
+    x = torch.randn(512, 64, generator=torch.Generator().manual_seed(1))
+    wide = linear(x) - linear.bias
+    error = ((layer_of(linear)(x) - linear.bias - wide).norm() / wide.norm()).item()
+    assert 0.08 < error < 0.16
+
+
+@torch.no_grad()
+def test_bfloat16_in_and_out(linear):
+    layer = layer_of(linear)
+    x = torch.randn(4, 64, generator=torch.Generator().manual_seed(1)).bfloat16()
+    y = layer(x)
+    assert y.dtype == torch.bfloat16
+    assert torch.equal(y, layer(x.float()).bfloat16())
+    assert layer.bfloat16().amax.dtype == torch.float32  # a cast does not reach the packed weight
+    assert torch.equal(layer_of(linear).amax, layer.amax)
+
+
+@torch.no_grad()
+def test_one_input_is_quantised_once(linear):
+    workspace = Workspace()
+    layers = [layer_of(linear, workspace) for _ in range(2)]
+    x = torch.randn(4, 64)
+    first = layers[0](x)
+    operand = workspace.quantised(x)
+    assert workspace.quantised(x) is operand
+    assert torch.equal(layers[1](x), first)
+    x += 1  # in place: the same object, another value
+    assert workspace.quantised(x) is not operand
+    assert torch.equal(layers[0](x), layer_of(linear)(x))
+    other = torch.randn(3, 64)
+    assert torch.equal(layers[0](other), layer_of(linear)(other))
+    with torch.inference_mode():  # tensors without a version counter
+        inner = x * 2
+        assert torch.equal(layers[0](inner), layer_of(linear)(inner))
+        inner += 1
+        assert torch.equal(layers[0](inner), layer_of(linear)(inner))
+
+
+@torch.no_grad()
+def test_a_non_contiguous_input(linear):
+    x = torch.randn(64, 6).t()
+    assert torch.equal(layer_of(linear)(x), layer_of(linear)(x.contiguous()))
+
+
+def test_plan_of_the_transformer(family, transformer):
+    plan = {row.name: row for row in quantise_plan(transformer, family, (), BACKENDS["emulated_nvfp4"])}
+    quantised = {name for name, row in plan.items() if row.quantised}
+    attention = ("to_q", "to_k", "to_v", "to_out.0", "add_q_proj", "add_k_proj", "add_v_proj")
+    wanted = {f"transformer_blocks.{i}.attn.{part}" for i in range(2) for part in attention}
+    wanted |= {f"transformer_blocks.{i}.ff.net.{part}" for i in range(2) for part in ("0.proj", "2")}
+    wanted |= {f"transformer_blocks.0.{part}" for part in ("attn.to_add_out", "ff_context.net.0.proj", "ff_context.net.2")}
+    assert quantised == wanted
+    assert plan["proj_out"].why == "kept wide by the model family: proj_out"
+    assert plan["transformer_blocks.0.norm1.linear"].shape == (192, 32)
+    assert {name for name, _ in weight_modules(transformer)} == set(plan)
+
+
+def test_plan_with_patterns_and_shapes(family, transformer):
+    transformer.transformer_blocks[0].ff.net[2] = nn.Linear(120, 32)
+    plan = {r.name: r for r in quantise_plan(transformer, family, ["transformer_blocks.1.*"], BACKENDS["emulated_nvfp4"])}
+    assert plan["transformer_blocks.1.attn.to_q"].why == "kept wide by explore.keep_wide: transformer_blocks.1.*"
+    assert plan["transformer_blocks.0.ff.net.2"].why == "K = 120 is not a multiple of 16"
+    assert not any(row.quantised for name, row in plan.items() if name.startswith("transformer_blocks.1."))
+    with pytest.raises(ValueError, match=r"explore.keep_wide: 'blocks\.\*' matches no module"):
+        quantise_plan(transformer, family, ["blocks.*"])
+
+
+def test_plan_looks_through_adapters(family, adapted):
+    bare = family.load_transformer("cpu", torch.float32)
+    for backend in BACKENDS.values():
+        assert quantise_plan(adapted, family, (), backend) == quantise_plan(bare, family, (), backend)
+    with pytest.raises(ValueError, match="swap before anything wraps it"):
+        swap_linears(adapted, quantise_plan(adapted, family), BACKENDS["emulated_nvfp4"])
+
+
+def test_wide_backends_replace_nothing(family, transformer):
+    plan = quantise_plan(transformer, family, (), BACKENDS["bf16"])
+    assert not any(row.quantised for row in plan)
+    assert {r.why for r in plan if "attn" in r.name} == {"backend bf16 quantises nothing"}
+    assert swap_linears(transformer, plan, BACKENDS["bf16"]) == {}
+
+
+def test_resolving_backends():
+    backend, why = resolve_backend("auto", "cpu")
+    assert backend.name == "emulated_nvfp4" and why.startswith("auto: there is no NVFP4 kernel for cpu")
+    assert resolve_backend("fp32", "cpu") == (BACKENDS["fp32"], "fp32: as configured")
+    with pytest.raises(ValueError, match="explore.backend: 'te_nvfp4' is not available here: use auto, emulated_nvfp4, bf16, fp32"):
+        resolve_backend("te_nvfp4", "cpu")
+
+
+@pytest.mark.slow
+def test_emulation_takes_at_most_twice_the_time_of_fp32(family):
+    """The eager path on one thread, on a transformer as wide as the shipped one; best of ten, so that neighbours count less."""
+    from diffusers import SD3Transformer2DModel
+
+    size = {"sample_size": 16, "patch_size": 2, "in_channels": 4, "out_channels": 4, "num_layers": 2, "pos_embed_max_size": 16}
+    width = {"attention_head_dim": 48, "num_attention_heads": 4, "caption_projection_dim": 192, "joint_attention_dim": 128}
+    wide = SD3Transformer2DModel(**size, **width, pooled_projection_dim=128, qk_norm="rms_norm").eval()
+    emulated = SD3Transformer2DModel.from_config(wide.config).eval()
+    backend = BACKENDS["emulated_nvfp4"]
+    swapped = swap_linears(emulated, quantise_plan(emulated, family, (), backend), backend)
+    for name, layer in swapped.items():
+        for part, tensor in backend.pack(wide.get_submodule(name).weight, False).items():
+            getattr(layer, part).copy_(tensor)
+    inputs = {
+        "hidden_states": torch.randn(24, 4, 16, 16),
+        "timestep": torch.full((24,), 500.0),
+        "encoder_hidden_states": torch.randn(24, 32, 128),
+        "pooled_projections": torch.randn(24, 128),
+    }
+
+    @torch.no_grad()
+    def seconds(module: nn.Module) -> float:
+        start = time.perf_counter()
+        module(**inputs)
+        return time.perf_counter() - start
+
+    rounds = [(seconds(emulated), seconds(wide)) for _ in range(12)][2:]
+    assert min(e for e, _ in rounds) <= 2 * min(w for _, w in rounds)

@@ -1,0 +1,225 @@
+"""From the learner's adapters through published bytes into explorers."""
+
+import gc
+import weakref
+
+import numpy as np
+import pytest
+import torch
+
+from policy.explorer import Explorer
+from policy.lora import merged_weights, use
+from policy.precision.backends import BACKENDS
+from policy.precision.emulated import EmulatedNVFP4Linear
+from policy.precision.nvfp4 import Packed, dequantise, quantise
+from policy.precision.swap import quantise_plan
+from policy.precision.wire import WireError
+from policy.publish import NonFiniteWeights, Publisher, export_policy
+from policy.sampling.sample import sample
+
+NVFP4, FP32, BF16 = BACKENDS["emulated_nvfp4"], BACKENDS["fp32"], BACKENDS["bf16"]
+SEEDS = (5, 6, 2**60)
+
+
+def publisher(family, transformer, backend=NVFP4, keep_wide=(), chunk_bytes=4096):
+    return Publisher(transformer, quantise_plan(transformer, family, keep_wide, backend), backend, chunk_bytes)
+
+
+def unpacked(layer: EmulatedNVFP4Linear) -> torch.Tensor:
+    return dequantise(Packed(layer.codes, layer.scales, layer.amax))
+
+
+def test_explorers_hold_the_merged_weights(family, adapted, randomise):
+    """Every quantised layer is the packed merged weight, adapted or not."""
+    randomise(adapted, "old", 1)
+    manifest, chunks, _ = publisher(family, adapted).export("old", 4)
+    explorer = Explorer(family, NVFP4)
+    assert explorer.version is None
+    assert explorer.load(manifest, chunks) == (4, manifest.checksum)
+    assert explorer.version == 4
+    wanted = dict(merged_weights(adapted, "old"))
+    base = family.load_transformer("cpu", torch.float32)
+    for row in explorer.plan:
+        layer = explorer.transformer.get_submodule(row.name)
+        weight = wanted.get(row.name, base.get_submodule(row.name).weight)
+        assert torch.equal(unpacked(layer), dequantise(quantise(weight, search=True))) if row.quantised else True
+        assert row.quantised or torch.equal(layer.weight, weight)
+    assert sum(row.quantised and row.name not in wanted for row in explorer.plan) == 6  # feed-forward: not adapted
+
+
+def test_four_and_a_half_bits_on_the_wire(family, adapted):
+    manifest, _, _ = publisher(family, adapted).export("current", 0)
+    rows = [row for row in quantise_plan(adapted, family, (), NVFP4) if row.quantised]
+    weights = sum(row.shape[0] * row.shape[1] for row in rows)
+    assert manifest.nbytes == weights * 4.5 / 8 + 4 * len(rows)
+
+
+def test_an_explorer_holds_no_wide_copy(family, monkeypatch):
+    """By bytes of parameters and buffers, and by the fate of the wide weights it was built from."""
+    born = {}
+    load = type(family).load_transformer
+
+    def remember(self, *args):
+        transformer = load(self, *args)
+        born.update({name: weakref.ref(parameter) for name, parameter in transformer.named_parameters()})
+        return transformer
+
+    monkeypatch.setattr(type(family), "load_transformer", remember)
+    explorer = Explorer(family, NVFP4)
+    gc.collect()
+    quantised = {row.name: row.shape for row in explorer.plan if row.quantised}
+    for name, parameter in born.items():
+        is_weight = name.removesuffix(".weight") in quantised and name.endswith(".weight")
+        assert (parameter() is None) == is_weight, name
+    state = [*explorer.transformer.parameters(), *explorer.transformer.buffers()]
+    elements = sum(n * k for n, k in quantised.values())
+    wide = family.load_transformer("cpu", torch.float32)
+    everything = sum(t.numel() * 4 for t in [*wide.parameters(), *wide.buffers()])
+    held = sum(t.numel() * t.element_size() for t in state)
+    assert held == everything - elements * 4 + elements * 4.5 / 8 + 4 * len(quantised)
+    assert not any(isinstance(module, torch.nn.Module) and "ext_encoder" in str(type(module)) for module in vars(explorer).values())
+    layers = [module for module in explorer.transformer.modules() if isinstance(module, EmulatedNVFP4Linear)]
+    assert {id(layer.workspace) for layer in layers} == {id(layers[0].workspace)}
+    for layer in layers:  # nor does a forward leave one behind
+        layer(torch.ones(2, layer.in_features))
+        tensors = [value for value in vars(layer).values() if isinstance(value, torch.Tensor)]
+        assert not tensors and {name for name, _ in layer.named_buffers()} == {"codes", "scales", "amax"}
+
+
+def test_fp32_explorers_draw_what_the_learner_draws(family, adapted, cond, randomise):
+    """Merged instead of added: sums in another order, values of order 1 through 3 steps of a two-layer network."""
+    randomise(adapted, "current", 2)
+    explorer = Explorer(family, FP32)
+    manifest, chunks, _ = publisher(family, adapted, FP32).export("current", 0)
+    explorer.load(manifest, chunks)
+    images, latents = explorer.explore(cond.rows(1), SEEDS, 3, "dpm2")
+    assert images.dtype == np.uint8 and images.shape == (3, 3, 16, 16) and latents.dtype == np.float32
+    rows = cond.rows(1).repeat(3)
+    with use(adapted, "current"):
+        wanted = sample(family, adapted, rows, SEEDS, 3, "dpm2")
+    np.testing.assert_allclose(latents, wanted, rtol=0, atol=1e-5)
+    with use(adapted, None):
+        assert np.abs(latents - sample(family, adapted, rows, SEEDS, 3, "dpm2").numpy()).max() > 0.01
+    np.testing.assert_array_equal(images, family.decode(explorer.vae, torch.from_numpy(latents)).numpy())
+
+
+@pytest.mark.parametrize("backend", [NVFP4, BF16])
+def test_cheap_explorers_draw_nearly_that(family, adapted, cond, randomise, backend):
+    """Close, but not equal: it does run in the precision it says."""
+    randomise(adapted, "current", 2)
+    explorer = Explorer(family, backend)
+    manifest, chunks, _ = publisher(family, adapted, backend).export("current", 0)
+    explorer.load(manifest, chunks)
+    _, latents = explorer.explore(cond.rows(1), SEEDS, 3, "dpm2")
+    wanted = sample(family, adapted, cond.rows(1).repeat(3), SEEDS, 3, "dpm2").numpy()
+    error = np.linalg.norm(latents - wanted) / np.linalg.norm(wanted)
+    assert 1e-4 < error < 0.05
+    again = Explorer(family, backend)
+    again.load(manifest, chunks)
+    np.testing.assert_array_equal(again.explore(cond.rows(1), SEEDS, 3, "dpm2")[1], latents)
+
+
+def test_a_pool_is_drawn_the_same_whatever_came_before(family, adapted, cond):
+    explorer = Explorer(family, NVFP4)
+    manifest, chunks, _ = publisher(family, adapted).export("current", 0)
+    explorer.load(manifest, chunks)
+    first, _ = explorer.explore(cond.rows(0), SEEDS, 2, "dpm2")
+    explorer.explore(cond.rows(1), (1, 2, 3, 4, 5), 3, "euler")
+    np.testing.assert_array_equal(explorer.explore(cond.rows(0), SEEDS, 2, "dpm2")[0], first)
+
+
+def test_version_protocol(family, adapted, cond, randomise):
+    explorer = Explorer(family, NVFP4)
+    with pytest.raises(RuntimeError, match="has no policy version"):
+        explorer.explore(cond.rows(0), SEEDS, 2, "euler")
+    publish = publisher(family, adapted)
+    manifest, chunks, _ = publish.export("current", 1)
+    explorer.load(manifest, chunks)
+    pointers = {name: buffer.data_ptr() for name, buffer in explorer.transformer.named_buffers()}
+    before = {name: buffer.clone() for name, buffer in explorer.transformer.named_buffers()}
+    randomise(adapted, "current", 3)
+    newer, damaged, _ = publish.export("current", 2)
+    damaged[1][7] ^= 1
+    with pytest.raises(WireError, match="version 2: chunk 1 is damaged"):
+        explorer.load(newer, damaged)
+    assert explorer.version is None
+    assert all(torch.equal(buffer, before[name]) for name, buffer in explorer.transformer.named_buffers())
+    with pytest.raises(RuntimeError, match="has no policy version"):
+        explorer.explore(cond.rows(0), SEEDS, 2, "euler")
+    damaged[1][7] ^= 1
+    assert explorer.load(newer, damaged)[0] == explorer.version == 2
+    assert {name: buffer.data_ptr() for name, buffer in explorer.transformer.named_buffers()} == pointers
+    assert any(not torch.equal(buffer, before[name]) for name, buffer in explorer.transformer.named_buffers())
+    with pytest.raises(ValueError, match="conditioning of 2 rows: explore takes one prompt"):
+        explorer.explore(cond, SEEDS, 2, "euler")
+
+
+def test_weights_for_another_explorer_are_refused(family, adapted):
+    manifest, chunks, _ = publisher(family, adapted, FP32).export("current", 0)
+    with pytest.raises(WireError, match="version 0 is fp32, backend emulated_nvfp4 takes nvfp4"):
+        Explorer(family, NVFP4).load(manifest, chunks)
+    manifest, chunks, _ = publisher(family, adapted, keep_wide=["*.ff.*"]).export("current", 0)
+    with pytest.raises(WireError, match="lacks 'transformer_blocks.0.ff.net.0.proj.amax'.*same model and keep_wide"):
+        Explorer(family, NVFP4).load(manifest, chunks)
+
+
+def test_adapted_modules_that_stay_wide_travel_merged(family, adapted, randomise):
+    randomise(adapted, "current", 4)
+    patterns = ["transformer_blocks.0.*"]
+    manifest, chunks, _ = publisher(family, adapted, keep_wide=patterns).export("current", 0)
+    explorer = Explorer(family, NVFP4, patterns)
+    explorer.load(manifest, chunks)
+    merged = dict(merged_weights(adapted, "current"))
+    name = "transformer_blocks.0.attn.to_q"
+    assert torch.equal(explorer.transformer.get_submodule(name).weight, merged[name])
+    assert not any(entry.name.startswith("transformer_blocks.0.ff") for entry in manifest.entries)
+
+
+def test_non_finite_weights_are_not_published(family, adapted):
+    publish = publisher(family, adapted)
+    publish.export("current", 0)
+    name = "transformer_blocks.1.attn.to_k"
+    with torch.no_grad():
+        adapted.get_submodule(name).lora_B["current"].weight[3] = float("nan")
+    with pytest.raises(NonFiniteWeights, match=f"the weights of '{name}' are not finite") as caught:
+        publish.export("current", 1)
+    assert caught.value.module == name
+
+
+def test_statistics_against_the_export_before(family, adapted, randomise):
+    """Both recomputed from what two explorers hold and from the merged weights."""
+    publish, explorer = publisher(family, adapted), Explorer(family, NVFP4)
+    names = [name for name, _ in merged_weights(adapted, None)]
+
+    def export(version):
+        manifest, chunks, statistics = publish.export("current", version)
+        explorer.load(manifest, chunks)
+        layers = [explorer.transformer.get_submodule(name) for name in names]
+        nibbles = torch.cat([torch.stack([layer.codes & 15, layer.codes >> 4]).flatten() for layer in layers])
+        decoded = torch.cat([unpacked(layer).flatten() for layer in layers]).double()
+        return statistics, nibbles, decoded, torch.cat([w.flatten() for _, w in merged_weights(adapted, "current")]).double()
+
+    first, codes, decoded, merged = export(0)
+    assert first == {}
+    again, *_ = export(1)
+    assert again == {"weights/codes_changed": 0.0}
+    randomise(adapted, "current", 7)
+    statistics, codes_after, decoded_after, merged_after = export(2)
+    assert statistics["weights/codes_changed"] == pytest.approx((codes != codes_after).double().mean().item(), abs=1e-12)
+    cosine = torch.cosine_similarity(decoded_after - decoded, merged_after - merged, dim=0).item()
+    assert statistics["weights/delta_cosine"] == pytest.approx(cosine, abs=1e-5)  # W cancels there in float32
+    assert 0.9 < cosine < 1
+
+
+def test_unadapted_modules_are_packed_once(family, adapted, monkeypatch):
+    packed = []
+    pack = type(NVFP4).pack
+    monkeypatch.setattr(type(NVFP4), "pack", lambda self, weight, search: packed.append(weight.shape) or pack(self, weight, search))
+    publish = publisher(family, adapted)
+    first, chunks, _ = publish.export("current", 0)
+    assert len(packed) == 21
+    second, again, _ = publish.export("current", 1)
+    assert len(packed) == 21 + 15
+    assert first.hashes == second.hashes and first.checksum != second.checksum
+    alone, _ = export_policy(adapted, "current", quantise_plan(adapted, family, (), NVFP4), NVFP4, 1, 4096)
+    assert alone == second

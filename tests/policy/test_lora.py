@@ -1,0 +1,225 @@
+"""Adapters: the reference is exact, merging is adding, and diffusers reads and writes the same files."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+from diffusers import StableDiffusion3Pipeline
+from safetensors import safe_open
+
+from configs.schema import Lora
+from policy.lora import (
+    FILE,
+    adapted_modules,
+    adapter_state,
+    add_adapters,
+    blend,
+    load_adapter_state,
+    merged_weights,
+    save_diffusers_lora,
+    trainable,
+    use,
+)
+from policy.sampling.noise import noise_for
+from policy.sampling.sample import sample
+from tests.policy.conftest import LORA
+from tests.tiny_sd3 import TINY_SEQUENCE
+
+SEEDS = [1, 2, 3]
+
+
+def latents(family, transformer, cond):
+    return sample(family, transformer, cond.rows(0).repeat(3), SEEDS, 3, "euler")
+
+
+def test_adapters_off_is_the_base_model_bit_for_bit(family, adapted, cond, randomise):
+    base = latents(family, family.load_transformer("cpu", torch.float32), cond)
+    randomise(adapted, "current", 0)
+    with use(adapted, None):
+        assert torch.equal(latents(family, adapted, cond), base)
+    with use(adapted, "old"):  # B = 0: adds zeros
+        assert torch.equal(latents(family, adapted, cond), base)
+    assert (latents(family, adapted, cond) - base).abs().max() > 0.01
+
+
+def test_initial_adapters_are_equal_gaussian_and_seeded(family, adapted):
+    states = [adapter_state(adapted, name) for name in ("current", "old", "ema")]
+    for key, value in states[0].items():
+        assert torch.equal(value, states[1][key]) and torch.equal(value, states[2][key])
+        assert value.dtype == torch.float32
+        assert ("lora_A" in key) == bool(value.any())
+    downs = torch.cat([value.flatten() for key, value in states[0].items() if "lora_A" in key])
+    # 15 modules x 4 x 32 = 1920 values of deviation 1/4: its standard error is 1 / (4 sqrt(2 * 1920)) = 0.004; five of them
+    assert abs(downs.std() - 0.25) < 0.02
+    other = family.load_transformer("cpu", torch.float32)
+    add_adapters(other, LORA, family, seed=1)
+    assert all(torch.equal(v, states[0][k]) for k, v in adapter_state(other, "current").items())
+    third = family.load_transformer("cpu", torch.float32)
+    add_adapters(third, LORA, family, seed=2)
+    assert not torch.equal(next(iter(adapter_state(third, "current").values())), next(iter(states[0].values())))
+
+
+def test_global_randomness_is_left_alone(family, transformer):
+    before = torch.get_rng_state()
+    add_adapters(transformer, LORA, family, seed=1)
+    with torch.random.fork_rng():
+        torch.set_rng_state(before)
+        expected = adapter_state(transformer, "current")
+    torch.manual_seed(123)
+    again = family.load_transformer("cpu", torch.float32)
+    add_adapters(again, LORA, family, seed=1)
+    assert all(torch.equal(v, expected[k]) for k, v in adapter_state(again, "current").items())
+
+
+def test_only_current_is_trainable_whatever_is_active(adapted):
+    wanted = {id(parameter) for _, parameter in trainable(adapted)}
+    assert len(wanted) == 30
+    for name in ("current", "old", "ema", None):
+        with use(adapted, name):
+            assert {id(p) for p in adapted.parameters() if p.requires_grad} == wanted
+    assert {id(p) for p in adapted.parameters() if p.requires_grad} == wanted
+
+
+def test_gradients_survive_a_visit_to_another_adapter(family, adapted, cond):
+    x, sigma = noise_for([4], family.latent_shape), torch.tensor(0.5)
+    velocity = family.velocity(adapted, x, sigma, cond.rows(0))
+    with use(adapted, "old"), torch.no_grad():
+        family.velocity(adapted, x, sigma, cond.rows(0))
+    with use(adapted, None), torch.no_grad():
+        family.velocity(adapted, x, sigma, cond.rows(0))
+    velocity.square().sum().backward()
+    # A's gradient is a multiple of B, which is 0; the last block throws the text's queries away
+    idle = "transformer_blocks.1.attn.add_q_proj.lora_B.weight"
+    for key, parameter in trainable(adapted):
+        assert parameter.grad is not None, key
+        assert bool(parameter.grad.any()) == ("lora_B" in key and key != idle), key
+
+
+def test_use_nests_and_refuses_unknown_names(adapted):
+    def active():
+        return {(tuple(layer.active_adapters), layer.disable_adapters) for _, layer in adapted_modules(adapted)}
+
+    with use(adapted, "old"):
+        with use(adapted, None):
+            assert {disabled for _, disabled in active()} == {True}
+            with use(adapted, "ema"):
+                assert active() == {(("ema",), False)}
+        assert active() == {(("old",), False)}
+    assert active() == {(("current",), False)}
+    with pytest.raises(KeyError, match="adapter 'best' does not exist; there are current, old, ema"), use(adapted, "best"):
+        pass
+
+
+def test_merged_weights_are_the_adapters_forward(adapted, randomise):
+    """Each module against float64: both ways round at most (K + r + 4) times by 2^-24 of the sum of absolute products."""
+    randomise(adapted, "ema", 3)
+    merged = dict(merged_weights(adapted, "ema"))
+    assert set(merged) == {name for name, _ in adapted_modules(adapted)} and len(merged) == 15
+    for name, layer in adapted_modules(adapted):
+        x = torch.randn(5, layer.in_features, generator=torch.Generator().manual_seed(0))
+        with use(adapted, "ema"):
+            y = layer(x).detach()
+        weight, bias = merged[name], layer.base_layer.bias
+        down, up = layer.lora_A["ema"].weight.abs(), layer.lora_B["ema"].weight.abs()
+        size = x.abs() @ (layer.base_layer.weight.abs() + layer.scaling["ema"] * up @ down).t() + bias.abs()
+        assert ((y - (x @ weight.t() + bias)).abs() <= 2 * (layer.in_features + 8) * 2.0**-24 * size).all()
+        assert not torch.equal(weight, layer.base_layer.weight)
+    for name, weight in merged_weights(adapted, None):
+        assert torch.equal(weight, adapted.get_submodule(name).base_layer.weight)
+
+
+def test_bfloat16_base_keeps_float32_adapters(family):
+    transformer = family.load_transformer("cpu", torch.bfloat16)
+    add_adapters(transformer, LORA, family, seed=1)
+    assert {p.dtype for _, p in trainable(transformer)} == {torch.float32}
+    assert transformer.transformer_blocks[0].attn.to_q.base_layer.weight.dtype == torch.bfloat16
+
+
+def test_blend_closed_form(adapted, randomise):
+    current, old = randomise(adapted, "current", 1), randomise(adapted, "old", 2)
+    blend(adapted, "old", "current", 0.75)
+    for key, value in adapter_state(adapted, "old").items():
+        torch.testing.assert_close(value, 0.75 * old[key] + 0.25 * current[key], rtol=0, atol=4 * 2.0**-24)
+    blend(adapted, "old", "current", 0.0)
+    assert all(torch.equal(value, current[key]) for key, value in adapter_state(adapted, "old").items())
+    blend(adapted, "ema", "current", 1.0)
+    assert not torch.equal(adapter_state(adapted, "ema")[key], current[key])
+    assert all(torch.equal(value, current[key]) for key, value in adapter_state(adapted, "current").items())
+    with pytest.raises(ValueError, match=r"decay 1.5 is outside \[0, 1\]"):
+        blend(adapted, "old", "current", 1.5)
+
+
+def test_states_are_copies_and_checked(adapted):
+    state = adapter_state(adapted, "current")
+    key = "transformer_blocks.0.attn.to_q.lora_A.weight"
+    state[key] += 1
+    assert not torch.equal(adapter_state(adapted, "current")[key], state[key])
+    with pytest.raises(ValueError, match=f"adapter 'old': {key} is "):
+        load_adapter_state(adapted, "old", {**state, key: torch.zeros(4, 3)})
+    with pytest.raises(ValueError, match="1 keys are not the model's, such as 'proj_out.lora_A.weight'"):
+        load_adapter_state(adapted, "old", {**state, "proj_out.lora_A.weight": torch.zeros(1)})
+
+
+def test_the_export_loads_in_stock_diffusers_and_draws_the_same(family, adapted, cond, randomise, tiny_sd3_dir, tmp_path):
+    state = randomise(adapted, "ema", 5)
+    file = save_diffusers_lora(tmp_path / "lora", state, LORA)
+    assert [path.name for path in (tmp_path / "lora").iterdir()] == [FILE]
+    with safe_open(file, "pt") as opened:
+        metadata = json.loads(opened.metadata()["lora_adapter_metadata"])
+    assert metadata["transformer.r"] == 4 and metadata["transformer.lora_alpha"] == 8
+    pipe = StableDiffusion3Pipeline.from_pretrained(tiny_sd3_dir)
+    pipe.set_progress_bar_config(disable=True)
+
+    def stock():
+        return pipe(
+            "a red circle",
+            num_images_per_prompt=3,
+            height=16,
+            width=16,
+            num_inference_steps=3,
+            sigmas=np.linspace(1, 1 / 3, 3).tolist(),
+            guidance_scale=1.0,
+            max_sequence_length=TINY_SEQUENCE,
+            latents=noise_for(SEEDS, family.latent_shape),
+            output_type="latent",
+        ).images
+
+    base = stock()
+    pipe.load_lora_weights(str(tmp_path / "lora"))
+    with use(adapted, "ema"):
+        ours = latents(family, adapted, cond)
+    # the same layers of peft in the same order; sums of the two runs may not be grouped differently
+    torch.testing.assert_close(stock(), ours, rtol=0, atol=1e-5)
+    assert (ours - base).abs().max() > 0.01
+
+
+@pytest.mark.parametrize(("rank", "alpha"), [(4, 8), (6, 3), (4, 32)])
+def test_starting_from_an_existing_lora(family, adapted, transformer, randomise, tmp_path, rank, alpha):
+    """Same product s B A in every module, at the same or a larger rank and any alpha."""
+    state = randomise(adapted, "current", 6)
+    save_diffusers_lora(tmp_path, state, LORA)
+    wanted = dict(merged_weights(adapted, "current"))
+    fresh = family.load_transformer("cpu", torch.float32)
+    add_adapters(fresh, Lora(rank=rank, alpha=alpha, init_from=str(tmp_path)), family, seed=9)
+    for name in ("current", "old", "ema"):
+        for module, weight in merged_weights(fresh, name):
+            torch.testing.assert_close(weight, wanted[module], rtol=1e-5, atol=1e-6)
+    downs = adapter_state(fresh, "current")["transformer_blocks.0.attn.to_q.lora_A.weight"]
+    assert (downs.abs().sum(1) > 0).all()  # added rows can learn
+
+
+def test_what_cannot_be_started_from(family, adapted, tmp_path, randomise):
+    save_diffusers_lora(tmp_path, randomise(adapted, "current", 6), LORA)
+    cases = [
+        (Lora(rank=4, init_from=str(tmp_path / "none")), FileNotFoundError, "lora.init_from: there is no pytorch_lora_weights"),
+        (Lora(rank=2, init_from=str(tmp_path)), ValueError, "is 32x32 of rank 4, here it is 32x32 of rank 2: raise lora.rank"),
+        (Lora(rank=4, targets=("attn.to_q",), init_from=str(tmp_path)), ValueError, "in no module of lora.targets"),
+        (Lora(rank=4, targets=("attn.query",)), ValueError, "lora.targets: no module of the transformer ends in one of attn.query"),
+    ]
+    for lora, error, message in cases:
+        with pytest.raises(error, match=message):
+            add_adapters(family.load_transformer("cpu", torch.float32), lora, family)
+    (tmp_path / FILE).write_bytes(b"\x08\x00\x00\x00\x00\x00\x00\x00not json")
+    with pytest.raises(ValueError, match="is not a readable safetensors file"):
+        add_adapters(family.load_transformer("cpu", torch.float32), Lora(rank=4, init_from=str(tmp_path)), family)

@@ -1,0 +1,132 @@
+"""Published bytes: there and back, and nothing damaged gets in."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from policy.precision.wire import DTYPES, Entry, Manifest, WireError, pack_tensors, unpack_into
+
+SHAPE = st.lists(st.integers(0, 4), max_size=3).map(tuple)
+SPEC = st.dictionaries(
+    st.text("abc.", min_size=1, max_size=6), st.tuples(st.sampled_from(sorted(DTYPES)), SHAPE), min_size=1, max_size=5
+)
+
+
+def tensor_of(name: str, dtype: str, shape: tuple[int, ...]) -> torch.Tensor:
+    itemsize = DTYPES[dtype].itemsize
+    rng = np.random.default_rng([*shape, len(name)])
+    raw = rng.integers(0, 120, size=(int(np.prod(shape)) * itemsize,), dtype=np.uint8)
+    return torch.from_numpy(raw).view(DTYPES[dtype]).reshape(shape) if raw.size else torch.empty(shape, dtype=DTYPES[dtype])
+
+
+def bits(tensor: torch.Tensor) -> bytes:
+    return tensor.reshape(-1).view(torch.uint8).numpy().tobytes() if tensor.numel() else b""
+
+
+def sample_tensors() -> dict[str, torch.Tensor]:
+    return {"w.codes": torch.arange(40, dtype=torch.uint8).view(5, 8), "w.amax": torch.tensor(2.5), "b": torch.arange(6).float()}
+
+
+def blank(named: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {name: torch.zeros_like(tensor) for name, tensor in named.items()}
+
+
+@given(SPEC, st.integers(1, 50))
+def test_round_trip(spec, chunk_bytes):
+    named = {name: tensor_of(name, dtype, shape) for name, (dtype, shape) in spec.items()}
+    manifest, chunks = pack_tensors(named, 3, "nvfp4", chunk_bytes)
+    assert sum(chunk.nbytes for chunk in chunks) == manifest.nbytes == sum(len(bits(t)) for t in named.values())
+    assert all(chunk.nbytes <= chunk_bytes for chunk in chunks)
+    manifest = Manifest.from_dict(manifest.to_dict())
+    targets = blank(named)
+    pointers = {name: tensor.data_ptr() for name, tensor in targets.items()}
+    for chunk in chunks:
+        chunk.flags.writeable = False  # as an object store hands them out
+    unpack_into(manifest, chunks, targets)
+    for name, tensor in named.items():
+        assert bits(targets[name]) == bits(tensor)
+        assert targets[name].data_ptr() == pointers[name]
+
+
+@settings(max_examples=60)
+@given(st.integers(0, 67), st.integers(0, 7), st.integers(7, 80))
+def test_a_flipped_bit_is_refused_and_nothing_changes(position, bit, chunk_bytes):
+    named = sample_tensors()
+    manifest, chunks = pack_tensors(named, 9, "nvfp4", chunk_bytes)
+    index, inside = divmod(position, chunk_bytes)
+    chunks[index][inside] ^= 1 << bit
+    targets = blank(named)
+    with pytest.raises(WireError, match=f"version 9: chunk {index} is damaged"):
+        unpack_into(manifest, chunks, targets)
+    assert all(not tensor.any() for tensor in targets.values())
+
+
+def test_what_differs_is_named():
+    named = sample_tensors()
+    manifest, chunks = pack_tensors(named, 1, "nvfp4", 32)
+    cases = [
+        (chunks[:-1], blank(named), "2 chunks arrived, the manifest lists 3"),
+        ([chunks[0][:-1], *chunks[1:]], blank(named), r"chunk 0 is uint8 \[31\], the manifest says 32 bytes"),
+        ([chunks[1], chunks[0], chunks[2]], blank(named), "chunk 0 is damaged"),
+        (chunks, blank(named) | {"c": torch.zeros(2)}, "lacks 'c'"),
+        (chunks, {k: v for k, v in blank(named).items() if k != "b"}, "has 'b', unknown here"),
+        (chunks, blank(named) | {"b": torch.zeros(3, 2)}, r"b is \[6\], here it is \[3, 2\]"),
+        (chunks, blank(named) | {"b": torch.zeros(6, dtype=torch.uint8)}, "b is float32, here it is torch.uint8"),
+        (chunks, blank(named) | {"b": torch.zeros(12)[::2]}, "b is not contiguous here"),
+    ]
+    for given_chunks, targets, message in cases:
+        before = {name: tensor.clone() for name, tensor in targets.items()}
+        with pytest.raises(WireError, match=message):
+            unpack_into(manifest, given_chunks, targets)
+        assert all(torch.equal(targets[name], tensor) for name, tensor in before.items())
+
+
+def test_a_manifest_that_points_outside_is_refused():
+    named = sample_tensors()
+    manifest, chunks = pack_tensors(named, 1, "nvfp4", 32)
+    for offset, nbytes in ((60, 24), (-4, 24), (44, 20)):
+        entries = (*manifest.entries[:-1], Entry("b", "float32", (6,), offset, nbytes))
+        with pytest.raises(WireError, match=f"b lies at {offset} . {nbytes} of 68 bytes, it has 24"):
+            unpack_into(replace(manifest, entries=entries), chunks, blank(named))
+    with pytest.raises(WireError, match="has a name twice"):
+        unpack_into(replace(manifest, entries=(*manifest.entries, manifest.entries[0])), chunks, blank(named))
+    with pytest.raises(WireError, match="not of equal size"):
+        unpack_into(replace(manifest, chunk_sizes=(30, 34, 4)), chunks, blank(named))
+    with pytest.raises(WireError, match="this is no manifest"):
+        Manifest.from_dict({"version": 1})
+
+
+def test_a_float_may_arrive_in_another_width():
+    manifest, chunks = pack_tensors({"w": torch.tensor([1.0, 1.0 + 2**-9, -3.0])}, 0, "bf16", 64)
+    target = torch.zeros(3, dtype=torch.bfloat16)
+    pointer = target.data_ptr()
+    unpack_into(manifest, chunks, {"w": target})
+    assert target.tolist() == [1.0, 1.0, -3.0] and target.data_ptr() == pointer
+
+
+def test_parameters_are_filled_in_place_without_gradient():
+    parameter = torch.nn.Parameter(torch.zeros(2, 3), requires_grad=False)
+    manifest, chunks = pack_tensors({"w": torch.arange(6.0).view(2, 3)}, 0, "fp32", 5)
+    unpack_into(manifest, chunks, {"w": parameter})
+    assert parameter.tolist() == [[0, 1, 2], [3, 4, 5]]
+
+
+def test_the_checksum_covers_contents_and_version():
+    named = sample_tensors()
+    checksums = {pack_tensors(named, version, "nvfp4", size)[0].checksum for version in (1, 2) for size in (32, 64)}
+    assert len(checksums) == 4
+    assert pack_tensors(named, 1, "nvfp4", 32)[0].checksum in checksums
+    named["b"][0] = 1
+    assert pack_tensors(named, 1, "nvfp4", 32)[0].checksum not in checksums
+
+
+def test_what_cannot_travel():
+    with pytest.raises(ValueError, match="w is torch.int64"):
+        pack_tensors({"w": torch.arange(3)}, 0, "fp32", 8)
+    with pytest.raises(ValueError, match="chunks of 0 bytes"):
+        pack_tensors({}, 0, "fp32", 0)
+    assert pack_tensors({}, 0, "fp32", 8)[1] == []
