@@ -239,10 +239,11 @@ def _axes(frame: Frame, x_label: str, whole_x: bool, unit: str = "", y_label: st
             f'<text class="tick" x="{frame.left - 6:g}" y="{y:.2f}" dy="0.35em" text-anchor="end">{_tick(tick, step)}{unit and " " + unit}</text>'
         )
     ticks = nice_ticks(*frame.x_span, count=6)
+    gap = ticks[1] - ticks[0] if len(ticks) > 1 else 1.0
     for tick in [tick for tick in ticks if not whole_x or float(tick).is_integer()]:
         anchor = "end" if frame.x(tick) > right - 8 else "middle"
         parts.append(
-            f'<text class="tick" x="{frame.x(tick):.2f}" y="{foot + 14:g}" text-anchor="{anchor}">{_tick(tick, ticks[-1] - ticks[0] or 1)}</text>'
+            f'<text class="tick" x="{frame.x(tick):.2f}" y="{foot + 14:g}" text-anchor="{anchor}">{_tick(tick, 1.0 if whole_x else gap)}</text>'
         )
     if y_label:
         parts.append(f'<text class="tick" x="{frame.left + 4:g}" y="{frame.top + 4:g}">{escape(y_label)} ↑</text>')

@@ -20,7 +20,7 @@ TONES = {
 ROUTINE = {"version_published", "checkpoint_saved", "actor_started"}
 """Events that are counted and drawn, but not listed."""
 KINDS = ("rollout", "reward", "selector", "encoder", "learner")
-MOST_LANES, MOST_ROWS, MOST_MARKS = 40, 150, 120
+MOST_LANES, MOST_ROWS, MOST_MARKS, LONGEST = 40, 150, 120, 110
 NOUNS = {
     "actor_started": "started", "actor_replaced": "replaced", "actor_died": "died", "actor_benched": "benched",
     "chunk_reissued": "units given out again", "version_published": "versions published", "checkpoint_saved": "checkpoints saved",
@@ -141,7 +141,7 @@ def _tables(events: Sequence[Row], times: Sequence[float]) -> str:
     notable = [(event, when) for event, when in pairs if event["event"] not in ROUTINE]
     parts = []
     if notable:
-        parts.append(f'<div class="card" style="margin-top:16px">{_table(notable[-MOST_ROWS:])}</div>')
+        parts.append(f'<div class="card" style="margin-top:16px">{_table(notable[-MOST_ROWS:], LONGEST)}</div>')
         if len(notable) > MOST_ROWS:
             parts.append(f'<p class="note">The last {MOST_ROWS} of {len(notable):,}; all are in events.jsonl.</p>')
     if len(pairs) > len(notable):
@@ -151,14 +151,16 @@ def _tables(events: Sequence[Row], times: Sequence[float]) -> str:
     return "".join(parts)
 
 
-def _table(rows: Sequence[tuple[Row, float]]) -> str:
+def _table(rows: Sequence[tuple[Row, float]], longest: int = 2000) -> str:
+    """Events as rows; a reason longer than ``longest`` characters is cut, and whole where the reader points at it."""
     cells = []
     for event, when in rows:
         name = event["event"]
         tone = TONES.get(name, "plain")
+        whole = escape(_details(event), quote=True)
         cells.append(
             f'<tr><td class="when n">{duration(when)}</td><td class="{tone}-ink">{escape(_words(name))}</td>'
-            f'<td class="who">{escape(actor_of(event) or "")}</td><td class="wide">{escape(_details(event))}</td></tr>'
+            f'<td class="who">{escape(actor_of(event) or "")}</td><td class="wide" title="{whole}">{escape(_details(event, longest))}</td></tr>'
         )
     head = '<tr><th class="n">after</th><th>what</th><th>who</th><th>details</th></tr>'
     return f'<div class="scroll"><table class="events"><thead>{head}</thead><tbody>{"".join(cells)}</tbody></table></div>'
@@ -170,15 +172,21 @@ def _words(name: str) -> str:
 
 def _because(event: Row) -> str:
     why = next((str(event[key]) for key in REASON_KEYS if event.get(key)), "")
-    return f" ({why[:160]})" if why else ""
+    return f" ({_cut(why, LONGEST)})" if why else ""
 
 
-def _details(event: Row) -> str:
-    """The fields of an event, the reason first, without those that have a column of their own."""
-    why = [str(event[key]) for key in REASON_KEYS if event.get(key)]
+def _details(event: Row, longest: int = 2000) -> str:
+    """The fields of an event, the reason last, without those that have a column of their own."""
+    why = [_cut(str(event[key]), longest) for key in REASON_KEYS if event.get(key)]
     own = {"time", "event", "actor", "kind", *REASON_KEYS} if actor_of(event) else {"time", "event", *REASON_KEYS}
     rest = [f"{key.replace('_', ' ')} {_plain(value)}" for key, value in event.items() if key not in own and value is not None]
-    return " · ".join(why + rest)[:600]
+    return " · ".join(rest + why)
+
+
+def _cut(text: str, longest: int) -> str:
+    """``text`` up to ``longest`` characters, cut between words."""
+    text = " ".join(text.split())
+    return text if len(text) <= longest else text[:longest].rsplit(" ", 1)[0] + " …"
 
 
 def _plain(value: object) -> str:

@@ -351,6 +351,18 @@ def test_a_pause_before_a_resume_takes_no_time_in_the_picture():
     assert running_times([{"event": "x"}, {"event": "y", "time": 7.0}]) == [0.0, 0.0]
 
 
+def test_a_long_reason_is_cut_in_the_table_and_whole_behind_the_fold(tmp_path: Path):
+    run = write_run(tmp_path / "r", iterations=8)
+    why = "The actor is dead because its worker process has died. " + "Some common causes include: many. " * 8 + "The last word."
+    rewrite(run / "events.jsonl", lambda rows: [row | ({"why": why} if row["event"] == "actor_died" else {}) for row in rows])
+    page = page_of(run)
+    assert page.text.count("The last word.") == 1
+    assert (
+        "incarnation 0 · pid 4001 · The actor is dead because its worker process has died. Some common causes include: many. Some common causes …"
+        in page.text
+    )
+
+
 def test_lives_of_actors():
     def of(actor: int, name: str, kind: str = "rollout") -> dict:
         return {"event": name, "kind": kind, "actor": actor}
@@ -398,6 +410,13 @@ def test_a_line_is_drawn_where_its_numbers_are():
     svg = charts.line_chart([charts.Series("a", [(0, 0.0), (10, 1.0)])], include_y=(0.0, 1.0), label="x", size=(400, 210))
     # left 46, right 12, top 10, bottom 34 of 400 x 210; x has 2 % of air at either side: (0 + 0.2) / 10.4 * 342 + 46 = 52.58
     assert '<polyline class="line-1" points="52.58,176.00 381.42,10.00"/>' in svg
+
+
+def test_ticks_that_lie_close_are_told_apart():
+    svg = charts.scatter([(-0.871, -0.869), (-0.856, -0.856)], label="x", x_label="before", y_label="after")
+    texts = re.findall(r'text-anchor="(?:middle|end)">(−[\d.]+)</text>', svg)
+    assert len(texts) >= 6 and max(texts.count(text) for text in texts) == 2  # once on each axis
+    assert "−0.865" in texts
 
 
 def test_bars_stack_and_more_than_sixty_are_averaged():
