@@ -49,6 +49,7 @@ class Scores:
 
     values: dict[str, np.ndarray]  # label -> float32 [B]
     failures: tuple[str, ...] = ()  # one line per scorer that failed
+    parts: dict[str, np.ndarray] = field(default_factory=dict)  # "label/part" -> float32 [B], where a scorer tells its parts
     seconds: float = 0.0
 
 

@@ -6,12 +6,12 @@ import time
 from typing import Any
 
 import numpy as np
-from policy.explorer import Explorer
-from policy.precision.backends import resolve_backend
 
 from actors.messages import ExploreChunk, Explored
 from actors.runtime import begin, identity
+from policy.explorer import Explorer
 from policy.families import family_for
+from policy.precision.backends import resolve_backend
 from policy.types import Conditioning
 
 

@@ -61,7 +61,8 @@ class Ring:
     async def iteration(self, index: int) -> tuple[dict[str, float], list[dict[str, Any]]]:
         """Run iteration ``index`` with policy version ``index``.
 
-        Returns metrics under their contract names, and per prompt what was selected. On return the learner holds policy ``index + 1`` and the explorers have acknowledged it.
+        Returns metrics under their contract names, and per prompt what was selected. On return the learner holds policy
+        ``index + 1`` and the explorers have acknowledged it.
         """
         it = await self._begin(index)
         groups = await asyncio.gather(*(self._group(it, p) for p in range(len(it.prompts))))
@@ -80,7 +81,8 @@ class Ring:
             "time/iteration_s": finished - it.start,
         }
         selected = [
-            {"prompt": it.prompts[p].text, "train": list(chosen.train), "audit": list(chosen.audit)} for p, chosen in sorted(it.chosen.items())
+            {"prompt": it.prompts[p].text, "train": list(chosen.train), "audit": list(chosen.audit)}
+            for p, chosen in sorted(it.chosen.items())
         ]
         return {**self._summary(it), **update, **published, **times}, selected
 

@@ -59,7 +59,7 @@ class Scoring:
         self.scored += len(rewards)
         self.dropped += int((~np.isfinite(rewards)).sum())
         self._last_failure = _fault(answer) or self._last_failure
-        for label, values in answer.values.items():
+        for label, values in (answer.values | answer.parts).items():
             self._sums.setdefault(label, []).extend(values[np.isfinite(values)].tolist())
         return Scored(rewards, answer.values)
 
@@ -72,7 +72,7 @@ class Scoring:
             )
 
     def scorer_means(self) -> dict[str, float]:
-        """Mean raw score per scorer over everything scored: ``reward/<label>``."""
+        """Mean raw score per scorer over everything scored, and of its parts: ``reward/<label>``, ``reward/<label>/<part>``."""
         return {f"reward/{label}": float(np.mean(values)) for label, values in self._sums.items() if values}
 
 

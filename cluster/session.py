@@ -26,7 +26,7 @@ from configs.load import ConfigError
 from configs.prompts import Prompt, read_prompts
 from configs.resume import differences
 from configs.schema import RunConfig
-from learner.checkpoint import latest_checkpoint
+from learner.checkpoint import CheckpointError, latest_checkpoint, read
 from learner.schedules import stop_reason
 from policy.families.base import model_directory
 from rewards import resolve
@@ -57,6 +57,8 @@ def train(config: RunConfig, resume: bool) -> RunDirectory:
             rundir.create(config)
         session = Session(config, rundir, train_prompts, test_prompts[: config.evaluate.prompts])
         asyncio.run(session.run(resume))
+    except CheckpointError as error:
+        raise RunFailed(str(error)) from None
     except OSError as error:
         raise RunFailed(f"{rundir.path}: {error.strerror or error}: mend that and continue with --resume") from None
     finally:
@@ -117,10 +119,14 @@ class Session:
         work = asyncio.current_task()
         assert work is not None
         install_stop_signals(asyncio.get_running_loop(), lambda name: self._stop(name, work))
-        self.rundir.event("run_resumed" if resume else "run_started", arm=self.config.arm, iterations=self.config.iterations)
+        checkpoint = self._rewind() if resume else None
+        began = {"iteration": self.next_iteration, "checkpoint": checkpoint.name if checkpoint else None} if resume else {}
+        self.rundir.event(
+            "run_resumed" if resume else "run_started", arm=self.config.arm, iterations=self.config.iterations, **began
+        )
         try:
             with self.progress:
-                await self._train(resume)
+                await self._train(checkpoint)
             self.rundir.event("run_finished", iterations=self.next_iteration)
         except asyncio.CancelledError:
             await self._save_before_stopping()
@@ -131,8 +137,15 @@ class Session:
             raise
         finally:
             await self.services.stop()
-            if self.rundir.metrics_file.exists():
-                build_report(self.rundir.path)
+            self.exporter.close()
+            self._report()
+
+    def _report(self) -> None:
+        """Write the report; a disk that has no room for it must not hide how the run itself ended."""
+        try:
+            build_report(self.rundir.path)
+        except OSError as error:
+            self.progress.note(f"report.html could not be written: {error.strerror or error}")
 
     def _stop(self, name: str, work: asyncio.Task[Any]) -> None:
         """Cancel the work, but not in the middle of an update: the learner then finishes it first."""
@@ -146,13 +159,13 @@ class Session:
 
         self._canceller = asyncio.create_task(cancel())
 
-    async def _train(self, resume: bool) -> None:
+    async def _train(self, checkpoint: Path | None) -> None:
         config = self.config
         self.progress.note("starting actors")
         await self.services.start()
         await self._write_quantisation_table()
-        if resume:
-            await self._restore()
+        if checkpoint is not None:
+            await self.services.learner.call(("load", checkpoint.name), "load", str(checkpoint))
         self.progress.start(config.iterations, self.next_iteration)
         if self.next_iteration == 0 and not self._evaluated(0):
             await self._evaluate(0)
@@ -236,19 +249,18 @@ class Session:
         with contextlib.suppress(RunFailed):
             await self._save()
 
-    async def _restore(self) -> None:
-        """Continue from the newest whole checkpoint, or from the start when the run was stopped before its first."""
+    def _rewind(self) -> Path | None:
+        """The newest whole checkpoint, with everything that was recorded after it forgotten; None: from the beginning."""
         path = latest_checkpoint(self.rundir.checkpoints)
         if path is None:
             self.progress.note("no checkpoint yet: starting from the beginning")
             self.rundir.truncate(0, 0.0)
-            return
-        extra = await self.services.learner.call(("load", path.name), "load", str(path))
+            return None
+        extra = read(path)[1]["extra"]
         self.next_iteration = self.saved_iteration = extra["iteration"]
         self.seconds_before, self.samples_seen = extra["seconds"], extra["samples_seen"]
-        self.began = time.monotonic()
         self.rundir.truncate(self.next_iteration, extra["time"])
-        self.rundir.event("run_resumed", iteration=self.next_iteration, checkpoint=path.name)
+        return path
 
     async def _write_quantisation_table(self) -> None:
         """``quantisation.json``: every module of the denoiser, whether explorers run it quantised, and why."""

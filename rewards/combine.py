@@ -44,6 +44,15 @@ class Scored:
     parts: dict[str, np.ndarray] = field(default_factory=dict)  # "label/part" -> float32 [B], where a scorer tells its parts
 
 
+@dataclass(frozen=True)
+class Attempt:
+    """Scores of one batch, some of which may be missing."""
+
+    scores: dict[str, np.ndarray]  # label -> float32 [B], NaN where there is none
+    parts: dict[str, np.ndarray]  # "label/part" -> float32 [B]
+    failures: tuple[str, ...]  # one line per scorer that failed
+
+
 class WeightedScorer:
     """All scorers of a configuration as one, in one process."""
 
@@ -56,18 +65,29 @@ class WeightedScorer:
         scorers = {scorer.label: build(scorer) for scorer in rewards.scorers}
         return cls(scorers, {scorer.label: scorer.weight for scorer in rewards.scorers})
 
-    def __call__(self, images: np.ndarray, prompts: Sequence[str], metadata: Sequence[dict[str, Any]]) -> Scored:
-        """Score uint8 [B, 3, H, W] by every scorer. Raises ScorerError naming the scorer that raised or returned nonsense."""
+    def attempt(self, images: np.ndarray, prompts: Sequence[str], metadata: Sequence[dict[str, Any]]) -> Attempt:
+        """Score uint8 [B, 3, H, W] by every scorer; one that fails marks its pictures missing and the others' scores stand."""
         require_pictures(images, prompts, metadata)
         scores: dict[str, np.ndarray] = {}
         parts: dict[str, np.ndarray] = {}
+        failures: list[str] = []
         for label, scorer in self.scorers.items():
             try:
                 answer = scorer(images, prompts, metadata)
-            except Exception as error:  # a user's scorer may raise anything
-                raise ScorerError(f"scorer {label!r} raised {type(error).__name__}: {error}") from error
+            except Exception as error:  # a user's scorer may raise anything; it is said, counted and retried, never scored
+                failures.append(f"scorer {label!r} raised {type(error).__name__}: {error}")
+                scores[label] = np.full(len(images), np.nan, np.float32)
+                continue
             scores[label], problem = check(answer, len(images))
             if problem:
-                raise ScorerError(f"scorer {label!r} {problem}")
-            parts |= {f"{label}/{name}": np.asarray(value) for name, value in (getattr(scorer, "parts", None) or {}).items()}
-        return Scored(combine(scores, self.weights), scores, parts)
+                failures.append(f"scorer {label!r} {problem}")
+            told = getattr(scorer, "parts", None) or {}
+            parts |= {f"{label}/{name}": np.asarray(value, np.float32) for name, value in told.items()}
+        return Attempt(scores, parts, tuple(failures))
+
+    def __call__(self, images: np.ndarray, prompts: Sequence[str], metadata: Sequence[dict[str, Any]]) -> Scored:
+        """As ``attempt``, weighted. Raises ScorerError naming the first scorer that raised or returned nonsense."""
+        made = self.attempt(images, prompts, metadata)
+        if made.failures:
+            raise ScorerError(made.failures[0])
+        return Scored(combine(made.scores, self.weights), made.scores, made.parts)

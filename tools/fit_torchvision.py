@@ -16,14 +16,14 @@ import pathlib
 import sys
 
 MARK = "# declared by sol-rl: schemas of operators whose compiled extension did not load"
-PATCH = f'''
+PATCH = f"""
 
 {MARK}
 if not _has_ops():
     _sol_rl_library = torch.library.Library("torchvision", "DEF")
     for _sol_rl_name in ("nms", "qnms"):
         _sol_rl_library.define(_sol_rl_name + "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
-'''
+"""
 
 
 def extension_file() -> pathlib.Path | None:

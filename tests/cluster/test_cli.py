@@ -62,7 +62,10 @@ def test_a_run_root_that_cannot_be_written(config_file):
 def test_a_full_disk_ends_the_run_with_the_last_checkpoint_whole(tmp_path, tiny_sd3_dir):
     disk = tmp_path / "small"
     disk.mkdir()
-    if os.geteuid() != 0 or subprocess.run(["mount", "-t", "tmpfs", "-o", "size=120k", "tmpfs", str(disk)], capture_output=True).returncode:
+    if (
+        os.geteuid() != 0
+        or subprocess.run(["mount", "-t", "tmpfs", "-o", "size=120k", "tmpfs", str(disk)], capture_output=True).returncode
+    ):
         pytest.skip("needs the right to mount a small tmpfs")
     try:
         file = write_toml(tiny_config(tiny_sd3_dir, tmp_path, "full", run_root=str(disk)), tmp_path)
@@ -92,7 +95,14 @@ def test_config_prints_what_a_run_would_use(capsys):
 def test_the_summary_pairs_first_and_last_evaluation():
     rows = [
         {"kind": "evaluation", "iteration": 0, "reward/eval_mean": 0.5, "eval/stderr": 0.01},
-        {"kind": "evaluation", "iteration": 3, "reward/eval_mean": 0.6, "eval/stderr": None, "eval/gain": 0.1, "eval/gain_stderr": 0.02},
+        {
+            "kind": "evaluation",
+            "iteration": 3,
+            "reward/eval_mean": 0.6,
+            "eval/stderr": None,
+            "eval/gain": 0.1,
+            "eval/gain_stderr": 0.02,
+        },
     ]
     assert [line.split(":")[1].split()[0] for line in summary(rows)] == ["0.5000", "0.6000", "+0.1000"]
     assert "n/a" in summary(rows)[1]
@@ -100,4 +110,6 @@ def test_the_summary_pairs_first_and_last_evaluation():
 
 def run_cli(*arguments: str) -> subprocess.CompletedProcess[str]:
     environment = {key: value for key, value in os.environ.items() if key != "RAY_ADDRESS"}
-    return subprocess.run([sys.executable, "-m", "cluster", *arguments], capture_output=True, text=True, timeout=200, env=environment)
+    return subprocess.run(
+        [sys.executable, "-m", "cluster", *arguments], capture_output=True, text=True, timeout=200, env=environment
+    )

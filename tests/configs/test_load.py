@@ -27,7 +27,13 @@ def test_defaults_are_the_papers():
     config = RunConfig.model_validate(MINIMAL)
     assert (config.explore.pool_size, config.explore.steps, config.regenerate.steps, config.evaluate.steps) == (96, 6, 10, 40)
     assert (config.selection.keep, config.prompts.per_iteration, config.ema.decay) == (24, 48, 0.9)
-    assert (config.lora.rank, config.lora.alpha, config.optimizer.lr, config.objective.beta, config.objective.kl) == (32, 64, 3e-4, 1.0, 1e-4)
+    assert (config.lora.rank, config.lora.alpha, config.optimizer.lr, config.objective.beta, config.objective.kl) == (
+        32,
+        64,
+        3e-4,
+        1.0,
+        1e-4,
+    )
     assert (config.old_policy.slope, config.old_policy.cap) == (0.001, 0.5)
 
 
@@ -110,11 +116,15 @@ def test_resume_accepts_operational_changes_only():
 def test_more_iterations_are_a_change_only_under_a_schedule_that_depends_on_them():
     schedule = "optimizer.schedule=constant"
     assert differences(load("quickstart", [schedule]), load("quickstart", [schedule, "iterations=99"])) == []
-    assert differences(load("quickstart"), load("quickstart", ["iterations=99"])) == [f"iterations: {load('quickstart').iterations} -> 99"]
+    assert differences(load("quickstart"), load("quickstart", ["iterations=99"])) == [
+        f"iterations: {load('quickstart').iterations} -> 99"
+    ]
 
 
 def test_reading_a_configuration_imports_neither_torch_nor_ray():
-    code = "import sys, configs.load, cluster.cli; configs.load.load('quickstart'); print(sorted({'torch', 'ray'} & set(sys.modules)))"
+    code = (
+        "import sys, configs.load, cluster.cli; configs.load.load('quickstart'); print(sorted({'torch', 'ray'} & set(sys.modules)))"
+    )
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip() == "[]"
 
 
