@@ -9,13 +9,13 @@ from typing import Any
 import ray
 
 from cluster.evaluation import Evaluation, evaluate
+from cluster.pictures import save_pictures
 from cluster.rundir import RunDirectory, write_json
 from cluster.services import Services, join_or_start_ray
 from configs.load import ConfigError
 from configs.prompts import Prompt, read_prompts
 from configs.schema import RunConfig
 from learner import checkpoint
-from policy.families import family_for
 from policy.lora import save_diffusers_lora
 
 ADAPTER_FILES = {"current": "adapter", "old": "old", "ema": "ema"}
@@ -25,10 +25,15 @@ def find_checkpoint(rundir: RunDirectory, step: int | None) -> Path:
     """The directory of checkpoint ``step``, or of the last one. Raises ConfigError when there is none."""
     path = checkpoint.latest_checkpoint(rundir.checkpoints) if step is None else checkpoint.step_directory(rundir.checkpoints, step)
     if path is None or not path.is_dir():
-        there = ", ".join(str(int(p.name[5:])) for p in sorted(rundir.checkpoints.glob("step_*"))) or "none"
+        there = ", ".join(str(checkpoint_step(p)) for p in sorted(rundir.checkpoints.glob("step_*"))) or "none"
         wanted = "no checkpoint yet" if step is None else f"no checkpoint {step}"
         raise ConfigError([f"{rundir.path}: {wanted}; there are: {there}"])
     return path
+
+
+def checkpoint_step(path: Path) -> int:
+    """10 of ``step_000010``."""
+    return int(path.name.removeprefix("step_"))
 
 
 def export_run(rundir: RunDirectory, config: RunConfig, out: Path, weights: str, step: int | None) -> Path:
@@ -39,14 +44,14 @@ def export_run(rundir: RunDirectory, config: RunConfig, out: Path, weights: str,
         raise ConfigError(
             [f"--weights {weights}: this run's objective keeps no such adapter; there are: {', '.join(sorted(files))}"]
         )
-    save_diffusers_lora(out, state, config.lora, family_for(config.model))
+    save_diffusers_lora(out, state, config.lora)
     return out
 
 
 def evaluate_run(rundir: RunDirectory, config: RunConfig, step: int | None, prompt_file: str | None) -> list[str]:
     """Scores of base, trained, old and EMA weights on the same prompts and noises, as the lines of a table.
 
-    Also written to ``evaluations/compare_<step>.json`` in the run directory.
+    Also written to ``evaluations/compare_<step>.json`` in the run directory, with pictures beside.
     """
     path = find_checkpoint(rundir, step)
     prompts = read_prompts(prompt_file or config.prompts.test)[: config.evaluate.prompts]
@@ -59,6 +64,8 @@ def evaluate_run(rundir: RunDirectory, config: RunConfig, step: int | None, prom
     rows = {name: result.row(None if name == "base" else base) for name, result in results.items()}
     target = rundir.path / "evaluations" / f"compare_{path.name}.json"
     target.parent.mkdir(exist_ok=True)
+    for name, result in results.items():
+        save_pictures(target.with_suffix("") / name, checkpoint_step(path), [prompt.text for prompt in prompts], result.pictures)
     write_json(target, {"prompts": len(prompts), "noises": config.evaluate.noises, "weights": rows})
     return _table(rows, f"{path.name}, {len(prompts)} prompts x {config.evaluate.noises} noises, {config.evaluate.steps} steps")
 

@@ -26,7 +26,7 @@ def tiny_config(model: Path, root: Path, name: str, **changes: Any) -> RunConfig
         "explore": {"pool_size": 8, "steps": 2, "chunk_size": 2, "backend": "emulated_nvfp4"},
         "selection": {"keep": 4},
         "regenerate": {"steps": 3, "precision": "fp32"},
-        "evaluate": {"every": 0, "steps": 2, "prompts": 4, "noises": 2, "batch_size": 4},
+        "evaluate": {"every": 0, "steps": 2, "solver": "euler", "prompts": 4, "noises": 2, "batch_size": 4},
         "rewards": {"scorers": [{"name": "jpeg_compressibility"}]},
         "objective": {"times_per_sample": 2},
         "lora": {"rank": 4, "alpha": 8},

@@ -20,13 +20,6 @@ from cluster.progress import Progress
 from tests.cluster.runs import adapters, run_here, selections, tiny_config
 
 
-@pytest.fixture(scope="module")
-def undisturbed(ray_here, tiny_sd3_dir, tmp_path_factory):
-    """The run that all others are held against: two rollout actors."""
-    root = tmp_path_factory.mktemp("undisturbed")
-    return run_here(tiny_config(tiny_sd3_dir, root, "two"))
-
-
 def assert_same(run, reference) -> None:
     assert selections(run) == selections(reference)
     assert adapters(run, 3) == adapters(reference, 3)

@@ -1,0 +1,93 @@
+"""After training: export to stock diffusers, and base, current, old and EMA weights side by side."""
+
+import json
+import shutil
+
+import numpy as np
+import pytest
+import torch
+
+from cluster.cli import main
+from cluster.evaluation import Evaluation, clustered_error
+from cluster.pictures import load_step
+from configs.prompts import read_prompts
+from policy.families import family_for
+from policy.sampling.noise import noise_for, stream_seed
+from tests.cluster.test_cli import run_cli
+
+
+def stock_pictures(config, lora=None) -> np.ndarray:
+    """uint8 [P, S, 3, H, W] of the evaluation's prompts and noises by diffusers' own pipeline; no code of ours but the noises."""
+    from diffusers import StableDiffusion3Pipeline
+
+    pipe = StableDiffusion3Pipeline.from_pretrained(config.model.path, torch_dtype=torch.float32)
+    pipe.set_progress_bar_config(disable=True)
+    if lora is not None:
+        pipe.load_lora_weights(str(lora))
+    settings, shape, rows = config.evaluate, family_for(config.model).latent_shape, []
+    for p, prompt in enumerate(read_prompts(config.prompts.test)[: config.logging.grid_prompts]):
+        images = pipe(
+            prompt.text,
+            num_images_per_prompt=settings.noises,
+            height=config.model.height,
+            width=config.model.width,
+            num_inference_steps=settings.steps,
+            sigmas=np.linspace(1, 1 / settings.steps, settings.steps).tolist(),
+            guidance_scale=1.0,
+            max_sequence_length=config.model.max_sequence_length,
+            latents=noise_for([stream_seed(config.seed, "evaluate", p, n) for n in range(settings.noises)], shape),
+            output_type="np",
+        ).images
+        rows.append(np.round(images * 255).astype(np.uint8).transpose(0, 3, 1, 2))
+    return np.stack(rows)
+
+
+def test_an_exported_lora_draws_in_stock_diffusers_what_evaluate_drew(undisturbed, tmp_path, capsys):
+    config = undisturbed.configuration()
+    assert main(["export", str(undisturbed.path), str(tmp_path / "lora")]) == 0
+    ours = load_step(undisturbed.images, 3).astype(int)
+    theirs = stock_pictures(config, tmp_path / "lora").astype(int)
+    # same layers, other batches: latents agree to about 1e-5, so a pixel can differ only by where .5 is rounded to
+    assert np.abs(ours - theirs).max() <= 1
+    base = stock_pictures(config).astype(int)
+    assert np.abs(load_step(undisturbed.images, 0).astype(int) - base).max() <= 1
+    assert np.abs(base - theirs).mean() > 1  # the LoRA does something
+
+
+def test_adapters_of_a_run_differ_when_exported(undisturbed, tmp_path):
+    files = []
+    for weights in ("ema", "current", "old"):
+        assert main(["export", str(undisturbed.path), str(tmp_path / weights), "--weights", weights]) == 0
+        (file,) = (tmp_path / weights).glob("*.safetensors")
+        files.append(file.read_bytes())
+    assert len(set(files)) == 3
+
+
+def test_a_checkpoint_that_is_not_there(undisturbed, tmp_path, capsys):
+    assert main(["export", str(undisturbed.path), str(tmp_path / "x"), "--checkpoint", "9"]) == 2
+    assert "no checkpoint 9; there are: 2, 3" in capsys.readouterr().err
+
+
+def test_evaluate_compares_base_and_adapters(undisturbed, tmp_path):
+    run = tmp_path / "copy"
+    shutil.copytree(undisturbed.path, run)
+    found = run_cli("evaluate", str(run))
+    assert found.returncode == 0, found.stderr
+    lines = found.stdout.splitlines()
+    assert "step_000003, 4 prompts x 2 noises" in lines[0]
+    assert [line.split()[0] for line in lines[1:]] == ["weights", "base", "current", "old", "ema"]
+    saved = json.loads((run / "evaluations" / "compare_step_000003.json").read_text())["weights"]
+    trained = [row for row in undisturbed.metrics() if row["kind"] == "evaluation"]
+    assert saved["base"]["reward/eval_mean"] == pytest.approx(trained[0]["reward/eval_mean"], abs=1e-9)
+    assert saved["ema"]["reward/eval_mean"] == pytest.approx(trained[1]["reward/eval_mean"], abs=1e-9)
+    assert saved["ema"]["eval/gain"] == pytest.approx(trained[1]["eval/gain"], abs=1e-9)
+    pictures = load_step(run / "evaluations" / "compare_step_000003" / "ema", 3)
+    assert np.array_equal(pictures, load_step(run / "images", 3))
+
+
+def test_standard_errors_are_clustered_by_prompt():
+    values = np.array([[1.0, 3.0], [4.0, 4.0], [np.nan, 6.0]])  # prompt means 2, 4, 6: variance 4, error sqrt(4/3)
+    assert clustered_error(values) == pytest.approx((4 / 3) ** 0.5)
+    assert np.isnan(clustered_error(values[:1]))
+    row = Evaluation(values, {"a": values}, np.zeros((0, 2, 3, 1, 1), np.uint8)).row(values - 0.5)
+    assert row["eval/gain"] == pytest.approx(0.5) and row["eval/gain_stderr"] == 0 and row["reward/eval/a"] == pytest.approx(18 / 5)
