@@ -97,7 +97,10 @@ class Ring:
         prompts = [self.prompts[row] for row in rows]
         plan = self.config.plan
         per_prompt = plan.explore.pool_size if plan.explore else self.config.selection.keep
-        self.progress.iteration_started(index, len(prompts), per_prompt * len(prompts))
+        trained = self.config.selection.keep * len(prompts)
+        audited = self.config.audit.random_seeds * len(prompts)
+        totals = {"selected": trained, "regenerated": trained + audited, "updated": trained}
+        self.progress.iteration_started(index, len(prompts), per_prompt * len(prompts), totals)
         _, conditioning = await self.services.encoder.call(
             ("encode", index), "encode", [[prompt.text] for prompt in prompts], returns=1 + len(prompts)
         )

@@ -103,7 +103,7 @@ class Session:
         progress: Progress | None = None,
     ):
         self.config, self.rundir, self.test_prompts = config, rundir, test_prompts
-        self.progress = progress or Progress()
+        self.progress = progress or Progress(title=f"Sol-RL: {config.name}")
         self.services = Services(config, rundir, rundir.event)
         self.ring = Ring(config, self.services, train_prompts, self.progress)
         self.exporter = PrometheusExporter(config.logging.prometheus_port, config.logging.prometheus_host, rundir.event)

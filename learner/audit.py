@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 from scipy import stats
 
@@ -14,9 +16,11 @@ def agreement(proxy: np.ndarray, full: np.ndarray) -> dict[str, float]:
     """
     if len(proxy) < 2 or np.ptp(proxy) == 0 or np.ptp(full) == 0:
         return {"kendall_tau": float("nan"), "spearman_rho": float("nan"), "sign_agreement": float("nan")}
+    tau: Any = stats.kendalltau(proxy, full)
+    rho: Any = stats.spearmanr(proxy, full)
     same = np.sign(proxy - proxy.mean()) == np.sign(full - full.mean())
     return {
-        "kendall_tau": float(stats.kendalltau(proxy, full)[0]),
-        "spearman_rho": float(stats.spearmanr(proxy, full)[0]),
+        "kendall_tau": float(tau.statistic),
+        "spearman_rho": float(rho.statistic),
         "sign_agreement": float(same.mean()),
     }

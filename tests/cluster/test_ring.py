@@ -63,8 +63,8 @@ class Saboteur(Progress):
     session: Any = None
     iteration = -1
 
-    def iteration_started(self, i: int, groups: int, images: int) -> None:
-        super().iteration_started(i, groups, images)
+    def iteration_started(self, i: int, groups: int, images: int, totals: Any = None) -> None:
+        super().iteration_started(i, groups, images, totals)
         self.iteration = i
         if i == 1:
             self.kill("encoder")
