@@ -59,8 +59,15 @@ class ShapesScorer:
         if images.dtype != np.uint8 or images.ndim != 4 or images.shape[1] != 3 or 0 in images.shape[2:]:
             raise ValueError(f"pictures have to be uint8 [B, 3, H, W], these are {images.dtype} {list(images.shape)}")
         if not len(images) == len(prompts) == len(metadata):
-            raise ValueError(f"{len(images)} pictures, {len(prompts)} prompts and {len(metadata)} metadata rows: give as many of each")
-        scenes = [Scene.from_metadata(row) if "objects" in row else parse(text) for text, row in zip(prompts, metadata, strict=True)]
+            raise ValueError(
+                f"{len(images)} pictures, {len(prompts)} prompts and {len(metadata)} metadata rows: give as many of each"
+            )
+        scenes = [
+            Scene.from_metadata(row) if "objects" in row else parse(text) for text, row in zip(prompts, metadata, strict=True)
+        ]
+        if not scenes:
+            self.parts = {name: np.zeros(0, dtype=np.float32) for name in (*PARTS, "strict")}
+            return np.zeros(0, dtype=np.float32)
         regions = find_regions(to_size(images))
         rows = [judge(scene, regions, index) for index, scene in enumerate(scenes)]
         table = np.array(rows, dtype=np.float32).reshape(len(rows), 2 + len(PARTS))

@@ -8,6 +8,7 @@ transformer what lies in each cell of the picture; it is thrown away afterwards.
 from __future__ import annotations
 
 import math
+import os
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -15,6 +16,7 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 from diffusers import AutoencoderKL, SD3Transformer2DModel
+from safetensors.torch import load_file, save_file
 from torch import nn
 
 from shapes.data import Pool
@@ -27,7 +29,7 @@ from shapes.vae import CHANNELS, encode
 
 LAYERS, HEADS, HEAD_WIDTH = 4, 4, 32
 BATCH = 96
-PICTURES = 72_000
+PICTURES = 40_000
 MATRIX_LR, OTHER_LR, DECAY = 0.02, 2e-3, 0.02
 NO_CAPTION = 0.04  # share of samples trained without a caption
 TIME_MEAN, TIME_STD = 0.7, 1.1  # of the logit of t: a shift of 2
@@ -84,7 +86,9 @@ class Learner(nn.Module):
         """Velocity [B, 12, 8, 8] and logits [B, 64, classes] of each cell's content."""
         tokens, pooled = self.condition(ids, long)
         self.middle.clear()
-        out = self.transformer(hidden_states=x, encoder_hidden_states=tokens, pooled_projections=pooled, timestep=t * 1000, return_dict=False)
+        out = self.transformer(
+            hidden_states=x, encoder_hidden_states=tokens, pooled_projections=pooled, timestep=t * 1000, return_dict=False
+        )
         return out[0], self.head(self.middle.pop())
 
     def optimizer(self) -> Muon:
@@ -96,23 +100,34 @@ class Learner(nn.Module):
 
 
 class Examples:
-    """Latents and captions to train on: rendered and encoded once."""
+    """Latents and captions to train on: rendered and encoded once, and kept in the file ``cache`` where one is given."""
 
-    def __init__(self, vae: AutoencoderKL, seed: int, count: int = PICTURES) -> None:
-        pool, chunk = Pool(seed), 4000
-        latents, which, cells = [], [], []
-        for _ in range(max(1, count // chunk)):
-            images, scene, cell = pool.labelled(min(chunk, count))
-            latents.append(encode(vae, images))
-            which.append(torch.from_numpy(scene))
-            cells.append(torch.from_numpy(cell).flatten(1).to(torch.uint8))
-        self.latents, self.which, self.cells = torch.cat(latents), torch.cat(which), torch.cat(cells)
+    def __init__(self, vae: AutoencoderKL, seed: int, count: int = PICTURES, cache: Path | None = None) -> None:
+        pool = Pool(seed)
+        if cache and cache.exists():
+            parts = load_file(cache)
+        else:
+            parts = self._made(vae, pool, count)
+            if cache:
+                save_file(parts, cache.with_suffix(".partial"))
+                os.replace(cache.with_suffix(".partial"), cache)
+        self.latents, self.which, self.cells = parts["latents"], parts["which"], parts["cells"]
         tokenizer = clip_tokenizer()
         captions = [scene.caption for scene in pool.scenes] + [""]
         self.ids = tokenizer(captions, padding="max_length", max_length=TOKENS, return_tensors="pt").input_ids
         ids = t5_tokenizer()([""], padding="max_length", max_length=LONG_TOKENS, truncation=True, return_tensors="pt").input_ids
         with torch.no_grad():
             self.long = t5_encoder().eval()(ids).last_hidden_state
+
+    @staticmethod
+    def _made(vae: AutoencoderKL, pool: Pool, count: int, chunk: int = 4000) -> dict[str, torch.Tensor]:
+        rows = []
+        for _ in range(max(1, count // chunk)):
+            images, scene, cell = pool.labelled(min(chunk, count))
+            rows.append((encode(vae, images), torch.from_numpy(scene), torch.from_numpy(cell).flatten(1).to(torch.uint8)))
+        return {
+            name: torch.cat(column) for name, column in zip(("latents", "which", "cells"), zip(*rows, strict=True), strict=True)
+        }
 
     def batch(self, generator: torch.Generator) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Random (latents, token ids, cells)."""
@@ -149,10 +164,10 @@ def train_denoiser(
     state = load_state(work / "denoiser", learner, optimizer)
     average.load_state_dict(learner.state_dict())
     load_state(work / "average", average, None)
-    examples = Examples(vae, seed=5)
+    examples = Examples(vae, seed=5, cache=work / "examples.safetensors")
     step, spent = int(state.get("step", 0)), state.get("spent", 0.0)
     generator = torch.Generator().manual_seed(1000 + step)
-    begin, saved, mean = time.monotonic() - spent, time.monotonic(), 0.0
+    begin, saved, mean, first = time.monotonic() - spent, time.monotonic(), 0.0, step
     while spent < minutes * 60:
         done = spent / (minutes * 60)
         for group in optimizer.param_groups:
@@ -166,7 +181,7 @@ def train_denoiser(
         step, spent = step + 1, time.monotonic() - begin
         keep = min(EMA, (1 + step) / (20 + step))
         torch._foreach_lerp_(list(average.parameters()), list(learner.parameters()), 1 - keep)
-        mean += (velocity_loss.item() - mean) / min(step, 100)
+        mean += (velocity_loss.item() - mean) / min(step - first, 100)
         if step % 50 == 0:
             log(f"denoiser step {step} {spent:.0f}s loss {mean:.4f} cells {cell_loss.item():.4f}")
         if time.monotonic() - saved > 60 or spent >= minutes * 60:

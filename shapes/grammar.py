@@ -60,7 +60,9 @@ class Scene:
     def __post_init__(self) -> None:
         expected = {"one": (1,), "two": (2,), "relation": (2,), "count": tuple(NUMBERS)}.get(self.kind, ())
         if len(self.things) not in expected or (self.relation in RELATIONS) != (self.kind == "relation"):
-            raise ValueError(f"no scene: kind {self.kind!r}, {len(self.things)} objects, relation {self.relation!r}; kinds are {KINDS}")
+            raise ValueError(
+                f"no scene: kind {self.kind!r}, {len(self.things)} objects, relation {self.relation!r}; kinds are {KINDS}"
+            )
 
     @property
     def caption(self) -> str:

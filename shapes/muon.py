@@ -27,7 +27,9 @@ def orthogonal(matrices: torch.Tensor) -> torch.Tensor:
 class Muon(torch.optim.Optimizer):
     """Both rules in one optimiser. Groups carry ``kind``: 'matrix' or 'other'; ``lr`` and ``weight_decay`` are per group."""
 
-    def __init__(self, matrices: Iterable[torch.Tensor], others: Iterable[torch.Tensor], lr: float, other_lr: float, decay: float) -> None:
+    def __init__(
+        self, matrices: Iterable[torch.Tensor], others: Iterable[torch.Tensor], lr: float, other_lr: float, decay: float
+    ) -> None:
         groups = [
             {"params": list(matrices), "kind": "matrix", "lr": lr, "peak": lr, "weight_decay": decay},
             {"params": list(others), "kind": "other", "lr": other_lr, "peak": other_lr, "weight_decay": 0.0},

@@ -80,13 +80,13 @@ def train_vae(pool: Pool, minutes: float, work: Path, log: Callable[[str], None]
 
 
 @torch.no_grad()
-def calibrate(vae: AutoencoderKL, pool: Pool) -> AutoencoderKL:
+def calibrate(vae: AutoencoderKL, pool: Pool, count: int = 2000) -> AutoencoderKL:
     """Make the latents' channels uncorrelated, with mean 0 and variances about 1, by folding a rotation and scales into the 1x1 convolutions.
 
     x -> quant_conv gives the posterior's mean and log-variance; only the mean's rows are rotated, the log-variance is set to
     a constant (sampling is not used after training). post_quant_conv undoes the rotation exactly.
     """
-    latents = encode(vae, pool.pictures(2000)[0])
+    latents = encode(vae, pool.pictures(count)[0])
     flat = latents.permute(1, 0, 2, 3).reshape(CHANNELS, -1).double()
     mean = flat.mean(1, keepdim=True)
     values, vectors = torch.linalg.eigh((flat - mean) @ (flat - mean).T / flat.shape[1])

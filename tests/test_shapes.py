@@ -1,0 +1,361 @@
+"""The tiny model's world: grammar and split, renderer, reward, training parts."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from rewards.shapes import PARTS, ShapesScorer, connected, to_size
+from shapes import prompts
+from shapes.checksum import checksum
+from shapes.data import Pool
+from shapes.denoiser import Examples, Learner, draw_times, losses
+from shapes.fp4 import quantisable, round_to_fp4, rounded_weights
+from shapes.grammar import KINDS, SPLITS, Scene, Thing, all_scenes, flipped, parse, scenes_of
+from shapes.muon import orthogonal
+from shapes.render import Layout, arrange, cells, draw, render
+from shapes.state import load_state, save_state
+from shapes.text import TOKENS, clip_tokenizer, words
+from shapes.vae import build_vae, calibrate, encode, to_float
+
+MODEL = Path(prompts.__file__).parent / "model"
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    """Small tensors: more threads only cost."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def scored(images: np.ndarray, scenes: list[Scene]) -> tuple[np.ndarray, dict[str, np.ndarray]]:
+    scorer = ShapesScorer()
+    total = scorer(images, [scene.caption for scene in scenes], [scene.metadata() for scene in scenes])
+    return total, scorer.parts
+
+
+def picture(*things: tuple[int, int, float, float, float]) -> np.ndarray:
+    """One picture from (colour, shape, x, y, radius) on grey 128."""
+    rows = [*things, *[(0, 0, 0.0, 0.0, 1.0)] * (3 - len(things))]
+    values = np.array(rows, dtype=np.float32)[None]
+    kinds = values[..., :2].astype(np.int64)
+    grey = np.array([128.0], dtype=np.float32)
+    return draw(Layout(np.array([len(things)]), kinds[..., 0], kinds[..., 1], values[..., 2:4], values[..., 4], grey))
+
+
+# grammar and split
+
+
+def test_every_caption_parses_back_to_its_scene():
+    scenes = all_scenes()
+    assert len(scenes) == 24 + 480 + 4 * 480 + 48  # 24 objects; 24 * 20 ordered pairs of different colour
+    assert len({scene.caption for scene in scenes}) == len(scenes)
+    for scene in scenes:
+        assert parse(scene.caption) == scene
+        assert Scene.from_metadata(json.loads(json.dumps(scene.metadata()))) == scene
+    assert parse("A red circle  to the left of a blue square.") == parse("a red circle left of a blue square")
+
+
+@pytest.mark.parametrize("caption", ["", "a red dog", "four red circles", "a red circle beside a blue square", "two red circle"])
+def test_other_sentences_are_refused(caption):
+    with pytest.raises(ValueError, match="not a caption"):
+        parse(caption)
+
+
+def test_impossible_scenes_are_refused():
+    red = Thing("red", "circle")
+    for kind, things, relation in (("one", (red, red), None), ("relation", (red, red), None), ("two", (red, red), "above")):
+        with pytest.raises(ValueError, match="no scene"):
+            Scene(kind, things, relation)
+    with pytest.raises(ValueError, match="no such object"):
+        Thing("pink", "circle")
+    with pytest.raises(ValueError, match="metadata"):
+        Scene.from_metadata({"objects": [{"colour": "red"}], "kind": "one"})
+
+
+def test_split_is_over_combinations():
+    units = {split: {s.unit for kind in KINDS for s in scenes_of(split, kind)} for split in SPLITS}
+    for a, b in (("train", "tune"), ("train", "test"), ("tune", "test")):
+        assert not units[a] & units[b]
+    assert [len(units[split]) for split in SPLITS] == [24 + 160 + 30, 20 + 6, 60 + 12]
+    for scene in scenes_of("test", "relation"):
+        assert flipped(scene).split == "test" and Scene("two", scene.things).split == "test"
+    assert {scene.split for scene in Pool(0).scenes} == {"train"}
+    seen = {str(thing) for scene in Pool(0).scenes for thing in scene.things}
+    assert len(seen) == 24  # each object alone is known
+
+
+@pytest.mark.parametrize("split", SPLITS)
+def test_prompt_files_are_what_the_code_writes(split):
+    written = (prompts.FOLDER / f"{split}.jsonl").read_text()
+    assert written == prompts.text(split)
+    rows = [json.loads(line) for line in written.splitlines()]
+    assert len({row["prompt"] for row in rows}) == len(rows) == sum(prompts.ROWS[split].values())
+    for row in rows:
+        assert Scene.from_metadata(row) == parse(row["prompt"])
+        assert parse(row["prompt"]).split == split
+    if split == "test":
+        assert len(rows) >= 128
+        assert {row["kind"] for row in rows[:20]} == {"two", "relation", "count"}  # any first part is a fair mix
+
+
+# renderer
+
+
+def test_covered_area_is_the_outlines_area():
+    # On grey 128 a pixel's tint is its coverage times the colour's, so coverage sums to the area. Anti-aliasing by distance is
+    # exact on straight axis-parallel edges and good to a few percent elsewhere.
+    for shape, area in ((0, math.pi * 36), (1, (2 * 0.92 * 6) ** 2), (2, 2 * 36), (3, (8 * 0.36 - 4 * 0.36**2) * 36)):
+        image = picture((0, shape, 16.0, 16.0, 6.0)).astype(np.float64)[0]
+        cover = (image[0] - 128) / (215 - 128)
+        assert cover.sum() == pytest.approx(area, rel=0.04), shape
+
+
+def test_pictures_follow_relation_number_and_seed():
+    scenes = [scene for kind in KINDS for scene in scenes_of("train", kind)[:40]]
+    layout = arrange(scenes, np.random.default_rng(5))
+    for row, scene in enumerate(scenes):
+        (x0, y0), (x1, y1) = layout.centre[row, :2]
+        holds = {"left of": x0 < x1, "right of": x0 > x1, "above": y0 < y1, "below": y0 > y1}
+        assert scene.relation is None or holds[scene.relation]
+        for k in range(len(scene.things)):
+            centre, radius = layout.centre[row, k], layout.radius[row, k]
+            assert (centre - radius >= 0).all() and (centre + radius <= 32).all()
+    one, two, other = (render(scenes, np.random.default_rng(seed)) for seed in (5, 5, 6))
+    assert np.array_equal(one, two) and not np.array_equal(one, other) and np.array_equal(one, draw(layout))
+
+
+def test_cells_say_what_lies_where():
+    kinds = np.array([[[4, 1], [0, 0], [0, 0]]])
+    place = (np.full((1, 3, 2), 8.0), np.full((1, 3), 4.5))
+    layout = Layout(np.array([1]), kinds[..., 0], kinds[..., 1], *place, np.array([99.0]))
+    label = cells(layout, 4)[0]
+    assert label[1:3, 1:3].tolist() == [[1 + 4 * 4 + 1] * 2] * 2  # a blue square over pixels 3.9 to 12.1: cells 1 and 2
+    assert (label > 0).sum() == 4
+
+
+# reward
+
+
+def test_true_pictures_score_high_and_shuffled_captions_low():
+    scenes = [scene for kind in KINDS for scene in scenes_of("test", kind)[::3]] + scenes_of("train", "one")
+    images = render(scenes, np.random.default_rng(1))
+    total, parts = scored(images, scenes)
+    assert total.dtype == np.float32 and total.mean() >= 0.95 and parts["strict"].mean() >= 0.98
+    order = np.random.default_rng(2).permutation(len(scenes))
+    wrong, _ = scored(images, [scenes[i] for i in order])
+    assert wrong.mean() <= 0.2
+    rough = np.random.default_rng(3).normal(0, 12, images.shape)
+    noisy, _ = scored(np.clip(images + rough, 0, 255).astype(np.uint8), scenes)
+    assert 0.8 < noisy.mean() < total.mean()  # graded, not brittle
+
+
+RED_LEFT = "a red circle left of a blue square"
+GOOD = ((0, 0, 8.0, 16.0, 5.0), (4, 1, 24.0, 16.0, 5.0))
+
+
+@pytest.mark.parametrize(
+    ("things", "lowered", "value"),
+    [
+        (GOOD, (), 1.0),
+        (((2, 0, 8.0, 16.0, 5.0), GOOD[1]), ("colours",), 0.5),  # green circle
+        (((0, 2, 8.0, 16.0, 5.0), GOOD[1]), ("shapes",), 0.5),  # red triangle
+        (((0, 0, 24.0, 16.0, 5.0), (4, 1, 8.0, 16.0, 5.0)), ("positions",), 0.0),  # on the other side
+        ((*GOOD, (1, 0, 16.0, 5.0, 4.0)), ("counts",), 0.5),  # one too many
+        (GOOD[:1], ("objects", "colours", "shapes", "counts"), 0.5),  # one missing; its relation is gone as well
+    ],
+)
+def test_each_mistake_lowers_its_own_part(things, lowered, value):
+    scorer = ShapesScorer()
+    total = scorer(picture(*things), [RED_LEFT], [{}])
+    for part in PARTS:
+        expected = value if part in lowered else (0.0 if part == "positions" and len(things) == 1 else 1.0)
+        assert scorer.parts[part][0] == pytest.approx(expected, abs=0.02), part
+    assert (total[0] > 0.97) == (not lowered)
+
+
+def test_relation_is_graded_by_its_angle():
+    scores = []
+    for drop in (0.0, 11.0, 15.0):
+        things = ((0, 0, 8.0, 16.0 - drop / 2, 4.0), (4, 1, 22.0, 16.0 + drop / 2, 4.0))
+        scores.append(float(ShapesScorer()(picture(*things), [RED_LEFT], [{}])[0]))
+    assert scores[0] > scores[1] > scores[2] > 0.2
+
+
+def test_reward_reads_any_picture():
+    noise = np.random.default_rng(0).integers(0, 256, (3, 3, 100, 77), dtype=np.uint8)
+    for images in (np.zeros((3, 3, 32, 32), np.uint8), np.full((3, 3, 1, 1), 255, np.uint8), noise, noise[:, :, :5, :9]):
+        total = ShapesScorer()(images, [RED_LEFT] * 3, [{}] * 3)
+        assert total.shape == (3,) and np.isfinite(total).all() and (total < 0.1).all()
+    assert ShapesScorer()(np.zeros((0, 3, 32, 32), np.uint8), [], []).shape == (0,)
+    good = picture(*GOOD)
+    large = good.repeat(3, 2).repeat(3, 3)
+    assert np.allclose(to_size(large), good, atol=1e-3)  # averaging undoes a 3-fold repeat, up to FP32 rounding
+    assert ShapesScorer()(large, [RED_LEFT], [{}])[0] > 0.97
+
+
+def test_reward_does_not_depend_on_neighbours_and_stays_in_range():
+    scenes = scenes_of("train", "two")[:24]
+    rng = np.random.default_rng(4)
+    images = np.clip(render(scenes, rng) + rng.normal(0, 20, (24, 3, 32, 32)), 0, 255).astype(np.uint8)
+    together, _ = scored(images, scenes)
+    alone = np.concatenate([scored(images[i : i + 1], scenes[i : i + 1])[0] for i in range(24)])
+    assert np.array_equal(together, alone)
+    assert (together >= 0).all() and (together <= 1).all() and len(np.unique(together)) > 12
+
+
+def test_bad_calls_are_refused():
+    good = picture(*GOOD)
+    with pytest.raises(ValueError, match="uint8"):
+        ShapesScorer()(good.astype(np.float32), [RED_LEFT], [{}])
+    with pytest.raises(ValueError, match="as many of each"):
+        ShapesScorer()(good, [RED_LEFT] * 2, [{}])
+    with pytest.raises(ValueError, match="not a caption"):
+        ShapesScorer()(good, ["a photo of a dog"], [{}])
+
+
+def test_connected_regions_are_scipys():
+    ndimage = pytest.importorskip("scipy.ndimage")
+    kind = np.random.default_rng(7).integers(-1, 2, (6, 32, 32))
+    ours = connected(kind)
+    assert np.array_equal(ours >= 0, kind >= 0)
+    for b in range(6):
+        for value in (0, 1):
+            theirs, count = ndimage.label(kind[b] == value)
+            pairs = set(zip(ours[b][kind[b] == value].tolist(), theirs[kind[b] == value].tolist(), strict=True))
+            assert len(pairs) == count == len({a for a, _ in pairs})  # one to one
+    assert len(np.unique(ours[0])) + len(np.unique(ours[1])) - 2 == len(np.unique(ours[:2])) - 1  # no label in two pictures
+
+
+# training parts
+
+
+def test_fp4_rounding_gives_the_formats_values():
+    row = [0, 0.25, 0.5, 0.75, 1, 1.25, 1.5, 1.75, 2, 2.5, 3, 3.5, 4, 5, 6, -6]
+    read = [0, 0, 0.5, 1, 1, 1, 1.5, 2, 2, 2, 3, 4, 4, 4, 6, -6]  # ties to even codes; amax 2688 makes every scale exact
+    weight = torch.tensor([row, [448 * value for value in row]])
+    assert torch.equal(round_to_fp4(weight), torch.tensor([read, [448.0 * value for value in read]]))
+    assert torch.equal(round_to_fp4(torch.zeros(2, 32)), torch.zeros(2, 32))
+    nvfp4 = pytest.importorskip("policy.precision.nvfp4")
+    weight = torch.randn(64, 128, generator=torch.Generator().manual_seed(0))
+    peer = nvfp4.dequantise(nvfp4.quantise(weight))
+    # Scales are multiplied out in another order, so a tie may fall the other way: a handful of values at most.
+    assert (~torch.isclose(round_to_fp4(weight), peer, rtol=1e-5, atol=1e-7)).float().mean() < 2e-3
+
+
+def test_rounded_weights_come_back():
+    learner = Learner()
+    layers = quantisable(learner.transformer)
+    assert len(layers) == 4 * 12 - 3  # q, k, v, out and two of feed-forward in both streams; the last block drops 3 of the text's
+    before = [layer.weight.clone() for layer in layers]
+    with rounded_weights(learner.transformer):
+        assert all(not torch.equal(layer.weight, wide) for layer, wide in zip(layers, before, strict=True))
+    assert all(torch.equal(layer.weight, wide) for layer, wide in zip(layers, before, strict=True))
+
+
+def test_orthogonal_flattens_the_spectrum():
+    values = torch.linalg.svdvals(orthogonal(torch.randn(3, 32, 64, generator=torch.Generator().manual_seed(1))))
+    assert values.min() > 0.5 and values.max() < 1.3  # the quintic's fixed band is about 0.7 to 1.2
+
+
+def test_calibration_keeps_pictures_and_gives_unit_latents():
+    torch.manual_seed(0)
+    vae = build_vae().eval()
+    pool = Pool(3)
+    x = to_float(pool.pictures(8)[0])
+    with torch.no_grad():
+        before = vae.decode(vae.encode(x).latent_dist.mode()).sample
+        calibrate(vae, pool, 300)
+        after = vae.decode(vae.encode(x).latent_dist.mode()).sample
+    # A rotation and its inverse in FP32, amplified by the narrowest direction of an untrained encoder.
+    assert torch.allclose(before, after, atol=2e-2 * float(before.abs().max()))
+    latents = encode(vae, pool.pictures(300)[0])
+    assert float(latents.var((0, 2, 3)).mean()) == pytest.approx(1.0, abs=0.15)
+    assert float(latents.mean((0, 2, 3)).abs().max()) < 0.2
+
+
+def test_one_training_step_learns_and_resumes(tmp_path):
+    vae = build_vae().eval()
+    examples = Examples(vae, seed=1, count=64)
+    learner = Learner()
+    optimizer = learner.optimizer()
+    trained = sum(len(group["params"]) for group in optimizer.param_groups)
+    assert trained == len(list(learner.parameters()))
+    for seed in (0, 1):
+        velocity, cell = losses(learner, examples, torch.Generator().manual_seed(seed))
+        if seed == 0:  # a zero output makes the loss E|eps - x0|^2 and the head's guess uniform over 25 classes, nearly
+            assert cell.item() == pytest.approx(math.log(25), rel=0.2)
+        (velocity + cell).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    save_state(tmp_path / "state", learner, optimizer, {"step": 2})
+    again = Learner()
+    fresh = again.optimizer()
+    assert load_state(tmp_path / "state", again, fresh) == {"step": 2}
+    for mine, theirs in zip(learner.parameters(), again.parameters(), strict=True):
+        assert torch.equal(mine, theirs)
+    mine, theirs = (o.state_dict()["state"] for o in (optimizer, fresh))
+    assert mine.keys() == theirs.keys() and len(mine) == trained
+    assert all(torch.equal(mine[p][slot], theirs[p][slot]) for p in mine for slot in mine[p])
+    assert load_state(tmp_path / "none", again, fresh) == {}
+
+
+def test_times_lean_to_noise():
+    t = torch.cat([draw_times(torch.Generator().manual_seed(seed)) for seed in range(40)])
+    # Logit-normal around 0.7 has its median at sigmoid(0.7) = 0.668; one in ten is uniform, which moves it to about 0.65.
+    assert 0.63 < t.median() < 0.68 and t.min() > 0 and t.max() < 1
+
+
+def test_every_word_is_one_token():
+    tokenizer = clip_tokenizer()
+    assert all(len(tokenizer(word).input_ids) == 3 for word in words())
+    assert max(len(tokenizer(scene.caption).input_ids) for scene in all_scenes()) <= TOKENS
+
+
+# the shipped model
+
+
+def test_shipped_model_is_small_and_named():
+    files = [path for path in MODEL.rglob("*") if path.is_file()]
+    assert sum(path.stat().st_size for path in files) < 12_000_000
+    assert checksum(MODEL) in (MODEL.parent / "README.md").read_text()
+    assert {path.suffix for path in files} <= {".json", ".safetensors"}
+
+
+def test_shipped_model_loads_in_stock_diffusers_and_draws_captions(tmp_path):
+    from diffusers import StableDiffusion3Pipeline
+
+    pipe = StableDiffusion3Pipeline.from_pretrained(MODEL)
+    pipe.set_progress_bar_config(disable=True)
+    rows = [json.loads(line) for line in (prompts.FOLDER / "train.jsonl").read_text().splitlines()][:24]
+    texts = [row["prompt"] for row in rows]
+
+    def pictures(pipeline) -> np.ndarray:
+        out = pipeline(
+            texts,
+            height=32,
+            width=32,
+            num_inference_steps=10,
+            sigmas=list(np.linspace(1, 0.1, 10)),
+            guidance_scale=1.0,
+            max_sequence_length=1,
+            generator=torch.Generator().manual_seed(0),
+            output_type="np",
+        ).images
+        return (out * 255).round().astype(np.uint8).transpose(0, 3, 1, 2)
+
+    images = pictures(pipe)
+    total = ShapesScorer()(images, texts, rows)
+    chance = ShapesScorer()(images, texts[1:] + texts[:1], rows[1:] + rows[:1])
+    assert total.mean() > 0.45 and chance.mean() < 0.2
+    pipe.save_pretrained(tmp_path / "copy")
+    again = StableDiffusion3Pipeline.from_pretrained(tmp_path / "copy")
+    again.set_progress_bar_config(disable=True)
+    assert np.array_equal(pictures(again), images)
