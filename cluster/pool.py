@@ -190,13 +190,13 @@ class ActorPool:
         """The value behind ``ref``, or ActorLost: dead, or silent for longer than the service's deadline."""
         future = asyncio.wrap_future(ref.future())
         asked = time.monotonic()
+        future.add_done_callback(_seen)
         while True:
             left = max(asked, worker.last_answer) + self._service.deadline_s - time.monotonic()
             done, _ = await asyncio.wait({future}, timeout=max(left, 0.0))
             if done:
                 break
             if time.monotonic() - max(asked, worker.last_answer) >= self._service.deadline_s:
-                future.cancel()
                 raise ActorLost(f"no answer for {self._service.deadline_s:g} s")
         worker.last_answer = time.monotonic()
         try:
@@ -287,6 +287,12 @@ class ActorPool:
         name = "actor_replaced" if worker.incarnation else "actor_started"
         shown = {key: value for key, value in worker.facts.items() if isinstance(value, str | int | float)}
         self._event(name, kind=self.kind, actor=worker.index, incarnation=worker.incarnation, **shown)
+
+
+def _seen(future: asyncio.Future[Any]) -> None:
+    """Look at how a call ended even when nobody waits for it any more, so that asyncio does not complain about it."""
+    if not future.cancelled():
+        future.exception()
 
 
 def _cause(error: BaseException) -> str:

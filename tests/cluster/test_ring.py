@@ -120,6 +120,27 @@ def test_a_killed_process_tree_is_resumed_to_the_same_bits(undisturbed, tiny_sd3
     assert other.returncode == 2 and "explore.steps: 2 -> 3" in other.stderr and other.stderr.count("\n") == 1
 
 
+def test_sigterm_stops_after_a_checkpoint_and_says_how_to_go_on(tiny_sd3_dir, tmp_path):
+    config = tiny_config(tiny_sd3_dir, tmp_path, "stopped", iterations=500, checkpoint__every=400)
+    run = Path(config.run_root or "") / "stopped"
+    process = subprocess.Popen(
+        command(str(write_toml(config, tmp_path))), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment()
+    )
+    try:
+        wait_for_lines(run / "metrics.jsonl", 3, process)
+        process.send_signal(signal.SIGTERM)
+        _, errors = process.communicate(timeout=60)
+    finally:
+        if process.poll() is None:
+            kill_tree(process.pid)
+    assert process.returncode == 130
+    (line,) = [line for line in errors.splitlines() if line.strip()]
+    assert line.startswith("stopped by SIGTERM before iteration") and "--resume" in line
+    (checkpoint,) = (run / "checkpoints").glob("step_*")
+    rows = [json.loads(text) for text in (run / "metrics.jsonl").read_text().splitlines()]
+    assert int(checkpoint.name[5:]) == 1 + max(row["iteration"] for row in rows)
+
+
 @pytest.mark.parametrize("arm", ["diffusionnft", "naive_scaling", "naive_quant"])
 def test_every_arm_runs(ray_here, tiny_sd3_dir, tmp_path, arm):
     run = run_here(tiny_config(tiny_sd3_dir, tmp_path, arm, arm=arm, iterations=1))
@@ -196,6 +217,16 @@ def wait_for_event(run: Path, name: str, process: subprocess.Popen[bytes]) -> No
         assert process.poll() is None, "the run ended early"
         time.sleep(0.05)
     raise AssertionError(f"no {name} within 120 s")
+
+
+def wait_for_lines(path: Path, count: int, process: subprocess.Popen[Any]) -> None:
+    deadline = time.monotonic() + 120
+    while time.monotonic() < deadline:
+        if path.exists() and path.read_text().count("\n") >= count:
+            return
+        assert process.poll() is None, "the run ended early"
+        time.sleep(0.05)
+    raise AssertionError(f"{path.name} has not {count} lines after 120 s")
 
 
 def kill_tree(pid: int) -> None:
