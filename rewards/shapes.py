@@ -127,25 +127,26 @@ def find_regions(image: np.ndarray) -> Regions:
     kept = np.flatnonzero((area >= SMALLEST) & (rank < MOST))
     loose = np.where((area >= SMALLEST) & (rank < MOST), 0, area)
     debris = np.bincount(picture, weights=loose, minlength=len(image)).astype(np.float32)
-    masks = which.reshape(label.shape)[picture[kept]] == kept[:, None, None]
+    masks = np.equal(which.reshape(label.shape)[picture[kept]], kept[:, None, None])
     return measure(image, cover, masks, picture[kept], debris)
 
 
 def measure(image: np.ndarray, cover: np.ndarray, masks: np.ndarray, picture: np.ndarray, debris: np.ndarray) -> Regions:
     """What the regions ``masks`` [R, 32, 32] of pictures ``picture`` [R] look like."""
-    padded = np.pad(masks, ((0, 0), (1, 1), (1, 1)))
+    padded: np.ndarray = np.pad(masks, ((0, 0), (1, 1), (1, 1)))
     near = padded[:, :-2, 1:-1] | padded[:, 2:, 1:-1] | padded[:, 1:-1, :-2] | padded[:, 1:-1, 2:] | masks
     soft = np.where(near, np.minimum(cover[picture], 1), 0)  # with the half-covered rim
     area = soft.sum((1, 2))
     axis = np.arange(SIZE, dtype=np.float32) + 0.5
-    x, y = (soft.sum(1) @ axis / area, soft.sum(2) @ axis / area) if len(area) else (area, area)
+    x, y = (soft.sum(1) * axis).sum(1) / area, (soft.sum(2) * axis).sum(1) / area  # a matrix product would sum by batch size
     centre = np.stack([x, y], -1)
     core = masks * (cover[picture] > 0.8)
-    core = np.where(core.any((1, 2))[:, None, None], core, masks).astype(np.float32)
+    core = np.where(np.asarray(core.any((1, 2)))[:, None, None], core, masks).astype(np.float32)
     mean = np.einsum("rchw,rhw->rc", image[picture], core) / core.sum((1, 2))[:, None].clip(1)
     off = np.linalg.norm(mean[:, None] - PALETTE, axis=-1)
     colour = np.clip(1 - (off - 25) / 60, 0, 1)
-    inside = 1.0 - (masks[:, [0, -1]].any((1, 2)) | masks[:, :, [0, -1]].any((1, 2)))
+    touches = np.asarray(masks[:, [0, -1]].any((1, 2)) | masks[:, :, [0, -1]].any((1, 2)))
+    inside = np.where(touches, 0.0, 1.0)
     return Regions(picture, area, centre, colour, shape_scores(soft, area, centre), inside, debris)
 
 
@@ -185,8 +186,8 @@ def judge(scene: Scene, regions: Regions, index: int) -> tuple[float, ...]:
     objects = min(shown, wanted) / wanted * clean
     if not shown:
         return (0.0,) * (2 + len(PARTS))
-    colour = regions.colour[np.ix_(found, [COLOURS.index(thing.colour) for thing in scene.things])].T
-    shape = regions.shape[np.ix_(found, [SHAPES.index(thing.shape) for thing in scene.things])].T
+    colour = regions.colour[found][:, [COLOURS.index(thing.colour) for thing in scene.things]].T
+    shape = regions.shape[found][:, [SHAPES.index(thing.shape) for thing in scene.things]].T
     match = best_match(1.01 * colour + shape)
     things = [(i, j) for i, j in enumerate(match) if j >= 0]
     colours = sum(float(colour[i, j]) for i, j in things) / wanted

@@ -49,8 +49,10 @@ class Muon(torch.optim.Optimizer):
             state = self.state[p]
             if not state:
                 state["momentum"] = torch.zeros_like(p)
-            state["momentum"].lerp_(p.grad, 1 - MOMENTUM)
-            nesterov = p.grad.lerp(state["momentum"], MOMENTUM)
+            gradient = p.grad
+            assert gradient is not None
+            state["momentum"].lerp_(gradient, 1 - MOMENTUM)
+            nesterov = gradient.lerp(state["momentum"], MOMENTUM)
             wide = nesterov if p.shape[0] <= p.shape[1] else nesterov.mT
             by_shape.setdefault(tuple(wide.shape), []).append((p, wide))
         for pairs in by_shape.values():
@@ -68,7 +70,9 @@ class Muon(torch.optim.Optimizer):
                 state |= {"step": torch.zeros(()), "first": torch.zeros_like(p), "second": torch.zeros_like(p)}
             state["step"] += 1
             count = float(state["step"])
-            state["first"].lerp_(p.grad, 0.1)
-            state["second"].lerp_(p.grad.square(), 0.01)
+            gradient = p.grad
+            assert gradient is not None
+            state["first"].lerp_(gradient, 0.1)
+            state["second"].lerp_(gradient.square(), 0.01)
             root = (state["second"] / (1 - 0.99**count)).sqrt_().add_(1e-8)
             p.addcdiv_(state["first"], root, value=-group["lr"] / (1 - 0.9**count))

@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -29,7 +30,7 @@ def pictures(model: Path, prompts: list[str], steps: int, seed: int = 77) -> np.
     generator = torch.Generator().manual_seed(seed)
     parts = []
     for start in range(0, len(prompts), BATCH):
-        out = pipe(
+        out: Any = pipe(
             prompts[start : start + BATCH],
             num_inference_steps=steps,
             sigmas=list(np.linspace(1, 1 / steps, steps)),
@@ -60,7 +61,7 @@ def main() -> None:
     parser.add_argument("--split", choices=("train", "tune", "test"), default="tune")
     parser.add_argument("--noises", type=int, default=4)
     parser.add_argument("--steps", type=int, default=10)
-    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--grid", type=Path)
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
