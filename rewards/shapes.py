@@ -157,7 +157,7 @@ def shape_scores(soft: np.ndarray, area: np.ndarray, centre: np.ndarray) -> np.n
         return overlap
     ordered = np.sort(overlap, 1)
     rival = np.where(overlap == ordered[:, -1:], ordered[:, -2:-1], ordered[:, -1:])
-    return np.clip((overlap - 0.55) / 0.3, 0, 1) * np.clip((overlap - rival + 0.02) / 0.06, 0, 1)
+    return np.clip((overlap - 0.55) / 0.35, 0, 1) * np.clip((overlap - rival + 0.02) / 0.10, 0, 1)
 
 
 def overlaps(soft: np.ndarray, area: np.ndarray, centre: np.ndarray) -> np.ndarray:
