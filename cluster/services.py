@@ -97,7 +97,8 @@ class Services:
             "num_cpus": service.cpus,
             "num_gpus": service.gpus,
             "max_restarts": 0,
-            "runtime_env": {"env_vars": {"OMP_NUM_THREADS": str(service.threads)}},
+            # waiting threads that spin would take the cores of the actors that work
+            "runtime_env": {"env_vars": {"OMP_NUM_THREADS": str(service.threads), "OMP_WAIT_POLICY": "PASSIVE"}},
         }
         if kind == "rollout":
             options["scheduling_strategy"] = "SPREAD"
