@@ -3,10 +3,15 @@
 from collections.abc import Iterator
 
 import pytest
+from hypothesis import settings
 
 from tests.tiny_sd3 import tiny_sd3_dir
 
 __all__ = ["ray_here", "tiny_sd3_dir"]
+
+# the same examples every time, and no deadline: a busy machine is no failure of the code
+settings.register_profile("suite", derandomize=True, deadline=None)
+settings.load_profile("suite")
 
 
 @pytest.fixture(scope="session")

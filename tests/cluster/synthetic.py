@@ -19,7 +19,7 @@ START = 1_763_700_000.0
 
 
 def config() -> dict[str, Any]:
-    return load("quickstart", []).model_dump(mode="json")
+    return load("quickstart", ["iterations=20"]).model_dump(mode="json")
 
 
 def write_run(path: Path, iterations: int = 20, ending: str | None = "run_finished", seed: int = 3) -> Path:
