@@ -11,7 +11,9 @@ import math
 import os
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -20,7 +22,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from shapes.data import Pool
-from shapes.fp4 import rounded_weights
+from shapes.fp4 import in_four_bits
 from shapes.grammar import COLOURS, SHAPES
 from shapes.muon import Muon
 from shapes.state import load_state, save_state
@@ -34,7 +36,8 @@ MATRIX_LR, OTHER_LR, DECAY = 0.02, 2e-3, 0.02
 NO_CAPTION = 0.04  # share of samples trained without a caption
 TIME_MEAN, TIME_STD = 0.7, 1.1  # of the logit of t: a shift of 2
 CELL_WEIGHT = 0.1
-FP4_FROM = 0.7  # share of the budget after which every second step sees weights rounded to NVFP4
+FP4_FROM = 0.6  # share of the budget after which every second step runs in NVFP4, and is drawn to what the wide model says
+AGREE_WEIGHT = 3.0
 FLAT = 0.35  # share of the budget at full learning rate; linear to zero after it
 EMA = 0.998
 
@@ -145,14 +148,35 @@ def draw_times(generator: torch.Generator) -> torch.Tensor:
     return torch.where(torch.rand(BATCH, generator=generator) < 0.1, flat, t)
 
 
-def losses(learner: Learner, examples: Examples, generator: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
-    """(velocity loss, cell loss) of one random batch."""
+class Losses(NamedTuple):
+    """Of one batch; ``agree`` is the mean squared difference between the NVFP4 and the wide velocity, 0 where all was wide."""
+
+    velocity: torch.Tensor
+    cells: torch.Tensor
+    agree: torch.Tensor
+
+    @property
+    def total(self) -> torch.Tensor:
+        return self.velocity + CELL_WEIGHT * self.cells + AGREE_WEIGHT * self.agree
+
+
+def backward(learner: Learner, examples: Examples, generator: torch.Generator, four_bits: bool) -> Losses:
+    """Losses of one random batch, and their gradients; with ``four_bits`` those of the model run in NVFP4."""
     x0, ids, cells = examples.batch(generator)
     t = draw_times(generator)
     eps = torch.randn(x0.shape, generator=generator)
     shaped = t.view(-1, 1, 1, 1)
-    velocity, logits = learner((1 - shaped) * x0 + shaped * eps, t, ids, examples.long)
-    return F.mse_loss(velocity, eps - x0), F.cross_entropy(logits.flatten(0, 1), cells.flatten())
+    inputs = ((1 - shaped) * x0 + shaped * eps, t, ids, examples.long)
+    wide = None
+    if four_bits:
+        with torch.no_grad():
+            wide, _ = learner(*inputs)
+    with in_four_bits(learner.transformer) if four_bits else nullcontext():
+        velocity, logits = learner(*inputs)
+        agree = F.mse_loss(velocity, wide) if wide is not None else torch.zeros(())
+        found = Losses(F.mse_loss(velocity, eps - x0), F.cross_entropy(logits.flatten(0, 1), cells.flatten()), agree)
+        found.total.backward()
+    return found
 
 
 def train_denoiser(
@@ -172,18 +196,16 @@ def train_denoiser(
         done = spent / (minutes * 60)
         for group in optimizer.param_groups:
             group["lr"] = group["peak"] * min(1.0, (step + 1) / 60, max(0.0, (1 - done) / (1 - FLAT)))
-        with rounded_weights(learner.transformer, active=done > FP4_FROM and step % 2 == 1):
-            velocity_loss, cell_loss = losses(learner, examples, generator)
-            optimizer.zero_grad(set_to_none=True)
-            (velocity_loss + CELL_WEIGHT * cell_loss).backward()
+        optimizer.zero_grad(set_to_none=True)
+        found = backward(learner, examples, generator, four_bits=done > FP4_FROM and step % 2 == 1)
         torch.nn.utils.clip_grad_norm_(learner.parameters(), 1.0)
         optimizer.step()
         step, spent = step + 1, time.monotonic() - begin
         keep = min(EMA, (1 + step) / (20 + step))
         torch._foreach_lerp_(list(average.parameters()), list(learner.parameters()), 1 - keep)
-        mean += (velocity_loss.item() - mean) / min(step - first, 100)
+        mean += (found.velocity.item() - mean) / min(step - first, 100)
         if step % 50 == 0:
-            log(f"denoiser step {step} {spent:.0f}s loss {mean:.4f} cells {cell_loss.item():.4f}")
+            log(f"denoiser step {step} {spent:.0f}s loss {mean:.4f} cells {found.cells.item():.4f} NVFP4 {found.agree.item():.5f}")
         if time.monotonic() - saved > 60 or spent >= minutes * 60:
             save_state(work / "denoiser", learner, optimizer, {"spent": spent, "step": step})
             save_state(work / "average", average, None, {"step": step})

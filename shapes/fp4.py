@@ -1,7 +1,7 @@
-"""Weights rounded to NVFP4 for a training step: so that the model stays good when its explorers run it in four bits.
+"""Weights and activations rounded to NVFP4 for a training step: so that the model draws the same in four bits.
 
-The rounding is the format's own (blocks of 16 along the input, scales in E4M3, one FP32 factor per matrix), without the search
-for better scales. Gradients are taken at the rounded weights and applied to the wide ones (straight through).
+The rounding is the format's own (blocks of 16 along the input, scales in E4M3, one FP32 factor per tensor), without the search
+for better scales. Gradients are taken at the rounded values and applied to the wide ones (straight through).
 """
 
 from __future__ import annotations
@@ -36,17 +36,36 @@ def quantisable(transformer: nn.Module) -> list[nn.Linear]:
     return found
 
 
+class RoundedInputs:
+    """A forward pre-hook for linear layers; layers that share an input (to_q, to_k, to_v) round it once."""
+
+    def __init__(self) -> None:
+        self._last: tuple[torch.Tensor, torch.Tensor] | None = None
+
+    def __call__(self, _: nn.Module, inputs: tuple[torch.Tensor]) -> tuple[torch.Tensor]:
+        if self._last is None or self._last[0] is not inputs[0]:
+            x = inputs[0]
+            with torch.no_grad():
+                error = round_to_fp4(x.reshape(-1, x.shape[-1])).reshape_as(x) - x
+            self._last = (x, x + error)
+        return (self._last[1],)
+
+
 @contextmanager
-def rounded_weights(transformer: nn.Module, active: bool = True) -> Iterator[None]:
-    """Inside, the blocks' weights are rounded; afterwards they are back, bit for bit."""
-    layers = quantisable(transformer) if active else []
+def in_four_bits(transformer: nn.Module) -> Iterator[None]:
+    """Inside, the blocks' weights and inputs are rounded; afterwards they are back, bit for bit."""
+    layers = quantisable(transformer)
     wide = [layer.weight.detach().clone() for layer in layers]
+    inputs = RoundedInputs()
+    hooks = [layer.register_forward_pre_hook(inputs) for layer in layers]
     with torch.no_grad():
         for layer in layers:
             layer.weight.copy_(round_to_fp4(layer.weight))
     try:
         yield
     finally:
+        for hook in hooks:
+            hook.remove()
         with torch.no_grad():
             for layer, weight in zip(layers, wide, strict=True):
                 layer.weight.copy_(weight)

@@ -14,8 +14,8 @@ from rewards.shapes import PARTS, ShapesScorer, connected, to_size
 from shapes import prompts
 from shapes.checksum import checksum
 from shapes.data import Pool
-from shapes.denoiser import Examples, Learner, draw_times, losses
-from shapes.fp4 import quantisable, round_to_fp4, rounded_weights
+from shapes.denoiser import Examples, Learner, backward, draw_times
+from shapes.fp4 import in_four_bits, quantisable, round_to_fp4
 from shapes.grammar import KINDS, SPLITS, Scene, Thing, all_scenes, flipped, parse, scenes_of
 from shapes.muon import orthogonal
 from shapes.render import Layout, arrange, cells, draw, render
@@ -250,14 +250,46 @@ def test_fp4_rounding_gives_the_formats_values():
     assert (~torch.isclose(round_to_fp4(weight), peer, rtol=1e-5, atol=1e-7)).float().mean() < 2e-3
 
 
-def test_rounded_weights_come_back():
+def test_four_bits_inside_and_the_wide_weights_afterwards():
     learner = Learner()
+    torch.nn.init.normal_(learner.transformer.proj_out.weight, generator=torch.Generator().manual_seed(4))
     layers = quantisable(learner.transformer)
     assert len(layers) == 4 * 12 - 3  # q, k, v, out and two of feed-forward in both streams; the last block drops 3 of the text's
     before = [layer.weight.clone() for layer in layers]
-    with rounded_weights(learner.transformer):
+    seen = []
+    handle = layers[0].register_forward_hook(lambda _m, inputs, _o: seen.append(inputs[0]))
+    x = torch.randn(2, 12, 8, 8, generator=torch.Generator().manual_seed(5))
+    ids, long = torch.ones(2, 11, dtype=torch.long), torch.zeros(1, 1, 128)
+    with in_four_bits(learner.transformer):
         assert all(not torch.equal(layer.weight, wide) for layer, wide in zip(layers, before, strict=True))
+        learner(x, torch.tensor([0.5, 0.9]), ids, long)
     assert all(torch.equal(layer.weight, wide) for layer, wide in zip(layers, before, strict=True))
+    learner(x, torch.tensor([0.5, 0.9]), ids, long)
+    handle.remove()
+    rounded, wide = seen
+    flat = wide.reshape(-1, wide.shape[-1])
+    # same inputs come in (the first layer of the first block), rounded inside and untouched after
+    assert torch.allclose(rounded.reshape(flat.shape), round_to_fp4(flat), atol=1e-6)
+    assert not torch.equal(rounded, wide)
+
+
+def test_a_four_bit_step_goes_downhill():
+    """A small step against the gradient of the four-bit losses lowers them."""
+    torch.manual_seed(0)
+    learner = Learner()
+    torch.nn.init.normal_(learner.transformer.proj_out.weight, std=0.2)
+    for block in learner.transformer.transformer_blocks:
+        torch.nn.init.normal_(block.norm1.linear.weight, std=0.2)
+    examples = Examples(build_vae().eval(), seed=1, count=64)
+    first = backward(learner, examples, torch.Generator().manual_seed(3), four_bits=True)
+    assert first.agree.item() > 0
+    squared = sum(float(p.grad.square().sum()) for p in learner.parameters() if p.grad is not None)
+    with torch.no_grad():
+        for p in learner.parameters():
+            if p.grad is not None:
+                p.add_(p.grad, alpha=-1e-2 * float(first.total) / squared)
+    second = backward(learner, examples, torch.Generator().manual_seed(3), four_bits=True)
+    assert second.total.item() < first.total.item()
 
 
 def test_orthogonal_flattens_the_spectrum():
@@ -289,10 +321,9 @@ def test_one_training_step_learns_and_resumes(tmp_path):
     trained = sum(len(group["params"]) for group in optimizer.param_groups)
     assert trained == len(list(learner.parameters()))
     for seed in (0, 1):
-        velocity, cell = losses(learner, examples, torch.Generator().manual_seed(seed))
+        found = backward(learner, examples, torch.Generator().manual_seed(seed), four_bits=False)
         if seed == 0:  # a zero output makes the loss E|eps - x0|^2 and the head's guess uniform over 25 classes, nearly
-            assert cell.item() == pytest.approx(math.log(25), rel=0.2)
-        (velocity + cell).backward()
+            assert found.cells.item() == pytest.approx(math.log(25), rel=0.2)
         optimizer.step()
         optimizer.zero_grad()
     save_state(tmp_path / "state", learner, optimizer, {"step": 2})
