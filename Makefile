@@ -6,7 +6,7 @@ BIN := .venv/bin
 export RAY_USAGE_STATS_ENABLED = 0
 export RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO = 0
 
-.PHONY: setup quickstart test test-slow lint types arrows check bench shapes-model clean
+.PHONY: setup quickstart test test-slow lint types arrows check bench parity shapes-model clean
 
 setup: .venv/.ready
 
@@ -40,6 +40,10 @@ check: lint types arrows test
 
 bench: setup
 	$(BIN)/python -m bench $(ARGS)
+
+# Each learned scorer against other people's code on the same random weights; ARGS=--full for the real sizes.
+parity: setup
+	$(BIN)/python -m tools.parity $(foreach flag,$(PIP_FLAGS),--pip-flag=$(flag)) $(ARGS)
 
 # Rebuilds shapes/model from nothing: about an hour on two cores.
 shapes-model: setup

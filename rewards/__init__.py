@@ -7,6 +7,7 @@ uses. A configuration may name its own scorer in the same form.
 from __future__ import annotations
 
 import importlib
+import inspect
 from difflib import get_close_matches
 from typing import Any, cast
 
@@ -14,6 +15,12 @@ from configs.schema import Scorer as ScorerConfig
 from rewards.base import Scorer, ScorerError, ScorerSetupError
 
 SCORERS: dict[str, str] = {
+    "imagereward": "rewards.imagereward:ImageReward",
+    "clipscore": "rewards.openclip:ClipScore",
+    "pickscore": "rewards.pickscore:PickScore",
+    "hpsv2": "rewards.openclip:HPSv2",
+    "ocr": "rewards.ocr:OcrScorer",
+    "http": "rewards.server:HttpScorer",
     "shapes": "rewards.shapes:ShapesScorer",
     "jpeg_compressibility": "rewards.jpeg:JpegCompressibility",
     "jpeg_incompressibility": "rewards.jpeg:JpegIncompressibility",
@@ -35,10 +42,11 @@ def resolve(name: str) -> str:
     )
 
 
-def build(scorer: ScorerConfig) -> Scorer:
+def build(scorer: ScorerConfig, device: str | None = None) -> Scorer:
     """Import the scorer of a configuration and call it with its settings.
 
-    The attribute is a class or a function that returns a scorer. Raises ScorerSetupError, one line saying what to mend.
+    The attribute is a class or a function that returns a scorer. ``device`` reaches it where it takes an argument of that name
+    and the settings do not say another. Raises ScorerSetupError, one line saying what to mend.
     """
     target = resolve(scorer.name)
     module_name, _, path = target.partition(":")
@@ -63,8 +71,13 @@ def build(scorer: ScorerConfig) -> Scorer:
         raise ScorerSetupError(
             f"scorer {scorer.name!r}: {path!r} is {type(made).__name__}, not a class or function that makes a scorer"
         )
+    settings = dict(scorer.settings)
+    if device is not None and "device" not in settings and _takes(made, "device"):
+        settings["device"] = device
     try:
-        instance = made(**scorer.settings)
+        instance = made(**settings)
+    except ScorerSetupError as error:  # says what to mend already
+        raise ScorerSetupError(f"scorer {scorer.name!r}: {error}") from None
     except Exception as error:  # a constructor may raise anything; the reader needs to know whose it was
         reason = (str(error).strip().splitlines() or [""])[0]
         raise ScorerSetupError(
@@ -77,6 +90,14 @@ def build(scorer: ScorerConfig) -> Scorer:
             "return an object that takes (images, prompts, metadata)"
         )
     return cast(Scorer, instance)
+
+
+def _takes(made: Any, argument: str) -> bool:
+    """Whether a class or function can be called with an argument of this name."""
+    try:
+        return argument in inspect.signature(made).parameters
+    except (TypeError, ValueError):
+        return False
 
 
 __all__ = ["SCORERS", "Scorer", "ScorerError", "ScorerSetupError", "build", "resolve"]

@@ -1,0 +1,140 @@
+"""CLIPScore and HPSv2: the cosine of open_clip's image and text features, and what each does to a picture first."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from rewards.base import ScorerSetupError
+from rewards.checkpoints import load_weights, locate, read_state
+from rewards.paired import PairedScorer, cosine, distinct
+from rewards.pictures import CLIP_MEAN, CLIP_STD, crop_square, normalise, pad_square
+
+CONFIG = "open_clip_config.json"
+FILES = (
+    "open_clip_model.safetensors",
+    "open_clip_pytorch_model.safetensors",
+    "model.safetensors",
+    "open_clip_pytorch_model.bin",
+)
+
+
+class OpenClipScorer(PairedScorer):
+    """Cosine of the two towers of an open_clip CLIP; without the logit scale.
+
+    ``checkpoint``: a file, a directory or a hub id of open_clip weights. ``architecture``: a name that open_clip knows, or a table
+    as in its model configurations (embed_dim, vision_cfg, text_cfg); by default what ``open_clip_config.json`` beside the weights
+    says, or else the scorer's own.
+    """
+
+    default = ""
+    files = FILES
+
+    def __init__(
+        self,
+        checkpoint: str,
+        architecture: str | dict[str, Any] | None = None,
+        batch_size: int = 16,
+        dtype: str = "fp32",
+        device: str | None = None,
+    ) -> None:
+        super().__init__(batch_size, dtype, device)
+        path = locate(checkpoint, self.files)
+        beside = _config_beside(path)
+        cfg = _architecture(architecture or beside.get("model_cfg") or self.default)
+        self.model = _build(cfg)
+        load_weights(self.model, read_state(path), path, str(architecture or self.default))
+        self.model.to(self.device, self.dtype).eval()
+        self.tokenise = _tokenizer(cfg, path)
+        told = beside.get("preprocess_cfg", {})
+        self.mean, self.std = told.get("mean", CLIP_MEAN), told.get("std", CLIP_STD)
+        self.size = int(cfg["vision_cfg"]["image_size"])
+
+    def score(self, pixels: torch.Tensor, prompts: list[str]) -> torch.Tensor:
+        """Cosine in [-1, 1] of each picture and its prompt."""
+        once, places = distinct(prompts)
+        image = self.model.encode_image(pixels.to(self.device, self.dtype))
+        text = self.model.encode_text(self.tokenise(once).to(self.device))
+        return cosine(image, text[torch.tensor(places, device=self.device)])
+
+
+class ClipScore(OpenClipScorer):
+    """CLIPScore (arXiv 2104.08718) without its factor 2.5 and clipping at zero: the plain cosine of CLIP ViT-L/14.
+
+    Pictures as open_clip's own validation transform makes them: shorter side bicubic, centre crop, normalise.
+    """
+
+    default = "ViT-L-14-quickgelu"
+
+    def pixels(self, images: np.ndarray) -> torch.Tensor:
+        """uint8 [B, 3, H, W] -> float32 [B, 3, S, S]."""
+        crop = crop_square(images, self.size)
+        return normalise(torch.from_numpy(crop.copy()).to(torch.float32).div(255), self.mean, self.std)
+
+
+class HPSv2(OpenClipScorer):
+    """Human Preference Score v2 (arXiv 2306.09341): the raw cosine of a fine-tuned ViT-H/14.
+
+    Its pictures are not CLIP's: the longer side is resized, and the rest is padded with black.
+    """
+
+    default = "ViT-H-14"
+    files = ("HPS_v2.1_compressed.pt", "HPS_v2_compressed.pt", *FILES)
+
+    def pixels(self, images: np.ndarray) -> torch.Tensor:
+        """uint8 [B, 3, H, W] -> float32 [B, 3, S, S]."""
+        return normalise(pad_square(images, self.size), self.mean, self.std)
+
+
+def _config_beside(path: Path) -> dict[str, Any]:
+    """open_clip's own description of a checkpoint, where one lies beside it; else nothing."""
+    file = path.with_name(CONFIG)
+    if not file.is_file():
+        return {}
+    try:
+        return dict(json.loads(file.read_text(encoding="utf-8")))
+    except ValueError as error:
+        raise ScorerSetupError(f"{file}: not JSON ({error}): remove it, or mend it") from None
+
+
+def _architecture(wanted: str | dict[str, Any]) -> dict[str, Any]:
+    """The model configuration of a name or a table, checked for what is needed here. Raises ScorerSetupError."""
+    import open_clip
+
+    found = open_clip.get_model_config(wanted) if isinstance(wanted, str) else dict(wanted)
+    if found is None:
+        raise ScorerSetupError(f"architecture = {wanted!r}: open_clip has no such model; `open_clip.list_models()` names all")
+    lacking = [key for key in ("embed_dim", "vision_cfg", "text_cfg") if key not in found]
+    if lacking or found.get("custom_text") or "hf_model_name" in found.get("text_cfg", {}):
+        why = f"lacks {', '.join(lacking)}" if lacking else "has a text tower of its own"
+        raise ScorerSetupError(f"architecture {why}: only a plain CLIP works here, such as {{embed_dim, vision_cfg, text_cfg}}")
+    return found
+
+
+def _build(cfg: dict[str, Any]) -> Any:
+    import open_clip
+
+    try:
+        return open_clip.CLIP(**{key: value for key, value in cfg.items() if key != "custom_text"})
+    except (TypeError, ValueError, AssertionError) as error:
+        raise ScorerSetupError(f"architecture: open_clip cannot build it: {error}: mend {cfg}") from None
+
+
+def _tokenizer(cfg: dict[str, Any], path: Path) -> Any:
+    """CLIP's own tokenizer, or the one beside the checkpoint where the configuration names one. Long prompts are cut."""
+    from open_clip.tokenizer import HFTokenizer, SimpleTokenizer
+
+    length = int(cfg["text_cfg"].get("context_length", 77))
+    if not cfg["text_cfg"].get("hf_tokenizer_name"):
+        return SimpleTokenizer(context_length=length)
+    if not path.with_name("tokenizer.json").is_file():
+        raise ScorerSetupError(f"{path.parent}: {CONFIG} names a tokenizer, but there is no tokenizer.json: put it there")
+    tokenizer = HFTokenizer(str(path.parent), context_length=length)
+    wanted, found = int(cfg["text_cfg"]["vocab_size"]), len(tokenizer.tokenizer)
+    if found != wanted:
+        raise ScorerSetupError(f"{path.parent}: the tokenizer has {found} words, the model {wanted}: they do not belong together")
+    return tokenizer

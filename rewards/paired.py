@@ -1,0 +1,63 @@
+"""What learned scorers share: each picture is scored with its own prompt, in batches of a fixed size at most."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from rewards.base import ScorerSetupError, require_pictures
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+class PairedScorer(ABC):
+    """Batches pictures and prompts, picture i with prompt i; never every picture with every prompt.
+
+    ``device`` None is the GPU where torch sees one; the reward service gives the device of its actors. A batch's scores are
+    computed in FP32 from features in ``dtype``.
+    """
+
+    def __init__(self, batch_size: int = 16, dtype: str = "fp32", device: str | None = None) -> None:
+        if batch_size < 1:
+            raise ScorerSetupError(f"batch_size is {batch_size}: use 1 or more")
+        if dtype not in DTYPES:
+            raise ScorerSetupError(f"dtype is {dtype!r}: use one of {', '.join(DTYPES)}")
+        self.batch_size, self.dtype = batch_size, DTYPES[dtype]
+        self.device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+
+    def __call__(self, images: np.ndarray, prompts: Sequence[str], metadata: Sequence[dict[str, Any]]) -> np.ndarray:
+        """uint8 [B, 3, H, W] and B prompts -> float32 [B]; metadata is not looked at."""
+        require_pictures(images, prompts, metadata)
+        if not len(images):
+            return np.zeros(0, np.float32)
+        with torch.inference_mode():
+            pixels = self.pixels(images)
+            parts = [
+                self.score(pixels[first : first + self.batch_size], list(prompts[first : first + self.batch_size]))
+                for first in range(0, len(images), self.batch_size)
+            ]
+        return torch.cat(parts).float().cpu().numpy()
+
+    @abstractmethod
+    def pixels(self, images: np.ndarray) -> torch.Tensor:
+        """uint8 [B, 3, H, W] -> float32 [B, 3, S, S] on the CPU, as the model was trained."""
+
+    @abstractmethod
+    def score(self, pixels: torch.Tensor, prompts: list[str]) -> torch.Tensor:
+        """One batch: float32 [B, 3, S, S] and B prompts -> [B]."""
+
+
+def cosine(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+    """Row by row, in FP32: [B, D] and [B, D] -> [B]."""
+    return torch.nn.functional.cosine_similarity(left.float(), right.float(), dim=-1)
+
+
+def distinct(prompts: Sequence[str]) -> tuple[list[str], list[int]]:
+    """Each different prompt once, and for every prompt its place among them: text is encoded once per prompt."""
+    once = list(dict.fromkeys(prompts))
+    places = {prompt: place for place, prompt in enumerate(once)}
+    return once, [places[prompt] for prompt in prompts]

@@ -1,0 +1,96 @@
+"""PickScore (arXiv 2305.01569): a CLIP ViT-H/14 tuned on people's choices, on transformers' own CLIP."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+
+from rewards.base import ScorerSetupError
+from rewards.checkpoints import load_weights, locate, read_state
+from rewards.paired import PairedScorer, cosine, distinct
+from rewards.pictures import crop_square, normalise
+
+SCALE = 26.0  # brings the usual range, about 17 to 26, near 1, as reward training has it
+FILES = ("model.safetensors", "pytorch_model.bin")
+ARCHITECTURE: dict[str, Any] = {
+    "projection_dim": 1024,
+    "text_config": {
+        "hidden_size": 1024,
+        "intermediate_size": 4096,
+        "num_hidden_layers": 24,
+        "num_attention_heads": 16,
+        "hidden_act": "gelu",
+        "projection_dim": 1024,
+    },
+    "vision_config": {
+        "hidden_size": 1280,
+        "intermediate_size": 5120,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 16,
+        "patch_size": 14,
+        "image_size": 224,
+        "hidden_act": "gelu",
+        "projection_dim": 1024,
+    },
+}
+
+
+class PickScore(PairedScorer):
+    """exp(logit scale) x cosine / 26. ``architecture``: a table of transformers' CLIPConfig, by default ViT-H/14.
+
+    Pictures as transformers' image processor on Pillow makes them; words by CLIP's vocabulary, which open_clip ships.
+    """
+
+    def __init__(
+        self,
+        checkpoint: str,
+        architecture: dict[str, Any] | None = None,
+        batch_size: int = 16,
+        dtype: str = "fp32",
+        device: str | None = None,
+    ) -> None:
+        from transformers import CLIPConfig, CLIPModel
+
+        super().__init__(batch_size, dtype, device)
+        path = locate(checkpoint, FILES)
+        try:
+            config = CLIPConfig(**(architecture or ARCHITECTURE))
+            self.model = CLIPModel(config)
+        except (TypeError, ValueError) as error:
+            raise ScorerSetupError(f"architecture: transformers cannot build it: {error}: mend {architecture}") from None
+        state = {name: value for name, value in read_state(path).items() if not name.endswith(".position_ids")}
+        load_weights(self.model, state, path, "transformers' CLIPModel ViT-H/14" if architecture is None else "this CLIPModel")
+        self.model.to(self.device, self.dtype).eval()  # pyright: ignore[reportArgumentType]
+        self.size = int(config.vision_config.image_size)
+        self.length = int(config.text_config.max_position_embeddings)
+        self.tokenise = clip_tokenizer()
+
+    def pixels(self, images: np.ndarray) -> torch.Tensor:
+        """uint8 [B, 3, H, W] -> float32 [B, 3, S, S]."""
+        crop = crop_square(images, self.size, "floor")
+        return normalise(torch.from_numpy(crop.copy()).to(torch.float32).div(255))
+
+    def score(self, pixels: torch.Tensor, prompts: list[str]) -> torch.Tensor:
+        """Scaled cosine of each picture and its prompt."""
+        once, places = distinct(prompts)
+        words = self.tokenise(once, padding="max_length", truncation=True, max_length=self.length, return_tensors="pt")
+        image = self.model.get_image_features(pixel_values=pixels.to(self.device, self.dtype)).pooler_output
+        text = self.model.get_text_features(
+            input_ids=words.input_ids.to(self.device), attention_mask=words.attention_mask.to(self.device)
+        ).pooler_output
+        paired = text[torch.tensor(places, device=self.device)]
+        return self.model.logit_scale.float().exp() * cosine(image, paired) / SCALE
+
+
+def clip_tokenizer() -> Any:
+    """transformers' CLIP tokenizer over the vocabulary that open_clip's wheel carries: no download."""
+    from open_clip.tokenizer import SimpleTokenizer
+    from transformers import CLIPTokenizer
+
+    shipped = SimpleTokenizer()
+    ends = {shipped.sot_token_id: "<|startoftext|>", shipped.eot_token_id: "<|endoftext|>"}  # open_clip spells them otherwise
+    vocabulary = {ends.get(place, word): place for word, place in shipped.encoder.items()}
+    merges: Any = [pair for pair, _ in sorted(shipped.bpe_ranks.items(), key=lambda item: item[1])]
+    return CLIPTokenizer(vocab=vocabulary, merges=merges)

@@ -1,0 +1,99 @@
+"""A reward server of one's own, asked over HTTP. The protocol is in docs/rewards.md; nothing that comes back can run code."""
+
+from __future__ import annotations
+
+import base64
+import http.client
+import io
+import json
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from PIL import Image
+
+from rewards.base import ScorerError, ScorerSetupError, require_pictures
+
+TYPES = {"npz": "application/x-npz", "json": "application/json"}
+AGAIN = (408, 425, 429)  # worth another try besides the 5xx: timed out, too early, too many
+PAUSE_S = 0.5  # before the second try; doubles with every further one
+
+
+class HttpScorer:
+    """POSTs pictures and prompts to ``url`` and takes the scores of the answer.
+
+    ``encoding`` npz sends raw pixels, json sends PNG in base64. An answer that does not come within ``timeout_s``, a broken connection
+    and a 5xx are tried again ``retries`` times; keep (retries + 1) x timeout_s below the deadline of the service that asks.
+    ``batch_size`` 0 sends all at once.
+    """
+
+    def __init__(self, url: str, encoding: str = "npz", timeout_s: float = 60.0, retries: int = 2, batch_size: int = 0) -> None:
+        if not url.startswith(("http://", "https://")):
+            raise ScorerSetupError(f"url is {url!r}: give http://host:port/path or https://...")
+        if encoding not in TYPES:
+            raise ScorerSetupError(f"encoding is {encoding!r}: use one of {', '.join(TYPES)}")
+        if timeout_s <= 0 or retries < 0 or batch_size < 0:
+            raise ScorerSetupError(
+                f"timeout_s = {timeout_s}, retries = {retries}, batch_size = {batch_size}: use a positive time, and no negative count"
+            )
+        self.url, self.encoding, self.timeout_s, self.retries, self.batch_size = url, encoding, timeout_s, retries, batch_size
+
+    def __call__(self, images: np.ndarray, prompts: Sequence[str], metadata: Sequence[dict[str, Any]]) -> np.ndarray:
+        """uint8 [B, 3, H, W] -> float32 [B], NaN where the server says null. Raises ScorerError, one line."""
+        require_pictures(images, prompts, metadata)
+        size = self.batch_size or max(1, len(images))
+        parts = [
+            self._ask(images[first : first + size], prompts[first : first + size], metadata[first : first + size])
+            for first in range(0, len(images), size)
+        ]
+        return np.concatenate(parts) if parts else np.zeros(0, np.float32)
+
+    def _ask(self, images: np.ndarray, prompts: Sequence[str], metadata: Sequence[dict[str, Any]]) -> np.ndarray:
+        body = encode(self.encoding, images, prompts, metadata)
+        request = urllib.request.Request(self.url, body, {"Content-Type": TYPES[self.encoding], "Accept": "application/json"})
+        problem = ""
+        for attempt in range(self.retries + 1):
+            if attempt:
+                time.sleep(PAUSE_S * 2 ** (attempt - 1))
+            try:
+                with urllib.request.urlopen(request, timeout=self.timeout_s) as answer:
+                    return decode(answer.read(), len(images))
+            except urllib.error.HTTPError as error:
+                problem = f"answered {error.code} {error.reason}"
+                if error.code < 500 and error.code not in AGAIN:
+                    break
+            except (OSError, http.client.HTTPException) as error:  # URLError and timeouts are OSErrors
+                problem = f"did not answer ({getattr(error, 'reason', None) or error})"
+        raise ScorerError(f"{self.url} {problem}, tries: {attempt + 1}")
+
+
+def encode(encoding: str, images: np.ndarray, prompts: Sequence[str], metadata: Sequence[dict[str, Any]]) -> bytes:
+    """The body of a request for pictures uint8 [B, 3, H, W]."""
+    told: dict[str, Any] = {"prompts": list(prompts), "metadata": list(metadata)}
+    if encoding == "json":
+        return json.dumps(told | {"images": [_png(picture) for picture in images]}).encode()
+    buffer = io.BytesIO()
+    text = np.frombuffer(json.dumps(told).encode(), np.uint8)
+    np.savez(buffer, images=images, request=text)
+    return buffer.getvalue()
+
+
+def decode(body: bytes, count: int) -> np.ndarray:
+    """The scores float32 [count] of an answer, NaN for null. Raises ScorerError for anything else than as many numbers."""
+    try:
+        scores = json.loads(body)["scores"]
+        values = [float("nan") if score is None else score for score in scores]
+    except (ValueError, KeyError, TypeError) as error:
+        raise ScorerError(f"the server's answer is no JSON object with 'scores' ({type(error).__name__}): {body[:80]!r}") from None
+    if len(values) != count or not all(isinstance(value, int | float) and not isinstance(value, bool) for value in values):
+        raise ScorerError(f"the server answered {len(values)} scores for {count} pictures: it must answer {count} numbers or nulls")
+    return np.asarray(values, np.float32)
+
+
+def _png(picture: np.ndarray) -> str:
+    buffer = io.BytesIO()
+    Image.fromarray(np.ascontiguousarray(picture.transpose(1, 2, 0))).save(buffer, format="PNG")
+    return base64.b64encode(buffer.getvalue()).decode()

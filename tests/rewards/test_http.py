@@ -1,0 +1,146 @@
+"""The http scorer against a server in this process: what is sent, what is taken back, and every way it can go wrong."""
+
+from __future__ import annotations
+
+import base64
+import io
+import json
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import numpy as np
+import pytest
+from PIL import Image
+
+import rewards.server
+from configs.schema import Scorer as ScorerConfig
+from rewards import ScorerError, ScorerSetupError, build
+from rewards.server import HttpScorer, decode
+
+IMAGES = np.random.default_rng(0).integers(0, 256, (3, 3, 6, 9), dtype=np.uint8)
+PROMPTS, METADATA = ["a", "b \u4e00", ""], [{"n": 1}, {}, {"n": [2]}]
+
+
+class Server(ThreadingHTTPServer):
+    """Scores a picture by its mean; ``answers`` are given first, one per request: a status, or what to do instead."""
+
+    def __init__(self) -> None:
+        super().__init__(("127.0.0.1", 0), Handler)
+        self.answers: list[int | str | bytes] = []
+        self.requests: list[dict] = []
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.server_address[1]}/score"
+
+
+class Handler(BaseHTTPRequestHandler):
+    server: Server
+
+    def do_POST(self) -> None:
+        body = self.rfile.read(int(self.headers["Content-Length"]))
+        told = self.read(body)
+        self.server.requests.append(told)
+        answer = self.server.answers.pop(0) if self.server.answers else 200
+        if answer == "slow":
+            time.sleep(0.6)
+            answer = 200
+        if answer == "hang up":
+            self.connection.shutdown(socket.SHUT_RDWR)
+            return
+        scores = json.dumps({"scores": [float(picture.mean()) for picture in told["images"]]}).encode()
+        self.send_response(answer if isinstance(answer, int) else 200)
+        self.end_headers()
+        self.wfile.write(answer if isinstance(answer, bytes) else scores)
+
+    def read(self, body: bytes) -> dict:
+        if self.headers["Content-Type"] == "application/json":
+            told = json.loads(body)
+            pictures = [Image.open(io.BytesIO(base64.b64decode(text))) for text in told["images"]]
+            return told | {"images": [np.asarray(picture).transpose(2, 0, 1) for picture in pictures]}
+        arrays = np.load(io.BytesIO(body), allow_pickle=False)
+        return json.loads(arrays["request"].tobytes()) | {"images": list(arrays["images"])}
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+@pytest.fixture
+def server(monkeypatch) -> Iterator[Server]:
+    monkeypatch.setattr(rewards.server, "PAUSE_S", 0.01)
+    serving = Server()
+    thread = threading.Thread(target=serving.serve_forever, kwargs={"poll_interval": 0.01})
+    thread.start()
+    yield serving
+    serving.shutdown()
+    serving.server_close()
+    thread.join()
+
+
+@pytest.mark.parametrize("encoding", ["npz", "json"])
+def test_the_server_sees_the_very_pictures_and_words(server, encoding):
+    scorer = build(ScorerConfig(name="http", settings={"url": server.url, "encoding": encoding}))
+    scores = scorer(IMAGES, PROMPTS, METADATA)
+    assert scores.dtype == np.float32 and np.allclose(scores, IMAGES.mean((1, 2, 3)))
+    (told,) = server.requests
+    assert np.array_equal(np.stack(told["images"]), IMAGES) and told["prompts"] == PROMPTS and told["metadata"] == METADATA
+
+
+def test_batches_keep_their_order(server):
+    scores = HttpScorer(server.url, batch_size=2)(IMAGES, PROMPTS, METADATA)
+    assert np.allclose(scores, IMAGES.mean((1, 2, 3))) and [len(told["prompts"]) for told in server.requests] == [2, 1]
+    assert HttpScorer(server.url)(IMAGES[:0], [], []).shape == (0,) and len(server.requests) == 2
+
+
+@pytest.mark.parametrize("trouble", [500, 503, 429, "slow", "hang up"])
+def test_what_may_pass_is_tried_again(server, trouble):
+    server.answers = [trouble]
+    scores = HttpScorer(server.url, timeout_s=0.3, retries=1)(IMAGES, PROMPTS, METADATA)
+    assert np.allclose(scores, IMAGES.mean((1, 2, 3))) and len(server.requests) == 2
+
+
+@pytest.mark.parametrize(
+    ("answers", "said"),
+    [
+        ([500] * 3, "answered 500 Internal Server Error, tries: 3"),
+        (["slow"] * 3, r"did not answer \(.*timed out.*\), tries: 3"),
+        ([404], "answered 404 Not Found, tries: 1"),
+        ([b"<html>"], "no JSON object with 'scores'"),
+        ([b'{"scores": [1, 2]}'], "2 scores for 3 pictures"),
+        ([b'{"scores": [1, 2, "x"]}'], "3 numbers or nulls"),
+    ],
+)
+def test_what_stays_wrong_is_an_error_never_a_zero(server, answers, said):
+    server.answers = list(answers)
+    with pytest.raises(ScorerError, match=said) as caught:
+        HttpScorer(server.url, timeout_s=0.2)(IMAGES, PROMPTS, METADATA)
+    assert "\n" not in str(caught.value)
+
+
+def test_nobody_listens():
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    with pytest.raises(ScorerError, match="did not answer .*refused.*, tries: 1"):
+        HttpScorer(f"http://127.0.0.1:{port}/", retries=0)(IMAGES, PROMPTS, METADATA)
+
+
+def test_null_is_a_missing_score():
+    assert np.array_equal(decode(b'{"scores": [1, null, 2.5]}', 3), np.float32([1, np.nan, 2.5]), equal_nan=True)
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"url": "localhost:80"}, "give http://"),
+        ({"url": "file:///etc/passwd"}, "give http://"),
+        ({"url": "http://x", "encoding": "pickle"}, "use one of npz, json"),
+        ({"url": "http://x", "timeout_s": 0}, "use a positive time"),
+    ],
+)
+def test_settings_are_checked(settings, said):
+    with pytest.raises(ScorerSetupError, match=said):
+        build(ScorerConfig(name="http", settings=settings))

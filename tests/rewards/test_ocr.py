@@ -1,0 +1,89 @@
+"""Reading text: which text is wanted, how near it is, and the reader itself where it is installed."""
+
+from __future__ import annotations
+
+import sys
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from PIL import Image, ImageDraw, ImageFont
+
+from configs.schema import Scorer as ScorerConfig
+from rewards import ScorerSetupError, build
+from rewards.ocr import OcrScorer, nearest, plain, share_read, wanted_text
+
+
+@pytest.mark.parametrize(
+    ("prompt", "pieces"),
+    [
+        ('a sign that says "Open 24 h"', ["Open 24 h"]),
+        ("the dog's 'big bone' isn't here", ["big bone"]),
+        ("\u201ceins\u201d and \u00abdeux\u00bb, \u300c\u4e09\u300d", ["eins", "deux", "\u4e09"]),
+        ('"one" over "two"', ["one", "two"]),
+    ],
+)
+def test_what_is_quoted_is_wanted(prompt, pieces):
+    assert wanted_text(prompt, {}) == pieces
+
+
+def test_metadata_may_say_it_and_nothing_to_read_is_an_error():
+    assert wanted_text('"no"', {"text": "yes"}) == ["yes"] and wanted_text("", {"text": ["a", "b"]}) == ["a", "b"]
+    for prompt in ("a red circle", "the dog's bone", '" "'):
+        with pytest.raises(ValueError, match="quotes no text to be read"):
+            wanted_text(prompt, {})
+
+
+def levenshtein(a: str, b: str) -> int:
+    """The textbook recursion."""
+    if not a or not b:
+        return len(a) + len(b)
+    return min(levenshtein(a[1:], b[1:]) + (a[0] != b[0]), levenshtein(a[1:], b) + 1, levenshtein(a, b[1:]) + 1)
+
+
+@given(st.text("abc", max_size=4), st.text("abc", max_size=5))
+def test_nearest_is_the_least_distance_to_any_stretch(piece, text):
+    stretches = {text[i:j] for i in range(len(text) + 1) for j in range(i, len(text) + 1)}
+    assert nearest(piece, text) == min(levenshtein(piece, stretch) for stretch in stretches)
+
+
+@pytest.mark.parametrize(
+    ("wanted", "read", "share"),
+    [
+        (["Hello World"], "HELLO  world", 1.0),
+        (["hello"], "say hello there", 1.0),
+        (["hello"], "hallo", 0.8),  # one letter of five
+        (["hello"], "", 0.0),
+        (["hello"], "zzz", 0.0),
+        (["ab", "cdefgh"], "ab", 0.25),  # two of eight letters
+    ],
+)
+def test_the_share_that_is_read(wanted, read, share):
+    assert share_read(wanted, read) == pytest.approx(share)
+
+
+def test_case_and_space_do_not_count():
+    assert plain(" Stra\u00dfe  1\n") == "strasse1"
+
+
+def test_without_the_reader_one_line_says_what_to_install(monkeypatch):
+    monkeypatch.setitem(sys.modules, "rapidocr_onnxruntime", None)
+    with pytest.raises(ScorerSetupError, match=r"scorer 'ocr': .*pip install 'sol-rl\[ocr\]'"):
+        build(ScorerConfig(name="ocr"))
+
+
+def test_it_reads():
+    pytest.importorskip("rapidocr_onnxruntime", reason="pip install 'sol-rl[ocr]'")
+
+    def written(text: str, colour: str = "black") -> np.ndarray:
+        picture = Image.new("RGB", (320, 120), "white")
+        ImageDraw.Draw(picture).text((20, 30), text, fill=colour, font=ImageFont.load_default(size=40))
+        return np.asarray(picture).transpose(2, 0, 1)
+
+    images = np.stack([written("Hello World"), written("Hello"), written(""), written("Zyx")])
+    scorer = OcrScorer()
+    scores = scorer(images, ['"hello world"'] * 4, [{}] * 4)
+    assert scores.dtype == np.float32 and scores[0] == 1.0 and scores[1] == pytest.approx(0.5) and scores[2] == 0.0
+    assert scores[3] < 0.3
+    assert scorer.read(written("Hello", "red")) == "Hello"
