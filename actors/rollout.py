@@ -28,11 +28,20 @@ class RolloutActor:
         backend, self._why = resolve_backend(exploration.backend, device)
         dtype = torch.float32 if run.regenerate.precision == "fp32" else torch.bfloat16
         self._backend = backend.name
-        self._explorer = Explorer(family_for(run.model), backend, run.explore.keep_wide, device, dtype)
+        self._compiles = run.explore.compile
+        self._explorer = Explorer(
+            family_for(run.model),
+            backend,
+            run.explore.keep_wide,
+            device,
+            dtype,
+            activation_amax=run.explore.activation_amax,
+            compile=self._compiles,
+        )
 
     def ready(self) -> dict[str, Any]:
-        """Who this is, and which precision backend it runs and why."""
-        return identity(backend=self._backend, why=self._why)
+        """Who this is, which precision backend it runs and why, and whether its first chunk will take longer."""
+        return identity(backend=self._backend, why=self._why, compiles=self._compiles)
 
     def load(self, manifest: Any, *chunks: np.ndarray) -> tuple[int, str]:
         """Copy published weights in place; returns (version, checksum) as the acknowledgement."""

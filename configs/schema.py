@@ -55,6 +55,13 @@ class Explore(Section):
     scale_search: bool = Field(
         default=True, description="NVFP4 weights: choose each block's scale among 12 neighbours by squared error"
     )
+    frozen_amax: bool = Field(
+        default=False, description="scales of trained weights keep the range of the run's first weights, with head-room"
+    )
+    activation_amax: Literal["power_of_two", "exact"] = Field(
+        default="power_of_two", description="NVFP4 activations: rounded up, so that pictures of a batch do not change each other"
+    )
+    compile: bool = Field(default=False, description="torch.compile of the exploring denoiser; the first chunk then takes minutes")
     keep_wide: tuple[str, ...] = Field(default=(), description="more module-name patterns (fnmatch) that stay unquantised")
     chunk_size: int = Field(default=24, ge=1, description="noises per unit of work; part of the results, as it fixes batches")
 

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from policy.families.base import Family
 from policy.precision.backends import Backend
+from policy.precision.compiling import compiled
 from policy.precision.swap import ModuleRow, quantise_plan, swap_linears
 from policy.precision.wire import Manifest, WireError, unpack_into
 from policy.sampling.sample import sample
@@ -30,13 +31,20 @@ class Explorer:
         keep_wide: Sequence[str] = (),
         device: torch.device | str = "cpu",
         dtype: torch.dtype = torch.float32,
+        activation_amax: str = "power_of_two",
+        compile: bool = False,
     ) -> None:
-        """``dtype`` is that of the unquantised parts, unless the backend has one of its own."""
+        """``dtype`` is that of the unquantised parts, unless the backend has one of its own.
+
+        ``compile``: the first call at each batch size compiles the transformer, which takes minutes at real size; ValueError
+        where nothing can be compiled. ``activation_amax`` as in ``Backend.replacements``.
+        """
         self.family, self.backend, self.device = family, backend, torch.device(device)
         self.transformer = family.load_transformer("cpu", backend.dtype or dtype)
         self.plan: list[ModuleRow] = quantise_plan(self.transformer, family, keep_wide, backend)
-        self._layers = swap_linears(self.transformer, self.plan, backend)
+        self._layers = swap_linears(self.transformer, self.plan, backend, activation_amax)
         self.transformer.to(self.device)
+        self._denoiser = compiled(self.transformer, self.device) if compile else self.transformer
         self.vae = family.load_vae(self.device, torch.float32)
         self._version: int | None = None
 
@@ -56,12 +64,16 @@ class Explorer:
                 f"version {manifest.version} is {manifest.format}, backend {self.backend.name} takes {self.backend.wire_format}"
             )
         unpack_into(manifest, chunks, self._targets(manifest))
+        for layer in self._layers.values():
+            layer.arrived()
         self._version = manifest.version
         return manifest.version, manifest.checksum
 
     def _targets(self, manifest: Manifest) -> dict[str, Tensor]:
-        """All buffers of the quantised layers, and whichever wide weights the manifest brings."""
-        targets = {f"{name}.{part}": buffer for name, layer in self._layers.items() for part, buffer in layer.named_buffers()}
+        """What the quantised layers are filled from, and whichever wide weights the manifest brings."""
+        targets = {
+            f"{name}.{part}": buffer for name, layer in self._layers.items() for part, buffer in layer.wire_targets().items()
+        }
         wide = {f"{row.name}.weight" for row in self.plan if not row.quantised}
         for entry in manifest.entries:
             if entry.name in wide:
@@ -78,7 +90,7 @@ class Explorer:
             raise RuntimeError("this explorer has no policy version: load published weights first")
         if len(cond) != 1:
             raise ValueError(f"conditioning of {len(cond)} rows: explore takes one prompt at a time")
-        latents = sample(self.family, self.transformer, cond.repeat(len(seeds)), seeds, steps, solver)
+        latents = sample(self.family, self._denoiser, cond.repeat(len(seeds)), seeds, steps, solver)
         if not bool(torch.isfinite(latents).all()):
             raise RuntimeError(f"policy version {self._version} gave latents that are not finite: lower optimizer.lr and resume")
         images = self.family.decode(self.vae, latents)

@@ -150,9 +150,9 @@ def trainable(transformer: nn.Module, name: str = "current") -> list[tuple[str, 
 
 @torch.no_grad()
 def delta_weight(layer: LoraLayer, name: str) -> Tensor:
-    """(alpha / rank) B A of one adapted module: float32 [out, in]."""
+    """(alpha / rank) B A of one adapted module: float32 [out, in], for a 1x1 convolution too."""
     down, up = _matrices(layer, name)
-    return (up @ down) * layer.scaling[name]
+    return (up.flatten(1) @ down.flatten(1)) * layer.scaling[name]
 
 
 @torch.no_grad()
@@ -164,7 +164,7 @@ def merged_weights(transformer: nn.Module, name: str | None) -> Iterator[tuple[s
     for module, layer in modules:
         base: Any = layer.get_base_layer()
         weight = base.weight.float()
-        yield module, weight.clone() if name is None else weight + delta_weight(layer, name)
+        yield module, weight.clone() if name is None else weight + delta_weight(layer, name).view_as(weight)
 
 
 def save_diffusers_lora(path: str | Path, state: dict[str, Tensor], lora: Lora) -> Path:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copyreg
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -21,6 +23,10 @@ class NonFiniteWeights(RuntimeError):
         super().__init__(f"the weights of {module!r} are not finite, so they were not published: {detail}")
         self.module = module
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Exceptions cross processes by their arguments, and these are not the constructor's."""
+        return copyreg.__newobj__, (type(self), *self.args), self.__dict__  # type: ignore[attr-defined]
+
 
 class Publisher:
     """Packs one transformer again and again.
@@ -30,10 +36,17 @@ class Publisher:
     """
 
     def __init__(
-        self, transformer: nn.Module, plan: Sequence[ModuleRow], backend: Backend, chunk_bytes: int, scale_search: bool = True
+        self,
+        transformer: nn.Module,
+        plan: Sequence[ModuleRow],
+        backend: Backend,
+        chunk_bytes: int,
+        scale_search: bool = True,
+        frozen_amax: bool = False,
     ) -> None:
+        """``scale_search`` and ``frozen_amax``: of adapted modules, as ``search`` and ``frozen_at`` = W in ``Backend.pack``."""
         self.transformer, self.backend = transformer, backend
-        self.chunk_bytes, self.scale_search = chunk_bytes, scale_search
+        self.chunk_bytes, self.scale_search, self.frozen_amax = chunk_bytes, scale_search, frozen_amax
         self._quantised = {row.name: row.quantised for row in plan}
         self._fixed: dict[str, dict[str, Tensor]] = {}
         self._before: dict[str, dict[str, Tensor]] = {}
@@ -52,7 +65,9 @@ class Publisher:
         for name, owner in weight_modules(self.transformer):
             quantised = self._quantised[name]
             if name in adapted:
-                packed[name] = self._pack(name, owner.weight.float() + delta_weight(adapted[name], adapter), quantised)
+                base = owner.weight.float()
+                merged = base + delta_weight(adapted[name], adapter).view_as(base)
+                packed[name] = self._pack(name, merged, quantised, base if self.frozen_amax else None)
             elif quantised:
                 if name not in self._fixed:
                     self._fixed[name] = self._pack(name, owner.weight, quantised)
@@ -65,14 +80,15 @@ class Publisher:
         self._before, self._adapter_before = now, state
         return manifest, chunks, statistics
 
-    def _pack(self, name: str, weight: Tensor, quantised: bool) -> dict[str, Tensor]:
+    def _pack(self, name: str, weight: Tensor, quantised: bool, frozen_at: Tensor | None = None) -> dict[str, Tensor]:
+        """A convolution's weight [N, K, 1, 1] is packed as [N, K]."""
         if not bool(torch.isfinite(weight).all()):
             bad = int((~torch.isfinite(weight)).sum())
             raise NonFiniteWeights(name, f"{bad} of {weight.numel()} are NaN or infinite; lower optimizer.lr and resume")
         if not quantised:
             return {"weight": weight.to(self.backend.wire_dtype)}
         try:
-            return self.backend.pack(weight, self.scale_search)
+            return self.backend.pack(weight.flatten(1), self.scale_search, frozen_at if frozen_at is None else frozen_at.flatten(1))
         except ValueError as error:
             raise NonFiniteWeights(name, str(error)) from error
 
@@ -84,13 +100,13 @@ class Publisher:
         for name, layer in adapted_modules(self.transformer):
             down, up = f"{name}.lora_A.weight", f"{name}.lora_B.weight"
             scaling = next(iter(layer.scaling.values()))
-            true = ((state[up] @ state[down]) - (before[up] @ before[down])) * scaling
+            true = (_product(state[up], state[down]) - _product(before[up], before[down])) * scaling
             if self._quantised[name]:
                 changed += int(self.backend.changed(now[name], self._before[name]))
                 decoded = self.backend.decode(now[name]) - self.backend.decode(self._before[name])
             else:
                 changed += int((now[name]["weight"] != self._before[name]["weight"]).sum())
-                decoded = now[name]["weight"].float() - self._before[name]["weight"].float()
+                decoded = (now[name]["weight"].float() - self._before[name]["weight"].float()).flatten(1)
             total += true.numel()
             true = true.to(decoded)
             dot += float((decoded * true).sum(dtype=torch.float64))
@@ -102,6 +118,11 @@ class Publisher:
         return statistics
 
 
+def _product(up: Tensor, down: Tensor) -> Tensor:
+    """B A [N, K] of a linear's adapter, or of a convolution's, whose matrices have two more dimensions of 1."""
+    return up.flatten(1) @ down.flatten(1)
+
+
 def export_policy(
     transformer: nn.Module,
     adapter: str,
@@ -110,7 +131,8 @@ def export_policy(
     version: int,
     chunk_bytes: int,
     scale_search: bool = True,
+    frozen_amax: bool = False,
 ) -> tuple[Manifest, list[np.ndarray]]:
     """One export without memory; a run that publishes again and again keeps a ``Publisher``."""
-    manifest, chunks, _ = Publisher(transformer, plan, backend, chunk_bytes, scale_search).export(adapter, version)
+    manifest, chunks, _ = Publisher(transformer, plan, backend, chunk_bytes, scale_search, frozen_amax).export(adapter, version)
     return manifest, chunks

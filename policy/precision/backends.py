@@ -9,6 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from policy.precision.emulated import EmulatedNVFP4
+from policy.precision.fp8 import FP8
+from policy.precision.hardware import EngineNVFP4, TorchNVFP4
+from policy.precision.layer import QuantisedLinear
 from policy.precision.wide import Wide
 
 
@@ -16,7 +19,8 @@ class Backend(Protocol):
     """One precision of exploring.
 
     ``dtype`` is what unquantised parts are loaded in, None to leave that to the caller; ``wire_dtype`` is that of weights that
-    travel wide. Two backends with one ``wire_format`` load each other's published weights.
+    travel wide. Packing needs no particular device: a learner packs for GPUs that it does not have. Backends with one
+    ``wire_format`` load each other's published weights.
     """
 
     @property
@@ -30,19 +34,27 @@ class Backend(Protocol):
     @property
     def wire_dtype(self) -> torch.dtype: ...
 
-    def refuses(self, linear: nn.Linear) -> str | None:
-        """Why this layer cannot be quantised, or None when it can."""
+    def unavailable(self, device: torch.device) -> str | None:
+        """Why this backend does not run on this device, or None when it does."""
         ...
 
-    def replacements(self) -> Callable[[nn.Linear], nn.Module]:
-        """A function from a linear to its quantised layer, whose buffers carry the names that ``pack`` uses.
+    def refuses(self, rows: int, columns: int) -> str | None:
+        """Why a weight [N, K] cannot be quantised, or None when it can. A matter of shapes only, the same on every device."""
+        ...
 
-        The layers of one transformer come from one such function, and may share memory.
+    def replacements(self, activation_amax: str) -> Callable[[nn.Linear], QuantisedLinear]:
+        """A function from a linear to its quantised layer, whose ``wire_targets`` carry the names that ``pack`` uses.
+
+        The layers of one transformer come from one such function, and may share memory. ``activation_amax`` is
+        "power_of_two" or "exact", where a backend has one scale for all activations of a layer.
         """
         ...
 
-    def pack(self, weight: Tensor, search: bool) -> dict[str, Tensor]:
-        """Buffers of a layer with this weight [N, K]; ``search``: spend time on better scales. ValueError when not finite."""
+    def pack(self, weight: Tensor, search: bool, frozen_at: Tensor | None = None) -> dict[str, Tensor]:
+        """Buffers of a layer with this weight [N, K]. ValueError when it is not finite.
+
+        ``search``: spend time on better scales. ``frozen_at``: the run's first weight of this layer, whose range the scales keep.
+        """
         ...
 
     def decode(self, packed: dict[str, Tensor]) -> Tensor:
@@ -55,20 +67,48 @@ class Backend(Protocol):
 
 
 BACKENDS: dict[str, Backend] = {
+    "te_nvfp4": EngineNVFP4(),
+    "torch_nvfp4": TorchNVFP4(),
+    "fp8": FP8(),
     "emulated_nvfp4": EmulatedNVFP4(),
     "bf16": Wide("bf16", torch.bfloat16),
     "fp32": Wide("fp32", torch.float32),
 }
+ON_CUDA = ("te_nvfp4", "torch_nvfp4", "fp8", "bf16")
+"""What `auto` tries on a GPU, best first."""
 
 
 def resolve_backend(name: str, device: torch.device | str) -> tuple[Backend, str]:
     """The backend of this name on this device, and why; "auto" takes the best that the device supports.
 
-    Raises ValueError for a name that is not available.
+    Raises ValueError, one line, for a name that is unknown or that this device cannot run: nothing else is taken in its place.
     """
-    kind = torch.device(device).type
+    device = torch.device(device)
     if name == "auto":
-        return BACKENDS["emulated_nvfp4"], f"auto: there is no NVFP4 kernel for {kind} here, so its arithmetic is emulated"
+        return _best(device)
     if name not in BACKENDS:
-        raise ValueError(f"explore.backend: {name!r} is not available here: use auto, {', '.join(BACKENDS)}")
+        raise ValueError(f"explore.backend: {name!r} is unknown: use auto, {', '.join(BACKENDS)}")
+    refusal = BACKENDS[name].unavailable(device)
+    if refusal is not None:
+        runs = [other for other, backend in BACKENDS.items() if backend.unavailable(device) is None]
+        raise ValueError(f"explore.backend: {name!r} does not run on {device.type} here: {refusal}; use auto, or {', '.join(runs)}")
     return BACKENDS[name], f"{name}: as configured"
+
+
+def packing_backend(name: str, device: torch.device | str) -> Backend:
+    """The backend to pack for: any name, as packing needs no kernel; "auto" is what ``resolve_backend`` would take on ``device``."""
+    if name not in ("auto", *BACKENDS):
+        raise ValueError(f"explore.backend: {name!r} is unknown: use auto, {', '.join(BACKENDS)}")
+    return BACKENDS[name] if name in BACKENDS else resolve_backend(name, device)[0]
+
+
+def _best(device: torch.device) -> tuple[Backend, str]:
+    if device.type != "cuda":
+        return BACKENDS["emulated_nvfp4"], f"auto: there is no NVFP4 kernel for {device.type} here, so its arithmetic is emulated"
+    passed_over = []
+    for name in ON_CUDA:
+        refusal = BACKENDS[name].unavailable(device)
+        if refusal is None:
+            break
+        passed_over.append(f"not {name}: {refusal}")
+    return BACKENDS[name], f"auto: {'; '.join([f'{name} is the best that this GPU supports', *passed_over])}"

@@ -8,14 +8,15 @@ beside the product itself: no wide copy exists between forwards. Inference only.
 from __future__ import annotations
 
 import math
-import weakref
 from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
 
 from policy.precision import nvfp4
-from policy.precision.nvfp4 import BLOCK, Packed
+from policy.precision.layer import LastInput, QuantisedLinear, rows_of
+from policy.precision.nvfp4 import BLOCK
+from policy.precision.packing import NVFP4Packing
 
 ALPHA = 1.0 / (nvfp4.SPAN * nvfp4.SPAN)
 
@@ -23,34 +24,35 @@ ALPHA = 1.0 / (nvfp4.SPAN * nvfp4.SPAN)
 class Workspace:
     """Tables and scratch memory shared by the emulated layers of one transformer; not thread-safe.
 
-    Remembers the last activation it quantised: to_q, to_k and to_v get one input, which is quantised once. What
-    ``quantised`` returns is overwritten by the next call with another input.
+    Quantises an input once for all layers that get it. What ``quantised`` returns is overwritten by the next call with another
+    input. ``exact``: the amax of activations is not rounded up to a power of two.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, exact: bool = False) -> None:
+        self.exact = exact
         self._tables: dict[torch.device, tuple[Tensor, Tensor]] = {}
         self._value = torch.empty(0)
         self._scratch = torch.empty(0, dtype=torch.int32)
-        self._last: tuple[weakref.ref[Tensor], int] | None = None
-        self._result: tuple[Tensor, Tensor] | None = None
+        self._last = LastInput()
 
     def tables(self, device: torch.device) -> tuple[Tensor, Tensor]:
         """Values of packed bytes and of scale bytes on ``device``."""
+        if torch.compiler.is_compiling():
+            return nvfp4.nibble_values(device), nvfp4.scale_values(device)
         if device not in self._tables:
             self._tables[device] = (nvfp4.nibble_values(device), nvfp4.scale_values(device))
         return self._tables[device]
 
     def quantised(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """(U float32 [rows, K], amax float32 []) of x [..., K]: the bits of ``nvfp4.quantise_activation``."""
-        if self._result is not None and self._last is not None and not x.is_inference():
-            reference, version = self._last
-            if reference() is x and x._version == version:
-                return self._result
-        rows = x.detach().reshape(-1, x.shape[-1]).float()
-        quick = x.device.type == "cpu" and rows.is_contiguous() and rows.numel() > 0
-        self._result = self._quantise_on_cpu(rows) if quick else nvfp4.quantise_activation(rows)
-        self._last = None if x.is_inference() else (weakref.ref(x), x._version)
-        return self._result
+        return self._last.once(x, self._quantise)
+
+    def _quantise(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        rows = rows_of(x).float()
+        plain = self.exact or torch.compiler.is_compiling() or x.device.type != "cpu"
+        if plain or not rows.is_contiguous() or not rows.numel():
+            return nvfp4.quantise_activation(rows, self.exact)
+        return self._quantise_on_cpu(rows)
 
     def _quantise_on_cpu(self, rows: Tensor) -> tuple[Tensor, Tensor]:
         """In eight passes over memory that stays allocated: fresh pages cost more than the arithmetic."""
@@ -81,32 +83,21 @@ def _power_of_two_above(amax: float) -> float:
     return math.ldexp(1.0, exponent - (mantissa == 0.5))
 
 
-class EmulatedNVFP4Linear(nn.Module):
-    """x [..., K] -> [..., N] in x's dtype. Buffers ``codes``, ``scales``, ``amax`` as in ``nvfp4.Packed``; ``bias`` stays wide.
+class EmulatedNVFP4Linear(QuantisedLinear):
+    """x [..., K] -> [..., N] in x's dtype. Buffers ``codes``, ``scales``, ``amax`` as in ``nvfp4.Packed``."""
 
-    Built with zeros: the weights are copied into the buffers, in place.
-    """
-
+    float32_buffers = ("amax",)
     codes: Tensor
     scales: Tensor
     amax: Tensor
 
     def __init__(self, linear: nn.Linear, workspace: Workspace) -> None:
-        super().__init__()
-        self.in_features, self.out_features = linear.in_features, linear.out_features
+        super().__init__(linear)
         device = linear.weight.device
         self.register_buffer("codes", torch.zeros(self.out_features, self.in_features // 2, dtype=torch.uint8, device=device))
         self.register_buffer("scales", torch.zeros(self.out_features, self.in_features // BLOCK, dtype=torch.uint8, device=device))
         self.register_buffer("amax", torch.zeros((), dtype=torch.float32, device=device))
-        self.bias = linear.bias
         self.workspace = workspace
-
-    def _apply(self, fn, recurse: bool = True):  # type: ignore[no-untyped-def]
-        """Moves with the module, but ``amax`` stays float32 when the module is cast."""
-        amax = self.amax
-        super()._apply(fn, recurse)
-        self.amax = amax.to(self.codes.device)
-        return self
 
     def forward(self, x: Tensor) -> Tensor:
         """alpha (Ux Uw^T) + bias."""
@@ -115,39 +106,24 @@ class EmulatedNVFP4Linear(nn.Module):
         y = torch.mm(operand, weight.t()).mul_((amax * self.amax) * ALPHA)
         if self.bias is not None:
             y += self.bias
-        return y.to(x.dtype).view(*x.shape[:-1], self.out_features)
-
-    def extra_repr(self) -> str:
-        return f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}"
+        return self.shaped(y, x)
 
 
-class EmulatedNVFP4:
+class EmulatedNVFP4(NVFP4Packing):
     """The backend; see ``policy.precision.backends.Backend``."""
 
     name = "emulated_nvfp4"
-    wire_format = "nvfp4"
-    quantises = True
     dtype: torch.dtype | None = None
-    wire_dtype = torch.float32
 
-    def refuses(self, linear: nn.Linear) -> str | None:
+    def unavailable(self, device: torch.device) -> str | None:
+        """Runs anywhere."""
+        return None
+
+    def refuses(self, rows: int, columns: int) -> str | None:
         """NVFP4 needs whole blocks along K."""
-        return f"K = {linear.in_features} is not a multiple of {BLOCK}" if linear.in_features % BLOCK else None
+        return f"K = {columns} is not a multiple of {BLOCK}" if columns % BLOCK else None
 
-    def replacements(self) -> Callable[[nn.Linear], nn.Module]:
+    def replacements(self, activation_amax: str) -> Callable[[nn.Linear], QuantisedLinear]:
         """Layers that share one workspace."""
-        workspace = Workspace()
+        workspace = Workspace(exact=activation_amax == "exact")
         return lambda linear: EmulatedNVFP4Linear(linear, workspace)
-
-    def pack(self, weight: Tensor, search: bool) -> dict[str, Tensor]:
-        """codes, scales, amax."""
-        return dict(vars(nvfp4.quantise(weight, search=search)))
-
-    def decode(self, packed: dict[str, Tensor]) -> Tensor:
-        """float32 [N, K]."""
-        return nvfp4.dequantise(Packed(**packed))
-
-    def changed(self, packed: dict[str, Tensor], before: dict[str, Tensor]) -> Tensor:
-        """How many four-bit codes differ."""
-        difference = packed["codes"] ^ before["codes"]
-        return ((difference & 15) != 0).sum() + ((difference >> 4) != 0).sum()

@@ -72,8 +72,8 @@ def block_amax(x: Tensor) -> Tensor:
 
 
 def encoding_scale(amax: Tensor) -> Tensor:
-    """S_enc float32 [] of a tensor's amax."""
-    scale = (SPAN / amax).clamp(max=FLOAT_MAX)
+    """S_enc float32 [] of a tensor's amax. (A number divided by a tensor would be its reciprocal times the number: two roundings.)"""
+    scale = torch.div(torch.full_like(amax, SPAN), amax).clamp(max=FLOAT_MAX)
     return torch.where((amax == 0) | (scale == 0), torch.ones_like(scale), scale)
 
 
@@ -102,6 +102,11 @@ def quantise(weight: Tensor, search: bool = False, amax: Tensor | None = None) -
     amax = own if amax is None else amax.detach().to(own)
     if not (math.isfinite(own.item()) and math.isfinite(amax.item())):
         raise ValueError(f"NVFP4 cannot pack a weight with amax {own.item() if amax is own else (own.item(), amax.item())}")
+    return _pack(wide, largest, amax, search)
+
+
+def _pack(wide: Tensor, largest: Tensor, amax: Tensor, search: bool = False) -> Packed:
+    """``wide`` float32 [N, K] with the amax of its blocks, at this amax of the tensor."""
     s_enc = encoding_scale(amax)
     scales = block_scales(largest, s_enc)
     if search:
@@ -109,6 +114,16 @@ def quantise(weight: Tensor, search: bool = False, amax: Tensor | None = None) -
     v = scaled(wide, scales, s_enc)
     negative = v < 0
     return Packed(encode(round_e2m1_(v), negative), scales.view(torch.uint8), amax.clone())
+
+
+def frozen_amax(base: Tensor, now: Tensor) -> Tensor:
+    """The amax that a weight is packed with all through a run: twice that of the run's first weight, doubled until it covers ``now``.
+
+    ``base`` and ``now`` are largest absolute values, float32 of one shape. E4M3 scales are relative to amax, so the head-room of
+    one binade costs only the smallest scales; what it buys is that a small update leaves the grid of all other blocks alone.
+    A function of the two weights, not of the history, so that a resumed run packs the same.
+    """
+    return torch.where(base > 0, base * power_of_two_above(now / base).clamp(min=2.0), now)
 
 
 def scaled(wide: Tensor, scales: Tensor, s_enc: Tensor) -> Tensor:
@@ -183,24 +198,37 @@ def dequantise(packed: Packed) -> Tensor:
     return decoded_codes(packed.codes, nibble_values(packed.codes.device)).mul_(unit.view(-1, 1)).view(len(packed.codes), -1)
 
 
-def quantise_activation(x: Tensor) -> tuple[Tensor, Tensor]:
+def activation_amax(largest: Tensor, exact: bool = False) -> Tensor:
+    """The amax of activations with these block amax values, rounded up to a power of two unless ``exact``; NaN if not finite."""
+    amax = largest.max()
+    return torch.where(torch.isfinite(amax), amax, torch.nan) if exact else power_of_two_above(amax)
+
+
+def pack_activation(x: Tensor, exact: bool = False) -> Packed:
+    """Activations [M, K] packed as a weight would be, for kernels that take both operands packed. No check, no waiting for a GPU."""
+    wide = x.float()
+    largest = block_amax(wide)
+    return _pack(wide, largest, activation_amax(largest, exact))
+
+
+def quantise_activation(x: Tensor, exact: bool = False) -> tuple[Tensor, Tensor]:
     """(U float32 like x, amax float32 []) of activations [..., K], K a multiple of 16; amax is rounded up to a power of two.
 
     One amax serves the whole batch, which would let a picture change its neighbours' rounding. The power of two does not
     move unless a neighbour is larger than it altogether, and by then E4M3 scales just move by a power of two as well: values
     stay the same unless a block's amax is below amax / 2^15, where E4M3 is subnormal. A non-finite amax gives NaN.
+    ``exact`` takes amax as it is, to measure what the rounding costs.
     """
     wide = x.float()
     largest = block_amax(wide)
-    amax = power_of_two_above(largest.max())
+    amax = activation_amax(largest, exact)
     s_enc = encoding_scale(amax)
     scales = block_scales(largest, s_enc).float()
     v = (wide.unflatten(-1, (-1, BLOCK)) * inverse_scales(scales, s_enc).unsqueeze(-1)).flatten(-2)
     # v exceeds 6 only by the rounding of sf to E4M3, at most 1/16, as long as that is normal; checked where it costs no sync
-    saturate = x.device.type != "cpu" or bool(scales.min() < E4M3_SMALLEST_NORMAL)
-    round_e2m1_(v, saturate=saturate)
-    v.unflatten(-1, (-1, BLOCK)).mul_(scales.unsqueeze(-1))
-    return v, amax
+    checked = x.device.type == "cpu" and not torch.compiler.is_compiling()
+    round_e2m1_(v, saturate=not checked or bool(scales.min() < E4M3_SMALLEST_NORMAL))
+    return (v.unflatten(-1, (-1, BLOCK)) * scales.unsqueeze(-1)).flatten(-2), amax
 
 
 def power_of_two_above(amax: Tensor) -> Tensor:

@@ -10,6 +10,7 @@ from torch import nn
 
 from policy.families.base import Family
 from policy.precision.backends import Backend
+from policy.precision.layer import PointwiseConvolution, QuantisedLinear
 
 
 @dataclass(frozen=True)
@@ -54,24 +55,49 @@ def _row(
         for pattern in patterns:
             if fnmatchcase(name, pattern):
                 return ModuleRow(name, shape, False, f"kept wide by {whose}: {pattern}")
-    if not isinstance(module, nn.Linear):
-        return ModuleRow(name, shape, False, "a convolution")
-    refusal = backend.refuses(module) if backend is not None else None
+    if isinstance(module, nn.Conv2d) and not is_pointwise(module):
+        groups = f" in {module.groups} groups" if module.groups > 1 else ""
+        return ModuleRow(name, shape, False, f"a convolution of {shape[2]}x{shape[3]}{groups}")
+    refusal = backend.refuses(shape[0], shape[1]) if backend is not None else None
     if refusal is not None:
         return ModuleRow(name, shape, False, refusal)
-    return ModuleRow(name, shape, True, "a linear of the blocks")
+    kind = "a linear of the blocks" if isinstance(module, nn.Linear) else "a 1x1 convolution, run as a linear"
+    return ModuleRow(name, shape, True, kind)
 
 
-def swap_linears(transformer: nn.Module, plan: Sequence[ModuleRow], backend: Backend) -> dict[str, nn.Module]:
-    """Replace the modules that ``plan`` quantises by the backend's layers, freeing each wide weight; returns them by name."""
-    replace = backend.replacements()
-    swapped: dict[str, nn.Module] = {}
+def is_pointwise(module: nn.Conv2d) -> bool:
+    """Whether a convolution is a linear layer over the channels of each pixel."""
+    return module.kernel_size == module.stride == (1, 1) and module.groups == 1 and module.padding in ((0, 0), "valid", "same")
+
+
+def as_linear(module: nn.Linear | nn.Conv2d) -> nn.Linear:
+    """A linear, or a 1x1 convolution as the linear it is; the memory of weight [N, K] and bias [N] is shared."""
+    if isinstance(module, nn.Linear):
+        return module
+    rows, columns = module.weight.shape[:2]
+    linear = nn.Linear(columns, rows, bias=False, device="meta")
+    linear.weight = nn.Parameter(module.weight.detach().view(rows, columns), requires_grad=False)
+    linear.bias = module.bias
+    return linear
+
+
+def swap_linears(
+    transformer: nn.Module, plan: Sequence[ModuleRow], backend: Backend, activation_amax: str = "power_of_two"
+) -> dict[str, QuantisedLinear]:
+    """Replace the modules that ``plan`` quantises by the backend's layers, freeing each wide weight.
+
+    Returns the layers by the name of what they replace; that of a 1x1 convolution lies within the module in its place.
+    """
+    if not any(row.quantised for row in plan):
+        return {}
+    replace = backend.replacements(activation_amax)
+    swapped: dict[str, QuantisedLinear] = {}
     for row in plan:
         if not row.quantised:
             continue
-        linear = transformer.get_submodule(row.name)
-        if not isinstance(linear, nn.Linear):
-            raise ValueError(f"cannot quantise {row.name!r}: it is a {type(linear).__name__}, swap before anything wraps it")
-        swapped[row.name] = replace(linear)
-        transformer.set_submodule(row.name, swapped[row.name])
+        module = transformer.get_submodule(row.name)
+        if not isinstance(module, nn.Linear | nn.Conv2d):
+            raise ValueError(f"cannot quantise {row.name!r}: it is a {type(module).__name__}, swap before anything wraps it")
+        layer = swapped[row.name] = replace(as_linear(module))
+        transformer.set_submodule(row.name, layer if isinstance(module, nn.Linear) else PointwiseConvolution(layer))
     return swapped

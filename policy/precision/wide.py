@@ -7,6 +7,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
+from policy.precision.layer import QuantisedLinear
+
 
 class Wide:
     """The backend; see ``policy.precision.backends.Backend``. Adapted modules travel merged, in ``dtype``."""
@@ -18,15 +20,23 @@ class Wide:
         self.dtype: torch.dtype | None = dtype
         self.wire_dtype = dtype
 
-    def refuses(self, linear: nn.Linear) -> str | None:
-        """Every linear."""
+    def unavailable(self, device: torch.device) -> str | None:
+        """Runs anywhere."""
+        return None
+
+    def refuses(self, rows: int, columns: int) -> str | None:
+        """Every layer."""
         return f"backend {self.name} quantises nothing"
 
-    def replacements(self) -> Callable[[nn.Linear], nn.Module]:
-        """Nothing is replaced."""
-        return lambda linear: linear
+    def replacements(self, activation_amax: str) -> Callable[[nn.Linear], QuantisedLinear]:
+        """There are none. Raises ValueError for any layer."""
 
-    def pack(self, weight: Tensor, search: bool) -> dict[str, Tensor]:
+        def refuse(linear: nn.Linear) -> QuantisedLinear:
+            raise ValueError(f"backend {self.name} quantises nothing, so it has no layer in place of {linear}")
+
+        return refuse
+
+    def pack(self, weight: Tensor, search: bool, frozen_at: Tensor | None = None) -> dict[str, Tensor]:
         """The weight itself."""
         return {"weight": weight.to(self.wire_dtype)}
 

@@ -20,6 +20,8 @@ DTYPES = {
     "float16": torch.float16,
     "float8_e4m3fn": torch.float8_e4m3fn,
 }
+FORMATS = {"nvfp4": 1, "fp8": 1, "bf16": 1, "fp32": 1}
+"""Wire formats and the version of each: raise it when what its buffers mean changes. See ``docs/precision.md``."""
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 CASTABLE = {torch.float32, torch.bfloat16, torch.float16}
 
@@ -41,10 +43,11 @@ class Entry:
 
 @dataclass(frozen=True)
 class Manifest:
-    """What the chunks of one version hold. ``hashes`` are the chunks' xxh3-64, in hex."""
+    """What the chunks of one version hold: ``format`` and its ``format_version`` say what the buffers mean. ``hashes`` are the chunks' xxh3-64, in hex."""
 
     version: int
     format: str
+    format_version: int
     chunk_sizes: tuple[int, ...]
     hashes: tuple[str, ...]
     entries: tuple[Entry, ...]
@@ -68,13 +71,25 @@ class Manifest:
         """The inverse of ``to_dict``. Raises WireError for anything else."""
         try:
             entries = tuple(Entry(**{**entry, "shape": tuple(entry["shape"])}) for entry in plain["entries"])
-            return cls(plain["version"], plain["format"], tuple(plain["chunk_sizes"]), tuple(plain["hashes"]), entries)
+            return cls(
+                plain["version"],
+                plain["format"],
+                plain["format_version"],
+                tuple(plain["chunk_sizes"]),
+                tuple(plain["hashes"]),
+                entries,
+            )
         except (KeyError, TypeError) as error:
             raise WireError(f"this is no manifest of published weights: {error!r}") from error
 
 
 def pack_tensors(named: dict[str, Tensor], version: int, format: str, chunk_bytes: int) -> tuple[Manifest, list[np.ndarray]]:
-    """Concatenate tensors into uint8 chunks of ``chunk_bytes`` (the last one shorter), in the order of ``named``, without gaps."""
+    """Concatenate tensors into uint8 chunks of ``chunk_bytes`` (the last one shorter), in the order of ``named``, without gaps.
+
+    ``format`` is one of ``FORMATS``. Raises ValueError for what cannot travel.
+    """
+    if format not in FORMATS:
+        raise ValueError(f"wire format {format!r} is unknown: use one of {', '.join(FORMATS)}")
     if chunk_bytes < 1:
         raise ValueError(f"chunks of {chunk_bytes} bytes: at least 1 is needed")
     entries, offset = [], 0
@@ -91,7 +106,7 @@ def pack_tensors(named: dict[str, Tensor], version: int, format: str, chunk_byte
         for chunk, inside, piece in _pieces(entry, chunk_bytes):
             chunks[chunk][inside] = source[piece]
     hashes = tuple(xxhash.xxh3_64_hexdigest(chunk.data) for chunk in chunks)
-    return Manifest(version, format, sizes, hashes, tuple(entries)), chunks
+    return Manifest(version, format, FORMATS[format], sizes, hashes, tuple(entries)), chunks
 
 
 def unpack_into(manifest: Manifest, chunks: Sequence[np.ndarray], targets: dict[str, Tensor]) -> None:
@@ -100,6 +115,11 @@ def unpack_into(manifest: Manifest, chunks: Sequence[np.ndarray], targets: dict[
     A float target may differ from its entry in float width; everything else must agree. Raises WireError, naming what differs,
     before any target has changed.
     """
+    if manifest.format_version != FORMATS.get(manifest.format):
+        raise WireError(
+            f"version {manifest.version} is {manifest.format} in version {manifest.format_version}, here it is "
+            f"{FORMATS.get(manifest.format, 'unknown')}: learner and explorers must run the same Sol-RL"
+        )
     _check_chunks(manifest, chunks)
     _check_targets(manifest, targets)
     size = manifest.chunk_sizes[0] if manifest.chunk_sizes else 1

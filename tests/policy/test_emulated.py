@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from policy.precision import nvfp4
-from policy.precision.backends import BACKENDS, resolve_backend
+from policy.precision.backends import BACKENDS
 from policy.precision.emulated import EmulatedNVFP4Linear, Workspace
 from policy.precision.nvfp4 import quantise, quantise_activation
 from policy.precision.swap import quantise_plan, swap_linears, weight_modules
@@ -127,14 +127,6 @@ def test_wide_backends_replace_nothing(family, transformer):
     assert not any(row.quantised for row in plan)
     assert {r.why for r in plan if "attn" in r.name} == {"backend bf16 quantises nothing"}
     assert swap_linears(transformer, plan, BACKENDS["bf16"]) == {}
-
-
-def test_resolving_backends():
-    backend, why = resolve_backend("auto", "cpu")
-    assert backend.name == "emulated_nvfp4" and why.startswith("auto: there is no NVFP4 kernel for cpu")
-    assert resolve_backend("fp32", "cpu") == (BACKENDS["fp32"], "fp32: as configured")
-    with pytest.raises(ValueError, match="explore.backend: 'te_nvfp4' is not available here: use auto, emulated_nvfp4, bf16, fp32"):
-        resolve_backend("te_nvfp4", "cpu")
 
 
 @pytest.mark.slow

@@ -17,7 +17,7 @@ from policy.precision.wire import WireError
 from policy.publish import NonFiniteWeights, Publisher, export_policy
 from policy.sampling.sample import sample
 
-NVFP4, FP32, BF16 = BACKENDS["emulated_nvfp4"], BACKENDS["fp32"], BACKENDS["bf16"]
+NVFP4, FP32, BF16, FP8 = (BACKENDS[name] for name in ("emulated_nvfp4", "fp32", "bf16", "fp8"))
 SEEDS = (5, 6, 2**60)
 
 
@@ -103,7 +103,7 @@ def test_fp32_explorers_draw_what_the_learner_draws(family, adapted, cond, rando
     np.testing.assert_array_equal(images, family.decode(explorer.vae, torch.from_numpy(latents)).numpy())
 
 
-@pytest.mark.parametrize("backend", [NVFP4, BF16])
+@pytest.mark.parametrize("backend", [NVFP4, BF16, FP8])
 def test_cheap_explorers_draw_nearly_that(family, adapted, cond, randomise, backend):
     """Close, but not equal: it does run in the precision it says."""
     randomise(adapted, "current", 2)
@@ -128,11 +128,12 @@ def test_a_pool_is_drawn_the_same_whatever_came_before(family, adapted, cond):
     np.testing.assert_array_equal(explorer.explore(cond.rows(0), SEEDS, 2, "dpm2")[0], first)
 
 
-def test_version_protocol(family, adapted, cond, randomise):
-    explorer = Explorer(family, NVFP4)
+@pytest.mark.parametrize("backend", [NVFP4, FP8])
+def test_version_protocol(family, adapted, cond, randomise, backend):
+    explorer = Explorer(family, backend)
     with pytest.raises(RuntimeError, match="has no policy version"):
         explorer.explore(cond.rows(0), SEEDS, 2, "euler")
-    publish = publisher(family, adapted)
+    publish = publisher(family, adapted, backend)
     manifest, chunks, _ = publish.export("current", 1)
     explorer.load(manifest, chunks)
     pointers = {name: buffer.data_ptr() for name, buffer in explorer.transformer.named_buffers()}
@@ -157,6 +158,9 @@ def test_version_protocol(family, adapted, cond, randomise):
 def test_weights_for_another_explorer_are_refused(family, adapted):
     manifest, chunks, _ = publisher(family, adapted, FP32).export("current", 0)
     with pytest.raises(WireError, match="version 0 is fp32, backend emulated_nvfp4 takes nvfp4"):
+        Explorer(family, NVFP4).load(manifest, chunks)
+    manifest, chunks, _ = publisher(family, adapted, FP8).export("current", 0)
+    with pytest.raises(WireError, match="version 0 is fp8, backend emulated_nvfp4 takes nvfp4"):
         Explorer(family, NVFP4).load(manifest, chunks)
     manifest, chunks, _ = publisher(family, adapted, keep_wide=["*.ff.*"]).export("current", 0)
     with pytest.raises(WireError, match="lacks 'transformer_blocks.0.ff.net.0.proj.amax'.*same model and keep_wide"):
@@ -214,7 +218,7 @@ def test_statistics_against_the_export_before(family, adapted, randomise):
 def test_unadapted_modules_are_packed_once(family, adapted, monkeypatch):
     packed = []
     pack = type(NVFP4).pack
-    monkeypatch.setattr(type(NVFP4), "pack", lambda self, weight, search: packed.append(weight.shape) or pack(self, weight, search))
+    monkeypatch.setattr(type(NVFP4), "pack", lambda self, weight, *more: packed.append(weight.shape) or pack(self, weight, *more))
     publish = publisher(family, adapted)
     first, chunks, _ = publish.export("current", 0)
     assert len(packed) == 21

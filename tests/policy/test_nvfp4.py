@@ -38,6 +38,13 @@ def test_golden_order_of_multiplication():
     assert quantise(weight).scales.view(torch.float8_e4m3fn).float()[0, 1] == 352
 
 
+def test_the_encoding_scale_is_rounded_once():
+    """2688 / amax, as IEEE division rounds it: for a third of all amax values 1 / amax times 2688 is another number."""
+    for amax in torch.linspace(1, 2, 257)[1:]:
+        wanted = np.float32(2688) / np.float32(amax.item())
+        assert nvfp4.encoding_scale(amax).item() == wanted
+
+
 def test_golden_bfloat16():
     i = torch.arange(2048)
     packed = quantise((((i * 2654435761) % 4093 - 2046) / 1024).to(torch.bfloat16).view(32, 64))

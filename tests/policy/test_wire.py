@@ -8,7 +8,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from policy.precision.wire import DTYPES, Entry, Manifest, WireError, pack_tensors, unpack_into
+from policy.precision.backends import BACKENDS
+from policy.precision.wire import DTYPES, FORMATS, Entry, Manifest, WireError, pack_tensors, unpack_into
 
 SHAPE = st.lists(st.integers(0, 4), max_size=3).map(tuple)
 SPEC = st.dictionaries(
@@ -96,6 +97,8 @@ def test_a_manifest_that_points_outside_is_refused():
         unpack_into(replace(manifest, entries=(*manifest.entries, manifest.entries[0])), chunks, blank(named))
     with pytest.raises(WireError, match="not of equal size"):
         unpack_into(replace(manifest, chunk_sizes=(30, 34, 4)), chunks, blank(named))
+    with pytest.raises(WireError, match="version 1 is nvfp4 in version 0, here it is 1: learner and explorers must run the same"):
+        unpack_into(replace(manifest, format_version=0), chunks, blank(named))
     with pytest.raises(WireError, match="this is no manifest"):
         Manifest.from_dict({"version": 1})
 
@@ -129,4 +132,7 @@ def test_what_cannot_travel():
         pack_tensors({"w": torch.arange(3)}, 0, "fp32", 8)
     with pytest.raises(ValueError, match="chunks of 0 bytes"):
         pack_tensors({}, 0, "fp32", 0)
+    with pytest.raises(ValueError, match="wire format 'fp4' is unknown: use one of nvfp4, fp8, bf16, fp32"):
+        pack_tensors({}, 0, "fp4", 8)
     assert pack_tensors({}, 0, "fp32", 8)[1] == []
+    assert {backend.wire_format for backend in BACKENDS.values()} == set(FORMATS)

@@ -1,0 +1,130 @@
+"""``fp8``: E4M3 matrix products with one scale per row, on Hopper and Ada tensor cores, and on a CPU for tests.
+
+Every row of the activations [M, K] and of the weight [N, K] has s = max|row| / 448 and codes e4m3(row / s):
+y = bf16((codes_x codes_w^T) s_x s_w^T + bias), sums in float32. A row's codes depend on that row alone, so a picture does not
+depend on its neighbours in the batch. The kernel is torch's ``_scaled_mm`` with row-wise scales.
+
+Not run on a GPU yet: neither speed nor ``FAST_ACCUMULATION`` have been looked at there.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+from policy.precision.layer import LastInput, QuantisedLinear, rows_of
+from policy.precision.nvfp4 import E4M3_MAX, frozen_amax
+
+SMALLEST = torch.finfo(torch.float32).tiny
+FAST_ACCUMULATION = True
+"""Hopper then sums within tensor cores with fewer bits than float32, which is why rows run fast at all; no effect on a CPU."""
+
+
+def row_scales(x: Tensor) -> Tensor:
+    """max|row| / 448 of x [M, K]: float32 [M, 1], at least the smallest normal number, so that a zero row has zero codes."""
+    return (x.abs().amax(-1, keepdim=True).float() / E4M3_MAX).clamp(min=SMALLEST)
+
+
+def quantise_rows(x: Tensor, scales: Tensor) -> Tensor:
+    """e4m3(x / s), saturating: float8_e4m3fn like x [M, K]. A non-finite row gives NaN."""
+    return (x.float() / scales).clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn)
+
+
+class Activations:
+    """Codes and scales of the last input, shared by the layers that get it."""
+
+    def __init__(self) -> None:
+        self._last = LastInput()
+
+    def quantised(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """(float8_e4m3fn [rows, K], float32 [rows, 1]) of x [..., K]."""
+        return self._last.once(x, self._quantise)
+
+    @staticmethod
+    def _quantise(x: Tensor) -> tuple[Tensor, Tensor]:
+        rows = rows_of(x)
+        scales = row_scales(rows)
+        return quantise_rows(rows, scales), scales
+
+
+class FP8Linear(QuantisedLinear):
+    """x [..., K] -> [..., N] in x's dtype. Buffers: ``codes`` uint8 [N, K], the bits of E4M3; ``scales`` float32 [N]."""
+
+    float32_buffers = ("scales",)
+    codes: Tensor
+    scales: Tensor
+
+    def __init__(self, linear: nn.Linear, activations: Activations) -> None:
+        super().__init__(linear)
+        device = linear.weight.device
+        self.register_buffer("codes", torch.zeros(self.out_features, self.in_features, dtype=torch.uint8, device=device))
+        self.register_buffer("scales", torch.ones(self.out_features, dtype=torch.float32, device=device))
+        self.activations = activations
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(codes_x codes_w^T) s_x s_w^T + bias, rounded to bfloat16 once."""
+        codes, scales = self.activations.quantised(x)
+        y = torch._scaled_mm(
+            codes,
+            self.codes.view(torch.float8_e4m3fn).t(),
+            scale_a=scales,
+            scale_b=self.scales.view(1, -1),
+            bias=None if self.bias is None else self.bias.to(torch.bfloat16),
+            out_dtype=torch.bfloat16,
+            use_fast_accum=FAST_ACCUMULATION and x.is_cuda,
+        )
+        return self.shaped(y, x)
+
+
+class FP8:
+    """The backend; see ``policy.precision.backends.Backend``. The wire format ``fp8``, version 1, is the layer's two buffers."""
+
+    name = wire_format = "fp8"
+    quantises = True
+    dtype: torch.dtype | None = None
+    wire_dtype = torch.float32
+
+    def unavailable(self, device: torch.device) -> str | None:
+        """FP8 tensor cores from compute capability 8.9 on; a CPU will do."""
+        if device.type == "cpu":
+            return None
+        if device.type != "cuda":
+            return "its kernels are for CUDA GPUs and CPUs"
+        if not torch.cuda.is_available():
+            return "torch sees no CUDA device"
+        capability = torch.cuda.get_device_capability(device)
+        return None if capability >= (8, 9) else f"FP8 needs compute capability 8.9, this GPU has {capability[0]}.{capability[1]}"
+
+    def refuses(self, rows: int, columns: int) -> str | None:
+        """The CUDA kernel wants both dimensions of the weight in multiples of 16; the same layers run quantised everywhere."""
+        for letter, size in (("K", columns), ("N", rows)):
+            if size % 16:
+                return f"{letter} = {size} is not a multiple of 16"
+        return None
+
+    def replacements(self, activation_amax: str) -> Callable[[nn.Linear], QuantisedLinear]:
+        """Layers that share the quantised input. Each row of it has its own scale, so ``activation_amax`` says nothing here."""
+        activations = Activations()
+        return lambda linear: FP8Linear(linear, activations)
+
+    def pack(self, weight: Tensor, search: bool, frozen_at: Tensor | None = None) -> dict[str, Tensor]:
+        """codes and scales. ``search`` changes nothing: a scale per row of E4M3 has no better neighbour worth the time."""
+        wide = weight.detach().float()
+        amax = wide.abs().amax(-1, keepdim=True)
+        if not math.isfinite(float(amax.max())):
+            raise ValueError(f"FP8 cannot pack a weight with amax {float(amax.max())}")
+        if frozen_at is not None:
+            amax = frozen_amax(frozen_at.float().abs().amax(-1, keepdim=True), amax)
+        scales = (amax / E4M3_MAX).clamp(min=SMALLEST)
+        return {"codes": quantise_rows(wide, scales).view(torch.uint8), "scales": scales.flatten()}
+
+    def decode(self, packed: dict[str, Tensor]) -> Tensor:
+        """float32 [N, K]."""
+        return packed["codes"].view(torch.float8_e4m3fn).float() * packed["scales"].unsqueeze(-1)
+
+    def changed(self, packed: dict[str, Tensor], before: dict[str, Tensor]) -> Tensor:
+        """How many codes differ."""
+        return (packed["codes"] != before["codes"]).sum()

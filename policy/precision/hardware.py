@@ -1,0 +1,243 @@
+"""``torch_nvfp4`` and ``te_nvfp4``: NVFP4 tensor cores of Blackwell GPUs, by torch alone or by TransformerEngine.
+
+NOT VERIFIED: neither backend has run on a Blackwell GPU. What a CPU can tell has been tested: the packed buffers, the
+order of the scales, the padding, and torch's own check of the arguments' shapes (on fake tensors). Written against
+torch 2.13 and TransformerEngine 2.20. To be looked at first on a GPU: ``tests/policy/test_nvfp4_hardware.py`` runs there, and
+compares both with the emulation; whether captured graphs survive a load, which copies in place; speed.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from policy.precision import nvfp4
+from policy.precision.layer import LastInput, QuantisedLinear, padded_rows, rows_of, swizzled
+from policy.precision.nvfp4 import BLOCK, SPAN_INVERSE, Packed
+from policy.precision.packing import NVFP4Packing
+
+
+class NVFP4Weight(QuantisedLinear):
+    """A weight in the form that NVFP4 kernels read, filled from the compact form that travels.
+
+    On the device: ``codes`` uint8 [N, K / 2], ``swizzled`` uint8 [ceil(N/128) 128 * ceil(K/64) 4], ``amax`` float32 [1]. The
+    compact scales [N, K / 16] stay on the host: they are put in order on arrival, and the kernel does not need them.
+    """
+
+    float32_buffers = ("amax",)
+    codes: Tensor
+    swizzled: Tensor
+    amax: Tensor
+
+    def __init__(self, linear: nn.Linear) -> None:
+        super().__init__(linear)
+        device = linear.weight.device
+        self.compact = torch.zeros(self.out_features, self.in_features // BLOCK, dtype=torch.uint8)
+        self.register_buffer("codes", torch.zeros(self.out_features, self.in_features // 2, dtype=torch.uint8, device=device))
+        self.register_buffer("swizzled", swizzled(self.compact).to(device))
+        self.register_buffer("amax", torch.zeros(1, dtype=torch.float32, device=device))
+
+    def wire_targets(self) -> dict[str, Tensor]:
+        """``amax`` travels without a dimension: a view of the same memory."""
+        return {"codes": self.codes, "scales": self.compact, "amax": self.amax.view(())}
+
+    def arrived(self) -> None:
+        """Put the scales in order, in place."""
+        self.swizzled.copy_(swizzled(self.compact))
+
+
+def kernel_refuses(rows: int, columns: int, block: int) -> str | None:
+    """Why a weight [N, K] does not fit a kernel that wants K in multiples of ``block`` and N in multiples of 16."""
+    if columns % block:
+        return f"K = {columns} is not a multiple of {block}"
+    return f"N = {rows} is not a multiple of 16" if rows % 16 else None
+
+
+def no_blackwell(device: torch.device) -> str | None:
+    """Why there are no NVFP4 tensor cores here."""
+    if device.type != "cuda" or not torch.cuda.is_available():
+        return "NVFP4 kernels need a Blackwell GPU, and torch sees no CUDA device here"
+    capability = torch.cuda.get_device_capability(device)
+    if capability < (10, 0):
+        return f"NVFP4 kernels need a Blackwell GPU of compute capability 10.0, this one has {capability[0]}.{capability[1]}"
+    return None
+
+
+# ---- torch alone
+
+
+def scaled_mm(x: Packed, weight_codes: Tensor, weight_swizzled: Tensor, weight_amax: Tensor) -> Tensor:
+    """alpha (Ux Uw^T) of packed x [M, K] and a weight [N, K] in kernel form: bfloat16 [M, N]; M in multiples of 16.
+
+    Each operand has two scales: E4M3 per block of 16, and float32 per tensor, amax / 2688, so that the kernel applies alpha before
+    it rounds.
+    """
+    from torch.nn.functional import ScalingType, SwizzleType
+    from torch.nn.functional import scaled_mm as torch_scaled_mm
+
+    recipe = [ScalingType.BlockWise1x16, ScalingType.TensorWise]
+    order = [SwizzleType.SWIZZLE_32_4_4, SwizzleType.NO_SWIZZLE]
+    return torch_scaled_mm(
+        x.codes.view(torch.float4_e2m1fn_x2),
+        weight_codes.view(torch.float4_e2m1fn_x2).t(),
+        scale_a=[swizzled(x.scales).view(torch.float8_e4m3fn), x.amax.view(()) * SPAN_INVERSE],
+        scale_recipe_a=recipe,
+        scale_b=[weight_swizzled.view(torch.float8_e4m3fn), weight_amax.view(()) * SPAN_INVERSE],
+        scale_recipe_b=recipe,
+        swizzle_a=order,
+        swizzle_b=order,
+        output_dtype=torch.bfloat16,
+    )
+
+
+class TorchNVFP4Linear(NVFP4Weight):
+    """x [..., K] -> [..., N]: activations packed by torch operations, the product by cuBLAS."""
+
+    def __init__(self, linear: nn.Linear, last: LastInput, exact: bool) -> None:
+        super().__init__(linear)
+        self._last, self._exact = last, exact
+
+    def forward(self, x: Tensor) -> Tensor:
+        """alpha (Ux Uw^T) + bias."""
+        packed = self._last.once(x, lambda x: nvfp4.pack_activation(padded_rows(rows_of(x)), self._exact))
+        y = scaled_mm(packed, self.codes, self.swizzled, self.amax)[: x.numel() // self.in_features]
+        return self.shaped(y if self.bias is None else y + self.bias, x)
+
+
+class TorchNVFP4(NVFP4Packing):
+    """The backend; see ``policy.precision.backends.Backend``."""
+
+    name = "torch_nvfp4"
+    dtype: torch.dtype | None = torch.bfloat16
+
+    def unavailable(self, device: torch.device) -> str | None:
+        """A Blackwell GPU, and torch from 2.10 on."""
+        if not hasattr(torch.nn.functional, "scaled_mm"):
+            return f"torch {torch.__version__} has no torch.nn.functional.scaled_mm, which came with 2.10"
+        return no_blackwell(device)
+
+    def refuses(self, rows: int, columns: int) -> str | None:
+        """The packed K must be a multiple of 16 bytes."""
+        return kernel_refuses(rows, columns, 32)
+
+    def replacements(self, activation_amax: str) -> Callable[[nn.Linear], QuantisedLinear]:
+        """Layers that share the packed input."""
+        last = LastInput()
+        return lambda linear: TorchNVFP4Linear(linear, last, activation_amax == "exact")
+
+
+# ---- TransformerEngine
+
+
+def import_engine() -> Any:
+    """The module ``transformer_engine.pytorch``. Raises ImportError, whatever went wrong: it raises RuntimeError without CUDA."""
+    try:
+        return importlib.import_module("transformer_engine.pytorch")
+    except ImportError:
+        raise
+    except Exception as error:
+        raise ImportError(str(error).strip().splitlines()[0] if str(error).strip() else repr(error)) from error
+
+
+def nvfp4_recipe(recipes: Any, activation_amax: str) -> Any:
+    """``NVFP4BlockScaling`` of the module ``transformer_engine.common.recipe`` as this format is: 1x16 blocks, no tricks of training.
+
+    With "power_of_two" activations are scaled by row, TransformerEngine's own way of keeping pictures apart; ValueError when the
+    installed version has none. "exact" is one scale per tensor. Weights come packed, so "map to 4 or 6" concerns activations only.
+    """
+    fields = {field.name for field in dataclasses.fields(recipes.NVFP4BlockScaling)}
+    settings: dict[str, Any] = {"disable_rht": True, "disable_stochastic_rounding": True, "disable_2d_quantization": True}
+    if "row_scaled_activation" in fields:
+        settings["row_scaled_activation"] = activation_amax != "exact"
+    elif activation_amax != "exact":
+        raise ValueError(
+            "explore.activation_amax: this TransformerEngine cannot scale activations by row, so pictures of a batch would "
+            "depend on each other: update it, use explore.backend = 'torch_nvfp4', or accept that with 'exact'"
+        )
+    return recipes.NVFP4BlockScaling(**settings)
+
+
+class EngineLinear(NVFP4Weight):
+    """x [..., K] -> [..., N] by ``te.Linear`` over an ``NVFP4Tensor`` made of this module's buffers: nothing is re-quantised."""
+
+    def __init__(self, linear: nn.Linear, engine: Any, recipe: Any) -> None:
+        super().__init__(linear)
+        self._engine, self._recipe = engine, recipe
+        self._linear: Any = None
+        self._built_on: int | None = None
+
+    def _built(self) -> Any:
+        """The te.Linear over the buffers where they are now: moving a module gives it new ones."""
+        if self._built_on != self.codes.data_ptr():
+            self._linear, self._built_on = (self._build(),), self.codes.data_ptr()  # in a tuple: not a submodule
+        return self._linear[0]
+
+    def _build(self) -> Any:
+        te = self._engine
+        quantizer = te.NVFP4Quantizer(rowwise=True, columnwise=False, with_rht=False, with_2d_quantization=False)
+        rows = -(-self.out_features // 128) * 128
+        weight = te.NVFP4Tensor(
+            (self.out_features, self.in_features),
+            torch.bfloat16,
+            rowwise_data=self.codes,
+            rowwise_scale_inv=self.swizzled.view(rows, -1),
+            columnwise_data=None,
+            columnwise_scale_inv=None,
+            amax_rowwise=self.amax,
+            amax_columnwise=None,
+            fp4_dtype=te.DType.kFloat4E2M1,
+            quantizer=quantizer,
+            with_gemm_swizzled_scales=True,
+            requires_grad=False,
+            device=self.codes.device,
+        )
+        linear = te.Linear(
+            self.in_features, self.out_features, bias=self.bias is not None, params_dtype=torch.bfloat16, device="meta"
+        )
+        linear.weight = nn.Parameter(weight, requires_grad=False)
+        if self.bias is not None:
+            linear.bias = nn.Parameter(self.bias.detach().to(torch.bfloat16), requires_grad=False)
+        return linear.eval()
+
+    def forward(self, x: Tensor) -> Tensor:
+        """One te.Linear, rows padded with zeros to a multiple of 16."""
+        rows = rows_of(x).to(torch.bfloat16)
+        with torch.no_grad(), self._engine.autocast(enabled=True, recipe=self._recipe):
+            y = self._built()(padded_rows(rows))
+        return self.shaped(y[: len(rows)].contiguous(), x)
+
+
+class EngineNVFP4(NVFP4Packing):
+    """The backend; see ``policy.precision.backends.Backend``. Packing needs no TransformerEngine, running does."""
+
+    name = "te_nvfp4"
+    dtype: torch.dtype | None = torch.bfloat16
+
+    def unavailable(self, device: torch.device) -> str | None:
+        """A Blackwell GPU, and what TransformerEngine itself says."""
+        refusal = no_blackwell(device)
+        if refusal is not None:
+            return refusal
+        try:
+            engine = import_engine()
+        except ImportError as error:
+            return f"transformer_engine.pytorch does not import ({error}): pip install -e '.[gpu]' --no-build-isolation"
+        if not hasattr(engine, "is_nvfp4_available"):
+            return "this TransformerEngine knows no NVFP4: 2.17 or later is needed"
+        available, reason = engine.is_nvfp4_available(return_reason=True)
+        return None if available else f"TransformerEngine says: {reason}"
+
+    def refuses(self, rows: int, columns: int) -> str | None:
+        """Whole blocks, and N in multiples of 16."""
+        return kernel_refuses(rows, columns, BLOCK)
+
+    def replacements(self, activation_amax: str) -> Callable[[nn.Linear], QuantisedLinear]:
+        """Layers that share one recipe. Raises ValueError where the installed version lacks what is asked for."""
+        engine = import_engine()
+        recipe = nvfp4_recipe(importlib.import_module("transformer_engine.common.recipe"), activation_amax)
+        return lambda linear: EngineLinear(linear, engine, recipe)

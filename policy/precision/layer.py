@@ -1,0 +1,107 @@
+"""What the quantised layers of all backends have in common."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+
+class QuantisedLinear(nn.Module):
+    """A linear layer x [..., K] -> [..., N] whose weight arrives packed. Inference only; built with zeros.
+
+    ``bias`` stays wide. Published weights are copied into ``wire_targets`` in place, then ``arrived`` is called.
+    """
+
+    bias: Tensor | None
+    float32_buffers: tuple[str, ...] = ()  # that stay so when the module is cast
+
+    def __init__(self, linear: nn.Linear) -> None:
+        super().__init__()
+        self.in_features, self.out_features = linear.in_features, linear.out_features
+        self.bias = linear.bias
+
+    def _apply(self, fn, recurse: bool = True):  # type: ignore[no-untyped-def]
+        """Moves with the module; a cast does not reach the scales."""
+        kept = {name: getattr(self, name) for name in self.float32_buffers}
+        super()._apply(fn, recurse)
+        for name, buffer in kept.items():
+            setattr(self, name, buffer.to(getattr(self, name).device))
+        return self
+
+    def wire_targets(self) -> dict[str, Tensor]:
+        """Tensors to fill, by the names that the backend's ``pack`` uses."""
+        return dict(self.named_buffers())
+
+    def arrived(self) -> None:
+        """New weights are in ``wire_targets``: bring them into the form that the kernel wants, in place."""
+
+    def shaped(self, y: Tensor, x: Tensor) -> Tensor:
+        """Result rows y [rows, N] as the output for input x: x's dtype and leading shape."""
+        return y.to(x.dtype).view(*x.shape[:-1], self.out_features)
+
+    def extra_repr(self) -> str:
+        return f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}"
+
+
+class PointwiseConvolution(nn.Module):
+    """A 1x1 convolution [B, K, H, W] -> [B, N, H, W], run by a linear layer over its pixels."""
+
+    def __init__(self, linear: nn.Module) -> None:
+        super().__init__()
+        self.linear = linear
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The channels of every pixel through the linear layer."""
+        return self.linear(x.movedim(1, -1)).movedim(-1, 1)
+
+
+class LastInput:
+    """Remembers the last input and what was made of it: to_q, to_k and to_v get one input, which is quantised once.
+
+    Not thread-safe. Tensors without a version counter (inference mode) and traced ones are not remembered.
+    """
+
+    def __init__(self) -> None:
+        self._last: tuple[weakref.ref[Tensor], int] | None = None
+        self._result: Any = None
+
+    def once(self, x: Tensor, make: Callable[[Tensor], Any]) -> Any:
+        """``make(x)``, or its result of last time when that was for this very x, unchanged."""
+        if torch.compiler.is_compiling() or x.is_inference():
+            self._last = self._result = None
+            return make(x)
+        if self._last is not None:
+            reference, version = self._last
+            if reference() is x and x._version == version:
+                return self._result
+        self._last = self._result = None  # frees its memory before `make` needs as much again
+        self._result = make(x)
+        self._last = (weakref.ref(x), x._version)
+        return self._result
+
+
+def rows_of(x: Tensor) -> Tensor:
+    """x [..., K] as [rows, K]."""
+    return x.detach().reshape(-1, x.shape[-1])
+
+
+def padded_rows(rows: Tensor, multiple: int = 16) -> Tensor:
+    """rows [M, K] with zero rows after them, up to a multiple; the same tensor when there is nothing to add."""
+    missing = -len(rows) % multiple
+    return torch.nn.functional.pad(rows, (0, 0, 0, missing)) if missing else rows
+
+
+def swizzled(scales: Tensor) -> Tensor:
+    """Block scales [N, C] of any one-byte type in the order that cuBLAS reads them: flat, [ceil(N/128) 128 * ceil(C/4) 4].
+
+    Zero-padded to tiles of 128 x 4; within a tile row r = 32 a + b and column c lie at byte 16 b + 4 a + c; tiles follow each
+    other along the columns first (cuBLAS documentation, "1D block scaling factors layout").
+    """
+    n, c = scales.shape
+    padded = scales.new_zeros(-(-n // 128) * 128, -(-c // 4) * 4)
+    padded[:n, :c] = scales
+    return padded.view(len(padded) // 128, 4, 32, padded.shape[1] // 4, 4).permute(0, 3, 2, 1, 4).reshape(-1)

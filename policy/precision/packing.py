@@ -1,0 +1,33 @@
+"""The wire format ``nvfp4``, version 1: ``codes``, ``scales``, ``amax`` as in ``nvfp4.Packed``. Three backends load it."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from policy.precision import nvfp4
+from policy.precision.nvfp4 import Packed
+
+
+class NVFP4Packing:
+    """The packing side of a backend, which needs no device; see ``policy.precision.backends.Backend``."""
+
+    wire_format = "nvfp4"
+    quantises = True
+    wire_dtype = torch.float32
+
+    def pack(self, weight: Tensor, search: bool, frozen_at: Tensor | None = None) -> dict[str, Tensor]:
+        """codes, scales, amax."""
+        amax = None
+        if frozen_at is not None:
+            amax = nvfp4.frozen_amax(frozen_at.float().abs().max(), weight.float().abs().max())
+        return dict(vars(nvfp4.quantise(weight, search=search, amax=amax)))
+
+    def decode(self, packed: dict[str, Tensor]) -> Tensor:
+        """float32 [N, K]."""
+        return nvfp4.dequantise(Packed(**packed))
+
+    def changed(self, packed: dict[str, Tensor], before: dict[str, Tensor]) -> Tensor:
+        """How many four-bit codes differ."""
+        difference = packed["codes"] ^ before["codes"]
+        return ((difference & 15) != 0).sum() + ((difference >> 4) != 0).sum()

@@ -1,0 +1,115 @@
+"""Which backend a device gets, and what is said about it."""
+
+import pytest
+import torch
+
+from policy.precision import hardware
+from policy.precision.backends import BACKENDS, packing_backend, resolve_backend
+
+
+class Engine:
+    """TransformerEngine as far as being asked goes."""
+
+    def __init__(self, available: bool) -> None:
+        self.available = available
+
+    def is_nvfp4_available(self, return_reason: bool = False):
+        return (self.available, "" if self.available else "cuBLAS is too old")
+
+
+@pytest.fixture
+def gpu(monkeypatch):
+    """Pretend to have a GPU of some capability, with or without TransformerEngine."""
+
+    def pretend(capability: tuple[int, int], engine: object) -> None:
+        def importing():
+            if engine is None:
+                raise ImportError("No module named 'transformer_engine'")
+            return engine
+
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: capability)
+        monkeypatch.setattr(hardware, "import_engine", importing)
+
+    return pretend
+
+
+@pytest.mark.parametrize(
+    ("capability", "engine", "wanted", "why"),
+    [
+        ((10, 0), Engine(True), "te_nvfp4", "te_nvfp4 is the best that this GPU supports"),
+        ((12, 0), Engine(True), "te_nvfp4", "te_nvfp4 is the best"),
+        ((10, 3), None, "torch_nvfp4", "not te_nvfp4: transformer_engine.pytorch does not import (No module named"),
+        ((10, 0), Engine(False), "torch_nvfp4", "not te_nvfp4: TransformerEngine says: cuBLAS is too old"),
+        (
+            (9, 0),
+            Engine(True),
+            "fp8",
+            "not torch_nvfp4: NVFP4 kernels need a Blackwell GPU of compute capability 10.0, this one has 9.0",
+        ),
+        ((8, 9), None, "fp8", "fp8 is the best"),
+        ((8, 0), None, "bf16", "not fp8: FP8 needs compute capability 8.9, this GPU has 8.0"),
+    ],
+)
+def test_auto_takes_the_best_and_says_why_not_the_others(gpu, capability, engine, wanted, why):
+    gpu(capability, engine)
+    backend, reason = resolve_backend("auto", "cuda")
+    assert backend is BACKENDS[wanted]
+    assert reason.startswith(f"auto: {wanted} is the best") and why in reason and "\n" not in reason
+
+
+def test_auto_on_a_cpu():
+    backend, why = resolve_backend("auto", "cpu")
+    assert backend.name == "emulated_nvfp4" and why.startswith("auto: there is no NVFP4 kernel for cpu")
+
+
+def test_a_backend_that_the_device_lacks_is_one_line_with_the_alternatives(gpu):
+    with pytest.raises(ValueError) as caught:
+        resolve_backend("te_nvfp4", "cpu")
+    assert str(caught.value) == (
+        "explore.backend: 'te_nvfp4' does not run on cpu here: NVFP4 kernels need a Blackwell GPU, and torch sees no CUDA device "
+        "here; use auto, or fp8, emulated_nvfp4, bf16, fp32"
+    )
+    gpu((9, 0), None)
+    with pytest.raises(
+        ValueError, match=r"'torch_nvfp4' does not run on cuda here: .*this one has 9.0; use auto, or fp8, emulated"
+    ):
+        resolve_backend("torch_nvfp4", "cuda")
+    gpu((8, 6), None)
+    with pytest.raises(ValueError, match=r"'fp8' does not run on cuda here: .*8.6; use auto, or emulated_nvfp4, bf16, fp32"):
+        resolve_backend("fp8", "cuda")
+    with pytest.raises(ValueError, match="explore.backend: 'fp5' is unknown: use auto, te_nvfp4, torch_nvfp4, fp8, emulated"):
+        resolve_backend("fp5", "cpu")
+
+
+def test_named_backends_are_as_configured():
+    for name in ("fp8", "emulated_nvfp4", "bf16", "fp32"):
+        assert resolve_backend(name, "cpu") == (BACKENDS[name], f"{name}: as configured")
+
+
+def test_a_learner_packs_for_gpus_that_it_does_not_have():
+    for name in ("te_nvfp4", "torch_nvfp4"):
+        packed = packing_backend(name, "cpu").pack(torch.randn(16, 32), True)
+        wanted = BACKENDS["emulated_nvfp4"].pack(torch.zeros(16, 32), True)
+        assert {key: (t.dtype, t.shape) for key, t in packed.items()} == {key: (t.dtype, t.shape) for key, t in wanted.items()}
+        assert packing_backend(name, "cpu").wire_format == "nvfp4"
+    assert packing_backend("auto", "cpu").name == "emulated_nvfp4"
+    with pytest.raises(ValueError, match="'fp5' is unknown"):
+        packing_backend("fp5", "cpu")
+
+
+def test_an_engine_that_fails_to_import_is_a_reason_not_a_crash(monkeypatch):
+    def broken(name: str):
+        raise RuntimeError("CUDA driver not found\nmore")
+
+    monkeypatch.setattr(hardware.importlib, "import_module", broken)
+    with pytest.raises(ImportError, match="^CUDA driver not found$"):
+        hardware.import_engine()
+
+
+def test_names_are_those_of_the_configuration():
+    from typing import get_args
+
+    from configs.schema import Backend
+
+    assert set(get_args(Backend)) == {"auto", *BACKENDS} and all(backend.name == name for name, backend in BACKENDS.items())

@@ -1,0 +1,138 @@
+"""Neighbours in a batch, a frozen range, and compiling."""
+
+import shutil
+
+import numpy as np
+import pytest
+import torch
+
+from policy.explorer import Explorer
+from policy.precision import compiling
+from policy.precision.backends import BACKENDS
+from policy.precision.nvfp4 import dequantise, frozen_amax, quantise
+from policy.precision.swap import quantise_plan
+from policy.publish import Publisher
+
+CPU_BACKENDS = ("fp32", "bf16", "fp8", "emulated_nvfp4")
+
+
+def publisher(family, transformer, backend, **options):
+    return Publisher(transformer, quantise_plan(transformer, family, (), backend), backend, 2**16, **options)
+
+
+def explorer_of(family, adapted, name, **options) -> Explorer:
+    backend = BACKENDS[name]
+    explorer = Explorer(family, backend, **options)
+    explorer.load(*publisher(family, adapted, backend).export("current", 0)[:2])
+    return explorer
+
+
+@pytest.mark.parametrize("name", CPU_BACKENDS)
+def test_a_picture_does_not_depend_on_its_neighbours(family, adapted, cond, randomise, name):
+    """In batches of one size, bit for bit: products of one shape sum in one order, and no scale is shared. For the emulation that
+    is the power of two, and holds while no block's amax is below amax / 2^15, which it is not here."""
+    randomise(adapted, "current", 2)
+    explorer = explorer_of(family, adapted, name)
+    batches = [(5, 6, 7), (5, 2**60, 99), (5, 5, 5)]
+    latents = [explorer.explore(cond.rows(0), seeds, 3, "dpm2")[1] for seeds in batches]
+    assert np.array_equal(latents[0][0], latents[1][0]) and np.array_equal(latents[0][0], latents[2][0])
+    assert not np.array_equal(latents[0][1], latents[1][1])
+
+
+def test_an_exact_amax_lets_neighbours_through(family, adapted, cond, randomise):
+    """What the power of two is there for; and it costs no accuracy to speak of."""
+    randomise(adapted, "current", 2)
+    explorers = [explorer_of(family, adapted, "emulated_nvfp4", activation_amax=kind) for kind in ("exact", "power_of_two")]
+    exact, rounded = ([e.explore(cond.rows(0), (5, n, n + 1), 3, "dpm2")[1][0] for n in (6, 60, 600)] for e in explorers)
+    assert any(not np.array_equal(exact[0], other) for other in exact[1:])
+    truth = explorer_of(family, adapted, "fp32").explore(cond.rows(0), (5, 6, 7), 3, "dpm2")[1][0]
+    errors = [np.linalg.norm(latents[0] - truth) for latents in (exact, rounded)]
+    assert errors[1] == pytest.approx(errors[0], rel=0.5)
+
+
+@pytest.mark.parametrize(("name", "bound"), [("fp32", 1e-5), ("fp8", 0.01), ("bf16", 0.01), ("emulated_nvfp4", 0.01)])
+def test_nor_on_the_size_of_the_batch_but_for_rounding(family, adapted, cond, randomise, name, bound):
+    """Sums in another order: 2^-24 of values of order 1 in FP32. Where results or operands are then rounded to fewer bits, a sum
+    that lay on the edge falls the other way: a step of 2^-8 in bfloat16, of 2^-2 in E2M1, for few values. All stay below what
+    the precision itself costs, and latents are of order 1."""
+    randomise(adapted, "current", 2)
+    explorer = explorer_of(family, adapted, name)
+    alone = explorer.explore(cond.rows(0), (5,), 3, "dpm2")[1][0]
+    together = explorer.explore(cond.rows(0), (5, 6, 7, 8), 3, "dpm2")[1][0]
+    assert np.linalg.norm(alone - together) <= bound * np.linalg.norm(alone)
+
+
+def test_the_frozen_range_doubles_until_it_covers():
+    base = torch.tensor([1.0, 1.0, 1.0, 1.0, 0.0, 3.0])
+    now = torch.tensor([0.5, 2.0, 2.1, 9.0, 0.7, 0.0])
+    assert frozen_amax(base, now).tolist() == [2.0, 2.0, 4.0, 16.0, pytest.approx(0.7), 6.0]
+
+
+def test_a_frozen_range_keeps_what_an_update_did_not_touch():
+    """One weight grows past the others: unfrozen, the scale of every block is rounded anew; frozen, only its own block changes."""
+    weight = torch.randn(16, 64, generator=torch.Generator().manual_seed(0))
+    grown = weight.clone()
+    grown[3, 5] = 1.3 * weight.abs().max()
+    pack = BACKENDS["emulated_nvfp4"].pack
+    for frozen_at in (None, weight):
+        before, after = pack(weight, True, frozen_at), pack(grown, True, frozen_at)
+        others = torch.ones(16, 32, dtype=torch.bool)
+        others[3, :8] = False
+        assert torch.equal(before["codes"][others], after["codes"][others]) == (frozen_at is not None)
+    assert after["amax"] == 2 * weight.abs().max()
+
+
+def test_head_room_costs_nothing_to_speak_of():
+    """E4M3 scales have a binade to spare: the error with twice the amax is that with amax, to a few percent."""
+    weight = torch.randn(64, 256, generator=torch.Generator().manual_seed(0))
+    errors = [(dequantise(quantise(weight, True, amax)) - weight).norm() for amax in (None, 2 * weight.abs().max())]
+    assert errors[1].item() == pytest.approx(errors[0].item(), rel=0.03)
+
+
+@pytest.mark.parametrize("name", ["emulated_nvfp4", "fp8"])
+def test_publishing_with_a_frozen_range(family, adapted, randomise, name):
+    """Every adapted layer has the scale that its base weight gives, whatever the adapter is, and after a resume too."""
+    backend = BACKENDS[name]
+    base = {row.name: adapted.get_submodule(row.name) for row in quantise_plan(adapted, family, (), backend)}
+    first = publisher(family, adapted, backend, frozen_amax=True)
+    manifest, chunks, _ = first.export("current", 0)
+    randomise(adapted, "current", 2)
+    manifest, chunks, _ = first.export("current", 1)
+    resumed = publisher(family, adapted, backend, frozen_amax=True).export("current", 1)
+    assert resumed[0].checksum == manifest.checksum
+    explorer = Explorer(family, backend)
+    explorer.load(manifest, chunks)
+    layer = explorer.transformer.get_submodule("transformer_blocks.0.attn.to_q")
+    weight = base["transformer_blocks.0.attn.to_q"].base_layer.weight
+    now, then = (layer.scales * 448, weight.abs().amax(-1)) if name == "fp8" else (layer.amax, weight.abs().max())
+    exponents = torch.log2(now / then)
+    assert (exponents >= 0.999).all() and torch.allclose(exponents, exponents.round(), atol=1e-5)
+
+
+def test_compiling_without_a_compiler_is_one_line(family, monkeypatch):
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    with pytest.raises(
+        ValueError, match=r"^compile: torch.compile needs a C\+\+ compiler on a CPU, and there is no 'no-such-compiler'"
+    ):
+        Explorer(family, BACKENDS["fp32"], compile=True)
+    monkeypatch.setattr(compiling.importlib.util, "find_spec", lambda name: None)
+    assert "triton" in (compiling.compiler_missing(torch.device("cuda")) or "")
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("g++") is None, reason="no C++ compiler")
+@pytest.mark.parametrize("name", ["emulated_nvfp4", "fp8", "fp32"])
+def test_compiled_explorers_draw_the_same(family, adapted, cond, randomise, name):
+    """The compiler fuses elementwise work and may sum in another order: as with another batch size. And weights loaded after
+    compiling are the ones that are used."""
+    randomise(adapted, "current", 2)
+    eager, compiled = (explorer_of(family, adapted, name, compile=compile) for compile in (False, True))
+    for version in (0, 1):
+        wanted = eager.explore(cond.rows(0), (5, 6), 2, "dpm2")[1]
+        found = compiled.explore(cond.rows(0), (5, 6), 2, "dpm2")[1]
+        assert np.linalg.norm(found - wanted) <= (1e-5 if name == "fp32" else 0.01) * np.linalg.norm(wanted)
+        if version == 0:
+            randomise(adapted, "current", 9)
+            for explorer in (eager, compiled):
+                explorer.load(*publisher(family, adapted, BACKENDS[name]).export("current", 1)[:2])
+            assert not np.array_equal(eager.explore(cond.rows(0), (5, 6), 2, "dpm2")[1], wanted)
