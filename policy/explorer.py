@@ -65,7 +65,7 @@ class Explorer:
             )
         unpack_into(manifest, chunks, self._targets(manifest))
         for layer in self._layers.values():
-            layer.arrived()
+            layer.arrived()  # once every layer is filled: some run as one
         self._version = manifest.version
         return manifest.version, manifest.checksum
 

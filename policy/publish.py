@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copyreg
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from policy.lora import adapted_modules, adapter_state, delta_weight
 from policy.precision.backends import Backend
+from policy.precision.nvfp4 import frozen_amax
 from policy.precision.swap import ModuleRow, weight_modules
 from policy.precision.wire import Manifest, pack_tensors
 
@@ -44,11 +45,18 @@ class Publisher:
         scale_search: bool = True,
         frozen_amax: bool = False,
     ) -> None:
-        """``scale_search`` and ``frozen_amax``: of adapted modules, as ``search`` and ``frozen_at`` = W in ``Backend.pack``."""
+        """``scale_search`` as ``search`` in ``Backend.pack``; ``frozen_amax``: the range of adapted modules is that of W, with head-room.
+
+        Linears that run as one product share a range where the format has one per tensor.
+        """
         self.transformer, self.backend = transformer, backend
         self.chunk_bytes, self.scale_search, self.frozen_amax = chunk_bytes, scale_search, frozen_amax
         self._quantised = {row.name: row.quantised for row in plan}
-        self._fixed: dict[str, dict[str, Tensor]] = {}
+        self._groups: dict[str, list[str]] = {}
+        for row in plan:
+            if row.fused is not None:
+                self._groups.setdefault(row.fused, []).append(row.name)
+        self._fixed: dict[str, tuple[Tensor | None, dict[str, Tensor]]] = {}
         self._before: dict[str, dict[str, Tensor]] = {}
         self._adapter_before: dict[str, Tensor] | None = None
 
@@ -61,17 +69,27 @@ class Publisher:
         true change of the merged ones (absent when nothing changed).
         """
         adapted = dict(adapted_modules(self.transformer))
+        owners = dict(weight_modules(self.transformer))
+
+        def merged(name: str) -> Tensor:
+            weight = owners[name].weight.detach()
+            return weight.float() + delta_weight(adapted[name], adapter).view_as(weight) if name in adapted else weight
+
+        def range_of(name: str) -> Tensor:
+            own = self.backend.amax(_finite(name, merged(name)).flatten(1))
+            frozen = self.frozen_amax and name in adapted
+            return frozen_amax(self.backend.amax(owners[name].weight.flatten(1)), own) if frozen else own
+
+        ranges = self._joint_ranges(range_of)
         packed: dict[str, dict[str, Tensor]] = {}
-        for name, owner in weight_modules(self.transformer):
-            quantised = self._quantised[name]
-            if name in adapted:
-                base = owner.weight.float()
-                merged = base + delta_weight(adapted[name], adapter).view_as(base)
-                packed[name] = self._pack(name, merged, quantised, base if self.frozen_amax else None)
-            elif quantised:
-                if name not in self._fixed:
-                    self._fixed[name] = self._pack(name, owner.weight, quantised)
-                packed[name] = self._fixed[name]
+        for name, owner in owners.items():
+            if name in adapted and not self._quantised[name]:
+                packed[name] = {"weight": _finite(name, merged(name)).to(self.backend.wire_dtype)}
+            elif name in adapted:
+                amax = range_of(name) if self.frozen_amax and name not in ranges else ranges.get(name)
+                packed[name] = self._pack(name, merged(name), amax)
+            elif self._quantised[name]:
+                packed[name] = self._pack_once(name, owner.weight, ranges.get(name))
         named = {f"{name}.{part}": tensor for name, parts in packed.items() for part, tensor in parts.items()}
         manifest, chunks = pack_tensors(named, version, self.backend.wire_format, self.chunk_bytes)
         now = {name: packed[name] for name in adapted}
@@ -80,17 +98,28 @@ class Publisher:
         self._before, self._adapter_before = now, state
         return manifest, chunks, statistics
 
-    def _pack(self, name: str, weight: Tensor, quantised: bool, frozen_at: Tensor | None = None) -> dict[str, Tensor]:
+    def _joint_ranges(self, range_of: Callable[[str], Tensor]) -> dict[str, Tensor]:
+        """The common amax of each group that runs as one product, where the format has one per tensor."""
+        ranges: dict[str, Tensor] = {}
+        for names in self._groups.values():
+            members = [range_of(name) for name in names]
+            if not members[0].ndim:
+                ranges |= dict.fromkeys(names, torch.stack(members).max())
+        return ranges
+
+    def _pack(self, name: str, weight: Tensor, amax: Tensor | None) -> dict[str, Tensor]:
         """A convolution's weight [N, K, 1, 1] is packed as [N, K]."""
-        if not bool(torch.isfinite(weight).all()):
-            bad = int((~torch.isfinite(weight)).sum())
-            raise NonFiniteWeights(name, f"{bad} of {weight.numel()} are NaN or infinite; lower optimizer.lr and resume")
-        if not quantised:
-            return {"weight": weight.to(self.backend.wire_dtype)}
         try:
-            return self.backend.pack(weight.flatten(1), self.scale_search, frozen_at if frozen_at is None else frozen_at.flatten(1))
+            return self.backend.pack(_finite(name, weight).flatten(1), self.scale_search, amax)
         except ValueError as error:
             raise NonFiniteWeights(name, str(error)) from error
+
+    def _pack_once(self, name: str, weight: Tensor, amax: Tensor | None) -> dict[str, Tensor]:
+        """A weight without adapter is packed again only when its neighbours in a group moved its range."""
+        before = self._fixed.get(name)
+        if before is None or (before[0] is not None and amax is not None and not torch.equal(amax, before[0])):
+            before = self._fixed[name] = (amax, self._pack(name, weight, amax))
+        return before[1]
 
     def _compare(self, now: dict[str, dict[str, Tensor]], state: dict[str, Tensor]) -> dict[str, float]:
         """Statistics of this export against the one before. The true change is that of B A: W itself cancels."""
@@ -116,6 +145,14 @@ class Publisher:
         if decoded_square > 0 and true_square > 0:
             statistics["weights/delta_cosine"] = dot / (decoded_square * true_square) ** 0.5
         return statistics
+
+
+def _finite(name: str, weight: Tensor) -> Tensor:
+    """The weight itself. Raises NonFiniteWeights."""
+    if not bool(torch.isfinite(weight).all()):
+        bad = int((~torch.isfinite(weight)).sum())
+        raise NonFiniteWeights(name, f"{bad} of {weight.numel()} are NaN or infinite; lower optimizer.lr and resume")
+    return weight
 
 
 def _product(up: Tensor, down: Tensor) -> Tensor:

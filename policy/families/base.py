@@ -55,6 +55,7 @@ class Family(ABC):
     pipeline_class: str
     lora_targets: tuple[str, ...]
     keep_wide: tuple[str, ...]
+    fuse: tuple[tuple[str, ...], ...] = ()
 
     def __init__(self, model: Model) -> None:
         self.model = model

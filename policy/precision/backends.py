@@ -33,6 +33,10 @@ class Backend(Protocol):
     def dtype(self) -> torch.dtype | None: ...
     @property
     def wire_dtype(self) -> torch.dtype: ...
+    @property
+    def fuses(self) -> bool:
+        """Whether linears that read the same input run as one product."""
+        ...
 
     def unavailable(self, device: torch.device) -> str | None:
         """Why this backend does not run on this device, or None when it does."""
@@ -50,10 +54,14 @@ class Backend(Protocol):
         """
         ...
 
-    def pack(self, weight: Tensor, search: bool, frozen_at: Tensor | None = None) -> dict[str, Tensor]:
+    def amax(self, weight: Tensor) -> Tensor:
+        """The largest magnitudes that the scales of a weight [N, K] start from: float32, [] or one per row [N, 1]."""
+        ...
+
+    def pack(self, weight: Tensor, search: bool, amax: Tensor | None = None) -> dict[str, Tensor]:
         """Buffers of a layer with this weight [N, K]. ValueError when it is not finite.
 
-        ``search``: spend time on better scales. ``frozen_at``: the run's first weight of this layer, whose range the scales keep.
+        ``search``: spend time on better scales. ``amax`` in place of the weight's own, at least as large.
         """
         ...
 

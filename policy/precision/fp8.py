@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from policy.precision.layer import LastInput, QuantisedLinear, rows_of
-from policy.precision.nvfp4 import E4M3_MAX, frozen_amax
+from policy.precision.nvfp4 import E4M3_MAX
 
 SMALLEST = torch.finfo(torch.float32).tiny
 FAST_ACCUMULATION = True
@@ -83,7 +83,7 @@ class FP8:
     """The backend; see ``policy.precision.backends.Backend``. The wire format ``fp8``, version 1, is the layer's two buffers."""
 
     name = wire_format = "fp8"
-    quantises = True
+    quantises = fuses = True
     dtype: torch.dtype | None = None
     wire_dtype = torch.float32
 
@@ -110,14 +110,17 @@ class FP8:
         activations = Activations()
         return lambda linear: FP8Linear(linear, activations)
 
-    def pack(self, weight: Tensor, search: bool, frozen_at: Tensor | None = None) -> dict[str, Tensor]:
+    def amax(self, weight: Tensor) -> Tensor:
+        """max|row|: [N, 1]."""
+        return weight.detach().abs().amax(-1, keepdim=True).float()
+
+    def pack(self, weight: Tensor, search: bool, amax: Tensor | None = None) -> dict[str, Tensor]:
         """codes and scales. ``search`` changes nothing: a scale per row of E4M3 has no better neighbour worth the time."""
         wide = weight.detach().float()
-        amax = wide.abs().amax(-1, keepdim=True)
-        if not math.isfinite(float(amax.max())):
-            raise ValueError(f"FP8 cannot pack a weight with amax {float(amax.max())}")
-        if frozen_at is not None:
-            amax = frozen_amax(frozen_at.float().abs().amax(-1, keepdim=True), amax)
+        own = self.amax(wide)
+        if not math.isfinite(float(own.max())):
+            raise ValueError(f"FP8 cannot pack a weight with amax {float(own.max())}")
+        amax = own if amax is None else amax
         scales = (amax / E4M3_MAX).clamp(min=SMALLEST)
         return {"codes": quantise_rows(wide, scales).view(torch.uint8), "scales": scales.flatten()}
 

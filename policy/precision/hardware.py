@@ -114,6 +114,7 @@ class TorchNVFP4(NVFP4Packing):
 
     name = "torch_nvfp4"
     dtype: torch.dtype | None = torch.bfloat16
+    fuses = True
 
     def unavailable(self, device: torch.device) -> str | None:
         """A Blackwell GPU, and torch from 2.10 on."""
@@ -217,6 +218,7 @@ class EngineNVFP4(NVFP4Packing):
 
     name = "te_nvfp4"
     dtype: torch.dtype | None = torch.bfloat16
+    fuses = True
 
     def unavailable(self, device: torch.device) -> str | None:
         """A Blackwell GPU, and what TransformerEngine itself says."""

@@ -15,12 +15,14 @@ class NVFP4Packing:
     wire_format = "nvfp4"
     quantises = True
     wire_dtype = torch.float32
+    fuses = False
 
-    def pack(self, weight: Tensor, search: bool, frozen_at: Tensor | None = None) -> dict[str, Tensor]:
+    def amax(self, weight: Tensor) -> Tensor:
+        """max|W|: []."""
+        return weight.detach().abs().max().float()
+
+    def pack(self, weight: Tensor, search: bool, amax: Tensor | None = None) -> dict[str, Tensor]:
         """codes, scales, amax."""
-        amax = None
-        if frozen_at is not None:
-            amax = nvfp4.frozen_amax(frozen_at.float().abs().max(), weight.float().abs().max())
         return dict(vars(nvfp4.quantise(weight, search=search, amax=amax)))
 
     def decode(self, packed: dict[str, Tensor]) -> Tensor:

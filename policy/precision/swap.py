@@ -3,24 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 
 from torch import nn
 
 from policy.families.base import Family
 from policy.precision.backends import Backend
+from policy.precision.fused import FusedMember, join
 from policy.precision.layer import PointwiseConvolution, QuantisedLinear
 
 
 @dataclass(frozen=True)
 class ModuleRow:
-    """One row of the table that a run writes: a module with a weight matrix, and what becomes of it."""
+    """One row of the table that a run writes: a module with a weight matrix, and what becomes of it.
+
+    ``fused``: the first of the linears that run as one product with it, all of which read the same input.
+    """
 
     name: str
     shape: tuple[int, ...]
     quantised: bool
     why: str
+    fused: str | None = None
 
 
 def weight_modules(transformer: nn.Module) -> Iterator[tuple[str, nn.Linear | nn.Conv2d]]:
@@ -44,7 +49,29 @@ def quantise_plan(
     for pattern in keep_wide:
         if not any(fnmatchcase(name, pattern) for name, _ in modules):
             raise ValueError(f"explore.keep_wide: {pattern!r} matches no module; there are such as {modules[-1][0]!r}")
-    return [_row(name, module, family.keep_wide, keep_wide, backend) for name, module in modules]
+    rows = [_row(name, module, family.keep_wide, keep_wide, backend) for name, module in modules]
+    first = _fused(rows, family.fuse) if backend is not None and backend.fuses else {}
+    return [replace(row, fused=first.get(row.name)) for row in rows]
+
+
+def _fused(rows: Sequence[ModuleRow], fuse: Sequence[Sequence[str]]) -> dict[str, str]:
+    """For each linear that runs as one with others, the first of them. ``fuse``: groups of names, relative to their block.
+
+    A group runs together where all of it is quantised; its weights have the same K.
+    """
+    shapes = {row.name: row.shape for row in rows if row.quantised}
+    first: dict[str, str] = {}
+    for group in fuse:
+        for name in shapes:
+            block = name.removesuffix(group[0])
+            members = [block + part for part in group]
+            if (
+                block != name
+                and (not block or block.endswith("."))
+                and all(shapes.get(m, ())[1:] == shapes[name][1:] for m in members)
+            ):
+                first |= dict.fromkeys(members, name)
+    return first
 
 
 def _row(
@@ -83,21 +110,31 @@ def as_linear(module: nn.Linear | nn.Conv2d) -> nn.Linear:
 
 def swap_linears(
     transformer: nn.Module, plan: Sequence[ModuleRow], backend: Backend, activation_amax: str = "power_of_two"
-) -> dict[str, QuantisedLinear]:
+) -> dict[str, QuantisedLinear | FusedMember]:
     """Replace the modules that ``plan`` quantises by the backend's layers, freeing each wide weight.
 
     Returns the layers by the name of what they replace; that of a 1x1 convolution lies within the module in its place.
     """
     if not any(row.quantised for row in plan):
         return {}
-    replace = backend.replacements(activation_amax)
-    swapped: dict[str, QuantisedLinear] = {}
+    replacement = backend.replacements(activation_amax)
+    swapped: dict[str, QuantisedLinear | FusedMember] = {}
     for row in plan:
         if not row.quantised:
             continue
         module = transformer.get_submodule(row.name)
         if not isinstance(module, nn.Linear | nn.Conv2d):
             raise ValueError(f"cannot quantise {row.name!r}: it is a {type(module).__name__}, swap before anything wraps it")
-        layer = swapped[row.name] = replace(as_linear(module))
-        transformer.set_submodule(row.name, layer if isinstance(module, nn.Linear) else PointwiseConvolution(layer))
+        if row.fused is None:
+            layer = swapped[row.name] = replacement(as_linear(module))
+            transformer.set_submodule(row.name, layer if isinstance(module, nn.Linear) else PointwiseConvolution(layer))
+    groups: dict[str, list[str]] = {}
+    for row in plan:
+        if row.fused is not None:
+            groups.setdefault(row.fused, []).append(row.name)
+    for names in groups.values():
+        members = join([as_linear(transformer.get_submodule(name)) for name in names], replacement)  # pyright: ignore[reportArgumentType]
+        for name, member in zip(names, members, strict=True):
+            swapped[name] = member
+            transformer.set_submodule(name, member)
     return swapped

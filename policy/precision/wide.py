@@ -13,7 +13,7 @@ from policy.precision.layer import QuantisedLinear
 class Wide:
     """The backend; see ``policy.precision.backends.Backend``. Adapted modules travel merged, in ``dtype``."""
 
-    quantises = False
+    quantises = fuses = False
 
     def __init__(self, name: str, dtype: torch.dtype) -> None:
         self.name = self.wire_format = name
@@ -36,7 +36,11 @@ class Wide:
 
         return refuse
 
-    def pack(self, weight: Tensor, search: bool, frozen_at: Tensor | None = None) -> dict[str, Tensor]:
+    def amax(self, weight: Tensor) -> Tensor:
+        """max|W|: []."""
+        return weight.detach().abs().max().float()
+
+    def pack(self, weight: Tensor, search: bool, amax: Tensor | None = None) -> dict[str, Tensor]:
         """The weight itself."""
         return {"weight": weight.to(self.wire_dtype)}
 

@@ -6,6 +6,7 @@ from torch import nn
 
 from policy.precision.backends import BACKENDS
 from policy.precision.fp8 import Activations, FP8Linear, quantise_rows, row_scales
+from policy.precision.nvfp4 import frozen_amax
 
 FP8 = BACKENDS["fp8"]
 DEVICES = [
@@ -80,11 +81,13 @@ def test_a_frozen_range_leaves_codes_alone():
     weight = torch.randn(4, 64, generator=torch.Generator().manual_seed(3))
     grown = weight.clone()
     grown[:, 0] = 1.2 * weight.abs().amax(-1)
-    for frozen_at, elsewhere in ((None, False), (weight, True)):
-        before, after = FP8.pack(weight, False, frozen_at), FP8.pack(grown, False, frozen_at)
+    for frozen, elsewhere in ((False, False), (True, True)):
+        before, after = (
+            FP8.pack(w, False, frozen_amax(FP8.amax(weight), FP8.amax(w)) if frozen else None) for w in (weight, grown)
+        )
         assert torch.equal(before["codes"][:, 1:], after["codes"][:, 1:]) == elsewhere
     assert torch.equal(after["scales"], 2 * weight.abs().amax(-1) / 448)
-    far = FP8.pack(weight * 5, False, weight)  # outgrown: doubled until it fits
+    far = FP8.pack(weight * 5, False, frozen_amax(FP8.amax(weight), FP8.amax(weight * 5)))  # outgrown: doubled until it fits
     assert torch.equal(far["scales"], 8 * weight.abs().amax(-1) / 448)
 
 

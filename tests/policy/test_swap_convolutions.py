@@ -44,7 +44,11 @@ def make() -> Mixer:
 def family():
     """As much of a family as an explorer and an adapter need."""
     return SimpleNamespace(
-        keep_wide=(), lora_targets=("conv_point", "proj"), load_transformer=lambda *args: make(), load_vae=lambda *args: None
+        keep_wide=(),
+        fuse=(),
+        lora_targets=("conv_point", "proj"),
+        load_transformer=lambda *args: make(),
+        load_vae=lambda *args: None,
     )
 
 

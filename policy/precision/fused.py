@@ -1,0 +1,89 @@
+"""Linears that read the same input (to_q, to_k, to_v) as one product: a wider product keeps a GPU's tensor cores busier.
+
+Nothing about it shows on the wire: each linear is published by itself, and copied into its rows of the joint buffers.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from policy.precision.layer import QuantisedLinear
+
+
+class Joint:
+    """The joint layer of a group, and its last result until every member has taken its part. Not thread-safe."""
+
+    def __init__(self, layer: QuantisedLinear, sizes: Sequence[int]) -> None:
+        self.layer, self.sizes = layer, tuple(sizes)
+        self.single = {  # what is one value per layer, such as amax, arrives per member and must agree
+            name: torch.zeros(len(sizes), *buffer.shape, dtype=buffer.dtype)
+            for name, buffer in layer.wire_targets().items()
+            if not buffer.ndim
+        }
+        self._input: tuple[weakref.ref[Tensor], int] | None = None
+        self._parts: dict[int, Tensor] = {}
+
+    def part(self, x: Tensor, index: int) -> Tensor:
+        """The rows of one member in the result for x."""
+        if torch.compiler.is_compiling() or x.is_inference():
+            return self.layer(x).split(self.sizes, dim=-1)[index]
+        known = self._input is not None and self._input[0]() is x and self._input[1] == x._version
+        if not known or index not in self._parts:
+            self._parts = dict(enumerate(self.layer(x).split(self.sizes, dim=-1)))
+            self._input = (weakref.ref(x), x._version)
+        return self._parts.pop(index)
+
+    def arrived(self) -> None:
+        """All members were filled. Raises ValueError when what they must have in common differs."""
+        for name, values in self.single.items():
+            if not bool((values == values[0]).all()):
+                raise ValueError(f"linears that run as one were packed with different {name}: {values.tolist()}: publish again")
+            self.layer.wire_targets()[name].copy_(values[0])
+        self.layer.arrived()
+
+
+class FusedMember(nn.Module):
+    """One linear of a group: x [..., K] -> [..., N]. The first one owns the joint layer."""
+
+    def __init__(self, joint: Joint, index: int) -> None:
+        super().__init__()
+        self._joint, self._index = joint, index
+        self.in_features, self.out_features = joint.layer.in_features, joint.sizes[index]
+        if index == 0:
+            self.layer = joint.layer
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Its part of the joint result."""
+        return self._joint.part(x, self._index)
+
+    def wire_targets(self) -> dict[str, Tensor]:
+        """Its rows of the joint buffers, by the names that the backend's ``pack`` uses."""
+        start, joint = sum(self._joint.sizes[: self._index]), self._joint
+        return {
+            name: joint.single[name][self._index] if name in joint.single else buffer[start : start + self.out_features]
+            for name, buffer in joint.layer.wire_targets().items()
+        }
+
+    def arrived(self) -> None:
+        """Called after all targets were filled; the first member answers for the group."""
+        if self._index == 0:
+            self._joint.arrived()
+
+
+def join(linears: Sequence[nn.Linear], replacement: Callable[[nn.Linear], QuantisedLinear]) -> list[FusedMember]:
+    """Members in place of linears [N_i, K] that read the same input, one joint layer [sum N_i, K] behind them."""
+    first, sizes = linears[0], [linear.out_features for linear in linears]
+    wide = nn.Linear(first.in_features, sum(sizes), bias=False, device="meta")
+    shape = (wide.out_features, wide.in_features)
+    wide.weight = nn.Parameter(first.weight.new_empty(1).expand(shape), requires_grad=False)  # a shape, a device, no memory
+    if any(linear.bias is not None for linear in linears):
+        biases = [
+            first.weight.new_zeros(n) if linear.bias is None else linear.bias for n, linear in zip(sizes, linears, strict=True)
+        ]
+        wide.bias = nn.Parameter(torch.cat([bias.detach() for bias in biases]), requires_grad=False)
+    joint = Joint(replacement(wide), sizes)
+    return [FusedMember(joint, index) for index in range(len(linears))]

@@ -1,0 +1,171 @@
+"""Linears that read the same input run as one product, and nothing but the time it takes shows."""
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from policy.explorer import Explorer
+from policy.precision.backends import BACKENDS
+from policy.precision.fused import FusedMember, join
+from policy.precision.hardware import NVFP4Weight
+from policy.precision.layer import swizzled
+from policy.precision.nvfp4 import Packed, dequantise
+from policy.precision.swap import quantise_plan, swap_linears
+from policy.publish import NonFiniteWeights, Publisher
+
+FUSE = (("attn.to_q", "attn.to_k", "attn.to_v"), ("attn.add_q_proj", "attn.add_k_proj", "attn.add_v_proj"))
+SIZES = (32, 16, 48)
+
+
+def linears(bias: bool = True) -> list[nn.Linear]:
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        return [nn.Linear(64, n, bias=bias and n != 16).requires_grad_(False) for n in SIZES]
+
+
+def filled(layers, given, backend, amax=None) -> None:
+    for layer, linear in zip(layers, given, strict=True):
+        for part, tensor in backend.pack(linear.weight, True, amax).items():
+            layer.wire_targets()[part].copy_(tensor)
+    for layer in layers:
+        layer.arrived()
+
+
+@pytest.mark.parametrize("name", ["emulated_nvfp4", "fp8"])
+@pytest.mark.parametrize("bias", [True, False])
+@torch.no_grad()
+def test_the_joint_product_is_the_separate_ones(name, bias):
+    """Same codes and scales: bit for bit here, as a sum over K does not depend on how many rows the weight has."""
+    backend, given = BACKENDS[name], linears(bias)
+    amax = torch.tensor(0.2) if name == "emulated_nvfp4" else None  # one range for all
+    members = join(given, backend.replacements("power_of_two"))
+    replacement = backend.replacements("power_of_two")
+    apart = [replacement(linear) for linear in given]
+    filled(members, given, backend, amax)
+    filled(apart, given, backend, amax)
+    x = torch.randn(3, 5, 64, generator=torch.Generator().manual_seed(1))
+    for member, layer in zip(members, apart, strict=True):
+        assert torch.equal(member(x), layer(x))
+    x[0] += 1  # in place: the same object, another value, taken in another order
+    for index in (2, 0, 0, 1):
+        assert torch.equal(members[index](x), apart[index](x))
+
+
+def test_one_product_serves_the_group_and_is_not_kept(monkeypatch):
+    backend, given = BACKENDS["fp8"], linears()
+    members = join(given, backend.replacements("power_of_two"))
+    filled(members, given, backend)
+    layer, calls = members[0].layer, []
+    forward = type(layer).forward
+    monkeypatch.setattr(type(layer), "forward", lambda self, x: calls.append(1) or forward(self, x))
+    x = torch.randn(4, 64)
+    for member in members:
+        member(x)
+    assert len(calls) == 1 and not members[0]._joint._parts
+    members[1](torch.randn(4, 64))
+    assert len(calls) == 2
+
+
+def test_buffers_are_rows_of_the_joint_ones_and_stay_where_they_are():
+    backend, given = BACKENDS["torch_nvfp4"], linears()
+    members = join(given, NVFP4Weight)
+    amax = torch.tensor(0.25)
+    pointers = {name: buffer.data_ptr() for name, buffer in members[0].named_buffers()}
+    assert set(pointers) == {"layer.codes", "layer.swizzled", "layer.amax"} and not list(members[1].named_buffers())
+    filled(members, given, backend, amax)
+    layer = members[0].layer
+    assert {name: buffer.data_ptr() for name, buffer in members[0].named_buffers()} == pointers
+    packed = [backend.pack(linear.weight, True, amax) for linear in given]
+    assert torch.equal(layer.codes, torch.cat([part["codes"] for part in packed]))
+    assert torch.equal(layer.swizzled, swizzled(torch.cat([part["scales"] for part in packed]))) and layer.amax.item() == 0.25
+    with pytest.raises(ValueError, match="packed with different amax"):
+        filled(members, given, backend)
+
+
+def test_the_plan_names_groups_that_are_quantised_as_a_whole(family, transformer):
+    stub = SimpleNamespace(keep_wide=family.keep_wide, fuse=FUSE)
+    plan = {row.name: row.fused for row in quantise_plan(transformer, stub, (), BACKENDS["fp8"])}
+    for block in (0, 1):
+        for part in ("q", "k", "v"):
+            assert plan[f"transformer_blocks.{block}.attn.to_{part}"] == f"transformer_blocks.{block}.attn.to_q"
+            assert plan[f"transformer_blocks.{block}.attn.add_{part}_proj"] == f"transformer_blocks.{block}.attn.add_q_proj"
+    assert plan["transformer_blocks.0.attn.to_out.0"] is None
+    partly = {row.name: row.fused for row in quantise_plan(transformer, stub, ("*.0.attn.to_v",), BACKENDS["fp8"])}
+    assert partly["transformer_blocks.0.attn.to_q"] is None and partly["transformer_blocks.1.attn.to_q"] is not None
+    for name in ("emulated_nvfp4", "fp32"):
+        assert not any(row.fused for row in quantise_plan(transformer, stub, (), BACKENDS[name]))
+
+
+def test_fused_explorers_draw_what_others_draw(family, adapted, cond, randomise, monkeypatch):
+    """From the same published bytes; and a load leaves every pointer."""
+    randomise(adapted, "current", 2)
+    backend, latents = BACKENDS["fp8"], []
+    for fuse in ((), FUSE):
+        monkeypatch.setattr(type(family), "fuse", fuse, raising=False)
+        manifest, chunks, _ = Publisher(adapted, quantise_plan(adapted, family, (), backend), backend, 4096).export("current", 0)
+        explorer = Explorer(family, backend)
+        pointers = {name: buffer.data_ptr() for name, buffer in explorer.transformer.named_buffers()}
+        explorer.load(manifest, chunks)
+        assert {name: buffer.data_ptr() for name, buffer in explorer.transformer.named_buffers()} == pointers
+        assert any(isinstance(module, FusedMember) for module in explorer.transformer.modules()) == bool(fuse)
+        latents.append((manifest.hashes, explorer.explore(cond.rows(0), (5, 6), 3, "dpm2")[1]))
+    assert latents[0][0] == latents[1][0]
+    assert np.array_equal(latents[0][1], latents[1][1])
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_what_runs_as_one_is_published_with_one_range(family, adapted, randomise, monkeypatch, frozen):
+    """The largest of the three; a kernel has one factor for the whole product. Weights without adapter follow their group."""
+    monkeypatch.setattr(type(family), "fuse", FUSE, raising=False)
+    randomise(adapted, "current", 2)
+    backend = BACKENDS["torch_nvfp4"]
+    plan = quantise_plan(adapted, family, (), backend)
+    publisher = Publisher(adapted, plan, backend, 2**20, frozen_amax=frozen)
+    for version in (0, 1):
+        manifest, chunks, _ = publisher.export("current", version)
+        stored = {entry.name: entry for entry in manifest.entries}
+        data = np.concatenate(chunks)
+
+        def tensor(name: str, dtype: type, stored=stored, data=data) -> torch.Tensor:
+            entry = stored[name]
+            raw = data[entry.offset : entry.offset + entry.nbytes].copy()
+            return torch.from_numpy(raw.view(dtype)).view(entry.shape)
+
+        block = "transformer_blocks.0.attn"
+        amax = [tensor(f"{block}.to_{part}.amax", np.float32) for part in "qkv"]
+        assert amax[0] == amax[1] == amax[2]
+        largest = []
+        for part in "qkv":
+            module = adapted.get_submodule(f"{block}.to_{part}")
+            merged = module.base_layer.weight + module.get_delta_weight("current")
+            codes, scales = (tensor(f"{block}.to_{part}.{what}", np.uint8) for what in ("codes", "scales"))
+            error = (dequantise(Packed(codes, scales, amax[0])) - merged).norm() / merged.norm()
+            assert error < 0.12
+            largest.append(max(2 * module.base_layer.weight.abs().max(), merged.abs().max()) if frozen else merged.abs().max())
+        assert amax[0] >= max(largest) * 0.999 if frozen else amax[0] == max(largest)
+        randomise(adapted, "current", 9)
+
+
+def test_a_bad_member_is_named_itself(family, adapted, monkeypatch):
+    monkeypatch.setattr(type(family), "fuse", FUSE, raising=False)
+    backend = BACKENDS["torch_nvfp4"]
+    name = "transformer_blocks.1.attn.to_v"
+    with torch.no_grad():
+        adapted.get_submodule(name).lora_B["current"].weight[3] = float("nan")
+    with pytest.raises(NonFiniteWeights) as caught:
+        Publisher(adapted, quantise_plan(adapted, family, (), backend), backend, 4096).export("current", 0)
+    assert caught.value.module == name
+
+
+def test_swapping_a_group_frees_the_wide_weights(family, transformer, monkeypatch):
+    import gc
+    import weakref
+
+    monkeypatch.setattr(type(family), "fuse", FUSE, raising=False)
+    born = weakref.ref(transformer.get_submodule("transformer_blocks.0.attn.to_k").weight)
+    swap_linears(transformer, quantise_plan(transformer, family, (), BACKENDS["fp8"]), BACKENDS["fp8"])
+    gc.collect()
+    assert born() is None
