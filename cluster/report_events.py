@@ -11,6 +11,7 @@ from html import escape
 from cluster.charts import thin
 from cluster.progress import duration
 from cluster.report_data import REASON_KEYS, Row, RunData, actor_of, finite
+from cluster.report_parts import nothing, table
 
 TONES = {
     "actor_started": "good", "actor_replaced": "good", "actor_died": "bad", "actor_benched": "bad", "chunk_reissued": "warn",
@@ -81,7 +82,7 @@ def lanes_of(events: Sequence[Row], times: Sequence[float]) -> dict[str, Lane]:
 def section(run: RunData) -> str:
     """The whole section's body; says so when there were no events."""
     if not run.events:
-        return '<p class="none">No events were recorded.</p>'
+        return nothing("No events were recorded.")
     times = running_times(run.events)
     counts = Counter(event["event"] for event in run.events)
     said = [f"<b>{counts[name]:,}</b> {noun}" for name, noun in NOUNS.items() if counts[name]]
@@ -162,8 +163,7 @@ def _table(rows: Sequence[tuple[Row, float]], longest: int = 2000) -> str:
             f'<tr><td class="when n">{duration(when)}</td><td class="{tone}-ink">{escape(_words(name))}</td>'
             f'<td class="who">{escape(actor_of(event) or "")}</td><td class="wide" title="{whole}">{escape(_details(event, longest))}</td></tr>'
         )
-    head = '<tr><th class="n">after</th><th>what</th><th>who</th><th>details</th></tr>'
-    return f'<div class="scroll"><table class="events"><thead>{head}</thead><tbody>{"".join(cells)}</tbody></table></div>'
+    return table(("after", "what", "who", "details"), cells, words=(1, 2, 3), kind="events")
 
 
 def _words(name: str) -> str:

@@ -10,6 +10,7 @@ from html import escape
 from cluster.charts import Band, Point, Series, Stack, line_chart, number, scatter, stacked_bars
 from cluster.progress import duration
 from cluster.report_data import Row, RunData, finite, points, values
+from cluster.report_parts import card, nothing, side_by_side, table
 
 STAGES = (("time/explore_s", "explore", 1), ("time/regenerate_s", "regenerate", 2), ("time/update_s", "update", 3),
           ("time/publish_s", "publish", 4))  # fmt: skip
@@ -36,22 +37,24 @@ def rewards(run: RunData) -> str:
         note = "Bars are one standard error, clustered by prompt. " if held_out else ""
         if run.setting("selection.rule") == "best_worst" and points(run.iterations, "explore/contrast"):
             note += "Samples trained on are half best, half worst: their mean is not that of all pictures."
-        cards.append(_card("Reward", _legend(lines) + line_chart(lines, label="Reward by iteration"), note))
+        cards.append(card("Reward", _legend(lines) + line_chart(lines, label="Reward by iteration"), note))
     scorers = _scorers(run)
     if paired := _prompts_card(run):
         cards.append(paired)
     if run.after and (len(scorers) > 1 or (scorers and not paired)):
-        cards.append(_card("Held-out scores", _scorer_table(run, scorers)))
+        cards.append(card("Held-out scores", _scorer_table(run, scorers)))
     if len(scorers) > 1:
         cards += [_scorer_card(run, name) for name in scorers]
-    return _cards(cards) if cards else _none("No rewards have been recorded yet.")
+    return side_by_side(cards) if cards else nothing("No rewards have been recorded yet.")
 
 
 def exploration(run: RunData) -> str:
     """Proxy rewards of the explored noises: best, mean, worst, and the contrast that selection makes."""
     best, mean, worst = (points(run.iterations, f"explore/reward_{name}") for name in ("best", "mean", "worst"))
     if not (best or mean or worst):
-        return _none("This run explored nothing: all noises were trained on." if run.iterations else "No iteration has ended yet.")
+        return nothing(
+            "This run explored nothing: all noises were trained on." if run.iterations else "No iteration has ended yet."
+        )
     lines = [Series("best", best, 1), Series("mean of all", mean, 8, dashed=True), Series("worst", worst, 5)]
     bands = [Band("between the best and the worst", worst, best, 1)] if best and worst else []
     shown = [line for line in lines if line.points]
@@ -61,21 +64,19 @@ def exploration(run: RunData) -> str:
         if keep and pool
         else "Mean over prompts."
     )
-    cards = [
-        _card("Explored noises", _legend(shown) + line_chart(shown, bands=bands, label="Explored rewards by iteration"), which)
-    ]
+    cards = [card("Explored noises", _legend(shown) + line_chart(shown, bands=bands, label="Explored rewards by iteration"), which)]
     contrast = points(run.iterations, "explore/contrast")
     if contrast:
         line = Series("contrast", contrast, 4)
         chart = line_chart([line], include_y=(0.0,), label="Contrast by iteration")
         cards.append(
-            _card(
+            card(
                 "Contrast",
                 _legend([line]) + chart,
                 "Best minus worst: the signal that exploring finds. At zero there is nothing to learn.",
             )
         )
-    return _cards(cards)
+    return side_by_side(cards)
 
 
 def agreement(run: RunData) -> str:
@@ -91,12 +92,12 @@ def agreement(run: RunData) -> str:
         if not lines:
             continue
         chart = line_chart(lines, include_y=(0.0, 1.0), label=f"Rank agreement by iteration, {title.lower()}")
-        cards.append(_card(title, _legend(lines) + chart, note))
+        cards.append(card(title, _legend(lines) + chart, note))
         rows += [(f"{label}, {title.lower()}", values(run.iterations, prefix + name)) for name, label, _ in names]
     if cards:
-        table = _spread_table([row for row in rows if row[1]])
-        return _cards([*cards, _card("Over the run", table, _in_words(run))])
-    return _none("Nothing to compare: in this run no noise has both an explored and a full-quality reward." if run.iterations
+        spread = _spread_table([row for row in rows if row[1]])
+        return side_by_side([*cards, card("Over the run", spread, _in_words(run))])
+    return nothing("Nothing to compare: in this run no noise has both an explored and a full-quality reward." if run.iterations
                  else "No iteration has ended yet.")  # fmt: skip
 
 
@@ -111,7 +112,7 @@ def time_spent(run: RunData) -> str:
             parts["other"] = whole - sum(parts.values())
         stacks.append(Stack(float(row["iteration"]), parts, whole))
     if not any(any(stack.parts.values()) for stack in stacks):
-        return _none("No times were recorded." if run.iterations else "No iteration has ended yet.")
+        return nothing("No times were recorded." if run.iterations else "No iteration has ended yet.")
     order = [(label, colour) for _, label, colour in stages] + [("other", 8)]
     order = [(label, colour) for label, colour in order if sum(stack.parts.get(label, 0.0) for stack in stacks) > 0]
     legend = "".join(f'<li><span class="swatch block bg-{colour}"></span>{escape(label)}</li>' for label, colour in order)
@@ -119,8 +120,8 @@ def time_spent(run: RunData) -> str:
     legend += '<li><span class="swatch" style="background:var(--ink)"></span>by the clock</li>' if measured else ""
     chart = stacked_bars(stacks, order, label="Seconds per iteration by stage")
     note = "Stages overlap: regenerating starts while other prompts are still explored; its bar is what was left to do."
-    return _cards(
-        [_card("Per iteration", f'<ul class="legend">{legend}</ul>{chart}', note), _card("In total", _totals(run, stacks, order))]
+    return side_by_side(
+        [card("Per iteration", f'<ul class="legend">{legend}</ul>{chart}', note), card("In total", _totals(run, stacks, order))]
     )
 
 
@@ -132,7 +133,7 @@ def health(run: RunData) -> str:
             line = Series(name, found, 1)
             zero = (0.0,) if name in ("loss/kl", "zero_std_ratio") else ()
             chart = line_chart([line], include_y=zero, label=f"{title} by iteration", size=(340.0, 150.0))
-            cards.append(_card(title, _legend([line]) + chart, note))
+            cards.append(card(title, _legend([line]) + chart, note))
     failed, reissued = values(run.iterations, "rewards/failed"), values(run.iterations, "rollout/reissued")
     said = []
     if failed:
@@ -140,7 +141,7 @@ def health(run: RunData) -> str:
     if reissued:
         said.append(f"{_count(reissued[-1], 'unit')} of work given out again")
     tail = f'<p class="note">{"; ".join(said)}.</p>' if said else ""
-    return (_cards(cards, small=True) if cards else _none("No training metrics have been recorded yet.")) + tail
+    return (side_by_side(cards, small=True) if cards else nothing("No training metrics have been recorded yet.")) + tail
 
 
 def numbers(run: RunData) -> str:
@@ -155,16 +156,15 @@ def numbers(run: RunData) -> str:
         for name in dict.fromkeys(name for row in rows for name in row)
         if name not in ("kind", "iteration") and values(rows, name)
     ]
-    head = '<th class="n">iteration</th>' + "".join(f'<th class="n">{escape(name)}</th>' for name in names)
-    body = "".join(
+    body = [
         f'<tr><td class="n">{number(finite(row["iteration"]))}</td>'
         + "".join(f'<td class="n">{number(finite(row.get(name)), 4)}</td>' for name in names)
         + "</tr>"
         for row in shown
-    )
+    ]
     which = "of all iterations" if every == 1 else f"of every {every}th iteration"
-    table = f'<div class="scroll"><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'
-    return f'<details class="card"><summary>Numbers {which}</summary><div>{table}</div></details>'
+    found = table(["iteration", *names], body, words=())
+    return f'<details class="card"><summary>Numbers {which}</summary><div>{found}</div></details>'
 
 
 # ---- pieces
@@ -199,14 +199,14 @@ def _prompts_card(run: RunData) -> str:
         shown, label="Held-out prompts before and after", x_label="before →", y_label="after", names=names[: len(shown)]
     )
     note = "A point is a prompt's mean reward over the same noises; above the line it got better."
-    return _card("Every held-out prompt", f'<ul class="legend">{legend}</ul>{chart}', note)
+    return card("Every held-out prompt", f'<ul class="legend">{legend}</ul>{chart}', note)
 
 
 def _scorer_card(run: RunData, name: str) -> str:
     lines = [Series(f"{name}, held-out", points(run.evaluations, f"reward/eval/{name}"), 5)]
     if train := points(run.iterations, f"reward/{name}"):
         lines.insert(0, Series(f"{name}, all pictures of an iteration", train, 1))
-    return _card(f"Scorer {name}", _legend(lines) + line_chart(lines, label=f"{name} by iteration"))
+    return card(f"Scorer {name}", _legend(lines) + line_chart(lines, label=f"{name} by iteration"))
 
 
 def _scorer_table(run: RunData, scorers: Sequence[str]) -> str:
@@ -221,8 +221,7 @@ def _scorer_table(run: RunData, scorers: Sequence[str]) -> str:
             f'<tr><td>{escape(label)}</td><td class="n">{number(start, 4)}</td><td class="n">{number(end, 4)}</td>'
             f'<td class="n {tone}">{"+" if change and change > 0 else ""}{number(change)}</td></tr>'
         )
-    head = '<tr><th>held-out score</th><th class="n">before</th><th class="n">after</th><th class="n">change</th></tr>'
-    return f'<div class="scroll"><table><thead>{head}</thead><tbody>{"".join(rows)}</tbody></table></div>'
+    return table(("held-out score", "before", "after", "change"), rows)
 
 
 def _in_words(run: RunData) -> str:
@@ -243,14 +242,13 @@ def _in_words(run: RunData) -> str:
 
 def _spread_table(rows: Sequence[tuple[str, Sequence[float]]]) -> str:
     """Mean, lowest and highest of each named list of numbers."""
-    head = '<tr><th>agreement</th><th class="n">mean</th><th class="n">lowest</th><th class="n">highest</th></tr>'
-    body = "".join(
+    body = [
         f"<tr><td>{escape(label)}</td>"
         + "".join(f'<td class="n">{number(value)}</td>' for value in (statistics.fmean(found), min(found), max(found)))
         + "</tr>"
         for label, found in rows
-    )
-    return f'<div class="scroll"><table><thead>{head}</thead><tbody>{body}</tbody></table></div>'
+    ]
+    return table(("agreement", "mean", "lowest", "highest"), body)
 
 
 def _stages(rows: Sequence[Row]) -> list[tuple[str, str, int]]:
@@ -273,19 +271,18 @@ def _totals(run: RunData, stacks: Sequence[Stack], order: Sequence[tuple[str, in
         entries.append(("starting, evaluating, saving", 8, wall - inside, math.nan))
     everything = sum(total for _, _, total, _ in entries) or 1.0
     most = max(total for _, _, total, _ in entries) or 1.0
-    rows = "".join(
+    rows = [
         f'<tr><td>{escape(label)}</td><td class="n"><span class="bar bg-{colour}" style="width:{56 * total / most:.0f}px"></span>'
         f'{100 * total / everything:.0f} %</td><td class="n">{duration(total)}</td>'
         f'<td class="n">{duration(each) if math.isfinite(each) else ""}</td></tr>'
         for label, colour, total, each in entries
-    )
-    head = '<tr><th>stage</th><th class="n">share</th><th class="n">total</th><th class="n">median</th></tr>'
+    ]
     note = ""
     if rates := values(run.iterations, "rollout/images_per_s"):
         actors = values(run.iterations, "rollout/actors")
         who = f" by {number(actors[-1])} rollout actor{'s' if actors[-1] != 1 else ''}" if actors else ""
         note = f'<p class="note">{number(statistics.median(rates))} pictures explored per second{who} (median).</p>'
-    return f'<div class="scroll"><table><thead>{head}</thead><tbody>{rows}</tbody></table></div>{note}'
+    return table(("stage", "share", "total", "median"), rows) + note
 
 
 def _legend(lines: Sequence[Series]) -> str:
@@ -305,16 +302,3 @@ def _count(amount: float, noun: str) -> str:
 
 def _last(found: Sequence[Point]) -> float | None:
     return next((y for _, y in reversed(found) if math.isfinite(y)), None)
-
-
-def _card(title: str, body: str, note: str = "") -> str:
-    below = f'<p class="note">{escape(note)}</p>' if note else ""
-    return f'<div class="card"><h3>{escape(title)}</h3>{body}{below}</div>'
-
-
-def _cards(cards: Sequence[str], small: bool = False) -> str:
-    return f'<div class="cards{" small" if small else ""}">{"".join(cards)}</div>'
-
-
-def _none(text: str) -> str:
-    return f'<p class="none">{escape(text)}</p>'

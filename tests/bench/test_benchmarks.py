@@ -12,6 +12,7 @@ import pytest
 from bench import NAMES, benchmark
 from bench.__main__ import main
 from bench.timing import Options, Ratio, interleave, machine
+from tests.cluster.hosts import HostedServices
 from tests.cluster.runs import tiny_config
 
 EXPECTED = {
@@ -24,8 +25,9 @@ EXPECTED = {
 
 
 @pytest.fixture
-def options(tiny_sd3_dir, tmp_path) -> Options:
+def options(tiny_sd3_dir, tmp_path, monkeypatch) -> Options:
     config = tiny_config(tiny_sd3_dir, tmp_path, "bench")
+    monkeypatch.setattr("bench.ring.Services", HostedServices)
     return Options(config, repeats=1, publish_bytes=3 * 2**20 + 5, pack_bytes=2**16, receivers=(1, 2), batch=2)
 
 

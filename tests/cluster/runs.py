@@ -5,11 +5,13 @@ import json
 from pathlib import Path
 from typing import Any
 
+from cluster.cli import main
 from cluster.rundir import RunDirectory
 from cluster.session import Session
 from configs.load import parse
 from configs.prompts import read_prompts
 from configs.schema import RunConfig
+from tests.cluster.hosts import hosted
 
 
 def tiny_config(model: Path, root: Path, name: str, **changes: Any) -> RunConfig:
@@ -43,17 +45,40 @@ def tiny_config(model: Path, root: Path, name: str, **changes: Any) -> RunConfig
     return parse(tree)
 
 
+def write_toml(config: RunConfig, root: Path) -> Path:
+    """A configuration as a TOML file."""
+
+    def value(item: Any) -> str:
+        if isinstance(item, dict):
+            return "{" + ", ".join(f"{key} = {value(v)}" for key, v in item.items() if v is not None) + "}"
+        if isinstance(item, list):
+            return "[" + ", ".join(value(v) for v in item) + "]"
+        return json.dumps(item)
+
+    tree = config.model_dump(mode="json")
+    path = root / f"{config.name}.toml"
+    path.write_text("".join(f"{key} = {value(item)}\n" for key, item in tree.items() if item is not None))
+    return path
+
+
 def run_here(config: RunConfig, resume: bool = False, progress: Any = None) -> RunDirectory:
-    """Run a session on the Ray that is already there."""
+    """Run a session on the Ray that is already there, in processes that stay for the next run (``tests.cluster.hosts``)."""
     rundir = RunDirectory.of(config)
     if not resume:
         rundir.create(config)
     prompts = read_prompts(config.prompts.train)
-    session = Session(config, rundir, prompts, prompts[: config.evaluate.prompts], progress)
-    if progress is not None:
-        progress.session = session
-    asyncio.run(session.run(resume))
+    with hosted():
+        session = Session(config, rundir, prompts, prompts[: config.evaluate.prompts], progress)
+        if progress is not None:
+            progress.session = session
+        asyncio.run(session.run(resume))
     return rundir
+
+
+def main_here(*arguments: Any) -> int:
+    """The exit code of a command, run in this process on the Ray that is already there."""
+    with hosted():
+        return main([str(argument) for argument in arguments])
 
 
 def adapters(rundir: RunDirectory, step: int) -> dict[str, bytes]:

@@ -3,14 +3,12 @@
 import json
 import os
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from cluster.cli import main, summary
-from tests.cluster.runs import tiny_config
-from tests.cluster.test_ring import write_toml
+from tests.cluster.runs import main_here, tiny_config, write_toml
 
 
 @pytest.fixture
@@ -53,13 +51,13 @@ def test_resume_of_a_run_that_is_not_there(config_file, capsys):
     assert "no readable run here" in capsys.readouterr().err
 
 
-def test_a_run_root_that_cannot_be_written(config_file):
-    """In a process of its own: it gets as far as starting Ray."""
-    found = run_cli("train", str(config_file), "--set", "run_root=/proc/sol-rl")
-    assert found.returncode == 2 and "cannot be written" in found.stderr and found.stderr.count("\n") == 1, found.stderr
+def test_a_run_root_that_cannot_be_written(ray_here, config_file, capsys):
+    assert main_here("train", config_file, "--set", "run_root=/proc/sol-rl") == 2
+    errors = capsys.readouterr().err
+    assert "cannot be written" in errors and errors.count("\n") == 1, errors
 
 
-def test_a_full_disk_ends_the_run_with_the_last_checkpoint_whole(tmp_path, tiny_sd3_dir):
+def test_a_full_disk_ends_the_run_with_the_last_checkpoint_whole(ray_here, tmp_path, tiny_sd3_dir, capsys):
     disk = tmp_path / "small"
     disk.mkdir()
     if (
@@ -69,9 +67,9 @@ def test_a_full_disk_ends_the_run_with_the_last_checkpoint_whole(tmp_path, tiny_
         pytest.skip("needs the right to mount a small tmpfs")
     try:
         file = write_toml(tiny_config(tiny_sd3_dir, tmp_path, "full", run_root=str(disk)), tmp_path)
-        found = run_cli("train", str(file))
-        assert found.returncode == 3, found.stderr
-        assert "No space left" in found.stderr.splitlines()[-1] and "--resume" in found.stderr.splitlines()[-1]
+        code, errors = main_here("train", file), capsys.readouterr().err
+        assert code == 3, errors
+        assert "No space left" in errors.splitlines()[-1] and "--resume" in errors.splitlines()[-1]
         whole = [path for path in (disk / "full" / "checkpoints").glob("step_*") if not (path / "state.json").is_file()]
         assert whole == []
     finally:
@@ -106,10 +104,3 @@ def test_the_summary_pairs_first_and_last_evaluation():
     ]
     assert [line.split(":")[1].split()[0] for line in summary(rows)] == ["0.5000", "0.6000", "+0.1000"]
     assert "n/a" in summary(rows)[1]
-
-
-def run_cli(*arguments: str) -> subprocess.CompletedProcess[str]:
-    environment = {key: value for key, value in os.environ.items() if key != "RAY_ADDRESS"}
-    return subprocess.run(
-        [sys.executable, "-m", "cluster", *arguments], capture_output=True, text=True, timeout=200, env=environment
-    )

@@ -13,7 +13,7 @@ from cluster.pictures import load_step
 from configs.prompts import read_prompts
 from policy.families import family_for
 from policy.sampling.noise import noise_for, stream_seed
-from tests.cluster.test_cli import run_cli
+from tests.cluster.runs import main_here
 
 
 def stock_pictures(config, lora=None) -> np.ndarray:
@@ -68,12 +68,12 @@ def test_a_checkpoint_that_is_not_there(undisturbed, tmp_path, capsys):
     assert "no checkpoint 9; there are: 2, 3" in capsys.readouterr().err
 
 
-def test_evaluate_compares_base_and_adapters(undisturbed, tmp_path):
+def test_evaluate_compares_base_and_adapters(undisturbed, tmp_path, capsys):
     run = tmp_path / "copy"
     shutil.copytree(undisturbed.path, run)
-    found = run_cli("evaluate", str(run))
-    assert found.returncode == 0, found.stderr
-    lines = found.stdout.splitlines()
+    code, said = main_here("evaluate", run), capsys.readouterr()
+    assert code == 0, said.err
+    lines = said.out.splitlines()
     assert "step_000003, 4 prompts x 2 noises" in lines[0]
     assert [line.split()[0] for line in lines[1:]] == ["weights", "base", "current", "old", "ema"]
     saved = json.loads((run / "evaluations" / "compare_step_000003.json").read_text())["weights"]

@@ -4,20 +4,19 @@ the run being killed and resumed; every unit counts once; failures end the run a
 import json
 import os
 import signal
-import subprocess
-import sys
-import time
 from pathlib import Path
+from subprocess import DEVNULL, PIPE
 from typing import Any
 
-import psutil
 import pytest
 import torch
 from safetensors.torch import load_file
 
 from cluster.errors import RunFailed
 from cluster.progress import Progress
-from tests.cluster.runs import adapters, run_here, selections, tiny_config
+from cluster.rundir import RunDirectory
+from tests.cluster.processes import finish, kill_tree, start, wait_until
+from tests.cluster.runs import adapters, main_here, run_here, selections, tiny_config, write_toml
 
 
 def assert_same(run, reference) -> None:
@@ -63,6 +62,10 @@ class Saboteur(Progress):
     session: Any = None
     iteration = -1
 
+    def __init__(self) -> None:
+        super().__init__()
+        self.killed: set[str] = set()
+
     def iteration_started(self, i: int, groups: int, images: int, totals: Any = None) -> None:
         super().iteration_started(i, groups, images, totals)
         self.iteration = i
@@ -74,10 +77,6 @@ class Saboteur(Progress):
         plan = {(0, "explored"): "rollout", (1, "explored"): "reward", (2, "scored"): "selector"}
         if victim := plan.get((self.iteration, stage)):
             self.kill(victim)
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.killed: set[str] = set()
 
     def kill(self, kind: str) -> None:
         if kind in self.killed:
@@ -97,48 +96,46 @@ def test_sigkill_of_every_stateless_service_changes_nothing(undisturbed, tiny_sd
     assert run.metrics()[3]["rollout/reissued"] > 0
 
 
-def test_a_killed_process_tree_is_resumed_to_the_same_bits(undisturbed, tiny_sd3_dir, tmp_path):
+def test_a_killed_process_tree_is_resumed_to_the_same_bits(undisturbed, tiny_sd3_dir, tmp_path, capsys):
     config = tiny_config(tiny_sd3_dir, tmp_path, "resumed", services__rollout__actors=1)
-    file = write_toml(config, tmp_path)
-    run = Path(config.run_root or "") / "resumed"
-    process = start(file)
+    file, run = write_toml(config, tmp_path), RunDirectory.of(config)
+    process = start("train", str(file), stdout=DEVNULL, stderr=DEVNULL)
     try:
-        wait_for_event(run, "checkpoint_saved", process)
+        wait_until(lambda: "checkpoint_saved" in text_of(run.path / "events.jsonl"), process)
     finally:
-        kill_tree(process.pid)
-    assert not (run / "checkpoints" / "step_000003").exists()
-    resumed = subprocess.run(command(file, "--resume"), capture_output=True, text=True, timeout=200, env=environment())
-    assert resumed.returncode == 0, resumed.stderr
-    assert "held-out reward after" in resumed.stdout
-    assert_same(type(undisturbed)(run), undisturbed)
-    rows = type(undisturbed)(run).metrics()
-    assert [row["iteration"] for row in rows if row["kind"] == "iteration"] == [0, 1, 2]
-    assert "run_resumed" in [event["event"] for event in type(undisturbed)(run).events()]
-    other = subprocess.run(
-        command(file, "--resume", "--set", "explore.steps=3"), capture_output=True, text=True, timeout=60, env=environment()
-    )
-    assert other.returncode == 2 and "explore.steps: 2 -> 3" in other.stderr and other.stderr.count("\n") == 1
+        kill_tree(process)
+    assert not (run.checkpoints / "step_000003").exists()
+    code, out, errors = finish(start("train", str(file), "--resume", stdout=PIPE, stderr=PIPE))
+    assert code == 0, errors
+    assert "held-out reward after" in out
+    assert_same(run, undisturbed)
+    assert [row["iteration"] for row in run.metrics() if row["kind"] == "iteration"] == [0, 1, 2]
+    assert "run_resumed" in [event["event"] for event in run.events()]
+    assert main_here("train", file, "--resume", "--set", "explore.steps=3") == 2
+    errors = capsys.readouterr().err
+    assert "explore.steps: 2 -> 3" in errors and errors.count("\n") == 1
 
 
 def test_sigterm_stops_after_a_checkpoint_and_says_how_to_go_on(tiny_sd3_dir, tmp_path):
-    config = tiny_config(tiny_sd3_dir, tmp_path, "stopped", iterations=500, checkpoint__every=400)
-    run = Path(config.run_root or "") / "stopped"
-    process = subprocess.Popen(
-        command(str(write_toml(config, tmp_path))), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment()
-    )
+    config = tiny_config(tiny_sd3_dir, tmp_path, "stopped", iterations=500, checkpoint__every=400, services__rollout__actors=1)
+    run = RunDirectory.of(config)
+    process = start("train", str(write_toml(config, tmp_path)), stdout=PIPE, stderr=PIPE)
     try:
-        wait_for_lines(run / "metrics.jsonl", 3, process)
+        wait_until(lambda: text_of(run.path / "metrics.jsonl").count("\n") >= 3, process)
         process.send_signal(signal.SIGTERM)
-        _, errors = process.communicate(timeout=60)
+        code, _, errors = finish(process, 60)
     finally:
-        if process.poll() is None:
-            kill_tree(process.pid)
-    assert process.returncode == 130
+        kill_tree(process)
+    assert code == 130
     (line,) = [line for line in errors.splitlines() if line.strip()]
     assert line.startswith("stopped by SIGTERM before iteration") and "--resume" in line
-    (checkpoint,) = (run / "checkpoints").glob("step_*")
-    rows = [json.loads(text) for text in (run / "metrics.jsonl").read_text().splitlines()]
-    assert int(checkpoint.name[5:]) == 1 + max(row["iteration"] for row in rows)
+    (checkpoint,) = run.checkpoints.glob("step_*")
+    assert int(checkpoint.name[5:]) == 1 + max(row["iteration"] for row in run.metrics())
+
+
+def text_of(path: Path) -> str:
+    """What a file holds by now, which may be nothing."""
+    return path.read_text() if path.exists() else ""
 
 
 @pytest.mark.parametrize("arm", ["diffusionnft", "naive_scaling", "naive_quant"])
@@ -161,11 +158,7 @@ def test_a_scorer_that_always_fails_stops_the_run_and_is_never_a_zero(ray_here, 
     events = [json.loads(line) for line in (run / "events.jsonl").read_text().splitlines()]
     assert events[-1]["event"] == "run_failed"
     assert any(event["event"] == "chunk_reissued" and "Broken" in event["why"] for event in events)
-    assert (
-        not any(json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines())
-        if (run / "metrics.jsonl").exists()
-        else True
-    )
+    assert text_of(run / "metrics.jsonl") == ""
 
 
 def test_a_sample_that_cannot_be_scored_is_dropped_and_counted(ray_here, tiny_sd3_dir, tmp_path):
@@ -195,62 +188,3 @@ def test_a_prompt_left_with_too_few_pictures_stops_the_run(ray_here, tiny_sd3_di
     )
     with pytest.raises(RunFailed, match="left with 4 scored pictures of 8, selection.keep = 6"):
         run_here(config)
-
-
-def command(*arguments: str) -> list[str]:
-    return [sys.executable, "-m", "cluster", "train", *arguments]
-
-
-def environment() -> dict[str, str]:
-    return {**{key: value for key, value in os.environ.items() if key != "RAY_ADDRESS"}, "RAY_USAGE_STATS_ENABLED": "0"}
-
-
-def start(file: Path) -> subprocess.Popen[bytes]:
-    return subprocess.Popen(command(str(file)), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=environment())
-
-
-def wait_for_event(run: Path, name: str, process: subprocess.Popen[bytes]) -> None:
-    deadline = time.monotonic() + 120
-    while time.monotonic() < deadline:
-        if (run / "events.jsonl").exists() and f'"{name}"' in (run / "events.jsonl").read_text():
-            return
-        assert process.poll() is None, "the run ended early"
-        time.sleep(0.05)
-    raise AssertionError(f"no {name} within 120 s")
-
-
-def wait_for_lines(path: Path, count: int, process: subprocess.Popen[Any]) -> None:
-    deadline = time.monotonic() + 120
-    while time.monotonic() < deadline:
-        if path.exists() and path.read_text().count("\n") >= count:
-            return
-        assert process.poll() is None, "the run ended early"
-        time.sleep(0.05)
-    raise AssertionError(f"{path.name} has not {count} lines after 120 s")
-
-
-def kill_tree(pid: int) -> None:
-    """SIGKILL to a process and everything it started."""
-    parent = psutil.Process(pid)
-    for process in [parent, *parent.children(recursive=True)]:
-        try:
-            process.kill()
-        except psutil.NoSuchProcess:
-            continue
-    psutil.wait_procs([parent], timeout=10)
-
-
-def write_toml(config: Any, root: Path) -> Path:
-    """A configuration as a TOML file."""
-
-    def value(item: Any) -> str:
-        if isinstance(item, dict):
-            return "{" + ", ".join(f"{key} = {value(v)}" for key, v in item.items() if v is not None) + "}"
-        if isinstance(item, list):
-            return "[" + ", ".join(value(v) for v in item) + "]"
-        return json.dumps(item)
-
-    tree = config.model_dump(mode="json")
-    path = root / f"{config.name}.toml"
-    path.write_text("".join(f"{key} = {value(item)}\n" for key, item in tree.items() if item is not None))
-    return path

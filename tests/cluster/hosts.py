@@ -1,0 +1,99 @@
+"""Actor processes that outlive a run, so that the next test's run need not start any.
+
+Nearly all of an actor's start is the import of torch, peft and diffusers: seconds of CPU time each, six times a run. Here the
+process stays when its run ends, and the next run builds its actor in it anew, by the product's own constructor. All else is
+as ever: one process per actor, real messages, and SIGKILL is SIGKILL. Two limits: an actor that takes a dead one's place
+always gets a new process, and a process that does not let go of its actor at once is killed with it.
+"""
+
+import asyncio
+import gc
+import itertools
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest import mock
+
+import ray
+from ray.exceptions import RayError
+
+from cluster.pool import ActorPool
+from cluster.services import Services
+
+IDLE: defaultdict[tuple[Any, ...], list[Any]] = defaultdict(list)
+"""Processes without a run, by what they can be: (service, threads, cpus)."""
+NUMBERS = itertools.count()
+
+
+def host_of(actor: type) -> type:
+    """``actor`` as a class whose instances can be built again and again: ``take`` the arguments, then ``ready`` as always."""
+
+    class Host(actor):
+        def __init__(self) -> None:
+            pass
+
+        def take(self, *arguments: Any) -> None:
+            self.leave()
+            self.arguments = arguments
+
+        def ready(self) -> dict[str, Any]:
+            actor.__init__(self, *self.arguments)
+            return actor.ready(self)
+
+        def leave(self) -> None:
+            vars(self).clear()
+            gc.collect()
+
+    return Host
+
+
+class HostedServices(Services):
+    """The services of a run in processes that may have served another run before, and stay for the next."""
+
+    def _spawner(self, kind: str, actor: type, *args: Any) -> Callable[[str], Any]:
+        start, idle = super()._spawner(kind, host_of(actor)), self._idle(kind)
+
+        def spawn(name: str) -> Any:
+            replaces = not name.endswith(".0")
+            handle = idle.pop() if idle and not replaces else start(f"{name}-{next(NUMBERS)}")
+            handle.take.remote(*args)
+            return handle
+
+        return spawn
+
+    async def stop(self) -> None:
+        """Close the slots as ever, but let the processes be."""
+        with mock.patch.object(ray, "kill"):
+            kept = [(pool, worker.handle) for pool in self.pools for worker in pool.workers if worker.handle is not None]
+            await super().stop()
+        await asyncio.gather(*(self._keep(pool, handle) for pool, handle in kept))
+
+    async def _keep(self, pool: ActorPool, handle: Any) -> None:
+        try:
+            await asyncio.wait_for(handle.leave.remote(), 20)
+        except (RayError, TimeoutError):
+            ray.kill(handle)
+        else:
+            self._idle(pool.kind).append(handle)
+
+    def _idle(self, kind: str) -> list[Any]:
+        service = getattr(self.config.services, kind)
+        return IDLE[kind, service.threads, service.cpus]
+
+
+@contextmanager
+def hosted() -> Iterator[None]:
+    """Within the context every run of this process, by a command or not, lives on the Ray that is here and on hosts."""
+    patches = [mock.patch(f"{module}.Services", HostedServices) for module in ("cluster.session", "cluster.offline")]
+    patches += [
+        mock.patch(f"{module}.join_or_start_ray", lambda config: False) for module in ("cluster.session", "cluster.offline")
+    ]
+    patches.append(mock.patch.object(ray, "shutdown"))
+    for patch in patches:
+        patch.start()
+    try:
+        yield
+    finally:
+        for patch in patches:
+            patch.stop()

@@ -1,0 +1,48 @@
+"""Commands as a user starts them, in processes of their own, and how they are waited for and killed."""
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+import psutil
+
+
+def start(*arguments: str, **pipes: Any) -> subprocess.Popen[str]:
+    """``sol-rl arguments`` on a Ray of its own; it is going when this returns."""
+    environment = {key: value for key, value in os.environ.items() if key != "RAY_ADDRESS"}
+    command = [sys.executable, "-m", "cluster", *arguments]
+    return subprocess.Popen(command, text=True, env={**environment, "RAY_USAGE_STATS_ENABLED": "0"}, **pipes)
+
+
+def finish(process: subprocess.Popen[str], seconds: float = 200.0) -> tuple[int, str, str]:
+    """(exit code, stdout, stderr) of a process with pipes; whatever it started dies with it when it takes too long."""
+    try:
+        out, errors = process.communicate(timeout=seconds)
+    finally:
+        kill_tree(process)
+    return process.returncode, out, errors
+
+
+def wait_until(ready: Callable[[], bool], process: subprocess.Popen[str], seconds: float = 120.0) -> None:
+    """Poll until ``ready``; fails when the process ends first, or nothing happens for ``seconds``."""
+    deadline = time.monotonic() + seconds
+    while not ready():
+        assert process.poll() is None, "the run ended early"
+        assert time.monotonic() < deadline, f"not within {seconds:g} s"
+        time.sleep(0.02)
+
+
+def kill_tree(process: subprocess.Popen[str]) -> None:
+    """SIGKILL to a process and everything it started; nothing when it has ended."""
+    if process.poll() is not None:
+        return
+    parent = psutil.Process(process.pid)
+    for each in [parent, *parent.children(recursive=True)]:
+        try:
+            each.kill()
+        except psutil.NoSuchProcess:
+            continue
+    process.wait(10)
