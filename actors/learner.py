@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
-from actors.messages import TrainingGroup
+from actors.messages import Rows, TrainingGroup
 from actors.runtime import begin, identity
-from learner.trainer import Group, Trainer
+from learner.objectives import Record
 from policy.types import Conditioning
 
 
@@ -18,6 +19,8 @@ class LearnerActor:
 
     def __init__(self, config: dict[str, Any], failure_dir: str):
         run, _, device = begin(config, "learner")
+        from learner.trainer import Trainer  # with it peft and diffusers: seconds, which the driver need not spend
+
         self._trainer = Trainer(run, device=device, failure_dir=failure_dir)
         self._chunks: list[np.ndarray] = []
 
@@ -30,26 +33,28 @@ class LearnerActor:
         return self._trainer.quantisation_table
 
     def generate(
-        self, conditioning: Conditioning, seeds: tuple[int, ...], steps: int, solver: str, weights: str | None
-    ) -> tuple[float, np.ndarray, np.ndarray]:
-        """(seconds, images uint8 [B, 3, H, W], latents float32 [B, ...]) in full precision.
+        self, conditioning: Conditioning, seeds: tuple[int, ...], steps: int, solver: str | None, weights: str | None
+    ) -> tuple[float, np.ndarray, Record]:
+        """(seconds, images uint8 [B, 3, H, W], samples as named arrays [B, ...]) in full precision.
 
         Row r of ``conditioning`` serves an equal share of the seeds, in order: all of them when there is one row.
-        ``weights`` is current, old, ema or base; None is the sampling policy of the objective.
+        ``weights`` is current, old, ema or base; None is the sampling policy of the objective, as None is its solver.
         """
         start = time.perf_counter()
         rows = conditioning.repeat(len(seeds) // len(conditioning))
-        latents, images = self._trainer.regenerate(rows, seeds, steps=steps, solver=solver, weights=weights)
-        return time.perf_counter() - start, images, latents
+        samples, images = self._trainer.regenerate(rows, seeds, steps=steps, solver=solver, weights=weights)
+        return time.perf_counter() - start, images, samples
 
-    def update(self, iteration: int, groups: list[TrainingGroup], conds: int, *arrays: Any) -> dict[str, float]:
-        """One training iteration. ``arrays``: first ``conds`` Conditionings, one per group, then the latent arrays."""
-        conditionings, latents = arrays[:conds], arrays[conds:]
+    def update(self, iteration: int, groups: list[TrainingGroup], conds: int, *sent: Any) -> dict[str, float]:
+        """One training iteration. ``sent``: first ``conds`` Conditionings, one per group, then the records of samples."""
+        from learner.trainer import Group
+
+        conditionings, records = sent[:conds], sent[conds:]
         batch = [
             Group(
                 prompt_index=group.prompt,
                 cond=conditioning,
-                latents=np.concatenate([latents[part.array][list(part.rows)] for part in group.samples]),
+                samples=gather(group.samples, records),
                 rewards=group.rewards,
             )
             for group, conditioning in zip(groups, conditionings, strict=True)
@@ -72,3 +77,9 @@ class LearnerActor:
     def load(self, path: str) -> dict[str, Any]:
         """Restore a checkpoint; returns the extra state it was saved with."""
         return self._trainer.load(path)
+
+
+def gather(parts: Sequence[Rows], records: Sequence[Record]) -> Record:
+    """The samples that ``parts`` name, in their order, as one record."""
+    names = records[parts[0].record]
+    return {name: np.concatenate([records[part.record][name][list(part.rows)] for part in parts]) for name in names}

@@ -1,8 +1,9 @@
-"""What crosses between processes. Pixels, latents and weights travel beside these, by object reference.
+"""What crosses between processes. Pixels, samples and weights travel beside these, by object reference.
 
 Walk of one unit: the driver sends an ``ExploreChunk`` to a rollout actor, gets back an ``Explored`` and two references (images
-uint8 [B, 3, H, W], latents float32 [B, ...]), hands the image reference to a reward actor, gets ``Scores``, and when a
-prompt's pool is scored asks the selector for a ``Chosen``.
+uint8 [B, 3, H, W], a record of samples), hands the image reference to a reward actor, gets ``Scores``, and when a
+prompt's pool is scored asks the selector for a ``Chosen``. A record is a dict of arrays with one row per sample: "latents"
+float32 [B, ...], and whatever else the learner recorded for its objective; nobody between its maker and the learner looks in.
 """
 
 from __future__ import annotations
@@ -51,6 +52,7 @@ class Scores:
     failures: tuple[str, ...] = ()  # one line per scorer that failed
     parts: dict[str, np.ndarray] = field(default_factory=dict)  # "label/part" -> float32 [B], where a scorer tells its parts
     seconds: float = 0.0
+    timings: dict[str, float] = field(default_factory=dict)  # label -> seconds that its scorer took
 
 
 @dataclass(frozen=True)
@@ -63,9 +65,9 @@ class Chosen:
 
 @dataclass(frozen=True)
 class Rows:
-    """Samples of a training group: rows of one latent array that travels by reference."""
+    """Samples of a training group: rows of one record that travels by reference."""
 
-    array: int  # position among the arrays sent beside
+    record: int  # position among the records sent beside
     rows: tuple[int, ...]
 
 

@@ -47,8 +47,10 @@ class RolloutActor:
         """Copy published weights in place; returns (version, checksum) as the acknowledgement."""
         return self._explorer.load(manifest, list(chunks))
 
-    def explore(self, request: ExploreChunk, conditioning: Conditioning) -> tuple[Explored, np.ndarray, np.ndarray | None]:
-        """(meta, images uint8 [B, 3, H, W], latents float32 [B, ...] or None).
+    def explore(
+        self, request: ExploreChunk, conditioning: Conditioning
+    ) -> tuple[Explored, np.ndarray, dict[str, np.ndarray] | None]:
+        """(meta, images uint8 [B, 3, H, W], the samples as a record, "latents" float32 [B, ...], or None).
 
         Raises:
             RuntimeError: the weights here are not the version that the chunk asks for.
@@ -58,4 +60,4 @@ class RolloutActor:
         start = time.perf_counter()
         images, latents = self._explorer.explore(conditioning, request.seeds, request.steps, request.solver)
         meta = Explored(request.key, len(images), time.perf_counter() - start)
-        return meta, images, latents if request.return_latents else None
+        return meta, images, {"latents": latents} if request.return_latents else None

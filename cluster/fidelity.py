@@ -204,7 +204,7 @@ def summarise(config: RunConfig, wanted: Measurement, rewards: Rewards) -> dict[
         "model": config.model.path,
         "prompts": len(truth),
         "seeds": truth.shape[1],
-        "truth": {"precision": config.regenerate.precision, "steps": config.regenerate.steps, "solver": config.regenerate.solver},
+        "truth": {"precision": config.regenerate.precision, "steps": config.regenerate.steps, "solver": config.plan.solver},
         "explore": {"solver": config.explore.solver, "scale_search": config.explore.scale_search},
         "rewards": {scorer.name: scorer.weight for scorer in config.rewards.scorers},
         "checkpoint": None if wanted.checkpoint is None else wanted.checkpoint.name,

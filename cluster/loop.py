@@ -26,11 +26,11 @@ from policy.sampling.noise import stream_seed
 
 @dataclass
 class Pool:
-    """A prompt's explored candidates: seeds [N], scores [N], and where each one's latents are."""
+    """A prompt's explored candidates: seeds [N], scores [N], and where each one's sample is."""
 
     seeds: tuple[int, ...]
     scored: Scored
-    latents: list[Any]  # references, one per chunk
+    records: list[Any]  # references, one per chunk
     chunk_size: int
 
 
@@ -139,7 +139,7 @@ class Ring:
         seeds = self._seeds(it, p, plan.pool_size)
         parts = [seeds[first : first + size] for first in range(0, len(seeds), size)]
         chunks = await asyncio.gather(*(self._explore_chunk(it, p, c, part) for c, part in enumerate(parts)))
-        pool = Pool(seeds, Scored.concatenate([scored for scored, _ in chunks]), [latents for _, latents in chunks], size)
+        pool = Pool(seeds, Scored.concatenate([scored for scored, _ in chunks]), [record for _, record in chunks], size)
         usable = int(np.isfinite(pool.scored.rewards).sum())
         if usable < self.config.selection.keep:
             raise RunFailed(
@@ -156,7 +156,7 @@ class Ring:
         key = ChunkKey(it.index, p, c, it.version)
         request = ExploreChunk(key, seeds, plan.steps, plan.solver, return_latents=not self.config.plan.regenerate)
         for _ in range(self.config.services.rollout.max_attempts):
-            _, (images, latents) = await self.services.rollout.call(
+            _, (images, record) = await self.services.rollout.call(
                 key, "explore", request, it.conditioning[p], returns=3, priority=(p, c)
             )
             self.progress.advanced("explored", len(seeds))
@@ -165,30 +165,30 @@ class Ring:
             except InputsLost:
                 continue
             self.progress.advanced("scored", len(seeds))
-            return scored, latents
+            return scored, record
         raise RunFailed(f"{key}: its pictures were lost {self.config.services.rollout.max_attempts} times before they were scored")
 
     # ---- stage 2
 
     async def _regenerate(self, it: Iteration, p: int, seeds: tuple[int, ...], indices: tuple[int, ...] | None) -> TrainingGroup:
         """The chosen noises at full quality, scored again; the rewards that are trained on are these."""
-        scored, latents = await self._full_quality(it, p, seeds, "regenerate")
+        scored, record = await self._full_quality(it, p, seeds, "regenerate")
         if indices is not None:
             proxy = it.pools[p].scored.rewards[list(indices)]
             both = np.isfinite(proxy) & np.isfinite(scored.rewards)
             it.audits.append(agreement(proxy[both], scored.rewards[both]))
         kept = np.flatnonzero(np.isfinite(scored.rewards))
         rows = Rows(0, tuple(int(i) for i in kept))
-        return TrainingGroup(p, scored.rewards[kept], (rows,), {"latents": [latents]})
+        return TrainingGroup(p, scored.rewards[kept], (rows,), {"records": [record]})
 
     async def _full_quality(self, it: Iteration, p: int, seeds: tuple[int, ...], purpose: str) -> tuple[Scored, Any]:
-        full = self.config.regenerate
-        _, (images, latents) = await self.services.learner.call(
-            (purpose, it.index, p), "generate", it.conditioning[p], seeds, full.steps, full.solver, None, returns=3, priority=(p,)
+        steps, solver = self.config.regenerate.steps, self.config.plan.solver
+        _, (images, record) = await self.services.learner.call(
+            (purpose, it.index, p), "generate", it.conditioning[p], seeds, steps, solver, None, returns=3, priority=(p,)
         )
         self.progress.advanced("regenerated", len(seeds))
         scored = await it.scoring.score((purpose, it.index, p), images, [it.prompts[p]] * len(seeds), priority=(p, 1, 0))
-        return scored, latents
+        return scored, record
 
     async def _audit_random(self, it: Iteration, p: int, pool: Pool, indices: tuple[int, ...]) -> None:
         scored, _ = await self._full_quality(it, p, tuple(pool.seeds[i] for i in indices), "audit")
@@ -198,26 +198,26 @@ class Ring:
 
     @staticmethod
     def _as_explored(it: Iteration, p: int, pool: Pool, indices: tuple[int, ...]) -> TrainingGroup:
-        """The explored samples themselves, latents by reference."""
+        """The explored samples themselves, by reference."""
         chunks = sorted({i // pool.chunk_size for i in indices})
         rows = tuple(
             Rows(chunks.index(c), tuple(i % pool.chunk_size for i in indices if i // pool.chunk_size == c)) for c in chunks
         )
-        return TrainingGroup(p, pool.scored.rewards[list(indices)], rows, {"latents": [pool.latents[c] for c in chunks]})
+        return TrainingGroup(p, pool.scored.rewards[list(indices)], rows, {"records": [pool.records[c] for c in chunks]})
 
     # ---- learning
 
     async def _update(self, it: Iteration, groups: list[TrainingGroup]) -> dict[str, float]:
-        """One update on all groups, in prompt order, latents and conditioning by reference."""
-        arrays: list[Any] = []
+        """One update on all groups, in prompt order, samples and conditioning by reference."""
+        records: list[Any] = []
         sent = []
         for group in groups:
-            first = len(arrays)
-            arrays += group.metadata["latents"]
-            samples = tuple(Rows(first + part.array, part.rows) for part in group.samples)
+            first = len(records)
+            records += group.metadata["records"]
+            samples = tuple(Rows(first + part.record, part.rows) for part in group.samples)
             sent.append(TrainingGroup(group.prompt, group.rewards, samples))
         metrics = await self.services.learner.call(
-            ("update", it.index), "update", it.index, sent, len(sent), *it.conditioning, *arrays
+            ("update", it.index), "update", it.index, sent, len(sent), *it.conditioning, *records
         )
         rewards = np.concatenate([group.rewards for group in groups])
         self.progress.advanced("updated", len(rewards))

@@ -17,6 +17,7 @@ from typing import Any
 
 from pydantic import BaseModel, ValidationError
 
+from configs.objectives import OBJECTIVES
 from configs.schema import RunConfig
 
 HERE = Path(__file__).parent
@@ -124,9 +125,17 @@ def _apply(tree: dict[str, Any], override: str) -> None:
 def _line(error: Any) -> str:
     """One pydantic error as one line: key = value, what is allowed, nearest spelling."""
     location = [str(part) for part in error["loc"]]
+    tables = location[:-1]
+    if location[:1] == ["objective"] and len(location) > 1:
+        del location[1]  # which objective's settings pydantic chose is no part of the key
     key = ".".join(location)
+    if error["type"] == "union_tag_invalid":
+        wrong = str(error["ctx"]["tag"])
+        return f"{key}.name = {wrong!r}: one of {', '.join(OBJECTIVES)} is expected{_nearest(wrong, list(OBJECTIVES))}"
+    if error["type"] == "union_tag_not_found":
+        return f"{key} = {error['input']!r}: a table is expected, such as objective.name = 'awm'"
     if error["type"] == "extra_forbidden":
-        allowed = _fields_at(location[:-1])
+        allowed = _fields_at(tables)
         return f"{key}: no such key{_nearest(location[-1], allowed)}; allowed here: {', '.join(allowed)}"
     if error["type"] == "missing":
         return f"{key}: required, but not given"
@@ -146,6 +155,8 @@ def _nearest(word: str, known: Sequence[str]) -> str:
 
 def _fields_at(location: Sequence[str]) -> list[str]:
     """The keys that the table at ``location`` may have."""
+    if location[:1] == ["objective"] and location[1:] and location[1] in OBJECTIVES:
+        return list(OBJECTIVES[location[1]].model_fields)
     model: type[BaseModel] = RunConfig
     for part in location:
         if part.isdigit() or part not in model.model_fields:

@@ -11,12 +11,13 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
-from configs.objectives import DiffusionNFTSettings
+from configs.objectives import DiffusionNFTSettings, Objective, misfit
 
 Arm = Literal["diffusionnft", "naive_scaling", "naive_quant", "sol_rl"]
 Backend = Literal["auto", "te_nvfp4", "torch_nvfp4", "fp8", "emulated_nvfp4", "bf16", "fp32"]
 Precision = Literal["bf16", "fp32"]
 Solver = Literal["euler", "dpm2"]
+AnySolver = Literal["euler", "dpm2", "flow_sde", "dance_sde"]
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 
 
@@ -77,7 +78,9 @@ class Regenerate(Section):
     """Stage 2: the selected noises again, at full steps and full precision."""
 
     steps: int = Field(default=10, ge=1)
-    solver: Solver = "dpm2"
+    solver: AnySolver | None = Field(
+        default=None, description="None: the objective's own; the stochastic ones belong to the objectives on paths"
+    )
     precision: Precision = Field(default="bf16", description="of the learner's base weights; LoRA weights are always FP32")
     batch_size: int = Field(default=24, ge=1, description="pictures per forward pass")
 
@@ -122,8 +125,10 @@ class Rewards(Section):
 class Advantages(Section):
     """A = (r - mean of the prompt's group) / (std + eps), from the rewards of the samples that are trained on."""
 
-    std: Literal["global", "group"] = Field(default="global", description="standard deviation over the iteration or over the group")
-    eps: float = Field(default=1e-4, gt=0)
+    std: Literal["global", "group"] | None = Field(
+        default=None, description="standard deviation over the iteration or over the group; None: as the objective's paper"
+    )
+    eps: float | None = Field(default=None, gt=0, description="None: as the objective's paper")
 
 
 class Lora(Section):
@@ -152,11 +157,12 @@ class Optimizer(Section):
 
 
 class OldPolicy(Section):
-    """theta_old <- d theta_old + (1 - d) theta after each iteration s."""
+    """The sampling policy: theta_old <- d theta_old + (1 - d) theta after each iteration s. d = 0 samples from theta itself."""
 
-    schedule: Literal["constant", "linear_cap", "delayed_linear_cap"] = Field(
-        default="linear_cap",
-        description="constant: d = value; linear_cap: d = min(slope s, cap); delayed_linear_cap: the same after `delay`",
+    schedule: Literal["constant", "linear_cap", "delayed_linear_cap"] | None = Field(
+        default=None,
+        description="constant: d = value; linear_cap: d = min(slope s, cap); delayed_linear_cap: the same after `delay`; "
+        "None: the objective's own, linear_cap for diffusion_nft and constant for the others",
     )
     value: float = Field(default=0.0, ge=0, lt=1)
     slope: float = Field(default=0.001, ge=0)
@@ -248,7 +254,7 @@ class RunConfig(Section):
     evaluate: Evaluate = Evaluate()
     rewards: Rewards
     advantages: Advantages = Advantages()
-    objective: DiffusionNFTSettings = DiffusionNFTSettings()
+    objective: Objective = DiffusionNFTSettings()
     lora: Lora = Lora()
     optimizer: Optimizer = Optimizer()
     old_policy: OldPolicy = OldPolicy()
@@ -284,6 +290,10 @@ class RunConfig(Section):
             raise ValueError(
                 f"audit.random_seeds: {self.audit.random_seeds} is more than the {pool - keep} noises that selection leaves"
             )
+        plan, objective = self.plan, self.objective
+        selects = plan.explore is not None
+        if why := misfit(objective, objective.name, self.arm, selects, plan.regenerate, plan.solver, self.regenerate.steps):
+            raise ValueError(why)
         labels = [scorer.label for scorer in self.rewards.scorers]
         if len(set(labels)) < len(labels):
             raise ValueError(f"rewards.scorers: two scorers would be logged under one name: {labels}")
@@ -294,13 +304,24 @@ class RunConfig(Section):
         """What `arm` means for the two stages."""
         return ArmPlan.of(self)
 
+    @property
+    def resolved_old_policy(self) -> OldPolicy:
+        """``old_policy`` with the objective's own schedule where none is given."""
+        return self.old_policy.model_copy(update={"schedule": self.old_policy.schedule or self.objective.old_schedule})
+
+    @property
+    def resolved_advantages(self) -> Advantages:
+        """``advantages`` with the objective's own rule where none is given."""
+        given, own = self.advantages, self.objective
+        return given.model_copy(update={"std": given.std or own.advantage_std, "eps": given.eps or own.advantage_eps})
+
 
 class Exploration(Section):
     """Stage 1 as an arm runs it."""
 
     pool_size: int
     steps: int
-    solver: Solver
+    solver: AnySolver
     backend: Backend
 
 
@@ -308,27 +329,29 @@ class ArmPlan(Section):
     """An arm of the paper's table, spelled out, so that nothing downstream asks for the arm's name.
 
     ``explore`` is None where all K noises are trained on without selection. ``regenerate`` is False where the explored
-    samples themselves are trained on.
+    samples themselves are trained on. ``solver`` is that of samples at full quality: the objective's own unless given.
     """
 
     explore: Exploration | None
     regenerate: bool
+    solver: AnySolver
 
     @classmethod
     def of(cls, config: RunConfig) -> ArmPlan:
         """The plan of ``config.arm``: K-in-K, K-in-N wide, K-in-N quantised, or K-in-N two-stage."""
         explore, full = config.explore, config.regenerate
+        solver: Any = full.solver or config.objective.solvers[0]
         match config.arm:
             case "diffusionnft":
-                return cls(explore=None, regenerate=True)
+                return cls(explore=None, regenerate=True, solver=solver)
             case "naive_scaling":
-                wide = Exploration(pool_size=explore.pool_size, steps=full.steps, solver=full.solver, backend=full.precision)
-                return cls(explore=wide, regenerate=False)
+                wide = Exploration(pool_size=explore.pool_size, steps=full.steps, solver=solver, backend=full.precision)
+                return cls(explore=wide, regenerate=False, solver=solver)
             case "naive_quant":
-                quick = Exploration(pool_size=explore.pool_size, steps=full.steps, solver=full.solver, backend=explore.backend)
-                return cls(explore=quick, regenerate=False)
+                quick = Exploration(pool_size=explore.pool_size, steps=full.steps, solver=solver, backend=explore.backend)
+                return cls(explore=quick, regenerate=False, solver=solver)
             case "sol_rl":
                 quick = Exploration(
                     pool_size=explore.pool_size, steps=explore.steps, solver=explore.solver, backend=explore.backend
                 )
-                return cls(explore=quick, regenerate=True)
+                return cls(explore=quick, regenerate=True, solver=solver)

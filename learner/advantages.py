@@ -12,11 +12,15 @@ from configs.schema import Advantages
 def advantages(groups: Sequence[np.ndarray], settings: Advantages) -> tuple[list[np.ndarray], dict[str, float]]:
     """A = (r - mean of the group) / (std + eps) for each prompt's rewards [K_g]; one float32 [K_g] per group, and metrics.
 
-    ``std`` is the population standard deviation of all rewards of the iteration ("global", arXiv 2604.06916) or of the group
-    ("group", GRPO). A group whose rewards are all equal has zero advantages and counts in ``zero_std_ratio``. Sums are in
-    float64. Clipping is the objective's. Raises ValueError for an empty group or a reward that is not finite: a failed
-    reward never enters an advantage.
+    ``settings`` are resolved (``RunConfig.resolved_advantages``). ``std`` is the population standard deviation of all rewards
+    of the iteration ("global", arXiv 2604.06916) or of the group ("group", GRPO). A group whose rewards are all equal has zero
+    advantages and counts in ``zero_std_ratio``. Sums are in float64. Clipping is the objective's. Raises ValueError for an empty
+    group or a reward that is not finite: a failed reward never enters an advantage.
     """
+    if settings.std is None or settings.eps is None:
+        raise ValueError(
+            f"advantages of std = {settings.std}, eps = {settings.eps}: give both, or take RunConfig.resolved_advantages"
+        )
     if not groups:
         raise ValueError("no groups: an iteration needs at least one prompt with rewards")
     rewards = [np.asarray(group, dtype=np.float64) for group in groups]

@@ -22,7 +22,10 @@ def learning_rate(settings: Optimizer, done: int, iterations: int) -> float:
 
 
 def old_policy_decay(settings: OldPolicy, s: int) -> float:
-    """d in theta_old <- d theta_old + (1 - d) theta after iteration s = 1, 2, ... (DiffusionNFT, arXiv 2509.16117)."""
+    """d in theta_old <- d theta_old + (1 - d) theta after iteration s = 1, 2, ... (DiffusionNFT, arXiv 2509.16117).
+
+    ``settings`` are resolved (``RunConfig.resolved_old_policy``). Raises ValueError where they name no schedule.
+    """
     match settings.schedule:
         case "constant":
             return settings.value
@@ -30,6 +33,8 @@ def old_policy_decay(settings: OldPolicy, s: int) -> float:
             return min(settings.slope * s, settings.cap)
         case "delayed_linear_cap":
             return min(settings.slope * max(s - settings.delay, 0), settings.cap)
+        case None:
+            raise ValueError("old_policy.schedule is None: give one, or take RunConfig.resolved_old_policy")
 
 
 def stop_reason(stop: Stop, metrics: Mapping[str, float], minutes: float) -> str | None:

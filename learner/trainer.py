@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from configs.schema import RunConfig
 from learner import checkpoint
 from learner.advantages import advantages
-from learner.objectives import build_objective
+from learner.objectives import Record, build_objective
 from learner.schedules import learning_rate, old_policy_decay
 from learner.update import NonFiniteTraining, Samples, Updater
 from policy.families import Family, family_for
@@ -27,9 +27,10 @@ from policy.lora import adapter_state, add_adapters, blend, load_adapter_state, 
 from policy.precision.backends import Backend, resolve_backend
 from policy.precision.swap import ModuleRow, quantise_plan
 from policy.precision.wire import Manifest
-from policy.publish import Publisher
+from policy.publish import NonFiniteWeights, Publisher
 from policy.sampling.noise import stream_seed
 from policy.sampling.sample import sample
+from policy.sampling.sde import sample_paths
 from policy.types import Conditioning
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
@@ -42,7 +43,7 @@ class Group:
 
     prompt_index: int  # position in the iteration
     cond: Conditioning  # 1 row
-    latents: np.ndarray  # float32 [K, *latent], x0
+    samples: Record  # "latents" float32 [K, *latent], x0, and what else regeneration recorded, [K, ...] each
     rewards: np.ndarray  # float32 [K], of these very latents
 
 
@@ -70,7 +71,7 @@ class Trainer:
         dtype = DTYPES[config.regenerate.precision]
         self.transformer = transformer if transformer is not None else self.family.load_transformer(self.device, dtype)
         self.vae = vae if vae is not None else self.family.load_vae(self.device, torch.float32)
-        wanted = {self.objective.sampling_adapter, *self.objective.policies, "ema"} - {"ref", "current"}
+        wanted = {self.objective.sampling_adapter, *self.objective.policies, *self.objective.averages, "ema"} - {"ref", "current"}
         self.adapters = ("current", *sorted(wanted))
         add_adapters(self.transformer, config.lora, self.family, names=self.adapters, seed=stream_seed(config.seed, "lora"))
         self.sigmas = self.family.sigmas(config.regenerate.steps)
@@ -78,6 +79,7 @@ class Trainer:
         self.done = 0
         self.last_iteration: int | None = None
         self._publisher: Publisher | None = None
+        self._trained: tuple[Sequence[Group], Sequence[np.ndarray]] | None = None  # of the last update, until it is exported
 
     @property
     def trainable_parameters(self) -> int:
@@ -92,9 +94,10 @@ class Trainer:
         weights: str | None = None,
         solver: str | None = None,
         batch_size: int | None = None,
-    ) -> tuple[np.ndarray, np.ndarray]:
-        """(latents float32 [K, *latent], images uint8 [K, 3, H, W]) of K seeds.
+    ) -> tuple[Record, np.ndarray]:
+        """(samples, images uint8 [K, 3, H, W]) of K seeds; samples has "latents" float32 [K, *latent].
 
+        With the objective's stochastic solver it also has "states" float32 [K, T + 1, *latent] and "log_probs" float32 [K, T].
         cond has one row, for all seeds, or K. ``weights`` is "current", "old", "ema" or "base" (adapters off); None is the
         sampling policy. What is not given is as in ``[regenerate]``.
         """
@@ -105,20 +108,22 @@ class Trainer:
         size = batch_size or settings.batch_size
         rows = cond.repeat(len(seeds)) if len(cond) == 1 else cond
         with torch.no_grad(), use(self.transformer, None if name == "base" else name):
-            latents = sample(
-                self.family,
-                self.transformer,
-                rows,
-                list(seeds),
-                steps or settings.steps,
-                solver or settings.solver,
-                batch_size=size,
-            )
-            images = self.family.decode(self.vae, latents, batch_size=size)
-        return latents.numpy(), images.numpy()
+            samples = self._draw(rows, list(seeds), steps or settings.steps, solver or self.config.plan.solver, size)
+            images = self.family.decode(self.vae, samples["latents"], batch_size=size)
+        return {key: tensor.numpy() for key, tensor in samples.items()}, images.numpy()
+
+    def _draw(self, rows: Conditioning, seeds: list[int], steps: int, solver: str, size: int) -> dict[str, Tensor]:
+        """The samples of ``regenerate``. A path's noise comes from a stream of its own, named by the sample's seed."""
+        paths = self.objective.path_solver
+        if paths is None or solver != paths.name:
+            return {"latents": sample(self.family, self.transformer, rows, seeds, steps, solver, batch_size=size)}
+        starts = seeds[:1] * len(seeds) if self.objective.one_noise else seeds
+        streams = [stream_seed(self.config.seed, "sde", seed) for seed in seeds]
+        drawn = sample_paths(self.family, self.transformer, rows, starts, streams, steps, paths, batch_size=size)
+        return {"latents": drawn.states[:, -1].contiguous(), "states": drawn.states, "log_probs": drawn.log_probs}
 
     def update(self, iteration: int, groups: Sequence[Group]) -> dict[str, float]:
-        """Train on one iteration's samples, then move the old policy and the evaluation average; returns its metrics.
+        """Train on one iteration's samples, then move the old policy and the averages; returns its metrics.
 
         ``iteration`` names the random streams and must rise from call to call. Groups are trained on in prompt order, in
         whichever order they come. All or nothing. Raises NonFiniteTraining after writing the iteration's data to
@@ -131,17 +136,20 @@ class Trainer:
             )
         groups = sorted(groups, key=lambda group: group.prompt_index)
         self._check(groups)
-        values, metrics = advantages([group.rewards for group in groups], self.config.advantages)
+        values, metrics = advantages([group.rewards for group in groups], self.config.resolved_advantages)
         rate = learning_rate(self.config.optimizer, self.done, self.config.iterations)
         try:
             samples = self._samples(iteration, groups, values)
             metrics |= self.updater.run(samples, self.sigmas, rate, stream_seed(self.config.seed, "shuffle", iteration))
         except NonFiniteTraining as error:
             raise NonFiniteTraining(
-                f"iteration {iteration}: {error.what}", error.module, self._keep_evidence(iteration, groups, values, str(error))
+                f"iteration {iteration}: {error.what}",
+                error.module,
+                f"weights are as before this iteration, {self._keep_evidence(iteration, groups, values, str(error))}",
             ) from error
         self.done += 1
         self.last_iteration = iteration
+        self._trained = (groups, values) if self.config.plan.explore else None
         metrics |= self._move_averages()
         return metrics | {"time/update_s": time.perf_counter() - start}
 
@@ -163,32 +171,52 @@ class Trainer:
     def export(self, version: int) -> tuple[Manifest, list[np.ndarray], dict[str, float]]:
         """(manifest, uint8 chunks, statistics against the export before) of the sampling policy, merged, in the explorers' format.
 
-        Raises NonFiniteWeights naming the module, ValueError for an arm that explores nothing.
+        Raises NonFiniteWeights naming the module, after writing the data of the iteration that led there to ``failure_dir``,
+        ValueError for an arm that explores nothing.
         """
         if self._publisher is None:
             backend, plan = self._exploring
             chunk_bytes = self.config.publish.chunk_mb * 2**20
             self._publisher = Publisher(self.transformer, plan, backend, chunk_bytes, self.config.explore.scale_search)
-        return self._publisher.export(self.objective.sampling_adapter, version)
+        try:
+            exported = self._publisher.export(self.objective.sampling_adapter, version)
+        except NonFiniteWeights as error:
+            if self._trained is not None and self.last_iteration is not None:
+                kept = self._keep_evidence(self.last_iteration, *self._trained, str(error))
+                error.args = (f"{error}; weights are as after iteration {self.last_iteration}, {kept}",)
+            raise
+        self._trained = None
+        return exported
 
     def _check(self, groups: Sequence[Group]) -> None:
         indices = [group.prompt_index for group in groups]
         if len(set(indices)) != len(indices):
             raise ValueError(f"groups of prompts {indices}: each prompt may come once, nothing may count twice")
         for group in groups:
-            shape = (len(group.rewards), *self.family.latent_shape)
-            if group.latents.shape != shape or len(group.cond) != 1:
+            count, latents = len(group.rewards), group.samples["latents"]
+            shape = (count, *self.family.latent_shape)
+            if latents.shape != shape or len(group.cond) != 1 or any(len(rows) != count for rows in group.samples.values()):
                 raise ValueError(
-                    f"prompt {group.prompt_index}: latents {list(group.latents.shape)} and conditioning of {len(group.cond)} rows, "
-                    f"wanted {list(shape)} for its {len(group.rewards)} rewards, and 1 row"
+                    f"prompt {group.prompt_index}: latents {list(latents.shape)} and conditioning of {len(group.cond)} rows, "
+                    f"wanted {list(shape)} for its {count} rewards, and 1 row; every other array needs {count} rows too"
+                )
+            missing = {"states", "log_probs"} - group.samples.keys() if self.objective.path_solver else set()
+            if missing:
+                raise ValueError(
+                    f"prompt {group.prompt_index}: no {' and no '.join(sorted(missing))}: this objective trains on the paths of its "
+                    "own stochastic solver, regenerate with it"
                 )
 
     def _samples(self, iteration: int, groups: Sequence[Group], values: Sequence[np.ndarray]) -> Samples:
         for group in groups:
-            if not np.isfinite(group.latents).all():
-                raise NonFiniteTraining(f"the regenerated latents of prompt {group.prompt_index} are not finite")
+            for name, rows in group.samples.items():
+                if not np.isfinite(rows).all():
+                    raise NonFiniteTraining(f"the regenerated {name} of prompt {group.prompt_index} are not finite")
+        joined = {
+            name: np.concatenate([np.asarray(group.samples[name], np.float32) for group in groups]) for name in groups[0].samples
+        }
         return Samples(
-            latents=torch.from_numpy(np.concatenate([np.asarray(group.latents, np.float32) for group in groups])),
+            data={name: torch.from_numpy(rows) for name, rows in joined.items()},
             advantages=torch.from_numpy(np.concatenate(list(values))),
             cond=Conditioning.cat([group.cond for group in groups]).to(self.device),
             group=torch.arange(len(groups), device=self.device).repeat_interleave(
@@ -203,31 +231,33 @@ class Trainer:
 
     def _move_averages(self) -> dict[str, float]:
         blend(self.transformer, "ema", "current", self.config.ema.decay)
+        for name, decay_after in self.objective.averages.items():
+            blend(self.transformer, name, "current", decay_after(self.done))
         if "old" not in self.adapters:
             return {}
-        decay = old_policy_decay(self.config.old_policy, self.done)
+        decay = old_policy_decay(self.config.resolved_old_policy, self.done)
         blend(self.transformer, "old", "current", decay)
         return {"old_policy/decay": decay}
 
     def _keep_evidence(self, iteration: int, groups: Sequence[Group], values: Sequence[np.ndarray], reason: str) -> str:
-        """Save what the failed iteration started from, to repeat it; says where, or why not. The weights are as before it."""
+        """Save an iteration's data and the adapters as they are now, to look at or repeat it; says where, or why not."""
         if self.failure_dir is None:
-            return "weights are as before this iteration; its data were not saved, as no failure directory was given"
+            return "its data were not saved, as no failure directory was given"
         path = self.failure_dir / f"iteration_{iteration:06d}.safetensors"
         tensors: dict[str, Tensor] = {}
         for group, advantage in zip(groups, values, strict=True):
             key = f"prompt_{group.prompt_index:04d}"
-            tensors |= {f"{key}/latents": _tensor(group.latents), f"{key}/rewards": _tensor(group.rewards)}
-            tensors |= {f"{key}/advantages": _tensor(advantage)}
+            tensors |= {f"{key}/{name}": _tensor(rows) for name, rows in group.samples.items()}
+            tensors |= {f"{key}/rewards": _tensor(group.rewards), f"{key}/advantages": _tensor(advantage)}
             tensors |= {f"{key}/cond/{name}": tensor for name, tensor in group.cond.tensors.items()}
         for name in self.adapters:
             tensors |= {f"adapter/{name}/{key}": tensor for key, tensor in adapter_state(self.transformer, name).items()}
         try:
             checkpoint.save_tensors(path, tensors, {"iteration": str(iteration), "seed": str(self.config.seed), "reason": reason})
         except OSError as error:
-            return f"weights are as before this iteration; its data could not be saved to {str(path)!r}: {error.strerror or error}"
+            return f"its data could not be saved to {str(path)!r}: {error.strerror or error}"
         return (
-            f"weights are as before this iteration, its data are in {str(path)!r}: look there, then lower optimizer.lr or "
+            f"its data are in {str(path)!r}: look there, then lower optimizer.lr or "
             "max_grad_norm, or mend the scorer, and start again from the last checkpoint"
         )
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import copyreg
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -25,19 +27,23 @@ class NonFiniteTraining(RuntimeError):
         where = f" in module {module!r}" if module else ""
         super().__init__(f"{what}{where}; {saved or 'nothing was changed'}")
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Exceptions cross processes by their arguments, and these are not the constructor's."""
+        return copyreg.__newobj__, (type(self), *self.args), self.__dict__  # type: ignore[attr-defined]
+
 
 @dataclass(frozen=True)
 class Samples:
     """What one iteration trains on: S samples of G prompts."""
 
-    latents: Tensor  # float32 [S, *latent] on the CPU
+    data: dict[str, Tensor]  # named tensors [S, ...] on the CPU, as in learner.objectives.base.Record
     advantages: Tensor  # float32 [S]
     cond: Conditioning  # G rows
     group: Tensor  # int64 [S], row of cond
     seeds: tuple[int, ...]  # [S], seed of the sample's training times and eps
 
     def __len__(self) -> int:
-        return len(self.latents)
+        return len(self.advantages)
 
 
 class Updater:
@@ -49,6 +55,7 @@ class Updater:
         self.family, self.transformer, self.objective = family, transformer, objective
         self.settings, self.device = settings, device
         self.parameters: dict[str, nn.Parameter] = dict(trainable(transformer))
+        self._alike: frozenset[str] = frozenset()
         self.optimizer = torch.optim.AdamW(
             self.parameters.values(), lr=settings.lr, betas=settings.betas, eps=settings.eps, weight_decay=settings.weight_decay
         )
@@ -68,15 +75,18 @@ class Updater:
         before = self.state()
         sums: defaultdict[str, float] = defaultdict(float)
         points, norms = 0, []
+        self._alike = self._like_current()
         try:
             for part in np.array_split(order, steps):
                 count, norm = self._step(samples, np.sort(part), sigmas, sums)
+                self._alike = frozenset()
                 points += count
                 norms.append(norm)
         except BaseException:
             self.load_state(before)
             raise
         finally:
+            self._alike = frozenset()
             self.optimizer.zero_grad(set_to_none=True)
         return {name: total / points for name, total in sums.items()} | {
             "grad_norm": float(np.mean(norms)),
@@ -118,8 +128,8 @@ class Updater:
         waiting: list[Points] = []
         for index in part.tolist():
             rng = np.random.Generator(np.random.Philox(key=samples.seeds[index]))
-            made = self.objective.points(samples.latents[index : index + 1], sigmas, rng)
-            waiting.append(Points(made.x_t, made.sigma, made.x0, made.eps, made.sample_index + index))
+            made = self.objective.points({name: rows[index : index + 1] for name, rows in samples.data.items()}, sigmas, rng)
+            waiting.append(made.of_samples(index))
             if sum(map(len, waiting)) >= size:
                 joined = Points.cat(waiting)
                 whole = len(joined) - len(joined) % size
@@ -129,12 +139,26 @@ class Updater:
         if waiting:
             yield Points.cat(waiting).to(self.device)
 
+    def _like_current(self) -> frozenset[str]:
+        """Adapters whose weights are those of "current" bit by bit: until a step is taken, so are their velocities."""
+        others = set(self.objective.policies) - {"current", "ref"}
+        return frozenset(
+            other
+            for other in others
+            if all(torch.equal(self.parameters[name], p) for name, p in trainable(self.transformer, other))
+        )
+
     def _forward(self, samples: Samples, points: Points) -> tuple[Tensor, dict[str, Tensor]]:
-        """Velocities of every policy the objective wants, with gradient for "current" alone, and the loss."""
+        """Velocities of every policy the objective wants, with gradient for "current" alone, and the loss.
+
+        A policy that still has the current weights gets the current velocities themselves: it saves a pass, and the ratio of
+        their log-probabilities is 1 to the last bit whatever kernels are chosen with and without gradient.
+        """
         cond, velocities = self._conditioning(samples, points), {}
-        for policy in sorted(self.objective.policies, key=lambda name: name == "current"):
+        for policy in sorted(set(self.objective.policies) - self._alike, key=lambda name: (name == "current", name)):
             with torch.set_grad_enabled(policy == "current"):
                 velocities[policy] = self._velocity(points, cond, policy)
+        velocities |= {policy: velocities["current"].detach() for policy in self._alike}
         return self.objective.loss(points, velocities, samples.advantages[points.sample_index.cpu()].to(self.device))
 
     def _conditioning(self, samples: Samples, points: Points) -> Conditioning:

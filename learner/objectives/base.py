@@ -1,12 +1,12 @@
 """What an objective is: tensors in, a scalar out. Objectives know no models, actors or loggers.
 
 Notation: x_t = (1 - t) x0 + t eps, t in (0, 1], v = eps - x0, x0_hat = x_t - t v; sigma is t. S samples, P points, a point being
-one (sample, training time) pair.
+one (sample, training time) pair, or one step of a sample's path.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -14,8 +14,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-SAMPLED_POLICIES = ("current", "old", "ema")
-"""Policies that are adapters; "ref" is the model with its adapters off."""
+from policy.sampling.sde import PathSolver
+
+Record = dict[str, np.ndarray]
+"""Samples as they travel, named arrays with one row each: "latents" float32 [K, *latent] always; of samples drawn by a
+stochastic solver also "states" float32 [K, T + 1, *latent] and "log_probs" float32 [K, T]."""
 
 
 @dataclass(frozen=True)
@@ -24,42 +27,58 @@ class Points:
 
     x_t: Tensor  # float32 [P, *latent]
     sigma: Tensor  # float32 [P]
-    x0: Tensor  # float32 [P, *latent]
-    eps: Tensor  # float32 [P, *latent]
     sample_index: Tensor  # int64 [P], which sample a point is of
+    given: dict[str, Tensor]  # [P, ...] each, whatever else the objective's loss wants
 
     def __len__(self) -> int:
         return len(self.sigma)
 
+    def of_samples(self, offset: int) -> Points:
+        """The same points, their samples counted from ``offset``."""
+        return Points(self.x_t, self.sigma, self.sample_index + offset, self.given)
+
     def rows(self, part: slice) -> Points:
         """Some of the points."""
-        return Points(self.x_t[part], self.sigma[part], self.x0[part], self.eps[part], self.sample_index[part])
+        return self._each(lambda tensor: tensor[part])
 
     def to(self, device: torch.device | str) -> Points:
         """Moved to a device."""
-        return Points(*(tensor.to(device) for tensor in (self.x_t, self.sigma, self.x0, self.eps, self.sample_index)))
+        return self._each(lambda tensor: tensor.to(device))
 
     @staticmethod
     def cat(parts: Sequence[Points]) -> Points:
         """The points of all parts, in order; sample indices are taken as they are."""
-        names = ("x_t", "sigma", "x0", "eps", "sample_index")
-        return Points(*(torch.cat([getattr(part, name) for part in parts]) for name in names))
+        given = {name: torch.cat([part.given[name] for part in parts]) for name in parts[0].given}
+        x_t, sigma, index = (torch.cat([getattr(p, name) for p in parts]) for name in ("x_t", "sigma", "sample_index"))
+        return Points(x_t, sigma, index, given)
+
+    def _each(self, do: Callable[[Tensor], Tensor]) -> Points:
+        given = {name: do(tensor) for name, tensor in self.given.items()}
+        return Points(do(self.x_t), do(self.sigma), do(self.sample_index), given)
 
 
 class Objective(Protocol):
     """One training objective.
 
-    ``sampling_adapter`` explores and regenerates; ``policies`` are those whose velocities ``loss`` wants.
+    ``sampling_adapter`` explores and regenerates; ``policies`` are those whose velocities ``loss`` wants: "current" (trained),
+    "ref" (adapters off), other adapters by name. ``path_solver`` draws the samples where the objective trains on stochastic
+    paths, None where any deterministic solver does; ``one_noise``: all samples of a prompt then start from one noise.
+    ``averages``: adapters of the objective's own that follow the trained one, with their decay after iteration s = 1, 2, ...
     """
 
     sampling_adapter: str
     policies: tuple[str, ...]
+    one_noise: bool
+    averages: Mapping[str, Callable[[int], float]]
 
-    def points(self, samples: Tensor, sigmas: Tensor, rng: np.random.Generator) -> Points:
-        """Training points of samples x0 float32 [S, *latent]; sigmas float32 [T + 1] is the regeneration schedule."""
+    @property
+    def path_solver(self) -> PathSolver | None: ...
+
+    def points(self, samples: Mapping[str, Tensor], sigmas: Tensor, rng: np.random.Generator) -> Points:
+        """Training points of S samples, named tensors [S, ...] as in ``Record``; sigmas float32 [T + 1] is their schedule."""
         ...
 
-    def loss(self, points: Points, velocities: dict[str, Tensor], advantages: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+    def loss(self, points: Points, velocities: Mapping[str, Tensor], advantages: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         """Mean over the points of the loss, and of metrics, each 0-dim; a mean, so that batches can be split and averaged.
 
         velocities: policy -> float32 [P, *latent], with gradient for "current" only; advantages float32 [P].
@@ -79,16 +98,37 @@ def draw_times(sigmas: Tensor, samples: int, times: int, rng: np.random.Generato
 
 
 def diffuse(samples: Tensor, times: Tensor, rng: np.random.Generator) -> Points:
-    """Points x_t = (1 - t) x0 + t eps with fresh eps for samples [S, *latent] at times [S, T]: P = S * T, sample by sample."""
+    """Points x_t = (1 - t) x0 + t eps with fresh eps for samples [S, *latent] at times [S, T]: P = S * T, sample by sample.
+
+    x0 and eps are ``given``.
+    """
     count, per_sample = times.shape
     sigma = times.reshape(-1).to(samples.device)
     index = torch.arange(count, device=samples.device).repeat_interleave(per_sample)
     x0 = samples.float()[index]
     eps = torch.from_numpy(rng.standard_normal(tuple(x0.shape), np.float32)).to(samples.device)
     t = sigma.reshape(-1, *[1] * (x0.ndim - 1))
-    return Points((1 - t) * x0 + t * eps, sigma, x0, eps, index)
+    return Points((1 - t) * x0 + t * eps, sigma, index, {"x0": x0, "eps": eps})
 
 
 def per_point_mean(x: Tensor) -> Tensor:
     """Mean over all dimensions but the first: [P, *latent] -> [P]."""
     return x.flatten(1).mean(1)
+
+
+def distance(velocity: Tensor, other: Tensor) -> Tensor:
+    """Mean squared distance over points and dimensions of velocities [P, *latent], without gradient for ``other``: float64 []."""
+    return per_point_mean((velocity - other.detach()) ** 2).double().mean()
+
+
+def clipped_surrogate(advantages: Tensor, log_prob: Tensor, old_log_prob: Tensor, clip: float) -> tuple[Tensor, dict[str, Tensor]]:
+    """PPO's loss mean(max(-A r, -A clip(r, 1 - e, 1 + e))), r = exp(log p - log p_old), float64 [] (arXiv 1707.06347, eq. 7).
+
+    All [P]; ``old_log_prob`` without gradient, e = ``clip``. Metrics: loss/policy, the mean ratio and the share of points whose
+    ratio is outside the clip.
+    """
+    ratio = (log_prob - old_log_prob.detach()).exp()
+    weight = advantages.to(ratio)
+    loss = torch.maximum(-weight * ratio, -weight * ratio.clamp(1 - clip, 1 + clip)).double().mean()
+    outside = ((ratio - 1).abs() > clip).double().mean()
+    return loss, {"loss/policy": loss.detach(), "loss/ratio": ratio.detach().double().mean(), "loss/clip_share": outside}

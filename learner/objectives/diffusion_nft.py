@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
+
 import numpy as np
 import torch
 from torch import Tensor
 
 from configs.objectives import DiffusionNFTSettings
-from learner.objectives.base import Points, diffuse, draw_times, per_point_mean
+from learner.objectives.base import Points, diffuse, distance, draw_times, per_point_mean
+from policy.sampling.sde import PathSolver
 
 SMALLEST_WEIGHT = 1e-5
 
@@ -25,16 +28,20 @@ class DiffusionNFT:
     """
 
     sampling_adapter = "old"
+    path_solver: PathSolver | None = None
+    one_noise = False
+    averages: Mapping[str, Callable[[int], float]] = {}
 
     def __init__(self, settings: DiffusionNFTSettings, measure_kl: bool = False) -> None:
         self.settings = settings
         self.policies: tuple[str, ...] = ("current", "old", "ref") if settings.kl > 0 or measure_kl else ("current", "old")
 
-    def points(self, samples: Tensor, sigmas: Tensor, rng: np.random.Generator) -> Points:
-        """``times_per_sample`` points of each sample [S, *latent], times drawn from the schedule [T + 1], fresh eps."""
-        return diffuse(samples, draw_times(sigmas, len(samples), self.settings.times_per_sample, rng), rng)
+    def points(self, samples: Mapping[str, Tensor], sigmas: Tensor, rng: np.random.Generator) -> Points:
+        """``times_per_sample`` points of each sample, times drawn from the schedule [T + 1], fresh eps."""
+        latents = samples["latents"]
+        return diffuse(latents, draw_times(sigmas, len(latents), self.settings.times_per_sample, rng), rng)
 
-    def loss(self, points: Points, velocities: dict[str, Tensor], advantages: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+    def loss(self, points: Points, velocities: Mapping[str, Tensor], advantages: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         """Scalar float64 loss and the metrics loss/policy and loss/kl (both as means over points, kl unweighted)."""
         beta, clip = self.settings.beta, self.settings.advantage_clip
         current, old = velocities["current"], velocities["old"].detach()
@@ -45,14 +52,14 @@ class DiffusionNFT:
         metrics = {"loss/policy": policy.detach()}
         if "ref" not in self.policies:
             return policy, metrics
-        kl = per_point_mean((current - velocities["ref"].detach()) ** 2).double().mean()
+        kl = distance(current, velocities["ref"])
         return policy + self.settings.kl * kl, metrics | {"loss/kl": kl.detach()}
 
 
 def _residual_loss(points: Points, velocity: Tensor) -> Tensor:
     """L of the class docstring for each point: float64 [P]."""
     t = points.sigma.reshape(-1, *[1] * (points.x_t.ndim - 1))
-    residual = points.x_t - t * velocity - points.x0
+    residual = points.x_t - t * velocity - points.given["x0"]
     with torch.no_grad():
         weight = per_point_mean(residual.double().abs()).clamp(min=SMALLEST_WEIGHT)
     return per_point_mean(residual**2).double() / weight

@@ -20,6 +20,7 @@ PURPOSES: tuple[str, ...] = (
     "shuffle",  # order of training pairs
     "fidelity",  # noises of rank-agreement measurements
     "test",
+    "sde",  # fresh noise of a stochastic solver's steps, one stream per sample
 )
 """What seeds are for. The position is written into the top byte of a seed: append, never reorder."""
 

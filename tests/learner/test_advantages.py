@@ -9,6 +9,7 @@ from configs.schema import Advantages, OldPolicy, Optimizer, Stop
 from learner.advantages import advantages
 from learner.schedules import learning_rate, old_policy_decay, stop_reason
 
+RULE = Advantages(std="global", eps=1e-4)
 GROUPS = [np.array([1.0, 3.0]), np.array([0.0, 0.0]), np.array([2.0, 6.0, 4.0])]
 
 
@@ -33,21 +34,21 @@ def test_group_std_by_hand():
 
 def test_a_group_of_equal_rewards_is_exactly_zero_though_its_mean_is_rounded():
     rewards = np.full(3, 0.1, np.float32)
-    values, metrics = advantages([rewards, np.array([0.0, 1.0])], Advantages())
+    values, metrics = advantages([rewards, np.array([0.0, 1.0])], RULE)
     assert values[0].tolist() == [0.0] * 3 and metrics["zero_std_ratio"] == 0.5
-    values, metrics = advantages([np.array([0.7])], Advantages())  # one sample is a group of equal rewards
+    values, metrics = advantages([np.array([0.7])], RULE)  # one sample is a group of equal rewards
     assert values[0].tolist() == [0.0] and metrics["zero_std_ratio"] == 1
 
 
 @pytest.mark.parametrize("bad", [[np.nan, 1.0], [np.inf, 1.0], []])
 def test_missing_rewards_never_enter(bad):
     with pytest.raises(ValueError, match="group 1"):
-        advantages([np.array([0.0, 1.0]), np.array(bad)], Advantages())
+        advantages([np.array([0.0, 1.0]), np.array(bad)], RULE)
 
 
 def test_no_groups():
     with pytest.raises(ValueError, match="at least one prompt"):
-        advantages([], Advantages())
+        advantages([], RULE)
 
 
 def test_learning_rates():
@@ -58,7 +59,7 @@ def test_learning_rates():
 
 
 def test_old_policy_decays():
-    assert [old_policy_decay(OldPolicy(), s) for s in (1, 100, 500, 900)] == [0.001, 0.1, 0.5, 0.5]
+    assert [old_policy_decay(OldPolicy(schedule="linear_cap"), s) for s in (1, 100, 500, 900)] == [0.001, 0.1, 0.5, 0.5]
     assert old_policy_decay(OldPolicy(schedule="constant", value=0.3), 7) == 0.3
     delayed = OldPolicy(schedule="delayed_linear_cap", slope=0.0075, cap=0.999, delay=75)
     assert [old_policy_decay(delayed, s) for s in (1, 75, 77, 500)] == [0.0, 0.0, 0.015, 0.999]

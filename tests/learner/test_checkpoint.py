@@ -21,14 +21,6 @@ class Kill(BaseException):
     """Stands for SIGKILL: nothing catches it, nothing cleans up."""
 
 
-@pytest.fixture(autouse=True)
-def one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 # ---- the trainer's checkpoint
 
 

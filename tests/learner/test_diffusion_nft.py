@@ -6,21 +6,23 @@ import numpy as np
 import pytest
 import torch
 
+from configs.objectives import OBJECTIVES as SETTINGS
 from configs.objectives import DiffusionNFTSettings
 from learner.objectives import OBJECTIVES, build_objective
 from learner.objectives.base import Points, draw_times
+from tests.learner.tiny import in_double
 
 
 def one_point(x_t, t, x0) -> Points:
     x_t, x0 = torch.tensor([x_t]), torch.tensor([x0])
-    return Points(x_t, torch.tensor([t]), x0, torch.zeros_like(x0), torch.tensor([0]))
+    return Points(x_t, torch.tensor([t]), torch.tensor([0]), {"x0": x0, "eps": torch.zeros_like(x0)})
 
 
 def random_points(count: int = 6, latent: tuple[int, ...] = (2, 3), seed: int = 0) -> Points:
     rng = np.random.default_rng(seed)
     samples = torch.from_numpy(rng.standard_normal((count, *latent), np.float32))
     objective = build_objective(DiffusionNFTSettings(times_per_sample=1))
-    return objective.points(samples, torch.tensor([1.0, 0.75, 0.5, 0.25, 0.0]), rng)
+    return objective.points({"latents": samples}, torch.tensor([1.0, 0.75, 0.5, 0.25, 0.0]), rng)
 
 
 def test_loss_by_hand():
@@ -69,7 +71,7 @@ def test_gradient_at_the_old_policy_is_the_closed_form():
     v = torch.from_numpy(np.random.default_rng(3).standard_normal((6, 2, 3), np.float32))
     advantages = torch.tensor([0.5, -1.0, 2.0, -9.0, 0.0, 7.0])
     t = points.sigma.reshape(-1, 1, 1).double()
-    residual = points.x_t.double() - t * v.double() - points.x0.double()
+    residual = points.x_t.double() - t * v.double() - points.given["x0"].double()
     weight = residual.abs().mean((1, 2), keepdim=True)
     expected = advantages.clamp(-5, 5).reshape(-1, 1, 1).double() * (-2 * t * residual / (6 * weight)) / 6
     for beta in (0.3, 1.0, 2.0):
@@ -86,14 +88,14 @@ def test_gradient_by_finite_differences_with_the_weight_held_still():
     beta, clip, kl = 0.7, 5.0, 0.3
     rng = np.random.default_rng(5)
     points = random_points(3)
-    points = Points(*(x.double() if x.is_floating_point() else x for x in vars(points).values()))
+    points = in_double(points)
     v, old, ref = (torch.from_numpy(rng.standard_normal((3, 2, 3))) for _ in range(3))
     advantages = torch.tensor([2.0, -3.0, 11.0], dtype=torch.float64)
     t = points.sigma.reshape(-1, 1, 1)
 
     def residuals(u):
         plus, minus = beta * u + (1 - beta) * old, (1 + beta) * old - beta * u
-        return points.x_t - t * plus - points.x0, points.x_t - t * minus - points.x0
+        return points.x_t - t * plus - points.given["x0"], points.x_t - t * minus - points.given["x0"]
 
     weights = [r.abs().mean((1, 2)) for r in residuals(v)]
 
@@ -135,22 +137,24 @@ def test_the_reference_is_asked_for_only_where_it_is_used():
     assert build_objective(DiffusionNFTSettings(kl=0)).policies == ("current", "old")
     assert build_objective(DiffusionNFTSettings(kl=0), measure_kl=True).policies == ("current", "old", "ref")
     assert build_objective(DiffusionNFTSettings()).sampling_adapter == "old"
-    assert set(OBJECTIVES) == {"diffusion_nft"}
+    assert set(OBJECTIVES) == set(SETTINGS)
 
 
 def test_points_lie_on_the_path_at_times_of_the_schedule():
     sigmas = torch.tensor([1.0, 0.9, 0.7, 0.4, 0.0])
     samples = torch.from_numpy(np.random.default_rng(0).standard_normal((5, 4, 2, 2), np.float32))
-    points = build_objective(DiffusionNFTSettings(times_per_sample=3)).points(samples, sigmas, np.random.default_rng(1))
+    points = build_objective(DiffusionNFTSettings(times_per_sample=3)).points(
+        {"latents": samples}, sigmas, np.random.default_rng(1)
+    )
     assert len(points) == 15 and points.sample_index.tolist() == [i for i in range(5) for _ in range(3)]
-    assert torch.equal(points.x0, samples[points.sample_index])
+    assert torch.equal(points.given["x0"], samples[points.sample_index])
     t = points.sigma.reshape(-1, 1, 1, 1)
-    assert torch.equal(points.x_t, (1 - t) * points.x0 + t * points.eps)
+    assert torch.equal(points.x_t, (1 - t) * points.given["x0"] + t * points.given["eps"])
     assert set(points.sigma.tolist()) <= set(sigmas[:-1].tolist())  # never 0
     assert all(len(set(row)) == 3 for row in points.sigma.reshape(5, 3).tolist())
-    assert points.eps.std() == pytest.approx(1, abs=0.15)  # 240 normals: the standard error of the std is 0.046
-    again = build_objective(DiffusionNFTSettings(times_per_sample=3)).points(samples, sigmas, np.random.default_rng(1))
-    assert torch.equal(again.eps, points.eps) and torch.equal(again.sigma, points.sigma)
+    assert points.given["eps"].std() == pytest.approx(1, abs=0.15)  # 240 normals: the standard error of the std is 0.046
+    again = build_objective(DiffusionNFTSettings(times_per_sample=3)).points({"latents": samples}, sigmas, np.random.default_rng(1))
+    assert torch.equal(again.given["eps"], points.given["eps"]) and torch.equal(again.sigma, points.sigma)
 
 
 def test_more_times_than_the_schedule_has():

@@ -16,31 +16,26 @@ from tests.learner.tiny import tiny_groups, tiny_trainer
 SEEDS = [3, 2**63 + 5, 7]
 
 
-@pytest.fixture(autouse=True)
-def one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 def test_base_weights_are_the_bare_transformer(tiny_sd3_dir):
     trainer, cond = tiny_trainer(tiny_sd3_dir), tiny_groups(1)[0].cond
     bare = trainer.family.load_transformer("cpu", torch.float32)
     wanted = sample(trainer.family, bare, cond.repeat(3), SEEDS, 4, "dpm2", batch_size=8)
-    latents, images = trainer.regenerate(cond, SEEDS, weights="base")
-    assert latents.dtype == np.float32 and np.array_equal(latents, wanted.numpy())
+    samples, images = trainer.regenerate(cond, SEEDS, weights="base")
+    latents = samples["latents"]
+    assert samples.keys() == {"latents"} and latents.dtype == np.float32 and np.array_equal(latents, wanted.numpy())
     assert images.dtype == np.uint8 and images.shape == (3, 3, 16, 16)
     assert np.array_equal(images, trainer.family.decode(trainer.vae, wanted, batch_size=8).numpy())
 
 
 def test_each_weights_choice_is_its_adapter_and_the_default_samples_with_old(tiny_sd3_dir):
     trainer, cond = tiny_trainer(tiny_sd3_dir), tiny_groups(1)[0].cond
-    made = {weights: trainer.regenerate(cond, SEEDS, weights=weights)[0] for weights in ("current", "old", "ema", "base")}
+    made = {
+        weights: trainer.regenerate(cond, SEEDS, weights=weights)[0]["latents"] for weights in ("current", "old", "ema", "base")
+    }
     assert len({latents.tobytes() for latents in made.values()}) == 4
-    assert np.array_equal(trainer.regenerate(cond, SEEDS)[0], made["old"])
+    assert np.array_equal(trainer.regenerate(cond, SEEDS)[0]["latents"], made["old"])
     load_adapter_state(trainer.transformer, "current", adapter_state(trainer.transformer, "ema"))
-    assert np.array_equal(trainer.regenerate(cond, SEEDS, weights="current")[0], made["ema"])
+    assert np.array_equal(trainer.regenerate(cond, SEEDS, weights="current")[0]["latents"], made["ema"])
     with pytest.raises(ValueError, match="weights 'best' are unknown: use one of current, ema, old, base"):
         trainer.regenerate(cond, SEEDS, weights="best")
 
@@ -49,21 +44,21 @@ def test_evaluation_settings_reach_the_solver(tiny_sd3_dir):
     """One Euler step from sigma 1 to 0 is x0 = eps - v; a row of conditioning per seed is used as it is."""
     trainer = tiny_trainer(tiny_sd3_dir)
     cond = type(tiny_groups(1)[0].cond).cat([group.cond for group in tiny_groups(3)])
-    latents, _ = trainer.regenerate(cond, SEEDS, steps=1, weights="base", solver="euler", batch_size=3)
+    samples, _ = trainer.regenerate(cond, SEEDS, steps=1, weights="base", solver="euler", batch_size=3)
     noise = noise_for(SEEDS, trainer.family.latent_shape)
     with torch.no_grad():
         bare = trainer.family.load_transformer("cpu", torch.float32)
         v = trainer.family.velocity(bare, noise, torch.tensor(1.0), cond)
-    np.testing.assert_array_equal(latents, (noise + (-1.0) * v).numpy())
+    np.testing.assert_array_equal(samples["latents"], (noise + (-1.0) * v).numpy())
 
 
 def test_regenerating_leaves_no_trace(tiny_sd3_dir):
     """The same again after sampling with other weights, and an update after it equals an update without it."""
     cond = tiny_groups(1)[0].cond
     with_sampling, without = tiny_trainer(tiny_sd3_dir), tiny_trainer(tiny_sd3_dir)
-    first = with_sampling.regenerate(cond, SEEDS)[0]
+    first = with_sampling.regenerate(cond, SEEDS)[0]["latents"]
     with_sampling.regenerate(cond, SEEDS, weights="base")
-    assert np.array_equal(with_sampling.regenerate(cond, SEEDS)[0], first)
+    assert np.array_equal(with_sampling.regenerate(cond, SEEDS)[0]["latents"], first)
     metrics = [{k: v for k, v in t.update(0, tiny_groups()).items() if not k.startswith("time/")} for t in (with_sampling, without)]
     assert metrics[0] == metrics[1]
     names = {"loss/policy", "loss/kl", "grad_norm", "zero_std_ratio", "reward/train_mean", "reward/train_std"}
@@ -91,9 +86,9 @@ def test_what_is_exported_is_the_sampling_policy(tiny_sd3_dir):
     explorer = Explorer(trainer.family, BACKENDS["fp32"])
     assert explorer.load(manifest, chunks) == (7, manifest.checksum)
     _, drawn = explorer.explore(cond, SEEDS, 4, "dpm2")
-    np.testing.assert_allclose(drawn, trainer.regenerate(cond, SEEDS, weights="old")[0], rtol=0, atol=1e-4)
+    np.testing.assert_allclose(drawn, trainer.regenerate(cond, SEEDS, weights="old")[0]["latents"], rtol=0, atol=1e-4)
     for other in ("current", "ema", "base"):
-        assert np.abs(drawn - trainer.regenerate(cond, SEEDS, weights=other)[0]).max() > 1e-2
+        assert np.abs(drawn - trainer.regenerate(cond, SEEDS, weights=other)[0]["latents"]).max() > 1e-2
 
 
 def test_exports_tell_how_much_changed_and_what_is_quantised(tiny_sd3_dir):

@@ -14,22 +14,18 @@ from policy.sampling.noise import stream_seed
 from tests.learner.tiny import everything, identical, tiny_groups, tiny_trainer
 
 
-@pytest.fixture(autouse=True)
-def one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+def one_sample(group, position: int) -> dict[str, torch.Tensor]:
+    return {name: torch.from_numpy(rows[position : position + 1]) for name, rows in group.samples.items()}
 
 
 def plain_gradients(trainer, iteration: int, groups) -> tuple[dict[str, torch.Tensor], float]:
     """Gradients and loss of all points in one batch, written without the updater."""
-    values, _ = advantages([group.rewards for group in groups], trainer.config.advantages)
+    values, _ = advantages([group.rewards for group in groups], trainer.config.resolved_advantages)
     x_t, sigma, cond, points, weights = [], [], [], [], []
     for group, advantage in zip(groups, values, strict=True):
         for position in range(len(group.rewards)):
             rng = np.random.Generator(np.random.Philox(key=stream_seed(11, "train", iteration, group.prompt_index, position)))
-            made = trainer.objective.points(torch.from_numpy(group.latents[position : position + 1]), trainer.sigmas, rng)
+            made = trainer.objective.points(one_sample(group, position), trainer.sigmas, rng)
             points.append(made)
             x_t.append(made.x_t)
             sigma.append(made.sigma)
@@ -147,10 +143,10 @@ def test_training_moves_towards_good_samples_and_away_from_bad_ones(tiny_sd3_dir
 
     def distance() -> np.ndarray:
         rng = np.random.default_rng(0)
-        points = trainer.objective.points(torch.from_numpy(group.latents), trainer.sigmas, rng)
+        points = trainer.objective.points({"latents": torch.from_numpy(group.samples["latents"])}, trainer.sigmas, rng)
         with torch.no_grad(), use(trainer.transformer, "current"):
             v = trainer.family.velocity(trainer.transformer, points.x_t, points.sigma, group.cond.repeat(len(points)))
-        error = (points.x_t - points.sigma.reshape(-1, 1, 1, 1) * v - points.x0).pow(2).mean((1, 2, 3))
+        error = (points.x_t - points.sigma.reshape(-1, 1, 1, 1) * v - points.given["x0"]).pow(2).mean((1, 2, 3))
         return error.reshape(2, -1).mean(1).numpy()
 
     start = distance()
@@ -183,7 +179,7 @@ def assert_all_or_nothing(trainer, failure_dir, groups, said: str) -> NonFiniteT
         assert saved.metadata()["iteration"] == "5" and saved.metadata()["seed"] == "11"
         for group in groups:
             key = f"prompt_{group.prompt_index:04d}"
-            np.testing.assert_array_equal(saved.get_tensor(f"{key}/latents").numpy(), group.latents)
+            np.testing.assert_array_equal(saved.get_tensor(f"{key}/latents").numpy(), group.samples["latents"])
             assert saved.get_tensor(f"{key}/rewards").tolist() == group.rewards.tolist()
             assert torch.equal(saved.get_tensor(f"{key}/cond/prompt_embeds"), group.cond.tensors["prompt_embeds"])
         assert identical(
@@ -212,7 +208,7 @@ def test_an_old_policy_that_is_not_finite_is_told_from_the_current_one(tiny_sd3_
 
 def test_latents_that_are_not_finite_name_the_prompt(tiny_sd3_dir, tmp_path):
     groups = tiny_groups()
-    groups[1].latents[0, 0, 0, 0] = np.nan
+    groups[1].samples["latents"][0, 0, 0, 0] = np.nan
     assert_all_or_nothing(tiny_trainer(tiny_sd3_dir, tmp_path), tmp_path, groups, "latents of prompt 1 are not finite")
 
 
@@ -254,7 +250,7 @@ def test_a_failure_in_the_second_step_takes_back_the_first(tiny_sd3_dir, tmp_pat
 def test_evidence_that_cannot_be_saved_does_not_hide_the_error(tiny_sd3_dir, tmp_path):
     (tmp_path / "file").write_text("")
     groups = tiny_groups()
-    groups[0].latents[:] = np.inf
+    groups[0].samples["latents"][:] = np.inf
     with pytest.raises(NonFiniteTraining, match="latents of prompt 0.*could not be saved to .*file"):
         tiny_trainer(tiny_sd3_dir, tmp_path / "file").update(1, groups)
     with pytest.raises(NonFiniteTraining, match="no failure directory was given"):
@@ -271,7 +267,7 @@ def test_missing_rewards_and_ill_shaped_groups_are_refused(tiny_sd3_dir):
         trainer.update(1, groups)
     short = tiny_groups(1)[0]
     with pytest.raises(ValueError, match=r"latents \[2, 4, 8, 8\].*wanted \[3, 4, 8, 8\]"):
-        trainer.update(1, [type(short)(0, short.cond, short.latents[:2], short.rewards)])
+        trainer.update(1, [type(short)(0, short.cond, {"latents": short.samples["latents"][:2]}, short.rewards)])
     trainer.update(1, tiny_groups())
     with pytest.raises(ValueError, match="iteration 1 was trained already"):
         trainer.update(1, tiny_groups())

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 from configs.schema import RunConfig
+from learner.objectives import Points
 from learner.trainer import Group, Trainer
 from policy.lora import adapter_state, load_adapter_state
 from policy.types import Conditioning
@@ -51,11 +52,16 @@ def tiny_groups(count: int = 2, samples: int = 3, seed: int = 0) -> list[Group]:
         Group(
             prompt_index=index,
             cond=Conditioning({"prompt_embeds": _normal(rng, (1, 7, 32)), "pooled_prompt_embeds": _normal(rng, (1, 32))}),
-            latents=rng.standard_normal((samples, *TINY_LATENT), np.float32),
+            samples={"latents": rng.standard_normal((samples, *TINY_LATENT), np.float32)},
             rewards=rng.standard_normal(samples).astype(np.float32),
         )
         for index in range(count)
     ]
+
+
+def in_double(points: Points) -> Points:
+    """The same points in float64, for finite differences."""
+    return points._each(lambda tensor: tensor.double() if tensor.is_floating_point() else tensor)
 
 
 def everything(trainer: Trainer) -> dict[str, torch.Tensor]:

@@ -1,0 +1,21 @@
+"""DanceGRPO: GRPO on the paths of Dance-SDE (arXiv 2505.07818)."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from configs.objectives import DanceGRPOSettings, whole_part
+from learner.objectives.grpo import PathGRPO
+
+
+class DanceGRPO(PathGRPO):
+    """``PathGRPO`` on a random ``step_fraction`` of each path's steps without its last, at least one; no KL."""
+
+    def __init__(self, settings: DanceGRPOSettings, measure_kl: bool = False) -> None:
+        super().__init__(settings, 0.0, measure_kl)
+        self.settings = settings
+
+    def steps(self, count: int, rng: np.random.Generator) -> np.ndarray:
+        usable = self.settings.trained_steps(count)
+        drawn = max(whole_part(self.settings.step_fraction * len(usable)), 1)
+        return np.sort(rng.permutation(np.asarray(usable))[:drawn])

@@ -1,0 +1,135 @@
+"""Stochastic solvers of the flow, step by step: the same marginals as dx = v dsigma, with a density for every step taken.
+
+With score s of the marginal at sigma, any noise level g(sigma) >= 0 keeps the marginals (arXiv 2011.13456, appendix D.1):
+dx = (v - g^2 s / 2) dsigma + g dW, sigma falling. One step from sigma to sigma_next is Gaussian with mean and std below;
+dsigma = sigma_next - sigma < 0. The solvers differ in g. Both are of weak order 1.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from policy.families.base import Family
+from policy.sampling.noise import noise_for
+from policy.types import Conditioning
+
+NEARLY_ONE = 0.9989
+"""Schedules on 1000 training timesteps start at sigma = 1, or at 0.999 and above: from there 1 / (1 - sigma) is no noise level."""
+
+
+@dataclass(frozen=True)
+class Step:
+    """The Gaussian of one step for B states: x_next ~ N(mean, std^2)."""
+
+    mean: Tensor  # [B, *latent], dtype of x
+    std: Tensor  # [B, 1, ...], dtype of x
+    length: Tensor  # [B, 1, ...], -dsigma
+
+    def log_prob(self, x_next: Tensor) -> Tensor:
+        """Log-density of x_next [B, *latent] per latent dimension, i.e. its mean over them: [B], dtype of x."""
+        z = (x_next - self.mean) / self.std
+        return (-0.5 * z**2 - self.std.log() - 0.5 * math.log(2 * math.pi)).flatten(1).mean(1)
+
+
+def flow_sde(x: Tensor, v: Tensor, sigma: Tensor, sigma_next: Tensor, eta: float) -> Step:
+    """Flow-SDE (FlowGRPO, arXiv 2505.05470, its update rule): g = eta sqrt(sigma / (1 - sigma)); std = g sqrt(-dsigma).
+
+    mean = x (1 + g^2 dsigma / (2 sigma)) + v (1 + g^2 (1 - sigma) / (2 sigma)) dsigma. x, v [B, *latent], sigmas [B], sigma >
+    sigma_next >= 0. In the first step, from sigma = 1, the next sigma stands in the denominator of g; so it does from
+    NEARLY_ONE on.
+    """
+    now, length = _columns(x, sigma, sigma_next)
+    beside = torch.where(now > NEARLY_ONE, now - length, now)
+    return _step(x, v, now, length, eta**2 * now / (1 - beside))
+
+
+def dance_sde(x: Tensor, v: Tensor, sigma: Tensor, sigma_next: Tensor, eta: float) -> Step:
+    """Dance-SDE (DanceGRPO, arXiv 2505.07818): g = eta; std = eta sqrt(-dsigma).
+
+    mean = x + v dsigma - eta^2 s dsigma / 2 with s = -(x - (1 - sigma) x0_hat) / sigma^2. With x0_hat = x - sigma v that is
+    s = -(x + (1 - sigma) v) / sigma, and the mean has the form of ``flow_sde``. x, v [B, *latent], sigmas [B].
+    """
+    now, length = _columns(x, sigma, sigma_next)
+    return _step(x, v, now, length, torch.full_like(now, eta**2))
+
+
+def _columns(x: Tensor, sigma: Tensor, sigma_next: Tensor) -> tuple[Tensor, Tensor]:
+    """sigma and -dsigma, float64 [B, 1, ...] on x's device."""
+    shape = (len(x), *[1] * (x.ndim - 1))
+    now, after = (value.to(x.device, torch.float64).reshape(shape) for value in (sigma, sigma_next))
+    return now, now - after
+
+
+def _step(x: Tensor, v: Tensor, now: Tensor, length: Tensor, square: Tensor) -> Step:
+    """The step with g^2 = ``square``. Coefficients are float64 and rounded once, so that they do not depend on the batch."""
+    of_x = 1 - square * length / (2 * now)
+    of_v = -(1 + square * (1 - now) / (2 * now)) * length
+    return Step(of_x.to(x) * x + of_v.to(x) * v, (square * length).sqrt().to(x), length.to(x))
+
+
+TRANSITIONS: dict[str, Callable[[Tensor, Tensor, Tensor, Tensor, float], Step]] = {"flow_sde": flow_sde, "dance_sde": dance_sde}
+
+
+@dataclass(frozen=True)
+class PathSolver:
+    """A stochastic solver with its noise level."""
+
+    name: str
+    eta: float
+
+    def step(self, x: Tensor, v: Tensor, sigma: Tensor, sigma_next: Tensor) -> Step:
+        """The step from x [B, *latent] with velocity v at sigma [B] to sigma_next [B]."""
+        return TRANSITIONS[self.name](x, v, sigma, sigma_next, self.eta)
+
+
+@dataclass(frozen=True)
+class Paths:
+    """B sampled paths of T steps, on the CPU."""
+
+    states: Tensor  # float32 [B, T + 1, *latent], from the initial noise to the latents at sigma 0
+    log_probs: Tensor  # float32 [B, T], of the step from state j to state j + 1
+
+
+@torch.no_grad()
+def sample_paths(
+    family: Family,
+    transformer: nn.Module,
+    cond: Conditioning,
+    noise_seeds: Sequence[int],
+    path_seeds: Sequence[int],
+    steps: int,
+    solver: PathSolver,
+    batch_size: int | None = None,
+) -> Paths:
+    """Row i starts from the noise of ``noise_seeds[i]`` and takes its steps' noise from the stream ``path_seeds[i]``.
+
+    cond has B rows; ``batch_size`` paths go through the transformer at a time, None means all. Noise depends on a row's own
+    seeds and on ``steps`` alone. Raises ValueError when rows and seeds differ.
+    """
+    if not len(cond) == len(noise_seeds) == len(path_seeds):
+        raise ValueError(
+            f"{len(noise_seeds)} noise seeds, {len(path_seeds)} path seeds and conditioning of {len(cond)} rows: one of each per path"
+        )
+    parameter = next(transformer.parameters())
+    sigmas = family.sigmas(steps)
+    size = batch_size or max(len(noise_seeds), 1)
+    states = torch.empty((len(noise_seeds), steps + 1, *family.latent_shape))
+    log_probs = torch.empty((len(noise_seeds), steps))
+    for start in range(0, len(noise_seeds), size):
+        rows = slice(start, start + size)
+        part = cond.rows(rows).to(parameter.device, parameter.dtype)
+        x = noise_for(noise_seeds[rows], family.latent_shape).to(parameter.device)
+        fresh = noise_for(path_seeds[rows], (steps, *family.latent_shape)).to(parameter.device)
+        states[rows, 0] = x.cpu()
+        for j in range(steps):
+            now, after = (sigmas[k].to(x.device).expand(len(x)) for k in (j, j + 1))
+            step = solver.step(x, family.velocity(transformer, x, now, part), now, after)
+            x = step.mean + step.std * fresh[:, j]
+            states[rows, j + 1] = x.cpu()
+            log_probs[rows, j] = step.log_prob(x).cpu()
+    return Paths(states, log_probs)

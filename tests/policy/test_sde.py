@@ -1,0 +1,183 @@
+"""Stochastic solvers: one step by hand, marginals of a closed-form flow, densities, and independence of batching."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from policy.sampling.noise import noise_for
+from policy.sampling.sde import TRANSITIONS, PathSolver, sample_paths
+from policy.types import Conditioning
+from tests.gaussian_flow import SPREAD, Denoiser, GaussianFamily, marginal, velocity
+
+FIRST = 0.9  # of schedules that stay away from sigma = 1
+
+
+def moments_after(name: str, eta: float, steps: int, last: float = 0.0) -> tuple[float, float]:
+    """Mean and variance after ``steps`` equal steps from FIRST to ``last``, without sampling.
+
+    The velocity is affine, so a step is x' = a x + b + std z with a and b read off at x = 0 and 1: moments follow exactly.
+    """
+    mean, variance = marginal(FIRST)
+    sigmas = torch.linspace(FIRST, last, steps + 1, dtype=torch.float64)
+    x = torch.tensor([[0.0], [1.0]], dtype=torch.float64)
+    for now, after in zip(sigmas[:-1], sigmas[1:], strict=True):
+        step = TRANSITIONS[name](x, velocity(x, now), now.expand(2), after.expand(2), eta)
+        b, a = step.mean[0].item(), (step.mean[1] - step.mean[0]).item()
+        mean, variance = a * mean + b, a**2 * variance + step.std[0].item() ** 2
+    return mean, variance
+
+
+def column(*values: float) -> torch.Tensor:
+    return torch.tensor([[value] for value in values], dtype=torch.float64)
+
+
+def sigmas(*values: float) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.float64)
+
+
+def test_a_flow_sde_step_by_hand():
+    """sigma 1/2 to 1/4, eta 1: g^2 = (1/2) / (1/2) = 1, dsigma = -1/4. x = 2, v = 3:
+    mean = 2 (1 - 1/4) + 3 (1 + 1/2) (-1/4) = 1.5 - 1.125 = 0.375; std = sqrt(1/4)."""
+    step = TRANSITIONS["flow_sde"](column(2.0), column(3.0), sigmas(0.5), sigmas(0.25), 1.0)
+    assert (step.mean.item(), step.std.item(), step.length.item()) == (0.375, 0.5, 0.25)
+
+
+def test_from_sigma_1_the_next_sigma_is_in_the_denominator():
+    """sigma 1 to 3/4, eta 1: g^2 = 1 / (1 - 3/4) = 4; x = 2, v = 3: mean = 2 (1 - 4/2/4) - 3/4 = 1 - 0.75; std = sqrt(4/4).
+    A schedule that starts at 0.9997, as one on 1000 training timesteps may, does nearly the same and not 3333 / 4."""
+    step = TRANSITIONS["flow_sde"](column(2.0), column(3.0), sigmas(1.0), sigmas(0.75), 1.0)
+    assert (step.mean.item(), step.std.item()) == (0.25, 1.0)
+    near = TRANSITIONS["flow_sde"](column(2.0), column(3.0), sigmas(0.9997), sigmas(0.75), 1.0)
+    assert near.mean.item() == pytest.approx(0.25, abs=0.01) and near.std.item() == pytest.approx(1.0, abs=0.01)
+    exact = TRANSITIONS["flow_sde"](column(2.0), column(3.0), sigmas(0.95), sigmas(0.75), 1.0)
+    assert exact.std.item() == pytest.approx(math.sqrt(0.95 / 0.05 * 0.2))
+
+
+def test_a_dance_sde_step_by_hand():
+    """The paper's form: sigma 1/2 to 1/4, eta 1/2, x = 2, v = 3: x0_hat = 2 - 3/2 = 1/2, s = -(2 - 1/4) / (1/4) = -7;
+    mean = 2 - 3/4 - 1/2 (1/4) (-7) (-1/4) = 1.25 - 0.21875; std = 1/2 sqrt(1/4)."""
+    step = TRANSITIONS["dance_sde"](column(2.0), column(3.0), sigmas(0.5), sigmas(0.25), 0.5)
+    assert (step.mean.item(), step.std.item()) == (1.03125, 0.25)
+
+
+@pytest.mark.parametrize("name", TRANSITIONS)
+def test_without_noise_a_step_is_eulers(name):
+    step = TRANSITIONS[name](column(2.0), column(3.0), sigmas(0.5), sigmas(0.25), 1e-9)
+    assert step.mean.item() == pytest.approx(2 - 0.75, abs=1e-12)
+
+
+def test_the_density_is_the_normal_one_averaged_over_dimensions():
+    """std 1/2, x' - mean = (1/2, -1): mean of -1/2 and -2, less log(1/2), less log(2 pi) / 2."""
+    x, v = column(2.0).expand(1, 2), column(3.0).expand(1, 2)
+    step = TRANSITIONS["flow_sde"](x, v, sigmas(0.5), sigmas(0.25), 1.0)
+    found = step.log_prob(step.mean + torch.tensor([[0.5, -1.0]], dtype=torch.float64))
+    assert found.shape == (1,) and found.item() == pytest.approx(-1.25 + math.log(2) - math.log(2 * math.pi) / 2, rel=1e-12)
+
+
+@pytest.mark.parametrize(("name", "eta"), [("flow_sde", 0.7), ("dance_sde", 0.3), ("dance_sde", 1.0)])
+@pytest.mark.parametrize("last", [0.0, 0.3])
+def test_moments_converge_to_the_flows_with_order_one(name, eta, last):
+    """Euler-Maruyama is of weak order 1: error = c / n + O(1 / n^2). Four times the steps leave a quarter; at n = 200 the next
+    order is n times smaller than the first times a constant of a few units, so 3 % is allowed. The mean follows a straight
+    line, on which Euler's steps are exact."""
+    mean, variance = marginal(last)
+    found = {steps: moments_after(name, eta, steps, last) for steps in (200, 800)}
+    assert all(abs(found[steps][0] - mean) < 1e-12 for steps in found)
+    coarse, fine = (found[steps][1] - variance for steps in (200, 800))
+    assert abs(coarse) < 0.01 and coarse / fine == pytest.approx(4, rel=0.03)
+
+
+def test_a_wrong_drift_would_be_seen():
+    """Had the correction of the drift the other sign, the variance would be off by far more than the 0.01 above."""
+    mean, variance = marginal(FIRST)
+    x = torch.tensor([[0.0], [1.0]], dtype=torch.float64)
+    grid = torch.linspace(FIRST, 0.0, 201, dtype=torch.float64)
+    for now, after in zip(grid[:-1], grid[1:], strict=True):
+        v = velocity(x, now)
+        right = TRANSITIONS["flow_sde"](x, v, now.expand(2), after.expand(2), 0.7)
+        wrong = 2 * (x + v * (after - now)) - right.mean
+        a = (wrong[1] - wrong[0]).item()
+        mean, variance = a * mean + wrong[0].item(), a**2 * variance + right.std[0].item() ** 2
+    assert abs(variance - SPREAD**2) > 0.1
+
+
+# ---- whole paths
+
+
+def draw(seeds, streams, steps=10, solver=("flow_sde", 0.7), batch_size=None, family=None):
+    cond = Conditioning({"c": torch.zeros(len(seeds), 1)})
+    return sample_paths(family or GaussianFamily(), Denoiser(32), cond, seeds, streams, steps, PathSolver(*solver), batch_size)
+
+
+@pytest.mark.parametrize("solver", [("flow_sde", 0.7), ("dance_sde", 0.3)])
+def test_sampled_moments_are_the_propagated_ones(solver):
+    """500 paths of 32 independent dimensions, n = 16,000: the mean's standard error is std / 126, the variance's its share
+    sqrt(2 / n) = 1.1 %; 4 of them are allowed. The start is N(0, 1), so the recursion starts from that."""
+    paths = draw(list(range(500)), list(range(1000, 1500)), 20, solver)
+    mean, variance, x = 0.0, 1.0, torch.tensor([[0.0], [1.0]])
+    grid = GaussianFamily().sigmas(20)
+    for now, after in zip(grid[:-1], grid[1:], strict=True):
+        step = PathSolver(*solver).step(x, velocity(x, now), now.expand(2), after.expand(2))
+        a = (step.mean[1] - step.mean[0]).item()
+        mean, variance = a * mean + step.mean[0].item(), a**2 * variance + step.std[0].item() ** 2
+    end = paths.states[:, -1].double()
+    assert end.mean().item() == pytest.approx(mean, abs=4 * math.sqrt(variance / 16000))
+    assert end.var().item() == pytest.approx(variance, rel=4 * math.sqrt(2 / 16000))
+
+
+def test_a_path_has_the_shapes_and_starts_at_its_noise():
+    paths = draw([5, 2**63 + 1, 7], [1, 2, 3])
+    assert paths.states.shape == (3, 11, 4, 8) and paths.log_probs.shape == (3, 10)
+    assert paths.states.dtype == paths.log_probs.dtype == torch.float32
+    assert torch.equal(paths.states[:, 0], noise_for([5, 2**63 + 1, 7], (4, 8)))
+
+
+def test_a_row_depends_on_its_own_seeds_alone():
+    """The velocity here is elementwise, hence the same in every batch: paths are equal to the bit however they are batched."""
+    whole, family = draw([5, 6, 7], [1, 2, 3]), GaussianFamily()
+    parts = draw([5, 6, 7], [1, 2, 3], batch_size=2, family=family)
+    assert family.batches == [2] * 10 + [1] * 10
+    alone = draw([6], [2])
+    for other, rows in ((parts, slice(None)), (alone, slice(1, 2))):
+        assert torch.equal(other.states, whole.states[rows]) and torch.equal(other.log_probs, whole.log_probs[rows])
+    same_start = draw([5, 5], [1, 2])
+    assert torch.equal(same_start.states[0, 0], same_start.states[1, 0])
+    assert not torch.equal(same_start.states[0, 1], same_start.states[1, 1])
+
+
+@pytest.mark.parametrize("solver", [("flow_sde", 0.7), ("dance_sde", 0.3)])
+def test_the_stored_density_is_that_of_the_stored_step(solver):
+    """Recomputed from the stored states one step at a time and all steps at once: the same bits, as arithmetic is elementwise
+    and sums run over one row."""
+    family, paths = GaussianFamily(), draw([5, 6, 7], [1, 2, 3], solver=solver)
+    grid, chosen = family.sigmas(10), PathSolver(*solver)
+    for j in range(10):
+        x, now, after = paths.states[:, j], grid[j].expand(3), grid[j + 1].expand(3)
+        again = chosen.step(x, velocity(x, now), now, after).log_prob(paths.states[:, j + 1])
+        assert torch.equal(again, paths.log_probs[:, j])
+    x, now, after = paths.states[:, :-1].flatten(0, 1), grid[:-1].repeat(3), grid[1:].repeat(3)
+    step = chosen.step(x, velocity(x, now), now, after)
+    torch.testing.assert_close(step.log_prob(paths.states[:, 1:].flatten(0, 1)).reshape(3, 10), paths.log_probs, rtol=0, atol=1e-6)
+    # a Gaussian's own samples have log-density -1/2 - log std - log(2 pi)/2 on average, +- 1 / sqrt(2 * 32 * 30) = 0.023; 4 of them
+    expected = (-0.5 - step.std.flatten().log() - 0.5 * math.log(2 * math.pi)).mean()
+    assert paths.log_probs.mean().item() == pytest.approx(expected.item(), abs=0.1)
+
+
+def test_rows_and_seeds_must_agree():
+    with pytest.raises(ValueError, match="2 noise seeds, 1 path seeds and conditioning of 2 rows"):
+        draw([1, 2], [1])
+    assert draw([], []).states.shape == (0, 11, 4, 8)
+
+
+def test_paths_are_pinned():
+    """Golden values: a run's results stand on them."""
+    paths = draw([1], [2], steps=2)
+    found = np.array([paths.states[0, 2, 0, 0].item(), paths.log_probs[0, 0].item(), paths.log_probs[0, 1].item()])
+    np.testing.assert_allclose(found, GOLDEN, rtol=0, atol=2e-6)
+
+
+GOLDEN = [0.2757234, -1.1727393, -0.8452396]
