@@ -28,7 +28,7 @@ from configs.resume import differences
 from configs.schema import RunConfig
 from learner.checkpoint import CheckpointError, latest_checkpoint, read
 from learner.schedules import stop_reason
-from policy.families.base import model_directory
+from policy.families import family_for
 from rewards import resolve
 from rewards.base import ScorerSetupError
 
@@ -43,9 +43,9 @@ def train(config: RunConfig, resume: bool) -> RunDirectory:
     """
     train_prompts, test_prompts = read_prompts(config.prompts.train), read_prompts(config.prompts.test)
     try:
-        model_directory(config.model)
+        family_for(config.model).check()
     except (FileNotFoundError, ValueError) as error:
-        raise ConfigError([f"model.path: {error}"]) from None
+        raise ConfigError([str(error)]) from None
     check_scorers(config)
     rundir = RunDirectory.of(config)
     if resume:

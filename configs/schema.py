@@ -30,12 +30,23 @@ class Section(BaseModel):
 class Model(Section):
     """The base text-to-image model: a diffusers pipeline directory or hub id."""
 
-    family: Literal["sd3"] = "sd3"
+    family: Literal["sd3", "flux", "sana"] = "sd3"
     path: str = Field(description="pipeline directory, hub id, or 'shapes' for the tiny model that ships with Sol-RL")
     height: int = Field(default=512, ge=16, multiple_of=8, description="picture height in pixels")
     width: int = Field(default=512, ge=16, multiple_of=8, description="picture width in pixels")
     max_sequence_length: int = Field(default=128, ge=1, description="tokens of the long text encoder")
     shift: float | None = Field(default=None, gt=0, description="time shift of the sigma schedule; None keeps the model's own")
+    guidance: float | None = Field(
+        default=None, ge=0, description="embedded guidance of a guidance-distilled model such as FLUX.1-dev; required there"
+    )
+    complex_human_instruction: bool = Field(
+        default=True, description="SANA: the pipeline's own instruction goes before every prompt"
+    )
+    vae_slicing: bool = Field(default=False, description="decode one picture at a time: less memory")
+    vae_tiling: bool = Field(default=False, description="decode large pictures in overlapping tiles: less memory, other pixels")
+    text_offload: bool = Field(
+        default=False, description="text encoders stay in host memory, and are on the encoder's GPU only while prompts are encoded"
+    )
 
 
 class Prompts(Section):
@@ -153,6 +164,9 @@ class Optimizer(Section):
     steps_per_iteration: int = Field(default=1, ge=1, description="the iteration's samples are split into so many optimiser steps")
     batch_size: int = Field(
         default=24, ge=1, description="(sample, time) pairs per forward and backward pass; gradients accumulate"
+    )
+    gradient_checkpointing: bool = Field(
+        default=False, description="compute each block again in the backward pass instead of keeping what it made: less memory"
     )
 
 

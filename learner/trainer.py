@@ -74,6 +74,9 @@ class Trainer:
         wanted = {self.objective.sampling_adapter, *self.objective.policies, *self.objective.averages, "ema"} - {"ref", "current"}
         self.adapters = ("current", *sorted(wanted))
         add_adapters(self.transformer, config.lora, self.family, names=self.adapters, seed=stream_seed(config.seed, "lora"))
+        if config.optimizer.gradient_checkpointing:
+            denoiser: Any = self.transformer
+            denoiser.enable_gradient_checkpointing()  # what it recomputes, it does with "current" active
         self.sigmas = self.family.sigmas(config.regenerate.steps)
         self.updater = Updater(self.family, self.transformer, self.objective, config.optimizer, self.device)
         self.done = 0

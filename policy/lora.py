@@ -12,6 +12,7 @@ import json
 import os
 import warnings
 from collections.abc import Iterator, Sequence
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
@@ -33,18 +34,15 @@ def add_adapters(transformer: nn.Module, lora: Lora, family: Family, names: Sequ
     """Wrap the target linears with one adapter per name, all equal: A ~ N(0, 1 / rank^2) from ``seed``, B = 0.
 
     With ``lora.init_from`` all start as that diffusers LoRA instead. The first name is active and trainable afterwards.
-    Raises ValueError when no module matches the targets, FileNotFoundError or ValueError for an unusable ``init_from``.
+    Raises ValueError for a target that matches nothing, FileNotFoundError or ValueError for an unusable ``init_from``.
     """
-    targets = list(lora.targets or family.lora_targets)
-    settings: dict[str, Any] = {"r": lora.rank, "lora_alpha": lora.alpha, "target_modules": targets}
+    modules = target_modules(transformer, lora.targets or family.lora_targets, strict=bool(lora.targets))
+    settings: dict[str, Any] = {"r": lora.rank, "lora_alpha": lora.alpha, "target_modules": modules}
     config = LoraConfig(**settings)
     for name in names:
-        try:
-            with warnings.catch_warnings():
-                warnings.filterwarnings("ignore", message="Already found a `peft_config`")  # several adapters are the point
-                inject_adapter_in_model(config, transformer, adapter_name=name)
-        except ValueError as error:
-            raise ValueError(f"lora.targets: no module of the transformer ends in one of {', '.join(targets)}") from error
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="Already found a `peft_config`")  # several adapters are the point
+            inject_adapter_in_model(config, transformer, adapter_name=name)
     generator = torch.Generator().manual_seed(seed)
     state: dict[str, Tensor] = {}
     for module, layer in adapted_modules(transformer):
@@ -63,6 +61,27 @@ def add_adapters(transformer: nn.Module, lora: Lora, family: Family, names: Sequ
             layer.lora_A[name].requires_grad_(name == names[0])
             layer.lora_B[name].requires_grad_(name == names[0])
         layer._active_adapter = [names[0]]
+
+
+def target_modules(transformer: nn.Module, targets: Sequence[str], strict: bool = True) -> list[str]:
+    """Paths of the linears (1x1 convolutions are linears too) whose path ends in one of ``targets``, in the transformer's order.
+
+    A target is the last names of a path, `*` standing for anything. Raises ValueError when none matches and, if ``strict``, when
+    any target matches nothing.
+    """
+    names = [name for name, module in transformer.named_modules() if _is_linear(module)]
+    found = {target: [n for n in names if fnmatchcase(n, target) or fnmatchcase(n, f"*.{target}")] for target in targets}
+    idle = [target for target, modules in found.items() if not modules]
+    if len(idle) == len(found) or (strict and idle):
+        known = f"; there are such as {names[len(names) // 2]!r}" if names else ""
+        raise ValueError(f"lora.targets: no linear of the transformer ends in {' or '.join(map(repr, idle))}{known}")
+    wanted = {name for modules in found.values() for name in modules}
+    return [name for name in names if name in wanted]
+
+
+def _is_linear(module: nn.Module) -> bool:
+    pointwise = isinstance(module, nn.Conv2d) and module.kernel_size == (1, 1) and module.groups == 1
+    return isinstance(module, nn.Linear) or pointwise
 
 
 def adapted_modules(transformer: nn.Module) -> list[tuple[str, LoraLayer]]:
@@ -229,7 +248,7 @@ def _start_from(state: dict[str, Tensor], lora: Lora) -> None:
             continue
         down, up = value.float(), given[f"{module}.lora_B.weight"].float()
         rank, a, b = len(down), state[key], state[f"{module}.lora_B.weight"]
-        if rank > lora.rank or down.shape[1] != a.shape[1] or up.shape != (b.shape[0], rank):
+        if rank > lora.rank or down.shape[1:] != a.shape[1:] or up.shape != (b.shape[0], rank, *b.shape[2:]):
             found, wanted = f"{up.shape[0]}x{down.shape[1]} of rank {rank}", f"{b.shape[0]}x{a.shape[1]} of rank {lora.rank}"
             raise ValueError(f"lora.init_from: {module} is {found}, here it is {wanted}: raise lora.rank or use another LoRA")
         a[:rank] = down

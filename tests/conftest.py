@@ -5,9 +5,11 @@ from collections.abc import Iterator
 import pytest
 from hypothesis import settings
 
+from tests.tiny_flux import tiny_flux_dir
+from tests.tiny_sana import tiny_sana_dir
 from tests.tiny_sd3 import tiny_sd3_dir
 
-__all__ = ["ray_here", "tiny_sd3_dir"]
+__all__ = ["ray_here", "tiny_flux_dir", "tiny_sana_dir", "tiny_sd3_dir"]
 
 # the same examples every time, and no deadline: a busy machine is no failure of the code
 settings.register_profile("suite", derandomize=True, deadline=None)

@@ -1,5 +1,7 @@
 """A StableDiffusion3Pipeline directory with random weights: every real class, a few hundred kilobytes, made in a second.
 
+Its autoencoder, text encoders and tokenizers serve the other tiny pipelines too.
+
 The width is 32 and K = 32 and 64 in the blocks' linears, so that every one of them divides into NVFP4 blocks of 16.
 Pictures are 16x16, latents [4, 8, 8]; CLIP texts have 16 tokens.
 torch and diffusers are imported by the functions, so that a conftest can import the fixture at no cost.
@@ -14,7 +16,8 @@ import pytest
 
 if TYPE_CHECKING:
     from diffusers import AutoencoderKL, SD3Transformer2DModel
-    from transformers import CLIPTextModelWithProjection, CLIPTokenizer, T5EncoderModel, T5TokenizerFast
+    from torch import nn
+    from transformers import CLIPTextConfig, CLIPTextModelWithProjection, CLIPTokenizer, T5EncoderModel, T5TokenizerFast
 
 TINY_HEIGHT = TINY_WIDTH = 16
 TINY_LATENT = (4, 8, 8)
@@ -58,24 +61,29 @@ def make_tiny_sd3(path: str | Path, seed: int = 0) -> Path:
     try:
         torch.manual_seed(seed)
         transformer = _transformer()
-        for name, parameter in transformer.named_parameters():
-            if parameter.ndim == 1:
-                parameter.data.normal_(1.0 if "norm_" in name and name.endswith("weight") else 0.0, 0.1)
+        randomise_vectors(transformer)
         pipe = StableDiffusion3Pipeline(
             transformer=transformer,
             scheduler=FlowMatchEulerDiscreteScheduler(shift=3.0),
-            vae=_vae(),
+            vae=tiny_vae(),
             text_encoder=_clip(),
-            tokenizer=_clip_tokenizer(),
+            tokenizer=tiny_clip_tokenizer(),
             text_encoder_2=_clip(),
-            tokenizer_2=_clip_tokenizer(),
-            text_encoder_3=_t5(),
-            tokenizer_3=_t5_tokenizer(),
+            tokenizer_2=tiny_clip_tokenizer(),
+            text_encoder_3=tiny_t5(),
+            tokenizer_3=tiny_t5_tokenizer(),
         )
         pipe.save_pretrained(str(path))
     finally:
         torch.set_rng_state(state)
     return Path(path)
+
+
+def randomise_vectors(transformer: nn.Module) -> None:
+    """Random biases, near 0, and norm weights, near 1."""
+    for name, parameter in transformer.named_parameters():
+        if parameter.ndim == 1:
+            parameter.data.normal_(1.0 if "norm_" in name and name.endswith("weight") else 0.0, 0.1)
 
 
 def _transformer() -> SD3Transformer2DModel:
@@ -97,7 +105,7 @@ def _transformer() -> SD3Transformer2DModel:
     )
 
 
-def _vae() -> AutoencoderKL:
+def tiny_vae() -> AutoencoderKL:
     from diffusers import AutoencoderKL
 
     return AutoencoderKL(
@@ -117,11 +125,11 @@ def _vae() -> AutoencoderKL:
     )
 
 
-def _clip() -> CLIPTextModelWithProjection:
-    from transformers import CLIPTextConfig, CLIPTextModelWithProjection
+def tiny_clip_config() -> CLIPTextConfig:
+    from transformers import CLIPTextConfig
 
-    config = CLIPTextConfig(
-        vocab_size=len(_clip_vocab()[0]),
+    return CLIPTextConfig(
+        vocab_size=len(tiny_clip_vocab()[0]),
         hidden_size=16,
         intermediate_size=32,
         num_hidden_layers=2,
@@ -133,10 +141,15 @@ def _clip() -> CLIPTextModelWithProjection:
         pad_token_id=1,
         hidden_act="gelu",
     )
-    return CLIPTextModelWithProjection(config).eval()
 
 
-def _clip_vocab() -> tuple[dict[str, int], list[tuple[str, str]]]:
+def _clip() -> CLIPTextModelWithProjection:
+    from transformers import CLIPTextModelWithProjection
+
+    return CLIPTextModelWithProjection(tiny_clip_config()).eval()
+
+
+def tiny_clip_vocab() -> tuple[dict[str, int], list[tuple[str, str]]]:
     """Letters, letters that end a word, and the merges that spell WORDS."""
     letters = "abcdefghijklmnopqrstuvwxyz0123456789.,"
     tokens = ["<|startoftext|>", "<|endoftext|>", *letters, *(f"{letter}</w>" for letter in letters)]
@@ -151,21 +164,21 @@ def _clip_vocab() -> tuple[dict[str, int], list[tuple[str, str]]]:
     return {token: index for index, token in enumerate(tokens)}, merges
 
 
-def _clip_tokenizer() -> CLIPTokenizer:
+def tiny_clip_tokenizer() -> CLIPTokenizer:
     from transformers import CLIPTokenizer
 
-    vocab, merges = _clip_vocab()
+    vocab, merges = tiny_clip_vocab()
     return CLIPTokenizer(vocab=vocab, merges=merges, model_max_length=16)
 
 
-def _t5() -> T5EncoderModel:
+def tiny_t5() -> T5EncoderModel:
     from transformers import T5Config, T5EncoderModel
 
     config = T5Config(vocab_size=64, d_model=32, d_kv=8, d_ff=32, num_layers=1, num_heads=2, pad_token_id=0, eos_token_id=1)
     return T5EncoderModel(config).eval()
 
 
-def _t5_tokenizer() -> T5TokenizerFast:
+def tiny_t5_tokenizer() -> T5TokenizerFast:
     from transformers import T5TokenizerFast
 
     vocab = [("<pad>", 0.0), ("</s>", 0.0), ("<unk>", 0.0), ("▁", -4.0)]

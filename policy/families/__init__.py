@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 from configs.schema import Model
-from policy.families.base import Family, TextEncoder, model_directory
+from policy.families.base import INDEX, Family, TextEncoder, model_directory, pipeline_file
+from policy.families.flux import Flux
+from policy.families.sana import Sana
 from policy.families.sd3 import SD3
 
-FAMILIES: dict[str, type[Family]] = {"sd3": SD3}
+FAMILIES: dict[str, type[Family]] = {"sd3": SD3, "flux": Flux, "sana": Sana}
 
 
 def family_for(model: Model) -> Family:
     """The family of ``model.family``, with its directory checked. Raises FileNotFoundError or ValueError, one line each."""
+    directory = model_directory(model)
+    found = pipeline_file(directory, INDEX).get("_class_name")
+    if found not in {family.pipeline_class for family in FAMILIES.values()}:
+        known = ", ".join(f"{family.pipeline_class} (family {name!r})" for name, family in FAMILIES.items())
+        raise ValueError(f"model.path: {directory!r} holds a {found}; supported are {known}")
     return FAMILIES[model.family](model)
 
 

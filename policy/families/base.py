@@ -12,10 +12,12 @@ import torch
 from torch import Tensor, nn
 
 from configs.schema import Model
+from policy.families.text import PromptEncoder
 from policy.types import Conditioning
 
 SHAPES_DIRECTORY = Path(__file__).resolve().parents[2] / "shapes" / "model"
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
+INDEX = "model_index.json"
 
 
 def model_directory(model: Model) -> str:
@@ -31,9 +33,44 @@ def model_directory(model: Model) -> str:
             return model.path
     if not directory.is_dir():
         raise FileNotFoundError(f"model.path: there is no directory {str(directory)!r}: {mend}")
-    if not (directory / "model_index.json").is_file():
-        raise ValueError(f"model.path: {str(directory)!r} has no model_index.json, so it is no diffusers pipeline: {mend}")
+    if not (directory / INDEX).is_file():
+        raise ValueError(f"model.path: {str(directory)!r} has no {INDEX}, so it is no diffusers pipeline: {mend}")
     return str(directory)
+
+
+def pipeline_file(directory: str, name: str) -> dict[str, Any]:
+    """A JSON file of a pipeline directory or, through the hub's cache or the network, of a hub id.
+
+    Raises FileNotFoundError when it is not there or cannot be fetched, ValueError when it is no JSON object.
+    """
+    path = Path(directory) / name
+    if not Path(directory).is_dir():
+        path = _from_hub(directory, name)
+    try:
+        found = json.loads(path.read_text())
+    except FileNotFoundError:
+        raise FileNotFoundError(f"model.path: {directory!r} has no {name}: download the whole pipeline") from None
+    except (OSError, ValueError) as error:
+        raise ValueError(f"model.path: {name} of {directory!r} cannot be read: {error}") from None
+    if not isinstance(found, dict):
+        raise ValueError(f"model.path: {name} of {directory!r} is not a JSON object: download the pipeline again")
+    return found
+
+
+def _from_hub(repository: str, name: str) -> Path:
+    from huggingface_hub import hf_hub_download
+    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
+
+    try:
+        return Path(hf_hub_download(repository, name))
+    except LocalEntryNotFoundError:
+        why = "it is not in this machine's cache and the hub cannot be reached"
+    except (HfHubHTTPError, OSError, ValueError) as error:
+        why = (str(error).strip().splitlines() or [type(error).__name__])[0]
+    raise FileNotFoundError(
+        f"model.path: {name} of {repository!r} cannot be fetched: {why}: "
+        f"run `hf download {repository}` where there is a network, or give a local pipeline directory"
+    )
 
 
 class TextEncoder(Protocol):
@@ -47,70 +84,148 @@ class TextEncoder(Protocol):
 class Family(ABC):
     """One model of one family. Holds configuration only; weights are loaded by the ``load_*`` methods.
 
-    ``lora_targets`` are module-name suffixes; ``keep_wide`` are fnmatch patterns of modules that are never quantised;
-    ``pipeline_class`` is the diffusers class that model_index.json must name.
+    ``pipeline_class`` is the diffusers class that model_index.json must name; ``components`` are the parts of it that are
+    needed, with the classes that will do (none: any).
+    ``lora_targets`` are module-name suffixes, which may hold ``*``; ``keep_wide`` are fnmatch patterns of modules that are never
+    quantised; each row of ``fuse`` names linears of one block that read the same input and may run as one.
     """
 
     name: str
     pipeline_class: str
+    components: dict[str, tuple[str, ...]]
     lora_targets: tuple[str, ...]
     keep_wide: tuple[str, ...]
     fuse: tuple[tuple[str, ...], ...] = ()
 
     def __init__(self, model: Model) -> None:
+        """Reads model_index.json. Raises FileNotFoundError or ValueError, one line, when this is not a whole pipeline of the family."""
         self.model = model
+        self._configs: dict[str, dict[str, Any]] = {}
         self.directory = model_directory(model)
-        index = Path(self.directory) / "model_index.json"
-        if index.is_file():
-            found = json.loads(index.read_text()).get("_class_name")
-            if found != self.pipeline_class:
-                raise ValueError(
-                    f"model.path: {self.directory!r} holds a {found}, but family {self.name!r} is a {self.pipeline_class}: "
-                    "change model.path or model.family"
-                )
+        self.index = pipeline_file(self.directory, INDEX)
+        found = self.index.get("_class_name")
+        if found != self.pipeline_class:
+            raise ValueError(
+                f"model.path: {self.directory!r} holds a {found}, but family {self.name!r} is a {self.pipeline_class}: "
+                "change model.path or model.family"
+            )
+        for part, classes in self.components.items():
+            self._check_component(part, classes)
 
-    def load(self, cls: Any, subfolder: str, device: torch.device | str, dtype: torch.dtype) -> nn.Module:
-        """``cls.from_pretrained`` of a part of the pipeline: eval mode, no gradients. FileNotFoundError when it is missing."""
+    def _check_component(self, part: str, classes: tuple[str, ...]) -> None:
+        listed = (self.index.get(part) or [None, None])[-1]
+        local = Path(self.directory).is_dir()
+        if listed is None or (local and not (Path(self.directory) / part).is_dir()):
+            raise FileNotFoundError(
+                f"model.path: {self.directory!r} lacks its {part!r}, which family {self.name!r} needs: download the whole pipeline"
+            )
+        if classes and listed not in classes:
+            raise ValueError(
+                f"model.path: the {part!r} of {self.directory!r} is a {listed}; family {self.name!r} takes {' or '.join(classes)}"
+            )
+
+    def check(self) -> None:
+        """Does ``[model]`` suit this model? Reads configuration files only. Raises FileNotFoundError or ValueError, one line."""
+        assert self.latent_shape
+        if self.model.guidance is not None and not self.embeds_guidance:
+            raise ValueError(f"model.guidance: {self.directory!r} has no guidance embedding: leave model.guidance out")
+        if self.model.guidance is None and self.embeds_guidance:
+            raise ValueError(f"model.guidance: {self.directory!r} was distilled with an embedded guidance: give one, such as 3.5")
+
+    @property
+    def embeds_guidance(self) -> bool:
+        """Whether the transformer takes a guidance strength as an input; that is not classifier-free guidance."""
+        return bool(self.part_config("transformer").get("guidance_embeds", False))
+
+    def part_config(self, part: str) -> dict[str, Any]:
+        """The configuration file of a part of the pipeline, without its weights."""
+        if part not in self._configs:
+            name = "scheduler_config.json" if part == "scheduler" else "config.json"
+            self._configs[part] = pipeline_file(self.directory, f"{part}/{name}")
+        return self._configs[part]
+
+    def sizes(self, unit: int, largest: int | None = None) -> tuple[int, int]:
+        """(height, width) in pixels. Raises ValueError when they are no multiples of ``unit``, or beyond ``largest``."""
+        for key, pixels in (("height", self.model.height), ("width", self.model.width)):
+            if pixels % unit or (largest is not None and pixels > largest):
+                limit = f" up to {largest}" if largest is not None else ""
+                raise ValueError(f"model.{key}: {pixels} pixels; this model makes multiples of {unit}{limit}")
+        return self.model.height, self.model.width
+
+    def load(self, part: str, device: torch.device | str, dtype: torch.dtype) -> nn.Module:
+        """A diffusers model of the pipeline: eval mode, no gradients. FileNotFoundError when its weights are missing."""
+        import diffusers
+
+        cls = getattr(diffusers, self.components[part][0])
         try:
-            module = cls.from_pretrained(self.directory, subfolder=subfolder, dtype=dtype)
+            module = cls.from_pretrained(self.directory, subfolder=part, dtype=dtype)
         except OSError as error:
             reason = str(error).strip().splitlines()[0]
-            raise FileNotFoundError(f"model.path: cannot load {subfolder!r} of {self.directory!r}: {reason}") from error
+            raise FileNotFoundError(f"model.path: cannot load {part!r} of {self.directory!r}: {reason}") from error
         return module.to(device).eval().requires_grad_(False)
 
-    def part_config(self, cls: Any, subfolder: str) -> dict[str, Any]:
-        """The configuration file of a part of the pipeline, without its weights."""
+    def load_transformer(self, device: torch.device | str, dtype: torch.dtype) -> nn.Module:
+        """The denoiser, in eval mode, without gradients."""
+        return self.load("transformer", device, dtype)
+
+    def load_vae(self, device: torch.device | str, dtype: torch.dtype) -> nn.Module:
+        """The autoencoder, in eval mode, without gradients; slicing and tiling as configured."""
+        vae: Any = self.load("vae", device, dtype)
+        if self.model.vae_slicing:
+            vae.enable_slicing()
+        if self.model.vae_tiling:
+            vae.enable_tiling()
+        return vae
+
+    def load_text(self, device: torch.device | str, dtype: torch.dtype) -> TextEncoder:
+        """Text encoders and tokenizers, nothing else."""
+        import diffusers
+
+        cls = getattr(diffusers, self.pipeline_class)
         try:
-            return cls.load_config(self.directory, subfolder=subfolder)
+            pipe = cls.from_pretrained(self.directory, transformer=None, vae=None, dtype=dtype)
         except OSError as error:
             reason = str(error).strip().splitlines()[0]
-            raise FileNotFoundError(f"model.path: no configuration of {subfolder!r} in {self.directory!r}: {reason}") from error
+            raise FileNotFoundError(f"model.path: cannot load the text encoders of {self.directory!r}: {reason}") from error
+        return PromptEncoder(pipe, self.encode_prompt, device, self.model.text_offload)
+
+    @torch.no_grad()
+    def decode(self, vae: Any, latents: Tensor, batch_size: int | None = None) -> Tensor:
+        """Pictures of latents [B, *latent]: uint8 [B, 3, H, W] on the CPU.
+
+        As the stock pipelines decode: unscale, decode, [-1, 1] to [0, 255], round half to even.
+        """
+        pictures = []
+        for rows in latents.split(batch_size or max(len(latents), 1)):
+            picture = vae.decode(self.unscale(vae, rows.to(vae.device, vae.dtype)), return_dict=False)[0].float()
+            pictures.append((picture * 0.5 + 0.5).clamp(0, 1).mul(255).round().to(torch.uint8).cpu())
+        return torch.cat(pictures)
 
     @property
     @abstractmethod
     def latent_shape(self) -> tuple[int, ...]:
-        """Shape of one latent, without the batch dimension."""
+        """Shape of one latent, without the batch dimension. Raises ValueError for a picture size the model cannot draw."""
 
     @abstractmethod
-    def load_text(self, device: torch.device | str, dtype: torch.dtype) -> TextEncoder:
-        """Text encoders and tokenizers, nothing else."""
-
-    @abstractmethod
-    def load_transformer(self, device: torch.device | str, dtype: torch.dtype) -> nn.Module:
-        """The denoiser, in eval mode, without gradients."""
-
-    @abstractmethod
-    def load_vae(self, device: torch.device | str, dtype: torch.dtype) -> nn.Module:
-        """The autoencoder, in eval mode, without gradients."""
+    def encode_prompt(self, pipe: Any, prompt: str) -> Conditioning:
+        """One row of conditioning, as the stock pipeline ``pipe`` (without transformer and autoencoder) makes it."""
 
     @abstractmethod
     def sigmas(self, steps: int) -> Tensor:
         """The sampling schedule: float32 [steps + 1] on the CPU, strictly descending, last 0."""
 
     @abstractmethod
-    def velocity(self, transformer: nn.Module, x: Tensor, sigma: Tensor, cond: Conditioning) -> Tensor:
-        """v = eps - x0 of the denoiser: float32 [B, *latent] for x [B, *latent], sigma 0-dim or [B], cond of B rows."""
+    def velocity(self, transformer: Any, x: Tensor, sigma: Tensor, cond: Conditioning) -> Tensor:
+        """v = eps - x0 of the denoiser: [B, *latent] for x [B, *latent], sigma 0-dim or [B], cond of B rows.
+
+        float32; float64 only where the transformer itself is.
+        """
 
     @abstractmethod
-    def decode(self, vae: nn.Module, latents: Tensor, batch_size: int | None = None) -> Tensor:
-        """Pictures of latents [B, *latent]: uint8 [B, 3, H, W] on the CPU."""
+    def unscale(self, vae: Any, latents: Tensor) -> Tensor:
+        """Latents [B, *latent] as the autoencoder's decoder takes them: [B, C, H / f, W / f]."""
+
+
+def widened(velocity: Tensor) -> Tensor:
+    """float32 of a narrower velocity; float64 stays."""
+    return velocity if velocity.dtype == torch.float64 else velocity.float()

@@ -9,6 +9,7 @@ from diffusers import StableDiffusion3Pipeline
 from safetensors import safe_open
 
 from configs.schema import Lora
+from policy.families import family_for
 from policy.lora import (
     FILE,
     adapted_modules,
@@ -18,12 +19,14 @@ from policy.lora import (
     load_adapter_state,
     merged_weights,
     save_diffusers_lora,
+    target_modules,
     trainable,
     use,
 )
 from policy.sampling.noise import noise_for
 from policy.sampling.sample import sample
 from tests.policy.conftest import LORA
+from tests.tiny_families import SOLVER, stock_call, stock_pipeline, tiny_model
 from tests.tiny_sd3 import TINY_SEQUENCE
 
 SEEDS = [1, 2, 3]
@@ -194,6 +197,57 @@ def test_the_export_loads_in_stock_diffusers_and_draws_the_same(family, adapted,
     assert (ours - base).abs().max() > 0.01
 
 
+@pytest.mark.parametrize("name", ["flux", "sana"])
+def test_the_other_families_exports_load_in_stock_diffusers(name, request, randomise, tmp_path):
+    """As above, with each family's own solver; its tolerance is that of the family's parity test."""
+    directory = request.getfixturevalue(f"tiny_{name}_dir")
+    family = family_for(tiny_model(name, directory))
+    transformer = family.load_transformer("cpu", torch.float32)
+    add_adapters(transformer, LORA, family, seed=1)
+    save_diffusers_lora(tmp_path / "lora", randomise(transformer, "ema", 5), LORA)
+    rows = family.load_text("cpu", torch.float32).encode(["a red circle"]).repeat(3)
+    with use(transformer, "ema"):
+        ours = sample(family, transformer, rows, SEEDS, 3, SOLVER[name])
+    pipe, noise = stock_pipeline(name, directory), noise_for(SEEDS, family.latent_shape)
+    base = stock_call(pipe, family.model, "a red circle", noise, 3, "latent")
+    pipe.load_lora_weights(str(tmp_path / "lora"))
+    theirs = stock_call(pipe, family.model, "a red circle", noise, 3, "latent")
+    torch.testing.assert_close(theirs, ours, rtol=0, atol=1e-5 * float(ours.abs().max()))
+    assert (theirs - base).abs().max() > 0.01
+    wrapped = {module for module, _ in adapted_modules(pipe.transformer)}
+    assert wrapped == {module for module, _ in adapted_modules(transformer)}
+
+
+@pytest.mark.parametrize("name", ["flux", "sana"])
+def test_the_other_families_start_from_their_own_export(name, request, randomise, tmp_path):
+    family = family_for(tiny_model(name, request.getfixturevalue(f"tiny_{name}_dir")))
+    transformer, fresh = (family.load_transformer("cpu", torch.float32) for _ in range(2))
+    targets = (*family.lora_targets, "ff.conv_point") if name == "sana" else ()  # a 1x1 convolution too
+    lora = Lora(rank=4, alpha=8, targets=targets)
+    add_adapters(transformer, lora, family, seed=1)
+    save_diffusers_lora(tmp_path, randomise(transformer, "current", 6), lora)
+    add_adapters(fresh, Lora(rank=6, alpha=3, targets=targets, init_from=str(tmp_path)), family, seed=9)
+    wanted = dict(merged_weights(transformer, "current"))
+    found = dict(merged_weights(fresh, "old"))
+    assert found.keys() == wanted.keys()
+    for module, weight in found.items():
+        torch.testing.assert_close(weight, wanted[module], rtol=1e-5, atol=1e-6)
+        assert not torch.equal(weight, dict(merged_weights(fresh, None))[module])
+
+
+def test_targets_are_suffixes_of_paths_with_wildcards(family):
+    transformer = family.load_transformer("cpu", torch.float32)
+    assert target_modules(transformer, ["attn.to_q"]) == [f"transformer_blocks.{i}.attn.to_q" for i in (0, 1)]
+    assert target_modules(transformer, ["transformer_blocks.1.*.to_q", "proj_out"]) == [
+        "transformer_blocks.1.attn.to_q",
+        "proj_out",
+    ]
+    assert target_modules(transformer, ["to_q", "nothing"], strict=False) == target_modules(transformer, ["attn.to_q"])
+    for targets in (["o_q"], ["transformer_blocks.0"], ["norm1"]):  # part of a name, a block, no linear
+        with pytest.raises(ValueError, match="no linear of the transformer ends in"):
+            target_modules(transformer, targets, strict=False)
+
+
 @pytest.mark.parametrize(("rank", "alpha"), [(4, 8), (6, 3), (4, 32)])
 def test_starting_from_an_existing_lora(family, adapted, transformer, randomise, tmp_path, rank, alpha):
     """Same product s B A in every module, at the same or a larger rank and any alpha."""
@@ -215,7 +269,8 @@ def test_what_cannot_be_started_from(family, adapted, tmp_path, randomise):
         (Lora(rank=4, init_from=str(tmp_path / "none")), FileNotFoundError, "lora.init_from: there is no pytorch_lora_weights"),
         (Lora(rank=2, init_from=str(tmp_path)), ValueError, "is 32x32 of rank 4, here it is 32x32 of rank 2: raise lora.rank"),
         (Lora(rank=4, targets=("attn.to_q",), init_from=str(tmp_path)), ValueError, "in no module of lora.targets"),
-        (Lora(rank=4, targets=("attn.query",)), ValueError, "lora.targets: no module of the transformer ends in one of attn.query"),
+        (Lora(rank=4, targets=("attn.query",)), ValueError, "lora.targets: no linear of the transformer ends in 'attn.query'"),
+        (Lora(rank=4, targets=("attn.to_q", "to_w")), ValueError, "ends in 'to_w'; there are such as 'transformer_blocks"),
     ]
     for lora, error, message in cases:
         with pytest.raises(error, match=message):

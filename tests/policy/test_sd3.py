@@ -150,9 +150,9 @@ def test_the_wrong_pipeline_class_is_refused(tiny_sd3_dir, tmp_path):
         family_for(Model(path=str(tmp_path / "model")))
 
 
-def test_a_missing_part_is_named(tiny_sd3_dir, tmp_path):
+def test_missing_weights_are_named(tiny_sd3_dir, tmp_path):
     shutil.copytree(tiny_sd3_dir, tmp_path / "model")
-    shutil.rmtree(tmp_path / "model" / "vae")
+    (tmp_path / "model" / "vae" / "diffusion_pytorch_model.safetensors").unlink()
     with pytest.raises(FileNotFoundError, match=r"model.path: cannot load 'vae' of "):
         family_for(Model(path=str(tmp_path / "model"), height=16, width=16)).load_vae("cpu", torch.float32)
 

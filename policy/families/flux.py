@@ -1,0 +1,111 @@
+"""FLUX.1 (black-forest-labs) over diffusers' classes. Guidance is an input of the distilled transformer, no second pass."""
+
+from __future__ import annotations
+
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from policy.families.base import Family, widened
+from policy.families.schedule import TIMESTEPS, flow_match_sigmas
+from policy.types import Conditioning
+
+PACK = 2
+"""Latent pixels per side of a picture token."""
+
+
+class Flux(Family):
+    """``FluxPipeline`` as a policy: packed latents [H/2f * W/2f, 4C], row-major over the picture."""
+
+    name = "flux"
+    pipeline_class = "FluxPipeline"
+    components = {
+        "transformer": ("FluxTransformer2DModel",),
+        "vae": ("AutoencoderKL",),
+        "scheduler": ("FlowMatchEulerDiscreteScheduler",),
+        "text_encoder": (),
+        "text_encoder_2": (),
+        "tokenizer": (),
+        "tokenizer_2": (),
+    }
+    lora_targets = (
+        "attn.to_q",
+        "attn.to_k",
+        "attn.to_v",
+        "attn.to_out.0",
+        "attn.add_q_proj",
+        "attn.add_k_proj",
+        "attn.add_v_proj",
+        "attn.to_add_out",
+        "single_transformer_blocks.*.proj_mlp",
+        "single_transformer_blocks.*.proj_out",
+    )
+    keep_wide = (
+        "time_text_embed.*",
+        "context_embedder",
+        "x_embedder",
+        "*.norm1.*",
+        "*.norm1_context.*",
+        "*.norm.linear",
+        "norm_out.*",
+        "proj_out",
+    )
+    fuse = (("attn.to_q", "attn.to_k", "attn.to_v"), ("attn.add_q_proj", "attn.add_k_proj", "attn.add_v_proj"))
+
+    @cached_property
+    def grid(self) -> tuple[int, int]:
+        """(rows, columns) of picture tokens."""
+        height, width = self.sizes(self._factor * PACK)
+        return height // (self._factor * PACK), width // (self._factor * PACK)
+
+    @property
+    def _factor(self) -> int:
+        return 2 ** (len(self.part_config("vae")["block_out_channels"]) - 1)
+
+    @cached_property
+    def latent_shape(self) -> tuple[int, ...]:
+        rows, columns = self.grid
+        return (rows * columns, self.part_config("transformer")["in_channels"])
+
+    def encode_prompt(self, pipe: Any, prompt: str) -> Conditioning:
+        """prompt_embeds [1, max_sequence_length, D] of T5 and pooled_prompt_embeds [1, D'] of CLIP."""
+        embeds, pooled, _ = pipe.encode_prompt(prompt, prompt_2=None, max_sequence_length=self.model.max_sequence_length)
+        return Conditioning({"prompt_embeds": embeds, "pooled_prompt_embeds": pooled})
+
+    def sigmas(self, steps: int) -> Tensor:
+        from diffusers.pipelines.flux.pipeline_flux import calculate_shift
+
+        return flow_match_sigmas(self.part_config("scheduler"), steps, self.model.shift, calculate_shift, self.latent_shape[0])
+
+    def velocity(self, transformer: Any, x: Tensor, sigma: Tensor, cond: Conditioning) -> Tensor:
+        """The transformer's `timestep` is sigma itself, but passed as the pipeline passes it: times 1000, then divided again."""
+        from diffusers import FluxPipeline
+
+        dtype = transformer.x_embedder.weight.dtype
+        prompt = cond.tensors["prompt_embeds"].to(x.device, dtype)
+        timestep = (sigma.to(x.device, torch.float32) * TIMESTEPS / TIMESTEPS).expand(len(x))
+        guidance = None
+        if self.embeds_guidance:
+            if self.model.guidance is None:
+                self.check()
+            guidance = torch.full([1], self.model.guidance or 0.0, device=x.device, dtype=torch.float32).expand(len(x))
+        return widened(
+            transformer(
+                hidden_states=x.to(dtype),
+                timestep=timestep,
+                guidance=guidance,
+                pooled_projections=cond.tensors["pooled_prompt_embeds"].to(x.device, dtype),
+                encoder_hidden_states=prompt,
+                txt_ids=torch.zeros(prompt.shape[1], 3, device=x.device, dtype=dtype),
+                img_ids=FluxPipeline._prepare_latent_image_ids(len(x), *self.grid, x.device, dtype),
+                return_dict=False,
+            )[0]
+        )
+
+    def unscale(self, vae: Any, latents: Tensor) -> Tensor:
+        from diffusers import FluxPipeline
+
+        spatial = FluxPipeline._unpack_latents(latents, self.model.height, self.model.width, self._factor)
+        return spatial / vae.config.scaling_factor + vae.config.shift_factor

@@ -1,0 +1,312 @@
+"""What holds for every family: its tables fit its model, bad directories are one clear line, memory switches change no picture."""
+
+import json
+import re
+import shutil
+from fnmatch import fnmatchcase
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import policy.families
+from cluster.session import train
+from configs.load import ConfigError
+from configs.schema import Lora, Model
+from policy.families import FAMILIES, family_for
+from policy.families.text import PromptEncoder
+from policy.lora import adapted_modules, add_adapters, target_modules
+from policy.precision.backends import BACKENDS
+from policy.precision.swap import quantise_plan
+from policy.sampling.noise import noise_for
+from policy.types import Conditioning
+from tests.cluster.runs import tiny_config
+from tests.tiny_families import NAMES, SETTINGS, tiny_model
+
+REPOSITORY = Path(policy.families.__file__).resolve().parents[2]
+NEVER = r"time|guidance_embed|text_embed|patch_embed|pos_embed|context_embedder|x_embedder|caption|norm|^proj_out$|conv_depth"
+"""Embedders, modulation, the last projection, and what is no matrix product."""
+
+
+@pytest.fixture(params=NAMES)
+def name(request) -> str:
+    return request.param
+
+
+@pytest.fixture
+def directory(name, request) -> Path:
+    return request.getfixturevalue(f"tiny_{name}_dir")
+
+
+@pytest.fixture
+def family(name, directory):
+    return family_for(tiny_model(name, directory))
+
+
+@pytest.fixture
+def copied(directory, tmp_path) -> Path:
+    """A directory to damage."""
+    return shutil.copytree(directory, tmp_path / "model")
+
+
+def conditioning(family, rows: int) -> Conditioning:
+    return family.load_text("cpu", torch.float32).encode(["a red circle", "two blue crosses"][:rows])
+
+
+# ---- tables
+
+
+def test_the_table_of_families_is_the_schemas():
+    assert set(FAMILIES) == set(Model.model_fields["family"].annotation.__args__) == set(NAMES)
+    assert all(name == family.name for name, family in FAMILIES.items())
+
+
+def test_what_is_quantised(family):
+    """Every linear and 1x1 convolution of the blocks, nothing of what must stay wide; every pattern has something to match."""
+    transformer = family.load_transformer("cpu", torch.float32)
+    plan = quantise_plan(transformer, family, (), BACKENDS["emulated_nvfp4"])
+    assert len(plan) == sum(isinstance(module, nn.Linear | nn.Conv2d) for module in transformer.modules())
+    for row in plan:
+        assert row.quantised == (re.search(NEVER, row.name) is None), row
+    for pattern in family.keep_wide:
+        assert any(fnmatchcase(row.name, pattern) for row in plan), pattern
+    by_name = {row.name: row.quantised for row in plan}
+    if family.name == "flux":  # two layers of one name
+        assert by_name["single_transformer_blocks.1.proj_out"] and not by_name["proj_out"]
+    if family.name == "sana":
+        assert by_name["transformer_blocks.0.ff.conv_inverted"] and by_name["transformer_blocks.1.ff.conv_point"]
+
+
+LORA_MODULES = {
+    "sd3": 2 * 8 - 1,  # the last block has no to_add_out
+    "flux": 1 * 8 + 2 * 5,
+    "sana": 2 * 8,
+}
+
+
+def test_lora_targets(family):
+    transformer = family.load_transformer("cpu", torch.float32)
+    names = target_modules(transformer, family.lora_targets)  # strict: each of them matches
+    assert len(names) == LORA_MODULES[family.name]
+    assert all(re.search(NEVER, name) is None and "blocks" in name for name in names)
+    add_adapters(transformer, Lora(rank=2, alpha=2), family)
+    assert [module for module, _ in adapted_modules(transformer)] == names
+    quantised = {row.name for row in quantise_plan(transformer, family, (), BACKENDS["emulated_nvfp4"]) if row.quantised}
+    assert quantised >= set(names)
+
+
+def test_fused_linears_read_the_same_input(family):
+    """Recorded in a forward pass: the tensors have one address. None is listed twice."""
+    transformer = family.load_transformer("cpu", torch.float32)
+    inputs: dict[str, int] = {}
+
+    def hook(path):
+        return lambda module, args: inputs.update({path: args[0].data_ptr()})
+
+    for path, module in transformer.named_modules():
+        if isinstance(module, nn.Linear):
+            module.register_forward_pre_hook(hook(path))
+    with torch.no_grad():
+        family.velocity(transformer, noise_for([1], family.latent_shape), torch.tensor(0.5), conditioning(family, 1))
+    seen = []
+    for first, *others in family.fuse:
+        blocks = [path.removesuffix(first) for path in inputs if path.endswith(f".{first}")]
+        for block in blocks:
+            paths = [block + part for part in (first, *others)]
+            assert len({inputs[path] for path in paths}) == 1
+            seen += paths
+    assert len(seen) == len(set(seen)) and len(seen) >= 2 * 5 - 1
+
+
+# ---- conditioning and memory
+
+
+def test_a_prompts_conditioning_ignores_its_neighbours(family):
+    encoder = family.load_text("cpu", torch.float32)
+    few = encoder.encode(["a red circle", "two blue crosses above a green square"])
+    more = encoder.encode(["three squares", "two blue crosses above a green square", "a cross", "a red circle", "a red circle"])
+    for key, rows in few.tensors.items():
+        assert torch.equal(more.tensors[key][[3, 1]], rows) and torch.equal(more.tensors[key][3], more.tensors[key][4])
+        assert rows.device.type == "cpu" and not rows.requires_grad
+    with pytest.raises(ValueError, match="no prompts to encode"):
+        encoder.encode([])
+
+
+def test_only_the_encoder_loads_text_encoders(family):
+    encoder = family.load_text("cpu", torch.float32)
+    assert isinstance(encoder, PromptEncoder)
+    assert encoder.pipe.transformer is None and encoder.pipe.vae is None
+    modules = [part for part in encoder.pipe.components.values() if isinstance(part, nn.Module)]
+    assert len(modules) == {"sd3": 3, "flux": 2, "sana": 1}[family.name]
+    assert all(not p.requires_grad and not module.training for module in modules for p in module.parameters())
+
+
+def test_offloaded_text_encoders_are_on_the_device_only_while_they_work(name, directory):
+    """The same bits; moved there and back, back even after an error. A fake device stands in for a GPU."""
+    family = family_for(tiny_model(name, directory, text_offload=True))
+    encoder = family.load_text("cpu", torch.float32)
+    assert isinstance(encoder, PromptEncoder)
+    moves = []
+    original = encoder.pipe.to
+    encoder.pipe.to = lambda device: moves.append(str(device)) or original(device)
+    found = encoder.encode(["a red circle"])
+    assert moves == ["cpu", "cpu"] and encoder.offload
+    resident = family_for(tiny_model(name, directory)).load_text("cpu", torch.float32).encode(["a red circle"])
+    assert all(torch.equal(found.tensors[key], tensor) for key, tensor in resident.tensors.items())
+
+    class FakePipe:
+        components: dict = {}
+        moves: list = []
+
+        def to(self, device):
+            self.moves.append(str(device))
+            return self
+
+    def broken(pipe, prompt):
+        assert pipe.moves == ["meta"]
+        raise RuntimeError("out of memory")
+
+    offloaded = PromptEncoder(FakePipe(), broken, "meta", offload=True)
+    with pytest.raises(RuntimeError, match="out of memory"):
+        offloaded.encode(["x"])
+    assert FakePipe.moves == ["meta", "cpu"]
+
+
+def test_slicing_and_tiling(name, directory):
+    """One by one: the same up to the order of sums. Tiles smaller than the picture: other pixels, so it does tile."""
+    plain, sliced, tiled = (
+        family_for(tiny_model(name, directory, **more)) for more in ({}, {"vae_slicing": True}, {"vae_tiling": True})
+    )
+    latents = noise_for([1, 2], plain.latent_shape)
+    pictures = plain.decode(plain.load_vae("cpu", torch.float32), latents).int()
+    vae = sliced.load_vae("cpu", torch.float32)
+    calls = []
+    vae.decoder.register_forward_hook(lambda module, args, output: calls.append(len(args[0])))
+    assert (sliced.decode(vae, latents).int() - pictures).abs().max() <= 1
+    assert calls == [1, 1]
+    vae = tiled.load_vae("cpu", torch.float32)
+    assert vae.use_tiling
+    if name == "sana":
+        vae.enable_tiling(16, 16, 8, 8)
+    else:
+        vae.tile_latent_min_size, vae.tile_sample_min_size = 4, 8
+    calls.clear()
+    vae.decoder.register_forward_hook(lambda module, args, output: calls.append(len(args[0])))
+    found = tiled.decode(vae, latents).int()
+    assert len(calls) > 1 and found.shape == pictures.shape and (found - pictures).abs().float().mean() > 0.1
+
+
+def test_a_half_precision_transformer_gives_float32_velocities(family):
+    x, sigma, cond = noise_for([3], family.latent_shape), torch.tensor(0.5), conditioning(family, 1)
+    half = family.velocity(family.load_transformer("cpu", torch.bfloat16), x, sigma, cond)
+    full = family.velocity(family.load_transformer("cpu", torch.float32), x, sigma, cond)
+    assert half.dtype == full.dtype == torch.float32
+    assert 0 < (half - full).abs().max() < 0.1 * full.abs().max()  # 2^-8 through a few layers
+    double = family.velocity(family.load_transformer("cpu", torch.float32).double(), x, sigma, cond)
+    assert double.dtype == torch.float64
+    torch.testing.assert_close(double.float(), full, rtol=0, atol=1e-5 * float(full.abs().max()))
+
+
+# ---- bad input
+
+
+def test_a_missing_component_is_named(copied, name):
+    shutil.rmtree(copied / "vae")
+    with pytest.raises(FileNotFoundError, match=f"lacks its 'vae', which family '{name}' needs: download the whole pipeline"):
+        family_for(tiny_model(name, copied))
+
+
+def test_a_component_left_out_of_the_index(copied, name):
+    index = copied / "model_index.json"
+    index.write_text(json.dumps({**json.loads(index.read_text()), "text_encoder": [None, None]}))
+    with pytest.raises(FileNotFoundError, match="lacks its 'text_encoder'"):
+        family_for(tiny_model(name, copied))
+
+
+def test_a_component_of_another_class(copied, name):
+    index = copied / "model_index.json"
+    index.write_text(json.dumps({**json.loads(index.read_text()), "transformer": ["diffusers", "DiTTransformer2DModel"]}))
+    with pytest.raises(ValueError, match=f"'transformer' of .* is a DiTTransformer2DModel; family '{name}' takes "):
+        family_for(tiny_model(name, copied))
+
+
+def test_an_unsupported_pipeline_says_which_are_supported(copied, name):
+    index = copied / "model_index.json"
+    index.write_text(json.dumps({**json.loads(index.read_text()), "_class_name": "PixArtSigmaPipeline"}))
+    with pytest.raises(ValueError, match="holds a PixArtSigmaPipeline; supported are StableDiffusion3Pipeline .*Flux.*Sana"):
+        family_for(tiny_model(name, copied))
+
+
+def test_the_family_of_another_pipeline(directory, name):
+    other = "flux" if name != "flux" else "sana"
+    with pytest.raises(ValueError, match=f"but family '{other}' is a .*: change model.path or model.family"):
+        family_for(Model(family=other, path=str(directory)))
+
+
+def test_a_damaged_configuration_file(copied, name):
+    (copied / "transformer" / "config.json").write_text("{")
+    with pytest.raises(ValueError, match=r"model.path: transformer/config.json of .* cannot be read"):
+        family_for(tiny_model(name, copied)).check()
+    (copied / "transformer" / "config.json").unlink()
+    with pytest.raises(FileNotFoundError, match="has no transformer/config.json: download the whole pipeline"):
+        family_for(tiny_model(name, copied)).check()
+
+
+def test_guidance_where_the_model_has_no_input_for_it(tiny_sd3_dir):
+    with pytest.raises(ValueError, match=r"model\.guidance: .* has no guidance embedding: leave model\.guidance out"):
+        family_for(tiny_model("sd3", tiny_sd3_dir, guidance=3.5)).check()
+
+
+def test_a_hub_id_without_network_or_cache(monkeypatch, tmp_path):
+    """As on a machine that is cut off: the hub client's own offline switch, and an empty cache."""
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    with pytest.raises(FileNotFoundError, match="hub cannot be reached: run `hf download owner/model`") as caught:
+        family_for(Model(path="owner/model"))
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"model__path": "nobody/nothing"}, "run `hf download nobody/nothing`"),
+        ({"model__height": 24, "model__family": "sana"}, "is a StableDiffusion3Pipeline, but family|but family 'sana'"),
+        ({"model__width": 40}, "model.width: 40 pixels; this model makes multiples of 4 up to 32"),
+        ({"model__guidance": 2.0}, "leave model.guidance out"),
+    ],
+)
+def test_bad_models_are_found_before_anything_starts(monkeypatch, tiny_sd3_dir, tmp_path, change, said):
+    """ConfigError is exit code 2; one line; no run directory and no Ray."""
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    with pytest.raises(ConfigError) as caught:
+        train(tiny_config(tiny_sd3_dir, tmp_path, "bad", **change), resume=False)
+    (line,) = caught.value.lines
+    assert re.search(said, line) and "\n" not in line and line.count("model.") <= 3
+    assert not (tmp_path / "runs").exists()
+
+
+# ---- one place knows families by name
+
+
+def test_no_family_name_outside_the_families():
+    """Neither the loop nor an actor nor an objective, nor anything else of the core, asks which family it has."""
+    words = [
+        *FAMILIES,
+        *(family.pipeline_class for family in FAMILIES.values()),
+        "FluxTransformer2DModel",
+        "SanaTransformer2DModel",
+    ]
+    pattern = re.compile(rf"\b({'|'.join([*words, 'SD3Transformer2DModel', 'stable.diffusion'])})\b", re.IGNORECASE)
+    files = [REPOSITORY / "cluster" / "loop.py", REPOSITORY / "cluster" / "session.py", REPOSITORY / "cluster" / "evaluation.py"]
+    for folder in ("actors", "learner", "policy", "rewards"):
+        files += [file for file in (REPOSITORY / folder).rglob("*.py") if "families" not in file.parts]
+    assert len(files) > 30
+    found = [
+        f"{file.name}:{number}: {line.strip()}"
+        for file in files
+        for number, line in enumerate(file.read_text().splitlines(), 1)
+        if pattern.search(line)
+    ]
+    assert found == []
+    assert set(SETTINGS) == set(FAMILIES)

@@ -1,0 +1,106 @@
+"""The published architectures: parameter counts, and that the families read them."""
+
+import pytest
+import torch
+
+from configs.schema import Model
+from policy.families import family_for
+from policy.families.architectures import build, published, published_names, write_configs
+from policy.lora import target_modules
+from policy.precision.backends import BACKENDS
+from policy.precision.swap import quantise_plan
+
+TRANSFORMERS = {
+    "sd3.5-medium": 2_243_171_520,
+    "sd3.5-large": 8_056_627_520,
+    "flux.1-dev": 11_901_408_320,
+    "sana-1.6b": 1_604_462_752,
+}
+"""As the weights' own files have them; the model cards round to 2.5 (with its position table), 8.1, 12 and 1.6 billion."""
+PARTS = {
+    ("sd3.5-large", "vae"): 83_819_683,
+    ("flux.1-dev", "vae"): 83_819_683,
+    ("sana-1.6b", "vae"): 312_250_275,
+    ("sd3.5-large", "text_encoder"): 123_650_304,
+    ("flux.1-dev", "text_encoder"): 123_060_480,
+    ("sd3.5-large", "text_encoder_2"): 694_659_840,
+    ("sd3.5-medium", "text_encoder_3"): 4_762_310_656,
+    ("flux.1-dev", "text_encoder_2"): 4_762_310_656,
+    ("sana-1.6b", "text_encoder"): 2_614_341_888,
+}
+GUIDANCE = {"flux.1-dev": 3.5}
+
+
+def count(part) -> int:
+    module = build(part)
+    assert all(parameter.is_meta for parameter in module.parameters())
+    return sum(parameter.numel() for parameter in module.parameters())
+
+
+def test_names():
+    assert published_names() == sorted(TRANSFORMERS)
+    with pytest.raises(ValueError, match="no published architecture 'sdxl'; there are flux.1-dev, sana-1.6b"):
+        published("sdxl")
+
+
+@pytest.mark.parametrize("name", TRANSFORMERS)
+def test_parameters_of_transformers(name):
+    assert count(published(name)["parts"]["transformer"]) == TRANSFORMERS[name]
+
+
+@pytest.mark.parametrize(("name", "part"), PARTS)
+def test_parameters_of_the_other_parts(name, part):
+    assert count(published(name)["parts"][part]) == PARTS[name, part]
+
+
+def test_a_part_is_built_where_and_how_it_is_asked_for():
+    small = {"class": "diffusers.SanaTransformer2DModel", "config": {**published("sana-1.6b")["parts"]["transformer"]["config"]}}
+    small["config"] |= {"num_layers": 1, "num_attention_heads": 2, "num_cross_attention_heads": 2, "cross_attention_head_dim": 32}
+    small["config"] |= {"cross_attention_dim": 64, "caption_channels": 16}
+    module = build(small, "cpu", torch.bfloat16)
+    assert {(p.dtype, p.device.type, p.requires_grad) for p in module.parameters()} == {(torch.bfloat16, "cpu", False)}
+    assert torch.get_default_dtype() == torch.float32 and not module.training
+
+
+@pytest.mark.parametrize(
+    ("name", "shape", "first_sigmas"),
+    [
+        ("sd3.5-medium", (16, 128, 128), [1.0, 3 * 0.75 / 2.5]),
+        ("flux.1-dev", (4096, 64), [1.0, 2.71828 ** (1.15) / (2.71828**1.15 + 1 / 0.75 - 1)]),
+        ("sana-1.6b", (32, 32, 32), [3 * 0.999 / 2.998, 3 * 0.74925 / 2.4985]),
+    ],
+)
+def test_families_read_the_published_configurations(tmp_path, name, shape, first_sigmas):
+    model = published(name)
+    directory = write_configs(name, tmp_path / name)
+    settings = Model(family=model["family"], path=str(directory), height=1024, width=1024, guidance=GUIDANCE.get(name))
+    family = family_for(settings)
+    family.check()
+    assert family.latent_shape == shape
+    assert family.sigmas(4)[:2].tolist() == pytest.approx(first_sigmas, rel=1e-5)
+    unit = {"sd3.5-medium": 16, "flux.1-dev": 16, "sana-1.6b": 32}[name]
+    with pytest.raises(ValueError, match=rf"model\.width: 1048 pixels; this model makes multiples of {unit}"):
+        family_for(settings.model_copy(update={"width": 1048})).check()
+
+
+QUANTISED = {
+    "sd3.5-medium": (24 * 24 - 9 + 4 * 13)
+    * 1536**2,  # both streams 4 + 8 d^2; no text output in the last block; 13 dual attentions
+    "sd3.5-large": (24 * 38 - 9) * 2432**2,
+    "flux.1-dev": (24 * 19 + (3 + 4 + 5) * 38) * 3072**2,  # single blocks: QKV, proj_mlp, proj_out of attention and MLP
+    "sana-1.6b": (8 * 20 + (5 + 2.5) * 20) * 2240**2,  # two attentions; the 1x1 convolutions of the feed-forward
+}
+"""Weights in the blocks' matrix products, in units of d^2. The rest is modulation, embedders, norms and biases."""
+
+
+@pytest.mark.parametrize("name", QUANTISED)
+def test_what_is_quantised_of_a_published_model(tmp_path, name):
+    """All products of the blocks and nothing else; nothing is refused for its shape; every LoRA target is among it."""
+    model = published(name)
+    transformer = build(model["parts"]["transformer"])
+    family = family_for(Model(family=model["family"], path=str(write_configs(name, tmp_path / name))))
+    plan = quantise_plan(transformer, family, (), BACKENDS["emulated_nvfp4"])
+    quantised = {row.name for row in plan if row.quantised}
+    assert all(row.quantised or "kept wide by the model family" in row.why for row in plan)
+    assert set(target_modules(transformer, family.lora_targets)) <= quantised
+    assert sum(transformer.get_submodule(path).weight.numel() for path in quantised) == QUANTISED[name]
