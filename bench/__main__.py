@@ -8,10 +8,13 @@ import sys
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
+from typing import get_args
 
 from bench import NAMES, benchmark
 from bench.timing import Options, Ratio, machine
 from configs.load import ConfigError, load
+from configs.schema import Backend
+from policy.families.architectures import published_names
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -26,7 +29,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     hide_loading_bars()
     chosen = Options(
-        config, options.repeats, options.bytes, options.pack_bytes, tuple(options.receivers), batch=config.explore.chunk_size
+        config,
+        options.repeats,
+        options.bytes,
+        options.pack_bytes,
+        tuple(options.receivers),
+        batch=options.batch or config.explore.chunk_size,
+        architectures=tuple(options.architectures),
+        backends=tuple(options.backends),
+        pixels=options.pixels,
+        small=options.small,
+        compile=options.compile,
     )
     facts = {**machine(), "preset": options.preset, "overrides": options.overrides, "repeats": options.repeats}
     print("  ".join(f"{key}: {value}" for key, value in facts.items()))
@@ -52,6 +65,23 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--bytes", type=int, default=2**30, help="publish: bytes of packed weights")
     parser.add_argument("--pack-bytes", type=int, default=2**26, help="pack: bytes of FP32 weights")
     parser.add_argument("--receivers", type=int, nargs="+", default=[1, 2, 4], help="publish: numbers of explorers")
+    parser.add_argument("--batch", type=int, help="step, explorer: pictures at a time; a run's chunk size unless given")
+    parser.add_argument(
+        "--architectures",
+        nargs="+",
+        choices=published_names(),
+        default=list(Options.architectures),
+        metavar="NAME",
+        help=f"explorer: any of {', '.join(published_names())}",
+    )
+    parser.add_argument(
+        "--backends", nargs="+", choices=list(get_args(Backend)[1:]), default=[], metavar="NAME", help="explorer: only these"
+    )
+    parser.add_argument("--pixels", type=int, help="explorer: picture side; as published unless given")
+    parser.add_argument(
+        "--small", action=argparse.BooleanOptionalAction, help="explorer: narrow blocks; so by default where there is no GPU"
+    )
+    parser.add_argument("--compile", action="store_true", help="explorer: compiled as well as eager")
     parser.add_argument("--json", metavar="FILE", help="write the ratios here too")
     return parser
 

@@ -24,6 +24,11 @@ class Options:
     pack_bytes: int = 2**26
     receivers: tuple[int, ...] = (1, 2, 4)  # explorers that published weights are loaded into
     batch: int = 24  # pictures of a sampling step
+    architectures: tuple[str, ...] = ("sd3.5-medium", "flux.1-dev", "sana-1.6b")  # published ones, with random weights
+    backends: tuple[str, ...] = ()  # of these; none: whatever the device supports
+    pixels: int | None = None  # per side; None: as published
+    small: bool | None = None  # few narrow blocks of the same kinds; None: where there is no GPU
+    compile: bool = False
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,6 @@ Nothing about it shows on the wire: each linear is published by itself, and copi
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Sequence
 
 import torch
@@ -24,18 +23,28 @@ class Joint:
             for name, buffer in layer.wire_targets().items()
             if not buffer.ndim
         }
-        self._input: tuple[weakref.ref[Tensor], int] | None = None
-        self._parts: dict[int, Tensor] = {}
+        self._input: Tensor | None = None
+        self._version = 0
+        self._parts: list[Tensor | None] = []
 
     def part(self, x: Tensor, index: int) -> Tensor:
-        """The rows of one member in the result for x."""
-        if torch.compiler.is_compiling() or x.is_inference():
-            return self.layer(x).split(self.sizes, dim=-1)[index]
-        known = self._input is not None and self._input[0]() is x and self._input[1] == x._version
-        if not known or index not in self._parts:
-            self._parts = dict(enumerate(self.layer(x).split(self.sizes, dim=-1)))
-            self._input = (weakref.ref(x), x._version)
-        return self._parts.pop(index)
+        """The rows of one member in the result for x.
+
+        Traced by torch.compile, an input counts as unchanged between the calls of the members: attention does not write to it.
+        """
+        traced = torch.compiler.is_compiling()
+        unversioned = not traced and x.is_inference()
+        version = 0 if traced or unversioned else x._version
+        found = self._parts[index] if self._input is x and self._version == version and not unversioned else None
+        if found is None:
+            self._parts = list(self.layer(x).split(self.sizes, dim=-1))
+            self._input, self._version = x, version
+            found = self._parts[index]
+        assert found is not None
+        self._parts[index] = None
+        if all(part is None for part in self._parts):
+            self._input, self._parts = None, []
+        return found
 
     def arrived(self) -> None:
         """All members were filled. Raises ValueError when what they must have in common differs."""

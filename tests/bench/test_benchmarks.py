@@ -15,11 +15,17 @@ from bench.timing import Options, Ratio, interleave, machine
 from tests.cluster.hosts import HostedServices
 from tests.cluster.runs import tiny_config
 
+EXPLORER = {"architectures": ("sana-1.6b",), "backends": ("fp8",), "pixels": 64, "small": True}
 EXPECTED = {
     "ring": [("ring", "plain process"), ("ring (CPU time)", "plain process (CPU time)")],
     "scale": [("two actors", "one actor")],
     "publish": [("publish to 1", "memcpy"), ("publish to 2", "memcpy")],
     "pack": [(what, base) for what in ("pack", "pack with scale search") for base in ("memcpy", "sum")],
+    "explorer": [
+        (f"sana-1.6b (small) {what} eager", f"sana-1.6b (small) {base} eager")
+        for base, others in (("bf16", ("fp32", "fp8")), ("fp32", ("bf16", "fp8")))
+        for what in others
+    ],
     "step": [("sampling step", "bare forward"), ("emulated_nvfp4", "fp32")],
 }
 
@@ -28,7 +34,7 @@ EXPECTED = {
 def options(tiny_sd3_dir, tmp_path, monkeypatch) -> Options:
     config = tiny_config(tiny_sd3_dir, tmp_path, "bench")
     monkeypatch.setattr("bench.ring.Services", HostedServices)
-    return Options(config, repeats=1, publish_bytes=3 * 2**20 + 5, pack_bytes=2**16, receivers=(1, 2), batch=2)
+    return Options(config, repeats=1, publish_bytes=3 * 2**20 + 5, pack_bytes=2**16, receivers=(1, 2), batch=2, **EXPLORER)
 
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.slow if name == "scale" else ()) for name in NAMES])

@@ -123,18 +123,31 @@ def test_compiling_without_a_compiler_is_one_line(family, monkeypatch):
 
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which("g++") is None, reason="no C++ compiler")
-@pytest.mark.parametrize("name", ["emulated_nvfp4", "fp8", "fp32"])
-def test_compiled_explorers_draw_the_same(family, adapted, cond, randomise, name):
+def test_compiled_explorers_draw_the_same(family, adapted, cond, randomise):
     """The compiler fuses elementwise work and may sum in another order: as with another batch size. And weights loaded after
     compiling are the ones that are used."""
     randomise(adapted, "current", 2)
-    eager, compiled = (explorer_of(family, adapted, name, compile=compile) for compile in (False, True))
+    eager, compiled = (explorer_of(family, adapted, "fp8", compile=compile) for compile in (False, True))
     for version in (0, 1):
         wanted = eager.explore(cond.rows(0), (5, 6), 2, "dpm2")[1]
         found = compiled.explore(cond.rows(0), (5, 6), 2, "dpm2")[1]
-        assert np.linalg.norm(found - wanted) <= (1e-5 if name == "fp32" else 0.01) * np.linalg.norm(wanted)
+        assert np.linalg.norm(found - wanted) <= 0.01 * np.linalg.norm(wanted)
         if version == 0:
             randomise(adapted, "current", 9)
             for explorer in (eager, compiled):
-                explorer.load(*publisher(family, adapted, BACKENDS[name]).export("current", 1)[:2])
+                explorer.load(*publisher(family, adapted, BACKENDS["fp8"]).export("current", 1)[:2])
             assert not np.array_equal(eager.explore(cond.rows(0), (5, 6), 2, "dpm2")[1], wanted)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("g++") is None, reason="no C++ compiler")
+@torch.no_grad()
+def test_a_compiled_emulation_has_the_bits_of_the_eager_one():
+    """Of the quantised operand, with every kind of block: the compiler must not reorder the additions that round."""
+    from policy.precision.nvfp4 import quantise_activation
+
+    x = torch.randn(8, 64, generator=torch.Generator().manual_seed(0)) ** 5
+    x[0, :16], x[1, 16:32], x[2, 3] = 0, 1e-12, 6.0
+    operand, amax = torch.compile(lambda x: quantise_activation(x), dynamic=False)(x)
+    wanted, wanted_amax = quantise_activation(x)
+    assert torch.equal(operand + 0.0, wanted + 0.0) and amax == wanted_amax

@@ -1,5 +1,6 @@
 """Linears that read the same input run as one product, and nothing but the time it takes shows."""
 
+import shutil
 from types import SimpleNamespace
 
 import numpy as np
@@ -64,9 +65,37 @@ def test_one_product_serves_the_group_and_is_not_kept(monkeypatch):
     x = torch.randn(4, 64)
     for member in members:
         member(x)
-    assert len(calls) == 1 and not members[0]._joint._parts
+    assert len(calls) == 1 and not members[0]._joint._parts and members[0]._joint._input is None
     members[1](torch.randn(4, 64))
     assert len(calls) == 2
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("g++") is None, reason="no C++ compiler")
+@torch.no_grad()
+def test_compiled_it_is_one_product_too(monkeypatch):
+    import torch._inductor.config as inductor
+
+    class Attention(nn.Module):
+        def __init__(self, members):
+            super().__init__()
+            self.to_q, self.to_k, self.to_v = members
+
+        def forward(self, x):
+            return self.to_q(x).sum(-1) + 2 * self.to_k(x).sum(-1) + 3 * self.to_v(x).sum(-1)
+
+    products = []
+    names = lambda graph: [str(node.target) for node in graph.nodes if node.op == "call_function"]  # noqa: E731
+    monkeypatch.setattr(inductor, "post_grad_custom_post_pass", lambda g: products.append(sum("mm" in name for name in names(g))))
+    backend, given = BACKENDS["fp8"], linears()
+    members = join(given, backend.replacements("power_of_two"))
+    filled(members, given, backend)
+    eager = Attention(members)
+    compiled = torch.compile(eager, dynamic=False)
+    for seed in (1, 2):
+        x = torch.randn(5, 64, generator=torch.Generator().manual_seed(seed))
+        assert torch.allclose(compiled(x), eager(x), rtol=1e-5, atol=1e-4)  # sums of 96 bfloat16 values in another order
+    assert products == [1] and members[0]._joint._input is None
 
 
 def test_buffers_are_rows_of_the_joint_ones_and_stay_where_they_are():

@@ -1,0 +1,226 @@
+"""What does a denoiser's step cost in each precision? Published architectures with random weights, without Ray.
+
+Times are of one call of the transformer through its family, for a batch of pictures, divided by their number: seconds per image and
+step. Beside each ratio stands what arithmetic allows: with a share s of the work in layers that run q times as fast as BF16,
+a step cannot become quicker than 1 / (1 - s + s / q) times (Amdahl).
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
+
+from bench.timing import Options, Ratio, interleave
+from configs.schema import Model
+from policy.families import Family, family_for
+from policy.families.architectures import build, published, write_configs
+from policy.precision.backends import BACKENDS, Backend
+from policy.precision.compiling import compiled, compiler_missing
+from policy.precision.swap import quantise_plan, swap_linears, weight_modules
+from policy.types import Conditioning
+
+FASTER = {"nvfp4": 4.0, "fp8": 2.0}
+"""Dense peaks of the formats' tensor cores over those of BF16, as NVIDIA states them for B200 and H200."""
+TEXT_TOKENS = {"sd3": 256, "flux": 512, "sana": 300}
+WIDTH = 256
+SMALL: dict[str, dict[str, Any]] = {
+    "sd3": {
+        "num_layers": 2,
+        "num_attention_heads": 4,
+        "attention_head_dim": 64,
+        "caption_projection_dim": WIDTH,
+        "joint_attention_dim": WIDTH,
+        "pooled_projection_dim": WIDTH,
+        "dual_attention_layers": [],
+    },
+    "flux": {
+        "num_layers": 1,
+        "num_single_layers": 2,
+        "num_attention_heads": 2,
+        "joint_attention_dim": WIDTH,
+        "pooled_projection_dim": WIDTH,
+    },
+    "sana": {
+        "num_layers": 2,
+        "num_attention_heads": 8,
+        "num_cross_attention_heads": 4,
+        "cross_attention_head_dim": 64,
+        "cross_attention_dim": WIDTH,
+        "caption_channels": WIDTH,
+    },
+}
+"""For machines without a GPU: blocks of the published kinds, few and narrow."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """An architecture at one size: its family over configuration files, and its transformer's description."""
+
+    name: str
+    family: Family
+    part: dict[str, Any]
+
+    def inputs(self, batch: int, device: torch.device | str) -> tuple[Tensor, Tensor, Conditioning]:
+        """(x [B, *latent], sigma [], conditioning of B rows): noise everywhere, all text tokens in use."""
+        generator = torch.Generator().manual_seed(0)
+
+        def noise(*shape: int) -> Tensor:
+            if str(device) == "meta":
+                return torch.empty(shape, device="meta")
+            return torch.randn(shape, generator=generator).to(device)
+
+        config, tokens = self.part["config"], self.family.model.max_sequence_length
+        if self.family.name == "sana":
+            tensors = {"prompt_embeds": noise(batch, tokens, config["caption_channels"])}
+            tensors["prompt_attention_mask"] = torch.ones(batch, tokens, device=device)
+        else:
+            tokens += 77 if self.family.name == "sd3" else 0  # CLIP's
+            tensors = {"prompt_embeds": noise(batch, tokens, config["joint_attention_dim"])}
+            tensors["pooled_prompt_embeds"] = noise(batch, config["pooled_projection_dim"])
+        return noise(batch, *self.family.latent_shape), torch.tensor(0.7), Conditioning(tensors)
+
+
+@contextmanager
+def case_of(name: str, pixels: int | None, small: bool) -> Iterator[Case]:
+    """A published architecture at ``pixels`` x ``pixels`` (None: as published), or a small one of its kind."""
+    model = published(name)
+    family = model["family"]
+    part = {**model["parts"]["transformer"]}
+    if small:
+        part["config"] = {**part["config"], **SMALL[family]}
+    size: dict[str, int] = {side: pixels or model[side] for side in ("height", "width")}
+    guidance = 3.5 if part["config"].get("guidance_embeds") else None
+    with tempfile.TemporaryDirectory(prefix="sol-rl-bench-") as scratch:
+        path = str(write_configs(name, scratch))
+        settings = Model(family=family, path=path, max_sequence_length=TEXT_TOKENS[family], guidance=guidance, **size)
+        yield Case(f"{name}{' (small)' if small else ''}", family_for(settings), part)
+
+
+def quantisable_share(case: Case, backend: Backend) -> float:
+    """Share of a step's multiplications in layers that ``backend`` quantises: counted on tensors without data."""
+    transformer = build(case.part, "meta")
+    quantised = {row.name for row in quantise_plan(transformer, case.family, (), backend) if row.quantised}
+    inside = 0
+
+    def count(module: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+        nonlocal inside
+        weight: Any = module.weight
+        pixels = output.numel() // weight.shape[0]
+        inside += 2 * pixels * weight.numel()
+
+    for name, module in weight_modules(transformer):
+        if name in quantised:
+            module.register_forward_hook(count)
+    counter = FlopCounterMode(display=False)
+    with torch.no_grad(), counter:
+        case.family.velocity(transformer, *case.inputs(1, "meta"))
+    return inside / counter.get_total_flops()
+
+
+def bound(share: float, wire_format: str) -> float:
+    """The largest speed-up over BF16 that a share of quicker arithmetic allows; 1 for formats that are not quicker."""
+    return 1.0 / (1.0 - share + share / FASTER.get(wire_format, 1.0))
+
+
+def explorer_transformer(case: Case, backend: Backend, device: torch.device) -> nn.Module:
+    """The transformer as an explorer holds it, packed from random weights."""
+    dtype = backend.dtype or (torch.bfloat16 if device.type == "cuda" else torch.float32)
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+        torch.manual_seed(0)
+        transformer = build(case.part, device, dtype)
+    plan = quantise_plan(transformer, case.family, (), backend)
+    weights = {name: module.weight.detach().flatten(1) for name, module in weight_modules(transformer)}
+    ranges: dict[str, Tensor] = {}
+    for row in plan:
+        if row.fused is not None:
+            ranges[row.fused] = torch.maximum(
+                ranges.get(row.fused, torch.zeros((), device=device)), backend.amax(weights[row.name])
+            )
+    layers = swap_linears(transformer, plan, backend)
+    for row in plan:
+        if row.quantised:
+            amax = ranges.get(row.fused or "")
+            targets = layers[row.name].wire_targets()
+            packed = backend.pack(weights.pop(row.name), False, amax if amax is None or not amax.ndim else None)
+            for part, tensor in packed.items():
+                targets[part].copy_(tensor)
+    for layer in layers.values():
+        layer.arrived()
+    return transformer
+
+
+def held_bytes(transformer: nn.Module) -> int:
+    """Bytes of weights on the device."""
+    return sum(tensor.numel() * tensor.element_size() for tensor in (*transformer.parameters(), *transformer.buffers()))
+
+
+def measure(options: Options) -> list[Ratio]:
+    """For every architecture: each backend over BF16 (and over FP32 on a CPU), eager, and compiled where that is asked for."""
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    small = options.small if options.small is not None else device.type == "cpu"
+    threads = torch.get_num_threads()
+    if device.type == "cpu":
+        torch.set_num_threads(options.config.services.rollout.threads)
+    try:
+        ratios = []
+        for name in options.architectures:
+            with case_of(name, options.pixels, small) as case:
+                ratios += _ratios(case, options, device)
+        return ratios
+    finally:
+        torch.set_num_threads(threads)
+
+
+def _ratios(case: Case, options: Options, device: torch.device) -> list[Ratio]:
+    names = options.backends or tuple(n for n, b in BACKENDS.items() if b.unavailable(device) is None)
+    names = tuple(dict.fromkeys(("bf16", *(("fp32",) if device.type == "cpu" else ()), *names)))
+    modes = ("eager", "compiled") if options.compile and compiler_missing(device) is None else ("eager",)
+    runs: dict[str, Callable[[], object]] = {}
+    memory: dict[str, int] = {}
+    for name in names:
+        transformer = explorer_transformer(case, BACKENDS[name], device)
+        memory[name] = held_bytes(transformer)
+        for mode in modes:
+            denoiser = compiled(transformer, device) if mode == "compiled" else transformer
+            runs[f"{case.name} {name} {mode}"] = _step(case, denoiser, options.batch, device)
+    times = interleave(runs, options.repeats, warm_up=2)
+    per_image = {what: [seconds / options.batch for seconds in values] for what, values in times.items()}
+    bases = ("bf16", "fp32") if device.type == "cpu" else ("bf16",)
+    return [
+        _ratio(case, per_image, name, base, mode, memory, options.batch)
+        for mode in modes
+        for base in bases
+        for name in names
+        if name != base
+    ]
+
+
+def _ratio(case: Case, times: dict[str, list[float]], name: str, base: str, mode: str, memory: dict[str, int], batch: int) -> Ratio:
+    found = Ratio.of(times, f"{case.name} {name} {mode}", f"{case.name} {base} {mode}")
+    note = f"per image and step, batch {batch}, weights {memory[name] / 2**30:.2f} / {memory[base] / 2**30:.2f} GiB"
+    backend = BACKENDS[name]
+    if backend.quantises and base == "bf16":
+        share = quantisable_share(case, backend)
+        most = bound(share, backend.wire_format)
+        note += f", {share:.1%} of the work quantisable: at most {most:.2f}x on a GPU, {1 / found.value / most:.0%} of it reached"
+    return Ratio(**{**vars(found), "note": note})
+
+
+def _step(case: Case, denoiser: nn.Module, batch: int, device: torch.device) -> Callable[[], object]:
+    """One call of the transformer for a batch, finished when it returns."""
+    x, sigma, cond = case.inputs(batch, device)
+
+    @torch.no_grad()
+    def run() -> None:
+        case.family.velocity(denoiser, x, sigma, cond)
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+
+    return run

@@ -1,0 +1,73 @@
+"""The bound that stands beside the explorer's times, and the small stand-ins of the published architectures."""
+
+import pytest
+import torch
+
+from bench.explorer import bound, case_of, explorer_transformer, held_bytes, quantisable_share
+from bench.survival import main as survival_main
+from bench.survival import survival
+from policy.families.architectures import published_names
+from policy.precision.backends import BACKENDS
+
+CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize(("share", "fp4", "fp8"), [(0.80, 2.5, 1.667), (0.0, 1.0, 1.0), (1.0, 4.0, 2.0)])
+def test_the_bound_is_amdahls(share, fp4, fp8):
+    assert bound(share, "nvfp4") == pytest.approx(fp4, abs=1e-3) and bound(share, "fp8") == pytest.approx(fp8, abs=1e-3)
+    assert bound(share, "bf16") == 1.0
+
+
+def test_the_share_of_a_published_architecture():
+    """SD3.5 Large at 1024 x 1024, 4096 picture and 333 text tokens, by hand: per block and token 12 d^2 multiply-adds in either
+    stream's linears (8 in text of the last block, whose feed-forward and output are gone), 2 n d in attention; adaLN and ends are less
+    than a thousandth."""
+    d, picture, text, blocks = 2432, 4096, 333, 38
+    linears = blocks * 12 * d * d * (picture + text) - 9 * d * d * text
+    attention = blocks * 2 * (picture + text) ** 2 * d
+    with case_of("sd3.5-large", 1024, False) as case:
+        share = quantisable_share(case, BACKENDS["te_nvfp4"])
+    assert share == pytest.approx(linears / (linears + attention), abs=2e-3) and share == pytest.approx(0.77, abs=5e-3)
+
+
+@pytest.mark.parametrize("name", [name for name in published_names() if name != "sd3.5-large"])  # its kind is there already
+@torch.no_grad()
+def test_a_small_one_runs_in_every_precision_of_a_cpu(name):
+    """And gives nearly what FP32 gives, from the same random weights: the layers were filled."""
+    with case_of(name, 64, True) as case:
+        x, sigma, cond = case.inputs(2, CPU)
+        found, size = {}, {}
+        for backend in ("fp32", "fp8", "emulated_nvfp4"):
+            transformer = explorer_transformer(case, BACKENDS[backend], CPU)
+            found[backend], size[backend] = case.family.velocity(transformer, x, sigma, cond), held_bytes(transformer)
+            assert found[backend].shape == x.shape
+    for backend, most in (("fp8", 0.1), ("emulated_nvfp4", 0.3)):
+        assert 1e-5 < (found[backend] - found["fp32"]).norm() / found["fp32"].norm() < most
+    assert size["emulated_nvfp4"] < size["fp8"] < size["fp32"]
+
+
+def test_survival_by_hand():
+    """One weight: an update along a coordinate far larger than any rounding survives whole; one far smaller changes nothing."""
+    weight = torch.zeros(1, 16)
+    weight[0, 0] = 6.0
+    backend = BACKENDS["emulated_nvfp4"]
+    none = survival([weight], backend, False, True, 1e-6, 1, seed=0)
+    assert (none.cosine, none.growth) == (0.0, 0.0) and none.error == pytest.approx(0.0, abs=1e-6)
+    assert 0 < none.changed < 1  # zeros keep the sign of what was rounded to them, which is a code of its own
+    generator = torch.Generator().manual_seed(0)
+    weights = [torch.randn(64, 64, generator=generator) for _ in range(2)]
+    small, large = (survival(weights, backend, True, False, size, 4, seed=0) for size in (0.01, 1.0))
+    assert small.cosine < 0.5 < 0.98 < large.cosine and small.growth > 2 > 1.1 > large.growth > 0.9
+    assert 0 < small.changed < large.changed < 1
+    fp8 = survival(weights, BACKENDS["fp8"], False, False, 0.01, 4, seed=0)
+    assert fp8.cosine > small.cosine and fp8.error < small.error
+
+
+def test_the_table(capsys, tiny_sd3_dir, tmp_path):
+    settings = [f"model.path={tiny_sd3_dir}", "model.height=16", "model.width=16", "lora.rank=4"]
+    out = tmp_path / "survival.json"
+    arguments = [argument for setting in settings for argument in ("--set", setting)]
+    assert survival_main([*arguments, "--sizes", "0.01", "--json", str(out)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 2 + 4 + 2 and lines[2].startswith("| nvfp4 | none | own | 1.00% |") and out.exists()
+    assert survival_main(["--preset", "quickstrat"]) == 2
