@@ -6,7 +6,7 @@ BIN := .venv/bin
 export RAY_USAGE_STATS_ENABLED = 0
 export RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO = 0
 
-.PHONY: setup quickstart test test-slow lint types arrows check bench parity shapes-model clean
+.PHONY: setup quickstart test test-slow lint types arrows check bench parity shapes-model shapes-clip clean
 
 setup: .venv/.ready
 
@@ -48,6 +48,10 @@ parity: setup
 # Rebuilds shapes/model from nothing: about an hour on two cores.
 shapes-model: setup
 	$(BIN)/python -m shapes.build --out shapes/model $(ARGS)
+
+# Trains the tiny CLIP of the preset quickstart_clip.
+shapes-clip: setup
+	$(BIN)/python -m shapes.clip_build --out shapes/clip $(ARGS)
 
 clean:
 	rm -rf .venv build dist *.egg-info .pytest_cache .ruff_cache

@@ -6,15 +6,27 @@ from typing import Any
 
 from configs.schema import RunConfig
 
+PER_SERVICE = (
+    "actors",
+    "cpus",
+    "gpus",
+    "in_flight",
+    "deadline_s",
+    "max_attempts",
+    "max_restarts",
+    "accelerator",
+    "labels",
+    "strategy",
+    "min_actors",
+    "max_actors",
+)
 OPERATIONAL = (
     "run_root",
-    "services.*.actors",
-    "services.*.cpus",
-    "services.*.gpus",
-    "services.*.in_flight",
-    "services.*.deadline_s",
-    "services.*.max_attempts",
-    "services.*.max_restarts",
+    *(f"services.*.{name}" for name in PER_SERVICE),
+    *(f"services.scorers.*.{name}" for name in PER_SERVICE),
+    "services.autoscale",
+    "services.start_deadline_s",
+    "services.wait_for_nodes_s",
     "checkpoint",
     "stop",
     "logging",

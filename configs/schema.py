@@ -114,23 +114,48 @@ class Scorer(Section):
     name: str = Field(description="a built-in scorer, or module:attribute of your own")
     weight: float = 1.0
     settings: dict[str, Any] = Field(default_factory=dict, description="passed to the scorer's constructor")
+    alias: str | None = Field(default=None, description="name it is logged under; needed to use one scorer twice")
+    floor: float | None = Field(default=None, description="a raw score below this counts as this")
+    required: bool = Field(
+        default=True, description="False: where it fails, its mean over the prompt's group stands in, and the picture is kept"
+    )
 
     @property
     def label(self) -> str:
         """The name under which this scorer's values are logged: [A-Za-z0-9_] only."""
-        return re.sub(r"\W+", "_", self.name)
+        return re.sub(r"[^A-Za-z0-9_]+", "_", self.alias or self.name)
 
 
 class Rewards(Section):
     """What pictures are scored by, and how much failing is tolerated. A failure is never a reward of zero."""
 
     scorers: tuple[Scorer, ...] = Field(min_length=1)
+    evaluation_scorers: tuple[Scorer, ...] = Field(
+        default=(), description="held out: judge the evaluations beside `scorers`, and are never trained on"
+    )
+    normalise: Literal["none", "zscore", "rank"] = Field(
+        default="none", description="of each scorer's values over a prompt's group, before they are weighted; not in evaluations"
+    )
     attempts: int = Field(
         default=3, ge=1, description="tries per batch, on another actor where there is one, before samples are dropped"
     )
     max_failed_share: float = Field(
         default=0.05, ge=0, le=1, description="share of an iteration's samples that may be dropped before the run stops"
     )
+
+    @property
+    def everyone(self) -> tuple[Scorer, ...]:
+        """The scorers that are trained on and the held-out ones."""
+        return (*self.scorers, *self.evaluation_scorers)
+
+    @model_validator(mode="after")
+    def _distinct(self) -> Rewards:
+        labels = [scorer.label for scorer in self.everyone]
+        if len(set(labels)) < len(labels):
+            raise ValueError(f"scorers: two scorers would be logged under one name: {labels}; give one of them an alias")
+        if not any(scorer.required for scorer in self.scorers):
+            raise ValueError("scorers: all are optional, so nothing would be left to train on: let one be required")
+        return self
 
 
 class Advantages(Section):
@@ -205,16 +230,90 @@ class Service(Section):
     )
     max_attempts: int = Field(default=4, ge=1, description="tries of one unit over all actors before the run stops")
     max_restarts: int = Field(default=20, ge=0, description="replacements of one actor before it is benched")
+    accelerator: str | None = Field(
+        default=None, description="nodes with this `ray.io/accelerator-type` only: B200, in(B200,GB200), !H100; None: any node"
+    )
+    labels: dict[str, str] = Field(
+        default_factory=dict, description="further node labels that are required, in Ray's selector words"
+    )
+    strategy: Literal["spread", "pack"] = Field(default="pack", description="over as many nodes as there are, or onto few")
+    min_actors: int = Field(default=1, ge=1, description="fewest that scaling leaves")
+    max_actors: int | None = Field(default=None, ge=1, description="most that scaling makes; None: as many as there is room for")
+
+    @model_validator(mode="after")
+    def _within(self) -> Service:
+        if not self.min_actors <= self.actors <= (self.max_actors or self.actors):
+            raise ValueError(
+                f"actors = {self.actors} is not within min_actors = {self.min_actors} and max_actors = {self.max_actors}"
+            )
+        if self.gpus > 1 and self.gpus % 1:
+            raise ValueError(f"gpus = {self.gpus:g}: a share above 1 is whole GPUs")
+        return self
+
+
+class RolloutService(Service):
+    """The explorers."""
+
+    actors: int = Field(default=2, ge=1)
+    strategy: Literal["spread", "pack"] = Field(default="spread", description="over as many nodes as there are, or onto few")
+
+
+class LearnerService(Service):
+    """The learner holds state: a unit that fails there is not tried again, a learner that dies is restored from its checkpoint."""
+
+    in_flight: int = Field(default=1, ge=1)
+    max_attempts: Literal[1] = 1
+    max_restarts: int = Field(default=10, ge=0, description="times the learner may be restored from its checkpoint in one run")
+
+
+class ScorerService(Service):
+    """Actors of one scorer alone: its own share of a GPU, its own threads and deadline, and if need be its own packages."""
+
+    runtime_env: dict[str, Any] = Field(
+        default_factory=dict, description="Ray's runtime_env of these actors: pip, uv, py_modules, env_vars, ..."
+    )
+
+
+class Autoscale(Section):
+    """Grows the rollout pool while the learner waits for it, shrinks it while explorers idle, within min_actors and max_actors."""
+
+    enabled: bool = False
+    grow_above: float = Field(default=0.5, gt=0, lt=1, description="grow when the learner waits for a larger share of an iteration")
+    shrink_below: float = Field(default=0.25, gt=0, lt=1, description="shrink when explorers work a smaller share of an iteration")
+    patience: int = Field(default=2, ge=1, description="iterations in a row that must agree")
+    step: float = Field(default=0.25, gt=0, le=1, description="share of the pool that is added or removed, one actor at least")
 
 
 class Services(Section):
-    """The actor groups."""
+    """The actor groups, and how they are given their places."""
 
-    rollout: Service = Service(actors=2)
+    start_deadline_s: float = Field(
+        default=600.0, gt=0, description="an actor must be placed and have loaded its model within this"
+    )
+    wait_for_nodes_s: float = Field(
+        default=0.0, ge=0, description="on an autoscaling cluster: ask for missing nodes and wait so long before giving up"
+    )
+    autoscale: Autoscale = Autoscale()
+    rollout: RolloutService = RolloutService()
     reward: Service = Service()
+    scorers: dict[str, ScorerService] = Field(default_factory=dict, description="by label; the others share `reward`")
     encoder: Service = Service()
     selector: Service = Service()
-    learner: Service = Service(in_flight=1, max_attempts=1, max_restarts=0)
+    learner: LearnerService = LearnerService()
+
+    def of(self, kind: str) -> Service:
+        """The settings of ``rollout``, ``reward``, ``scorers.<label>``, ..."""
+        name, _, label = kind.partition(".")
+        return self.scorers[label] if label else getattr(self, name)
+
+    @model_validator(mode="after")
+    def _scalable(self) -> Services:
+        if self.autoscale.enabled and self.rollout.max_actors is None:
+            raise ValueError("autoscale.enabled: say how far: services.rollout.max_actors = N")
+        for kind in ("learner", "encoder", "selector"):
+            if (service := getattr(self, kind)).max_actors not in (None, service.actors):
+                raise ValueError(f"{kind}.max_actors = {service.max_actors}: only rollout and reward can be scaled")
+        return self
 
 
 class Audit(Section):
@@ -308,10 +407,15 @@ class RunConfig(Section):
         selects = plan.explore is not None
         if why := misfit(objective, objective.name, self.arm, selects, plan.regenerate, plan.solver, self.regenerate.steps):
             raise ValueError(why)
-        labels = [scorer.label for scorer in self.rewards.scorers]
-        if len(set(labels)) < len(labels):
-            raise ValueError(f"rewards.scorers: two scorers would be logged under one name: {labels}")
+        labels = [scorer.label for scorer in self.rewards.everyone]
+        if strangers := sorted(self.services.scorers.keys() - set(labels)):
+            raise ValueError(f"services.scorers.{strangers[0]}: there is no scorer of that name; there are: {', '.join(labels)}")
         return self
+
+    def scorers_of(self, kind: str) -> tuple[str, ...]:
+        """Labels of the scorers that actors of ``reward`` or ``scorers.<label>`` hold; none where all have actors of their own."""
+        labels, own = [scorer.label for scorer in self.rewards.everyone], self.services.scorers
+        return tuple(label for label in labels if (f"scorers.{label}" if label in own else "reward") == kind)
 
     @property
     def plan(self) -> ArmPlan:

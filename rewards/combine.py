@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -35,6 +36,73 @@ def combine(scores: Mapping[str, np.ndarray], weights: Mapping[str, float]) -> n
     return np.where(missing, np.nan, total).astype(np.float32)
 
 
+def zscore(values: np.ndarray) -> np.ndarray:
+    """float [B] less its mean, over its standard deviation (of the whole group, not an estimate); all zero where all are equal."""
+    spread = values.std()
+    return (values - values.mean()) / spread if spread > 1e-8 * max(1.0, float(np.abs(values).max())) else np.zeros_like(values)
+
+
+def rank(values: np.ndarray) -> np.ndarray:
+    """float [B] -> places from -1 (least) to 1 (greatest), evenly spaced; equal values share the mean of their places."""
+    if len(values) < 2:
+        return np.zeros_like(values)
+    ordered = np.sort(values)
+    below, upto = np.searchsorted(ordered, values, "left"), np.searchsorted(ordered, values, "right")
+    return (below + upto - 1) / (len(values) - 1) - 1.0
+
+
+NORMALISERS = {"zscore": zscore, "rank": rank}
+
+
+@dataclass(frozen=True)
+class Combination:
+    """How raw scores of one prompt's group become rewards: floors, then normalisation over the group, then the weighted sum.
+
+    A required scorer that gave no score leaves the picture without a reward. In place of an optional one's stands its mean over
+    the rest of the group, which changes no order among pictures that have it; where it gave none at all it is left out.
+    """
+
+    weights: Mapping[str, float]
+    floors: Mapping[str, float] = field(default_factory=dict)
+    optional: frozenset[str] = frozenset()
+    normalise: str = "none"
+
+    @classmethod
+    def from_config(cls, rewards: Rewards) -> Combination:
+        """As ``[rewards]`` says."""
+        return cls(
+            {scorer.label: scorer.weight for scorer in rewards.scorers},
+            {scorer.label: scorer.floor for scorer in rewards.scorers if scorer.floor is not None},
+            frozenset(scorer.label for scorer in rewards.scorers if not scorer.required),
+            rewards.normalise,
+        )
+
+    @property
+    def for_evaluation(self) -> Combination:
+        """The same for pictures of many prompts, comparable over time: no normalisation, and required scorers only."""
+        required = {label: weight for label, weight in self.weights.items() if label not in self.optional}
+        return Combination(required, {label: floor for label, floor in self.floors.items() if label in required})
+
+    def __call__(self, scores: Mapping[str, np.ndarray]) -> np.ndarray:
+        """Scores float32 [B] by label -> rewards float32 [B], NaN where there is none. Labels without a weight do not count."""
+        used = {label: np.asarray(scores[label], np.float32) for label in self.weights}
+        for label, floor in self.floors.items():
+            used[label] = np.where(np.isfinite(used[label]), np.maximum(used[label], np.float32(floor)), np.nan)
+        scored = np.all([np.isfinite(values) for label, values in used.items() if label not in self.optional], axis=0)
+        for label in self.optional & used.keys():
+            there = np.isfinite(used[label])
+            known = used[label][scored & there]
+            used[label] = np.where(there, used[label], known.mean() if len(known) else 0.0)
+        if self.normalise != "none" and scored.any():
+            used = {label: self._normalised(values, scored) for label, values in used.items()}
+        return combine(used, self.weights)
+
+    def _normalised(self, values: np.ndarray, scored: np.ndarray) -> np.ndarray:
+        made = np.full(len(values), np.nan)
+        made[scored] = NORMALISERS[self.normalise](values[scored].astype(np.float64))
+        return made
+
+
 @dataclass(frozen=True)
 class Scored:
     """Rewards of one batch."""
@@ -51,43 +119,62 @@ class Attempt:
     scores: dict[str, np.ndarray]  # label -> float32 [B], NaN where there is none
     parts: dict[str, np.ndarray]  # "label/part" -> float32 [B]
     failures: tuple[str, ...]  # one line per scorer that failed
+    seconds: dict[str, float] = field(default_factory=dict)  # label -> time it took
 
 
 class WeightedScorer:
-    """All scorers of a configuration as one, in one process."""
+    """Scorers of a configuration as one, in one process."""
 
-    def __init__(self, scorers: Mapping[str, Scorer], weights: Mapping[str, float]) -> None:
+    def __init__(self, scorers: Mapping[str, Scorer], weights: Mapping[str, float], combination: Combination | None = None) -> None:
         self.scorers, self.weights = dict(scorers), dict(weights)
+        self.combination = combination or Combination(self.weights)
 
     @classmethod
-    def from_config(cls, rewards: Rewards) -> WeightedScorer:
-        """Build every scorer of ``[rewards]``. Raises ScorerSetupError."""
-        scorers = {scorer.label: build(scorer) for scorer in rewards.scorers}
-        return cls(scorers, {scorer.label: scorer.weight for scorer in rewards.scorers})
+    def from_config(cls, rewards: Rewards, labels: Collection[str] | None = None, device: str | None = None) -> WeightedScorer:
+        """Build the scorers of ``[rewards]`` on ``device``: those that are trained on, or exactly those of ``labels``, held-out
+        ones among them. Raises ScorerSetupError."""
+        wanted = {scorer.label for scorer in rewards.scorers} if labels is None else set(labels)
+        scorers = {scorer.label: build(scorer, device) for scorer in rewards.everyone if scorer.label in wanted}
+        weights = {scorer.label: scorer.weight for scorer in rewards.scorers if scorer.label in wanted}
+        return cls(scorers, weights, Combination.from_config(rewards))
 
-    def attempt(self, images: np.ndarray, prompts: Sequence[str], metadata: Sequence[dict[str, Any]]) -> Attempt:
-        """Score uint8 [B, 3, H, W] by every scorer; one that fails marks its pictures missing and the others' scores stand."""
+    def attempt(
+        self,
+        images: np.ndarray,
+        prompts: Sequence[str],
+        metadata: Sequence[dict[str, Any]],
+        labels: Collection[str] | None = None,
+    ) -> Attempt:
+        """Score uint8 [B, 3, H, W] by every scorer, or by those of ``labels``; one that fails marks its pictures missing and the
+        others' scores stand. Scorers get a view that cannot be written to, so that none can change what the next one sees."""
         require_pictures(images, prompts, metadata)
+        images = images.view()
+        images.flags.writeable = False
         scores: dict[str, np.ndarray] = {}
         parts: dict[str, np.ndarray] = {}
         failures: list[str] = []
+        seconds: dict[str, float] = {}
         for label, scorer in self.scorers.items():
+            if labels is not None and label not in labels:
+                continue
+            start = time.perf_counter()
             try:
                 answer = scorer(images, prompts, metadata)
             except Exception as error:  # a user's scorer may raise anything; it is said, counted and retried, never scored
                 failures.append(f"scorer {label!r} raised {type(error).__name__}: {error}")
                 scores[label] = np.full(len(images), np.nan, np.float32)
                 continue
+            seconds[label] = time.perf_counter() - start
             scores[label], problem = check(answer, len(images))
             if problem:
                 failures.append(f"scorer {label!r} {problem}")
             told = getattr(scorer, "parts", None) or {}
             parts |= {f"{label}/{name}": np.asarray(value, np.float32) for name, value in told.items()}
-        return Attempt(scores, parts, tuple(failures))
+        return Attempt(scores, parts, tuple(failures), seconds)
 
     def __call__(self, images: np.ndarray, prompts: Sequence[str], metadata: Sequence[dict[str, Any]]) -> Scored:
-        """As ``attempt``, weighted. Raises ScorerError naming the first scorer that raised or returned nonsense."""
+        """As ``attempt``, combined; the pictures are one group. Raises ScorerError naming the first scorer that failed."""
         made = self.attempt(images, prompts, metadata)
         if made.failures:
             raise ScorerError(made.failures[0])
-        return Scored(combine(made.scores, self.weights), made.scores, made.parts)
+        return Scored(self.combination(made.scores), made.scores, made.parts)

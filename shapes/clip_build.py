@@ -1,0 +1,129 @@
+"""Train the tiny CLIP from nothing: ``python -m shapes.clip_build --minutes 25 --threads 2 --out shapes/clip``.
+
+Stopping it and starting it again with the same ``--work`` goes on where it was. Everything is FP32, on the CPU. At the end it prints
+how often the right caption wins over near misses, on pictures of the train and of the tune split; the test split is not looked at.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import os
+import shutil
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import open_clip
+import torch
+
+from shapes.checksum import checksum
+from shapes.clip import MOST_SCALE, batches, build_clip, loss_of, near_misses, save_clip, to_pixels
+from shapes.grammar import KINDS, Scene, scenes_of
+from shapes.render import render
+from shapes.state import load_state, save_state
+from shapes.text import TOKENS, clip_tokenizer
+
+PEAK_LR, DECAY, WARM_UP, EMA = 1e-3, 0.05, 100, 0.998
+
+
+def train_clip(minutes: float, work: Path, log: Callable[[str], None], most_steps: int | None = None) -> open_clip.CLIP:
+    """Train for ``minutes`` (counted over resumed runs), or ``most_steps``; returns the averaged weights.
+
+    AdamW, the rate falling to zero along a cosine of the share of the time that is gone.
+    """
+    model, average = build_clip(), build_clip().requires_grad_(False)
+    matrices = [p for p in model.parameters() if p.ndim >= 2]
+    rest = [p for p in model.parameters() if p.ndim < 2]
+    groups = [{"params": matrices, "weight_decay": DECAY}, {"params": rest, "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(groups, lr=PEAK_LR, betas=(0.9, 0.98))
+    state = load_state(work / "clip", model, optimizer)
+    average.load_state_dict(model.state_dict())
+    load_state(work / "clip-average", average, None)
+    step, spent = int(state.get("step", 0)), float(state.get("spent", 0.0))
+    begin, saved, mean, first = time.monotonic() - spent, time.monotonic(), 0.0, step
+    examples = batches(2000 + step)
+    while spent < minutes * 60 and (most_steps is None or step < most_steps):
+        rate = min((step + 1) / WARM_UP, (1 + math.cos(math.pi * min(1.0, spent / (minutes * 60)))) / 2)
+        for group in optimizer.param_groups:
+            group["lr"] = PEAK_LR * rate
+        loss = loss_of(model, next(examples))
+        optimizer.zero_grad(set_to_none=True)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        with torch.no_grad():
+            model.logit_scale.clamp_(max=MOST_SCALE)
+        step, spent = step + 1, time.monotonic() - begin
+        torch._foreach_lerp_(list(average.parameters()), list(model.parameters()), 1 - min(EMA, (1 + step) / (20 + step)))
+        mean += (loss.item() - mean) / min(step - first, 100)
+        if step % 50 == 0:
+            log(f"clip step {step} {spent:.0f}s loss {mean:.4f} scale {model.logit_scale.exp().item():.1f}")
+        if time.monotonic() - saved > 60:
+            save_state(work / "clip", model, optimizer, {"spent": spent, "step": step})
+            save_state(work / "clip-average", average, None, {"step": step})
+            saved = time.monotonic()
+    save_state(work / "clip", model, optimizer, {"spent": spent, "step": step})
+    save_state(work / "clip-average", average, None, {"step": step})
+    return average.eval()
+
+
+@torch.no_grad()
+def accuracy(model: open_clip.CLIP, split: str, seed: int = 1) -> dict[str, float]:
+    """By kind of scene: the share of clean pictures whose own caption scores higher than every near miss of it."""
+    found = {}
+    splits = tuple(dict.fromkeys(("train", split)))
+    for kind in KINDS:
+        scenes = scenes_of(split, kind)[::7] if split == "train" else scenes_of(split, kind)
+        pairs = [(scene, near_misses(scene, splits)) for scene in scenes]
+        pairs = [(scene, near) for scene, near in pairs if near]
+        if not pairs:
+            continue
+        image = model.encode_image(to_pixels(render([scene for scene, _ in pairs], np.random.default_rng(seed))), normalize=True)
+        wins = [_wins(model, image[row], [scene, *near]) for row, (scene, near) in enumerate(pairs)]
+        found[kind] = float(np.mean(wins))
+    return found
+
+
+def _wins(model: open_clip.CLIP, image: torch.Tensor, captions: list[Scene]) -> bool:
+    texts = [scene.caption for scene in captions]
+    ids = clip_tokenizer()(texts, padding="max_length", max_length=TOKENS, return_tensors="pt").input_ids
+    return int((model.encode_text(ids, normalize=True) @ image).argmax()) == 0
+
+
+def log(line: str) -> None:
+    """One line with the time."""
+    print(time.strftime("%H:%M:%S"), line, flush=True)
+
+
+def arguments() -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(prog="python -m shapes.clip_build", description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--minutes", type=float, default=25.0, help="training time")
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--steps", type=int, default=None, help="stop after so many steps")
+    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "clip", help="the directory to write")
+    parser.add_argument("--work", type=Path, default=Path("build/shapes"), help="where training state is kept, to resume from")
+    return parser.parse_args()
+
+
+def main() -> None:
+    """Run the training."""
+    args = arguments()
+    torch.set_num_threads(args.threads)
+    args.work.mkdir(parents=True, exist_ok=True)
+    model = train_clip(args.minutes, args.work, log, args.steps)
+    fresh = args.out.with_name(args.out.name + ".new")
+    shutil.rmtree(fresh, ignore_errors=True)
+    save_clip(model, fresh)
+    shutil.rmtree(args.out, ignore_errors=True)
+    os.replace(fresh, args.out)
+    for split in ("train", "tune"):
+        log(f"right caption before all near misses, {split}: {accuracy(model, split)}")
+    size = sum(path.stat().st_size for path in args.out.rglob("*") if path.is_file())
+    log(f"wrote {args.out}: {size / 1e6:.1f} MB, checksum {checksum(args.out)}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,166 @@
+"""The tiny CLIP: what its negatives are, that it learns, and that open_clip and our scorer read what it writes."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from configs.load import load
+from configs.schema import Scorer as ScorerConfig
+from rewards import build
+from rewards.shapes import ShapesScorer
+from shapes import prompts
+from shapes.checksum import checksum
+from shapes.clip import batches, build_clip, contrastive, loss_of, near_misses, right_pairs, save_clip, shows, spoil, to_pixels
+from shapes.clip_build import accuracy, train_clip
+from shapes.grammar import all_scenes, flipped, parse, scenes_of
+from shapes.render import render
+
+SHIPPED = Path(prompts.__file__).parent / "clip"
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def test_a_picture_is_right_for_its_scene_told_either_way_and_without_relation():
+    scene = parse("a red circle left of a blue square")
+    right = ["a red circle left of a blue square", "a blue square right of a red circle", "a red circle and a blue square"]
+    wrong = ["a red circle right of a blue square", "a blue square left of a red circle", "a red square left of a blue circle"]
+    assert all(shows(scene, parse(caption)) for caption in [*right, "a blue square and a red circle"])
+    assert not any(shows(scene, parse(caption)) for caption in wrong)
+    assert not shows(parse("a red circle and a blue square"), scene)  # a picture without a relation is right for none
+    assert not shows(parse("two red circles"), parse("a red circle"))
+
+
+def test_near_misses_are_wrong_near_and_of_the_train_split():
+    for scene in all_scenes()[::13]:
+        near = near_misses(scene)
+        assert len(near) == len(set(near)) and scene not in near and flipped_or_same(scene) not in near
+        assert all(other.split == "train" and not shows(scene, other) for other in near)
+    near = [scene.caption for scene in near_misses(parse("a red circle"))]
+    assert "a yellow circle" in near and "a red cross" in near and len(near) >= 5 + 3
+    scene = next(scene for scene in scenes_of("train", "relation") if scene.relation == "above")
+    assert sum(other.things == scene.things for other in near_misses(scene)) == 3  # the other relations
+
+
+def flipped_or_same(scene):
+    return flipped(scene) if scene.kind in ("two", "relation") else scene
+
+
+def test_the_mask_is_shows_for_every_pair():
+    scenes = [*scenes_of("train", "relation")[:6], *scenes_of("train", "two")[:6], *scenes_of("train", "count")[:3]]
+    scenes += [flipped(scene) for scene in scenes[:12]]
+    mask = right_pairs(scenes)
+    assert mask.tolist() == [[shows(scene, caption) for caption in scenes] for scene in scenes]
+    assert mask.diagonal().all() and mask.sum() > len(scenes)
+
+
+def test_the_loss_by_hand():
+    """Two pairs at scale s with cosines [[1, 0], [0, 1]]: log(1 + e^-s) each way; a pair that is right too leaves nothing to lose."""
+    eye = torch.eye(2)
+    right = torch.eye(2, dtype=torch.bool)
+    assert contrastive(eye, eye, torch.tensor(2.0), right).item() == pytest.approx(math.log(1 + math.exp(-2)))
+    assert contrastive(eye, eye, torch.tensor(2.0), torch.ones(2, 2, dtype=torch.bool)).item() == pytest.approx(0.0, abs=1e-6)
+
+
+def test_spoiled_pictures_stay_near():
+    images = render(scenes_of("train", "one")[:8] * 8, np.random.default_rng(0))
+    spoiled = spoil(images, np.random.default_rng(1))
+    off = np.abs(spoiled.astype(float) - images).mean((1, 2, 3))
+    assert spoiled.dtype == np.uint8 and (off == 0).any() and (off > 2).any() and off.max() < 24
+
+
+def test_it_learns_saves_and_resumes(tmp_path):
+    """A handful of steps: a new model is at chance, log(batch); training lowers that, and goes on from where it stopped."""
+    batch = next(batches(1, groups=4))
+    model = build_clip()
+    with torch.no_grad():
+        chance = loss_of(model, batch).item()
+    assert chance == pytest.approx(math.log(len(batch[0])), abs=0.6)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    for _ in range(25):
+        optimizer.zero_grad()
+        loss = loss_of(model, batch)
+        loss.backward()
+        assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters())
+        optimizer.step()
+    assert loss.item() < 0.7 * chance
+    lines: list[str] = []
+    train_clip(5.0, tmp_path, lines.append, most_steps=1)
+    once = json.loads((tmp_path / "clip.json").read_text())
+    train_clip(5.0, tmp_path, lines.append, most_steps=2)
+    assert (once["step"], json.loads((tmp_path / "clip.json").read_text())["step"]) == (1, 2)
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory):
+    """A model that was hardly trained, as it would be shipped."""
+    out = tmp_path_factory.mktemp("clip")
+    model = build_clip(3).eval()
+    save_clip(model, out)
+    return model, out
+
+
+def test_stock_open_clip_and_our_scorer_read_it(written):
+    """open_clip by its own way in, pictures and words by its own transform and tokenizer: the same cosine."""
+    import open_clip
+    from PIL import Image
+
+    model, out = written
+    stock, _, transform = open_clip.create_model_and_transforms(f"local-dir:{out}")
+    stock.eval()
+    assert all(torch.equal(a, b) for a, b in zip(stock.state_dict().values(), model.state_dict().values(), strict=True))
+    scenes = scenes_of("train", "relation")[:6]
+    captions = [scene.caption for scene in scenes]
+    images = render(scenes, np.random.default_rng(0))
+    pictures = torch.stack([transform(Image.fromarray(image.transpose(1, 2, 0))) for image in images])
+    assert torch.allclose(pictures, to_pixels(images), atol=1e-6)
+    with torch.no_grad():
+        image = stock.encode_image(pictures, normalize=True)
+        text = stock.encode_text(open_clip.get_tokenizer(f"local-dir:{out}")(captions), normalize=True)
+    scorer = build(ScorerConfig(name="clipscore", settings={"checkpoint": str(out)}), device="cpu")
+    scores = scorer(images, captions, [{}] * 6)
+    assert np.allclose(scores, (image * text).sum(1).numpy(), atol=1e-6) and scores.std() > 1e-3
+    found = accuracy(model, "tune")
+    assert set(found) == {"two", "relation", "count"} and max(found.values()) < 0.6  # no kind is right by chance
+
+
+def test_the_preset_learns_from_clip_and_is_judged_by_rule():
+    config = load("quickstart_clip")
+    (scorer,), (judge,) = config.rewards.scorers, config.rewards.evaluation_scorers
+    assert (scorer.name, scorer.settings, judge.name) == ("clipscore", {"checkpoint": "shapes/clip"}, "shapes")
+
+
+@pytest.mark.parametrize("name", ["clipscore", "hpsv2", "pickscore", "imagereward"])
+def test_layers_of_the_large_models_are_read(tmp_path, name):
+    file = tmp_path / "run.toml"
+    file.write_text(f'layers = ["models/shapes", "rewards/{name}"]\nname = "x"\n')
+    (scorer,) = load(str(file)).rewards.scorers
+    assert scorer.name == name and set(scorer.settings) >= {"checkpoint", "batch_size", "dtype"}
+
+
+@pytest.mark.skipif(not SHIPPED.is_dir(), reason="shapes/clip is not built: make shapes-clip")
+def test_the_shipped_clip_is_small_named_and_knows_right_from_wrong():
+    files = [path for path in SHIPPED.rglob("*") if path.is_file()]
+    assert sum(path.stat().st_size for path in files) < 3_000_000
+    assert {path.suffix for path in files} <= {".json", ".safetensors"}
+    assert checksum(SHIPPED) in (SHIPPED.parent / "README.md").read_text()
+    scorer = build(ScorerConfig(name="clipscore", settings={"checkpoint": "shapes/clip"}), device="cpu")
+    scenes = [scene for kind in ("two", "relation", "count") for scene in scenes_of("test", kind)[::4]]
+    images = render(scenes, np.random.default_rng(5))
+    own = scorer(images, [scene.caption for scene in scenes], [{}] * len(scenes))
+    wrong = [near_misses(scene, ("train", "tune", "test"))[0] for scene in scenes]
+    other = scorer(images, [scene.caption for scene in wrong], [{}] * len(scenes))
+    assert (own > other).mean() > 0.8
+    judge = ShapesScorer()
+    assert judge(images, [scene.caption for scene in scenes], [{}] * len(scenes)).mean() > 0.9
