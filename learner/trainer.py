@@ -179,8 +179,8 @@ class Trainer:
         """
         if self._publisher is None:
             backend, plan = self._exploring
-            chunk_bytes = self.config.publish.chunk_mb * 2**20
-            self._publisher = Publisher(self.transformer, plan, backend, chunk_bytes, self.config.explore.scale_search)
+            explore, chunk_bytes = self.config.explore, self.config.publish.chunk_mb * 2**20
+            self._publisher = Publisher(self.transformer, plan, backend, chunk_bytes, explore.scale_search, explore.frozen_amax)
         try:
             exported = self._publisher.export(self.objective.sampling_adapter, version)
         except NonFiniteWeights as error:

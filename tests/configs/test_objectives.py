@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from configs.load import LAYERS, ConfigError, load, parse
@@ -134,3 +136,11 @@ def test_which_steps_are_trained():
 )
 def test_mistakes_are_named_as_they_were_written(overrides, said):
     assert refusal(*overrides).startswith(said)
+
+
+def test_the_documentation_lists_every_key():
+    rows = [line.split("|")[1:3] for line in Path("docs/configuration.md").read_text().splitlines() if line.startswith("| `")]
+    listed = {
+        name.strip(" `"): keys.replace("`", "").replace(",", " ").split()) for name, keys in rows if name.strip(" `") in OBJECTIVES
+    }
+    assert listed == {name: sorted(settings.model_fields.keys() - {"name"}) for name, settings in OBJECTIVES.items()}
