@@ -42,10 +42,7 @@ def train(config: RunConfig, resume: bool) -> RunDirectory:
         Stopped: a signal asked it to stop, after a checkpoint.
     """
     train_prompts, test_prompts = read_prompts(config.prompts.train), read_prompts(config.prompts.test)
-    try:
-        family_for(config.model).check()
-    except (FileNotFoundError, ValueError) as error:
-        raise ConfigError([str(error)]) from None
+    check_model(config)
     check_scorers(config)
     rundir = RunDirectory.of(config)
     if resume:
@@ -64,6 +61,23 @@ def train(config: RunConfig, resume: bool) -> RunDirectory:
     finally:
         ray.shutdown()
     return rundir
+
+
+def check_model(config: RunConfig) -> None:
+    """Raises ConfigError for a model that is not there or does not suit ``config``; reads its configuration files only."""
+    try:
+        family = family_for(config.model)
+        family.check()
+        if config.lora.targets:
+            from policy.lora import target_modules
+
+            target_modules(family.skeleton(), config.lora.targets)
+        if config.explore.keep_wide:
+            from policy.precision.swap import quantise_plan
+
+            quantise_plan(family.skeleton(), family, config.explore.keep_wide)
+    except (FileNotFoundError, ValueError) as error:
+        raise ConfigError([str(error)]) from None
 
 
 def check_scorers(config: RunConfig) -> None:

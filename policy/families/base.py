@@ -58,15 +58,20 @@ def pipeline_file(directory: str, name: str) -> dict[str, Any]:
 
 
 def _from_hub(repository: str, name: str) -> Path:
-    from huggingface_hub import hf_hub_download
-    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
+    """A file of a hub id, from the cache where it is there; else the hub is asked once before anything is fetched with patience."""
+    from huggingface_hub import get_hf_file_metadata, hf_hub_download, hf_hub_url, try_to_load_from_cache
+    from huggingface_hub.errors import HfHubHTTPError
 
+    cached = try_to_load_from_cache(repository, name)
+    if isinstance(cached, str):
+        return Path(cached)
     try:
+        get_hf_file_metadata(hf_hub_url(repository, name))
         return Path(hf_hub_download(repository, name))
-    except LocalEntryNotFoundError:
-        why = "it is not in this machine's cache and the hub cannot be reached"
-    except (HfHubHTTPError, OSError, ValueError) as error:
+    except HfHubHTTPError as error:
         why = (str(error).strip().splitlines() or [type(error).__name__])[0]
+    except Exception as error:  # the client's network errors have no common class but this
+        why = f"it is not in this machine's cache and the hub cannot be reached ({type(error).__name__})"
     raise FileNotFoundError(
         f"model.path: {name} of {repository!r} cannot be fetched: {why}: "
         f"run `hf download {repository}` where there is a network, or give a local pipeline directory"
@@ -167,6 +172,14 @@ class Family(ABC):
     def load_transformer(self, device: torch.device | str, dtype: torch.dtype) -> nn.Module:
         """The denoiser, in eval mode, without gradients."""
         return self.load("transformer", device, dtype)
+
+    def skeleton(self) -> nn.Module:
+        """The denoiser on the meta device: every module and shape, no weights and no memory."""
+        import diffusers
+
+        cls = getattr(diffusers, self.components["transformer"][0])
+        with torch.device("meta"):
+            return cls.from_config(self.part_config("transformer")).eval().requires_grad_(False)
 
     def load_vae(self, device: torch.device | str, dtype: torch.dtype) -> nn.Module:
         """The autoencoder, in eval mode, without gradients; slicing and tiling as configured."""
