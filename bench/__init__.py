@@ -7,7 +7,7 @@ from importlib import import_module
 
 from bench.timing import Options, Ratio
 
-NAMES = ("ring", "scale", "publish", "pack", "step", "explorer")
+NAMES = ("ring", "scale", "publish", "pack", "step", "explorer", "rewards")
 
 
 def benchmark(name: str) -> Callable[[Options], list[Ratio]]:

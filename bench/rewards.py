@@ -1,0 +1,106 @@
+"""What each scorer costs: seconds per picture beside a matrix product of this machine, parameters and memory.
+
+Learned scorers have their published architectures and random weights, which take the same time; ``--small`` is for a test of the
+benchmark itself. One model is in memory at a time.
+"""
+
+from __future__ import annotations
+
+import gc
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import torch
+
+from bench.timing import Options, Ratio, interleave
+from configs.schema import Scorer as ScorerConfig
+from rewards import ScorerSetupError, build
+from rewards.imagereward import WORDS
+
+YARDSTICK = 1024  # rows of a square FP32 product
+PROMPT = "a red circle left of a blue square"
+LEARNED = ("clipscore", "pickscore", "hpsv2", "imagereward")
+NAMES = ("jpeg_incompressibility", "shapes", "ocr", *LEARNED)
+TINY_CLIP = {
+    "embed_dim": 16,
+    "vision_cfg": {"image_size": 32, "layers": 1, "width": 16, "head_width": 8, "patch_size": 16},
+    "text_cfg": {"context_length": 77, "vocab_size": 49408, "width": 16, "heads": 2, "layers": 1},
+}
+TINY_TOWER = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+TINY_VISION = {**TINY_TOWER, "image_size": 32, "patch_size": 16}
+SMALL: dict[str, Any] = {
+    "clipscore": TINY_CLIP,
+    "hpsv2": TINY_CLIP,
+    "pickscore": {"projection_dim": 16, "text_config": TINY_TOWER, "vision_config": TINY_VISION},
+    "imagereward": {"vision": TINY_VISION, "text": TINY_TOWER},
+}
+
+
+def measure(options: Options) -> list[Ratio]:
+    """A ratio per scorer that can run here: seconds per picture over the yardstick's; memory in the note."""
+    rng = np.random.default_rng(0)
+    side = 32 if options.small else 512
+    images = rng.integers(0, 256, (options.batch if options.small else min(options.batch, 4), 3, side, side), dtype=np.uint8)
+    matrix = torch.ones(YARDSTICK, YARDSTICK)
+    ratios = []
+    with random_weights() as folder:
+        for name in NAMES:
+            scorer = _made(name, bool(options.small), folder)
+            if scorer is None:
+                continue
+            rows = [{"text": "open"}] * len(images)
+            cases: dict[str, Callable[[], object]] = {
+                name: lambda scorer=scorer, rows=rows: scorer(images, [PROMPT] * len(images), rows),
+                "product": lambda: matrix @ matrix,
+            }
+            times = interleave(cases, options.repeats)
+            each = {name: [seconds / len(images) for seconds in times[name]], "product": times["product"]}
+            ratios.append(Ratio.of(each, name, "product", note=_size(scorer)))
+            del scorer, cases
+            gc.collect()
+    return ratios
+
+
+def _made(name: str, small: bool, folder: Path) -> Any:
+    """The scorer, or None for one whose package is not installed."""
+    settings: dict[str, Any] = {}
+    if name in LEARNED:
+        settings = {"checkpoint": str(folder / "none")} | ({"architecture": SMALL[name]} if small else {})
+    if name == "imagereward":
+        settings["vocabulary"] = str(folder / "vocab.txt")
+    try:
+        return build(ScorerConfig(name=name, settings=settings))
+    except ScorerSetupError:
+        if name == "ocr":
+            return None
+        raise
+
+
+@contextmanager
+def random_weights() -> Iterator[Path]:
+    """Learned scorers keep the weights they are made with, whatever their checkpoint says; a folder with some vocabulary."""
+    with tempfile.TemporaryDirectory() as name, ExitStack() as stack:
+        folder = Path(name)
+        words = ["[PAD]", *(f"[unused{i}]" for i in range(99)), "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
+        words += [f"word{i}" for i in range(WORDS - len(words))]
+        (folder / "vocab.txt").write_text("\n".join(words))
+        (folder / "none").touch()
+        for module in ("rewards.openclip", "rewards.pickscore", "rewards.imagereward"):
+            stack.enter_context(mock.patch(f"{module}.read_state", lambda path: {}))
+            stack.enter_context(mock.patch(f"{module}.load_weights", lambda *_: None))
+        stack.enter_context(mock.patch("rewards.imagereward.renamed", lambda state, path: state))
+        yield folder
+
+
+def _size(scorer: Any) -> str:
+    model = getattr(scorer, "model", None)
+    if not isinstance(model, torch.nn.Module):
+        return "no weights of ours"
+    values = list(model.parameters())
+    count, size = sum(value.numel() for value in values), sum(value.numel() * value.element_size() for value in values)
+    return f"{count / 1e6:.1f} M parameters, {size / 1e9:.2f} GB"
