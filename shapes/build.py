@@ -1,4 +1,4 @@
-"""Build the tiny model from nothing: ``python -m shapes.build --minutes 45 --threads 2 --out shapes/model``.
+"""Build the tiny model from nothing: ``python -m shapes.build --minutes 82 --threads 2 --out shapes/model``.
 
 Draws pictures, trains the autoencoder (``--vae-minutes``), then the denoiser with its text encoders (``--minutes``), and writes a
 StableDiffusion3Pipeline directory. Stopping it and starting it again with the same ``--work`` goes on where it was; the newest
@@ -63,7 +63,7 @@ def log(line: str) -> None:
 def arguments() -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(prog="python -m shapes.build", description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--minutes", type=float, default=45.0, help="training time of the denoiser")
+    parser.add_argument("--minutes", type=float, default=82.0, help="training time of the denoiser")
     parser.add_argument("--vae-minutes", type=float, default=7.0, help="training time of the autoencoder")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "model", help="the pipeline directory to write")
