@@ -14,6 +14,7 @@ from actors.rollout import RolloutActor
 from actors.selector import SelectorActor
 from configs.prompts import Prompt, prompts_of_iteration
 from configs.schema import RunConfig
+from learner.objectives import Record
 from policy.sampling.noise import stream_seed
 from rewards.combine import combine
 
@@ -35,12 +36,12 @@ class PlainLoop:
         """Everything that ``cluster.loop.Ring.iteration`` does for the same index."""
         rows = prompts_of_iteration(len(self.prompts), self.config.prompts.per_iteration, index, self.config.seed)
         _, *conditioning = self.encoder.encode([[self.prompts[row].text] for row in rows])
-        groups, latents = [], []
+        groups, records = [], []
         for p, row in enumerate(rows):
-            group, x0 = self._group(index, p, self.prompts[row], conditioning[p])
+            group, record = self._group(index, p, self.prompts[row], conditioning[p])
             groups.append(group)
-            latents.append(x0)
-        self.learner.update(index, groups, len(groups), *conditioning, *latents)
+            records.append(record)
+        self.learner.update(index, groups, len(groups), *conditioning, *records)
         self.publish(index + 1)
 
     def publish(self, version: int) -> None:
@@ -49,7 +50,7 @@ class PlainLoop:
         chunks = [self.learner.chunk_by_reference(i)[1] for i in range(len(manifest.chunk_sizes))]
         _, self.checksum = self.rollout.load(manifest, *chunks)
 
-    def _group(self, index: int, p: int, prompt: Prompt, cond: Any) -> tuple[TrainingGroup, np.ndarray]:
+    def _group(self, index: int, p: int, prompt: Prompt, cond: Any) -> tuple[TrainingGroup, Record]:
         config, size = self.config, self.config.explore.chunk_size
         seeds = tuple(stream_seed(config.seed, "explore", index, p, n) for n in range(self.plan.pool_size))
         proxies = []
@@ -60,8 +61,8 @@ class PlainLoop:
             proxies.append(self._score(images, prompt))
         chosen = self.selector.choose(index, p, np.concatenate(proxies)).train
         full = config.regenerate
-        _, images, x0 = self.learner.generate(cond, tuple(seeds[i] for i in chosen), full.steps, full.solver, None)
-        return TrainingGroup(p, self._score(images, prompt), (Rows(p, tuple(range(len(chosen)))),)), x0
+        _, images, record = self.learner.generate(cond, tuple(seeds[i] for i in chosen), full.steps, config.plan.solver, None)
+        return TrainingGroup(p, self._score(images, prompt), (Rows(p, tuple(range(len(chosen)))),)), record
 
     def _score(self, images: np.ndarray, prompt: Prompt) -> np.ndarray:
         scores = self.reward.score(images, [prompt.text] * len(images), [prompt.metadata] * len(images))
