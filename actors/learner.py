@@ -25,8 +25,8 @@ class LearnerActor:
         self._chunks: list[np.ndarray] = []
 
     def ready(self) -> dict[str, Any]:
-        """Who this is, and how many parameters it trains."""
-        return identity(trainable=self._trainer.trainable_parameters)
+        """Who this is, how many parameters it trains, and whether its first pictures will take longer."""
+        return identity(trainable=self._trainer.trainable_parameters, cold=self._trainer.config.regenerate.compile)
 
     def quantisation(self) -> list[dict[str, Any]]:
         """The table of modules: what explorers run quantised and what not, and why."""
@@ -61,9 +61,12 @@ class LearnerActor:
         ]
         return self._trainer.update(iteration, batch)
 
-    def export(self, version: int) -> tuple[Any, dict[str, float]]:
-        """Pack the sampling policy; (manifest, statistics against the version before). Chunks are then fetched one by one."""
-        manifest, self._chunks, statistics = self._trainer.export(version)
+    def export(self, version: int, backend: str | None = None) -> tuple[Any, dict[str, float]]:
+        """Pack the sampling policy; (manifest, statistics against the version before). Chunks are then fetched one by one.
+
+        ``backend`` is what the explorers report to run; None: what the configuration says.
+        """
+        manifest, self._chunks, statistics = self._trainer.export(version, backend)
         return manifest, statistics
 
     def chunk_by_reference(self, index: int) -> tuple[int, np.ndarray]:

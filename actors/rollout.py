@@ -41,7 +41,7 @@ class RolloutActor:
 
     def ready(self) -> dict[str, Any]:
         """Who this is, which precision backend it runs and why, and whether its first chunk will take longer."""
-        return identity(backend=self._backend, why=self._why, compiles=self._compiles)
+        return identity(backend=self._backend, why=self._why, cold=self._compiles)
 
     def load(self, manifest: Any, *chunks: np.ndarray) -> tuple[int, str]:
         """Copy published weights in place; returns (version, checksum) as the acknowledgement."""

@@ -35,7 +35,7 @@ class Sender:
         """Answers once the weights are there."""
         return {}
 
-    def export(self, version: int) -> tuple[Any, dict[str, float]]:
+    def export(self, version: int, backend: str | None = None) -> tuple[Any, dict[str, float]]:
         """The manifest under a new version number."""
         return dataclasses.replace(self._manifest, version=version), {}
 

@@ -187,17 +187,21 @@ class ActorPool:
         return await self._answer(worker, refs[0]), list(refs[1:])
 
     async def _answer(self, worker: Worker, ref: Any) -> Any:
-        """The value behind ``ref``, or ActorLost: dead, or silent for longer than the service's deadline."""
+        """The value behind ``ref``, or ActorLost: dead, or silent for longer than the service's deadline.
+
+        An actor that says it starts ``cold`` has ``warm_up_s`` more until it has answered its first unit.
+        """
         future = asyncio.wrap_future(ref.future())
         asked = time.monotonic()
         future.add_done_callback(_seen)
         while True:
-            left = max(asked, worker.last_answer) + self._service.deadline_s - time.monotonic()
+            limit = self._service.deadline_s + (self._service.warm_up_s if worker.facts.get("cold") else 0.0)
+            left = max(asked, worker.last_answer) + limit - time.monotonic()
             done, _ = await asyncio.wait({future}, timeout=max(left, 0.0))
             if done:
                 break
-            if time.monotonic() - max(asked, worker.last_answer) >= self._service.deadline_s:
-                raise ActorLost(f"no answer for {self._service.deadline_s:g} s")
+            if time.monotonic() - max(asked, worker.last_answer) >= limit:
+                raise ActorLost(f"no answer for {limit:g} s")
         worker.last_answer = time.monotonic()
         try:
             return future.result()
@@ -211,6 +215,7 @@ class ActorPool:
             raise
 
     def _answered(self, unit: Unit, worker: Worker, value: Any) -> None:
+        worker.facts.pop("cold", None)
         unit.tries -= 1
         fault = unit.accept(value) if unit.accept else None
         if fault and unit.tries > 0:

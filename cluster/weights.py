@@ -39,7 +39,8 @@ class WeightChannel:
     async def publish(self, version: int, learner: ActorPool, rollout: ActorPool) -> dict[str, float]:
         """Export ``version`` from the learner and load it everywhere; metrics under their contract names."""
         start = time.perf_counter()
-        manifest, statistics = await learner.call(("export", version), "export", version)
+        backend = one_backend(rollout)
+        manifest, statistics = await learner.call(("export", version), "export", version, *([backend] if backend else []))
         chunks = []
         for index in range(len(manifest.chunk_sizes)):
             _, (ref,) = await learner.call(("chunk", version, index), "chunk_by_reference", index, returns=2)
@@ -59,6 +60,7 @@ class WeightChannel:
             published = self.current
             if published is None or worker.state == published.version:
                 return
+            one_backend(rollout)
             version, checksum = await rollout.ask(worker, "load", published.manifest, *published.chunks)
             if (version, checksum) != (published.version, published.manifest.checksum):
                 raise RunFailed(
@@ -68,3 +70,18 @@ class WeightChannel:
             worker.state = version
 
         return load
+
+
+def one_backend(rollout: ActorPool) -> str | None:
+    """The precision backend that the explorers say they run; None where they do not say.
+
+    Raises RunFailed when they differ: a kernel of its own rounds in its own way, and results would depend on who computed what.
+    """
+    hosts = {worker.facts["backend"]: worker.facts.get("host", "?") for worker in rollout.workers if worker.facts.get("backend")}
+    if len(hosts) > 1:
+        found = ", ".join(f"{backend} on {host}" for backend, host in hosts.items())
+        raise RunFailed(
+            f"the explorers run different precision backends ({found}), and a run has one: name it in explore.backend, or "
+            "keep explorers to one kind of GPU"
+        )
+    return next(iter(hosts), None)

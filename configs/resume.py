@@ -12,6 +12,7 @@ PER_SERVICE = (
     "gpus",
     "in_flight",
     "deadline_s",
+    "warm_up_s",
     "max_attempts",
     "max_restarts",
     "accelerator",

@@ -93,6 +93,7 @@ class Regenerate(Section):
         default=None, description="None: the objective's own; the stochastic ones belong to the objectives on paths"
     )
     precision: Precision = Field(default="bf16", description="of the learner's base weights; LoRA weights are always FP32")
+    compile: bool = Field(default=False, description="torch.compile of the regenerating denoiser; training itself stays eager")
     batch_size: int = Field(default=24, ge=1, description="pictures per forward pass")
 
 
@@ -227,6 +228,9 @@ class Service(Section):
     in_flight: int = Field(default=2, ge=1, description="units of work at an actor at a time; the next one waits there")
     deadline_s: float = Field(
         default=900.0, gt=0, description="a unit that takes longer counts as hung: its actor is killed, the unit reissued"
+    )
+    warm_up_s: float = Field(
+        default=1800.0, ge=0, description="added to the deadline until an actor that compiles has answered its first unit"
     )
     max_attempts: int = Field(default=4, ge=1, description="tries of one unit over all actors before the run stops")
     max_restarts: int = Field(default=20, ge=0, description="replacements of one actor before it is benched")

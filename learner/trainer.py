@@ -24,7 +24,8 @@ from learner.schedules import learning_rate, old_policy_decay
 from learner.update import NonFiniteTraining, Samples, Updater
 from policy.families import Family, family_for
 from policy.lora import adapter_state, add_adapters, blend, load_adapter_state, trainable, use
-from policy.precision.backends import Backend, resolve_backend
+from policy.precision.backends import Backend, packing_backend
+from policy.precision.compiling import compiled
 from policy.precision.swap import ModuleRow, quantise_plan
 from policy.precision.wire import Manifest
 from policy.publish import NonFiniteWeights, Publisher
@@ -77,6 +78,7 @@ class Trainer:
         if config.optimizer.gradient_checkpointing:
             denoiser: Any = self.transformer
             denoiser.enable_gradient_checkpointing()  # what it recomputes, it does with "current" active
+        self._denoiser = compiled(self.transformer, self.device) if config.regenerate.compile else self.transformer
         self.sigmas = self.family.sigmas(config.regenerate.steps)
         self.updater = Updater(self.family, self.transformer, self.objective, config.optimizer, self.device)
         self.done = 0
@@ -119,10 +121,10 @@ class Trainer:
         """The samples of ``regenerate``. A path's noise comes from a stream of its own, named by the sample's seed."""
         paths = self.objective.path_solver
         if paths is None or solver != paths.name:
-            return {"latents": sample(self.family, self.transformer, rows, seeds, steps, solver, batch_size=size)}
+            return {"latents": sample(self.family, self._denoiser, rows, seeds, steps, solver, batch_size=size)}
         starts = seeds[:1] * len(seeds) if self.objective.one_noise else seeds
         streams = [stream_seed(self.config.seed, "sde", seed) for seed in seeds]
-        drawn = sample_paths(self.family, self.transformer, rows, starts, streams, steps, paths, batch_size=size)
+        drawn = sample_paths(self.family, self._denoiser, rows, starts, streams, steps, paths, batch_size=size)
         return {"latents": drawn.states[:, -1].contiguous(), "states": drawn.states, "log_probs": drawn.log_probs}
 
     def update(self, iteration: int, groups: Sequence[Group]) -> dict[str, float]:
@@ -168,19 +170,24 @@ class Trainer:
         if explore is None:
             raise ValueError(f"arm {self.config.arm!r} explores nothing, so there is nothing to export")
         device = "cuda" if self.config.services.rollout.gpus and torch.cuda.is_available() else "cpu"
-        backend, _ = resolve_backend(explore.backend, device)
+        return self._packing(packing_backend(explore.backend, device))
+
+    def _packing(self, backend: Backend) -> tuple[Backend, list[ModuleRow]]:
         return backend, quantise_plan(self.transformer, self.family, self.config.explore.keep_wide, backend)
 
-    def export(self, version: int) -> tuple[Manifest, list[np.ndarray], dict[str, float]]:
+    def export(self, version: int, backend: str | None = None) -> tuple[Manifest, list[np.ndarray], dict[str, float]]:
         """(manifest, uint8 chunks, statistics against the export before) of the sampling policy, merged, in the explorers' format.
 
+        ``backend`` is the one that explorers run, where they know better than this process: on their device "auto" may be another.
         Raises NonFiniteWeights naming the module, after writing the data of the iteration that led there to ``failure_dir``,
         ValueError for an arm that explores nothing.
         """
+        if backend is not None and backend != self._exploring[0].name:
+            self._exploring, self._publisher = self._packing(packing_backend(backend, self.device)), None
         if self._publisher is None:
-            backend, plan = self._exploring
+            chosen, plan = self._exploring
             explore, chunk_bytes = self.config.explore, self.config.publish.chunk_mb * 2**20
-            self._publisher = Publisher(self.transformer, plan, backend, chunk_bytes, explore.scale_search, explore.frozen_amax)
+            self._publisher = Publisher(self.transformer, plan, chosen, chunk_bytes, explore.scale_search, explore.frozen_amax)
         try:
             exported = self._publisher.export(self.objective.sampling_adapter, version)
         except NonFiniteWeights as error:
