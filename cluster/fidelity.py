@@ -28,6 +28,7 @@ from learner.trainer import DTYPES, Trainer
 from policy.explorer import Explorer
 from policy.families import family_for
 from policy.precision.backends import Backend, resolve_backend
+from policy.precision.compiling import compiler_missing
 from policy.publish import export_policy
 from policy.sampling.noise import stream_seed
 from policy.types import Conditioning
@@ -66,6 +67,9 @@ def run(config: RunConfig, wanted: Measurement, out: Path, say: Say) -> list[str
     if 2 * max(HALVES) > wanted.seeds:
         raise ConfigError([f"--seeds {wanted.seeds}: best {max(HALVES)} and worst {max(HALVES)} need at least {2 * max(HALVES)}"])
     backends(wanted.backends)
+    missing = compiler_missing(_device()) if config.explore.compile or config.regenerate.compile else None
+    if missing is not None:
+        raise ConfigError([f"compile: {missing}: install it or set compile = false"])
     prompts = choose_prompts(config, wanted.prompts)
     try:
         out.mkdir(parents=True, exist_ok=True)
@@ -177,9 +181,19 @@ def _trainer(config: RunConfig, checkpoint: Path | None) -> Trainer:
 def _explorer(config: RunConfig, trainer: Trainer, backend: Backend) -> Explorer:
     """An explorer that was given the learner's sampling policy in the backend's format."""
     settings, dtype = config.explore, DTYPES[config.regenerate.precision]
-    explorer = Explorer(trainer.family, backend, settings.keep_wide, _device(), dtype)
+    explorer = Explorer(
+        trainer.family,
+        backend,
+        settings.keep_wide,
+        _device(),
+        dtype,
+        activation_amax=settings.activation_amax,
+        compile=settings.compile,
+    )
     adapter, size = trainer.objective.sampling_adapter, config.publish.chunk_mb * 2**20
-    manifest, chunks = export_policy(trainer.transformer, adapter, explorer.plan, backend, 0, size, settings.scale_search)
+    manifest, chunks = export_policy(
+        trainer.transformer, adapter, explorer.plan, backend, 0, size, settings.scale_search, settings.frozen_amax
+    )
     explorer.load(manifest, chunks)
     return explorer
 
@@ -205,7 +219,7 @@ def summarise(config: RunConfig, wanted: Measurement, rewards: Rewards) -> dict[
         "prompts": len(truth),
         "seeds": truth.shape[1],
         "truth": {"precision": config.regenerate.precision, "steps": config.regenerate.steps, "solver": config.plan.solver},
-        "explore": {"solver": config.explore.solver, "scale_search": config.explore.scale_search},
+        "explore": {key: getattr(config.explore, key) for key in ("solver", "scale_search", "frozen_amax", "activation_amax")},
         "rewards": {scorer.name: scorer.weight for scorer in config.rewards.scorers},
         "checkpoint": None if wanted.checkpoint is None else wanted.checkpoint.name,
         "constant_prompts": constant,
