@@ -47,7 +47,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for name in options.names or NAMES:
         results[name] = benchmark(name)(chosen)
         for ratio in results[name]:
-            print(f"{name:8}{ratio.line()}", flush=True)
+            print(f"{name:9}{ratio.line()}", flush=True)
     if options.json:
         rows = {name: [asdict(ratio) for ratio in ratios] for name, ratios in results.items()}
         Path(options.json).write_text(json.dumps({"machine": facts, "ratios": rows}, indent=1) + "\n")

@@ -204,12 +204,13 @@ def _ratios(case: Case, options: Options, device: torch.device) -> list[Ratio]:
 
 def _ratio(case: Case, times: dict[str, list[float]], name: str, base: str, mode: str, memory: dict[str, int], batch: int) -> Ratio:
     found = Ratio.of(times, f"{case.name} {name} {mode}", f"{case.name} {base} {mode}")
-    note = f"per image and step, batch {batch}, weights {memory[name] / 2**30:.2f} / {memory[base] / 2**30:.2f} GiB"
+    note = f"per image and step, batch {batch}, weights {memory[name] / 2**20:.1f} / {memory[base] / 2**20:.1f} MiB"
     backend = BACKENDS[name]
     if backend.quantises and base == "bf16":
         share = quantisable_share(case, backend)
         most = bound(share, backend.wire_format)
-        note += f", {share:.1%} of the work quantisable: at most {most:.2f}x on a GPU, {1 / found.value / most:.0%} of it reached"
+        note += f", {share:.1%} of the work quantisable: at most {most:.2f}x on a GPU"
+        note += f", {1 / found.value / most:.0%} of it reached" if torch.cuda.is_available() else ""
     return Ratio(**{**vars(found), "note": note})
 
 
