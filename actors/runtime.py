@@ -7,6 +7,7 @@ import random
 from typing import Any
 
 import numpy as np
+import ray
 import torch
 
 from configs.load import parse
@@ -20,7 +21,7 @@ def begin(config: dict[str, Any], kind: str) -> tuple[RunConfig, Service, torch.
     generators are seeded with a constant so that an accidental use of them would show as equal, not as noise.
     """
     run = parse(config)
-    service: Service = getattr(run.services, kind)
+    service: Service = run.services.of(kind)
     torch.set_num_threads(service.threads)
     torch.manual_seed(0)
     np.random.seed(0)
@@ -30,5 +31,6 @@ def begin(config: dict[str, Any], kind: str) -> tuple[RunConfig, Service, torch.
 
 
 def identity(**more: Any) -> dict[str, Any]:
-    """Process id, host and device facts that an ``actor_started`` event carries."""
-    return {"pid": os.getpid(), "host": os.uname().nodename, **more}
+    """Process id, host, Ray node and device facts that an ``actor_started`` event carries."""
+    node = {"node": ray.get_runtime_context().get_node_id()} if ray.is_initialized() else {}
+    return {"pid": os.getpid(), "host": os.uname().nodename, **node, **more}

@@ -11,5 +11,9 @@ class InputsLost(Exception):
     """Objects that a unit needed went with the node that held them: make them again, it is nobody's failure."""
 
 
+class StateLost(Exception):
+    """The learner died, and with it what it learned since its checkpoint: go back there and do it again."""
+
+
 class Stopped(Exception):
     """A signal asked the run to stop; a checkpoint was written. Exit code 130."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,6 +10,7 @@ import numpy as np
 from cluster.errors import RunFailed
 from cluster.scoring import Scored, Scoring
 from cluster.services import Services
+from cluster.tasks import all_or_none
 from configs.prompts import Prompt
 from configs.schema import RunConfig
 from policy.sampling.noise import stream_seed
@@ -18,7 +18,10 @@ from policy.sampling.noise import stream_seed
 
 @dataclass(frozen=True)
 class Evaluation:
-    """Rewards [P, S] and raw scores per scorer [P, S] (NaN: scoring failed), and pictures of the first prompts."""
+    """Rewards [P, S] and raw scores per scorer [P, S] (NaN: scoring failed), and pictures of the first prompts.
+
+    ``values`` has the held-out scorers too; ``rewards`` combine the required ones that are trained on, without normalisation.
+    """
 
     rewards: np.ndarray
     values: dict[str, np.ndarray]
@@ -29,7 +32,12 @@ class Evaluation:
 
         Standard errors are clustered by prompt: over the P prompt means, because noises of one prompt are not independent.
         """
-        row: dict[str, Any] = {f"reward/eval/{label}": float(np.nanmean(values)) for label, values in self.values.items()}
+        row: dict[str, Any] = {}
+        for label, values in self.values.items():
+            known = values[np.isfinite(values)]
+            row[f"reward/eval/{label}"] = float(known.mean()) if len(known) else float("nan")
+            if len(known) < values.size:
+                row[f"eval/unscored/{label}"] = int(values.size - len(known))
         row |= {"reward/eval_mean": float(np.nanmean(self.rewards)), "eval/stderr": clustered_error(self.rewards)}
         if before is not None:
             gain = self.rewards - before
@@ -57,7 +65,7 @@ async def evaluate(config: RunConfig, services: Services, prompts: list[Prompt],
     _, conditioning = await services.encoder.call(
         ("encode", "evaluation"), "encode", [[prompts[p].text for p in block] for block in blocks], returns=1 + len(blocks)
     )
-    scoring = Scoring(config.rewards, services.reward)
+    scoring = Scoring(config.rewards, services.reward, evaluation=True)
 
     async def run(number: int, block: list[int]) -> tuple[Scored, Any]:
         seeds = tuple(stream_seed(config.seed, "evaluate", p, n) for p in block for n in range(settings.noises))
@@ -75,7 +83,7 @@ async def evaluate(config: RunConfig, services: Services, prompts: list[Prompt],
         owners = [prompts[p] for p in block for _ in range(settings.noises)]
         return await scoring.score(("evaluate", weights, number), images, owners, priority=(number,)), images
 
-    results = await asyncio.gather(*(run(number, block) for number, block in enumerate(blocks)))
+    results = await all_or_none(*(run(number, block) for number, block in enumerate(blocks)))
     scoring.check_share()
     scored = Scored.concatenate([scored for scored, _ in results])
     if not np.isfinite(scored.rewards).any():

@@ -18,6 +18,7 @@ from cluster.errors import InputsLost, RunFailed
 from cluster.progress import Progress
 from cluster.scoring import Scored, Scoring
 from cluster.services import Services
+from cluster.tasks import all_or_none
 from configs.prompts import Prompt, prompts_of_iteration
 from configs.schema import RunConfig
 from learner.audit import agreement
@@ -65,11 +66,11 @@ class Ring:
         ``index + 1`` and the explorers have acknowledged it.
         """
         it = await self._begin(index)
-        groups = await asyncio.gather(*(self._group(it, p) for p in range(len(it.prompts))))
+        groups = await all_or_none(*(self._group(it, p) for p in range(len(it.prompts))))
         it.scoring.check_share()
         regenerated_at = time.perf_counter()
         async with self.updating:
-            update = await self._update(it, list(groups))
+            update = await self._update(it, groups)
             updated_at = time.perf_counter()
             published = await self.publish(index + 1)
         finished = time.perf_counter()
@@ -138,7 +139,7 @@ class Ring:
         assert plan is not None
         seeds = self._seeds(it, p, plan.pool_size)
         parts = [seeds[first : first + size] for first in range(0, len(seeds), size)]
-        chunks = await asyncio.gather(*(self._explore_chunk(it, p, c, part) for c, part in enumerate(parts)))
+        chunks = await all_or_none(*(self._explore_chunk(it, p, c, part) for c, part in enumerate(parts)))
         pool = Pool(seeds, Scored.concatenate([scored for scored, _ in chunks]), [record for _, record in chunks], size)
         usable = int(np.isfinite(pool.scored.rewards).sum())
         if usable < self.config.selection.keep:

@@ -18,8 +18,11 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, start_http_serv
 log = logging.getLogger(__name__)
 Events = Callable[..., None]
 PREFIX = "sol_rl_"
+SERVICES = ("rollout", "reward", "selector", "encoder", "learner")
 EVAL_SCORER = "reward/eval/<scorer>"
 SCORER = "reward/<scorer>"
+SCORER_SPEED = "rewards/images_per_s/<scorer>"
+UNSCORED = "eval/unscored/<scorer>"
 
 
 @dataclass(frozen=True)
@@ -64,6 +67,11 @@ METRICS: dict[str, Metric] = {
     "grad_norm": Metric("norm of the gradient before clipping, mean over the iteration's steps"),
     "zero_std_ratio": Metric("share of prompts whose rewards are all equal, so that they teach nothing"),
     "rewards/failed": Metric("samples dropped because a scorer failed on them", "increment"),
+    "rewards/stood_in": Metric("samples in which the group's mean stood in for an optional scorer that failed", "increment"),
+    SCORER_SPEED: Metric("pictures per second of one actor, while the scorer works"),
+    UNSCORED: Metric("held-out pictures that the scorer failed on"),
+    **{f"busy/{kind}": Metric(f"share of the iteration in which the mean {kind} actor had work in hand") for kind in SERVICES},
+    **{f"queue/{kind}": Metric(f"most units that waited for a {kind} actor in the iteration") for kind in SERVICES},
     "rollout/actors": Metric("rollout actors in service"),
     "rollout/reissued": Metric("units of work given out again", "total"),
     "rollout/images_per_s": Metric("explored pictures per second, over all rollout actors"),
@@ -152,7 +160,7 @@ def known_name(name: str) -> tuple[str, str | None]:
     """A row's name as ``METRICS`` has it, and the scorer in it: ``reward/eval/clip`` is (``reward/eval/<scorer>``, ``clip``)."""
     if name in METRICS:
         return name, None
-    for pattern in (EVAL_SCORER, SCORER):
+    for pattern in (EVAL_SCORER, SCORER_SPEED, UNSCORED, SCORER):
         prefix = pattern.removesuffix("<scorer>")
         rest = name.removeprefix(prefix)
         if rest != name and rest and "/" not in rest:

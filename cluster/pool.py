@@ -4,6 +4,9 @@ One way for every service: rollout, reward, selector, encoder and learner. A uni
 (same key, same result). Each actor has ``in_flight`` slots that pull from one queue, lowest priority first. What happens
 when an actor dies or hangs: it is killed and replaced, and every unit it held goes back to the queue, with a limit per unit
 and per actor. Nothing is counted twice, because a unit has one future and the first answer settles it.
+
+A pool grows and shrinks while it works: a new actor starts to pull, an actor that leaves finishes what it holds. The one service
+with a state, the learner, is ``stateful``: its units are not tried again, every call fails with StateLost until it is renewed.
 """
 
 from __future__ import annotations
@@ -12,54 +15,18 @@ import asyncio
 import itertools
 import time
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass, field
 from typing import Any
 
 import ray
 from ray.exceptions import ObjectLostError, RayActorError, RayError, RayTaskError
 
-from cluster.errors import InputsLost, RunFailed
+from cluster.errors import InputsLost, RunFailed, StateLost
+from cluster.starting import Spawn, cause, start_actor
+from cluster.worker import ActorLost, Unit, Worker
 from configs.schema import Service
 
-READY_DEADLINE_S = 600.0
-Spawn = Callable[[str], Any]  # actor name -> Ray actor handle
+START_DEADLINE_S = 600.0
 Event = Callable[..., None]
-
-
-@dataclass
-class Unit:
-    """A call ``method(*args)``; ``returns`` > 1 gives (value of the first, references of the others)."""
-
-    key: Any
-    method: str
-    args: tuple[Any, ...]
-    returns: int = 1
-    priority: tuple[int, ...] = ()
-    attempts: int = 0
-    accept: Callable[[Any], str | None] | None = None  # says why an answer is worth another try elsewhere
-    tries: int = 1  # answers that may be refused by `accept`; the last one stands
-    avoid: int | None = None  # index of an actor that should not get it again, while there is another
-    future: asyncio.Future[Any] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
-
-
-class Worker:
-    """One place in the pool; ``handle`` is whoever fills it now."""
-
-    def __init__(self, index: int):
-        self.index = index
-        self.incarnation = 0
-        self.restarts = 0
-        self.handle: Any = None
-        self.facts: dict[str, Any] = {}
-        self.state: Any = None  # what the pool's `prepare` remembers about this incarnation
-        self.last_answer = 0.0
-        self.benched = False
-        self.lock = asyncio.Lock()  # replacing and preparing
-        self.slots: list[asyncio.Task[None]] = []
-
-
-class ActorLost(Exception):
-    """The actor died or hung with this unit in hand."""
 
 
 class ActorPool:
@@ -72,13 +39,23 @@ class ActorPool:
         service: Service,
         event: Event,
         prepare: Callable[[Worker], Awaitable[None]] | None = None,
+        *,
+        stateful: bool = False,
+        start_deadline_s: float = START_DEADLINE_S,
+        released: Callable[[str], None] = lambda actor: None,
     ):
+        """``released`` is told the name of an actor that leaves for good."""
         self.kind, self._spawn, self._service, self._event, self.prepare = kind, spawn, service, event, prepare
+        self._stateful, self._start_deadline_s, self._released = stateful, start_deadline_s, released
         self.workers = [Worker(index) for index in range(service.actors)]
         self.reissued = 0
+        self.starting = 0
+        self.deepest = 0  # most units that waited since somebody set it back
+        self._next_index = service.actors
+        self._worked_by_gone = 0.0
         self._queue: asyncio.PriorityQueue[tuple[tuple[int, ...], int, Unit]] = asyncio.PriorityQueue()
         self._order = itertools.count()
-        self._failure: RunFailed | None = None
+        self._failure: RunFailed | StateLost | None = None
 
     # ---- life
 
@@ -86,7 +63,7 @@ class ActorPool:
         """Create every actor, wait until all answer, and open their slots."""
         await asyncio.gather(*(self._fill(worker) for worker in self.workers))
         for worker in self.workers:
-            worker.slots = [asyncio.create_task(self._serve(worker)) for _ in range(self._service.in_flight)]
+            self._open(worker)
 
     async def stop(self) -> None:
         """Close the slots and kill the actors."""
@@ -102,7 +79,82 @@ class ActorPool:
     @property
     def alive(self) -> int:
         """Actors in service now."""
-        return sum(not worker.benched for worker in self.workers)
+        return sum(worker.serving for worker in self.workers)
+
+    @property
+    def worked_s(self) -> float:
+        """Seconds in which actors had units in hand, summed over all actors that ever were."""
+        return self._worked_by_gone + sum(worker.worked_s for worker in self.workers)
+
+    @property
+    def waiting(self) -> int:
+        """Units in the queue."""
+        return self._queue.qsize()
+
+    def _open(self, worker: Worker) -> None:
+        worker.slots = [asyncio.create_task(self._serve(worker)) for _ in range(self._service.in_flight)]
+
+    # ---- size
+
+    def next_actors(self, count: int) -> list[str]:
+        """Names that the next ``count`` new actors will have."""
+        return [f"{self.kind}-{self._next_index + i}" for i in range(count)]
+
+    async def resize(self, size: int) -> None:
+        """Grow or shrink to ``size`` actors in service; one call at a time. Units in hand are finished, none is lost.
+
+        Raises RunFailed when a new actor does not start; those that did stay.
+        """
+        if size > self.alive:
+            await self._grow(size - self.alive)
+        else:
+            leaving = [worker for worker in self.workers if worker.serving][size:]
+            await asyncio.gather(*(self._retire(worker) for worker in leaving))
+
+    async def _grow(self, count: int) -> None:
+        workers = [Worker(self._next_index + i) for i in range(count)]
+        self._next_index += count
+        self.starting = count
+
+        async def join(worker: Worker) -> None:
+            try:
+                await self._fill(worker, joins=True)
+            except BaseException:
+                self._released(f"{self.kind}-{worker.index}")
+                raise
+            finally:
+                self.starting -= 1
+            self.workers.append(worker)
+            self._open(worker)
+
+        outcomes = await asyncio.gather(*(join(worker) for worker in workers), return_exceptions=True)
+        self.workers.sort(key=lambda worker: worker.index)
+        for outcome in outcomes:
+            if isinstance(outcome, BaseException):
+                raise outcome
+
+    async def _retire(self, worker: Worker) -> None:
+        worker.leaving = True
+        for slot in worker.idle_slots():
+            slot.cancel()  # it waits for a unit, so it holds none
+        await asyncio.gather(*worker.slots, return_exceptions=True)
+        async with worker.lock:
+            if worker.handle is not None:
+                ray.kill(worker.handle, no_restart=True)
+                worker.handle = None
+        self.workers.remove(worker)
+        self._worked_by_gone += worker.worked_s
+        self._released(f"{self.kind}-{worker.index}")
+        self._event("actor_removed", kind=self.kind, actor=worker.index, incarnation=worker.incarnation, units=worker.answered)
+
+    async def renew(self, why: str) -> None:
+        """Put a new actor in every place and accept calls again. Raises RunFailed when one does not start."""
+        for worker in self.workers:
+            async with worker.lock:
+                if worker.handle is not None:
+                    self._bury(worker, worker.incarnation, why)
+                await self._fill(worker)
+        self._failure = None
 
     # ---- work
 
@@ -123,6 +175,7 @@ class ActorPool:
 
         Raises:
             RunFailed: the unit failed on every allowed attempt, or no actor is left.
+            StateLost: the actor of a stateful pool died.
             InputsLost: an object among ``args`` no longer exists.
         """
         if self._failure:
@@ -138,11 +191,12 @@ class ActorPool:
             incarnation = worker.incarnation
             try:
                 async with worker.lock:
-                    await do(worker)
+                    if worker.handle is not None:
+                        await do(worker)
             except ActorLost as loss:
                 await self._replace(worker, incarnation, str(loss))
 
-        await asyncio.gather(*(one(worker) for worker in self.workers if not worker.benched))
+        await asyncio.gather(*(one(worker) for worker in self.workers if worker.serving))
 
     async def ask(self, worker: Worker, method: str, *args: Any) -> Any:
         """A call to one particular actor, outside the queue. Raises ActorLost when it dies or hangs."""
@@ -150,30 +204,41 @@ class ActorPool:
 
     def _put(self, unit: Unit) -> None:
         self._queue.put_nowait((unit.priority, next(self._order), unit))
+        self.deepest = max(self.deepest, self.waiting)
 
     async def _serve(self, worker: Worker) -> None:
-        while not worker.benched:
+        while worker.serving:
             _, _, unit = await self._queue.get()
-            if unit.future.done():
-                continue
-            if unit.avoid == worker.index and self.alive > 1:
-                self._put(unit)
-                await asyncio.sleep(0.02)
-                continue
-            incarnation = worker.incarnation
+            worker.takes_unit()
             try:
-                value = await self._attempt(worker, unit)
-            except asyncio.CancelledError:
-                raise
-            except ActorLost as loss:
-                self._retry(unit, worker, str(loss))
-                await self._replace(worker, incarnation, str(loss))
-            except (InputsLost, RunFailed) as end:
-                self._settle(unit, end)
-            except RayError as error:
-                self._retry(unit, worker, _cause(error))
-            else:
-                self._answered(unit, worker, value)
+                await self._handle(worker, unit)
+            finally:
+                worker.lays_down_unit()
+
+    async def _handle(self, worker: Worker, unit: Unit) -> None:
+        if unit.future.done():
+            return
+        if unit.avoid == worker.index and self.alive > 1:
+            self._put(unit)
+            await asyncio.sleep(0.02)
+            return
+        incarnation = worker.incarnation
+        try:
+            value = await self._attempt(worker, unit)
+        except asyncio.CancelledError:
+            raise
+        except ActorLost as loss:
+            if self._stateful:
+                self._lose(worker, incarnation, unit, str(loss))
+                return
+            self._retry(unit, worker, str(loss))
+            await self._replace(worker, incarnation, str(loss))
+        except (InputsLost, RunFailed) as end:
+            self._settle(unit, end)
+        except RayError as error:
+            self._retry(unit, worker, cause(error))
+        else:
+            self._answered(unit, worker, value)
 
     async def _attempt(self, worker: Worker, unit: Unit) -> Any:
         async with worker.lock:
@@ -206,7 +271,7 @@ class ActorPool:
         try:
             return future.result()
         except RayActorError as error:
-            raise ActorLost(_cause(error)) from None
+            raise ActorLost(cause(error)) from None
         except ObjectLostError as error:
             raise InputsLost(str(error).splitlines()[0]) from None
         except RayTaskError as error:
@@ -215,6 +280,7 @@ class ActorPool:
             raise
 
     def _answered(self, unit: Unit, worker: Worker, value: Any) -> None:
+        worker.answered += 1
         worker.facts.pop("cold", None)
         unit.tries -= 1
         fault = unit.accept(value) if unit.accept else None
@@ -230,7 +296,7 @@ class ActorPool:
         """Back to the queue, or the end of the run when the unit has used its attempts."""
         unit.attempts += 1
         unit.avoid = worker.index
-        if unit.attempts >= self._service.max_attempts:
+        if unit.attempts >= (1 if self._stateful else self._service.max_attempts):
             self._settle(unit, RunFailed(f"{self.kind}: {unit.key} failed {unit.attempts} times, last: {why}"))
             return
         self._reissue(unit, worker, why)
@@ -245,18 +311,22 @@ class ActorPool:
         if not unit.future.done():
             unit.future.set_exception(error)
 
+    def _lose(self, worker: Worker, incarnation: int, unit: Unit, why: str) -> None:
+        """The state is gone: this unit, all that wait and all that come fail, until the pool is renewed."""
+        lost = StateLost(f"the {self.kind} was lost: {why}")
+        self._settle(unit, lost)
+        if worker.incarnation == incarnation:
+            self._bury(worker, incarnation, why)
+            self._end(lost)
+
     async def _replace(self, worker: Worker, incarnation: int, why: str) -> None:
         """Kill what is left of the actor and put another in its place, once per incarnation."""
         async with worker.lock:
             if worker.incarnation != incarnation or worker.benched:
                 return
-            self._event(
-                "actor_died", kind=self.kind, actor=worker.index, incarnation=incarnation, why=why, pid=worker.facts.get("pid")
-            )
-            if worker.handle is not None:
-                ray.kill(worker.handle, no_restart=True)
-            worker.handle, worker.state = None, None
-            worker.incarnation += 1
+            self._bury(worker, incarnation, why)
+            if worker.leaving:
+                return
             worker.restarts += 1
             if worker.restarts > self._service.max_restarts:
                 self._bench(worker, why)
@@ -266,30 +336,40 @@ class ActorPool:
             except RunFailed as failure:
                 self._bench(worker, str(failure))
 
+    def _bury(self, worker: Worker, incarnation: int, why: str) -> None:
+        pid = worker.facts.get("pid")
+        self._event("actor_died", kind=self.kind, actor=worker.index, incarnation=incarnation, why=why, pid=pid)
+        if worker.handle is not None:
+            ray.kill(worker.handle, no_restart=True)
+        worker.handle, worker.state = None, None
+        worker.incarnation += 1
+
     def _bench(self, worker: Worker, why: str) -> None:
         worker.benched = True
+        self._released(f"{self.kind}-{worker.index}")
         self._event("actor_benched", kind=self.kind, actor=worker.index, restarts=worker.restarts, why=why)
-        if self.alive:
+        if self.alive or self.starting:
             return
-        advice = (
-            "continue with --resume" if self.kind == "learner" else f"raise services.{self.kind}.max_restarts or mend the cause"
-        )
-        self._failure = RunFailed(f"no {self.kind} actor is left, last: {why}; {advice}")
-        while not self._queue.empty():
-            self._settle(self._queue.get_nowait()[2], self._failure)
+        advice = f"raise services.{self.kind}.max_restarts or mend the cause"
+        self._end(RunFailed(f"no {self.kind} actor is left, last: {why}; {advice}, then continue with --resume"))
 
-    async def _fill(self, worker: Worker) -> None:
+    def _end(self, failure: RunFailed | StateLost) -> None:
+        self._failure = failure
+        while not self._queue.empty():
+            self._settle(self._queue.get_nowait()[2], failure)
+
+    async def _fill(self, worker: Worker, joins: bool = False) -> None:
         """Create an actor for this place and wait until it answers. Raises RunFailed with the constructor's own words."""
-        worker.handle = self._spawn(f"{self.kind}-{worker.index}.{worker.incarnation}")
-        try:
-            future = asyncio.wrap_future(worker.handle.ready.remote().future())
-            worker.facts = await asyncio.wait_for(future, READY_DEADLINE_S)
-        except TimeoutError:
-            raise RunFailed(f"{self.kind} actor {worker.index} was not placed or not ready within {READY_DEADLINE_S:g} s") from None
-        except RayError as error:
-            raise RunFailed(f"{self.kind} actor {worker.index} did not start: {_cause(error)}") from None
+        who = f"{self.kind} actor {worker.index}"
+        worker.handle, worker.facts = await start_actor(
+            self._spawn,
+            f"{self.kind}-{worker.index}.{worker.incarnation}",
+            who,
+            self._start_deadline_s,
+            lambda why: self._event("actor_waits", kind=self.kind, actor=worker.index, why=why),
+        )
         worker.last_answer = time.monotonic()
-        name = "actor_replaced" if worker.incarnation else "actor_started"
+        name = "actor_replaced" if worker.incarnation else "actor_added" if joins else "actor_started"
         shown = {key: value for key, value in worker.facts.items() if isinstance(value, str | int | float)}
         self._event(name, kind=self.kind, actor=worker.index, incarnation=worker.incarnation, **shown)
 
@@ -298,13 +378,3 @@ def _seen(future: asyncio.Future[Any]) -> None:
     """Look at how a call ended even when nobody waits for it any more, so that asyncio does not complain about it."""
     if not future.cancelled():
         future.exception()
-
-
-def _cause(error: BaseException) -> str:
-    """The last informative line of a Ray error: the exception raised in the actor, not the frames around it."""
-    cause = getattr(error, "cause", None)
-    if cause is not None:
-        return f"{type(cause).__name__}: {cause}".strip().splitlines()[0]
-    lines = [line.strip() for line in str(error).strip().splitlines() if line.strip()]
-    raised = [line for line in lines if "Error" in line.split(":")[0] and not line.startswith(("File", "ray::"))]
-    return (raised or lines or [type(error).__name__])[-1][:500]

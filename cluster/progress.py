@@ -75,7 +75,7 @@ class Progress:
     def start(self, total_iterations: int, start_iteration: int = 0) -> None:
         """Training starts, or continues, at iteration ``start_iteration`` (from 0) of ``total_iterations``."""
         self.total, self.first, self.iteration = total_iterations, start_iteration, start_iteration
-        self._began = self._clock()
+        self._finished, self._began = 0, self._clock()
         self._phase = "evaluating held-out prompts" if start_iteration == 0 else ""
 
     def iteration_started(self, i: int, groups: int, images: int, totals: Mapping[str, int] | None = None) -> None:

@@ -6,40 +6,103 @@ import asyncio
 import math
 import os
 import threading
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import ray
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from actors.encoder import EncoderActor
 from actors.learner import LearnerActor
 from actors.reward import RewardActor
 from actors.rollout import RolloutActor
 from actors.selector import SelectorActor
+from cluster.errors import RunFailed
+from cluster.placement import Need, Node, NoRoom, Placer, check_placement, kinds_of, need_of, needs_of, start_order
 from cluster.pool import ActorPool
 from cluster.rundir import RunDirectory
+from cluster.scoring import RewardService
 from cluster.weights import WeightChannel
 from configs.load import ConfigError
-from configs.schema import RunConfig
+from configs.schema import RunConfig, ScorerService
 
 
 def join_or_start_ray(config: RunConfig) -> bool:
     """Join the cluster of RAY_ADDRESS (a job has it set), or start Ray on this machine; True when joined.
 
-    On one machine the CPU count given to Ray covers every actor's share, so that no actor pends for ever on a small one.
+    On one machine the CPU count given to Ray covers every actor's share, and a rollout actor more per core for scaling: the shares
+    are there to share out clusters, not to keep a small machine from running the ring.
     """
     joined = bool(os.environ.get("RAY_ADDRESS"))
     quiet: dict[str, Any] = {"logging_level": "ERROR", "log_to_driver": False}
     if joined:
         ray.init(address="auto", **quiet)
         return True
-    services = config.services
-    shares = sum(
-        service.actors * service.cpus
-        for service in (services.rollout, services.reward, services.encoder, services.selector, services.learner)
-    )
-    ray.init(num_cpus=max(os.cpu_count() or 1, math.ceil(shares)), include_dashboard=False, **quiet)
+    cores, rollout = os.cpu_count() or 1, config.services.rollout
+    more = (rollout.max_actors or rollout.actors + cores) - rollout.actors
+    shares = sum(need.cpus for need in needs_of(config)) + more * rollout.cpus
+    ray.init(address="local", num_cpus=max(cores, math.ceil(shares)), include_dashboard=False, **quiet)
     return False
+
+
+def free_nodes() -> list[Node]:
+    """Live nodes with what is free on each now; Ray's count lags behind by up to a second."""
+    from ray._private.state import available_resources_per_node
+
+    free = available_resources_per_node()
+    return [_node(row, free.get(row["NodeID"], {})) for row in ray.nodes() if row["Alive"]]
+
+
+def all_nodes() -> list[Node]:
+    """Live nodes with all that they have, used or not."""
+    return [_node(row, row["Resources"]) for row in ray.nodes() if row["Alive"]]
+
+
+def _node(row: dict[str, Any], resources: dict[str, float]) -> Node:
+    return Node(row["NodeID"], resources.get("CPU", 0.0), resources.get("GPU", 0.0), row.get("Labels") or {})
+
+
+def find_room(config: RunConfig, kinds: Iterable[str] | None = None) -> list[Node]:
+    """The nodes, once every actor of the run has a place on them.
+
+    Waits for what other jobs are about to give back (``BUSY_WAIT_S``), and for nodes that an autoscaler is asked for
+    (``services.wait_for_nodes_s``). Raises ConfigError, a line per service: what is missing, what there is.
+    """
+    chosen = tuple(kinds if kinds is not None else kinds_of(config))
+    began, wanted_nodes = time.monotonic(), config.services.wait_for_nodes_s
+    asked = False
+    while True:
+        nodes = free_nodes()
+        try:
+            check_placement(config, nodes, chosen)
+        except ConfigError:
+            if time.monotonic() - began > max(wanted_nodes, BUSY_WAIT_S if _would_fit(config, chosen) else 0.0):
+                raise
+        else:
+            if asked:
+                _ask_autoscaler([])
+            return nodes
+        if wanted_nodes and not asked:
+            _ask_autoscaler(needs_of(config, chosen))
+            asked = True
+        time.sleep(0.5)
+
+
+def _would_fit(config: RunConfig, kinds: Iterable[str]) -> bool:
+    try:
+        check_placement(config, all_nodes(), kinds)
+    except ConfigError:
+        return False
+    return True
+
+
+def _ask_autoscaler(wanted: Sequence[Need]) -> None:
+    """Tell Ray's autoscaler, where there is one, what the cluster should hold; nothing: no more than what runs needs."""
+    from ray.autoscaler.sdk import request_resources
+
+    bundles = [{key: value for key, value in (("CPU", need.cpus), ("GPU", need.gpus)) if value} for need in wanted]
+    request_resources(bundles=bundles, bundle_label_selectors=[dict(need.labels) for need in wanted])
 
 
 def check_run_root(config: RunConfig, joined: bool) -> None:
@@ -53,38 +116,102 @@ def check_run_root(config: RunConfig, joined: bool) -> None:
         )
 
 
+BUSY_WAIT_S = 20.0
+"""How long to wait for shares that a finished job has not given back yet."""
+SCALABLE = ("rollout", "reward")
+
+
 class Services:
     """Rollout, reward, selector, encoder and learner pools of one run."""
 
     def __init__(self, config: RunConfig, rundir: RunDirectory, event: Callable[..., None]):
         self.config, self._event = config, event
         self.weights = WeightChannel(event)
+        self.placer = Placer(config)
+        self._scaling = asyncio.Lock()  # one change of size after the other
         plain = config.model_dump(mode="json")
 
-        def pool(kind: str, actor: type, *extra: Any) -> ActorPool:
-            return ActorPool(kind, self._spawner(kind, actor, plain, *extra), getattr(config.services, kind), event)
+        def pool(kind: str, actor: type, *extra: Any, stateful: bool = False) -> ActorPool:
+            return ActorPool(
+                kind,
+                self._spawner(kind, actor, plain, *extra),
+                config.services.of(kind),
+                event,
+                stateful=stateful,
+                start_deadline_s=config.services.start_deadline_s,
+                released=self.placer.release,
+            )
 
         self.encoder = pool("encoder", EncoderActor)
-        self.reward = pool("reward", RewardActor)
+        held = {kind: config.scorers_of(kind) for kind in ("reward", *(f"scorers.{label}" for label in config.services.scorers))}
+        self.reward = RewardService({kind: (pool(kind, RewardActor, kind), labels) for kind, labels in held.items() if labels})
         self.selector = pool("selector", SelectorActor)
-        self.learner = pool("learner", LearnerActor, str(rundir.path / "failure"))
+        self.learner = pool("learner", LearnerActor, str(rundir.path / "failure"), stateful=True)
         self.rollout = pool("rollout", RolloutActor)
         self.rollout.prepare = self.weights.load_into_worker(self.rollout)
-        self.pools = [self.encoder, self.reward, self.selector, self.learner]
+        self.pools = [self.encoder, *self.reward.pools, self.selector, self.learner]
         if config.plan.explore is not None:
             self.pools.append(self.rollout)
 
-    def only(self, *pools: ActorPool) -> None:
+    def only(self, *pools: ActorPool | RewardService) -> None:
         """Use no other services than these: a command that does not train needs no explorers."""
-        self.pools = list(pools)
+        self.pools = [pool for given in pools for pool in (given.pools if isinstance(given, RewardService) else [given])]
 
     async def start(self) -> None:
-        """Create all actors at once; returns when every one answers."""
-        await asyncio.gather(*(pool.start() for pool in self.pools))
+        """Give every actor a place and create it; returns when every one answers. Raises ConfigError where a place is missing."""
+        pools = {pool.kind: pool for pool in self.pools}
+        self.placer.refresh(await asyncio.to_thread(find_room, self.config, tuple(pools)))
+        self.placer.place_all(pools)
+        for stage in start_order(self.config, pools):
+            await asyncio.gather(*(pools[kind].start() for kind in stage))
 
     async def stop(self) -> None:
         """Kill all actors."""
         await asyncio.gather(*(pool.stop() for pool in self.pools))
+
+    async def scale(self, kind: str, size: int) -> str:
+        """Bring a pool to ``size`` actors while it works; returns what was done. Raises ConfigError when that is not possible."""
+        pool = self._scalable(kind, size)
+        async with self._scaling:
+            before = pool.alive
+            if size > before:
+                await self._make_room(kind, pool.next_actors(size - before))
+            try:
+                await pool.resize(size)
+            except RunFailed as error:
+                raise ConfigError([f"{kind}: {pool.alive} of {size} actors: {error}"]) from None
+            finally:
+                self._event("pool_scaled", kind=kind, before=before, after=pool.alive, asked=size)
+            return f"{kind}: {before} -> {pool.alive} actors"
+
+    def _scalable(self, kind: str, size: int) -> ActorPool:
+        pool = next((pool for pool in self.pools if pool.kind == kind), None)
+        if pool is None or kind not in SCALABLE:
+            raise ConfigError([f"{kind}: cannot be scaled in this run; {' and '.join(SCALABLE)} can, where the run has them"])
+        limits = self.config.services.of(kind)
+        if size < limits.min_actors or (limits.max_actors is not None and size > limits.max_actors):
+            most = limits.max_actors or "any number"
+            raise ConfigError([f"{kind}: {size} actors: services.{kind}.min_actors = {limits.min_actors}, max_actors = {most}"])
+        return pool
+
+    async def _make_room(self, kind: str, actors: list[str]) -> None:
+        """Reserve places for new actors, on nodes that an autoscaler may have to add first."""
+        wait_s, began, asked = self.config.services.wait_for_nodes_s, time.monotonic(), False
+        while True:
+            self.placer.refresh(free_nodes())
+            try:
+                self.placer.reserve(actors)
+                break
+            except NoRoom as error:
+                if time.monotonic() - began >= wait_s:
+                    raise ConfigError([f"cannot grow: {line}" for line in error.lines]) from None
+            if not asked:
+                one = need_of(kind, 0, self.config.services.of(kind))
+                _ask_autoscaler([*self.placer.needs(), *[one] * len(actors)])
+                asked = True
+            await asyncio.sleep(0.5)
+        if asked:
+            _ask_autoscaler([])
 
     @property
     def reissued(self) -> int:
@@ -92,20 +219,27 @@ class Services:
         return sum(pool.reissued for pool in self.pools)
 
     def _spawner(self, kind: str, actor: type, *args: Any) -> Callable[[str], Any]:
-        service = getattr(self.config.services, kind)
+        service = self.config.services.of(kind)
+        own = service.runtime_env if isinstance(service, ScorerService) else {}
         options: dict[str, Any] = {
             "num_cpus": service.cpus,
             "num_gpus": service.gpus,
-            "max_restarts": 0,
+            "max_restarts": 0,  # the pool replaces actors itself
             # waiting threads that spin would take the cores of the actors that work
-            "runtime_env": {"env_vars": {"OMP_NUM_THREADS": str(service.threads), "OMP_WAIT_POLICY": "PASSIVE"}},
+            "runtime_env": {
+                **own,
+                "env_vars": {"OMP_NUM_THREADS": str(service.threads), "OMP_WAIT_POLICY": "PASSIVE", **own.get("env_vars", {})},
+            },
         }
-        if kind == "rollout":
-            options["scheduling_strategy"] = "SPREAD"
         remote = ray.remote(actor)
 
         def spawn(name: str) -> Any:
-            return remote.options(name=f"{self.config.name}/{name}", namespace=f"sol-rl-{os.getpid()}", **options).remote(*args)
+            self.placer.refresh(free_nodes())
+            node = NodeAffinitySchedulingStrategy(self.placer.take(name.rpartition(".")[0]), soft=False)
+            namespace = f"sol-rl-{ray.get_runtime_context().get_job_id()}"
+            return remote.options(
+                name=f"{self.config.name}/{name}", namespace=namespace, scheduling_strategy=node, **options
+            ).remote(*args)
 
         return spawn
 

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import importlib.util
 import json
+import math
 import time
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,9 @@ from typing import Any
 import numpy as np
 import ray
 
-from cluster.errors import RunFailed, Stopped
+from cluster.autoscale import Autoscaler, Meter
+from cluster.control import Link
+from cluster.errors import InputsLost, RunFailed, StateLost, Stopped
 from cluster.evaluation import evaluate
 from cluster.loop import Ring
 from cluster.metrics import PrometheusExporter
@@ -21,7 +24,8 @@ from cluster.pictures import save_pictures
 from cluster.progress import Progress
 from cluster.report import build_report
 from cluster.rundir import RunDirectory, write_json
-from cluster.services import Services, check_run_root, install_stop_signals, join_or_start_ray
+from cluster.services import Services, check_run_root, find_room, install_stop_signals, join_or_start_ray
+from cluster.status import Reporter
 from configs.load import ConfigError
 from configs.prompts import Prompt, read_prompts
 from configs.resume import differences
@@ -50,6 +54,7 @@ def train(config: RunConfig, resume: bool) -> RunDirectory:
     joined = join_or_start_ray(config)
     try:
         check_run_root(config, joined)
+        find_room(config)
         if not resume:
             rundir.create(config)
         session = Session(config, rundir, train_prompts, test_prompts[: config.evaluate.prompts])
@@ -82,7 +87,10 @@ def check_model(config: RunConfig) -> None:
 
 def check_scorers(config: RunConfig) -> None:
     """Raises ConfigError for a scorer that is neither built in nor importable here; models are loaded by the reward actors."""
-    for scorer in config.rewards.scorers:
+    for scorer in config.rewards.everyone:
+        own = config.services.scorers.get(scorer.label)
+        if own is not None and own.runtime_env:
+            continue  # its module may exist in its actors' environment only
         try:
             module = resolve(scorer.name).partition(":")[0]
             found = importlib.util.find_spec(module)
@@ -103,6 +111,11 @@ def check_resumable(config: RunConfig, rundir: RunDirectory) -> None:
                 f"--resume: {rundir.path} was started with another configuration: {'; '.join(changed)}; give the same, or another name"
             ]
         )
+
+
+def run_key() -> str:
+    """What tells this run from others of its name on the same cluster."""
+    return ray.get_runtime_context().get_job_id()
 
 
 class Session:
@@ -126,7 +139,13 @@ class Session:
         self.seconds_before = 0.0
         self.samples_seen = 0
         self.began = time.monotonic()
+        self.restored = 0
+        self.last_row: dict[str, Any] = {}
         self._signal: str | None = None
+        self._meter = Meter(self.services.pools)
+        self._autoscaler = Autoscaler(config.services.autoscale, config.services.rollout)
+        self._scaling: asyncio.Task[Any] | None = None
+        self._link = Link(f"{config.name}#{run_key()}", Reporter(self, str(rundir.path)).state, self._scale)
 
     async def run(self, resume: bool) -> None:
         """Everything between the first and the last actor; events and the report are written whatever happens."""
@@ -138,6 +157,7 @@ class Session:
         self.rundir.event(
             "run_resumed" if resume else "run_started", arm=self.config.arm, iterations=self.config.iterations, **began
         )
+        link = asyncio.create_task(self._link.live())
         try:
             with self.progress:
                 await self._train(checkpoint)
@@ -150,9 +170,18 @@ class Session:
             self.rundir.event("run_failed", why=str(failure))
             raise
         finally:
+            await self._end(link)
             await self.services.stop()
             self.exporter.close()
             self._report()
+
+    async def _end(self, *tasks: asyncio.Task[Any]) -> None:
+        """Let go of what runs beside the work."""
+        beside = [task for task in (*tasks, self._scaling) if task is not None]
+        for task in beside:
+            task.cancel()
+        await asyncio.gather(*beside, return_exceptions=True)
+        await self._link.leave()
 
     def _report(self) -> None:
         """Write the report; a disk that has no room for it must not hide how the run itself ended."""
@@ -174,9 +203,40 @@ class Session:
         self._canceller = asyncio.create_task(cancel())
 
     async def _train(self, checkpoint: Path | None) -> None:
-        config = self.config
         self.progress.note("starting actors")
         await self.services.start()
+        while True:
+            try:
+                return await self._continue(checkpoint)
+            except (StateLost, InputsLost) as loss:
+                checkpoint = await self._restore(str(loss))
+
+    async def _restore(self, why: str) -> Path | None:
+        """Put a new learner in the place of the old one and go back to the newest checkpoint, as ``--resume`` does.
+
+        Everything after it is done again and comes out the same, so that a version is published again with the bytes it had.
+        """
+        limit, before = self.config.services.learner.max_restarts, self.next_iteration
+        if self.restored >= limit:
+            raise RunFailed(
+                f"{why}; services.learner.max_restarts = {limit} returns to a checkpoint are used up: "
+                "mend the cause and continue with --resume"
+            )
+        self.restored += 1
+        began = time.monotonic()
+        checkpoint = self._rewind(in_process=True)
+        await self.services.learner.renew(why)
+        seconds = round(time.monotonic() - began, 3)
+        name = checkpoint.name if checkpoint else None
+        self.rundir.event(
+            "learner_restored", why=why, during=before, iteration=self.next_iteration, checkpoint=name, seconds=seconds
+        )
+        self.progress.note(f"{why}: back to iteration {self.next_iteration} with a new learner")
+        return checkpoint
+
+    async def _continue(self, checkpoint: Path | None) -> None:
+        """From ``checkpoint``, or from the beginning, to the end."""
+        config = self.config
         await self._write_quantisation_table()
         if checkpoint is not None:
             await self.services.learner.call(("load", checkpoint.name), "load", str(checkpoint))
@@ -187,9 +247,10 @@ class Session:
         why_stop = None
         while self.next_iteration < config.iterations and why_stop is None:
             index = self.next_iteration
+            self._meter.begin()
             metrics, selected = await self.ring.iteration(index)
             self.next_iteration = index + 1
-            self._record(index, metrics, selected)
+            self._record(index, {**metrics, **self._meter.row(metrics["time/iteration_s"])}, selected)
             why_stop = stop_reason(config.stop, metrics, self._seconds() / 60)
             if self.next_iteration % config.checkpoint.every == 0:
                 await self._save()
@@ -214,6 +275,30 @@ class Session:
             self.rundir.selection(index, selected)
         self.exporter.observe(row)
         self.progress.iteration_finished(row)
+        self.last_row = row
+        self._autoscale(row)
+
+    # ---- size
+
+    def _autoscale(self, row: dict[str, Any]) -> None:
+        if self.config.plan.explore is None or (self._scaling is not None and not self._scaling.done()):
+            return
+        size = self.services.rollout.alive
+        wanted = self._autoscaler.size_after(size, row)
+        if wanted != size:
+            self._scaling = asyncio.create_task(self._scale({"rollout": wanted}))
+
+    async def _scale(self, sizes: dict[str, int]) -> tuple[bool, str]:
+        """Bring pools to other sizes while they work; (done, what came of it in words)."""
+        said = []
+        try:
+            for kind, size in sizes.items():
+                said.append(await self.services.scale(kind, size))
+        except ConfigError as error:
+            self.rundir.event("scaling_refused", asked=sizes, why=str(error))
+            return False, "; ".join([*said, str(error)])
+        self.progress.note("; ".join(said))
+        return True, "; ".join(said)
 
     def _seconds(self) -> float:
         return self.seconds_before + time.monotonic() - self.began
@@ -260,20 +345,24 @@ class Session:
         """The learner's weights stand between two updates whenever the work was cancelled: save them."""
         if not self.services.learner.alive or self.saved_iteration == self.next_iteration:
             return
-        with contextlib.suppress(RunFailed):
+        with contextlib.suppress(RunFailed, StateLost):
             await self._save()
 
-    def _rewind(self) -> Path | None:
-        """The newest whole checkpoint, with everything that was recorded after it forgotten; None: from the beginning."""
+    def _rewind(self, in_process: bool = False) -> Path | None:
+        """The newest whole checkpoint, with everything that was recorded after it forgotten; None: from the beginning.
+
+        ``in_process``: the run goes on, so its clock does too, and its events stay.
+        """
         path = latest_checkpoint(self.rundir.checkpoints)
-        if path is None:
+        extra = read(path)[1]["extra"] if path else {"iteration": 0, "seconds": 0.0, "samples_seen": 0, "time": 0.0}
+        if path is None and not in_process:
             self.progress.note("no checkpoint yet: starting from the beginning")
-            self.rundir.truncate(0, 0.0)
-            return None
-        extra = read(path)[1]["extra"]
-        self.next_iteration = self.saved_iteration = extra["iteration"]
-        self.seconds_before, self.samples_seen = extra["seconds"], extra["samples_seen"]
-        self.rundir.truncate(self.next_iteration, extra["time"])
+        self.next_iteration = extra["iteration"]
+        self.saved_iteration = extra["iteration"] if path else None
+        self.samples_seen = extra["samples_seen"]
+        if not in_process:
+            self.seconds_before = extra["seconds"]
+        self.rundir.truncate(self.next_iteration, math.inf if in_process else extra["time"])
         return path
 
     async def _write_quantisation_table(self) -> None:

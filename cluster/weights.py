@@ -58,7 +58,7 @@ class WeightChannel:
 
         async def load(worker: Worker) -> None:
             published = self.current
-            if published is None or worker.state == published.version:
+            if published is None or worker.state == (published.version, published.manifest.checksum):
                 return
             one_backend(rollout)
             version, checksum = await rollout.ask(worker, "load", published.manifest, *published.chunks)
@@ -67,7 +67,7 @@ class WeightChannel:
                     f"rollout actor {worker.index} acknowledged version {version} checksum {checksum}, "
                     f"published was {published.version} {published.manifest.checksum}"
                 )
-            worker.state = version
+            worker.state = (version, checksum)
 
         return load
 

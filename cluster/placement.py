@@ -1,0 +1,263 @@
+"""Where actors go: a pure function of the configuration and of what the nodes have.
+
+The plan is made before anything is started, so that what cannot be placed is said at once, with what there is. Ray then gets a
+node for every actor, not a wish: nothing pends because something else was placed badly before it.
+
+Shares are counted in ten-thousandths, as Ray does. A GPU share below 1 lies on one GPU; from 1 on it is whole GPUs. Ray fills the
+fullest GPU that still has room, so shares are laid from the largest to the smallest, here and when actors are started.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from configs.load import ConfigError
+from configs.schema import RunConfig, Service
+
+UNIT = 10_000
+ACCELERATOR = "ray.io/accelerator-type"
+
+
+@dataclass(frozen=True)
+class Node:
+    """What one node offers to us, and its labels."""
+
+    id: str
+    cpus: float
+    gpus: float = 0.0
+    labels: Mapping[str, str] = field(default_factory=dict)
+
+    def describe(self) -> str:
+        """``8 CPU, 4 GPU, ray.io/accelerator-type=B200``: without Ray's own node id."""
+        marks = [f"{key}={value}" for key, value in sorted(self.labels.items()) if key != "ray.io/node-id"]
+        return ", ".join([f"{self.cpus:g} CPU", f"{self.gpus:g} GPU", *marks])
+
+
+@dataclass(frozen=True)
+class Need:
+    """What one actor asks for."""
+
+    actor: str  # "rollout-0"
+    cpus: float
+    gpus: float = 0.0
+    labels: Mapping[str, str] = field(default_factory=dict)
+    spread: bool = False
+
+    @property
+    def kind(self) -> str:
+        """``rollout`` of ``rollout-0``."""
+        return self.actor.rpartition("-")[0]
+
+    def describe(self) -> str:
+        """``0.5 CPU and 1 GPU on a node with ray.io/accelerator-type=B200``."""
+        what = " and ".join([f"{self.cpus:g} CPU", *([f"{self.gpus:g} GPU"] if self.gpus else [])])
+        where = " and ".join(f"{key}={value}" for key, value in sorted(self.labels.items()))
+        return what + (f" on a node with {where}" if where else "")
+
+
+class NoRoom(Exception):
+    """Some actors have no place; one line per service says how many, what each needs and what there is."""
+
+    def __init__(self, lines: Sequence[str]):
+        super().__init__("; ".join(lines))
+        self.lines = list(lines)
+
+
+def kinds_of(config: RunConfig) -> tuple[str, ...]:
+    """The services a run has: no rollout actors where nothing is explored, reward services that hold a scorer."""
+    scoring = [kind for kind in ("reward", *(f"scorers.{label}" for label in config.services.scorers)) if config.scorers_of(kind)]
+    exploring = ["rollout"] if config.plan.explore is not None else []
+    return (*exploring, "learner", *scoring, "encoder", "selector")
+
+
+def need_of(kind: str, index: int, service: Service) -> Need:
+    """What actor ``index`` of a service asks for."""
+    labels = {**service.labels, **({ACCELERATOR: service.accelerator} if service.accelerator else {})}
+    return Need(f"{kind}-{index}", service.cpus, service.gpus, labels, service.strategy == "spread")
+
+
+def needs_of(config: RunConfig, kinds: Iterable[str] | None = None) -> list[Need]:
+    """What every actor of a run asks for, at its start."""
+    chosen = kinds_of(config) if kinds is None else tuple(kinds)
+    services = {kind: config.services.of(kind) for kind in chosen}
+    return [need_of(kind, index, service) for kind, service in services.items() for index in range(service.actors)]
+
+
+def matches(labels: Mapping[str, str], selector: Mapping[str, str]) -> bool:
+    """Whether a node's labels satisfy a selector in Ray's words: ``a``, ``!a``, ``in(a,b)``, ``!in(a,b)``."""
+    for key, wanted in selector.items():
+        negated = wanted.startswith("!")
+        plain = wanted.removeprefix("!")
+        inside = plain.startswith("in(") and plain.endswith(")")
+        allowed = [part.strip() for part in plain[3:-1].split(",")] if inside else [plain]
+        if (labels.get(key) in allowed) == negated:
+            return False
+    return True
+
+
+def place(needs: Sequence[Need], nodes: Sequence[Node], held: Mapping[str, tuple[Need, str]] | None = None) -> dict[str, str]:
+    """A node id for every actor name of ``needs``. ``held``: what is placed already, as (need, node id) per actor name.
+
+    Those with the fewest possible nodes choose first, then those with the largest shares. ``spread`` takes the node with the
+    fewest actors of the same service, otherwise the one that is left with the least; actors without a GPU share avoid GPUs. Where that
+    wish leaves somebody without a place, everything is packed as tightly as it goes.
+
+    Raises:
+        NoRoom: neither way has a place for every actor. Both are greedy: in contrived cases another arrangement may exist.
+    """
+    try:
+        return _greedy(needs, nodes, held or {}, tight=False)
+    except NoRoom:
+        return _greedy(needs, nodes, held or {}, tight=True)
+
+
+def _greedy(needs: Sequence[Need], nodes: Sequence[Node], held: Mapping[str, tuple[Need, str]], tight: bool) -> dict[str, str]:
+    load: dict[str, list[Need]] = {node.id: [] for node in nodes}
+    for need, where in held.values():
+        load.setdefault(where, []).append(need)
+    eligible = {need.actor: [node for node in nodes if matches(node.labels, need.labels)] for need in needs}
+    placed: dict[str, str] = {}
+    left: list[Need] = []
+    for need in sorted(needs, key=lambda need: (len(eligible[need.actor]), -need.gpus, -need.cpus)):
+        possible = [node for node in eligible[need.actor] if fits(node, [*load[node.id], need])]
+        if not possible:
+            left.append(need)
+            continue
+        chosen = min(possible, key=lambda node: _rank(node, need, load[node.id], tight))
+        load[chosen.id].append(need)
+        placed[need.actor] = chosen.id
+    if left:
+        raise NoRoom(_missing(left, needs, nodes))
+    return placed
+
+
+def _rank(node: Node, need: Need, load: Sequence[Need], tight: bool) -> tuple[float, ...]:
+    same = sum(other.kind == need.kind for other in load)
+    free_gpus = node.gpus - sum(other.gpus for other in load)
+    free_cpus = node.cpus - sum(other.cpus for other in load)
+    wasted = node.gpus if not need.gpus else 0.0
+    if need.spread and not tight:
+        return (same, wasted, -free_gpus if need.gpus else 0.0, -free_cpus)
+    return (wasted, free_gpus if need.gpus else 0.0, free_cpus)
+
+
+def fits(node: Node, load: Sequence[Need]) -> bool:
+    """Whether a node holds all of ``load`` at once: CPU shares in sum, GPU shares on single GPUs, largest first."""
+    if sum(_units(need.cpus) for need in load) > _units(node.cpus):
+        return False
+    whole, rest = divmod(_units(node.gpus), UNIT)
+    free = [UNIT] * whole + ([rest] if rest else [])
+    for share in sorted((_units(need.gpus) for need in load if need.gpus), reverse=True):
+        if share >= UNIT:
+            count = -(-share // UNIT)
+            if free.count(UNIT) < count:
+                return False
+            for _ in range(count):
+                free.remove(UNIT)
+            continue
+        possible = [gpu for gpu in free if gpu >= share]
+        if not possible:
+            return False
+        fullest = min(possible)
+        free.remove(fullest)
+        free.append(fullest - share)
+    return True
+
+
+def _units(share: float) -> int:
+    return round(share * UNIT)
+
+
+def _missing(left: Sequence[Need], needs: Sequence[Need], nodes: Sequence[Node]) -> list[str]:
+    """One line per service: how many of its actors have no place, what each needs; at the end of each, what there is."""
+    there = Counter(node.describe() for node in nodes)
+    exists = " and ".join(f"{count} x ({text})" for text, count in sorted(there.items())) or "no node"
+    lines = []
+    for kind in dict.fromkeys(need.kind for need in left):
+        mine = [need for need in left if need.kind == kind]
+        total = sum(need.kind == kind for need in needs)
+        line = f"services.{kind}: {len(mine)} of {total} actors have no place: each needs {mine[0].describe()}; free now: {exists}"
+        if not any(matches(node.labels, mine[0].labels) for node in nodes):
+            line += "; no node has these labels"
+        lines.append(line)
+    return lines
+
+
+def start_order(config: RunConfig, kinds: Iterable[str]) -> list[list[str]]:
+    """Services in the stages they must be started in: GPU fractions from the largest to the smallest, everything else at once.
+
+    Ray gives a fraction the fullest GPU that has room when it arrives; a small one that came first could take the room of a large.
+    """
+    chosen = list(kinds)
+    share = {kind: config.services.of(kind).gpus for kind in chosen}
+    fractions = sorted({value for value in share.values() if 0 < value < 1}, reverse=True)
+    first = [kind for kind in chosen if share[kind] not in fractions[1:]]
+    return [first, *([kind for kind in chosen if share[kind] == value] for value in fractions[1:])]
+
+
+class Placer:
+    """Remembers who is where while a run lives. ``refresh`` with what the nodes have free, before anything is placed."""
+
+    def __init__(self, config: RunConfig):
+        self._config = config
+        self._nodes: dict[str, Node] = {}
+        self._held: dict[str, tuple[Need, str]] = {}
+        self._planned: set[str] = set()  # placed by `place_all`, not yet started
+
+    def refresh(self, free: Sequence[Node]) -> None:
+        """Take over nodes that came, forget those that went. Of a known node the first count stands: what is free there now does
+        not tell whether a dying actor of ours still holds its share."""
+        self._nodes = {node.id: self._nodes.get(node.id, node) for node in free}
+        self._held = {actor: held for actor, held in self._held.items() if held[1] in self._nodes}
+
+    def place_all(self, kinds: Iterable[str]) -> None:
+        """Choose a node for every actor that a run starts with. Raises NoRoom."""
+        needs = needs_of(self._config, kinds)
+        self._hold(needs, place(needs, list(self._nodes.values()), self._held))
+
+    def reserve(self, actors: Sequence[str]) -> None:
+        """Choose a node for actors that will be started soon. Raises NoRoom, then none has one."""
+        kinds = [actor.rpartition("-")[0] for actor in actors]
+        needs = [replace(need_of(kind, 0, self._service(kind)), actor=actor) for kind, actor in zip(kinds, actors, strict=True)]
+        self._hold(needs, place(needs, list(self._nodes.values()), self._held))
+
+    def take(self, actor: str) -> str:
+        """The node to start an actor on: the planned one the first time, then a new choice among what is free. Raises NoRoom."""
+        if actor in self._planned and actor in self._held:
+            self._planned.discard(actor)
+            return self._held[actor][1]
+        self.release(actor)
+        self.reserve([actor])
+        self._planned.discard(actor)
+        return self._held[actor][1]
+
+    def needs(self) -> list[Need]:
+        """What all actors that have a place ask for."""
+        return [need for need, _ in self._held.values()]
+
+    def _service(self, kind: str) -> Service:
+        return self._config.services.of(kind)
+
+    def _hold(self, needs: Sequence[Need], chosen: Mapping[str, str]) -> None:
+        self._held |= {need.actor: (need, chosen[need.actor]) for need in needs}
+        self._planned |= set(chosen)
+
+    def where(self, actor: str) -> str | None:
+        """The node id chosen for an actor, if any."""
+        held = self._held.get(actor)
+        return held[1] if held else None
+
+    def release(self, actor: str) -> None:
+        """The actor is gone; its share is free again."""
+        self._held.pop(actor, None)
+        self._planned.discard(actor)
+
+
+def check_placement(config: RunConfig, free: Sequence[Node], kinds: Iterable[str] | None = None) -> None:
+    """Raises ConfigError, one line per service, when a run's actors cannot all be placed."""
+    try:
+        place(needs_of(config, kinds), free)
+    except NoRoom as error:
+        raise ConfigError([f"{line}: lower the service's actors or shares, or add nodes" for line in error.lines]) from None

@@ -1,0 +1,91 @@
+"""From outside a run: find it on its cluster, read its state, ask it for other sizes. `sol-rl status` and `sol-rl scale`."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from cluster.control import NAME, NAMESPACE
+from cluster.errors import RunFailed
+from configs.load import ConfigError
+
+PATIENCE_S = 900.0
+"""How long `scale` waits for new actors to have loaded their models."""
+
+
+def address_of(given: str | None) -> str:
+    """Where to look: what is given, RAY_ADDRESS, or the cluster that was last started on this machine."""
+    return given or os.environ.get("RAY_ADDRESS") or "auto"
+
+
+@contextmanager
+def connected(address: str) -> Iterator[None]:
+    """A Ray connection: the one that is there, or one to ``address``. Raises ConfigError where nothing answers."""
+    import ray
+
+    if ray.is_initialized():
+        yield
+        return
+    try:
+        ray.init(address=address, logging_level="ERROR", log_to_driver=False, namespace=NAMESPACE)
+    except (ConnectionError, RuntimeError, ValueError) as error:
+        raise ConfigError(
+            [f"--address {address}: no Ray cluster answers there ({str(error).splitlines()[0]}); give host:port of its head"]
+        ) from None
+    try:
+        yield
+    finally:
+        ray.shutdown()
+
+
+def states(name: str | None) -> dict[str, dict[str, Any]]:
+    """State by key of the runs on this cluster, of those called ``name`` if given. Raises ConfigError when there is none."""
+    import ray
+
+    try:
+        found: dict[str, dict[str, Any]] = ray.get(ray.get_actor(NAME, namespace=NAMESPACE).runs.remote(), timeout=30)
+    except (ValueError, ray.exceptions.RayActorError):
+        found = {}
+    except ray.exceptions.GetTimeoutError:
+        raise RunFailed("the cluster did not answer within 30 s: is its head alive?") from None
+    chosen = {key: state for key, state in found.items() if name in (None, state["run"])}
+    if not chosen:
+        there = ", ".join(sorted(state["run"] for state in found.values()))
+        raise ConfigError([f"no run {name!r} on this cluster; there are: {there}" if there else "no run on this cluster"])
+    return chosen
+
+
+def scale(name: str | None, sizes: dict[str, int], patience_s: float = PATIENCE_S) -> str:
+    """Ask the run for other pool sizes and wait until it has them; returns its words.
+
+    Raises:
+        ConfigError: no such run, several, or it refuses, with its reasons.
+        RunFailed: it ended, or did not do it within ``patience_s``.
+    """
+    import ray
+
+    found = states(name)
+    if len(found) > 1:
+        raise ConfigError([f"--run: which one? there are: {', '.join(sorted(state['run'] for state in found.values()))}"])
+    (key,) = found
+    board = ray.get_actor(NAME, namespace=NAMESPACE)
+    number = ray.get(board.request.remote(key, sizes))
+    deadline = time.monotonic() + patience_s
+    while time.monotonic() < deadline:
+        try:
+            outcome = ray.get(board.outcome.remote(number), timeout=30)
+            alive = outcome is not None or key in ray.get(board.runs.remote(), timeout=30)
+        except (ray.exceptions.RayActorError, ray.exceptions.GetTimeoutError):
+            outcome, alive = None, False
+        if outcome is not None:
+            done, words = outcome
+            if not done:
+                raise ConfigError(words.splitlines())
+            return words
+        if not alive:
+            raise RunFailed(f"the run ended, or its board was lost, before it had {sizes}: see `sol-rl status`")
+        time.sleep(0.3)
+    raise RunFailed(f"not done within {patience_s:g} s; the run keeps trying: see `sol-rl status`")

@@ -1,0 +1,23 @@
+"""An actor that imports next to nothing, so that its processes start at once."""
+
+import os
+import time
+from typing import Any
+
+
+class Counter:
+    """An actor that writes down every unit it computes."""
+
+    def __init__(self, path: str, broken: bool):
+        if broken:
+            raise ValueError("no such weights")
+        self.path = path
+
+    def ready(self) -> dict[str, Any]:
+        return {"pid": os.getpid()}
+
+    def work(self, unit: int) -> tuple[int, int]:
+        time.sleep(0.02)
+        with open(self.path, "a") as file:
+            file.write(f"{unit}\n")
+        return unit, os.getpid()

@@ -1,0 +1,203 @@
+"""Pools that change size while they work. Invariants: every unit is answered once, none is lost, none is computed twice; what is
+trained does not depend on when the pool grew or shrank."""
+
+import asyncio
+import itertools
+from typing import Any
+
+import pytest
+import ray
+
+from cluster.autoscale import Load, size_for, verdict
+from cluster.control import board
+from cluster.errors import RunFailed
+from cluster.pool import ActorPool
+from cluster.progress import Progress
+from configs.schema import Autoscale, Service
+from tests.cluster.counting import Counter
+from tests.cluster.runs import adapters, run_here, selections, tiny_config
+
+
+class Harness:
+    """A pool of counters."""
+
+    def __init__(self, path: str, actors: int):
+        self.events: list[tuple[str, dict[str, Any]]] = []
+        self.released: list[str] = []
+        self.broken = False
+        remote = ray.remote(Counter)
+        self.pool = ActorPool(
+            "counter",
+            lambda name: remote.options(num_cpus=0).remote(path, self.broken),
+            Service(actors=actors, in_flight=2),
+            lambda name, **fields: self.events.append((name, fields)),
+            released=self.released.append,
+        )
+
+    def run(self, work) -> Any:
+        async def all_of_it() -> Any:
+            await self.pool.start()
+            try:
+                return await asyncio.wait_for(work(self.pool), 250)
+            finally:
+                await self.pool.stop()
+
+        return asyncio.run(all_of_it())
+
+
+def test_a_pool_grows_and_shrinks_under_load_and_every_unit_counts_once(ray_here, tmp_path):
+    harness, path = Harness(str(tmp_path / "units"), 1), tmp_path / "units"
+    sizes = []
+
+    async def work(pool: ActorPool) -> list[Any]:
+        answers: list[Any] = []
+        going, numbers = True, itertools.count()
+
+        async def keep_one_in_flight() -> None:
+            while going:
+                number = next(numbers)
+                answers.append(await pool.call(number, "work", number))
+
+        hands = [asyncio.create_task(keep_one_in_flight()) for _ in range(9)]
+        for size in (3, 1, 2):
+            await pool.resize(size)
+            sizes.append((pool.alive, len(pool.workers)))
+            done = len(answers)
+            while len(answers) < done + 20:  # everybody gets some
+                await asyncio.sleep(0.02)
+        going = False
+        await asyncio.gather(*hands)
+        return sorted(answers)
+
+    answers = harness.run(work)
+    assert sizes == [(3, 3), (1, 1), (2, 2)]
+    assert [unit for unit, _ in answers] == list(range(len(answers)))
+    assert sorted(int(line) for line in path.read_text().split()) == list(range(len(answers)))  # none twice
+    assert harness.pool.reissued == 0
+    assert len({pid for _, pid in answers}) == 4  # actor 0; 1 and 2; 3
+    named = {
+        kind: [fields["actor"] for name, fields in harness.events if name == kind] for kind in ("actor_added", "actor_removed")
+    }
+    assert sorted(named["actor_removed"]) == [1, 2] and sorted(named["actor_added"][:2]) == [1, 2] and named["actor_added"][2] == 3
+    assert sorted(harness.released) == ["counter-1", "counter-2"]
+
+
+def test_a_new_actor_that_does_not_start_is_said_and_the_pool_stays(ray_here, tmp_path):
+    harness = Harness(str(tmp_path / "units"), 1)
+
+    async def work(pool: ActorPool) -> Any:
+        harness.broken = True
+        with pytest.raises(RunFailed, match="counter actor 1 did not start: .*no such weights"):
+            await pool.resize(2)
+        return pool.alive, pool.starting, (await pool.call("u", "work", 7))[0]
+
+    assert harness.run(work) == (1, 0, 7)
+    assert harness.released == ["counter-1"]
+
+
+class Boss(Progress):
+    """Asks the board for another size as soon as chunks of an iteration come back, and waits for it before the next iteration."""
+
+    session: Any = None
+
+    def __init__(self, sizes: dict[int, int]):
+        super().__init__()
+        self.sizes, self.now, self.answers = sizes, -1, []
+        self.asked: asyncio.Task[None] | None = None
+
+    def start(self, total_iterations: int, start_iteration: int = 0) -> None:
+        super().start(total_iterations, start_iteration)
+        self.wait_between()
+
+    def iteration_started(self, i: int, groups: int, images: int, totals: Any = None) -> None:
+        super().iteration_started(i, groups, images, totals)
+        self.now = i
+
+    def advanced(self, stage: str, n: int = 1) -> None:
+        super().advanced(stage, n)
+        if stage == "explored" and self.now in self.sizes:
+            self.asked = asyncio.create_task(self.ask({"rollout": self.sizes.pop(self.now)}))
+
+    def wait_between(self) -> None:
+        iteration = self.session.ring.iteration
+
+        async def patient(index: int) -> Any:
+            result = await iteration(index)
+            if self.asked:
+                await asyncio.wait_for(self.asked, 250)
+            return result
+
+        self.session.ring.iteration = patient
+
+    async def ask(self, sizes: dict[str, int]) -> None:
+        there = board()
+        while not (runs := [key for key, state in (await there.runs.remote()).items() if state["run"] == self.session.config.name]):
+            await asyncio.sleep(0.1)
+        number = await there.request.remote(runs[0], sizes)
+        while (answer := await there.outcome.remote(number)) is None:
+            await asyncio.sleep(0.1)
+        self.answers.append(answer)
+
+
+def test_a_run_that_is_scaled_1_3_2_trains_the_same_bits(undisturbed, tiny_sd3_dir, tmp_path):
+    boss = Boss({0: 3, 1: 2})
+    config = tiny_config(tiny_sd3_dir, tmp_path, "scaled", services__rollout__actors=1, services__rollout__max_actors=3)
+    run = run_here(config, progress=boss)
+    assert boss.answers == [(True, "rollout: 1 -> 3 actors"), (True, "rollout: 3 -> 2 actors")]
+    assert selections(run) == selections(undisturbed)
+    assert adapters(run, 3) == adapters(undisturbed, 3)
+    events = run.events()
+    scaled = [(event["before"], event["after"]) for event in events if event["event"] == "pool_scaled"]
+    assert scaled == [(1, 3), (3, 2)]
+    assert not any(event["event"] in ("chunk_reissued", "actor_died") for event in events)
+    assert [row["rollout/actors"] for row in run.metrics() if row["kind"] == "iteration"][2] == 2
+
+
+@pytest.mark.parametrize(
+    ("size", "most", "words"),
+    [
+        (9, 3, "rollout: 9 actors: services.rollout.min_actors = 1, max_actors = 3"),
+        (99, None, "of 98 actors have no place: each needs 0.5 CPU"),
+    ],
+)
+def test_a_size_that_is_not_allowed_or_has_no_room_is_refused_and_the_run_goes_on(
+    ray_here, tiny_sd3_dir, tmp_path, size, most, words
+):
+    boss = Boss({0: size})
+    config = tiny_config(tiny_sd3_dir, tmp_path, "refused", iterations=1, services__rollout={"actors": 1, "max_actors": most})
+    run = run_here(config, progress=boss)
+    ((done, said),) = boss.answers
+    assert not done and words in said
+    names = [event["event"] for event in run.events()]
+    assert "scaling_refused" in names and "actor_added" not in names and names[-1] == "run_finished"
+
+
+RULE = Autoscale(enabled=True, grow_above=0.5, shrink_below=0.25, patience=2, step=0.25)
+LIMITS = Service(actors=4, min_actors=2, max_actors=12)
+WAITS, IDLES, FINE, SCORING = Load(0.8, 0.8), Load(0.1, 0.2), Load(0.4, 0.4), Load(0.8, 0.3)
+
+
+@pytest.mark.parametrize(("load", "expected"), [(WAITS, 1), (IDLES, -1), (FINE, 0), (SCORING, 0), (Load(0.9, 0.1), -1)])
+def test_the_verdict_on_one_iteration(load, expected):
+    assert verdict(load, RULE) == expected
+
+
+@pytest.mark.parametrize(
+    ("size", "loads", "expected"),
+    [
+        (4, [WAITS], 4),  # patience
+        (4, [WAITS, WAITS], 5),
+        (8, [IDLES, WAITS, WAITS], 10),  # a quarter, and only the newest count
+        (8, [IDLES, IDLES], 6),
+        (8, [WAITS, IDLES], 8),
+        (11, [WAITS, WAITS], 12),  # the maximum
+        (2, [IDLES, IDLES], 2),  # the minimum
+        (3, [FINE, FINE], 3),
+    ],
+)
+def test_the_pools_next_size(size, loads, expected):
+    assert size_for(size, loads, RULE, LIMITS) == expected
+
+
+def test_a_rule_that_is_off_does_nothing():
+    assert size_for(4, [WAITS] * 9, Autoscale(), LIMITS) == 4

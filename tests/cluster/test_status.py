@@ -1,0 +1,142 @@
+"""The terminal's view of a running job, from a run as it is and from a hand-made state."""
+
+import asyncio
+import time
+from typing import Any
+
+import pytest
+import ray
+
+from cluster.control import Link, board
+from cluster.errors import RunFailed
+from cluster.progress import Progress
+from cluster.remote import scale, states
+from cluster.status import Reporter
+from cluster.status_lines import lines_of
+from configs.load import ConfigError
+from tests.cluster.runs import run_here, tiny_config
+
+STATE: dict[str, Any] = {
+    "run": "mine", "arm": "sol_rl", "directory": "/data/runs/mine", "iteration": 7, "iterations": 18, "version": 7,
+    "stages": {"explored": [192, 384], "scored": [190, 384], "selected": [0, 0]},
+    "left_s": 180.0, "held_out": [0.7, 0.75], "restored": 1,
+    "row": {"reward/train_mean": 0.7312, "time/iteration_s": 17.14, "rollout/images_per_s": 46.2, "audit/kendall_tau": 0.604},
+    "services": [
+        {"kind": "rollout", "waiting": 12, "reissued": 3, "starting": 1, "actors": [
+            {"actor": "rollout-0.0", "state": "serving", "version": 7, "units": 40, "busy": 0.934, "restarts": 0, "host": "h", "pid": 9,
+             "node": "c05fc5e8"},
+            {"actor": "rollout-1.2", "state": "starting", "version": None, "units": 4, "busy": 0.0, "restarts": 2, "host": "h",
+             "pid": None, "node": ""},
+        ]},
+        {"kind": "learner", "waiting": 0, "reissued": 0, "starting": 0, "actors": []},
+    ],
+}  # fmt: skip
+
+
+def test_a_state_in_lines():
+    assert lines_of(STATE) == [
+        "mine  arm sol_rl, iteration 7 of 18 done, policy version 7, about 3 min 00 s left",
+        "  /data/runs/mine",
+        "  17.1 s per iteration, 46.2 pictures/s explored",
+        "  reward 0.7312, held out 0.7000 -> 0.7500, tau 0.60",
+        "  explored 192/384, scored 190/384",
+        "  returned to a checkpoint 1 times",
+        "  actor        state     version  units  busy  restarts  host  pid  node",
+        "  rollout-0.0  serving   7        40     93%   0         h     9    c05fc5e8",
+        "  rollout-1.2  starting  -        4      0%    2         h     -    -",
+        "  rollout: 12 units wait, 3 given out again, 1 actors start",
+    ]
+
+
+class Watcher(Progress):
+    """Takes the run's state in the middle of its second iteration."""
+
+    session: Any = None
+    state: dict[str, Any] | None = None
+
+    def advanced(self, stage: str, n: int = 1) -> None:
+        super().advanced(stage, n)
+        if stage == "scored" and self.iteration == 1 and self.state is None:
+            self.state = Reporter(self.session, "here").state()
+
+
+def test_a_run_says_how_it_is(ray_here, tiny_sd3_dir, tmp_path):
+    watcher = Watcher()
+    run_here(tiny_config(tiny_sd3_dir, tmp_path, "watched", iterations=2), progress=watcher)
+    state = watcher.state
+    assert state is not None
+    assert (state["run"], state["iteration"], state["iterations"], state["version"]) == ("watched", 1, 2, 1)
+    assert state["stages"]["explored"][1] == 2 * 8 and 0 < state["stages"]["scored"][0] <= 2 * 8
+    assert state["row"]["time/iteration_s"] > 0 and len(state["held_out"]) == 1
+    actors = {actor["actor"]: actor for service in state["services"] for actor in service["actors"]}
+    assert set(actors) == {"rollout-0.0", "rollout-1.0", "reward-0.0", "encoder-0.0", "selector-0.0", "learner-0.0"}
+    assert all(actor["state"] == "serving" and actor["pid"] and actor["node"] for actor in actors.values())
+    assert actors["rollout-0.0"]["version"] == 1 and sum(a["units"] for n, a in actors.items() if n.startswith("rollout")) > 8
+    assert "rollout-0.0" in "\n".join(lines_of(state))
+
+
+# ---- the board, with runs that are only said to be
+
+
+async def allow(sizes: dict[str, int]) -> tuple[bool, str]:
+    return True, f"now {sizes['rollout']}"
+
+
+async def refuse(sizes: dict[str, int]) -> tuple[bool, str]:
+    return False, "rollout: too many"
+
+
+async def never(sizes: dict[str, int]) -> tuple[bool, str]:
+    await asyncio.sleep(600)
+    return True, ""
+
+
+def with_runs(runs: dict[str, Any], work) -> Any:
+    """What ``work()`` returns, called in a thread beside runs on the board: (name, act) by key."""
+
+    async def all_of_it() -> Any:
+        links = [Link(key, lambda name=name: {"run": name}, act) for key, (name, act) in runs.items()]
+        tasks = [asyncio.create_task(link.live()) for link in links]
+        try:
+            there = await asyncio.to_thread(board)
+            while not set(runs) <= set(await there.runs.remote()):
+                await asyncio.sleep(0.05)
+            return await asyncio.to_thread(work)
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            await asyncio.gather(*(link.leave() for link in links))
+
+    return asyncio.run(all_of_it())
+
+
+def said(error: type[Exception], work) -> str:
+    with pytest.raises(error) as caught:
+        work()
+    return str(caught.value)
+
+
+def test_a_run_is_found_and_asked_by_name(ray_here):
+    runs = {"a#1": ("a", allow), "b#1": ("b", refuse)}
+    assert with_runs(runs, lambda: scale("a", {"rollout": 3})) == "now 3"
+    assert with_runs(runs, lambda: said(ConfigError, lambda: scale("b", {"rollout": 9}))) == "rollout: too many"
+    assert with_runs(runs, lambda: said(ConfigError, lambda: scale(None, {"rollout": 9}))) == "--run: which one? there are: a, b"
+    assert "no run 'c' on this cluster; there are: a, b" in with_runs(runs, lambda: said(ConfigError, lambda: states("c")))
+    assert with_runs({"a#1": ("a", never)}, lambda: said(RunFailed, lambda: scale("a", {"rollout": 2}, patience_s=2))).startswith(
+        "not done"
+    )
+    assert "no run on this cluster" in said(ConfigError, lambda: states(None))  # they left
+
+
+def test_a_board_that_dies_is_made_again(ray_here):
+    def work() -> Any:
+        ray.kill(board(), no_restart=True)
+        for _ in range(300):
+            try:
+                return states("a")["a#1"]["run"]
+            except ConfigError:
+                time.sleep(0.1)
+        return None
+
+    assert with_runs({"a#1": ("a", allow)}, work) == "a"
