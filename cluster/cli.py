@@ -53,6 +53,22 @@ def _parser() -> argparse.ArgumentParser:
     train = add("train", _train, "train, on this machine or on the cluster of RAY_ADDRESS")
     add_config(train)
     train.add_argument("--resume", action="store_true", help="continue the run of this name from its last checkpoint")
+    submit = add("submit", _submit, "train as a job on a Ray cluster")
+    add_config(submit)
+    submit.add_argument(
+        "--address", metavar="URL", help="the cluster's dashboard, http://HOST:8265; RAY_API_SERVER_ADDRESS unless given"
+    )
+    submit.add_argument("--follow", action="store_true", help="show the job's log until it ends; its exit code is then the run's")
+    submit.add_argument("--resume", action="store_true", help="continue the run of this name from its last checkpoint")
+    where = "host:port of the cluster's head, or its dashboard's URL; RAY_ADDRESS, or the cluster on this machine, unless given"
+    status = add("status", _status, "what a running job is doing: actors, versions, progress, rates")
+    status.add_argument("--run", metavar="NAME", help="one run; all of the cluster unless given")
+    status.add_argument("--address", metavar="URL", help=where)
+    scale = add("scale", _scale, "grow or shrink the pools of a running job; the learner is not disturbed")
+    scale.add_argument("--rollout", type=int, metavar="N", help="rollout actors")
+    scale.add_argument("--reward", type=int, metavar="N", help="reward actors")
+    scale.add_argument("--run", metavar="NAME", help="which run, where there are several")
+    scale.add_argument("--address", metavar="URL", help=where)
     config = add("config", _config, "print the resolved configuration, or the presets")
     add_config(config, required=False)
     config.add_argument("--list", action="store_true", help="print all preset names")
@@ -89,6 +105,60 @@ def _train(options: argparse.Namespace) -> int:
         print(line)
     print(f"report: {rundir.path / 'report.html'}")
     return DONE
+
+
+def _submit(options: argparse.Namespace) -> int:
+    from cluster.jobs import follow, submit
+
+    client, job = submit(options.config, options.overrides, options.address, options.resume)
+    at = f" --address {options.address}" if options.address else ""
+    print(f"submitted: {job}", flush=True)
+    if not options.follow:
+        print(f"follow: ray job logs{at} --follow {job}\nstop, after a checkpoint: ray job stop{at} {job}")
+        return DONE
+    try:
+        return follow(client, job, lambda text: print(text, end="", flush=True))
+    except KeyboardInterrupt:
+        print(f"the job goes on; stop it, after a checkpoint: ray job stop{at} {job}", file=sys.stderr)
+        return STOPPED
+
+
+def _status(options: argparse.Namespace) -> int:
+    given = ["--run", options.run] if options.run else []
+    if (code := _on_the_cluster(options.address, ["status", *given])) is not None:
+        return code
+    from cluster.remote import address_of, connected, states
+    from cluster.status_lines import lines_of
+
+    with connected(address_of(options.address)):
+        for state in states(options.run).values():
+            print("\n".join(lines_of(state)))
+    return DONE
+
+
+def _scale(options: argparse.Namespace) -> int:
+    sizes = {kind: size for kind in ("rollout", "reward") if (size := getattr(options, kind)) is not None}
+    if not sizes or min(sizes.values()) < 1:
+        raise ConfigError(["scale: give --rollout N or --reward N, at least 1"])
+    given = [part for kind, size in sizes.items() for part in (f"--{kind}", str(size))] + (
+        ["--run", options.run] if options.run else []
+    )
+    if (code := _on_the_cluster(options.address, ["scale", *given])) is not None:
+        return code
+    from cluster.remote import address_of, connected, scale
+
+    with connected(address_of(options.address)):
+        print(scale(options.run, sizes))
+    return DONE
+
+
+def _on_the_cluster(address: str | None, arguments: Sequence[str]) -> int | None:
+    """Exit code of the command run as a job, where only a dashboard's URL is known; None: connect directly."""
+    if not address or not address.startswith(("http://", "https://")):
+        return None
+    from cluster.jobs import ask_through_job
+
+    return ask_through_job(address, arguments, lambda text: print(text, end="", flush=True))
 
 
 def summary(rows: Sequence[dict[str, object]]) -> list[str]:

@@ -1,0 +1,282 @@
+"""Submitting: what travels, what is asked of Ray, what the shipped files say, and (slow) a real head with its dashboard."""
+
+import json
+import os
+import re
+import shlex
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from cluster import jobs
+from cluster.cli import _parser, main
+from cluster.metrics import METRICS, exported_name
+from configs.load import ConfigError, load
+from tests.cluster.runs import adapters, tiny_config, write_toml
+
+ROOT = Path(__file__).parent.parent.parent
+DEPLOY = ROOT / "deploy"
+
+
+def test_the_entrypoint_survives_a_shell():
+    line = jobs.entrypoint("my configs/a b.toml", ['name="x y"', "run_root=/data/$HOME"], resume=True)
+    wanted = ["python", "-m", "cluster", "train", "my configs/a b.toml", "--set", 'name="x y"', "--set", "run_root=/data/$HOME"]
+    assert shlex.split(line) == [*wanted, "--resume"]
+    options = _parser().parse_args(shlex.split(line)[3:])
+    assert (options.config, options.resume, options.overrides) == (wanted[4], True, ['name="x y"', "run_root=/data/$HOME"])
+
+
+def test_what_travels(tmp_path, monkeypatch):
+    """The tree without run outputs and environments; configuration and relative prompt files from elsewhere beside it."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "prompts.txt").write_text("a cat\n")
+    file = tmp_path / "run.toml"
+    file.write_text('layers = ["models/shapes", "rewards/shapes"]\nname = "x"\n[prompts]\ntrain = "mine/prompts.txt"\n')
+    into = tmp_path / "out"
+    assert jobs.stage(into, str(file), load(str(file))) == "submitted/run.toml"
+    assert (into / "submitted" / "run.toml").read_text() == file.read_text()
+    assert (into / "mine" / "prompts.txt").read_text() == "a cat\n"
+    there = {path.name for path in into.iterdir()}
+    assert {*jobs.PACKAGES, "pyproject.toml", ".rayignore"} <= there
+    assert not there & {".git", ".venv", "runs", "tests", "docs"}
+    assert not list(into.rglob("__pycache__"))
+    loaded = subprocess.run(
+        [sys.executable, "-m", "cluster", "config", "submitted/run.toml"], cwd=into, capture_output=True, text=True, timeout=120
+    )
+    assert json.loads(loaded.stdout)["name"] == "x", loaded.stderr
+
+
+def test_presets_and_files_of_the_tree_go_by_their_own_names(tmp_path):
+    assert jobs.stage(tmp_path / "a", "quickstart", load("quickstart")) == "quickstart"
+    inside = ROOT / "configs" / "presets" / "quickstart.toml"
+    assert jobs.stage(tmp_path / "b", str(inside), load("quickstart")) == "configs/presets/quickstart.toml"
+
+
+@pytest.mark.parametrize("root", [None, "runs", "./somewhere"])
+def test_a_job_needs_a_shared_run_root(root):
+    given = [] if root is None else [f'run_root="{root}"']
+    with pytest.raises(ConfigError, match="run_root = .*absolute path"):
+        jobs.check_run_root_of_job(load("quickstart", given))
+
+
+def test_commands_that_cannot_be_are_told_so(capsys):
+    assert main(["submit", "quickstart"]) == 2
+    assert "run_root" in capsys.readouterr().err
+    assert main(["scale"]) == 2 and main(["scale", "--rollout", "0"]) == 2
+    assert capsys.readouterr().err.count("scale: give --rollout N") == 2
+    assert main(["submit", "quickstart", "--set", "run_root=/tmp/x", "--address", "http://127.0.0.1:1"]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "no Ray dashboard answers" in line and "http://HOST:8265" in line
+
+
+# ---- shipped files
+
+
+def test_the_shipped_runtime_env_is_what_submit_sends():
+    assert yaml.safe_load((DEPLOY / "runtime_env.yaml").read_text()) == jobs.RUNTIME_ENV
+    assert int(jobs.RUNTIME_ENV["env_vars"]["RAY_JOB_STOP_WAIT_TIME_S"]) >= 30
+    ignored = [line for line in (ROOT / ".rayignore").read_text().splitlines() if line and not line.startswith("#")]
+    assert ignored == list(jobs.LEFT_OUT)
+
+
+def test_the_kuberay_manifest_trains_something_that_can_be():
+    manifest = yaml.safe_load((DEPLOY / "kuberay" / "rayjob.yaml").read_text())
+    spec = manifest["spec"]
+    assert (manifest["apiVersion"], manifest["kind"]) == ("ray.io/v1", "RayJob")
+    command = shlex.split(spec["entrypoint"])
+    assert command[:3] == ["python", "-m", "cluster"]
+    options = _parser().parse_args(command[3:])
+    config = load(options.config, options.overrides)
+    jobs.check_run_root_of_job(config)
+    env = yaml.safe_load(spec["runtimeEnvYAML"])
+    assert env["env_vars"] == jobs.RUNTIME_ENV["env_vars"]
+    cluster = spec["rayClusterSpec"]
+    explorers, learner = cluster["workerGroupSpecs"]
+    assert explorers["rayStartParams"]["labels"] == f"ray.io/accelerator-type={config.services.rollout.accelerator}"
+    most = config.services.rollout.max_actors
+    assert most is not None and explorers["maxReplicas"] * 8 * 1.0 >= most * config.services.rollout.gpus
+    grace = cluster["headGroupSpec"]["template"]["spec"]["terminationGracePeriodSeconds"]
+    assert grace > int(env["env_vars"]["RAY_JOB_STOP_WAIT_TIME_S"]) and learner["maxReplicas"] == 1
+
+
+def test_the_cluster_launcher_example_is_valid_for_ray():
+    from ray.autoscaler._private.util import prepare_config, validate_config
+
+    config = prepare_config(yaml.safe_load((DEPLOY / "cluster-launcher.yaml").read_text()))
+    validate_config(config)
+    assert len(config["provider"]["worker_ips"]) == config["max_workers"]
+
+
+def test_the_dashboard_asks_only_for_metrics_that_exist():
+    board = json.loads((DEPLOY / "grafana" / "dashboards" / "sol-rl.json").read_text())
+    known = {exported_name(key) + ("" if metric.kind == "gauge" else "_total") for key, metric in METRICS.items()}
+    asked = {name for panel in board["panels"] for target in panel["targets"] for name in re.findall(r"sol_rl_\w+", target["expr"])}
+    assert asked <= known, asked - known
+    wanted = (
+        "reward_train_mean",
+        "explore_contrast",
+        "audit_kendall_tau",
+        "busy_rollout",
+        "staleness",
+        "queue_reward",
+        "time_publish_s",
+    )
+    assert {f"sol_rl_{name}" for name in wanted} <= asked
+    source = yaml.safe_load((DEPLOY / "grafana/provisioning/datasources/prometheus.yaml").read_text())["datasources"][0]
+    assert {panel["datasource"]["uid"] for panel in board["panels"]} == {source["uid"]}
+    assert len({panel["id"] for panel in board["panels"]}) == len(board["panels"])
+    scraped = yaml.safe_load((DEPLOY / "prometheus.yml").read_text())["scrape_configs"]
+    assert [job["job_name"] for job in scraped] == ["sol-rl", "ray"]
+
+
+# ---- a real head
+
+
+def free_port() -> int:
+    with socket.socket() as made:
+        made.bind(("127.0.0.1", 0))
+        return made.getsockname()[1]
+
+
+class Head:
+    """A Ray head of our own with its dashboard, in processes that end with the test."""
+
+    def __init__(self, folder: Path):
+        self.gcs, self.port = free_port(), free_port()
+        self.url = f"http://127.0.0.1:{self.port}"
+        clean = {key: value for key, value in os.environ.items() if not key.startswith("RAY_")}
+        path = f"{Path(sys.executable).parent}{os.pathsep}{clean.get('PATH', '')}"  # plain `python` is the head's
+        self.env = {**clean, "PATH": path, "RAY_USAGE_STATS_ENABLED": "0", "OMP_NUM_THREADS": "1"}
+        start = [
+            "start",
+            "--head",
+            "--block",
+            f"--port={self.gcs}",
+            f"--dashboard-port={self.port}",
+            "--num-cpus=8",
+            "--num-gpus=0",
+        ]
+        start += ["--include-dashboard=true", f"--temp-dir={folder}", "--node-ip-address=127.0.0.1", "--disable-usage-stats"]
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "ray.scripts.scripts", *start],
+            env=self.env, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True,
+        )  # fmt: skip
+
+    def wait(self) -> None:
+        """Until the dashboard takes jobs."""
+        deadline = time.monotonic() + 240
+        while time.monotonic() < deadline:
+            assert self.process.poll() is None, "the head ended"
+            try:
+                jobs.client_of(self.url).list_jobs()
+                return
+            except (ConfigError, RuntimeError):
+                time.sleep(1)
+        raise AssertionError("no dashboard within 240 s")
+
+    def stop(self) -> None:
+        import psutil
+
+        there = [self.process, *psutil.Process(self.process.pid).children(recursive=True)] if self.process.poll() is None else []
+        for process in there:
+            process.kill()
+        self.process.wait(30)
+
+    def sol_rl(self, *arguments: Any, timeout: float = 900) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-m", "cluster", *map(str, arguments)]
+        return subprocess.run(command, cwd=ROOT, env=self.env, capture_output=True, text=True, timeout=timeout)
+
+
+@pytest.fixture(scope="module")
+def head(tmp_path_factory) -> Iterator[Head]:
+    folder = Path("/tmp") / f"sol-rl-head-{os.getpid()}"  # sockets: a short path
+    made = Head(folder)
+    try:
+        made.wait()
+        yield made
+    finally:
+        made.stop()
+
+
+def wait_for(what, seconds: float = 600) -> Any:
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        if found := what():
+            return found
+        time.sleep(0.5)
+    raise AssertionError(f"not within {seconds:g} s")
+
+
+@pytest.mark.slow
+def test_a_submitted_job_is_watched_scaled_and_stopped_with_a_whole_checkpoint_and_resumed(
+    head, undisturbed, tiny_sd3_dir, tmp_path
+):
+    """The whole way, as a user walks it: submit, status, scale through the dashboard's URL, `ray job stop`, submit --resume."""
+    config = tiny_config(
+        tiny_sd3_dir, tmp_path, "far", iterations=400, checkpoint__every=300, services__rollout={"actors": 1, "max_actors": 3}
+    )
+    file, run = write_toml(config, tmp_path), Path(config.run_root or "") / "far"
+    submitted = head.sol_rl("submit", file, "--address", head.url)
+    assert submitted.returncode == 0, submitted.stderr
+    job = submitted.stdout.splitlines()[0].removeprefix("submitted: ")
+    wait_for(lambda: (run / "metrics.jsonl").exists() and '"iteration"' in (run / "metrics.jsonl").read_text())
+
+    status = head.sol_rl("status", "--run", "far", "--address", head.url)
+    assert status.returncode == 0 and "rollout-0.0" in status.stdout and "of 400 done" in status.stdout, (
+        status.stdout + status.stderr
+    )
+    near = head.sol_rl("status", "--address", f"127.0.0.1:{head.gcs}")
+    assert near.returncode == 0 and "learner-0.0" in near.stdout, near.stderr
+    scaled = head.sol_rl("scale", "--rollout", 2, "--address", head.url)
+    assert scaled.returncode == 0 and "rollout: 1 -> 2 actors" in scaled.stdout, scaled.stdout + scaled.stderr
+    refused = head.sol_rl("scale", "--rollout", 9, "--address", f"127.0.0.1:{head.gcs}")
+    assert refused.returncode == 2 and "max_actors = 3" in refused.stderr
+
+    client = jobs.client_of(head.url)
+    client.stop_job(job)
+    wait_for(lambda: str(client.get_job_status(job)) == "STOPPED", 180)
+    (checkpoint,) = (run / "checkpoints").glob("step_*")
+    done = int(checkpoint.name[5:])
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert done == 1 + max(row["iteration"] for row in rows if row["kind"] == "iteration") and done < 400
+    assert json.loads((run / "events.jsonl").read_text().splitlines()[-1])["event"] == "run_stopped"
+
+    more = head.sol_rl(
+        "submit",
+        file,
+        "--address",
+        head.url,
+        "--resume",
+        "--follow",
+        "--set",
+        f"iterations={done + 1}",
+        "--set",
+        "services.rollout.actors=2",
+    )
+    assert more.returncode == 0 and "report:" in more.stdout, more.stdout + more.stderr
+    assert (run / "checkpoints" / f"step_{done + 1:06d}").exists()
+
+
+@pytest.mark.slow
+def test_plain_ray_job_submit_trains_the_same_bits(head, undisturbed, tiny_sd3_dir, tmp_path):
+    config = tiny_config(tiny_sd3_dir, tmp_path, "plain")
+    file = write_toml(config, tmp_path)
+    command = [sys.executable, "-m", "ray.scripts.scripts", "job", "submit", "--address", head.url, "--working-dir", "."]
+    command += ["--runtime-env", "deploy/runtime_env.yaml", "--", "python", "-m", "cluster", "train", str(file)]
+    done = subprocess.run(command, cwd=ROOT, env=head.env, capture_output=True, text=True, timeout=900)
+    assert done.returncode == 0, done.stdout + done.stderr
+    run = type(undisturbed)(Path(config.run_root or "") / "plain")
+    assert adapters(run, 3) == adapters(undisturbed, 3)
+    config = tiny_config(tiny_sd3_dir, tmp_path, "inside", run_root="runs")
+    file = write_toml(config, tmp_path)
+    command[-1] = str(file)
+    refused = subprocess.run(command, cwd=ROOT, env=head.env, capture_output=True, text=True, timeout=300)
+    assert refused.returncode != 0 and "would die with it" in refused.stdout + refused.stderr
