@@ -7,22 +7,28 @@ what is allowed and the nearest spelling.
 
 from __future__ import annotations
 
+import copy
 import difflib
 import tomllib
 import types
 import typing
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from pydantic import BaseModel, ValidationError
 
-from configs.objectives import OBJECTIVES
-from configs.schema import RunConfig
+from configs.objectives import OBJECTIVES, DiffusionNFTSettings
+from configs.schema import Arm, RunConfig
 
 HERE = Path(__file__).parent
 LAYERS = HERE / "layers"
 PRESETS = HERE / "presets"
+MODELS = ("sd35_medium", "sd35_large", "flux1", "sana")
+REWARDS = ("imagereward", "clipscore", "pickscore", "hpsv2")
+RECIPES = {"flow_grpo": "objectives/flow_grpo_preference", "dance_grpo": "objectives/dance_grpo", "awm": "objectives/awm"}
+"""The other objectives of the paper's FLUX.1 table: they train on all that they sample, as arm ``diffusionnft`` does."""
+DEFAULT_OBJECTIVE = DiffusionNFTSettings().name
 
 
 class ConfigError(Exception):
@@ -34,8 +40,23 @@ class ConfigError(Exception):
 
 
 def preset_names() -> list[str]:
-    """Names that ``load`` accepts besides file paths."""
-    return sorted(path.stem for path in PRESETS.glob("*.toml"))
+    """Names that ``load`` accepts besides file paths: the files of ``configs/presets``, then the composed ones."""
+    return [*sorted(path.stem for path in PRESETS.glob("*.toml")), *_composed()]
+
+
+def _composed() -> dict[str, dict[str, Any]]:
+    """``<model>-<arm>-<reward>`` and ``flux1-<objective>-<reward>``, each as the file it stands for."""
+    rows = [(model, arm, arm, None) for model in MODELS for arm in get_args(Arm)]
+    rows += [("flux1", objective, "diffusionnft", layer) for objective, layer in RECIPES.items()]
+    return {
+        (name := f"{model}-{what}-{reward}"): {
+            "layers": [f"models/{model}", "recipes/full_size", *([extra] if extra else []), f"rewards/{reward}"],
+            "name": name,
+            "arm": arm,
+        }
+        for model, what, arm, extra in rows
+        for reward in REWARDS
+    }
 
 
 def load(source: str, overrides: Iterable[str] = ()) -> RunConfig:
@@ -44,10 +65,15 @@ def load(source: str, overrides: Iterable[str] = ()) -> RunConfig:
     Raises:
         ConfigError: the source is not found or not TOML, or a key or value is not allowed.
     """
-    tree = _with_layers(_read(_locate(source)), source)
+    return parse(tree_of(source, overrides))
+
+
+def tree_of(source: str, overrides: Iterable[str] = ()) -> dict[str, Any]:
+    """The plain tree that ``load`` checks. Raises ConfigError for what is not found, not TOML, or no override."""
+    tree = _with_layers(_tree(source), source)
     for override in overrides:
-        _apply(tree, override)
-    return parse(tree)
+        apply(tree, override)
+    return tree
 
 
 def parse(tree: dict[str, Any]) -> RunConfig:
@@ -58,18 +84,21 @@ def parse(tree: dict[str, Any]) -> RunConfig:
         raise ConfigError([_line(item) for item in error.errors()]) from None
 
 
-def _locate(source: str) -> Path:
+def _tree(source: str) -> dict[str, Any]:
+    """What a file, a preset's file or a composed name says, its layers not yet read."""
     if source.endswith(".toml") or "/" in source:
         path = Path(source)
         if not path.is_file():
             raise ConfigError([f"{source}: no such file; `sol-rl config --list` prints the presets"])
-        return path
+        return _read(path)
+    if source in (composed := _composed()):
+        return composed[source]
     path = PRESETS / f"{source}.toml"
     if not path.is_file():
         raise ConfigError(
             [f"{source}: no preset of that name{_nearest(source, preset_names())}; `sol-rl config --list` prints all"]
         )
-    return path
+    return _read(path)
 
 
 def _read(path: Path) -> dict[str, Any]:
@@ -85,15 +114,28 @@ def _with_layers(tree: dict[str, Any], source: str) -> dict[str, Any]:
     if not isinstance(layers, list) or not all(isinstance(name, str) for name in layers):
         raise ConfigError([f"{source}: layers = {layers!r}: a list of names under configs/layers is expected"])
     for name in layers:
-        path = LAYERS / f"{name}.toml"
-        if not path.is_file():
-            known = [str(p.relative_to(LAYERS).with_suffix("")) for p in LAYERS.rglob("*.toml")]
-            raise ConfigError(
-                [f"{source}: layers: no layer {name!r}{_nearest(name, known)}; there are: {', '.join(sorted(known))}"]
-            )
-        _merge(merged, _read(path))
+        _merge(merged, layer(name, source))
     _merge(merged, tree)
     return merged
+
+
+def layer(name: str, source: str) -> dict[str, Any]:
+    """What the layer ``name`` says; ``source`` is who asks for it. Raises ConfigError."""
+    path = LAYERS / f"{name}.toml"
+    if not path.is_file():
+        known = [str(p.relative_to(LAYERS).with_suffix("")) for p in LAYERS.rglob("*.toml")]
+        raise ConfigError([f"{source}: layers: no layer {name!r}{_nearest(name, known)}; there are: {', '.join(sorted(known))}"])
+    return _read(path)
+
+
+def lay_over(tree: dict[str, Any], above: dict[str, Any]) -> None:
+    """Put ``above`` on ``tree``, key by key. Another objective's name takes the settings of the one below away."""
+    below, given = tree.get("objective"), above.get("objective")
+    if isinstance(below, dict) and isinstance(given, dict):
+        name = below.get("name", DEFAULT_OBJECTIVE)
+        if given.get("name", name) != name:
+            tree["objective"] = {}
+    _merge(tree, copy.deepcopy(above))
 
 
 def _merge(into: dict[str, Any], tree: dict[str, Any]) -> None:
@@ -104,7 +146,7 @@ def _merge(into: dict[str, Any], tree: dict[str, Any]) -> None:
             into[key] = value
 
 
-def _apply(tree: dict[str, Any], override: str) -> None:
+def apply(tree: dict[str, Any], override: str) -> None:
     """Set ``a.b=c`` in the tree; ``c`` is read as a TOML value, or else as a plain string."""
     dotted, separator, text = override.partition("=")
     if not separator or not all(dotted.split(".")):
