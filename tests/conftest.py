@@ -1,5 +1,6 @@
 """Fixtures that many tests share."""
 
+import os
 from collections.abc import Iterator
 
 import pytest
@@ -14,6 +15,11 @@ __all__ = ["ray_here", "tiny_flux_dir", "tiny_sana_dir", "tiny_sd3_dir"]
 # the same examples every time, and no deadline: a busy machine is no failure of the code
 settings.register_profile("suite", derandomize=True, deadline=None)
 settings.load_profile("suite")
+
+# small tensors: more threads only cost, and threads that spin while they wait take the cores of the actors. Read when torch
+# is imported, so this file imports it nowhere.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 
 @pytest.fixture(scope="session")

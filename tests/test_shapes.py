@@ -26,15 +26,6 @@ from shapes.vae import build_vae, calibrate, encode, to_float
 MODEL = Path(prompts.__file__).parent / "model"
 
 
-@pytest.fixture(autouse=True)
-def one_thread():
-    """Small tensors: more threads only cost."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 def scored(images: np.ndarray, scenes: list[Scene]) -> tuple[np.ndarray, dict[str, np.ndarray]]:
     scorer = ShapesScorer()
     total = scorer(images, [scene.caption for scene in scenes], [scene.metadata() for scene in scenes])

@@ -71,14 +71,14 @@ class HostedServices(Services):
 
     async def _keep(self, pool: ActorPool, handle: Any) -> None:
         try:
-            await asyncio.wait_for(handle.leave.remote(), 20)
+            await asyncio.wait_for(handle.leave.remote(), 60)
         except (RayError, TimeoutError):
             ray.kill(handle)
         else:
             self._idle(pool.kind).append(handle)
 
     def _idle(self, kind: str) -> list[Any]:
-        service = getattr(self.config.services, kind)
+        service = self.config.services.of(kind)
         return IDLE[kind, service.threads, service.cpus]
 
 

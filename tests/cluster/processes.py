@@ -17,7 +17,7 @@ def start(*arguments: str, **pipes: Any) -> subprocess.Popen[str]:
     return subprocess.Popen(command, text=True, env={**environment, "RAY_USAGE_STATS_ENABLED": "0"}, **pipes)
 
 
-def finish(process: subprocess.Popen[str], seconds: float = 200.0) -> tuple[int, str, str]:
+def finish(process: subprocess.Popen[str], seconds: float = 240.0) -> tuple[int, str, str]:
     """(exit code, stdout, stderr) of a process with pipes; whatever it started dies with it when it takes too long."""
     try:
         out, errors = process.communicate(timeout=seconds)
@@ -26,7 +26,7 @@ def finish(process: subprocess.Popen[str], seconds: float = 200.0) -> tuple[int,
     return process.returncode, out, errors
 
 
-def wait_until(ready: Callable[[], bool], process: subprocess.Popen[str], seconds: float = 120.0) -> None:
+def wait_until(ready: Callable[[], bool], process: subprocess.Popen[str], seconds: float = 240.0) -> None:
     """Poll until ``ready``; fails when the process ends first, or nothing happens for ``seconds``."""
     deadline = time.monotonic() + seconds
     while not ready():

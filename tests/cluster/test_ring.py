@@ -15,6 +15,7 @@ from safetensors.torch import load_file
 from cluster.errors import RunFailed
 from cluster.progress import Progress
 from cluster.rundir import RunDirectory
+from configs.schema import RunConfig
 from tests.cluster.processes import finish, kill_tree, start, wait_until
 from tests.cluster.runs import adapters, main_here, run_here, selections, tiny_config, write_toml
 
@@ -92,10 +93,10 @@ def test_sigkill_of_every_stateless_service_changes_nothing(undisturbed, tiny_sd
     events = run.events()
     died = {event["kind"] for event in events if event["event"] == "actor_died"}
     assert died == {"rollout", "reward", "encoder", "selector"} == saboteur.killed
-    assert sum(event["event"] == "chunk_reissued" for event in events) > 0
-    assert run.metrics()[3]["rollout/reissued"] > 0
+    assert run.metrics()[3]["rollout/reissued"] == sum(event["event"] == "chunk_reissued" for event in events) > 0
 
 
+@pytest.mark.timeout(600)  # two runs with all that they start
 def test_a_killed_process_tree_is_resumed_to_the_same_bits(undisturbed, tiny_sd3_dir, tmp_path, capsys):
     config = tiny_config(tiny_sd3_dir, tmp_path, "resumed", services__rollout__actors=1)
     file, run = write_toml(config, tmp_path), RunDirectory.of(config)
@@ -123,7 +124,7 @@ def test_sigterm_stops_after_a_checkpoint_and_says_how_to_go_on(tiny_sd3_dir, tm
     try:
         wait_until(lambda: text_of(run.path / "metrics.jsonl").count("\n") >= 3, process)
         process.send_signal(signal.SIGTERM)
-        code, _, errors = finish(process, 60)
+        code, _, errors = finish(process)
     finally:
         kill_tree(process)
     assert code == 130
@@ -147,44 +148,35 @@ def test_every_arm_runs(ray_here, tiny_sd3_dir, tmp_path, arm):
     assert (run.path / "selections.jsonl").exists() == (arm != "diffusionnft")
 
 
+def broken(kind: str) -> list[dict[str, Any]]:
+    """``rewards.scorers`` with the one scorer that misbehaves as ``kind`` says."""
+    return [{"name": "tests.cluster.scorers:Broken", "settings": {"kind": kind}}]
+
+
 @pytest.mark.parametrize("kind", ["raises", "nan", "short"])
 def test_a_scorer_that_always_fails_stops_the_run_and_is_never_a_zero(ray_here, tiny_sd3_dir, tmp_path, kind):
-    config = tiny_config(
-        tiny_sd3_dir, tmp_path, kind, rewards__scorers=[{"name": "tests.cluster.scorers:Broken", "settings": {"kind": kind}}]
-    )
+    config = tiny_config(tiny_sd3_dir, tmp_path, kind, rewards__scorers=broken(kind))
     with pytest.raises(RunFailed, match="scoring failed for 8 of 8 pictures"):
         run_here(config)
-    run = Path(config.run_root or "") / kind
-    events = [json.loads(line) for line in (run / "events.jsonl").read_text().splitlines()]
+    run = RunDirectory.of(config)
+    events = run.events()
     assert events[-1]["event"] == "run_failed"
     assert any(event["event"] == "chunk_reissued" and "Broken" in event["why"] for event in events)
-    assert text_of(run / "metrics.jsonl") == ""
+    assert text_of(run.path / "metrics.jsonl") == ""
+
+
+def dropping(model: Path, root: Path, keep: int) -> RunConfig:
+    """The scorer fails on the first picture of every chunk of 2, and the run may go on."""
+    rewards = {"scorers": broken("first_is_nan"), "max_failed_share": 0.9, "attempts": 2}
+    return tiny_config(model, root, f"keep{keep}", iterations=1, rewards=rewards, selection__keep=keep)
 
 
 def test_a_sample_that_cannot_be_scored_is_dropped_and_counted(ray_here, tiny_sd3_dir, tmp_path):
-    config = tiny_config(
-        tiny_sd3_dir,
-        tmp_path,
-        "dropped",
-        iterations=1,
-        rewards__scorers=[{"name": "tests.cluster.scorers:Broken", "settings": {"kind": "first_is_nan"}}],
-        rewards__max_failed_share=0.9,
-        rewards__attempts=2,
-    )
-    (row,) = [row for row in run_here(config).metrics() if row["kind"] == "iteration"]
-    # chunks of 2: 4 of 8 per prompt are dropped when explored, then 1 of 4 when regenerated
+    (row,) = [row for row in run_here(dropping(tiny_sd3_dir, tmp_path, 4)).metrics() if row["kind"] == "iteration"]
+    # 4 of 8 per prompt are dropped when explored, then 1 of 4 when regenerated
     assert row["rewards/failed"] == 2 * 4 + 2 * 1
 
 
 def test_a_prompt_left_with_too_few_pictures_stops_the_run(ray_here, tiny_sd3_dir, tmp_path):
-    config = tiny_config(
-        tiny_sd3_dir,
-        tmp_path,
-        "few",
-        selection__keep=6,
-        rewards__scorers=[{"name": "tests.cluster.scorers:Broken", "settings": {"kind": "first_is_nan"}}],
-        rewards__max_failed_share=0.9,
-        rewards__attempts=1,
-    )
     with pytest.raises(RunFailed, match="left with 4 scored pictures of 8, selection.keep = 6"):
-        run_here(config)
+        run_here(dropping(tiny_sd3_dir, tmp_path, 6))
