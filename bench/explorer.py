@@ -20,7 +20,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from bench.timing import Options, Ratio, interleave
 from configs.schema import Model
 from policy.families import Family, family_for
-from policy.families.architectures import build, published, write_configs
+from policy.families.architectures import build, published, published_names, write_configs
 from policy.precision.backends import BACKENDS, Backend
 from policy.precision.compiling import compiled, compiler_missing
 from policy.precision.swap import quantise_plan, swap_linears, weight_modules
@@ -225,3 +225,17 @@ def _step(case: Case, denoiser: nn.Module, batch: int, device: torch.device) -> 
             torch.cuda.synchronize()
 
     return run
+
+
+def bounds(sizes: tuple[tuple[str, int], ...]) -> list[str]:
+    """For (architecture, pixels): the quantisable share and what it allows, as Markdown rows."""
+    rows = []
+    for name, pixels in sizes:
+        with case_of(name, pixels, False) as case:
+            share = quantisable_share(case, BACKENDS["torch_nvfp4"])
+        rows.append(f"| {name} | {pixels} x {pixels} | {share:.2f} | {bound(share, 'fp8'):.2f}x | {bound(share, 'nvfp4'):.2f}x |")
+    return rows
+
+
+if __name__ == "__main__":
+    print("\n".join(bounds((("flux.1-dev", 512), *((name, 1024) for name in published_names())))))
