@@ -91,6 +91,28 @@ def _parser() -> argparse.ArgumentParser:
     fidelity.add_argument("--backends", nargs="+", default=["emulated_nvfp4", "fp32"], help="precisions of the proxies")
     fidelity.add_argument("--threads", type=int, help="CPU threads; as the configuration's rollout actors unless given")
     fidelity.add_argument("--out", metavar="DIR", help="directory to write; beside the run directories unless given")
+    compare = add("compare", _compare, "arms and objectives on equal prompts, noises and seeds: tables with error bars, curves")
+    compare.add_argument("config", nargs="?", help="a preset, a TOML file, or a comparison: a TOML file that lists its cells")
+    compare.add_argument(
+        "--set", action="append", default=[], dest="overrides", metavar="a.b=c", help="override one value, everywhere"
+    )
+    compare.add_argument("--arms", metavar="A,B", help="arms; the configuration's own unless given")
+    compare.add_argument("--objectives", metavar="X,Y", help="objectives; the configuration's own unless given")
+    compare.add_argument(
+        "--seeds", type=int, metavar="N", help="run seeds per cell; 1, or the comparison's own number, unless given"
+    )
+    compare.add_argument(
+        "--vary",
+        action="append",
+        default=[],
+        metavar="a.b=v,w",
+        help="a cell for every value; more than one: for every combination",
+    )
+    compare.add_argument("--baseline", metavar="CELL", help="the cell that the others are held against; the first unless given")
+    compare.add_argument("--runs", nargs="+", metavar="DIR", help="compare these run directories instead; nothing is trained")
+    compare.add_argument(
+        "--out", metavar="DIR", help="directory of the runs and the report; NAME-compare under run_root unless given"
+    )
     report = add("report", _report, "write report.html of a run")
     report.add_argument("run", help="a run directory")
     return parser
@@ -239,6 +261,37 @@ def _fidelity(options: argparse.Namespace) -> int:
     for line in run(config, wanted, out, lambda text: print(text, file=sys.stderr)):
         print(line)
     return DONE
+
+
+def _compare(options: argparse.Namespace) -> int:
+    asked = [options.config, options.arms, options.objectives, options.seeds, *options.overrides, *options.vary]
+    if bool(options.runs) == (options.config is not None) or (options.runs and any(each is not None for each in asked)):
+        raise ConfigError(
+            ["compare: give a preset, a TOML file or a comparison; or --runs DIR ... alone, with --baseline and --out"]
+        )
+    from cluster.compare import compare, compare_existing
+    from cluster.compare_cells import Request
+
+    out = Path(options.out) if options.out else None
+    if options.runs:
+        text = compare_existing([Path(run) for run in options.runs], options.baseline, out)
+    else:
+        request = Request(
+            source=options.config,
+            arms=_words(options.arms),
+            objectives=_words(options.objectives),
+            seeds=options.seeds,
+            overrides=tuple(options.overrides),
+            vary=tuple(options.vary),
+            baseline=options.baseline,
+        )
+        text = compare(request, out, lambda line: print(line, flush=True))
+    print("\n".join(text))
+    return DONE
+
+
+def _words(text: str | None) -> tuple[str, ...]:
+    return tuple(word.strip() for word in text.split(",") if word.strip()) if text else ()
 
 
 def _report(options: argparse.Namespace) -> int:

@@ -1,0 +1,67 @@
+"""The arithmetic of a comparison: means with standard errors over run seeds, paired differences, speed-ups, times to a gain."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+SHARES = (0.25, 0.5, 0.75, 1.0)
+"""Parts of the baseline's final gain whose times are told."""
+
+
+@dataclass(frozen=True)
+class Mean:
+    """A mean over run seeds and its standard error, NaN for fewer than two."""
+
+    mean: float
+    error: float
+    count: int
+
+
+@dataclass(frozen=True)
+class Moment:
+    """A point of a curve: after ``iteration`` updates and ``seconds`` of training."""
+
+    iteration: int
+    seconds: Mean
+    score: Mean
+    gain: Mean
+
+
+NOTHING = Mean(math.nan, math.nan, 0)
+
+
+def mean_of(values: Sequence[float]) -> Mean:
+    """Mean and its standard error s / sqrt(n), s with n - 1; no value gives NaN, and one has no error."""
+    if not values:
+        return NOTHING
+    error = statistics.stdev(values) / math.sqrt(len(values)) if len(values) > 1 else math.nan
+    return Mean(statistics.fmean(values), error, len(values))
+
+
+def paired(values: Mapping[int, float], baseline: Mapping[int, float]) -> Mean:
+    """Mean difference over the run seeds that both have. What a seed does to both alike, its prompts and noises, cancels."""
+    return mean_of([values[seed] - baseline[seed] for seed in sorted(values.keys() & baseline.keys())])
+
+
+def speed_up(seconds: Mean, baseline: Mean) -> float:
+    """How many times faster than the baseline: the ratio of mean seconds; NaN where one is unknown or zero."""
+    return baseline.mean / seconds.mean if seconds.mean > 0 and baseline.mean > 0 else math.nan
+
+
+def time_to(curve: Sequence[Moment], gain: float) -> float | None:
+    """Seconds of training after which the mean gain is first at least ``gain``, between evaluations on a straight line.
+
+    None: never, the curve has no evaluation between its ends (a line through two points would be made up), or ``gain`` is not
+    positive.
+    """
+    if len(curve) < 3 or not gain > 0:
+        return None
+    for before, after in zip(curve, curve[1:], strict=False):
+        low, high = before.gain.mean, after.gain.mean
+        if high >= gain * (1 - 1e-12):
+            part = min(1.0, (gain - low) / (high - low)) if high > low else 1.0
+            return before.seconds.mean + max(0.0, part) * (after.seconds.mean - before.seconds.mean)
+    return None
