@@ -6,7 +6,7 @@ BIN := .venv/bin
 export RAY_USAGE_STATS_ENABLED = 0
 export RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO = 0
 
-.PHONY: setup quickstart test test-slow lint types arrows check bench parity shapes-model shapes-clip clean
+.PHONY: setup quickstart compare-small search-small test test-slow lint types arrows check bench parity shapes-model shapes-clip clean
 
 setup: .venv/.ready
 
@@ -19,6 +19,14 @@ setup: .venv/.ready
 
 quickstart: setup
 	$(BIN)/sol-rl train quickstart $(ARGS)
+
+# The arms and objectives on the shapes model, three run seeds each; made for an hour and a half on two cores. Restartable.
+compare-small: setup
+	$(BIN)/sol-rl compare small $(ARGS)
+
+# Learning rates for it, on other prompts, with the same effort for each objective. docs/methods.md
+search-small: setup
+	$(BIN)/sol-rl compare small_search $(ARGS)
 
 test: setup
 	$(BIN)/python -m pytest $(ARGS)
@@ -45,7 +53,7 @@ bench: setup
 parity: setup
 	$(BIN)/python -m tools.parity $(foreach flag,$(PIP_FLAGS),--pip-flag=$(flag)) $(ARGS)
 
-# Rebuilds shapes/model from nothing: about an hour on two cores.
+# Rebuilds shapes/model from nothing: an hour and a half on two cores.
 shapes-model: setup
 	$(BIN)/python -m shapes.build --out shapes/model $(ARGS)
 
