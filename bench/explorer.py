@@ -95,7 +95,7 @@ def case_of(name: str, pixels: int | None, small: bool) -> Iterator[Case]:
     part = {**model["parts"]["transformer"]}
     if small:
         part["config"] = {**part["config"], **SMALL[family]}
-    size: dict[str, int] = {side: pixels or model[side] for side in ("height", "width")}
+    size: dict[str, Any] = {side: pixels or model[side] for side in ("height", "width")}
     guidance = 3.5 if part["config"].get("guidance_embeds") else None
     with tempfile.TemporaryDirectory(prefix="sol-rl-bench-") as scratch:
         path = str(write_configs(name, scratch))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import time
 from collections.abc import Iterator
@@ -30,7 +31,7 @@ def connected(address: str) -> Iterator[None]:
         yield
         return
     try:
-        ray.init(address=address, logging_level="ERROR", log_to_driver=False, namespace=NAMESPACE)
+        ray.init(address=address, logging_level=logging.ERROR, log_to_driver=False, namespace=NAMESPACE)
     except (ConnectionError, RuntimeError, ValueError) as error:
         raise ConfigError(
             [f"--address {address}: no Ray cluster answers there ({str(error).splitlines()[0]}); give host:port of its head"]
@@ -44,12 +45,13 @@ def connected(address: str) -> Iterator[None]:
 def states(name: str | None) -> dict[str, dict[str, Any]]:
     """State by key of the runs on this cluster, of those called ``name`` if given. Raises ConfigError when there is none."""
     import ray
+    from ray.exceptions import GetTimeoutError, RayActorError
 
     try:
-        found: dict[str, dict[str, Any]] = ray.get(ray.get_actor(NAME, namespace=NAMESPACE).runs.remote(), timeout=30)
-    except (ValueError, ray.exceptions.RayActorError):
+        found: Any = ray.get(ray.get_actor(NAME, namespace=NAMESPACE).runs.remote(), timeout=30)
+    except (ValueError, RayActorError):
         found = {}
-    except ray.exceptions.GetTimeoutError:
+    except GetTimeoutError:
         raise RunFailed("the cluster did not answer within 30 s: is its head alive?") from None
     chosen = {key: state for key, state in found.items() if name in (None, state["run"])}
     if not chosen:
@@ -66,6 +68,7 @@ def scale(name: str | None, sizes: dict[str, int], patience_s: float = PATIENCE_
         RunFailed: it ended, or did not do it within ``patience_s``.
     """
     import ray
+    from ray.exceptions import GetTimeoutError, RayActorError
 
     found = states(name)
     if len(found) > 1:
@@ -78,7 +81,7 @@ def scale(name: str | None, sizes: dict[str, int], patience_s: float = PATIENCE_
         try:
             outcome = ray.get(board.outcome.remote(number), timeout=30)
             alive = outcome is not None or key in ray.get(board.runs.remote(), timeout=30)
-        except (ray.exceptions.RayActorError, ray.exceptions.GetTimeoutError):
+        except (RayActorError, GetTimeoutError):
             outcome, alive = None, False
         if outcome is not None:
             done, words = outcome

@@ -56,8 +56,8 @@ class PickScore(PairedScorer):
         super().__init__(batch_size, dtype, device)
         path = locate(checkpoint, FILES)
         try:
-            config = CLIPConfig(**(architecture or ARCHITECTURE))
-            self.model = CLIPModel(config)
+            config: Any = CLIPConfig(**(architecture or ARCHITECTURE))
+            self.model: Any = CLIPModel(config)
         except (TypeError, ValueError) as error:
             raise ScorerSetupError(f"architecture: transformers cannot build it: {error}: mend {architecture}") from None
         state = {name: value for name, value in read_state(path).items() if not name.endswith(".position_ids")}

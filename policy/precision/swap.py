@@ -104,7 +104,7 @@ def as_linear(module: nn.Linear | nn.Conv2d) -> nn.Linear:
     rows, columns = module.weight.shape[:2]
     linear = nn.Linear(columns, rows, bias=False, device="meta")
     linear.weight = nn.Parameter(module.weight.detach().view(rows, columns), requires_grad=False)
-    linear.bias = module.bias
+    linear.bias = module.bias  # pyright: ignore[reportAttributeAccessIssue]  # None where the convolution has none
     return linear
 
 
