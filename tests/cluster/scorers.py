@@ -1,6 +1,10 @@
 """Scorers that misbehave."""
 
+import os
+import signal
+import time
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -24,3 +28,38 @@ class Broken:
             case _:
                 scores[0] = np.nan
                 return scores
+
+
+class Misbehaves:
+    """Scores a picture by its mean, but for what ``kind`` says; "once ..." only as long as the file ``mark`` is not there."""
+
+    def __init__(self, kind: str, mark: str = ""):
+        self.kind, self.mark = kind, Path(mark) if mark else None
+
+    def __call__(self, images: np.ndarray, prompts: Sequence[str], metadata: Sequence[dict[str, Any]]) -> Any:
+        scores = images.reshape(len(images), -1).mean(1).astype(np.float32)
+        kind = self.kind
+        if self.mark and kind == "counts":
+            with self.mark.open("a") as log:
+                log.write(f"{len(images)}\n")
+        if self.mark and kind.startswith("once "):
+            if self.mark.exists():
+                return scores
+            self.mark.touch()
+            kind = kind.removeprefix("once ")
+        match kind:
+            case "raises":
+                raise RuntimeError("out of paint")
+            case "dies":
+                os.kill(os.getpid(), signal.SIGKILL)
+            case "hangs":
+                time.sleep(600)
+            case "nan":
+                return np.full_like(scores, np.nan)
+            case "infinite":
+                scores[-1] = np.inf
+            case "short":
+                return scores[:-1]
+            case "text":
+                return ["very nice"] * len(scores)
+        return scores

@@ -1,0 +1,284 @@
+"""The reward service: scorers that are killed, hang, lie or are slow; groups of actors per scorer; held-out judges.
+
+Pools, retries and deadlines are the real ones; pictures come from the test, so that a case takes a second, not a run.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+import ray
+
+from cluster.errors import InputsLost, RunFailed
+from cluster.pool import ActorPool
+from cluster.rundir import RunDirectory
+from cluster.scoring import RewardService, Scored, Scoring
+from configs.load import ConfigError, parse
+from configs.prompts import Prompt
+from configs.schema import Rewards, RunConfig
+from tests.cluster.light import LightReward
+from tests.cluster.runs import adapters, run_here, tiny_config
+
+IMAGES = np.arange(4, dtype=np.uint8)[:, None, None, None].repeat(3, 1).repeat(8, 2).repeat(8, 3)  # means 0, 1, 2, 3
+PROMPTS = [Prompt("one"), Prompt("one"), Prompt("two"), Prompt("two", {"n": 2})]
+
+
+def misbehaves(kind: str, alias: str = "", **more: Any) -> dict[str, Any]:
+    """A scorer of ``tests.cluster.scorers``: the mean of a picture, but for what ``kind`` says."""
+    settings = {"kind": kind, **more.pop("settings", {})}
+    return {"name": "tests.cluster.scorers:Misbehaves", "alias": alias or kind.replace(" ", "_"), "settings": settings, **more}
+
+
+MEAN = misbehaves("never", "mean")
+JPEG = {"name": "jpeg_compressibility", "weight": 0.5}
+
+
+def config(scorers: Sequence[dict[str, Any]], service: dict[str, Any] | None = None, **more: Any) -> RunConfig:
+    """Two actors that share the scorers, and in ``own`` the services of those that do not."""
+    quick = {"actors": 2, "cpus": 0.1, "deadline_s": 2.0, "max_attempts": 2}
+    own = {label: quick | settings for label, settings in more.pop("own", {}).items()}
+    return parse(
+        {
+            "name": "scoring",
+            "model": {"path": "shapes", "height": 32, "width": 32},
+            "prompts": {"train": "shapes/prompts/train.jsonl", "test": "shapes/prompts/test.jsonl"},
+            "rewards": {"scorers": list(scorers), "attempts": 2, **more},
+            "services": {"reward": quick | (service or {}), "scorers": own},
+        }
+    )
+
+
+class Harness:
+    """A reward service of light actors on an event loop that stays."""
+
+    def __init__(self, run: RunConfig):
+        self.run, self.events, self.loop = run, [], asyncio.new_event_loop()
+        plain = run.model_dump(mode="json")
+        remote = ray.remote(LightReward).options(num_cpus=0.1)
+        groups = {}
+        for kind in ("reward", *(f"scorers.{label}" for label in run.services.scorers)):
+            event = lambda name, **facts: self.events.append(f"{name} {facts}")  # noqa: E731
+            spawn = lambda name, kind=kind: remote.remote(plain, kind)  # noqa: E731
+            if labels := run.scorers_of(kind):
+                groups[kind] = (ActorPool(kind, spawn, run.services.of(kind), event), labels)
+        self.service = RewardService(groups)
+
+    def __enter__(self) -> Harness:
+        self.wait(*(pool.start() for pool in self.service.pools))
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.wait(*(pool.stop() for pool in self.service.pools))
+        self.loop.close()
+
+    def wait(self, *work: Any) -> list[Any]:
+        async def all_of_it() -> list[Any]:
+            return list(await asyncio.gather(*work))
+
+        return self.loop.run_until_complete(all_of_it())
+
+    def score(self, rewards: Rewards | None = None, evaluation: bool = False) -> tuple[Scored, Scoring]:
+        """The four pictures, by the scorers of ``rewards``: all that the actors hold unless given."""
+        scoring = Scoring(rewards or self.run.rewards, self.service, evaluation)
+        (scored,) = self.wait(scoring.score("x", ray.put(IMAGES), PROMPTS, (0,)))
+        return scored, scoring
+
+
+KINDS = ("raises", "nan", "infinite", "short", "text")
+
+
+@pytest.fixture(scope="module")
+def shared(ray_here, tmp_path_factory) -> Iterator[Harness]:
+    """Two actors with everything that does not kill; a test asks for some of it."""
+    marks = tmp_path_factory.mktemp("marks")
+    once = misbehaves("once raises", settings={"mark": str(marks / "mark")})
+    counts = misbehaves("counts", settings={"mark": str(marks / "log")})
+    with Harness(config([MEAN, JPEG, once, counts, *(misbehaves(kind) for kind in KINDS)])) as harness:
+        yield harness
+
+
+def rewards_of(*scorers: dict[str, Any], **more: Any) -> Rewards:
+    return Rewards.model_validate({"scorers": scorers, "attempts": 2, **more})
+
+
+def test_actors_of_their_own_change_no_score(shared):
+    """Shared actors, or a group for one scorer: rewards, raw scores and order are the same, and speed is told per scorer."""
+    together, scoring = shared.score(rewards_of(MEAN, JPEG))
+    means = scoring.scorer_means()
+    assert means["reward/mean"] == 1.5 and "rewards/stood_in" not in means
+    assert means["rewards/images_per_s/mean"] > 0 and means["rewards/images_per_s/jpeg_compressibility"] > 0
+    with Harness(config([MEAN, JPEG], {"actors": 1}, own={"jpeg_compressibility": {"actors": 1}})) as harness:
+        apart, _ = harness.score()
+        assert sum(event.startswith("actor_started") for event in harness.events) == 2
+    assert np.array_equal(together.rewards, apart.rewards) and list(apart.values) == list(together.values)
+    assert all(np.array_equal(apart.values[label], together.values[label]) for label in apart.values)
+
+
+def test_held_out_scorers_judge_evaluations_only(shared):
+    rewards = rewards_of(MEAN, evaluation_scorers=[JPEG], normalise="zscore")
+    trained, _ = shared.score(rewards)
+    assert set(trained.values) == {"mean"} and trained.rewards[0] == pytest.approx(-1.5 / np.sqrt(1.25))
+    judged, _ = shared.score(rewards, evaluation=True)
+    assert set(judged.values) == {"mean", "jpeg_compressibility"} and judged.rewards.tolist() == [0, 1, 2, 3]
+
+
+def test_an_exception_that_passes_costs_nothing(shared):
+    scored, scoring = shared.score(rewards_of(misbehaves("once raises")))
+    assert scored.rewards.tolist() == [0, 1, 2, 3] and scoring.dropped == 0
+    assert any("chunk_reissued" in event and "out of paint" in event for event in shared.events)
+    scoring.check_share()
+
+
+@pytest.mark.parametrize(
+    ("kind", "dropped", "why"),
+    [
+        ("raises", 4, "scorer 'raises' raised RuntimeError: out of paint"),
+        ("nan", 4, "returned nan for picture 0 of 4"),
+        ("infinite", 1, "returned inf for picture 3 of 4"),
+        ("short", 4, r"returned shape \[3\] for 4 pictures"),
+        ("text", 4, "no array of numbers"),
+    ],
+)
+def test_a_lasting_trouble_is_dropped_counted_and_never_a_zero(shared, kind, dropped, why):
+    before = len(shared.events)
+    scored, scoring = shared.score(rewards_of(MEAN, misbehaves(kind), max_failed_share=0.2))
+    lost = np.isnan(scored.rewards)
+    assert lost.sum() == dropped == scoring.dropped and scoring.scored == 4
+    assert scored.values["mean"].tolist() == [0, 1, 2, 3]  # the good scorer's scores stand
+    assert sum("chunk_reissued" in event for event in shared.events[before:]) == 1
+    with pytest.raises(RunFailed, match=f"scoring failed for {dropped} of 4 pictures, .*max_failed_share = 0.2.*{why}"):
+        scoring.check_share()
+
+
+def test_the_share_that_is_allowed_is_allowed(shared):
+    _, scoring = shared.score(rewards_of(misbehaves("infinite"), max_failed_share=0.25))
+    scoring.check_share()
+
+
+def test_an_optional_scorer_may_fail(shared):
+    scored, scoring = shared.score(rewards_of(MEAN, misbehaves("infinite", required=False), max_failed_share=0.0))
+    # its scores are 0, 1, 2 and a failure: their mean 1 stands in
+    assert scored.rewards.tolist() == [0, 2, 4, 4] and np.isnan(scored.values["infinite"][3])
+    assert scoring.dropped == 0 and scoring.scorer_means()["rewards/stood_in"] == 1
+    scoring.check_share()
+
+
+def test_a_pool_is_normalised_as_a_whole(shared):
+    """Two chunks of one prompt's pool: what selection sees is the z-score over both."""
+    scoring = Scoring(rewards_of(MEAN, normalise="zscore"), shared.service)
+    halves = [scoring.score(part, ray.put(IMAGES[part * 2 : part * 2 + 2]), PROMPTS[:2], (0,)) for part in (0, 1)]
+    parts = shared.wait(*halves)
+    assert parts[0].rewards.tolist() == parts[1].rewards.tolist() == [-1, 1]
+    whole = Scored.concatenate(parts)
+    assert np.allclose(whole.rewards, (np.arange(4) - 1.5) / np.sqrt(1.25)) and whole.values["mean"].tolist() == [0, 1, 2, 3]
+
+
+def test_evaluations_are_scored_once_by_content(ray_here, tmp_path):
+    log = tmp_path / "log"
+    with Harness(config([misbehaves("counts", settings={"mark": str(log)})], {"actors": 1})) as harness:
+        (first, _), (second, _) = harness.score(evaluation=True), harness.score(evaluation=True)
+        assert np.array_equal(first.rewards, second.rewards) and log.read_text() == "4\n"
+        harness.score()
+        harness.score()
+        assert log.read_text() == "4\n4\n4\n"  # in training nothing is remembered
+
+
+@pytest.mark.parametrize("kind", ["once dies", "once hangs"])
+def test_a_killed_and_a_hanging_scorer_are_scored_elsewhere(ray_here, tmp_path, kind):
+    """SIGKILL in the middle of a batch, or silence beyond the deadline: the actor is replaced, another one scores the batch."""
+    with Harness(config([misbehaves(kind, settings={"mark": str(tmp_path / "mark")})])) as harness:
+        scored, scoring = harness.score()
+        assert scored.rewards.tolist() == [0, 1, 2, 3] and scoring.dropped == 0
+        died = [event for event in harness.events if event.startswith("actor_died")]
+        assert len(died) == 1 and ("no answer for 2 s" in died[0]) == (kind == "once hangs")
+
+
+@pytest.mark.parametrize("kind", ["dies", "hangs"])
+def test_a_batch_that_nobody_survives_is_dropped_and_counted(ray_here, kind):
+    """In actors of its own the bad scorer takes only itself along."""
+    run = config([MEAN, misbehaves(kind, "bad")], {"actors": 1}, own={"bad": {}}, max_failed_share=0.5)
+    with Harness(run) as harness:
+        scored, scoring = harness.score()
+        assert scored.values["mean"].tolist() == [0, 1, 2, 3] and np.isnan(scored.rewards).all() and scoring.dropped == 4
+        assert sum(event.startswith("actor_died") for event in harness.events) == 2
+    why = "no answer for 2 s" if kind == "hangs" else "died"
+    with pytest.raises(RunFailed, match=rf"4 of 4 pictures, .* last: scorers.bad: .*failed 2 times.*{why}"):
+        scoring.check_share()
+
+
+def test_a_service_that_is_all_gone_ends_the_run(ray_here):
+    run = config([misbehaves("dies")], {"actors": 1, "max_restarts": 0, "max_attempts": 9})
+    with Harness(run) as harness, pytest.raises(RunFailed, match="no reward actor is left"):
+        harness.score()
+
+
+def test_lost_pictures_are_no_failure_of_the_scorer():
+    class Gone:
+        alive = 1
+
+        async def call(self, *args: Any, **options: Any) -> Any:
+            raise InputsLost("the node went")
+
+    scoring = Scoring(rewards_of(MEAN), RewardService({"reward": (Gone(), ("mean",))}))  # type: ignore[dict-item]
+    with pytest.raises(InputsLost):
+        asyncio.run(scoring.score("x", None, PROMPTS, (0,)))
+    assert scoring.scored == scoring.dropped == 0
+
+
+def test_unknown_groups_are_refused():
+    with pytest.raises(ConfigError, match="services.scorers.hpsv2: there is no scorer of that name; there are: mean"):
+        config([MEAN], own={"hpsv2": {}})
+
+
+def test_a_run_with_a_group_of_its_own_and_a_judge(ray_here, undisturbed, tiny_sd3_dir, tmp_path):
+    """The ring with the one scorer in actors of its own and a held-out judge: the same bits as ever, and the judge's column beside."""
+    run = run_here(
+        tiny_config(
+            tiny_sd3_dir,
+            tmp_path,
+            "judged",
+            rewards__evaluation_scorers=[{"name": "jpeg_incompressibility"}],
+            services__scorers={"jpeg_compressibility": {"cpus": 0.1}},
+        )
+    )
+    assert adapters(run, 3) == adapters(undisturbed, 3)
+    rows = run.metrics()
+    for row in (row for row in rows if row["kind"] == "evaluation"):
+        assert row["reward/eval/jpeg_incompressibility"] == pytest.approx(-row["reward/eval/jpeg_compressibility"])
+        assert row["reward/eval_mean"] == pytest.approx(row["reward/eval/jpeg_compressibility"])
+    last = [row for row in rows if row["kind"] == "iteration"][-1]
+    assert "reward/jpeg_incompressibility" not in last and last["rewards/images_per_s/jpeg_compressibility"] > 0
+    started = [event["kind"] for event in run.events() if event["event"] == "actor_started"]
+    assert started.count("scorers.jpeg_compressibility") == 1 and started.count("reward") == 1
+
+
+@pytest.mark.slow
+def test_two_scorers_that_cannot_be_installed_together(ray_here, tmp_path):
+    """Two versions of one package, each in the environment of its scorer's actors, in one mix; here the driver has neither."""
+    for version in (1, 2):
+        package = tmp_path / f"v{version}" / "paint"
+        package.mkdir(parents=True)
+        (package / "__init__.py").write_text(
+            f"import numpy as np\nVERSION = {version}\n"
+            "def scorer():\n    return lambda images, prompts, metadata: np.full(len(images), float(VERSION), np.float32)\n"
+        )
+    envs = {f"v{v}": {"runtime_env": {"env_vars": {"PYTHONPATH": str(tmp_path / f"v{v}")}}} for v in (1, 2)}
+    mix = [{"name": "paint:scorer", "alias": f"v{v}", "weight": 10.0**v} for v in (1, 2)]
+    run = config(mix, own=envs)
+    run = run.model_copy(update={"run_root": str(tmp_path / "runs")})
+    from cluster.services import Services
+
+    async def use() -> Scored:
+        services = Services(run, RunDirectory.of(run), lambda *_, **__: None)
+        services.only(services.reward)
+        await services.start()
+        try:
+            return await Scoring(run.rewards, services.reward).score("x", ray.put(IMAGES), PROMPTS, (0,))
+        finally:
+            await services.stop()
+
+    assert asyncio.run(use()).rewards.tolist() == [210.0] * 4  # 10 x 1 + 100 x 2
