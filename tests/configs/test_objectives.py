@@ -67,7 +67,7 @@ def test_every_objective_has_a_layer(name, tmp_path):
     config = load(str(file))
     assert config.objective.name == name and config.objective == OBJECTIVES[name]()
     assert config.model.shift == (3.0 if name == "dance_grpo" else None)
-    assert {path.stem for path in (LAYERS / "objectives").glob("*.toml")} == set(OBJECTIVES)
+    assert set(OBJECTIVES) <= {path.stem for path in (LAYERS / "objectives").glob("*.toml")}
 
 
 @pytest.mark.parametrize("name", ["diffusion_nft", "awm"])
