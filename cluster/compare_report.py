@@ -26,7 +26,8 @@ def render(name: str, results: Sequence[Result], found: Sequence[Table], said: S
         (scores.title, scores.note, _table(scores)),
         (
             "Held-out curves",
-            "Mean over run seeds; the band is one standard error to either side. Seconds are those of iterations alone.",
+            "Gain over the same run before training, mean over run seeds; the band is one standard error to either side. Seconds are those "
+            "of iterations alone.",
             _curves(results),
         ),
         (seconds.title, seconds.note, _bars(results) + _table(seconds)),
@@ -68,14 +69,14 @@ def _curves(results: Sequence[Result]) -> str:
     )
     cards = []
     for name in names:
-        title = "Held-out reward" if name == REWARD else name.removeprefix(SCORER)
+        title = "Gain in held-out reward" if name == REWARD else f"Gain in {name.removeprefix(SCORER)}"
         for axis, unit, x_of in axes:
             lines, bands = [], []
             for at, result in enumerate(results):
                 if curve := [moment for moment in result.curves.get(name, []) if math.isfinite(x_of(moment))]:
                     colour = at % COLOURS + 1
                     xs = [x_of(moment) for moment in curve]
-                    means = [moment.score for moment in curve]
+                    means = [moment.gain for moment in curve]
                     lines.append(Series(result.title, _at(xs, means, 0), colour, dashed=at >= COLOURS))
                     bands.append(Band(f"{result.title}, one standard error", _at(xs, means, -1), _at(xs, means, 1), colour))
             if lines:
@@ -116,7 +117,8 @@ def _bars(results: Sequence[Result]) -> str:
             if (share := _of(result, stage)) > 0
         )
         rows.append(f'<div class="who">{escape(result.title)}</div><div style="font-size:0">{spans}</div>')
-    return card("Seconds per iteration", f'<ul class="legend">{legend}</ul><div class="lanes">{"".join(rows)}</div>')
+    lanes = card("Seconds per iteration", f'<ul class="legend">{legend}</ul><div class="lanes">{"".join(rows)}</div>')
+    return f'{lanes}<div style="height:16px"></div>'
 
 
 def _of(result: Result, stage: str) -> float:
