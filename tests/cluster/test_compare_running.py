@@ -136,7 +136,7 @@ def test_two_real_cells_from_start_to_page(tmp_path, tiny_sd3_dir):
         start(
             "compare", str(file), "--arms", "sol_rl,diffusionnft", "--out", str(out), stdout=subprocess.PIPE, stderr=subprocess.PIPE
         ),
-        seconds=600,
+        seconds=1500,
     )
     assert code == 0, errors + said
     cells = {cell["name"]: cell for cell in json.loads((out / "compare.json").read_text())["cells"]}
