@@ -34,6 +34,9 @@ RUNTIME_ENV: dict[str, Any] = {
     },
     "excludes": list(LEFT_OUT),
 }
+TOKEN_WANTED = (
+    "this cluster wants a token: export RAY_AUTH_MODE=token, and put the token in ~/.ray/auth_token or at RAY_AUTH_TOKEN_PATH"
+)
 ELSEWHERE = "submitted"
 """Folder, in what travels, of files that lie outside the tree."""
 
@@ -98,10 +101,13 @@ def stage(into: Path, source: str, config: RunConfig) -> str:
 
 def client_of(address: str | None) -> Any:
     """A job client. Raises ConfigError when nothing answers."""
+    from ray.exceptions import AuthenticationError
     from ray.job_submission import JobSubmissionClient
 
     try:
         return JobSubmissionClient(address)
+    except AuthenticationError:
+        raise ConfigError([f"--address {address or 'not given'}: {TOKEN_WANTED}"]) from None
     except (ConnectionError, RuntimeError, ValueError) as error:
         said = str(error).splitlines()[0]
         raise ConfigError(

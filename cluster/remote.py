@@ -32,7 +32,7 @@ def connected(address: str) -> Iterator[None]:
         return
     try:
         ray.init(address=address, logging_level=logging.ERROR, log_to_driver=False, namespace=NAMESPACE)
-    except (ConnectionError, RuntimeError, ValueError) as error:
+    except (ConnectionError, RuntimeError, ValueError, ray.exceptions.AuthenticationError) as error:
         raise ConfigError(
             [f"--address {address}: no Ray cluster answers there ({str(error).splitlines()[0]}); give host:port of its head"]
         ) from None

@@ -152,9 +152,11 @@ class Head:
     def __init__(self, folder: Path):
         self.gcs, self.port = free_port(), free_port()
         self.url = f"http://127.0.0.1:{self.port}"
-        clean = {key: value for key, value in os.environ.items() if not key.startswith("RAY_")}
+        clean = {key: value for key, value in os.environ.items() if not key.startswith("RAY_") or key == "RAY_worker_niceness"}
         path = f"{Path(sys.executable).parent}{os.pathsep}{clean.get('PATH', '')}"  # plain `python` is the head's
-        self.env = {**clean, "PATH": path, "RAY_USAGE_STATS_ENABLED": "0", "OMP_NUM_THREADS": "1"}
+        # with a token, as Ray has it by default: that of this process, which has started Ray before
+        mode = {"RAY_AUTH_MODE": os.environ.get("RAY_AUTH_MODE", "token")}
+        self.env = {**clean, **mode, "PATH": path, "RAY_USAGE_STATS_ENABLED": "0", "OMP_NUM_THREADS": "1"}
         start = [
             "start",
             "--head",
@@ -196,7 +198,7 @@ class Head:
 
 
 @pytest.fixture(scope="module")
-def head(tmp_path_factory) -> Iterator[Head]:
+def head(undisturbed, tmp_path_factory) -> Iterator[Head]:
     folder = Path("/tmp") / f"sol-rl-head-{os.getpid()}"  # sockets: a short path
     made = Head(folder)
     try:
@@ -224,6 +226,10 @@ def test_a_submitted_job_is_watched_scaled_and_stopped_with_a_whole_checkpoint_a
         tiny_sd3_dir, tmp_path, "far", iterations=400, checkpoint__every=300, services__rollout={"actors": 1, "max_actors": 3}
     )
     file, run = write_toml(config, tmp_path), Path(config.run_root or "") / "far"
+    without = {key: value for key, value in head.env.items() if key != "RAY_AUTH_MODE"}
+    command = [sys.executable, "-m", "cluster", "submit", str(file), "--address", head.url]
+    stranger = subprocess.run(command, cwd=ROOT, env=without, capture_output=True, text=True, timeout=300)
+    assert stranger.returncode == 2 and stranger.stderr.count("\n") == 1 and "wants a token" in stranger.stderr, stranger.stderr
     submitted = head.sol_rl("submit", file, "--address", head.url)
     assert submitted.returncode == 0, submitted.stderr
     job = submitted.stdout.splitlines()[0].removeprefix("submitted: ")
