@@ -72,6 +72,20 @@ def _parser() -> argparse.ArgumentParser:
     config = add("config", _config, "print the resolved configuration, or the presets")
     add_config(config, required=False)
     config.add_argument("--list", action="store_true", help="print all preset names")
+    plan = add("plan", _plan, "dry run: placement, memory, bytes per broadcast, operations and predicted seconds; loads no weights")
+    add_config(plan)
+    plan.add_argument(
+        "--address", metavar="URL", help="place on the nodes of this cluster, host:port; on assumed nodes unless given"
+    )
+    plan.add_argument("--accelerator", metavar="NAME", help="GPUs assumed, such as B200; the explorers' own unless given")
+    plan.add_argument(
+        "--peak-tflops", type=float, metavar="T", help="assumed dense BF16 peak of a GPU; the accelerator's unless given"
+    )
+    plan.add_argument("--quantised-peak-tflops", type=float, metavar="T", help="assumed peak in quantised layers")
+    plan.add_argument("--utilisation", type=float, default=0.4, metavar="U", help="assumed share of the peaks that is reached")
+    plan.add_argument("--gpu-memory-gb", type=float, metavar="GB", help="assumed memory of a GPU; the accelerator's unless given")
+    plan.add_argument("--node-gpus", type=int, default=8, metavar="N", help="GPUs of an assumed node")
+    plan.add_argument("--node-cpus", type=int, default=96, metavar="N", help="CPUs of an assumed node")
     evaluate = add("evaluate", _evaluate, "score held-out prompts with base, trained, old and EMA weights")
     evaluate.add_argument("run", help="a run directory")
     evaluate.add_argument("--checkpoint", type=int, metavar="STEP", help="a checkpoint of the run; the last one unless given")
@@ -212,6 +226,35 @@ def _config(options: argparse.Namespace) -> int:
         raise ConfigError(["config: give a preset name or a TOML file, or --list"])
     config: RunConfig = load(options.config, options.overrides)
     print(json.dumps({**config.model_dump(mode="json"), "plan": config.plan.model_dump(mode="json")}, indent=2))
+    return DONE
+
+
+def _plan(options: argparse.Namespace) -> int:
+    for name in ("peak_tflops", "quantised_peak_tflops", "utilisation", "gpu_memory_gb", "node_gpus", "node_cpus"):
+        if (value := getattr(options, name)) is not None and not 0 < value < float("inf"):
+            raise ConfigError([f"--{name.replace('_', '-')} {value:g}: must be above 0"])
+    config = load(options.config, options.overrides)
+    from cluster.plan import Assumptions, make_plan
+    from cluster.plan_lines import lines_of
+
+    nodes = None
+    if options.address:
+        from cluster.remote import connected
+        from cluster.services import free_nodes
+
+        with connected(options.address):
+            nodes = free_nodes()
+    given = Assumptions(
+        accelerator=options.accelerator,
+        peak_tflops=options.peak_tflops,
+        quantised_peak_tflops=options.quantised_peak_tflops,
+        utilisation=options.utilisation,
+        gpu_memory_gb=options.gpu_memory_gb,
+        node_gpus=options.node_gpus,
+        node_cpus=options.node_cpus,
+    )
+    for line in lines_of(make_plan(config, given, nodes)):
+        print(line)
     return DONE
 
 

@@ -1,0 +1,406 @@
+"""``sol-rl plan``: what a run would need and how long an iteration might take, before anything is loaded.
+
+Sizes and operations are counted on the architecture (``policy.memory``); where actors would go is asked of ``cluster.placement``.
+Seconds are operations over an assumed share of an assumed peak, and nothing else: scoring, transfers and publishing are not in them.
+"""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from cluster.placement import Node, NoRoom, kinds_of, needs_of, place
+from configs.load import ConfigError
+from configs.schema import RunConfig, Scorer
+from learner.objectives import build_objective
+from policy import memory
+from policy.families import Family, family_for
+from policy.families.architectures import published, published_names, write_configs
+from policy.lora import target_modules
+from policy.memory import Work
+from policy.precision.backends import BACKENDS, Backend
+from policy.precision.swap import ModuleRow
+
+DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+MOST_NODES = 64
+
+
+@dataclass(frozen=True)
+class Accelerator:
+    """Dense peaks in TFLOP/s and GB of memory, as NVIDIA states them; ``auto`` is the backend taken for ``explore.backend = "auto"``."""
+
+    bf16: float
+    fp8: float
+    fp4: float
+    memory_gb: float
+    auto: str
+
+
+ACCELERATORS = {
+    "B200": Accelerator(2250, 4500, 9000, 180, "te_nvfp4"),
+    "GB200": Accelerator(2500, 5000, 10000, 186, "te_nvfp4"),
+    "H200": Accelerator(990, 1980, 0, 141, "fp8"),
+    "H100": Accelerator(990, 1980, 0, 80, "fp8"),
+}
+
+
+@dataclass(frozen=True)
+class Assumptions:
+    """What a dry run cannot know. Peaks are dense TFLOP/s of one GPU; None: those of ``accelerator``."""
+
+    accelerator: str | None = None  # None: the first that services.rollout.accelerator allows, or B200
+    peak_tflops: float | None = None
+    quantised_peak_tflops: float | None = None
+    utilisation: float = 0.4
+    gpu_memory_gb: float | None = None
+    node_gpus: int = 8
+    node_cpus: int = 96
+
+
+@dataclass(frozen=True)
+class Device:
+    """The assumptions, resolved for a configuration."""
+
+    name: str
+    tflops: float
+    quantised_tflops: float
+    memory_gb: float
+    utilisation: float
+
+
+@dataclass(frozen=True)
+class Stage:
+    """Operations of one part of an iteration, over all its actors: ``wide`` and ``quantised`` in the denoiser, ``decoding`` in FP32."""
+
+    wide: float
+    quantised: float = 0.0
+    decoding: float = 0.0
+    gpus: float = 1.0  # of all its actors; none uses more than one
+
+    @property
+    def flops(self) -> float:
+        """All of them."""
+        return self.wide + self.quantised + self.decoding
+
+    def seconds(self, device: Device) -> float:
+        """On its GPUs. Decoding runs in TF32, at half the BF16 peak."""
+        at = self.wide / device.tflops + self.quantised / device.quantised_tflops + self.decoding / (device.tflops / 2)
+        return at / (1e12 * device.utilisation * self.gpus)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """All that ``lines`` prints. Bytes, unless a name says otherwise; ``memory`` is per actor of a kind, by what it is for."""
+
+    config: RunConfig
+    source: str
+    backend: str
+    why: str
+    quantised_weights: int
+    all_weights: int
+    trained: int
+    memory: dict[str, dict[str, int | None]]
+    broadcast: int
+    store: dict[str, int]
+    stages: dict[str, Stage]
+    evaluation: Stage
+    device: Device | None
+    nodes: Sequence[Node] = ()
+    placed: Mapping[str, str] = field(default_factory=dict)
+    problem: str | None = None  # why there is no placement
+
+
+def make_plan(config: RunConfig, given: Assumptions | None = None, nodes: Sequence[Node] | None = None) -> Plan:
+    """The plan of a run on ``nodes``, or on as few assumed ones as do. Loads no weights. Raises ConfigError."""
+    given = given or Assumptions()
+    try:
+        with described(config) as (family, source):
+            return _plan(config, family, source, given, nodes)
+    except (FileNotFoundError, ValueError) as error:
+        raise ConfigError([str(error)]) from None
+
+
+@contextmanager
+def described(config: RunConfig) -> Iterator[tuple[Family, str]]:
+    """(family, where its architecture comes from): the published one where the model is a hub id that is known here."""
+    model = config.model
+    names = [name for name in published_names() if published(name)["hub_id"] == model.path and not Path(model.path).exists()]
+    with tempfile.TemporaryDirectory(prefix="sol-rl-plan-") as scratch:
+        if names:
+            model = model.model_copy(update={"path": str(write_configs(names[0], scratch))})
+        family = family_for(model)
+        family.check()
+        yield family, f"published architecture {names[0]}" if names else "its own configuration files"
+
+
+def _plan(config: RunConfig, family: Family, source: str, given: Assumptions, nodes: Sequence[Node] | None) -> Plan:
+    device, accelerator = _device(config, given)
+    backend, why = _backend(config, accelerator)
+    dtype = DTYPES[config.regenerate.precision]
+    text_bytes = memory.held_bytes(*memory.text_encoders(family, dtype).values())
+    wide = memory.blank(family, "transformer", dtype)
+    adapted = target_modules(wide, config.lora.targets or family.lora_targets, strict=bool(config.lora.targets))
+    explored, decoded = _explorer(config, family, backend, wide, adapted, dtype)
+    all_weights = sum(parameter.numel() for parameter in wide.parameters())
+    learner, trained, passes = _learner(config, family, wide, dtype)
+    held: dict[str, dict[str, int | None]] = {"rollout": explored.memory} if config.plan.explore else {}
+    held["learner"] = learner
+    for kind in kinds_of(config):
+        if labels := config.scorers_of(kind):
+            chosen = [scorer for scorer in config.rewards.everyone if scorer.label in labels]
+            held[kind] = {f"scorer {scorer.label}": scorer_bytes(scorer) for scorer in chosen}
+    held["encoder"] = {"text encoders": text_bytes}
+    broadcast = explored.broadcast if config.plan.explore else 0
+    if device is not None and given.quantised_peak_tflops is None:
+        device = _with_format(device, accelerator, backend)
+    stages, evaluation = _stages(config, explored, decoded, passes)
+    there, placed, problem = _placement(config, given, accelerator, nodes)
+    return Plan(
+        config, source, backend.name, why, explored.quantised_weights, all_weights, trained, held, broadcast,
+        _store(config, family, broadcast, dtype), stages, evaluation, device, there, placed, problem,
+    )  # fmt: skip
+
+
+# ---- what is assumed
+
+
+def _device(config: RunConfig, given: Assumptions) -> tuple[Device | None, str | None]:
+    """(device, its name) of the GPUs; None where no service has any and no peak is given."""
+    wanted = (config.services.rollout.accelerator or "").removeprefix("in(").rstrip(")").split(",")
+    named = [name.strip() for name in wanted if name.strip() and not name.startswith("!")]
+    name = given.accelerator or next((n for n in named if n in ACCELERATORS), named[0] if named else "B200")
+    if not given.accelerator and given.peak_tflops is None and not any(need.gpus for need in needs_of(config)):
+        return None, None
+    known = ACCELERATORS.get(name)
+    if known is None and (given.peak_tflops is None or given.gpu_memory_gb is None):
+        raise ConfigError(
+            [
+                f"--accelerator {name}: known here are {', '.join(ACCELERATORS)}: give --peak-tflops, --quantised-peak-tflops and --gpu-memory-gb"
+            ]
+        )
+    peak = given.peak_tflops or (known.bf16 if known else 0.0)
+    memory_gb = given.gpu_memory_gb or (known.memory_gb if known else 0.0)
+    return Device(name, peak, given.quantised_peak_tflops or peak, memory_gb, given.utilisation), name
+
+
+def _with_format(device: Device, name: str | None, backend: Backend) -> Device:
+    """With the peak of the backend's format; emulated NVFP4 gains nothing."""
+    known = ACCELERATORS.get(name or "")
+    peaks = {"te_nvfp4": known.fp4, "torch_nvfp4": known.fp4, "fp8": known.fp8} if known else {}
+    quantised = peaks.get(backend.name, 0) or device.tflops
+    return Device(device.name, device.tflops, quantised, device.memory_gb, device.utilisation)
+
+
+def _backend(config: RunConfig, accelerator: str | None) -> tuple[Backend, str]:
+    """The explorers' backend; "auto" as it would be on the accelerator assumed, on a CPU the emulation."""
+    name = config.plan.explore.backend if config.plan.explore else config.explore.backend
+    if name != "auto":
+        return BACKENDS[name], "as configured"
+    if not config.services.rollout.gpus:
+        return BACKENDS["emulated_nvfp4"], "auto, on CPUs"
+    known = ACCELERATORS.get(accelerator or "")
+    if known is None:
+        raise ConfigError([f"explore.backend: 'auto' on {accelerator} is not known here: give --set explore.backend=..."])
+    return BACKENDS[known.auto], f"auto, on {accelerator} with what it needs installed"
+
+
+# ---- what actors hold
+
+
+@dataclass(frozen=True)
+class _Explored:
+    memory: dict[str, int | None]
+    broadcast: int
+    quantised_weights: int
+    step: Work  # of explore.chunk_size pictures
+    batch: int
+
+
+def _explorer(
+    config: RunConfig, family: Family, backend: Backend, wide: torch.nn.Module, adapted: Sequence[str], dtype: torch.dtype
+) -> tuple[_Explored, Work]:
+    """What an explorer holds and does, and the work of decoding one picture."""
+    batch = min(config.explore.chunk_size, config.explore.pool_size)
+    transformer, rows, layers = memory.blank_explorer(family, backend, config.explore.keep_wide, dtype)
+    quantised = [row.name for row in rows if row.quantised]
+    step = memory.sampling_work(family, wide, batch, dtype, quantised)
+    vae, decode = memory.decoding_work(family, batch)
+    held: dict[str, int | None] = {
+        f"denoiser, {backend.name}": memory.held_bytes(transformer),
+        "autoencoder, fp32": vae,
+        f"passes, {batch} pictures": max(step.peak, decode.peak),
+    }
+    broadcast = memory.wire_bytes(transformer, rows, layers, adapted, backend)
+    one = Work(decode.flops // batch, 0, decode.peak)
+    return _Explored(held, broadcast, _weights(rows), step, batch), one
+
+
+def _weights(rows: Sequence[ModuleRow]) -> int:
+    return sum(int(np.prod(row.shape)) for row in rows if row.quantised)
+
+
+@dataclass(frozen=True)
+class _Passes:
+    sampling: Work
+    training: Work
+    sampled: int  # pictures of `sampling`
+    points: int  # training points of `training`
+
+
+def _learner(
+    config: RunConfig, family: Family, transformer: torch.nn.Module, dtype: torch.dtype
+) -> tuple[dict[str, int | None], int, _Passes]:
+    """(bytes by purpose, trained parameters, work) of the learner; its adapter is put into ``transformer``."""
+    objective = build_objective(config.objective, config.stop.max_kl is not None)
+    adapters = {objective.sampling_adapter, *objective.policies, *objective.averages, "ema", "current"} - {"ref"}
+    base = memory.held_bytes(transformer)
+    trained = memory.adapt(transformer, family, config.lora)
+    sampled, points = config.regenerate.batch_size, config.optimizer.batch_size
+    sampling = memory.sampling_work(family, transformer, sampled, dtype)
+    vae, decode = memory.decoding_work(family, sampled)
+    training = memory.training_work(family, transformer, points, dtype, config.optimizer.gradient_checkpointing)
+    per_prompt = memory.conditioning_like(family, 1, dtype)
+    held: dict[str, int | None] = {
+        f"denoiser, {config.regenerate.precision}": base,
+        "autoencoder, fp32": vae,
+        f"{len(adapters)} adapters, fp32": len(adapters) * trained * 4,
+        "optimiser, fp32": 2 * trained * 4,
+        "conditioning": config.prompts.per_iteration * sum(t.numel() * t.element_size() for t in per_prompt.tensors.values()),
+        f"passes, {sampled} pictures or {points} points": max(sampling.peak, decode.peak, training.peak),
+    }
+    return held, trained, _Passes(sampling, training, sampled, points)
+
+
+def scorer_bytes(scorer: Scorer) -> int | None:
+    """Bytes of a built-in scorer's model; 0 for one without, None where it cannot be known without loading it."""
+    from rewards.paired import DTYPES as WIDTHS
+
+    given = scorer.settings.get("architecture")
+    width = WIDTHS.get(str(scorer.settings.get("dtype", "fp32")), torch.float32).itemsize
+    with torch.device("meta"):
+        match scorer.name:
+            case "clipscore" | "hpsv2":
+                model = _open_clip(scorer, given)
+            case "pickscore":
+                from transformers import CLIPConfig, CLIPModel
+
+                from rewards.pickscore import ARCHITECTURE
+
+                model = CLIPModel(CLIPConfig(**(given or ARCHITECTURE)))
+            case "imagereward":
+                from rewards.imagereward import Judge
+
+                model = Judge((given or {}).get("vision", {}), (given or {}).get("text", {}))
+            case "shapes" | "http" | "jpeg_compressibility" | "jpeg_incompressibility":
+                return 0
+            case _:
+                return None
+    return sum(parameter.numel() for parameter in model.parameters()) * width
+
+
+def _open_clip(scorer: Scorer, given: Any) -> torch.nn.Module:
+    """The two towers; a description beside a local checkpoint counts, as it does for the scorer itself."""
+    import open_clip
+
+    from rewards.checkpoints import ROOT
+    from rewards.openclip import CONFIG, ClipScore, HPSv2
+
+    checkpoint = Path(str(scorer.settings.get("checkpoint", "")))
+    folders = [folder for path in (checkpoint, ROOT / checkpoint) for folder in (path, path.parent) if (folder / CONFIG).is_file()]
+    beside = json.loads((folders[0] / CONFIG).read_text())["model_cfg"] if folders else None
+    wanted = given or beside or {"clipscore": ClipScore, "hpsv2": HPSv2}[scorer.name].default
+    found = open_clip.get_model_config(wanted) if isinstance(wanted, str) else wanted
+    return open_clip.CLIP(**{key: value for key, value in (found or {}).items() if key != "custom_text"})
+
+
+def _store(config: RunConfig, family: Family, broadcast: int, dtype: torch.dtype) -> dict[str, int]:
+    """What the object stores hold at most, over all nodes with one copy of each, in the course of an iteration."""
+    prompts, keep = config.prompts.per_iteration, config.selection.keep
+    picture, latent = 3 * config.model.height * config.model.width, 4 * int(np.prod(family.latent_shape))
+    explored = config.plan.explore.pool_size if config.plan.explore else 0
+    regenerated = (keep + config.audit.random_seeds) if config.plan.regenerate else 0
+    objective = build_objective(config.objective, config.stop.max_kl is not None)
+    states = config.regenerate.steps + 2 if objective.path_solver else 1  # the path with its start, and the latents themselves
+    kept = regenerated * states + (0 if config.plan.regenerate else explored)
+    conditioning = memory.conditioning_like(family, 1, dtype).tensors.values()
+    return {
+        "two versions of the weights, per node with explorers": 2 * broadcast,
+        "pictures of an iteration, were none scored yet": prompts * (explored + regenerated) * picture,
+        "samples to train on": prompts * kept * latent,
+        "conditioning": prompts * sum(tensor.numel() * tensor.element_size() for tensor in conditioning),
+    }
+
+
+# ---- operations
+
+
+def _stages(config: RunConfig, explored: _Explored, decode: Work, passes: _Passes) -> tuple[dict[str, Stage], Stage]:
+    """Explore, regenerate and update of an iteration, and an evaluation."""
+    prompts, plan, full = config.prompts.per_iteration, config.plan, config.regenerate
+    step, rollout, learner = passes.sampling.flops / passes.sampled, config.services.rollout, config.services.learner
+    mine = min(1.0, learner.gpus) or 1.0
+    stages: dict[str, Stage] = {}
+    if plan.explore is not None:
+        pictures = prompts * plan.explore.pool_size
+        calls = pictures * plan.explore.steps / explored.batch
+        stages["explore"] = Stage(
+            wide=calls * (explored.step.flops - explored.step.quantised),
+            quantised=calls * explored.step.quantised,
+            decoding=pictures * decode.flops,
+            gpus=rollout.actors * (min(1.0, rollout.gpus) or 1.0),
+        )
+    if plan.regenerate:
+        pictures = prompts * (config.selection.keep + config.audit.random_seeds)
+        stages["regenerate"] = Stage(pictures * full.steps * step, decoding=pictures * decode.flops, gpus=mine)
+    points, others = training_points(config)
+    trained = passes.training.flops / passes.points
+    stages["update"] = Stage(prompts * config.selection.keep * points * (trained + others * step), gpus=mine)
+    pictures = config.evaluate.prompts * config.evaluate.noises
+    return stages, Stage(pictures * config.evaluate.steps * step, decoding=pictures * decode.flops, gpus=mine)
+
+
+def training_points(config: RunConfig) -> tuple[int, float]:
+    """(training points of each sample, forward passes of each point beside the trained one).
+
+    Where the sampling policy is a copy of the trained one, its pass is saved until the first optimiser step of an iteration.
+    """
+    objective: Any = build_objective(config.objective, config.stop.max_kl is not None)
+    steps = config.regenerate.steps
+    count = len(objective.steps(steps, np.random.default_rng(0))) if objective.path_solver else objective.settings.times_per_sample
+    others = float(len(set(objective.policies) - {"current"}))
+    old = config.resolved_old_policy
+    if "old" in objective.policies and old.schedule == "constant" and not old.value:
+        others -= 1 / config.optimizer.steps_per_iteration
+    return count, others
+
+
+# ---- placement
+
+
+def _placement(
+    config: RunConfig, given: Assumptions, accelerator: str | None, nodes: Sequence[Node] | None
+) -> tuple[Sequence[Node], Mapping[str, str], str | None]:
+    """(nodes, node id by actor, None), or why there is none. Without ``nodes``: as few as do of those assumed."""
+    needs = needs_of(config)
+    if nodes is not None:
+        try:
+            return nodes, place(needs, nodes), None
+        except NoRoom as error:
+            return nodes, {}, str(error)
+    labels = {"ray.io/accelerator-type": accelerator} if accelerator else {}
+    problem = ""
+    for count in range(1, MOST_NODES + 1):
+        assumed = [Node(f"node {i + 1}", given.node_cpus, given.node_gpus if accelerator else 0, labels) for i in range(count)]
+        try:
+            return assumed, place(needs, assumed), None
+        except NoRoom as error:
+            problem = problem or str(error)
+    return [], {}, problem

@@ -1,0 +1,281 @@
+"""What a model needs before any of it is loaded: bytes it holds, multiplications and scratch memory of its passes.
+
+Modules are built from configuration files on the meta device, where tensors have shapes and no memory, and then run there: what
+is counted are the operations that the real modules would carry out. Not counted: memory of a device's libraries and of the
+allocator's gaps, and what fused kernels of quantised layers need for a packed input.
+"""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import flop_registry
+
+from configs.schema import Lora
+from policy.families.architectures import build
+from policy.families.base import Family
+from policy.lora import target_modules, use
+from policy.precision.backends import Backend
+from policy.precision.hardware import EngineNVFP4, NVFP4Weight, TorchNVFP4
+from policy.precision.swap import ModuleRow, quantise_plan, swap_linears, weight_modules
+from policy.types import Conditioning
+
+CLIP_TOKENS = 77
+META = torch.device("meta")
+
+
+@dataclass(frozen=True)
+class Work:
+    """Of one pass: ``flops``, two per multiplication and addition; ``quantised``, those of them in quantised layers; ``peak``
+    bytes that it had allocated at once beside the weights."""
+
+    flops: int
+    quantised: int
+    peak: int
+
+
+class Tally(TorchDispatchMode):
+    """Counts operations of matrix products, convolutions and attention, and the bytes of live results, while it is active."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.flops = self.live = self.peak = 0
+        self._known: dict[int, weakref.ref[Any]] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        for tensor in tree_leaves((args, kwargs)):
+            if isinstance(tensor, Tensor):
+                self._meet(tensor, counts=False)
+        out = func(*args, **kwargs)
+        count = flop_registry.get(func._overloadpacket)
+        if count is not None:
+            self.flops += count(*args, **kwargs, out_val=out)
+        for tensor in tree_leaves(out):
+            if isinstance(tensor, Tensor):
+                self._meet(tensor, counts=True)
+        return out
+
+    def _meet(self, tensor: Tensor, counts: bool) -> None:
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        if key in self._known:
+            return
+        size = storage.nbytes() if counts else 0
+
+        def gone(_: Any) -> None:
+            self._known.pop(key, None)
+            self.live -= size
+
+        self._known[key] = weakref.ref(storage, gone)
+        self.live += size
+        self.peak = max(self.peak, self.live)
+
+
+@contextmanager
+def _fused_attention() -> Iterator[None]:
+    """On the meta device attention would be spelled out, with all its scores in memory; on a GPU they never are.
+
+    The function itself is exchanged: torch's own way of overriding it does not reach what a backward pass computes again.
+    """
+    functional: Any = nn.functional
+    spelled_out = functional.scaled_dot_product_attention
+
+    def attention(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, *rest: Any, **more: Any) -> Tensor:
+        if query.device.type != "meta":
+            return spelled_out(query, key, value, attn_mask, *rest, **more)
+        scale = more.get("scale")  # a mask changes neither the operations nor, being small, the memory
+        return torch.ops.aten._scaled_dot_product_flash_attention(query, key, value, 0.0, False, False, scale=scale)[0]
+
+    functional.scaled_dot_product_attention = attention
+    try:
+        yield
+    finally:
+        functional.scaled_dot_product_attention = spelled_out
+
+
+# ---- modules without data
+
+
+def blank(family: Family, part: str, dtype: torch.dtype) -> nn.Module:
+    """A part of the pipeline on the meta device, as loading it in ``dtype`` would give it."""
+    library, name = family.index[part]
+    config = {key: value for key, value in family.part_config(part).items() if not key.startswith("_")}
+    if library == "diffusers":
+        module = build({"class": f"diffusers.{name}", "config": config}, META, dtype)
+        for path in module.state_dict().keys() - dict(module.named_parameters()).keys():  # stored buffers are cast as weights are
+            owner, _, leaf = path.rpartition(".")
+            buffer = module.get_buffer(path)
+            if buffer.is_floating_point():
+                module.get_submodule(owner).register_buffer(leaf, buffer.to(dtype))
+        return module
+    import transformers
+
+    cls: Any = getattr(transformers, name)
+    described = cls.config_class.from_dict(config)
+    described.dtype = dtype  # some models ask it rather than torch's default
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        with META:
+            return cls(described).eval().requires_grad_(False)
+    finally:
+        torch.set_default_dtype(before)
+
+
+def text_encoders(family: Family, dtype: torch.dtype) -> dict[str, nn.Module]:
+    """The text encoders of the pipeline, by name, on the meta device."""
+    return {part: blank(family, part, dtype) for part in family.components if part.startswith("text_encoder")}
+
+
+@dataclass(frozen=True)
+class _Kernels:
+    """Stands for a backend whose layers need its GPU to be made: the weights they hold are these."""
+
+    def replacements(self, activation_amax: str) -> Callable[[nn.Linear], NVFP4Weight]:
+        return NVFP4Weight
+
+
+def blank_explorer(
+    family: Family, backend: Backend, keep_wide: Sequence[str], dtype: torch.dtype
+) -> tuple[nn.Module, list[ModuleRow], dict[str, Any]]:
+    """(transformer, plan, layers) of ``policy.explorer.Explorer``, on the meta device. Not to be run: kernels may be missing."""
+    transformer = blank(family, "transformer", backend.dtype or dtype)
+    plan = quantise_plan(transformer, family, keep_wide, backend)
+    stand_in: Any = _Kernels() if isinstance(backend, EngineNVFP4 | TorchNVFP4) else backend
+    with META:
+        layers = swap_linears(transformer, plan, stand_in)
+    return transformer, plan, layers
+
+
+def adapt(transformer: nn.Module, family: Family, lora: Lora, name: str = "current") -> int:
+    """Wrap the targets of a meta transformer with one trainable adapter in FP32; returns its number of parameters."""
+    from peft import LoraConfig, inject_adapter_in_model
+
+    modules = target_modules(transformer, lora.targets or family.lora_targets, strict=bool(lora.targets))
+    settings: dict[str, Any] = {"r": lora.rank, "lora_alpha": lora.alpha, "target_modules": modules}
+    with META:
+        inject_adapter_in_model(LoraConfig(**settings), transformer, adapter_name=name)
+    count = 0
+    for path, module in transformer.named_modules():
+        if path.endswith((f"lora_A.{name}", f"lora_B.{name}")):
+            module.to(torch.float32)
+            for parameter in module.parameters():
+                parameter.requires_grad_()
+                count += parameter.numel()
+    return count
+
+
+# ---- bytes
+
+
+def held_bytes(*modules: nn.Module) -> int:
+    """Bytes of the parameters and buffers of modules."""
+    tensors = (tensor for module in modules for tensor in (*module.parameters(), *module.buffers()))
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+
+
+def wire_bytes(
+    transformer: nn.Module, plan: Sequence[ModuleRow], layers: dict[str, Any], adapted: Sequence[str], backend: Backend
+) -> int:
+    """Bytes of one published version: every quantised layer packed, adapted modules that run wide as merged weights."""
+    packed = sum(tensor.numel() * tensor.element_size() for layer in layers.values() for tensor in layer.wire_targets().values())
+    wide = {row.name: math.prod(row.shape) for row in plan if not row.quantised}
+    return packed + sum(wide.get(name, 0) for name in adapted) * backend.wire_dtype.itemsize
+
+
+def conditioning_like(family: Family, rows: int, dtype: torch.dtype, device: torch.device | str = META) -> Conditioning:
+    """Conditioning of ``rows`` prompts with every token in use, in the shapes that the family's ``encode_prompt`` gives. Raises ValueError
+    for a family that has no row in ``CONDITIONING``."""
+    if family.name not in CONDITIONING:
+        raise ValueError(
+            f"model.family: {family.name!r} has no row in CONDITIONING of policy/memory.py: add the shapes of its conditioning"
+        )
+    shapes = CONDITIONING[family.name](family.part_config("transformer"), family.model.max_sequence_length)
+    return Conditioning({name: torch.ones(rows, *shape, dtype=dtype, device=device) for name, shape in shapes.items()})
+
+
+CONDITIONING: dict[str, Callable[[dict[str, Any], int], dict[str, tuple[int, ...]]]] = {
+    "sd3": lambda config, tokens: {
+        "prompt_embeds": (CLIP_TOKENS + tokens, config["joint_attention_dim"]),
+        "pooled_prompt_embeds": (config["pooled_projection_dim"],),
+    },
+    "flux": lambda config, tokens: {
+        "prompt_embeds": (tokens, config["joint_attention_dim"]),
+        "pooled_prompt_embeds": (config["pooled_projection_dim"],),
+    },
+    "sana": lambda config, tokens: {"prompt_embeds": (tokens, config["caption_channels"]), "prompt_attention_mask": (tokens,)},
+}
+"""Shapes of one prompt's conditioning, from the transformer's configuration and ``model.max_sequence_length``."""
+
+
+# ---- work
+
+
+@contextmanager
+def _counted(transformer: nn.Module, quantised: Sequence[str]) -> Iterator[tuple[Tally, list[int]]]:
+    """A tally while the block runs, and the operations of the linears and 1x1 convolutions named ``quantised``."""
+    inside: list[int] = []
+
+    def count(module: nn.Module, inputs: Any, output: Tensor) -> None:
+        weight: Any = getattr(module, "weight", None)
+        inside.append(2 * (output.numel() // weight.shape[0]) * weight.numel())
+
+    names = set(quantised)
+    hooks = [module.register_forward_hook(count) for name, module in weight_modules(transformer) if name in names]
+    tally = Tally()
+    try:
+        with _fused_attention(), tally:
+            yield tally, inside
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def sampling_work(family: Family, transformer: nn.Module, batch: int, dtype: torch.dtype, quantised: Sequence[str] = ()) -> Work:
+    """One call of the denoiser for ``batch`` pictures, without gradients. ``transformer`` is wide, on the meta device."""
+    x, cond = torch.empty(batch, *family.latent_shape, device=META), conditioning_like(family, batch, dtype)
+    with torch.no_grad(), _counted(transformer, quantised) as (tally, inside):
+        family.velocity(transformer, x, torch.tensor(0.5), cond)
+    return Work(tally.flops, sum(inside), tally.peak)
+
+
+def training_work(family: Family, transformer: nn.Module, batch: int, dtype: torch.dtype, checkpointing: bool) -> Work:
+    """Forward and backward pass of ``batch`` training points; the peak includes the gradients of the adapter."""
+    model: Any = transformer
+    if checkpointing:
+        model.enable_gradient_checkpointing()
+    x, cond = torch.empty(batch, *family.latent_shape, device=META), conditioning_like(family, batch, dtype)
+    try:
+        with _counted(transformer, ()) as (tally, _), use(transformer, "current"):
+            velocity = family.velocity(transformer, x, torch.full((batch,), 0.5, device=META), cond)
+            loss = (velocity - x).square().mean()
+            del velocity
+            loss.backward()
+    finally:
+        transformer.zero_grad(set_to_none=True)
+        if checkpointing:
+            model.disable_gradient_checkpointing()
+    return Work(tally.flops, 0, tally.peak)
+
+
+def decoding_work(family: Family, batch: int) -> tuple[int, Work]:
+    """(bytes of the autoencoder in FP32, work of decoding ``batch`` latents at once, or one by one where slicing is on)."""
+    vae: Any = blank(family, "vae", torch.float32)
+    if family.model.vae_slicing:
+        vae.enable_slicing()
+    if family.model.vae_tiling:
+        vae.enable_tiling()
+    latents = torch.empty(batch, *family.latent_shape, device=META)
+    with torch.no_grad(), _counted(vae, ()) as (tally, _):
+        vae.decode(family.unscale(vae, latents), return_dict=False)[0].float().clamp(0, 1)
+    return held_bytes(vae), Work(tally.flops, 0, tally.peak)
