@@ -50,8 +50,8 @@ def one_rollout_actor(config: RunConfig) -> RunConfig:
     """The configuration with one rollout actor, equal threads everywhere, and nothing beside the ring itself."""
     tree = config.model_dump(mode="json")
     threads = tree["services"]["learner"]["threads"]
-    for service in tree["services"].values():
-        service["threads"] = threads
+    for kind in ("rollout", "reward", "encoder", "selector", "learner"):
+        tree["services"][kind]["threads"] = threads
     tree["services"]["rollout"]["actors"] = 1
     tree["audit"]["random_seeds"] = 0
     return parse(tree | {"name": f"{config.name[:80]}-bench-ring"})
