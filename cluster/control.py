@@ -88,7 +88,8 @@ class Link:
                 if self._board is None:
                     self._board = await asyncio.to_thread(board)
                 answer = self._board.exchange.remote(self._run, self._state(), told)
-                requests = await asyncio.wait_for(asyncio.wrap_future(answer.future()), 10 * PERIOD_S)
+                async with asyncio.timeout(10 * PERIOD_S):  # wait_for may swallow a cancellation that comes with the answer
+                    requests = await asyncio.wrap_future(answer.future())
             except (RayError, TimeoutError, ValueError):
                 self._board = None
             else:
@@ -107,7 +108,8 @@ class Link:
         await asyncio.gather(*self._acts, return_exceptions=True)
         if self._board is not None:
             try:
-                await asyncio.wait_for(asyncio.wrap_future(self._board.leave.remote(self._run).future()), 5)
+                async with asyncio.timeout(5):
+                    await asyncio.wrap_future(self._board.leave.remote(self._run).future())
             except (RayError, TimeoutError):
                 self._board = None
 
