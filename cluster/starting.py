@@ -43,7 +43,8 @@ async def start_actor(
             continue
         try:
             future = asyncio.wrap_future(handle.ready.remote().future())
-            return handle, await asyncio.wait_for(future, max(deadline - time.monotonic(), PAUSE_S))
+            async with asyncio.timeout(max(deadline - time.monotonic(), PAUSE_S)):
+                return handle, await future
         except TimeoutError:
             ray.kill(handle, no_restart=True)
             raise RunFailed(
