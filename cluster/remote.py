@@ -26,13 +26,14 @@ def address_of(given: str | None) -> str:
 def connected(address: str) -> Iterator[None]:
     """A Ray connection: the one that is there, or one to ``address``. Raises ConfigError where nothing answers."""
     import ray
+    from ray.exceptions import AuthenticationError
 
     if ray.is_initialized():
         yield
         return
     try:
         ray.init(address=address, logging_level=logging.ERROR, log_to_driver=False, namespace=NAMESPACE)
-    except (ConnectionError, RuntimeError, ValueError, ray.exceptions.AuthenticationError) as error:
+    except (ConnectionError, RuntimeError, ValueError, AuthenticationError) as error:
         raise ConfigError(
             [f"--address {address}: no Ray cluster answers there ({str(error).splitlines()[0]}); give host:port of its head"]
         ) from None
