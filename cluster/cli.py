@@ -234,7 +234,8 @@ def _plan(options: argparse.Namespace) -> int:
         if (value := getattr(options, name)) is not None and not 0 < value < float("inf"):
             raise ConfigError([f"--{name.replace('_', '-')} {value:g}: must be above 0"])
     config = load(options.config, options.overrides)
-    from cluster.plan import Assumptions, make_plan
+    from cluster.plan import make_plan
+    from cluster.plan_assumptions import Assumptions
     from cluster.plan_lines import lines_of
 
     nodes = None

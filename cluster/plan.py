@@ -6,7 +6,6 @@ Seconds are operations over an assumed share of an assumed peak, and nothing els
 
 from __future__ import annotations
 
-import json
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -18,62 +17,21 @@ import numpy as np
 import torch
 
 from cluster.placement import Node, NoRoom, kinds_of, needs_of, place
+from cluster.plan_assumptions import Assumptions, Device, backend_of, device_of, with_format
+from cluster.plan_scorers import scorer_bytes
 from configs.load import ConfigError
-from configs.schema import RunConfig, Scorer
+from configs.schema import RunConfig
 from learner.objectives import build_objective
 from policy import memory
 from policy.families import Family, family_for
 from policy.families.architectures import published, published_names, write_configs
 from policy.lora import target_modules
 from policy.memory import Work
-from policy.precision.backends import BACKENDS, Backend
+from policy.precision.backends import Backend
 from policy.precision.swap import ModuleRow
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 MOST_NODES = 64
-
-
-@dataclass(frozen=True)
-class Accelerator:
-    """Dense peaks in TFLOP/s and GB of memory, as NVIDIA states them; ``auto`` is the backend taken for ``explore.backend = "auto"``."""
-
-    bf16: float
-    fp8: float
-    fp4: float
-    memory_gb: float
-    auto: str
-
-
-ACCELERATORS = {
-    "B200": Accelerator(2250, 4500, 9000, 180, "te_nvfp4"),
-    "GB200": Accelerator(2500, 5000, 10000, 186, "te_nvfp4"),
-    "H200": Accelerator(990, 1980, 0, 141, "fp8"),
-    "H100": Accelerator(990, 1980, 0, 80, "fp8"),
-}
-
-
-@dataclass(frozen=True)
-class Assumptions:
-    """What a dry run cannot know. Peaks are dense TFLOP/s of one GPU; None: those of ``accelerator``."""
-
-    accelerator: str | None = None  # None: the first that services.rollout.accelerator allows, or B200
-    peak_tflops: float | None = None
-    quantised_peak_tflops: float | None = None
-    utilisation: float = 0.4
-    gpu_memory_gb: float | None = None
-    node_gpus: int = 8
-    node_cpus: int = 96
-
-
-@dataclass(frozen=True)
-class Device:
-    """The assumptions, resolved for a configuration."""
-
-    name: str
-    tflops: float
-    quantised_tflops: float
-    memory_gb: float
-    utilisation: float
 
 
 @dataclass(frozen=True)
@@ -142,8 +100,8 @@ def described(config: RunConfig) -> Iterator[tuple[Family, str]]:
 
 
 def _plan(config: RunConfig, family: Family, source: str, given: Assumptions, nodes: Sequence[Node] | None) -> Plan:
-    device, accelerator = _device(config, given)
-    backend, why = _backend(config, accelerator)
+    device, accelerator = device_of(config, given)
+    backend, why = backend_of(config, accelerator)
     dtype = DTYPES[config.regenerate.precision]
     text_bytes = memory.held_bytes(*memory.text_encoders(family, dtype).values())
     wide = memory.blank(family, "transformer", dtype)
@@ -160,56 +118,13 @@ def _plan(config: RunConfig, family: Family, source: str, given: Assumptions, no
     held["encoder"] = {"text encoders": text_bytes}
     broadcast = explored.broadcast if config.plan.explore else 0
     if device is not None and given.quantised_peak_tflops is None:
-        device = _with_format(device, accelerator, backend)
+        device = with_format(device, accelerator, backend)
     stages, evaluation = _stages(config, explored, decoded, passes)
     there, placed, problem = _placement(config, given, accelerator, nodes)
     return Plan(
         config, source, backend.name, why, explored.quantised_weights, all_weights, trained, held, broadcast,
         _store(config, family, broadcast, dtype), stages, evaluation, device, there, placed, problem,
     )  # fmt: skip
-
-
-# ---- what is assumed
-
-
-def _device(config: RunConfig, given: Assumptions) -> tuple[Device | None, str | None]:
-    """(device, its name) of the GPUs; None where no service has any and no peak is given."""
-    wanted = (config.services.rollout.accelerator or "").removeprefix("in(").rstrip(")").split(",")
-    named = [name.strip() for name in wanted if name.strip() and not name.startswith("!")]
-    name = given.accelerator or next((n for n in named if n in ACCELERATORS), named[0] if named else "B200")
-    if not given.accelerator and given.peak_tflops is None and not any(need.gpus for need in needs_of(config)):
-        return None, None
-    known = ACCELERATORS.get(name)
-    if known is None and (given.peak_tflops is None or given.gpu_memory_gb is None):
-        raise ConfigError(
-            [
-                f"--accelerator {name}: known here are {', '.join(ACCELERATORS)}: give --peak-tflops, --quantised-peak-tflops and --gpu-memory-gb"
-            ]
-        )
-    peak = given.peak_tflops or (known.bf16 if known else 0.0)
-    memory_gb = given.gpu_memory_gb or (known.memory_gb if known else 0.0)
-    return Device(name, peak, given.quantised_peak_tflops or peak, memory_gb, given.utilisation), name
-
-
-def _with_format(device: Device, name: str | None, backend: Backend) -> Device:
-    """With the peak of the backend's format; emulated NVFP4 gains nothing."""
-    known = ACCELERATORS.get(name or "")
-    peaks = {"te_nvfp4": known.fp4, "torch_nvfp4": known.fp4, "fp8": known.fp8} if known else {}
-    quantised = peaks.get(backend.name, 0) or device.tflops
-    return Device(device.name, device.tflops, quantised, device.memory_gb, device.utilisation)
-
-
-def _backend(config: RunConfig, accelerator: str | None) -> tuple[Backend, str]:
-    """The explorers' backend; "auto" as it would be on the accelerator assumed, on a CPU the emulation."""
-    name = config.plan.explore.backend if config.plan.explore else config.explore.backend
-    if name != "auto":
-        return BACKENDS[name], "as configured"
-    if not config.services.rollout.gpus:
-        return BACKENDS["emulated_nvfp4"], "auto, on CPUs"
-    known = ACCELERATORS.get(accelerator or "")
-    if known is None:
-        raise ConfigError([f"explore.backend: 'auto' on {accelerator} is not known here: give --set explore.backend=..."])
-    return BACKENDS[known.auto], f"auto, on {accelerator} with what it needs installed"
 
 
 # ---- what actors hold
@@ -277,48 +192,6 @@ def _learner(
         f"passes, {sampled} pictures or {points} points": max(sampling.peak, decode.peak, training.peak),
     }
     return held, trained, _Passes(sampling, training, sampled, points)
-
-
-def scorer_bytes(scorer: Scorer) -> int | None:
-    """Bytes of a built-in scorer's model; 0 for one without, None where it cannot be known without loading it."""
-    from rewards.paired import DTYPES as WIDTHS
-
-    given = scorer.settings.get("architecture")
-    width = WIDTHS.get(str(scorer.settings.get("dtype", "fp32")), torch.float32).itemsize
-    with torch.device("meta"):
-        match scorer.name:
-            case "clipscore" | "hpsv2":
-                model = _open_clip(scorer, given)
-            case "pickscore":
-                from transformers import CLIPConfig, CLIPModel
-
-                from rewards.pickscore import ARCHITECTURE
-
-                model = CLIPModel(CLIPConfig(**(given or ARCHITECTURE)))
-            case "imagereward":
-                from rewards.imagereward import Judge
-
-                model = Judge((given or {}).get("vision", {}), (given or {}).get("text", {}))
-            case "shapes" | "http" | "jpeg_compressibility" | "jpeg_incompressibility":
-                return 0
-            case _:
-                return None
-    return sum(parameter.numel() for parameter in model.parameters()) * width
-
-
-def _open_clip(scorer: Scorer, given: Any) -> torch.nn.Module:
-    """The two towers; a description beside a local checkpoint counts, as it does for the scorer itself."""
-    import open_clip
-
-    from rewards.checkpoints import ROOT
-    from rewards.openclip import CONFIG, ClipScore, HPSv2
-
-    checkpoint = Path(str(scorer.settings.get("checkpoint", "")))
-    folders = [folder for path in (checkpoint, ROOT / checkpoint) for folder in (path, path.parent) if (folder / CONFIG).is_file()]
-    beside = json.loads((folders[0] / CONFIG).read_text())["model_cfg"] if folders else None
-    wanted = given or beside or {"clipscore": ClipScore, "hpsv2": HPSv2}[scorer.name].default
-    found = open_clip.get_model_config(wanted) if isinstance(wanted, str) else wanted
-    return open_clip.CLIP(**{key: value for key, value in (found or {}).items() if key != "custom_text"})
 
 
 def _store(config: RunConfig, family: Family, broadcast: int, dtype: torch.dtype) -> dict[str, int]:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from cluster.placement import kinds_of, need_of
-from cluster.plan import Device, Plan, training_points
+from cluster.plan import Plan, training_points
+from cluster.plan_assumptions import Device
 
 GB = 1e9
 
@@ -34,9 +35,9 @@ def _summary(plan: Plan) -> list[str]:
         f"  model       {model.family} {model.path}, {model.width}x{model.height}{guidance}; {plan.source}, no weights read",
         f"  {explore}",
         f"  regenerate  {f'{keep} noises, {full}' if arm.regenerate else 'nothing: trained on what was explored'}",
-        f"  update      {keep} samples x {points} points, {others:g} passes of other policies beside the trained one; "
+        f"  update      {keep} samples x {points} points, {others:.3g} passes of other policies beside the trained one; "
         f"LoRA rank {config.lora.rank} alpha {config.lora.alpha:g}, {plan.trained / 1e6:.1f} million parameters",
-        f"  quantised   {plan.quantised_weights / 1e9:.3f} of {plan.all_weights / 1e9:.3f} billion weights of the denoiser"
+        f"  quantised   {plan.quantised_weights / 1e9:.4g} of {plan.all_weights / 1e9:.4g} billion weights of the denoiser"
         if arm.explore is not None
         else "  quantised   nothing: there are no explorers",
     ]
@@ -72,10 +73,11 @@ def _memory(plan: Plan) -> list[str]:
 
 
 def _bytes(plan: Plan) -> list[str]:
-    chunk = plan.config.publish.chunk_mb * 2**20
     lines = [
         "",
-        f"broadcast   {plan.broadcast / GB:.3f} GB to each explorer after each iteration, in {-(-plan.broadcast // chunk)} chunks",
+        f"broadcast   {plan.broadcast / GB:.3f} GB to each explorer after each iteration, in chunks of {plan.config.publish.chunk_mb} MiB"
+        if plan.broadcast
+        else "broadcast   nothing: there are no explorers",
         f"object store, at most {sum(plan.store.values()) / GB:.3f} GB",
     ]
     return lines + [f"  {size / GB:10.3f}  {what}" for what, size in plan.store.items()]
@@ -102,7 +104,7 @@ def _operations(plan: Plan) -> list[str]:
         f"evaluation  {evaluation.seconds(device):.1f} s, {config.evaluate.prompts} prompts x {config.evaluate.noises} noises x "
         f"{config.evaluate.steps} steps, every {config.evaluate.every} iterations",
         f"assumed     {device.name}: {device.tflops:g} TFLOP/s, {device.quantised_tflops:g} in quantised layers, {device.tflops / 2:g} decoding; "
-        f"{device.utilisation:.0%} of them used; {device.memory_gb:g} GB",
+        f"{device.utilisation:.0%} of them used" + (f"; {device.memory_gb:g} GB" if device.memory_gb else ""),
     ]
     return lines
 

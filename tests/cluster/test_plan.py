@@ -11,8 +11,10 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from cluster.cli import main
 from cluster.placement import Node
-from cluster.plan import ACCELERATORS, Assumptions, Device, Stage, make_plan, scorer_bytes, training_points
+from cluster.plan import Stage, make_plan, training_points
+from cluster.plan_assumptions import ACCELERATORS, Assumptions, Device
 from cluster.plan_lines import iteration_seconds, lines_of
+from cluster.plan_scorers import scorer_bytes
 from configs.load import ConfigError, load
 from configs.schema import Lora, Model, RunConfig, Scorer
 from learner.trainer import Trainer
@@ -126,6 +128,8 @@ def test_a_broadcast_of_sana_is_nine_bits_in_two_weights(tmp_path):
     [
         (Scorer(name="clipscore", settings={"checkpoint": "x/y"}), 427_616_513 * 4),  # the published ViT-L/14
         (Scorer(name="hpsv2", settings={"checkpoint": "x/y", "dtype": "bf16"}), 986_109_441 * 2),  # and ViT-H/14
+        (Scorer(name="pickscore"), 986_109_441 * 4),  # the same in transformers' words
+        (Scorer(name="clipscore", settings={"checkpoint": "shapes/not_built"}), None),
         (Scorer(name="shapes"), 0),
         (Scorer(name="mine:Scorer"), None),
     ],
@@ -274,6 +278,9 @@ def test_the_command_on_cpus(tiny_sana_dir, tmp_path, capsys):
     text = capsys.readouterr().out
     assert "emulated_nvfp4 (as configured)" in text and "no GPU is asked for, so no time is predicted" in text
     assert "(host)" in text and "broadcast   0.000 GB" in text
+    assert main(["plan", str(file), "--peak-tflops", "0.1"]) == 0
+    text = capsys.readouterr().out
+    assert "assumed     CPUs: 0.1 TFLOP/s, 0.1 in quantised layers, 0.05 decoding; 40% of them used\n" in text
 
 
 def test_the_nodes_of_a_cluster(tiny_sd3_dir, tmp_path, capsys, monkeypatch):
