@@ -86,6 +86,7 @@ class Saboteur(Progress):
         os.kill(getattr(self.session.services, kind).workers[0].facts["pid"], signal.SIGKILL)
 
 
+@pytest.mark.timeout(600)  # four processes are started again, one after the other
 def test_sigkill_of_every_stateless_service_changes_nothing(undisturbed, tiny_sd3_dir, tmp_path):
     saboteur = Saboteur()
     run = run_here(tiny_config(tiny_sd3_dir, tmp_path, "killed"), progress=saboteur)
