@@ -29,7 +29,6 @@ from policy.precision.hardware import EngineNVFP4, NVFP4Weight, TorchNVFP4
 from policy.precision.swap import ModuleRow, quantise_plan, swap_linears, weight_modules
 from policy.types import Conditioning
 
-CLIP_TOKENS = 77
 META = torch.device("meta")
 
 
@@ -194,28 +193,9 @@ def wire_bytes(
 
 
 def conditioning_like(family: Family, rows: int, dtype: torch.dtype, device: torch.device | str = META) -> Conditioning:
-    """Conditioning of ``rows`` prompts with every token in use, in the shapes that the family's ``encode_prompt`` gives. Raises ValueError
-    for a family that has no row in ``CONDITIONING``."""
-    if family.name not in CONDITIONING:
-        raise ValueError(
-            f"model.family: {family.name!r} has no row in CONDITIONING of policy/memory.py: add the shapes of its conditioning"
-        )
-    shapes = CONDITIONING[family.name](family.part_config("transformer"), family.model.max_sequence_length)
+    """Conditioning of ``rows`` prompts with every token in use, in the shapes that the family's ``encode_prompt`` gives."""
+    shapes = family.conditioning_shapes
     return Conditioning({name: torch.ones(rows, *shape, dtype=dtype, device=device) for name, shape in shapes.items()})
-
-
-CONDITIONING: dict[str, Callable[[dict[str, Any], int], dict[str, tuple[int, ...]]]] = {
-    "sd3": lambda config, tokens: {
-        "prompt_embeds": (CLIP_TOKENS + tokens, config["joint_attention_dim"]),
-        "pooled_prompt_embeds": (config["pooled_projection_dim"],),
-    },
-    "flux": lambda config, tokens: {
-        "prompt_embeds": (tokens, config["joint_attention_dim"]),
-        "pooled_prompt_embeds": (config["pooled_projection_dim"],),
-    },
-    "sana": lambda config, tokens: {"prompt_embeds": (tokens, config["caption_channels"]), "prompt_attention_mask": (tokens,)},
-}
-"""Shapes of one prompt's conditioning, from the transformer's configuration and ``model.max_sequence_length``."""
 
 
 # ---- work

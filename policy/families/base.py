@@ -219,6 +219,11 @@ class Family(ABC):
     def latent_shape(self) -> tuple[int, ...]:
         """Shape of one latent, without the batch dimension. Raises ValueError for a picture size the model cannot draw."""
 
+    @property
+    @abstractmethod
+    def conditioning_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Shape of each tensor of one prompt's row as ``encode_prompt`` gives it, without the row dimension, every token in use."""
+
     @abstractmethod
     def encode_prompt(self, pipe: Any, prompt: str) -> Conditioning:
         """One row of conditioning, as the stock pipeline ``pipe`` (without transformer and autoencoder) makes it."""

@@ -69,6 +69,14 @@ class Flux(Family):
         rows, columns = self.grid
         return (rows * columns, self.part_config("transformer")["in_channels"])
 
+    @property
+    def conditioning_shapes(self) -> dict[str, tuple[int, ...]]:
+        config, tokens = self.part_config("transformer"), self.model.max_sequence_length
+        return {
+            "prompt_embeds": (tokens, config["joint_attention_dim"]),
+            "pooled_prompt_embeds": (config["pooled_projection_dim"],),
+        }
+
     def encode_prompt(self, pipe: Any, prompt: str) -> Conditioning:
         """prompt_embeds [1, max_sequence_length, D] of T5 and pooled_prompt_embeds [1, D'] of CLIP."""
         embeds, pooled, _ = pipe.encode_prompt(prompt, prompt_2=None, max_sequence_length=self.model.max_sequence_length)

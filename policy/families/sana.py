@@ -45,6 +45,11 @@ class Sana(Family):
         height, width = self.sizes(math.lcm(PIPELINE_UNIT, factor * transformer["patch_size"]))
         return (transformer["in_channels"], height // factor, width // factor)
 
+    @property
+    def conditioning_shapes(self) -> dict[str, tuple[int, ...]]:
+        tokens = self.model.max_sequence_length
+        return {"prompt_embeds": (tokens, self.part_config("transformer")["caption_channels"]), "prompt_attention_mask": (tokens,)}
+
     def encode_prompt(self, pipe: Any, prompt: str) -> Conditioning:
         """prompt_embeds [1, max_sequence_length, D] and prompt_attention_mask [1, max_sequence_length] of zeros and ones."""
         embeds, mask, _, _ = pipe.encode_prompt(

@@ -54,6 +54,15 @@ class SD3(Family):
         height, width = self.sizes(unit, transformer["pos_embed_max_size"] * unit)
         return (transformer["in_channels"], height // factor, width // factor)
 
+    @property
+    def conditioning_shapes(self) -> dict[str, tuple[int, ...]]:
+        config = self.part_config("transformer")
+        tokens = self.part_config("text_encoder")["max_position_embeddings"] + self.model.max_sequence_length
+        return {
+            "prompt_embeds": (tokens, config["joint_attention_dim"]),
+            "pooled_prompt_embeds": (config["pooled_projection_dim"],),
+        }
+
     def encode_prompt(self, pipe: Any, prompt: str) -> Conditioning:
         """prompt_embeds [1, 77 + max_sequence_length, D] and pooled_prompt_embeds [1, D']."""
         embeds, _, pooled, _ = pipe.encode_prompt(

@@ -139,6 +139,11 @@ def test_a_prompts_conditioning_ignores_its_neighbours(family):
         encoder.encode([])
 
 
+def test_conditioning_has_the_shapes_that_the_plan_counts(family):
+    row = family.load_text("cpu", torch.float32).encode(["a red circle"])
+    assert {name: tuple(tensor.shape[1:]) for name, tensor in row.tensors.items()} == family.conditioning_shapes
+
+
 def test_only_the_encoder_loads_text_encoders(family):
     encoder = family.load_text("cpu", torch.float32)
     assert isinstance(encoder, PromptEncoder)
