@@ -24,7 +24,7 @@ quickstart: setup
 compare-small: setup
 	$(BIN)/sol-rl compare small $(ARGS)
 
-# Learning rates for it, on other prompts, with the same effort for each objective. docs/methods.md
+# Settings for it, on other prompts, with the same effort for each objective. docs/methods.md
 search-small: setup
 	$(BIN)/sol-rl compare small_search $(ARGS)
 
