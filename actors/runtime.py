@@ -11,7 +11,8 @@ import ray
 import torch
 
 from configs.load import parse
-from configs.schema import RunConfig, Service
+from configs.schema import RunConfig
+from configs.services import Service
 
 
 def begin(config: dict[str, Any], kind: str) -> tuple[RunConfig, Service, torch.device]:

@@ -13,7 +13,7 @@ from typing import get_args
 from bench import NAMES, benchmark
 from bench.timing import Options, Ratio, machine
 from configs.load import ConfigError, load
-from configs.schema import Backend
+from configs.sections import Backend
 from policy.families.architectures import published_names
 
 

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from bench.timing import Options, Ratio, interleave
-from configs.schema import Model
+from configs.sections import Model
 from policy.families import Family, family_for
 from policy.families.architectures import build, published, published_names, write_configs
 from policy.precision.backends import BACKENDS, Backend

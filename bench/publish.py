@@ -17,7 +17,7 @@ import torch
 from bench.timing import Options, Ratio, ray_for
 from cluster.pool import ActorPool
 from cluster.weights import WeightChannel
-from configs.schema import Service
+from configs.services import Service
 from policy.precision.wire import pack_tensors, unpack_into
 
 TENSORS = 16

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from bench.timing import Options, Ratio, interleave
-from configs.schema import Scorer as ScorerConfig
+from configs.rewards import Scorer as ScorerConfig
 from rewards import ScorerSetupError, build
 from rewards.imagereward import WORDS
 

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from cluster.pool import ActorPool
-from configs.schema import Autoscale, Service
+from configs.services import Autoscale, Service
 
 EXPLORERS_ARE_WHY = 0.8
 """Share of the learner's wait that explorers must work through, to be its cause."""

@@ -18,7 +18,8 @@ from pydantic import Field, ValidationError
 
 from configs.load import HERE, ConfigError, apply, lay_over, layer, parse, tree_of
 from configs.objectives import OBJECTIVES
-from configs.schema import NAME, Arm, RunConfig, Section
+from configs.schema import NAME, Arm, RunConfig
+from configs.section import Section
 
 COMPARISONS = HERE / "comparisons"
 ALIKE = (

@@ -14,7 +14,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from configs.load import ConfigError
-from configs.schema import RunConfig, Service
+from configs.schema import RunConfig
+from configs.services import Service
 
 UNIT = 10_000
 ACCELERATOR = "ray.io/accelerator-type"

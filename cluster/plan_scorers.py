@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from configs.schema import Scorer
+from configs.rewards import Scorer
 
 
 def scorer_bytes(scorer: Scorer) -> int | None:

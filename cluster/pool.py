@@ -23,7 +23,7 @@ from ray.exceptions import ObjectLostError, RayActorError, RayError, RayTaskErro
 from cluster.errors import InputsLost, RunFailed, StateLost
 from cluster.starting import Spawn, cause, start_actor
 from cluster.worker import ActorLost, Unit, Worker
-from configs.schema import Service
+from configs.services import Service
 
 START_DEADLINE_S = 600.0
 Event = Callable[..., None]

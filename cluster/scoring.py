@@ -14,7 +14,7 @@ from cluster.errors import InputsLost, RunFailed
 from cluster.pool import ActorPool
 from cluster.worker import Worker
 from configs.prompts import Prompt
-from configs.schema import Rewards
+from configs.rewards import Rewards
 from rewards.combine import Combination
 
 

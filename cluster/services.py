@@ -25,7 +25,8 @@ from cluster.rundir import RunDirectory
 from cluster.scoring import RewardService
 from cluster.weights import WeightChannel
 from configs.load import ConfigError
-from configs.schema import RunConfig, ScorerService
+from configs.schema import RunConfig
+from configs.services import ScorerService
 
 
 def join_or_start_ray(config: RunConfig) -> bool:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from configs.schema import Advantages
+from configs.rewards import Advantages
 
 
 def advantages(groups: Sequence[np.ndarray], settings: Advantages) -> tuple[list[np.ndarray], dict[str, float]]:

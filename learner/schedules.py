@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from configs.schema import OldPolicy, Optimizer, Stop
+from configs.sections import OldPolicy, Optimizer, Stop
 
 
 def learning_rate(settings: Optimizer, done: int, iterations: int) -> float:

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from configs.schema import Optimizer
+from configs.sections import Optimizer
 from learner.objectives.base import Objective, Points
 from policy.families.base import Family
 from policy.lora import trainable, use

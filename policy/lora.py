@@ -21,7 +21,7 @@ from peft import LoraConfig, inject_adapter_in_model
 from peft.tuners.lora import LoraLayer
 from torch import Tensor, nn
 
-from configs.schema import Lora
+from configs.sections import Lora
 from policy.families.base import Family
 
 ADAPTERS = ("current", "old", "ema")

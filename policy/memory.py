@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
-from configs.schema import Lora
+from configs.sections import Lora
 from policy.families.architectures import build
 from policy.families.base import Family
 from policy.lora import target_modules, use

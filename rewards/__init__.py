@@ -11,7 +11,7 @@ import inspect
 from difflib import get_close_matches
 from typing import Any, cast
 
-from configs.schema import Scorer as ScorerConfig
+from configs.rewards import Scorer as ScorerConfig
 from rewards.base import Scorer, ScorerError, ScorerSetupError
 
 SCORERS: dict[str, str] = {

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from configs.schema import Rewards
+from configs.rewards import Rewards
 from rewards import build
 from rewards.base import Scorer, ScorerError, check, require_pictures
 

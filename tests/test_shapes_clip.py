@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from configs.load import load
-from configs.schema import Scorer as ScorerConfig
+from configs.rewards import Scorer as ScorerConfig
 from rewards import build
 from rewards.shapes import ShapesScorer
 from shapes import prompts

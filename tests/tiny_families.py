@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from configs.schema import Model
+from configs.sections import Model
 
 NAMES = ("sd3", "flux", "sana")
 SETTINGS: dict[str, dict[str, Any]] = {

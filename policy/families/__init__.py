@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from configs.schema import Model
+from configs.sections import Model
 from policy.families.base import INDEX, Family, TextEncoder, model_directory, pipeline_file
 from policy.families.flux import Flux
 from policy.families.sana import Sana

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from configs.schema import Model
+from configs.sections import Model
 from policy.families.text import PromptEncoder
 from policy.types import Conditioning
 

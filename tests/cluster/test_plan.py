@@ -16,7 +16,9 @@ from cluster.plan_assumptions import ACCELERATORS, Assumptions, Device
 from cluster.plan_lines import iteration_seconds, lines_of
 from cluster.plan_scorers import scorer_bytes
 from configs.load import ConfigError, load
-from configs.schema import Lora, Model, RunConfig, Scorer
+from configs.rewards import Scorer
+from configs.schema import RunConfig
+from configs.sections import Lora, Model
 from learner.trainer import Trainer
 from policy import memory
 from policy.explorer import Explorer

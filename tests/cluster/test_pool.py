@@ -12,7 +12,7 @@ import ray
 
 from cluster.errors import RunFailed
 from cluster.pool import ActorPool
-from configs.schema import Service
+from configs.services import Service
 
 
 class Echo:

@@ -19,7 +19,8 @@ from cluster.rundir import RunDirectory
 from cluster.scoring import RewardService, Scored, Scoring
 from configs.load import ConfigError, parse
 from configs.prompts import Prompt
-from configs.schema import Rewards, RunConfig
+from configs.rewards import Rewards
+from configs.schema import RunConfig
 from tests.cluster.light import LightReward
 from tests.cluster.runs import adapters, run_here, tiny_config
 

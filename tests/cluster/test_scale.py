@@ -13,7 +13,7 @@ from cluster.control import board
 from cluster.errors import RunFailed
 from cluster.pool import ActorPool
 from cluster.progress import Progress
-from configs.schema import Autoscale, Service
+from configs.services import Autoscale, Service
 from tests.cluster.counting import Counter
 from tests.cluster.runs import adapters, run_here, selections, tiny_config
 

@@ -10,7 +10,7 @@ import pytest
 from cluster.errors import RunFailed
 from cluster.pool import ActorLost, ActorPool
 from cluster.weights import WeightChannel
-from configs.schema import Service
+from configs.services import Service
 
 
 def explorers(*backends: str | None) -> SimpleNamespace:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from configs.schema import Advantages, OldPolicy, Optimizer, Stop
+from configs.rewards import Advantages
+from configs.sections import OldPolicy, Optimizer, Stop
 from learner.advantages import advantages
 from learner.schedules import learning_rate, old_policy_decay, stop_reason
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 from hypothesis import settings
 
-from configs.schema import Lora, Model
+from configs.sections import Lora, Model
 from policy.families import Family, family_for
 from policy.lora import add_adapters, load_adapter_state
 from policy.types import Conditioning

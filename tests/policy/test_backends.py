@@ -110,6 +110,6 @@ def test_an_engine_that_fails_to_import_is_a_reason_not_a_crash(monkeypatch):
 def test_names_are_those_of_the_configuration():
     from typing import get_args
 
-    from configs.schema import Backend
+    from configs.sections import Backend
 
     assert set(get_args(Backend)) == {"auto", *BACKENDS} and all(backend.name == name for name, backend in BACKENDS.items())

@@ -13,7 +13,7 @@ from torch import nn
 import policy.families
 from cluster.session import train
 from configs.load import ConfigError
-from configs.schema import Lora, Model
+from configs.sections import Lora, Model
 from policy.families import FAMILIES, family_for
 from policy.families.text import PromptEncoder
 from policy.lora import adapted_modules, add_adapters, target_modules

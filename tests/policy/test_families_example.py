@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from configs.schema import Lora, Model
+from configs.sections import Lora, Model
 from policy.families import FAMILIES, family_for
 from policy.lora import adapted_modules, add_adapters
 from policy.precision.backends import BACKENDS

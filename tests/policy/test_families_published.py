@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from configs.schema import Model
+from configs.sections import Model
 from policy.families import family_for
 from policy.families.architectures import build, published, published_names, write_configs
 from policy.lora import target_modules

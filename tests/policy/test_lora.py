@@ -8,7 +8,7 @@ import torch
 from diffusers import StableDiffusion3Pipeline
 from safetensors import safe_open
 
-from configs.schema import Lora
+from configs.sections import Lora
 from policy.families import family_for
 from policy.lora import (
     FILE,

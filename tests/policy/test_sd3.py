@@ -8,7 +8,7 @@ import pytest
 import torch
 from diffusers import StableDiffusion3Pipeline
 
-from configs.schema import Model
+from configs.sections import Model
 from policy.families import family_for, model_directory
 from policy.sampling.noise import noise_for
 from policy.sampling.sample import sample

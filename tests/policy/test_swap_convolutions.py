@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from configs.schema import Lora
+from configs.sections import Lora
 from policy.explorer import Explorer
 from policy.lora import add_adapters, delta_weight
 from policy.precision.backends import BACKENDS

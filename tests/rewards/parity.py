@@ -13,7 +13,7 @@ import torch
 from PIL import Image
 from safetensors.torch import load_file, save_file
 
-from configs.schema import Scorer as ScorerConfig
+from configs.rewards import Scorer as ScorerConfig
 from rewards import build
 from tests.rewards import peers
 

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from configs.schema import Rewards
-from configs.schema import Scorer as ScorerConfig
+from configs.rewards import Rewards
+from configs.rewards import Scorer as ScorerConfig
 from rewards.cache import ScoreCache
 from rewards.combine import Combination, WeightedScorer, combine, rank, zscore
 

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from configs.load import parse
-from configs.schema import Scorer as ScorerConfig
+from configs.rewards import Scorer as ScorerConfig
 from rewards import SCORERS, build
 from rewards.server import encode
 

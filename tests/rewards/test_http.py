@@ -16,7 +16,7 @@ import pytest
 from PIL import Image
 
 import rewards.server
-from configs.schema import Scorer as ScorerConfig
+from configs.rewards import Scorer as ScorerConfig
 from rewards import ScorerError, ScorerSetupError, build
 from rewards.server import HttpScorer, decode
 

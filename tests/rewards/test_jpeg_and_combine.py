@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from configs.schema import Rewards
-from configs.schema import Scorer as ScorerConfig
+from configs.rewards import Rewards
+from configs.rewards import Scorer as ScorerConfig
 from rewards import ScorerError, build
 from rewards.combine import WeightedScorer, combine
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from configs.schema import Scorer as ScorerConfig
+from configs.rewards import Scorer as ScorerConfig
 from rewards import ScorerSetupError, build
 from rewards.checkpoints import locate, read_state
 from rewards.imagereward import MEAN, STD, WORDS, Judge

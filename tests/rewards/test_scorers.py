@@ -8,7 +8,7 @@ import types
 import numpy as np
 import pytest
 
-from configs.schema import Scorer as ScorerConfig
+from configs.rewards import Scorer as ScorerConfig
 from rewards import SCORERS, ScorerSetupError, build, resolve
 from rewards.base import check, require_pictures
 
