@@ -48,7 +48,9 @@ class RunConfig(Section):
     seed: int = Field(default=0, ge=0, lt=2**63)
     iterations: int = Field(default=100, ge=1)
     arm: Arm = "sol_rl"
-    explore_ahead: Literal[0] = 0
+    explore_ahead: Literal[0, 1] = Field(
+        default=0, description="1: an iteration is explored with the policy of the one before, while the learner works on that one"
+    )
     model: Model
     prompts: Prompts
     explore: Explore = Explore()
@@ -87,8 +89,11 @@ class RunConfig(Section):
             raise ValueError(
                 f"selection.keep: {keep} is odd, but rule 'best_worst' keeps as many best as worst: use an even number"
             )
-        if self.audit.random_seeds and not self.plan.regenerate:
-            raise ValueError(f"audit.random_seeds: arm {self.arm!r} regenerates nothing, so there is nothing to audit: use 0")
+        if why := _one_stage(self.arm, self.plan):
+            if self.explore_ahead:
+                raise ValueError(f"explore_ahead: arm {self.arm!r} {why}, so it cannot explore with an older policy: use 0")
+            if asked := self.audit.asked_for:
+                raise ValueError(f"{asked}: arm {self.arm!r} {why}, so there is nothing to audit: leave it out")
         if self.audit.random_seeds > pool - keep:
             raise ValueError(
                 f"audit.random_seeds: {self.audit.random_seeds} is more than the {pool - keep} noises that selection leaves"
@@ -122,6 +127,13 @@ class RunConfig(Section):
         """``advantages`` with the objective's own rule where none is given."""
         given, own = self.advantages, self.objective
         return given.model_copy(update={"std": given.std or own.advantage_std, "eps": given.eps or own.advantage_eps})
+
+
+def _one_stage(arm: str, plan: ArmPlan) -> str | None:
+    """What an arm lacks of exploring in one stage and regenerating in another; None: nothing."""
+    if plan.explore is None:
+        return "explores nothing"
+    return None if plan.regenerate else "trains on the explored pictures themselves"
 
 
 class Exploration(Section):

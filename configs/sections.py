@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from configs.section import Section
 
@@ -148,6 +148,38 @@ class Audit(Section):
     """Does the cheap ranking hold? Measured on seeds that have a proxy and a full reward."""
 
     random_seeds: int = Field(default=0, ge=0, description="random noises per prompt, regenerated and scored but not trained on")
+    min_sign_agreement: float | None = Field(
+        default=None, ge=0, le=1, description="act when audit/sign_agreement, of the selected noises, is below; None: never"
+    )
+    min_tau: float | None = Field(
+        default=None, ge=-1, le=1, description="act when audit/random_kendall_tau is below, which needs random_seeds >= 2"
+    )
+    patience: int = Field(default=3, ge=1, description="iterations below, in a row, before something is done")
+    action: Literal["warn", "finer_backend"] = Field(
+        default="warn", description="finer_backend: explore with the next finer precision that the device has, from then on"
+    )
+
+    @model_validator(mode="after")
+    def _measurable(self) -> Audit:
+        if self.min_tau is not None and self.random_seeds < 2:
+            raise ValueError(
+                f"min_tau = {self.min_tau:g} is held against random noises, of which random_seeds = {self.random_seeds} gives too "
+                "few to rank: use at least 2"
+            )
+        if self.action != "warn" and not self.watches:
+            raise ValueError(f"action = {self.action!r} without a threshold never happens: give min_sign_agreement or min_tau")
+        return self
+
+    @property
+    def watches(self) -> bool:
+        """Whether there is a threshold."""
+        return self.min_sign_agreement is not None or self.min_tau is not None
+
+    @property
+    def asked_for(self) -> str | None:
+        """The key of what needs an arm with two stages; None: nothing."""
+        given = {"random_seeds": self.random_seeds or None, "min_sign_agreement": self.min_sign_agreement, "min_tau": self.min_tau}
+        return next((f"audit.{key}" for key, value in given.items() if value is not None), None)
 
 
 class Checkpoint(Section):
