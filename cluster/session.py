@@ -33,7 +33,7 @@ from configs.schema import RunConfig
 from learner.checkpoint import CheckpointError, latest_checkpoint, read
 from learner.schedules import stop_reason
 from policy.families import family_for
-from rewards import resolve
+from rewards import check_settings, resolve
 from rewards.base import ScorerSetupError
 
 
@@ -86,13 +86,15 @@ def check_model(config: RunConfig) -> None:
 
 
 def check_scorers(config: RunConfig) -> None:
-    """Raises ConfigError for a scorer that is neither built in nor importable here; models are loaded by the reward actors."""
+    """Raises ConfigError for a scorer that is neither built in nor importable here, or whose weights are not where it says; models
+    are loaded by the reward actors."""
     for scorer in config.rewards.everyone:
         own = config.services.scorers.get(scorer.label)
         if own is not None and own.runtime_env:
             continue  # its module may exist in its actors' environment only
         try:
             module = resolve(scorer.name).partition(":")[0]
+            check_settings(scorer)
             found = importlib.util.find_spec(module)
         except ScorerSetupError as error:
             raise ConfigError([str(error)]) from None

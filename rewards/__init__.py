@@ -42,6 +42,28 @@ def resolve(name: str) -> str:
     )
 
 
+def check_settings(scorer: ScorerConfig) -> None:
+    """What can be found wrong with a scorer without loading it: an unknown name, and of a built-in one settings that it does not
+    take and weights that are not at the path given (its class names those settings in ``paths``). Raises ScorerSetupError."""
+    target = resolve(scorer.name)
+    if scorer.name not in SCORERS:
+        return
+    module_name, _, attribute = target.partition(":")
+    made: Any = getattr(importlib.import_module(module_name), attribute)
+    try:
+        inspect.signature(made).bind(**scorer.settings)
+    except TypeError as error:
+        raise ScorerSetupError(f"scorer {scorer.name!r}: settings = {scorer.settings}: {error}") from None
+    for setting, names in getattr(made, "paths", {}).items():
+        if isinstance(given := scorer.settings.get(setting), str):
+            from rewards.checkpoints import local  # brings torch, which most scorers do without
+
+            try:
+                local(given, names)
+            except ScorerSetupError as error:
+                raise ScorerSetupError(f"scorer {scorer.name!r}: {setting}: {error}") from None
+
+
 def build(scorer: ScorerConfig, device: str | None = None) -> Scorer:
     """Import the scorer of a configuration and call it with its settings.
 
@@ -100,4 +122,4 @@ def _takes(made: Any, argument: str) -> bool:
         return False
 
 
-__all__ = ["SCORERS", "Scorer", "ScorerError", "ScorerSetupError", "build", "resolve"]
+__all__ = ["SCORERS", "Scorer", "ScorerError", "ScorerSetupError", "build", "check_settings", "resolve"]

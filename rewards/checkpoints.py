@@ -12,13 +12,14 @@ import torch
 from rewards.base import ScorerSetupError
 
 HUB_ID = re.compile(r"(?P<repo>[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(?::(?P<file>[^:]+))?")
+FILE_ENDINGS = (".safetensors", ".pt", ".pth", ".bin", ".ckpt", ".txt")  # a name that ends so is a file's, not a repository's
 ROOT = Path(__file__).parent.parent
 NOT_WEIGHTS = ("input_resolution", "context_length", "vocab_size")  # numbers that OpenAI's CLIP keeps beside its weights
 ADVICE = "docs/rewards.md says where to get it"
 
 
 def locate(source: str, names: Sequence[str]) -> Path:
-    """The file that ``source`` stands for.
+    """The file that ``source`` stands for: one that is here, or the hub's, fetched once.
 
     ``source`` is a file, a directory that holds one of ``names`` (the first found wins), or a hub id "owner/name", or
     "owner/name:file" to name the file there. Paths that start with ``shapes/`` are found in the shipped tree as well.
@@ -26,6 +27,16 @@ def locate(source: str, names: Sequence[str]) -> Path:
     Raises:
         ScorerSetupError: nothing is there; one line that says what was looked for.
     """
+    here = local(source, names)
+    if here is not None:
+        return here
+    match = HUB_ID.fullmatch(source)
+    assert match is not None
+    return _download(match["repo"], (match["file"],) if match["file"] else names)
+
+
+def local(source: str, names: Sequence[str]) -> Path | None:
+    """As ``locate``, without a network: None where ``source`` is a hub id. Raises ScorerSetupError for a path that is not there."""
     path = Path(source).expanduser()
     if not path.is_absolute() and not path.exists() and source.startswith("shapes/"):
         path = ROOT / path
@@ -36,11 +47,10 @@ def locate(source: str, names: Sequence[str]) -> Path:
         if found is None:
             raise ScorerSetupError(f"{str(path)!r} holds none of {', '.join(names)}: give the file itself; {ADVICE}")
         return found
-    match = HUB_ID.fullmatch(source)
-    if match is None or source.startswith("shapes/"):
+    if HUB_ID.fullmatch(source) is None or source.startswith("shapes/") or source.endswith(FILE_ENDINGS) and ":" not in source:
         made = "build it with `make shapes-clip`" if source.startswith("shapes/") else ADVICE
         raise ScorerSetupError(f"there is no checkpoint {source!r}: give a file, a directory, or a hub id owner/name; {made}")
-    return _download(match["repo"], (match["file"],) if match["file"] else names)
+    return None
 
 
 def _download(repo: str, names: Sequence[str]) -> Path:

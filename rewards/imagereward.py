@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -21,7 +21,7 @@ from rewards.pictures import crop_square, normalise
 
 MEAN, STD = 0.16717362830052426, 1.0333394966054072  # of raw rewards over the authors' data
 TOKENS = 35  # of a prompt, [CLS] and [SEP] included
-FILES = ("ImageReward.pt", "ImageReward.safetensors")
+FILES, WORD_FILES = ("ImageReward.pt", "ImageReward.safetensors"), ("vocab.txt",)
 WORDS = 30522  # of bert-base-uncased
 HEAD = ((0, 1024), (2, 128), (4, 64), (6, 16), (7, 1))  # place among the released layers (the others are dropout), width
 VISION = {"hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 24, "num_attention_heads": 16, "image_size": 224}
@@ -88,6 +88,8 @@ class ImageReward(PairedScorer):
     move the scores.
     """
 
+    paths: ClassVar[dict[str, tuple[str, ...]]] = {"checkpoint": FILES, "vocabulary": WORD_FILES}
+
     def __init__(
         self,
         checkpoint: str,
@@ -102,7 +104,7 @@ class ImageReward(PairedScorer):
         if unknown := sorted(chosen.keys() - {"vision", "text"}):
             raise ScorerSetupError(f"architecture has {', '.join(unknown)}: it takes the tables vision and text")
         self.tokenise = bert_tokenizer(vocabulary)
-        path = locate(checkpoint, FILES)
+        path = locate(checkpoint, self.paths["checkpoint"])
         self.model = Judge(chosen.get("vision", {}), chosen.get("text", {}))
         load_weights(self.model, renamed(read_state(path), path), path, "ImageReward")
         self.model.to(self.device, self.dtype).eval()
@@ -151,7 +153,7 @@ def bert_tokenizer(vocabulary: str) -> Any:
     """
     from transformers import BertTokenizer
 
-    path = locate(vocabulary, ("vocab.txt",))
+    path = locate(vocabulary, WORD_FILES)
     words = path.read_text(encoding="utf-8").splitlines()
     if len(words) != WORDS or words[101] != "[CLS]":
         raise ScorerSetupError(f"{path}: {len(words)} words: bert-base-uncased has {WORDS} with [CLS] at 101; give its vocab.txt")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -32,7 +32,7 @@ class OpenClipScorer(PairedScorer):
     """
 
     default = ""
-    files = FILES
+    paths: ClassVar[dict[str, tuple[str, ...]]] = {"checkpoint": FILES}
 
     def __init__(
         self,
@@ -43,7 +43,7 @@ class OpenClipScorer(PairedScorer):
         device: str | None = None,
     ) -> None:
         super().__init__(batch_size, dtype, device)
-        path = locate(checkpoint, self.files)
+        path = locate(checkpoint, self.paths["checkpoint"])
         beside = _config_beside(path)
         cfg = _architecture(architecture or beside.get("model_cfg") or self.default)
         self.model = _build(cfg)
@@ -83,7 +83,7 @@ class HPSv2(OpenClipScorer):
     """
 
     default = "ViT-H-14"
-    files = ("HPS_v2.1_compressed.pt", "HPS_v2_compressed.pt", *FILES)
+    paths: ClassVar[dict[str, tuple[str, ...]]] = {"checkpoint": ("HPS_v2.1_compressed.pt", "HPS_v2_compressed.pt", *FILES)}
 
     def pixels(self, images: np.ndarray) -> torch.Tensor:
         """uint8 [B, 3, H, W] -> float32 [B, 3, S, S]."""

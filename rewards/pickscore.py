@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -43,6 +43,8 @@ class PickScore(PairedScorer):
     Pictures as transformers' image processor on Pillow makes them; words by CLIP's vocabulary, which open_clip ships.
     """
 
+    paths: ClassVar[dict[str, tuple[str, ...]]] = {"checkpoint": FILES}
+
     def __init__(
         self,
         checkpoint: str,
@@ -54,7 +56,7 @@ class PickScore(PairedScorer):
         from transformers import CLIPConfig, CLIPModel
 
         super().__init__(batch_size, dtype, device)
-        path = locate(checkpoint, FILES)
+        path = locate(checkpoint, self.paths["checkpoint"])
         try:
             config: Any = CLIPConfig(**(architecture or ARCHITECTURE))
             self.model: Any = CLIPModel(config)

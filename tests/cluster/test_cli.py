@@ -26,6 +26,8 @@ def config_file(tmp_path, tiny_sd3_dir) -> Path:
         ("prompts.train=/no/such/file.txt", "cannot be read"),
         ("rewards.scorers=[{name = 'shpes'}]", "did you mean 'shapes'"),
         ("rewards.scorers=[{name = 'tests.nothing:X'}]", "tests.nothing"),
+        ("rewards.scorers=[{name = 'clipscore', settings = {checkpoint = 'shapes/none'}}]", "checkpoint 'shapes/none'"),
+        ("rewards.evaluation_scorers=[{name = 'hpsv2', settings = {checkpoint = '/no/such.pt'}}]", "checkpoint '/no/such.pt'"),
     ],
 )
 def test_bad_configuration_is_one_line_and_exit_code_2(config_file, capsys, override, said):

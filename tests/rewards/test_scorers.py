@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from configs.rewards import Scorer as ScorerConfig
-from rewards import SCORERS, ScorerSetupError, build, resolve
+from rewards import SCORERS, ScorerSetupError, build, check_settings, resolve
 from rewards.base import check, require_pictures
 
 
@@ -79,6 +79,39 @@ def test_a_module_whose_own_import_fails_says_install(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(str(tmp_path))
     with pytest.raises(ScorerSetupError, match="a_package_nobody_has.*: install what 'needs_more' imports"):
         build(ScorerConfig(name="needs_more:X"))
+
+
+@pytest.mark.parametrize(
+    ("name", "settings", "said"),
+    [
+        (
+            "clipscore",
+            {"checkpoint": "shapes/none"},
+            "'clipscore': checkpoint: there is no checkpoint 'shapes/none'.*make shapes-clip",
+        ),
+        ("hpsv2", {"checkpoint": "/no/HPS.pt"}, "there is no checkpoint '/no/HPS.pt'.*docs/rewards.md"),
+        ("pickscore", {"checkpoint": "checkpoints/pick.safetensors"}, "there is no checkpoint 'checkpoints/pick.safetensors'"),
+        ("pickscore", {"checkpoint": "{here}"}, "holds none of model.safetensors, pytorch_model.bin"),
+        ("imagereward", {"checkpoint": "a/b", "vocabulary": "./vocab.txt"}, "'imagereward': vocabulary: there is no"),
+        ("clipscore", {}, "missing a required argument: 'checkpoint'"),
+        ("jpeg_compressibility", {"qality": 3}, "unexpected keyword argument 'qality'"),
+        ("shpes", {}, "did you mean 'shapes'"),
+    ],
+)
+def test_settings_that_cannot_work_are_found_without_loading_anything(tmp_path, name, settings, said):
+    given = {key: value.replace("{here}", str(tmp_path)) if isinstance(value, str) else value for key, value in settings.items()}
+    with pytest.raises(ScorerSetupError, match=said) as caught:
+        check_settings(ScorerConfig(name=name, settings=given))
+    assert "\n" not in str(caught.value)
+
+
+def test_settings_that_may_work_are_left_to_the_actors(tmp_path):
+    """Hub ids are asked for where the scorer is built; another's scorer may exist there only."""
+    (tmp_path / "model.safetensors").touch()
+    check_settings(ScorerConfig(name="pickscore", settings={"checkpoint": str(tmp_path)}))
+    check_settings(ScorerConfig(name="pickscore", settings={"checkpoint": "someone/model"}))
+    check_settings(ScorerConfig(name="pickscore", settings={"checkpoint": "someone/model:weights.safetensors"}))
+    check_settings(ScorerConfig(name="nowhere:Scorer", settings={"checkpoint": "/no/such.pt"}))
 
 
 def test_check_keeps_good_scores_and_marks_bad_ones():
