@@ -61,12 +61,12 @@ class LearnerActor:
         ]
         return self._trainer.update(iteration, batch)
 
-    def export(self, version: int, backend: str | None = None) -> tuple[Any, dict[str, float]]:
+    def export(self, version: int, backend: str | None = None, weights: str | None = None) -> tuple[Any, dict[str, float]]:
         """Pack the sampling policy; (manifest, statistics against the version before). Chunks are then fetched one by one.
 
-        ``backend`` is what the explorers report to run; None: what the configuration says.
+        ``backend`` is the precision that explorers run; None: what the configuration says. ``weights``: another adapter.
         """
-        manifest, self._chunks, statistics = self._trainer.export(version, backend)
+        manifest, self._chunks, statistics = self._trainer.export(version, backend, weights)
         return manifest, statistics
 
     def chunk_by_reference(self, index: int) -> tuple[int, np.ndarray]:

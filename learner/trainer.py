@@ -36,6 +36,8 @@ from policy.types import Conditioning
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 ADAPTER_FILES = {"current": "adapter", "old": "old", "ema": "ema"}
+PREVIOUS = "previous"
+"""The sampling policy of one update before, kept where that explores (``explore_ahead``)."""
 
 
 @dataclass(frozen=True)
@@ -73,6 +75,8 @@ class Trainer:
         self.transformer = transformer if transformer is not None else self.family.load_transformer(self.device, dtype)
         self.vae = vae if vae is not None else self.family.load_vae(self.device, torch.float32)
         wanted = {self.objective.sampling_adapter, *self.objective.policies, *self.objective.averages, "ema"} - {"ref", "current"}
+        if config.explore_ahead:
+            wanted.add(PREVIOUS)
         self.adapters = ("current", *sorted(wanted))
         add_adapters(self.transformer, config.lora, self.family, names=self.adapters, seed=stream_seed(config.seed, "lora"))
         if config.optimizer.gradient_checkpointing:
@@ -143,6 +147,7 @@ class Trainer:
         self._check(groups)
         values, metrics = advantages([group.rewards for group in groups], self.config.resolved_advantages)
         rate = learning_rate(self.config.optimizer, self.done, self.config.iterations)
+        sampled_with = adapter_state(self.transformer, self.objective.sampling_adapter) if PREVIOUS in self.adapters else None
         try:
             samples = self._samples(iteration, groups, values)
             metrics |= self.updater.run(samples, self.sigmas, rate, stream_seed(self.config.seed, "shuffle", iteration))
@@ -155,13 +160,19 @@ class Trainer:
         self.done += 1
         self.last_iteration = iteration
         self._trained = (groups, values) if self.config.plan.explore else None
+        if sampled_with is not None:
+            load_adapter_state(self.transformer, PREVIOUS, sampled_with)
         metrics |= self._move_averages()
         return metrics | {"time/update_s": time.perf_counter() - start}
 
     @property
     def quantisation_table(self) -> list[dict[str, Any]]:
-        """A dict (name, shape, quantised, why) per module with a weight matrix, as explorers run it; empty where nobody explores."""
-        return [asdict(row) for row in self._exploring[1]] if self.config.plan.explore else []
+        """A dict (name, shape, quantised, why, the explorers' backend) per module with a weight matrix, as of the last export; empty
+        where nobody explores."""
+        if not self.config.plan.explore:
+            return []
+        backend, rows = self._exploring
+        return [asdict(row) | {"backend": backend.name} for row in rows]
 
     @cached_property
     def _exploring(self) -> tuple[Backend, list[ModuleRow]]:
@@ -175,10 +186,13 @@ class Trainer:
     def _packing(self, backend: Backend) -> tuple[Backend, list[ModuleRow]]:
         return backend, quantise_plan(self.transformer, self.family, self.config.explore.keep_wide, backend)
 
-    def export(self, version: int, backend: str | None = None) -> tuple[Manifest, list[np.ndarray], dict[str, float]]:
+    def export(
+        self, version: int, backend: str | None = None, weights: str | None = None
+    ) -> tuple[Manifest, list[np.ndarray], dict[str, float]]:
         """(manifest, uint8 chunks, statistics against the export before) of the sampling policy, merged, in the explorers' format.
 
         ``backend`` is the one that explorers run, where they know better than this process: on their device "auto" may be another.
+        ``weights``: another adapter than that of the sampling policy.
         Raises NonFiniteWeights naming the module, after writing the data of the iteration that led there to ``failure_dir``,
         ValueError for an arm that explores nothing.
         """
@@ -189,7 +203,7 @@ class Trainer:
             explore, chunk_bytes = self.config.explore, self.config.publish.chunk_mb * 2**20
             self._publisher = Publisher(self.transformer, plan, chosen, chunk_bytes, explore.scale_search, explore.frozen_amax)
         try:
-            exported = self._publisher.export(self.objective.sampling_adapter, version)
+            exported = self._publisher.export(weights or self.objective.sampling_adapter, version)
         except NonFiniteWeights as error:
             if self._trained is not None and self.last_iteration is not None:
                 kept = self._keep_evidence(self.last_iteration, *self._trained, str(error))
