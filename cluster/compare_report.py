@@ -12,7 +12,7 @@ from cluster.compare_data import REWARD, SCORER, STAGES, Result
 from cluster.compare_statistics import Mean, Moment
 from cluster.compare_table import Table
 from cluster.report import POLICY
-from cluster.report_parts import card, nothing, side_by_side, table
+from cluster.report_parts import Cell, blocks, card, legend, nothing, side_by_side, table
 from cluster.report_style import style_sheet
 
 COLOURS = 8
@@ -53,11 +53,8 @@ def render(name: str, results: Sequence[Result], found: Sequence[Table], said: S
 
 
 def _table(found: Table) -> str:
-    rows = [
-        f"<tr><td>{escape(row[0])}</td>" + "".join(f'<td class="n">{escape(cell)}</td>' for cell in row[1:]) + "</tr>"
-        for row in found.rows
-    ]
-    return f'<div class="card">{table(found.heads, rows)}</div>' if rows else nothing("No run has come to its end yet.")
+    none = nothing("No run has come to its end yet.")
+    return f'<div class="card">{table(found.heads, found.rows)}</div>' if found.rows else none
 
 
 def _curves(results: Sequence[Result]) -> str:
@@ -81,23 +78,13 @@ def _curves(results: Sequence[Result]) -> str:
                     bands.append(Band(f"{result.title}, one standard error", _at(xs, means, -1), _at(xs, means, 1), colour))
             if lines:
                 chart = line_chart(lines, bands=bands, label=f"{title} by {axis}", x_label=unit, size=WIDE)
-                cards.append(card(f"{title} by {axis}", _legend(lines) + chart))
+                cards.append(card(f"{title} by {axis}", legend(lines, 4) + chart))
     return side_by_side(cards) if cards else nothing("No run has come to its end yet.")
 
 
 def _at(xs: Sequence[float], means: Sequence[Mean], side: int) -> list[tuple[float, float]]:
     """The curve of the means, shifted by ``side`` standard errors."""
     return [(x, mean.mean + side * mean.error if side else mean.mean) for x, mean in zip(xs, means, strict=True)]
-
-
-def _legend(lines: Sequence[Series]) -> str:
-    items = []
-    for line in lines:
-        dash = " dash" if line.dashed else ""
-        items.append(
-            f'<li><span class="swatch{dash} bg-{line.colour}"></span>{escape(line.label)}<b>{number(line.points[-1][1], 4)}</b></li>'
-        )
-    return f'<ul class="legend">{"".join(items)}</ul>'
 
 
 def _bars(results: Sequence[Result]) -> str:
@@ -107,7 +94,7 @@ def _bars(results: Sequence[Result]) -> str:
     longest = max((_sum(result, parts) for result in counted), default=0.0)
     if not longest > 0:
         return ""
-    legend = "".join(f'<li><span class="swatch block bg-{colour}"></span>{escape(stage)}</li>' for stage, colour in parts)
+    colours = blocks([(stage, colour, "") for stage, colour in parts])
     rows = []
     for result in counted:
         spans = "".join(
@@ -117,7 +104,7 @@ def _bars(results: Sequence[Result]) -> str:
             if (share := _of(result, stage)) > 0
         )
         rows.append(f'<div class="who">{escape(result.title)}</div><div style="font-size:0">{spans}</div>')
-    lanes = card("Seconds per iteration", f'<ul class="legend">{legend}</ul><div class="lanes">{"".join(rows)}</div>')
+    lanes = card("Seconds per iteration", f'<ul class="legend">{colours}</ul><div class="lanes">{"".join(rows)}</div>')
     return f'{lanes}<div style="height:16px"></div>'
 
 
@@ -132,10 +119,7 @@ def _sum(result: Result, parts: Sequence[tuple[str, int]]) -> float:
 
 def _settings(results: Sequence[Result], settings: dict[str, Any]) -> str:
     titles = [result.title for result in results if result.title in next(iter(settings.values()), {})]
-    rows = [
-        f"<tr><td>{escape(key)}</td>" + "".join(f"<td>{escape(_shown(by_cell.get(title)))}</td>" for title in titles) + "</tr>"
-        for key, by_cell in settings.items()
-    ]
+    rows = [(key, *(_shown(by_cell.get(title)) for title in titles)) for key, by_cell in settings.items()]
     every = range(len(titles) + 1)
     return (
         f'<div class="card">{table(("setting", *titles), rows, words=every)}</div>' if rows else nothing("There is one cell only.")
@@ -148,8 +132,7 @@ def _shown(value: Any) -> str:
 
 def _runs(results: Sequence[Result]) -> str:
     rows = [
-        f'<tr><td>{escape(result.title)}</td><td class="n">{run.seed}</td><td class="wide">{escape(run.path.name)}</td>'
-        f'<td class="wide">{escape(run.why or "finished")}</td></tr>'
+        (result.title, str(run.seed), Cell(run.path.name, "wide"), Cell(run.why or "finished", "wide"))
         for result in results
         for run in result.runs
     ]

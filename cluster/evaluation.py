@@ -44,6 +44,10 @@ class Evaluation:
             row |= {"eval/gain": float(np.nanmean(gain)), "eval/gain_stderr": clustered_error(gain)}
         return row
 
+    def table(self) -> dict[str, Any]:
+        """What ``evaluations/step_<i>.json`` keeps: the rewards, and every scorer's raw scores."""
+        return {"rewards": self.rewards.tolist(), "scores": {label: values.tolist() for label, values in self.values.items()}}
+
 
 def clustered_error(values: np.ndarray) -> float:
     """Standard error of the mean of float [P, S], clustered by row; NaN entries are left out. NaN for P < 2."""

@@ -14,11 +14,12 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
-from cluster import report_events, report_sections
+from cluster import report_events, report_rewards, report_sections
 from cluster.charts import number
 from cluster.pictures import TINY, StepPictures, data_uri
 from cluster.progress import duration
 from cluster.report_data import RunData, finite, read_run, reason, values
+from cluster.report_parts import Cell, table
 from cluster.report_style import style_sheet
 from configs.schema import RunConfig
 
@@ -56,7 +57,7 @@ def render(run: RunData) -> str:
     """The page as text."""
     sections = [
         ("Before and after", "The same held-out prompts and the same noises, before training and now.", _pictures(run)),
-        ("Reward", "What training optimises, on the prompts it sees and on prompts it never sees.", report_sections.rewards(run)),
+        ("Reward", "What training optimises, on the prompts it sees and on prompts it never sees.", report_rewards.section(run)),
         (
             "Exploration",
             "Many cheap pictures per prompt, made only to find the noises worth training on.",
@@ -254,11 +255,8 @@ def _particulars(run: RunData) -> str:
     if run.quantisation:
         parts.append(_quantised(run))
     if run.versions:
-        rows = "".join(
-            f"<tr><td>{escape(str(name))}</td><td>{escape(str(version))}</td></tr>" for name, version in run.versions.items()
-        )
-        parts.append(
-            f'<details class="card"><summary>Versions</summary><div class="scroll"><table><tbody>{rows}</tbody></table></div></details>'
+        versions = table(
+            ("package", "version"), [(str(name), str(version)) for name, version in run.versions.items()], words=(0, 1)
         )
     parts.append(
         "<footer>Made from config.json, metrics.jsonl, events.jsonl and images/ by <code>sol-rl report</code>. "
@@ -276,14 +274,12 @@ def _quantised(run: RunData) -> str:
         entry = groups.setdefault((bool(row.get("quantised")), str(row.get("why", ""))), [0, 0])
         entry[0] += 1
         entry[1] += weights
-    rows = "".join(
-        f'<tr><td>{"quantised" if quantised else "kept wide"}</td><td class="n">{count:,}</td><td class="n">{weights:,}</td>'
-        f'<td class="wide">{escape(why)}</td></tr>'
+    rows = [
+        ("quantised" if quantised else "kept wide", f"{count:,}", f"{weights:,}", Cell(why, "wide"))
         for (quantised, why), (count, weights) in sorted(groups.items(), key=lambda item: (not item[0][0], -item[1][1]))
-    )
-    head = '<tr><th></th><th class="n">modules</th><th class="n">weights</th><th>why</th></tr>'
-    table = f'<div class="scroll"><table><thead>{head}</thead><tbody>{rows}</tbody></table></div>'
-    return f'<details class="card"><summary>What was quantised</summary><div>{table}</div></details>'
+    ]
+    found = table(("", "modules", "weights", "why"), rows, words=(0, 3))
+    return f'<details class="card"><summary>What was quantised</summary><div>{found}</div></details>'
 
 
 def _lead(text: str) -> str:

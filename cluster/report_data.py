@@ -14,6 +14,8 @@ from cluster.pictures import Pictures, find_pictures
 Row = dict[str, Any]
 ENDINGS = {
     "run_finished": "finished",
+Grid = list[list[float]]
+"""Values [prompt][noise] of one evaluation, NaN where there is none."""
     "run_failed": "failed",
     "run_stopped": "stopped",
     "run_started": "open",
@@ -25,7 +27,7 @@ REASON_KEYS = ("why", "reason", "error", "message")
 @dataclass(frozen=True)
 class RunData:
     """Everything a report is made of. ``iterations`` and ``evaluations`` rise by iteration, one row each; ``held_out`` are
-    rewards [prompt][noise] by the iteration of their evaluation."""
+    rewards by the iteration of their evaluation, ``scores`` raw ones by iteration and scorer."""
 
     name: str
     config: Row
@@ -34,7 +36,8 @@ class RunData:
     evaluations: list[Row]
     events: list[Row]
     pictures: Pictures
-    held_out: dict[int, list[list[float]]] = field(default_factory=dict)
+    held_out: dict[int, Grid] = field(default_factory=dict)
+    scores: dict[int, dict[str, Grid]] = field(default_factory=dict)
     quantisation: list[Row] = field(default_factory=list)
     remarks: list[str] = field(default_factory=list)
 
@@ -90,13 +93,15 @@ def read_run(directory: Path) -> RunData:
     assert config is not None
     return RunData(
         name=str(config.get("name") or directory.name),
+    tables = {int(path.stem[5:]): _evaluation(path) for path in sorted((directory / "evaluations").glob("step_??????.json"))}
         config=config,
         versions=root["versions"] if isinstance(root.get("versions"), dict) else {},
         iterations=_newest_of(row for row in rows if row.get("kind") == "iteration"),
         evaluations=_same_weights(_newest_of(row for row in rows if row.get("kind") == "evaluation")),
         events=sorted(events, key=lambda event: finite(event.get("time")) or 0.0),
         pictures=pictures,
-        held_out={int(path.stem[5:]): _rewards(path) for path in sorted((directory / "evaluations").glob("step_??????.json"))},
+        held_out={step: _grid(found.get("rewards")) for step, found in tables.items()},
+        scores={step: _grids(found.get("scores")) for step, found in tables.items()},
         quantisation=[row for row in table if isinstance(row, dict)] if isinstance(table, list) else [],
         remarks=remarks,
     )
@@ -189,10 +194,20 @@ def _same_weights(rows: list[Row]) -> list[Row]:
     return [row for row in rows if row.get("weights") in (kind, "base")]
 
 
-def _rewards(path: Path) -> list[list[float]]:
-    """Held-out rewards [prompt][noise] of one evaluation; empty without the file."""
+def _evaluation(path: Path) -> Row:
+    """What an evaluation's file holds; nothing where it cannot be read."""
     try:
-        table = json.loads(path.read_text(encoding="utf-8"))["rewards"]
-        return [[math.nan if (number := finite(cell)) is None else number for cell in row] for row in table]
-    except (OSError, ValueError, KeyError, TypeError):
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def _grids(found: Any) -> dict[str, Grid]:
+    return {str(label): _grid(rows) for label, rows in found.items()} if isinstance(found, dict) else {}
+
+
+def _grid(found: Any) -> Grid:
+    """A table of numbers as it was written; empty when it is none."""
+    if not isinstance(found, list) or not all(isinstance(row, list) for row in found):
         return []

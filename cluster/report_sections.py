@@ -5,12 +5,11 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Sequence
-from html import escape
 
-from cluster.charts import Band, Point, Series, Stack, line_chart, number, scatter, stacked_bars
+from cluster.charts import Band, Series, Stack, line_chart, number, stacked_bars
 from cluster.progress import duration
 from cluster.report_data import Row, RunData, finite, points, values
-from cluster.report_parts import card, nothing, side_by_side, table
+from cluster.report_parts import Cell, blocks, card, legend, nothing, side_by_side, table
 
 STAGES = (("time/explore_s", "explore", 1), ("time/regenerate_s", "regenerate", 2), ("time/update_s", "update", 3),
           ("time/publish_s", "publish", 4))  # fmt: skip
@@ -23,29 +22,6 @@ HEALTH = (
     ("zero_std_ratio", "Prompts that teach nothing", "share of prompts whose rewards are all equal"),
 )
 MOST_ROWS = 300
-
-
-def rewards(run: RunData) -> str:
-    """Training and held-out rewards over the iterations, and every scorer before and after."""
-    train, held_out = points(run.iterations, "reward/train_mean"), points(run.evaluations, "reward/eval_mean")
-    cards = []
-    lines = [Series("samples trained on", train, 1)] if train else []
-    if held_out:
-        errors = [finite(row.get("eval/stderr")) or math.nan for row in run.evaluations]
-        lines.append(Series("held-out prompts", held_out, 5, errors))
-    if lines:
-        note = "Bars are one standard error, clustered by prompt. " if held_out else ""
-        if run.setting("selection.rule") == "best_worst" and points(run.iterations, "explore/contrast"):
-            note += "Samples trained on are half best, half worst: their mean is not that of all pictures."
-        cards.append(card("Reward", _legend(lines) + line_chart(lines, label="Reward by iteration"), note))
-    scorers = _scorers(run)
-    if paired := _prompts_card(run):
-        cards.append(paired)
-    if run.after and (len(scorers) > 1 or (scorers and not paired)):
-        cards.append(card("Held-out scores", _scorer_table(run, scorers)))
-    if len(scorers) > 1:
-        cards += [_scorer_card(run, name) for name in scorers]
-    return side_by_side(cards) if cards else nothing("No rewards have been recorded yet.")
 
 
 def exploration(run: RunData) -> str:
@@ -64,7 +40,7 @@ def exploration(run: RunData) -> str:
         if keep and pool
         else "Mean over prompts."
     )
-    cards = [card("Explored noises", _legend(shown) + line_chart(shown, bands=bands, label="Explored rewards by iteration"), which)]
+    cards = [card("Explored noises", legend(shown) + line_chart(shown, bands=bands, label="Explored rewards by iteration"), which)]
     contrast = points(run.iterations, "explore/contrast")
     if contrast:
         line = Series("contrast", contrast, 4)
@@ -72,7 +48,7 @@ def exploration(run: RunData) -> str:
         cards.append(
             card(
                 "Contrast",
-                _legend([line]) + chart,
+                legend([line]) + chart,
                 "Best minus worst: the signal that exploring finds. At zero there is nothing to learn.",
             )
         )
@@ -92,7 +68,7 @@ def agreement(run: RunData) -> str:
         if not lines:
             continue
         chart = line_chart(lines, include_y=(0.0, 1.0), label=f"Rank agreement by iteration, {title.lower()}")
-        cards.append(card(title, _legend(lines) + chart, note))
+        cards.append(card(title, legend(lines) + chart, note))
         rows += [(f"{label}, {title.lower()}", values(run.iterations, prefix + name)) for name, label, _ in names]
     if cards:
         spread = _spread_table([row for row in rows if row[1]])
@@ -115,13 +91,13 @@ def time_spent(run: RunData) -> str:
         return nothing("No times were recorded." if run.iterations else "No iteration has ended yet.")
     order = [(label, colour) for _, label, colour in stages] + [("other", 8)]
     order = [(label, colour) for label, colour in order if sum(stack.parts.get(label, 0.0) for stack in stacks) > 0]
-    legend = "".join(f'<li><span class="swatch block bg-{colour}"></span>{escape(label)}</li>' for label, colour in order)
+    items = blocks([(label, colour, "") for label, colour in order])
     measured = any(stack.whole is not None for stack in stacks)
-    legend += '<li><span class="swatch" style="background:var(--ink)"></span>by the clock</li>' if measured else ""
+    items += '<li><span class="swatch" style="background:var(--ink)"></span>by the clock</li>' if measured else ""
     chart = stacked_bars(stacks, order, label="Seconds per iteration by stage")
     note = "Stages overlap: regenerating starts while other prompts are still explored; its bar is what was left to do."
     return side_by_side(
-        [card("Per iteration", f'<ul class="legend">{legend}</ul>{chart}', note), card("In total", _totals(run, stacks, order))]
+        [card("Per iteration", f'<ul class="legend">{items}</ul>{chart}', note), card("In total", _totals(run, stacks, order))]
     )
 
 
@@ -133,7 +109,7 @@ def health(run: RunData) -> str:
             line = Series(name, found, 1)
             zero = (0.0,) if name in ("loss/kl", "zero_std_ratio") else ()
             chart = line_chart([line], include_y=zero, label=f"{title} by iteration", size=(340.0, 150.0))
-            cards.append(card(title, _legend([line]) + chart, note))
+            cards.append(card(title, legend([line]) + chart, note))
     failed, reissued = values(run.iterations, "rewards/failed"), values(run.iterations, "rollout/reissued")
     said = []
     if failed:
@@ -156,72 +132,13 @@ def numbers(run: RunData) -> str:
         for name in dict.fromkeys(name for row in rows for name in row)
         if name not in ("kind", "iteration") and values(rows, name)
     ]
-    body = [
-        f'<tr><td class="n">{number(finite(row["iteration"]))}</td>'
-        + "".join(f'<td class="n">{number(finite(row.get(name)), 4)}</td>' for name in names)
-        + "</tr>"
-        for row in shown
-    ]
+    body = [[number(finite(row["iteration"])), *(number(finite(row.get(name)), 4) for name in names)] for row in shown]
     which = "of all iterations" if every == 1 else f"of every {every}th iteration"
     found = table(["iteration", *names], body, words=())
     return f'<details class="card"><summary>Numbers {which}</summary><div>{found}</div></details>'
 
 
 # ---- pieces
-
-
-def _scorers(run: RunData) -> list[str]:
-    """Names below reward/eval/, in the order they appear."""
-    prefix = "reward/eval/"
-    found = dict.fromkeys(key.removeprefix(prefix) for row in run.evaluations for key in row if key.startswith(prefix))
-    return [name for name in found if values(run.evaluations, prefix + name)]
-
-
-def _prompts_card(run: RunData) -> str:
-    """Every held-out prompt as a point, before against after; empty when the evaluations' rewards are not there."""
-    before, after = run.prompt_means(run.before), run.prompt_means(run.after)
-    pairs = [(x, y) for x, y in zip(before, after, strict=False) if math.isfinite(x + y)]
-    if not pairs:
-        return ""
-    names = [run.pictures.prompts.get(index, f"held-out prompt {index}") for index in range(len(before))]
-    shown = list(zip(before, after, strict=False))
-    up, down = sum(y > x for x, y in pairs), sum(y < x for x, y in pairs)
-    legend = (
-        f'<li><span class="swatch block bg-2"></span>better<b>{up:,}</b></li>'
-        f'<li><span class="swatch block bg-5"></span>worse<b>{down:,}</b></li>'
-        + (
-            f'<li><span class="swatch block bg-8"></span>equal<b>{len(pairs) - up - down:,}</b></li>'
-            if up + down < len(pairs)
-            else ""
-        )
-    )
-    chart = scatter(
-        shown, label="Held-out prompts before and after", x_label="before →", y_label="after", names=names[: len(shown)]
-    )
-    note = "A point is a prompt's mean reward over the same noises; above the line it got better."
-    return card("Every held-out prompt", f'<ul class="legend">{legend}</ul>{chart}', note)
-
-
-def _scorer_card(run: RunData, name: str) -> str:
-    lines = [Series(f"{name}, held-out", points(run.evaluations, f"reward/eval/{name}"), 5)]
-    if train := points(run.iterations, f"reward/{name}"):
-        lines.insert(0, Series(f"{name}, all pictures of an iteration", train, 1))
-    return card(f"Scorer {name}", _legend(lines) + line_chart(lines, label=f"{name} by iteration"))
-
-
-def _scorer_table(run: RunData, scorers: Sequence[str]) -> str:
-    before, after = run.before, run.after
-    assert before is not None and after is not None
-    rows = []
-    for label, name in [("weighted sum", "reward/eval_mean"), *((scorer, f"reward/eval/{scorer}") for scorer in scorers)]:
-        start, end = finite(before.get(name)), finite(after.get(name))
-        change = end - start if start is not None and end is not None else None
-        tone = "" if not change else ("good-ink" if change > 0 else "bad-ink")
-        rows.append(
-            f'<tr><td>{escape(label)}</td><td class="n">{number(start, 4)}</td><td class="n">{number(end, 4)}</td>'
-            f'<td class="n {tone}">{"+" if change and change > 0 else ""}{number(change)}</td></tr>'
-        )
-    return table(("held-out score", "before", "after", "change"), rows)
 
 
 def _in_words(run: RunData) -> str:
@@ -242,12 +159,7 @@ def _in_words(run: RunData) -> str:
 
 def _spread_table(rows: Sequence[tuple[str, Sequence[float]]]) -> str:
     """Mean, lowest and highest of each named list of numbers."""
-    body = [
-        f"<tr><td>{escape(label)}</td>"
-        + "".join(f'<td class="n">{number(value)}</td>' for value in (statistics.fmean(found), min(found), max(found)))
-        + "</tr>"
-        for label, found in rows
-    ]
+    body = [(label, *map(number, (statistics.fmean(found), min(found), max(found)))) for label, found in rows]
     return table(("agreement", "mean", "lowest", "highest"), body)
 
 
@@ -272,9 +184,15 @@ def _totals(run: RunData, stacks: Sequence[Stack], order: Sequence[tuple[str, in
     everything = sum(total for _, _, total, _ in entries) or 1.0
     most = max(total for _, _, total, _ in entries) or 1.0
     rows = [
-        f'<tr><td>{escape(label)}</td><td class="n"><span class="bar bg-{colour}" style="width:{56 * total / most:.0f}px"></span>'
-        f'{100 * total / everything:.0f} %</td><td class="n">{duration(total)}</td>'
-        f'<td class="n">{duration(each) if math.isfinite(each) else ""}</td></tr>'
+        (
+            label,
+            Cell(
+                f"{100 * total / everything:.0f} %",
+                front=f'<span class="bar bg-{colour}" style="width:{56 * total / most:.0f}px"></span>',
+            ),
+            duration(total),
+            duration(each) if math.isfinite(each) else "",
+        )
         for label, colour, total, each in entries
     ]
     note = ""
@@ -285,20 +203,5 @@ def _totals(run: RunData, stacks: Sequence[Stack], order: Sequence[tuple[str, in
     return table(("stage", "share", "total", "median"), rows) + note
 
 
-def _legend(lines: Sequence[Series]) -> str:
-    """Names with their colour and newest value."""
-    items = []
-    for line in lines:
-        dash = " dash" if line.dashed else ""
-        items.append(
-            f'<li><span class="swatch{dash} bg-{line.colour}"></span>{escape(line.label)}<b>{number(_last(line.points))}</b></li>'
-        )
-    return f'<ul class="legend">{"".join(items)}</ul>'
-
-
 def _count(amount: float, noun: str) -> str:
     return f"{amount:,.0f} {noun}{'' if amount == 1 else 's'}"
-
-
-def _last(found: Sequence[Point]) -> float | None:
-    return next((y for _, y in reversed(found) if math.isfinite(y)), None)

@@ -322,7 +322,7 @@ class Session:
         row |= result.row(np.array(before, dtype=float) if before is not None else None)
         save_pictures(self.rundir.images, iteration, [prompt.text for prompt in self.test_prompts], result.pictures)
         self._evaluation_file(iteration).parent.mkdir(exist_ok=True)
-        write_json(self._evaluation_file(iteration), {"weights": weights, "rewards": result.rewards.tolist()})
+        write_json(self._evaluation_file(iteration), {"weights": weights, **result.table()})
         self.rundir.metric(row)
         self.exporter.observe(row)
         self.progress.evaluation_finished(row)
