@@ -258,6 +258,7 @@ def _particulars(run: RunData) -> str:
         versions = table(
             ("package", "version"), [(str(name), str(version)) for name, version in run.versions.items()], words=(0, 1)
         )
+        parts.append(f'<details class="card"><summary>Versions</summary><div>{versions}</div></details>')
     parts.append(
         "<footer>Made from config.json, metrics.jsonl, events.jsonl and images/ by <code>sol-rl report</code>. "
         "This page loads nothing from anywhere.</footer>"

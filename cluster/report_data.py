@@ -12,10 +12,10 @@ from typing import Any
 from cluster.pictures import Pictures, find_pictures
 
 Row = dict[str, Any]
-ENDINGS = {
-    "run_finished": "finished",
 Grid = list[list[float]]
 """Values [prompt][noise] of one evaluation, NaN where there is none."""
+ENDINGS = {
+    "run_finished": "finished",
     "run_failed": "failed",
     "run_stopped": "stopped",
     "run_started": "open",
@@ -90,10 +90,10 @@ def read_run(directory: Path) -> RunData:
     events = [row for row in _lines(directory / "events.jsonl", remarks) if isinstance(row.get("event"), str)]
     pictures = find_pictures(directory / "images")
     table = _json(directory / "quantisation.json", remarks) if (directory / "quantisation.json").exists() else []
+    tables = {int(path.stem[5:]): _evaluation(path) for path in sorted((directory / "evaluations").glob("step_??????.json"))}
     assert config is not None
     return RunData(
         name=str(config.get("name") or directory.name),
-    tables = {int(path.stem[5:]): _evaluation(path) for path in sorted((directory / "evaluations").glob("step_??????.json"))}
         config=config,
         versions=root["versions"] if isinstance(root.get("versions"), dict) else {},
         iterations=_newest_of(row for row in rows if row.get("kind") == "iteration"),
@@ -211,3 +211,4 @@ def _grid(found: Any) -> Grid:
     """A table of numbers as it was written; empty when it is none."""
     if not isinstance(found, list) or not all(isinstance(row, list) for row in found):
         return []
+    return [[math.nan if (number := finite(cell)) is None else number for cell in row] for row in found]
