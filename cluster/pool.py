@@ -17,16 +17,15 @@ import time
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-import ray
-from ray.exceptions import ObjectLostError, RayActorError, RayError, RayTaskError
+from ray.exceptions import RayError
 
+from cluster.answers import answer_of
 from cluster.errors import InputsLost, RunFailed, StateLost
-from cluster.starting import Spawn, cause, start_actor
+from cluster.roster import START_DEADLINE_S, Event, Roster
+from cluster.starting import Spawn, cause
+from cluster.timeline import Span, span_of
 from cluster.worker import ActorLost, Unit, Worker
 from configs.services import Service
-
-START_DEADLINE_S = 600.0
-Event = Callable[..., None]
 
 
 class ActorPool:
@@ -43,118 +42,68 @@ class ActorPool:
         stateful: bool = False,
         start_deadline_s: float = START_DEADLINE_S,
         released: Callable[[str], None] = lambda actor: None,
+        record: Callable[[Span], None] = lambda span: None,
     ):
-        """``released`` is told the name of an actor that leaves for good."""
-        self.kind, self._spawn, self._service, self._event, self.prepare = kind, spawn, service, event, prepare
-        self._stateful, self._start_deadline_s, self._released = stateful, start_deadline_s, released
-        self.workers = [Worker(index) for index in range(service.actors)]
+        """``released`` is told the name of an actor that leaves for good, ``record`` who had which unit in hand and when."""
+        self.kind, self._service, self._event, self.prepare = kind, service, event, prepare
+        self._stateful, self._record = stateful, record
+        self._roster = Roster(kind, spawn, service, event, self._serve, self._end, start_deadline_s, released)
         self.reissued = 0
-        self.starting = 0
         self.deepest = 0  # most units that waited since somebody set it back
-        self._next_index = service.actors
-        self._worked_by_gone = 0.0
         self._queue: asyncio.PriorityQueue[tuple[tuple[int, ...], int, Unit]] = asyncio.PriorityQueue()
         self._order = itertools.count()
         self._failure: RunFailed | StateLost | None = None
 
-    # ---- life
+    # ---- who is there
 
     async def start(self) -> None:
         """Create every actor, wait until all answer, and open their slots."""
-        await asyncio.gather(*(self._fill(worker) for worker in self.workers))
-        for worker in self.workers:
-            self._open(worker)
+        await self._roster.start()
 
     async def stop(self) -> None:
         """Close the slots and kill the actors."""
-        slots = [slot for worker in self.workers for slot in worker.slots]
-        for slot in slots:
-            slot.cancel()
-        await asyncio.gather(*slots, return_exceptions=True)
-        for worker in self.workers:
-            if worker.handle is not None:
-                ray.kill(worker.handle, no_restart=True)
-                worker.handle = None
-
-    @property
-    def alive(self) -> int:
-        """Actors in service now."""
-        return sum(worker.serving for worker in self.workers)
-
-    @property
-    def worked_s(self) -> float:
-        """Seconds in which actors had units in hand, summed over all actors that ever were."""
-        return self._worked_by_gone + sum(worker.worked_s for worker in self.workers)
-
-    @property
-    def waiting(self) -> int:
-        """Units in the queue."""
-        return self._queue.qsize()
-
-    def _open(self, worker: Worker) -> None:
-        worker.slots = [asyncio.create_task(self._serve(worker)) for _ in range(self._service.in_flight)]
-
-    # ---- size
-
-    def next_actors(self, count: int) -> list[str]:
-        """Names that the next ``count`` new actors will have."""
-        return [f"{self.kind}-{self._next_index + i}" for i in range(count)]
+        await self._roster.stop()
 
     async def resize(self, size: int) -> None:
         """Grow or shrink to ``size`` actors in service; one call at a time. Units in hand are finished, none is lost.
 
         Raises RunFailed when a new actor does not start; those that did stay.
         """
-        if size > self.alive:
-            await self._grow(size - self.alive)
-        else:
-            leaving = [worker for worker in self.workers if worker.serving][size:]
-            await asyncio.gather(*(self._retire(worker) for worker in leaving))
-
-    async def _grow(self, count: int) -> None:
-        workers = [Worker(self._next_index + i) for i in range(count)]
-        self._next_index += count
-        self.starting = count
-
-        async def join(worker: Worker) -> None:
-            try:
-                await self._fill(worker, joins=True)
-            except BaseException:
-                self._released(f"{self.kind}-{worker.index}")
-                raise
-            finally:
-                self.starting -= 1
-            self.workers.append(worker)
-            self._open(worker)
-
-        outcomes = await asyncio.gather(*(join(worker) for worker in workers), return_exceptions=True)
-        self.workers.sort(key=lambda worker: worker.index)
-        for outcome in outcomes:
-            if isinstance(outcome, BaseException):
-                raise outcome
-
-    async def _retire(self, worker: Worker) -> None:
-        worker.leaving = True
-        for slot in worker.idle_slots():
-            slot.cancel()  # it waits for a unit, so it holds none
-        await asyncio.gather(*worker.slots, return_exceptions=True)
-        async with worker.lock:
-            if worker.handle is not None:
-                ray.kill(worker.handle, no_restart=True)
-                worker.handle = None
-        self.workers.remove(worker)
-        self._worked_by_gone += worker.worked_s
-        self._released(f"{self.kind}-{worker.index}")
-        self._event("actor_removed", kind=self.kind, actor=worker.index, incarnation=worker.incarnation, units=worker.answered)
+        await self._roster.resize(size)
 
     async def renew(self, why: str) -> None:
         """Put a new actor in every place and accept calls again. Raises RunFailed when one does not start."""
-        for worker in self.workers:
-            async with worker.lock:
-                if worker.handle is not None:
-                    self._bury(worker, worker.incarnation, why)
-                await self._fill(worker)
+        await self._roster.renew(why)
         self._failure = None
+
+    def next_actors(self, count: int) -> list[str]:
+        """Names that the next ``count`` new actors will have."""
+        return self._roster.next_actors(count)
+
+    @property
+    def workers(self) -> list[Worker]:
+        """The places, by rising index."""
+        return self._roster.workers
+
+    @property
+    def alive(self) -> int:
+        """Actors in service now."""
+        return self._roster.alive
+
+    @property
+    def starting(self) -> int:
+        """New actors on their way."""
+        return self._roster.starting
+
+    @property
+    def worked_s(self) -> float:
+        """Seconds in which actors had units in hand, summed over all actors that ever were."""
+        return self._roster.worked_s
+
+    @property
+    def waiting(self) -> int:
+        """Units in the queue."""
+        return self._queue.qsize()
 
     # ---- work
 
@@ -194,13 +143,13 @@ class ActorPool:
                     if worker.handle is not None:
                         await do(worker)
             except ActorLost as loss:
-                await self._replace(worker, incarnation, str(loss))
+                await self._roster.replace(worker, incarnation, str(loss))
 
         await asyncio.gather(*(one(worker) for worker in self.workers if worker.serving))
 
     async def ask(self, worker: Worker, method: str, *args: Any) -> Any:
         """A call to one particular actor, outside the queue. Raises ActorLost when it dies or hangs."""
-        return await self._answer(worker, getattr(worker.handle, method).remote(*args))
+        return await self._answer(worker, (method,), 0, getattr(worker.handle, method).remote(*args))
 
     def _put(self, unit: Unit) -> None:
         self._queue.put_nowait((unit.priority, next(self._order), unit))
@@ -232,7 +181,7 @@ class ActorPool:
                 self._lose(worker, incarnation, unit, str(loss))
                 return
             self._retry(unit, worker, str(loss))
-            await self._replace(worker, incarnation, str(loss))
+            await self._roster.replace(worker, incarnation, str(loss))
         except (InputsLost, RunFailed) as end:
             self._settle(unit, end)
         except RayError as error:
@@ -248,36 +197,25 @@ class ActorPool:
                 await self.prepare(worker)
             refs = getattr(worker.handle, unit.method).options(num_returns=unit.returns).remote(*unit.args)
         if unit.returns == 1:
-            return await self._answer(worker, refs)
-        return await self._answer(worker, refs[0]), list(refs[1:])
+            return await self._answer(worker, unit.key, unit.attempts, refs)
+        return await self._answer(worker, unit.key, unit.attempts, refs[0]), list(refs[1:])
 
-    async def _answer(self, worker: Worker, ref: Any) -> Any:
-        """The value behind ``ref``, or ActorLost: dead, or silent for longer than the service's deadline.
-
-        An actor that says it starts ``cold`` has ``warm_up_s`` more until it has answered its first unit.
-        """
-        future = asyncio.wrap_future(ref.future())
-        asked = time.monotonic()
-        future.add_done_callback(_seen)
-        while True:
-            limit = self._service.deadline_s + (self._service.warm_up_s if worker.facts.get("cold") else 0.0)
-            left = max(asked, worker.last_answer) + limit - time.monotonic()
-            done, _ = await asyncio.wait({future}, timeout=max(left, 0.0))
-            if done:
-                break
-            if time.monotonic() - max(asked, worker.last_answer) >= limit:
-                raise ActorLost(f"no answer for {limit:g} s")
-        worker.last_answer = time.monotonic()
+    async def _answer(self, worker: Worker, key: Any, attempt: int, ref: Any) -> Any:
+        """``answer_of``, and in the timeline who had ``key`` in hand: an actor does one thing after the other."""
+        sent, incarnation, outcome = time.time(), worker.incarnation, "failed"
         try:
-            return future.result()
-        except RayActorError as error:
-            raise ActorLost(cause(error)) from None
-        except ObjectLostError as error:
-            raise InputsLost(str(error).splitlines()[0]) from None
-        except RayTaskError as error:
-            if isinstance(error.cause, ObjectLostError):
-                raise InputsLost(str(error.cause).splitlines()[0]) from None
+            value = await answer_of(worker, ref, self._service)
+            outcome = "done"
+            return value
+        except ActorLost:
+            outcome = "lost"
             raise
+        except asyncio.CancelledError:
+            outcome = "stopped"
+            raise
+        finally:
+            started, worker.busy_until = max(sent, worker.busy_until), time.time()
+            self._record(span_of(self.kind, worker.index, incarnation, key, attempt, started, worker.busy_until, outcome))
 
     def _answered(self, unit: Unit, worker: Worker, value: Any) -> None:
         worker.answered += 1
@@ -316,65 +254,10 @@ class ActorPool:
         lost = StateLost(f"the {self.kind} was lost: {why}")
         self._settle(unit, lost)
         if worker.incarnation == incarnation:
-            self._bury(worker, incarnation, why)
+            self._roster.bury(worker, why)
             self._end(lost)
-
-    async def _replace(self, worker: Worker, incarnation: int, why: str) -> None:
-        """Kill what is left of the actor and put another in its place, once per incarnation."""
-        async with worker.lock:
-            if worker.incarnation != incarnation or worker.benched:
-                return
-            self._bury(worker, incarnation, why)
-            if worker.leaving:
-                return
-            worker.restarts += 1
-            if worker.restarts > self._service.max_restarts:
-                self._bench(worker, why)
-                return
-            try:
-                await self._fill(worker)
-            except RunFailed as failure:
-                self._bench(worker, str(failure))
-
-    def _bury(self, worker: Worker, incarnation: int, why: str) -> None:
-        pid = worker.facts.get("pid")
-        self._event("actor_died", kind=self.kind, actor=worker.index, incarnation=incarnation, why=why, pid=pid)
-        if worker.handle is not None:
-            ray.kill(worker.handle, no_restart=True)
-        worker.handle, worker.state = None, None
-        worker.incarnation += 1
-
-    def _bench(self, worker: Worker, why: str) -> None:
-        worker.benched = True
-        self._released(f"{self.kind}-{worker.index}")
-        self._event("actor_benched", kind=self.kind, actor=worker.index, restarts=worker.restarts, why=why)
-        if self.alive or self.starting:
-            return
-        advice = f"raise services.{self.kind}.max_restarts or mend the cause"
-        self._end(RunFailed(f"no {self.kind} actor is left, last: {why}; {advice}, then continue with --resume"))
 
     def _end(self, failure: RunFailed | StateLost) -> None:
         self._failure = failure
         while not self._queue.empty():
             self._settle(self._queue.get_nowait()[2], failure)
-
-    async def _fill(self, worker: Worker, joins: bool = False) -> None:
-        """Create an actor for this place and wait until it answers. Raises RunFailed with the constructor's own words."""
-        who = f"{self.kind} actor {worker.index}"
-        worker.handle, worker.facts = await start_actor(
-            self._spawn,
-            f"{self.kind}-{worker.index}.{worker.incarnation}",
-            who,
-            self._start_deadline_s,
-            lambda why: self._event("actor_waits", kind=self.kind, actor=worker.index, why=why),
-        )
-        worker.last_answer = time.monotonic()
-        name = "actor_replaced" if worker.incarnation else "actor_added" if joins else "actor_started"
-        shown = {key: value for key, value in worker.facts.items() if isinstance(value, str | int | float)}
-        self._event(name, kind=self.kind, actor=worker.index, incarnation=worker.incarnation, **shown)
-
-
-def _seen(future: asyncio.Future[Any]) -> None:
-    """Look at how a call ended even when nobody waits for it any more, so that asyncio does not complain about it."""
-    if not future.cancelled():
-        future.exception()

@@ -71,7 +71,7 @@ def render(run: RunData) -> str:
         ),
         ("Where the time went", "", report_sections.time_spent(run)),
         ("Is training healthy?", "", report_sections.health(run)),
-        ("What happened to the actors", "", report_events.section(run)),
+        ("Who did what, when", "", report_events.section(run)),
         ("All the particulars", "", _particulars(run)),
     ]
     body = "".join(f"<section><h2>{escape(title)}</h2>{_lead(lead)}{content}</section>" for title, lead, content in sections)
@@ -260,7 +260,7 @@ def _particulars(run: RunData) -> str:
         )
         parts.append(f'<details class="card"><summary>Versions</summary><div>{versions}</div></details>')
     parts.append(
-        "<footer>Made from config.json, metrics.jsonl, events.jsonl and images/ by <code>sol-rl report</code>. "
+        "<footer>Made from config.json, metrics.jsonl, events.jsonl, timeline.jsonl and images/ by <code>sol-rl report</code>. "
         "This page loads nothing from anywhere.</footer>"
     )
     return "".join(parts)

@@ -10,6 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from cluster.pictures import Pictures, find_pictures
+from cluster.timeline import FILE as TIMELINE
+from cluster.timeline import Span, read_spans
 
 Row = dict[str, Any]
 Grid = list[list[float]]
@@ -39,6 +41,7 @@ class RunData:
     held_out: dict[int, Grid] = field(default_factory=dict)
     scores: dict[int, dict[str, Grid]] = field(default_factory=dict)
     quantisation: list[Row] = field(default_factory=list)
+    spans: list[Span] = field(default_factory=list)
     remarks: list[str] = field(default_factory=list)
 
     @property
@@ -103,6 +106,7 @@ def read_run(directory: Path) -> RunData:
         held_out={step: _grid(found.get("rewards")) for step, found in tables.items()},
         scores={step: _grids(found.get("scores")) for step, found in tables.items()},
         quantisation=[row for row in table if isinstance(row, dict)] if isinstance(table, list) else [],
+        spans=read_spans(directory / TIMELINE, remarks),
         remarks=remarks,
     )
 

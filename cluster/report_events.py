@@ -5,13 +5,12 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from html import escape
 
-from cluster.charts import thin
 from cluster.progress import duration
 from cluster.report_data import REASON_KEYS, Row, RunData, actor_of, finite
-from cluster.report_parts import Cell, nothing, table
+from cluster.report_parts import nothing, table
+from cluster.timeline_picture import Lane, Mark, Timeline, in_running_time, picture
 
 TONES = {
     "actor_started": "good", "actor_replaced": "good", "actor_died": "bad", "actor_benched": "bad", "chunk_reissued": "warn",
@@ -20,23 +19,13 @@ TONES = {
 }  # fmt: skip
 ROUTINE = {"version_published", "checkpoint_saved", "actor_started"}
 """Events that are counted and drawn, but not listed."""
-KINDS = ("rollout", "reward", "scorers.", "selector", "encoder", "learner")
-"""Beginnings of actors' names, in the order of their lanes; a scorer with actors of its own is ``scorers.<label>``."""
-MOST_LANES, MOST_ROWS, MOST_MARKS, LONGEST = 40, 150, 120, 110
+KINDS = ("rollout", "reward", "selector", "encoder", "learner")
+MOST_ROWS, LONGEST = 150, 110
 NOUNS = {
     "actor_started": "started", "actor_replaced": "replaced", "actor_died": "died", "actor_benched": "benched",
     "chunk_reissued": "units given out again", "version_published": "versions published", "checkpoint_saved": "checkpoints saved",
     "run_resumed": "resumes",
 }  # fmt: skip
-
-
-@dataclass
-class Lane:
-    """One actor: lives as (from, to) and marks as (when, tone, text), all in seconds of running time."""
-
-    lives: list[tuple[float, float]] = field(default_factory=list)
-    marks: list[tuple[float, str, str]] = field(default_factory=list)
-    open_since: float | None = None
 
 
 def running_times(events: Sequence[Row]) -> list[float]:
@@ -57,7 +46,7 @@ def running_times(events: Sequence[Row]) -> list[float]:
 
 
 def lanes_of(events: Sequence[Row], times: Sequence[float]) -> dict[str, Lane]:
-    """A lane per actor, in the order of ``KINDS``, others last."""
+    """A lane per actor, in the order rollout, reward, selector, encoder, learner, others."""
     lanes: dict[str, Lane] = {}
     end = max(times, default=0.0)
     for event, when in zip(events, times, strict=True):
@@ -88,54 +77,28 @@ def section(run: RunData) -> str:
     counts = Counter(event["event"] for event in run.events)
     said = [f"<b>{counts[name]:,}</b> {noun}" for name, noun in NOUNS.items() if counts[name]]
     summary = f'<p class="lead">{" · ".join(said)}</p>' if said else ""
-    return summary + f'<div class="card">{_timeline(run.events, times)}</div>' + _tables(run.events, times)
+    return summary + f'<div class="card">{picture(timeline_of(run, times))}</div>' + _tables(run.events, times)
 
 
-def _timeline(events: Sequence[Row], times: Sequence[float]) -> str:
-    end = max(times) or 1.0
-    lanes = lanes_of(events, times)
-    hidden = ""
-    if len(lanes) > MOST_LANES:
-        eventful = {name: lane for name, lane in lanes.items() if lane.marks}
-        shown = dict(list((eventful or lanes).items())[:MOST_LANES])
-        hidden = f'<p class="note">{len(lanes) - len(shown)} more actors are not drawn.</p>'
-        lanes = shown
-    rows = ['<span class="who">run</span>' + _run_track(events, times, end)]
-    for name, lane in lanes.items():
-        lives = "".join(
-            f'<span class="life" style="left:{100 * start / end:.2f}%;width:{100 * (stop - start) / end:.2f}%"></span>'
-            for start, stop in lane.lives
-        )
-        marks = "".join(_mark(when, end, tone, text) for when, tone, text in lane.marks[:MOST_MARKS])
-        rows.append(f'<span class="who">{escape(name)}</span><div class="track">{lives}{marks}</div>')
-    ruler = "".join(
-        f'<span style="left:{25 * part}%">{duration(end * part / 4) if part else "0"}</span>' for part in range(0, 5, 2)
-    )
-    rows.append(f'<span class="who hide-small"></span><div class="track ruler">{ruler}</div>')
-    used = {tone for lane in lanes.values() for _, tone, _ in lane.marks}
-    legend = [
-        '<li><span class="swatch block bg-1" style="opacity:.5"></span>in service</li>',
-        '<li><span class="swatch tall"></span>policy published</li>',
-    ]
-    for tone, label in (("bad", "died"), ("good", "replaced"), ("warn", "unit of work given out again")):
-        if tone in used:
-            legend.append(f'<li><span class="swatch block" style="background:var(--{tone})"></span>{label}</li>')
-    return f'<ul class="legend">{"".join(legend)}</ul><div class="lanes">{"".join(rows)}</div>{hidden}'
+def timeline_of(run: RunData, times: Sequence[float]) -> Timeline:
+    """What the picture shows, everything in seconds of running time."""
+    events = run.events
+    known = [(moment, when) for event, when in zip(events, times, strict=True) if (moment := finite(event.get("time"))) is not None]
+    spans = in_running_time(run.spans, [moment for moment, _ in known], [when for _, when in known])
+    published = [(when, int(event["version"])) for event, when in zip(events, times, strict=True)
+                 if event["event"] == "version_published" and finite(event.get("version")) is not None]  # fmt: skip
+    return Timeline(lanes_of(events, times), _run_marks(events, times), published, spans, max(times, default=0.0))
 
 
-def _run_track(events: Sequence[Row], times: Sequence[float], end: float) -> str:
-    published = [(when, 0.0) for event, when in zip(events, times, strict=True) if event["event"] == "version_published"]
-    marks = [_mark(when, end, "tickmark", "policy published") for when, _ in thin(published, MOST_MARKS)]
+def _run_marks(events: Sequence[Row], times: Sequence[float]) -> list[Mark]:
+    """What befell the run as a whole: resumes, scaling, its end."""
+    marks = []
     for event, when in zip(events, times, strict=True):
         name = event["event"]
         if actor_of(event) is None and name not in ("version_published", "checkpoint_saved", "run_started"):
-            marks.append(_mark(when, end, TONES.get(name, "plain"), _words(name) + _because(event)))
-    return f'<div class="track">{"".join(marks)}</div>'
-
-
-def _mark(when: float, end: float, tone: str, text: str) -> str:
-    title = escape(f"{duration(when)}: {text}", quote=True)
-    return f'<span class="mark {tone}" style="left:{100 * when / end:.2f}%" title="{title}"></span>'
+            change = f" {event.get('kind')} {event['before']} → {event['after']}" if name == "pool_scaled" else ""
+            marks.append((when, TONES.get(name, "plain"), _words(name) + change + _because(event)))
+    return marks
 
 
 def _tables(events: Sequence[Row], times: Sequence[float]) -> str:
@@ -158,13 +121,11 @@ def _table(rows: Sequence[tuple[Row, float]], longest: int = 2000) -> str:
     cells = []
     for event, when in rows:
         name = event["event"]
+        tone = TONES.get(name, "plain")
+        whole = escape(_details(event), quote=True)
         cells.append(
-            (
-                Cell(duration(when), "when"),
-                Cell(_words(name), f"{TONES.get(name, 'plain')}-ink"),
-                Cell(actor_of(event) or "", "who"),
-                Cell(_details(event, longest), "wide", title=_details(event)),
-            )
+            f'<tr><td class="when n">{duration(when)}</td><td class="{tone}-ink">{escape(_words(name))}</td>'
+            f'<td class="who">{escape(actor_of(event) or "")}</td><td class="wide" title="{whole}">{escape(_details(event, longest))}</td></tr>'
         )
     return table(("after", "what", "who", "details"), cells, words=(1, 2, 3), kind="events")
 

@@ -86,6 +86,13 @@ background:var(--soft);z-index:1}
 .mark.good{background:var(--good)}.mark.bad{background:var(--bad);border-radius:3px;z-index:3}
 .mark.warn{background:var(--warn);width:10px;height:10px;top:5px;margin-left:-5px;z-index:2}
 .mark.tickmark{width:2px;margin-left:-1px;border:0;border-radius:1px;height:12px;top:4px;background:var(--soft);opacity:.75}
+.timeline{gap:0 14px}.timeline .track{height:22px}.timeline .life{top:3px;height:16px;border-radius:2px}
+.life.quiet{background:var(--rule);opacity:1}svg.work{position:absolute;left:0;top:0;width:100%;height:100%;z-index:0;overflow:visible}
+svg.work rect{transform:scaleY(.56);transform-origin:0 50%;transform-box:view-box}svg.work rect:hover{opacity:.7}
+.version{stroke:var(--soft);stroke-width:1;opacity:.55;vector-effect:non-scaling-stroke;fill:none}
+.lost{fill:var(--bad);background:var(--bad)}
+.track.ticks{height:16px;color:var(--soft);font-size:11px}.track.ticks span{position:absolute;top:0;transform:translateX(-50%)}
+.track.ticks span.last{transform:translateX(-100%)}
 .track.ruler{height:18px;border-top:1px solid var(--rule);color:var(--soft);font-size:12px}
 .track.ruler span{position:absolute;top:2px;transform:translateX(-50%);white-space:nowrap}
 .track.ruler span:first-child{transform:none}.track.ruler span:last-child{transform:translateX(-100%)}
@@ -97,7 +104,7 @@ footer{margin-top:44px;color:var(--soft);font-size:13px}
 @media(max-width:699px){main{padding:20px 14px 48px}h1{font-size:26px}h2{margin-top:34px}.hero{grid-template-columns:minmax(0,1fr)}
 .big{font-size:31px}.result{gap:8px;flex-wrap:nowrap;justify-content:space-between;align-items:flex-start}.result .arrow{font-size:22px;padding:22px 0 0}
 .result .label{font-size:12px}.card{padding:14px}.tick{font-size:12px}
-.lanes{grid-template-columns:minmax(0,1fr);gap:0}.lanes>.who{margin-top:6px;color:var(--soft)}.facts{gap:10px}
+.lanes{grid-template-columns:minmax(0,1fr);gap:0}.lanes>.who{margin-top:6px;color:var(--soft)}.timeline .track{margin-bottom:2px}.facts{gap:10px}
 .events thead{display:none}.events tr{display:block;padding:7px 0;border-bottom:1px solid var(--rule)}.events tr:last-child{border-bottom:0}
 .events td{display:inline;border:0;padding-right:6px}.events td.wide{display:block;color:var(--soft);font-size:13px;padding:2px 0 0}
 th,td{padding-right:8px}.hide-small{display:none}}

@@ -11,6 +11,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from cluster import timeline
 from configs.load import ConfigError, parse
 from configs.schema import RunConfig
 
@@ -24,7 +25,7 @@ class RunDirectory:
         self.path = path
         self.checkpoints, self.images = path / "checkpoints", path / "images"
         self.metrics_file, self.events_file, self.config_file = path / "metrics.jsonl", path / "events.jsonl", path / "config.json"
-        self.selections_file = path / "selections.jsonl"
+        self.selections_file, self.timeline_file = path / "selections.jsonl", path / timeline.FILE
 
     @classmethod
     def of(cls, config: RunConfig) -> RunDirectory:
@@ -72,7 +73,7 @@ class RunDirectory:
         return list(_rows(self.events_file))
 
     def truncate(self, iteration: int, moment: float) -> None:
-        """Forget what came after a checkpoint: metrics of iterations from ``iteration`` on, events after ``moment``."""
+        """Forget what came after a checkpoint: metrics of iterations from ``iteration`` on, events and work after ``moment``."""
         kept = [
             r for r in self.metrics() if r["iteration"] < iteration or (r["kind"] == "evaluation" and r["iteration"] == iteration)
         ]
@@ -80,6 +81,8 @@ class RunDirectory:
         chosen = [row for row in _rows(self.selections_file) if row["iteration"] < iteration]
         write_text(self.selections_file, "".join(json.dumps(row) + "\n" for row in chosen))
         write_text(self.events_file, "".join(json.dumps(row) + "\n" for row in self.events() if row["time"] <= moment))
+        if math.isfinite(moment):
+            timeline.forget_after(self.timeline_file, moment)
 
 
 def versions() -> dict[str, str]:

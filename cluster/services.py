@@ -23,6 +23,7 @@ from cluster.placement import Need, Node, NoRoom, Placer, check_placement, kinds
 from cluster.pool import ActorPool
 from cluster.rundir import RunDirectory
 from cluster.scoring import RewardService
+from cluster.timeline import Span
 from cluster.weights import WeightChannel
 from configs.load import ConfigError
 from configs.schema import RunConfig
@@ -125,7 +126,13 @@ SCALABLE = ("rollout", "reward")
 class Services:
     """Rollout, reward, selector, encoder and learner pools of one run."""
 
-    def __init__(self, config: RunConfig, rundir: RunDirectory, event: Callable[..., None]):
+    def __init__(
+        self,
+        config: RunConfig,
+        rundir: RunDirectory,
+        event: Callable[..., None],
+        record: Callable[[Span], None] = lambda span: None,
+    ):
         self.config, self._event = config, event
         self.weights = WeightChannel(event)
         self.placer = Placer(config)
@@ -141,6 +148,7 @@ class Services:
                 stateful=stateful,
                 start_deadline_s=config.services.start_deadline_s,
                 released=self.placer.release,
+                record=record,
             )
 
         self.encoder = pool("encoder", EncoderActor)

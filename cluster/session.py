@@ -26,6 +26,7 @@ from cluster.report import build_report
 from cluster.rundir import RunDirectory, write_json
 from cluster.services import Services, check_run_root, find_room, install_stop_signals, join_or_start_ray
 from cluster.status import Reporter
+from cluster.timeline import Timeline
 from configs.load import ConfigError
 from configs.prompts import Prompt, read_prompts
 from configs.resume import differences
@@ -133,7 +134,7 @@ class Session:
     ):
         self.config, self.rundir, self.test_prompts = config, rundir, test_prompts
         self.progress = progress or Progress(title=f"Sol-RL: {config.name}")
-        self.services = Services(config, rundir, rundir.event)
+        self.services = Services(config, rundir, rundir.event, Timeline(rundir.timeline_file).record)
         self.ring = Ring(config, self.services, train_prompts, self.progress)
         self.exporter = PrometheusExporter(config.logging.prometheus_port, config.logging.prometheus_host, rundir.event)
         self.next_iteration = 0

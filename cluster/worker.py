@@ -36,6 +36,7 @@ class Worker:
         self.facts: dict[str, Any] = {}
         self.state: Any = None  # what the pool's `prepare` remembers about this incarnation
         self.last_answer = 0.0
+        self.busy_until = 0.0  # wall clock: when it was done with its last unit, for the timeline
         self.answered = 0  # units
         self.benched = False
         self.leaving = False

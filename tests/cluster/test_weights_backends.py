@@ -7,9 +7,12 @@ from types import SimpleNamespace
 
 import pytest
 
+from actors.messages import ChunkKey
+from cluster.answers import answer_of
 from cluster.errors import RunFailed
 from cluster.pool import ActorLost, ActorPool
-from cluster.weights import WeightChannel
+from cluster.weights import WeightChannel, common_backends
+from cluster.worker import Unit
 from configs.services import Service
 
 
@@ -24,11 +27,16 @@ def explorers(*backends: str | None) -> SimpleNamespace:
         for worker in pool.workers:
             await do(worker)
 
-    async def ask(worker, method, manifest, *chunks):
+    async def ask(worker, method, backend, manifest, *chunks):
         return manifest.version, manifest.checksum
 
     pool.each, pool.ask = each, ask
     return pool
+
+
+def chunk_of(version: int) -> Unit:
+    """A unit that names a policy version."""
+    return Unit("unit", "explore", (SimpleNamespace(key=ChunkKey(0, 0, 0, version)),), future=concurrent.futures.Future())  # pyright: ignore[reportArgumentType]
 
 
 def learner(asked: list[tuple]) -> SimpleNamespace:
@@ -47,7 +55,7 @@ def test_the_learner_packs_for_what_the_explorers_run():
     asked = []
     publish(explorers("fp8", "fp8"), asked)
     publish(explorers(None), asked)
-    assert asked == [(3, "fp8"), (3,)]
+    assert asked == [(3, "fp8", None), (3, None, None)]
 
 
 def test_explorers_that_differ_end_the_run_before_anything_is_published():
@@ -62,7 +70,7 @@ def test_a_replacement_on_another_kind_of_gpu_is_noticed():
         channel, rollout = WeightChannel(lambda *args, **fields: None), explorers("te_nvfp4", "te_nvfp4")
         await channel.publish(0, learner([]), rollout)
         rollout.workers[1].facts, rollout.workers[1].state = {"backend": "torch_nvfp4", "host": "other"}, None
-        await channel.load_into_worker(rollout)(rollout.workers[1])
+        await channel.load_for(rollout)(rollout.workers[1], chunk_of(0))
 
     with pytest.raises(RunFailed, match="torch_nvfp4 on other"):
         asyncio.run(run())
@@ -78,7 +86,7 @@ def test_a_cold_actor_has_longer(cold, warm_up_s, lost):
         future: concurrent.futures.Future[int] = concurrent.futures.Future()
         threading.Timer(0.5, future.set_result, [7]).start()
         pool.workers[0].facts = {"cold": cold}
-        return await pool._answer(pool.workers[0], SimpleNamespace(future=lambda: future))
+        return await answer_of(pool.workers[0], SimpleNamespace(future=lambda: future), service)
 
     if lost:
         with pytest.raises(ActorLost, match="no answer for 0.1 s"):
@@ -97,3 +105,53 @@ def test_it_is_warm_after_its_first_unit():
         return pool
 
     assert asyncio.run(run()).workers[0].facts == {"backend": "fp8"}
+
+
+def test_with_exploring_ahead_a_worker_gets_the_version_that_its_chunk_names():
+    """Two versions are held; publishing changes nobody's weights; the version before the last two is gone."""
+
+    async def run() -> None:
+        channel, rollout = WeightChannel(lambda *args, **fields: None, ahead=1), explorers("fp8", "fp8")
+        held = lambda: [worker.state and worker.state[0] for worker in rollout.workers]  # noqa: E731
+        load, (first, second) = channel.load_for(rollout), rollout.workers
+        await channel.publish(0, learner([]), rollout)
+        assert held() == [None, None]
+        await load(first, chunk_of(0))
+        await channel.publish(1, learner([]), rollout)
+        assert held() == [0, None]  # it may be at work with version 0
+        await load(second, chunk_of(0))
+        await load(first, chunk_of(1))
+        assert held() == [1, 0]
+        await load(first, chunk_of(0))  # a chunk that was given out again
+        assert held() == [0, 0]
+        await channel.publish(2, learner([]), rollout)
+        with pytest.raises(RunFailed, match="policy version 0 is asked for, but those held are: 1, 2"):
+            await load(first, chunk_of(0))
+        await channel.publish(0, learner([]), rollout)  # back at a checkpoint: what came after is forgotten
+        current = channel.current
+        assert current is not None and current.version == 0
+        with pytest.raises(RunFailed, match="those held are: 0;"):
+            channel.held(2)
+
+    asyncio.run(run())
+
+
+def test_another_precision_is_loaded_with_time_to_build_it():
+    """The same version in another precision is another thing; who builds its denoiser anew may take as long as at the start."""
+
+    async def run() -> None:
+        channel, rollout = WeightChannel(lambda *args, **fields: None), explorers("emulated_nvfp4")
+        (worker,) = rollout.workers
+        await channel.publish(0, learner([]), rollout)
+        assert worker.state == (0, "c", "emulated_nvfp4") and "cold" not in worker.facts
+        await channel.publish(0, learner([]), rollout, backend="fp8")
+        assert worker.state == (0, "c", "fp8") and worker.facts["cold"]
+
+    asyncio.run(run())
+
+
+def test_what_every_explorer_can_run():
+    rollout = explorers("fp8", "fp8", None)
+    rollout.workers[0].facts["runs"], rollout.workers[1].facts["runs"] = ("fp8", "bf16"), ("bf16", "fp32")
+    assert common_backends(rollout) == {"bf16"}
+    assert common_backends(explorers(None)) == set()
