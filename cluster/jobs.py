@@ -76,7 +76,7 @@ def entrypoint(config: str, overrides: Sequence[str], resume: bool) -> str:
 
 
 def stage(into: Path, source: str, config: RunConfig) -> str:
-    """Copy what travels to ``into``; returns what the job must give as its configuration."""
+    """Copy what travels to ``into``; returns what the job must give as its configuration. Raises ConfigError for prompts elsewhere."""
     ignore = shutil.ignore_patterns(*LEFT_OUT)
     if (TREE / "pyproject.toml").exists():
         shutil.copytree(TREE, into, ignore=ignore, symlinks=True)
@@ -85,6 +85,12 @@ def stage(into: Path, source: str, config: RunConfig) -> str:
             shutil.copytree(TREE / name, into / name, ignore=ignore)
     for name in (config.prompts.train, config.prompts.test):
         path = Path(name)
+        if not path.is_absolute() and ".." in path.parts:
+            raise ConfigError(
+                [
+                    f"prompts: {name!r} lies outside the directory that is submitted: give a path inside it, or an absolute one that nodes share"
+                ]
+            )
         if not path.is_absolute() and path.is_file() and not (into / path).exists():
             (into / path).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy(path, into / path)

@@ -14,7 +14,7 @@ from pydantic import Field, field_validator, model_validator
 
 from configs.objectives import DiffusionNFTSettings, Objective, misfit
 from configs.rewards import Advantages, Rewards
-from configs.section import Section
+from configs.section import PathText, Section
 from configs.sections import (
     AnySolver,
     Audit,
@@ -44,7 +44,7 @@ class RunConfig(Section):
     """A whole run."""
 
     name: str = Field(description="names the run directory")
-    run_root: str | None = Field(default=None, description="directory of run directories; 'runs' on one machine")
+    run_root: PathText | None = Field(default=None, description="directory of run directories; 'runs' on one machine")
     seed: int = Field(default=0, ge=0, lt=2**63)
     iterations: int = Field(default=100, ge=1)
     arm: Arm = "sol_rl"

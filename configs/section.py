@@ -2,7 +2,19 @@
 
 from __future__ import annotations
 
-from pydantic import BaseModel, ConfigDict
+from typing import Annotated
+
+from pydantic import AfterValidator, BaseModel, ConfigDict
+
+
+def _path(value: str) -> str:
+    if not value.strip() or not value.isprintable():
+        raise ValueError("a path must not be empty and must not hold line breaks or other control characters")
+    return value
+
+
+PathText = Annotated[str, AfterValidator(_path)]
+"""A path as it is written in a configuration."""
 
 
 class Section(BaseModel):

@@ -6,7 +6,7 @@ from typing import Literal
 
 from pydantic import Field, model_validator
 
-from configs.section import Section
+from configs.section import PathText, Section
 
 Backend = Literal["auto", "te_nvfp4", "torch_nvfp4", "fp8", "emulated_nvfp4", "bf16", "fp32"]
 Precision = Literal["bf16", "fp32"]
@@ -18,7 +18,7 @@ class Model(Section):
     """The base text-to-image model: a diffusers pipeline directory or hub id."""
 
     family: Literal["sd3", "flux", "sana"] = "sd3"
-    path: str = Field(description="pipeline directory, hub id, or 'shapes' for the tiny model that ships with Sol-RL")
+    path: PathText = Field(description="pipeline directory, hub id, or 'shapes' for the tiny model that ships with Sol-RL")
     height: int = Field(default=512, ge=16, multiple_of=8, description="picture height in pixels")
     width: int = Field(default=512, ge=16, multiple_of=8, description="picture width in pixels")
     max_sequence_length: int = Field(default=128, ge=1, description="tokens of the long text encoder")
@@ -39,8 +39,8 @@ class Model(Section):
 class Prompts(Section):
     """Prompt files: one prompt per line (.txt), or JSON lines with `prompt` and metadata (.jsonl)."""
 
-    train: str = Field(description="training prompts")
-    test: str = Field(description="held-out prompts")
+    train: PathText = Field(description="training prompts")
+    test: PathText = Field(description="held-out prompts")
     per_iteration: int = Field(default=48, ge=1, description="prompt groups per iteration")
 
 
