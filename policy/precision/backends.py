@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Protocol
 
 import torch
@@ -84,6 +84,8 @@ BACKENDS: dict[str, Backend] = {
 }
 ON_CUDA = ("te_nvfp4", "torch_nvfp4", "fp8", "bf16")
 """What `auto` tries on a GPU, best first."""
+LADDER = (("te_nvfp4", "torch_nvfp4", "emulated_nvfp4"), ("fp8",), ("bf16",), ("fp32",))
+"""From coarse to fine; those of one rung have the same precision."""
 
 
 def resolve_backend(name: str, device: torch.device | str) -> tuple[Backend, str]:
@@ -98,9 +100,29 @@ def resolve_backend(name: str, device: torch.device | str) -> tuple[Backend, str
         raise ValueError(f"explore.backend: {name!r} is unknown: use auto, {', '.join(BACKENDS)}")
     refusal = BACKENDS[name].unavailable(device)
     if refusal is not None:
-        runs = [other for other, backend in BACKENDS.items() if backend.unavailable(device) is None]
-        raise ValueError(f"explore.backend: {name!r} does not run on {device.type} here: {refusal}; use auto, or {', '.join(runs)}")
+        runs = ", ".join(available_backends(device))
+        raise ValueError(f"explore.backend: {name!r} does not run on {device.type} here: {refusal}; use auto, or {runs}")
     return BACKENDS[name], f"{name}: as configured"
+
+
+def available_backends(device: torch.device | str) -> tuple[str, ...]:
+    """Names of all that this device can run."""
+    device = torch.device(device)
+    return tuple(name for name, backend in BACKENDS.items() if backend.unavailable(device) is None)
+
+
+def finer_backend(current: str, available: Collection[str], finest: str) -> str | None:
+    """The next finer precision than that of ``current`` among ``available``, up to that of ``finest``; None: there is none.
+
+    A proxy that is as precise as what it stands for cannot gain by more bits, so ``finest`` is the regenerating precision.
+    Raises ValueError for a name that is on no rung.
+    """
+    rungs = {name: number for number, names in enumerate(LADDER) for name in names}
+    for name in (current, finest):
+        if name not in rungs:
+            raise ValueError(f"backend {name!r} has no precision to compare: one of {', '.join(rungs)} is expected")
+    finer = LADDER[rungs[current] + 1 : rungs[finest] + 1]
+    return next((name for names in finer for name in names if name in available), None)
 
 
 def packing_backend(name: str, device: torch.device | str) -> Backend:
