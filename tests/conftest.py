@@ -16,9 +16,9 @@ __all__ = ["ray_here", "tiny_flux_dir", "tiny_sana_dir", "tiny_sd3_dir"]
 settings.register_profile("suite", derandomize=True, deadline=None)
 settings.load_profile("suite")
 
-# small tensors: more threads only cost, and threads that spin while they wait take the cores of the actors. Read when torch
-# is imported, so this file imports it nowhere.
-os.environ.setdefault("OMP_NUM_THREADS", "1")
+# small tensors: more threads only cost, and threads that spin while they wait take the cores of the actors; one also fixes the
+# order of sums. Read when torch is imported, so this file imports it nowhere.
+os.environ["OMP_NUM_THREADS"] = "1"
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 

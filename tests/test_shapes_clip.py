@@ -22,14 +22,7 @@ from shapes.grammar import all_scenes, flipped, parse, scenes_of
 from shapes.render import render
 
 SHIPPED = Path(prompts.__file__).parent / "clip"
-
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+needs_clip = pytest.mark.skipif(not SHIPPED.is_dir(), reason="shapes/clip is not built: make shapes-clip")
 
 
 def test_a_picture_is_right_for_its_scene_told_either_way_and_without_relation():
@@ -149,7 +142,7 @@ def test_layers_of_the_large_models_are_read(tmp_path, name):
     assert scorer.name == name and set(scorer.settings) >= {"checkpoint", "batch_size", "dtype"}
 
 
-@pytest.mark.skipif(not SHIPPED.is_dir(), reason="shapes/clip is not built: make shapes-clip")
+@needs_clip
 def test_the_shipped_clip_is_small_named_and_knows_right_from_wrong():
     files = [path for path in SHIPPED.rglob("*") if path.is_file()]
     assert sum(path.stat().st_size for path in files) < 3_000_000

@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from configs.sections import Model
+
+if TYPE_CHECKING:
+    from policy.families import Family
+    from policy.types import Conditioning
 
 NAMES = ("sd3", "flux", "sana")
 SETTINGS: dict[str, dict[str, Any]] = {
@@ -18,6 +24,8 @@ SETTINGS: dict[str, dict[str, Any]] = {
 }
 SOLVER = {"sd3": "euler", "flux": "euler", "sana": "dpm2"}
 """The solver that is the stock pipeline's."""
+PROMPTS = ["a red circle", "two blue crosses above a green square"]
+SEEDS = [11, 2**40 + 3, 7]
 PIPELINES = {"sd3": "StableDiffusion3Pipeline", "flux": "FluxPipeline", "sana": "SanaPipeline"}
 
 
@@ -60,3 +68,51 @@ def stock_call(pipe: Any, model: Model, prompt: str, noise: Any, steps: int, out
 def as_array(pictures: Sequence[Any]) -> np.ndarray:
     """uint8 [B, 3, H, W] of PIL pictures."""
     return np.stack([np.asarray(picture) for picture in pictures]).transpose(0, 3, 1, 2)
+
+
+@dataclass
+class Tiny:
+    """A family and the stock pipeline on one tiny directory; each part is loaded when it is first asked for."""
+
+    name: str
+    directory: Path
+
+    def other(self, **changes: Any) -> Family:
+        """The family with other model settings."""
+        from policy.families import family_for
+
+        return family_for(tiny_model(self.name, self.directory, **changes))
+
+    @cached_property
+    def family(self) -> Family:
+        return self.other()
+
+    @cached_property
+    def pipe(self) -> Any:
+        return stock_pipeline(self.name, self.directory)
+
+    @cached_property
+    def denoiser(self) -> Any:
+        import torch
+
+        return self.family.load_transformer("cpu", torch.float32)
+
+    @cached_property
+    def encoded(self) -> Conditioning:
+        """PROMPTS, a row each."""
+        import torch
+
+        return self.family.load_text("cpu", torch.float32).encode(PROMPTS)
+
+    def stock(self, steps: int, output_type: str, **more: Any) -> Any:
+        """What the stock pipeline draws for the first prompt at SEEDS."""
+        from policy.sampling.noise import noise_for
+
+        noise = noise_for(SEEDS, self.family.latent_shape)
+        return stock_call(self.pipe, self.family.model, PROMPTS[0], noise, steps, output_type, **more)
+
+    def ours(self, steps: int, solver: str) -> Any:
+        """Latents of the same by the family."""
+        from policy.sampling.sample import sample
+
+        return sample(self.family, self.denoiser, self.encoded.rows(0).repeat(len(SEEDS)), SEEDS, steps, solver)

@@ -26,8 +26,7 @@ def make_tiny_flux(path: str | Path, seed: int = 0) -> Path:
     from diffusers import FlowMatchEulerDiscreteScheduler, FluxPipeline, FluxTransformer2DModel
     from transformers import CLIPTextModel
 
-    state = torch.get_rng_state()
-    try:
+    with torch.random.fork_rng():
         torch.manual_seed(seed)
         transformer = FluxTransformer2DModel(
             patch_size=1,
@@ -54,6 +53,4 @@ def make_tiny_flux(path: str | Path, seed: int = 0) -> Path:
             tokenizer_2=tiny_t5_tokenizer(),
         )
         pipe.save_pretrained(str(path))
-    finally:
-        torch.set_rng_state(state)
     return Path(path)

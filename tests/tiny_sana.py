@@ -31,8 +31,7 @@ def make_tiny_sana(path: str | Path, seed: int = 0, euler: bool = False) -> Path
     import torch
     from diffusers import DPMSolverMultistepScheduler, FlowMatchEulerDiscreteScheduler, SanaPipeline, SanaTransformer2DModel
 
-    state = torch.get_rng_state()
-    try:
+    with torch.random.fork_rng():
         torch.manual_seed(seed)
         transformer = SanaTransformer2DModel(
             in_channels=4,
@@ -58,8 +57,6 @@ def make_tiny_sana(path: str | Path, seed: int = 0, euler: bool = False) -> Path
             tokenizer=_gemma_tokenizer(),
         )
         pipe.save_pretrained(str(path))
-    finally:
-        torch.set_rng_state(state)
     return Path(path)
 
 

@@ -57,8 +57,7 @@ def make_tiny_sd3(path: str | Path, seed: int = 0) -> Path:
     import torch
     from diffusers import FlowMatchEulerDiscreteScheduler, StableDiffusion3Pipeline
 
-    state = torch.get_rng_state()
-    try:
+    with torch.random.fork_rng():
         torch.manual_seed(seed)
         transformer = _transformer()
         randomise_vectors(transformer)
@@ -74,8 +73,6 @@ def make_tiny_sd3(path: str | Path, seed: int = 0) -> Path:
             tokenizer_3=tiny_t5_tokenizer(),
         )
         pipe.save_pretrained(str(path))
-    finally:
-        torch.set_rng_state(state)
     return Path(path)
 
 

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from policy.families import joint
 from policy.families.base import Family, widened
 from policy.families.schedule import TIMESTEPS, flow_match_sigmas
 from policy.types import Conditioning
@@ -21,38 +22,10 @@ class Flux(Family):
 
     name = "flux"
     pipeline_class = "FluxPipeline"
-    components = {
-        "transformer": ("FluxTransformer2DModel",),
-        "vae": ("AutoencoderKL",),
-        "scheduler": ("FlowMatchEulerDiscreteScheduler",),
-        "text_encoder": (),
-        "text_encoder_2": (),
-        "tokenizer": (),
-        "tokenizer_2": (),
-    }
-    lora_targets = (
-        "attn.to_q",
-        "attn.to_k",
-        "attn.to_v",
-        "attn.to_out.0",
-        "attn.add_q_proj",
-        "attn.add_k_proj",
-        "attn.add_v_proj",
-        "attn.to_add_out",
-        "single_transformer_blocks.*.proj_mlp",
-        "single_transformer_blocks.*.proj_out",
-    )
-    keep_wide = (
-        "time_text_embed.*",
-        "context_embedder",
-        "x_embedder",
-        "*.norm1.*",
-        "*.norm1_context.*",
-        "*.norm.linear",
-        "norm_out.*",
-        "proj_out",
-    )
-    fuse = (("attn.to_q", "attn.to_k", "attn.to_v"), ("attn.add_q_proj", "attn.add_k_proj", "attn.add_v_proj"))
+    components = {"transformer": ("FluxTransformer2DModel",), **joint.COMPONENTS, **joint.text_encoders(2)}
+    lora_targets = (*joint.ATTENTION, "single_transformer_blocks.*.proj_mlp", "single_transformer_blocks.*.proj_out")
+    keep_wide = (*joint.KEEP_WIDE, "x_embedder", "*.norm.linear")
+    fuse = (joint.PICTURE_QKV, joint.TEXT_QKV)
 
     @cached_property
     def grid(self) -> tuple[int, int]:

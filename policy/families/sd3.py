@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from policy.families import joint
 from policy.families.base import Family, widened
 from policy.families.schedule import TIMESTEPS, flow_match_sigmas
 from policy.types import Conditioning
@@ -18,33 +19,10 @@ class SD3(Family):
 
     name = "sd3"
     pipeline_class = "StableDiffusion3Pipeline"
-    components = {
-        "transformer": ("SD3Transformer2DModel",),
-        "vae": ("AutoencoderKL",),
-        "scheduler": ("FlowMatchEulerDiscreteScheduler",),
-        "text_encoder": (),
-        "text_encoder_2": (),
-        "text_encoder_3": (),
-        "tokenizer": (),
-        "tokenizer_2": (),
-        "tokenizer_3": (),
-    }
-    lora_targets = (
-        "attn.to_q",
-        "attn.to_k",
-        "attn.to_v",
-        "attn.to_out.0",
-        "attn.add_q_proj",
-        "attn.add_k_proj",
-        "attn.add_v_proj",
-        "attn.to_add_out",
-    )
-    keep_wide = ("time_text_embed.*", "context_embedder", "pos_embed.*", "*.norm1.*", "*.norm1_context.*", "norm_out.*", "proj_out")
-    fuse = (
-        ("attn.to_q", "attn.to_k", "attn.to_v"),
-        ("attn.add_q_proj", "attn.add_k_proj", "attn.add_v_proj"),
-        ("attn2.to_q", "attn2.to_k", "attn2.to_v"),
-    )
+    components = {"transformer": ("SD3Transformer2DModel",), **joint.COMPONENTS, **joint.text_encoders(3)}
+    lora_targets = joint.ATTENTION
+    keep_wide = (*joint.KEEP_WIDE, "pos_embed.*")
+    fuse = (joint.PICTURE_QKV, joint.TEXT_QKV, ("attn2.to_q", "attn2.to_k", "attn2.to_v"))
 
     @cached_property
     def latent_shape(self) -> tuple[int, ...]:

@@ -5,23 +5,27 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import settings
 
 from configs.sections import Lora, Model
 from policy.families import Family, family_for
 from policy.lora import add_adapters, load_adapter_state
 from policy.types import Conditioning
+from tests.tiny_families import NAMES
 from tests.tiny_sd3 import TINY_HEIGHT, TINY_SEQUENCE, TINY_WIDTH
-
-settings.register_profile("patient", deadline=None)  # a busy machine is no reason to fail
-settings.load_profile("patient")
 
 LORA = Lora(rank=4, alpha=8)
 
 
-@pytest.fixture(autouse=True, scope="session")
-def one_thread() -> None:
-    torch.set_num_threads(1)
+@pytest.fixture(params=NAMES)
+def name(request) -> str:
+    """Of every family in turn."""
+    return request.param
+
+
+@pytest.fixture
+def directory(name, request) -> Path:
+    """Its tiny pipeline."""
+    return request.getfixturevalue(f"tiny_{name}_dir")
 
 
 @pytest.fixture(scope="session")

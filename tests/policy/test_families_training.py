@@ -11,19 +11,9 @@ from learner.objectives import diffusion_nft
 from learner.trainer import Group, Trainer
 from policy.lora import adapter_state, load_adapter_state, use
 from tests.learner.tiny import tiny_config
-from tests.tiny_families import NAMES, tiny_model
+from tests.tiny_families import tiny_model
 
 PROMPTS = ["a red circle", "two blue crosses above a green square"]
-
-
-@pytest.fixture(params=NAMES)
-def name(request) -> str:
-    return request.param
-
-
-@pytest.fixture
-def directory(name, request) -> Path:
-    return request.getfixturevalue(f"tiny_{name}_dir")
 
 
 def trainer_of(name: str, directory: Path, **more: Any) -> Trainer:

@@ -1,81 +1,17 @@
-"""The SD3 family against diffusers' own pipeline."""
+"""What SD3 has of its own, and sampling on it; the stock pipeline's latents and pictures are in test_families_parity.py."""
 
-import json
 import shutil
 
 import numpy as np
 import pytest
 import torch
-from diffusers import StableDiffusion3Pipeline
 
 from configs.sections import Model
 from policy.families import family_for, model_directory
 from policy.sampling.noise import noise_for
 from policy.sampling.sample import sample
 from policy.types import Conditioning
-from tests.tiny_sd3 import TINY_LATENT, TINY_SEQUENCE
-
-SEEDS = [11, 2**40 + 3, 7]
-PROMPT = "a red circle"
-
-
-@pytest.fixture(scope="module")
-def pipe(tiny_sd3_dir):
-    pipe = StableDiffusion3Pipeline.from_pretrained(tiny_sd3_dir)
-    pipe.set_progress_bar_config(disable=True)
-    return pipe
-
-
-def stock(pipe, family, steps, output_type, **kwargs):
-    return pipe(
-        PROMPT,
-        num_images_per_prompt=len(SEEDS),
-        height=16,
-        width=16,
-        num_inference_steps=steps,
-        sigmas=np.linspace(1, 1 / steps, steps).tolist(),
-        guidance_scale=1.0,
-        max_sequence_length=TINY_SEQUENCE,
-        latents=noise_for(SEEDS, family.latent_shape),
-        output_type=output_type,
-        **kwargs,
-    ).images
-
-
-def test_conditioning_is_the_pipelines(pipe, cond):
-    prompts = ["a red circle", "two blue crosses above a green square"]
-    embeds, _, pooled, _ = pipe.encode_prompt(
-        prompts, None, None, do_classifier_free_guidance=False, max_sequence_length=TINY_SEQUENCE
-    )
-    # ours are encoded one by one, the pipeline's as a batch of two: sums in another order, values of order 1
-    torch.testing.assert_close(cond.tensors["prompt_embeds"], embeds, rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(cond.tensors["pooled_prompt_embeds"], pooled, rtol=1e-5, atol=1e-5)
-    assert (embeds[0] - embeds[1]).abs().max() > 0.1  # the two prompts do differ
-
-
-def test_a_prompts_conditioning_ignores_its_neighbours(family, cond):
-    encoder = family.load_text("cpu", torch.float32)
-    again = encoder.encode(["three squares", "two blue crosses above a green square", "a cross", "a red circle", "a red circle"])
-    for name, rows in cond.tensors.items():
-        assert torch.equal(again.tensors[name][[3, 1]], rows)
-        assert torch.equal(again.tensors[name][3], again.tensors[name][4])
-
-
-@pytest.mark.parametrize("steps", [1, 4, 10])
-def test_euler_latents_are_the_stock_pipelines(pipe, family, transformer, cond, steps):
-    """Bit for bit: the same operations on the same shapes."""
-    ours = sample(family, transformer, cond.rows(0).repeat(len(SEEDS)), SEEDS, steps, "euler")
-    assert ours.shape == (3, *TINY_LATENT) and ours.dtype == torch.float32
-    assert torch.equal(ours, stock(pipe, family, steps, "latent"))
-
-
-def test_images_are_the_stock_pipelines(pipe, family, transformer, cond):
-    latents = sample(family, transformer, cond.rows(0).repeat(len(SEEDS)), SEEDS, 4, "euler")
-    ours = family.decode(family.load_vae("cpu", torch.float32), latents)
-    assert ours.dtype == torch.uint8 and ours.shape == (3, 3, 16, 16)
-    theirs = np.stack([np.asarray(image) for image in stock(pipe, family, 4, "pil")]).transpose(0, 3, 1, 2)
-    np.testing.assert_array_equal(ours.numpy(), theirs)
-    assert ours.float().std() > 10
+from tests.tiny_families import SEEDS
 
 
 def test_decoding_in_batches_changes_at_most_one_grey_level(family):
@@ -140,14 +76,6 @@ def test_a_missing_directory_says_what_to_do(tmp_path):
     with pytest.raises(ValueError, match="has no model_index.json"):
         model_directory(Model(path=str(tmp_path)))
     assert model_directory(Model(path="owner/some-model")) == "owner/some-model"
-
-
-def test_the_wrong_pipeline_class_is_refused(tiny_sd3_dir, tmp_path):
-    shutil.copytree(tiny_sd3_dir, tmp_path / "model")
-    index = tmp_path / "model" / "model_index.json"
-    index.write_text(json.dumps({**json.loads(index.read_text()), "_class_name": "FluxPipeline"}))
-    with pytest.raises(ValueError, match="holds a FluxPipeline, but family 'sd3' is a StableDiffusion3Pipeline"):
-        family_for(Model(path=str(tmp_path / "model")))
 
 
 def test_missing_weights_are_named(tiny_sd3_dir, tmp_path):

@@ -31,14 +31,6 @@ BLIP = {
 PROMPTS = ["word40 word7", "word1", "word40 word7", "", "word9 " * 60, "word2 word3", "word1"]
 
 
-@pytest.fixture(scope="module", autouse=True)
-def one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 @pytest.fixture(scope="module")
 def settings(tmp_path_factory):
     """Settings of every scorer, each with a random checkpoint."""

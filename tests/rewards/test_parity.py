@@ -11,14 +11,6 @@ import torch
 from tests.rewards import parity, peers
 
 
-@pytest.fixture(autouse=True)
-def one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 @pytest.mark.parametrize("size", ["small", pytest.param("full", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", parity.CASES)
 def test_scores_are_the_peers(name, size):

@@ -1,0 +1,17 @@
+"""What SD3 and FLUX.1 have in common: blocks that attend over picture and text jointly, an ``AutoencoderKL``, flow-matching Euler."""
+
+from __future__ import annotations
+
+COMPONENTS: dict[str, tuple[str, ...]] = {"vae": ("AutoencoderKL",), "scheduler": ("FlowMatchEulerDiscreteScheduler",)}
+PICTURE_QKV = ("attn.to_q", "attn.to_k", "attn.to_v")
+TEXT_QKV = ("attn.add_q_proj", "attn.add_k_proj", "attn.add_v_proj")
+ATTENTION = (*PICTURE_QKV, "attn.to_out.0", *TEXT_QKV, "attn.to_add_out")
+"""The attention projections of both streams, which LoRA trains."""
+KEEP_WIDE = ("time_text_embed.*", "context_embedder", "*.norm1.*", "*.norm1_context.*", "norm_out.*", "proj_out")
+"""Embedders of time and text, modulation, and the last projection."""
+
+
+def text_encoders(count: int) -> dict[str, tuple[str, ...]]:
+    """The components text_encoder, tokenizer, text_encoder_2, ... of any class."""
+    ends = ("", *(f"_{number}" for number in range(2, count + 1)))
+    return {f"{part}{end}": () for part in ("text_encoder", "tokenizer") for end in ends}
