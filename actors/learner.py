@@ -7,10 +7,12 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+import ray
 
 from actors.messages import Rows, TrainingGroup
 from actors.runtime import begin, identity
 from learner.objectives import Record
+from learner.replicas import DistributedReplicas, open_store, reach_store
 from policy.types import Conditioning
 
 
@@ -23,10 +25,24 @@ class LearnerActor:
 
         self._trainer = Trainer(run, device=device, failure_dir=failure_dir)
         self._chunks: list[np.ndarray] = []
+        self._store: Any = None
 
     def ready(self) -> dict[str, Any]:
         """Who this is, how many parameters it trains, and whether its first pictures will take longer."""
         return identity(trainable=self._trainer.trainable_parameters, cold=self._trainer.config.regenerate.compile)
+
+    def meeting_place(self, timeout_s: float) -> tuple[str, int]:
+        """(host, port) where the replicas of this learner meet, on this node's own address; open until they meet again."""
+        self._store, port = open_store(host := ray.util.get_node_ip_address(), timeout_s)
+        return host, port
+
+    def join(self, rank: int, size: int, host: str, port: int, timeout_s: float) -> None:
+        """Become replica ``rank`` of ``size``. Returns when all are there and hold the same weights.
+
+        A replica that keeps the others waiting for ``timeout_s``, now or later, counts as lost: GroupBroken.
+        """
+        store = self._store if rank == 0 else reach_store(host, port, timeout_s)
+        self._trainer.join(DistributedReplicas(rank, size, store, self._trainer.device, timeout_s))
 
     def quantisation(self) -> list[dict[str, Any]]:
         """The table of modules: what explorers run quantised and what not, and why."""
@@ -46,10 +62,13 @@ class LearnerActor:
         return time.perf_counter() - start, images, samples
 
     def update(self, iteration: int, groups: list[TrainingGroup], conds: int, *sent: Any) -> dict[str, float]:
-        """One training iteration. ``sent``: first ``conds`` Conditionings, one per group, then the records of samples."""
+        """One training iteration. ``sent``: first ``conds`` Conditionings, one per group, then the records of samples.
+
+        Groups without samples are other replicas' to train on; their rewards count here too.
+        """
         from learner.trainer import Group
 
-        conditionings, records = sent[:conds], sent[conds:]
+        mine, conditionings, records = [group for group in groups if group.samples], sent[:conds], sent[conds:]
         batch = [
             Group(
                 prompt_index=group.prompt,
@@ -57,9 +76,9 @@ class LearnerActor:
                 samples=gather(group.samples, records),
                 rewards=group.rewards,
             )
-            for group, conditioning in zip(groups, conditionings, strict=True)
+            for group, conditioning in zip(mine, conditionings, strict=True)
         ]
-        return self._trainer.update(iteration, batch)
+        return self._trainer.update(iteration, batch, {group.prompt: group.rewards for group in groups if not group.samples})
 
     def export(self, version: int, backend: str | None = None, weights: str | None = None) -> tuple[Any, dict[str, float]]:
         """Pack the sampling policy; (manifest, statistics against the version before). Chunks are then fetched one by one.

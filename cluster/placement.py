@@ -83,7 +83,7 @@ def needs_of(config: RunConfig, kinds: Iterable[str] | None = None) -> list[Need
     """What every actor of a run asks for, at its start."""
     chosen = kinds_of(config) if kinds is None else tuple(kinds)
     services = {kind: config.services.of(kind) for kind in chosen}
-    return [need_of(kind, index, service) for kind, service in services.items() for index in range(service.actors)]
+    return [need_of(kind, index, service) for kind, service in services.items() for index in range(service.count)]
 
 
 def matches(labels: Mapping[str, str], selector: Mapping[str, str]) -> bool:

@@ -11,6 +11,7 @@ import ray
 
 from cluster.errors import RunFailed
 from cluster.starting import Spawn, start_actor
+from cluster.tasks import all_or_none
 from cluster.worker import Worker
 from configs.services import Service
 
@@ -35,9 +36,9 @@ class Roster:
     ):
         self.kind, self._spawn, self._service, self._event, self._serve = kind, spawn, service, event, serve
         self._over, self._start_deadline_s, self._released = over, start_deadline_s, released
-        self.workers = [Worker(index) for index in range(service.actors)]
+        self.workers = [Worker(index) for index in range(service.count)]
         self.starting = 0
-        self._next_index = service.actors
+        self._next_index = service.count
         self._worked_by_gone = 0.0
 
     async def start(self) -> None:
@@ -123,12 +124,15 @@ class Roster:
     # ---- who takes whose place
 
     async def renew(self, why: str) -> None:
-        """Put a new actor in every place. Raises RunFailed when one does not start."""
-        for worker in self.workers:
+        """Put a new actor in every place, all at once. Raises RunFailed when one does not start."""
+
+        async def one(worker: Worker) -> None:
             async with worker.lock:
                 if worker.handle is not None:
                     self.bury(worker, why)
                 await self._fill(worker)
+
+        await all_or_none(*(one(worker) for worker in self.workers))
 
     async def replace(self, worker: Worker, incarnation: int, why: str) -> None:
         """Kill what is left of the actor and put another in its place, once per incarnation."""

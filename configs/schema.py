@@ -98,6 +98,10 @@ class RunConfig(Section):
             raise ValueError(
                 f"audit.random_seeds: {self.audit.random_seeds} is more than the {pool - keep} noises that selection leaves"
             )
+        if (replicas := self.services.learner.replicas) > (prompts := self.prompts.per_iteration):
+            raise ValueError(
+                f"services.learner.replicas: {replicas} cannot share prompts.per_iteration = {prompts}: each trains on one prompt at least"
+            )
         plan, objective = self.plan, self.objective
         selects = plan.explore is not None
         if why := misfit(objective, objective.name, self.arm, selects, plan.regenerate, plan.solver, self.regenerate.steps):

@@ -47,6 +47,11 @@ class Service(Section):
             raise ValueError(f"gpus = {self.gpus:g}: a share above 1 is whole GPUs")
         return self
 
+    @property
+    def count(self) -> int:
+        """Actors that a run starts with."""
+        return self.actors
+
 
 class RolloutService(Service):
     """The explorers."""
@@ -58,9 +63,29 @@ class RolloutService(Service):
 class LearnerService(Service):
     """The learner holds state: a unit that fails there is not tried again, a learner that dies is restored from its checkpoint."""
 
+    actors: Literal[1] = Field(default=1, description="there is one learner; `replicas` says of how many processes")
+    replicas: int = Field(
+        default=1,
+        ge=1,
+        description="learners that share the prompts and add up their gradients; part of the results, as it fixes the order of sums",
+    )
     in_flight: int = Field(default=1, ge=1)
     max_attempts: Literal[1] = 1
     max_restarts: int = Field(default=10, ge=0, description="times the learner may be restored from its checkpoint in one run")
+
+    @property
+    def count(self) -> int:
+        """Every replica is an actor."""
+        return self.replicas
+
+    @model_validator(mode="after")
+    def _a_gpu_each(self) -> LearnerService:
+        if self.replicas > 1 and 0 < self.gpus <= 0.5:
+            raise ValueError(
+                f"gpus = {self.gpus:g}: two of the {self.replicas} replicas would fit on one GPU, and NCCL wants one each: use more than "
+                "0.5, or 0 for CPUs"
+            )
+        return self
 
 
 class ScorerService(Service):

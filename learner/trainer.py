@@ -6,26 +6,29 @@ One process, no ray: the ring's learner actor is a thin shell around ``Trainer``
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+import xxhash
 from torch import Tensor, nn
 
 from configs.schema import RunConfig
 from learner import checkpoint
 from learner.advantages import advantages
+from learner.batch import Group, check_groups, joined, keep_evidence
 from learner.objectives import Record, build_objective
+from learner.replicas import Replicas
 from learner.schedules import learning_rate, old_policy_decay
-from learner.update import NonFiniteTraining, Samples, Updater
+from learner.update import NonFiniteTraining, Updater
 from policy.families import Family, family_for
 from policy.lora import adapter_state, add_adapters, blend, load_adapter_state, trainable, use
 from policy.precision.backends import Backend, packing_backend
-from policy.precision.compiling import compiled
+from policy.precision.compiling import compile_failures, compiled
 from policy.precision.swap import ModuleRow, quantise_plan
 from policy.precision.wire import Manifest
 from policy.publish import NonFiniteWeights, Publisher
@@ -38,16 +41,6 @@ DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 ADAPTER_FILES = {"current": "adapter", "old": "old", "ema": "ema"}
 PREVIOUS = "previous"
 """The sampling policy of one update before, kept where that explores (``explore_ahead``)."""
-
-
-@dataclass(frozen=True)
-class Group:
-    """One prompt's samples."""
-
-    prompt_index: int  # position in the iteration
-    cond: Conditioning  # 1 row
-    samples: Record  # "latents" float32 [K, *latent], x0, and what else regeneration recorded, [K, ...] each
-    rewards: np.ndarray  # float32 [K], of these very latents
 
 
 class Trainer:
@@ -85,10 +78,11 @@ class Trainer:
         self._denoiser = compiled(self.transformer, self.device) if config.regenerate.compile else self.transformer
         self.sigmas = self.family.sigmas(config.regenerate.steps)
         self.updater = Updater(self.family, self.transformer, self.objective, config.optimizer, self.device)
+        self.replicas = Replicas()
         self.done = 0
         self.last_iteration: int | None = None
         self._publisher: Publisher | None = None
-        self._trained: tuple[Sequence[Group], Sequence[np.ndarray]] | None = None  # of the last update, until it is exported
+        self._trained: tuple[Sequence[Group], Mapping[int, np.ndarray]] | None = None  # of the last update, until rank 0 exports it
 
     @property
     def trainable_parameters(self) -> int:
@@ -116,7 +110,7 @@ class Trainer:
             raise ValueError(f"weights {name!r} are unknown: use one of {', '.join((*self.adapters, 'base'))}")
         size = batch_size or settings.batch_size
         rows = cond.repeat(len(seeds)) if len(cond) == 1 else cond
-        with torch.no_grad(), use(self.transformer, None if name == "base" else name):
+        with torch.no_grad(), use(self.transformer, None if name == "base" else name), compile_failures("regenerate.compile"):
             samples = self._draw(rows, list(seeds), steps or settings.steps, solver or self.config.plan.solver, size)
             images = self.family.decode(self.vae, samples["latents"], batch_size=size)
         return {key: tensor.numpy() for key, tensor in samples.items()}, images.numpy()
@@ -131,25 +125,36 @@ class Trainer:
         drawn = sample_paths(self.family, self._denoiser, rows, starts, streams, steps, paths, batch_size=size)
         return {"latents": drawn.states[:, -1].contiguous(), "states": drawn.states, "log_probs": drawn.log_probs}
 
-    def update(self, iteration: int, groups: Sequence[Group]) -> dict[str, float]:
+    def join(self, replicas: Replicas) -> None:
+        """Train together with others from now on. Raises GroupBroken, and ReplicasDiffer where they do not start from one state."""
+        self.replicas = self.updater.replicas = replicas
+        replicas.require_alike(f"{self.done} updates, {self.checksum()}", "at the start")
+
+    def checksum(self) -> str:
+        """xxh3-128 of all adapters, hex: equal checksums mean equal bits."""
+        digest = xxhash.xxh3_128()
+        for tensor in self._adapters().values():
+            digest.update(tensor.contiguous().numpy().data)
+        return digest.hexdigest()
+
+    def update(
+        self, iteration: int, groups: Sequence[Group], elsewhere: Mapping[int, np.ndarray] | None = None
+    ) -> dict[str, float]:
         """Train on one iteration's samples, then move the old policy and the averages; returns its metrics.
 
         ``iteration`` names the random streams and must rise from call to call. Groups are trained on in prompt order, in
-        whichever order they come. All or nothing. Raises NonFiniteTraining after writing the iteration's data to
-        ``failure_dir``, ValueError for groups that cannot be trained on.
+        whichever order they come. Among replicas each is given its own groups, one at least, and the rewards [K] of all others,
+        ``elsewhere``, by prompt index; every one takes the same step, that of one learner with all groups but for the order of
+        sums. All or nothing, everywhere. Raises NonFiniteTraining after writing the iteration's data to ``failure_dir``,
+        ValueError for groups that cannot be trained on; among replicas also ReplicaFailed, ReplicasDiffer and GroupBroken.
         """
         start = time.perf_counter()
-        if self.last_iteration is not None and iteration <= self.last_iteration:
-            raise ValueError(
-                f"iteration {iteration} was trained already, the last one was {self.last_iteration}: nothing may count twice"
-            )
         groups = sorted(groups, key=lambda group: group.prompt_index)
-        self._check(groups)
-        values, metrics = advantages([group.rewards for group in groups], self.config.resolved_advantages)
+        (values, metrics), _ = self.updater.together(lambda: self._advantages(iteration, groups, elsewhere or {}))
         rate = learning_rate(self.config.optimizer, self.done, self.config.iterations)
         sampled_with = adapter_state(self.transformer, self.objective.sampling_adapter) if PREVIOUS in self.adapters else None
         try:
-            samples = self._samples(iteration, groups, values)
+            samples, _ = self.updater.together(lambda: joined(groups, values, self.config.seed, iteration, self.device))
             metrics |= self.updater.run(samples, self.sigmas, rate, stream_seed(self.config.seed, "shuffle", iteration))
         except NonFiniteTraining as error:
             raise NonFiniteTraining(
@@ -159,11 +164,26 @@ class Trainer:
             ) from error
         self.done += 1
         self.last_iteration = iteration
-        self._trained = (groups, values) if self.config.plan.explore else None
+        self._trained = (groups, values) if self.config.plan.explore and self.replicas.rank == 0 else None
         if sampled_with is not None:
             load_adapter_state(self.transformer, PREVIOUS, sampled_with)
         metrics |= self._move_averages()
-        return metrics | {"time/update_s": time.perf_counter() - start}
+        if self.replicas.size > 1:
+            self.replicas.require_alike(f"{self.done} updates, {self.checksum()}", f"after iteration {iteration}")
+        return metrics | self.replicas.take_times() | {"time/update_s": time.perf_counter() - start}
+
+    def _advantages(
+        self, iteration: int, groups: Sequence[Group], elsewhere: Mapping[int, np.ndarray]
+    ) -> tuple[dict[int, np.ndarray], dict[str, float]]:
+        """(advantages float32 [K] by prompt, of all replicas; metrics). Raises ValueError for what cannot be trained on."""
+        if self.last_iteration is not None and iteration <= self.last_iteration:
+            raise ValueError(
+                f"iteration {iteration} was trained already, the last one was {self.last_iteration}: nothing may count twice"
+            )
+        check_groups(groups, elsewhere, self.family.latent_shape, self.objective.path_solver is not None)
+        rewards = dict(sorted({**{group.prompt_index: group.rewards for group in groups}, **elsewhere}.items()))
+        values, metrics = advantages(list(rewards.values()), self.config.resolved_advantages)
+        return dict(zip(rewards, values, strict=True)), metrics
 
     @property
     def quantisation_table(self) -> list[dict[str, Any]]:
@@ -212,47 +232,6 @@ class Trainer:
         self._trained = None
         return exported
 
-    def _check(self, groups: Sequence[Group]) -> None:
-        indices = [group.prompt_index for group in groups]
-        if len(set(indices)) != len(indices):
-            raise ValueError(f"groups of prompts {indices}: each prompt may come once, nothing may count twice")
-        for group in groups:
-            count, latents = len(group.rewards), group.samples["latents"]
-            shape = (count, *self.family.latent_shape)
-            if latents.shape != shape or len(group.cond) != 1 or any(len(rows) != count for rows in group.samples.values()):
-                raise ValueError(
-                    f"prompt {group.prompt_index}: latents {list(latents.shape)} and conditioning of {len(group.cond)} rows, "
-                    f"wanted {list(shape)} for its {count} rewards, and 1 row; every other array needs {count} rows too"
-                )
-            missing = {"states", "log_probs"} - group.samples.keys() if self.objective.path_solver else set()
-            if missing:
-                raise ValueError(
-                    f"prompt {group.prompt_index}: no {' and no '.join(sorted(missing))}: this objective trains on the paths of its "
-                    "own stochastic solver, regenerate with it"
-                )
-
-    def _samples(self, iteration: int, groups: Sequence[Group], values: Sequence[np.ndarray]) -> Samples:
-        for group in groups:
-            for name, rows in group.samples.items():
-                if not np.isfinite(rows).all():
-                    raise NonFiniteTraining(f"the regenerated {name} of prompt {group.prompt_index} are not finite")
-        joined = {
-            name: np.concatenate([np.asarray(group.samples[name], np.float32) for group in groups]) for name in groups[0].samples
-        }
-        return Samples(
-            data={name: torch.from_numpy(rows) for name, rows in joined.items()},
-            advantages=torch.from_numpy(np.concatenate(list(values))),
-            cond=Conditioning.cat([group.cond for group in groups]).to(self.device),
-            group=torch.arange(len(groups), device=self.device).repeat_interleave(
-                torch.tensor([len(group.rewards) for group in groups], device=self.device)
-            ),
-            seeds=tuple(
-                stream_seed(self.config.seed, "train", iteration, group.prompt_index, position)
-                for group in groups
-                for position in range(len(group.rewards))
-            ),
-        )
-
     def _move_averages(self) -> dict[str, float]:
         blend(self.transformer, "ema", "current", self.config.ema.decay)
         for name, decay_after in self.objective.averages.items():
@@ -263,27 +242,17 @@ class Trainer:
         blend(self.transformer, "old", "current", decay)
         return {"old_policy/decay": decay}
 
-    def _keep_evidence(self, iteration: int, groups: Sequence[Group], values: Sequence[np.ndarray], reason: str) -> str:
-        """Save an iteration's data and the adapters as they are now, to look at or repeat it; says where, or why not."""
-        if self.failure_dir is None:
-            return "its data were not saved, as no failure directory was given"
-        path = self.failure_dir / f"iteration_{iteration:06d}.safetensors"
-        tensors: dict[str, Tensor] = {}
-        for group, advantage in zip(groups, values, strict=True):
-            key = f"prompt_{group.prompt_index:04d}"
-            tensors |= {f"{key}/{name}": _tensor(rows) for name, rows in group.samples.items()}
-            tensors |= {f"{key}/rewards": _tensor(group.rewards), f"{key}/advantages": _tensor(advantage)}
-            tensors |= {f"{key}/cond/{name}": tensor for name, tensor in group.cond.tensors.items()}
-        for name in self.adapters:
-            tensors |= {f"adapter/{name}/{key}": tensor for key, tensor in adapter_state(self.transformer, name).items()}
-        try:
-            checkpoint.save_tensors(path, tensors, {"iteration": str(iteration), "seed": str(self.config.seed), "reason": reason})
-        except OSError as error:
-            return f"its data could not be saved to {str(path)!r}: {error.strerror or error}"
-        return (
-            f"its data are in {str(path)!r}: look there, then lower optimizer.lr or "
-            "max_grad_norm, or mend the scorer, and start again from the last checkpoint"
-        )
+    def _keep_evidence(self, iteration: int, groups: Sequence[Group], values: Mapping[int, np.ndarray], reason: str) -> str:
+        """Save an iteration's data, of this replica, and the adapters as they are now; says where, or why not."""
+        name = f"iteration_{iteration:06d}" + (f".replica-{self.replicas.rank}" if self.replicas.size > 1 else "")
+        path = self.failure_dir / f"{name}.safetensors" if self.failure_dir is not None else None
+        metadata = {"iteration": str(iteration), "seed": str(self.config.seed), "reason": reason}
+        return keep_evidence(path, groups, values, self._adapters(), metadata)
+
+    def _adapters(self) -> dict[str, Tensor]:
+        """A copy of every adapter on the CPU, "ADAPTER/PARAMETER"."""
+        states = {name: adapter_state(self.transformer, name) for name in self.adapters}
+        return {f"{name}/{key}": tensor for name, state in states.items() for key, tensor in state.items()}
 
     def save(self, path: str | Path, extra_state: dict[str, Any]) -> None:
         """Write a checkpoint directory atomically and prune its siblings to ``checkpoint.keep_last``.
@@ -325,7 +294,3 @@ class Trainer:
                 f"step/{name}": torch.zeros(()),
             }
         checkpoint.require_same(tensors, wanted, f"checkpoint {str(path)!r}, optimizer")
-
-
-def _tensor(values: np.ndarray) -> Tensor:
-    return torch.from_numpy(np.array(values, dtype=np.float32))

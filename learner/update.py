@@ -6,7 +6,7 @@ import copyreg
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -14,9 +14,12 @@ from torch import Tensor, nn
 
 from configs.sections import Optimizer
 from learner.objectives.base import Objective, Points
+from learner.replicas import ReplicaFailed, Replicas
 from policy.families.base import Family
 from policy.lora import trainable, use
 from policy.types import Conditioning
+
+Value = TypeVar("Value")
 
 
 class NonFiniteTraining(RuntimeError):
@@ -41,9 +44,15 @@ class Samples:
     cond: Conditioning  # G rows
     group: Tensor  # int64 [S], row of cond
     seeds: tuple[int, ...]  # [S], seed of the sample's training times and eps
+    places: np.ndarray  # int [S] ascending, of each among all samples of the iteration, those of other replicas too
+    total: int  # samples of the iteration
 
     def __len__(self) -> int:
         return len(self.advantages)
+
+    def at(self, places: np.ndarray) -> np.ndarray:
+        """Which of these samples, ascending, stand at one of ``places``."""
+        return np.flatnonzero(np.isin(self.places, places))
 
 
 class Updater:
@@ -54,6 +63,7 @@ class Updater:
     ) -> None:
         self.family, self.transformer, self.objective = family, transformer, objective
         self.settings, self.device = settings, device
+        self.replicas = Replicas()
         self.parameters: dict[str, nn.Parameter] = dict(trainable(transformer))
         self._alike: frozenset[str] = frozenset()
         self.optimizer = torch.optim.AdamW(
@@ -64,10 +74,11 @@ class Updater:
         """``steps_per_iteration`` optimiser steps over the samples; metrics are means over all training points.
 
         With more than one step the samples are dealt to the steps at random. All or nothing: on any exception the weights and
-        the optimiser are as before. Raises NonFiniteTraining.
+        the optimiser are as before. Among replicas the steps are dealt the samples of all, and each replica computes on its own.
+        Raises NonFiniteTraining, ReplicaFailed, GroupBroken.
         """
-        order = np.arange(len(samples))
-        steps = min(self.settings.steps_per_iteration, len(samples))
+        order = np.arange(samples.total)
+        steps = min(self.settings.steps_per_iteration, samples.total)
         if steps > 1:
             order = np.random.Generator(np.random.Philox(key=shuffle_seed)).permutation(order)
         for group in self.optimizer.param_groups:
@@ -78,25 +89,47 @@ class Updater:
         self._alike = self._like_current()
         try:
             for part in np.array_split(order, steps):
-                count, norm = self._step(samples, np.sort(part), sigmas, sums)
+                count, norm = self._step(samples, samples.at(part), sigmas, sums)
                 self._alike = frozenset()
                 points += count
                 norms.append(norm)
+            told = self.replicas.exchange(sums)
         except BaseException:
             self.load_state(before)
             raise
         finally:
             self._alike = frozenset()
             self.optimizer.zero_grad(set_to_none=True)
-        return {name: total / points for name, total in sums.items()} | {
+        names = dict.fromkeys(name for each in told for name in each)
+        return {name: sum(each.get(name, 0.0) for each in told) / points for name in names} | {
             "grad_norm": float(np.mean(norms)),
             "optimizer/learning_rate": learning_rate,
             "optimizer/points": float(points),
         }
 
     def _step(self, samples: Samples, part: np.ndarray, sigmas: Tensor, sums: dict[str, float]) -> tuple[int, float]:
-        """One optimiser step on the mean loss over the points of ``part``: (points, gradient norm before clipping)."""
+        """One optimiser step on the mean loss over the points of ``part`` and of the other replicas' parts.
+
+        Returns (points of all, gradient norm before clipping). What is added over the replicas are sums over points, divided by the
+        points of all: a mean over points, however unequal the parts.
+        """
         self.optimizer.zero_grad(set_to_none=True)
+        _, counts = self.together(lambda: self._accumulate(samples, part, sigmas, sums))
+        total = sum(counts)
+        gradients = {name: p.grad for name, p in self.parameters.items() if p.grad is not None}
+        self.replicas.add(list(gradients.values()))
+        for gradient in gradients.values():
+            gradient.div_(total)
+        norm = torch.nn.utils.get_total_norm(gradients.values())
+        if not bool(torch.isfinite(norm)):
+            self._require_finite("gradient", gradients, norm.item())
+        torch.nn.utils.clip_grads_with_norm_(self.parameters.values(), self.settings.max_grad_norm, norm)
+        self.optimizer.step()
+        self._require_finite("weight after the step", self.parameters)
+        return total, norm.item()
+
+    def _accumulate(self, samples: Samples, part: np.ndarray, sigmas: Tensor, sums: dict[str, float]) -> int:
+        """Leave the gradient of the sum of losses over the points of ``part``, add to the metrics' ``sums``; how many points."""
         total = 0
         for points in self._micro_batches(samples, part, sigmas):
             loss, metrics = self._forward(samples, points)
@@ -107,17 +140,37 @@ class Updater:
             for name, value in metrics.items():
                 sums[name] += value.item() * len(points)
         for name, parameter in self.parameters.items():
-            if parameter.grad is None:
+            if parameter.grad is None and total:
                 raise RuntimeError(f"{name!r} got no gradient: the model did not use this adapter in its forward pass")
-            parameter.grad.div_(total)
-        gradients = {name: p.grad for name, p in self.parameters.items() if p.grad is not None}
-        norm = torch.nn.utils.get_total_norm(gradients.values())
-        if not bool(torch.isfinite(norm)):
-            self._require_finite("gradient", gradients, norm.item())
-        torch.nn.utils.clip_grads_with_norm_(self.parameters.values(), self.settings.max_grad_norm, norm)
-        self.optimizer.step()
-        self._require_finite("weight after the step", self.parameters)
-        return total, norm.item()
+            if parameter.grad is None:  # this replica has no sample in this step
+                parameter.grad = torch.zeros_like(parameter)
+        return total
+
+    def together(self, work: Callable[[], Value]) -> tuple[Value, list[Any]]:
+        """(what ``work`` returns here; what it returns on every replica, None where that is no number).
+
+        Where it raises on one replica it raises on all, so that none waits for another in vain: there the error itself, elsewhere
+        NonFiniteTraining again or ReplicaFailed, which name the replica.
+        """
+        error: Exception | None = None
+        value: Any = None
+        word: dict[str, Any] = {}
+        try:
+            value = work()
+            word = {"value": value if isinstance(value, int | float) else None}
+        except NonFiniteTraining as found:
+            error, word = found, {"what": found.what, "module": found.module}
+        except Exception as found:
+            error, word = found, {"error": f"{type(found).__name__}: {found}"}
+        words = self.replicas.exchange(word)
+        if error is not None:
+            raise error
+        for rank, other in enumerate(words):
+            if "what" in other:
+                raise NonFiniteTraining(f"{other['what']} (replica {rank})", other["module"])
+            if "error" in other:
+                raise ReplicaFailed(f"replica {rank} of the learner failed: {other['error']}")
+        return value, [other["value"] for other in words]
 
     def _micro_batches(self, samples: Samples, part: np.ndarray, sigmas: Tensor) -> Iterator[Points]:
         """Points of the samples ``part`` in batches of ``batch_size``, whatever sample boundaries; the last may be smaller.

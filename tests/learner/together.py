@@ -1,0 +1,176 @@
+"""One replica of a learner in a process of its own, through scenes that need two: ``python -m tests.learner.together RANK SIZE PORT MODEL OUT``.
+
+The store they meet at is the caller's. Each scene leaves what it saw in ``OUT/SCENE.RANK.json`` and the state of its trainer in
+``OUT/SCENE.RANK.safetensors``.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import safetensors.torch
+import torch
+import torch.distributed as dist
+
+from learner.replicas import DistributedReplicas, GroupBroken, ReplicaFailed, Replicas, ReplicasDiffer, reach_store
+from learner.trainer import Group, Trainer
+from learner.update import NonFiniteTraining
+from policy.lora import adapter_state, load_adapter_state
+from policy.sampling.noise import stream_seed
+from tests.learner.tiny import everything, identical, tiny_groups, tiny_trainer
+
+COUNTS = (3, 2, 4)
+"""Samples of the prompts: two replicas have 7 and 2, and at some steps one of them has none or half as many points."""
+OPTIMIZER = {"lr": 1e-4, "steps_per_iteration": 3, "batch_size": 5, "max_grad_norm": 0.02}
+EPS = {"diffusion_nft": 2e-4, "flow_grpo": 4e-5}
+"""AdamW's: a hundredth of the gradient's norm, which is 0.04 before it is clipped, and 0.004."""
+OBJECTIVES: dict[str, dict[str, Any]] = {
+    "diffusion_nft": {"times_per_sample": 3, "kl": 0.1},
+    "flow_grpo": {"name": "flow_grpo", "ratio_clip": 0.5},  # wide: at the edge of the clip a last bit decides about a whole point
+}
+
+
+def trainer_for(model: Path, objective: str, failure_dir: Path | None = None) -> Trainer:
+    """A tiny trainer whose sampling policy is the trained one."""
+    trainer = tiny_trainer(model, failure_dir, objective=OBJECTIVES[objective], optimizer={**OPTIMIZER, "eps": EPS[objective]})
+    load_adapter_state(trainer.transformer, "old", adapter_state(trainer.transformer, "current"))
+    return trainer
+
+
+def groups_for(trainer: Trainer, iteration: int, prompts: range) -> list[Group]:
+    """Regenerated samples of some of the iteration's three prompts; every prompt's are its own, whoever draws them."""
+    plain = tiny_groups(len(COUNTS), max(COUNTS), seed=iteration)
+    made = []
+    for prompt in prompts:
+        seeds = [stream_seed(1, "test", iteration, prompt, n) for n in range(COUNTS[prompt])]
+        samples = trainer.regenerate(plain[prompt].cond, seeds)[0]
+        made.append(Group(prompt, plain[prompt].cond, samples, plain[prompt].rewards[: COUNTS[prompt]]))
+    return made
+
+
+def train(trainer: Trainer, iterations: int = 2) -> list[dict[str, float]]:
+    """``iterations`` updates on this replica's prompts, those of its rank and every ``size`` further; their metrics."""
+    rank, size = trainer.replicas.rank, trainer.replicas.size
+    metrics = []
+    for iteration in range(iterations):
+        mine = groups_for(trainer, iteration, range(rank, len(COUNTS), size))
+        plain = tiny_groups(len(COUNTS), max(COUNTS), seed=iteration)
+        elsewhere = {p: plain[p].rewards[: COUNTS[p]] for p in range(len(COUNTS)) if p % size != rank}
+        metrics.append(trainer.update(iteration, mine, elsewhere))
+    return metrics
+
+
+Seen = tuple[Trainer, dict[str, Any]]
+
+
+def equal_to_one(model: Path, join: Callable[[], Replicas], objective: str) -> Seen:
+    """Two iterations."""
+    trainer = trainer_for(model, objective)
+    trainer.join(join())
+    return trainer, {"metrics": train(trainer), "checksum": trainer.checksum()}
+
+
+def not_finite(model: Path, join: Callable[[], Replicas], out: Path) -> Seen:
+    """The last replica's samples hold a NaN; after that all is well again."""
+    trainer = trainer_for(model, "diffusion_nft", out)
+    trainer.join(replicas := join())
+    groups = groups_for(trainer, 0, range(replicas.rank, len(COUNTS), replicas.size))
+    if replicas.rank == replicas.size - 1:
+        groups[0].samples["latents"][0] = np.nan
+    before = everything(trainer)
+    said = raised(lambda: trainer.update(0, groups, {p: groups_rewards(0, p) for p in others(replicas)}), NonFiniteTraining)
+    return trainer, {"said": said, "unchanged": identical(before, everything(trainer)), "metrics": train(trainer, 1)}
+
+
+def fails(model: Path, join: Callable[[], Replicas]) -> Seen:
+    """The last replica's forward pass raises in the second step."""
+    trainer = trainer_for(model, "diffusion_nft")
+    trainer.join(replicas := join())
+    if replicas.rank == replicas.size - 1:
+        step, calls = trainer.updater._accumulate, []
+
+        def accumulate(*arguments: Any) -> int:
+            calls.append(1)
+            if len(calls) > 1:
+                raise ArithmeticError("out of order")
+            return step(*arguments)
+
+        trainer.updater._accumulate = accumulate
+    before = everything(trainer)
+    said = raised(lambda: train(trainer, 1), ReplicaFailed if replicas.rank < replicas.size - 1 else ArithmeticError)
+    return trainer, {"said": said, "unchanged": identical(before, everything(trainer))}
+
+
+def differs(model: Path, join: Callable[[], Replicas]) -> Seen:
+    """The last replica starts with one bit of one number changed."""
+    trainer, replicas = trainer_for(model, "diffusion_nft"), join()
+    if replicas.rank == replicas.size - 1:
+        parameter = next(iter(trainer.updater.parameters.values())).data
+        parameter[0, 0] = torch.nextafter(parameter[0, 0], torch.tensor(9.0))
+    return trainer, {"said": raised(lambda: trainer.join(replicas), ReplicasDiffer)}
+
+
+def dies(model: Path, join: Callable[[], Replicas]) -> Seen:
+    """The last replica is killed in the second step; it leaves nothing."""
+    trainer = trainer_for(model, "diffusion_nft")
+    trainer.join(replicas := join())
+    step, calls = trainer.updater._accumulate, []
+
+    def accumulate(*arguments: Any) -> int:
+        calls.append(1)
+        if len(calls) > 1 and replicas.rank == replicas.size - 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return step(*arguments)
+
+    trainer.updater._accumulate = accumulate
+    before = everything(trainer)
+    return trainer, {"said": raised(lambda: train(trainer, 1), GroupBroken), "unchanged": identical(before, everything(trainer))}
+
+
+def others(replicas: Replicas) -> list[int]:
+    return [prompt for prompt in range(len(COUNTS)) if prompt % replicas.size != replicas.rank]
+
+
+def groups_rewards(iteration: int, prompt: int) -> np.ndarray:
+    return tiny_groups(len(COUNTS), max(COUNTS), seed=iteration)[prompt].rewards[: COUNTS[prompt]]
+
+
+def raised(work: Callable[[], Any], kind: type[Exception]) -> str:
+    """What it said; another exception, or none, is no answer."""
+    try:
+        work()
+    except kind as error:
+        return str(error)
+    return f"no {kind.__name__}"
+
+
+def main(rank: int, size: int, port: int, model: Path, out: Path) -> None:
+    torch.set_num_threads(1)
+    store = reach_store("127.0.0.1", port, 240)
+
+    def meets(scene: str) -> Callable[[], Replicas]:
+        return lambda: DistributedReplicas(rank, size, dist.PrefixStore(scene, store), torch.device("cpu"), 240)
+
+    scenes: dict[str, Callable[[Callable[[], Replicas]], Seen]] = {
+        **{name: lambda join, name=name: equal_to_one(model, join, name) for name in OBJECTIVES},
+        "not_finite": lambda join: not_finite(model, join, out),
+        "fails": lambda join: fails(model, join),
+        "differs": lambda join: differs(model, join),
+        "dies": lambda join: dies(model, join),
+    }
+    for name, play in scenes.items():
+        trainer, seen = play(meets(name))
+        state = {key: tensor.contiguous() for key, tensor in everything(trainer).items()}
+        (out / f"{name}.{rank}.safetensors").write_bytes(safetensors.torch.save(state))
+        (out / f"{name}.{rank}.json").write_text(json.dumps(seen))
+
+
+if __name__ == "__main__":
+    main(*map(int, sys.argv[1:4]), *map(Path, sys.argv[4:6]))  # type: ignore[call-arg,arg-type]
