@@ -19,6 +19,7 @@ from actors.reward import RewardActor
 from actors.rollout import RolloutActor
 from actors.selector import SelectorActor
 from cluster.errors import RunFailed
+from cluster.learners import LearnerGroup
 from cluster.placement import Need, Node, NoRoom, Placer, check_placement, kinds_of, need_of, needs_of, start_order
 from cluster.pool import ActorPool
 from cluster.rundir import RunDirectory
@@ -140,7 +141,7 @@ class Services:
         plain = config.model_dump(mode="json")
 
         def pool(kind: str, actor: type, *extra: Any, stateful: bool = False) -> ActorPool:
-            return ActorPool(
+            return (LearnerGroup if stateful else ActorPool)(
                 kind,
                 self._spawner(kind, actor, plain, *extra),
                 config.services.of(kind),
