@@ -82,6 +82,8 @@ METRICS: dict[str, Metric] = {
     "time/explore_s": Metric("seconds until all prompts were explored, scored and selected"),
     "time/regenerate_s": Metric("seconds from there until all selected noises were regenerated and scored"),
     "time/update_s": Metric("seconds of the weight update"),
+    "time/allreduce_s": Metric("seconds of it in which the learner's replicas added up their gradients"),
+    "time/replica_wait_s": Metric("seconds of it in which the learner's first replica waited for the slowest"),
     "time/publish_s": Metric("seconds from the update until every explorer held the new policy"),
     "time/iteration_s": Metric("seconds of a whole iteration"),
 }
