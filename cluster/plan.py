@@ -173,7 +173,7 @@ class _Passes:
 def _learner(
     config: RunConfig, family: Family, transformer: torch.nn.Module, dtype: torch.dtype
 ) -> tuple[dict[str, int | None], int, _Passes]:
-    """(bytes by purpose, trained parameters, work) of the learner; its adapter is put into ``transformer``."""
+    """(bytes by purpose, trained parameters, work) of a replica of the learner; its adapter is put into ``transformer``."""
     objective = build_objective(config.objective, config.stop.max_kl is not None)
     adapters = {objective.sampling_adapter, *objective.policies, *objective.averages, "ema", "current"} - {"ref"}
     base = memory.held_bytes(transformer)
@@ -183,14 +183,18 @@ def _learner(
     vae, decode = memory.decoding_work(family, sampled)
     training = memory.training_work(family, transformer, points, dtype, config.optimizer.gradient_checkpointing)
     per_prompt = memory.conditioning_like(family, 1, dtype)
+    replicas = config.services.learner.replicas
+    prompts = -(-config.prompts.per_iteration // replicas)  # of the replica that has most
     held: dict[str, int | None] = {
         f"denoiser, {config.regenerate.precision}": base,
         "autoencoder, fp32": vae,
         f"{len(adapters)} adapters, fp32": len(adapters) * trained * 4,
         "optimiser, fp32": 2 * trained * 4,
-        "conditioning": config.prompts.per_iteration * sum(t.numel() * t.element_size() for t in per_prompt.tensors.values()),
+        "conditioning": prompts * sum(t.numel() * t.element_size() for t in per_prompt.tensors.values()),
         f"passes, {sampled} pictures or {points} points": max(sampling.peak, decode.peak, training.peak),
     }
+    if replicas > 1:
+        held["sum of gradients, fp32"] = trained * 4
     return held, trained, _Passes(sampling, training, sampled, points)
 
 
@@ -219,7 +223,7 @@ def _stages(config: RunConfig, explored: _Explored, decode: Work, passes: _Passe
     """Explore, regenerate and update of an iteration, and an evaluation."""
     prompts, plan, full = config.prompts.per_iteration, config.plan, config.regenerate
     step, rollout, learner = passes.sampling.flops / passes.sampled, config.services.rollout, config.services.learner
-    mine = min(1.0, learner.gpus) or 1.0
+    mine = learner.count * (min(1.0, learner.gpus) or 1.0)
     stages: dict[str, Stage] = {}
     if plan.explore is not None:
         pictures = prompts * plan.explore.pool_size
