@@ -48,7 +48,7 @@ def _services(plan: Plan) -> list[str]:
     lines = ["", "actors"]
     for kind in kinds_of(config):
         service = config.services.of(kind)
-        lines.append(f"  {kind:<12}{service.actors} x {need_of(kind, 0, service).describe()}")
+        lines.append(f"  {kind:<12}{service.count} x {need_of(kind, 0, service).describe()}")
     if plan.problem is not None:
         return [*lines, "placement   none", f"  {plan.problem}"]
     names = {node.id: f"node {index + 1}" for index, node in enumerate(plan.nodes)}
