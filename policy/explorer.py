@@ -10,7 +10,7 @@ from torch import Tensor
 
 from policy.families.base import Family
 from policy.precision.backends import Backend
-from policy.precision.compiling import compiled
+from policy.precision.compiling import compile_failures, compiled
 from policy.precision.swap import ModuleRow, quantise_plan, swap_linears
 from policy.precision.wire import Manifest, WireError, unpack_into
 from policy.sampling.sample import sample
@@ -84,13 +84,14 @@ class Explorer:
     def explore(self, cond: Conditioning, seeds: Sequence[int], steps: int, solver: str) -> tuple[np.ndarray, np.ndarray]:
         """(images uint8 [B, 3, H, W], latents float32 [B, *latent]) of one prompt (cond of 1 row) at B seeds, in one batch.
 
-        Raises RuntimeError while there is no version.
+        Raises RuntimeError while there is no version, CompileFailed when compiling was asked for and does not work.
         """
         if self._version is None:
             raise RuntimeError("this explorer has no policy version: load published weights first")
         if len(cond) != 1:
             raise ValueError(f"conditioning of {len(cond)} rows: explore takes one prompt at a time")
-        latents = sample(self.family, self._denoiser, cond.repeat(len(seeds)), seeds, steps, solver)
+        with compile_failures("explore.compile"):
+            latents = sample(self.family, self._denoiser, cond.repeat(len(seeds)), seeds, steps, solver)
         if not bool(torch.isfinite(latents).all()):
             raise RuntimeError(f"policy version {self._version} gave latents that are not finite: lower optimizer.lr and resume")
         images = self.family.decode(self.vae, latents)

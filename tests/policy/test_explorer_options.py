@@ -1,6 +1,7 @@
 """Neighbours in a batch, a frozen range, and compiling."""
 
 import shutil
+import sys
 
 import numpy as np
 import pytest
@@ -9,6 +10,7 @@ import torch
 from policy.explorer import Explorer
 from policy.precision import compiling
 from policy.precision.backends import BACKENDS
+from policy.precision.compiling import CompileFailed
 from policy.precision.nvfp4 import dequantise, frozen_amax, quantise
 from policy.precision.swap import quantise_plan
 from policy.publish import Publisher
@@ -119,6 +121,44 @@ def test_compiling_without_a_compiler_is_one_line(family, monkeypatch):
         Explorer(family, BACKENDS["fp32"], compile=True)
     monkeypatch.setattr(compiling.importlib.util, "find_spec", lambda name: None)
     assert "triton" in (compiling.compiler_missing(torch.device("cuda")) or "")
+
+
+def test_compiling_turned_off_from_outside_is_no_eager_run(family, monkeypatch):
+    import torch._dynamo
+
+    monkeypatch.setattr(torch._dynamo.config, "disable", True)
+    monkeypatch.setenv("CXX", sys.executable)
+    with pytest.raises(ValueError, match="^compile: the environment variable TORCH_COMPILE_DISABLE turns it off"):
+        Explorer(family, BACKENDS["fp32"], compile=True)
+
+
+def test_an_explorer_that_cannot_compile_says_so_and_draws_nothing(family, adapted, cond, monkeypatch):
+    """A compiler that is there and fails, and one that gives up after too many shapes: an error each, where torch's own default for
+    the second is to go on eagerly."""
+
+    def broken(graph, inputs):
+        raise RuntimeError("no code for this\nmore about it")
+
+    monkeypatch.setenv("CXX", sys.executable)  # something that is there; nothing is given to it
+    explorer = explorer_of(family, adapted, "fp32", compile=True)
+    assert torch._dynamo.config.recompile_limit == compiling.SHAPES
+    explorer._denoiser = torch.compile(explorer.transformer, backend=broken, dynamic=False)
+    with pytest.raises(
+        CompileFailed, match=r"^explore.compile: torch.compile failed: .*no code for this.*: mend that or set explore"
+    ):
+        explorer.explore(cond.rows(0), (5,), 1, "euler")
+    monkeypatch.setattr(torch._dynamo.config, "recompile_limit", 1)
+    doubled = torch.compile(lambda x: 2 * x, backend="eager", dynamic=False)
+    with compile_regenerating():
+        assert doubled(torch.ones(2)).tolist() == [2, 2]
+    with pytest.raises(CompileFailed, match=r"^regenerate.compile: called with more than \d+ shapes"), compile_regenerating():
+        doubled(torch.ones(3))
+    with pytest.raises(ValueError, match="^not about compiling$"), compile_regenerating():
+        raise ValueError("not about compiling")
+
+
+def compile_regenerating():
+    return compiling.compile_failures("regenerate.compile")
 
 
 @pytest.mark.slow
