@@ -10,6 +10,7 @@ from pathlib import Path
 
 from cluster.errors import RunFailed, Stopped
 from configs.load import ConfigError, load, preset_names
+from configs.resume import measured
 from configs.schema import RunConfig
 
 DONE, USER_ERROR, RUN_FAILED, STOPPED = 0, 2, 3, 130
@@ -97,7 +98,11 @@ def _parser() -> argparse.ArgumentParser:
     export.add_argument("--checkpoint", type=int, metavar="STEP", help="a checkpoint of the run; the last one unless given")
     fidelity = add("fidelity", _fidelity, "measure how well cheap proxies rank noises, by backend and explore steps")
     add_config(fidelity, required=False)
-    fidelity.add_argument("--run", metavar="DIR", help="the trained policy of this run, with the run's own configuration")
+    fidelity.add_argument(
+        "--run",
+        metavar="DIR",
+        help="the trained policy of this run, with the run's own configuration; --set may change what is measured",
+    )
     fidelity.add_argument("--checkpoint", type=int, metavar="STEP", help="with --run: a checkpoint; the last one unless given")
     fidelity.add_argument("--prompts", type=int, default=32, metavar="P", help="training prompts, drawn by the run seed")
     fidelity.add_argument("--seeds", type=int, default=96, metavar="N", help="noises per prompt")
@@ -285,12 +290,12 @@ def _export(options: argparse.Namespace) -> int:
 def _fidelity(options: argparse.Namespace) -> int:
     from cluster.rundir import RunDirectory
 
-    if (options.config is None) == (options.run is None) or (options.run and options.overrides):
+    if (options.config is None) == (options.run is None):
         raise ConfigError(["fidelity: give a preset name or a TOML file, or --run DIR, which brings its own configuration"])
     if min(options.prompts, *options.steps) < 1 or (options.threads is not None and options.threads < 1):
         raise ConfigError(["fidelity: --prompts, --steps and --threads must be at least 1"])
     rundir = RunDirectory(Path(options.run).absolute()) if options.run else None
-    config = rundir.configuration() if rundir else load(options.config, options.overrides)
+    config = measured(rundir.configuration(), options.overrides) if rundir else load(options.config, options.overrides)
     out = Path(options.out or f"{rundir.path if rundir else Path(config.run_root or 'runs') / config.name}-fidelity")
     from cluster.fidelity import Measurement, checkpoint_of, run
 

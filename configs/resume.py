@@ -1,9 +1,11 @@
-"""Which fields may differ between a run and its ``--resume``: those that cannot change results."""
+"""Which fields may differ between a run and its ``--resume``, or a measurement of its trained policy."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
+from configs.load import ConfigError, apply, parse
 from configs.schema import RunConfig
 
 PER_SERVICE = (
@@ -33,15 +35,31 @@ OPERATIONAL = (
     "logging",
     "publish",
 )
+MEASURED = ("seed", "prompts", "explore", "regenerate", "rewards")
+"""What a measurement of a trained policy may vary: how its pictures are made and scored, not what was trained."""
 
 
-def differences(before: RunConfig, now: RunConfig) -> list[str]:
+def measured(config: RunConfig, overrides: Sequence[str]) -> RunConfig:
+    """A run's configuration with ``--set`` overrides, for measuring its policy. Raises ConfigError for what training depends on."""
+    tree = config.model_dump(mode="json")
+    for override in overrides:
+        apply(tree, override)
+    found = parse(tree)
+    changed = differences(config, found, MEASURED)
+    if changed:
+        raise ConfigError(
+            [f"--set {'; '.join(changed)}: the policy was trained with that; what can be set is in {', '.join(MEASURED)}"]
+        )
+    return found
+
+
+def differences(before: RunConfig, now: RunConfig, also_free: Sequence[str] = ()) -> list[str]:
     """Lines ``key: before -> now`` for every field that changes results and is not the same.
 
-    ``iterations`` may grow when the learning-rate schedule does not depend on it.
+    ``iterations`` may grow when the learning-rate schedule does not depend on it. ``also_free`` are further keys that may differ.
     """
     old, new = _flat(before.model_dump(mode="json")), _flat(now.model_dump(mode="json"))
-    free: set[str] = set(OPERATIONAL)
+    free: set[str] = {*OPERATIONAL, *also_free}
     if now.optimizer.schedule == "constant":
         free.add("iterations")
     return [
