@@ -6,7 +6,7 @@ BIN := .venv/bin
 export RAY_USAGE_STATS_ENABLED = 0
 export RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO = 0
 
-.PHONY: setup quickstart compare-small search-small test test-slow lint types arrows check bench parity shapes-model shapes-clip clean
+.PHONY: setup quickstart cluster-demo compare-small search-small test test-slow lint types arrows check bench parity soak shapes-model shapes-clip clean
 
 setup: .venv/.ready
 
@@ -19,6 +19,10 @@ setup: .venv/.ready
 
 quickstart: setup
 	$(BIN)/sol-rl train quickstart $(ARGS)
+
+# A simulated cluster on this machine: a submitted job, scaled 1 -> 3 -> 2, one node lost; held against a run that nobody disturbed.
+cluster-demo: setup
+	$(BIN)/python -m tools.cluster_demo $(ARGS)
 
 # The arms and objectives on the shapes model, three run seeds each; made for an hour and a half on two cores. Restartable.
 compare-small: setup
@@ -52,6 +56,10 @@ bench: setup
 # Each learned scorer against other people's code on the same random weights; ARGS=--full for the real sizes.
 parity: setup
 	$(BIN)/python -m tools.parity $(foreach flag,$(PIP_FLAGS),--pip-flag=$(flag)) $(ARGS)
+
+# Tiny runs, each struck by a random fault, held against one that was not: ARGS="--runs 100 --seed 0". docs/operations.md
+soak: setup
+	$(BIN)/python -m tools.soak $(ARGS)
 
 # Rebuilds shapes/model from nothing: an hour and a half on two cores.
 shapes-model: setup

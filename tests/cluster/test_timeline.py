@@ -16,7 +16,9 @@ from cluster.report_data import read_run
 from cluster.report_events import running_times, timeline_of
 from cluster.rundir import RunDirectory
 from cluster.timeline import OTHER, WORKS, Span, Timeline, forget_after, read_spans, span_of
-from cluster.timeline_picture import bars_of, in_running_time, last_iteration
+from cluster.timeline_lines import lines_of, strip
+from cluster.timeline_picture import Lane, bars_of, in_running_time, last_iteration
+from cluster.timeline_picture import Timeline as Shown
 from configs.services import Service
 from tests.cluster.page import page_of
 from tests.cluster.synthetic import START, write_run
@@ -200,10 +202,22 @@ def test_the_report_draws_it(tmp_path):
     lost = re.search(r'<rect class="lost" x="([\d.]+)"', text)
     end = shown.end
     assert lost and float(lost.group(1)) == pytest.approx(1000 * 80.2 / end, abs=0.1)
-    assert "v1" in page.text and "v20" in page.text
+    assert "v1" in page.text and "v19" in page.text
 
 
 def test_every_kind_of_work_has_a_letter_of_its_own():
     works = set(WORKS.values()) | {OTHER}
     assert len({work.letter for work in works}) == len({work.colour for work in works}) == len(works)
     assert span("load", 0, 1, "learner").shown == OTHER != span("load", 0, 1).shown
+
+
+def test_an_actor_in_a_terminal():
+    """Ten slices of a second: exploring for three, idle, a load of 0.2 s that is too short to be seen, dead from 6 to 8."""
+    lane = Lane(lives=[(0.0, 6.0), (8.0, 10.0)], marks=[(6.0, "bad", "died"), (8.0, "good", "replaced")])
+    spans = [span("explore", 0, 2), span("explore", 2, 3), span("load", 4.4, 4.6), span("explore", 9.0, 10.0)]
+    assert strip(spans, lane, 10.0, 10) == "eee···X ·e"
+    timeline = Shown({"rollout-0": lane}, [], [(0.0, 0), (0.5, 1), (9.0, 2)], spans, 10.0)
+    head, body, scale, words = lines_of(timeline, 20)
+    assert head == "policy    v0                v2"  # version 1 has no room beside version 0
+    assert body.startswith("rollout-0 eeeeee") and scale.split() == ["0", "5.0", "s", "10", "s"]
+    assert words == "e explore  p publish  X died  · idle"

@@ -1,0 +1,219 @@
+"""``make cluster-demo``: a cluster on one machine, disturbed on purpose, and a look at what came of it.
+
+A head and two simulated nodes for explorers; a job submitted by `sol-rl submit`, scaled 1 -> 3 -> 2 by `sol-rl scale` while it works, and
+one of the two nodes taken away. Then the same configuration once more with nobody disturbing it, and both runs compared byte by
+byte. Everything is what a user of a cluster types; only the nodes are simulated, by processes of their own on this machine.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import os
+import secrets
+import shlex
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from cluster.report_data import read_run
+from cluster.report_events import running_times, timeline_of
+from cluster.rundir import RunDirectory
+from cluster.timeline_lines import lines_of
+
+ROOT = Path(__file__).parent.parent
+SERVICES = ("learner", "reward", "encoder", "selector")
+NODE_CPUS = 3
+SETTINGS = {
+    "prompts.per_iteration": 2, "explore.pool_size": 16, "explore.chunk_size": 4, "explore.steps": 4, "selection.keep": 8,
+    "regenerate.steps": 6, "optimizer.steps_per_iteration": 2, "optimizer.batch_size": 16, "evaluate.every": 0, "evaluate.prompts": 8,
+    "evaluate.noises": 2, "evaluate.steps": 6, "logging.grid_prompts": 4, "services.rollout.cpus": 1, "services.rollout.max_actors": 3,
+    "services.rollout.labels": '{"demo.node" = "explorers"}', "services.start_deadline_s": 1800,
+    **{f"services.{kind}.labels": '{"demo.node" = "services"}' for kind in SERVICES},
+    **{f"services.{kind}.deadline_s": 1800 for kind in (*SERVICES, "rollout")},
+}  # fmt: skip
+"""Over the quickstart: little work per iteration, and nobody is thought to hang because the machine is slow."""
+
+
+class Failed(Exception):
+    """The demonstration did not go as it should."""
+
+
+class Demo:
+    """A simulated cluster and the commands that are typed at it."""
+
+    def __init__(self, out: Path, iterations: int, say: Callable[[str], None] = lambda line: print(line, flush=True)):
+        self.out, self.iterations, self.say = out, iterations, say
+        self.began = time.monotonic()
+        # a job's entrypoint is `python`, found on the head's PATH; a token, so that nobody else on this machine can submit
+        os.environ["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"
+        os.environ |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32), "RAY_USAGE_STATS_ENABLED": "0"}
+        os.environ.setdefault("RAY_DASHBOARD_STARTUP_TIMEOUT_S", "300")  # a busy machine is only slow
+        os.environ.pop("RAY_ADDRESS", None)
+        from ray.cluster_utils import Cluster
+
+        port = _free_port()
+        head: dict[str, Any] = {"num_cpus": NODE_CPUS, "labels": {"demo.node": "services"}, "include_dashboard": True}
+        self.cluster = Cluster(initialize_head=True, head_node_args={**head, "dashboard_host": "127.0.0.1", "dashboard_port": port})
+        self.nodes = [self.cluster.add_node(num_cpus=NODE_CPUS, labels={"demo.node": "explorers"}) for _ in range(2)]
+        self.url, self.address = f"http://127.0.0.1:{port}", str(self.cluster.address)
+        self.tell(
+            f"a head and two nodes for explorers, {NODE_CPUS} CPUs each by name; dashboard and jobs at {self.url}, with a token"
+        )
+
+    def tell(self, line: str) -> None:
+        self.say(f"[{time.monotonic() - self.began:6.1f} s] {line}")
+
+    def sol_rl(self, *arguments: str, settings: Sequence[str] = ()) -> str:
+        """Type a command, and show it with what it says; its output. ``settings`` are typed too, and shown as ``--set ...``."""
+        self.tell(f"$ {shlex.join(['sol-rl', *arguments])}{' --set ...' if settings else ''}")
+        command = [sys.executable, "-m", "cluster", *arguments, *(part for setting in settings for part in ("--set", setting))]
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+        for said in done.stdout.splitlines():
+            self.say(f"           {said}")
+        if done.returncode:
+            raise Failed(f"sol-rl {arguments[0]} ended with {done.returncode}: {done.stderr.strip()}")
+        return done.stdout
+
+    def submit(self, name: str, rollout: int) -> tuple[RunDirectory, str]:
+        """Submit a run of ``name``; its directory and the job's id."""
+        values = {
+            "name": name,
+            "run_root": str(self.out),
+            "iterations": self.iterations,
+            "services.rollout.actors": rollout,
+            **SETTINGS,
+        }
+        output = self.sol_rl(
+            "submit", "quickstart", "--address", self.url, settings=[f"{key}={value}" for key, value in values.items()]
+        )
+        return RunDirectory(self.out / name), output.splitlines()[0].removeprefix("submitted: ")
+
+    def status_of(self, job: str) -> str:
+        from cluster.jobs import client_of
+
+        return str(client_of(self.url).get_job_status(job))
+
+    def wait(self, run: RunDirectory, job: str, ready: Callable[[], bool], what: str) -> None:
+        """Until ``ready``; raises Failed when the job ends first."""
+        while not ready():
+            status = self.status_of(job)
+            if status in ("FAILED", "STOPPED", "SUCCEEDED") and not ready():
+                raise Failed(f"the job ended ({status}) before {what}: see `{run.events_file}`; more --iterations make it longer")
+            time.sleep(1)
+
+    def finish(self, run: RunDirectory, job: str) -> None:
+        """Until the job has ended; raises Failed unless it succeeded."""
+        while (status := self.status_of(job)) not in ("FAILED", "STOPPED", "SUCCEEDED"):
+            time.sleep(1)
+        if status != "SUCCEEDED":
+            raise Failed(f"the job ended {status}: see {run.events_file}")
+        self.tell(f"the job {job} ended: {status}")
+
+    def remove_node_of(self, run: RunDirectory) -> None:
+        """Take away, without a word to anybody, the simulated node on which the first explorer works."""
+        started = ("actor_started", "actor_added", "actor_replaced")
+        here = [
+            event["node"]
+            for event in run.events()
+            if event["event"] in started and event["kind"] == "rollout" and event["actor"] == 0
+        ]
+        (node,) = [node for node in self.nodes if node.node_id == here[-1]]
+        self.cluster.remove_node(node, allow_graceful=False)
+        self.tell(f"removed the node {here[-1][:8]}, on which rollout-0 worked, with all that it held")
+
+
+def disturbed(demo: Demo) -> RunDirectory:
+    """A run that is scaled 1 -> 3 -> 2 and loses a node."""
+    run, job = demo.submit("disturbed", 1)
+    quarter = max(1, demo.iterations // 4)
+
+    def after(iterations: int) -> Callable[[], bool]:
+        return lambda: sum(row["kind"] == "iteration" for row in run.metrics()) >= iterations
+
+    demo.wait(run, job, after(quarter), "it was scaled")
+    demo.sol_rl("scale", "--rollout", "3", "--address", demo.address)
+    demo.sol_rl("status", "--address", demo.address)
+    demo.wait(run, job, after(2 * quarter), "it was scaled again")
+    demo.sol_rl("scale", "--rollout", "2", "--address", demo.address)
+    demo.wait(run, job, after(2 * quarter + 1), "its node was removed")
+    demo.remove_node_of(run)
+    demo.finish(run, job)
+    return run
+
+
+def differences(one: RunDirectory, other: RunDirectory, iterations: int) -> list[str]:
+    """What is not the same in two runs: selected seeds, and every weights file of the last checkpoint."""
+    found = [] if one.selections_file.read_bytes() == other.selections_file.read_bytes() else ["selections.jsonl"]
+    step = f"step_{iterations:06d}"
+    files = {path.name for run in (one, other) for path in (run.checkpoints / step).glob("*.safetensors")}
+    if not files:
+        raise Failed(f"neither run has a checkpoint {step}")
+    for name in sorted(files):
+        pair = [run.checkpoints / step / name for run in (one, other)]
+        if not all(path.exists() for path in pair) or pair[0].read_bytes() != pair[1].read_bytes():
+            found.append(f"{step}/{name}")
+    return found
+
+
+def show(run: RunDirectory, iterations: int, say: Callable[[str], None]) -> None:
+    """The timeline, what happened, and what the checkpoint is called by its contents."""
+    data = read_run(run.path)
+    times = running_times(data.events)
+    say("")
+    for line in lines_of(timeline_of(data, times)):
+        say(line)
+    say("")
+    for event, when in zip(data.events, times, strict=True):
+        if event["event"] not in ("actor_started", "version_published", "checkpoint_saved"):
+            fields = {key: value for key, value in event.items() if key not in ("time", "event", "pid", "host", "why", "backend")}
+            say(f"{when:8.1f} s  {event['event']}  " + "  ".join(f"{key} {str(value)[:40]}" for key, value in fields.items()))
+    for path in sorted((run.checkpoints / f"step_{iterations:06d}").glob("*.safetensors")):
+        say(f"{hashlib.sha256(path.read_bytes()).hexdigest()}  {path.relative_to(run.path)}")
+
+
+def main() -> int:
+    """Run it; 0 when both runs are the same."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--iterations", type=int, default=24, help="of each run; 24 unless given")
+    parser.add_argument("--out", type=Path, default=None, help="directory of the two runs; runs/cluster-demo-TIME unless given")
+    options = parser.parse_args()
+    if options.iterations < 8:
+        parser.error("--iterations: at least 8, or it ends before it was disturbed")
+    out = (options.out or ROOT / "runs" / f"cluster-demo-{time.strftime('%Y%m%d-%H%M%S')}").absolute()
+    demo = Demo(out, options.iterations)
+    try:
+        run = disturbed(demo)
+        demo.nodes = [demo.cluster.add_node(num_cpus=NODE_CPUS, labels={"demo.node": "explorers"})]
+        calm, job = demo.submit("undisturbed", 2)
+        demo.finish(calm, job)
+        show(run, options.iterations, demo.say)
+        found = differences(run, calm, options.iterations)
+    except Failed as failure:
+        print(f"cluster-demo: {failure}", file=sys.stderr)
+        return 3
+    finally:
+        demo.cluster.shutdown()
+    demo.say("")
+    if found:
+        demo.say(f"DIFFERENT from the run that nobody disturbed: {', '.join(found)}")
+        return 1
+    demo.say(
+        f"selections and all weights of {options.iterations} iterations are, byte by byte, those of the run that nobody disturbed"
+    )
+    demo.say(f"report with the timeline as a picture: {run.path / 'report.html'}")
+    return 0
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+if __name__ == "__main__":
+    sys.exit(main())
