@@ -34,10 +34,12 @@ class LearnerGroup(ActorPool):
     """The replicas as one pool. With one it is a pool like any other."""
 
     async def start(self) -> None:
+        """Create every replica, and make them one group."""
         await super().start()
         await self._meet()
 
     async def renew(self, why: str) -> None:
+        """Put new replicas in all places, and make them one group."""
         await super().renew(why)
         await self._meet()
 
@@ -81,10 +83,10 @@ class LearnerGroup(ActorPool):
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def _answer(self, *args: Any) -> Any:
+    async def _answer(self, worker: Worker, key: Any, attempt: int, ref: Any) -> Any:
         """A replica that lost the others is lost itself; who died is to be named first."""
         try:
-            return await super()._answer(*args)
+            return await super()._answer(worker, key, attempt, ref)
         except RayTaskError as error:
             if not isinstance(error.cause, GroupBroken):
                 raise

@@ -18,6 +18,8 @@ from actors.runtime import identity
 from cluster.errors import RunFailed, StateLost
 from cluster.learners import LearnerGroup, share
 from cluster.placement import Node, check_placement, needs_of
+from cluster.plan import make_plan
+from cluster.plan_lines import lines_of
 from cluster.progress import Progress
 from configs.load import ConfigError, load
 from configs.services import LearnerService
@@ -46,6 +48,18 @@ def test_every_replica_needs_a_place():
     check_placement(config, [Node("x", 64, 2)])
     with pytest.raises(ConfigError, match=r"services\.learner: 1 of 2 actors have no place: each needs 0\.5 CPU and 1 GPU"):
         check_placement(config, [Node("x", 64, 1)])
+
+
+def test_the_plan_counts_replicas(tiny_sd3_dir, tmp_path):
+    one, two = (make_plan(tiny_config(tiny_sd3_dir, tmp_path, "p", services__learner__replicas=n)) for n in (1, 2))
+    assert two.memory["learner"].pop("sum of gradients, fp32") == 4 * two.trained
+    halved = {**one.memory["learner"], "conditioning": (one.memory["learner"]["conditioning"] or 0) // 2}  # two prompts, one each
+    assert two.memory["learner"] == halved
+    for name, stage in one.stages.items():
+        assert two.stages[name].gpus == (stage.gpus if name == "explore" else 2 * stage.gpus)
+        assert two.stages[name].flops == stage.flops
+    assert sorted(actor for actor in two.placed if actor.startswith("learner")) == ["learner-0", "learner-1"]
+    assert any(line.startswith("  learner     2 x 0.5 CPU") for line in lines_of(two))
 
 
 # ---- what each is sent
