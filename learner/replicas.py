@@ -73,7 +73,6 @@ class DistributedReplicas(Replicas):
                 rank=rank,
                 world_size=size,
                 timeout=timedelta(seconds=timeout_s),
-                device_id=device if device.type == "cuda" else None,
             )
 
     def exchange(self, message: Any) -> list[Any]:
