@@ -105,7 +105,7 @@ def _bars(results: Sequence[Result]) -> str:
         )
         rows.append(f'<div class="who">{escape(result.title)}</div><div style="font-size:0">{spans}</div>')
     lanes = card("Seconds per iteration", f'<ul class="legend">{colours}</ul><div class="lanes">{"".join(rows)}</div>')
-    return f'{lanes}<div style="height:16px"></div>'
+    return f'{lanes}<div class="gap"></div>'
 
 
 def _of(result: Result, stage: str) -> float:

@@ -45,15 +45,15 @@ def section(run: RunData) -> str:
     """Training and held-out rewards over the iterations, and every scorer before and after."""
     scores = scores_of(run)
     cards = _curves(run)
-    if paired := _prompts_card(run):
-        cards.append(paired)
-    if run.after and (len(scores) > 1 or (scores and not paired)):
-        cards.append(card("Every scorer, on held-out prompts", _table(run, scores), " ".join(verdicts(run, scores))))
-    if moved := [score for score in scores if len(score.in_deviations) > 1]:
-        cards += [_together(moved)] if len(scores) > 1 else []
+    if prompts := _prompts_card(run):
+        cards.append(prompts)
+    parts = [side_by_side(cards)] if cards else []
+    if run.after and (len(scores) > 1 or (scores and not prompts)):
+        parts.append(card("Every scorer, on held-out prompts", _table(run, scores), " ".join(verdicts(run, scores))))
     if len(scores) > 1:
-        cards += [_own_card(run, score) for score in scores]
-    return side_by_side(cards) if cards else nothing("No rewards have been recorded yet.")
+        moved = [score for score in scores if len(score.in_deviations) > 1]
+        parts.append(side_by_side([*([_together(moved)] if moved else []), *(_own_card(run, score) for score in scores)]))
+    return '<div class="gap"></div>'.join(parts) if parts else nothing("No rewards have been recorded yet.")
 
 
 def scores_of(run: RunData) -> list[Score]:

@@ -37,6 +37,7 @@ p{margin:0 0 12px;max-width:76ch}
 .banner{border-radius:10px;padding:12px 16px;margin:18px 0 0;background:var(--warn-bg);overflow-wrap:anywhere}
 .banner.bad{background:var(--bad-bg)}.banner strong{color:var(--bad)}.banner p{margin:2px 0 0}
 .card{background:var(--card);border:1px solid var(--rule);border-radius:12px;padding:16px 18px;min-width:0}
+.gap{height:16px}
 .cards{display:grid;gap:16px;grid-template-columns:repeat(auto-fill,minmax(min(100%,400px),1fr))}
 .small{grid-template-columns:repeat(auto-fill,minmax(min(100%,300px),1fr))}
 .hero{display:grid;grid-template-columns:minmax(0,1.7fr) minmax(0,1fr);gap:16px;margin-top:22px}
