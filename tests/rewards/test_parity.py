@@ -39,3 +39,20 @@ def test_renaming_there_and_back_loses_nothing():
     state = model.state_dict()
     back = peers.to_open_clip(peers.to_transformers(state))
     assert back.keys() == state.keys() and all(torch.equal(back[name], state[name]) for name in state)
+
+
+def test_the_command_prints_a_line_per_peer_and_fails_where_one_is_over_its_bound(monkeypatch, capsys):
+    from tools import parity as command
+
+    monkeypatch.setattr(command, "install", lambda flags: None)
+    monkeypatch.setattr(parity, "run", lambda name, size: parity.Parity(name, "a peer", size, 25, 3e-6, 0.5))
+    assert command.main([]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in lines] == ["scorer", *parity.CASES, "all"] and all(
+        "3.0e-06" in line for line in lines[1:-1]
+    )
+    monkeypatch.setattr(
+        parity, "run", lambda name, size: parity.Parity(name, "a peer", size, 25, 3e-5 if size == "full" else 0.0, 0.5)
+    )
+    assert command.main(["hpsv2", "--full"]) == 1
+    assert "hpsv2 differs from a peer by 3.00e-05, more than 1e-05" in capsys.readouterr().out
