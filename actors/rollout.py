@@ -11,7 +11,7 @@ from actors.messages import ExploreChunk, Explored
 from actors.runtime import begin, identity
 from policy.explorer import Explorer
 from policy.families import family_for
-from policy.precision.backends import resolve_backend
+from policy.precision.backends import Backend, available_backends, resolve_backend
 from policy.types import Conditioning
 
 
@@ -19,32 +19,41 @@ class RolloutActor:
     """An explorer with the version of weights that it was last given; it refuses work while it has none."""
 
     def __init__(self, config: dict[str, Any]):
-        run, _, device = begin(config, "rollout")
+        self._run, _, self._device = begin(config, "rollout")
+        exploration = self._run.plan.explore
+        if exploration is None:
+            raise RuntimeError(f"arm {self._run.arm!r} explores nothing: it needs no rollout actors")
+        self._own, self._why = resolve_backend(exploration.backend, self._device)
+        self._explorer: Explorer | None = self._build(self._own)
+
+    def _build(self, backend: Backend) -> Explorer:
         import torch
 
-        exploration = run.plan.explore
-        if exploration is None:
-            raise RuntimeError(f"arm {run.arm!r} explores nothing: it needs no rollout actors")
-        backend, self._why = resolve_backend(exploration.backend, device)
-        dtype = torch.float32 if run.regenerate.precision == "fp32" else torch.bfloat16
-        self._backend = backend.name
-        self._compiles = run.explore.compile
-        self._explorer = Explorer(
+        run = self._run
+        return Explorer(
             family_for(run.model),
             backend,
             run.explore.keep_wide,
-            device,
-            dtype,
+            self._device,
+            torch.float32 if run.regenerate.precision == "fp32" else torch.bfloat16,
             activation_amax=run.explore.activation_amax,
-            compile=self._compiles,
+            compile=run.explore.compile,
         )
 
     def ready(self) -> dict[str, Any]:
-        """Who this is, which precision backend it runs and why, and whether its first chunk will take longer."""
-        return identity(backend=self._backend, why=self._why, cold=self._compiles)
+        """Who this is, which precision backend it runs and why, all that it could run, and whether its first chunk takes longer."""
+        runs = available_backends(self._device)
+        return identity(backend=self._own.name, why=self._why, runs=runs, cold=self._run.explore.compile)
 
-    def load(self, manifest: Any, *chunks: np.ndarray) -> tuple[int, str]:
-        """Copy published weights in place; returns (version, checksum) as the acknowledgement."""
+    def load(self, backend: str | None, manifest: Any, *chunks: np.ndarray) -> tuple[int, str]:
+        """Copy published weights in place; returns (version, checksum) as the acknowledgement.
+
+        ``backend`` is the one they are for, None the configured one; where another runs here the denoiser is made anew.
+        """
+        wanted = self._own if backend is None else resolve_backend(backend, self._device)[0]
+        if self._explorer is None or self._explorer.backend.name != wanted.name:
+            self._explorer = None  # two would need the memory of both
+            self._explorer = self._build(wanted)
         return self._explorer.load(manifest, list(chunks))
 
     def explore(
@@ -55,9 +64,11 @@ class RolloutActor:
         Raises:
             RuntimeError: the weights here are not the version that the chunk asks for.
         """
-        if self._explorer.version != request.key.version:
-            raise RuntimeError(f"{request.key} asks for version {request.key.version}, this explorer has {self._explorer.version}")
+        explorer = self._explorer
+        version = explorer.version if explorer else None
+        if explorer is None or version != request.key.version:
+            raise RuntimeError(f"{request.key} asks for version {request.key.version}, this explorer has {version}")
         start = time.perf_counter()
-        images, latents = self._explorer.explore(conditioning, request.seeds, request.steps, request.solver)
+        images, latents = explorer.explore(conditioning, request.seeds, request.steps, request.solver)
         meta = Explored(request.key, len(images), time.perf_counter() - start)
         return meta, images, {"latents": latents} if request.return_latents else None

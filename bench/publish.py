@@ -35,7 +35,7 @@ class Sender:
         """Answers once the weights are there."""
         return {}
 
-    def export(self, version: int, backend: str | None = None) -> tuple[Any, dict[str, float]]:
+    def export(self, version: int, backend: str | None = None, weights: str | None = None) -> tuple[Any, dict[str, float]]:
         """The manifest under a new version number."""
         return dataclasses.replace(self._manifest, version=version), {}
 
@@ -54,7 +54,7 @@ class Receiver:
         """Answers once the buffers are there."""
         return {}
 
-    def load(self, manifest: Any, *chunks: np.ndarray) -> tuple[int, str]:
+    def load(self, backend: str | None, manifest: Any, *chunks: np.ndarray) -> tuple[int, str]:
         """As ``policy.explorer.Explorer.load``."""
         unpack_into(manifest, list(chunks), self._targets)
         return manifest.version, manifest.checksum

@@ -8,121 +8,128 @@ from __future__ import annotations
 
 import asyncio
 import time
-from dataclasses import dataclass, field
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
 from actors.messages import Chosen, ChunkKey, ExploreChunk, Rows, TrainingGroup
 from cluster.errors import InputsLost, RunFailed
+from cluster.guard import Guard
+from cluster.iteration import Iteration, Pool
 from cluster.progress import Progress
 from cluster.scoring import Scored, Scoring
 from cluster.services import Services
-from cluster.tasks import all_or_none
+from cluster.tasks import Beside, all_or_none
+from cluster.weights import common_backends
 from configs.prompts import Prompt, prompts_of_iteration
 from configs.schema import RunConfig
 from learner.audit import agreement
 from policy.sampling.noise import stream_seed
 
 
-@dataclass
-class Pool:
-    """A prompt's explored candidates: seeds [N], scores [N], and where each one's sample is."""
-
-    seeds: tuple[int, ...]
-    scored: Scored
-    records: list[Any]  # references, one per chunk
-    chunk_size: int
-
-
-@dataclass
-class Iteration:
-    """What one iteration knows while it runs."""
-
-    index: int
-    version: int
-    prompts: list[Prompt]
-    conditioning: list[Any]  # references, one per prompt
-    scoring: Scoring
-    start: float = field(default_factory=time.perf_counter)
-    explored_at: float = 0.0
-    pools: dict[int, Pool] = field(default_factory=dict)
-    chosen: dict[int, Chosen] = field(default_factory=dict)
-    audits: list[dict[str, float]] = field(default_factory=list)
-    random_audits: list[dict[str, float]] = field(default_factory=list)
-
-
 class Ring:
-    """Runs iterations on the services of a run."""
+    """Runs iterations on the services of a run.
 
-    def __init__(self, config: RunConfig, services: Services, prompts: list[Prompt], progress: Progress):
+    With ``explore_ahead`` iteration i + 1 begins to be explored, with policy i, as soon as i is explored, while the learner works on i.
+    """
+
+    def __init__(
+        self,
+        config: RunConfig,
+        services: Services,
+        prompts: list[Prompt],
+        progress: Progress,
+        event: Callable[..., None] = lambda name, **fields: None,
+    ):
         self.config, self.services, self.prompts, self.progress = config, services, prompts, progress
         self.updating = asyncio.Lock()  # held while the learner's weights change
+        self.guard = Guard(config.audit, config.regenerate.precision, event, progress.note)
+        self._beside = Beside()
+        self._ahead: asyncio.Task[Iteration] | None = None  # ends when the next iteration is being explored
 
-    async def iteration(self, index: int) -> tuple[dict[str, float], list[dict[str, Any]]]:
-        """Run iteration ``index`` with policy version ``index``.
+    async def begin(self, index: int) -> None:
+        """Publish what iteration ``index`` needs: policy ``index``, and the one before where that explores."""
+        if self.config.explore_ahead and index > 0:
+            await self.services.weights.publish(
+                index - 1, self.services.learner, self.services.rollout, self.guard.backend_before, weights="previous"
+            )
+        await self.publish(index)
 
-        Returns metrics under their contract names, and per prompt what was selected. On return the learner holds policy
-        ``index + 1`` and the explorers have acknowledged it.
+    async def iteration(self, index: int) -> tuple[dict[str, Any], Iteration]:
+        """Run iteration ``index``: regenerate and train with policy version ``index``.
+
+        Returns metrics under their contract names, and what was explored and selected. On return the learner holds policy
+        ``index + 1``, and it is published.
         """
-        it = await self._begin(index)
+        it = await self._its_turn(index)
+        if self.config.explore_ahead and index + 1 < self.config.iterations:
+            self._ahead = self._beside.start(self._explore_after(it))
         groups = await all_or_none(*(self._group(it, p) for p in range(len(it.prompts))))
         it.scoring.check_share()
         regenerated_at = time.perf_counter()
         async with self.updating:
             update = await self._update(it, groups)
             updated_at = time.perf_counter()
+            audit = self._judge(it)
             published = await self.publish(index + 1)
         finished = time.perf_counter()
         self.progress.advanced("published", 1)
-        times = {
-            "time/explore_s": it.explored_at - it.start,
-            "time/regenerate_s": regenerated_at - it.explored_at,
-            "time/update_s": updated_at - regenerated_at,
-            "time/iteration_s": finished - it.start,
-        }
-        selected = [
-            {"prompt": it.prompts[p].text, "train": list(chosen.train), "audit": list(chosen.audit)}
-            for p, chosen in sorted(it.chosen.items())
-        ]
-        return {**self._summary(it), **update, **published, **times}, selected
+        times = it.times(regenerated_at, updated_at, finished)
+        return {**self._summary(it), **audit, **update, **published, **times}, it
 
     async def publish(self, version: int) -> dict[str, float]:
-        """Give the explorers ``version`` of the sampling policy; nothing where the arm explores nothing."""
+        """Publish ``version`` of the sampling policy for the explorers; nothing where the arm explores nothing."""
         if self.config.plan.explore is None:
             return {"time/publish_s": 0.0, "weights/version": version, "weights/bytes": 0}
-        return await self.services.weights.publish(version, self.services.learner, self.services.rollout)
+        return await self.services.weights.publish(version, self.services.learner, self.services.rollout, self.guard.backend)
 
-    async def _begin(self, index: int) -> Iteration:
+    async def close(self) -> None:
+        """End what is explored ahead; nobody waits for it any more."""
+        self._ahead = None
+        await self._beside.end()
+
+    async def _its_turn(self, index: int) -> Iteration:
+        """Iteration ``index``, being explored: ahead since a while, or from now on."""
+        plan, count = self.config.plan, self.config.prompts.per_iteration
+        per_prompt = plan.explore.pool_size if plan.explore else self.config.selection.keep
+        trained, audited = self.config.selection.keep * count, self.config.audit.random_seeds * count
+        totals = {"selected": trained, "regenerated": trained + audited, "updated": trained}
+        self.progress.iteration_started(index, count, per_prompt * count, totals)
+        ahead, self._ahead = self._ahead, None
+        it = await (ahead or self._explored_from_now(index))
+        it.check_staleness(self.config.explore_ahead)
+        it.takes_its_turn(self.progress.advanced)
+        return it
+
+    async def _explore_after(self, it: Iteration) -> Iteration:
+        """The next iteration, once this one is explored."""
+        await asyncio.gather(*it.exploring)
+        return await self._explored_from_now(it.index + 1)
+
+    async def _explored_from_now(self, index: int) -> Iteration:
         rows = prompts_of_iteration(len(self.prompts), self.config.prompts.per_iteration, index, self.config.seed)
         prompts = [self.prompts[row] for row in rows]
-        plan = self.config.plan
-        per_prompt = plan.explore.pool_size if plan.explore else self.config.selection.keep
-        trained = self.config.selection.keep * len(prompts)
-        audited = self.config.audit.random_seeds * len(prompts)
-        totals = {"selected": trained, "regenerated": trained + audited, "updated": trained}
-        self.progress.iteration_started(index, len(prompts), per_prompt * len(prompts), totals)
         _, conditioning = await self.services.encoder.call(
             ("encode", index), "encode", [[prompt.text] for prompt in prompts], returns=1 + len(prompts)
         )
         scoring = Scoring(self.config.rewards, self.services.reward)
-        return Iteration(index, index, prompts, conditioning, scoring)
+        if self.config.plan.explore is None:
+            return Iteration(index, index, None, prompts, conditioning, scoring)
+        version = max(index - self.config.explore_ahead, 0)
+        backend = self.services.weights.held(version).backend
+        it = Iteration(index, version, backend, prompts, conditioning, scoring)
+        it.exploring = [self._beside.start(self._explore(it, p)) for p in range(len(prompts))]
+        return it
 
     async def _group(self, it: Iteration, p: int) -> TrainingGroup:
-        """One prompt's walk around the ring: from seeds to the samples that are trained on, with their rewards."""
-        plan = self.config.plan
-        if plan.explore is None:
-            chosen_seeds = self._seeds(it, p, self.config.selection.keep)
+        """One prompt's walk around the ring: from its explored noises to the samples that are trained on, with their rewards."""
+        if self.config.plan.explore is None:
             it.explored_at = time.perf_counter()
-            return await self._regenerate(it, p, chosen_seeds, None)
-        pool = await self._explore(it, p)
-        chosen: Chosen = await self.services.selector.call(
-            ("select", it.index, p), "choose", it.index, p, pool.scored.rewards, priority=(p,)
-        )
-        self.progress.advanced("selected", len(chosen.train))
-        it.chosen[p] = chosen
-        it.explored_at = max(it.explored_at, time.perf_counter())
-        if not plan.regenerate:
+            return await self._regenerate(it, p, self._seeds(it, p, self.config.selection.keep), None)
+        await it.exploring[p]
+        pool, chosen = it.pools[p], it.chosen[p]
+        if not self.config.plan.regenerate:
             return self._as_explored(it, p, pool, chosen.train)
         group = await self._regenerate(it, p, tuple(pool.seeds[i] for i in chosen.train), chosen.train)
         if chosen.audit:
@@ -134,7 +141,17 @@ class Ring:
     def _seeds(self, it: Iteration, p: int, count: int) -> tuple[int, ...]:
         return tuple(stream_seed(self.config.seed, "explore", it.index, p, n) for n in range(count))
 
-    async def _explore(self, it: Iteration, p: int) -> Pool:
+    async def _explore(self, it: Iteration, p: int) -> None:
+        """A prompt's pool, explored and scored, and what of it is chosen."""
+        it.pools[p] = pool = await self._pool(it, p)
+        chosen: Chosen = await self.services.selector.call(
+            ("select", it.index, p), "choose", it.index, p, pool.scored.rewards, priority=(it.index, p)
+        )
+        it.chosen[p] = chosen
+        it.advanced("selected", len(chosen.train))
+        it.explored_at = max(it.explored_at, time.perf_counter())
+
+    async def _pool(self, it: Iteration, p: int) -> Pool:
         plan, size = self.config.plan.explore, self.config.explore.chunk_size
         assert plan is not None
         seeds = self._seeds(it, p, plan.pool_size)
@@ -147,7 +164,6 @@ class Ring:
                 f"prompt {it.prompts[p].text!r} is left with {usable} scored pictures of {len(seeds)}, "
                 f"selection.keep = {self.config.selection.keep} are needed: see events.jsonl for what its scorers said"
             )
-        it.pools[p] = pool
         return pool
 
     async def _explore_chunk(self, it: Iteration, p: int, c: int, seeds: tuple[int, ...]) -> tuple[Scored, Any]:
@@ -158,14 +174,14 @@ class Ring:
         request = ExploreChunk(key, seeds, plan.steps, plan.solver, return_latents=not self.config.plan.regenerate)
         for _ in range(self.config.services.rollout.max_attempts):
             _, (images, record) = await self.services.rollout.call(
-                key, "explore", request, it.conditioning[p], returns=3, priority=(p, c)
+                key, "explore", request, it.conditioning[p], returns=3, priority=(it.index, p, c)
             )
-            self.progress.advanced("explored", len(seeds))
+            it.advanced("explored", len(seeds))
             try:
-                scored = await it.scoring.score(key, images, [it.prompts[p]] * len(seeds), priority=(p, 0, c))
+                scored = await it.scoring.score(key, images, [it.prompts[p]] * len(seeds), priority=(it.index, p, 0, c))
             except InputsLost:
                 continue
-            self.progress.advanced("scored", len(seeds))
+            it.advanced("scored", len(seeds))
             return scored, record
         raise RunFailed(f"{key}: its pictures were lost {self.config.services.rollout.max_attempts} times before they were scored")
 
@@ -177,7 +193,7 @@ class Ring:
         if indices is not None:
             proxy = it.pools[p].scored.rewards[list(indices)]
             both = np.isfinite(proxy) & np.isfinite(scored.rewards)
-            it.audits.append(agreement(proxy[both], scored.rewards[both]))
+            it.audits[p] = agreement(proxy[both], scored.rewards[both])
         kept = np.flatnonzero(np.isfinite(scored.rewards))
         rows = Rows(0, tuple(int(i) for i in kept))
         return TrainingGroup(p, scored.rewards[kept], (rows,), {"records": [record]})
@@ -187,15 +203,15 @@ class Ring:
         _, (images, record) = await self.services.learner.call(
             (purpose, it.index, p), "generate", it.conditioning[p], seeds, steps, solver, None, returns=3, priority=(p,)
         )
-        self.progress.advanced("regenerated", len(seeds))
-        scored = await it.scoring.score((purpose, it.index, p), images, [it.prompts[p]] * len(seeds), priority=(p, 1, 0))
+        it.advanced("regenerated", len(seeds))
+        scored = await it.scoring.score((purpose, it.index, p), images, [it.prompts[p]] * len(seeds), priority=(it.index, p, 1, 0))
         return scored, record
 
     async def _audit_random(self, it: Iteration, p: int, pool: Pool, indices: tuple[int, ...]) -> None:
         scored, _ = await self._full_quality(it, p, tuple(pool.seeds[i] for i in indices), "audit")
         proxy = pool.scored.rewards[list(indices)]
         both = np.isfinite(proxy) & np.isfinite(scored.rewards)
-        it.random_audits.append(agreement(proxy[both], scored.rewards[both]))
+        it.random_audits[p] = agreement(proxy[both], scored.rewards[both])
 
     @staticmethod
     def _as_explored(it: Iteration, p: int, pool: Pool, indices: tuple[int, ...]) -> TrainingGroup:
@@ -221,33 +237,21 @@ class Ring:
             ("update", it.index), "update", it.index, sent, len(sent), *it.conditioning, *records
         )
         rewards = np.concatenate([group.rewards for group in groups])
-        self.progress.advanced("updated", len(rewards))
+        it.advanced("updated", len(rewards))
         return {**metrics, "reward/train_mean": float(rewards.mean()), "reward/train_std": float(rewards.std())}
 
-    def _summary(self, it: Iteration) -> dict[str, float]:
+    def _judge(self, it: Iteration) -> dict[str, float]:
+        """Hold the iteration's agreement against the thresholds, before the next version is published."""
+        newest = self.services.weights.current
+        if newest is None:
+            return {}
+        available = common_backends(self.services.rollout)
+        return self.guard.judge(it.index, it.agreement(), it.backend, newest.backend, available)
+
+    def _summary(self, it: Iteration) -> dict[str, Any]:
         """Metrics of exploration, audit and failures."""
-        row: dict[str, float] = {"policy_version": it.version, "staleness": 0, "rewards/failed": it.scoring.dropped}
-        row |= it.scoring.scorer_means()
-        if it.pools:
-            half = self.config.selection.keep // 2
-            ranked = [np.sort(pool.scored.rewards[np.isfinite(pool.scored.rewards)]) for pool in it.pools.values()]
-            best, worst = (
-                float(np.mean([r.mean() for r in part])) for part in ([r[-half:] for r in ranked], [r[:half] for r in ranked])
-            )
-            row |= {"explore/reward_mean": float(np.mean([r.mean() for r in ranked])), "explore/reward_best": best}
-            row |= {"explore/reward_worst": worst, "explore/contrast": best - worst}
-            images = sum(len(pool.seeds) for pool in it.pools.values())
-            row |= {"rollout/images_per_s": images / (it.explored_at - it.start), "rollout/actors": self.services.rollout.alive}
-        row["rollout/reissued"] = self.services.reissued
-        row |= _mean_of("audit", it.audits) | _mean_of("audit/random", it.random_audits, separator="_")
-        return row
-
-
-def _mean_of(prefix: str, rows: list[dict[str, float]], separator: str = "/") -> dict[str, float]:
-    """Means over prompts, leaving out prompts that had nothing to rank."""
-    found: dict[str, float] = {}
-    for key in rows[0] if rows else ():
-        values = [row[key] for row in rows if np.isfinite(row[key])]
-        if values:
-            found[f"{prefix}{separator}{key}"] = float(np.mean(values))
-    return found
+        row: dict[str, Any] = {"policy_version": it.index, "staleness": it.staleness, "rewards/failed": it.scoring.dropped}
+        row |= it.scoring.scorer_means() | it.explored(self.config.selection.keep) | it.agreement()
+        if self.config.plan.explore is not None:
+            row["rollout/actors"] = self.services.rollout.alive
+        return row | {"rollout/reissued": self.services.reissued}

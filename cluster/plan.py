@@ -176,6 +176,8 @@ def _learner(
     """(bytes by purpose, trained parameters, work) of a replica of the learner; its adapter is put into ``transformer``."""
     objective = build_objective(config.objective, config.stop.max_kl is not None)
     adapters = {objective.sampling_adapter, *objective.policies, *objective.averages, "ema", "current"} - {"ref"}
+    if config.explore_ahead:
+        adapters.add("previous")
     base = memory.held_bytes(transformer)
     trained = memory.adapt(transformer, family, config.lora)
     sampled, points = config.regenerate.batch_size, config.optimizer.batch_size

@@ -29,7 +29,7 @@ from configs.services import Service
 
 
 class ActorPool:
-    """See the module. ``prepare(worker)`` runs before every unit and must be quick when there is nothing to do."""
+    """See the module. ``prepare(worker, unit)`` runs before every unit and must be quick when there is nothing to do."""
 
     def __init__(
         self,
@@ -37,7 +37,7 @@ class ActorPool:
         spawn: Spawn,
         service: Service,
         event: Event,
-        prepare: Callable[[Worker], Awaitable[None]] | None = None,
+        prepare: Callable[[Worker, Unit], Awaitable[None]] | None = None,
         *,
         stateful: bool = False,
         start_deadline_s: float = START_DEADLINE_S,
@@ -194,7 +194,7 @@ class ActorPool:
             if worker.handle is None:
                 raise ActorLost("the actor is being replaced")
             if self.prepare:
-                await self.prepare(worker)
+                await self.prepare(worker, unit)
             refs = getattr(worker.handle, unit.method).options(num_returns=unit.returns).remote(*unit.args)
         if unit.returns == 1:
             return await self._answer(worker, unit.key, unit.attempts, refs)

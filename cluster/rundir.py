@@ -56,9 +56,9 @@ class RunDirectory:
         """Append one object to metrics.jsonl. Non-finite numbers become null: the file stays JSON."""
         _append(self.metrics_file, {key: _plain(value) for key, value in row.items()})
 
-    def selection(self, iteration: int, groups: list[dict[str, Any]]) -> None:
-        """Append the iteration's selected pool indices, per prompt, to selections.jsonl."""
-        _append(self.selections_file, {"iteration": iteration, "groups": groups})
+    def selection(self, iteration: int, version: int, groups: list[dict[str, Any]]) -> None:
+        """Append the iteration's selected pool indices, per prompt, and the policy version that explored to selections.jsonl."""
+        _append(self.selections_file, {"iteration": iteration, "version": version, "groups": groups})
 
     def event(self, name: str, **fields: Any) -> None:
         """Append one object to events.jsonl."""

@@ -135,7 +135,7 @@ class Services:
         record: Callable[[Span], None] = lambda span: None,
     ):
         self.config, self._event = config, event
-        self.weights = WeightChannel(event)
+        self.weights = WeightChannel(event, config.explore_ahead)
         self.placer = Placer(config)
         self._scaling = asyncio.Lock()  # one change of size after the other
         plain = config.model_dump(mode="json")
@@ -158,7 +158,7 @@ class Services:
         self.selector = pool("selector", SelectorActor)
         self.learner = pool("learner", LearnerActor, str(rundir.path / "failure"), stateful=True)
         self.rollout = pool("rollout", RolloutActor)
-        self.rollout.prepare = self.weights.load_into_worker(self.rollout)
+        self.rollout.prepare = self.weights.load_for(self.rollout)
         self.pools = [self.encoder, *self.reward.pools, self.selector, self.learner]
         if config.plan.explore is not None:
             self.pools.append(self.rollout)

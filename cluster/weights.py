@@ -1,18 +1,19 @@
 """Publishing: the learner's packed policy, through the object store, into every explorer, acknowledged.
 
 The chunks are return values of an actor method, so the driver owns them and a dying learner takes nothing along. An explorer
-loads before its next unit: when it is new, replaced, or behind.
+loads the version that its next chunk names, when it has another: when it is new, replaced, behind, or ahead.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any
 
 from cluster.errors import RunFailed
-from cluster.pool import ActorPool, Worker
+from cluster.pool import ActorPool
+from cluster.worker import Unit, Worker
 
 
 @dataclass(frozen=True)
@@ -20,6 +21,7 @@ class Published:
     """One version in the object store."""
 
     version: int
+    backend: str | None  # precision that it is packed for; None: explorers do not say
     manifest: Any
     chunks: list[Any]  # references, in order
 
@@ -28,52 +30,90 @@ class Published:
         """Bytes of one broadcast to one explorer."""
         return sum(self.manifest.chunk_sizes)
 
+    @property
+    def identity(self) -> tuple[Any, ...]:
+        """What a worker remembers of the version it holds."""
+        return self.version, self.manifest.checksum, self.backend
+
 
 class WeightChannel:
-    """Holds the newest version. ``load_into`` is the rollout pool's `prepare`."""
+    """Holds the versions that a chunk may name. ``load_for`` is the rollout pool's `prepare`."""
 
-    def __init__(self, event: Callable[..., None]):
-        self._event = event
-        self.current: Published | None = None
+    def __init__(self, event: Callable[..., None], ahead: int = 0):
+        """``ahead``: by how many versions a chunk may be behind the newest. With 0 explorers load a version when it is published;
+        else when their first chunk names it, for they may be at work with the one before."""
+        self._event, self._ahead = event, ahead
+        self._held: dict[int, Published] = {}
 
-    async def publish(self, version: int, learner: ActorPool, rollout: ActorPool) -> dict[str, float]:
-        """Export ``version`` from the learner and load it everywhere; metrics under their contract names."""
+    @property
+    def current(self) -> Published | None:
+        """The newest version."""
+        return self._held[max(self._held)] if self._held else None
+
+    def held(self, version: int) -> Published:
+        """A version that was published and may still be named. Raises RunFailed for any other."""
+        if version not in self._held:
+            there = ", ".join(map(str, sorted(self._held))) or "none"
+            raise RunFailed(f"policy version {version} is asked for, but those held are: {there}; continue with --resume")
+        return self._held[version]
+
+    async def publish(
+        self, version: int, learner: ActorPool, rollout: ActorPool, backend: str | None = None, weights: str | None = None
+    ) -> dict[str, float]:
+        """Export ``version`` from the learner and make it the newest; metrics under their contract names.
+
+        ``backend``: the precision to pack for; None: the one that explorers report. ``weights``: the adapter to export; None: the
+        sampling policy.
+        """
         start = time.perf_counter()
-        backend = one_backend(rollout)
-        manifest, statistics = await learner.call(("export", version), "export", version, *([backend] if backend else []))
+        native = one_backend(rollout)
+        backend = backend or native
+        manifest, statistics = await learner.call(("export", version), "export", version, backend, weights)
         chunks = []
         for index in range(len(manifest.chunk_sizes)):
             _, (ref,) = await learner.call(("chunk", version, index), "chunk_by_reference", index, returns=2)
             chunks.append(ref)
-        self.current = Published(version, manifest, chunks)
-        await rollout.each(self.load_into_worker(rollout))
+        published = Published(version, backend, manifest, chunks)
+        self._held = {v: p for v, p in self._held.items() if version - self._ahead <= v < version} | {version: published}
+        if not self._ahead:
+            await rollout.each(lambda worker: _load(rollout, worker, published))
         seconds = time.perf_counter() - start
         self._event(
-            "version_published", version=version, bytes=self.current.nbytes, seconds=round(seconds, 4), explorers=rollout.alive
+            "version_published",
+            version=version,
+            backend=backend,
+            bytes=published.nbytes,
+            seconds=round(seconds, 4),
+            explorers=rollout.alive,
         )
-        return {"time/publish_s": seconds, "weights/version": version, "weights/bytes": self.current.nbytes, **statistics}
+        return {"time/publish_s": seconds, "weights/version": version, "weights/bytes": published.nbytes, **statistics}
 
-    def load_into_worker(self, rollout: ActorPool) -> Callable[[Worker], Any]:
-        """The coroutine function that brings one worker up to date, and does nothing when it is."""
+    def load_for(self, rollout: ActorPool) -> Callable[[Worker, Unit], Awaitable[None]]:
+        """The coroutine function that gives a worker the version its unit names, and does nothing when it has it."""
 
-        async def load(worker: Worker) -> None:
-            published = self.current
-            if published is None or worker.state == (published.version, published.manifest.checksum):
-                return
-            one_backend(rollout)
-            version, checksum = await rollout.ask(worker, "load", published.manifest, *published.chunks)
-            if (version, checksum) != (published.version, published.manifest.checksum):
-                raise RunFailed(
-                    f"rollout actor {worker.index} acknowledged version {version} checksum {checksum}, "
-                    f"published was {published.version} {published.manifest.checksum}"
-                )
-            worker.state = (version, checksum)
+        async def prepare(worker: Worker, unit: Unit) -> None:
+            await _load(rollout, worker, self.held(unit.args[0].key.version))
 
-        return load
+        return prepare
+
+
+async def _load(rollout: ActorPool, worker: Worker, published: Published) -> None:
+    if worker.state == published.identity:
+        return
+    one_backend(rollout)
+    if published.backend != (worker.state[2] if worker.state else worker.facts.get("backend")):
+        worker.facts["cold"] = True  # its denoiser is made anew, which may take as long as at the start
+    version, checksum = await rollout.ask(worker, "load", published.backend, published.manifest, *published.chunks)
+    if (version, checksum) != (published.version, published.manifest.checksum):
+        raise RunFailed(
+            f"rollout actor {worker.index} acknowledged version {version} checksum {checksum}, "
+            f"published was {published.version} {published.manifest.checksum}"
+        )
+    worker.state = published.identity
 
 
 def one_backend(rollout: ActorPool) -> str | None:
-    """The precision backend that the explorers say they run; None where they do not say.
+    """The precision backend that the explorers are configured to run, as they say; None where they do not say.
 
     Raises RunFailed when they differ: a kernel of its own rounds in its own way, and results would depend on who computed what.
     """
@@ -85,3 +125,9 @@ def one_backend(rollout: ActorPool) -> str | None:
             "keep explorers to one kind of GPU"
         )
     return next(iter(hosts), None)
+
+
+def common_backends(rollout: ActorPool) -> set[str]:
+    """The precision backends that every explorer could run, as they say."""
+    said = [set(worker.facts["runs"]) for worker in rollout.workers if worker.facts.get("runs")]
+    return set.intersection(*said) if said else set()

@@ -1,0 +1,117 @@
+"""The ring in one process, without Ray: the product's own actors behind stand-ins for pools, in an order that chance decides.
+
+A call waits for a random moment and is done by a random worker, so whatever depends on who was first or who did what comes out
+differently for another seed. Nothing dies here: that is for real processes.
+"""
+
+import asyncio
+import random
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from actors.encoder import EncoderActor
+from actors.learner import LearnerActor
+from actors.reward import RewardActor
+from actors.rollout import RolloutActor
+from actors.selector import SelectorActor
+from cluster.loop import Ring
+from cluster.scoring import RewardService
+from cluster.weights import WeightChannel
+from cluster.worker import Unit, Worker
+from configs.prompts import read_prompts
+from configs.schema import RunConfig
+from learner.checkpoint import read
+
+
+class LocalPool:
+    """As much of ``cluster.pool.ActorPool`` as the loop and publishing use."""
+
+    def __init__(self, actors: list[Any], chance: random.Random, log: list[Any], waits: int = 4):
+        """``log`` gets the key of each call as it is done; a call waits for fewer than ``waits`` turns of the event loop."""
+        self.workers = [Worker(index) for index in range(len(actors))]
+        for worker, actor in zip(self.workers, actors, strict=True):
+            worker.handle, worker.facts = actor, actor.ready()
+        self.prepare: Any = None
+        self.alive = len(actors)
+        self._chance, self._log, self._waits = chance, log, waits
+
+    async def call(self, key: Any, method: str, *args: Any, returns: int = 1, **_: Any) -> Any:
+        for _ in range(self._chance.randrange(self._waits)):
+            await asyncio.sleep(0)
+        worker = self._chance.choice(self.workers)
+        async with worker.lock:
+            if self.prepare:
+                await self.prepare(worker, Unit(key, method, args, returns))
+            value = getattr(worker.handle, method)(*args)
+            self._log.append(key)
+        return value if returns == 1 else (value[0], list(value[1:]))
+
+    async def each(self, do: Any) -> None:
+        for worker in self.workers:
+            await do(worker)
+
+    async def ask(self, worker: Worker, method: str, *args: Any) -> Any:
+        return getattr(worker.handle, method)(*args)
+
+
+class LocalServices:
+    """As much of ``cluster.services.Services`` as the loop uses."""
+
+    reissued = 0
+
+    def __init__(self, config: RunConfig, root: Path, explorers: int, chance: random.Random, event: Any):
+        plain, self.log = config.model_dump(mode="json"), []
+
+        def pool(*actors: Any, waits: int = 4) -> Any:
+            return LocalPool(list(actors), chance, self.log, waits)
+
+        self.encoder, self.selector = pool(EncoderActor(plain)), pool(SelectorActor(plain))
+        self.rollout = pool(*(RolloutActor(plain) for _ in range(explorers)), waits=24)
+        self.learner = pool(LearnerActor(plain, str(root / "failure")))
+        self.reward = RewardService({"reward": (pool(RewardActor(plain), RewardActor(plain)), config.scorers_of("reward"))})
+        self.weights = WeightChannel(event, config.explore_ahead)
+        self.rollout.prepare = self.weights.load_for(self.rollout)
+
+
+class Played(SimpleNamespace):
+    """What came of it: ``rows`` of metrics and ``chosen`` by iteration, ``events``, ``log`` of calls, ``table`` of modules, the ``checkpoint``'s path."""
+
+    def files(self) -> dict[str, bytes]:
+        """The checkpoint's tensors."""
+        return {path.name: path.read_bytes() for path in sorted(self.checkpoint.glob("*.safetensors"))}
+
+
+def play(
+    config: RunConfig, root: Path, *, explorers: int = 1, seed: int = 0, start: Path | None = None, stop: int | None = None
+) -> Played:
+    """Run iterations up to ``stop`` (all), from the beginning or from the checkpoint ``start``, and save one more."""
+    return asyncio.run(_play(config, root, explorers, seed, start, config.iterations if stop is None else stop))
+
+
+async def _play(config: RunConfig, root: Path, explorers: int, seed: int, start: Path | None, stop: int) -> Played:
+    played = Played(rows={}, chosen={}, events=[], checkpoint=root / f"step_{stop:06d}")
+    chance = random.Random(seed)
+
+    def event(name: str, **fields: Any) -> None:
+        played.events.append({"event": name, **fields})
+
+    services: Any = LocalServices(config, root, explorers, chance, event)
+    progress: Any = SimpleNamespace(note=print, advanced=lambda *a: None, iteration_started=lambda *a: None)
+    ring = Ring(config, services, read_prompts(config.prompts.train), progress, event)
+    first = 0
+    if start is not None:
+        extra = read(start)[1]["extra"]
+        first = extra["iteration"]
+        await services.learner.call("load", "load", str(start))
+        ring.guard.restore(extra["guard"])
+    await ring.begin(first)
+    for index in range(first, stop):
+        played.rows[index], it = await ring.iteration(index)
+        played.chosen[index] = it.selected
+    extra = {"iteration": stop, "guard": ring.guard.state}
+    await services.learner.call("save", "save", str(played.checkpoint), extra)
+    played.log = services.log
+    played.table = await services.learner.call("quantisation", "quantisation")
+    await ring.close()
+    return played
