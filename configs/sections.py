@@ -201,6 +201,10 @@ class Logging(Section):
 
     prometheus_port: int = Field(default=0, ge=0, le=65535, description="serve Prometheus metrics here; 0: off")
     prometheus_host: str = Field(default="127.0.0.1", description="address the metrics are served at")
+    tensorboard: bool = Field(default=False, description="write the same numbers for TensorBoard, into the run directory")
+    wandb: Literal["off", "offline"] = Field(
+        default="off", description="record the same numbers for Weights & Biases, into the run directory, for `wandb sync`"
+    )
     grid_prompts: int = Field(default=8, ge=1, description="held-out prompts in the before/after pictures")
 
 

@@ -68,9 +68,9 @@ def test_every_promised_name_is_described_and_exports_under_a_name_of_its_own():
 
 def test_gauges_hold_the_newest_value_and_scorers_are_a_label():
     exporter = PrometheusExporter(0)
-    exporter.observe({"kind": "iteration", "iteration": 3, "reward/train_mean": 0.25, "loss/kl": None})
-    exporter.observe({"kind": "iteration", "iteration": 4, "reward/train_mean": 0.5, "reward/shapes": 0.4})
-    exporter.observe({"kind": "evaluation", "iteration": 99, "weights": "ema", "reward/eval_mean": 0.6, "reward/eval/shapes": 0.61,
+    exporter.row({"kind": "iteration", "iteration": 3, "reward/train_mean": 0.25, "loss/kl": None})
+    exporter.row({"kind": "iteration", "iteration": 4, "reward/train_mean": 0.5, "reward/shapes": 0.4})
+    exporter.row({"kind": "evaluation", "iteration": 99, "weights": "ema", "reward/eval_mean": 0.6, "reward/eval/shapes": 0.61,
                       "reward/eval/jpeg": -3.5})  # fmt: skip
     assert value(exporter, "sol_rl_reward_train_mean") == 0.5
     assert value(exporter, "sol_rl_iteration") == 4
@@ -85,21 +85,21 @@ def test_gauges_hold_the_newest_value_and_scorers_are_a_label():
 def test_counters_add_what_rows_mean():
     exporter = PrometheusExporter(0)
     for seen, failed, reissued in ((96, 1, 2), (192, 0, 2), (288, 4, 5)):
-        exporter.observe({"samples_seen": seen, "rewards/failed": failed, "rollout/reissued": reissued, "weights/bytes": 1000})
+        exporter.row({"samples_seen": seen, "rewards/failed": failed, "rollout/reissued": reissued, "weights/bytes": 1000})
     assert value(exporter, "sol_rl_samples_seen_total") == 288
     assert value(exporter, "sol_rl_rewards_failed_total") == 5
     assert value(exporter, "sol_rl_rollout_reissued_total") == 5
     assert value(exporter, "sol_rl_weights_bytes_total") == 3000
-    exporter.observe({"rollout/reissued": 3})  # the pool was started again and counts from 0
+    exporter.row({"rollout/reissued": 3})  # the pool was started again and counts from 0
     assert value(exporter, "sol_rl_rollout_reissued_total") == 8
-    exporter.observe({"rewards/failed": math.nan, "weights/bytes": -1})
+    exporter.row({"rewards/failed": math.nan, "weights/bytes": -1})
     assert value(exporter, "sol_rl_rewards_failed_total") == 5
     assert value(exporter, "sol_rl_weights_bytes_total") == 3000
 
 
 def test_nan_and_unknown_names_pass_through_as_gauges():
     exporter = PrometheusExporter(0)
-    exporter.observe({"audit/kendall_tau": math.nan, "optimizer/learning_rate": 0.5, "my own/metric-1": 2})
+    exporter.row({"audit/kendall_tau": math.nan, "optimizer/learning_rate": 0.5, "my own/metric-1": 2})
     assert math.isnan(value(exporter, "sol_rl_audit_kendall_tau"))
     assert value(exporter, "sol_rl_optimizer_learning_rate") == 0.5
     assert value(exporter, "sol_rl_my_own_metric_1") == 2
@@ -125,7 +125,7 @@ def test_it_serves_what_a_scraper_reads_and_frees_the_port():
     exporter = PrometheusExporter(port)
     try:
         assert exporter.serving
-        exporter.observe({"samples_seen": 12, "reward/eval/shapes": 0.5})
+        exporter.row({"samples_seen": 12, "reward/eval/shapes": 0.5})
         with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=5) as answer:
             families = {family.name: family for family in text_string_to_metric_families(answer.read().decode())}
     finally:
@@ -154,6 +154,6 @@ def test_a_busy_port_is_one_clear_line_and_training_goes_on(caplog: pytest.LogCa
         and "\n" not in exporter.problem
     )
     assert events == [("metrics_unavailable", {"address": f"127.0.0.1:{port}", "why": "Address already in use"})]
-    exporter.observe({"reward/train_mean": 0.5})
+    exporter.row({"reward/train_mean": 0.5})
     assert not exporter.serving
     exporter.close()
