@@ -37,8 +37,10 @@ class Metric:
 METRICS: dict[str, Metric] = {
     "iteration": Metric("the newest finished iteration, from 0"),
     "seconds": Metric("seconds of training so far, over all resumes"),
-    "policy_version": Metric("version of the policy that explored and regenerated"),
-    "staleness": Metric("updates by which the exploring policy was behind"),
+    "policy_version": Metric("version of the policy that regenerated"),
+    "explore/version": Metric("version of the policy that explored"),
+    "explore/backend": Metric("precision that explored; text, so in metrics.jsonl only"),
+    "staleness": Metric("updates by which the exploring policy was behind, at most explore_ahead"),
     "samples_seen": Metric("samples trained on", "total"),
     "reward/train_mean": Metric("mean reward of the samples trained on"),
     "reward/train_std": Metric("standard deviation of those rewards"),
@@ -58,9 +60,10 @@ METRICS: dict[str, Metric] = {
     "audit/random_kendall_tau": Metric("Kendall tau of proxy and full rewards, random noises (unbiased)"),
     "audit/random_spearman_rho": Metric("Spearman rho of proxy and full rewards, random noises (unbiased)"),
     "audit/random_sign_agreement": Metric("sign agreement of proxy and full rewards, random noises (unbiased)"),
+    "audit/below": Metric("iterations in a row in which rank agreement was below its threshold"),
     "weights/delta_cosine": Metric("cosine of this update's weight change and the quantised weights' change"),
     "weights/codes_changed": Metric("share of quantised codes that the last update changed"),
-    "weights/version": Metric("version of the policy that the explorers hold"),
+    "weights/version": Metric("version of the policy that was published last"),
     "weights/bytes": Metric("bytes of packed weights broadcast, per explorer", "increment"),
     "loss/policy": Metric("the objective's policy loss"),
     "loss/kl": Metric("distance from the reference policy, unweighted"),
@@ -79,21 +82,20 @@ METRICS: dict[str, Metric] = {
     "rollout/actors": Metric("rollout actors in service"),
     "rollout/reissued": Metric("units of work given out again", "total"),
     "rollout/images_per_s": Metric("explored pictures per second, over all rollout actors"),
-    "time/explore_s": Metric("seconds until all prompts were explored, scored and selected"),
+    "time/explore_s": Metric("seconds until all prompts were explored, scored and selected; those before its turn left out"),
+    "time/explore_ahead_s": Metric("seconds for which the iteration was explored before its turn"),
     "time/regenerate_s": Metric("seconds from there until all selected noises were regenerated and scored"),
     "time/update_s": Metric("seconds of the weight update"),
     "time/allreduce_s": Metric("seconds of it in which the learner's replicas added up their gradients"),
     "time/replica_wait_s": Metric("seconds of it in which the learner's first replica waited for the slowest"),
-    "time/publish_s": Metric("seconds from the update until every explorer held the new policy"),
+    "time/publish_s": Metric("seconds from the update until every explorer held the new policy, or with explore_ahead could"),
     "time/iteration_s": Metric("seconds of a whole iteration"),
 }
 """Every name of metrics.jsonl. ``<scorer>`` stands for a scorer's label."""
 
 
 class PrometheusExporter:
-    """A sink of rows (``cluster.sinks``) that serves what it was given last. Port 0: off. A run is never stopped because watching it failed."""
-
-    name = "prometheus"
+    """Serves what ``observe`` was given last. Port 0: off. A run is never stopped because watching it failed."""
 
     def __init__(self, port: int, host: str = "127.0.0.1", events: Events | None = None):
         """Start serving on ``host:port``; where that is impossible, warn in one line, call ``events("metrics_unavailable",
@@ -121,7 +123,7 @@ class PrometheusExporter:
         """Whether somebody can look."""
         return self._server is not None
 
-    def row(self, row: Mapping[str, Any]) -> None:
+    def observe(self, row: Mapping[str, Any]) -> None:
         """Take the numbers of one row of metrics.jsonl; text, null and booleans are passed over. An evaluation's iteration
         is not the run's: it is left out."""
         for name, value in row.items():

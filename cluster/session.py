@@ -4,38 +4,32 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import importlib.util
-import json
 import math
 import time
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import ray
 
 from cluster.autoscale import Autoscaler, Meter
+from cluster.checks import check_model, check_resumable, check_scorers
 from cluster.control import Link
 from cluster.errors import InputsLost, RunFailed, StateLost, Stopped
-from cluster.evaluation import evaluate
+from cluster.held_out import HeldOut
+from cluster.iteration import Iteration
 from cluster.loop import Ring
-from cluster.pictures import save_pictures
+from cluster.metrics import PrometheusExporter
 from cluster.progress import Progress
 from cluster.report import build_report
 from cluster.rundir import RunDirectory, write_json
 from cluster.services import Services, check_run_root, find_room, install_stop_signals, join_or_start_ray
-from cluster.sinks import Sinks, check_sinks
 from cluster.status import Reporter
 from cluster.timeline import Timeline
 from configs.load import ConfigError
 from configs.prompts import Prompt, read_prompts
-from configs.resume import differences
 from configs.schema import RunConfig
 from learner.checkpoint import CheckpointError, latest_checkpoint, read
 from learner.schedules import stop_reason
-from policy.families import family_for
-from rewards import check_settings, resolve
-from rewards.base import ScorerSetupError
 
 
 def train(config: RunConfig, resume: bool) -> RunDirectory:
@@ -49,7 +43,6 @@ def train(config: RunConfig, resume: bool) -> RunDirectory:
     train_prompts, test_prompts = read_prompts(config.prompts.train), read_prompts(config.prompts.test)
     check_model(config)
     check_scorers(config)
-    check_sinks(config)
     rundir = RunDirectory.of(config)
     if resume:
         check_resumable(config, rundir)
@@ -70,53 +63,6 @@ def train(config: RunConfig, resume: bool) -> RunDirectory:
     return rundir
 
 
-def check_model(config: RunConfig) -> None:
-    """Raises ConfigError for a model that is not there or does not suit ``config``; reads its configuration files only."""
-    try:
-        family = family_for(config.model)
-        family.check()
-        if config.lora.targets:
-            from policy.lora import target_modules
-
-            target_modules(family.skeleton(), config.lora.targets)
-        if config.explore.keep_wide:
-            from policy.precision.swap import quantise_plan
-
-            quantise_plan(family.skeleton(), family, config.explore.keep_wide)
-    except (FileNotFoundError, ValueError) as error:
-        raise ConfigError([str(error)]) from None
-
-
-def check_scorers(config: RunConfig) -> None:
-    """Raises ConfigError for a scorer that is neither built in nor importable here, or whose weights are not where it says; models
-    are loaded by the reward actors."""
-    for scorer in config.rewards.everyone:
-        own = config.services.scorers.get(scorer.label)
-        if own is not None and own.runtime_env:
-            continue  # its module may exist in its actors' environment only
-        try:
-            module = resolve(scorer.name).partition(":")[0]
-            check_settings(scorer)
-            found = importlib.util.find_spec(module)
-        except ScorerSetupError as error:
-            raise ConfigError([str(error)]) from None
-        except ImportError:
-            found = None
-        if found is None:
-            raise ConfigError([f"rewards.scorers: {scorer.name!r}: there is no module {module!r}: put its directory on PYTHONPATH"])
-
-
-def check_resumable(config: RunConfig, rundir: RunDirectory) -> None:
-    """Raises ConfigError unless the run is there and differs only in fields that cannot change results."""
-    changed = differences(rundir.configuration(), config)
-    if changed:
-        raise ConfigError(
-            [
-                f"--resume: {rundir.path} was started with another configuration: {'; '.join(changed)}; give the same, or another name"
-            ]
-        )
-
-
 def run_key() -> str:
     """What tells this run from others of its name on the same cluster."""
     return ray.get_runtime_context().get_job_id()
@@ -133,11 +79,12 @@ class Session:
         test_prompts: list[Prompt],
         progress: Progress | None = None,
     ):
-        self.config, self.rundir, self.test_prompts = config, rundir, test_prompts
+        self.config, self.rundir = config, rundir
+        self.held_out = HeldOut(config, rundir, test_prompts)
         self.progress = progress or Progress(title=f"Sol-RL: {config.name}")
         self.services = Services(config, rundir, rundir.event, Timeline(rundir.timeline_file).record)
-        self.ring = Ring(config, self.services, train_prompts, self.progress)
-        self.sinks = Sinks(config, rundir, rundir.event)
+        self.ring = Ring(config, self.services, train_prompts, self.progress, rundir.event)
+        self.exporter = PrometheusExporter(config.logging.prometheus_port, config.logging.prometheus_host, rundir.event)
         self.next_iteration = 0
         self.saved_iteration: int | None = None
         self.seconds_before = 0.0
@@ -174,9 +121,10 @@ class Session:
             self.rundir.event("run_failed", why=str(failure))
             raise
         finally:
+            await self.ring.close()
             await self._end(link)
             await self.services.stop()
-            self.sinks.close()
+            self.exporter.close()
             self._report()
 
     async def _end(self, *tasks: asyncio.Task[Any]) -> None:
@@ -228,6 +176,7 @@ class Session:
             )
         self.restored += 1
         began = time.monotonic()
+        await self.ring.close()
         checkpoint = self._rewind(in_process=True)
         await self.services.learner.renew(why)
         seconds = round(time.monotonic() - began, 3)
@@ -241,21 +190,23 @@ class Session:
     async def _continue(self, checkpoint: Path | None) -> None:
         """From ``checkpoint``, or from the beginning, to the end."""
         config = self.config
-        await self._write_quantisation_table()
         if checkpoint is not None:
             await self.services.learner.call(("load", checkpoint.name), "load", str(checkpoint))
         self.progress.start(config.iterations, self.next_iteration)
-        if self.next_iteration == 0 and not self._evaluated(0):
+        if self.next_iteration == 0 and not self.held_out.done(0):
             await self._evaluate(0)
-        await self.ring.publish(self.next_iteration)
+        await self.ring.begin(self.next_iteration)
+        await self._write_quantisation_table()
         why_stop = None
         while self.next_iteration < config.iterations and why_stop is None:
             index = self.next_iteration
             self._meter.begin()
-            metrics, selected = await self.ring.iteration(index)
+            metrics, it = await self.ring.iteration(index)
             self.next_iteration = index + 1
-            self._record(index, {**metrics, **self._meter.row(metrics["time/iteration_s"])}, selected)
+            self._record(it, {**metrics, **self._meter.row(metrics["time/iteration_s"])})
             why_stop = stop_reason(config.stop, metrics, self._seconds() / 60)
+            if self.ring.guard.backend != self.ring.guard.backend_before:
+                await self._write_quantisation_table()
             if self.next_iteration % config.checkpoint.every == 0:
                 await self._save()
             if (
@@ -268,15 +219,15 @@ class Session:
             self.rundir.event("stopped_early", why=why_stop, iteration=self.next_iteration)
             self.progress.note(f"stopping: {why_stop}")
         await self._save()
-        if not self._evaluated(self.next_iteration):
+        if not self.held_out.done(self.next_iteration):
             await self._evaluate(self.next_iteration)
 
-    def _record(self, index: int, metrics: dict[str, float], selected: list[dict[str, Any]]) -> None:
+    def _record(self, it: Iteration, metrics: dict[str, Any]) -> None:
         self.samples_seen += self.config.selection.keep * self.config.prompts.per_iteration
-        row = {"kind": "iteration", "iteration": index, "seconds": self._seconds(), "samples_seen": self.samples_seen, **metrics}
-        self.sinks.row(row)
-        if selected:
-            self.rundir.selection(index, selected)
+        row = {"kind": "iteration", "iteration": it.index, "seconds": self._seconds(), "samples_seen": self.samples_seen, **metrics}
+        self.exporter.observe(row)
+        if it.chosen:
+            self.rundir.selection(it.index, it.version, it.selected)
         self.progress.iteration_finished(row)
         self.last_row = row
         self._autoscale(row)
@@ -306,25 +257,10 @@ class Session:
     def _seconds(self) -> float:
         return self.seconds_before + time.monotonic() - self.began
 
-    # ---- evaluation
-
-    def _evaluation_file(self, iteration: int) -> Path:
-        return self.rundir.path / "evaluations" / f"step_{iteration:06d}.json"
-
-    def _evaluated(self, iteration: int) -> bool:
-        return self._evaluation_file(iteration).exists()
-
     async def _evaluate(self, iteration: int) -> None:
-        """Score the held-out prompts, paired with the evaluation before training."""
-        weights = self.config.evaluate.weights
-        result = await evaluate(self.config, self.services, self.test_prompts, weights)
-        before = json.loads(self._evaluation_file(0).read_text())["rewards"] if iteration and self._evaluated(0) else None
-        row = {"kind": "evaluation", "iteration": iteration, "seconds": self._seconds(), "weights": weights}
-        row |= result.row(np.array(before, dtype=float) if before is not None else None)
-        save_pictures(self.rundir.images, iteration, [prompt.text for prompt in self.test_prompts], result.pictures)
-        self._evaluation_file(iteration).parent.mkdir(exist_ok=True)
-        write_json(self._evaluation_file(iteration), {"weights": weights, **result.table()})
-        self.sinks.row(row)
+        """Score the held-out prompts."""
+        row = await self.held_out.evaluate(self.services, iteration, self._seconds())
+        self.exporter.observe(row)
         self.progress.evaluation_finished(row)
 
     # ---- checkpoints
@@ -337,6 +273,7 @@ class Session:
             "time": time.time(),
             "seconds": self._seconds(),
             "samples_seen": self.samples_seen,
+            "guard": self.ring.guard.state,
         }
         path = self.rundir.checkpoints / f"step_{self.next_iteration:06d}"
         await self.services.learner.call(("save", self.next_iteration), "save", str(path), extra)
@@ -362,6 +299,7 @@ class Session:
         self.next_iteration = extra["iteration"]
         self.saved_iteration = extra["iteration"] if path else None
         self.samples_seen = extra["samples_seen"]
+        self.ring.guard.restore(extra.get("guard", {}))
         if not in_process:
             self.seconds_before = extra["seconds"]
         self.rundir.truncate(self.next_iteration, math.inf if in_process else extra["time"])
