@@ -6,9 +6,10 @@ The truth is the reward of the same noises at ``regenerate.steps`` in ``regenera
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from cluster.checks import check_model
 from cluster.errors import RunFailed
 from cluster.fidelity_picture import density_picture
 from cluster.rundir import RunDirectory, versions, write_json, write_text
@@ -28,7 +30,7 @@ from learner.trainer import DTYPES, Trainer
 from policy.explorer import Explorer
 from policy.families import family_for
 from policy.precision.backends import Backend, resolve_backend
-from policy.precision.compiling import compiler_missing
+from policy.precision.compiling import CompileFailed, compiler_missing
 from policy.publish import export_policy
 from policy.sampling.noise import stream_seed
 from policy.types import Conditioning
@@ -36,6 +38,8 @@ from rewards.base import ScorerError, ScorerSetupError
 from rewards.combine import WeightedScorer
 
 Say = Callable[[str], None]
+EXPLORING = ("solver", "scale_search", "frozen_amax", "activation_amax", "keep_wide")
+"""Fields of ``[explore]`` that a proxy depends on beside its steps and its backend."""
 
 
 @dataclass(frozen=True)
@@ -67,6 +71,7 @@ def run(config: RunConfig, wanted: Measurement, out: Path, say: Say) -> list[str
     if 2 * max(HALVES) > wanted.seeds:
         raise ConfigError([f"--seeds {wanted.seeds}: best {max(HALVES)} and worst {max(HALVES)} need at least {2 * max(HALVES)}"])
     backends(wanted.backends)
+    check_model(config)
     missing = compiler_missing(_device()) if config.explore.compile or config.regenerate.compile else None
     if missing is not None:
         raise ConfigError([f"compile: {missing}: install it or set compile = false"])
@@ -83,7 +88,7 @@ def run(config: RunConfig, wanted: Measurement, out: Path, say: Say) -> list[str
         summary = summarise(config, wanted, rewards) | {"threads": torch.get_num_threads(), "versions": versions()}
     except ScorerError as error:
         raise RunFailed(f"{error}; a noise without a reward has no rank") from None
-    except CheckpointError as error:
+    except (CheckpointError, CompileFailed) as error:
         raise RunFailed(str(error)) from None
     except (FileNotFoundError, ScorerSetupError) as error:
         raise ConfigError([str(error)]) from None
@@ -145,10 +150,12 @@ def measure(config: RunConfig, wanted: Measurement, prompts: list[Prompt], say: 
         result.seconds[name] = (time.perf_counter() - start) / rewards.size
         say(f"{name}: {rewards.size} pictures, {result.seconds[name] * 1e3:.1f} ms each, mean reward {rewards.mean():.4f}")
 
-    trainer = _trainer(config, wanted.checkpoint)
+    with _setup():
+        trainer = _trainer(config, wanted.checkpoint)
     fill("truth", result.truth, lambda cond, part: trainer.regenerate(cond, part)[1])
     for name, backend in backends(wanted.backends).items():
-        explorer = _explorer(config, trainer, backend)
+        with _setup():
+            explorer = _explorer(config, trainer, backend)
         for steps in dict.fromkeys(wanted.steps):
             rewards = result.proxies[name, steps] = np.empty_like(result.truth)
             fill(
@@ -157,6 +164,15 @@ def measure(config: RunConfig, wanted: Measurement, prompts: list[Prompt], say: 
                 lambda cond, part, explorer=explorer, steps=steps: _explore(explorer, config, cond, part, steps),
             )
     return result
+
+
+@contextlib.contextmanager
+def _setup() -> Iterator[None]:
+    """What a model or a backend refuses is the configuration's fault."""
+    try:
+        yield
+    except ValueError as error:
+        raise ConfigError([str(error)]) from None
 
 
 def _explore(explorer: Explorer, config: RunConfig, cond: Conditioning, seeds: list[int], steps: int) -> np.ndarray:
@@ -219,7 +235,7 @@ def summarise(config: RunConfig, wanted: Measurement, rewards: Rewards) -> dict[
         "prompts": len(truth),
         "seeds": truth.shape[1],
         "truth": {"precision": config.regenerate.precision, "steps": config.regenerate.steps, "solver": config.plan.solver},
-        "explore": {key: getattr(config.explore, key) for key in ("solver", "scale_search", "frozen_amax", "activation_amax")},
+        "explore": {key: getattr(config.explore, key) for key in EXPLORING},
         "rewards": {scorer.name: scorer.weight for scorer in config.rewards.scorers},
         "checkpoint": None if wanted.checkpoint is None else wanted.checkpoint.name,
         "constant_prompts": constant,

@@ -8,6 +8,8 @@ from typing import Any
 
 import ray
 
+from cluster.checks import check_model, check_scorers
+from cluster.errors import RunFailed
 from cluster.evaluation import Evaluation, evaluate
 from cluster.pictures import save_pictures
 from cluster.rundir import RunDirectory, write_json
@@ -37,14 +39,23 @@ def checkpoint_step(path: Path) -> int:
 
 
 def export_run(rundir: RunDirectory, config: RunConfig, out: Path, weights: str, step: int | None) -> Path:
-    """Write adapter ``weights`` (ema, current, old) as a LoRA directory for ``pipe.load_lora_weights(out)``."""
-    files, _ = checkpoint.read(find_checkpoint(rundir, step))
+    """Write adapter ``weights`` (ema, current, old) as a LoRA directory for ``pipe.load_lora_weights(out)``.
+
+    Raises ConfigError for what is not there or cannot be written, RunFailed for a damaged checkpoint.
+    """
+    try:
+        files, _ = checkpoint.read(find_checkpoint(rundir, step))
+    except checkpoint.CheckpointError as error:
+        raise RunFailed(str(error)) from None
     state = files.get(ADAPTER_FILES[weights])
     if state is None:
         raise ConfigError(
             [f"--weights {weights}: this run's objective keeps no such adapter; there are: {', '.join(sorted(files))}"]
         )
-    save_diffusers_lora(out, state, config.lora)
+    try:
+        save_diffusers_lora(out, state, config.lora)
+    except OSError as error:
+        raise ConfigError([f"{out}: cannot be written ({error.strerror or error}): give another directory"]) from None
     return out
 
 
@@ -55,6 +66,8 @@ def evaluate_run(rundir: RunDirectory, config: RunConfig, step: int | None, prom
     """
     path = find_checkpoint(rundir, step)
     prompts = read_prompts(prompt_file or config.prompts.test)[: config.evaluate.prompts]
+    check_model(config)
+    check_scorers(config)
     join_or_start_ray(config)
     try:
         results = asyncio.run(_evaluate_all(rundir, config, path, prompts))

@@ -16,7 +16,7 @@ from configs.load import ConfigError
 from learner.fidelity import conditional_density
 from learner.trainer import Trainer
 from policy.lora import adapter_state, load_adapter_state
-from tests.cluster.runs import tiny_config
+from tests.cluster.runs import tiny_config, write_toml
 
 NOISES = 24
 
@@ -79,6 +79,15 @@ def test_a_trained_policy_is_measured_with_its_own_weights(config, tmp_path, cap
     assert json.loads((tmp_path / "base" / "rewards.json").read_text())["truth"] != trained["truth"]
     assert main([*command, "--checkpoint", "7"]) == 2
     assert "no checkpoint 7" in capsys.readouterr().err
+    assert main([*command, "--set", "regenerate.steps=2", "--set", "explore.scale_search=false"]) == 0
+    other = json.loads((rundir.path.parent / "faithful-fidelity" / "fidelity.json").read_text())
+    assert other["truth"]["steps"] == 2 and other["explore"]["scale_search"] is False and other["checkpoint"] == "step_000002"
+    capsys.readouterr()
+    assert main([*command, "--set", "lora.rank=8", "--set", "explore.steps=5"]) == 2
+    (line,) = capsys.readouterr().err.strip().splitlines()
+    assert line.startswith(
+        "--set lora.rank: 4 -> 8: the policy was trained with that; what can be set is in seed, prompts, explore"
+    )
 
 
 @pytest.mark.parametrize(
@@ -97,6 +106,25 @@ def test_a_wrong_command_is_one_line(arguments, said, capsys, tmp_path, monkeypa
     lines = capsys.readouterr().err.strip().splitlines()
     assert len(lines) == 1 and said in lines[0]
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        ("model.path='/no/such'", "there is no directory '/no/such'"),
+        ("model.family='flux'", "but family 'flux' is a FluxPipeline"),
+        ("lora.targets=['attn.query']", "no linear of the transformer ends in 'attn.query'"),
+        ("explore.keep_wide=['*.nothing']", "'*.nothing' matches no module"),
+    ],
+)
+def test_a_model_that_does_not_do_is_one_line_before_anything_is_loaded(config, tmp_path, capsys, override, said):
+    file = write_toml(config, tmp_path)
+    assert (
+        main(["fidelity", str(file), "--prompts", "1", "--seeds", str(NOISES), "--set", override, "--out", str(tmp_path / "o")])
+        == 2
+    )
+    (line,) = capsys.readouterr().err.strip().splitlines()
+    assert said in line and not (tmp_path / "o").exists()
 
 
 def test_more_prompts_than_there_are(config, tmp_path):
