@@ -95,7 +95,9 @@ METRICS: dict[str, Metric] = {
 
 
 class PrometheusExporter:
-    """Serves what ``observe`` was given last. Port 0: off. A run is never stopped because watching it failed."""
+    """A sink of rows (``cluster.sinks``): serves what it was given last. Port 0: off. A run is never stopped because watching it failed."""
+
+    name = "prometheus"
 
     def __init__(self, port: int, host: str = "127.0.0.1", events: Events | None = None):
         """Start serving on ``host:port``; where that is impossible, warn in one line, call ``events("metrics_unavailable",
@@ -123,7 +125,7 @@ class PrometheusExporter:
         """Whether somebody can look."""
         return self._server is not None
 
-    def observe(self, row: Mapping[str, Any]) -> None:
+    def row(self, row: Mapping[str, Any]) -> None:
         """Take the numbers of one row of metrics.jsonl; text, null and booleans are passed over. An evaluation's iteration
         is not the run's: it is left out."""
         for name, value in row.items():

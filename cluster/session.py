@@ -18,11 +18,11 @@ from cluster.errors import InputsLost, RunFailed, StateLost, Stopped
 from cluster.held_out import HeldOut
 from cluster.iteration import Iteration
 from cluster.loop import Ring
-from cluster.metrics import PrometheusExporter
 from cluster.progress import Progress
 from cluster.report import build_report
 from cluster.rundir import RunDirectory, write_json
 from cluster.services import Services, check_run_root, find_room, install_stop_signals, join_or_start_ray
+from cluster.sinks import Sinks, check_sinks
 from cluster.status import Reporter
 from cluster.timeline import Timeline
 from configs.load import ConfigError
@@ -43,6 +43,7 @@ def train(config: RunConfig, resume: bool) -> RunDirectory:
     train_prompts, test_prompts = read_prompts(config.prompts.train), read_prompts(config.prompts.test)
     check_model(config)
     check_scorers(config)
+    check_sinks(config)
     rundir = RunDirectory.of(config)
     if resume:
         check_resumable(config, rundir)
@@ -84,7 +85,7 @@ class Session:
         self.progress = progress or Progress(title=f"Sol-RL: {config.name}")
         self.services = Services(config, rundir, rundir.event, Timeline(rundir.timeline_file).record)
         self.ring = Ring(config, self.services, train_prompts, self.progress, rundir.event)
-        self.exporter = PrometheusExporter(config.logging.prometheus_port, config.logging.prometheus_host, rundir.event)
+        self.sinks = Sinks(config, rundir, rundir.event)
         self.next_iteration = 0
         self.saved_iteration: int | None = None
         self.seconds_before = 0.0
@@ -124,7 +125,7 @@ class Session:
             await self.ring.close()
             await self._end(link)
             await self.services.stop()
-            self.exporter.close()
+            self.sinks.close()
             self._report()
 
     async def _end(self, *tasks: asyncio.Task[Any]) -> None:
@@ -225,7 +226,7 @@ class Session:
     def _record(self, it: Iteration, metrics: dict[str, Any]) -> None:
         self.samples_seen += self.config.selection.keep * self.config.prompts.per_iteration
         row = {"kind": "iteration", "iteration": it.index, "seconds": self._seconds(), "samples_seen": self.samples_seen, **metrics}
-        self.exporter.observe(row)
+        self.sinks.row(row)
         if it.chosen:
             self.rundir.selection(it.index, it.version, it.selected)
         self.progress.iteration_finished(row)
@@ -260,7 +261,7 @@ class Session:
     async def _evaluate(self, iteration: int) -> None:
         """Score the held-out prompts."""
         row = await self.held_out.evaluate(self.services, iteration, self._seconds())
-        self.exporter.observe(row)
+        self.sinks.row(row)
         self.progress.evaluation_finished(row)
 
     # ---- checkpoints
