@@ -180,11 +180,16 @@ class ActorPool:
             if self._stateful:
                 self._lose(worker, incarnation, unit, str(loss))
                 return
-            self._retry(unit, worker, str(loss))
+            if worker.blames(unit, incarnation):
+                self._retry(unit, worker, str(loss))
+            else:
+                self._reissue(unit, worker, str(loss))
             await self._roster.replace(worker, incarnation, str(loss))
         except (InputsLost, RunFailed) as end:
+            worker.done_with(unit)
             self._settle(unit, end)
         except RayError as error:
+            worker.done_with(unit)
             self._retry(unit, worker, cause(error))
         else:
             self._answered(unit, worker, value)
@@ -196,6 +201,7 @@ class ActorPool:
             if self.prepare:
                 await self.prepare(worker, unit)
             refs = getattr(worker.handle, unit.method).options(num_returns=unit.returns).remote(*unit.args)
+            worker.sent.append(unit)
         if unit.returns == 1:
             return await self._answer(worker, unit.key, unit.attempts, refs)
         return await self._answer(worker, unit.key, unit.attempts, refs[0]), list(refs[1:])
@@ -219,6 +225,7 @@ class ActorPool:
 
     def _answered(self, unit: Unit, worker: Worker, value: Any) -> None:
         worker.answered += 1
+        worker.done_with(unit)
         worker.facts.pop("cold", None)
         unit.tries -= 1
         fault = unit.accept(value) if unit.accept else None
@@ -227,6 +234,8 @@ class ActorPool:
             self._reissue(unit, worker, fault)
         elif not unit.future.done():
             unit.future.set_result(value)
+            if unit.reissues:
+                self._event("chunk_recovered", kind=self.kind, unit=str(unit.key), actor=worker.index, reissues=unit.reissues)
 
     # ---- failures
 
@@ -241,6 +250,7 @@ class ActorPool:
 
     def _reissue(self, unit: Unit, worker: Worker, why: str) -> None:
         self.reissued += 1
+        unit.reissues += 1
         self._event("chunk_reissued", kind=self.kind, unit=str(unit.key), actor=worker.index, why=why)
         self._put(unit)
 
@@ -253,6 +263,7 @@ class ActorPool:
         """The state is gone: this unit, all that wait and all that come fail, until the pool is renewed."""
         lost = StateLost(f"the {self.kind} was lost: {why}")
         self._settle(unit, lost)
+        worker.sent = []
         if worker.incarnation == incarnation:
             self._roster.bury(worker, why)
             self._end(lost)

@@ -18,7 +18,8 @@ class Unit:
     args: tuple[Any, ...]
     returns: int = 1
     priority: tuple[int, ...] = ()
-    attempts: int = 0
+    attempts: int = 0  # failures that count against it
+    reissues: int = 0  # times it went back to the queue
     accept: Callable[[Any], str | None] | None = None  # says why an answer is worth another try elsewhere
     tries: int = 1  # answers that may be refused by `accept`; the last one stands
     avoid: int | None = None  # index of an actor that should not get it again, while there is another
@@ -42,6 +43,8 @@ class Worker:
         self.leaving = False
         self.lock = asyncio.Lock()  # replacing and preparing
         self.slots: list[asyncio.Task[None]] = []
+        self.sent: list[Unit] = []  # to this incarnation, not answered; it works on the first
+        self._blamed: tuple[int, Unit | None] = (-1, None)
         self._busy: set[asyncio.Task[Any] | None] = set()
         self._worked, self._since = 0.0, 0.0
 
@@ -66,6 +69,17 @@ class Worker:
         self._busy.discard(asyncio.current_task())
         if not self._busy:
             self._worked += time.monotonic() - self._since
+
+    def done_with(self, unit: Unit) -> None:
+        """The actor has answered a unit, whatever it said."""
+        self.sent = [other for other in self.sent if other is not unit]
+
+    def blames(self, unit: Unit, incarnation: int) -> bool:
+        """Whether the loss of ``incarnation`` counts against ``unit``: the actor was at it, or had none yet."""
+        if self._blamed[0] != incarnation:
+            self._blamed = (incarnation, self.sent[0] if self.sent else None)
+            self.sent = []
+        return self._blamed[1] is None or self._blamed[1] is unit
 
     def idle_slots(self) -> list[asyncio.Task[None]]:
         """Slots that wait for a unit."""

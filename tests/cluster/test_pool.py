@@ -39,6 +39,11 @@ class Echo:
             os.kill(os.getpid(), signal.SIGKILL)
         return value
 
+    def note(self, what: str, pause: float = 0.0) -> list[str]:
+        time.sleep(pause)
+        self.notes = [*getattr(self, "notes", []), what]
+        return self.notes
+
     def poison(self) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
@@ -109,6 +114,25 @@ def test_lower_priority_values_go_first(ray_here):
     assert order == [1, 2, 3, 4, 5]
 
 
+def test_an_actor_finishes_what_it_holds_before_it_is_told_something(ray_here):
+    """As when weights are published: chunks in hand are finished, then it loads, then it goes on."""
+    harness = Harness(1, in_flight=2)
+
+    async def work(pool: ActorPool) -> Any:
+        units = [asyncio.create_task(pool.call(i, "note", f"chunk {i}", 0.3)) for i in range(3)]
+        while len(pool.workers[0].sent) < 2:
+            await asyncio.sleep(0.01)
+
+        async def load(worker: Any) -> None:
+            await pool.ask(worker, "note", "load")
+
+        await pool.each(load)
+        return (await asyncio.gather(*units))[-1]
+
+    assert harness.run(work) == ["chunk 0", "chunk 1", "load", "chunk 2"]
+    assert "chunk_reissued" not in harness.names()
+
+
 def test_a_killed_actor_is_replaced_and_its_units_are_answered_once(ray_here, tmp_path):
     harness = Harness(2)
 
@@ -144,6 +168,20 @@ def test_a_unit_that_kills_whoever_takes_it_ends_the_run_and_is_named(ray_here):
     with pytest.raises(RunFailed, match="chunk 17 failed 3 times"):
         harness.run(work)
     assert harness.names().count("chunk_reissued") == 2
+
+
+def test_the_unit_that_an_actor_was_at_is_blamed_and_not_the_one_behind_it(ray_here):
+    harness = Harness(1, max_attempts=3, in_flight=2)
+
+    async def work(pool: ActorPool) -> Any:
+        calls = pool.call("bad", "poison", priority=(0,)), pool.call("good", "double", 4, priority=(1,))
+        return await asyncio.gather(*calls, return_exceptions=True)
+
+    failed, answer = harness.run(work)
+    assert isinstance(failed, RunFailed) and "bad failed 3 times" in str(failed)
+    assert answer == 8
+    (recovered,) = [fields for name, fields in harness.events if name == "chunk_recovered"]
+    assert (recovered["unit"], recovered["reissues"]) == ("good", 3)
 
 
 def test_an_exception_is_retried_and_then_said(ray_here):

@@ -36,7 +36,7 @@ def explorers(*backends: str | None) -> SimpleNamespace:
 
 def chunk_of(version: int) -> Unit:
     """A unit that names a policy version."""
-    return Unit("unit", "explore", (SimpleNamespace(key=ChunkKey(0, 0, 0, version)),), future=concurrent.futures.Future())  # pyright: ignore[reportArgumentType]
+    return Unit("unit", "explore", (SimpleNamespace(key=ChunkKey(0, 0, 0, version)),))
 
 
 def learner(asked: list[tuple]) -> SimpleNamespace:
@@ -99,8 +99,8 @@ def test_it_is_warm_after_its_first_unit():
     async def run() -> ActorPool:
         pool = ActorPool("rollout", lambda name: None, Service(), lambda *args, **fields: None)
         pool.workers[0].facts = {"cold": True, "backend": "fp8"}
-        unit = SimpleNamespace(tries=1, accept=None, future=asyncio.get_running_loop().create_future())
-        pool._answered(unit, pool.workers[0], "pictures")  # pyright: ignore[reportArgumentType]
+        unit = Unit("chunk", "explore", ())
+        pool._answered(unit, pool.workers[0], "pictures")
         assert unit.future.result() == "pictures"
         return pool
 
