@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import ray
 
-from cluster.autoscale import Load, size_for, verdict
+from cluster.autoscale import Autoscaler, Load, size_for, verdict
 from cluster.control import board
 from cluster.errors import RunFailed
 from cluster.pool import ActorPool
@@ -153,6 +153,33 @@ def test_a_run_that_is_scaled_1_3_2_trains_the_same_bits(undisturbed, tiny_sd3_d
     assert [row["rollout/actors"] for row in run.metrics() if row["kind"] == "iteration"][2] == 2
 
 
+class Patient(Progress):
+    """Waits, before an iteration, until the pool has the size that the rule asked for after the one before."""
+
+    session: Any = None
+
+    def start(self, total_iterations: int, start_iteration: int = 0) -> None:
+        super().start(total_iterations, start_iteration)
+        iteration = self.session.ring.iteration
+
+        async def patient(index: int) -> Any:
+            if self.session._scaling:
+                await asyncio.wait_for(self.session._scaling, 250)
+            return await iteration(index)
+
+        self.session.ring.iteration = patient
+
+
+def test_a_run_that_sizes_itself_trains_the_same_bits(undisturbed, tiny_sd3_dir, tmp_path, monkeypatch):
+    verdicts = iter([1, -1, 0])
+    monkeypatch.setattr("cluster.autoscale.verdict", lambda load, rule: next(verdicts))
+    services = {"rollout": {"actors": 1, "max_actors": 2}, "autoscale": {"enabled": True, "patience": 1}}
+    run = run_here(tiny_config(tiny_sd3_dir, tmp_path, "sizes-itself", services=services), progress=Patient())
+    scaled = [(event["before"], event["after"]) for event in run.events() if event["event"] == "pool_scaled"]
+    assert scaled == [(1, 2), (2, 1)]
+    assert selections(run) == selections(undisturbed) and adapters(run, 3) == adapters(undisturbed, 3)
+
+
 @pytest.mark.parametrize(
     ("size", "most", "words"),
     [
@@ -197,6 +224,22 @@ def test_the_verdict_on_one_iteration(load, expected):
 )
 def test_the_pools_next_size(size, loads, expected):
     assert size_for(size, loads, RULE, LIMITS) == expected
+
+
+def row(load: Load) -> dict[str, float]:
+    """What ``Meter`` says of it."""
+    return {"busy/learner": 1 - load.learner_waits, "busy/rollout": load.explorers_work}
+
+
+def test_a_pool_that_changed_is_judged_anew():
+    """Loads of another size say nothing about this one, whoever changed it."""
+    scaler = Autoscaler(RULE, LIMITS)
+    assert [scaler.size_after(4, row(WAITS)) for _ in range(2)] == [4, 5]
+    assert [scaler.size_after(5, row(WAITS)) for _ in range(2)] == [5, 6]  # patience again
+    assert scaler.size_after(6, row(WAITS)) == 6
+    assert [scaler.size_after(8, row(WAITS)) for _ in range(2)] == [8, 10]  # somebody scaled it to 8
+    no_room = [scaler.size_after(8, row(WAITS)) for _ in range(2)]
+    assert no_room == [8, 10]  # it could not grow: asked again after as much patience
 
 
 def test_a_rule_that_is_off_does_nothing():
