@@ -11,6 +11,7 @@ from typing import Any
 
 from cluster.control import NAME, NAMESPACE
 from cluster.errors import RunFailed
+from cluster.jobs import TOKEN_WANTED
 from configs.load import ConfigError
 
 PATIENCE_S = 900.0
@@ -33,7 +34,9 @@ def connected(address: str) -> Iterator[None]:
         return
     try:
         ray.init(address=address, logging_level=logging.ERROR, log_to_driver=False, namespace=NAMESPACE)
-    except (ConnectionError, RuntimeError, ValueError, AuthenticationError) as error:
+    except AuthenticationError:
+        raise ConfigError([f"--address {address}: {TOKEN_WANTED}"]) from None
+    except (ConnectionError, RuntimeError, ValueError) as error:
         raise ConfigError(
             [f"--address {address}: no Ray cluster answers there ({str(error).splitlines()[0]}); give host:port of its head"]
         ) from None

@@ -149,14 +149,14 @@ def free_port() -> int:
 class Head:
     """A Ray head of our own with its dashboard, in processes that end with the test."""
 
-    def __init__(self, folder: Path):
+    def __init__(self, folder: Path, **environment: str):
         self.gcs, self.port = free_port(), free_port()
         self.url = f"http://127.0.0.1:{self.port}"
         clean = {key: value for key, value in os.environ.items() if not key.startswith("RAY_") or key == "RAY_worker_niceness"}
         path = f"{Path(sys.executable).parent}{os.pathsep}{clean.get('PATH', '')}"  # plain `python` is the head's
         # with a token, as Ray has it by default: that of this process, which has started Ray before
         mode = {"RAY_AUTH_MODE": os.environ.get("RAY_AUTH_MODE", "token")}
-        self.env = {**clean, **mode, "PATH": path, "RAY_USAGE_STATS_ENABLED": "0", "OMP_NUM_THREADS": "1"}
+        self.env = {**clean, **mode, "PATH": path, "RAY_USAGE_STATS_ENABLED": "0", "OMP_NUM_THREADS": "1", **environment}
         start = [
             "start",
             "--head",
@@ -239,6 +239,10 @@ def test_a_submitted_job_is_watched_scaled_and_stopped_with_a_whole_checkpoint_a
     assert status.returncode == 0 and "rollout-0.0" in status.stdout and "of 400 done" in status.stdout, (
         status.stdout + status.stderr
     )
+    listed = [sys.executable, "-m", "ray.scripts.scripts", "list", "actors", "--address", head.url, "--format", "json", "--detail"]
+    actors = json.loads(subprocess.run(listed, env=head.env, capture_output=True, text=True, timeout=300, check=True).stdout)
+    states = {actor["name"]: actor["state"] for actor in actors if actor["name"].startswith("far/")}  # as the dashboard has them
+    assert states == {f"far/{kind}-0.0": "ALIVE" for kind in ("encoder", "rollout", "reward", "selector", "learner")}
     near = head.sol_rl("status", "--address", f"127.0.0.1:{head.gcs}")
     assert near.returncode == 0 and "learner-0.0" in near.stdout, near.stderr
     scaled = head.sol_rl("scale", "--rollout", 2, "--address", head.url)
