@@ -31,9 +31,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     chosen = Options(
         config,
         options.repeats,
-        options.bytes,
         options.pack_bytes,
-        tuple(options.receivers),
+        tuple(options.broadcasts),
         batch=options.batch or config.explore.chunk_size,
         architectures=tuple(options.architectures),
         backends=tuple(options.backends),
@@ -45,13 +44,29 @@ def main(arguments: Sequence[str] | None = None) -> int:
     print("  ".join(f"{key}: {value}" for key, value in facts.items()))
     results: dict[str, list[Ratio]] = {}
     for name in options.names or NAMES:
-        results[name] = benchmark(name)(chosen)
+        try:
+            results[name] = benchmark(name)(chosen)
+        except ConfigError as error:
+            print(error, file=sys.stderr)
+            return 2
         for ratio in results[name]:
             print(f"{name:9}{ratio.line()}", flush=True)
     if options.json:
         rows = {name: [asdict(ratio) for ratio in ratios] for name, ratios in results.items()}
         Path(options.json).write_text(json.dumps({"machine": facts, "ratios": rows}, indent=1) + "\n")
     return 0
+
+
+def broadcast(text: str) -> tuple[int, tuple[int, ...]]:
+    """(bytes, numbers of explorers) of ``1e9:1,2,4``. Raises ArgumentTypeError."""
+    size, _, counts = text.partition(":")
+    try:
+        chosen = int(float(size)), tuple(int(count) for count in counts.split(","))
+    except ValueError:
+        chosen = 0, ()
+    if chosen[0] < 1 or not chosen[1] or min(chosen[1]) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not BYTES:EXPLORERS, such as 1e9:1,2,4")
+    return chosen
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -62,9 +77,15 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--preset", default="quickstart", help="a preset name or a TOML file")
     parser.add_argument("--set", action="append", default=[], dest="overrides", metavar="a.b=c", help="override one value")
     parser.add_argument("--repeats", type=int, default=5, help="paired repeats after one warm-up")
-    parser.add_argument("--bytes", type=int, default=2**30, help="publish: bytes of packed weights")
+    parser.add_argument(
+        "--broadcasts",
+        type=broadcast,
+        nargs="+",
+        default=list(Options.broadcasts),
+        metavar="BYTES:N,N",
+        help="publish: bytes of packed weights, and numbers of explorers, as 1e9:1,2,4",
+    )
     parser.add_argument("--pack-bytes", type=int, default=2**26, help="pack: bytes of FP32 weights")
-    parser.add_argument("--receivers", type=int, nargs="+", default=[1, 2, 4], help="publish: numbers of explorers")
     parser.add_argument("--batch", type=int, help="step, explorer: pictures at a time; a run's chunk size unless given")
     parser.add_argument(
         "--architectures",

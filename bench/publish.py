@@ -1,35 +1,52 @@
 """Publish and load of packed weights through the ring's channel, against memcpy of the same bytes.
 
-The bytes are random, the path is the run's own: chunks out of a learner's memory into the object store, checked and copied
-in place by every explorer, acknowledged. Packing itself is the benchmark ``pack``.
+The bytes are random, the path is the run's own: chunks out of a learner's memory into the object store, checked and copied in place
+by every explorer, acknowledged. Packing itself is the benchmark ``pack``. To make do with little memory the sender holds one chunk,
+which it sends again and again, and a version is let go before the next is sent. What still has no room is left out, with the reason.
 """
 
 from __future__ import annotations
 
 import asyncio
 import dataclasses
+import os
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
+import psutil
 import torch
+import xxhash
 
 from bench.timing import Options, Ratio, ray_for
+from cluster.plan import store_size
 from cluster.pool import ActorPool
 from cluster.weights import WeightChannel
 from configs.services import Service
-from policy.precision.wire import pack_tensors, unpack_into
+from policy.precision.wire import FORMATS, Entry, Manifest, unpack_into
 
 TENSORS = 16
+COPIED_AT_ONCE = 10**9
+"""memcpy goes through so much memory, as often as it takes: far more than any cache holds."""
+KEPT_FREE = 3 * 10**9
+WARM_UP = 2
 
 
 class Sender:
-    """Stands for the learner: holds weights that are packed already."""
+    """Stands for the learner: holds weights that are packed already, all chunks of which begin like the one that it has."""
 
     def __init__(self, nbytes: int, chunk_bytes: int):
-        rng = np.random.default_rng(0)
-        weights = {name: torch.from_numpy(rng.integers(0, 256, size, np.uint8)) for name, size in sizes(nbytes).items()}
-        self._manifest, self._chunks = pack_tensors(weights, 0, "nvfp4", chunk_bytes)
+        self._chunk = np.random.default_rng(0).integers(0, 256, min(chunk_bytes, nbytes), np.uint8)
+        self._sizes = tuple(min(chunk_bytes, nbytes - start) for start in range(0, nbytes, chunk_bytes))
+        named, entries, offset = sizes(nbytes), [], 0
+        for name, size in named.items():
+            entries.append(Entry(name, "uint8", (size,), offset, size))
+            offset += size
+        known = {size: xxhash.xxh3_64_hexdigest(self._chunk[:size].data) for size in set(self._sizes)}
+        hashes = tuple(known[size] for size in self._sizes)
+        self._manifest = Manifest(0, "nvfp4", FORMATS["nvfp4"], self._sizes, hashes, tuple(entries))
 
     def ready(self) -> dict[str, Any]:
         """Answers once the weights are there."""
@@ -41,7 +58,7 @@ class Sender:
 
     def chunk_by_reference(self, index: int) -> tuple[int, np.ndarray]:
         """As ``actors.learner.LearnerActor.chunk_by_reference``."""
-        return self._chunks[index].nbytes, self._chunks[index]
+        return self._sizes[index], self._chunk[: self._sizes[index]]
 
 
 class Receiver:
@@ -55,7 +72,7 @@ class Receiver:
         return {}
 
     def load(self, backend: str | None, manifest: Any, *chunks: np.ndarray) -> tuple[int, str]:
-        """As ``policy.explorer.Explorer.load``."""
+        """As ``actors.rollout.RolloutActor.load``."""
         unpack_into(manifest, list(chunks), self._targets)
         return manifest.version, manifest.checksum
 
@@ -67,43 +84,85 @@ def sizes(nbytes: int) -> dict[str, int]:
 
 
 def measure(options: Options) -> list[Ratio]:
-    """One ratio per number of receivers."""
-    with ray_for(options.config):
+    """One ratio per size and number of receivers."""
+    with _ray(options):
         return asyncio.run(_all(options))
 
 
-async def _all(options: Options) -> list[Ratio]:
-    nbytes = options.publish_bytes
-    # written to, both: untouched zeros are one page of the kernel's, which copies out of the cache
-    source, target = np.full(nbytes, 7, np.uint8), np.ones(nbytes, np.uint8)
-    sender = _pool("sender", Sender, 1, nbytes, options.config.publish.chunk_mb * 2**20)
-    await sender.start()
+@contextmanager
+def _ray(options: Options) -> Iterator[None]:
+    """Ray as the caller left it, the cluster of RAY_ADDRESS, or one with a store that the largest version fits into."""
+    import ray
+
+    largest = max(nbytes for nbytes, _ in options.broadcasts)
+    if ray.is_initialized() or os.environ.get("RAY_ADDRESS"):
+        with ray_for(options.config):
+            yield
+        return
+    store = store_size(min(largest, psutil.virtual_memory().available))
+    ray.init("local", num_cpus=4, object_store_memory=store, include_dashboard=False, logging_level="ERROR", log_to_driver=False)
     try:
-        return [await _one(options, sender, count, source, target) for count in options.receivers]
+        yield
     finally:
-        await sender.stop()
+        ray.shutdown()
 
 
-async def _one(options: Options, sender: ActorPool, count: int, source: np.ndarray, target: np.ndarray) -> Ratio:
-    name = f"publish to {count}"
-    receivers = _pool(f"receiver{count}", Receiver, count, options.publish_bytes)
+async def _all(options: Options) -> list[Ratio]:
+    ratios = []
+    for nbytes, counts in options.broadcasts:
+        sender = None
+        for count in counts:
+            name = f"{nbytes / 1e9:.3g} GB to {count}"
+            if why := no_room(nbytes, count):
+                print(f"publish  {name}: left out: {why}", flush=True)
+                continue
+            if sender is None:
+                sender = _pool("sender", Sender, 1, nbytes, options.config.publish.chunk_mb * 2**20)
+                await sender.start()
+            ratios.append(await _one(options, sender, name, nbytes, count))
+        if sender is not None:
+            await sender.stop()
+    return ratios
+
+
+def no_room(nbytes: int, count: int, available: float | None = None, store: float | None = None) -> str | None:
+    """Why a version of ``nbytes`` cannot be sent to ``count`` explorers here, with ``KEPT_FREE`` left to others; None: it can.
+
+    ``available`` memory and the object ``store`` in bytes; None: what there is.
+    """
+    import ray
+
+    available = psutil.virtual_memory().available if available is None else available
+    store = ray.cluster_resources().get("object_store_memory", 0.0) if store is None else store
+    if store < nbytes:
+        return f"the object store has {store / 1e9:.3g} GB: ray start --object-store-memory={store_size(nbytes)}"
+    needed = nbytes * (1 + count) + 2 * min(nbytes, COPIED_AT_ONCE)
+    if available < needed + KEPT_FREE:
+        return f"needs {needed / 1e9:.3g} GB of memory and {KEPT_FREE / 1e9:g} GB beside it, {available / 1e9:.3g} GB are free"
+    return None
+
+
+async def _one(options: Options, sender: ActorPool, name: str, nbytes: int, count: int) -> Ratio:
+    receivers = _pool(f"receiver{count}", Receiver, count, nbytes)
     await receivers.start()
-    channel = WeightChannel(lambda *args, **fields: None)
+    # written to, both: untouched zeros are one page of the kernel's, which copies out of the cache
+    source, target = (np.full(min(nbytes, COPIED_AT_ONCE), value, np.uint8) for value in (7, 1))
     times: dict[str, list[float]] = {name: [], "memcpy": []}
     try:
-        for turn in range(options.repeats + 1):
+        for turn in range(WARM_UP + options.repeats):
             start = time.perf_counter()
-            np.copyto(target, source)
+            for first in range(0, nbytes, COPIED_AT_ONCE):
+                np.copyto(target[: nbytes - first], source[: nbytes - first])
             copied = time.perf_counter()
-            await channel.publish(turn, sender, receivers)
+            await WeightChannel(lambda *args, **fields: None).publish(turn, sender, receivers)
             published = time.perf_counter()
-            if turn:  # the first turn touches fresh memory
+            if turn >= WARM_UP:  # before that memory is touched for the first time
                 times["memcpy"].append(copied - start)
                 times[name].append(published - copied)
     finally:
         await receivers.stop()
-    rate = options.publish_bytes / min(times["memcpy"]) / 1e9
-    return Ratio.of(times, name, "memcpy", note=f"{options.publish_bytes / 2**20:g} MiB; memcpy {rate:.1f} GB/s")
+    rate = nbytes / min(times["memcpy"]) / 1e9
+    return Ratio.of(times, name, "memcpy", note=f"{count * nbytes / 1e9:.3g} GB in all; memcpy {rate:.1f} GB/s")
 
 
 def _pool(kind: str, actor: type, count: int, *args: Any) -> ActorPool:

@@ -20,9 +20,8 @@ class Options:
 
     config: RunConfig
     repeats: int = 5
-    publish_bytes: int = 2**30
     pack_bytes: int = 2**26
-    receivers: tuple[int, ...] = (1, 2, 4)  # explorers that published weights are loaded into
+    broadcasts: tuple[tuple[int, tuple[int, ...]], ...] = ((10**9, (1, 2, 4)),)  # bytes of a version, to how many explorers
     batch: int = 24  # pictures of a sampling step
     architectures: tuple[str, ...] = ("sd3.5-medium", "flux.1-dev", "sana-1.6b")  # published ones, with random weights
     backends: tuple[str, ...] = ()  # of these; none: whatever the device supports

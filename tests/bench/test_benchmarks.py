@@ -3,24 +3,29 @@
 What the ratios are is not asserted: a shared test machine has no opinion worth having.
 """
 
+import argparse
 import importlib.util
 import json
 import time
 from dataclasses import replace
 
 import pytest
+import torch
 
 from bench import NAMES, benchmark
-from bench.__main__ import main
+from bench.__main__ import broadcast, main
+from bench.publish import Sender, no_room, sizes
 from bench.timing import Options, Ratio, interleave, machine
+from policy.precision.wire import unpack_into
 from tests.cluster.hosts import HostedServices
 from tests.cluster.runs import tiny_config
 
 EXPLORER = {"architectures": ("sana-1.6b",), "backends": ("fp8",), "pixels": 64, "small": True}
+BROADCASTS = ((3 * 2**20 + 5, (1, 2)), (10**6, (1,)))
 EXPECTED = {
     "ring": [("ring", "plain process"), ("ring (CPU time)", "plain process (CPU time)")],
     "scale": [("two actors", "one actor")],
-    "publish": [("publish to 1", "memcpy"), ("publish to 2", "memcpy")],
+    "publish": [(f"{size} GB to {n}", "memcpy") for size, n in (("0.00315", 1), ("0.00315", 2), ("0.001", 1))],
     "pack": [(what, base) for what in ("pack", "pack with scale search") for base in ("memcpy", "sum")],
     "explorer": [
         (f"sana-1.6b (small) {what} eager", f"sana-1.6b (small) {base} eager")
@@ -40,7 +45,7 @@ EXPECTED = {
 def options(tiny_sd3_dir, tmp_path, monkeypatch) -> Options:
     config = tiny_config(tiny_sd3_dir, tmp_path, "bench")
     monkeypatch.setattr("bench.ring.Services", HostedServices)
-    return Options(config, repeats=1, publish_bytes=3 * 2**20 + 5, pack_bytes=2**16, receivers=(1, 2), batch=2, **EXPLORER)
+    return Options(config, repeats=1, pack_bytes=2**16, broadcasts=BROADCASTS, batch=2, **EXPLORER)
 
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.slow if name == "scale" else ()) for name in NAMES])
@@ -56,6 +61,35 @@ def test_a_benchmark_gives_its_ratios(ray_here, options, name):
         assert ratio.value == pytest.approx(ratio.seconds / ratio.base_seconds) and ratio.value > 0
     goals = {"ring": [1.05, None], "step": [1.03, None]}
     assert [ratio.goal for ratio in ratios] == goals.get(name, [None] * len(ratios))
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "count", "available", "store", "said"),
+    [
+        (10**9, 4, 10.1e9, 2e9, None),  # in the store, at four explorers, twice for memcpy, and 3 GB for others
+        (10**9, 4, 9.9e9, 2e9, "needs 7 GB of memory and 3 GB beside it, 9.9 GB are free"),
+        (67 * 10**8, 1, 90e9, 6e9, "the object store has 6 GB: ray start --object-store-memory=7400000000"),
+    ],
+)
+def test_what_has_no_room_is_left_out_with_the_reason(nbytes, count, available, store, said):
+    assert no_room(nbytes, count, available, store) == said
+
+
+def test_the_sender_sends_what_its_manifest_says():
+    sender = Sender(2500, 1000)
+    manifest, _ = sender.export(3)
+    target = {name: torch.zeros(size, dtype=torch.uint8) for name, size in sizes(2500).items()}
+    unpack_into(manifest, [sender.chunk_by_reference(i)[1] for i in range(3)], target)
+    whole = torch.cat(list(target.values()))
+    assert len(whole) == 2500 and torch.equal(whole[1000:2000], whole[:1000]) and torch.equal(whole[2000:], whole[:500])
+    assert sender.chunk_by_reference(2)[0] == 500 and manifest.version == 3 and whole.float().std() > 50
+
+
+def test_broadcasts_on_the_command_line():
+    assert broadcast("6.7e9:1") == (6_700_000_000, (1,)) and broadcast("1e9:1,2,4") == (10**9, (1, 2, 4))
+    for wrong in ("1e9", "1e9:", "x:1", "1e9:0"):
+        with pytest.raises(argparse.ArgumentTypeError, match="BYTES:EXPLORERS"):
+            broadcast(wrong)
 
 
 def test_a_ratio_is_the_median_of_pairs():
