@@ -68,7 +68,7 @@ def test_nobody_binds_every_interface():
 
 def test_metrics_are_served_on_loopback_unless_told_otherwise():
     logging = load("quickstart").logging
-    assert (logging.prometheus_host, logging.prometheus_port) == ("127.0.0.1", None)
+    assert (logging.prometheus_host, logging.prometheus_port) == ("127.0.0.1", 0)
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
