@@ -62,7 +62,7 @@ def joined(
     for group in groups:
         for name, rows in group.samples.items():
             if not np.isfinite(rows).all():
-                raise NonFiniteTraining(f"{name} of prompt {group.prompt_index} are not finite")
+                raise NonFiniteTraining(f"the regenerated {name} of prompt {group.prompt_index} are not finite")
     ends = np.cumsum([len(advantages[prompt]) for prompt in sorted(advantages)])
     first = {prompt: int(end) - len(advantages[prompt]) for prompt, end in zip(sorted(advantages), ends, strict=True)}
     counts = [len(group.rewards) for group in groups]

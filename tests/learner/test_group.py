@@ -100,8 +100,10 @@ def test_what_one_replica_alone_would_learn_is_far_away(tiny_sd3_dir):
 def test_a_failure_on_one_is_taken_back_and_said_on_both(two):
     (first, one), (second, other) = seen(two, "not_finite", 0), seen(two, "not_finite", 1)
     assert first["unchanged"] and second["unchanged"]
-    assert first["said"].startswith("iteration 0: latents of prompt 1 are not finite (replica 1); weights are as before")
-    assert second["said"].startswith("iteration 0: latents of prompt 1 are not finite; weights are as before")
+    assert first["said"].startswith(
+        "iteration 0: the regenerated latents of prompt 1 are not finite (replica 1); weights are as before"
+    )
+    assert second["said"].startswith("iteration 0: the regenerated latents of prompt 1 are not finite; weights are as before")
     for rank, prompts in ((0, {"0000", "0002"}), (1, {"0001"})):  # each keeps the part that it holds
         with safe_open(two / f"iteration_000000.replica-{rank}.safetensors", "pt") as kept:
             assert {key[7:11] for key in kept.keys() if key.startswith("prompt_")} == prompts  # noqa: SIM118
