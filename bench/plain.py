@@ -48,7 +48,7 @@ class PlainLoop:
         """Pack the sampling policy and load it into the explorer."""
         manifest, _ = self.learner.export(version)
         chunks = [self.learner.chunk_by_reference(i)[1] for i in range(len(manifest.chunk_sizes))]
-        _, self.checksum = self.rollout.load(manifest, *chunks)
+        _, self.checksum = self.rollout.load(None, manifest, *chunks)
 
     def _group(self, index: int, p: int, prompt: Prompt, cond: Any) -> tuple[TrainingGroup, Record]:
         config, size = self.config, self.config.explore.chunk_size
