@@ -67,6 +67,7 @@ def compile_failures(key: str) -> Iterator[None]:
                 f"{key}: called with more than {SHAPES} shapes: use batches of fewer sizes, or set {key} = false"
             ) from error
         if found is not None and isinstance(error, found.TorchDynamoException):
-            why = (str(error).strip().splitlines() or [type(error).__name__])[0]
+            inner = getattr(error, "inner_exception", None) or error
+            why = " ".join([f"{type(inner).__name__}:", *str(inner).strip().splitlines()[:1]])
             raise CompileFailed(f"{key}: torch.compile failed: {why}: mend that or set {key} = false") from error
         raise

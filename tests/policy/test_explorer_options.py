@@ -6,6 +6,7 @@ import sys
 import numpy as np
 import pytest
 import torch
+import torch._dynamo
 
 from policy.explorer import Explorer
 from policy.precision import compiling
@@ -124,11 +125,9 @@ def test_compiling_without_a_compiler_is_one_line(family, monkeypatch):
 
 
 def test_compiling_turned_off_from_outside_is_no_eager_run(family, monkeypatch):
-    import torch._dynamo
-
-    monkeypatch.setattr(torch._dynamo.config, "disable", True)
     monkeypatch.setenv("CXX", sys.executable)
-    with pytest.raises(ValueError, match="^compile: the environment variable TORCH_COMPILE_DISABLE turns it off"):
+    off = torch._dynamo.config.patch(disable=True)
+    with off, pytest.raises(ValueError, match="^compile: the environment variable TORCH_COMPILE_DISABLE turns it off"):
         Explorer(family, BACKENDS["fp32"], compile=True)
 
 
@@ -147,12 +146,12 @@ def test_an_explorer_that_cannot_compile_says_so_and_draws_nothing(family, adapt
         CompileFailed, match=r"^explore.compile: torch.compile failed: .*no code for this.*: mend that or set explore"
     ):
         explorer.explore(cond.rows(0), (5,), 1, "euler")
-    monkeypatch.setattr(torch._dynamo.config, "recompile_limit", 1)
     doubled = torch.compile(lambda x: 2 * x, backend="eager", dynamic=False)
-    with compile_regenerating():
-        assert doubled(torch.ones(2)).tolist() == [2, 2]
-    with pytest.raises(CompileFailed, match=r"^regenerate.compile: called with more than \d+ shapes"), compile_regenerating():
-        doubled(torch.ones(3))
+    with torch._dynamo.config.patch(recompile_limit=1):
+        with compile_regenerating():
+            assert doubled(torch.ones(2)).tolist() == [2, 2]
+        with pytest.raises(CompileFailed, match=r"^regenerate.compile: called with more than \d+ shapes"), compile_regenerating():
+            doubled(torch.ones(3))
     with pytest.raises(ValueError, match="^not about compiling$"), compile_regenerating():
         raise ValueError("not about compiling")
 

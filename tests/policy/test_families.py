@@ -29,16 +29,6 @@ NEVER = r"time|guidance_embed|text_embed|patch_embed|pos_embed|context_embedder|
 """Embedders, modulation, the last projection, and what is no matrix product."""
 
 
-@pytest.fixture(params=NAMES)
-def name(request) -> str:
-    return request.param
-
-
-@pytest.fixture
-def directory(name, request) -> Path:
-    return request.getfixturevalue(f"tiny_{name}_dir")
-
-
 @pytest.fixture
 def family(name, directory):
     return family_for(tiny_model(name, directory))
@@ -287,6 +277,7 @@ def test_a_hub_id_without_network_or_cache(monkeypatch, tmp_path):
         ({"model__guidance": 2.0}, "leave model.guidance out"),
         ({"lora__targets": ["attn.query"]}, "lora.targets: no linear of the transformer ends in 'attn.query'"),
         ({"explore__keep_wide": ["*.nothing"]}, r"explore.keep_wide: '\*.nothing' matches no module"),
+        ({"explore__backend": "te_nvfp4"}, "explore.backend: 'te_nvfp4' does not run on cpu here: .*; use auto, or fp8"),
     ],
 )
 def test_bad_models_are_found_before_anything_starts(monkeypatch, tiny_sd3_dir, tmp_path, change, said):
