@@ -18,10 +18,11 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from bench.timing import Options, Ratio, interleave
+from configs.load import ConfigError
 from configs.sections import Model
 from policy.families import Family, family_for
 from policy.families.architectures import build, published, published_names, write_configs
-from policy.precision.backends import BACKENDS, Backend
+from policy.precision.backends import BACKENDS, Backend, resolve_backend
 from policy.precision.compiling import compiled, compiler_missing
 from policy.precision.swap import quantise_plan, swap_linears, weight_modules
 from policy.types import Conditioning
@@ -162,8 +163,12 @@ def held_bytes(transformer: nn.Module) -> int:
 
 
 def measure(options: Options) -> list[Ratio]:
-    """For every architecture: each backend over BF16 (and over FP32 on a CPU), eager, and compiled where that is asked for."""
+    """For every architecture: each backend over BF16 (and over FP32 on a CPU), eager, and compiled where that is asked for.
+
+    Raises ConfigError for a backend that does not run here, or where nothing can be compiled.
+    """
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    _check(options, device)
     small = options.small if options.small is not None else device.type == "cpu"
     threads = torch.get_num_threads()
     if device.type == "cpu":
@@ -178,23 +183,36 @@ def measure(options: Options) -> list[Ratio]:
         torch.set_num_threads(threads)
 
 
+def _check(options: Options, device: torch.device) -> None:
+    try:
+        for name in options.backends:
+            resolve_backend(name, device)
+    except ValueError as error:
+        raise ConfigError([f"--backends: {error}"]) from None
+    missing = compiler_missing(device) if options.compile else None
+    if missing is not None:
+        raise ConfigError([f"--compile: {missing}: install it or leave --compile out"])
+
+
 def _ratios(case: Case, options: Options, device: torch.device) -> list[Ratio]:
     names = options.backends or tuple(n for n, b in BACKENDS.items() if b.unavailable(device) is None)
     names = tuple(dict.fromkeys(("bf16", *(("fp32",) if device.type == "cpu" else ()), *names)))
-    modes = ("eager", "compiled") if options.compile and compiler_missing(device) is None else ("eager",)
+    modes = ("eager", "compiled") if options.compile else ("eager",)
     runs: dict[str, Callable[[], object]] = {}
     memory: dict[str, int] = {}
+    peaks: dict[str, int | None] = {}
     for name in names:
         transformer = explorer_transformer(case, BACKENDS[name], device)
         memory[name] = held_bytes(transformer)
         for mode in modes:
             denoiser = compiled(transformer, device) if mode == "compiled" else transformer
             runs[f"{case.name} {name} {mode}"] = _step(case, denoiser, options.batch, device)
+        peaks[name] = _peak(runs[f"{case.name} {name} eager"], device)
     times = interleave(runs, options.repeats, warm_up=2)
     per_image = {what: [seconds / options.batch for seconds in values] for what, values in times.items()}
     bases = ("bf16", "fp32") if device.type == "cpu" else ("bf16",)
     return [
-        _ratio(case, per_image, name, base, mode, memory, options.batch)
+        _ratio(case, per_image, name, base, mode, memory, peaks, options.batch)
         for mode in modes
         for base in bases
         for name in names
@@ -202,9 +220,21 @@ def _ratios(case: Case, options: Options, device: torch.device) -> list[Ratio]:
     ]
 
 
-def _ratio(case: Case, times: dict[str, list[float]], name: str, base: str, mode: str, memory: dict[str, int], batch: int) -> Ratio:
+def _ratio(
+    case: Case,
+    times: dict[str, list[float]],
+    name: str,
+    base: str,
+    mode: str,
+    memory: dict[str, int],
+    peaks: dict[str, int | None],
+    batch: int,
+) -> Ratio:
     found = Ratio.of(times, f"{case.name} {name} {mode}", f"{case.name} {base} {mode}")
     note = f"per image and step, batch {batch}, weights {memory[name] / 2**20:.1f} / {memory[base] / 2**20:.1f} MiB"
+    working, other = peaks[name], peaks[base]
+    if working is not None and other is not None:
+        note += f", beside them {working / 2**20:.1f} / {other / 2**20:.1f} MiB at the peak of an eager step"
     backend = BACKENDS[name]
     if backend.quantises and base == "bf16":
         share = quantisable_share(case, backend)
@@ -212,6 +242,17 @@ def _ratio(case: Case, times: dict[str, list[float]], name: str, base: str, mode
         note += f", {share:.1%} of the work quantisable: at most {most:.2f}x on a GPU"
         note += f", {1 / found.value / most:.0%} of it reached" if torch.cuda.is_available() else ""
     return Ratio(**{**vars(found), "note": note})
+
+
+def _peak(step: Callable[[], object], device: torch.device) -> int | None:
+    """Bytes that one step allocates on a GPU at its peak, on top of what was there; a CPU does not count them."""
+    if device.type != "cuda":
+        return None
+    step()
+    before = torch.cuda.memory_allocated(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    step()
+    return torch.cuda.max_memory_allocated(device) - before
 
 
 def _step(case: Case, denoiser: nn.Module, batch: int, device: torch.device) -> Callable[[], object]:

@@ -1,7 +1,8 @@
 """How much of a small update survives quantisation? ``python -m bench.survival`` prints a table of packing choices.
 
-Every layer that LoRA trains and explorers quantise gets a random update of rank ``lora.rank`` and of a given share of the weight's
-norm. Before and after it the weight is packed; compared are the change of what the packed weights stand for and the true one.
+Over every layer that LoRA trains and explorers quantise, packed before and after an update; compared are the change of what the packed
+weights stand for and the true one. Updates are random, of rank ``lora.rank`` and a given share of the weight's norm, or those of a
+run: its whole training, and its last iteration as far as it keeps two checkpoints.
 """
 
 from __future__ import annotations
@@ -16,8 +17,11 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from cluster.rundir import RunDirectory
 from configs.load import ConfigError, load
+from configs.resume import measured
 from configs.schema import RunConfig
+from learner.checkpoint import CheckpointError
 from learner.trainer import Trainer
 from policy.lora import merged_weights
 from policy.precision.backends import BACKENDS, Backend
@@ -26,12 +30,23 @@ from policy.precision.swap import quantise_plan
 
 
 @dataclass(frozen=True)
+class Update:
+    """Weights [N, K] of the base model, and before and after a change, layer by layer."""
+
+    name: str
+    base: Sequence[Tensor]
+    before: Sequence[Tensor]
+    after: Sequence[Tensor]
+
+
+@dataclass(frozen=True)
 class Row:
-    """One packing choice at one size of update, over all weights of the model at once."""
+    """One packing choice on one update, over all weights of the model at once."""
 
     format: str
     search: bool
     frozen: bool
+    update: str
     size: float  # of the update, as a share of the weights' norm
     cosine: float  # of the packed weights' change and the true one
     changed: float  # share of stored codes that differ
@@ -39,60 +54,81 @@ class Row:
     error: float  # relative error of the packed weights before the update
 
 
-def weights_of(config: RunConfig, backend: Backend) -> list[Tensor]:
-    """Weights [N, K] of the base model's adapted modules that ``backend`` quantises."""
-    trainer = Trainer(config)
-    plan = quantise_plan(trainer.transformer, trainer.family, config.explore.keep_wide, backend)
+def weights_of(trainer: Trainer, backend: Backend, adapter: str | None = None) -> list[Tensor]:
+    """Weights [N, K] of the adapted modules that ``backend`` quantises, with ``adapter`` merged; None: of the base model."""
+    plan = quantise_plan(trainer.transformer, trainer.family, trainer.config.explore.keep_wide, backend)
     quantised = {row.name for row in plan if row.quantised}
-    return [weight.flatten(1) for name, weight in merged_weights(trainer.transformer, None) if name in quantised]
+    return [weight.flatten(1) for name, weight in merged_weights(trainer.transformer, adapter) if name in quantised]
 
 
-def updates(weights: Sequence[Tensor], rank: int, size: float, seed: int) -> Iterator[Tensor]:
+def random_update(weights: Sequence[Tensor], rank: int, size: float, seed: int) -> Update:
     """A random update of low rank per weight, its norm that share of the weight's."""
     generator = torch.Generator().manual_seed(seed)
+    after = []
     for weight in weights:
         rows, columns = weight.shape
         product = torch.randn(rows, rank, generator=generator) @ torch.randn(rank, columns, generator=generator)
-        yield product * (size * weight.norm() / product.norm())
+        after.append(weight + product * (size * weight.norm() / product.norm()))
+    return Update(f"random, {size:.2%}", weights, weights, after)
 
 
-def survival(weights: Sequence[Tensor], backend: Backend, search: bool, frozen: bool, size: float, rank: int, seed: int) -> Row:
+def run_updates(trainer: Trainer, rundir: RunDirectory, backend: Backend) -> Iterator[Update]:
+    """What training did to the sampling policy: all of it, and between the two newest checkpoints. Raises ConfigError."""
+    base, adapter = weights_of(trainer, backend), trainer.objective.sampling_adapter
+    newest: list[list[Tensor]] = []
+    paths = sorted(path for path in rundir.checkpoints.glob("step_*") if path.is_dir())[-2:]
+    for path in paths:
+        trainer.load(path)
+        newest.append(weights_of(trainer, backend, adapter))
+    if not newest:
+        raise ConfigError([f"{rundir.path}: there is no checkpoint yet"])
+    yield Update(f"{paths[-1].name}, from the base", base, base, newest[-1])
+    if len(newest) > 1:
+        yield Update(f"{paths[0].name} to {paths[-1].name}", base, newest[0], newest[-1])
+
+
+def survival(update: Update, backend: Backend, search: bool, frozen: bool) -> Row:
     """The row of one choice."""
     dot = found = true = error = square = 0.0
     changed = total = 0
-    for weight, update in zip(weights, updates(weights, rank, size, seed), strict=True):
-        after = weight + update
-        base = backend.amax(weight)
-        amax = [frozen_amax(base, backend.amax(w)) if frozen else None for w in (weight, after)]
-        packed = [backend.pack(w, search, a) for w, a in zip((weight, after), amax, strict=True)]
+    for base, before, after in zip(update.base, update.before, update.after, strict=True):
+        amax = [frozen_amax(backend.amax(base), backend.amax(w)) if frozen else None for w in (before, after)]
+        packed = [backend.pack(w, search, a) for w, a in zip((before, after), amax, strict=True)]
         decoded = [backend.decode(p) for p in packed]
-        change = decoded[1] - decoded[0]
-        dot += float((change * update).sum())
+        change, truth = decoded[1] - decoded[0], after - before
+        dot += float((change * truth).sum())
         found += float(change.square().sum())
-        true += float(update.square().sum())
-        error += float((decoded[0] - weight).square().sum())
-        square += float(weight.square().sum())
+        true += float(truth.square().sum())
+        error += float((decoded[0] - before).square().sum())
+        square += float(before.square().sum())
         changed += int(backend.changed(packed[1], packed[0]))
-        total += weight.numel()
+        total += before.numel()
     return Row(
         format=backend.wire_format,
         search=search,
         frozen=frozen,
-        size=size,
+        update=update.name,
+        size=(true / square) ** 0.5,
         cosine=dot / max((found * true) ** 0.5, 1e-30),
         changed=changed / total,
-        growth=(found / true) ** 0.5,
+        growth=(found / max(true, 1e-30)) ** 0.5,
         error=(error / square) ** 0.5,
     )
 
 
 def table(rows: Sequence[Row]) -> list[str]:
     """The rows for people, as Markdown."""
-    head = ["format", "scale search", "amax", "update", "cosine", "codes changed", "norm of the change", "error of the weights"]
+    head = ["format", "scale search", "amax", "update", "its size", "cosine", "codes changed", "norm of the change", "error"]
     lines = ["| " + " | ".join(head) + " |", "| " + " | ".join("---" for _ in head) + " |"]
     for row in rows:
         search = "12 candidates" if row.search else "none"
-        cells = [row.format, search if row.format == "nvfp4" else "", "frozen" if row.frozen else "own", f"{row.size:.2%}"]
+        cells = [
+            row.format,
+            search if row.format == "nvfp4" else "",
+            "frozen" if row.frozen else "own",
+            row.update,
+            f"{row.size:.2%}",
+        ]
         cells += [f"{row.cosine:.3f}", f"{row.changed:.2%}", f"{row.growth:.2f}x", f"{row.error:.4f}"]
         lines.append("| " + " | ".join(cells) + " |")
     return lines
@@ -104,26 +140,35 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--preset", default="quickstart", help="a preset name or a TOML file")
     parser.add_argument("--set", action="append", default=[], dest="overrides", metavar="a.b=c", help="override one value")
     parser.add_argument("--sizes", type=float, nargs="+", default=[0.01, 0.001], help="updates, as shares of the weights' norm")
+    parser.add_argument("--run", metavar="DIR", help="the updates of this run instead, with its own configuration")
     parser.add_argument("--json", metavar="FILE", help="write the rows here too")
     options = parser.parse_args(arguments)
     try:
-        config = load(options.preset, options.overrides)
-    except ConfigError as error:
+        rundir = RunDirectory(Path(options.run).absolute()) if options.run else None
+        config = measured(rundir.configuration(), options.overrides) if rundir else load(options.preset, options.overrides)
+        rows = measure(config, rundir, options.sizes)
+    except (ConfigError, CheckpointError) as error:
         print(error, file=sys.stderr)
         return 2
-    rows = []
-    for name, searches in (("emulated_nvfp4", (False, True)), ("fp8", (False,))):
-        weights = weights_of(config, BACKENDS[name])
-        rows += [
-            survival(weights, BACKENDS[name], search, frozen, size, config.lora.rank, config.seed)
-            for size in options.sizes
-            for search in searches
-            for frozen in (False, True)
-        ]
     print("\n".join(table(rows)))
     if options.json:
         Path(options.json).write_text(json.dumps([asdict(row) for row in rows], indent=1) + "\n")
     return 0
+
+
+def measure(config: RunConfig, rundir: RunDirectory | None, sizes: Sequence[float]) -> list[Row]:
+    """All rows: NVFP4 with and without the search, FP8; each with its own amax and a frozen one."""
+    rows = []
+    for name, searches in (("emulated_nvfp4", (False, True)), ("fp8", (False,))):
+        trainer, backend = Trainer(config), BACKENDS[name]
+        weights = weights_of(trainer, backend)
+        made = (
+            run_updates(trainer, rundir, backend)
+            if rundir
+            else (random_update(weights, config.lora.rank, s, config.seed) for s in sizes)
+        )
+        rows += [survival(update, backend, search, frozen) for update in made for search in searches for frozen in (False, True)]
+    return rows
 
 
 if __name__ == "__main__":

@@ -1,13 +1,20 @@
 """The bound that stands beside the explorer's times, and the small stand-ins of the published architectures."""
 
+import json
+
 import pytest
 import torch
 
+from bench.__main__ import main as bench_main
 from bench.explorer import bound, case_of, explorer_transformer, held_bytes, quantisable_share
 from bench.survival import main as survival_main
-from bench.survival import survival
+from bench.survival import random_update, survival
+from cluster.rundir import RunDirectory
+from learner.trainer import Trainer
 from policy.families.architectures import published_names
+from policy.lora import adapter_state, load_adapter_state, merged_weights
 from policy.precision.backends import BACKENDS
+from tests.cluster.runs import tiny_config
 
 CPU = torch.device("cpu")
 
@@ -46,20 +53,36 @@ def test_a_small_one_runs_in_every_precision_of_a_cpu(name):
     assert size["emulated_nvfp4"] < size["fp8"] < size["fp32"]
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU runs other backends, and compiles with Triton")
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--backends", "te_nvfp4"], "--backends: explore.backend: 'te_nvfp4' does not run on cpu here"),
+        (["--compile"], "--compile: torch.compile needs a C++ compiler on a CPU, and there is no 'no-such-compiler'"),
+    ],
+)
+def test_what_cannot_be_measured_here_is_one_line(arguments, said, capsys, monkeypatch):
+    """Nothing else is measured in its place."""
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    assert bench_main(["explorer", *arguments]) == 2
+    (line,) = capsys.readouterr().err.strip().splitlines()
+    assert line.startswith(said)
+
+
 def test_survival_by_hand():
     """One weight: an update along a coordinate far larger than any rounding survives whole; one far smaller changes nothing."""
     weight = torch.zeros(1, 16)
     weight[0, 0] = 6.0
     backend = BACKENDS["emulated_nvfp4"]
-    none = survival([weight], backend, False, True, 1e-6, 1, seed=0)
+    none = survival(random_update([weight], 1, 1e-6, seed=0), backend, False, True)
     assert (none.cosine, none.growth) == (0.0, 0.0) and none.error == pytest.approx(0.0, abs=1e-6)
     assert 0 < none.changed < 1  # zeros keep the sign of what was rounded to them, which is a code of its own
     generator = torch.Generator().manual_seed(0)
     weights = [torch.randn(64, 64, generator=generator) for _ in range(2)]
-    small, large = (survival(weights, backend, True, False, size, 4, seed=0) for size in (0.01, 1.0))
+    small, large = (survival(random_update(weights, 4, size, seed=0), backend, True, False) for size in (0.01, 1.0))
     assert small.cosine < 0.5 < 0.98 < large.cosine and small.growth > 2 > 1.1 > large.growth > 0.9
     assert 0 < small.changed < large.changed < 1
-    fp8 = survival(weights, BACKENDS["fp8"], False, False, 0.01, 4, seed=0)
+    fp8 = survival(random_update(weights, 4, 0.01, seed=0), BACKENDS["fp8"], False, False)
     assert fp8.cosine > small.cosine and fp8.error < small.error
 
 
@@ -69,5 +92,31 @@ def test_the_table(capsys, tiny_sd3_dir, tmp_path):
     arguments = [argument for setting in settings for argument in ("--set", setting)]
     assert survival_main([*arguments, "--sizes", "0.01", "--json", str(out)]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert len(lines) == 2 + 4 + 2 and lines[2].startswith("| nvfp4 | none | own | 1.00% |") and out.exists()
+    assert len(lines) == 2 + 4 + 2 and lines[2].startswith("| nvfp4 | none | own | random, 1.00% | 1.00% |") and out.exists()
     assert survival_main(["--preset", "quickstrat"]) == 2
+
+
+def test_the_updates_of_a_run(capsys, tiny_sd3_dir, tmp_path):
+    """Two checkpoints whose sampling policies are known: the sizes printed are those of what was put there."""
+    config = tiny_config(tiny_sd3_dir, tmp_path, "grown")
+    rundir = RunDirectory.of(config)
+    rundir.create(config)
+    assert survival_main(["--run", str(rundir.path)]) == 2
+    assert "there is no checkpoint yet" in capsys.readouterr().err
+    trainer = Trainer(config)
+    start, generator = adapter_state(trainer.transformer, "old"), torch.Generator().manual_seed(0)
+    noise = {key: torch.randn(value.shape, generator=generator) for key, value in start.items() if "lora_B" in key}
+    for step, size in ((3, 0.1), (4, 0.2)):  # twice the B: the base model's update is twice that of the last step
+        load_adapter_state(trainer.transformer, "old", start | {key: size * value for key, value in noise.items()})
+        trainer.save(rundir.checkpoints / f"step_{step:06d}", {})
+    out = tmp_path / "rows.json"
+    assert survival_main(["--run", str(rundir.path), "--json", str(out)]) == 0
+    rows = json.loads(out.read_text())
+    assert [row["update"] for row in rows[::4]] == ["step_000004, from the base", "step_000003 to step_000004", rows[8]["update"]]
+    assert len(rows) == 2 * (4 + 2)
+    whole, last = rows[0], rows[4]
+    deltas = dict(merged_weights(trainer.transformer, "old"))
+    bases = dict(merged_weights(trainer.transformer, None))
+    moved = sum(float((deltas[name] - bases[name]).square().sum()) for name in bases)
+    assert whole["size"] == pytest.approx((moved / sum(float(w.square().sum()) for w in bases.values())) ** 0.5, rel=1e-4)
+    assert 0 < last["size"] < whole["size"] and last["cosine"] < whole["cosine"] < 1
