@@ -57,13 +57,22 @@ class Demo:
         from ray.cluster_utils import Cluster
 
         port = _free_port()
-        head: dict[str, Any] = {"num_cpus": NODE_CPUS, "labels": {"demo.node": "services"}, "include_dashboard": True}
-        self.cluster = Cluster(initialize_head=True, head_node_args={**head, "dashboard_host": "127.0.0.1", "dashboard_port": port})
-        self.nodes = [self.cluster.add_node(num_cpus=NODE_CPUS, labels={"demo.node": "explorers"}) for _ in range(2)]
+        head = {
+            "labels": {"demo.node": "services"},
+            "include_dashboard": True,
+            "dashboard_host": "127.0.0.1",
+            "dashboard_port": port,
+        }
+        self.cluster = Cluster(initialize_head=True, head_node_args=_node(**head))
+        self.nodes = [self.add_node() for _ in range(2)]
         self.url, self.address = f"http://127.0.0.1:{port}", str(self.cluster.address)
         self.tell(
             f"a head and two nodes for explorers, {NODE_CPUS} CPUs each by name; dashboard and jobs at {self.url}, with a token"
         )
+
+    def add_node(self) -> Any:
+        """Another simulated node for explorers."""
+        return self.cluster.add_node(**_node(labels={"demo.node": "explorers"}))
 
     def tell(self, line: str) -> None:
         self.say(f"[{time.monotonic() - self.began:6.1f} s] {line}")
@@ -188,7 +197,7 @@ def main() -> int:
     demo = Demo(out, options.iterations)
     try:
         run = disturbed(demo)
-        demo.nodes = [demo.cluster.add_node(num_cpus=NODE_CPUS, labels={"demo.node": "explorers"})]
+        demo.nodes.append(demo.add_node())
         calm, job = demo.submit("undisturbed", 2)
         demo.finish(calm, job)
         show(run, options.iterations, demo.say)
@@ -207,6 +216,12 @@ def main() -> int:
     )
     demo.say(f"report with the timeline as a picture: {run.path / 'report.html'}")
     return 0
+
+
+def _node(**given: Any) -> dict[str, Any]:
+    """A node's arguments. Ray ends a node whose agents have not chosen their ports within seconds, so they are told."""
+    ports = ("metrics_agent_port", "metrics_export_port", "dashboard_agent_listen_port", "runtime_env_agent_port")
+    return {"num_cpus": NODE_CPUS, **{name: _free_port() for name in ports}, **given}
 
 
 def _free_port() -> int:

@@ -167,6 +167,9 @@ class Head:
             "--num-gpus=0",
         ]
         start += ["--include-dashboard=true", f"--temp-dir={folder}", "--node-ip-address=127.0.0.1", "--disable-usage-stats"]
+        # Ray ends a node whose agents have not chosen their ports within seconds: on a busy machine they are told
+        agents = ("metrics-export-port", "dashboard-agent-grpc-port", "dashboard-agent-listen-port", "runtime-env-agent-port")
+        start += [f"--{name}={free_port()}" for name in agents]
         self.process = subprocess.Popen(
             [sys.executable, "-m", "ray.scripts.scripts", *start],
             env=self.env, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True,
