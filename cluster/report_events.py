@@ -5,22 +5,22 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Sequence
-from html import escape
 
 from cluster.progress import duration
 from cluster.report_data import REASON_KEYS, Row, RunData, actor_of, finite
-from cluster.report_parts import nothing, table
+from cluster.report_parts import Cell, nothing, table
 from cluster.timeline_picture import Lane, Mark, Timeline, in_running_time, picture
 
 TONES = {
     "actor_started": "good", "actor_replaced": "good", "actor_died": "bad", "actor_benched": "bad", "chunk_reissued": "warn",
     "run_started": "plain", "run_resumed": "warn", "run_finished": "good", "run_failed": "bad", "run_stopped": "warn",
-    "stopped_early": "warn", "metrics_unavailable": "warn", "pool_scaled": "plain", "actor_added": "good", "actor_removed": "plain",
+    "stopped_early": "warn", "metrics_unavailable": "warn", "sink_failed": "warn", "pool_scaled": "plain", "actor_added": "good", "actor_removed": "plain",
     "audit_low": "warn", "backend_moved": "warn",
 }  # fmt: skip
 ROUTINE = {"version_published", "checkpoint_saved", "actor_started"}
 """Events that are counted and drawn, but not listed."""
-KINDS = ("rollout", "reward", "selector", "encoder", "learner")
+KINDS = ("rollout", "reward", "scorers.", "selector", "encoder", "learner")
+"""Beginnings of actors' names, in the order of their lanes; a scorer with actors of its own is ``scorers.<label>``."""
 MOST_ROWS, LONGEST = 150, 110
 NOUNS = {
     "actor_started": "started", "actor_replaced": "replaced", "actor_died": "died", "actor_benched": "benched",
@@ -47,7 +47,7 @@ def running_times(events: Sequence[Row]) -> list[float]:
 
 
 def lanes_of(events: Sequence[Row], times: Sequence[float]) -> dict[str, Lane]:
-    """A lane per actor, in the order rollout, reward, selector, encoder, learner, others."""
+    """A lane per actor, in the order of ``KINDS``, others last."""
     lanes: dict[str, Lane] = {}
     end = max(times, default=0.0)
     for event, when in zip(events, times, strict=True):
@@ -122,11 +122,13 @@ def _table(rows: Sequence[tuple[Row, float]], longest: int = 2000) -> str:
     cells = []
     for event, when in rows:
         name = event["event"]
-        tone = TONES.get(name, "plain")
-        whole = escape(_details(event), quote=True)
         cells.append(
-            f'<tr><td class="when n">{duration(when)}</td><td class="{tone}-ink">{escape(_words(name))}</td>'
-            f'<td class="who">{escape(actor_of(event) or "")}</td><td class="wide" title="{whole}">{escape(_details(event, longest))}</td></tr>'
+            (
+                Cell(duration(when), "when"),
+                Cell(_words(name), f"{TONES.get(name, 'plain')}-ink"),
+                Cell(actor_of(event) or "", "who"),
+                Cell(_details(event, longest), "wide", title=_details(event)),
+            )
         )
     return table(("after", "what", "who", "details"), cells, words=(1, 2, 3), kind="events")
 
