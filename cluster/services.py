@@ -35,18 +35,24 @@ def join_or_start_ray(config: RunConfig) -> bool:
     """Join the cluster of RAY_ADDRESS (a job has it set), or start Ray on this machine; True when joined.
 
     On one machine the CPU count given to Ray covers every actor's share, and a rollout actor more per core for scaling: the shares
-    are there to share out clusters, not to keep a small machine from running the ring.
+    are there to share out clusters, not to keep a small machine from running the ring. Raises RunFailed when Ray does neither.
     """
     joined = bool(os.environ.get("RAY_ADDRESS"))
-    quiet: dict[str, Any] = {"logging_level": "ERROR", "log_to_driver": False}
+    how: dict[str, Any] = {"logging_level": "ERROR", "log_to_driver": False}
     if joined:
-        ray.init(address="auto", **quiet)
-        return True
-    cores, rollout = os.cpu_count() or 1, config.services.rollout
-    more = (rollout.max_actors or rollout.actors + cores) - rollout.actors
-    shares = sum(need.cpus for need in needs_of(config)) + more * rollout.cpus
-    ray.init(address="local", num_cpus=max(cores, math.ceil(shares)), include_dashboard=False, **quiet)
-    return False
+        how["address"] = "auto"
+    else:
+        cores, rollout = os.cpu_count() or 1, config.services.rollout
+        more = (rollout.max_actors or rollout.actors + cores) - rollout.actors
+        shares = sum(need.cpus for need in needs_of(config)) + more * rollout.cpus
+        how |= {"address": "local", "num_cpus": max(cores, math.ceil(shares)), "include_dashboard": False}
+    try:
+        ray.init(**how)
+    except Exception as error:  # Ray's failures to start have no class of their own
+        why = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        what = "Ray's cluster at RAY_ADDRESS cannot be joined" if joined else "Ray did not start on this machine"
+        raise RunFailed(f"{what}: {why}") from error
+    return joined
 
 
 def free_nodes() -> list[Node]:

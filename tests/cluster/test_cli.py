@@ -59,6 +59,21 @@ def test_a_run_root_that_cannot_be_written(ray_here, config_file, capsys):
     assert "cannot be written" in errors and errors.count("\n") == 1, errors
 
 
+@pytest.mark.parametrize(("address", "said"), [("10.0.0.1:6379", "cannot be joined"), ("", "did not start on this machine")])
+def test_a_ray_that_does_not_come_up(monkeypatch, config_file, capsys, address, said):
+    def late(**how):
+        assert how["address"] == ("auto" if address else "local")
+        raise Exception("The current node timed out during startup. This could\nhave many causes")
+
+    monkeypatch.setattr("ray.init", late)
+    monkeypatch.setenv("RAY_ADDRESS", address)
+    assert main(["train", str(config_file)]) == 3
+    errors = capsys.readouterr().err
+    assert (
+        errors.startswith("run failed: Ray") and said in errors and "timed out during startup" in errors and errors.count("\n") == 1
+    )
+
+
 def test_a_full_disk_ends_the_run_with_the_last_checkpoint_whole(ray_here, tmp_path, tiny_sd3_dir, capsys):
     disk = tmp_path / "small"
     disk.mkdir()
