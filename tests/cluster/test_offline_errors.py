@@ -1,0 +1,53 @@
+"""``sol-rl evaluate`` and ``export`` on runs that cannot be used: one line and the exit code of the contract. Nothing is started."""
+
+import json
+
+import pytest
+
+from cluster.cli import main
+from cluster.rundir import RunDirectory
+from learner.trainer import Trainer
+from tests.cluster.runs import tiny_config
+
+
+@pytest.fixture
+def trained(tiny_sd3_dir, tmp_path) -> RunDirectory:
+    config = tiny_config(tiny_sd3_dir, tmp_path, "trained")
+    rundir = RunDirectory.of(config)
+    rundir.create(config)
+    Trainer(config).save(rundir.checkpoints / "step_000002", {})
+    return rundir
+
+
+def said(capsys) -> str:
+    (line,) = capsys.readouterr().err.strip().splitlines()
+    return line
+
+
+@pytest.mark.parametrize(
+    ("change", "wanted"),
+    [
+        ({"path": "/no/such/model"}, "model.path: there is no directory '/no/such/model'"),
+        ({"family": "flux"}, "but family 'flux' is a FluxPipeline"),
+        ({"width": 40}, "model.width: 40 pixels"),
+    ],
+)
+def test_evaluate_with_a_model_that_is_gone_or_another(trained, capsys, change, wanted):
+    body = json.loads(trained.config_file.read_text())
+    body["config"]["model"] |= change
+    trained.config_file.write_text(json.dumps(body))
+    assert main(["evaluate", str(trained.path)]) == 2
+    assert wanted in said(capsys)
+    assert not (trained.path / "evaluations").exists()
+
+
+def test_export_of_a_damaged_checkpoint(trained, tmp_path, capsys):
+    (trained.checkpoints / "step_000002" / "ema.safetensors").write_bytes(b"junk")
+    assert main(["export", str(trained.path), str(tmp_path / "lora")]) == 3
+    assert said(capsys).startswith("run failed: checkpoint ") and not (tmp_path / "lora").exists()
+
+
+def test_export_to_where_nothing_can_be_written(trained, tmp_path, capsys):
+    (tmp_path / "file").write_text("")
+    assert main(["export", str(trained.path), str(tmp_path / "file" / "lora")]) == 2
+    assert said(capsys).endswith("lora: cannot be written (Not a directory): give another directory")
