@@ -32,6 +32,8 @@ from policy.precision.swap import ModuleRow
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 MOST_NODES = 64
+GB = 1e9
+NUMBERS = {2: "two", 3: "three"}
 
 
 @dataclass(frozen=True)
@@ -211,11 +213,22 @@ def _store(config: RunConfig, family: Family, broadcast: int, dtype: torch.dtype
     kept = regenerated * states + (0 if config.plan.regenerate else explored)
     conditioning = memory.conditioning_like(family, 1, dtype).tensors.values()
     return {
-        "two versions of the weights, per node with explorers": 2 * broadcast,
+        f"{NUMBERS[versions_held(config)]} versions of the weights, per node with explorers": versions_held(config) * broadcast,
         "pictures of an iteration, were none scored yet": prompts * (explored + regenerated) * picture,
         "samples to train on": prompts * kept * latent,
         "conditioning": prompts * sum(tensor.numel() * tensor.element_size() for tensor in conditioning),
     }
+
+
+def versions_held(config: RunConfig) -> int:
+    """Versions of the policy that a store holds at once: the newest, those before it that chunks may name, and the one that comes."""
+    return 2 + config.explore_ahead
+
+
+def store_size(held: int) -> int:
+    """Bytes to start a node's object store with: ``held`` and a tenth more for pictures and samples, in whole 100 MB."""
+    step = 10**8
+    return -(-held * 11 // 10 // step) * step
 
 
 # ---- operations

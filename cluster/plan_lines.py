@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 from cluster.placement import kinds_of, need_of
-from cluster.plan import Plan, training_points
+from cluster.plan import GB, Plan, store_size, training_points
 from cluster.plan_assumptions import Device
-
-GB = 1e9
 
 
 def lines_of(plan: Plan) -> list[str]:
@@ -80,7 +78,9 @@ def _bytes(plan: Plan) -> list[str]:
         else "broadcast   nothing: there are no explorers",
         f"object store, at most {sum(plan.store.values()) / GB:.3f} GB",
     ]
-    return lines + [f"  {size / GB:10.3f}  {what}" for what, size in plan.store.items()]
+    lines += [f"  {size / GB:10.3f}  {what}" for what, size in plan.store.items()]
+    advice = f"  start every node with at least --object-store-memory={store_size(sum(plan.store.values()))}"
+    return [*lines, advice] if plan.broadcast else lines
 
 
 def _operations(plan: Plan) -> list[str]:

@@ -24,6 +24,7 @@ from cluster.rundir import RunDirectory, write_json
 from cluster.services import Services, check_run_root, find_room, install_stop_signals, join_or_start_ray
 from cluster.sinks import Sinks, check_sinks
 from cluster.status import Reporter
+from cluster.store import check_store
 from cluster.timeline import Timeline
 from configs.load import ConfigError
 from configs.prompts import Prompt, read_prompts
@@ -50,7 +51,7 @@ def train(config: RunConfig, resume: bool) -> RunDirectory:
     joined = join_or_start_ray(config)
     try:
         check_run_root(config, joined)
-        find_room(config)
+        check_store(config, find_room(config))
         if not resume:
             rundir.create(config)
         session = Session(config, rundir, train_prompts, test_prompts[: config.evaluate.prompts])
