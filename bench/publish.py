@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import logging
 import os
 import time
 from collections.abc import Iterator
@@ -100,7 +101,9 @@ def _ray(options: Options) -> Iterator[None]:
             yield
         return
     store = store_size(min(largest, psutil.virtual_memory().available))
-    ray.init("local", num_cpus=4, object_store_memory=store, include_dashboard=False, logging_level="ERROR", log_to_driver=False)
+    ray.init(
+        "local", num_cpus=4, object_store_memory=store, include_dashboard=False, logging_level=logging.ERROR, log_to_driver=False
+    )
     try:
         yield
     finally:

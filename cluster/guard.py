@@ -48,7 +48,7 @@ class Guard:
         failing = self._failing(agreement)
         if explored == newest and failing is not None:
             self.below = self.below + 1 if failing else 0
-        counted = {"audit/below": self.below}
+        counted = {"audit/below": float(self.below)}
         if self.below >= self._settings.patience:
             self.below = 0
             self._act(index, failing or {}, explored, available)

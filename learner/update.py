@@ -153,11 +153,11 @@ class Updater:
         NonFiniteTraining again or ReplicaFailed, which name the replica.
         """
         error: Exception | None = None
-        value: Any = None
+        mine: list[Value] = []
         word: dict[str, Any] = {}
         try:
-            value = work()
-            word = {"value": value if isinstance(value, int | float) else None}
+            mine = [work()]
+            word = {"value": mine[0] if isinstance(mine[0], int | float) else None}
         except NonFiniteTraining as found:
             error, word = found, {"what": found.what, "module": found.module}
         except Exception as found:
@@ -170,7 +170,7 @@ class Updater:
                 raise NonFiniteTraining(f"{other['what']} (replica {rank})", other["module"])
             if "error" in other:
                 raise ReplicaFailed(f"replica {rank} of the learner failed: {other['error']}")
-        return value, [other["value"] for other in words]
+        return mine[0], [other["value"] for other in words]
 
     def _micro_batches(self, samples: Samples, part: np.ndarray, sigmas: Tensor) -> Iterator[Points]:
         """Points of the samples ``part`` in batches of ``batch_size``, whatever sample boundaries; the last may be smaller.
