@@ -126,12 +126,20 @@ def batches(seed: int, groups: int = GROUPS) -> Iterator[tuple[torch.Tensor, tor
         drawn = pool.rng.choice(len(pool.scenes), groups, p=pool.chances)
         scenes = []
         for scene in (pool.scenes[i] for i in drawn):
-            near = near_misses(scene)
-            chosen = pool.rng.choice(len(near), min(NEAR, len(near)), replace=False)
-            scenes += [scene, *(near[i] for i in chosen)]
+            scenes += [scene, *beside(scene, pool.rng)]
         images = spoil(render(scenes, pool.rng), pool.rng)
         ids = tokenizer([scene.caption for scene in scenes], padding="max_length", max_length=TOKENS, return_tensors="pt").input_ids
         yield to_pixels(images), ids, right_pairs(scenes)
+
+
+def beside(scene: Scene, rng: np.random.Generator) -> list[Scene]:
+    """``NEAR`` near misses by chance; beside a relation the first one is the same objects in another, which is the hardest to tell."""
+    near = near_misses(scene)
+    chosen = [near[i] for i in rng.choice(len(near), min(NEAR, len(near)), replace=False)]
+    turned = [other for other in near if scene.relation and other.things == scene.things]
+    if turned and not any(other in turned for other in chosen):
+        chosen[0] = turned[rng.integers(len(turned))]
+    return chosen
 
 
 def contrastive(image: torch.Tensor, text: torch.Tensor, scale: torch.Tensor, right: torch.Tensor) -> torch.Tensor:

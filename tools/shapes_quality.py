@@ -1,7 +1,8 @@
 """How well the tiny model draws its captions: ``python tools/shapes_quality.py --split tune --noises 4 --steps 10 --grid grid.png``.
 
 Stock diffusers, the whole prompt file, fixed noises; prints the graded reward, its parts and the standard error over prompts.
-Settings are chosen on ``tune``; ``test`` is for reported numbers.
+Settings are chosen on ``tune``; ``test`` is for reported numbers. ``--clip shapes/clip`` also ranks the pictures by that CLIP, and prints how
+far its order within a prompt is that of the rule-based reward.
 """
 
 from __future__ import annotations
@@ -17,6 +18,9 @@ from diffusers import StableDiffusion3Pipeline
 from diffusers.utils import logging
 from PIL import Image
 
+from configs.rewards import Scorer
+from learner.audit import agreement
+from rewards import build
 from rewards.shapes import ShapesScorer
 
 SHAPES = Path(__file__).resolve().parent.parent / "shapes"
@@ -54,6 +58,18 @@ def grid(images: np.ndarray, path: Path, columns: int = 12, scale: int = 3) -> N
     Image.fromarray(sheet).resize((sheet.shape[1] * scale, sheet.shape[0] * scale), Image.Resampling.NEAREST).save(path)
 
 
+def judged(clip: str, images: np.ndarray, prompts: list[str], rules: np.ndarray, noises: int) -> str:
+    """How the cosine of ``clip`` orders the pictures of a prompt, held against the rule-based reward: mean over prompts."""
+    scores = build(Scorer(name="clipscore", settings={"checkpoint": clip}), device="cpu")(images, prompts, [{}] * len(prompts))
+    groups = list(zip(scores.reshape(-1, noises), rules.reshape(-1, noises), strict=True))
+    found = [agreement(mine, theirs) for mine, theirs in groups if np.ptp(theirs) > 0]
+    means = ", ".join(f"{name} {np.nanmean([each[name] for each in found]):.3f}" for name in found[0])
+    half = noises // 2
+    split = [(theirs[np.argsort(mine)[-half:]].mean(), theirs[np.argsort(mine)[:half]].mean()) for mine, theirs in groups]
+    best, worst = np.mean(split, 0)
+    return f"{clip} within a prompt: {means}; rule-based reward of its better half {best:.3f}, of its worse half {worst:.3f}"
+
+
 def main() -> None:
     """Draw, score, print."""
     parser = argparse.ArgumentParser()
@@ -63,6 +79,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--grid", type=Path)
+    parser.add_argument("--clip", help="a directory as clipscore takes it")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     logging.set_verbosity_error()
@@ -80,6 +97,8 @@ def main() -> None:
     for kind in ("two", "relation", "count"):
         chosen = [index for index, row in enumerate(rows) if row["kind"] == kind]
         print(f"{kind}: graded {reward[chosen].mean():.3f}, strict {scorer.parts['strict'][chosen].mean():.3f}")
+    if args.clip:
+        print(judged(args.clip, images, prompts, reward, args.noises))
     if args.grid:
         grid(images[:96], args.grid)
 
