@@ -22,7 +22,9 @@ from cluster.pool import ActorPool
 from cluster.services import Services
 
 IDLE: defaultdict[tuple[Any, ...], list[Any]] = defaultdict(list)
-"""Processes without a run, by what they can be: (service, threads, cpus)."""
+"""Processes without a run, by what they can be: service, actor class, threads, share and labels."""
+LEAVE_S = 20.0
+"""One that hangs is given up after so long."""
 NUMBERS = itertools.count()
 
 
@@ -52,6 +54,7 @@ class HostedServices(Services):
     """The services of a run in processes that may have served another run before, and stay for the next."""
 
     def _spawner(self, kind: str, actor: type, *args: Any) -> Callable[[str], Any]:
+        self._actors = {**getattr(self, "_actors", {}), kind: actor}
         start, idle = super()._spawner(kind, host_of(actor)), self._idle(kind)
 
         def spawn(name: str) -> Any:
@@ -71,7 +74,7 @@ class HostedServices(Services):
 
     async def _keep(self, pool: ActorPool, handle: Any) -> None:
         try:
-            await asyncio.wait_for(handle.leave.remote(), 60)
+            await asyncio.wait_for(handle.leave.remote(), LEAVE_S)
         except (RayError, TimeoutError):
             ray.kill(handle)
         else:
@@ -79,7 +82,7 @@ class HostedServices(Services):
 
     def _idle(self, kind: str) -> list[Any]:
         service = self.config.services.of(kind)
-        return IDLE[kind, service.threads, service.cpus]
+        return IDLE[kind, self._actors[kind], service.threads, service.cpus, tuple(sorted(service.labels.items()))]
 
 
 @contextmanager

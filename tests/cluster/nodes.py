@@ -1,69 +1,82 @@
-"""A run on four simulated nodes of which one is removed, in a process of its own: ``python -m tests.cluster.nodes MODEL ROOT NAME KIND``.
+"""Simulated nodes that can be taken away, and runs on them in a process of their own: ``python -m tests.cluster.nodes MODEL ROOT``.
 
-KIND says whose node goes, in the middle of iteration 1: ``learner`` or ``rollout``.
+That process reads a service per line from its standard input, trains a run of that name in which the service's node goes in the
+middle of iteration 1, and answers with a line. There are three nodes: a head with all other services, and two that hold the one.
 """
 
-import asyncio
+from __future__ import annotations
+
 import sys
+import traceback
+from collections.abc import Mapping
 from pathlib import Path
+from types import TracebackType
 from typing import Any
 
 import ray
 from ray.cluster_utils import Cluster
 
-from cluster.progress import Progress
-from cluster.rundir import RunDirectory
-from cluster.session import Session
-from configs.prompts import read_prompts
-from tests.cluster.runs import tiny_config
+from tests.cluster.faults import SERVICES, Fault, Striker
+from tests.cluster.runs import run_here, tiny_config
+
+MOMENTS = {"rollout": "explored", "reward": "explored", "encoder": "begin", "selector": "scored", "learner": "regenerated"}
+STARTED, DONE = "nodes: ready", "nodes: done"
 
 
-class Remover(Progress):
-    """Takes away the node of the first actor of ``kind``, with all that is on it."""
+class Machines:
+    """A head with ``head`` and ``nodes`` more, this process connected to it; ``with`` it they are, then all go."""
 
-    session: Any = None
+    def __init__(self, head: Mapping[str, Any], *nodes: Mapping[str, Any]):
+        self._head, self._wanted = head, nodes
+        self._gone: list[Mapping[str, Any]] = []
+        self._args: dict[str, Mapping[str, Any]] = {}
 
-    def __init__(self, cluster: Cluster, kind: str):
-        super().__init__()
-        self.cluster, self.kind, self.done = cluster, kind, False
+    def __enter__(self) -> Machines:
+        self._cluster = Cluster(initialize_head=True, head_node_args={"include_dashboard": False, **self._head})
+        for node in self._wanted:
+            self._add(node)
+        ray.init(address=self._cluster.address, logging_level="ERROR", log_to_driver=False)
+        return self
 
-    def advanced(self, stage: str, n: int = 1) -> None:
-        super().advanced(stage, n)
-        if self.done or self.iteration != 1 or stage != ("regenerated" if self.kind == "learner" else "explored"):
-            return
-        self.done = True
-        where = getattr(self.session.services, self.kind).workers[0].facts["node"]
-        (node,) = [node for node in self.cluster.list_all_nodes() if node.node_id == where]
-        asyncio.get_running_loop().run_in_executor(None, lambda: self.cluster.remove_node(node, allow_graceful=False))
-
-
-def main(model: str, root: str, name: str, kind: str) -> None:
-    config = tiny_config(
-        Path(model),
-        Path(root),
-        name,
-        services__learner={"labels": {"pool": "learner"}, "cpus": 1},
-        services__rollout={"labels": {"pool": "rollout"}, "cpus": 1},
-        services__reward__labels={"pool": "none"},
-        services__encoder__labels={"pool": "none"},
-        services__selector__labels={"pool": "none"},
-    )
-    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 2, "labels": {"pool": "none"}, "include_dashboard": False})
-    for pool, cpus in (("learner", 1), ("learner", 1), ("rollout", 2), ("rollout", 2)):
-        cluster.add_node(num_cpus=cpus, labels={"pool": pool})
-    ray.init(address=cluster.address, logging_level="ERROR", log_to_driver=False)
-    rundir = RunDirectory.of(config)
-    rundir.create(config)
-    prompts = read_prompts(config.prompts.train)
-    remover = Remover(cluster, kind)
-    session = Session(config, rundir, prompts, prompts[: config.evaluate.prompts], remover)
-    remover.session = session
-    try:
-        asyncio.run(session.run(resume=False))
-    finally:
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         ray.shutdown()
-        cluster.shutdown()
-    assert remover.done
+        self._cluster.shutdown()
+
+    def _add(self, node: Mapping[str, Any]) -> None:
+        self._args[self._cluster.add_node(**node).node_id] = node
+
+    def remove(self, node: str) -> None:
+        """SIGKILL to all of a node at once, in the way a machine goes."""
+        (found,) = [one for one in self._cluster.list_all_nodes() if one.node_id == node]
+        self._cluster.remove_node(found, allow_graceful=False)
+        self._gone.append(self._args.pop(node))
+
+    def mend(self) -> None:
+        """New nodes in the place of those that were taken away."""
+        while self._gone:
+            self._add(self._gone.pop())
+
+
+def lose_node(model: Path, root: Path, kind: str, machines: Machines) -> None:
+    """A run named ``kind`` whose ``kind`` loses its node."""
+    homes = {f"services__{service}__labels": {"pool": "two" if service == kind else "rest"} for service in SERVICES}
+    striker = Striker(Fault(kind, "node", 1, MOMENTS[kind]), machines=machines)
+    run_here(tiny_config(model, root, kind, **homes), progress=striker)
+    assert striker.done, "the node was not taken away"
+    machines.mend()
+
+
+def main(model: str, root: str) -> None:
+    twin = {"num_cpus": 2, "labels": {"pool": "two"}}
+    with Machines({"num_cpus": 16, "labels": {"pool": "rest"}}, twin, twin) as machines:
+        print(STARTED, flush=True)
+        for line in sys.stdin:
+            try:
+                lose_node(Path(model), Path(root), line.strip(), machines)
+            except BaseException:
+                traceback.print_exc()
+                raise
+            print(DONE, line.strip(), flush=True)
 
 
 if __name__ == "__main__":

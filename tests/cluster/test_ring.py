@@ -1,11 +1,10 @@
-"""The ring as a whole. Invariants: what is computed does not depend on how many actors compute it, on which of them die, or on
-the run being killed and resumed; every unit counts once; failures end the run as the configuration says."""
+"""The ring as a whole. Invariants: what is computed does not depend on how many actors compute it; every unit counts once; failures
+end the run as the configuration says. What dies and is killed is in ``test_fault_matrix``."""
 
 import json
-import os
 import signal
 from pathlib import Path
-from subprocess import DEVNULL, PIPE
+from subprocess import PIPE
 from typing import Any
 
 import pytest
@@ -13,11 +12,10 @@ import torch
 from safetensors.torch import load_file
 
 from cluster.errors import RunFailed
-from cluster.progress import Progress
 from cluster.rundir import RunDirectory
 from configs.schema import RunConfig
 from tests.cluster.processes import finish, kill_tree, start, wait_until
-from tests.cluster.runs import adapters, main_here, run_here, selections, tiny_config, write_toml
+from tests.cluster.runs import adapters, run_here, selections, tiny_config, write_toml
 
 
 def assert_same(run, reference) -> None:
@@ -55,67 +53,6 @@ def test_the_lora_moved_away_from_its_start(undisturbed):
 def test_the_number_of_rollout_actors_changes_nothing(undisturbed, tiny_sd3_dir, tmp_path, actors):
     run = run_here(tiny_config(tiny_sd3_dir, tmp_path, f"actors{actors}", services__rollout__actors=actors))
     assert_same(run, undisturbed)
-
-
-class Saboteur(Progress):
-    """Kills one actor of each stateless service, each in another phase of another iteration."""
-
-    session: Any = None
-    iteration = -1
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.killed: set[str] = set()
-
-    def iteration_started(self, i: int, groups: int, images: int, totals: Any = None) -> None:
-        super().iteration_started(i, groups, images, totals)
-        self.iteration = i
-        if i == 1:
-            self.kill("encoder")
-
-    def advanced(self, stage: str, n: int) -> None:
-        super().advanced(stage, n)
-        plan = {(0, "explored"): "rollout", (1, "explored"): "reward", (2, "scored"): "selector"}
-        if victim := plan.get((self.iteration, stage)):
-            self.kill(victim)
-
-    def kill(self, kind: str) -> None:
-        if kind in self.killed:
-            return
-        self.killed.add(kind)
-        os.kill(getattr(self.session.services, kind).workers[0].facts["pid"], signal.SIGKILL)
-
-
-@pytest.mark.timeout(600)  # four processes are started again, one after the other
-def test_sigkill_of_every_stateless_service_changes_nothing(undisturbed, tiny_sd3_dir, tmp_path):
-    saboteur = Saboteur()
-    run = run_here(tiny_config(tiny_sd3_dir, tmp_path, "killed"), progress=saboteur)
-    assert_same(run, undisturbed)
-    events = run.events()
-    died = {event["kind"] for event in events if event["event"] == "actor_died"}
-    assert died == {"rollout", "reward", "encoder", "selector"} == saboteur.killed
-    assert run.metrics()[3]["rollout/reissued"] == sum(event["event"] == "chunk_reissued" for event in events) > 0
-
-
-@pytest.mark.timeout(600)  # two runs with all that they start
-def test_a_killed_process_tree_is_resumed_to_the_same_bits(undisturbed, tiny_sd3_dir, tmp_path, capsys):
-    config = tiny_config(tiny_sd3_dir, tmp_path, "resumed", services__rollout__actors=1)
-    file, run = write_toml(config, tmp_path), RunDirectory.of(config)
-    process = start("train", str(file), stdout=DEVNULL, stderr=DEVNULL)
-    try:
-        wait_until(lambda: "checkpoint_saved" in text_of(run.path / "events.jsonl"), process)
-    finally:
-        kill_tree(process)
-    assert not (run.checkpoints / "step_000003").exists()
-    code, out, errors = finish(start("train", str(file), "--resume", stdout=PIPE, stderr=PIPE))
-    assert code == 0, errors
-    assert "held-out reward after" in out
-    assert_same(run, undisturbed)
-    assert [row["iteration"] for row in run.metrics() if row["kind"] == "iteration"] == [0, 1, 2]
-    assert "run_resumed" in [event["event"] for event in run.events()]
-    assert main_here("train", file, "--resume", "--set", "explore.steps=3") == 2
-    errors = capsys.readouterr().err
-    assert "explore.steps: 2 -> 3" in errors and errors.count("\n") == 1
 
 
 def test_sigterm_stops_after_a_checkpoint_and_says_how_to_go_on(tiny_sd3_dir, tmp_path):

@@ -1,0 +1,210 @@
+"""Faults done to a run on purpose: what is struck, how and when; whether the run ended as if nothing had been; how long it took.
+
+A moment is a stage of the progress display ("explored", "scored", ...: something went through it), a method of a service ("encode",
+"export", ...: a call of it was made), or "begin", when an iteration starts.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+import io
+import json
+import os
+import signal
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol
+
+import psutil
+
+from cluster.progress import Progress
+from cluster.rundir import RunDirectory
+from tests.cluster.runs import adapters
+
+SERVICES = ("rollout", "reward", "encoder", "selector", "learner")
+Way = Literal["kill", "stop", "node"]
+WORDS: dict[str, str] = {"kill": "SIGKILL to", "stop": "SIGSTOP to", "node": "SIGKILL to the node of"}
+SAME = ("iteration", "kind", "samples_seen", "policy_version", "reward/", "explore/", "audit/", "rewards/failed", "loss/", "grad_norm",
+        "zero_std_ratio", "weights/version", "weights/bytes", "weights/delta_cosine", "weights/codes_changed", "eval/")  # fmt: skip
+"""Metrics, or beginnings of their names, that do not depend on who computed what and when."""
+DIGITS = 9
+"""Of float64 means that are compared: sums in another order differ in the sixteenth."""
+
+
+@dataclass(frozen=True)
+class Fault:
+    """Actor ``actor`` of ``kind`` is struck ``delay_s`` after the ``count``-th ``moment`` of iteration ``iteration``."""
+
+    kind: str
+    way: Way
+    iteration: int
+    moment: str
+    count: int = 1
+    actor: int = 0
+    delay_s: float = 0.0
+    always: bool = False  # at this and every later such moment of the iteration
+
+    def __str__(self) -> str:
+        when = f"{self.moment} {self.count} of iteration {self.iteration}"
+        return f"{WORDS[self.way]} {self.kind} {self.actor}, {self.delay_s:.2f} s after {when}"
+
+
+class Machines(Protocol):
+    """Nodes that can be taken away."""
+
+    def remove(self, node: str) -> None: ...
+
+
+class Striker(Progress):
+    """Does the faults to the run whose display it is; what was done stands in the run's events as ``fault_injected``."""
+
+    session: Any = None
+
+    def __init__(self, *faults: Fault, machines: Machines | None = None):
+        super().__init__(file=io.StringIO())
+        self.faults, self.machines = faults, machines
+        self.done: list[Fault] = []
+        self.pids: list[int] = []
+        self.seen: Counter[tuple[int, str]] = Counter()
+        self.now = -1
+        self.removal: asyncio.Future[None] | None = None
+        self._listening = False
+
+    def start(self, total_iterations: int, start_iteration: int = 0) -> None:
+        super().start(total_iterations, start_iteration)
+        if not self._listening:
+            self._listening = True
+            for pool in self.session.services.pools:
+                self._listen(pool)
+
+    def iteration_started(self, i: int, groups: int, images: int, totals: Mapping[str, int] | None = None) -> None:
+        super().iteration_started(i, groups, images, totals)
+        self.now = i
+        self._happened("begin")
+
+    def advanced(self, stage: str, n: int = 1) -> None:
+        super().advanced(stage, n)
+        self._happened(stage)
+
+    def _listen(self, pool: Any) -> None:
+        call = pool.call
+
+        async def told(key: Any, method: str, *args: Any, **options: Any) -> Any:
+            self._happened(method)
+            return await call(key, method, *args, **options)
+
+        pool.call = told
+
+    def _happened(self, moment: str) -> None:
+        self.seen[self.now, moment] += 1
+        count = self.seen[self.now, moment]
+        for fault in self.faults:
+            due = count >= fault.count if fault.always else count == fault.count and fault not in self.done
+            if due and (fault.iteration, fault.moment) == (self.now, moment):
+                asyncio.get_running_loop().call_later(fault.delay_s, self._strike, fault)
+
+    def _strike(self, fault: Fault) -> None:
+        pool = next(pool for pool in self.session.services.pools if pool.kind == fault.kind)
+        worker = next((worker for worker in pool.workers if worker.index == fault.actor), None)
+        if worker is None or worker.handle is None or (fault in self.done and not fault.always):
+            return
+        self.done.append(fault)
+        pid, node = worker.facts["pid"], worker.facts["node"]
+        self.pids.append(pid)
+        self.session.rundir.event("fault_injected", kind=fault.kind, actor=fault.actor, way=fault.way, why=str(fault), pid=pid)
+        if fault.way == "node":
+            assert self.machines is not None
+            self.removal = asyncio.get_running_loop().run_in_executor(None, self.machines.remove, node)
+        else:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL if fault.way == "kill" else signal.SIGSTOP)
+
+    @property
+    def left_over(self) -> list[int]:
+        """Struck processes that still are."""
+        there = (psutil.Process(pid) for pid in self.pids if psutil.pid_exists(pid))
+        return [process.pid for process in there if process.status() != psutil.STATUS_ZOMBIE]
+
+
+# ---- what came of it
+
+
+def outcome(run: RunDirectory, step: int) -> dict[str, str]:
+    """SHA-256 of all that must not depend on faults: LoRA, old policy, EMA and optimiser at ``step``, what was selected, and the rows
+    of the metrics, each of which counts its units once."""
+    lora = b"".join(name.encode() + data for name, data in adapters(run, step).items())
+    parts = {"lora": lora, "selections": run.selections_file.read_bytes(), "metrics": json.dumps(lasting(run.metrics())).encode()}
+    return {name: hashlib.sha256(data).hexdigest() for name, data in parts.items()}
+
+
+def lasting(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Of every row the metrics that are the same whoever computed what (``SAME``), to ``DIGITS`` digits."""
+
+    def plain(value: Any) -> Any:
+        return float(f"{value:.{DIGITS}g}") if isinstance(value, float) else value
+
+    return [{key: plain(row[key]) for key in sorted(row) if key.startswith(SAME)} for row in rows]
+
+
+@dataclass(frozen=True)
+class Recovery:
+    """Seconds after a fault until the loss was noticed, until another actor stood in the place, and until the work that was lost had
+    been done: a unit answered by another actor; of the learner, its version published again. None: nobody missed it."""
+
+    kind: str
+    way: str
+    noticed_s: float | None = None
+    replaced_s: float | None = None
+    answered_s: float | None = None
+
+
+def recoveries(events: Sequence[Mapping[str, Any]]) -> list[Recovery]:
+    """One per ``fault_injected`` among a run's events."""
+    found = []
+    for place, fault in enumerate(events):
+        if fault["event"] != "fault_injected":
+            continue
+        later, kind = events[place:], fault["kind"]
+
+        def since(
+            name: str, start: float = -1.0, fault: Mapping[str, Any] = fault, later: Any = later, **fields: Any
+        ) -> float | None:
+            for event in later:
+                mine = event["event"] == name and all(event.get(key) == value for key, value in fields.items())
+                if mine and event["time"] - fault["time"] >= start:
+                    return round(event["time"] - fault["time"], 3)
+            return None
+
+        who = {"kind": kind, "actor": fault["actor"]}
+        noticed = since("actor_died", **who)
+        replaced = answered = None
+        if noticed is not None:
+            replaced = since("actor_replaced", noticed, **who)
+            restored = since("learner_restored", noticed)
+            answered = since("chunk_recovered", noticed, kind=kind) if kind != "learner" else None
+            if answered is None and restored is not None:  # what went with a node may send the run back to its checkpoint
+                answered = since("version_published", restored)
+        found.append(Recovery(kind, fault["way"], noticed, replaced, answered))
+    return found
+
+
+def recovery_table(found: Sequence[Recovery]) -> list[str]:
+    """Lines of a Markdown table: medians, and the largest in brackets, by what was struck and how."""
+    lines = ["| struck | how | times | noticed | replaced | answered or restored |", "| --- | --- | --- | --- | --- | --- |"]
+    for kind in SERVICES:
+        for way in WORDS:
+            mine = [each for each in found if (each.kind, each.way) == (kind, way)]
+            if mine:
+                cells = [_cell([getattr(each, name) for each in mine]) for name in ("noticed_s", "replaced_s", "answered_s")]
+                lines.append(f"| {kind} | {way} | {len(mine)} | {' | '.join(cells)} |")
+    return lines
+
+
+def _cell(values: Sequence[float | None]) -> str:
+    known = sorted(value for value in values if value is not None)
+    if not known:
+        return "not needed"
+    return f"{known[len(known) // 2]:.1f} s" + (f" ({known[-1]:.1f} s)" if len(known) > 1 else "")

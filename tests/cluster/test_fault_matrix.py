@@ -1,0 +1,272 @@
+"""What is struck (rollout, reward, encoder, selector, learner, the driver, a chunk) against how (killed, hung, its node lost).
+
+Invariants of every cell: the run ends as it should; every unit counts once; selections, metrics and LoRA are those of the undisturbed
+run, bit for bit; nothing that was struck lives on; and nothing goes on for ever. ``faults`` says what can be done and when.
+"""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from subprocess import DEVNULL, PIPE
+from typing import Any
+from unittest import mock
+
+import psutil
+import pytest
+
+from actors.encoder import EncoderActor
+from actors.messages import ChunkKey, ExploreChunk
+from actors.rollout import RolloutActor
+from cluster.errors import RunFailed
+from cluster.rundir import RunDirectory
+from tests.cluster import nodes
+from tests.cluster.faults import SERVICES, Fault, Recovery, Striker, Way, outcome, recoveries, recovery_table
+from tests.cluster.processes import finish, kill_tree, start, wait_until
+from tests.cluster.runs import main_here, run_here, tiny_config, write_toml
+
+ROOT = Path(__file__).parent.parent.parent
+STATELESS = ("rollout", "reward", "encoder", "selector")
+DEADLINE_S = 15.0
+"""Of the services that hang here. A unit of the tiny run takes a fraction of a second."""
+SECONDS = {f"services__{kind}__deadline_s": DEADLINE_S for kind in STATELESS} | {"services__learner__deadline_s": 2 * DEADLINE_S}
+slow = pytest.mark.slow
+
+
+def assert_as_if_nothing_had_been(run: RunDirectory, undisturbed: RunDirectory) -> None:
+    rows = [(row["kind"], row["iteration"]) for row in run.metrics()]
+    assert rows == [("evaluation", 0), ("iteration", 0), ("iteration", 1), ("iteration", 2), ("evaluation", 3)]
+    assert outcome(run, 3) == outcome(undisturbed, 3)
+
+
+def died(run: RunDirectory) -> list[str]:
+    return [event["kind"] for event in run.events() if event["event"] == "actor_died"]
+
+
+# ---- processes
+
+
+def each_in_another_phase(way: Way) -> list[Fault]:
+    moments = {"rollout": (0, "explored"), "encoder": (1, "begin"), "reward": (1, "explored"), "selector": (2, "scored")}
+    return [Fault(kind, way, *moments[kind]) for kind in STATELESS]
+
+
+@pytest.mark.timeout(900)  # four processes are started again, one after the other
+@pytest.mark.parametrize("way", ["kill", pytest.param("stop", marks=slow)])
+def test_stateless_services(undisturbed, tiny_sd3_dir, tmp_path, way):
+    """One run, struck four times: what one loss leaves behind must not make the next one worse."""
+    striker = Striker(*each_in_another_phase(way))
+    changes = SECONDS if way == "stop" else {}
+    run = run_here(tiny_config(tiny_sd3_dir, tmp_path, way, **changes), progress=striker)
+    assert {fault.kind for fault in striker.done} == set(STATELESS) == set(died(run))
+    assert_as_if_nothing_had_been(run, undisturbed)
+    reissues = sum(event["event"] == "chunk_reissued" for event in run.events())
+    assert run.metrics()[3]["rollout/reissued"] == reissues >= 4
+    for recovery in recoveries(run.events()):
+        assert recovery.noticed_s is not None and recovery.answered_s is not None
+        assert recovery.noticed_s >= (DEADLINE_S - 1 if way == "stop" else 0)
+    assert striker.left_over == []
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize(
+    ("way", "every", "iteration", "moment", "back_to"),
+    [
+        ("kill", 1, 1, "update", 1),
+        ("kill", 2, 1, "export", 0),
+        pytest.param("kill", 1, 1, "regenerated", 1, marks=slow),
+        pytest.param("kill", 2, 2, "generate", 2, marks=slow),
+        pytest.param("stop", 1, 1, "update", 1, marks=slow),
+    ],
+)
+def test_the_learner(undisturbed, tiny_sd3_dir, tmp_path, way, every, iteration, moment, back_to):
+    """Restored by itself from the newest checkpoint; the versions since are published again, then the run goes on."""
+    striker = Striker(Fault("learner", way, iteration, moment))
+    changes = {"checkpoint__every": every, **(SECONDS if way == "stop" else {})}
+    run = run_here(tiny_config(tiny_sd3_dir, tmp_path, f"{way}-{moment}", **changes), progress=striker)
+    assert_as_if_nothing_had_been(run, undisturbed)
+    assert died(run) == ["learner"]
+    events = run.events()
+    (restored,) = [event for event in events if event["event"] == "learner_restored"]
+    assert (restored["iteration"], restored["during"]) == (back_to, iteration)
+    versions = [event["version"] for event in events if event["event"] == "version_published"]
+    assert versions == [*range(iteration + 1), *range(back_to, 4)]  # the same version again, then on
+    assert striker.left_over == []
+
+
+def test_a_learner_that_dies_again_and_again_ends_the_run(ray_here, tiny_sd3_dir, tmp_path):
+    config = tiny_config(tiny_sd3_dir, tmp_path, "hopeless", services__learner__max_restarts=1)
+    with pytest.raises(RunFailed, match="the learner was lost.*max_restarts = 1 returns .* used up.*--resume"):
+        run_here(config, progress=Striker(Fault("learner", "kill", 0, "regenerated", always=True)))
+
+
+# ---- a unit that kills whoever takes it
+
+
+class PoisonedRollout(RolloutActor):
+    """Dies of one chunk."""
+
+    def explore(self, request: ExploreChunk, conditioning: Any) -> Any:
+        if request.key == ChunkKey(0, 1, 2, 0):
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().explore(request, conditioning)
+
+
+class PoisonedEncoder(EncoderActor):
+    """Dies of the prompts of an iteration: one to a group, as those of an evaluation are not."""
+
+    def encode(self, groups: Any) -> Any:
+        if all(len(prompts) == 1 for prompts in groups):
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().encode(groups)
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize(
+    ("actor", "named"),
+    [
+        (PoisonedRollout, "rollout: ChunkKey(iteration=0, prompt=1, chunk=2, version=0) failed 3 times"),
+        pytest.param(PoisonedEncoder, "encoder: ('encode', 0) failed 3 times", marks=slow),
+    ],
+)
+def test_a_unit_that_kills_whoever_takes_it_ends_the_run(ray_here, tiny_sd3_dir, tmp_path, capsys, actor, named):
+    kind = named.partition(":")[0]
+    config = tiny_config(tiny_sd3_dir, tmp_path, "poison", iterations=1, **{f"services__{kind}__max_attempts": 3})
+    with mock.patch(f"cluster.services.{actor.__base__.__name__}", actor):
+        assert main_here("train", write_toml(config, tmp_path)) == 3
+    last = capsys.readouterr().err.strip().splitlines()[-1]
+    assert named in last, last
+    events = RunDirectory.of(config).events()
+    assert events[-1]["event"] == "run_failed" and named in events[-1]["why"]
+    assert set(died(RunDirectory.of(config))) == {kind} and len(died(RunDirectory.of(config))) <= 3
+    unit = named.partition(": ")[2].partition(" failed")[0]
+    assert sum(event["event"] == "chunk_reissued" and event["unit"] == unit for event in events) == 2
+
+
+# ---- the driver
+
+
+def the_driver(process: subprocess.Popen[str]) -> None:
+    """The driver alone; what it started must follow by itself."""
+    children = psutil.Process(process.pid).children(recursive=True)
+    process.kill()
+    process.wait(10)
+    _, alive = psutil.wait_procs(children, timeout=60)
+    assert not alive, [child.name() for child in alive]
+
+
+def the_whole_tree(process: subprocess.Popen[str]) -> None:
+    kill_tree(process)
+
+
+@pytest.mark.timeout(900)  # two runs with all that they start
+@pytest.mark.parametrize(
+    ("kill", "line"), [(the_driver, "checkpoint_saved"), pytest.param(the_whole_tree, '"version": 1', marks=slow)]
+)
+def test_the_driver_is_killed_and_resumed(
+    undisturbed, tiny_sd3_dir, tmp_path, capsys, kill: Callable[[subprocess.Popen[str]], None], line: str
+):
+    config = tiny_config(tiny_sd3_dir, tmp_path, "resumed", services__rollout__actors=1)
+    file, run = write_toml(config, tmp_path), RunDirectory.of(config)
+    process = start("train", str(file), stdout=DEVNULL, stderr=DEVNULL)
+    try:
+        wait_until(lambda: run.events_file.exists() and line in run.events_file.read_text(), process)
+        kill(process)
+    finally:
+        kill_tree(process)
+    assert not (run.checkpoints / "step_000003").exists()
+    began = time.time()
+    code, out, errors = finish(start("train", str(file), "--resume", stdout=PIPE, stderr=PIPE))
+    assert code == 0, errors
+    assert "held-out reward after" in out
+    assert_as_if_nothing_had_been(run, undisturbed)
+    names = [event["event"] for event in run.events() if event["time"] >= began]
+    assert names.count("run_resumed") == 1 and names[-1] == "run_finished"
+    assert main_here("train", file, "--resume", "--set", "explore.steps=3") == 2
+    errors = capsys.readouterr().err
+    assert "explore.steps: 2 -> 3" in errors and errors.count("\n") == 1
+
+
+# ---- nodes
+
+
+class Nodes:
+    """Three simulated nodes in a process of its own, which has a Ray of its own."""
+
+    def __init__(self, model: Path, root: Path):
+        self.root, self.log = root, root / "nodes.log"
+        environment = {key: value for key, value in os.environ.items() if key != "RAY_ADDRESS"}
+        command = [sys.executable, "-m", "tests.cluster.nodes", str(model), str(root)]
+        self.process = subprocess.Popen(
+            command, cwd=ROOT, text=True, stdin=PIPE, stdout=self.log.open("w"), stderr=subprocess.STDOUT, env=environment
+        )
+
+    def run(self, kind: str) -> RunDirectory:
+        """Take away the node of ``kind`` in a run of that name."""
+        assert self.process.stdin is not None
+        self.process.stdin.write(f"{kind}\n")
+        self.process.stdin.flush()
+        try:
+            wait_until(lambda: f"{nodes.DONE} {kind}" in self.log.read_text(), self.process, 1200)
+        except AssertionError:
+            raise AssertionError(self.log.read_text()[-3000:]) from None
+        return RunDirectory(self.root / "runs" / kind)
+
+
+@pytest.fixture(scope="module")
+def simulated(tiny_sd3_dir, tmp_path_factory) -> Iterator[Nodes]:
+    there = Nodes(tiny_sd3_dir, tmp_path_factory.mktemp("nodes"))
+    try:
+        yield there
+    finally:
+        kill_tree(there.process)
+
+
+@slow
+@pytest.mark.timeout(1500)
+@pytest.mark.parametrize("kind", SERVICES)
+def test_a_node_is_lost(simulated, undisturbed, kind):
+    """Its actors, and the objects it held, are gone at once; another node of the same label has room."""
+    run = simulated.run(kind)
+    assert_as_if_nothing_had_been(run, undisturbed)
+    assert kind in died(run)
+    started = [event for event in run.events() if event["event"] in ("actor_started", "actor_replaced")]
+    homes = [event["node"] for event in started if (event["kind"], event["actor"]) == (kind, 0)]
+    assert len(homes) == 2 and homes[0] != homes[1]
+    if kind == "learner":
+        assert any(event["event"] == "learner_restored" for event in run.events())
+
+
+# ---- the measuring itself
+
+
+def test_recovery_times_are_read_from_events():
+    def event(moment: float, name: str, kind: str = "rollout", actor: int = 1, **more: Any) -> dict[str, Any]:
+        return {"time": 100.0 + moment, "event": name, "kind": kind, "actor": actor, **more}
+
+    events = [
+        event(0, "version_published", version=0),
+        event(1, "fault_injected", way="kill"),
+        event(1.25, "actor_died", actor=0),  # another one
+        event(1.5, "actor_died"),
+        event(2.0, "chunk_recovered", actor=0),
+        event(4.5, "actor_replaced"),
+        event(10, "fault_injected", "learner", 0, way="stop"),
+        event(40, "actor_died", "learner", 0),
+        event(44, "actor_replaced", "learner", 0),
+        event(44, "learner_restored"),
+        event(45, "version_published", version=1),
+        event(50, "fault_injected", "encoder", 0, way="kill"),
+    ]
+    found = recoveries(events)
+    assert found == [
+        Recovery("rollout", "kill", 0.5, 3.5, 1.0), Recovery("learner", "stop", 30, 34, 35), Recovery("encoder", "kill")
+    ]  # fmt: skip
+    assert recovery_table([*found, Recovery("rollout", "kill", 1.5, 2.5, 4.0)])[2:] == [
+        "| rollout | kill | 2 | 1.5 s (1.5 s) | 3.5 s (3.5 s) | 4.0 s (4.0 s) |",
+        "| encoder | kill | 1 | not needed | not needed | not needed |",
+        "| learner | stop | 1 | 30.0 s | 34.0 s | 35.0 s |",
+    ]

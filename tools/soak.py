@@ -1,0 +1,226 @@
+"""Many small runs, each struck once by a fault drawn from a seed, held against one that was left in peace: ``make soak``.
+
+What is drawn: a service and one of its actors, the way (SIGKILL, SIGSTOP, or its simulated node taken away), and the moment, out of all
+that happened in the undisturbed run. Fault i of a seed is the same however many runs are asked for. One line per run is printed and
+kept in OUT/faults.jsonl, so that a soak that was stopped goes on where it was. All runs share one Ray and its processes: only those
+that were struck are started again. Exit code 1 when a run ended otherwise than the undisturbed one; its directory is kept.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import os
+import shutil
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+WAYS = ("kill", "stop", "node")
+LONGEST_DELAY_S = 0.3
+NODES, NODE_CPUS = 4, 3
+"""A run and the processes that wait for the next one fit on them without any one of them."""
+DEADLINE_S = 15.0
+"""An actor silent for longer counts as hung; the learner, twice as long."""
+
+
+def draw(seed: int, index: int, moments: Mapping[tuple[int, str], int], kinds: Sequence[str], ways: Sequence[str]) -> Any:
+    """Fault ``index`` of ``seed``; ``moments``: how often each (iteration, moment) comes in the undisturbed run."""
+    from tests.cluster.faults import Fault
+
+    rng = np.random.default_rng([seed, index])
+    kind, way = kinds[int(rng.integers(len(kinds)))], ways[int(rng.integers(len(ways)))]
+    iteration, moment = sorted(moments)[int(rng.integers(len(moments)))]
+    count = 1 + int(rng.integers(moments[iteration, moment]))
+    actor = int(rng.integers(2)) if kind == "rollout" else 0
+    return Fault(kind, way, iteration, moment, count, actor, round(float(rng.uniform(0, LONGEST_DELAY_S)), 3))  # type: ignore[arg-type]
+
+
+class Soak:
+    """The runs of one soak, on the Ray that is there."""
+
+    def __init__(self, out: Path, seed: int, kinds: Sequence[str], ways: Sequence[str], overrides: Sequence[str] = ()):
+        self.out, self.seed, self.kinds, self.ways, self.overrides = out, seed, list(kinds), list(ways), list(overrides)
+        self.machines: Any = None
+        self.file = out / "faults.jsonl"
+
+    def known(self) -> dict[int, dict[str, Any]]:
+        """Rows of an earlier soak of the same seed and choice, by index; a line cut short by a kill is done again."""
+        rows: dict[int, dict[str, Any]] = {}
+        text = self.file.read_text() if self.file.exists() else ""
+        if text and not text.endswith("\n"):
+            self.file.write_text(f"{text}\n")
+        for line in text.splitlines():
+            try:
+                row = json.loads(line)
+            except json.JSONDecodeError:
+                continue
+            if row["drawn_from"] != self._drawn_from:
+                raise SystemExit(f"{self.file} holds {row['drawn_from']}, not {self._drawn_from}: give another --out")
+            rows[row["index"]] = row
+        return rows
+
+    @property
+    def _drawn_from(self) -> dict[str, Any]:
+        return {"seed": self.seed, "kinds": self.kinds, "ways": self.ways, "overrides": self.overrides}
+
+    def prepare(self) -> None:
+        """The model, and the run that nothing happens to."""
+        from tests.cluster.faults import Striker
+        from tests.tiny_sd3 import make_tiny_sd3
+
+        self.model = self.out / "model"
+        if not (self.model / "model_index.json").exists():
+            make_tiny_sd3(self.model)
+        quiet = Striker()
+        self.undisturbed = self._train("undisturbed", quiet)
+        self.moments = {key: count for key, count in quiet.seen.items() if key[0] >= 0}
+
+    def one(self, index: int) -> dict[str, Any]:
+        """Run ``index``: struck, compared, and written down."""
+        from tests.cluster.faults import Striker, recoveries
+
+        fault = draw(self.seed, index, self.moments, self.kinds, self.ways)
+        striker, name = Striker(fault, machines=self.machines), f"run-{index:04d}"
+        began = time.monotonic()
+        row: dict[str, Any] = {"index": index, "drawn_from": self._drawn_from, "fault": str(fault), **asdict(fault)}
+        try:
+            found = self._train(name, striker)
+            row["differs"] = [part for part, digest in found.items() if digest != self.undisturbed[part]]
+        except Exception as error:
+            row |= {"differs": ["end"], "why": f"{type(error).__name__}: {error}"}
+        if self.machines is not None:
+            self.machines.mend()
+        recovery = recoveries(self._events(name))
+        row |= {"struck": bool(striker.done), "left_over": len(striker.left_over), "seconds": round(time.monotonic() - began, 1)}
+        row["recovery"] = asdict(recovery[0]) if recovery else None
+        with self.file.open("a") as file:
+            file.write(json.dumps(row) + "\n")
+        if identical(row):
+            shutil.rmtree(self.out / "runs" / name)
+        return row
+
+    def _train(self, name: str, striker: Any) -> dict[str, str]:
+        from tests.cluster.faults import outcome
+        from tests.cluster.runs import run_here
+
+        shutil.rmtree(self.out / "runs" / name, ignore_errors=True)
+        more = {} if self.machines is None else {"services__learner__cpus": 1}  # then not all fit on one node
+        config = tiny(self.model, self.out, name, self.overrides, **more)
+        return outcome(run_here(config, progress=striker), config.iterations)
+
+    def _events(self, name: str) -> list[dict[str, Any]]:
+        from cluster.rundir import RunDirectory
+
+        return RunDirectory(self.out / "runs" / name).events()
+
+
+def tiny(model: Path, out: Path, name: str, overrides: Sequence[str] = (), **more: Any) -> Any:
+    """Two iterations of two prompts, 2 of 4 noises each, with two explorers: whatever can be struck, and as little else as can be."""
+    from configs.load import apply, parse
+    from tests.cluster.faults import SERVICES
+    from tests.cluster.runs import tiny_config
+
+    services: dict[str, Any] = {f"services__{kind}__deadline_s": DEADLINE_S for kind in SERVICES}
+    services |= {"services__learner__deadline_s": 2 * DEADLINE_S, **more}
+    config = tiny_config(
+        model, out, name, iterations=2, explore__pool_size=4, explore__chunk_size=1, selection__keep=2,
+        evaluate__prompts=1, evaluate__noises=1, optimizer__batch_size=4, logging__grid_prompts=1, **services,
+    )  # fmt: skip
+    tree = config.model_dump(mode="json")
+    for override in overrides:
+        apply(tree, override)
+    return parse(tree) if overrides else config
+
+
+def identical(row: Mapping[str, Any]) -> bool:
+    """Whether the run ended as the undisturbed one did, with nothing of what was struck left behind."""
+    return not row["differs"] and not row["left_over"]
+
+
+def line_of(row: Mapping[str, Any]) -> str:
+    """One run for people."""
+    came = "identical" if identical(row) else f"DIFFERS: {', '.join(row['differs'])}{' left over' * bool(row['left_over'])}"
+    if not row["struck"]:
+        came += ", not struck: the actor was just being replaced, or the run had ended"
+    times = row["recovery"] or {}
+    parts = [("noticed", "noticed_s"), ("replaced", "replaced_s"), ("recovered", "answered_s")]
+    said = ", ".join(f"{word} {times[key]:.1f} s" for word, key in parts if times.get(key) is not None)
+    why = f"; {row['why']}" if "why" in row else ""
+    return f"{row['index']:4}  {came}  {row['fault']}; {said or 'nobody missed it'}; run {row['seconds']:.0f} s{why}"
+
+
+def summary(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    """What all runs came to, with the table of recovery times."""
+    from tests.cluster.faults import Recovery, recovery_table
+
+    struck, same = sum(row["struck"] for row in rows), sum(identical(row) for row in rows)
+    found = [Recovery(**row["recovery"]) for row in rows if row["recovery"]]
+    return [*recovery_table(found), f"{same} of {len(rows)} runs ended identical to the undisturbed one; {struck} were struck"]
+
+
+@contextmanager
+def ray_of(ways: Sequence[str]) -> Iterator[Any]:
+    """The simulated nodes where any are to be lost, else None; on the Ray that is there, or on one started for this."""
+    import ray
+
+    from tests.cluster.nodes import Machines
+
+    if ray.is_initialized():
+        if "node" in ways:
+            raise SystemExit("--ways node: needs a Ray of its own")
+        yield None
+    elif "node" in ways:
+        with Machines({"num_cpus": 0}, *[{"num_cpus": NODE_CPUS}] * NODES) as machines:
+            yield machines
+    else:
+        ray.init("local", num_cpus=16, include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR)
+        yield None
+        ray.shutdown()
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Soak; 0 when every run ended identical."""
+    options = _parser().parse_args(arguments)
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    out = Path(options.out or f"runs/soak-{options.seed}").absolute()
+    out.mkdir(parents=True, exist_ok=True)
+    soak = Soak(out, options.seed, options.kinds, options.ways, options.overrides)
+    rows = {index: row for index, row in soak.known().items() if index < options.runs}
+    for index in sorted(rows):
+        print(line_of(rows[index]), flush=True)
+    if missing := [index for index in range(options.runs) if index not in rows]:
+        with ray_of(options.ways) as soak.machines:
+            soak.prepare()
+            for index in missing:
+                rows[index] = soak.one(index)
+                print(line_of(rows[index]), flush=True)
+    print("\n".join(summary([rows[index] for index in sorted(rows)])))
+    return 0 if all(identical(row) for row in rows.values()) else 1
+
+
+def _parser() -> argparse.ArgumentParser:
+    from tests.cluster.faults import SERVICES
+
+    parser = argparse.ArgumentParser(prog="python -m tools.soak", description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--runs", type=int, default=20, help="how many, those of an earlier soak in OUT counted in")
+    parser.add_argument("--seed", type=int, default=0, help="of the faults")
+    parser.add_argument("--kinds", nargs="+", choices=SERVICES, default=list(SERVICES), metavar="SERVICE", help="only these")
+    parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS), metavar="WAY", help=f"of {', '.join(WAYS)}")
+    parser.add_argument(
+        "--set", action="append", default=[], dest="overrides", metavar="a.b=c", help="change the runs, as explore_ahead=1"
+    )
+    parser.add_argument("--out", metavar="DIR", help="runs/soak-SEED unless given")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())
