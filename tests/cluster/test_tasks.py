@@ -1,0 +1,28 @@
+"""Several coroutines of which one fails."""
+
+import asyncio
+
+import pytest
+
+from cluster.tasks import all_or_none
+
+
+def test_all_or_none_leaves_nobody_working():
+    left = []
+
+    async def slow() -> None:
+        try:
+            await asyncio.sleep(60)
+        finally:
+            left.append("gone")
+
+    async def fails() -> None:
+        await asyncio.sleep(0.01)
+        raise ValueError("no")
+
+    async def work() -> list[str]:
+        with pytest.raises(ValueError, match="no"):
+            await all_or_none(slow(), fails(), slow())
+        return list(left)
+
+    assert asyncio.run(work()) == ["gone", "gone"]
