@@ -35,37 +35,32 @@ class ScoreCache:
         require_pictures(images, prompts, metadata)
         contents = [_content(*row) for row in zip(images, prompts, metadata, strict=True)]
         chosen = [label for label in self._scorer.scorers if labels is None or label in labels]
-        made = [self._one(label, contents, images, prompts, metadata) for label in chosen]
-        return Attempt(
-            {label: scores for part in made for label, scores in part.scores.items()},
-            {name: values for part in made for name, values in part.parts.items()},
-            tuple(failure for part in made for failure in part.failures),
-            {label: seconds for part in made for label, seconds in part.seconds.items()},
-        )
-
-    def _one(
-        self, label: str, contents: list[bytes], images: np.ndarray, prompts: Sequence[str], metadata: Sequence[dict[str, Any]]
-    ) -> Attempt:
-        """One scorer: the unknown pictures, each content once, and then everything from memory."""
-        keys = [label.encode() + b"\0" + content for content in contents]
-        new = [row for row, key in enumerate(keys) if key not in self._known and key not in keys[:row]]
-        self.hits += len(keys) - len(new)
-        entries: dict[bytes, Entry] = {key: self._known[key] for key in keys if key in self._known}
-        failures: tuple[str, ...] = ()
+        keys = {label: [label.encode() + b"\0" + content for content in contents] for label in chosen}
+        entries = {key: self._known[key] for row in keys.values() for key in row if key in self._known}
+        lacking: dict[tuple[int, ...], list[str]] = {}  # rows, each content once -> the scorers that do not know them
+        for label, mine in keys.items():
+            rows = tuple(row for row, key in enumerate(mine) if key not in entries and key not in mine[:row])
+            self.hits += len(mine) - len(rows)
+            if rows:
+                lacking.setdefault(rows, []).append(label)
+        failures: list[str] = []
         seconds: dict[str, float] = {}
-        if new:
-            scored = self._scorer.attempt(images[new], [prompts[i] for i in new], [metadata[i] for i in new], [label])
-            failures, seconds = scored.failures, scored.seconds
-            for place, row in enumerate(new):
-                parts = {name: float(values[place]) for name, values in scored.parts.items()}
-                entries[keys[row]] = float(scored.scores[label][place]), parts
-            self._remember({keys[row]: entries[keys[row]] for row in new})
-        rows = [entries[key] for key in keys]
-        names = {name for _, parts in rows for name in parts}
+        for rows, same in lacking.items():  # as one batch, so that what these scorers share is made once
+            scored = self._scorer.attempt(images[list(rows)], [prompts[i] for i in rows], [metadata[i] for i in rows], same)
+            failures += scored.failures
+            seconds |= scored.seconds
+            fresh = {keys[label][row]: _entry(scored, label, place) for label in same for place, row in enumerate(rows)}
+            entries |= fresh
+            self._remember(fresh)
+        found = {label: [entries[key] for key in mine] for label, mine in keys.items()}
         return Attempt(
-            {label: np.array([score for score, _ in rows], np.float32)},
-            {name: np.array([parts.get(name, np.nan) for _, parts in rows], np.float32) for name in sorted(names)},
-            failures,
+            {label: np.array([score for score, _ in row], np.float32) for label, row in found.items()},
+            {
+                name: np.array([parts.get(name, np.nan) for _, parts in row], np.float32)
+                for row in found.values()
+                for name in sorted({name for _, parts in row for name in parts})
+            },
+            tuple(failures),
             seconds,
         )
 
@@ -73,6 +68,12 @@ class ScoreCache:
         self._known |= {key: entry for key, entry in entries.items() if np.isfinite(entry[0])}
         while len(self._known) > self._size:
             self._known.popitem(last=False)
+
+
+def _entry(scored: Attempt, label: str, place: int) -> Entry:
+    """What is remembered of one scorer and picture."""
+    own = {name: values for name, values in scored.parts.items() if name.startswith(f"{label}/")}
+    return float(scored.scores[label][place]), {name: float(values[place]) for name, values in own.items()}
 
 
 def _content(image: np.ndarray, prompt: str, metadata: dict[str, Any]) -> bytes:

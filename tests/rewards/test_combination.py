@@ -11,6 +11,7 @@ from configs.rewards import Rewards
 from configs.rewards import Scorer as ScorerConfig
 from rewards.cache import ScoreCache
 from rewards.combine import Combination, WeightedScorer, combine, rank, zscore
+from rewards.pictures import shared
 
 NAN = np.nan
 floats = st.lists(st.integers(-50, 50).map(float), min_size=1, max_size=12)
@@ -145,3 +146,23 @@ def test_a_failure_is_not_remembered_and_old_entries_leave():
     assert whole.scores["own"].tolist() == [0, 1, 2] and not whole.failures and inner.calls == [3, 3]
     cache.attempt(images, [""] * 3, [{}] * 3)
     assert inner.calls == [3, 3, 1]  # two were kept, the oldest had left
+
+
+def test_scorers_that_lack_the_same_pictures_get_them_as_one_batch():
+    """So that a resize that they share is made once; one that knows more gets only its own rest."""
+    images = np.random.default_rng(0).integers(0, 256, (3, 3, 5, 5), dtype=np.uint8)
+    resized: list[int] = []
+
+    class Resizing(Counting):
+        def __call__(self, images, prompts, metadata):
+            small = shared(images, ("small",), lambda: resized.append(len(images)) or images[:, :, :2, :2])
+            return super().__call__(small, prompts, metadata)
+
+    a, b = Resizing(), Resizing()
+    cache = ScoreCache(WeightedScorer({"a": a, "b": b}, {"a": 1.0, "b": 1.0}))
+    cache.attempt(images[:1], [""], [{}], ["a"])
+    made = cache.attempt(images[1:], [""] * 2, [{}] * 2)
+    assert resized == [1, 2] and np.array_equal(made.scores["a"], made.scores["b"])
+    assert list(made.scores) == ["a", "b"] and list(made.parts) == ["a/first", "b/first"] and set(made.seconds) == {"a", "b"}
+    made = cache.attempt(images, [""] * 3, [{}] * 3)  # a knows all, b lacks the first
+    assert (a.calls, b.calls) == ([1, 2], [2, 1]) and np.array_equal(made.scores["a"], made.scores["b"])
