@@ -6,6 +6,7 @@ from typing import Literal
 
 from pydantic import Field, model_validator
 
+from configs.families import FamilyName
 from configs.section import PathText, Section
 
 Backend = Literal["auto", "te_nvfp4", "torch_nvfp4", "fp8", "emulated_nvfp4", "bf16", "fp32"]
@@ -17,7 +18,7 @@ AnySolver = Literal["euler", "dpm2", "flow_sde", "dance_sde"]
 class Model(Section):
     """The base text-to-image model: a diffusers pipeline directory or hub id."""
 
-    family: Literal["sd3", "flux", "sana"] = "sd3"
+    family: FamilyName = "sd3"
     path: PathText = Field(description="pipeline directory, hub id, or 'shapes' for the tiny model that ships with Sol-RL")
     height: int = Field(default=512, ge=16, multiple_of=8, description="picture height in pixels")
     width: int = Field(default=512, ge=16, multiple_of=8, description="picture width in pixels")

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import importlib
+
+from configs.families import FAMILIES as ROWS
 from configs.sections import Model
 from policy.families.base import INDEX, Family, TextEncoder, model_directory, pipeline_file
-from policy.families.flux import Flux
-from policy.families.sana import Sana
-from policy.families.sd3 import SD3
 
-FAMILIES: dict[str, type[Family]] = {"sd3": SD3, "flux": Flux, "sana": Sana}
+
+def _class_of(row: str) -> type[Family]:
+    module, _, name = row.partition(":")
+    return getattr(importlib.import_module(module), name)
+
+
+FAMILIES: dict[str, type[Family]] = {name: _class_of(row) for name, row in ROWS.items()}
 
 
 def family_for(model: Model) -> Family:

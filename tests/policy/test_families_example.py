@@ -1,12 +1,16 @@
 """The family that docs/new_model.md shows: taken out of the page as it stands, and held against its stock pipeline."""
 
 import re
+import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from pydantic import TypeAdapter
 
+import configs.families
+import policy.families
 from configs.sections import Lora, Model
 from policy.families import FAMILIES, family_for
 from policy.lora import adapted_modules, add_adapters
@@ -56,17 +60,41 @@ def directory(tmp_path_factory):
     return path
 
 
+def on_the_page(pattern: str) -> str:
+    """The one block of code in the page that begins so."""
+    (code,) = re.findall(rf"```python\n({pattern}.*?)```", PAGE.read_text(), re.DOTALL)
+    return code
+
+
 @pytest.fixture
-def family(directory, monkeypatch):
-    """As someone who follows the page has it: the page's file, and one row."""
-    (code,) = re.findall(r"```python\n(\"\"\"AuraFlow.*?)```", PAGE.read_text(), re.DOTALL)
-    module: dict = {}
-    exec(compile(code, str(PAGE), "exec"), module)
-    monkeypatch.setitem(FAMILIES, NAMED, module["AuraFlow"])
+def family(directory, monkeypatch, tmp_path):
+    """As someone who follows the page has it: the page's file where it says, and the page's row in the table."""
+    (tmp_path / f"{NAMED}.py").write_text(on_the_page('"""AuraFlow'))
+    monkeypatch.setattr(policy.families, "__path__", [*policy.families.__path__, str(tmp_path)])
+    rows = table_with_the_row()["FAMILIES"]
+    assert rows.keys() - FAMILIES.keys() == {NAMED}
+    monkeypatch.setitem(FAMILIES, NAMED, policy.families._class_of(rows[NAMED]))
     whole = Model(path=str(directory), height=16, width=24, max_sequence_length=12)
     found = family_for(whole.model_copy(update={"family": NAMED}))
     found.check()
-    return found
+    yield found
+    sys.modules.pop(f"policy.families.{NAMED}")
+
+
+def table_with_the_row() -> dict:
+    """configs/families.py with the page's row put behind the others, executed."""
+    source = Path(configs.families.__file__).read_text()
+    last = '    "sana": "policy.families.sana:Sana",\n'
+    assert source.count(last) == 1
+    module: dict = {}
+    exec(compile(source.replace(last, last + on_the_page(f'    "{NAMED}"')), "families.py", "exec"), module)
+    return module
+
+
+def test_the_row_is_all_that_a_configuration_needs():
+    assert TypeAdapter(table_with_the_row()["FamilyName"]).validate_python(NAMED) == NAMED
+    with pytest.raises(ValueError, match="'sd3', 'flux', 'sana' or 'auraflow'"):
+        TypeAdapter(table_with_the_row()["FamilyName"]).validate_python("auroflow")
 
 
 def test_the_example_is_the_stock_pipeline(family, directory):

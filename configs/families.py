@@ -1,0 +1,17 @@
+"""The families of models, by name. A new one is a row here, and the file that it names; nothing of it is imported to read a configuration."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Literal
+
+FAMILIES: dict[str, str] = {
+    "sd3": "policy.families.sd3:SD3",
+    "flux": "policy.families.flux:Flux",
+    "sana": "policy.families.sana:Sana",
+}
+"""What ``model.family`` may be, and the class that speaks for it: ``module:class``."""
+
+if TYPE_CHECKING:
+    FamilyName = str
+else:
+    FamilyName = Literal[tuple(FAMILIES)]
