@@ -254,4 +254,4 @@ class Ring:
         row |= it.scoring.scorer_means() | it.explored(self.config.selection.keep) | it.agreement()
         if self.config.plan.explore is not None:
             row["rollout/actors"] = self.services.rollout.alive
-        return row | {"rollout/reissued": self.services.reissued}
+        return row | {"rollout/reissued": self.services.reissued, "actors/lost": self.services.lost}

@@ -81,6 +81,7 @@ METRICS: dict[str, Metric] = {
     **{f"queue/{kind}": Metric(f"most units that waited for a {kind} actor in the iteration") for kind in SERVICES},
     "rollout/actors": Metric("rollout actors in service"),
     "rollout/reissued": Metric("units of work given out again", "total"),
+    "actors/lost": Metric("actors of any service that died, or hung and were killed", "total"),
     "rollout/images_per_s": Metric("explored pictures per second, over all rollout actors"),
     "time/explore_s": Metric("seconds until all prompts were explored, scored and selected; those before its turn left out"),
     "time/explore_ahead_s": Metric("seconds for which the iteration was explored before its turn"),

@@ -96,6 +96,11 @@ class ActorPool:
         return self._roster.starting
 
     @property
+    def lost(self) -> int:
+        """Actors that died or hung since the pool was made."""
+        return self._roster.lost
+
+    @property
     def worked_s(self) -> float:
         """Seconds in which actors had units in hand, summed over all actors that ever were."""
         return self._roster.worked_s

@@ -111,11 +111,14 @@ def health(run: RunData) -> str:
             chart = line_chart([line], include_y=zero, label=f"{title} by iteration", size=(340.0, 150.0))
             cards.append(card(title, legend([line]) + chart, note))
     failed, reissued = values(run.iterations, "rewards/failed"), values(run.iterations, "rollout/reissued")
+    lost = values(run.iterations, "actors/lost")
     said = []
     if failed:
         said.append(f"{_count(sum(failed), 'sample')} dropped because a scorer failed")
     if reissued:
         said.append(f"{_count(reissued[-1], 'unit')} of work given out again")
+    if lost:
+        said.append(f"{_count(lost[-1], 'actor')} lost")
     tail = f'<p class="note">{"; ".join(said)}.</p>' if said else ""
     return (side_by_side(cards, small=True) if cards else nothing("No training metrics have been recorded yet.")) + tail
 

@@ -37,7 +37,7 @@ class Roster:
         self.kind, self._spawn, self._service, self._event, self._serve = kind, spawn, service, event, serve
         self._over, self._start_deadline_s, self._released = over, start_deadline_s, released
         self.workers = [Worker(index) for index in range(service.count)]
-        self.starting = 0
+        self.starting = self.lost = 0
         self._next_index = service.count
         self._worked_by_gone = 0.0
 
@@ -159,6 +159,7 @@ class Roster:
             ray.kill(worker.handle, no_restart=True)
         worker.handle, worker.state = None, None
         worker.incarnation += 1
+        self.lost += 1
 
     def _bench(self, worker: Worker, why: str) -> None:
         worker.benched = True

@@ -230,6 +230,11 @@ class Services:
             _ask_autoscaler([])
 
     @property
+    def lost(self) -> int:
+        """Actors that died or hung since the run started, over all services."""
+        return sum(pool.lost for pool in self.pools)
+
+    @property
     def reissued(self) -> int:
         """Units given out again since the run started, over all services."""
         return sum(pool.reissued for pool in self.pools)

@@ -58,7 +58,7 @@ class LocalPool:
 class LocalServices:
     """As much of ``cluster.services.Services`` as the loop uses."""
 
-    reissued = 0
+    reissued = lost = 0
 
     def __init__(self, config: RunConfig, root: Path, explorers: int, chance: random.Random, event: Any):
         plain, self.log = config.model_dump(mode="json"), []

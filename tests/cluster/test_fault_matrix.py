@@ -65,6 +65,7 @@ def test_stateless_services(undisturbed, tiny_sd3_dir, tmp_path, way):
     assert_as_if_nothing_had_been(run, undisturbed)
     reissues = sum(event["event"] == "chunk_reissued" for event in run.events())
     assert run.metrics()[3]["rollout/reissued"] == reissues >= 4
+    assert run.metrics()[3]["actors/lost"] == len(died(run))
     for recovery in recoveries(run.events()):
         assert recovery.noticed_s is not None and recovery.answered_s is not None
         assert recovery.noticed_s >= (DEADLINE_S - 1 if way == "stop" else 0)

@@ -37,6 +37,7 @@ CONTRACT = [
     "rewards/failed",
     "rollout/actors",
     "rollout/reissued",
+    "actors/lost",
     "rollout/images_per_s",
     "weights/version",
     "weights/bytes",
