@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from cluster.arguments import parser_of
 from cluster.errors import RunFailed, Stopped
 from configs.load import ConfigError, load, preset_names
 from configs.resume import measured
@@ -37,104 +38,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="sol-rl", description="FP4 explore, BF16 train: RL for text-to-image diffusion models on Ray."
-    )
-    commands = parser.add_subparsers(required=True, metavar="COMMAND")
-
-    def add(name: str, function: Callable[[argparse.Namespace], int], text: str) -> argparse.ArgumentParser:
-        sub = commands.add_parser(name, help=text, description=text)
-        sub.set_defaults(command=function)
-        return sub
-
-    def add_config(sub: argparse.ArgumentParser, required: bool = True) -> None:
-        sub.add_argument("config", nargs=None if required else "?", help="a preset name or a TOML file")
-        sub.add_argument("--set", action="append", default=[], dest="overrides", metavar="a.b=c", help="override one value")
-
-    train = add("train", _train, "train, on this machine or on the cluster of RAY_ADDRESS")
-    add_config(train)
-    train.add_argument("--resume", action="store_true", help="continue the run of this name from its last checkpoint")
-    submit = add("submit", _submit, "train as a job on a Ray cluster")
-    add_config(submit)
-    submit.add_argument(
-        "--address", metavar="URL", help="the cluster's dashboard, http://HOST:8265; RAY_API_SERVER_ADDRESS unless given"
-    )
-    submit.add_argument("--follow", action="store_true", help="show the job's log until it ends; its exit code is then the run's")
-    submit.add_argument("--resume", action="store_true", help="continue the run of this name from its last checkpoint")
-    where = "host:port of the cluster's head, or its dashboard's URL; RAY_ADDRESS, or the cluster on this machine, unless given"
-    status = add("status", _status, "what a running job is doing: actors, versions, progress, rates")
-    status.add_argument("--run", metavar="NAME", help="one run; all of the cluster unless given")
-    status.add_argument("--address", metavar="URL", help=where)
-    scale = add("scale", _scale, "grow or shrink the pools of a running job; the learner is not disturbed")
-    scale.add_argument("--rollout", type=int, metavar="N", help="rollout actors")
-    scale.add_argument("--reward", type=int, metavar="N", help="reward actors")
-    scale.add_argument("--run", metavar="NAME", help="which run, where there are several")
-    scale.add_argument("--address", metavar="URL", help=where)
-    config = add("config", _config, "print the resolved configuration, or the presets")
-    add_config(config, required=False)
-    config.add_argument("--list", action="store_true", help="print all preset names")
-    plan = add("plan", _plan, "dry run: placement, memory, bytes per broadcast, operations and predicted seconds; loads no weights")
-    add_config(plan)
-    plan.add_argument(
-        "--address", metavar="URL", help="place on the nodes of this cluster, host:port; on assumed nodes unless given"
-    )
-    plan.add_argument("--accelerator", metavar="NAME", help="GPUs assumed, such as B200; the explorers' own unless given")
-    plan.add_argument(
-        "--peak-tflops", type=float, metavar="T", help="assumed dense BF16 peak of a GPU; the accelerator's unless given"
-    )
-    plan.add_argument("--quantised-peak-tflops", type=float, metavar="T", help="assumed peak in quantised layers")
-    plan.add_argument("--utilisation", type=float, default=0.4, metavar="U", help="assumed share of the peaks that is reached")
-    plan.add_argument("--gpu-memory-gb", type=float, metavar="GB", help="assumed memory of a GPU; the accelerator's unless given")
-    plan.add_argument("--node-gpus", type=int, default=8, metavar="N", help="GPUs of an assumed node")
-    plan.add_argument("--node-cpus", type=int, default=96, metavar="N", help="CPUs of an assumed node")
-    evaluate = add("evaluate", _evaluate, "score held-out prompts with base, trained, old and EMA weights")
-    evaluate.add_argument("run", help="a run directory")
-    evaluate.add_argument("--checkpoint", type=int, metavar="STEP", help="a checkpoint of the run; the last one unless given")
-    evaluate.add_argument("--prompts", metavar="FILE", help="a prompt file; the run's held-out prompts unless given")
-    export = add("export", _export, "write a LoRA that stock diffusers loads")
-    export.add_argument("run", help="a run directory")
-    export.add_argument("out", help="directory to write")
-    export.add_argument("--weights", choices=("ema", "current", "old"), default="ema")
-    export.add_argument("--checkpoint", type=int, metavar="STEP", help="a checkpoint of the run; the last one unless given")
-    fidelity = add("fidelity", _fidelity, "measure how well cheap proxies rank noises, by backend and explore steps")
-    add_config(fidelity, required=False)
-    fidelity.add_argument(
-        "--run",
-        metavar="DIR",
-        help="the trained policy of this run, with the run's own configuration; --set may change what is measured",
-    )
-    fidelity.add_argument("--checkpoint", type=int, metavar="STEP", help="with --run: a checkpoint; the last one unless given")
-    fidelity.add_argument("--prompts", type=int, default=32, metavar="P", help="training prompts, drawn by the run seed")
-    fidelity.add_argument("--seeds", type=int, default=96, metavar="N", help="noises per prompt")
-    fidelity.add_argument("--steps", type=int, nargs="+", default=[2, 4, 6, 8], help="explore steps of the proxies")
-    fidelity.add_argument("--backends", nargs="+", default=["emulated_nvfp4", "fp32"], help="precisions of the proxies")
-    fidelity.add_argument("--threads", type=int, help="CPU threads; as the configuration's rollout actors unless given")
-    fidelity.add_argument("--out", metavar="DIR", help="directory to write; beside the run directories unless given")
-    compare = add("compare", _compare, "arms and objectives on equal prompts, noises and seeds: tables with error bars, curves")
-    compare.add_argument("config", nargs="?", help="a preset, a TOML file, or a comparison: a TOML file that lists its cells")
-    compare.add_argument(
-        "--set", action="append", default=[], dest="overrides", metavar="a.b=c", help="override one value, everywhere"
-    )
-    compare.add_argument("--arms", metavar="A,B", help="arms; the configuration's own unless given")
-    compare.add_argument("--objectives", metavar="X,Y", help="objectives; the configuration's own unless given")
-    compare.add_argument(
-        "--seeds", type=int, metavar="N", help="run seeds per cell; 1, or the comparison's own number, unless given"
-    )
-    compare.add_argument(
-        "--vary",
-        action="append",
-        default=[],
-        metavar="a.b=v,w",
-        help="a cell for every value; more than one: for every combination",
-    )
-    compare.add_argument("--baseline", metavar="CELL", help="the cell that the others are held against; the first unless given")
-    compare.add_argument("--runs", nargs="+", metavar="DIR", help="compare these run directories instead; nothing is trained")
-    compare.add_argument(
-        "--out", metavar="DIR", help="directory of the runs and the report; NAME-compare under run_root unless given"
-    )
-    report = add("report", _report, "write report.html of a run")
-    report.add_argument("run", help="a run directory")
-    return parser
+    functions = (_train, _submit, _status, _scale, _config, _plan, _evaluate, _export, _fidelity, _compare, _report)
+    return parser_of({function.__name__.removeprefix("_"): function for function in functions})
 
 
 def _train(options: argparse.Namespace) -> int:
