@@ -1,7 +1,8 @@
 """What each scorer costs: seconds per picture beside a matrix product of this machine, parameters and memory.
 
 Learned scorers have their published architectures and random weights, which take the same time; ``--small`` is for a test of the
-benchmark itself. One model is in memory at a time.
+benchmark itself. One model is in memory at a time; what the process grows by, from before the scorer is made to its peak while it scores,
+has the libraries that it imports in it.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import gc
 import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -50,6 +51,7 @@ def measure(options: Options) -> list[Ratio]:
     ratios = []
     with random_weights() as folder:
         for name in NAMES:
+            before = _memory("VmRSS")
             scorer = _made(name, bool(options.small), folder)
             if scorer is None:
                 continue
@@ -58,9 +60,11 @@ def measure(options: Options) -> list[Ratio]:
                 name: lambda scorer=scorer, rows=rows: scorer(images, [PROMPT] * len(images), rows),
                 "product": lambda: matrix @ matrix,
             }
+            _forget_peak()
             times = interleave(cases, options.repeats)
+            peak = _memory("VmHWM")
             each = {name: [seconds / len(images) for seconds in times[name]], "product": times["product"]}
-            ratios.append(Ratio.of(each, name, "product", note=_size(scorer)))
+            ratios.append(Ratio.of(each, name, "product", note=_size(scorer, before, peak)))
             del scorer, cases
             gc.collect()
     return ratios
@@ -86,9 +90,7 @@ def random_weights() -> Iterator[Path]:
     """Learned scorers keep the weights they are made with, whatever their checkpoint says; a folder with some vocabulary."""
     with tempfile.TemporaryDirectory() as name, ExitStack() as stack:
         folder = Path(name)
-        words = ["[PAD]", *(f"[unused{i}]" for i in range(99)), "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
-        words += [f"word{i}" for i in range(WORDS - len(words))]
-        (folder / "vocab.txt").write_text("\n".join(words))
+        (folder / "vocab.txt").write_text(some_vocabulary())
         (folder / "none").touch()
         for module in ("rewards.openclip", "rewards.pickscore", "rewards.imagereward"):
             stack.enter_context(mock.patch(f"{module}.read_state", lambda path: {}))
@@ -97,10 +99,30 @@ def random_weights() -> Iterator[Path]:
         yield folder
 
 
-def _size(scorer: Any) -> str:
+def some_vocabulary() -> str:
+    """A vocab.txt of BERT's size with its special words in their places; the others are word0, word1, ..."""
+    words = ["[PAD]", *(f"[unused{i}]" for i in range(99)), "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
+    return "\n".join(words + [f"word{i}" for i in range(WORDS - len(words))])
+
+
+def _size(scorer: Any, before: int | None, peak: int | None) -> str:
     model = getattr(scorer, "model", None)
-    if not isinstance(model, torch.nn.Module):
-        return "no weights of ours"
-    values = list(model.parameters())
+    values = list(model.parameters()) if isinstance(model, torch.nn.Module) else []
     count, size = sum(value.numel() for value in values), sum(value.numel() * value.element_size() for value in values)
-    return f"{count / 1e6:.1f} M parameters, {size / 1e9:.2f} GB"
+    note = f"{count / 1e6:.1f} M parameters, {size / 1e9:.2f} GB" if values else "no weights of ours"
+    return note if before is None or peak is None else f"{note}, process + {max(0, peak - before) / 1e9:.2f} GB at its peak"
+
+
+def _forget_peak() -> None:
+    """The peak is from now on, where the system lets us say so."""
+    with suppress(OSError):
+        Path("/proc/self/clear_refs").write_text("5")
+
+
+def _memory(which: str) -> int | None:
+    """Bytes of this process in memory now (VmRSS) or at the peak (VmHWM); None where the system does not tell."""
+    try:
+        lines = Path("/proc/self/status").read_text().splitlines()
+    except OSError:
+        return None
+    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{which}:")), None)

@@ -134,14 +134,6 @@ def test_the_preset_learns_from_clip_and_is_judged_by_rule():
     assert (scorer.name, scorer.settings, judge.name) == ("clipscore", {"checkpoint": "shapes/clip"}, "shapes")
 
 
-@pytest.mark.parametrize("name", ["clipscore", "hpsv2", "pickscore", "imagereward"])
-def test_layers_of_the_large_models_are_read(tmp_path, name):
-    file = tmp_path / "run.toml"
-    file.write_text(f'layers = ["models/shapes", "rewards/{name}"]\nname = "x"\n')
-    (scorer,) = load(str(file)).rewards.scorers
-    assert scorer.name == name and set(scorer.settings) >= {"checkpoint", "batch_size", "dtype"}
-
-
 @needs_clip
 def test_the_shipped_clip_is_small_named_and_knows_right_from_wrong():
     files = [path for path in SHIPPED.rglob("*") if path.is_file()]

@@ -139,12 +139,16 @@ def imagereward(size: str, folder: Path) -> Parity:
     torch.save(model.state_dict(), folder / "ImageReward.pt")
     settings: dict[str, Any] = {"vocabulary": str(peers.vocabulary())}
     if small:
-        names = ("hidden_size", "num_hidden_layers", "num_attention_heads")
-        vision = dict(zip(names, small["vision"], strict=True)) | {"image_size": small["image"], "patch_size": small["patch"]}
-        vision["intermediate_size"] = 4 * small["vision"][0]
-        text = dict(zip((*names, "intermediate_size"), small["text"], strict=True))
-        settings["architecture"] = {"vision": vision, "text": text}
+        settings["architecture"] = blip_architecture(small)
     return compare("imagereward", size, "image-reward", scorer("imagereward", folder, **settings), lambda i, p: model.score(p, i))
+
+
+def blip_architecture(sizes: dict[str, Any]) -> dict[str, dict[str, int]]:
+    """The tables that our scorer takes for sizes such as ``TINY_BLIP``."""
+    names = ("hidden_size", "num_hidden_layers", "num_attention_heads")
+    vision = dict(zip(names, sizes["vision"], strict=True)) | {"image_size": sizes["image"], "patch_size": sizes["patch"]}
+    vision["intermediate_size"] = 4 * sizes["vision"][0]
+    return {"vision": vision, "text": dict(zip((*names, "intermediate_size"), sizes["text"], strict=True))}
 
 
 CASES: dict[str, tuple[Callable[[str, Path], Parity], str | None]] = {

@@ -2,82 +2,27 @@
 
 from __future__ import annotations
 
-import base64
-import io
-import json
 import socket
-import threading
-import time
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import numpy as np
 import pytest
-from PIL import Image
 
 import rewards.server
 from configs.rewards import Scorer as ScorerConfig
 from rewards import ScorerError, ScorerSetupError, build
 from rewards.server import HttpScorer, decode
+from tests.rewards.server import Server, serving
 
 IMAGES = np.random.default_rng(0).integers(0, 256, (3, 3, 6, 9), dtype=np.uint8)
 PROMPTS, METADATA = ["a", "b \u4e00", ""], [{"n": 1}, {}, {"n": [2]}]
 
 
-class Server(ThreadingHTTPServer):
-    """Scores a picture by its mean; ``answers`` are given first, one per request: a status, or what to do instead."""
-
-    def __init__(self) -> None:
-        super().__init__(("127.0.0.1", 0), Handler)
-        self.answers: list[int | str | bytes] = []
-        self.requests: list[dict] = []
-
-    @property
-    def url(self) -> str:
-        return f"http://127.0.0.1:{self.server_address[1]}/score"
-
-
-class Handler(BaseHTTPRequestHandler):
-    server: Server
-
-    def do_POST(self) -> None:
-        body = self.rfile.read(int(self.headers["Content-Length"]))
-        told = self.read(body)
-        self.server.requests.append(told)
-        answer = self.server.answers.pop(0) if self.server.answers else 200
-        if answer == "slow":
-            time.sleep(0.6)
-            answer = 200
-        if answer == "hang up":
-            self.connection.shutdown(socket.SHUT_RDWR)
-            return
-        scores = json.dumps({"scores": [float(picture.mean()) for picture in told["images"]]}).encode()
-        self.send_response(answer if isinstance(answer, int) else 200)
-        self.end_headers()
-        self.wfile.write(answer if isinstance(answer, bytes) else scores)
-
-    def read(self, body: bytes) -> dict:
-        if self.headers["Content-Type"] == "application/json":
-            told = json.loads(body)
-            pictures = [Image.open(io.BytesIO(base64.b64decode(text))) for text in told["images"]]
-            return told | {"images": [np.asarray(picture).transpose(2, 0, 1) for picture in pictures]}
-        arrays = np.load(io.BytesIO(body), allow_pickle=False)
-        return json.loads(arrays["request"].tobytes()) | {"images": list(arrays["images"])}
-
-    def log_message(self, *_: object) -> None:
-        pass
-
-
 @pytest.fixture
 def server(monkeypatch) -> Iterator[Server]:
     monkeypatch.setattr(rewards.server, "PAUSE_S", 0.01)
-    serving = Server()
-    thread = threading.Thread(target=serving.serve_forever, kwargs={"poll_interval": 0.01})
-    thread.start()
-    yield serving
-    serving.shutdown()
-    serving.server_close()
-    thread.join()
+    with serving() as one:
+        yield one
 
 
 @pytest.mark.parametrize("encoding", ["npz", "json"])

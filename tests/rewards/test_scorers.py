@@ -8,6 +8,7 @@ import types
 import numpy as np
 import pytest
 
+from configs.load import load
 from configs.rewards import Scorer as ScorerConfig
 from rewards import SCORERS, ScorerSetupError, build, check_settings, resolve
 from rewards.base import check, require_pictures
@@ -112,6 +113,14 @@ def test_settings_that_may_work_are_left_to_the_actors(tmp_path):
     check_settings(ScorerConfig(name="pickscore", settings={"checkpoint": "someone/model"}))
     check_settings(ScorerConfig(name="pickscore", settings={"checkpoint": "someone/model:weights.safetensors"}))
     check_settings(ScorerConfig(name="nowhere:Scorer", settings={"checkpoint": "/no/such.pt"}))
+
+
+@pytest.mark.parametrize("name", ["clipscore", "hpsv2", "pickscore", "imagereward"])
+def test_layers_of_the_large_models_are_read(tmp_path, name):
+    file = tmp_path / "run.toml"
+    file.write_text(f'layers = ["models/shapes", "rewards/{name}"]\nname = "x"\n')
+    (scorer,) = load(str(file)).rewards.scorers
+    assert scorer.name == name and set(scorer.settings) >= {"checkpoint", "batch_size", "dtype"}
 
 
 def test_check_keeps_good_scores_and_marks_bad_ones():

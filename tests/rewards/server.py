@@ -1,0 +1,76 @@
+"""A reward server for tests: it scores a picture by its mean, and misbehaves as it is told."""
+
+from __future__ import annotations
+
+import base64
+import io
+import json
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import numpy as np
+from PIL import Image
+
+
+class Server(ThreadingHTTPServer):
+    """Scores a picture by its mean; ``answers`` are given first, one per request: a status, or what to do instead;
+    "slow" takes ``slow_s``."""
+
+    def __init__(self) -> None:
+        super().__init__(("127.0.0.1", 0), Handler)
+        self.answers: list[int | str | bytes] = []
+        self.requests: list[dict] = []
+        self.slow_s = 0.6
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.server_address[1]}/score"
+
+
+class Handler(BaseHTTPRequestHandler):
+    server: Server
+
+    def do_POST(self) -> None:
+        body = self.rfile.read(int(self.headers["Content-Length"]))
+        told = self.read(body)
+        self.server.requests.append(told)
+        answer = self.server.answers.pop(0) if self.server.answers else 200
+        if answer == "slow":
+            time.sleep(self.server.slow_s)
+            answer = 200
+        if answer == "hang up":
+            self.connection.shutdown(socket.SHUT_RDWR)
+            return
+        scores = json.dumps({"scores": [float(picture.mean()) for picture in told["images"]]}).encode()
+        self.send_response(answer if isinstance(answer, int) else 200)
+        self.end_headers()
+        self.wfile.write(answer if isinstance(answer, bytes) else scores)
+
+    def read(self, body: bytes) -> dict:
+        if self.headers["Content-Type"] == "application/json":
+            told = json.loads(body)
+            pictures = [Image.open(io.BytesIO(base64.b64decode(text))) for text in told["images"]]
+            return told | {"images": [np.asarray(picture).transpose(2, 0, 1) for picture in pictures]}
+        arrays = np.load(io.BytesIO(body), allow_pickle=False)
+        return json.loads(arrays["request"].tobytes()) | {"images": list(arrays["images"])}
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+@contextmanager
+def serving() -> Iterator[Server]:
+    """A server in a thread of this process."""
+    server = Server()
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+    thread.start()
+    try:
+        yield server
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join()
