@@ -19,6 +19,7 @@ def check_model(config: RunConfig) -> None:
     try:
         family = family_for(config.model)
         family.check()
+        family.check_weights()
         if config.lora.targets:
             from policy.lora import target_modules
 

@@ -78,6 +78,14 @@ def _from_hub(repository: str, name: str) -> Path:
     )
 
 
+def _shards(index: Path) -> list[str]:
+    """The files that an index of sharded weights names. Raises ValueError when it cannot be read."""
+    try:
+        return sorted(set(json.loads(index.read_text())["weight_map"].values()))
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"model.path: {str(index)!r} cannot be read ({type(error).__name__}): download it again") from None
+
+
 class TextEncoder(Protocol):
     """Prompts in, conditioning out."""
 
@@ -137,6 +145,23 @@ class Family(ABC):
         if self.model.guidance is None and self.embeds_guidance:
             raise ValueError(f"model.guidance: {self.directory!r} was distilled with an embedded guidance: give one, such as 3.5")
 
+    def check_weights(self) -> None:
+        """Are the weights of every part there, as safetensors? FileNotFoundError, one line, when not.
+
+        Looks into a local directory only: of a hub id every actor fetches its own parts.
+        """
+        for part in self.components if Path(self.directory).is_dir() else ():
+            folder = Path(self.directory) / part
+            if part == "scheduler" or part.startswith("tokenizer"):
+                continue
+            wanted = {file for index in folder.glob("*.safetensors.index.json") for file in _shards(index)} or {"*.safetensors"}
+            missing = [name for name in sorted(wanted) if not any(folder.glob(name))]
+            if missing:
+                raise FileNotFoundError(
+                    f"model.path: the {part!r} of {self.directory!r} lacks its weights, {missing[0]}: download the whole pipeline, "
+                    "as safetensors (no other format is read)"
+                )
+
     @property
     def embeds_guidance(self) -> bool:
         """Whether the transformer takes a guidance strength as an input; that is not classifier-free guidance."""
@@ -163,7 +188,7 @@ class Family(ABC):
 
         cls = getattr(diffusers, self.components[part][0])
         try:
-            module = cls.from_pretrained(self.directory, subfolder=part, dtype=dtype)
+            module = cls.from_pretrained(self.directory, subfolder=part, dtype=dtype, use_safetensors=True)
         except OSError as error:
             reason = str(error).strip().splitlines()[0]
             raise FileNotFoundError(f"model.path: cannot load {part!r} of {self.directory!r}: {reason}") from error
@@ -196,7 +221,7 @@ class Family(ABC):
 
         cls = getattr(diffusers, self.pipeline_class)
         try:
-            pipe = cls.from_pretrained(self.directory, transformer=None, vae=None, dtype=dtype)
+            pipe = cls.from_pretrained(self.directory, transformer=None, vae=None, dtype=dtype, use_safetensors=True)
         except OSError as error:
             reason = str(error).strip().splitlines()[0]
             raise FileNotFoundError(f"model.path: cannot load the text encoders of {self.directory!r}: {reason}") from error
