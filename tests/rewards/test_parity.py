@@ -56,3 +56,14 @@ def test_the_command_prints_a_line_per_peer_and_fails_where_one_is_over_its_boun
     )
     assert command.main(["hpsv2", "--full"]) == 1
     assert "hpsv2 differs from a peer by 3.00e-05, more than 1e-05" in capsys.readouterr().out
+
+
+def test_a_scale_that_is_a_little_wrong_is_found(monkeypatch, capsys):
+    """PickScore over 26.001 in place of 26: scores of up to 100 / 26 are off by up to 100 / 26 - 100 / 26.001 = 1.5e-4."""
+    from tools import parity as command
+
+    monkeypatch.setattr(command, "install", lambda flags: None)
+    monkeypatch.setattr("rewards.pickscore.SCALE", 26.001)
+    assert command.main(["pickscore"]) == 1
+    said = capsys.readouterr().out
+    assert "NOT met" in said and "pickscore differs from open_clip by" in said and "more than 1e-05" in said
