@@ -17,6 +17,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from bench.blocks import Tiles
 from cluster.rundir import RunDirectory
 from configs.load import ConfigError, load
 from configs.resume import measured
@@ -104,7 +105,7 @@ def survival(update: Update, backend: Backend, search: bool, frozen: bool) -> Ro
         changed += int(backend.changed(packed[1], packed[0]))
         total += before.numel()
     return Row(
-        format=backend.wire_format,
+        format=f"{backend.wire_format}, 16x16" if isinstance(backend, Tiles) else backend.wire_format,
         search=search,
         frozen=frozen,
         update=update.name,
@@ -157,10 +158,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def measure(config: RunConfig, rundir: RunDirectory | None, sizes: Sequence[float]) -> list[Row]:
-    """All rows: NVFP4 with and without the search, FP8; each with its own amax and a frozen one."""
+    """All rows: NVFP4 with and without the search, in tiles of 16x16, FP8; each with its own amax and a frozen one."""
     rows = []
-    for name, searches in (("emulated_nvfp4", (False, True)), ("fp8", (False,))):
-        trainer, backend = Trainer(config), BACKENDS[name]
+    choices: tuple[tuple[Backend, tuple[bool, ...]], ...] = (
+        (BACKENDS["emulated_nvfp4"], (False, True)),
+        (Tiles(), (False,)),
+        (BACKENDS["fp8"], (False,)),
+    )
+    for backend, searches in choices:
+        trainer = Trainer(config)
         weights = weights_of(trainer, backend)
         made = (
             run_updates(trainer, rundir, backend)
