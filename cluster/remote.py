@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import socket
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,6 +17,8 @@ from configs.load import ConfigError
 
 PATIENCE_S = 900.0
 """How long `scale` waits for new actors to have loaded their models."""
+LISTENER_S = 10.0
+"""How long a cluster's head may take to accept a connection."""
 
 
 def address_of(given: str | None) -> str:
@@ -32,6 +35,7 @@ def connected(address: str) -> Iterator[None]:
     if ray.is_initialized():
         yield
         return
+    require_listener(address)
     try:
         ray.init(address=address, logging_level=logging.ERROR, log_to_driver=False, namespace=NAMESPACE)
     except AuthenticationError:
@@ -44,6 +48,18 @@ def connected(address: str) -> Iterator[None]:
         yield
     finally:
         ray.shutdown()
+
+
+def require_listener(address: str, given_as: str = "--address") -> None:
+    """Ray itself tries an address for minutes before it gives up. Raises ConfigError when ``address``, host:port, takes no connection;
+    other addresses, such as ``auto``, are Ray's to judge."""
+    host, _, port = address.removeprefix("ray://").rpartition(":")
+    if not host or not port.isdigit():
+        return
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), LISTENER_S).close()
+    except (OSError, OverflowError) as error:
+        raise ConfigError([f"{given_as} {address}: no Ray cluster answers there ({error}); give host:port of its head"]) from None
 
 
 def states(name: str | None) -> dict[str, dict[str, Any]]:

@@ -22,6 +22,7 @@ from cluster.errors import RunFailed
 from cluster.learners import LearnerGroup
 from cluster.placement import Need, Node, NoRoom, Placer, check_placement, kinds_of, need_of, needs_of, start_order
 from cluster.pool import ActorPool
+from cluster.remote import require_listener
 from cluster.rundir import RunDirectory
 from cluster.scoring import RewardService
 from cluster.timeline import Span
@@ -35,11 +36,12 @@ def join_or_start_ray(config: RunConfig) -> bool:
     """Join the cluster of RAY_ADDRESS (a job has it set), or start Ray on this machine; True when joined.
 
     On one machine the CPU count given to Ray covers every actor's share, and a rollout actor more per core for scaling: the shares
-    are there to share out clusters, not to keep a small machine from running the ring. Raises RunFailed when Ray does neither.
+    are there to share out clusters, not to keep a small machine from running the ring. Raises RunFailed when Ray does neither, ConfigError when nothing listens at RAY_ADDRESS.
     """
     joined = bool(os.environ.get("RAY_ADDRESS"))
     how: dict[str, Any] = {"logging_level": "ERROR", "log_to_driver": False}
     if joined:
+        require_listener(os.environ["RAY_ADDRESS"], "RAY_ADDRESS =")
         how["address"] = "auto"
     else:
         cores, rollout = os.cpu_count() or 1, config.services.rollout

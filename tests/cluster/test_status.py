@@ -1,19 +1,22 @@
 """The terminal's view of a running job, from a run as it is and from a hand-made state."""
 
 import asyncio
+import socket
 import time
 from typing import Any
 
 import pytest
 import ray
 
+from cluster.cli import main
 from cluster.control import Link, board
 from cluster.errors import RunFailed
 from cluster.progress import Progress
 from cluster.remote import scale, states
+from cluster.services import join_or_start_ray
 from cluster.status import Reporter
 from cluster.status_lines import lines_of
-from configs.load import ConfigError
+from configs.load import ConfigError, load
 from tests.cluster.runs import run_here, tiny_config
 
 STATE: dict[str, Any] = {
@@ -115,6 +118,20 @@ def said(error: type[Exception], work) -> str:
     with pytest.raises(error) as caught:
         work()
     return str(caught.value)
+
+
+@pytest.mark.parametrize("command", [["status"], ["scale", "--rollout", "2"]])
+def test_an_address_where_nothing_listens_is_said_at_once(command, capsys, monkeypatch):
+    """Ray alone would try for minutes. A port that was just given back has no listener."""
+    monkeypatch.setattr(ray, "is_initialized", lambda: False)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        address = f"127.0.0.1:{server.getsockname()[1]}"
+    assert main([*command, "--address", address]) == 2
+    said = capsys.readouterr().err
+    assert f"--address {address}: no Ray cluster answers there" in said and said.count("\n") == 1
+    monkeypatch.setenv("RAY_ADDRESS", address)
+    with pytest.raises(ConfigError, match=f"RAY_ADDRESS = {address}: no Ray cluster answers there"):
+        join_or_start_ray(load("quickstart"))
 
 
 def test_a_run_is_found_and_asked_by_name(ray_here):
