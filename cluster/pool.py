@@ -24,7 +24,7 @@ from cluster.errors import InputsLost, RunFailed, StateLost
 from cluster.roster import START_DEADLINE_S, Event, Roster
 from cluster.starting import Spawn, cause
 from cluster.timeline import Span, span_of
-from cluster.worker import ActorLost, Unit, Worker
+from cluster.worker import ActorLost, Unit, Vacant, Worker
 from configs.services import Service
 
 
@@ -157,6 +157,8 @@ class ActorPool:
         return await self._answer(worker, (method,), 0, getattr(worker.handle, method).remote(*args))
 
     def _put(self, unit: Unit) -> None:
+        if self._failure:
+            return self._settle(unit, self._failure)
         self._queue.put_nowait((unit.priority, next(self._order), unit))
         self.deepest = max(self.deepest, self.waiting)
 
@@ -176,20 +178,21 @@ class ActorPool:
             self._put(unit)
             await asyncio.sleep(0.02)
             return
-        incarnation = worker.incarnation
         try:
             value = await self._attempt(worker, unit)
         except asyncio.CancelledError:
             raise
         except ActorLost as loss:
             if self._stateful:
-                self._lose(worker, incarnation, unit, str(loss))
+                self._lose(worker, unit.incarnation, unit, str(loss))
                 return
-            if worker.blames(unit, incarnation):
-                self._retry(unit, worker, str(loss))
-            else:
-                self._reissue(unit, worker, str(loss))
-            await self._roster.replace(worker, incarnation, str(loss))
+            if isinstance(loss, Vacant):
+                self._put(unit)
+                return
+            blamed = worker.blames(unit, unit.incarnation)
+            unit.alone = True
+            (self._retry if blamed else self._reissue)(unit, worker, str(loss))
+            await self._roster.replace(worker, unit.incarnation, str(loss))
         except (InputsLost, RunFailed) as end:
             worker.done_with(unit)
             self._settle(unit, end)
@@ -200,13 +203,26 @@ class ActorPool:
             self._answered(unit, worker, value)
 
     async def _attempt(self, worker: Worker, unit: Unit) -> Any:
+        async with worker.door:
+            if unit.alone:
+                await worker.empty()
+            refs = await self._send(worker, unit)
+            if unit.alone:
+                return await self._result(worker, unit, refs)
+        return await self._result(worker, unit, refs)
+
+    async def _send(self, worker: Worker, unit: Unit) -> Any:
         async with worker.lock:
+            unit.incarnation = worker.incarnation
             if worker.handle is None:
-                raise ActorLost("the actor is being replaced")
+                raise Vacant("the actor is being replaced")
             if self.prepare:
                 await self.prepare(worker, unit)
             refs = getattr(worker.handle, unit.method).options(num_returns=unit.returns).remote(*unit.args)
             worker.sent.append(unit)
+        return refs
+
+    async def _result(self, worker: Worker, unit: Unit, refs: Any) -> Any:
         if unit.returns == 1:
             return await self._answer(worker, unit.key, unit.attempts, refs)
         return await self._answer(worker, unit.key, unit.attempts, refs[0]), list(refs[1:])

@@ -23,6 +23,8 @@ class Unit:
     accept: Callable[[Any], str | None] | None = None  # says why an answer is worth another try elsewhere
     tries: int = 1  # answers that may be refused by `accept`; the last one stands
     avoid: int | None = None  # index of an actor that should not get it again, while there is another
+    alone: bool = False  # it was lost with an actor: nothing else goes to the next one beside it, so that a second loss is its own
+    incarnation: int = -1  # of the actor that it was sent to last
     future: asyncio.Future[Any] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
 
 
@@ -42,6 +44,7 @@ class Worker:
         self.benched = False
         self.leaving = False
         self.lock = asyncio.Lock()  # replacing and preparing
+        self.door = asyncio.Lock()  # sending; held by a unit that wants to be alone until it is answered
         self.slots: list[asyncio.Task[None]] = []
         self.sent: list[Unit] = []  # to this incarnation, not answered; it works on the first
         self._blamed: tuple[int, Unit | None] = (-1, None)
@@ -74,12 +77,17 @@ class Worker:
         """The actor has answered a unit, whatever it said."""
         self.sent = [other for other in self.sent if other is not unit]
 
+    async def empty(self) -> None:
+        """Until everything that it was sent is answered or lost."""
+        while self.sent:
+            await asyncio.sleep(0.01)
+
     def blames(self, unit: Unit, incarnation: int) -> bool:
         """Whether the loss of ``incarnation`` counts against ``unit``: the actor was at it, or had none yet."""
-        if self._blamed[0] != incarnation:
+        if self._blamed[0] < incarnation:
             self._blamed = (incarnation, self.sent[0] if self.sent else None)
             self.sent = []
-        return self._blamed[1] is None or self._blamed[1] is unit
+        return self._blamed[0] == incarnation and (self._blamed[1] is None or self._blamed[1] is unit)
 
     def idle_slots(self) -> list[asyncio.Task[None]]:
         """Slots that wait for a unit."""
@@ -88,3 +96,7 @@ class Worker:
 
 class ActorLost(Exception):
     """The actor died or hung with this unit in hand."""
+
+
+class Vacant(ActorLost):
+    """Nobody was there to take it."""
