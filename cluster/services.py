@@ -36,8 +36,11 @@ def join_or_start_ray(config: RunConfig) -> bool:
     """Join the cluster of RAY_ADDRESS (a job has it set), or start Ray on this machine; True when joined.
 
     On one machine the CPU count given to Ray covers every actor's share, and a rollout actor more per core for scaling: the shares
-    are there to share out clusters, not to keep a small machine from running the ring. Raises RunFailed when Ray does neither, ConfigError when nothing listens at
-    RAY_ADDRESS.
+    are there to share out clusters, not to keep a small machine from running the ring.
+
+    Raises:
+        ConfigError: nothing listens at RAY_ADDRESS.
+        RunFailed: Ray does neither.
     """
     joined = bool(os.environ.get("RAY_ADDRESS"))
     how: dict[str, Any] = {"logging_level": "ERROR", "log_to_driver": False}
