@@ -52,7 +52,7 @@ class Scores:
     failures: tuple[str, ...] = ()  # one line per scorer that failed
     parts: dict[str, np.ndarray] = field(default_factory=dict)  # "label/part" -> float32 [B], where a scorer tells its parts
     seconds: float = 0.0
-    timings: dict[str, float] = field(default_factory=dict)  # label -> seconds that its scorer took
+    work: dict[str, tuple[int, float]] = field(default_factory=dict)  # label -> pictures that its scorer was asked for, its seconds
 
 
 @dataclass(frozen=True)

@@ -45,4 +45,4 @@ class RewardActor:
         """
         start = time.perf_counter()
         made = (self._cache if cached else self._scorer).attempt(images, prompts, metadata, labels)
-        return Scores(made.scores, made.failures, made.parts, time.perf_counter() - start, made.seconds)
+        return Scores(made.scores, made.failures, made.parts, time.perf_counter() - start, made.work)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -26,13 +26,14 @@ class Evaluation:
     rewards: np.ndarray
     values: dict[str, np.ndarray]
     pictures: np.ndarray  # uint8 [G, S, 3, H, W], G <= P
+    speeds: dict[str, float] = field(default_factory=dict)  # pictures per second of each scorer, by the metric's name
 
     def row(self, before: np.ndarray | None = None) -> dict[str, Any]:
         """Metrics: means, and with the rewards [P, S] of ``before`` the paired gain.
 
         Standard errors are clustered by prompt: over the P prompt means, because noises of one prompt are not independent.
         """
-        row: dict[str, Any] = {}
+        row: dict[str, Any] = dict(self.speeds)
         for label, values in self.values.items():
             known = values[np.isfinite(values)]
             row[f"reward/eval/{label}"] = float(known.mean()) if len(known) else float("nan")
@@ -97,6 +98,7 @@ async def evaluate(config: RunConfig, services: Services, prompts: list[Prompt],
         scored.rewards.reshape(shape),
         {label: values.reshape(shape) for label, values in scored.values.items()},
         await _pictures(config, [images for _, images in results]),
+        scoring.speeds(),
     )
 
 

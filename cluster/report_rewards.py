@@ -187,7 +187,7 @@ def _table(run: RunData, scores: Sequence[Score]) -> str:
     heads = ["score", "", "before", "after", "change"]
     labels = [None, *(score.label for score in scores)]
     lost = [sum(values([before, after], f"{UNSCORED}{label}")) if label else 0 for label in labels]
-    speeds = [values(run.iterations, f"{SPEED}{label}") if label else [] for label in labels]
+    speeds = [values([*run.iterations, *run.evaluations], f"{SPEED}{label}") if label else [] for label in labels]
     if any(lost):
         heads.append("not scored")
         rows = [[*row, f"{count:,.0f}" if count else ""] for row, count in zip(rows, lost, strict=True)]

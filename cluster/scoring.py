@@ -99,8 +99,11 @@ class Scoring:
         """What is logged about the scorers: mean raw scores over everything scored and of their parts (``reward/<label>``,
         ``reward/<label>/<part>``), pictures per second of each, and for how many an optional one was stood in for."""
         means = {f"reward/{label}": float(np.mean(values)) for label, values in self._sums.items() if values}
-        speeds = {f"rewards/images_per_s/{label}": count / seconds for label, (count, seconds) in self._speed.items() if seconds}
-        return means | speeds | ({"rewards/stood_in": self.stood_in} if self.combination.optional else {})
+        return means | self.speeds() | ({"rewards/stood_in": self.stood_in} if self.combination.optional else {})
+
+    def speeds(self) -> dict[str, float]:
+        """``rewards/images_per_s/<label>``: pictures per second of each scorer while it works; what an actor remembers is no work."""
+        return {f"rewards/images_per_s/{label}": count / seconds for label, (count, seconds) in self._speed.items() if seconds}
 
     def _of(self, labels: tuple[str, ...]) -> tuple[str, ...]:
         return tuple(label for label in labels if label in self._labels)
@@ -137,9 +140,9 @@ class Scoring:
             self._last_failure = _fault(answer) or self._last_failure
             for label, found in (answer.values | answer.parts).items():
                 self._sums.setdefault(label, []).extend(found[np.isfinite(found)].tolist())
-            for label, seconds in answer.timings.items():
+            for label, (count, seconds) in answer.work.items():
                 known = self._speed.setdefault(label, [0.0, 0.0])
-                known[0] += len(rewards)
+                known[0] += count
                 known[1] += seconds
 
 

@@ -44,11 +44,11 @@ class ScoreCache:
             if rows:
                 lacking.setdefault(rows, []).append(label)
         failures: list[str] = []
-        seconds: dict[str, float] = {}
+        work: dict[str, tuple[int, float]] = {}
         for rows, same in lacking.items():  # as one batch, so that what these scorers share is made once
             scored = self._scorer.attempt(images[list(rows)], [prompts[i] for i in rows], [metadata[i] for i in rows], same)
             failures += scored.failures
-            seconds |= scored.seconds
+            work |= scored.work
             fresh = {keys[label][row]: _entry(scored, label, place) for label in same for place, row in enumerate(rows)}
             entries |= fresh
             self._remember(fresh)
@@ -61,7 +61,7 @@ class ScoreCache:
                 for name in sorted({name for _, parts in row for name in parts})
             },
             tuple(failures),
-            seconds,
+            work,
         )
 
     def _remember(self, entries: dict[bytes, Entry]) -> None:

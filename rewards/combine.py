@@ -119,7 +119,7 @@ class Attempt:
     scores: dict[str, np.ndarray]  # label -> float32 [B], NaN where there is none
     parts: dict[str, np.ndarray]  # "label/part" -> float32 [B]
     failures: tuple[str, ...]  # one line per scorer that failed
-    seconds: dict[str, float] = field(default_factory=dict)  # label -> time it took
+    work: dict[str, tuple[int, float]] = field(default_factory=dict)  # label -> pictures that it scored, and its seconds
 
 
 class WeightedScorer:
@@ -153,7 +153,7 @@ class WeightedScorer:
         scores: dict[str, np.ndarray] = {}
         parts: dict[str, np.ndarray] = {}
         failures: list[str] = []
-        seconds: dict[str, float] = {}
+        work: dict[str, tuple[int, float]] = {}
         for label, scorer in self.scorers.items():
             if labels is not None and label not in labels:
                 continue
@@ -164,13 +164,13 @@ class WeightedScorer:
                 failures.append(f"scorer {label!r} raised {type(error).__name__}: {error}")
                 scores[label] = np.full(len(images), np.nan, np.float32)
                 continue
-            seconds[label] = time.perf_counter() - start
+            work[label] = len(images), time.perf_counter() - start
             scores[label], problem = check(answer, len(images))
             if problem:
                 failures.append(f"scorer {label!r} {problem}")
             told = getattr(scorer, "parts", None) or {}
             parts |= {f"{label}/{name}": np.asarray(value, np.float32) for name, value in told.items()}
-        return Attempt(scores, parts, tuple(failures), seconds)
+        return Attempt(scores, parts, tuple(failures), work)
 
     def __call__(self, images: np.ndarray, prompts: Sequence[str], metadata: Sequence[dict[str, Any]]) -> Scored:
         """As ``attempt``, combined; the pictures are one group. Raises ScorerError naming the first scorer that failed."""

@@ -6,7 +6,7 @@ Pools, retries and deadlines are the real ones; pictures come from the test, so 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -14,80 +14,10 @@ import pytest
 import ray
 
 from cluster.errors import InputsLost, RunFailed
-from cluster.pool import ActorPool
-from cluster.rundir import RunDirectory
 from cluster.scoring import RewardService, Scored, Scoring
-from configs.load import ConfigError, parse
-from configs.prompts import Prompt
-from configs.rewards import Rewards
-from configs.schema import RunConfig
-from tests.cluster.light import LightReward
+from configs.load import ConfigError
+from tests.cluster.reward_harness import IMAGES, JPEG, MEAN, PROMPTS, Harness, config, misbehaves, rewards_of
 from tests.cluster.runs import adapters, run_here, tiny_config
-
-IMAGES = np.arange(4, dtype=np.uint8)[:, None, None, None].repeat(3, 1).repeat(8, 2).repeat(8, 3)  # means 0, 1, 2, 3
-PROMPTS = [Prompt("one"), Prompt("one"), Prompt("two"), Prompt("two", {"n": 2})]
-
-
-def misbehaves(kind: str, alias: str = "", **more: Any) -> dict[str, Any]:
-    """A scorer of ``tests.cluster.scorers``: the mean of a picture, but for what ``kind`` says."""
-    settings = {"kind": kind, **more.pop("settings", {})}
-    return {"name": "tests.cluster.scorers:Misbehaves", "alias": alias or kind.replace(" ", "_"), "settings": settings, **more}
-
-
-MEAN = misbehaves("never", "mean")
-JPEG = {"name": "jpeg_compressibility", "weight": 0.5}
-
-
-def config(scorers: Sequence[dict[str, Any]], service: dict[str, Any] | None = None, **more: Any) -> RunConfig:
-    """Two actors that share the scorers, and in ``own`` the services of those that do not."""
-    quick = {"actors": 2, "cpus": 0.1, "deadline_s": 2.0, "max_attempts": 2}
-    own = {label: quick | settings for label, settings in more.pop("own", {}).items()}
-    return parse(
-        {
-            "name": "scoring",
-            "model": {"path": "shapes", "height": 32, "width": 32},
-            "prompts": {"train": "shapes/prompts/train.jsonl", "test": "shapes/prompts/test.jsonl"},
-            "rewards": {"scorers": list(scorers), "attempts": 2, **more},
-            "services": {"reward": quick | (service or {}), "scorers": own},
-        }
-    )
-
-
-class Harness:
-    """A reward service of light actors on an event loop that stays."""
-
-    def __init__(self, run: RunConfig):
-        self.run, self.events, self.loop = run, [], asyncio.new_event_loop()
-        plain = run.model_dump(mode="json")
-        remote = ray.remote(LightReward).options(num_cpus=0.1)
-        groups = {}
-        for kind in ("reward", *(f"scorers.{label}" for label in run.services.scorers)):
-            event = lambda name, **facts: self.events.append(f"{name} {facts}")  # noqa: E731
-            spawn = lambda name, kind=kind: remote.remote(plain, kind)  # noqa: E731
-            if labels := run.scorers_of(kind):
-                groups[kind] = (ActorPool(kind, spawn, run.services.of(kind), event), labels)
-        self.service = RewardService(groups)
-
-    def __enter__(self) -> Harness:
-        self.wait(*(pool.start() for pool in self.service.pools))
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.wait(*(pool.stop() for pool in self.service.pools))
-        self.loop.close()
-
-    def wait(self, *work: Any) -> list[Any]:
-        async def all_of_it() -> list[Any]:
-            return list(await asyncio.gather(*work))
-
-        return self.loop.run_until_complete(all_of_it())
-
-    def score(self, rewards: Rewards | None = None, evaluation: bool = False) -> tuple[Scored, Scoring]:
-        """The four pictures, by the scorers of ``rewards``: all that the actors hold unless given."""
-        scoring = Scoring(rewards or self.run.rewards, self.service, evaluation)
-        (scored,) = self.wait(scoring.score("x", ray.put(IMAGES), PROMPTS, (0,)))
-        return scored, scoring
-
 
 KINDS = ("raises", "nan", "infinite", "short", "text")
 
@@ -100,10 +30,6 @@ def shared(ray_here, tmp_path_factory) -> Iterator[Harness]:
     counts = misbehaves("counts", settings={"mark": str(marks / "log")})
     with Harness(config([MEAN, JPEG, once, counts, *(misbehaves(kind) for kind in KINDS)])) as harness:
         yield harness
-
-
-def rewards_of(*scorers: dict[str, Any], **more: Any) -> Rewards:
-    return Rewards.model_validate({"scorers": scorers, "attempts": 2, **more})
 
 
 def test_actors_of_their_own_change_no_score(shared):
@@ -181,8 +107,9 @@ def test_a_pool_is_normalised_as_a_whole(shared):
 def test_evaluations_are_scored_once_by_content(ray_here, tmp_path):
     log = tmp_path / "log"
     with Harness(config([misbehaves("counts", settings={"mark": str(log)})], {"actors": 1})) as harness:
-        (first, _), (second, _) = harness.score(evaluation=True), harness.score(evaluation=True)
+        (first, scoring), (second, again) = harness.score(evaluation=True), harness.score(evaluation=True)
         assert np.array_equal(first.rewards, second.rewards) and log.read_text() == "4\n"
+        assert scoring.speeds()["rewards/images_per_s/counts"] > 0 and again.speeds() == {}  # remembering is no work
         harness.score()
         harness.score()
         assert log.read_text() == "4\n4\n4\n"  # in training nothing is remembered
@@ -251,35 +178,8 @@ def test_a_run_with_a_group_of_its_own_and_a_judge(ray_here, undisturbed, tiny_s
     for row in (row for row in rows if row["kind"] == "evaluation"):
         assert row["reward/eval/jpeg_incompressibility"] == pytest.approx(-row["reward/eval/jpeg_compressibility"])
         assert row["reward/eval_mean"] == pytest.approx(row["reward/eval/jpeg_compressibility"])
+        assert row["rewards/images_per_s/jpeg_incompressibility"] > 0
     last = [row for row in rows if row["kind"] == "iteration"][-1]
     assert "reward/jpeg_incompressibility" not in last and last["rewards/images_per_s/jpeg_compressibility"] > 0
     started = [event["kind"] for event in run.events() if event["event"] == "actor_started"]
     assert started.count("scorers.jpeg_compressibility") == 1 and started.count("reward") == 1
-
-
-@pytest.mark.slow
-def test_two_scorers_that_cannot_be_installed_together(ray_here, tmp_path):
-    """Two versions of one package, each in the environment of its scorer's actors, in one mix; here the driver has neither."""
-    for version in (1, 2):
-        package = tmp_path / f"v{version}" / "paint"
-        package.mkdir(parents=True)
-        (package / "__init__.py").write_text(
-            f"import numpy as np\nVERSION = {version}\n"
-            "def scorer():\n    return lambda images, prompts, metadata: np.full(len(images), float(VERSION), np.float32)\n"
-        )
-    envs = {f"v{v}": {"runtime_env": {"env_vars": {"PYTHONPATH": str(tmp_path / f"v{v}")}}} for v in (1, 2)}
-    mix = [{"name": "paint:scorer", "alias": f"v{v}", "weight": 10.0**v} for v in (1, 2)]
-    run = config(mix, own=envs)
-    run = run.model_copy(update={"run_root": str(tmp_path / "runs")})
-    from cluster.services import Services
-
-    async def use() -> Scored:
-        services = Services(run, RunDirectory.of(run), lambda *_, **__: None)
-        services.only(services.reward)
-        await services.start()
-        try:
-            return await Scoring(run.rewards, services.reward).score("x", ray.put(IMAGES), PROMPTS, (0,))
-        finally:
-            await services.stop()
-
-    assert asyncio.run(use()).rewards.tolist() == [210.0] * 4  # 10 x 1 + 100 x 2

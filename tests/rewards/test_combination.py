@@ -163,6 +163,11 @@ def test_scorers_that_lack_the_same_pictures_get_them_as_one_batch():
     cache.attempt(images[:1], [""], [{}], ["a"])
     made = cache.attempt(images[1:], [""] * 2, [{}] * 2)
     assert resized == [1, 2] and np.array_equal(made.scores["a"], made.scores["b"])
-    assert list(made.scores) == ["a", "b"] and list(made.parts) == ["a/first", "b/first"] and set(made.seconds) == {"a", "b"}
+    assert (
+        list(made.scores) == ["a", "b"]
+        and list(made.parts) == ["a/first", "b/first"]
+        and [made.work[label][0] for label in "ab"] == [2, 2]
+    )
     made = cache.attempt(images, [""] * 3, [{}] * 3)  # a knows all, b lacks the first
+    assert list(made.work) == ["b"] and made.work["b"][0] == 1  # what was remembered was no work
     assert (a.calls, b.calls) == ([1, 2], [2, 1]) and np.array_equal(made.scores["a"], made.scores["b"])
