@@ -12,9 +12,11 @@ import hashlib
 import os
 import secrets
 import shlex
+import shutil
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -48,7 +50,7 @@ class Demo:
 
     def __init__(self, out: Path, iterations: int, say: Callable[[str], None] = lambda line: print(line, flush=True)):
         self.out, self.iterations, self.say = out, iterations, say
-        self.began = time.monotonic()
+        self.began, self.folders = time.monotonic(), list[str]()
         # a job's entrypoint is `python`, found on the head's PATH; a token, so that nobody else on this machine can submit
         os.environ["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"
         os.environ |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32), "RAY_USAGE_STATS_ENABLED": "0"}
@@ -71,8 +73,17 @@ class Demo:
         )
 
     def add_node(self) -> Any:
-        """Another simulated node for explorers."""
-        return self.cluster.add_node(**_node(labels={"demo.node": "explorers"}))
+        """Another simulated node for explorers, with a directory of its own: in a shared one nodes would unpack a job's files over each
+        other, and take them away from whoever reads them."""
+        folder = tempfile.mkdtemp(prefix="sol-rl-", dir="/tmp")  # sockets: a short path
+        self.folders.append(folder)
+        return self.cluster.add_node(**_node(labels={"demo.node": "explorers"}, temp_dir=folder))
+
+    def close(self) -> None:
+        """End it all."""
+        self.cluster.shutdown()
+        for folder in self.folders:
+            shutil.rmtree(folder, ignore_errors=True)
 
     def tell(self, line: str) -> None:
         self.say(f"[{time.monotonic() - self.began:6.1f} s] {line}")
@@ -107,12 +118,20 @@ class Demo:
 
         return str(client_of(self.url).get_job_status(job))
 
+    def last_words(self, job: str) -> str:
+        """What the job said last."""
+        from cluster.jobs import client_of
+
+        lines = [line for line in client_of(self.url).get_job_logs(job).splitlines() if line.strip()]
+        return "".join(f"\n  {line}" for line in lines[-3:])
+
     def wait(self, run: RunDirectory, job: str, ready: Callable[[], bool], what: str) -> None:
         """Until ``ready``; raises Failed when the job ends first."""
         while not ready():
             status = self.status_of(job)
             if status in ("FAILED", "STOPPED", "SUCCEEDED") and not ready():
-                raise Failed(f"the job ended ({status}) before {what}: see `{run.events_file}`; more --iterations make it longer")
+                said = "; more --iterations make it longer" if status == "SUCCEEDED" else self.last_words(job)
+                raise Failed(f"the job ended ({status}) before {what}{said}")
             time.sleep(1)
 
     def finish(self, run: RunDirectory, job: str) -> None:
@@ -120,7 +139,7 @@ class Demo:
         while (status := self.status_of(job)) not in ("FAILED", "STOPPED", "SUCCEEDED"):
             time.sleep(1)
         if status != "SUCCEEDED":
-            raise Failed(f"the job ended {status}: see {run.events_file}")
+            raise Failed(f"the job ended {status}{self.last_words(job)}")
         self.tell(f"the job {job} ended: {status}")
 
     def remove_node_of(self, run: RunDirectory) -> None:
@@ -206,7 +225,7 @@ def main() -> int:
         print(f"cluster-demo: {failure}", file=sys.stderr)
         return 3
     finally:
-        demo.cluster.shutdown()
+        demo.close()
     demo.say("")
     if found:
         demo.say(f"DIFFERENT from the run that nobody disturbed: {', '.join(found)}")

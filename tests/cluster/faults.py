@@ -13,6 +13,7 @@ import io
 import json
 import os
 import signal
+import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -32,6 +33,10 @@ SAME = ("iteration", "kind", "samples_seen", "policy_version", "reward/", "explo
 """Metrics, or beginnings of their names, that do not depend on who computed what and when."""
 DIGITS = 9
 """Of float64 means that are compared: sums in another order differ in the sixteenth."""
+
+
+KILL_S = 30.0
+"""Ray asks a process to end, and sends SIGKILL to one that does not answer some seconds later."""
 
 
 @dataclass(frozen=True)
@@ -124,9 +129,19 @@ class Striker(Progress):
 
     @property
     def left_over(self) -> list[int]:
-        """Struck processes that still are."""
-        there = (psutil.Process(pid) for pid in self.pids if psutil.pid_exists(pid))
-        return [process.pid for process in there if process.status() != psutil.STATUS_ZOMBIE]
+        """Struck processes that still are, though Ray was given the seconds that it takes it to kill one that is stopped."""
+        deadline = time.monotonic() + KILL_S
+        while (alive := [pid for pid in self.pids if is_alive(pid)]) and time.monotonic() < deadline:
+            time.sleep(0.1)
+        return alive
+
+
+def is_alive(pid: int) -> bool:
+    """Whether there is such a process, and it is more than an entry in a table."""
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
 
 
 # ---- what came of it
