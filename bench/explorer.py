@@ -22,7 +22,7 @@ from configs.load import ConfigError
 from configs.sections import Model
 from policy.families import Family, family_for
 from policy.families.architectures import build, published, published_names, write_configs
-from policy.precision.backends import BACKENDS, Backend, resolve_backend
+from policy.precision.backends import BACKENDS, Backend, available_backends, resolve_backend
 from policy.precision.compiling import compiled, compiler_missing
 from policy.precision.swap import quantise_plan, swap_linears, weight_modules
 from policy.types import Conditioning
@@ -186,16 +186,16 @@ def measure(options: Options) -> list[Ratio]:
 def _check(options: Options, device: torch.device) -> None:
     try:
         for name in options.backends:
-            resolve_backend(name, device)
+            resolve_backend(name, device, "--backends")
     except ValueError as error:
-        raise ConfigError([f"--backends: {error}"]) from None
+        raise ConfigError([str(error)]) from None
     missing = compiler_missing(device) if options.compile else None
     if missing is not None:
         raise ConfigError([f"--compile: {missing}: install it or leave --compile out"])
 
 
 def _ratios(case: Case, options: Options, device: torch.device) -> list[Ratio]:
-    names = options.backends or tuple(n for n, b in BACKENDS.items() if b.unavailable(device) is None)
+    names = tuple(resolve_backend(name, device)[0].name for name in options.backends) or available_backends(device)
     names = tuple(dict.fromkeys(("bf16", *(("fp32",) if device.type == "cpu" else ()), *names)))
     modes = ("eager", "compiled") if options.compile else ("eager",)
     runs: dict[str, Callable[[], object]] = {}

@@ -119,12 +119,16 @@ def checkpoint_of(rundir: RunDirectory, step: int | None) -> Path:
     return path
 
 
-def backends(names: Sequence[str]) -> dict[str, Backend]:
-    """Backends by the name they were asked for, each once. Raises ConfigError for one that is not available."""
+def backends(names: Sequence[str], say: Say = lambda line: None) -> dict[str, Backend]:
+    """Backends by name, each once; what "auto" took, and why, is said. Raises ConfigError for one that is not available."""
     try:
-        return {name: resolve_backend(name, _device())[0] for name in names}
+        found = {name: resolve_backend(name, _device(), "--backends") for name in names}
     except ValueError as error:
-        raise ConfigError([f"--backends: {error}"]) from None
+        raise ConfigError([str(error)]) from None
+    for name, (backend, why) in found.items():
+        if backend.name != name:
+            say(f"{backend.name} ({why})")
+    return {backend.name: backend for backend, _ in found.values()}
 
 
 def choose_prompts(config: RunConfig, count: int) -> list[Prompt]:
@@ -153,7 +157,7 @@ def measure(config: RunConfig, wanted: Measurement, prompts: list[Prompt], say: 
     with _setup():
         trainer = _trainer(config, wanted.checkpoint)
     fill("truth", result.truth, lambda cond, part: trainer.regenerate(cond, part)[1])
-    for name, backend in backends(wanted.backends).items():
+    for name, backend in backends(wanted.backends, say).items():
         with _setup():
             explorer = _explorer(config, trainer, backend)
         for steps in dict.fromkeys(wanted.steps):

@@ -88,20 +88,21 @@ LADDER = (("te_nvfp4", "torch_nvfp4", "emulated_nvfp4"), ("fp8",), ("bf16",), ("
 """From coarse to fine; those of one rung have the same precision."""
 
 
-def resolve_backend(name: str, device: torch.device | str) -> tuple[Backend, str]:
+def resolve_backend(name: str, device: torch.device | str, key: str = "explore.backend") -> tuple[Backend, str]:
     """The backend of this name on this device, and why; "auto" takes the best that the device supports.
 
-    Raises ValueError, one line, for a name that is unknown or that this device cannot run: nothing else is taken in its place.
+    Raises ValueError, one line that begins with ``key``, for a name that is unknown or that this device cannot run: nothing else is
+    taken in its place.
     """
     device = torch.device(device)
     if name == "auto":
         return _best(device)
     if name not in BACKENDS:
-        raise ValueError(f"explore.backend: {name!r} is unknown: use auto, {', '.join(BACKENDS)}")
+        raise ValueError(f"{key}: {name!r} is unknown: use auto, {', '.join(BACKENDS)}")
     refusal = BACKENDS[name].unavailable(device)
     if refusal is not None:
         runs = ", ".join(available_backends(device))
-        raise ValueError(f"explore.backend: {name!r} does not run on {device.type} here: {refusal}; use auto, or {runs}")
+        raise ValueError(f"{key}: {name!r} does not run on {device.type} here: {refusal}; use auto, or {runs}")
     return BACKENDS[name], f"{name}: as configured"
 
 

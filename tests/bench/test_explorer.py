@@ -57,7 +57,7 @@ def test_a_small_one_runs_in_every_precision_of_a_cpu(name):
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["--backends", "te_nvfp4"], "--backends: explore.backend: 'te_nvfp4' does not run on cpu here"),
+        (["--backends", "te_nvfp4"], "--backends: 'te_nvfp4' does not run on cpu here"),
         (["--compile"], "--compile: torch.compile needs a C++ compiler on a CPU, and there is no 'no-such-compiler'"),
     ],
 )

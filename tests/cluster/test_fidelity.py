@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from cluster.cli import main
-from cluster.fidelity import Measurement, Rewards, run, summarise, tables
+from cluster.fidelity import Measurement, Rewards, backends, run, summarise, tables
 from cluster.fidelity_picture import density_picture
 from cluster.rundir import RunDirectory
 from configs.load import ConfigError
@@ -97,7 +97,7 @@ def test_a_trained_policy_is_measured_with_its_own_weights(config, tmp_path, cap
         (["fidelity", "quickstart", "--run", "x"], "--run DIR"),
         (["fidelity", "quickstart", "--steps", "0"], "at least 1"),
         (["fidelity", "quickstart", "--seeds", "10"], "need at least 24"),
-        (["fidelity", "quickstart", "--backends", "nvfp3"], "nvfp3"),
+        (["fidelity", "quickstart", "--backends", "nvfp3"], "--backends: 'nvfp3' is unknown: use auto, te_nvfp4"),
     ],
 )
 def test_a_wrong_command_is_one_line(arguments, said, capsys, tmp_path, monkeypatch):
@@ -106,6 +106,14 @@ def test_a_wrong_command_is_one_line(arguments, said, capsys, tmp_path, monkeypa
     lines = capsys.readouterr().err.strip().splitlines()
     assert len(lines) == 1 and said in lines[0]
     assert not list(tmp_path.iterdir())
+
+
+def test_what_auto_took_is_said_and_named(monkeypatch):
+    monkeypatch.setattr("cluster.fidelity._device", lambda: torch.device("cpu"))
+    said: list[str] = []
+    assert list(backends(("auto", "fp8", "emulated_nvfp4"), said.append)) == ["emulated_nvfp4", "fp8"]
+    (line,) = said
+    assert line.startswith("emulated_nvfp4 (auto: there is no NVFP4 kernel for cpu here")
 
 
 @pytest.mark.parametrize(
