@@ -2,8 +2,9 @@
 
 What is drawn: a service and one of its actors, the way (SIGKILL, SIGSTOP, or its simulated node taken away), and the moment, out of all
 that happened in the undisturbed run. Fault i of a seed is the same however many runs are asked for. One line per run is printed and
-kept in OUT/faults.jsonl, so that a soak that was stopped goes on where it was. All runs share one Ray and its processes: only those
-that were struck are started again. Exit code 1 when a run ended otherwise than the undisturbed one; its directory is kept.
+kept in OUT/faults.jsonl, so that a soak that was stopped (exit code 130) goes on where it was. All runs share one Ray and its
+processes: only those that were struck are started again. Exit code 1 when a run ended otherwise than the undisturbed one; its
+directory is kept.
 """
 
 from __future__ import annotations
@@ -23,6 +24,9 @@ from typing import Any
 
 import numpy as np
 
+from cluster.errors import Stopped
+
+STOPPED = 130
 WAYS = ("kill", "stop", "node")
 LONGEST_DELAY_S = 0.3
 NODES, NODE_CPUS = 4, 3
@@ -94,6 +98,8 @@ class Soak:
         try:
             found = self._train(name, striker)
             row["differs"] = [part for part, digest in found.items() if digest != self.undisturbed[part]]
+        except Stopped:
+            raise  # it is the soak that was asked to stop
         except Exception as error:
             row |= {"differs": ["end"], "why": f"{type(error).__name__}: {error}"}
         if self.machines is not None:
@@ -198,12 +204,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for index in sorted(rows):
         print(line_of(rows[index]), flush=True)
     if missing := [index for index in range(options.runs) if index not in rows]:
-        with ray_of(options.ways) as soak.machines:
-            soak.prepare()
-            for index in missing:
-                rows[index] = soak.one(index)
-                print(line_of(rows[index]), flush=True)
+        try:
+            with ray_of(options.ways) as soak.machines:
+                soak.prepare()
+                for index in missing:
+                    rows[index] = soak.one(index)
+                    print(line_of(rows[index]), flush=True)
+        except (Stopped, KeyboardInterrupt):
+            print(f"stopped after {len(rows)} of {options.runs} runs; the same command again continues")
     print("\n".join(summary([rows[index] for index in sorted(rows)])))
+    if len(rows) < options.runs:
+        return STOPPED
     return 0 if all(identical(row) for row in rows.values()) else 1
 
 

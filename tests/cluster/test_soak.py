@@ -2,11 +2,14 @@
 
 import json
 from collections import Counter
+from contextlib import nullcontext
+from typing import Any
 
 import pytest
 
+from cluster.errors import Stopped
 from tests.cluster.faults import SERVICES, lasting
-from tools.soak import LONGEST_DELAY_S, WAYS, draw, identical, line_of, main, summary
+from tools.soak import LONGEST_DELAY_S, WAYS, Soak, draw, identical, line_of, main, summary
 
 MOMENTS = {(0, "begin"): 1, (0, "explored"): 8, (1, "update"): 1}
 
@@ -54,6 +57,25 @@ def test_what_is_compared_leaves_out_who_and_when():
     rows = [{"kind": "iteration", "iteration": 1, "reward/train_mean": 0.1 + 0.2, "time/update_s": 3.0, "rollout/reissued": 4,
              "busy/learner": 0.3, "rewards/images_per_s/jpeg": 7.0, "samples_seen": 8}]  # fmt: skip
     assert lasting(rows) == [{"iteration": 1, "kind": "iteration", "reward/train_mean": 0.3, "samples_seen": 8}]
+
+
+def test_one_that_is_stopped_says_so_and_keeps_nothing_of_the_run_in_hand(tmp_path, capsys, monkeypatch):
+    """A signal ends the run under way in an orderly fashion; that is no difference of the run's."""
+
+    def train(soak: Soak, name: str, striker: Any) -> dict[str, str]:
+        if name == "run-0001":
+            raise Stopped("stopped by SIGINT before iteration 1; continue with --resume")
+        return {"lora": "the same"}
+
+    monkeypatch.setattr("tools.soak.ray_of", lambda ways: nullcontext())
+    monkeypatch.setattr(Soak, "prepare", lambda soak: vars(soak).update(undisturbed={"lora": "the same"}, moments=MOMENTS))
+    monkeypatch.setattr(Soak, "_train", train)
+    monkeypatch.setattr(Soak, "_events", lambda soak, name: [])
+    (tmp_path / "runs" / "run-0000").mkdir(parents=True)
+    assert main(["--runs", "3", "--out", str(tmp_path)]) == 130
+    said = capsys.readouterr().out.splitlines()
+    assert "stopped after 1 of 3 runs" in said[1] and said[-1].startswith("1 of 1 runs ended identical")
+    assert len((tmp_path / "faults.jsonl").read_text().splitlines()) == 1
 
 
 def own_lines(printed: str) -> list[str]:
