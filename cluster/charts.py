@@ -12,6 +12,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from html import escape
 
+from cluster.chart_axes import Frame, axes, span, svg, x_span
+
 Point = tuple[float, float]
 
 MAX_POINTS = 300
@@ -41,28 +43,6 @@ class Band:
 
 
 @dataclass(frozen=True)
-class Frame:
-    """The plot's place in the picture and the data it spans; ``x`` and ``y`` map data to user units."""
-
-    width: float
-    height: float
-    x_span: tuple[float, float]
-    y_span: tuple[float, float]
-    left: float = 46.0
-    right: float = 12.0
-    top: float = 10.0
-    bottom: float = 34.0
-
-    def x(self, value: float) -> float:
-        low, high = self.x_span
-        return self.left + (value - low) / (high - low) * (self.width - self.left - self.right)
-
-    def y(self, value: float) -> float:
-        low, high = self.y_span
-        return self.height - self.bottom - (value - low) / (high - low) * (self.height - self.top - self.bottom)
-
-
-@dataclass(frozen=True)
 class Stack:
     """One bar of ``stacked_bars``: parts by label, and the measured whole (drawn as a tick) where there is one."""
 
@@ -88,34 +68,6 @@ def number(value: float | None, digits: int = 3) -> str:
     return ("−" if value < 0 else "") + text
 
 
-def nice_ticks(low: float, high: float, count: int = 4) -> list[float]:
-    """About ``count`` round values (1, 2, 2.5 or 5 times a power of ten) inside [low, high]."""
-    if not high > low:
-        return [low]
-    raw = (high - low) / max(1, count)
-    power = 10 ** math.floor(math.log10(raw))
-    step = next(factor * power for factor in (1, 2, 2.5, 5, 10) if factor * power >= raw * 0.999)
-    first = math.ceil(low / step - 1e-9)
-    last = math.floor(high / step + 1e-9)
-    return [round(index * step, 12) for index in range(first, last + 1)]
-
-
-def span(values: Sequence[float], include: Sequence[float] = (), pad: float = 0.06) -> tuple[float, float]:
-    """The interval a chart must show: all finite ``values`` with some air, and ``include`` without; never empty."""
-    finite = [value for value in values if math.isfinite(value)]
-    everything = finite + list(include)
-    if not everything:
-        return 0.0, 1.0
-    low, high = min(everything), max(everything)
-    if low == high == 0:
-        return 0.0, 1.0
-    if low == high:
-        room = abs(low) * 0.1 or 0.5
-        return low - room, high + room
-    room = (high - low) * pad
-    return (low if low in include else low - room), (high if high in include else high + room)
-
-
 def line_chart(
     series: Sequence[Series],
     *,
@@ -132,11 +84,11 @@ def line_chart(
     for one in series:
         for (_, y), error in zip(one.points, one.errors, strict=False):
             ys += [y - error, y + error]
-    frame = Frame(*size, x_span=_x_span(xs), y_span=span(ys, include_y))
-    body = [_axes(frame, x_label, whole_x=all(float(x).is_integer() for x in xs))]
+    frame = Frame(*size, x_span=x_span(xs), y_span=span(ys, include_y))
+    body = [axes(frame, x_label, whole_x=all(float(x).is_integer() for x in xs))]
     body += [_band(frame, band) for band in bands]
     body += [_line(frame, one) for one in series]
-    return _svg(frame, label, body)
+    return svg(frame, label, body)
 
 
 def stacked_bars(
@@ -153,7 +105,7 @@ def stacked_bars(
     half = _bar_half_width([stack.x for stack in stacks])
     xs = [edge for stack in stacks for edge in (stack.x - half * 1.25, stack.x + half * 1.25)]
     frame = Frame(*size, x_span=span(xs, pad=0), y_span=span(tops, include=(0.0,)))
-    body = [_axes(frame, "iteration", whole_x=True, unit=unit)]
+    body = [axes(frame, "iteration", whole_x=True, unit=unit)]
     for stack in stacks:
         left, right, level = frame.x(stack.x - half), frame.x(stack.x + half), 0.0
         for name, colour in order:
@@ -173,7 +125,7 @@ def stacked_bars(
                 f'<line class="whole" x1="{left - 1:.2f}" x2="{right + 1:.2f}" y1="{y:.2f}" y2="{y:.2f}">'
                 f"<title>{escape(title)}</title></line>"
             )
-    return _svg(frame, label, body)
+    return svg(frame, label, body)
 
 
 def scatter(
@@ -193,7 +145,7 @@ def scatter(
     both = span([value for x, y, _ in finite for value in (x, y)])
     frame = Frame(*size, x_span=both, y_span=both)
     body = [
-        _axes(frame, x_label, whole_x=False, y_label=y_label),
+        axes(frame, x_label, whole_x=False, y_label=y_label),
         f'<line class="diagonal" x1="{frame.x(both[0]):.2f}" y1="{frame.y(both[0]):.2f}" x2="{frame.x(both[1]):.2f}" '
         f'y2="{frame.y(both[1]):.2f}"/>',
     ]
@@ -203,7 +155,7 @@ def scatter(
             f'<circle class="point fill-{2 if y > x else 5 if y < x else 8}" cx="{frame.x(x):.2f}" cy="{frame.y(y):.2f}" r="3.2">'
             f"<title>{escape(title)}</title></circle>"
         )
-    return _svg(frame, label, body)
+    return svg(frame, label, body)
 
 
 def thin(points: Sequence[Point], most: int = MAX_POINTS) -> list[Point]:
@@ -211,57 +163,6 @@ def thin(points: Sequence[Point], most: int = MAX_POINTS) -> list[Point]:
     if len(points) <= most:
         return list(points)
     return [points[round(index * (len(points) - 1) / (most - 1))] for index in range(most)]
-
-
-def _x_span(xs: Sequence[float]) -> tuple[float, float]:
-    """The x axis: a single place stands in the middle."""
-    if xs and min(xs) == max(xs):
-        return xs[0] - 0.5, xs[0] + 0.5
-    return span(xs, pad=0.02)
-
-
-def _svg(frame: Frame, label: str, body: Sequence[str]) -> str:
-    return (
-        f'<svg class="chart" viewBox="0 0 {frame.width:g} {frame.height:g}" role="img" aria-label="{escape(label, quote=True)}">'
-        + "".join(body)
-        + "</svg>"
-    )
-
-
-def _axes(frame: Frame, x_label: str, whole_x: bool, unit: str = "", y_label: str = "") -> str:
-    parts, right, foot = [], frame.width - frame.right, frame.height - frame.bottom
-    y_ticks = nice_ticks(*frame.y_span, count=6 if frame.height > 180 else 4)
-    step = y_ticks[1] - y_ticks[0] if len(y_ticks) > 1 else abs(y_ticks[0]) or 1.0
-    for tick in y_ticks:
-        y = frame.y(tick)
-        parts.append(f'<line class="grid" x1="{frame.left:g}" x2="{right:g}" y1="{y:.2f}" y2="{y:.2f}"/>')
-        parts.append(
-            f'<text class="tick" x="{frame.left - 6:g}" y="{y:.2f}" dy="0.35em" text-anchor="end">{_tick(tick, step)}{unit and " " + unit}</text>'
-        )
-    ticks = nice_ticks(*frame.x_span, count=6)
-    gap = ticks[1] - ticks[0] if len(ticks) > 1 else 1.0
-    for tick in [tick for tick in ticks if not whole_x or float(tick).is_integer()]:
-        anchor = "end" if frame.x(tick) > right - 8 else "middle"
-        parts.append(
-            f'<text class="tick" x="{frame.x(tick):.2f}" y="{foot + 14:g}" text-anchor="{anchor}">{_tick(tick, 1.0 if whole_x else gap)}</text>'
-        )
-    if y_label:
-        parts.append(f'<text class="tick" x="{frame.left + 4:g}" y="{frame.top + 4:g}">{escape(y_label)} ↑</text>')
-    parts.append(f'<line class="axis" x1="{frame.left:g}" x2="{right:g}" y1="{foot:g}" y2="{foot:g}"/>')
-    parts.append(
-        f'<text class="tick" x="{(frame.left + right) / 2:g}" y="{frame.height - 4:g}" text-anchor="middle">{escape(x_label)}</text>'
-    )
-    return "".join(parts)
-
-
-def _tick(value: float, step: float) -> str:
-    """A tick's text with just the decimals that its spacing needs."""
-    if value and (abs(value) >= 1e6 or abs(step) < 1e-4):
-        return f"{value:.1e}".replace("-", "−").replace("e−0", "e−").replace("e+0", "e")
-    decimals = max(0, -math.floor(math.log10(abs(step)) + 1e-9))
-    while decimals < 6 and abs(round(step, decimals) - step) > abs(step) * 1e-6:
-        decimals += 1
-    return f"{value:,.{decimals}f}".replace("-", "−")
 
 
 def _pieces(points: Sequence[Point]) -> list[list[Point]]:
