@@ -7,6 +7,7 @@ noise, N the worst; equal rewards share the mean of their ranks, so a measure is
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -110,14 +111,15 @@ def no_information(count: int, halves: Sequence[int] = HALVES) -> dict[str, floa
     return found
 
 
-def conditional_density(proxy: np.ndarray, truth: np.ndarray, bins: int = 24) -> np.ndarray:
+def conditional_density(proxy: np.ndarray, truth: np.ndarray, bins: int | None = None) -> np.ndarray:
     """How proxy ranks are spread, given the true rank: float64 [bins, bins], [true bin, proxy bin], best first.
 
-    Each row sums to 1. ``bins`` is lowered to N where it is more. Noises of equal reward are spread evenly over the ranks they share.
+    Each row sums to 1. ``bins`` is lowered to N where it is more; None: as many as have four noises in each cell on average, 4 to 24.
+    Noises of equal reward are spread evenly over the ranks they share.
     """
     proxy, truth = _checked(proxy, truth)
     count = truth.shape[1]
-    bins = min(bins, count)
+    bins = min(max(4, min(24, math.isqrt(truth.size // 4))) if bins is None else bins, count)
     joint = np.zeros((bins, bins))
     for cheap, full in zip(proxy, truth, strict=True):
         joint += _rank_shares(full, bins).T @ _rank_shares(cheap, bins)

@@ -48,8 +48,10 @@ def tiny_sd3_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_tiny_sd3(tmp_path_factory.mktemp("tiny_sd3"))
 
 
-def make_tiny_sd3(path: str | Path, seed: int = 0) -> Path:
+def make_tiny_sd3(path: str | Path, seed: int = 0, dual: tuple[int, ...] = ()) -> Path:
     """Write the pipeline directory and return its path. The same seed gives the same weights.
+
+    ``dual``: blocks with a second attention over the picture alone, as the first half of SD3.5 Medium's have.
 
     The transformer's biases and norm weights are random too (their stock initial values are 0 and 1), so that no part of
     the network is a no-op that a test could pass without.
@@ -59,7 +61,7 @@ def make_tiny_sd3(path: str | Path, seed: int = 0) -> Path:
 
     with torch.random.fork_rng():
         torch.manual_seed(seed)
-        transformer = _transformer()
+        transformer = _transformer(dual)
         randomise_vectors(transformer)
         pipe = StableDiffusion3Pipeline(
             transformer=transformer,
@@ -83,7 +85,7 @@ def randomise_vectors(transformer: nn.Module) -> None:
             parameter.data.normal_(1.0 if "norm_" in name and name.endswith("weight") else 0.0, 0.1)
 
 
-def _transformer() -> SD3Transformer2DModel:
+def _transformer(dual: tuple[int, ...]) -> SD3Transformer2DModel:
     from diffusers import SD3Transformer2DModel
 
     return SD3Transformer2DModel(
@@ -99,6 +101,7 @@ def _transformer() -> SD3Transformer2DModel:
         out_channels=4,
         pos_embed_max_size=8,
         qk_norm="rms_norm",
+        dual_attention_layers=dual,
     )
 
 

@@ -93,6 +93,8 @@ def test_density_of_perfect_reversed_and_absent_rankings():
     assert np.array_equal(conditional_density(-truth, truth, 24), np.eye(24)[::-1])
     assert np.allclose(conditional_density(np.zeros_like(truth), truth, 24), 1 / 24)
     assert conditional_density(truth[:, :10], truth[:, :10], 24).shape == (10, 10)
+    sizes = [len(conditional_density(noise, noise)) for noise in np.split(np.random.default_rng(0).random((3, 32, 96))[0], [1, 3])]
+    assert sizes == [4, 6, 24]  # 96, 192 and 2784 noises, four to a cell
 
 
 def test_density_spreads_ties_evenly():

@@ -6,12 +6,18 @@ import numpy as np
 import pytest
 import torch
 
-from configs.sections import Model
+from configs.sections import Lora, Model
+from policy.explorer import Explorer
 from policy.families import family_for, model_directory
+from policy.lora import add_adapters
+from policy.precision.backends import BACKENDS
+from policy.precision.swap import quantise_plan
+from policy.publish import export_policy
 from policy.sampling.noise import noise_for
 from policy.sampling.sample import sample
 from policy.types import Conditioning
-from tests.tiny_families import SEEDS
+from tests.tiny_families import SEEDS, Tiny
+from tests.tiny_sd3 import make_tiny_sd3
 
 
 def test_decoding_in_batches_changes_at_most_one_grey_level(family):
@@ -45,6 +51,24 @@ def test_velocity_scales_time_and_broadcasts(family, transformer, cond):
     ).sample
     assert torch.equal(one, theirs)
     assert not torch.equal(one, family.velocity(transformer, x, torch.tensor([0.25, 0.75]), cond))
+
+
+def test_a_second_attention_as_in_sd35_medium(tmp_path):
+    """Latents are the stock pipeline's bit for bit; its linears are quantised, and fused beside the first attention's."""
+    tiny = Tiny("sd3", make_tiny_sd3(tmp_path, dual=(0,)))
+    assert torch.equal(tiny.ours(4, "euler"), tiny.stock(4, "latent"))
+    plan = {row.name: row for row in quantise_plan(tiny.denoiser, tiny.family, (), BACKENDS["fp8"])}
+    names = {name for name in plan if ".attn2." in name}
+    assert names == {f"transformer_blocks.0.attn2.{part}" for part in ("to_q", "to_k", "to_v", "to_out.0")}
+    assert all(plan[name].quantised for name in names)
+    assert [plan[f"transformer_blocks.0.attn2.to_{part}"].fused for part in "qkv"] == ["transformer_blocks.0.attn2.to_q"] * 3
+    assert plan["transformer_blocks.0.attn.to_v"].fused == "transformer_blocks.0.attn.to_q"
+    exact = tiny.family.decode(tiny.family.load_vae("cpu", torch.float32), tiny.ours(4, "euler")).numpy()
+    add_adapters(tiny.denoiser, Lora(rank=2, alpha=2), tiny.family)
+    explorer = Explorer(tiny.family, BACKENDS["fp8"])
+    explorer.load(*export_policy(tiny.denoiser, "current", explorer.plan, BACKENDS["fp8"], 0, 4096))
+    images, _ = explorer.explore(tiny.encoded.rows(0), SEEDS, 4, "euler")
+    assert 0 < np.abs(images.astype(int) - exact).mean() < 3  # of 255: the attention is there, roundly
 
 
 def test_sampling_in_batches_and_any_order(family, transformer, cond):
