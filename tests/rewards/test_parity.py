@@ -25,7 +25,7 @@ def test_scores_are_the_peers(name, size):
 
 def test_a_constant_peer_proves_nothing_and_a_far_one_fails():
     far = parity.Parity("a", "b", "small", 25, 2e-5, 1.0)
-    constant = parity.Parity("a", "b", "small", 25, 0.0, 0.001)
+    constant = parity.Parity("a", "b", "small", 25, 0.0, 0.0009)
     nothing = parity.Parity("a", "b", "small", 25, float("nan"), 1.0)
     assert "differs from b by 2.00e-05" in str(far.problem) and "proves nothing" in str(constant.problem) and nothing.problem
     assert parity.Parity("a", "b", "small", 25, 9e-6, 1.0).problem is None
