@@ -7,7 +7,9 @@ has the libraries that it imports in it.
 
 from __future__ import annotations
 
+import ctypes
 import gc
+import os
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
@@ -51,6 +53,7 @@ def measure(options: Options) -> list[Ratio]:
     ratios = []
     with random_weights() as folder:
         for name in NAMES:
+            _give_back()
             before = _memory("VmRSS")
             scorer = _made(name, bool(options.small), folder)
             if scorer is None:
@@ -66,7 +69,6 @@ def measure(options: Options) -> list[Ratio]:
             each = {name: [seconds / len(images) for seconds in times[name]], "product": times["product"]}
             ratios.append(Ratio.of(each, name, "product", note=_size(scorer, before, peak)))
             del scorer, cases
-            gc.collect()
     return ratios
 
 
@@ -111,6 +113,14 @@ def _size(scorer: Any, before: int | None, peak: int | None) -> str:
     count, size = sum(value.numel() for value in values), sum(value.numel() * value.element_size() for value in values)
     note = f"{count / 1e6:.1f} M parameters, {size / 1e9:.2f} GB" if values else "no weights of ours"
     return note if before is None or peak is None else f"{note}, process + {max(0, peak - before) / 1e9:.2f} GB at its peak"
+
+
+def _give_back() -> None:
+    """What earlier scorers used goes back to the system, which glibc's allocator does when it is told to."""
+    gc.collect()
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if os.name == "posix" else None
+    if trim is not None:
+        trim(0)
 
 
 def _forget_peak() -> None:
