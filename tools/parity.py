@@ -2,7 +2,7 @@
 
 Installs the peer packages into ``build/peers``, apart from the environment that Sol-RL runs in and without their dependencies, which
 cannot be met together. Exit code 1 when a scorer is over the bound or the peer's scores do not vary. ``--full`` builds the real
-architectures: minutes, and up to about 16 GB of memory.
+architectures: minutes, and up to 13 GB of memory.
 """
 
 from __future__ import annotations
