@@ -113,7 +113,8 @@ def _what(run: RunData) -> str:
     if plan.explore is None:
         walk = f"{keep} noises per prompt at {full.steps} steps, all trained on"
     else:
-        seen = f"{plan.explore.pool_size} noises per prompt explored in {plan.explore.backend} at {plan.explore.steps} steps"
+        backend = (run.last_event("backend_chosen") or {}).get("backend", plan.explore.backend)
+        seen = f"{plan.explore.pool_size} noises per prompt explored in {backend} at {plan.explore.steps} steps"
         again = f"{keep} regenerated in {full.precision} at {full.steps} steps and trained on"
         walk = f"{seen}, {again if plan.regenerate else f'{keep} of these pictures trained on as they are'}"
     return f"{model}. {arm[0].upper()}{arm[1:]}: {walk}."

@@ -15,7 +15,7 @@ TONES = {
     "actor_started": "good", "actor_replaced": "good", "actor_died": "bad", "actor_benched": "bad", "chunk_reissued": "warn",
     "run_started": "plain", "run_resumed": "warn", "run_finished": "good", "run_failed": "bad", "run_stopped": "warn",
     "stopped_early": "warn", "metrics_unavailable": "warn", "sink_failed": "warn", "pool_scaled": "plain", "actor_added": "good", "actor_removed": "plain",
-    "audit_low": "warn", "backend_moved": "warn",
+    "audit_low": "warn", "backend_moved": "warn", "backend_chosen": "plain", "backend_kept": "warn",
 }  # fmt: skip
 ROUTINE = {"version_published", "checkpoint_saved", "actor_started"}
 """Events that are counted and drawn, but not listed."""

@@ -198,6 +198,8 @@ class Session:
         if self.next_iteration == 0 and not self.held_out.done(0):
             await self._evaluate(0)
         await self.ring.begin(self.next_iteration)
+        if why := self.services.weights.why:
+            self.progress.note(f"exploring in {self.services.weights.chosen} ({why})")
         await self._write_quantisation_table()
         why_stop = None
         while self.next_iteration < config.iterations and why_stop is None:
@@ -276,6 +278,7 @@ class Session:
             "seconds": self._seconds(),
             "samples_seen": self.samples_seen,
             "guard": self.ring.guard.state,
+            "backend": self.services.weights.chosen,
         }
         path = self.rundir.checkpoints / f"step_{self.next_iteration:06d}"
         await self.services.learner.call(("save", self.next_iteration), "save", str(path), extra)
@@ -304,6 +307,7 @@ class Session:
         self.ring.guard.restore(extra.get("guard", {}))
         if not in_process:
             self.seconds_before = extra["seconds"]
+            self.services.weights.chosen = extra.get("backend")
         self.rundir.truncate(self.next_iteration, math.inf if in_process else extra["time"])
         return path
 

@@ -44,6 +44,8 @@ class WeightChannel:
         else when their first chunk names it, for they may be at work with the one before."""
         self._event, self._ahead = event, ahead
         self._held: dict[int, Published] = {}
+        self.chosen: str | None = None  # the run's precision, from its first publishing on; a checkpoint keeps it
+        self.why = ""
 
     @property
     def current(self) -> Published | None:
@@ -62,12 +64,12 @@ class WeightChannel:
     ) -> dict[str, float]:
         """Export ``version`` from the learner and make it the newest; metrics under their contract names.
 
-        ``backend``: the precision to pack for; None: the one that explorers report. ``weights``: the adapter to export; None: the
-        sampling policy.
+        ``backend``: the precision to pack for; None: the run's, which is what its first explorers reported. ``weights``: the adapter
+        to export; None: the sampling policy.
         """
         start = time.perf_counter()
         native = one_backend(rollout)
-        backend = backend or native
+        backend = backend or self._of_the_run(native, rollout)
         manifest, statistics = await learner.call(("export", version), "export", version, backend, weights)
         chunks = []
         for index in range(len(manifest.chunk_sizes)):
@@ -87,6 +89,28 @@ class WeightChannel:
             explorers=rollout.alive,
         )
         return {"time/publish_s": seconds, "weights/version": version, "weights/bytes": published.nbytes, **statistics}
+
+    def _of_the_run(self, own: str | None, rollout: ActorPool) -> str | None:
+        """The run's precision: chosen, and said, once; kept where it goes on with explorers whose own is another.
+
+        Raises RunFailed when these cannot run it.
+        """
+        if own is None or own == self.chosen:
+            return own
+        if self.chosen is None:
+            self.chosen, self.why = own, next((w.facts["why"] for w in rollout.workers if w.facts.get("why")), "")
+            self._event("backend_chosen", backend=own, why=self.why)
+            return own
+        runs = common_backends(rollout)
+        if self.chosen not in runs:
+            raise RunFailed(
+                f"this run explores in {self.chosen}, which its explorers here cannot run (they can {', '.join(sorted(runs))}): "
+                "continue it with explorers on the kind of GPU that it began on"
+            )
+        if not self.why:
+            self.why = f"as the run began; its explorers here would take {own}"
+            self._event("backend_kept", backend=self.chosen, why=self.why)
+        return self.chosen
 
     def load_for(self, rollout: ActorPool) -> Callable[[Worker, Unit], Awaitable[None]]:
         """The coroutine function that gives a worker the version its unit names, and does nothing when it has it."""

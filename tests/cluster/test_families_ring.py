@@ -18,9 +18,10 @@ from tests.tiny_families import SETTINGS, SOLVER, as_array, stock_call, stock_pi
 
 
 def one_iteration(name: str, directory: Any, root: Any) -> Any:
-    """One prompt, 4-in-8, two stages, NVFP4 emulated, one rollout actor; evaluated before and after."""
+    """One prompt, 4-in-8, two stages, NVFP4 emulated as `auto` has it, one rollout actor; evaluated before and after."""
     changes: dict[str, Any] = {f"model__{key}": value for key, value in {"family": name, **SETTINGS[name]}.items()}
     changes |= {"iterations": 1, "prompts__per_iteration": 1, "explore__chunk_size": 4, "services__rollout__actors": 1}
+    changes |= {"explore__backend": "auto"}
     changes |= {"evaluate__solver": SOLVER[name], "evaluate__prompts": 2, "evaluate__steps": 3, "evaluate__noises": 2}
     return run_here(tiny_config(directory, root, name, ema__decay=0.0, **changes))
 
@@ -35,6 +36,8 @@ def test_the_ring_runs_and_its_lora_draws_in_the_stock_pipeline(ray_here, reques
     assert rows[1]["rewards/failed"] == 0 and 0 < rows[1]["weights/codes_changed"] < 1
     names = [event["event"] for event in run.events()]
     assert names[0] == "run_started" and names[-1] == "run_finished" and names.count("actor_started") == 5
+    (chosen,) = [event for event in run.events() if event["event"] == "backend_chosen"]
+    assert chosen["backend"] == "emulated_nvfp4" and chosen["why"].startswith("auto: there is no NVFP4 kernel for cpu here")
     (selection,) = [json.loads(line) for line in run.selections_file.read_text().splitlines()]
     assert selection
     state = load_file(run.checkpoints / "step_000001" / "ema.safetensors")

@@ -1,7 +1,8 @@
-"""One precision backend per run, and time to compile; without Ray."""
+"""One precision backend per run, and time to compile; without Ray but for the last test."""
 
 import asyncio
 import concurrent.futures
+import json
 import threading
 from types import SimpleNamespace
 
@@ -14,11 +15,15 @@ from cluster.pool import ActorLost, ActorPool
 from cluster.weights import WeightChannel, common_backends
 from cluster.worker import Unit
 from configs.services import Service
+from tests.cluster.runs import run_here, tiny_config
 
 
-def explorers(*backends: str | None) -> SimpleNamespace:
+def explorers(*backends: str | None, runs: tuple[str, ...] = ()) -> SimpleNamespace:
     """A pool as far as publishing goes, whose actors acknowledge whatever they are sent."""
-    facts = [{} if backend is None else {"backend": backend, "host": f"node{i}"} for i, backend in enumerate(backends)]
+    facts = [
+        {} if backend is None else {"backend": backend, "host": f"node{i}", "why": f"auto: {backend} is the best", "runs": runs}
+        for i, backend in enumerate(backends)
+    ]
     pool = SimpleNamespace(
         workers=[SimpleNamespace(facts=fact, state=None, index=i) for i, fact in enumerate(facts)], alive=len(facts)
     )
@@ -56,6 +61,46 @@ def test_the_learner_packs_for_what_the_explorers_run():
     publish(explorers("fp8", "fp8"), asked)
     publish(explorers(None), asked)
     assert asked == [(3, "fp8", None), (3, None, None)]
+
+
+def test_what_was_chosen_and_why_is_said_once_in_a_run():
+    async def run() -> list[tuple]:
+        events = []
+        channel = WeightChannel(lambda name, **fields: events.append((name, fields)))
+        for version in range(3):
+            await channel.publish(version, learner([]), explorers("fp8", "fp8"))
+        await channel.publish(3, learner([]), explorers("fp8"), backend="bf16")  # moved to by the audit: not the run's own
+        assert channel.chosen == "fp8"
+        return events
+
+    events = asyncio.run(run())
+    assert [name for name, _ in events] == ["backend_chosen", *["version_published"] * 4]
+    assert events[0][1] == {"backend": "fp8", "why": "auto: fp8 is the best"}
+    assert [fields["backend"] for _, fields in events[1:]] == ["fp8", "fp8", "fp8", "bf16"]
+
+
+def test_a_run_goes_on_in_the_precision_it_began_in():
+    """Continued on better GPUs, ``auto`` would take another: every version must be ranked by the same arithmetic."""
+
+    async def run(rollout, asked: list[tuple]) -> list[str]:
+        events: list[str] = []
+        channel = WeightChannel(lambda name, **fields: events.append(f"{name} {fields.get('why', '')}"))
+        channel.chosen = "fp8"  # from the checkpoint
+        for version in (5, 6):
+            await channel.publish(version, learner(asked), rollout)
+        return events
+
+    asked: list[tuple] = []
+    rollout = explorers("te_nvfp4", "te_nvfp4", runs=("te_nvfp4", "torch_nvfp4", "fp8", "bf16"))
+    kept, *rest = asyncio.run(run(rollout, asked))
+    assert kept == "backend_kept as the run began; its explorers here would take te_nvfp4"
+    assert all(event.startswith("version_published") for event in rest) and len(rest) == 2
+    assert [backend for _, backend, _ in asked] == ["fp8", "fp8"]
+    assert [worker.state for worker in rollout.workers] == [(6, "c", "fp8")] * 2
+    with pytest.raises(
+        RunFailed, match=r"explores in fp8, which its explorers here cannot run \(they can bf16, fp32\): continue it"
+    ):
+        asyncio.run(run(explorers("bf16", runs=("fp32", "bf16")), asked))
 
 
 def test_explorers_that_differ_end_the_run_before_anything_is_published():
@@ -155,3 +200,20 @@ def test_what_every_explorer_can_run():
     rollout.workers[0].facts["runs"], rollout.workers[1].facts["runs"] = ("fp8", "bf16"), ("bf16", "fp32")
     assert common_backends(rollout) == {"bf16"}
     assert common_backends(explorers(None)) == set()
+
+
+def test_a_resumed_run_ranks_with_what_it_began_with(ray_here, tiny_sd3_dir, tmp_path):
+    """As when the first iteration ran on GPUs whose ``auto`` is FP8: the second explores in FP8 too, where ``auto`` would emulate NVFP4."""
+    changes = {"explore__backend": "auto", "services__rollout__actors": 1, "evaluate__prompts": 1}
+    run = run_here(tiny_config(tiny_sd3_dir, tmp_path, "elsewhere", iterations=1, **changes))
+    state = run.checkpoints / "step_000001" / "state.json"
+    body = json.loads(state.read_text())
+    assert body["state"]["extra"]["backend"] == "emulated_nvfp4"
+    body["state"]["extra"]["backend"] = "fp8"
+    state.write_text(json.dumps(body))
+    run = run_here(tiny_config(tiny_sd3_dir, tmp_path, "elsewhere", iterations=2, **changes), resume=True)
+    assert [row["explore/backend"] for row in run.metrics() if row["kind"] == "iteration"] == ["emulated_nvfp4", "fp8"]
+    events = [event for event in run.events() if event["event"].startswith("backend_")]
+    assert [event["event"] for event in events] == ["backend_chosen", "backend_kept"]
+    assert events[1]["why"] == "as the run began; its explorers here would take emulated_nvfp4"
+    assert {row["backend"] for row in json.loads((run.path / "quantisation.json").read_text())} == {"fp8"}
