@@ -7,6 +7,7 @@ a step cannot become quicker than 1 / (1 - s + s / q) times (Amdahl).
 
 from __future__ import annotations
 
+import json
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -77,14 +78,10 @@ class Case:
                 return torch.empty(shape, device="meta")
             return torch.randn(shape, generator=generator).to(device)
 
-        config, tokens = self.part["config"], self.family.model.max_sequence_length
-        if self.family.name == "sana":
-            tensors = {"prompt_embeds": noise(batch, tokens, config["caption_channels"])}
-            tensors["prompt_attention_mask"] = torch.ones(batch, tokens, device=device)
-        else:
-            tokens += 77 if self.family.name == "sd3" else 0  # CLIP's
-            tensors = {"prompt_embeds": noise(batch, tokens, config["joint_attention_dim"])}
-            tensors["pooled_prompt_embeds"] = noise(batch, config["pooled_projection_dim"])
+        tensors = {
+            name: torch.ones(batch, *shape, device=device) if name.endswith("mask") else noise(batch, *shape)
+            for name, shape in self.family.conditioning_shapes.items()
+        }
         return noise(batch, *self.family.latent_shape), torch.tensor(0.7), Conditioning(tensors)
 
 
@@ -99,8 +96,9 @@ def case_of(name: str, pixels: int | None, small: bool) -> Iterator[Case]:
     size: dict[str, Any] = {side: pixels or model[side] for side in ("height", "width")}
     guidance = 3.5 if part["config"].get("guidance_embeds") else None
     with tempfile.TemporaryDirectory(prefix="sol-rl-bench-") as scratch:
-        path = str(write_configs(name, scratch))
-        settings = Model(family=family, path=path, max_sequence_length=TEXT_TOKENS[family], guidance=guidance, **size)
+        path = write_configs(name, scratch)
+        (path / "transformer" / "config.json").write_text(json.dumps(part["config"]))
+        settings = Model(family=family, path=str(path), max_sequence_length=TEXT_TOKENS[family], guidance=guidance, **size)
         yield Case(f"{name}{' (small)' if small else ''}", family_for(settings), part)
 
 
