@@ -85,9 +85,13 @@ def sizes(nbytes: int) -> dict[str, int]:
 
 
 def measure(options: Options) -> list[Ratio]:
-    """One ratio per size and number of receivers."""
-    with _ray(options):
-        return asyncio.run(_all(options))
+    """One ratio per size and number of receivers. Every size has a Ray of its own: a store keeps the memory that it once used."""
+    ratios = []
+    for broadcast in options.broadcasts:
+        one = dataclasses.replace(options, broadcasts=(broadcast,))
+        with _ray(one):
+            ratios += asyncio.run(_all(one))
+    return ratios
 
 
 @contextmanager
@@ -113,10 +117,10 @@ def _ray(options: Options) -> Iterator[None]:
 async def _all(options: Options) -> list[Ratio]:
     ratios = []
     for nbytes, counts in options.broadcasts:
-        sender = None
+        sender, available = None, psutil.virtual_memory().available
         for count in counts:
             name = f"{nbytes / 1e9:.3g} GB to {count}"
-            if why := no_room(nbytes, count):
+            if why := no_room(nbytes, count, available):
                 print(f"publish  {name}: left out: {why}", flush=True)
                 continue
             if sender is None:

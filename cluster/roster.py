@@ -153,8 +153,8 @@ class Roster:
 
     def bury(self, worker: Worker, why: str) -> None:
         """Kill the actor in this place, and leave the place empty."""
-        pid = worker.facts.get("pid")
-        self._event("actor_died", kind=self.kind, actor=worker.index, incarnation=worker.incarnation, why=why, pid=pid)
+        where = {key: worker.facts.get(key) for key in ("pid", "node")}
+        self._event("actor_died", kind=self.kind, actor=worker.index, incarnation=worker.incarnation, why=why, **where)
         if worker.handle is not None:
             ray.kill(worker.handle, no_restart=True)
         worker.handle, worker.state = None, None

@@ -19,6 +19,7 @@ from tests.cluster.runs import tiny_config, write_toml
 from tests.cluster.test_jobs import ROOT, Head, wait_for
 
 MOST_NODES, WAIT_S = 2, 120
+COMMANDS = ("initialization", "setup", "head_setup", "worker_setup", "head_start_ray", "worker_start_ray")
 LABELS = {"pool": "explorers"}
 
 
@@ -36,7 +37,10 @@ def autoscaling(port: int) -> dict[str, Any]:
             "explorers": {**common, "resources": {"CPU": 1}, "labels": LABELS, "max_workers": MOST_NODES},
         },
         "head_node_type": "ray.head.default",
-        **{f"{which}_commands": [] for which in ("initialization", "setup", "head_setup", "worker_setup")},
+        "auth": {},
+        "file_mounts": {},
+        "cluster_synced_files": [],
+        **{f"{which}_commands": [] for which in COMMANDS},
     }
 
 
