@@ -13,6 +13,7 @@ import io
 import json
 import os
 import signal
+import statistics
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -222,4 +223,4 @@ def _cell(values: Sequence[float | None]) -> str:
     known = sorted(value for value in values if value is not None)
     if not known:
         return "not needed"
-    return f"{known[len(known) // 2]:.1f} s" + (f" ({known[-1]:.1f} s)" if len(known) > 1 else "")
+    return f"{statistics.median(known):.1f} s" + (f" ({known[-1]:.1f} s)" if len(known) > 1 else "")

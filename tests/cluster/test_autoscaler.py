@@ -12,6 +12,7 @@ from subprocess import DEVNULL, PIPE
 from typing import Any
 
 import pytest
+from ray.autoscaler._private.fake_multi_node.node_provider import FAKE_HEAD_NODE_ID
 
 from cluster.rundir import RunDirectory
 from tests.cluster.processes import kill_tree
@@ -20,6 +21,13 @@ from tests.cluster.test_jobs import ROOT, Head, wait_for
 
 MOST_NODES, WAIT_S = 2, 120
 COMMANDS = ("initialization", "setup", "head_setup", "worker_setup", "head_start_ray", "worker_start_ray")
+ENVIRONMENT = {
+    "RAY_enable_autoscaler_v2": "1",  # the one before it takes no notice of labels
+    "RAY_FAKE_CLUSTER": "1",
+    "RAY_CLOUD_INSTANCE_ID": FAKE_HEAD_NODE_ID,
+    "RAY_OVERRIDE_NODE_ID_FOR_TESTING": FAKE_HEAD_NODE_ID,
+    "AUTOSCALER_UPDATE_INTERVAL_S": "1",
+}
 LABELS = {"pool": "explorers"}
 
 
@@ -31,7 +39,12 @@ def autoscaling(port: int) -> dict[str, Any]:
         "max_workers": MOST_NODES,
         "idle_timeout_minutes": 30,
         "upscaling_speed": 100.0,
-        "provider": {"type": "fake_multinode", "gcs_address": f"127.0.0.1:{port}"},
+        "provider": {
+            "type": "fake_multinode",
+            "gcs_address": f"127.0.0.1:{port}",
+            "head_node_id": FAKE_HEAD_NODE_ID,
+            "launch_multiple": True,
+        },
         "available_node_types": {
             "ray.head.default": {**common, "resources": {"CPU": 8}, "max_workers": 0},
             "explorers": {**common, "resources": {"CPU": 1}, "labels": LABELS, "max_workers": MOST_NODES},
@@ -49,7 +62,7 @@ def autoscaling(port: int) -> dict[str, Any]:
 def test_missing_nodes_are_asked_for_and_come(ray_here, tiny_sd3_dir, tmp_path):
     """No node has the explorers' label when the run starts; one comes, a second for the second explorer, never a third."""
     folder = Path("/tmp") / f"sol-rl-auto-{os.getpid()}"
-    head = Head(folder, autoscaling, RAY_FAKE_CLUSTER="1", AUTOSCALER_UPDATE_INTERVAL_S="1")
+    head = Head(folder, autoscaling, **ENVIRONMENT)
     driver: subprocess.Popen[str] | None = None
     try:
         head.wait()

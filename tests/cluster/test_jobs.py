@@ -99,6 +99,7 @@ def test_the_kuberay_manifest_trains_something_that_can_be():
     env = yaml.safe_load(spec["runtimeEnvYAML"])
     assert env["env_vars"] == jobs.RUNTIME_ENV["env_vars"]
     cluster = spec["rayClusterSpec"]
+    assert cluster["autoscalerOptions"]["version"] == "v2"  # v1 takes no notice of labels
     explorers, learner = cluster["workerGroupSpecs"]
     assert explorers["rayStartParams"]["labels"] == f"ray.io/accelerator-type={config.services.rollout.accelerator}"
     most = config.services.rollout.max_actors
