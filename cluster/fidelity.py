@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -102,12 +103,20 @@ def run(config: RunConfig, wanted: Measurement, out: Path, say: Say) -> list[str
 
 
 def hide_loading_bars() -> None:
-    """Keep diffusers' and transformers' bars out of what is printed."""
+    """Keep diffusers' and transformers' bars out of what is printed, and that nothing was cut off a prompt."""
     import diffusers.utils.logging
     import transformers.utils.logging
 
     diffusers.utils.logging.disable_progress_bar()
     transformers.utils.logging.disable_progress_bar()
+    for handler in logging.getLogger("diffusers").handlers:
+        handler.addFilter(_cuts_something)
+
+
+def _cuts_something(record: logging.LogRecord) -> bool:
+    """False for diffusers' warning that an empty part of a prompt, ``['']``, was truncated, as the shapes model's always are."""
+    text = record.getMessage()
+    return "was truncated" not in text or not text.rstrip().endswith("['']")
 
 
 def checkpoint_of(rundir: RunDirectory, step: int | None) -> Path:

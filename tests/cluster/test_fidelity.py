@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from cluster.cli import main
-from cluster.fidelity import Measurement, Rewards, backends, run, summarise, tables
+from cluster.fidelity import Measurement, Rewards, backends, hide_loading_bars, run, summarise, tables
 from cluster.fidelity_picture import density_picture
 from cluster.rundir import RunDirectory
 from configs.load import ConfigError
@@ -133,6 +133,19 @@ def test_a_model_that_does_not_do_is_one_line_before_anything_is_loaded(config, 
     )
     (line,) = capsys.readouterr().err.strip().splitlines()
     assert said in line and not (tmp_path / "o").exists()
+
+
+def test_only_prompts_that_lost_something_are_warned_of(capfd):
+    import diffusers.utils.logging
+
+    hide_loading_bars()
+    hide_loading_bars()
+    logger = diffusers.utils.logging.get_logger("diffusers.pipelines.some")
+    for lost in ([""], ["a tail"]):
+        logger.warning(f"The following part of your input was truncated because `max_sequence_length` is set to  1 tokens: {lost}")
+    logger.warning("something else")
+    said = capfd.readouterr().err
+    assert said.count("was truncated") == 1 and "['a tail']" in said and "something else" in said
 
 
 def test_more_prompts_than_there_are(config, tmp_path):
