@@ -8,7 +8,7 @@ from html import escape
 
 import numpy as np
 
-SIDE, GAP, LEFT, TOP, FOOT = 168.0, 26.0, 50.0, 66.0, 62.0
+SIDE, GAP, LEFT, TOP, FOOT, LEGEND = 168.0, 26.0, 50.0, 66.0, 62.0, 440.0
 PANELS_PER_ROW = 4
 LIGHT, DARK = (247, 251, 255), (8, 48, 107)
 FULL = 8.0
@@ -22,7 +22,7 @@ def density_picture(panels: Mapping[str, np.ndarray], title: str, count: int) ->
     """
     columns = min(PANELS_PER_ROW, max(1, len(panels)))
     rows = max(1, math.ceil(len(panels) / columns))
-    width, height = LEFT + columns * (SIDE + GAP), TOP + rows * (SIDE + FOOT) + 18
+    width, height = LEFT + max(columns * (SIDE + GAP), LEGEND), TOP + rows * (SIDE + FOOT) + 18
     body = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width:g} {height:g}" width="{width:g}" height="{height:g}" '
         'font-family="system-ui, sans-serif" font-size="11" fill="#222">',

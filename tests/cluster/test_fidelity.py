@@ -171,6 +171,12 @@ def test_the_picture_shows_a_perfect_proxy_as_a_rising_diagonal():
     places = [(float(r.get("x")), float(r.get("y"))) for r in dark if r.get("stroke") is None]
     assert len(places) == 4
     assert sorted(places) == sorted(places, key=lambda place: -place[1])  # further right is further up
+    ends = [
+        float(text.get("x")) + 7 * len(text.text)
+        for text in picture.iter("{http://www.w3.org/2000/svg}text")
+        if not text.get("text-anchor")
+    ]
+    assert max(ends) <= float(picture.get("width"))  # 7 pixels a letter at 11 or 14: nothing is cut off, with one panel either
 
 
 def density_colour(share: float) -> str:
