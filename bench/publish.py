@@ -22,7 +22,7 @@ import torch
 import xxhash
 
 from bench.timing import Options, Ratio, ray_for
-from cluster.plan import store_size
+from cluster.plan import SPILLS_AT, store_size
 from cluster.pool import ActorPool
 from cluster.weights import WeightChannel
 from configs.services import Service
@@ -141,7 +141,7 @@ def no_room(nbytes: int, count: int, available: float | None = None, store: floa
 
     available = psutil.virtual_memory().available if available is None else available
     store = ray.cluster_resources().get("object_store_memory", 0.0) if store is None else store
-    if store < nbytes:
+    if store * SPILLS_AT < nbytes:
         return f"the object store has {store / 1e9:.3g} GB: ray start --object-store-memory={store_size(nbytes)}"
     needed = nbytes * (1 + count) + 2 * min(nbytes, COPIED_AT_ONCE)
     if available < needed + KEPT_FREE:

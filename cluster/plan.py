@@ -6,6 +6,7 @@ Seconds are operations over an assumed share of an assumed peak, and nothing els
 
 from __future__ import annotations
 
+import math
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -220,15 +221,20 @@ def _store(config: RunConfig, family: Family, broadcast: int, dtype: torch.dtype
     }
 
 
+SPILLS_AT = 0.8
+"""Share of an object store from which on Ray writes objects to disk (``RAY_object_spilling_threshold``)."""
+
+
 def versions_held(config: RunConfig) -> int:
     """Versions of the policy that a store holds at once: the newest, those before it that chunks may name, and the one that comes."""
     return 2 + config.explore_ahead
 
 
 def store_size(held: int) -> int:
-    """Bytes to start a node's object store with: ``held`` and a tenth more for pictures and samples, in whole 100 MB."""
+    """Bytes to start a node's object store with: ``held`` and a tenth more for pictures and samples, all below the share from which on
+    Ray spills to disk, in whole 100 MB."""
     step = 10**8
-    return -(-held * 11 // 10 // step) * step
+    return math.ceil(held * 1.1 / SPILLS_AT / step) * step
 
 
 # ---- operations

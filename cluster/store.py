@@ -1,6 +1,6 @@
 """Whether Ray's object stores can hold the weights that are published: asked before training starts, from the architecture alone.
 
-A store that is too small does not stop Ray: it writes to disk instead, at a hundredth of the speed, after every iteration.
+A store that is too small does not stop Ray: from four fifths of it on it writes to disk instead, slowly, after every iteration.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 import ray
 
 from cluster.placement import Node, needs_of, place
-from cluster.plan import DTYPES, GB, described, store_size, versions_held
+from cluster.plan import DTYPES, GB, SPILLS_AT, described, store_size, versions_held
 from cluster.plan_assumptions import ACCELERATORS, backend_of
 from configs.load import ConfigError
 from configs.schema import RunConfig
@@ -48,10 +48,11 @@ def check_store(config: RunConfig, nodes: Sequence[Node], stores: Mapping[str, f
     sizes = object_stores() if stores is None else stores
     lines = []
     for node in sorted({*homes["rollout"], *homes["learner"]}):
-        if sizes.get(node, wanted) < wanted:
+        if node in sizes and sizes[node] * SPILLS_AT < wanted:
             lines.append(
                 f"object store: {versions_held(config)} versions of the weights are {wanted / GB:.3g} GB, node {node[:8]} has "
-                f"{sizes[node] / GB:.3g} GB: start Ray there with --object-store-memory={store_size(wanted)} "
+                f"{sizes[node] / GB:.3g} GB, of which Ray uses {SPILLS_AT:.0%} before it writes to disk: start Ray "
+                f"there with --object-store-memory={store_size(wanted)} "
                 "(on one machine: `ray start --head` with it, then RAY_ADDRESS=auto sol-rl train)"
             )
     if lines:

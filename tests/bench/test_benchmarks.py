@@ -68,7 +68,7 @@ def test_a_benchmark_gives_its_ratios(ray_here, options, name):
     [
         (10**9, 4, 10.1e9, 2e9, None),  # in the store, at four explorers, twice for memcpy, and 3 GB for others
         (10**9, 4, 9.9e9, 2e9, "needs 7 GB of memory and 3 GB beside it, 9.9 GB are free"),
-        (67 * 10**8, 1, 90e9, 6e9, "the object store has 6 GB: ray start --object-store-memory=7400000000"),
+        (67 * 10**8, 1, 90e9, 6e9, "the object store has 6 GB: ray start --object-store-memory=9300000000"),
     ],
 )
 def test_what_has_no_room_is_left_out_with_the_reason(nbytes, count, available, store, said):

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from cluster.placement import Node
-from cluster.plan import make_plan, store_size, versions_held
+from cluster.plan import SPILLS_AT, make_plan, store_size, versions_held
 from cluster.plan_lines import lines_of
 from cluster.store import check_store, published_bytes
 from configs.load import ConfigError
@@ -37,11 +37,11 @@ def test_a_store_that_is_too_small_is_named_with_what_it_should_be(config, small
     config = config.model_copy(update={"explore_ahead": ahead})
     wanted = versions_held(config) * published_bytes(config)
     assert versions_held(config) == 2 + ahead
-    enough = {node.id: float(wanted) for node in NODES}
+    enough = {node.id: wanted / SPILLS_AT + 1.0 for node in NODES}
     check_store(config, NODES, enough)
     check_store(config, NODES, {**enough, "c" * 32: 0.0})  # neither explorers nor the learner live there
     with pytest.raises(ConfigError) as error:
-        check_store(config, NODES, {**enough, small * 32: wanted - 1.0})
+        check_store(config, NODES, {**enough, small * 32: wanted / SPILLS_AT - 1.0})
     assert str(error.value).count("\n") == 0
     assert f"{2 + ahead} versions of the weights" in str(error.value)
     assert f"node {small * 8} has" in str(error.value) and f"--object-store-memory={store_size(wanted)}" in str(error.value)
@@ -62,7 +62,7 @@ def test_nothing_is_said_about_what_is_not_known(config):
 
 
 def test_the_size_to_start_with():
-    assert store_size(13_400_000_000) == 14_800_000_000 and store_size(1) == 100_000_000
+    assert store_size(13_400_000_000) == 18_500_000_000 and store_size(1) == 100_000_000  # 13.4 x 1.1 / 0.8
 
 
 def test_the_plan_says_how_large_it_should_be(config):
