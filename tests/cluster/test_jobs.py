@@ -8,7 +8,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -150,8 +150,7 @@ def free_port() -> int:
 class Head:
     """A Ray head of our own with its dashboard, in processes that end with the test."""
 
-    def __init__(self, folder: Path, autoscaling: Callable[[int], dict[str, Any]] | None = None, **environment: str):
-        """``autoscaling``: of the head's port, what Ray's autoscaler is told; without it there is none."""
+    def __init__(self, folder: Path, **environment: str):
         self.gcs, self.port = free_port(), free_port()
         self.url = f"http://127.0.0.1:{self.port}"
         clean = {key: value for key, value in os.environ.items() if not key.startswith("RAY_") or key == "RAY_worker_niceness"}
@@ -172,10 +171,6 @@ class Head:
         # Ray ends a node whose agents have not chosen their ports within seconds: on a busy machine they are told
         agents = ("metrics-export-port", "dashboard-agent-grpc-port", "dashboard-agent-listen-port", "runtime-env-agent-port")
         start += [f"--{name}={free_port()}" for name in agents]
-        if autoscaling:
-            folder.mkdir(parents=True, exist_ok=True)
-            (folder / "autoscaling.json").write_text(json.dumps(autoscaling(self.gcs)))
-            start.append(f"--autoscaling-config={folder / 'autoscaling.json'}")
         self.process = subprocess.Popen(
             [sys.executable, "-m", "ray.scripts.scripts", *start],
             env=self.env, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True,
