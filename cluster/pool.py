@@ -224,8 +224,8 @@ class ActorPool:
 
     async def _result(self, worker: Worker, unit: Unit, refs: Any) -> Any:
         if unit.returns == 1:
-            return await self._answer(worker, unit.key, unit.attempts, refs)
-        return await self._answer(worker, unit.key, unit.attempts, refs[0]), list(refs[1:])
+            return await self._answer(worker, unit.key, unit.reissues, refs)
+        return await self._answer(worker, unit.key, unit.reissues, refs[0]), list(refs[1:])
 
     async def _answer(self, worker: Worker, key: Any, attempt: int, ref: Any) -> Any:
         """``answer_of``, and in the timeline who had ``key`` in hand: an actor does one thing after the other."""
