@@ -12,6 +12,7 @@ import ray
 
 from cluster.errors import RunFailed
 from cluster.pool import ActorPool
+from cluster.timeline import Span
 from configs.services import Service
 
 
@@ -62,6 +63,7 @@ class Harness:
 
     def __init__(self, actors: int = 2, **service: Any):
         self.events: list[tuple[str, dict[str, Any]]] = []
+        self.spans: list[Span] = []
         self.args: tuple[Any, ...] = ()
         remote, self.options = ray.remote(Echo), {"num_cpus": 0}
         self.pool = ActorPool(
@@ -69,6 +71,7 @@ class Harness:
             lambda name: remote.options(**self.options).remote(*self.args),
             Service(actors=actors, **service),
             lambda name, **fields: self.events.append((name, fields)),
+            record=self.spans.append,
         )
 
     def names(self) -> list[str]:
@@ -182,6 +185,8 @@ def test_the_unit_that_an_actor_was_at_is_blamed_and_not_the_one_behind_it(ray_h
     assert answer == 8
     (recovered,) = [fields for name, fields in harness.events if name == "chunk_recovered"]
     assert (recovered["unit"], recovered["reissues"]) == ("good", 1)  # then it goes alone
+    mine = [span for span in harness.spans if span.work == "good"]
+    assert [(span.attempt, span.outcome) for span in mine] == [(0, "lost"), (1, "done")]  # counted, though it was not to blame
 
 
 def test_a_unit_that_is_lost_with_others_is_not_taken_for_their_killer(ray_here):
