@@ -150,8 +150,8 @@ def _plan(options: argparse.Namespace) -> int:
 
     nodes = None
     if options.address:
+        from cluster.nodes import free_nodes
         from cluster.remote import connected
-        from cluster.services import free_nodes
 
         with connected(options.address):
             nodes = free_nodes()

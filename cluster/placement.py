@@ -9,8 +9,9 @@ fullest GPU that still has room, so shares are laid from the largest to the smal
 
 from __future__ import annotations
 
+import time
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from configs.load import ConfigError
@@ -19,6 +20,8 @@ from configs.services import Service
 
 UNIT = 10_000
 ACCELERATOR = "ray.io/accelerator-type"
+SETTLED_S = 10.0
+"""How long Ray's count of a node is not believed after we started or ended something there."""
 
 
 @dataclass(frozen=True)
@@ -201,17 +204,37 @@ def start_order(config: RunConfig, kinds: Iterable[str]) -> list[list[str]]:
 class Placer:
     """Remembers who is where while a run lives. ``refresh`` with what the nodes have free, before anything is placed."""
 
-    def __init__(self, config: RunConfig):
-        self._config = config
+    def __init__(self, config: RunConfig, clock: Callable[[], float] = time.monotonic):
+        self._config, self._clock = config, clock
         self._nodes: dict[str, Node] = {}
         self._held: dict[str, tuple[Need, str]] = {}
-        self._planned: set[str] = set()  # placed by `place_all`, not yet started
+        self._planned: set[str] = set()  # have a place, are not yet started
+        self._changed: dict[str, float] = {}  # when a place on that node was last given or given back
 
-    def refresh(self, free: Sequence[Node]) -> None:
-        """Take over nodes that came, forget those that went. Of a known node the first count stands: what is free there now does
-        not tell whether a dying actor of ours still holds its share."""
-        self._nodes = {node.id: self._nodes.get(node.id, node) for node in free}
-        self._held = {actor: held for actor, held in self._held.items() if held[1] in self._nodes}
+    def refresh(self, free: Sequence[Node]) -> dict[str, list[str]]:
+        """Take over nodes that came, forget those that went; returns, of these, the actors that had their place there.
+
+        Of a known node the count stands for ``SETTLED_S`` after a place there was given or given back: Ray's lags behind, and a dying
+        actor may hold its share for a while. Then what is free there, and what ours hold, is what there is for us: other jobs come
+        and go.
+        """
+        self._nodes = {node.id: self._count(node) for node in free}
+        lost: dict[str, list[str]] = {}
+        for actor, (_, where) in tuple(self._held.items()):
+            if where not in self._nodes:
+                lost.setdefault(where, []).append(actor)
+                del self._held[actor]
+        return lost
+
+    def _count(self, free: Node) -> Node:
+        """A node as there would be of it without us."""
+        now, known = self._clock(), self._nodes.get(free.id)
+        if known is None:
+            return free
+        if now - self._changed.setdefault(free.id, now) < SETTLED_S:
+            return known
+        ours = [need for actor, (need, where) in self._held.items() if where == free.id and actor not in self._planned]
+        return replace(free, cpus=free.cpus + sum(n.cpus for n in ours), gpus=free.gpus + sum(n.gpus for n in ours))
 
     def place_all(self, kinds: Iterable[str]) -> None:
         """Choose a node for every actor that a run starts with. Raises NoRoom."""
@@ -220,30 +243,32 @@ class Placer:
 
     def reserve(self, actors: Sequence[str]) -> None:
         """Choose a node for actors that will be started soon. Raises NoRoom, then none has one."""
-        kinds = [actor.rpartition("-")[0] for actor in actors]
-        needs = [replace(need_of(kind, 0, self._service(kind)), actor=actor) for kind, actor in zip(kinds, actors, strict=True)]
+        needs = [self.need(actor) for actor in actors]
         self._hold(needs, place(needs, list(self._nodes.values()), self._held))
+
+    def reserve_some(self, actors: Sequence[str]) -> int:
+        """Choose a node for as many of the first actors as have one; how many."""
+        for count in range(len(actors), 0, -1):
+            try:
+                self.reserve(actors[:count])
+                return count
+            except NoRoom:
+                continue
+        return 0
 
     def take(self, actor: str) -> str:
         """The node to start an actor on: the planned one the first time, then a new choice among what is free. Raises NoRoom."""
-        if actor in self._planned and actor in self._held:
-            self._planned.discard(actor)
-            return self._held[actor][1]
-        self.release(actor)
-        self.reserve([actor])
+        if actor not in self._planned or actor not in self._held:
+            self.release(actor)
+            self.reserve([actor])
         self._planned.discard(actor)
+        self._touch(actor)
         return self._held[actor][1]
 
-    def needs(self) -> list[Need]:
-        """What all actors that have a place ask for."""
-        return [need for need, _ in self._held.values()]
-
-    def _service(self, kind: str) -> Service:
-        return self._config.services.of(kind)
-
-    def _hold(self, needs: Sequence[Need], chosen: Mapping[str, str]) -> None:
-        self._held |= {need.actor: (need, chosen[need.actor]) for need in needs}
-        self._planned |= set(chosen)
+    def need(self, actor: str) -> Need:
+        """What an actor asks for, by its name."""
+        kind = actor.rpartition("-")[0]
+        return replace(need_of(kind, 0, self._config.services.of(kind)), actor=actor)
 
     def where(self, actor: str) -> str | None:
         """The node id chosen for an actor, if any."""
@@ -252,8 +277,19 @@ class Placer:
 
     def release(self, actor: str) -> None:
         """The actor is gone; its share is free again."""
+        self._touch(actor)
         self._held.pop(actor, None)
         self._planned.discard(actor)
+
+    def _hold(self, needs: Sequence[Need], chosen: Mapping[str, str]) -> None:
+        self._held |= {need.actor: (need, chosen[need.actor]) for need in needs}
+        self._planned |= set(chosen)
+        for actor in chosen:
+            self._touch(actor)
+
+    def _touch(self, actor: str) -> None:
+        if actor in self._held:
+            self._changed[self._held[actor][1]] = self._clock()
 
 
 def check_placement(config: RunConfig, free: Sequence[Node], kinds: Iterable[str] | None = None) -> None:

@@ -15,6 +15,7 @@ TONES = {
     "actor_started": "good", "actor_replaced": "good", "actor_died": "bad", "actor_benched": "bad", "chunk_reissued": "warn",
     "run_started": "plain", "run_resumed": "warn", "run_finished": "good", "run_failed": "bad", "run_stopped": "warn",
     "stopped_early": "warn", "metrics_unavailable": "warn", "sink_failed": "warn", "pool_scaled": "plain", "actor_added": "good", "actor_removed": "plain",
+    "node_lost": "bad", "nodes_asked": "plain", "scaling_refused": "warn", "actor_waits": "warn",
     "audit_low": "warn", "backend_moved": "warn", "backend_chosen": "plain", "backend_kept": "warn",
 }  # fmt: skip
 ROUTINE = {"version_published", "checkpoint_saved", "actor_started"}
@@ -25,7 +26,7 @@ MOST_ROWS, LONGEST = 150, 110
 NOUNS = {
     "actor_started": "started", "actor_replaced": "replaced", "actor_died": "died", "actor_benched": "benched",
     "chunk_reissued": "units given out again", "version_published": "versions published", "checkpoint_saved": "checkpoints saved",
-    "run_resumed": "resumes",
+    "run_resumed": "resumes", "node_lost": "nodes lost",
 }  # fmt: skip
 
 

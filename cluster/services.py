@@ -7,7 +7,7 @@ import math
 import os
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import ray
@@ -20,7 +20,8 @@ from actors.rollout import RolloutActor
 from actors.selector import SelectorActor
 from cluster.errors import RunFailed
 from cluster.learners import LearnerGroup
-from cluster.placement import Need, Node, NoRoom, Placer, check_placement, kinds_of, need_of, needs_of, start_order
+from cluster.nodes import LOOK_S, Requests, find_room
+from cluster.placement import NoRoom, Placer, needs_of, start_order
 from cluster.pool import ActorPool
 from cluster.remote import require_listener
 from cluster.rundir import RunDirectory
@@ -61,65 +62,6 @@ def join_or_start_ray(config: RunConfig) -> bool:
     return joined
 
 
-def free_nodes() -> list[Node]:
-    """Live nodes with what is free on each now; Ray's count lags behind by up to a second."""
-    from ray._private.state import available_resources_per_node
-
-    free = available_resources_per_node()
-    return [_node(row, free.get(row["NodeID"], {})) for row in ray.nodes() if row["Alive"]]
-
-
-def all_nodes() -> list[Node]:
-    """Live nodes with all that they have, used or not."""
-    return [_node(row, row["Resources"]) for row in ray.nodes() if row["Alive"]]
-
-
-def _node(row: dict[str, Any], resources: dict[str, float]) -> Node:
-    return Node(row["NodeID"], resources.get("CPU", 0.0), resources.get("GPU", 0.0), row.get("Labels") or {})
-
-
-def find_room(config: RunConfig, kinds: Iterable[str] | None = None) -> list[Node]:
-    """The nodes, once every actor of the run has a place on them.
-
-    Waits for what other jobs are about to give back (``BUSY_WAIT_S``), and for nodes that an autoscaler is asked for
-    (``services.wait_for_nodes_s``). Raises ConfigError, a line per service: what is missing, what there is.
-    """
-    chosen = tuple(kinds if kinds is not None else kinds_of(config))
-    began, wanted_nodes = time.monotonic(), config.services.wait_for_nodes_s
-    asked = False
-    while True:
-        nodes = free_nodes()
-        try:
-            check_placement(config, nodes, chosen)
-        except ConfigError:
-            if time.monotonic() - began > max(wanted_nodes, BUSY_WAIT_S if _would_fit(config, chosen) else 0.0):
-                raise
-        else:
-            if asked:
-                _ask_autoscaler([])
-            return nodes
-        if wanted_nodes and not asked:
-            _ask_autoscaler(needs_of(config, chosen))
-            asked = True
-        time.sleep(0.5)
-
-
-def _would_fit(config: RunConfig, kinds: Iterable[str]) -> bool:
-    try:
-        check_placement(config, all_nodes(), kinds)
-    except ConfigError:
-        return False
-    return True
-
-
-def _ask_autoscaler(wanted: Sequence[Need]) -> None:
-    """Tell Ray's autoscaler, where there is one, what the cluster should hold; nothing: no more than what runs needs."""
-    from ray.autoscaler.sdk import request_resources
-
-    bundles = [{key: value for key, value in (("CPU", need.cpus), ("GPU", need.gpus)) if value} for need in wanted]
-    request_resources(bundles=bundles, bundle_label_selectors=[dict(need.labels) for need in wanted])
-
-
 def check_run_root(config: RunConfig, joined: bool) -> None:
     """On a cluster the run root must be named and must outlive the job. Raises ConfigError."""
     if joined and config.run_root is None:
@@ -131,8 +73,6 @@ def check_run_root(config: RunConfig, joined: bool) -> None:
         )
 
 
-BUSY_WAIT_S = 20.0
-"""How long to wait for shares that a finished job has not given back yet."""
 SCALABLE = ("rollout", "reward")
 
 
@@ -149,6 +89,7 @@ class Services:
         self.config, self._event = config, event
         self.weights = WeightChannel(event, config.explore_ahead)
         self.placer = Placer(config)
+        self._requests = Requests()
         self._scaling = asyncio.Lock()  # one change of size after the other
         plain = config.model_dump(mode="json")
 
@@ -160,7 +101,7 @@ class Services:
                 event,
                 stateful=stateful,
                 start_deadline_s=config.services.start_deadline_s,
-                released=self.placer.release,
+                released=self._released,
                 record=record,
             )
 
@@ -182,24 +123,27 @@ class Services:
     async def start(self) -> None:
         """Give every actor a place and create it; returns when every one answers. Raises ConfigError where a place is missing."""
         pools = {pool.kind: pool for pool in self.pools}
-        self.placer.refresh(await asyncio.to_thread(find_room, self.config, tuple(pools)))
+        self.placer.refresh(await find_room(self.config, tuple(pools)))
         self.placer.place_all(pools)
         for stage in start_order(self.config, pools):
             await asyncio.gather(*(pools[kind].start() for kind in stage))
 
     async def stop(self) -> None:
         """Kill all actors."""
+        self._requests.withdraw()
         await asyncio.gather(*(pool.stop() for pool in self.pools))
 
-    async def scale(self, kind: str, size: int) -> str:
-        """Bring a pool to ``size`` actors while it works; returns what was done. Raises ConfigError when that is not possible."""
+    async def scale(self, kind: str, size: int, partly: bool = False) -> str:
+        """Bring a pool to ``size`` actors while it works; returns what was done. ``partly``: grow by as many as there is room for.
+
+        Raises ConfigError when that is not possible.
+        """
         pool = self._scalable(kind, size)
         async with self._scaling:
             before = pool.alive
-            if size > before:
-                await self._make_room(kind, pool.next_actors(size - before))
+            room = await self._make_room(pool.next_actors(size - before), partly) if size > before else 0
             try:
-                await pool.resize(size)
+                await pool.resize(before + room if size > before else size)
             except RunFailed as error:
                 raise ConfigError([f"{kind}: {pool.alive} of {size} actors: {error}"]) from None
             finally:
@@ -216,24 +160,41 @@ class Services:
             raise ConfigError([f"{kind}: {size} actors: services.{kind}.min_actors = {limits.min_actors}, max_actors = {most}"])
         return pool
 
-    async def _make_room(self, kind: str, actors: list[str]) -> None:
-        """Reserve places for new actors, on nodes that an autoscaler may have to add first."""
-        wait_s, began, asked = self.config.services.wait_for_nodes_s, time.monotonic(), False
-        while True:
-            self.placer.refresh(free_nodes())
-            try:
-                self.placer.reserve(actors)
-                break
-            except NoRoom as error:
-                if time.monotonic() - began >= wait_s:
-                    raise ConfigError([f"cannot grow: {line}" for line in error.lines]) from None
-            if not asked:
-                one = need_of(kind, 0, self.config.services.of(kind))
-                _ask_autoscaler([*self.placer.needs(), *[one] * len(actors)])
-                asked = True
-            await asyncio.sleep(0.5)
-        if asked:
-            _ask_autoscaler([])
+    async def _make_room(self, actors: list[str], partly: bool) -> int:
+        """Reserve places for new actors, on nodes that an autoscaler may have to add first; how many have one: all, or, if that will do,
+        the first few."""
+        wait_s, began = self.config.services.wait_for_nodes_s, time.monotonic()
+        try:
+            while True:
+                self.look_at_nodes()
+                try:
+                    self.placer.reserve(actors)
+                    return len(actors)
+                except NoRoom as error:
+                    if time.monotonic() - began >= wait_s:
+                        if partly and (room := self.placer.reserve_some(actors)):
+                            return room
+                        raise ConfigError([f"cannot grow: {line}" for line in error.lines]) from None
+                if wait_s:
+                    self._ask_for_nodes(*actors)
+                await asyncio.sleep(LOOK_S)
+        finally:
+            self._requests.withdraw(*actors)
+
+    def look_at_nodes(self) -> None:
+        """Take over what nodes there are now, and say which of ours are lost."""
+        for node, actors in self.placer.refresh(self._requests.free_nodes()).items():
+            self._event("node_lost", node=node, actors=actors)
+
+    def _ask_for_nodes(self, *actors: str) -> None:
+        """Have Ray's autoscaler bring nodes for actors without a place, each by itself: whatever comes can be used."""
+        new = [actor for actor in actors if self._requests.ask(actor, [self.placer.need(actor)])]
+        if new:
+            self._event("nodes_asked", actors=new, each=self.placer.need(new[0]).describe())
+
+    def _released(self, actor: str) -> None:
+        self.placer.release(actor)
+        self._requests.withdraw(actor)
 
     @property
     def lost(self) -> int:
@@ -261,14 +222,25 @@ class Services:
         remote = ray.remote(actor)
 
         def spawn(name: str) -> Any:
-            self.placer.refresh(free_nodes())
-            node = NodeAffinitySchedulingStrategy(self.placer.take(name.rpartition(".")[0]), soft=False)
+            node = NodeAffinitySchedulingStrategy(self._place_of(name.rpartition(".")[0]), soft=False)
             namespace = f"sol-rl-{ray.get_runtime_context().get_job_id()}"
             return remote.options(
                 name=f"{self.config.name}/{name}", namespace=namespace, scheduling_strategy=node, **options
             ).remote(*args)
 
         return spawn
+
+    def _place_of(self, actor: str) -> str:
+        """The node to start an actor on. Raises NoRoom; where an autoscaler may bring one, it has been asked."""
+        self.look_at_nodes()
+        try:
+            node = self.placer.take(actor)
+        except NoRoom:
+            if self.config.services.wait_for_nodes_s:
+                self._ask_for_nodes(actor)
+            raise
+        self._requests.withdraw(actor)
+        return node
 
 
 def install_stop_signals(loop: asyncio.AbstractEventLoop, stop: Callable[[str], None]) -> None:

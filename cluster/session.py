@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import math
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +19,11 @@ from cluster.errors import InputsLost, RunFailed, StateLost, Stopped
 from cluster.held_out import HeldOut
 from cluster.iteration import Iteration
 from cluster.loop import Ring
+from cluster.nodes import find_room
 from cluster.progress import Progress
 from cluster.report import build_report
 from cluster.rundir import RunDirectory, write_json
-from cluster.services import Services, check_run_root, find_room, install_stop_signals, join_or_start_ray
+from cluster.services import Services, check_run_root, install_stop_signals, join_or_start_ray
 from cluster.sinks import Sinks, check_sinks
 from cluster.status import Reporter
 from cluster.store import check_store
@@ -51,7 +53,7 @@ def train(config: RunConfig, resume: bool) -> RunDirectory:
     joined = join_or_start_ray(config)
     try:
         check_run_root(config, joined)
-        check_store(config, find_room(config))
+        check_store(config, asyncio.run(find_room(config, tell=partial(print, flush=True))))
         if not resume:
             rundir.create(config)
         session = Session(config, rundir, train_prompts, test_prompts[: config.evaluate.prompts])
@@ -234,6 +236,7 @@ class Session:
             self.rundir.selection(it.index, it.version, it.selected)
         self.progress.iteration_finished(row)
         self.last_row = row
+        self.services.look_at_nodes()
         self._autoscale(row)
 
     # ---- size
@@ -244,14 +247,14 @@ class Session:
         size = self.services.rollout.alive
         wanted = self._autoscaler.size_after(size, row)
         if wanted != size:
-            self._scaling = asyncio.create_task(self._scale({"rollout": wanted}))
+            self._scaling = asyncio.create_task(self._scale({"rollout": wanted}, partly=True))
 
-    async def _scale(self, sizes: dict[str, int]) -> tuple[bool, str]:
-        """Bring pools to other sizes while they work; (done, what came of it in words)."""
+    async def _scale(self, sizes: dict[str, int], partly: bool = False) -> tuple[bool, str]:
+        """Bring pools to other sizes while they work, ``partly`` where that is all there is room for; (done, what came of it in words)."""
         said = []
         try:
             for kind, size in sizes.items():
-                said.append(await self.services.scale(kind, size))
+                said.append(await self.services.scale(kind, size, partly))
         except ConfigError as error:
             self.rundir.event("scaling_refused", asked=sizes, why=str(error))
             return False, "; ".join([*said, str(error)])

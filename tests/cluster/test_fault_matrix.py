@@ -239,6 +239,8 @@ def test_a_node_is_lost(simulated, undisturbed, kind):
     started = [event for event in run.events() if event["event"] in ("actor_started", "actor_replaced")]
     homes = [event["node"] for event in started if (event["kind"], event["actor"]) == (kind, 0)]
     assert len(homes) == 2 and homes[0] != homes[1]
+    (lost,) = [event for event in run.events() if event["event"] == "node_lost"]
+    assert lost["node"] == homes[0] and f"{kind}-0" in lost["actors"]
     if kind == "learner":
         assert any(event["event"] == "learner_restored" for event in run.events())
 

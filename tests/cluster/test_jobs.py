@@ -4,13 +4,10 @@ import json
 import os
 import re
 import shlex
-import socket
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
@@ -19,9 +16,9 @@ from cluster import jobs
 from cluster.cli import _parser, main
 from cluster.metrics import METRICS, exported_name
 from configs.load import ConfigError, load
+from tests.cluster.head import ROOT, Head, wait_for
 from tests.cluster.runs import adapters, tiny_config, write_toml
 
-ROOT = Path(__file__).parent.parent.parent
 DEPLOY = ROOT / "deploy"
 
 
@@ -141,66 +138,6 @@ def test_the_dashboard_asks_only_for_metrics_that_exist():
 # ---- a real head
 
 
-def free_port() -> int:
-    with socket.socket() as made:
-        made.bind(("127.0.0.1", 0))
-        return made.getsockname()[1]
-
-
-class Head:
-    """A Ray head of our own with its dashboard, in processes that end with the test."""
-
-    def __init__(self, folder: Path, **environment: str):
-        self.gcs, self.port = free_port(), free_port()
-        self.url = f"http://127.0.0.1:{self.port}"
-        clean = {key: value for key, value in os.environ.items() if not key.startswith("RAY_") or key == "RAY_worker_niceness"}
-        path = f"{Path(sys.executable).parent}{os.pathsep}{clean.get('PATH', '')}"  # plain `python` is the head's
-        # with a token, as Ray has it by default: that of this process, which has started Ray before
-        mode = {"RAY_AUTH_MODE": os.environ.get("RAY_AUTH_MODE", "token")}
-        self.env = {**clean, **mode, "PATH": path, "RAY_USAGE_STATS_ENABLED": "0", "OMP_NUM_THREADS": "1", **environment}
-        start = [
-            "start",
-            "--head",
-            "--block",
-            f"--port={self.gcs}",
-            f"--dashboard-port={self.port}",
-            "--num-cpus=8",
-            "--num-gpus=0",
-        ]
-        start += ["--include-dashboard=true", f"--temp-dir={folder}", "--node-ip-address=127.0.0.1", "--disable-usage-stats"]
-        # Ray ends a node whose agents have not chosen their ports within seconds: on a busy machine they are told
-        agents = ("metrics-export-port", "dashboard-agent-grpc-port", "dashboard-agent-listen-port", "runtime-env-agent-port")
-        start += [f"--{name}={free_port()}" for name in agents]
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "ray.scripts.scripts", *start],
-            env=self.env, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True,
-        )  # fmt: skip
-
-    def wait(self) -> None:
-        """Until the dashboard takes jobs."""
-        deadline = time.monotonic() + 240
-        while time.monotonic() < deadline:
-            assert self.process.poll() is None, "the head ended"
-            try:
-                jobs.client_of(self.url).list_jobs()
-                return
-            except (ConfigError, RuntimeError):
-                time.sleep(1)
-        raise AssertionError("no dashboard within 240 s")
-
-    def stop(self) -> None:
-        import psutil
-
-        there = [self.process, *psutil.Process(self.process.pid).children(recursive=True)] if self.process.poll() is None else []
-        for process in there:
-            process.kill()
-        self.process.wait(30)
-
-    def sol_rl(self, *arguments: Any, timeout: float = 900) -> subprocess.CompletedProcess[str]:
-        command = [sys.executable, "-m", "cluster", *map(str, arguments)]
-        return subprocess.run(command, cwd=ROOT, env=self.env, capture_output=True, text=True, timeout=timeout)
-
-
 @pytest.fixture(scope="module")
 def head(undisturbed, tmp_path_factory) -> Iterator[Head]:
     folder = Path("/tmp") / f"sol-rl-head-{os.getpid()}"  # sockets: a short path
@@ -210,15 +147,6 @@ def head(undisturbed, tmp_path_factory) -> Iterator[Head]:
         yield made
     finally:
         made.stop()
-
-
-def wait_for(what, seconds: float = 600) -> Any:
-    deadline = time.monotonic() + seconds
-    while time.monotonic() < deadline:
-        if found := what():
-            return found
-        time.sleep(0.5)
-    raise AssertionError(f"not within {seconds:g} s")
 
 
 @pytest.mark.slow

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cluster.placement import ACCELERATOR, Need, Node, NoRoom, Placer, check_placement, fits, matches, place, start_order
+from cluster.placement import ACCELERATOR, SETTLED_S, Need, Node, NoRoom, Placer, check_placement, fits, matches, place, start_order
 from configs.load import ConfigError, load
 from configs.schema import RunConfig
 
@@ -136,14 +136,85 @@ def test_a_lost_node_frees_what_was_on_it_and_a_replacement_goes_elsewhere():
     assert placer.take("rollout-2") == left[0].id
 
 
-def test_a_known_nodes_first_count_stands():
+class Clock:
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def placer_of(explorers: int, clock: Clock | None = None) -> Placer:
+    """For a run with so many explorers of one CPU each."""
+    return Placer(config(rollout={"actors": explorers, "cpus": 1}), clock or Clock())
+
+
+def test_a_known_nodes_count_stands_while_something_of_ours_changes_there():
     """A dying actor's share still shows as taken: its replacement must not be refused for that."""
-    placer = Placer(config(rollout={"actors": 1, "cpus": 1}))
+    placer = placer_of(1)
     placer.refresh([Node("x", 1)])
     placer.place_all(["rollout"])
     assert placer.take("rollout-0") == "x"
     placer.refresh([Node("x", 0)])
     assert placer.take("rollout-0") == "x"
+
+
+def test_what_other_jobs_give_back_and_take_is_seen_once_a_node_is_quiet():
+    """Two of four CPUs are another job's at first; later none, then all that we do not hold."""
+    clock = Clock()
+    placer = placer_of(1, clock)
+    placer.refresh([Node("x", 2)])
+    placer.place_all(["rollout"])
+    placer.take("rollout-0")
+    clock.now = SETTLED_S - 0.1
+    placer.refresh([Node("x", 3)])  # of 4, less ours
+    with pytest.raises(NoRoom):
+        placer.reserve(["rollout-1", "rollout-2"])
+    clock.now = SETTLED_S
+    placer.refresh([Node("x", 3)])
+    placer.reserve(["rollout-1", "rollout-2", "rollout-3"])
+    with pytest.raises(NoRoom):
+        placer.reserve(["rollout-4"])
+    for actor in ("rollout-1", "rollout-2", "rollout-3"):
+        placer.release(actor)
+    clock.now += SETTLED_S
+    placer.refresh([Node("x", 0)])
+    with pytest.raises(NoRoom):
+        placer.reserve(["rollout-1"])
+
+
+def test_places_that_are_only_planned_are_not_counted_twice():
+    """What is reserved and not started is free in Ray's count, and ours in this one."""
+    clock = Clock()
+    placer = placer_of(2, clock)
+    placer.refresh([Node("x", 2)])
+    placer.place_all(["rollout"])
+    clock.now = 2 * SETTLED_S
+    placer.refresh([Node("x", 2)])
+    with pytest.raises(NoRoom):
+        placer.reserve(["rollout-2"])
+    placer.take("rollout-0")
+    clock.now = 4 * SETTLED_S
+    placer.refresh([Node("x", 1)])
+    with pytest.raises(NoRoom):
+        placer.reserve(["rollout-2"])
+
+
+def test_as_many_as_there_is_room_for():
+    placer = placer_of(1)
+    placer.refresh([Node("x", 1), Node("y", 2)])
+    placer.place_all(["rollout"])
+    assert placer.reserve_some([f"rollout-{i}" for i in range(1, 5)]) == 2
+    assert placer.where("rollout-2") is not None and placer.where("rollout-3") is None
+    assert placer.reserve_some(["rollout-3"]) == 0
+
+
+def test_who_was_on_a_node_that_is_gone_is_said_once():
+    placer = placer_of(3)
+    placer.refresh([Node("x", 2), Node("y", 1)])
+    placer.place_all(["rollout"])
+    gone = placer.refresh([Node("y", 1)])
+    assert list(gone) == ["x"] and len(gone["x"]) == 2 and placer.where(gone["x"][0]) is None
+    assert placer.refresh([Node("y", 1)]) == {}
 
 
 @given(

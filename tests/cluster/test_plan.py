@@ -289,7 +289,7 @@ def test_the_nodes_of_a_cluster(tiny_sd3_dir, tmp_path, capsys, monkeypatch):
     """With an address the nodes are those that are there; here a stand-in answers for them."""
     asked: list[str] = []
     monkeypatch.setattr("cluster.remote.connected", lambda address: asked.append(address) or nullcontext())
-    monkeypatch.setattr("cluster.services.free_nodes", lambda: [Node("a1", 4), Node("b2", 2, labels={"rack": "7"})])
+    monkeypatch.setattr("cluster.nodes.free_nodes", lambda: [Node("a1", 4), Node("b2", 2, labels={"rack": "7"})])
     file = write_toml(run_of("sd3", tiny_sd3_dir, tmp_path), tmp_path)
     assert main(["plan", str(file), "--address", "head:6379"]) == 0
     text = capsys.readouterr().out

@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.cluster.head import ROOT, Head
 from tests.cluster.runs import tiny_config, write_toml
-from tests.cluster.test_jobs import ROOT, Head
 
 
 def status_of(url: str, token: str | None) -> int:
