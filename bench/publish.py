@@ -22,7 +22,7 @@ import torch
 import xxhash
 
 from bench.timing import Options, Ratio, ray_for
-from cluster.plan import SPILLS_AT, store_size
+from cluster.plan.make import SPILLS_AT, store_size
 from cluster.pool import ActorPool
 from cluster.weights import WeightChannel
 from configs.services import Service

@@ -144,9 +144,9 @@ def _plan(options: argparse.Namespace) -> int:
         if (value := getattr(options, name)) is not None and not 0 < value < float("inf"):
             raise ConfigError([f"--{name.replace('_', '-')} {value:g}: must be above 0"])
     config = load(options.config, options.overrides)
-    from cluster.plan import make_plan
-    from cluster.plan_assumptions import Assumptions
-    from cluster.plan_lines import lines_of
+    from cluster.plan.assumptions import Assumptions
+    from cluster.plan.lines import lines_of
+    from cluster.plan.make import make_plan
 
     nodes = None
     if options.address:
@@ -202,7 +202,7 @@ def _fidelity(options: argparse.Namespace) -> int:
     rundir = RunDirectory(Path(options.run).absolute()) if options.run else None
     config = measured(rundir.configuration(), options.overrides) if rundir else load(options.config, options.overrides)
     out = Path(options.out or f"{rundir.path if rundir else Path(config.run_root or 'runs') / config.name}-fidelity")
-    from cluster.fidelity import Measurement, checkpoint_of, run
+    from cluster.fidelity.measure import Measurement, checkpoint_of, run
 
     wanted = Measurement(
         prompts=options.prompts,
@@ -223,8 +223,8 @@ def _compare(options: argparse.Namespace) -> int:
         raise ConfigError(
             ["compare: give a preset, a TOML file or a comparison; or --runs DIR ... alone, with --baseline and --out"]
         )
-    from cluster.compare import compare, compare_existing
-    from cluster.compare_cells import Request
+    from cluster.compare.cells import Request
+    from cluster.compare.command import compare, compare_existing
 
     out = Path(options.out) if options.out else None
     if options.runs:
@@ -253,7 +253,7 @@ def _report(options: argparse.Namespace) -> int:
 
     rundir = RunDirectory(Path(options.run).absolute())
     rundir.configuration()
-    from cluster.report import build_report
+    from cluster.report.page import build_report
 
     print(f"report: {build_report(rundir.path)}")
     return DONE

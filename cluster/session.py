@@ -21,7 +21,7 @@ from cluster.iteration import Iteration
 from cluster.loop import Ring
 from cluster.nodes import find_room
 from cluster.progress import Progress
-from cluster.report import build_report
+from cluster.report.page import build_report
 from cluster.rundir import RunDirectory, write_json
 from cluster.services import Services, check_run_root, install_stop_signals, join_or_start_ray
 from cluster.sinks import Sinks, check_sinks

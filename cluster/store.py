@@ -10,8 +10,8 @@ from collections.abc import Mapping, Sequence
 import ray
 
 from cluster.placement import Node, needs_of, place
-from cluster.plan import DTYPES, GB, SPILLS_AT, described, store_size, versions_held
-from cluster.plan_assumptions import ACCELERATORS, backend_of
+from cluster.plan.assumptions import ACCELERATORS, backend_of
+from cluster.plan.make import DTYPES, GB, SPILLS_AT, described, store_size, versions_held
 from configs.load import ConfigError
 from configs.schema import RunConfig
 from policy import memory

@@ -22,10 +22,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from cluster.report_data import read_run
-from cluster.report_events import running_times, timeline_of
+from cluster.report.data import read_run
+from cluster.report.events import running_times, timeline_of
+from cluster.report.timeline_lines import lines_of
 from cluster.rundir import RunDirectory
-from cluster.timeline_lines import lines_of
 
 ROOT = Path(__file__).parent.parent
 SERVICES = ("learner", "reward", "encoder", "selector")

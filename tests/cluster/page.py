@@ -7,7 +7,7 @@ import re
 from html.parser import HTMLParser
 from pathlib import Path
 
-from cluster.report import build_report
+from cluster.report.page import build_report
 
 VOID = {"meta", "img", "br", "hr", "input", "link"}
 

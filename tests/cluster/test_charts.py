@@ -7,7 +7,7 @@ import re
 
 import pytest
 
-from cluster import chart_axes, charts
+from cluster.report import axes, charts
 
 
 @pytest.mark.parametrize(
@@ -24,15 +24,15 @@ def test_number(value: float | None, text: str):
     [(0, 1, [0, 0.25, 0.5, 0.75, 1]), (0.31, 0.98, [0.4, 0.6, 0.8]), (-0.5, 1.5, [-0.5, 0, 0.5, 1, 1.5]), (0, 20, [0, 5, 10, 15, 20]), (3, 3, [3])],
 )  # fmt: skip
 def test_nice_ticks(low: float, high: float, ticks: list[float]):
-    assert chart_axes.nice_ticks(low, high) == pytest.approx(ticks)
+    assert axes.nice_ticks(low, high) == pytest.approx(ticks)
 
 
 def test_span_shows_everything_and_is_never_empty():
-    assert chart_axes.span([]) == (0.0, 1.0)
-    assert chart_axes.span([math.nan, 0.0, 0.0]) == (0.0, 1.0)
-    assert chart_axes.span([2.0]) == pytest.approx((1.8, 2.2))
-    assert chart_axes.span([0.2, 0.7], include=(0.0, 1.0)) == (0.0, 1.0)
-    assert chart_axes.span([0.0, 1.0], pad=0.1) == pytest.approx((-0.1, 1.1))
+    assert axes.span([]) == (0.0, 1.0)
+    assert axes.span([math.nan, 0.0, 0.0]) == (0.0, 1.0)
+    assert axes.span([2.0]) == pytest.approx((1.8, 2.2))
+    assert axes.span([0.2, 0.7], include=(0.0, 1.0)) == (0.0, 1.0)
+    assert axes.span([0.0, 1.0], pad=0.1) == pytest.approx((-0.1, 1.1))
 
 
 def test_a_line_is_drawn_where_its_numbers_are():

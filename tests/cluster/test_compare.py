@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from cluster.compare import compare_existing
-from cluster.compare_cells import COMPARISONS, UNUSED, Request, read_comparison
-from cluster.compare_data import REWARD, group, measure, remarks, summarise
-from cluster.compare_running import to_toml
-from cluster.compare_statistics import Mean, Moment, mean_of, paired, speed_up, time_to
-from cluster.compare_table import tables
+from cluster.compare.cells import COMPARISONS, UNUSED, Request, read_comparison
+from cluster.compare.command import compare_existing
+from cluster.compare.data import REWARD, group, measure, remarks, summarise
+from cluster.compare.running import to_toml
+from cluster.compare.statistics import Mean, Moment, mean_of, paired, speed_up, time_to
+from cluster.compare.table import tables
 from configs.load import ConfigError, load, parse
 from tests.cluster.fake_train import write
 from tests.cluster.page import Page

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from cluster import compare_running
 from cluster.cli import main
+from cluster.compare import running
 from tests.cluster.processes import finish, start
 from tests.cluster.runs import tiny_config, write_toml
 
@@ -20,7 +20,7 @@ FAKE = Path(__file__).parent / "fake_train.py"
 
 @pytest.fixture
 def out(tmp_path, monkeypatch) -> Path:
-    monkeypatch.setattr(compare_running, "TRAIN", (sys.executable, str(FAKE)))
+    monkeypatch.setattr(running, "TRAIN", (sys.executable, str(FAKE)))
     return tmp_path / "out"
 
 
@@ -95,8 +95,8 @@ def test_a_command_that_mixes_training_and_reading(arguments, capsys):
 
 def test_a_signal_reaches_the_run_and_a_left_over_run_keeps_its_place(out):
     code = (
-        "import sys; from cluster import compare_running; from cluster.cli import main;"
-        f"compare_running.TRAIN = (sys.executable, {str(FAKE)!r});"
+        "import sys; from cluster.compare import running; from cluster.cli import main;"
+        f"running.TRAIN = (sys.executable, {str(FAKE)!r});"
         f"sys.exit(main(['compare', 'quickstart', '--set', 'iterations=3', '--out', {str(out)!r}]))"
     )
     environment = {**os.environ, "FAKE_TRAIN": json.dumps({"sol_rl-seed0": "wait"})}

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from actors.messages import ChunkKey
-from cluster.compare_cells import Request, read_comparison
+from cluster.compare.cells import Request, read_comparison
 from cluster.errors import RunFailed
 from cluster.iteration import Iteration
 from cluster.rundir import RunDirectory

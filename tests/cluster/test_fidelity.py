@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from cluster.cli import main
-from cluster.fidelity import Measurement, Rewards, backends, hide_loading_bars, run, summarise, tables
-from cluster.fidelity_picture import density_picture
+from cluster.fidelity.measure import Measurement, Rewards, backends, hide_loading_bars, run, summarise, tables
+from cluster.fidelity.picture import density_picture
 from cluster.rundir import RunDirectory
 from configs.load import ConfigError
 from learner.fidelity import conditional_density
@@ -110,7 +110,7 @@ def test_a_wrong_command_is_one_line(arguments, said, capsys, tmp_path, monkeypa
 
 
 def test_what_auto_took_is_said_and_named(monkeypatch):
-    monkeypatch.setattr("cluster.fidelity._device", lambda: torch.device("cpu"))
+    monkeypatch.setattr("cluster.fidelity.measure._device", lambda: torch.device("cpu"))
     said: list[str] = []
     assert list(backends(("auto", "fp8", "emulated_nvfp4"), said.append)) == ["emulated_nvfp4", "fp8"]
     (line,) = said

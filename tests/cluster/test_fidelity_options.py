@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from cluster import fidelity
-from cluster.fidelity import Measurement
+from cluster.fidelity import measure
+from cluster.fidelity.measure import Measurement
 from configs.load import ConfigError
 from learner.trainer import Trainer
 from policy.precision.backends import BACKENDS
@@ -23,7 +23,7 @@ def test_packing_choices_are_measured_as_configured(tiny_sd3_dir, tmp_path, chos
     }
     config = tiny_config(tiny_sd3_dir, tmp_path, "options", **settings)
     trainer = Trainer(config)
-    explorer = fidelity._explorer(config, trainer, BACKENDS["emulated_nvfp4"])
+    explorer = measure._explorer(config, trainer, BACKENDS["emulated_nvfp4"])
     layer = explorer.transformer.get_submodule(NAME)
     weight = trainer.transformer.get_submodule(NAME).base_layer.weight  # the adapter is zero yet
     amax = weight.abs().max() * (2 if chosen else 1)
@@ -35,5 +35,5 @@ def test_without_a_compiler_it_does_not_begin(tiny_sd3_dir, tmp_path, monkeypatc
     monkeypatch.setenv("CXX", "no-such-compiler")
     config = tiny_config(tiny_sd3_dir, tmp_path, "compiled", explore__compile=True)
     with pytest.raises(ConfigError, match="no 'no-such-compiler'"):
-        fidelity.run(config, Measurement(2, 24, (2,), ("fp32",)), tmp_path / "out", print)
+        measure.run(config, Measurement(2, 24, (2,), ("fp32",)), tmp_path / "out", print)
     assert not (tmp_path / "out").exists()

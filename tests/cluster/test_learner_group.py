@@ -18,8 +18,8 @@ from actors.runtime import identity
 from cluster.errors import RunFailed, StateLost
 from cluster.learners import LearnerGroup, share
 from cluster.placement import Node, check_placement, needs_of
-from cluster.plan import make_plan
-from cluster.plan_lines import lines_of
+from cluster.plan.lines import lines_of
+from cluster.plan.make import make_plan
 from cluster.progress import Progress
 from configs.load import ConfigError, load
 from configs.services import LearnerService

@@ -11,10 +11,10 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from cluster.cli import main
 from cluster.placement import Node
-from cluster.plan import Stage, make_plan, training_points
-from cluster.plan_assumptions import ACCELERATORS, Assumptions, Device
-from cluster.plan_lines import iteration_seconds, lines_of
-from cluster.plan_scorers import scorer_bytes
+from cluster.plan.assumptions import ACCELERATORS, Assumptions, Device
+from cluster.plan.lines import iteration_seconds, lines_of
+from cluster.plan.make import Stage, make_plan, training_points
+from cluster.plan.scorers import scorer_bytes
 from configs.load import ConfigError, load
 from configs.rewards import Scorer
 from configs.schema import RunConfig

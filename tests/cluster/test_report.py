@@ -10,10 +10,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from cluster import charts
-from cluster.report import build_report
-from cluster.report_data import actor_of
-from cluster.report_events import lanes_of, running_times
+from cluster.report import charts
+from cluster.report.data import actor_of
+from cluster.report.events import lanes_of, running_times
+from cluster.report.page import build_report
 from tests.cluster.page import Page, page_of, rewrite
 from tests.cluster.synthetic import PROMPTS, START, write_run
 

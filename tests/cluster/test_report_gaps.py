@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from cluster.report import build_report
-from cluster.report_data import read_run
+from cluster.report.data import read_run
+from cluster.report.page import build_report
 from tests.cluster.page import Page, page_of, rewrite
 from tests.cluster.synthetic import PROMPTS, evaluation, write_run
 

@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 
-from cluster.compare_statistics import Mean
-from cluster.report_data import read_run
-from cluster.report_events import lanes_of
-from cluster.report_parts import Cell, table
-from cluster.report_rewards import direction, paired, scores_of, verdicts
+from cluster.compare.statistics import Mean
+from cluster.report.data import read_run
+from cluster.report.events import lanes_of
+from cluster.report.parts import Cell, table
+from cluster.report.rewards import direction, paired, scores_of, verdicts
 from tests.cluster.page import Page, page_of, rewrite
 from tests.cluster.synthetic import write_run
 

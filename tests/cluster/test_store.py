@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from cluster.placement import Node
-from cluster.plan import SPILLS_AT, make_plan, store_size, versions_held
-from cluster.plan_lines import lines_of
+from cluster.plan.lines import lines_of
+from cluster.plan.make import SPILLS_AT, make_plan, store_size, versions_held
 from cluster.store import check_store, published_bytes
 from configs.load import ConfigError
 from policy.explorer import Explorer

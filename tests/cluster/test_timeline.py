@@ -12,13 +12,13 @@ import ray
 
 from actors.messages import ChunkKey
 from cluster.pool import ActorPool
-from cluster.report_data import read_run
-from cluster.report_events import running_times, timeline_of
+from cluster.report.data import read_run
+from cluster.report.events import running_times, timeline_of
+from cluster.report.timeline import Lane, bars_of, in_running_time, last_iteration
+from cluster.report.timeline import Timeline as Shown
+from cluster.report.timeline_lines import lines_of, strip
 from cluster.rundir import RunDirectory
 from cluster.timeline import OTHER, WORKS, Span, Timeline, forget_after, read_spans, span_of
-from cluster.timeline_lines import lines_of, strip
-from cluster.timeline_picture import Lane, bars_of, in_running_time, last_iteration
-from cluster.timeline_picture import Timeline as Shown
 from configs.services import Service
 from tests.cluster.page import page_of
 from tests.cluster.synthetic import START, write_run

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from cluster.progress import duration
+from cluster.report.timeline import Lane, Timeline
 from cluster.timeline import OTHER, WORKS, Span
-from cluster.timeline_picture import Lane, Timeline
 
 IDLE, GONE, LOST = "·", " ", "X"
 

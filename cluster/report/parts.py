@@ -7,7 +7,7 @@ from collections.abc import Container, Sequence
 from dataclasses import dataclass
 from html import escape
 
-from cluster.charts import Point, Series, number
+from cluster.report.charts import Point, Series, number
 
 
 @dataclass(frozen=True)

@@ -11,8 +11,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from html import escape
 
-from cluster.charts import thin
 from cluster.progress import duration
+from cluster.report.charts import thin
 from cluster.timeline import Span, Work
 
 MOST_LANES, MOST_MARKS, MOST_LINES, MOST_BARS = 40, 120, 60, 6000

@@ -20,7 +20,7 @@ import torch
 
 from cluster.checks import check_model
 from cluster.errors import RunFailed
-from cluster.fidelity_picture import density_picture
+from cluster.fidelity.picture import density_picture
 from cluster.rundir import RunDirectory, versions, write_json, write_text
 from configs.load import ConfigError
 from configs.prompts import Prompt, prompts_of_iteration, read_prompts

@@ -12,11 +12,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from cluster.compare_cells import Request, read_comparison
-from cluster.compare_data import Result, Run, group, measure, remarks, settings_that_differ, summarise
-from cluster.compare_report import render
-from cluster.compare_running import Say, run_all
-from cluster.compare_table import Table, lines, tables
+from cluster.compare.cells import Request, read_comparison
+from cluster.compare.data import Result, Run, group, measure, remarks, settings_that_differ, summarise
+from cluster.compare.page import render
+from cluster.compare.running import Say, run_all
+from cluster.compare.table import Table, lines, tables
 from cluster.errors import RunFailed
 from cluster.rundir import versions, write_json, write_text
 from configs.load import ConfigError, parse

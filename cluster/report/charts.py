@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from html import escape
 
-from cluster.chart_axes import Frame, axes, span, svg, x_span
+from cluster.report.axes import Frame, axes, span, svg, x_span
 
 Point = tuple[float, float]
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from cluster.placement import kinds_of, need_of
-from cluster.plan import GB, Plan, store_size, training_points
-from cluster.plan_assumptions import Device
+from cluster.plan.assumptions import Device
+from cluster.plan.make import GB, Plan, store_size, training_points
 
 
 def lines_of(plan: Plan) -> list[str]:

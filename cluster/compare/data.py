@@ -8,9 +8,9 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from cluster.compare_cells import check_alike
-from cluster.compare_statistics import NOTHING, SHARES, Mean, Moment, mean_of, paired, speed_up, time_to
-from cluster.report_data import Row, RunData, finite, read_run, reason, values
+from cluster.compare.cells import check_alike
+from cluster.compare.statistics import NOTHING, SHARES, Mean, Moment, mean_of, paired, speed_up, time_to
+from cluster.report.data import Row, RunData, finite, read_run, reason, values
 from configs.load import ConfigError, parse
 from configs.resume import OPERATIONAL
 from configs.schema import RunConfig

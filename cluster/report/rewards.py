@@ -10,10 +10,10 @@ from typing import Literal
 
 from pydantic import ValidationError
 
-from cluster.charts import Series, line_chart, number, scatter
-from cluster.compare_statistics import Mean, mean_of
-from cluster.report_data import Grid, RunData, finite, points, values
-from cluster.report_parts import Cell, blocks, card, legend, nothing, side_by_side, table
+from cluster.compare.statistics import Mean, mean_of
+from cluster.report.charts import Series, line_chart, number, scatter
+from cluster.report.data import Grid, RunData, finite, points, values
+from cluster.report.parts import Cell, blocks, card, legend, nothing, side_by_side, table
 from configs.rewards import Rewards
 
 EVAL, UNSCORED, SPEED = "reward/eval/", "eval/unscored/", "rewards/images_per_s/"

@@ -7,9 +7,9 @@ from collections import Counter
 from collections.abc import Sequence
 
 from cluster.progress import duration
-from cluster.report_data import REASON_KEYS, Row, RunData, actor_of, finite
-from cluster.report_parts import Cell, nothing, table
-from cluster.timeline_picture import Lane, Mark, Timeline, in_running_time, picture
+from cluster.report.data import REASON_KEYS, Row, RunData, actor_of, finite
+from cluster.report.parts import Cell, nothing, table
+from cluster.report.timeline import Lane, Mark, Timeline, in_running_time, picture
 
 TONES = {
     "actor_started": "good", "actor_replaced": "good", "actor_died": "bad", "actor_benched": "bad", "chunk_reissued": "warn",

@@ -14,13 +14,13 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
-from cluster import report_events, report_rewards, report_sections
-from cluster.charts import number
 from cluster.pictures import TINY, StepPictures, data_uri
 from cluster.progress import duration
-from cluster.report_data import RunData, finite, read_run, reason, values
-from cluster.report_parts import Cell, table
-from cluster.report_style import style_sheet
+from cluster.report import events, rewards, sections
+from cluster.report.charts import number
+from cluster.report.data import RunData, finite, read_run, reason, values
+from cluster.report.parts import Cell, table
+from cluster.report.style import style_sheet
 from configs.schema import RunConfig
 
 POLICY = "default-src 'none'; img-src data:; style-src 'unsafe-inline'"
@@ -55,26 +55,26 @@ def build_report(run_dir: Path) -> Path:
 
 def render(run: RunData) -> str:
     """The page as text."""
-    sections = [
+    chapters = [
         ("Before and after", "The same held-out prompts and the same noises, before training and now.", _pictures(run)),
-        ("Reward", "What training optimises, on the prompts it sees and on prompts it never sees.", report_rewards.section(run)),
+        ("Reward", "What training optimises, on the prompts it sees and on prompts it never sees.", rewards.section(run)),
         (
             "Exploration",
             "Many cheap pictures per prompt, made only to find the noises worth training on.",
-            report_sections.exploration(run),
+            sections.exploration(run),
         ),
         (
             "Does the cheap ranking hold?",
             "The cheap pictures need not be right, only in the right order. 1 is the order of full quality, 0 is chance "
             "(for the same side of the mean: 0.5).",
-            report_sections.agreement(run),
+            sections.agreement(run),
         ),
-        ("Where the time went", "", report_sections.time_spent(run)),
-        ("Is training healthy?", "", report_sections.health(run)),
-        ("Who did what, when", "", report_events.section(run)),
+        ("Where the time went", "", sections.time_spent(run)),
+        ("Is training healthy?", "", sections.health(run)),
+        ("Who did what, when", "", events.section(run)),
         ("All the particulars", "", _particulars(run)),
     ]
-    body = "".join(f"<section><h2>{escape(title)}</h2>{_lead(lead)}{content}</section>" for title, lead, content in sections)
+    body = "".join(f"<section><h2>{escape(title)}</h2>{_lead(lead)}{content}</section>" for title, lead, content in chapters)
     return (
         '<!doctype html><html lang="en"><head><meta charset="utf-8">'
         f'<meta http-equiv="Content-Security-Policy" content="{POLICY}">'
@@ -216,8 +216,8 @@ def _pair(run: RunData, index: int, prompt: str, first: StepPictures, last: Step
 
 
 def _half(run: RunData, title: str, step: StepPictures, index: int, prompt: str, noises: Sequence[int]) -> str:
-    rewards = run.held_out.get(step.step, [])
-    row = rewards[index] if index < len(rewards) else []
+    scores = run.held_out.get(step.step, [])
+    row = scores[index] if index < len(scores) else []
     cells = []
     for position, noise in enumerate(noises):
         reward = row[position] if position < len(row) else math.nan
@@ -247,7 +247,7 @@ def _image(step: StepPictures, index: int, noise: int, text: str) -> str:
 
 def _particulars(run: RunData) -> str:
     """Configuration, versions, quantised modules and the table of all numbers, each behind a fold."""
-    parts = [report_sections.numbers(run)]
+    parts = [sections.numbers(run)]
     if run.config:
         text = json.dumps(run.config, indent=2, ensure_ascii=False, default=str)
         parts.append(

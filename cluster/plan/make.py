@@ -18,8 +18,8 @@ import numpy as np
 import torch
 
 from cluster.placement import Node, NoRoom, kinds_of, needs_of, place
-from cluster.plan_assumptions import Assumptions, Device, backend_of, device_of, with_format
-from cluster.plan_scorers import scorer_bytes
+from cluster.plan.assumptions import Assumptions, Device, backend_of, device_of, with_format
+from cluster.plan.scorers import scorer_bytes
 from configs.load import ConfigError
 from configs.schema import RunConfig
 from learner.objectives import build_objective

@@ -19,10 +19,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from cluster.compare_cells import Cell, Comparison
+from cluster.compare.cells import Cell, Comparison
 from cluster.errors import Stopped
 from cluster.progress import duration
-from cluster.report_data import finite, read_run
+from cluster.report.data import finite, read_run
 from cluster.rundir import RunDirectory, write_text
 from configs.load import ConfigError, parse
 from configs.resume import differences

@@ -7,13 +7,13 @@ from collections.abc import Callable, Sequence
 from html import escape
 from typing import Any
 
-from cluster.charts import Band, Series, line_chart, number
-from cluster.compare_data import REWARD, SCORER, STAGES, Result
-from cluster.compare_statistics import Mean, Moment
-from cluster.compare_table import Table
-from cluster.report import POLICY
-from cluster.report_parts import Cell, blocks, card, legend, nothing, side_by_side, table
-from cluster.report_style import style_sheet
+from cluster.compare.data import REWARD, SCORER, STAGES, Result
+from cluster.compare.statistics import Mean, Moment
+from cluster.compare.table import Table
+from cluster.report.charts import Band, Series, line_chart, number
+from cluster.report.page import POLICY
+from cluster.report.parts import Cell, blocks, card, legend, nothing, side_by_side, table
+from cluster.report.style import style_sheet
 
 COLOURS = 8
 WIDE = (560.0, 300.0)

@@ -6,8 +6,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from cluster.compare_data import REWARD, SCORER, Result
-from cluster.compare_statistics import NOTHING, SHARES, Mean
+from cluster.compare.data import REWARD, SCORER, Result
+from cluster.compare.statistics import NOTHING, SHARES, Mean
 
 NONE = "-"
 PARTS = ("explore", "regenerate", "update", "publish", "other")

@@ -6,10 +6,10 @@ import math
 import statistics
 from collections.abc import Sequence
 
-from cluster.charts import Band, Series, Stack, line_chart, number, stacked_bars
 from cluster.progress import duration
-from cluster.report_data import Row, RunData, finite, points, values
-from cluster.report_parts import Cell, blocks, card, legend, nothing, side_by_side, table
+from cluster.report.charts import Band, Series, Stack, line_chart, number, stacked_bars
+from cluster.report.data import Row, RunData, finite, points, values
+from cluster.report.parts import Cell, blocks, card, legend, nothing, side_by_side, table
 
 STAGES = (("time/explore_s", "explore", 1), ("time/regenerate_s", "regenerate", 2), ("time/update_s", "update", 3),
           ("time/publish_s", "publish", 4))  # fmt: skip
