@@ -60,7 +60,7 @@ class Chosen:
     """Which of a prompt's explored noises to train on, and which to audit."""
 
     train: tuple[int, ...]  # indices into the prompt's pool, ascending, K of them
-    audit: tuple[int, ...] = ()  # random indices outside `train`
+    audit: tuple[int, ...] = ()  # random indices, some of `train` among them
 
 
 @dataclass(frozen=True)

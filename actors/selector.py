@@ -23,13 +23,15 @@ class SelectorActor:
         return identity()
 
     def choose(self, iteration: int, prompt: int, rewards: np.ndarray) -> Chosen:
-        """Indices to train on and to audit, from a prompt's combined proxy rewards float32 [N] (NaN: dropped)."""
+        """Indices to train on and to audit, from a prompt's combined proxy rewards float32 [N] (NaN: dropped).
+
+        What is audited is drawn from all: without the best and the worst, rankings would look worse than they are.
+        """
         rule = self._run.selection
         scored = np.flatnonzero(np.isfinite(rewards))
         seed = stream_seed(self._run.seed, "selection", iteration, prompt)
         train = select(rewards[scored], rule.keep, rule.rule, seed, candidates=scored).indices
-        left = np.setdiff1d(scored, train)
         draw = np.random.default_rng(stream_seed(self._run.seed, "audit", iteration, prompt))
-        count = min(self._run.audit.random_seeds, len(left))
-        audit = tuple(int(i) for i in sorted(draw.choice(left, count, replace=False))) if count else ()
+        count = min(self._run.audit.random_seeds, len(scored))
+        audit = tuple(int(i) for i in sorted(draw.choice(scored, count, replace=False)))
         return Chosen(train, audit)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -126,14 +126,15 @@ class Ring:
         """One prompt's walk around the ring: from its explored noises to the samples that are trained on, with their rewards."""
         if self.config.plan.explore is None:
             it.explored_at = time.perf_counter()
-            return await self._regenerate(it, p, self._seeds(it, p, self.config.selection.keep), None)
+            return (await self._regenerate(it, p, self._seeds(it, p, self.config.selection.keep)))[0]
         await it.exploring[p]
         pool, chosen = it.pools[p], it.chosen[p]
         if not self.config.plan.regenerate:
             return self._as_explored(it, p, pool, chosen.train)
-        group = await self._regenerate(it, p, tuple(pool.seeds[i] for i in chosen.train), chosen.train)
+        group, full = await self._regenerate(it, p, tuple(pool.seeds[i] for i in chosen.train))
+        it.audits[p] = _agreement(pool.scored.rewards[list(chosen.train)], full)
         if chosen.audit:
-            await self._audit_random(it, p, pool, chosen.audit)
+            await self._audit_random(it, p, pool, chosen.audit, dict(zip(chosen.train, full, strict=True)))
         return group
 
     # ---- stage 1
@@ -187,16 +188,18 @@ class Ring:
 
     # ---- stage 2
 
-    async def _regenerate(self, it: Iteration, p: int, seeds: tuple[int, ...], indices: tuple[int, ...] | None) -> TrainingGroup:
-        """The chosen noises at full quality, scored again; the rewards that are trained on are these."""
+    async def _regenerate(self, it: Iteration, p: int, seeds: tuple[int, ...]) -> tuple[TrainingGroup, np.ndarray]:
+        """The chosen noises at full quality, scored again: the group that is trained on, without what has no score, and all
+        rewards float32 [K] (NaN: none)."""
         scored, record = await self._full_quality(it, p, seeds, "regenerate")
-        if indices is not None:
-            proxy = it.pools[p].scored.rewards[list(indices)]
-            both = np.isfinite(proxy) & np.isfinite(scored.rewards)
-            it.audits[p] = agreement(proxy[both], scored.rewards[both])
         kept = np.flatnonzero(np.isfinite(scored.rewards))
+        if not len(kept):
+            raise RunFailed(
+                f"prompt {it.prompts[p].text!r} is left with none of its {len(seeds)} regenerated pictures scored: "
+                "see events.jsonl for what its scorers said"
+            )
         rows = Rows(0, tuple(int(i) for i in kept))
-        return TrainingGroup(p, scored.rewards[kept], (rows,), {"records": [record]})
+        return TrainingGroup(p, scored.rewards[kept], (rows,), {"records": [record]}), scored.rewards
 
     async def _full_quality(self, it: Iteration, p: int, seeds: tuple[int, ...], purpose: str) -> tuple[Scored, Any]:
         steps, solver = self.config.regenerate.steps, self.config.plan.solver
@@ -207,11 +210,14 @@ class Ring:
         scored = await it.scoring.score((purpose, it.index, p), images, [it.prompts[p]] * len(seeds), priority=(it.index, p, 1, 0))
         return scored, record
 
-    async def _audit_random(self, it: Iteration, p: int, pool: Pool, indices: tuple[int, ...]) -> None:
-        scored, _ = await self._full_quality(it, p, tuple(pool.seeds[i] for i in indices), "audit")
-        proxy = pool.scored.rewards[list(indices)]
-        both = np.isfinite(proxy) & np.isfinite(scored.rewards)
-        it.random_audits[p] = agreement(proxy[both], scored.rewards[both])
+    async def _audit_random(self, it: Iteration, p: int, pool: Pool, indices: tuple[int, ...], full: Mapping[int, float]) -> None:
+        """Proxies against full rewards; ``full`` are those of the selected ones, which are there already."""
+        fresh = tuple(i for i in indices if i not in full)
+        if fresh:
+            scored, _ = await self._full_quality(it, p, tuple(pool.seeds[i] for i in fresh), "audit")
+            full = {**full, **dict(zip(fresh, scored.rewards, strict=True))}
+        it.advanced("regenerated", len(indices) - len(fresh))
+        it.random_audits[p] = _agreement(pool.scored.rewards[list(indices)], np.array([full[i] for i in indices]))
 
     @staticmethod
     def _as_explored(it: Iteration, p: int, pool: Pool, indices: tuple[int, ...]) -> TrainingGroup:
@@ -255,3 +261,9 @@ class Ring:
         if self.config.plan.explore is not None:
             row["rollout/actors"] = self.services.rollout.alive
         return row | {"rollout/reissued": self.services.reissued, "actors/lost": self.services.lost}
+
+
+def _agreement(proxy: np.ndarray, full: np.ndarray) -> dict[str, float]:
+    """Of cheap and full rewards [K], where there are both."""
+    both = np.isfinite(proxy) & np.isfinite(full)
+    return agreement(proxy[both], full[both])

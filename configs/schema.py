@@ -94,10 +94,8 @@ class RunConfig(Section):
                 raise ValueError(f"explore_ahead: arm {self.arm!r} {why}, so it cannot explore with an older policy: use 0")
             if asked := self.audit.asked_for:
                 raise ValueError(f"{asked}: arm {self.arm!r} {why}, so there is nothing to audit: leave it out")
-        if self.audit.random_seeds > pool - keep:
-            raise ValueError(
-                f"audit.random_seeds: {self.audit.random_seeds} is more than the {pool - keep} noises that selection leaves"
-            )
+        if self.audit.random_seeds > pool:
+            raise ValueError(f"audit.random_seeds: {self.audit.random_seeds} is more than explore.pool_size = {pool}")
         if (replicas := self.services.learner.replicas) > (prompts := self.prompts.per_iteration):
             raise ValueError(
                 f"services.learner.replicas: {replicas} cannot share prompts.per_iteration = {prompts}: each trains on one prompt at least"

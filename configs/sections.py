@@ -148,7 +148,11 @@ class Ema(Section):
 class Audit(Section):
     """Does the cheap ranking hold? Measured on seeds that have a proxy and a full reward."""
 
-    random_seeds: int = Field(default=0, ge=0, description="random noises per prompt, regenerated and scored but not trained on")
+    random_seeds: int = Field(
+        default=0,
+        ge=0,
+        description="random noises per prompt to hold against their full rewards; those that were not selected are regenerated for it",
+    )
     min_sign_agreement: float | None = Field(
         default=None, ge=0, le=1, description="act when audit/sign_agreement, of the selected noises, is below; None: never"
     )

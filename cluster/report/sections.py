@@ -61,7 +61,7 @@ def agreement(run: RunData) -> str:
     names = (("kendall_tau", "Kendall tau", 1), ("spearman_rho", "Spearman rho", 2), ("sign_agreement", "same side of the mean", 3))
     groups = (
         ("audit/", "Selected noises", "These are extremes, best and worst, so agreement reads higher than over all noises."),
-        ("audit/random_", "Random noises", "Regenerated for this measurement alone, never trained on: an unbiased estimate."),
+        ("audit/random_", "Random noises", "Drawn from the whole pool, whether selected or not: an unbiased estimate."),
     )
     for prefix, title, note in groups:
         lines = [Series(label, found, colour) for name, label, colour in names if (found := points(run.iterations, prefix + name))]

@@ -9,7 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from subprocess import PIPE, STDOUT
 from typing import Any
@@ -129,13 +129,13 @@ def explorers(**more: Any) -> dict[str, Any]:
     return {"cpus": 1, "gpus": 1, "labels": LABELS, "max_actors": 9, **more}
 
 
-def raylet_of(node: str) -> psutil.Process:
-    """The process that is a simulated node."""
-    (found,) = [
-        process
-        for process in psutil.process_iter()
-        if process.name() == "raylet" and process.environ().get("RAY_OVERRIDE_NODE_ID_FOR_TESTING") == node
-    ]
+def nodes_of(head: Head) -> dict[str, psutil.Process]:
+    """The processes that are the nodes of a cluster, by their ids: the head, and what it started."""
+    found = {}
+    for process in psutil.process_iter(["name"]):
+        with suppress(psutil.NoSuchProcess):  # it ended just now
+            if process.info["name"] == "raylet" and head.owns(process) and process.status() != psutil.STATUS_ZOMBIE:
+                found[process.environ()["RAY_OVERRIDE_NODE_ID_FOR_TESTING"]] = process
     return found
 
 
@@ -156,7 +156,7 @@ def test_nodes_are_asked_for_replaced_and_given_back(ray_here, tiny_sd3_dir, tmp
         assert time.monotonic() - began >= WAIT_S, "a node had no time to come"
         assert job.wishes() == "[] []"
 
-        raylet_of(added[0]["node"]).kill()
+        nodes_of(job.head)[added[0]["node"]].kill()
         (lost,) = job.wait("node_lost")
         assert (lost["node"], lost["actors"]) == (added[0]["node"], [f"rollout-{added[0]['actor']}"])
         (replaced,) = job.wait("actor_replaced")
@@ -164,7 +164,7 @@ def test_nodes_are_asked_for_replaced_and_given_back(ray_here, tiny_sd3_dir, tmp
         assert job.wishes() == "[] []"
 
         assert job.scale(1).returncode == 0
-        wait_for(lambda: len([p for p in psutil.process_iter() if p.name() == "raylet" and job.head.owns(p)]) == 2, 240)
+        wait_for(lambda: len(nodes_of(job.head)) == 2, 240)
         printed = job.stop()
     assert f"waiting up to {WAIT_S} s for nodes: services.rollout: 1 of 1 actors have no place" in printed
     asked = [event["actors"] for event in job.events() if event["event"] == "nodes_asked"]

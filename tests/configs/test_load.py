@@ -81,7 +81,7 @@ def test_a_wrong_value_names_key_value_and_choices():
         ("selection.keep=7", "7 is odd"),
         ("name=../up", "letters, digits"),
         ("seed=-1", "seed = -1"),
-        ("audit.random_seeds=90", "more than the 72 noises"),
+        ("audit.random_seeds=97", "more than explore.pool_size = 96"),
         ("explore", "expected key=value"),
         ("name.x=1", "name is a value, not a table"),
     ],
