@@ -94,7 +94,9 @@ class Evaluate(Section):
     prompts: int = Field(default=128, ge=1, description="the first so many held-out prompts")
     noises: int = Field(default=4, ge=1, description="fixed noises per prompt")
     weights: Literal["ema", "current", "old"] = "ema"
-    batch_size: int = Field(default=32, ge=1)
+    batch_size: int = Field(
+        default=32, ge=1, description="pictures per unit of work; they pass the denoiser by regenerate.batch_size"
+    )
 
 
 class Lora(Section):
