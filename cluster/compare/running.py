@@ -27,7 +27,7 @@ from cluster.rundir import RunDirectory, write_text
 from configs.load import ConfigError, parse
 from configs.resume import differences
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 TRAIN = (sys.executable, "-m", "cluster", "train")
 USER_ERROR = 2
 Say = Callable[[str], None]

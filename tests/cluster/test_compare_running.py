@@ -149,3 +149,10 @@ def test_two_real_cells_from_start_to_page(tmp_path, tiny_sd3_dir):
         assert points[0]["seconds"]["mean"] == 0 < points[1]["seconds"]["mean"] < points[3]["seconds"]["mean"]
         assert cell["stages"]["iteration"]["mean"] > 0
     assert cells["diffusionnft"]["stages"]["publish"]["mean"] == 0 < cells["sol_rl"]["stages"]["explore"]["mean"]
+
+
+def test_children_import_from_the_tree_that_holds_the_packages(tmp_path):
+    assert (running.ROOT / "pyproject.toml").is_file()
+    with running._at_work(tmp_path) as lock, running._Child(lock) as child:
+        code = child.run([sys.executable, "-c", "import os; print(os.environ['PYTHONPATH'])"], tmp_path / "log")
+    assert code == 0 and (tmp_path / "log").read_text().strip().split(os.pathsep)[0] == str(running.ROOT)
