@@ -155,10 +155,10 @@ class PrometheusExporter:
             (instrument.labels(scorer=scorer) if scorer else instrument).set(value)
 
     def _added(self, name: str, total: float) -> float:
-        """What a running total grew by; one that fell was started again from 0."""
-        before = self._totals.get(name, 0.0)
-        self._totals[name] = total
-        return total - before if total >= before else total
+        """By how much a running total exceeds all before it: one that fell is a run that went back to a checkpoint."""
+        highest = self._totals.get(name, 0.0)
+        self._totals[name] = max(highest, total)
+        return self._totals[name] - highest
 
     def _instrument(self, key: str, metric: Metric) -> Gauge | Counter:
         name = exported_name(key)

@@ -91,11 +91,18 @@ def test_counters_add_what_rows_mean():
     assert value(exporter, "sol_rl_rewards_failed_total") == 5
     assert value(exporter, "sol_rl_rollout_reissued_total") == 5
     assert value(exporter, "sol_rl_weights_bytes_total") == 3000
-    exporter.row({"rollout/reissued": 3})  # the pool was started again and counts from 0
-    assert value(exporter, "sol_rl_rollout_reissued_total") == 8
     exporter.row({"rewards/failed": math.nan, "weights/bytes": -1})
     assert value(exporter, "sol_rl_rewards_failed_total") == 5
     assert value(exporter, "sol_rl_weights_bytes_total") == 3000
+
+
+def test_a_run_that_went_back_to_a_checkpoint_counts_nothing_twice():
+    exporter = PrometheusExporter(0)
+    exported = []
+    for seen in (240, 480, 720, 960, 720, 960, 1200):
+        exporter.row({"samples_seen": seen})
+        exported.append(value(exporter, "sol_rl_samples_seen_total"))
+    assert exported == [240, 480, 720, 960, 960, 960, 1200]
 
 
 def test_nan_and_unknown_names_pass_through_as_gauges():
