@@ -15,7 +15,7 @@ MODELS = {
     "sd35_medium": ("sd3", "stabilityai/stable-diffusion-3.5-medium", 512, None),
     "sd35_large": ("sd3", "stabilityai/stable-diffusion-3.5-large", 1024, None),
     "flux1": ("flux", "black-forest-labs/FLUX.1-dev", 512, 1.0),
-    "sana": ("sana", "Efficient-Large-Model/Sana_1600M_1024px_diffusers", 1024, None),
+    "sana": ("sana", "Efficient-Large-Model/Sana_1600M_1024px_BF16_diffusers", 1024, None),
 }
 ARMS = {  # what is explored: pool, steps, backend; what is trained on
     "diffusionnft": (None, True),
