@@ -135,32 +135,44 @@ class TorchNVFP4(NVFP4Packing):
 # ---- TransformerEngine
 
 
-def import_engine() -> Any:
-    """The module ``transformer_engine.pytorch``. Raises ImportError, whatever went wrong: it raises RuntimeError without CUDA."""
+PARTS = ("DType", "NVFP4Quantizer", "NVFP4Tensor", "autocast", "is_nvfp4_available")
+
+
+def import_engine() -> tuple[Any, Any]:
+    """The modules ``transformer_engine.pytorch`` and ``transformer_engine.common.recipe``.
+
+    Raises ImportError, whatever went wrong: TransformerEngine raises RuntimeError without CUDA.
+    """
     try:
-        return importlib.import_module("transformer_engine.pytorch")
+        return importlib.import_module("transformer_engine.pytorch"), importlib.import_module("transformer_engine.common.recipe")
     except ImportError:
         raise
     except Exception as error:
         raise ImportError(str(error).strip().splitlines()[0] if str(error).strip() else repr(error)) from error
 
 
+def engine_lacks(engine: Any, recipes: Any) -> list[str]:
+    """What ``te_nvfp4`` is made of and this TransformerEngine does not have."""
+    missing = [part for part in PARTS if not hasattr(engine, part)]
+    recipe = getattr(recipes, "NVFP4BlockScaling", None)
+    if recipe is None:
+        return [*missing, "NVFP4BlockScaling"]
+    fields = {field.name for field in dataclasses.fields(recipe)}
+    return missing if "row_scaled_activation" in fields else [*missing, "NVFP4BlockScaling.row_scaled_activation"]
+
+
 def nvfp4_recipe(recipes: Any, activation_amax: str) -> Any:
     """``NVFP4BlockScaling`` of the module ``transformer_engine.common.recipe`` as this format is: 1x16 blocks, no tricks of training.
 
-    With "power_of_two" activations are scaled by row, TransformerEngine's own way of keeping pictures apart; ValueError when the
-    installed version has none. "exact" is one scale per tensor. Weights come packed, so "map to 4 or 6" concerns activations only.
+    With "power_of_two" activations are scaled by row, TransformerEngine's own way of keeping pictures apart; "exact" is one scale
+    per tensor. Weights come packed, so "map to 4 or 6" concerns activations only.
     """
-    fields = {field.name for field in dataclasses.fields(recipes.NVFP4BlockScaling)}
-    settings: dict[str, Any] = {"disable_rht": True, "disable_stochastic_rounding": True, "disable_2d_quantization": True}
-    if "row_scaled_activation" in fields:
-        settings["row_scaled_activation"] = activation_amax != "exact"
-    elif activation_amax != "exact":
-        raise ValueError(
-            "explore.activation_amax: this TransformerEngine cannot scale activations by row, so pictures of a batch would "
-            "depend on each other: update it, use explore.backend = 'torch_nvfp4', or accept that with 'exact'"
-        )
-    return recipes.NVFP4BlockScaling(**settings)
+    return recipes.NVFP4BlockScaling(
+        disable_rht=True,
+        disable_stochastic_rounding=True,
+        disable_2d_quantization=True,
+        row_scaled_activation=activation_amax != "exact",
+    )
 
 
 class EngineLinear(NVFP4Weight):
@@ -221,16 +233,16 @@ class EngineNVFP4(NVFP4Packing):
     fuses = True
 
     def unavailable(self, device: torch.device) -> str | None:
-        """A Blackwell GPU, and what TransformerEngine itself says."""
+        """A Blackwell GPU, a TransformerEngine that has all the parts, and what that says itself."""
         refusal = no_blackwell(device)
         if refusal is not None:
             return refusal
         try:
-            engine = import_engine()
+            engine, recipes = import_engine()
         except ImportError as error:
             return f"transformer_engine.pytorch does not import ({error}): pip install -e '.[gpu]' --no-build-isolation"
-        if not hasattr(engine, "is_nvfp4_available"):
-            return "this TransformerEngine knows no NVFP4: 2.17 or later is needed"
+        if missing := engine_lacks(engine, recipes):
+            return f"this TransformerEngine is too old, 2.17 or later is needed: it has no {', '.join(missing)}"
         available, reason = engine.is_nvfp4_available(return_reason=True)
         return None if available else f"TransformerEngine says: {reason}"
 
@@ -239,7 +251,7 @@ class EngineNVFP4(NVFP4Packing):
         return kernel_refuses(rows, columns, BLOCK)
 
     def replacements(self, activation_amax: str) -> Callable[[nn.Linear], QuantisedLinear]:
-        """Layers that share one recipe. Raises ValueError where the installed version lacks what is asked for."""
-        engine = import_engine()
-        recipe = nvfp4_recipe(importlib.import_module("transformer_engine.common.recipe"), activation_amax)
+        """Layers that share one recipe. Raises ImportError where TransformerEngine is absent."""
+        engine, recipes = import_engine()
+        recipe = nvfp4_recipe(recipes, activation_amax)
         return lambda linear: EngineLinear(linear, engine, recipe)

@@ -1,5 +1,9 @@
 """Which backend a device gets, and what is said about it."""
 
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 import torch
 
@@ -7,25 +11,48 @@ from policy.precision import hardware
 from policy.precision.backends import BACKENDS, packing_backend, resolve_backend
 
 
+@dataclass
+class Recipe:
+    """NVFP4BlockScaling of TransformerEngine 2.17."""
+
+    row_scaled_activation: bool = False
+
+
+@dataclass
+class OldRecipe:
+    """That of 2.15."""
+
+    disable_rht: bool = False
+
+
 class Engine:
     """TransformerEngine as far as being asked goes."""
 
-    def __init__(self, available: bool) -> None:
+    DType = NVFP4Quantizer = NVFP4Tensor = autocast = object
+
+    def __init__(self, available: bool, recipe: object = Recipe) -> None:
         self.available = available
+        self.recipes = SimpleNamespace(NVFP4BlockScaling=recipe)
 
     def is_nvfp4_available(self, return_reason: bool = False):
         return (self.available, "" if self.available else "cuBLAS is too old")
+
+
+def without(name: str, recipe: object = Recipe) -> object:
+    """An engine that lacks one part."""
+    parts = {part: object for part in hardware.PARTS if part != name}
+    return SimpleNamespace(**parts, recipes=SimpleNamespace(NVFP4BlockScaling=recipe))
 
 
 @pytest.fixture
 def gpu(monkeypatch):
     """Pretend to have a GPU of some capability, with or without TransformerEngine."""
 
-    def pretend(capability: tuple[int, int], engine: object) -> None:
+    def pretend(capability: tuple[int, int], engine: Any) -> None:
         def importing():
             if engine is None:
                 raise ImportError("No module named 'transformer_engine'")
-            return engine
+            return engine, engine.recipes
 
         monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: capability)
@@ -56,6 +83,24 @@ def test_auto_takes_the_best_and_says_why_not_the_others(gpu, capability, engine
     backend, reason = resolve_backend("auto", "cuda")
     assert backend is BACKENDS[wanted]
     assert reason.startswith(f"auto: {wanted} is the best") and why in reason and "\n" not in reason
+
+
+@pytest.mark.parametrize(
+    ("engine", "missing"),
+    [
+        (without("DType"), "DType"),
+        (without("NVFP4Tensor"), "NVFP4Tensor"),
+        (without("is_nvfp4_available"), "is_nvfp4_available"),
+        (Engine(True, OldRecipe), "NVFP4BlockScaling.row_scaled_activation"),
+        (without("DType", OldRecipe), "DType, NVFP4BlockScaling.row_scaled_activation"),
+        (SimpleNamespace(recipes=None), f"{', '.join(hardware.PARTS)}, NVFP4BlockScaling"),
+    ],
+)
+def test_an_engine_that_is_too_old_is_passed_over(gpu, engine, missing):
+    gpu((10, 0), engine)
+    backend, reason = resolve_backend("auto", "cuda")
+    assert backend.name == "torch_nvfp4"
+    assert reason.endswith(f"not te_nvfp4: this TransformerEngine is too old, 2.17 or later is needed: it has no {missing}")
 
 
 def test_auto_on_a_cpu():

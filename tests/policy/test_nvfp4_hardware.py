@@ -1,5 +1,7 @@
 """NVFP4 kernels: what a CPU can tell of them, and comparisons with the emulation that run where a Blackwell GPU is."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch import nn
@@ -112,20 +114,11 @@ def test_a_whole_layer_passes_torchs_check():
     assert y.shape == (3, 5, 32) and y.dtype == torch.bfloat16
 
 
-def test_an_engine_without_row_scaling_is_not_used_quietly():
-    from dataclasses import dataclass
-    from types import SimpleNamespace
-
-    @dataclass
-    class NVFP4BlockScaling:
-        disable_rht: bool = False
-        disable_stochastic_rounding: bool = False
-        disable_2d_quantization: bool = False
-
-    recipes = SimpleNamespace(NVFP4BlockScaling=NVFP4BlockScaling)
-    with pytest.raises(ValueError, match="explore.activation_amax: this TransformerEngine cannot scale activations by row"):
-        nvfp4_recipe(recipes, "power_of_two")
-    assert nvfp4_recipe(recipes, "exact") == NVFP4BlockScaling(True, True, True)
+def test_the_recipe_scales_activations_by_row_unless_exact():
+    recipes = SimpleNamespace(NVFP4BlockScaling=SimpleNamespace)
+    tricks_off = {"disable_rht": True, "disable_stochastic_rounding": True, "disable_2d_quantization": True}
+    assert vars(nvfp4_recipe(recipes, "power_of_two")) == {**tricks_off, "row_scaled_activation": True}
+    assert vars(nvfp4_recipe(recipes, "exact")) == {**tricks_off, "row_scaled_activation": False}
 
 
 # ---- where a Blackwell GPU is

@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from policy.precision import hardware
-from policy.precision.hardware import nvfp4_recipe
+from policy.precision.hardware import PARTS, engine_lacks, nvfp4_recipe
 from policy.precision.nvfp4 import pack_activation, quantise
 
 
@@ -96,6 +96,7 @@ def test_our_codes_and_scales_are_the_references(stubbed, name):
 
 def test_the_recipe_is_the_installed_ones(stubbed):
     recipes = stubbed("transformer_engine.common.recipe")
+    assert engine_lacks(types.SimpleNamespace(**dict.fromkeys(PARTS)), recipes) == []
     recipe = nvfp4_recipe(recipes, "power_of_two")
     assert isinstance(recipe, recipes.NVFP4BlockScaling) and recipe.row_scaled_activation
     assert not nvfp4_recipe(recipes, "exact").row_scaled_activation
