@@ -18,6 +18,7 @@ from configs.schema import RunConfig
 REWARD = "reward/eval_mean"
 SCORER = "reward/eval/"
 STAGES = ("explore", "regenerate", "update", "publish")
+AHEAD = "time/explore_ahead_s"
 SAME_BASE = 1e-3
 """Evaluations before training that differ by a larger part than this are of different bases."""
 
@@ -110,8 +111,8 @@ def _training_seconds(rows: Sequence[Row]) -> dict[int, float]:
 
 
 def _stages(rows: Sequence[Row]) -> dict[str, float]:
-    """Mean seconds per iteration of every stage, of their rest, of the rollout and of the whole. The first iteration, which warms
-    up, is left out where there are three or more."""
+    """Mean seconds per iteration of every stage, of their rest, of the rollout and of the whole. The rollout has what was explored
+    ahead, beside the iteration before. The first iteration, which warms up, is left out where there are three or more."""
     rows = rows[1:] if len(rows) > 2 else rows
 
     def mean(name: str) -> float:
@@ -121,7 +122,8 @@ def _stages(rows: Sequence[Row]) -> dict[str, float]:
     parts = {stage: mean(f"time/{stage}_s") for stage in STAGES}
     whole = mean("time/iteration_s")
     known = math.fsum(seconds for seconds in parts.values() if math.isfinite(seconds))
-    rollout = parts["explore"] + parts["regenerate"]
+    ahead = mean(AHEAD)
+    rollout = parts["explore"] + parts["regenerate"] + (ahead if math.isfinite(ahead) else 0.0)
     return {**parts, "other": max(0.0, whole - known), "rollout": rollout, "iteration": whole}
 
 

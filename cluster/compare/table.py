@@ -70,7 +70,8 @@ def seconds(results: Sequence[Result], baseline: Result) -> Table:
         )
     note = (
         "Means over iterations (without the first, which warms up) and run seeds, ± standard error over run seeds. Rollout is explore "
-        f"and regenerate; stages overlap, so regenerate is what exploring left to do. Speed-ups against {baseline.title}."
+        "and regenerate, and with explore_ahead what was explored beside the iteration before; stages overlap, so regenerate is what "
+        f"exploring left to do. Speed-ups against {baseline.title}."
     )
     return Table("Seconds per iteration", note, heads, tuple(rows))
 

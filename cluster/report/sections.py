@@ -13,6 +13,12 @@ from cluster.report.parts import Cell, blocks, card, legend, nothing, side_by_si
 
 STAGES = (("time/explore_s", "explore", 1), ("time/regenerate_s", "regenerate", 2), ("time/update_s", "update", 3),
           ("time/publish_s", "publish", 4))  # fmt: skip
+WITHIN = (
+    ("time/explore_ahead_s", "exploring before the iteration's turn, beside the one before"),
+    ("time/allreduce_s", "adding up the replicas' gradients, in update"),
+    ("time/replica_wait_s", "waiting for the slowest replica, in update"),
+)
+"""Seconds that other stages hold already."""
 HEALTH = (
     ("loss/policy", "Policy loss", "of the objective; its level says little, jumps say much"),
     ("loss/kl", "Distance from the base", "loss/kl; a steep climb warns of reward hacking"),
@@ -96,6 +102,8 @@ def time_spent(run: RunData) -> str:
     items += '<li><span class="swatch" style="background:var(--ink)"></span>by the clock</li>' if measured else ""
     chart = stacked_bars(stacks, order, label="Seconds per iteration by stage")
     note = "Stages overlap: regenerating starts while other prompts are still explored; its bar is what was left to do."
+    if held := [f"{duration(sum(found))} {what}" for name, what in WITHIN if sum(found := values(run.iterations, name)) > 0]:
+        note += f" In other bars already, so not stacked: {'; '.join(held)}."
     return side_by_side(
         [card("Per iteration", f'<ul class="legend">{items}</ul>{chart}', note), card("In total", _totals(run, stacks, order))]
     )
@@ -169,7 +177,7 @@ def _spread_table(rows: Sequence[tuple[str, Sequence[float]]]) -> str:
 def _stages(rows: Sequence[Row]) -> list[tuple[str, str, int]]:
     """The known stages that were measured, and any other ``time/<stage>_s``, each with its colour."""
     known = [stage for stage in STAGES if values(rows, stage[0])]
-    names = {stage[0] for stage in STAGES} | {"time/iteration_s"}
+    names = {stage[0] for stage in (*STAGES, *WITHIN)} | {"time/iteration_s"}
     others = [
         name for name in dict.fromkeys(key for row in rows for key in row) if name.startswith("time/") and name.endswith("_s")
     ]

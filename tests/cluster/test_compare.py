@@ -225,6 +225,17 @@ def test_the_tables_say_it_in_the_paper_s_form(results):
     assert times.heads[4] == "100 % (0.0500)" and times.rows[0][4] == "48.0" and times.rows[1][4] == "14.0 (3.43x)"
 
 
+def test_what_was_explored_ahead_is_part_of_the_rollout(tmp_path):
+    """Exploring 2 s in its turn or 1.5 s of them ahead: the same rollout of 2 + 1 s. An iteration of 8 s is the same whole."""
+    ahead = SECONDS | {"explore": 0.5, "explore_ahead": 1.5}
+    runs = [
+        measure(write(configuration(tmp_path, name), [0.1, 0.2, 0.3], each), 0) for name, each in (("a", SECONDS), ("b", ahead))
+    ]
+    plain, other = summarise([("a", "a", None, runs[:1]), ("b", "b", None, runs[1:])], "a")
+    assert other.stages["rollout"].mean == pytest.approx(3.0) and other.stages["explore"].mean == pytest.approx(0.5)
+    assert other.speed_ups == plain.speed_ups == {"rollout": pytest.approx(1.0), "iteration": pytest.approx(1.0)}
+
+
 def test_remarks_on_what_would_mislead(tmp_path):
     def run(name: str, seed: int, gains: list[float], **how):
         return measure(write(configuration(tmp_path, name, seed), gains, SECONDS, **how), seed)

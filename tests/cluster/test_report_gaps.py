@@ -162,3 +162,16 @@ def test_a_long_run_stays_small(tmp_path: Path):
     page = build_report(run)
     assert page.stat().st_size < 3_000_000
     assert "Numbers of every 5th iteration" in Page(page.read_text()).text
+
+
+def test_seconds_that_other_stages_hold_are_told_beside_the_bars_and_not_stacked(tmp_path: Path):
+    run = write_run(tmp_path / "r", iterations=3)
+    plain = page_of(run).text
+    more = {"time/explore_ahead_s": 20.0, "time/allreduce_s": 1.5, "time/replica_wait_s": 0.5}
+    rewrite(run / "metrics.jsonl", lambda rows: [row | (more if row["kind"] == "iteration" else {}) for row in rows])
+    page = page_of(run)
+    totals = plain[plain.index("In total") : plain.index("pictures explored per second")]
+    assert totals in page.text  # the same shares of the same seconds
+    assert "In other bars already, so not stacked: 1 min 00 s exploring before" in page.text
+    assert "4.5 s adding up the replicas' gradients, in update; 1.5 s waiting for the slowest replica" in page.text
+    assert "not stacked" not in plain
