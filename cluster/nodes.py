@@ -7,13 +7,12 @@ use, add up over jobs, and vanish with the job that made them: no node is paid f
 from __future__ import annotations
 
 import asyncio
-import re
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import ray
-from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
+from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
 
 from cluster.placement import Need, Node, check_placement, kinds_of, needs_of
 from configs.load import ConfigError
@@ -22,17 +21,19 @@ from configs.schema import RunConfig
 BUSY_WAIT_S = 20.0
 """How long to wait for shares that a finished job has not given back yet."""
 LOOK_S = 0.5
+LAG_S = 5.0
+"""Time enough for Ray's count of what is free to show what was given back."""
+EVERYONE = "everyone"
 LEAST_CPU = 0.001
 """Of a bundle whose actor asks for nothing: Ray takes no empty ones."""
 
 
-def free_nodes(ours: Collection[str] = ()) -> list[Node]:
-    """Live nodes with what is free on each now; Ray's count lags behind by up to a second. What the placement groups ``ours`` (ids in
-    hex) hold counts as free."""
+def free_nodes() -> list[Node]:
+    """Live nodes with what is free on each now; Ray's count lags behind by up to a second."""
     from ray._private.state import available_resources_per_node
 
     free = available_resources_per_node()
-    return [_node(row, _with_groups(free.get(row["NodeID"], {}), ours)) for row in ray.nodes() if row["Alive"]]
+    return [_node(row, free.get(row["NodeID"], {})) for row in ray.nodes() if row["Alive"]]
 
 
 def all_nodes() -> list[Node]:
@@ -44,21 +45,15 @@ def _node(row: Mapping[str, Any], resources: Mapping[str, float]) -> Node:
     return Node(row["NodeID"], resources.get("CPU", 0.0), resources.get("GPU", 0.0), row.get("Labels") or {})
 
 
-def _with_groups(free: Mapping[str, float], ours: Collection[str]) -> dict[str, float]:
-    """A node's CPUs and GPUs, those in groups of ours too: Ray shows what bundle 0 of a group holds as ``CPU_group_0_<id>``. (The sum
-    over its bundles, ``CPU_group_<id>``, is cut after four digits.)"""
-    return {
-        name: free.get(name, 0.0)
-        + sum(share for key, share in free.items() if re.fullmatch(rf"{name}_group_\d+_({'|'.join(ours)})", key))
-        for name in ("CPU", "GPU")
-    }
-
-
 class Requests:
-    """Places that are waited for. Each is a placement group, so that Ray's autoscaler, where one runs, brings nodes for it."""
+    """Places that are waited for, a placement group each, so that Ray's autoscaler, where one runs, brings nodes for them. Whose group is
+    granted has a place that nobody else counts as free, until it is withdrawn for the actors to take."""
 
     def __init__(self) -> None:
         self._groups: dict[str, PlacementGroup] = {}
+
+    def __contains__(self, key: str) -> bool:
+        return key in self._groups
 
     def ask(self, key: str, needs: Sequence[Need]) -> bool:
         """Ask for room for all of ``needs`` at once, unless that was asked for under this key already; whether it is new."""
@@ -69,15 +64,21 @@ class Requests:
         self._groups[key] = placement_group(bundles, strategy="PACK", bundle_label_selector=labels)
         return True
 
+    def granted(self, key: str) -> list[str] | None:
+        """The node ids of what was asked for under this key, in its order, once Ray holds a place there for each."""
+        if key not in self._groups:
+            return None
+        table = placement_group_table(self._groups[key])
+        if table.get("state") != "CREATED":
+            return None
+        nodes = table["bundles_to_node_id"]
+        return [nodes[bundle] for bundle in sorted(nodes)]
+
     def withdraw(self, *keys: str) -> None:
-        """What was asked for under these keys is there, or wanted no longer; without a key, everything."""
+        """What was asked for under these keys is about to be taken, or wanted no longer; without a key, everything."""
         for key in keys or tuple(self._groups):
             if (group := self._groups.pop(key, None)) is not None:
                 remove_placement_group(group)
-
-    def free_nodes(self) -> list[Node]:
-        """As ``free_nodes``, with what came for these requests counted as free."""
-        return free_nodes([group.id.hex() for group in self._groups.values()])
 
 
 async def find_room(
@@ -91,17 +92,20 @@ async def find_room(
     """
     chosen = tuple(kinds if kinds is not None else kinds_of(config))
     began, wait_s = time.monotonic(), config.services.wait_for_nodes_s
-    requests = Requests()
+    requests, ask_at = Requests(), began
     try:
         while True:
-            nodes = requests.free_nodes()
+            nodes, now = free_nodes(), time.monotonic()
             try:
                 check_placement(config, nodes, chosen)
                 return nodes
             except ConfigError as error:
-                if time.monotonic() - began > max(wait_s, BUSY_WAIT_S if _would_fit(config, chosen) else 0.0):
+                if now - began > max(wait_s, BUSY_WAIT_S if _would_fit(config, chosen) else 0.0):
                     raise
-                if wait_s and requests.ask("all", needs_of(config, chosen)):
+                if requests.granted(EVERYONE):
+                    requests.withdraw()  # and once Ray's count has it, it is free
+                    ask_at = now + LAG_S
+                elif wait_s and now >= ask_at and requests.ask(EVERYONE, needs_of(config, chosen)) and ask_at == began:
                     tell(f"waiting up to {wait_s:g} s for nodes: {error}")
             await asyncio.sleep(LOOK_S)
     finally:

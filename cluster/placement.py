@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from configs.load import ConfigError
@@ -211,14 +211,14 @@ class Placer:
         self._planned: set[str] = set()  # have a place, are not yet started
         self._changed: dict[str, float] = {}  # when a place on that node was last given or given back
 
-    def refresh(self, free: Sequence[Node]) -> dict[str, list[str]]:
+    def refresh(self, free: Sequence[Node], running: Collection[str] = ()) -> dict[str, list[str]]:
         """Take over nodes that came, forget those that went; returns, of these, the actors that had their place there.
 
-        Of a known node the count stands for ``SETTLED_S`` after a place there was given or given back: Ray's lags behind, and a dying
-        actor may hold its share for a while. Then what is free there, and what ours hold, is what there is for us: other jobs come
-        and go.
+        Of a known node the count stands while an actor that has its place there is not among the ``running``, and for ``SETTLED_S`` after a
+        place there was given or given back: Ray's lags behind, and a dying actor may hold its share for a while. Then what is free there,
+        and what ours hold, is what there is for us: other jobs come and go.
         """
-        self._nodes = {node.id: self._count(node) for node in free}
+        self._nodes = {node.id: self._count(node, running) for node in free}
         lost: dict[str, list[str]] = {}
         for actor, (_, where) in tuple(self._held.items()):
             if where not in self._nodes:
@@ -226,15 +226,16 @@ class Placer:
                 del self._held[actor]
         return lost
 
-    def _count(self, free: Node) -> Node:
+    def _count(self, free: Node, running: Collection[str]) -> Node:
         """A node as there would be of it without us."""
         now, known = self._clock(), self._nodes.get(free.id)
         if known is None:
             return free
-        if now - self._changed.setdefault(free.id, now) < SETTLED_S:
+        ours = {actor: need for actor, (need, where) in self._held.items() if where == free.id}
+        if now - self._changed.setdefault(free.id, now) < SETTLED_S or not ours.keys() <= set(running):
             return known
-        ours = [need for actor, (need, where) in self._held.items() if where == free.id and actor not in self._planned]
-        return replace(free, cpus=free.cpus + sum(n.cpus for n in ours), gpus=free.gpus + sum(n.gpus for n in ours))
+        taken = ours.values()
+        return replace(free, cpus=free.cpus + sum(need.cpus for need in taken), gpus=free.gpus + sum(need.gpus for need in taken))
 
     def place_all(self, kinds: Iterable[str]) -> None:
         """Choose a node for every actor that a run starts with. Raises NoRoom."""
@@ -255,6 +256,10 @@ class Placer:
             except NoRoom:
                 continue
         return 0
+
+    def put(self, actors: Sequence[str], nodes: Sequence[str]) -> None:
+        """Places that Ray itself granted, a node for each actor; whatever was counted there."""
+        self._hold([self.need(actor) for actor in actors], dict(zip(actors, nodes, strict=True)))
 
     def take(self, actor: str) -> str:
         """The node to start an actor on: the planned one the first time, then a new choice among what is free. Raises NoRoom."""

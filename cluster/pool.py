@@ -48,6 +48,7 @@ class ActorPool:
         self.kind, self._service, self._event, self.prepare = kind, service, event, prepare
         self._stateful, self._record = stateful, record
         self._roster = Roster(kind, spawn, service, event, self._serve, self._end, start_deadline_s, released)
+        self._beside: set[asyncio.Task[None]] = set()  # replacements that no slot waits for
         self.reissued = 0
         self.deepest = 0  # most units that waited since somebody set it back
         self._queue: asyncio.PriorityQueue[tuple[tuple[int, ...], int, Unit]] = asyncio.PriorityQueue()
@@ -62,6 +63,10 @@ class ActorPool:
 
     async def stop(self) -> None:
         """Close the slots and kill the actors."""
+        beside = tuple(self._beside)
+        for task in beside:
+            task.cancel()
+        await asyncio.gather(*beside, return_exceptions=True)
         await self._roster.stop()
 
     async def resize(self, size: int) -> None:
@@ -139,16 +144,22 @@ class ActorPool:
         return await unit.future
 
     async def each(self, do: Callable[[Worker], Awaitable[None]]) -> None:
-        """Run ``do`` for every actor in service, all at once; an actor lost on the way is replaced, and prepared later."""
+        """Run ``do`` for every actor that is there, all at once. One that is lost on the way, or raises, is replaced; those that are being
+        replaced are not waited for: they are prepared before their first unit."""
 
         async def one(worker: Worker) -> None:
+            if worker.handle is None:
+                return
             incarnation = worker.incarnation
             try:
                 async with worker.lock:
                     if worker.handle is not None:
                         await do(worker)
-            except ActorLost as loss:
-                await self._roster.replace(worker, incarnation, str(loss))
+            except (ActorLost, RayError) as loss:
+                why = str(loss) if isinstance(loss, ActorLost) else cause(loss)
+                beside = asyncio.create_task(self._roster.replace(worker, incarnation, why))
+                self._beside.add(beside)
+                beside.add_done_callback(self._beside.discard)
 
         await asyncio.gather(*(one(worker) for worker in self.workers if worker.serving))
 
@@ -165,16 +176,24 @@ class ActorPool:
     async def _serve(self, worker: Worker) -> None:
         while worker.serving:
             _, _, unit = await self._queue.get()
+            if worker.handle is None:  # it died while this slot waited: whoever is there takes it
+                self._put(unit)
+                await worker.manned()
+                continue
             worker.takes_unit()
             try:
                 await self._handle(worker, unit)
+            except Exception as error:  # a full disk, a defect: nobody may wait for this unit for ever
+                failure = RunFailed(f"{self.kind}: {unit.key}: {type(error).__name__}: {error}")
+                self._settle(unit, failure)
+                self._end(failure)
             finally:
                 worker.lays_down_unit()
 
     async def _handle(self, worker: Worker, unit: Unit) -> None:
         if unit.future.done():
             return
-        if unit.avoid == worker.index and self.alive > 1:
+        if unit.avoid == worker.index and any(other.handle is not None for other in self.workers if other is not worker):
             self._put(unit)
             await asyncio.sleep(0.02)
             return

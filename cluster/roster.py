@@ -36,6 +36,7 @@ class Roster:
     ):
         self.kind, self._spawn, self._service, self._event, self._serve = kind, spawn, service, event, serve
         self._over, self._start_deadline_s, self._released = over, start_deadline_s, released
+        self.admits: Callable[[dict[str, Any]], str | None] = lambda facts: None  # what is wrong with a newcomer
         self.workers = [Worker(index) for index in range(service.count)]
         self.starting = self.lost = 0
         self._next_index = service.count
@@ -105,12 +106,15 @@ class Roster:
         self.workers.sort(key=lambda worker: worker.index)
         for outcome in outcomes:
             if isinstance(outcome, BaseException):
+                self._perhaps_over(str(outcome))
                 raise outcome
 
     async def _retire(self, worker: Worker) -> None:
         worker.leaving = True
         for slot in worker.idle_slots():
             slot.cancel()  # it waits for a unit, so it holds none
+        if worker.refill is not None:
+            worker.refill.cancel()
         await asyncio.gather(*worker.slots, return_exceptions=True)
         async with worker.lock:
             if worker.handle is not None:
@@ -146,10 +150,14 @@ class Roster:
             if worker.restarts > self._service.max_restarts:
                 self._bench(worker, why)
                 return
+            worker.refill = asyncio.create_task(self._fill(worker))
             try:
-                await self._fill(worker)
+                await worker.refill
             except RunFailed as failure:
                 self._bench(worker, str(failure))
+            except asyncio.CancelledError:
+                if not worker.leaving:
+                    raise
 
     def bury(self, worker: Worker, why: str) -> None:
         """Kill the actor in this place, and leave the place empty."""
@@ -165,6 +173,10 @@ class Roster:
         worker.benched = True
         self._released(f"{self.kind}-{worker.index}")
         self._event("actor_benched", kind=self.kind, actor=worker.index, restarts=worker.restarts, why=why)
+        self._perhaps_over(why)
+
+    def _perhaps_over(self, why: str) -> None:
+        """When nobody is left, and nobody will come."""
         if self.alive or self.starting:
             return
         advice = f"raise services.{self.kind}.max_restarts or mend the cause"
@@ -183,6 +195,10 @@ class Roster:
             self._start_deadline_s,
             lambda why: self._event("actor_waits", kind=self.kind, actor=worker.index, why=why),
         )
+        if (joins or worker.incarnation) and (fault := self.admits(worker.facts)):
+            ray.kill(worker.handle, no_restart=True)
+            worker.handle = None
+            raise RunFailed(f"{who} {fault}")
         worker.last_answer = time.monotonic()
         name = "actor_replaced" if worker.incarnation else "actor_added" if joins else "actor_started"
         shown = {key: value for key, value in worker.facts.items() if isinstance(value, str | int | float)}

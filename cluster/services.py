@@ -20,7 +20,7 @@ from actors.rollout import RolloutActor
 from actors.selector import SelectorActor
 from cluster.errors import RunFailed
 from cluster.learners import LearnerGroup
-from cluster.nodes import LOOK_S, Requests, find_room
+from cluster.nodes import LAG_S, LOOK_S, Requests, find_room, free_nodes
 from cluster.placement import NoRoom, Placer, needs_of, start_order
 from cluster.pool import ActorPool
 from cluster.remote import require_listener
@@ -161,29 +161,36 @@ class Services:
         return pool
 
     async def _make_room(self, actors: list[str], partly: bool) -> int:
-        """Reserve places for new actors, on nodes that an autoscaler may have to add first; how many have one: all, or, if that will do,
-        the first few."""
+        """Reserve places for new actors, on nodes that an autoscaler may have to add first; how many of the first have one: all, or,
+        if that will do, as many as there is room for."""
         wait_s, began = self.config.services.wait_for_nodes_s, time.monotonic()
+        self.look_at_nodes()
+        if partly and (room := self.placer.reserve_some(actors)):
+            return room
+        try:
+            self.placer.reserve(actors)
+            return len(actors)
+        except NoRoom as error:
+            why = [f"cannot grow: {line}" for line in error.lines]
         try:
             while True:
-                self.look_at_nodes()
-                try:
-                    self.placer.reserve(actors)
-                    return len(actors)
-                except NoRoom as error:
-                    if time.monotonic() - began >= wait_s:
-                        if partly and (room := self.placer.reserve_some(actors)):
-                            return room
-                        raise ConfigError([f"cannot grow: {line}" for line in error.lines]) from None
+                waited = time.monotonic() - began
                 if wait_s:
                     self._ask_for_nodes(*actors)
+                granted = [node for actor in actors for node in self._requests.granted(actor) or ()]
+                if len(granted) == len(actors) or (partly and granted and waited > LAG_S):
+                    self.placer.put(actors[: len(granted)], granted)
+                    return len(granted)
+                if waited >= wait_s:
+                    raise ConfigError(why)
                 await asyncio.sleep(LOOK_S)
         finally:
             self._requests.withdraw(*actors)
 
     def look_at_nodes(self) -> None:
         """Take over what nodes there are now, and say which of ours are lost."""
-        for node, actors in self.placer.refresh(self._requests.free_nodes()).items():
+        running = {f"{pool.kind}-{worker.index}" for pool in self.pools for worker in pool.workers if worker.handle is not None}
+        for node, actors in self.placer.refresh(free_nodes(), running).items():
             self._event("node_lost", node=node, actors=actors)
 
     def _ask_for_nodes(self, *actors: str) -> None:
@@ -231,16 +238,21 @@ class Services:
         return spawn
 
     def _place_of(self, actor: str) -> str:
-        """The node to start an actor on. Raises NoRoom; where an autoscaler may bring one, it has been asked."""
+        """The node to start an actor on. Raises NoRoom; where an autoscaler may bring one, it is asked, and who has asked waits for
+        what Ray grants."""
         self.look_at_nodes()
+        if actor in self._requests:
+            granted = self._requests.granted(actor)
+            if granted is None:
+                raise NoRoom(["Ray has not granted the place that it was asked for: " + self.placer.need(actor).describe()])
+            self.placer.put([actor], granted)
+            self._requests.withdraw(actor)
         try:
-            node = self.placer.take(actor)
+            return self.placer.take(actor)
         except NoRoom:
             if self.config.services.wait_for_nodes_s:
                 self._ask_for_nodes(actor)
             raise
-        self._requests.withdraw(actor)
-        return node
 
 
 def install_stop_signals(loop: asyncio.AbstractEventLoop, stop: Callable[[str], None]) -> None:

@@ -8,6 +8,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+VACANT_POLL_S = 0.05
+
 
 @dataclass
 class Unit:
@@ -46,6 +48,7 @@ class Worker:
         self.lock = asyncio.Lock()  # replacing and preparing
         self.door = asyncio.Lock()  # sending; held by a unit that wants to be alone until it is answered
         self.slots: list[asyncio.Task[None]] = []
+        self.refill: asyncio.Task[None] | None = None  # the last time that the place was filled anew
         self.sent: list[Unit] = []  # to this incarnation, not answered; it works on the first
         self._blamed: tuple[int, Unit | None] = (-1, None)
         self._busy: set[asyncio.Task[Any] | None] = set()
@@ -60,6 +63,11 @@ class Worker:
     def worked_s(self) -> float:
         """Seconds in which it had a unit in hand."""
         return self._worked + (time.monotonic() - self._since if self._busy else 0.0)
+
+    async def manned(self) -> None:
+        """Until somebody is there, or nobody will be any more."""
+        while self.handle is None and self.serving:
+            await asyncio.sleep(VACANT_POLL_S)
 
     def takes_unit(self) -> None:
         """The running slot has a unit in hand."""

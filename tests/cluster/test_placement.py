@@ -166,35 +166,47 @@ def test_what_other_jobs_give_back_and_take_is_seen_once_a_node_is_quiet():
     placer.place_all(["rollout"])
     placer.take("rollout-0")
     clock.now = SETTLED_S - 0.1
-    placer.refresh([Node("x", 3)])  # of 4, less ours
+    placer.refresh([Node("x", 3)], ["rollout-0"])  # of 4, less ours
     with pytest.raises(NoRoom):
         placer.reserve(["rollout-1", "rollout-2"])
     clock.now = SETTLED_S
-    placer.refresh([Node("x", 3)])
+    placer.refresh([Node("x", 3)], ["rollout-0"])
     placer.reserve(["rollout-1", "rollout-2", "rollout-3"])
     with pytest.raises(NoRoom):
         placer.reserve(["rollout-4"])
     for actor in ("rollout-1", "rollout-2", "rollout-3"):
         placer.release(actor)
     clock.now += SETTLED_S
-    placer.refresh([Node("x", 0)])
+    placer.refresh([Node("x", 0)], ["rollout-0"])
     with pytest.raises(NoRoom):
         placer.reserve(["rollout-1"])
 
 
-def test_places_that_are_only_planned_are_not_counted_twice():
-    """What is reserved and not started is free in Ray's count, and ours in this one."""
+@pytest.mark.parametrize("taken", [False, True])
+def test_an_actor_that_does_not_run_yet_is_not_counted_twice(taken):
+    """What is reserved, or started and not there, may still be free in Ray's count, and is ours in this one."""
     clock = Clock()
     placer = placer_of(2, clock)
     placer.refresh([Node("x", 2)])
     placer.place_all(["rollout"])
+    placer.take("rollout-0")
+    if taken:
+        placer.take("rollout-1")
     clock.now = 2 * SETTLED_S
-    placer.refresh([Node("x", 2)])
+    placer.refresh([Node("x", 1)], ["rollout-0"])
     with pytest.raises(NoRoom):
         placer.reserve(["rollout-2"])
-    placer.take("rollout-0")
-    clock.now = 4 * SETTLED_S
-    placer.refresh([Node("x", 1)])
+    placer.refresh([Node("x", 0)], ["rollout-0", "rollout-1"])
+    with pytest.raises(NoRoom):
+        placer.reserve(["rollout-2"])
+
+
+def test_what_ray_granted_is_held_whatever_was_counted():
+    placer = placer_of(1)
+    placer.refresh([Node("x", 1), Node("y", 0)])
+    placer.place_all(["rollout"])
+    placer.put(["rollout-1"], ["y"])
+    assert placer.take("rollout-1") == "y"
     with pytest.raises(NoRoom):
         placer.reserve(["rollout-2"])
 
