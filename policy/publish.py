@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copyreg
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -34,6 +34,7 @@ class Publisher:
 
     Every quantised module travels packed; an adapted module that runs wide travels as its merged weight in the backend's
     ``wire_dtype``; everything else is the base model, which explorers load themselves. Modules without adapter are packed once.
+    What is kept between exports, and the export itself, lie in host memory, a module at a time is on the transformer's device.
     """
 
     def __init__(
@@ -81,22 +82,21 @@ class Publisher:
             return frozen_amax(self.backend.amax(owners[name].weight.flatten(1)), own) if frozen else own
 
         ranges = self._joint_ranges(range_of)
+        state = adapter_state(self.transformer, adapter)
+        changes = None
+        if self._adapter_before is not None:
+            changes = _Changes(self.backend, adapted, self._before, self._adapter_before, state)
         packed: dict[str, dict[str, Tensor]] = {}
         for name, owner in owners.items():
-            if name in adapted and not self._quantised[name]:
-                packed[name] = {"weight": _finite(name, merged(name)).to(self.backend.wire_dtype)}
-            elif name in adapted:
-                amax = range_of(name) if self.frozen_amax and name not in ranges else ranges.get(name)
-                packed[name] = self._pack(name, merged(name), amax)
+            if name in adapted:
+                own = self.frozen_amax and self._quantised[name] and name not in ranges
+                packed[name] = self._pack_adapted(name, merged(name), range_of(name) if own else ranges.get(name), changes)
             elif self._quantised[name]:
                 packed[name] = self._pack_once(name, owner.weight, ranges.get(name))
         named = {f"{name}.{part}": tensor for name, parts in packed.items() for part, tensor in parts.items()}
         manifest, chunks = pack_tensors(named, version, self.backend.wire_format, self.chunk_bytes)
-        now = {name: packed[name] for name in adapted}
-        state = adapter_state(self.transformer, adapter)
-        statistics = self._compare(now, state) if self._adapter_before is not None else {}
-        self._before, self._adapter_before = now, state
-        return manifest, chunks, statistics
+        self._before, self._adapter_before = {name: packed[name] for name in adapted}, state
+        return manifest, chunks, changes.statistics() if changes is not None else {}
 
     def _joint_ranges(self, range_of: Callable[[str], Tensor]) -> dict[str, Tensor]:
         """The common amax of each group that runs as one product, where the format has one per tensor."""
@@ -114,37 +114,66 @@ class Publisher:
         except ValueError as error:
             raise NonFiniteWeights(name, str(error)) from error
 
+    def _pack_adapted(self, name: str, weight: Tensor, amax: Tensor | None, changes: _Changes | None) -> dict[str, Tensor]:
+        """A merged weight as it travels, in host memory; compared with the one before while it is on the device."""
+        quantised = self._quantised[name]
+        parts = self._pack(name, weight, amax) if quantised else {"weight": _finite(name, weight).to(self.backend.wire_dtype)}
+        if changes is not None:
+            changes.add(name, parts, quantised)
+        return _on_host(parts)
+
     def _pack_once(self, name: str, weight: Tensor, amax: Tensor | None) -> dict[str, Tensor]:
         """A weight without adapter is packed again only when its neighbours in a group moved its range."""
         before = self._fixed.get(name)
         if before is None or (before[0] is not None and amax is not None and not torch.equal(amax, before[0])):
-            before = self._fixed[name] = (amax, self._pack(name, weight, amax))
+            before = self._fixed[name] = (amax, _on_host(self._pack(name, weight, amax)))
         return before[1]
 
-    def _compare(self, now: dict[str, dict[str, Tensor]], state: dict[str, Tensor]) -> dict[str, float]:
-        """Statistics of this export against the one before. The true change is that of B A: W itself cancels."""
-        before = self._adapter_before or {}
-        changed = total = 0
-        dot = decoded_square = true_square = 0.0
-        for name, layer in adapted_modules(self.transformer):
-            down, up = f"{name}.lora_A.weight", f"{name}.lora_B.weight"
-            scaling = next(iter(layer.scaling.values()))
-            true = (_product(state[up], state[down]) - _product(before[up], before[down])) * scaling
-            if self._quantised[name]:
-                changed += int(self.backend.changed(now[name], self._before[name]))
-                decoded = self.backend.decode(now[name]) - self.backend.decode(self._before[name])
-            else:
-                changed += int((now[name]["weight"] != self._before[name]["weight"]).sum())
-                decoded = (now[name]["weight"].float() - self._before[name]["weight"].float()).flatten(1)
-            total += true.numel()
-            true = true.to(decoded)
-            dot += float((decoded * true).sum(dtype=torch.float64))
-            decoded_square += float(decoded.square().sum(dtype=torch.float64))
-            true_square += float(true.square().sum(dtype=torch.float64))
-        statistics = {"weights/codes_changed": changed / total}
-        if decoded_square > 0 and true_square > 0:
-            statistics["weights/delta_cosine"] = dot / (decoded_square * true_square) ** 0.5
-        return statistics
+
+class _Changes:
+    """Sums over adapted modules of how an export differs from the one before. The true change is that of B A: W itself cancels."""
+
+    def __init__(
+        self,
+        backend: Backend,
+        layers: Mapping[str, Any],
+        packed_before: Mapping[str, dict[str, Tensor]],
+        adapter_before: Mapping[str, Tensor],
+        adapter: Mapping[str, Tensor],
+    ) -> None:
+        self._backend, self._layers, self._packed_before = backend, layers, packed_before
+        self._adapter_before, self._adapter = adapter_before, adapter
+        self._changed = self._total = 0
+        self._dot = self._decoded_square = self._true_square = 0.0
+
+    def add(self, name: str, now: dict[str, Tensor], quantised: bool) -> None:
+        """One module, packed; on the device that ``now`` is on."""
+        before = {part: tensor.to(now[part].device) for part, tensor in self._packed_before[name].items()}
+        if quantised:
+            changed = self._backend.changed(now, before)
+            decoded = self._backend.decode(now) - self._backend.decode(before)
+        else:
+            changed = (now["weight"] != before["weight"]).sum()
+            decoded = (now["weight"].float() - before["weight"].float()).flatten(1)
+        scaling = next(iter(self._layers[name].scaling.values()))
+        true = ((_product(self._adapter, name) - _product(self._adapter_before, name)) * scaling).to(decoded)
+        self._changed += int(changed)
+        self._total += true.numel()
+        self._dot += float((decoded * true).sum(dtype=torch.float64))
+        self._decoded_square += float(decoded.square().sum(dtype=torch.float64))
+        self._true_square += float(true.square().sum(dtype=torch.float64))
+
+    def statistics(self) -> dict[str, float]:
+        """By name, as ``Publisher.export`` says."""
+        found = {"weights/codes_changed": self._changed / self._total}
+        if self._decoded_square > 0 and self._true_square > 0:
+            found["weights/delta_cosine"] = self._dot / (self._decoded_square * self._true_square) ** 0.5
+        return found
+
+
+def _on_host(parts: dict[str, Tensor]) -> dict[str, Tensor]:
+    """What was packed, in host memory: the learner's device never holds more than one packed module."""
+    return {part: tensor.cpu() for part, tensor in parts.items()}
 
 
 def _finite(name: str, weight: Tensor) -> Tensor:
@@ -155,9 +184,9 @@ def _finite(name: str, weight: Tensor) -> Tensor:
     return weight
 
 
-def _product(up: Tensor, down: Tensor) -> Tensor:
+def _product(adapter: Mapping[str, Tensor], name: str) -> Tensor:
     """B A [N, K] of a linear's adapter, or of a convolution's, whose matrices have two more dimensions of 1."""
-    return up.flatten(1) @ down.flatten(1)
+    return adapter[f"{name}.lora_B.weight"].flatten(1) @ adapter[f"{name}.lora_A.weight"].flatten(1)
 
 
 def export_policy(

@@ -215,6 +215,26 @@ def test_statistics_against_the_export_before(family, adapted, randomise):
     assert 0.9 < cosine < 1
 
 
+def test_packed_copies_are_not_kept_on_the_learners_device(family, adapted, monkeypatch, randomise):
+    """On a CPU both memories are one, so moving to the host is a copy here: of what was packed before it nothing may be left."""
+    alive: list[weakref.ref[torch.Tensor]] = []
+    pack = type(NVFP4).pack
+
+    def packing(self, *given):
+        assert not any(reference() is not None for reference in alive)
+        parts = pack(self, *given)
+        alive.extend(weakref.ref(tensor) for tensor in parts.values())
+        return parts
+
+    monkeypatch.setattr(type(NVFP4), "pack", packing)
+    monkeypatch.setattr(torch.Tensor, "cpu", torch.Tensor.clone)
+    publish = publisher(family, adapted)
+    for version in range(3):
+        randomise(adapted, "current", version)
+        publish.export("current", version)
+    assert len(alive) == 3 * (21 + 15 + 15)
+
+
 def test_unadapted_modules_are_packed_once(family, adapted, monkeypatch):
     packed = []
     pack = type(NVFP4).pack
