@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
@@ -11,7 +12,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from cluster import timeline
+from cluster import lock, timeline
 from configs.load import ConfigError, parse
 from configs.schema import RunConfig
 
@@ -26,6 +27,8 @@ class RunDirectory:
         self.checkpoints, self.images = path / "checkpoints", path / "images"
         self.metrics_file, self.events_file, self.config_file = path / "metrics.jsonl", path / "events.jsonl", path / "config.json"
         self.selections_file, self.timeline_file = path / "selections.jsonl", path / timeline.FILE
+        self.lock_file = path / "lock"
+        self.unlocked: str | None = None  # why the file system does not keep a second driver out, where it does not
 
     @classmethod
     def of(cls, config: RunConfig) -> RunDirectory:
@@ -41,7 +44,21 @@ class RunDirectory:
                 directory.mkdir(parents=True, exist_ok=True)
             write_json(self.config_file, {"config": config.model_dump(mode="json"), "versions": versions()})
         except OSError as error:
-            raise ConfigError([f"run_root: {self.path} cannot be written ({error.strerror}): give --set run_root=DIR"]) from None
+            raise self._unwritable(error) from None
+
+    @contextlib.contextmanager
+    def held(self) -> Iterator[None]:
+        """Keep every other driver out. Raises ConfigError, which names the one that is at work here, or where it cannot be written."""
+        with contextlib.ExitStack() as stack:
+            try:
+                self.path.mkdir(parents=True, exist_ok=True)
+                self.unlocked = stack.enter_context(lock.held(self.lock_file))
+            except OSError as error:
+                raise self._unwritable(error) from None
+            yield
+
+    def _unwritable(self, error: OSError) -> ConfigError:
+        return ConfigError([f"run_root: {self.path} cannot be written ({error.strerror}): give --set run_root=DIR"])
 
     def configuration(self) -> RunConfig:
         """The configuration the run was started with. Raises ConfigError when this is no run directory."""

@@ -23,9 +23,10 @@ from cluster.nodes import find_room
 from cluster.progress import Progress
 from cluster.report.page import build_report
 from cluster.rundir import RunDirectory, write_json
-from cluster.services import Services, check_run_root, install_stop_signals, join_or_start_ray
+from cluster.services import Services, check_run_root, join_or_start_ray
 from cluster.sinks import Sinks, check_sinks
 from cluster.status import Reporter
+from cluster.stopping import Stopping, unless_stopped
 from cluster.store import check_store
 from cluster.timeline import Timeline
 from configs.load import ConfigError
@@ -39,31 +40,34 @@ def train(config: RunConfig, resume: bool) -> RunDirectory:
     """Train to the end of ``config``; returns the finished run's directory.
 
     Raises:
-        ConfigError: something about the configuration or the command is wrong; nothing was started.
+        ConfigError: something about the configuration or the command is wrong, or another driver has the run; nothing was started.
         RunFailed: the run cannot go on.
-        Stopped: a signal asked it to stop, after a checkpoint.
+        Stopped: a signal asked it to stop; it says whether there is a checkpoint.
     """
     train_prompts, test_prompts = read_prompts(config.prompts.train), read_prompts(config.prompts.test)
     check_model(config)
     check_scorers(config)
     check_sinks(config)
     rundir = RunDirectory.of(config)
-    if resume:
-        check_resumable(config, rundir)
-    joined = join_or_start_ray(config)
-    try:
-        check_run_root(config, joined)
-        check_store(config, asyncio.run(find_room(config, tell=partial(print, flush=True))))
-        if not resume:
-            rundir.create(config)
-        session = Session(config, rundir, train_prompts, test_prompts[: config.evaluate.prompts])
-        asyncio.run(session.run(resume))
-    except CheckpointError as error:
-        raise RunFailed(str(error)) from None
-    except OSError as error:
-        raise RunFailed(f"{rundir.path}: {error.strerror or error}: mend that and continue with --resume") from None
-    finally:
-        ray.shutdown()
+    with contextlib.ExitStack() as alone:
+        if resume:
+            check_resumable(config, rundir)
+            alone.enter_context(rundir.held())
+        joined = join_or_start_ray(config)
+        try:
+            check_run_root(config, joined)
+            check_store(config, asyncio.run(unless_stopped(find_room(config, tell=partial(print, flush=True)))))
+            if not resume:
+                alone.enter_context(rundir.held())
+                rundir.create(config)
+            session = Session(config, rundir, train_prompts, test_prompts[: config.evaluate.prompts])
+            asyncio.run(session.run(resume))
+        except CheckpointError as error:
+            raise RunFailed(str(error)) from None
+        except OSError as error:
+            raise RunFailed(f"{rundir.path}: {error.strerror or error}: mend that and continue with --resume") from None
+        finally:
+            ray.shutdown()
     return rundir
 
 
@@ -96,7 +100,8 @@ class Session:
         self.began = time.monotonic()
         self.restored = 0
         self.last_row: dict[str, Any] = {}
-        self._signal: str | None = None
+        self._stopping = Stopping(self.ring.updating)
+        self._learner_is_there = False  # with the state of ``next_iteration``, or between two of its updates
         self._meter = Meter(self.services.pools)
         self._autoscaler = Autoscaler(config.services.autoscale, config.services.rollout)
         self._scaling: asyncio.Task[Any] | None = None
@@ -104,27 +109,26 @@ class Session:
 
     async def run(self, resume: bool) -> None:
         """Everything between the first and the last actor; events and the report are written whatever happens."""
-        work = asyncio.current_task()
-        assert work is not None
-        install_stop_signals(asyncio.get_running_loop(), lambda name: self._stop(name, work))
+        self._stopping.listen()
         checkpoint = self._rewind() if resume else None
         began = {"iteration": self.next_iteration, "checkpoint": checkpoint.name if checkpoint else None} if resume else {}
         self.rundir.event(
             "run_resumed" if resume else "run_started", arm=self.config.arm, iterations=self.config.iterations, **began
         )
+        if why := self.rundir.unlocked:
+            self.rundir.event("run_not_locked", why=f"{why}: nothing keeps a second driver out of this directory")
         link = asyncio.create_task(self._link.live())
         try:
             with self.progress:
                 await self._train(checkpoint)
             self.rundir.event("run_finished", iterations=self.next_iteration)
         except asyncio.CancelledError:
-            await self._save_before_stopping()
-            self.rundir.event("run_stopped", signal=self._signal, iteration=self.next_iteration)
-            raise Stopped(f"stopped by {self._signal} before iteration {self.next_iteration}; continue with --resume") from None
+            raise await self._stopped() from None
         except RunFailed as failure:
             self.rundir.event("run_failed", why=str(failure))
             raise
         finally:
+            self._stopping.over()
             await self.ring.close()
             await self._end(link)
             await self.services.stop()
@@ -146,18 +150,6 @@ class Session:
         except OSError as error:
             self.progress.note(f"report.html could not be written: {error.strerror or error}")
 
-    def _stop(self, name: str, work: asyncio.Task[Any]) -> None:
-        """Cancel the work, but not in the middle of an update: the learner then finishes it first."""
-        if self._signal is not None:
-            return
-        self._signal = name
-
-        async def cancel() -> None:
-            async with self.ring.updating:
-                work.cancel()
-
-        self._canceller = asyncio.create_task(cancel())
-
     async def _train(self, checkpoint: Path | None) -> None:
         self.progress.note("starting actors")
         await self.services.start()
@@ -165,6 +157,7 @@ class Session:
             try:
                 return await self._continue(checkpoint)
             except (StateLost, InputsLost) as loss:
+                self._learner_is_there = False
                 checkpoint = await self._restore(str(loss))
 
     async def _restore(self, why: str) -> Path | None:
@@ -196,37 +189,38 @@ class Session:
         config = self.config
         if checkpoint is not None:
             await self.services.learner.call(("load", checkpoint.name), "load", str(checkpoint))
+        self._learner_is_there = True
         self.progress.start(config.iterations, self.next_iteration)
-        if self.next_iteration == 0 and not self.held_out.done(0):
-            await self._evaluate(0)
+        await self._evaluate_where_due()
         await self.ring.begin(self.next_iteration)
         if why := self.services.weights.why:
             self.progress.note(f"exploring in {self.services.weights.chosen} ({why})")
         await self._write_quantisation_table()
-        why_stop = None
+        why_stop = self._why_stop()
         while self.next_iteration < config.iterations and why_stop is None:
-            index = self.next_iteration
-            self._meter.begin()
-            metrics, it = await self.ring.iteration(index)
-            self.next_iteration = index + 1
-            self._record(it, {**metrics, **self._meter.row(metrics["time/iteration_s"])})
-            why_stop = stop_reason(config.stop, metrics, self._seconds() / 60)
-            if self.ring.guard.backend != self.ring.guard.backend_before:
-                await self._write_quantisation_table()
+            await self._iterate()
+            why_stop = self._why_stop()
             if self.next_iteration % config.checkpoint.every == 0:
                 await self._save()
-            if (
-                config.evaluate.every
-                and self.next_iteration % config.evaluate.every == 0
-                and self.next_iteration < config.iterations
-            ):
-                await self._evaluate(self.next_iteration)
+            await self._evaluate_where_due()
         if why_stop:
             self.rundir.event("stopped_early", why=why_stop, iteration=self.next_iteration)
             self.progress.note(f"stopping: {why_stop}")
         await self._save()
-        if not self.held_out.done(self.next_iteration):
-            await self._evaluate(self.next_iteration)
+        await self._evaluate_where_due(last=True)
+
+    async def _iterate(self) -> None:
+        index = self.next_iteration
+        self._meter.begin()
+        metrics, it = await self.ring.iteration(index)
+        self.next_iteration = index + 1
+        self._record(it, {**metrics, **self._meter.row(metrics["time/iteration_s"])})
+        if self.ring.guard.backend != self.ring.guard.backend_before:
+            await self._write_quantisation_table()
+
+    def _why_stop(self) -> str | None:
+        """Of the newest iteration, so that a run which goes on there is stopped where it was to stop."""
+        return stop_reason(self.config.stop, self.last_row, self.last_row["seconds"] / 60) if self.last_row else None
 
     def _record(self, it: Iteration, metrics: dict[str, Any]) -> None:
         self.samples_seen += self.config.selection.keep * self.config.prompts.per_iteration
@@ -264,11 +258,12 @@ class Session:
     def _seconds(self) -> float:
         return self.seconds_before + time.monotonic() - self.began
 
-    async def _evaluate(self, iteration: int) -> None:
-        """Score the held-out prompts."""
-        row = await self.held_out.evaluate(self.services, iteration, self._seconds())
-        self.sinks.row(row)
-        self.progress.evaluation_finished(row)
+    async def _evaluate_where_due(self, last: bool = False) -> None:
+        """Score the held-out prompts; also where a loss or a kill cut that short, before the run goes on from there."""
+        if self.held_out.due(self.next_iteration, last):
+            row = await self.held_out.evaluate(self.services, self.next_iteration, self._seconds())
+            self.sinks.row(row)
+            self.progress.evaluation_finished(row)
 
     # ---- checkpoints
 
@@ -288,12 +283,18 @@ class Session:
         self.saved_iteration = self.next_iteration
         self.rundir.event("checkpoint_saved", iteration=self.next_iteration, path=path.name)
 
-    async def _save_before_stopping(self) -> None:
-        """The learner's weights stand between two updates whenever the work was cancelled: save them."""
-        if not self.services.learner.alive or self.saved_iteration == self.next_iteration:
-            return
-        with contextlib.suppress(RunFailed, StateLost):
-            await self._save()
+    async def _stopped(self) -> Stopped:
+        """The learner's weights stand between two updates whenever the work was cancelled: save them. The end, in words."""
+        why = None
+        if self._learner_is_there and self.saved_iteration != self.next_iteration:
+            why = await self._stopping.save(self._save(), self.config.services.learner.deadline_s)
+        if why:
+            self.rundir.event("checkpoint_missed", iteration=self.next_iteration, why=why)
+        self.rundir.event("run_stopped", signal=self._stopping.signal, iteration=self.next_iteration)
+        without = f", without its checkpoint ({why})" if why else ""
+        return Stopped(
+            f"stopped by {self._stopping.signal} before iteration {self.next_iteration}{without}; continue with --resume"
+        )
 
     def _rewind(self, in_process: bool = False) -> Path | None:
         """The newest whole checkpoint, with everything that was recorded after it forgotten; None: from the beginning.
@@ -312,6 +313,7 @@ class Session:
             self.seconds_before = extra["seconds"]
             self.services.weights.chosen = extra.get("backend")
         self.rundir.truncate(self.next_iteration, math.inf if in_process else extra["time"])
+        self.last_row = next((row for row in reversed(self.rundir.metrics()) if row["kind"] == "iteration"), {})
         return path
 
     async def _write_quantisation_table(self) -> None:
