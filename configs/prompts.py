@@ -8,12 +8,17 @@ from __future__ import annotations
 
 import json
 import random
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from configs.load import ConfigError
+import xxhash
 
+from configs.load import ConfigError
+from configs.sections import Prompts
+
+FILES = ("train", "test")
 ROOT = Path(__file__).parent.parent
 
 
@@ -61,6 +66,23 @@ def _json_line(line: str, where: str) -> Prompt:
     if not isinstance(row, dict) or not isinstance(row.get("prompt"), str) or not row["prompt"].strip():
         raise ConfigError([f"prompts: {where}: no text under 'prompt'"])
     return Prompt(row["prompt"].strip(), {key: value for key, value in row.items() if key != "prompt"})
+
+
+def digest(prompts: Sequence[Prompt]) -> str:
+    """xxh3-128 of texts and metadata in their order, hex: the same prompts under another file name have the same."""
+    lines = [[prompt.text, prompt.metadata] for prompt in prompts]
+    return xxhash.xxh3_128_hexdigest(json.dumps(lines, sort_keys=True).encode())
+
+
+def digests(settings: Prompts) -> dict[str, str]:
+    """What both prompt files hold, as a run keeps it. Raises ConfigError for a file that ``read_prompts`` refuses."""
+    return {key: digest(read_prompts(getattr(settings, key))) for key in FILES}
+
+
+def changed_files(settings: Prompts, before: Mapping[str, str]) -> list[str]:
+    """``prompts.train = 'a.txt'`` for each file whose prompts are not those of the digests ``before``; without a digest it may hold any."""
+    named = {key: getattr(settings, key) for key in FILES if key in before}
+    return [f"prompts.{key} = {name!r}" for key, name in named.items() if digest(read_prompts(name)) != before[key]]
 
 
 def prompts_of_iteration(count: int, per_iteration: int, iteration: int, seed: int) -> list[int]:

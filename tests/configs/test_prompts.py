@@ -5,7 +5,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from configs.load import ConfigError
-from configs.prompts import Prompt, prompts_of_iteration, read_prompts
+from configs.prompts import Prompt, changed_files, digests, prompts_of_iteration, read_prompts
+from configs.sections import Prompts
 
 GENEVAL = (
     '{"tag": "counting", "include": [{"class": "wine glass", "count": 2}], "exclude": [{"class": "wine glass", "count": 3}], '
@@ -42,6 +43,20 @@ def test_bad_files_are_one_line(tmp_path, name, content, said):
 def test_a_missing_file_says_so(tmp_path):
     with pytest.raises(ConfigError, match="cannot be read"):
         read_prompts(str(tmp_path / "no.txt"))
+
+
+def test_digests_are_of_the_prompts_as_read_and_in_order(tmp_path):
+    names = {"a.txt": "a cat\na dog\n", "b.jsonl": '{"prompt": "a cat"}\n\n{"prompt": "a dog"}\n', "c.txt": "a dog\na cat\n",
+             "d.jsonl": '{"prompt": "a cat", "tag": 1}\n{"prompt": "a dog"}\n'}  # fmt: skip
+    for name, text in names.items():
+        (tmp_path / name).write_text(text)
+    found = {name: digests(Prompts(train=str(tmp_path / name), test=str(tmp_path / "a.txt"))) for name in names}
+    assert found["a.txt"] == found["b.jsonl"] and found["a.txt"]["train"] == found["a.txt"]["test"]
+    assert len({each["train"] for each in found.values()}) == 3  # another order and other metadata are other prompts
+    assert len({each["test"] for each in found.values()}) == 1
+    now = Prompts(train=str(tmp_path / "c.txt"), test=str(tmp_path / "a.txt"))
+    assert changed_files(now, found["a.txt"]) == [f"prompts.train = {now.train!r}"]
+    assert changed_files(now, found["c.txt"]) == [] == changed_files(now, {})
 
 
 @given(count=st.integers(1, 40), per=st.integers(1, 40), seed=st.integers(0, 2**40))
