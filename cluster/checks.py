@@ -6,6 +6,7 @@ import importlib.util
 
 from cluster.rundir import RunDirectory
 from configs.load import ConfigError
+from configs.prompts import changed_files
 from configs.resume import differences
 from configs.schema import RunConfig
 from policy.families import family_for
@@ -59,11 +60,15 @@ def check_scorers(config: RunConfig) -> None:
 
 
 def check_resumable(config: RunConfig, rundir: RunDirectory) -> None:
-    """Raises ConfigError unless the run is there and differs only in fields that cannot change results."""
+    """Raises ConfigError unless the run is there, differs only in fields that cannot change results, and its prompts are what they were."""
     changed = differences(rundir.configuration(), config)
     if changed:
         raise ConfigError(
             [
                 f"--resume: {rundir.path} was started with another configuration: {'; '.join(changed)}; give the same, or another name"
             ]
+        )
+    if changed := changed_files(config.prompts, rundir.prompts()):
+        raise ConfigError(
+            [f"--resume: {', '.join(changed)}: no longer what {rundir.path} was started with: put it back, or give another name"]
         )

@@ -14,6 +14,7 @@ from typing import Any
 
 from cluster import lock, timeline
 from configs.load import ConfigError, parse
+from configs.prompts import digests
 from configs.schema import RunConfig
 
 PACKAGES = ("ray", "torch", "diffusers", "transformers", "peft", "pydantic", "numpy", "safetensors")
@@ -42,7 +43,8 @@ class RunDirectory:
         try:
             for directory in (self.path, self.checkpoints, self.images):
                 directory.mkdir(parents=True, exist_ok=True)
-            write_json(self.config_file, {"config": config.model_dump(mode="json"), "versions": versions()})
+            kept = {"config": config.model_dump(mode="json"), "versions": versions(), "prompts": digests(config.prompts)}
+            write_json(self.config_file, kept)
         except OSError as error:
             raise self._unwritable(error) from None
 
@@ -68,6 +70,10 @@ class RunDirectory:
             raise ConfigError(
                 [f"{self.path}: no readable run here ({type(error).__name__}); give a directory with a config.json"]
             ) from None
+
+    def prompts(self) -> dict[str, str]:
+        """Digests of the prompts that the run was started with; nothing of a run that kept none. The configuration is known to be there."""
+        return dict(json.loads(self.config_file.read_text()).get("prompts", {}))
 
     def metric(self, row: dict[str, Any]) -> None:
         """Append one object to metrics.jsonl. Non-finite numbers become null: the file stays JSON."""
