@@ -6,8 +6,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+from ray.exceptions import ObjectLostError
 
-from cluster.errors import RunFailed
+from cluster.errors import InputsLost, RunFailed
 from cluster.scoring import Scored, Scoring
 from cluster.services import Services
 from cluster.tasks import all_or_none
@@ -103,12 +104,16 @@ async def evaluate(config: RunConfig, services: Services, prompts: list[Prompt],
 
 
 async def _pictures(config: RunConfig, blocks: list[Any]) -> np.ndarray:
-    """The first ``logging.grid_prompts`` prompts' pictures; the only pixels the driver ever fetches."""
+    """The first ``logging.grid_prompts`` prompts' pictures; the only pixels the driver ever fetches. Raises InputsLost when they went
+    with their node."""
     wanted, noises = config.logging.grid_prompts, config.evaluate.noises
     found: list[np.ndarray] = []
     for reference in blocks:
         if sum(len(images) for images in found) >= wanted * noises:
             break
-        found.append(await reference)
+        try:
+            found.append(await reference)
+        except ObjectLostError as error:
+            raise InputsLost(f"held-out pictures: {str(error).splitlines()[0]}") from None
     images = np.concatenate(found)[: wanted * noises]
     return images.reshape(-1, noises, *images.shape[1:])

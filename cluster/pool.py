@@ -29,7 +29,8 @@ from configs.services import Service
 
 
 class ActorPool:
-    """See the module. ``prepare(worker, unit)`` runs before every unit and must be quick when there is nothing to do."""
+    """See the module. ``prepare(worker, unit)`` runs before every unit and must be quick when there is nothing to do; ``admits(facts)`` says
+    of what a later actor's ``ready`` told why it cannot be used beside the others."""
 
     def __init__(
         self,
@@ -47,7 +48,10 @@ class ActorPool:
         """``released`` is told the name of an actor that leaves for good, ``record`` who had which unit in hand and when."""
         self.kind, self._service, self._event, self.prepare = kind, service, event, prepare
         self._stateful, self._record = stateful, record
-        self._roster = Roster(kind, spawn, service, event, self._serve, self._end, start_deadline_s, released)
+        self.admits: Callable[[dict[str, Any]], str | None] = lambda facts: None
+        self._roster = Roster(
+            kind, spawn, service, event, self._serve, self._end, start_deadline_s, released, lambda facts: self.admits(facts)
+        )
         self._beside: set[asyncio.Task[None]] = set()  # replacements that no slot waits for
         self.reissued = 0
         self.deepest = 0  # most units that waited since somebody set it back

@@ -21,7 +21,7 @@ Event = Callable[..., None]
 
 class Roster:
     """Workers of one kind. ``serve(worker)`` is what each of an actor's ``in_flight`` slots runs; ``over(failure)`` is told when
-    nobody is left; ``released`` is told the name of an actor that leaves for good."""
+    nobody is left; ``released`` is told the name of an actor that leaves for good; ``admits`` says what is wrong with a newcomer."""
 
     def __init__(
         self,
@@ -33,10 +33,10 @@ class Roster:
         over: Callable[[RunFailed], None],
         start_deadline_s: float,
         released: Callable[[str], None],
+        admits: Callable[[dict[str, Any]], str | None],
     ):
         self.kind, self._spawn, self._service, self._event, self._serve = kind, spawn, service, event, serve
-        self._over, self._start_deadline_s, self._released = over, start_deadline_s, released
-        self.admits: Callable[[dict[str, Any]], str | None] = lambda facts: None  # what is wrong with a newcomer
+        self._over, self._start_deadline_s, self._released, self._admits = over, start_deadline_s, released, admits
         self.workers = [Worker(index) for index in range(service.count)]
         self.starting = self.lost = 0
         self._next_index = service.count
@@ -188,17 +188,17 @@ class Roster:
     async def _fill(self, worker: Worker, joins: bool = False) -> None:
         """Create an actor for this place and wait until it answers. Raises RunFailed with the constructor's own words."""
         who = f"{self.kind} actor {worker.index}"
-        worker.handle, worker.facts = await start_actor(
+        handle, facts = await start_actor(
             self._spawn,
             f"{self.kind}-{worker.index}.{worker.incarnation}",
             who,
             self._start_deadline_s,
             lambda why: self._event("actor_waits", kind=self.kind, actor=worker.index, why=why),
         )
-        if (joins or worker.incarnation) and (fault := self.admits(worker.facts)):
-            ray.kill(worker.handle, no_restart=True)
-            worker.handle = None
+        if (joins or worker.incarnation) and (fault := self._admits(facts)):
+            ray.kill(handle, no_restart=True)
             raise RunFailed(f"{who} {fault}")
+        worker.handle, worker.facts = handle, facts
         worker.last_answer = time.monotonic()
         name = "actor_replaced" if worker.incarnation else "actor_added" if joins else "actor_started"
         shown = {key: value for key, value in worker.facts.items() if isinstance(value, str | int | float)}

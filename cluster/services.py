@@ -8,6 +8,7 @@ import os
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import ray
@@ -27,7 +28,7 @@ from cluster.remote import require_listener
 from cluster.rundir import RunDirectory
 from cluster.scoring import RewardService
 from cluster.timeline import Span
-from cluster.weights import WeightChannel
+from cluster.weights import WeightChannel, misfit
 from configs.load import ConfigError
 from configs.schema import RunConfig
 from configs.services import ScorerService
@@ -112,6 +113,7 @@ class Services:
         self.learner = pool("learner", LearnerActor, str(rundir.path / "failure"), stateful=True)
         self.rollout = pool("rollout", RolloutActor)
         self.rollout.prepare = self.weights.load_for(self.rollout)
+        self.rollout.admits = partial(misfit, self.rollout)
         self.pools = [self.encoder, *self.reward.pools, self.selector, self.learner]
         if config.plan.explore is not None:
             self.pools.append(self.rollout)

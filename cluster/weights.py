@@ -7,7 +7,7 @@ loads the version that its next chunk names, when it has another: when it is new
 from __future__ import annotations
 
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -149,6 +149,18 @@ def one_backend(rollout: ActorPool) -> str | None:
             "keep explorers to one kind of GPU"
         )
     return next(iter(hosts), None)
+
+
+def misfit(rollout: ActorPool, facts: Mapping[str, Any]) -> str | None:
+    """Why an explorer that says ``facts`` cannot join the others, or take one's place; None: it can."""
+    own = {worker.facts["backend"] for worker in rollout.workers if worker.handle is not None and worker.facts.get("backend")}
+    mine = facts.get("backend")
+    if mine is None or not own or mine in own:
+        return None
+    return (
+        f"on {facts.get('host', '?')} runs precision backend {mine}, the others {', '.join(sorted(own))}: keep explorers to one kind of "
+        "GPU (services.rollout.accelerator), or name the backend in explore.backend"
+    )
 
 
 def common_backends(rollout: ActorPool) -> set[str]:

@@ -5,14 +5,17 @@ import asyncio
 import os
 import signal
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
 import ray
 
 from cluster.errors import RunFailed
+from cluster.placement import NoRoom
 from cluster.pool import ActorPool
 from cluster.timeline import Span
+from cluster.worker import Worker
 from configs.services import Service
 
 
@@ -242,3 +245,134 @@ def test_an_answer_that_is_not_accepted_is_tried_on_another_actor(ray_here):
 
 def test_the_last_allowed_answer_stands(ray_here):
     assert Harness(1).run(lambda pool: pool.call("d", "double", 4, accept=lambda value: "no", tries=2)) == 8
+
+
+# ---- a place that is empty for a while
+
+
+class Slow(Harness):
+    """Actor 0 dies at once and is not replaced: there is no room for anybody new."""
+
+    def __init__(self, **service: Any):
+        super().__init__(2, max_restarts=1, **service)
+        spawn, self.room = self.pool._roster._spawn, True
+
+        def spawn_where_there_is_room(name: str) -> Any:
+            if not self.room:
+                raise NoRoom(["no room"])
+            return spawn(name)
+
+        self.pool._roster._spawn = spawn_where_there_is_room
+
+    async def lose_one(self, path: Path) -> Worker:
+        self.room = False
+        assert await self.pool.call("dies", "fatal", str(path), 7) == 7
+        (empty,) = [worker for worker in self.pool.workers if worker.handle is None]
+        return empty
+
+
+def test_an_empty_place_keeps_no_unit_from_those_who_are_there(ray_here, tmp_path):
+    """A unit at a time, so that it is the empty place's idle slots which could take it; they would hold it for the start deadline."""
+    harness = Slow(in_flight=2)
+
+    async def work(pool: ActorPool) -> list[int]:
+        await harness.lose_one(tmp_path / "dead")
+        return [await asyncio.wait_for(pool.call(i, "double", i), 20) for i in range(8)]
+
+    assert harness.run(work) == [2 * i for i in range(8)]
+    assert "actor_benched" not in harness.names()
+
+
+def test_an_empty_place_is_not_waited_for_when_all_are_told_something(ray_here, tmp_path):
+    harness, told = Slow(), []
+
+    async def work(pool: ActorPool) -> int:
+        empty = await harness.lose_one(tmp_path / "dead")
+
+        async def tell(worker: Worker) -> None:
+            told.append(worker.index)
+
+        await asyncio.wait_for(pool.each(tell), 20)
+        return empty.index
+
+    assert told == [1 - harness.run(work)]
+
+
+def test_an_actor_leaves_though_its_place_is_being_filled(ray_here, tmp_path):
+    harness = Slow()
+
+    async def work(pool: ActorPool) -> int:
+        empty = await harness.lose_one(tmp_path / "dead")
+        if empty.index == 0:
+            pool.workers.reverse()  # the last ones leave
+        await asyncio.wait_for(pool.resize(1), 20)
+        return await pool.call("u", "double", 3)
+
+    assert harness.run(work) == 6
+    assert "actor_removed" in harness.names() and "actor_benched" not in harness.names()
+
+
+def test_who_raises_when_told_something_is_replaced(ray_here):
+    harness = Harness(2)
+
+    async def work(pool: ActorPool) -> int:
+        async def tell(worker: Worker) -> None:
+            if worker.index == 0 and worker.incarnation == 0:
+                await pool.ask(worker, "fail")
+
+        await pool.each(tell)
+        while harness.names().count("actor_replaced") < 1:
+            await asyncio.sleep(0.02)
+        return await pool.call("u", "double", 3)
+
+    assert harness.run(work) == 6
+    ((_, died),) = [event for event in harness.events if event[0] == "actor_died"]
+    assert died["actor"] == 0 and "KeyError: 'broken'" in died["why"]
+
+
+def test_what_goes_wrong_in_the_driver_ends_the_run_instead_of_being_waited_for(ray_here):
+    """As when the disk is full and an event cannot be written."""
+    harness = Harness(1)
+    write = harness.pool._event
+
+    def full(name: str, **fields: Any) -> None:
+        if name == "chunk_reissued":
+            raise OSError(28, "No space left on device", "events.jsonl")
+        write(name, **fields)
+
+    async def work(pool: ActorPool) -> list[BaseException]:
+        pool._event = full
+        return await asyncio.gather(*(pool.call(i, "fail") for i in range(4)), return_exceptions=True)
+
+    for error in harness.run(work):
+        assert isinstance(error, RunFailed) and "No space left on device: 'events.jsonl'" in str(error)
+
+
+def test_the_last_one_benched_while_another_fails_to_start_ends_the_run(ray_here, tmp_path):
+    harness = Slow()
+
+    async def work(pool: ActorPool) -> BaseException:
+        await pool.resize(1)
+        pool._roster._start_deadline_s, harness.room = 4.0, False
+        growing = asyncio.create_task(pool.resize(2))
+        await asyncio.sleep(1)
+        pool.workers[0].restarts = 1  # its last one
+        (error,) = await asyncio.gather(pool.call("p", "poison"), return_exceptions=True)
+        with pytest.raises(RunFailed, match="had no place"):
+            await growing
+        return error
+
+    error = harness.run(work)
+    assert isinstance(error, RunFailed) and "no echo actor is left" in str(error)
+
+
+def test_a_newcomer_that_does_not_fit_is_refused(ray_here):
+    harness = Harness(1)
+    harness.pool.admits = lambda facts: f"has pid {facts['pid']}, which nobody likes"
+
+    async def work(pool: ActorPool) -> int:
+        with pytest.raises(RunFailed, match="echo actor 1 has pid [0-9]+, which nobody likes"):
+            await pool.resize(2)
+        return pool.alive
+
+    assert harness.run(work) == 1 and "actor_added" not in harness.names()
