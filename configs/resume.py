@@ -65,11 +65,12 @@ def differences(before: RunConfig, now: RunConfig, also_free: Sequence[str] = ()
     return [
         f"{key}: {old.get(key)!r} -> {new.get(key)!r}"
         for key in sorted(old.keys() | new.keys())
-        if old.get(key) != new.get(key) and not any(_covers(pattern, key) for pattern in free)
+        if old.get(key) != new.get(key) and not any(covers(pattern, key) for pattern in free)
     ]
 
 
-def _covers(pattern: str, key: str) -> bool:
+def covers(pattern: str, key: str) -> bool:
+    """Whether a dotted key is ``pattern`` or below it; ``*`` is any one part."""
     wanted, parts = pattern.split("."), key.split(".")
     return len(parts) >= len(wanted) and all(w in ("*", p) for w, p in zip(wanted, parts, strict=False))
 

@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from cluster.compare.cells import Request, read_comparison
-from cluster.compare.data import Result, Run, group, measure, remarks, settings_that_differ, summarise
+from cluster.compare.data import Result, Run, measure, remarks, summarise
+from cluster.compare.groups import check_prompts, group, settings_that_differ
 from cluster.compare.page import render
 from cluster.compare.running import Say, run_all
 from cluster.compare.table import Table, lines, tables
@@ -28,7 +29,7 @@ def compare(request: Request, out: Path | None, say: Say) -> list[str]:
     """Run what is not finished and return the lines of the tables; ``say`` hears how it goes.
 
     Raises:
-        ConfigError: the request is wrong; nothing was started.
+        ConfigError: the request is wrong, and nothing was started; or a prompt file became another between the runs.
         RunFailed: some runs failed; the tables of the others were said and written.
         Stopped: a signal came; the same command continues.
     """
@@ -38,6 +39,7 @@ def compare(request: Request, out: Path | None, say: Say) -> list[str]:
         if cell.refused:
             say(f"refused: {cell.title}: {cell.refused}")
     ended = run_all(comparison, out, say)
+    check_prompts(each.path for each in ended if each.path.is_dir())
     runs: dict[str, list[Run]] = {cell.name: [] for cell in comparison.cells}
     for each in ended:
         runs[each.cell].append(measure(each.path, each.seed, each.why))

@@ -3,17 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
-from cluster.compare.cells import check_alike
 from cluster.compare.statistics import NOTHING, SHARES, Mean, Moment, mean_of, paired, speed_up, time_to
 from cluster.report.data import Row, RunData, finite, read_run, reason, values
-from configs.load import ConfigError, parse
-from configs.resume import OPERATIONAL
-from configs.schema import RunConfig
 
 REWARD = "reward/eval_mean"
 SCORER = "reward/eval/"
@@ -217,91 +212,3 @@ def remarks(results: Sequence[Result], baseline: str) -> list[str]:
     elif counted and all(len(result.curves[REWARD]) < 3 for result in counted):
         said.append("no evaluations during training, so no times to a gain: set evaluate.every")
     return said
-
-
-# ---- existing run directories
-
-
-def group(directories: Sequence[Path]) -> dict[str, tuple[RunConfig, list[tuple[int, Path]]]]:
-    """Run directories by configuration apart from seed, name and what cannot change results:
-    title -> (configuration, [(run seed, directory)]).
-
-    A directory that is not a run but holds some, as a comparison's does, stands for them. Raises ConfigError for a directory
-    without a run, a seed that comes twice, and runs that were not evaluated alike.
-    """
-    groups: dict[str, tuple[RunConfig, list[tuple[int, Path]]]] = {}
-    for path in _run_directories(directories):
-        config = _configuration(path)
-        seed, key = config.seed, repr(sorted(_settings(config).items()))
-        _, runs = groups.setdefault(key, (config, []))
-        if other := [each for known, each in runs if known == seed]:
-            raise ConfigError([f"{path} and {other[0]} are the same configuration and run seed: give one of the two"])
-        runs.append((seed, path))
-    titles = titles_of([config for config, _ in groups.values()])
-    named = dict(zip(titles, groups.values(), strict=True))
-    check_alike({title: config for title, (config, _) in named.items()})
-    return {title: (config, sorted(runs)) for title, (config, runs) in named.items()}
-
-
-def settings_that_differ(configs: Mapping[str, RunConfig]) -> dict[str, dict[str, Any]]:
-    """key -> value by the name of the configuration, for every key that is not the same in all."""
-    flat = {name: _settings(config) for name, config in configs.items()}
-    return {
-        key: {name: one.get(key) for name, one in flat.items()}
-        for key in dict.fromkeys(key for one in flat.values() for key in one)
-        if len({repr(one.get(key)) for one in flat.values()}) > 1
-    }
-
-
-def titles_of(configs: Sequence[RunConfig]) -> list[str]:
-    """Arm and objective where they differ, and every other setting that does."""
-    flat = [_settings(config) for config in configs]
-    differing = list(settings_that_differ({str(at): config for at, config in enumerate(configs)}))
-    objectives = "objective.name" in differing
-    shown = [key for key in differing if key not in ("arm", "objective.name") and not (objectives and key.startswith("objective."))]
-    titles = []
-    for config, one in zip(configs, flat, strict=True):
-        head = [config.arm] if "arm" in differing or not objectives else []
-        head += [config.objective.name] if objectives else []
-        titles.append(" · ".join([*head, *(f"{key} = {one.get(key)}" for key in shown)]))
-    return [title if titles.count(title) == 1 else f"{title} ({number})" for number, title in enumerate(titles, 1)]
-
-
-def _settings(config: RunConfig) -> dict[str, Any]:
-    """Every setting that can change results, by dotted key, lists as they are."""
-    found: dict[str, Any] = {}
-
-    def walk(tree: Mapping[str, Any], prefix: str) -> None:
-        for key, value in tree.items():
-            path = f"{prefix}{key}"
-            if path in ("seed", "name") or any(_covers(pattern, path) for pattern in OPERATIONAL):
-                continue
-            if isinstance(value, dict) and value:
-                walk(value, f"{path}.")
-            else:
-                found[path] = value
-
-    walk(config.model_dump(mode="json"), "")
-    return found
-
-
-def _covers(pattern: str, key: str) -> bool:
-    wanted, parts = pattern.split("."), key.split(".")
-    return len(parts) >= len(wanted) and all(w in ("*", part) for w, part in zip(wanted, parts, strict=False))
-
-
-def _configuration(path: Path) -> RunConfig:
-    config = read_run(path).config
-    if not config:
-        raise ConfigError([f"{path}: its config.json cannot be read, so that it is not known what it ran"])
-    return parse(config)
-
-
-def _run_directories(directories: Sequence[Path]) -> list[Path]:
-    found: list[Path] = []
-    for path in directories:
-        inside = [path] if (path / "config.json").is_file() else sorted(each.parent for each in path.glob("*/config.json"))
-        if not inside:
-            raise ConfigError([f"--runs {path}: no run here: give directories with a config.json, or one that holds such"])
-        found += inside
-    return list(dict.fromkeys(each.resolve() for each in found))

@@ -14,17 +14,19 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from cluster.compare.cells import Cell, Comparison
+from cluster.compare.groups import check_prompts
 from cluster.errors import Stopped
 from cluster.progress import duration
 from cluster.report.data import finite, read_run
 from cluster.rundir import RunDirectory, write_text
 from configs.load import ConfigError, parse
+from configs.prompts import changed_files
 from configs.resume import differences
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -52,6 +54,9 @@ def run_all(comparison: Comparison, out: Path, say: Say) -> list[Ended]:
     """
     plan = [(cell, seed) for seed in comparison.seeds for cell in comparison.running]
     left = {(cell.name, seed): _is_there(cell, seed, out) for cell, seed in plan}
+    _check_prompts(
+        [(cell, seed) for cell, seed in plan if left[cell.name, seed] != "absent"], out, set(left.values()) == {"finished"}
+    )
     ended: list[Ended] = []
     hopeless: dict[str, str] = {}
     with _at_work(out) as lock, _Child(lock) as child:
@@ -92,6 +97,17 @@ def _is_there(cell: Cell, seed: int, out: Path) -> str:
         raise ConfigError([f"{rundir.path} has {done} iterations, more than the {config.iterations} asked for: give another --out"])
     ended = run.state == "finished" and (done == config.iterations or run.last_event("stopped_early") is not None)
     return "finished" if ended else "unfinished"
+
+
+def _check_prompts(there: Sequence[tuple[Cell, int]], out: Path, finished: bool) -> None:
+    """Raises ConfigError where runs that are ``there`` had other prompts, each other's or, unless all is ``finished``, than runs to come."""
+    check_prompts(out / cell.run_name(seed) for cell, seed in there)
+    for cell, seed in () if finished else there:
+        path = out / cell.run_name(seed)
+        if changed := changed_files(parse(cell.tree_of(seed, out)).prompts, read_run(path).prompts):
+            raise ConfigError(
+                [f"{', '.join(changed)}: no longer what {path} was run with: put it back, or give another directory with --out"]
+            )
 
 
 def _train(child: _Child, cell: Cell, seed: int, out: Path, resume: bool) -> tuple[int, str | None]:

@@ -29,7 +29,7 @@ REASON_KEYS = ("why", "reason", "error", "message")
 @dataclass(frozen=True)
 class RunData:
     """Everything a report is made of. ``iterations`` and ``evaluations`` rise by iteration, one row each; ``held_out`` are
-    rewards by the iteration of their evaluation, ``scores`` raw ones by iteration and scorer."""
+    rewards by the iteration of their evaluation, ``scores`` raw ones by iteration and scorer; ``prompts`` digests of both files."""
 
     name: str
     config: Row
@@ -43,6 +43,7 @@ class RunData:
     quantisation: list[Row] = field(default_factory=list)
     spans: list[Span] = field(default_factory=list)
     remarks: list[str] = field(default_factory=list)
+    prompts: dict[str, str] = field(default_factory=dict)
 
     @property
     def state(self) -> str:
@@ -94,6 +95,7 @@ def read_run(directory: Path) -> RunData:
     pictures = find_pictures(directory / "images")
     table = _json(directory / "quantisation.json", remarks) if (directory / "quantisation.json").exists() else []
     tables = {int(path.stem[5:]): _evaluation(path) for path in sorted((directory / "evaluations").glob("step_??????.json"))}
+    digests = root.get("prompts")
     assert config is not None
     return RunData(
         name=str(config.get("name") or directory.name),
@@ -108,6 +110,7 @@ def read_run(directory: Path) -> RunData:
         quantisation=[row for row in table if isinstance(row, dict)] if isinstance(table, list) else [],
         spans=read_spans(directory / TIMELINE, remarks),
         remarks=remarks,
+        prompts={key: found for key, found in digests.items() if isinstance(found, str)} if isinstance(digests, dict) else {},
     )
 
 

@@ -255,10 +255,8 @@ def _particulars(run: RunData) -> str:
         )
     if run.quantisation:
         parts.append(_quantised(run))
-    if run.versions:
-        versions = table(
-            ("package", "version"), [(str(name), str(version)) for name, version in run.versions.items()], words=(0, 1)
-        )
+    if known := {**run.versions, **{f"prompts.{key}": f"xxh3 {found}" for key, found in run.prompts.items()}}:
+        versions = table(("package", "version"), [(str(name), str(version)) for name, version in known.items()], words=(0, 1))
         parts.append(f'<details class="card"><summary>Versions</summary><div>{versions}</div></details>')
     parts.append(
         "<footer>Made from config.json, metrics.jsonl, events.jsonl, timeline.jsonl and images/ by <code>sol-rl report</code>. "

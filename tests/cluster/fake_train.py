@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from configs.load import load
+from configs.prompts import digests
 from configs.schema import RunConfig
 
 BASE = 0.5
@@ -30,7 +31,8 @@ def write(config: RunConfig, gains: list[float], seconds: dict[str, float], endi
         rows.append({"kind": "iteration", "iteration": index, "seconds": 100.0 + index, **times})
         rows.append(_evaluation(index + 1, base, gain))
     events = [{"time": 1.0, "event": "run_started"}] + ([{"time": 2.0, "event": ending, "why": "said so"}] if ending else [])
-    (path / "config.json").write_text(json.dumps({"config": config.model_dump(mode="json"), "versions": {}}))
+    kept = {"config": config.model_dump(mode="json"), "versions": {}, "prompts": digests(config.prompts)}
+    (path / "config.json").write_text(json.dumps(kept))
     for name, lines in (("metrics", rows), ("events", events)):
         (path / f"{name}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     return path

@@ -10,7 +10,8 @@ import pytest
 
 from cluster.compare.cells import COMPARISONS, UNUSED, Request, read_comparison
 from cluster.compare.command import compare_existing
-from cluster.compare.data import REWARD, group, measure, remarks, summarise
+from cluster.compare.data import REWARD, measure, remarks, summarise
+from cluster.compare.groups import group
 from cluster.compare.running import to_toml
 from cluster.compare.statistics import Mean, Moment, mean_of, paired, speed_up, time_to
 from cluster.compare.table import tables
