@@ -11,7 +11,7 @@ from actors.messages import ExploreChunk, Explored
 from actors.runtime import begin, identity
 from policy.explorer import Explorer
 from policy.families import family_for
-from policy.precision.backends import Backend, available_backends, resolve_backend
+from policy.precision.backends import Backend, available_backends, eager_note, resolve_backend
 from policy.types import Conditioning
 
 
@@ -23,7 +23,8 @@ class RolloutActor:
         exploration = self._run.plan.explore
         if exploration is None:
             raise RuntimeError(f"arm {self._run.arm!r} explores nothing: it needs no rollout actors")
-        self._own, self._why = resolve_backend(exploration.backend, self._device)
+        self._own, why = resolve_backend(exploration.backend, self._device)
+        self._why = why + eager_note(self._own, self._device, self._run.explore.compile)
         self._explorer: Explorer | None = self._build(self._own)
 
     def _build(self, backend: Backend) -> Explorer:

@@ -38,6 +38,11 @@ class Backend(Protocol):
         """Whether linears that read the same input run as one product."""
         ...
 
+    @property
+    def packs_eagerly(self) -> bool:
+        """Whether activations are packed by many operations of torch before a quick product, so that compiling decides what is gained."""
+        ...
+
     def unavailable(self, device: torch.device) -> str | None:
         """Why this backend does not run on this device, or None when it does."""
         ...
@@ -104,6 +109,16 @@ def resolve_backend(name: str, device: torch.device | str, key: str = "explore.b
         runs = ", ".join(available_backends(device))
         raise ValueError(f"{key}: {name!r} does not run on {device.type} here: {refusal}; use auto, or {runs}")
     return BACKENDS[name], f"{name}: as configured"
+
+
+def eager_note(backend: Backend, device: torch.device | str, compile: bool) -> str:
+    """What to say after the reason for ``backend`` where packing may cost what the format gains; nothing where it will not."""
+    if compile or not backend.packs_eagerly or torch.device(device).type != "cuda":
+        return ""
+    return (
+        "; its activations are packed eagerly, which may cost what the format gains: try explore.compile = true, and "
+        "`python -m bench explorer --compile`"
+    )
 
 
 def available_backends(device: torch.device | str) -> tuple[str, ...]:

@@ -83,7 +83,7 @@ class FP8:
     """The backend; see ``policy.precision.backends.Backend``. The wire format ``fp8``, version 1, is the layer's two buffers."""
 
     name = wire_format = "fp8"
-    quantises = fuses = True
+    quantises = fuses = packs_eagerly = True
     dtype: torch.dtype | None = None
     wire_dtype = torch.float32
 

@@ -114,7 +114,7 @@ class TorchNVFP4(NVFP4Packing):
 
     name = "torch_nvfp4"
     dtype: torch.dtype | None = torch.bfloat16
-    fuses = True
+    fuses = packs_eagerly = True
 
     def unavailable(self, device: torch.device) -> str | None:
         """A Blackwell GPU, and torch from 2.10 on."""

@@ -15,7 +15,7 @@ class NVFP4Packing:
     wire_format = "nvfp4"
     quantises = True
     wire_dtype = torch.float32
-    fuses = False
+    fuses = packs_eagerly = False
 
     def amax(self, weight: Tensor) -> Tensor:
         """max|W|: []."""

@@ -13,7 +13,7 @@ from policy.precision.layer import QuantisedLinear
 class Wide:
     """The backend; see ``policy.precision.backends.Backend``. Adapted modules travel merged, in ``dtype``."""
 
-    quantises = fuses = False
+    quantises = fuses = packs_eagerly = False
 
     def __init__(self, name: str, dtype: torch.dtype) -> None:
         self.name = self.wire_format = name

@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 import torch
 
+from actors import rollout
 from policy.precision import hardware
-from policy.precision.backends import BACKENDS, packing_backend, resolve_backend
+from policy.precision.backends import BACKENDS, eager_note, packing_backend, resolve_backend
 
 
 @dataclass
@@ -130,6 +131,25 @@ def test_a_backend_that_the_device_lacks_is_one_line_with_the_alternatives(gpu):
 def test_named_backends_are_as_configured():
     for name in ("fp8", "emulated_nvfp4", "bf16", "fp32"):
         assert resolve_backend(name, "cpu") == (BACKENDS[name], f"{name}: as configured")
+
+
+def test_packing_that_may_cost_the_gain_is_said(gpu):
+    """Where activations are packed by torch's own operations on a GPU and nothing compiles them."""
+    gpu((10, 0), Engine(True))
+    said = {name for name, backend in BACKENDS.items() if eager_note(backend, "cuda", False)}
+    assert said == {"torch_nvfp4", "fp8"}
+    assert not any(eager_note(backend, "cuda", True) or eager_note(backend, "cpu", False) for backend in BACKENDS.values())
+
+
+@pytest.mark.parametrize(("compile", "ends"), [(False, "`python -m bench explorer --compile`"), (True, "fp8: as configured")])
+def test_an_explorer_reports_it(gpu, monkeypatch, compile, ends):
+    gpu((9, 0), None)
+    explore = SimpleNamespace(backend="fp8", compile=compile)
+    run = SimpleNamespace(plan=SimpleNamespace(explore=explore), explore=explore, arm="sol_rl")
+    monkeypatch.setattr(rollout, "begin", lambda config, kind: (run, None, torch.device("cuda")))
+    monkeypatch.setattr(rollout.RolloutActor, "_build", lambda self, backend: None)
+    why = rollout.RolloutActor({}).ready()["why"]
+    assert why.startswith("fp8: as configured") and why.endswith(ends)
 
 
 def test_a_learner_packs_for_gpus_that_it_does_not_have():
