@@ -52,9 +52,15 @@ def _train(sub: Sub) -> None:
 def _submit(sub: Sub) -> None:
     _add_config(sub)
     sub.add_argument(
-        "--address", metavar="URL", help="the cluster's dashboard, http://HOST:8265; RAY_API_SERVER_ADDRESS unless given"
+        "--address",
+        metavar="URL",
+        help="the cluster's dashboard, http://HOST:8265; RAY_API_SERVER_ADDRESS or RAY_ADDRESS unless given",
     )
-    sub.add_argument("--follow", action="store_true", help="show the job's log until it ends; its exit code is then the run's")
+    sub.add_argument(
+        "--follow",
+        action="store_true",
+        help="show the job's log until it ends; its exit code is then the run's, or 4 when the dashboard answers no more",
+    )
     _add_resume(sub)
 
 
@@ -78,7 +84,7 @@ def _config(sub: Sub) -> None:
 def _plan(sub: Sub) -> None:
     _add_config(sub)
     sub.add_argument(
-        "--address", metavar="URL", help="place on the nodes of this cluster, host:port; on assumed nodes unless given"
+        "--address", metavar="HOST:PORT", help="place on the nodes of the cluster with this head; on assumed nodes unless given"
     )
     sub.add_argument("--accelerator", metavar="NAME", help="GPUs assumed, such as B200; the explorers' own unless given")
     sub.add_argument(
@@ -94,7 +100,7 @@ def _plan(sub: Sub) -> None:
 def _evaluate(sub: Sub) -> None:
     _add_run(sub)
     _add_checkpoint(sub)
-    sub.add_argument("--prompts", metavar="FILE", help="a prompt file; the run's held-out prompts unless given")
+    sub.add_argument("--prompts", metavar="FILE", help="a prompt file, all of it; the run's held-out prompts unless given")
 
 
 def _export(sub: Sub) -> None:

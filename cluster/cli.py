@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from cluster.arguments import parser_of
 from cluster.errors import RunFailed, Stopped
@@ -14,11 +16,15 @@ from configs.load import ConfigError, load, preset_names
 from configs.resume import measured
 from configs.schema import RunConfig
 
+if TYPE_CHECKING:
+    from cluster.rundir import RunDirectory
+
 DONE, USER_ERROR, RUN_FAILED, STOPPED = 0, 2, 3, 130
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command; returns its exit code: 0 done, 2 configuration or command, 3 the run failed, 130 stopped."""
+    """Run one command; returns its exit code: 0 done, 2 configuration or command, 3 the run failed, 4 a job that is followed is out
+    of sight, 130 stopped."""
     options = _parser().parse_args(arguments)
     command: Callable[[argparse.Namespace], int] = options.command
     try:
@@ -54,7 +60,8 @@ def _train(options: argparse.Namespace) -> int:
 
 
 def _submit(options: argparse.Namespace) -> int:
-    from cluster.jobs import follow, submit
+    from cluster.following import follow
+    from cluster.jobs import submit
 
     client, job = submit(options.config, options.overrides, options.address, options.resume)
     at = f" --address {options.address}" if options.address else ""
@@ -63,7 +70,7 @@ def _submit(options: argparse.Namespace) -> int:
         print(f"follow: ray job logs{at} --follow {job}\nstop, after a checkpoint: ray job stop{at} {job}")
         return DONE
     try:
-        return follow(client, job, lambda text: print(text, end="", flush=True))
+        return follow(client, job, _show, _say)
     except KeyboardInterrupt:
         print(f"the job goes on; stop it, after a checkpoint: ray job stop{at} {job}", file=sys.stderr)
         return STOPPED
@@ -98,13 +105,35 @@ def _scale(options: argparse.Namespace) -> int:
     return DONE
 
 
-def _on_the_cluster(address: str | None, arguments: Sequence[str]) -> int | None:
-    """Exit code of the command run as a job, where only a dashboard's URL is known; None: connect directly."""
-    if not address or not address.startswith(("http://", "https://")):
+def _on_the_cluster(given: str | None, arguments: Sequence[str]) -> int | None:
+    """Exit code of the command run as a job, where --address or RAY_ADDRESS is a dashboard's URL; None: connect directly."""
+    address = given or os.environ.get("RAY_ADDRESS", "")
+    if not address.startswith(("http://", "https://")):
         return None
     from cluster.jobs import ask_through_job
 
-    return ask_through_job(address, arguments, lambda text: print(text, end="", flush=True))
+    return ask_through_job(address, arguments, _show, _say)
+
+
+def _show(text: str) -> None:
+    print(text, end="", flush=True)
+
+
+def _say(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
+
+
+def _run_at(path: str) -> tuple[RunDirectory, RunConfig]:
+    """A run directory and the configuration in it. Raises ConfigError when there is none."""
+    from cluster.rundir import RunDirectory
+
+    rundir = RunDirectory(Path(path).absolute())
+    try:
+        return rundir, rundir.configuration()
+    except (TypeError, ValueError) as error:  # JSON of another shape, or no text
+        raise ConfigError(
+            [f"{rundir.config_file}: no run's configuration ({type(error).__name__}); give a directory that `sol-rl train` wrote"]
+        ) from None
 
 
 def summary(rows: Sequence[dict[str, object]]) -> list[str]:
@@ -170,10 +199,7 @@ def _plan(options: argparse.Namespace) -> int:
 
 
 def _evaluate(options: argparse.Namespace) -> int:
-    from cluster.rundir import RunDirectory
-
-    rundir = RunDirectory(Path(options.run).absolute())
-    config = rundir.configuration()
+    rundir, config = _run_at(options.run)
     from cluster.offline import evaluate_run
 
     for line in evaluate_run(rundir, config, options.checkpoint, options.prompts):
@@ -182,10 +208,7 @@ def _evaluate(options: argparse.Namespace) -> int:
 
 
 def _export(options: argparse.Namespace) -> int:
-    from cluster.rundir import RunDirectory
-
-    rundir = RunDirectory(Path(options.run).absolute())
-    config = rundir.configuration()
+    rundir, config = _run_at(options.run)
     from cluster.offline import export_run
 
     print(f"wrote {export_run(rundir, config, Path(options.out), options.weights, options.checkpoint)}")
@@ -193,14 +216,16 @@ def _export(options: argparse.Namespace) -> int:
 
 
 def _fidelity(options: argparse.Namespace) -> int:
-    from cluster.rundir import RunDirectory
-
     if (options.config is None) == (options.run is None):
         raise ConfigError(["fidelity: give a preset name or a TOML file, or --run DIR, which brings its own configuration"])
+    if options.checkpoint is not None and options.run is None:
+        raise ConfigError(
+            [f"fidelity: --checkpoint {options.checkpoint}: of which run? Give --run DIR in place of a configuration"]
+        )
     if min(options.prompts, *options.steps) < 1 or (options.threads is not None and options.threads < 1):
         raise ConfigError(["fidelity: --prompts, --steps and --threads must be at least 1"])
-    rundir = RunDirectory(Path(options.run).absolute()) if options.run else None
-    config = measured(rundir.configuration(), options.overrides) if rundir else load(options.config, options.overrides)
+    rundir, config = _run_at(options.run) if options.run else (None, load(options.config, options.overrides))
+    config = measured(config, options.overrides) if rundir else config
     out = Path(options.out or f"{rundir.path if rundir else Path(config.run_root or 'runs') / config.name}-fidelity")
     from cluster.fidelity.measure import Measurement, checkpoint_of, run
 
@@ -249,11 +274,13 @@ def _words(text: str | None) -> tuple[str, ...]:
 
 
 def _report(options: argparse.Namespace) -> int:
-    from cluster.rundir import RunDirectory
-
-    rundir = RunDirectory(Path(options.run).absolute())
-    rundir.configuration()
+    rundir, _ = _run_at(options.run)
     from cluster.report.page import build_report
 
-    print(f"report: {build_report(rundir.path)}")
+    try:
+        print(f"report: {build_report(rundir.path)}")
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        raise ConfigError([f"{rundir.path / 'report.html'}: cannot be written ({error.strerror or error})"]) from None
     return DONE

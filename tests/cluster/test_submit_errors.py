@@ -1,0 +1,215 @@
+"""``sol-rl submit``, ``status`` and ``scale`` where the cluster or the configuration will not have it: one line, exit code 2."""
+
+import shlex
+import shutil
+import subprocess
+import sys
+
+import pytest
+
+from cluster import jobs
+from cluster.cli import main
+from configs.load import ConfigError, load
+from tests.cluster.head import ROOT, free_port
+
+HERE = "http://head:8265"
+
+
+class Refusing:
+    """A dashboard that answers and takes no job."""
+
+    def __init__(self, error):
+        self.error = error
+
+    def get_address(self):
+        return HERE
+
+    def submit_job(self, **how):
+        raise self.error
+
+    list_jobs = submit_job
+
+
+def line(capsys) -> str:
+    (only,) = capsys.readouterr().err.splitlines()
+    return only
+
+
+def refused() -> Exception:
+    from ray.exceptions import RpcError
+
+    return RpcError("no connection", 14)
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (RuntimeError("Request failed with status code 500: <html>\n<body>no</body>."), "status code 500: <html>); `ray job list"),
+        (RuntimeError(""), "(RuntimeError)"),
+        (ConnectionResetError("reset by peer"), "reset by peer"),
+        (ValueError("Package size (812.00MiB) exceeds the maximum size of 500.00MiB. To exclude"), "keep it outside"),
+        (refused(), "no connection"),
+    ],
+)
+def test_a_job_that_is_not_taken_is_one_line(monkeypatch, capsys, error, said):
+    def small(into, source, config):
+        (into / "pictures").mkdir(parents=True)
+        (into / "pictures" / "a.bin").write_bytes(bytes(3_000_000))
+        return source
+
+    monkeypatch.setattr(jobs, "client_of", lambda address: Refusing(error))
+    monkeypatch.setattr(jobs, "stage", small)
+    assert main(["submit", "quickstart", "--set", "run_root=/data", "--address", HERE]) == 2
+    told = line(capsys)
+    assert told.startswith(f"--address {HERE}: the job was not taken (") and said in told
+    assert ("'pictures' (3 MB)" in told) == isinstance(error, ValueError)
+
+
+def test_a_disk_too_full_to_stage_on_is_one_line(monkeypatch, capsys):
+    def full(into, source, config):
+        raise shutil.Error("No space left on device")
+
+    monkeypatch.setattr(jobs, "client_of", lambda address: Refusing(None))
+    monkeypatch.setattr(jobs, "stage", full)
+    assert main(["submit", "quickstart", "--set", "run_root=/data", "--address", HERE]) == 2
+    assert "No space left on device" in line(capsys)
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1:9", "head:8265", "ray://head:10001", "auto"])
+def test_an_address_that_is_no_url_is_refused(monkeypatch, capsys, address):
+    monkeypatch.delenv("RAY_API_SERVER_ADDRESS", raising=False)
+    assert main(["submit", "quickstart", "--set", "run_root=/data", "--address", address]) == 2
+    assert line(capsys) == f"--address {address}: the URL of a Ray dashboard is expected, http://HOST:8265"
+    monkeypatch.setenv("RAY_API_SERVER_ADDRESS", address)
+    assert main(["submit", "quickstart", "--set", "run_root=/data"]) == 2
+    assert line(capsys).startswith(f"RAY_API_SERVER_ADDRESS = {address}: the URL")
+
+
+def test_the_address_that_is_given_goes_before_the_environments(monkeypatch, capsys):
+    """Ray's own client has it the other way round."""
+    given, other = (f"http://127.0.0.1:{free_port()}" for _ in range(2))
+    for name in ("RAY_API_SERVER_ADDRESS", "RAY_ADDRESS"):
+        monkeypatch.setenv(name, other)
+        assert main(["submit", "quickstart", "--set", "run_root=/data", "--address", given]) == 2
+        told = line(capsys)
+        assert given in told and other not in told
+    monkeypatch.delenv("RAY_API_SERVER_ADDRESS")
+    assert main(["submit", "quickstart", "--set", "run_root=/data"]) == 2
+    assert f"RAY_ADDRESS = {other}: no Ray dashboard answers" in line(capsys)
+
+
+@pytest.mark.parametrize("arguments", [["status"], ["status", "--run", "x"], ["scale", "--rollout", "2"]])
+@pytest.mark.parametrize("way", ["environment", "option"])
+def test_a_dashboards_url_will_do_for_status_and_scale(monkeypatch, way, arguments):
+    asked = []
+    monkeypatch.setattr(jobs, "ask_through_job", lambda address, given, show, say: asked.append((address, given)) or 0)
+    if way == "environment":
+        monkeypatch.setenv("RAY_ADDRESS", HERE)
+        assert main(arguments) == 0
+    else:
+        monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:9")
+        assert main([*arguments, "--address", HERE]) == 0
+    assert asked == [(HERE, arguments)]
+
+
+def test_what_status_asks_may_be_refused_in_one_line(monkeypatch, capsys):
+    monkeypatch.setattr(
+        jobs, "client_of", lambda address: Refusing(RuntimeError("Request failed with status code 502: bad gateway"))
+    )
+    assert main(["status", "--address", HERE]) == 2
+    assert "502: bad gateway" in line(capsys)
+
+
+# ---- files that do not travel
+
+
+def scorer(key: str, settings: str) -> str:
+    return f"rewards.{key}=[{{name = 'clipscore', settings = {settings}}}]"
+
+
+@pytest.mark.parametrize(
+    ("override", "key"),
+    [
+        ("model.path=weights/model", "model.path = 'weights/model'"),
+        ("lora.init_from=weights/model", "lora.init_from = 'weights/model'"),
+        (scorer("scorers", "{checkpoint = 'checkpoints/HPS.pt'}"), "rewards.scorers.0.settings.checkpoint = 'checkpoints/HPS.pt'"),
+        (
+            scorer("evaluation_scorers", "{architecture = {files = ['../up.pt']}}"),
+            "rewards.evaluation_scorers.0.settings.architecture.files.0 = '../up.pt'",
+        ),
+    ],
+)
+def test_files_that_are_here_and_do_not_travel_are_refused(tmp_path, monkeypatch, capsys, override, key):
+    here = tmp_path / "here"
+    (here / "weights" / "model").mkdir(parents=True)
+    (here / "checkpoints").mkdir()
+    for file in (here / "checkpoints" / "HPS.pt", tmp_path / "up.pt"):
+        file.write_bytes(b"")
+    monkeypatch.chdir(here)
+    monkeypatch.setattr(jobs, "client_of", lambda address: pytest.fail("asked before the configuration was looked at"))
+    assert main(["submit", "quickstart", "--set", "run_root=/data", "--set", override]) == 2
+    told = line(capsys)
+    assert told.startswith(key) and told.endswith("give an absolute path on storage that nodes share")
+
+
+@pytest.mark.parametrize(
+    "override", ["model.path=/data/model", "model.path=owner/name", scorer("scorers", "{checkpoint = 'shapes/clip'}")]
+)
+def test_files_that_nodes_have_are_not(monkeypatch, override):
+    monkeypatch.chdir(ROOT)
+    jobs.check_files_of_job(load("quickstart", [override]))
+
+
+def test_weights_in_the_tree_are_not_sent(tmp_path, monkeypatch):
+    tree = tmp_path / "tree"
+    for name in ("configs/presets", "checkpoints", "mine/checkpoints"):
+        (tree / name).mkdir(parents=True)
+        (tree / name / "x").write_text("")
+    (tree / "pyproject.toml").write_text("")
+    monkeypatch.setattr(jobs, "TREE", tree)
+    monkeypatch.chdir(tree)
+    jobs.stage(
+        tmp_path / "out", "quickstart", load("quickstart", ["prompts.train=configs/presets/x", "prompts.test=configs/presets/x"])
+    )
+    assert not list((tmp_path / "out").rglob("checkpoints")) and (tmp_path / "out" / "configs" / "presets" / "x").exists()
+    with pytest.raises(ConfigError, match="lora.init_from = 'mine/checkpoints/x'"):
+        jobs.check_files_of_job(load("quickstart", ["lora.init_from=mine/checkpoints/x"]))
+    jobs.check_files_of_job(load("quickstart", ["lora.init_from=configs/presets/x"]))  # travels
+
+
+# ---- the image
+
+
+@pytest.mark.parametrize("extras", ["", "ocr,gpu"])
+def test_the_images_commands_write_only_where_rays_user_may(tmp_path, extras):
+    """With a pip that shows what it is given. The image itself needs docker."""
+    home, copied, tools = tmp_path / "home", tmp_path / "sol-rl", tmp_path / "bin"
+    for folder in (home, copied, tools):
+        folder.mkdir()
+    lines = (ROOT / "deploy" / "Dockerfile").read_text().splitlines()
+    (copy,) = [entry.split() for entry in lines if entry.startswith("COPY ")]
+    assert copy[1] == "--chown=ray:users" and copy[-1] == "/tmp/sol-rl/"
+    for name in copy[2:-1]:
+        shutil.copy(ROOT / name, copied)
+    (tools / "pip").write_text('#!/bin/sh\necho "$@" >> "$HOME/calls"\n')
+    (tools / "pip").chmod(0o755)
+    (tools / "python").symlink_to(sys.executable)
+    copied.chmod(0o555)
+    env = {"HOME": str(home), "PATH": f"{tools}:/usr/bin:/bin", "EXTRAS": extras}
+    for entry in (entry.removeprefix("RUN ") for entry in lines if entry.startswith("RUN ")):
+        command = entry.replace("/tmp/sol-rl", shlex.quote(str(copied)))
+        subprocess.run(["sh", "-ec", command], cwd="/", env=env, check=True, timeout=60)
+    assert "torch>=2.9" in (home / "requirements.txt").read_text().splitlines()
+    calls = (home / "calls").read_text().splitlines()
+    assert (
+        len(calls) == (2 if extras else 1) and f"-r {home}/requirements.txt" in calls[0] and "--no-build-isolation" not in calls[0]
+    )
+    if extras:
+        assert [entry.split("[")[0].split("=")[0] for entry in (home / "extras.txt").read_text().splitlines()] == [
+            "rapidocr-onnxruntime",
+            "transformer-engine",
+        ]
+        assert "--no-build-isolation" in calls[1]
+    stray = subprocess.run([sys.executable, copied / "requirements.py", "gpus"], capture_output=True, text=True)
+    assert stray.returncode == 1 and "no extra 'gpus'; there are: gpu, ocr" in stray.stderr
+    assert sorted(path.name for path in copied.iterdir()) == ["constraints.txt", "pyproject.toml", "requirements.py"]
