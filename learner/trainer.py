@@ -123,7 +123,7 @@ class Trainer:
         starts = seeds[:1] * len(seeds) if self.objective.one_noise else seeds
         streams = [stream_seed(self.config.seed, "sde", seed) for seed in seeds]
         drawn = sample_paths(self.family, self._denoiser, rows, starts, streams, steps, paths, batch_size=size)
-        return {"latents": drawn.states[:, -1].contiguous(), "states": drawn.states, "log_probs": drawn.log_probs}
+        return {"latents": drawn.latents, "states": drawn.states, "log_probs": drawn.log_probs}
 
     def join(self, replicas: Replicas) -> None:
         """Train together with others from now on. Raises GroupBroken, and ReplicasDiffer where they do not start from one state."""

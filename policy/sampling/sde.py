@@ -86,6 +86,17 @@ class PathSolver:
         """The step from x [B, *latent] with velocity v at sigma [B] to sigma_next [B]."""
         return TRANSITIONS[self.name](x, v, sigma, sigma_next, self.eta)
 
+    def decoded(self, x: Tensor, v: Tensor, sigma: Tensor, x_next: Tensor) -> Tensor:
+        """What becomes the picture of a path whose last step goes from x [B, *latent] with velocity v at sigma [B] to x_next.
+
+        With ``dance_sde`` the clean sample x - sigma v that the denoiser predicts there, as DanceGRPO's public code has it: the last
+        step is never trained on, and its noise, of the same level as any step's, would only be seen by the reward.
+        """
+        if self.name != "dance_sde":
+            return x_next
+        now, _ = _columns(x, sigma, sigma)
+        return x - now.to(x) * v
+
 
 @dataclass(frozen=True)
 class Paths:
@@ -93,6 +104,7 @@ class Paths:
 
     states: Tensor  # float32 [B, T + 1, *latent], from the initial noise to the latents at sigma 0
     log_probs: Tensor  # float32 [B, T], of the step from state j to state j + 1
+    latents: Tensor  # float32 [B, *latent], what is decoded: ``PathSolver.decoded``
 
 
 @torch.no_grad()
@@ -120,6 +132,7 @@ def sample_paths(
     size = batch_size or max(len(noise_seeds), 1)
     states = torch.empty((len(noise_seeds), steps + 1, *family.latent_shape))
     log_probs = torch.empty((len(noise_seeds), steps))
+    latents = torch.empty((len(noise_seeds), *family.latent_shape))
     for start in range(0, len(noise_seeds), size):
         rows = slice(start, start + size)
         part = cond.rows(rows).to(parameter.device, parameter.dtype)
@@ -128,8 +141,11 @@ def sample_paths(
         states[rows, 0] = x.cpu()
         for j in range(steps):
             now, after = (sigmas[k].to(x.device).expand(len(x)) for k in (j, j + 1))
-            step = solver.step(x, family.velocity(transformer, x, now, part), now, after)
+            before, v = x, family.velocity(transformer, x, now, part)
+            step = solver.step(before, v, now, after)
             x = step.mean + step.std * fresh[:, j]
             states[rows, j + 1] = x.cpu()
             log_probs[rows, j] = step.log_prob(x).cpu()
-    return Paths(states, log_probs)
+            if j == steps - 1:
+                latents[rows] = solver.decoded(before, v, now, x).cpu()
+    return Paths(states, log_probs, latents)

@@ -136,6 +136,20 @@ def test_a_path_has_the_shapes_and_starts_at_its_noise():
     assert torch.equal(paths.states[:, 0], noise_for([5, 2**63 + 1, 7], (4, 8)))
 
 
+def test_dance_sde_decodes_the_clean_sample_that_is_predicted_at_its_last_step():
+    """sigma 1/2, x = 2, v = 3: 2 - 3/2; a path's own end is still recorded, with its noise, and flow_sde decodes that."""
+    end = column(7.0)
+    assert PathSolver("dance_sde", 0.3).decoded(column(2.0), column(3.0), sigmas(0.5), end).item() == 0.5
+    assert PathSolver("flow_sde", 0.7).decoded(column(2.0), column(3.0), sigmas(0.5), end) is end
+    grid = GaussianFamily().sigmas(10)
+    dance, flow = draw([5, 6, 7], [1, 2, 3], solver=("dance_sde", 0.3)), draw([5, 6, 7], [1, 2, 3])
+    last = dance.states[:, -2]
+    assert torch.equal(dance.latents, last - grid[-2] * velocity(last, grid[-2].expand(3)))
+    noise = (dance.states[:, -1] - dance.latents).std().item()  # 0.3 sqrt(sigma), and a little of the step's correction
+    assert noise == pytest.approx(0.3 * math.sqrt(grid[-2].item()), rel=0.25)
+    assert torch.equal(flow.latents, flow.states[:, -1])
+
+
 def test_a_row_depends_on_its_own_seeds_alone():
     """The velocity here is elementwise, hence the same in every batch: paths are equal to the bit however they are batched."""
     whole, family = draw([5, 6, 7], [1, 2, 3]), GaussianFamily()
