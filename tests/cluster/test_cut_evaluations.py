@@ -1,0 +1,88 @@
+"""An evaluation that was cut short is done when the run goes on: the rows, scores and LoRA are those of a run never stopped."""
+
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+
+from cluster import held_out
+from cluster.errors import RunFailed
+from cluster.rundir import RunDirectory
+from cluster.sinks import Sinks
+from configs.schema import RunConfig
+from tests.cluster.faults import Fault, Striker, outcome
+from tests.cluster.runs import run_here, tiny_config
+
+ROWS = [(kind, i) for i in range(3) for kind in ("evaluation", "iteration")] + [("evaluation", 3)]
+
+
+@pytest.fixture(scope="module")
+def reference(ray_here, tiny_sd3_dir, tmp_path_factory) -> RunDirectory:
+    run = run_here(tiny_config(tiny_sd3_dir, tmp_path_factory.mktemp("evaluated"), "evaluated", evaluate__every=1))
+    assert rows_of(run) == ROWS
+    return run
+
+
+def rows_of(run: RunDirectory) -> list[tuple[str, int]]:
+    return [(row["kind"], row["iteration"]) for row in run.metrics()]
+
+
+def scores(run: RunDirectory) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in (run.path / "evaluations").iterdir()}
+
+
+def assert_as_if_nothing_had_been(run: RunDirectory, reference: RunDirectory) -> None:
+    assert rows_of(run) == ROWS
+    assert scores(run) == scores(reference)
+    assert outcome(run, 3) == outcome(reference, 3)
+
+
+def cut(config: RunConfig, iteration: int, moment: str) -> None:
+    """A run that ends in the evaluation after ``iteration``: when pictures have been scored, or when the scores have been written and
+    the row has not."""
+    row, pictures = Sinks.row, held_out.save_pictures
+
+    def scored(directory: Path, i: int, *shown: Any) -> None:
+        if i == iteration:
+            raise RunFailed("cut")
+        pictures(directory, i, *shown)
+
+    def written(self: Sinks, values: Any) -> None:
+        if (values["kind"], values["iteration"]) == ("evaluation", iteration):
+            raise RunFailed("cut")
+        row(self, values)
+
+    place: tuple[Any, str, Any] = (held_out, "save_pictures", scored) if moment == "scored" else (Sinks, "row", written)
+    with mock.patch.object(*place), pytest.raises(RunFailed, match="cut"):
+        run_here(config)
+    run = RunDirectory.of(config)
+    assert ("evaluation", iteration) not in rows_of(run)
+    assert (run.path / "evaluations" / f"step_{iteration:06d}.json").exists() == (moment == "written")
+
+
+@pytest.mark.parametrize(("iteration", "moment"), [(0, "written"), (1, "scored"), (1, "written"), (3, "written")])
+def test_a_run_that_is_resumed(reference, tiny_sd3_dir, tmp_path, iteration, moment):
+    config = tiny_config(tiny_sd3_dir, tmp_path, "cut", evaluate__every=1)
+    cut(config, iteration, moment)
+    assert_as_if_nothing_had_been(run_here(config, resume=True), reference)
+
+
+def test_a_run_that_gets_a_new_learner(reference, tiny_sd3_dir, tmp_path):
+    """Two calls draw the pictures that are trained on, the third is the evaluation's first."""
+    striker = Striker(Fault("learner", "kill", 0, "generate", count=3))
+    run = run_here(tiny_config(tiny_sd3_dir, tmp_path, "lost", evaluate__every=1), progress=striker)
+    (restored,) = [event for event in run.events() if event["event"] == "learner_restored"]
+    assert (restored["during"], restored["iteration"]) == (1, 1)
+    assert_as_if_nothing_had_been(run, reference)
+
+
+def test_a_run_that_had_ended_early_trains_no_further(ray_here, tiny_sd3_dir, tmp_path):
+    """The second update is the first that can have moved away from the base."""
+    config = tiny_config(tiny_sd3_dir, tmp_path, "early", stop__max_kl=1e-12)
+    cut(config, 2, "scored")
+    trained = [("evaluation", 0), ("iteration", 0), ("iteration", 1)]
+    assert rows_of(RunDirectory.of(config)) == trained
+    run = run_here(config, resume=True)
+    assert rows_of(run) == [*trained, ("evaluation", 2)]
+    assert [event["iteration"] for event in run.events() if event["event"] == "stopped_early"] == [2]

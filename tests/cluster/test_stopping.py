@@ -1,0 +1,207 @@
+"""A signal ends a run: after a checkpoint where there is something to save, at once where there is not, or when another comes."""
+
+import asyncio
+import os
+import signal
+import time
+from collections.abc import Coroutine, Sequence
+from pathlib import Path
+from subprocess import DEVNULL, PIPE
+from typing import Any
+
+import numpy as np
+import pytest
+
+from cluster import stopping
+from cluster.errors import StateLost, Stopped
+from cluster.rundir import RunDirectory
+from cluster.stopping import Stopping, unless_stopped
+from tests.cluster.processes import finish, kill_tree, start, wait_until
+from tests.cluster.runs import tiny_config, write_toml
+
+
+def signalled(*names: str) -> None:
+    for name in names:
+        os.kill(os.getpid(), getattr(signal, name))
+
+
+def stopped(work: Coroutine[Any, Any, None], stop: Stopping, save: Any, limit_s: float = 20.0) -> str | None:
+    """What comes of ``save`` after ``work``, which is to be cancelled."""
+
+    async def run() -> str | None:
+        stop.listen()
+        try:
+            await work
+        except asyncio.CancelledError:
+            return await stop.save(save(), limit_s)
+        raise AssertionError("the work was not cancelled")
+
+    return asyncio.run(run())
+
+
+class Saving:
+    """A checkpoint that takes ``seconds``, tells when it is begun, and counts how often it was begun and done."""
+
+    def __init__(self, seconds: float, error: Exception | None = None, told: Any = lambda: None):
+        self.seconds, self.error, self.told = seconds, error, told
+        self.begun = self.done = 0
+
+    async def __call__(self) -> None:
+        self.begun += 1
+        self.told()
+        await asyncio.sleep(self.seconds)
+        if self.error:
+            raise self.error
+        self.done += 1
+
+
+async def signals_then_sleep(*names: str) -> None:
+    signalled(*names)
+    await asyncio.sleep(30)
+
+
+@pytest.mark.parametrize("names", [["SIGTERM"], ["SIGTERM", "SIGTERM"], ["SIGINT", "SIGTERM"]])
+def test_signals_at_once_are_one_and_leave_time_to_save(names):
+    stop, save = Stopping(asyncio.Lock()), Saving(0.2)
+    assert stopped(signals_then_sleep(*names), stop, save) is None
+    assert (save.begun, save.done, stop.signal) == (1, 1, names[0])
+
+
+def test_a_second_signal_ends_the_saving(monkeypatch):
+    monkeypatch.setattr(stopping, "ECHO_S", 0.1)
+
+    def later() -> None:
+        asyncio.get_running_loop().call_later(0.3, signalled, "SIGINT")
+
+    stop, save, began = Stopping(asyncio.Lock()), Saving(30, told=later), time.monotonic()
+    assert stopped(signals_then_sleep("SIGTERM"), stop, save) == "a second signal came"
+    assert time.monotonic() - began < 10 and (save.begun, save.done, stop.signal) == (1, 0, "SIGINT")
+
+
+@pytest.mark.parametrize(
+    ("seconds", "error", "why"),
+    [
+        (30, None, "the learner did not write it within 0.2 s"),
+        (0, StateLost("the learner was lost: it died"), "the learner was lost"),
+    ],
+)
+def test_what_cannot_be_saved_is_not_waited_for(seconds, error, why):
+    began = time.monotonic()
+    assert (stopped(signals_then_sleep("SIGTERM"), Stopping(asyncio.Lock()), Saving(seconds, error), 0.2) or "").startswith(why)
+    assert time.monotonic() - began < 10
+
+
+def test_a_defect_while_saving_is_not_hidden():
+    with pytest.raises(OSError, match="No space"):
+        stopped(signals_then_sleep("SIGTERM"), Stopping(asyncio.Lock()), Saving(0, OSError(28, "No space left on device")))
+
+
+@pytest.mark.parametrize("again", [False, True])
+def test_an_update_is_finished_first_unless_a_second_signal_comes(monkeypatch, again):
+    monkeypatch.setattr(stopping, "ECHO_S", 0.1)
+    lock, save, finished = asyncio.Lock(), Saving(0), []
+
+    async def updating() -> None:
+        async with lock:
+            signalled("SIGTERM")
+            if again:
+                asyncio.get_running_loop().call_later(0.3, signalled, "SIGTERM")
+            await asyncio.sleep(0.8)
+            finished.append(True)
+        await asyncio.sleep(30)
+
+    why = stopped(updating(), Stopping(lock), save)
+    # in the middle of an update there is nothing that could be saved
+    assert (why, finished, save.begun) == (("a second signal came", [], 0) if again else (None, [True], 1))
+
+
+def test_what_comes_when_the_run_is_over_does_not_end_it_otherwise():
+    async def run() -> str:
+        stop = Stopping(asyncio.Lock())
+        stop.listen()
+        stop.over()
+        signalled("SIGTERM", "SIGINT")
+        await asyncio.sleep(0.2)
+        return "finished"
+
+    assert asyncio.run(run()) == "finished"
+
+
+def test_what_starts_nothing_is_ended_at_once():
+    with pytest.raises(Stopped, match="stopped by SIGTERM before anything was started"):
+        asyncio.run(unless_stopped(signals_then_sleep("SIGTERM")))
+
+    async def seven() -> int:
+        return 7
+
+    assert asyncio.run(unless_stopped(seven())) == 7
+
+
+# ---- whole commands
+
+
+class NeverLoaded:
+    """A scorer whose weights take for ever to load."""
+
+    def __init__(self) -> None:
+        time.sleep(600)
+
+    def __call__(self, images: np.ndarray, prompts: Sequence[str], metadata: Sequence[dict[str, Any]]) -> np.ndarray:
+        raise AssertionError("never loaded")
+
+
+def text_of(path: Path) -> str:
+    return path.read_text() if path.exists() else ""
+
+
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGINT"])
+def test_a_run_whose_actors_still_start_stops_at_once(tiny_sd3_dir, tmp_path, name):
+    config = tiny_config(tiny_sd3_dir, tmp_path, "starting", rewards__scorers=[{"name": f"{__name__}:NeverLoaded"}])
+    run = RunDirectory.of(config)
+    process = start("train", str(write_toml(config, tmp_path)), stdout=DEVNULL, stderr=PIPE)
+    try:
+        wait_until(lambda: '"run_started"' in text_of(run.events_file), process)
+        began = time.monotonic()
+        process.send_signal(getattr(signal, name))
+        code, _, errors = finish(process, 90)
+    finally:
+        kill_tree(process)
+    assert (code, errors) == (130, f"stopped by {name} before iteration 0; continue with --resume\n")
+    assert time.monotonic() - began < 60  # a scorer is loaded for 600
+    assert run.events()[-1]["event"] == "run_stopped" and list(run.checkpoints.iterdir()) == []
+
+
+def test_a_run_that_waits_for_nodes_stops_at_once(tiny_sd3_dir, tmp_path):
+    changes = {"services__wait_for_nodes_s": 600, "services__rollout__labels": {"pool": "nowhere"}}
+    config, log = tiny_config(tiny_sd3_dir, tmp_path, "waiting", **changes), tmp_path / "log"
+    with log.open("w") as out:
+        process = start("train", str(write_toml(config, tmp_path)), stdout=out, stderr=PIPE)
+        try:
+            wait_until(lambda: "waiting up to 600 s" in log.read_text(), process)
+            process.send_signal(signal.SIGTERM)
+            code, _, errors = finish(process, 60)
+        finally:
+            kill_tree(process)
+    assert (code, errors) == (130, "stopped by SIGTERM before anything was started\n")
+    assert not RunDirectory.of(config).path.exists()
+
+
+def test_a_second_signal_does_not_wait_for_a_learner_that_hangs(tiny_sd3_dir, tmp_path):
+    config = tiny_config(tiny_sd3_dir, tmp_path, "hanging", iterations=500, checkpoint__every=400, services__rollout__actors=1)
+    run = RunDirectory.of(config)
+    process = start("train", str(write_toml(config, tmp_path)), stdout=DEVNULL, stderr=PIPE)
+    try:
+        wait_until(lambda: '"kind": "iteration"' in text_of(run.metrics_file), process)
+        (learner,) = [each for each in run.events() if each["event"] == "actor_started" and each["kind"] == "learner"]
+        os.kill(learner["pid"], signal.SIGSTOP)  # services.learner.deadline_s are 900
+        process.send_signal(signal.SIGTERM)
+        time.sleep(stopping.ECHO_S + 1)
+        assert process.poll() is None
+        process.send_signal(signal.SIGTERM)
+        code, _, errors = finish(process, 90)
+    finally:
+        kill_tree(process)
+    assert code == 130 and errors.startswith("stopped by SIGTERM before iteration") and errors.count("\n") == 1, errors
+    assert "without its checkpoint (a second signal came); continue with --resume" in errors
+    assert [event["event"] for event in run.events()][-2:] == ["checkpoint_missed", "run_stopped"]
+    assert not list(run.checkpoints.glob("step_*"))
