@@ -30,9 +30,13 @@ def locate(source: str, names: Sequence[str]) -> Path:
     here = local(source, names)
     if here is not None:
         return here
-    match = HUB_ID.fullmatch(source)
-    assert match is not None
-    return _download(match["repo"], (match["file"],) if match["file"] else names)
+    repo, _, file = source.partition(":")
+    return _download(repo, (file,) if file else names)
+
+
+def repository(source: str, names: Sequence[str]) -> str | None:
+    """The hub's repository that ``source`` names; None where it is a file or directory that is here. Raises as ``local`` does."""
+    return source.partition(":")[0] if local(source, names) is None else None
 
 
 def local(source: str, names: Sequence[str]) -> Path | None:
@@ -51,6 +55,26 @@ def local(source: str, names: Sequence[str]) -> Path | None:
         made = "build it with `make shapes-clip`" if source.startswith("shapes/") else ADVICE
         raise ScorerSetupError(f"there is no checkpoint {source!r}: give a file, a directory, or a hub id owner/name; {made}")
     return None
+
+
+def fetch(repo: str, name: str) -> Path | None:
+    """A file of the hub's ``repo``, from the local cache where it is there; None: the repository has no such file.
+
+    Raises ScorerSetupError where that cannot be told, as without a network.
+    """
+    from huggingface_hub import hf_hub_download
+    from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
+
+    try:
+        return Path(hf_hub_download(repo, name))
+    except Exception as error:  # LocalEntryNotFoundError, an EntryNotFoundError, is that of a hub which did not answer
+        if isinstance(error, EntryNotFoundError) and not isinstance(error, LocalEntryNotFoundError):
+            return None
+        reason = (str(error).strip().splitlines() or [""])[0]
+        raise ScorerSetupError(
+            f"{repo!r} is no file or directory here, and the hub does not say whether it has {name} ({type(error).__name__}: {reason[:200]}): "
+            f"fetch it where there is a network, into a directory with the weights, and give its path; {ADVICE}"
+        ) from None
 
 
 def _download(repo: str, names: Sequence[str]) -> Path:

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from rewards.base import ScorerSetupError
-from rewards.checkpoints import load_weights, locate, read_state
+from rewards.checkpoints import fetch, load_weights, locate, read_state, repository
 from rewards.paired import PairedScorer, cosine, distinct
 from rewards.pictures import CLIP_MEAN, CLIP_STD, crop_square, normalise, pad_square
 
@@ -27,11 +27,14 @@ class OpenClipScorer(PairedScorer):
     """Cosine of the two towers of an open_clip CLIP; without the logit scale.
 
     ``checkpoint``: a file, a directory or a hub id of open_clip weights. ``architecture``: a name that open_clip knows, or a table
-    as in its model configurations (embed_dim, vision_cfg, text_cfg); by default what ``open_clip_config.json`` beside the weights
-    says, or else the scorer's own.
+    as in its model configurations (embed_dim, vision_cfg, text_cfg); by default what ``open_clip_config.json`` says, beside the weights
+    or on the hub. Without one a path is of the scorer's own architecture, ``default``, and so is the repository ``published``; another
+    repository is refused.
     """
 
     default = ""
+    published = ""
+    resizes: ClassVar[dict[str, str]] = {}  # of open_clip's words for how pictures are resized, those that this scorer follows
     paths: ClassVar[dict[str, tuple[str, ...]]] = {"checkpoint": FILES}
 
     def __init__(
@@ -43,16 +46,35 @@ class OpenClipScorer(PairedScorer):
         device: str | None = None,
     ) -> None:
         super().__init__(batch_size, dtype, device)
+        described = self._description(checkpoint, architecture is not None)
         path = locate(checkpoint, self.paths["checkpoint"])
-        beside = _config_beside(path)
-        cfg = _architecture(architecture or beside.get("model_cfg") or self.default)
+        cfg = _architecture(architecture or described.get("model_cfg") or self.default)
         self.model = _build(cfg)
         load_weights(self.model, read_state(path), path, str(architecture or self.default))
         self.model.to(self.device, self.dtype).eval()
         self.tokenise = _tokenizer(cfg, path)
-        told = beside.get("preprocess_cfg", {})
+        told = described.get("preprocess_cfg", {})
         self.mean, self.std = told.get("mean", CLIP_MEAN), told.get("std", CLIP_STD)
         self.size = int(cfg["vision_cfg"]["image_size"])
+
+    def _description(self, checkpoint: str, architecture_given: bool) -> dict[str, Any]:
+        """open_clip's own words on a checkpoint; nothing where there are none, and of the published one, which the scorer knows."""
+        names = self.paths["checkpoint"]
+        repo = repository(checkpoint, names)
+        if repo == self.published:
+            return {}
+        file = locate(checkpoint, names).with_name(CONFIG) if repo is None else fetch(repo, CONFIG)
+        told = _read_description(file) if file is not None and file.is_file() else {}
+        if repo is not None and not told.get("model_cfg") and not architecture_given:
+            raise ScorerSetupError(
+                f"{repo!r} has no {CONFIG} that says what it was trained as: set architecture, or use {self.published}"
+            )
+        for key, own in self.resizes.items():
+            if (wanted := told.get("preprocess_cfg", {}).get(key, own)) != own:
+                raise ScorerSetupError(
+                    f"{checkpoint!r}: its {CONFIG} has {key} = {wanted!r}; this scorer makes pictures with {own!r} only"
+                )
+        return told
 
     def score(self, pixels: torch.Tensor, prompts: list[str]) -> torch.Tensor:
         """Cosine in [-1, 1] of each picture and its prompt."""
@@ -69,6 +91,8 @@ class ClipScore(OpenClipScorer):
     """
 
     default = "ViT-L-14-quickgelu"
+    published = "timm/vit_large_patch14_clip_224.openai"
+    resizes: ClassVar[dict[str, str]] = {"interpolation": "bicubic", "resize_mode": "shortest"}
 
     def pixels(self, images: np.ndarray) -> torch.Tensor:
         """uint8 [B, 3, H, W] -> float32 [B, 3, S, S]."""
@@ -83,6 +107,7 @@ class HPSv2(OpenClipScorer):
     """
 
     default = "ViT-H-14"
+    published = "xswu/HPSv2"
     paths: ClassVar[dict[str, tuple[str, ...]]] = {"checkpoint": ("HPS_v2.1_compressed.pt", "HPS_v2_compressed.pt", *FILES)}
 
     def pixels(self, images: np.ndarray) -> torch.Tensor:
@@ -90,15 +115,11 @@ class HPSv2(OpenClipScorer):
         return normalise(pad_square(images, self.size), self.mean, self.std)
 
 
-def _config_beside(path: Path) -> dict[str, Any]:
-    """open_clip's own description of a checkpoint, where one lies beside it; else nothing."""
-    file = path.with_name(CONFIG)
-    if not file.is_file():
-        return {}
+def _read_description(file: Path) -> dict[str, Any]:
     try:
         return dict(json.loads(file.read_text(encoding="utf-8")))
-    except ValueError as error:
-        raise ScorerSetupError(f"{file}: not JSON ({error}): remove it, or mend it") from None
+    except (TypeError, ValueError) as error:
+        raise ScorerSetupError(f"{file}: no JSON object ({error}): remove it, or mend it") from None
 
 
 def _architecture(wanted: str | dict[str, Any]) -> dict[str, Any]:
@@ -132,7 +153,9 @@ def _tokenizer(cfg: dict[str, Any], path: Path) -> Any:
     if not cfg["text_cfg"].get("hf_tokenizer_name"):
         return SimpleTokenizer(context_length=length)
     if not path.with_name("tokenizer.json").is_file():
-        raise ScorerSetupError(f"{path.parent}: {CONFIG} names a tokenizer, but there is no tokenizer.json: put it there")
+        raise ScorerSetupError(
+            f"{path.parent}: {CONFIG} names a tokenizer, but there is no tokenizer.json: give a directory with both"
+        )
     tokenizer = HFTokenizer(str(path.parent), context_length=length)
     wanted, found = int(cfg["text_cfg"]["vocab_size"]), len(tokenizer.tokenizer)
     if found != wanted:
