@@ -44,15 +44,21 @@ def resolve(name: str) -> str:
 
 def check_settings(scorer: ScorerConfig) -> None:
     """What can be found wrong with a scorer without loading it: an unknown name, and of a built-in one settings that it does not
-    take and weights that are not at the path given (its class names those settings in ``paths``). Raises ScorerSetupError."""
+    take, values that its class refuses (``check``) and weights that are not at the path given (its class names those settings in
+    ``paths``). Raises ScorerSetupError."""
     target = resolve(scorer.name)
     if scorer.name not in SCORERS:
         return
     module_name, _, attribute = target.partition(":")
     made: Any = getattr(importlib.import_module(module_name), attribute)
     try:
-        inspect.signature(made).bind(**scorer.settings)
-    except TypeError as error:
+        settings = inspect.signature(made).bind(**scorer.settings)
+        settings.apply_defaults()
+        if check := getattr(made, "check", None):
+            check(settings.arguments)
+    except ScorerSetupError as error:
+        raise ScorerSetupError(f"scorer {scorer.name!r}: {error}") from None
+    except (TypeError, AttributeError) as error:
         raise ScorerSetupError(f"scorer {scorer.name!r}: settings = {scorer.settings}: {error}") from None
     for setting, names in getattr(made, "paths", {}).items():
         if isinstance(given := scorer.settings.get(setting), str):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
@@ -21,6 +21,8 @@ class Scorer(Protocol):
     """Pictures in, one number per picture out; higher is better.
 
     A scorer may also have an attribute ``parts``: dict[str, float32 [B]], the parts of its last call, which are logged.
+    A built-in one may have a static method ``check``: all settings by name -> nothing; it raises ScorerSetupError for those that
+    can be seen to be wrong without a model.
     """
 
     def __call__(self, images: np.ndarray, prompts: Sequence[str], metadata: Sequence[dict[str, Any]]) -> np.ndarray:
@@ -48,6 +50,18 @@ def check(scores: Any, count: int) -> tuple[np.ndarray, str | None]:
     problem = f"returned {values[bad[0]]} for picture {bad[0]} of {count} ({len(bad)} not finite): a score must be a finite number"
     values[bad] = np.nan
     return values, problem
+
+
+def require_count(name: str, value: Any, least: int) -> None:
+    """Raise ScorerSetupError unless a setting is a whole number from ``least`` up."""
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise ScorerSetupError(f"{name} is {value!r}: use a whole number, {least} or more")
+
+
+def require_one_of(name: str, value: Any, words: Iterable[str]) -> None:
+    """Raise ScorerSetupError unless a setting is one of ``words``."""
+    if value not in (words := list(words)):
+        raise ScorerSetupError(f"{name} is {value!r}: use one of {', '.join(words)}")
 
 
 def require_pictures(images: np.ndarray, prompts: Sequence[str], metadata: Sequence[dict[str, Any]]) -> None:

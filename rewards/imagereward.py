@@ -7,7 +7,7 @@ the two against each other.
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -101,13 +101,18 @@ class ImageReward(PairedScorer):
     ) -> None:
         super().__init__(batch_size, dtype, device)
         chosen = architecture or {}
-        if unknown := sorted(chosen.keys() - {"vision", "text"}):
-            raise ScorerSetupError(f"architecture has {', '.join(unknown)}: it takes the tables vision and text")
+        _check_tables(chosen)
         self.tokenise = bert_tokenizer(vocabulary)
         path = locate(checkpoint, self.paths["checkpoint"])
         self.model = Judge(chosen.get("vision", {}), chosen.get("text", {}))
         load_weights(self.model, renamed(read_state(path), path), path, "ImageReward")
         self.model.to(self.device, self.dtype).eval()
+
+    @staticmethod
+    def check(settings: Mapping[str, Any]) -> None:
+        """As every learned scorer's, and the names of the tables in ``architecture``."""
+        PairedScorer.check(settings)
+        _check_tables(settings["architecture"] or {})
 
     def pixels(self, images: np.ndarray) -> torch.Tensor:
         """uint8 [B, 3, H, W] -> float32 [B, 3, S, S]."""
@@ -119,6 +124,11 @@ class ImageReward(PairedScorer):
         words = self.tokenise(prompts, padding="max_length", truncation=True, max_length=TOKENS, return_tensors="pt")
         raw = self.model(pixels.to(self.device, self.dtype), words.input_ids.to(self.device), words.attention_mask.to(self.device))
         return (raw.float() - MEAN) / STD
+
+
+def _check_tables(architecture: Mapping[str, Any]) -> None:
+    if unknown := sorted(architecture.keys() - {"vision", "text"}):
+        raise ScorerSetupError(f"architecture has {', '.join(unknown)}: it takes the tables vision and text")
 
 
 def renamed(state: dict[str, torch.Tensor], path: Path) -> dict[str, torch.Tensor]:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 from PIL import Image
+
+from rewards.base import ScorerSetupError, require_count
 
 QUALITY = 95
 BYTES_PER_KB = 1000.0
@@ -29,9 +31,15 @@ class JpegIncompressibility:
     sign = 1.0
 
     def __init__(self, quality: int = QUALITY) -> None:
-        if not 1 <= quality <= 95:
-            raise ValueError(f"quality is {quality}: use 1 to 95")
+        self.check({"quality": quality})
         self.quality = quality
+
+    @staticmethod
+    def check(settings: Mapping[str, Any]) -> None:
+        """Raises ScorerSetupError for a quality that Pillow does not have."""
+        require_count("quality", quality := settings["quality"], 1)
+        if quality > 95:
+            raise ScorerSetupError(f"quality is {quality}: use 1 to 95")
 
     def __call__(self, images: np.ndarray, prompts: Sequence[str], metadata: Sequence[dict[str, Any]]) -> np.ndarray:
         """uint8 [B, 3, H, W] -> float32 [B]; prompts and metadata are not looked at."""

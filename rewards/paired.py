@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 
-from rewards.base import ScorerSetupError, require_pictures
+from rewards.base import ScorerSetupError, require_count, require_one_of, require_pictures
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -22,12 +22,19 @@ class PairedScorer(ABC):
     """
 
     def __init__(self, batch_size: int = 16, dtype: str = "fp32", device: str | None = None) -> None:
-        if batch_size < 1:
-            raise ScorerSetupError(f"batch_size is {batch_size}: use 1 or more")
-        if dtype not in DTYPES:
-            raise ScorerSetupError(f"dtype is {dtype!r}: use one of {', '.join(DTYPES)}")
+        PairedScorer.check({"batch_size": batch_size, "dtype": dtype, "device": device})
         self.batch_size, self.dtype = batch_size, DTYPES[dtype]
         self.device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+
+    @staticmethod
+    def check(settings: Mapping[str, Any]) -> None:
+        """Raises ScorerSetupError for a batch size, precision or device that is none."""
+        require_count("batch_size", settings["batch_size"], 1)
+        require_one_of("dtype", settings["dtype"], DTYPES)
+        try:
+            torch.device(settings["device"] or "cpu")
+        except (RuntimeError, TypeError):
+            raise ScorerSetupError(f"device is {settings['device']!r}: use cpu, cuda or cuda:N") from None
 
     def __call__(self, images: np.ndarray, prompts: Sequence[str], metadata: Sequence[dict[str, Any]]) -> np.ndarray:
         """uint8 [B, 3, H, W] and B prompts -> float32 [B]; metadata is not looked at."""

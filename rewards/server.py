@@ -8,14 +8,15 @@ import io
 import json
 import time
 import urllib.error
+import urllib.parse
 import urllib.request
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 from PIL import Image
 
-from rewards.base import ScorerError, ScorerSetupError, require_pictures
+from rewards.base import ScorerError, ScorerSetupError, require_count, require_one_of, require_pictures
 
 TYPES = {"npz": "application/x-npz", "json": "application/json"}
 AGAIN = (408, 425, 429)  # worth another try besides the 5xx: timed out, too early, too many
@@ -31,15 +32,20 @@ class HttpScorer:
     """
 
     def __init__(self, url: str, encoding: str = "npz", timeout_s: float = 60.0, retries: int = 2, batch_size: int = 0) -> None:
-        if not url.startswith(("http://", "https://")):
-            raise ScorerSetupError(f"url is {url!r}: give http://host:port/path or https://...")
-        if encoding not in TYPES:
-            raise ScorerSetupError(f"encoding is {encoding!r}: use one of {', '.join(TYPES)}")
-        if timeout_s <= 0 or retries < 0 or batch_size < 0:
-            raise ScorerSetupError(
-                f"timeout_s = {timeout_s}, retries = {retries}, batch_size = {batch_size}: use a positive time, and no negative count"
-            )
+        self.check({"url": url, "encoding": encoding, "timeout_s": timeout_s, "retries": retries, "batch_size": batch_size})
         self.url, self.encoding, self.timeout_s, self.retries, self.batch_size = url, encoding, timeout_s, retries, batch_size
+
+    @staticmethod
+    def check(settings: Mapping[str, Any]) -> None:
+        """Raises ScorerSetupError for settings with which no server can be asked."""
+        url, timeout_s = settings["url"], settings["timeout_s"]
+        if not isinstance(url, str) or not url.startswith(("http://", "https://")) or not _host(url):
+            raise ScorerSetupError(f"url is {url!r}: give http://host:port/path or https://...")
+        require_one_of("encoding", settings["encoding"], TYPES)
+        if isinstance(timeout_s, bool) or not isinstance(timeout_s, int | float) or not 0 < timeout_s < float("inf"):
+            raise ScorerSetupError(f"timeout_s is {timeout_s!r}: use a positive time in seconds")
+        require_count("retries", settings["retries"], 0)
+        require_count("batch_size", settings["batch_size"], 0)
 
     def __call__(self, images: np.ndarray, prompts: Sequence[str], metadata: Sequence[dict[str, Any]]) -> np.ndarray:
         """uint8 [B, 3, H, W] -> float32 [B], NaN where the server says null. Raises ScorerError, one line."""
@@ -68,6 +74,15 @@ class HttpScorer:
             except (OSError, http.client.HTTPException) as error:  # URLError and timeouts are OSErrors
                 problem = f"did not answer ({getattr(error, 'reason', None) or error})"
         raise ScorerError(f"{self.url} {problem}, tries: {attempt + 1}")
+
+
+def _host(url: str) -> str | None:
+    """The host of a URL; None where there is none, or no number for a port."""
+    try:
+        parts = urllib.parse.urlsplit(url)
+        return parts.hostname if parts.port != 0 else None
+    except ValueError:
+        return None
 
 
 def encode(encoding: str, images: np.ndarray, prompts: Sequence[str], metadata: Sequence[dict[str, Any]]) -> bytes:

@@ -27,6 +27,7 @@ def config_file(tmp_path, tiny_sd3_dir) -> Path:
         ("rewards.scorers=[{name = 'shpes'}]", "did you mean 'shapes'"),
         ("rewards.scorers=[{name = 'tests.nothing:X'}]", "tests.nothing"),
         ("rewards.scorers=[{name = 'clipscore', settings = {checkpoint = 'shapes/none'}}]", "checkpoint 'shapes/none'"),
+        ("rewards.scorers=[{name = 'http', settings = {url = 'http://127.0.0.1:9', encoding = 'xml'}}]", "encoding is 'xml'"),
         ("rewards.evaluation_scorers=[{name = 'hpsv2', settings = {checkpoint = '/no/such.pt'}}]", "checkpoint '/no/such.pt'"),
     ],
 )

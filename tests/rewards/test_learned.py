@@ -258,7 +258,7 @@ def test_state_dicts_are_unwrapped(tmp_path):
         ("clipscore", {"architecture": {"embed_dim": 3}}, "architecture lacks vision_cfg, text_cfg"),
         ("hpsv2", {"architecture": {**parity.TINY, "embed_dim": 25}}, r"is \[\d+, 24\], not \[\d+, 25\]; set architecture"),
         ("hpsv2", {"dtype": "int4"}, "dtype is 'int4': use one of fp32, bf16, fp16"),
-        ("pickscore", {"batch_size": 0}, "batch_size is 0: use 1 or more"),
+        ("pickscore", {"batch_size": 0}, "batch_size is 0: use a whole number, 1 or more"),
         ("imagereward", {"architecture": {"audio": {}}}, "architecture has audio: it takes the tables vision and text"),
     ],
 )

@@ -97,6 +97,23 @@ def test_a_module_whose_own_import_fails_says_install(tmp_path, monkeypatch):
         ("clipscore", {}, "missing a required argument: 'checkpoint'"),
         ("jpeg_compressibility", {"qality": 3}, "unexpected keyword argument 'qality'"),
         ("shpes", {}, "did you mean 'shapes'"),
+        ("jpeg_incompressibility", {"quality": 96}, "'jpeg_incompressibility': quality is 96: use 1 to 95"),
+        ("http", {"url": "http://x:80", "encoding": "xml"}, "'http': encoding is 'xml': use one of npz, json"),
+        ("http", {"url": "http://x:80", "encoding": ["npz"]}, r"encoding is \['npz'\]: use one of"),
+        ("http", {"url": "x:80"}, "url is 'x:80': give http://host:port"),
+        ("http", {"url": "http://:80/score"}, "give http://host:port"),
+        ("http", {"url": "http://x:http"}, "give http://host:port"),
+        ("http", {"url": 80}, "url is 80: give http://host:port"),
+        ("http", {"url": "http://x", "timeout_s": -1}, "timeout_s is -1: use a positive time"),
+        ("http", {"url": "http://x", "timeout_s": "60"}, "timeout_s is '60': use a positive time"),
+        ("http", {"url": "http://x", "batch_size": -1}, "batch_size is -1: use a whole number, 0 or more"),
+        ("http", {"url": "http://x", "retries": 1.5}, "retries is 1.5: use a whole number, 0 or more"),
+        ("clipscore", {"checkpoint": "a/b", "dtype": "int4"}, "'clipscore': dtype is 'int4': use one of fp32, bf16, fp16"),
+        ("hpsv2", {"checkpoint": "a/b", "batch_size": 0}, "'hpsv2': batch_size is 0: use a whole number, 1 or more"),
+        ("pickscore", {"checkpoint": "a/b", "batch_size": "16"}, "batch_size is '16': use a whole number"),
+        ("pickscore", {"checkpoint": "a/b", "device": "gpu"}, "device is 'gpu': use cpu, cuda or cuda:N"),
+        ("imagereward", {"checkpoint": "a/b", "architecture": {"audio": {}}}, "architecture has audio: it takes the tables"),
+        ("imagereward", {"checkpoint": "a/b", "dtype": "half"}, "dtype is 'half'"),
     ],
 )
 def test_settings_that_cannot_work_are_found_without_loading_anything(tmp_path, name, settings, said):
@@ -112,6 +129,8 @@ def test_settings_that_may_work_are_left_to_the_actors(tmp_path):
     check_settings(ScorerConfig(name="pickscore", settings={"checkpoint": str(tmp_path)}))
     check_settings(ScorerConfig(name="pickscore", settings={"checkpoint": "someone/model"}))
     check_settings(ScorerConfig(name="pickscore", settings={"checkpoint": "someone/model:weights.safetensors"}))
+    check_settings(ScorerConfig(name="http", settings={"url": "https://[::1]:8443/score", "timeout_s": 5, "encoding": "json"}))
+    check_settings(ScorerConfig(name="imagereward", settings={"checkpoint": "a/b", "dtype": "bf16", "device": "cuda:1"}))
     check_settings(ScorerConfig(name="nowhere:Scorer", settings={"checkpoint": "/no/such.pt"}))
 
 
