@@ -48,13 +48,14 @@ def check_scorers(config: RunConfig) -> None:
         if own is not None and own.runtime_env:
             continue  # its module may exist in its actors' environment only
         try:
-            check_settings(scorer)
             module = resolve(scorer.name).partition(":")[0]
             found = importlib.util.find_spec(module)
+            check_settings(scorer)
         except ScorerSetupError as error:
             raise ConfigError([str(error)]) from None
-        except ImportError:
-            found = None
+        except ImportError as error:
+            advice = "put its directory on PYTHONPATH, or install what it needs"
+            raise ConfigError([f"rewards.scorers: {scorer.name!r} cannot be imported ({error}): {advice}"]) from None
         if found is None:
             raise ConfigError([f"rewards.scorers: {scorer.name!r}: there is no module {module!r}: put its directory on PYTHONPATH"])
 

@@ -3,6 +3,7 @@
 import json
 import os
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -25,7 +26,8 @@ def config_file(tmp_path, tiny_sd3_dir) -> Path:
         ("model.path=/no/such/model", "there is no directory '/no/such/model'"),
         ("prompts.train=/no/such/file.txt", "cannot be read"),
         ("rewards.scorers=[{name = 'shpes'}]", "did you mean 'shapes'"),
-        ("rewards.scorers=[{name = 'tests.nothing:X'}]", "tests.nothing"),
+        ("rewards.scorers=[{name = 'tests.nothing:X'}]", "there is no module 'tests.nothing'"),
+        ("rewards.scorers=[{name = 'no_such_package.scorers:X'}]", "cannot be imported (No module named 'no_such_package')"),
         ("rewards.scorers=[{name = 'clipscore', settings = {checkpoint = 'shapes/none'}}]", "checkpoint 'shapes/none'"),
         ("rewards.scorers=[{name = 'http', settings = {url = 'http://127.0.0.1:9', encoding = 'xml'}}]", "encoding is 'xml'"),
         ("rewards.evaluation_scorers=[{name = 'hpsv2', settings = {checkpoint = '/no/such.pt'}}]", "checkpoint '/no/such.pt'"),
@@ -36,6 +38,13 @@ def test_bad_configuration_is_one_line_and_exit_code_2(config_file, capsys, over
     errors = capsys.readouterr().err
     assert said in errors and errors.count("\n") == 1, errors
     assert not (config_file.parent / "runs").exists()
+
+
+def test_a_built_in_scorer_that_cannot_be_imported(config_file, capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "rewards.jpeg", None)
+    assert main(["train", str(config_file)]) == 2
+    errors = capsys.readouterr().err
+    assert "'jpeg_compressibility' cannot be imported (" in errors and errors.count("\n") == 1, errors
 
 
 def test_an_empty_prompt_file(config_file, tmp_path, capsys):
