@@ -8,16 +8,19 @@ from collections.abc import Coroutine, Sequence
 from pathlib import Path
 from subprocess import DEVNULL, PIPE
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
 
 from cluster import stopping
 from cluster.errors import StateLost, Stopped
+from cluster.learners import LearnerGroup
 from cluster.rundir import RunDirectory
 from cluster.stopping import Stopping, unless_stopped
+from tests.cluster.faults import Fault, Striker, outcome
 from tests.cluster.processes import finish, kill_tree, start, wait_until
-from tests.cluster.runs import tiny_config, write_toml
+from tests.cluster.runs import run_here, tiny_config, write_toml
 
 
 def signalled(*names: str) -> None:
@@ -135,6 +138,20 @@ def test_what_starts_nothing_is_ended_at_once():
         return 7
 
     assert asyncio.run(unless_stopped(seven())) == 7
+
+
+def test_a_run_stops_while_its_learner_is_replaced(undisturbed, tiny_sd3_dir, tmp_path):
+    """What the learner knew since its checkpoint is gone, so there is nothing to save, nor to wait for."""
+
+    async def renew(self: LearnerGroup, why: str) -> None:
+        await signals_then_sleep("SIGTERM")
+
+    config = tiny_config(tiny_sd3_dir, tmp_path, "replaced")
+    with mock.patch.object(LearnerGroup, "renew", renew), pytest.raises(Stopped) as end:
+        run_here(config, progress=Striker(Fault("learner", "kill", 1, "update")))
+    assert str(end.value) == "stopped by SIGTERM before iteration 1; continue with --resume"
+    run = run_here(config, resume=True)
+    assert outcome(run, 3) == outcome(undisturbed, 3)
 
 
 # ---- whole commands
