@@ -272,12 +272,12 @@ class Slow(Harness):
 
 
 def test_an_empty_place_keeps_no_unit_from_those_who_are_there(ray_here, tmp_path):
-    """A unit at a time, so that it is the empty place's idle slots which could take it; they would hold it for the start deadline."""
+    """So many that each slot that waits for one could take one; those of the empty place would hold it for the start deadline."""
     harness = Slow(in_flight=2)
 
     async def work(pool: ActorPool) -> list[int]:
         await harness.lose_one(tmp_path / "dead")
-        return [await asyncio.wait_for(pool.call(i, "double", i), 20) for i in range(8)]
+        return await asyncio.wait_for(asyncio.gather(*(pool.call(i, "double", i, 0.1) for i in range(8))), 20)
 
     assert harness.run(work) == [2 * i for i in range(8)]
     assert "actor_benched" not in harness.names()
