@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
+import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +18,7 @@ from cluster.pictures import save_pictures
 from cluster.rundir import RunDirectory, write_json
 from cluster.services import Services, join_or_start_ray
 from configs.load import ConfigError
-from configs.prompts import Prompt, read_prompts
+from configs.prompts import Prompt, prompt_file, read_prompts
 from configs.schema import RunConfig
 from learner import checkpoint
 from policy.lora import save_diffusers_lora
@@ -59,13 +62,14 @@ def export_run(rundir: RunDirectory, config: RunConfig, out: Path, weights: str,
     return out
 
 
-def evaluate_run(rundir: RunDirectory, config: RunConfig, step: int | None, prompt_file: str | None) -> list[str]:
+def evaluate_run(rundir: RunDirectory, config: RunConfig, step: int | None, given: str | None) -> list[str]:
     """Scores of base, trained, old and EMA weights on the same prompts and noises, as the lines of a table.
 
-    Also written to ``evaluations/compare_<step>.json`` in the run directory, with pictures beside.
+    Also written to ``evaluations/compare_<step>.json`` in the run directory, with pictures beside; ``compare_<step>-<file>.json``
+    for a ``given`` prompt file, which is used whole.
     """
     path = find_checkpoint(rundir, step)
-    prompts = read_prompts(prompt_file or config.prompts.test)[: config.evaluate.prompts]
+    prompts = read_prompts(config.prompts.test)[: config.evaluate.prompts] if given is None else read_prompts(given)
     check_model(config)
     check_scorers(config)
     join_or_start_ray(config)
@@ -75,12 +79,27 @@ def evaluate_run(rundir: RunDirectory, config: RunConfig, step: int | None, prom
         ray.shutdown()
     base = results["base"].rewards
     rows = {name: result.row(None if name == "base" else base) for name, result in results.items()}
-    target = rundir.path / "evaluations" / f"compare_{path.name}.json"
+    target = _target(rundir.path / "evaluations", path.name, given)
     target.parent.mkdir(exist_ok=True)
     for name, result in results.items():
         save_pictures(target.with_suffix("") / name, checkpoint_step(path), [prompt.text for prompt in prompts], result.pictures)
-    write_json(target, {"prompts": len(prompts), "noises": config.evaluate.noises, "weights": rows})
-    return _table(rows, f"{path.name}, {len(prompts)} prompts x {config.evaluate.noises} noises, {config.evaluate.steps} steps")
+    file = str(prompt_file(given or config.prompts.test).absolute())
+    write_json(target, {"prompt_file": file, "prompts": len(prompts), "noises": config.evaluate.noises, "weights": rows})
+    title = path.name if given is None else f"{path.name}, {given}"
+    return _table(rows, f"{title}, {len(prompts)} prompts x {config.evaluate.noises} noises, {config.evaluate.steps} steps")
+
+
+def _target(folder: Path, checkpoint_name: str, given: str | None) -> Path:
+    """Where the scores go: over those on the same prompt file, beside those on another of the same name."""
+    if given is None:
+        return folder / f"compare_{checkpoint_name}.json"
+    file = prompt_file(given).absolute()
+    stem = f"compare_{checkpoint_name}-{re.sub(r'[^A-Za-z0-9_-]+', '_', file.stem)[:100]}"
+    for number in itertools.count(1):
+        target = folder / f"{stem}{f'-{number}' if number > 1 else ''}.json"
+        if not target.exists() or json.loads(target.read_text()).get("prompt_file") == str(file):
+            return target
+    raise AssertionError("numbers end")
 
 
 async def _evaluate_all(rundir: RunDirectory, config: RunConfig, path: Path, prompts: list[Prompt]) -> dict[str, Evaluation]:

@@ -40,6 +40,12 @@ UNUSED = {
     "sol_rl": (),
 }
 """Keys that change nothing under an arm: varying them there would run the same cell again. A minus excepts a key."""
+OWN = {
+    "seed": "give --seeds N, and --set seed=S for the first of them",
+    "name": "runs are named after their cell and seed",
+    "run_root": "give --out DIR, or --set run_root=DIR",
+}
+"""Keys that every run of a comparison gets from it, and what to do instead of setting them for a cell."""
 SEEDS = 3
 
 
@@ -131,6 +137,7 @@ def read_comparison(request: Request) -> Comparison:
     if seeds < 1:
         raise ConfigError([f"--seeds {seeds}: at least 1 is needed"])
     fixed = {override.partition("=")[0] for override in request.overrides}
+    _check_own(request, drafts, varied)
     varied = {**{key: values for key, values in varied.items() if key not in fixed}, **_varied(request.vary, fixed)}
     common = tree_of(base)
     lay_over(common, given)
@@ -142,6 +149,16 @@ def read_comparison(request: Request) -> Comparison:
     name = path.stem if path else str(common.get("name", "compare"))
     root = Path(common.get("run_root") or "runs")
     return Comparison(name, tuple(cells), tuple(range(first, first + seeds)), _baseline(cells, baseline), root)
+
+
+def _check_own(request: Request, drafts: Sequence[Draft], varied: Mapping[str, Any]) -> None:
+    """Raises ConfigError for a cell that asks for a value that its runs would not have: it would be run twice."""
+    asked = [(f"--vary {text}", text.partition("=")[0]) for text in request.vary]
+    asked += [(f"{request.source}: vary: {key}", key) for key in varied]
+    asked += [(f"{request.source}: cell {name!r}: set: {key}", key) for name, _, _, changes in drafts for key in changes]
+    for where, key in asked:
+        if key in OWN:
+            raise ConfigError([f"{where}: no cell has a {key} of its own: {OWN[key]}"])
 
 
 def comparison_file(source: str) -> Path | None:
