@@ -77,7 +77,7 @@ class Job:
         environment = {**head.env, "RAY_ADDRESS": self.address}
         self.process = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=PIPE, stderr=STDOUT, text=True)
 
-    def wait(self, *names: str, count: int = 1, seconds: float = 240) -> list[dict[str, Any]]:
+    def wait(self, *names: str, count: int = 1, seconds: float = 600) -> list[dict[str, Any]]:
         """The events of these names, once there are so many."""
 
         def there() -> list[dict[str, Any]]:
@@ -164,7 +164,7 @@ def test_nodes_are_asked_for_replaced_and_given_back(ray_here, tiny_sd3_dir, tmp
         assert job.wishes() == "[] []"
 
         assert job.scale(1).returncode == 0
-        wait_for(lambda: len(nodes_of(job.head)) == 2, 240)
+        wait_for(lambda: len(nodes_of(job.head)) == 2)
         printed = job.stop()
     assert f"waiting up to {WAIT_S} s for nodes: services.rollout: 1 of 1 actors have no place" in printed
     asked = [event["actors"] for event in job.events() if event["event"] == "nodes_asked"]
