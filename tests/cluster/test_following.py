@@ -14,7 +14,7 @@ TEXT = "one\ntwo\nthree\n"
 class Client:
     """``streams``: what each reading of the log brings before it ends, or before it raises; ``states``: what each question gets."""
 
-    def __init__(self, streams, states, code=None, logs=TEXT):
+    def __init__(self, streams, states, code=None, logs: str | Exception = TEXT):
         self.streams, self.states, self.code, self.logs = list(streams), list(states), code, logs
 
     def get_address(self):
