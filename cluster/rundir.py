@@ -6,6 +6,7 @@ import contextlib
 import json
 import math
 import os
+import shutil
 import time
 from collections.abc import Iterator
 from importlib import metadata
@@ -37,16 +38,33 @@ class RunDirectory:
         return cls((Path(config.run_root or "runs") / config.name).absolute())
 
     def create(self, config: RunConfig) -> None:
-        """A new run. Raises ConfigError when a run of this name is there, or the place cannot be written."""
-        if self.config_file.exists():
+        """A new run, in place of one of this name that computed nothing, as one that could not start.
+
+        Raises ConfigError when a run of this name has more than that, or may have it soon, or the place cannot be written.
+        """
+        there = self.config_file.exists()
+        if there and (self.computed() or self.unlocked):
             raise ConfigError([f"{self.path}: a run of this name is there: --resume continues it, --set name=... starts another"])
         try:
+            if there:
+                self._clear()
             for directory in (self.path, self.checkpoints, self.images):
                 directory.mkdir(parents=True, exist_ok=True)
             kept = {"config": config.model_dump(mode="json"), "versions": versions(), "prompts": digests(config.prompts)}
             write_json(self.config_file, kept)
         except OSError as error:
             raise self._unwritable(error) from None
+
+    def computed(self) -> bool:
+        """Whether there is a checkpoint, whole or not, or a row of metrics: what a run has to show for its time."""
+        return any(self.checkpoints.glob("*")) or (self.metrics_file.exists() and self.metrics_file.stat().st_size > 0)
+
+    def _clear(self) -> None:
+        """Remove what a run that computed nothing may have left."""
+        for file in (self.events_file, self.selections_file, self.timeline_file, self.path / "quantisation.json"):
+            file.unlink(missing_ok=True)
+        for directory in (self.images, self.path / "evaluations"):
+            shutil.rmtree(directory, ignore_errors=True)
 
     @contextlib.contextmanager
     def held(self) -> Iterator[None]:

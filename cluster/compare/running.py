@@ -80,9 +80,9 @@ def run_all(comparison: Comparison, out: Path, say: Say) -> list[Ended]:
 
 
 def _is_there(cell: Cell, seed: int, out: Path) -> str:
-    """absent, unfinished or finished. Raises ConfigError when the run that is there is another."""
+    """absent, where nothing was computed, unfinished or finished. Raises ConfigError when the run that is there is another."""
     rundir = RunDirectory(out / cell.run_name(seed))
-    if not rundir.config_file.exists():
+    if not rundir.config_file.exists() or not rundir.computed():
         return "absent"
     config = parse(cell.tree_of(seed, out))
     if changed := differences(rundir.configuration(), config):
