@@ -35,6 +35,8 @@ OPERATIONAL = (
     "logging",
     "publish",
 )
+DEVICES = ("services.learner.gpus", "services.encoder.gpus", "services.reward.gpus", "services.scorers.*.gpus")
+"""Shares whose being zero says what computes, CPU or GPU; what computed for explorers is kept by checkpoints."""
 MEASURED = ("seed", "prompts", "explore", "regenerate", "rewards")
 """What a measurement of a trained policy may vary: how its pictures are made and scored, not what was trained."""
 
@@ -65,8 +67,14 @@ def differences(before: RunConfig, now: RunConfig, also_free: Sequence[str] = ()
     return [
         f"{key}: {old.get(key)!r} -> {new.get(key)!r}"
         for key in sorted(old.keys() | new.keys())
-        if old.get(key) != new.get(key) and not any(covers(pattern, key) for pattern in free)
+        if old.get(key) != new.get(key)
+        and (_other_device(key, old.get(key), new.get(key)) or not any(covers(pattern, key) for pattern in free))
     ]
+
+
+def _other_device(key: str, before: Any, now: Any) -> bool:
+    """Whether a share of GPUs becomes none, or none a share: another device, and so other last bits."""
+    return any(covers(pattern, key) for pattern in DEVICES) and bool(before) != bool(now)
 
 
 def covers(pattern: str, key: str) -> bool:

@@ -113,6 +113,18 @@ def test_resume_accepts_operational_changes_only():
     assert differences(before, changed) == ["explore.steps: 6 -> 4", "services.rollout.threads: 1 -> 2"]
 
 
+def test_resume_keeps_services_on_the_kind_of_device_that_they_were_on():
+    scorer = "services.scorers={shapes = {gpus = %s}}"
+    for key in ("services.learner.gpus", "services.encoder.gpus", "services.reward.gpus"):
+        assert differences(load("quickstart"), load("quickstart", [f"{key}=1"])) == [f"{key}: 0.0 -> 1.0"]
+        assert differences(load("quickstart", [f"{key}=0.5"]), load("quickstart")) == [f"{key}: 0.5 -> 0.0"]
+        assert differences(load("quickstart", [f"{key}=0.5"]), load("quickstart", [f"{key}=1"])) == []
+    assert differences(load("quickstart", [scorer % 0]), load("quickstart", [scorer % 0.25])) == [
+        "services.scorers.shapes.gpus: 0.0 -> 0.25"
+    ]
+    assert differences(load("quickstart"), load("quickstart", ["services.rollout.gpus=1"])) == []  # guarded where it is known
+
+
 def test_more_iterations_are_a_change_only_under_a_schedule_that_depends_on_them():
     schedule = "optimizer.schedule=constant"
     assert differences(load("quickstart", [schedule]), load("quickstart", [schedule, "iterations=99"])) == []
