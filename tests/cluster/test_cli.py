@@ -131,3 +131,11 @@ def test_the_summary_pairs_first_and_last_evaluation():
     ]
     assert [line.split(":")[1].split()[0] for line in summary(rows)] == ["0.5000", "0.6000", "+0.1000"]
     assert "n/a" in summary(rows)[1]
+
+
+@pytest.mark.parametrize("content", [b"[]", b"{", b"\xff\xfe", b'{"config": 3}'])
+def test_what_is_no_run_is_said_in_a_line(tmp_path, capsys, content):
+    (tmp_path / "config.json").write_bytes(content)
+    assert main(["report", str(tmp_path)]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"{tmp_path}: no readable run here")
