@@ -16,4 +16,4 @@ class StateLost(Exception):
 
 
 class Stopped(Exception):
-    """A signal asked the run to stop; a checkpoint was written. Exit code 130."""
+    """A signal asked the run to stop; the message says whether there is a checkpoint. Exit code 130."""
