@@ -83,7 +83,10 @@ class RunDirectory:
     def configuration(self) -> RunConfig:
         """The configuration the run was started with. Raises ConfigError when this is no run directory."""
         try:
-            return parse(dict(json.loads(self.config_file.read_text())["config"]))
+            tree = json.loads(self.config_file.read_text())["config"]
+            if not isinstance(tree, dict):
+                raise TypeError(tree)
+            return parse(tree)
         except (OSError, ValueError, TypeError, KeyError) as error:  # ValueError: no JSON, or no text
             raise ConfigError(
                 [f"{self.path}: no readable run here ({type(error).__name__}); give a directory with a config.json"]

@@ -73,6 +73,7 @@ def test_a_prompt_file_that_is_given_is_used_whole_and_named(rundir, tmp_path, m
 
     monkeypatch.setattr(offline, "_evaluate_all", scored)
     monkeypatch.setattr(offline, "join_or_start_ray", lambda config: False)
+    monkeypatch.setattr(offline.ray, "shutdown", lambda: None)  # other tests go on with it
     for folder, count in (("one", 7), ("two", 9)):
         (tmp_path / folder).mkdir()
         (tmp_path / folder / "hard ones.txt").write_text("a cat\n" * count)
