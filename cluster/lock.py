@@ -1,4 +1,4 @@
-"""One driver per run directory: two would cut each other's metrics and write each other's checkpoints."""
+"""One driver per run directory, and one comparison: two would cut each other's metrics and write each other's checkpoints."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import socket
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 from configs.load import ConfigError
 
@@ -16,9 +17,17 @@ LONGEST = 300
 """Bytes that say who holds a lock."""
 
 
+class Lock(NamedTuple):
+    """A lock that is held: ``file``, an open descriptor, which holds it in every process that it is passed on to; ``missing``, why this
+    file system locks nothing."""
+
+    file: int
+    missing: str | None
+
+
 @contextlib.contextmanager
-def held(file: Path) -> Iterator[str | None]:
-    """Hold ``file``, whose content names the holder, for this process; yields None, or why this file system locks nothing.
+def held(file: Path, what: str, remedy: str) -> Iterator[Lock]:
+    """Hold ``file``, whose content names the holder, for this process. ``what`` is at work under it, and the ``remedy`` where another is.
 
     The lock is the kernel's and ends with the process, however that ends; the file stays and says nothing by being there. It is
     opened for writing because Linux makes of flock on NFS a lock of bytes, which wants that.
@@ -29,22 +38,17 @@ def held(file: Path) -> Iterator[str | None]:
     """
     lock = os.open(file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
     try:
-        yield _unlocked(lock, file.parent)
+        yield Lock(lock, _missing(lock, file.parent, what, remedy))
     finally:
         os.close(lock)
 
 
-def _unlocked(lock: int, directory: Path) -> str | None:
+def _missing(lock: int, directory: Path, what: str, remedy: str) -> str | None:
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         who = os.read(lock, LONGEST).decode(errors="replace").strip() or "another process"
-        raise ConfigError(
-            [
-                f"{directory}: a run is at work here: {who}: stop it, or wait until it ends, and continue it with --resume; "
-                "--set name=... starts another"
-            ]
-        ) from None
+        raise ConfigError([f"{directory}: {what} is at work here: {who}: {remedy}"]) from None
     except OSError as error:
         return error.strerror or str(error)
     since = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime())

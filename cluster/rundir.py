@@ -19,6 +19,7 @@ from configs.prompts import digests
 from configs.schema import RunConfig
 
 PACKAGES = ("ray", "torch", "diffusers", "transformers", "peft", "pydantic", "numpy", "safetensors")
+ANOTHER_RUN = "stop it, or wait until it ends, and continue it with --resume; --set name=... starts another"
 
 
 class RunDirectory:
@@ -72,7 +73,7 @@ class RunDirectory:
         with contextlib.ExitStack() as stack:
             try:
                 self.path.mkdir(parents=True, exist_ok=True)
-                self.unlocked = stack.enter_context(lock.held(self.lock_file))
+                self.unlocked = stack.enter_context(lock.held(self.lock_file, "a run", ANOTHER_RUN)).missing
             except OSError as error:
                 raise self._unwritable(error) from None
             yield

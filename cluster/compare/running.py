@@ -6,7 +6,6 @@ What ended is not run again, what was cut short is resumed, and a run that fails
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import json
 import os
 import signal
@@ -22,6 +21,7 @@ from typing import Any
 from cluster.compare.cells import Cell, Comparison
 from cluster.compare.groups import check_prompts
 from cluster.errors import Stopped
+from cluster.lock import held
 from cluster.progress import duration
 from cluster.report.data import finite, read_run
 from cluster.rundir import RunDirectory, write_text
@@ -59,7 +59,7 @@ def run_all(comparison: Comparison, out: Path, say: Say) -> list[Ended]:
     )
     ended: list[Ended] = []
     hopeless: dict[str, str] = {}
-    with _at_work(out) as lock, _Child(lock) as child:
+    with _at_work(out, say) as lock, _Child(lock) as child:
         for number, (cell, seed) in enumerate(plan, 1):
             path, there = out / cell.run_name(seed), left[cell.name, seed]
             head = f"[{number}/{len(plan)}] {cell.title}, seed {seed}"
@@ -137,21 +137,19 @@ def _result(path: Path) -> str:
 
 
 @contextlib.contextmanager
-def _at_work(out: Path) -> Iterator[int]:
+def _at_work(out: Path, say: Say = print) -> Iterator[int]:
     """Hold ``out`` for this comparison; the lock passes to the children, so that one left alone by a kill still holds it."""
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-        file = (out / ".lock").open("w")
-    except OSError as error:
-        raise ConfigError([f"--out: {out} cannot be written ({error.strerror}): give another directory"]) from None
-    with file:
+    with contextlib.ExitStack() as stack:
         try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise ConfigError(
-                [f"{out}: another comparison is at work here, or a run that it left: wait, or give another --out"]
-            ) from None
-        yield file.fileno()
+            out.mkdir(parents=True, exist_ok=True)
+            lock = stack.enter_context(
+                held(out / ".lock", "another comparison, or a run that it left,", "wait, or give another --out")
+            )
+        except OSError as error:
+            raise ConfigError([f"--out: {out} cannot be written ({error.strerror}): give another directory"]) from None
+        if lock.missing:
+            say(f"{out}: not locked ({lock.missing}): nothing keeps a second comparison out")
+        yield lock.file
 
 
 class _Child:

@@ -12,7 +12,7 @@ from subprocess import DEVNULL, PIPE
 import pytest
 
 from cluster.lock import held
-from cluster.rundir import RunDirectory
+from cluster.rundir import ANOTHER_RUN, RunDirectory
 from configs.load import ConfigError
 from tests.cluster.processes import kill_tree, start, wait_until
 from tests.cluster.runs import main_here, tiny_config, write_toml
@@ -25,25 +25,25 @@ def text_of(path: Path) -> str:
 def test_the_second_is_told_who_the_first_is(tmp_path):
     file = tmp_path / "lock"
     file.write_text("process 1 on a machine with a very long name that is not there any more since the year one\n")
-    with held(file) as unlocked:
-        assert unlocked is None
-        with pytest.raises(ConfigError) as refused, held(file):
+    with held(file, "a run", ANOTHER_RUN) as lock:
+        assert lock.missing is None
+        with pytest.raises(ConfigError) as refused, held(file, "a run", ANOTHER_RUN):
             pass
         assert file.read_text().count("\n") == 1
     (line,) = refused.value.lines
     who = rf"process {os.getpid()} on {re.escape(socket.gethostname())} since \d{{4}}-\d\d-\d\d \d\d:\d\d:\d\d UTC: "
     assert re.search(rf"^{re.escape(str(tmp_path))}: a run is at work here: {who}.*--resume", line), line
-    with held(file) as unlocked:
-        assert unlocked is None
+    with held(file, "a run", ANOTHER_RUN) as lock:
+        assert lock.missing is None
 
 
 def test_a_process_that_is_started_meanwhile_does_not_hold_it(tmp_path):
-    with held(tmp_path / "lock"):
+    with held(tmp_path / "lock", "a run", ANOTHER_RUN):
         left = subprocess.Popen(["/bin/sh", "-c", "echo there; exec sleep 60"], stdout=PIPE, close_fds=False)
         assert left.stdout is not None and left.stdout.readline() == b"there\n"
     try:
-        with held(tmp_path / "lock") as unlocked:
-            assert unlocked is None and left.poll() is None
+        with held(tmp_path / "lock", "a run", ANOTHER_RUN) as lock:
+            assert lock.missing is None and left.poll() is None
     finally:
         left.kill()
         left.communicate()
@@ -85,7 +85,7 @@ def test_a_second_driver_is_refused_and_changes_nothing(ray_here, tiny_sd3_dir, 
         assert report == 0  # what only reads is let in
         process.kill()
         process.wait(10)
-        with held(run.lock_file) as unlocked:  # at once, while what the driver started is still dying
-            assert unlocked is None
+        with held(run.lock_file, "a run", ANOTHER_RUN) as lock:  # at once, while what the driver started is still dying
+            assert lock.missing is None
     finally:
         kill_tree(process)
