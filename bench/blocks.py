@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from cluster import cli
+from cli import main as cli
 from policy.precision import nvfp4
 from policy.precision.backends import BACKENDS
 from policy.precision.emulated import EmulatedNVFP4

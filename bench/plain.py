@@ -33,7 +33,7 @@ class PlainLoop:
         self.publish(0)
 
     def iteration(self, index: int) -> None:
-        """Everything that ``cluster.loop.Ring.iteration`` does for the same index."""
+        """Everything that ``cluster.driver.loop.Ring.iteration`` does for the same index."""
         rows = prompts_of_iteration(len(self.prompts), self.config.prompts.per_iteration, index, self.config.seed)
         _, *conditioning = self.encoder.encode([[self.prompts[row].text] for row in rows])
         groups, records = [], []

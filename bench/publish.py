@@ -22,10 +22,10 @@ import torch
 import xxhash
 
 from bench.timing import Options, Ratio, ray_for
-from cluster.plan.make import SPILLS_AT, store_size
-from cluster.pool import ActorPool
-from cluster.weights import WeightChannel
+from cluster.driver.weights import WeightChannel
+from cluster.runtime.pool import ActorPool
 from configs.services import Service
+from planning.make import SPILLS_AT, store_size
 from policy.precision.wire import FORMATS, Entry, Manifest, unpack_into
 
 TENSORS = 16

@@ -17,12 +17,12 @@ import torch
 
 from bench.plain import PlainLoop
 from bench.timing import Options, Ratio, ray_for
-from cluster.loop import Ring
-from cluster.rundir import RunDirectory
-from cluster.services import Services
+from cluster.driver.loop import Ring
+from cluster.driver.services import Services
 from configs.load import parse
 from configs.prompts import read_prompts
 from configs.schema import RunConfig
+from records.rundir import RunDirectory
 
 GOAL = 1.05
 

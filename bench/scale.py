@@ -10,12 +10,12 @@ from typing import Any
 
 from actors.messages import ChunkKey, ExploreChunk
 from bench.timing import Options, Ratio, ray_for
-from cluster.rundir import RunDirectory
-from cluster.services import Services
+from cluster.driver.services import Services
 from configs.load import parse
 from configs.prompts import prompts_of_iteration, read_prompts
 from configs.schema import RunConfig
 from policy.sampling.noise import stream_seed
+from records.rundir import RunDirectory
 
 TIMES = ("one actor", "two actors")
 

@@ -18,7 +18,6 @@ import torch
 from torch import Tensor
 
 from bench.blocks import Tiles
-from cluster.rundir import RunDirectory
 from configs.load import ConfigError, load
 from configs.resume import measured
 from configs.schema import RunConfig
@@ -28,6 +27,7 @@ from policy.lora import merged_weights
 from policy.precision.backends import BACKENDS, Backend
 from policy.precision.nvfp4 import frozen_amax
 from policy.precision.swap import quantise_plan
+from records.rundir import RunDirectory
 
 
 @dataclass(frozen=True)

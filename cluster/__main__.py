@@ -1,5 +1,5 @@
 """``python -m cluster`` is ``sol-rl``."""
 
-from cluster.cli import main
+from cli.main import main
 
 raise SystemExit(main())

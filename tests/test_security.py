@@ -11,14 +11,14 @@ from pathlib import Path
 
 import pytest
 
-from cluster import jobs
-from cluster.metrics import PrometheusExporter
-from cluster.rundir import RunDirectory
-from cluster.services import check_run_root
+from cluster.driver.services import check_run_root
+from cluster.jobs import submit as jobs
 from configs.load import ConfigError, load, parse
+from records.metrics import PrometheusExporter
+from records.rundir import RunDirectory
 
 ROOT = Path(__file__).parent.parent
-FOLDERS = ("configs", "policy", "rewards", "learner", "actors", "cluster", "shapes")
+FOLDERS = ("configs", "policy", "rewards", "learner", "records", "planning", "analysis", "actors", "cluster", "cli", "shapes")
 UNPICKLERS = {"pickle", "_pickle", "cPickle", "cloudpickle", "dill", "joblib", "shelve", "marshal", "yaml"}
 
 

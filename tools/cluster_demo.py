@@ -22,10 +22,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from cluster.report.data import read_run
-from cluster.report.events import running_times, timeline_of
-from cluster.report.timeline_lines import lines_of
-from cluster.rundir import RunDirectory
+from analysis.report.data import read_run
+from analysis.report.events import running_times, timeline_of
+from analysis.report.timeline_lines import lines_of
+from records.rundir import RunDirectory
 
 ROOT = Path(__file__).parent.parent
 SERVICES = ("learner", "reward", "encoder", "selector")
@@ -114,13 +114,13 @@ class Demo:
         return RunDirectory(self.out / name), output.splitlines()[0].removeprefix("submitted: ")
 
     def status_of(self, job: str) -> str:
-        from cluster.jobs import client_of
+        from cluster.jobs.submit import client_of
 
         return str(client_of(self.url).get_job_status(job))
 
     def last_words(self, job: str) -> str:
         """What the job said last."""
-        from cluster.jobs import client_of
+        from cluster.jobs.submit import client_of
 
         lines = [line for line in client_of(self.url).get_job_logs(job).splitlines() if line.strip()]
         return "".join(f"\n  {line}" for line in lines[-3:])

@@ -24,7 +24,7 @@ from typing import Any
 
 import numpy as np
 
-from cluster.errors import Stopped
+from records.errors import Stopped
 
 STOPPED = 130
 WAYS = ("kill", "stop", "node")
@@ -123,7 +123,7 @@ class Soak:
         return outcome(run_here(config, progress=striker), config.iterations)
 
     def _events(self, name: str) -> list[dict[str, Any]]:
-        from cluster.rundir import RunDirectory
+        from records.rundir import RunDirectory
 
         return RunDirectory(self.out / "runs" / name).events()
 

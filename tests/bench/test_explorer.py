@@ -9,11 +9,11 @@ from bench.__main__ import main as bench_main
 from bench.explorer import bound, case_of, explorer_transformer, held_bytes, quantisable_share
 from bench.survival import main as survival_main
 from bench.survival import random_update, survival
-from cluster.rundir import RunDirectory
 from learner.trainer import Trainer
 from policy.families.architectures import published_names
 from policy.lora import adapter_state, load_adapter_state, merged_weights
 from policy.precision.backends import BACKENDS
+from records.rundir import RunDirectory
 from tests.cluster.runs import tiny_config
 
 CPU = torch.device("cpu")

@@ -22,8 +22,8 @@ from typing import Any, Literal, Protocol
 
 import psutil
 
-from cluster.progress import Progress
-from cluster.rundir import RunDirectory
+from records.progress import Progress
+from records.rundir import RunDirectory
 from tests.cluster.runs import adapters
 
 SERVICES = ("rollout", "reward", "encoder", "selector", "learner")

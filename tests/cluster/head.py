@@ -14,7 +14,7 @@ from typing import Any
 
 import psutil
 
-from cluster import jobs
+from cluster.jobs import submit as jobs
 from configs.load import ConfigError
 
 ROOT = Path(__file__).parent.parent.parent

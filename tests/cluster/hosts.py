@@ -18,8 +18,8 @@ from unittest import mock
 import ray
 from ray.exceptions import RayError
 
-from cluster.pool import ActorPool
-from cluster.services import Services
+from cluster.driver.services import Services
+from cluster.runtime.pool import ActorPool
 
 IDLE: defaultdict[tuple[Any, ...], list[Any]] = defaultdict(list)
 """Processes without a run, by what they can be: service, actor class, threads, share and labels."""
@@ -88,9 +88,10 @@ class HostedServices(Services):
 @contextmanager
 def hosted() -> Iterator[None]:
     """Within the context every run of this process, by a command or not, lives on the Ray that is here and on hosts."""
-    patches = [mock.patch(f"{module}.Services", HostedServices) for module in ("cluster.session", "cluster.offline")]
+    patches = [mock.patch(f"{module}.Services", HostedServices) for module in ("cluster.driver.session", "cluster.driver.offline")]
     patches += [
-        mock.patch(f"{module}.join_or_start_ray", lambda config: False) for module in ("cluster.session", "cluster.offline")
+        mock.patch(f"{module}.join_or_start_ray", lambda config: False)
+        for module in ("cluster.driver.session", "cluster.driver.offline")
     ]
     patches.append(mock.patch.object(ray, "shutdown"))
     for patch in patches:

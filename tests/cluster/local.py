@@ -15,17 +15,17 @@ from actors.learner import LearnerActor
 from actors.reward import RewardActor
 from actors.rollout import RolloutActor
 from actors.selector import SelectorActor
-from cluster.loop import Ring
-from cluster.scoring import RewardService
-from cluster.weights import WeightChannel
-from cluster.worker import Unit, Worker
+from cluster.driver.loop import Ring
+from cluster.driver.scoring import RewardService
+from cluster.driver.weights import WeightChannel
+from cluster.runtime.worker import Unit, Worker
 from configs.prompts import read_prompts
 from configs.schema import RunConfig
 from learner.checkpoint import read
 
 
 class LocalPool:
-    """As much of ``cluster.pool.ActorPool`` as the loop and publishing use."""
+    """As much of ``cluster.runtime.pool.ActorPool`` as the loop and publishing use."""
 
     def __init__(self, actors: list[Any], chance: random.Random, log: list[Any], waits: int = 4):
         """``log`` gets the key of each call as it is done; a call waits for fewer than ``waits`` turns of the event loop."""
@@ -56,7 +56,7 @@ class LocalPool:
 
 
 class LocalServices:
-    """As much of ``cluster.services.Services`` as the loop uses."""
+    """As much of ``cluster.driver.services.Services`` as the loop uses."""
 
     reissued = lost = 0
 

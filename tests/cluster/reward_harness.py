@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import ray
 
-from cluster.pool import ActorPool
-from cluster.scoring import RewardService, Scored, Scoring
+from cluster.driver.scoring import RewardService, Scored, Scoring
+from cluster.runtime.pool import ActorPool
 from configs.load import parse
 from configs.prompts import Prompt
 from configs.rewards import Rewards

@@ -5,12 +5,12 @@ import json
 from pathlib import Path
 from typing import Any
 
-from cluster.cli import main
-from cluster.rundir import RunDirectory
-from cluster.session import Session
+from cli.main import main
+from cluster.driver.session import Session
 from configs.load import parse
 from configs.prompts import read_prompts
 from configs.schema import RunConfig
+from records.rundir import RunDirectory
 from tests.cluster.hosts import hosted
 
 

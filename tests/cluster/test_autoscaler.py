@@ -17,8 +17,8 @@ from typing import Any
 import psutil
 import pytest
 
-from cluster.rundir import RunDirectory
 from configs.schema import RunConfig
+from records.rundir import RunDirectory
 from tests.cluster.head import ROOT, Head, wait_for
 from tests.cluster.processes import kill_tree
 from tests.cluster.runs import tiny_config, write_toml

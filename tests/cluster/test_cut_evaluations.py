@@ -6,11 +6,11 @@ from unittest import mock
 
 import pytest
 
-from cluster import held_out
-from cluster.errors import RunFailed
-from cluster.rundir import RunDirectory
-from cluster.sinks import Sinks
+from cluster.driver import held_out
 from configs.schema import RunConfig
+from records.errors import RunFailed
+from records.rundir import RunDirectory
+from records.sinks import Sinks
 from tests.cluster.faults import Fault, Striker, outcome
 from tests.cluster.runs import run_here, tiny_config
 

@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 
 from actors.messages import ChunkKey
-from cluster.compare.cells import Request, read_comparison
-from cluster.errors import RunFailed
-from cluster.iteration import Iteration
-from cluster.rundir import RunDirectory
+from analysis.compare.cells import Request, read_comparison
+from cluster.driver.iteration import Iteration
 from configs.load import ConfigError
+from records.errors import RunFailed
+from records.rundir import RunDirectory
 from tests.cluster.faults import Fault, Striker, lasting, outcome
 from tests.cluster.local import Played, play
 from tests.cluster.runs import adapters, run_here, selections, tiny_config

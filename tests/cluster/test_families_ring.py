@@ -8,11 +8,11 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from cluster.offline import export_run
-from cluster.pictures import load_step
+from cluster.driver.offline import export_run
 from configs.prompts import read_prompts
 from policy.families import family_for
 from policy.sampling.noise import noise_for, stream_seed
+from records.images import load_step
 from tests.cluster.runs import run_here, tiny_config
 from tests.tiny_families import SETTINGS, SOLVER, as_array, stock_call, stock_pipeline
 

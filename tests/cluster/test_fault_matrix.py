@@ -21,8 +21,8 @@ import pytest
 from actors.encoder import EncoderActor
 from actors.messages import ChunkKey, ExploreChunk
 from actors.rollout import RolloutActor
-from cluster.errors import RunFailed
-from cluster.rundir import RunDirectory
+from records.errors import RunFailed
+from records.rundir import RunDirectory
 from tests.cluster import nodes
 from tests.cluster.faults import SERVICES, Fault, Recovery, Striker, Way, outcome, recoveries, recovery_table
 from tests.cluster.processes import finish, kill_tree, start, wait_until
@@ -136,7 +136,7 @@ class PoisonedEncoder(EncoderActor):
 def test_a_unit_that_kills_whoever_takes_it_ends_the_run(ray_here, tiny_sd3_dir, tmp_path, capsys, actor, named):
     kind = named.partition(":")[0]
     config = tiny_config(tiny_sd3_dir, tmp_path, "poison", iterations=1, **{f"services__{kind}__max_attempts": 3})
-    with mock.patch(f"cluster.services.{actor.__base__.__name__}", actor):
+    with mock.patch(f"cluster.driver.services.{actor.__base__.__name__}", actor):
         assert main_here("train", write_toml(config, tmp_path)) == 3
     last = capsys.readouterr().err.strip().splitlines()[-1]
     assert named in last, last

@@ -4,8 +4,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from cluster import following
-from cluster.following import OUT_OF_SIGHT, follow
+from cluster.jobs.following import OUT_OF_SIGHT, follow
+from cluster.jobs import following
 
 URL = "http://head:8265"
 TEXT = "one\ntwo\nthree\n"

@@ -9,7 +9,7 @@ import pytest
 
 from actors.messages import ChunkKey, ExploreChunk
 from actors.rollout import RolloutActor
-from cluster.guard import SIGNS, TAU, Guard
+from cluster.driver.rank_monitor import SIGNS, TAU, Guard
 from configs.sections import Audit
 from tests.cluster.local import Played, play
 from tests.cluster.runs import run_here, tiny_config

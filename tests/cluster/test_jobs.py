@@ -12,10 +12,10 @@ from pathlib import Path
 import pytest
 import yaml
 
-from cluster import jobs
-from cluster.cli import _parser, main
-from cluster.metrics import METRICS, exported_name
+from cli.main import _parser, main
+from cluster.jobs import submit as jobs
 from configs.load import ConfigError, load
+from records.metrics import METRICS, exported_name
 from tests.cluster.head import ROOT, Head, wait_for
 from tests.cluster.runs import adapters, tiny_config, write_toml
 

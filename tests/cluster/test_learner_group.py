@@ -15,15 +15,15 @@ import safetensors.torch
 
 from actors.messages import Rows, TrainingGroup
 from actors.runtime import identity
-from cluster.errors import RunFailed, StateLost
-from cluster.learners import LearnerGroup, share
-from cluster.placement import Node, check_placement, needs_of
-from cluster.plan.lines import lines_of
-from cluster.plan.make import make_plan
-from cluster.progress import Progress
+from cluster.driver.learners import LearnerGroup, share
 from configs.load import ConfigError, load
 from configs.services import LearnerService
 from learner.replicas import GroupBroken
+from planning.lines import lines_of
+from planning.make import make_plan
+from planning.placement import Node, check_placement, needs_of
+from records.errors import RunFailed, StateLost
+from records.progress import Progress
 from tests.cluster.runs import adapters, run_here, selections, tiny_config
 
 # ---- settings and placement

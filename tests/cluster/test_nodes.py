@@ -6,9 +6,9 @@ import time
 import pytest
 import ray
 
-from cluster.nodes import Requests, find_room, free_nodes
-from cluster.placement import Need
+from cluster.runtime.nodes import Requests, find_room, free_nodes
 from configs.load import ConfigError, load
+from planning.placement import Need
 from tests.cluster.head import wait_for
 
 

@@ -7,12 +7,12 @@ import numpy as np
 import pytest
 import torch
 
-from cluster.cli import main
-from cluster.evaluation import Evaluation, clustered_error
-from cluster.pictures import load_step
+from cli.main import main
+from cluster.driver.evaluation import Evaluation, clustered_error
 from configs.prompts import read_prompts
 from policy.families import family_for
 from policy.sampling.noise import noise_for, stream_seed
+from records.images import load_step
 from tests.cluster.runs import main_here
 
 

@@ -4,9 +4,9 @@ import json
 
 import pytest
 
-from cluster.cli import main
-from cluster.rundir import RunDirectory
+from cli.main import main
 from learner.trainer import Trainer
+from records.rundir import RunDirectory
 from tests.cluster.runs import tiny_config
 
 

@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 import ray
 
-from cluster.errors import RunFailed
-from cluster.placement import NoRoom
-from cluster.pool import ActorPool
-from cluster.timeline import Span
-from cluster.worker import Worker
+from cluster.runtime.pool import ActorPool
+from cluster.runtime.worker import Worker
 from configs.services import Service
+from planning.placement import NoRoom
+from records.errors import RunFailed
+from records.timeline import Span
 
 
 class Echo:

@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 import ray
 
-from cluster.errors import InputsLost, RunFailed
-from cluster.scoring import RewardService, Scored, Scoring
+from cluster.driver.scoring import RewardService, Scored, Scoring
 from configs.load import ConfigError
+from records.errors import InputsLost, RunFailed
 from tests.cluster.reward_harness import IMAGES, JPEG, MEAN, PROMPTS, Harness, config, misbehaves, rewards_of
 from tests.cluster.runs import adapters, run_here, tiny_config
 

@@ -11,9 +11,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from cluster.errors import RunFailed
-from cluster.rundir import RunDirectory
 from configs.schema import RunConfig
+from records.errors import RunFailed
+from records.rundir import RunDirectory
 from tests.cluster.processes import finish, kill_tree, start, wait_until
 from tests.cluster.runs import adapters, run_here, selections, tiny_config, write_toml
 

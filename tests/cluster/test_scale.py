@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 import ray
 
-from cluster.autoscale import Autoscaler, Load, size_for, verdict
-from cluster.control import board
-from cluster.errors import RunFailed
-from cluster.pool import ActorPool
-from cluster.progress import Progress
+from cluster.driver.autoscale import Autoscaler, Load, size_for, verdict
+from cluster.jobs.control import board
+from cluster.runtime.pool import ActorPool
 from configs.services import Autoscale, Service
+from records.errors import RunFailed
+from records.progress import Progress
 from tests.cluster.counting import Counter
 from tests.cluster.runs import adapters, run_here, selections, tiny_config
 
@@ -172,7 +172,7 @@ class Patient(Progress):
 
 def test_a_run_that_sizes_itself_trains_the_same_bits(undisturbed, tiny_sd3_dir, tmp_path, monkeypatch):
     verdicts = iter([1, -1, 0])
-    monkeypatch.setattr("cluster.autoscale.verdict", lambda load, rule: next(verdicts))
+    monkeypatch.setattr("cluster.driver.autoscale.verdict", lambda load, rule: next(verdicts))
     services = {"rollout": {"actors": 1, "max_actors": 2}, "autoscale": {"enabled": True, "patience": 1}}
     run = run_here(tiny_config(tiny_sd3_dir, tmp_path, "sizes-itself", services=services), progress=Patient())
     scaled = [(event["before"], event["after"]) for event in run.events() if event["event"] == "pool_scaled"]

@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 import ray
 
-from cluster.errors import RunFailed
-from cluster.rundir import RunDirectory
-from cluster.scoring import Scored, Scoring
-from cluster.services import Services
+from cluster.driver.scoring import Scored, Scoring
+from cluster.driver.services import Services
+from records.errors import RunFailed
+from records.rundir import RunDirectory
 from tests.cluster.reward_harness import IMAGES, MEAN, PROMPTS, Harness, config
 from tests.rewards.server import Server, serving
 

@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from cluster.errors import RunFailed
-from cluster.rundir import RunDirectory
-from tests.cluster.page import page_of
+from records.errors import RunFailed
+from records.rundir import RunDirectory
+from tests.analysis.page import page_of
 from tests.cluster.runs import adapters, main_here, run_here, selections, tiny_config
 from tests.test_shapes_clip import needs_clip
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from cluster.errors import Stopped
+from records.errors import Stopped
 from tests.cluster.faults import SERVICES, lasting
 from tools.soak import LONGEST_DELAY_S, WAYS, Soak, draw, identical, line_of, main, summary
 

@@ -8,15 +8,15 @@ from typing import Any
 import pytest
 import ray
 
-from cluster.cli import main
-from cluster.control import Link, board
-from cluster.errors import RunFailed
-from cluster.progress import Progress
-from cluster.remote import scale, states
-from cluster.services import join_or_start_ray
-from cluster.status import Reporter
-from cluster.status_lines import lines_of
+from cli.main import main
+from cluster.driver.services import join_or_start_ray
+from cluster.driver.status import Reporter
+from cluster.jobs.control import Link, board
+from cluster.jobs.remote import scale, states
+from cluster.jobs.status_lines import lines_of
 from configs.load import ConfigError, load
+from records.errors import RunFailed
+from records.progress import Progress
 from tests.cluster.runs import run_here, tiny_config
 
 STATE: dict[str, Any] = {

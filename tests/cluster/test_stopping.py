@@ -13,11 +13,11 @@ from unittest import mock
 import numpy as np
 import pytest
 
-from cluster import stopping
-from cluster.errors import StateLost, Stopped
-from cluster.learners import LearnerGroup
-from cluster.rundir import RunDirectory
-from cluster.stopping import Stopping, unless_stopped
+from cluster.driver import stopping
+from cluster.driver.learners import LearnerGroup
+from cluster.driver.stopping import Stopping, unless_stopped
+from records.errors import StateLost, Stopped
+from records.rundir import RunDirectory
 from tests.cluster.faults import Fault, Striker, outcome
 from tests.cluster.processes import finish, kill_tree, start, wait_until
 from tests.cluster.runs import run_here, tiny_config, write_toml

@@ -7,8 +7,8 @@ import sys
 
 import pytest
 
-from cluster import jobs
-from cluster.cli import main
+from cli.main import main
+from cluster.jobs import submit as jobs
 from configs.load import ConfigError, load
 from tests.cluster.head import ROOT, free_port
 

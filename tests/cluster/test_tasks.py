@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from cluster.tasks import all_or_none
+from cluster.runtime.tasks import all_or_none
 
 
 def test_all_or_none_leaves_nobody_working():

@@ -9,12 +9,12 @@ from types import SimpleNamespace
 import pytest
 
 from actors.messages import ChunkKey
-from cluster.answers import answer_of
-from cluster.errors import RunFailed
-from cluster.pool import ActorLost, ActorPool
-from cluster.weights import WeightChannel, common_backends
-from cluster.worker import Unit
+from cluster.driver.weights import WeightChannel, common_backends
+from cluster.runtime.answers import answer_of
+from cluster.runtime.pool import ActorLost, ActorPool
+from cluster.runtime.worker import Unit
 from configs.services import Service
+from records.errors import RunFailed
 from tests.cluster.runs import run_here, tiny_config
 
 

@@ -134,9 +134,7 @@ def test_more_iterations_are_a_change_only_under_a_schedule_that_depends_on_them
 
 
 def test_reading_a_configuration_imports_neither_torch_nor_ray():
-    code = (
-        "import sys, configs.load, cluster.cli; configs.load.load('quickstart'); print(sorted({'torch', 'ray'} & set(sys.modules)))"
-    )
+    code = "import sys, configs.load, cli.main; configs.load.load('quickstart'); print(sorted({'torch', 'ray'} & set(sys.modules)))"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip() == "[]"
 
 

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from cluster.cli import main
+from cli.main import main
 from configs.load import ConfigError, load, preset_names
 from configs.prompts import read_prompts
 from tools.scene_prompts import PLACES, SUBJECTS, scenes
@@ -74,7 +74,7 @@ def test_the_other_objectives_of_the_table(name):
 
 def test_one_field_frees_or_moves_the_explorers():
     assert load("flux1-sol_rl-hpsv2", ["services.rollout.accelerator=H200"]).services.rollout.accelerator == "H200"
-    from cluster.placement import need_of
+    from planning.placement import need_of
 
     anywhere = load("flux1-sol_rl-hpsv2", ["services.rollout.accelerator="]).services.rollout
     assert need_of("rollout", 0, anywhere).labels == {}

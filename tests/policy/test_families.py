@@ -211,7 +211,7 @@ def test_no_family_name_outside_the_families():
         "SanaTransformer2DModel",
     ]
     pattern = re.compile(rf"\b({'|'.join([*words, 'SD3Transformer2DModel', 'stable.diffusion'])})\b", re.IGNORECASE)
-    files = [REPOSITORY / "cluster" / "loop.py", REPOSITORY / "cluster" / "session.py", REPOSITORY / "cluster" / "evaluation.py"]
+    files = [REPOSITORY / "cluster" / "driver" / f"{name}.py" for name in ("loop", "session", "evaluation")]
     for folder in ("actors", "learner", "policy", "rewards"):
         files += [file for file in (REPOSITORY / folder).rglob("*.py") if "families" not in file.parts]
     assert len(files) > 30

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from cluster.session import train
+from cluster.driver.session import train
 from configs.load import ConfigError
 from configs.sections import Model
 from policy.families import family_for

@@ -1,0 +1,214 @@
+"""What came out of the runs of a comparison: measured per run, and brought together per cell."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from analysis.compare.statistics import NOTHING, SHARES, Mean, Moment, mean_of, paired, speed_up, time_to
+from analysis.report.data import Row, RunData, finite, read_run, reason, values
+
+REWARD = "reward/eval_mean"
+SCORER = "reward/eval/"
+STAGES = ("explore", "regenerate", "update", "publish")
+AHEAD = "time/explore_ahead_s"
+SAME_BASE = 1e-3
+"""Evaluations before training that differ by a larger part than this are of different bases."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """One run. ``scores``: name -> (updates, seconds of training, held-out score) by rising updates. ``stages``: mean seconds per
+    iteration. ``why`` says why it does not count, None: it does."""
+
+    seed: int
+    path: Path
+    why: str | None = None
+    scores: dict[str, list[tuple[int, float, float]]] = field(default_factory=dict)
+    stages: dict[str, float] = field(default_factory=dict)
+    within: float = math.nan
+
+    def gain(self, name: str) -> float:
+        """Last score minus the one before training."""
+        points = self.scores[name]
+        return points[-1][2] - points[0][2]
+
+
+@dataclass(frozen=True)
+class Result:
+    """A cell's numbers, over the runs that count. Scores, gains and differences by the name of the score; ``reach`` in seconds by
+    share of the baseline's gain; ``against`` are the gains minus the baseline's, paired by run seed."""
+
+    name: str
+    title: str
+    refused: str | None = None
+    runs: tuple[Run, ...] = ()
+    base: dict[str, Mean] = field(default_factory=dict)
+    score: dict[str, Mean] = field(default_factory=dict)
+    gain: dict[str, Mean] = field(default_factory=dict)
+    against: dict[str, Mean] = field(default_factory=dict)
+    within: float = math.nan
+    stages: dict[str, Mean] = field(default_factory=dict)
+    speed_ups: dict[str, float] = field(default_factory=dict)
+    curves: dict[str, list[Moment]] = field(default_factory=dict)
+    reach: dict[float, float | None] = field(default_factory=dict)
+
+    @property
+    def counted(self) -> tuple[Run, ...]:
+        """The runs that came to their end and have scores."""
+        return tuple(run for run in self.runs if run.why is None)
+
+
+def measure(path: Path, seed: int, why: str | None = None) -> Run:
+    """The numbers of a run directory. ``why``: it is already known not to count."""
+    if why is not None or not path.is_dir():
+        return Run(seed, path, why or "it has not been run")
+    run = read_run(path)
+    scores = _scores(run)
+    if run.state != "finished":
+        ending = run.last_event("run_failed", "run_stopped")
+        return Run(seed, path, f"{run.state}: {reason(ending) if ending else 'no end was recorded'}", scores)
+    if len(scores.get(REWARD, ())) < 2:
+        return Run(seed, path, "it has no finite held-out reward before and after training", scores)
+    within = finite(run.after.get("eval/gain_stderr")) if run.after else None
+    return Run(seed, path, None, scores, _stages(run.iterations), math.nan if within is None else within)
+
+
+def _scores(run: RunData) -> dict[str, list[tuple[int, float, float]]]:
+    spent = _training_seconds(run.iterations)
+    names = dict.fromkeys(key for row in run.evaluations for key in row if key == REWARD or _is_scorer(key))
+    found = {}
+    for name in names:
+        points = [
+            (int(row["iteration"]), spent.get(int(row["iteration"]), math.nan), value)
+            for row in run.evaluations
+            if (value := finite(row.get(name))) is not None
+        ]
+        if points and points[0][0] == 0:
+            found[name] = points
+    scorers = [name for name in found if name != REWARD]
+    return {name: points for name, points in found.items() if name == REWARD or len(scorers) > 1}
+
+
+def _is_scorer(key: str) -> bool:
+    return key.startswith(SCORER) and "/" not in key.removeprefix(SCORER)
+
+
+def _training_seconds(rows: Sequence[Row]) -> dict[int, float]:
+    """Seconds of all iterations before a number of updates; starting up and evaluating are not in it."""
+    spent = {0: 0.0}
+    for row in rows:
+        index, seconds = int(row["iteration"]), finite(row.get("time/iteration_s"))
+        spent[index + 1] = spent.get(index, math.nan) + (math.nan if seconds is None else seconds)
+    return spent
+
+
+def _stages(rows: Sequence[Row]) -> dict[str, float]:
+    """Mean seconds per iteration of every stage, of their rest, of the rollout and of the whole. The rollout has what was explored
+    ahead, beside the iteration before. The first iteration, which warms up, is left out where there are three or more."""
+    rows = rows[1:] if len(rows) > 2 else rows
+
+    def mean(name: str) -> float:
+        found = values(rows, name)
+        return math.fsum(found) / len(found) if found else math.nan
+
+    parts = {stage: mean(f"time/{stage}_s") for stage in STAGES}
+    whole = mean("time/iteration_s")
+    known = math.fsum(seconds for seconds in parts.values() if math.isfinite(seconds))
+    ahead = mean(AHEAD)
+    rollout = parts["explore"] + parts["regenerate"] + (ahead if math.isfinite(ahead) else 0.0)
+    return {**parts, "other": max(0.0, whole - known), "rollout": rollout, "iteration": whole}
+
+
+# ---- cells
+
+
+def summarise(cells: Iterable[tuple[str, str, str | None, Sequence[Run]]], baseline: str) -> list[Result]:
+    """(name, title, why refused, runs) of every cell -> its numbers, held against the cell ``baseline``."""
+    cells = list(cells)
+    found = {name: _alone(name, title, refused, tuple(runs)) for name, title, refused, runs in cells}
+    one = found[baseline]
+    return [_against(found[name], one) for name, *_ in cells]
+
+
+def _alone(name: str, title: str, refused: str | None, runs: tuple[Run, ...]) -> Result:
+    counted = [run for run in runs if run.why is None]
+    names = [score for score in (counted[0].scores if counted else ()) if all(score in run.scores for run in counted)]
+    stages = counted[0].stages if counted else ()
+    within = [run.within for run in counted if math.isfinite(run.within)]
+    return Result(
+        name,
+        title,
+        refused,
+        runs,
+        base={score: mean_of([run.scores[score][0][2] for run in counted]) for score in names},
+        score={score: mean_of([run.scores[score][-1][2] for run in counted]) for score in names},
+        gain={score: mean_of([run.gain(score) for run in counted]) for score in names},
+        within=math.fsum(within) / len(within) if within else math.nan,
+        stages={stage: mean_of([run.stages[stage] for run in counted if math.isfinite(run.stages[stage])]) for stage in stages},
+        curves={score: _curve([run.scores[score] for run in counted]) for score in names},
+    )
+
+
+def _curve(runs: Sequence[Sequence[tuple[int, float, float]]]) -> list[Moment]:
+    """Means over runs at the numbers of updates that all of them were evaluated after."""
+    tables = [{updates: (seconds, score) for updates, seconds, score in points} for points in runs]
+    base = [points[0][2] for points in runs]
+    shared = sorted(set.intersection(*(set(table) for table in tables))) if tables else []
+    return [
+        Moment(
+            updates,
+            mean_of([table[updates][0] for table in tables]),
+            mean_of([table[updates][1] for table in tables]),
+            mean_of([table[updates][1] - start for table, start in zip(tables, base, strict=True)]),
+        )
+        for updates in shared
+    ]
+
+
+def _against(result: Result, baseline: Result) -> Result:
+    """The result with what compares it to the baseline."""
+    gains = {
+        name: ({run.seed: run.gain(name) for run in each.counted if name in run.scores} for each in (result, baseline))
+        for name in result.gain
+    }
+    goal = baseline.gain.get(REWARD, NOTHING).mean
+    curve = result.curves.get(REWARD, [])
+    stages, theirs = result.stages, baseline.stages
+    return replace(
+        result,
+        against={name: paired(*each) for name, each in gains.items()},
+        speed_ups={part: speed_up(stages.get(part, NOTHING), theirs.get(part, NOTHING)) for part in ("rollout", "iteration")},
+        reach={share: time_to(curve, share * goal) for share in SHARES},
+    )
+
+
+def remarks(results: Sequence[Result], baseline: str) -> list[str]:
+    """What a reader must know beside the numbers: refused cells, runs that do not count, unequal work, other bases."""
+    said = [f"{result.title}: refused: {result.refused}" for result in results if result.refused]
+    for result in results:
+        said += [f"{result.title}, seed {run.seed}: not counted: {run.why}" for run in result.runs if run.why is not None]
+    counted = [result for result in results if result.counted]
+    updates = {result.title: sorted({run.scores[REWARD][-1][0] for run in result.counted}) for result in counted}
+    if len({tuple(each) for each in updates.values()} | {(each[0],) for each in updates.values()}) > 1:
+        said.append(
+            "not at equal numbers of updates: "
+            + "; ".join(f"{title} {', '.join(map(str, each))}" for title, each in updates.items())
+        )
+    one = next(result for result in results if result.name == baseline)
+    theirs = {run.seed: run.scores[REWARD][0][2] for run in one.counted}
+    for result in counted:
+        pairs = [(run.scores[REWARD][0][2], theirs[run.seed]) for run in result.counted if run.seed in theirs]
+        if any(abs(mine - other) > SAME_BASE * abs(other) for mine, other in pairs):
+            said.append(
+                f"{result.title}: its evaluation before training is not the baseline's (another model, time shift or precision): "
+                "compare gains, not scores"
+            )
+    goal = one.gain.get(REWARD, NOTHING).mean
+    if math.isfinite(goal) and goal <= 0:
+        said.append("the baseline gained nothing, so there is no time to reach parts of its gain")
+    elif counted and all(len(result.curves[REWARD]) < 3 for result in counted):
+        said.append("no evaluations during training, so no times to a gain: set evaluate.every")
+    return said

@@ -1,0 +1,114 @@
+"""Existing run directories as the cells of a comparison: what they are equal in, what differs, what forbids to compare them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from analysis.compare.cells import check_alike
+from analysis.report.data import read_run
+from configs.load import ConfigError, parse
+from configs.prompts import FILES
+from configs.resume import OPERATIONAL, covers
+from configs.schema import RunConfig
+
+
+def group(directories: Sequence[Path]) -> dict[str, tuple[RunConfig, list[tuple[int, Path]]]]:
+    """Run directories by configuration apart from seed, name and what cannot change results:
+    title -> (configuration, [(run seed, directory)]).
+
+    A directory that is not a run but holds some, as a comparison's does, stands for them. Raises ConfigError for a directory
+    without a run, a seed that comes twice, and runs that were not evaluated alike or had other prompts under the same name.
+    """
+    groups: dict[str, tuple[RunConfig, list[tuple[int, Path]]]] = {}
+    paths = _run_directories(directories)
+    for path in paths:
+        config = _configuration(path)
+        seed, key = config.seed, repr(sorted(_settings(config).items()))
+        _, runs = groups.setdefault(key, (config, []))
+        if other := [each for known, each in runs if known == seed]:
+            raise ConfigError([f"{path} and {other[0]} are the same configuration and run seed: give one of the two"])
+        runs.append((seed, path))
+    titles = titles_of([config for config, _ in groups.values()])
+    named = dict(zip(titles, groups.values(), strict=True))
+    check_alike({title: config for title, (config, _) in named.items()})
+    check_prompts(paths)
+    return {title: (config, sorted(runs)) for title, (config, runs) in named.items()}
+
+
+def check_prompts(directories: Iterable[Path]) -> None:
+    """Raises ConfigError where two runs read other prompts in a file of the same name; a run without digests is not looked at."""
+    seen: dict[tuple[str, Any], tuple[Path, str]] = {}
+    for path in directories:
+        run = read_run(path)
+        for key in FILES:
+            name, found = run.setting(f"prompts.{key}"), run.prompts.get(key)
+            if found is None:
+                continue
+            other, theirs = seen.setdefault((key, name), (path, found))
+            if theirs != found:
+                raise ConfigError(
+                    [
+                        f"prompts.{key} = {name!r}: {path} and {other} read other prompts there, so they cannot be compared: give one of the two"
+                    ]
+                )
+
+
+def settings_that_differ(configs: Mapping[str, RunConfig]) -> dict[str, dict[str, Any]]:
+    """key -> value by the name of the configuration, for every key that is not the same in all."""
+    flat = {name: _settings(config) for name, config in configs.items()}
+    return {
+        key: {name: one.get(key) for name, one in flat.items()}
+        for key in dict.fromkeys(key for one in flat.values() for key in one)
+        if len({repr(one.get(key)) for one in flat.values()}) > 1
+    }
+
+
+def titles_of(configs: Sequence[RunConfig]) -> list[str]:
+    """Arm and objective where they differ, and every other setting that does."""
+    flat = [_settings(config) for config in configs]
+    differing = list(settings_that_differ({str(at): config for at, config in enumerate(configs)}))
+    objectives = "objective.name" in differing
+    shown = [key for key in differing if key not in ("arm", "objective.name") and not (objectives and key.startswith("objective."))]
+    titles = []
+    for config, one in zip(configs, flat, strict=True):
+        head = [config.arm] if "arm" in differing or not objectives else []
+        head += [config.objective.name] if objectives else []
+        titles.append(" · ".join([*head, *(f"{key} = {one.get(key)}" for key in shown)]))
+    return [title if titles.count(title) == 1 else f"{title} ({number})" for number, title in enumerate(titles, 1)]
+
+
+def _settings(config: RunConfig) -> dict[str, Any]:
+    """Every setting that can change results, by dotted key, lists as they are."""
+    found: dict[str, Any] = {}
+
+    def walk(tree: Mapping[str, Any], prefix: str) -> None:
+        for key, value in tree.items():
+            path = f"{prefix}{key}"
+            if path in ("seed", "name") or any(covers(pattern, path) for pattern in OPERATIONAL):
+                continue
+            if isinstance(value, dict) and value:
+                walk(value, f"{path}.")
+            else:
+                found[path] = value
+
+    walk(config.model_dump(mode="json"), "")
+    return found
+
+
+def _configuration(path: Path) -> RunConfig:
+    config = read_run(path).config
+    if not config:
+        raise ConfigError([f"{path}: its config.json cannot be read, so that it is not known what it ran"])
+    return parse(config)
+
+
+def _run_directories(directories: Sequence[Path]) -> list[Path]:
+    found: list[Path] = []
+    for path in directories:
+        inside = [path] if (path / "config.json").is_file() else sorted(each.parent for each in path.glob("*/config.json"))
+        if not inside:
+            raise ConfigError([f"--runs {path}: no run here: give directories with a config.json, or one that holds such"])
+        found += inside
+    return list(dict.fromkeys(each.resolve() for each in found))

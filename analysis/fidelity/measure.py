@@ -1,0 +1,317 @@
+"""``sol-rl fidelity``: how well do cheap proxies rank noises, by backend and number of explore steps?
+
+One process, no Ray. The prompts are training prompts (nothing is tuned on held-out ones), the noises a stream of their own.
+The truth is the reward of the same noises at ``regenerate.steps`` in ``regenerate.precision``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import logging
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from analysis.fidelity.picture import density_picture
+from configs.load import ConfigError
+from configs.prompts import Prompt, prompts_of_iteration, read_prompts
+from configs.schema import RunConfig
+from learner.checkpoint import CheckpointError, latest_checkpoint, step_directory
+from learner.fidelity import HALVES, Estimate, conditional_density, estimates, no_information, per_prompt
+from learner.trainer import DTYPES, Trainer
+from planning.preflight import check_model
+from policy.explorer import Explorer
+from policy.families import family_for
+from policy.precision.backends import Backend, resolve_backend
+from policy.precision.compiling import CompileFailed, compiler_missing
+from policy.publish import export_policy
+from policy.sampling.noise import stream_seed
+from policy.types import Conditioning
+from records.errors import RunFailed
+from records.rundir import RunDirectory, versions, write_json, write_text
+from rewards.base import ScorerError, ScorerSetupError
+from rewards.combine import WeightedScorer
+
+Say = Callable[[str], None]
+EXPLORING = ("solver", "scale_search", "frozen_amax", "activation_amax", "keep_wide")
+"""Fields of ``[explore]`` that a proxy depends on beside its steps and its backend."""
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """What is measured: P prompts x N noises, every backend at every number of explore steps."""
+
+    prompts: int = 32
+    seeds: int = 96
+    steps: tuple[int, ...] = (2, 4, 6, 8)
+    backends: tuple[str, ...] = ("emulated_nvfp4", "fp32")
+    threads: int | None = None  # None: as the configuration's rollout actors
+    checkpoint: Path | None = None  # a checkpoint directory; None: the base model
+
+
+@dataclass
+class Rewards:
+    """Rewards float32 [P, N], and seconds per picture, of the truth and of each (backend, steps)."""
+
+    truth: np.ndarray
+    proxies: dict[tuple[str, int], np.ndarray] = field(default_factory=dict)
+    seconds: dict[str, float] = field(default_factory=dict)
+
+
+def run(config: RunConfig, wanted: Measurement, out: Path, say: Say) -> list[str]:
+    """Measure, write fidelity.json, rewards.json and density.svg to ``out``; returns the lines of the tables.
+
+    Raises ConfigError for what cannot be measured, RunFailed when a picture cannot be scored or a file not written.
+    """
+    if 2 * max(HALVES) > wanted.seeds:
+        raise ConfigError([f"--seeds {wanted.seeds}: best {max(HALVES)} and worst {max(HALVES)} need at least {2 * max(HALVES)}"])
+    backends(wanted.backends)
+    check_model(config)
+    missing = compiler_missing(_device()) if config.explore.compile or config.regenerate.compile else None
+    if missing is not None:
+        raise ConfigError([f"compile: {missing}: install it or set compile = false"])
+    prompts = choose_prompts(config, wanted.prompts)
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError([f"--out: {out} cannot be written ({error.strerror}): give another directory"]) from None
+    hide_loading_bars()
+    threads = torch.get_num_threads()
+    torch.set_num_threads(wanted.threads or config.services.rollout.threads)
+    try:
+        rewards = measure(config, wanted, prompts, say)
+        summary = summarise(config, wanted, rewards) | {"threads": torch.get_num_threads(), "versions": versions()}
+    except ScorerError as error:
+        raise RunFailed(f"{error}; a noise without a reward has no rank") from None
+    except (CheckpointError, CompileFailed) as error:
+        raise RunFailed(str(error)) from None
+    except (FileNotFoundError, ScorerSetupError) as error:
+        raise ConfigError([str(error)]) from None
+    finally:
+        torch.set_num_threads(threads)
+    try:
+        _write(out, summary, prompts, rewards)
+    except OSError as error:
+        raise RunFailed(f"{out}: {error.strerror or error}: give another directory with --out") from None
+    return [*tables(summary), f"written: {out / 'fidelity.json'}, rewards.json, density.svg"]
+
+
+def hide_loading_bars() -> None:
+    """Keep diffusers' and transformers' bars out of what is printed, and that nothing was cut off a prompt."""
+    import diffusers.utils.logging
+    import transformers.utils.logging
+
+    diffusers.utils.logging.disable_progress_bar()
+    transformers.utils.logging.disable_progress_bar()
+    for handler in logging.getLogger("diffusers").handlers:
+        handler.addFilter(_cuts_something)
+
+
+def _cuts_something(record: logging.LogRecord) -> bool:
+    """False for diffusers' warning that an empty part of a prompt, ``['']``, was truncated, as the shapes model's always are."""
+    text = record.getMessage()
+    return "was truncated" not in text or not text.rstrip().endswith("['']")
+
+
+def checkpoint_of(rundir: RunDirectory, step: int | None) -> Path:
+    """The directory of checkpoint ``step``, or of the last one. Raises ConfigError when there is none."""
+    path = latest_checkpoint(rundir.checkpoints) if step is None else step_directory(rundir.checkpoints, step)
+    if path is None or not path.is_dir():
+        wanted = "" if step is None else f" {step}"
+        raise ConfigError([f"{rundir.path}: there is no checkpoint{wanted}: look in {rundir.checkpoints} for those there are"])
+    return path
+
+
+def backends(names: Sequence[str], say: Say = lambda line: None) -> dict[str, Backend]:
+    """Backends by name, each once; what "auto" took, and why, is said. Raises ConfigError for one that is not available."""
+    try:
+        found = {name: resolve_backend(name, _device(), "--backends") for name in names}
+    except ValueError as error:
+        raise ConfigError([str(error)]) from None
+    for name, (backend, why) in found.items():
+        if backend.name != name:
+            say(f"{backend.name} ({why})")
+    return {backend.name: backend for backend, _ in found.values()}
+
+
+def choose_prompts(config: RunConfig, count: int) -> list[Prompt]:
+    """``count`` distinct training prompts, drawn by the run seed."""
+    everything = read_prompts(config.prompts.train)
+    if count > len(everything):
+        raise ConfigError([f"--prompts {count}: {config.prompts.train} holds {len(everything)}; ask for fewer"])
+    return [everything[row] for row in prompts_of_iteration(len(everything), count, 0, config.seed)]
+
+
+def measure(config: RunConfig, wanted: Measurement, prompts: list[Prompt], say: Say) -> Rewards:
+    """Every picture made and scored. The sampling policy of the objective is used, at the checkpoint where one is given."""
+    scorer = WeightedScorer.from_config(config.rewards)
+    conditioning = _encode(config, prompts)
+    seeds = [[stream_seed(config.seed, "fidelity", p, n) for n in range(wanted.seeds)] for p in range(len(prompts))]
+    result = Rewards(np.empty((len(prompts), wanted.seeds), np.float32))
+
+    def fill(name: str, rewards: np.ndarray, make: Callable[[Conditioning, list[int]], np.ndarray]) -> None:
+        start = time.perf_counter()
+        for p, prompt in enumerate(prompts):
+            images = make(conditioning[p], seeds[p])
+            rewards[p] = scorer(images, [prompt.text] * len(images), [prompt.metadata] * len(images)).total
+        result.seconds[name] = (time.perf_counter() - start) / rewards.size
+        say(f"{name}: {rewards.size} pictures, {result.seconds[name] * 1e3:.1f} ms each, mean reward {rewards.mean():.4f}")
+
+    with _setup():
+        trainer = _trainer(config, wanted.checkpoint)
+    fill("truth", result.truth, lambda cond, part: trainer.regenerate(cond, part)[1])
+    for name, backend in backends(wanted.backends, say).items():
+        with _setup():
+            explorer = _explorer(config, trainer, backend)
+        for steps in dict.fromkeys(wanted.steps):
+            rewards = result.proxies[name, steps] = np.empty_like(result.truth)
+            fill(
+                f"{name}, {steps} steps",
+                rewards,
+                lambda cond, part, explorer=explorer, steps=steps: _explore(explorer, config, cond, part, steps),
+            )
+    return result
+
+
+@contextlib.contextmanager
+def _setup() -> Iterator[None]:
+    """What a model or a backend refuses is the configuration's fault."""
+    try:
+        yield
+    except ValueError as error:
+        raise ConfigError([str(error)]) from None
+
+
+def _explore(explorer: Explorer, config: RunConfig, cond: Conditioning, seeds: list[int], steps: int) -> np.ndarray:
+    """Proxy pictures in the very chunks that a run would make them in."""
+    size = config.explore.chunk_size
+    parts = [seeds[first : first + size] for first in range(0, len(seeds), size)]
+    return np.concatenate([explorer.explore(cond, part, steps, config.explore.solver)[0] for part in parts])
+
+
+def _encode(config: RunConfig, prompts: list[Prompt]) -> list[Conditioning]:
+    text = family_for(config.model).load_text(_device(), DTYPES[config.regenerate.precision])
+    return [text.encode([prompt.text]).to(device="cpu") for prompt in prompts]
+
+
+def _trainer(config: RunConfig, checkpoint: Path | None) -> Trainer:
+    trainer = Trainer(config, device=_device())
+    if checkpoint is not None:
+        trainer.load(checkpoint)
+    return trainer
+
+
+def _explorer(config: RunConfig, trainer: Trainer, backend: Backend) -> Explorer:
+    """An explorer that was given the learner's sampling policy in the backend's format."""
+    settings, dtype = config.explore, DTYPES[config.regenerate.precision]
+    explorer = Explorer(
+        trainer.family,
+        backend,
+        settings.keep_wide,
+        _device(),
+        dtype,
+        activation_amax=settings.activation_amax,
+        compile=settings.compile,
+    )
+    adapter, size = trainer.objective.sampling_adapter, config.publish.chunk_mb * 2**20
+    manifest, chunks = export_policy(
+        trainer.transformer, adapter, explorer.plan, backend, 0, size, settings.scale_search, settings.frozen_amax
+    )
+    explorer.load(manifest, chunks)
+    return explorer
+
+
+def _device() -> torch.device:
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+# ---- what came out
+
+
+def summarise(config: RunConfig, wanted: Measurement, rewards: Rewards) -> dict[str, Any]:
+    """Plain data: settings, and per row every measure as mean, low, high (95 %, bootstrap over prompts)."""
+    truth = rewards.truth
+
+    def row(backend: str, steps: int, proxy: np.ndarray) -> dict[str, Any]:
+        found = estimates(per_prompt(proxy, truth), seed=config.seed)
+        return {"backend": backend, "steps": steps, "measures": {name: _plain(estimate) for name, estimate in found.items()}}
+
+    constant = int((np.ptp(truth, axis=1) == 0).sum())
+    return {
+        "model": config.model.path,
+        "prompts": len(truth),
+        "seeds": truth.shape[1],
+        "truth": {"precision": config.regenerate.precision, "steps": config.regenerate.steps, "solver": config.plan.solver},
+        "explore": {key: getattr(config.explore, key) for key in EXPLORING},
+        "rewards": {scorer.name: scorer.weight for scorer in config.rewards.scorers},
+        "checkpoint": None if wanted.checkpoint is None else wanted.checkpoint.name,
+        "constant_prompts": constant,
+        "distinct_rewards": float(np.mean([len(np.unique(values)) for values in truth])),
+        "seconds_per_picture": rewards.seconds,
+        "perfect": row("perfect", config.regenerate.steps, truth)["measures"],
+        "no_information": no_information(truth.shape[1]),
+        "rows": [row(backend, steps, proxy) for (backend, steps), proxy in rewards.proxies.items()],
+    }
+
+
+def _plain(estimate: Estimate) -> dict[str, Any]:
+    """As JSON holds it: null where there is no number."""
+    fields = dataclasses.asdict(estimate)
+    return {name: value if np.isfinite(value) else None for name, value in fields.items()}
+
+
+def tables(summary: dict[str, Any]) -> list[str]:
+    """The summary for people, in the form of the paper's tables."""
+    truth = summary["truth"]
+    lines = [
+        f"{summary['prompts']} prompts x {summary['seeds']} noises; truth: {truth['steps']} steps, {truth['precision']}, "
+        f"{truth['solver']}; rewards: {', '.join(summary['rewards'])}; [95 % confidence, bootstrap over prompts]",
+        f"distinct true rewards per prompt: {summary['distinct_rewards']:.1f}; prompts with one reward for all noises: "
+        f"{summary['constant_prompts']}",
+    ]
+    lines += ["", *_table(summary, "agreement", [("Kendall tau", ("kendall_tau",)), ("Spearman rho", ("spearman_rho",))], 3)]
+    for title, measure, digits in (("mean true percentile", "percentile", 1), ("mean true rank", "rank", 1)):
+        columns = [(f"top/bottom-{k}", (f"top{k}_{measure}", f"bottom{k}_{measure}")) for k in HALVES]
+        lines += ["", *_table(summary, title, columns, digits)]
+    columns = [(f"best-{k} less worst-{k}", (f"contrast{k}",)) for k in HALVES]
+    return [*lines, "", *_table(summary, "share of the true contrast that is found", columns, 3)]
+
+
+def _table(summary: dict[str, Any], title: str, columns: Sequence[tuple[str, tuple[str, ...]]], digits: int) -> list[str]:
+    rows = [(f"{row['backend']}, {row['steps']} steps", row["measures"]) for row in summary["rows"]]
+    rows.append(("the truth itself", summary["perfect"]))
+    body = [[title, *(head for head, _ in columns)]]
+    for name, measures in rows:
+        cells = (" / ".join(_cell(Estimate(**measures[key]), digits) for key in keys) for _, keys in columns)
+        body.append([name, *cells])
+    chance = summary["no_information"]
+    body.append(["by lot", *(" / ".join(f"{chance[key]:.{digits}f}" for key in keys) for _, keys in columns)])
+    body.insert(1, ["---"] * len(body[0]))
+    widths = [max(len(line[i]) for line in body) for i in range(len(body[0]))]
+    return ["| " + " | ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)) + " |" for line in body]
+
+
+def _cell(value: Estimate, digits: int) -> str:
+    if not value.prompts:
+        return "n/a"
+    return f"{value.mean:.{digits}f} [{value.low:.{digits}f}, {value.high:.{digits}f}]"
+
+
+def _write(out: Path, summary: dict[str, Any], prompts: list[Prompt], rewards: Rewards) -> None:
+    write_json(out / "fidelity.json", summary)
+    raw = {f"{backend}/{steps}": proxy.tolist() for (backend, steps), proxy in rewards.proxies.items()}
+    everything = {"prompts": [prompt.text for prompt in prompts], "truth": rewards.truth.tolist(), "proxies": raw}
+    write_json(out / "rewards.json", everything)
+    panels = {
+        f"{backend}, {steps} steps": conditional_density(proxy, rewards.truth)
+        for (backend, steps), proxy in rewards.proxies.items()
+    }
+    truth = summary["truth"]
+    title = f"{summary['prompts']} prompts x {summary['seeds']} noises; truth: {truth['steps']} steps, {truth['precision']}"
+    write_text(out / "density.svg", density_picture(panels, title, summary["seeds"]))

@@ -1,0 +1,221 @@
+"""A run directory as the report reads it: tolerant of what is missing, half-written, or not a number."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from records.images import Pictures, find_pictures
+from records.timeline import FILE as TIMELINE
+from records.timeline import Span, read_spans
+
+Row = dict[str, Any]
+Grid = list[list[float]]
+"""Values [prompt][noise] of one evaluation, NaN where there is none."""
+ENDINGS = {
+    "run_finished": "finished",
+    "run_failed": "failed",
+    "run_stopped": "stopped",
+    "run_started": "open",
+    "run_resumed": "open",
+}
+REASON_KEYS = ("why", "reason", "error", "message")
+
+
+@dataclass(frozen=True)
+class RunData:
+    """Everything a report is made of. ``iterations`` and ``evaluations`` rise by iteration, one row each; ``held_out`` are
+    rewards by the iteration of their evaluation, ``scores`` raw ones by iteration and scorer; ``prompts`` digests of both files."""
+
+    name: str
+    config: Row
+    versions: Row
+    iterations: list[Row]
+    evaluations: list[Row]
+    events: list[Row]
+    pictures: Pictures
+    held_out: dict[int, Grid] = field(default_factory=dict)
+    scores: dict[int, dict[str, Grid]] = field(default_factory=dict)
+    quantisation: list[Row] = field(default_factory=list)
+    spans: list[Span] = field(default_factory=list)
+    remarks: list[str] = field(default_factory=list)
+    prompts: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def state(self) -> str:
+        """finished, failed, stopped, or open: no end was recorded, so the run goes on or was killed."""
+        ends = [ENDINGS[event["event"]] for event in self.events if event["event"] in ENDINGS]
+        return ends[-1] if ends else "open"
+
+    @property
+    def before(self) -> Row | None:
+        """The evaluation before training, or the first there is."""
+        return self.evaluations[0] if self.evaluations else None
+
+    @property
+    def after(self) -> Row | None:
+        """The newest evaluation after ``before``."""
+        return self.evaluations[-1] if len(self.evaluations) > 1 else None
+
+    def prompt_means(self, row: Row | None) -> list[float]:
+        """Mean held-out reward of each prompt in the evaluation ``row``, NaN where none was scored; empty when not recorded."""
+        rewards = self.held_out.get(int(row["iteration"]), []) if row else []
+        kept = [[value for value in noises if math.isfinite(value)] for noises in rewards]
+        return [math.fsum(noises) / len(noises) if noises else math.nan for noises in kept]
+
+    def last_event(self, *names: str) -> Row | None:
+        """The newest event of one of these names."""
+        return next((event for event in reversed(self.events) if event["event"] in names), None)
+
+    def setting(self, path: str, otherwise: Any = None) -> Any:
+        """A value of the configuration by dotted path."""
+        value: Any = self.config
+        for key in path.split("."):
+            if not isinstance(value, dict) or key not in value:
+                return otherwise
+            value = value[key]
+        return value
+
+
+def read_run(directory: Path) -> RunData:
+    """Reads ``directory``. Raises FileNotFoundError when it is no run directory; anything else missing leaves a gap."""
+    files = ("config.json", "metrics.jsonl", "events.jsonl")
+    if not any((directory / name).is_file() for name in files):
+        raise FileNotFoundError(f"{directory} is no run directory: it has none of {', '.join(files)}; give RUN_ROOT/NAME of a run")
+    remarks: list[str] = []
+    root = _json(directory / "config.json", remarks)
+    root = root if isinstance(root, dict) else {}
+    config = root.get("config") if isinstance(root.get("config"), dict) else {}
+    rows = _lines(directory / "metrics.jsonl", remarks)
+    events = [row for row in _lines(directory / "events.jsonl", remarks) if isinstance(row.get("event"), str)]
+    pictures = find_pictures(directory / "images")
+    table = _json(directory / "quantisation.json", remarks) if (directory / "quantisation.json").exists() else []
+    tables = {int(path.stem[5:]): _evaluation(path) for path in sorted((directory / "evaluations").glob("step_??????.json"))}
+    digests = root.get("prompts")
+    assert config is not None
+    return RunData(
+        name=str(config.get("name") or directory.name),
+        config=config,
+        versions=root["versions"] if isinstance(root.get("versions"), dict) else {},
+        iterations=_newest_of(row for row in rows if row.get("kind") == "iteration"),
+        evaluations=_same_weights(_newest_of(row for row in rows if row.get("kind") == "evaluation")),
+        events=sorted(events, key=lambda event: finite(event.get("time")) or 0.0),
+        pictures=pictures,
+        held_out={step: _grid(found.get("rewards")) for step, found in tables.items()},
+        scores={step: _grids(found.get("scores")) for step, found in tables.items()},
+        quantisation=[row for row in table if isinstance(row, dict)] if isinstance(table, list) else [],
+        spans=read_spans(directory / TIMELINE, remarks),
+        remarks=remarks,
+        prompts={key: found for key, found in digests.items() if isinstance(found, str)} if isinstance(digests, dict) else {},
+    )
+
+
+def finite(value: Any) -> float | None:
+    """``value`` as a float when it is a finite number, else None."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        return None
+    return float(value)
+
+
+def points(rows: Sequence[Row], name: str) -> list[tuple[float, float]]:
+    """(iteration, value) of every row; NaN where the row has no finite value, and nothing when no row has one."""
+    found = [(float(row["iteration"]), finite(row.get(name))) for row in rows]
+    if all(value is None for _, value in found):
+        return []
+    return [(x, math.nan if value is None else value) for x, value in found]
+
+
+def values(rows: Sequence[Row], name: str) -> list[float]:
+    """The finite values of ``name``."""
+    return [value for row in rows if (value := finite(row.get(name))) is not None]
+
+
+def reason(event: Row) -> str:
+    """Why, in the words of the event, else all that it says."""
+    for key in REASON_KEYS:
+        if event.get(key):
+            return str(event[key])
+    return ", ".join(f"{key} {value}" for key, value in event.items() if key not in ("time", "event"))
+
+
+def actor_of(event: Row) -> str | None:
+    """Which actor an event is about: ``rollout-1`` from ``kind`` and ``actor``, or what ``actor`` says alone."""
+    actor, kind = event.get("actor"), event.get("kind")
+    if actor is None:
+        return None
+    return f"{kind}-{actor}" if kind is not None and not str(actor).startswith(str(kind)) else str(actor)
+
+
+def _json(path: Path, remarks: list[str]) -> Any:
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        remarks.append(f"{path.name} is missing")
+    except (ValueError, OSError) as error:
+        remarks.append(f"{path.name} cannot be read ({error})")
+    return None
+
+
+def _lines(path: Path, remarks: list[str]) -> list[Row]:
+    """Rows of a JSON-lines file. A last line without its newline is being written just now; other bad lines are counted."""
+    try:
+        text = path.read_text(encoding="utf-8", errors="replace")
+    except FileNotFoundError:
+        return []
+    except OSError as error:
+        remarks.append(f"{path.name} cannot be read ({error})")
+        return []
+    rows, bad = [], 0
+    for line in text.splitlines(keepends=True):
+        if not line.strip():
+            continue
+        try:
+            row = json.loads(line)
+        except ValueError:
+            bad += line.endswith("\n")
+            continue
+        if isinstance(row, dict):
+            rows.append(row)
+        else:
+            bad += 1
+    if bad:
+        remarks.append(
+            f"{path.name}: {bad} line{'s' if bad != 1 else ''} could not be read and {'are' if bad != 1 else 'is'} left out"
+        )
+    return rows
+
+
+def _newest_of(rows: Iterable[Row]) -> list[Row]:
+    """One row per iteration, the one written last, by rising iteration."""
+    newest = {index: row for row in rows if (index := finite(row.get("iteration"))) is not None}
+    return [newest[index] for index in sorted(newest)]
+
+
+def _same_weights(rows: list[Row]) -> list[Row]:
+    """Only evaluations of the weights that the last one is of, and of the base: others cannot be compared."""
+    kind = rows[-1].get("weights") if rows else None
+    return [row for row in rows if row.get("weights") in (kind, "base")]
+
+
+def _evaluation(path: Path) -> Row:
+    """What an evaluation's file holds; nothing where it cannot be read."""
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def _grids(found: Any) -> dict[str, Grid]:
+    return {str(label): _grid(rows) for label, rows in found.items()} if isinstance(found, dict) else {}
+
+
+def _grid(found: Any) -> Grid:
+    """A table of numbers as it was written; empty when it is none."""
+    if not isinstance(found, list) or not all(isinstance(row, list) for row in found):
+        return []
+    return [[math.nan if (number := finite(cell)) is None else number for cell in row] for row in found]

@@ -1,0 +1,63 @@
+"""The timeline in a terminal: a line per actor, a character per slice of time."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from analysis.report.timeline import Lane, Timeline
+from records.progress import duration
+from records.timeline import OTHER, WORKS, Span
+
+IDLE, GONE, LOST = "·", " ", "X"
+
+
+def lines_of(timeline: Timeline, width: int = 100) -> list[str]:
+    """Versions, a line per actor, the scale, and what the letters mean; ``width`` characters of time."""
+    end = timeline.end or 1.0
+    names = max([len("policy"), *(len(name) for name in timeline.lanes)])
+    by_actor: dict[str, list[Span]] = {}
+    for span in timeline.spans:
+        by_actor.setdefault(span.who, []).append(span)
+    lines = [f"{'policy':<{names}} {_versions(timeline.versions, end, width)}"]
+    lines += [f"{name:<{names}} {strip(by_actor.get(name, []), lane, end, width)}" for name, lane in timeline.lanes.items()]
+    half = width // 2
+    lines.append(f"{'':<{names}} {'0':<{half}}{duration(end / 2)}".ljust(names + 1 + width - len(duration(end))) + duration(end))
+    used = {span.shown for span in timeline.spans}
+    said = [f"{work.letter} {work.label}" for work in dict.fromkeys([*WORKS.values(), OTHER]) if work in used]
+    lines.append("  ".join([*said, f"{LOST} died", f"{IDLE} idle"]))
+    return lines
+
+
+def strip(spans: Sequence[Span], lane: Lane, end: float, width: int) -> str:
+    """What one actor did: in each of ``width`` slices of 0 to ``end`` the letter of what it did longest, if that is a third of it."""
+    slice_s = end / width
+    done: list[dict[str, float]] = [{} for _ in range(width)]
+    for span in spans:
+        for at in range(_slice(span.started, end, width), _slice(span.ended, end, width) + 1):
+            inside = min(span.ended, (at + 1) * slice_s) - max(span.started, at * slice_s)
+            letter = span.shown.letter
+            done[at][letter] = done[at].get(letter, 0.0) + max(0.0, inside)
+    cells = []
+    for at, seconds in enumerate(done):
+        middle = (at + 0.5) * slice_s
+        alive = any(start <= middle <= stop for start, stop in lane.lives)
+        letter = max(seconds, key=lambda each: seconds[each], default="")
+        cells.append(letter if letter and sum(seconds.values()) >= slice_s / 3 else IDLE if alive else GONE)
+    for when, tone, _ in lane.marks:
+        if tone == "bad":
+            cells[_slice(when, end, width)] = LOST
+    return "".join(cells)
+
+
+def _versions(versions: Sequence[tuple[float, int]], end: float, width: int) -> str:
+    cells, free = [" "] * width, 0
+    for when, version in versions:
+        at, text = _slice(when, end, width), f"v{version}"
+        if at >= free and at + len(text) <= width:
+            cells[at : at + len(text)] = text
+            free = at + len(text) + 1
+    return "".join(cells).rstrip()
+
+
+def _slice(moment: float, end: float, width: int) -> int:
+    return min(width - 1, max(0, int(moment / end * width)))

@@ -1,0 +1,87 @@
+"""How a signal ends a run: after the update in hand and a checkpoint. A second signal ends it at once, without waiting for either."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Coroutine
+from typing import Any, TypeVar
+
+from cluster.driver.services import install_stop_signals
+from cluster.runtime.tasks import end_all
+from records.errors import InputsLost, RunFailed, StateLost, Stopped
+
+ECHO_S = 1.0
+"""Signals this close behind the first are the same one: `timeout`, shells and terminals tell a process and its group."""
+AGAIN = "a second signal came"
+Value = TypeVar("Value")
+
+
+async def unless_stopped(work: Coroutine[Any, Any, Value]) -> Value:
+    """The value of ``work``, before which nothing is started. Raises Stopped when a signal comes first."""
+    stopping = Stopping(asyncio.Lock())
+    stopping.listen()
+    try:
+        return await work
+    except asyncio.CancelledError:
+        raise Stopped(f"stopped by {stopping.signal} before anything was started") from None
+
+
+class Stopping:
+    """What signals have asked of the task that called ``listen``."""
+
+    def __init__(self, updating: asyncio.Lock):
+        """``updating``: held while the work must not be cut short."""
+        self.signal: str | None = None
+        self._updating = updating
+        self._asked_at = 0.0
+        self._again = asyncio.Event()
+        self._canceller: asyncio.Task[None] | None = None
+        self._over = False
+
+    def listen(self) -> None:
+        """From now on a signal cancels the running task, once nothing is being updated."""
+        work = asyncio.current_task()
+        assert work is not None
+        install_stop_signals(asyncio.get_running_loop(), lambda name: self.asked(name, work))
+
+    def asked(self, name: str, work: asyncio.Task[Any]) -> None:
+        """A signal came."""
+        if self._over:
+            return
+        if self._canceller is None:
+            self.signal, self._asked_at = name, time.monotonic()
+            self._canceller = asyncio.create_task(self._cancel(work))
+        elif time.monotonic() - self._asked_at > ECHO_S:
+            self.signal = name
+            self._again.set()
+            if not self._canceller.done():
+                self._canceller.cancel()
+                work.cancel()
+
+    async def _cancel(self, work: asyncio.Task[Any]) -> None:
+        async with self._updating:
+            work.cancel()
+
+    async def save(self, save: Coroutine[Any, Any, None], limit_s: float) -> str | None:
+        """Carry out ``save``; None, or why there is no checkpoint: it failed, it took longer than ``limit_s``, or a second signal came."""
+        if self._again.is_set():  # maybe in the middle of an update: not to be begun
+            save.close()
+            return AGAIN
+        saving, again = asyncio.create_task(save), asyncio.create_task(self._again.wait())
+        await asyncio.wait({saving, again}, timeout=limit_s, return_when=asyncio.FIRST_COMPLETED)
+        await end_all([saving, again])
+        if saving.cancelled():
+            return AGAIN if self._again.is_set() else f"the learner did not write it within {limit_s:g} s"
+        error = saving.exception()
+        if isinstance(error, RunFailed | StateLost | InputsLost):
+            return str(error)
+        if error is not None:
+            raise error
+        return None
+
+    def over(self) -> None:
+        """The run is ending by itself: what comes now is too late to change how."""
+        self._over = True
+        if self._canceller is not None:
+            self._canceller.cancel()

@@ -1,0 +1,120 @@
+"""What the nodes have free, and more nodes from Ray's autoscaler where one runs.
+
+What is missing is asked for by placement groups that wait. Unlike ``ray.autoscaler.sdk.request_resources`` they count what other jobs
+use, add up over jobs, and vanish with the job that made them: no node is paid for because of a run that is gone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import ray
+from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
+
+from configs.load import ConfigError
+from configs.schema import RunConfig
+from planning.placement import Need, Node, check_placement, kinds_of, needs_of
+
+BUSY_WAIT_S = 20.0
+"""How long to wait for shares that a finished job has not given back yet."""
+LOOK_S = 0.5
+LAG_S = 5.0
+"""Time enough for Ray's count of what is free to show what was given back."""
+EVERYONE = "everyone"
+LEAST_CPU = 0.001
+"""Of a bundle whose actor asks for nothing: Ray takes no empty ones."""
+
+
+def free_nodes() -> list[Node]:
+    """Live nodes with what is free on each now; Ray's count lags behind by up to a second."""
+    from ray._private.state import available_resources_per_node
+
+    free = available_resources_per_node()
+    return [_node(row, free.get(row["NodeID"], {})) for row in ray.nodes() if row["Alive"]]
+
+
+def all_nodes() -> list[Node]:
+    """Live nodes with all that they have, used or not."""
+    return [_node(row, row["Resources"]) for row in ray.nodes() if row["Alive"]]
+
+
+def _node(row: Mapping[str, Any], resources: Mapping[str, float]) -> Node:
+    return Node(row["NodeID"], resources.get("CPU", 0.0), resources.get("GPU", 0.0), row.get("Labels") or {})
+
+
+class Requests:
+    """Places that are waited for, a placement group each, so that Ray's autoscaler, where one runs, brings nodes for them. Whose group is
+    granted has a place that nobody else counts as free, until it is withdrawn for the actors to take."""
+
+    def __init__(self) -> None:
+        self._groups: dict[str, PlacementGroup] = {}
+
+    def __contains__(self, key: str) -> bool:
+        return key in self._groups
+
+    def ask(self, key: str, needs: Sequence[Need]) -> bool:
+        """Ask for room for all of ``needs`` at once, unless that was asked for under this key already; whether it is new."""
+        if key in self._groups:
+            return False
+        bundles = [{"CPU": max(need.cpus, LEAST_CPU), **({"GPU": need.gpus} if need.gpus else {})} for need in needs]
+        labels = [dict(need.labels) for need in needs]
+        self._groups[key] = placement_group(bundles, strategy="PACK", bundle_label_selector=labels)
+        return True
+
+    def granted(self, key: str) -> list[str] | None:
+        """The node ids of what was asked for under this key, in its order, once Ray holds a place there for each."""
+        if key not in self._groups:
+            return None
+        table = placement_group_table(self._groups[key])
+        if table.get("state") != "CREATED":
+            return None
+        nodes = table["bundles_to_node_id"]
+        return [nodes[bundle] for bundle in sorted(nodes)]
+
+    def withdraw(self, *keys: str) -> None:
+        """What was asked for under these keys is about to be taken, or wanted no longer; without a key, everything."""
+        for key in keys or tuple(self._groups):
+            if (group := self._groups.pop(key, None)) is not None:
+                remove_placement_group(group)
+
+
+async def find_room(
+    config: RunConfig, kinds: Iterable[str] | None = None, tell: Callable[[str], None] = lambda line: None
+) -> list[Node]:
+    """The nodes, once every actor of the run has a place on them.
+
+    Waits for what other jobs are about to give back (``BUSY_WAIT_S``), and for nodes that an autoscaler is asked for
+    (``services.wait_for_nodes_s``); ``tell`` hears of it in a line. Raises ConfigError, a line per service: what is missing, what
+    there is.
+    """
+    chosen = tuple(kinds if kinds is not None else kinds_of(config))
+    began, wait_s = time.monotonic(), config.services.wait_for_nodes_s
+    requests, ask_at = Requests(), began
+    try:
+        while True:
+            nodes, now = free_nodes(), time.monotonic()
+            try:
+                check_placement(config, nodes, chosen)
+                return nodes
+            except ConfigError as error:
+                if now - began > max(wait_s, BUSY_WAIT_S if _would_fit(config, chosen) else 0.0):
+                    raise
+                if requests.granted(EVERYONE):
+                    requests.withdraw()  # and once Ray's count has it, it is free
+                    ask_at = now + LAG_S
+                elif wait_s and now >= ask_at and requests.ask(EVERYONE, needs_of(config, chosen)) and ask_at == began:
+                    tell(f"waiting up to {wait_s:g} s for nodes: {error}")
+            await asyncio.sleep(LOOK_S)
+    finally:
+        requests.withdraw()
+
+
+def _would_fit(config: RunConfig, kinds: Iterable[str]) -> bool:
+    try:
+        check_placement(config, all_nodes(), kinds)
+    except ConfigError:
+        return False
+    return True

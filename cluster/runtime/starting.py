@@ -1,0 +1,73 @@
+"""Bringing one actor to life: placed, constructed, answering; or a plain sentence why not. Nothing pends for ever."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from typing import Any
+
+import ray
+from ray.exceptions import ActorUnschedulableError, RayActorError, RayError
+
+from planning.placement import NoRoom
+from records.errors import RunFailed
+
+Spawn = Callable[[str], Any]  # actor name -> Ray actor handle; raises NoRoom
+LOST_STARTS = 4
+"""Times an actor may vanish before it answers: a node that died is still thought alive for some seconds."""
+PAUSE_S = 1.0
+
+
+async def start_actor(
+    spawn: Spawn, name: str, who: str, deadline_s: float, waits: Callable[[str], None]
+) -> tuple[Any, dict[str, Any]]:
+    """(handle, what its ``ready`` told) of a new actor. ``waits`` is told once when there is no room for it yet.
+
+    Raises:
+        RunFailed: its constructor raised (with the constructor's own words), it died again and again, or it was not placed or
+            not ready within ``deadline_s`` seconds.
+    """
+    deadline = time.monotonic() + deadline_s
+    lost, told = 0, False
+    while True:
+        try:
+            handle = spawn(f"{name}-{lost}" if lost else name)
+        except NoRoom as error:
+            if time.monotonic() > deadline:
+                raise RunFailed(f"{who} had no place for {deadline_s:g} s: {error}") from None
+            if not told:
+                waits(str(error))
+            told = True
+            await asyncio.sleep(PAUSE_S)
+            continue
+        try:
+            future = asyncio.wrap_future(handle.ready.remote().future())
+            async with asyncio.timeout(max(deadline - time.monotonic(), PAUSE_S)):
+                return handle, await future
+        except TimeoutError:
+            ray.kill(handle, no_restart=True)
+            raise RunFailed(
+                f"{who} was not placed or not ready within services.start_deadline_s = {deadline_s:g} s: something else may hold its "
+                "share of the node (see `ray status`), or loading takes longer"
+            ) from None
+        except asyncio.CancelledError:
+            ray.kill(handle, no_restart=True)
+            raise
+        except (RayActorError, ActorUnschedulableError) as error:
+            lost += 1
+            if getattr(error, "actor_init_failed", False) or lost >= LOST_STARTS or time.monotonic() > deadline:
+                raise RunFailed(f"{who} did not start: {cause(error)}") from None
+            await asyncio.sleep(PAUSE_S)
+        except RayError as error:
+            raise RunFailed(f"{who} did not start: {cause(error)}") from None
+
+
+def cause(error: BaseException) -> str:
+    """The last informative line of a Ray error: the exception raised in the actor, not the frames around it."""
+    inner = getattr(error, "cause", None)
+    if inner is not None:
+        return f"{type(inner).__name__}: {inner}".strip().splitlines()[0]
+    lines = [line.strip() for line in str(error).strip().splitlines() if line.strip()]
+    raised = [line for line in lines if "Error" in line.split(":")[0] and not line.startswith(("File", "ray::"))]
+    return (raised or lines or [type(error).__name__])[-1][:500]

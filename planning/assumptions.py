@@ -1,0 +1,94 @@
+"""What a dry run cannot know and has to assume: which GPUs, how quick they are, how much of that is reached."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from configs.load import ConfigError
+from configs.schema import RunConfig
+from planning.placement import needs_of
+from policy.precision.backends import BACKENDS, Backend
+
+
+@dataclass(frozen=True)
+class Accelerator:
+    """Dense peaks in TFLOP/s and GB of memory, as NVIDIA states them; ``auto`` is the backend taken for ``explore.backend = "auto"``."""
+
+    bf16: float
+    fp8: float
+    fp4: float
+    memory_gb: float
+    auto: str
+
+
+ACCELERATORS = {
+    "B200": Accelerator(2250, 4500, 9000, 180, "te_nvfp4"),
+    "GB200": Accelerator(2500, 5000, 10000, 186, "te_nvfp4"),
+    "H200": Accelerator(990, 1980, 0, 141, "fp8"),
+    "H100": Accelerator(990, 1980, 0, 80, "fp8"),
+}
+
+
+@dataclass(frozen=True)
+class Assumptions:
+    """What a dry run cannot know. Peaks are dense TFLOP/s of one GPU; None: those of ``accelerator``."""
+
+    accelerator: str | None = None  # None: the first that services.rollout.accelerator allows, or B200
+    peak_tflops: float | None = None
+    quantised_peak_tflops: float | None = None
+    utilisation: float = 0.4
+    gpu_memory_gb: float | None = None
+    node_gpus: int = 8
+    node_cpus: int = 96
+
+
+@dataclass(frozen=True)
+class Device:
+    """The assumptions, resolved for a configuration."""
+
+    name: str
+    tflops: float
+    quantised_tflops: float
+    memory_gb: float
+    utilisation: float
+
+
+def device_of(config: RunConfig, given: Assumptions) -> tuple[Device | None, str | None]:
+    """(device, its name) of the GPUs. Where no service has any: the CPUs, if a peak is given, and no name."""
+    if not given.accelerator and not any(need.gpus for need in needs_of(config)):
+        peak = given.peak_tflops
+        return (Device("CPUs", peak, given.quantised_peak_tflops or peak, 0.0, given.utilisation) if peak else None), None
+    wanted = (config.services.rollout.accelerator or "").removeprefix("in(").rstrip(")").split(",")
+    named = [name.strip() for name in wanted if name.strip() and not name.startswith("!")]
+    name = given.accelerator or next((n for n in named if n in ACCELERATORS), named[0] if named else "B200")
+    known = ACCELERATORS.get(name)
+    if known is None and (given.peak_tflops is None or given.gpu_memory_gb is None):
+        raise ConfigError(
+            [
+                f"--accelerator {name}: known here are {', '.join(ACCELERATORS)}: give --peak-tflops, --quantised-peak-tflops and --gpu-memory-gb"
+            ]
+        )
+    peak = given.peak_tflops or (known.bf16 if known else 0.0)
+    memory_gb = given.gpu_memory_gb or (known.memory_gb if known else 0.0)
+    return Device(name, peak, given.quantised_peak_tflops or peak, memory_gb, given.utilisation), name
+
+
+def with_format(device: Device, name: str | None, backend: Backend) -> Device:
+    """With the peak of the backend's format; emulated NVFP4 gains nothing."""
+    known = ACCELERATORS.get(name or "")
+    peaks = {"te_nvfp4": known.fp4, "torch_nvfp4": known.fp4, "fp8": known.fp8} if known else {}
+    quantised = peaks.get(backend.name, 0) or device.tflops
+    return Device(device.name, device.tflops, quantised, device.memory_gb, device.utilisation)
+
+
+def backend_of(config: RunConfig, accelerator: str | None) -> tuple[Backend, str]:
+    """The explorers' backend; "auto" as it would be on the accelerator assumed, on a CPU the emulation."""
+    name = config.plan.explore.backend if config.plan.explore else config.explore.backend
+    if name != "auto":
+        return BACKENDS[name], "as configured"
+    if not config.services.rollout.gpus:
+        return BACKENDS["emulated_nvfp4"], "auto, on CPUs"
+    known = ACCELERATORS.get(accelerator or "")
+    if known is None:
+        raise ConfigError([f"explore.backend: 'auto' on {accelerator} is not known here: give --set explore.backend=..."])
+    return BACKENDS[known.auto], f"auto, on {accelerator} with what it needs installed"

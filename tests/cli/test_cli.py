@@ -1,0 +1,141 @@
+"""The command line on bad input: one line that says what and how to mend it, the exit code of the contract, nothing half-written."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from cli.main import main, summary
+from tests.cluster.runs import main_here, tiny_config, write_toml
+
+
+@pytest.fixture
+def config_file(tmp_path, tiny_sd3_dir) -> Path:
+    return write_toml(tiny_config(tiny_sd3_dir, tmp_path, "bad"), tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        ("explore.stepz=3", "did you mean 'steps'"),
+        ("selection.keep=10", "10 samples cannot be kept of explore.pool_size = 8"),
+        ("selection.keep=3", "3 is odd"),
+        ("model.path=/no/such/model", "there is no directory '/no/such/model'"),
+        ("prompts.train=/no/such/file.txt", "cannot be read"),
+        ("rewards.scorers=[{name = 'shpes'}]", "did you mean 'shapes'"),
+        ("rewards.scorers=[{name = 'tests.nothing:X'}]", "there is no module 'tests.nothing'"),
+        ("rewards.scorers=[{name = 'no_such_package.scorers:X'}]", "cannot be imported (No module named 'no_such_package')"),
+        ("rewards.scorers=[{name = 'clipscore', settings = {checkpoint = 'shapes/none'}}]", "checkpoint 'shapes/none'"),
+        ("rewards.scorers=[{name = 'http', settings = {url = 'http://127.0.0.1:9', encoding = 'xml'}}]", "encoding is 'xml'"),
+        ("rewards.evaluation_scorers=[{name = 'hpsv2', settings = {checkpoint = '/no/such.pt'}}]", "checkpoint '/no/such.pt'"),
+    ],
+)
+def test_bad_configuration_is_one_line_and_exit_code_2(config_file, capsys, override, said):
+    assert main(["train", str(config_file), "--set", override]) == 2
+    errors = capsys.readouterr().err
+    assert said in errors and errors.count("\n") == 1, errors
+    assert not (config_file.parent / "runs").exists()
+
+
+def test_a_built_in_scorer_that_cannot_be_imported(config_file, capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "rewards.jpeg", None)
+    assert main(["train", str(config_file)]) == 2
+    errors = capsys.readouterr().err
+    assert "'jpeg_compressibility' cannot be imported (" in errors and errors.count("\n") == 1, errors
+
+
+def test_an_empty_prompt_file(config_file, tmp_path, capsys):
+    (tmp_path / "empty.txt").write_text("\n")
+    assert main(["train", str(config_file), "--set", f"prompts.train={tmp_path / 'empty.txt'}"]) == 2
+    assert "holds no prompt" in capsys.readouterr().err
+
+
+def test_a_directory_that_is_no_pipeline(config_file, tmp_path, capsys):
+    assert main(["train", str(config_file), "--set", f"model.path={tmp_path}"]) == 2
+    assert "no model_index.json" in capsys.readouterr().err
+
+
+def test_resume_of_a_run_that_is_not_there(config_file, capsys):
+    assert main(["train", str(config_file), "--resume"]) == 2
+    assert "no readable run here" in capsys.readouterr().err
+
+
+def test_a_run_root_that_cannot_be_written(ray_here, config_file, capsys):
+    assert main_here("train", config_file, "--set", "run_root=/proc/sol-rl") == 2
+    errors = capsys.readouterr().err
+    assert "cannot be written" in errors and errors.count("\n") == 1, errors
+
+
+@pytest.mark.parametrize(("address", "said"), [("10.0.0.1:6379", "cannot be joined"), ("", "did not start on this machine")])
+def test_a_ray_that_does_not_come_up(monkeypatch, config_file, capsys, address, said):
+    def late(**how):
+        assert how["address"] == ("auto" if address else "local")
+        raise Exception("The current node timed out during startup. This could\nhave many causes")
+
+    monkeypatch.setattr("ray.init", late)
+    monkeypatch.setenv("RAY_ADDRESS", address)
+    assert main(["train", str(config_file)]) == 3
+    errors = capsys.readouterr().err
+    assert (
+        errors.startswith("run failed: Ray") and said in errors and "timed out during startup" in errors and errors.count("\n") == 1
+    )
+
+
+def test_a_full_disk_ends_the_run_with_the_last_checkpoint_whole(ray_here, tmp_path, tiny_sd3_dir, capsys):
+    disk = tmp_path / "small"
+    disk.mkdir()
+    if (
+        os.geteuid() != 0
+        or subprocess.run(["mount", "-t", "tmpfs", "-o", "size=120k", "tmpfs", str(disk)], capture_output=True).returncode
+    ):
+        pytest.skip("needs the right to mount a small tmpfs")
+    try:
+        file = write_toml(tiny_config(tiny_sd3_dir, tmp_path, "full", run_root=str(disk)), tmp_path)
+        code, errors = main_here("train", file), capsys.readouterr().err
+        assert code == 3, errors
+        assert "No space left" in errors.splitlines()[-1] and "--resume" in errors.splitlines()[-1]
+        whole = [path for path in (disk / "full" / "checkpoints").glob("step_*") if not (path / "state.json").is_file()]
+        assert whole == []
+    finally:
+        subprocess.run(["umount", str(disk)], check=True)
+
+
+@pytest.mark.parametrize("command", ["report", "evaluate", "export"])
+def test_a_directory_that_is_no_run(tmp_path, capsys, command):
+    assert main([command, str(tmp_path), *(["out"] if command == "export" else [])]) == 2
+    assert "no readable run here" in capsys.readouterr().err
+
+
+def test_config_prints_what_a_run_would_use(capsys):
+    assert main(["config", "quickstart", "--set", "explore.steps=4"]) == 0
+    shown = json.loads(capsys.readouterr().out)
+    assert shown["explore"]["steps"] == 4 and shown["plan"]["explore"]["steps"] == 4
+    assert main(["config", "--list"]) == 0
+    assert "quickstart" in capsys.readouterr().out.splitlines()
+
+
+def test_the_summary_pairs_first_and_last_evaluation():
+    rows = [
+        {"kind": "evaluation", "iteration": 0, "reward/eval_mean": 0.5, "eval/stderr": 0.01},
+        {
+            "kind": "evaluation",
+            "iteration": 3,
+            "reward/eval_mean": 0.6,
+            "eval/stderr": None,
+            "eval/gain": 0.1,
+            "eval/gain_stderr": 0.02,
+        },
+    ]
+    assert [line.split(":")[1].split()[0] for line in summary(rows)] == ["0.5000", "0.6000", "+0.1000"]
+    assert "n/a" in summary(rows)[1]
+
+
+@pytest.mark.parametrize("content", [b"[]", b"{", b"\xff\xfe", b'{"config": 3}'])
+def test_what_is_no_run_is_said_in_a_line(tmp_path, capsys, content):
+    (tmp_path / "config.json").write_bytes(content)
+    assert main(["report", str(tmp_path)]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"{tmp_path}: no readable run here")

@@ -1,0 +1,120 @@
+"""Options that would quietly do something else, and runs whose files are not what they should be: one line, exit code 2."""
+
+import json
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from analysis.compare.cells import Request, read_comparison
+from cli.main import main
+from cluster.driver import offline
+from cluster.driver.evaluation import Evaluation
+from configs.load import ConfigError, load
+from records.rundir import RunDirectory
+from tests.cluster.runs import tiny_config
+
+
+@pytest.fixture
+def rundir(tiny_sd3_dir, tmp_path) -> RunDirectory:
+    config = tiny_config(tiny_sd3_dir, tmp_path, "made")
+    made = RunDirectory.of(config)
+    made.create(config)
+    (made.checkpoints / "step_000003").mkdir()
+    return made
+
+
+def line(capsys) -> str:
+    (only,) = capsys.readouterr().err.splitlines()
+    return only
+
+
+# ---- compare
+
+
+@pytest.mark.parametrize("key", ["seed", "name", "run_root"])
+def test_what_every_run_of_a_comparison_is_given_cannot_be_varied(tmp_path, key):
+    with pytest.raises(ConfigError, match=f"--vary {key}=1,2: no cell has a {key} of its own: "):
+        read_comparison(Request("quickstart", vary=(f"{key}=1,2",)))
+    file = tmp_path / "mine.toml"
+    text = 'base = "quickstart"\n[[cells]]\nname = "a"\n[[cells]]\nname = "b"\n'
+    file.write_text(f'{text}set = {{ "{key}" = 1 }}\n')
+    with pytest.raises(ConfigError, match=f"cell 'b': set: {key}: no cell has a {key} of its own: "):
+        read_comparison(Request(str(file)))
+    file.write_text(f"{text}[vary]\n{key} = [1, 2]\n")
+    with pytest.raises(ConfigError, match=f"vary: {key}: no cell"):
+        read_comparison(Request(str(file)))
+
+
+def test_where_seeds_begin_can_be_said_still():
+    assert read_comparison(Request("quickstart", seeds=2, overrides=("seed=5", "run_root=/x"))).seeds == (5, 6)
+
+
+# ---- fidelity
+
+
+def test_a_checkpoint_of_no_run_is_refused(capsys):
+    assert main(["fidelity", "quickstart", "--checkpoint", "3"]) == 2
+    assert line(capsys) == "fidelity: --checkpoint 3: of which run? Give --run DIR in place of a configuration"
+
+
+# ---- evaluate
+
+
+def test_a_prompt_file_that_is_given_is_used_whole_and_named(rundir, tmp_path, monkeypatch):
+    used = []
+
+    async def scored(rundir, config, path, prompts):
+        used.append(len(prompts))
+        values = np.zeros((len(prompts), 2))
+        result = Evaluation(values, {"a": values}, np.zeros((0, 2, 3, 1, 1), np.uint8))
+        return {"base": result, "ema": result}
+
+    monkeypatch.setattr(offline, "_evaluate_all", scored)
+    monkeypatch.setattr(offline, "join_or_start_ray", lambda config: False)
+    monkeypatch.setattr(offline.ray, "shutdown", lambda: None)  # other tests go on with it
+    for folder, count in (("one", 7), ("two", 9)):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "hard ones.txt").write_text("a cat\n" * count)
+    config, folder = rundir.configuration(), rundir.path / "evaluations"
+    assert config.evaluate.prompts == 4
+
+    def evaluated(given: Path | None, name: str, prompts: int) -> str:
+        lines = offline.evaluate_run(rundir, config, 3, given and str(given))
+        assert used[-1] == prompts
+        saved = json.loads((folder / f"{name}.json").read_text())
+        assert (saved["prompts"], saved["prompt_file"]) == (prompts, str(given or config.prompts.test))
+        return lines[0]
+
+    one, two = tmp_path / "one" / "hard ones.txt", tmp_path / "two" / "hard ones.txt"
+    assert evaluated(None, "compare_step_000003", 4).startswith("step_000003, 4 prompts x 2 noises")
+    for _ in range(2):  # again is over the first
+        assert evaluated(one, "compare_step_000003-hard_ones", 7).startswith(f"step_000003, {one}, 7 prompts")
+    evaluated(two, "compare_step_000003-hard_ones-2", 9)
+    assert len(list(folder.glob("*.json"))) == 3
+    assert json.loads((folder / "compare_step_000003.json").read_text())["prompts"] == 4
+
+
+# ---- runs that are none
+
+
+@pytest.mark.parametrize("text", ["[]", '"x"', "3", '{"config": []}', '{"config": 3}', "\xff\xfe"])
+@pytest.mark.parametrize("command", ["report", "evaluate", "export", "fidelity"])
+def test_a_configuration_of_another_shape(tmp_path, capsys, command, text):
+    (tmp_path / "config.json").write_bytes(text.encode("latin-1"))
+    given = ["--run", str(tmp_path)] if command == "fidelity" else [str(tmp_path), *(["out"] if command == "export" else [])]
+    assert main([command, *given]) == 2
+    assert capsys.readouterr().err.count("\n") == 1
+
+
+def test_a_report_that_cannot_be_replaced(rundir, capsys):
+    (rundir.path / "report.html").mkdir()
+    assert main(["report", str(rundir.path)]) == 2
+    assert line(capsys) == f"{rundir.path / 'report.html'}: cannot be written (Is a directory)"
+    shutil.rmtree(rundir.path / "report.html")
+    assert main(["report", str(rundir.path)]) == 0
+
+
+def test_actors_of_full_size_models_have_time_to_fetch_them():
+    assert load("sana-sol_rl-hpsv2").services.start_deadline_s == 3600

@@ -1,0 +1,167 @@
+"""The Prometheus side of metrics.jsonl: names, kinds, labels, and a port that is taken."""
+
+from __future__ import annotations
+
+import logging
+import math
+import socket
+import urllib.request
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from records.metrics import METRICS, PrometheusExporter, exported_name, known_name
+
+CONTRACT = [
+    "iteration",
+    "policy_version",
+    "samples_seen",
+    "reward/train_mean",
+    "reward/train_std",
+    "reward/eval_mean",
+    "reward/eval/<scorer>",
+    "explore/reward_mean",
+    "explore/reward_best",
+    "explore/reward_worst",
+    "explore/contrast",
+    "audit/kendall_tau",
+    "audit/spearman_rho",
+    "audit/sign_agreement",
+    "audit/random_kendall_tau",
+    "weights/delta_cosine",
+    "weights/codes_changed",
+    "loss/policy",
+    "loss/kl",
+    "grad_norm",
+    "zero_std_ratio",
+    "rewards/failed",
+    "rollout/actors",
+    "rollout/reissued",
+    "actors/lost",
+    "rollout/images_per_s",
+    "weights/version",
+    "weights/bytes",
+    "time/explore_s",
+    "time/regenerate_s",
+    "time/update_s",
+    "time/publish_s",
+    "time/iteration_s",
+    "staleness",
+]
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def value(exporter: PrometheusExporter, name: str, **labels: str) -> float | None:
+    return exporter.registry.get_sample_value(name, labels)
+
+
+def test_every_promised_name_is_described_and_exports_under_a_name_of_its_own():
+    assert set(CONTRACT) <= set(METRICS), set(CONTRACT) - set(METRICS)
+    assert all(metric.help for metric in METRICS.values())
+    names = [exported_name(key) for key in METRICS]
+    assert len(set(names)) == len(names)
+
+
+def test_gauges_hold_the_newest_value_and_scorers_are_a_label():
+    exporter = PrometheusExporter(0)
+    exporter.row({"kind": "iteration", "iteration": 3, "reward/train_mean": 0.25, "loss/kl": None})
+    exporter.row({"kind": "iteration", "iteration": 4, "reward/train_mean": 0.5, "reward/shapes": 0.4})
+    exporter.row({"kind": "evaluation", "iteration": 99, "weights": "ema", "reward/eval_mean": 0.6, "reward/eval/shapes": 0.61,
+                      "reward/eval/jpeg": -3.5})  # fmt: skip
+    assert value(exporter, "sol_rl_reward_train_mean") == 0.5
+    assert value(exporter, "sol_rl_iteration") == 4
+    assert value(exporter, "sol_rl_reward_eval_mean") == 0.6
+    assert value(exporter, "sol_rl_reward_eval", scorer="shapes") == 0.61
+    assert value(exporter, "sol_rl_reward_eval", scorer="jpeg") == -3.5
+    assert value(exporter, "sol_rl_reward_score", scorer="shapes") == 0.4
+    assert value(exporter, "sol_rl_loss_kl") is None
+    assert not exporter.serving and exporter.problem is None
+
+
+def test_counters_add_what_rows_mean():
+    exporter = PrometheusExporter(0)
+    for seen, failed, reissued in ((96, 1, 2), (192, 0, 2), (288, 4, 5)):
+        exporter.row({"samples_seen": seen, "rewards/failed": failed, "rollout/reissued": reissued, "weights/bytes": 1000})
+    assert value(exporter, "sol_rl_samples_seen_total") == 288
+    assert value(exporter, "sol_rl_rewards_failed_total") == 5
+    assert value(exporter, "sol_rl_rollout_reissued_total") == 5
+    assert value(exporter, "sol_rl_weights_bytes_total") == 3000
+    exporter.row({"rewards/failed": math.nan, "weights/bytes": -1})
+    assert value(exporter, "sol_rl_rewards_failed_total") == 5
+    assert value(exporter, "sol_rl_weights_bytes_total") == 3000
+
+
+def test_a_run_that_went_back_to_a_checkpoint_counts_nothing_twice():
+    exporter = PrometheusExporter(0)
+    exported = []
+    for seen in (240, 480, 720, 960, 720, 960, 1200):
+        exporter.row({"samples_seen": seen})
+        exported.append(value(exporter, "sol_rl_samples_seen_total"))
+    assert exported == [240, 480, 720, 960, 960, 960, 1200]
+
+
+def test_nan_and_unknown_names_pass_through_as_gauges():
+    exporter = PrometheusExporter(0)
+    exporter.row({"audit/kendall_tau": math.nan, "optimizer/learning_rate": 0.5, "my own/metric-1": 2})
+    assert math.isnan(value(exporter, "sol_rl_audit_kendall_tau"))
+    assert value(exporter, "sol_rl_optimizer_learning_rate") == 0.5
+    assert value(exporter, "sol_rl_my_own_metric_1") == 2
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("reward/train_mean", ("reward/train_mean", None)),
+        ("reward/eval_mean", ("reward/eval_mean", None)),
+        ("reward/eval/hps", ("reward/eval/<scorer>", "hps")),
+        ("reward/hps", ("reward/<scorer>", "hps")),
+        ("reward/eval/", ("reward/eval/", None)),
+        ("other/x", ("other/x", None)),
+    ],
+)
+def test_known_name(name: str, expected: tuple[str, str | None]):
+    assert known_name(name) == expected
+
+
+def test_it_serves_what_a_scraper_reads_and_frees_the_port():
+    port = free_port()
+    exporter = PrometheusExporter(port)
+    try:
+        assert exporter.serving
+        exporter.row({"samples_seen": 12, "reward/eval/shapes": 0.5})
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=5) as answer:
+            families = {family.name: family for family in text_string_to_metric_families(answer.read().decode())}
+    finally:
+        exporter.close()
+    assert families["sol_rl_samples_seen"].type == "counter"
+    assert families["sol_rl_samples_seen"].documentation == METRICS["samples_seen"].help
+    assert families["sol_rl_reward_eval"].samples[0].labels == {"scorer": "shapes"}
+    assert not any(name.startswith(("python_", "process_")) for name in families)  # its own registry
+    with socket.socket() as probe:
+        assert probe.connect_ex(("127.0.0.1", port)) != 0
+
+
+def test_a_busy_port_is_one_clear_line_and_training_goes_on(caplog: pytest.LogCaptureFixture):
+    events: list[tuple[str, dict]] = []
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        port = other.getsockname()[1]
+        with caplog.at_level(logging.WARNING):
+            exporter = PrometheusExporter(port, events=lambda name, **fields: events.append((name, fields)))
+    assert [record.getMessage() for record in caplog.records] == [exporter.problem]
+    assert (
+        exporter.problem
+        and str(port) in exporter.problem
+        and "prometheus_port" in exporter.problem
+        and "\n" not in exporter.problem
+    )
+    assert events == [("metrics_unavailable", {"address": f"127.0.0.1:{port}", "why": "Address already in use"})]
+    exporter.row({"reward/train_mean": 0.5})
+    assert not exporter.serving
+    exporter.close()

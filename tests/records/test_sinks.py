@@ -1,0 +1,152 @@
+"""Every row goes to every sink, and what is not installed is said before a run starts. The viewers' own files are read back."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import math
+import struct
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from configs.load import ConfigError, load
+from configs.schema import RunConfig
+from records import sinks
+from records.rundir import RunDirectory
+from records.sinks import Sinks, check_sinks, numbers
+
+ROWS: list[dict[str, Any]] = [
+    {"kind": "evaluation", "iteration": 0, "weights": "ema", "reward/eval_mean": 0.25, "eval/gain": None},
+    {"kind": "iteration", "iteration": 0, "reward/train_mean": 0.5, "samples_seen": 96, "audit/kendall_tau": math.nan, "ok": True},
+    {"kind": "iteration", "iteration": 1, "reward/train_mean": 0.75, "samples_seen": 192},
+]
+
+
+def made(tmp_path: Path, *options: str) -> tuple[RunConfig, RunDirectory, list[tuple[str, dict[str, Any]]]]:
+    config = load("quickstart", [f"run_root={tmp_path}", *options])
+    rundir = RunDirectory.of(config)
+    rundir.create(config)
+    return config, rundir, []
+
+
+def feed(config: RunConfig, rundir: RunDirectory, events: list[tuple[str, dict[str, Any]]]) -> None:
+    given = Sinks(config, rundir, lambda name, **fields: events.append((name, fields)))
+    for row in ROWS:
+        given.row(row)
+    given.close()
+
+
+def test_the_numbers_of_a_row():
+    assert dict(numbers(ROWS[0])) == {"reward/eval_mean": 0.25}
+    assert dict(numbers(ROWS[1])) == {"reward/train_mean": 0.5, "samples_seen": 96.0}
+
+
+def test_without_options_there_is_the_file(tmp_path):
+    config, rundir, events = made(tmp_path)
+    feed(config, rundir, events)
+    rows = rundir.metrics()
+    assert [row["kind"] for row in rows] == ["evaluation", "iteration", "iteration"] and rows[1]["audit/kendall_tau"] is None
+    assert {path.name for path in rundir.path.iterdir()} == {"checkpoints", "images", "config.json", "metrics.jsonl"}
+    assert events == []
+
+
+def test_tensorboard_reads_back_what_the_file_has(tmp_path):
+    pytest.importorskip("tensorboard", reason="tensorboard is not installed: pip install '.[tensorboard]'")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    config, rundir, events = made(tmp_path, "logging.tensorboard=true")
+    feed(config, rundir, events)
+    found = EventAccumulator(str(rundir.path / "tensorboard"))
+    found.Reload()
+    scalars = {tag: [(event.step, event.value) for event in found.Scalars(tag)] for tag in found.Tags()["scalars"]}
+    assert scalars == {
+        "reward/eval_mean": [(0, 0.25)],
+        "reward/train_mean": [(0, 0.5), (1, 0.75)],
+        "samples_seen": [(0, 96.0), (1, 192.0)],
+    }
+    assert len(rundir.metrics()) == 3 and events == []
+
+
+def test_weights_and_biases_records_offline(tmp_path, monkeypatch):
+    """With the package: its own file is read back by its own reader."""
+    pytest.importorskip("wandb", reason="wandb is not installed: pip install '.[wandb]'")
+    monkeypatch.setenv("WANDB_MODE", "online")  # the configuration has the last word
+    config, rundir, events = made(tmp_path, 'logging.wandb="offline"')
+    feed(config, rundir, events)
+    assert events == []
+    (record,) = (rundir.path / "wandb").glob("offline-run-*/run-*.wandb")
+    rows = history(record)
+    assert [row["iteration"] for row in rows] == [0, 0, 1]
+    assert [row.get("reward/train_mean") for row in rows] == [None, 0.5, 0.75]
+    assert rows[0]["reward/eval_mean"] == 0.25 and rows[2]["samples_seen"] == 192
+
+
+def history(file: Path) -> list[dict[str, Any]]:
+    """The logged rows of an offline run."""
+    from wandb.proto import wandb_internal_pb2
+
+    rows = []
+    for data in records(file.read_bytes()):
+        record = wandb_internal_pb2.Record()
+        record.ParseFromString(data)
+        if record.WhichOneof("record_type") == "history":
+            items = {item.key or "/".join(item.nested_key): json.loads(item.value_json) for item in record.history.item}
+            rows.append({key: value for key, value in items.items() if not key.startswith("_")})
+    return rows
+
+
+def records(data: bytes) -> Iterator[bytes]:
+    """The records of a LevelDB log with a header of 7 bytes: blocks of 32 KiB of chunks (crc, length, kind), kind 1 whole, 2 to 4 parts."""
+    at, parts = 7, b""
+    while at + 7 <= len(data):
+        if 32768 - at % 32768 < 7:
+            at += 32768 - at % 32768
+            continue
+        _, length, kind = struct.unpack_from("<IHB", data, at)
+        parts = data[at + 7 : at + 7 + length] if kind in (1, 2) else parts + data[at + 7 : at + 7 + length]
+        at += 7 + length
+        if kind in (1, 4):
+            yield parts
+
+
+@pytest.mark.parametrize(("field", "value"), [("tensorboard", "true"), ("wandb", '"offline"')])
+def test_a_package_that_is_not_there_is_one_line_before_anything_starts(monkeypatch, field, value):
+    found = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *more: None if name == field else found(name, *more))
+    check_sinks(load("quickstart"))
+    with pytest.raises(ConfigError) as told:
+        check_sinks(load("quickstart", [f"logging.{field}={value}"]))
+    (line,) = told.value.lines
+    assert line.startswith(f"logging.{field} = {value}: there is no module '{field}': pip install") and f".[{field}]" in line
+
+
+def test_a_sink_that_fails_is_left_out_and_the_others_go_on(tmp_path, monkeypatch):
+    class Breaks:
+        name = "tensorboard"
+
+        def __init__(self, rundir: RunDirectory):
+            self.rows = 0
+
+        def row(self, row: sinks.Row) -> None:
+            self.rows += 1
+            if self.rows == 2:
+                raise ValueError("no room\nand more")
+
+        def close(self) -> None:
+            raise AssertionError("it was left out before")
+
+    monkeypatch.setattr(sinks, "TensorBoard", Breaks)
+    config, rundir, events = made(tmp_path, "logging.tensorboard=true")
+    feed(config, rundir, events)
+    assert events == [("sink_failed", {"sink": "tensorboard", "why": "ValueError: no room"})]
+    assert len(rundir.metrics()) == 3
+
+
+def test_a_file_that_cannot_be_written_ends_the_run(tmp_path):
+    config, rundir, _ = made(tmp_path)
+    rundir.metrics_file.mkdir()
+    with pytest.raises(IsADirectoryError):
+        Sinks(config, rundir, lambda name, **fields: None).row(ROWS[0])
