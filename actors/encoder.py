@@ -1,4 +1,6 @@
-"""The encoder service: prompts to conditioning, once per iteration. The only actor that holds text encoders."""
+"""The encoder service: prompts to conditioning, once per iteration. The only actor that holds text
+encoders.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,9 @@ class EncoderActor:
         return identity()
 
     def encode(self, groups: list[list[str]]) -> tuple[Any, ...]:
-        """Seconds taken, then one Conditioning (rows = prompts, on CPU) per group of prompts; call with as many returns."""
+        """Seconds taken, then one Conditioning (rows = prompts, on CPU) per group of prompts; call
+        with as many returns.
+        """
         start = time.perf_counter()
         encoded = [self._text.encode(prompts).to(device="cpu") for prompts in groups]
         return (time.perf_counter() - start, *encoded)

@@ -1,9 +1,12 @@
-"""What crosses between processes. Pixels, samples and weights travel beside these, by object reference.
+"""What crosses between processes. Pixels, samples and weights travel beside these, by object
+reference.
 
-Walk of one unit: the driver sends an ``ExploreChunk`` to a rollout actor, gets back an ``Explored`` and two references (images
-uint8 [B, 3, H, W], a record of samples), hands the image reference to a reward actor, gets ``Scores``, and when a
-prompt's pool is scored asks the selector for a ``Chosen``. A record is a dict of arrays with one row per sample: "latents"
-float32 [B, ...], and whatever else the learner recorded for its objective; nobody between its maker and the learner looks in.
+Walk of one unit: the driver sends an ``ExploreChunk`` to a rollout actor, gets back an ``Explored``
+and two references (images uint8 [B, 3, H, W], a record of samples), hands the image reference to a
+reward actor, gets ``Scores``, and when a prompt's pool is scored asks the selector for a
+``Chosen``. A record is a dict of arrays with one row per sample: "latents" float32 [B, ...], and
+whatever else the learner recorded for its objective; nobody between its maker and the learner looks
+in.
 """
 
 from __future__ import annotations
@@ -46,13 +49,19 @@ class Explored:
 
 @dataclass(frozen=True)
 class Scores:
-    """Raw scores of one batch per scorer label. NaN marks a sample whose scoring failed; it is never a reward."""
+    """Raw scores of one batch per scorer label. NaN marks a sample whose scoring failed; it is
+    never a reward.
+    """
 
     values: dict[str, np.ndarray]  # label -> float32 [B]
     failures: tuple[str, ...] = ()  # one line per scorer that failed
-    parts: dict[str, np.ndarray] = field(default_factory=dict)  # "label/part" -> float32 [B], where a scorer tells its parts
+    parts: dict[str, np.ndarray] = field(
+        default_factory=dict
+    )  # "label/part" -> float32 [B], where a scorer tells its parts
     seconds: float = 0.0
-    work: dict[str, tuple[int, float]] = field(default_factory=dict)  # label -> pictures that its scorer was asked for, its seconds
+    work: dict[str, tuple[int, float]] = field(
+        default_factory=dict
+    )  # label -> pictures that its scorer was asked for, its seconds
 
 
 @dataclass(frozen=True)

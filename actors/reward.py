@@ -13,7 +13,8 @@ from rewards.combine import WeightedScorer
 
 
 class RewardActor:
-    """Holds the scorers of one service: those that share ``reward``, or the one of ``scorers.<label>``.
+    """Holds the scorers of one service: those that share ``reward``, or the one of
+    ``scorers.<label>``.
 
     A scorer that fails marks its samples NaN and says why; the others' scores stand.
     """
@@ -39,10 +40,14 @@ class RewardActor:
         labels: tuple[str, ...] | None = None,
         cached: bool = False,
     ) -> Scores:
-        """Raw scores of images uint8 [B, 3, H, W]; ``prompts`` and ``metadata`` have one entry per image.
+        """Raw scores of images uint8 [B, 3, H, W]; ``prompts`` and ``metadata`` have one entry per
+        image.
 
-        ``labels``: only these scorers. ``cached``: what was scored here before for the same prompt is not scored again.
+        ``labels``: only these scorers. ``cached``: what was scored here before for the same prompt
+        is not scored again.
         """
         start = time.perf_counter()
         made = (self._cache if cached else self._scorer).attempt(images, prompts, metadata, labels)
-        return Scores(made.scores, made.failures, made.parts, time.perf_counter() - start, made.work)
+        return Scores(
+            made.scores, made.failures, made.parts, time.perf_counter() - start, made.work
+        )

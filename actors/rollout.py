@@ -16,13 +16,17 @@ from policy.types import Conditioning
 
 
 class RolloutActor:
-    """An explorer with the version of weights that it was last given; it refuses work while it has none."""
+    """An explorer with the version of weights that it was last given; it refuses work while it has
+    none.
+    """
 
     def __init__(self, config: dict[str, Any]):
         self._run, _, self._device = begin(config, "rollout")
         exploration = self._run.plan.explore
         if exploration is None:
-            raise RuntimeError(f"arm {self._run.arm!r} explores nothing: it needs no rollout actors")
+            raise RuntimeError(
+                f"arm {self._run.arm!r} explores nothing: it needs no rollout actors"
+            )
         self._own, why = resolve_backend(exploration.backend, self._device)
         self._why = why + eager_note(self._own, self._device, self._run.explore.compile)
         self._explorer: Explorer | None = self._build(self._own)
@@ -42,14 +46,19 @@ class RolloutActor:
         )
 
     def ready(self) -> dict[str, Any]:
-        """Who this is, which precision backend it runs and why, all that it could run, and whether its first chunk takes longer."""
+        """Who this is, which precision backend it runs and why, all that it could run, and whether
+        its first chunk takes longer.
+        """
         runs = available_backends(self._device)
-        return identity(backend=self._own.name, why=self._why, runs=runs, cold=self._run.explore.compile)
+        return identity(
+            backend=self._own.name, why=self._why, runs=runs, cold=self._run.explore.compile
+        )
 
     def load(self, backend: str | None, manifest: Any, *chunks: np.ndarray) -> tuple[int, str]:
         """Copy published weights in place; returns (version, checksum) as the acknowledgement.
 
-        ``backend`` is the one they are for, None the configured one; where another runs here the denoiser is made anew.
+        ``backend`` is the one they are for, None the configured one; where another runs here the
+        denoiser is made anew.
         """
         wanted = self._own if backend is None else resolve_backend(backend, self._device)[0]
         if self._explorer is None or self._explorer.backend.name != wanted.name:
@@ -60,7 +69,8 @@ class RolloutActor:
     def explore(
         self, request: ExploreChunk, conditioning: Conditioning
     ) -> tuple[Explored, np.ndarray, dict[str, np.ndarray] | None]:
-        """(meta, images uint8 [B, 3, H, W], the samples as a record, "latents" float32 [B, ...], or None).
+        """(meta, images uint8 [B, 3, H, W], the samples as a record, "latents" float32 [B, ...], or
+        None).
 
         Raises:
             RuntimeError: the weights here are not the version that the chunk asks for.
@@ -68,8 +78,12 @@ class RolloutActor:
         explorer = self._explorer
         version = explorer.version if explorer else None
         if explorer is None or version != request.key.version:
-            raise RuntimeError(f"{request.key} asks for version {request.key.version}, this explorer has {version}")
+            raise RuntimeError(
+                f"{request.key} asks for version {request.key.version}, this explorer has {version}"
+            )
         start = time.perf_counter()
-        images, latents = explorer.explore(conditioning, request.seeds, request.steps, request.solver)
+        images, latents = explorer.explore(
+            conditioning, request.seeds, request.steps, request.solver
+        )
         meta = Explored(request.key, len(images), time.perf_counter() - start)
         return meta, images, {"latents": latents} if request.return_latents else None

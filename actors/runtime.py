@@ -18,8 +18,9 @@ from configs.services import Service
 def begin(config: dict[str, Any], kind: str) -> tuple[RunConfig, Service, torch.device]:
     """Set this process's threads and draw its device.
 
-    Results must not depend on which process computes them: threads are fixed by the configuration, and the global random
-    generators are seeded with a constant so that an accidental use of them would show as equal, not as noise.
+    Results must not depend on which process computes them: threads are fixed by the configuration,
+    and the global random generators are seeded with a constant so that an accidental use of them
+    would show as equal, not as noise.
     """
     run = parse(config)
     service: Service = run.services.of(kind)
@@ -27,7 +28,9 @@ def begin(config: dict[str, Any], kind: str) -> tuple[RunConfig, Service, torch.
     torch.manual_seed(0)
     np.random.seed(0)
     random.seed(0)
-    device = torch.device("cuda") if service.gpus and torch.cuda.is_available() else torch.device("cpu")
+    device = (
+        torch.device("cuda") if service.gpus and torch.cuda.is_available() else torch.device("cpu")
+    )
     return run, service, device
 
 

@@ -23,9 +23,11 @@ class SelectorActor:
         return identity()
 
     def choose(self, iteration: int, prompt: int, rewards: np.ndarray) -> Chosen:
-        """Indices to train on and to audit, from a prompt's combined proxy rewards float32 [N] (NaN: dropped).
+        """Indices to train on and to audit, from a prompt's combined proxy rewards float32 [N]
+        (NaN: dropped).
 
-        What is audited is drawn from all: without the best and the worst, rankings would look worse than they are.
+        What is audited is drawn from all: without the best and the worst, rankings would look worse
+        than they are.
         """
         rule = self._run.selection
         scored = np.flatnonzero(np.isfinite(rewards))

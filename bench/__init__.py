@@ -1,4 +1,6 @@
-"""Benchmarks whose results are ratios taken in one run, so that they mean something on any machine: ``python -m bench``."""
+"""Benchmarks whose results are ratios taken in one run, so that they mean something on any machine:
+``python -m bench``.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""``python -m bench [NAME...]``: prints the ratios of the named benchmarks, all of them when none is named."""
+"""``python -m bench [NAME...]``: prints the ratios of the named benchmarks, all of them when none
+is named.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,9 @@ from policy.families.architectures import published_names
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run; 0 when everything was measured, 2 for a wrong command or configuration. A missed goal is printed, not an error."""
+    """Run; 0 when everything was measured, 2 for a wrong command or configuration. A missed goal is
+    printed, not an error.
+    """
     options = _parser().parse_args(arguments)
     try:
         config = load(options.preset, options.overrides)
@@ -40,7 +44,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         small=options.small,
         compile=options.compile,
     )
-    facts = {**machine(), "preset": options.preset, "overrides": options.overrides, "repeats": options.repeats}
+    facts = {
+        **machine(),
+        "preset": options.preset,
+        "overrides": options.overrides,
+        "repeats": options.repeats,
+    }
     print("  ".join(f"{key}: {value}" for key, value in facts.items()))
     results: dict[str, list[Ratio]] = {}
     for name in options.names or NAMES:
@@ -53,7 +62,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print(f"{name:9}{ratio.line()}", flush=True)
     if options.json:
         rows = {name: [asdict(ratio) for ratio in ratios] for name, ratios in results.items()}
-        Path(options.json).write_text(json.dumps({"machine": facts, "ratios": rows}, indent=1) + "\n")
+        Path(options.json).write_text(
+            json.dumps({"machine": facts, "ratios": rows}, indent=1) + "\n"
+        )
     return 0
 
 
@@ -70,12 +81,25 @@ def broadcast(text: str) -> tuple[int, tuple[int, ...]]:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m bench", description="Ratios taken in one run, and where they were taken.")
+    parser = argparse.ArgumentParser(
+        prog="python -m bench", description="Ratios taken in one run, and where they were taken."
+    )
     parser.add_argument(
-        "names", nargs="*", choices=[*NAMES, []], metavar="NAME", help=f"any of {', '.join(NAMES)}; all unless given"
+        "names",
+        nargs="*",
+        choices=[*NAMES, []],
+        metavar="NAME",
+        help=f"any of {', '.join(NAMES)}; all unless given",
     )
     parser.add_argument("--preset", default="quickstart", help="a preset name or a TOML file")
-    parser.add_argument("--set", action="append", default=[], dest="overrides", metavar="a.b=c", help="override one value")
+    parser.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        dest="overrides",
+        metavar="a.b=c",
+        help="override one value",
+    )
     parser.add_argument("--repeats", type=int, default=5, help="paired repeats after one warm-up")
     parser.add_argument(
         "--broadcasts",
@@ -86,7 +110,11 @@ def _parser() -> argparse.ArgumentParser:
         help="publish: bytes of packed weights, and numbers of explorers, as 1e9:1,2,4",
     )
     parser.add_argument("--pack-bytes", type=int, default=2**26, help="pack: bytes of FP32 weights")
-    parser.add_argument("--batch", type=int, help="step, explorer: pictures at a time; a run's chunk size unless given")
+    parser.add_argument(
+        "--batch",
+        type=int,
+        help="step, explorer: pictures at a time; a run's chunk size unless given",
+    )
     parser.add_argument(
         "--architectures",
         nargs="+",
@@ -96,13 +124,24 @@ def _parser() -> argparse.ArgumentParser:
         help=f"explorer: any of {', '.join(published_names())}",
     )
     parser.add_argument(
-        "--backends", nargs="+", choices=list(get_args(Backend)[1:]), default=[], metavar="NAME", help="explorer: only these"
+        "--backends",
+        nargs="+",
+        choices=list(get_args(Backend)[1:]),
+        default=[],
+        metavar="NAME",
+        help="explorer: only these",
     )
-    parser.add_argument("--pixels", type=int, help="explorer: picture side; as published unless given")
     parser.add_argument(
-        "--small", action=argparse.BooleanOptionalAction, help="explorer: narrow blocks; so by default where there is no GPU"
+        "--pixels", type=int, help="explorer: picture side; as published unless given"
     )
-    parser.add_argument("--compile", action="store_true", help="explorer: compiled as well as eager")
+    parser.add_argument(
+        "--small",
+        action=argparse.BooleanOptionalAction,
+        help="explorer: narrow blocks; so by default where there is no GPU",
+    )
+    parser.add_argument(
+        "--compile", action="store_true", help="explorer: compiled as well as eager"
+    )
     parser.add_argument("--json", metavar="FILE", help="write the ratios here too")
     return parser
 

@@ -1,8 +1,10 @@
-"""What does a denoiser's step cost in each precision? Published architectures with random weights, without Ray.
+"""What does a denoiser's step cost in each precision? Published architectures with random weights,
+without Ray.
 
-Times are of one call of the transformer through its family, for a batch of pictures, divided by their number: seconds per image and
-step. Beside each ratio stands what arithmetic allows: with a share s of the work in layers that run q times as fast as BF16,
-a step cannot become quicker than 1 / (1 - s + s / q) times (Amdahl).
+Times are of one call of the transformer through its family, for a batch of pictures, divided by
+their number: seconds per image and step. Beside each ratio stands what arithmetic allows: with a
+share s of the work in layers that run q times as fast as BF16, a step cannot become quicker than 1
+/ (1 - s + s / q) times (Amdahl).
 """
 
 from __future__ import annotations
@@ -29,7 +31,9 @@ from policy.precision.swap import quantise_plan, swap_linears, weight_modules
 from policy.types import Conditioning
 
 FASTER = {"nvfp4": 4.0, "fp8": 2.0}
-"""Dense peaks of the formats' tensor cores over those of BF16, as NVIDIA states them for B200 and H200."""
+"""Dense peaks of the formats' tensor cores over those of BF16, as NVIDIA states them for B200 and
+H200.
+"""
 TEXT_TOKENS = {"sd3": 256, "flux": 512, "sana": 300}
 WIDTH = 256
 SMALL: dict[str, dict[str, Any]] = {
@@ -63,14 +67,18 @@ SMALL: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True)
 class Case:
-    """An architecture at one size: its family over configuration files, and its transformer's description."""
+    """An architecture at one size: its family over configuration files, and its transformer's
+    description.
+    """
 
     name: str
     family: Family
     part: dict[str, Any]
 
     def inputs(self, batch: int, device: torch.device | str) -> tuple[Tensor, Tensor, Conditioning]:
-        """(x [B, *latent], sigma [], conditioning of B rows): noise everywhere, all text tokens in use."""
+        """(x [B, *latent], sigma [], conditioning of B rows): noise everywhere, all text tokens in
+        use.
+        """
         generator = torch.Generator().manual_seed(0)
 
         def noise(*shape: int) -> Tensor:
@@ -79,7 +87,11 @@ class Case:
             return torch.randn(shape, generator=generator).to(device)
 
         tensors = {
-            name: torch.ones(batch, *shape, device=device) if name.endswith("mask") else noise(batch, *shape)
+            name: (
+                torch.ones(batch, *shape, device=device)
+                if name.endswith("mask")
+                else noise(batch, *shape)
+            )
             for name, shape in self.family.conditioning_shapes.items()
         }
         return noise(batch, *self.family.latent_shape), torch.tensor(0.7), Conditioning(tensors)
@@ -87,7 +99,9 @@ class Case:
 
 @contextmanager
 def case_of(name: str, pixels: int | None, small: bool) -> Iterator[Case]:
-    """A published architecture at ``pixels`` x ``pixels`` (None: as published), or a small one of its kind."""
+    """A published architecture at ``pixels`` x ``pixels`` (None: as published), or a small one of
+    its kind.
+    """
     model = published(name)
     family = model["family"]
     part = {**model["parts"]["transformer"]}
@@ -98,14 +112,24 @@ def case_of(name: str, pixels: int | None, small: bool) -> Iterator[Case]:
     with tempfile.TemporaryDirectory(prefix="sol-rl-bench-") as scratch:
         path = write_configs(name, scratch)
         (path / "transformer" / "config.json").write_text(json.dumps(part["config"]))
-        settings = Model(family=family, path=str(path), max_sequence_length=TEXT_TOKENS[family], guidance=guidance, **size)
+        settings = Model(
+            family=family,
+            path=str(path),
+            max_sequence_length=TEXT_TOKENS[family],
+            guidance=guidance,
+            **size,
+        )
         yield Case(f"{name}{' (small)' if small else ''}", family_for(settings), part)
 
 
 def quantisable_share(case: Case, backend: Backend) -> float:
-    """Share of a step's multiplications in layers that ``backend`` quantises: counted on tensors without data."""
+    """Share of a step's multiplications in layers that ``backend`` quantises: counted on tensors
+    without data.
+    """
     transformer = build(case.part, "meta")
-    quantised = {row.name for row in quantise_plan(transformer, case.family, (), backend) if row.quantised}
+    quantised = {
+        row.name for row in quantise_plan(transformer, case.family, (), backend) if row.quantised
+    }
     inside = 0
 
     def count(module: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
@@ -124,7 +148,9 @@ def quantisable_share(case: Case, backend: Backend) -> float:
 
 
 def bound(share: float, wire_format: str) -> float:
-    """The largest speed-up over BF16 that a share of quicker arithmetic allows; 1 for formats that are not quicker."""
+    """The largest speed-up over BF16 that a share of quicker arithmetic allows; 1 for formats that
+    are not quicker.
+    """
     return 1.0 / (1.0 - share + share / FASTER.get(wire_format, 1.0))
 
 
@@ -135,19 +161,24 @@ def explorer_transformer(case: Case, backend: Backend, device: torch.device) -> 
         torch.manual_seed(0)
         transformer = build(case.part, device, dtype)
     plan = quantise_plan(transformer, case.family, (), backend)
-    weights = {name: module.weight.detach().flatten(1) for name, module in weight_modules(transformer)}
+    weights = {
+        name: module.weight.detach().flatten(1) for name, module in weight_modules(transformer)
+    }
     ranges: dict[str, Tensor] = {}
     for row in plan:
         if row.fused is not None:
             ranges[row.fused] = torch.maximum(
-                ranges.get(row.fused, torch.zeros((), device=device)), backend.amax(weights[row.name])
+                ranges.get(row.fused, torch.zeros((), device=device)),
+                backend.amax(weights[row.name]),
             )
     layers = swap_linears(transformer, plan, backend)
     for row in plan:
         if row.quantised:
             amax = ranges.get(row.fused or "")
             targets = layers[row.name].wire_targets()
-            packed = backend.pack(weights.pop(row.name), False, amax if amax is None or not amax.ndim else None)
+            packed = backend.pack(
+                weights.pop(row.name), False, amax if amax is None or not amax.ndim else None
+            )
             for part, tensor in packed.items():
                 targets[part].copy_(tensor)
     for layer in layers.values():
@@ -157,11 +188,15 @@ def explorer_transformer(case: Case, backend: Backend, device: torch.device) -> 
 
 def held_bytes(transformer: nn.Module) -> int:
     """Bytes of weights on the device."""
-    return sum(tensor.numel() * tensor.element_size() for tensor in (*transformer.parameters(), *transformer.buffers()))
+    return sum(
+        tensor.numel() * tensor.element_size()
+        for tensor in (*transformer.parameters(), *transformer.buffers())
+    )
 
 
 def measure(options: Options) -> list[Ratio]:
-    """For every architecture: each backend over BF16 (and over FP32 on a CPU), eager, and compiled where that is asked for.
+    """For every architecture: each backend over BF16 (and over FP32 on a CPU), eager, and compiled
+    where that is asked for.
 
     Raises ConfigError for a backend that does not run here, or where nothing can be compiled.
     """
@@ -193,7 +228,9 @@ def _check(options: Options, device: torch.device) -> None:
 
 
 def _ratios(case: Case, options: Options, device: torch.device) -> list[Ratio]:
-    names = tuple(resolve_backend(name, device)[0].name for name in options.backends) or available_backends(device)
+    names = tuple(
+        resolve_backend(name, device)[0].name for name in options.backends
+    ) or available_backends(device)
     names = tuple(dict.fromkeys(("bf16", *(("fp32",) if device.type == "cpu" else ()), *names)))
     modes = ("eager", "compiled") if options.compile else ("eager",)
     runs: dict[str, Callable[[], object]] = {}
@@ -207,7 +244,9 @@ def _ratios(case: Case, options: Options, device: torch.device) -> list[Ratio]:
             runs[f"{case.name} {name} {mode}"] = _step(case, denoiser, options.batch, device)
         peaks[name] = _peak(runs[f"{case.name} {name} eager"], device)
     times = interleave(runs, options.repeats, warm_up=2)
-    per_image = {what: [seconds / options.batch for seconds in values] for what, values in times.items()}
+    per_image = {
+        what: [seconds / options.batch for seconds in values] for what, values in times.items()
+    }
     bases = ("bf16", "fp32") if device.type == "cpu" else ("bf16",)
     return [
         _ratio(case, per_image, name, base, mode, memory, peaks, options.batch)
@@ -229,10 +268,16 @@ def _ratio(
     batch: int,
 ) -> Ratio:
     found = Ratio.of(times, f"{case.name} {name} {mode}", f"{case.name} {base} {mode}")
-    note = f"per image and step, batch {batch}, weights {memory[name] / 2**20:.1f} / {memory[base] / 2**20:.1f} MiB"
+    note = (
+        f"per image and step, batch {batch}, weights {memory[name] / 2**20:.1f} /"
+        f" {memory[base] / 2**20:.1f} MiB"
+    )
     working, other = peaks[name], peaks[base]
     if working is not None and other is not None:
-        note += f", beside them {working / 2**20:.1f} / {other / 2**20:.1f} MiB at the peak of an eager step"
+        note += (
+            f", beside them {working / 2**20:.1f} / {other / 2**20:.1f} MiB at the peak of an eager"
+            " step"
+        )
     backend = BACKENDS[name]
     if backend.quantises and base == "bf16":
         share = quantisable_share(case, backend)
@@ -243,7 +288,9 @@ def _ratio(
 
 
 def _peak(step: Callable[[], object], device: torch.device) -> int | None:
-    """Bytes that one step allocates on a GPU at its peak, on top of what was there; a CPU does not count them."""
+    """Bytes that one step allocates on a GPU at its peak, on top of what was there; a CPU does not
+    count them.
+    """
     if device.type != "cuda":
         return None
     step()
@@ -253,7 +300,9 @@ def _peak(step: Callable[[], object], device: torch.device) -> int | None:
     return torch.cuda.max_memory_allocated(device) - before
 
 
-def _step(case: Case, denoiser: nn.Module, batch: int, device: torch.device) -> Callable[[], object]:
+def _step(
+    case: Case, denoiser: nn.Module, batch: int, device: torch.device
+) -> Callable[[], object]:
     """One call of the transformer for a batch, finished when it returns."""
     x, sigma, cond = case.inputs(batch, device)
 
@@ -272,7 +321,10 @@ def bounds(sizes: tuple[tuple[str, int], ...]) -> list[str]:
     for name, pixels in sizes:
         with case_of(name, pixels, False) as case:
             share = quantisable_share(case, BACKENDS["torch_nvfp4"])
-        rows.append(f"| {name} | {pixels} x {pixels} | {share:.2f} | {bound(share, 'fp8'):.2f}x | {bound(share, 'nvfp4'):.2f}x |")
+        rows.append(
+            f"| {name} | {pixels} x {pixels} | {share:.2f} | {bound(share, 'fp8'):.2f}x |"
+            f" {bound(share, 'nvfp4'):.2f}x |"
+        )
     return rows
 
 

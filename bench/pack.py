@@ -1,4 +1,6 @@
-"""Packing weights to NVFP4, with and without the scale search, against copying and summing the bytes that it reads."""
+"""Packing weights to NVFP4, with and without the scale search, against copying and summing the
+bytes that it reads.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,15 @@ def measure(options: Options) -> list[Ratio]:
     finally:
         torch.set_num_threads(threads)
     return [
-        Ratio.of(times, what, base, note=f"{weight.nbytes / sorted(times[what])[len(times[what]) // 2] / 1e9:.2f} GB/s packed")
+        Ratio.of(
+            times,
+            what,
+            base,
+            note=(
+                f"{weight.nbytes / sorted(times[what])[len(times[what]) // 2] / 1e9:.2f} GB/s"
+                " packed"
+            ),
+        )
         for what in ("pack", "pack with scale search")
         for base in ("memcpy", "sum")
     ]

@@ -1,7 +1,9 @@
-"""What packing an activation costs where nothing is compiled: ``python -m bench.packing`` counts operations and bytes.
+"""What packing an activation costs where nothing is compiled: ``python -m bench.packing`` counts
+operations and bytes.
 
-Counts, not times, so they hold on any machine: eagerly every operation is a kernel of its own, which reads its operands from
-memory and writes its result there. Run on a CPU; the formats whose activations a vendor's library packs are not here.
+Counts, not times, so they hold on any machine: eagerly every operation is a kernel of its own,
+which reads its operands from memory and writes its result there. Run on a CPU; the formats whose
+activations a vendor's library packs are not here.
 """
 
 from __future__ import annotations
@@ -23,14 +25,17 @@ ROWS, COLUMNS = 1024, 3072
 ONLY_WRITTEN = ("copy_", "fill_", "zero_")
 """Operations in place that do not read what they overwrite."""
 HOW_TO_READ = (
-    "eagerly each operation is a kernel; bytes per element over a GPU's bandwidth is the least time that packing takes, to be held "
-    "against what a quicker product saves; the last column is what a single kernel would move"
+    "eagerly each operation is a kernel; bytes per element over a GPU's bandwidth is the least time"
+    " that packing takes, to be held against what a quicker product saves; the last column is what"
+    " a single kernel would move"
 )
 
 
 @dataclass(frozen=True)
 class Count:
-    """Kernels of a function, those of them that see single numbers only, and the bytes that all read and write."""
+    """Kernels of a function, those of them that see single numbers only, and the bytes that all
+    read and write.
+    """
 
     operations: int
     small: int
@@ -39,7 +44,9 @@ class Count:
 
 
 class Counting(TorchDispatchMode):
-    """Counts what runs inside. Views and allocations are free; an operand that is expanded is read at the size that it has."""
+    """Counts what runs inside. Views and allocations are free; an operand that is expanded is read
+    at the size that it has.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -53,7 +60,11 @@ class Counting(TorchDispatchMode):
         memory = {_memory(tensor) for tensor in given}
         is_view = not func._schema.is_mutable and any(_memory(tensor) in memory for tensor in made)
         if not is_view and not name.startswith(("empty", "new_empty")):
-            unread = {_memory(tensor) for tensor in _tensors(args[:1])} if name in ONLY_WRITTEN else set()
+            unread = (
+                {_memory(tensor) for tensor in _tensors(args[:1])}
+                if name in ONLY_WRITTEN
+                else set()
+            )
             unread |= {_memory(tensor) for tensor in _tensors((kwargs or {}).get("out"))}
             self.operations += 1
             self.small += all(tensor.numel() <= 1 for tensor in given + made)
@@ -94,11 +105,16 @@ def fp8(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def formats() -> dict[str, tuple[Callable[[Tensor], object], float]]:
-    """By name: what is done to bfloat16 activations [M, K], and the bytes per element that one kernel would read and write."""
+    """By name: what is done to bfloat16 activations [M, K], and the bytes per element that one
+    kernel would read and write.
+    """
     return {
         "fp8, once per input": (fp8, 2 + 1),
         "torch_nvfp4, once per input": (pack_activation, 2 + 4.5 / 8),
-        "torch_nvfp4, scales in cuBLAS's order, per product": (lambda x: swizzled(_scales(x)), 2 / 16),
+        "torch_nvfp4, scales in cuBLAS's order, per product": (
+            lambda x: swizzled(_scales(x)),
+            2 / 16,
+        ),
     }
 
 
@@ -107,7 +123,9 @@ def _scales(x: Tensor) -> Tensor:
 
 
 def table() -> list[tuple[str, Count, float, float]]:
-    """Per format (what, count, bytes moved per element, those of one kernel) of bfloat16 [1024, 3072]."""
+    """Per format (what, count, bytes moved per element, those of one kernel) of bfloat16 [1024,
+    3072].
+    """
     x = torch.randn(ROWS, COLUMNS, dtype=torch.bfloat16, generator=torch.Generator().manual_seed(0))
     found = []
     for name, (do, least) in formats().items():
@@ -118,12 +136,19 @@ def table() -> list[tuple[str, Count, float, float]]:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Print the table; 0."""
-    print(f"activations bfloat16 [{ROWS}, {COLUMNS}], bytes per element of them; counted on a CPU, nothing is timed")
-    print(f"{'format':52}{'operations':>11}{'on one number':>15}{'read':>8}{'written':>9}{'both':>8}{'one kernel':>12}")
+    print(
+        f"activations bfloat16 [{ROWS}, {COLUMNS}], bytes per element of them; counted on a CPU,"
+        " nothing is timed"
+    )
+    print(
+        f"{'format':52}{'operations':>11}{'on one number':>15}{'read':>8}{'written':>9}{'both':>8}{'one kernel':>12}"
+    )
     elements = ROWS * COLUMNS
     for name, counted, moved, least in table():
         read, written = counted.read / elements, counted.written / elements
-        print(f"{name:52}{counted.operations:11}{counted.small:15}{read:8.1f}{written:9.1f}{moved:8.1f}{least:12.2f}")
+        print(
+            f"{name:52}{counted.operations:11}{counted.small:15}{read:8.1f}{written:9.1f}{moved:8.1f}{least:12.2f}"
+        )
     print(HOW_TO_READ)
     return 0
 

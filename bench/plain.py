@@ -1,4 +1,6 @@
-"""The ring's work in one plain process: the very same classes, called one after another, without Ray."""
+"""The ring's work in one plain process: the very same classes, called one after another, without
+Ray.
+"""
 
 from __future__ import annotations
 
@@ -20,21 +22,31 @@ from rewards.combine import combine
 
 
 class PlainLoop:
-    """A training loop as a script would have it, for arms with two stages. Same numbers as the ring, bit for bit."""
+    """A training loop as a script would have it, for arms with two stages. Same numbers as the
+    ring, bit for bit.
+    """
 
     def __init__(self, config: RunConfig, prompts: list[Prompt], failure_dir: str):
         if config.plan.explore is None or not config.plan.regenerate:
-            raise ValueError(f"arm {config.arm!r}: the plain loop explores and regenerates, use arm 'sol_rl'")
+            raise ValueError(
+                f"arm {config.arm!r}: the plain loop explores and regenerates, use arm 'sol_rl'"
+            )
         self.config, self.plan, self.prompts = config, config.plan.explore, prompts
         tree = config.model_dump(mode="json")
-        self.encoder, self.reward, self.selector = EncoderActor(tree), RewardActor(tree), SelectorActor(tree)
+        self.encoder, self.reward, self.selector = (
+            EncoderActor(tree),
+            RewardActor(tree),
+            SelectorActor(tree),
+        )
         self.rollout, self.learner = RolloutActor(tree), LearnerActor(tree, failure_dir)
         self.checksum = ""
         self.publish(0)
 
     def iteration(self, index: int) -> None:
         """Everything that ``cluster.driver.loop.Ring.iteration`` does for the same index."""
-        rows = prompts_of_iteration(len(self.prompts), self.config.prompts.per_iteration, index, self.config.seed)
+        rows = prompts_of_iteration(
+            len(self.prompts), self.config.prompts.per_iteration, index, self.config.seed
+        )
         _, *conditioning = self.encoder.encode([[self.prompts[row].text] for row in rows])
         groups, records = [], []
         for p, row in enumerate(rows):
@@ -52,20 +64,35 @@ class PlainLoop:
 
     def _group(self, index: int, p: int, prompt: Prompt, cond: Any) -> tuple[TrainingGroup, Record]:
         config, size = self.config, self.config.explore.chunk_size
-        seeds = tuple(stream_seed(config.seed, "explore", index, p, n) for n in range(self.plan.pool_size))
+        seeds = tuple(
+            stream_seed(config.seed, "explore", index, p, n) for n in range(self.plan.pool_size)
+        )
         proxies = []
         for number, first in enumerate(range(0, len(seeds), size)):
             part = seeds[first : first + size]
-            request = ExploreChunk(ChunkKey(index, p, number, index), part, self.plan.steps, self.plan.solver, False)
+            request = ExploreChunk(
+                ChunkKey(index, p, number, index), part, self.plan.steps, self.plan.solver, False
+            )
             _, images, _ = self.rollout.explore(request, cond)
             proxies.append(self._score(images, prompt))
         chosen = self.selector.choose(index, p, np.concatenate(proxies)).train
         full = config.regenerate
-        _, images, record = self.learner.generate(cond, tuple(seeds[i] for i in chosen), full.steps, config.plan.solver, None)
-        return TrainingGroup(p, self._score(images, prompt), (Rows(p, tuple(range(len(chosen)))),)), record
+        _, images, record = self.learner.generate(
+            cond, tuple(seeds[i] for i in chosen), full.steps, config.plan.solver, None
+        )
+        return (
+            TrainingGroup(p, self._score(images, prompt), (Rows(p, tuple(range(len(chosen)))),)),
+            record,
+        )
 
     def _score(self, images: np.ndarray, prompt: Prompt) -> np.ndarray:
-        scores = self.reward.score(images, [prompt.text] * len(images), [prompt.metadata] * len(images))
+        scores = self.reward.score(
+            images, [prompt.text] * len(images), [prompt.metadata] * len(images)
+        )
         if scores.failures:
-            raise RuntimeError(f"a scorer failed, so the loops' work is not the same: {scores.failures[0]}")
-        return combine(scores.values, {scorer.label: scorer.weight for scorer in self.config.rewards.scorers})
+            raise RuntimeError(
+                f"a scorer failed, so the loops' work is not the same: {scores.failures[0]}"
+            )
+        return combine(
+            scores.values, {scorer.label: scorer.weight for scorer in self.config.rewards.scorers}
+        )

@@ -1,8 +1,10 @@
 """Publish and load of packed weights through the ring's channel, against memcpy of the same bytes.
 
-The bytes are random, the path is the run's own: chunks out of a learner's memory into the object store, checked and copied in place
-by every explorer, acknowledged. Packing itself is the benchmark ``pack``. To make do with little memory the sender holds one chunk,
-which it sends again and again, and a version is let go before the next is sent. What still has no room is left out, with the reason.
+The bytes are random, the path is the run's own: chunks out of a learner's memory into the object
+store, checked and copied in place by every explorer, acknowledged. Packing itself is the benchmark
+``pack``. To make do with little memory the sender holds one chunk, which it sends again and again,
+and a version is let go before the next is sent. What still has no room is left out, with the
+reason.
 """
 
 from __future__ import annotations
@@ -36,16 +38,22 @@ WARM_UP = 2
 
 
 class Sender:
-    """Stands for the learner: holds weights that are packed already, all chunks of which begin like the one that it has."""
+    """Stands for the learner: holds weights that are packed already, all chunks of which begin like
+    the one that it has.
+    """
 
     def __init__(self, nbytes: int, chunk_bytes: int):
         self._chunk = np.random.default_rng(0).integers(0, 256, min(chunk_bytes, nbytes), np.uint8)
-        self._sizes = tuple(min(chunk_bytes, nbytes - start) for start in range(0, nbytes, chunk_bytes))
+        self._sizes = tuple(
+            min(chunk_bytes, nbytes - start) for start in range(0, nbytes, chunk_bytes)
+        )
         named, entries, offset = sizes(nbytes), [], 0
         for name, size in named.items():
             entries.append(Entry(name, "uint8", (size,), offset, size))
             offset += size
-        known = {size: xxhash.xxh3_64_hexdigest(self._chunk[:size].data) for size in set(self._sizes)}
+        known = {
+            size: xxhash.xxh3_64_hexdigest(self._chunk[:size].data) for size in set(self._sizes)
+        }
         hashes = tuple(known[size] for size in self._sizes)
         self._manifest = Manifest(0, "nvfp4", FORMATS["nvfp4"], self._sizes, hashes, tuple(entries))
 
@@ -53,7 +61,9 @@ class Sender:
         """Answers once the weights are there."""
         return {}
 
-    def export(self, version: int, backend: str | None = None, weights: str | None = None) -> tuple[Any, dict[str, float]]:
+    def export(
+        self, version: int, backend: str | None = None, weights: str | None = None
+    ) -> tuple[Any, dict[str, float]]:
         """The manifest under a new version number."""
         return dataclasses.replace(self._manifest, version=version), {}
 
@@ -66,7 +76,9 @@ class Receiver:
     """Stands for an explorer: buffers that are loaded in place."""
 
     def __init__(self, nbytes: int):
-        self._targets = {name: torch.zeros(size, dtype=torch.uint8) for name, size in sizes(nbytes).items()}
+        self._targets = {
+            name: torch.zeros(size, dtype=torch.uint8) for name, size in sizes(nbytes).items()
+        }
 
     def ready(self) -> dict[str, Any]:
         """Answers once the buffers are there."""
@@ -85,7 +97,9 @@ def sizes(nbytes: int) -> dict[str, int]:
 
 
 def measure(options: Options) -> list[Ratio]:
-    """One ratio per size and number of receivers. Every size has a Ray of its own: a store keeps the memory that it once used."""
+    """One ratio per size and number of receivers. Every size has a Ray of its own: a store keeps
+    the memory that it once used.
+    """
     ratios = []
     for broadcast in options.broadcasts:
         one = dataclasses.replace(options, broadcasts=(broadcast,))
@@ -96,7 +110,9 @@ def measure(options: Options) -> list[Ratio]:
 
 @contextmanager
 def _ray(options: Options) -> Iterator[None]:
-    """Ray as the caller left it, the cluster of RAY_ADDRESS, or one with a store that the largest version fits into."""
+    """Ray as the caller left it, the cluster of RAY_ADDRESS, or one with a store that the largest
+    version fits into.
+    """
     import ray
 
     largest = max(nbytes for nbytes, _ in options.broadcasts)
@@ -106,7 +122,12 @@ def _ray(options: Options) -> Iterator[None]:
         return
     store = store_size(min(largest, psutil.virtual_memory().available))
     ray.init(
-        "local", num_cpus=4, object_store_memory=store, include_dashboard=False, logging_level=logging.ERROR, log_to_driver=False
+        "local",
+        num_cpus=4,
+        object_store_memory=store,
+        include_dashboard=False,
+        logging_level=logging.ERROR,
+        log_to_driver=False,
     )
     try:
         yield
@@ -132,8 +153,11 @@ async def _all(options: Options) -> list[Ratio]:
     return ratios
 
 
-def no_room(nbytes: int, count: int, available: float | None = None, store: float | None = None) -> str | None:
-    """Why a version of ``nbytes`` cannot be sent to ``count`` explorers here, with ``KEPT_FREE`` left to others; None: it can.
+def no_room(
+    nbytes: int, count: int, available: float | None = None, store: float | None = None
+) -> str | None:
+    """Why a version of ``nbytes`` cannot be sent to ``count`` explorers here, with ``KEPT_FREE``
+    left to others; None: it can.
 
     ``available`` memory and the object ``store`` in bytes; None: what there is.
     """
@@ -142,10 +166,16 @@ def no_room(nbytes: int, count: int, available: float | None = None, store: floa
     available = psutil.virtual_memory().available if available is None else available
     store = ray.cluster_resources().get("object_store_memory", 0.0) if store is None else store
     if store * SPILLS_AT < nbytes:
-        return f"the object store has {store / 1e9:.3g} GB: ray start --object-store-memory={store_size(nbytes)}"
+        return (
+            f"the object store has {store / 1e9:.3g} GB: ray start"
+            f" --object-store-memory={store_size(nbytes)}"
+        )
     needed = nbytes * (1 + count) + 2 * min(nbytes, COPIED_AT_ONCE)
     if available < needed + KEPT_FREE:
-        return f"needs {needed / 1e9:.3g} GB of memory and {KEPT_FREE / 1e9:g} GB beside it, {available / 1e9:.3g} GB are free"
+        return (
+            f"needs {needed / 1e9:.3g} GB of memory and {KEPT_FREE / 1e9:g} GB beside it,"
+            f" {available / 1e9:.3g} GB are free"
+        )
     return None
 
 
@@ -169,7 +199,9 @@ async def _one(options: Options, sender: ActorPool, name: str, nbytes: int, coun
     finally:
         await receivers.stop()
     rate = nbytes / min(times["memcpy"]) / 1e9
-    return Ratio.of(times, name, "memcpy", note=f"{count * nbytes / 1e9:.3g} GB in all; memcpy {rate:.1f} GB/s")
+    return Ratio.of(
+        times, name, "memcpy", note=f"{count * nbytes / 1e9:.3g} GB in all; memcpy {rate:.1f} GB/s"
+    )
 
 
 def _pool(kind: str, actor: type, count: int, *args: Any) -> ActorPool:
@@ -177,4 +209,9 @@ def _pool(kind: str, actor: type, count: int, *args: Any) -> ActorPool:
 
     remote = ray.remote(actor)
     service = Service(actors=count, max_attempts=1, max_restarts=0)
-    return ActorPool(kind, lambda name: remote.options(num_cpus=0).remote(*args), service, lambda *a, **fields: None)
+    return ActorPool(
+        kind,
+        lambda name: remote.options(num_cpus=0).remote(*args),
+        service,
+        lambda *a, **fields: None,
+    )

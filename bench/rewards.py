@@ -1,8 +1,10 @@
-"""What each scorer costs: seconds per picture beside a matrix product of this machine, parameters and memory.
+"""What each scorer costs: seconds per picture beside a matrix product of this machine, parameters
+and memory.
 
-Learned scorers have their published architectures and random weights, which take the same time; ``--small`` is for a test of the
-benchmark itself. One model is in memory at a time; what the process grows by, from before the scorer is made to its peak while it scores,
-has the libraries that it imports in it.
+Learned scorers have their published architectures and random weights, which take the same time;
+``--small`` is for a test of the benchmark itself. One model is in memory at a time; what the
+process grows by, from before the scorer is made to its peak while it scores, has the libraries that
+it imports in it.
 """
 
 from __future__ import annotations
@@ -34,7 +36,12 @@ TINY_CLIP = {
     "vision_cfg": {"image_size": 32, "layers": 1, "width": 16, "head_width": 8, "patch_size": 16},
     "text_cfg": {"context_length": 77, "vocab_size": 49408, "width": 16, "heads": 2, "layers": 1},
 }
-TINY_TOWER = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+TINY_TOWER = {
+    "hidden_size": 16,
+    "intermediate_size": 32,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+}
 TINY_VISION = {**TINY_TOWER, "image_size": 32, "patch_size": 16}
 SMALL: dict[str, Any] = {
     "clipscore": TINY_CLIP,
@@ -45,10 +52,17 @@ SMALL: dict[str, Any] = {
 
 
 def measure(options: Options) -> list[Ratio]:
-    """A ratio per scorer that can run here: seconds per picture over the yardstick's; memory in the note."""
+    """A ratio per scorer that can run here: seconds per picture over the yardstick's; memory in the
+    note.
+    """
     rng = np.random.default_rng(0)
     side = 32 if options.small else 512
-    images = rng.integers(0, 256, (options.batch if options.small else min(options.batch, 4), 3, side, side), dtype=np.uint8)
+    images = rng.integers(
+        0,
+        256,
+        (options.batch if options.small else min(options.batch, 4), 3, side, side),
+        dtype=np.uint8,
+    )
     matrix = torch.ones(YARDSTICK, YARDSTICK)
     ratios = []
     with random_weights() as folder:
@@ -66,7 +80,10 @@ def measure(options: Options) -> list[Ratio]:
             _forget_peak()
             times = interleave(cases, options.repeats)
             peak = _memory("VmHWM")
-            each = {name: [seconds / len(images) for seconds in times[name]], "product": times["product"]}
+            each = {
+                name: [seconds / len(images) for seconds in times[name]],
+                "product": times["product"],
+            }
             ratios.append(Ratio.of(each, name, "product", note=_size(scorer, before, peak)))
             del scorer, cases
     return ratios
@@ -76,7 +93,9 @@ def _made(name: str, small: bool, folder: Path) -> Any:
     """The scorer, or None for one whose package is not installed."""
     settings: dict[str, Any] = {}
     if name in LEARNED:
-        settings = {"checkpoint": str(folder / "none")} | ({"architecture": SMALL[name]} if small else {})
+        settings = {"checkpoint": str(folder / "none")} | (
+            {"architecture": SMALL[name]} if small else {}
+        )
     if name == "imagereward":
         settings["vocabulary"] = str(folder / "vocab.txt")
     try:
@@ -89,7 +108,9 @@ def _made(name: str, small: bool, folder: Path) -> Any:
 
 @contextmanager
 def random_weights() -> Iterator[Path]:
-    """Learned scorers keep the weights they are made with, whatever their checkpoint says; a folder with some vocabulary."""
+    """Learned scorers keep the weights they are made with, whatever their checkpoint says; a folder
+    with some vocabulary.
+    """
     with tempfile.TemporaryDirectory() as name, ExitStack() as stack:
         folder = Path(name)
         (folder / "vocab.txt").write_text(some_vocabulary())
@@ -102,7 +123,9 @@ def random_weights() -> Iterator[Path]:
 
 
 def some_vocabulary() -> str:
-    """A vocab.txt of BERT's size with its special words in their places; the others are word0, word1, ..."""
+    """A vocab.txt of BERT's size with its special words in their places; the others are word0,
+    word1, ...
+    """
     words = ["[PAD]", *(f"[unused{i}]" for i in range(99)), "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
     return "\n".join(words + [f"word{i}" for i in range(WORDS - len(words))])
 
@@ -110,13 +133,24 @@ def some_vocabulary() -> str:
 def _size(scorer: Any, before: int | None, peak: int | None) -> str:
     model = getattr(scorer, "model", None)
     values = list(model.parameters()) if isinstance(model, torch.nn.Module) else []
-    count, size = sum(value.numel() for value in values), sum(value.numel() * value.element_size() for value in values)
-    note = f"{count / 1e6:.1f} M parameters, {size / 1e9:.2f} GB" if values else "no weights of ours"
-    return note if before is None or peak is None else f"{note}, process + {max(0, peak - before) / 1e9:.2f} GB at its peak"
+    count, size = (
+        sum(value.numel() for value in values),
+        sum(value.numel() * value.element_size() for value in values),
+    )
+    note = (
+        f"{count / 1e6:.1f} M parameters, {size / 1e9:.2f} GB" if values else "no weights of ours"
+    )
+    return (
+        note
+        if before is None or peak is None
+        else f"{note}, process + {max(0, peak - before) / 1e9:.2f} GB at its peak"
+    )
 
 
 def _give_back() -> None:
-    """What earlier scorers used goes back to the system, which glibc's allocator does when it is told to."""
+    """What earlier scorers used goes back to the system, which glibc's allocator does when it is
+    told to.
+    """
     gc.collect()
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if os.name == "posix" else None
     if trim is not None:
@@ -130,9 +164,13 @@ def _forget_peak() -> None:
 
 
 def _memory(which: str) -> int | None:
-    """Bytes of this process in memory now (VmRSS) or at the peak (VmHWM); None where the system does not tell."""
+    """Bytes of this process in memory now (VmRSS) or at the peak (VmHWM); None where the system
+    does not tell.
+    """
     try:
         lines = Path("/proc/self/status").read_text().splitlines()
     except OSError:
         return None
-    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{which}:")), None)
+    return next(
+        (int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{which}:")), None
+    )

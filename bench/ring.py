@@ -1,7 +1,9 @@
-"""What does the ring cost? One rollout actor under Ray against the same work in one plain process, in turns.
+"""What does the ring cost? One rollout actor under Ray against the same work in one plain process,
+in turns.
 
-Both walk the same iterations, and the benchmark refuses to report unless both end with the same policy, bit for bit. The
-ring may overlap its actors' work where there are cores; the ratio of CPU seconds shows what it costs regardless of that.
+Both walk the same iterations, and the benchmark refuses to report unless both end with the same
+policy, bit for bit. The ring may overlap its actors' work where there are cores; the ratio of CPU
+seconds shows what it costs regardless of that.
 """
 
 from __future__ import annotations
@@ -35,7 +37,9 @@ class Quiet:
 
 
 def measure(options: Options) -> list[Ratio]:
-    """Wall and CPU time of iterations, ring against plain. Raises RuntimeError when their results differ."""
+    """Wall and CPU time of iterations, ring against plain. Raises RuntimeError when their results
+    differ.
+    """
     config = one_rollout_actor(options.config)
     with ray_for(config), tempfile.TemporaryDirectory(prefix="sol-rl-bench-") as scratch:
         wall, cpu = asyncio.run(_alternate(config, options.repeats, Path(scratch)))
@@ -47,7 +51,9 @@ def measure(options: Options) -> list[Ratio]:
 
 
 def one_rollout_actor(config: RunConfig) -> RunConfig:
-    """The configuration with one rollout actor, equal threads everywhere, and nothing beside the ring itself."""
+    """The configuration with one rollout actor, equal threads everywhere, and nothing beside the
+    ring itself.
+    """
     tree = config.model_dump(mode="json")
     threads = tree["services"]["learner"]["threads"]
     for kind in ("rollout", "reward", "encoder", "selector", "learner"):
@@ -57,7 +63,9 @@ def one_rollout_actor(config: RunConfig) -> RunConfig:
     return parse(tree | {"name": f"{config.name[:80]}-bench-ring"})
 
 
-async def _alternate(config: RunConfig, repeats: int, scratch: Path) -> tuple[dict[str, list[float]], dict[str, list[float]]]:
+async def _alternate(
+    config: RunConfig, repeats: int, scratch: Path
+) -> tuple[dict[str, list[float]], dict[str, list[float]]]:
     prompts = read_prompts(config.prompts.train)
     services = Services(config, RunDirectory(scratch), lambda *args, **fields: None)
     ring = Ring(config, services, prompts, Quiet())  # pyright: ignore[reportArgumentType]
@@ -77,7 +85,10 @@ async def _alternate(config: RunConfig, repeats: int, scratch: Path) -> tuple[di
             plain_wall, plain_cpu = time.perf_counter() - start, time.process_time() - before
             _require_same(services, plain, index)
             if index:  # the first iteration warms up
-                for table, values in ((wall, (ring_wall, plain_wall)), (cpu, (ring_cpu, plain_cpu))):
+                for table, values in (
+                    (wall, (ring_wall, plain_wall)),
+                    (cpu, (ring_cpu, plain_cpu)),
+                ):
                     for name, value in zip(table, values, strict=True):
                         table[name].append(value)
     finally:
@@ -91,8 +102,9 @@ def _require_same(services: Services, plain: PlainLoop, index: int) -> None:
     assert published is not None
     if published.manifest.checksum != plain.checksum:
         raise RuntimeError(
-            f"after iteration {index} the ring's policy has checksum {published.manifest.checksum}, the plain loop's "
-            f"{plain.checksum}: they did not do the same work, so their times cannot be compared"
+            f"after iteration {index} the ring's policy has checksum {published.manifest.checksum},"
+            f" the plain loop's {plain.checksum}: they did not do the same work, so their times"
+            " cannot be compared"
         )
 
 

@@ -1,4 +1,6 @@
-"""Exploring with two rollout actors against one: one iteration's units of work, by the ring's own pools."""
+"""Exploring with two rollout actors against one: one iteration's units of work, by the ring's own
+pools.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,9 @@ TIMES = ("one actor", "two actors")
 
 
 def measure(options: Options) -> list[Ratio]:
-    """Time with two actors over time with one; 0.5 would be perfect, where there are cores for both."""
+    """Time with two actors over time with one; 0.5 would be perfect, where there are cores for
+    both.
+    """
     with ray_for(options.config), tempfile.TemporaryDirectory(prefix="sol-rl-bench-") as scratch:
         times = asyncio.run(_alternate(options, Path(scratch)))
     images = options.config.prompts.per_iteration * options.config.explore.pool_size
@@ -38,7 +42,12 @@ def _with_actors(config: RunConfig, count: int) -> RunConfig:
 
 
 async def _alternate(options: Options, scratch: Path) -> dict[str, list[float]]:
-    groups = [Services(_with_actors(options.config, n), RunDirectory(scratch), lambda *args, **fields: None) for n in (1, 2)]
+    groups = [
+        Services(
+            _with_actors(options.config, n), RunDirectory(scratch), lambda *args, **fields: None
+        )
+        for n in (1, 2)
+    ]
     one, two = groups
     one.only(one.encoder, one.learner, one.rollout)
     two.only(two.rollout)
@@ -53,7 +62,10 @@ async def _alternate(options: Options, scratch: Path) -> dict[str, list[float]]:
             for name, services in list(zip(TIMES, groups, strict=True))[:: 1 if turn % 2 else -1]:
                 start = time.perf_counter()
                 await asyncio.gather(
-                    *(services.rollout.call(request.key, "explore", request, cond, returns=3) for request, cond in work)
+                    *(
+                        services.rollout.call(request.key, "explore", request, cond, returns=3)
+                        for request, cond in work
+                    )
                 )
                 if turn:  # the first turn warms up
                     times[name].append(time.perf_counter() - start)
@@ -70,11 +82,18 @@ async def _units(services: Services) -> list[tuple[ExploreChunk, Any]]:
     assert plan is not None
     prompts = read_prompts(config.prompts.train)
     rows = prompts_of_iteration(len(prompts), config.prompts.per_iteration, 0, config.seed)
-    _, conditioning = await services.encoder.call("encode", "encode", [[prompts[row].text] for row in rows], returns=1 + len(rows))
+    _, conditioning = await services.encoder.call(
+        "encode", "encode", [[prompts[row].text] for row in rows], returns=1 + len(rows)
+    )
     units = []
     for p, cond in enumerate(conditioning):
         seeds = tuple(stream_seed(config.seed, "explore", 0, p, n) for n in range(plan.pool_size))
         for number, first in enumerate(range(0, len(seeds), size)):
             key = ChunkKey(0, p, number, 0)
-            units.append((ExploreChunk(key, seeds[first : first + size], plan.steps, plan.solver, False), cond))
+            units.append(
+                (
+                    ExploreChunk(key, seeds[first : first + size], plan.steps, plan.solver, False),
+                    cond,
+                )
+            )
     return units

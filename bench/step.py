@@ -1,7 +1,7 @@
 """What does sampling add to the transformer, and what does emulated quantisation add to FP32?
 
-The transformer's own calls during one sampling are recorded and replayed bare: same inputs, same number of calls, no solver,
-no casts, no noise.
+The transformer's own calls during one sampling are recorded and replayed bare: same inputs, same
+number of calls, no solver, no casts, no noise.
 """
 
 from __future__ import annotations
@@ -26,7 +26,9 @@ EMULATED = "emulated_nvfp4"
 
 
 def measure(options: Options) -> list[Ratio]:
-    """Sampling over bare forwards (FP32), and the emulated NVFP4 explorer over the FP32 one, pictures decoded by both."""
+    """Sampling over bare forwards (FP32), and the emulated NVFP4 explorer over the FP32 one,
+    pictures decoded by both.
+    """
     threads = torch.get_num_threads()
     torch.set_num_threads(options.config.services.rollout.threads)
     try:
@@ -42,7 +44,9 @@ def _sampling(options: Options) -> Ratio:
     cond = _conditioning(options).repeat(options.batch)
 
     def sampling() -> Any:
-        return sample(family, transformer, cond, _seeds(options), config.explore.steps, config.explore.solver)
+        return sample(
+            family, transformer, cond, _seeds(options), config.explore.steps, config.explore.solver
+        )
 
     calls = _recorded(transformer, sampling)
 
@@ -52,15 +56,22 @@ def _sampling(options: Options) -> Ratio:
             transformer(*args, **named)
 
     times = interleave({"bare forward": bare, "sampling step": sampling}, options.repeats)
-    per_step = {name: [seconds / config.explore.steps for seconds in values] for name, values in times.items()}
-    note = f"batch {options.batch}, threads {torch.get_num_threads()}, solver {config.explore.solver}"
+    per_step = {
+        name: [seconds / config.explore.steps for seconds in values]
+        for name, values in times.items()
+    }
+    note = (
+        f"batch {options.batch}, threads {torch.get_num_threads()}, solver {config.explore.solver}"
+    )
     return Ratio.of(per_step, "sampling step", "bare forward", GOAL, note)
 
 
 def _recorded(transformer: nn.Module, run: Any) -> list[tuple[tuple[Any, ...], dict[str, Any]]]:
     """Arguments of every call of ``transformer`` while ``run`` runs."""
     calls: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
-    handle = transformer.register_forward_pre_hook(lambda module, args, named: calls.append((args, named)), with_kwargs=True)
+    handle = transformer.register_forward_pre_hook(
+        lambda module, args, named: calls.append((args, named)), with_kwargs=True
+    )
     try:
         run()
     finally:
@@ -76,17 +87,31 @@ def _emulation(options: Options) -> Ratio:
         return lambda: explorers[backend].explore(cond, _seeds(options), plan.steps, plan.solver)
 
     times = interleave({backend: exploring(backend) for backend in explorers}, options.repeats)
-    return Ratio.of(times, EMULATED, "fp32", note=f"explore {plan.steps} steps, batch {options.batch}, decoded")
+    return Ratio.of(
+        times, EMULATED, "fp32", note=f"explore {plan.steps} steps, batch {options.batch}, decoded"
+    )
 
 
 def _explorer(options: Options, name: str) -> Explorer:
     """An explorer with the base model's weights, published as in a run."""
     config = options.config
     backend, _ = resolve_backend(name, "cpu")
-    explorer = Explorer(family_for(config.model), backend, config.explore.keep_wide, "cpu", torch.float32)
+    explorer = Explorer(
+        family_for(config.model), backend, config.explore.keep_wide, "cpu", torch.float32
+    )
     trainer = Trainer(config)
     adapter, size = trainer.objective.sampling_adapter, config.publish.chunk_mb * 2**20
-    explorer.load(*export_policy(trainer.transformer, adapter, explorer.plan, backend, 0, size, config.explore.scale_search))
+    explorer.load(
+        *export_policy(
+            trainer.transformer,
+            adapter,
+            explorer.plan,
+            backend,
+            0,
+            size,
+            config.explore.scale_search,
+        )
+    )
     return explorer
 
 

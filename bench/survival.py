@@ -1,8 +1,10 @@
-"""How much of a small update survives quantisation? ``python -m bench.survival`` prints a table of packing choices.
+"""How much of a small update survives quantisation? ``python -m bench.survival`` prints a table of
+packing choices.
 
-Over every layer that LoRA trains and explorers quantise, packed before and after an update; compared are the change of what the packed
-weights stand for and the true one. Updates are random, of rank ``lora.rank`` and a given share of the weight's norm, or those of a
-run: its whole training, and its last iteration as far as it keeps two checkpoints.
+Over every layer that LoRA trains and explorers quantise, packed before and after an update;
+compared are the change of what the packed weights stand for and the true one. Updates are random,
+of rank ``lora.rank`` and a given share of the weight's norm, or those of a run: its whole training,
+and its last iteration as far as it keeps two checkpoints.
 """
 
 from __future__ import annotations
@@ -56,10 +58,18 @@ class Row:
 
 
 def weights_of(trainer: Trainer, backend: Backend, adapter: str | None = None) -> list[Tensor]:
-    """Weights [N, K] of the adapted modules that ``backend`` quantises, with ``adapter`` merged; None: of the base model."""
-    plan = quantise_plan(trainer.transformer, trainer.family, trainer.config.explore.keep_wide, backend)
+    """Weights [N, K] of the adapted modules that ``backend`` quantises, with ``adapter`` merged;
+    None: of the base model.
+    """
+    plan = quantise_plan(
+        trainer.transformer, trainer.family, trainer.config.explore.keep_wide, backend
+    )
     quantised = {row.name for row in plan if row.quantised}
-    return [weight.flatten(1) for name, weight in merged_weights(trainer.transformer, adapter) if name in quantised]
+    return [
+        weight.flatten(1)
+        for name, weight in merged_weights(trainer.transformer, adapter)
+        if name in quantised
+    ]
 
 
 def random_update(weights: Sequence[Tensor], rank: int, size: float, seed: int) -> Update:
@@ -68,13 +78,17 @@ def random_update(weights: Sequence[Tensor], rank: int, size: float, seed: int) 
     after = []
     for weight in weights:
         rows, columns = weight.shape
-        product = torch.randn(rows, rank, generator=generator) @ torch.randn(rank, columns, generator=generator)
+        product = torch.randn(rows, rank, generator=generator) @ torch.randn(
+            rank, columns, generator=generator
+        )
         after.append(weight + product * (size * weight.norm() / product.norm()))
     return Update(f"random, {size:.2%}", weights, weights, after)
 
 
 def run_updates(trainer: Trainer, rundir: RunDirectory, backend: Backend) -> Iterator[Update]:
-    """What training did to the sampling policy: all of it, and between the two newest checkpoints. Raises ConfigError."""
+    """What training did to the sampling policy: all of it, and between the two newest checkpoints.
+    Raises ConfigError.
+    """
     base, adapter = weights_of(trainer, backend), trainer.objective.sampling_adapter
     newest: list[list[Tensor]] = []
     paths = sorted(path for path in rundir.checkpoints.glob("step_*") if path.is_dir())[-2:]
@@ -93,7 +107,10 @@ def survival(update: Update, backend: Backend, search: bool, frozen: bool) -> Ro
     dot = found = true = error = square = 0.0
     changed = total = 0
     for base, before, after in zip(update.base, update.before, update.after, strict=True):
-        amax = [frozen_amax(backend.amax(base), backend.amax(w)) if frozen else None for w in (before, after)]
+        amax = [
+            frozen_amax(backend.amax(base), backend.amax(w)) if frozen else None
+            for w in (before, after)
+        ]
         packed = [backend.pack(w, search, a) for w, a in zip((before, after), amax, strict=True)]
         decoded = [backend.decode(p) for p in packed]
         change, truth = decoded[1] - decoded[0], after - before
@@ -105,7 +122,9 @@ def survival(update: Update, backend: Backend, search: bool, frozen: bool) -> Ro
         changed += int(backend.changed(packed[1], packed[0]))
         total += before.numel()
     return Row(
-        format=f"{backend.wire_format}, 16x16" if isinstance(backend, Tiles) else backend.wire_format,
+        format=(
+            f"{backend.wire_format}, 16x16" if isinstance(backend, Tiles) else backend.wire_format
+        ),
         search=search,
         frozen=frozen,
         update=update.name,
@@ -119,7 +138,17 @@ def survival(update: Update, backend: Backend, search: bool, frozen: bool) -> Ro
 
 def table(rows: Sequence[Row]) -> list[str]:
     """The rows for people, as Markdown."""
-    head = ["format", "scale search", "amax", "update", "its size", "cosine", "codes changed", "norm of the change", "error"]
+    head = [
+        "format",
+        "scale search",
+        "amax",
+        "update",
+        "its size",
+        "cosine",
+        "codes changed",
+        "norm of the change",
+        "error",
+    ]
     lines = ["| " + " | ".join(head) + " |", "| " + " | ".join("---" for _ in head) + " |"]
     for row in rows:
         search = "12 candidates" if row.search else "none"
@@ -130,23 +159,49 @@ def table(rows: Sequence[Row]) -> list[str]:
             row.update,
             f"{row.size:.2%}",
         ]
-        cells += [f"{row.cosine:.3f}", f"{row.changed:.2%}", f"{row.growth:.2f}x", f"{row.error:.4f}"]
+        cells += [
+            f"{row.cosine:.3f}",
+            f"{row.changed:.2%}",
+            f"{row.growth:.2f}x",
+            f"{row.error:.4f}",
+        ]
         lines.append("| " + " | ".join(cells) + " |")
     return lines
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Print the table; 0, or 2 for a wrong configuration."""
-    parser = argparse.ArgumentParser(prog="python -m bench.survival", description=(__doc__ or "").splitlines()[0])
+    parser = argparse.ArgumentParser(
+        prog="python -m bench.survival", description=(__doc__ or "").splitlines()[0]
+    )
     parser.add_argument("--preset", default="quickstart", help="a preset name or a TOML file")
-    parser.add_argument("--set", action="append", default=[], dest="overrides", metavar="a.b=c", help="override one value")
-    parser.add_argument("--sizes", type=float, nargs="+", default=[0.01, 0.001], help="updates, as shares of the weights' norm")
-    parser.add_argument("--run", metavar="DIR", help="the updates of this run instead, with its own configuration")
+    parser.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        dest="overrides",
+        metavar="a.b=c",
+        help="override one value",
+    )
+    parser.add_argument(
+        "--sizes",
+        type=float,
+        nargs="+",
+        default=[0.01, 0.001],
+        help="updates, as shares of the weights' norm",
+    )
+    parser.add_argument(
+        "--run", metavar="DIR", help="the updates of this run instead, with its own configuration"
+    )
     parser.add_argument("--json", metavar="FILE", help="write the rows here too")
     options = parser.parse_args(arguments)
     try:
         rundir = RunDirectory(Path(options.run).absolute()) if options.run else None
-        config = measured(rundir.configuration(), options.overrides) if rundir else load(options.preset, options.overrides)
+        config = (
+            measured(rundir.configuration(), options.overrides)
+            if rundir
+            else load(options.preset, options.overrides)
+        )
         rows = measure(config, rundir, options.sizes)
     except (ConfigError, CheckpointError) as error:
         print(error, file=sys.stderr)
@@ -158,7 +213,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def measure(config: RunConfig, rundir: RunDirectory | None, sizes: Sequence[float]) -> list[Row]:
-    """All rows: NVFP4 with and without the search, in tiles of 16x16, FP8; each with its own amax and a frozen one."""
+    """All rows: NVFP4 with and without the search, in tiles of 16x16, FP8; each with its own amax
+    and a frozen one.
+    """
     rows = []
     choices: tuple[tuple[Backend, tuple[bool, ...]], ...] = (
         (BACKENDS["emulated_nvfp4"], (False, True)),
@@ -173,7 +230,12 @@ def measure(config: RunConfig, rundir: RunDirectory | None, sizes: Sequence[floa
             if rundir
             else (random_update(weights, config.lora.rank, s, config.seed) for s in sizes)
         )
-        rows += [survival(update, backend, search, frozen) for update in made for search in searches for frozen in (False, True)]
+        rows += [
+            survival(update, backend, search, frozen)
+            for update in made
+            for search in searches
+            for frozen in (False, True)
+        ]
     return rows
 
 

@@ -1,4 +1,6 @@
-"""Ratios: two ways of doing a thing, timed in turns, so that a busy or throttling machine slows both alike."""
+"""Ratios: two ways of doing a thing, timed in turns, so that a busy or throttling machine slows
+both alike.
+"""
 
 from __future__ import annotations
 
@@ -21,9 +23,15 @@ class Options:
     config: RunConfig
     repeats: int = 5
     pack_bytes: int = 2**26
-    broadcasts: tuple[tuple[int, tuple[int, ...]], ...] = ((10**9, (1, 2, 4)),)  # bytes of a version, to how many explorers
+    broadcasts: tuple[tuple[int, tuple[int, ...]], ...] = (
+        (10**9, (1, 2, 4)),
+    )  # bytes of a version, to how many explorers
     batch: int = 24  # pictures of a sampling step
-    architectures: tuple[str, ...] = ("sd3.5-medium", "flux.1-dev", "sana-1.6b")  # published ones, with random weights
+    architectures: tuple[str, ...] = (
+        "sd3.5-medium",
+        "flux.1-dev",
+        "sana-1.6b",
+    )  # published ones, with random weights
     backends: tuple[str, ...] = ()  # of these; none: whatever the device supports
     pixels: int | None = None  # per side; None: as published
     small: bool | None = None  # few narrow blocks of the same kinds; None: where there is no GPU
@@ -32,7 +40,9 @@ class Options:
 
 @dataclass(frozen=True)
 class Ratio:
-    """``what`` took ``value`` times the time of ``base``: the median over paired repeats, with the smallest and largest."""
+    """``what`` took ``value`` times the time of ``base``: the median over paired repeats, with the
+    smallest and largest.
+    """
 
     what: str
     base: str
@@ -45,7 +55,14 @@ class Ratio:
     note: str = ""
 
     @classmethod
-    def of(cls, times: Mapping[str, list[float]], what: str, base: str, goal: float | None = None, note: str = "") -> Ratio:
+    def of(
+        cls,
+        times: Mapping[str, list[float]],
+        what: str,
+        base: str,
+        goal: float | None = None,
+        note: str = "",
+    ) -> Ratio:
         """From paired lists of seconds."""
         ratios = [a / b for a, b in zip(times[what], times[base], strict=True)]
         return cls(
@@ -62,15 +79,24 @@ class Ratio:
 
     def line(self) -> str:
         """One line for people."""
-        goal = "" if self.goal is None else f"  goal <= {self.goal:g}: {'met' if self.value <= self.goal else 'NOT met'}"
+        goal = (
+            ""
+            if self.goal is None
+            else f"  goal <= {self.goal:g}: {'met' if self.value <= self.goal else 'NOT met'}"
+        )
         return (
-            f"{self.what} / {self.base} = {self.value:.3f} [{self.low:.3f}, {self.high:.3f}]  "
-            f"({_duration(self.seconds)} / {_duration(self.base_seconds)}){goal}{self.note and '  ' + self.note}"
+            f"{self.what} / {self.base} = {self.value:.3f} [{self.low:.3f}, {self.high:.3f}] "
+            f" ({_duration(self.seconds)} /"
+            f" {_duration(self.base_seconds)}){goal}{self.note and '  ' + self.note}"
         )
 
 
-def interleave(cases: Mapping[str, Callable[[], object]], repeats: int, warm_up: int = 1) -> dict[str, list[float]]:
-    """Seconds of every case, ``repeats`` times in turns, forwards and backwards; ``warm_up`` rounds are thrown away."""
+def interleave(
+    cases: Mapping[str, Callable[[], object]], repeats: int, warm_up: int = 1
+) -> dict[str, list[float]]:
+    """Seconds of every case, ``repeats`` times in turns, forwards and backwards; ``warm_up`` rounds
+    are thrown away.
+    """
     times: dict[str, list[float]] = {name: [] for name in cases}
     for turn in range(warm_up + repeats):
         names = list(cases)[:: 1 if turn % 2 else -1]
@@ -89,7 +115,9 @@ def machine() -> dict[str, object]:
 
     return {
         "cpu": _cpu_model(),
-        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "cores": (
+            len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+        ),
         "simd": torch.backends.cpu.get_cpu_capability(),
         "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else "none",
         "torch": torch.__version__,

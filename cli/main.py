@@ -1,4 +1,6 @@
-"""The command line. The configuration is read before torch and ray are imported: help and typos answer at once."""
+"""The command line. The configuration is read before torch and ray are imported: help and typos
+answer at once.
+"""
 
 from __future__ import annotations
 
@@ -23,8 +25,9 @@ DONE, USER_ERROR, RUN_FAILED, STOPPED = 0, 2, 3, 130
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command; returns its exit code: 0 done, 2 configuration or command, 3 the run failed, 4 a job that is followed is out
-    of sight, 130 stopped."""
+    """Run one command; returns its exit code: 0 done, 2 configuration or command, 3 the run failed,
+    4 a job that is followed is out of sight, 130 stopped.
+    """
     options = _parser().parse_args(arguments)
     command: Callable[[argparse.Namespace], int] = options.command
     try:
@@ -44,7 +47,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    functions = (_train, _submit, _status, _scale, _config, _plan, _evaluate, _export, _fidelity, _compare, _report)
+    functions = (
+        _train,
+        _submit,
+        _status,
+        _scale,
+        _config,
+        _plan,
+        _evaluate,
+        _export,
+        _fidelity,
+        _compare,
+        _report,
+    )
     return parser_of({function.__name__.removeprefix("_"): function for function in functions})
 
 
@@ -67,12 +82,17 @@ def _submit(options: argparse.Namespace) -> int:
     at = f" --address {options.address}" if options.address else ""
     print(f"submitted: {job}", flush=True)
     if not options.follow:
-        print(f"follow: ray job logs{at} --follow {job}\nstop, after a checkpoint: ray job stop{at} {job}")
+        print(
+            f"follow: ray job logs{at} --follow {job}\nstop, after a checkpoint: ray job stop{at}"
+            f" {job}"
+        )
         return DONE
     try:
         return follow(client, job, _show, _say)
     except KeyboardInterrupt:
-        print(f"the job goes on; stop it, after a checkpoint: ray job stop{at} {job}", file=sys.stderr)
+        print(
+            f"the job goes on; stop it, after a checkpoint: ray job stop{at} {job}", file=sys.stderr
+        )
         return STOPPED
 
 
@@ -90,7 +110,9 @@ def _status(options: argparse.Namespace) -> int:
 
 
 def _scale(options: argparse.Namespace) -> int:
-    sizes = {kind: size for kind in ("rollout", "reward") if (size := getattr(options, kind)) is not None}
+    sizes = {
+        kind: size for kind in ("rollout", "reward") if (size := getattr(options, kind)) is not None
+    }
     if not sizes or min(sizes.values()) < 1:
         raise ConfigError(["scale: give --rollout N or --reward N, at least 1"])
     given = [part for kind, size in sizes.items() for part in (f"--{kind}", str(size))] + (
@@ -106,7 +128,9 @@ def _scale(options: argparse.Namespace) -> int:
 
 
 def _on_the_cluster(given: str | None, arguments: Sequence[str]) -> int | None:
-    """Exit code of the command run as a job, where --address or RAY_ADDRESS is a dashboard's URL; None: connect directly."""
+    """Exit code of the command run as a job, where --address or RAY_ADDRESS is a dashboard's URL;
+    None: connect directly.
+    """
     address = given or os.environ.get("RAY_ADDRESS", "")
     if not address.startswith(("http://", "https://")):
         return None
@@ -132,7 +156,10 @@ def _run_at(path: str) -> tuple[RunDirectory, RunConfig]:
         return rundir, rundir.configuration()
     except (TypeError, ValueError) as error:  # JSON of another shape, or no text
         raise ConfigError(
-            [f"{rundir.config_file}: no run's configuration ({type(error).__name__}); give a directory that `sol-rl train` wrote"]
+            [
+                f"{rundir.config_file}: no run's configuration ({type(error).__name__}); give a"
+                " directory that `sol-rl train` wrote"
+            ]
         ) from None
 
 
@@ -142,12 +169,19 @@ def summary(rows: Sequence[dict[str, object]]) -> list[str]:
     if not evaluations:
         return []
     before, after = evaluations[0], evaluations[-1]
-    lines = [f"held-out reward before: {before['reward/eval_mean']:.4f} +- {_number(before, 'eval/stderr')}"]
+    lines = [
+        f"held-out reward before: {before['reward/eval_mean']:.4f} +-"
+        f" {_number(before, 'eval/stderr')}"
+    ]
     if after is not before:
-        lines.append(f"held-out reward after:  {after['reward/eval_mean']:.4f} +- {_number(after, 'eval/stderr')}")
+        lines.append(
+            f"held-out reward after:  {after['reward/eval_mean']:.4f} +-"
+            f" {_number(after, 'eval/stderr')}"
+        )
         if after.get("eval/gain") is not None:
             lines.append(
-                f"paired gain:            {after['eval/gain']:+.4f} +- {_number(after, 'eval/gain_stderr')} (standard error, clustered by prompt)"
+                f"paired gain:            {after['eval/gain']:+.4f} +-"
+                f" {_number(after, 'eval/gain_stderr')} (standard error, clustered by prompt)"
             )
     return lines
 
@@ -164,12 +198,24 @@ def _config(options: argparse.Namespace) -> int:
     if options.config is None:
         raise ConfigError(["config: give a preset name or a TOML file, or --list"])
     config: RunConfig = load(options.config, options.overrides)
-    print(json.dumps({**config.model_dump(mode="json"), "plan": config.plan.model_dump(mode="json")}, indent=2))
+    print(
+        json.dumps(
+            {**config.model_dump(mode="json"), "plan": config.plan.model_dump(mode="json")},
+            indent=2,
+        )
+    )
     return DONE
 
 
 def _plan(options: argparse.Namespace) -> int:
-    for name in ("peak_tflops", "quantised_peak_tflops", "utilisation", "gpu_memory_gb", "node_gpus", "node_cpus"):
+    for name in (
+        "peak_tflops",
+        "quantised_peak_tflops",
+        "utilisation",
+        "gpu_memory_gb",
+        "node_gpus",
+        "node_cpus",
+    ):
         if (value := getattr(options, name)) is not None and not 0 < value < float("inf"):
             raise ConfigError([f"--{name.replace('_', '-')} {value:g}: must be above 0"])
     config = load(options.config, options.overrides)
@@ -211,22 +257,40 @@ def _export(options: argparse.Namespace) -> int:
     rundir, config = _run_at(options.run)
     from cluster.driver.offline import export_run
 
-    print(f"wrote {export_run(rundir, config, Path(options.out), options.weights, options.checkpoint)}")
+    print(
+        "wrote"
+        f" {export_run(rundir, config, Path(options.out), options.weights, options.checkpoint)}"
+    )
     return DONE
 
 
 def _fidelity(options: argparse.Namespace) -> int:
     if (options.config is None) == (options.run is None):
-        raise ConfigError(["fidelity: give a preset name or a TOML file, or --run DIR, which brings its own configuration"])
+        raise ConfigError(
+            [
+                "fidelity: give a preset name or a TOML file, or --run DIR, which brings its own"
+                " configuration"
+            ]
+        )
     if options.checkpoint is not None and options.run is None:
         raise ConfigError(
-            [f"fidelity: --checkpoint {options.checkpoint}: of which run? Give --run DIR in place of a configuration"]
+            [
+                f"fidelity: --checkpoint {options.checkpoint}: of which run? Give --run DIR in"
+                " place of a configuration"
+            ]
         )
-    if min(options.prompts, *options.steps) < 1 or (options.threads is not None and options.threads < 1):
+    if min(options.prompts, *options.steps) < 1 or (
+        options.threads is not None and options.threads < 1
+    ):
         raise ConfigError(["fidelity: --prompts, --steps and --threads must be at least 1"])
-    rundir, config = _run_at(options.run) if options.run else (None, load(options.config, options.overrides))
+    rundir, config = (
+        _run_at(options.run) if options.run else (None, load(options.config, options.overrides))
+    )
     config = measured(config, options.overrides) if rundir else config
-    out = Path(options.out or f"{rundir.path if rundir else Path(config.run_root or 'runs') / config.name}-fidelity")
+    out = Path(
+        options.out
+        or f"{rundir.path if rundir else Path(config.run_root or 'runs') / config.name}-fidelity"
+    )
     from analysis.fidelity.measure import Measurement, checkpoint_of, run
 
     wanted = Measurement(
@@ -243,10 +307,22 @@ def _fidelity(options: argparse.Namespace) -> int:
 
 
 def _compare(options: argparse.Namespace) -> int:
-    asked = [options.config, options.arms, options.objectives, options.seeds, *options.overrides, *options.vary]
-    if bool(options.runs) == (options.config is not None) or (options.runs and any(each is not None for each in asked)):
+    asked = [
+        options.config,
+        options.arms,
+        options.objectives,
+        options.seeds,
+        *options.overrides,
+        *options.vary,
+    ]
+    if bool(options.runs) == (options.config is not None) or (
+        options.runs and any(each is not None for each in asked)
+    ):
         raise ConfigError(
-            ["compare: give a preset, a TOML file or a comparison; or --runs DIR ... alone, with --baseline and --out"]
+            [
+                "compare: give a preset, a TOML file or a comparison; or --runs DIR ... alone, with"
+                " --baseline and --out"
+            ]
         )
     from analysis.compare.cells import Request
     from analysis.compare.command import compare, compare_existing
@@ -282,5 +358,7 @@ def _report(options: argparse.Namespace) -> int:
     except BrokenPipeError:
         raise
     except OSError as error:
-        raise ConfigError([f"{rundir.path / 'report.html'}: cannot be written ({error.strerror or error})"]) from None
+        raise ConfigError(
+            [f"{rundir.path / 'report.html'}: cannot be written ({error.strerror or error})"]
+        ) from None
     return DONE

@@ -1,8 +1,8 @@
 """From a preset name or a TOML file, plus overrides, to a checked ``RunConfig``.
 
-A file may name layers it is built on: ``layers = ["models/shapes", "rewards/shapes"]``, read from ``configs/layers``
-before the file itself; later wins, key by key. ``--set a.b=c`` comes last. Every error is one line that names the key, the value,
-what is allowed and the nearest spelling.
+A file may name layers it is built on: ``layers = ["models/shapes", "rewards/shapes"]``, read from
+``configs/layers`` before the file itself; later wins, key by key. ``--set a.b=c`` comes last. Every
+error is one line that names the key, the value, what is allowed and the nearest spelling.
 """
 
 from __future__ import annotations
@@ -26,8 +26,14 @@ LAYERS = HERE / "layers"
 PRESETS = HERE / "presets"
 MODELS = ("sd35_medium", "sd35_large", "flux1", "sana")
 REWARDS = ("imagereward", "clipscore", "pickscore", "hpsv2")
-RECIPES = {"flow_grpo": "objectives/flow_grpo_preference", "dance_grpo": "objectives/dance_grpo", "awm": "objectives/awm"}
-"""The other objectives of the paper's FLUX.1 table: they train on all that they sample, as arm ``diffusionnft`` does."""
+RECIPES = {
+    "flow_grpo": "objectives/flow_grpo_preference",
+    "dance_grpo": "objectives/dance_grpo",
+    "awm": "objectives/awm",
+}
+"""The other objectives of the paper's FLUX.1 table: they train on all that they sample, as arm
+``diffusionnft`` does.
+"""
 DEFAULT_OBJECTIVE = DiffusionNFTSettings().name
 
 
@@ -40,17 +46,26 @@ class ConfigError(Exception):
 
 
 def preset_names() -> list[str]:
-    """Names that ``load`` accepts besides file paths: the files of ``configs/presets``, then the composed ones."""
+    """Names that ``load`` accepts besides file paths: the files of ``configs/presets``, then the
+    composed ones.
+    """
     return [*sorted(path.stem for path in PRESETS.glob("*.toml")), *_composed()]
 
 
 def _composed() -> dict[str, dict[str, Any]]:
-    """``<model>-<arm>-<reward>`` and ``flux1-<objective>-<reward>``, each as the file it stands for."""
+    """``<model>-<arm>-<reward>`` and ``flux1-<objective>-<reward>``, each as the file it stands
+    for.
+    """
     rows = [(model, arm, arm, None) for model in MODELS for arm in get_args(Arm)]
     rows += [("flux1", objective, "diffusionnft", layer) for objective, layer in RECIPES.items()]
     return {
         (name := f"{model}-{what}-{reward}"): {
-            "layers": [f"models/{model}", "recipes/full_size", *([extra] if extra else []), f"rewards/{reward}"],
+            "layers": [
+                f"models/{model}",
+                "recipes/full_size",
+                *([extra] if extra else []),
+                f"rewards/{reward}",
+            ],
             "name": name,
             "arm": arm,
         }
@@ -60,7 +75,8 @@ def _composed() -> dict[str, dict[str, Any]]:
 
 
 def load(source: str, overrides: Iterable[str] = ()) -> RunConfig:
-    """The configuration that ``source`` (a preset name or TOML file) and ``--set`` overrides describe.
+    """The configuration that ``source`` (a preset name or TOML file) and ``--set`` overrides
+    describe.
 
     Raises:
         ConfigError: the source is not found or not TOML, or a key or value is not allowed.
@@ -69,7 +85,9 @@ def load(source: str, overrides: Iterable[str] = ()) -> RunConfig:
 
 
 def tree_of(source: str, overrides: Iterable[str] = ()) -> dict[str, Any]:
-    """The plain tree that ``load`` checks. Raises ConfigError for what is not found, not TOML, or no override."""
+    """The plain tree that ``load`` checks. Raises ConfigError for what is not found, not TOML, or
+    no override.
+    """
     tree = _with_layers(_tree(source), source)
     for override in overrides:
         apply(tree, override)
@@ -89,14 +107,19 @@ def _tree(source: str) -> dict[str, Any]:
     if source.endswith(".toml") or "/" in source:
         path = Path(source)
         if not path.is_file():
-            raise ConfigError([f"{source}: no such file; `sol-rl config --list` prints the presets"])
+            raise ConfigError(
+                [f"{source}: no such file; `sol-rl config --list` prints the presets"]
+            )
         return _read(path)
     if source in (composed := _composed()):
         return composed[source]
     path = PRESETS / f"{source}.toml"
     if not path.is_file():
         raise ConfigError(
-            [f"{source}: no preset of that name{_nearest(source, preset_names())}; `sol-rl config --list` prints all"]
+            [
+                f"{source}: no preset of that name{_nearest(source, preset_names())}; `sol-rl"
+                " config --list` prints all"
+            ]
         )
     return _read(path)
 
@@ -112,7 +135,9 @@ def _with_layers(tree: dict[str, Any], source: str) -> dict[str, Any]:
     merged: dict[str, Any] = {}
     layers = tree.pop("layers", [])
     if not isinstance(layers, list) or not all(isinstance(name, str) for name in layers):
-        raise ConfigError([f"{source}: layers = {layers!r}: a list of names under configs/layers is expected"])
+        raise ConfigError(
+            [f"{source}: layers = {layers!r}: a list of names under configs/layers is expected"]
+        )
     for name in layers:
         _merge(merged, layer(name, source))
     _merge(merged, tree)
@@ -124,12 +149,19 @@ def layer(name: str, source: str) -> dict[str, Any]:
     path = LAYERS / f"{name}.toml"
     if not path.is_file():
         known = [str(p.relative_to(LAYERS).with_suffix("")) for p in LAYERS.rglob("*.toml")]
-        raise ConfigError([f"{source}: layers: no layer {name!r}{_nearest(name, known)}; there are: {', '.join(sorted(known))}"])
+        raise ConfigError(
+            [
+                f"{source}: layers: no layer {name!r}{_nearest(name, known)}; there are:"
+                f" {', '.join(sorted(known))}"
+            ]
+        )
     return _read(path)
 
 
 def lay_over(tree: dict[str, Any], above: dict[str, Any]) -> None:
-    """Put ``above`` on ``tree``, key by key. Another objective's name takes the settings of the one below away."""
+    """Put ``above`` on ``tree``, key by key. Another objective's name takes the settings of the one
+    below away.
+    """
     below, given = tree.get("objective"), above.get("objective")
     if isinstance(below, dict) and isinstance(given, dict):
         name = below.get("name", DEFAULT_OBJECTIVE)
@@ -173,19 +205,31 @@ def _line(error: Any) -> str:
     key = ".".join(location)
     if error["type"] == "union_tag_invalid":
         wrong = str(error["ctx"]["tag"])
-        return f"{key}.name = {wrong!r}: one of {', '.join(OBJECTIVES)} is expected{_nearest(wrong, list(OBJECTIVES))}"
+        return (
+            f"{key}.name = {wrong!r}: one of {', '.join(OBJECTIVES)} is"
+            f" expected{_nearest(wrong, list(OBJECTIVES))}"
+        )
     if error["type"] == "union_tag_not_found":
         return f"{key} = {error['input']!r}: a table is expected, such as objective.name = 'awm'"
     if error["type"] == "extra_forbidden":
         allowed = _fields_at(tables)
-        return f"{key}: no such key{_nearest(location[-1], allowed)}; allowed here: {', '.join(allowed)}"
+        return (
+            f"{key}: no such key{_nearest(location[-1], allowed)}; allowed here:"
+            f" {', '.join(allowed)}"
+        )
     if error["type"] == "missing":
         return f"{key}: required, but not given"
     message = error["msg"].removeprefix("Value error, ")
     if not location:
         return message
     choices = error.get("ctx", {}).get("expected")
-    hint = _nearest(str(error["input"]), [c.strip("' ") for c in choices.replace(" or ", ", ").split(",")]) if choices else ""
+    hint = (
+        _nearest(
+            str(error["input"]), [c.strip("' ") for c in choices.replace(" or ", ", ").split(",")]
+        )
+        if choices
+        else ""
+    )
     shown = repr(error["input"])
     return f"{key} = {shown if len(shown) <= 80 else shown[:77] + '...'}: {message}{hint}"
 
@@ -208,7 +252,11 @@ def _fields_at(location: Sequence[str]) -> list[str]:
 
 
 def _section_in(annotation: Any) -> type[BaseModel] | None:
-    if isinstance(annotation, type) and issubclass(annotation, BaseModel) and not isinstance(annotation, types.GenericAlias):
+    if (
+        isinstance(annotation, type)
+        and issubclass(annotation, BaseModel)
+        and not isinstance(annotation, types.GenericAlias)
+    ):
         return annotation
     for argument in typing.get_args(annotation):
         if found := _section_in(argument):

@@ -1,7 +1,8 @@
 """Settings of the training objectives: one class per paper, its defaults the paper's.
 
-The formulas live in ``learner/objectives``, one file per objective; here is only what a person may write under
-``[objective]``. No torch, so that a typo is found before anything heavy is imported. ``docs/methods.md`` tells the formulas.
+The formulas live in ``learner/objectives``, one file per objective; here is only what a person may
+write under ``[objective]``. No torch, so that a typo is found before anything heavy is imported.
+``docs/methods.md`` tells the formulas.
 """
 
 from __future__ import annotations
@@ -17,11 +18,13 @@ STOCHASTIC = ("flow_sde", "dance_sde")
 
 
 class ObjectiveSettings(BaseModel):
-    """What every objective says about itself beside its numbers. These are no settings: they follow from the objective.
+    """What every objective says about itself beside its numbers. These are no settings: they follow
+    from the objective.
 
-    ``solvers``: what it may regenerate with, its own first. ``old_schedule``: how the sampling policy follows the trained
-    weights unless ``[old_policy]`` says otherwise ("constant" with the value 0: it is a copy of them). ``advantage_std`` and
-    ``advantage_eps``: how rewards are normalised unless ``[advantages]`` says otherwise.
+    ``solvers``: what it may regenerate with, its own first. ``old_schedule``: how the sampling
+    policy follows the trained weights unless ``[old_policy]`` says otherwise ("constant" with the
+    value 0: it is a copy of them). ``advantage_std`` and ``advantage_eps``: how rewards are
+    normalised unless ``[advantages]`` says otherwise.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -51,29 +54,73 @@ class DiffusionNFTSettings(ObjectiveSettings):
     old_schedule: ClassVar[Literal["constant", "linear_cap"]] = "linear_cap"
 
     name: Literal["diffusion_nft"] = "diffusion_nft"
-    beta: float = Field(default=1.0, gt=0, le=10, description="mixing strength of the implicit positive and negative policies")
-    kl: float = Field(default=1e-4, ge=0, description="weight of the squared velocity distance to the reference (adapters off)")
-    advantage_clip: float = Field(default=5.0, gt=0, description="advantages are clipped to [-c, c] and scaled by 1/c")
-    times_per_sample: int = Field(default=6, ge=1, description="training times drawn per sample from the regeneration schedule")
+    beta: float = Field(
+        default=1.0,
+        gt=0,
+        le=10,
+        description="mixing strength of the implicit positive and negative policies",
+    )
+    kl: float = Field(
+        default=1e-4,
+        ge=0,
+        description="weight of the squared velocity distance to the reference (adapters off)",
+    )
+    advantage_clip: float = Field(
+        default=5.0, gt=0, description="advantages are clipped to [-c, c] and scaled by 1/c"
+    )
+    times_per_sample: int = Field(
+        default=6,
+        ge=1,
+        description="training times drawn per sample from the regeneration schedule",
+    )
 
 
 class AWMSettings(ObjectiveSettings):
-    """Advantage weighted matching (arXiv 2509.25050): a policy gradient whose log-probability is the flow-matching loss."""
+    """Advantage weighted matching (arXiv 2509.25050): a policy gradient whose log-probability is
+    the flow-matching loss.
+    """
 
     name: Literal["awm"] = "awm"
     weighting: Literal["uniform", "t", "t2", "huber", "ghuber"] = Field(
-        default="ghuber", description="what the squared error e at time t costs: e, t e, t^2 e, or a (generalised) Huber loss of it"
+        default="ghuber",
+        description=(
+            "what the squared error e at time t costs: e, t e, t^2 e, or a (generalised) Huber loss"
+            " of it"
+        ),
     )
     huber_power: float = Field(default=0.25, gt=0, le=1, description="p of 'ghuber'")
-    ratio_clip: float = Field(default=1.0, gt=0, description="e of the clipped ratio [1 - e, 1 + e]")
-    kl: float = Field(default=1e-3, ge=0, description="weight of the squared velocity distance to the reference (adapters off)")
-    ema: float = Field(default=1.0, ge=0, description="weight of the squared velocity distance to the objective's own average")
-    ema_slope: float = Field(default=0.001, ge=0, description="the average's decay after iteration s is min(ema_slope s, ema_cap)")
+    ratio_clip: float = Field(
+        default=1.0, gt=0, description="e of the clipped ratio [1 - e, 1 + e]"
+    )
+    kl: float = Field(
+        default=1e-3,
+        ge=0,
+        description="weight of the squared velocity distance to the reference (adapters off)",
+    )
+    ema: float = Field(
+        default=1.0,
+        ge=0,
+        description="weight of the squared velocity distance to the objective's own average",
+    )
+    ema_slope: float = Field(
+        default=0.001,
+        ge=0,
+        description="the average's decay after iteration s is min(ema_slope s, ema_cap)",
+    )
     ema_cap: float = Field(default=0.3, ge=0, lt=1)
-    advantage_clip: float = Field(default=5.0, gt=0, description="advantages are clipped to [-c, c] and scaled by 1/c")
-    times_per_sample: int = Field(default=6, ge=1, description="training times per sample, one in each part of the schedule")
+    advantage_clip: float = Field(
+        default=5.0, gt=0, description="advantages are clipped to [-c, c] and scaled by 1/c"
+    )
+    times_per_sample: int = Field(
+        default=6, ge=1, description="training times per sample, one in each part of the schedule"
+    )
     schedule_fraction: float = Field(
-        default=0.9, gt=0, le=1, description="training times come from this first part of the schedule, without its first step"
+        default=0.9,
+        gt=0,
+        le=1,
+        description=(
+            "training times come from this first part of the schedule, without its first step"
+        ),
     )
 
     def trained_steps(self, steps: int) -> Sequence[int]:
@@ -83,8 +130,12 @@ class AWMSettings(ObjectiveSettings):
 class PathSettings(ObjectiveSettings):
     """What the objectives on stochastic paths have in common."""
 
-    ratio_clip: float = Field(default=1e-4, gt=0, description="e of the clipped ratio [1 - e, 1 + e]")
-    advantage_clip: float = Field(default=5.0, gt=0, description="advantages are clipped to [-c, c]")
+    ratio_clip: float = Field(
+        default=1e-4, gt=0, description="e of the clipped ratio [1 - e, 1 + e]"
+    )
+    advantage_clip: float = Field(
+        default=5.0, gt=0, description="advantages are clipped to [-c, c]"
+    )
 
 
 class FlowGRPOSettings(PathSettings):
@@ -95,10 +146,17 @@ class FlowGRPOSettings(PathSettings):
     name: Literal["flow_grpo"] = "flow_grpo"
     eta: float = Field(default=0.7, gt=0, description="noise level of the stochastic solver")
     kl: float = Field(
-        default=0.04, ge=0, description="weight beta of the KL to the reference; the published SD3 recipes use 0.04 or 0.01"
+        default=0.04,
+        ge=0,
+        description=(
+            "weight beta of the KL to the reference; the published SD3 recipes use 0.04 or 0.01"
+        ),
     )
     step_fraction: float = Field(
-        default=0.99, gt=0, le=1, description="trained steps, from the first; 0.99 leaves out the last of up to 100"
+        default=0.99,
+        gt=0,
+        le=1,
+        description="trained steps, from the first; 0.99 leaves out the last of up to 100",
     )
 
     def trained_steps(self, steps: int) -> Sequence[int]:
@@ -106,7 +164,9 @@ class FlowGRPOSettings(PathSettings):
 
 
 class DanceGRPOSettings(PathSettings):
-    """DanceGRPO (arXiv 2505.07818): GRPO on the paths of Dance-SDE, on a random part of the steps. No KL."""
+    """DanceGRPO (arXiv 2505.07818): GRPO on the paths of Dance-SDE, on a random part of the steps.
+    No KL.
+    """
 
     solvers: ClassVar[tuple[str, ...]] = ("dance_sde",)
     advantage_std: ClassVar[Literal["global", "group"]] = "group"
@@ -114,9 +174,18 @@ class DanceGRPOSettings(PathSettings):
 
     name: Literal["dance_grpo"] = "dance_grpo"
     eta: float = Field(default=0.3, gt=0, description="noise level of the stochastic solver")
-    step_fraction: float = Field(default=0.6, gt=0, le=1, description="share of the steps, without the last, drawn for each sample")
+    step_fraction: float = Field(
+        default=0.6,
+        gt=0,
+        le=1,
+        description="share of the steps, without the last, drawn for each sample",
+    )
     shared_noise: bool = Field(
-        default=False, description="all samples of a prompt start from one initial noise, as in the paper; arm 'diffusionnft' only"
+        default=False,
+        description=(
+            "all samples of a prompt start from one initial noise, as in the paper; arm"
+            " 'diffusionnft' only"
+        ),
     )
 
     @property
@@ -142,7 +211,11 @@ OBJECTIVES: dict[str, type[ObjectiveSettings]] = {
 
 def _name(value: Any) -> Any:
     """The ``name`` that says which settings a table is; DiffusionNFT where it does not say."""
-    return value.get("name", "diffusion_nft") if isinstance(value, dict) else getattr(value, "name", None)
+    return (
+        value.get("name", "diffusion_nft")
+        if isinstance(value, dict)
+        else getattr(value, "name", None)
+    )
 
 
 Objective = Annotated[
@@ -156,26 +229,46 @@ Objective = Annotated[
 
 
 def misfit(
-    objective: ObjectiveSettings, name: str, arm: str, selects: bool, regenerates: bool, solver: str, steps: int
+    objective: ObjectiveSettings,
+    name: str,
+    arm: str,
+    selects: bool,
+    regenerates: bool,
+    solver: str,
+    steps: int,
 ) -> str | None:
-    """Why this objective cannot be trained so, in one line, or None. ``solver`` and ``steps`` are those of regenerating."""
+    """Why this objective cannot be trained so, in one line, or None. ``solver`` and ``steps`` are
+    those of regenerating.
+    """
     if solver not in objective.solvers:
-        kind = "stochastic paths and their log-probabilities" if objective.stochastic else "samples of a deterministic solver"
+        kind = (
+            "stochastic paths and their log-probabilities"
+            if objective.stochastic
+            else "samples of a deterministic solver"
+        )
         return (
             f"regenerate.solver: {solver!r} with objective {name!r}, which trains on {kind}: "
             f"use {' or '.join(objective.solvers)}, or leave it out"
         )
     if objective.stochastic and not regenerates:
-        why = "quantised" if arm == "naive_quant" else "made by explorers with merged, rounded weights"
+        why = (
+            "quantised"
+            if arm == "naive_quant"
+            else "made by explorers with merged, rounded weights"
+        )
         return (
-            f"arm: {arm!r} with objective {name!r}: its samples are {why}, and the exact log-probability of their paths under the "
-            "trained policy is needed: use 'sol_rl' or 'diffusionnft'"
+            f"arm: {arm!r} with objective {name!r}: its samples are {why}, and the exact"
+            " log-probability of their paths under the trained policy is needed: use 'sol_rl' or"
+            " 'diffusionnft'"
         )
     if objective.one_noise_per_group and selects:
         return (
-            f"objective.shared_noise: arm {arm!r} selects among initial noises, but a shared one leaves nothing to select: "
-            "use arm 'diffusionnft', or shared_noise = false"
+            f"objective.shared_noise: arm {arm!r} selects among initial noises, but a shared one"
+            " leaves nothing to select: use arm 'diffusionnft', or shared_noise = false"
         )
     if not objective.trained_steps(steps):
-        return f"regenerate.steps: {steps} leave objective {name!r} no step to train on: use more steps"
+        return (
+            f"regenerate.steps: {steps} leave objective {name!r} no step to train on: use more"
+            " steps"
+        )
     return None

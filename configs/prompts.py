@@ -1,7 +1,7 @@
 """Prompt files and the order in which a run walks them.
 
-Formats: ``.txt``, one prompt per line; ``.jsonl``, one object per line with a ``prompt`` and any metadata (GenEval's
-``include``/``exclude``/``tag`` among them), which scorers get unchanged.
+Formats: ``.txt``, one prompt per line; ``.jsonl``, one object per line with a ``prompt`` and any
+metadata (GenEval's ``include``/``exclude``/``tag`` among them), which scorers get unchanged.
 """
 
 from __future__ import annotations
@@ -31,7 +31,9 @@ class Prompt:
 
 
 def prompt_file(name: str) -> Path:
-    """The file that ``prompts.train`` or ``prompts.test`` names; ``shapes/...`` is found in the shipped tree as well."""
+    """The file that ``prompts.train`` or ``prompts.test`` names; ``shapes/...`` is found in the
+    shipped tree as well.
+    """
     path = Path(name)
     if not path.is_absolute() and not path.exists() and (ROOT / path).exists():
         return ROOT / path
@@ -42,17 +44,26 @@ def read_prompts(name: str) -> list[Prompt]:
     """All prompts of a file, in file order; blank lines are skipped.
 
     Raises:
-        ConfigError: no such file, not UTF-8, a line that is not an object with a text ``prompt``, or no prompt at all.
+        ConfigError: no such file, not UTF-8, a line that is not an object with a text ``prompt``,
+            or no prompt at all.
     """
     path = prompt_file(name)
     try:
         lines = path.read_text(encoding="utf-8-sig").splitlines()
     except OSError as error:
-        raise ConfigError([f"prompts: {name}: cannot be read ({error.strerror}); give a .txt or .jsonl file"]) from None
+        raise ConfigError(
+            [f"prompts: {name}: cannot be read ({error.strerror}); give a .txt or .jsonl file"]
+        ) from None
     except UnicodeDecodeError as error:
-        raise ConfigError([f"prompts: {name}: not UTF-8 at byte {error.start}; save the file as UTF-8"]) from None
+        raise ConfigError(
+            [f"prompts: {name}: not UTF-8 at byte {error.start}; save the file as UTF-8"]
+        ) from None
     parse = _json_line if path.suffix in (".jsonl", ".json") else lambda text, where: Prompt(text)
-    prompts = [parse(line.strip(), f"{name}:{number}") for number, line in enumerate(lines, 1) if line.strip()]
+    prompts = [
+        parse(line.strip(), f"{name}:{number}")
+        for number, line in enumerate(lines, 1)
+        if line.strip()
+    ]
     if not prompts:
         raise ConfigError([f"prompts: {name}: holds no prompt; one prompt per line is expected"])
     return prompts
@@ -62,41 +73,67 @@ def _json_line(line: str, where: str) -> Prompt:
     try:
         row = json.loads(line)
     except json.JSONDecodeError as error:
-        raise ConfigError([f"prompts: {where}: not JSON ({error.msg}); one object with a 'prompt' per line is expected"]) from None
-    if not isinstance(row, dict) or not isinstance(row.get("prompt"), str) or not row["prompt"].strip():
+        raise ConfigError(
+            [
+                f"prompts: {where}: not JSON ({error.msg}); one object with a 'prompt' per line is"
+                " expected"
+            ]
+        ) from None
+    if (
+        not isinstance(row, dict)
+        or not isinstance(row.get("prompt"), str)
+        or not row["prompt"].strip()
+    ):
         raise ConfigError([f"prompts: {where}: no text under 'prompt'"])
-    return Prompt(row["prompt"].strip(), {key: value for key, value in row.items() if key != "prompt"})
+    return Prompt(
+        row["prompt"].strip(), {key: value for key, value in row.items() if key != "prompt"}
+    )
 
 
 def digest(prompts: Sequence[Prompt]) -> str:
-    """xxh3-128 of texts and metadata in their order, hex: the same prompts under another file name have the same."""
+    """xxh3-128 of texts and metadata in their order, hex: the same prompts under another file name
+    have the same.
+    """
     lines = [[prompt.text, prompt.metadata] for prompt in prompts]
     return xxhash.xxh3_128_hexdigest(json.dumps(lines, sort_keys=True).encode())
 
 
 def digests(settings: Prompts) -> dict[str, str]:
-    """What both prompt files hold, as a run keeps it. Raises ConfigError for a file that ``read_prompts`` refuses."""
+    """What both prompt files hold, as a run keeps it. Raises ConfigError for a file that
+    ``read_prompts`` refuses.
+    """
     return {key: digest(read_prompts(getattr(settings, key))) for key in FILES}
 
 
 def changed_files(settings: Prompts, before: Mapping[str, str]) -> list[str]:
-    """``prompts.train = 'a.txt'`` for each file whose prompts are not those of the digests ``before``; without a digest it may hold any."""
+    """``prompts.train = 'a.txt'`` for each file whose prompts are not those of the digests
+    ``before``; without a digest it may hold any.
+    """
     named = {key: getattr(settings, key) for key in FILES if key in before}
-    return [f"prompts.{key} = {name!r}" for key, name in named.items() if digest(read_prompts(name)) != before[key]]
+    return [
+        f"prompts.{key} = {name!r}"
+        for key, name in named.items()
+        if digest(read_prompts(name)) != before[key]
+    ]
 
 
 def prompts_of_iteration(count: int, per_iteration: int, iteration: int, seed: int) -> list[int]:
-    """Indices of the prompts of one iteration: passes over the whole file, each shuffled by ``seed`` and its own number.
+    """Indices of the prompts of one iteration: passes over the whole file, each shuffled by
+    ``seed`` and its own number.
 
-    A pure function, so the cursor of a checkpoint is the iteration itself, and a resumed run sees what it would have seen.
-    A prompt comes at most once in an iteration and in a pass (the few that do not fill the last iteration of a pass wait for
-    another shuffle), unless the file has fewer than ``per_iteration`` prompts: then passes follow each other within one.
+    A pure function, so the cursor of a checkpoint is the iteration itself, and a resumed run sees
+    what it would have seen. A prompt comes at most once in an iteration and in a pass (the few that
+    do not fill the last iteration of a pass wait for another shuffle), unless the file has fewer
+    than ``per_iteration`` prompts: then passes follow each other within one.
     """
     if count >= per_iteration:
         epoch, part = divmod(iteration, count // per_iteration)
         return _epoch_order(count, seed, epoch)[part * per_iteration : (part + 1) * per_iteration]
     start = iteration * per_iteration
-    return [_epoch_order(count, seed, position // count)[position % count] for position in range(start, start + per_iteration)]
+    return [
+        _epoch_order(count, seed, position // count)[position % count]
+        for position in range(start, start + per_iteration)
+    ]
 
 
 def _epoch_order(count: int, seed: int, epoch: int) -> list[int]:

@@ -1,4 +1,6 @@
-"""Which fields may differ between a run and its ``--resume``, or a measurement of its trained policy."""
+"""Which fields may differ between a run and its ``--resume``, or a measurement of its trained
+policy.
+"""
 
 from __future__ import annotations
 
@@ -35,14 +37,25 @@ OPERATIONAL = (
     "logging",
     "publish",
 )
-DEVICES = ("services.learner.gpus", "services.encoder.gpus", "services.reward.gpus", "services.scorers.*.gpus")
-"""Shares whose being zero says what computes, CPU or GPU; what computed for explorers is kept by checkpoints."""
+DEVICES = (
+    "services.learner.gpus",
+    "services.encoder.gpus",
+    "services.reward.gpus",
+    "services.scorers.*.gpus",
+)
+"""Shares whose being zero says what computes, CPU or GPU; what computed for explorers is kept by
+checkpoints.
+"""
 MEASURED = ("seed", "prompts", "explore", "regenerate", "rewards")
-"""What a measurement of a trained policy may vary: how its pictures are made and scored, not what was trained."""
+"""What a measurement of a trained policy may vary: how its pictures are made and scored, not what
+was trained.
+"""
 
 
 def measured(config: RunConfig, overrides: Sequence[str]) -> RunConfig:
-    """A run's configuration with ``--set`` overrides, for measuring its policy. Raises ConfigError for what training depends on."""
+    """A run's configuration with ``--set`` overrides, for measuring its policy. Raises ConfigError
+    for what training depends on.
+    """
     tree = config.model_dump(mode="json")
     for override in overrides:
         apply(tree, override)
@@ -50,7 +63,10 @@ def measured(config: RunConfig, overrides: Sequence[str]) -> RunConfig:
     changed = differences(config, found, MEASURED)
     if changed:
         raise ConfigError(
-            [f"--set {'; '.join(changed)}: the policy was trained with that; what can be set is in {', '.join(MEASURED)}"]
+            [
+                f"--set {'; '.join(changed)}: the policy was trained with that; what can be set is"
+                f" in {', '.join(MEASURED)}"
+            ]
         )
     return found
 
@@ -58,7 +74,8 @@ def measured(config: RunConfig, overrides: Sequence[str]) -> RunConfig:
 def differences(before: RunConfig, now: RunConfig, also_free: Sequence[str] = ()) -> list[str]:
     """Lines ``key: before -> now`` for every field that changes results and is not the same.
 
-    ``iterations`` may grow when the learning-rate schedule does not depend on it. ``also_free`` are further keys that may differ.
+    ``iterations`` may grow when the learning-rate schedule does not depend on it. ``also_free`` are
+    further keys that may differ.
     """
     old, new = _flat(before.model_dump(mode="json")), _flat(now.model_dump(mode="json"))
     free: set[str] = {*OPERATIONAL, *also_free}
@@ -68,24 +85,37 @@ def differences(before: RunConfig, now: RunConfig, also_free: Sequence[str] = ()
         f"{key}: {old.get(key)!r} -> {new.get(key)!r}"
         for key in sorted(old.keys() | new.keys())
         if old.get(key) != new.get(key)
-        and (_other_device(key, old.get(key), new.get(key)) or not any(covers(pattern, key) for pattern in free))
+        and (
+            _other_device(key, old.get(key), new.get(key))
+            or not any(covers(pattern, key) for pattern in free)
+        )
     ]
 
 
 def _other_device(key: str, before: Any, now: Any) -> bool:
-    """Whether a share of GPUs becomes none, or none a share: another device, and so other last bits."""
+    """Whether a share of GPUs becomes none, or none a share: another device, and so other last
+    bits.
+    """
     return any(covers(pattern, key) for pattern in DEVICES) and bool(before) != bool(now)
 
 
 def covers(pattern: str, key: str) -> bool:
     """Whether a dotted key is ``pattern`` or below it; ``*`` is any one part."""
     wanted, parts = pattern.split("."), key.split(".")
-    return len(parts) >= len(wanted) and all(w in ("*", p) for w, p in zip(wanted, parts, strict=False))
+    return len(parts) >= len(wanted) and all(
+        w in ("*", p) for w, p in zip(wanted, parts, strict=False)
+    )
 
 
 def _flat(tree: Any, prefix: str = "") -> dict[str, Any]:
     if isinstance(tree, dict) and tree:
-        return {k: v for key, value in tree.items() for k, v in _flat(value, f"{prefix}.{key}" if prefix else key).items()}
+        return {
+            k: v
+            for key, value in tree.items()
+            for k, v in _flat(value, f"{prefix}.{key}" if prefix else key).items()
+        }
     if isinstance(tree, list) and tree:
-        return {k: v for i, value in enumerate(tree) for k, v in _flat(value, f"{prefix}.{i}").items()}
+        return {
+            k: v for i, value in enumerate(tree) for k, v in _flat(value, f"{prefix}.{i}").items()
+        }
     return {prefix: tree}

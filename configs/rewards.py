@@ -15,11 +15,19 @@ class Scorer(Section):
 
     name: str = Field(description="a built-in scorer, or module:attribute of your own")
     weight: float = 1.0
-    settings: dict[str, Any] = Field(default_factory=dict, description="passed to the scorer's constructor")
-    alias: str | None = Field(default=None, description="name it is logged under; needed to use one scorer twice")
+    settings: dict[str, Any] = Field(
+        default_factory=dict, description="passed to the scorer's constructor"
+    )
+    alias: str | None = Field(
+        default=None, description="name it is logged under; needed to use one scorer twice"
+    )
     floor: float | None = Field(default=None, description="a raw score below this counts as this")
     required: bool = Field(
-        default=True, description="False: where it fails, its mean over the prompt's group stands in, and the picture is kept"
+        default=True,
+        description=(
+            "False: where it fails, its mean over the prompt's group stands in, and the picture is"
+            " kept"
+        ),
     )
 
     @property
@@ -29,20 +37,34 @@ class Scorer(Section):
 
 
 class Rewards(Section):
-    """What pictures are scored by, and how much failing is tolerated. A failure is never a reward of zero."""
+    """What pictures are scored by, and how much failing is tolerated. A failure is never a reward
+    of zero.
+    """
 
     scorers: tuple[Scorer, ...] = Field(min_length=1)
     evaluation_scorers: tuple[Scorer, ...] = Field(
-        default=(), description="held out: judge the evaluations beside `scorers`, and are never trained on"
+        default=(),
+        description="held out: judge the evaluations beside `scorers`, and are never trained on",
     )
     normalise: Literal["none", "zscore", "rank"] = Field(
-        default="none", description="of each scorer's values over a prompt's group, before they are weighted; not in evaluations"
+        default="none",
+        description=(
+            "of each scorer's values over a prompt's group, before they are weighted; not in"
+            " evaluations"
+        ),
     )
     attempts: int = Field(
-        default=3, ge=1, description="tries per batch, on another actor where there is one, before samples are dropped"
+        default=3,
+        ge=1,
+        description=(
+            "tries per batch, on another actor where there is one, before samples are dropped"
+        ),
     )
     max_failed_share: float = Field(
-        default=0.05, ge=0, le=1, description="share of an iteration's samples that may be dropped before the run stops"
+        default=0.05,
+        ge=0,
+        le=1,
+        description="share of an iteration's samples that may be dropped before the run stops",
     )
 
     @property
@@ -54,16 +76,28 @@ class Rewards(Section):
     def _distinct(self) -> Rewards:
         labels = [scorer.label for scorer in self.everyone]
         if len(set(labels)) < len(labels):
-            raise ValueError(f"scorers: two scorers would be logged under one name: {labels}; give one of them an alias")
+            raise ValueError(
+                f"scorers: two scorers would be logged under one name: {labels}; give one of them"
+                " an alias"
+            )
         if not any(scorer.required for scorer in self.scorers):
-            raise ValueError("scorers: all are optional, so nothing would be left to train on: let one be required")
+            raise ValueError(
+                "scorers: all are optional, so nothing would be left to train on: let one be"
+                " required"
+            )
         return self
 
 
 class Advantages(Section):
-    """A = (r - mean of the prompt's group) / (std + eps), from the rewards of the samples that are trained on."""
+    """A = (r - mean of the prompt's group) / (std + eps), from the rewards of the samples that are
+    trained on.
+    """
 
     std: Literal["global", "group"] | None = Field(
-        default=None, description="standard deviation over the iteration or over the group; None: as the objective's paper"
+        default=None,
+        description=(
+            "standard deviation over the iteration or over the group; None: as the objective's"
+            " paper"
+        ),
     )
     eps: float | None = Field(default=None, gt=0, description="None: as the objective's paper")

@@ -1,8 +1,8 @@
 """What a run is. Pydantic models, no torch, no ray: a typo answers at once.
 
-Defaults are the paper's ("FP4 Explore, BF16 Train", arXiv 2604.06916). A preset or a file states only what differs.
-``RunConfig`` is the root; its tables are in ``configs/sections.py``, ``rewards.py``, ``services.py`` and ``objectives.py``.
-``docs/configuration.md`` is the tour.
+Defaults are the paper's ("FP4 Explore, BF16 Train", arXiv 2604.06916). A preset or a file states
+only what differs. ``RunConfig`` is the root; its tables are in ``configs/sections.py``,
+``rewards.py``, ``services.py`` and ``objectives.py``. ``docs/configuration.md`` is the tour.
 """
 
 from __future__ import annotations
@@ -44,12 +44,18 @@ class RunConfig(Section):
     """A whole run."""
 
     name: str = Field(description="names the run directory")
-    run_root: PathText | None = Field(default=None, description="directory of run directories; 'runs' on one machine")
+    run_root: PathText | None = Field(
+        default=None, description="directory of run directories; 'runs' on one machine"
+    )
     seed: int = Field(default=0, ge=0, lt=2**63)
     iterations: int = Field(default=100, ge=1)
     arm: Arm = "sol_rl"
     explore_ahead: Literal[0, 1] = Field(
-        default=0, description="1: an iteration is explored with the policy of the one before, while the learner works on that one"
+        default=0,
+        description=(
+            "1: an iteration is explored with the policy of the one before, while the learner works"
+            " on that one"
+        ),
     )
     model: Model
     prompts: Prompts
@@ -75,7 +81,10 @@ class RunConfig(Section):
     @classmethod
     def _plain_name(cls, value: str) -> str:
         if not NAME.fullmatch(value):
-            raise ValueError("letters, digits, '.', '_' and '-' only, starting with a letter or digit, at most 100")
+            raise ValueError(
+                "letters, digits, '.', '_' and '-' only, starting with a letter or digit, at"
+                " most 100"
+            )
         return value
 
     @model_validator(mode="after")
@@ -83,36 +92,62 @@ class RunConfig(Section):
         keep, pool = self.selection.keep, self.explore.pool_size
         if self.plan.explore is not None and keep > pool:
             raise ValueError(
-                f"selection.keep: {keep} samples cannot be kept of explore.pool_size = {pool}: lower keep or raise pool_size"
+                f"selection.keep: {keep} samples cannot be kept of explore.pool_size = {pool}:"
+                " lower keep or raise pool_size"
             )
         if self.selection.rule == "best_worst" and keep % 2:
             raise ValueError(
-                f"selection.keep: {keep} is odd, but rule 'best_worst' keeps as many best as worst: use an even number"
+                f"selection.keep: {keep} is odd, but rule 'best_worst' keeps as many best as worst:"
+                " use an even number"
             )
         if why := _one_stage(self.arm, self.plan):
             if self.explore_ahead:
-                raise ValueError(f"explore_ahead: arm {self.arm!r} {why}, so it cannot explore with an older policy: use 0")
+                raise ValueError(
+                    f"explore_ahead: arm {self.arm!r} {why}, so it cannot explore with an older"
+                    " policy: use 0"
+                )
             if asked := self.audit.asked_for:
-                raise ValueError(f"{asked}: arm {self.arm!r} {why}, so there is nothing to audit: leave it out")
+                raise ValueError(
+                    f"{asked}: arm {self.arm!r} {why}, so there is nothing to audit: leave it out"
+                )
         if self.audit.random_seeds > pool:
-            raise ValueError(f"audit.random_seeds: {self.audit.random_seeds} is more than explore.pool_size = {pool}")
+            raise ValueError(
+                f"audit.random_seeds: {self.audit.random_seeds} is more than explore.pool_size ="
+                f" {pool}"
+            )
         if (replicas := self.services.learner.replicas) > (prompts := self.prompts.per_iteration):
             raise ValueError(
-                f"services.learner.replicas: {replicas} cannot share prompts.per_iteration = {prompts}: each trains on one prompt at least"
+                f"services.learner.replicas: {replicas} cannot share prompts.per_iteration ="
+                f" {prompts}: each trains on one prompt at least"
             )
         plan, objective = self.plan, self.objective
         selects = plan.explore is not None
-        if why := misfit(objective, objective.name, self.arm, selects, plan.regenerate, plan.solver, self.regenerate.steps):
+        if why := misfit(
+            objective,
+            objective.name,
+            self.arm,
+            selects,
+            plan.regenerate,
+            plan.solver,
+            self.regenerate.steps,
+        ):
             raise ValueError(why)
         labels = [scorer.label for scorer in self.rewards.everyone]
         if strangers := sorted(self.services.scorers.keys() - set(labels)):
-            raise ValueError(f"services.scorers.{strangers[0]}: there is no scorer of that name; there are: {', '.join(labels)}")
+            raise ValueError(
+                f"services.scorers.{strangers[0]}: there is no scorer of that name; there are:"
+                f" {', '.join(labels)}"
+            )
         return self
 
     def scorers_of(self, kind: str) -> tuple[str, ...]:
-        """Labels of the scorers that actors of ``reward`` or ``scorers.<label>`` hold; none where all have actors of their own."""
+        """Labels of the scorers that actors of ``reward`` or ``scorers.<label>`` hold; none where
+        all have actors of their own.
+        """
         labels, own = [scorer.label for scorer in self.rewards.everyone], self.services.scorers
-        return tuple(label for label in labels if (f"scorers.{label}" if label in own else "reward") == kind)
+        return tuple(
+            label for label in labels if (f"scorers.{label}" if label in own else "reward") == kind
+        )
 
     @property
     def plan(self) -> ArmPlan:
@@ -122,13 +157,17 @@ class RunConfig(Section):
     @property
     def resolved_old_policy(self) -> OldPolicy:
         """``old_policy`` with the objective's own schedule where none is given."""
-        return self.old_policy.model_copy(update={"schedule": self.old_policy.schedule or self.objective.old_schedule})
+        return self.old_policy.model_copy(
+            update={"schedule": self.old_policy.schedule or self.objective.old_schedule}
+        )
 
     @property
     def resolved_advantages(self) -> Advantages:
         """``advantages`` with the objective's own rule where none is given."""
         given, own = self.advantages, self.objective
-        return given.model_copy(update={"std": given.std or own.advantage_std, "eps": given.eps or own.advantage_eps})
+        return given.model_copy(
+            update={"std": given.std or own.advantage_std, "eps": given.eps or own.advantage_eps}
+        )
 
 
 def _one_stage(arm: str, plan: ArmPlan) -> str | None:
@@ -150,8 +189,9 @@ class Exploration(Section):
 class ArmPlan(Section):
     """An arm of the paper's table, spelled out, so that nothing downstream asks for the arm's name.
 
-    ``explore`` is None where all K noises are trained on without selection. ``regenerate`` is False where the explored
-    samples themselves are trained on. ``solver`` is that of samples at full quality: the objective's own unless given.
+    ``explore`` is None where all K noises are trained on without selection. ``regenerate`` is False
+    where the explored samples themselves are trained on. ``solver`` is that of samples at full
+    quality: the objective's own unless given.
     """
 
     explore: Exploration | None
@@ -167,13 +207,26 @@ class ArmPlan(Section):
             case "diffusionnft":
                 return cls(explore=None, regenerate=True, solver=solver)
             case "naive_scaling":
-                wide = Exploration(pool_size=explore.pool_size, steps=full.steps, solver=solver, backend=full.precision)
+                wide = Exploration(
+                    pool_size=explore.pool_size,
+                    steps=full.steps,
+                    solver=solver,
+                    backend=full.precision,
+                )
                 return cls(explore=wide, regenerate=False, solver=solver)
             case "naive_quant":
-                quick = Exploration(pool_size=explore.pool_size, steps=full.steps, solver=solver, backend=explore.backend)
+                quick = Exploration(
+                    pool_size=explore.pool_size,
+                    steps=full.steps,
+                    solver=solver,
+                    backend=explore.backend,
+                )
                 return cls(explore=quick, regenerate=False, solver=solver)
             case "sol_rl":
                 quick = Exploration(
-                    pool_size=explore.pool_size, steps=explore.steps, solver=explore.solver, backend=explore.backend
+                    pool_size=explore.pool_size,
+                    steps=explore.steps,
+                    solver=explore.solver,
+                    backend=explore.backend,
                 )
                 return cls(explore=quick, regenerate=True, solver=solver)

@@ -9,7 +9,9 @@ from pydantic import AfterValidator, BaseModel, ConfigDict
 
 def _path(value: str) -> str:
     if not value.strip() or not value.isprintable():
-        raise ValueError("a path must not be empty and must not hold line breaks or other control characters")
+        raise ValueError(
+            "a path must not be empty and must not hold line breaks or other control characters"
+        )
     return value
 
 

@@ -14,34 +14,66 @@ class Service(Section):
 
     actors: int = Field(default=1, ge=1)
     threads: int = Field(
-        default=1, ge=1, description="CPU threads of each actor; part of the results, as it fixes the order of sums"
+        default=1,
+        ge=1,
+        description="CPU threads of each actor; part of the results, as it fixes the order of sums",
     )
-    cpus: float = Field(default=0.5, ge=0, description="CPU share that each actor reserves from Ray")
-    gpus: float = Field(default=0.0, ge=0, description="GPU share that each actor reserves from Ray")
-    in_flight: int = Field(default=2, ge=1, description="units of work at an actor at a time; the next one waits there")
+    cpus: float = Field(
+        default=0.5, ge=0, description="CPU share that each actor reserves from Ray"
+    )
+    gpus: float = Field(
+        default=0.0, ge=0, description="GPU share that each actor reserves from Ray"
+    )
+    in_flight: int = Field(
+        default=2, ge=1, description="units of work at an actor at a time; the next one waits there"
+    )
     deadline_s: float = Field(
-        default=900.0, gt=0, description="a unit that takes longer counts as hung: its actor is killed, the unit reissued"
+        default=900.0,
+        gt=0,
+        description=(
+            "a unit that takes longer counts as hung: its actor is killed, the unit reissued"
+        ),
     )
     warm_up_s: float = Field(
-        default=1800.0, ge=0, description="added to the deadline until an actor that compiles has answered its first unit"
+        default=1800.0,
+        ge=0,
+        description=(
+            "added to the deadline until an actor that compiles has answered its first unit"
+        ),
     )
-    max_attempts: int = Field(default=4, ge=1, description="tries of one unit over all actors before the run stops")
-    max_restarts: int = Field(default=20, ge=0, description="replacements of one actor before it is benched")
+    max_attempts: int = Field(
+        default=4, ge=1, description="tries of one unit over all actors before the run stops"
+    )
+    max_restarts: int = Field(
+        default=20, ge=0, description="replacements of one actor before it is benched"
+    )
     accelerator: str | None = Field(
-        default=None, description="nodes with this `ray.io/accelerator-type` only: B200, in(B200,GB200), !H100; None: any node"
+        default=None,
+        description=(
+            "nodes with this `ray.io/accelerator-type` only: B200, in(B200,GB200), !H100; None: any"
+            " node"
+        ),
     )
     labels: dict[str, str] = Field(
-        default_factory=dict, description="further node labels that are required, in Ray's selector words"
+        default_factory=dict,
+        description="further node labels that are required, in Ray's selector words",
     )
-    strategy: Literal["spread", "pack"] = Field(default="pack", description="over as many nodes as there are, or onto few")
+    strategy: Literal["spread", "pack"] = Field(
+        default="pack", description="over as many nodes as there are, or onto few"
+    )
     min_actors: int = Field(default=1, ge=1, description="fewest that scaling leaves")
-    max_actors: int | None = Field(default=None, ge=1, description="most that scaling makes; None: as many as there is room for")
+    max_actors: int | None = Field(
+        default=None,
+        ge=1,
+        description="most that scaling makes; None: as many as there is room for",
+    )
 
     @model_validator(mode="after")
     def _within(self) -> Service:
         if not self.min_actors <= self.actors <= (self.max_actors or self.actors):
             raise ValueError(
-                f"actors = {self.actors} is not within min_actors = {self.min_actors} and max_actors = {self.max_actors}"
+                f"actors = {self.actors} is not within min_actors = {self.min_actors} and"
+                f" max_actors = {self.max_actors}"
             )
         if self.gpus > 1 and self.gpus % 1:
             raise ValueError(f"gpus = {self.gpus:g}: a share above 1 is whole GPUs")
@@ -57,21 +89,34 @@ class RolloutService(Service):
     """The explorers."""
 
     actors: int = Field(default=2, ge=1)
-    strategy: Literal["spread", "pack"] = Field(default="spread", description="over as many nodes as there are, or onto few")
+    strategy: Literal["spread", "pack"] = Field(
+        default="spread", description="over as many nodes as there are, or onto few"
+    )
 
 
 class LearnerService(Service):
-    """The learner holds state: a unit that fails there is not tried again, a learner that dies is restored from its checkpoint."""
+    """The learner holds state: a unit that fails there is not tried again, a learner that dies is
+    restored from its checkpoint.
+    """
 
-    actors: Literal[1] = Field(default=1, description="there is one learner; `replicas` says of how many processes")
+    actors: Literal[1] = Field(
+        default=1, description="there is one learner; `replicas` says of how many processes"
+    )
     replicas: int = Field(
         default=1,
         ge=1,
-        description="learners that share the prompts and add up their gradients; part of the results, as it fixes the order of sums",
+        description=(
+            "learners that share the prompts and add up their gradients; part of the results, as it"
+            " fixes the order of sums"
+        ),
     )
     in_flight: int = Field(default=1, ge=1)
     max_attempts: Literal[1] = 1
-    max_restarts: int = Field(default=10, ge=0, description="times the learner may be restored from its checkpoint in one run")
+    max_restarts: int = Field(
+        default=10,
+        ge=0,
+        description="times the learner may be restored from its checkpoint in one run",
+    )
 
     @property
     def count(self) -> int:
@@ -82,43 +127,71 @@ class LearnerService(Service):
     def _a_gpu_each(self) -> LearnerService:
         if self.replicas > 1 and 0 < self.gpus <= 0.5:
             raise ValueError(
-                f"gpus = {self.gpus:g}: two of the {self.replicas} replicas would fit on one GPU, and NCCL wants one each: use more than "
-                "0.5, or 0 for CPUs"
+                f"gpus = {self.gpus:g}: two of the {self.replicas} replicas would fit on one GPU,"
+                " and NCCL wants one each: use more than 0.5, or 0 for CPUs"
             )
         return self
 
 
 class ScorerService(Service):
-    """Actors of one scorer alone: its own share of a GPU, its own threads and deadline, and if need be its own packages."""
+    """Actors of one scorer alone: its own share of a GPU, its own threads and deadline, and if need
+    be its own packages.
+    """
 
     runtime_env: dict[str, Any] = Field(
-        default_factory=dict, description="Ray's runtime_env of these actors: pip, uv, py_modules, env_vars, ..."
+        default_factory=dict,
+        description="Ray's runtime_env of these actors: pip, uv, py_modules, env_vars, ...",
     )
 
 
 class Autoscale(Section):
-    """Grows the rollout pool while the learner waits for it, shrinks it while explorers idle, within min_actors and max_actors."""
+    """Grows the rollout pool while the learner waits for it, shrinks it while explorers idle,
+    within min_actors and max_actors.
+    """
 
     enabled: bool = False
-    grow_above: float = Field(default=0.5, gt=0, lt=1, description="grow when the learner waits for a larger share of an iteration")
-    shrink_below: float = Field(default=0.25, gt=0, lt=1, description="shrink when explorers work a smaller share of an iteration")
+    grow_above: float = Field(
+        default=0.5,
+        gt=0,
+        lt=1,
+        description="grow when the learner waits for a larger share of an iteration",
+    )
+    shrink_below: float = Field(
+        default=0.25,
+        gt=0,
+        lt=1,
+        description="shrink when explorers work a smaller share of an iteration",
+    )
     patience: int = Field(default=2, ge=1, description="iterations in a row that must agree")
-    step: float = Field(default=0.25, gt=0, le=1, description="share of the pool that is added or removed, one actor at least")
+    step: float = Field(
+        default=0.25,
+        gt=0,
+        le=1,
+        description="share of the pool that is added or removed, one actor at least",
+    )
 
 
 class Services(Section):
     """The actor groups, and how they are given their places."""
 
     start_deadline_s: float = Field(
-        default=600.0, gt=0, description="an actor must be placed and have loaded its model within this"
+        default=600.0,
+        gt=0,
+        description="an actor must be placed and have loaded its model within this",
     )
     wait_for_nodes_s: float = Field(
-        default=0.0, ge=0, description="on an autoscaling cluster: ask for missing nodes and wait so long before giving up"
+        default=0.0,
+        ge=0,
+        description=(
+            "on an autoscaling cluster: ask for missing nodes and wait so long before giving up"
+        ),
     )
     autoscale: Autoscale = Autoscale()
     rollout: RolloutService = RolloutService()
     reward: Service = Service()
-    scorers: dict[str, ScorerService] = Field(default_factory=dict, description="by label; the others share `reward`")
+    scorers: dict[str, ScorerService] = Field(
+        default_factory=dict, description="by label; the others share `reward`"
+    )
     encoder: Service = Service()
     selector: Service = Service()
     learner: LearnerService = LearnerService()
@@ -134,5 +207,8 @@ class Services(Section):
             raise ValueError("autoscale.enabled: say how far: services.rollout.max_actors = N")
         for kind in ("learner", "encoder", "selector"):
             if (service := getattr(self, kind)).max_actors not in (None, service.actors):
-                raise ValueError(f"{kind}.max_actors = {service.max_actors}: only rollout and reward can be scaled")
+                raise ValueError(
+                    f"{kind}.max_actors = {service.max_actors}: only rollout and reward can be"
+                    " scaled"
+                )
         return self

@@ -1,4 +1,6 @@
-"""Prints what the project depends on, or what its named extras (gpu,ocr) add, as a requirements file."""
+"""Prints what the project depends on, or what its named extras (gpu,ocr) add, as a requirements
+file.
+"""
 
 import sys
 import tomllib
@@ -10,4 +12,8 @@ names = [name.strip() for name in ",".join(sys.argv[1:]).split(",") if name.stri
 extras = {name: lines for name, lines in project["optional-dependencies"].items() if name != "dev"}
 if strange := [name for name in names if name not in extras]:
     sys.exit(f"EXTRAS: there is no extra {strange[0]!r}; there are: {', '.join(extras)}")
-print("\n".join([line for name in names for line in extras[name]] if names else project["dependencies"]))
+print(
+    "\n".join(
+        [line for name in names for line in extras[name]] if names else project["dependencies"]
+    )
+)

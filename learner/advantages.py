@@ -9,17 +9,22 @@ import numpy as np
 from configs.rewards import Advantages
 
 
-def advantages(groups: Sequence[np.ndarray], settings: Advantages) -> tuple[list[np.ndarray], dict[str, float]]:
-    """A = (r - mean of the group) / (std + eps) for each prompt's rewards [K_g]; one float32 [K_g] per group, and metrics.
+def advantages(
+    groups: Sequence[np.ndarray], settings: Advantages
+) -> tuple[list[np.ndarray], dict[str, float]]:
+    """A = (r - mean of the group) / (std + eps) for each prompt's rewards [K_g]; one float32 [K_g]
+    per group, and metrics.
 
-    ``settings`` are resolved (``RunConfig.resolved_advantages``). ``std`` is the population standard deviation of all rewards
-    of the iteration ("global", arXiv 2604.06916) or of the group ("group", GRPO). A group whose rewards are all equal has zero
-    advantages and counts in ``zero_std_ratio``. Sums are in float64. Clipping is the objective's. Raises ValueError for an empty
-    group or a reward that is not finite: a failed reward never enters an advantage.
+    ``settings`` are resolved (``RunConfig.resolved_advantages``). ``std`` is the population
+    standard deviation of all rewards of the iteration ("global", arXiv 2604.06916) or of the group
+    ("group", GRPO). A group whose rewards are all equal has zero advantages and counts in
+    ``zero_std_ratio``. Sums are in float64. Clipping is the objective's. Raises ValueError for an
+    empty group or a reward that is not finite: a failed reward never enters an advantage.
     """
     if settings.std is None or settings.eps is None:
         raise ValueError(
-            f"advantages of std = {settings.std}, eps = {settings.eps}: give both, or take RunConfig.resolved_advantages"
+            f"advantages of std = {settings.std}, eps = {settings.eps}: give both, or take"
+            " RunConfig.resolved_advantages"
         )
     if not groups:
         raise ValueError("no groups: an iteration needs at least one prompt with rewards")
@@ -27,7 +32,8 @@ def advantages(groups: Sequence[np.ndarray], settings: Advantages) -> tuple[list
     for position, group in enumerate(rewards):
         if group.ndim != 1 or not len(group) or not np.isfinite(group).all():
             raise ValueError(
-                f"group {position} has rewards {group.tolist()}: each group needs a finite reward per sample, at least one"
+                f"group {position} has rewards {group.tolist()}: each group needs a finite reward"
+                " per sample, at least one"
             )
     everything = np.concatenate(rewards)
     spread = everything.std()
@@ -35,7 +41,11 @@ def advantages(groups: Sequence[np.ndarray], settings: Advantages) -> tuple[list
     result = []
     for group, without_signal in zip(rewards, flat, strict=True):
         std = spread if settings.std == "global" else group.std()
-        values = np.zeros_like(group) if without_signal else (group - group.mean()) / (std + settings.eps)
+        values = (
+            np.zeros_like(group)
+            if without_signal
+            else (group - group.mean()) / (std + settings.eps)
+        )
         result.append(values.astype(np.float32))
     metrics = {
         "reward/train_mean": float(everything.mean()),

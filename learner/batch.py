@@ -1,4 +1,6 @@
-"""What one update trains on: groups of samples, checked, put in one order, and kept when an update fails."""
+"""What one update trains on: groups of samples, checked, put in one order, and kept when an update
+fails.
+"""
 
 from __future__ import annotations
 
@@ -23,61 +25,94 @@ class Group:
 
     prompt_index: int  # position in the iteration
     cond: Conditioning  # 1 row
-    samples: Record  # "latents" float32 [K, *latent], x0, and what else regeneration recorded, [K, ...] each
+    # "latents" float32 [K, *latent], x0, and what else regeneration recorded, [K, ...] each
+    samples: Record
     rewards: np.ndarray  # float32 [K], of these very latents
 
 
-def check_groups(groups: Sequence[Group], elsewhere: Mapping[int, np.ndarray], latent_shape: Sequence[int], paths: bool) -> None:
-    """Raises ValueError for groups that cannot be trained on; ``paths``: the objective wants the paths of a stochastic solver.
+def check_groups(
+    groups: Sequence[Group],
+    elsewhere: Mapping[int, np.ndarray],
+    latent_shape: Sequence[int],
+    paths: bool,
+) -> None:
+    """Raises ValueError for groups that cannot be trained on; ``paths``: the objective wants the
+    paths of a stochastic solver.
 
-    ``elsewhere``: the rewards [K] of prompts that other replicas hold the samples of, by prompt index.
+    ``elsewhere``: the rewards [K] of prompts that other replicas hold the samples of, by prompt
+    index.
     """
     indices = [*(group.prompt_index for group in groups), *elsewhere]
     if len(set(indices)) != len(indices):
-        raise ValueError(f"groups of prompts {indices}: each prompt may come once, nothing may count twice")
+        raise ValueError(
+            f"groups of prompts {indices}: each prompt may come once, nothing may count twice"
+        )
     for group in groups:
         count, latents = len(group.rewards), group.samples["latents"]
         shape = (count, *latent_shape)
-        if latents.shape != shape or len(group.cond) != 1 or any(len(rows) != count for rows in group.samples.values()):
+        if (
+            latents.shape != shape
+            or len(group.cond) != 1
+            or any(len(rows) != count for rows in group.samples.values())
+        ):
             raise ValueError(
-                f"prompt {group.prompt_index}: latents {list(latents.shape)} and conditioning of {len(group.cond)} rows, "
-                f"wanted {list(shape)} for its {count} rewards, and 1 row; every other array needs {count} rows too"
+                f"prompt {group.prompt_index}: latents {list(latents.shape)} and conditioning of"
+                f" {len(group.cond)} rows, wanted {list(shape)} for its {count} rewards, and 1 row;"
+                f" every other array needs {count} rows too"
             )
         missing = {"states", "log_probs"} - group.samples.keys() if paths else set()
         if missing:
             raise ValueError(
-                f"prompt {group.prompt_index}: no {' and no '.join(sorted(missing))}: this objective trains on the paths of its "
-                "own stochastic solver, regenerate with it"
+                f"prompt {group.prompt_index}: no {' and no '.join(sorted(missing))}: this"
+                " objective trains on the paths of its own stochastic solver, regenerate with it"
             )
 
 
 def joined(
-    groups: Sequence[Group], advantages: Mapping[int, np.ndarray], seed: int, iteration: int, device: torch.device
+    groups: Sequence[Group],
+    advantages: Mapping[int, np.ndarray],
+    seed: int,
+    iteration: int,
+    device: torch.device,
 ) -> Samples:
     """The groups' samples, prompt after prompt, each with the seed of its own training points.
 
-    ``advantages``: float32 [K] of every prompt of the iteration, those of other replicas too, which say at which place in the
-    whole iteration a sample stands. Raises NonFiniteTraining.
+    ``advantages``: float32 [K] of every prompt of the iteration, those of other replicas too, which
+    say at which place in the whole iteration a sample stands. Raises NonFiniteTraining.
     """
     for group in groups:
         for name, rows in group.samples.items():
             if not np.isfinite(rows).all():
-                raise NonFiniteTraining(f"the regenerated {name} of prompt {group.prompt_index} are not finite")
+                raise NonFiniteTraining(
+                    f"the regenerated {name} of prompt {group.prompt_index} are not finite"
+                )
     ends = np.cumsum([len(advantages[prompt]) for prompt in sorted(advantages)])
-    first = {prompt: int(end) - len(advantages[prompt]) for prompt, end in zip(sorted(advantages), ends, strict=True)}
+    first = {
+        prompt: int(end) - len(advantages[prompt])
+        for prompt, end in zip(sorted(advantages), ends, strict=True)
+    }
     counts = [len(group.rewards) for group in groups]
-    data = {name: np.concatenate([np.asarray(group.samples[name], np.float32) for group in groups]) for name in groups[0].samples}
+    data = {
+        name: np.concatenate([np.asarray(group.samples[name], np.float32) for group in groups])
+        for name in groups[0].samples
+    }
     return Samples(
         data={name: torch.from_numpy(rows) for name, rows in data.items()},
-        advantages=torch.from_numpy(np.concatenate([advantages[group.prompt_index] for group in groups])),
+        advantages=torch.from_numpy(
+            np.concatenate([advantages[group.prompt_index] for group in groups])
+        ),
         cond=Conditioning.cat([group.cond for group in groups]).to(device),
-        group=torch.arange(len(groups), device=device).repeat_interleave(torch.tensor(counts, device=device)),
+        group=torch.arange(len(groups), device=device).repeat_interleave(
+            torch.tensor(counts, device=device)
+        ),
         seeds=tuple(
             stream_seed(seed, "train", iteration, group.prompt_index, position)
             for group in groups
             for position in range(len(group.rewards))
         ),
-        places=np.concatenate([first[group.prompt_index] + np.arange(len(group.rewards)) for group in groups]),
+        places=np.concatenate(
+            [first[group.prompt_index] + np.arange(len(group.rewards)) for group in groups]
+        ),
         total=int(ends[-1]),
     )
 
@@ -89,14 +124,19 @@ def keep_evidence(
     adapters: Mapping[str, Tensor],
     metadata: Mapping[str, str],
 ) -> str:
-    """Save the groups, with the adapters as they are, to look at or repeat what failed; says where, or why not."""
+    """Save the groups, with the adapters as they are, to look at or repeat what failed; says where,
+    or why not.
+    """
     if path is None:
         return "its data were not saved, as no failure directory was given"
     tensors: dict[str, Tensor] = {}
     for group in groups:
         key = f"prompt_{group.prompt_index:04d}"
         tensors |= {f"{key}/{name}": _tensor(rows) for name, rows in group.samples.items()}
-        tensors |= {f"{key}/rewards": _tensor(group.rewards), f"{key}/advantages": _tensor(advantages[group.prompt_index])}
+        tensors |= {
+            f"{key}/rewards": _tensor(group.rewards),
+            f"{key}/advantages": _tensor(advantages[group.prompt_index]),
+        }
         tensors |= {f"{key}/cond/{name}": tensor for name, tensor in group.cond.tensors.items()}
     tensors |= {f"adapter/{name}": tensor for name, tensor in adapters.items()}
     try:

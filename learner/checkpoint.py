@@ -1,4 +1,6 @@
-"""Checkpoint directories that are whole or absent: written beside, flushed to the disk, renamed. Safetensors and JSON only."""
+"""Checkpoint directories that are whole or absent: written beside, flushed to the disk, renamed.
+Safetensors and JSON only.
+"""
 
 from __future__ import annotations
 
@@ -31,16 +33,21 @@ def step_directory(root: str | Path, step: int) -> Path:
 
 
 def latest_checkpoint(root: str | Path) -> Path | None:
-    """The whole checkpoint of the highest step under ``root``, or None. What was left unfinished has another name."""
+    """The whole checkpoint of the highest step under ``root``, or None. What was left unfinished
+    has another name.
+    """
     found = _whole(Path(root))
     return found[-1] if found else None
 
 
-def write(path: str | Path, files: Mapping[str, Mapping[str, Tensor]], state: Mapping[str, Any]) -> None:
-    """Write the directory ``path``: a safetensors file per entry of ``files`` (without ending), and ``state`` as JSON.
+def write(
+    path: str | Path, files: Mapping[str, Mapping[str, Tensor]], state: Mapping[str, Any]
+) -> None:
+    """Write the directory ``path``: a safetensors file per entry of ``files`` (without ending), and
+    ``state`` as JSON.
 
-    A kill or a full disk at any instant leaves either nothing or all of it at ``path``, and never harms another checkpoint.
-    Raises CheckpointError.
+    A kill or a full disk at any instant leaves either nothing or all of it at ``path``, and never
+    harms another checkpoint. Raises CheckpointError.
     """
     path = Path(path)
     beside = path.with_name(f".{path.name}.unfinished-{os.getpid()}")
@@ -50,7 +57,9 @@ def write(path: str | Path, files: Mapping[str, Mapping[str, Tensor]], state: Ma
         beside.mkdir()
         digests = {}
         for name, tensors in files.items():
-            data = safetensors.torch.save({key: value.detach().cpu().contiguous() for key, value in tensors.items()})
+            data = safetensors.torch.save(
+                {key: value.detach().cpu().contiguous() for key, value in tensors.items()}
+            )
             write_durably(beside / f"{name}.safetensors", data)
             digests[f"{name}.safetensors"] = hashlib.sha256(data).hexdigest()
         body = {"format": FORMAT, "files": digests, "state": dict(state)}
@@ -60,39 +69,51 @@ def write(path: str | Path, files: Mapping[str, Mapping[str, Tensor]], state: Ma
     except OSError as error:
         shutil.rmtree(beside, ignore_errors=True)
         last = latest_checkpoint(path.parent)
-        kept = f"the last whole checkpoint is {last.name}" if last else "there is no earlier checkpoint"
+        kept = (
+            f"the last whole checkpoint is {last.name}"
+            if last
+            else "there is no earlier checkpoint"
+        )
         raise CheckpointError(
-            f"checkpoint {str(path)!r} could not be written: {error.strerror or error}: {kept}; make room or rights, then --resume"
+            f"checkpoint {str(path)!r} could not be written: {error.strerror or error}: {kept};"
+            " make room or rights, then --resume"
         ) from error
 
 
 def read(path: str | Path) -> tuple[dict[str, dict[str, Tensor]], dict[str, Any]]:
-    """(files, state) as given to ``write``, tensors on the CPU, every file held against its sha256. Raises CheckpointError."""
+    """(files, state) as given to ``write``, tensors on the CPU, every file held against its sha256.
+    Raises CheckpointError.
+    """
     path = Path(path)
     try:
         body = json.loads((path / STATE).read_bytes())
         if body["format"] != FORMAT:
             raise CheckpointError(
-                f"checkpoint {str(path)!r} has format {body['format']}, this version reads {FORMAT}: use the version that wrote it"
+                f"checkpoint {str(path)!r} has format {body['format']}, this version reads"
+                f" {FORMAT}: use the version that wrote it"
             )
         files = {}
         for name, digest in body["files"].items():
             data = (path / name).read_bytes()
             if hashlib.sha256(data).hexdigest() != digest:
                 raise CheckpointError(
-                    f"checkpoint {str(path)!r}: {name} is not what was written: resume from an earlier checkpoint"
+                    f"checkpoint {str(path)!r}: {name} is not what was written: resume from an"
+                    " earlier checkpoint"
                 )
             files[name.removesuffix(".safetensors")] = safetensors.torch.load(data)
         return files, body["state"]
     except (OSError, ValueError, KeyError, TypeError, safetensors.SafetensorError) as error:
         reason = getattr(error, "strerror", None) or f"{type(error).__name__}: {error}"
         raise CheckpointError(
-            f"checkpoint {str(path)!r} cannot be read: {reason}: give a step directory of checkpoints/"
+            f"checkpoint {str(path)!r} cannot be read: {reason}: give a step directory of"
+            " checkpoints/"
         ) from error
 
 
 def prune(root: str | Path, keep_last: int) -> None:
-    """Remove all but the ``keep_last`` highest steps under ``root``, oldest first. Needs ``keep_last`` >= 1."""
+    """Remove all but the ``keep_last`` highest steps under ``root``, oldest first. Needs
+    ``keep_last`` >= 1.
+    """
     if keep_last < 1:
         raise ValueError(f"keep_last is {keep_last}: the last checkpoint must stay")
     for old in _whole(Path(root))[:-keep_last]:
@@ -101,12 +122,16 @@ def prune(root: str | Path, keep_last: int) -> None:
         shutil.rmtree(doomed)
 
 
-def save_tensors(path: str | Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:
+def save_tensors(
+    path: str | Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]
+) -> None:
     """One safetensors file, whole or absent. Raises OSError."""
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     beside = path.with_name(f".{path.name}.unfinished-{os.getpid()}")
-    data = safetensors.torch.save({key: value.detach().cpu().contiguous() for key, value in tensors.items()}, dict(metadata))
+    data = safetensors.torch.save(
+        {key: value.detach().cpu().contiguous() for key, value in tensors.items()}, dict(metadata)
+    )
     try:
         write_durably(beside, data)
         os.replace(beside, path)
@@ -129,16 +154,24 @@ def require_same(found: Mapping[str, Tensor], wanted: Mapping[str, Tensor], what
     for name in sorted({*found, *wanted}):
         a, b = found.get(name), wanted.get(name)
         if a is None or b is None or a.shape != b.shape or a.dtype != b.dtype:
-            said = ["absent" if t is None else f"{str(t.dtype).removeprefix('torch.')} {list(t.shape)}" for t in (a, b)]
+            said = [
+                "absent" if t is None else f"{str(t.dtype).removeprefix('torch.')} {list(t.shape)}"
+                for t in (a, b)
+            ]
             raise CheckpointError(
-                f"{what}: {name!r} is {said[0]} in the checkpoint but {said[1]} in this run: use the configuration it was made with"
+                f"{what}: {name!r} is {said[0]} in the checkpoint but {said[1]} in this run: use"
+                " the configuration it was made with"
             )
 
 
 def _whole(root: Path) -> list[Path]:
-    """Whole checkpoints, lowest step first. A replaced one counts only while its replacement is not in place."""
+    """Whole checkpoints, lowest step first. A replaced one counts only while its replacement is not
+    in place.
+    """
     steps: dict[int, Path] = {}
-    for path in sorted(root.glob("step_*"), reverse=True):  # "step_000001.replaced" before "step_000001"
+    for path in sorted(
+        root.glob("step_*"), reverse=True
+    ):  # "step_000001.replaced" before "step_000001"
         match = STEP.fullmatch(path.name)
         if match and (path / STATE).is_file():
             steps[int(match[1])] = path
@@ -171,4 +204,6 @@ def _sync_directory(path: Path) -> None:
 
 def first_nonfinite(tensors: Mapping[str, Tensor]) -> str | None:
     """The first name whose tensor holds a NaN or an infinity."""
-    return next((name for name, tensor in tensors.items() if not bool(torch.isfinite(tensor).all())), None)
+    return next(
+        (name for name, tensor in tensors.items() if not bool(torch.isfinite(tensor).all())), None
+    )

@@ -1,8 +1,10 @@
-"""Is the cheap ranking right? Proxy rewards against full-quality rewards of the same noises, over many prompts.
+"""Is the cheap ranking right? Proxy rewards against full-quality rewards of the same noises, over
+many prompts.
 
-The measures of "FP4 Explore, BF16 Train" (arXiv 2604.06916): Kendall's tau, Spearman's rho, and where the noises that the
-ring would choose by their proxies really stand. Rewards are [P, N]: P prompts x N noises, all finite. Rank 1 is the best
-noise, N the worst; equal rewards share the mean of their ranks, so a measure is what breaking ties at random gives on average.
+The measures of "FP4 Explore, BF16 Train" (arXiv 2604.06916): Kendall's tau, Spearman's rho, and
+where the noises that the ring would choose by their proxies really stand. Rewards are [P, N]: P
+prompts x N noises, all finite. Rank 1 is the best noise, N the worst; equal rewards share the mean
+of their ranks, so a measure is what breaking ties at random gives on average.
 """
 
 from __future__ import annotations
@@ -40,20 +42,26 @@ def percentile(rank: np.ndarray | float, count: int) -> np.ndarray | float:
     return 100.0 * (count - rank) / (count - 1)
 
 
-def per_prompt(proxy: np.ndarray, truth: np.ndarray, halves: Sequence[int] = HALVES) -> dict[str, np.ndarray]:
+def per_prompt(
+    proxy: np.ndarray, truth: np.ndarray, halves: Sequence[int] = HALVES
+) -> dict[str, np.ndarray]:
     """Every measure for every prompt: float64 [P] each.
 
-    ``kendall_tau`` and ``spearman_rho`` are NaN where a side is constant. ``top<k>_rank`` and ``bottom<k>_rank`` are the mean
-    true rank of the k noises that selection by proxy calls best and worst (the ring's own rule, ties by index);
-    ``..._percentile`` the same as percentiles. ``contrast<k>`` is the true reward of the k best less that of the k worst,
-    as a share of what selection by the truth would find (1: nothing lost); NaN where there is none to find.
+    ``kendall_tau`` and ``spearman_rho`` are NaN where a side is constant. ``top<k>_rank`` and
+    ``bottom<k>_rank`` are the mean true rank of the k noises that selection by proxy calls best and
+    worst (the ring's own rule, ties by index); ``..._percentile`` the same as percentiles.
+    ``contrast<k>`` is the true reward of the k best less that of the k worst, as a share of what
+    selection by the truth would find (1: nothing lost); NaN where there is none to find.
 
     Raises ValueError for shapes that differ, rewards that are not finite, or 2 k > N.
     """
     proxy, truth = _checked(proxy, truth)
     count = truth.shape[1]
     if 2 * max(halves) > count:
-        raise ValueError(f"best {max(halves)} and worst {max(halves)} of {count} noises overlap: use more noises or fewer best")
+        raise ValueError(
+            f"best {max(halves)} and worst {max(halves)} of {count} noises overlap: use more noises"
+            " or fewer best"
+        )
     columns: dict[str, list[float]] = {}
 
     def put(name: str, value: float) -> None:
@@ -72,22 +80,37 @@ def per_prompt(proxy: np.ndarray, truth: np.ndarray, halves: Sequence[int] = HAL
                 put(f"{end}{k}_rank", rank)
                 put(f"{end}{k}_percentile", float(percentile(rank, count)))
             possible = ordered[-k:].mean() - ordered[:k].mean()
-            put(f"contrast{k}", float((full[best].mean() - full[worst].mean()) / possible) if possible > 0 else float("nan"))
+            put(
+                f"contrast{k}",
+                (
+                    float((full[best].mean() - full[worst].mean()) / possible)
+                    if possible > 0
+                    else float("nan")
+                ),
+            )
     return {name: np.array(values) for name, values in columns.items()}
 
 
-def estimates(columns: Mapping[str, np.ndarray], seed: int = 0, draws: int = 2000, level: float = 0.95) -> dict[str, Estimate]:
-    """Means over prompts with percentile-bootstrap intervals: prompts are drawn with replacement, noises stay with theirs.
+def estimates(
+    columns: Mapping[str, np.ndarray], seed: int = 0, draws: int = 2000, level: float = 0.95
+) -> dict[str, Estimate]:
+    """Means over prompts with percentile-bootstrap intervals: prompts are drawn with replacement,
+    noises stay with theirs.
 
-    The same draws serve every column of one call, and any call with equal P and ``seed``. NaN prompts are left out of a
-    column; one that has no other is NaN.
+    The same draws serve every column of one call, and any call with equal P and ``seed``. NaN
+    prompts are left out of a column; one that has no other is NaN.
     """
     counts = {len(values) for values in columns.values()}
     if len(counts) != 1 or not min(counts):
-        raise ValueError(f"columns of {sorted(counts)} prompts: all need the same number, at least one")
+        raise ValueError(
+            f"columns of {sorted(counts)} prompts: all need the same number, at least one"
+        )
     (count,) = counts
     picks = np.random.default_rng(seed).integers(0, count, (draws, count))
-    return {name: _estimate(np.asarray(values, np.float64), picks, level) for name, values in columns.items()}
+    return {
+        name: _estimate(np.asarray(values, np.float64), picks, level)
+        for name, values in columns.items()
+    }
 
 
 def _estimate(values: np.ndarray, picks: np.ndarray, level: float) -> Estimate:
@@ -111,11 +134,15 @@ def no_information(count: int, halves: Sequence[int] = HALVES) -> dict[str, floa
     return found
 
 
-def conditional_density(proxy: np.ndarray, truth: np.ndarray, bins: int | None = None) -> np.ndarray:
-    """How proxy ranks are spread, given the true rank: float64 [bins, bins], [true bin, proxy bin], best first.
+def conditional_density(
+    proxy: np.ndarray, truth: np.ndarray, bins: int | None = None
+) -> np.ndarray:
+    """How proxy ranks are spread, given the true rank: float64 [bins, bins], [true bin, proxy bin],
+    best first.
 
-    Each row sums to 1. ``bins`` is lowered to N where it is more; None: as many as have four noises in each cell on average, 4 to 24.
-    Noises of equal reward are spread evenly over the ranks they share.
+    Each row sums to 1. ``bins`` is lowered to N where it is more; None: as many as have four noises
+    in each cell on average, 4 to 24. Noises of equal reward are spread evenly over the ranks they
+    share.
     """
     proxy, truth = _checked(proxy, truth)
     count = truth.shape[1]
@@ -127,7 +154,9 @@ def conditional_density(proxy: np.ndarray, truth: np.ndarray, bins: int | None =
 
 
 def _rank_shares(rewards: np.ndarray, bins: int) -> np.ndarray:
-    """[N, bins]: which share of its tied ranks each noise has in each bin; rank r (from 0) lies in bin r * bins // N."""
+    """[N, bins]: which share of its tied ranks each noise has in each bin; rank r (from 0) lies in
+    bin r * bins // N.
+    """
     count = len(rewards)
     first = stats.rankdata(-rewards, method="min").astype(int) - 1
     last = stats.rankdata(-rewards, method="max").astype(int)
@@ -139,8 +168,14 @@ def _rank_shares(rewards: np.ndarray, bins: int) -> np.ndarray:
 def _checked(proxy: np.ndarray, truth: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     proxy, truth = np.asarray(proxy, np.float64), np.asarray(truth, np.float64)
     if proxy.ndim != 2 or proxy.shape != truth.shape or proxy.shape[1] < 2 or not len(proxy):
-        raise ValueError(f"proxy rewards {list(proxy.shape)} and true rewards {list(truth.shape)}: both must be [P, N], N >= 2")
+        raise ValueError(
+            f"proxy rewards {list(proxy.shape)} and true rewards {list(truth.shape)}: both must be"
+            " [P, N], N >= 2"
+        )
     if not (np.isfinite(proxy).all() and np.isfinite(truth).all()):
         bad = int((~np.isfinite(proxy)).sum() + (~np.isfinite(truth)).sum())
-        raise ValueError(f"{bad} rewards are not finite: a noise without a reward has no rank, leave its prompt out")
+        raise ValueError(
+            f"{bad} rewards are not finite: a noise without a reward has no rank, leave its"
+            " prompt out"
+        )
     return proxy, truth

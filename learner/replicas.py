@@ -1,7 +1,9 @@
-"""Learners that train one LoRA together: each computes the gradient of its own samples, and every one takes the step of the sum.
+"""Learners that train one LoRA together: each computes the gradient of its own samples, and every
+one takes the step of the sum.
 
-Data-parallel in torch.distributed's sense: NCCL on GPUs, gloo on the CPU. Two operations, both of which every replica must call
-in the same order: ``add`` of tensors, and ``exchange`` of small messages as JSON.
+Data-parallel in torch.distributed's sense: NCCL on GPUs, gloo on the CPU. Two operations, both of
+which every replica must call in the same order: ``add`` of tensors, and ``exchange`` of small
+messages as JSON.
 """
 
 from __future__ import annotations
@@ -32,20 +34,26 @@ class ReplicasDiffer(RuntimeError):
 
 
 class Replicas:
-    """The group of a learner that is alone. Adding to nobody changes nothing, not even the last bit."""
+    """The group of a learner that is alone. Adding to nobody changes nothing, not even the last
+    bit.
+    """
 
     rank = 0
     size = 1
 
     def exchange(self, message: Any) -> list[Any]:
-        """The messages of all replicas, in the order of their ranks. A message is anything JSON can hold."""
+        """The messages of all replicas, in the order of their ranks. A message is anything JSON can
+        hold.
+        """
         return [message]
 
     def add(self, tensors: Sequence[Tensor]) -> None:
         """Put into every tensor, in place, its sum over the replicas: the same bits on each."""
 
     def take_times(self) -> dict[str, float]:
-        """Seconds spent with the others since this was asked last, under their metric names; nothing when alone."""
+        """Seconds spent with the others since this was asked last, under their metric names;
+        nothing when alone.
+        """
         return {}
 
     def require_alike(self, checksum: str, when: str) -> None:
@@ -53,16 +61,21 @@ class Replicas:
         found = self.exchange(checksum)
         if len(set(found)) > 1:
             raise ReplicasDiffer(
-                f"the replicas of the learner differ {when}: checksums {', '.join(found)}; run them on one kind of device with one "
-                "version of torch, and start again from the last checkpoint"
+                f"the replicas of the learner differ {when}: checksums {', '.join(found)}; run them"
+                " on one kind of device with one version of torch, and start again from the last"
+                " checkpoint"
             )
 
 
 class DistributedReplicas(Replicas):
     """One of several processes, each with a device of its own. One such group per process."""
 
-    def __init__(self, rank: int, size: int, store: dist.Store, device: torch.device, timeout_s: float) -> None:
-        """Meets the others at ``store``. ``timeout_s`` limits every later wait for them. Raises GroupBroken."""
+    def __init__(
+        self, rank: int, size: int, store: dist.Store, device: torch.device, timeout_s: float
+    ) -> None:
+        """Meets the others at ``store``. ``timeout_s`` limits every later wait for them. Raises
+        GroupBroken.
+        """
         self.rank, self.size, self.device = rank, size, device
         self._times = {"time/allreduce_s": 0.0, "time/replica_wait_s": 0.0}
         leave()
@@ -76,7 +89,9 @@ class DistributedReplicas(Replicas):
             )
 
     def exchange(self, message: Any) -> list[Any]:
-        data = torch.frombuffer(bytearray(json.dumps(message).encode()), dtype=torch.uint8).to(self.device)
+        data = torch.frombuffer(bytearray(json.dumps(message).encode()), dtype=torch.uint8).to(
+            self.device
+        )
         with self._together("waiting for their word"), self._timed("time/replica_wait_s"):
             length = torch.tensor([len(data)], device=self.device)
             lengths = [torch.empty_like(length) for _ in range(self.size)]
@@ -86,14 +101,19 @@ class DistributedReplicas(Replicas):
             padded[: len(data)] = data
             found = [torch.empty_like(padded) for _ in range(self.size)]
             dist.all_gather(found, padded)
-        return [json.loads(bytes(part[: int(count)].cpu().numpy())) for part, count in zip(found, lengths, strict=True)]
+        return [
+            json.loads(bytes(part[: int(count)].cpu().numpy()))
+            for part, count in zip(found, lengths, strict=True)
+        ]
 
     def add(self, tensors: Sequence[Tensor]) -> None:
         """One all-reduce of everything, flat, in the tensors' own precision."""
         with self._together("adding gradients"), self._timed("time/allreduce_s"):
             flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
             dist.all_reduce(flat, op=dist.ReduceOp.SUM)
-            for tensor, part in zip(tensors, flat.split([tensor.numel() for tensor in tensors]), strict=True):
+            for tensor, part in zip(
+                tensors, flat.split([tensor.numel() for tensor in tensors]), strict=True
+            ):
                 tensor.copy_(part.view_as(tensor))
 
     def take_times(self) -> dict[str, float]:
@@ -116,13 +136,19 @@ class DistributedReplicas(Replicas):
     def _together(self, doing: str) -> Iterator[None]:
         try:
             yield
-        except RuntimeError as error:  # what torch.distributed raises for a lost peer and for silence
+        except (
+            RuntimeError
+        ) as error:  # what torch.distributed raises for a lost peer and for silence
             reason = str(error).strip().splitlines()[0]
-            raise GroupBroken(f"replica {self.rank} of {self.size} lost the others while {doing}: {reason}") from None
+            raise GroupBroken(
+                f"replica {self.rank} of {self.size} lost the others while {doing}: {reason}"
+            ) from None
 
 
 def open_store(host: str, timeout_s: float) -> tuple[dist.TCPStore, int]:
-    """(store, port) where replicas meet, listening on the address ``host`` alone and on a free port. It lives as long as the object."""
+    """(store, port) where replicas meet, listening on the address ``host`` alone and on a free
+    port. It lives as long as the object.
+    """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listener = socket.create_server((host, 0), family=family)
     port = listener.getsockname()[1]
@@ -140,10 +166,18 @@ def open_store(host: str, timeout_s: float) -> tuple[dist.TCPStore, int]:
 def reach_store(host: str, port: int, timeout_s: float) -> dist.TCPStore:
     """The store that another replica opened. Raises GroupBroken."""
     try:
-        return dist.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=timeout_s))
+        return dist.TCPStore(
+            host,
+            port,
+            is_master=False,
+            wait_for_workers=False,
+            timeout=timedelta(seconds=timeout_s),
+        )
     except RuntimeError as error:
         reason = str(error).strip().splitlines()[0]
-        raise GroupBroken(f"nobody answers at {host}:{port}, where the learner's replicas meet: {reason}") from None
+        raise GroupBroken(
+            f"nobody answers at {host}:{port}, where the learner's replicas meet: {reason}"
+        ) from None
 
 
 def leave() -> None:

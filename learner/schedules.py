@@ -1,4 +1,6 @@
-"""What changes with the iteration number: learning rate, decay of the sampling policy, and when to stop early."""
+"""What changes with the iteration number: learning rate, decay of the sampling policy, and when to
+stop early.
+"""
 
 from __future__ import annotations
 
@@ -10,8 +12,9 @@ from configs.sections import OldPolicy, Optimizer, Stop
 def learning_rate(settings: Optimizer, done: int, iterations: int) -> float:
     """Learning rate of the iteration after ``done`` finished ones, of ``iterations`` in all.
 
-    Warm-up rises linearly and reaches ``lr`` in the last of ``warmup_iterations``. ``linear`` then falls from ``lr`` in the first
-    iteration after the warm-up by equal steps that would reach zero after the last.
+    Warm-up rises linearly and reaches ``lr`` in the last of ``warmup_iterations``. ``linear`` then
+    falls from ``lr`` in the first iteration after the warm-up by equal steps that would reach zero
+    after the last.
     """
     if done < settings.warmup_iterations:
         return settings.lr * (done + 1) / settings.warmup_iterations
@@ -22,9 +25,11 @@ def learning_rate(settings: Optimizer, done: int, iterations: int) -> float:
 
 
 def old_policy_decay(settings: OldPolicy, s: int) -> float:
-    """d in theta_old <- d theta_old + (1 - d) theta after iteration s = 1, 2, ... (DiffusionNFT, arXiv 2509.16117).
+    """d in theta_old <- d theta_old + (1 - d) theta after iteration s = 1, 2, ... (DiffusionNFT,
+    arXiv 2509.16117).
 
-    ``settings`` are resolved (``RunConfig.resolved_old_policy``). Raises ValueError where they name no schedule.
+    ``settings`` are resolved (``RunConfig.resolved_old_policy``). Raises ValueError where they name
+    no schedule.
     """
     match settings.schedule:
         case "constant":
@@ -34,13 +39,17 @@ def old_policy_decay(settings: OldPolicy, s: int) -> float:
         case "delayed_linear_cap":
             return min(settings.slope * max(s - settings.delay, 0), settings.cap)
         case None:
-            raise ValueError("old_policy.schedule is None: give one, or take RunConfig.resolved_old_policy")
+            raise ValueError(
+                "old_policy.schedule is None: give one, or take RunConfig.resolved_old_policy"
+            )
 
 
 def stop_reason(stop: Stop, metrics: Mapping[str, float], minutes: float) -> str | None:
-    """Why the run should end now, cleanly, or None. ``metrics`` of the last update, ``minutes`` of training so far.
+    """Why the run should end now, cleanly, or None. ``metrics`` of the last update, ``minutes`` of
+    training so far.
 
-    A run with ``stop.max_kl`` measures loss/kl in every update; when it is missing nothing was updated and it does not stop.
+    A run with ``stop.max_kl`` measures loss/kl in every update; when it is missing nothing was
+    updated and it does not stop.
     """
     kl = metrics.get("loss/kl")
     if stop.max_kl is not None and kl is not None and kl > stop.max_kl:

@@ -1,4 +1,6 @@
-"""Which K of a prompt's N explored noises are worth training on. Pure functions of the rewards; neither torch nor ray."""
+"""Which K of a prompt's N explored noises are worth training on. Pure functions of the rewards;
+neither torch nor ray.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,9 @@ class TooFewScored(RuntimeError):
 class Selection:
     """Chosen candidate indices. Iterating gives ``indices``."""
 
-    indices: tuple[int, ...]  # K of them, ascending: the order of training does not depend on the rewards
+    indices: tuple[
+        int, ...
+    ]  # K of them, ascending: the order of training does not depend on the rewards
     best: tuple[int, ...]  # the better half of the chosen, best first
     worst: tuple[int, ...]  # the worse half, worst first
 
@@ -31,7 +35,9 @@ class Selection:
 def best_worst(rewards: np.ndarray, keep: int, keys: np.ndarray) -> np.ndarray:
     """The paper's rule (arXiv 2604.06916): the keep/2 highest and the keep/2 lowest of the others."""
     if keep % 2:
-        raise ValueError(f"rule 'best_worst' keeps as many best as worst, so keep = {keep} must be even")
+        raise ValueError(
+            f"rule 'best_worst' keeps as many best as worst, so keep = {keep} must be even"
+        )
     order = np.argsort(-rewards, kind="stable")
     best, rest = order[: keep // 2], np.sort(order[keep // 2 :])
     worst = rest[np.argsort(rewards[rest], kind="stable")[: keep // 2]]
@@ -53,7 +59,9 @@ RULES: dict[str, Callable[[np.ndarray, int, np.ndarray], np.ndarray]] = {
     "random": random,
     "mean_deviation": mean_deviation,
 }
-"""(rewards float64 [M] in candidate order, keep, random keys uint64 [M]) -> positions [keep]; ties go to the lower position."""
+"""(rewards float64 [M] in candidate order, keep, random keys uint64 [M]) -> positions [keep]; ties
+go to the lower position.
+"""
 
 
 def select(
@@ -66,23 +74,29 @@ def select(
 ) -> Selection:
     """Choose ``keep`` of the scored candidates of one prompt.
 
-    rewards [M], all finite; ``candidates`` [M] are their indices in the pool (default 0 .. M-1), distinct, in any order: M is
-    smaller than the pool where samples were dropped. The result is a function of the set of (candidate, reward) pairs and
-    of ``seed``, and ties go to the lower candidate index. Random keys belong to a candidate, so a dropped sample does not
-    reshuffle the others.
+    rewards [M], all finite; ``candidates`` [M] are their indices in the pool (default 0 .. M-1),
+    distinct, in any order: M is smaller than the pool where samples were dropped. The result is a
+    function of the set of (candidate, reward) pairs and of ``seed``, and ties go to the lower
+    candidate index. Random keys belong to a candidate, so a dropped sample does not reshuffle the
+    others.
 
-    Raises TooFewScored naming ``prompt`` when M < keep, ValueError for a reward that is not finite or an unknown rule.
+    Raises TooFewScored naming ``prompt`` when M < keep, ValueError for a reward that is not finite
+    or an unknown rule.
     """
     values = np.asarray(rewards, dtype=np.float64)
-    indices = np.arange(len(values)) if candidates is None else np.asarray(candidates, dtype=np.int64)
+    indices = (
+        np.arange(len(values)) if candidates is None else np.asarray(candidates, dtype=np.int64)
+    )
     if values.ndim != 1 or values.shape != indices.shape or len(np.unique(indices)) != len(indices):
         raise ValueError(
-            f"rewards {list(values.shape)} and candidates {list(indices.shape)}: need one reward per distinct candidate"
+            f"rewards {list(values.shape)} and candidates {list(indices.shape)}: need one reward"
+            " per distinct candidate"
         )
     if not np.isfinite(values).all():
         at = int(np.flatnonzero(~np.isfinite(values))[0])
         raise ValueError(
-            f"candidate {indices[at]} has reward {values[at]}: drop samples that have no finite reward before selecting"
+            f"candidate {indices[at]} has reward {values[at]}: drop samples that have no finite"
+            " reward before selecting"
         )
     if rule not in RULES:
         raise ValueError(f"selection rule {rule!r} is unknown: use one of {', '.join(RULES)}")
@@ -90,8 +104,8 @@ def select(
         raise ValueError(f"keep is {keep}: at least one sample must be kept")
     if len(values) < keep:
         raise TooFewScored(
-            f"prompt {prompt!r}: only {len(values)} samples have a reward, but selection.keep = {keep}: "
-            "mend the scorer (events.jsonl says why it failed), or lower selection.keep"
+            f"prompt {prompt!r}: only {len(values)} samples have a reward, but selection.keep ="
+            f" {keep}: mend the scorer (events.jsonl says why it failed), or lower selection.keep"
         )
     order = np.argsort(indices)
     values, indices = values[order], indices[order]
@@ -109,7 +123,9 @@ def select(
 
 def _key(seed: int, index: int) -> int:
     """A random 64-bit number for a candidate, the same on every platform and library version."""
-    return int.from_bytes(hashlib.blake2b(f"{seed}/{index}".encode(), digest_size=8).digest(), "little")
+    return int.from_bytes(
+        hashlib.blake2b(f"{seed}/{index}".encode(), digest_size=8).digest(), "little"
+    )
 
 
 def _plain(indices: np.ndarray) -> tuple[int, ...]:

@@ -1,6 +1,8 @@
-"""The learner: regenerates selected noises at full precision, trains the LoRA on them, keeps the averages, exports the policy.
+"""The learner: regenerates selected noises at full precision, trains the LoRA on them, keeps the
+averages, exports the policy.
 
-One process, no ray: the ring's learner actor is a thin shell around ``Trainer``, and so is a plain training loop.
+One process, no ray: the ring's learner actor is a thin shell around ``Trainer``, and so is a plain
+training loop.
 """
 
 from __future__ import annotations
@@ -46,8 +48,9 @@ PREVIOUS = "previous"
 class Trainer:
     """Base model in ``regenerate.precision``, LoRA adapters in FP32, autoencoder in FP32.
 
-    Iterations count from 1 as s in the papers: after the first ``update`` s = 1. All randomness is drawn from the run seed,
-    the iteration and the prompt, never from a global generator, so (run seed, iterations done) is the whole random state.
+    Iterations count from 1 as s in the papers: after the first ``update`` s = 1. All randomness is
+    drawn from the run seed, the iteration and the prompt, never from a global generator, so (run
+    seed, iterations done) is the whole random state.
     """
 
     def __init__(
@@ -65,24 +68,47 @@ class Trainer:
         self.failure_dir = Path(failure_dir) if failure_dir is not None else None
         self.objective = build_objective(config.objective, config.stop.max_kl is not None)
         dtype = DTYPES[config.regenerate.precision]
-        self.transformer = transformer if transformer is not None else self.family.load_transformer(self.device, dtype)
+        self.transformer = (
+            transformer
+            if transformer is not None
+            else self.family.load_transformer(self.device, dtype)
+        )
         self.vae = vae if vae is not None else self.family.load_vae(self.device, torch.float32)
-        wanted = {self.objective.sampling_adapter, *self.objective.policies, *self.objective.averages, "ema"} - {"ref", "current"}
+        wanted = {
+            self.objective.sampling_adapter,
+            *self.objective.policies,
+            *self.objective.averages,
+            "ema",
+        } - {"ref", "current"}
         if config.explore_ahead:
             wanted.add(PREVIOUS)
         self.adapters = ("current", *sorted(wanted))
-        add_adapters(self.transformer, config.lora, self.family, names=self.adapters, seed=stream_seed(config.seed, "lora"))
+        add_adapters(
+            self.transformer,
+            config.lora,
+            self.family,
+            names=self.adapters,
+            seed=stream_seed(config.seed, "lora"),
+        )
         if config.optimizer.gradient_checkpointing:
             denoiser: Any = self.transformer
             denoiser.enable_gradient_checkpointing()  # what it recomputes, it does with "current" active
-        self._denoiser = compiled(self.transformer, self.device) if config.regenerate.compile else self.transformer
+        self._denoiser = (
+            compiled(self.transformer, self.device)
+            if config.regenerate.compile
+            else self.transformer
+        )
         self.sigmas = self.family.sigmas(config.regenerate.steps)
-        self.updater = Updater(self.family, self.transformer, self.objective, config.optimizer, self.device)
+        self.updater = Updater(
+            self.family, self.transformer, self.objective, config.optimizer, self.device
+        )
         self.replicas = Replicas()
         self.done = 0
         self.last_iteration: int | None = None
         self._publisher: Publisher | None = None
-        self._trained: tuple[Sequence[Group], Mapping[int, np.ndarray]] | None = None  # of the last update, until rank 0 exports it
+        self._trained: tuple[Sequence[Group], Mapping[int, np.ndarray]] | None = (
+            None  # of the last update, until rank 0 exports it
+        )
 
     @property
     def trainable_parameters(self) -> int:
@@ -98,35 +124,57 @@ class Trainer:
         solver: str | None = None,
         batch_size: int | None = None,
     ) -> tuple[Record, np.ndarray]:
-        """(samples, images uint8 [K, 3, H, W]) of K seeds; samples has "latents" float32 [K, *latent].
+        """(samples, images uint8 [K, 3, H, W]) of K seeds; samples has "latents" float32 [K,
+        *latent].
 
-        With the objective's stochastic solver it also has "states" float32 [K, T + 1, *latent] and "log_probs" float32 [K, T].
-        cond has one row, for all seeds, or K. ``weights`` is "current", "old", "ema" or "base" (adapters off); None is the
-        sampling policy. What is not given is as in ``[regenerate]``.
+        With the objective's stochastic solver it also has "states" float32 [K, T + 1, *latent] and
+        "log_probs" float32 [K, T]. cond has one row, for all seeds, or K. ``weights`` is "current",
+        "old", "ema" or "base" (adapters off); None is the sampling policy. What is not given is as
+        in ``[regenerate]``.
         """
         settings = self.config.regenerate
         name = self.objective.sampling_adapter if weights is None else weights
         if name != "base" and name not in self.adapters:
-            raise ValueError(f"weights {name!r} are unknown: use one of {', '.join((*self.adapters, 'base'))}")
+            raise ValueError(
+                f"weights {name!r} are unknown: use one of {', '.join((*self.adapters, 'base'))}"
+            )
         size = batch_size or settings.batch_size
         rows = cond.repeat(len(seeds)) if len(cond) == 1 else cond
-        with torch.no_grad(), use(self.transformer, None if name == "base" else name), compile_failures("regenerate.compile"):
-            samples = self._draw(rows, list(seeds), steps or settings.steps, solver or self.config.plan.solver, size)
+        with (
+            torch.no_grad(),
+            use(self.transformer, None if name == "base" else name),
+            compile_failures("regenerate.compile"),
+        ):
+            samples = self._draw(
+                rows, list(seeds), steps or settings.steps, solver or self.config.plan.solver, size
+            )
             images = self.family.decode(self.vae, samples["latents"], batch_size=size)
         return {key: tensor.numpy() for key, tensor in samples.items()}, images.numpy()
 
-    def _draw(self, rows: Conditioning, seeds: list[int], steps: int, solver: str, size: int) -> dict[str, Tensor]:
-        """The samples of ``regenerate``. A path's noise comes from a stream of its own, named by the sample's seed."""
+    def _draw(
+        self, rows: Conditioning, seeds: list[int], steps: int, solver: str, size: int
+    ) -> dict[str, Tensor]:
+        """The samples of ``regenerate``. A path's noise comes from a stream of its own, named by
+        the sample's seed.
+        """
         paths = self.objective.path_solver
         if paths is None or solver != paths.name:
-            return {"latents": sample(self.family, self._denoiser, rows, seeds, steps, solver, batch_size=size)}
+            return {
+                "latents": sample(
+                    self.family, self._denoiser, rows, seeds, steps, solver, batch_size=size
+                )
+            }
         starts = seeds[:1] * len(seeds) if self.objective.one_noise else seeds
         streams = [stream_seed(self.config.seed, "sde", seed) for seed in seeds]
-        drawn = sample_paths(self.family, self._denoiser, rows, starts, streams, steps, paths, batch_size=size)
+        drawn = sample_paths(
+            self.family, self._denoiser, rows, starts, streams, steps, paths, batch_size=size
+        )
         return {"latents": drawn.latents, "states": drawn.states, "log_probs": drawn.log_probs}
 
     def join(self, replicas: Replicas) -> None:
-        """Train together with others from now on. Raises GroupBroken, and ReplicasDiffer where they do not start from one state."""
+        """Train together with others from now on. Raises GroupBroken, and ReplicasDiffer where they
+        do not start from one state.
+        """
         self.replicas = self.updater.replicas = replicas
         replicas.require_alike(f"{self.done} updates, {self.checksum()}", "at the start")
 
@@ -138,57 +186,86 @@ class Trainer:
         return digest.hexdigest()
 
     def update(
-        self, iteration: int, groups: Sequence[Group], elsewhere: Mapping[int, np.ndarray] | None = None
+        self,
+        iteration: int,
+        groups: Sequence[Group],
+        elsewhere: Mapping[int, np.ndarray] | None = None,
     ) -> dict[str, float]:
-        """Train on one iteration's samples, then move the old policy and the averages; returns its metrics.
+        """Train on one iteration's samples, then move the old policy and the averages; returns its
+        metrics.
 
-        ``iteration`` names the random streams and must rise from call to call. Groups are trained on in prompt order, in
-        whichever order they come. Among replicas each is given its own groups, one at least, and the rewards [K] of all others,
-        ``elsewhere``, by prompt index; every one takes the same step, that of one learner with all groups but for the order of
-        sums. All or nothing, everywhere. Raises NonFiniteTraining after writing the iteration's data to ``failure_dir``,
-        ValueError for groups that cannot be trained on; among replicas also ReplicaFailed, ReplicasDiffer and GroupBroken.
+        ``iteration`` names the random streams and must rise from call to call. Groups are trained
+        on in prompt order, in whichever order they come. Among replicas each is given its own
+        groups, one at least, and the rewards [K] of all others, ``elsewhere``, by prompt index;
+        every one takes the same step, that of one learner with all groups but for the order of
+        sums. All or nothing, everywhere. Raises NonFiniteTraining after writing the iteration's
+        data to ``failure_dir``, ValueError for groups that cannot be trained on; among replicas
+        also ReplicaFailed, ReplicasDiffer and GroupBroken.
         """
         start = time.perf_counter()
         groups = sorted(groups, key=lambda group: group.prompt_index)
-        (values, metrics), _ = self.updater.together(lambda: self._advantages(iteration, groups, elsewhere or {}))
+        (values, metrics), _ = self.updater.together(
+            lambda: self._advantages(iteration, groups, elsewhere or {})
+        )
         rate = learning_rate(self.config.optimizer, self.done, self.config.iterations)
-        sampled_with = adapter_state(self.transformer, self.objective.sampling_adapter) if PREVIOUS in self.adapters else None
+        sampled_with = (
+            adapter_state(self.transformer, self.objective.sampling_adapter)
+            if PREVIOUS in self.adapters
+            else None
+        )
         try:
-            samples, _ = self.updater.together(lambda: joined(groups, values, self.config.seed, iteration, self.device))
-            metrics |= self.updater.run(samples, self.sigmas, rate, stream_seed(self.config.seed, "shuffle", iteration))
+            samples, _ = self.updater.together(
+                lambda: joined(groups, values, self.config.seed, iteration, self.device)
+            )
+            metrics |= self.updater.run(
+                samples, self.sigmas, rate, stream_seed(self.config.seed, "shuffle", iteration)
+            )
         except NonFiniteTraining as error:
             raise NonFiniteTraining(
                 f"iteration {iteration}: {error.what}",
                 error.module,
-                f"weights are as before this iteration, {self._keep_evidence(iteration, groups, values, str(error))}",
+                "weights are as before this iteration,"
+                f" {self._keep_evidence(iteration, groups, values, str(error))}",
             ) from error
         self.done += 1
         self.last_iteration = iteration
-        self._trained = (groups, values) if self.config.plan.explore and self.replicas.rank == 0 else None
+        self._trained = (
+            (groups, values) if self.config.plan.explore and self.replicas.rank == 0 else None
+        )
         if sampled_with is not None:
             load_adapter_state(self.transformer, PREVIOUS, sampled_with)
         metrics |= self._move_averages()
         if self.replicas.size > 1:
-            self.replicas.require_alike(f"{self.done} updates, {self.checksum()}", f"after iteration {iteration}")
+            self.replicas.require_alike(
+                f"{self.done} updates, {self.checksum()}", f"after iteration {iteration}"
+            )
         return metrics | self.replicas.take_times() | {"time/update_s": time.perf_counter() - start}
 
     def _advantages(
         self, iteration: int, groups: Sequence[Group], elsewhere: Mapping[int, np.ndarray]
     ) -> tuple[dict[int, np.ndarray], dict[str, float]]:
-        """(advantages float32 [K] by prompt, of all replicas; metrics). Raises ValueError for what cannot be trained on."""
+        """(advantages float32 [K] by prompt, of all replicas; metrics). Raises ValueError for what
+        cannot be trained on.
+        """
         if self.last_iteration is not None and iteration <= self.last_iteration:
             raise ValueError(
-                f"iteration {iteration} was trained already, the last one was {self.last_iteration}: nothing may count twice"
+                f"iteration {iteration} was trained already, the last one was"
+                f" {self.last_iteration}: nothing may count twice"
             )
-        check_groups(groups, elsewhere, self.family.latent_shape, self.objective.path_solver is not None)
-        rewards = dict(sorted({**{group.prompt_index: group.rewards for group in groups}, **elsewhere}.items()))
+        check_groups(
+            groups, elsewhere, self.family.latent_shape, self.objective.path_solver is not None
+        )
+        rewards = dict(
+            sorted({**{group.prompt_index: group.rewards for group in groups}, **elsewhere}.items())
+        )
         values, metrics = advantages(list(rewards.values()), self.config.resolved_advantages)
         return dict(zip(rewards, values, strict=True)), metrics
 
     @property
     def quantisation_table(self) -> list[dict[str, Any]]:
-        """A dict (name, shape, quantised, why, the explorers' backend) per module with a weight matrix, as of the last export; empty
-        where nobody explores."""
+        """A dict (name, shape, quantised, why, the explorers' backend) per module with a weight
+        matrix, as of the last export; empty where nobody explores.
+        """
         if not self.config.plan.explore:
             return []
         backend, rows = self._exploring
@@ -196,38 +273,59 @@ class Trainer:
 
     @cached_property
     def _exploring(self) -> tuple[Backend, list[ModuleRow]]:
-        """The explorers' backend, resolved for their kind of device, and which modules it runs quantised."""
+        """The explorers' backend, resolved for their kind of device, and which modules it runs
+        quantised.
+        """
         explore = self.config.plan.explore
         if explore is None:
-            raise ValueError(f"arm {self.config.arm!r} explores nothing, so there is nothing to export")
-        device = "cuda" if self.config.services.rollout.gpus and torch.cuda.is_available() else "cpu"
+            raise ValueError(
+                f"arm {self.config.arm!r} explores nothing, so there is nothing to export"
+            )
+        device = (
+            "cuda" if self.config.services.rollout.gpus and torch.cuda.is_available() else "cpu"
+        )
         return self._packing(packing_backend(explore.backend, device))
 
     def _packing(self, backend: Backend) -> tuple[Backend, list[ModuleRow]]:
-        return backend, quantise_plan(self.transformer, self.family, self.config.explore.keep_wide, backend)
+        return backend, quantise_plan(
+            self.transformer, self.family, self.config.explore.keep_wide, backend
+        )
 
     def export(
         self, version: int, backend: str | None = None, weights: str | None = None
     ) -> tuple[Manifest, list[np.ndarray], dict[str, float]]:
-        """(manifest, uint8 chunks, statistics against the export before) of the sampling policy, merged, in the explorers' format.
+        """(manifest, uint8 chunks, statistics against the export before) of the sampling policy,
+        merged, in the explorers' format.
 
-        ``backend`` is the one that explorers run, where they know better than this process: on their device "auto" may be another.
-        ``weights``: another adapter than that of the sampling policy.
-        Raises NonFiniteWeights naming the module, after writing the data of the iteration that led there to ``failure_dir``,
-        ValueError for an arm that explores nothing.
+        ``backend`` is the one that explorers run, where they know better than this process: on
+        their device "auto" may be another. ``weights``: another adapter than that of the sampling
+        policy. Raises NonFiniteWeights naming the module, after writing the data of the iteration
+        that led there to ``failure_dir``, ValueError for an arm that explores nothing.
         """
         if backend is not None and backend != self._exploring[0].name:
-            self._exploring, self._publisher = self._packing(packing_backend(backend, self.device)), None
+            self._exploring, self._publisher = (
+                self._packing(packing_backend(backend, self.device)),
+                None,
+            )
         if self._publisher is None:
             chosen, plan = self._exploring
             explore, chunk_bytes = self.config.explore, self.config.publish.chunk_mb * 2**20
-            self._publisher = Publisher(self.transformer, plan, chosen, chunk_bytes, explore.scale_search, explore.frozen_amax)
+            self._publisher = Publisher(
+                self.transformer,
+                plan,
+                chosen,
+                chunk_bytes,
+                explore.scale_search,
+                explore.frozen_amax,
+            )
         try:
             exported = self._publisher.export(weights or self.objective.sampling_adapter, version)
         except NonFiniteWeights as error:
             if self._trained is not None and self.last_iteration is not None:
                 kept = self._keep_evidence(self.last_iteration, *self._trained, str(error))
-                error.args = (f"{error}; weights are as after iteration {self.last_iteration}, {kept}",)
+                error.args = (
+                    f"{error}; weights are as after iteration {self.last_iteration}, {kept}",
+                )
             raise
         self._trained = None
         return exported
@@ -242,9 +340,15 @@ class Trainer:
         blend(self.transformer, "old", "current", decay)
         return {"old_policy/decay": decay}
 
-    def _keep_evidence(self, iteration: int, groups: Sequence[Group], values: Mapping[int, np.ndarray], reason: str) -> str:
-        """Save an iteration's data, of this replica, and the adapters as they are now; says where, or why not."""
-        name = f"iteration_{iteration:06d}" + (f".replica-{self.replicas.rank}" if self.replicas.size > 1 else "")
+    def _keep_evidence(
+        self, iteration: int, groups: Sequence[Group], values: Mapping[int, np.ndarray], reason: str
+    ) -> str:
+        """Save an iteration's data, of this replica, and the adapters as they are now; says where,
+        or why not.
+        """
+        name = f"iteration_{iteration:06d}" + (
+            f".replica-{self.replicas.rank}" if self.replicas.size > 1 else ""
+        )
         path = self.failure_dir / f"{name}.safetensors" if self.failure_dir is not None else None
         metadata = {"iteration": str(iteration), "seed": str(self.config.seed), "reason": reason}
         return keep_evidence(path, groups, values, self._adapters(), metadata)
@@ -252,33 +356,60 @@ class Trainer:
     def _adapters(self) -> dict[str, Tensor]:
         """A copy of every adapter on the CPU, "ADAPTER/PARAMETER"."""
         states = {name: adapter_state(self.transformer, name) for name in self.adapters}
-        return {f"{name}/{key}": tensor for name, state in states.items() for key, tensor in state.items()}
+        return {
+            f"{name}/{key}": tensor
+            for name, state in states.items()
+            for key, tensor in state.items()
+        }
 
     def save(self, path: str | Path, extra_state: dict[str, Any]) -> None:
-        """Write a checkpoint directory atomically and prune its siblings to ``checkpoint.keep_last``.
+        """Write a checkpoint directory atomically and prune its siblings to
+        ``checkpoint.keep_last``.
 
-        ``extra_state`` is anything JSON can hold. Raises CheckpointError, leaving the checkpoints before whole.
+        ``extra_state`` is anything JSON can hold. Raises CheckpointError, leaving the checkpoints
+        before whole.
         """
-        optimizer = {key: value for key, value in self.updater.state().items() if not key.startswith("weight/")}
-        files = {ADAPTER_FILES.get(name, name): adapter_state(self.transformer, name) for name in self.adapters}
-        state = {"seed": self.config.seed, "done": self.done, "last_iteration": self.last_iteration, "extra": extra_state}
+        optimizer = {
+            key: value
+            for key, value in self.updater.state().items()
+            if not key.startswith("weight/")
+        }
+        files = {
+            ADAPTER_FILES.get(name, name): adapter_state(self.transformer, name)
+            for name in self.adapters
+        }
+        state = {
+            "seed": self.config.seed,
+            "done": self.done,
+            "last_iteration": self.last_iteration,
+            "extra": extra_state,
+        }
         checkpoint.write(path, {**files, "optimizer": optimizer}, state)
         checkpoint.prune(Path(path).parent, self.config.checkpoint.keep_last)
 
     def load(self, path: str | Path) -> dict[str, Any]:
-        """Restore a checkpoint bit by bit; returns its extra state. Raises CheckpointError, then nothing has changed."""
+        """Restore a checkpoint bit by bit; returns its extra state. Raises CheckpointError, then
+        nothing has changed.
+        """
         files, state = checkpoint.read(path)
         if state["seed"] != self.config.seed:
             raise checkpoint.CheckpointError(
-                f"checkpoint {str(path)!r} is of run seed {state['seed']}, this run has seed {self.config.seed}: use the same"
+                f"checkpoint {str(path)!r} is of run seed {state['seed']}, this run has seed"
+                f" {self.config.seed}: use the same"
             )
         for name in self.adapters:
             file = ADAPTER_FILES.get(name, name)
-            checkpoint.require_same(files.get(file, {}), adapter_state(self.transformer, name), f"checkpoint {str(path)!r}, {file}")
+            checkpoint.require_same(
+                files.get(file, {}),
+                adapter_state(self.transformer, name),
+                f"checkpoint {str(path)!r}, {file}",
+            )
         self._check_optimizer(path, files.get("optimizer", {}))
         for name in self.adapters:
             load_adapter_state(self.transformer, name, files[ADAPTER_FILES.get(name, name)])
-        weights = {key: value for key, value in self.updater.state().items() if key.startswith("weight/")}
+        weights = {
+            key: value for key, value in self.updater.state().items() if key.startswith("weight/")
+        }
         self.updater.load_state({**weights, **files["optimizer"]})
         self.done, self.last_iteration = state["done"], state["last_iteration"]
         return state["extra"]

@@ -1,4 +1,6 @@
-"""The update of one iteration: micro-batches, accumulated gradients, AdamW. Generic over objectives and families."""
+"""The update of one iteration: micro-batches, accumulated gradients, AdamW. Generic over objectives
+and families.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,9 @@ Value = TypeVar("Value")
 
 
 class NonFiniteTraining(RuntimeError):
-    """A NaN or an infinity in an update. ``what`` it was, the ``module`` it was first seen in, where the data were ``saved``."""
+    """A NaN or an infinity in an update. ``what`` it was, the ``module`` it was first seen in,
+    where the data were ``saved``.
+    """
 
     def __init__(self, what: str, module: str | None = None, saved: str = "") -> None:
         self.what, self.module, self.saved = what, module, saved
@@ -39,12 +43,16 @@ class NonFiniteTraining(RuntimeError):
 class Samples:
     """What one iteration trains on: S samples of G prompts."""
 
-    data: dict[str, Tensor]  # named tensors [S, ...] on the CPU, as in learner.objectives.base.Record
+    data: dict[
+        str, Tensor
+    ]  # named tensors [S, ...] on the CPU, as in learner.objectives.base.Record
     advantages: Tensor  # float32 [S]
     cond: Conditioning  # G rows
     group: Tensor  # int64 [S], row of cond
     seeds: tuple[int, ...]  # [S], seed of the sample's training times and eps
-    places: np.ndarray  # int [S] ascending, of each among all samples of the iteration, those of other replicas too
+    places: (
+        np.ndarray
+    )  # int [S] ascending, of each among all samples of the iteration, those of other replicas too
     total: int  # samples of the iteration
 
     def __len__(self) -> int:
@@ -56,10 +64,17 @@ class Samples:
 
 
 class Updater:
-    """Holds the optimiser of the "current" adapter of a transformer. Nothing but that adapter is ever changed."""
+    """Holds the optimiser of the "current" adapter of a transformer. Nothing but that adapter is
+    ever changed.
+    """
 
     def __init__(
-        self, family: Family, transformer: nn.Module, objective: Objective, settings: Optimizer, device: torch.device
+        self,
+        family: Family,
+        transformer: nn.Module,
+        objective: Objective,
+        settings: Optimizer,
+        device: torch.device,
     ) -> None:
         self.family, self.transformer, self.objective = family, transformer, objective
         self.settings, self.device = settings, device
@@ -67,15 +82,23 @@ class Updater:
         self.parameters: dict[str, nn.Parameter] = dict(trainable(transformer))
         self._alike: frozenset[str] = frozenset()
         self.optimizer = torch.optim.AdamW(
-            self.parameters.values(), lr=settings.lr, betas=settings.betas, eps=settings.eps, weight_decay=settings.weight_decay
+            self.parameters.values(),
+            lr=settings.lr,
+            betas=settings.betas,
+            eps=settings.eps,
+            weight_decay=settings.weight_decay,
         )
 
-    def run(self, samples: Samples, sigmas: Tensor, learning_rate: float, shuffle_seed: int) -> dict[str, float]:
-        """``steps_per_iteration`` optimiser steps over the samples; metrics are means over all training points.
+    def run(
+        self, samples: Samples, sigmas: Tensor, learning_rate: float, shuffle_seed: int
+    ) -> dict[str, float]:
+        """``steps_per_iteration`` optimiser steps over the samples; metrics are means over all
+        training points.
 
-        With more than one step the samples are dealt to the steps at random. All or nothing: on any exception the weights and
-        the optimiser are as before. Among replicas the steps are dealt the samples of all, and each replica computes on its own.
-        Raises NonFiniteTraining, ReplicaFailed, GroupBroken.
+        With more than one step the samples are dealt to the steps at random. All or nothing: on any
+        exception the weights and the optimiser are as before. Among replicas the steps are dealt
+        the samples of all, and each replica computes on its own. Raises NonFiniteTraining,
+        ReplicaFailed, GroupBroken.
         """
         order = np.arange(samples.total)
         steps = min(self.settings.steps_per_iteration, samples.total)
@@ -107,11 +130,15 @@ class Updater:
             "optimizer/points": float(points),
         }
 
-    def _step(self, samples: Samples, part: np.ndarray, sigmas: Tensor, sums: dict[str, float]) -> tuple[int, float]:
-        """One optimiser step on the mean loss over the points of ``part`` and of the other replicas' parts.
+    def _step(
+        self, samples: Samples, part: np.ndarray, sigmas: Tensor, sums: dict[str, float]
+    ) -> tuple[int, float]:
+        """One optimiser step on the mean loss over the points of ``part`` and of the other
+        replicas' parts.
 
-        Returns (points of all, gradient norm before clipping). What is added over the replicas are sums over points, divided by the
-        points of all: a mean over points, however unequal the parts.
+        Returns (points of all, gradient norm before clipping). What is added over the replicas are
+        sums over points, divided by the points of all: a mean over points, however unequal the
+        parts.
         """
         self.optimizer.zero_grad(set_to_none=True)
         _, counts = self.together(lambda: self._accumulate(samples, part, sigmas, sums))
@@ -123,13 +150,19 @@ class Updater:
         norm = torch.nn.utils.get_total_norm(gradients.values())
         if not bool(torch.isfinite(norm)):
             self._require_finite("gradient", gradients, norm.item())
-        torch.nn.utils.clip_grads_with_norm_(self.parameters.values(), self.settings.max_grad_norm, norm)
+        torch.nn.utils.clip_grads_with_norm_(
+            self.parameters.values(), self.settings.max_grad_norm, norm
+        )
         self.optimizer.step()
         self._require_finite("weight after the step", self.parameters)
         return total, norm.item()
 
-    def _accumulate(self, samples: Samples, part: np.ndarray, sigmas: Tensor, sums: dict[str, float]) -> int:
-        """Leave the gradient of the sum of losses over the points of ``part``, add to the metrics' ``sums``; how many points."""
+    def _accumulate(
+        self, samples: Samples, part: np.ndarray, sigmas: Tensor, sums: dict[str, float]
+    ) -> int:
+        """Leave the gradient of the sum of losses over the points of ``part``, add to the metrics'
+        ``sums``; how many points.
+        """
         total = 0
         for points in self._micro_batches(samples, part, sigmas):
             loss, metrics = self._forward(samples, points)
@@ -141,16 +174,21 @@ class Updater:
                 sums[name] += value.item() * len(points)
         for name, parameter in self.parameters.items():
             if parameter.grad is None and total:
-                raise RuntimeError(f"{name!r} got no gradient: the model did not use this adapter in its forward pass")
+                raise RuntimeError(
+                    f"{name!r} got no gradient: the model did not use this adapter in its forward"
+                    " pass"
+                )
             if parameter.grad is None:  # this replica has no sample in this step
                 parameter.grad = torch.zeros_like(parameter)
         return total
 
     def together(self, work: Callable[[], Value]) -> tuple[Value, list[Any]]:
-        """(what ``work`` returns here; what it returns on every replica, None where that is no number).
+        """(what ``work`` returns here; what it returns on every replica, None where that is no
+        number).
 
-        Where it raises on one replica it raises on all, so that none waits for another in vain: there the error itself, elsewhere
-        NonFiniteTraining again or ReplicaFailed, which name the replica.
+        Where it raises on one replica it raises on all, so that none waits for another in vain:
+        there the error itself, elsewhere NonFiniteTraining again or ReplicaFailed, which name the
+        replica.
         """
         error: Exception | None = None
         mine: list[Value] = []
@@ -172,16 +210,22 @@ class Updater:
                 raise ReplicaFailed(f"replica {rank} of the learner failed: {other['error']}")
         return mine[0], [other["value"] for other in words]
 
-    def _micro_batches(self, samples: Samples, part: np.ndarray, sigmas: Tensor) -> Iterator[Points]:
-        """Points of the samples ``part`` in batches of ``batch_size``, whatever sample boundaries; the last may be smaller.
+    def _micro_batches(
+        self, samples: Samples, part: np.ndarray, sigmas: Tensor
+    ) -> Iterator[Points]:
+        """Points of the samples ``part`` in batches of ``batch_size``, whatever sample boundaries;
+        the last may be smaller.
 
-        Each sample's points come from a seed of its own: how they are batched changes nothing about them.
+        Each sample's points come from a seed of its own: how they are batched changes nothing about
+        them.
         """
         size = self.settings.batch_size
         waiting: list[Points] = []
         for index in part.tolist():
             rng = np.random.Generator(np.random.Philox(key=samples.seeds[index]))
-            made = self.objective.points({name: rows[index : index + 1] for name, rows in samples.data.items()}, sigmas, rng)
+            made = self.objective.points(
+                {name: rows[index : index + 1] for name, rows in samples.data.items()}, sigmas, rng
+            )
             waiting.append(made.of_samples(index))
             if sum(map(len, waiting)) >= size:
                 joined = Points.cat(waiting)
@@ -193,26 +237,37 @@ class Updater:
             yield Points.cat(waiting).to(self.device)
 
     def _like_current(self) -> frozenset[str]:
-        """Adapters whose weights are those of "current" bit by bit: until a step is taken, so are their velocities."""
+        """Adapters whose weights are those of "current" bit by bit: until a step is taken, so are
+        their velocities.
+        """
         others = set(self.objective.policies) - {"current", "ref"}
         return frozenset(
             other
             for other in others
-            if all(torch.equal(self.parameters[name], p) for name, p in trainable(self.transformer, other))
+            if all(
+                torch.equal(self.parameters[name], p)
+                for name, p in trainable(self.transformer, other)
+            )
         )
 
     def _forward(self, samples: Samples, points: Points) -> tuple[Tensor, dict[str, Tensor]]:
-        """Velocities of every policy the objective wants, with gradient for "current" alone, and the loss.
+        """Velocities of every policy the objective wants, with gradient for "current" alone, and
+        the loss.
 
-        A policy that still has the current weights gets the current velocities themselves: it saves a pass, and the ratio of
-        their log-probabilities is 1 to the last bit whatever kernels are chosen with and without gradient.
+        A policy that still has the current weights gets the current velocities themselves: it saves
+        a pass, and the ratio of their log-probabilities is 1 to the last bit whatever kernels are
+        chosen with and without gradient.
         """
         cond, velocities = self._conditioning(samples, points), {}
-        for policy in sorted(set(self.objective.policies) - self._alike, key=lambda name: (name == "current", name)):
+        for policy in sorted(
+            set(self.objective.policies) - self._alike, key=lambda name: (name == "current", name)
+        ):
             with torch.set_grad_enabled(policy == "current"):
                 velocities[policy] = self._velocity(points, cond, policy)
         velocities |= {policy: velocities["current"].detach() for policy in self._alike}
-        return self.objective.loss(points, velocities, samples.advantages[points.sample_index.cpu()].to(self.device))
+        return self.objective.loss(
+            points, velocities, samples.advantages[points.sample_index.cpu()].to(self.device)
+        )
 
     def _conditioning(self, samples: Samples, points: Points) -> Conditioning:
         """A row per point."""
@@ -223,27 +278,47 @@ class Updater:
             return self.family.velocity(self.transformer, points.x_t, points.sigma, cond)
 
     def _diagnose(self, samples: Samples, points: Points, what: str) -> NonFiniteTraining:
-        """Run the batch again, each policy in turn, and name the first module whose output is not finite."""
+        """Run the batch again, each policy in turn, and name the first module whose output is not
+        finite.
+        """
         cond = self._conditioning(samples, points)
         for policy in self.objective.policies:
             with torch.no_grad():
-                module = first_nonfinite_module(self.transformer, lambda policy=policy: self._velocity(points, cond, policy))
+                module = first_nonfinite_module(
+                    self.transformer, lambda policy=policy: self._velocity(points, cond, policy)
+                )
             if module is not None:
-                return NonFiniteTraining(f"{what}: not finite with the {policy!r} policy first", module)
-        return NonFiniteTraining(f"{what} although every velocity is finite: it overflowed in the objective")
+                return NonFiniteTraining(
+                    f"{what}: not finite with the {policy!r} policy first", module
+                )
+        return NonFiniteTraining(
+            f"{what} although every velocity is finite: it overflowed in the objective"
+        )
 
-    def _require_finite(self, what: str, tensors: dict[str, Tensor] | dict[str, nn.Parameter], norm: float | None = None) -> None:
+    def _require_finite(
+        self,
+        what: str,
+        tensors: dict[str, Tensor] | dict[str, nn.Parameter],
+        norm: float | None = None,
+    ) -> None:
         for name, tensor in tensors.items():
             if not bool(torch.isfinite(tensor).all()):
                 raise NonFiniteTraining(f"a {what} is not finite", name)
         if norm is not None:
-            raise NonFiniteTraining(f"the norm of the gradient is {norm} although each {what} is finite: it overflowed")
+            raise NonFiniteTraining(
+                f"the norm of the gradient is {norm} although each {what} is finite: it overflowed"
+            )
 
     def state(self) -> dict[str, Tensor]:
-        """Weights and optimiser moments, copied to the CPU: "weight/NAME", "exp_avg/NAME", "exp_avg_sq/NAME", "step/NAME"."""
+        """Weights and optimiser moments, copied to the CPU: "weight/NAME", "exp_avg/NAME",
+        "exp_avg_sq/NAME", "step/NAME".
+        """
         tensors = {f"weight/{name}": parameter for name, parameter in self.parameters.items()}
         for name, parameter in self.parameters.items():
-            tensors |= {f"{key}/{name}": value for key, value in self.optimizer.state.get(parameter, {}).items()}
+            tensors |= {
+                f"{key}/{name}": value
+                for key, value in self.optimizer.state.get(parameter, {}).items()
+            }
         return {name: tensor.detach().to("cpu", copy=True) for name, tensor in tensors.items()}
 
     def load_state(self, state: dict[str, Tensor]) -> None:
@@ -259,23 +334,36 @@ class Updater:
         for name, values in moments.items():
             parameter = self.parameters[name]
             self.optimizer.state[parameter] = {
-                kind: value.clone() if kind == "step" else value.to(parameter.device, copy=True) for kind, value in values.items()
+                kind: value.clone() if kind == "step" else value.to(parameter.device, copy=True)
+                for kind, value in values.items()
             }
 
 
 def first_nonfinite_module(model: nn.Module, forward: Callable[[], object]) -> str | None:
-    """Name of the first leaf module, in order of execution, whose output holds a NaN or an infinity during ``forward``."""
+    """Name of the first leaf module, in order of execution, whose output holds a NaN or an infinity
+    during ``forward``.
+    """
     found: list[str] = []
 
     def watch(name: str) -> Callable[[nn.Module, object, object], None]:
         def hook(module: nn.Module, inputs: object, output: object) -> None:
-            tensors = [output] if isinstance(output, Tensor) else output if isinstance(output, tuple | list) else []
-            if not found and any(isinstance(t, Tensor) and not bool(torch.isfinite(t).all()) for t in tensors):
+            tensors = (
+                [output]
+                if isinstance(output, Tensor)
+                else output
+                if isinstance(output, tuple | list)
+                else []
+            )
+            if not found and any(
+                isinstance(t, Tensor) and not bool(torch.isfinite(t).all()) for t in tensors
+            ):
                 found.append(name)
 
         return hook
 
-    leaves = [(name, module) for name, module in model.named_modules() if not any(module.children())]
+    leaves = [
+        (name, module) for name, module in model.named_modules() if not any(module.children())
+    ]
     handles = [module.register_forward_hook(watch(name)) for name, module in leaves]
     try:
         forward()

@@ -1,4 +1,6 @@
-"""What a dry run cannot know and has to assume: which GPUs, how quick they are, how much of that is reached."""
+"""What a dry run cannot know and has to assume: which GPUs, how quick they are, how much of that is
+reached.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,9 @@ from policy.precision.backends import BACKENDS, Backend
 
 @dataclass(frozen=True)
 class Accelerator:
-    """Dense peaks in TFLOP/s and GB of memory, as NVIDIA states them; ``auto`` is the backend taken for ``explore.backend = "auto"``."""
+    """Dense peaks in TFLOP/s and GB of memory, as NVIDIA states them; ``auto`` is the backend taken
+    for ``explore.backend = "auto"``.
+    """
 
     bf16: float
     fp8: float
@@ -31,9 +35,13 @@ ACCELERATORS = {
 
 @dataclass(frozen=True)
 class Assumptions:
-    """What a dry run cannot know. Peaks are dense TFLOP/s of one GPU; None: those of ``accelerator``."""
+    """What a dry run cannot know. Peaks are dense TFLOP/s of one GPU; None: those of
+    ``accelerator``.
+    """
 
-    accelerator: str | None = None  # None: the first that services.rollout.accelerator allows, or B200
+    accelerator: str | None = (
+        None  # None: the first that services.rollout.accelerator allows, or B200
+    )
     peak_tflops: float | None = None
     quantised_peak_tflops: float | None = None
     utilisation: float = 0.4
@@ -54,23 +62,35 @@ class Device:
 
 
 def device_of(config: RunConfig, given: Assumptions) -> tuple[Device | None, str | None]:
-    """(device, its name) of the GPUs. Where no service has any: the CPUs, if a peak is given, and no name."""
+    """(device, its name) of the GPUs. Where no service has any: the CPUs, if a peak is given, and
+    no name.
+    """
     if not given.accelerator and not any(need.gpus for need in needs_of(config)):
         peak = given.peak_tflops
-        return (Device("CPUs", peak, given.quantised_peak_tflops or peak, 0.0, given.utilisation) if peak else None), None
+        return (
+            Device("CPUs", peak, given.quantised_peak_tflops or peak, 0.0, given.utilisation)
+            if peak
+            else None
+        ), None
     wanted = (config.services.rollout.accelerator or "").removeprefix("in(").rstrip(")").split(",")
     named = [name.strip() for name in wanted if name.strip() and not name.startswith("!")]
-    name = given.accelerator or next((n for n in named if n in ACCELERATORS), named[0] if named else "B200")
+    name = given.accelerator or next(
+        (n for n in named if n in ACCELERATORS), named[0] if named else "B200"
+    )
     known = ACCELERATORS.get(name)
     if known is None and (given.peak_tflops is None or given.gpu_memory_gb is None):
         raise ConfigError(
             [
-                f"--accelerator {name}: known here are {', '.join(ACCELERATORS)}: give --peak-tflops, --quantised-peak-tflops and --gpu-memory-gb"
+                f"--accelerator {name}: known here are {', '.join(ACCELERATORS)}: give"
+                " --peak-tflops, --quantised-peak-tflops and --gpu-memory-gb"
             ]
         )
     peak = given.peak_tflops or (known.bf16 if known else 0.0)
     memory_gb = given.gpu_memory_gb or (known.memory_gb if known else 0.0)
-    return Device(name, peak, given.quantised_peak_tflops or peak, memory_gb, given.utilisation), name
+    return (
+        Device(name, peak, given.quantised_peak_tflops or peak, memory_gb, given.utilisation),
+        name,
+    )
 
 
 def with_format(device: Device, name: str | None, backend: Backend) -> Device:
@@ -82,7 +102,9 @@ def with_format(device: Device, name: str | None, backend: Backend) -> Device:
 
 
 def backend_of(config: RunConfig, accelerator: str | None) -> tuple[Backend, str]:
-    """The explorers' backend; "auto" as it would be on the accelerator assumed, on a CPU the emulation."""
+    """The explorers' backend; "auto" as it would be on the accelerator assumed, on a CPU the
+    emulation.
+    """
     name = config.plan.explore.backend if config.plan.explore else config.explore.backend
     if name != "auto":
         return BACKENDS[name], "as configured"
@@ -90,5 +112,10 @@ def backend_of(config: RunConfig, accelerator: str | None) -> tuple[Backend, str
         return BACKENDS["emulated_nvfp4"], "auto, on CPUs"
     known = ACCELERATORS.get(accelerator or "")
     if known is None:
-        raise ConfigError([f"explore.backend: 'auto' on {accelerator} is not known here: give --set explore.backend=..."])
+        raise ConfigError(
+            [
+                f"explore.backend: 'auto' on {accelerator} is not known here: give --set"
+                " explore.backend=..."
+            ]
+        )
     return BACKENDS[known.auto], f"auto, on {accelerator} with what it needs installed"

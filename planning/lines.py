@@ -8,7 +8,9 @@ from planning.placement import kinds_of, need_of
 
 
 def lines_of(plan: Plan) -> list[str]:
-    """What ``sol-rl plan`` prints: configuration, placement, memory, bytes, operations and, where a peak is assumed, seconds."""
+    """What ``sol-rl plan`` prints: configuration, placement, memory, bytes, operations and, where a
+    peak is assumed, seconds.
+    """
     return [
         *_summary(plan),
         *_services(plan),
@@ -25,19 +27,37 @@ def _summary(plan: Plan) -> list[str]:
     keep, model = config.selection.keep, config.model
     explore = "explore     nothing"
     if arm.explore is not None:
-        explore = f"explore     {arm.explore.pool_size} noises, {arm.explore.steps} steps {arm.explore.solver}, {plan.backend} ({plan.why})"
+        explore = (
+            f"explore     {arm.explore.pool_size} noises, {arm.explore.steps} steps"
+            f" {arm.explore.solver}, {plan.backend} ({plan.why})"
+        )
     full = f"{config.regenerate.steps} steps {arm.solver}, {config.regenerate.precision}"
     guidance = "" if model.guidance is None else f", embedded guidance {model.guidance:g}"
     return [
-        f"{config.name}: arm {config.arm}, objective {config.objective.name}, {config.prompts.per_iteration} prompts per iteration",
-        f"  model       {model.family} {model.path}, {model.width}x{model.height}{guidance}; {plan.source}, no weights read",
+        (
+            f"{config.name}: arm {config.arm}, objective {config.objective.name},"
+            f" {config.prompts.per_iteration} prompts per iteration"
+        ),
+        (
+            f"  model       {model.family} {model.path}, {model.width}x{model.height}{guidance};"
+            f" {plan.source}, no weights read"
+        ),
         f"  {explore}",
-        f"  regenerate  {f'{keep} noises, {full}' if arm.regenerate else 'nothing: trained on what was explored'}",
-        f"  update      {keep} samples x {points} points, {others:.3g} passes of other policies beside the trained one; "
-        f"LoRA rank {config.lora.rank} alpha {config.lora.alpha:g}, {plan.trained / 1e6:.1f} million parameters",
-        f"  quantised   {plan.quantised_weights / 1e9:.4g} of {plan.all_weights / 1e9:.4g} billion weights of the denoiser"
-        if arm.explore is not None
-        else "  quantised   nothing: there are no explorers",
+        (
+            "  regenerate "
+            f" {f'{keep} noises, {full}' if arm.regenerate else 'nothing: trained on what was explored'}"
+        ),
+        (
+            f"  update      {keep} samples x {points} points, {others:.3g} passes of other policies"
+            f" beside the trained one; LoRA rank {config.lora.rank} alpha {config.lora.alpha:g},"
+            f" {plan.trained / 1e6:.1f} million parameters"
+        ),
+        (
+            f"  quantised   {plan.quantised_weights / 1e9:.4g} of {plan.all_weights / 1e9:.4g}"
+            " billion weights of the denoiser"
+            if arm.explore is not None
+            else "  quantised   nothing: there are no explorers"
+        ),
     ]
 
 
@@ -58,7 +78,13 @@ def _services(plan: Plan) -> list[str]:
 
 
 def _memory(plan: Plan) -> list[str]:
-    lines = ["", "memory of each actor, GB of 1e9 bytes; libraries of the device and gaps of its allocator come on top"]
+    lines = [
+        "",
+        (
+            "memory of each actor, GB of 1e9 bytes; libraries of the device and gaps of its"
+            " allocator come on top"
+        ),
+    ]
     for kind, parts in plan.memory.items():
         service = plan.config.services.of(kind)
         where = f"GPU, share {service.gpus:g}" if service.gpus else "host"
@@ -66,20 +92,29 @@ def _memory(plan: Plan) -> list[str]:
             where += ", only while it encodes"
         known = sum(size for size in parts.values() if size is not None)
         lines.append(f"  {kind:<12}{known / GB:9.3f}  ({where})")
-        lines += [f"    {'not known' if size is None else f'{size / GB:9.3f}':>19}  {what}" for what, size in parts.items()]
+        lines += [
+            f"    {'not known' if size is None else f'{size / GB:9.3f}':>19}  {what}"
+            for what, size in parts.items()
+        ]
     return lines
 
 
 def _bytes(plan: Plan) -> list[str]:
     lines = [
         "",
-        f"broadcast   {plan.broadcast / GB:.3f} GB to each explorer after each iteration, in chunks of {plan.config.publish.chunk_mb} MiB"
-        if plan.broadcast
-        else "broadcast   nothing: there are no explorers",
+        (
+            f"broadcast   {plan.broadcast / GB:.3f} GB to each explorer after each iteration, in"
+            f" chunks of {plan.config.publish.chunk_mb} MiB"
+            if plan.broadcast
+            else "broadcast   nothing: there are no explorers"
+        ),
         f"object store, at most {sum(plan.store.values()) / GB:.3f} GB",
     ]
     lines += [f"  {size / GB:10.3f}  {what}" for what, size in plan.store.items()]
-    advice = f"  start every node with at least --object-store-memory={store_size(sum(plan.store.values()))}"
+    advice = (
+        "  start every node with at least"
+        f" --object-store-memory={store_size(sum(plan.store.values()))}"
+    )
     return [*lines, advice] if plan.broadcast else lines
 
 
@@ -87,24 +122,38 @@ def _operations(plan: Plan) -> list[str]:
     device, config = plan.device, plan.config
     lines = [
         "",
-        "operations of an iteration, PFLOP" + ("" if device is None else "; seconds are a prediction from the assumptions below"),
+        "operations of an iteration, PFLOP"
+        + ("" if device is None else "; seconds are a prediction from the assumptions below"),
     ]
     for name, stage in plan.stages.items():
         parts = [f"denoiser {(stage.wide + stage.quantised) / 1e15:.3g}"]
-        parts += [f"of it quantised {stage.quantised / (stage.wide + stage.quantised):.0%}"] if stage.quantised else []
+        parts += (
+            [f"of it quantised {stage.quantised / (stage.wide + stage.quantised):.0%}"]
+            if stage.quantised
+            else []
+        )
         parts += [f"decoding {stage.decoding / 1e15:.3g}"] if stage.decoding else []
         seconds = "" if device is None else f"{stage.seconds(device):9.1f} s on {stage.gpus:g} GPU"
         lines.append(f"  {name:<12}{stage.flops / 1e15:10.4g}{seconds}  ({', '.join(parts)})")
     if device is None:
-        return [*lines, "  no GPU is asked for, so no time is predicted; --peak-tflops gives one to divide by"]
+        return [
+            *lines,
+            "  no GPU is asked for, so no time is predicted; --peak-tflops gives one to divide by",
+        ]
     evaluation = plan.evaluation
     lines += [
-        f"iteration   {iteration_seconds(plan, device):.1f} s: regenerating overlaps exploring, the update comes after both; "
-        "scoring, transfers and publishing not counted",
-        f"evaluation  {evaluation.seconds(device):.1f} s, {config.evaluate.prompts} prompts x {config.evaluate.noises} noises x "
-        f"{config.evaluate.steps} steps, every {config.evaluate.every} iterations",
-        f"assumed     {device.name}: {device.tflops:g} TFLOP/s, {device.quantised_tflops:g} in quantised layers, {device.tflops / 2:g} decoding; "
-        f"{device.utilisation:.0%} of them used" + (f"; {device.memory_gb:g} GB" if device.memory_gb else ""),
+        (
+            f"iteration   {iteration_seconds(plan, device):.1f} s: regenerating overlaps exploring,"
+            " the update comes after both; scoring, transfers and publishing not counted"
+        ),
+        (
+            f"evaluation  {evaluation.seconds(device):.1f} s, {config.evaluate.prompts} prompts x"
+            f" {config.evaluate.noises} noises x {config.evaluate.steps} steps, every"
+            f" {config.evaluate.every} iterations"
+        ),
+        f"assumed     {device.name}: {device.tflops:g} TFLOP/s, {device.quantised_tflops:g} in"
+        f" quantised layers, {device.tflops / 2:g} decoding; {device.utilisation:.0%} of them used"
+        + (f"; {device.memory_gb:g} GB" if device.memory_gb else ""),
     ]
     return lines
 
@@ -123,9 +172,16 @@ def _warnings(plan: Plan) -> list[str]:
         room = service.gpus * device.memory_gb if device is not None else 0.0
         needed = sum(size or 0 for size in parts.values()) / GB
         if room and needed > room:
-            lines.append(f"too large   {kind} needs {needed:.1f} GB, services.{kind}.gpus = {service.gpus:g} is {room:.1f} GB")
-    if device is not None and (seconds := plan.stages["update"].seconds(device)) > services.learner.deadline_s:
+            lines.append(
+                f"too large   {kind} needs {needed:.1f} GB, services.{kind}.gpus = {service.gpus:g}"
+                f" is {room:.1f} GB"
+            )
+    if (
+        device is not None
+        and (seconds := plan.stages["update"].seconds(device)) > services.learner.deadline_s
+    ):
         lines.append(
-            f"too long    the update is one unit of {seconds:.0f} s, services.learner.deadline_s = {services.learner.deadline_s:g}"
+            f"too long    the update is one unit of {seconds:.0f} s, services.learner.deadline_s ="
+            f" {services.learner.deadline_s:g}"
         )
     return lines

@@ -1,7 +1,9 @@
-"""``sol-rl plan``: what a run would need and how long an iteration might take, before anything is loaded.
+"""``sol-rl plan``: what a run would need and how long an iteration might take, before anything is
+loaded.
 
-Sizes and operations are counted on the architecture (``policy.memory``); where actors would go is asked of ``planning.placement``.
-Seconds are operations over an assumed share of an assumed peak, and nothing else: scoring, transfers and publishing are not in them.
+Sizes and operations are counted on the architecture (``policy.memory``); where actors would go is
+asked of ``planning.placement``. Seconds are operations over an assumed share of an assumed peak,
+and nothing else: scoring, transfers and publishing are not in them.
 """
 
 from __future__ import annotations
@@ -39,7 +41,9 @@ NUMBERS = {2: "two", 3: "three"}
 
 @dataclass(frozen=True)
 class Stage:
-    """Operations of one part of an iteration, over all its actors: ``wide`` and ``quantised`` in the denoiser, ``decoding`` in FP32."""
+    """Operations of one part of an iteration, over all its actors: ``wide`` and ``quantised`` in
+    the denoiser, ``decoding`` in FP32.
+    """
 
     wide: float
     quantised: float = 0.0
@@ -53,13 +57,19 @@ class Stage:
 
     def seconds(self, device: Device) -> float:
         """On its GPUs. Decoding runs in TF32, at half the BF16 peak."""
-        at = self.wide / device.tflops + self.quantised / device.quantised_tflops + self.decoding / (device.tflops / 2)
+        at = (
+            self.wide / device.tflops
+            + self.quantised / device.quantised_tflops
+            + self.decoding / (device.tflops / 2)
+        )
         return at / (1e12 * device.utilisation * self.gpus)
 
 
 @dataclass(frozen=True)
 class Plan:
-    """All that ``lines`` prints. Bytes, unless a name says otherwise; ``memory`` is per actor of a kind, by what it is for."""
+    """All that ``lines`` prints. Bytes, unless a name says otherwise; ``memory`` is per actor of a
+    kind, by what it is for.
+    """
 
     config: RunConfig
     source: str
@@ -79,8 +89,12 @@ class Plan:
     problem: str | None = None  # why there is no placement
 
 
-def make_plan(config: RunConfig, given: Assumptions | None = None, nodes: Sequence[Node] | None = None) -> Plan:
-    """The plan of a run on ``nodes``, or on as few assumed ones as do. Loads no weights. Raises ConfigError."""
+def make_plan(
+    config: RunConfig, given: Assumptions | None = None, nodes: Sequence[Node] | None = None
+) -> Plan:
+    """The plan of a run on ``nodes``, or on as few assumed ones as do. Loads no weights. Raises
+    ConfigError.
+    """
     given = given or Assumptions()
     try:
         with described(config) as (family, source):
@@ -91,28 +105,43 @@ def make_plan(config: RunConfig, given: Assumptions | None = None, nodes: Sequen
 
 @contextmanager
 def described(config: RunConfig) -> Iterator[tuple[Family, str]]:
-    """(family, where its architecture comes from): the published one where the model is a hub id that is known here."""
+    """(family, where its architecture comes from): the published one where the model is a hub id
+    that is known here.
+    """
     model = config.model
-    names = [name for name in published_names() if published(name)["hub_id"] == model.path and not Path(model.path).exists()]
+    names = [
+        name
+        for name in published_names()
+        if published(name)["hub_id"] == model.path and not Path(model.path).exists()
+    ]
     with tempfile.TemporaryDirectory(prefix="sol-rl-plan-") as scratch:
         if names:
             model = model.model_copy(update={"path": str(write_configs(names[0], scratch))})
         family = family_for(model)
         family.check()
-        yield family, f"published architecture {names[0]}" if names else "its own configuration files"
+        yield (
+            family,
+            (f"published architecture {names[0]}" if names else "its own configuration files"),
+        )
 
 
-def _plan(config: RunConfig, family: Family, source: str, given: Assumptions, nodes: Sequence[Node] | None) -> Plan:
+def _plan(
+    config: RunConfig, family: Family, source: str, given: Assumptions, nodes: Sequence[Node] | None
+) -> Plan:
     device, accelerator = device_of(config, given)
     backend, why = backend_of(config, accelerator)
     dtype = DTYPES[config.regenerate.precision]
     text_bytes = memory.held_bytes(*memory.text_encoders(family, dtype).values())
     wide = memory.blank(family, "transformer", dtype)
-    adapted = target_modules(wide, config.lora.targets or family.lora_targets, strict=bool(config.lora.targets))
+    adapted = target_modules(
+        wide, config.lora.targets or family.lora_targets, strict=bool(config.lora.targets)
+    )
     explored, decoded = _explorer(config, family, backend, wide, adapted, dtype)
     all_weights = sum(parameter.numel() for parameter in wide.parameters())
     learner, trained, passes = _learner(config, family, wide, dtype)
-    held: dict[str, dict[str, int | None]] = {"rollout": explored.memory} if config.plan.explore else {}
+    held: dict[str, dict[str, int | None]] = (
+        {"rollout": explored.memory} if config.plan.explore else {}
+    )
     held["learner"] = learner
     for kind in kinds_of(config):
         if labels := config.scorers_of(kind):
@@ -143,11 +172,18 @@ class _Explored:
 
 
 def _explorer(
-    config: RunConfig, family: Family, backend: Backend, wide: torch.nn.Module, adapted: Sequence[str], dtype: torch.dtype
+    config: RunConfig,
+    family: Family,
+    backend: Backend,
+    wide: torch.nn.Module,
+    adapted: Sequence[str],
+    dtype: torch.dtype,
 ) -> tuple[_Explored, Work]:
     """What an explorer holds and does, and the work of decoding one picture."""
     batch = min(config.explore.chunk_size, config.explore.pool_size)
-    transformer, rows, layers = memory.blank_explorer(family, backend, config.explore.keep_wide, dtype)
+    transformer, rows, layers = memory.blank_explorer(
+        family, backend, config.explore.keep_wide, dtype
+    )
     quantised = [row.name for row in rows if row.quantised]
     step = memory.sampling_work(family, wide, batch, dtype, quantised)
     vae, decode = memory.decoding_work(family, batch)
@@ -176,9 +212,17 @@ class _Passes:
 def _learner(
     config: RunConfig, family: Family, transformer: torch.nn.Module, dtype: torch.dtype
 ) -> tuple[dict[str, int | None], int, _Passes]:
-    """(bytes by purpose, trained parameters, work) of a replica of the learner; its adapter is put into ``transformer``."""
+    """(bytes by purpose, trained parameters, work) of a replica of the learner; its adapter is put
+    into ``transformer``.
+    """
     objective = build_objective(config.objective, config.stop.max_kl is not None)
-    adapters = {objective.sampling_adapter, *objective.policies, *objective.averages, "ema", "current"} - {"ref"}
+    adapters = {
+        objective.sampling_adapter,
+        *objective.policies,
+        *objective.averages,
+        "ema",
+        "current",
+    } - {"ref"}
     if config.explore_ahead:
         adapters.add("previous")
     base = memory.held_bytes(transformer)
@@ -186,7 +230,9 @@ def _learner(
     sampled, points = config.regenerate.batch_size, config.optimizer.batch_size
     sampling = memory.sampling_work(family, transformer, sampled, dtype)
     vae, decode = memory.decoding_work(family, sampled)
-    training = memory.training_work(family, transformer, points, dtype, config.optimizer.gradient_checkpointing)
+    training = memory.training_work(
+        family, transformer, points, dtype, config.optimizer.gradient_checkpointing
+    )
     per_prompt = memory.conditioning_like(family, 1, dtype)
     replicas = config.services.learner.replicas
     prompts = -(-config.prompts.per_iteration // replicas)  # of the replica that has most
@@ -195,8 +241,12 @@ def _learner(
         "autoencoder, fp32": vae,
         f"{len(adapters)} adapters, fp32": len(adapters) * trained * 4,
         "optimiser, fp32": 2 * trained * 4,
-        "conditioning": prompts * sum(t.numel() * t.element_size() for t in per_prompt.tensors.values()),
-        f"passes, {sampled} pictures or {points} points": max(sampling.peak, decode.peak, training.peak),
+        "conditioning": (
+            prompts * sum(t.numel() * t.element_size() for t in per_prompt.tensors.values())
+        ),
+        f"passes, {sampled} pictures or {points} points": max(
+            sampling.peak, decode.peak, training.peak
+        ),
     }
     if replicas > 1:
         held["sum of gradients, fp32"] = trained * 4
@@ -204,35 +254,53 @@ def _learner(
 
 
 def _store(config: RunConfig, family: Family, broadcast: int, dtype: torch.dtype) -> dict[str, int]:
-    """What the object stores hold at most, over all nodes with one copy of each, in the course of an iteration."""
+    """What the object stores hold at most, over all nodes with one copy of each, in the course of
+    an iteration.
+    """
     prompts, keep = config.prompts.per_iteration, config.selection.keep
-    picture, latent = 3 * config.model.height * config.model.width, 4 * int(np.prod(family.latent_shape))
+    picture, latent = (
+        3 * config.model.height * config.model.width,
+        4 * int(np.prod(family.latent_shape)),
+    )
     explored = config.plan.explore.pool_size if config.plan.explore else 0
     regenerated = (keep + config.audit.random_seeds) if config.plan.regenerate else 0
     objective = build_objective(config.objective, config.stop.max_kl is not None)
-    states = config.regenerate.steps + 2 if objective.path_solver else 1  # the path with its start, and the latents themselves
+    states = (
+        config.regenerate.steps + 2 if objective.path_solver else 1
+    )  # the path with its start, and the latents themselves
     kept = regenerated * states + (0 if config.plan.regenerate else explored)
     conditioning = memory.conditioning_like(family, 1, dtype).tensors.values()
     return {
-        f"{NUMBERS[versions_held(config)]} versions of the weights, per node with explorers": versions_held(config) * broadcast,
-        "pictures of an iteration, were none scored yet": prompts * (explored + regenerated) * picture,
+        f"{NUMBERS[versions_held(config)]} versions of the weights, per node with explorers": (
+            versions_held(config) * broadcast
+        ),
+        "pictures of an iteration, were none scored yet": (
+            prompts * (explored + regenerated) * picture
+        ),
         "samples to train on": prompts * kept * latent,
-        "conditioning": prompts * sum(tensor.numel() * tensor.element_size() for tensor in conditioning),
+        "conditioning": (
+            prompts * sum(tensor.numel() * tensor.element_size() for tensor in conditioning)
+        ),
     }
 
 
 SPILLS_AT = 0.8
-"""Share of an object store from which on Ray writes objects to disk (``RAY_object_spilling_threshold``)."""
+"""Share of an object store from which on Ray writes objects to disk
+(``RAY_object_spilling_threshold``).
+"""
 
 
 def versions_held(config: RunConfig) -> int:
-    """Versions of the policy that a store holds at once: the newest, those before it that chunks may name, and the one that comes."""
+    """Versions of the policy that a store holds at once: the newest, those before it that chunks
+    may name, and the one that comes.
+    """
     return 2 + config.explore_ahead
 
 
 def store_size(held: int) -> int:
-    """Bytes to start a node's object store with: ``held`` and a tenth more for pictures and samples, all below the share from which on
-    Ray spills to disk, in whole 100 MB."""
+    """Bytes to start a node's object store with: ``held`` and a tenth more for pictures and
+    samples, all below the share from which on Ray spills to disk, in whole 100 MB.
+    """
     step = 10**8
     return math.ceil(held * 1.1 / SPILLS_AT / step) * step
 
@@ -240,10 +308,16 @@ def store_size(held: int) -> int:
 # ---- operations
 
 
-def _stages(config: RunConfig, explored: _Explored, decode: Work, passes: _Passes) -> tuple[dict[str, Stage], Stage]:
+def _stages(
+    config: RunConfig, explored: _Explored, decode: Work, passes: _Passes
+) -> tuple[dict[str, Stage], Stage]:
     """Explore, regenerate and update of an iteration, and an evaluation."""
     prompts, plan, full = config.prompts.per_iteration, config.plan, config.regenerate
-    step, rollout, learner = passes.sampling.flops / passes.sampled, config.services.rollout, config.services.learner
+    step, rollout, learner = (
+        passes.sampling.flops / passes.sampled,
+        config.services.rollout,
+        config.services.learner,
+    )
     mine = learner.count * (min(1.0, learner.gpus) or 1.0)
     stages: dict[str, Stage] = {}
     if plan.explore is not None:
@@ -257,22 +331,33 @@ def _stages(config: RunConfig, explored: _Explored, decode: Work, passes: _Passe
         )
     if plan.regenerate:
         pictures = prompts * (config.selection.keep + config.audit.random_seeds)
-        stages["regenerate"] = Stage(pictures * full.steps * step, decoding=pictures * decode.flops, gpus=mine)
+        stages["regenerate"] = Stage(
+            pictures * full.steps * step, decoding=pictures * decode.flops, gpus=mine
+        )
     points, others = training_points(config)
     trained = passes.training.flops / passes.points
-    stages["update"] = Stage(prompts * config.selection.keep * points * (trained + others * step), gpus=mine)
+    stages["update"] = Stage(
+        prompts * config.selection.keep * points * (trained + others * step), gpus=mine
+    )
     pictures = config.evaluate.prompts * config.evaluate.noises
-    return stages, Stage(pictures * config.evaluate.steps * step, decoding=pictures * decode.flops, gpus=mine)
+    return stages, Stage(
+        pictures * config.evaluate.steps * step, decoding=pictures * decode.flops, gpus=mine
+    )
 
 
 def training_points(config: RunConfig) -> tuple[int, float]:
     """(training points of each sample, forward passes of each point beside the trained one).
 
-    Where the sampling policy is a copy of the trained one, its pass is saved until the first optimiser step of an iteration.
+    Where the sampling policy is a copy of the trained one, its pass is saved until the first
+    optimiser step of an iteration.
     """
     objective: Any = build_objective(config.objective, config.stop.max_kl is not None)
     steps = config.regenerate.steps
-    count = len(objective.steps(steps, np.random.default_rng(0))) if objective.path_solver else objective.settings.times_per_sample
+    count = (
+        len(objective.steps(steps, np.random.default_rng(0)))
+        if objective.path_solver
+        else objective.settings.times_per_sample
+    )
     others = float(len(set(objective.policies) - {"current"}))
     old = config.resolved_old_policy
     if "old" in objective.policies and old.schedule == "constant" and not old.value:
@@ -286,7 +371,9 @@ def training_points(config: RunConfig) -> tuple[int, float]:
 def _placement(
     config: RunConfig, given: Assumptions, accelerator: str | None, nodes: Sequence[Node] | None
 ) -> tuple[Sequence[Node], Mapping[str, str], str | None]:
-    """(nodes, node id by actor, None), or why there is none. Without ``nodes``: as few as do of those assumed."""
+    """(nodes, node id by actor, None), or why there is none. Without ``nodes``: as few as do of
+    those assumed.
+    """
     needs = needs_of(config)
     if nodes is not None:
         try:
@@ -296,7 +383,10 @@ def _placement(
     labels = {"ray.io/accelerator-type": accelerator} if accelerator else {}
     problem = ""
     for count in range(1, MOST_NODES + 1):
-        assumed = [Node(f"node {i + 1}", given.node_cpus, given.node_gpus if accelerator else 0, labels) for i in range(count)]
+        assumed = [
+            Node(f"node {i + 1}", given.node_cpus, given.node_gpus if accelerator else 0, labels)
+            for i in range(count)
+        ]
         try:
             return assumed, place(needs, assumed), None
         except NoRoom as error:

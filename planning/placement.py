@@ -1,10 +1,12 @@
 """Where actors go: a pure function of the configuration and of what the nodes have.
 
-The plan is made before anything is started, so that what cannot be placed is said at once, with what there is. Ray then gets a
-node for every actor, not a wish: nothing pends because something else was placed badly before it.
+The plan is made before anything is started, so that what cannot be placed is said at once, with
+what there is. Ray then gets a node for every actor, not a wish: nothing pends because something
+else was placed badly before it.
 
-Shares are counted in ten-thousandths, as Ray does. A GPU share below 1 lies on one GPU; from 1 on it is whole GPUs. Ray fills the
-fullest GPU that still has room, so shares are laid from the largest to the smallest, here and when actors are started.
+Shares are counted in ten-thousandths, as Ray does. A GPU share below 1 lies on one GPU; from 1 on
+it is whole GPUs. Ray fills the fullest GPU that still has room, so shares are laid from the largest
+to the smallest, here and when actors are started.
 """
 
 from __future__ import annotations
@@ -35,7 +37,11 @@ class Node:
 
     def describe(self) -> str:
         """``8 CPU, 4 GPU, ray.io/accelerator-type=B200``: without Ray's own node id."""
-        marks = [f"{key}={value}" for key, value in sorted(self.labels.items()) if key != "ray.io/node-id"]
+        marks = [
+            f"{key}={value}"
+            for key, value in sorted(self.labels.items())
+            if key != "ray.io/node-id"
+        ]
         return ", ".join([f"{self.cpus:g} CPU", f"{self.gpus:g} GPU", *marks])
 
 
@@ -62,7 +68,9 @@ class Need:
 
 
 class NoRoom(Exception):
-    """Some actors have no place; one line per service says how many, what each needs and what there is."""
+    """Some actors have no place; one line per service says how many, what each needs and what there
+    is.
+    """
 
     def __init__(self, lines: Sequence[str]):
         super().__init__("; ".join(lines))
@@ -70,15 +78,24 @@ class NoRoom(Exception):
 
 
 def kinds_of(config: RunConfig) -> tuple[str, ...]:
-    """The services a run has: no rollout actors where nothing is explored, reward services that hold a scorer."""
-    scoring = [kind for kind in ("reward", *(f"scorers.{label}" for label in config.services.scorers)) if config.scorers_of(kind)]
+    """The services a run has: no rollout actors where nothing is explored, reward services that
+    hold a scorer.
+    """
+    scoring = [
+        kind
+        for kind in ("reward", *(f"scorers.{label}" for label in config.services.scorers))
+        if config.scorers_of(kind)
+    ]
     exploring = ["rollout"] if config.plan.explore is not None else []
     return (*exploring, "learner", *scoring, "encoder", "selector")
 
 
 def need_of(kind: str, index: int, service: Service) -> Need:
     """What actor ``index`` of a service asks for."""
-    labels = {**service.labels, **({ACCELERATOR: service.accelerator} if service.accelerator else {})}
+    labels = {
+        **service.labels,
+        **({ACCELERATOR: service.accelerator} if service.accelerator else {}),
+    }
     return Need(f"{kind}-{index}", service.cpus, service.gpus, labels, service.strategy == "spread")
 
 
@@ -86,11 +103,17 @@ def needs_of(config: RunConfig, kinds: Iterable[str] | None = None) -> list[Need
     """What every actor of a run asks for, at its start."""
     chosen = kinds_of(config) if kinds is None else tuple(kinds)
     services = {kind: config.services.of(kind) for kind in chosen}
-    return [need_of(kind, index, service) for kind, service in services.items() for index in range(service.count)]
+    return [
+        need_of(kind, index, service)
+        for kind, service in services.items()
+        for index in range(service.count)
+    ]
 
 
 def matches(labels: Mapping[str, str], selector: Mapping[str, str]) -> bool:
-    """Whether a node's labels satisfy a selector in Ray's words: ``a``, ``!a``, ``in(a,b)``, ``!in(a,b)``."""
+    """Whether a node's labels satisfy a selector in Ray's words: ``a``, ``!a``, ``in(a,b)``,
+    ``!in(a,b)``.
+    """
     for key, wanted in selector.items():
         negated = wanted.startswith("!")
         plain = wanted.removeprefix("!")
@@ -101,15 +124,20 @@ def matches(labels: Mapping[str, str], selector: Mapping[str, str]) -> bool:
     return True
 
 
-def place(needs: Sequence[Need], nodes: Sequence[Node], held: Mapping[str, tuple[Need, str]] | None = None) -> dict[str, str]:
-    """A node id for every actor name of ``needs``. ``held``: what is placed already, as (need, node id) per actor name.
+def place(
+    needs: Sequence[Need], nodes: Sequence[Node], held: Mapping[str, tuple[Need, str]] | None = None
+) -> dict[str, str]:
+    """A node id for every actor name of ``needs``. ``held``: what is placed already, as (need, node
+    id) per actor name.
 
-    Those with the fewest possible nodes choose first, then those with the largest shares. ``spread`` takes the node with the
-    fewest actors of the same service, otherwise the one that is left with the least; actors without a GPU share avoid GPUs. Where that
-    wish leaves somebody without a place, everything is packed as tightly as it goes.
+    Those with the fewest possible nodes choose first, then those with the largest shares.
+    ``spread`` takes the node with the fewest actors of the same service, otherwise the one that is
+    left with the least; actors without a GPU share avoid GPUs. Where that wish leaves somebody
+    without a place, everything is packed as tightly as it goes.
 
     Raises:
-        NoRoom: neither way has a place for every actor. Both are greedy: in contrived cases another arrangement may exist.
+        NoRoom: neither way has a place for every actor. Both are greedy: in contrived cases another
+            arrangement may exist.
     """
     try:
         return _greedy(needs, nodes, held or {}, tight=False)
@@ -117,11 +145,15 @@ def place(needs: Sequence[Need], nodes: Sequence[Node], held: Mapping[str, tuple
         return _greedy(needs, nodes, held or {}, tight=True)
 
 
-def _greedy(needs: Sequence[Need], nodes: Sequence[Node], held: Mapping[str, tuple[Need, str]], tight: bool) -> dict[str, str]:
+def _greedy(
+    needs: Sequence[Need], nodes: Sequence[Node], held: Mapping[str, tuple[Need, str]], tight: bool
+) -> dict[str, str]:
     load: dict[str, list[Need]] = {node.id: [] for node in nodes}
     for need, where in held.values():
         load.setdefault(where, []).append(need)
-    eligible = {need.actor: [node for node in nodes if matches(node.labels, need.labels)] for need in needs}
+    eligible = {
+        need.actor: [node for node in nodes if matches(node.labels, need.labels)] for need in needs
+    }
     placed: dict[str, str] = {}
     left: list[Need] = []
     for need in sorted(needs, key=lambda need: (len(eligible[need.actor]), -need.gpus, -need.cpus)):
@@ -148,7 +180,9 @@ def _rank(node: Node, need: Need, load: Sequence[Need], tight: bool) -> tuple[fl
 
 
 def fits(node: Node, load: Sequence[Need]) -> bool:
-    """Whether a node holds all of ``load`` at once: CPU shares in sum, GPU shares on single GPUs, largest first."""
+    """Whether a node holds all of ``load`` at once: CPU shares in sum, GPU shares on single GPUs,
+    largest first.
+    """
     if sum(_units(need.cpus) for need in load) > _units(node.cpus):
         return False
     whole, rest = divmod(_units(node.gpus), UNIT)
@@ -175,14 +209,21 @@ def _units(share: float) -> int:
 
 
 def _missing(left: Sequence[Need], needs: Sequence[Need], nodes: Sequence[Node]) -> list[str]:
-    """One line per service: how many of its actors have no place, what each needs; at the end of each, what there is."""
+    """One line per service: how many of its actors have no place, what each needs; at the end of
+    each, what there is.
+    """
     there = Counter(node.describe() for node in nodes)
-    exists = " and ".join(f"{count} x ({text})" for text, count in sorted(there.items())) or "no node"
+    exists = (
+        " and ".join(f"{count} x ({text})" for text, count in sorted(there.items())) or "no node"
+    )
     lines = []
     for kind in dict.fromkeys(need.kind for need in left):
         mine = [need for need in left if need.kind == kind]
         total = sum(need.kind == kind for need in needs)
-        line = f"services.{kind}: {len(mine)} of {total} actors have no place: each needs {mine[0].describe()}; free now: {exists}"
+        line = (
+            f"services.{kind}: {len(mine)} of {total} actors have no place: each needs"
+            f" {mine[0].describe()}; free now: {exists}"
+        )
         if not any(matches(node.labels, mine[0].labels) for node in nodes):
             line += "; no node has these labels"
         lines.append(line)
@@ -190,9 +231,11 @@ def _missing(left: Sequence[Need], needs: Sequence[Need], nodes: Sequence[Node])
 
 
 def start_order(config: RunConfig, kinds: Iterable[str]) -> list[list[str]]:
-    """Services in the stages they must be started in: GPU fractions from the largest to the smallest, everything else at once.
+    """Services in the stages they must be started in: GPU fractions from the largest to the
+    smallest, everything else at once.
 
-    Ray gives a fraction the fullest GPU that has room when it arrives; a small one that came first could take the room of a large.
+    Ray gives a fraction the fullest GPU that has room when it arrives; a small one that came first
+    could take the room of a large.
     """
     chosen = list(kinds)
     share = {kind: config.services.of(kind).gpus for kind in chosen}
@@ -202,21 +245,27 @@ def start_order(config: RunConfig, kinds: Iterable[str]) -> list[list[str]]:
 
 
 class Placer:
-    """Remembers who is where while a run lives. ``refresh`` with what the nodes have free, before anything is placed."""
+    """Remembers who is where while a run lives. ``refresh`` with what the nodes have free, before
+    anything is placed.
+    """
 
     def __init__(self, config: RunConfig, clock: Callable[[], float] = time.monotonic):
         self._config, self._clock = config, clock
         self._nodes: dict[str, Node] = {}
         self._held: dict[str, tuple[Need, str]] = {}
         self._planned: set[str] = set()  # have a place, are not yet started
-        self._changed: dict[str, float] = {}  # when a place on that node was last given or given back
+        self._changed: dict[
+            str, float
+        ] = {}  # when a place on that node was last given or given back
 
     def refresh(self, free: Sequence[Node], running: Collection[str] = ()) -> dict[str, list[str]]:
-        """Take over nodes that came, forget those that went; returns, of these, the actors that had their place there.
+        """Take over nodes that came, forget those that went; returns, of these, the actors that had
+        their place there.
 
-        Of a known node the count stands while an actor that has its place there is not among the ``running``, and for ``SETTLED_S`` after a
-        place there was given or given back: Ray's lags behind, and a dying actor may hold its share for a while. Then what is free there,
-        and what ours hold, is what there is for us: other jobs come and go.
+        Of a known node the count stands while an actor that has its place there is not among the
+        ``running``, and for ``SETTLED_S`` after a place there was given or given back: Ray's lags
+        behind, and a dying actor may hold its share for a while. Then what is free there, and what
+        ours hold, is what there is for us: other jobs come and go.
         """
         self._nodes = {node.id: self._count(node, running) for node in free}
         lost: dict[str, list[str]] = {}
@@ -232,10 +281,16 @@ class Placer:
         if known is None:
             return free
         ours = {actor: need for actor, (need, where) in self._held.items() if where == free.id}
-        if now - self._changed.setdefault(free.id, now) < SETTLED_S or not ours.keys() <= set(running):
+        if now - self._changed.setdefault(free.id, now) < SETTLED_S or not ours.keys() <= set(
+            running
+        ):
             return known
         taken = ours.values()
-        return replace(free, cpus=free.cpus + sum(need.cpus for need in taken), gpus=free.gpus + sum(need.gpus for need in taken))
+        return replace(
+            free,
+            cpus=free.cpus + sum(need.cpus for need in taken),
+            gpus=free.gpus + sum(need.gpus for need in taken),
+        )
 
     def place_all(self, kinds: Iterable[str]) -> None:
         """Choose a node for every actor that a run starts with. Raises NoRoom."""
@@ -262,7 +317,9 @@ class Placer:
         self._hold([self.need(actor) for actor in actors], dict(zip(actors, nodes, strict=True)))
 
     def take(self, actor: str) -> str:
-        """The node to start an actor on: the planned one the first time, then a new choice among what is free. Raises NoRoom."""
+        """The node to start an actor on: the planned one the first time, then a new choice among
+        what is free. Raises NoRoom.
+        """
         if actor not in self._planned or actor not in self._held:
             self.release(actor)
             self.reserve([actor])
@@ -297,9 +354,13 @@ class Placer:
             self._changed[self._held[actor][1]] = self._clock()
 
 
-def check_placement(config: RunConfig, free: Sequence[Node], kinds: Iterable[str] | None = None) -> None:
+def check_placement(
+    config: RunConfig, free: Sequence[Node], kinds: Iterable[str] | None = None
+) -> None:
     """Raises ConfigError, one line per service, when a run's actors cannot all be placed."""
     try:
         place(needs_of(config, kinds), free)
     except NoRoom as error:
-        raise ConfigError([f"{line}: lower the service's actors or shares, or add nodes" for line in error.lines]) from None
+        raise ConfigError(
+            [f"{line}: lower the service's actors or shares, or add nodes" for line in error.lines]
+        ) from None

@@ -1,4 +1,6 @@
-"""What can be found wrong with a run before anything is started; everything here answers in seconds."""
+"""What can be found wrong with a run before anything is started; everything here answers in
+seconds.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,9 @@ from rewards.base import ScorerSetupError
 
 
 def check_model(config: RunConfig) -> None:
-    """Raises ConfigError for a model that is not there or does not suit ``config``; reads its configuration files only."""
+    """Raises ConfigError for a model that is not there or does not suit ``config``; reads its
+    configuration files only.
+    """
     try:
         family = family_for(config.model)
         family.check()
@@ -35,14 +39,17 @@ def check_model(config: RunConfig) -> None:
 
 
 def check_explorers(config: RunConfig) -> None:
-    """Raises ValueError for what explorers on CPUs cannot run. What GPUs can is known where they are: the actors say it when they start."""
+    """Raises ValueError for what explorers on CPUs cannot run. What GPUs can is known where they
+    are: the actors say it when they start.
+    """
     if config.plan.explore is not None and not config.services.rollout.gpus:
         resolve_backend(config.plan.explore.backend, "cpu")
 
 
 def check_scorers(config: RunConfig) -> None:
-    """Raises ConfigError for a scorer that is neither built in nor importable here, or whose weights are not where it says; models
-    are loaded by the reward actors."""
+    """Raises ConfigError for a scorer that is neither built in nor importable here, or whose
+    weights are not where it says; models are loaded by the reward actors.
+    """
     for scorer in config.rewards.everyone:
         own = config.services.scorers.get(scorer.label)
         if own is not None and own.runtime_env:
@@ -55,21 +62,34 @@ def check_scorers(config: RunConfig) -> None:
             raise ConfigError([str(error)]) from None
         except ImportError as error:
             advice = "put its directory on PYTHONPATH, or install what it needs"
-            raise ConfigError([f"rewards.scorers: {scorer.name!r} cannot be imported ({error}): {advice}"]) from None
+            raise ConfigError(
+                [f"rewards.scorers: {scorer.name!r} cannot be imported ({error}): {advice}"]
+            ) from None
         if found is None:
-            raise ConfigError([f"rewards.scorers: {scorer.name!r}: there is no module {module!r}: put its directory on PYTHONPATH"])
+            raise ConfigError(
+                [
+                    f"rewards.scorers: {scorer.name!r}: there is no module {module!r}: put its"
+                    " directory on PYTHONPATH"
+                ]
+            )
 
 
 def check_resumable(config: RunConfig, rundir: RunDirectory) -> None:
-    """Raises ConfigError unless the run is there, differs only in fields that cannot change results, and its prompts are what they were."""
+    """Raises ConfigError unless the run is there, differs only in fields that cannot change
+    results, and its prompts are what they were.
+    """
     changed = differences(rundir.configuration(), config)
     if changed:
         raise ConfigError(
             [
-                f"--resume: {rundir.path} was started with another configuration: {'; '.join(changed)}; give the same, or another name"
+                f"--resume: {rundir.path} was started with another configuration:"
+                f" {'; '.join(changed)}; give the same, or another name"
             ]
         )
     if changed := changed_files(config.prompts, rundir.prompts()):
         raise ConfigError(
-            [f"--resume: {', '.join(changed)}: no longer what {rundir.path} was started with: put it back, or give another name"]
+            [
+                f"--resume: {', '.join(changed)}: no longer what {rundir.path} was started with:"
+                " put it back, or give another name"
+            ]
         )

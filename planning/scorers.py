@@ -12,7 +12,9 @@ from configs.rewards import Scorer
 
 
 def scorer_bytes(scorer: Scorer) -> int | None:
-    """Bytes of a built-in scorer's model; 0 for one without, None where it cannot be known without loading it."""
+    """Bytes of a built-in scorer's model; 0 for one without, None where it cannot be known without
+    loading it.
+    """
     from rewards.paired import DTYPES as WIDTHS
 
     given = scorer.settings.get("architecture")
@@ -41,7 +43,8 @@ def scorer_bytes(scorer: Scorer) -> int | None:
 
 
 def _open_clip(scorer: Scorer, given: Any) -> torch.nn.Module | None:
-    """The two towers; a description beside a local checkpoint counts, as it does for the scorer itself.
+    """The two towers; a description beside a local checkpoint counts, as it does for the scorer
+    itself.
 
     None where a checkpoint of the shipped tree has not been built.
     """
@@ -51,10 +54,17 @@ def _open_clip(scorer: Scorer, given: Any) -> torch.nn.Module | None:
     from rewards.openclip import CONFIG, ClipScore, HPSv2
 
     checkpoint = Path(str(scorer.settings.get("checkpoint", "")))
-    folders = [folder for path in (checkpoint, ROOT / checkpoint) for folder in (path, path.parent) if (folder / CONFIG).is_file()]
+    folders = [
+        folder
+        for path in (checkpoint, ROOT / checkpoint)
+        for folder in (path, path.parent)
+        if (folder / CONFIG).is_file()
+    ]
     beside = json.loads((folders[0] / CONFIG).read_text())["model_cfg"] if folders else None
     if not given and not beside and str(checkpoint).startswith("shapes/"):
         return None
     wanted = given or beside or {"clipscore": ClipScore, "hpsv2": HPSv2}[scorer.name].default
     found = open_clip.get_model_config(wanted) if isinstance(wanted, str) else wanted
-    return open_clip.CLIP(**{key: value for key, value in (found or {}).items() if key != "custom_text"})
+    return open_clip.CLIP(
+        **{key: value for key, value in (found or {}).items() if key != "custom_text"}
+    )

@@ -1,4 +1,6 @@
-"""The exploring side of the policy: a quantised denoiser and an autoencoder, fed with published weights."""
+"""The exploring side of the policy: a quantised denoiser and an autoencoder, fed with published
+weights.
+"""
 
 from __future__ import annotations
 
@@ -18,10 +20,12 @@ from policy.types import Conditioning
 
 
 class Explorer:
-    """Draws proxy pictures with the policy version it was last given; draws nothing while it has none.
+    """Draws proxy pictures with the policy version it was last given; draws nothing while it has
+    none.
 
-    Holds no text encoder. Quantised linears hold their packed weights only: the wide ones are dropped on the host, module by
-    module, before anything moves to ``device``. ``plan`` is the table of what runs quantised.
+    Holds no text encoder. Quantised linears hold their packed weights only: the wide ones are
+    dropped on the host, module by module, before anything moves to ``device``. ``plan`` is the
+    table of what runs quantised.
     """
 
     def __init__(
@@ -36,8 +40,9 @@ class Explorer:
     ) -> None:
         """``dtype`` is that of the unquantised parts, unless the backend has one of its own.
 
-        ``compile``: the first call at each batch size compiles the transformer, which takes minutes at real size; ValueError
-        where nothing can be compiled. ``activation_amax`` as in ``Backend.replacements``.
+        ``compile``: the first call at each batch size compiles the transformer, which takes minutes
+        at real size; ValueError where nothing can be compiled. ``activation_amax`` as in
+        ``Backend.replacements``.
         """
         self.family, self.backend, self.device = family, backend, torch.device(device)
         self.transformer = family.load_transformer("cpu", backend.dtype or dtype)
@@ -56,12 +61,14 @@ class Explorer:
     def load(self, manifest: Manifest, chunks: Sequence[np.ndarray]) -> tuple[int, str]:
         """Copy published weights in place; returns (version, checksum) as the acknowledgement.
 
-        Raises WireError when they are damaged or made for something else; there is no version then, until the next load.
+        Raises WireError when they are damaged or made for something else; there is no version then,
+        until the next load.
         """
         self._version = None
         if manifest.format != self.backend.wire_format:
             raise WireError(
-                f"version {manifest.version} is {manifest.format}, backend {self.backend.name} takes {self.backend.wire_format}"
+                f"version {manifest.version} is {manifest.format}, backend {self.backend.name}"
+                f" takes {self.backend.wire_format}"
             )
         unpack_into(manifest, chunks, self._targets(manifest))
         for layer in self._layers.values():
@@ -70,9 +77,13 @@ class Explorer:
         return manifest.version, manifest.checksum
 
     def _targets(self, manifest: Manifest) -> dict[str, Tensor]:
-        """What the quantised layers are filled from, and whichever wide weights the manifest brings."""
+        """What the quantised layers are filled from, and whichever wide weights the manifest
+        brings.
+        """
         targets = {
-            f"{name}.{part}": buffer for name, layer in self._layers.items() for part, buffer in layer.wire_targets().items()
+            f"{name}.{part}": buffer
+            for name, layer in self._layers.items()
+            for part, buffer in layer.wire_targets().items()
         }
         wide = {f"{row.name}.weight" for row in self.plan if not row.quantised}
         for entry in manifest.entries:
@@ -81,18 +92,29 @@ class Explorer:
         return targets
 
     @torch.no_grad()
-    def explore(self, cond: Conditioning, seeds: Sequence[int], steps: int, solver: str) -> tuple[np.ndarray, np.ndarray]:
-        """(images uint8 [B, 3, H, W], latents float32 [B, *latent]) of one prompt (cond of 1 row) at B seeds, in one batch.
+    def explore(
+        self, cond: Conditioning, seeds: Sequence[int], steps: int, solver: str
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """(images uint8 [B, 3, H, W], latents float32 [B, *latent]) of one prompt (cond of 1 row)
+        at B seeds, in one batch.
 
-        Raises RuntimeError while there is no version, CompileFailed when compiling was asked for and does not work.
+        Raises RuntimeError while there is no version, CompileFailed when compiling was asked for
+        and does not work.
         """
         if self._version is None:
             raise RuntimeError("this explorer has no policy version: load published weights first")
         if len(cond) != 1:
-            raise ValueError(f"conditioning of {len(cond)} rows: explore takes one prompt at a time")
+            raise ValueError(
+                f"conditioning of {len(cond)} rows: explore takes one prompt at a time"
+            )
         with compile_failures("explore.compile"):
-            latents = sample(self.family, self._denoiser, cond.repeat(len(seeds)), seeds, steps, solver)
+            latents = sample(
+                self.family, self._denoiser, cond.repeat(len(seeds)), seeds, steps, solver
+            )
         if not bool(torch.isfinite(latents).all()):
-            raise RuntimeError(f"policy version {self._version} gave latents that are not finite: lower optimizer.lr and resume")
+            raise RuntimeError(
+                f"policy version {self._version} gave latents that are not finite: lower"
+                " optimizer.lr and resume"
+            )
         images = self.family.decode(self.vae, latents)
         return images.numpy(), latents.numpy()

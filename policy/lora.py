@@ -1,8 +1,10 @@
-"""LoRA adapters (arXiv 2106.09685) of one transformer: W + (alpha / rank) B A, several side by side.
+"""LoRA adapters (arXiv 2106.09685) of one transformer: W + (alpha / rank) B A, several side by
+side.
 
-"current" is trained, "old" is the sampling policy, "ema" is evaluated; the reference is the transformer with adapters off.
-Adapter weights are float32 whatever the base weights are. The layers are peft's; who is active is switched here, because
-peft's own switches also rewrite ``requires_grad``, which must stay with "current".
+"current" is trained, "old" is the sampling policy, "ema" is evaluated; the reference is the
+transformer with adapters off. Adapter weights are float32 whatever the base weights are. The layers
+are peft's; who is active is switched here, because peft's own switches also rewrite
+``requires_grad``, which must stay with "current".
 """
 
 from __future__ import annotations
@@ -30,18 +32,30 @@ METADATA = "lora_adapter_metadata"
 PREFIX = "transformer."
 
 
-def add_adapters(transformer: nn.Module, lora: Lora, family: Family, names: Sequence[str] = ADAPTERS, seed: int = 0) -> None:
-    """Wrap the target linears with one adapter per name, all equal: A ~ N(0, 1 / rank^2) from ``seed``, B = 0.
+def add_adapters(
+    transformer: nn.Module,
+    lora: Lora,
+    family: Family,
+    names: Sequence[str] = ADAPTERS,
+    seed: int = 0,
+) -> None:
+    """Wrap the target linears with one adapter per name, all equal: A ~ N(0, 1 / rank^2) from
+    ``seed``, B = 0.
 
-    With ``lora.init_from`` all start as that diffusers LoRA instead. The first name is active and trainable afterwards.
-    Raises ValueError for a target that matches nothing, FileNotFoundError or ValueError for an unusable ``init_from``.
+    With ``lora.init_from`` all start as that diffusers LoRA instead. The first name is active and
+    trainable afterwards. Raises ValueError for a target that matches nothing, FileNotFoundError or
+    ValueError for an unusable ``init_from``.
     """
-    modules = target_modules(transformer, lora.targets or family.lora_targets, strict=bool(lora.targets))
+    modules = target_modules(
+        transformer, lora.targets or family.lora_targets, strict=bool(lora.targets)
+    )
     settings: dict[str, Any] = {"r": lora.rank, "lora_alpha": lora.alpha, "target_modules": modules}
     config = LoraConfig(**settings)
     for name in names:
         with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="Already found a `peft_config`")  # several adapters are the point
+            warnings.filterwarnings(
+                "ignore", message="Already found a `peft_config`"
+            )  # several adapters are the point
             inject_adapter_in_model(config, transformer, adapter_name=name)
     generator = torch.Generator().manual_seed(seed)
     state: dict[str, Tensor] = {}
@@ -63,37 +77,54 @@ def add_adapters(transformer: nn.Module, lora: Lora, family: Family, names: Sequ
         layer._active_adapter = [names[0]]
 
 
-def target_modules(transformer: nn.Module, targets: Sequence[str], strict: bool = True) -> list[str]:
-    """Paths of the linears (1x1 convolutions are linears too) whose path ends in one of ``targets``, in the transformer's order.
+def target_modules(
+    transformer: nn.Module, targets: Sequence[str], strict: bool = True
+) -> list[str]:
+    """Paths of the linears (1x1 convolutions are linears too) whose path ends in one of
+    ``targets``, in the transformer's order.
 
-    A target is the last names of a path, `*` standing for anything. Raises ValueError when none matches and, if ``strict``, when
-    any target matches nothing.
+    A target is the last names of a path, `*` standing for anything. Raises ValueError when none
+    matches and, if ``strict``, when any target matches nothing.
     """
     names = [name for name, module in transformer.named_modules() if _is_linear(module)]
-    found = {target: [n for n in names if fnmatchcase(n, target) or fnmatchcase(n, f"*.{target}")] for target in targets}
+    found = {
+        target: [n for n in names if fnmatchcase(n, target) or fnmatchcase(n, f"*.{target}")]
+        for target in targets
+    }
     idle = [target for target, modules in found.items() if not modules]
     if len(idle) == len(found) or (strict and idle):
         known = f"; there are such as {names[len(names) // 2]!r}" if names else ""
-        raise ValueError(f"lora.targets: no linear of the transformer ends in {' or '.join(map(repr, idle))}{known}")
+        raise ValueError(
+            "lora.targets: no linear of the transformer ends in"
+            f" {' or '.join(map(repr, idle))}{known}"
+        )
     wanted = {name for modules in found.values() for name in modules}
     return [name for name in names if name in wanted]
 
 
 def _is_linear(module: nn.Module) -> bool:
-    pointwise = isinstance(module, nn.Conv2d) and module.kernel_size == (1, 1) and module.groups == 1
+    pointwise = (
+        isinstance(module, nn.Conv2d) and module.kernel_size == (1, 1) and module.groups == 1
+    )
     return isinstance(module, nn.Linear) or pointwise
 
 
 def adapted_modules(transformer: nn.Module) -> list[tuple[str, LoraLayer]]:
     """(module path, LoRA layer) in the transformer's order."""
-    return [(name, module) for name, module in transformer.named_modules() if isinstance(module, LoraLayer)]
+    return [
+        (name, module)
+        for name, module in transformer.named_modules()
+        if isinstance(module, LoraLayer)
+    ]
 
 
 @contextlib.contextmanager
 def use(transformer: nn.Module, name: str | None) -> Iterator[None]:
-    """Within the context the adapter ``name`` is active; None turns adapters off: the reference, bit for bit the base model.
+    """Within the context the adapter ``name`` is active; None turns adapters off: the reference,
+    bit for bit the base model.
 
-    Nests; gradients and ``requires_grad`` are untouched. Raises KeyError for an adapter that does not exist.
+    Nests; gradients and ``requires_grad`` are untouched. Raises KeyError for an adapter that does
+    not exist.
     """
     layers = [layer for _, layer in adapted_modules(transformer)]
     before = [(layer._active_adapter, layer._disable_adapters) for layer in layers]
@@ -112,7 +143,9 @@ def use(transformer: nn.Module, name: str | None) -> Iterator[None]:
 
 def _check_name(layers: Sequence[LoraLayer], name: str) -> None:
     if not layers:
-        raise KeyError(f"adapter {name!r}: the transformer has no adapters; call add_adapters first")
+        raise KeyError(
+            f"adapter {name!r}: the transformer has no adapters; call add_adapters first"
+        )
     if name not in layers[0].lora_A:
         raise KeyError(f"adapter {name!r} does not exist; there are {', '.join(layers[0].lora_A)}")
 
@@ -124,7 +157,9 @@ def _matrices(layer: LoraLayer, name: str) -> tuple[nn.Parameter, nn.Parameter]:
 
 
 def _parameters(transformer: nn.Module, name: str) -> dict[str, nn.Parameter]:
-    """The adapter's parameters by stable key, `<module path>.lora_A.weight` [r, in] and `.lora_B.weight` [out, r]."""
+    """The adapter's parameters by stable key, `<module path>.lora_A.weight` [r, in] and
+    `.lora_B.weight` [out, r].
+    """
     modules = adapted_modules(transformer)
     _check_name([layer for _, layer in modules], name)
     found = {}
@@ -134,32 +169,50 @@ def _parameters(transformer: nn.Module, name: str) -> dict[str, nn.Parameter]:
 
 
 def adapter_state(transformer: nn.Module, name: str) -> dict[str, Tensor]:
-    """A copy of one adapter on the CPU: `<module path>.lora_A.weight` float32 [r, in], `<module path>.lora_B.weight` [out, r]."""
+    """A copy of one adapter on the CPU: `<module path>.lora_A.weight` float32 [r, in], `<module
+    path>.lora_B.weight` [out, r].
+    """
     parameters = _parameters(transformer, name).items()
-    return {key: parameter.detach().to("cpu", torch.float32, copy=True) for key, parameter in parameters}
+    return {
+        key: parameter.detach().to("cpu", torch.float32, copy=True) for key, parameter in parameters
+    }
 
 
 @torch.no_grad()
 def load_adapter_state(transformer: nn.Module, name: str, state: dict[str, Tensor]) -> None:
-    """Copy ``state`` into an adapter, in place. Raises ValueError naming the first key or shape that differs."""
+    """Copy ``state`` into an adapter, in place. Raises ValueError naming the first key or shape
+    that differs.
+    """
     parameters = _parameters(transformer, name)
     if parameters.keys() != state.keys():
         odd = sorted(parameters.keys() ^ state.keys())
-        raise ValueError(f"adapter {name!r}: {len(odd)} keys are not the model's, such as {odd[0]!r}: other targets or model")
+        raise ValueError(
+            f"adapter {name!r}: {len(odd)} keys are not the model's, such as {odd[0]!r}: other"
+            " targets or model"
+        )
     for key, parameter in parameters.items():
         if parameter.shape != state[key].shape:
-            raise ValueError(f"adapter {name!r}: {key} is {tuple(state[key].shape)}, the model's is {tuple(parameter.shape)}")
+            raise ValueError(
+                f"adapter {name!r}: {key} is {tuple(state[key].shape)}, the model's is"
+                f" {tuple(parameter.shape)}"
+            )
         parameter.copy_(state[key])
 
 
 @torch.no_grad()
 def blend(transformer: nn.Module, dst: str, src: str, decay: float) -> None:
-    """theta_dst <- decay theta_dst + (1 - decay) theta_src. decay 0 copies exactly, decay 1 changes nothing."""
+    """theta_dst <- decay theta_dst + (1 - decay) theta_src. decay 0 copies exactly, decay 1 changes
+    nothing.
+    """
     if not 0 <= decay <= 1:
         raise ValueError(f"decay {decay} is outside [0, 1]")
     sources = _parameters(transformer, src)
     for key, parameter in _parameters(transformer, dst).items():
-        parameter.copy_(sources[key]) if decay == 0 else parameter.mul_(decay).add_(sources[key], alpha=1 - decay)
+        (
+            parameter.copy_(sources[key])
+            if decay == 0
+            else parameter.mul_(decay).add_(sources[key], alpha=1 - decay)
+        )
 
 
 def trainable(transformer: nn.Module, name: str = "current") -> list[tuple[str, nn.Parameter]]:
@@ -176,18 +229,28 @@ def delta_weight(layer: LoraLayer, name: str) -> Tensor:
 
 @torch.no_grad()
 def merged_weights(transformer: nn.Module, name: str | None) -> Iterator[tuple[str, Tensor]]:
-    """(module path, W + (alpha / rank) B A float32 [out, in]) of each adapted module, one at a time; None gives W."""
+    """(module path, W + (alpha / rank) B A float32 [out, in]) of each adapted module, one at a
+    time; None gives W.
+    """
     modules = adapted_modules(transformer)
     if name is not None:
         _check_name([layer for _, layer in modules], name)
     for module, layer in modules:
         base: Any = layer.get_base_layer()
         weight = base.weight.float()
-        yield module, weight.clone() if name is None else weight + delta_weight(layer, name).view_as(weight)
+        yield (
+            module,
+            (
+                weight.clone()
+                if name is None
+                else weight + delta_weight(layer, name).view_as(weight)
+            ),
+        )
 
 
 def save_diffusers_lora(path: str | Path, state: dict[str, Tensor], lora: Lora) -> Path:
-    """Write the directory that stock ``pipe.load_lora_weights(path)`` loads; rank and alpha travel in the file's metadata.
+    """Write the directory that stock ``pipe.load_lora_weights(path)`` loads; rank and alpha travel
+    in the file's metadata.
 
     The file is written beside and renamed, so that it is whole or absent. Returns the file's path.
     """
@@ -196,13 +259,28 @@ def save_diffusers_lora(path: str | Path, state: dict[str, Tensor], lora: Lora) 
     modules = sorted({key.rsplit(".lora_", 1)[0] for key in state})
     if not modules:
         raise ValueError("an adapter without weights cannot be saved")
-    config = {"r": lora.rank, "lora_alpha": lora.alpha, "target_modules": modules, "lora_dropout": 0.0, "bias": "none"}
-    metadata = {"format": "pt", METADATA: json.dumps({PREFIX + key: value for key, value in config.items()}, sort_keys=True)}
+    config = {
+        "r": lora.rank,
+        "lora_alpha": lora.alpha,
+        "target_modules": modules,
+        "lora_dropout": 0.0,
+        "bias": "none",
+    }
+    metadata = {
+        "format": "pt",
+        METADATA: json.dumps(
+            {PREFIX + key: value for key, value in config.items()}, sort_keys=True
+        ),
+    }
     directory = Path(path)
     directory.mkdir(parents=True, exist_ok=True)
     beside = directory / f".{FILE}.{os.getpid()}"
     try:
-        save_file({PREFIX + key: value.float().contiguous() for key, value in state.items()}, beside, metadata=metadata)
+        save_file(
+            {PREFIX + key: value.float().contiguous() for key, value in state.items()},
+            beside,
+            metadata=metadata,
+        )
         os.replace(beside, directory / FILE)
     finally:
         beside.unlink(missing_ok=True)
@@ -210,46 +288,68 @@ def save_diffusers_lora(path: str | Path, state: dict[str, Tensor], lora: Lora) 
 
 
 def load_diffusers_lora(path: str | Path) -> tuple[dict[str, Tensor], float | None]:
-    """(transformer's LoRA tensors without prefix, alpha or None where the file does not say) of a diffusers LoRA directory."""
+    """(transformer's LoRA tensors without prefix, alpha or None where the file does not say) of a
+    diffusers LoRA directory.
+    """
     from safetensors import SafetensorError, safe_open
 
     file = Path(path)
     file = file if file.is_file() else file / FILE
     if not file.is_file():
-        raise FileNotFoundError(f"lora.init_from: there is no {FILE} in {str(path)!r}: give the directory of a diffusers LoRA")
+        raise FileNotFoundError(
+            f"lora.init_from: there is no {FILE} in {str(path)!r}: give the directory of a"
+            " diffusers LoRA"
+        )
     try:
         with safe_open(file, framework="pt") as opened:
             metadata = json.loads((opened.metadata() or {}).get(METADATA, "{}"))
             ours = [key for key in list(opened.keys()) if key.startswith(PREFIX)]
             state = {key.removeprefix(PREFIX): opened.get_tensor(key) for key in ours}
     except (SafetensorError, json.JSONDecodeError) as error:
-        raise ValueError(f"lora.init_from: {str(file)!r} is not a readable safetensors file: {error}") from error
+        raise ValueError(
+            f"lora.init_from: {str(file)!r} is not a readable safetensors file: {error}"
+        ) from error
     if not state:
         raise ValueError(f"lora.init_from: {str(file)!r} has no weights that start with {PREFIX!r}")
     return state, metadata.get(PREFIX + "lora_alpha")
 
 
 def _start_from(state: dict[str, Tensor], lora: Lora) -> None:
-    """Overwrite the initial ``state`` by the LoRA of ``lora.init_from``, so that the product of every module is that LoRA's.
+    """Overwrite the initial ``state`` by the LoRA of ``lora.init_from``, so that the product of
+    every module is that LoRA's.
 
-    A smaller rank fills the first rows of A and columns of B; a different alpha / rank is folded into B.
+    A smaller rank fills the first rows of A and columns of B; a different alpha / rank is folded
+    into B.
     """
     given, alpha = load_diffusers_lora(str(lora.init_from))
     unknown = sorted(given.keys() - state.keys())
     if unknown:
         raise ValueError(
-            f"lora.init_from: {lora.init_from!r} has {unknown[0]!r}, which is in no module of lora.targets: add it there"
+            f"lora.init_from: {lora.init_from!r} has {unknown[0]!r}, which is in no module of"
+            " lora.targets: add it there"
         )
     for key, value in given.items():
         module, part = key.rsplit(".lora_", 1)
         if {f"{module}.lora_A.weight", f"{module}.lora_B.weight"} - given.keys():
-            raise ValueError(f"lora.init_from: {lora.init_from!r} has only {key!r} of its pair of matrices")
+            raise ValueError(
+                f"lora.init_from: {lora.init_from!r} has only {key!r} of its pair of matrices"
+            )
         if part != "A.weight":
             continue
         down, up = value.float(), given[f"{module}.lora_B.weight"].float()
         rank, a, b = len(down), state[key], state[f"{module}.lora_B.weight"]
-        if rank > lora.rank or down.shape[1:] != a.shape[1:] or up.shape != (b.shape[0], rank, *b.shape[2:]):
-            found, wanted = f"{up.shape[0]}x{down.shape[1]} of rank {rank}", f"{b.shape[0]}x{a.shape[1]} of rank {lora.rank}"
-            raise ValueError(f"lora.init_from: {module} is {found}, here it is {wanted}: raise lora.rank or use another LoRA")
+        if (
+            rank > lora.rank
+            or down.shape[1:] != a.shape[1:]
+            or up.shape != (b.shape[0], rank, *b.shape[2:])
+        ):
+            found, wanted = (
+                f"{up.shape[0]}x{down.shape[1]} of rank {rank}",
+                f"{b.shape[0]}x{a.shape[1]} of rank {lora.rank}",
+            )
+            raise ValueError(
+                f"lora.init_from: {module} is {found}, here it is {wanted}: raise lora.rank or use"
+                " another LoRA"
+            )
         a[:rank] = down
         b[:, :rank] = up * (((alpha or rank) / rank) / (lora.alpha / lora.rank))

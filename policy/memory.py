@@ -1,8 +1,10 @@
-"""What a model needs before any of it is loaded: bytes it holds, multiplications and scratch memory of its passes.
+"""What a model needs before any of it is loaded: bytes it holds, multiplications and scratch memory
+of its passes.
 
-Modules are built from configuration files on the meta device, where tensors have shapes and no memory, and then run there: what
-is counted are the operations that the real modules would carry out. Not counted: memory of a device's libraries and of the
-allocator's gaps, and what fused kernels of quantised layers need for a packed input.
+Modules are built from configuration files on the meta device, where tensors have shapes and no
+memory, and then run there: what is counted are the operations that the real modules would carry
+out. Not counted: memory of a device's libraries and of the allocator's gaps, and what fused kernels
+of quantised layers need for a packed input.
 """
 
 from __future__ import annotations
@@ -34,8 +36,9 @@ META = torch.device("meta")
 
 @dataclass(frozen=True)
 class Work:
-    """Of one pass: ``flops``, two per multiplication and addition; ``quantised``, those of them in quantised layers; ``peak``
-    bytes that it had allocated at once beside the weights."""
+    """Of one pass: ``flops``, two per multiplication and addition; ``quantised``, those of them in
+    quantised layers; ``peak`` bytes that it had allocated at once beside the weights.
+    """
 
     flops: int
     quantised: int
@@ -43,7 +46,9 @@ class Work:
 
 
 class Tally(TorchDispatchMode):
-    """Counts operations of matrix products, convolutions and attention, and the bytes of live results, while it is active."""
+    """Counts operations of matrix products, convolutions and attention, and the bytes of live
+    results, while it is active.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -82,18 +87,31 @@ class Tally(TorchDispatchMode):
 
 @contextmanager
 def _fused_attention() -> Iterator[None]:
-    """On the meta device attention would be spelled out, with all its scores in memory; on a GPU they never are.
+    """On the meta device attention would be spelled out, with all its scores in memory; on a GPU
+    they never are.
 
-    The function itself is exchanged: torch's own way of overriding it does not reach what a backward pass computes again.
+    The function itself is exchanged: torch's own way of overriding it does not reach what a
+    backward pass computes again.
     """
     functional: Any = nn.functional
     spelled_out = functional.scaled_dot_product_attention
 
-    def attention(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, *rest: Any, **more: Any) -> Tensor:
+    def attention(
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None = None,
+        *rest: Any,
+        **more: Any,
+    ) -> Tensor:
         if query.device.type != "meta":
             return spelled_out(query, key, value, attn_mask, *rest, **more)
-        scale = more.get("scale")  # a mask changes neither the operations nor, being small, the memory
-        return torch.ops.aten._scaled_dot_product_flash_attention(query, key, value, 0.0, False, False, scale=scale)[0]
+        scale = more.get(
+            "scale"
+        )  # a mask changes neither the operations nor, being small, the memory
+        return torch.ops.aten._scaled_dot_product_flash_attention(
+            query, key, value, 0.0, False, False, scale=scale
+        )[0]
 
     functional.scaled_dot_product_attention = attention
     try:
@@ -108,10 +126,14 @@ def _fused_attention() -> Iterator[None]:
 def blank(family: Family, part: str, dtype: torch.dtype) -> nn.Module:
     """A part of the pipeline on the meta device, as loading it in ``dtype`` would give it."""
     library, name = family.index[part]
-    config = {key: value for key, value in family.part_config(part).items() if not key.startswith("_")}
+    config = {
+        key: value for key, value in family.part_config(part).items() if not key.startswith("_")
+    }
     if library == "diffusers":
         module = build({"class": f"diffusers.{name}", "config": config}, META, dtype)
-        for path in module.state_dict().keys() - dict(module.named_parameters()).keys():  # stored buffers are cast as weights are
+        for path in (
+            module.state_dict().keys() - dict(module.named_parameters()).keys()
+        ):  # stored buffers are cast as weights are
             owner, _, leaf = path.rpartition(".")
             buffer = module.get_buffer(path)
             if buffer.is_floating_point():
@@ -133,7 +155,11 @@ def blank(family: Family, part: str, dtype: torch.dtype) -> nn.Module:
 
 def text_encoders(family: Family, dtype: torch.dtype) -> dict[str, nn.Module]:
     """The text encoders of the pipeline, by name, on the meta device."""
-    return {part: blank(family, part, dtype) for part in family.components if part.startswith("text_encoder")}
+    return {
+        part: blank(family, part, dtype)
+        for part in family.components
+        if part.startswith("text_encoder")
+    }
 
 
 @dataclass(frozen=True)
@@ -147,7 +173,9 @@ class _Kernels:
 def blank_explorer(
     family: Family, backend: Backend, keep_wide: Sequence[str], dtype: torch.dtype
 ) -> tuple[nn.Module, list[ModuleRow], dict[str, Any]]:
-    """(transformer, plan, layers) of ``policy.explorer.Explorer``, on the meta device. Not to be run: kernels may be missing."""
+    """(transformer, plan, layers) of ``policy.explorer.Explorer``, on the meta device. Not to be
+    run: kernels may be missing.
+    """
     transformer = blank(family, "transformer", backend.dtype or dtype)
     plan = quantise_plan(transformer, family, keep_wide, backend)
     stand_in: Any = _Kernels() if isinstance(backend, EngineNVFP4 | TorchNVFP4) else backend
@@ -157,10 +185,14 @@ def blank_explorer(
 
 
 def adapt(transformer: nn.Module, family: Family, lora: Lora, name: str = "current") -> int:
-    """Wrap the targets of a meta transformer with one trainable adapter in FP32; returns its number of parameters."""
+    """Wrap the targets of a meta transformer with one trainable adapter in FP32; returns its number
+    of parameters.
+    """
     from peft import LoraConfig, inject_adapter_in_model
 
-    modules = target_modules(transformer, lora.targets or family.lora_targets, strict=bool(lora.targets))
+    modules = target_modules(
+        transformer, lora.targets or family.lora_targets, strict=bool(lora.targets)
+    )
     settings: dict[str, Any] = {"r": lora.rank, "lora_alpha": lora.alpha, "target_modules": modules}
     with META:
         inject_adapter_in_model(LoraConfig(**settings), transformer, adapter_name=name)
@@ -184,18 +216,37 @@ def held_bytes(*modules: nn.Module) -> int:
 
 
 def wire_bytes(
-    transformer: nn.Module, plan: Sequence[ModuleRow], layers: dict[str, Any], adapted: Sequence[str], backend: Backend
+    transformer: nn.Module,
+    plan: Sequence[ModuleRow],
+    layers: dict[str, Any],
+    adapted: Sequence[str],
+    backend: Backend,
 ) -> int:
-    """Bytes of one published version: every quantised layer packed, adapted modules that run wide as merged weights."""
-    packed = sum(tensor.numel() * tensor.element_size() for layer in layers.values() for tensor in layer.wire_targets().values())
+    """Bytes of one published version: every quantised layer packed, adapted modules that run wide
+    as merged weights.
+    """
+    packed = sum(
+        tensor.numel() * tensor.element_size()
+        for layer in layers.values()
+        for tensor in layer.wire_targets().values()
+    )
     wide = {row.name: math.prod(row.shape) for row in plan if not row.quantised}
     return packed + sum(wide.get(name, 0) for name in adapted) * backend.wire_dtype.itemsize
 
 
-def conditioning_like(family: Family, rows: int, dtype: torch.dtype, device: torch.device | str = META) -> Conditioning:
-    """Conditioning of ``rows`` prompts with every token in use, in the shapes that the family's ``encode_prompt`` gives."""
+def conditioning_like(
+    family: Family, rows: int, dtype: torch.dtype, device: torch.device | str = META
+) -> Conditioning:
+    """Conditioning of ``rows`` prompts with every token in use, in the shapes that the family's
+    ``encode_prompt`` gives.
+    """
     shapes = family.conditioning_shapes
-    return Conditioning({name: torch.ones(rows, *shape, dtype=dtype, device=device) for name, shape in shapes.items()})
+    return Conditioning(
+        {
+            name: torch.ones(rows, *shape, dtype=dtype, device=device)
+            for name, shape in shapes.items()
+        }
+    )
 
 
 # ---- work
@@ -203,7 +254,9 @@ def conditioning_like(family: Family, rows: int, dtype: torch.dtype, device: tor
 
 @contextmanager
 def _counted(transformer: nn.Module, quantised: Sequence[str]) -> Iterator[tuple[Tally, list[int]]]:
-    """A tally while the block runs, and the operations of the linears and 1x1 convolutions named ``quantised``."""
+    """A tally while the block runs, and the operations of the linears and 1x1 convolutions named
+    ``quantised``.
+    """
     inside: list[int] = []
 
     def count(module: nn.Module, inputs: Any, output: Tensor) -> None:
@@ -211,7 +264,11 @@ def _counted(transformer: nn.Module, quantised: Sequence[str]) -> Iterator[tuple
         inside.append(2 * (output.numel() // weight.shape[0]) * weight.numel())
 
     names = set(quantised)
-    hooks = [module.register_forward_hook(count) for name, module in weight_modules(transformer) if name in names]
+    hooks = [
+        module.register_forward_hook(count)
+        for name, module in weight_modules(transformer)
+        if name in names
+    ]
     tally = Tally()
     try:
         with _fused_attention(), tally:
@@ -221,20 +278,38 @@ def _counted(transformer: nn.Module, quantised: Sequence[str]) -> Iterator[tuple
             hook.remove()
 
 
-def sampling_work(family: Family, transformer: nn.Module, batch: int, dtype: torch.dtype, quantised: Sequence[str] = ()) -> Work:
-    """One call of the denoiser for ``batch`` pictures, without gradients. ``transformer`` is wide, on the meta device."""
-    x, cond = torch.empty(batch, *family.latent_shape, device=META), conditioning_like(family, batch, dtype)
+def sampling_work(
+    family: Family,
+    transformer: nn.Module,
+    batch: int,
+    dtype: torch.dtype,
+    quantised: Sequence[str] = (),
+) -> Work:
+    """One call of the denoiser for ``batch`` pictures, without gradients. ``transformer`` is wide,
+    on the meta device.
+    """
+    x, cond = (
+        torch.empty(batch, *family.latent_shape, device=META),
+        conditioning_like(family, batch, dtype),
+    )
     with torch.no_grad(), _counted(transformer, quantised) as (tally, inside):
         family.velocity(transformer, x, torch.tensor(0.5), cond)
     return Work(tally.flops, sum(inside), tally.peak)
 
 
-def training_work(family: Family, transformer: nn.Module, batch: int, dtype: torch.dtype, checkpointing: bool) -> Work:
-    """Forward and backward pass of ``batch`` training points; the peak includes the gradients of the adapter."""
+def training_work(
+    family: Family, transformer: nn.Module, batch: int, dtype: torch.dtype, checkpointing: bool
+) -> Work:
+    """Forward and backward pass of ``batch`` training points; the peak includes the gradients of
+    the adapter.
+    """
     model: Any = transformer
     if checkpointing:
         model.enable_gradient_checkpointing()
-    x, cond = torch.empty(batch, *family.latent_shape, device=META), conditioning_like(family, batch, dtype)
+    x, cond = (
+        torch.empty(batch, *family.latent_shape, device=META),
+        conditioning_like(family, batch, dtype),
+    )
     try:
         with _counted(transformer, ()) as (tally, _), use(transformer, "current"):
             velocity = family.velocity(transformer, x, torch.full((batch,), 0.5, device=META), cond)
@@ -249,7 +324,9 @@ def training_work(family: Family, transformer: nn.Module, batch: int, dtype: tor
 
 
 def decoding_work(family: Family, batch: int) -> tuple[int, Work]:
-    """(bytes of the autoencoder in FP32, work of decoding ``batch`` latents at once, or one by one where slicing is on)."""
+    """(bytes of the autoencoder in FP32, work of decoding ``batch`` latents at once, or one by one
+    where slicing is on).
+    """
     vae: Any = blank(family, "vae", torch.float32)
     if family.model.vae_slicing:
         vae.enable_slicing()

@@ -21,7 +21,9 @@ class NonFiniteWeights(RuntimeError):
     """A merged weight that is NaN or infinite; ``module`` says where. Nothing was published."""
 
     def __init__(self, module: str, detail: str) -> None:
-        super().__init__(f"the weights of {module!r} are not finite, so they were not published: {detail}")
+        super().__init__(
+            f"the weights of {module!r} are not finite, so they were not published: {detail}"
+        )
         self.module = module
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -32,9 +34,10 @@ class NonFiniteWeights(RuntimeError):
 class Publisher:
     """Packs one transformer again and again.
 
-    Every quantised module travels packed; an adapted module that runs wide travels as its merged weight in the backend's
-    ``wire_dtype``; everything else is the base model, which explorers load themselves. Modules without adapter are packed once.
-    What is kept between exports, and the export itself, lie in host memory, a module at a time is on the transformer's device.
+    Every quantised module travels packed; an adapted module that runs wide travels as its merged
+    weight in the backend's ``wire_dtype``; everything else is the base model, which explorers load
+    themselves. Modules without adapter are packed once. What is kept between exports, and the
+    export itself, lie in host memory, a module at a time is on the transformer's device.
     """
 
     def __init__(
@@ -46,12 +49,17 @@ class Publisher:
         scale_search: bool = True,
         frozen_amax: bool = False,
     ) -> None:
-        """``scale_search`` as ``search`` in ``Backend.pack``; ``frozen_amax``: the range of adapted modules is that of W, with head-room.
+        """``scale_search`` as ``search`` in ``Backend.pack``; ``frozen_amax``: the range of adapted
+        modules is that of W, with head-room.
 
         Linears that run as one product share a range where the format has one per tensor.
         """
         self.transformer, self.backend = transformer, backend
-        self.chunk_bytes, self.scale_search, self.frozen_amax = chunk_bytes, scale_search, frozen_amax
+        self.chunk_bytes, self.scale_search, self.frozen_amax = (
+            chunk_bytes,
+            scale_search,
+            frozen_amax,
+        )
         self._quantised = {row.name: row.quantised for row in plan}
         self._groups: dict[str, list[str]] = {}
         for row in plan:
@@ -62,24 +70,36 @@ class Publisher:
         self._adapter_before: dict[str, Tensor] | None = None
 
     @torch.no_grad()
-    def export(self, adapter: str, version: int) -> tuple[Manifest, list[np.ndarray], dict[str, float]]:
-        """(manifest, uint8 chunks, statistics) of the transformer with ``adapter`` merged. Raises NonFiniteWeights.
+    def export(
+        self, adapter: str, version: int
+    ) -> tuple[Manifest, list[np.ndarray], dict[str, float]]:
+        """(manifest, uint8 chunks, statistics) of the transformer with ``adapter`` merged. Raises
+        NonFiniteWeights.
 
-        Statistics against the export before, over adapted modules, absent the first time: `weights/codes_changed`, the share
-        of stored codes that differ, and `weights/delta_cosine`, the cosine between the change of the decoded weights and the
-        true change of the merged ones (absent when nothing changed).
+        Statistics against the export before, over adapted modules, absent the first time:
+        `weights/codes_changed`, the share of stored codes that differ, and `weights/delta_cosine`,
+        the cosine between the change of the decoded weights and the true change of the merged ones
+        (absent when nothing changed).
         """
         adapted = dict(adapted_modules(self.transformer))
         owners = dict(weight_modules(self.transformer))
 
         def merged(name: str) -> Tensor:
             weight = owners[name].weight.detach()
-            return weight.float() + delta_weight(adapted[name], adapter).view_as(weight) if name in adapted else weight
+            return (
+                weight.float() + delta_weight(adapted[name], adapter).view_as(weight)
+                if name in adapted
+                else weight
+            )
 
         def range_of(name: str) -> Tensor:
             own = self.backend.amax(_finite(name, merged(name)).flatten(1))
             frozen = self.frozen_amax and name in adapted
-            return frozen_amax(self.backend.amax(owners[name].weight.flatten(1)), own) if frozen else own
+            return (
+                frozen_amax(self.backend.amax(owners[name].weight.flatten(1)), own)
+                if frozen
+                else own
+            )
 
         ranges = self._joint_ranges(range_of)
         state = adapter_state(self.transformer, adapter)
@@ -90,16 +110,24 @@ class Publisher:
         for name, owner in owners.items():
             if name in adapted:
                 own = self.frozen_amax and self._quantised[name] and name not in ranges
-                packed[name] = self._pack_adapted(name, merged(name), range_of(name) if own else ranges.get(name), changes)
+                packed[name] = self._pack_adapted(
+                    name, merged(name), range_of(name) if own else ranges.get(name), changes
+                )
             elif self._quantised[name]:
                 packed[name] = self._pack_once(name, owner.weight, ranges.get(name))
-        named = {f"{name}.{part}": tensor for name, parts in packed.items() for part, tensor in parts.items()}
+        named = {
+            f"{name}.{part}": tensor
+            for name, parts in packed.items()
+            for part, tensor in parts.items()
+        }
         manifest, chunks = pack_tensors(named, version, self.backend.wire_format, self.chunk_bytes)
         self._before, self._adapter_before = {name: packed[name] for name in adapted}, state
         return manifest, chunks, changes.statistics() if changes is not None else {}
 
     def _joint_ranges(self, range_of: Callable[[str], Tensor]) -> dict[str, Tensor]:
-        """The common amax of each group that runs as one product, where the format has one per tensor."""
+        """The common amax of each group that runs as one product, where the format has one per
+        tensor.
+        """
         ranges: dict[str, Tensor] = {}
         for names in self._groups.values():
             members = [range_of(name) for name in names]
@@ -114,24 +142,38 @@ class Publisher:
         except ValueError as error:
             raise NonFiniteWeights(name, str(error)) from error
 
-    def _pack_adapted(self, name: str, weight: Tensor, amax: Tensor | None, changes: _Changes | None) -> dict[str, Tensor]:
-        """A merged weight as it travels, in host memory; compared with the one before while it is on the device."""
+    def _pack_adapted(
+        self, name: str, weight: Tensor, amax: Tensor | None, changes: _Changes | None
+    ) -> dict[str, Tensor]:
+        """A merged weight as it travels, in host memory; compared with the one before while it is
+        on the device.
+        """
         quantised = self._quantised[name]
-        parts = self._pack(name, weight, amax) if quantised else {"weight": _finite(name, weight).to(self.backend.wire_dtype)}
+        parts = (
+            self._pack(name, weight, amax)
+            if quantised
+            else {"weight": _finite(name, weight).to(self.backend.wire_dtype)}
+        )
         if changes is not None:
             changes.add(name, parts, quantised)
         return _on_host(parts)
 
     def _pack_once(self, name: str, weight: Tensor, amax: Tensor | None) -> dict[str, Tensor]:
-        """A weight without adapter is packed again only when its neighbours in a group moved its range."""
+        """A weight without adapter is packed again only when its neighbours in a group moved its
+        range.
+        """
         before = self._fixed.get(name)
-        if before is None or (before[0] is not None and amax is not None and not torch.equal(amax, before[0])):
+        if before is None or (
+            before[0] is not None and amax is not None and not torch.equal(amax, before[0])
+        ):
             before = self._fixed[name] = (amax, _on_host(self._pack(name, weight, amax)))
         return before[1]
 
 
 class _Changes:
-    """Sums over adapted modules of how an export differs from the one before. The true change is that of B A: W itself cancels."""
+    """Sums over adapted modules of how an export differs from the one before. The true change is
+    that of B A: W itself cancels.
+    """
 
     def __init__(
         self,
@@ -148,7 +190,9 @@ class _Changes:
 
     def add(self, name: str, now: dict[str, Tensor], quantised: bool) -> None:
         """One module, packed; on the device that ``now`` is on."""
-        before = {part: tensor.to(now[part].device) for part, tensor in self._packed_before[name].items()}
+        before = {
+            part: tensor.to(now[part].device) for part, tensor in self._packed_before[name].items()
+        }
         if quantised:
             changed = self._backend.changed(now, before)
             decoded = self._backend.decode(now) - self._backend.decode(before)
@@ -156,7 +200,9 @@ class _Changes:
             changed = (now["weight"] != before["weight"]).sum()
             decoded = (now["weight"].float() - before["weight"].float()).flatten(1)
         scaling = next(iter(self._layers[name].scaling.values()))
-        true = ((_product(self._adapter, name) - _product(self._adapter_before, name)) * scaling).to(decoded)
+        true = (
+            (_product(self._adapter, name) - _product(self._adapter_before, name)) * scaling
+        ).to(decoded)
         self._changed += int(changed)
         self._total += true.numel()
         self._dot += float((decoded * true).sum(dtype=torch.float64))
@@ -167,12 +213,16 @@ class _Changes:
         """By name, as ``Publisher.export`` says."""
         found = {"weights/codes_changed": self._changed / self._total}
         if self._decoded_square > 0 and self._true_square > 0:
-            found["weights/delta_cosine"] = self._dot / (self._decoded_square * self._true_square) ** 0.5
+            found["weights/delta_cosine"] = (
+                self._dot / (self._decoded_square * self._true_square) ** 0.5
+            )
         return found
 
 
 def _on_host(parts: dict[str, Tensor]) -> dict[str, Tensor]:
-    """What was packed, in host memory: the learner's device never holds more than one packed module."""
+    """What was packed, in host memory: the learner's device never holds more than one packed
+    module.
+    """
     return {part: tensor.cpu() for part, tensor in parts.items()}
 
 
@@ -180,12 +230,16 @@ def _finite(name: str, weight: Tensor) -> Tensor:
     """The weight itself. Raises NonFiniteWeights."""
     if not bool(torch.isfinite(weight).all()):
         bad = int((~torch.isfinite(weight)).sum())
-        raise NonFiniteWeights(name, f"{bad} of {weight.numel()} are NaN or infinite; lower optimizer.lr and resume")
+        raise NonFiniteWeights(
+            name, f"{bad} of {weight.numel()} are NaN or infinite; lower optimizer.lr and resume"
+        )
     return weight
 
 
 def _product(adapter: Mapping[str, Tensor], name: str) -> Tensor:
-    """B A [N, K] of a linear's adapter, or of a convolution's, whose matrices have two more dimensions of 1."""
+    """B A [N, K] of a linear's adapter, or of a convolution's, whose matrices have two more
+    dimensions of 1.
+    """
     return adapter[f"{name}.lora_B.weight"].flatten(1) @ adapter[f"{name}.lora_A.weight"].flatten(1)
 
 
@@ -200,5 +254,7 @@ def export_policy(
     frozen_amax: bool = False,
 ) -> tuple[Manifest, list[np.ndarray]]:
     """One export without memory; a run that publishes again and again keeps a ``Publisher``."""
-    manifest, chunks, _ = Publisher(transformer, plan, backend, chunk_bytes, scale_search, frozen_amax).export(adapter, version)
+    manifest, chunks, _ = Publisher(
+        transformer, plan, backend, chunk_bytes, scale_search, frozen_amax
+    ).export(adapter, version)
     return manifest, chunks

@@ -9,7 +9,9 @@ import torch
 from torch import Tensor
 
 Velocity = Callable[[Tensor, Tensor], Tensor]
-"""(x [B, *latent], sigma 0-dim or [B]) -> v [B, *latent] = eps - x0, where x_t = (1 - t) x0 + t eps and sigma = t in [0, 1]."""
+"""(x [B, *latent], sigma 0-dim or [B]) -> v [B, *latent] = eps - x0, where x_t = (1 - t) x0 + t eps
+and sigma = t in [0, 1].
+"""
 
 
 @dataclass(frozen=True)
@@ -30,12 +32,20 @@ class Conditioning:
     def repeat(self, n: int) -> Conditioning:
         """Each prompt n times in a row: [B * n, ...]. One prompt is expanded without a copy."""
         if len(self) == 1:
-            return Conditioning({name: t.expand(n, *t.shape[1:]) for name, t in self.tensors.items()})
-        return Conditioning({name: t.repeat_interleave(n, dim=0) for name, t in self.tensors.items()})
+            return Conditioning(
+                {name: t.expand(n, *t.shape[1:]) for name, t in self.tensors.items()}
+            )
+        return Conditioning(
+            {name: t.repeat_interleave(n, dim=0) for name, t in self.tensors.items()}
+        )
 
-    def to(self, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> Conditioning:
+    def to(
+        self, device: torch.device | str | None = None, dtype: torch.dtype | None = None
+    ) -> Conditioning:
         """Moved and cast."""
-        return Conditioning({name: t.to(device=device, dtype=dtype) for name, t in self.tensors.items()})
+        return Conditioning(
+            {name: t.to(device=device, dtype=dtype) for name, t in self.tensors.items()}
+        )
 
     def rows(self, index: int | slice | Sequence[int] | Tensor) -> Conditioning:
         """Some of the prompts; an int gives one row, still with its batch dimension."""
@@ -52,4 +62,6 @@ class Conditioning:
         """The rows of all parts, in order."""
         if not parts:
             raise ValueError("no conditioning to concatenate")
-        return Conditioning({name: torch.cat([part.tensors[name] for part in parts]) for name in parts[0].tensors})
+        return Conditioning(
+            {name: torch.cat([part.tensors[name] for part in parts]) for name in parts[0].tensors}
+        )

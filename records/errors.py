@@ -8,12 +8,18 @@ class RunFailed(Exception):
 
 
 class InputsLost(Exception):
-    """Objects that a unit needed went with the node that held them: make them again, it is nobody's failure."""
+    """Objects that a unit needed went with the node that held them: make them again, it is nobody's
+    failure.
+    """
 
 
 class StateLost(Exception):
-    """The learner died, and with it what it learned since its checkpoint: go back there and do it again."""
+    """The learner died, and with it what it learned since its checkpoint: go back there and do it
+    again.
+    """
 
 
 class Stopped(Exception):
-    """A signal asked the run to stop; the message says whether there is a checkpoint. Exit code 130."""
+    """A signal asked the run to stop; the message says whether there is a checkpoint. Exit code
+    130.
+    """

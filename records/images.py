@@ -1,7 +1,9 @@
-"""Before/after pictures on disk: small PNG files at fixed prompts and noises, and grids made of them.
+"""Before/after pictures on disk: small PNG files at fixed prompts and noises, and grids made of
+them.
 
-Layout below ``images/``: ``prompts.json``, a list of ``{"index": int, "prompt": str}``, and one directory per evaluated
-step, ``step_000000/<prompt index>_<noise index>.png``. A step appears whole or not at all.
+Layout below ``images/``: ``prompts.json``, a list of ``{"index": int, "prompt": str}``, and one
+directory per evaluated step, ``step_000000/<prompt index>_<noise index>.png``. A step appears whole
+or not at all.
 """
 
 from __future__ import annotations
@@ -44,21 +46,32 @@ class Pictures:
 
     def noises(self, prompt: int) -> list[int]:
         """Noise indices that any step has a picture of, rising."""
-        return sorted({noise for step in self.steps for index, noise in step.files if index == prompt})
+        return sorted(
+            {noise for step in self.steps for index, noise in step.files if index == prompt}
+        )
 
 
 def save_pictures(directory: Path, step: int, prompts: Sequence[str], images: np.ndarray) -> Path:
-    """Writes ``images`` uint8 [P, S, 3, H, W] of the first P ``prompts``, S noises each; returns the step's directory.
+    """Writes ``images`` uint8 [P, S, 3, H, W] of the first P ``prompts``, S noises each; returns
+    the step's directory.
 
-    The step's directory is written beside and renamed; an existing one of the same step is replaced. Raises ValueError when
-    shapes or dtype do not fit.
+    The step's directory is written beside and renamed; an existing one of the same step is
+    replaced. Raises ValueError when shapes or dtype do not fit.
     """
     if images.ndim != 5 or images.shape[2] != 3 or images.dtype != np.uint8:
-        raise ValueError(f"pictures must be uint8 [prompts, noises, 3, height, width], not {images.dtype} {list(images.shape)}")
+        raise ValueError(
+            f"pictures must be uint8 [prompts, noises, 3, height, width], not {images.dtype}"
+            f" {list(images.shape)}"
+        )
     if len(prompts) < images.shape[0]:
-        raise ValueError(f"{len(prompts)} prompts for pictures of {images.shape[0]}: give a prompt per row")
+        raise ValueError(
+            f"{len(prompts)} prompts for pictures of {images.shape[0]}: give a prompt per row"
+        )
     directory.mkdir(parents=True, exist_ok=True)
-    named = [{"index": index, "prompt": prompt} for index, prompt in enumerate(prompts[: images.shape[0]])]
+    named = [
+        {"index": index, "prompt": prompt}
+        for index, prompt in enumerate(prompts[: images.shape[0]])
+    ]
     _write_text(directory / "prompts.json", json.dumps(named, ensure_ascii=False, indent=1) + "\n")
     final, beside = directory / f"step_{step:06d}", directory / f".step_{step:06d}.part"
     shutil.rmtree(beside, ignore_errors=True)
@@ -72,10 +85,15 @@ def save_pictures(directory: Path, step: int, prompts: Sequence[str], images: np
 
 
 def find_pictures(directory: Path) -> Pictures:
-    """Looks at what ``save_pictures`` left in ``directory``; without it, or without readable prompts, there are none or numbers."""
+    """Looks at what ``save_pictures`` left in ``directory``; without it, or without readable
+    prompts, there are none or numbers.
+    """
     prompts: dict[int, str] = {}
     try:
-        prompts = {int(row["index"]): str(row["prompt"]) for row in json.loads((directory / "prompts.json").read_text("utf-8"))}
+        prompts = {
+            int(row["index"]): str(row["prompt"])
+            for row in json.loads((directory / "prompts.json").read_text("utf-8"))
+        }
     except (FileNotFoundError, ValueError, KeyError, TypeError):
         prompts = {}
     steps = []
@@ -91,15 +109,26 @@ def find_pictures(directory: Path) -> Pictures:
 
 
 def load_step(directory: Path, step: int) -> np.ndarray:
-    """The pictures of one step, uint8 [P, S, 3, H, W]; raises FileNotFoundError when it was not saved or is not a full rectangle."""
+    """The pictures of one step, uint8 [P, S, 3, H, W]; raises FileNotFoundError when it was not
+    saved or is not a full rectangle.
+    """
     found = next((one for one in find_pictures(directory).steps if one.step == step), None)
     if found is None:
         raise FileNotFoundError(f"no pictures of step {step} in {directory}")
     rows, columns = (sorted({key[axis] for key in found.files}) for axis in (0, 1))
-    missing = [f"{row}_{column}.png" for row in rows for column in columns if (row, column) not in found.files]
+    missing = [
+        f"{row}_{column}.png"
+        for row in rows
+        for column in columns
+        if (row, column) not in found.files
+    ]
     if missing:
-        raise FileNotFoundError(f"{missing[0]} is missing from the pictures of step {step} in {directory}")
-    return np.stack([np.stack([read_png(found.files[row, column]) for column in columns]) for row in rows])
+        raise FileNotFoundError(
+            f"{missing[0]} is missing from the pictures of step {step} in {directory}"
+        )
+    return np.stack(
+        [np.stack([read_png(found.files[row, column]) for column in columns]) for row in rows]
+    )
 
 
 def read_png(path: Path) -> np.ndarray:
@@ -111,48 +140,76 @@ def read_png(path: Path) -> np.ndarray:
 def png_bytes(image: np.ndarray) -> bytes:
     """``image`` uint8 [3, H, W] as the bytes of a PNG file."""
     buffer = io.BytesIO()
-    Image.fromarray(np.ascontiguousarray(image.transpose(1, 2, 0))).save(buffer, "PNG", optimize=True)
+    Image.fromarray(np.ascontiguousarray(image.transpose(1, 2, 0))).save(
+        buffer, "PNG", optimize=True
+    )
     return buffer.getvalue()
 
 
 def grid(images: np.ndarray, gap: int = 2, scale: int = 1, background: int = 255) -> np.ndarray:
-    """``images`` uint8 [R, C, 3, H, W] as one picture uint8 [3, H', W'], each pixel ``scale`` wide, ``gap`` pixels between."""
+    """``images`` uint8 [R, C, 3, H, W] as one picture uint8 [3, H', W'], each pixel ``scale`` wide,
+    ``gap`` pixels between.
+    """
     rows, columns, _, height, width = images.shape
     height, width = height * scale, width * scale
-    sheet = np.full((3, rows * height + (rows - 1) * gap, columns * width + (columns - 1) * gap), background, np.uint8)
+    sheet = np.full(
+        (3, rows * height + (rows - 1) * gap, columns * width + (columns - 1) * gap),
+        background,
+        np.uint8,
+    )
     for row, column in np.ndindex(rows, columns):
         top, left = row * (height + gap), column * (width + gap)
-        sheet[:, top : top + height, left : left + width] = images[row, column].repeat(scale, axis=1).repeat(scale, axis=2)
+        sheet[:, top : top + height, left : left + width] = (
+            images[row, column].repeat(scale, axis=1).repeat(scale, axis=2)
+        )
     return sheet
 
 
-def before_after(directory: Path, prompts: int = 4, noises: int = 4, height: int = 96) -> Image.Image:
-    """One captioned picture of the first ``prompts`` prompts, first step's pictures left, last step's right.
+def before_after(
+    directory: Path, prompts: int = 4, noises: int = 4, height: int = 96
+) -> Image.Image:
+    """One captioned picture of the first ``prompts`` prompts, first step's pictures left, last
+    step's right.
 
-    Each small picture is about ``height`` pixels high. Raises FileNotFoundError when fewer than two steps were saved.
+    Each small picture is about ``height`` pixels high. Raises FileNotFoundError when fewer than two
+    steps were saved.
     """
     found = find_pictures(directory)
     if len(found.steps) < 2:
-        raise FileNotFoundError(f"{directory} holds pictures of {len(found.steps)} step: before and after need two")
+        raise FileNotFoundError(
+            f"{directory} holds pictures of {len(found.steps)} step: before and after need two"
+        )
     rows, head, gap = list(found.prompts.items())[:prompts], 26, 24
-    both = [load_step(directory, one.step)[:prompts, :noises] for one in (found.steps[0], found.steps[-1])]
+    both = [
+        load_step(directory, one.step)[:prompts, :noises]
+        for one in (found.steps[0], found.steps[-1])
+    ]
     scale = max(1, round(height / both[0].shape[3]))
     strips = [[grid(step[row : row + 1], scale=scale) for step in both] for row in range(len(rows))]
     _, tall, wide = strips[0][0].shape
     sheet = Image.new("RGB", (2 * wide + 3 * gap, head + len(rows) * (tall + 30) + 8), "white")
-    draw, small, bold = ImageDraw.Draw(sheet), ImageFont.load_default(14), ImageFont.load_default(16)
+    draw, small, bold = (
+        ImageDraw.Draw(sheet),
+        ImageFont.load_default(14),
+        ImageFont.load_default(16),
+    )
     for column, title in enumerate(("before", "after")):
         draw.text((gap + column * (wide + gap), 5), title, fill="#555", font=bold)
     for row, (_, prompt) in enumerate(rows):
         top = head + row * (tall + 30)
         draw.text((gap, top + 6), prompt, fill="#111", font=small)
         for column in (0, 1):
-            sheet.paste(Image.fromarray(strips[row][column].transpose(1, 2, 0)), (gap + column * (wide + gap), top + 26))
+            sheet.paste(
+                Image.fromarray(strips[row][column].transpose(1, 2, 0)),
+                (gap + column * (wide + gap), top + 26),
+            )
     return sheet
 
 
 def data_uri(path: Path) -> tuple[str, int, int]:
-    """The picture in ``path`` as a ``data:`` address with its width and height; large ones reduced, and as JPEG."""
+    """The picture in ``path`` as a ``data:`` address with its width and height; large ones reduced,
+    and as JPEG.
+    """
     content = path.read_bytes()
     with Image.open(io.BytesIO(content)) as picture:
         width, height = picture.size
@@ -162,7 +219,10 @@ def data_uri(path: Path) -> tuple[str, int, int]:
         picture.thumbnail((LARGEST_INLINE, LARGEST_INLINE), Image.Resampling.LANCZOS)
         buffer = io.BytesIO()
         picture.save(buffer, "JPEG", quality=90)
-        return f"data:image/jpeg;base64,{base64.b64encode(buffer.getvalue()).decode()}", *picture.size
+        return (
+            f"data:image/jpeg;base64,{base64.b64encode(buffer.getvalue()).decode()}",
+            *picture.size,
+        )
 
 
 def _write_text(path: Path, text: str) -> None:

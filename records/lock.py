@@ -1,4 +1,6 @@
-"""One driver per run directory, and one comparison: two would cut each other's metrics and write each other's checkpoints."""
+"""One driver per run directory, and one comparison: two would cut each other's metrics and write
+each other's checkpoints.
+"""
 
 from __future__ import annotations
 
@@ -18,8 +20,9 @@ LONGEST = 300
 
 
 class Lock(NamedTuple):
-    """A lock that is held: ``file``, an open descriptor, which holds it in every process that it is passed on to; ``missing``, why this
-    file system locks nothing."""
+    """A lock that is held: ``file``, an open descriptor, which holds it in every process that it is
+    passed on to; ``missing``, why this file system locks nothing.
+    """
 
     file: int
     missing: str | None
@@ -27,10 +30,12 @@ class Lock(NamedTuple):
 
 @contextlib.contextmanager
 def held(file: Path, what: str, remedy: str) -> Iterator[Lock]:
-    """Hold ``file``, whose content names the holder, for this process. ``what`` is at work under it, and the ``remedy`` where another is.
+    """Hold ``file``, whose content names the holder, for this process. ``what`` is at work under
+    it, and the ``remedy`` where another is.
 
-    The lock is the kernel's and ends with the process, however that ends; the file stays and says nothing by being there. It is
-    opened for writing because Linux makes of flock on NFS a lock of bytes, which wants that.
+    The lock is the kernel's and ends with the process, however that ends; the file stays and says
+    nothing by being there. It is opened for writing because Linux makes of flock on NFS a lock of
+    bytes, which wants that.
 
     Raises:
         ConfigError: another process holds it.
@@ -52,7 +57,12 @@ def _missing(lock: int, directory: Path, what: str, remedy: str) -> str | None:
     except OSError as error:
         return error.strerror or str(error)
     since = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime())
-    with contextlib.suppress(OSError):  # a full disk: who holds it is then not known, but it is held
+    with contextlib.suppress(
+        OSError
+    ):  # a full disk: who holds it is then not known, but it is held
         os.ftruncate(lock, 0)
-        os.write(lock, f"process {os.getpid()} on {socket.gethostname()} since {since}\n".encode()[:LONGEST])
+        os.write(
+            lock,
+            f"process {os.getpid()} on {socket.gethostname()} since {since}\n".encode()[:LONGEST],
+        )
     return None

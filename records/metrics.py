@@ -1,7 +1,9 @@
-"""The run's metrics for Prometheus: what each one means, and a small exporter that serves the newest values.
+"""The run's metrics for Prometheus: what each one means, and a small exporter that serves the
+newest values.
 
-The exporter has a registry of its own, so that it lives beside Ray's metrics. Names are those of metrics.jsonl with
-underscores and the prefix ``sol_rl_``; counters end in ``_total``; the scorer is a label.
+The exporter has a registry of its own, so that it lives beside Ray's metrics. Names are those of
+metrics.jsonl with underscores and the prefix ``sol_rl_``; counters end in ``_total``; the scorer is
+a label.
 """
 
 from __future__ import annotations
@@ -27,8 +29,9 @@ UNSCORED = "eval/unscored/<scorer>"
 
 @dataclass(frozen=True)
 class Metric:
-    """What a name means. ``gauge``: the newest value. ``total``: a counter whose rows hold the running total.
-    ``increment``: a counter whose rows hold what one iteration added."""
+    """What a name means. ``gauge``: the newest value. ``total``: a counter whose rows hold the
+    running total. ``increment``: a counter whose rows hold what one iteration added.
+    """
 
     help: str
     kind: Literal["gauge", "total", "increment"] = "gauge"
@@ -54,55 +57,100 @@ METRICS: dict[str, Metric] = {
     "explore/reward_best": Metric("mean proxy reward of the best half of the selection"),
     "explore/reward_worst": Metric("mean proxy reward of the worst half of the selection"),
     "explore/contrast": Metric("best minus worst"),
-    "audit/kendall_tau": Metric("rank agreement of proxy and full rewards, selected noises (extremes)"),
-    "audit/spearman_rho": Metric("rank correlation of proxy and full rewards, selected noises (extremes)"),
-    "audit/sign_agreement": Metric("share of selected noises on the same side of their group's mean under both rewards"),
-    "audit/random_kendall_tau": Metric("Kendall tau of proxy and full rewards, random noises (unbiased)"),
-    "audit/random_spearman_rho": Metric("Spearman rho of proxy and full rewards, random noises (unbiased)"),
-    "audit/random_sign_agreement": Metric("sign agreement of proxy and full rewards, random noises (unbiased)"),
+    "audit/kendall_tau": Metric(
+        "rank agreement of proxy and full rewards, selected noises (extremes)"
+    ),
+    "audit/spearman_rho": Metric(
+        "rank correlation of proxy and full rewards, selected noises (extremes)"
+    ),
+    "audit/sign_agreement": Metric(
+        "share of selected noises on the same side of their group's mean under both rewards"
+    ),
+    "audit/random_kendall_tau": Metric(
+        "Kendall tau of proxy and full rewards, random noises (unbiased)"
+    ),
+    "audit/random_spearman_rho": Metric(
+        "Spearman rho of proxy and full rewards, random noises (unbiased)"
+    ),
+    "audit/random_sign_agreement": Metric(
+        "sign agreement of proxy and full rewards, random noises (unbiased)"
+    ),
     "audit/below": Metric("iterations in a row in which rank agreement was below its threshold"),
-    "weights/delta_cosine": Metric("cosine of this update's weight change and the quantised weights' change"),
+    "weights/delta_cosine": Metric(
+        "cosine of this update's weight change and the quantised weights' change"
+    ),
     "weights/codes_changed": Metric("share of quantised codes that the last update changed"),
     "weights/version": Metric("version of the policy that was published last"),
     "weights/bytes": Metric("bytes of packed weights broadcast, per explorer", "increment"),
     "loss/policy": Metric("the objective's policy loss"),
     "loss/kl": Metric("distance from the reference policy, unweighted"),
-    "loss/ratio": Metric("mean ratio of the probabilities of a sample under the trained and the sampling policy"),
+    "loss/ratio": Metric(
+        "mean ratio of the probabilities of a sample under the trained and the sampling policy"
+    ),
     "loss/clip_share": Metric("share of those ratios that were clipped"),
-    "loss/log_prob_drift": Metric("mean difference of a path's log-probability computed again and as it was stored"),
+    "loss/log_prob_drift": Metric(
+        "mean difference of a path's log-probability computed again and as it was stored"
+    ),
     "loss/ema": Metric("distance from AWM's own average of the policy, unweighted"),
     "grad_norm": Metric("norm of the gradient before clipping, mean over the iteration's steps"),
-    "zero_std_ratio": Metric("share of prompts whose rewards are all equal, so that they teach nothing"),
+    "zero_std_ratio": Metric(
+        "share of prompts whose rewards are all equal, so that they teach nothing"
+    ),
     "rewards/failed": Metric("samples dropped because a scorer failed on them", "increment"),
-    "rewards/stood_in": Metric("samples in which the group's mean stood in for an optional scorer that failed", "increment"),
+    "rewards/stood_in": Metric(
+        "samples in which the group's mean stood in for an optional scorer that failed", "increment"
+    ),
     SCORER_SPEED: Metric("pictures per second of one actor, while the scorer works"),
     UNSCORED: Metric("held-out pictures that the scorer failed on"),
-    **{f"busy/{kind}": Metric(f"share of the iteration in which the mean {kind} actor had work in hand") for kind in SERVICES},
-    **{f"queue/{kind}": Metric(f"most units that waited for a {kind} actor in the iteration") for kind in SERVICES},
+    **{
+        f"busy/{kind}": Metric(
+            f"share of the iteration in which the mean {kind} actor had work in hand"
+        )
+        for kind in SERVICES
+    },
+    **{
+        f"queue/{kind}": Metric(f"most units that waited for a {kind} actor in the iteration")
+        for kind in SERVICES
+    },
     "rollout/actors": Metric("rollout actors in service"),
     "rollout/reissued": Metric("units of work given out again", "total"),
     "actors/lost": Metric("actors of any service that died, or hung and were killed", "total"),
     "rollout/images_per_s": Metric("explored pictures per second, over all rollout actors"),
-    "time/explore_s": Metric("seconds until all prompts were explored, scored and selected; those before its turn left out"),
+    "time/explore_s": Metric(
+        "seconds until all prompts were explored, scored and selected; those before its turn"
+        " left out"
+    ),
     "time/explore_ahead_s": Metric("seconds for which the iteration was explored before its turn"),
-    "time/regenerate_s": Metric("seconds from there until all selected noises were regenerated and scored"),
+    "time/regenerate_s": Metric(
+        "seconds from there until all selected noises were regenerated and scored"
+    ),
     "time/update_s": Metric("seconds of the weight update"),
-    "time/allreduce_s": Metric("seconds of it in which the learner's replicas added up their gradients"),
-    "time/replica_wait_s": Metric("seconds of it in which the learner's first replica waited for the slowest"),
-    "time/publish_s": Metric("seconds from the update until every explorer held the new policy, or with explore_ahead could"),
+    "time/allreduce_s": Metric(
+        "seconds of it in which the learner's replicas added up their gradients"
+    ),
+    "time/replica_wait_s": Metric(
+        "seconds of it in which the learner's first replica waited for the slowest"
+    ),
+    "time/publish_s": Metric(
+        "seconds from the update until every explorer held the new policy, or with explore_ahead"
+        " could"
+    ),
     "time/iteration_s": Metric("seconds of a whole iteration"),
 }
 """Every name of metrics.jsonl. ``<scorer>`` stands for a scorer's label."""
 
 
 class PrometheusExporter:
-    """A sink of rows (``records.sinks``): serves what it was given last. Port 0: off. A run is never stopped because watching it failed."""
+    """A sink of rows (``records.sinks``): serves what it was given last. Port 0: off. A run is
+    never stopped because watching it failed.
+    """
 
     name = "prometheus"
 
     def __init__(self, port: int, host: str = "127.0.0.1", events: Events | None = None):
-        """Start serving on ``host:port``; where that is impossible, warn in one line, call ``events("metrics_unavailable",
-        address=..., why=...)`` if given, and carry on without."""
+        """Start serving on ``host:port``; where that is impossible, warn in one line, call
+        ``events("metrics_unavailable", address=..., why=...)`` if given, and carry on without.
+        """
         self.registry = CollectorRegistry()
         self.problem: str | None = None
         self._instruments: dict[str, Gauge | Counter] = {}
@@ -114,12 +162,16 @@ class PrometheusExporter:
             self._server, self._thread = start_http_server(port, addr=host, registry=self.registry)
         except OSError as error:
             self.problem = (
-                f"metrics are not served: {host}:{port}: {error.strerror or error}; training goes on "
-                f"(choose another with --set logging.prometheus_port=PORT, 0 for none)"
+                f"metrics are not served: {host}:{port}: {error.strerror or error}; training goes"
+                " on (choose another with --set logging.prometheus_port=PORT, 0 for none)"
             )
             log.warning(self.problem)
             if events is not None:
-                events("metrics_unavailable", address=f"{host}:{port}", why=error.strerror or str(error))
+                events(
+                    "metrics_unavailable",
+                    address=f"{host}:{port}",
+                    why=error.strerror or str(error),
+                )
 
     @property
     def serving(self) -> bool:
@@ -127,8 +179,9 @@ class PrometheusExporter:
         return self._server is not None
 
     def row(self, row: Mapping[str, Any]) -> None:
-        """Take the numbers of one row of metrics.jsonl; text, null and booleans are passed over. An evaluation's iteration
-        is not the run's: it is left out."""
+        """Take the numbers of one row of metrics.jsonl; text, null and booleans are passed over. An
+        evaluation's iteration is not the run's: it is left out.
+        """
         for name, value in row.items():
             if isinstance(value, bool) or not isinstance(value, int | float):
                 continue
@@ -155,7 +208,9 @@ class PrometheusExporter:
             (instrument.labels(scorer=scorer) if scorer else instrument).set(value)
 
     def _added(self, name: str, total: float) -> float:
-        """By how much a running total exceeds all before it: one that fell is a run that went back to a checkpoint."""
+        """By how much a running total exceeds all before it: one that fell is a run that went back
+        to a checkpoint.
+        """
         highest = self._totals.get(name, 0.0)
         self._totals[name] = max(highest, total)
         return self._totals[name] - highest
@@ -170,7 +225,9 @@ class PrometheusExporter:
 
 
 def known_name(name: str) -> tuple[str, str | None]:
-    """A row's name as ``METRICS`` has it, and the scorer in it: ``reward/eval/clip`` is (``reward/eval/<scorer>``, ``clip``)."""
+    """A row's name as ``METRICS`` has it, and the scorer in it: ``reward/eval/clip`` is
+    (``reward/eval/<scorer>``, ``clip``).
+    """
     if name in METRICS:
         return name, None
     for pattern in (EVAL_SCORER, SCORER_SPEED, UNSCORED, SCORER):
@@ -182,7 +239,9 @@ def known_name(name: str) -> tuple[str, str | None]:
 
 
 def exported_name(key: str) -> str:
-    """The Prometheus name of a key of ``METRICS``, counters without their ``_total``, which the client library adds."""
+    """The Prometheus name of a key of ``METRICS``, counters without their ``_total``, which the
+    client library adds.
+    """
     if key == SCORER:
         return PREFIX + "reward_score"
     return PREFIX + re.sub(r"\W+", "_", key.removesuffix("/<scorer>"))

@@ -1,7 +1,8 @@
-"""What a run is doing, for whoever sits in front of it: a live display on a terminal, one line per iteration in a log.
+"""What a run is doing, for whoever sits in front of it: a live display on a terminal, one line per
+iteration in a log.
 
-Iterations are counted from 0 by the program and from 1 for people. Totals of stages that are not told in advance are learned
-from the iteration before.
+Iterations are counted from 0 by the program and from 1 for people. Totals of stages that are not
+told in advance are learned from the iteration before.
 """
 
 from __future__ import annotations
@@ -28,10 +29,11 @@ RECENT = 5
 
 
 class Progress:
-    """Use as a context manager; ``note`` at any time, ``start`` once the first iteration's number is known.
+    """Use as a context manager; ``note`` at any time, ``start`` once the first iteration's number
+    is known.
 
-    With a terminal behind ``file`` the display refreshes itself four times a second; otherwise one plain line is printed per
-    iteration, evaluation and note. ``clock`` is in seconds.
+    With a terminal behind ``file`` the display refreshes itself four times a second; otherwise one
+    plain line is printed per iteration, evaluation and note. ``clock`` is in seconds.
     """
 
     def __init__(
@@ -59,11 +61,21 @@ class Progress:
 
     def __enter__(self) -> Progress:
         if self.live:
-            self._live = Live(get_renderable=self.render, console=self.console, refresh_per_second=4, transient=False)
+            self._live = Live(
+                get_renderable=self.render,
+                console=self.console,
+                refresh_per_second=4,
+                transient=False,
+            )
             self._live.start()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         self._running = False
         self._phase = "" if kind is None else "stopped"
         if self._live is not None:
@@ -73,21 +85,35 @@ class Progress:
     # ---- what the loop says
 
     def start(self, total_iterations: int, start_iteration: int = 0) -> None:
-        """Training starts, or continues, at iteration ``start_iteration`` (from 0) of ``total_iterations``."""
+        """Training starts, or continues, at iteration ``start_iteration`` (from 0) of
+        ``total_iterations``.
+        """
         self.total, self.first, self.iteration = total_iterations, start_iteration, start_iteration
         self._finished, self._began = 0, self._clock()
         self._phase = "evaluating held-out prompts" if start_iteration == 0 else ""
 
-    def iteration_started(self, i: int, groups: int, images: int, totals: Mapping[str, int] | None = None) -> None:
-        """Iteration ``i`` (from 0) of ``groups`` prompts and ``images`` explored pictures; ``totals`` of other stages if known."""
+    def iteration_started(
+        self, i: int, groups: int, images: int, totals: Mapping[str, int] | None = None
+    ) -> None:
+        """Iteration ``i`` (from 0) of ``groups`` prompts and ``images`` explored pictures;
+        ``totals`` of other stages if known.
+        """
         before = {stage: count for stage, count in self.counts.items() if count}
-        self.totals = {**before, "explored": images, "scored": images, "published": 1, **(totals or {})}
+        self.totals = {
+            **before,
+            "explored": images,
+            "scored": images,
+            "published": 1,
+            **(totals or {}),
+        }
         self.iteration, self.counts = i, {}
         self._iteration_began, self._running = self._clock(), True
         self._phase = f"{groups} prompt{'s' if groups != 1 else ''}"
 
     def advanced(self, stage: str, n: int = 1) -> None:
-        """``n`` more went through ``stage``: explored, scored, selected, regenerated, updated, published, or one of your own."""
+        """``n`` more went through ``stage``: explored, scored, selected, regenerated, updated,
+        published, or one of your own.
+        """
         self.counts[stage] = self.counts.get(stage, 0) + n
 
     def iteration_finished(self, metrics: Mapping[str, Any]) -> None:
@@ -98,7 +124,9 @@ class Progress:
         self.reward_now = _finite(metrics.get("reward/train_mean"), self.reward_now)
         if self.reward_start is None:
             self.reward_start = self.reward_now
-        self._phase = "evaluating held-out prompts" if self.first + self._finished >= self.total else ""
+        self._phase = (
+            "evaluating held-out prompts" if self.first + self._finished >= self.total else ""
+        )
         if not self.live:
             self._print(self._line(metrics))
 
@@ -108,7 +136,10 @@ class Progress:
         if value is not None:
             self.held_out.append(value)
         self._phase = ""
-        text = f"held-out reward after {metrics.get('iteration', '?')} iterations: {_number(value)}{_error(metrics, 'eval/stderr')}"
+        text = (
+            f"held-out reward after {metrics.get('iteration', '?')} iterations:"
+            f" {_number(value)}{_error(metrics, 'eval/stderr')}"
+        )
         gain = _finite(metrics.get("eval/gain"))
         if gain is not None:
             text += f", gain {gain:+.3f}{_error(metrics, 'eval/gain_stderr')}"
@@ -124,7 +155,9 @@ class Progress:
     # ---- what is shown
 
     def time_left(self) -> float | None:
-        """Seconds until the last iteration ends, None before the first has shown how long one takes."""
+        """Seconds until the last iteration ends, None before the first has shown how long one
+        takes.
+        """
         if not self._durations:
             return None
         one = statistics.median(self._durations)
@@ -162,13 +195,24 @@ class Progress:
         table = Table.grid(padding=(0, 1))
         for stage in [*STAGES, *(name for name in self.counts if name not in STAGES)]:
             count, total = self.counts.get(stage, 0), self.totals.get(stage)
-            if not count and stage in ("explored", "scored") and (self.counts.get("regenerated") or self.counts.get("updated")):
+            if (
+                not count
+                and stage in ("explored", "scored")
+                and (self.counts.get("regenerated") or self.counts.get("updated"))
+            ):
                 continue  # an arm without exploration
             bar: RenderableType = Text("")
             if total:
-                bar = ProgressBar(total=total, completed=min(count, total), width=16 if narrow else 32)
+                bar = ProgressBar(
+                    total=total, completed=min(count, total), width=16 if narrow else 32
+                )
             text = f"{count:,}" + (f"/{max(total, count):,}" if total else "")
-            table.add_row(Text(f"  {stage}"), bar, Text(f"{text:>11}"), Text(UNITS.get(stage, ""), style="dim"))
+            table.add_row(
+                Text(f"  {stage}"),
+                bar,
+                Text(f"{text:>11}"),
+                Text(UNITS.get(stage, ""), style="dim"),
+            )
         return table
 
     def _rewards(self) -> Text:
@@ -181,7 +225,10 @@ class Progress:
                 text.append(f"  at the start {_number(self.reward_start)} ")
                 text.append(f"({change:+.3f})", style="green" if change > 0 else "red")
         if self.held_out:
-            text.append(f"{'   ' if self.reward_now is not None else ''}held-out " + " → ".join(_number(v) for v in self._ends()))
+            text.append(
+                f"{'   ' if self.reward_now is not None else ''}held-out "
+                + " → ".join(_number(v) for v in self._ends())
+            )
         return text
 
     def _ends(self) -> list[float]:
@@ -191,15 +238,26 @@ class Progress:
         left = self.time_left()
         if left == 0 and not self._running:
             return duration(self._clock() - self._began)
-        return f"{duration(self._clock() - self._began)} so far, {'about ' + duration(left) if left is not None else '…'} left"
+        return (
+            f"{duration(self._clock() - self._began)} so far,"
+            f" {'about ' + duration(left) if left is not None else '…'} left"
+        )
 
     def _line(self, metrics: Mapping[str, Any]) -> str:
         """An iteration in one plain line."""
-        parts = [f"iteration {self.first + self._finished}/{self.total}", f"reward {_number(self.reward_now)}"]
+        parts = [
+            f"iteration {self.first + self._finished}/{self.total}",
+            f"reward {_number(self.reward_now)}",
+        ]
         if self.reward_now is not None and self.reward_start is not None and self._finished > 1:
-            parts[-1] += f" (at the start {_number(self.reward_start)}, {self.reward_now - self.reward_start:+.3f})"
+            parts[-1] += (
+                f" (at the start {_number(self.reward_start)},"
+                f" {self.reward_now - self.reward_start:+.3f})"
+            )
         counts = [
-            f"{stage} {self.counts[stage]:,}" for stage in STAGES if self.counts.get(stage) and stage not in ("scored", "published")
+            f"{stage} {self.counts[stage]:,}"
+            for stage in STAGES
+            if self.counts.get(stage) and stage not in ("scored", "published")
         ]
         if counts:
             parts.append(", ".join(counts))
@@ -209,7 +267,10 @@ class Progress:
         if (version := metrics.get("weights/version")) is not None:
             parts.append(f"published v{version}")
         left = self.time_left()
-        parts += [f"{duration(self._durations[-1])}", f"{duration(left) if left is not None else '…'} left"]
+        parts += [
+            f"{duration(self._durations[-1])}",
+            f"{duration(left) if left is not None else '…'} left",
+        ]
         return "  ".join(parts)
 
     def _print(self, text: str) -> None:

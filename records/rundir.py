@@ -1,4 +1,6 @@
-"""The run directory: what a run leaves behind, written so that a kill at any instant leaves it whole."""
+"""The run directory: what a run leaves behind, written so that a kill at any instant leaves it
+whole.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,9 @@ from configs.schema import RunConfig
 from records import lock, timeline
 
 PACKAGES = ("ray", "torch", "diffusers", "transformers", "peft", "pydantic", "numpy", "safetensors")
-ANOTHER_RUN = "stop it, or wait until it ends, and continue it with --resume; --set name=... starts another"
+ANOTHER_RUN = (
+    "stop it, or wait until it ends, and continue it with --resume; --set name=... starts another"
+)
 
 
 class RunDirectory:
@@ -28,10 +32,16 @@ class RunDirectory:
     def __init__(self, path: Path):
         self.path = path
         self.checkpoints, self.images = path / "checkpoints", path / "images"
-        self.metrics_file, self.events_file, self.config_file = path / "metrics.jsonl", path / "events.jsonl", path / "config.json"
+        self.metrics_file, self.events_file, self.config_file = (
+            path / "metrics.jsonl",
+            path / "events.jsonl",
+            path / "config.json",
+        )
         self.selections_file, self.timeline_file = path / "selections.jsonl", path / timeline.FILE
         self.lock_file = path / "lock"
-        self.unlocked: str | None = None  # why the file system does not keep a second driver out, where it does not
+        self.unlocked: str | None = (
+            None  # why the file system does not keep a second driver out, where it does not
+        )
 
     @classmethod
     def of(cls, config: RunConfig) -> RunDirectory:
@@ -39,62 +49,100 @@ class RunDirectory:
         return cls((Path(config.run_root or "runs") / config.name).absolute())
 
     def create(self, config: RunConfig) -> None:
-        """A new run, in place of one of this name that computed nothing, as one that could not start.
+        """A new run, in place of one of this name that computed nothing, as one that could not
+        start.
 
-        Raises ConfigError when a run of this name has more than that, or may have it soon, or the place cannot be written.
+        Raises ConfigError when a run of this name has more than that, or may have it soon, or the
+        place cannot be written.
         """
         there = self.config_file.exists()
         if there and (self.computed() or self.unlocked):
-            raise ConfigError([f"{self.path}: a run of this name is there: --resume continues it, --set name=... starts another"])
+            raise ConfigError(
+                [
+                    f"{self.path}: a run of this name is there: --resume continues it, --set"
+                    " name=... starts another"
+                ]
+            )
         try:
             if there:
                 self._clear()
             for directory in (self.path, self.checkpoints, self.images):
                 directory.mkdir(parents=True, exist_ok=True)
-            kept = {"config": config.model_dump(mode="json"), "versions": versions(), "prompts": digests(config.prompts)}
+            kept = {
+                "config": config.model_dump(mode="json"),
+                "versions": versions(),
+                "prompts": digests(config.prompts),
+            }
             write_json(self.config_file, kept)
         except OSError as error:
             raise self._unwritable(error) from None
 
     def computed(self) -> bool:
-        """Whether there is a checkpoint, whole or not, or a row of metrics: what a run has to show for its time."""
-        return any(self.checkpoints.glob("*")) or (self.metrics_file.exists() and self.metrics_file.stat().st_size > 0)
+        """Whether there is a checkpoint, whole or not, or a row of metrics: what a run has to show
+        for its time.
+        """
+        return any(self.checkpoints.glob("*")) or (
+            self.metrics_file.exists() and self.metrics_file.stat().st_size > 0
+        )
 
     def _clear(self) -> None:
         """Remove what a run that computed nothing may have left."""
-        for file in (self.events_file, self.selections_file, self.timeline_file, self.path / "quantisation.json"):
+        for file in (
+            self.events_file,
+            self.selections_file,
+            self.timeline_file,
+            self.path / "quantisation.json",
+        ):
             file.unlink(missing_ok=True)
         for directory in (self.images, self.path / "evaluations"):
             shutil.rmtree(directory, ignore_errors=True)
 
     @contextlib.contextmanager
     def held(self) -> Iterator[None]:
-        """Keep every other driver out. Raises ConfigError, which names the one that is at work here, or where it cannot be written."""
+        """Keep every other driver out. Raises ConfigError, which names the one that is at work
+        here, or where it cannot be written.
+        """
         with contextlib.ExitStack() as stack:
             try:
                 self.path.mkdir(parents=True, exist_ok=True)
-                self.unlocked = stack.enter_context(lock.held(self.lock_file, "a run", ANOTHER_RUN)).missing
+                self.unlocked = stack.enter_context(
+                    lock.held(self.lock_file, "a run", ANOTHER_RUN)
+                ).missing
             except OSError as error:
                 raise self._unwritable(error) from None
             yield
 
     def _unwritable(self, error: OSError) -> ConfigError:
-        return ConfigError([f"run_root: {self.path} cannot be written ({error.strerror}): give --set run_root=DIR"])
+        return ConfigError(
+            [f"run_root: {self.path} cannot be written ({error.strerror}): give --set run_root=DIR"]
+        )
 
     def configuration(self) -> RunConfig:
-        """The configuration the run was started with. Raises ConfigError when this is no run directory."""
+        """The configuration the run was started with. Raises ConfigError when this is no run
+        directory.
+        """
         try:
             tree = json.loads(self.config_file.read_text())["config"]
             if not isinstance(tree, dict):
                 raise TypeError(tree)
             return parse(tree)
-        except (OSError, ValueError, TypeError, KeyError) as error:  # ValueError: no JSON, or no text
+        except (
+            OSError,
+            ValueError,
+            TypeError,
+            KeyError,
+        ) as error:  # ValueError: no JSON, or no text
             raise ConfigError(
-                [f"{self.path}: no readable run here ({type(error).__name__}); give a directory with a config.json"]
+                [
+                    f"{self.path}: no readable run here ({type(error).__name__}); give a directory"
+                    " with a config.json"
+                ]
             ) from None
 
     def prompts(self) -> dict[str, str]:
-        """Digests of the prompts that the run was started with; nothing of a run that kept none. The configuration is known to be there."""
+        """Digests of the prompts that the run was started with; nothing of a run that kept none.
+        The configuration is known to be there.
+        """
         return dict(json.loads(self.config_file.read_text()).get("prompts", {}))
 
     def metric(self, row: dict[str, Any]) -> None:
@@ -102,8 +150,12 @@ class RunDirectory:
         _append(self.metrics_file, {key: _plain(value) for key, value in row.items()})
 
     def selection(self, iteration: int, version: int, groups: list[dict[str, Any]]) -> None:
-        """Append the iteration's selected pool indices, per prompt, and the policy version that explored to selections.jsonl."""
-        _append(self.selections_file, {"iteration": iteration, "version": version, "groups": groups})
+        """Append the iteration's selected pool indices, per prompt, and the policy version that
+        explored to selections.jsonl.
+        """
+        _append(
+            self.selections_file, {"iteration": iteration, "version": version, "groups": groups}
+        )
 
     def event(self, name: str, **fields: Any) -> None:
         """Append one object to events.jsonl."""
@@ -118,14 +170,22 @@ class RunDirectory:
         return list(_rows(self.events_file))
 
     def truncate(self, iteration: int, moment: float) -> None:
-        """Forget what came after a checkpoint: metrics of iterations from ``iteration`` on, events and work after ``moment``."""
+        """Forget what came after a checkpoint: metrics of iterations from ``iteration`` on, events
+        and work after ``moment``.
+        """
         kept = [
-            r for r in self.metrics() if r["iteration"] < iteration or (r["kind"] == "evaluation" and r["iteration"] == iteration)
+            r
+            for r in self.metrics()
+            if r["iteration"] < iteration
+            or (r["kind"] == "evaluation" and r["iteration"] == iteration)
         ]
         write_text(self.metrics_file, "".join(json.dumps(row) + "\n" for row in kept))
         chosen = [row for row in _rows(self.selections_file) if row["iteration"] < iteration]
         write_text(self.selections_file, "".join(json.dumps(row) + "\n" for row in chosen))
-        write_text(self.events_file, "".join(json.dumps(row) + "\n" for row in self.events() if row["time"] <= moment))
+        write_text(
+            self.events_file,
+            "".join(json.dumps(row) + "\n" for row in self.events() if row["time"] <= moment),
+        )
         if math.isfinite(moment):
             timeline.forget_after(self.timeline_file, moment)
 

@@ -1,7 +1,8 @@
-"""Where the rows of metrics.jsonl go: one list of sinks, each fed with every row. There is no other way to log a number.
+"""Where the rows of metrics.jsonl go: one list of sinks, each fed with every row. There is no other
+way to log a number.
 
-The file is always there. Prometheus, TensorBoard and Weights & Biases are options of ``[logging]``; whichever of these cannot take a
-row is left out from then on, with an event, and the run goes on.
+The file is always there. Prometheus, TensorBoard and Weights & Biases are options of ``[logging]``;
+whichever of these cannot take a row is left out from then on, with an event, and the run goes on.
 """
 
 from __future__ import annotations
@@ -19,16 +20,22 @@ from records.rundir import RunDirectory
 Row = Mapping[str, Any]
 Events = Callable[..., None]
 EXTRAS = {"tensorboard": "tensorboard", "wandb": "wandb"}
-"""Fields of ``[logging]`` that need a package, by the module that must be there; the optional extra has the field's name."""
+"""Fields of ``[logging]`` that need a package, by the module that must be there; the optional extra
+has the field's name.
+"""
 
 
 class Sink(Protocol):
-    """Takes rows in the order in which they come. A row that is done again after a resume comes again, with the same values."""
+    """Takes rows in the order in which they come. A row that is done again after a resume comes
+    again, with the same values.
+    """
 
     name: str
 
     def row(self, row: Row) -> None:
-        """One row of metrics.jsonl: ``kind`` is iteration or evaluation, ``iteration`` counts from 0."""
+        """One row of metrics.jsonl: ``kind`` is iteration or evaluation, ``iteration`` counts from
+        0.
+        """
 
     def close(self) -> None:
         """No more rows come."""
@@ -38,8 +45,8 @@ def check_sinks(config: RunConfig) -> None:
     """Raises ConfigError, a line per option of ``[logging]`` whose package is not installed."""
     asked = [field for field in EXTRAS if getattr(config.logging, field) not in (False, "off")]
     lines = [
-        f"logging.{field} = {_toml(getattr(config.logging, field))}: there is no module {EXTRAS[field]!r}: "
-        f"pip install -c constraints.txt -e '.[{field}]', or leave it out"
+        f"logging.{field} = {_toml(getattr(config.logging, field))}: there is no module"
+        f" {EXTRAS[field]!r}: pip install -c constraints.txt -e '.[{field}]', or leave it out"
         for field in asked
         if importlib.util.find_spec(EXTRAS[field]) is None
     ]
@@ -48,12 +55,16 @@ def check_sinks(config: RunConfig) -> None:
 
 
 class Sinks:
-    """All sinks of a run. The first is the run directory: what it cannot write ends the run, what another cannot take does not."""
+    """All sinks of a run. The first is the run directory: what it cannot write ends the run, what
+    another cannot take does not.
+    """
 
     def __init__(self, config: RunConfig, rundir: RunDirectory, event: Events):
         logging = config.logging
         self._event, self._file = event, MetricsFile(rundir)
-        self._others: list[Sink] = [PrometheusExporter(logging.prometheus_port, logging.prometheus_host, event)]
+        self._others: list[Sink] = [
+            PrometheusExporter(logging.prometheus_port, logging.prometheus_host, event)
+        ]
         if logging.tensorboard:
             self._add("tensorboard", lambda: TensorBoard(rundir))
         if logging.wandb != "off":
@@ -79,7 +90,9 @@ class Sinks:
         try:
             do()
         except Exception as error:
-            self._event("sink_failed", sink=name, why=f"{type(error).__name__}: {error}".splitlines()[0])
+            self._event(
+                "sink_failed", sink=name, why=f"{type(error).__name__}: {error}".splitlines()[0]
+            )
             self._others = [other for other in self._others if other is not sink]
 
 
@@ -100,7 +113,9 @@ class MetricsFile:
 
 
 class TensorBoard:
-    """An event file in ``tensorboard/`` of the run directory: a scalar per name, its step the row's iteration."""
+    """An event file in ``tensorboard/`` of the run directory: a scalar per name, its step the row's
+    iteration.
+    """
 
     name = "tensorboard"
 
@@ -121,8 +136,9 @@ class TensorBoard:
 
 
 class WeightsAndBiases:
-    """An offline run in ``wandb/`` of the run directory, for `wandb sync`; nothing is sent from here. A run that is resumed makes another
-    of the same id, which syncs into one."""
+    """An offline run in ``wandb/`` of the run directory, for `wandb sync`; nothing is sent from
+    here. A run that is resumed makes another of the same id, which syncs into one.
+    """
 
     name = "wandb"
 
@@ -130,7 +146,12 @@ class WeightsAndBiases:
         import wandb
 
         settings = wandb.Settings(
-            console="off", silent=True, x_disable_stats=True, x_disable_meta=True, disable_git=True, disable_code=True
+            console="off",
+            silent=True,
+            x_disable_stats=True,
+            x_disable_meta=True,
+            disable_git=True,
+            disable_code=True,
         )
         self._run = wandb.init(
             project="sol-rl",
@@ -155,7 +176,12 @@ class WeightsAndBiases:
 def numbers(row: Row) -> Iterator[tuple[str, float]]:
     """The finite numbers of a row by name, without its iteration."""
     for name, value in row.items():
-        if name != "iteration" and not isinstance(value, bool) and isinstance(value, int | float) and math.isfinite(value):
+        if (
+            name != "iteration"
+            and not isinstance(value, bool)
+            and isinstance(value, int | float)
+            and math.isfinite(value)
+        ):
             yield name, float(value)
 
 

@@ -1,7 +1,9 @@
-"""Who did what, when: ``timeline.jsonl``, one line per unit of work that an actor had in hand, written by the driver.
+"""Who did what, when: ``timeline.jsonl``, one line per unit of work that an actor had in hand,
+written by the driver.
 
-The driver sees when it sends a unit and when the answer comes. An actor has up to ``in_flight`` units sent ahead and does one after
-the other, so a unit starts when it was sent or when the actor was done with the one before, whichever is later.
+The driver sees when it sends a unit and when the answer comes. An actor has up to ``in_flight``
+units sent ahead and does one after the other, so a unit starts when it was sent or when the actor
+was done with the one before, whichever is later.
 """
 
 from __future__ import annotations
@@ -22,7 +24,9 @@ MOST_BYTES = 64 << 20
 
 @dataclass(frozen=True)
 class Work:
-    """How a kind of work is shown: in words, in one of the report's colours 1 to 8, and as a letter in a terminal."""
+    """How a kind of work is shown: in words, in one of the report's colours 1 to 8, and as a letter
+    in a terminal.
+    """
 
     label: str
     colour: int
@@ -39,11 +43,13 @@ OTHER = Work("evaluate, save, load", 8, "o")
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """One unit in one actor's hands. ``started`` and ``ended`` are seconds of the epoch; ``attempt`` counts from 0.
+    """One unit in one actor's hands. ``started`` and ``ended`` are seconds of the epoch;
+    ``attempt`` counts from 0.
 
-    ``work`` is what is done (explore, score, regenerate ...), ``unit`` which: the rest of the unit's key, such as iteration, prompt, chunk.
-    ``version`` is the policy version that a chunk names. ``outcome``: done; lost, with the actor; failed, the method raised; stopped, with
-    the run.
+    ``work`` is what is done (explore, score, regenerate ...), ``unit`` which: the rest of the
+    unit's key, such as iteration, prompt, chunk. ``version`` is the policy version that a chunk
+    names. ``outcome``: done; lost, with the actor; failed, the method raised; stopped, with the
+    run.
     """
 
     service: str
@@ -64,29 +70,68 @@ class Span:
 
     @property
     def shown(self) -> Work:
-        """How it is drawn. What a learner loads is a checkpoint, what an explorer loads a published policy."""
-        return OTHER if self.service == "learner" and self.work == "load" else WORKS.get(self.work, OTHER)
+        """How it is drawn. What a learner loads is a checkpoint, what an explorer loads a published
+        policy.
+        """
+        return (
+            OTHER
+            if self.service == "learner" and self.work == "load"
+            else WORKS.get(self.work, OTHER)
+        )
 
 
-def span_of(service: str, actor: int, incarnation: int, key: Any, attempt: int, started: float, ended: float, outcome: str) -> Span:
-    """The span of a unit by its key: (word, number ...) as the loop names units, or a chunk of exploration."""
+def span_of(
+    service: str,
+    actor: int,
+    incarnation: int,
+    key: Any,
+    attempt: int,
+    started: float,
+    ended: float,
+    outcome: str,
+) -> Span:
+    """The span of a unit by its key: (word, number ...) as the loop names units, or a chunk of
+    exploration.
+    """
     words = _words(key)
     version = getattr(key, "version", None)
     work, unit = str(words[0]), tuple(words[1:])
-    return Span(service, actor, incarnation, work, unit, version, attempt, round(started, 4), round(ended, 4), outcome)
+    return Span(
+        service,
+        actor,
+        incarnation,
+        work,
+        unit,
+        version,
+        attempt,
+        round(started, 4),
+        round(ended, 4),
+        outcome,
+    )
 
 
 def _words(key: Any) -> list[Any]:
-    """A key as plain words and numbers: ``("score", ChunkKey(0, 1, 2, 0))`` is score, explore, 0, 1, 2."""
+    """A key as plain words and numbers: ``("score", ChunkKey(0, 1, 2, 0))`` is score, explore, 0,
+    1, 2.
+    """
     if dataclasses.is_dataclass(key):
-        return ["explore", *(getattr(key, part.name) for part in dataclasses.fields(key) if part.name != "version")]
+        return [
+            "explore",
+            *(
+                getattr(key, part.name)
+                for part in dataclasses.fields(key)
+                if part.name != "version"
+            ),
+        ]
     if isinstance(key, tuple):
         return [word for part in key for word in _words(part)] or ["?"]
     return [key if isinstance(key, int | str) else str(key)]
 
 
 class Timeline:
-    """Appends spans to a file. A run is never stopped because this cannot be written: then it ends here, with one warning."""
+    """Appends spans to a file. A run is never stopped because this cannot be written: then it ends
+    here, with one warning.
+    """
 
     def __init__(self, path: Path):
         self._path = path
@@ -100,31 +145,52 @@ class Timeline:
             with self._path.open("a", encoding="utf-8") as file:
                 file.write(json.dumps(dataclasses.asdict(span)) + "\n")
         except OSError as error:
-            self.problem = f"{self._path}: {error.strerror or error}; the timeline ends here, training goes on"
+            self.problem = (
+                f"{self._path}: {error.strerror or error}; the timeline ends here, training goes on"
+            )
             log.warning(self.problem)
 
 
 def read_spans(path: Path, remarks: list[str] | None = None) -> list[Span]:
-    """Spans by their start; none without the file. Lines that are no spans are passed over; ``remarks`` is told what was left out."""
+    """Spans by their start; none without the file. Lines that are no spans are passed over;
+    ``remarks`` is told what was left out.
+    """
     try:
         size = path.stat().st_size
         with path.open("rb") as file:
             file.seek(max(0, size - MOST_BYTES))
-            lines = file.read().decode("utf-8", errors="replace").splitlines()[1 if size > MOST_BYTES else 0 :]
+            lines = (
+                file.read()
+                .decode("utf-8", errors="replace")
+                .splitlines()[1 if size > MOST_BYTES else 0 :]
+            )
     except OSError:
         return []
     if size > MOST_BYTES and remarks is not None:
-        remarks.append(f"{path.name} is {size >> 20:,} MiB long: only the last {MOST_BYTES >> 20} MiB are drawn")
-    return sorted((span for line in lines if (span := _parsed(line)) is not None), key=lambda span: span.started)
+        remarks.append(
+            f"{path.name} is {size >> 20:,} MiB long: only the last {MOST_BYTES >> 20} MiB are"
+            " drawn"
+        )
+    return sorted(
+        (span for line in lines if (span := _parsed(line)) is not None),
+        key=lambda span: span.started,
+    )
 
 
 def forget_after(path: Path, moment: float) -> None:
-    """Drop spans that began after ``moment`` (seconds of the epoch), as a resumed run does them again."""
+    """Drop spans that began after ``moment`` (seconds of the epoch), as a resumed run does them
+    again.
+    """
     if not path.exists():
         return
     beside = path.with_name(f".{path.name}.{os.getpid()}")
-    with path.open(encoding="utf-8", errors="replace") as old, beside.open("w", encoding="utf-8") as new:
-        new.writelines(line for line in old if (span := _parsed(line)) is not None and span.started <= moment)
+    with (
+        path.open(encoding="utf-8", errors="replace") as old,
+        beside.open("w", encoding="utf-8") as new,
+    ):
+        new.writelines(
+            line for line in old if (span := _parsed(line)) is not None and span.started <= moment
+        )
     os.replace(beside, path)
 
 

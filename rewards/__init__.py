@@ -1,7 +1,7 @@
 """Rewards: (pictures, prompts, metadata) -> scores.
 
-``SCORERS`` names the built-in scorers as "module:attribute", imported when asked for, so that a run pays only for what it
-uses. A configuration may name its own scorer in the same form.
+``SCORERS`` names the built-in scorers as "module:attribute", imported when asked for, so that a run
+pays only for what it uses. A configuration may name its own scorer in the same form.
 """
 
 from __future__ import annotations
@@ -28,7 +28,9 @@ SCORERS: dict[str, str] = {
 
 
 def resolve(name: str) -> str:
-    """The "module:attribute" of a scorer's name, without importing it. Raises ScorerSetupError for an unknown built-in."""
+    """The "module:attribute" of a scorer's name, without importing it. Raises ScorerSetupError for
+    an unknown built-in.
+    """
     if name in SCORERS:
         return SCORERS[name]
     module, colon, attribute = name.partition(":")
@@ -37,15 +39,17 @@ def resolve(name: str) -> str:
     near = get_close_matches(name, SCORERS, n=1, cutoff=0.5)
     hint = f"did you mean {near[0]!r}? " if near else ""
     raise ScorerSetupError(
-        f"rewards.scorers.name: there is no built-in scorer {name!r}: {hint}Use one of {', '.join(sorted(SCORERS))}, "
-        "or module:attribute of your own"
+        f"rewards.scorers.name: there is no built-in scorer {name!r}: {hint}Use one of"
+        f" {', '.join(sorted(SCORERS))}, or module:attribute of your own"
     )
 
 
 def check_settings(scorer: ScorerConfig) -> None:
-    """What can be found wrong with a scorer without loading it: an unknown name, and of a built-in one settings that it does not
-    take, values that its class refuses (``check``) and weights that are not at the path given (its class names those settings in
-    ``paths``). Raises ScorerSetupError."""
+    """What can be found wrong with a scorer without loading it: an unknown name, and of a built-in
+    one settings that it does not take, values that its class refuses (``check``) and weights that
+    are not at the path given (its class names those settings in ``paths``). Raises
+    ScorerSetupError.
+    """
     target = resolve(scorer.name)
     if scorer.name not in SCORERS:
         return
@@ -59,7 +63,9 @@ def check_settings(scorer: ScorerConfig) -> None:
     except ScorerSetupError as error:
         raise ScorerSetupError(f"scorer {scorer.name!r}: {error}") from None
     except (TypeError, AttributeError) as error:
-        raise ScorerSetupError(f"scorer {scorer.name!r}: settings = {scorer.settings}: {error}") from None
+        raise ScorerSetupError(
+            f"scorer {scorer.name!r}: settings = {scorer.settings}: {error}"
+        ) from None
     for setting, names in getattr(made, "paths", {}).items():
         if isinstance(given := scorer.settings.get(setting), str):
             from rewards.checkpoints import local  # brings torch, which most scorers do without
@@ -73,8 +79,9 @@ def check_settings(scorer: ScorerConfig) -> None:
 def build(scorer: ScorerConfig, device: str | None = None) -> Scorer:
     """Import the scorer of a configuration and call it with its settings.
 
-    The attribute is a class or a function that returns a scorer. ``device`` reaches it where it takes an argument of that name
-    and the settings do not say another. Raises ScorerSetupError, one line saying what to mend.
+    The attribute is a class or a function that returns a scorer. ``device`` reaches it where it
+    takes an argument of that name and the settings do not say another. Raises ScorerSetupError, one
+    line saying what to mend.
     """
     target = resolve(scorer.name)
     module_name, _, path = target.partition(":")
@@ -87,17 +94,24 @@ def build(scorer: ScorerConfig, device: str | None = None) -> Scorer:
             if missing and (module_name == missing or module_name.startswith(f"{missing}."))
             else f"install what {module_name!r} imports"
         )
-        raise ScorerSetupError(f"scorer {scorer.name!r}: cannot import {module_name!r} ({error}): {mend}") from error
+        raise ScorerSetupError(
+            f"scorer {scorer.name!r}: cannot import {module_name!r} ({error}): {mend}"
+        ) from error
     for part in path.split("."):
         try:
             made = getattr(made, part)
         except AttributeError as error:
-            near = get_close_matches(part, [name for name in dir(made) if not name.startswith("_")], n=1)
+            near = get_close_matches(
+                part, [name for name in dir(made) if not name.startswith("_")], n=1
+            )
             hint = f"did you mean {near[0]!r}?" if near else "check the name behind the colon"
-            raise ScorerSetupError(f"scorer {scorer.name!r}: {module_name!r} has no attribute {path!r}: {hint}") from error
+            raise ScorerSetupError(
+                f"scorer {scorer.name!r}: {module_name!r} has no attribute {path!r}: {hint}"
+            ) from error
     if not callable(made):
         raise ScorerSetupError(
-            f"scorer {scorer.name!r}: {path!r} is {type(made).__name__}, not a class or function that makes a scorer"
+            f"scorer {scorer.name!r}: {path!r} is {type(made).__name__}, not a class or function"
+            " that makes a scorer"
         )
     settings = dict(scorer.settings)
     if device is not None and "device" not in settings and _takes(made, "device"):
@@ -106,7 +120,9 @@ def build(scorer: ScorerConfig, device: str | None = None) -> Scorer:
         instance = made(**settings)
     except ScorerSetupError as error:  # says what to mend already
         raise ScorerSetupError(f"scorer {scorer.name!r}: {error}") from None
-    except Exception as error:  # a constructor may raise anything; the reader needs to know whose it was
+    except (
+        Exception
+    ) as error:  # a constructor may raise anything; the reader needs to know whose it was
         reason = (str(error).strip().splitlines() or [""])[0]
         raise ScorerSetupError(
             f"scorer {scorer.name!r}: {path}(**settings) raised {type(error).__name__}: {reason}: "
@@ -114,8 +130,8 @@ def build(scorer: ScorerConfig, device: str | None = None) -> Scorer:
         ) from error
     if not callable(instance):
         raise ScorerSetupError(
-            f"scorer {scorer.name!r}: {path}(**settings) returned {type(instance).__name__}, which cannot be called: "
-            "return an object that takes (images, prompts, metadata)"
+            f"scorer {scorer.name!r}: {path}(**settings) returned {type(instance).__name__}, which"
+            " cannot be called: return an object that takes (images, prompts, metadata)"
         )
     return cast(Scorer, instance)
 
@@ -128,4 +144,12 @@ def _takes(made: Any, argument: str) -> bool:
         return False
 
 
-__all__ = ["SCORERS", "Scorer", "ScorerError", "ScorerSetupError", "build", "check_settings", "resolve"]
+__all__ = [
+    "SCORERS",
+    "Scorer",
+    "ScorerError",
+    "ScorerSetupError",
+    "build",
+    "check_settings",
+    "resolve",
+]

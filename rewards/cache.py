@@ -17,10 +17,12 @@ Entry = tuple[float, dict[str, float]]  # score, and the scorer's parts by name
 
 
 class ScoreCache:
-    """Remembers the scores of the newest ``size`` (scorer, picture, prompt, metadata). A failure is not remembered.
+    """Remembers the scores of the newest ``size`` (scorer, picture, prompt, metadata). A failure is
+    not remembered.
 
-    Made for evaluation, where the same pictures come again: base and trained weights before the first update, a run that is
-    evaluated twice. What is remembered was scored in another batch, so the last bits may differ from scoring anew.
+    Made for evaluation, where the same pictures come again: base and trained weights before the
+    first update, a run that is evaluated twice. What is remembered was scored in another batch, so
+    the last bits may differ from scoring anew.
     """
 
     def __init__(self, scorer: WeightedScorer, size: int = 100_000) -> None:
@@ -29,32 +31,56 @@ class ScoreCache:
         self.hits = 0
 
     def attempt(
-        self, images: np.ndarray, prompts: Sequence[str], metadata: Sequence[dict[str, Any]], labels: Collection[str] | None = None
+        self,
+        images: np.ndarray,
+        prompts: Sequence[str],
+        metadata: Sequence[dict[str, Any]],
+        labels: Collection[str] | None = None,
     ) -> Attempt:
         """As ``WeightedScorer.attempt``, for the pictures that are not known."""
         require_pictures(images, prompts, metadata)
         contents = [_content(*row) for row in zip(images, prompts, metadata, strict=True)]
         chosen = [label for label in self._scorer.scorers if labels is None or label in labels]
-        keys = {label: [label.encode() + b"\0" + content for content in contents] for label in chosen}
-        entries = {key: self._known[key] for row in keys.values() for key in row if key in self._known}
-        lacking: dict[tuple[int, ...], list[str]] = {}  # rows, each content once -> the scorers that do not know them
+        keys = {
+            label: [label.encode() + b"\0" + content for content in contents] for label in chosen
+        }
+        entries = {
+            key: self._known[key] for row in keys.values() for key in row if key in self._known
+        }
+        lacking: dict[
+            tuple[int, ...], list[str]
+        ] = {}  # rows, each content once -> the scorers that do not know them
         for label, mine in keys.items():
-            rows = tuple(row for row, key in enumerate(mine) if key not in entries and key not in mine[:row])
+            rows = tuple(
+                row for row, key in enumerate(mine) if key not in entries and key not in mine[:row]
+            )
             self.hits += len(mine) - len(rows)
             if rows:
                 lacking.setdefault(rows, []).append(label)
         failures: list[str] = []
         work: dict[str, tuple[int, float]] = {}
-        for rows, same in lacking.items():  # as one batch, so that what these scorers share is made once
-            scored = self._scorer.attempt(images[list(rows)], [prompts[i] for i in rows], [metadata[i] for i in rows], same)
+        for (
+            rows,
+            same,
+        ) in lacking.items():  # as one batch, so that what these scorers share is made once
+            scored = self._scorer.attempt(
+                images[list(rows)], [prompts[i] for i in rows], [metadata[i] for i in rows], same
+            )
             failures += scored.failures
             work |= scored.work
-            fresh = {keys[label][row]: _entry(scored, label, place) for label in same for place, row in enumerate(rows)}
+            fresh = {
+                keys[label][row]: _entry(scored, label, place)
+                for label in same
+                for place, row in enumerate(rows)
+            }
             entries |= fresh
             self._remember(fresh)
         found = {label: [entries[key] for key in mine] for label, mine in keys.items()}
         return Attempt(
-            {label: np.array([score for score, _ in row], np.float32) for label, row in found.items()},
+            {
+                label: np.array([score for score, _ in row], np.float32)
+                for label, row in found.items()
+            },
             {
                 name: np.array([parts.get(name, np.nan) for _, parts in row], np.float32)
                 for row in found.values()
@@ -73,7 +99,9 @@ class ScoreCache:
 def _entry(scored: Attempt, label: str, place: int) -> Entry:
     """What is remembered of one scorer and picture."""
     own = {name: values for name, values in scored.parts.items() if name.startswith(f"{label}/")}
-    return float(scored.scores[label][place]), {name: float(values[place]) for name, values in own.items()}
+    return float(scored.scores[label][place]), {
+        name: float(values[place]) for name, values in own.items()
+    }
 
 
 def _content(image: np.ndarray, prompt: str, metadata: dict[str, Any]) -> bytes:

@@ -1,4 +1,6 @@
-"""Where a learned scorer's weights come from: a file, a directory or a hub id. Nothing that is read here can run code."""
+"""Where a learned scorer's weights come from: a file, a directory or a hub id. Nothing that is read
+here can run code.
+"""
 
 from __future__ import annotations
 
@@ -12,17 +14,29 @@ import torch
 from rewards.base import ScorerSetupError
 
 HUB_ID = re.compile(r"(?P<repo>[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(?::(?P<file>[^:]+))?")
-FILE_ENDINGS = (".safetensors", ".pt", ".pth", ".bin", ".ckpt", ".txt")  # a name that ends so is a file's, not a repository's
+FILE_ENDINGS = (
+    ".safetensors",
+    ".pt",
+    ".pth",
+    ".bin",
+    ".ckpt",
+    ".txt",
+)  # a name that ends so is a file's, not a repository's
 ROOT = Path(__file__).parent.parent
-NOT_WEIGHTS = ("input_resolution", "context_length", "vocab_size")  # numbers that OpenAI's CLIP keeps beside its weights
+NOT_WEIGHTS = (
+    "input_resolution",
+    "context_length",
+    "vocab_size",
+)  # numbers that OpenAI's CLIP keeps beside its weights
 ADVICE = "docs/rewards.md says where to get it"
 
 
 def locate(source: str, names: Sequence[str]) -> Path:
     """The file that ``source`` stands for: one that is here, or the hub's, fetched once.
 
-    ``source`` is a file, a directory that holds one of ``names`` (the first found wins), or a hub id "owner/name", or
-    "owner/name:file" to name the file there. Paths that start with ``shapes/`` are found in the shipped tree as well.
+    ``source`` is a file, a directory that holds one of ``names`` (the first found wins), or a hub
+    id "owner/name", or "owner/name:file" to name the file there. Paths that start with ``shapes/``
+    are found in the shipped tree as well.
 
     Raises:
         ScorerSetupError: nothing is there; one line that says what was looked for.
@@ -35,12 +49,16 @@ def locate(source: str, names: Sequence[str]) -> Path:
 
 
 def repository(source: str, names: Sequence[str]) -> str | None:
-    """The hub's repository that ``source`` names; None where it is a file or directory that is here. Raises as ``local`` does."""
+    """The hub's repository that ``source`` names; None where it is a file or directory that is
+    here. Raises as ``local`` does.
+    """
     return source.partition(":")[0] if local(source, names) is None else None
 
 
 def local(source: str, names: Sequence[str]) -> Path | None:
-    """As ``locate``, without a network: None where ``source`` is a hub id. Raises ScorerSetupError for a path that is not there."""
+    """As ``locate``, without a network: None where ``source`` is a hub id. Raises ScorerSetupError
+    for a path that is not there.
+    """
     path = Path(source).expanduser()
     if not path.is_absolute() and not path.exists() and source.startswith("shapes/"):
         path = ROOT / path
@@ -49,16 +67,27 @@ def local(source: str, names: Sequence[str]) -> Path | None:
     if path.is_dir():
         found = next((path / name for name in names if (path / name).is_file()), None)
         if found is None:
-            raise ScorerSetupError(f"{str(path)!r} holds none of {', '.join(names)}: give the file itself; {ADVICE}")
+            raise ScorerSetupError(
+                f"{str(path)!r} holds none of {', '.join(names)}: give the file itself; {ADVICE}"
+            )
         return found
-    if HUB_ID.fullmatch(source) is None or source.startswith("shapes/") or source.endswith(FILE_ENDINGS) and ":" not in source:
+    if (
+        HUB_ID.fullmatch(source) is None
+        or source.startswith("shapes/")
+        or source.endswith(FILE_ENDINGS)
+        and ":" not in source
+    ):
         made = "build it with `make shapes-clip`" if source.startswith("shapes/") else ADVICE
-        raise ScorerSetupError(f"there is no checkpoint {source!r}: give a file, a directory, or a hub id owner/name; {made}")
+        raise ScorerSetupError(
+            f"there is no checkpoint {source!r}: give a file, a directory, or a hub id owner/name;"
+            f" {made}"
+        )
     return None
 
 
 def fetch(repo: str, name: str) -> Path | None:
-    """A file of the hub's ``repo``, from the local cache where it is there; None: the repository has no such file.
+    """A file of the hub's ``repo``, from the local cache where it is there; None: the repository
+    has no such file.
 
     Raises ScorerSetupError where that cannot be told, as without a network.
     """
@@ -67,13 +96,15 @@ def fetch(repo: str, name: str) -> Path | None:
 
     try:
         return Path(hf_hub_download(repo, name))
-    except Exception as error:  # LocalEntryNotFoundError, an EntryNotFoundError, is that of a hub which did not answer
+    # LocalEntryNotFoundError, an EntryNotFoundError, is that of a hub which did not answer
+    except Exception as error:
         if isinstance(error, EntryNotFoundError) and not isinstance(error, LocalEntryNotFoundError):
             return None
         reason = (str(error).strip().splitlines() or [""])[0]
         raise ScorerSetupError(
-            f"{repo!r} is no file or directory here, and the hub does not say whether it has {name} ({type(error).__name__}: {reason[:200]}): "
-            f"fetch it where there is a network, into a directory with the weights, and give its path; {ADVICE}"
+            f"{repo!r} is no file or directory here, and the hub does not say whether it has {name}"
+            f" ({type(error).__name__}: {reason[:200]}): fetch it where there is a network, into a"
+            f" directory with the weights, and give its path; {ADVICE}"
         ) from None
 
 
@@ -85,19 +116,22 @@ def _download(repo: str, names: Sequence[str]) -> Path:
     for name in names:
         try:
             return Path(hf_hub_download(repo, name))
-        except Exception as error:  # no network, no such repository, no such file: the caller gets one line for all of them
+        # no network, no such repository, no such file: the caller gets one line for all of them
+        except Exception as error:
             last = error
     reason = (str(last).strip().splitlines() or [""])[0]
     raise ScorerSetupError(
-        f"{repo!r} is no file or directory here, and the hub does not give {' or '.join(names)} of it "
-        f"({type(last).__name__}: {reason[:200]}): fetch it where there is a network and give its path; {ADVICE}"
+        f"{repo!r} is no file or directory here, and the hub does not give {' or '.join(names)} of"
+        f" it ({type(last).__name__}: {reason[:200]}): fetch it where there is a network and give"
+        f" its path; {ADVICE}"
     )
 
 
 def read_state(path: Path) -> dict[str, torch.Tensor]:
     """The weights in ``path``: safetensors, or a torch file read with ``weights_only``.
 
-    A ``state_dict`` inside is taken out, and a leading ``module.`` of every name dropped. Raises ScorerSetupError.
+    A ``state_dict`` inside is taken out, and a leading ``module.`` of every name dropped. Raises
+    ScorerSetupError.
     """
     try:
         if path.suffix == ".safetensors":
@@ -108,39 +142,56 @@ def read_state(path: Path) -> dict[str, torch.Tensor]:
     except Exception as error:  # torch, zipfile and pickle each raise their own
         reason = (str(error).strip().splitlines() or [""])[0]
         raise ScorerSetupError(
-            f"{path}: not readable as weights ({type(error).__name__}: {reason[:160]}): "
-            "give a safetensors file, or a torch file that holds nothing but tensors (no TorchScript archive)"
+            f"{path}: not readable as weights ({type(error).__name__}: {reason[:160]}): give a"
+            " safetensors file, or a torch file that holds nothing but tensors (no TorchScript"
+            " archive)"
         ) from None
     if isinstance(loaded, dict) and isinstance(loaded.get("state_dict"), dict):
         loaded = loaded["state_dict"]
-    if not isinstance(loaded, dict) or not any(isinstance(value, torch.Tensor) for value in loaded.values()):
-        raise ScorerSetupError(f"{path}: holds {type(loaded).__name__}, not a dictionary of tensors: give a state dict")
-    state = {name: value for name, value in loaded.items() if isinstance(value, torch.Tensor) and name not in NOT_WEIGHTS}
+    if not isinstance(loaded, dict) or not any(
+        isinstance(value, torch.Tensor) for value in loaded.values()
+    ):
+        raise ScorerSetupError(
+            f"{path}: holds {type(loaded).__name__}, not a dictionary of tensors: give a state dict"
+        )
+    state = {
+        name: value
+        for name, value in loaded.items()
+        if isinstance(value, torch.Tensor) and name not in NOT_WEIGHTS
+    }
     if all(name.startswith("module.") for name in state):
         state = {name.removeprefix("module."): value for name, value in state.items()}
     return state
 
 
-def load_weights(model: torch.nn.Module, state: dict[str, torch.Tensor], path: Path, what: str) -> None:
+def load_weights(
+    model: torch.nn.Module, state: dict[str, torch.Tensor], path: Path, what: str
+) -> None:
     """Copy ``state`` into ``model``, every name and shape as it must be.
 
     Raises:
-        ScorerSetupError: one line with how many names are missing or too many, or the first shape that does not fit.
+        ScorerSetupError: one line with how many names are missing or too many, or the first shape
+            that does not fit.
     """
     own = model.state_dict()
-    scalars = {name for name in own.keys() & state.keys() if own[name].numel() == 1 == state[name].numel()}
-    state = {name: value.reshape(own[name].shape) if name in scalars else value for name, value in state.items()}
+    scalars = {
+        name for name in own.keys() & state.keys() if own[name].numel() == 1 == state[name].numel()
+    }
+    state = {
+        name: value.reshape(own[name].shape) if name in scalars else value
+        for name, value in state.items()
+    }
     missing, extra = sorted(own.keys() - state.keys()), sorted(state.keys() - own.keys())
     if missing or extra:
         first = f"missing {missing[0]!r}" if missing else f"unknown {extra[0]!r}"
         raise ScorerSetupError(
-            f"{path}: no weights of {what}: {len(missing)} names missing, {len(extra)} unknown, the first: {first}; "
-            "set architecture to what the checkpoint was trained as"
+            f"{path}: no weights of {what}: {len(missing)} names missing, {len(extra)} unknown, the"
+            f" first: {first}; set architecture to what the checkpoint was trained as"
         )
     for name, value in own.items():
         if value.shape != state[name].shape:
             raise ScorerSetupError(
-                f"{path}: no weights of {what}: {name!r} is {list(state[name].shape)}, not {list(value.shape)}; "
-                "set architecture to what the checkpoint was trained as"
+                f"{path}: no weights of {what}: {name!r} is {list(state[name].shape)}, not"
+                f" {list(value.shape)}; set architecture to what the checkpoint was trained as"
             )
     model.load_state_dict(state)

@@ -17,11 +17,13 @@ from rewards.base import Scorer, ScorerError, check, require_pictures
 def combine(scores: Mapping[str, np.ndarray], weights: Mapping[str, float]) -> np.ndarray:
     """Weighted sum over labels: float32 [B], summed in float64 in the order of ``weights``.
 
-    A picture that misses a score (NaN) has no reward (NaN), whatever that scorer's weight. Raises ValueError when labels or
-    lengths differ.
+    A picture that misses a score (NaN) has no reward (NaN), whatever that scorer's weight. Raises
+    ValueError when labels or lengths differ.
     """
     if set(scores) != set(weights):
-        raise ValueError(f"scores of {sorted(scores)} but weights of {sorted(weights)}: every scorer needs both")
+        raise ValueError(
+            f"scores of {sorted(scores)} but weights of {sorted(weights)}: every scorer needs both"
+        )
     if not scores:
         raise ValueError("no scorer: a reward needs at least one")
     lengths = {label: len(values) for label, values in scores.items()}
@@ -37,17 +39,28 @@ def combine(scores: Mapping[str, np.ndarray], weights: Mapping[str, float]) -> n
 
 
 def zscore(values: np.ndarray) -> np.ndarray:
-    """float [B] less its mean, over its standard deviation (of the whole group, not an estimate); all zero where all are equal."""
+    """float [B] less its mean, over its standard deviation (of the whole group, not an estimate);
+    all zero where all are equal.
+    """
     spread = values.std()
-    return (values - values.mean()) / spread if spread > 1e-8 * max(1.0, float(np.abs(values).max())) else np.zeros_like(values)
+    return (
+        (values - values.mean()) / spread
+        if spread > 1e-8 * max(1.0, float(np.abs(values).max()))
+        else np.zeros_like(values)
+    )
 
 
 def rank(values: np.ndarray) -> np.ndarray:
-    """float [B] -> places from -1 (least) to 1 (greatest), evenly spaced; equal values share the mean of their places."""
+    """float [B] -> places from -1 (least) to 1 (greatest), evenly spaced; equal values share the
+    mean of their places.
+    """
     if len(values) < 2:
         return np.zeros_like(values)
     ordered = np.sort(values)
-    below, upto = np.searchsorted(ordered, values, "left"), np.searchsorted(ordered, values, "right")
+    below, upto = (
+        np.searchsorted(ordered, values, "left"),
+        np.searchsorted(ordered, values, "right"),
+    )
     return (below + upto - 1) / (len(values) - 1) - 1.0
 
 
@@ -56,10 +69,12 @@ NORMALISERS = {"zscore": zscore, "rank": rank}
 
 @dataclass(frozen=True)
 class Combination:
-    """How raw scores of one prompt's group become rewards: floors, then normalisation over the group, then the weighted sum.
+    """How raw scores of one prompt's group become rewards: floors, then normalisation over the
+    group, then the weighted sum.
 
-    A required scorer that gave no score leaves the picture without a reward. In place of an optional one's stands its mean over
-    the rest of the group, which changes no order among pictures that have it; where it gave none at all it is left out.
+    A required scorer that gave no score leaves the picture without a reward. In place of an
+    optional one's stands its mean over the rest of the group, which changes no order among pictures
+    that have it; where it gave none at all it is left out.
     """
 
     weights: Mapping[str, float]
@@ -79,16 +94,29 @@ class Combination:
 
     @property
     def for_evaluation(self) -> Combination:
-        """The same for pictures of many prompts, comparable over time: no normalisation, and required scorers only."""
-        required = {label: weight for label, weight in self.weights.items() if label not in self.optional}
-        return Combination(required, {label: floor for label, floor in self.floors.items() if label in required})
+        """The same for pictures of many prompts, comparable over time: no normalisation, and
+        required scorers only.
+        """
+        required = {
+            label: weight for label, weight in self.weights.items() if label not in self.optional
+        }
+        return Combination(
+            required, {label: floor for label, floor in self.floors.items() if label in required}
+        )
 
     def __call__(self, scores: Mapping[str, np.ndarray]) -> np.ndarray:
-        """Scores float32 [B] by label -> rewards float32 [B], NaN where there is none. Labels without a weight do not count."""
+        """Scores float32 [B] by label -> rewards float32 [B], NaN where there is none. Labels
+        without a weight do not count.
+        """
         used = {label: np.asarray(scores[label], np.float32) for label in self.weights}
         for label, floor in self.floors.items():
-            used[label] = np.where(np.isfinite(used[label]), np.maximum(used[label], np.float32(floor)), np.nan)
-        scored = np.all([np.isfinite(values) for label, values in used.items() if label not in self.optional], axis=0)
+            used[label] = np.where(
+                np.isfinite(used[label]), np.maximum(used[label], np.float32(floor)), np.nan
+            )
+        scored = np.all(
+            [np.isfinite(values) for label, values in used.items() if label not in self.optional],
+            axis=0,
+        )
         for label in self.optional & used.keys():
             there = np.isfinite(used[label])
             known = used[label][scored & there]
@@ -109,7 +137,9 @@ class Scored:
 
     total: np.ndarray  # float32 [B], weighted sum
     scores: dict[str, np.ndarray]  # label -> float32 [B], unweighted
-    parts: dict[str, np.ndarray] = field(default_factory=dict)  # "label/part" -> float32 [B], where a scorer tells its parts
+    parts: dict[str, np.ndarray] = field(
+        default_factory=dict
+    )  # "label/part" -> float32 [B], where a scorer tells its parts
 
 
 @dataclass(frozen=True)
@@ -119,23 +149,39 @@ class Attempt:
     scores: dict[str, np.ndarray]  # label -> float32 [B], NaN where there is none
     parts: dict[str, np.ndarray]  # "label/part" -> float32 [B]
     failures: tuple[str, ...]  # one line per scorer that failed
-    work: dict[str, tuple[int, float]] = field(default_factory=dict)  # label -> pictures that it scored, and its seconds
+    work: dict[str, tuple[int, float]] = field(
+        default_factory=dict
+    )  # label -> pictures that it scored, and its seconds
 
 
 class WeightedScorer:
     """Scorers of a configuration as one, in one process."""
 
-    def __init__(self, scorers: Mapping[str, Scorer], weights: Mapping[str, float], combination: Combination | None = None) -> None:
+    def __init__(
+        self,
+        scorers: Mapping[str, Scorer],
+        weights: Mapping[str, float],
+        combination: Combination | None = None,
+    ) -> None:
         self.scorers, self.weights = dict(scorers), dict(weights)
         self.combination = combination or Combination(self.weights)
 
     @classmethod
-    def from_config(cls, rewards: Rewards, labels: Collection[str] | None = None, device: str | None = None) -> WeightedScorer:
-        """Build the scorers of ``[rewards]`` on ``device``: those that are trained on, or exactly those of ``labels``, held-out
-        ones among them. Raises ScorerSetupError."""
+    def from_config(
+        cls, rewards: Rewards, labels: Collection[str] | None = None, device: str | None = None
+    ) -> WeightedScorer:
+        """Build the scorers of ``[rewards]`` on ``device``: those that are trained on, or exactly
+        those of ``labels``, held-out ones among them. Raises ScorerSetupError.
+        """
         wanted = {scorer.label for scorer in rewards.scorers} if labels is None else set(labels)
-        scorers = {scorer.label: build(scorer, device) for scorer in rewards.everyone if scorer.label in wanted}
-        weights = {scorer.label: scorer.weight for scorer in rewards.scorers if scorer.label in wanted}
+        scorers = {
+            scorer.label: build(scorer, device)
+            for scorer in rewards.everyone
+            if scorer.label in wanted
+        }
+        weights = {
+            scorer.label: scorer.weight for scorer in rewards.scorers if scorer.label in wanted
+        }
         return cls(scorers, weights, Combination.from_config(rewards))
 
     def attempt(
@@ -145,8 +191,10 @@ class WeightedScorer:
         metadata: Sequence[dict[str, Any]],
         labels: Collection[str] | None = None,
     ) -> Attempt:
-        """Score uint8 [B, 3, H, W] by every scorer, or by those of ``labels``; one that fails marks its pictures missing and the
-        others' scores stand. Scorers get a view that cannot be written to, so that none can change what the next one sees."""
+        """Score uint8 [B, 3, H, W] by every scorer, or by those of ``labels``; one that fails marks
+        its pictures missing and the others' scores stand. Scorers get a view that cannot be written
+        to, so that none can change what the next one sees.
+        """
         require_pictures(images, prompts, metadata)
         images = images.view()
         images.flags.writeable = False
@@ -160,7 +208,8 @@ class WeightedScorer:
             start = time.perf_counter()
             try:
                 answer = scorer(images, prompts, metadata)
-            except Exception as error:  # a user's scorer may raise anything; it is said, counted and retried, never scored
+            # a user's scorer may raise anything; it is said, counted and retried, never scored
+            except Exception as error:
                 failures.append(f"scorer {label!r} raised {type(error).__name__}: {error}")
                 scores[label] = np.full(len(images), np.nan, np.float32)
                 continue
@@ -169,11 +218,17 @@ class WeightedScorer:
             if problem:
                 failures.append(f"scorer {label!r} {problem}")
             told = getattr(scorer, "parts", None) or {}
-            parts |= {f"{label}/{name}": np.asarray(value, np.float32) for name, value in told.items()}
+            parts |= {
+                f"{label}/{name}": np.asarray(value, np.float32) for name, value in told.items()
+            }
         return Attempt(scores, parts, tuple(failures), work)
 
-    def __call__(self, images: np.ndarray, prompts: Sequence[str], metadata: Sequence[dict[str, Any]]) -> Scored:
-        """As ``attempt``, combined; the pictures are one group. Raises ScorerError naming the first scorer that failed."""
+    def __call__(
+        self, images: np.ndarray, prompts: Sequence[str], metadata: Sequence[dict[str, Any]]
+    ) -> Scored:
+        """As ``attempt``, combined; the pictures are one group. Raises ScorerError naming the first
+        scorer that failed.
+        """
         made = self.attempt(images, prompts, metadata)
         if made.failures:
             raise ScorerError(made.failures[0])

@@ -1,7 +1,8 @@
-"""ImageReward (arXiv 2304.05977) on transformers' BLIP: the released checkpoint, its weights renamed.
+"""ImageReward (arXiv 2304.05977) on transformers' BLIP: the released checkpoint, its weights
+renamed.
 
-The package of the paper pins libraries that cannot be installed beside open_clip, so its code is not used; `make parity` holds
-the two against each other.
+The package of the paper pins libraries that cannot be installed beside open_clip, so its code is
+not used; `make parity` holds the two against each other.
 """
 
 from __future__ import annotations
@@ -23,9 +24,27 @@ MEAN, STD = 0.16717362830052426, 1.0333394966054072  # of raw rewards over the a
 TOKENS = 35  # of a prompt, [CLS] and [SEP] included
 FILES, WORD_FILES = ("ImageReward.pt", "ImageReward.safetensors"), ("vocab.txt",)
 WORDS = 30522  # of bert-base-uncased
-HEAD = ((0, 1024), (2, 128), (4, 64), (6, 16), (7, 1))  # place among the released layers (the others are dropout), width
-VISION = {"hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 24, "num_attention_heads": 16, "image_size": 224}
-TEXT = {"vocab_size": 30524, "hidden_size": 768, "intermediate_size": 3072, "num_hidden_layers": 12, "num_attention_heads": 12}
+HEAD = (
+    (0, 1024),
+    (2, 128),
+    (4, 64),
+    (6, 16),
+    (7, 1),
+)  # place among the released layers (the others are dropout), width
+VISION = {
+    "hidden_size": 1024,
+    "intermediate_size": 4096,
+    "num_hidden_layers": 24,
+    "num_attention_heads": 16,
+    "image_size": 224,
+}
+TEXT = {
+    "vocab_size": 30524,
+    "hidden_size": 768,
+    "intermediate_size": 3072,
+    "num_hidden_layers": 12,
+    "num_attention_heads": 12,
+}
 RENAMES = (
     (r"^patch_embed\.proj", "embeddings.patch_embedding"),
     (r"^cls_token$", "embeddings.class_embedding"),
@@ -40,7 +59,9 @@ UNUSED = re.compile(r"blip\.(vision_proj|text_proj)\.|.*\.position_ids$")
 
 
 class Judge(torch.nn.Module):
-    """BLIP's picture encoder, its text encoder that looks at the picture, and the linear head on the [CLS] token."""
+    """BLIP's picture encoder, its text encoder that looks at the picture, and the linear head on
+    the [CLS] token.
+    """
 
     def __init__(self, vision: dict[str, Any], text: dict[str, Any]) -> None:
         super().__init__()
@@ -48,7 +69,9 @@ class Judge(torch.nn.Module):
         from transformers.models.blip.modeling_blip import BlipVisionModel
         from transformers.models.blip.modeling_blip_text import BlipTextModel
 
-        seen = BlipVisionConfig(**{**VISION, "patch_size": 16, "hidden_act": "gelu", "layer_norm_eps": 1e-6, **vision})
+        seen = BlipVisionConfig(
+            **{**VISION, "patch_size": 16, "hidden_act": "gelu", "layer_norm_eps": 1e-6, **vision}
+        )
         read = BlipTextConfig(
             **{
                 **TEXT,
@@ -61,7 +84,9 @@ class Judge(torch.nn.Module):
         self.visual_encoder = BlipVisionModel(seen)
         self.text_encoder = BlipTextModel(read, add_pooling_layer=False)
         widths = [read.hidden_size, *(width for _, width in HEAD)]
-        self.mlp = torch.nn.ModuleDict({str(place): torch.nn.Linear(widths[i], width) for i, (place, width) in enumerate(HEAD)})
+        self.mlp = torch.nn.ModuleDict(
+            {str(place): torch.nn.Linear(widths[i], width) for i, (place, width) in enumerate(HEAD)}
+        )
         self.image_size = int(seen.image_size)  # pyright: ignore[reportArgumentType]
 
     def forward(self, pixels: torch.Tensor, ids: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
@@ -83,9 +108,9 @@ class Judge(torch.nn.Module):
 class ImageReward(PairedScorer):
     """Learned human preference, about zero mean and unit deviation over the authors' data.
 
-    ``vocabulary``: vocab.txt of bert-base-uncased, as a file, a directory or a hub id. ``architecture``: tables ``vision``
-    and ``text`` of transformers' BlipVisionConfig and BlipTextConfig, over the released ones. Keep ``dtype`` fp32: lower ones
-    move the scores.
+    ``vocabulary``: vocab.txt of bert-base-uncased, as a file, a directory or a hub id.
+    ``architecture``: tables ``vision`` and ``text`` of transformers' BlipVisionConfig and
+    BlipTextConfig, over the released ones. Keep ``dtype`` fp32: lower ones move the scores.
     """
 
     paths: ClassVar[dict[str, tuple[str, ...]]] = {"checkpoint": FILES, "vocabulary": WORD_FILES}
@@ -121,26 +146,40 @@ class ImageReward(PairedScorer):
 
     def score(self, pixels: torch.Tensor, prompts: list[str]) -> torch.Tensor:
         """The normalised reward of each picture for its prompt."""
-        words = self.tokenise(prompts, padding="max_length", truncation=True, max_length=TOKENS, return_tensors="pt")
-        raw = self.model(pixels.to(self.device, self.dtype), words.input_ids.to(self.device), words.attention_mask.to(self.device))
+        words = self.tokenise(
+            prompts, padding="max_length", truncation=True, max_length=TOKENS, return_tensors="pt"
+        )
+        raw = self.model(
+            pixels.to(self.device, self.dtype),
+            words.input_ids.to(self.device),
+            words.attention_mask.to(self.device),
+        )
         return (raw.float() - MEAN) / STD
 
 
 def _check_tables(architecture: Mapping[str, Any]) -> None:
     if unknown := sorted(architecture.keys() - {"vision", "text"}):
-        raise ScorerSetupError(f"architecture has {', '.join(unknown)}: it takes the tables vision and text")
+        raise ScorerSetupError(
+            f"architecture has {', '.join(unknown)}: it takes the tables vision and text"
+        )
 
 
 def renamed(state: dict[str, torch.Tensor], path: Path) -> dict[str, torch.Tensor]:
-    """The released names as ``Judge`` has them. Raises ScorerSetupError for a file that is no ImageReward checkpoint."""
+    """The released names as ``Judge`` has them. Raises ScorerSetupError for a file that is no
+    ImageReward checkpoint.
+    """
     if not any(name.startswith("blip.visual_encoder.") for name in state):
-        raise ScorerSetupError(f"{path}: no ImageReward checkpoint: no name in it starts with 'blip.visual_encoder.'")
+        raise ScorerSetupError(
+            f"{path}: no ImageReward checkpoint: no name in it starts with 'blip.visual_encoder.'"
+        )
     made = {}
     for name, value in state.items():
         if UNUSED.match(name):
             continue
         if name.startswith("blip.visual_encoder."):
-            made["visual_encoder." + _rename(name.removeprefix("blip.visual_encoder."), RENAMES)] = value
+            made[
+                "visual_encoder." + _rename(name.removeprefix("blip.visual_encoder."), RENAMES)
+            ] = value
         elif name.startswith("mlp.layers."):
             made["mlp." + name.removeprefix("mlp.layers.")] = value
         else:
@@ -157,14 +196,21 @@ def _rename(name: str, rules: Sequence[tuple[str, str]]) -> str:
 
 
 def bert_tokenizer(vocabulary: str) -> Any:
-    """bert-base-uncased's tokenizer from its vocab.txt. Raises ScorerSetupError where that is another vocabulary.
+    """bert-base-uncased's tokenizer from its vocab.txt. Raises ScorerSetupError where that is
+    another vocabulary.
 
-    The words are read here: transformers, asked for a name that it cannot find offline, answers with a vocabulary of five words.
+    The words are read here: transformers, asked for a name that it cannot find offline, answers
+    with a vocabulary of five words.
     """
     from transformers import BertTokenizer
 
     path = locate(vocabulary, WORD_FILES)
     words = path.read_text(encoding="utf-8").splitlines()
     if len(words) != WORDS or words[101] != "[CLS]":
-        raise ScorerSetupError(f"{path}: {len(words)} words: bert-base-uncased has {WORDS} with [CLS] at 101; give its vocab.txt")
-    return BertTokenizer(vocab={word: place for place, word in enumerate(words)}, do_lower_case=True)
+        raise ScorerSetupError(
+            f"{path}: {len(words)} words: bert-base-uncased has {WORDS} with [CLS] at 101; give its"
+            " vocab.txt"
+        )
+    return BertTokenizer(
+        vocab={word: place for place, word in enumerate(words)}, do_lower_case=True
+    )

@@ -1,4 +1,6 @@
-"""JPEG size as a reward: needs no model, and is the classic smoke test of reward training (DDPO, arXiv 2305.13301)."""
+"""JPEG size as a reward: needs no model, and is the classic smoke test of reward training (DDPO,
+arXiv 2305.13301).
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,9 @@ def jpeg_kilobytes(images: np.ndarray, quality: int = QUALITY) -> np.ndarray:
     sizes = []
     for picture in images:
         buffer = io.BytesIO()
-        Image.fromarray(np.ascontiguousarray(picture.transpose(1, 2, 0))).save(buffer, format="JPEG", quality=quality)
+        Image.fromarray(np.ascontiguousarray(picture.transpose(1, 2, 0))).save(
+            buffer, format="JPEG", quality=quality
+        )
         sizes.append(buffer.tell() / BYTES_PER_KB)
     return np.asarray(sizes, dtype=np.float32)
 
@@ -41,7 +45,9 @@ class JpegIncompressibility:
         if quality > 95:
             raise ScorerSetupError(f"quality is {quality}: use 1 to 95")
 
-    def __call__(self, images: np.ndarray, prompts: Sequence[str], metadata: Sequence[dict[str, Any]]) -> np.ndarray:
+    def __call__(
+        self, images: np.ndarray, prompts: Sequence[str], metadata: Sequence[dict[str, Any]]
+    ) -> np.ndarray:
         """uint8 [B, 3, H, W] -> float32 [B]; prompts and metadata are not looked at."""
         return np.float32(self.sign) * jpeg_kilobytes(images, self.quality)
 

@@ -1,4 +1,6 @@
-"""CLIPScore and HPSv2: the cosine of open_clip's image and text features, and what each does to a picture first."""
+"""CLIPScore and HPSv2: the cosine of open_clip's image and text features, and what each does to a
+picture first.
+"""
 
 from __future__ import annotations
 
@@ -26,15 +28,18 @@ FILES = (
 class OpenClipScorer(PairedScorer):
     """Cosine of the two towers of an open_clip CLIP; without the logit scale.
 
-    ``checkpoint``: a file, a directory or a hub id of open_clip weights. ``architecture``: a name that open_clip knows, or a table
-    as in its model configurations (embed_dim, vision_cfg, text_cfg); by default what ``open_clip_config.json`` says, beside the weights
-    or on the hub. Without one a path is of the scorer's own architecture, ``default``, and so is the repository ``published``; another
-    repository is refused.
+    ``checkpoint``: a file, a directory or a hub id of open_clip weights. ``architecture``: a name
+    that open_clip knows, or a table as in its model configurations (embed_dim, vision_cfg,
+    text_cfg); by default what ``open_clip_config.json`` says, beside the weights or on the hub.
+    Without one a path is of the scorer's own architecture, ``default``, and so is the repository
+    ``published``; another repository is refused.
     """
 
     default = ""
     published = ""
-    resizes: ClassVar[dict[str, str]] = {}  # of open_clip's words for how pictures are resized, those that this scorer follows
+    resizes: ClassVar[
+        dict[str, str]
+    ] = {}  # of open_clip's words for how pictures are resized, those that this scorer follows
     paths: ClassVar[dict[str, tuple[str, ...]]] = {"checkpoint": FILES}
 
     def __init__(
@@ -58,7 +63,9 @@ class OpenClipScorer(PairedScorer):
         self.size = int(cfg["vision_cfg"]["image_size"])
 
     def _description(self, checkpoint: str, architecture_given: bool) -> dict[str, Any]:
-        """open_clip's own words on a checkpoint; nothing where there are none, and of the published one, which the scorer knows."""
+        """open_clip's own words on a checkpoint; nothing where there are none, and of the published
+        one, which the scorer knows.
+        """
         names = self.paths["checkpoint"]
         repo = repository(checkpoint, names)
         if repo == self.published:
@@ -67,12 +74,14 @@ class OpenClipScorer(PairedScorer):
         told = _read_description(file) if file is not None and file.is_file() else {}
         if repo is not None and not told.get("model_cfg") and not architecture_given:
             raise ScorerSetupError(
-                f"{repo!r} has no {CONFIG} that says what it was trained as: set architecture, or use {self.published}"
+                f"{repo!r} has no {CONFIG} that says what it was trained as: set architecture, or"
+                f" use {self.published}"
             )
         for key, own in self.resizes.items():
             if (wanted := told.get("preprocess_cfg", {}).get(key, own)) != own:
                 raise ScorerSetupError(
-                    f"{checkpoint!r}: its {CONFIG} has {key} = {wanted!r}; this scorer makes pictures with {own!r} only"
+                    f"{checkpoint!r}: its {CONFIG} has {key} = {wanted!r}; this scorer makes"
+                    f" pictures with {own!r} only"
                 )
         return told
 
@@ -85,9 +94,11 @@ class OpenClipScorer(PairedScorer):
 
 
 class ClipScore(OpenClipScorer):
-    """CLIPScore (arXiv 2104.08718) without its factor 2.5 and clipping at zero: the plain cosine of CLIP ViT-L/14.
+    """CLIPScore (arXiv 2104.08718) without its factor 2.5 and clipping at zero: the plain cosine of
+    CLIP ViT-L/14.
 
-    Pictures as open_clip's own validation transform makes them: shorter side bicubic, centre crop, normalise.
+    Pictures as open_clip's own validation transform makes them: shorter side bicubic, centre crop,
+    normalise.
     """
 
     default = "ViT-L-14-quickgelu"
@@ -97,7 +108,9 @@ class ClipScore(OpenClipScorer):
     def pixels(self, images: np.ndarray) -> torch.Tensor:
         """uint8 [B, 3, H, W] -> float32 [B, 3, S, S]."""
         crop = crop_square(images, self.size)
-        return normalise(torch.from_numpy(crop.copy()).to(torch.float32).div(255), self.mean, self.std)
+        return normalise(
+            torch.from_numpy(crop.copy()).to(torch.float32).div(255), self.mean, self.std
+        )
 
 
 class HPSv2(OpenClipScorer):
@@ -108,7 +121,9 @@ class HPSv2(OpenClipScorer):
 
     default = "ViT-H-14"
     published = "xswu/HPSv2"
-    paths: ClassVar[dict[str, tuple[str, ...]]] = {"checkpoint": ("HPS_v2.1_compressed.pt", "HPS_v2_compressed.pt", *FILES)}
+    paths: ClassVar[dict[str, tuple[str, ...]]] = {
+        "checkpoint": ("HPS_v2.1_compressed.pt", "HPS_v2_compressed.pt", *FILES)
+    }
 
     def pixels(self, images: np.ndarray) -> torch.Tensor:
         """uint8 [B, 3, H, W] -> float32 [B, 3, S, S]."""
@@ -123,16 +138,24 @@ def _read_description(file: Path) -> dict[str, Any]:
 
 
 def _architecture(wanted: str | dict[str, Any]) -> dict[str, Any]:
-    """The model configuration of a name or a table, checked for what is needed here. Raises ScorerSetupError."""
+    """The model configuration of a name or a table, checked for what is needed here. Raises
+    ScorerSetupError.
+    """
     import open_clip
 
     found = open_clip.get_model_config(wanted) if isinstance(wanted, str) else dict(wanted)
     if found is None:
-        raise ScorerSetupError(f"architecture = {wanted!r}: open_clip has no such model; `open_clip.list_models()` names all")
+        raise ScorerSetupError(
+            f"architecture = {wanted!r}: open_clip has no such model; `open_clip.list_models()`"
+            " names all"
+        )
     lacking = [key for key in ("embed_dim", "vision_cfg", "text_cfg") if key not in found]
     if lacking or found.get("custom_text") or "hf_model_name" in found.get("text_cfg", {}):
         why = f"lacks {', '.join(lacking)}" if lacking else "has a text tower of its own"
-        raise ScorerSetupError(f"architecture {why}: only a plain CLIP works here, such as {{embed_dim, vision_cfg, text_cfg}}")
+        raise ScorerSetupError(
+            f"architecture {why}: only a plain CLIP works here, such as {{embed_dim, vision_cfg,"
+            " text_cfg}"
+        )
     return found
 
 
@@ -142,11 +165,15 @@ def _build(cfg: dict[str, Any]) -> Any:
     try:
         return open_clip.CLIP(**{key: value for key, value in cfg.items() if key != "custom_text"})
     except (TypeError, ValueError, AssertionError) as error:
-        raise ScorerSetupError(f"architecture: open_clip cannot build it: {error}: mend {cfg}") from None
+        raise ScorerSetupError(
+            f"architecture: open_clip cannot build it: {error}: mend {cfg}"
+        ) from None
 
 
 def _tokenizer(cfg: dict[str, Any], path: Path) -> Any:
-    """CLIP's own tokenizer, or the one beside the checkpoint where the configuration names one. Long prompts are cut."""
+    """CLIP's own tokenizer, or the one beside the checkpoint where the configuration names one.
+    Long prompts are cut.
+    """
     from open_clip.tokenizer import HFTokenizer, SimpleTokenizer
 
     length = int(cfg["text_cfg"].get("context_length", 77))
@@ -154,10 +181,14 @@ def _tokenizer(cfg: dict[str, Any], path: Path) -> Any:
         return SimpleTokenizer(context_length=length)
     if not path.with_name("tokenizer.json").is_file():
         raise ScorerSetupError(
-            f"{path.parent}: {CONFIG} names a tokenizer, but there is no tokenizer.json: give a directory with both"
+            f"{path.parent}: {CONFIG} names a tokenizer, but there is no tokenizer.json: give a"
+            " directory with both"
         )
     tokenizer = HFTokenizer(str(path.parent), context_length=length)
     wanted, found = int(cfg["text_cfg"]["vocab_size"]), len(tokenizer.tokenizer)
     if found != wanted:
-        raise ScorerSetupError(f"{path.parent}: the tokenizer has {found} words, the model {wanted}: they do not belong together")
+        raise ScorerSetupError(
+            f"{path.parent}: the tokenizer has {found} words, the model {wanted}: they do not"
+            " belong together"
+        )
     return tokenizer

@@ -1,4 +1,6 @@
-"""What learned scorers share: each picture is scored with its own prompt, in batches of a fixed size at most."""
+"""What learned scorers share: each picture is scored with its own prompt, in batches of a fixed
+size at most.
+"""
 
 from __future__ import annotations
 
@@ -17,11 +19,13 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 class PairedScorer(ABC):
     """Batches pictures and prompts, picture i with prompt i; never every picture with every prompt.
 
-    ``device`` None is the GPU where torch sees one; the reward service gives the device of its actors. A batch's scores are
-    computed in FP32 from features in ``dtype``.
+    ``device`` None is the GPU where torch sees one; the reward service gives the device of its
+    actors. A batch's scores are computed in FP32 from features in ``dtype``.
     """
 
-    def __init__(self, batch_size: int = 16, dtype: str = "fp32", device: str | None = None) -> None:
+    def __init__(
+        self, batch_size: int = 16, dtype: str = "fp32", device: str | None = None
+    ) -> None:
         PairedScorer.check({"batch_size": batch_size, "dtype": dtype, "device": device})
         self.batch_size, self.dtype = batch_size, DTYPES[dtype]
         self.device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
@@ -34,9 +38,13 @@ class PairedScorer(ABC):
         try:
             torch.device(settings["device"] or "cpu")
         except (RuntimeError, TypeError):
-            raise ScorerSetupError(f"device is {settings['device']!r}: use cpu, cuda or cuda:N") from None
+            raise ScorerSetupError(
+                f"device is {settings['device']!r}: use cpu, cuda or cuda:N"
+            ) from None
 
-    def __call__(self, images: np.ndarray, prompts: Sequence[str], metadata: Sequence[dict[str, Any]]) -> np.ndarray:
+    def __call__(
+        self, images: np.ndarray, prompts: Sequence[str], metadata: Sequence[dict[str, Any]]
+    ) -> np.ndarray:
         """uint8 [B, 3, H, W] and B prompts -> float32 [B]; metadata is not looked at."""
         require_pictures(images, prompts, metadata)
         if not len(images):
@@ -44,7 +52,10 @@ class PairedScorer(ABC):
         with torch.inference_mode():
             pixels = self.pixels(images)
             parts = [
-                self.score(pixels[first : first + self.batch_size], list(prompts[first : first + self.batch_size]))
+                self.score(
+                    pixels[first : first + self.batch_size],
+                    list(prompts[first : first + self.batch_size]),
+                )
                 for first in range(0, len(images), self.batch_size)
             ]
         return torch.cat(parts).float().cpu().numpy()
@@ -64,7 +75,9 @@ def cosine(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
 
 
 def distinct(prompts: Sequence[str]) -> tuple[list[str], list[int]]:
-    """Each different prompt once, and for every prompt its place among them: text is encoded once per prompt."""
+    """Each different prompt once, and for every prompt its place among them: text is encoded once
+    per prompt.
+    """
     once = list(dict.fromkeys(prompts))
     places = {prompt: place for place, prompt in enumerate(once)}
     return once, [places[prompt] for prompt in prompts]

@@ -1,4 +1,6 @@
-"""PickScore (arXiv 2305.01569): a CLIP ViT-H/14 tuned on people's choices, on transformers' own CLIP."""
+"""PickScore (arXiv 2305.01569): a CLIP ViT-H/14 tuned on people's choices, on transformers' own
+CLIP.
+"""
 
 from __future__ import annotations
 
@@ -38,9 +40,11 @@ ARCHITECTURE: dict[str, Any] = {
 
 
 class PickScore(PairedScorer):
-    """exp(logit scale) x cosine / 26. ``architecture``: a table of transformers' CLIPConfig, by default ViT-H/14.
+    """exp(logit scale) x cosine / 26. ``architecture``: a table of transformers' CLIPConfig, by
+    default ViT-H/14.
 
-    Pictures as transformers' image processor on Pillow makes them; words by CLIP's vocabulary, which open_clip ships.
+    Pictures as transformers' image processor on Pillow makes them; words by CLIP's vocabulary,
+    which open_clip ships.
     """
 
     paths: ClassVar[dict[str, tuple[str, ...]]] = {"checkpoint": FILES}
@@ -61,9 +65,20 @@ class PickScore(PairedScorer):
             config: Any = CLIPConfig(**(architecture or ARCHITECTURE))
             self.model: Any = CLIPModel(config)
         except (TypeError, ValueError) as error:
-            raise ScorerSetupError(f"architecture: transformers cannot build it: {error}: mend {architecture}") from None
-        state = {name: value for name, value in read_state(path).items() if not name.endswith(".position_ids")}
-        load_weights(self.model, state, path, "transformers' CLIPModel ViT-H/14" if architecture is None else "this CLIPModel")
+            raise ScorerSetupError(
+                f"architecture: transformers cannot build it: {error}: mend {architecture}"
+            ) from None
+        state = {
+            name: value
+            for name, value in read_state(path).items()
+            if not name.endswith(".position_ids")
+        }
+        load_weights(
+            self.model,
+            state,
+            path,
+            "transformers' CLIPModel ViT-H/14" if architecture is None else "this CLIPModel",
+        )
         self.model.to(self.device, self.dtype).eval()  # pyright: ignore[reportArgumentType]
         self.size = int(config.vision_config.image_size)
         self.length = int(config.text_config.max_position_embeddings)
@@ -77,10 +92,15 @@ class PickScore(PairedScorer):
     def score(self, pixels: torch.Tensor, prompts: list[str]) -> torch.Tensor:
         """Scaled cosine of each picture and its prompt."""
         once, places = distinct(prompts)
-        words = self.tokenise(once, padding="max_length", truncation=True, max_length=self.length, return_tensors="pt")
-        image = self.model.get_image_features(pixel_values=pixels.to(self.device, self.dtype)).pooler_output
+        words = self.tokenise(
+            once, padding="max_length", truncation=True, max_length=self.length, return_tensors="pt"
+        )
+        image = self.model.get_image_features(
+            pixel_values=pixels.to(self.device, self.dtype)
+        ).pooler_output
         text = self.model.get_text_features(
-            input_ids=words.input_ids.to(self.device), attention_mask=words.attention_mask.to(self.device)
+            input_ids=words.input_ids.to(self.device),
+            attention_mask=words.attention_mask.to(self.device),
         ).pooler_output
         paired = text[torch.tensor(places, device=self.device)]
         return self.model.logit_scale.float().exp() * cosine(image, paired) / SCALE
@@ -92,7 +112,10 @@ def clip_tokenizer() -> Any:
     from transformers import CLIPTokenizer
 
     shipped = SimpleTokenizer()
-    ends = {shipped.sot_token_id: "<|startoftext|>", shipped.eot_token_id: "<|endoftext|>"}  # open_clip spells them otherwise
+    ends = {
+        shipped.sot_token_id: "<|startoftext|>",
+        shipped.eot_token_id: "<|endoftext|>",
+    }  # open_clip spells them otherwise
     vocabulary = {ends.get(place, word): place for word, place in shipped.encoder.items()}
     merges: Any = [pair for pair, _ in sorted(shipped.bpe_ranks.items(), key=lambda item: item[1])]
     return CLIPTokenizer(vocab=vocabulary, merges=merges)

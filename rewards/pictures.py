@@ -1,4 +1,6 @@
-"""From uint8 pictures to what a network takes. Each size is made once per batch, however many scorers ask for it."""
+"""From uint8 pictures to what a network takes. Each size is made once per batch, however many
+scorers ask for it.
+"""
 
 from __future__ import annotations
 
@@ -10,15 +12,23 @@ import numpy as np
 import torch
 from PIL import Image
 
-CLIP_MEAN = (0.48145466, 0.4578275, 0.40821073)  # OpenAI's, which all four models here are trained with
+CLIP_MEAN = (
+    0.48145466,
+    0.4578275,
+    0.40821073,
+)  # OpenAI's, which all four models here are trained with
 CLIP_STD = (0.26862954, 0.26130258, 0.27577711)
 
 Centre = Literal["round", "floor"]
-_made: tuple[weakref.ref[np.ndarray], dict[tuple[Any, ...], Any]] | None = None  # what was made of the newest read-only batch
+_made: tuple[weakref.ref[np.ndarray], dict[tuple[Any, ...], Any]] | None = (
+    None  # what was made of the newest read-only batch
+)
 
 
 def shared(images: np.ndarray, key: tuple[Any, ...], make: Callable[[], Any]) -> Any:
-    """``make()``, remembered under ``key`` while ``images`` is the newest batch. A batch that may be written to is not remembered."""
+    """``make()``, remembered under ``key`` while ``images`` is the newest batch. A batch that may
+    be written to is not remembered.
+    """
     global _made
     if images.flags.writeable:
         return make()
@@ -30,12 +40,15 @@ def shared(images: np.ndarray, key: tuple[Any, ...], make: Callable[[], Any]) ->
 
 
 def crop_square(images: np.ndarray, size: int, centre: Centre = "round") -> np.ndarray:
-    """uint8 [B, 3, H, W] -> uint8 [B, 3, size, size]: shorter side to ``size`` by Pillow's bicubic, then the middle.
+    """uint8 [B, 3, H, W] -> uint8 [B, 3, size, size]: shorter side to ``size`` by Pillow's bicubic,
+    then the middle.
 
-    Where an odd number of pixels is cut off, ``round`` cuts the half pixel to the even neighbour (torchvision, open_clip,
-    ImageReward), ``floor`` cuts less on the near side (transformers).
+    Where an odd number of pixels is cut off, ``round`` cuts the half pixel to the even neighbour
+    (torchvision, open_clip, ImageReward), ``floor`` cuts less on the near side (transformers).
     """
-    resized = shared(images, ("shorter", size), lambda: np.stack([_shorter(picture, size) for picture in images]))
+    resized = shared(
+        images, ("shorter", size), lambda: np.stack([_shorter(picture, size) for picture in images])
+    )
     cut = [edge - size for edge in resized.shape[2:]]
     top, left = (round(extra / 2) if centre == "round" else extra // 2 for extra in cut)
     return resized[:, :, top : top + size, left : left + size]
@@ -51,19 +64,25 @@ def _shorter(picture: np.ndarray, size: int) -> np.ndarray:
 
 
 def pad_square(images: np.ndarray, size: int) -> torch.Tensor:
-    """uint8 [B, 3, H, W] -> float32 [B, 3, size, size] in about [0, 1]: longer side to ``size``, the rest black.
+    """uint8 [B, 3, H, W] -> float32 [B, 3, size, size] in about [0, 1]: longer side to ``size``,
+    the rest black.
 
-    HPSv2's: a bicubic resize of the tensor, whose overshoot is not clipped, and padding before normalisation. A picture that has
-    the size already in its longer side is padded too; the original leaves it and then fails on it.
+    HPSv2's: a bicubic resize of the tensor, whose overshoot is not clipped, and padding before
+    normalisation. A picture that has the size already in its longer side is padded too; the
+    original leaves it and then fails on it.
     """
     height, width = images.shape[2:]
     scale = size / max(height, width)
     rows, columns = max(1, round(height * scale)), max(1, round(width * scale))
     pixels = to_float(images)
     if (rows, columns) != (height, width):
-        pixels = torch.nn.functional.interpolate(pixels, (rows, columns), mode="bicubic", align_corners=False, antialias=True)
+        pixels = torch.nn.functional.interpolate(
+            pixels, (rows, columns), mode="bicubic", align_corners=False, antialias=True
+        )
     below, right = size - rows, size - columns
-    return torch.nn.functional.pad(pixels, (right // 2, right - right // 2, below // 2, below - below // 2))
+    return torch.nn.functional.pad(
+        pixels, (right // 2, right - right // 2, below // 2, below - below // 2)
+    )
 
 
 def to_float(images: np.ndarray) -> torch.Tensor:
@@ -71,7 +90,9 @@ def to_float(images: np.ndarray) -> torch.Tensor:
     return torch.from_numpy(np.array(images)).to(torch.float32).div(255)
 
 
-def normalise(pixels: torch.Tensor, mean: Sequence[float] = CLIP_MEAN, std: Sequence[float] = CLIP_STD) -> torch.Tensor:
+def normalise(
+    pixels: torch.Tensor, mean: Sequence[float] = CLIP_MEAN, std: Sequence[float] = CLIP_STD
+) -> torch.Tensor:
     """float32 [B, 3, S, S] less ``mean``, divided by ``std``, per channel."""
     shape = (1, 3, 1, 1)
     return (pixels - torch.tensor(mean).reshape(shape)) / torch.tensor(std).reshape(shape)

@@ -1,4 +1,6 @@
-"""A reward server of one's own, asked over HTTP. The protocol is in docs/rewards.md; nothing that comes back can run code."""
+"""A reward server of one's own, asked over HTTP. The protocol is in docs/rewards.md; nothing that
+comes back can run code.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,13 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from rewards.base import ScorerError, ScorerSetupError, require_count, require_one_of, require_pictures
+from rewards.base import (
+    ScorerError,
+    ScorerSetupError,
+    require_count,
+    require_one_of,
+    require_pictures,
+)
 
 TYPES = {"npz": "application/x-npz", "json": "application/json"}
 AGAIN = (408, 425, 429)  # worth another try besides the 5xx: timed out, too early, too many
@@ -26,40 +34,81 @@ PAUSE_S = 0.5  # before the second try; doubles with every further one
 class HttpScorer:
     """POSTs pictures and prompts to ``url`` and takes the scores of the answer.
 
-    ``encoding`` npz sends raw pixels, json sends PNG in base64. An answer that does not come within ``timeout_s``, a broken connection
-    and a 5xx are tried again ``retries`` times; keep (retries + 1) x timeout_s below the deadline of the service that asks.
-    ``batch_size`` 0 sends all at once.
+    ``encoding`` npz sends raw pixels, json sends PNG in base64. An answer that does not come within
+    ``timeout_s``, a broken connection and a 5xx are tried again ``retries`` times; keep (retries +
+    1) x timeout_s below the deadline of the service that asks. ``batch_size`` 0 sends all at once.
     """
 
-    def __init__(self, url: str, encoding: str = "npz", timeout_s: float = 60.0, retries: int = 2, batch_size: int = 0) -> None:
-        self.check({"url": url, "encoding": encoding, "timeout_s": timeout_s, "retries": retries, "batch_size": batch_size})
-        self.url, self.encoding, self.timeout_s, self.retries, self.batch_size = url, encoding, timeout_s, retries, batch_size
+    def __init__(
+        self,
+        url: str,
+        encoding: str = "npz",
+        timeout_s: float = 60.0,
+        retries: int = 2,
+        batch_size: int = 0,
+    ) -> None:
+        self.check(
+            {
+                "url": url,
+                "encoding": encoding,
+                "timeout_s": timeout_s,
+                "retries": retries,
+                "batch_size": batch_size,
+            }
+        )
+        self.url, self.encoding, self.timeout_s, self.retries, self.batch_size = (
+            url,
+            encoding,
+            timeout_s,
+            retries,
+            batch_size,
+        )
 
     @staticmethod
     def check(settings: Mapping[str, Any]) -> None:
         """Raises ScorerSetupError for settings with which no server can be asked."""
         url, timeout_s = settings["url"], settings["timeout_s"]
-        if not isinstance(url, str) or not url.startswith(("http://", "https://")) or not _host(url):
+        if (
+            not isinstance(url, str)
+            or not url.startswith(("http://", "https://"))
+            or not _host(url)
+        ):
             raise ScorerSetupError(f"url is {url!r}: give http://host:port/path or https://...")
         require_one_of("encoding", settings["encoding"], TYPES)
-        if isinstance(timeout_s, bool) or not isinstance(timeout_s, int | float) or not 0 < timeout_s < float("inf"):
+        if (
+            isinstance(timeout_s, bool)
+            or not isinstance(timeout_s, int | float)
+            or not 0 < timeout_s < float("inf")
+        ):
             raise ScorerSetupError(f"timeout_s is {timeout_s!r}: use a positive time in seconds")
         require_count("retries", settings["retries"], 0)
         require_count("batch_size", settings["batch_size"], 0)
 
-    def __call__(self, images: np.ndarray, prompts: Sequence[str], metadata: Sequence[dict[str, Any]]) -> np.ndarray:
-        """uint8 [B, 3, H, W] -> float32 [B], NaN where the server says null. Raises ScorerError, one line."""
+    def __call__(
+        self, images: np.ndarray, prompts: Sequence[str], metadata: Sequence[dict[str, Any]]
+    ) -> np.ndarray:
+        """uint8 [B, 3, H, W] -> float32 [B], NaN where the server says null. Raises ScorerError,
+        one line.
+        """
         require_pictures(images, prompts, metadata)
         size = self.batch_size or max(1, len(images))
         parts = [
-            self._ask(images[first : first + size], prompts[first : first + size], metadata[first : first + size])
+            self._ask(
+                images[first : first + size],
+                prompts[first : first + size],
+                metadata[first : first + size],
+            )
             for first in range(0, len(images), size)
         ]
         return np.concatenate(parts) if parts else np.zeros(0, np.float32)
 
-    def _ask(self, images: np.ndarray, prompts: Sequence[str], metadata: Sequence[dict[str, Any]]) -> np.ndarray:
+    def _ask(
+        self, images: np.ndarray, prompts: Sequence[str], metadata: Sequence[dict[str, Any]]
+    ) -> np.ndarray:
         body = encode(self.encoding, images, prompts, metadata)
-        request = urllib.request.Request(self.url, body, {"Content-Type": TYPES[self.encoding], "Accept": "application/json"})
+        request = urllib.request.Request(
+            self.url, body, {"Content-Type": TYPES[self.encoding], "Accept": "application/json"}
+        )
         problem = ""
         for attempt in range(self.retries + 1):
             if attempt:
@@ -71,7 +120,10 @@ class HttpScorer:
                 problem = f"answered {error.code} {error.reason}"
                 if error.code < 500 and error.code not in AGAIN:
                     break
-            except (OSError, http.client.HTTPException) as error:  # URLError and timeouts are OSErrors
+            except (
+                OSError,
+                http.client.HTTPException,
+            ) as error:  # URLError and timeouts are OSErrors
                 problem = f"did not answer ({getattr(error, 'reason', None) or error})"
         raise ScorerError(f"{self.url} {problem}, tries: {attempt + 1}")
 
@@ -85,7 +137,9 @@ def _host(url: str) -> str | None:
         return None
 
 
-def encode(encoding: str, images: np.ndarray, prompts: Sequence[str], metadata: Sequence[dict[str, Any]]) -> bytes:
+def encode(
+    encoding: str, images: np.ndarray, prompts: Sequence[str], metadata: Sequence[dict[str, Any]]
+) -> bytes:
     """The body of a request for pictures uint8 [B, 3, H, W]."""
     told: dict[str, Any] = {"prompts": list(prompts), "metadata": list(metadata)}
     if encoding == "json":
@@ -97,14 +151,24 @@ def encode(encoding: str, images: np.ndarray, prompts: Sequence[str], metadata: 
 
 
 def decode(body: bytes, count: int) -> np.ndarray:
-    """The scores float32 [count] of an answer, NaN for null. Raises ScorerError for anything else than as many numbers."""
+    """The scores float32 [count] of an answer, NaN for null. Raises ScorerError for anything else
+    than as many numbers.
+    """
     try:
         scores = json.loads(body)["scores"]
         values = [float("nan") if score is None else score for score in scores]
     except (ValueError, KeyError, TypeError) as error:
-        raise ScorerError(f"the server's answer is no JSON object with 'scores' ({type(error).__name__}): {body[:80]!r}") from None
-    if len(values) != count or not all(isinstance(value, int | float) and not isinstance(value, bool) for value in values):
-        raise ScorerError(f"the server answered {len(values)} scores for {count} pictures: it must answer {count} numbers or nulls")
+        raise ScorerError(
+            f"the server's answer is no JSON object with 'scores' ({type(error).__name__}):"
+            f" {body[:80]!r}"
+        ) from None
+    if len(values) != count or not all(
+        isinstance(value, int | float) and not isinstance(value, bool) for value in values
+    ):
+        raise ScorerError(
+            f"the server answered {len(values)} scores for {count} pictures: it must answer {count}"
+            " numbers or nulls"
+        )
     return np.asarray(values, np.float32)
 
 

@@ -1,8 +1,10 @@
-"""Reward by rule: does a picture show the scene that the caption asks for? Graded in [0, 1], no learned model.
+"""Reward by rule: does a picture show the scene that the caption asks for? Graded in [0, 1], no
+learned model.
 
-A pixel is a mix of a grey and one palette colour, so its deviation from its own mean tells which colour and how much of it.
-Connected regions of one colour are objects. An object's shape is read by laying the four outlines over it at equal area and
-centroid, and comparing (intersection over union). Expected and found objects are then matched one to one.
+A pixel is a mix of a grey and one palette colour, so its deviation from its own mean tells which
+colour and how much of it. Connected regions of one colour are objects. An object's shape is read by
+laying the four outlines over it at equal area and centroid, and comparing (intersection over
+union). Expected and found objects are then matched one to one.
 """
 
 from __future__ import annotations
@@ -22,8 +24,12 @@ SMALLEST = 8.0  # pixels of covered area below which a region is debris, not an 
 MOST = 6  # objects looked at; the largest ones
 WINDOW = 22  # pixels around an object that are compared with an outline
 DEBRIS = 24.0  # pixels of debris that make the clean factor zero
-_AREA = np.array([np.pi, 4 * 0.92**2, 2.0, 8 * CROSS_ARM - 4 * CROSS_ARM**2], dtype=np.float32)  # of an outline of radius 1
-_DROP = np.array([0.0, 0.0, 1 / 3, 0.0], dtype=np.float32)  # how far its centroid lies below its box's centre, in radii
+_AREA = np.array(
+    [np.pi, 4 * 0.92**2, 2.0, 8 * CROSS_ARM - 4 * CROSS_ARM**2], dtype=np.float32
+)  # of an outline of radius 1
+_DROP = np.array(
+    [0.0, 0.0, 1 / 3, 0.0], dtype=np.float32
+)  # how far its centroid lies below its box's centre, in radii
 _TINT = PALETTE - PALETTE.mean(1, keepdims=True)  # [6, 3]
 
 
@@ -43,27 +49,42 @@ class Regions:
 class ShapesScorer:
     """Scores pictures against shapes captions.
 
-    Called with uint8 [B, 3, H, W] (any size, read at 32x32), B prompts and B metadata rows; a row with the key "objects" is a
-    ``Scene.metadata``, any other row leaves the scene to be parsed from the prompt. Returns float32 [B] in [0, 1]::
+    Called with uint8 [B, 3, H, W] (any size, read at 32x32), B prompts and B metadata rows; a row
+    with the key "objects" is a ``Scene.metadata``, any other row leaves the scene to be parsed from
+    the prompt. Returns float32 [B] in [0, 1]::
 
-        mean over expected objects of colour * (0.1 + 0.9 shape)  *  counts  *  (0.3 + 0.7 positions)  *  clean
+        mean over expected objects of colour * (0.1 + 0.9 shape)  *  counts  *  (0.3 + 0.7
+        positions)  *  clean
 
-    ``parts`` then holds float32 [B] for each of ``PARTS`` and "strict": 1 where every object has its colour and shape best, the
-    count is exact and the relation holds. Raises ValueError for other inputs and for prompts outside the grammar.
+    ``parts`` then holds float32 [B] for each of ``PARTS`` and "strict": 1 where every object has
+    its colour and shape best, the count is exact and the relation holds. Raises ValueError for
+    other inputs and for prompts outside the grammar.
     """
 
     def __init__(self) -> None:
         self.parts: dict[str, np.ndarray] = {}
 
-    def __call__(self, images: np.ndarray, prompts: Sequence[str], metadata: Sequence[dict[str, Any]]) -> np.ndarray:
-        if images.dtype != np.uint8 or images.ndim != 4 or images.shape[1] != 3 or 0 in images.shape[2:]:
-            raise ValueError(f"pictures have to be uint8 [B, 3, H, W], these are {images.dtype} {list(images.shape)}")
+    def __call__(
+        self, images: np.ndarray, prompts: Sequence[str], metadata: Sequence[dict[str, Any]]
+    ) -> np.ndarray:
+        if (
+            images.dtype != np.uint8
+            or images.ndim != 4
+            or images.shape[1] != 3
+            or 0 in images.shape[2:]
+        ):
+            raise ValueError(
+                f"pictures have to be uint8 [B, 3, H, W], these are {images.dtype}"
+                f" {list(images.shape)}"
+            )
         if not len(images) == len(prompts) == len(metadata):
             raise ValueError(
-                f"{len(images)} pictures, {len(prompts)} prompts and {len(metadata)} metadata rows: give as many of each"
+                f"{len(images)} pictures, {len(prompts)} prompts and {len(metadata)} metadata rows:"
+                " give as many of each"
             )
         scenes = [
-            Scene.from_metadata(row) if "objects" in row else parse(text) for text, row in zip(prompts, metadata, strict=True)
+            Scene.from_metadata(row) if "objects" in row else parse(text)
+            for text, row in zip(prompts, metadata, strict=True)
         ]
         if not scenes:
             self.parts = {name: np.zeros(0, dtype=np.float32) for name in (*PARTS, "strict")}
@@ -90,14 +111,24 @@ def to_size(images: np.ndarray) -> np.ndarray:
 
 
 def connected(kind: np.ndarray) -> np.ndarray:
-    """Labels int32 like ``kind`` [B, H, W]: equal for 4-connected pixels of equal kind; -1 where kind < 0. Unique over the batch."""
+    """Labels int32 like ``kind`` [B, H, W]: equal for 4-connected pixels of equal kind; -1 where
+    kind < 0. Unique over the batch.
+    """
     edge = np.full((kind.shape[0], kind.shape[1] + 2, kind.shape[2] + 2), -1, dtype=np.int8)
     edge[:, 1:-1, 1:-1] = kind
-    label = np.where(edge >= 0, np.arange(edge.size, dtype=np.int32).reshape(edge.shape), np.iinfo(np.int32).max)
-    down, across = (edge[:, 1:] == edge[:, :-1]) & (edge[:, 1:] >= 0), (edge[:, :, 1:] == edge[:, :, :-1]) & (edge[:, :, 1:] >= 0)
+    label = np.where(
+        edge >= 0, np.arange(edge.size, dtype=np.int32).reshape(edge.shape), np.iinfo(np.int32).max
+    )
+    down, across = (
+        (edge[:, 1:] == edge[:, :-1]) & (edge[:, 1:] >= 0),
+        (edge[:, :, 1:] == edge[:, :, :-1]) & (edge[:, :, 1:] >= 0),
+    )
     while True:
         before = label.copy()
-        for same, one, two in ((down, label[:, :-1], label[:, 1:]), (across, label[:, :, :-1], label[:, :, 1:])):
+        for same, one, two in (
+            (down, label[:, :-1], label[:, 1:]),
+            (across, label[:, :, :-1], label[:, :, 1:]),
+        ):
             np.copyto(two, np.minimum(one, two), where=same)
             np.copyto(one, np.minimum(one, two), where=same)
         flat = label.reshape(-1)
@@ -113,7 +144,9 @@ def find_regions(image: np.ndarray) -> Regions:
     along = np.einsum("bchw,kc->kbhw", tint, _TINT)
     length = np.linalg.norm(_TINT, axis=1)[:, None, None, None]
     kind = (along / length).argmax(0)
-    cover = np.clip((along / length**2).max(0), 0, 1.2)  # of the colour that explains the pixel best
+    cover = np.clip(
+        (along / length**2).max(0), 0, 1.2
+    )  # of the colour that explains the pixel best
     label = connected(np.where(cover > 0.5, kind, -1))
     names, which = np.unique(label, return_inverse=True)
     which = which.reshape(-1) - int(names[0] < 0)
@@ -131,14 +164,25 @@ def find_regions(image: np.ndarray) -> Regions:
     return measure(image, cover, masks, picture[kept], debris)
 
 
-def measure(image: np.ndarray, cover: np.ndarray, masks: np.ndarray, picture: np.ndarray, debris: np.ndarray) -> Regions:
+def measure(
+    image: np.ndarray, cover: np.ndarray, masks: np.ndarray, picture: np.ndarray, debris: np.ndarray
+) -> Regions:
     """What the regions ``masks`` [R, 32, 32] of pictures ``picture`` [R] look like."""
     padded: np.ndarray = np.pad(masks, ((0, 0), (1, 1), (1, 1)))
-    near = padded[:, :-2, 1:-1] | padded[:, 2:, 1:-1] | padded[:, 1:-1, :-2] | padded[:, 1:-1, 2:] | masks
+    near = (
+        padded[:, :-2, 1:-1]
+        | padded[:, 2:, 1:-1]
+        | padded[:, 1:-1, :-2]
+        | padded[:, 1:-1, 2:]
+        | masks
+    )
     soft = np.where(near, np.minimum(cover[picture], 1), 0)  # with the half-covered rim
     area = soft.sum((1, 2))
     axis = np.arange(SIZE, dtype=np.float32) + 0.5
-    x, y = (soft.sum(1) * axis).sum(1) / area, (soft.sum(2) * axis).sum(1) / area  # a matrix product would sum by batch size
+    x, y = (
+        (soft.sum(1) * axis).sum(1) / area,
+        (soft.sum(2) * axis).sum(1) / area,
+    )  # a matrix product would sum by batch size
     centre = np.stack([x, y], -1)
     core = masks * (cover[picture] > 0.8)
     core = np.where(np.asarray(core.any((1, 2)))[:, None, None], core, masks).astype(np.float32)
@@ -151,7 +195,9 @@ def measure(image: np.ndarray, cover: np.ndarray, masks: np.ndarray, picture: np
 
 
 def shape_scores(soft: np.ndarray, area: np.ndarray, centre: np.ndarray) -> np.ndarray:
-    """How well each region [R, 32, 32] matches each outline: [R, 4], by the overlap and by its lead over the other outlines."""
+    """How well each region [R, 32, 32] matches each outline: [R, 4], by the overlap and by its lead
+    over the other outlines.
+    """
     overlap = overlaps(soft, area, centre)
     if not len(overlap):
         return overlap
@@ -170,7 +216,11 @@ def overlaps(soft: np.ndarray, area: np.ndarray, centre: np.ndarray) -> np.ndarr
     for index in range(len(SHAPES)):
         radius = np.sqrt(area / _AREA[index])[:, None, None]
         x = (columns + 0.5)[:, None, :].astype(np.float32) - centre[:, 0, None, None]
-        y = (rows + 0.5)[:, :, None].astype(np.float32) - centre[:, 1, None, None] + _DROP[index] * radius
+        y = (
+            (rows + 0.5)[:, :, None].astype(np.float32)
+            - centre[:, 1, None, None]
+            + _DROP[index] * radius
+        )
         outline = np.clip(0.5 - distance(np.array(index), x, y, radius), 0, 1)
         both = np.minimum(outline, crop).sum((1, 2))
         out[:, index] = both / (outline.sum((1, 2)) + area - both).clip(1e-6)
@@ -195,12 +245,18 @@ def judge(scene: Scene, regions: Regions, index: int) -> tuple[float, ...]:
     quality = sum(float(colour[i, j] * (0.1 + 0.9 * shape[i, j])) for i, j in things) / wanted
     positions = place_score(scene, regions, [int(found[j]) if j >= 0 else -1 for j in match])
     total = quality * counts * (0.3 + 0.7 * positions) * clean
-    right = all(colour[i, j] > 0.5 and shape[i, j] > 0.33 for i, j in things) and shown == wanted and positions > 0.5
+    right = (
+        all(colour[i, j] > 0.5 and shape[i, j] > 0.33 for i, j in things)
+        and shown == wanted
+        and positions > 0.5
+    )
     return (total, objects, colours, shapes, counts, positions, float(right))
 
 
 def best_match(value: np.ndarray) -> tuple[int, ...]:
-    """For each row of ``value`` [expected, found] the column it is matched to, or -1; the sum is greatest, ties to the first."""
+    """For each row of ``value`` [expected, found] the column it is matched to, or -1; the sum is
+    greatest, ties to the first.
+    """
     wanted, shown = value.shape
     padded = np.concatenate([value, np.zeros((wanted, max(0, wanted - shown)))], axis=1)
     choices = np.array(list(itertools.permutations(range(padded.shape[1]), wanted)))
@@ -209,7 +265,9 @@ def best_match(value: np.ndarray) -> tuple[int, ...]:
 
 
 def place_score(scene: Scene, regions: Regions, match: Sequence[int]) -> float:
-    """Relations: how clearly the first object lies on its side of the second. Other scenes: the share of objects wholly inside."""
+    """Relations: how clearly the first object lies on its side of the second. Other scenes: the
+    share of objects wholly inside.
+    """
     if scene.relation is None:
         return sum(float(regions.inside[j]) for j in match if j >= 0) / len(match)
     if min(match) < 0:

@@ -1,8 +1,10 @@
-"""Build the tiny model from nothing: ``python -m shapes.build --minutes 82 --threads 2 --out shapes/model``.
+"""Build the tiny model from nothing: ``python -m shapes.build --minutes 82 --threads 2 --out
+shapes/model``.
 
-Draws pictures, trains the autoencoder (``--vae-minutes``), then the denoiser with its text encoders (``--minutes``), and writes a
-StableDiffusion3Pipeline directory. Stopping it and starting it again with the same ``--work`` goes on where it was; the newest
-pipeline lies in WORK/snapshot meanwhile. Everything is FP32, on the CPU.
+Draws pictures, trains the autoencoder (``--vae-minutes``), then the denoiser with its text encoders
+(``--minutes``), and writes a StableDiffusion3Pipeline directory. Stopping it and starting it again
+with the same ``--work`` goes on where it was; the newest pipeline lies in WORK/snapshot meanwhile.
+Everything is FP32, on the CPU.
 """
 
 from __future__ import annotations
@@ -27,7 +29,9 @@ SHIFT = 2.0  # of the sampling schedule
 
 
 def assemble(vae: AutoencoderKL, learner: Learner, out: Path) -> None:
-    """Write the pipeline directory ``out``, replacing what was there, by way of a neighbour directory."""
+    """Write the pipeline directory ``out``, replacing what was there, by way of a neighbour
+    directory.
+    """
     pipeline = StableDiffusion3Pipeline(
         transformer=learner.transformer,
         scheduler=FlowMatchEulerDiscreteScheduler(shift=SHIFT),
@@ -62,13 +66,29 @@ def log(line: str) -> None:
 
 def arguments() -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(prog="python -m shapes.build", description=(__doc__ or "").splitlines()[0])
+    parser = argparse.ArgumentParser(
+        prog="python -m shapes.build", description=(__doc__ or "").splitlines()[0]
+    )
     parser.add_argument("--minutes", type=float, default=82.0, help="training time of the denoiser")
-    parser.add_argument("--vae-minutes", type=float, default=7.0, help="training time of the autoencoder")
+    parser.add_argument(
+        "--vae-minutes", type=float, default=7.0, help="training time of the autoencoder"
+    )
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "model", help="the pipeline directory to write")
-    parser.add_argument("--work", type=Path, default=Path("build/shapes"), help="where training state is kept, to resume from")
-    parser.add_argument("--prompts-only", action="store_true", help="write the prompt files and stop")
+    parser.add_argument(
+        "--out",
+        type=Path,
+        default=Path(__file__).parent / "model",
+        help="the pipeline directory to write",
+    )
+    parser.add_argument(
+        "--work",
+        type=Path,
+        default=Path("build/shapes"),
+        help="where training state is kept, to resume from",
+    )
+    parser.add_argument(
+        "--prompts-only", action="store_true", help="write the prompt files and stop"
+    )
     return parser.parse_args()
 
 
@@ -82,7 +102,9 @@ def main() -> None:
     args.work.mkdir(parents=True, exist_ok=True)
     vae = trained_vae(args.vae_minutes, args.work)
     snapshot = args.work / "snapshot"
-    learner = train_denoiser(vae, args.minutes, args.work, log, lambda average, _minute: assemble(vae, average, snapshot))
+    learner = train_denoiser(
+        vae, args.minutes, args.work, log, lambda average, _minute: assemble(vae, average, snapshot)
+    )
     assemble(vae, learner, args.out)
     size = sum(path.stat().st_size for path in args.out.rglob("*") if path.is_file())
     log(f"wrote {args.out}: {size / 1e6:.1f} MB, checksum {checksum(args.out)}")

@@ -7,7 +7,9 @@ from pathlib import Path
 
 
 def checksum(folder: Path) -> str:
-    """sha256 (hex) over the sorted relative paths and contents of all files. Raises FileNotFoundError for an empty folder."""
+    """sha256 (hex) over the sorted relative paths and contents of all files. Raises
+    FileNotFoundError for an empty folder.
+    """
     files = sorted(path for path in folder.rglob("*") if path.is_file())
     if not files:
         raise FileNotFoundError(f"no files in {folder}")

@@ -1,7 +1,9 @@
-"""Train the tiny CLIP from nothing: ``python -m shapes.clip_build --minutes 25 --threads 2 --out shapes/clip``.
+"""Train the tiny CLIP from nothing: ``python -m shapes.clip_build --minutes 25 --threads 2 --out
+shapes/clip``.
 
-Stopping it and starting it again with the same ``--work`` goes on where it was. Everything is FP32, on the CPU. At the end it prints
-how often the right caption wins over near misses, on pictures of the train and of the tune split; the test split is not looked at.
+Stopping it and starting it again with the same ``--work`` goes on where it was. Everything is FP32,
+on the CPU. At the end it prints how often the right caption wins over near misses, on pictures of
+the train and of the tune split; the test split is not looked at.
 """
 
 from __future__ import annotations
@@ -28,8 +30,11 @@ from shapes.text import TOKENS, clip_tokenizer
 PEAK_LR, DECAY, WARM_UP, EMA = 1e-3, 0.05, 100, 0.998
 
 
-def train_clip(minutes: float, work: Path, log: Callable[[str], None], most_steps: int | None = None) -> open_clip.CLIP:
-    """Train for ``minutes`` (counted over resumed runs), or ``most_steps``; returns the averaged weights.
+def train_clip(
+    minutes: float, work: Path, log: Callable[[str], None], most_steps: int | None = None
+) -> open_clip.CLIP:
+    """Train for ``minutes`` (counted over resumed runs), or ``most_steps``; returns the averaged
+    weights.
 
     AdamW, the rate falling to zero along a cosine of the share of the time that is gone.
     """
@@ -45,7 +50,9 @@ def train_clip(minutes: float, work: Path, log: Callable[[str], None], most_step
     begin, saved, mean, first = time.monotonic() - spent, time.monotonic(), 0.0, step
     examples = batches(2000 + step)
     while spent < minutes * 60 and (most_steps is None or step < most_steps):
-        rate = min((step + 1) / WARM_UP, (1 + math.cos(math.pi * min(1.0, spent / (minutes * 60)))) / 2)
+        rate = min(
+            (step + 1) / WARM_UP, (1 + math.cos(math.pi * min(1.0, spent / (minutes * 60)))) / 2
+        )
         for group in optimizer.param_groups:
             group["lr"] = PEAK_LR * rate
         loss = loss_of(model, next(examples))
@@ -56,10 +63,17 @@ def train_clip(minutes: float, work: Path, log: Callable[[str], None], most_step
         with torch.no_grad():
             model.logit_scale.clamp_(max=MOST_SCALE)
         step, spent = step + 1, time.monotonic() - begin
-        torch._foreach_lerp_(list(average.parameters()), list(model.parameters()), 1 - min(EMA, (1 + step) / (20 + step)))
+        torch._foreach_lerp_(
+            list(average.parameters()),
+            list(model.parameters()),
+            1 - min(EMA, (1 + step) / (20 + step)),
+        )
         mean += (loss.item() - mean) / min(step - first, 100)
         if step % 50 == 0:
-            log(f"clip step {step} {spent:.0f}s loss {mean:.4f} scale {model.logit_scale.exp().item():.1f}")
+            log(
+                f"clip step {step} {spent:.0f}s loss {mean:.4f} scale"
+                f" {model.logit_scale.exp().item():.1f}"
+            )
         if time.monotonic() - saved > 60:
             save_state(work / "clip", model, optimizer, {"spent": spent, "step": step})
             save_state(work / "clip-average", average, None, {"step": step})
@@ -71,7 +85,9 @@ def train_clip(minutes: float, work: Path, log: Callable[[str], None], most_step
 
 @torch.no_grad()
 def accuracy(model: open_clip.CLIP, split: str, seed: int = 1) -> dict[str, float]:
-    """By kind of scene: the share of clean pictures whose own caption scores higher than every near miss of it."""
+    """By kind of scene: the share of clean pictures whose own caption scores higher than every near
+    miss of it.
+    """
     found = {}
     splits = tuple(dict.fromkeys(("train", split)))
     for kind in KINDS:
@@ -80,7 +96,10 @@ def accuracy(model: open_clip.CLIP, split: str, seed: int = 1) -> dict[str, floa
         pairs = [(scene, near) for scene, near in pairs if near]
         if not pairs:
             continue
-        image = model.encode_image(to_pixels(render([scene for scene, _ in pairs], np.random.default_rng(seed))), normalize=True)
+        image = model.encode_image(
+            to_pixels(render([scene for scene, _ in pairs], np.random.default_rng(seed))),
+            normalize=True,
+        )
         wins = [_wins(model, image[row], [scene, *near]) for row, (scene, near) in enumerate(pairs)]
         found[kind] = float(np.mean(wins))
     return found
@@ -88,7 +107,9 @@ def accuracy(model: open_clip.CLIP, split: str, seed: int = 1) -> dict[str, floa
 
 def _wins(model: open_clip.CLIP, image: torch.Tensor, captions: list[Scene]) -> bool:
     texts = [scene.caption for scene in captions]
-    ids = clip_tokenizer()(texts, padding="max_length", max_length=TOKENS, return_tensors="pt").input_ids
+    ids = clip_tokenizer()(
+        texts, padding="max_length", max_length=TOKENS, return_tensors="pt"
+    ).input_ids
     return int((model.encode_text(ids, normalize=True) @ image).argmax()) == 0
 
 
@@ -99,12 +120,21 @@ def log(line: str) -> None:
 
 def arguments() -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(prog="python -m shapes.clip_build", description=(__doc__ or "").splitlines()[0])
+    parser = argparse.ArgumentParser(
+        prog="python -m shapes.clip_build", description=(__doc__ or "").splitlines()[0]
+    )
     parser.add_argument("--minutes", type=float, default=25.0, help="training time")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--steps", type=int, default=None, help="stop after so many steps")
-    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "clip", help="the directory to write")
-    parser.add_argument("--work", type=Path, default=Path("build/shapes"), help="where training state is kept, to resume from")
+    parser.add_argument(
+        "--out", type=Path, default=Path(__file__).parent / "clip", help="the directory to write"
+    )
+    parser.add_argument(
+        "--work",
+        type=Path,
+        default=Path("build/shapes"),
+        help="where training state is kept, to resume from",
+    )
     return parser.parse_args()
 
 

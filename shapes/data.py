@@ -28,7 +28,9 @@ class Pool:
         return self.labelled(count)[:2]
 
     def labelled(self, count: int, step: int = 4) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Pictures, scene indices, and what lies in each cell of ``step`` pixels (int64, see ``render.cells``)."""
+        """Pictures, scene indices, and what lies in each cell of ``step`` pixels (int64, see
+        ``render.cells``).
+        """
         which = self.rng.choice(len(self.scenes), count, p=self.chances)
         layout = arrange([self.scenes[i] for i in which], self.rng)
         return draw(layout), which, cells(layout, step)

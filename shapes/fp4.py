@@ -1,7 +1,9 @@
-"""Weights and activations rounded to NVFP4 for a training step: so that the model draws the same in four bits.
+"""Weights and activations rounded to NVFP4 for a training step: so that the model draws the same in
+four bits.
 
-The rounding is the format's own (blocks of 16 along the input, scales in E4M3, one FP32 factor per tensor), without the search
-for better scales. Gradients are taken at the rounded values and applied to the wide ones (straight through).
+The rounding is the format's own (blocks of 16 along the input, scales in E4M3, one FP32 factor per
+tensor), without the search for better scales. Gradients are taken at the rounded values and applied
+to the wide ones (straight through).
 """
 
 from __future__ import annotations
@@ -20,8 +22,12 @@ def round_to_fp4(weight: torch.Tensor) -> torch.Tensor:
     amax = weight.abs().max().clamp_min(1e-20)
     blocks = weight.reshape(weight.shape[0], -1, BLOCK)
     encode = 448.0 * 6.0 / amax
-    scale = (blocks.abs().amax(-1, keepdim=True) * encode / 6.0).clamp_max(448.0).to(torch.float8_e4m3fn).float() / encode
-    value = torch.where(scale > 0, blocks / scale.clamp_min(1e-30), torch.zeros_like(blocks)).clamp(-6, 6)
+    scale = (blocks.abs().amax(-1, keepdim=True) * encode / 6.0).clamp_max(448.0).to(
+        torch.float8_e4m3fn
+    ).float() / encode
+    value = torch.where(scale > 0, blocks / scale.clamp_min(1e-30), torch.zeros_like(blocks)).clamp(
+        -6, 6
+    )
     size = value.abs()
     step = torch.where(size < 2, 0.5, torch.where(size < 4, 1.0, 2.0))
     return (torch.round(value / step) * step * scale).reshape_as(weight)
@@ -37,7 +43,9 @@ def quantisable(transformer: nn.Module) -> list[nn.Linear]:
 
 
 class RoundedInputs:
-    """A forward pre-hook for linear layers; layers that share an input (to_q, to_k, to_v) round it once."""
+    """A forward pre-hook for linear layers; layers that share an input (to_q, to_k, to_v) round it
+    once.
+    """
 
     def __init__(self) -> None:
         self._last: tuple[torch.Tensor, torch.Tensor] | None = None

@@ -1,12 +1,13 @@
 """What can be asked for: scenes, their captions, and which scenes are held out.
 
-A scene is one of four kinds: ``one`` object, ``two`` objects, a ``relation`` between two objects, or a ``count`` of two or
-three equal objects. Two objects in one scene always differ in colour.
+A scene is one of four kinds: ``one`` object, ``two`` objects, a ``relation`` between two objects,
+or a ``count`` of two or three equal objects. Two objects in one scene always differ in colour.
 
-The split is over *combinations*, not over sentences. The unit of ``two`` and ``relation`` scenes is the unordered pair of
-objects ({red circle, blue square}); the unit of ``count`` scenes is (number, colour, shape). A unit belongs to exactly one of
-``train`` (pre-training and RL), ``tune`` (choosing settings) and ``test`` (reported numbers), by the order of a hash of its
-name, so the split never moves. Scenes of one object are always ``train``: a model has to have seen each object once.
+The split is over *combinations*, not over sentences. The unit of ``two`` and ``relation`` scenes is
+the unordered pair of objects ({red circle, blue square}); the unit of ``count`` scenes is (number,
+colour, shape). A unit belongs to exactly one of ``train`` (pre-training and RL), ``tune`` (choosing
+settings) and ``test`` (reported numbers), by the order of a hash of its name, so the split never
+moves. Scenes of one object are always ``train``: a model has to have seen each object once.
 """
 
 from __future__ import annotations
@@ -31,7 +32,9 @@ _OPPOSITE = {"left of": "right of", "right of": "left of", "above": "below", "be
 _THING = rf"({'|'.join(COLOURS)}) ({'|'.join(SHAPES)})"
 _PAIR = re.compile(rf"an? {_THING} (and|{'|'.join(RELATIONS)}) an? {_THING}")
 _ONE = re.compile(rf"an? {_THING}")
-_COUNT = re.compile(rf"({'|'.join(NUMBERS.values())}) ({'|'.join(COLOURS)}) ({'|'.join(s + 'e?s' for s in SHAPES)})")
+_COUNT = re.compile(
+    rf"({'|'.join(NUMBERS.values())}) ({'|'.join(COLOURS)}) ({'|'.join(s + 'e?s' for s in SHAPES)})"
+)
 
 
 @dataclass(frozen=True, order=True)
@@ -43,7 +46,10 @@ class Thing:
 
     def __post_init__(self) -> None:
         if self.colour not in COLOURS or self.shape not in SHAPES:
-            raise ValueError(f"no such object: {self.colour!r} {self.shape!r}; colours are {COLOURS}, shapes are {SHAPES}")
+            raise ValueError(
+                f"no such object: {self.colour!r} {self.shape!r}; colours are {COLOURS}, shapes are"
+                f" {SHAPES}"
+            )
 
     def __str__(self) -> str:
         return f"{self.colour} {self.shape}"
@@ -51,17 +57,24 @@ class Thing:
 
 @dataclass(frozen=True)
 class Scene:
-    """What a picture has to show. ``things`` are in the caption's order; ``relation`` holds from the first to the second."""
+    """What a picture has to show. ``things`` are in the caption's order; ``relation`` holds from
+    the first to the second.
+    """
 
     kind: str
     things: tuple[Thing, ...]
     relation: str | None = None
 
     def __post_init__(self) -> None:
-        expected = {"one": (1,), "two": (2,), "relation": (2,), "count": tuple(NUMBERS)}.get(self.kind, ())
-        if len(self.things) not in expected or (self.relation in RELATIONS) != (self.kind == "relation"):
+        expected = {"one": (1,), "two": (2,), "relation": (2,), "count": tuple(NUMBERS)}.get(
+            self.kind, ()
+        )
+        if len(self.things) not in expected or (self.relation in RELATIONS) != (
+            self.kind == "relation"
+        ):
             raise ValueError(
-                f"no scene: kind {self.kind!r}, {len(self.things)} objects, relation {self.relation!r}; kinds are {KINDS}"
+                f"no scene: kind {self.kind!r}, {len(self.things)} objects, relation"
+                f" {self.relation!r}; kinds are {KINDS}"
             )
 
     @property
@@ -76,10 +89,15 @@ class Scene:
 
     @property
     def unit(self) -> tuple[str, ...]:
-        """The combination that the split is over: the same for both orders and all relations of one pair of objects."""
+        """The combination that the split is over: the same for both orders and all relations of one
+        pair of objects.
+        """
         if self.kind == "count":
             return ("count", str(len(self.things)), str(self.things[0]))
-        return ("one" if self.kind == "one" else "pair", *sorted(str(thing) for thing in self.things))
+        return (
+            "one" if self.kind == "one" else "pair",
+            *sorted(str(thing) for thing in self.things),
+        )
 
     @property
     def split(self) -> str:
@@ -108,7 +126,9 @@ def plural(thing: Thing) -> str:
 
 def parse(caption: str) -> Scene:
     """The scene of a caption. Raises ValueError for a sentence outside the grammar."""
-    text = " ".join(caption.lower().replace("to the left", "left").replace("to the right", "right").split()).rstrip(". ")
+    text = " ".join(
+        caption.lower().replace("to the left", "left").replace("to the right", "right").split()
+    ).rstrip(". ")
     if match := _PAIR.fullmatch(text):
         colour_a, shape_a, link, colour_b, shape_b = match.groups()
         things = (Thing(colour_a, shape_a), Thing(colour_b, shape_b))
@@ -119,12 +139,17 @@ def parse(caption: str) -> Scene:
         return Scene("count", (Thing(match[2], shape),) * number)
     if match := _ONE.fullmatch(text):
         return Scene("one", (Thing(match[1], match[2]),))
-    raise ValueError(f"not a caption of the shapes grammar: {caption!r}; say for example 'a red circle left of a blue square'")
+    raise ValueError(
+        f"not a caption of the shapes grammar: {caption!r}; say for example 'a red circle left of a"
+        " blue square'"
+    )
 
 
 def flipped(scene: Scene) -> Scene:
     """The same scene told from its second object (only 'two' and 'relation')."""
-    return Scene(scene.kind, scene.things[::-1], _OPPOSITE[scene.relation] if scene.relation else None)
+    return Scene(
+        scene.kind, scene.things[::-1], _OPPOSITE[scene.relation] if scene.relation else None
+    )
 
 
 @lru_cache(maxsize=1)
@@ -142,7 +167,10 @@ def all_scenes() -> tuple[Scene, ...]:
 def scenes_of(split: str, kind: str) -> list[Scene]:
     """The scenes of one kind in one split, in a fixed order."""
     if split not in SPLITS or kind not in KINDS:
-        raise ValueError(f"no scenes of split {split!r} and kind {kind!r}: splits are {SPLITS}, kinds are {KINDS}")
+        raise ValueError(
+            f"no scenes of split {split!r} and kind {kind!r}: splits are {SPLITS}, kinds are"
+            f" {KINDS}"
+        )
     return [scene for scene in all_scenes() if scene.kind == kind and scene.split == split]
 
 
@@ -155,7 +183,12 @@ def hash_order(name: object) -> bytes:
 def _split_of_units() -> dict[tuple[str, ...], str]:
     units = {scene.unit for scene in all_scenes()}
     split: dict[tuple[str, ...], str] = {}
-    for head, tests, tunes in (("pair", TEST_PAIRS, TUNE_PAIRS), ("count", TEST_COUNTS, TUNE_COUNTS)):
+    for head, tests, tunes in (
+        ("pair", TEST_PAIRS, TUNE_PAIRS),
+        ("count", TEST_COUNTS, TUNE_COUNTS),
+    ):
         ordered = sorted((unit for unit in units if unit[0] == head), key=hash_order)
-        split |= dict.fromkeys(ordered[:tests], "test") | dict.fromkeys(ordered[tests : tests + tunes], "tune")
+        split |= dict.fromkeys(ordered[:tests], "test") | dict.fromkeys(
+            ordered[tests : tests + tunes], "tune"
+        )
     return split

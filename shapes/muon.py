@@ -1,7 +1,9 @@
-"""Muon for the matrices of the transformer blocks, AdamW for everything else: about half the steps of AdamW alone at this size.
+"""Muon for the matrices of the transformer blocks, AdamW for everything else: about half the steps
+of AdamW alone at this size.
 
-Source: K. Jordan et al., "Muon: An optimizer for hidden layers in neural networks" (2024): Nesterov momentum, made orthogonal by
-five Newton-Schulz steps of a quintic polynomial. Here in FP32, with matrices of equal shape stacked into one product.
+Source: K. Jordan et al., "Muon: An optimizer for hidden layers in neural networks" (2024): Nesterov
+momentum, made orthogonal by five Newton-Schulz steps of a quintic polynomial. Here in FP32, with
+matrices of equal shape stacked into one product.
 """
 
 from __future__ import annotations
@@ -15,7 +17,9 @@ MOMENTUM = 0.95
 
 
 def orthogonal(matrices: torch.Tensor) -> torch.Tensor:
-    """About U V^T of each matrix's singular value decomposition: [N, rows, columns], rows <= columns, singular values in 0.7..1.2."""
+    """About U V^T of each matrix's singular value decomposition: [N, rows, columns], rows <=
+    columns, singular values in 0.7..1.2.
+    """
     a, b, c = COEFFICIENTS
     x = matrices / (matrices.norm(dim=(1, 2), keepdim=True) + 1e-7)
     for _ in range(5):
@@ -25,14 +29,33 @@ def orthogonal(matrices: torch.Tensor) -> torch.Tensor:
 
 
 class Muon(torch.optim.Optimizer):
-    """Both rules in one optimiser. Groups carry ``kind``: 'matrix' or 'other'; ``lr`` and ``weight_decay`` are per group."""
+    """Both rules in one optimiser. Groups carry ``kind``: 'matrix' or 'other'; ``lr`` and
+    ``weight_decay`` are per group.
+    """
 
     def __init__(
-        self, matrices: Iterable[torch.Tensor], others: Iterable[torch.Tensor], lr: float, other_lr: float, decay: float
+        self,
+        matrices: Iterable[torch.Tensor],
+        others: Iterable[torch.Tensor],
+        lr: float,
+        other_lr: float,
+        decay: float,
     ) -> None:
         groups = [
-            {"params": list(matrices), "kind": "matrix", "lr": lr, "peak": lr, "weight_decay": decay},
-            {"params": list(others), "kind": "other", "lr": other_lr, "peak": other_lr, "weight_decay": 0.0},
+            {
+                "params": list(matrices),
+                "kind": "matrix",
+                "lr": lr,
+                "peak": lr,
+                "weight_decay": decay,
+            },
+            {
+                "params": list(others),
+                "kind": "other",
+                "lr": other_lr,
+                "peak": other_lr,
+                "weight_decay": 0.0,
+            },
         ]
         super().__init__(groups, {})
 
@@ -67,7 +90,11 @@ class Muon(torch.optim.Optimizer):
         for p in params:
             state = self.state[p]
             if not state:
-                state |= {"step": torch.zeros(()), "first": torch.zeros_like(p), "second": torch.zeros_like(p)}
+                state |= {
+                    "step": torch.zeros(()),
+                    "first": torch.zeros_like(p),
+                    "second": torch.zeros_like(p),
+                }
             state["step"] += 1
             count = float(state["step"])
             gradient = p.grad

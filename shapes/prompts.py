@@ -1,4 +1,6 @@
-"""The shipped prompt files: JSON lines with ``prompt`` and the scene's metadata, in an order fixed by a hash."""
+"""The shipped prompt files: JSON lines with ``prompt`` and the scene's metadata, in an order fixed
+by a hash.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,9 @@ ROWS = {
 
 
 def rows(split: str) -> list[Scene]:
-    """The scenes of one prompt file, kinds mixed evenly, so that the first N rows are a fair part of all."""
+    """The scenes of one prompt file, kinds mixed evenly, so that the first N rows are a fair part
+    of all.
+    """
     placed: list[tuple[float, str, Scene]] = []
     for kind, count in ROWS[split].items():
         chosen = sorted(scenes_of(split, kind), key=lambda scene: hash_order(scene.caption))[:count]
@@ -27,7 +31,9 @@ def rows(split: str) -> list[Scene]:
 
 def text(split: str) -> str:
     """The file's content."""
-    return "".join(json.dumps({"prompt": scene.caption, **scene.metadata()}) + "\n" for scene in rows(split))
+    return "".join(
+        json.dumps({"prompt": scene.caption, **scene.metadata()}) + "\n" for scene in rows(split)
+    )
 
 
 def write() -> None:

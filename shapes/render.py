@@ -1,7 +1,9 @@
-"""Scenes to 32x32 pictures, in numpy: random sizes, places and grey backgrounds, edges anti-aliased by signed distance.
+"""Scenes to 32x32 pictures, in numpy: random sizes, places and grey backgrounds, edges anti-aliased
+by signed distance.
 
-Places are drawn by rejection: objects keep a gap, stay inside the picture, and satisfy the caption's relation with some
-margin. About ten thousand pictures per second, so that pre-training can draw as many as it likes.
+Places are drawn by rejection: objects keep a gap, stay inside the picture, and satisfy the
+caption's relation with some margin. About ten thousand pictures per second, so that pre-training
+can draw as many as it likes.
 """
 
 from __future__ import annotations
@@ -15,23 +17,30 @@ from shapes.grammar import COLOURS, MAX_OBJECTS, RELATIONS, SHAPES, Scene
 
 SIZE = 32
 PALETTE = np.array(
-    [(215, 40, 40), (240, 210, 40), (50, 165, 65), (60, 200, 215), (45, 80, 210), (165, 55, 195)], dtype=np.float32
+    [(215, 40, 40), (240, 210, 40), (50, 165, 65), (60, 200, 215), (45, 80, 210), (165, 55, 195)],
+    dtype=np.float32,
 )  # in the order of COLOURS
 GREYS = (60.0, 200.0)  # backgrounds
-RADII = {1: (4.5, 8.0), 2: (4.2, 6.0), 3: (3.8, 4.8)}  # half the side of an object's bounding box, by number of objects
+RADII = {
+    1: (4.5, 8.0),
+    2: (4.2, 6.0),
+    3: (3.8, 4.8),
+}  # half the side of an object's bounding box, by number of objects
 MARGIN = 1.0  # pixels between an object's box and the picture's edge
 GAP = 1.5  # pixels between two objects' boxes along at least one axis
 ALONG = 1.6  # a relation's axis has to dominate the other one by this factor
 CANDIDATES = 48
-DIRECTIONS = np.array([(-1, 0), (1, 0), (0, -1), (0, 1)], dtype=np.float32)  # first seen from second, in the order of RELATIONS
+DIRECTIONS = np.array(
+    [(-1, 0), (1, 0), (0, -1), (0, 1)], dtype=np.float32
+)  # first seen from second, in the order of RELATIONS
 CROSS_ARM = 0.36  # half the thickness of a cross's bar, in radii
 
 
 def distance(shape: np.ndarray, x: np.ndarray, y: np.ndarray, radius: np.ndarray) -> np.ndarray:
     """Signed distance (pixels, negative inside) from points to an outline, y pointing down.
 
-    Arguments broadcast against each other; ``shape`` indexes SHAPES. A triangle stands on its base. Distances near corners
-    are those to the nearest edge's line.
+    Arguments broadcast against each other; ``shape`` indexes SHAPES. A triangle stands on its base.
+    Distances near corners are those to the nearest edge's line.
     """
     circle = np.hypot(x, y) - radius
     square = np.maximum(np.abs(x), np.abs(y)) - radius * 0.92
@@ -43,10 +52,13 @@ def distance(shape: np.ndarray, x: np.ndarray, y: np.ndarray, radius: np.ndarray
     return np.select([shape == 0, shape == 1, shape == 2], [circle, square, triangle], cross)
 
 
-def place(number: np.ndarray, relation: np.ndarray, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
+def place(
+    number: np.ndarray, relation: np.ndarray, rng: np.random.Generator
+) -> tuple[np.ndarray, np.ndarray]:
     """Centres [B, 3, 2] as (x, y) and radii [B, 3], in pixels.
 
-    ``number`` [B] of objects; ``relation`` [B] indexes RELATIONS, -1 for none. Entries beyond ``number`` are meaningless.
+    ``number`` [B] of objects; ``relation`` [B] indexes RELATIONS, -1 for none. Entries beyond
+    ``number`` are meaningless.
     """
     low, high = (np.array([RADII[int(n)][end] for n in number], dtype=np.float32) for end in (0, 1))
     radius = rng.uniform(low[:, None], high[:, None], (len(number), MAX_OBJECTS)).astype(np.float32)
@@ -54,7 +66,9 @@ def place(number: np.ndarray, relation: np.ndarray, rng: np.random.Generator) ->
     todo = np.arange(len(number))
     while len(todo):
         reach = (radius[todo] + MARGIN)[:, None, :, None]
-        tries = rng.uniform(reach, SIZE - reach, (len(todo), CANDIDATES, MAX_OBJECTS, 2)).astype(np.float32)
+        tries = rng.uniform(reach, SIZE - reach, (len(todo), CANDIDATES, MAX_OBJECTS, 2)).astype(
+            np.float32
+        )
         good = _apart(tries, radius[todo], number[todo]) & _related(tries, relation[todo])
         first, found = good.argmax(1), good.any(1)
         centre[todo[found]] = tries[found, first[found]]
@@ -66,7 +80,10 @@ def _apart(centre: np.ndarray, radius: np.ndarray, number: np.ndarray) -> np.nda
     good = np.ones(centre.shape[:2], dtype=bool)
     for i in range(MAX_OBJECTS):
         for j in range(i + 1, MAX_OBJECTS):
-            room = np.abs(centre[:, :, i] - centre[:, :, j]).max(-1) >= (radius[:, i] + radius[:, j] + GAP)[:, None]
+            room = (
+                np.abs(centre[:, :, i] - centre[:, :, j]).max(-1)
+                >= (radius[:, i] + radius[:, j] + GAP)[:, None]
+            )
             good &= room | (number <= j)[:, None]
     return good
 
@@ -91,7 +108,9 @@ class Layout:
     grey: np.ndarray  # [B], background
 
     def distances(self, step: int) -> Iterator[np.ndarray]:
-        """Signed distance [B, SIZE/step, SIZE/step] to each object at the centres of cells of ``step`` pixels; far where absent."""
+        """Signed distance [B, SIZE/step, SIZE/step] to each object at the centres of cells of
+        ``step`` pixels; far where absent.
+        """
         axis = np.arange(step / 2, SIZE, step, dtype=np.float32)
         for k in range(MAX_OBJECTS):
             x = axis[None, None, :] - self.centre[:, k, 0, None, None]
@@ -103,18 +122,24 @@ class Layout:
 def arrange(scenes: Sequence[Scene], rng: np.random.Generator) -> Layout:
     """Random places, sizes and background greys for the scenes."""
     number = np.array([len(scene.things) for scene in scenes])
-    relation = np.array([RELATIONS.index(scene.relation) if scene.relation else -1 for scene in scenes])
+    relation = np.array(
+        [RELATIONS.index(scene.relation) if scene.relation else -1 for scene in scenes]
+    )
     colour, shape = np.zeros((2, len(scenes), MAX_OBJECTS), dtype=np.int64)
     for row, scene in enumerate(scenes):
         for k, thing in enumerate(scene.things):
             colour[row, k], shape[row, k] = COLOURS.index(thing.colour), SHAPES.index(thing.shape)
     centre, radius = place(number, relation, rng)
-    return Layout(number, colour, shape, centre, radius, rng.uniform(*GREYS, len(scenes)).astype(np.float32))
+    return Layout(
+        number, colour, shape, centre, radius, rng.uniform(*GREYS, len(scenes)).astype(np.float32)
+    )
 
 
 def draw(layout: Layout) -> np.ndarray:
     """Pictures uint8 [B, 3, 32, 32]."""
-    image = np.broadcast_to(layout.grey[:, None, None, None], (len(layout.grey), 3, SIZE, SIZE)).copy()
+    image = np.broadcast_to(
+        layout.grey[:, None, None, None], (len(layout.grey), 3, SIZE, SIZE)
+    ).copy()
     for k, outline in enumerate(layout.distances(1)):
         cover = np.clip(0.5 - outline, 0, 1)[:, None]
         image += cover * (PALETTE[layout.colour[:, k]][:, :, None, None] - image)
@@ -122,7 +147,9 @@ def draw(layout: Layout) -> np.ndarray:
 
 
 def cells(layout: Layout, step: int) -> np.ndarray:
-    """What lies in each cell of ``step`` pixels: int64 [B, SIZE/step, SIZE/step], 0 background, else 1 + colour * 4 + shape."""
+    """What lies in each cell of ``step`` pixels: int64 [B, SIZE/step, SIZE/step], 0 background,
+    else 1 + colour * 4 + shape.
+    """
     label = np.zeros((len(layout.grey), SIZE // step, SIZE // step), dtype=np.int64)
     for k, outline in enumerate(layout.distances(step)):
         what = 1 + layout.colour[:, k] * len(SHAPES) + layout.shape[:, k]

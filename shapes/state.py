@@ -1,4 +1,6 @@
-"""Training state on disk, without pickle: model and optimiser as safetensors, counters as JSON. Writes are atomic."""
+"""Training state on disk, without pickle: model and optimiser as safetensors, counters as JSON.
+Writes are atomic.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,12 @@ import torch
 from safetensors.torch import load_file, save_file
 
 
-def save_state(path: Path, model: torch.nn.Module, optimizer: torch.optim.Optimizer | None, counters: dict[str, Any]) -> None:
+def save_state(
+    path: Path,
+    model: torch.nn.Module,
+    optimizer: torch.optim.Optimizer | None,
+    counters: dict[str, Any],
+) -> None:
     """Write ``path``.safetensors and ``path``.json."""
     path.parent.mkdir(parents=True, exist_ok=True)
     tensors = {f"model.{name}": value.contiguous() for name, value in model.state_dict().items()}
@@ -25,12 +32,16 @@ def save_state(path: Path, model: torch.nn.Module, optimizer: torch.optim.Optimi
     os.replace(partial, path.with_suffix(".json"))
 
 
-def load_state(path: Path, model: torch.nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[str, Any]:
+def load_state(
+    path: Path, model: torch.nn.Module, optimizer: torch.optim.Optimizer | None
+) -> dict[str, Any]:
     """Restore what ``save_state`` wrote, and return its counters; {} where nothing was written yet."""
     if not path.with_suffix(".json").exists():
         return {}
     tensors = load_file(path.with_suffix(".safetensors"))
-    model.load_state_dict({name[6:]: value for name, value in tensors.items() if name.startswith("model.")})
+    model.load_state_dict(
+        {name[6:]: value for name, value in tensors.items() if name.startswith("model.")}
+    )
     if optimizer is None:
         return json.loads(path.with_suffix(".json").read_text())
     slots: dict[int, dict[str, torch.Tensor]] = {}
@@ -38,5 +49,7 @@ def load_state(path: Path, model: torch.nn.Module, optimizer: torch.optim.Optimi
         if name.startswith("optimizer."):
             _, index, slot = name.split(".")
             slots.setdefault(int(index), {})[slot] = value
-    optimizer.load_state_dict({"state": slots, "param_groups": optimizer.state_dict()["param_groups"]})
+    optimizer.load_state_dict(
+        {"state": slots, "param_groups": optimizer.state_dict()["param_groups"]}
+    )
     return json.loads(path.with_suffix(".json").read_text())

@@ -1,7 +1,8 @@
 """The three text encoders and their tokenizers, as Stable Diffusion 3 wants them, at toy size.
 
-Two CLIP text encoders read the caption, one token per word of the grammar. The T5 slot has to be filled, because a pipeline
-without it can be saved but not loaded: a one-layer T5 of random weights gives one token that hardly depends on the caption.
+Two CLIP text encoders read the caption, one token per word of the grammar. The T5 slot has to be
+filled, because a pipeline without it can be saved but not loaded: a one-layer T5 of random weights
+gives one token that hardly depends on the caption.
 
 Tokenizers are written once, with the weights, and only ever loaded afterwards.
 """
@@ -9,7 +10,14 @@ Tokenizers are written once, with the weights, and only ever loaded afterwards.
 from __future__ import annotations
 
 import torch
-from transformers import CLIPTextConfig, CLIPTextModelWithProjection, CLIPTokenizer, T5Config, T5EncoderModel, T5Tokenizer
+from transformers import (
+    CLIPTextConfig,
+    CLIPTextModelWithProjection,
+    CLIPTokenizer,
+    T5Config,
+    T5EncoderModel,
+    T5Tokenizer,
+)
 
 from shapes.grammar import all_scenes
 
@@ -25,10 +33,12 @@ def words() -> list[str]:
 
 
 def byte_pairs() -> tuple[dict[str, int], list[tuple[str, str]]]:
-    """Vocabulary and merges with which CLIP's byte-pair tokenizer takes every word of the grammar as one token.
+    """Vocabulary and merges with which CLIP's byte-pair tokenizer takes every word of the grammar
+    as one token.
 
-    A word is merged from the left, letter by letter. Longer words' merges rank first, so that a short word's merge ("r" + "e" of
-    "red") cannot break a longer word ("three"); the test checks every word.
+    A word is merged from the left, letter by letter. Longer words' merges rank first, so that a
+    short word's merge ("r" + "e" of "red") cannot break a longer word ("three"); the test checks
+    every word.
     """
     merges: list[tuple[str, str]] = []
     for word in sorted(words(), key=lambda w: (-len(w), w)):
@@ -47,17 +57,27 @@ def byte_pairs() -> tuple[dict[str, int], list[tuple[str, str]]]:
 def clip_tokenizer() -> CLIPTokenizer:
     """CLIP's tokenizer over ``byte_pairs``; unknown characters read as the end token."""
     vocabulary, merges = byte_pairs()
-    return CLIPTokenizer(vocab=vocabulary, merges=merges, unk_token=END, pad_token=END, model_max_length=TOKENS)
+    return CLIPTokenizer(
+        vocab=vocabulary, merges=merges, unk_token=END, pad_token=END, model_max_length=TOKENS
+    )
 
 
 def t5_tokenizer() -> T5Tokenizer:
     """Words of the grammar as the pieces of a unigram model."""
-    pieces = [("<pad>", 0.0), ("</s>", 0.0), (UNKNOWN, -9.0), ("\u2581", -8.0), *((f"\u2581{word}", -1.0) for word in words())]
+    pieces = [
+        ("<pad>", 0.0),
+        ("</s>", 0.0),
+        (UNKNOWN, -9.0),
+        ("\u2581", -8.0),
+        *((f"\u2581{word}", -1.0) for word in words()),
+    ]
     return T5Tokenizer(vocab=pieces, extra_ids=0, model_max_length=TOKENS)
 
 
 def clip_encoder(seed: int) -> CLIPTextModelWithProjection:
-    """Two layers of width 64, projection 64. The pipeline uses the first layer's tokens and the last layer's pooled end token."""
+    """Two layers of width 64, projection 64. The pipeline uses the first layer's tokens and the
+    last layer's pooled end token.
+    """
     torch.manual_seed(seed)
     vocabulary = byte_pairs()[0]
     config = CLIPTextConfig(
@@ -73,15 +93,27 @@ def clip_encoder(seed: int) -> CLIPTextModelWithProjection:
         pad_token_id=vocabulary[END],
     )
     encoder = CLIPTextModelWithProjection(config)
-    embeddings = encoder.text_model.embeddings if hasattr(encoder, "text_model") else encoder.embeddings
+    embeddings = (
+        encoder.text_model.embeddings if hasattr(encoder, "text_model") else encoder.embeddings
+    )
     torch.nn.init.normal_(embeddings.token_embedding.weight, std=0.5)
     torch.nn.init.normal_(embeddings.position_embedding.weight, std=0.2)
     return encoder
 
 
 def t5_encoder() -> T5EncoderModel:
-    """One random layer whose width is that of both CLIP encoders together, as the pipeline concatenates them along tokens."""
+    """One random layer whose width is that of both CLIP encoders together, as the pipeline
+    concatenates them along tokens.
+    """
     torch.manual_seed(7)
     size = len(words()) + 4
-    config = T5Config(vocab_size=size, d_model=2 * WIDTH, d_kv=16, d_ff=16, num_layers=1, num_heads=1, dropout_rate=0.0)
+    config = T5Config(
+        vocab_size=size,
+        d_model=2 * WIDTH,
+        d_kv=16,
+        d_ff=16,
+        num_layers=1,
+        num_heads=1,
+        dropout_rate=0.0,
+    )
     return T5EncoderModel(config)

@@ -1,4 +1,6 @@
-"""The picture's autoencoder: diffusers' AutoencoderKL, four times smaller each way, 12 channels: [3, 32, 32] to [12, 8, 8]."""
+"""The picture's autoencoder: diffusers' AutoencoderKL, four times smaller each way, 12 channels:
+[3, 32, 32] to [12, 8, 8].
+"""
 
 from __future__ import annotations
 
@@ -46,7 +48,9 @@ def to_float(images: np.ndarray) -> torch.Tensor:
 
 
 def vae_loss(vae: AutoencoderKL, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """(loss, mean squared error) of one batch in [-1, 1]: L1 + 4 L2 + a small KL term that keeps latents near unit scale."""
+    """(loss, mean squared error) of one batch in [-1, 1]: L1 + 4 L2 + a small KL term that keeps
+    latents near unit scale.
+    """
     latent = vae.encode(x).latent_dist
     out = vae.decode(latent.sample()).sample
     mse = F.mse_loss(out, x)
@@ -54,7 +58,9 @@ def vae_loss(vae: AutoencoderKL, x: torch.Tensor) -> tuple[torch.Tensor, torch.T
 
 
 def train_vae(pool: Pool, minutes: float, work: Path, log: Callable[[str], None]) -> AutoencoderKL:
-    """Train for ``minutes`` of wall clock (counted over resumed runs), learning rate by the share of them that is gone."""
+    """Train for ``minutes`` of wall clock (counted over resumed runs), learning rate by the share
+    of them that is gone.
+    """
     torch.manual_seed(1)
     vae = build_vae()
     optimizer = torch.optim.AdamW(vae.parameters(), lr=PEAK_LR, betas=(0.9, 0.98), weight_decay=0.0)
@@ -72,7 +78,10 @@ def train_vae(pool: Pool, minutes: float, work: Path, log: Callable[[str], None]
         optimizer.step()
         step, spent = step + 1, time.monotonic() - begin
         if step % 50 == 0:
-            log(f"vae step {step} {spent:.0f}s loss {loss.item():.4f} psnr {10 * math.log10(4 / mse.item()):.2f} dB")
+            log(
+                f"vae step {step} {spent:.0f}s loss {loss.item():.4f} psnr"
+                f" {10 * math.log10(4 / mse.item()):.2f} dB"
+            )
         if time.monotonic() - saved > 60 or spent >= minutes * 60:
             save_state(work / "vae", vae, optimizer, {"spent": spent, "step": step})
             saved = time.monotonic()
@@ -81,10 +90,12 @@ def train_vae(pool: Pool, minutes: float, work: Path, log: Callable[[str], None]
 
 @torch.no_grad()
 def calibrate(vae: AutoencoderKL, pool: Pool, count: int = 2000) -> AutoencoderKL:
-    """Make the latents' channels uncorrelated, with mean 0 and variances about 1, by folding a rotation and scales into the 1x1 convolutions.
+    """Make the latents' channels uncorrelated, with mean 0 and variances about 1, by folding a
+    rotation and scales into the 1x1 convolutions.
 
-    x -> quant_conv gives the posterior's mean and log-variance; only the mean's rows are rotated, the log-variance is set to
-    a constant (sampling is not used after training). post_quant_conv undoes the rotation exactly.
+    x -> quant_conv gives the posterior's mean and log-variance; only the mean's rows are rotated,
+    the log-variance is set to a constant (sampling is not used after training). post_quant_conv
+    undoes the rotation exactly.
     """
     latents = encode(vae, pool.pictures(count)[0])
     flat = latents.permute(1, 0, 2, 3).reshape(CHANNELS, -1).double()
@@ -108,7 +119,12 @@ def calibrate(vae: AutoencoderKL, pool: Pool, count: int = 2000) -> AutoencoderK
 @torch.no_grad()
 def encode(vae: AutoencoderKL, images: np.ndarray, batch: int = 250) -> torch.Tensor:
     """Posterior means [B, 12, 8, 8] of uint8 pictures."""
-    return torch.cat([vae.encode(to_float(images[i : i + batch])).latent_dist.mode() for i in range(0, len(images), batch)])
+    return torch.cat(
+        [
+            vae.encode(to_float(images[i : i + batch])).latent_dist.mode()
+            for i in range(0, len(images), batch)
+        ]
+    )
 
 
 @torch.no_grad()

@@ -16,17 +16,22 @@ __all__ = ["ray_here", "tiny_flux_dir", "tiny_sana_dir", "tiny_sd3_dir"]
 settings.register_profile("suite", derandomize=True, deadline=None)
 settings.load_profile("suite")
 
-# small tensors: more threads only cost, and threads that spin while they wait take the cores of the actors; one also fixes the
-# order of sums. Read when torch is imported, so this file imports it nowhere.
+# small tensors: more threads only cost, and threads that spin while they wait take the cores of the
+# actors; one also fixes the order of sums. Read when torch is imported, so this file imports it
+# nowhere.
 os.environ["OMP_NUM_THREADS"] = "1"
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 
 @pytest.fixture(scope="session")
 def ray_here() -> Iterator[None]:
-    """One Ray for the session, apart from any that runs here already. Its CPUs are a number: idle hosts keep their share."""
+    """One Ray for the session, apart from any that runs here already. Its CPUs are a number: idle
+    hosts keep their share.
+    """
     import ray
 
-    ray.init("local", num_cpus=32, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
+    ray.init(
+        "local", num_cpus=32, include_dashboard=False, log_to_driver=False, logging_level="ERROR"
+    )
     yield
     ray.shutdown()

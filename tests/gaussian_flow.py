@@ -1,7 +1,9 @@
-"""A flow whose every marginal is known: data N(m, SPREAD^2) in each latent dimension, and a denoiser that knows it.
+"""A flow whose every marginal is known: data N(m, SPREAD^2) in each latent dimension, and a
+denoiser that knows it.
 
-x at sigma is N(alpha m, alpha^2 SPREAD^2 + sigma^2) with alpha = 1 - sigma. The denoiser's one linear is m, so that a LoRA on it
-moves the distribution, and the best m for a reward can be written down.
+x at sigma is N(alpha m, alpha^2 SPREAD^2 + sigma^2) with alpha = 1 - sigma. The denoiser's one
+linear is m, so that a LoRA on it moves the distribution, and the best m for a reward can be written
+down.
 """
 
 from __future__ import annotations
@@ -42,7 +44,9 @@ class Denoiser(nn.Module):
 
 
 class GaussianFamily:
-    """As much of a ``Family`` as sampling and training ask for. ``batches``: the size of every forward pass."""
+    """As much of a ``Family`` as sampling and training ask for. ``batches``: the size of every
+    forward pass.
+    """
 
     lora_targets = ("mean",)
     keep_wide = ()
@@ -54,7 +58,9 @@ class GaussianFamily:
     def sigmas(self, steps: int) -> Tensor:
         return torch.linspace(1.0, 0.0, steps + 1)
 
-    def velocity(self, transformer: nn.Module, x: Tensor, sigma: Tensor, cond: Conditioning) -> Tensor:
+    def velocity(
+        self, transformer: nn.Module, x: Tensor, sigma: Tensor, cond: Conditioning
+    ) -> Tensor:
         self.batches.append(len(x))
         return transformer(x, sigma)
 

@@ -1,4 +1,5 @@
-"""What a run must not do: run code that it finds in a file, write outside its directory, or listen to the network unasked.
+"""What a run must not do: run code that it finds in a file, write outside its directory, or listen
+to the network unasked.
 
 The source is read rather than watched where the rule is about what is not there.
 """
@@ -18,8 +19,30 @@ from records.metrics import PrometheusExporter
 from records.rundir import RunDirectory
 
 ROOT = Path(__file__).parent.parent
-FOLDERS = ("configs", "policy", "rewards", "learner", "records", "planning", "analysis", "actors", "cluster", "cli", "shapes")
-UNPICKLERS = {"pickle", "_pickle", "cPickle", "cloudpickle", "dill", "joblib", "shelve", "marshal", "yaml"}
+FOLDERS = (
+    "configs",
+    "policy",
+    "rewards",
+    "learner",
+    "records",
+    "planning",
+    "analysis",
+    "actors",
+    "cluster",
+    "cli",
+    "shapes",
+)
+UNPICKLERS = {
+    "pickle",
+    "_pickle",
+    "cPickle",
+    "cloudpickle",
+    "dill",
+    "joblib",
+    "shelve",
+    "marshal",
+    "yaml",
+}
 
 
 def sources() -> Iterator[tuple[str, ast.Module]]:
@@ -32,8 +55,14 @@ def unsafe(tree: ast.AST) -> Iterator[str]:
     """What in a module reads a file in a way that could run code."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
-            yield from (f"import {alias.name}" for alias in node.names if alias.name.partition(".")[0] in UNPICKLERS)
-        elif isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] in UNPICKLERS:
+            yield from (
+                f"import {alias.name}"
+                for alias in node.names
+                if alias.name.partition(".")[0] in UNPICKLERS
+            )
+        elif (
+            isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] in UNPICKLERS
+        ):
             yield f"from {node.module}"
         elif isinstance(node, ast.Call):
             name = ast.unparse(node.func)
@@ -42,7 +71,10 @@ def unsafe(tree: ast.AST) -> Iterator[str]:
                 yield f"{name}()"
             if name == "torch.load" and keywords.get("weights_only") != "True":
                 yield "torch.load() without weights_only=True"
-            if name in ("np.load", "numpy.load") and keywords.get("allow_pickle", "False") != "False":
+            if (
+                name in ("np.load", "numpy.load")
+                and keywords.get("allow_pickle", "False") != "False"
+            ):
                 yield "np.load() with allow_pickle"
 
 
@@ -74,7 +106,9 @@ def test_metrics_are_served_on_loopback_unless_told_otherwise():
         port = free.getsockname()[1]
     exporter = PrometheusExporter(port)
     try:
-        with socket.socket() as elsewhere:  # all of 127/8 is this machine; who listens on one address leaves the others free
+        with (
+            socket.socket() as elsewhere
+        ):  # all of 127/8 is this machine; who listens on one address leaves the others free
             assert elsewhere.connect_ex(("127.0.0.2", port)) != 0
     finally:
         exporter.close()
@@ -82,7 +116,24 @@ def test_metrics_are_served_on_loopback_unless_told_otherwise():
 
 @pytest.mark.parametrize(
     "name",
-    ["../x", "a/b", "/etc/x", "..", ".", ".hidden", "-x", "", "a b", "a\nb", "a\0b", "ünter", "x" * 101, "a;b", "$(a)", "a\\b"],
+    [
+        "../x",
+        "a/b",
+        "/etc/x",
+        "..",
+        ".",
+        ".hidden",
+        "-x",
+        "",
+        "a b",
+        "a\nb",
+        "a\0b",
+        "ünter",
+        "x" * 101,
+        "a;b",
+        "$(a)",
+        "a\\b",
+    ],
 )
 def test_a_runs_name_is_one_plain_word(name):
     tree = load("quickstart").model_dump(mode="json")
@@ -117,11 +168,15 @@ def test_a_run_root_that_dies_with_its_job_is_refused(inside):
 
 
 def test_what_travels_is_never_written_outside_its_folder(tmp_path, monkeypatch):
-    """A relative prompt file above the directory that is submitted would be copied to above the one that is staged."""
+    """A relative prompt file above the directory that is submitted would be copied to above the one
+    that is staged.
+    """
     (tmp_path / "here").mkdir()
     (tmp_path / "up.txt").write_text("a cat\n")
     monkeypatch.chdir(tmp_path / "here")
     config = load("quickstart", ["prompts.train=../up.txt"])
-    with pytest.raises(ConfigError, match=r"'\.\./up\.txt' lies outside the directory that is submitted"):
+    with pytest.raises(
+        ConfigError, match=r"'\.\./up\.txt' lies outside the directory that is submitted"
+    ):
         jobs.stage(tmp_path / "deep" / "tree", "quickstart", config)
     assert not (tmp_path / "deep" / "up.txt").exists()

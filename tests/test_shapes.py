@@ -17,7 +17,9 @@ from shapes.render import Layout, arrange, cells, draw, render
 
 def scored(images: np.ndarray, scenes: list[Scene]) -> tuple[np.ndarray, dict[str, np.ndarray]]:
     scorer = ShapesScorer()
-    total = scorer(images, [scene.caption for scene in scenes], [scene.metadata() for scene in scenes])
+    total = scorer(
+        images, [scene.caption for scene in scenes], [scene.metadata() for scene in scenes]
+    )
     return total, scorer.parts
 
 
@@ -27,7 +29,16 @@ def picture(*things: tuple[int, int, float, float, float]) -> np.ndarray:
     values = np.array(rows, dtype=np.float32)[None]
     kinds = values[..., :2].astype(np.int64)
     grey = np.array([128.0], dtype=np.float32)
-    return draw(Layout(np.array([len(things)]), kinds[..., 0], kinds[..., 1], values[..., 2:4], values[..., 4], grey))
+    return draw(
+        Layout(
+            np.array([len(things)]),
+            kinds[..., 0],
+            kinds[..., 1],
+            values[..., 2:4],
+            values[..., 4],
+            grey,
+        )
+    )
 
 
 # grammar and split
@@ -35,15 +46,22 @@ def picture(*things: tuple[int, int, float, float, float]) -> np.ndarray:
 
 def test_every_caption_parses_back_to_its_scene():
     scenes = all_scenes()
-    assert len(scenes) == 24 + 480 + 4 * 480 + 48  # 24 objects; 24 * 20 ordered pairs of different colour
+    assert (
+        len(scenes) == 24 + 480 + 4 * 480 + 48
+    )  # 24 objects; 24 * 20 ordered pairs of different colour
     assert len({scene.caption for scene in scenes}) == len(scenes)
     for scene in scenes:
         assert parse(scene.caption) == scene
         assert Scene.from_metadata(json.loads(json.dumps(scene.metadata()))) == scene
-    assert parse("A red circle  to the left of a blue square.") == parse("a red circle left of a blue square")
+    assert parse("A red circle  to the left of a blue square.") == parse(
+        "a red circle left of a blue square"
+    )
 
 
-@pytest.mark.parametrize("caption", ["", "a red dog", "four red circles", "a red circle beside a blue square", "two red circle"])
+@pytest.mark.parametrize(
+    "caption",
+    ["", "a red dog", "four red circles", "a red circle beside a blue square", "two red circle"],
+)
 def test_other_sentences_are_refused(caption):
     with pytest.raises(ValueError, match="not a caption"):
         parse(caption)
@@ -51,7 +69,11 @@ def test_other_sentences_are_refused(caption):
 
 def test_impossible_scenes_are_refused():
     red = Thing("red", "circle")
-    for kind, things, relation in (("one", (red, red), None), ("relation", (red, red), None), ("two", (red, red), "above")):
+    for kind, things, relation in (
+        ("one", (red, red), None),
+        ("relation", (red, red), None),
+        ("two", (red, red), "above"),
+    ):
         with pytest.raises(ValueError, match="no scene"):
             Scene(kind, things, relation)
     with pytest.raises(ValueError, match="no such object"):
@@ -83,16 +105,26 @@ def test_prompt_files_are_what_the_code_writes(split):
         assert parse(row["prompt"]).split == split
     if split == "test":
         assert len(rows) >= 128
-        assert {row["kind"] for row in rows[:20]} == {"two", "relation", "count"}  # any first part is a fair mix
+        assert {row["kind"] for row in rows[:20]} == {
+            "two",
+            "relation",
+            "count",
+        }  # any first part is a fair mix
 
 
 # renderer
 
 
 def test_covered_area_is_the_outlines_area():
-    # On grey 128 a pixel's tint is its coverage times the colour's, so coverage sums to the area. Anti-aliasing by distance is
-    # exact on straight axis-parallel edges and good to a few percent elsewhere.
-    for shape, area in ((0, math.pi * 36), (1, (2 * 0.92 * 6) ** 2), (2, 2 * 36), (3, (8 * 0.36 - 4 * 0.36**2) * 36)):
+    # On grey 128 a pixel's tint is its coverage times the colour's, so coverage sums to the area.
+    # Anti-aliasing by distance is exact on straight axis-parallel edges and good to a few percent
+    # elsewhere.
+    for shape, area in (
+        (0, math.pi * 36),
+        (1, (2 * 0.92 * 6) ** 2),
+        (2, 2 * 36),
+        (3, (8 * 0.36 - 4 * 0.36**2) * 36),
+    ):
         image = picture((0, shape, 16.0, 16.0, 6.0)).astype(np.float64)[0]
         cover = (image[0] - 128) / (215 - 128)
         assert cover.sum() == pytest.approx(area, rel=0.04), shape
@@ -109,7 +141,11 @@ def test_pictures_follow_relation_number_and_seed():
             centre, radius = layout.centre[row, k], layout.radius[row, k]
             assert (centre - radius >= 0).all() and (centre + radius <= 32).all()
     one, two, other = (render(scenes, np.random.default_rng(seed)) for seed in (5, 5, 6))
-    assert np.array_equal(one, two) and not np.array_equal(one, other) and np.array_equal(one, draw(layout))
+    assert (
+        np.array_equal(one, two)
+        and not np.array_equal(one, other)
+        and np.array_equal(one, draw(layout))
+    )
 
 
 def test_cells_say_what_lies_where():
@@ -117,7 +153,9 @@ def test_cells_say_what_lies_where():
     place = (np.full((1, 3, 2), 8.0), np.full((1, 3), 4.5))
     layout = Layout(np.array([1]), kinds[..., 0], kinds[..., 1], *place, np.array([99.0]))
     label = cells(layout, 4)[0]
-    assert label[1:3, 1:3].tolist() == [[1 + 4 * 4 + 1] * 2] * 2  # a blue square over pixels 3.9 to 12.1: cells 1 and 2
+    assert (
+        label[1:3, 1:3].tolist() == [[1 + 4 * 4 + 1] * 2] * 2
+    )  # a blue square over pixels 3.9 to 12.1: cells 1 and 2
     assert (label > 0).sum() == 4
 
 
@@ -125,7 +163,9 @@ def test_cells_say_what_lies_where():
 
 
 def test_true_pictures_score_high_and_shuffled_captions_low():
-    scenes = [scene for kind in KINDS for scene in scenes_of("test", kind)[::3]] + scenes_of("train", "one")
+    scenes = [scene for kind in KINDS for scene in scenes_of("test", kind)[::3]] + scenes_of(
+        "train", "one"
+    )
     images = render(scenes, np.random.default_rng(1))
     total, parts = scored(images, scenes)
     assert total.dtype == np.float32 and total.mean() >= 0.95 and parts["strict"].mean() >= 0.98
@@ -147,16 +187,26 @@ GOOD = ((0, 0, 8.0, 16.0, 5.0), (4, 1, 24.0, 16.0, 5.0))
         (GOOD, (), 1.0),
         (((2, 0, 8.0, 16.0, 5.0), GOOD[1]), ("colours",), 0.5),  # green circle
         (((0, 2, 8.0, 16.0, 5.0), GOOD[1]), ("shapes",), 0.5),  # red triangle
-        (((0, 0, 24.0, 16.0, 5.0), (4, 1, 8.0, 16.0, 5.0)), ("positions",), 0.0),  # on the other side
+        (
+            ((0, 0, 24.0, 16.0, 5.0), (4, 1, 8.0, 16.0, 5.0)),
+            ("positions",),
+            0.0,
+        ),  # on the other side
         ((*GOOD, (1, 0, 16.0, 5.0, 4.0)), ("counts",), 0.5),  # one too many
-        (GOOD[:1], ("objects", "colours", "shapes", "counts"), 0.5),  # one missing; its relation is gone as well
+        (
+            GOOD[:1],
+            ("objects", "colours", "shapes", "counts"),
+            0.5,
+        ),  # one missing; its relation is gone as well
     ],
 )
 def test_each_mistake_lowers_its_own_part(things, lowered, value):
     scorer = ShapesScorer()
     total = scorer(picture(*things), [RED_LEFT], [{}])
     for part in PARTS:
-        expected = value if part in lowered else (0.0 if part == "positions" and len(things) == 1 else 1.0)
+        expected = (
+            value if part in lowered else (0.0 if part == "positions" and len(things) == 1 else 1.0)
+        )
         assert scorer.parts[part][0] == pytest.approx(expected, abs=0.02), part
     assert (total[0] > 0.97) == (not lowered)
 
@@ -171,20 +221,29 @@ def test_relation_is_graded_by_its_angle():
 
 def test_reward_reads_any_picture():
     noise = np.random.default_rng(0).integers(0, 256, (3, 3, 100, 77), dtype=np.uint8)
-    for images in (np.zeros((3, 3, 32, 32), np.uint8), np.full((3, 3, 1, 1), 255, np.uint8), noise, noise[:, :, :5, :9]):
+    for images in (
+        np.zeros((3, 3, 32, 32), np.uint8),
+        np.full((3, 3, 1, 1), 255, np.uint8),
+        noise,
+        noise[:, :, :5, :9],
+    ):
         total = ShapesScorer()(images, [RED_LEFT] * 3, [{}] * 3)
         assert total.shape == (3,) and np.isfinite(total).all() and (total < 0.1).all()
     assert ShapesScorer()(np.zeros((0, 3, 32, 32), np.uint8), [], []).shape == (0,)
     good = picture(*GOOD)
     large = good.repeat(3, 2).repeat(3, 3)
-    assert np.allclose(to_size(large), good, atol=1e-3)  # averaging undoes a 3-fold repeat, up to FP32 rounding
+    assert np.allclose(
+        to_size(large), good, atol=1e-3
+    )  # averaging undoes a 3-fold repeat, up to FP32 rounding
     assert ShapesScorer()(large, [RED_LEFT], [{}])[0] > 0.97
 
 
 def test_reward_does_not_depend_on_neighbours_and_stays_in_range():
     scenes = scenes_of("train", "two")[:24]
     rng = np.random.default_rng(4)
-    images = np.clip(render(scenes, rng) + rng.normal(0, 20, (24, 3, 32, 32)), 0, 255).astype(np.uint8)
+    images = np.clip(render(scenes, rng) + rng.normal(0, 20, (24, 3, 32, 32)), 0, 255).astype(
+        np.uint8
+    )
     together, _ = scored(images, scenes)
     alone = np.concatenate([scored(images[i : i + 1], scenes[i : i + 1])[0] for i in range(24)])
     assert np.array_equal(together, alone)
@@ -209,6 +268,14 @@ def test_connected_regions_are_scipys():
     for b in range(6):
         for value in (0, 1):
             theirs, count = ndimage.label(kind[b] == value)
-            pairs = set(zip(ours[b][kind[b] == value].tolist(), theirs[kind[b] == value].tolist(), strict=True))
+            pairs = set(
+                zip(
+                    ours[b][kind[b] == value].tolist(),
+                    theirs[kind[b] == value].tolist(),
+                    strict=True,
+                )
+            )
             assert len(pairs) == count == len({a for a, _ in pairs})  # one to one
-    assert len(np.unique(ours[0])) + len(np.unique(ours[1])) - 2 == len(np.unique(ours[:2])) - 1  # no label in two pictures
+    assert (
+        len(np.unique(ours[0])) + len(np.unique(ours[1])) - 2 == len(np.unique(ours[:2])) - 1
+    )  # no label in two pictures

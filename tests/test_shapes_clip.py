@@ -1,4 +1,6 @@
-"""The tiny CLIP: what its negatives are, that it learns, and that open_clip and our scorer read what it writes."""
+"""The tiny CLIP: what its negatives are, that it learns, and that open_clip and our scorer read
+what it writes.
+"""
 
 from __future__ import annotations
 
@@ -16,34 +18,63 @@ from rewards import build
 from rewards.shapes import ShapesScorer
 from shapes import prompts
 from shapes.checksum import checksum
-from shapes.clip import batches, build_clip, contrastive, loss_of, near_misses, right_pairs, save_clip, shows, spoil, to_pixels
+from shapes.clip import (
+    batches,
+    build_clip,
+    contrastive,
+    loss_of,
+    near_misses,
+    right_pairs,
+    save_clip,
+    shows,
+    spoil,
+    to_pixels,
+)
 from shapes.clip_build import accuracy, train_clip
 from shapes.grammar import all_scenes, flipped, parse, scenes_of
 from shapes.render import render
 
 SHIPPED = Path(prompts.__file__).parent / "clip"
-needs_clip = pytest.mark.skipif(not SHIPPED.is_dir(), reason="shapes/clip is not built: make shapes-clip")
+needs_clip = pytest.mark.skipif(
+    not SHIPPED.is_dir(), reason="shapes/clip is not built: make shapes-clip"
+)
 
 
 def test_a_picture_is_right_for_its_scene_told_either_way_and_without_relation():
     scene = parse("a red circle left of a blue square")
-    right = ["a red circle left of a blue square", "a blue square right of a red circle", "a red circle and a blue square"]
-    wrong = ["a red circle right of a blue square", "a blue square left of a red circle", "a red square left of a blue circle"]
-    assert all(shows(scene, parse(caption)) for caption in [*right, "a blue square and a red circle"])
+    right = [
+        "a red circle left of a blue square",
+        "a blue square right of a red circle",
+        "a red circle and a blue square",
+    ]
+    wrong = [
+        "a red circle right of a blue square",
+        "a blue square left of a red circle",
+        "a red square left of a blue circle",
+    ]
+    assert all(
+        shows(scene, parse(caption)) for caption in [*right, "a blue square and a red circle"]
+    )
     assert not any(shows(scene, parse(caption)) for caption in wrong)
-    assert not shows(parse("a red circle and a blue square"), scene)  # a picture without a relation is right for none
+    assert not shows(
+        parse("a red circle and a blue square"), scene
+    )  # a picture without a relation is right for none
     assert not shows(parse("two red circles"), parse("a red circle"))
 
 
 def test_near_misses_are_wrong_near_and_of_the_train_split():
     for scene in all_scenes()[::13]:
         near = near_misses(scene)
-        assert len(near) == len(set(near)) and scene not in near and flipped_or_same(scene) not in near
+        assert (
+            len(near) == len(set(near)) and scene not in near and flipped_or_same(scene) not in near
+        )
         assert all(other.split == "train" and not shows(scene, other) for other in near)
     near = [scene.caption for scene in near_misses(parse("a red circle"))]
     assert "a yellow circle" in near and "a red cross" in near and len(near) >= 5 + 3
     scene = next(scene for scene in scenes_of("train", "relation") if scene.relation == "above")
-    assert sum(other.things == scene.things for other in near_misses(scene)) == 3  # the other relations
+    assert (
+        sum(other.things == scene.things for other in near_misses(scene)) == 3
+    )  # the other relations
 
 
 def flipped_or_same(scene):
@@ -51,7 +82,11 @@ def flipped_or_same(scene):
 
 
 def test_the_mask_is_shows_for_every_pair():
-    scenes = [*scenes_of("train", "relation")[:6], *scenes_of("train", "two")[:6], *scenes_of("train", "count")[:3]]
+    scenes = [
+        *scenes_of("train", "relation")[:6],
+        *scenes_of("train", "two")[:6],
+        *scenes_of("train", "count")[:3],
+    ]
     scenes += [flipped(scene) for scene in scenes[:12]]
     mask = right_pairs(scenes)
     assert mask.tolist() == [[shows(scene, caption) for caption in scenes] for scene in scenes]
@@ -59,11 +94,17 @@ def test_the_mask_is_shows_for_every_pair():
 
 
 def test_the_loss_by_hand():
-    """Two pairs at scale s with cosines [[1, 0], [0, 1]]: log(1 + e^-s) each way; a pair that is right too leaves nothing to lose."""
+    """Two pairs at scale s with cosines [[1, 0], [0, 1]]: log(1 + e^-s) each way; a pair that is
+    right too leaves nothing to lose.
+    """
     eye = torch.eye(2)
     right = torch.eye(2, dtype=torch.bool)
-    assert contrastive(eye, eye, torch.tensor(2.0), right).item() == pytest.approx(math.log(1 + math.exp(-2)))
-    assert contrastive(eye, eye, torch.tensor(2.0), torch.ones(2, 2, dtype=torch.bool)).item() == pytest.approx(0.0, abs=1e-6)
+    assert contrastive(eye, eye, torch.tensor(2.0), right).item() == pytest.approx(
+        math.log(1 + math.exp(-2))
+    )
+    assert contrastive(
+        eye, eye, torch.tensor(2.0), torch.ones(2, 2, dtype=torch.bool)
+    ).item() == pytest.approx(0.0, abs=1e-6)
 
 
 def test_spoiled_pictures_stay_near():
@@ -74,7 +115,9 @@ def test_spoiled_pictures_stay_near():
 
 
 def test_it_learns_saves_and_resumes(tmp_path):
-    """A handful of steps: a new model is at chance, log(batch); training lowers that, and goes on from where it stopped."""
+    """A handful of steps: a new model is at chance, log(batch); training lowers that, and goes on
+    from where it stopped.
+    """
     batch = next(batches(1, groups=4))
     model = build_clip()
     with torch.no_grad():
@@ -105,33 +148,48 @@ def written(tmp_path_factory):
 
 
 def test_stock_open_clip_and_our_scorer_read_it(written):
-    """open_clip by its own way in, pictures and words by its own transform and tokenizer: the same cosine."""
+    """open_clip by its own way in, pictures and words by its own transform and tokenizer: the same
+    cosine.
+    """
     import open_clip
     from PIL import Image
 
     model, out = written
     stock, _, transform = open_clip.create_model_and_transforms(f"local-dir:{out}")
     stock.eval()
-    assert all(torch.equal(a, b) for a, b in zip(stock.state_dict().values(), model.state_dict().values(), strict=True))
+    assert all(
+        torch.equal(a, b)
+        for a, b in zip(stock.state_dict().values(), model.state_dict().values(), strict=True)
+    )
     scenes = scenes_of("train", "relation")[:6]
     captions = [scene.caption for scene in scenes]
     images = render(scenes, np.random.default_rng(0))
-    pictures = torch.stack([transform(Image.fromarray(image.transpose(1, 2, 0))) for image in images])
+    pictures = torch.stack(
+        [transform(Image.fromarray(image.transpose(1, 2, 0))) for image in images]
+    )
     assert torch.allclose(pictures, to_pixels(images), atol=1e-6)
     with torch.no_grad():
         image = stock.encode_image(pictures, normalize=True)
-        text = stock.encode_text(open_clip.get_tokenizer(f"local-dir:{out}")(captions), normalize=True)
+        text = stock.encode_text(
+            open_clip.get_tokenizer(f"local-dir:{out}")(captions), normalize=True
+        )
     scorer = build(ScorerConfig(name="clipscore", settings={"checkpoint": str(out)}), device="cpu")
     scores = scorer(images, captions, [{}] * 6)
     assert np.allclose(scores, (image * text).sum(1).numpy(), atol=1e-6) and scores.std() > 1e-3
     found = accuracy(model, "tune")
-    assert set(found) == {"two", "relation", "count"} and max(found.values()) < 0.6  # no kind is right by chance
+    assert (
+        set(found) == {"two", "relation", "count"} and max(found.values()) < 0.6
+    )  # no kind is right by chance
 
 
 def test_the_preset_learns_from_clip_and_is_judged_by_rule():
     config = load("quickstart_clip")
     (scorer,), (judge,) = config.rewards.scorers, config.rewards.evaluation_scorers
-    assert (scorer.name, scorer.settings, judge.name) == ("clipscore", {"checkpoint": "shapes/clip"}, "shapes")
+    assert (scorer.name, scorer.settings, judge.name) == (
+        "clipscore",
+        {"checkpoint": "shapes/clip"},
+        "shapes",
+    )
 
 
 @needs_clip
@@ -140,8 +198,12 @@ def test_the_shipped_clip_is_small_named_and_knows_right_from_wrong():
     assert sum(path.stat().st_size for path in files) < 3_000_000
     assert {path.suffix for path in files} <= {".json", ".safetensors"}
     assert checksum(SHIPPED) in (SHIPPED.parent / "README.md").read_text()
-    scorer = build(ScorerConfig(name="clipscore", settings={"checkpoint": "shapes/clip"}), device="cpu")
-    scenes = [scene for kind in ("two", "relation", "count") for scene in scenes_of("test", kind)[::4]]
+    scorer = build(
+        ScorerConfig(name="clipscore", settings={"checkpoint": "shapes/clip"}), device="cpu"
+    )
+    scenes = [
+        scene for kind in ("two", "relation", "count") for scene in scenes_of("test", kind)[::4]
+    ]
     images = render(scenes, np.random.default_rng(5))
     own = scorer(images, [scene.caption for scene in scenes], [{}] * len(scenes))
     wrong = [near_misses(scene, ("train", "tune", "test"))[0] for scene in scenes]

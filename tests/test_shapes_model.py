@@ -27,29 +27,55 @@ MODEL = Path(prompts.__file__).parent / "model"
 
 def test_fp4_rounding_gives_the_formats_values():
     row = [0, 0.25, 0.5, 0.75, 1, 1.25, 1.5, 1.75, 2, 2.5, 3, 3.5, 4, 5, 6, -6]
-    read = [0, 0, 0.5, 1, 1, 1, 1.5, 2, 2, 2, 3, 4, 4, 4, 6, -6]  # ties to even codes; amax 2688 makes every scale exact
+    read = [
+        0,
+        0,
+        0.5,
+        1,
+        1,
+        1,
+        1.5,
+        2,
+        2,
+        2,
+        3,
+        4,
+        4,
+        4,
+        6,
+        -6,
+    ]  # ties to even codes; amax 2688 makes every scale exact
     weight = torch.tensor([row, [448 * value for value in row]])
-    assert torch.equal(round_to_fp4(weight), torch.tensor([read, [448.0 * value for value in read]]))
+    assert torch.equal(
+        round_to_fp4(weight), torch.tensor([read, [448.0 * value for value in read]])
+    )
     assert torch.equal(round_to_fp4(torch.zeros(2, 32)), torch.zeros(2, 32))
     nvfp4 = pytest.importorskip("policy.precision.nvfp4")
     weight = torch.randn(64, 128, generator=torch.Generator().manual_seed(0))
     peer = nvfp4.dequantise(nvfp4.quantise(weight))
-    # Scales are multiplied out in another order, so a tie may fall the other way: a handful of values at most.
+    # Scales are multiplied out in another order, so a tie may fall the other way: a handful of
+    # values at most.
     assert (~torch.isclose(round_to_fp4(weight), peer, rtol=1e-5, atol=1e-7)).float().mean() < 2e-3
 
 
 def test_four_bits_inside_and_the_wide_weights_afterwards():
     learner = Learner()
-    torch.nn.init.normal_(learner.transformer.proj_out.weight, generator=torch.Generator().manual_seed(4))
+    torch.nn.init.normal_(
+        learner.transformer.proj_out.weight, generator=torch.Generator().manual_seed(4)
+    )
     layers = quantisable(learner.transformer)
-    assert len(layers) == 4 * 12 - 3  # q, k, v, out and two of feed-forward in both streams; the last block drops 3 of the text's
+    assert (
+        len(layers) == 4 * 12 - 3
+    )  # q, k, v, out and two of feed-forward in both streams; the last block drops 3 of the text's
     before = [layer.weight.clone() for layer in layers]
     seen = []
     handle = layers[0].register_forward_hook(lambda _m, inputs, _o: seen.append(inputs[0]))
     x = torch.randn(2, 12, 8, 8, generator=torch.Generator().manual_seed(5))
     ids, long = torch.ones(2, 11, dtype=torch.long), torch.zeros(1, 1, 128)
     with in_four_bits(learner.transformer):
-        assert all(not torch.equal(layer.weight, wide) for layer, wide in zip(layers, before, strict=True))
+        assert all(
+            not torch.equal(layer.weight, wide) for layer, wide in zip(layers, before, strict=True)
+        )
         learner(x, torch.tensor([0.5, 0.9]), ids, long)
     assert all(torch.equal(layer.weight, wide) for layer, wide in zip(layers, before, strict=True))
     learner(x, torch.tensor([0.5, 0.9]), ids, long)
@@ -81,7 +107,9 @@ def test_a_four_bit_step_goes_downhill():
 
 
 def test_orthogonal_flattens_the_spectrum():
-    values = torch.linalg.svdvals(orthogonal(torch.randn(3, 32, 64, generator=torch.Generator().manual_seed(1))))
+    values = torch.linalg.svdvals(
+        orthogonal(torch.randn(3, 32, 64, generator=torch.Generator().manual_seed(1)))
+    )
     assert values.min() > 0.5 and values.max() < 1.3  # the quintic's fixed band is about 0.7 to 1.2
 
 
@@ -94,7 +122,8 @@ def test_calibration_keeps_pictures_and_gives_unit_latents():
         before = vae.decode(vae.encode(x).latent_dist.mode()).sample
         calibrate(vae, pool, 300)
         after = vae.decode(vae.encode(x).latent_dist.mode()).sample
-    # A rotation and its inverse in FP32, amplified by the narrowest direction of an untrained encoder.
+    # A rotation and its inverse in FP32, amplified by the narrowest direction of an untrained
+    # encoder.
     assert torch.allclose(before, after, atol=2e-2 * float(before.abs().max()))
     latents = encode(vae, pool.pictures(300)[0])
     assert float(latents.var((0, 2, 3)).mean()) == pytest.approx(1.0, abs=0.15)
@@ -110,7 +139,11 @@ def test_one_training_step_learns_and_resumes(tmp_path):
     assert trained == len(list(learner.parameters()))
     for seed in (0, 1):
         found = backward(learner, examples, torch.Generator().manual_seed(seed), four_bits=False)
-        if seed == 0:  # a zero output makes the loss E|eps - x0|^2 and the head's guess uniform over 25 classes, nearly
+        if (
+            seed == 0
+            # a zero output makes the loss E|eps - x0|^2 and the head's guess uniform over 25 classes,
+            # nearly
+        ):
             assert found.cells.item() == pytest.approx(math.log(25), rel=0.2)
         optimizer.step()
         optimizer.zero_grad()
@@ -128,7 +161,8 @@ def test_one_training_step_learns_and_resumes(tmp_path):
 
 def test_times_lean_to_noise():
     t = torch.cat([draw_times(torch.Generator().manual_seed(seed)) for seed in range(40)])
-    # Logit-normal around 0.7 has its median at sigmoid(0.7) = 0.668; one in ten is uniform, which moves it to about 0.65.
+    # Logit-normal around 0.7 has its median at sigmoid(0.7) = 0.668; one in ten is uniform, which
+    # moves it to about 0.65.
     assert 0.63 < t.median() < 0.68 and t.min() > 0 and t.max() < 1
 
 
@@ -153,7 +187,9 @@ def test_shipped_model_loads_in_stock_diffusers_and_draws_captions(tmp_path):
 
     pipe = StableDiffusion3Pipeline.from_pretrained(MODEL)
     pipe.set_progress_bar_config(disable=True)
-    rows = [json.loads(line) for line in (prompts.FOLDER / "train.jsonl").read_text().splitlines()][:24]
+    rows = [json.loads(line) for line in (prompts.FOLDER / "train.jsonl").read_text().splitlines()][
+        :24
+    ]
     texts = [row["prompt"] for row in rows]
 
     def pictures(pipeline) -> np.ndarray:

@@ -1,4 +1,6 @@
-"""The tiny pipelines of all families side by side: their model settings, and how stock diffusers is called to match a run."""
+"""The tiny pipelines of all families side by side: their model settings, and how stock diffusers is
+called to match a run.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,12 @@ NAMES = ("sd3", "flux", "sana")
 SETTINGS: dict[str, dict[str, Any]] = {
     "sd3": {"height": 16, "width": 16, "max_sequence_length": 12},
     "flux": {"height": 16, "width": 16, "max_sequence_length": 12, "guidance": 3.5},
-    "sana": {"height": 32, "width": 32, "max_sequence_length": 12, "complex_human_instruction": False},
+    "sana": {
+        "height": 32,
+        "width": 32,
+        "max_sequence_length": 12,
+        "complex_human_instruction": False,
+    },
 }
 SOLVER = {"sd3": "euler", "flux": "euler", "sana": "dpm2"}
 """The solver that is the stock pipeline's."""
@@ -31,7 +38,9 @@ PIPELINES = {"sd3": "StableDiffusion3Pipeline", "flux": "FluxPipeline", "sana": 
 
 def tiny_model(name: str, directory: Path, **changes: Any) -> Model:
     """[model] for the tiny pipeline of a family."""
-    return Model.model_validate({"family": name, "path": str(directory), **SETTINGS[name], **changes})
+    return Model.model_validate(
+        {"family": name, "path": str(directory), **SETTINGS[name], **changes}
+    )
 
 
 def stock_pipeline(name: str, directory: Path) -> Any:
@@ -43,8 +52,12 @@ def stock_pipeline(name: str, directory: Path) -> Any:
     return pipe
 
 
-def stock_call(pipe: Any, model: Model, prompt: str, noise: Any, steps: int, output_type: str, **more: Any) -> Any:
-    """What the stock pipeline draws without classifier-free guidance from given noises: latents or PIL pictures."""
+def stock_call(
+    pipe: Any, model: Model, prompt: str, noise: Any, steps: int, output_type: str, **more: Any
+) -> Any:
+    """What the stock pipeline draws without classifier-free guidance from given noises: latents or
+    PIL pictures.
+    """
     how: dict[str, Any] = {
         "sd3": {"sigmas": np.linspace(1, 1 / steps, steps).tolist(), "guidance_scale": 1.0},
         "flux": {"guidance_scale": model.guidance},
@@ -72,7 +85,9 @@ def as_array(pictures: Sequence[Any]) -> np.ndarray:
 
 @dataclass
 class Tiny:
-    """A family and the stock pipeline on one tiny directory; each part is loaded when it is first asked for."""
+    """A family and the stock pipeline on one tiny directory; each part is loaded when it is first
+    asked for.
+    """
 
     name: str
     directory: Path
@@ -109,10 +124,19 @@ class Tiny:
         from policy.sampling.noise import noise_for
 
         noise = noise_for(SEEDS, self.family.latent_shape)
-        return stock_call(self.pipe, self.family.model, PROMPTS[0], noise, steps, output_type, **more)
+        return stock_call(
+            self.pipe, self.family.model, PROMPTS[0], noise, steps, output_type, **more
+        )
 
     def ours(self, steps: int, solver: str) -> Any:
         """Latents of the same by the family."""
         from policy.sampling.sample import sample
 
-        return sample(self.family, self.denoiser, self.encoded.rows(0).repeat(len(SEEDS)), SEEDS, steps, solver)
+        return sample(
+            self.family,
+            self.denoiser,
+            self.encoded.rows(0).repeat(len(SEEDS)),
+            SEEDS,
+            steps,
+            solver,
+        )

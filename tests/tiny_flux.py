@@ -1,6 +1,7 @@
 """A FluxPipeline directory with random weights, after the pattern of ``tests.tiny_sd3``.
 
-Width 32, so that K is 32, 128 and 160 in the blocks' linears. Pictures are 16x16: latents of 8x8 pixels, packed to [16, 16].
+Width 32, so that K is 32, 128 and 160 in the blocks' linears. Pictures are 16x16: latents of 8x8
+pixels, packed to [16, 16].
 """
 
 from __future__ import annotations
@@ -9,7 +10,14 @@ from pathlib import Path
 
 import pytest
 
-from tests.tiny_sd3 import randomise_vectors, tiny_clip_config, tiny_clip_tokenizer, tiny_t5, tiny_t5_tokenizer, tiny_vae
+from tests.tiny_sd3 import (
+    randomise_vectors,
+    tiny_clip_config,
+    tiny_clip_tokenizer,
+    tiny_t5,
+    tiny_t5_tokenizer,
+    tiny_vae,
+)
 
 FLUX_LATENT = (16, 16)
 
@@ -44,7 +52,12 @@ def make_tiny_flux(path: str | Path, seed: int = 0) -> Path:
         pipe = FluxPipeline(
             transformer=transformer,
             scheduler=FlowMatchEulerDiscreteScheduler(
-                shift=3.0, use_dynamic_shifting=True, base_shift=0.5, max_shift=1.15, base_image_seq_len=256, max_image_seq_len=4096
+                shift=3.0,
+                use_dynamic_shifting=True,
+                base_shift=0.5,
+                max_shift=1.15,
+                base_image_seq_len=256,
+                max_image_seq_len=4096,
             ),
             vae=tiny_vae(),
             text_encoder=CLIPTextModel(tiny_clip_config()).eval(),

@@ -1,6 +1,7 @@
 """A SanaPipeline directory with random weights, after the pattern of ``tests.tiny_sd3``.
 
-Width 32; its 1x1 convolutions have K = 32 and 80. Pictures are 32x32, the stock pipeline's smallest; latents [4, 8, 8].
+Width 32; its 1x1 convolutions have K = 32 and 80. Pictures are 32x32, the stock pipeline's
+smallest; latents [4, 8, 8].
 """
 
 from __future__ import annotations
@@ -27,9 +28,16 @@ def tiny_sana_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def make_tiny_sana(path: str | Path, seed: int = 0, euler: bool = False) -> Path:
-    """Write the pipeline directory and return its path. The same seed gives the same weights. ``euler`` swaps the scheduler."""
+    """Write the pipeline directory and return its path. The same seed gives the same weights.
+    ``euler`` swaps the scheduler.
+    """
     import torch
-    from diffusers import DPMSolverMultistepScheduler, FlowMatchEulerDiscreteScheduler, SanaPipeline, SanaTransformer2DModel
+    from diffusers import (
+        DPMSolverMultistepScheduler,
+        FlowMatchEulerDiscreteScheduler,
+        SanaPipeline,
+        SanaTransformer2DModel,
+    )
 
     with torch.random.fork_rng():
         torch.manual_seed(seed)
@@ -48,7 +56,9 @@ def make_tiny_sana(path: str | Path, seed: int = 0, euler: bool = False) -> Path
         for name, parameter in transformer.named_parameters():
             if parameter.ndim == 1:
                 parameter.data.normal_(1.0 if name == "caption_norm.weight" else 0.0, 0.1)
-        dpm = DPMSolverMultistepScheduler(flow_shift=3.0, use_flow_sigmas=True, prediction_type="flow_prediction")
+        dpm = DPMSolverMultistepScheduler(
+            flow_shift=3.0, use_flow_sigmas=True, prediction_type="flow_prediction"
+        )
         pipe = SanaPipeline(
             transformer=transformer,
             scheduler=FlowMatchEulerDiscreteScheduler(shift=3.0) if euler else dpm,
@@ -100,7 +110,15 @@ def _gemma() -> Gemma2Model:
 
 def _gemma_vocab() -> tuple[dict[str, int], list[tuple[str, str]]]:
     """Special tokens, letters, and the merges that spell WORDS followed by the space mark."""
-    tokens = ["<pad>", "<eos>", "<bos>", "<unk>", "<mask>", "▁", *"abcdefghijklmnopqrstuvwxyz0123456789.,:-'\"\n"]
+    tokens = [
+        "<pad>",
+        "<eos>",
+        "<bos>",
+        "<unk>",
+        "<mask>",
+        "▁",
+        *"abcdefghijklmnopqrstuvwxyz0123456789.,:-'\"\n",
+    ]
     merges: list[tuple[str, str]] = []
     for word in WORDS:
         left = word[0]

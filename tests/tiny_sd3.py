@@ -1,10 +1,11 @@
-"""A StableDiffusion3Pipeline directory with random weights: every real class, a few hundred kilobytes, made in a second.
+"""A StableDiffusion3Pipeline directory with random weights: every real class, a few hundred
+kilobytes, made in a second.
 
 Its autoencoder, text encoders and tokenizers serve the other tiny pipelines too.
 
-The width is 32 and K = 32 and 64 in the blocks' linears, so that every one of them divides into NVFP4 blocks of 16.
-Pictures are 16x16, latents [4, 8, 8]; CLIP texts have 16 tokens.
-torch and diffusers are imported by the functions, so that a conftest can import the fixture at no cost.
+The width is 32 and K = 32 and 64 in the blocks' linears, so that every one of them divides into
+NVFP4 blocks of 16. Pictures are 16x16, latents [4, 8, 8]; CLIP texts have 16 tokens. torch and
+diffusers are imported by the functions, so that a conftest can import the fixture at no cost.
 """
 
 from __future__ import annotations
@@ -17,7 +18,13 @@ import pytest
 if TYPE_CHECKING:
     from diffusers import AutoencoderKL, SD3Transformer2DModel
     from torch import nn
-    from transformers import CLIPTextConfig, CLIPTextModelWithProjection, CLIPTokenizer, T5EncoderModel, T5TokenizerFast
+    from transformers import (
+        CLIPTextConfig,
+        CLIPTextModelWithProjection,
+        CLIPTokenizer,
+        T5EncoderModel,
+        T5TokenizerFast,
+    )
 
 TINY_HEIGHT = TINY_WIDTH = 16
 TINY_LATENT = (4, 8, 8)
@@ -51,10 +58,11 @@ def tiny_sd3_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def make_tiny_sd3(path: str | Path, seed: int = 0, dual: tuple[int, ...] = ()) -> Path:
     """Write the pipeline directory and return its path. The same seed gives the same weights.
 
-    ``dual``: blocks with a second attention over the picture alone, as the first half of SD3.5 Medium's have.
+    ``dual``: blocks with a second attention over the picture alone, as the first half of SD3.5
+    Medium's have.
 
-    The transformer's biases and norm weights are random too (their stock initial values are 0 and 1), so that no part of
-    the network is a no-op that a test could pass without.
+    The transformer's biases and norm weights are random too (their stock initial values are 0 and
+    1), so that no part of the network is a no-op that a test could pass without.
     """
     import torch
     from diffusers import FlowMatchEulerDiscreteScheduler, StableDiffusion3Pipeline
@@ -152,7 +160,12 @@ def _clip() -> CLIPTextModelWithProjection:
 def tiny_clip_vocab() -> tuple[dict[str, int], list[tuple[str, str]]]:
     """Letters, letters that end a word, and the merges that spell WORDS."""
     letters = "abcdefghijklmnopqrstuvwxyz0123456789.,"
-    tokens = ["<|startoftext|>", "<|endoftext|>", *letters, *(f"{letter}</w>" for letter in letters)]
+    tokens = [
+        "<|startoftext|>",
+        "<|endoftext|>",
+        *letters,
+        *(f"{letter}</w>" for letter in letters),
+    ]
     merges: list[tuple[str, str]] = []
     for word in WORDS:
         parts = [*word[:-1], f"{word[-1]}</w>"]
@@ -174,7 +187,16 @@ def tiny_clip_tokenizer() -> CLIPTokenizer:
 def tiny_t5() -> T5EncoderModel:
     from transformers import T5Config, T5EncoderModel
 
-    config = T5Config(vocab_size=64, d_model=32, d_kv=8, d_ff=32, num_layers=1, num_heads=2, pad_token_id=0, eos_token_id=1)
+    config = T5Config(
+        vocab_size=64,
+        d_model=32,
+        d_kv=8,
+        d_ff=32,
+        num_layers=1,
+        num_heads=2,
+        pad_token_id=0,
+        eos_token_id=1,
+    )
     return T5EncoderModel(config).eval()
 
 

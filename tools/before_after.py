@@ -1,6 +1,8 @@
-"""The README's picture, from a run's directory: ``python -m tools.before_after runs/quickstart docs/images/before_after.png``.
+"""The README's picture, from a run's directory: ``python -m tools.before_after runs/quickstart
+docs/images/before_after.png``.
 
-The first prompts of the held-out set at the same fixed noises, with the weights before and after training.
+The first prompts of the held-out set at the same fixed noises, with the weights before and after
+training.
 """
 
 from __future__ import annotations
@@ -15,10 +17,14 @@ CELL, GAP, TITLE, MIDDLE, MARGIN = 96, 2, 26, 24, 12
 
 
 def sheet(images: Path, prompts: int) -> Image.Image:
-    """Rows of ``prompts`` prompts, four noises before and four after, from the run's ``images`` directory."""
+    """Rows of ``prompts`` prompts, four noises before and four after, from the run's ``images``
+    directory.
+    """
     steps = sorted(path for path in images.glob("step_*") if path.is_dir())
     if len(steps) < 2:
-        raise SystemExit(f"{images}: pictures of {len(steps)} evaluations, two are needed: let the run end first")
+        raise SystemExit(
+            f"{images}: pictures of {len(steps)} evaluations, two are needed: let the run end first"
+        )
     columns = [(4 * (CELL + GAP) + MIDDLE) * side for side in (0, 1)]
     width, row = 2 * MARGIN + columns[1] + 4 * (CELL + GAP), CELL + TITLE
     chosen = json.loads((images / "prompts.json").read_text())[:prompts]
@@ -31,7 +37,9 @@ def sheet(images: Path, prompts: int) -> Image.Image:
             if not left:
                 draw.text((MARGIN, top - 22), prompt["prompt"], fill="black", font=font)
             for noise, path in enumerate(sorted(step.glob(f"{prompt['index']}_*.png"))[:4]):
-                picture = Image.open(path).convert("RGB").resize((CELL, CELL), Image.Resampling.NEAREST)
+                picture = (
+                    Image.open(path).convert("RGB").resize((CELL, CELL), Image.Resampling.NEAREST)
+                )
                 out.paste(picture, (MARGIN + left + noise * (CELL + GAP), top))
     return out
 

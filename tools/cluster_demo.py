@@ -1,8 +1,10 @@
-"""``make cluster-demo``: a cluster on one machine, disturbed on purpose, and a look at what came of it.
+"""``make cluster-demo``: a cluster on one machine, disturbed on purpose, and a look at what came of
+it.
 
-A head and two simulated nodes for explorers; a job submitted by `sol-rl submit`, scaled 1 -> 3 -> 2 by `sol-rl scale` while it works, and
-one of the two nodes taken away. Then the same configuration once more with nobody disturbing it, and both runs compared byte by
-byte. Everything is what a user of a cluster types; only the nodes are simulated, by processes of their own on this machine.
+A head and two simulated nodes for explorers; a job submitted by `sol-rl submit`, scaled 1 -> 3 -> 2
+by `sol-rl scale` while it works, and one of the two nodes taken away. Then the same configuration
+once more with nobody disturbing it, and both runs compared byte by byte. Everything is what a user
+of a cluster types; only the nodes are simulated, by processes of their own on this machine.
 """
 
 from __future__ import annotations
@@ -38,7 +40,9 @@ SETTINGS = {
     **{f"services.{kind}.labels": '{"demo.node" = "services"}' for kind in SERVICES},
     **{f"services.{kind}.deadline_s": 1800 for kind in (*SERVICES, "rollout")},
 }  # fmt: skip
-"""Over the quickstart: little work per iteration, and nobody is thought to hang because the machine is slow."""
+"""Over the quickstart: little work per iteration, and nobody is thought to hang because the machine
+is slow.
+"""
 
 
 class Failed(Exception):
@@ -48,13 +52,27 @@ class Failed(Exception):
 class Demo:
     """A simulated cluster and the commands that are typed at it."""
 
-    def __init__(self, out: Path, iterations: int, say: Callable[[str], None] = lambda line: print(line, flush=True)):
+    def __init__(
+        self,
+        out: Path,
+        iterations: int,
+        say: Callable[[str], None] = lambda line: print(line, flush=True),
+    ):
         self.out, self.iterations, self.say = out, iterations, say
         self.began, self.folders = time.monotonic(), list[str]()
-        # a job's entrypoint is `python`, found on the head's PATH; a token, so that nobody else on this machine can submit
-        os.environ["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"
-        os.environ |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32), "RAY_USAGE_STATS_ENABLED": "0"}
-        os.environ.setdefault("RAY_DASHBOARD_STARTUP_TIMEOUT_S", "300")  # a busy machine is only slow
+        # a job's entrypoint is `python`, found on the head's PATH; a token, so that nobody else on
+        # this machine can submit
+        os.environ["PATH"] = (
+            f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"
+        )
+        os.environ |= {
+            "RAY_AUTH_MODE": "token",
+            "RAY_AUTH_TOKEN": secrets.token_hex(32),
+            "RAY_USAGE_STATS_ENABLED": "0",
+        }
+        os.environ.setdefault(
+            "RAY_DASHBOARD_STARTUP_TIMEOUT_S", "300"
+        )  # a busy machine is only slow
         os.environ.pop("RAY_ADDRESS", None)
         from ray.cluster_utils import Cluster
 
@@ -69,12 +87,14 @@ class Demo:
         self.nodes = [self.add_node() for _ in range(2)]
         self.url, self.address = f"http://127.0.0.1:{port}", str(self.cluster.address)
         self.tell(
-            f"a head and two nodes for explorers, {NODE_CPUS} CPUs each by name; dashboard and jobs at {self.url}, with a token"
+            f"a head and two nodes for explorers, {NODE_CPUS} CPUs each by name; dashboard and jobs"
+            f" at {self.url}, with a token"
         )
 
     def add_node(self) -> Any:
-        """Another simulated node for explorers, with a directory of its own: in a shared one nodes would unpack a job's files over each
-        other, and take them away from whoever reads them."""
+        """Another simulated node for explorers, with a directory of its own: in a shared one nodes
+        would unpack a job's files over each other, and take them away from whoever reads them.
+        """
         folder = tempfile.mkdtemp(prefix="sol-rl-", dir="/tmp")  # sockets: a short path
         self.folders.append(folder)
         return self.cluster.add_node(**_node(labels={"demo.node": "explorers"}, temp_dir=folder))
@@ -89,14 +109,24 @@ class Demo:
         self.say(f"[{time.monotonic() - self.began:6.1f} s] {line}")
 
     def sol_rl(self, *arguments: str, settings: Sequence[str] = ()) -> str:
-        """Type a command, and show it with what it says; its output. ``settings`` are typed too, and shown as ``--set ...``."""
+        """Type a command, and show it with what it says; its output. ``settings`` are typed too,
+        and shown as ``--set ...``.
+        """
         self.tell(f"$ {shlex.join(['sol-rl', *arguments])}{' --set ...' if settings else ''}")
-        command = [sys.executable, "-m", "cluster", *arguments, *(part for setting in settings for part in ("--set", setting))]
+        command = [
+            sys.executable,
+            "-m",
+            "cluster",
+            *arguments,
+            *(part for setting in settings for part in ("--set", setting)),
+        ]
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
         for said in done.stdout.splitlines():
             self.say(f"           {said}")
         if done.returncode:
-            raise Failed(f"sol-rl {arguments[0]} ended with {done.returncode}: {done.stderr.strip()}")
+            raise Failed(
+                f"sol-rl {arguments[0]} ended with {done.returncode}: {done.stderr.strip()}"
+            )
         return done.stdout
 
     def submit(self, name: str, rollout: int) -> tuple[RunDirectory, str]:
@@ -109,7 +139,11 @@ class Demo:
             **SETTINGS,
         }
         output = self.sol_rl(
-            "submit", "quickstart", "--address", self.url, settings=[f"{key}={value}" for key, value in values.items()]
+            "submit",
+            "quickstart",
+            "--address",
+            self.url,
+            settings=[f"{key}={value}" for key, value in values.items()],
         )
         return RunDirectory(self.out / name), output.splitlines()[0].removeprefix("submitted: ")
 
@@ -122,7 +156,9 @@ class Demo:
         """What the job said last."""
         from cluster.jobs.submit import client_of
 
-        lines = [line for line in client_of(self.url).get_job_logs(job).splitlines() if line.strip()]
+        lines = [
+            line for line in client_of(self.url).get_job_logs(job).splitlines() if line.strip()
+        ]
         return "".join(f"\n  {line}" for line in lines[-3:])
 
     def wait(self, run: RunDirectory, job: str, ready: Callable[[], bool], what: str) -> None:
@@ -130,7 +166,11 @@ class Demo:
         while not ready():
             status = self.status_of(job)
             if status in ("FAILED", "STOPPED", "SUCCEEDED") and not ready():
-                said = "; more --iterations make it longer" if status == "SUCCEEDED" else self.last_words(job)
+                said = (
+                    "; more --iterations make it longer"
+                    if status == "SUCCEEDED"
+                    else self.last_words(job)
+                )
                 raise Failed(f"the job ended ({status}) before {what}{said}")
             time.sleep(1)
 
@@ -143,7 +183,9 @@ class Demo:
         self.tell(f"the job {job} ended: {status}")
 
     def remove_node_of(self, run: RunDirectory) -> None:
-        """Take away, without a word to anybody, the simulated node on which the first explorer works."""
+        """Take away, without a word to anybody, the simulated node on which the first explorer
+        works.
+        """
         started = ("actor_started", "actor_added", "actor_replaced")
         here = [
             event["node"]
@@ -152,7 +194,9 @@ class Demo:
         ]
         (node,) = [node for node in self.nodes if node.node_id == here[-1]]
         self.cluster.remove_node(node, allow_graceful=False)
-        self.tell(f"removed the node {here[-1][:8]}, on which rollout-0 worked, with all that it held")
+        self.tell(
+            f"removed the node {here[-1][:8]}, on which rollout-0 worked, with all that it held"
+        )
 
 
 def disturbed(demo: Demo) -> RunDirectory:
@@ -175,10 +219,18 @@ def disturbed(demo: Demo) -> RunDirectory:
 
 
 def differences(one: RunDirectory, other: RunDirectory, iterations: int) -> list[str]:
-    """What is not the same in two runs: selected seeds, and every weights file of the last checkpoint."""
-    found = [] if one.selections_file.read_bytes() == other.selections_file.read_bytes() else ["selections.jsonl"]
+    """What is not the same in two runs: selected seeds, and every weights file of the last
+    checkpoint.
+    """
+    found = (
+        []
+        if one.selections_file.read_bytes() == other.selections_file.read_bytes()
+        else ["selections.jsonl"]
+    )
     step = f"step_{iterations:06d}"
-    files = {path.name for run in (one, other) for path in (run.checkpoints / step).glob("*.safetensors")}
+    files = {
+        path.name for run in (one, other) for path in (run.checkpoints / step).glob("*.safetensors")
+    }
     if not files:
         raise Failed(f"neither run has a checkpoint {step}")
     for name in sorted(files):
@@ -198,21 +250,37 @@ def show(run: RunDirectory, iterations: int, say: Callable[[str], None]) -> None
     say("")
     for event, when in zip(data.events, times, strict=True):
         if event["event"] not in ("actor_started", "version_published", "checkpoint_saved"):
-            fields = {key: value for key, value in event.items() if key not in ("time", "event", "pid", "host", "why", "backend")}
-            say(f"{when:8.1f} s  {event['event']}  " + "  ".join(f"{key} {str(value)[:40]}" for key, value in fields.items()))
+            fields = {
+                key: value
+                for key, value in event.items()
+                if key not in ("time", "event", "pid", "host", "why", "backend")
+            }
+            say(
+                f"{when:8.1f} s  {event['event']}  "
+                + "  ".join(f"{key} {str(value)[:40]}" for key, value in fields.items())
+            )
     for path in sorted((run.checkpoints / f"step_{iterations:06d}").glob("*.safetensors")):
         say(f"{hashlib.sha256(path.read_bytes()).hexdigest()}  {path.relative_to(run.path)}")
 
 
 def main() -> int:
     """Run it; 0 when both runs are the same."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--iterations", type=int, default=24, help="of each run; 24 unless given")
-    parser.add_argument("--out", type=Path, default=None, help="directory of the two runs; runs/cluster-demo-TIME unless given")
+    parser.add_argument(
+        "--out",
+        type=Path,
+        default=None,
+        help="directory of the two runs; runs/cluster-demo-TIME unless given",
+    )
     options = parser.parse_args()
     if options.iterations < 8:
         parser.error("--iterations: at least 8, or it ends before it was disturbed")
-    out = (options.out or ROOT / "runs" / f"cluster-demo-{time.strftime('%Y%m%d-%H%M%S')}").absolute()
+    out = (
+        options.out or ROOT / "runs" / f"cluster-demo-{time.strftime('%Y%m%d-%H%M%S')}"
+    ).absolute()
     demo = Demo(out, options.iterations)
     try:
         run = disturbed(demo)
@@ -231,15 +299,23 @@ def main() -> int:
         demo.say(f"DIFFERENT from the run that nobody disturbed: {', '.join(found)}")
         return 1
     demo.say(
-        f"selections and all weights of {options.iterations} iterations are, byte by byte, those of the run that nobody disturbed"
+        f"selections and all weights of {options.iterations} iterations are, byte by byte, those of"
+        " the run that nobody disturbed"
     )
     demo.say(f"report with the timeline as a picture: {run.path / 'report.html'}")
     return 0
 
 
 def _node(**given: Any) -> dict[str, Any]:
-    """A node's arguments. Ray ends a node whose agents have not chosen their ports within seconds, so they are told."""
-    ports = ("metrics_agent_port", "metrics_export_port", "dashboard_agent_listen_port", "runtime_env_agent_port")
+    """A node's arguments. Ray ends a node whose agents have not chosen their ports within seconds,
+    so they are told.
+    """
+    ports = (
+        "metrics_agent_port",
+        "metrics_export_port",
+        "dashboard_agent_listen_port",
+        "runtime_env_agent_port",
+    )
     return {"num_cpus": NODE_CPUS, **{name: _free_port() for name in ports}, **given}
 
 

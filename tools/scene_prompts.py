@@ -1,7 +1,8 @@
 """Writes the prompt files of the full-size presets: scenes composed from the word lists below.
 
-The same lists give the same files. What is held out is held out by its main part: no pair of subject and place is in both files.
-Run from the root of the tree: ``python -m tools.scene_prompts``.
+The same lists give the same files. What is held out is held out by its main part: no pair of
+subject and place is in both files. Run from the root of the tree: ``python -m
+tools.scene_prompts``.
 """
 
 from __future__ import annotations
@@ -61,7 +62,9 @@ def scenes() -> tuple[list[str], list[str]]:
 
 
 def _prompt(rng: random.Random, subject: str, place: str) -> str:
-    return rng.choice(FORMS).format(subject=subject, place=place, light=rng.choice(LIGHTS), style=rng.choice(STYLES))
+    return rng.choice(FORMS).format(
+        subject=subject, place=place, light=rng.choice(LIGHTS), style=rng.choice(STYLES)
+    )
 
 
 def main() -> None:

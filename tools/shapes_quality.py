@@ -1,8 +1,10 @@
-"""How well the tiny model draws its captions: ``python tools/shapes_quality.py --split tune --noises 4 --steps 10 --grid grid.png``.
+"""How well the tiny model draws its captions: ``python tools/shapes_quality.py --split tune
+--noises 4 --steps 10 --grid grid.png``.
 
-Stock diffusers, the whole prompt file, fixed noises; prints the graded reward, its parts and the standard error over prompts.
-Settings are chosen on ``tune``; ``test`` is for reported numbers. ``--clip shapes/clip`` also ranks the pictures by that CLIP, and prints how
-far its order within a prompt is that of the rule-based reward.
+Stock diffusers, the whole prompt file, fixed noises; prints the graded reward, its parts and the
+standard error over prompts. Settings are chosen on ``tune``; ``test`` is for reported numbers.
+``--clip shapes/clip`` also ranks the pictures by that CLIP, and prints how far its order within a
+prompt is that of the rule-based reward.
 """
 
 from __future__ import annotations
@@ -54,20 +56,38 @@ def grid(images: np.ndarray, path: Path, columns: int = 12, scale: int = 3) -> N
     rows = -(-len(images) // columns)
     sheet = np.zeros((rows * columns, 34, 34, 3), dtype=np.uint8)
     sheet[: len(images), 1:33, 1:33] = images.transpose(0, 2, 3, 1)
-    sheet = sheet.reshape(rows, columns, 34, 34, 3).swapaxes(1, 2).reshape(rows * 34, columns * 34, 3)
-    Image.fromarray(sheet).resize((sheet.shape[1] * scale, sheet.shape[0] * scale), Image.Resampling.NEAREST).save(path)
+    sheet = (
+        sheet.reshape(rows, columns, 34, 34, 3).swapaxes(1, 2).reshape(rows * 34, columns * 34, 3)
+    )
+    Image.fromarray(sheet).resize(
+        (sheet.shape[1] * scale, sheet.shape[0] * scale), Image.Resampling.NEAREST
+    ).save(path)
 
 
-def judged(clip: str, images: np.ndarray, prompts: list[str], rules: np.ndarray, noises: int) -> str:
-    """How the cosine of ``clip`` orders the pictures of a prompt, held against the rule-based reward: mean over prompts."""
-    scores = build(Scorer(name="clipscore", settings={"checkpoint": clip}), device="cpu")(images, prompts, [{}] * len(prompts))
+def judged(
+    clip: str, images: np.ndarray, prompts: list[str], rules: np.ndarray, noises: int
+) -> str:
+    """How the cosine of ``clip`` orders the pictures of a prompt, held against the rule-based
+    reward: mean over prompts.
+    """
+    scores = build(Scorer(name="clipscore", settings={"checkpoint": clip}), device="cpu")(
+        images, prompts, [{}] * len(prompts)
+    )
     groups = list(zip(scores.reshape(-1, noises), rules.reshape(-1, noises), strict=True))
     found = [agreement(mine, theirs) for mine, theirs in groups if np.ptp(theirs) > 0]
-    means = ", ".join(f"{name} {np.nanmean([each[name] for each in found]):.3f}" for name in found[0])
+    means = ", ".join(
+        f"{name} {np.nanmean([each[name] for each in found]):.3f}" for name in found[0]
+    )
     half = noises // 2
-    split = [(theirs[np.argsort(mine)[-half:]].mean(), theirs[np.argsort(mine)[:half]].mean()) for mine, theirs in groups]
+    split = [
+        (theirs[np.argsort(mine)[-half:]].mean(), theirs[np.argsort(mine)[:half]].mean())
+        for mine, theirs in groups
+    ]
     best, worst = np.mean(split, 0)
-    return f"{clip} within a prompt: {means}; rule-based reward of its better half {best:.3f}, of its worse half {worst:.3f}"
+    return (
+        f"{clip} within a prompt: {means}; rule-based reward of its better half {best:.3f}, of its"
+        f" worse half {worst:.3f}"
+    )
 
 
 def main() -> None:
@@ -92,11 +112,16 @@ def main() -> None:
     groups = reward.reshape(-1, args.noises)
     error = groups.mean(1).std(ddof=1) / np.sqrt(len(groups))
     print(f"{args.split}: {len(groups)} prompts x {args.noises} noises, {args.steps} steps")
-    print(f"graded {reward.mean():.3f} +- {error:.3f}, within a prompt std {groups.std(1).mean():.3f}")
+    print(
+        f"graded {reward.mean():.3f} +- {error:.3f}, within a prompt std {groups.std(1).mean():.3f}"
+    )
     print("parts", {name: round(float(part.mean()), 3) for name, part in scorer.parts.items()})
     for kind in ("two", "relation", "count"):
         chosen = [index for index, row in enumerate(rows) if row["kind"] == kind]
-        print(f"{kind}: graded {reward[chosen].mean():.3f}, strict {scorer.parts['strict'][chosen].mean():.3f}")
+        print(
+            f"{kind}: graded {reward[chosen].mean():.3f}, strict"
+            f" {scorer.parts['strict'][chosen].mean():.3f}"
+        )
     if args.clip:
         print(judged(args.clip, images, prompts, reward, args.noises))
     if args.grid:

@@ -1,10 +1,12 @@
-"""Many small runs, each struck once by a fault drawn from a seed, held against one that was left in peace: ``make soak``.
+"""Many small runs, each struck once by a fault drawn from a seed, held against one that was left in
+peace: ``make soak``.
 
-What is drawn: a service and one of its actors, the way (SIGKILL, SIGSTOP, or its simulated node taken away), and the moment, out of all
-that happened in the undisturbed run. Fault i of a seed is the same however many runs are asked for. One line per run is printed and
-kept in OUT/faults.jsonl, so that a soak that was stopped (exit code 130) goes on where it was. All runs share one Ray and its
-processes: only those that were struck are started again. Exit code 1 when a run ended otherwise than the undisturbed one; its
-directory is kept.
+What is drawn: a service and one of its actors, the way (SIGKILL, SIGSTOP, or its simulated node
+taken away), and the moment, out of all that happened in the undisturbed run. Fault i of a seed is
+the same however many runs are asked for. One line per run is printed and kept in OUT/faults.jsonl,
+so that a soak that was stopped (exit code 130) goes on where it was. All runs share one Ray and its
+processes: only those that were struck are started again. Exit code 1 when a run ended otherwise
+than the undisturbed one; its directory is kept.
 """
 
 from __future__ import annotations
@@ -35,8 +37,16 @@ DEADLINE_S = 15.0
 """An actor silent for longer counts as hung; the learner, twice as long."""
 
 
-def draw(seed: int, index: int, moments: Mapping[tuple[int, str], int], kinds: Sequence[str], ways: Sequence[str]) -> Any:
-    """Fault ``index`` of ``seed``; ``moments``: how often each (iteration, moment) comes in the undisturbed run."""
+def draw(
+    seed: int,
+    index: int,
+    moments: Mapping[tuple[int, str], int],
+    kinds: Sequence[str],
+    ways: Sequence[str],
+) -> Any:
+    """Fault ``index`` of ``seed``; ``moments``: how often each (iteration, moment) comes in the
+    undisturbed run.
+    """
     from tests.cluster.faults import Fault
 
     rng = np.random.default_rng([seed, index])
@@ -44,19 +54,35 @@ def draw(seed: int, index: int, moments: Mapping[tuple[int, str], int], kinds: S
     iteration, moment = sorted(moments)[int(rng.integers(len(moments)))]
     count = 1 + int(rng.integers(moments[iteration, moment]))
     actor = int(rng.integers(2)) if kind == "rollout" else 0
-    return Fault(kind, way, iteration, moment, count, actor, round(float(rng.uniform(0, LONGEST_DELAY_S)), 3))  # type: ignore[arg-type]
+    delay = round(float(rng.uniform(0, LONGEST_DELAY_S)), 3)
+    return Fault(kind, way, iteration, moment, count, actor, delay)  # type: ignore[arg-type]
 
 
 class Soak:
     """The runs of one soak, on the Ray that is there."""
 
-    def __init__(self, out: Path, seed: int, kinds: Sequence[str], ways: Sequence[str], overrides: Sequence[str] = ()):
-        self.out, self.seed, self.kinds, self.ways, self.overrides = out, seed, list(kinds), list(ways), list(overrides)
+    def __init__(
+        self,
+        out: Path,
+        seed: int,
+        kinds: Sequence[str],
+        ways: Sequence[str],
+        overrides: Sequence[str] = (),
+    ):
+        self.out, self.seed, self.kinds, self.ways, self.overrides = (
+            out,
+            seed,
+            list(kinds),
+            list(ways),
+            list(overrides),
+        )
         self.machines: Any = None
         self.file = out / "faults.jsonl"
 
     def known(self) -> dict[int, dict[str, Any]]:
-        """Rows of an earlier soak of the same seed and choice, by index; a line cut short by a kill is done again."""
+        """Rows of an earlier soak of the same seed and choice, by index; a line cut short by a kill
+        is done again.
+        """
         rows: dict[int, dict[str, Any]] = {}
         text = self.file.read_text() if self.file.exists() else ""
         if text and not text.endswith("\n"):
@@ -67,13 +93,21 @@ class Soak:
             except json.JSONDecodeError:
                 continue
             if row["drawn_from"] != self._drawn_from:
-                raise SystemExit(f"{self.file} holds {row['drawn_from']}, not {self._drawn_from}: give another --out")
+                raise SystemExit(
+                    f"{self.file} holds {row['drawn_from']}, not {self._drawn_from}: give another"
+                    " --out"
+                )
             rows[row["index"]] = row
         return rows
 
     @property
     def _drawn_from(self) -> dict[str, Any]:
-        return {"seed": self.seed, "kinds": self.kinds, "ways": self.ways, "overrides": self.overrides}
+        return {
+            "seed": self.seed,
+            "kinds": self.kinds,
+            "ways": self.ways,
+            "overrides": self.overrides,
+        }
 
     def prepare(self) -> None:
         """The model, and the run that nothing happens to."""
@@ -94,10 +128,17 @@ class Soak:
         fault = draw(self.seed, index, self.moments, self.kinds, self.ways)
         striker, name = Striker(fault, machines=self.machines), f"run-{index:04d}"
         began = time.monotonic()
-        row: dict[str, Any] = {"index": index, "drawn_from": self._drawn_from, "fault": str(fault), **asdict(fault)}
+        row: dict[str, Any] = {
+            "index": index,
+            "drawn_from": self._drawn_from,
+            "fault": str(fault),
+            **asdict(fault),
+        }
         try:
             found = self._train(name, striker)
-            row["differs"] = [part for part, digest in found.items() if digest != self.undisturbed[part]]
+            row["differs"] = [
+                part for part, digest in found.items() if digest != self.undisturbed[part]
+            ]
         except Stopped:
             raise  # it is the soak that was asked to stop
         except Exception as error:
@@ -105,7 +146,11 @@ class Soak:
         if self.machines is not None:
             self.machines.mend()
         recovery = recoveries(self._events(name))
-        row |= {"struck": bool(striker.done), "left_over": len(striker.left_over), "seconds": round(time.monotonic() - began, 1)}
+        row |= {
+            "struck": bool(striker.done),
+            "left_over": len(striker.left_over),
+            "seconds": round(time.monotonic() - began, 1),
+        }
         row["recovery"] = asdict(recovery[0]) if recovery else None
         with self.file.open("a") as file:
             file.write(json.dumps(row) + "\n")
@@ -118,7 +163,9 @@ class Soak:
         from tests.cluster.runs import run_here
 
         shutil.rmtree(self.out / "runs" / name, ignore_errors=True)
-        more = {} if self.machines is None else {"services__learner__cpus": 1}  # then not all fit on one node
+        more = (
+            {} if self.machines is None else {"services__learner__cpus": 1}
+        )  # then not all fit on one node
         config = tiny(self.model, self.out, name, self.overrides, **more)
         return outcome(run_here(config, progress=striker), config.iterations)
 
@@ -129,7 +176,9 @@ class Soak:
 
 
 def tiny(model: Path, out: Path, name: str, overrides: Sequence[str] = (), **more: Any) -> Any:
-    """Two iterations of two prompts, 2 of 4 noises each, with two explorers: whatever can be struck, and as little else as can be."""
+    """Two iterations of two prompts, 2 of 4 noises each, with two explorers: whatever can be
+    struck, and as little else as can be.
+    """
     from configs.load import apply, parse
     from tests.cluster.faults import SERVICES
     from tests.cluster.runs import tiny_config
@@ -147,20 +196,31 @@ def tiny(model: Path, out: Path, name: str, overrides: Sequence[str] = (), **mor
 
 
 def identical(row: Mapping[str, Any]) -> bool:
-    """Whether the run ended as the undisturbed one did, with nothing of what was struck left behind."""
+    """Whether the run ended as the undisturbed one did, with nothing of what was struck left
+    behind.
+    """
     return not row["differs"] and not row["left_over"]
 
 
 def line_of(row: Mapping[str, Any]) -> str:
     """One run for people."""
-    came = "identical" if identical(row) else f"DIFFERS: {', '.join(row['differs'])}{' left over' * bool(row['left_over'])}"
+    came = (
+        "identical"
+        if identical(row)
+        else f"DIFFERS: {', '.join(row['differs'])}{' left over' * bool(row['left_over'])}"
+    )
     if not row["struck"]:
         came += ", not struck: the actor was just being replaced, or the run had ended"
     times = row["recovery"] or {}
     parts = [("noticed", "noticed_s"), ("replaced", "replaced_s"), ("recovered", "answered_s")]
-    said = ", ".join(f"{word} {times[key]:.1f} s" for word, key in parts if times.get(key) is not None)
+    said = ", ".join(
+        f"{word} {times[key]:.1f} s" for word, key in parts if times.get(key) is not None
+    )
     why = f"; {row['why']}" if "why" in row else ""
-    return f"{row['index']:4}  {came}  {row['fault']}; {said or 'nobody missed it'}; run {row['seconds']:.0f} s{why}"
+    return (
+        f"{row['index']:4}  {came}  {row['fault']}; {said or 'nobody missed it'}; run"
+        f" {row['seconds']:.0f} s{why}"
+    )
 
 
 def summary(rows: Sequence[Mapping[str, Any]]) -> list[str]:
@@ -169,12 +229,17 @@ def summary(rows: Sequence[Mapping[str, Any]]) -> list[str]:
 
     struck, same = sum(row["struck"] for row in rows), sum(identical(row) for row in rows)
     found = [Recovery(**row["recovery"]) for row in rows if row["recovery"]]
-    return [*recovery_table(found), f"{same} of {len(rows)} runs ended identical to the undisturbed one; {struck} were struck"]
+    return [
+        *recovery_table(found),
+        f"{same} of {len(rows)} runs ended identical to the undisturbed one; {struck} were struck",
+    ]
 
 
 @contextmanager
 def ray_of(ways: Sequence[str]) -> Iterator[Any]:
-    """The simulated nodes where any are to be lost, else None; on the Ray that is there, or on one started for this."""
+    """The simulated nodes where any are to be lost, else None; on the Ray that is there, or on one
+    started for this.
+    """
     import ray
 
     from tests.cluster.nodes import Machines
@@ -187,7 +252,13 @@ def ray_of(ways: Sequence[str]) -> Iterator[Any]:
         with Machines({"num_cpus": 0}, *[{"num_cpus": NODE_CPUS}] * NODES) as machines:
             yield machines
     else:
-        ray.init("local", num_cpus=16, include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR)
+        ray.init(
+            "local",
+            num_cpus=16,
+            include_dashboard=False,
+            log_to_driver=False,
+            logging_level=logging.ERROR,
+        )
         yield None
         ray.shutdown()
 
@@ -211,7 +282,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
                     rows[index] = soak.one(index)
                     print(line_of(rows[index]), flush=True)
         except (Stopped, KeyboardInterrupt):
-            print(f"stopped after {len(rows)} of {options.runs} runs; the same command again continues")
+            print(
+                f"stopped after {len(rows)} of {options.runs} runs; the same command again"
+                " continues"
+            )
     print("\n".join(summary([rows[index] for index in sorted(rows)])))
     if len(rows) < options.runs:
         return STOPPED
@@ -221,13 +295,36 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     from tests.cluster.faults import SERVICES
 
-    parser = argparse.ArgumentParser(prog="python -m tools.soak", description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--runs", type=int, default=20, help="how many, those of an earlier soak in OUT counted in")
-    parser.add_argument("--seed", type=int, default=0, help="of the faults")
-    parser.add_argument("--kinds", nargs="+", choices=SERVICES, default=list(SERVICES), metavar="SERVICE", help="only these")
-    parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS), metavar="WAY", help=f"of {', '.join(WAYS)}")
+    parser = argparse.ArgumentParser(
+        prog="python -m tools.soak", description=(__doc__ or "").splitlines()[0]
+    )
     parser.add_argument(
-        "--set", action="append", default=[], dest="overrides", metavar="a.b=c", help="change the runs, as explore_ahead=1"
+        "--runs", type=int, default=20, help="how many, those of an earlier soak in OUT counted in"
+    )
+    parser.add_argument("--seed", type=int, default=0, help="of the faults")
+    parser.add_argument(
+        "--kinds",
+        nargs="+",
+        choices=SERVICES,
+        default=list(SERVICES),
+        metavar="SERVICE",
+        help="only these",
+    )
+    parser.add_argument(
+        "--ways",
+        nargs="+",
+        choices=WAYS,
+        default=list(WAYS),
+        metavar="WAY",
+        help=f"of {', '.join(WAYS)}",
+    )
+    parser.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        dest="overrides",
+        metavar="a.b=c",
+        help="change the runs, as explore_ahead=1",
     )
     parser.add_argument("--out", metavar="DIR", help="runs/soak-SEED unless given")
     return parser

@@ -1,7 +1,8 @@
-"""``sol-rl compare``: arms and objectives, or any other cells, on equal prompts, noises and run seeds.
+"""``sol-rl compare``: arms and objectives, or any other cells, on equal prompts, noises and run
+seeds.
 
-One process at a time does the training; this one only starts it, reads what it left, and writes ``compare.json`` and
-``compare.html`` after every command, also where runs failed.
+One process at a time does the training; this one only starts it, reads what it left, and writes
+``compare.json`` and ``compare.html`` after every command, also where runs failed.
 """
 
 from __future__ import annotations
@@ -29,7 +30,8 @@ def compare(request: Request, out: Path | None, say: Say) -> list[str]:
     """Run what is not finished and return the lines of the tables; ``say`` hears how it goes.
 
     Raises:
-        ConfigError: the request is wrong, and nothing was started; or a prompt file became another between the runs.
+        ConfigError: the request is wrong, and nothing was started; or a prompt file became another
+            between the runs.
         RunFailed: some runs failed; the tables of the others were said and written.
         Stopped: a signal came; the same command continues.
     """
@@ -43,27 +45,36 @@ def compare(request: Request, out: Path | None, say: Say) -> list[str]:
     runs: dict[str, list[Run]] = {cell.name: [] for cell in comparison.cells}
     for each in ended:
         runs[each.cell].append(measure(each.path, each.seed, each.why))
-    results = summarise([(c.name, c.title, c.refused, runs[c.name]) for c in comparison.cells], comparison.baseline)
+    results = summarise(
+        [(c.name, c.title, c.refused, runs[c.name]) for c in comparison.cells], comparison.baseline
+    )
     configs = {c.title: parse(c.tree_of(comparison.seeds[0], out)) for c in comparison.running}
     text = _write(comparison.name, results, comparison.baseline, settings_that_differ(configs), out)
     if failed := [each for each in ended if each.why is not None]:
         for line in text:
             say(line)
         raise RunFailed(
-            f"{len(failed)} of {len(ended)} runs did not come to their end ({failed[0].path.name}: {failed[0].why}): "
-            "mend that, and the same command runs what is missing"
+            f"{len(failed)} of {len(ended)} runs did not come to their end ({failed[0].path.name}:"
+            f" {failed[0].why}): mend that, and the same command runs what is missing"
         )
     return text
 
 
-def compare_existing(directories: Sequence[Path], baseline: str | None, out: Path | None) -> list[str]:
-    """The lines of the tables of runs that are there. Raises ConfigError for what cannot be compared."""
+def compare_existing(
+    directories: Sequence[Path], baseline: str | None, out: Path | None
+) -> list[str]:
+    """The lines of the tables of runs that are there. Raises ConfigError for what cannot be
+    compared.
+    """
     groups = group(directories)
     names = list(groups)
     if baseline is not None and baseline not in names:
         raise ConfigError([f"--baseline {baseline}: no such cell; there are: {', '.join(names)}"])
     results = summarise(
-        [(name, name, None, [measure(path, seed) for seed, path in runs]) for name, (_, runs) in groups.items()],
+        [
+            (name, name, None, [measure(path, seed) for seed, path in runs])
+            for name, (_, runs) in groups.items()
+        ],
         baseline or names[0],
     )
     settings = settings_that_differ({name: config for name, (config, _) in groups.items()})
@@ -71,11 +82,19 @@ def compare_existing(directories: Sequence[Path], baseline: str | None, out: Pat
     try:
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise ConfigError([f"--out: {out} cannot be written ({error.strerror}): give another directory"]) from None
+        raise ConfigError(
+            [f"--out: {out} cannot be written ({error.strerror}): give another directory"]
+        ) from None
     return _write(out.name, results, baseline or names[0], settings, out)
 
 
-def _write(name: str, results: Sequence[Result], baseline: str, settings: dict[str, dict[str, Any]], out: Path) -> list[str]:
+def _write(
+    name: str,
+    results: Sequence[Result],
+    baseline: str,
+    settings: dict[str, dict[str, Any]],
+    out: Path,
+) -> list[str]:
     """compare.json and compare.html; returns the lines for people."""
     found: list[Table] = tables(results, baseline)
     said = remarks(results, baseline)
@@ -87,14 +106,19 @@ def _write(name: str, results: Sequence[Result], baseline: str, settings: dict[s
         )  # fmt: skip
         write_text(out / REPORT, render(name, results, found, said, settings))
     except OSError as error:
-        raise RunFailed(f"{out}: {error.strerror or error}: give another directory with --out") from None
+        raise RunFailed(
+            f"{out}: {error.strerror or error}: give another directory with --out"
+        ) from None
     return [*lines(found, said), "", f"written: {out / REPORT}, {NUMBERS}"]
 
 
 def _plain(value: Any) -> Any:
     """As JSON holds it: null where there is no number, keys and paths as text."""
     if isinstance(value, dict):
-        return {f"{key:g}" if isinstance(key, float) else str(key): _plain(each) for key, each in value.items()}
+        return {
+            f"{key:g}" if isinstance(key, float) else str(key): _plain(each)
+            for key, each in value.items()
+        }
     if isinstance(value, list | tuple):
         return [_plain(each) for each in value]
     if isinstance(value, float) and not math.isfinite(value):

@@ -7,7 +7,16 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from analysis.compare.statistics import NOTHING, SHARES, Mean, Moment, mean_of, paired, speed_up, time_to
+from analysis.compare.statistics import (
+    NOTHING,
+    SHARES,
+    Mean,
+    Moment,
+    mean_of,
+    paired,
+    speed_up,
+    time_to,
+)
 from analysis.report.data import Row, RunData, finite, read_run, reason, values
 
 REWARD = "reward/eval_mean"
@@ -20,8 +29,10 @@ SAME_BASE = 1e-3
 
 @dataclass(frozen=True)
 class Run:
-    """One run. ``scores``: name -> (updates, seconds of training, held-out score) by rising updates. ``stages``: mean seconds per
-    iteration. ``why`` says why it does not count, None: it does."""
+    """One run. ``scores``: name -> (updates, seconds of training, held-out score) by rising
+    updates. ``stages``: mean seconds per iteration. ``why`` says why it does not count, None: it
+    does.
+    """
 
     seed: int
     path: Path
@@ -38,8 +49,10 @@ class Run:
 
 @dataclass(frozen=True)
 class Result:
-    """A cell's numbers, over the runs that count. Scores, gains and differences by the name of the score; ``reach`` in seconds by
-    share of the baseline's gain; ``against`` are the gains minus the baseline's, paired by run seed."""
+    """A cell's numbers, over the runs that count. Scores, gains and differences by the name of the
+    score; ``reach`` in seconds by share of the baseline's gain; ``against`` are the gains minus the
+    baseline's, paired by run seed.
+    """
 
     name: str
     title: str
@@ -69,16 +82,25 @@ def measure(path: Path, seed: int, why: str | None = None) -> Run:
     scores = _scores(run)
     if run.state != "finished":
         ending = run.last_event("run_failed", "run_stopped")
-        return Run(seed, path, f"{run.state}: {reason(ending) if ending else 'no end was recorded'}", scores)
+        return Run(
+            seed,
+            path,
+            f"{run.state}: {reason(ending) if ending else 'no end was recorded'}",
+            scores,
+        )
     if len(scores.get(REWARD, ())) < 2:
         return Run(seed, path, "it has no finite held-out reward before and after training", scores)
     within = finite(run.after.get("eval/gain_stderr")) if run.after else None
-    return Run(seed, path, None, scores, _stages(run.iterations), math.nan if within is None else within)
+    return Run(
+        seed, path, None, scores, _stages(run.iterations), math.nan if within is None else within
+    )
 
 
 def _scores(run: RunData) -> dict[str, list[tuple[int, float, float]]]:
     spent = _training_seconds(run.iterations)
-    names = dict.fromkeys(key for row in run.evaluations for key in row if key == REWARD or _is_scorer(key))
+    names = dict.fromkeys(
+        key for row in run.evaluations for key in row if key == REWARD or _is_scorer(key)
+    )
     found = {}
     for name in names:
         points = [
@@ -97,7 +119,9 @@ def _is_scorer(key: str) -> bool:
 
 
 def _training_seconds(rows: Sequence[Row]) -> dict[int, float]:
-    """Seconds of all iterations before a number of updates; starting up and evaluating are not in it."""
+    """Seconds of all iterations before a number of updates; starting up and evaluating are not in
+    it.
+    """
     spent = {0: 0.0}
     for row in rows:
         index, seconds = int(row["iteration"]), finite(row.get("time/iteration_s"))
@@ -106,8 +130,10 @@ def _training_seconds(rows: Sequence[Row]) -> dict[int, float]:
 
 
 def _stages(rows: Sequence[Row]) -> dict[str, float]:
-    """Mean seconds per iteration of every stage, of their rest, of the rollout and of the whole. The rollout has what was explored
-    ahead, beside the iteration before. The first iteration, which warms up, is left out where there are three or more."""
+    """Mean seconds per iteration of every stage, of their rest, of the rollout and of the whole.
+    The rollout has what was explored ahead, beside the iteration before. The first iteration, which
+    warms up, is left out where there are three or more.
+    """
     rows = rows[1:] if len(rows) > 2 else rows
 
     def mean(name: str) -> float:
@@ -125,17 +151,27 @@ def _stages(rows: Sequence[Row]) -> dict[str, float]:
 # ---- cells
 
 
-def summarise(cells: Iterable[tuple[str, str, str | None, Sequence[Run]]], baseline: str) -> list[Result]:
-    """(name, title, why refused, runs) of every cell -> its numbers, held against the cell ``baseline``."""
+def summarise(
+    cells: Iterable[tuple[str, str, str | None, Sequence[Run]]], baseline: str
+) -> list[Result]:
+    """(name, title, why refused, runs) of every cell -> its numbers, held against the cell
+    ``baseline``.
+    """
     cells = list(cells)
-    found = {name: _alone(name, title, refused, tuple(runs)) for name, title, refused, runs in cells}
+    found = {
+        name: _alone(name, title, refused, tuple(runs)) for name, title, refused, runs in cells
+    }
     one = found[baseline]
     return [_against(found[name], one) for name, *_ in cells]
 
 
 def _alone(name: str, title: str, refused: str | None, runs: tuple[Run, ...]) -> Result:
     counted = [run for run in runs if run.why is None]
-    names = [score for score in (counted[0].scores if counted else ()) if all(score in run.scores for run in counted)]
+    names = [
+        score
+        for score in (counted[0].scores if counted else ())
+        if all(score in run.scores for run in counted)
+    ]
     stages = counted[0].stages if counted else ()
     within = [run.within for run in counted if math.isfinite(run.within)]
     return Result(
@@ -147,7 +183,12 @@ def _alone(name: str, title: str, refused: str | None, runs: tuple[Run, ...]) ->
         score={score: mean_of([run.scores[score][-1][2] for run in counted]) for score in names},
         gain={score: mean_of([run.gain(score) for run in counted]) for score in names},
         within=math.fsum(within) / len(within) if within else math.nan,
-        stages={stage: mean_of([run.stages[stage] for run in counted if math.isfinite(run.stages[stage])]) for stage in stages},
+        stages={
+            stage: mean_of(
+                [run.stages[stage] for run in counted if math.isfinite(run.stages[stage])]
+            )
+            for stage in stages
+        },
         curves={score: _curve([run.scores[score] for run in counted]) for score in names},
     )
 
@@ -171,7 +212,10 @@ def _curve(runs: Sequence[Sequence[tuple[int, float, float]]]) -> list[Moment]:
 def _against(result: Result, baseline: Result) -> Result:
     """The result with what compares it to the baseline."""
     gains = {
-        name: ({run.seed: run.gain(name) for run in each.counted if name in run.scores} for each in (result, baseline))
+        name: (
+            {run.seed: run.gain(name) for run in each.counted if name in run.scores}
+            for each in (result, baseline)
+        )
         for name in result.gain
     }
     goal = baseline.gain.get(REWARD, NOTHING).mean
@@ -180,19 +224,34 @@ def _against(result: Result, baseline: Result) -> Result:
     return replace(
         result,
         against={name: paired(*each) for name, each in gains.items()},
-        speed_ups={part: speed_up(stages.get(part, NOTHING), theirs.get(part, NOTHING)) for part in ("rollout", "iteration")},
+        speed_ups={
+            part: speed_up(stages.get(part, NOTHING), theirs.get(part, NOTHING))
+            for part in ("rollout", "iteration")
+        },
         reach={share: time_to(curve, share * goal) for share in SHARES},
     )
 
 
 def remarks(results: Sequence[Result], baseline: str) -> list[str]:
-    """What a reader must know beside the numbers: refused cells, runs that do not count, unequal work, other bases."""
+    """What a reader must know beside the numbers: refused cells, runs that do not count, unequal
+    work, other bases.
+    """
     said = [f"{result.title}: refused: {result.refused}" for result in results if result.refused]
     for result in results:
-        said += [f"{result.title}, seed {run.seed}: not counted: {run.why}" for run in result.runs if run.why is not None]
+        said += [
+            f"{result.title}, seed {run.seed}: not counted: {run.why}"
+            for run in result.runs
+            if run.why is not None
+        ]
     counted = [result for result in results if result.counted]
-    updates = {result.title: sorted({run.scores[REWARD][-1][0] for run in result.counted}) for result in counted}
-    if len({tuple(each) for each in updates.values()} | {(each[0],) for each in updates.values()}) > 1:
+    updates = {
+        result.title: sorted({run.scores[REWARD][-1][0] for run in result.counted})
+        for result in counted
+    }
+    if (
+        len({tuple(each) for each in updates.values()} | {(each[0],) for each in updates.values()})
+        > 1
+    ):
         said.append(
             "not at equal numbers of updates: "
             + "; ".join(f"{title} {', '.join(map(str, each))}" for title, each in updates.items())
@@ -200,11 +259,15 @@ def remarks(results: Sequence[Result], baseline: str) -> list[str]:
     one = next(result for result in results if result.name == baseline)
     theirs = {run.seed: run.scores[REWARD][0][2] for run in one.counted}
     for result in counted:
-        pairs = [(run.scores[REWARD][0][2], theirs[run.seed]) for run in result.counted if run.seed in theirs]
+        pairs = [
+            (run.scores[REWARD][0][2], theirs[run.seed])
+            for run in result.counted
+            if run.seed in theirs
+        ]
         if any(abs(mine - other) > SAME_BASE * abs(other) for mine, other in pairs):
             said.append(
-                f"{result.title}: its evaluation before training is not the baseline's (another model, time shift or precision): "
-                "compare gains, not scores"
+                f"{result.title}: its evaluation before training is not the baseline's (another"
+                " model, time shift or precision): compare gains, not scores"
             )
     goal = one.gain.get(REWARD, NOTHING).mean
     if math.isfinite(goal) and goal <= 0:

@@ -1,4 +1,6 @@
-"""Existing run directories as the cells of a comparison: what they are equal in, what differs, what forbids to compare them."""
+"""Existing run directories as the cells of a comparison: what they are equal in, what differs, what
+forbids to compare them.
+"""
 
 from __future__ import annotations
 
@@ -18,8 +20,9 @@ def group(directories: Sequence[Path]) -> dict[str, tuple[RunConfig, list[tuple[
     """Run directories by configuration apart from seed, name and what cannot change results:
     title -> (configuration, [(run seed, directory)]).
 
-    A directory that is not a run but holds some, as a comparison's does, stands for them. Raises ConfigError for a directory
-    without a run, a seed that comes twice, and runs that were not evaluated alike or had other prompts under the same name.
+    A directory that is not a run but holds some, as a comparison's does, stands for them. Raises
+    ConfigError for a directory without a run, a seed that comes twice, and runs that were not
+    evaluated alike or had other prompts under the same name.
     """
     groups: dict[str, tuple[RunConfig, list[tuple[int, Path]]]] = {}
     paths = _run_directories(directories)
@@ -28,7 +31,12 @@ def group(directories: Sequence[Path]) -> dict[str, tuple[RunConfig, list[tuple[
         seed, key = config.seed, repr(sorted(_settings(config).items()))
         _, runs = groups.setdefault(key, (config, []))
         if other := [each for known, each in runs if known == seed]:
-            raise ConfigError([f"{path} and {other[0]} are the same configuration and run seed: give one of the two"])
+            raise ConfigError(
+                [
+                    f"{path} and {other[0]} are the same configuration and run seed: give one of"
+                    " the two"
+                ]
+            )
         runs.append((seed, path))
     titles = titles_of([config for config, _ in groups.values()])
     named = dict(zip(titles, groups.values(), strict=True))
@@ -38,7 +46,9 @@ def group(directories: Sequence[Path]) -> dict[str, tuple[RunConfig, list[tuple[
 
 
 def check_prompts(directories: Iterable[Path]) -> None:
-    """Raises ConfigError where two runs read other prompts in a file of the same name; a run without digests is not looked at."""
+    """Raises ConfigError where two runs read other prompts in a file of the same name; a run
+    without digests is not looked at.
+    """
     seen: dict[tuple[str, Any], tuple[Path, str]] = {}
     for path in directories:
         run = read_run(path)
@@ -50,7 +60,8 @@ def check_prompts(directories: Iterable[Path]) -> None:
             if theirs != found:
                 raise ConfigError(
                     [
-                        f"prompts.{key} = {name!r}: {path} and {other} read other prompts there, so they cannot be compared: give one of the two"
+                        f"prompts.{key} = {name!r}: {path} and {other} read other prompts there, so"
+                        " they cannot be compared: give one of the two"
                     ]
                 )
 
@@ -70,13 +81,21 @@ def titles_of(configs: Sequence[RunConfig]) -> list[str]:
     flat = [_settings(config) for config in configs]
     differing = list(settings_that_differ({str(at): config for at, config in enumerate(configs)}))
     objectives = "objective.name" in differing
-    shown = [key for key in differing if key not in ("arm", "objective.name") and not (objectives and key.startswith("objective."))]
+    shown = [
+        key
+        for key in differing
+        if key not in ("arm", "objective.name")
+        and not (objectives and key.startswith("objective."))
+    ]
     titles = []
     for config, one in zip(configs, flat, strict=True):
         head = [config.arm] if "arm" in differing or not objectives else []
         head += [config.objective.name] if objectives else []
         titles.append(" · ".join([*head, *(f"{key} = {one.get(key)}" for key in shown)]))
-    return [title if titles.count(title) == 1 else f"{title} ({number})" for number, title in enumerate(titles, 1)]
+    return [
+        title if titles.count(title) == 1 else f"{title} ({number})"
+        for number, title in enumerate(titles, 1)
+    ]
 
 
 def _settings(config: RunConfig) -> dict[str, Any]:
@@ -100,15 +119,26 @@ def _settings(config: RunConfig) -> dict[str, Any]:
 def _configuration(path: Path) -> RunConfig:
     config = read_run(path).config
     if not config:
-        raise ConfigError([f"{path}: its config.json cannot be read, so that it is not known what it ran"])
+        raise ConfigError(
+            [f"{path}: its config.json cannot be read, so that it is not known what it ran"]
+        )
     return parse(config)
 
 
 def _run_directories(directories: Sequence[Path]) -> list[Path]:
     found: list[Path] = []
     for path in directories:
-        inside = [path] if (path / "config.json").is_file() else sorted(each.parent for each in path.glob("*/config.json"))
+        inside = (
+            [path]
+            if (path / "config.json").is_file()
+            else sorted(each.parent for each in path.glob("*/config.json"))
+        )
         if not inside:
-            raise ConfigError([f"--runs {path}: no run here: give directories with a config.json, or one that holds such"])
+            raise ConfigError(
+                [
+                    f"--runs {path}: no run here: give directories with a config.json, or one that"
+                    " holds such"
+                ]
+            )
         found += inside
     return list(dict.fromkeys(each.resolve() for each in found))

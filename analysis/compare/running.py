@@ -1,6 +1,8 @@
-"""Running the cells of a comparison, one run at a time, each in a process of its own through ``sol-rl train``.
+"""Running the cells of a comparison, one run at a time, each in a process of its own through
+``sol-rl train``.
 
-What ended is not run again, what was cut short is resumed, and a run that fails does not end the others.
+What ended is not run again, what was cut short is resumed, and a run that fails does not end the
+others.
 """
 
 from __future__ import annotations
@@ -46,16 +48,20 @@ class Ended:
 
 
 def run_all(comparison: Comparison, out: Path, say: Say) -> list[Ended]:
-    """Run what is not finished; cells change fastest, so that a machine's slow hour falls on all of them.
+    """Run what is not finished; cells change fastest, so that a machine's slow hour falls on all of
+    them.
 
     Raises:
-        ConfigError: ``out`` cannot be written, another comparison is at work there, or it holds runs of another configuration.
+        ConfigError: ``out`` cannot be written, another comparison is at work there, or it holds
+            runs of another configuration.
         Stopped: a signal came; the run under way was given time to write its checkpoint.
     """
     plan = [(cell, seed) for seed in comparison.seeds for cell in comparison.running]
     left = {(cell.name, seed): _is_there(cell, seed, out) for cell, seed in plan}
     _check_prompts(
-        [(cell, seed) for cell, seed in plan if left[cell.name, seed] != "absent"], out, set(left.values()) == {"finished"}
+        [(cell, seed) for cell, seed in plan if left[cell.name, seed] != "absent"],
+        out,
+        set(left.values()) == {"finished"},
     )
     ended: list[Ended] = []
     hopeless: dict[str, str] = {}
@@ -69,18 +75,26 @@ def run_all(comparison: Comparison, out: Path, say: Say) -> list[Ended]:
             elif cell.name in hopeless:
                 why = hopeless[cell.name]
             else:
-                say(f"{head}: {'continued' if there == 'unfinished' else 'started'}; log: {_log(out, cell, seed)}")
+                say(
+                    f"{head}: {'continued' if there == 'unfinished' else 'started'}; log:"
+                    f" {_log(out, cell, seed)}"
+                )
                 began = time.monotonic()
                 code, why = _train(child, cell, seed, out, there == "unfinished")
                 if code == USER_ERROR and why:
                     hopeless[cell.name] = why
-                say(f"{head}: {_result(path) if why is None else why} ({duration(time.monotonic() - began)})")
+                say(
+                    f"{head}: {_result(path) if why is None else why}"
+                    f" ({duration(time.monotonic() - began)})"
+                )
             ended.append(Ended(cell.name, seed, path, why))
     return ended
 
 
 def _is_there(cell: Cell, seed: int, out: Path) -> str:
-    """absent, where nothing was computed, unfinished or finished. Raises ConfigError when the run that is there is another."""
+    """absent, where nothing was computed, unfinished or finished. Raises ConfigError when the run
+    that is there is another.
+    """
     rundir = RunDirectory(out / cell.run_name(seed))
     if not rundir.config_file.exists() or not rundir.computed():
         return "absent"
@@ -88,25 +102,38 @@ def _is_there(cell: Cell, seed: int, out: Path) -> str:
     if changed := differences(rundir.configuration(), config):
         raise ConfigError(
             [
-                f"{rundir.path} was run with another configuration: {'; '.join(changed)}; give the same, or another directory with --out"
+                f"{rundir.path} was run with another configuration: {'; '.join(changed)}; give the"
+                " same, or another directory with --out"
             ]
         )
     run = read_run(rundir.path)
     done = int(run.after["iteration"]) if run.after else 0
     if done > config.iterations:
-        raise ConfigError([f"{rundir.path} has {done} iterations, more than the {config.iterations} asked for: give another --out"])
-    ended = run.state == "finished" and (done == config.iterations or run.last_event("stopped_early") is not None)
+        raise ConfigError(
+            [
+                f"{rundir.path} has {done} iterations, more than the {config.iterations} asked for:"
+                " give another --out"
+            ]
+        )
+    ended = run.state == "finished" and (
+        done == config.iterations or run.last_event("stopped_early") is not None
+    )
     return "finished" if ended else "unfinished"
 
 
 def _check_prompts(there: Sequence[tuple[Cell, int]], out: Path, finished: bool) -> None:
-    """Raises ConfigError where runs that are ``there`` had other prompts, each other's or, unless all is ``finished``, than runs to come."""
+    """Raises ConfigError where runs that are ``there`` had other prompts, each other's or, unless
+    all is ``finished``, than runs to come.
+    """
     check_prompts(out / cell.run_name(seed) for cell, seed in there)
     for cell, seed in () if finished else there:
         path = out / cell.run_name(seed)
         if changed := changed_files(parse(cell.tree_of(seed, out)).prompts, read_run(path).prompts):
             raise ConfigError(
-                [f"{', '.join(changed)}: no longer what {path} was run with: put it back, or give another directory with --out"]
+                [
+                    f"{', '.join(changed)}: no longer what {path} was run with: put it back, or"
+                    " give another directory with --out"
+                ]
             )
 
 
@@ -118,10 +145,17 @@ def _train(child: _Child, cell: Cell, seed: int, out: Path, resume: bool) -> tup
     write_text(file, to_toml(cell.tree_of(seed, out)))
     code = child.run([*TRAIN, str(file), *(["--resume"] if resume else [])], log)
     if child.signal:
-        raise Stopped(f"stopped by {child.signal} during {cell.run_name(seed)}; the same command again continues")
+        raise Stopped(
+            f"stopped by {child.signal} during {cell.run_name(seed)}; the same command again"
+            " continues"
+        )
     if code == 0:
         return code, None
-    lines = [line.strip() for line in log.read_text(encoding="utf-8", errors="replace").splitlines() if line.strip()]
+    lines = [
+        line.strip()
+        for line in log.read_text(encoding="utf-8", errors="replace").splitlines()
+        if line.strip()
+    ]
     ended = f"ended by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
     return code, f"{ended}: {lines[-1] if lines else 'it said nothing'}"
 
@@ -132,21 +166,35 @@ def _log(out: Path, cell: Cell, seed: int) -> Path:
 
 def _result(path: Path) -> str:
     run = read_run(path)
-    before, after = (finite(row.get("reward/eval_mean")) if row else None for row in (run.before, run.after))
-    return "finished" if before is None or after is None else f"held-out reward {before:.4f} -> {after:.4f}"
+    before, after = (
+        finite(row.get("reward/eval_mean")) if row else None for row in (run.before, run.after)
+    )
+    return (
+        "finished"
+        if before is None or after is None
+        else f"held-out reward {before:.4f} -> {after:.4f}"
+    )
 
 
 @contextlib.contextmanager
 def _at_work(out: Path, say: Say = print) -> Iterator[int]:
-    """Hold ``out`` for this comparison; the lock passes to the children, so that one left alone by a kill still holds it."""
+    """Hold ``out`` for this comparison; the lock passes to the children, so that one left alone by
+    a kill still holds it.
+    """
     with contextlib.ExitStack() as stack:
         try:
             out.mkdir(parents=True, exist_ok=True)
             lock = stack.enter_context(
-                held(out / ".lock", "another comparison, or a run that it left,", "wait, or give another --out")
+                held(
+                    out / ".lock",
+                    "another comparison, or a run that it left,",
+                    "wait, or give another --out",
+                )
             )
         except OSError as error:
-            raise ConfigError([f"--out: {out} cannot be written ({error.strerror}): give another directory"]) from None
+            raise ConfigError(
+                [f"--out: {out} cannot be written ({error.strerror}): give another directory"]
+            ) from None
         if lock.missing:
             say(f"{out}: not locked ({lock.missing}): nothing keeps a second comparison out")
         yield lock.file
@@ -172,9 +220,14 @@ class _Child:
             signal.signal(number, handler)
 
     def run(self, command: list[str], log: Path) -> int:
-        """Exit code of ``command``, negative where a signal ended it; what it says is added to ``log``."""
+        """Exit code of ``command``, negative where a signal ended it; what it says is added to
+        ``log``.
+        """
         known = os.environ.get("PYTHONPATH")
-        environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *([known] if known else [])])}
+        environment = {
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join([str(ROOT), *([known] if known else [])]),
+        }
         with log.open("ab") as file:
             if self.signal:
                 return -signal.SIGTERM
@@ -194,11 +247,21 @@ class _Child:
 
 
 def to_toml(tree: dict[str, Any]) -> str:
-    """Plain values as TOML, one line per key of the top; keys with None are left out. Raises TypeError for other types."""
+    """Plain values as TOML, one line per key of the top; keys with None are left out. Raises
+    TypeError for other types.
+    """
 
     def text(value: Any) -> str:
         if isinstance(value, dict):
-            return "{" + ", ".join(f"{json.dumps(key)} = {text(each)}" for key, each in value.items() if each is not None) + "}"
+            return (
+                "{"
+                + ", ".join(
+                    f"{json.dumps(key)} = {text(each)}"
+                    for key, each in value.items()
+                    if each is not None
+                )
+                + "}"
+            )
         if isinstance(value, list | tuple):
             return "[" + ", ".join(text(each) for each in value) + "]"
         if isinstance(value, float):
@@ -207,4 +270,6 @@ def to_toml(tree: dict[str, Any]) -> str:
             return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
         raise TypeError(f"{value!r}: no TOML for {type(value).__name__}")
 
-    return "".join(f"{json.dumps(key)} = {text(value)}\n" for key, value in tree.items() if value is not None)
+    return "".join(
+        f"{json.dumps(key)} = {text(value)}\n" for key, value in tree.items() if value is not None
+    )

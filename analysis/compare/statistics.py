@@ -1,4 +1,6 @@
-"""The arithmetic of a comparison: means with standard errors over run seeds, paired differences, speed-ups, times to a gain."""
+"""The arithmetic of a comparison: means with standard errors over run seeds, paired differences,
+speed-ups, times to a gain.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,9 @@ NOTHING = Mean(math.nan, math.nan, 0)
 
 
 def mean_of(values: Sequence[float]) -> Mean:
-    """Mean and its standard error s / sqrt(n), s with n - 1; no value gives NaN, and one has no error."""
+    """Mean and its standard error s / sqrt(n), s with n - 1; no value gives NaN, and one has no
+    error.
+    """
     if not values:
         return NOTHING
     error = statistics.stdev(values) / math.sqrt(len(values)) if len(values) > 1 else math.nan
@@ -42,20 +46,27 @@ def mean_of(values: Sequence[float]) -> Mean:
 
 
 def paired(values: Mapping[int, float], baseline: Mapping[int, float]) -> Mean:
-    """Mean difference over the run seeds that both have. What a seed does to both alike, its prompts and noises, cancels."""
-    return mean_of([values[seed] - baseline[seed] for seed in sorted(values.keys() & baseline.keys())])
+    """Mean difference over the run seeds that both have. What a seed does to both alike, its
+    prompts and noises, cancels.
+    """
+    return mean_of(
+        [values[seed] - baseline[seed] for seed in sorted(values.keys() & baseline.keys())]
+    )
 
 
 def speed_up(seconds: Mean, baseline: Mean) -> float:
-    """How many times faster than the baseline: the ratio of mean seconds; NaN where one is unknown or zero."""
+    """How many times faster than the baseline: the ratio of mean seconds; NaN where one is unknown
+    or zero.
+    """
     return baseline.mean / seconds.mean if seconds.mean > 0 and baseline.mean > 0 else math.nan
 
 
 def time_to(curve: Sequence[Moment], gain: float) -> float | None:
-    """Seconds of training after which the mean gain is first at least ``gain``, between evaluations on a straight line.
+    """Seconds of training after which the mean gain is first at least ``gain``, between evaluations
+    on a straight line.
 
-    None: never, the curve has no evaluation between its ends (a line through two points would be made up), or ``gain`` is not
-    positive.
+    None: never, the curve has no evaluation between its ends (a line through two points would be
+    made up), or ``gain`` is not positive.
     """
     if len(curve) < 3 or not gain > 0:
         return None

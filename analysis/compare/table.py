@@ -1,4 +1,6 @@
-"""The tables of a comparison: their cells as text, which the terminal and the page share, and their lines for a terminal."""
+"""The tables of a comparison: their cells as text, which the terminal and the page share, and their
+lines for a terminal.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,9 @@ PARTS = ("explore", "regenerate", "update", "publish", "other")
 
 @dataclass(frozen=True)
 class Table:
-    """``rows`` of as many texts as there are ``heads``; the first column has names, the others numbers."""
+    """``rows`` of as many texts as there are ``heads``; the first column has names, the others
+    numbers.
+    """
 
     title: str
     note: str
@@ -33,18 +37,27 @@ def scores(results: Sequence[Result], baseline: Result) -> Table:
     """Held-out scores and gains."""
     names = list(dict.fromkeys(name for result in results for name in result.score))
     heads = ["method", "run seeds"]
-    heads += [f"{_title(name)} (base {_value(baseline.base.get(name, NOTHING).mean)})" for name in names]
+    heads += [
+        f"{_title(name)} (base {_value(baseline.base.get(name, NOTHING).mean)})" for name in names
+    ]
     heads += ["± within a run", f"gain less {baseline.title}'s"]
     rows = []
     for result in results:
         count = len(result.counted)
-        seeds = "refused" if result.refused else str(count) if count == len(result.runs) else f"{count} of {len(result.runs)}"
+        seeds = (
+            "refused"
+            if result.refused
+            else str(count)
+            if count == len(result.runs)
+            else f"{count} of {len(result.runs)}"
+        )
         cells = [_score(result, name) for name in names]
         less = NONE if result is baseline else _signed(result.against.get(REWARD, NOTHING))
         rows.append((result.title, seeds, *cells, _value(result.within), less))
     note = (
-        "Score (gain over the same run before training), each ± its standard error over run seeds. '± within a run': mean standard "
-        "error of a run's gain, clustered by prompt. The last column is paired by run seed: same prompts, same noises."
+        "Score (gain over the same run before training), each ± its standard error over run seeds."
+        " '± within a run': mean standard error of a run's gain, clustered by prompt. The last"
+        " column is paired by run seed: same prompts, same noises."
     )
     return Table("Held-out score and gain over base", note, tuple(heads), tuple(rows))
 
@@ -64,14 +77,16 @@ def seconds(results: Sequence[Result], baseline: Result) -> Table:
                 *(_seconds(stages.get(part, NOTHING).mean) for part in PARTS),
                 _seconds(stages.get("rollout", NOTHING).mean),
                 _times(result.speed_ups.get("rollout", math.nan)),
-                _seconds(whole.mean) + (f" ± {_seconds(whole.error)}" if math.isfinite(whole.error) else ""),
+                _seconds(whole.mean)
+                + (f" ± {_seconds(whole.error)}" if math.isfinite(whole.error) else ""),
                 _times(result.speed_ups.get("iteration", math.nan)),
             )
         )
     note = (
-        "Means over iterations (without the first, which warms up) and run seeds, ± standard error over run seeds. Rollout is explore "
-        "and regenerate, and with explore_ahead what was explored beside the iteration before; stages overlap, so regenerate is what "
-        f"exploring left to do. Speed-ups against {baseline.title}."
+        "Means over iterations (without the first, which warms up) and run seeds, ± standard error"
+        " over run seeds. Rollout is explore and regenerate, and with explore_ahead what was"
+        " explored beside the iteration before; stages overlap, so regenerate is what exploring"
+        f" left to do. Speed-ups against {baseline.title}."
     )
     return Table("Seconds per iteration", note, heads, tuple(rows))
 
@@ -79,7 +94,10 @@ def seconds(results: Sequence[Result], baseline: Result) -> Table:
 def times(results: Sequence[Result], baseline: Result) -> Table:
     """Seconds of training until parts of the baseline's gain are reached."""
     goal = baseline.gain.get(REWARD, NOTHING).mean
-    heads = ("seconds to a gain of", *(f"{100 * share:.0f} % ({_value(share * goal)})" for share in SHARES))
+    heads = (
+        "seconds to a gain of",
+        *(f"{100 * share:.0f} % ({_value(share * goal)})" for share in SHARES),
+    )
     rows = []
     for result in results:
         if not result.counted:
@@ -87,12 +105,15 @@ def times(results: Sequence[Result], baseline: Result) -> Table:
         cells = []
         for share in SHARES:
             mine, theirs = result.reach.get(share), baseline.reach.get(share)
-            factor = f" ({_times(theirs / mine)})" if mine and theirs and result is not baseline else ""
+            factor = (
+                f" ({_times(theirs / mine)})" if mine and theirs and result is not baseline else ""
+            )
             cells.append(NONE if mine is None else _seconds(mine) + factor)
         rows.append((result.title, *cells))
     note = (
-        f"Parts of the final gain of {baseline.title}. Seconds of iterations alone, without starting up and evaluating; mean curves "
-        "over run seeds, straight between evaluations. '-': not reached."
+        f"Parts of the final gain of {baseline.title}. Seconds of iterations alone, without"
+        " starting up and evaluating; mean curves over run seeds, straight between evaluations."
+        " '-': not reached."
     )
     return Table("Time to the baseline's gain", note, heads, tuple(rows))
 
@@ -105,11 +126,28 @@ def lines(found: Sequence[Table], said: Sequence[str]) -> list[str]:
         widths = [max(len(row[at]) for row in body) for at in range(len(table.heads))]
 
         def line(row: Sequence[str], widths: Sequence[int] = widths) -> str:
-            cells = [row[0].ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True))]
+            cells = [
+                row[0].ljust(widths[0]),
+                *(cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True)),
+            ]
             return f"| {' | '.join(cells)} |"
 
-        rule = "| " + " | ".join("-" * width if at == 0 else "-" * (width - 1) + ":" for at, width in enumerate(widths)) + " |"
-        text += ["", f"{table.title}. {table.note}", "", line(table.heads), rule, *(line(row) for row in table.rows)]
+        rule = (
+            "| "
+            + " | ".join(
+                "-" * width if at == 0 else "-" * (width - 1) + ":"
+                for at, width in enumerate(widths)
+            )
+            + " |"
+        )
+        text += [
+            "",
+            f"{table.title}. {table.note}",
+            "",
+            line(table.heads),
+            rule,
+            *(line(row) for row in table.rows),
+        ]
     return [*text[1:], *([""] if said else []), *(f"! {remark}" for remark in said)]
 
 
@@ -129,7 +167,9 @@ def _with_error(value: Mean) -> str:
 def _signed(value: Mean) -> str:
     if not value.count:
         return NONE
-    return f"{value.mean:+.4f}" + (f" ± {_value(value.error)}" if math.isfinite(value.error) else "")
+    return f"{value.mean:+.4f}" + (
+        f" ± {_value(value.error)}" if math.isfinite(value.error) else ""
+    )
 
 
 def _value(value: float) -> str:

@@ -1,7 +1,9 @@
-"""``sol-rl fidelity``: how well do cheap proxies rank noises, by backend and number of explore steps?
+"""``sol-rl fidelity``: how well do cheap proxies rank noises, by backend and number of explore
+steps?
 
-One process, no Ray. The prompts are training prompts (nothing is tuned on held-out ones), the noises a stream of their own.
-The truth is the reward of the same noises at ``regenerate.steps`` in ``regenerate.precision``.
+One process, no Ray. The prompts are training prompts (nothing is tuned on held-out ones), the
+noises a stream of their own. The truth is the reward of the same noises at ``regenerate.steps`` in
+``regenerate.precision``.
 """
 
 from __future__ import annotations
@@ -23,7 +25,14 @@ from configs.load import ConfigError
 from configs.prompts import Prompt, prompts_of_iteration, read_prompts
 from configs.schema import RunConfig
 from learner.checkpoint import CheckpointError, latest_checkpoint, step_directory
-from learner.fidelity import HALVES, Estimate, conditional_density, estimates, no_information, per_prompt
+from learner.fidelity import (
+    HALVES,
+    Estimate,
+    conditional_density,
+    estimates,
+    no_information,
+    per_prompt,
+)
 from learner.trainer import DTYPES, Trainer
 from planning.preflight import check_model
 from policy.explorer import Explorer
@@ -65,28 +74,42 @@ class Rewards:
 
 
 def run(config: RunConfig, wanted: Measurement, out: Path, say: Say) -> list[str]:
-    """Measure, write fidelity.json, rewards.json and density.svg to ``out``; returns the lines of the tables.
+    """Measure, write fidelity.json, rewards.json and density.svg to ``out``; returns the lines of
+    the tables.
 
-    Raises ConfigError for what cannot be measured, RunFailed when a picture cannot be scored or a file not written.
+    Raises ConfigError for what cannot be measured, RunFailed when a picture cannot be scored or a
+    file not written.
     """
     if 2 * max(HALVES) > wanted.seeds:
-        raise ConfigError([f"--seeds {wanted.seeds}: best {max(HALVES)} and worst {max(HALVES)} need at least {2 * max(HALVES)}"])
+        raise ConfigError(
+            [
+                f"--seeds {wanted.seeds}: best {max(HALVES)} and worst {max(HALVES)} need at least"
+                f" {2 * max(HALVES)}"
+            ]
+        )
     backends(wanted.backends)
     check_model(config)
-    missing = compiler_missing(_device()) if config.explore.compile or config.regenerate.compile else None
+    missing = (
+        compiler_missing(_device()) if config.explore.compile or config.regenerate.compile else None
+    )
     if missing is not None:
         raise ConfigError([f"compile: {missing}: install it or set compile = false"])
     prompts = choose_prompts(config, wanted.prompts)
     try:
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise ConfigError([f"--out: {out} cannot be written ({error.strerror}): give another directory"]) from None
+        raise ConfigError(
+            [f"--out: {out} cannot be written ({error.strerror}): give another directory"]
+        ) from None
     hide_loading_bars()
     threads = torch.get_num_threads()
     torch.set_num_threads(wanted.threads or config.services.rollout.threads)
     try:
         rewards = measure(config, wanted, prompts, say)
-        summary = summarise(config, wanted, rewards) | {"threads": torch.get_num_threads(), "versions": versions()}
+        summary = summarise(config, wanted, rewards) | {
+            "threads": torch.get_num_threads(),
+            "versions": versions(),
+        }
     except ScorerError as error:
         raise RunFailed(f"{error}; a noise without a reward has no rank") from None
     except (CheckpointError, CompileFailed) as error:
@@ -98,12 +121,16 @@ def run(config: RunConfig, wanted: Measurement, out: Path, say: Say) -> list[str
     try:
         _write(out, summary, prompts, rewards)
     except OSError as error:
-        raise RunFailed(f"{out}: {error.strerror or error}: give another directory with --out") from None
+        raise RunFailed(
+            f"{out}: {error.strerror or error}: give another directory with --out"
+        ) from None
     return [*tables(summary), f"written: {out / 'fidelity.json'}, rewards.json, density.svg"]
 
 
 def hide_loading_bars() -> None:
-    """Keep diffusers' and transformers' bars out of what is printed, and that nothing was cut off a prompt."""
+    """Keep diffusers' and transformers' bars out of what is printed, and that nothing was cut off a
+    prompt.
+    """
     import diffusers.utils.logging
     import transformers.utils.logging
 
@@ -114,22 +141,37 @@ def hide_loading_bars() -> None:
 
 
 def _cuts_something(record: logging.LogRecord) -> bool:
-    """False for diffusers' warning that an empty part of a prompt, ``['']``, was truncated, as the shapes model's always are."""
+    """False for diffusers' warning that an empty part of a prompt, ``['']``, was truncated, as the
+    shapes model's always are.
+    """
     text = record.getMessage()
     return "was truncated" not in text or not text.rstrip().endswith("['']")
 
 
 def checkpoint_of(rundir: RunDirectory, step: int | None) -> Path:
-    """The directory of checkpoint ``step``, or of the last one. Raises ConfigError when there is none."""
-    path = latest_checkpoint(rundir.checkpoints) if step is None else step_directory(rundir.checkpoints, step)
+    """The directory of checkpoint ``step``, or of the last one. Raises ConfigError when there is
+    none.
+    """
+    path = (
+        latest_checkpoint(rundir.checkpoints)
+        if step is None
+        else step_directory(rundir.checkpoints, step)
+    )
     if path is None or not path.is_dir():
         wanted = "" if step is None else f" {step}"
-        raise ConfigError([f"{rundir.path}: there is no checkpoint{wanted}: look in {rundir.checkpoints} for those there are"])
+        raise ConfigError(
+            [
+                f"{rundir.path}: there is no checkpoint{wanted}: look in {rundir.checkpoints} for"
+                " those there are"
+            ]
+        )
     return path
 
 
 def backends(names: Sequence[str], say: Say = lambda line: None) -> dict[str, Backend]:
-    """Backends by name, each once; what "auto" took, and why, is said. Raises ConfigError for one that is not available."""
+    """Backends by name, each once; what "auto" took, and why, is said. Raises ConfigError for one
+    that is not available.
+    """
     try:
         found = {name: resolve_backend(name, _device(), "--backends") for name in names}
     except ValueError as error:
@@ -144,24 +186,38 @@ def choose_prompts(config: RunConfig, count: int) -> list[Prompt]:
     """``count`` distinct training prompts, drawn by the run seed."""
     everything = read_prompts(config.prompts.train)
     if count > len(everything):
-        raise ConfigError([f"--prompts {count}: {config.prompts.train} holds {len(everything)}; ask for fewer"])
+        raise ConfigError(
+            [f"--prompts {count}: {config.prompts.train} holds {len(everything)}; ask for fewer"]
+        )
     return [everything[row] for row in prompts_of_iteration(len(everything), count, 0, config.seed)]
 
 
 def measure(config: RunConfig, wanted: Measurement, prompts: list[Prompt], say: Say) -> Rewards:
-    """Every picture made and scored. The sampling policy of the objective is used, at the checkpoint where one is given."""
+    """Every picture made and scored. The sampling policy of the objective is used, at the
+    checkpoint where one is given.
+    """
     scorer = WeightedScorer.from_config(config.rewards)
     conditioning = _encode(config, prompts)
-    seeds = [[stream_seed(config.seed, "fidelity", p, n) for n in range(wanted.seeds)] for p in range(len(prompts))]
+    seeds = [
+        [stream_seed(config.seed, "fidelity", p, n) for n in range(wanted.seeds)]
+        for p in range(len(prompts))
+    ]
     result = Rewards(np.empty((len(prompts), wanted.seeds), np.float32))
 
-    def fill(name: str, rewards: np.ndarray, make: Callable[[Conditioning, list[int]], np.ndarray]) -> None:
+    def fill(
+        name: str, rewards: np.ndarray, make: Callable[[Conditioning, list[int]], np.ndarray]
+    ) -> None:
         start = time.perf_counter()
         for p, prompt in enumerate(prompts):
             images = make(conditioning[p], seeds[p])
-            rewards[p] = scorer(images, [prompt.text] * len(images), [prompt.metadata] * len(images)).total
+            rewards[p] = scorer(
+                images, [prompt.text] * len(images), [prompt.metadata] * len(images)
+            ).total
         result.seconds[name] = (time.perf_counter() - start) / rewards.size
-        say(f"{name}: {rewards.size} pictures, {result.seconds[name] * 1e3:.1f} ms each, mean reward {rewards.mean():.4f}")
+        say(
+            f"{name}: {rewards.size} pictures, {result.seconds[name] * 1e3:.1f} ms each, mean"
+            f" reward {rewards.mean():.4f}"
+        )
 
     with _setup():
         trainer = _trainer(config, wanted.checkpoint)
@@ -174,7 +230,9 @@ def measure(config: RunConfig, wanted: Measurement, prompts: list[Prompt], say: 
             fill(
                 f"{name}, {steps} steps",
                 rewards,
-                lambda cond, part, explorer=explorer, steps=steps: _explore(explorer, config, cond, part, steps),
+                lambda cond, part, explorer=explorer, steps=steps: _explore(
+                    explorer, config, cond, part, steps
+                ),
             )
     return result
 
@@ -188,11 +246,15 @@ def _setup() -> Iterator[None]:
         raise ConfigError([str(error)]) from None
 
 
-def _explore(explorer: Explorer, config: RunConfig, cond: Conditioning, seeds: list[int], steps: int) -> np.ndarray:
+def _explore(
+    explorer: Explorer, config: RunConfig, cond: Conditioning, seeds: list[int], steps: int
+) -> np.ndarray:
     """Proxy pictures in the very chunks that a run would make them in."""
     size = config.explore.chunk_size
     parts = [seeds[first : first + size] for first in range(0, len(seeds), size)]
-    return np.concatenate([explorer.explore(cond, part, steps, config.explore.solver)[0] for part in parts])
+    return np.concatenate(
+        [explorer.explore(cond, part, steps, config.explore.solver)[0] for part in parts]
+    )
 
 
 def _encode(config: RunConfig, prompts: list[Prompt]) -> list[Conditioning]:
@@ -221,7 +283,14 @@ def _explorer(config: RunConfig, trainer: Trainer, backend: Backend) -> Explorer
     )
     adapter, size = trainer.objective.sampling_adapter, config.publish.chunk_mb * 2**20
     manifest, chunks = export_policy(
-        trainer.transformer, adapter, explorer.plan, backend, 0, size, settings.scale_search, settings.frozen_amax
+        trainer.transformer,
+        adapter,
+        explorer.plan,
+        backend,
+        0,
+        size,
+        settings.scale_search,
+        settings.frozen_amax,
     )
     explorer.load(manifest, chunks)
     return explorer
@@ -235,19 +304,29 @@ def _device() -> torch.device:
 
 
 def summarise(config: RunConfig, wanted: Measurement, rewards: Rewards) -> dict[str, Any]:
-    """Plain data: settings, and per row every measure as mean, low, high (95 %, bootstrap over prompts)."""
+    """Plain data: settings, and per row every measure as mean, low, high (95 %, bootstrap over
+    prompts).
+    """
     truth = rewards.truth
 
     def row(backend: str, steps: int, proxy: np.ndarray) -> dict[str, Any]:
         found = estimates(per_prompt(proxy, truth), seed=config.seed)
-        return {"backend": backend, "steps": steps, "measures": {name: _plain(estimate) for name, estimate in found.items()}}
+        return {
+            "backend": backend,
+            "steps": steps,
+            "measures": {name: _plain(estimate) for name, estimate in found.items()},
+        }
 
     constant = int((np.ptp(truth, axis=1) == 0).sum())
     return {
         "model": config.model.path,
         "prompts": len(truth),
         "seeds": truth.shape[1],
-        "truth": {"precision": config.regenerate.precision, "steps": config.regenerate.steps, "solver": config.plan.solver},
+        "truth": {
+            "precision": config.regenerate.precision,
+            "steps": config.regenerate.steps,
+            "solver": config.plan.solver,
+        },
         "explore": {key: getattr(config.explore, key) for key in EXPLORING},
         "rewards": {scorer.name: scorer.weight for scorer in config.rewards.scorers},
         "checkpoint": None if wanted.checkpoint is None else wanted.checkpoint.name,
@@ -270,31 +349,64 @@ def tables(summary: dict[str, Any]) -> list[str]:
     """The summary for people, in the form of the paper's tables."""
     truth = summary["truth"]
     lines = [
-        f"{summary['prompts']} prompts x {summary['seeds']} noises; truth: {truth['steps']} steps, {truth['precision']}, "
-        f"{truth['solver']}; rewards: {', '.join(summary['rewards'])}; [95 % confidence, bootstrap over prompts]",
-        f"distinct true rewards per prompt: {summary['distinct_rewards']:.1f}; prompts with one reward for all noises: "
-        f"{summary['constant_prompts']}",
+        (
+            f"{summary['prompts']} prompts x {summary['seeds']} noises; truth: {truth['steps']}"
+            f" steps, {truth['precision']}, {truth['solver']}; rewards:"
+            f" {', '.join(summary['rewards'])}; [95 % confidence, bootstrap over prompts]"
+        ),
+        (
+            f"distinct true rewards per prompt: {summary['distinct_rewards']:.1f}; prompts with one"
+            f" reward for all noises: {summary['constant_prompts']}"
+        ),
     ]
-    lines += ["", *_table(summary, "agreement", [("Kendall tau", ("kendall_tau",)), ("Spearman rho", ("spearman_rho",))], 3)]
-    for title, measure, digits in (("mean true percentile", "percentile", 1), ("mean true rank", "rank", 1)):
-        columns = [(f"top/bottom-{k}", (f"top{k}_{measure}", f"bottom{k}_{measure}")) for k in HALVES]
+    lines += [
+        "",
+        *_table(
+            summary,
+            "agreement",
+            [("Kendall tau", ("kendall_tau",)), ("Spearman rho", ("spearman_rho",))],
+            3,
+        ),
+    ]
+    for title, measure, digits in (
+        ("mean true percentile", "percentile", 1),
+        ("mean true rank", "rank", 1),
+    ):
+        columns = [
+            (f"top/bottom-{k}", (f"top{k}_{measure}", f"bottom{k}_{measure}")) for k in HALVES
+        ]
         lines += ["", *_table(summary, title, columns, digits)]
     columns = [(f"best-{k} less worst-{k}", (f"contrast{k}",)) for k in HALVES]
     return [*lines, "", *_table(summary, "share of the true contrast that is found", columns, 3)]
 
 
-def _table(summary: dict[str, Any], title: str, columns: Sequence[tuple[str, tuple[str, ...]]], digits: int) -> list[str]:
+def _table(
+    summary: dict[str, Any], title: str, columns: Sequence[tuple[str, tuple[str, ...]]], digits: int
+) -> list[str]:
     rows = [(f"{row['backend']}, {row['steps']} steps", row["measures"]) for row in summary["rows"]]
     rows.append(("the truth itself", summary["perfect"]))
     body = [[title, *(head for head, _ in columns)]]
     for name, measures in rows:
-        cells = (" / ".join(_cell(Estimate(**measures[key]), digits) for key in keys) for _, keys in columns)
+        cells = (
+            " / ".join(_cell(Estimate(**measures[key]), digits) for key in keys)
+            for _, keys in columns
+        )
         body.append([name, *cells])
     chance = summary["no_information"]
-    body.append(["by lot", *(" / ".join(f"{chance[key]:.{digits}f}" for key in keys) for _, keys in columns)])
+    body.append(
+        [
+            "by lot",
+            *(" / ".join(f"{chance[key]:.{digits}f}" for key in keys) for _, keys in columns),
+        ]
+    )
     body.insert(1, ["---"] * len(body[0]))
     widths = [max(len(line[i]) for line in body) for i in range(len(body[0]))]
-    return ["| " + " | ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)) + " |" for line in body]
+    return [
+        "| "
+        + " | ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True))
+        + " |"
+        for line in body
+    ]
 
 
 def _cell(value: Estimate, digits: int) -> str:
@@ -305,13 +417,22 @@ def _cell(value: Estimate, digits: int) -> str:
 
 def _write(out: Path, summary: dict[str, Any], prompts: list[Prompt], rewards: Rewards) -> None:
     write_json(out / "fidelity.json", summary)
-    raw = {f"{backend}/{steps}": proxy.tolist() for (backend, steps), proxy in rewards.proxies.items()}
-    everything = {"prompts": [prompt.text for prompt in prompts], "truth": rewards.truth.tolist(), "proxies": raw}
+    raw = {
+        f"{backend}/{steps}": proxy.tolist() for (backend, steps), proxy in rewards.proxies.items()
+    }
+    everything = {
+        "prompts": [prompt.text for prompt in prompts],
+        "truth": rewards.truth.tolist(),
+        "proxies": raw,
+    }
     write_json(out / "rewards.json", everything)
     panels = {
         f"{backend}, {steps} steps": conditional_density(proxy, rewards.truth)
         for (backend, steps), proxy in rewards.proxies.items()
     }
     truth = summary["truth"]
-    title = f"{summary['prompts']} prompts x {summary['seeds']} noises; truth: {truth['steps']} steps, {truth['precision']}"
+    title = (
+        f"{summary['prompts']} prompts x {summary['seeds']} noises; truth: {truth['steps']} steps,"
+        f" {truth['precision']}"
+    )
     write_text(out / "density.svg", density_picture(panels, title, summary["seeds"]))

@@ -1,4 +1,6 @@
-"""Where proxies rank the noises of each true rank: a heat map per backend and number of steps, as one SVG file."""
+"""Where proxies rank the noises of each true rank: a heat map per backend and number of steps, as
+one SVG file.
+"""
 
 from __future__ import annotations
 
@@ -16,34 +18,49 @@ FULL = 8.0
 
 
 def density_picture(panels: Mapping[str, np.ndarray], title: str, count: int) -> str:
-    """An SVG document. ``panels``: title -> density [bins, bins], [true bin, proxy bin], best first, rows that sum to 1.
+    """An SVG document. ``panels``: title -> density [bins, bins], [true bin, proxy bin], best
+    first, rows that sum to 1.
 
-    Colour is the density relative to a ranking by lot (1), dark from ``FULL`` on. ``count`` is N, for the labels of the axes.
+    Colour is the density relative to a ranking by lot (1), dark from ``FULL`` on. ``count`` is N,
+    for the labels of the axes.
     """
     columns = min(PANELS_PER_ROW, max(1, len(panels)))
     rows = max(1, math.ceil(len(panels) / columns))
     width, height = LEFT + max(columns * (SIDE + GAP), LEGEND), TOP + rows * (SIDE + FOOT) + 18
     body = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width:g} {height:g}" width="{width:g}" height="{height:g}" '
-        'font-family="system-ui, sans-serif" font-size="11" fill="#222">',
+        (
+            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width:g} {height:g}"'
+            f' width="{width:g}" height="{height:g}" font-family="system-ui, sans-serif"'
+            ' font-size="11" fill="#222">'
+        ),
         f'<rect width="{width:g}" height="{height:g}" fill="#fff"/>',
-        f'<text x="{LEFT:g}" y="20" font-size="14" font-weight="600">Proxy rank given the true rank</text>',
+        (
+            f'<text x="{LEFT:g}" y="20" font-size="14" font-weight="600">Proxy rank given the true'
+            " rank</text>"
+        ),
         f'<text x="{LEFT:g}" y="38">{escape(title)}</text>',
     ]
     for number, (name, density) in enumerate(panels.items()):
         row, column = divmod(number, columns)
-        body.append(_panel(name, density, LEFT + column * (SIDE + GAP), TOP + row * (SIDE + FOOT), count))
+        body.append(
+            _panel(name, density, LEFT + column * (SIDE + GAP), TOP + row * (SIDE + FOOT), count)
+        )
     body.append(_legend(LEFT, height - 20))
     return "\n".join([*body, "</svg>"]) + "\n"
 
 
 def _panel(name: str, density: np.ndarray, x: float, y: float, count: int) -> str:
-    """True rank to the right, proxy rank upwards, the best in the upper right: a perfect proxy is a rising diagonal."""
+    """True rank to the right, proxy rank upwards, the best in the upper right: a perfect proxy is a
+    rising diagonal.
+    """
     bins = len(density)
     cell = SIDE / bins
     parts = [
         f'<text x="{x:g}" y="{y - 6:g}" font-weight="600">{escape(name)}</text>',
-        f'<rect x="{x:g}" y="{y:g}" width="{SIDE:g}" height="{SIDE:g}" fill="{_colour(0)}" stroke="#999" stroke-width="0.5"/>',
+        (
+            f'<rect x="{x:g}" y="{y:g}" width="{SIDE:g}" height="{SIDE:g}" fill="{_colour(0)}"'
+            ' stroke="#999" stroke-width="0.5"/>'
+        ),
     ]
     for true in range(bins):
         for proxy in range(bins):
@@ -52,15 +69,18 @@ def _panel(name: str, density: np.ndarray, x: float, y: float, count: int) -> st
                 continue
             left, top = x + (bins - 1 - true) * cell, y + proxy * cell
             parts.append(
-                f'<rect x="{left:.2f}" y="{top:.2f}" width="{cell:.2f}" height="{cell:.2f}" fill="{_colour(relative / FULL)}"/>'
+                f'<rect x="{left:.2f}" y="{top:.2f}" width="{cell:.2f}" height="{cell:.2f}"'
+                f' fill="{_colour(relative / FULL)}"/>'
             )
     foot = y + SIDE
     parts += [
         f'<text x="{x:g}" y="{foot + 14:g}">worst ({count})</text>',
         f'<text x="{x + SIDE:g}" y="{foot + 14:g}" text-anchor="end">best (1)</text>',
         f'<text x="{x + SIDE / 2:g}" y="{foot + 28:g}" text-anchor="middle">true rank</text>',
-        f'<text x="{x - 6:g}" y="{y + SIDE / 2:g}" text-anchor="middle" '
-        f'transform="rotate(-90 {x - 6:g} {y + SIDE / 2:g})">proxy rank (best up)</text>',
+        (
+            f'<text x="{x - 6:g}" y="{y + SIDE / 2:g}" text-anchor="middle" '
+            f'transform="rotate(-90 {x - 6:g} {y + SIDE / 2:g})">proxy rank (best up)</text>'
+        ),
     ]
     return "".join(parts)
 
@@ -69,7 +89,10 @@ def _legend(x: float, y: float) -> str:
     parts = [f'<text x="{x:g}" y="{y + 10:g}">density, by lot = 1:</text>']
     for number in range(9):
         left = x + 118 + number * 30
-        parts.append(f'<rect x="{left:g}" y="{y:g}" width="14" height="12" fill="{_colour(number / FULL)}" stroke="#bbb"/>')
+        parts.append(
+            f'<rect x="{left:g}" y="{y:g}" width="14" height="12" fill="{_colour(number / FULL)}"'
+            ' stroke="#bbb"/>'
+        )
         label = f"{number}" if number < 8 else "8 or more"
         parts.append(f'<text x="{left + 17:g}" y="{y + 10:g}">{label}</text>')
     return "".join(parts)
@@ -77,4 +100,7 @@ def _legend(x: float, y: float) -> str:
 
 def _colour(share: float) -> str:
     share = min(max(share, 0.0), 1.0)
-    return "#" + "".join(f"{round(light + (dark - light) * share):02x}" for light, dark in zip(LIGHT, DARK, strict=True))
+    return "#" + "".join(
+        f"{round(light + (dark - light) * share):02x}"
+        for light, dark in zip(LIGHT, DARK, strict=True)
+    )

@@ -1,4 +1,6 @@
-"""What charts stand on: the frame that maps data to the picture, the span and round ticks of an axis, and axes drawn as SVG text."""
+"""What charts stand on: the frame that maps data to the picture, the span and round ticks of an
+axis, and axes drawn as SVG text.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,9 @@ from html import escape
 
 @dataclass(frozen=True)
 class Frame:
-    """The plot's place in the picture and the data it spans; ``x`` and ``y`` map data to user units."""
+    """The plot's place in the picture and the data it spans; ``x`` and ``y`` map data to user
+    units.
+    """
 
     width: float
     height: float
@@ -27,7 +31,11 @@ class Frame:
 
     def y(self, value: float) -> float:
         low, high = self.y_span
-        return self.height - self.bottom - (value - low) / (high - low) * (self.height - self.top - self.bottom)
+        return (
+            self.height
+            - self.bottom
+            - (value - low) / (high - low) * (self.height - self.top - self.bottom)
+        )
 
 
 def nice_ticks(low: float, high: float, count: int = 4) -> list[float]:
@@ -42,8 +50,12 @@ def nice_ticks(low: float, high: float, count: int = 4) -> list[float]:
     return [round(index * step, 12) for index in range(first, last + 1)]
 
 
-def span(values: Sequence[float], include: Sequence[float] = (), pad: float = 0.06) -> tuple[float, float]:
-    """The interval a chart must show: all finite ``values`` with some air, and ``include`` without; never empty."""
+def span(
+    values: Sequence[float], include: Sequence[float] = (), pad: float = 0.06
+) -> tuple[float, float]:
+    """The interval a chart must show: all finite ``values`` with some air, and ``include`` without;
+    never empty.
+    """
     finite = [value for value in values if math.isfinite(value)]
     everything = finite + list(include)
     if not everything:
@@ -68,35 +80,46 @@ def x_span(xs: Sequence[float]) -> tuple[float, float]:
 def svg(frame: Frame, label: str, body: Sequence[str]) -> str:
     """The picture of what is in ``body``."""
     return (
-        f'<svg class="chart" viewBox="0 0 {frame.width:g} {frame.height:g}" role="img" aria-label="{escape(label, quote=True)}">'
-        + "".join(body)
-        + "</svg>"
+        f'<svg class="chart" viewBox="0 0 {frame.width:g} {frame.height:g}" role="img"'
+        f' aria-label="{escape(label, quote=True)}">' + "".join(body) + "</svg>"
     )
 
 
 def axes(frame: Frame, x_label: str, whole_x: bool, unit: str = "", y_label: str = "") -> str:
-    """Grid lines with their values, the x axis, and what both are; ``whole_x``: no ticks between whole numbers."""
+    """Grid lines with their values, the x axis, and what both are; ``whole_x``: no ticks between
+    whole numbers.
+    """
     parts, right, foot = [], frame.width - frame.right, frame.height - frame.bottom
     y_ticks = nice_ticks(*frame.y_span, count=6 if frame.height > 180 else 4)
     step = y_ticks[1] - y_ticks[0] if len(y_ticks) > 1 else abs(y_ticks[0]) or 1.0
     for tick in y_ticks:
         y = frame.y(tick)
-        parts.append(f'<line class="grid" x1="{frame.left:g}" x2="{right:g}" y1="{y:.2f}" y2="{y:.2f}"/>')
         parts.append(
-            f'<text class="tick" x="{frame.left - 6:g}" y="{y:.2f}" dy="0.35em" text-anchor="end">{_tick(tick, step)}{unit and " " + unit}</text>'
+            f'<line class="grid" x1="{frame.left:g}" x2="{right:g}" y1="{y:.2f}" y2="{y:.2f}"/>'
+        )
+        parts.append(
+            f'<text class="tick" x="{frame.left - 6:g}" y="{y:.2f}" dy="0.35em"'
+            f' text-anchor="end">{_tick(tick, step)}{unit and " " + unit}</text>'
         )
     ticks = nice_ticks(*frame.x_span, count=6)
     gap = ticks[1] - ticks[0] if len(ticks) > 1 else 1.0
     for tick in [tick for tick in ticks if not whole_x or float(tick).is_integer()]:
         anchor = "end" if frame.x(tick) > right - 8 else "middle"
         parts.append(
-            f'<text class="tick" x="{frame.x(tick):.2f}" y="{foot + 14:g}" text-anchor="{anchor}">{_tick(tick, 1.0 if whole_x else gap)}</text>'
+            f'<text class="tick" x="{frame.x(tick):.2f}" y="{foot + 14:g}"'
+            f' text-anchor="{anchor}">{_tick(tick, 1.0 if whole_x else gap)}</text>'
         )
     if y_label:
-        parts.append(f'<text class="tick" x="{frame.left + 4:g}" y="{frame.top + 4:g}">{escape(y_label)} ↑</text>')
-    parts.append(f'<line class="axis" x1="{frame.left:g}" x2="{right:g}" y1="{foot:g}" y2="{foot:g}"/>')
+        parts.append(
+            f'<text class="tick" x="{frame.left + 4:g}" y="{frame.top + 4:g}">{escape(y_label)}'
+            " ↑</text>"
+        )
     parts.append(
-        f'<text class="tick" x="{(frame.left + right) / 2:g}" y="{frame.height - 4:g}" text-anchor="middle">{escape(x_label)}</text>'
+        f'<line class="axis" x1="{frame.left:g}" x2="{right:g}" y1="{foot:g}" y2="{foot:g}"/>'
+    )
+    parts.append(
+        f'<text class="tick" x="{(frame.left + right) / 2:g}" y="{frame.height - 4:g}"'
+        f' text-anchor="middle">{escape(x_label)}</text>'
     )
     return "".join(parts)
 

@@ -1,8 +1,10 @@
-"""Charts as inline SVG text: no JavaScript, no library, colours from CSS variables so that light and dark both work.
+"""Charts as inline SVG text: no JavaScript, no library, colours from CSS variables so that light
+and dark both work.
 
-Every function returns a complete ``<svg>`` element as a string with all text escaped. Coordinates are user units of a
-``viewBox``; the page scales it. Points that are not finite are left out and break their line, so a gap in the data is a gap
-in the picture. Values can be read by hovering (``<title>``) and in the page's table of numbers.
+Every function returns a complete ``<svg>`` element as a string with all text escaped. Coordinates
+are user units of a ``viewBox``; the page scales it. Points that are not finite are left out and
+break their line, so a gap in the data is a gap in the picture. Values can be read by hovering
+(``<title>``) and in the page's table of numbers.
 """
 
 from __future__ import annotations
@@ -23,7 +25,9 @@ MAX_BARS = 60
 
 @dataclass(frozen=True)
 class Series:
-    """One line: ``points`` (x, y) by rising x; ``errors`` half-lengths of error bars per point; ``colour`` 1 to 8."""
+    """One line: ``points`` (x, y) by rising x; ``errors`` half-lengths of error bars per point;
+    ``colour`` 1 to 8.
+    """
 
     label: str
     points: Sequence[Point]
@@ -44,7 +48,9 @@ class Band:
 
 @dataclass(frozen=True)
 class Stack:
-    """One bar of ``stacked_bars``: parts by label, and the measured whole (drawn as a tick) where there is one."""
+    """One bar of ``stacked_bars``: parts by label, and the measured whole (drawn as a tick) where
+    there is one.
+    """
 
     x: float
     parts: dict[str, float] = field(default_factory=dict)
@@ -52,7 +58,9 @@ class Stack:
 
 
 def number(value: float | None, digits: int = 3) -> str:
-    """``value`` for people: ``digits`` significant digits, a true minus sign, no exponent in the usual range, '–' for nothing."""
+    """``value`` for people: ``digits`` significant digits, a true minus sign, no exponent in the
+    usual range, '–' for nothing.
+    """
     if value is None or not math.isfinite(value):
         return "–"
     if value == 0:
@@ -63,7 +71,9 @@ def number(value: float | None, digits: int = 3) -> str:
     elif size >= 10**digits or float(value).is_integer():
         text = f"{size:,.0f}"
     else:
-        power = int(f"{size:.{digits - 1}e}".partition("e")[2])  # of the rounded value: 0.9996 is 1.00
+        power = int(
+            f"{size:.{digits - 1}e}".partition("e")[2]
+        )  # of the rounded value: 0.9996 is 1.00
         text = f"{size:.{max(0, digits - 1 - power)}f}"
     return ("−" if value < 0 else "") + text
 
@@ -78,7 +88,10 @@ def line_chart(
     size: tuple[float, float] = (400.0, 210.0),
 ) -> str:
     """Lines over a shared x axis. ``label`` says what is shown, for those who cannot see it."""
-    lines = [*(points for one in series for points in [one.points]), *(edge for band in bands for edge in (band.low, band.high))]
+    lines = [
+        *(points for one in series for points in [one.points]),
+        *(edge for band in bands for edge in (band.low, band.high)),
+    ]
     xs = [x for points in lines for x, _ in points]
     ys = [y for points in lines for _, y in points]
     for one in series:
@@ -99,9 +112,14 @@ def stacked_bars(
     unit: str = "s",
     size: tuple[float, float] = (400.0, 210.0),
 ) -> str:
-    """One bar per stack, parts from the bottom in ``order`` of (label, colour); more than 60 bars are averaged in runs."""
+    """One bar per stack, parts from the bottom in ``order`` of (label, colour); more than 60 bars
+    are averaged in runs.
+    """
     stacks = _averaged(stacks)
-    tops = [max(sum(_positive(stack.parts.get(name)) for name, _ in order), _positive(stack.whole)) for stack in stacks]
+    tops = [
+        max(sum(_positive(stack.parts.get(name)) for name, _ in order), _positive(stack.whole))
+        for stack in stacks
+    ]
     half = _bar_half_width([stack.x for stack in stacks])
     xs = [edge for stack in stacks for edge in (stack.x - half * 1.25, stack.x + half * 1.25)]
     frame = Frame(*size, x_span=span(xs, pad=0), y_span=span(tops, include=(0.0,)))
@@ -115,15 +133,19 @@ def stacked_bars(
             top, foot = frame.y(level + value), frame.y(level)
             title = f"iteration {number(stack.x)}: {name} {number(value)} {unit}"
             body.append(
-                f'<rect class="fill-{colour}" x="{left:.2f}" y="{top:.2f}" width="{right - left:.2f}" '
-                f'height="{max(0.0, foot - top - 0.6):.2f}"><title>{escape(title)}</title></rect>'
+                f'<rect class="fill-{colour}" x="{left:.2f}" y="{top:.2f}"'
+                f' width="{right - left:.2f}"'
+                f' height="{max(0.0, foot - top - 0.6):.2f}"><title>{escape(title)}</title></rect>'
             )
             level += value
         if stack.whole is not None and math.isfinite(stack.whole):
-            y, title = frame.y(stack.whole), f"iteration {number(stack.x)}: {number(stack.whole)} {unit} by the clock"
+            y, title = (
+                frame.y(stack.whole),
+                f"iteration {number(stack.x)}: {number(stack.whole)} {unit} by the clock",
+            )
             body.append(
-                f'<line class="whole" x1="{left - 1:.2f}" x2="{right + 1:.2f}" y1="{y:.2f}" y2="{y:.2f}">'
-                f"<title>{escape(title)}</title></line>"
+                f'<line class="whole" x1="{left - 1:.2f}" x2="{right + 1:.2f}" y1="{y:.2f}"'
+                f' y2="{y:.2f}"><title>{escape(title)}</title></line>'
             )
     return svg(frame, label, body)
 
@@ -137,23 +159,30 @@ def scatter(
     names: Sequence[str] = (),
     size: tuple[float, float] = (400.0, 210.0),
 ) -> str:
-    """Points (x, y) of one kind of number on equal scales with the diagonal x = y; those above it in one colour, below in another.
+    """Points (x, y) of one kind of number on equal scales with the diagonal x = y; those above it
+    in one colour, below in another.
 
     ``names`` say what each point is.
     """
-    finite = [(x, y, name) for (x, y), name in zip(pairs, list(names) or [""] * len(pairs), strict=True) if math.isfinite(x + y)]
+    finite = [
+        (x, y, name)
+        for (x, y), name in zip(pairs, list(names) or [""] * len(pairs), strict=True)
+        if math.isfinite(x + y)
+    ]
     both = span([value for x, y, _ in finite for value in (x, y)])
     frame = Frame(*size, x_span=both, y_span=both)
     body = [
         axes(frame, x_label, whole_x=False, y_label=y_label),
-        f'<line class="diagonal" x1="{frame.x(both[0]):.2f}" y1="{frame.y(both[0]):.2f}" x2="{frame.x(both[1]):.2f}" '
-        f'y2="{frame.y(both[1]):.2f}"/>',
+        (
+            f'<line class="diagonal" x1="{frame.x(both[0]):.2f}" y1="{frame.y(both[0]):.2f}"'
+            f' x2="{frame.x(both[1]):.2f}" y2="{frame.y(both[1]):.2f}"/>'
+        ),
     ]
     for x, y, name in finite:
         title = f"{name}: {number(x)} → {number(y)}" if name else f"{number(x)} → {number(y)}"
         body.append(
-            f'<circle class="point fill-{2 if y > x else 5 if y < x else 8}" cx="{frame.x(x):.2f}" cy="{frame.y(y):.2f}" r="3.2">'
-            f"<title>{escape(title)}</title></circle>"
+            f'<circle class="point fill-{2 if y > x else 5 if y < x else 8}" cx="{frame.x(x):.2f}"'
+            f' cy="{frame.y(y):.2f}" r="3.2"><title>{escape(title)}</title></circle>'
         )
     return svg(frame, label, body)
 
@@ -180,8 +209,11 @@ def _line(frame: Frame, series: Series) -> str:
     parts, style = [], f"line-{series.colour}" + (" dashed" if series.dashed else "")
     for (x, y), error in zip(series.points, series.errors, strict=False):
         if math.isfinite(y) and math.isfinite(error):
-            parts.append(f'<line class="error stroke-{series.colour}" x1="{frame.x(x):.2f}" x2="{frame.x(x):.2f}" '
-                         f'y1="{frame.y(y - error):.2f}" y2="{frame.y(y + error):.2f}"/>')  # fmt: skip
+            parts.append(
+                f'<line class="error stroke-{series.colour}" x1="{frame.x(x):.2f}" x2="{frame.x(x):.2f}" '
+                # fmt: skip
+                f'y1="{frame.y(y - error):.2f}" y2="{frame.y(y + error):.2f}"/>'
+            )
     for piece in _pieces(thin(series.points)):
         if len(piece) > 1:
             path = " ".join(f"{frame.x(x):.2f},{frame.y(y):.2f}" for x, y in piece)
@@ -206,7 +238,10 @@ def _band(frame: Frame, band: Band) -> str:
         return ""
     ring = [high for _, high in pairs] + [low for low, _ in reversed(pairs)]
     path = " ".join(f"{frame.x(x):.2f},{frame.y(y):.2f}" for x, y in ring)
-    return f'<polygon class="band fill-{band.colour}" points="{path}"><title>{escape(band.label)}</title></polygon>'
+    return (
+        f'<polygon class="band fill-{band.colour}"'
+        f' points="{path}"><title>{escape(band.label)}</title></polygon>'
+    )
 
 
 def _positive(value: float | None) -> float:
@@ -227,7 +262,12 @@ def _averaged(stacks: Sequence[Stack]) -> list[Stack]:
     for start in range(0, len(stacks), every):
         run = stacks[start : start + every]
         names = {name for stack in run for name in stack.parts}
-        wholes = [stack.whole for stack in run if stack.whole is not None and math.isfinite(stack.whole)]
-        parts = {name: sum(_positive(stack.parts.get(name)) for stack in run) / len(run) for name in names}
+        wholes = [
+            stack.whole for stack in run if stack.whole is not None and math.isfinite(stack.whole)
+        ]
+        parts = {
+            name: sum(_positive(stack.parts.get(name)) for stack in run) / len(run)
+            for name in names
+        }
         result.append(Stack(run[0].x, parts, sum(wholes) / len(wholes) if wholes else None))
     return result

@@ -1,4 +1,6 @@
-"""A run directory as the report reads it: tolerant of what is missing, half-written, or not a number."""
+"""A run directory as the report reads it: tolerant of what is missing, half-written, or not a
+number.
+"""
 
 from __future__ import annotations
 
@@ -28,8 +30,10 @@ REASON_KEYS = ("why", "reason", "error", "message")
 
 @dataclass(frozen=True)
 class RunData:
-    """Everything a report is made of. ``iterations`` and ``evaluations`` rise by iteration, one row each; ``held_out`` are
-    rewards by the iteration of their evaluation, ``scores`` raw ones by iteration and scorer; ``prompts`` digests of both files."""
+    """Everything a report is made of. ``iterations`` and ``evaluations`` rise by iteration, one row
+    each; ``held_out`` are rewards by the iteration of their evaluation, ``scores`` raw ones by
+    iteration and scorer; ``prompts`` digests of both files.
+    """
 
     name: str
     config: Row
@@ -47,7 +51,9 @@ class RunData:
 
     @property
     def state(self) -> str:
-        """finished, failed, stopped, or open: no end was recorded, so the run goes on or was killed."""
+        """finished, failed, stopped, or open: no end was recorded, so the run goes on or was
+        killed.
+        """
         ends = [ENDINGS[event["event"]] for event in self.events if event["event"] in ENDINGS]
         return ends[-1] if ends else "open"
 
@@ -62,7 +68,9 @@ class RunData:
         return self.evaluations[-1] if len(self.evaluations) > 1 else None
 
     def prompt_means(self, row: Row | None) -> list[float]:
-        """Mean held-out reward of each prompt in the evaluation ``row``, NaN where none was scored; empty when not recorded."""
+        """Mean held-out reward of each prompt in the evaluation ``row``, NaN where none was scored;
+        empty when not recorded.
+        """
         rewards = self.held_out.get(int(row["iteration"]), []) if row else []
         kept = [[value for value in noises if math.isfinite(value)] for noises in rewards]
         return [math.fsum(noises) / len(noises) if noises else math.nan for noises in kept]
@@ -82,19 +90,35 @@ class RunData:
 
 
 def read_run(directory: Path) -> RunData:
-    """Reads ``directory``. Raises FileNotFoundError when it is no run directory; anything else missing leaves a gap."""
+    """Reads ``directory``. Raises FileNotFoundError when it is no run directory; anything else
+    missing leaves a gap.
+    """
     files = ("config.json", "metrics.jsonl", "events.jsonl")
     if not any((directory / name).is_file() for name in files):
-        raise FileNotFoundError(f"{directory} is no run directory: it has none of {', '.join(files)}; give RUN_ROOT/NAME of a run")
+        raise FileNotFoundError(
+            f"{directory} is no run directory: it has none of {', '.join(files)}; give"
+            " RUN_ROOT/NAME of a run"
+        )
     remarks: list[str] = []
     root = _json(directory / "config.json", remarks)
     root = root if isinstance(root, dict) else {}
     config = root.get("config") if isinstance(root.get("config"), dict) else {}
     rows = _lines(directory / "metrics.jsonl", remarks)
-    events = [row for row in _lines(directory / "events.jsonl", remarks) if isinstance(row.get("event"), str)]
+    events = [
+        row
+        for row in _lines(directory / "events.jsonl", remarks)
+        if isinstance(row.get("event"), str)
+    ]
     pictures = find_pictures(directory / "images")
-    table = _json(directory / "quantisation.json", remarks) if (directory / "quantisation.json").exists() else []
-    tables = {int(path.stem[5:]): _evaluation(path) for path in sorted((directory / "evaluations").glob("step_??????.json"))}
+    table = (
+        _json(directory / "quantisation.json", remarks)
+        if (directory / "quantisation.json").exists()
+        else []
+    )
+    tables = {
+        int(path.stem[5:]): _evaluation(path)
+        for path in sorted((directory / "evaluations").glob("step_??????.json"))
+    }
     digests = root.get("prompts")
     assert config is not None
     return RunData(
@@ -102,15 +126,23 @@ def read_run(directory: Path) -> RunData:
         config=config,
         versions=root["versions"] if isinstance(root.get("versions"), dict) else {},
         iterations=_newest_of(row for row in rows if row.get("kind") == "iteration"),
-        evaluations=_same_weights(_newest_of(row for row in rows if row.get("kind") == "evaluation")),
+        evaluations=_same_weights(
+            _newest_of(row for row in rows if row.get("kind") == "evaluation")
+        ),
         events=sorted(events, key=lambda event: finite(event.get("time")) or 0.0),
         pictures=pictures,
         held_out={step: _grid(found.get("rewards")) for step, found in tables.items()},
         scores={step: _grids(found.get("scores")) for step, found in tables.items()},
-        quantisation=[row for row in table if isinstance(row, dict)] if isinstance(table, list) else [],
+        quantisation=(
+            [row for row in table if isinstance(row, dict)] if isinstance(table, list) else []
+        ),
         spans=read_spans(directory / TIMELINE, remarks),
         remarks=remarks,
-        prompts={key: found for key, found in digests.items() if isinstance(found, str)} if isinstance(digests, dict) else {},
+        prompts=(
+            {key: found for key, found in digests.items() if isinstance(found, str)}
+            if isinstance(digests, dict)
+            else {}
+        ),
     )
 
 
@@ -122,7 +154,9 @@ def finite(value: Any) -> float | None:
 
 
 def points(rows: Sequence[Row], name: str) -> list[tuple[float, float]]:
-    """(iteration, value) of every row; NaN where the row has no finite value, and nothing when no row has one."""
+    """(iteration, value) of every row; NaN where the row has no finite value, and nothing when no
+    row has one.
+    """
     found = [(float(row["iteration"]), finite(row.get(name))) for row in rows]
     if all(value is None for _, value in found):
         return []
@@ -139,15 +173,23 @@ def reason(event: Row) -> str:
     for key in REASON_KEYS:
         if event.get(key):
             return str(event[key])
-    return ", ".join(f"{key} {value}" for key, value in event.items() if key not in ("time", "event"))
+    return ", ".join(
+        f"{key} {value}" for key, value in event.items() if key not in ("time", "event")
+    )
 
 
 def actor_of(event: Row) -> str | None:
-    """Which actor an event is about: ``rollout-1`` from ``kind`` and ``actor``, or what ``actor`` says alone."""
+    """Which actor an event is about: ``rollout-1`` from ``kind`` and ``actor``, or what ``actor``
+    says alone.
+    """
     actor, kind = event.get("actor"), event.get("kind")
     if actor is None:
         return None
-    return f"{kind}-{actor}" if kind is not None and not str(actor).startswith(str(kind)) else str(actor)
+    return (
+        f"{kind}-{actor}"
+        if kind is not None and not str(actor).startswith(str(kind))
+        else str(actor)
+    )
 
 
 def _json(path: Path, remarks: list[str]) -> Any:
@@ -161,7 +203,9 @@ def _json(path: Path, remarks: list[str]) -> Any:
 
 
 def _lines(path: Path, remarks: list[str]) -> list[Row]:
-    """Rows of a JSON-lines file. A last line without its newline is being written just now; other bad lines are counted."""
+    """Rows of a JSON-lines file. A last line without its newline is being written just now; other
+    bad lines are counted.
+    """
     try:
         text = path.read_text(encoding="utf-8", errors="replace")
     except FileNotFoundError:
@@ -184,7 +228,8 @@ def _lines(path: Path, remarks: list[str]) -> list[Row]:
             bad += 1
     if bad:
         remarks.append(
-            f"{path.name}: {bad} line{'s' if bad != 1 else ''} could not be read and {'are' if bad != 1 else 'is'} left out"
+            f"{path.name}: {bad} line{'s' if bad != 1 else ''} could not be read and"
+            f" {'are' if bad != 1 else 'is'} left out"
         )
     return rows
 
@@ -196,7 +241,9 @@ def _newest_of(rows: Iterable[Row]) -> list[Row]:
 
 
 def _same_weights(rows: list[Row]) -> list[Row]:
-    """Only evaluations of the weights that the last one is of, and of the base: others cannot be compared."""
+    """Only evaluations of the weights that the last one is of, and of the base: others cannot be
+    compared.
+    """
     kind = rows[-1].get("weights") if rows else None
     return [row for row in rows if row.get("weights") in (kind, "base")]
 
@@ -211,11 +258,17 @@ def _evaluation(path: Path) -> Row:
 
 
 def _grids(found: Any) -> dict[str, Grid]:
-    return {str(label): _grid(rows) for label, rows in found.items()} if isinstance(found, dict) else {}
+    return (
+        {str(label): _grid(rows) for label, rows in found.items()}
+        if isinstance(found, dict)
+        else {}
+    )
 
 
 def _grid(found: Any) -> Grid:
     """A table of numbers as it was written; empty when it is none."""
     if not isinstance(found, list) or not all(isinstance(row, list) for row in found):
         return []
-    return [[math.nan if (number := finite(cell)) is None else number for cell in row] for row in found]
+    return [
+        [math.nan if (number := finite(cell)) is None else number for cell in row] for row in found
+    ]

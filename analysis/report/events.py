@@ -21,7 +21,9 @@ TONES = {
 ROUTINE = {"version_published", "checkpoint_saved", "actor_started"}
 """Events that are counted and drawn, but not listed."""
 KINDS = ("rollout", "reward", "scorers.", "selector", "encoder", "learner")
-"""Beginnings of actors' names, in the order of their lanes; a scorer with actors of its own is ``scorers.<label>``."""
+"""Beginnings of actors' names, in the order of their lanes; a scorer with actors of its own is
+``scorers.<label>``.
+"""
 MOST_ROWS, LONGEST = 150, 110
 NOUNS = {
     "actor_started": "started", "actor_replaced": "replaced", "actor_died": "died", "actor_benched": "benched",
@@ -31,7 +33,9 @@ NOUNS = {
 
 
 def running_times(events: Sequence[Row]) -> list[float]:
-    """Seconds of running time at each event: from the first on, the pause before a resume taken out."""
+    """Seconds of running time at each event: from the first on, the pause before a resume taken
+    out.
+    """
     times, offset, last = [], None, 0.0
     for event in events:
         moment = finite(event.get("time"))
@@ -55,12 +59,16 @@ def lanes_of(events: Sequence[Row], times: Sequence[float]) -> dict[str, Lane]:
         name, actor = event["event"], actor_of(event)
         if actor is None:
             continue
-        lane = lanes.setdefault(actor, Lane(open_since=0.0 if name not in ("actor_started", "actor_added") else None))
+        lane = lanes.setdefault(
+            actor, Lane(open_since=0.0 if name not in ("actor_started", "actor_added") else None)
+        )
         if name in ("actor_started", "actor_added", "actor_replaced"):
             if lane.open_since is not None:
                 lane.lives.append((lane.open_since, when))
             lane.open_since = when
-        elif name in ("actor_died", "actor_benched", "actor_removed") and lane.open_since is not None:
+        elif (
+            name in ("actor_died", "actor_benched", "actor_removed") and lane.open_since is not None
+        ):
             lane.lives.append((lane.open_since, when))
             lane.open_since = None
         if name != "actor_started":
@@ -79,17 +87,35 @@ def section(run: RunData) -> str:
     counts = Counter(event["event"] for event in run.events)
     said = [f"<b>{counts[name]:,}</b> {noun}" for name, noun in NOUNS.items() if counts[name]]
     summary = f'<p class="lead">{" · ".join(said)}</p>' if said else ""
-    return summary + f'<div class="card">{picture(timeline_of(run, times))}</div>' + _tables(run.events, times)
+    return (
+        summary
+        + f'<div class="card">{picture(timeline_of(run, times))}</div>'
+        + _tables(run.events, times)
+    )
 
 
 def timeline_of(run: RunData, times: Sequence[float]) -> Timeline:
     """What the picture shows, everything in seconds of running time."""
     events = run.events
-    known = [(moment, when) for event, when in zip(events, times, strict=True) if (moment := finite(event.get("time"))) is not None]
+    known = [
+        (moment, when)
+        for event, when in zip(events, times, strict=True)
+        if (moment := finite(event.get("time"))) is not None
+    ]
     spans = in_running_time(run.spans, [moment for moment, _ in known], [when for _, when in known])
-    published = [(when, int(event["version"])) for event, when in zip(events, times, strict=True)
-                 if event["event"] == "version_published" and finite(event.get("version")) is not None]  # fmt: skip
-    return Timeline(lanes_of(events, times), _run_marks(events, times), published, spans, max(times, default=0.0))
+    published = [
+        (when, int(event["version"]))
+        for event, when in zip(events, times, strict=True)
+        # fmt: skip
+        if event["event"] == "version_published" and finite(event.get("version")) is not None
+    ]
+    return Timeline(
+        lanes_of(events, times),
+        _run_marks(events, times),
+        published,
+        spans,
+        max(times, default=0.0),
+    )
 
 
 def _run_marks(events: Sequence[Row], times: Sequence[float]) -> list[Mark]:
@@ -97,8 +123,16 @@ def _run_marks(events: Sequence[Row], times: Sequence[float]) -> list[Mark]:
     marks = []
     for event, when in zip(events, times, strict=True):
         name = event["event"]
-        if actor_of(event) is None and name not in ("version_published", "checkpoint_saved", "run_started"):
-            change = f" {event.get('kind')} {event['before']} → {event['after']}" if name == "pool_scaled" else ""
+        if actor_of(event) is None and name not in (
+            "version_published",
+            "checkpoint_saved",
+            "run_started",
+        ):
+            change = (
+                f" {event.get('kind')} {event['before']} → {event['after']}"
+                if name == "pool_scaled"
+                else ""
+            )
             marks.append((when, TONES.get(name, "plain"), _words(name) + change + _because(event)))
     return marks
 
@@ -108,18 +142,32 @@ def _tables(events: Sequence[Row], times: Sequence[float]) -> str:
     notable = [(event, when) for event, when in pairs if event["event"] not in ROUTINE]
     parts = []
     if notable:
-        parts.append(f'<div class="card" style="margin-top:16px">{_table(notable[-MOST_ROWS:], LONGEST)}</div>')
+        parts.append(
+            '<div class="card"'
+            f' style="margin-top:16px">{_table(notable[-MOST_ROWS:], LONGEST)}</div>'
+        )
         if len(notable) > MOST_ROWS:
-            parts.append(f'<p class="note">The last {MOST_ROWS} of {len(notable):,}; all are in events.jsonl.</p>')
+            parts.append(
+                f'<p class="note">The last {MOST_ROWS} of {len(notable):,}; all are in'
+                " events.jsonl.</p>"
+            )
     if len(pairs) > len(notable):
         last = pairs[-MOST_ROWS:]
-        which = f"All {len(pairs):,} events" if len(last) == len(pairs) else f"The last {len(last)} of {len(pairs):,} events"
-        parts.append(f'<details class="card"><summary>{which}</summary><div>{_table(last)}</div></details>')
+        which = (
+            f"All {len(pairs):,} events"
+            if len(last) == len(pairs)
+            else f"The last {len(last)} of {len(pairs):,} events"
+        )
+        parts.append(
+            f'<details class="card"><summary>{which}</summary><div>{_table(last)}</div></details>'
+        )
     return "".join(parts)
 
 
 def _table(rows: Sequence[tuple[Row, float]], longest: int = 2000) -> str:
-    """Events as rows; a reason longer than ``longest`` characters is cut, and whole where the reader points at it."""
+    """Events as rows; a reason longer than ``longest`` characters is cut, and whole where the
+    reader points at it.
+    """
     cells = []
     for event, when in rows:
         name = event["event"]
@@ -146,8 +194,16 @@ def _because(event: Row) -> str:
 def _details(event: Row, longest: int = 2000) -> str:
     """The fields of an event, the reason last, without those that have a column of their own."""
     why = [_cut(str(event[key]), longest) for key in REASON_KEYS if event.get(key)]
-    own = {"time", "event", "actor", "kind", *REASON_KEYS} if actor_of(event) else {"time", "event", *REASON_KEYS}
-    rest = [f"{key.replace('_', ' ')} {_plain(value)}" for key, value in event.items() if key not in own and value is not None]
+    own = (
+        {"time", "event", "actor", "kind", *REASON_KEYS}
+        if actor_of(event)
+        else {"time", "event", *REASON_KEYS}
+    )
+    rest = [
+        f"{key.replace('_', ' ')} {_plain(value)}"
+        for key, value in event.items()
+        if key not in own and value is not None
+    ]
     return " · ".join(rest + why)
 
 
@@ -158,9 +214,17 @@ def _cut(text: str, longest: int) -> str:
 
 
 def _plain(value: object) -> str:
-    return f"{value:,}" if isinstance(value, int) and not isinstance(value, bool) and value >= 1_000_000 else str(value)
+    return (
+        f"{value:,}"
+        if isinstance(value, int) and not isinstance(value, bool) and value >= 1_000_000
+        else str(value)
+    )
 
 
 def _lane_order(name: str) -> tuple[int, list[tuple[int, str]]]:
-    kind = next((index for index, prefix in enumerate(KINDS) if name.startswith(prefix)), len(KINDS))
-    return kind, [(int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"(\d+)", name)]
+    kind = next(
+        (index for index, prefix in enumerate(KINDS) if name.startswith(prefix)), len(KINDS)
+    )
+    return kind, [
+        (int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"(\d+)", name)
+    ]

@@ -1,6 +1,8 @@
-"""``report.html``: what a run did, in one file that opens without a network, on a desk and on a phone.
+"""``report.html``: what a run did, in one file that opens without a network, on a desk and on a
+phone.
 
-Everything is read from the run directory, so it can be built while the run goes on, after it failed, and on another machine.
+Everything is read from the run directory, so it can be built while the run goes on, after it
+failed, and on another machine.
 """
 
 from __future__ import annotations
@@ -35,7 +37,8 @@ FILE = "report.html"
 
 
 def build_report(run_dir: Path) -> Path:
-    """Writes ``report.html`` into ``run_dir`` and returns its path; an older one is replaced in one step.
+    """Writes ``report.html`` into ``run_dir`` and returns its path; an older one is replaced in one
+    step.
 
     Raises:
         FileNotFoundError: ``run_dir`` is no run directory.
@@ -56,8 +59,16 @@ def build_report(run_dir: Path) -> Path:
 def render(run: RunData) -> str:
     """The page as text."""
     chapters = [
-        ("Before and after", "The same held-out prompts and the same noises, before training and now.", _pictures(run)),
-        ("Reward", "What training optimises, on the prompts it sees and on prompts it never sees.", rewards.section(run)),
+        (
+            "Before and after",
+            "The same held-out prompts and the same noises, before training and now.",
+            _pictures(run),
+        ),
+        (
+            "Reward",
+            "What training optimises, on the prompts it sees and on prompts it never sees.",
+            rewards.section(run),
+        ),
         (
             "Exploration",
             "Many cheap pictures per prompt, made only to find the noises worth training on.",
@@ -65,8 +76,10 @@ def render(run: RunData) -> str:
         ),
         (
             "Does the cheap ranking hold?",
-            "The cheap pictures need not be right, only in the right order. 1 is the order of full quality, 0 is chance "
-            "(for the same side of the mean: 0.5).",
+            (
+                "The cheap pictures need not be right, only in the right order. 1 is the order of"
+                " full quality, 0 is chance (for the same side of the mean: 0.5)."
+            ),
             sections.agreement(run),
         ),
         ("Where the time went", "", sections.time_spent(run)),
@@ -74,7 +87,10 @@ def render(run: RunData) -> str:
         ("Who did what, when", "", events.section(run)),
         ("All the particulars", "", _particulars(run)),
     ]
-    body = "".join(f"<section><h2>{escape(title)}</h2>{_lead(lead)}{content}</section>" for title, lead, content in chapters)
+    body = "".join(
+        f"<section><h2>{escape(title)}</h2>{_lead(lead)}{content}</section>"
+        for title, lead, content in chapters
+    )
     return (
         '<!doctype html><html lang="en"><head><meta charset="utf-8">'
         f'<meta http-equiv="Content-Security-Policy" content="{POLICY}">'
@@ -94,7 +110,10 @@ def _headline(run: RunData) -> str:
         f"<h1>{escape(run.name)}</h1>",
         f'<p class="lead">{escape(_what(run))}</p>',
         _banner(run),
-        f'<div class="hero"><div class="card">{_result(run)}</div><div class="card facts">{_facts(run)}</div></div>',
+        (
+            f'<div class="hero"><div class="card">{_result(run)}</div><div class="card'
+            f' facts">{_facts(run)}</div></div>'
+        ),
     ]
     return f"<header>{''.join(lines)}</header>"
 
@@ -103,7 +122,10 @@ def _what(run: RunData) -> str:
     """Model, arm and objective in a sentence."""
     if not run.config:
         return "Its configuration is missing."
-    model = f"{run.setting('model.family', 'model')} · {run.setting('model.path', '?')} · {run.setting('model.width')}×{run.setting('model.height')}"
+    model = (
+        f"{run.setting('model.family', 'model')} · {run.setting('model.path', '?')} ·"
+        f" {run.setting('model.width')}×{run.setting('model.height')}"
+    )
     arm = f"arm {run.setting('arm', '?')}"
     try:
         config = RunConfig.model_validate(run.config)
@@ -114,9 +136,15 @@ def _what(run: RunData) -> str:
         walk = f"{keep} noises per prompt at {full.steps} steps, all trained on"
     else:
         backend = (run.last_event("backend_chosen") or {}).get("backend", plan.explore.backend)
-        seen = f"{plan.explore.pool_size} noises per prompt explored in {backend} at {plan.explore.steps} steps"
+        seen = (
+            f"{plan.explore.pool_size} noises per prompt explored in {backend} at"
+            f" {plan.explore.steps} steps"
+        )
         again = f"{keep} regenerated in {full.precision} at {full.steps} steps and trained on"
-        walk = f"{seen}, {again if plan.regenerate else f'{keep} of these pictures trained on as they are'}"
+        walk = (
+            f"{seen},"
+            f" {again if plan.regenerate else f'{keep} of these pictures trained on as they are'}"
+        )
     return f"{model}. {arm[0].upper()}{arm[1:]}: {walk}."
 
 
@@ -125,11 +153,20 @@ def _banner(run: RunData) -> str:
     parts, tone = [], "warn"
     if run.state == "failed" and (event := run.last_event("run_failed")):
         tone = "bad"
-        parts.append(f"<strong>The run failed.</strong> <p>{escape(reason(event) or 'It did not say why.')}</p>")
+        parts.append(
+            "<strong>The run failed.</strong>"
+            f" <p>{escape(reason(event) or 'It did not say why.')}</p>"
+        )
     elif run.state == "stopped" and (event := run.last_event("run_stopped")):
-        parts.append(f"The run was stopped ({escape(reason(event) or 'by request')}); <code>--resume</code> continues it.")
+        parts.append(
+            f"The run was stopped ({escape(reason(event) or 'by request')}); <code>--resume</code>"
+            " continues it."
+        )
     elif run.state == "open":
-        parts.append("No end was recorded: the run is still going on, or it was killed. This is what there is so far.")
+        parts.append(
+            "No end was recorded: the run is still going on, or it was killed. This is what there"
+            " is so far."
+        )
     if event := run.last_event("stopped_early"):
         parts.append(f"<p>Training ended early: {escape(reason(event))}.</p>")
     if not run.iterations:
@@ -142,7 +179,10 @@ def _result(run: RunData) -> str:
     """Held-out reward before and after, with standard errors and the paired gain."""
     before, after = run.before, run.after
     if before is None:
-        return "<h3>Held-out reward</h3>" + '<p class="none">Held-out prompts have not been scored yet.</p>'
+        return (
+            "<h3>Held-out reward</h3>"
+            + '<p class="none">Held-out prompts have not been scored yet.</p>'
+        )
     cells = [_big("before", before)]
     if after is not None:
         cells += [
@@ -156,7 +196,10 @@ def _big(label: str, row: dict) -> str:
     error = finite(row.get("eval/stderr"))
     below = f"± {number(error, 2)} standard error" if error is not None else "no standard error"
     value = number(finite(row.get("reward/eval_mean")))
-    return f'<div><div class="label">{escape(label)}</div><div class="big">{value}</div><div class="label">{below}</div></div>'
+    return (
+        f'<div><div class="label">{escape(label)}</div><div class="big">{value}</div><div'
+        f' class="label">{below}</div></div>'
+    )
 
 
 def _gain(run: RunData) -> str:
@@ -168,14 +211,23 @@ def _gain(run: RunData) -> str:
     if gain is None:
         start, end = finite(before.get("reward/eval_mean")), finite(after.get("reward/eval_mean"))
         if start is None or end is None:
-            return '<p class="gain label">The gain is unknown: an evaluation has no finite reward.</p>'
+            return (
+                '<p class="gain label">The gain is unknown: an evaluation has no finite reward.</p>'
+            )
         gain = end - start
     spread = f" ± {number(error, 2)}" if error is not None else ""
     tone = "up" if gain > 0 else "down"
     said = f'<b class="{tone}">{"+" if gain > 0 else ""}{number(gain)}{spread}</b> '
     if error:
-        said += f"{number(abs(gain) / error, 2)} standard errors {'above' if gain > 0 else 'below'} zero; "
-    how = "same prompts and noises, paired and clustered by prompt." if paired else "difference of the two means, not paired."
+        said += (
+            f"{number(abs(gain) / error, 2)} standard errors {'above' if gain > 0 else 'below'}"
+            " zero; "
+        )
+    how = (
+        "same prompts and noises, paired and clustered by prompt."
+        if paired
+        else "difference of the two means, not paired."
+    )
     return f'<p class="gain">{said}<span class="label">{how}</span></p>'
 
 
@@ -192,7 +244,10 @@ def _facts(run: RunData) -> str:
     deaths = sum(event["event"] == "actor_died" for event in run.events)
     facts.append(("actors lost", f"{deaths:,}"))
     facts.append(("run seed", str(run.setting("seed", "–"))))
-    return "".join(f'<div><span class="label">{escape(label)}</span><b>{escape(value)}</b></div>' for label, value in facts)
+    return "".join(
+        f'<div><span class="label">{escape(label)}</span><b>{escape(value)}</b></div>'
+        for label, value in facts
+    )
 
 
 # ---- pictures
@@ -202,8 +257,14 @@ def _pictures(run: RunData) -> str:
     if not run.pictures.steps:
         return '<p class="none">No pictures have been made yet.</p>'
     first, last = run.pictures.steps[0], run.pictures.steps[-1]
-    cards = [_pair(run, index, prompt, first, last) for index, prompt in run.pictures.prompts.items()]
-    alone = '<p class="note">The pictures after training are still to come.</p>' if first is last else ""
+    cards = [
+        _pair(run, index, prompt, first, last) for index, prompt in run.pictures.prompts.items()
+    ]
+    alone = (
+        '<p class="note">The pictures after training are still to come.</p>'
+        if first is last
+        else ""
+    )
     return f'<div class="pictures">{"".join(cards)}</div>{alone}'
 
 
@@ -212,10 +273,15 @@ def _pair(run: RunData, index: int, prompt: str, first: StepPictures, last: Step
     halves = [_half(run, "before", first, index, prompt, noises)]
     if last is not first:
         halves.append(_half(run, f"after {last.step}", last, index, prompt, noises))
-    return f'<figure class="card"><figcaption class="caption">{escape(prompt)}</figcaption><div class="pair">{"".join(halves)}</div></figure>'
+    return (
+        f'<figure class="card"><figcaption class="caption">{escape(prompt)}</figcaption><div'
+        f' class="pair">{"".join(halves)}</div></figure>'
+    )
 
 
-def _half(run: RunData, title: str, step: StepPictures, index: int, prompt: str, noises: Sequence[int]) -> str:
+def _half(
+    run: RunData, title: str, step: StepPictures, index: int, prompt: str, noises: Sequence[int]
+) -> str:
     scores = run.held_out.get(step.step, [])
     row = scores[index] if index < len(scores) else []
     cells = []
@@ -226,7 +292,10 @@ def _half(run: RunData, title: str, step: StepPictures, index: int, prompt: str,
     known = [reward for reward in row[: len(noises)] if math.isfinite(reward)]
     mean = f"<b>{number(math.fsum(known) / len(known))}</b>" if known else ""
     columns = 1 if len(noises) < 2 else 2 if len(noises) <= 4 else 3
-    return f'<div><div class="label">{escape(title)}{mean}</div><div class="sheet of-{columns}">{"".join(cells)}</div></div>'
+    return (
+        f'<div><div class="label">{escape(title)}{mean}</div><div class="sheet'
+        f' of-{columns}">{"".join(cells)}</div></div>'
+    )
 
 
 def _image(step: StepPictures, index: int, noise: int, text: str) -> str:
@@ -239,7 +308,9 @@ def _image(step: StepPictures, index: int, noise: int, text: str) -> str:
     except OSError:  # missing, replaced just now, or no picture: a gap in the page
         return f'<span class="hole" title="{said}: not there"></span>'
     tiny = ' class="tiny"' if max(width, height) <= TINY else ""
-    return f'<img{tiny} width="{width}" height="{height}" alt="{said}" title="{said}" src="{address}">'
+    return (
+        f'<img{tiny} width="{width}" height="{height}" alt="{said}" title="{said}" src="{address}">'
+    )
 
 
 # ---- the end
@@ -251,16 +322,26 @@ def _particulars(run: RunData) -> str:
     if run.config:
         text = json.dumps(run.config, indent=2, ensure_ascii=False, default=str)
         parts.append(
-            f'<details class="card"><summary>Resolved configuration</summary><div><pre>{escape(text)}</pre></div></details>'
+            '<details class="card"><summary>Resolved'
+            f" configuration</summary><div><pre>{escape(text)}</pre></div></details>"
         )
     if run.quantisation:
         parts.append(_quantised(run))
-    if known := {**run.versions, **{f"prompts.{key}": f"xxh3 {found}" for key, found in run.prompts.items()}}:
-        versions = table(("package", "version"), [(str(name), str(version)) for name, version in known.items()], words=(0, 1))
-        parts.append(f'<details class="card"><summary>Versions</summary><div>{versions}</div></details>')
+    if known := {
+        **run.versions,
+        **{f"prompts.{key}": f"xxh3 {found}" for key, found in run.prompts.items()},
+    }:
+        versions = table(
+            ("package", "version"),
+            [(str(name), str(version)) for name, version in known.items()],
+            words=(0, 1),
+        )
+        parts.append(
+            f'<details class="card"><summary>Versions</summary><div>{versions}</div></details>'
+        )
     parts.append(
-        "<footer>Made from config.json, metrics.jsonl, events.jsonl, timeline.jsonl and images/ by <code>sol-rl report</code>. "
-        "This page loads nothing from anywhere.</footer>"
+        "<footer>Made from config.json, metrics.jsonl, events.jsonl, timeline.jsonl and images/ by"
+        " <code>sol-rl report</code>. This page loads nothing from anywhere.</footer>"
     )
     return "".join(parts)
 
@@ -276,10 +357,14 @@ def _quantised(run: RunData) -> str:
         entry[1] += weights
     rows = [
         ("quantised" if quantised else "kept wide", f"{count:,}", f"{weights:,}", Cell(why, "wide"))
-        for (quantised, why), (count, weights) in sorted(groups.items(), key=lambda item: (not item[0][0], -item[1][1]))
+        for (quantised, why), (count, weights) in sorted(
+            groups.items(), key=lambda item: (not item[0][0], -item[1][1])
+        )
     ]
     found = table(("", "modules", "weights", "why"), rows, words=(0, 3))
-    return f'<details class="card"><summary>What was quantised</summary><div>{found}</div></details>'
+    return (
+        f'<details class="card"><summary>What was quantised</summary><div>{found}</div></details>'
+    )
 
 
 def _lead(text: str) -> str:

@@ -12,7 +12,9 @@ from analysis.report.charts import Point, Series, number
 
 @dataclass(frozen=True)
 class Cell:
-    """A table's cell with more to it than its text: CSS classes, HTML in front of the text, words behind the pointer."""
+    """A table's cell with more to it than its text: CSS classes, HTML in front of the text, words
+    behind the pointer.
+    """
 
     text: str
     kind: str = ""
@@ -42,24 +44,44 @@ def legend(lines: Sequence[Series], digits: int = 3) -> str:
     for line in lines:
         dash = " dash" if line.dashed else ""
         newest = number(_last(line.points), digits)
-        items.append(f'<li><span class="swatch{dash} bg-{line.colour}"></span>{escape(line.label)}<b>{newest}</b></li>')
+        items.append(
+            f'<li><span class="swatch{dash}'
+            f' bg-{line.colour}"></span>{escape(line.label)}<b>{newest}</b></li>'
+        )
     return f'<ul class="legend">{"".join(items)}</ul>'
 
 
 def blocks(parts: Sequence[tuple[str, int, str]]) -> str:
     """A legend's items for areas: (what, colour 1 to 8, a value or nothing)."""
     return "".join(
-        f'<li><span class="swatch block bg-{colour}"></span>{escape(what)}{f"<b>{escape(value)}</b>" if value else ""}</li>'
+        '<li><span class="swatch block'
+        f' bg-{colour}"></span>{escape(what)}{f"<b>{escape(value)}</b>" if value else ""}</li>'
         for what, colour, value in parts
     )
 
 
-def table(heads: Sequence[str], rows: Sequence[Sequence[str | Cell]], words: Container[int] = (0,), kind: str = "") -> str:
-    """A table that scrolls sideways where it must. The columns ``words`` hold words, the others numbers."""
+def table(
+    heads: Sequence[str],
+    rows: Sequence[Sequence[str | Cell]],
+    words: Container[int] = (0,),
+    kind: str = "",
+) -> str:
+    """A table that scrolls sideways where it must. The columns ``words`` hold words, the others
+    numbers.
+    """
     numbers = [at not in words for at in range(len(heads))]
-    top = "".join(f"<th{_attributes('n' if n else '')}>{escape(head)}</th>" for head, n in zip(heads, numbers, strict=True))
-    body = "".join(f"<tr>{''.join(_cell(cell, n) for cell, n in zip(row, numbers, strict=True))}</tr>" for row in rows)
-    return f'<div class="scroll"><table{_attributes(kind)}><thead><tr>{top}</tr></thead><tbody>{body}</tbody></table></div>'
+    top = "".join(
+        f"<th{_attributes('n' if n else '')}>{escape(head)}</th>"
+        for head, n in zip(heads, numbers, strict=True)
+    )
+    body = "".join(
+        f"<tr>{''.join(_cell(cell, n) for cell, n in zip(row, numbers, strict=True))}</tr>"
+        for row in rows
+    )
+    return (
+        "<div"
+        f' class="scroll"><table{_attributes(kind)}><thead><tr>{top}</tr></thead><tbody>{body}</tbody></table></div>'
+    )
 
 
 def _cell(cell: str | Cell, is_number: bool) -> str:

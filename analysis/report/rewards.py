@@ -1,4 +1,6 @@
-"""The report's section on rewards: training and held-out prompts, what is trained on beside what only judges, every scorer's own score."""
+"""The report's section on rewards: training and held-out prompts, what is trained on beside what
+only judges, every scorer's own score.
+"""
 
 from __future__ import annotations
 
@@ -24,8 +26,10 @@ Direction = Literal["rose", "fell", "did not clearly move"]
 
 @dataclass(frozen=True)
 class Score:
-    """A scorer as the evaluations saw it. ``change`` is after minus before, its error clustered by prompt where pictures' scores are
-    there, else NaN; ``in_deviations`` the same by evaluation, in standard deviations between the base's pictures."""
+    """A scorer as the evaluations saw it. ``change`` is after minus before, its error clustered by
+    prompt where pictures' scores are there, else NaN; ``in_deviations`` the same by evaluation, in
+    standard deviations between the base's pictures.
+    """
 
     label: str
     role: str
@@ -49,23 +53,49 @@ def section(run: RunData) -> str:
         cards.append(prompts)
     parts = [side_by_side(cards)] if cards else []
     if run.after and (len(scores) > 1 or (scores and not prompts)):
-        parts.append(card("Every scorer, on held-out prompts", _table(run, scores), " ".join(verdicts(run, scores))))
+        parts.append(
+            card(
+                "Every scorer, on held-out prompts",
+                _table(run, scores),
+                " ".join(verdicts(run, scores)),
+            )
+        )
     if len(scores) > 1:
         moved = [score for score in scores if len(score.in_deviations) > 1]
-        parts.append(side_by_side([*([_together(moved)] if moved else []), *(_own_card(run, score) for score in scores)]))
-    return '<div class="gap"></div>'.join(parts) if parts else nothing("No rewards have been recorded yet.")
+        parts.append(
+            side_by_side(
+                [
+                    *([_together(moved)] if moved else []),
+                    *(_own_card(run, score) for score in scores),
+                ]
+            )
+        )
+    return (
+        '<div class="gap"></div>'.join(parts)
+        if parts
+        else nothing("No rewards have been recorded yet.")
+    )
 
 
 def scores_of(run: RunData) -> list[Score]:
-    """Every scorer of the evaluations: those that are trained on first, as configured, then the held-out ones."""
+    """Every scorer of the evaluations: those that are trained on first, as configured, then the
+    held-out ones.
+    """
     roles = _roles(run)
-    found = dict.fromkeys(key.removeprefix(EVAL) for row in run.evaluations for key in row if key.startswith(EVAL))
+    found = dict.fromkeys(
+        key.removeprefix(EVAL) for row in run.evaluations for key in row if key.startswith(EVAL)
+    )
     known = [label for label in found if values(run.evaluations, EVAL + label)]
-    return [_score(run, label, *roles.get(label, ("", False))) for label in sorted(known, key=[*roles, *known].index)]
+    return [
+        _score(run, label, *roles.get(label, ("", False)))
+        for label in sorted(known, key=[*roles, *known].index)
+    ]
 
 
 def paired(before: Grid, after: Grid) -> Mean:
-    """Mean change of the pictures [prompt][noise] that have both scores, and its standard error over prompts."""
+    """Mean change of the pictures [prompt][noise] that have both scores, and its standard error
+    over prompts.
+    """
     changes = []
     for old, new in zip(before, after, strict=False):
         if both := [y - x for x, y in zip(old, new, strict=False) if math.isfinite(x + y)]:
@@ -81,22 +111,32 @@ def direction(change: Mean) -> Direction:
 
 
 def verdicts(run: RunData, scores: Sequence[Score]) -> list[str]:
-    """Sentences: does a held-out scorer confirm the rise of the reward, and did one scorer pay for another's rise?"""
+    """Sentences: does a held-out scorer confirm the rise of the reward, and did one scorer pay for
+    another's rise?
+    """
     before, after = run.before, run.after
     if before is None or after is None:
         return []
     gain, error = finite(after.get("eval/gain")), finite(after.get("eval/gain_stderr"))
-    reward = direction(Mean(gain if gain is not None else math.nan, error if error is not None else math.nan, 0))
+    reward = direction(
+        Mean(gain if gain is not None else math.nan, error if error is not None else math.nan, 0)
+    )
     said = []
     for score in scores:
         if score.held_out and math.isfinite(score.change.error):
             said.append(
-                f"The reward {reward}; {score.label}, which is never trained on, {score.direction}{_meaning(reward, score)}."
+                f"The reward {reward}; {score.label}, which is never trained on,"
+                f" {score.direction}{_meaning(reward, score)}."
             )
     own = [score for score in scores if not score.held_out]
-    rose, fell = ([score.label for score in own if score.direction == which] for which in ("rose", "fell"))
+    rose, fell = (
+        [score.label for score in own if score.direction == which] for which in ("rose", "fell")
+    )
     if rose and fell:
-        said.append(f"{' and '.join(rose)} rose while {' and '.join(fell)} fell: the one was paid for by the other.")
+        said.append(
+            f"{' and '.join(rose)} rose while {' and '.join(fell)} fell: the one was paid for by"
+            " the other."
+        )
     return said
 
 
@@ -111,17 +151,25 @@ def _meaning(reward: Direction, judge: Score) -> str:
 
 
 def _roles(run: RunData) -> dict[str, tuple[str, bool]]:
-    """By label: what the scorer is for, and whether it is held out. Empty where the configuration cannot be read."""
+    """By label: what the scorer is for, and whether it is held out. Empty where the configuration
+    cannot be read.
+    """
     try:
         rewards = Rewards.model_validate(run.setting("rewards"))
     except ValidationError:
         return {}
-    trained = {each.label: (f"trained on, weight {number(each.weight)}", False) for each in rewards.scorers}
-    return trained | {each.label: ("held out, never trained on", True) for each in rewards.evaluation_scorers}
+    trained = {
+        each.label: (f"trained on, weight {number(each.weight)}", False) for each in rewards.scorers
+    }
+    return trained | {
+        each.label: ("held out, never trained on", True) for each in rewards.evaluation_scorers
+    }
 
 
 def _score(run: RunData, label: str, role: str, held_out: bool) -> Score:
-    before, after = (finite(row.get(EVAL + label)) if row else None for row in (run.before, run.after))
+    before, after = (
+        finite(row.get(EVAL + label)) if row else None for row in (run.before, run.after)
+    )
     grids = {step: found for step in run.scores if (found := run.scores[step].get(label))}
     steps = [int(row["iteration"]) for row in run.evaluations]
     base = grids.get(steps[0], [])
@@ -131,7 +179,15 @@ def _score(run: RunData, label: str, role: str, held_out: bool) -> Score:
         change = Mean(after - before, math.nan, 0)
     every = [value for row in base for value in row if math.isfinite(value)]
     deviation = statistics.pstdev(every) if every else 0.0
-    curve = [(float(step), paired(base, grids[step]).mean / deviation) for step in steps if step in grids] if deviation > 0 else []
+    curve = (
+        [
+            (float(step), paired(base, grids[step]).mean / deviation)
+            for step in steps
+            if step in grids
+        ]
+        if deviation > 0
+        else []
+    )
     return Score(label, role, held_out, before, after, change, curve)
 
 
@@ -140,7 +196,10 @@ def _score(run: RunData, label: str, role: str, held_out: bool) -> Score:
 
 def _curves(run: RunData) -> list[str]:
     """Training and held-out reward in one chart; empty when nothing was scored."""
-    train, held_out = points(run.iterations, "reward/train_mean"), points(run.evaluations, "reward/eval_mean")
+    train, held_out = (
+        points(run.iterations, "reward/train_mean"),
+        points(run.evaluations, "reward/eval_mean"),
+    )
     lines = [Series("samples trained on", train, 1)] if train else []
     note = ""
     if held_out:
@@ -150,31 +209,43 @@ def _curves(run: RunData) -> list[str]:
     if not lines:
         return []
     if run.setting("selection.rule") == "best_worst" and points(run.iterations, "explore/contrast"):
-        note += "Samples trained on are half best, half worst: their mean is not that of all pictures."
+        note += (
+            "Samples trained on are half best, half worst: their mean is not that of all pictures."
+        )
     return [card("Reward", legend(lines) + line_chart(lines, label="Reward by iteration"), note)]
 
 
 def _prompts_card(run: RunData) -> str:
-    """Every held-out prompt as a point, before against after; empty when the evaluations' rewards are not there."""
+    """Every held-out prompt as a point, before against after; empty when the evaluations' rewards
+    are not there.
+    """
     before, after = run.prompt_means(run.before), run.prompt_means(run.after)
     pairs = [(x, y) for x, y in zip(before, after, strict=False) if math.isfinite(x + y)]
     if not pairs:
         return ""
-    names = [run.pictures.prompts.get(index, f"held-out prompt {index}") for index in range(len(before))]
+    names = [
+        run.pictures.prompts.get(index, f"held-out prompt {index}") for index in range(len(before))
+    ]
     shown = list(zip(before, after, strict=False))
     up, down = sum(y > x for x, y in pairs), sum(y < x for x, y in pairs)
     parts = [("better", 2, f"{up:,}"), ("worse", 5, f"{down:,}")]
     if up + down < len(pairs):
         parts.append(("equal", 8, f"{len(pairs) - up - down:,}"))
     chart = scatter(
-        shown, label="Held-out prompts before and after", x_label="before →", y_label="after", names=names[: len(shown)]
+        shown,
+        label="Held-out prompts before and after",
+        x_label="before →",
+        y_label="after",
+        names=names[: len(shown)],
     )
     note = "A point is a prompt's mean reward over the same noises; above the line it got better."
     return card("Every held-out prompt", f'<ul class="legend">{blocks(parts)}</ul>{chart}', note)
 
 
 def _table(run: RunData, scores: Sequence[Score]) -> str:
-    """Before and after by scorer, the weighted sum first; what had no score, and speeds, where there are any."""
+    """Before and after by scorer, the weighted sum first; what had no score, and speeds, where
+    there are any.
+    """
     before, after = run.before, run.after
     assert before is not None and after is not None
     start, end = finite(before.get("reward/eval_mean")), finite(after.get("reward/eval_mean"))
@@ -183,23 +254,36 @@ def _table(run: RunData, scores: Sequence[Score]) -> str:
         gain = end - start
     whole = Mean(math.nan if gain is None else gain, math.nan if error is None else error, 0)
     rows = [["weighted sum", "what is optimised", *_cells(start, end, whole)]]
-    rows += [[score.label, score.role, *_cells(score.before, score.after, score.change)] for score in scores]
+    rows += [
+        [score.label, score.role, *_cells(score.before, score.after, score.change)]
+        for score in scores
+    ]
     heads = ["score", "", "before", "after", "change"]
     labels = [None, *(score.label for score in scores)]
     lost = [sum(values([before, after], f"{UNSCORED}{label}")) if label else 0 for label in labels]
-    speeds = [values([*run.iterations, *run.evaluations], f"{SPEED}{label}") if label else [] for label in labels]
+    speeds = [
+        values([*run.iterations, *run.evaluations], f"{SPEED}{label}") if label else []
+        for label in labels
+    ]
     if any(lost):
         heads.append("not scored")
-        rows = [[*row, f"{count:,.0f}" if count else ""] for row, count in zip(rows, lost, strict=True)]
+        rows = [
+            [*row, f"{count:,.0f}" if count else ""] for row, count in zip(rows, lost, strict=True)
+        ]
     if any(speeds):
         heads.append("pictures per s")
-        rows = [[*row, number(statistics.median(each)) if each else ""] for row, each in zip(rows, speeds, strict=True)]
+        rows = [
+            [*row, number(statistics.median(each)) if each else ""]
+            for row, each in zip(rows, speeds, strict=True)
+        ]
     return table(heads, rows, words=(0, 1))
 
 
 def _cells(start: float | None, end: float | None, change: Mean) -> list[str | Cell]:
     known = math.isfinite(change.mean)
-    tone = "good-ink" if known and change.mean > 0 else "bad-ink" if known and change.mean < 0 else ""
+    tone = (
+        "good-ink" if known and change.mean > 0 else "bad-ink" if known and change.mean < 0 else ""
+    )
     said = f"{'+' if known and change.mean > 0 else ''}{number(change.mean)}"
     if math.isfinite(change.error):
         said += f" ± {number(change.error, 2)}"
@@ -210,20 +294,31 @@ def _together(scores: Sequence[Score]) -> str:
     """All scorers on one scale."""
     lines = [
         Series(
-            f"{score.label}{', held out' if score.held_out else ''}", score.in_deviations, at % COLOURS + 1, dashed=score.held_out
+            f"{score.label}{', held out' if score.held_out else ''}",
+            score.in_deviations,
+            at % COLOURS + 1,
+            dashed=score.held_out,
         )
         for at, score in enumerate(scores)
     ]
-    chart = line_chart(lines, include_y=(0.0,), label="Change of every score on held-out prompts by iteration")
+    chart = line_chart(
+        lines, include_y=(0.0,), label="Change of every score on held-out prompts by iteration"
+    )
     note = (
-        "Change on held-out prompts in standard deviations between the pictures before training, so that scores of different scale can be "
-        "held against each other. Dashed: never trained on."
+        "Change on held-out prompts in standard deviations between the pictures before training, so"
+        " that scores of different scale can be held against each other. Dashed: never trained on."
     )
     return card("What rose, and at whose cost", legend(lines) + chart, note)
 
 
 def _own_card(run: RunData, score: Score) -> str:
-    lines = [Series(f"{score.label}, held-out prompts", points(run.evaluations, EVAL + score.label), 5)]
+    lines = [
+        Series(f"{score.label}, held-out prompts", points(run.evaluations, EVAL + score.label), 5)
+    ]
     if train := points(run.iterations, f"reward/{score.label}"):
         lines.insert(0, Series(f"{score.label}, all pictures of an iteration", train, 1))
-    return card(f"Scorer {score.label}", legend(lines) + line_chart(lines, label=f"{score.label} by iteration"), score.role)
+    return card(
+        f"Scorer {score.label}",
+        legend(lines) + line_chart(lines, label=f"{score.label} by iteration"),
+        score.role,
+    )

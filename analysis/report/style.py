@@ -1,4 +1,6 @@
-"""The report's style sheet: one column on a phone, cards on a desk, light and dark by the reader's preference."""
+"""The report's style sheet: one column on a phone, cards on a desk, light and dark by the reader's
+preference.
+"""
 
 _COLOURS = ("blue", "aqua", "amber", "violet", "orange", "magenta", "green", "grey")
 LIGHT = ("#2a78d6", "#1a9e72", "#c98a00", "#5b48b8", "#d9572b", "#cf5f92", "#3b7f1f", "#8a8f98")

@@ -1,7 +1,9 @@
-"""The timeline as a picture: a lane per actor with what it had in hand, versions as lines, faults and scaling as marks.
+"""The timeline as a picture: a lane per actor with what it had in hand, versions as lines, faults
+and scaling as marks.
 
-Lanes are HTML, so that names stay readable on a phone; what an actor did is an SVG of its lane, stretched to the width there is.
-All times are seconds of running time: a pause before a resume takes none.
+Lanes are HTML, so that names stay readable on a phone; what an actor did is an SVG of its lane,
+stretched to the width there is. All times are seconds of running time: a pause before a resume
+takes none.
 """
 
 from __future__ import annotations
@@ -43,7 +45,9 @@ class Bar:
 
 @dataclass(frozen=True)
 class Timeline:
-    """What is drawn: lanes by actor, the run's own marks, (when, version) of every publication, and spans in running time."""
+    """What is drawn: lanes by actor, the run's own marks, (when, version) of every publication, and
+    spans in running time.
+    """
 
     lanes: Mapping[str, Lane]
     marks: Sequence[Mark]
@@ -52,8 +56,12 @@ class Timeline:
     end: float
 
 
-def in_running_time(spans: Sequence[Span], moments: Sequence[float], times: Sequence[float]) -> list[Span]:
-    """Spans moved from the wall clock to running time, by events at ``moments`` (rising) of the wall clock and ``times`` of the run."""
+def in_running_time(
+    spans: Sequence[Span], moments: Sequence[float], times: Sequence[float]
+) -> list[Span]:
+    """Spans moved from the wall clock to running time, by events at ``moments`` (rising) of the
+    wall clock and ``times`` of the run.
+    """
     if not moments:
         return []
 
@@ -74,21 +82,33 @@ def picture(timeline: Timeline) -> str:
         return legend + whole
     start, stop = window
     title = f"The last iteration: {duration(stop - start)}, after {duration(start)}"
-    return f"{legend}{whole}<h3 style='margin-top:18px'>{escape(title)}</h3>{_lanes(timeline, start, stop)}"
+    return (
+        f"{legend}{whole}<h3"
+        f" style='margin-top:18px'>{escape(title)}</h3>{_lanes(timeline, start, stop)}"
+    )
 
 
 def last_iteration(spans: Sequence[Span]) -> tuple[float, float] | None:
     """From the end of the last update but one to the end of the last; None before there are two."""
-    ends = sorted(span.ended for span in spans if span.work == "update" and span.outcome == "done" and span.actor == 0)
+    ends = sorted(
+        span.ended
+        for span in spans
+        if span.work == "update" and span.outcome == "done" and span.actor == 0
+    )
     return (ends[-2], ends[-1]) if len(ends) > 1 else None
 
 
 def bars_of(spans: Sequence[Span], gap: float) -> list[Bar]:
-    """Spans of one lane by their start, neighbours of one kind and outcome joined when less than ``gap`` seconds lie between."""
+    """Spans of one lane by their start, neighbours of one kind and outcome joined when less than
+    ``gap`` seconds lie between.
+    """
     bars: list[Bar] = []
     for span in spans:
         last = bars[-1] if bars else None
-        same = last is not None and (last.span.shown, last.span.outcome) == (span.shown, span.outcome)
+        same = last is not None and (last.span.shown, last.span.outcome) == (
+            span.shown,
+            span.outcome,
+        )
         if last is not None and same and span.started - last.stop < gap:
             bars[-1] = Bar(last.span, last.start, max(last.stop, span.ended), last.count + 1)
         else:
@@ -100,7 +120,11 @@ def bars_of(spans: Sequence[Span], gap: float) -> list[Bar]:
 
 
 def _lanes(timeline: Timeline, start: float, stop: float) -> str:
-    lanes = {name: lane for name, lane in timeline.lanes.items() if any(a < stop and b > start for a, b in lane.lives)}
+    lanes = {
+        name: lane
+        for name, lane in timeline.lanes.items()
+        if any(a < stop and b > start for a, b in lane.lives)
+    }
     by_actor: dict[str, list[Span]] = {}
     for span in timeline.spans:
         if span.ended > start and span.started < stop:
@@ -117,17 +141,30 @@ def _lanes(timeline: Timeline, start: float, stop: float) -> str:
     lines = _lines(published, place)
     rows = []
     if published:
-        rows.append(f'<span class="who">policy</span><div class="track ticks">{_version_names(published, place)}</div>')
+        rows.append(
+            '<span class="who">policy</span><div class="track'
+            f' ticks">{_version_names(published, place)}</div>'
+        )
     marks = "".join(_mark(mark, place) for mark in timeline.marks if start <= mark[0] <= stop)
     if marks:
-        rows.append(f'<span class="who">run</span><div class="track">{_drawing([], lines, place)}{marks}</div>')
+        rows.append(
+            '<span class="who">run</span><div'
+            f' class="track">{_drawing([], lines, place)}{marks}</div>'
+        )
     for name, lane in lanes.items():
         drawing = _drawing(bars_of(by_actor.get(name, []), gap), lines, place)
         lives = "".join(
-            _life(max(a, start), min(b, stop), place, bool(timeline.spans)) for a, b in lane.lives if a < stop and b > start
+            _life(max(a, start), min(b, stop), place, bool(timeline.spans))
+            for a, b in lane.lives
+            if a < stop and b > start
         )
-        marks = "".join(_mark(mark, place) for mark in lane.marks[:MOST_MARKS] if start <= mark[0] <= stop)
-        rows.append(f'<span class="who">{escape(name)}</span><div class="track">{lives}{drawing}{marks}</div>')
+        marks = "".join(
+            _mark(mark, place) for mark in lane.marks[:MOST_MARKS] if start <= mark[0] <= stop
+        )
+        rows.append(
+            f'<span class="who">{escape(name)}</span><div'
+            f' class="track">{lives}{drawing}{marks}</div>'
+        )
     return f'<div class="lanes timeline">{"".join(rows)}{_ruler(stop - start)}</div>{hidden}'
 
 
@@ -138,7 +175,10 @@ def _placer(start: float, stop: float) -> Callable[[float], float]:
 
 def _life(start: float, stop: float, place: Callable[[float], float], quiet: bool) -> str:
     kind = "life quiet" if quiet else "life"
-    return f'<span class="{kind}" style="left:{place(start):.2f}%;width:{place(stop) - place(start):.2f}%"></span>'
+    return (
+        f'<span class="{kind}"'
+        f' style="left:{place(start):.2f}%;width:{place(stop) - place(start):.2f}%"></span>'
+    )
 
 
 def _drawing(bars: Sequence[Bar], lines: str, place: Callable[[float], float]) -> str:
@@ -146,15 +186,18 @@ def _drawing(bars: Sequence[Bar], lines: str, place: Callable[[float], float]) -
         return ""
     body = "".join(_bar(bar, place) for bar in bars)
     path = f'<path class="version" d="{lines}"/>' if lines else ""
-    return f'<svg class="work" viewBox="0 0 {WIDTH:g} {HEIGHT:g}" preserveAspectRatio="none">{path}{body}</svg>'
+    return (
+        f'<svg class="work" viewBox="0 0 {WIDTH:g} {HEIGHT:g}"'
+        f' preserveAspectRatio="none">{path}{body}</svg>'
+    )
 
 
 def _bar(bar: Bar, place: Callable[[float], float]) -> str:
     left, right = (place(moment) * WIDTH / 100 for moment in (bar.start, bar.stop))
     kind = "lost" if bar.span.outcome in ("lost", "failed") else f"fill-{bar.span.shown.colour}"
     return (
-        f'<rect class="{kind}" x="{left:.1f}" y="0" width="{max(right - left, 0.8):.1f}" height="{HEIGHT:g}">'
-        f"<title>{escape(_what(bar))}</title></rect>"
+        f'<rect class="{kind}" x="{left:.1f}" y="0" width="{max(right - left, 0.8):.1f}"'
+        f' height="{HEIGHT:g}"><title>{escape(_what(bar))}</title></rect>'
     )
 
 
@@ -182,7 +225,10 @@ def _version_names(published: Sequence[tuple[float, int]], place: Callable[[floa
     for when, version in published:
         left = place(when)
         if left >= free:
-            parts.append(f'<span class="{"last" if left > 96 else ""}" style="left:{left:.2f}%">v{version}</span>')
+            parts.append(
+                f'<span class="{"last" if left > 96 else ""}"'
+                f' style="left:{left:.2f}%">v{version}</span>'
+            )
             free = left + 6
     return "".join(parts)
 
@@ -195,7 +241,8 @@ def _mark(mark: Mark, place: Callable[[float], float]) -> str:
 
 def _ruler(seconds: float) -> str:
     ticks = "".join(
-        f'<span style="left:{25 * part}%">{duration(seconds * part / 4) if part else "0"}</span>' for part in range(0, 5, 2)
+        f'<span style="left:{25 * part}%">{duration(seconds * part / 4) if part else "0"}</span>'
+        for part in range(0, 5, 2)
     )
     return f'<span class="who hide-small"></span><div class="track ruler">{ticks}</div>'
 
@@ -206,17 +253,28 @@ def _legend(timeline: Timeline) -> str:
     for span in timeline.spans:
         seconds[span.shown] = seconds.get(span.shown, 0.0) + span.ended - span.started
     items = [
-        f'<li><span class="swatch block bg-{work.colour}"></span>{escape(work.label)}<b>{duration(total)}</b></li>'
+        '<li><span class="swatch block'
+        f' bg-{work.colour}"></span>{escape(work.label)}<b>{duration(total)}</b></li>'
         for work, total in sorted(seconds.items(), key=lambda item: item[0].colour)
     ]
     quiet = ' style="background:var(--rule)"' if timeline.spans else ' style="opacity:.5"'
-    items.append(f'<li><span class="swatch block{"" if timeline.spans else " bg-1"}"{quiet}></span>in service</li>')
+    items.append(
+        f'<li><span class="swatch block{"" if timeline.spans else " bg-1"}"{quiet}></span>in'
+        " service</li>"
+    )
     if timeline.versions:
         items.append('<li><span class="swatch tall"></span>policy published</li>')
     used = {tone for lane in timeline.lanes.values() for _, tone, _ in lane.marks}
-    for tone, label in (("bad", "died"), ("good", "replaced or added"), ("warn", "unit of work given out again")):
+    for tone, label in (
+        ("bad", "died"),
+        ("good", "replaced or added"),
+        ("warn", "unit of work given out again"),
+    ):
         if tone in used:
-            items.append(f'<li><span class="swatch block" style="background:var(--{tone})"></span>{label}</li>')
+            items.append(
+                '<li><span class="swatch block"'
+                f' style="background:var(--{tone})"></span>{label}</li>'
+            )
     if any(span.outcome in ("lost", "failed") for span in timeline.spans):
         items.append('<li><span class="swatch block lost"></span>work lost</li>')
     return f'<ul class="legend">{"".join(items)}</ul>'

@@ -12,24 +12,40 @@ IDLE, GONE, LOST = "·", " ", "X"
 
 
 def lines_of(timeline: Timeline, width: int = 100) -> list[str]:
-    """Versions, a line per actor, the scale, and what the letters mean; ``width`` characters of time."""
+    """Versions, a line per actor, the scale, and what the letters mean; ``width`` characters of
+    time.
+    """
     end = timeline.end or 1.0
     names = max([len("policy"), *(len(name) for name in timeline.lanes)])
     by_actor: dict[str, list[Span]] = {}
     for span in timeline.spans:
         by_actor.setdefault(span.who, []).append(span)
     lines = [f"{'policy':<{names}} {_versions(timeline.versions, end, width)}"]
-    lines += [f"{name:<{names}} {strip(by_actor.get(name, []), lane, end, width)}" for name, lane in timeline.lanes.items()]
+    lines += [
+        f"{name:<{names}} {strip(by_actor.get(name, []), lane, end, width)}"
+        for name, lane in timeline.lanes.items()
+    ]
     half = width // 2
-    lines.append(f"{'':<{names}} {'0':<{half}}{duration(end / 2)}".ljust(names + 1 + width - len(duration(end))) + duration(end))
+    lines.append(
+        f"{'':<{names}} {'0':<{half}}{duration(end / 2)}".ljust(
+            names + 1 + width - len(duration(end))
+        )
+        + duration(end)
+    )
     used = {span.shown for span in timeline.spans}
-    said = [f"{work.letter} {work.label}" for work in dict.fromkeys([*WORKS.values(), OTHER]) if work in used]
+    said = [
+        f"{work.letter} {work.label}"
+        for work in dict.fromkeys([*WORKS.values(), OTHER])
+        if work in used
+    ]
     lines.append("  ".join([*said, f"{LOST} died", f"{IDLE} idle"]))
     return lines
 
 
 def strip(spans: Sequence[Span], lane: Lane, end: float, width: int) -> str:
-    """What one actor did: in each of ``width`` slices of 0 to ``end`` the letter of what it did longest, if that is a third of it."""
+    """What one actor did: in each of ``width`` slices of 0 to ``end`` the letter of what it did
+    longest, if that is a third of it.
+    """
     slice_s = end / width
     done: list[dict[str, float]] = [{} for _ in range(width)]
     for span in spans:
@@ -42,7 +58,9 @@ def strip(spans: Sequence[Span], lane: Lane, end: float, width: int) -> str:
         middle = (at + 0.5) * slice_s
         alive = any(start <= middle <= stop for start, stop in lane.lives)
         letter = max(seconds, key=lambda each: seconds[each], default="")
-        cells.append(letter if letter and sum(seconds.values()) >= slice_s / 3 else IDLE if alive else GONE)
+        cells.append(
+            letter if letter and sum(seconds.values()) >= slice_s / 3 else IDLE if alive else GONE
+        )
     for when, tone, _ in lane.marks:
         if tone == "bad":
             cells[_slice(when, end, width)] = LOST

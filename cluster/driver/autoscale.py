@@ -1,8 +1,10 @@
-"""When to grow the rollout pool and when to shrink it: a pure rule on what the last iterations were like.
+"""When to grow the rollout pool and when to shrink it: a pure rule on what the last iterations were
+like.
 
-An iteration is as long as exploring and learning together, less their overlap. While the learner has nothing in hand it waits: for
-explorers when these are at work, for scoring when they are not. So the pool grows when the learner waits for much of an iteration
-and explorers work through most of that wait, and shrinks when they work through little of the iteration.
+An iteration is as long as exploring and learning together, less their overlap. While the learner
+has nothing in hand it waits: for explorers when these are at work, for scoring when they are not.
+So the pool grows when the learner waits for much of an iteration and explorers work through most of
+that wait, and shrinks when they work through little of the iteration.
 """
 
 from __future__ import annotations
@@ -20,7 +22,9 @@ EXPLORERS_ARE_WHY = 0.8
 
 @dataclass(frozen=True)
 class Load:
-    """Shares of one iteration, 0 to 1: the learner without a unit in hand; the mean explorer with one."""
+    """Shares of one iteration, 0 to 1: the learner without a unit in hand; the mean explorer with
+    one.
+    """
 
     learner_waits: float
     explorers_work: float
@@ -28,13 +32,18 @@ class Load:
 
 def verdict(load: Load, rule: Autoscale) -> int:
     """1: grow, -1: shrink, 0: leave it."""
-    if load.learner_waits > rule.grow_above and load.explorers_work >= EXPLORERS_ARE_WHY * load.learner_waits:
+    if (
+        load.learner_waits > rule.grow_above
+        and load.explorers_work >= EXPLORERS_ARE_WHY * load.learner_waits
+    ):
         return 1
     return -1 if load.explorers_work < rule.shrink_below else 0
 
 
 def size_for(size: int, loads: Sequence[Load], rule: Autoscale, limits: Service) -> int:
-    """The pool's next size, from the loads since it last changed, newest last; ``patience`` of them must agree."""
+    """The pool's next size, from the loads since it last changed, newest last; ``patience`` of them
+    must agree.
+    """
     recent = {verdict(load, rule) for load in loads[-rule.patience :]}
     if not rule.enabled or len(loads) < rule.patience or len(recent) != 1:
         return size
@@ -56,10 +65,14 @@ class Meter:
             pool.deepest = pool.waiting
 
     def row(self, seconds: float) -> dict[str, float]:
-        """After an iteration of so many seconds: ``busy/<service>``, the share of it that a mean actor worked, 0 to 1, and
-        ``queue/<service>``, the most units that waited."""
+        """After an iteration of so many seconds: ``busy/<service>``, the share of it that a mean
+        actor worked, 0 to 1, and ``queue/<service>``, the most units that waited.
+        """
         shares = {
-            pool.kind: (pool.worked_s - self._worked.get(pool.kind, 0.0)) / (max(seconds, 1e-9) * max(pool.alive, 1))
+            pool.kind: (
+                (pool.worked_s - self._worked.get(pool.kind, 0.0))
+                / (max(seconds, 1e-9) * max(pool.alive, 1))
+            )
             for pool in self._pools
         }
         busy = {f"busy/{kind}": min(1.0, share) for kind, share in shares.items()}
@@ -75,7 +88,9 @@ class Autoscaler:
         self._loads: list[Load] = []
 
     def size_after(self, size: int, row: Mapping[str, float]) -> int:
-        """The size that a pool of ``size`` should have next, after an iteration with ``row`` of ``Meter``."""
+        """The size that a pool of ``size`` should have next, after an iteration with ``row`` of
+        ``Meter``.
+        """
         if size != self._size:
             self._size, self._loads = size, []
         self._loads.append(Load(1 - row["busy/learner"], row.get("busy/rollout", 0.0)))

@@ -1,4 +1,6 @@
-"""The evaluations of one run: what they leave in its directory, and their gain over the one before training."""
+"""The evaluations of one run: what they leave in its directory, and their gain over the one before
+training.
+"""
 
 from __future__ import annotations
 
@@ -23,28 +25,45 @@ class HeldOut:
         self._config, self._rundir, self._prompts = config, rundir, prompts
 
     def due(self, iteration: int, last: bool = False) -> bool:
-        """Whether the prompts are to be scored after so many iterations, and have not been yet, now or before a resume.
+        """Whether the prompts are to be scored after so many iterations, and have not been yet, now
+        or before a resume.
 
-        ``last``: training is over, and what it came to is saved; before that the last evaluation is not due.
+        ``last``: training is over, and what it came to is saved; before that the last evaluation is
+        not due.
         """
         every = self._config.evaluate.every
-        between = iteration < self._config.iterations and (iteration == 0 or (every > 0 and iteration % every == 0))
+        between = iteration < self._config.iterations and (
+            iteration == 0 or (every > 0 and iteration % every == 0)
+        )
         return (last or between) and not self._done(iteration)
 
     async def evaluate(self, services: Services, iteration: int, seconds: float) -> dict[str, Any]:
-        """Score the prompts, paired with the evaluation before training; keep scores and pictures, return the row of metrics."""
+        """Score the prompts, paired with the evaluation before training; keep scores and pictures,
+        return the row of metrics.
+        """
         weights = self._config.evaluate.weights
         result = await evaluate(self._config, services, self._prompts, weights)
-        before = json.loads(self._file(0).read_text())["rewards"] if iteration and self._file(0).exists() else None
+        before = (
+            json.loads(self._file(0).read_text())["rewards"]
+            if iteration and self._file(0).exists()
+            else None
+        )
         row = {"kind": "evaluation", "iteration": iteration, "seconds": seconds, "weights": weights}
         row |= result.row(np.array(before, dtype=float) if before is not None else None)
-        save_pictures(self._rundir.images, iteration, [prompt.text for prompt in self._prompts], result.pictures)
+        save_pictures(
+            self._rundir.images,
+            iteration,
+            [prompt.text for prompt in self._prompts],
+            result.pictures,
+        )
         self._file(iteration).parent.mkdir(exist_ok=True)
         write_json(self._file(iteration), {"weights": weights, **result.table()})
         return row
 
     def _done(self, iteration: int) -> bool:
-        """By its row, which comes last: a kill may leave the file alone, and going back to a checkpoint takes the row only."""
+        """By its row, which comes last: a kill may leave the file alone, and going back to a
+        checkpoint takes the row only.
+        """
         rows = (row for row in self._rundir.metrics() if row["kind"] == "evaluation")
         return self._file(iteration).exists() and any(row["iteration"] == iteration for row in rows)
 

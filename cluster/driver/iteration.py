@@ -33,12 +33,15 @@ class Pool:
 class Iteration:
     """Begins when its exploration does, which may be before its turn comes.
 
-    What belongs to a prompt is kept by the prompt's position, and summed up in that order, whoever was first.
+    What belongs to a prompt is kept by the prompt's position, and summed up in that order, whoever
+    was first.
     """
 
     index: int  # also the policy version that regenerates
     version: int  # of the policy that explores
-    backend: str | None  # precision that explores; None where nobody explores, or explorers do not say
+    backend: (
+        str | None
+    )  # precision that explores; None where nobody explores, or explorers do not say
     prompts: list[Prompt]
     conditioning: list[Any]  # references, one per prompt
     scoring: Scoring
@@ -59,11 +62,14 @@ class Iteration:
         return self.index - self.version
 
     def check_staleness(self, bound: int) -> None:
-        """Raises RunFailed when the exploring policy is older than ``bound`` updates, or newer than the regenerating one."""
+        """Raises RunFailed when the exploring policy is older than ``bound`` updates, or newer than
+        the regenerating one.
+        """
         if not 0 <= self.staleness <= bound:
             raise RunFailed(
-                f"iteration {self.index} was explored with policy version {self.version}, explore_ahead = {bound} allows "
-                f"{self.index - bound} to {self.index}: this should never happen, please report it"
+                f"iteration {self.index} was explored with policy version {self.version},"
+                f" explore_ahead = {bound} allows {self.index - bound} to {self.index}: this should"
+                " never happen, please report it"
             )
 
     def takes_its_turn(self, tell: Callable[[str, int], None]) -> None:
@@ -85,12 +91,18 @@ class Iteration:
     def selected(self) -> list[dict[str, Any]]:
         """Per prompt, what was selected: indices into its pool."""
         return [
-            {"prompt": self.prompts[p].text, "train": list(chosen.train), "audit": list(chosen.audit)}
+            {
+                "prompt": self.prompts[p].text,
+                "train": list(chosen.train),
+                "audit": list(chosen.audit),
+            }
             for p, chosen in sorted(self.chosen.items())
         ]
 
     def agreement(self) -> dict[str, float]:
-        """Means over prompts of the ranks' agreement, under their metric names; nothing where nothing could be ranked."""
+        """Means over prompts of the ranks' agreement, under their metric names; nothing where
+        nothing could be ranked.
+        """
         return _mean_of("audit/", self.audits) | _mean_of("audit/random_", self.random_audits)
 
     def explored(self, keep: int) -> dict[str, Any]:
@@ -101,7 +113,8 @@ class Iteration:
         pools = [pool.scored.rewards for _, pool in sorted(self.pools.items())]
         ranked = [np.sort(rewards[np.isfinite(rewards)]) for rewards in pools]
         best, worst = (
-            float(np.mean([r.mean() for r in part])) for part in ([r[-half:] for r in ranked], [r[:half] for r in ranked])
+            float(np.mean([r.mean() for r in part]))
+            for part in ([r[-half:] for r in ranked], [r[:half] for r in ranked])
         )
         return {
             "explore/version": self.version,
@@ -114,11 +127,15 @@ class Iteration:
         }
 
     def times(self, regenerated_at: float, updated_at: float, finished: float) -> dict[str, float]:
-        """Seconds of its parts, which sum up to the iteration, and of exploring before the iteration had its turn."""
+        """Seconds of its parts, which sum up to the iteration, and of exploring before the
+        iteration had its turn.
+        """
         explored_at = max(self.explored_at, self.start)
         return {
             "time/explore_s": explored_at - self.start,
-            "time/explore_ahead_s": max(0.0, min(self.explored_at, self.start) - self.began) if self.staleness else 0.0,
+            "time/explore_ahead_s": (
+                max(0.0, min(self.explored_at, self.start) - self.began) if self.staleness else 0.0
+            ),
             "time/regenerate_s": regenerated_at - explored_at,
             "time/update_s": updated_at - regenerated_at,
             "time/iteration_s": finished - self.start,

@@ -1,8 +1,10 @@
-"""The learner: one actor, or a group of replicas that train one LoRA together and live and die together.
+"""The learner: one actor, or a group of replicas that train one LoRA together and live and die
+together.
 
-Replicas are equal bit by bit between two calls. So a picture is drawn by whichever is free; an update goes to all of them, to each
-its own prompts; exports, checkpoints and the table of modules are asked of the first. When one dies or hangs, or they lose each other,
-the state is lost as that of a single learner is: ``renew`` puts new ones in all places, which meet and load the checkpoint.
+Replicas are equal bit by bit between two calls. So a picture is drawn by whichever is free; an
+update goes to all of them, to each its own prompts; exports, checkpoints and the table of modules
+are asked of the first. When one dies or hangs, or they lose each other, the state is lost as that
+of a single learner is: ``renew`` puts new ones in all places, which meet and load the checkpoint.
 """
 
 from __future__ import annotations
@@ -27,7 +29,9 @@ EVERYONE = ("update", "load")
 MEETINGS = 3
 """Times that replicas may be lost while they meet, one after the other."""
 HINDSIGHT_S = 5.0
-"""A survivor hears of a death at once, Ray tells it within two seconds: so long the survivor's word waits for that of the death itself."""
+"""A survivor hears of a death at once, Ray tells it within two seconds: so long the survivor's word
+waits for that of the death itself.
+"""
 
 
 class LearnerGroup(ActorPool):
@@ -44,8 +48,9 @@ class LearnerGroup(ActorPool):
         await self._meet()
 
     async def call(self, key: Any, method: str, *args: Any, **options: Any) -> Any:
-        """As ``ActorPool.call``: ``generate`` of any replica, ``update`` and ``load`` of all (the first one's value), the rest of the
-        first."""
+        """As ``ActorPool.call``: ``generate`` of any replica, ``update`` and ``load`` of all (the
+        first one's value), the rest of the first.
+        """
         if len(self.workers) == 1 or method in ANYONE:
             return await super().call(key, method, *args, **options)
         if self._failure:
@@ -54,7 +59,10 @@ class LearnerGroup(ActorPool):
             return await self._by(self.workers[0], Unit(key, method, args, **options))
         size = len(self.workers)
         sent = [share(rank, size, *args) if method == "update" else args for rank in range(size)]
-        units = [Unit((*key, f"replica {rank}"), method, mine, **options) for rank, mine in enumerate(sent)]
+        units = [
+            Unit((*key, f"replica {rank}"), method, mine, **options)
+            for rank, mine in enumerate(sent)
+        ]
         return (await self._by_all(units))[0]
 
     async def _by(self, worker: Worker, unit: Unit) -> Any:
@@ -67,9 +75,13 @@ class LearnerGroup(ActorPool):
         return await unit.future
 
     async def _by_all(self, units: Sequence[Unit]) -> list[Any]:
-        """One unit for each replica. What is lost is lost at once; a failure, which all of them hear of, is raised when all have ended:
-        they write down what failed."""
-        tasks = [asyncio.create_task(self._by(worker, unit)) for worker, unit in zip(self.workers, units, strict=True)]
+        """One unit for each replica. What is lost is lost at once; a failure, which all of them
+        hear of, is raised when all have ended: they write down what failed.
+        """
+        tasks = [
+            asyncio.create_task(self._by(worker, unit))
+            for worker, unit in zip(self.workers, units, strict=True)
+        ]
         try:
             done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
             first = next((error for task in done if (error := task.exception())), None)
@@ -111,31 +123,48 @@ class LearnerGroup(ActorPool):
                 why = cause(error)
                 break
         raise RunFailed(
-            f"the {len(self.workers)} replicas of the learner did not come together: {why}; their nodes must reach each other on any "
-            "port, then continue with --resume"
+            f"the {len(self.workers)} replicas of the learner did not come together: {why}; their"
+            " nodes must reach each other on any port, then continue with --resume"
         )
 
     async def _join(self) -> None:
         patience = self._service.deadline_s
         host, port = await self.ask(self.workers[0], "meeting_place", patience)
         size = len(self.workers)
-        joining = (self.ask(worker, "join", rank, size, host, port, patience) for rank, worker in enumerate(self.workers))
+        joining = (
+            self.ask(worker, "join", rank, size, host, port, patience)
+            for rank, worker in enumerate(self.workers)
+        )
         await all_or_none(*joining)
         self._event("replicas_met", kind=self.kind, replicas=size, where=f"{host}:{port}")
 
 
-def share(rank: int, size: int, iteration: int, groups: Sequence[TrainingGroup], conds: int, *sent: Any) -> tuple[Any, ...]:
-    """The arguments of one replica's update, of those of a whole one (``actors.learner.LearnerActor.update``).
+def share(
+    rank: int, size: int, iteration: int, groups: Sequence[TrainingGroup], conds: int, *sent: Any
+) -> tuple[Any, ...]:
+    """The arguments of one replica's update, of those of a whole one
+    (``actors.learner.LearnerActor.update``).
 
-    Prompts go round the replicas. The others' groups stay, for their rewards, without samples; conditioning and records that only
-    they need are left out.
+    Prompts go round the replicas. The others' groups stay, for their rewards, without samples;
+    conditioning and records that only they need are left out.
     """
     conditionings, records = sent[:conds], sent[conds:]
     mine = [group.prompt % size == rank for group in groups]
-    needed = sorted({part.record for group, own in zip(groups, mine, strict=True) if own for part in group.samples})
+    needed = sorted(
+        {
+            part.record
+            for group, own in zip(groups, mine, strict=True)
+            if own
+            for part in group.samples
+        }
+    )
 
     def told(group: TrainingGroup, own: bool) -> TrainingGroup:
-        parts = tuple(Rows(needed.index(part.record), part.rows) for part in group.samples) if own else ()
+        parts = (
+            tuple(Rows(needed.index(part.record), part.rows) for part in group.samples)
+            if own
+            else ()
+        )
         return replace(group, samples=parts)
 
     return (

@@ -27,10 +27,19 @@ ADAPTER_FILES = {"current": "adapter", "old": "old", "ema": "ema"}
 
 
 def find_checkpoint(rundir: RunDirectory, step: int | None) -> Path:
-    """The directory of checkpoint ``step``, or of the last one. Raises ConfigError when there is none."""
-    path = checkpoint.latest_checkpoint(rundir.checkpoints) if step is None else checkpoint.step_directory(rundir.checkpoints, step)
+    """The directory of checkpoint ``step``, or of the last one. Raises ConfigError when there is
+    none.
+    """
+    path = (
+        checkpoint.latest_checkpoint(rundir.checkpoints)
+        if step is None
+        else checkpoint.step_directory(rundir.checkpoints, step)
+    )
     if path is None or not path.is_dir():
-        there = ", ".join(str(checkpoint_step(p)) for p in sorted(rundir.checkpoints.glob("step_*"))) or "none"
+        there = (
+            ", ".join(str(checkpoint_step(p)) for p in sorted(rundir.checkpoints.glob("step_*")))
+            or "none"
+        )
         wanted = "no checkpoint yet" if step is None else f"no checkpoint {step}"
         raise ConfigError([f"{rundir.path}: {wanted}; there are: {there}"])
     return path
@@ -41,10 +50,14 @@ def checkpoint_step(path: Path) -> int:
     return int(path.name.removeprefix("step_"))
 
 
-def export_run(rundir: RunDirectory, config: RunConfig, out: Path, weights: str, step: int | None) -> Path:
-    """Write adapter ``weights`` (ema, current, old) as a LoRA directory for ``pipe.load_lora_weights(out)``.
+def export_run(
+    rundir: RunDirectory, config: RunConfig, out: Path, weights: str, step: int | None
+) -> Path:
+    """Write adapter ``weights`` (ema, current, old) as a LoRA directory for
+    ``pipe.load_lora_weights(out)``.
 
-    Raises ConfigError for what is not there or cannot be written, RunFailed for a damaged checkpoint.
+    Raises ConfigError for what is not there or cannot be written, RunFailed for a damaged
+    checkpoint.
     """
     try:
         files, _ = checkpoint.read(find_checkpoint(rundir, step))
@@ -53,23 +66,35 @@ def export_run(rundir: RunDirectory, config: RunConfig, out: Path, weights: str,
     state = files.get(ADAPTER_FILES[weights])
     if state is None:
         raise ConfigError(
-            [f"--weights {weights}: this run's objective keeps no such adapter; there are: {', '.join(sorted(files))}"]
+            [
+                f"--weights {weights}: this run's objective keeps no such adapter; there are:"
+                f" {', '.join(sorted(files))}"
+            ]
         )
     try:
         save_diffusers_lora(out, state, config.lora)
     except OSError as error:
-        raise ConfigError([f"{out}: cannot be written ({error.strerror or error}): give another directory"]) from None
+        raise ConfigError(
+            [f"{out}: cannot be written ({error.strerror or error}): give another directory"]
+        ) from None
     return out
 
 
-def evaluate_run(rundir: RunDirectory, config: RunConfig, step: int | None, given: str | None) -> list[str]:
-    """Scores of base, trained, old and EMA weights on the same prompts and noises, as the lines of a table.
+def evaluate_run(
+    rundir: RunDirectory, config: RunConfig, step: int | None, given: str | None
+) -> list[str]:
+    """Scores of base, trained, old and EMA weights on the same prompts and noises, as the lines of
+    a table.
 
-    Also written to ``evaluations/compare_<step>.json`` in the run directory, with pictures beside; ``compare_<step>-<file>.json``
-    for a ``given`` prompt file, which is used whole.
+    Also written to ``evaluations/compare_<step>.json`` in the run directory, with pictures beside;
+    ``compare_<step>-<file>.json`` for a ``given`` prompt file, which is used whole.
     """
     path = find_checkpoint(rundir, step)
-    prompts = read_prompts(config.prompts.test)[: config.evaluate.prompts] if given is None else read_prompts(given)
+    prompts = (
+        read_prompts(config.prompts.test)[: config.evaluate.prompts]
+        if given is None
+        else read_prompts(given)
+    )
     check_model(config)
     check_scorers(config)
     join_or_start_ray(config)
@@ -82,15 +107,34 @@ def evaluate_run(rundir: RunDirectory, config: RunConfig, step: int | None, give
     target = _target(rundir.path / "evaluations", path.name, given)
     target.parent.mkdir(exist_ok=True)
     for name, result in results.items():
-        save_pictures(target.with_suffix("") / name, checkpoint_step(path), [prompt.text for prompt in prompts], result.pictures)
+        save_pictures(
+            target.with_suffix("") / name,
+            checkpoint_step(path),
+            [prompt.text for prompt in prompts],
+            result.pictures,
+        )
     file = str(prompt_file(given or config.prompts.test).absolute())
-    write_json(target, {"prompt_file": file, "prompts": len(prompts), "noises": config.evaluate.noises, "weights": rows})
+    write_json(
+        target,
+        {
+            "prompt_file": file,
+            "prompts": len(prompts),
+            "noises": config.evaluate.noises,
+            "weights": rows,
+        },
+    )
     title = path.name if given is None else f"{path.name}, {given}"
-    return _table(rows, f"{title}, {len(prompts)} prompts x {config.evaluate.noises} noises, {config.evaluate.steps} steps")
+    return _table(
+        rows,
+        f"{title}, {len(prompts)} prompts x {config.evaluate.noises} noises,"
+        f" {config.evaluate.steps} steps",
+    )
 
 
 def _target(folder: Path, checkpoint_name: str, given: str | None) -> Path:
-    """Where the scores go: over those on the same prompt file, beside those on another of the same name."""
+    """Where the scores go: over those on the same prompt file, beside those on another of the same
+    name.
+    """
     if given is None:
         return folder / f"compare_{checkpoint_name}.json"
     file = prompt_file(given).absolute()
@@ -102,26 +146,55 @@ def _target(folder: Path, checkpoint_name: str, given: str | None) -> Path:
     raise AssertionError("numbers end")
 
 
-async def _evaluate_all(rundir: RunDirectory, config: RunConfig, path: Path, prompts: list[Prompt]) -> dict[str, Evaluation]:
+async def _evaluate_all(
+    rundir: RunDirectory, config: RunConfig, path: Path, prompts: list[Prompt]
+) -> dict[str, Evaluation]:
     services = Services(config, rundir, rundir.event)
     services.only(services.encoder, services.reward, services.learner)
     await services.start()
     try:
         await services.learner.call(("load", path.name), "load", str(path))
-        present = [name for name, file in ADAPTER_FILES.items() if (path / f"{file}.safetensors").exists()]
-        return {name: await evaluate(config, services, prompts, name) for name in ("base", *present)}
+        present = [
+            name for name, file in ADAPTER_FILES.items() if (path / f"{file}.safetensors").exists()
+        ]
+        return {
+            name: await evaluate(config, services, prompts, name) for name in ("base", *present)
+        }
     finally:
         await services.stop()
 
 
 def _table(rows: dict[str, dict[str, Any]], title: str) -> list[str]:
     scorers = sorted(key for key in rows["base"] if key.startswith("reward/eval/"))
-    heads = ["weights", "reward", "std err", "gain", "std err", *(key.removeprefix("reward/eval/") for key in scorers)]
+    heads = [
+        "weights",
+        "reward",
+        "std err",
+        "gain",
+        "std err",
+        *(key.removeprefix("reward/eval/") for key in scorers),
+    ]
     body = []
     for name, row in rows.items():
-        gain = [f"{row['eval/gain']:+.4f}", f"{row['eval/gain_stderr']:.4f}"] if "eval/gain" in row else ["", ""]
+        gain = (
+            [f"{row['eval/gain']:+.4f}", f"{row['eval/gain_stderr']:.4f}"]
+            if "eval/gain" in row
+            else ["", ""]
+        )
         body.append(
-            [name, f"{row['reward/eval_mean']:.4f}", f"{row['eval/stderr']:.4f}", *gain, *(f"{row[key]:.4f}" for key in scorers)]
+            [
+                name,
+                f"{row['reward/eval_mean']:.4f}",
+                f"{row['eval/stderr']:.4f}",
+                *gain,
+                *(f"{row[key]:.4f}" for key in scorers),
+            ]
         )
     widths = [max(len(line[i]) for line in [heads, *body]) for i in range(len(heads))]
-    return [title, *("  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)) for line in [heads, *body])]
+    return [
+        title,
+        *(
+            "  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True))
+            for line in [heads, *body]
+        ),
+    ]

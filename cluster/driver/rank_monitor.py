@@ -1,7 +1,9 @@
-"""The audit acts: when the cheap ranking no longer agrees with full quality, somebody is told, or exploring gets more bits.
+"""The audit acts: when the cheap ranking no longer agrees with full quality, somebody is told, or
+exploring gets more bits.
 
-What is decided after iteration i holds for the policy version that its update publishes, i + 1, and for all after it: a chunk names a
-version, a version is packed for one precision, so that who explores what and when changes nothing.
+What is decided after iteration i holds for the policy version that its update publishes, i + 1, and
+for all after it: a chunk names a version, a version is packed for one precision, so that who
+explores what and when changes nothing.
 """
 
 from __future__ import annotations
@@ -16,16 +18,24 @@ SIGNS, TAU = "audit/sign_agreement", "audit/random_kendall_tau"
 
 
 class Guard:
-    """Holds each iteration's agreement against the thresholds of ``[audit]``; knows in which precision versions are published."""
+    """Holds each iteration's agreement against the thresholds of ``[audit]``; knows in which
+    precision versions are published.
+    """
 
-    def __init__(self, settings: Audit, finest: str, event: Callable[..., None], note: Callable[[str], None]):
-        """``finest``: the regenerating precision. ``event`` and ``note`` are told, the one in fields, the other in words."""
+    def __init__(
+        self, settings: Audit, finest: str, event: Callable[..., None], note: Callable[[str], None]
+    ):
+        """``finest``: the regenerating precision. ``event`` and ``note`` are told, the one in
+        fields, the other in words.
+        """
         self._settings, self._finest, self._event, self._note = settings, finest, event, note
         self.restore({})
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Go back to what ``state`` told; to the beginning when it is empty."""
-        self.backend: str | None = state.get("backend")  # of the next version to be published; None: as explorers are configured
+        self.backend: str | None = state.get(
+            "backend"
+        )  # of the next version to be published; None: as explorers are configured
         self.backend_before: str | None = state.get("backend_before")  # of the version before that
         self.below: int = state.get("below", 0)  # iterations in a row
 
@@ -35,12 +45,19 @@ class Guard:
         return {"backend": self.backend, "backend_before": self.backend_before, "below": self.below}
 
     def judge(
-        self, index: int, agreement: Mapping[str, float], explored: str | None, newest: str | None, available: Collection[str]
+        self,
+        index: int,
+        agreement: Mapping[str, float],
+        explored: str | None,
+        newest: str | None,
+        available: Collection[str],
     ) -> dict[str, float]:
-        """After iteration ``index``: count, and after ``patience`` iterations in a row below a threshold do what is configured.
+        """After iteration ``index``: count, and after ``patience`` iterations in a row below a
+        threshold do what is configured.
 
-        ``explored`` is the precision that explored it, ``newest`` that of the newest version. Where they differ, a move is under
-        way and the iteration is not counted; nor is one in which nothing could be ranked. Returns metrics.
+        ``explored`` is the precision that explored it, ``newest`` that of the newest version. Where
+        they differ, a move is under way and the iteration is not counted; nor is one in which
+        nothing could be ranked. Returns metrics.
         """
         self.backend_before = self.backend
         if not self._settings.watches:
@@ -57,21 +74,48 @@ class Guard:
     def _failing(self, agreement: Mapping[str, float]) -> dict[str, float] | None:
         """What is below its threshold; None when none of it was measured."""
         thresholds = {SIGNS: self._settings.min_sign_agreement, TAU: self._settings.min_tau}
-        measured = {key: least for key, least in thresholds.items() if least is not None and key in agreement}
-        return {key: agreement[key] for key, least in measured.items() if agreement[key] < least} if measured else None
+        measured = {
+            key: least
+            for key, least in thresholds.items()
+            if least is not None and key in agreement
+        }
+        return (
+            {key: agreement[key] for key, least in measured.items() if agreement[key] < least}
+            if measured
+            else None
+        )
 
-    def _act(self, index: int, failing: Mapping[str, float], explored: str | None, available: Collection[str]) -> None:
+    def _act(
+        self,
+        index: int,
+        failing: Mapping[str, float],
+        explored: str | None,
+        available: Collection[str],
+    ) -> None:
         patience = self._settings.patience
         words = " and ".join(f"{key} = {value:.3f}" for key, value in failing.items())
-        said = f"iteration {index}: {words} is below its threshold, {patience} iteration{'s' if patience > 1 else ''} in a row"
+        said = (
+            f"iteration {index}: {words} is below its threshold, {patience}"
+            f" iteration{'s' if patience > 1 else ''} in a row"
+        )
         self._event("audit_low", iteration=index, backend=explored, patience=patience, **failing)
         if self._settings.action == "warn" or explored is None:
-            self._note(f"{said}: the cheap ranking may mislead; raise explore.steps, or set audit.action = 'finer_backend'")
+            self._note(
+                f"{said}: the cheap ranking may mislead; raise explore.steps, or set audit.action ="
+                " 'finer_backend'"
+            )
             return
         finer = finer_backend(explored, available, self._finest)
         if finer is None:
-            self._note(f"{said}: {explored} is the finest precision here up to regenerate.precision: raise explore.steps")
+            self._note(
+                f"{said}: {explored} is the finest precision here up to regenerate.precision: raise"
+                " explore.steps"
+            )
             return
         self.backend = finer
-        self._event("backend_moved", iteration=index, before=explored, after=finer, version=index + 1)
-        self._note(f"{said}: exploring in {finer} instead of {explored} from policy version {index + 1} on")
+        self._event(
+            "backend_moved", iteration=index, before=explored, after=finer, version=index + 1
+        )
+        self._note(
+            f"{said}: exploring in {finer} instead of {explored} from policy version {index + 1} on"
+        )

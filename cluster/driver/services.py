@@ -35,10 +35,12 @@ from records.timeline import Span
 
 
 def join_or_start_ray(config: RunConfig) -> bool:
-    """Join the cluster of RAY_ADDRESS (a job has it set), or start Ray on this machine; True when joined.
+    """Join the cluster of RAY_ADDRESS (a job has it set), or start Ray on this machine; True when
+    joined.
 
-    On one machine the CPU count given to Ray covers every actor's share, and a rollout actor more per core for scaling: the shares
-    are there to share out clusters, not to keep a small machine from running the ring.
+    On one machine the CPU count given to Ray covers every actor's share, and a rollout actor more
+    per core for scaling: the shares are there to share out clusters, not to keep a small machine
+    from running the ring.
 
     Raises:
         ConfigError: nothing listens at RAY_ADDRESS.
@@ -53,12 +55,20 @@ def join_or_start_ray(config: RunConfig) -> bool:
         cores, rollout = os.cpu_count() or 1, config.services.rollout
         more = (rollout.max_actors or rollout.actors + cores) - rollout.actors
         shares = sum(need.cpus for need in needs_of(config)) + more * rollout.cpus
-        how |= {"address": "local", "num_cpus": max(cores, math.ceil(shares)), "include_dashboard": False}
+        how |= {
+            "address": "local",
+            "num_cpus": max(cores, math.ceil(shares)),
+            "include_dashboard": False,
+        }
     try:
         ray.init(**how)
     except Exception as error:  # Ray's failures to start have no class of their own
         why = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        what = "Ray's cluster at RAY_ADDRESS cannot be joined" if joined else "Ray did not start on this machine"
+        what = (
+            "Ray's cluster at RAY_ADDRESS cannot be joined"
+            if joined
+            else "Ray did not start on this machine"
+        )
         raise RunFailed(f"{what}: {why}") from error
     return joined
 
@@ -66,11 +76,19 @@ def join_or_start_ray(config: RunConfig) -> bool:
 def check_run_root(config: RunConfig, joined: bool) -> None:
     """On a cluster the run root must be named and must outlive the job. Raises ConfigError."""
     if joined and config.run_root is None:
-        raise ConfigError(["run_root: required on a cluster: a directory that is shared and writable, --set run_root=DIR"])
+        raise ConfigError(
+            [
+                "run_root: required on a cluster: a directory that is shared and writable, --set"
+                " run_root=DIR"
+            ]
+        )
     path = os.path.abspath(config.run_root or "runs")
     if "/runtime_resources/working_dir_files/" in path:
         raise ConfigError(
-            [f"run_root = {path!r}: lies in the job's unpacked working directory and would die with it; give a shared one"]
+            [
+                f"run_root = {path!r}: lies in the job's unpacked working directory and would die"
+                " with it; give a shared one"
+            ]
         )
 
 
@@ -107,8 +125,17 @@ class Services:
             )
 
         self.encoder = pool("encoder", EncoderActor)
-        held = {kind: config.scorers_of(kind) for kind in ("reward", *(f"scorers.{label}" for label in config.services.scorers))}
-        self.reward = RewardService({kind: (pool(kind, RewardActor, kind), labels) for kind, labels in held.items() if labels})
+        held = {
+            kind: config.scorers_of(kind)
+            for kind in ("reward", *(f"scorers.{label}" for label in config.services.scorers))
+        }
+        self.reward = RewardService(
+            {
+                kind: (pool(kind, RewardActor, kind), labels)
+                for kind, labels in held.items()
+                if labels
+            }
+        )
         self.selector = pool("selector", SelectorActor)
         self.learner = pool("learner", LearnerActor, str(rundir.path / "failure"), stateful=True)
         self.rollout = pool("rollout", RolloutActor)
@@ -120,10 +147,16 @@ class Services:
 
     def only(self, *pools: ActorPool | RewardService) -> None:
         """Use no other services than these: a command that does not train needs no explorers."""
-        self.pools = [pool for given in pools for pool in (given.pools if isinstance(given, RewardService) else [given])]
+        self.pools = [
+            pool
+            for given in pools
+            for pool in (given.pools if isinstance(given, RewardService) else [given])
+        ]
 
     async def start(self) -> None:
-        """Give every actor a place and create it; returns when every one answers. Raises ConfigError where a place is missing."""
+        """Give every actor a place and create it; returns when every one answers. Raises
+        ConfigError where a place is missing.
+        """
         pools = {pool.kind: pool for pool in self.pools}
         self.placer.refresh(await find_room(self.config, tuple(pools)))
         self.placer.place_all(pools)
@@ -136,14 +169,19 @@ class Services:
         await asyncio.gather(*(pool.stop() for pool in self.pools))
 
     async def scale(self, kind: str, size: int, partly: bool = False) -> str:
-        """Bring a pool to ``size`` actors while it works; returns what was done. ``partly``: grow by as many as there is room for.
+        """Bring a pool to ``size`` actors while it works; returns what was done. ``partly``: grow
+        by as many as there is room for.
 
         Raises ConfigError when that is not possible.
         """
         pool = self._scalable(kind, size)
         async with self._scaling:
             before = pool.alive
-            room = await self._make_room(pool.next_actors(size - before), partly) if size > before else 0
+            room = (
+                await self._make_room(pool.next_actors(size - before), partly)
+                if size > before
+                else 0
+            )
             try:
                 await pool.resize(before + room if size > before else size)
             except RunFailed as error:
@@ -155,16 +193,27 @@ class Services:
     def _scalable(self, kind: str, size: int) -> ActorPool:
         pool = next((pool for pool in self.pools if pool.kind == kind), None)
         if pool is None or kind not in SCALABLE:
-            raise ConfigError([f"{kind}: cannot be scaled in this run; {' and '.join(SCALABLE)} can, where the run has them"])
+            raise ConfigError(
+                [
+                    f"{kind}: cannot be scaled in this run; {' and '.join(SCALABLE)} can, where the"
+                    " run has them"
+                ]
+            )
         limits = self.config.services.of(kind)
         if size < limits.min_actors or (limits.max_actors is not None and size > limits.max_actors):
             most = limits.max_actors or "any number"
-            raise ConfigError([f"{kind}: {size} actors: services.{kind}.min_actors = {limits.min_actors}, max_actors = {most}"])
+            raise ConfigError(
+                [
+                    f"{kind}: {size} actors: services.{kind}.min_actors = {limits.min_actors},"
+                    f" max_actors = {most}"
+                ]
+            )
         return pool
 
     async def _make_room(self, actors: list[str], partly: bool) -> int:
-        """Reserve places for new actors, on nodes that an autoscaler may have to add first; how many of the first have one: all, or,
-        if that will do, as many as there is room for."""
+        """Reserve places for new actors, on nodes that an autoscaler may have to add first; how
+        many of the first have one: all, or, if that will do, as many as there is room for.
+        """
         wait_s, began = self.config.services.wait_for_nodes_s, time.monotonic()
         self.look_at_nodes()
         if partly and (room := self.placer.reserve_some(actors)):
@@ -191,12 +240,19 @@ class Services:
 
     def look_at_nodes(self) -> None:
         """Take over what nodes there are now, and say which of ours are lost."""
-        running = {f"{pool.kind}-{worker.index}" for pool in self.pools for worker in pool.workers if worker.handle is not None}
+        running = {
+            f"{pool.kind}-{worker.index}"
+            for pool in self.pools
+            for worker in pool.workers
+            if worker.handle is not None
+        }
         for node, actors in self.placer.refresh(free_nodes(), running).items():
             self._event("node_lost", node=node, actors=actors)
 
     def _ask_for_nodes(self, *actors: str) -> None:
-        """Have Ray's autoscaler bring nodes for actors without a place, each by itself: whatever comes can be used."""
+        """Have Ray's autoscaler bring nodes for actors without a place, each by itself: whatever
+        comes can be used.
+        """
         new = [actor for actor in actors if self._requests.ask(actor, [self.placer.need(actor)])]
         if new:
             self._event("nodes_asked", actors=new, each=self.placer.need(new[0]).describe())
@@ -225,28 +281,43 @@ class Services:
             # waiting threads that spin would take the cores of the actors that work
             "runtime_env": {
                 **own,
-                "env_vars": {"OMP_NUM_THREADS": str(service.threads), "OMP_WAIT_POLICY": "PASSIVE", **own.get("env_vars", {})},
+                "env_vars": {
+                    "OMP_NUM_THREADS": str(service.threads),
+                    "OMP_WAIT_POLICY": "PASSIVE",
+                    **own.get("env_vars", {}),
+                },
             },
         }
         remote = ray.remote(actor)
 
         def spawn(name: str) -> Any:
-            node = NodeAffinitySchedulingStrategy(self._place_of(name.rpartition(".")[0]), soft=False)
+            node = NodeAffinitySchedulingStrategy(
+                self._place_of(name.rpartition(".")[0]), soft=False
+            )
             namespace = f"sol-rl-{ray.get_runtime_context().get_job_id()}"
             return remote.options(
-                name=f"{self.config.name}/{name}", namespace=namespace, scheduling_strategy=node, **options
+                name=f"{self.config.name}/{name}",
+                namespace=namespace,
+                scheduling_strategy=node,
+                **options,
             ).remote(*args)
 
         return spawn
 
     def _place_of(self, actor: str) -> str:
-        """The node to start an actor on. Raises NoRoom; where an autoscaler may bring one, it is asked, and who has asked waits for
-        what Ray grants."""
+        """The node to start an actor on. Raises NoRoom; where an autoscaler may bring one, it is
+        asked, and who has asked waits for what Ray grants.
+        """
         self.look_at_nodes()
         if actor in self._requests:
             granted = self._requests.granted(actor)
             if granted is None:
-                raise NoRoom(["Ray has not granted the place that it was asked for: " + self.placer.need(actor).describe()])
+                raise NoRoom(
+                    [
+                        "Ray has not granted the place that it was asked for: "
+                        + self.placer.need(actor).describe()
+                    ]
+                )
             self.placer.put([actor], granted)
             self._requests.withdraw(actor)
         try:
@@ -258,7 +329,9 @@ class Services:
 
 
 def install_stop_signals(loop: asyncio.AbstractEventLoop, stop: Callable[[str], None]) -> None:
-    """Call ``stop`` with the signal's name on SIGTERM and SIGINT. After ray.init, which installs handlers of its own."""
+    """Call ``stop`` with the signal's name on SIGTERM and SIGINT. After ray.init, which installs
+    handlers of its own.
+    """
     import signal
 
     if threading.current_thread() is not threading.main_thread():

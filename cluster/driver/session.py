@@ -1,4 +1,6 @@
-"""One training run from the first actor to the report: start or resume, iterate, evaluate, checkpoint, stop."""
+"""One training run from the first actor to the report: start or resume, iterate, evaluate,
+checkpoint, stop.
+"""
 
 from __future__ import annotations
 
@@ -40,11 +42,15 @@ def train(config: RunConfig, resume: bool) -> RunDirectory:
     """Train to the end of ``config``; returns the finished run's directory.
 
     Raises:
-        ConfigError: something about the configuration or the command is wrong, or another driver has the run; nothing was started.
+        ConfigError: something about the configuration or the command is wrong, or another driver
+            has the run; nothing was started.
         RunFailed: the run cannot go on.
         Stopped: a signal asked it to stop; it says whether there is a checkpoint.
     """
-    train_prompts, test_prompts = read_prompts(config.prompts.train), read_prompts(config.prompts.test)
+    train_prompts, test_prompts = (
+        read_prompts(config.prompts.train),
+        read_prompts(config.prompts.test),
+    )
     check_model(config)
     check_scorers(config)
     check_sinks(config)
@@ -56,16 +62,23 @@ def train(config: RunConfig, resume: bool) -> RunDirectory:
         joined = join_or_start_ray(config)
         try:
             check_run_root(config, joined)
-            check_store(config, asyncio.run(unless_stopped(find_room(config, tell=partial(print, flush=True)))))
+            check_store(
+                config,
+                asyncio.run(unless_stopped(find_room(config, tell=partial(print, flush=True)))),
+            )
             if not resume:
                 alone.enter_context(rundir.held())
                 rundir.create(config)
-            session = Session(config, rundir, train_prompts, test_prompts[: config.evaluate.prompts])
+            session = Session(
+                config, rundir, train_prompts, test_prompts[: config.evaluate.prompts]
+            )
             asyncio.run(session.run(resume))
         except CheckpointError as error:
             raise RunFailed(str(error)) from None
         except OSError as error:
-            raise RunFailed(f"{rundir.path}: {error.strerror or error}: mend that and continue with --resume") from None
+            raise RunFailed(
+                f"{rundir.path}: {error.strerror or error}: mend that and continue with --resume"
+            ) from None
         finally:
             ray.shutdown()
     return rundir
@@ -90,7 +103,9 @@ class Session:
         self.config, self.rundir = config, rundir
         self.held_out = HeldOut(config, rundir, test_prompts)
         self.progress = progress or Progress(title=f"Sol-RL: {config.name}")
-        self.services = Services(config, rundir, rundir.event, Timeline(rundir.timeline_file).record)
+        self.services = Services(
+            config, rundir, rundir.event, Timeline(rundir.timeline_file).record
+        )
         self.ring = Ring(config, self.services, train_prompts, self.progress, rundir.event)
         self.sinks = Sinks(config, rundir, rundir.event)
         self.next_iteration = 0
@@ -101,22 +116,40 @@ class Session:
         self.restored = 0
         self.last_row: dict[str, Any] = {}
         self._stopping = Stopping(self.ring.updating)
-        self._learner_is_there = False  # with the state of ``next_iteration``, or between two of its updates
+        self._learner_is_there = (
+            False  # with the state of ``next_iteration``, or between two of its updates
+        )
         self._meter = Meter(self.services.pools)
         self._autoscaler = Autoscaler(config.services.autoscale, config.services.rollout)
         self._scaling: asyncio.Task[Any] | None = None
-        self._link = Link(f"{config.name}#{run_key()}", Reporter(self, str(rundir.path)).state, self._scale)
+        self._link = Link(
+            f"{config.name}#{run_key()}", Reporter(self, str(rundir.path)).state, self._scale
+        )
 
     async def run(self, resume: bool) -> None:
-        """Everything between the first and the last actor; events and the report are written whatever happens."""
+        """Everything between the first and the last actor; events and the report are written
+        whatever happens.
+        """
         self._stopping.listen()
         checkpoint = self._rewind() if resume else None
-        began = {"iteration": self.next_iteration, "checkpoint": checkpoint.name if checkpoint else None} if resume else {}
+        began = (
+            {
+                "iteration": self.next_iteration,
+                "checkpoint": checkpoint.name if checkpoint else None,
+            }
+            if resume
+            else {}
+        )
         self.rundir.event(
-            "run_resumed" if resume else "run_started", arm=self.config.arm, iterations=self.config.iterations, **began
+            "run_resumed" if resume else "run_started",
+            arm=self.config.arm,
+            iterations=self.config.iterations,
+            **began,
         )
         if why := self.rundir.unlocked:
-            self.rundir.event("run_not_locked", why=f"{why}: nothing keeps a second driver out of this directory")
+            self.rundir.event(
+                "run_not_locked", why=f"{why}: nothing keeps a second driver out of this directory"
+            )
         link = asyncio.create_task(self._link.live())
         try:
             with self.progress:
@@ -161,15 +194,17 @@ class Session:
                 checkpoint = await self._restore(str(loss))
 
     async def _restore(self, why: str) -> Path | None:
-        """Put a new learner in the place of the old one and go back to the newest checkpoint, as ``--resume`` does.
+        """Put a new learner in the place of the old one and go back to the newest checkpoint, as
+        ``--resume`` does.
 
-        Everything after it is done again and comes out the same, so that a version is published again with the bytes it had.
+        Everything after it is done again and comes out the same, so that a version is published
+        again with the bytes it had.
         """
         limit, before = self.config.services.learner.max_restarts, self.next_iteration
         if self.restored >= limit:
             raise RunFailed(
-                f"{why}; services.learner.max_restarts = {limit} returns to a checkpoint are used up: "
-                "mend the cause and continue with --resume"
+                f"{why}; services.learner.max_restarts = {limit} returns to a checkpoint are used"
+                " up: mend the cause and continue with --resume"
             )
         self.restored += 1
         began = time.monotonic()
@@ -179,7 +214,12 @@ class Session:
         seconds = round(time.monotonic() - began, 3)
         name = checkpoint.name if checkpoint else None
         self.rundir.event(
-            "learner_restored", why=why, during=before, iteration=self.next_iteration, checkpoint=name, seconds=seconds
+            "learner_restored",
+            why=why,
+            during=before,
+            iteration=self.next_iteration,
+            checkpoint=name,
+            seconds=seconds,
         )
         self.progress.note(f"{why}: back to iteration {self.next_iteration} with a new learner")
         return checkpoint
@@ -219,12 +259,24 @@ class Session:
             await self._write_quantisation_table()
 
     def _why_stop(self) -> str | None:
-        """Of the newest iteration, so that a run which goes on there is stopped where it was to stop."""
-        return stop_reason(self.config.stop, self.last_row, self.last_row["seconds"] / 60) if self.last_row else None
+        """Of the newest iteration, so that a run which goes on there is stopped where it was to
+        stop.
+        """
+        return (
+            stop_reason(self.config.stop, self.last_row, self.last_row["seconds"] / 60)
+            if self.last_row
+            else None
+        )
 
     def _record(self, it: Iteration, metrics: dict[str, Any]) -> None:
         self.samples_seen += self.config.selection.keep * self.config.prompts.per_iteration
-        row = {"kind": "iteration", "iteration": it.index, "seconds": self._seconds(), "samples_seen": self.samples_seen, **metrics}
+        row = {
+            "kind": "iteration",
+            "iteration": it.index,
+            "seconds": self._seconds(),
+            "samples_seen": self.samples_seen,
+            **metrics,
+        }
         self.sinks.row(row)
         if it.chosen:
             self.rundir.selection(it.index, it.version, it.selected)
@@ -236,7 +288,9 @@ class Session:
     # ---- size
 
     def _autoscale(self, row: dict[str, Any]) -> None:
-        if self.config.plan.explore is None or (self._scaling is not None and not self._scaling.done()):
+        if self.config.plan.explore is None or (
+            self._scaling is not None and not self._scaling.done()
+        ):
             return
         size = self.services.rollout.alive
         wanted = self._autoscaler.size_after(size, row)
@@ -244,7 +298,9 @@ class Session:
             self._scaling = asyncio.create_task(self._scale({"rollout": wanted}, partly=True))
 
     async def _scale(self, sizes: dict[str, int], partly: bool = False) -> tuple[bool, str]:
-        """Bring pools to other sizes while they work, ``partly`` where that is all there is room for; (done, what came of it in words)."""
+        """Bring pools to other sizes while they work, ``partly`` where that is all there is room
+        for; (done, what came of it in words).
+        """
         said = []
         try:
             for kind, size in sizes.items():
@@ -259,7 +315,9 @@ class Session:
         return self.seconds_before + time.monotonic() - self.began
 
     async def _evaluate_where_due(self, last: bool = False) -> None:
-        """Score the held-out prompts; also where a loss or a kill cut that short, before the run goes on from there."""
+        """Score the held-out prompts; also where a loss or a kill cut that short, before the run
+        goes on from there.
+        """
         if self.held_out.due(self.next_iteration, last):
             row = await self.held_out.evaluate(self.services, self.next_iteration, self._seconds())
             self.sinks.row(row)
@@ -284,25 +342,35 @@ class Session:
         self.rundir.event("checkpoint_saved", iteration=self.next_iteration, path=path.name)
 
     async def _stopped(self) -> Stopped:
-        """The learner's weights stand between two updates whenever the work was cancelled: save them. The end, in words."""
+        """The learner's weights stand between two updates whenever the work was cancelled: save
+        them. The end, in words.
+        """
         why = None
         if self._learner_is_there and self.saved_iteration != self.next_iteration:
             why = await self._stopping.save(self._save(), self.config.services.learner.deadline_s)
         if why:
             self.rundir.event("checkpoint_missed", iteration=self.next_iteration, why=why)
-        self.rundir.event("run_stopped", signal=self._stopping.signal, iteration=self.next_iteration)
+        self.rundir.event(
+            "run_stopped", signal=self._stopping.signal, iteration=self.next_iteration
+        )
         without = f", without its checkpoint ({why})" if why else ""
         return Stopped(
-            f"stopped by {self._stopping.signal} before iteration {self.next_iteration}{without}; continue with --resume"
+            f"stopped by {self._stopping.signal} before iteration {self.next_iteration}{without};"
+            " continue with --resume"
         )
 
     def _rewind(self, in_process: bool = False) -> Path | None:
-        """The newest whole checkpoint, with everything that was recorded after it forgotten; None: from the beginning.
+        """The newest whole checkpoint, with everything that was recorded after it forgotten; None:
+        from the beginning.
 
         ``in_process``: the run goes on, so its clock does too, and its events stay.
         """
         path = latest_checkpoint(self.rundir.checkpoints)
-        extra = read(path)[1]["extra"] if path else {"iteration": 0, "seconds": 0.0, "samples_seen": 0, "time": 0.0}
+        extra = (
+            read(path)[1]["extra"]
+            if path
+            else {"iteration": 0, "seconds": 0.0, "samples_seen": 0, "time": 0.0}
+        )
         if path is None and not in_process:
             self.progress.note("no checkpoint yet: starting from the beginning")
         self.next_iteration = extra["iteration"]
@@ -313,11 +381,15 @@ class Session:
             self.seconds_before = extra["seconds"]
             self.services.weights.chosen = extra.get("backend")
         self.rundir.truncate(self.next_iteration, math.inf if in_process else extra["time"])
-        self.last_row = next((row for row in reversed(self.rundir.metrics()) if row["kind"] == "iteration"), {})
+        self.last_row = next(
+            (row for row in reversed(self.rundir.metrics()) if row["kind"] == "iteration"), {}
+        )
         return path
 
     async def _write_quantisation_table(self) -> None:
-        """``quantisation.json``: every module of the denoiser, whether explorers run it quantised, and why."""
+        """``quantisation.json``: every module of the denoiser, whether explorers run it quantised,
+        and why.
+        """
         if self.config.plan.explore is not None:
             table = await self.services.learner.call(("quantisation",), "quantisation")
             write_json(self.rundir.path / "quantisation.json", table)

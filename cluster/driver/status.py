@@ -11,7 +11,14 @@ from cluster.runtime.worker import Worker
 from configs.schema import RunConfig
 from records.progress import STAGES, Progress
 
-SHOWN = ("reward/train_mean", "time/iteration_s", "rollout/images_per_s", "audit/kendall_tau", "rewards/failed", "weights/bytes")
+SHOWN = (
+    "reward/train_mean",
+    "time/iteration_s",
+    "rollout/images_per_s",
+    "audit/kendall_tau",
+    "rewards/failed",
+    "weights/bytes",
+)
 
 
 class Watched(Protocol):
@@ -26,7 +33,9 @@ class Watched(Protocol):
 
 
 class Reporter:
-    """Takes a run's state; ``busy`` is the share of the time since the last one that an actor had work in hand."""
+    """Takes a run's state; ``busy`` is the share of the time since the last one that an actor had
+    work in hand.
+    """
 
     def __init__(self, session: Watched, directory: str):
         self._session, self._directory = session, directory
@@ -46,11 +55,16 @@ class Reporter:
             "iteration": session.next_iteration,
             "iterations": session.config.iterations,
             "version": current.version if current else None,
-            "stages": {stage: [progress.counts.get(stage, 0), progress.totals.get(stage, 0)] for stage in STAGES},
+            "stages": {
+                stage: [progress.counts.get(stage, 0), progress.totals.get(stage, 0)]
+                for stage in STAGES
+            },
             "left_s": progress.time_left(),
             "held_out": list(progress.held_out),
             "restored": session.restored,
-            "row": {key: session.last_row[key] for key in SHOWN if session.last_row.get(key) is not None},
+            "row": {
+                key: session.last_row[key] for key in SHOWN if session.last_row.get(key) is not None
+            },
             "services": [self._service(pool, seconds) for pool in session.services.pools],
         }
 

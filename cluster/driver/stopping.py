@@ -1,4 +1,6 @@
-"""How a signal ends a run: after the update in hand and a checkpoint. A second signal ends it at once, without waiting for either."""
+"""How a signal ends a run: after the update in hand and a checkpoint. A second signal ends it at
+once, without waiting for either.
+"""
 
 from __future__ import annotations
 
@@ -12,13 +14,17 @@ from cluster.runtime.tasks import end_all
 from records.errors import InputsLost, RunFailed, StateLost, Stopped
 
 ECHO_S = 1.0
-"""Signals this close behind the first are the same one: `timeout`, shells and terminals tell a process and its group."""
+"""Signals this close behind the first are the same one: `timeout`, shells and terminals tell a
+process and its group.
+"""
 AGAIN = "a second signal came"
 Value = TypeVar("Value")
 
 
 async def unless_stopped(work: Coroutine[Any, Any, Value]) -> Value:
-    """The value of ``work``, before which nothing is started. Raises Stopped when a signal comes first."""
+    """The value of ``work``, before which nothing is started. Raises Stopped when a signal comes
+    first.
+    """
     stopping = Stopping(asyncio.Lock())
     stopping.listen()
     try:
@@ -64,7 +70,9 @@ class Stopping:
             work.cancel()
 
     async def save(self, save: Coroutine[Any, Any, None], limit_s: float) -> str | None:
-        """Carry out ``save``; None, or why there is no checkpoint: it failed, it took longer than ``limit_s``, or a second signal came."""
+        """Carry out ``save``; None, or why there is no checkpoint: it failed, it took longer than
+        ``limit_s``, or a second signal came.
+        """
         if self._again.is_set():  # maybe in the middle of an update: not to be begun
             save.close()
             return AGAIN
@@ -72,7 +80,11 @@ class Stopping:
         await asyncio.wait({saving, again}, timeout=limit_s, return_when=asyncio.FIRST_COMPLETED)
         await end_all([saving, again])
         if saving.cancelled():
-            return AGAIN if self._again.is_set() else f"the learner did not write it within {limit_s:g} s"
+            return (
+                AGAIN
+                if self._again.is_set()
+                else f"the learner did not write it within {limit_s:g} s"
+            )
         error = saving.exception()
         if isinstance(error, RunFailed | StateLost | InputsLost):
             return str(error)

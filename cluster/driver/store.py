@@ -1,6 +1,8 @@
-"""Whether Ray's object stores can hold the weights that are published: asked before training starts, from the architecture alone.
+"""Whether Ray's object stores can hold the weights that are published: asked before training
+starts, from the architecture alone.
 
-A store that is too small does not stop Ray: from four fifths of it on it writes to disk instead, slowly, after every iteration.
+A store that is too small does not stop Ray: from four fifths of it on it writes to disk instead,
+slowly, after every iteration.
 """
 
 from __future__ import annotations
@@ -19,30 +21,46 @@ from policy.lora import target_modules
 
 
 def published_bytes(config: RunConfig, accelerator: str | None = None) -> int:
-    """Bytes of one version as explorers on ``accelerator`` are sent it; 0 where nothing is explored. Reads no weights."""
+    """Bytes of one version as explorers on ``accelerator`` are sent it; 0 where nothing is
+    explored. Reads no weights.
+    """
     if config.plan.explore is None:
         return 0
     dtype = DTYPES[config.regenerate.precision]
     with described(config) as (family, _):
         backend, _ = backend_of(config, accelerator)
         wide = memory.blank(family, "transformer", dtype)
-        adapted = target_modules(wide, config.lora.targets or family.lora_targets, strict=bool(config.lora.targets))
-        transformer, rows, layers = memory.blank_explorer(family, backend, config.explore.keep_wide, dtype)
+        adapted = target_modules(
+            wide, config.lora.targets or family.lora_targets, strict=bool(config.lora.targets)
+        )
+        transformer, rows, layers = memory.blank_explorer(
+            family, backend, config.explore.keep_wide, dtype
+        )
         return memory.wire_bytes(transformer, rows, layers, adapted, backend)
 
 
-def check_store(config: RunConfig, nodes: Sequence[Node], stores: Mapping[str, float] | None = None) -> None:
+def check_store(
+    config: RunConfig, nodes: Sequence[Node], stores: Mapping[str, float] | None = None
+) -> None:
     """Raises ConfigError where a node of explorers or of the learner has too small an object store.
 
-    ``nodes``: free ones, with room for the run. ``stores``: bytes by node id; None: what Ray says. Where the precision is left to
-    explorers on a kind of GPU that is not known here, nothing is known about the weights and nothing is said.
+    ``nodes``: free ones, with room for the run. ``stores``: bytes by node id; None: what Ray says.
+    Where the precision is left to explorers on a kind of GPU that is not known here, nothing is
+    known about the weights and nothing is said.
     """
     if config.plan.explore is None:
         return
     chosen, labels = place(needs_of(config), nodes), {node.id: node.labels for node in nodes}
-    homes = {kind: [chosen[need.actor] for need in needs_of(config) if need.kind == kind] for kind in ("rollout", "learner")}
+    homes = {
+        kind: [chosen[need.actor] for need in needs_of(config) if need.kind == kind]
+        for kind in ("rollout", "learner")
+    }
     accelerator = labels[homes["rollout"][0]].get("ray.io/accelerator-type")
-    if config.plan.explore.backend == "auto" and config.services.rollout.gpus and accelerator not in ACCELERATORS:
+    if (
+        config.plan.explore.backend == "auto"
+        and config.services.rollout.gpus
+        and accelerator not in ACCELERATORS
+    ):
         return
     wanted = versions_held(config) * published_bytes(config, accelerator)
     sizes = object_stores() if stores is None else stores
@@ -50,10 +68,11 @@ def check_store(config: RunConfig, nodes: Sequence[Node], stores: Mapping[str, f
     for node in sorted({*homes["rollout"], *homes["learner"]}):
         if node in sizes and sizes[node] * SPILLS_AT < wanted:
             lines.append(
-                f"object store: {versions_held(config)} versions of the weights are {wanted / GB:.3g} GB, node {node[:8]} has "
-                f"{sizes[node] / GB:.3g} GB, of which Ray uses {SPILLS_AT:.0%} before it writes to disk: start Ray "
-                f"there with --object-store-memory={store_size(wanted)} "
-                "(on one machine: `ray start --head` with it, then RAY_ADDRESS=auto sol-rl train)"
+                f"object store: {versions_held(config)} versions of the weights are"
+                f" {wanted / GB:.3g} GB, node {node[:8]} has {sizes[node] / GB:.3g} GB, of which"
+                f" Ray uses {SPILLS_AT:.0%} before it writes to disk: start Ray there with"
+                f" --object-store-memory={store_size(wanted)} (on one machine: `ray start --head`"
+                " with it, then RAY_ADDRESS=auto sol-rl train)"
             )
     if lines:
         raise ConfigError(lines)
@@ -61,4 +80,8 @@ def check_store(config: RunConfig, nodes: Sequence[Node], stores: Mapping[str, f
 
 def object_stores() -> dict[str, float]:
     """Bytes of every live node's object store, by node id."""
-    return {row["NodeID"]: row["Resources"].get("object_store_memory", 0.0) for row in ray.nodes() if row["Alive"]}
+    return {
+        row["NodeID"]: row["Resources"].get("object_store_memory", 0.0)
+        for row in ray.nodes()
+        if row["Alive"]
+    }

@@ -1,8 +1,10 @@
-"""How a running job is asked and told things: a board in the cluster, where runs pin their state and read requests.
+"""How a running job is asked and told things: a board in the cluster, where runs pin their state
+and read requests.
 
-One small named actor per cluster, made by the first run that needs it and again when it is gone. It holds nothing that a run
-could miss. An actor and not a file in the run directory, because whoever reaches the cluster reaches it, with or without the run's
-disk, and because it ends with the runs: nobody obeys a file that was left behind.
+One small named actor per cluster, made by the first run that needs it and again when it is gone. It
+holds nothing that a run could miss. An actor and not a file in the run directory, because whoever
+reaches the cluster reaches it, with or without the run's disk, and because it ends with the runs:
+nobody obeys a file that was left behind.
 """
 
 from __future__ import annotations
@@ -27,8 +29,12 @@ class Board:
         self._outcomes: dict[int, tuple[bool, str]] = {}
         self._count = 0
 
-    def exchange(self, run: str, state: dict[str, Any], outcomes: dict[int, tuple[bool, str]]) -> list[tuple[int, dict[str, int]]]:
-        """A run tells its state and what came of requests (done or refused, in words); it gets the new ones."""
+    def exchange(
+        self, run: str, state: dict[str, Any], outcomes: dict[int, tuple[bool, str]]
+    ) -> list[tuple[int, dict[str, int]]]:
+        """A run tells its state and what came of requests (done or refused, in words); it gets the
+        new ones.
+        """
         self._states[run] = (time.monotonic(), state)
         self._outcomes |= outcomes
         return self._requests.pop(run, [])
@@ -60,18 +66,28 @@ def board() -> Any:
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
     here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=True)
-    options: dict[str, Any] = {"name": NAME, "namespace": NAMESPACE, "get_if_exists": True, "num_cpus": 0}
+    options: dict[str, Any] = {
+        "name": NAME,
+        "namespace": NAMESPACE,
+        "get_if_exists": True,
+        "num_cpus": 0,
+    }
     return ray.remote(Board).options(scheduling_strategy=here, **options).remote()
 
 
 class Link:
-    """A run's end of the board: tells ``state()`` every second, and carries out what is asked through ``act``.
+    """A run's end of the board: tells ``state()`` every second, and carries out what is asked
+    through ``act``.
 
-    ``act(sizes)`` returns (done, words). That the board cannot be reached never disturbs a run: it is made anew.
+    ``act(sizes)`` returns (done, words). That the board cannot be reached never disturbs a run: it
+    is made anew.
     """
 
     def __init__(
-        self, run: str, state: Callable[[], dict[str, Any]], act: Callable[[dict[str, int]], Awaitable[tuple[bool, str]]]
+        self,
+        run: str,
+        state: Callable[[], dict[str, Any]],
+        act: Callable[[dict[str, int]], Awaitable[tuple[bool, str]]],
     ) -> None:
         self._run, self._state, self._act = run, state, act
         self._outcomes: dict[int, tuple[bool, str]] = {}
@@ -88,7 +104,9 @@ class Link:
                 if self._board is None:
                     self._board = await asyncio.to_thread(board)
                 answer = self._board.exchange.remote(self._run, self._state(), told)
-                async with asyncio.timeout(10 * PERIOD_S):  # wait_for may swallow a cancellation that comes with the answer
+                async with asyncio.timeout(
+                    10 * PERIOD_S
+                ):  # wait_for may swallow a cancellation that comes with the answer
                     requests = await asyncio.wrap_future(answer.future())
             except (RayError, TimeoutError, ValueError):
                 self._board = None

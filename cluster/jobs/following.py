@@ -8,15 +8,18 @@ from collections.abc import Callable
 from typing import Any
 
 PAUSE_S, SILENCE_S, PATIENCE_S = 5.0, 120.0, 300.0
-"""Of a log that is followed: before it is asked for again; how long it may say nothing until the job's status is asked for; how long
-the dashboard may answer nothing until it is given up."""
+"""Of a log that is followed: before it is asked for again; how long it may say nothing until the
+job's status is asked for; how long the dashboard may answer nothing until it is given up.
+"""
 OUT_OF_SIGHT = 4
 """Exit code: the dashboard answers no more, and what became of the job is not known."""
 ENDED = ("SUCCEEDED", "STOPPED", "FAILED")
 
 
 class Log:
-    """Shows a log once, however often it is read from its beginning. ``fresh``: something was shown since this was last set False."""
+    """Shows a log once, however often it is read from its beginning. ``fresh``: something was shown
+    since this was last set False.
+    """
 
     def __init__(self, show: Callable[[str], None]):
         self._show, self._shown, self._read, self.fresh = show, 0, 0, True
@@ -35,10 +38,11 @@ class Log:
 
 
 def follow(client: Any, job: str, show: Callable[[str], None], say: Callable[[str], None]) -> int:
-    """Show a job's log until the job has ended; its exit code as ``sol-rl train`` would have given it.
+    """Show a job's log until the job has ended; its exit code as ``sol-rl train`` would have given
+    it.
 
-    A stream that breaks is taken up again. OUT_OF_SIGHT when the dashboard has answered nothing for PATIENCE_S. ``say`` is given
-    what is not the job's own.
+    A stream that breaks is taken up again. OUT_OF_SIGHT when the dashboard has answered nothing for
+    PATIENCE_S. ``say`` is given what is not the job's own.
     """
     log, at, silent_since = Log(show), client.get_address(), None
     while True:
@@ -56,12 +60,14 @@ def follow(client: Any, job: str, show: Callable[[str], None], say: Callable[[st
         silent_since = None if info is not None else silent_since or now
         if silent_since is not None and now - silent_since >= PATIENCE_S:
             say(
-                f"{at}: no answer for {now - silent_since:.0f} s ({broken}); the job may go on: ray job logs --address {at} --follow {job}"
+                f"{at}: no answer for {now - silent_since:.0f} s ({broken}); the job may go on: ray"
+                f" job logs --address {at} --follow {job}"
             )
             return OUT_OF_SIGHT
         if log.fresh and broken != QUIET:
             say(
-                f"{at}: the log broke off ({broken or 'closed by the other side'}), the job goes on as far as is known; reconnecting"
+                f"{at}: the log broke off ({broken or 'closed by the other side'}), the job goes on"
+                " as far as is known; reconnecting"
             )
             log.fresh = False
         time.sleep(PAUSE_S)
@@ -71,7 +77,9 @@ QUIET = "quiet"
 
 
 async def _read(client: Any, job: str, log: Log) -> str | None:
-    """Read the log until its stream ends (None), breaks (why), or has brought nothing for SILENCE_S (QUIET)."""
+    """Read the log until its stream ends (None), breaks (why), or has brought nothing for SILENCE_S
+    (QUIET).
+    """
     stream = aiter(client.tail_job_logs(job))
     while True:
         try:
@@ -114,5 +122,7 @@ def _exit_code(info: Any) -> int:
 
 def said(error: BaseException) -> str:
     """An error's first line, or its class where it says nothing."""
-    line = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+    line = next(
+        (line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__
+    )
     return line if len(line) <= 200 else f"{line[:197]}..."

@@ -1,4 +1,6 @@
-"""From outside a run: find it on its cluster, read its state, ask it for other sizes. `sol-rl status` and `sol-rl scale`."""
+"""From outside a run: find it on its cluster, read its state, ask it for other sizes. `sol-rl
+status` and `sol-rl scale`.
+"""
 
 from __future__ import annotations
 
@@ -22,13 +24,17 @@ LISTENER_S = 10.0
 
 
 def address_of(given: str | None) -> str:
-    """Where to look: what is given, RAY_ADDRESS, or the cluster that was last started on this machine."""
+    """Where to look: what is given, RAY_ADDRESS, or the cluster that was last started on this
+    machine.
+    """
     return given or os.environ.get("RAY_ADDRESS") or "auto"
 
 
 @contextmanager
 def connected(address: str) -> Iterator[None]:
-    """A Ray connection: the one that is there, or one to ``address``. Raises ConfigError where nothing answers."""
+    """A Ray connection: the one that is there, or one to ``address``. Raises ConfigError where
+    nothing answers.
+    """
     import ray
     from ray.exceptions import AuthenticationError
 
@@ -37,12 +43,17 @@ def connected(address: str) -> Iterator[None]:
         return
     require_listener(address)
     try:
-        ray.init(address=address, logging_level=logging.ERROR, log_to_driver=False, namespace=NAMESPACE)
+        ray.init(
+            address=address, logging_level=logging.ERROR, log_to_driver=False, namespace=NAMESPACE
+        )
     except AuthenticationError:
         raise ConfigError([f"--address {address}: {TOKEN_WANTED}"]) from None
     except (ConnectionError, RuntimeError, ValueError) as error:
         raise ConfigError(
-            [f"--address {address}: no Ray cluster answers there ({str(error).splitlines()[0]}); give host:port of its head"]
+            [
+                f"--address {address}: no Ray cluster answers there ({str(error).splitlines()[0]});"
+                " give host:port of its head"
+            ]
         ) from None
     try:
         yield
@@ -51,19 +62,28 @@ def connected(address: str) -> Iterator[None]:
 
 
 def require_listener(address: str, given_as: str = "--address") -> None:
-    """Ray itself tries an address for minutes before it gives up. Raises ConfigError when ``address``, host:port, takes no connection;
-    other addresses, such as ``auto``, are Ray's to judge."""
+    """Ray itself tries an address for minutes before it gives up. Raises ConfigError when
+    ``address``, host:port, takes no connection; other addresses, such as ``auto``, are Ray's to
+    judge.
+    """
     host, _, port = address.removeprefix("ray://").rpartition(":")
     if not host or not port.isdigit():
         return
     try:
         socket.create_connection((host.strip("[]"), int(port)), LISTENER_S).close()
     except (OSError, OverflowError) as error:
-        raise ConfigError([f"{given_as} {address}: no Ray cluster answers there ({error}); give host:port of its head"]) from None
+        raise ConfigError(
+            [
+                f"{given_as} {address}: no Ray cluster answers there ({error}); give host:port of"
+                " its head"
+            ]
+        ) from None
 
 
 def states(name: str | None) -> dict[str, dict[str, Any]]:
-    """State by key of the runs on this cluster, of those called ``name`` if given. Raises ConfigError when there is none."""
+    """State by key of the runs on this cluster, of those called ``name`` if given. Raises
+    ConfigError when there is none.
+    """
     import ray
     from ray.exceptions import GetTimeoutError, RayActorError
 
@@ -76,7 +96,15 @@ def states(name: str | None) -> dict[str, dict[str, Any]]:
     chosen = {key: state for key, state in found.items() if name in (None, state["run"])}
     if not chosen:
         there = ", ".join(sorted(state["run"] for state in found.values()))
-        raise ConfigError([f"no run {name!r} on this cluster; there are: {there}" if there else "no run on this cluster"])
+        raise ConfigError(
+            [
+                (
+                    f"no run {name!r} on this cluster; there are: {there}"
+                    if there
+                    else "no run on this cluster"
+                )
+            ]
+        )
     return chosen
 
 
@@ -92,7 +120,12 @@ def scale(name: str | None, sizes: dict[str, int], patience_s: float = PATIENCE_
 
     found = states(name)
     if len(found) > 1:
-        raise ConfigError([f"--run: which one? there are: {', '.join(sorted(state['run'] for state in found.values()))}"])
+        raise ConfigError(
+            [
+                "--run: which one? there are:"
+                f" {', '.join(sorted(state['run'] for state in found.values()))}"
+            ]
+        )
     (key,) = found
     board = ray.get_actor(NAME, namespace=NAMESPACE)
     number = ray.get(board.request.remote(key, sizes))
@@ -109,6 +142,8 @@ def scale(name: str | None, sizes: dict[str, int], patience_s: float = PATIENCE_
                 raise ConfigError(words.splitlines())
             return words
         if not alive:
-            raise RunFailed(f"the run ended, or its board was lost, before it had {sizes}: see `sol-rl status`")
+            raise RunFailed(
+                f"the run ended, or its board was lost, before it had {sizes}: see `sol-rl status`"
+            )
         time.sleep(0.3)
     raise RunFailed(f"not done within {patience_s:g} s; the run keeps trying: see `sol-rl status`")

@@ -1,4 +1,6 @@
-"""A run's state (``cluster.driver.status``) as lines for a terminal. Imports nothing heavy: `sol-rl status` answers at once."""
+"""A run's state (``cluster.driver.status``) as lines for a terminal. Imports nothing heavy: `sol-rl
+status` answers at once.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,10 @@ def lines_of(state: Mapping[str, Any]) -> list[str]:
     row = state["row"]
     left = f", about {duration(state['left_s'])} left" if state["left_s"] is not None else ""
     version = "none" if state["version"] is None else state["version"]
-    head = f"{state['run']}  arm {state['arm']}, iteration {state['iteration']} of {state['iterations']} done, policy version {version}"
+    head = (
+        f"{state['run']}  arm {state['arm']}, iteration {state['iteration']} of"
+        f" {state['iterations']} done, policy version {version}"
+    )
     lines = [head + left, f"  {state['directory']}"]
     rates = [
         _rate(row, "time/iteration_s", "{:.1f} s per iteration"),
@@ -22,12 +27,22 @@ def lines_of(state: Mapping[str, Any]) -> list[str]:
     ]
     quality = [
         _rate(row, "reward/train_mean", "reward {:.4f}"),
-        "held out " + " -> ".join(f"{value:.4f}" for value in state["held_out"]) if state["held_out"] else "",
+        (
+            "held out " + " -> ".join(f"{value:.4f}" for value in state["held_out"])
+            if state["held_out"]
+            else ""
+        ),
         _rate(row, "audit/kendall_tau", "tau {:.2f}"),
         _rate(row, "rewards/failed", "{:.0f} pictures without a score"),
     ]
-    stages = [f"{stage} {done}{f'/{total}' if total else ''}" for stage, (done, total) in state["stages"].items() if done or total]
-    lines += ["  " + ", ".join(filter(None, part)) for part in (rates, quality, stages) if any(part)]
+    stages = [
+        f"{stage} {done}{f'/{total}' if total else ''}"
+        for stage, (done, total) in state["stages"].items()
+        if done or total
+    ]
+    lines += [
+        "  " + ", ".join(filter(None, part)) for part in (rates, quality, stages) if any(part)
+    ]
     if state["restored"]:
         lines.append(f"  returned to a checkpoint {state['restored']} times")
     return [*lines, *_actors(state["services"])]
@@ -40,7 +55,10 @@ def _rate(row: Mapping[str, Any], key: str, pattern: str) -> str:
 def _actors(services: Sequence[Mapping[str, Any]]) -> list[str]:
     heads = ["actor", "state", "version", "units", "busy", "restarts", "host", "pid", "node"]
     body = [
-        [*(str(actor[key]) for key in ("actor", "state")), "-" if actor["version"] is None else str(actor["version"])]
+        [
+            *(str(actor[key]) for key in ("actor", "state")),
+            "-" if actor["version"] is None else str(actor["version"]),
+        ]
         + [str(actor["units"]), f"{100 * actor['busy']:.0f}%", str(actor["restarts"])]
         + [str(actor[key] or "-") for key in ("host", "pid", "node")]
         for service in services
@@ -48,10 +66,13 @@ def _actors(services: Sequence[Mapping[str, Any]]) -> list[str]:
     ]
     widths = [max(len(line[i]) for line in [heads, *body]) for i in range(len(heads))]
     table = [
-        "  " + "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in [heads, *body]
+        "  "
+        + "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()
+        for line in [heads, *body]
     ]
     extra = [
-        f"  {service['kind']}: {service['waiting']} units wait, {service['reissued']} given out again, {service['starting']} actors start"
+        f"  {service['kind']}: {service['waiting']} units wait, {service['reissued']} given out"
+        f" again, {service['starting']} actors start"
         for service in services
         if service["waiting"] or service["reissued"] or service["starting"]
     ]

@@ -1,8 +1,9 @@
 """Submitting a run as a Ray job: what travels, what is told to Ray, how it is followed.
 
-What travels is the tree that this package lies in (or, where it was installed without one, its packages), without run outputs and
-environments, and beside it the configuration and prompt files that lie elsewhere. ``.rayignore`` and ``deploy/runtime_env.yaml`` say
-the same to a plain ``ray job submit``.
+What travels is the tree that this package lies in (or, where it was installed without one, its
+packages), without run outputs and environments, and beside it the configuration and prompt files
+that lie elsewhere. ``.rayignore`` and ``deploy/runtime_env.yaml`` say the same to a plain ``ray job
+submit``.
 """
 
 from __future__ import annotations
@@ -23,7 +24,19 @@ from configs.load import ConfigError, load
 from configs.schema import RunConfig
 
 TREE = Path(__file__).parents[2]
-PACKAGES = ("configs", "policy", "rewards", "learner", "records", "planning", "analysis", "actors", "cluster", "cli", "shapes")
+PACKAGES = (
+    "configs",
+    "policy",
+    "rewards",
+    "learner",
+    "records",
+    "planning",
+    "analysis",
+    "actors",
+    "cluster",
+    "cli",
+    "shapes",
+)
 LEFT_OUT = (
     ".git", ".venv", "venv", "runs", "build", "dist", "__pycache__", "*.pyc", "*.egg-info", ".pytest_cache", ".ruff_cache", ".hypothesis",
     ".import_linter_cache", "tests", "docs", "checkpoints",
@@ -31,13 +44,16 @@ LEFT_OUT = (
 """Never sent to a cluster."""
 RUNTIME_ENV: dict[str, Any] = {
     "env_vars": {
-        "RAY_JOB_STOP_WAIT_TIME_S": "120",  # an update in hand is finished and a checkpoint written before SIGKILL
+        "RAY_JOB_STOP_WAIT_TIME_S": (
+            "120"
+        ),  # an update in hand is finished and a checkpoint written before SIGKILL
         "PYTHONUNBUFFERED": "1",
     },
     "excludes": list(LEFT_OUT),
 }
 TOKEN_WANTED = (
-    "this cluster wants a token: export RAY_AUTH_MODE=token, and put the token in ~/.ray/auth_token or at RAY_AUTH_TOKEN_PATH"
+    "this cluster wants a token: export RAY_AUTH_MODE=token, and put the token in ~/.ray/auth_token"
+    " or at RAY_AUTH_TOKEN_PATH"
 )
 ELSEWHERE = "submitted"
 """Folder, in what travels, of files that lie outside the tree."""
@@ -46,11 +62,13 @@ ANSWER_S = (10.0, 120.0)
 URL = ("http://", "https://")
 
 
-def submit(source: str, overrides: Sequence[str], address: str | None, resume: bool) -> tuple[Any, str]:
+def submit(
+    source: str, overrides: Sequence[str], address: str | None, resume: bool
+) -> tuple[Any, str]:
     """(client, job id) of a new job that trains ``source``.
 
-    Raises ConfigError for a configuration that cannot be, that names no shared run_root or files that do not travel, when nothing
-    answers at ``address``, or when the job is not taken there.
+    Raises ConfigError for a configuration that cannot be, that names no shared run_root or files
+    that do not travel, when nothing answers at ``address``, or when the job is not taken there.
     """
     config = load(source, overrides)
     check_run_root_of_job(config)
@@ -61,7 +79,12 @@ def submit(source: str, overrides: Sequence[str], address: str | None, resume: b
         try:
             there = stage(tree, source, config)
         except OSError as error:
-            raise ConfigError([f"{TREE}: cannot be copied to {folder} to be submitted ({said(error)}); set TMPDIR=DIR"]) from None
+            raise ConfigError(
+                [
+                    f"{TREE}: cannot be copied to {folder} to be submitted ({said(error)}); set"
+                    " TMPDIR=DIR"
+                ]
+            ) from None
         job = f"{config.name}-{time.strftime('%Y%m%d-%H%M%S')}"
         with taken_by(client, tree):
             client.submit_job(
@@ -75,7 +98,9 @@ def submit(source: str, overrides: Sequence[str], address: str | None, resume: b
 
 @contextmanager
 def taken_by(client: Any, tree: Path | None = None) -> Iterator[None]:
-    """What a dashboard that answers may still refuse becomes a ConfigError of one line. ``tree``: what is to travel."""
+    """What a dashboard that answers may still refuse becomes a ConfigError of one line. ``tree``:
+    what is to travel.
+    """
     from ray.exceptions import AuthenticationError, RayError
 
     at = f"--address {client.get_address()}"
@@ -84,30 +109,46 @@ def taken_by(client: Any, tree: Path | None = None) -> Iterator[None]:
     except AuthenticationError:
         raise ConfigError([f"{at}: {TOKEN_WANTED}"]) from None
     except (OSError, RuntimeError, ValueError, KeyError, TypeError, RayError) as error:
-        mend = f"`ray job list --address {client.get_address()}` tells what is there, the dashboard's log on the head why"
+        mend = (
+            f"`ray job list --address {client.get_address()}` tells what is there, the dashboard's"
+            " log on the head why"
+        )
         if tree is not None and "exceeds the maximum size" in str(error):
             name, size = largest(tree)
-            mend = f"the largest is {name!r} ({size / 1e6:.0f} MB): keep it outside {TREE}, and name it by an absolute path"
+            mend = (
+                f"the largest is {name!r} ({size / 1e6:.0f} MB): keep it outside {TREE}, and name"
+                " it by an absolute path"
+            )
         raise ConfigError([f"{at}: the job was not taken ({said(error)}); {mend}"]) from None
 
 
 def largest(tree: Path) -> tuple[str, int]:
     """The file or folder right below ``tree`` that takes most, and its bytes."""
-    sizes = {top: sum(file.lstat().st_size for file in (top, *top.rglob("*")) if not file.is_dir()) for top in tree.iterdir()}
+    sizes = {
+        top: sum(file.lstat().st_size for file in (top, *top.rglob("*")) if not file.is_dir())
+        for top in tree.iterdir()
+    }
     top = max(sizes, key=lambda each: sizes[each])
     return top.name, sizes[top]
 
 
 def check_run_root_of_job(config: RunConfig) -> None:
-    """Raises ConfigError unless run_root is an absolute path; whether it can be written is checked where the job runs."""
+    """Raises ConfigError unless run_root is an absolute path; whether it can be written is checked
+    where the job runs.
+    """
     if config.run_root is None or not os.path.isabs(config.run_root):
         raise ConfigError(
-            [f"run_root = {config.run_root!r}: a job needs an absolute path on a disk that its nodes share: --set run_root=/DIR"]
+            [
+                f"run_root = {config.run_root!r}: a job needs an absolute path on a disk that its"
+                " nodes share: --set run_root=/DIR"
+            ]
         )
 
 
 def check_files_of_job(config: RunConfig) -> None:
-    """Raises ConfigError for a model, LoRA or scorer's file that is given by a relative path, is here, and does not travel."""
+    """Raises ConfigError for a model, LoRA or scorer's file that is given by a relative path, is
+    here, and does not travel.
+    """
     named = [("lora.init_from", config.lora.init_from or "")]
     named += [("model.path", config.model.path)] if config.model.path != "shapes" else []
     for kind in ("scorers", "evaluation_scorers"):
@@ -117,7 +158,8 @@ def check_files_of_job(config: RunConfig) -> None:
         if name and _is_here(name) and not travels(name):
             raise ConfigError(
                 [
-                    f"{key} = {name!r}: lies on this machine and is not sent with a job: give an absolute path on storage that nodes share"
+                    f"{key} = {name!r}: lies on this machine and is not sent with a job: give an"
+                    " absolute path on storage that nodes share"
                 ]
             )
 
@@ -126,7 +168,13 @@ def _texts(key: str, value: Any) -> list[tuple[str, str]]:
     """Every text in a scorer's settings, by its dotted key."""
     if isinstance(value, str):
         return [(key, value)]
-    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    items = (
+        value.items()
+        if isinstance(value, dict)
+        else enumerate(value)
+        if isinstance(value, list)
+        else ()
+    )
     return [found for name, item in items for found in _texts(f"{key}.{name}", item)]
 
 
@@ -149,11 +197,15 @@ def travels(name: str) -> bool:
 def entrypoint(config: str, overrides: Sequence[str], resume: bool) -> str:
     """The job's command line."""
     given = [part for override in overrides for part in ("--set", override)]
-    return shlex.join(["python", "-m", "cluster", "train", config, *given, *(["--resume"] if resume else [])])
+    return shlex.join(
+        ["python", "-m", "cluster", "train", config, *given, *(["--resume"] if resume else [])]
+    )
 
 
 def stage(into: Path, source: str, config: RunConfig) -> str:
-    """Copy what travels to ``into``; returns what the job must give as its configuration. Raises ConfigError for prompts elsewhere."""
+    """Copy what travels to ``into``; returns what the job must give as its configuration. Raises
+    ConfigError for prompts elsewhere.
+    """
     ignore = shutil.ignore_patterns(*LEFT_OUT)
     if (TREE / "pyproject.toml").exists():
         shutil.copytree(TREE, into, ignore=ignore, symlinks=True)
@@ -165,7 +217,8 @@ def stage(into: Path, source: str, config: RunConfig) -> str:
         if not path.is_absolute() and ".." in path.parts:
             raise ConfigError(
                 [
-                    f"prompts: {name!r} lies outside the directory that is submitted: give a path inside it, or an absolute one that nodes share"
+                    f"prompts: {name!r} lies outside the directory that is submitted: give a path"
+                    " inside it, or an absolute one that nodes share"
                 ]
             )
         if not path.is_absolute() and path.is_file() and not (into / path).exists():
@@ -183,7 +236,8 @@ def stage(into: Path, source: str, config: RunConfig) -> str:
 
 
 def client_of(address: str | None) -> Any:
-    """A job client of the dashboard at ``address``, or else of the one that the environment names or that Ray finds on this machine.
+    """A job client of the dashboard at ``address``, or else of the one that the environment names
+    or that Ray finds on this machine.
 
     Raises ConfigError for an address that is no URL, and when nothing answers.
     """
@@ -199,7 +253,11 @@ def client_of(address: str | None) -> Any:
     at, url = f"--address {address}", address
     if not address:
         url = os.environ.get("RAY_API_SERVER_ADDRESS")
-        at = f"RAY_API_SERVER_ADDRESS = {url}" if url else f"RAY_ADDRESS = {os.environ.get('RAY_ADDRESS', 'not set')}"
+        at = (
+            f"RAY_API_SERVER_ADDRESS = {url}"
+            if url
+            else f"RAY_ADDRESS = {os.environ.get('RAY_ADDRESS', 'not set')}"
+        )
     if url and not url.startswith(URL):
         raise ConfigError([f"{at}: the URL of a Ray dashboard is expected, http://HOST:8265"])
     try:
@@ -208,12 +266,19 @@ def client_of(address: str | None) -> Any:
     except AuthenticationError:
         raise ConfigError([f"{at}: {TOKEN_WANTED}"]) from None
     except (OSError, RuntimeError, ValueError, KeyError, TypeError, RayError) as error:
-        raise ConfigError([f"{at}: no Ray dashboard answers ({said(error)}); give --address http://HOST:8265, its URL"]) from None
+        raise ConfigError(
+            [
+                f"{at}: no Ray dashboard answers ({said(error)}); give --address http://HOST:8265,"
+                " its URL"
+            ]
+        ) from None
 
 
 @contextmanager
 def _only(url: str | None) -> Iterator[None]:
-    """Ray lets RAY_API_SERVER_ADDRESS and RAY_ADDRESS go before what it is given; here ``url`` does."""
+    """Ray lets RAY_API_SERVER_ADDRESS and RAY_ADDRESS go before what it is given; here ``url``
+    does.
+    """
     name = "RAY_API_SERVER_ADDRESS"
     before = os.environ.get(name)
     if url:
@@ -226,18 +291,26 @@ def _only(url: str | None) -> Iterator[None]:
             os.environ[name] = before
 
 
-def ask_through_job(address: str, arguments: Sequence[str], show: Callable[[str], None], say: Callable[[str], None]) -> int:
-    """Run a command of this program on the cluster itself, as a small job with the files of the run that is there.
+def ask_through_job(
+    address: str, arguments: Sequence[str], show: Callable[[str], None], say: Callable[[str], None]
+) -> int:
+    """Run a command of this program on the cluster itself, as a small job with the files of the run
+    that is there.
 
     For whoever reaches only the dashboard. Raises ConfigError when no run was submitted there.
     """
     client = client_of(address)
     with taken_by(client):
-        running = [job for job in client.list_jobs() if str(job.status) == "RUNNING" and "-m cluster train" in job.entrypoint]
+        running = [
+            job
+            for job in client.list_jobs()
+            if str(job.status) == "RUNNING" and "-m cluster train" in job.entrypoint
+        ]
     if not running:
         raise ConfigError([f"--address {address}: no submitted run is running there"])
     with taken_by(client):
         job = client.submit_job(
-            entrypoint=shlex.join(["python", "-m", "cluster", *arguments]), runtime_env=running[0].runtime_env or {}
+            entrypoint=shlex.join(["python", "-m", "cluster", *arguments]),
+            runtime_env=running[0].runtime_env or {},
         )
     return follow(client, job, show, say)

@@ -1,4 +1,6 @@
-"""Waiting for one actor's answer: what comes, or in which of three ways it does not. Nobody is waited for without end."""
+"""Waiting for one actor's answer: what comes, or in which of three ways it does not. Nobody is
+waited for without end.
+"""
 
 from __future__ import annotations
 
@@ -17,8 +19,8 @@ from records.errors import InputsLost
 async def answer_of(worker: Worker, ref: Any, service: Service) -> Any:
     """The value behind ``ref``, a call that ``worker`` was sent.
 
-    It may take ``service.deadline_s`` seconds since the actor's last answer. An actor that says it starts ``cold`` has
-    ``warm_up_s`` more until it has answered its first unit.
+    It may take ``service.deadline_s`` seconds since the actor's last answer. An actor that says it
+    starts ``cold`` has ``warm_up_s`` more until it has answered its first unit.
 
     Raises:
         ActorLost: the actor died, or was silent for longer than that.
@@ -50,6 +52,8 @@ async def answer_of(worker: Worker, ref: Any, service: Service) -> Any:
 
 
 def _seen(future: asyncio.Future[Any]) -> None:
-    """Look at how a call ended even when nobody waits for it any more, so that asyncio does not complain about it."""
+    """Look at how a call ended even when nobody waits for it any more, so that asyncio does not
+    complain about it.
+    """
     if not future.cancelled():
         future.exception()

@@ -1,7 +1,8 @@
 """What the nodes have free, and more nodes from Ray's autoscaler where one runs.
 
-What is missing is asked for by placement groups that wait. Unlike ``ray.autoscaler.sdk.request_resources`` they count what other jobs
-use, add up over jobs, and vanish with the job that made them: no node is paid for because of a run that is gone.
+What is missing is asked for by placement groups that wait. Unlike
+``ray.autoscaler.sdk.request_resources`` they count what other jobs use, add up over jobs, and
+vanish with the job that made them: no node is paid for because of a run that is gone.
 """
 
 from __future__ import annotations
@@ -12,7 +13,12 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import ray
-from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
+from ray.util.placement_group import (
+    PlacementGroup,
+    placement_group,
+    placement_group_table,
+    remove_placement_group,
+)
 
 from configs.load import ConfigError
 from configs.schema import RunConfig
@@ -42,12 +48,16 @@ def all_nodes() -> list[Node]:
 
 
 def _node(row: Mapping[str, Any], resources: Mapping[str, float]) -> Node:
-    return Node(row["NodeID"], resources.get("CPU", 0.0), resources.get("GPU", 0.0), row.get("Labels") or {})
+    return Node(
+        row["NodeID"], resources.get("CPU", 0.0), resources.get("GPU", 0.0), row.get("Labels") or {}
+    )
 
 
 class Requests:
-    """Places that are waited for, a placement group each, so that Ray's autoscaler, where one runs, brings nodes for them. Whose group is
-    granted has a place that nobody else counts as free, until it is withdrawn for the actors to take."""
+    """Places that are waited for, a placement group each, so that Ray's autoscaler, where one runs,
+    brings nodes for them. Whose group is granted has a place that nobody else counts as free, until
+    it is withdrawn for the actors to take.
+    """
 
     def __init__(self) -> None:
         self._groups: dict[str, PlacementGroup] = {}
@@ -56,16 +66,23 @@ class Requests:
         return key in self._groups
 
     def ask(self, key: str, needs: Sequence[Need]) -> bool:
-        """Ask for room for all of ``needs`` at once, unless that was asked for under this key already; whether it is new."""
+        """Ask for room for all of ``needs`` at once, unless that was asked for under this key
+        already; whether it is new.
+        """
         if key in self._groups:
             return False
-        bundles = [{"CPU": max(need.cpus, LEAST_CPU), **({"GPU": need.gpus} if need.gpus else {})} for need in needs]
+        bundles = [
+            {"CPU": max(need.cpus, LEAST_CPU), **({"GPU": need.gpus} if need.gpus else {})}
+            for need in needs
+        ]
         labels = [dict(need.labels) for need in needs]
         self._groups[key] = placement_group(bundles, strategy="PACK", bundle_label_selector=labels)
         return True
 
     def granted(self, key: str) -> list[str] | None:
-        """The node ids of what was asked for under this key, in its order, once Ray holds a place there for each."""
+        """The node ids of what was asked for under this key, in its order, once Ray holds a place
+        there for each.
+        """
         if key not in self._groups:
             return None
         table = placement_group_table(self._groups[key])
@@ -75,20 +92,24 @@ class Requests:
         return [nodes[bundle] for bundle in sorted(nodes)]
 
     def withdraw(self, *keys: str) -> None:
-        """What was asked for under these keys is about to be taken, or wanted no longer; without a key, everything."""
+        """What was asked for under these keys is about to be taken, or wanted no longer; without a
+        key, everything.
+        """
         for key in keys or tuple(self._groups):
             if (group := self._groups.pop(key, None)) is not None:
                 remove_placement_group(group)
 
 
 async def find_room(
-    config: RunConfig, kinds: Iterable[str] | None = None, tell: Callable[[str], None] = lambda line: None
+    config: RunConfig,
+    kinds: Iterable[str] | None = None,
+    tell: Callable[[str], None] = lambda line: None,
 ) -> list[Node]:
     """The nodes, once every actor of the run has a place on them.
 
-    Waits for what other jobs are about to give back (``BUSY_WAIT_S``), and for nodes that an autoscaler is asked for
-    (``services.wait_for_nodes_s``); ``tell`` hears of it in a line. Raises ConfigError, a line per service: what is missing, what
-    there is.
+    Waits for what other jobs are about to give back (``BUSY_WAIT_S``), and for nodes that an
+    autoscaler is asked for (``services.wait_for_nodes_s``); ``tell`` hears of it in a line. Raises
+    ConfigError, a line per service: what is missing, what there is.
     """
     chosen = tuple(kinds if kinds is not None else kinds_of(config))
     began, wait_s = time.monotonic(), config.services.wait_for_nodes_s
@@ -105,7 +126,12 @@ async def find_room(
                 if requests.granted(EVERYONE):
                     requests.withdraw()  # and once Ray's count has it, it is free
                     ask_at = now + LAG_S
-                elif wait_s and now >= ask_at and requests.ask(EVERYONE, needs_of(config, chosen)) and ask_at == began:
+                elif (
+                    wait_s
+                    and now >= ask_at
+                    and requests.ask(EVERYONE, needs_of(config, chosen))
+                    and ask_at == began
+                ):
                     tell(f"waiting up to {wait_s:g} s for nodes: {error}")
             await asyncio.sleep(LOOK_S)
     finally:

@@ -1,12 +1,14 @@
 """A group of equal actors that pull units of work, and outlive any of their members.
 
-One way for every service: rollout, reward, selector, encoder and learner. A unit is a method call that may be repeated
-(same key, same result). Each actor has ``in_flight`` slots that pull from one queue, lowest priority first. What happens
-when an actor dies or hangs: it is killed and replaced, and every unit it held goes back to the queue, with a limit per unit
-and per actor. Nothing is counted twice, because a unit has one future and the first answer settles it.
+One way for every service: rollout, reward, selector, encoder and learner. A unit is a method call
+that may be repeated (same key, same result). Each actor has ``in_flight`` slots that pull from one
+queue, lowest priority first. What happens when an actor dies or hangs: it is killed and replaced,
+and every unit it held goes back to the queue, with a limit per unit and per actor. Nothing is
+counted twice, because a unit has one future and the first answer settles it.
 
-A pool grows and shrinks while it works: a new actor starts to pull, an actor that leaves finishes what it holds. The one service
-with a state, the learner, is ``stateful``: its units are not tried again, every call fails with StateLost until it is renewed.
+A pool grows and shrinks while it works: a new actor starts to pull, an actor that leaves finishes
+what it holds. The one service with a state, the learner, is ``stateful``: its units are not tried
+again, every call fails with StateLost until it is renewed.
 """
 
 from __future__ import annotations
@@ -29,8 +31,10 @@ from records.timeline import Span, span_of
 
 
 class ActorPool:
-    """See the module. ``prepare(worker, unit)`` runs before every unit and must be quick when there is nothing to do; ``admits(facts)`` says
-    of what a later actor's ``ready`` told why it cannot be used beside the others."""
+    """See the module. ``prepare(worker, unit)`` runs before every unit and must be quick when there
+    is nothing to do; ``admits(facts)`` says of what a later actor's ``ready`` told why it cannot be
+    used beside the others.
+    """
 
     def __init__(
         self,
@@ -45,17 +49,29 @@ class ActorPool:
         released: Callable[[str], None] = lambda actor: None,
         record: Callable[[Span], None] = lambda span: None,
     ):
-        """``released`` is told the name of an actor that leaves for good, ``record`` who had which unit in hand and when."""
+        """``released`` is told the name of an actor that leaves for good, ``record`` who had which
+        unit in hand and when.
+        """
         self.kind, self._service, self._event, self.prepare = kind, service, event, prepare
         self._stateful, self._record = stateful, record
         self.admits: Callable[[dict[str, Any]], str | None] = lambda facts: None
         self._roster = Roster(
-            kind, spawn, service, event, self._serve, self._end, start_deadline_s, released, lambda facts: self.admits(facts)
+            kind,
+            spawn,
+            service,
+            event,
+            self._serve,
+            self._end,
+            start_deadline_s,
+            released,
+            lambda facts: self.admits(facts),
         )
         self._beside: set[asyncio.Task[None]] = set()  # replacements that no slot waits for
         self.reissued = 0
         self.deepest = 0  # most units that waited since somebody set it back
-        self._queue: asyncio.PriorityQueue[tuple[tuple[int, ...], int, Unit]] = asyncio.PriorityQueue()
+        self._queue: asyncio.PriorityQueue[tuple[tuple[int, ...], int, Unit]] = (
+            asyncio.PriorityQueue()
+        )
         self._order = itertools.count()
         self._failure: RunFailed | StateLost | None = None
 
@@ -74,14 +90,17 @@ class ActorPool:
         await self._roster.stop()
 
     async def resize(self, size: int) -> None:
-        """Grow or shrink to ``size`` actors in service; one call at a time. Units in hand are finished, none is lost.
+        """Grow or shrink to ``size`` actors in service; one call at a time. Units in hand are
+        finished, none is lost.
 
         Raises RunFailed when a new actor does not start; those that did stay.
         """
         await self._roster.resize(size)
 
     async def renew(self, why: str) -> None:
-        """Put a new actor in every place and accept calls again. Raises RunFailed when one does not start."""
+        """Put a new actor in every place and accept calls again. Raises RunFailed when one does not
+        start.
+        """
         await self._roster.renew(why)
         self._failure = None
 
@@ -131,10 +150,12 @@ class ActorPool:
         accept: Callable[[Any], str | None] | None = None,
         tries: int = 1,
     ) -> Any:
-        """The value of ``method(*args)`` on some actor; with ``returns`` > 1, (first value, [references of the rest]).
+        """The value of ``method(*args)`` on some actor; with ``returns`` > 1, (first value,
+        [references of the rest]).
 
-        ``accept`` may find fault with an answer: the unit is then tried again, on another actor where there is one, until
-        it was answered ``tries`` times; the last answer is returned as it is.
+        ``accept`` may find fault with an answer: the unit is then tried again, on another actor
+        where there is one, until it was answered ``tries`` times; the last answer is returned as it
+        is.
 
         Raises:
             RunFailed: the unit failed on every allowed attempt, or no actor is left.
@@ -148,8 +169,10 @@ class ActorPool:
         return await unit.future
 
     async def each(self, do: Callable[[Worker], Awaitable[None]]) -> None:
-        """Run ``do`` for every actor that is there, all at once. One that is lost on the way, or raises, is replaced; those that are being
-        replaced are not waited for: they are prepared before their first unit."""
+        """Run ``do`` for every actor that is there, all at once. One that is lost on the way, or
+        raises, is replaced; those that are being replaced are not waited for: they are prepared
+        before their first unit.
+        """
 
         async def one(worker: Worker) -> None:
             if worker.handle is None:
@@ -168,8 +191,12 @@ class ActorPool:
         await asyncio.gather(*(one(worker) for worker in self.workers if worker.serving))
 
     async def ask(self, worker: Worker, method: str, *args: Any) -> Any:
-        """A call to one particular actor, outside the queue. Raises ActorLost when it dies or hangs."""
-        return await self._answer(worker, (method,), 0, getattr(worker.handle, method).remote(*args))
+        """A call to one particular actor, outside the queue. Raises ActorLost when it dies or
+        hangs.
+        """
+        return await self._answer(
+            worker, (method,), 0, getattr(worker.handle, method).remote(*args)
+        )
 
     def _put(self, unit: Unit) -> None:
         if self._failure:
@@ -187,7 +214,9 @@ class ActorPool:
             worker.takes_unit()
             try:
                 await self._handle(worker, unit)
-            except Exception as error:  # a full disk, a defect: nobody may wait for this unit for ever
+            except (
+                Exception
+            ) as error:  # a full disk, a defect: nobody may wait for this unit for ever
                 failure = RunFailed(f"{self.kind}: {unit.key}: {type(error).__name__}: {error}")
                 self._settle(unit, failure)
                 self._end(failure)
@@ -197,7 +226,9 @@ class ActorPool:
     async def _handle(self, worker: Worker, unit: Unit) -> None:
         if unit.future.done():
             return
-        if unit.avoid == worker.index and any(other.handle is not None for other in self.workers if other is not worker):
+        if unit.avoid == worker.index and any(
+            other.handle is not None for other in self.workers if other is not worker
+        ):
             self._put(unit)
             await asyncio.sleep(0.02)
             return
@@ -241,7 +272,11 @@ class ActorPool:
                 raise Vacant("the actor is being replaced")
             if self.prepare:
                 await self.prepare(worker, unit)
-            refs = getattr(worker.handle, unit.method).options(num_returns=unit.returns).remote(*unit.args)
+            refs = (
+                getattr(worker.handle, unit.method)
+                .options(num_returns=unit.returns)
+                .remote(*unit.args)
+            )
             worker.sent.append(unit)
         return refs
 
@@ -251,7 +286,9 @@ class ActorPool:
         return await self._answer(worker, unit.key, unit.reissues, refs[0]), list(refs[1:])
 
     async def _answer(self, worker: Worker, key: Any, attempt: int, ref: Any) -> Any:
-        """``answer_of``, and in the timeline who had ``key`` in hand: an actor does one thing after the other."""
+        """``answer_of``, and in the timeline who had ``key`` in hand: an actor does one thing after
+        the other.
+        """
         sent, incarnation, outcome = time.time(), worker.incarnation, "failed"
         try:
             value = await answer_of(worker, ref, self._service)
@@ -265,7 +302,18 @@ class ActorPool:
             raise
         finally:
             started, worker.busy_until = max(sent, worker.busy_until), time.time()
-            self._record(span_of(self.kind, worker.index, incarnation, key, attempt, started, worker.busy_until, outcome))
+            self._record(
+                span_of(
+                    self.kind,
+                    worker.index,
+                    incarnation,
+                    key,
+                    attempt,
+                    started,
+                    worker.busy_until,
+                    outcome,
+                )
+            )
 
     def _answered(self, unit: Unit, worker: Worker, value: Any) -> None:
         worker.answered += 1
@@ -279,7 +327,13 @@ class ActorPool:
         elif not unit.future.done():
             unit.future.set_result(value)
             if unit.reissues:
-                self._event("chunk_recovered", kind=self.kind, unit=str(unit.key), actor=worker.index, reissues=unit.reissues)
+                self._event(
+                    "chunk_recovered",
+                    kind=self.kind,
+                    unit=str(unit.key),
+                    actor=worker.index,
+                    reissues=unit.reissues,
+                )
 
     # ---- failures
 
@@ -288,14 +342,19 @@ class ActorPool:
         unit.attempts += 1
         unit.avoid = worker.index
         if unit.attempts >= (1 if self._stateful else self._service.max_attempts):
-            self._settle(unit, RunFailed(f"{self.kind}: {unit.key} failed {unit.attempts} times, last: {why}"))
+            self._settle(
+                unit,
+                RunFailed(f"{self.kind}: {unit.key} failed {unit.attempts} times, last: {why}"),
+            )
             return
         self._reissue(unit, worker, why)
 
     def _reissue(self, unit: Unit, worker: Worker, why: str) -> None:
         self.reissued += 1
         unit.reissues += 1
-        self._event("chunk_reissued", kind=self.kind, unit=str(unit.key), actor=worker.index, why=why)
+        self._event(
+            "chunk_reissued", kind=self.kind, unit=str(unit.key), actor=worker.index, why=why
+        )
         self._put(unit)
 
     @staticmethod
@@ -304,7 +363,9 @@ class ActorPool:
             unit.future.set_exception(error)
 
     def _lose(self, worker: Worker, incarnation: int, unit: Unit, why: str) -> None:
-        """The state is gone: this unit, all that wait and all that come fail, until the pool is renewed."""
+        """The state is gone: this unit, all that wait and all that come fail, until the pool is
+        renewed.
+        """
         lost = StateLost(f"the {self.kind} was lost: {why}")
         self._settle(unit, lost)
         worker.sent = []

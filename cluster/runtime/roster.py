@@ -1,4 +1,6 @@
-"""The places of a pool and the actors that fill them: started, replaced, benched, added and let go. What they work on is the pool's."""
+"""The places of a pool and the actors that fill them: started, replaced, benched, added and let go.
+What they work on is the pool's.
+"""
 
 from __future__ import annotations
 
@@ -20,8 +22,10 @@ Event = Callable[..., None]
 
 
 class Roster:
-    """Workers of one kind. ``serve(worker)`` is what each of an actor's ``in_flight`` slots runs; ``over(failure)`` is told when
-    nobody is left; ``released`` is told the name of an actor that leaves for good; ``admits`` says what is wrong with a newcomer."""
+    """Workers of one kind. ``serve(worker)`` is what each of an actor's ``in_flight`` slots runs;
+    ``over(failure)`` is told when nobody is left; ``released`` is told the name of an actor that
+    leaves for good; ``admits`` says what is wrong with a newcomer.
+    """
 
     def __init__(
         self,
@@ -35,8 +39,19 @@ class Roster:
         released: Callable[[str], None],
         admits: Callable[[dict[str, Any]], str | None],
     ):
-        self.kind, self._spawn, self._service, self._event, self._serve = kind, spawn, service, event, serve
-        self._over, self._start_deadline_s, self._released, self._admits = over, start_deadline_s, released, admits
+        self.kind, self._spawn, self._service, self._event, self._serve = (
+            kind,
+            spawn,
+            service,
+            event,
+            serve,
+        )
+        self._over, self._start_deadline_s, self._released, self._admits = (
+            over,
+            start_deadline_s,
+            released,
+            admits,
+        )
         self.workers = [Worker(index) for index in range(service.count)]
         self.starting = self.lost = 0
         self._next_index = service.count
@@ -76,7 +91,8 @@ class Roster:
         return [f"{self.kind}-{self._next_index + i}" for i in range(count)]
 
     async def resize(self, size: int) -> None:
-        """Grow or shrink to ``size`` actors in service; one call at a time. Units in hand are finished, none is lost.
+        """Grow or shrink to ``size`` actors in service; one call at a time. Units in hand are
+        finished, none is lost.
 
         Raises RunFailed when a new actor does not start; those that did stay.
         """
@@ -102,7 +118,9 @@ class Roster:
             self.workers.append(worker)
             self._open(worker)
 
-        outcomes = await asyncio.gather(*(join(worker) for worker in workers), return_exceptions=True)
+        outcomes = await asyncio.gather(
+            *(join(worker) for worker in workers), return_exceptions=True
+        )
         self.workers.sort(key=lambda worker: worker.index)
         for outcome in outcomes:
             if isinstance(outcome, BaseException):
@@ -123,7 +141,13 @@ class Roster:
         self.workers.remove(worker)
         self._worked_by_gone += worker.worked_s
         self._released(f"{self.kind}-{worker.index}")
-        self._event("actor_removed", kind=self.kind, actor=worker.index, incarnation=worker.incarnation, units=worker.answered)
+        self._event(
+            "actor_removed",
+            kind=self.kind,
+            actor=worker.index,
+            incarnation=worker.incarnation,
+            units=worker.answered,
+        )
 
     # ---- who takes whose place
 
@@ -162,7 +186,14 @@ class Roster:
     def bury(self, worker: Worker, why: str) -> None:
         """Kill the actor in this place, and leave the place empty."""
         where = {key: worker.facts.get(key) for key in ("pid", "node")}
-        self._event("actor_died", kind=self.kind, actor=worker.index, incarnation=worker.incarnation, why=why, **where)
+        self._event(
+            "actor_died",
+            kind=self.kind,
+            actor=worker.index,
+            incarnation=worker.incarnation,
+            why=why,
+            **where,
+        )
         if worker.handle is not None:
             ray.kill(worker.handle, no_restart=True)
         worker.handle, worker.state = None, None
@@ -172,7 +203,9 @@ class Roster:
     def _bench(self, worker: Worker, why: str) -> None:
         worker.benched = True
         self._released(f"{self.kind}-{worker.index}")
-        self._event("actor_benched", kind=self.kind, actor=worker.index, restarts=worker.restarts, why=why)
+        self._event(
+            "actor_benched", kind=self.kind, actor=worker.index, restarts=worker.restarts, why=why
+        )
         self._perhaps_over(why)
 
     def _perhaps_over(self, why: str) -> None:
@@ -180,13 +213,21 @@ class Roster:
         if self.alive or self.starting:
             return
         advice = f"raise services.{self.kind}.max_restarts or mend the cause"
-        self._over(RunFailed(f"no {self.kind} actor is left, last: {why}; {advice}, then continue with --resume"))
+        self._over(
+            RunFailed(
+                f"no {self.kind} actor is left, last: {why}; {advice}, then continue with --resume"
+            )
+        )
 
     def _open(self, worker: Worker) -> None:
-        worker.slots = [asyncio.create_task(self._serve(worker)) for _ in range(self._service.in_flight)]
+        worker.slots = [
+            asyncio.create_task(self._serve(worker)) for _ in range(self._service.in_flight)
+        ]
 
     async def _fill(self, worker: Worker, joins: bool = False) -> None:
-        """Create an actor for this place and wait until it answers. Raises RunFailed with the constructor's own words."""
+        """Create an actor for this place and wait until it answers. Raises RunFailed with the
+        constructor's own words.
+        """
         who = f"{self.kind} actor {worker.index}"
         handle, facts = await start_actor(
             self._spawn,
@@ -200,6 +241,14 @@ class Roster:
             raise RunFailed(f"{who} {fault}")
         worker.handle, worker.facts = handle, facts
         worker.last_answer = time.monotonic()
-        name = "actor_replaced" if worker.incarnation else "actor_added" if joins else "actor_started"
-        shown = {key: value for key, value in worker.facts.items() if isinstance(value, str | int | float)}
-        self._event(name, kind=self.kind, actor=worker.index, incarnation=worker.incarnation, **shown)
+        name = (
+            "actor_replaced" if worker.incarnation else "actor_added" if joins else "actor_started"
+        )
+        shown = {
+            key: value
+            for key, value in worker.facts.items()
+            if isinstance(value, str | int | float)
+        }
+        self._event(
+            name, kind=self.kind, actor=worker.index, incarnation=worker.incarnation, **shown
+        )

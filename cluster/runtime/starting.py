@@ -1,4 +1,6 @@
-"""Bringing one actor to life: placed, constructed, answering; or a plain sentence why not. Nothing pends for ever."""
+"""Bringing one actor to life: placed, constructed, answering; or a plain sentence why not. Nothing
+pends for ever.
+"""
 
 from __future__ import annotations
 
@@ -15,18 +17,21 @@ from records.errors import RunFailed
 
 Spawn = Callable[[str], Any]  # actor name -> Ray actor handle; raises NoRoom
 LOST_STARTS = 4
-"""Times an actor may vanish before it answers: a node that died is still thought alive for some seconds."""
+"""Times an actor may vanish before it answers: a node that died is still thought alive for some
+seconds.
+"""
 PAUSE_S = 1.0
 
 
 async def start_actor(
     spawn: Spawn, name: str, who: str, deadline_s: float, waits: Callable[[str], None]
 ) -> tuple[Any, dict[str, Any]]:
-    """(handle, what its ``ready`` told) of a new actor. ``waits`` is told once when there is no room for it yet.
+    """(handle, what its ``ready`` told) of a new actor. ``waits`` is told once when there is no
+    room for it yet.
 
     Raises:
-        RunFailed: its constructor raised (with the constructor's own words), it died again and again, or it was not placed or
-            not ready within ``deadline_s`` seconds.
+        RunFailed: its constructor raised (with the constructor's own words), it died again and
+            again, or it was not placed or not ready within ``deadline_s`` seconds.
     """
     deadline = time.monotonic() + deadline_s
     lost, told = 0, False
@@ -48,15 +53,20 @@ async def start_actor(
         except TimeoutError:
             ray.kill(handle, no_restart=True)
             raise RunFailed(
-                f"{who} was not placed or not ready within services.start_deadline_s = {deadline_s:g} s: something else may hold its "
-                "share of the node (see `ray status`), or loading takes longer"
+                f"{who} was not placed or not ready within services.start_deadline_s ="
+                f" {deadline_s:g} s: something else may hold its share of the node (see `ray"
+                " status`), or loading takes longer"
             ) from None
         except asyncio.CancelledError:
             ray.kill(handle, no_restart=True)
             raise
         except (RayActorError, ActorUnschedulableError) as error:
             lost += 1
-            if getattr(error, "actor_init_failed", False) or lost >= LOST_STARTS or time.monotonic() > deadline:
+            if (
+                getattr(error, "actor_init_failed", False)
+                or lost >= LOST_STARTS
+                or time.monotonic() > deadline
+            ):
                 raise RunFailed(f"{who} did not start: {cause(error)}") from None
             await asyncio.sleep(PAUSE_S)
         except RayError as error:
@@ -64,10 +74,16 @@ async def start_actor(
 
 
 def cause(error: BaseException) -> str:
-    """The last informative line of a Ray error: the exception raised in the actor, not the frames around it."""
+    """The last informative line of a Ray error: the exception raised in the actor, not the frames
+    around it.
+    """
     inner = getattr(error, "cause", None)
     if inner is not None:
         return f"{type(inner).__name__}: {inner}".strip().splitlines()[0]
     lines = [line.strip() for line in str(error).strip().splitlines() if line.strip()]
-    raised = [line for line in lines if "Error" in line.split(":")[0] and not line.startswith(("File", "ray::"))]
+    raised = [
+        line
+        for line in lines
+        if "Error" in line.split(":")[0] and not line.startswith(("File", "ray::"))
+    ]
     return (raised or lines or [type(error).__name__])[-1][:500]

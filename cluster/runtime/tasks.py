@@ -10,7 +10,9 @@ Value = TypeVar("Value")
 
 
 async def all_or_none(*coroutines: Coroutine[Any, Any, Value]) -> list[Value]:
-    """All values, in order. When one raises, the others are cancelled and have ended before it is raised: nobody works on behind."""
+    """All values, in order. When one raises, the others are cancelled and have ended before it is
+    raised: nobody works on behind.
+    """
     tasks = [asyncio.create_task(coroutine) for coroutine in coroutines]
     try:
         return await asyncio.gather(*tasks)

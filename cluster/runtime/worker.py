@@ -13,7 +13,9 @@ VACANT_POLL_S = 0.05
 
 @dataclass
 class Unit:
-    """A call ``method(*args)``; ``returns`` > 1 gives (value of the first, references of the others)."""
+    """A call ``method(*args)``; ``returns`` > 1 gives (value of the first, references of the
+    others).
+    """
 
     key: Any
     method: str
@@ -22,12 +24,20 @@ class Unit:
     priority: tuple[int, ...] = ()
     attempts: int = 0  # failures that count against it
     reissues: int = 0  # times it went back to the queue
-    accept: Callable[[Any], str | None] | None = None  # says why an answer is worth another try elsewhere
+    accept: Callable[[Any], str | None] | None = (
+        None  # says why an answer is worth another try elsewhere
+    )
     tries: int = 1  # answers that may be refused by `accept`; the last one stands
-    avoid: int | None = None  # index of an actor that should not get it again, while there is another
-    alone: bool = False  # it was lost with an actor: nothing else goes to the next one beside it, so that a second loss is its own
+    avoid: int | None = (
+        None  # index of an actor that should not get it again, while there is another
+    )
+    # it was lost with an actor: nothing else goes to the next one beside it, so that a second loss
+    # is its own
+    alone: bool = False
     incarnation: int = -1  # of the actor that it was sent to last
-    future: asyncio.Future[Any] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
+    future: asyncio.Future[Any] = field(
+        default_factory=lambda: asyncio.get_running_loop().create_future()
+    )
 
 
 class Worker:
@@ -46,9 +56,13 @@ class Worker:
         self.benched = False
         self.leaving = False
         self.lock = asyncio.Lock()  # replacing and preparing
-        self.door = asyncio.Lock()  # sending; held by a unit that wants to be alone until it is answered
+        self.door = (
+            asyncio.Lock()
+        )  # sending; held by a unit that wants to be alone until it is answered
         self.slots: list[asyncio.Task[None]] = []
-        self.refill: asyncio.Task[None] | None = None  # the last time that the place was filled anew
+        self.refill: asyncio.Task[None] | None = (
+            None  # the last time that the place was filled anew
+        )
         self.sent: list[Unit] = []  # to this incarnation, not answered; it works on the first
         self._blamed: tuple[int, Unit | None] = (-1, None)
         self._busy: set[asyncio.Task[Any] | None] = set()
@@ -91,11 +105,15 @@ class Worker:
             await asyncio.sleep(0.01)
 
     def blames(self, unit: Unit, incarnation: int) -> bool:
-        """Whether the loss of ``incarnation`` counts against ``unit``: the actor was at it, or had none yet."""
+        """Whether the loss of ``incarnation`` counts against ``unit``: the actor was at it, or had
+        none yet.
+        """
         if self._blamed[0] < incarnation:
             self._blamed = (incarnation, self.sent[0] if self.sent else None)
             self.sent = []
-        return self._blamed[0] == incarnation and (self._blamed[1] is None or self._blamed[1] is unit)
+        return self._blamed[0] == incarnation and (
+            self._blamed[1] is None or self._blamed[1] is unit
+        )
 
     def idle_slots(self) -> list[asyncio.Task[None]]:
         """Slots that wait for a unit."""

@@ -1,4 +1,6 @@
-"""Training objectives, one file each. Only its own file, its settings and this table know an objective's name."""
+"""Training objectives, one file each. Only its own file, its settings and this table know an
+objective's name.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,9 @@ OBJECTIVES: dict[str, Callable[..., Objective]] = {
 
 
 def build_objective(settings: Any, measure_kl: bool = False) -> Objective:
-    """The objective of ``[objective]``; ``measure_kl`` asks for the metric loss/kl even where its weight is 0."""
+    """The objective of ``[objective]``; ``measure_kl`` asks for the metric loss/kl even where its
+    weight is 0.
+    """
     return OBJECTIVES[settings.name](settings, measure_kl)
 
 

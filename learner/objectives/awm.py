@@ -1,4 +1,6 @@
-"""AWM, advantage weighted matching: a policy gradient on the forward process (arXiv 2509.25050, algorithm 1)."""
+"""AWM, advantage weighted matching: a policy gradient on the forward process (arXiv 2509.25050,
+algorithm 1).
+"""
 
 from __future__ import annotations
 
@@ -17,14 +19,17 @@ ANCHOR = "anchor"
 
 
 class AWM:
-    """The flow-matching loss of a sample stands for its negative log-probability, weighted by its advantage.
+    """The flow-matching loss of a sample stands for its negative log-probability, weighted by its
+    advantage.
 
         e = mean((v - (eps - x0))^2),  log p = -w(t, e)
         A' = clip(A, -c, c) / c,  r = exp(log p - log p_old)
-        loss = mean(max(-A' r, -A' clip(r, 1 - e', 1 + e'))) + kl mean((v - v_ref)^2) + ema mean((v - v_anchor)^2)
+        loss = mean(max(-A' r, -A' clip(r, 1 - e', 1 + e'))) + kl mean((v - v_ref)^2) + ema mean((v
+        - v_anchor)^2)
 
-    ``log p_old`` is that of the weights the samples were drawn with, at the same eps and t. e and w are in float64. The anchor is
-    an average of the trained weights of the objective's own, with decay min(ema_slope s, ema_cap) after iteration s.
+    ``log p_old`` is that of the weights the samples were drawn with, at the same eps and t. e and w
+    are in float64. The anchor is an average of the trained weights of the objective's own, with
+    decay min(ema_slope s, ema_cap) after iteration s.
     """
 
     sampling_adapter = "old"
@@ -36,13 +41,18 @@ class AWM:
         reference = ("ref",) if settings.kl > 0 or measure_kl else ()
         anchor = (ANCHOR,) if settings.ema > 0 else ()
         self.policies: tuple[str, ...] = ("current", "old", *reference, *anchor)
-        self.averages: Mapping[str, Callable[[int], float]] = {ANCHOR: self._anchor_decay} if anchor else {}
+        self.averages: Mapping[str, Callable[[int], float]] = (
+            {ANCHOR: self._anchor_decay} if anchor else {}
+        )
 
     def _anchor_decay(self, s: int) -> float:
         return min(self.settings.ema_slope * s, self.settings.ema_cap)
 
-    def points(self, samples: Mapping[str, Tensor], sigmas: Tensor, rng: np.random.Generator) -> Points:
-        """``times_per_sample`` points of each sample: the usable part of the schedule is cut into as many parts, one time from each.
+    def points(
+        self, samples: Mapping[str, Tensor], sigmas: Tensor, rng: np.random.Generator
+    ) -> Points:
+        """``times_per_sample`` points of each sample: the usable part of the schedule is cut into
+        as many parts, one time from each.
 
         A part that is narrower than one step takes the step that it begins in.
         """
@@ -54,13 +64,23 @@ class AWM:
         times = sigmas.cpu()[torch.from_numpy(np.asarray(steps)[drawn])]
         return diffuse(latents, times, rng)
 
-    def loss(self, points: Points, velocities: Mapping[str, Tensor], advantages: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-        """Scalar float64 loss; metrics loss/policy, loss/ratio, loss/clip_share, loss/kl and loss/ema (the last two unweighted)."""
+    def loss(
+        self, points: Points, velocities: Mapping[str, Tensor], advantages: Tensor
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """Scalar float64 loss; metrics loss/policy, loss/ratio, loss/clip_share, loss/kl and
+        loss/ema (the last two unweighted).
+        """
         settings, current = self.settings, velocities["current"]
         weight = (advantages.double() / settings.advantage_clip).clamp(-1, 1)
-        log_prob, old = self._log_prob(points, current), self._log_prob(points, velocities["old"].detach())
+        log_prob, old = (
+            self._log_prob(points, current),
+            self._log_prob(points, velocities["old"].detach()),
+        )
         loss, metrics = clipped_surrogate(weight, log_prob, old, settings.ratio_clip)
-        for name, policy, factor in (("loss/kl", "ref", settings.kl), ("loss/ema", ANCHOR, settings.ema)):
+        for name, policy, factor in (
+            ("loss/kl", "ref", settings.kl),
+            ("loss/ema", ANCHOR, settings.ema),
+        ):
             if policy in self.policies:
                 apart = distance(current, velocities[policy])
                 loss, metrics[name] = loss + factor * apart, apart.detach()

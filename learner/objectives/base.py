@@ -1,7 +1,7 @@
 """What an objective is: tensors in, a scalar out. Objectives know no models, actors or loggers.
 
-Notation: x_t = (1 - t) x0 + t eps, t in (0, 1], v = eps - x0, x0_hat = x_t - t v; sigma is t. S samples, P points, a point being
-one (sample, training time) pair, or one step of a sample's path.
+Notation: x_t = (1 - t) x0 + t eps, t in (0, 1], v = eps - x0, x0_hat = x_t - t v; sigma is t. S
+samples, P points, a point being one (sample, training time) pair, or one step of a sample's path.
 """
 
 from __future__ import annotations
@@ -17,8 +17,10 @@ from torch import Tensor
 from policy.sampling.sde import PathSolver
 
 Record = dict[str, np.ndarray]
-"""Samples as they travel, named arrays with one row each: "latents" float32 [K, *latent] always; of samples drawn by a
-stochastic solver also "states" float32 [K, T + 1, *latent] and "log_probs" float32 [K, T]."""
+"""Samples as they travel, named arrays with one row each: "latents" float32 [K, *latent] always; of
+samples drawn by a stochastic solver also "states" float32 [K, T + 1, *latent] and "log_probs"
+float32 [K, T].
+"""
 
 
 @dataclass(frozen=True)
@@ -49,7 +51,10 @@ class Points:
     def cat(parts: Sequence[Points]) -> Points:
         """The points of all parts, in order; sample indices are taken as they are."""
         given = {name: torch.cat([part.given[name] for part in parts]) for name in parts[0].given}
-        x_t, sigma, index = (torch.cat([getattr(p, name) for p in parts]) for name in ("x_t", "sigma", "sample_index"))
+        x_t, sigma, index = (
+            torch.cat([getattr(p, name) for p in parts])
+            for name in ("x_t", "sigma", "sample_index")
+        )
         return Points(x_t, sigma, index, given)
 
     def _each(self, do: Callable[[Tensor], Tensor]) -> Points:
@@ -60,10 +65,12 @@ class Points:
 class Objective(Protocol):
     """One training objective.
 
-    ``sampling_adapter`` explores and regenerates; ``policies`` are those whose velocities ``loss`` wants: "current" (trained),
-    "ref" (adapters off), other adapters by name. ``path_solver`` draws the samples where the objective trains on stochastic
-    paths, None where any deterministic solver does; ``one_noise``: all samples of a prompt then start from one noise.
-    ``averages``: adapters of the objective's own that follow the trained one, with their decay after iteration s = 1, 2, ...
+    ``sampling_adapter`` explores and regenerates; ``policies`` are those whose velocities ``loss``
+    wants: "current" (trained), "ref" (adapters off), other adapters by name. ``path_solver`` draws
+    the samples where the objective trains on stochastic paths, None where any deterministic solver
+    does; ``one_noise``: all samples of a prompt then start from one noise. ``averages``: adapters
+    of the objective's own that follow the trained one, with their decay after iteration s = 1, 2,
+    ...
     """
 
     sampling_adapter: str
@@ -74,31 +81,45 @@ class Objective(Protocol):
     @property
     def path_solver(self) -> PathSolver | None: ...
 
-    def points(self, samples: Mapping[str, Tensor], sigmas: Tensor, rng: np.random.Generator) -> Points:
-        """Training points of S samples, named tensors [S, ...] as in ``Record``; sigmas float32 [T + 1] is their schedule."""
+    def points(
+        self, samples: Mapping[str, Tensor], sigmas: Tensor, rng: np.random.Generator
+    ) -> Points:
+        """Training points of S samples, named tensors [S, ...] as in ``Record``; sigmas float32 [T
+        + 1] is their schedule.
+        """
         ...
 
-    def loss(self, points: Points, velocities: Mapping[str, Tensor], advantages: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-        """Mean over the points of the loss, and of metrics, each 0-dim; a mean, so that batches can be split and averaged.
+    def loss(
+        self, points: Points, velocities: Mapping[str, Tensor], advantages: Tensor
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """Mean over the points of the loss, and of metrics, each 0-dim; a mean, so that batches can
+        be split and averaged.
 
-        velocities: policy -> float32 [P, *latent], with gradient for "current" only; advantages float32 [P].
+        velocities: policy -> float32 [P, *latent], with gradient for "current" only; advantages
+        float32 [P].
         """
         ...
 
 
 def draw_times(sigmas: Tensor, samples: int, times: int, rng: np.random.Generator) -> Tensor:
-    """Training times [samples, times] from the sampling schedule without its final 0, distinct within a sample.
+    """Training times [samples, times] from the sampling schedule without its final 0, distinct
+    within a sample.
 
-    Where ``times`` exceeds the schedule, every time occurs the same number of times, give or take one.
+    Where ``times`` exceeds the schedule, every time occurs the same number of times, give or take
+    one.
     """
     grid = sigmas[:-1].cpu().numpy()
     rounds = -(-times // len(grid))
-    rows = [np.concatenate([rng.permutation(grid) for _ in range(rounds)])[:times] for _ in range(samples)]
+    rows = [
+        np.concatenate([rng.permutation(grid) for _ in range(rounds)])[:times]
+        for _ in range(samples)
+    ]
     return torch.from_numpy(np.stack(rows).astype(np.float32))
 
 
 def diffuse(samples: Tensor, times: Tensor, rng: np.random.Generator) -> Points:
-    """Points x_t = (1 - t) x0 + t eps with fresh eps for samples [S, *latent] at times [S, T]: P = S * T, sample by sample.
+    """Points x_t = (1 - t) x0 + t eps with fresh eps for samples [S, *latent] at times [S, T]: P =
+    S * T, sample by sample.
 
     x0 and eps are ``given``.
     """
@@ -117,18 +138,27 @@ def per_point_mean(x: Tensor) -> Tensor:
 
 
 def distance(velocity: Tensor, other: Tensor) -> Tensor:
-    """Mean squared distance over points and dimensions of velocities [P, *latent], without gradient for ``other``: float64 []."""
+    """Mean squared distance over points and dimensions of velocities [P, *latent], without gradient
+    for ``other``: float64 [].
+    """
     return per_point_mean((velocity - other.detach()) ** 2).double().mean()
 
 
-def clipped_surrogate(advantages: Tensor, log_prob: Tensor, old_log_prob: Tensor, clip: float) -> tuple[Tensor, dict[str, Tensor]]:
-    """PPO's loss mean(max(-A r, -A clip(r, 1 - e, 1 + e))), r = exp(log p - log p_old), float64 [] (arXiv 1707.06347, eq. 7).
+def clipped_surrogate(
+    advantages: Tensor, log_prob: Tensor, old_log_prob: Tensor, clip: float
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """PPO's loss mean(max(-A r, -A clip(r, 1 - e, 1 + e))), r = exp(log p - log p_old), float64 []
+    (arXiv 1707.06347, eq. 7).
 
-    All [P]; ``old_log_prob`` without gradient, e = ``clip``. Metrics: loss/policy, the mean ratio and the share of points whose
-    ratio is outside the clip.
+    All [P]; ``old_log_prob`` without gradient, e = ``clip``. Metrics: loss/policy, the mean ratio
+    and the share of points whose ratio is outside the clip.
     """
     ratio = (log_prob - old_log_prob.detach()).exp()
     weight = advantages.to(ratio)
     loss = torch.maximum(-weight * ratio, -weight * ratio.clamp(1 - clip, 1 + clip)).double().mean()
     outside = ((ratio - 1).abs() > clip).double().mean()
-    return loss, {"loss/policy": loss.detach(), "loss/ratio": ratio.detach().double().mean(), "loss/clip_share": outside}
+    return loss, {
+        "loss/policy": loss.detach(),
+        "loss/ratio": ratio.detach().double().mean(),
+        "loss/clip_share": outside,
+    }

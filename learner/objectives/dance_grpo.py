@@ -9,7 +9,9 @@ from learner.objectives.grpo import PathGRPO
 
 
 class DanceGRPO(PathGRPO):
-    """``PathGRPO`` on a random ``step_fraction`` of each path's steps without its last, at least one; no KL."""
+    """``PathGRPO`` on a random ``step_fraction`` of each path's steps without its last, at least
+    one; no KL.
+    """
 
     def __init__(self, settings: DanceGRPOSettings, measure_kl: bool = False) -> None:
         super().__init__(settings, 0.0, measure_kl)

@@ -1,4 +1,6 @@
-"""DiffusionNFT: online diffusion RL on the forward process (arXiv 2509.16117, the loss of its algorithm 1)."""
+"""DiffusionNFT: online diffusion RL on the forward process (arXiv 2509.16117, the loss of its
+algorithm 1).
+"""
 
 from __future__ import annotations
 
@@ -16,15 +18,17 @@ SMALLEST_WEIGHT = 1e-5
 
 
 class DiffusionNFT:
-    """Negative-aware fine-tuning: good samples pull an implicit positive policy, bad ones an implicit negative one.
+    """Negative-aware fine-tuning: good samples pull an implicit positive policy, bad ones an
+    implicit negative one.
 
         v+ = b v + (1 - b) v_old,  v- = (1 + b) v_old - b v                 (v = v_theta, b = beta)
         L(u) = mean((x_t - t u - x0)^2) / stopgrad(max(mean |x_t - t u - x0|, 1e-5))
         r = clip(A / c, -1, 1) / 2 + 1/2
         loss = c mean(r L(v+) / b + (1 - r) L(v-) / b) + kl mean((v - v_ref)^2)
 
-    Means inside L are per point, the outer ones over points. The weight and the division are in float64. ``measure_kl`` asks
-    for the reference's velocities, hence the metric loss/kl, also where kl is 0.
+    Means inside L are per point, the outer ones over points. The weight and the division are in
+    float64. ``measure_kl`` asks for the reference's velocities, hence the metric loss/kl, also
+    where kl is 0.
     """
 
     sampling_adapter = "old"
@@ -34,15 +38,27 @@ class DiffusionNFT:
 
     def __init__(self, settings: DiffusionNFTSettings, measure_kl: bool = False) -> None:
         self.settings = settings
-        self.policies: tuple[str, ...] = ("current", "old", "ref") if settings.kl > 0 or measure_kl else ("current", "old")
+        self.policies: tuple[str, ...] = (
+            ("current", "old", "ref") if settings.kl > 0 or measure_kl else ("current", "old")
+        )
 
-    def points(self, samples: Mapping[str, Tensor], sigmas: Tensor, rng: np.random.Generator) -> Points:
-        """``times_per_sample`` points of each sample, times drawn from the schedule [T + 1], fresh eps."""
+    def points(
+        self, samples: Mapping[str, Tensor], sigmas: Tensor, rng: np.random.Generator
+    ) -> Points:
+        """``times_per_sample`` points of each sample, times drawn from the schedule [T + 1], fresh
+        eps.
+        """
         latents = samples["latents"]
-        return diffuse(latents, draw_times(sigmas, len(latents), self.settings.times_per_sample, rng), rng)
+        return diffuse(
+            latents, draw_times(sigmas, len(latents), self.settings.times_per_sample, rng), rng
+        )
 
-    def loss(self, points: Points, velocities: Mapping[str, Tensor], advantages: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-        """Scalar float64 loss and the metrics loss/policy and loss/kl (both as means over points, kl unweighted)."""
+    def loss(
+        self, points: Points, velocities: Mapping[str, Tensor], advantages: Tensor
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """Scalar float64 loss and the metrics loss/policy and loss/kl (both as means over points,
+        kl unweighted).
+        """
         beta, clip = self.settings.beta, self.settings.advantage_clip
         current, old = velocities["current"], velocities["old"].detach()
         share = (advantages.double() / clip).clamp(-1, 1) / 2 + 0.5

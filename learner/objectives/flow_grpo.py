@@ -9,7 +9,9 @@ from learner.objectives.grpo import PathGRPO
 
 
 class FlowGRPO(PathGRPO):
-    """``PathGRPO`` on the first ``step_fraction`` of the steps of every path, with a KL to the reference."""
+    """``PathGRPO`` on the first ``step_fraction`` of the steps of every path, with a KL to the
+    reference.
+    """
 
     def __init__(self, settings: FlowGRPOSettings, measure_kl: bool = False) -> None:
         super().__init__(settings, settings.kl, measure_kl)

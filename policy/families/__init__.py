@@ -18,11 +18,15 @@ FAMILIES: dict[str, type[Family]] = {name: _class_of(row) for name, row in ROWS.
 
 
 def family_for(model: Model) -> Family:
-    """The family of ``model.family``, with its directory checked. Raises FileNotFoundError or ValueError, one line each."""
+    """The family of ``model.family``, with its directory checked. Raises FileNotFoundError or
+    ValueError, one line each.
+    """
     directory = model_directory(model)
     found = pipeline_file(directory, INDEX).get("_class_name")
     if found not in {family.pipeline_class for family in FAMILIES.values()}:
-        known = ", ".join(f"{family.pipeline_class} (family {name!r})" for name, family in FAMILIES.items())
+        known = ", ".join(
+            f"{family.pipeline_class} (family {name!r})" for name, family in FAMILIES.items()
+        )
         raise ValueError(f"model.path: {directory!r} holds a {found}; supported are {known}")
     return FAMILIES[model.family](model)
 

@@ -1,4 +1,6 @@
-"""What a family of text-to-image models has to say about itself. sigma is in [0, 1] everywhere outside a family."""
+"""What a family of text-to-image models has to say about itself. sigma is in [0, 1] everywhere
+outside a family.
+"""
 
 from __future__ import annotations
 
@@ -23,25 +25,32 @@ INDEX = "model_index.json"
 def model_directory(model: Model) -> str:
     """The pipeline directory of ``model.path``, or the hub id itself when it is no local path.
 
-    Raises FileNotFoundError when there is nothing at the path, ValueError when what is there is no pipeline directory.
+    Raises FileNotFoundError when there is nothing at the path, ValueError when what is there is no
+    pipeline directory.
     """
     if model.path == "shapes":
         directory, mend = SHAPES_DIRECTORY, "build it with `make shapes-model`"
     else:
-        directory, mend = Path(model.path).expanduser(), "give a diffusers pipeline directory, a hub id, or 'shapes'"
+        directory, mend = (
+            Path(model.path).expanduser(),
+            "give a diffusers pipeline directory, a hub id, or 'shapes'",
+        )
         if not directory.exists() and HUB_ID.fullmatch(model.path):
             return model.path
     if not directory.is_dir():
         raise FileNotFoundError(f"model.path: there is no directory {str(directory)!r}: {mend}")
     if not (directory / INDEX).is_file():
-        raise ValueError(f"model.path: {str(directory)!r} has no {INDEX}, so it is no diffusers pipeline: {mend}")
+        raise ValueError(
+            f"model.path: {str(directory)!r} has no {INDEX}, so it is no diffusers pipeline: {mend}"
+        )
     return str(directory)
 
 
 def pipeline_file(directory: str, name: str) -> dict[str, Any]:
     """A JSON file of a pipeline directory or, through the hub's cache or the network, of a hub id.
 
-    Raises FileNotFoundError when it is not there or cannot be fetched, ValueError when it is no JSON object.
+    Raises FileNotFoundError when it is not there or cannot be fetched, ValueError when it is no
+    JSON object.
     """
     path = Path(directory) / name
     if not Path(directory).is_dir():
@@ -49,17 +58,28 @@ def pipeline_file(directory: str, name: str) -> dict[str, Any]:
     try:
         found = json.loads(path.read_text())
     except FileNotFoundError:
-        raise FileNotFoundError(f"model.path: {directory!r} has no {name}: download the whole pipeline") from None
+        raise FileNotFoundError(
+            f"model.path: {directory!r} has no {name}: download the whole pipeline"
+        ) from None
     except (OSError, ValueError) as error:
         raise ValueError(f"model.path: {name} of {directory!r} cannot be read: {error}") from None
     if not isinstance(found, dict):
-        raise ValueError(f"model.path: {name} of {directory!r} is not a JSON object: download the pipeline again")
+        raise ValueError(
+            f"model.path: {name} of {directory!r} is not a JSON object: download the pipeline again"
+        )
     return found
 
 
 def _from_hub(repository: str, name: str) -> Path:
-    """A file of a hub id, from the cache where it is there; else the hub is asked once before anything is fetched with patience."""
-    from huggingface_hub import get_hf_file_metadata, hf_hub_download, hf_hub_url, try_to_load_from_cache
+    """A file of a hub id, from the cache where it is there; else the hub is asked once before
+    anything is fetched with patience.
+    """
+    from huggingface_hub import (
+        get_hf_file_metadata,
+        hf_hub_download,
+        hf_hub_url,
+        try_to_load_from_cache,
+    )
     from huggingface_hub.errors import HfHubHTTPError
 
     cached = try_to_load_from_cache(repository, name)
@@ -71,10 +91,13 @@ def _from_hub(repository: str, name: str) -> Path:
     except HfHubHTTPError as error:
         why = (str(error).strip().splitlines() or [type(error).__name__])[0]
     except Exception as error:  # the client's network errors have no common class but this
-        why = f"it is not in this machine's cache and the hub cannot be reached ({type(error).__name__})"
+        why = (
+            "it is not in this machine's cache and the hub cannot be reached"
+            f" ({type(error).__name__})"
+        )
     raise FileNotFoundError(
-        f"model.path: {name} of {repository!r} cannot be fetched: {why}: "
-        f"run `hf download {repository}` where there is a network, or give a local pipeline directory"
+        f"model.path: {name} of {repository!r} cannot be fetched: {why}: run `hf download"
+        f" {repository}` where there is a network, or give a local pipeline directory"
     )
 
 
@@ -83,24 +106,30 @@ def _shards(index: Path) -> list[str]:
     try:
         return sorted(set(json.loads(index.read_text())["weight_map"].values()))
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"model.path: {str(index)!r} cannot be read ({type(error).__name__}): download it again") from None
+        raise ValueError(
+            f"model.path: {str(index)!r} cannot be read ({type(error).__name__}): download it again"
+        ) from None
 
 
 class TextEncoder(Protocol):
     """Prompts in, conditioning out."""
 
     def encode(self, prompts: list[str]) -> Conditioning:
-        """Conditioning with one row per prompt. A row depends on its own prompt alone, not on its neighbours."""
+        """Conditioning with one row per prompt. A row depends on its own prompt alone, not on its
+        neighbours.
+        """
         ...
 
 
 class Family(ABC):
-    """One model of one family. Holds configuration only; weights are loaded by the ``load_*`` methods.
+    """One model of one family. Holds configuration only; weights are loaded by the ``load_*``
+    methods.
 
-    ``pipeline_class`` is the diffusers class that model_index.json must name; ``components`` are the parts of it that are
-    needed, with the classes that will do (none: any).
-    ``lora_targets`` are module-name suffixes, which may hold ``*``; ``keep_wide`` are fnmatch patterns of modules that are never
-    quantised; each row of ``fuse`` names linears of one block that read the same input and may run as one.
+    ``pipeline_class`` is the diffusers class that model_index.json must name; ``components`` are
+    the parts of it that are needed, with the classes that will do (none: any). ``lora_targets`` are
+    module-name suffixes, which may hold ``*``; ``keep_wide`` are fnmatch patterns of modules that
+    are never quantised; each row of ``fuse`` names linears of one block that read the same input
+    and may run as one.
     """
 
     name: str
@@ -111,7 +140,9 @@ class Family(ABC):
     fuse: tuple[tuple[str, ...], ...] = ()
 
     def __init__(self, model: Model) -> None:
-        """Reads model_index.json. Raises FileNotFoundError or ValueError, one line, when this is not a whole pipeline of the family."""
+        """Reads model_index.json. Raises FileNotFoundError or ValueError, one line, when this is
+        not a whole pipeline of the family.
+        """
         self.model = model
         self._configs: dict[str, dict[str, Any]] = {}
         self.directory = model_directory(model)
@@ -119,8 +150,8 @@ class Family(ABC):
         found = self.index.get("_class_name")
         if found != self.pipeline_class:
             raise ValueError(
-                f"model.path: {self.directory!r} holds a {found}, but family {self.name!r} is a {self.pipeline_class}: "
-                "change model.path or model.family"
+                f"model.path: {self.directory!r} holds a {found}, but family {self.name!r} is a"
+                f" {self.pipeline_class}: change model.path or model.family"
             )
         for part, classes in self.components.items():
             self._check_component(part, classes)
@@ -130,23 +161,34 @@ class Family(ABC):
         local = Path(self.directory).is_dir()
         if listed is None or (local and not (Path(self.directory) / part).is_dir()):
             raise FileNotFoundError(
-                f"model.path: {self.directory!r} lacks its {part!r}, which family {self.name!r} needs: download the whole pipeline"
+                f"model.path: {self.directory!r} lacks its {part!r}, which family {self.name!r}"
+                " needs: download the whole pipeline"
             )
         if classes and listed not in classes:
             raise ValueError(
-                f"model.path: the {part!r} of {self.directory!r} is a {listed}; family {self.name!r} takes {' or '.join(classes)}"
+                f"model.path: the {part!r} of {self.directory!r} is a {listed}; family"
+                f" {self.name!r} takes {' or '.join(classes)}"
             )
 
     def check(self) -> None:
-        """Does ``[model]`` suit this model? Reads configuration files only. Raises FileNotFoundError or ValueError, one line."""
+        """Does ``[model]`` suit this model? Reads configuration files only. Raises
+        FileNotFoundError or ValueError, one line.
+        """
         assert self.latent_shape
         if self.model.guidance is not None and not self.embeds_guidance:
-            raise ValueError(f"model.guidance: {self.directory!r} has no guidance embedding: leave model.guidance out")
+            raise ValueError(
+                f"model.guidance: {self.directory!r} has no guidance embedding: leave"
+                " model.guidance out"
+            )
         if self.model.guidance is None and self.embeds_guidance:
-            raise ValueError(f"model.guidance: {self.directory!r} was distilled with an embedded guidance: give one, such as 3.5")
+            raise ValueError(
+                f"model.guidance: {self.directory!r} was distilled with an embedded guidance: give"
+                " one, such as 3.5"
+            )
 
     def check_weights(self) -> None:
-        """Are the weights of every part there, as safetensors? FileNotFoundError, one line, when not.
+        """Are the weights of every part there, as safetensors? FileNotFoundError, one line, when
+        not.
 
         Looks into a local directory only: of a hub id every actor fetches its own parts.
         """
@@ -154,17 +196,22 @@ class Family(ABC):
             folder = Path(self.directory) / part
             if part == "scheduler" or part.startswith("tokenizer"):
                 continue
-            wanted = {file for index in folder.glob("*.safetensors.index.json") for file in _shards(index)} or {"*.safetensors"}
+            wanted = {
+                file for index in folder.glob("*.safetensors.index.json") for file in _shards(index)
+            } or {"*.safetensors"}
             missing = [name for name in sorted(wanted) if not any(folder.glob(name))]
             if missing:
                 raise FileNotFoundError(
-                    f"model.path: the {part!r} of {self.directory!r} lacks its weights, {missing[0]}: download the whole pipeline, "
-                    "as safetensors (no other format is read)"
+                    f"model.path: the {part!r} of {self.directory!r} lacks its weights,"
+                    f" {missing[0]}: download the whole pipeline, as safetensors (no other format"
+                    " is read)"
                 )
 
     @property
     def embeds_guidance(self) -> bool:
-        """Whether the transformer takes a guidance strength as an input; that is not classifier-free guidance."""
+        """Whether the transformer takes a guidance strength as an input; that is not
+        classifier-free guidance.
+        """
         return bool(self.part_config("transformer").get("guidance_embeds", False))
 
     def part_config(self, part: str) -> dict[str, Any]:
@@ -175,23 +222,33 @@ class Family(ABC):
         return self._configs[part]
 
     def sizes(self, unit: int, largest: int | None = None) -> tuple[int, int]:
-        """(height, width) in pixels. Raises ValueError when they are no multiples of ``unit``, or beyond ``largest``."""
+        """(height, width) in pixels. Raises ValueError when they are no multiples of ``unit``, or
+        beyond ``largest``.
+        """
         for key, pixels in (("height", self.model.height), ("width", self.model.width)):
             if pixels % unit or (largest is not None and pixels > largest):
                 limit = f" up to {largest}" if largest is not None else ""
-                raise ValueError(f"model.{key}: {pixels} pixels; this model makes multiples of {unit}{limit}")
+                raise ValueError(
+                    f"model.{key}: {pixels} pixels; this model makes multiples of {unit}{limit}"
+                )
         return self.model.height, self.model.width
 
     def load(self, part: str, device: torch.device | str, dtype: torch.dtype) -> nn.Module:
-        """A diffusers model of the pipeline: eval mode, no gradients. FileNotFoundError when its weights are missing."""
+        """A diffusers model of the pipeline: eval mode, no gradients. FileNotFoundError when its
+        weights are missing.
+        """
         import diffusers
 
         cls = getattr(diffusers, self.components[part][0])
         try:
-            module = cls.from_pretrained(self.directory, subfolder=part, dtype=dtype, use_safetensors=True)
+            module = cls.from_pretrained(
+                self.directory, subfolder=part, dtype=dtype, use_safetensors=True
+            )
         except OSError as error:
             reason = str(error).strip().splitlines()[0]
-            raise FileNotFoundError(f"model.path: cannot load {part!r} of {self.directory!r}: {reason}") from error
+            raise FileNotFoundError(
+                f"model.path: cannot load {part!r} of {self.directory!r}: {reason}"
+            ) from error
         return module.to(device).eval().requires_grad_(False)
 
     def load_transformer(self, device: torch.device | str, dtype: torch.dtype) -> nn.Module:
@@ -221,10 +278,14 @@ class Family(ABC):
 
         cls = getattr(diffusers, self.pipeline_class)
         try:
-            pipe = cls.from_pretrained(self.directory, transformer=None, vae=None, dtype=dtype, use_safetensors=True)
+            pipe = cls.from_pretrained(
+                self.directory, transformer=None, vae=None, dtype=dtype, use_safetensors=True
+            )
         except OSError as error:
             reason = str(error).strip().splitlines()[0]
-            raise FileNotFoundError(f"model.path: cannot load the text encoders of {self.directory!r}: {reason}") from error
+            raise FileNotFoundError(
+                f"model.path: cannot load the text encoders of {self.directory!r}: {reason}"
+            ) from error
         return PromptEncoder(pipe, self.encode_prompt, device, self.model.text_offload)
 
     @torch.no_grad()
@@ -235,23 +296,33 @@ class Family(ABC):
         """
         pictures = []
         for rows in latents.split(batch_size or max(len(latents), 1)):
-            picture = vae.decode(self.unscale(vae, rows.to(vae.device, vae.dtype)), return_dict=False)[0].float()
-            pictures.append((picture * 0.5 + 0.5).clamp(0, 1).mul(255).round().to(torch.uint8).cpu())
+            picture = vae.decode(
+                self.unscale(vae, rows.to(vae.device, vae.dtype)), return_dict=False
+            )[0].float()
+            pictures.append(
+                (picture * 0.5 + 0.5).clamp(0, 1).mul(255).round().to(torch.uint8).cpu()
+            )
         return torch.cat(pictures)
 
     @property
     @abstractmethod
     def latent_shape(self) -> tuple[int, ...]:
-        """Shape of one latent, without the batch dimension. Raises ValueError for a picture size the model cannot draw."""
+        """Shape of one latent, without the batch dimension. Raises ValueError for a picture size
+        the model cannot draw.
+        """
 
     @property
     @abstractmethod
     def conditioning_shapes(self) -> dict[str, tuple[int, ...]]:
-        """Shape of each tensor of one prompt's row as ``encode_prompt`` gives it, without the row dimension, every token in use."""
+        """Shape of each tensor of one prompt's row as ``encode_prompt`` gives it, without the row
+        dimension, every token in use.
+        """
 
     @abstractmethod
     def encode_prompt(self, pipe: Any, prompt: str) -> Conditioning:
-        """One row of conditioning, as the stock pipeline ``pipe`` (without transformer and autoencoder) makes it."""
+        """One row of conditioning, as the stock pipeline ``pipe`` (without transformer and
+        autoencoder) makes it.
+        """
 
     @abstractmethod
     def sigmas(self, steps: int) -> Tensor:
@@ -259,7 +330,8 @@ class Family(ABC):
 
     @abstractmethod
     def velocity(self, transformer: Any, x: Tensor, sigma: Tensor, cond: Conditioning) -> Tensor:
-        """v = eps - x0 of the denoiser: [B, *latent] for x [B, *latent], sigma 0-dim or [B], cond of B rows.
+        """v = eps - x0 of the denoiser: [B, *latent] for x [B, *latent], sigma 0-dim or [B], cond
+        of B rows.
 
         float32; float64 only where the transformer itself is.
         """

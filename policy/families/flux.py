@@ -1,4 +1,6 @@
-"""FLUX.1 (black-forest-labs) over diffusers' classes. Guidance is an input of the distilled transformer, no second pass."""
+"""FLUX.1 (black-forest-labs) over diffusers' classes. Guidance is an input of the distilled
+transformer, no second pass.
+"""
 
 from __future__ import annotations
 
@@ -22,8 +24,16 @@ class Flux(Family):
 
     name = "flux"
     pipeline_class = "FluxPipeline"
-    components = {"transformer": ("FluxTransformer2DModel",), **joint.COMPONENTS, **joint.text_encoders(2)}
-    lora_targets = (*joint.ATTENTION, "single_transformer_blocks.*.proj_mlp", "single_transformer_blocks.*.proj_out")
+    components = {
+        "transformer": ("FluxTransformer2DModel",),
+        **joint.COMPONENTS,
+        **joint.text_encoders(2),
+    }
+    lora_targets = (
+        *joint.ATTENTION,
+        "single_transformer_blocks.*.proj_mlp",
+        "single_transformer_blocks.*.proj_out",
+    )
     keep_wide = (*joint.KEEP_WIDE, "x_embedder", "*.norm.linear")
     fuse = (joint.PICTURE_QKV, joint.TEXT_QKV)
 
@@ -52,16 +62,26 @@ class Flux(Family):
 
     def encode_prompt(self, pipe: Any, prompt: str) -> Conditioning:
         """prompt_embeds [1, max_sequence_length, D] of T5 and pooled_prompt_embeds [1, D'] of CLIP."""
-        embeds, pooled, _ = pipe.encode_prompt(prompt, prompt_2=None, max_sequence_length=self.model.max_sequence_length)
+        embeds, pooled, _ = pipe.encode_prompt(
+            prompt, prompt_2=None, max_sequence_length=self.model.max_sequence_length
+        )
         return Conditioning({"prompt_embeds": embeds, "pooled_prompt_embeds": pooled})
 
     def sigmas(self, steps: int) -> Tensor:
         from diffusers.pipelines.flux.pipeline_flux import calculate_shift
 
-        return flow_match_sigmas(self.part_config("scheduler"), steps, self.model.shift, calculate_shift, self.latent_shape[0])
+        return flow_match_sigmas(
+            self.part_config("scheduler"),
+            steps,
+            self.model.shift,
+            calculate_shift,
+            self.latent_shape[0],
+        )
 
     def velocity(self, transformer: Any, x: Tensor, sigma: Tensor, cond: Conditioning) -> Tensor:
-        """The transformer's `timestep` is sigma itself, but passed as the pipeline passes it: times 1000, then divided again."""
+        """The transformer's `timestep` is sigma itself, but passed as the pipeline passes it: times
+        1000, then divided again.
+        """
         from diffusers import FluxPipeline
 
         dtype = transformer.x_embedder.weight.dtype
@@ -71,7 +91,9 @@ class Flux(Family):
         if self.embeds_guidance:
             if self.model.guidance is None:
                 self.check()
-            guidance = torch.full([1], self.model.guidance or 0.0, device=x.device, dtype=torch.float32).expand(len(x))
+            guidance = torch.full(
+                [1], self.model.guidance or 0.0, device=x.device, dtype=torch.float32
+            ).expand(len(x))
         return widened(
             transformer(
                 hidden_states=x.to(dtype),
@@ -88,5 +110,7 @@ class Flux(Family):
     def unscale(self, vae: Any, latents: Tensor) -> Tensor:
         from diffusers import FluxPipeline
 
-        spatial = FluxPipeline._unpack_latents(latents, self.model.height, self.model.width, self._factor)
+        spatial = FluxPipeline._unpack_latents(
+            latents, self.model.height, self.model.width, self._factor
+        )
         return spatial / vae.config.scaling_factor + vae.config.shift_factor

@@ -1,4 +1,6 @@
-"""SANA (arXiv 2410.10629) over diffusers' classes: a linear-attention transformer on a deep-compression autoencoder's latents."""
+"""SANA (arXiv 2410.10629) over diffusers' classes: a linear-attention transformer on a
+deep-compression autoencoder's latents.
+"""
 
 from __future__ import annotations
 
@@ -15,14 +17,16 @@ from policy.families.schedule import TIMESTEPS, flow_match_sigmas, require_steps
 from policy.types import Conditioning
 
 PIPELINE_UNIT = 32
-"""The stock pipeline refuses other picture sizes than multiples of this, whatever the autoencoder."""
+"""The stock pipeline refuses other picture sizes than multiples of this, whatever the autoencoder.
+"""
 
 
 class Sana(Family):
-    """``SanaPipeline`` as a policy: latents [C, H/f, W/f], f = 32 in the published models. Picture sizes are not binned.
+    """``SanaPipeline`` as a policy: latents [C, H/f, W/f], f = 32 in the published models. Picture
+    sizes are not binned.
 
-    With its own ``DPMSolverMultistepScheduler`` the schedule starts below sigma = 1 and the transformer is told whole timesteps;
-    with ``FlowMatchEulerDiscreteScheduler`` neither.
+    With its own ``DPMSolverMultistepScheduler`` the schedule starts below sigma = 1 and the
+    transformer is told whole timesteps; with ``FlowMatchEulerDiscreteScheduler`` neither.
     """
 
     name = "sana"
@@ -34,8 +38,18 @@ class Sana(Family):
         "text_encoder": (),
         "tokenizer": (),
     }
-    lora_targets = tuple(f"{attention}.{part}" for attention in ("attn1", "attn2") for part in ("to_q", "to_k", "to_v", "to_out.0"))
-    keep_wide = ("time_embed.*", "caption_projection.*", "patch_embed.*", "*.ff.conv_depth", "proj_out")
+    lora_targets = tuple(
+        f"{attention}.{part}"
+        for attention in ("attn1", "attn2")
+        for part in ("to_q", "to_k", "to_v", "to_out.0")
+    )
+    keep_wide = (
+        "time_embed.*",
+        "caption_projection.*",
+        "patch_embed.*",
+        "*.ff.conv_depth",
+        "proj_out",
+    )
     fuse = (("attn1.to_q", "attn1.to_k", "attn1.to_v"), ("attn2.to_k", "attn2.to_v"))
 
     @cached_property
@@ -48,17 +62,24 @@ class Sana(Family):
     @property
     def conditioning_shapes(self) -> dict[str, tuple[int, ...]]:
         tokens = self.model.max_sequence_length
-        return {"prompt_embeds": (tokens, self.part_config("transformer")["caption_channels"]), "prompt_attention_mask": (tokens,)}
+        return {
+            "prompt_embeds": (tokens, self.part_config("transformer")["caption_channels"]),
+            "prompt_attention_mask": (tokens,),
+        }
 
     def encode_prompt(self, pipe: Any, prompt: str) -> Conditioning:
-        """prompt_embeds [1, max_sequence_length, D] and prompt_attention_mask [1, max_sequence_length] of zeros and ones."""
+        """prompt_embeds [1, max_sequence_length, D] and prompt_attention_mask [1,
+        max_sequence_length] of zeros and ones.
+        """
         embeds, mask, _, _ = pipe.encode_prompt(
             prompt,
             do_classifier_free_guidance=False,
             max_sequence_length=self.model.max_sequence_length,
             complex_human_instruction=self._instruction,
         )
-        return Conditioning({"prompt_embeds": embeds, "prompt_attention_mask": mask.to(embeds.dtype)})
+        return Conditioning(
+            {"prompt_embeds": embeds, "prompt_attention_mask": mask.to(embeds.dtype)}
+        )
 
     @cached_property
     def _instruction(self) -> list[str] | None:
@@ -67,14 +88,18 @@ class Sana(Family):
             return None
         from diffusers import SanaPipeline
 
-        return inspect.signature(SanaPipeline.__call__).parameters["complex_human_instruction"].default
+        return (
+            inspect.signature(SanaPipeline.__call__).parameters["complex_human_instruction"].default
+        )
 
     @cached_property
     def _whole_timesteps(self) -> bool:
         return self.index["scheduler"][-1] == "DPMSolverMultistepScheduler"
 
     def sigmas(self, steps: int) -> Tensor:
-        """The pipeline's own flow sigmas; with the Euler scheduler, those of linspace(1, 1/steps, steps)."""
+        """The pipeline's own flow sigmas; with the Euler scheduler, those of linspace(1, 1/steps,
+        steps).
+        """
         config = self.part_config("scheduler")
         if not self._whole_timesteps:
             return flow_match_sigmas(config, steps, self.model.shift, None, 0)
@@ -82,7 +107,10 @@ class Sana(Family):
 
         require_steps(steps)
         if not config.get("use_flow_sigmas") or config.get("prediction_type") != "flow_prediction":
-            raise ValueError(f"model.path: the scheduler of {self.directory!r} has no flow sigmas: this is no flow-matching model")
+            raise ValueError(
+                f"model.path: the scheduler of {self.directory!r} has no flow sigmas: this is no"
+                " flow-matching model"
+            )
         if self.model.shift is not None:
             config = {**config, "flow_shift": self.model.shift}
         scheduler: Any = DPMSolverMultistepScheduler.from_config(config)
@@ -92,8 +120,9 @@ class Sana(Family):
     def timestep(self, sigma: Tensor) -> Tensor:
         """float32 in [0, 1000], rounded towards zero as the DPM-Solver scheduler rounds its own.
 
-        The scheduler rounds before it casts sigma to float32. A test holds that both agree for every shift above 1; at shift 1
-        exact thousandths occur, and there the two may differ by one timestep.
+        The scheduler rounds before it casts sigma to float32. A test holds that both agree for
+        every shift above 1; at shift 1 exact thousandths occur, and there the two may differ by one
+        timestep.
         """
         scaled = sigma.double() * TIMESTEPS
         return (scaled.floor() if self._whole_timesteps else sigma.float() * TIMESTEPS).float()

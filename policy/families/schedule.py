@@ -1,4 +1,6 @@
-"""Sigma schedules of diffusers' flow-matching Euler scheduler, as the families that use it share them."""
+"""Sigma schedules of diffusers' flow-matching Euler scheduler, as the families that use it share
+them.
+"""
 
 from __future__ import annotations
 
@@ -20,13 +22,19 @@ def require_steps(steps: int) -> None:
 
 
 def flow_match_sigmas(
-    config: dict[str, Any], steps: int, shift: float | None, calculate_shift: Callable[..., float] | None, tokens: int
+    config: dict[str, Any],
+    steps: int,
+    shift: float | None,
+    calculate_shift: Callable[..., float] | None,
+    tokens: int,
 ) -> Tensor:
-    """float32 [steps + 1]: the scheduler's sigmas for linspace(1, 1/steps, steps), which it shifts, and 0.
+    """float32 [steps + 1]: the scheduler's sigmas for linspace(1, 1/steps, steps), which it shifts,
+    and 0.
 
-    The scheduler's own default spacing ends at sigma = shift / (999 + shift), which wastes the last step. ``shift`` replaces
-    the configuration's own; without it a dynamic shift is that of ``tokens`` picture tokens by the pipeline's
-    ``calculate_shift``, None where the pipeline knows none. Raises ValueError.
+    The scheduler's own default spacing ends at sigma = shift / (999 + shift), which wastes the last
+    step. ``shift`` replaces the configuration's own; without it a dynamic shift is that of
+    ``tokens`` picture tokens by the pipeline's ``calculate_shift``, None where the pipeline knows
+    none. Raises ValueError.
     """
     from diffusers import FlowMatchEulerDiscreteScheduler
 
@@ -37,7 +45,10 @@ def flow_match_sigmas(
     mu = None
     if scheduler.config.use_dynamic_shifting:
         if calculate_shift is None:
-            raise ValueError("scheduler: use_dynamic_shifting, which this model's pipeline cannot do: set model.shift")
+            raise ValueError(
+                "scheduler: use_dynamic_shifting, which this model's pipeline cannot do: set"
+                " model.shift"
+            )
         names = ("base_image_seq_len", "max_image_seq_len", "base_shift", "max_shift")
         mu = calculate_shift(tokens, *(scheduler.config[name] for name in names))
     scheduler.set_timesteps(sigmas=np.linspace(1.0, 1.0 / steps, steps).tolist(), mu=mu)

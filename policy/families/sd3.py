@@ -1,4 +1,6 @@
-"""Stable Diffusion 3 and 3.5 (arXiv 2403.03206) over diffusers' classes. No classifier-free guidance."""
+"""Stable Diffusion 3 and 3.5 (arXiv 2403.03206) over diffusers' classes. No classifier-free
+guidance.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,11 @@ class SD3(Family):
 
     name = "sd3"
     pipeline_class = "StableDiffusion3Pipeline"
-    components = {"transformer": ("SD3Transformer2DModel",), **joint.COMPONENTS, **joint.text_encoders(3)}
+    components = {
+        "transformer": ("SD3Transformer2DModel",),
+        **joint.COMPONENTS,
+        **joint.text_encoders(3),
+    }
     lora_targets = joint.ATTENTION
     keep_wide = (*joint.KEEP_WIDE, "pos_embed.*")
     fuse = (joint.PICTURE_QKV, joint.TEXT_QKV, ("attn2.to_q", "attn2.to_k", "attn2.to_v"))
@@ -35,7 +41,10 @@ class SD3(Family):
     @property
     def conditioning_shapes(self) -> dict[str, tuple[int, ...]]:
         config = self.part_config("transformer")
-        tokens = self.part_config("text_encoder")["max_position_embeddings"] + self.model.max_sequence_length
+        tokens = (
+            self.part_config("text_encoder")["max_position_embeddings"]
+            + self.model.max_sequence_length
+        )
         return {
             "prompt_embeds": (tokens, config["joint_attention_dim"]),
             "pooled_prompt_embeds": (config["pooled_projection_dim"],),
@@ -53,12 +62,16 @@ class SD3(Family):
         return Conditioning({"prompt_embeds": embeds, "pooled_prompt_embeds": pooled})
 
     def sigmas(self, steps: int) -> Tensor:
-        from diffusers.pipelines.stable_diffusion_3.pipeline_stable_diffusion_3 import calculate_shift
+        from diffusers.pipelines.stable_diffusion_3.pipeline_stable_diffusion_3 import (
+            calculate_shift,
+        )
 
         _, height, width = self.latent_shape
         patch = self.part_config("transformer")["patch_size"]
         tokens = (height // patch) * (width // patch)
-        return flow_match_sigmas(self.part_config("scheduler"), steps, self.model.shift, calculate_shift, tokens)
+        return flow_match_sigmas(
+            self.part_config("scheduler"), steps, self.model.shift, calculate_shift, tokens
+        )
 
     def velocity(self, transformer: Any, x: Tensor, sigma: Tensor, cond: Conditioning) -> Tensor:
         dtype = transformer.pos_embed.proj.weight.dtype

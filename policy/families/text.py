@@ -18,7 +18,11 @@ class PromptEncoder:
     """
 
     def __init__(
-        self, pipe: Any, encode_prompt: Callable[[Any, str], Conditioning], device: torch.device | str, offload: bool = False
+        self,
+        pipe: Any,
+        encode_prompt: Callable[[Any, str], Conditioning],
+        device: torch.device | str,
+        offload: bool = False,
     ) -> None:
         self.device, self.offload = torch.device(device), offload
         self.pipe = pipe if offload else pipe.to(self.device)
@@ -31,15 +35,19 @@ class PromptEncoder:
     def encode(self, prompts: list[str]) -> Conditioning:
         """One row per prompt, on the CPU.
 
-        Prompts are encoded one by one: floating-point sums depend on the shape of a batch, and a row should be a function
-        of its own prompt, whichever prompts it travels with. Raises ValueError for no prompts.
+        Prompts are encoded one by one: floating-point sums depend on the shape of a batch, and a
+        row should be a function of its own prompt, whichever prompts it travels with. Raises
+        ValueError for no prompts.
         """
         if not prompts:
             raise ValueError("no prompts to encode")
         if self.offload:
             self.pipe.to(self.device)
         try:
-            unique = {prompt: self._encode_prompt(self.pipe, prompt).to(device="cpu") for prompt in dict.fromkeys(prompts)}
+            unique = {
+                prompt: self._encode_prompt(self.pipe, prompt).to(device="cpu")
+                for prompt in dict.fromkeys(prompts)
+            }
         finally:
             if self.offload:
                 self.pipe.to("cpu")

@@ -1,4 +1,6 @@
-"""Backends of the exploring denoiser, by name: what its linears run in, and in which form their weights travel."""
+"""Backends of the exploring denoiser, by name: what its linears run in, and in which form their
+weights travel.
+"""
 
 from __future__ import annotations
 
@@ -18,9 +20,10 @@ from policy.precision.wide import Wide
 class Backend(Protocol):
     """One precision of exploring.
 
-    ``dtype`` is what unquantised parts are loaded in, None to leave that to the caller; ``wire_dtype`` is that of weights that
-    travel wide. Packing needs no particular device: a learner packs for GPUs that it does not have. Backends with one
-    ``wire_format`` load each other's published weights.
+    ``dtype`` is what unquantised parts are loaded in, None to leave that to the caller;
+    ``wire_dtype`` is that of weights that travel wide. Packing needs no particular device: a
+    learner packs for GPUs that it does not have. Backends with one ``wire_format`` load each
+    other's published weights.
     """
 
     @property
@@ -40,7 +43,9 @@ class Backend(Protocol):
 
     @property
     def packs_eagerly(self) -> bool:
-        """Whether activations are packed by many operations of torch before a quick product, so that compiling decides what is gained."""
+        """Whether activations are packed by many operations of torch before a quick product, so
+        that compiling decides what is gained.
+        """
         ...
 
     def unavailable(self, device: torch.device) -> str | None:
@@ -48,25 +53,32 @@ class Backend(Protocol):
         ...
 
     def refuses(self, rows: int, columns: int) -> str | None:
-        """Why a weight [N, K] cannot be quantised, or None when it can. A matter of shapes only, the same on every device."""
+        """Why a weight [N, K] cannot be quantised, or None when it can. A matter of shapes only,
+        the same on every device.
+        """
         ...
 
     def replacements(self, activation_amax: str) -> Callable[[nn.Linear], QuantisedLinear]:
-        """A function from a linear to its quantised layer, whose ``wire_targets`` carry the names that ``pack`` uses.
+        """A function from a linear to its quantised layer, whose ``wire_targets`` carry the names
+        that ``pack`` uses.
 
-        The layers of one transformer come from one such function, and may share memory. ``activation_amax`` is
-        "power_of_two" or "exact", where a backend has one scale for all activations of a layer.
+        The layers of one transformer come from one such function, and may share memory.
+        ``activation_amax`` is "power_of_two" or "exact", where a backend has one scale for all
+        activations of a layer.
         """
         ...
 
     def amax(self, weight: Tensor) -> Tensor:
-        """The largest magnitudes that the scales of a weight [N, K] start from: float32, [] or one per row [N, 1]."""
+        """The largest magnitudes that the scales of a weight [N, K] start from: float32, [] or one
+        per row [N, 1].
+        """
         ...
 
     def pack(self, weight: Tensor, search: bool, amax: Tensor | None = None) -> dict[str, Tensor]:
         """Buffers of a layer with this weight [N, K]. ValueError when it is not finite.
 
-        ``search``: spend time on better scales. ``amax`` in place of the weight's own, at least as large.
+        ``search``: spend time on better scales. ``amax`` in place of the weight's own, at least as
+        large.
         """
         ...
 
@@ -93,11 +105,14 @@ LADDER = (("te_nvfp4", "torch_nvfp4", "emulated_nvfp4"), ("fp8",), ("bf16",), ("
 """From coarse to fine; those of one rung have the same precision."""
 
 
-def resolve_backend(name: str, device: torch.device | str, key: str = "explore.backend") -> tuple[Backend, str]:
-    """The backend of this name on this device, and why; "auto" takes the best that the device supports.
+def resolve_backend(
+    name: str, device: torch.device | str, key: str = "explore.backend"
+) -> tuple[Backend, str]:
+    """The backend of this name on this device, and why; "auto" takes the best that the device
+    supports.
 
-    Raises ValueError, one line that begins with ``key``, for a name that is unknown or that this device cannot run: nothing else is
-    taken in its place.
+    Raises ValueError, one line that begins with ``key``, for a name that is unknown or that this
+    device cannot run: nothing else is taken in its place.
     """
     device = torch.device(device)
     if name == "auto":
@@ -107,17 +122,21 @@ def resolve_backend(name: str, device: torch.device | str, key: str = "explore.b
     refusal = BACKENDS[name].unavailable(device)
     if refusal is not None:
         runs = ", ".join(available_backends(device))
-        raise ValueError(f"{key}: {name!r} does not run on {device.type} here: {refusal}; use auto, or {runs}")
+        raise ValueError(
+            f"{key}: {name!r} does not run on {device.type} here: {refusal}; use auto, or {runs}"
+        )
     return BACKENDS[name], f"{name}: as configured"
 
 
 def eager_note(backend: Backend, device: torch.device | str, compile: bool) -> str:
-    """What to say after the reason for ``backend`` where packing may cost what the format gains; nothing where it will not."""
+    """What to say after the reason for ``backend`` where packing may cost what the format gains;
+    nothing where it will not.
+    """
     if compile or not backend.packs_eagerly or torch.device(device).type != "cuda":
         return ""
     return (
-        "; its activations are packed eagerly, which may cost what the format gains: try explore.compile = true, and "
-        "`python -m bench explorer --compile`"
+        "; its activations are packed eagerly, which may cost what the format gains: try"
+        " explore.compile = true, and `python -m bench explorer --compile`"
     )
 
 
@@ -128,21 +147,27 @@ def available_backends(device: torch.device | str) -> tuple[str, ...]:
 
 
 def finer_backend(current: str, available: Collection[str], finest: str) -> str | None:
-    """The next finer precision than that of ``current`` among ``available``, up to that of ``finest``; None: there is none.
+    """The next finer precision than that of ``current`` among ``available``, up to that of
+    ``finest``; None: there is none.
 
-    A proxy that is as precise as what it stands for cannot gain by more bits, so ``finest`` is the regenerating precision.
-    Raises ValueError for a name that is on no rung.
+    A proxy that is as precise as what it stands for cannot gain by more bits, so ``finest`` is the
+    regenerating precision. Raises ValueError for a name that is on no rung.
     """
     rungs = {name: number for number, names in enumerate(LADDER) for name in names}
     for name in (current, finest):
         if name not in rungs:
-            raise ValueError(f"backend {name!r} has no precision to compare: one of {', '.join(rungs)} is expected")
+            raise ValueError(
+                f"backend {name!r} has no precision to compare: one of {', '.join(rungs)} is"
+                " expected"
+            )
     finer = LADDER[rungs[current] + 1 : rungs[finest] + 1]
     return next((name for names in finer for name in names if name in available), None)
 
 
 def packing_backend(name: str, device: torch.device | str) -> Backend:
-    """The backend to pack for: any name, as packing needs no kernel; "auto" is what ``resolve_backend`` would take on ``device``."""
+    """The backend to pack for: any name, as packing needs no kernel; "auto" is what
+    ``resolve_backend`` would take on ``device``.
+    """
     if name not in ("auto", *BACKENDS):
         raise ValueError(f"explore.backend: {name!r} is unknown: use auto, {', '.join(BACKENDS)}")
     return BACKENDS[name] if name in BACKENDS else resolve_backend(name, device)[0]
@@ -150,11 +175,17 @@ def packing_backend(name: str, device: torch.device | str) -> Backend:
 
 def _best(device: torch.device) -> tuple[Backend, str]:
     if device.type != "cuda":
-        return BACKENDS["emulated_nvfp4"], f"auto: there is no NVFP4 kernel for {device.type} here, so its arithmetic is emulated"
+        return (
+            BACKENDS["emulated_nvfp4"],
+            f"auto: there is no NVFP4 kernel for {device.type} here, so its arithmetic is emulated",
+        )
     passed_over = []
     for name in ON_CUDA:
         refusal = BACKENDS[name].unavailable(device)
         if refusal is None:
             break
         passed_over.append(f"not {name}: {refusal}")
-    return BACKENDS[name], f"auto: {'; '.join([f'{name} is the best that this GPU supports', *passed_over])}"
+    return (
+        BACKENDS[name],
+        f"auto: {'; '.join([f'{name} is the best that this GPU supports', *passed_over])}",
+    )

@@ -1,8 +1,9 @@
 """``emulated_nvfp4``: linear layers with exact NVFP4 arithmetic in wider types, on any device.
 
-y = alpha (Ux Uw^T) + bias with Ux, Uw = q * sf of activations and weights, float32 products (exact) and sums, and no rounding
-before alpha. A layer holds its weight packed (4.5 bits per element) and decodes Uw anew in each forward, which costs little
-beside the product itself: no wide copy exists between forwards. Inference only.
+y = alpha (Ux Uw^T) + bias with Ux, Uw = q * sf of activations and weights, float32 products (exact)
+and sums, and no rounding before alpha. A layer holds its weight packed (4.5 bits per element) and
+decodes Uw anew in each forward, which costs little beside the product itself: no wide copy exists
+between forwards. Inference only.
 """
 
 from __future__ import annotations
@@ -24,8 +25,9 @@ ALPHA = 1.0 / (nvfp4.SPAN * nvfp4.SPAN)
 class Workspace:
     """Tables and scratch memory shared by the emulated layers of one transformer; not thread-safe.
 
-    Quantises an input once for all layers that get it. What ``quantised`` returns is overwritten by the next call with another
-    input. ``exact``: the amax of activations is not rounded up to a power of two.
+    Quantises an input once for all layers that get it. What ``quantised`` returns is overwritten by
+    the next call with another input. ``exact``: the amax of activations is not rounded up to a
+    power of two.
     """
 
     def __init__(self, exact: bool = False) -> None:
@@ -44,7 +46,9 @@ class Workspace:
         return self._tables[device]
 
     def quantised(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """(U float32 [rows, K], amax float32 []) of x [..., K]: the bits of ``nvfp4.quantise_activation``."""
+        """(U float32 [rows, K], amax float32 []) of x [..., K]: the bits of
+        ``nvfp4.quantise_activation``.
+        """
         return self._last.once(x, self._quantise)
 
     def _quantise(self, x: Tensor) -> tuple[Tensor, Tensor]:
@@ -55,18 +59,27 @@ class Workspace:
         return self._quantise_on_cpu(rows)
 
     def _quantise_on_cpu(self, rows: Tensor) -> tuple[Tensor, Tensor]:
-        """In eight passes over memory that stays allocated: fresh pages cost more than the arithmetic."""
+        """In eight passes over memory that stays allocated: fresh pages cost more than the
+        arithmetic.
+        """
         count, width = rows.numel(), rows.shape[1]
         if self._value.numel() < count:
             self._value, self._scratch = torch.empty(count), torch.empty(count, dtype=torch.int32)
         shape = (count // BLOCK, BLOCK)
-        blocks, value, scratch = rows.view(shape), self._value[:count].view(shape), self._scratch[:count].view(shape)
-        torch.bitwise_and(blocks.view(torch.int32), 0x7FFFFFFF, out=scratch)  # |x|: as integers, floats keep their order
+        blocks, value, scratch = (
+            rows.view(shape),
+            self._value[:count].view(shape),
+            self._scratch[:count].view(shape),
+        )
+        torch.bitwise_and(
+            blocks.view(torch.int32), 0x7FFFFFFF, out=scratch
+        )  # |x|: as integers, floats keep their order
         largest = scratch.amax(-1, keepdim=True).view(torch.float32)
         amax = _power_of_two_above(largest.max().item())
         if not 2.0**-100 < amax < 2.0**100:  # also 0 and NaN: where the exact short cuts below end
             return nvfp4.quantise_activation(rows)
-        # S_enc is 2688 / amax without rounding, S_enc * fp32(1/6) is 448 / amax, and no block exceeds 448
+        # S_enc is 2688 / amax without rounding, S_enc * fp32(1/6) is 448 / amax, and no block
+        # exceeds 448
         scales = nvfp4.round_to_mantissa_(largest.mul_(nvfp4.E4M3_MAX / amax), bits=3, lowest=-6)
         inverse = scales.mul(nvfp4.SPAN_INVERSE * amax).reciprocal_().clamp_(max=nvfp4.FLOAT_MAX)
         torch.mul(blocks, inverse, out=value)
@@ -76,7 +89,9 @@ class Workspace:
 
 
 def _power_of_two_above(amax: float) -> float:
-    """The least power of two that is not below amax; 0 and non-finite values are returned as they are."""
+    """The least power of two that is not below amax; 0 and non-finite values are returned as they
+    are.
+    """
     if amax == 0 or not math.isfinite(amax):
         return amax
     mantissa, exponent = math.frexp(amax)
@@ -84,7 +99,9 @@ def _power_of_two_above(amax: float) -> float:
 
 
 class EmulatedNVFP4Linear(QuantisedLinear):
-    """x [..., K] -> [..., N] in x's dtype. Buffers ``codes``, ``scales``, ``amax`` as in ``nvfp4.Packed``."""
+    """x [..., K] -> [..., N] in x's dtype. Buffers ``codes``, ``scales``, ``amax`` as in
+    ``nvfp4.Packed``.
+    """
 
     float32_buffers = ("amax",)
     codes: Tensor
@@ -94,8 +111,16 @@ class EmulatedNVFP4Linear(QuantisedLinear):
     def __init__(self, linear: nn.Linear, workspace: Workspace) -> None:
         super().__init__(linear)
         device = linear.weight.device
-        self.register_buffer("codes", torch.zeros(self.out_features, self.in_features // 2, dtype=torch.uint8, device=device))
-        self.register_buffer("scales", torch.zeros(self.out_features, self.in_features // BLOCK, dtype=torch.uint8, device=device))
+        self.register_buffer(
+            "codes",
+            torch.zeros(self.out_features, self.in_features // 2, dtype=torch.uint8, device=device),
+        )
+        self.register_buffer(
+            "scales",
+            torch.zeros(
+                self.out_features, self.in_features // BLOCK, dtype=torch.uint8, device=device
+            ),
+        )
         self.register_buffer("amax", torch.zeros((), dtype=torch.float32, device=device))
         self.workspace = workspace
 

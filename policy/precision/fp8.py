@@ -1,8 +1,10 @@
-"""``fp8``: E4M3 matrix products with one scale per row, on Hopper and Ada tensor cores, and on a CPU for tests.
+"""``fp8``: E4M3 matrix products with one scale per row, on Hopper and Ada tensor cores, and on a
+CPU for tests.
 
-Every row of the activations [M, K] and of the weight [N, K] has s = max|row| / 448 and codes e4m3(row / s):
-y = bf16((codes_x codes_w^T) s_x s_w^T + bias), sums in float32. A row's codes depend on that row alone, so a picture does not
-depend on its neighbours in the batch. The kernel is torch's ``_scaled_mm`` with row-wise scales.
+Every row of the activations [M, K] and of the weight [N, K] has s = max|row| / 448 and codes
+e4m3(row / s): y = bf16((codes_x codes_w^T) s_x s_w^T + bias), sums in float32. A row's codes depend
+on that row alone, so a picture does not depend on its neighbours in the batch. The kernel is
+torch's ``_scaled_mm`` with row-wise scales.
 
 Not run on a GPU yet: neither speed nor ``FAST_ACCUMULATION`` have been looked at there.
 """
@@ -20,11 +22,15 @@ from policy.precision.nvfp4 import E4M3_MAX
 
 SMALLEST = torch.finfo(torch.float32).tiny
 FAST_ACCUMULATION = True
-"""Hopper then sums within tensor cores with fewer bits than float32, which is why rows run fast at all; no effect on a CPU."""
+"""Hopper then sums within tensor cores with fewer bits than float32, which is why rows run fast at
+all; no effect on a CPU.
+"""
 
 
 def row_scales(x: Tensor) -> Tensor:
-    """max|row| / 448 of x [M, K]: float32 [M, 1], at least the smallest normal number, so that a zero row has zero codes."""
+    """max|row| / 448 of x [M, K]: float32 [M, 1], at least the smallest normal number, so that a
+    zero row has zero codes.
+    """
     return (x.abs().amax(-1, keepdim=True).float() / E4M3_MAX).clamp(min=SMALLEST)
 
 
@@ -51,7 +57,9 @@ class Activations:
 
 
 class FP8Linear(QuantisedLinear):
-    """x [..., K] -> [..., N] in x's dtype. Buffers: ``codes`` uint8 [N, K], the bits of E4M3; ``scales`` float32 [N]."""
+    """x [..., K] -> [..., N] in x's dtype. Buffers: ``codes`` uint8 [N, K], the bits of E4M3;
+    ``scales`` float32 [N].
+    """
 
     float32_buffers = ("scales",)
     codes: Tensor
@@ -60,8 +68,13 @@ class FP8Linear(QuantisedLinear):
     def __init__(self, linear: nn.Linear, activations: Activations) -> None:
         super().__init__(linear)
         device = linear.weight.device
-        self.register_buffer("codes", torch.zeros(self.out_features, self.in_features, dtype=torch.uint8, device=device))
-        self.register_buffer("scales", torch.ones(self.out_features, dtype=torch.float32, device=device))
+        self.register_buffer(
+            "codes",
+            torch.zeros(self.out_features, self.in_features, dtype=torch.uint8, device=device),
+        )
+        self.register_buffer(
+            "scales", torch.ones(self.out_features, dtype=torch.float32, device=device)
+        )
         self.activations = activations
 
     def forward(self, x: Tensor) -> Tensor:
@@ -80,7 +93,9 @@ class FP8Linear(QuantisedLinear):
 
 
 class FP8:
-    """The backend; see ``policy.precision.backends.Backend``. The wire format ``fp8``, version 1, is the layer's two buffers."""
+    """The backend; see ``policy.precision.backends.Backend``. The wire format ``fp8``, version 1,
+    is the layer's two buffers.
+    """
 
     name = wire_format = "fp8"
     quantises = fuses = packs_eagerly = True
@@ -96,17 +111,25 @@ class FP8:
         if not torch.cuda.is_available():
             return "torch sees no CUDA device"
         capability = torch.cuda.get_device_capability(device)
-        return None if capability >= (8, 9) else f"FP8 needs compute capability 8.9, this GPU has {capability[0]}.{capability[1]}"
+        return (
+            None
+            if capability >= (8, 9)
+            else f"FP8 needs compute capability 8.9, this GPU has {capability[0]}.{capability[1]}"
+        )
 
     def refuses(self, rows: int, columns: int) -> str | None:
-        """The CUDA kernel wants both dimensions of the weight in multiples of 16; the same layers run quantised everywhere."""
+        """The CUDA kernel wants both dimensions of the weight in multiples of 16; the same layers
+        run quantised everywhere.
+        """
         for letter, size in (("K", columns), ("N", rows)):
             if size % 16:
                 return f"{letter} = {size} is not a multiple of 16"
         return None
 
     def replacements(self, activation_amax: str) -> Callable[[nn.Linear], QuantisedLinear]:
-        """Layers that share the quantised input. Each row of it has its own scale, so ``activation_amax`` says nothing here."""
+        """Layers that share the quantised input. Each row of it has its own scale, so
+        ``activation_amax`` says nothing here.
+        """
         activations = Activations()
         return lambda linear: FP8Linear(linear, activations)
 
@@ -115,7 +138,9 @@ class FP8:
         return weight.detach().abs().amax(-1, keepdim=True).float()
 
     def pack(self, weight: Tensor, search: bool, amax: Tensor | None = None) -> dict[str, Tensor]:
-        """codes and scales. ``search`` changes nothing: a scale per row of E4M3 has no better neighbour worth the time."""
+        """codes and scales. ``search`` changes nothing: a scale per row of E4M3 has no better
+        neighbour worth the time.
+        """
         wide = weight.detach().float()
         own = self.amax(wide)
         if not math.isfinite(float(own.max())):

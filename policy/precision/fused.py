@@ -1,6 +1,8 @@
-"""Linears that read the same input (to_q, to_k, to_v) as one product: a wider product keeps a GPU's tensor cores busier.
+"""Linears that read the same input (to_q, to_k, to_v) as one product: a wider product keeps a GPU's
+tensor cores busier.
 
-Nothing about it shows on the wire: each linear is published by itself, and copied into its rows of the joint buffers.
+Nothing about it shows on the wire: each linear is published by itself, and copied into its rows of
+the joint buffers.
 """
 
 from __future__ import annotations
@@ -14,7 +16,9 @@ from policy.precision.layer import QuantisedLinear
 
 
 class Joint:
-    """The joint layer of a group, and its last result until every member has taken its part. Not thread-safe."""
+    """The joint layer of a group, and its last result until every member has taken its part. Not
+    thread-safe.
+    """
 
     def __init__(self, layer: QuantisedLinear, sizes: Sequence[int]) -> None:
         self.layer, self.sizes = layer, tuple(sizes)
@@ -30,12 +34,17 @@ class Joint:
     def part(self, x: Tensor, index: int) -> Tensor:
         """The rows of one member in the result for x.
 
-        Traced by torch.compile, an input counts as unchanged between the calls of the members: attention does not write to it.
+        Traced by torch.compile, an input counts as unchanged between the calls of the members:
+        attention does not write to it.
         """
         traced = torch.compiler.is_compiling()
         unversioned = not traced and x.is_inference()
         version = 0 if traced or unversioned else x._version
-        found = self._parts[index] if self._input is x and self._version == version and not unversioned else None
+        found = (
+            self._parts[index]
+            if self._input is x and self._version == version and not unversioned
+            else None
+        )
         if found is None:
             self._parts = list(self.layer(x).split(self.sizes, dim=-1))
             self._input, self._version = x, version
@@ -50,7 +59,10 @@ class Joint:
         """All members were filled. Raises ValueError when what they must have in common differs."""
         for name, values in self.single.items():
             if not bool((values == values[0]).all()):
-                raise ValueError(f"linears that run as one were packed with different {name}: {values.tolist()}: publish again")
+                raise ValueError(
+                    f"linears that run as one were packed with different {name}: {values.tolist()}:"
+                    " publish again"
+                )
             self.layer.wire_targets()[name].copy_(values[0])
         self.layer.arrived()
 
@@ -73,7 +85,11 @@ class FusedMember(nn.Module):
         """Its rows of the joint buffers, by the names that the backend's ``pack`` uses."""
         start, joint = sum(self._joint.sizes[: self._index]), self._joint
         return {
-            name: joint.single[name][self._index] if name in joint.single else buffer[start : start + self.out_features]
+            name: (
+                joint.single[name][self._index]
+                if name in joint.single
+                else buffer[start : start + self.out_features]
+            )
             for name, buffer in joint.layer.wire_targets().items()
         }
 
@@ -83,15 +99,22 @@ class FusedMember(nn.Module):
             self._joint.arrived()
 
 
-def join(linears: Sequence[nn.Linear], replacement: Callable[[nn.Linear], QuantisedLinear]) -> list[FusedMember]:
-    """Members in place of linears [N_i, K] that read the same input, one joint layer [sum N_i, K] behind them."""
+def join(
+    linears: Sequence[nn.Linear], replacement: Callable[[nn.Linear], QuantisedLinear]
+) -> list[FusedMember]:
+    """Members in place of linears [N_i, K] that read the same input, one joint layer [sum N_i, K]
+    behind them.
+    """
     first, sizes = linears[0], [linear.out_features for linear in linears]
     wide = nn.Linear(first.in_features, sum(sizes), bias=False, device="meta")
     shape = (wide.out_features, wide.in_features)
-    wide.weight = nn.Parameter(first.weight.new_empty(1).expand(shape), requires_grad=False)  # a shape, a device, no memory
+    wide.weight = nn.Parameter(
+        first.weight.new_empty(1).expand(shape), requires_grad=False
+    )  # a shape, a device, no memory
     if any(linear.bias is not None for linear in linears):
         biases = [
-            first.weight.new_zeros(n) if linear.bias is None else linear.bias for n, linear in zip(sizes, linears, strict=True)
+            first.weight.new_zeros(n) if linear.bias is None else linear.bias
+            for n, linear in zip(sizes, linears, strict=True)
         ]
         wide.bias = nn.Parameter(torch.cat([bias.detach() for bias in biases]), requires_grad=False)
     joint = Joint(replacement(wide), sizes)

@@ -1,9 +1,11 @@
-"""``torch_nvfp4`` and ``te_nvfp4``: NVFP4 tensor cores of Blackwell GPUs, by torch alone or by TransformerEngine.
+"""``torch_nvfp4`` and ``te_nvfp4``: NVFP4 tensor cores of Blackwell GPUs, by torch alone or by
+TransformerEngine.
 
-NOT VERIFIED: neither backend has run on a Blackwell GPU. What a CPU can tell has been tested: the packed buffers, the
-order of the scales, the padding, and torch's own check of the arguments' shapes (on fake tensors). Written against
-torch 2.13 and TransformerEngine 2.20. To be looked at first on a GPU: ``tests/policy/test_nvfp4_hardware.py`` runs there, and
-compares both with the emulation; whether captured graphs survive a load, which copies in place; speed.
+NOT VERIFIED: neither backend has run on a Blackwell GPU. What a CPU can tell has been tested: the
+packed buffers, the order of the scales, the padding, and torch's own check of the arguments' shapes
+(on fake tensors). Written against torch 2.13 and TransformerEngine 2.20. To be looked at first on a
+GPU: ``tests/policy/test_nvfp4_hardware.py`` runs there, and compares both with the emulation;
+whether captured graphs survive a load, which copies in place; speed.
 """
 
 from __future__ import annotations
@@ -25,8 +27,9 @@ from policy.precision.packing import NVFP4Packing
 class NVFP4Weight(QuantisedLinear):
     """A weight in the form that NVFP4 kernels read, filled from the compact form that travels.
 
-    On the device: ``codes`` uint8 [N, K / 2], ``swizzled`` uint8 [ceil(N/128) 128 * ceil(K/64) 4], ``amax`` float32 [1]. The
-    compact scales [N, K / 16] stay on the host: they are put in order on arrival, and the kernel does not need them.
+    On the device: ``codes`` uint8 [N, K / 2], ``swizzled`` uint8 [ceil(N/128) 128 * ceil(K/64) 4],
+    ``amax`` float32 [1]. The compact scales [N, K / 16] stay on the host: they are put in order on
+    arrival, and the kernel does not need them.
     """
 
     float32_buffers = ("amax",)
@@ -38,7 +41,10 @@ class NVFP4Weight(QuantisedLinear):
         super().__init__(linear)
         device = linear.weight.device
         self.compact = torch.zeros(self.out_features, self.in_features // BLOCK, dtype=torch.uint8)
-        self.register_buffer("codes", torch.zeros(self.out_features, self.in_features // 2, dtype=torch.uint8, device=device))
+        self.register_buffer(
+            "codes",
+            torch.zeros(self.out_features, self.in_features // 2, dtype=torch.uint8, device=device),
+        )
         self.register_buffer("swizzled", swizzled(self.compact).to(device))
         self.register_buffer("amax", torch.zeros(1, dtype=torch.float32, device=device))
 
@@ -52,7 +58,9 @@ class NVFP4Weight(QuantisedLinear):
 
 
 def kernel_refuses(rows: int, columns: int, block: int) -> str | None:
-    """Why a weight [N, K] does not fit a kernel that wants K in multiples of ``block`` and N in multiples of 16."""
+    """Why a weight [N, K] does not fit a kernel that wants K in multiples of ``block`` and N in
+    multiples of 16.
+    """
     if columns % block:
         return f"K = {columns} is not a multiple of {block}"
     return f"N = {rows} is not a multiple of 16" if rows % 16 else None
@@ -64,18 +72,24 @@ def no_blackwell(device: torch.device) -> str | None:
         return "NVFP4 kernels need a Blackwell GPU, and torch sees no CUDA device here"
     capability = torch.cuda.get_device_capability(device)
     if capability < (10, 0):
-        return f"NVFP4 kernels need a Blackwell GPU of compute capability 10.0, this one has {capability[0]}.{capability[1]}"
+        return (
+            "NVFP4 kernels need a Blackwell GPU of compute capability 10.0, this one has"
+            f" {capability[0]}.{capability[1]}"
+        )
     return None
 
 
 # ---- torch alone
 
 
-def scaled_mm(x: Packed, weight_codes: Tensor, weight_swizzled: Tensor, weight_amax: Tensor) -> Tensor:
-    """alpha (Ux Uw^T) of packed x [M, K] and a weight [N, K] in kernel form: bfloat16 [M, N]; M in multiples of 16.
+def scaled_mm(
+    x: Packed, weight_codes: Tensor, weight_swizzled: Tensor, weight_amax: Tensor
+) -> Tensor:
+    """alpha (Ux Uw^T) of packed x [M, K] and a weight [N, K] in kernel form: bfloat16 [M, N]; M in
+    multiples of 16.
 
-    Each operand has two scales: E4M3 per block of 16, and float32 per tensor, amax / 2688, so that the kernel applies alpha before
-    it rounds.
+    Each operand has two scales: E4M3 per block of 16, and float32 per tensor, amax / 2688, so that
+    the kernel applies alpha before it rounds.
     """
     from torch.nn.functional import ScalingType, SwizzleType
     from torch.nn.functional import scaled_mm as torch_scaled_mm
@@ -104,7 +118,9 @@ class TorchNVFP4Linear(NVFP4Weight):
 
     def forward(self, x: Tensor) -> Tensor:
         """alpha (Ux Uw^T) + bias."""
-        packed = self._last.once(x, lambda x: nvfp4.pack_activation(padded_rows(rows_of(x)), self._exact))
+        packed = self._last.once(
+            x, lambda x: nvfp4.pack_activation(padded_rows(rows_of(x)), self._exact)
+        )
         y = scaled_mm(packed, self.codes, self.swizzled, self.amax)[: x.numel() // self.in_features]
         return self.shaped(y if self.bias is None else y + self.bias, x)
 
@@ -119,7 +135,10 @@ class TorchNVFP4(NVFP4Packing):
     def unavailable(self, device: torch.device) -> str | None:
         """A Blackwell GPU, and torch from 2.10 on."""
         if not hasattr(torch.nn.functional, "scaled_mm"):
-            return f"torch {torch.__version__} has no torch.nn.functional.scaled_mm, which came with 2.10"
+            return (
+                f"torch {torch.__version__} has no torch.nn.functional.scaled_mm, which came with"
+                " 2.10"
+            )
         return no_blackwell(device)
 
     def refuses(self, rows: int, columns: int) -> str | None:
@@ -144,11 +163,15 @@ def import_engine() -> tuple[Any, Any]:
     Raises ImportError, whatever went wrong: TransformerEngine raises RuntimeError without CUDA.
     """
     try:
-        return importlib.import_module("transformer_engine.pytorch"), importlib.import_module("transformer_engine.common.recipe")
+        return importlib.import_module("transformer_engine.pytorch"), importlib.import_module(
+            "transformer_engine.common.recipe"
+        )
     except ImportError:
         raise
     except Exception as error:
-        raise ImportError(str(error).strip().splitlines()[0] if str(error).strip() else repr(error)) from error
+        raise ImportError(
+            str(error).strip().splitlines()[0] if str(error).strip() else repr(error)
+        ) from error
 
 
 def engine_lacks(engine: Any, recipes: Any) -> list[str]:
@@ -158,14 +181,20 @@ def engine_lacks(engine: Any, recipes: Any) -> list[str]:
     if recipe is None:
         return [*missing, "NVFP4BlockScaling"]
     fields = {field.name for field in dataclasses.fields(recipe)}
-    return missing if "row_scaled_activation" in fields else [*missing, "NVFP4BlockScaling.row_scaled_activation"]
+    return (
+        missing
+        if "row_scaled_activation" in fields
+        else [*missing, "NVFP4BlockScaling.row_scaled_activation"]
+    )
 
 
 def nvfp4_recipe(recipes: Any, activation_amax: str) -> Any:
-    """``NVFP4BlockScaling`` of the module ``transformer_engine.common.recipe`` as this format is: 1x16 blocks, no tricks of training.
+    """``NVFP4BlockScaling`` of the module ``transformer_engine.common.recipe`` as this format is:
+    1x16 blocks, no tricks of training.
 
-    With "power_of_two" activations are scaled by row, TransformerEngine's own way of keeping pictures apart; "exact" is one scale
-    per tensor. Weights come packed, so "map to 4 or 6" concerns activations only.
+    With "power_of_two" activations are scaled by row, TransformerEngine's own way of keeping
+    pictures apart; "exact" is one scale per tensor. Weights come packed, so "map to 4 or 6"
+    concerns activations only.
     """
     return recipes.NVFP4BlockScaling(
         disable_rht=True,
@@ -176,7 +205,9 @@ def nvfp4_recipe(recipes: Any, activation_amax: str) -> Any:
 
 
 class EngineLinear(NVFP4Weight):
-    """x [..., K] -> [..., N] by ``te.Linear`` over an ``NVFP4Tensor`` made of this module's buffers: nothing is re-quantised."""
+    """x [..., K] -> [..., N] by ``te.Linear`` over an ``NVFP4Tensor`` made of this module's
+    buffers: nothing is re-quantised.
+    """
 
     def __init__(self, linear: nn.Linear, engine: Any, recipe: Any) -> None:
         super().__init__(linear)
@@ -187,12 +218,17 @@ class EngineLinear(NVFP4Weight):
     def _built(self) -> Any:
         """The te.Linear over the buffers where they are now: moving a module gives it new ones."""
         if self._built_on != self.codes.data_ptr():
-            self._linear, self._built_on = (self._build(),), self.codes.data_ptr()  # in a tuple: not a submodule
+            self._linear, self._built_on = (
+                (self._build(),),
+                self.codes.data_ptr(),
+            )  # in a tuple: not a submodule
         return self._linear[0]
 
     def _build(self) -> Any:
         te = self._engine
-        quantizer = te.NVFP4Quantizer(rowwise=True, columnwise=False, with_rht=False, with_2d_quantization=False)
+        quantizer = te.NVFP4Quantizer(
+            rowwise=True, columnwise=False, with_rht=False, with_2d_quantization=False
+        )
         rows = -(-self.out_features // 128) * 128
         weight = te.NVFP4Tensor(
             (self.out_features, self.in_features),
@@ -210,7 +246,11 @@ class EngineLinear(NVFP4Weight):
             device=self.codes.device,
         )
         linear = te.Linear(
-            self.in_features, self.out_features, bias=self.bias is not None, params_dtype=torch.bfloat16, device="meta"
+            self.in_features,
+            self.out_features,
+            bias=self.bias is not None,
+            params_dtype=torch.bfloat16,
+            device="meta",
         )
         linear.weight = nn.Parameter(weight, requires_grad=False)
         if self.bias is not None:
@@ -226,7 +266,9 @@ class EngineLinear(NVFP4Weight):
 
 
 class EngineNVFP4(NVFP4Packing):
-    """The backend; see ``policy.precision.backends.Backend``. Packing needs no TransformerEngine, running does."""
+    """The backend; see ``policy.precision.backends.Backend``. Packing needs no TransformerEngine,
+    running does.
+    """
 
     name = "te_nvfp4"
     dtype: torch.dtype | None = torch.bfloat16
@@ -240,9 +282,15 @@ class EngineNVFP4(NVFP4Packing):
         try:
             engine, recipes = import_engine()
         except ImportError as error:
-            return f"transformer_engine.pytorch does not import ({error}): pip install -e '.[gpu]' --no-build-isolation"
+            return (
+                f"transformer_engine.pytorch does not import ({error}): pip install -e '.[gpu]'"
+                " --no-build-isolation"
+            )
         if missing := engine_lacks(engine, recipes):
-            return f"this TransformerEngine is too old, 2.17 or later is needed: it has no {', '.join(missing)}"
+            return (
+                "this TransformerEngine is too old, 2.17 or later is needed: it has no"
+                f" {', '.join(missing)}"
+            )
         available, reason = engine.is_nvfp4_available(return_reason=True)
         return None if available else f"TransformerEngine says: {reason}"
 

@@ -11,9 +11,11 @@ from torch import Tensor, nn
 
 
 class QuantisedLinear(nn.Module):
-    """A linear layer x [..., K] -> [..., N] whose weight arrives packed. Inference only; built with zeros.
+    """A linear layer x [..., K] -> [..., N] whose weight arrives packed. Inference only; built with
+    zeros.
 
-    ``bias`` stays wide. Published weights are copied into ``wire_targets`` in place, then ``arrived`` is called.
+    ``bias`` stays wide. Published weights are copied into ``wire_targets`` in place, then
+    ``arrived`` is called.
     """
 
     bias: Tensor | None
@@ -37,14 +39,19 @@ class QuantisedLinear(nn.Module):
         return dict(self.named_buffers())
 
     def arrived(self) -> None:
-        """New weights are in ``wire_targets``: bring them into the form that the kernel wants, in place."""
+        """New weights are in ``wire_targets``: bring them into the form that the kernel wants, in
+        place.
+        """
 
     def shaped(self, y: Tensor, x: Tensor) -> Tensor:
         """Result rows y [rows, N] as the output for input x: x's dtype and leading shape."""
         return y.to(x.dtype).view(*x.shape[:-1], self.out_features)
 
     def extra_repr(self) -> str:
-        return f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}"
+        return (
+            f"in_features={self.in_features}, out_features={self.out_features},"
+            f" bias={self.bias is not None}"
+        )
 
 
 class PointwiseConvolution(nn.Module):
@@ -60,9 +67,11 @@ class PointwiseConvolution(nn.Module):
 
 
 class LastInput:
-    """Remembers the last input and what was made of it: to_q, to_k and to_v get one input, which is quantised once.
+    """Remembers the last input and what was made of it: to_q, to_k and to_v get one input, which is
+    quantised once.
 
-    Not thread-safe. Tensors without a version counter (inference mode) and traced ones are not remembered.
+    Not thread-safe. Tensors without a version counter (inference mode) and traced ones are not
+    remembered.
     """
 
     def __init__(self) -> None:
@@ -90,18 +99,26 @@ def rows_of(x: Tensor) -> Tensor:
 
 
 def padded_rows(rows: Tensor, multiple: int = 16) -> Tensor:
-    """rows [M, K] with zero rows after them, up to a multiple; the same tensor when there is nothing to add."""
+    """rows [M, K] with zero rows after them, up to a multiple; the same tensor when there is
+    nothing to add.
+    """
     missing = -len(rows) % multiple
     return torch.nn.functional.pad(rows, (0, 0, 0, missing)) if missing else rows
 
 
 def swizzled(scales: Tensor) -> Tensor:
-    """Block scales [N, C] of any one-byte type in the order that cuBLAS reads them: flat, [ceil(N/128) 128 * ceil(C/4) 4].
+    """Block scales [N, C] of any one-byte type in the order that cuBLAS reads them: flat,
+    [ceil(N/128) 128 * ceil(C/4) 4].
 
-    Zero-padded to tiles of 128 x 4; within a tile row r = 32 a + b and column c lie at byte 16 b + 4 a + c; tiles follow each
-    other along the columns first (cuBLAS documentation, "1D block scaling factors layout").
+    Zero-padded to tiles of 128 x 4; within a tile row r = 32 a + b and column c lie at byte 16 b +
+    4 a + c; tiles follow each other along the columns first (cuBLAS documentation, "1D block
+    scaling factors layout").
     """
     n, c = scales.shape
     padded = scales.new_zeros(-(-n // 128) * 128, -(-c // 4) * 4)
     padded[:n, :c] = scales
-    return padded.view(len(padded) // 128, 4, 32, padded.shape[1] // 4, 4).permute(0, 3, 2, 1, 4).reshape(-1)
+    return (
+        padded.view(len(padded) // 128, 4, 32, padded.shape[1] // 4, 4)
+        .permute(0, 3, 2, 1, 4)
+        .reshape(-1)
+    )

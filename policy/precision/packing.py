@@ -1,4 +1,6 @@
-"""The wire format ``nvfp4``, version 1: ``codes``, ``scales``, ``amax`` as in ``nvfp4.Packed``. Three backends load it."""
+"""The wire format ``nvfp4``, version 1: ``codes``, ``scales``, ``amax`` as in ``nvfp4.Packed``.
+Three backends load it.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,9 @@ from policy.precision.nvfp4 import Packed
 
 
 class NVFP4Packing:
-    """The packing side of a backend, which needs no device; see ``policy.precision.backends.Backend``."""
+    """The packing side of a backend, which needs no device; see
+    ``policy.precision.backends.Backend``.
+    """
 
     wire_format = "nvfp4"
     quantises = True

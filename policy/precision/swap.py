@@ -16,9 +16,11 @@ from policy.precision.layer import PointwiseConvolution, QuantisedLinear
 
 @dataclass(frozen=True)
 class ModuleRow:
-    """One row of the table that a run writes: a module with a weight matrix, and what becomes of it.
+    """One row of the table that a run writes: a module with a weight matrix, and what becomes of
+    it.
 
-    ``fused``: the first of the linears that run as one product with it, all of which read the same input.
+    ``fused``: the first of the linears that run as one product with it, all of which read the same
+    input.
     """
 
     name: str
@@ -29,7 +31,9 @@ class ModuleRow:
 
 
 def weight_modules(transformer: nn.Module) -> Iterator[tuple[str, nn.Linear | nn.Conv2d]]:
-    """(module path, linear or convolution) in the transformer's order; adapters are looked through, not listed."""
+    """(module path, linear or convolution) in the transformer's order; adapters are looked through,
+    not listed.
+    """
     for name, module in transformer.named_modules():
         if any(part == "base_layer" or part.startswith("lora_") for part in name.split(".")):
             continue
@@ -39,23 +43,31 @@ def weight_modules(transformer: nn.Module) -> Iterator[tuple[str, nn.Linear | nn
 
 
 def quantise_plan(
-    transformer: nn.Module, family: Family, keep_wide: Sequence[str] = (), backend: Backend | None = None
+    transformer: nn.Module,
+    family: Family,
+    keep_wide: Sequence[str] = (),
+    backend: Backend | None = None,
 ) -> list[ModuleRow]:
     """A row for every module with a weight matrix of a bare or adapted transformer.
 
-    ``keep_wide`` are further fnmatch patterns beside the family's. Raises ValueError for a pattern that matches nothing.
+    ``keep_wide`` are further fnmatch patterns beside the family's. Raises ValueError for a pattern
+    that matches nothing.
     """
     modules = list(weight_modules(transformer))
     for pattern in keep_wide:
         if not any(fnmatchcase(name, pattern) for name, _ in modules):
-            raise ValueError(f"explore.keep_wide: {pattern!r} matches no module; there are such as {modules[-1][0]!r}")
+            raise ValueError(
+                f"explore.keep_wide: {pattern!r} matches no module; there are such as"
+                f" {modules[-1][0]!r}"
+            )
     rows = [_row(name, module, family.keep_wide, keep_wide, backend) for name, module in modules]
     first = _fused(rows, family.fuse) if backend is not None and backend.fuses else {}
     return [replace(row, fused=first.get(row.name)) for row in rows]
 
 
 def _fused(rows: Sequence[ModuleRow], fuse: Sequence[Sequence[str]]) -> dict[str, str]:
-    """For each linear that runs as one with others, the first of them. ``fuse``: groups of names, relative to their block.
+    """For each linear that runs as one with others, the first of them. ``fuse``: groups of names,
+    relative to their block.
 
     A group runs together where all of it is quantised; its weights have the same K.
     """
@@ -75,7 +87,11 @@ def _fused(rows: Sequence[ModuleRow], fuse: Sequence[Sequence[str]]) -> dict[str
 
 
 def _row(
-    name: str, module: nn.Linear | nn.Conv2d, family: Sequence[str], configured: Sequence[str], backend: Backend | None
+    name: str,
+    module: nn.Linear | nn.Conv2d,
+    family: Sequence[str],
+    configured: Sequence[str],
+    backend: Backend | None,
 ) -> ModuleRow:
     shape = tuple(module.weight.shape)
     for patterns, whose in ((family, "the model family"), (configured, "explore.keep_wide")):
@@ -88,17 +104,27 @@ def _row(
     refusal = backend.refuses(shape[0], shape[1]) if backend is not None else None
     if refusal is not None:
         return ModuleRow(name, shape, False, refusal)
-    kind = "a linear of the blocks" if isinstance(module, nn.Linear) else "a 1x1 convolution, run as a linear"
+    kind = (
+        "a linear of the blocks"
+        if isinstance(module, nn.Linear)
+        else "a 1x1 convolution, run as a linear"
+    )
     return ModuleRow(name, shape, True, kind)
 
 
 def is_pointwise(module: nn.Conv2d) -> bool:
     """Whether a convolution is a linear layer over the channels of each pixel."""
-    return module.kernel_size == module.stride == (1, 1) and module.groups == 1 and module.padding in ((0, 0), "valid", "same")
+    return (
+        module.kernel_size == module.stride == (1, 1)
+        and module.groups == 1
+        and module.padding in ((0, 0), "valid", "same")
+    )
 
 
 def as_linear(module: nn.Linear | nn.Conv2d) -> nn.Linear:
-    """A linear, or a 1x1 convolution as the linear it is; the memory of weight [N, K] and bias [N] is shared."""
+    """A linear, or a 1x1 convolution as the linear it is; the memory of weight [N, K] and bias [N]
+    is shared.
+    """
     if isinstance(module, nn.Linear):
         return module
     rows, columns = module.weight.shape[:2]
@@ -109,11 +135,16 @@ def as_linear(module: nn.Linear | nn.Conv2d) -> nn.Linear:
 
 
 def swap_linears(
-    transformer: nn.Module, plan: Sequence[ModuleRow], backend: Backend, activation_amax: str = "power_of_two"
+    transformer: nn.Module,
+    plan: Sequence[ModuleRow],
+    backend: Backend,
+    activation_amax: str = "power_of_two",
 ) -> dict[str, QuantisedLinear | FusedMember]:
-    """Replace the modules that ``plan`` quantises by the backend's layers, freeing each wide weight.
+    """Replace the modules that ``plan`` quantises by the backend's layers, freeing each wide
+    weight.
 
-    Returns the layers by the name of what they replace; that of a 1x1 convolution lies within the module in its place.
+    Returns the layers by the name of what they replace; that of a 1x1 convolution lies within the
+    module in its place.
     """
     if not any(row.quantised for row in plan):
         return {}
@@ -124,10 +155,15 @@ def swap_linears(
             continue
         module = transformer.get_submodule(row.name)
         if not isinstance(module, nn.Linear | nn.Conv2d):
-            raise ValueError(f"cannot quantise {row.name!r}: it is a {type(module).__name__}, swap before anything wraps it")
+            raise ValueError(
+                f"cannot quantise {row.name!r}: it is a {type(module).__name__}, swap before"
+                " anything wraps it"
+            )
         if row.fused is None:
             layer = swapped[row.name] = replacement(as_linear(module))
-            transformer.set_submodule(row.name, layer if isinstance(module, nn.Linear) else PointwiseConvolution(layer))
+            transformer.set_submodule(
+                row.name, layer if isinstance(module, nn.Linear) else PointwiseConvolution(layer)
+            )
     groups: dict[str, list[str]] = {}
     for row in plan:
         if row.fused is not None:

@@ -11,7 +11,9 @@ from policy.precision.layer import QuantisedLinear
 
 
 class Wide:
-    """The backend; see ``policy.precision.backends.Backend``. Adapted modules travel merged, in ``dtype``."""
+    """The backend; see ``policy.precision.backends.Backend``. Adapted modules travel merged, in
+    ``dtype``.
+    """
 
     quantises = fuses = packs_eagerly = False
 
@@ -32,7 +34,9 @@ class Wide:
         """There are none. Raises ValueError for any layer."""
 
         def refuse(linear: nn.Linear) -> QuantisedLinear:
-            raise ValueError(f"backend {self.name} quantises nothing, so it has no layer in place of {linear}")
+            raise ValueError(
+                f"backend {self.name} quantises nothing, so it has no layer in place of {linear}"
+            )
 
         return refuse
 

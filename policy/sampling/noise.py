@@ -1,4 +1,6 @@
-"""Seeds and the noise they stand for. Everything random of a run comes from its run seed through here."""
+"""Seeds and the noise they stand for. Everything random of a run comes from its run seed through
+here.
+"""
 
 from __future__ import annotations
 
@@ -22,30 +24,40 @@ PURPOSES: tuple[str, ...] = (
     "test",
     "sde",  # fresh noise of a stochastic solver's steps, one stream per sample
 )
-"""What seeds are for. The position is written into the top byte of a seed: append, never reorder."""
+"""What seeds are for. The position is written into the top byte of a seed: append, never reorder.
+"""
 
 MASK_64 = 2**64 - 1
 
 
 def stream_seed(run_seed: int, purpose: str, *index: int) -> int:
-    """A 64-bit seed: the purpose's number in the top 8 bits, 56 bits of blake2b(run_seed, purpose, index) below.
+    """A 64-bit seed: the purpose's number in the top 8 bits, 56 bits of blake2b(run_seed, purpose,
+    index) below.
 
-    Seeds of two purposes differ by construction, for any run seeds and indices. Within a purpose a million seeds collide
-    with a probability of 1e-5. Raises ValueError for a purpose that is not in PURPOSES.
+    Seeds of two purposes differ by construction, for any run seeds and indices. Within a purpose a
+    million seeds collide with a probability of 1e-5. Raises ValueError for a purpose that is not in
+    PURPOSES.
     """
     if purpose not in PURPOSES:
-        raise ValueError(f"seed purpose {purpose!r} is unknown: use one of {', '.join(PURPOSES)}, or append it to PURPOSES")
+        raise ValueError(
+            f"seed purpose {purpose!r} is unknown: use one of {', '.join(PURPOSES)}, or append it"
+            " to PURPOSES"
+        )
     message = "/".join(str(int(part)) for part in (run_seed, *index))
     digest = hashlib.blake2b(f"{purpose}/{message}".encode(), digest_size=7).digest()
     return (PURPOSES.index(purpose) + 1) << 56 | int.from_bytes(digest, "little")
 
 
 def noise_for(seeds: Sequence[int], shape: Sequence[int]) -> Tensor:
-    """Standard normal noise, float32 [B, *shape] on the CPU: row i is a function of seeds[i] and shape alone.
+    """Standard normal noise, float32 [B, *shape] on the CPU: row i is a function of seeds[i] and
+    shape alone.
 
-    The generator is numpy's Philox with the seed as its key, so all 64 bits count; torch's CPU generator keeps only the
-    low 32 bits of a seed, and its normal sampling depends on the instruction set.
+    The generator is numpy's Philox with the seed as its key, so all 64 bits count; torch's CPU
+    generator keeps only the low 32 bits of a seed, and its normal sampling depends on the
+    instruction set.
     """
     generators = (np.random.Generator(np.random.Philox(key=int(seed) & MASK_64)) for seed in seeds)
     rows = [generator.standard_normal(tuple(shape), np.float32) for generator in generators]
-    return torch.from_numpy(np.stack(rows)) if rows else torch.empty((0, *shape), dtype=torch.float32)
+    return (
+        torch.from_numpy(np.stack(rows)) if rows else torch.empty((0, *shape), dtype=torch.float32)
+    )

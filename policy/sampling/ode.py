@@ -1,6 +1,7 @@
 """Deterministic solvers of dx/dsigma = v(x, sigma) from sigma_0 down to 0.
 
-x [B, *latent] float32, sigmas [T + 1] float32 strictly descending with last 0; the state stays float32. T calls of the velocity.
+x [B, *latent] float32, sigmas [T + 1] float32 strictly descending with last 0; the state stays
+float32. T calls of the velocity.
 """
 
 from __future__ import annotations
@@ -23,11 +24,13 @@ def euler(velocity: Velocity, x: Tensor, sigmas: Tensor) -> Tensor:
 
 
 def dpm2(velocity: Velocity, x: Tensor, sigmas: Tensor) -> Tensor:
-    """DPM-Solver++(2M) (arXiv 2211.01095, algorithm 2) with alpha = 1 - sigma and data prediction x0 = x - sigma v.
+    """DPM-Solver++(2M) (arXiv 2211.01095, algorithm 2) with alpha = 1 - sigma and data prediction
+    x0 = x - sigma v.
 
     With lambda = log(alpha / sigma), h = lambda_{i+1} - lambda_i and r = h_{i-1} / h_i:
-    D = x0_i + (x0_i - x0_{i-1}) / (2 r),  x <- (sigma_{i+1} / sigma_i) x + (alpha_{i+1} - sigma_{i+1} alpha_i / sigma_i) D.
-    First and last step are of first order. After a start at sigma = 1, where lambda is -inf, so is the second: 1 / r = 0.
+    D = x0_i + (x0_i - x0_{i-1}) / (2 r),  x <- (sigma_{i+1} / sigma_i) x + (alpha_{i+1} -
+    sigma_{i+1} alpha_i / sigma_i) D. First and last step are of first order. After a start at sigma
+    = 1, where lambda is -inf, so is the second: 1 / r = 0.
     """
     on_device = sigmas.to(x.device)
     points = sigmas.double().tolist()

@@ -23,12 +23,17 @@ def sample(
     solver: str,
     batch_size: int | None = None,
 ) -> Tensor:
-    """Latents at sigma 0: float32 [B, *latent] on the CPU, row i of seed i and row i of cond (B rows).
+    """Latents at sigma 0: float32 [B, *latent] on the CPU, row i of seed i and row i of cond (B
+    rows).
 
-    ``batch_size`` pictures go through the transformer at a time; None means all. Raises ValueError when rows and seeds differ.
+    ``batch_size`` pictures go through the transformer at a time; None means all. Raises ValueError
+    when rows and seeds differ.
     """
     if len(cond) != len(seeds):
-        raise ValueError(f"{len(seeds)} seeds but conditioning of {len(cond)} rows: repeat the prompt's row once per seed")
+        raise ValueError(
+            f"{len(seeds)} seeds but conditioning of {len(cond)} rows: repeat the prompt's row once"
+            " per seed"
+        )
     if not seeds:
         return torch.empty((0, *family.latent_shape))
     parameter = next(transformer.parameters())

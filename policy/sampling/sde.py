@@ -1,8 +1,10 @@
-"""Stochastic solvers of the flow, step by step: the same marginals as dx = v dsigma, with a density for every step taken.
+"""Stochastic solvers of the flow, step by step: the same marginals as dx = v dsigma, with a density
+for every step taken.
 
-With score s of the marginal at sigma, any noise level g(sigma) >= 0 keeps the marginals (arXiv 2011.13456, appendix D.1):
-dx = (v - g^2 s / 2) dsigma + g dW, sigma falling. One step from sigma to sigma_next is Gaussian with mean and std below;
-dsigma = sigma_next - sigma < 0. The solvers differ in g. Both are of weak order 1.
+With score s of the marginal at sigma, any noise level g(sigma) >= 0 keeps the marginals (arXiv
+2011.13456, appendix D.1): dx = (v - g^2 s / 2) dsigma + g dW, sigma falling. One step from sigma to
+sigma_next is Gaussian with mean and std below; dsigma = sigma_next - sigma < 0. The solvers differ
+in g. Both are of weak order 1.
 """
 
 from __future__ import annotations
@@ -19,7 +21,9 @@ from policy.sampling.noise import noise_for
 from policy.types import Conditioning
 
 NEARLY_ONE = 0.9989
-"""Schedules on 1000 training timesteps start at sigma = 1, or at 0.999 and above: from there 1 / (1 - sigma) is no noise level."""
+"""Schedules on 1000 training timesteps start at sigma = 1, or at 0.999 and above: from there 1 / (1
+- sigma) is no noise level.
+"""
 
 
 @dataclass(frozen=True)
@@ -31,17 +35,20 @@ class Step:
     length: Tensor  # [B, 1, ...], -dsigma
 
     def log_prob(self, x_next: Tensor) -> Tensor:
-        """Log-density of x_next [B, *latent] per latent dimension, i.e. its mean over them: [B], dtype of x."""
+        """Log-density of x_next [B, *latent] per latent dimension, i.e. its mean over them: [B],
+        dtype of x.
+        """
         z = (x_next - self.mean) / self.std
         return (-0.5 * z**2 - self.std.log() - 0.5 * math.log(2 * math.pi)).flatten(1).mean(1)
 
 
 def flow_sde(x: Tensor, v: Tensor, sigma: Tensor, sigma_next: Tensor, eta: float) -> Step:
-    """Flow-SDE (FlowGRPO, arXiv 2505.05470, its update rule): g = eta sqrt(sigma / (1 - sigma)); std = g sqrt(-dsigma).
+    """Flow-SDE (FlowGRPO, arXiv 2505.05470, its update rule): g = eta sqrt(sigma / (1 - sigma));
+    std = g sqrt(-dsigma).
 
-    mean = x (1 + g^2 dsigma / (2 sigma)) + v (1 + g^2 (1 - sigma) / (2 sigma)) dsigma. x, v [B, *latent], sigmas [B], sigma >
-    sigma_next >= 0. In the first step, from sigma = 1, the next sigma stands in the denominator of g; so it does from
-    NEARLY_ONE on.
+    mean = x (1 + g^2 dsigma / (2 sigma)) + v (1 + g^2 (1 - sigma) / (2 sigma)) dsigma. x, v [B,
+    *latent], sigmas [B], sigma > sigma_next >= 0. In the first step, from sigma = 1, the next sigma
+    stands in the denominator of g; so it does from NEARLY_ONE on.
     """
     now, length = _columns(x, sigma, sigma_next)
     beside = torch.where(now > NEARLY_ONE, now - length, now)
@@ -51,8 +58,9 @@ def flow_sde(x: Tensor, v: Tensor, sigma: Tensor, sigma_next: Tensor, eta: float
 def dance_sde(x: Tensor, v: Tensor, sigma: Tensor, sigma_next: Tensor, eta: float) -> Step:
     """Dance-SDE (DanceGRPO, arXiv 2505.07818): g = eta; std = eta sqrt(-dsigma).
 
-    mean = x + v dsigma - eta^2 s dsigma / 2 with s = -(x - (1 - sigma) x0_hat) / sigma^2. With x0_hat = x - sigma v that is
-    s = -(x + (1 - sigma) v) / sigma, and the mean has the form of ``flow_sde``. x, v [B, *latent], sigmas [B].
+    mean = x + v dsigma - eta^2 s dsigma / 2 with s = -(x - (1 - sigma) x0_hat) / sigma^2. With
+    x0_hat = x - sigma v that is s = -(x + (1 - sigma) v) / sigma, and the mean has the form of
+    ``flow_sde``. x, v [B, *latent], sigmas [B].
     """
     now, length = _columns(x, sigma, sigma_next)
     return _step(x, v, now, length, torch.full_like(now, eta**2))
@@ -66,13 +74,18 @@ def _columns(x: Tensor, sigma: Tensor, sigma_next: Tensor) -> tuple[Tensor, Tens
 
 
 def _step(x: Tensor, v: Tensor, now: Tensor, length: Tensor, square: Tensor) -> Step:
-    """The step with g^2 = ``square``. Coefficients are float64 and rounded once, so that they do not depend on the batch."""
+    """The step with g^2 = ``square``. Coefficients are float64 and rounded once, so that they do
+    not depend on the batch.
+    """
     of_x = 1 - square * length / (2 * now)
     of_v = -(1 + square * (1 - now) / (2 * now)) * length
     return Step(of_x.to(x) * x + of_v.to(x) * v, (square * length).sqrt().to(x), length.to(x))
 
 
-TRANSITIONS: dict[str, Callable[[Tensor, Tensor, Tensor, Tensor, float], Step]] = {"flow_sde": flow_sde, "dance_sde": dance_sde}
+TRANSITIONS: dict[str, Callable[[Tensor, Tensor, Tensor, Tensor, float], Step]] = {
+    "flow_sde": flow_sde,
+    "dance_sde": dance_sde,
+}
 
 
 @dataclass(frozen=True)
@@ -87,10 +100,12 @@ class PathSolver:
         return TRANSITIONS[self.name](x, v, sigma, sigma_next, self.eta)
 
     def decoded(self, x: Tensor, v: Tensor, sigma: Tensor, x_next: Tensor) -> Tensor:
-        """What becomes the picture of a path whose last step goes from x [B, *latent] with velocity v at sigma [B] to x_next.
+        """What becomes the picture of a path whose last step goes from x [B, *latent] with velocity
+        v at sigma [B] to x_next.
 
-        With ``dance_sde`` the clean sample x - sigma v that the denoiser predicts there, as DanceGRPO's public code has it: the last
-        step is never trained on, and its noise, of the same level as any step's, would only be seen by the reward.
+        With ``dance_sde`` the clean sample x - sigma v that the denoiser predicts there, as
+        DanceGRPO's public code has it: the last step is never trained on, and its noise, of the
+        same level as any step's, would only be seen by the reward.
         """
         if self.name != "dance_sde":
             return x_next
@@ -118,14 +133,17 @@ def sample_paths(
     solver: PathSolver,
     batch_size: int | None = None,
 ) -> Paths:
-    """Row i starts from the noise of ``noise_seeds[i]`` and takes its steps' noise from the stream ``path_seeds[i]``.
+    """Row i starts from the noise of ``noise_seeds[i]`` and takes its steps' noise from the stream
+    ``path_seeds[i]``.
 
-    cond has B rows; ``batch_size`` paths go through the transformer at a time, None means all. Noise depends on a row's own
-    seeds and on ``steps`` alone. Raises ValueError when rows and seeds differ.
+    cond has B rows; ``batch_size`` paths go through the transformer at a time, None means all.
+    Noise depends on a row's own seeds and on ``steps`` alone. Raises ValueError when rows and seeds
+    differ.
     """
     if not len(cond) == len(noise_seeds) == len(path_seeds):
         raise ValueError(
-            f"{len(noise_seeds)} noise seeds, {len(path_seeds)} path seeds and conditioning of {len(cond)} rows: one of each per path"
+            f"{len(noise_seeds)} noise seeds, {len(path_seeds)} path seeds and conditioning of"
+            f" {len(cond)} rows: one of each per path"
         )
     parameter = next(transformer.parameters())
     sigmas = family.sigmas(steps)

@@ -1,6 +1,8 @@
-"""Stands for ``sol-rl train`` where a test is about what runs it: writes a run directory in a blink, or dies as FAKE_TRAIN says.
+"""Stands for ``sol-rl train`` where a test is about what runs it: writes a run directory in a
+blink, or dies as FAKE_TRAIN says.
 
-FAKE_TRAIN is a JSON object, run name -> crash (SIGKILL after one iteration), usage (exit code 2), or wait (until SIGTERM).
+FAKE_TRAIN is a JSON object, run name -> crash (SIGKILL after one iteration), usage (exit code 2),
+or wait (until SIGTERM).
 """
 
 import json
@@ -19,8 +21,15 @@ BASE = 0.5
 STOPPED = 130
 
 
-def write(config: RunConfig, gains: list[float], seconds: dict[str, float], ending: str | None = "run_finished") -> Path:
-    """A run directory whose held-out reward is 0.5 + seed / 100 before training and then so much more after every iteration."""
+def write(
+    config: RunConfig,
+    gains: list[float],
+    seconds: dict[str, float],
+    ending: str | None = "run_finished",
+) -> Path:
+    """A run directory whose held-out reward is 0.5 + seed / 100 before training and then so much
+    more after every iteration.
+    """
     assert config.run_root is not None
     path = Path(config.run_root) / config.name
     path.mkdir(parents=True, exist_ok=True)
@@ -30,8 +39,14 @@ def write(config: RunConfig, gains: list[float], seconds: dict[str, float], endi
         times = {f"time/{stage}_s": value for stage, value in seconds.items()}
         rows.append({"kind": "iteration", "iteration": index, "seconds": 100.0 + index, **times})
         rows.append(_evaluation(index + 1, base, gain))
-    events = [{"time": 1.0, "event": "run_started"}] + ([{"time": 2.0, "event": ending, "why": "said so"}] if ending else [])
-    kept = {"config": config.model_dump(mode="json"), "versions": {}, "prompts": digests(config.prompts)}
+    events = [{"time": 1.0, "event": "run_started"}] + (
+        [{"time": 2.0, "event": ending, "why": "said so"}] if ending else []
+    )
+    kept = {
+        "config": config.model_dump(mode="json"),
+        "versions": {},
+        "prompts": digests(config.prompts),
+    }
     (path / "config.json").write_text(json.dumps(kept))
     for name, lines in (("metrics", rows), ("events", events)):
         (path / f"{name}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
@@ -39,8 +54,17 @@ def write(config: RunConfig, gains: list[float], seconds: dict[str, float], endi
 
 
 def _evaluation(iteration: int, base: float, gain: float) -> dict[str, Any]:
-    return {"kind": "evaluation", "iteration": iteration, "seconds": 99.0, "weights": "ema", "reward/eval_mean": base + gain,
-            "reward/eval/shapes": base + gain, "eval/gain": gain, "eval/gain_stderr": 0.02}  # fmt: skip
+    return {
+        "kind": "evaluation",
+        "iteration": iteration,
+        "seconds": 99.0,
+        "weights": "ema",
+        "reward/eval_mean": base + gain,
+        # fmt: skip
+        "reward/eval/shapes": base + gain,
+        "eval/gain": gain,
+        "eval/gain_stderr": 0.02,
+    }
 
 
 def main(file: str, *flags: str) -> int:

@@ -13,7 +13,9 @@ VOID = {"meta", "img", "br", "hr", "input", "link"}
 
 
 class Page(HTMLParser):
-    """Text, tags and attributes of a page; fails on tags that are closed in the wrong order or left open."""
+    """Text, tags and attributes of a page; fails on tags that are closed in the wrong order or left
+    open.
+    """
 
     def __init__(self, text: str):
         super().__init__()

@@ -36,23 +36,37 @@ def test_span_shows_everything_and_is_never_empty():
 
 
 def test_a_line_is_drawn_where_its_numbers_are():
-    svg = charts.line_chart([charts.Series("a", [(0, 0.0), (10, 1.0)])], include_y=(0.0, 1.0), label="x", size=(400, 210))
-    # left 46, right 12, top 10, bottom 34 of 400 x 210; x has 2 % of air at either side: (0 + 0.2) / 10.4 * 342 + 46 = 52.58
+    svg = charts.line_chart(
+        [charts.Series("a", [(0, 0.0), (10, 1.0)])],
+        include_y=(0.0, 1.0),
+        label="x",
+        size=(400, 210),
+    )
+    # left 46, right 12, top 10, bottom 34 of 400 x 210; x has 2 % of air at either side: (0 + 0.2)
+    # / 10.4 * 342 + 46 = 52.58
     assert '<polyline class="line-1" points="52.58,176.00 381.42,10.00"/>' in svg
 
 
 def test_ticks_that_lie_close_are_told_apart():
-    svg = charts.scatter([(-0.871, -0.869), (-0.856, -0.856)], label="x", x_label="before", y_label="after")
+    svg = charts.scatter(
+        [(-0.871, -0.869), (-0.856, -0.856)], label="x", x_label="before", y_label="after"
+    )
     texts = re.findall(r'text-anchor="(?:middle|end)">(−[\d.]+)</text>', svg)
     assert len(texts) >= 6 and max(texts.count(text) for text in texts) == 2  # once on each axis
     assert "−0.865" in texts
 
 
 def test_bars_stack_and_more_than_sixty_are_averaged():
-    one = charts.stacked_bars([charts.Stack(0, {"a": 1.0, "b": 3.0}, 4.0)], [("a", 1), ("b", 2)], label="x")
+    one = charts.stacked_bars(
+        [charts.Stack(0, {"a": 1.0, "b": 3.0}, 4.0)], [("a", 1), ("b", 2)], label="x"
+    )
     heights = [float(value) for value in re.findall(r'<rect[^>]* height="([\d.]+)"', one)]
-    assert heights[1] / heights[0] == pytest.approx(3, abs=0.05)  # 0.6 units of each bar are left as a gap
-    many = charts.stacked_bars([charts.Stack(i, {"a": 1.0 + (i % 2)}) for i in range(100)], [("a", 1)], label="x")
+    assert heights[1] / heights[0] == pytest.approx(
+        3, abs=0.05
+    )  # 0.6 units of each bar are left as a gap
+    many = charts.stacked_bars(
+        [charts.Stack(i, {"a": 1.0 + (i % 2)}) for i in range(100)], [("a", 1)], label="x"
+    )
     assert many.count("<rect") == 50
     assert "iteration 0: a 1.50 s" in many
 

@@ -1,4 +1,6 @@
-"""Running a comparison: every run in a process of its own, restarted where it was left, and not ended by one that dies."""
+"""Running a comparison: every run in a process of its own, restarted where it was left, and not
+ended by one that dies.
+"""
 
 import json
 import os
@@ -43,17 +45,33 @@ def test_every_cell_is_run_with_every_seed_and_only_once(out, capsys):
     assert "[4/4] diffusionnft, seed 1: held-out reward 0.5100 -> 0.5400" in said
     assert "| sol_rl       |         2 | 0.5350 ± 0.0050 (+0.0300 ± 0.0000) |" in said
     config = json.loads((out / "diffusionnft-seed1" / "config.json").read_text())["config"]
-    assert (config["arm"], config["seed"], config["iterations"], config["name"]) == ("diffusionnft", 1, 3, "diffusionnft-seed1")
+    assert (config["arm"], config["seed"], config["iterations"], config["name"]) == (
+        "diffusionnft",
+        1,
+        3,
+        "diffusionnft-seed1",
+    )
     assert compare(out) == 0
-    assert calls(out) == ALL and "[2/4] diffusionnft, seed 0: finished before" in capsys.readouterr().out
-    assert compare(out, "--baseline", "diffusionnft") == 0 and calls(out) == ALL  # another baseline is another table, no more runs
+    assert (
+        calls(out) == ALL
+        and "[2/4] diffusionnft, seed 0: finished before" in capsys.readouterr().out
+    )
+    assert (
+        compare(out, "--baseline", "diffusionnft") == 0 and calls(out) == ALL
+    )  # another baseline is another table, no more runs
 
 
-def test_a_run_that_dies_does_not_end_the_others_and_is_resumed_by_the_same_command(out, capsys, monkeypatch):
+def test_a_run_that_dies_does_not_end_the_others_and_is_resumed_by_the_same_command(
+    out, capsys, monkeypatch
+):
     monkeypatch.setenv("FAKE_TRAIN", json.dumps({"sol_rl-seed0": "crash"}))
     assert compare(out) == 3
     text = capsys.readouterr()
-    assert calls(out) == ALL and "1 of 4 runs did not come to their end" in text.err and "SIGKILL" in text.err
+    assert (
+        calls(out) == ALL
+        and "1 of 4 runs did not come to their end" in text.err
+        and "SIGKILL" in text.err
+    )
     assert "1 of 2" in text.out and (out / "compare.html").exists()
     monkeypatch.delenv("FAKE_TRAIN")
     assert compare(out) == 0
@@ -71,7 +89,9 @@ def test_runs_of_another_configuration_are_not_mixed_in(out, capsys):
     assert compare(out) == 0
     assert compare(out, "--set", "explore.steps=3") == 2
     assert "explore.steps: 6 -> 3" in capsys.readouterr().err
-    assert compare(out, "--set", "iterations=2") == 2  # a linear schedule: fewer iterations are another training
+    assert (
+        compare(out, "--set", "iterations=2") == 2
+    )  # a linear schedule: fewer iterations are another training
     assert calls(out) == ALL
 
 
@@ -81,12 +101,19 @@ def test_refused_cells_are_listed_and_not_run(out, capsys):
     text = capsys.readouterr().out
     assert code == 0 and calls(out) == ["sol_rl-seed0"]
     assert "refused: naive_quant: arm: 'naive_quant' with objective 'flow_grpo'" in text
-    assert any(line.startswith("| naive_quant ") and "refused" in line for line in text.splitlines())
+    assert any(
+        line.startswith("| naive_quant ") and "refused" in line for line in text.splitlines()
+    )
 
 
 @pytest.mark.parametrize(
     "arguments",
-    [[], ["quickstart", "--runs", "x"], ["--runs", "x", "--seeds", "2"], ["--runs", "x", "--vary", "a=1"]],
+    [
+        [],
+        ["quickstart", "--runs", "x"],
+        ["--runs", "x", "--seeds", "2"],
+        ["--runs", "x", "--vary", "a=1"],
+    ],
 )
 def test_a_command_that_mixes_training_and_reading(arguments, capsys):
     assert main(["compare", *arguments]) == 2
@@ -111,8 +138,13 @@ def test_a_signal_reaches_the_run_and_a_left_over_run_keeps_its_place(out):
         return process
 
     process = begin()
-    again = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=60)
-    assert again.returncode == 2 and "another comparison, or a run that it left, is at work here" in again.stderr
+    again = subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=60
+    )
+    assert (
+        again.returncode == 2
+        and "another comparison, or a run that it left, is at work here" in again.stderr
+    )
     process.send_signal(signal.SIGINT)
     _, errors = process.communicate(timeout=60)
     assert process.returncode == 130 and "stopped by SIGINT during sol_rl-seed0" in errors
@@ -122,19 +154,30 @@ def test_a_signal_reaches_the_run_and_a_left_over_run_keeps_its_place(out):
     child = int((out / "waiting").read_text())
     process.kill()
     process.communicate(timeout=60)
-    again = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=60)
+    again = subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=60
+    )
     assert again.returncode == 2 and "or a run that it left" in again.stderr
     os.kill(child, signal.SIGKILL)
 
 
 @pytest.mark.slow
 def test_two_real_cells_from_start_to_page(tmp_path, tiny_sd3_dir):
-    """Three updates each on the tiny model; the evaluation before training is the same to the last bit."""
+    """Three updates each on the tiny model; the evaluation before training is the same to the last
+    bit.
+    """
     file = write_toml(tiny_config(tiny_sd3_dir, tmp_path, "tiny", evaluate__every=1), tmp_path)
     out = tmp_path / "out"
     code, said, errors = finish(
         start(
-            "compare", str(file), "--arms", "sol_rl,diffusionnft", "--out", str(out), stdout=subprocess.PIPE, stderr=subprocess.PIPE
+            "compare",
+            str(file),
+            "--arms",
+            "sol_rl,diffusionnft",
+            "--out",
+            str(out),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
         ),
         seconds=1500,
     )
@@ -146,13 +189,26 @@ def test_two_real_cells_from_start_to_page(tmp_path, tiny_sd3_dir):
     for cell in cells.values():
         (points,) = cell["curves"].values()
         assert [point["iteration"] for point in points] == [0, 1, 2, 3]
-        assert points[0]["seconds"]["mean"] == 0 < points[1]["seconds"]["mean"] < points[3]["seconds"]["mean"]
+        assert (
+            points[0]["seconds"]["mean"]
+            == 0
+            < points[1]["seconds"]["mean"]
+            < points[3]["seconds"]["mean"]
+        )
         assert cell["stages"]["iteration"]["mean"] > 0
-    assert cells["diffusionnft"]["stages"]["publish"]["mean"] == 0 < cells["sol_rl"]["stages"]["explore"]["mean"]
+    assert (
+        cells["diffusionnft"]["stages"]["publish"]["mean"]
+        == 0
+        < cells["sol_rl"]["stages"]["explore"]["mean"]
+    )
 
 
 def test_children_import_from_the_tree_that_holds_the_packages(tmp_path):
     assert (running.ROOT / "pyproject.toml").is_file()
     with running._at_work(tmp_path) as lock, running._Child(lock) as child:
-        code = child.run([sys.executable, "-c", "import os; print(os.environ['PYTHONPATH'])"], tmp_path / "log")
-    assert code == 0 and (tmp_path / "log").read_text().strip().split(os.pathsep)[0] == str(running.ROOT)
+        code = child.run(
+            [sys.executable, "-c", "import os; print(os.environ['PYTHONPATH'])"], tmp_path / "log"
+        )
+    assert code == 0 and (tmp_path / "log").read_text().strip().split(os.pathsep)[0] == str(
+        running.ROOT
+    )

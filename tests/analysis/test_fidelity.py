@@ -1,4 +1,6 @@
-"""``sol-rl fidelity`` on the tiny random model: wiring, files, and that a proxy equal to the truth measures as perfect."""
+"""``sol-rl fidelity`` on the tiny random model: wiring, files, and that a proxy equal to the truth
+measures as perfect.
+"""
 
 import json
 import logging
@@ -9,7 +11,15 @@ import numpy as np
 import pytest
 import torch
 
-from analysis.fidelity.measure import Measurement, Rewards, backends, hide_loading_bars, run, summarise, tables
+from analysis.fidelity.measure import (
+    Measurement,
+    Rewards,
+    backends,
+    hide_loading_bars,
+    run,
+    summarise,
+    tables,
+)
 from analysis.fidelity.picture import density_picture
 from cli.main import main
 from configs.load import ConfigError
@@ -24,21 +34,40 @@ NOISES = 24
 
 @pytest.fixture
 def config(tiny_sd3_dir, tmp_path):
-    # one chunk for all noises on both sides, so that batches, and with them the last bits, are the same
-    return tiny_config(tiny_sd3_dir, tmp_path, "faithful", explore__chunk_size=NOISES, regenerate__batch_size=NOISES)
+    # one chunk for all noises on both sides, so that batches, and with them the last bits, are the
+    # same
+    return tiny_config(
+        tiny_sd3_dir,
+        tmp_path,
+        "faithful",
+        explore__chunk_size=NOISES,
+        regenerate__batch_size=NOISES,
+    )
 
 
 def test_full_precision_at_full_steps_is_the_truth_itself(config, tmp_path):
     said: list[str] = []
     out = tmp_path / "out"
     steps = (1, config.regenerate.steps)
-    lines = run(config, Measurement(2, NOISES, steps, ("emulated_nvfp4", "fp32"), threads=1), out, said.append)
-    summary, raw = json.loads((out / "fidelity.json").read_text()), json.loads((out / "rewards.json").read_text())
+    lines = run(
+        config,
+        Measurement(2, NOISES, steps, ("emulated_nvfp4", "fp32"), threads=1),
+        out,
+        said.append,
+    )
+    summary, raw = (
+        json.loads((out / "fidelity.json").read_text()),
+        json.loads((out / "rewards.json").read_text()),
+    )
     rows = {(row["backend"], row["steps"]): row["measures"] for row in summary["rows"]}
     assert list(rows) == [(backend, n) for backend in ("emulated_nvfp4", "fp32") for n in steps]
-    assert raw["proxies"][f"fp32/{steps[1]}"] == raw["truth"] and rows["fp32", steps[1]] == summary["perfect"]
+    assert (
+        raw["proxies"][f"fp32/{steps[1]}"] == raw["truth"]
+        and rows["fp32", steps[1]] == summary["perfect"]
+    )
     assert raw["proxies"]["emulated_nvfp4/1"] != raw["proxies"]["fp32/1"] != raw["truth"]
-    # a random ranking of 24 noises has a tau of standard error 0.145 (0.10 over two prompts); NVFP4 at full steps is no lottery
+    # a random ranking of 24 noises has a tau of standard error 0.145 (0.10 over two prompts); NVFP4
+    # at full steps is no lottery
     assert 0.3 < rows["emulated_nvfp4", steps[1]]["kendall_tau"]["mean"] < 1
     assert len(said) == 5 and said[0].startswith("truth: 48 pictures")
     assert any(re.match(r"\| fp32, 3 steps +\| 1\.000 \[1\.000, 1\.000\]", line) for line in lines)
@@ -49,7 +78,9 @@ def test_the_same_command_twice_gives_the_same_numbers(config, tmp_path):
     wanted = Measurement(2, NOISES, (2,), ("emulated_nvfp4",), threads=1)
     for name in ("a", "b"):
         run(config, wanted, tmp_path / name, lambda text: None)
-    assert (tmp_path / "a" / "rewards.json").read_text() == (tmp_path / "b" / "rewards.json").read_text()
+    assert (tmp_path / "a" / "rewards.json").read_text() == (
+        tmp_path / "b" / "rewards.json"
+    ).read_text()
 
 
 def test_a_trained_policy_is_measured_with_its_own_weights(config, tmp_path, capsys):
@@ -58,7 +89,11 @@ def test_a_trained_policy_is_measured_with_its_own_weights(config, tmp_path, cap
     trainer = Trainer(config)
     state = adapter_state(trainer.transformer, "old")
     noise = torch.Generator().manual_seed(0)
-    load_adapter_state(trainer.transformer, "old", {k: v + 0.3 * torch.randn(v.shape, generator=noise) for k, v in state.items()})
+    load_adapter_state(
+        trainer.transformer,
+        "old",
+        {k: v + 0.3 * torch.randn(v.shape, generator=noise) for k, v in state.items()},
+    )
     trainer.save(rundir.checkpoints / "step_000002", {})
     command = [
         "fidelity",
@@ -75,19 +110,28 @@ def test_a_trained_policy_is_measured_with_its_own_weights(config, tmp_path, cap
     ]
     assert main(command) == 0
     trained = json.loads((rundir.path.parent / "faithful-fidelity" / "rewards.json").read_text())
-    assert trained["proxies"]["fp32/3"] == trained["truth"]  # learner and explorer hold the same trained weights
+    assert (
+        trained["proxies"]["fp32/3"] == trained["truth"]
+    )  # learner and explorer hold the same trained weights
     run(config, Measurement(1, NOISES, (3,), ("fp32",)), tmp_path / "base", lambda text: None)
     assert json.loads((tmp_path / "base" / "rewards.json").read_text())["truth"] != trained["truth"]
     assert main([*command, "--checkpoint", "7"]) == 2
     assert "no checkpoint 7" in capsys.readouterr().err
-    assert main([*command, "--set", "regenerate.steps=2", "--set", "explore.scale_search=false"]) == 0
+    assert (
+        main([*command, "--set", "regenerate.steps=2", "--set", "explore.scale_search=false"]) == 0
+    )
     other = json.loads((rundir.path.parent / "faithful-fidelity" / "fidelity.json").read_text())
-    assert other["truth"]["steps"] == 2 and other["explore"]["scale_search"] is False and other["checkpoint"] == "step_000002"
+    assert (
+        other["truth"]["steps"] == 2
+        and other["explore"]["scale_search"] is False
+        and other["checkpoint"] == "step_000002"
+    )
     capsys.readouterr()
     assert main([*command, "--set", "lora.rank=8", "--set", "explore.steps=5"]) == 2
     (line,) = capsys.readouterr().err.strip().splitlines()
     assert line.startswith(
-        "--set lora.rank: 4 -> 8: the policy was trained with that; what can be set is in seed, prompts, explore"
+        "--set lora.rank: 4 -> 8: the policy was trained with that; what can be set is in seed,"
+        " prompts, explore"
     )
 
 
@@ -98,7 +142,10 @@ def test_a_trained_policy_is_measured_with_its_own_weights(config, tmp_path, cap
         (["fidelity", "quickstart", "--run", "x"], "--run DIR"),
         (["fidelity", "quickstart", "--steps", "0"], "at least 1"),
         (["fidelity", "quickstart", "--seeds", "10"], "need at least 24"),
-        (["fidelity", "quickstart", "--backends", "nvfp3"], "--backends: 'nvfp3' is unknown: use auto, te_nvfp4"),
+        (
+            ["fidelity", "quickstart", "--backends", "nvfp3"],
+            "--backends: 'nvfp3' is unknown: use auto, te_nvfp4",
+        ),
     ],
 )
 def test_a_wrong_command_is_one_line(arguments, said, capsys, tmp_path, monkeypatch):
@@ -112,7 +159,10 @@ def test_a_wrong_command_is_one_line(arguments, said, capsys, tmp_path, monkeypa
 def test_what_auto_took_is_said_and_named(monkeypatch):
     monkeypatch.setattr("analysis.fidelity.measure._device", lambda: torch.device("cpu"))
     said: list[str] = []
-    assert list(backends(("auto", "fp8", "emulated_nvfp4"), said.append)) == ["emulated_nvfp4", "fp8"]
+    assert list(backends(("auto", "fp8", "emulated_nvfp4"), said.append)) == [
+        "emulated_nvfp4",
+        "fp8",
+    ]
     (line,) = said
     assert line.startswith("emulated_nvfp4 (auto: there is no NVFP4 kernel for cpu here")
 
@@ -126,10 +176,25 @@ def test_what_auto_took_is_said_and_named(monkeypatch):
         ("explore.keep_wide=['*.nothing']", "'*.nothing' matches no module"),
     ],
 )
-def test_a_model_that_does_not_do_is_one_line_before_anything_is_loaded(config, tmp_path, capsys, override, said):
+def test_a_model_that_does_not_do_is_one_line_before_anything_is_loaded(
+    config, tmp_path, capsys, override, said
+):
     file = write_toml(config, tmp_path)
     assert (
-        main(["fidelity", str(file), "--prompts", "1", "--seeds", str(NOISES), "--set", override, "--out", str(tmp_path / "o")])
+        main(
+            [
+                "fidelity",
+                str(file),
+                "--prompts",
+                "1",
+                "--seeds",
+                str(NOISES),
+                "--set",
+                override,
+                "--out",
+                str(tmp_path / "o"),
+            ]
+        )
         == 2
     )
     (line,) = capsys.readouterr().err.strip().splitlines()
@@ -141,10 +206,17 @@ def test_only_prompts_that_lost_something_are_warned_of():
         record = logging.makeLogRecord({"msg": text, "levelno": logging.WARNING})
         return all(handler.filter(record) for handler in logging.getLogger("diffusers").handlers)
 
-    cut = "The following part of your input was truncated because `max_sequence_length` is set to  1 tokens: "
+    cut = (
+        "The following part of your input was truncated because `max_sequence_length` is set to  1"
+        " tokens: "
+    )
     hide_loading_bars()
     assert logging.getLogger("diffusers").handlers
-    assert [shown(text) for text in (f"{cut}['']", f"{cut}['a tail']", "something else ['']")] == [False, True, True]
+    assert [shown(text) for text in (f"{cut}['']", f"{cut}['a tail']", "something else ['']")] == [
+        False,
+        True,
+        True,
+    ]
 
 
 def test_more_prompts_than_there_are(config, tmp_path):
@@ -159,26 +231,41 @@ def test_tables_say_what_the_arrays_say(config):
     lines = tables(summarise(config, Measurement(prompts=6), rewards))
     text = "\n".join(lines)
     assert re.search(r"emulated_nvfp4, 6 steps +\| -1\.000 \[-1\.000, -1\.000\]", text)
-    assert "90.5 [90.5, 90.5] / 6.5 [6.5, 6.5]" in text  # reversed: the chosen best twelve are the true worst
+    assert (
+        "90.5 [90.5, 90.5] / 6.5 [6.5, 6.5]" in text
+    )  # reversed: the chosen best twelve are the true worst
     assert "6.5 [6.5, 6.5] / 90.5 [90.5, 90.5]" in text  # the truth itself
     assert "48.5 / 48.5" in text  # by lot
 
 
 def test_the_picture_shows_a_perfect_proxy_as_a_rising_diagonal():
     truth = np.random.default_rng(0).standard_normal((2, 96))
-    picture = ET.fromstring(density_picture({"perfect & <exact>": conditional_density(truth, truth, 4)}, "t", 96))
-    dark = [r for r in picture.iter("{http://www.w3.org/2000/svg}rect") if r.get("fill") == density_colour(4 / 8)]
+    picture = ET.fromstring(
+        density_picture({"perfect & <exact>": conditional_density(truth, truth, 4)}, "t", 96)
+    )
+    dark = [
+        r
+        for r in picture.iter("{http://www.w3.org/2000/svg}rect")
+        if r.get("fill") == density_colour(4 / 8)
+    ]
     places = [(float(r.get("x")), float(r.get("y"))) for r in dark if r.get("stroke") is None]
     assert len(places) == 4
-    assert sorted(places) == sorted(places, key=lambda place: -place[1])  # further right is further up
+    assert sorted(places) == sorted(
+        places, key=lambda place: -place[1]
+    )  # further right is further up
     ends = [
         float(text.get("x")) + 7 * len(text.text)
         for text in picture.iter("{http://www.w3.org/2000/svg}text")
         if not text.get("text-anchor")
     ]
-    assert max(ends) <= float(picture.get("width"))  # 7 pixels a letter at 11 or 14: nothing is cut off, with one panel either
+    assert max(ends) <= float(
+        picture.get("width")
+    )  # 7 pixels a letter at 11 or 14: nothing is cut off, with one panel either
 
 
 def density_colour(share: float) -> str:
     """Half way between #f7fbff and #08306b for 0.5."""
-    return "#" + "".join(f"{round(a + (b - a) * share):02x}" for a, b in zip((247, 251, 255), (8, 48, 107), strict=True))
+    return "#" + "".join(
+        f"{round(a + (b - a) * share):02x}"
+        for a, b in zip((247, 251, 255), (8, 48, 107), strict=True)
+    )

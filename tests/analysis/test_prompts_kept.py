@@ -1,4 +1,6 @@
-"""A run keeps digests of its prompts: one that goes on, or is compared, with other prompts under the same name is refused."""
+"""A run keeps digests of its prompts: one that goes on, or is compared, with other prompts under
+the same name is refused.
+"""
 
 from __future__ import annotations
 
@@ -34,19 +36,29 @@ def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def started(root: Path, name: str = "r", seed: int = 0, train: str = "a.txt"):
     """A run of thin air with the digests that a real one keeps."""
-    changes = [f"run_root={root}", f"name={name}", f"seed={seed}", f"prompts.train={train}", "prompts.test=b.txt"]
+    changes = [
+        f"run_root={root}",
+        f"name={name}",
+        f"seed={seed}",
+        f"prompts.train={train}",
+        "prompts.test=b.txt",
+    ]
     config = load("compare_small", changes)
     return config, RunDirectory(write(config, [0.1, 0.2], SECONDS))
 
 
 @pytest.mark.parametrize(("name", "key"), [("a.txt", "train"), ("b.txt", "test")])
-def test_a_changed_prompt_file_is_refused_before_anything_starts(files, tiny_sd3_dir, capsys, name, key):
+def test_a_changed_prompt_file_is_refused_before_anything_starts(
+    files, tiny_sd3_dir, capsys, name, key
+):
     config = tiny_config(tiny_sd3_dir, files, "r", prompts__train="a.txt", prompts__test="b.txt")
     RunDirectory.of(config).create(config)
     (files / name).write_text("a hen\na fox\n")
     assert main(["train", str(write_toml(config, files)), "--resume"]) == 2
     said = capsys.readouterr().err
-    assert f"--resume: prompts.{key} = '{name}': no longer what" in said and said.count("\n") == 1, said
+    assert (
+        f"--resume: prompts.{key} = '{name}': no longer what" in said and said.count("\n") == 1
+    ), said
 
 
 def test_what_holds_the_same_prompts_goes_on_and_so_does_a_run_without_digests(files):
@@ -60,17 +72,29 @@ def test_what_holds_the_same_prompts_goes_on_and_so_does_a_run_without_digests(f
         check_resumable(config, RunDirectory(files / "elsewhere"))
     old = RunDirectory(files / "elsewhere")
     old.config_file.write_text(
-        json.dumps({key: value for key, value in json.loads(old.config_file.read_text()).items() if key != "prompts"})
+        json.dumps(
+            {
+                key: value
+                for key, value in json.loads(old.config_file.read_text()).items()
+                if key != "prompts"
+            }
+        )
     )
     check_resumable(config, old)
 
 
 def test_runs_over_other_prompts_of_the_same_name_are_not_compared(files):
-    (_, one), (_, same), (_, varied) = started(files, "one"), started(files, "same", 1), started(files, "varied", 0, "b.txt")
+    (_, one), (_, same), (_, varied) = (
+        started(files, "one"),
+        started(files, "same", 1),
+        started(files, "varied", 0, "b.txt"),
+    )
     compare_existing([one.path, same.path, varied.path], None, files / "out")
     (files / "a.txt").write_text("a cow\n")
     _, other = started(files, "other", 2)
-    with pytest.raises(ConfigError, match=r"prompts.train = 'a.txt': .*other and .*one read other prompts there"):
+    with pytest.raises(
+        ConfigError, match=r"prompts.train = 'a.txt': .*other and .*one read other prompts there"
+    ):
         compare_existing([one.path, same.path, other.path], None, files / "out")
     compare_existing([varied.path], None, files / "out")
     (files / "b.txt").write_text("a hen\na fox\n")
@@ -86,7 +110,16 @@ def test_a_comparison_does_not_go_on_with_other_prompts(files, monkeypatch, caps
     def compare(*more: str) -> int:
         names = ["prompts.train=a.txt", "prompts.test=b.txt", "iterations=2"]
         return main(
-            ["compare", "quickstart", "--seeds", "1", "--out", "out", *(part for name in names for part in ("--set", name)), *more]
+            [
+                "compare",
+                "quickstart",
+                "--seeds",
+                "1",
+                "--out",
+                "out",
+                *(part for name in names for part in ("--set", name)),
+                *more,
+            ]
         )
 
     assert compare() == 0

@@ -1,4 +1,6 @@
-"""The report of a run that is young, damaged, unusual or very long: what is missing is said, and nothing is made up."""
+"""The report of a run that is young, damaged, unusual or very long: what is missing is said, and
+nothing is made up.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,9 @@ from tests.analysis.synthetic import PROMPTS, evaluation, write_run
 
 def test_a_run_that_failed_says_why(tmp_path: Path):
     page = page_of(write_run(tmp_path / "r", iterations=3, ending="run_failed"))
-    assert "The run failed. prompt 'a red <circle>' is left with 3 scored pictures of 96" in page.text
+    assert (
+        "The run failed. prompt 'a red <circle>' is left with 3 scored pictures of 96" in page.text
+    )
     assert "failed" in page.text and "no end recorded" not in page.text
 
 
@@ -65,7 +69,9 @@ def test_no_configuration_and_damaged_lines(tmp_path: Path):
 
 
 def test_a_directory_that_is_no_run_is_named(tmp_path: Path):
-    with pytest.raises(FileNotFoundError, match=r"nothing-here is no run directory: it has none of config\.json"):
+    with pytest.raises(
+        FileNotFoundError, match=r"nothing-here is no run directory: it has none of config\.json"
+    ):
         build_report(tmp_path / "nothing-here")
     assert not (tmp_path / "nothing-here").exists()
 
@@ -86,16 +92,24 @@ def test_numbers_that_are_none_and_nan(tmp_path: Path):
     rewrite(run / "metrics.jsonl", damage)
     text = build_report(run).read_text()
     page = Page(text)
-    coordinates = re.findall(r'(?:points|x1?|x2|y1?|y2|cx|cy|width|height|left)[=:]"?([^";]*)', text)
+    coordinates = re.findall(
+        r'(?:points|x1?|x2|y1?|y2|cx|cy|width|height|left)[=:]"?([^";]*)', text
+    )
     assert not any("nan" in value or "inf" in value for value in coordinates)
     assert "Policy loss" not in page.text
     assert "+0.118 difference of the two means, not paired." in page.text
     assert "no standard error" in page.text
     assert text.count("<polyline") >= 1
     grad = text[
-        text.index("grad_norm by iteration") if "grad_norm by iteration" in text else text.index("Gradient norm by iteration") :
+        (
+            text.index("grad_norm by iteration")
+            if "grad_norm by iteration" in text
+            else text.index("Gradient norm by iteration")
+        ) :
     ]
-    assert grad[: grad.index("</svg>")].count("<polyline") == 2  # the line is broken where the value was not finite
+    assert (
+        grad[: grad.index("</svg>")].count("<polyline") == 2
+    )  # the line is broken where the value was not finite
 
 
 def test_a_lost_evaluation_reward_is_not_a_gain_of_zero(tmp_path: Path):
@@ -111,7 +125,9 @@ def test_an_arm_that_explores_nothing(tmp_path: Path):
     (run / "config.json").write_text(json.dumps(config))
     rewrite(
         run / "metrics.jsonl",
-        lambda rows: [{k: v for k, v in row.items() if not k.startswith(("explore", "audit"))} for row in rows],
+        lambda rows: [
+            {k: v for k, v in row.items() if not k.startswith(("explore", "audit"))} for row in rows
+        ],
     )
     page = page_of(run)
     assert "24 noises per prompt at 10 steps, all trained on" in page.text
@@ -123,18 +139,28 @@ def test_random_audits_have_a_chart_of_their_own_and_are_the_ones_put_in_words(t
     run = write_run(tmp_path / "r", iterations=3)
     rewrite(
         run / "metrics.jsonl",
-        lambda rows: [row | ({"audit/random_kendall_tau": 0.5} if row["kind"] == "iteration" else {}) for row in rows],
+        lambda rows: [
+            row | ({"audit/random_kendall_tau": 0.5} if row["kind"] == "iteration" else {})
+            for row in rows
+        ],
     )
     page = page_of(run)
     assert "Random noises" in page.text
-    assert "Of any two random noises of a prompt, the cheap pictures put 75 % in the right order." in page.text  # (1 + tau) / 2
+    assert (
+        "Of any two random noises of a prompt, the cheap pictures put 75 % in the right order."
+        in page.text
+    )  # (1 + tau) / 2
 
 
 def test_several_scorers_each_have_a_curve_and_a_row(tmp_path: Path):
     run = write_run(tmp_path / "r", iterations=2)
     rewrite(
         run / "metrics.jsonl",
-        lambda rows: [row | ({"reward/eval/jpeg": -3.5 + row["iteration"]} if row["kind"] == "evaluation" else {}) for row in rows],
+        lambda rows: [
+            row
+            | ({"reward/eval/jpeg": -3.5 + row["iteration"]} if row["kind"] == "evaluation" else {})
+            for row in rows
+        ],
     )
     page = page_of(run)
     assert "Scorer shapes" in page.text and "Scorer jpeg" in page.text
@@ -143,7 +169,10 @@ def test_several_scorers_each_have_a_curve_and_a_row(tmp_path: Path):
 
 def test_evaluations_of_other_weights_are_not_mixed_in(tmp_path: Path):
     run = write_run(tmp_path / "r", iterations=2)
-    rewrite(run / "metrics.jsonl", lambda rows: rows[:1] + [evaluation(1, 0.111, 0.1) | {"weights": "old"}] + rows[1:])
+    rewrite(
+        run / "metrics.jsonl",
+        lambda rows: rows[:1] + [evaluation(1, 0.111, 0.1) | {"weights": "old"}] + rows[1:],
+    )
     assert [row["reward/eval_mean"] for row in read_run(run).evaluations] == [0.6667, 0.7849]
 
 
@@ -151,7 +180,13 @@ def test_rows_written_again_after_a_resume_count_once(tmp_path: Path):
     run = write_run(tmp_path / "r", iterations=3)
     rewrite(
         run / "metrics.jsonl",
-        lambda rows: rows + [next(r for r in rows if r["kind"] == "iteration" and r["iteration"] == 1) | {"loss/kl": 7.0}],
+        lambda rows: (
+            rows
+            + [
+                next(r for r in rows if r["kind"] == "iteration" and r["iteration"] == 1)
+                | {"loss/kl": 7.0}
+            ]
+        ),
     )
     kept = read_run(run).iterations
     assert [row["iteration"] for row in kept] == [0, 1, 2] and kept[1]["loss/kl"] == 7.0
@@ -168,10 +203,16 @@ def test_seconds_that_other_stages_hold_are_told_beside_the_bars_and_not_stacked
     run = write_run(tmp_path / "r", iterations=3)
     plain = page_of(run).text
     more = {"time/explore_ahead_s": 20.0, "time/allreduce_s": 1.5, "time/replica_wait_s": 0.5}
-    rewrite(run / "metrics.jsonl", lambda rows: [row | (more if row["kind"] == "iteration" else {}) for row in rows])
+    rewrite(
+        run / "metrics.jsonl",
+        lambda rows: [row | (more if row["kind"] == "iteration" else {}) for row in rows],
+    )
     page = page_of(run)
     totals = plain[plain.index("In total") : plain.index("pictures explored per second")]
     assert totals in page.text  # the same shares of the same seconds
     assert "In other bars already, so not stacked: 1 min 00 s exploring before" in page.text
-    assert "4.5 s adding up the replicas' gradients, in update; 1.5 s waiting for the slowest replica" in page.text
+    assert (
+        "4.5 s adding up the replicas' gradients, in update; 1.5 s waiting for the slowest replica"
+        in page.text
+    )
     assert "not stacked" not in plain

@@ -1,4 +1,6 @@
-"""The report's rewards: what is trained on beside what only judges, each with its own scores, changes and errors."""
+"""The report's rewards: what is trained on beside what only judges, each with its own scores,
+changes and errors.
+"""
 
 from __future__ import annotations
 
@@ -24,21 +26,35 @@ DOWN = [[0.1, 0.3], [0.16, 0.36]]  # -0.10 and -0.14: -0.12 +- 0.02
 MIXED = [[0.3, 0.5], [0.2, 0.4]]  # +0.1 and -0.1: 0 +- 0.1
 
 
-def learned(path: Path, changed: dict[str, Any], judges: Sequence[str] = (), gain: float = 0.1, **more: Any) -> Path:
-    """A run of two iterations whose scorers went from BASE to what ``changed`` says. ``more``: by scorer's label, added to rows."""
+def learned(
+    path: Path, changed: dict[str, Any], judges: Sequence[str] = (), gain: float = 0.1, **more: Any
+) -> Path:
+    """A run of two iterations whose scorers went from BASE to what ``changed`` says. ``more``: by
+    scorer's label, added to rows.
+    """
     run = write_run(path, iterations=2)
     root = json.loads((run / "config.json").read_text())
     own = [{"name": label} for label in changed if label not in judges]
-    root["config"]["rewards"] = {"scorers": own, "evaluation_scorers": [{"name": label} for label in judges]}
+    root["config"]["rewards"] = {
+        "scorers": own,
+        "evaluation_scorers": [{"name": label} for label in judges],
+    }
     (run / "config.json").write_text(json.dumps(root))
-    means = lambda grids: {f"reward/eval/{label}": sum(map(sum, grid)) / 4 for label, grid in grids.items()}  # noqa: E731
+
+    def means(grids):
+        return {f"reward/eval/{label}": sum(map(sum, g)) / 4 for label, g in grids.items()}
+
     after = {label: grid for label, grid in changed.items() if grid}
 
     def change(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
         for row in rows:
             row.pop("reward/eval/shapes", None)
             if row["kind"] == "iteration":
-                row |= {f"rewards/images_per_s/{label}": 200.0 + 100 * row["iteration"] for label in changed if label not in judges}
+                row |= {
+                    f"rewards/images_per_s/{label}": 200.0 + 100 * row["iteration"]
+                    for label in changed
+                    if label not in judges
+                }
             else:
                 row |= means(after if row["iteration"] else dict.fromkeys(changed, BASE))
         rows[-1] |= {"eval/gain": gain, "eval/gain_stderr": 0.01} | more
@@ -53,83 +69,144 @@ def learned(path: Path, changed: dict[str, Any], judges: Sequence[str] = (), gai
 
 def test_changes_are_paired_by_picture_and_their_errors_clustered_by_prompt():
     change = paired(BASE, UP)
-    assert (change.mean, change.error, change.count) == (pytest.approx(0.11), pytest.approx(0.01), 2)
+    assert (change.mean, change.error, change.count) == (
+        pytest.approx(0.11),
+        pytest.approx(0.01),
+        2,
+    )
     lost = [[math.nan, 0.5], [0.42, 0.62]]  # a picture without a score is left out on both sides
     assert paired(BASE, lost).mean == pytest.approx(0.11)
-    assert paired(BASE, [[math.nan] * 2, [0.4, 0.6]]) == Mean(pytest.approx(0.1), pytest.approx(math.nan, nan_ok=True), 1)
+    assert paired(BASE, [[math.nan] * 2, [0.4, 0.6]]) == Mean(
+        pytest.approx(0.1), pytest.approx(math.nan, nan_ok=True), 1
+    )
     assert paired([], UP).count == 0
 
 
 def test_a_change_within_two_errors_is_called_none():
     assert direction(Mean(0.11, 0.05, 9)) == "rose" and direction(Mean(-0.11, 0.05, 9)) == "fell"
-    assert {direction(Mean(0.1, 0.05, 9)), direction(Mean(0.5, math.nan, 1)), direction(Mean(math.nan, 0.1, 0))} == {
-        "did not clearly move"
-    }
+    assert {
+        direction(Mean(0.1, 0.05, 9)),
+        direction(Mean(0.5, math.nan, 1)),
+        direction(Mean(math.nan, 0.1, 0)),
+    } == {"did not clearly move"}
 
 
 @pytest.mark.parametrize(
     ("judged", "gain", "said"),
     [
-        (UP, 0.1, "The reward rose; jpeg_compressibility, which is never trained on, rose: it agrees."),
+        (
+            UP,
+            0.1,
+            "The reward rose; jpeg_compressibility, which is never trained on, rose: it agrees.",
+        ),
         (DOWN, 0.1, "never trained on, fell: that is what reward hacking looks like."),
         (MIXED, 0.1, "never trained on, did not clearly move: it does not confirm the rise."),
-        (UP, 0.01, "The reward did not clearly move; jpeg_compressibility, which is never trained on, rose."),
+        (
+            UP,
+            0.01,
+            (
+                "The reward did not clearly move; jpeg_compressibility, which is never trained on,"
+                " rose."
+            ),
+        ),
     ],
 )
 def test_the_judge_is_put_in_words(tmp_path: Path, judged: Any, gain: float, said: str):
-    run = read_run(learned(tmp_path / "r", {"clipscore": UP, "jpeg_compressibility": judged}, ["jpeg_compressibility"], gain))
+    run = read_run(
+        learned(
+            tmp_path / "r",
+            {"clipscore": UP, "jpeg_compressibility": judged},
+            ["jpeg_compressibility"],
+            gain,
+        )
+    )
     (found,) = verdicts(run, scores_of(run))
     assert found.endswith(said)
 
 
 def test_a_rise_that_another_scorer_pays_for_is_said(tmp_path: Path):
     run = read_run(learned(tmp_path / "r", {"clipscore": UP, "hpsv2": DOWN, "pickscore": MIXED}))
-    assert verdicts(run, scores_of(run)) == ["clipscore rose while hpsv2 fell: the one was paid for by the other."]
+    assert verdicts(run, scores_of(run)) == [
+        "clipscore rose while hpsv2 fell: the one was paid for by the other."
+    ]
 
 
 @pytest.fixture(scope="module")
 def page(tmp_path_factory: pytest.TempPathFactory) -> Page:
     changed = {"jpeg_compressibility": DOWN, "clipscore": UP}
     return page_of(
-        learned(tmp_path_factory.mktemp("r"), changed, ["jpeg_compressibility"], **{"eval/unscored/clipscore": 3})  # type: ignore[arg-type]
+        learned(
+            tmp_path_factory.mktemp("r"),
+            changed,
+            ["jpeg_compressibility"],
+            **{"eval/unscored/clipscore": 3},
+        )  # type: ignore[arg-type]
     )
 
 
 def test_training_and_judging_scorers_stand_side_by_side(page: Page):
-    """Before, after, paired change and error, pictures without a score, and the median of 200 and 300 pictures per second."""
+    """Before, after, paired change and error, pictures without a score, and the median of 200 and
+    300 pictures per second.
+    """
     assert "score before after change not scored pictures per s" in page.text
     assert "weighted sum what is optimised 0.6667 0.7849 +0.100 ± 0.010 clipscore" in page.text
-    assert "clipscore trained on, weight 1 0.3500 0.4600 +0.110 ± 0.010 3 250 jpeg_compressibility" in page.text
-    assert "jpeg_compressibility held out, never trained on 0.3500 0.2300 −0.120 ± 0.020" in page.text
+    assert (
+        "clipscore trained on, weight 1 0.3500 0.4600 +0.110 ± 0.010 3 250 jpeg_compressibility"
+        in page.text
+    )
+    assert (
+        "jpeg_compressibility held out, never trained on 0.3500 0.2300 −0.120 ± 0.020" in page.text
+    )
 
 
 def test_all_scores_are_drawn_on_one_scale(page: Page):
     """In deviations of BASE, sqrt(0.0125) = 0.1118: 0.11 is 0.984 of them, -0.12 is -1.07."""
-    assert "What rose, and at whose cost clipscore 0.984 jpeg_compressibility, held out −1.07" in page.text
+    assert (
+        "What rose, and at whose cost clipscore 0.984 jpeg_compressibility, held out −1.07"
+        in page.text
+    )
     assert "Scorer clipscore" in page.text and "Scorer jpeg_compressibility" in page.text
 
 
 def test_scores_that_cannot_be_read_leave_the_means(tmp_path: Path):
     run = learned(tmp_path / "r", {"clipscore": UP, "hpsv2": DOWN})
     for file in (run / "evaluations").glob("*.json"):
-        file.write_text(json.dumps(json.loads(file.read_text()) | {"scores": {"clipscore": [1, 2], "hpsv2": "none"}}))
+        file.write_text(
+            json.dumps(
+                json.loads(file.read_text()) | {"scores": {"clipscore": [1, 2], "hpsv2": "none"}}
+            )
+        )
     page = page_of(run)
-    assert "clipscore trained on, weight 1 0.3500 0.4600 +0.110 " in page.text and "±" not in page.text.split("weight 1")[1][:30]
+    assert (
+        "clipscore trained on, weight 1 0.3500 0.4600 +0.110 " in page.text
+        and "±" not in page.text.split("weight 1")[1][:30]
+    )
     assert "What rose" not in page.text
 
 
 def test_actors_of_one_scorer_have_lanes_beside_the_reward_actors():
     kinds = ("learner", "scorers.clipscore", "reward", "rollout", "scorers.b")
     events = [{"event": "actor_started", "kind": kind, "actor": 0} for kind in kinds]
-    assert list(lanes_of(events, [0.0] * 5)) == ["rollout-0", "reward-0", "scorers.b-0", "scorers.clipscore-0", "learner-0"]
+    assert list(lanes_of(events, [0.0] * 5)) == [
+        "rollout-0",
+        "reward-0",
+        "scorers.b-0",
+        "scorers.clipscore-0",
+        "learner-0",
+    ]
 
 
 def test_a_table_escapes_its_cells_and_tells_words_from_numbers():
-    found = table(("<a>", "b"), [("x & y", Cell("1", "wide", front="<i></i>", title='"q"')), ("z", "2")], kind="events")
-    assert found == (
-        '<div class="scroll"><table class="events"><thead><tr><th>&lt;a&gt;</th><th class="n">b</th></tr></thead><tbody>'
-        '<tr><td>x &amp; y</td><td class="n wide" title="&quot;q&quot;"><i></i>1</td></tr><tr><td>z</td><td class="n">2</td></tr>'
-        "</tbody></table></div>"
+    found = table(
+        ("<a>", "b"),
+        [("x & y", Cell("1", "wide", front="<i></i>", title='"q"')), ("z", "2")],
+        kind="events",
+    )
+    assert (
+        found == '<div class="scroll"><table class="events"><thead><tr><th>&lt;a&gt;</th><th'
+        ' class="n">b</th></tr></thead><tbody><tr><td>x &amp; y</td><td class="n wide"'
+        ' title="&quot;q&quot;"><i></i>1</td></tr><tr><td>z</td><td'
+        ' class="n">2</td></tr></tbody></table></div>'
     )
     with pytest.raises(ValueError, match="zip"):
         table(("a",), [("1", "2")])

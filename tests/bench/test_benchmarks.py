@@ -1,4 +1,5 @@
-"""Every benchmark runs at a tiny size and gives its ratios; the ring and the plain loop end with the same policy.
+"""Every benchmark runs at a tiny size and gives its ratios; the ring and the plain loop end with
+the same policy.
 
 What the ratios are is not asserted: a shared test machine has no opinion worth having.
 """
@@ -25,8 +26,13 @@ BROADCASTS = ((3 * 2**20 + 5, (1, 2)), (10**6, (1,)))
 EXPECTED = {
     "ring": [("ring", "plain process"), ("ring (CPU time)", "plain process (CPU time)")],
     "scale": [("two actors", "one actor")],
-    "publish": [(f"{size} GB to {n}", "memcpy") for size, n in (("0.00315", 1), ("0.00315", 2), ("0.001", 1))],
-    "pack": [(what, base) for what in ("pack", "pack with scale search") for base in ("memcpy", "sum")],
+    "publish": [
+        (f"{size} GB to {n}", "memcpy")
+        for size, n in (("0.00315", 1), ("0.00315", 2), ("0.001", 1))
+    ],
+    "pack": [
+        (what, base) for what in ("pack", "pack with scale search") for base in ("memcpy", "sum")
+    ],
     "explorer": [
         (f"sana-1.6b (small) {what} eager", f"sana-1.6b (small) {base} eager")
         for base, others in (("bf16", ("fp32", "fp8")), ("fp32", ("bf16", "fp8")))
@@ -34,7 +40,15 @@ EXPECTED = {
     ],
     "rewards": [
         (name, "product")
-        for name in ("jpeg_incompressibility", "shapes", "ocr", "clipscore", "pickscore", "hpsv2", "imagereward")
+        for name in (
+            "jpeg_incompressibility",
+            "shapes",
+            "ocr",
+            "clipscore",
+            "pickscore",
+            "hpsv2",
+            "imagereward",
+        )
         if name != "ocr" or importlib.util.find_spec("rapidocr_onnxruntime")
     ],
     "step": [("sampling step", "bare forward"), ("emulated_nvfp4", "fp32")],
@@ -48,11 +62,17 @@ def options(tiny_sd3_dir, tmp_path, monkeypatch) -> Options:
     return Options(config, repeats=1, pack_bytes=2**16, broadcasts=BROADCASTS, batch=2, **EXPLORER)
 
 
-@pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.slow if name == "scale" else ()) for name in NAMES])
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=pytest.mark.slow if name == "scale" else ()) for name in NAMES],
+)
 def test_a_benchmark_gives_its_ratios(ray_here, options, name):
     if name == "publish":
         options = replace(
-            options, config=options.config.model_copy(update={"publish": options.config.publish.model_copy(update={"chunk_mb": 1})})
+            options,
+            config=options.config.model_copy(
+                update={"publish": options.config.publish.model_copy(update={"chunk_mb": 1})}
+            ),
         )
     ratios = benchmark(name)(options)
     assert [(ratio.what, ratio.base) for ratio in ratios] == EXPECTED[name]
@@ -66,9 +86,21 @@ def test_a_benchmark_gives_its_ratios(ray_here, options, name):
 @pytest.mark.parametrize(
     ("nbytes", "count", "available", "store", "said"),
     [
-        (10**9, 4, 10.1e9, 2e9, None),  # in the store, at four explorers, twice for memcpy, and 3 GB for others
+        (
+            10**9,
+            4,
+            10.1e9,
+            2e9,
+            None,
+        ),  # in the store, at four explorers, twice for memcpy, and 3 GB for others
         (10**9, 4, 9.9e9, 2e9, "needs 7 GB of memory and 3 GB beside it, 9.9 GB are free"),
-        (67 * 10**8, 1, 90e9, 6e9, "the object store has 6 GB: ray start --object-store-memory=9300000000"),
+        (
+            67 * 10**8,
+            1,
+            90e9,
+            6e9,
+            "the object store has 6 GB: ray start --object-store-memory=9300000000",
+        ),
     ],
 )
 def test_what_has_no_room_is_left_out_with_the_reason(nbytes, count, available, store, said):
@@ -81,12 +113,23 @@ def test_the_sender_sends_what_its_manifest_says():
     target = {name: torch.zeros(size, dtype=torch.uint8) for name, size in sizes(2500).items()}
     unpack_into(manifest, [sender.chunk_by_reference(i)[1] for i in range(3)], target)
     whole = torch.cat(list(target.values()))
-    assert len(whole) == 2500 and torch.equal(whole[1000:2000], whole[:1000]) and torch.equal(whole[2000:], whole[:500])
-    assert sender.chunk_by_reference(2)[0] == 500 and manifest.version == 3 and whole.float().std() > 50
+    assert (
+        len(whole) == 2500
+        and torch.equal(whole[1000:2000], whole[:1000])
+        and torch.equal(whole[2000:], whole[:500])
+    )
+    assert (
+        sender.chunk_by_reference(2)[0] == 500
+        and manifest.version == 3
+        and whole.float().std() > 50
+    )
 
 
 def test_broadcasts_on_the_command_line():
-    assert broadcast("6.7e9:1") == (6_700_000_000, (1,)) and broadcast("1e9:1,2,4") == (10**9, (1, 2, 4))
+    assert broadcast("6.7e9:1") == (6_700_000_000, (1,)) and broadcast("1e9:1,2,4") == (
+        10**9,
+        (1, 2, 4),
+    )
     for wrong in ("1e9", "1e9:", "x:1", "1e9:0"):
         with pytest.raises(argparse.ArgumentTypeError, match="BYTES:EXPLORERS"):
             broadcast(wrong)
@@ -94,7 +137,13 @@ def test_broadcasts_on_the_command_line():
 
 def test_a_ratio_is_the_median_of_pairs():
     ratio = Ratio.of({"a": [2.0, 9.0, 4.0], "b": [1.0, 3.0, 4.0]}, "a", "b", goal=1.5)
-    assert (ratio.value, ratio.low, ratio.high, ratio.seconds, ratio.base_seconds) == (2.0, 1.0, 3.0, 4.0, 3.0)
+    assert (ratio.value, ratio.low, ratio.high, ratio.seconds, ratio.base_seconds) == (
+        2.0,
+        1.0,
+        3.0,
+        4.0,
+        3.0,
+    )
     assert "NOT met" in ratio.line() and "NOT" not in replace(ratio, goal=2.0).line()
 
 
@@ -118,7 +167,9 @@ def test_the_command_prints_where_it_ran_and_writes_json(capsys, tmp_path):
     assert main(["pack", "--repeats", "1", "--pack-bytes", "65536", "--json", str(out)]) == 0
     printed = capsys.readouterr().out
     assert machine()["cpu"] in printed and "pack with scale search / memcpy = " in printed
-    assert [row["what"] for row in json.loads(out.read_text())["ratios"]["pack"]] == [what for what, _ in EXPECTED["pack"]]
+    assert [row["what"] for row in json.loads(out.read_text())["ratios"]["pack"]] == [
+        what for what, _ in EXPECTED["pack"]
+    ]
 
 
 def test_a_wrong_configuration_is_one_line(capsys):

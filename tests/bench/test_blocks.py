@@ -1,4 +1,6 @@
-"""Tiles of 16x16 against blocks of 1x16: by hand, and through the command that measures ranking with both."""
+"""Tiles of 16x16 against blocks of 1x16: by hand, and through the command that measures ranking
+with both.
+"""
 
 import json
 
@@ -13,7 +15,9 @@ PLAIN = BACKENDS["emulated_nvfp4"]
 
 
 def test_a_tile_has_one_scale_for_its_rows():
-    """Rows with equal largest values are packed as ever; a row that is small beside another of its tile is rounded away."""
+    """Rows with equal largest values are packed as ever; a row that is small beside another of its
+    tile is rounded away.
+    """
     generator = torch.Generator().manual_seed(0)
     even = torch.rand(40, 32, generator=generator) * 2 - 1  # two tiles and a half
     even[:, ::16] = 1.0
@@ -22,14 +26,18 @@ def test_a_tile_has_one_scale_for_its_rows():
     uneven = even.clone()
     uneven[3] *= 0.01
     decoded = Tiles().decode(Tiles().pack(uneven, False))
-    assert torch.equal(decoded[3], torch.zeros(32))  # 0.01 is below half of the smallest value, 1 / 6 / 2 of the tile's largest
+    assert torch.equal(
+        decoded[3], torch.zeros(32)
+    )  # 0.01 is below half of the smallest value, 1 / 6 / 2 of the tile's largest
     assert PLAIN.decode(PLAIN.pack(uneven, False))[3].abs().max() > 0.009
     others = [row for row in range(40) if row != 3]
     assert torch.equal(decoded[others], PLAIN.decode(plain)[others])
 
 
 def test_gaussian_weights_lose_more_in_tiles():
-    """The largest of 256 values is further out than that of 16: expected 3.0 and 2.0 standard deviations, and steps grow with it."""
+    """The largest of 256 values is further out than that of 16: expected 3.0 and 2.0 standard
+    deviations, and steps grow with it.
+    """
     weight = torch.randn(256, 256, generator=torch.Generator().manual_seed(1))
 
     def error(backend) -> float:
@@ -41,7 +49,9 @@ def test_gaussian_weights_lose_more_in_tiles():
 def test_the_command_ranks_with_both_on_the_same_noises(tiny_sd3_dir, tmp_path):
     path = write_toml(tiny_config(tiny_sd3_dir, tmp_path, "blocks"), tmp_path)
     out = tmp_path / "out"
-    assert main([str(path), "--prompts", "2", "--seeds", "24", "--steps", "2", "--out", str(out)]) == 0
+    assert (
+        main([str(path), "--prompts", "2", "--seeds", "24", "--steps", "2", "--out", str(out)]) == 0
+    )
     rows = json.loads((out / "fidelity.json").read_text())["rows"]
     assert [row["backend"] for row in rows] == ["emulated_nvfp4", "nvfp4_16x16"]
     rewards = json.loads((out / "rewards.json").read_text())["proxies"]

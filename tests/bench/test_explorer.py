@@ -1,4 +1,6 @@
-"""The bound that stands beside the explorer's times, and the small stand-ins of the published architectures."""
+"""The bound that stands beside the explorer's times, and the small stand-ins of the published
+architectures.
+"""
 
 import json
 
@@ -19,25 +21,34 @@ from tests.cluster.runs import tiny_config
 CPU = torch.device("cpu")
 
 
-@pytest.mark.parametrize(("share", "fp4", "fp8"), [(0.80, 2.5, 1.667), (0.0, 1.0, 1.0), (1.0, 4.0, 2.0)])
+@pytest.mark.parametrize(
+    ("share", "fp4", "fp8"), [(0.80, 2.5, 1.667), (0.0, 1.0, 1.0), (1.0, 4.0, 2.0)]
+)
 def test_the_bound_is_amdahls(share, fp4, fp8):
-    assert bound(share, "nvfp4") == pytest.approx(fp4, abs=1e-3) and bound(share, "fp8") == pytest.approx(fp8, abs=1e-3)
+    assert bound(share, "nvfp4") == pytest.approx(fp4, abs=1e-3) and bound(
+        share, "fp8"
+    ) == pytest.approx(fp8, abs=1e-3)
     assert bound(share, "bf16") == 1.0
 
 
 def test_the_share_of_a_published_architecture():
-    """SD3.5 Large at 1024 x 1024, 4096 picture and 333 text tokens, by hand: per block and token 12 d^2 multiply-adds in either
-    stream's linears (8 in text of the last block, whose feed-forward and output are gone), 2 n d in attention; adaLN and ends are less
-    than a thousandth."""
+    """SD3.5 Large at 1024 x 1024, 4096 picture and 333 text tokens, by hand: per block and token 12
+    d^2 multiply-adds in either stream's linears (8 in text of the last block, whose feed-forward
+    and output are gone), 2 n d in attention; adaLN and ends are less than a thousandth.
+    """
     d, picture, text, blocks = 2432, 4096, 333, 38
     linears = blocks * 12 * d * d * (picture + text) - 9 * d * d * text
     attention = blocks * 2 * (picture + text) ** 2 * d
     with case_of("sd3.5-large", 1024, False) as case:
         share = quantisable_share(case, BACKENDS["te_nvfp4"])
-    assert share == pytest.approx(linears / (linears + attention), abs=2e-3) and share == pytest.approx(0.77, abs=5e-3)
+    assert share == pytest.approx(
+        linears / (linears + attention), abs=2e-3
+    ) and share == pytest.approx(0.77, abs=5e-3)
 
 
-@pytest.mark.parametrize("name", [name for name in published_names() if name != "sd3.5-large"])  # its kind is there already
+@pytest.mark.parametrize(
+    "name", [name for name in published_names() if name != "sd3.5-large"]
+)  # its kind is there already
 @torch.no_grad()
 def test_a_small_one_runs_in_every_precision_of_a_cpu(name):
     """And gives nearly what FP32 gives, from the same random weights: the layers were filled."""
@@ -46,19 +57,30 @@ def test_a_small_one_runs_in_every_precision_of_a_cpu(name):
         found, size = {}, {}
         for backend in ("fp32", "fp8", "emulated_nvfp4"):
             transformer = explorer_transformer(case, BACKENDS[backend], CPU)
-            found[backend], size[backend] = case.family.velocity(transformer, x, sigma, cond), held_bytes(transformer)
+            found[backend], size[backend] = (
+                case.family.velocity(transformer, x, sigma, cond),
+                held_bytes(transformer),
+            )
             assert found[backend].shape == x.shape
     for backend, most in (("fp8", 0.1), ("emulated_nvfp4", 0.3)):
         assert 1e-5 < (found[backend] - found["fp32"]).norm() / found["fp32"].norm() < most
     assert size["emulated_nvfp4"] < size["fp8"] < size["fp32"]
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU runs other backends, and compiles with Triton")
+@pytest.mark.skipif(
+    torch.cuda.is_available(), reason="a GPU runs other backends, and compiles with Triton"
+)
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
         (["--backends", "te_nvfp4"], "--backends: 'te_nvfp4' does not run on cpu here"),
-        (["--compile"], "--compile: torch.compile needs a C++ compiler on a CPU, and there is no 'no-such-compiler'"),
+        (
+            ["--compile"],
+            (
+                "--compile: torch.compile needs a C++ compiler on a CPU, and there is no"
+                " 'no-such-compiler'"
+            ),
+        ),
     ],
 )
 def test_what_cannot_be_measured_here_is_one_line(arguments, said, capsys, monkeypatch):
@@ -70,16 +92,23 @@ def test_what_cannot_be_measured_here_is_one_line(arguments, said, capsys, monke
 
 
 def test_survival_by_hand():
-    """One weight: an update along a coordinate far larger than any rounding survives whole; one far smaller changes nothing."""
+    """One weight: an update along a coordinate far larger than any rounding survives whole; one far
+    smaller changes nothing.
+    """
     weight = torch.zeros(1, 16)
     weight[0, 0] = 6.0
     backend = BACKENDS["emulated_nvfp4"]
     none = survival(random_update([weight], 1, 1e-6, seed=0), backend, False, True)
     assert (none.cosine, none.growth) == (0.0, 0.0) and none.error == pytest.approx(0.0, abs=1e-6)
-    assert 0 < none.changed < 1  # zeros keep the sign of what was rounded to them, which is a code of its own
+    assert (
+        0 < none.changed < 1
+    )  # zeros keep the sign of what was rounded to them, which is a code of its own
     generator = torch.Generator().manual_seed(0)
     weights = [torch.randn(64, 64, generator=generator) for _ in range(2)]
-    small, large = (survival(random_update(weights, 4, size, seed=0), backend, True, False) for size in (0.01, 1.0))
+    small, large = (
+        survival(random_update(weights, 4, size, seed=0), backend, True, False)
+        for size in (0.01, 1.0)
+    )
     assert small.cosine < 0.5 < 0.98 < large.cosine and small.growth > 2 > 1.1 > large.growth > 0.9
     assert 0 < small.changed < large.changed < 1
     fp8 = survival(random_update(weights, 4, 0.01, seed=0), BACKENDS["fp8"], False, False)
@@ -92,12 +121,18 @@ def test_the_table(capsys, tiny_sd3_dir, tmp_path):
     arguments = [argument for setting in settings for argument in ("--set", setting)]
     assert survival_main([*arguments, "--sizes", "0.01", "--json", str(out)]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert len(lines) == 2 + 4 + 2 + 2 and lines[2].startswith("| nvfp4 | none | own | random, 1.00% | 1.00% |") and out.exists()
+    assert (
+        len(lines) == 2 + 4 + 2 + 2
+        and lines[2].startswith("| nvfp4 | none | own | random, 1.00% | 1.00% |")
+        and out.exists()
+    )
     assert survival_main(["--preset", "quickstrat"]) == 2
 
 
 def test_the_updates_of_a_run(capsys, tiny_sd3_dir, tmp_path):
-    """Two checkpoints whose sampling policies are known: the sizes printed are those of what was put there."""
+    """Two checkpoints whose sampling policies are known: the sizes printed are those of what was
+    put there.
+    """
     config = tiny_config(tiny_sd3_dir, tmp_path, "grown")
     rundir = RunDirectory.of(config)
     rundir.create(config)
@@ -105,18 +140,31 @@ def test_the_updates_of_a_run(capsys, tiny_sd3_dir, tmp_path):
     assert "there is no checkpoint yet" in capsys.readouterr().err
     trainer = Trainer(config)
     start, generator = adapter_state(trainer.transformer, "old"), torch.Generator().manual_seed(0)
-    noise = {key: torch.randn(value.shape, generator=generator) for key, value in start.items() if "lora_B" in key}
-    for step, size in ((3, 0.1), (4, 0.2)):  # twice the B: the base model's update is twice that of the last step
-        load_adapter_state(trainer.transformer, "old", start | {key: size * value for key, value in noise.items()})
+    noise = {
+        key: torch.randn(value.shape, generator=generator)
+        for key, value in start.items()
+        if "lora_B" in key
+    }
+    for step, size in (
+        (3, 0.1),
+        (4, 0.2),
+    ):  # twice the B: the base model's update is twice that of the last step
+        load_adapter_state(
+            trainer.transformer, "old", start | {key: size * value for key, value in noise.items()}
+        )
         trainer.save(rundir.checkpoints / f"step_{step:06d}", {})
     out = tmp_path / "rows.json"
     assert survival_main(["--run", str(rundir.path), "--json", str(out)]) == 0
     rows = json.loads(out.read_text())
     both = ("step_000004, from the base", "step_000003 to step_000004")
-    assert [row["update"] for row in rows] == [update for choices in (4, 2, 2) for update in both for _ in range(choices)]
+    assert [row["update"] for row in rows] == [
+        update for choices in (4, 2, 2) for update in both for _ in range(choices)
+    ]
     whole, last = rows[0], rows[4]
     deltas = dict(merged_weights(trainer.transformer, "old"))
     bases = dict(merged_weights(trainer.transformer, None))
     moved = sum(float((deltas[name] - bases[name]).square().sum()) for name in bases)
-    assert whole["size"] == pytest.approx((moved / sum(float(w.square().sum()) for w in bases.values())) ** 0.5, rel=1e-4)
+    assert whole["size"] == pytest.approx(
+        (moved / sum(float(w.square().sum()) for w in bases.values())) ** 0.5, rel=1e-4
+    )
     assert 0 < last["size"] < whole["size"] and last["cosine"] < whole["cosine"] < 1

@@ -6,7 +6,9 @@ from bench.packing import count, main, table
 
 
 def test_a_toy_by_hand():
-    """float32 [4, 8] is 128 bytes: a sum of rows, a product with it expanded, a view, an allocation, and a copy to half precision."""
+    """float32 [4, 8] is 128 bytes: a sum of rows, a product with it expanded, a view, an
+    allocation, and a copy to half precision.
+    """
     x = torch.ones(4, 8)
 
     def toy() -> torch.Tensor:
@@ -30,10 +32,14 @@ def test_in_place_reads_what_it_changes_and_out_does_not():
 
 
 def test_the_table_is_what_the_formats_run(capsys):
-    """FP8 by hand: |x|, a reduction, to float32, a division, a clamp, codes, and three operations on a number per row."""
+    """FP8 by hand: |x|, a reduction, to float32, a division, a clamp, codes, and three operations
+    on a number per row.
+    """
     rows = {name: (counted, moved) for name, counted, moved, _ in table()}
     counted, moved = rows["fp8, once per input"]
-    assert counted.operations == 9 and round(moved) == (2 + 2) + 2 + (2 + 4) + (4 + 4) + (4 + 4) + (4 + 1)
+    assert counted.operations == 9 and round(moved) == (2 + 2) + 2 + (2 + 4) + (4 + 4) + (4 + 4) + (
+        4 + 1
+    )
     counted, moved = rows["torch_nvfp4, once per input"]
     assert counted.operations - counted.small > 30 and 150 < moved < 200
     assert main() == 0

@@ -1,4 +1,6 @@
-"""The command line on bad input: one line that says what and how to mend it, the exit code of the contract, nothing half-written."""
+"""The command line on bad input: one line that says what and how to mend it, the exit code of the
+contract, nothing half-written.
+"""
 
 import json
 import os
@@ -27,10 +29,28 @@ def config_file(tmp_path, tiny_sd3_dir) -> Path:
         ("prompts.train=/no/such/file.txt", "cannot be read"),
         ("rewards.scorers=[{name = 'shpes'}]", "did you mean 'shapes'"),
         ("rewards.scorers=[{name = 'tests.nothing:X'}]", "there is no module 'tests.nothing'"),
-        ("rewards.scorers=[{name = 'no_such_package.scorers:X'}]", "cannot be imported (No module named 'no_such_package')"),
-        ("rewards.scorers=[{name = 'clipscore', settings = {checkpoint = 'shapes/none'}}]", "checkpoint 'shapes/none'"),
-        ("rewards.scorers=[{name = 'http', settings = {url = 'http://127.0.0.1:9', encoding = 'xml'}}]", "encoding is 'xml'"),
-        ("rewards.evaluation_scorers=[{name = 'hpsv2', settings = {checkpoint = '/no/such.pt'}}]", "checkpoint '/no/such.pt'"),
+        (
+            "rewards.scorers=[{name = 'no_such_package.scorers:X'}]",
+            "cannot be imported (No module named 'no_such_package')",
+        ),
+        (
+            "rewards.scorers=[{name = 'clipscore', settings = {checkpoint = 'shapes/none'}}]",
+            "checkpoint 'shapes/none'",
+        ),
+        (
+            (
+                "rewards.scorers=[{name = 'http', settings = {url = 'http://127.0.0.1:9', encoding"
+                " = 'xml'}}]"
+            ),
+            "encoding is 'xml'",
+        ),
+        (
+            (
+                "rewards.evaluation_scorers=[{name = 'hpsv2', settings = {checkpoint ="
+                " '/no/such.pt'}}]"
+            ),
+            "checkpoint '/no/such.pt'",
+        ),
     ],
 )
 def test_bad_configuration_is_one_line_and_exit_code_2(config_file, capsys, override, said):
@@ -44,12 +64,16 @@ def test_a_built_in_scorer_that_cannot_be_imported(config_file, capsys, monkeypa
     monkeypatch.setitem(sys.modules, "rewards.jpeg", None)
     assert main(["train", str(config_file)]) == 2
     errors = capsys.readouterr().err
-    assert "'jpeg_compressibility' cannot be imported (" in errors and errors.count("\n") == 1, errors
+    assert "'jpeg_compressibility' cannot be imported (" in errors and errors.count("\n") == 1, (
+        errors
+    )
 
 
 def test_an_empty_prompt_file(config_file, tmp_path, capsys):
     (tmp_path / "empty.txt").write_text("\n")
-    assert main(["train", str(config_file), "--set", f"prompts.train={tmp_path / 'empty.txt'}"]) == 2
+    assert (
+        main(["train", str(config_file), "--set", f"prompts.train={tmp_path / 'empty.txt'}"]) == 2
+    )
     assert "holds no prompt" in capsys.readouterr().err
 
 
@@ -69,7 +93,10 @@ def test_a_run_root_that_cannot_be_written(ray_here, config_file, capsys):
     assert "cannot be written" in errors and errors.count("\n") == 1, errors
 
 
-@pytest.mark.parametrize(("address", "said"), [("10.0.0.1:6379", "cannot be joined"), ("", "did not start on this machine")])
+@pytest.mark.parametrize(
+    ("address", "said"),
+    [("10.0.0.1:6379", "cannot be joined"), ("", "did not start on this machine")],
+)
 def test_a_ray_that_does_not_come_up(monkeypatch, config_file, capsys, address, said):
     def late(**how):
         assert how["address"] == ("auto" if address else "local")
@@ -80,16 +107,23 @@ def test_a_ray_that_does_not_come_up(monkeypatch, config_file, capsys, address, 
     assert main(["train", str(config_file)]) == 3
     errors = capsys.readouterr().err
     assert (
-        errors.startswith("run failed: Ray") and said in errors and "timed out during startup" in errors and errors.count("\n") == 1
+        errors.startswith("run failed: Ray")
+        and said in errors
+        and "timed out during startup" in errors
+        and errors.count("\n") == 1
     )
 
 
-def test_a_full_disk_ends_the_run_with_the_last_checkpoint_whole(ray_here, tmp_path, tiny_sd3_dir, capsys):
+def test_a_full_disk_ends_the_run_with_the_last_checkpoint_whole(
+    ray_here, tmp_path, tiny_sd3_dir, capsys
+):
     disk = tmp_path / "small"
     disk.mkdir()
     if (
         os.geteuid() != 0
-        or subprocess.run(["mount", "-t", "tmpfs", "-o", "size=120k", "tmpfs", str(disk)], capture_output=True).returncode
+        or subprocess.run(
+            ["mount", "-t", "tmpfs", "-o", "size=120k", "tmpfs", str(disk)], capture_output=True
+        ).returncode
     ):
         pytest.skip("needs the right to mount a small tmpfs")
     try:
@@ -97,7 +131,11 @@ def test_a_full_disk_ends_the_run_with_the_last_checkpoint_whole(ray_here, tmp_p
         code, errors = main_here("train", file), capsys.readouterr().err
         assert code == 3, errors
         assert "No space left" in errors.splitlines()[-1] and "--resume" in errors.splitlines()[-1]
-        whole = [path for path in (disk / "full" / "checkpoints").glob("step_*") if not (path / "state.json").is_file()]
+        whole = [
+            path
+            for path in (disk / "full" / "checkpoints").glob("step_*")
+            if not (path / "state.json").is_file()
+        ]
         assert whole == []
     finally:
         subprocess.run(["umount", str(disk)], check=True)
@@ -129,7 +167,11 @@ def test_the_summary_pairs_first_and_last_evaluation():
             "eval/gain_stderr": 0.02,
         },
     ]
-    assert [line.split(":")[1].split()[0] for line in summary(rows)] == ["0.5000", "0.6000", "+0.1000"]
+    assert [line.split(":")[1].split()[0] for line in summary(rows)] == [
+        "0.5000",
+        "0.6000",
+        "+0.1000",
+    ]
     assert "n/a" in summary(rows)[1]
 
 

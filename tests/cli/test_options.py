@@ -1,4 +1,6 @@
-"""Options that would quietly do something else, and runs whose files are not what they should be: one line, exit code 2."""
+"""Options that would quietly do something else, and runs whose files are not what they should be:
+one line, exit code 2.
+"""
 
 import json
 import shutil
@@ -40,7 +42,9 @@ def test_what_every_run_of_a_comparison_is_given_cannot_be_varied(tmp_path, key)
     file = tmp_path / "mine.toml"
     text = 'base = "quickstart"\n[[cells]]\nname = "a"\n[[cells]]\nname = "b"\n'
     file.write_text(f'{text}set = {{ "{key}" = 1 }}\n')
-    with pytest.raises(ConfigError, match=f"cell 'b': set: {key}: no cell has a {key} of its own: "):
+    with pytest.raises(
+        ConfigError, match=f"cell 'b': set: {key}: no cell has a {key} of its own: "
+    ):
         read_comparison(Request(str(file)))
     file.write_text(f"{text}[vary]\n{key} = [1, 2]\n")
     with pytest.raises(ConfigError, match=f"vary: {key}: no cell"):
@@ -48,7 +52,9 @@ def test_what_every_run_of_a_comparison_is_given_cannot_be_varied(tmp_path, key)
 
 
 def test_where_seeds_begin_can_be_said_still():
-    assert read_comparison(Request("quickstart", seeds=2, overrides=("seed=5", "run_root=/x"))).seeds == (5, 6)
+    assert read_comparison(
+        Request("quickstart", seeds=2, overrides=("seed=5", "run_root=/x"))
+    ).seeds == (5, 6)
 
 
 # ---- fidelity
@@ -56,7 +62,10 @@ def test_where_seeds_begin_can_be_said_still():
 
 def test_a_checkpoint_of_no_run_is_refused(capsys):
     assert main(["fidelity", "quickstart", "--checkpoint", "3"]) == 2
-    assert line(capsys) == "fidelity: --checkpoint 3: of which run? Give --run DIR in place of a configuration"
+    assert (
+        line(capsys)
+        == "fidelity: --checkpoint 3: of which run? Give --run DIR in place of a configuration"
+    )
 
 
 # ---- evaluate
@@ -84,13 +93,18 @@ def test_a_prompt_file_that_is_given_is_used_whole_and_named(rundir, tmp_path, m
         lines = offline.evaluate_run(rundir, config, 3, given and str(given))
         assert used[-1] == prompts
         saved = json.loads((folder / f"{name}.json").read_text())
-        assert (saved["prompts"], saved["prompt_file"]) == (prompts, str(given or config.prompts.test))
+        assert (saved["prompts"], saved["prompt_file"]) == (
+            prompts,
+            str(given or config.prompts.test),
+        )
         return lines[0]
 
     one, two = tmp_path / "one" / "hard ones.txt", tmp_path / "two" / "hard ones.txt"
     assert evaluated(None, "compare_step_000003", 4).startswith("step_000003, 4 prompts x 2 noises")
     for _ in range(2):  # again is over the first
-        assert evaluated(one, "compare_step_000003-hard_ones", 7).startswith(f"step_000003, {one}, 7 prompts")
+        assert evaluated(one, "compare_step_000003-hard_ones", 7).startswith(
+            f"step_000003, {one}, 7 prompts"
+        )
     evaluated(two, "compare_step_000003-hard_ones-2", 9)
     assert len(list(folder.glob("*.json"))) == 3
     assert json.loads((folder / "compare_step_000003.json").read_text())["prompts"] == 4
@@ -103,7 +117,11 @@ def test_a_prompt_file_that_is_given_is_used_whole_and_named(rundir, tmp_path, m
 @pytest.mark.parametrize("command", ["report", "evaluate", "export", "fidelity"])
 def test_a_configuration_of_another_shape(tmp_path, capsys, command, text):
     (tmp_path / "config.json").write_bytes(text.encode("latin-1"))
-    given = ["--run", str(tmp_path)] if command == "fidelity" else [str(tmp_path), *(["out"] if command == "export" else [])]
+    given = (
+        ["--run", str(tmp_path)]
+        if command == "fidelity"
+        else [str(tmp_path), *(["out"] if command == "export" else [])]
+    )
     assert main([command, *given]) == 2
     assert capsys.readouterr().err.count("\n") == 1
 

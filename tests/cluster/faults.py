@@ -1,7 +1,9 @@
-"""Faults done to a run on purpose: what is struck, how and when; whether the run ended as if nothing had been; how long it took.
+"""Faults done to a run on purpose: what is struck, how and when; whether the run ended as if
+nothing had been; how long it took.
 
-A moment is a stage of the progress display ("explored", "scored", ...: something went through it), a method of a service ("encode",
-"export", ...: a call of it was made), or "begin", when an iteration starts.
+A moment is a stage of the progress display ("explored", "scored", ...: something went through it),
+a method of a service ("encode", "export", ...: a call of it was made), or "begin", when an
+iteration starts.
 """
 
 from __future__ import annotations
@@ -28,9 +30,30 @@ from tests.cluster.runs import adapters
 
 SERVICES = ("rollout", "reward", "encoder", "selector", "learner")
 Way = Literal["kill", "stop", "node"]
-WORDS: dict[str, str] = {"kill": "SIGKILL to", "stop": "SIGSTOP to", "node": "SIGKILL to the node of"}
-SAME = ("iteration", "kind", "samples_seen", "policy_version", "reward/", "explore/", "audit/", "rewards/failed", "loss/", "grad_norm",
-        "zero_std_ratio", "weights/version", "weights/bytes", "weights/delta_cosine", "weights/codes_changed", "eval/")  # fmt: skip
+WORDS: dict[str, str] = {
+    "kill": "SIGKILL to",
+    "stop": "SIGSTOP to",
+    "node": "SIGKILL to the node of",
+}
+SAME = (
+    "iteration",
+    "kind",
+    "samples_seen",
+    "policy_version",
+    "reward/",
+    "explore/",
+    "audit/",
+    "rewards/failed",
+    "loss/",
+    "grad_norm",
+    # fmt: skip
+    "zero_std_ratio",
+    "weights/version",
+    "weights/bytes",
+    "weights/delta_cosine",
+    "weights/codes_changed",
+    "eval/",
+)
 """Metrics, or beginnings of their names, that do not depend on who computed what and when."""
 DIGITS = 9
 """Of float64 means that are compared: sums in another order differ in the sixteenth."""
@@ -42,7 +65,9 @@ KILL_S = 30.0
 
 @dataclass(frozen=True)
 class Fault:
-    """Actor ``actor`` of ``kind`` is struck ``delay_s`` after the ``count``-th ``moment`` of iteration ``iteration``."""
+    """Actor ``actor`` of ``kind`` is struck ``delay_s`` after the ``count``-th ``moment`` of
+    iteration ``iteration``.
+    """
 
     kind: str
     way: Way
@@ -65,7 +90,9 @@ class Machines(Protocol):
 
 
 class Striker(Progress):
-    """Does the faults to the run whose display it is; what was done stands in the run's events as ``fault_injected``."""
+    """Does the faults to the run whose display it is; what was done stands in the run's events as
+    ``fault_injected``.
+    """
 
     session: Any = None
 
@@ -86,7 +113,9 @@ class Striker(Progress):
             for pool in self.session.services.pools:
                 self._listen(pool)
 
-    def iteration_started(self, i: int, groups: int, images: int, totals: Mapping[str, int] | None = None) -> None:
+    def iteration_started(
+        self, i: int, groups: int, images: int, totals: Mapping[str, int] | None = None
+    ) -> None:
         super().iteration_started(i, groups, images, totals)
         self.now = i
         self._happened("begin")
@@ -108,7 +137,11 @@ class Striker(Progress):
         self.seen[self.now, moment] += 1
         count = self.seen[self.now, moment]
         for fault in self.faults:
-            due = count >= fault.count if fault.always else count == fault.count and fault not in self.done
+            due = (
+                count >= fault.count
+                if fault.always
+                else count == fault.count and fault not in self.done
+            )
             if due and (fault.iteration, fault.moment) == (self.now, moment):
                 asyncio.get_running_loop().call_later(fault.delay_s, self._strike, fault)
 
@@ -120,19 +153,32 @@ class Striker(Progress):
         self.done.append(fault)
         pid, node = worker.facts["pid"], worker.facts["node"]
         self.pids.append(pid)
-        self.session.rundir.event("fault_injected", kind=fault.kind, actor=fault.actor, way=fault.way, why=str(fault), pid=pid)
+        self.session.rundir.event(
+            "fault_injected",
+            kind=fault.kind,
+            actor=fault.actor,
+            way=fault.way,
+            why=str(fault),
+            pid=pid,
+        )
         if fault.way == "node":
             assert self.machines is not None
-            self.removal = asyncio.get_running_loop().run_in_executor(None, self.machines.remove, node)
+            self.removal = asyncio.get_running_loop().run_in_executor(
+                None, self.machines.remove, node
+            )
         else:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL if fault.way == "kill" else signal.SIGSTOP)
 
     @property
     def left_over(self) -> list[int]:
-        """Struck processes that still are, though Ray was given the seconds that it takes it to kill one that is stopped."""
+        """Struck processes that still are, though Ray was given the seconds that it takes it to
+        kill one that is stopped.
+        """
         deadline = time.monotonic() + KILL_S
-        while (alive := [pid for pid in self.pids if is_alive(pid)]) and time.monotonic() < deadline:
+        while (
+            alive := [pid for pid in self.pids if is_alive(pid)]
+        ) and time.monotonic() < deadline:
             time.sleep(0.1)
         return alive
 
@@ -149,15 +195,22 @@ def is_alive(pid: int) -> bool:
 
 
 def outcome(run: RunDirectory, step: int) -> dict[str, str]:
-    """SHA-256 of all that must not depend on faults: LoRA, old policy, EMA and optimiser at ``step``, what was selected, and the rows
-    of the metrics, each of which counts its units once."""
+    """SHA-256 of all that must not depend on faults: LoRA, old policy, EMA and optimiser at
+    ``step``, what was selected, and the rows of the metrics, each of which counts its units once.
+    """
     lora = b"".join(name.encode() + data for name, data in adapters(run, step).items())
-    parts = {"lora": lora, "selections": run.selections_file.read_bytes(), "metrics": json.dumps(lasting(run.metrics())).encode()}
+    parts = {
+        "lora": lora,
+        "selections": run.selections_file.read_bytes(),
+        "metrics": json.dumps(lasting(run.metrics())).encode(),
+    }
     return {name: hashlib.sha256(data).hexdigest() for name, data in parts.items()}
 
 
 def lasting(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Of every row the metrics that are the same whoever computed what (``SAME``), to ``DIGITS`` digits."""
+    """Of every row the metrics that are the same whoever computed what (``SAME``), to ``DIGITS``
+    digits.
+    """
 
     def plain(value: Any) -> Any:
         return float(f"{value:.{DIGITS}g}") if isinstance(value, float) else value
@@ -167,8 +220,10 @@ def lasting(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 @dataclass(frozen=True)
 class Recovery:
-    """Seconds after a fault until the loss was noticed, until another actor stood in the place, and until the work that was lost had
-    been done: a unit answered by another actor; of the learner, its version published again. None: nobody missed it."""
+    """Seconds after a fault until the loss was noticed, until another actor stood in the place, and
+    until the work that was lost had been done: a unit answered by another actor; of the learner,
+    its version published again. None: nobody missed it.
+    """
 
     kind: str
     way: str
@@ -186,10 +241,16 @@ def recoveries(events: Sequence[Mapping[str, Any]]) -> list[Recovery]:
         later, kind = events[place:], fault["kind"]
 
         def since(
-            name: str, start: float = -1.0, fault: Mapping[str, Any] = fault, later: Any = later, **fields: Any
+            name: str,
+            start: float = -1.0,
+            fault: Mapping[str, Any] = fault,
+            later: Any = later,
+            **fields: Any,
         ) -> float | None:
             for event in later:
-                mine = event["event"] == name and all(event.get(key) == value for key, value in fields.items())
+                mine = event["event"] == name and all(
+                    event.get(key) == value for key, value in fields.items()
+                )
                 if mine and event["time"] - fault["time"] >= start:
                     return round(event["time"] - fault["time"], 3)
             return None
@@ -201,7 +262,9 @@ def recoveries(events: Sequence[Mapping[str, Any]]) -> list[Recovery]:
             replaced = since("actor_replaced", noticed, **who)
             restored = since("learner_restored", noticed)
             answered = since("chunk_recovered", noticed, kind=kind) if kind != "learner" else None
-            if answered is None and restored is not None:  # what went with a node may send the run back to its checkpoint
+            if (
+                answered is None and restored is not None
+            ):  # what went with a node may send the run back to its checkpoint
                 answered = since("version_published", restored)
         found.append(Recovery(kind, fault["way"], noticed, replaced, answered))
     return found
@@ -209,12 +272,18 @@ def recoveries(events: Sequence[Mapping[str, Any]]) -> list[Recovery]:
 
 def recovery_table(found: Sequence[Recovery]) -> list[str]:
     """Lines of a Markdown table: medians, and the largest in brackets, by what was struck and how."""
-    lines = ["| struck | how | times | noticed | replaced | answered or restored |", "| --- | --- | --- | --- | --- | --- |"]
+    lines = [
+        "| struck | how | times | noticed | replaced | answered or restored |",
+        "| --- | --- | --- | --- | --- | --- |",
+    ]
     for kind in SERVICES:
         for way in WORDS:
             mine = [each for each in found if (each.kind, each.way) == (kind, way)]
             if mine:
-                cells = [_cell([getattr(each, name) for each in mine]) for name in ("noticed_s", "replaced_s", "answered_s")]
+                cells = [
+                    _cell([getattr(each, name) for each in mine])
+                    for name in ("noticed_s", "replaced_s", "answered_s")
+                ]
                 lines.append(f"| {kind} | {way} | {len(mine)} | {' | '.join(cells)} |")
     return lines
 

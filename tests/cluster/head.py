@@ -1,4 +1,6 @@
-"""A Ray head as a cluster has one, in processes of its own: what jobs are submitted to and watched on."""
+"""A Ray head as a cluster has one, in processes of its own: what jobs are submitted to and watched
+on.
+"""
 
 from __future__ import annotations
 
@@ -27,17 +29,36 @@ def free_port() -> int:
 
 
 class Head:
-    """A Ray head of our own with its dashboard, in processes that end with the test. ``autoscaling``: of its port, what
-    ``ray start --autoscaling-config`` is told."""
+    """A Ray head of our own with its dashboard, in processes that end with the test.
+    ``autoscaling``: of its port, what ``ray start --autoscaling-config`` is told.
+    """
 
-    def __init__(self, folder: Path, autoscaling: Callable[[int], dict[str, Any]] | None = None, **environment: str):
+    def __init__(
+        self,
+        folder: Path,
+        autoscaling: Callable[[int], dict[str, Any]] | None = None,
+        **environment: str,
+    ):
         self.gcs, self.port = free_port(), free_port()
         self.url = f"http://127.0.0.1:{self.port}"
-        clean = {key: value for key, value in os.environ.items() if not key.startswith("RAY_") or key == "RAY_worker_niceness"}
-        path = f"{Path(sys.executable).parent}{os.pathsep}{clean.get('PATH', '')}"  # plain `python` is the head's
+        clean = {
+            key: value
+            for key, value in os.environ.items()
+            if not key.startswith("RAY_") or key == "RAY_worker_niceness"
+        }
+        path = (  # plain `python` is the head's
+            f"{Path(sys.executable).parent}{os.pathsep}{clean.get('PATH', '')}"
+        )
         # with a token, as Ray has it by default: that of this process, which has started Ray before
         mode = {"RAY_AUTH_MODE": os.environ.get("RAY_AUTH_MODE", "token")}
-        self.env = {**clean, **mode, "PATH": path, "RAY_USAGE_STATS_ENABLED": "0", "OMP_NUM_THREADS": "1", **environment}
+        self.env = {
+            **clean,
+            **mode,
+            "PATH": path,
+            "RAY_USAGE_STATS_ENABLED": "0",
+            "OMP_NUM_THREADS": "1",
+            **environment,
+        }
         start = [
             "start",
             "--head",
@@ -47,9 +68,20 @@ class Head:
             "--num-cpus=8",
             "--num-gpus=0",
         ]
-        start += ["--include-dashboard=true", f"--temp-dir={folder}", "--node-ip-address=127.0.0.1", "--disable-usage-stats"]
-        # Ray ends a node whose agents have not chosen their ports within seconds: on a busy machine they are told
-        agents = ("metrics-export-port", "dashboard-agent-grpc-port", "dashboard-agent-listen-port", "runtime-env-agent-port")
+        start += [
+            "--include-dashboard=true",
+            f"--temp-dir={folder}",
+            "--node-ip-address=127.0.0.1",
+            "--disable-usage-stats",
+        ]
+        # Ray ends a node whose agents have not chosen their ports within seconds: on a busy machine
+        # they are told
+        agents = (
+            "metrics-export-port",
+            "dashboard-agent-grpc-port",
+            "dashboard-agent-listen-port",
+            "runtime-env-agent-port",
+        )
         start += [f"--{name}={free_port()}" for name in agents]
         if autoscaling is not None:
             folder.mkdir(parents=True)
@@ -73,18 +105,26 @@ class Head:
         raise AssertionError("no dashboard within 240 s")
 
     def stop(self) -> None:
-        there = [self.process, *psutil.Process(self.process.pid).children(recursive=True)] if self.process.poll() is None else []
+        there = (
+            [self.process, *psutil.Process(self.process.pid).children(recursive=True)]
+            if self.process.poll() is None
+            else []
+        )
         for process in there:
             process.kill()
         self.process.wait(30)
 
     def owns(self, process: psutil.Process) -> bool:
-        """Whether a process is of this cluster: its nodes are started by the head, or by what that started."""
+        """Whether a process is of this cluster: its nodes are started by the head, or by what that
+        started.
+        """
         return any(parent.pid == self.process.pid for parent in process.parents())
 
     def sol_rl(self, *arguments: Any, timeout: float = 900) -> subprocess.CompletedProcess[str]:
         command = [sys.executable, "-m", "cluster", *map(str, arguments)]
-        return subprocess.run(command, cwd=ROOT, env=self.env, capture_output=True, text=True, timeout=timeout)
+        return subprocess.run(
+            command, cwd=ROOT, env=self.env, capture_output=True, text=True, timeout=timeout
+        )
 
 
 def wait_for(what, seconds: float = 600) -> Any:

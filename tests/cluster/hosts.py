@@ -1,9 +1,10 @@
 """Actor processes that outlive a run, so that the next test's run need not start any.
 
-Nearly all of an actor's start is the import of torch, peft and diffusers: seconds of CPU time each, six times a run. Here the
-process stays when its run ends, and the next run builds its actor in it anew, by the product's own constructor. All else is
-as ever: one process per actor, real messages, and SIGKILL is SIGKILL. Two limits: an actor that takes a dead one's place
-always gets a new process, and a process that does not let go of its actor at once is killed with it.
+Nearly all of an actor's start is the import of torch, peft and diffusers: seconds of CPU time each,
+six times a run. Here the process stays when its run ends, and the next run builds its actor in it
+anew, by the product's own constructor. All else is as ever: one process per actor, real messages,
+and SIGKILL is SIGKILL. Two limits: an actor that takes a dead one's place always gets a new
+process, and a process that does not let go of its actor at once is killed with it.
 """
 
 import asyncio
@@ -29,7 +30,9 @@ NUMBERS = itertools.count()
 
 
 def host_of(actor: type) -> type:
-    """``actor`` as a class whose instances can be built again and again: ``take`` the arguments, then ``ready`` as always."""
+    """``actor`` as a class whose instances can be built again and again: ``take`` the arguments,
+    then ``ready`` as always.
+    """
 
     class Host(actor):
         def __init__(self) -> None:
@@ -51,7 +54,9 @@ def host_of(actor: type) -> type:
 
 
 class HostedServices(Services):
-    """The services of a run in processes that may have served another run before, and stay for the next."""
+    """The services of a run in processes that may have served another run before, and stay for the
+    next.
+    """
 
     def _spawner(self, kind: str, actor: type, *args: Any) -> Callable[[str], Any]:
         self._actors = {**getattr(self, "_actors", {}), kind: actor}
@@ -68,7 +73,12 @@ class HostedServices(Services):
     async def stop(self) -> None:
         """Close the slots as ever, but let the processes be."""
         with mock.patch.object(ray, "kill"):
-            kept = [(pool, worker.handle) for pool in self.pools for worker in pool.workers if worker.handle is not None]
+            kept = [
+                (pool, worker.handle)
+                for pool in self.pools
+                for worker in pool.workers
+                if worker.handle is not None
+            ]
             await super().stop()
         await asyncio.gather(*(self._keep(pool, handle) for pool, handle in kept))
 
@@ -82,13 +92,24 @@ class HostedServices(Services):
 
     def _idle(self, kind: str) -> list[Any]:
         service = self.config.services.of(kind)
-        return IDLE[kind, self._actors[kind], service.threads, service.cpus, tuple(sorted(service.labels.items()))]
+        return IDLE[
+            kind,
+            self._actors[kind],
+            service.threads,
+            service.cpus,
+            tuple(sorted(service.labels.items())),
+        ]
 
 
 @contextmanager
 def hosted() -> Iterator[None]:
-    """Within the context every run of this process, by a command or not, lives on the Ray that is here and on hosts."""
-    patches = [mock.patch(f"{module}.Services", HostedServices) for module in ("cluster.driver.session", "cluster.driver.offline")]
+    """Within the context every run of this process, by a command or not, lives on the Ray that is
+    here and on hosts.
+    """
+    patches = [
+        mock.patch(f"{module}.Services", HostedServices)
+        for module in ("cluster.driver.session", "cluster.driver.offline")
+    ]
     patches += [
         mock.patch(f"{module}.join_or_start_ray", lambda config: False)
         for module in ("cluster.driver.session", "cluster.driver.offline")

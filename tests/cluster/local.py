@@ -1,7 +1,9 @@
-"""The ring in one process, without Ray: the product's own actors behind stand-ins for pools, in an order that chance decides.
+"""The ring in one process, without Ray: the product's own actors behind stand-ins for pools, in an
+order that chance decides.
 
-A call waits for a random moment and is done by a random worker, so whatever depends on who was first or who did what comes out
-differently for another seed. Nothing dies here: that is for real processes.
+A call waits for a random moment and is done by a random worker, so whatever depends on who was
+first or who did what comes out differently for another seed. Nothing dies here: that is for real
+processes.
 """
 
 import asyncio
@@ -28,7 +30,9 @@ class LocalPool:
     """As much of ``cluster.runtime.pool.ActorPool`` as the loop and publishing use."""
 
     def __init__(self, actors: list[Any], chance: random.Random, log: list[Any], waits: int = 4):
-        """``log`` gets the key of each call as it is done; a call waits for fewer than ``waits`` turns of the event loop."""
+        """``log`` gets the key of each call as it is done; a call waits for fewer than ``waits``
+        turns of the event loop.
+        """
         self.workers = [Worker(index) for index in range(len(actors))]
         for worker, actor in zip(self.workers, actors, strict=True):
             worker.handle, worker.facts = actor, actor.ready()
@@ -60,7 +64,9 @@ class LocalServices:
 
     reissued = lost = 0
 
-    def __init__(self, config: RunConfig, root: Path, explorers: int, chance: random.Random, event: Any):
+    def __init__(
+        self, config: RunConfig, root: Path, explorers: int, chance: random.Random, event: Any
+    ):
         plain, self.log = config.model_dump(mode="json"), []
 
         def pool(*actors: Any, waits: int = 4) -> Any:
@@ -69,27 +75,45 @@ class LocalServices:
         self.encoder, self.selector = pool(EncoderActor(plain)), pool(SelectorActor(plain))
         self.rollout = pool(*(RolloutActor(plain) for _ in range(explorers)), waits=24)
         self.learner = pool(LearnerActor(plain, str(root / "failure")))
-        self.reward = RewardService({"reward": (pool(RewardActor(plain), RewardActor(plain)), config.scorers_of("reward"))})
+        self.reward = RewardService(
+            {"reward": (pool(RewardActor(plain), RewardActor(plain)), config.scorers_of("reward"))}
+        )
         self.weights = WeightChannel(event, config.explore_ahead)
         self.rollout.prepare = self.weights.load_for(self.rollout)
 
 
 class Played(SimpleNamespace):
-    """What came of it: ``rows`` of metrics and ``chosen`` by iteration, ``events``, ``log`` of calls, ``table`` of modules, the ``checkpoint``'s path."""
+    """What came of it: ``rows`` of metrics and ``chosen`` by iteration, ``events``, ``log`` of
+    calls, ``table`` of modules, the ``checkpoint``'s path.
+    """
 
     def files(self) -> dict[str, bytes]:
         """The checkpoint's tensors."""
-        return {path.name: path.read_bytes() for path in sorted(self.checkpoint.glob("*.safetensors"))}
+        return {
+            path.name: path.read_bytes() for path in sorted(self.checkpoint.glob("*.safetensors"))
+        }
 
 
 def play(
-    config: RunConfig, root: Path, *, explorers: int = 1, seed: int = 0, start: Path | None = None, stop: int | None = None
+    config: RunConfig,
+    root: Path,
+    *,
+    explorers: int = 1,
+    seed: int = 0,
+    start: Path | None = None,
+    stop: int | None = None,
 ) -> Played:
-    """Run iterations up to ``stop`` (all), from the beginning or from the checkpoint ``start``, and save one more."""
-    return asyncio.run(_play(config, root, explorers, seed, start, config.iterations if stop is None else stop))
+    """Run iterations up to ``stop`` (all), from the beginning or from the checkpoint ``start``, and
+    save one more.
+    """
+    return asyncio.run(
+        _play(config, root, explorers, seed, start, config.iterations if stop is None else stop)
+    )
 
 
-async def _play(config: RunConfig, root: Path, explorers: int, seed: int, start: Path | None, stop: int) -> Played:
+async def _play(
+    config: RunConfig, root: Path, explorers: int, seed: int, start: Path | None, stop: int
+) -> Played:
     played = Played(rows={}, chosen={}, events=[], checkpoint=root / f"step_{stop:06d}")
     chance = random.Random(seed)
 
@@ -97,7 +121,9 @@ async def _play(config: RunConfig, root: Path, explorers: int, seed: int, start:
         played.events.append({"event": name, **fields})
 
     services: Any = LocalServices(config, root, explorers, chance, event)
-    progress: Any = SimpleNamespace(note=print, advanced=lambda *a: None, iteration_started=lambda *a: None)
+    progress: Any = SimpleNamespace(
+        note=print, advanced=lambda *a: None, iteration_started=lambda *a: None
+    )
     ring = Ring(config, services, read_prompts(config.prompts.train), progress, event)
     first = 0
     if start is not None:

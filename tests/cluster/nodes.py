@@ -1,7 +1,9 @@
-"""Simulated nodes that can be taken away, and runs on them in a process of their own: ``python -m tests.cluster.nodes MODEL ROOT``.
+"""Simulated nodes that can be taken away, and runs on them in a process of their own: ``python -m
+tests.cluster.nodes MODEL ROOT``.
 
-That process reads a service per line from its standard input, trains a run of that name in which the service's node goes in the
-middle of iteration 1, and answers with a line. There are three nodes: a head with all other services, and two that hold the one.
+That process reads a service per line from its standard input, trains a run of that name in which
+the service's node goes in the middle of iteration 1, and answers with a line. There are three
+nodes: a head with all other services, and two that hold the one.
 """
 
 from __future__ import annotations
@@ -21,12 +23,20 @@ from ray.cluster_utils import Cluster
 from tests.cluster.faults import SERVICES, Fault, Striker
 from tests.cluster.runs import run_here, tiny_config
 
-MOMENTS = {"rollout": "explored", "reward": "explored", "encoder": "begin", "selector": "scored", "learner": "regenerated"}
+MOMENTS = {
+    "rollout": "explored",
+    "reward": "explored",
+    "encoder": "begin",
+    "selector": "scored",
+    "learner": "regenerated",
+}
 STARTED, DONE = "nodes: ready", "nodes: done"
 
 
 class Machines:
-    """A head with ``head`` and ``nodes`` more, this process connected to it; ``with`` it they are, then all go."""
+    """A head with ``head`` and ``nodes`` more, this process connected to it; ``with`` it they are,
+    then all go.
+    """
 
     def __init__(self, head: Mapping[str, Any], *nodes: Mapping[str, Any]):
         self._head, self._wanted = head, nodes
@@ -34,13 +44,20 @@ class Machines:
         self._args: dict[str, Mapping[str, Any]] = {}
 
     def __enter__(self) -> Machines:
-        self._cluster = Cluster(initialize_head=True, head_node_args={"include_dashboard": False, **self._head})
+        self._cluster = Cluster(
+            initialize_head=True, head_node_args={"include_dashboard": False, **self._head}
+        )
         for node in self._wanted:
             self._add(node)
         ray.init(address=self._cluster.address, logging_level="ERROR", log_to_driver=False)
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         ray.shutdown()
         self._cluster.shutdown()
 
@@ -48,7 +65,9 @@ class Machines:
         self._args[self._cluster.add_node(**node).node_id] = node
 
     def remove(self, node: str) -> None:
-        """SIGKILL to all of a node at once, in the way a machine goes: left alone, its workers would answer for another second."""
+        """SIGKILL to all of a node at once, in the way a machine goes: left alone, its workers
+        would answer for another second.
+        """
         (found,) = [one for one in self._cluster.list_all_nodes() if one.node_id == node]
         (raylet,) = [psutil.Process(one.process.pid) for one in found.all_processes["raylet"]]
         everything = [raylet, *raylet.children(recursive=True)]
@@ -66,7 +85,10 @@ class Machines:
 
 def lose_node(model: Path, root: Path, kind: str, machines: Machines) -> None:
     """A run named ``kind`` whose ``kind`` loses its node."""
-    homes = {f"services__{service}__labels": {"pool": "two" if service == kind else "rest"} for service in SERVICES}
+    homes = {
+        f"services__{service}__labels": {"pool": "two" if service == kind else "rest"}
+        for service in SERVICES
+    }
     striker = Striker(Fault(kind, "node", 1, MOMENTS[kind]), machines=machines)
     run_here(tiny_config(model, root, kind, **homes), progress=striker)
     assert striker.done, "the node was not taken away"

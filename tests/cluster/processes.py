@@ -1,4 +1,6 @@
-"""Commands as a user starts them, in processes of their own, and how they are waited for and killed."""
+"""Commands as a user starts them, in processes of their own, and how they are waited for and
+killed.
+"""
 
 import os
 import subprocess
@@ -14,11 +16,15 @@ def start(*arguments: str, **pipes: Any) -> subprocess.Popen[str]:
     """``sol-rl arguments`` on a Ray of its own; it is going when this returns."""
     environment = {key: value for key, value in os.environ.items() if key != "RAY_ADDRESS"}
     command = [sys.executable, "-m", "cluster", *arguments]
-    return subprocess.Popen(command, text=True, env={**environment, "RAY_USAGE_STATS_ENABLED": "0"}, **pipes)
+    return subprocess.Popen(
+        command, text=True, env={**environment, "RAY_USAGE_STATS_ENABLED": "0"}, **pipes
+    )
 
 
 def finish(process: subprocess.Popen[str], seconds: float = 240.0) -> tuple[int, str, str]:
-    """(exit code, stdout, stderr) of a process with pipes; whatever it started dies with it when it takes too long."""
+    """(exit code, stdout, stderr) of a process with pipes; whatever it started dies with it when it
+    takes too long.
+    """
     try:
         out, errors = process.communicate(timeout=seconds)
     finally:
@@ -26,7 +32,9 @@ def finish(process: subprocess.Popen[str], seconds: float = 240.0) -> tuple[int,
     return process.returncode, out, errors
 
 
-def wait_until(ready: Callable[[], bool], process: subprocess.Popen[str], seconds: float = 240.0) -> None:
+def wait_until(
+    ready: Callable[[], bool], process: subprocess.Popen[str], seconds: float = 240.0
+) -> None:
     """Poll until ``ready``; fails when the process ends first, or nothing happens for ``seconds``."""
     deadline = time.monotonic() + seconds
     while not ready():

@@ -17,21 +17,30 @@ from configs.rewards import Rewards
 from configs.schema import RunConfig
 from tests.cluster.light import LightReward
 
-IMAGES = np.arange(4, dtype=np.uint8)[:, None, None, None].repeat(3, 1).repeat(8, 2).repeat(8, 3)  # means 0, 1, 2, 3
+IMAGES = (
+    np.arange(4, dtype=np.uint8)[:, None, None, None].repeat(3, 1).repeat(8, 2).repeat(8, 3)
+)  # means 0, 1, 2, 3
 PROMPTS = [Prompt("one"), Prompt("one"), Prompt("two"), Prompt("two", {"n": 2})]
 
 
 def misbehaves(kind: str, alias: str = "", **more: Any) -> dict[str, Any]:
     """A scorer of ``tests.cluster.scorers``: the mean of a picture, but for what ``kind`` says."""
     settings = {"kind": kind, **more.pop("settings", {})}
-    return {"name": "tests.cluster.scorers:Misbehaves", "alias": alias or kind.replace(" ", "_"), "settings": settings, **more}
+    return {
+        "name": "tests.cluster.scorers:Misbehaves",
+        "alias": alias or kind.replace(" ", "_"),
+        "settings": settings,
+        **more,
+    }
 
 
 MEAN = misbehaves("never", "mean")
 JPEG = {"name": "jpeg_compressibility", "weight": 0.5}
 
 
-def config(scorers: Sequence[dict[str, Any]], service: dict[str, Any] | None = None, **more: Any) -> RunConfig:
+def config(
+    scorers: Sequence[dict[str, Any]], service: dict[str, Any] | None = None, **more: Any
+) -> RunConfig:
     """Two actors that share the scorers, and in ``own`` the services of those that do not."""
     quick = {"actors": 2, "cpus": 0.1, "deadline_s": 2.0, "max_attempts": 2}
     own = {label: quick | settings for label, settings in more.pop("own", {}).items()}
@@ -75,7 +84,9 @@ class Harness:
 
         return self.loop.run_until_complete(all_of_it())
 
-    def score(self, rewards: Rewards | None = None, evaluation: bool = False) -> tuple[Scored, Scoring]:
+    def score(
+        self, rewards: Rewards | None = None, evaluation: bool = False
+    ) -> tuple[Scored, Scoring]:
         """The four pictures, by the scorers of ``rewards``: all that the actors hold unless given."""
         scoring = Scoring(rewards or self.run.rewards, self.service, evaluation)
         (scored,) = self.wait(scoring.score("x", ray.put(IMAGES), PROMPTS, (0,)))

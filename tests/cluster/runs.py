@@ -1,4 +1,6 @@
-"""Small real runs of the ring for tests: a random-weight SD3, a JPEG reward, three updates, seconds."""
+"""Small real runs of the ring for tests: a random-weight SD3, a JPEG reward, three updates,
+seconds.
+"""
 
 import asyncio
 import json
@@ -15,7 +17,9 @@ from tests.cluster.hosts import hosted
 
 
 def tiny_config(model: Path, root: Path, name: str, **changes: Any) -> RunConfig:
-    """Three iterations of 2 prompts, 4-in-8, on the tiny model. ``changes``: dotted__keys replaced by double underscores."""
+    """Three iterations of 2 prompts, 4-in-8, on the tiny model. ``changes``: dotted__keys replaced
+    by double underscores.
+    """
     prompts = root / "prompts.txt"
     prompts.write_text("red circle\nblue square\ntwo cross\nred square above blue circle\n")
     tree: dict[str, Any] = {
@@ -28,7 +32,14 @@ def tiny_config(model: Path, root: Path, name: str, **changes: Any) -> RunConfig
         "explore": {"pool_size": 8, "steps": 2, "chunk_size": 2, "backend": "emulated_nvfp4"},
         "selection": {"keep": 4},
         "regenerate": {"steps": 3, "precision": "fp32"},
-        "evaluate": {"every": 0, "steps": 2, "solver": "euler", "prompts": 4, "noises": 2, "batch_size": 4},
+        "evaluate": {
+            "every": 0,
+            "steps": 2,
+            "solver": "euler",
+            "prompts": 4,
+            "noises": 2,
+            "batch_size": 4,
+        },
         "rewards": {"scorers": [{"name": "jpeg_compressibility"}]},
         "objective": {"times_per_sample": 2},
         "lora": {"rank": 4, "alpha": 8},
@@ -50,19 +61,27 @@ def write_toml(config: RunConfig, root: Path) -> Path:
 
     def value(item: Any) -> str:
         if isinstance(item, dict):
-            return "{" + ", ".join(f"{key} = {value(v)}" for key, v in item.items() if v is not None) + "}"
+            return (
+                "{"
+                + ", ".join(f"{key} = {value(v)}" for key, v in item.items() if v is not None)
+                + "}"
+            )
         if isinstance(item, list):
             return "[" + ", ".join(value(v) for v in item) + "]"
         return json.dumps(item)
 
     tree = config.model_dump(mode="json")
     path = root / f"{config.name}.toml"
-    path.write_text("".join(f"{key} = {value(item)}\n" for key, item in tree.items() if item is not None))
+    path.write_text(
+        "".join(f"{key} = {value(item)}\n" for key, item in tree.items() if item is not None)
+    )
     return path
 
 
 def run_here(config: RunConfig, resume: bool = False, progress: Any = None) -> RunDirectory:
-    """Run a session on the Ray that is already there, in processes that stay for the next run (``tests.cluster.hosts``)."""
+    """Run a session on the Ray that is already there, in processes that stay for the next run
+    (``tests.cluster.hosts``).
+    """
     rundir = RunDirectory.of(config)
     if not resume:
         rundir.create(config)
@@ -83,7 +102,10 @@ def main_here(*arguments: Any) -> int:
 
 def adapters(rundir: RunDirectory, step: int) -> dict[str, bytes]:
     """The bytes of every safetensors file of a checkpoint."""
-    return {path.name: path.read_bytes() for path in sorted((rundir.checkpoints / f"step_{step:06d}").glob("*.safetensors"))}
+    return {
+        path.name: path.read_bytes()
+        for path in sorted((rundir.checkpoints / f"step_{step:06d}").glob("*.safetensors"))
+    }
 
 
 def selections(rundir: RunDirectory) -> list[Any]:

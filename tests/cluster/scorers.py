@@ -17,7 +17,9 @@ class Broken:
     def __init__(self, kind: str):
         self.kind = kind
 
-    def __call__(self, images: np.ndarray, prompts: Sequence[str], metadata: Sequence[dict[str, Any]]) -> np.ndarray:
+    def __call__(
+        self, images: np.ndarray, prompts: Sequence[str], metadata: Sequence[dict[str, Any]]
+    ) -> np.ndarray:
         scores = images.reshape(len(images), -1).mean(1).astype(np.float32)
         match self.kind:
             case "raises":
@@ -32,19 +34,27 @@ class Broken:
 
 
 class Lot:
-    """A reward by lot, drawn by the picture's bytes: the least change of a picture changes its rank altogether."""
+    """A reward by lot, drawn by the picture's bytes: the least change of a picture changes its rank
+    altogether.
+    """
 
-    def __call__(self, images: np.ndarray, prompts: Sequence[str], metadata: Sequence[dict[str, Any]]) -> np.ndarray:
+    def __call__(
+        self, images: np.ndarray, prompts: Sequence[str], metadata: Sequence[dict[str, Any]]
+    ) -> np.ndarray:
         return np.array([zlib.crc32(image.tobytes()) / 2**32 for image in images], np.float32)
 
 
 class Misbehaves:
-    """Scores a picture by its mean, but for what ``kind`` says; "once ..." only as long as the file ``mark`` is not there."""
+    """Scores a picture by its mean, but for what ``kind`` says; "once ..." only as long as the file
+    ``mark`` is not there.
+    """
 
     def __init__(self, kind: str, mark: str = ""):
         self.kind, self.mark = kind, Path(mark) if mark else None
 
-    def __call__(self, images: np.ndarray, prompts: Sequence[str], metadata: Sequence[dict[str, Any]]) -> Any:
+    def __call__(
+        self, images: np.ndarray, prompts: Sequence[str], metadata: Sequence[dict[str, Any]]
+    ) -> Any:
         scores = images.reshape(len(images), -1).mean(1).astype(np.float32)
         kind = self.kind
         if self.mark and kind == "counts":

@@ -1,5 +1,6 @@
-"""Ray's own autoscaler (version 2) on nodes that it simulates: a run that lacks nodes asks for them, grows by what comes, gets another
-for one that is lost, and leaves no wish behind."""
+"""Ray's own autoscaler (version 2) on nodes that it simulates: a run that lacks nodes asks for
+them, grows by what comes, gets another for one that is lost, and leaves no wish behind.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +29,14 @@ MOST_NODES, WAIT_S = 3, 40
 LABELS = {"pool": "explorers"}
 HEAD_NODE = "f" * 51 + "00000"
 """Simulated nodes are numbered; the head is the first."""
-COMMANDS = ("initialization", "setup", "head_setup", "worker_setup", "head_start_ray", "worker_start_ray")
+COMMANDS = (
+    "initialization",
+    "setup",
+    "head_setup",
+    "worker_setup",
+    "head_start_ray",
+    "worker_start_ray",
+)
 ENVIRONMENT = {
     "RAY_enable_autoscaler_v2": "1",
     "RAY_FAKE_CLUSTER": "1",
@@ -39,7 +47,9 @@ ENVIRONMENT = {
 
 
 def autoscaling(port: int) -> dict[str, Any]:
-    """Besides the head, up to three nodes for explorers: a CPU, a GPU by name, a label; a node that idles for a while is taken back."""
+    """Besides the head, up to three nodes for explorers: a CPU, a GPU by name, a label; a node that
+    idles for a while is taken back.
+    """
     common: dict[str, Any] = {"node_config": {}, "min_workers": 0}
     return {
         "cluster_name": "simulated",
@@ -57,7 +67,12 @@ def autoscaling(port: int) -> dict[str, Any]:
         },
         "available_node_types": {
             "ray.head.default": {**common, "resources": {"CPU": 8}, "max_workers": 0},
-            "explorers": {**common, "resources": {"CPU": 1, "GPU": 1}, "labels": LABELS, "max_workers": MOST_NODES},
+            "explorers": {
+                **common,
+                "resources": {"CPU": 1, "GPU": 1},
+                "labels": LABELS,
+                "max_workers": MOST_NODES,
+            },
         },
         "head_node_type": "ray.head.default",
         "auth": {"ssh_user": "nobody"},
@@ -68,14 +83,18 @@ def autoscaling(port: int) -> dict[str, Any]:
 
 
 class Job:
-    """A run on a head, as a process that joins it: simulated nodes share a directory, and would unpack a job's files over each other."""
+    """A run on a head, as a process that joins it: simulated nodes share a directory, and would
+    unpack a job's files over each other.
+    """
 
     def __init__(self, head: Head, config: RunConfig, folder: Path):
         self.head, self.run = head, RunDirectory(Path(config.run_root or "") / config.name)
         self.address = f"127.0.0.1:{head.gcs}"
         command = [sys.executable, "-u", "-m", "cluster", "train", str(write_toml(config, folder))]
         environment = {**head.env, "RAY_ADDRESS": self.address}
-        self.process = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=PIPE, stderr=STDOUT, text=True)
+        self.process = subprocess.Popen(
+            command, cwd=ROOT, env=environment, stdout=PIPE, stderr=STDOUT, text=True
+        )
 
     def wait(self, *names: str, count: int = 1, seconds: float = 600) -> list[dict[str, Any]]:
         """The events of these names, once there are so many."""
@@ -94,13 +113,21 @@ class Job:
         return self.head.sol_rl("scale", "--rollout", size, "--address", self.address)
 
     def wishes(self) -> str:
-        """What the autoscaler is asked for now: placement groups that wait, resources that were requested."""
+        """What the autoscaler is asked for now: placement groups that wait, resources that were
+        requested.
+        """
         code = (
             "from ray.autoscaler.v2.sdk import get_cluster_status as status\n"
             f"asked = status({self.address!r}).resource_demands\n"
             "print(asked.placement_group_demand, asked.cluster_constraint_demand)"
         )
-        done = subprocess.run([sys.executable, "-c", code], env=self.head.env, capture_output=True, text=True, timeout=120)
+        done = subprocess.run(
+            [sys.executable, "-c", code],
+            env=self.head.env,
+            capture_output=True,
+            text=True,
+            timeout=120,
+        )
         return done.stdout.strip()
 
     def stop(self) -> str:
@@ -113,7 +140,9 @@ class Job:
 
 @contextmanager
 def job_on_an_autoscaling_cluster(config: RunConfig, folder: Path) -> Iterator[Job]:
-    head = Head(Path("/tmp") / f"sol-rl-auto-{os.getpid()}-{config.name}", autoscaling, **ENVIRONMENT)
+    head = Head(
+        Path("/tmp") / f"sol-rl-auto-{os.getpid()}-{config.name}", autoscaling, **ENVIRONMENT
+    )
     job = None
     try:
         head.wait()
@@ -134,7 +163,11 @@ def nodes_of(head: Head) -> dict[str, psutil.Process]:
     found = {}
     for process in psutil.process_iter(["name"]):
         with suppress(psutil.NoSuchProcess):  # it ended just now
-            if process.info["name"] == "raylet" and head.owns(process) and process.status() != psutil.STATUS_ZOMBIE:
+            if (
+                process.info["name"] == "raylet"
+                and head.owns(process)
+                and process.status() != psutil.STATUS_ZOMBIE
+            ):
                 found[process.environ()["RAY_OVERRIDE_NODE_ID_FOR_TESTING"]] = process
     return found
 
@@ -143,22 +176,34 @@ def test_nodes_are_asked_for_replaced_and_given_back(ray_here, tiny_sd3_dir, tmp
     services = {"rollout": explorers(actors=1), "wait_for_nodes_s": WAIT_S}
     config = tiny_config(tiny_sd3_dir, tmp_path, "asks", iterations=4000, services=services)
     with job_on_an_autoscaling_cluster(config, tmp_path) as job:
-        (started,) = [event for event in job.wait("actor_started", count=5) if event["kind"] == "rollout"]
+        (started,) = [
+            event for event in job.wait("actor_started", count=5) if event["kind"] == "rollout"
+        ]
         grown = job.scale(3)
-        assert grown.returncode == 0 and "rollout: 1 -> 3 actors" in grown.stdout, grown.stdout + grown.stderr
+        assert grown.returncode == 0 and "rollout: 1 -> 3 actors" in grown.stdout, (
+            grown.stdout + grown.stderr
+        )
         added = job.wait("actor_added", count=2)
         assert len({event["node"] for event in (started, *added)}) == MOST_NODES
 
         began = time.monotonic()
         refused = job.scale(4)
-        assert refused.returncode == 2 and "cannot grow: services.rollout: 1 of 1 actors have no place" in refused.stderr
-        assert "each needs 1 CPU and 1 GPU on a node with pool=explorers" in refused.stderr, refused.stderr
+        assert (
+            refused.returncode == 2
+            and "cannot grow: services.rollout: 1 of 1 actors have no place" in refused.stderr
+        )
+        assert "each needs 1 CPU and 1 GPU on a node with pool=explorers" in refused.stderr, (
+            refused.stderr
+        )
         assert time.monotonic() - began >= WAIT_S, "a node had no time to come"
         assert job.wishes() == "[] []"
 
         nodes_of(job.head)[added[0]["node"]].kill()
         (lost,) = job.wait("node_lost")
-        assert (lost["node"], lost["actors"]) == (added[0]["node"], [f"rollout-{added[0]['actor']}"])
+        assert (lost["node"], lost["actors"]) == (
+            added[0]["node"],
+            [f"rollout-{added[0]['actor']}"],
+        )
         (replaced,) = job.wait("actor_replaced")
         assert replaced["node"] not in {event["node"] for event in (started, *added)}
         assert job.wishes() == "[] []"
@@ -166,22 +211,31 @@ def test_nodes_are_asked_for_replaced_and_given_back(ray_here, tiny_sd3_dir, tmp
         assert job.scale(1).returncode == 0
         wait_for(lambda: len(nodes_of(job.head)) == 2)
         printed = job.stop()
-    assert f"waiting up to {WAIT_S} s for nodes: services.rollout: 1 of 1 actors have no place" in printed
+    assert (
+        f"waiting up to {WAIT_S} s for nodes: services.rollout: 1 of 1 actors have no place"
+        in printed
+    )
     asked = [event["actors"] for event in job.events() if event["event"] == "nodes_asked"]
     assert asked == [["rollout-1", "rollout-2"], ["rollout-3"], [f"rollout-{added[0]['actor']}"]]
 
 
-def test_a_pool_that_sizes_itself_takes_what_the_autoscaler_can_give(ray_here, tiny_sd3_dir, tmp_path):
+def test_a_pool_that_sizes_itself_takes_what_the_autoscaler_can_give(
+    ray_here, tiny_sd3_dir, tmp_path
+):
     """From two it wants four, of three nodes; then six, of none: it has three, and the run goes on."""
     rule = {"enabled": True, "grow_above": 0.02, "shrink_below": 0.001, "patience": 1, "step": 1.0}
     services = {"rollout": explorers(actors=2), "wait_for_nodes_s": WAIT_S, "autoscale": rule}
     slow = {"explore__steps": 30, "regenerate__steps": 1}  # the learner waits
-    config = tiny_config(tiny_sd3_dir, tmp_path, "sizes-itself", iterations=4000, services=services, **slow)
+    config = tiny_config(
+        tiny_sd3_dir, tmp_path, "sizes-itself", iterations=4000, services=services, **slow
+    )
     with job_on_an_autoscaling_cluster(config, tmp_path) as job:
         (scaled,) = job.wait("pool_scaled")
         assert (scaled["before"], scaled["after"], scaled["asked"]) == (2, 3, 4)
         (refused,) = job.wait("scaling_refused")
-        assert refused["asked"] == {"rollout": 6} and "3 of 3 actors have no place" in refused["why"]
+        assert (
+            refused["asked"] == {"rollout": 6} and "3 of 3 actors have no place" in refused["why"]
+        )
         iterations = len(job.run.metrics())
         wait_for(lambda: len(job.run.metrics()) > iterations)
         assert not any(event["event"] == "actor_died" for event in job.events())

@@ -1,4 +1,6 @@
-"""An evaluation that was cut short is done when the run goes on: the rows, scores and LoRA are those of a run never stopped."""
+"""An evaluation that was cut short is done when the run goes on: the rows, scores and LoRA are
+those of a run never stopped.
+"""
 
 from pathlib import Path
 from typing import Any
@@ -19,7 +21,11 @@ ROWS = [(kind, i) for i in range(3) for kind in ("evaluation", "iteration")] + [
 
 @pytest.fixture(scope="module")
 def reference(ray_here, tiny_sd3_dir, tmp_path_factory) -> RunDirectory:
-    run = run_here(tiny_config(tiny_sd3_dir, tmp_path_factory.mktemp("evaluated"), "evaluated", evaluate__every=1))
+    run = run_here(
+        tiny_config(
+            tiny_sd3_dir, tmp_path_factory.mktemp("evaluated"), "evaluated", evaluate__every=1
+        )
+    )
     assert rows_of(run) == ROWS
     return run
 
@@ -39,8 +45,9 @@ def assert_as_if_nothing_had_been(run: RunDirectory, reference: RunDirectory) ->
 
 
 def cut(config: RunConfig, iteration: int, moment: str) -> None:
-    """A run that ends in the evaluation after ``iteration``: when pictures have been scored, or when the scores have been written and
-    the row has not."""
+    """A run that ends in the evaluation after ``iteration``: when pictures have been scored, or
+    when the scores have been written and the row has not.
+    """
     row, pictures = Sinks.row, held_out.save_pictures
 
     def scored(directory: Path, i: int, *shown: Any) -> None:
@@ -53,15 +60,21 @@ def cut(config: RunConfig, iteration: int, moment: str) -> None:
             raise RunFailed("cut")
         row(self, values)
 
-    place: tuple[Any, str, Any] = (held_out, "save_pictures", scored) if moment == "scored" else (Sinks, "row", written)
+    place: tuple[Any, str, Any] = (
+        (held_out, "save_pictures", scored) if moment == "scored" else (Sinks, "row", written)
+    )
     with mock.patch.object(*place), pytest.raises(RunFailed, match="cut"):
         run_here(config)
     run = RunDirectory.of(config)
     assert ("evaluation", iteration) not in rows_of(run)
-    assert (run.path / "evaluations" / f"step_{iteration:06d}.json").exists() == (moment == "written")
+    assert (run.path / "evaluations" / f"step_{iteration:06d}.json").exists() == (
+        moment == "written"
+    )
 
 
-@pytest.mark.parametrize(("iteration", "moment"), [(0, "written"), (1, "scored"), (1, "written"), (3, "written")])
+@pytest.mark.parametrize(
+    ("iteration", "moment"), [(0, "written"), (1, "scored"), (1, "written"), (3, "written")]
+)
 def test_a_run_that_is_resumed(reference, tiny_sd3_dir, tmp_path, iteration, moment):
     config = tiny_config(tiny_sd3_dir, tmp_path, "cut", evaluate__every=1)
     cut(config, iteration, moment)
@@ -85,4 +98,6 @@ def test_a_run_that_had_ended_early_trains_no_further(ray_here, tiny_sd3_dir, tm
     assert rows_of(RunDirectory.of(config)) == trained
     run = run_here(config, resume=True)
     assert rows_of(run) == [*trained, ("evaluation", 2)]
-    assert [event["iteration"] for event in run.events() if event["event"] == "stopped_early"] == [2]
+    assert [event["iteration"] for event in run.events() if event["event"] == "stopped_early"] == [
+        2
+    ]

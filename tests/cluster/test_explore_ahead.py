@@ -1,5 +1,7 @@
-"""Exploring ahead. Invariants: iteration i is explored with exactly the policy of i - 1, whatever the pool, kills and resumes;
-what is regenerated and trained on is the newest policy's; staleness is told and bounded."""
+"""Exploring ahead. Invariants: iteration i is explored with exactly the policy of i - 1, whatever
+the pool, kills and resumes; what is regenerated and trained on is the newest policy's; staleness is
+told and bounded.
+"""
 
 from types import SimpleNamespace
 from typing import Any
@@ -25,7 +27,9 @@ def ahead(model, root, name: str, **changes: Any):
 @pytest.fixture(scope="module")
 def alone(ray_here, tiny_sd3_dir, tmp_path_factory) -> RunDirectory:
     """Three iterations with one rollout actor."""
-    return run_here(ahead(tiny_sd3_dir, tmp_path_factory.mktemp("alone"), "alone", services__rollout__actors=1))
+    return run_here(
+        ahead(tiny_sd3_dir, tmp_path_factory.mktemp("alone"), "alone", services__rollout__actors=1)
+    )
 
 
 def assert_same(run: RunDirectory, reference: RunDirectory) -> None:
@@ -39,7 +43,11 @@ def rows_of(run: RunDirectory) -> list[dict[str, Any]]:
 
 def test_an_iteration_is_explored_with_the_policy_of_the_one_before(alone, undisturbed):
     rows = rows_of(alone)
-    assert [row["explore/version"] for row in rows] == [0, 0, 1] == [line["version"] for line in selections(alone)]
+    assert (
+        [row["explore/version"] for row in rows]
+        == [0, 0, 1]
+        == [line["version"] for line in selections(alone)]
+    )
     assert [row["staleness"] for row in rows] == [0, 1, 1]
     assert [row["policy_version"] for row in rows] == [0, 1, 2]
     assert [row["weights/version"] for row in rows] == [1, 2, 3]
@@ -51,12 +59,16 @@ def test_an_iteration_is_explored_with_the_policy_of_the_one_before(alone, undis
 
 
 def test_the_next_iteration_begins_before_the_last_one_ends(alone):
-    """The first has nobody before it; of the others a part was explored before their turn, and what is not adds up to the iteration."""
+    """The first has nobody before it; of the others a part was explored before their turn, and what
+    is not adds up to the iteration.
+    """
     rows = rows_of(alone)
     assert rows[0]["time/explore_ahead_s"] == 0.0
     assert all(row["time/explore_ahead_s"] > 0 for row in rows[1:])
     for row in rows:
-        parts = sum(row[f"time/{part}_s"] for part in ("explore", "regenerate", "update", "publish"))
+        parts = sum(
+            row[f"time/{part}_s"] for part in ("explore", "regenerate", "update", "publish")
+        )
         assert parts <= row["time/iteration_s"] + 1e-6
 
 
@@ -65,7 +77,9 @@ def test_the_number_of_rollout_actors_changes_nothing(alone, tiny_sd3_dir, tmp_p
 
 
 def test_a_resumed_run_explores_with_the_same_older_policy(alone, tiny_sd3_dir, tmp_path):
-    """Stopped after two iterations, the third is explored with policy 1, which only the checkpoint still knows."""
+    """Stopped after two iterations, the third is explored with policy 1, which only the checkpoint
+    still knows.
+    """
     run_here(ahead(tiny_sd3_dir, tmp_path, "resumed", iterations=2))
     run = run_here(ahead(tiny_sd3_dir, tmp_path, "resumed"), resume=True)
     assert_same(run, alone)
@@ -76,15 +90,22 @@ def test_a_resumed_run_explores_with_the_same_older_policy(alone, tiny_sd3_dir, 
 @pytest.mark.timeout(900)  # a process is started anew
 @pytest.mark.parametrize(
     ("fault", "versions"),
-    [(Fault("rollout", "kill", 1, "regenerated"), [0, 1, 2, 3]), (Fault("learner", "kill", 2, "regenerated"), [0, 1, 2, 1, 2, 3])],
+    [
+        (Fault("rollout", "kill", 1, "regenerated"), [0, 1, 2, 3]),
+        (Fault("learner", "kill", 2, "regenerated"), [0, 1, 2, 1, 2, 3]),
+    ],
 )
 def test_a_kill_changes_nothing(alone, tiny_sd3_dir, tmp_path, fault, versions):
-    """An explorer's replacement, and what a new learner exports after going back, have the older policy too."""
+    """An explorer's replacement, and what a new learner exports after going back, have the older
+    policy too.
+    """
     striker = Striker(fault)
     run = run_here(ahead(tiny_sd3_dir, tmp_path, fault.kind), progress=striker)
     assert striker.done == [fault]
     assert outcome(run, 3) == outcome(alone, 3)
-    assert [event["version"] for event in run.events() if event["event"] == "version_published"] == versions
+    assert [
+        event["version"] for event in run.events() if event["event"] == "version_published"
+    ] == versions
 
 
 # ---- in one process, without Ray
@@ -113,14 +134,21 @@ def test_in_any_order_and_pool_the_bits_are_the_same(played):
 
 
 def test_exploring_overlaps_with_learning_and_publishing_changes_nobodys_weights(played):
-    """In some order a chunk of the next iteration is explored before the update, and one after a newer version was published."""
+    """In some order a chunk of the next iteration is explored before the update, and one after a
+    newer version was published.
+    """
     before, after = 0, 0
     for run in played:
-        chunks = {iteration: [at for at, key in enumerate(run.log) if chunk_of(key) == iteration] for iteration in range(3)}
+        chunks = {
+            iteration: [at for at, key in enumerate(run.log) if chunk_of(key) == iteration]
+            for iteration in range(3)
+        }
         assert len(chunks[1]) == len(chunks[2]) == 8
         for iteration in (0, 1):
             before += sum(at < run.log.index(("update", iteration)) for at in chunks[iteration + 1])
-            after += sum(at > run.log.index(("export", iteration + 1)) for at in chunks[iteration + 1])
+            after += sum(
+                at > run.log.index(("export", iteration + 1)) for at in chunks[iteration + 1]
+            )
     assert before > 0 and after > 0
 
 
@@ -137,11 +165,15 @@ def test_without_it_an_iteration_is_explored_by_its_own_policy(played, tiny_sd3_
     assert newest.chosen[0] == played[0].chosen[0]
     means = [run.rows[1]["explore/reward_mean"] for run in (newest, played[0])]
     assert means[0] != means[1]  # other policies draw other pictures of the same noises
-    assert "previous.safetensors" in played[0].files() and "previous.safetensors" not in newest.files()
+    assert (
+        "previous.safetensors" in played[0].files() and "previous.safetensors" not in newest.files()
+    )
 
 
 @pytest.mark.parametrize("stop", [1, 2])
-def test_from_a_checkpoint_the_next_iteration_has_the_same_older_policy(played, tiny_sd3_dir, tmp_path, stop):
+def test_from_a_checkpoint_the_next_iteration_has_the_same_older_policy(
+    played, tiny_sd3_dir, tmp_path, stop
+):
     config = ahead(tiny_sd3_dir, tmp_path, "stopped")
     half = play(config, tmp_path, seed=5, stop=stop)
     rest = play(config, tmp_path, explorers=2, seed=6, start=half.checkpoint)
@@ -168,20 +200,32 @@ def test_the_learner_exports_the_policy_before_its_last_update(tiny_sd3_dir, tmp
         tiny_trainer(tiny_sd3_dir).export(4, weights="previous")
 
 
-@pytest.mark.parametrize(("version", "bound", "fits"), [(5, 0, True), (4, 0, False), (4, 1, True), (3, 1, False), (6, 1, False)])
+@pytest.mark.parametrize(
+    ("version", "bound", "fits"),
+    [(5, 0, True), (4, 0, False), (4, 1, True), (3, 1, False), (6, 1, False)],
+)
 def test_staleness_is_bounded(version, bound, fits):
     it = Iteration(5, version, None, [], [], SimpleNamespace())  # pyright: ignore[reportArgumentType]
     if fits:
         it.check_staleness(bound)
         assert it.staleness == 5 - version
     else:
-        with pytest.raises(RunFailed, match=f"iteration 5 was explored with policy version {version}, explore_ahead = {bound}"):
+        with pytest.raises(
+            RunFailed,
+            match=(
+                f"iteration 5 was explored with policy version {version}, explore_ahead = {bound}"
+            ),
+        ):
             it.check_staleness(bound)
 
 
 @pytest.mark.parametrize(
     ("arm", "why"),
-    [("diffusionnft", "explores nothing"), ("naive_scaling", "explored pictures"), ("naive_quant", "explored pictures")],
+    [
+        ("diffusionnft", "explores nothing"),
+        ("naive_scaling", "explored pictures"),
+        ("naive_quant", "explored pictures"),
+    ],
 )
 def test_arms_that_do_not_regenerate_what_they_explored_refuse_it(tmp_path, arm, why):
     with pytest.raises(ConfigError) as error:
@@ -193,6 +237,13 @@ def test_arms_that_do_not_regenerate_what_they_explored_refuse_it(tmp_path, arm,
 def test_it_can_be_compared():
     request = Request("quickstart", arms=("sol_rl", "naive_quant"), vary=("explore_ahead=0,1",))
     cells = read_comparison(request).cells
-    assert [(cell.tree["explore_ahead"], cell.refused is None) for cell in cells] == [(0, True), (1, True), (0, True), (1, False)]
+    assert [(cell.tree["explore_ahead"], cell.refused is None) for cell in cells] == [
+        (0, True),
+        (1, True),
+        (0, True),
+        (1, False),
+    ]
     comparison = read_comparison(Request("ahead"))
-    assert [cell.tree.get("explore_ahead") for cell in comparison.cells] == [0, 1] and len(comparison.seeds) == 3
+    assert [cell.tree.get("explore_ahead") for cell in comparison.cells] == [0, 1] and len(
+        comparison.seeds
+    ) == 3

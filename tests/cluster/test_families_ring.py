@@ -1,4 +1,6 @@
-"""The ring on a tiny pipeline of the other families: the loop and the actors are the same, only [model] differs."""
+"""The ring on a tiny pipeline of the other families: the loop and the actors are the same, only
+[model] differs.
+"""
 
 import json
 from typing import Any
@@ -18,11 +20,25 @@ from tests.tiny_families import SETTINGS, SOLVER, as_array, stock_call, stock_pi
 
 
 def one_iteration(name: str, directory: Any, root: Any) -> Any:
-    """One prompt, 4-in-8, two stages, NVFP4 emulated as `auto` has it, one rollout actor; evaluated before and after."""
-    changes: dict[str, Any] = {f"model__{key}": value for key, value in {"family": name, **SETTINGS[name]}.items()}
-    changes |= {"iterations": 1, "prompts__per_iteration": 1, "explore__chunk_size": 4, "services__rollout__actors": 1}
+    """One prompt, 4-in-8, two stages, NVFP4 emulated as `auto` has it, one rollout actor; evaluated
+    before and after.
+    """
+    changes: dict[str, Any] = {
+        f"model__{key}": value for key, value in {"family": name, **SETTINGS[name]}.items()
+    }
+    changes |= {
+        "iterations": 1,
+        "prompts__per_iteration": 1,
+        "explore__chunk_size": 4,
+        "services__rollout__actors": 1,
+    }
     changes |= {"explore__backend": "auto"}
-    changes |= {"evaluate__solver": SOLVER[name], "evaluate__prompts": 2, "evaluate__steps": 3, "evaluate__noises": 2}
+    changes |= {
+        "evaluate__solver": SOLVER[name],
+        "evaluate__prompts": 2,
+        "evaluate__steps": 3,
+        "evaluate__noises": 2,
+    }
     return run_here(tiny_config(directory, root, name, ema__decay=0.0, **changes))
 
 
@@ -31,17 +47,33 @@ def test_the_ring_runs_and_its_lora_draws_in_the_stock_pipeline(ray_here, reques
     directory = request.getfixturevalue(f"tiny_{name}_dir")
     run = one_iteration(name, directory, tmp_path)
     rows = run.metrics()
-    assert [(row["kind"], row["iteration"]) for row in rows] == [("evaluation", 0), ("iteration", 0), ("evaluation", 1)]
-    assert rows[1]["samples_seen"] == 4 and rows[1]["policy_version"] == 0 and rows[1]["weights/version"] == 1
+    assert [(row["kind"], row["iteration"]) for row in rows] == [
+        ("evaluation", 0),
+        ("iteration", 0),
+        ("evaluation", 1),
+    ]
+    assert (
+        rows[1]["samples_seen"] == 4
+        and rows[1]["policy_version"] == 0
+        and rows[1]["weights/version"] == 1
+    )
     assert rows[1]["rewards/failed"] == 0 and 0 < rows[1]["weights/codes_changed"] < 1
     names = [event["event"] for event in run.events()]
-    assert names[0] == "run_started" and names[-1] == "run_finished" and names.count("actor_started") == 5
+    assert (
+        names[0] == "run_started"
+        and names[-1] == "run_finished"
+        and names.count("actor_started") == 5
+    )
     (chosen,) = [event for event in run.events() if event["event"] == "backend_chosen"]
-    assert chosen["backend"] == "emulated_nvfp4" and chosen["why"].startswith("auto: there is no NVFP4 kernel for cpu here")
+    assert chosen["backend"] == "emulated_nvfp4" and chosen["why"].startswith(
+        "auto: there is no NVFP4 kernel for cpu here"
+    )
     (selection,) = [json.loads(line) for line in run.selections_file.read_text().splitlines()]
     assert selection
     state = load_file(run.checkpoints / "step_000001" / "ema.safetensors")
-    assert all(bool(tensor.abs().max() > 0.01) for key, tensor in state.items() if "lora_B" in key)  # B starts at zero
+    assert all(
+        bool(tensor.abs().max() > 0.01) for key, tensor in state.items() if "lora_B" in key
+    )  # B starts at zero
 
     config = run.configuration()
     lora = export_run(run, config, tmp_path / "lora", "ema", None)
@@ -50,12 +82,15 @@ def test_the_ring_runs_and_its_lora_draws_in_the_stock_pipeline(ray_here, reques
     def stock() -> np.ndarray:
         pictures = []
         for p, prompt in enumerate(read_prompts(config.prompts.test)[:2]):
-            noise = noise_for([stream_seed(config.seed, "evaluate", p, n) for n in range(2)], family.latent_shape)
+            noise = noise_for(
+                [stream_seed(config.seed, "evaluate", p, n) for n in range(2)], family.latent_shape
+            )
             pictures.append(as_array(stock_call(pipe, config.model, prompt.text, noise, 3, "pil")))
         return np.stack(pictures).astype(int)
 
     base = stock()
-    # other batches, and for SANA another rounding of the solver's coefficients: a grey level apart where .5 is rounded
+    # other batches, and for SANA another rounding of the solver's coefficients: a grey level apart
+    # where .5 is rounded
     assert np.abs(load_step(run.images, 0).astype(int) - base).max() <= 1
     pipe.load_lora_weights(str(lora))
     with torch.no_grad():

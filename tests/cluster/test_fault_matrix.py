@@ -1,7 +1,9 @@
-"""What is struck (rollout, reward, encoder, selector, learner, the driver, a chunk) against how (killed, hung, its node lost).
+"""What is struck (rollout, reward, encoder, selector, learner, the driver, a chunk) against how
+(killed, hung, its node lost).
 
-Invariants of every cell: the run ends as it should; every unit counts once; selections, metrics and LoRA are those of the undisturbed
-run, bit for bit; nothing that was struck lives on; and nothing goes on for ever. ``faults`` says what can be done and when.
+Invariants of every cell: the run ends as it should; every unit counts once; selections, metrics and
+LoRA are those of the undisturbed run, bit for bit; nothing that was struck lives on; and nothing
+goes on for ever. ``faults`` says what can be done and when.
 """
 
 import os
@@ -24,7 +26,16 @@ from actors.rollout import RolloutActor
 from records.errors import RunFailed
 from records.rundir import RunDirectory
 from tests.cluster import nodes
-from tests.cluster.faults import SERVICES, Fault, Recovery, Striker, Way, outcome, recoveries, recovery_table
+from tests.cluster.faults import (
+    SERVICES,
+    Fault,
+    Recovery,
+    Striker,
+    Way,
+    outcome,
+    recoveries,
+    recovery_table,
+)
 from tests.cluster.processes import finish, kill_tree, start, wait_until
 from tests.cluster.runs import main_here, run_here, tiny_config, write_toml
 
@@ -32,13 +43,21 @@ ROOT = Path(__file__).parent.parent.parent
 STATELESS = ("rollout", "reward", "encoder", "selector")
 DEADLINE_S = 15.0
 """Of the services that hang here. A unit of the tiny run takes a fraction of a second."""
-SECONDS = {f"services__{kind}__deadline_s": DEADLINE_S for kind in STATELESS} | {"services__learner__deadline_s": 2 * DEADLINE_S}
+SECONDS = {f"services__{kind}__deadline_s": DEADLINE_S for kind in STATELESS} | {
+    "services__learner__deadline_s": 2 * DEADLINE_S
+}
 slow = pytest.mark.slow
 
 
 def assert_as_if_nothing_had_been(run: RunDirectory, undisturbed: RunDirectory) -> None:
     rows = [(row["kind"], row["iteration"]) for row in run.metrics()]
-    assert rows == [("evaluation", 0), ("iteration", 0), ("iteration", 1), ("iteration", 2), ("evaluation", 3)]
+    assert rows == [
+        ("evaluation", 0),
+        ("iteration", 0),
+        ("iteration", 1),
+        ("iteration", 2),
+        ("evaluation", 3),
+    ]
     assert outcome(run, 3) == outcome(undisturbed, 3)
 
 
@@ -50,7 +69,12 @@ def died(run: RunDirectory) -> list[str]:
 
 
 def each_in_another_phase(way: Way) -> list[Fault]:
-    moments = {"rollout": (0, "explored"), "encoder": (1, "begin"), "reward": (1, "explored"), "selector": (2, "scored")}
+    moments = {
+        "rollout": (0, "explored"),
+        "encoder": (1, "begin"),
+        "reward": (1, "explored"),
+        "selector": (2, "scored"),
+    }
     return [Fault(kind, way, *moments[kind]) for kind in STATELESS]
 
 
@@ -84,23 +108,32 @@ def test_stateless_services(undisturbed, tiny_sd3_dir, tmp_path, way):
     ],
 )
 def test_the_learner(undisturbed, tiny_sd3_dir, tmp_path, way, every, iteration, moment, back_to):
-    """Restored by itself from the newest checkpoint; the versions since are published again, then the run goes on."""
+    """Restored by itself from the newest checkpoint; the versions since are published again, then
+    the run goes on.
+    """
     striker = Striker(Fault("learner", way, iteration, moment))
     changes = {"checkpoint__every": every, **(SECONDS if way == "stop" else {})}
-    run = run_here(tiny_config(tiny_sd3_dir, tmp_path, f"{way}-{moment}", **changes), progress=striker)
+    run = run_here(
+        tiny_config(tiny_sd3_dir, tmp_path, f"{way}-{moment}", **changes), progress=striker
+    )
     assert_as_if_nothing_had_been(run, undisturbed)
     assert died(run) == ["learner"]
     events = run.events()
     (restored,) = [event for event in events if event["event"] == "learner_restored"]
     assert (restored["iteration"], restored["during"]) == (back_to, iteration)
     versions = [event["version"] for event in events if event["event"] == "version_published"]
-    assert versions == [*range(iteration + 1), *range(back_to, 4)]  # the same version again, then on
+    assert versions == [
+        *range(iteration + 1),
+        *range(back_to, 4),
+    ]  # the same version again, then on
     assert striker.left_over == []
 
 
 def test_a_learner_that_dies_again_and_again_ends_the_run(ray_here, tiny_sd3_dir, tmp_path):
     config = tiny_config(tiny_sd3_dir, tmp_path, "hopeless", services__learner__max_restarts=1)
-    with pytest.raises(RunFailed, match="the learner was lost.*max_restarts = 1 returns .* used up.*--resume"):
+    with pytest.raises(
+        RunFailed, match="the learner was lost.*max_restarts = 1 returns .* used up.*--resume"
+    ):
         run_here(config, progress=Striker(Fault("learner", "kill", 0, "regenerated", always=True)))
 
 
@@ -129,31 +162,47 @@ class PoisonedEncoder(EncoderActor):
 @pytest.mark.parametrize(
     ("actor", "named"),
     [
-        (PoisonedRollout, "rollout: ChunkKey(iteration=0, prompt=1, chunk=2, version=0) failed 3 times"),
+        (
+            PoisonedRollout,
+            "rollout: ChunkKey(iteration=0, prompt=1, chunk=2, version=0) failed 3 times",
+        ),
         pytest.param(PoisonedEncoder, "encoder: ('encode', 0) failed 3 times", marks=slow),
     ],
 )
-def test_a_unit_that_kills_whoever_takes_it_ends_the_run(ray_here, tiny_sd3_dir, tmp_path, capsys, actor, named):
+def test_a_unit_that_kills_whoever_takes_it_ends_the_run(
+    ray_here, tiny_sd3_dir, tmp_path, capsys, actor, named
+):
     kind = named.partition(":")[0]
-    config = tiny_config(tiny_sd3_dir, tmp_path, "poison", iterations=1, **{f"services__{kind}__max_attempts": 3})
+    config = tiny_config(
+        tiny_sd3_dir, tmp_path, "poison", iterations=1, **{f"services__{kind}__max_attempts": 3}
+    )
     with mock.patch(f"cluster.driver.services.{actor.__base__.__name__}", actor):
         assert main_here("train", write_toml(config, tmp_path)) == 3
     last = capsys.readouterr().err.strip().splitlines()[-1]
     assert named in last, last
     events = RunDirectory.of(config).events()
     assert events[-1]["event"] == "run_failed" and named in events[-1]["why"]
-    # the first loss may be laid on the unit before it, whose answer was lost with the actor; from then on it goes alone
+    # the first loss may be laid on the unit before it, whose answer was lost with the actor; from
+    # then on it goes alone
     assert set(died(RunDirectory.of(config))) == {kind} and len(died(RunDirectory.of(config))) <= 4
     unit = named.partition(": ")[2].partition(" failed")[0]
-    assert sum(event["event"] == "chunk_reissued" and event["unit"] == unit for event in events) in (2, 3)
+    assert sum(
+        event["event"] == "chunk_reissued" and event["unit"] == unit for event in events
+    ) in (2, 3)
 
 
 # ---- the driver
 
 
 def the_driver(process: subprocess.Popen[str]) -> None:
-    """The driver alone; what it started must follow by itself. Ray's agents, which hold nothing, look for their head for a minute first."""
-    children = [each for each in psutil.Process(process.pid).children(recursive=True) if not each.name().endswith("Agent")]
+    """The driver alone; what it started must follow by itself. Ray's agents, which hold nothing,
+    look for their head for a minute first.
+    """
+    children = [
+        each
+        for each in psutil.Process(process.pid).children(recursive=True)
+        if not each.name().endswith("Agent")
+    ]
     assert any(each.name().startswith("ray::Rollout") for each in children)
     process.kill()
     process.wait(10)
@@ -167,16 +216,24 @@ def the_whole_tree(process: subprocess.Popen[str]) -> None:
 
 @pytest.mark.timeout(900)  # two runs with all that they start
 @pytest.mark.parametrize(
-    ("kill", "line"), [(the_driver, "checkpoint_saved"), pytest.param(the_whole_tree, '"version": 1', marks=slow)]
+    ("kill", "line"),
+    [(the_driver, "checkpoint_saved"), pytest.param(the_whole_tree, '"version": 1', marks=slow)],
 )
 def test_the_driver_is_killed_and_resumed(
-    undisturbed, tiny_sd3_dir, tmp_path, capsys, kill: Callable[[subprocess.Popen[str]], None], line: str
+    undisturbed,
+    tiny_sd3_dir,
+    tmp_path,
+    capsys,
+    kill: Callable[[subprocess.Popen[str]], None],
+    line: str,
 ):
     config = tiny_config(tiny_sd3_dir, tmp_path, "resumed", services__rollout__actors=1)
     file, run = write_toml(config, tmp_path), RunDirectory.of(config)
     process = start("train", str(file), stdout=DEVNULL, stderr=DEVNULL)
     try:
-        wait_until(lambda: run.events_file.exists() and line in run.events_file.read_text(), process)
+        wait_until(
+            lambda: run.events_file.exists() and line in run.events_file.read_text(), process
+        )
         kill(process)
     finally:
         kill_tree(process)
@@ -204,7 +261,13 @@ class Nodes:
         environment = {key: value for key, value in os.environ.items() if key != "RAY_ADDRESS"}
         command = [sys.executable, "-m", "tests.cluster.nodes", str(model), str(root)]
         self.process = subprocess.Popen(
-            command, cwd=ROOT, text=True, stdin=PIPE, stdout=self.log.open("w"), stderr=subprocess.STDOUT, env=environment
+            command,
+            cwd=ROOT,
+            text=True,
+            stdin=PIPE,
+            stdout=self.log.open("w"),
+            stderr=subprocess.STDOUT,
+            env=environment,
         )
 
     def run(self, kind: str) -> RunDirectory:
@@ -232,14 +295,21 @@ def simulated(tiny_sd3_dir, tmp_path_factory) -> Iterator[Nodes]:
 @pytest.mark.timeout(1500)
 @pytest.mark.parametrize("kind", SERVICES)
 def test_a_node_is_lost(simulated, undisturbed, kind):
-    """Its actors, and the objects it held, are gone at once; another node of the same label has room."""
+    """Its actors, and the objects it held, are gone at once; another node of the same label has
+    room.
+    """
     run = simulated.run(kind)
     assert_as_if_nothing_had_been(run, undisturbed)
     assert kind in died(run)
-    started = [event for event in run.events() if event["event"] in ("actor_started", "actor_replaced")]
+    started = [
+        event for event in run.events() if event["event"] in ("actor_started", "actor_replaced")
+    ]
     homes = [event["node"] for event in started if (event["kind"], event["actor"]) == (kind, 0)]
     lost = [event for event in run.events() if event["event"] == "node_lost"]
-    assert all(event["node"] == homes[0] and f"{kind}-0" in event["actors"] for event in lost) and len(lost) <= 1
+    assert (
+        all(event["node"] == homes[0] and f"{kind}-0" in event["actors"] for event in lost)
+        and len(lost) <= 1
+    )
     if kind != "rollout":  # the other explorer may end the run before the new one is there
         assert len(homes) == 2 and len(lost) == 1
     assert homes[0] not in homes[1:]
@@ -251,7 +321,9 @@ def test_a_node_is_lost(simulated, undisturbed, kind):
 
 
 def test_recovery_times_are_read_from_events():
-    def event(moment: float, name: str, kind: str = "rollout", actor: int = 1, **more: Any) -> dict[str, Any]:
+    def event(
+        moment: float, name: str, kind: str = "rollout", actor: int = 1, **more: Any
+    ) -> dict[str, Any]:
         return {"time": 100.0 + moment, "event": name, "kind": kind, "actor": actor, **more}
 
     events = [

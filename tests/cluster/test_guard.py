@@ -1,5 +1,7 @@
-"""The audit acts. Invariants: only what was measured counts, only in a row; what is decided after an iteration holds for the versions
-published from then on, in every pool and after a resume; nothing gets finer than what it stands for."""
+"""The audit acts. Invariants: only what was measured counts, only in a row; what is decided after
+an iteration holds for the versions published from then on, in every pool and after a resume;
+nothing gets finer than what it stands for.
+"""
 
 import json
 from typing import Any
@@ -24,10 +26,21 @@ class Told:
     def __init__(self, finest: str = "fp32", **settings: Any):
         self.events: list[tuple[str, dict[str, Any]]] = []
         self.notes: list[str] = []
-        self.guard = Guard(Audit(**settings), finest, lambda name, **fields: self.events.append((name, fields)), self.notes.append)
+        self.guard = Guard(
+            Audit(**settings),
+            finest,
+            lambda name, **fields: self.events.append((name, fields)),
+            self.notes.append,
+        )
 
     def judge(
-        self, index: int, signs: float | None = None, tau: float | None = None, explored="emulated_nvfp4", newest=None, runs=CPU
+        self,
+        index: int,
+        signs: float | None = None,
+        tau: float | None = None,
+        explored="emulated_nvfp4",
+        newest=None,
+        runs=CPU,
     ):
         row = {key: value for key, value in ((SIGNS, signs), (TAU, tau)) if value is not None}
         return self.guard.judge(index, row, explored, newest or explored, runs)
@@ -47,7 +60,9 @@ def test_it_warns_after_patience_iterations_in_a_row():
     told = Told(min_sign_agreement=0.8, patience=2)
     below = [told.judge(i, signs=signs) for i, signs in enumerate((0.7, 0.9, 0.7, 0.6, 0.5, 0.8))]
     assert [row["audit/below"] for row in below] == [1, 0, 1, 2, 1, 0]  # 0.8 itself is enough
-    assert told.events == [("audit_low", {"iteration": 3, "backend": "emulated_nvfp4", "patience": 2, SIGNS: 0.6})]
+    assert told.events == [
+        ("audit_low", {"iteration": 3, "backend": "emulated_nvfp4", "patience": 2, SIGNS: 0.6})
+    ]
     (note,) = told.notes
     assert "audit/sign_agreement = 0.600 is below its threshold, 2 iterations in a row" in note
     assert told.guard.backend is None
@@ -57,7 +72,9 @@ def test_either_measure_is_enough_and_what_was_not_measured_does_not_count():
     told = Told(min_sign_agreement=0.8, min_tau=0.5, random_seeds=4, patience=3)
     for index, (signs, tau) in enumerate([(0.9, 0.4), (None, None), (0.7, None), (None, 0.3)]):
         told.judge(index, signs=signs, tau=tau)
-    assert [(fields["iteration"], fields.get(SIGNS), fields.get(TAU)) for _, fields in told.events] == [(3, None, 0.3)]
+    assert [
+        (fields["iteration"], fields.get(SIGNS), fields.get(TAU)) for _, fields in told.events
+    ] == [(3, None, 0.3)]
 
 
 def test_it_moves_up_the_ladder_as_far_as_the_regenerating_precision():
@@ -66,13 +83,21 @@ def test_it_moves_up_the_ladder_as_far_as_the_regenerating_precision():
     for index in range(4):
         told.judge(index, signs=0.5, explored=explored)
         explored = told.guard.backend or explored
-    moves = [(f["iteration"], f["before"], f["after"], f["version"]) for name, f in told.events if name == "backend_moved"]
+    moves = [
+        (f["iteration"], f["before"], f["after"], f["version"])
+        for name, f in told.events
+        if name == "backend_moved"
+    ]
     assert moves == [(0, "emulated_nvfp4", "fp8", 1), (1, "fp8", "bf16", 2)]
-    assert told.names.count("audit_low") == 4 and "bf16 is the finest precision here" in told.notes[-1]
+    assert (
+        told.names.count("audit_low") == 4 and "bf16 is the finest precision here" in told.notes[-1]
+    )
 
 
 def test_while_a_move_is_under_way_nothing_is_counted():
-    """Exploring ahead, the iteration after the decision was already explored with the coarser precision."""
+    """Exploring ahead, the iteration after the decision was already explored with the coarser
+    precision.
+    """
     told = Told(min_sign_agreement=1.0, patience=1, action="finer_backend")
     told.judge(0, signs=0.5)
     assert told.guard.backend == "fp8"
@@ -84,20 +109,28 @@ def test_while_a_move_is_under_way_nothing_is_counted():
 
 def test_what_a_checkpoint_keeps_is_all_of_it():
     """The precision of the next version and of the one before, and the count."""
-    told, other = (Told(min_sign_agreement=1.0, patience=2, action="finer_backend") for _ in range(2))
+    told, other = (
+        Told(min_sign_agreement=1.0, patience=2, action="finer_backend") for _ in range(2)
+    )
     for index in range(3):
         told.judge(index, signs=0.5, explored="emulated_nvfp4" if index < 2 else "fp8")
     assert told.guard.state == {"backend": "fp8", "backend_before": "fp8", "below": 1}
     other.guard.restore(told.guard.state)
     for each in (told, other):
         each.judge(3, signs=0.5, explored="fp8")
-    assert other.guard.state == told.guard.state == {"backend": "bf16", "backend_before": "fp8", "below": 0}
+    assert (
+        other.guard.state
+        == told.guard.state
+        == {"backend": "bf16", "backend_before": "fp8", "below": 0}
+    )
     other.guard.restore({})
     assert other.guard.state == {"backend": None, "backend_before": None, "below": 0}
 
 
 def test_an_explorer_makes_its_denoiser_anew_for_another_precision(tiny_sd3_dir):
-    """Weights of one precision after those of another, and back to the configured one; a version that it has not is refused."""
+    """Weights of one precision after those of another, and back to the configured one; a version
+    that it has not is refused.
+    """
     trainer = tiny_trainer(tiny_sd3_dir, explore={"pool_size": 8, "backend": "emulated_nvfp4"})
     actor = RolloutActor(trainer.config.model_dump(mode="json"))
     assert actor.ready()["backend"] == "emulated_nvfp4" and set(actor.ready()["runs"]) == set(CPU)
@@ -108,7 +141,9 @@ def test_an_explorer_makes_its_denoiser_anew_for_another_precision(tiny_sd3_dir)
         request = ExploreChunk(ChunkKey(0, 0, 0, version), (1, 2), 2, "dpm2", return_latents=True)
         pictures.append(actor.explore(request, cond)[2]["latents"])
         with pytest.raises(RuntimeError, match=f"asks for version 9, this explorer has {version}"):
-            actor.explore(ExploreChunk(ChunkKey(0, 0, 0, 9), (1, 2), 2, "dpm2", return_latents=True), cond)
+            actor.explore(
+                ExploreChunk(ChunkKey(0, 0, 0, 9), (1, 2), 2, "dpm2", return_latents=True), cond
+            )
     assert np.array_equal(pictures[0], pictures[3])
     assert not any(np.array_equal(pictures[0], other) for other in pictures[1:3])
     errors = [float(np.abs(other - pictures[2]).mean()) for other in pictures[:2]]
@@ -129,7 +164,9 @@ AHEAD: dict[str, Any] = {**ALWAYS, "explore_ahead": 1, "iterations": 4}
 
 @pytest.fixture(scope="module")
 def moved(tiny_sd3_dir, tmp_path_factory) -> Played:
-    """Four iterations of one explorer, explored ahead, under a threshold that a ranking by lot does not meet."""
+    """Four iterations of one explorer, explored ahead, under a threshold that a ranking by lot does
+    not meet.
+    """
     root = tmp_path_factory.mktemp("moved")
     return play(tiny_config(tiny_sd3_dir, root, "moved", **AHEAD), root)
 
@@ -139,22 +176,38 @@ def backends(played: Played) -> list[str]:
 
 
 def test_the_next_iteration_is_explored_in_the_finer_precision(tiny_sd3_dir, tmp_path):
-    run = play(tiny_config(tiny_sd3_dir, tmp_path, "finer", **ALWAYS), tmp_path, explorers=2, seed=1)
-    same = play(tiny_config(tiny_sd3_dir, tmp_path, "finer", rewards=LOT, iterations=2), tmp_path, explorers=2, seed=1)
+    run = play(
+        tiny_config(tiny_sd3_dir, tmp_path, "finer", **ALWAYS), tmp_path, explorers=2, seed=1
+    )
+    same = play(
+        tiny_config(tiny_sd3_dir, tmp_path, "finer", rewards=LOT, iterations=2),
+        tmp_path,
+        explorers=2,
+        seed=1,
+    )
     assert run.rows[0]["audit/sign_agreement"] < 1 and run.rows[0]["audit/below"] == 1
-    assert backends(run) == ["emulated_nvfp4", "fp8"] and backends(same) == ["emulated_nvfp4", "emulated_nvfp4"]
+    assert backends(run) == ["emulated_nvfp4", "fp8"] and backends(same) == [
+        "emulated_nvfp4",
+        "emulated_nvfp4",
+    ]
     events = {event["event"]: event for event in run.events if event.get("iteration") == 0}
     assert events["audit_low"]["backend"] == "emulated_nvfp4"
     assert (events["backend_moved"]["after"], events["backend_moved"]["version"]) == ("fp8", 1)
     assert run.chosen[0] == same.chosen[0]
     proxies = [[row["explore/reward_mean"] for row in each.rows.values()] for each in (run, same)]
-    assert proxies[0][0] == proxies[1][0] and proxies[0][1] != proxies[1][1]  # other arithmetic, other pictures
+    assert (
+        proxies[0][0] == proxies[1][0] and proxies[0][1] != proxies[1][1]
+    )  # other arithmetic, other pictures
 
 
 def test_it_is_the_same_in_another_pool_and_order(moved, tiny_sd3_dir, tmp_path):
-    assert moved.rows[0]["audit/sign_agreement"] < 1, "the threshold must trip for this to test anything"
+    assert moved.rows[0]["audit/sign_agreement"] < 1, (
+        "the threshold must trip for this to test anything"
+    )
     assert backends(moved) == ["emulated_nvfp4", "emulated_nvfp4", "fp8", "fp8"]
-    other = play(tiny_config(tiny_sd3_dir, tmp_path, "other", **AHEAD), tmp_path, explorers=3, seed=3)
+    other = play(
+        tiny_config(tiny_sd3_dir, tmp_path, "other", **AHEAD), tmp_path, explorers=3, seed=3
+    )
     assert backends(other) == backends(moved)
     assert other.chosen == moved.chosen and other.files() == moved.files()
 
@@ -166,7 +219,11 @@ def test_it_is_the_same_after_a_resume(moved, tiny_sd3_dir, tmp_path):
     rest = play(config, tmp_path, explorers=2, seed=5, start=half.checkpoint)
     assert backends(half) + backends(rest) == backends(moved)
     assert half.chosen | rest.chosen == moved.chosen and rest.files() == moved.files()
-    published = [(event["version"], event["backend"]) for event in rest.events if event["event"] == "version_published"]
+    published = [
+        (event["version"], event["backend"])
+        for event in rest.events
+        if event["event"] == "version_published"
+    ]
     assert published[:2] == [(0, "emulated_nvfp4"), (1, "fp8")]
 
 
@@ -176,11 +233,18 @@ def test_the_table_of_modules_tells_the_newest_precision(moved):
 
 
 def test_a_real_run_moves_too(ray_here, tiny_sd3_dir, tmp_path):
-    """Through the session and real processes: rows, events and quantisation.json tell it; so does the checkpoint."""
+    """Through the session and real processes: rows, events and quantisation.json tell it; so does
+    the checkpoint.
+    """
     run = run_here(tiny_config(tiny_sd3_dir, tmp_path, "real", **ALWAYS))
     rows = [row for row in run.metrics() if row["kind"] == "iteration"]
     assert [row["explore/backend"] for row in rows] == ["emulated_nvfp4", "fp8"]
     last = [event["after"] for event in run.events() if event["event"] == "backend_moved"][-1]
     table = json.loads((run.path / "quantisation.json").read_text())
     assert {row["backend"] for row in table} == {last}
-    assert json.loads((run.checkpoints / "step_000002" / "state.json").read_text())["state"]["extra"]["guard"]["backend"] == last
+    assert (
+        json.loads((run.checkpoints / "step_000002" / "state.json").read_text())["state"]["extra"][
+            "guard"
+        ]["backend"]
+        == last
+    )

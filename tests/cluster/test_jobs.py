@@ -1,4 +1,6 @@
-"""Submitting: what travels, what is asked of Ray, what the shipped files say, and (slow) a real head with its dashboard."""
+"""Submitting: what travels, what is asked of Ray, what the shipped files say, and (slow) a real
+head with its dashboard.
+"""
 
 import json
 import os
@@ -23,20 +25,41 @@ DEPLOY = ROOT / "deploy"
 
 
 def test_the_entrypoint_survives_a_shell():
-    line = jobs.entrypoint("my configs/a b.toml", ['name="x y"', "run_root=/data/$HOME"], resume=True)
-    wanted = ["python", "-m", "cluster", "train", "my configs/a b.toml", "--set", 'name="x y"', "--set", "run_root=/data/$HOME"]
+    line = jobs.entrypoint(
+        "my configs/a b.toml", ['name="x y"', "run_root=/data/$HOME"], resume=True
+    )
+    wanted = [
+        "python",
+        "-m",
+        "cluster",
+        "train",
+        "my configs/a b.toml",
+        "--set",
+        'name="x y"',
+        "--set",
+        "run_root=/data/$HOME",
+    ]
     assert shlex.split(line) == [*wanted, "--resume"]
     options = _parser().parse_args(shlex.split(line)[3:])
-    assert (options.config, options.resume, options.overrides) == (wanted[4], True, ['name="x y"', "run_root=/data/$HOME"])
+    assert (options.config, options.resume, options.overrides) == (
+        wanted[4],
+        True,
+        ['name="x y"', "run_root=/data/$HOME"],
+    )
 
 
 def test_what_travels(tmp_path, monkeypatch):
-    """The tree without run outputs and environments; configuration and relative prompt files from elsewhere beside it."""
+    """The tree without run outputs and environments; configuration and relative prompt files from
+    elsewhere beside it.
+    """
     monkeypatch.chdir(tmp_path)
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "prompts.txt").write_text("a cat\n")
     file = tmp_path / "run.toml"
-    file.write_text('layers = ["models/shapes", "rewards/shapes"]\nname = "x"\n[prompts]\ntrain = "mine/prompts.txt"\n')
+    file.write_text(
+        'layers = ["models/shapes", "rewards/shapes"]\nname = "x"\n[prompts]\ntrain ='
+        ' "mine/prompts.txt"\n'
+    )
     into = tmp_path / "out"
     assert jobs.stage(into, str(file), load(str(file))) == "submitted/run.toml"
     assert (into / "submitted" / "run.toml").read_text() == file.read_text()
@@ -46,7 +69,11 @@ def test_what_travels(tmp_path, monkeypatch):
     assert not there & {".git", ".venv", "runs", "tests", "docs"}
     assert not list(into.rglob("__pycache__"))
     loaded = subprocess.run(
-        [sys.executable, "-m", "cluster", "config", "submitted/run.toml"], cwd=into, capture_output=True, text=True, timeout=120
+        [sys.executable, "-m", "cluster", "config", "submitted/run.toml"],
+        cwd=into,
+        capture_output=True,
+        text=True,
+        timeout=120,
     )
     assert json.loads(loaded.stdout)["name"] == "x", loaded.stderr
 
@@ -54,7 +81,10 @@ def test_what_travels(tmp_path, monkeypatch):
 def test_presets_and_files_of_the_tree_go_by_their_own_names(tmp_path):
     assert jobs.stage(tmp_path / "a", "quickstart", load("quickstart")) == "quickstart"
     inside = ROOT / "configs" / "presets" / "quickstart.toml"
-    assert jobs.stage(tmp_path / "b", str(inside), load("quickstart")) == "configs/presets/quickstart.toml"
+    assert (
+        jobs.stage(tmp_path / "b", str(inside), load("quickstart"))
+        == "configs/presets/quickstart.toml"
+    )
 
 
 @pytest.mark.parametrize("root", [None, "runs", "./somewhere"])
@@ -69,7 +99,12 @@ def test_commands_that_cannot_be_are_told_so(capsys):
     assert "run_root" in capsys.readouterr().err
     assert main(["scale"]) == 2 and main(["scale", "--rollout", "0"]) == 2
     assert capsys.readouterr().err.count("scale: give --rollout N") == 2
-    assert main(["submit", "quickstart", "--set", "run_root=/tmp/x", "--address", "http://127.0.0.1:1"]) == 2
+    assert (
+        main(
+            ["submit", "quickstart", "--set", "run_root=/tmp/x", "--address", "http://127.0.0.1:1"]
+        )
+        == 2
+    )
     (line,) = capsys.readouterr().err.splitlines()
     assert "no Ray dashboard answers" in line and "http://HOST:8265" in line
 
@@ -80,7 +115,11 @@ def test_commands_that_cannot_be_are_told_so(capsys):
 def test_the_shipped_runtime_env_is_what_submit_sends():
     assert yaml.safe_load((DEPLOY / "runtime_env.yaml").read_text()) == jobs.RUNTIME_ENV
     assert int(jobs.RUNTIME_ENV["env_vars"]["RAY_JOB_STOP_WAIT_TIME_S"]) >= 30
-    ignored = [line for line in (ROOT / ".rayignore").read_text().splitlines() if line and not line.startswith("#")]
+    ignored = [
+        line
+        for line in (ROOT / ".rayignore").read_text().splitlines()
+        if line and not line.startswith("#")
+    ]
     assert ignored == list(jobs.LEFT_OUT)
 
 
@@ -98,9 +137,15 @@ def test_the_kuberay_manifest_trains_something_that_can_be():
     cluster = spec["rayClusterSpec"]
     assert cluster["autoscalerOptions"]["version"] == "v2"  # v1 takes no notice of labels
     explorers, learner = cluster["workerGroupSpecs"]
-    assert explorers["rayStartParams"]["labels"] == f"ray.io/accelerator-type={config.services.rollout.accelerator}"
+    assert (
+        explorers["rayStartParams"]["labels"]
+        == f"ray.io/accelerator-type={config.services.rollout.accelerator}"
+    )
     most = config.services.rollout.max_actors
-    assert most is not None and explorers["maxReplicas"] * 8 * 1.0 >= most * config.services.rollout.gpus
+    assert (
+        most is not None
+        and explorers["maxReplicas"] * 8 * 1.0 >= most * config.services.rollout.gpus
+    )
     grace = cluster["headGroupSpec"]["template"]["spec"]["terminationGracePeriodSeconds"]
     assert grace > int(env["env_vars"]["RAY_JOB_STOP_WAIT_TIME_S"]) and learner["maxReplicas"] == 1
 
@@ -115,8 +160,16 @@ def test_the_cluster_launcher_example_is_valid_for_ray():
 
 def test_the_dashboard_asks_only_for_metrics_that_exist():
     board = json.loads((DEPLOY / "grafana" / "dashboards" / "sol-rl.json").read_text())
-    known = {exported_name(key) + ("" if metric.kind == "gauge" else "_total") for key, metric in METRICS.items()}
-    asked = {name for panel in board["panels"] for target in panel["targets"] for name in re.findall(r"sol_rl_\w+", target["expr"])}
+    known = {
+        exported_name(key) + ("" if metric.kind == "gauge" else "_total")
+        for key, metric in METRICS.items()
+    }
+    asked = {
+        name
+        for panel in board["panels"]
+        for target in panel["targets"]
+        for name in re.findall(r"sol_rl_\w+", target["expr"])
+    }
     assert asked <= known, asked - known
     wanted = (
         "reward_train_mean",
@@ -128,7 +181,9 @@ def test_the_dashboard_asks_only_for_metrics_that_exist():
         "time_publish_s",
     )
     assert {f"sol_rl_{name}" for name in wanted} <= asked
-    source = yaml.safe_load((DEPLOY / "grafana/provisioning/datasources/prometheus.yaml").read_text())["datasources"][0]
+    source = yaml.safe_load(
+        (DEPLOY / "grafana/provisioning/datasources/prometheus.yaml").read_text()
+    )["datasources"][0]
     assert {panel["datasource"]["uid"] for panel in board["panels"]} == {source["uid"]}
     assert len({panel["id"] for panel in board["panels"]}) == len(board["panels"])
     scraped = yaml.safe_load((DEPLOY / "prometheus.yml").read_text())["scrape_configs"]
@@ -153,32 +208,72 @@ def head(undisturbed, tmp_path_factory) -> Iterator[Head]:
 def test_a_submitted_job_is_watched_scaled_and_stopped_with_a_whole_checkpoint_and_resumed(
     head, undisturbed, tiny_sd3_dir, tmp_path
 ):
-    """The whole way, as a user walks it: submit, status, scale through the dashboard's URL, `ray job stop`, submit --resume."""
+    """The whole way, as a user walks it: submit, status, scale through the dashboard's URL, `ray
+    job stop`, submit --resume.
+    """
     config = tiny_config(
-        tiny_sd3_dir, tmp_path, "far", iterations=400, checkpoint__every=300, services__rollout={"actors": 1, "max_actors": 3}
+        tiny_sd3_dir,
+        tmp_path,
+        "far",
+        iterations=400,
+        checkpoint__every=300,
+        services__rollout={"actors": 1, "max_actors": 3},
     )
     file, run = write_toml(config, tmp_path), Path(config.run_root or "") / "far"
     without = {key: value for key, value in head.env.items() if key != "RAY_AUTH_MODE"}
     command = [sys.executable, "-m", "cluster", "submit", str(file), "--address", head.url]
-    stranger = subprocess.run(command, cwd=ROOT, env=without, capture_output=True, text=True, timeout=300)
-    assert stranger.returncode == 2 and stranger.stderr.count("\n") == 1 and "wants a token" in stranger.stderr, stranger.stderr
+    stranger = subprocess.run(
+        command, cwd=ROOT, env=without, capture_output=True, text=True, timeout=300
+    )
+    assert (
+        stranger.returncode == 2
+        and stranger.stderr.count("\n") == 1
+        and "wants a token" in stranger.stderr
+    ), stranger.stderr
     submitted = head.sol_rl("submit", file, "--address", head.url)
     assert submitted.returncode == 0, submitted.stderr
     job = submitted.stdout.splitlines()[0].removeprefix("submitted: ")
-    wait_for(lambda: (run / "metrics.jsonl").exists() and '"iteration"' in (run / "metrics.jsonl").read_text())
+    wait_for(
+        lambda: (
+            (run / "metrics.jsonl").exists()
+            and '"iteration"' in (run / "metrics.jsonl").read_text()
+        )
+    )
 
     status = head.sol_rl("status", "--run", "far", "--address", head.url)
-    assert status.returncode == 0 and "rollout-0.0" in status.stdout and "of 400 done" in status.stdout, (
-        status.stdout + status.stderr
+    assert (
+        status.returncode == 0 and "rollout-0.0" in status.stdout and "of 400 done" in status.stdout
+    ), status.stdout + status.stderr
+    listed = [
+        sys.executable,
+        "-m",
+        "ray.scripts.scripts",
+        "list",
+        "actors",
+        "--address",
+        head.url,
+        "--format",
+        "json",
+        "--detail",
+    ]
+    actors = json.loads(
+        subprocess.run(
+            listed, env=head.env, capture_output=True, text=True, timeout=300, check=True
+        ).stdout
     )
-    listed = [sys.executable, "-m", "ray.scripts.scripts", "list", "actors", "--address", head.url, "--format", "json", "--detail"]
-    actors = json.loads(subprocess.run(listed, env=head.env, capture_output=True, text=True, timeout=300, check=True).stdout)
-    states = {actor["name"]: actor["state"] for actor in actors if actor["name"].startswith("far/")}  # as the dashboard has them
-    assert states == {f"far/{kind}-0.0": "ALIVE" for kind in ("encoder", "rollout", "reward", "selector", "learner")}
+    states = {
+        actor["name"]: actor["state"] for actor in actors if actor["name"].startswith("far/")
+    }  # as the dashboard has them
+    assert states == {
+        f"far/{kind}-0.0": "ALIVE"
+        for kind in ("encoder", "rollout", "reward", "selector", "learner")
+    }
     near = head.sol_rl("status", "--address", f"127.0.0.1:{head.gcs}")
     assert near.returncode == 0 and "learner-0.0" in near.stdout, near.stderr
     scaled = head.sol_rl("scale", "--rollout", 2, "--address", head.url)
-    assert scaled.returncode == 0 and "rollout: 1 -> 2 actors" in scaled.stdout, scaled.stdout + scaled.stderr
+    assert scaled.returncode == 0 and "rollout: 1 -> 2 actors" in scaled.stdout, (
+        scaled.stdout + scaled.stderr
+    )
     refused = head.sol_rl("scale", "--rollout", 9, "--address", f"127.0.0.1:{head.gcs}")
     assert refused.returncode == 2 and "max_actors = 3" in refused.stderr
 
@@ -188,7 +283,10 @@ def test_a_submitted_job_is_watched_scaled_and_stopped_with_a_whole_checkpoint_a
     (checkpoint,) = (run / "checkpoints").glob("step_*")
     done = int(checkpoint.name[5:])
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    assert done == 1 + max(row["iteration"] for row in rows if row["kind"] == "iteration") and done < 400
+    assert (
+        done == 1 + max(row["iteration"] for row in rows if row["kind"] == "iteration")
+        and done < 400
+    )
     assert json.loads((run / "events.jsonl").read_text().splitlines()[-1])["event"] == "run_stopped"
 
     more = head.sol_rl(
@@ -211,14 +309,37 @@ def test_a_submitted_job_is_watched_scaled_and_stopped_with_a_whole_checkpoint_a
 def test_plain_ray_job_submit_trains_the_same_bits(head, undisturbed, tiny_sd3_dir, tmp_path):
     config = tiny_config(tiny_sd3_dir, tmp_path, "plain")
     file = write_toml(config, tmp_path)
-    command = [sys.executable, "-m", "ray.scripts.scripts", "job", "submit", "--address", head.url, "--working-dir", "."]
-    command += ["--runtime-env", "deploy/runtime_env.yaml", "--", "python", "-m", "cluster", "train", str(file)]
-    done = subprocess.run(command, cwd=ROOT, env=head.env, capture_output=True, text=True, timeout=900)
+    command = [
+        sys.executable,
+        "-m",
+        "ray.scripts.scripts",
+        "job",
+        "submit",
+        "--address",
+        head.url,
+        "--working-dir",
+        ".",
+    ]
+    command += [
+        "--runtime-env",
+        "deploy/runtime_env.yaml",
+        "--",
+        "python",
+        "-m",
+        "cluster",
+        "train",
+        str(file),
+    ]
+    done = subprocess.run(
+        command, cwd=ROOT, env=head.env, capture_output=True, text=True, timeout=900
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     run = type(undisturbed)(Path(config.run_root or "") / "plain")
     assert adapters(run, 3) == adapters(undisturbed, 3)
     config = tiny_config(tiny_sd3_dir, tmp_path, "inside", run_root="runs")
     file = write_toml(config, tmp_path)
     command[-1] = str(file)
-    refused = subprocess.run(command, cwd=ROOT, env=head.env, capture_output=True, text=True, timeout=300)
+    refused = subprocess.run(
+        command, cwd=ROOT, env=head.env, capture_output=True, text=True, timeout=300
+    )
     assert refused.returncode != 0 and "would die with it" in refused.stdout + refused.stderr

@@ -1,6 +1,8 @@
-"""The learner as a group of replicas. Invariants: each prompt's samples go to one replica, its rewards to all; what is a replica's own
-is asked of the first; a run with two replicas learns what one learner does, up to the order of sums; when one replica is lost the
-whole group starts anew from the checkpoint and ends with the bits of a run in which nobody died."""
+"""The learner as a group of replicas. Invariants: each prompt's samples go to one replica, its
+rewards to all; what is a replica's own is asked of the first; a run with two replicas learns what
+one learner does, up to the order of sums; when one replica is lost the whole group starts anew from
+the checkpoint and ends with the bits of a run in which nobody died.
+"""
 
 import asyncio
 import os
@@ -32,8 +34,14 @@ from tests.cluster.runs import adapters, run_here, selections, tiny_config
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        (["services.learner.replicas=3", "prompts.per_iteration=2"], "replicas: 3 cannot share prompts.per_iteration = 2"),
-        (["services.learner.replicas=2", "services.learner.gpus=0.5"], "gpus = 0.5: two of the 2 replicas would fit on one GPU"),
+        (
+            ["services.learner.replicas=3", "prompts.per_iteration=2"],
+            "replicas: 3 cannot share prompts.per_iteration = 2",
+        ),
+        (
+            ["services.learner.replicas=2", "services.learner.gpus=0.5"],
+            "gpus = 0.5: two of the 2 replicas would fit on one GPU",
+        ),
         (["services.learner.actors=2"], "services.learner.actors"),
     ],
 )
@@ -44,21 +52,36 @@ def test_groups_that_cannot_be(given, said):
 
 def test_every_replica_needs_a_place():
     config = load("quickstart", ["services.learner.replicas=2", "services.learner.gpus=1"])
-    assert [need.actor for need in needs_of(config) if need.kind == "learner"] == ["learner-0", "learner-1"]
+    assert [need.actor for need in needs_of(config) if need.kind == "learner"] == [
+        "learner-0",
+        "learner-1",
+    ]
     check_placement(config, [Node("x", 64, 2)])
-    with pytest.raises(ConfigError, match=r"services\.learner: 1 of 2 actors have no place: each needs 0\.5 CPU and 1 GPU"):
+    with pytest.raises(
+        ConfigError,
+        match=r"services\.learner: 1 of 2 actors have no place: each needs 0\.5 CPU and 1 GPU",
+    ):
         check_placement(config, [Node("x", 64, 1)])
 
 
 def test_the_plan_counts_replicas(tiny_sd3_dir, tmp_path):
-    one, two = (make_plan(tiny_config(tiny_sd3_dir, tmp_path, "p", services__learner__replicas=n)) for n in (1, 2))
+    one, two = (
+        make_plan(tiny_config(tiny_sd3_dir, tmp_path, "p", services__learner__replicas=n))
+        for n in (1, 2)
+    )
     assert two.memory["learner"].pop("sum of gradients, fp32") == 4 * two.trained
-    halved = {**one.memory["learner"], "conditioning": (one.memory["learner"]["conditioning"] or 0) // 2}  # two prompts, one each
+    halved = {
+        **one.memory["learner"],
+        "conditioning": (one.memory["learner"]["conditioning"] or 0) // 2,
+    }  # two prompts, one each
     assert two.memory["learner"] == halved
     for name, stage in one.stages.items():
         assert two.stages[name].gpus == (stage.gpus if name == "explore" else 2 * stage.gpus)
         assert two.stages[name].flops == stage.flops
-    assert sorted(actor for actor in two.placed if actor.startswith("learner")) == ["learner-0", "learner-1"]
+    assert sorted(actor for actor in two.placed if actor.startswith("learner")) == [
+        "learner-0",
+        "learner-1",
+    ]
     assert any(line.startswith("  learner     2 x 0.5 CPU") for line in lines_of(two))
 
 
@@ -67,7 +90,12 @@ def test_the_plan_counts_replicas(tiny_sd3_dir, tmp_path):
 
 def test_an_update_is_shared_out_by_prompt():
     """Four prompts, of which the second has samples in two records, over three replicas."""
-    parts = [(Rows(0, (0, 1)),), (Rows(1, (3,)), Rows(2, (0,))), (Rows(3, (1, 0)),), (Rows(4, (2, 5)),)]
+    parts = [
+        (Rows(0, (0, 1)),),
+        (Rows(1, (3,)), Rows(2, (0,))),
+        (Rows(3, (1, 0)),),
+        (Rows(4, (2, 5)),),
+    ]
     groups = [TrainingGroup(p, np.array([p, -p], np.float32), rows) for p, rows in enumerate(parts)]
     whole = (7, groups, 4, "c0", "c1", "c2", "c3", "r0", "r1", "r2", "r3", "r4")
     found: dict[int, list[tuple[str, tuple[int, ...]]]] = {}
@@ -76,13 +104,17 @@ def test_an_update_is_shared_out_by_prompt():
         conditionings, records = sent[:conds], sent[conds:]
         mine = [group for group in told if group.samples]
         assert iteration == 7 and [group.prompt for group in told] == [0, 1, 2, 3]
-        assert [group.rewards.tolist() for group in told] == [group.rewards.tolist() for group in groups]
+        assert [group.rewards.tolist() for group in told] == [
+            group.rewards.tolist() for group in groups
+        ]
         assert conditionings == [f"c{group.prompt}" for group in mine]
         assert len(records) == sum(len(group.samples) for group in mine)  # none that others need
         for group in mine:
             assert group.prompt not in found and group.prompt % 3 == rank
             found[group.prompt] = [(records[part.record], part.rows) for part in group.samples]
-    assert found == {p: [(f"r{part.record}", part.rows) for part in rows] for p, rows in enumerate(parts)}
+    assert found == {
+        p: [(f"r{part.record}", part.rows) for part in rows] for p, rows in enumerate(parts)
+    }
     assert share(0, 1, *whole) == whole  # of one, everything
 
 
@@ -125,8 +157,14 @@ class Told:
 def group_of(replicas: int, events: list[dict[str, Any]]) -> LearnerGroup:
     remote = ray.remote(Told)
     service = LearnerService(replicas=replicas, deadline_s=120)
-    return LearnerGroup("learner", lambda name: remote.options(num_cpus=0).remote(), service,
-                        lambda name, **more: events.append({"event": name, **more}), stateful=True)  # fmt: skip
+    return LearnerGroup(
+        "learner",
+        lambda name: remote.options(num_cpus=0).remote(),
+        service,
+        # fmt: skip
+        lambda name, **more: events.append({"event": name, **more}),
+        stateful=True,
+    )
 
 
 def test_who_is_asked_for_what_and_what_a_loss_means(ray_here):
@@ -136,10 +174,18 @@ def test_who_is_asked_for_what_and_what_a_loss_means(ray_here):
         group = group_of(2, events)
         await group.start()
         try:
-            drawn = await asyncio.gather(*(group.call(("generate", n), "generate", n) for n in range(6)))
+            drawn = await asyncio.gather(
+                *(group.call(("generate", n), "generate", n) for n in range(6))
+            )
             assert len(set(drawn)) == 2  # whoever is free
-            assert await group.call(("load", "a"), "load", "a") == ((0, 2, "127.0.0.1", 4711, 120.0), ["a"])
-            assert await group.call(("save", 1), "save", "x") == ((0, 2, "127.0.0.1", 4711, 120.0), ["a"])
+            assert await group.call(("load", "a"), "load", "a") == (
+                (0, 2, "127.0.0.1", 4711, 120.0),
+                ["a"],
+            )
+            assert await group.call(("save", 1), "save", "x") == (
+                (0, 2, "127.0.0.1", 4711, 120.0),
+                ["a"],
+            )
             with pytest.raises(RunFailed, match="ArithmeticError: on [01]"):
                 await group.call(("load", "bad"), "load", "bad")
             with pytest.raises(StateLost, match="the learner was lost: "):
@@ -149,7 +195,10 @@ def test_who_is_asked_for_what_and_what_a_loss_means(ray_here):
             first_to_die = [event["actor"] for event in events if event["event"] == "actor_died"]
             assert first_to_die == [1]  # who died, not who noticed
             await group.renew("lost")
-            assert await group.call(("load", "b"), "load", "b") == ((0, 2, "127.0.0.1", 4711, 120.0), ["b"])
+            assert await group.call(("load", "b"), "load", "b") == (
+                (0, 2, "127.0.0.1", 4711, 120.0),
+                ["b"],
+            )
         finally:
             await group.stop()
 
@@ -172,9 +221,10 @@ def pair(ray_here, tiny_sd3_dir, tmp_path_factory):
 
 @pytest.mark.slow
 def test_a_run_with_two_replicas_learns_what_one_learner_does(pair, tiny_sd3_dir, tmp_path):
-    """After the first iteration, one step of AdamW: before it every bit is the same, and after it a weight is apart by at most
-    2 lr d / E with d = 1e-6 of the gradient's norm (tests/learner/test_group.py), and 2^-25 of rounding. Later iterations have no such
-    bound: the picture of a weight that is a last bit apart may have another pixel, hence another reward.
+    """After the first iteration, one step of AdamW: before it every bit is the same, and after it a
+    weight is apart by at most 2 lr d / E with d = 1e-6 of the gradient's norm
+    (tests/learner/test_group.py), and 2^-25 of rounding. Later iterations have no such bound: the
+    picture of a weight that is a last bit apart may have another pixel, hence another reward.
     """
     one = run_here(tiny_config(tiny_sd3_dir, tmp_path, "one", iterations=1, **STEADY))
     alone, shared = (adapters(run, 1)["adapter.safetensors"] for run in (one, pair))
@@ -182,10 +232,15 @@ def test_a_run_with_two_replicas_learns_what_one_learner_does(pair, tiny_sd3_dir
     bound = 2 * 0.05 * 1e-6 * min(1.0, row["grad_norm"]) / STEADY["optimizer__eps"] + 2**-25
     wanted, found = safetensors.torch.load(alone), safetensors.torch.load(shared)
     apart = max(float((found[name] - wanted[name]).abs().max()) for name in wanted)
-    moved = max(float(wanted[name].abs().max()) for name in wanted if name.endswith("lora_B.weight"))  # from zero
+    moved = max(
+        float(wanted[name].abs().max()) for name in wanted if name.endswith("lora_B.weight")
+    )  # from zero
     assert apart < bound < moved / 100
     assert selections(pair)[0] == selections(one)[0]
-    assert rows["reward/train_mean"] == row["reward/train_mean"] and rows["optimizer/points"] == row["optimizer/points"]
+    assert (
+        rows["reward/train_mean"] == row["reward/train_mean"]
+        and rows["optimizer/points"] == row["optimizer/points"]
+    )
     assert rows["time/allreduce_s"] > 0 and "time/allreduce_s" not in row
 
 
@@ -217,7 +272,9 @@ def test_a_killed_replica_starts_the_group_anew_and_nothing_is_lost(pair, tiny_s
     assert selections(run) == selections(pair) and adapters(run, 3) == adapters(pair, 3)
     events = run.events()
     died = [event for event in events if event["event"] == "actor_died"]
-    assert [event["kind"] for event in died] == ["learner", "learner"] and died[0]["pid"] == killer.killed
+    assert [event["kind"] for event in died] == ["learner", "learner"] and died[0][
+        "pid"
+    ] == killer.killed
     (restored,) = [event for event in events if event["event"] == "learner_restored"]
     assert (restored["iteration"], restored["during"]) == (1, 1)
     assert len([event for event in events if event["event"] == "replicas_met"]) == 2

@@ -24,7 +24,12 @@ def test_what_is_asked_for_is_held_until_it_is_withdrawn(ray_here):
     home = {node["NodeID"] for node in ray.nodes() if node["Alive"]}
     granted = wait_for(lambda: requests.granted("a"), 30)
     assert len(granted) == 2 and set(granted) <= home
-    assert requests.granted("b") is None and requests.granted("c") is None and "b" in requests and "c" not in requests
+    assert (
+        requests.granted("b") is None
+        and requests.granted("c") is None
+        and "b" in requests
+        and "c" not in requests
+    )
     wait_for(lambda: cpus(free_nodes()) == pytest.approx(before - 1, abs=0.01), 30)
     requests.withdraw()
     assert "a" not in requests
@@ -32,12 +37,25 @@ def test_what_is_asked_for_is_held_until_it_is_withdrawn(ray_here):
 
 
 def test_what_does_not_come_is_said_in_time_and_asked_for_no_longer(ray_here):
-    config = load("quickstart", ["services.rollout.cpus=1", "services.rollout.labels={pool='none'}", "services.wait_for_nodes_s=2"])
+    config = load(
+        "quickstart",
+        [
+            "services.rollout.cpus=1",
+            "services.rollout.labels={pool='none'}",
+            "services.wait_for_nodes_s=2",
+        ],
+    )
     told: list[str] = []
     began = time.monotonic()
-    with pytest.raises(ConfigError, match="services.rollout: 2 of 2 actors have no place.*no node has these labels"):
+    with pytest.raises(
+        ConfigError, match="services.rollout: 2 of 2 actors have no place.*no node has these labels"
+    ):
         asyncio.run(find_room(config, ["rollout"], told.append))
     assert time.monotonic() - began >= 2
     (line,) = told
-    assert line.startswith("waiting up to 2 s for nodes: services.rollout: 2 of 2 actors have no place")
-    assert not [group for group in ray.util.placement_group_table().values() if group["state"] == "PENDING"]
+    assert line.startswith(
+        "waiting up to 2 s for nodes: services.rollout: 2 of 2 actors have no place"
+    )
+    assert not [
+        group for group in ray.util.placement_group_table().values() if group["state"] == "PENDING"
+    ]

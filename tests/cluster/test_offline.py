@@ -17,7 +17,9 @@ from tests.cluster.runs import main_here
 
 
 def stock_pictures(config, lora=None) -> np.ndarray:
-    """uint8 [P, S, 3, H, W] of the evaluation's prompts and noises by diffusers' own pipeline; no code of ours but the noises."""
+    """uint8 [P, S, 3, H, W] of the evaluation's prompts and noises by diffusers' own pipeline; no
+    code of ours but the noises.
+    """
     from diffusers import StableDiffusion3Pipeline
 
     pipe = StableDiffusion3Pipeline.from_pretrained(config.model.path, torch_dtype=torch.float32)
@@ -35,19 +37,24 @@ def stock_pictures(config, lora=None) -> np.ndarray:
             sigmas=np.linspace(1, 1 / settings.steps, settings.steps).tolist(),
             guidance_scale=1.0,
             max_sequence_length=config.model.max_sequence_length,
-            latents=noise_for([stream_seed(config.seed, "evaluate", p, n) for n in range(settings.noises)], shape),
+            latents=noise_for(
+                [stream_seed(config.seed, "evaluate", p, n) for n in range(settings.noises)], shape
+            ),
             output_type="np",
         ).images
         rows.append(np.round(images * 255).astype(np.uint8).transpose(0, 3, 1, 2))
     return np.stack(rows)
 
 
-def test_an_exported_lora_draws_in_stock_diffusers_what_evaluate_drew(undisturbed, tmp_path, capsys):
+def test_an_exported_lora_draws_in_stock_diffusers_what_evaluate_drew(
+    undisturbed, tmp_path, capsys
+):
     config = undisturbed.configuration()
     assert main(["export", str(undisturbed.path), str(tmp_path / "lora")]) == 0
     ours = load_step(undisturbed.images, 3).astype(int)
     theirs = stock_pictures(config, tmp_path / "lora").astype(int)
-    # same layers, other batches: latents agree to about 1e-5, so a pixel can differ only by where .5 is rounded to
+    # same layers, other batches: latents agree to about 1e-5, so a pixel can differ only by where
+    # .5 is rounded to
     assert np.abs(ours - theirs).max() <= 1
     base = stock_pictures(config).astype(int)
     assert np.abs(load_step(undisturbed.images, 0).astype(int) - base).max() <= 1
@@ -57,7 +64,10 @@ def test_an_exported_lora_draws_in_stock_diffusers_what_evaluate_drew(undisturbe
 def test_adapters_of_a_run_differ_when_exported(undisturbed, tmp_path):
     files = []
     for weights in ("ema", "current", "old"):
-        assert main(["export", str(undisturbed.path), str(tmp_path / weights), "--weights", weights]) == 0
+        assert (
+            main(["export", str(undisturbed.path), str(tmp_path / weights), "--weights", weights])
+            == 0
+        )
         (file,) = (tmp_path / weights).glob("*.safetensors")
         files.append(file.read_bytes())
     assert len(set(files)) == 3
@@ -78,16 +88,26 @@ def test_evaluate_compares_base_and_adapters(undisturbed, tmp_path, capsys):
     assert [line.split()[0] for line in lines[1:]] == ["weights", "base", "current", "old", "ema"]
     saved = json.loads((run / "evaluations" / "compare_step_000003.json").read_text())["weights"]
     trained = [row for row in undisturbed.metrics() if row["kind"] == "evaluation"]
-    assert saved["base"]["reward/eval_mean"] == pytest.approx(trained[0]["reward/eval_mean"], abs=1e-9)
-    assert saved["ema"]["reward/eval_mean"] == pytest.approx(trained[1]["reward/eval_mean"], abs=1e-9)
+    assert saved["base"]["reward/eval_mean"] == pytest.approx(
+        trained[0]["reward/eval_mean"], abs=1e-9
+    )
+    assert saved["ema"]["reward/eval_mean"] == pytest.approx(
+        trained[1]["reward/eval_mean"], abs=1e-9
+    )
     assert saved["ema"]["eval/gain"] == pytest.approx(trained[1]["eval/gain"], abs=1e-9)
     pictures = load_step(run / "evaluations" / "compare_step_000003" / "ema", 3)
     assert np.array_equal(pictures, load_step(run / "images", 3))
 
 
 def test_standard_errors_are_clustered_by_prompt():
-    values = np.array([[1.0, 3.0], [4.0, 4.0], [np.nan, 6.0]])  # prompt means 2, 4, 6: variance 4, error sqrt(4/3)
+    values = np.array(
+        [[1.0, 3.0], [4.0, 4.0], [np.nan, 6.0]]
+    )  # prompt means 2, 4, 6: variance 4, error sqrt(4/3)
     assert clustered_error(values) == pytest.approx((4 / 3) ** 0.5)
     assert np.isnan(clustered_error(values[:1]))
     row = Evaluation(values, {"a": values}, np.zeros((0, 2, 3, 1, 1), np.uint8)).row(values - 0.5)
-    assert row["eval/gain"] == pytest.approx(0.5) and row["eval/gain_stderr"] == 0 and row["reward/eval/a"] == pytest.approx(18 / 5)
+    assert (
+        row["eval/gain"] == pytest.approx(0.5)
+        and row["eval/gain_stderr"] == 0
+        and row["reward/eval/a"] == pytest.approx(18 / 5)
+    )

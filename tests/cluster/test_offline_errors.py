@@ -1,4 +1,6 @@
-"""``sol-rl evaluate`` and ``export`` on runs that cannot be used: one line and the exit code of the contract. Nothing is started."""
+"""``sol-rl evaluate`` and ``export`` on runs that cannot be used: one line and the exit code of the
+contract. Nothing is started.
+"""
 
 import json
 
@@ -50,4 +52,6 @@ def test_export_of_a_damaged_checkpoint(trained, tmp_path, capsys):
 def test_export_to_where_nothing_can_be_written(trained, tmp_path, capsys):
     (tmp_path / "file").write_text("")
     assert main(["export", str(trained.path), str(tmp_path / "file" / "lora")]) == 2
-    assert said(capsys).endswith("lora: cannot be written (Not a directory): give another directory")
+    assert said(capsys).endswith(
+        "lora: cannot be written (Not a directory): give another directory"
+    )

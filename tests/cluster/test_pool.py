@@ -1,5 +1,7 @@
-"""The actor pool under faults. Invariants: every unit is answered exactly once, with its own answer; what killed an actor is
-counted against the unit and the actor, and both have limits; nothing pends for ever."""
+"""The actor pool under faults. Invariants: every unit is answered exactly once, with its own
+answer; what killed an actor is counted against the unit and the actor, and both have limits;
+nothing pends for ever.
+"""
 
 import asyncio
 import os
@@ -145,7 +147,9 @@ def test_a_killed_actor_is_replaced_and_its_units_are_answered_once(ray_here, tm
     async def work(pool: ActorPool) -> Any:
         calls = [pool.call(i, "double", i, 0.05) for i in range(20)]
         answers = await asyncio.gather(pool.call("x", "fatal", str(tmp_path / "died"), 99), *calls)
-        while "actor_replaced" not in harness.names():  # the other actor may have answered everything before that
+        while (
+            "actor_replaced" not in harness.names()
+        ):  # the other actor may have answered everything before that
             await asyncio.sleep(0.1)
         return answers
 
@@ -180,7 +184,10 @@ def test_the_unit_that_an_actor_was_at_is_blamed_and_not_the_one_behind_it(ray_h
     harness = Harness(1, max_attempts=3, in_flight=2)
 
     async def work(pool: ActorPool) -> Any:
-        calls = pool.call("bad", "poison", priority=(0,)), pool.call("good", "double", 4, priority=(1,))
+        calls = (
+            pool.call("bad", "poison", priority=(0,)),
+            pool.call("good", "double", 4, priority=(1,)),
+        )
         return await asyncio.gather(*calls, return_exceptions=True)
 
     failed, answer = harness.run(work)
@@ -189,17 +196,25 @@ def test_the_unit_that_an_actor_was_at_is_blamed_and_not_the_one_behind_it(ray_h
     (recovered,) = [fields for name, fields in harness.events if name == "chunk_recovered"]
     assert (recovered["unit"], recovered["reissues"]) == ("good", 1)  # then it goes alone
     mine = [span for span in harness.spans if span.work == "good"]
-    assert [(span.attempt, span.outcome) for span in mine] == [(0, "lost"), (1, "done")]  # counted, though it was not to blame
+    assert [(span.attempt, span.outcome) for span in mine] == [
+        (0, "lost"),
+        (1, "done"),
+    ]  # counted, though it was not to blame
 
 
 def test_a_unit_that_is_lost_with_others_is_not_taken_for_their_killer(ray_here):
-    """Two threads at once, so that the killer strikes while the one before it is at work, as happens where an answer is lost with its
-    actor: that one is blamed once, then each goes alone. Both at once again, it would be blamed to the end of its attempts."""
+    """Two threads at once, so that the killer strikes while the one before it is at work, as
+    happens where an answer is lost with its actor: that one is blamed once, then each goes alone.
+    Both at once again, it would be blamed to the end of its attempts.
+    """
     harness = Harness(1, max_attempts=2, in_flight=2)
     harness.options["max_concurrency"] = 2
 
     async def work(pool: ActorPool) -> Any:
-        calls = pool.call("good", "double", 4, 0.5, priority=(0,)), pool.call("bad", "poison", priority=(1,))
+        calls = (
+            pool.call("good", "double", 4, 0.5, priority=(0,)),
+            pool.call("bad", "poison", priority=(1,)),
+        )
         return await asyncio.gather(*calls, return_exceptions=True)
 
     answer, failed = harness.run(work)
@@ -244,7 +259,10 @@ def test_an_answer_that_is_not_accepted_is_tried_on_another_actor(ray_here):
 
 
 def test_the_last_allowed_answer_stands(ray_here):
-    assert Harness(1).run(lambda pool: pool.call("d", "double", 4, accept=lambda value: "no", tries=2)) == 8
+    assert (
+        Harness(1).run(lambda pool: pool.call("d", "double", 4, accept=lambda value: "no", tries=2))
+        == 8
+    )
 
 
 # ---- a place that is empty for a while
@@ -272,12 +290,16 @@ class Slow(Harness):
 
 
 def test_an_empty_place_keeps_no_unit_from_those_who_are_there(ray_here, tmp_path):
-    """So many that each slot that waits for one could take one; those of the empty place would hold it for the start deadline."""
+    """So many that each slot that waits for one could take one; those of the empty place would hold
+    it for the start deadline.
+    """
     harness = Slow(in_flight=2)
 
     async def work(pool: ActorPool) -> list[int]:
         await harness.lose_one(tmp_path / "dead")
-        return await asyncio.wait_for(asyncio.gather(*(pool.call(i, "double", i, 0.1) for i in range(8))), 20)
+        return await asyncio.wait_for(
+            asyncio.gather(*(pool.call(i, "double", i, 0.1) for i in range(8))), 20
+        )
 
     assert harness.run(work) == [2 * i for i in range(8)]
     assert "actor_benched" not in harness.names()
@@ -342,10 +364,14 @@ def test_what_goes_wrong_in_the_driver_ends_the_run_instead_of_being_waited_for(
 
     async def work(pool: ActorPool) -> list[BaseException]:
         pool._event = full
-        return await asyncio.gather(*(pool.call(i, "fail") for i in range(4)), return_exceptions=True)
+        return await asyncio.gather(
+            *(pool.call(i, "fail") for i in range(4)), return_exceptions=True
+        )
 
     for error in harness.run(work):
-        assert isinstance(error, RunFailed) and "No space left on device: 'events.jsonl'" in str(error)
+        assert isinstance(error, RunFailed) and "No space left on device: 'events.jsonl'" in str(
+            error
+        )
 
 
 def test_the_last_one_benched_while_another_fails_to_start_ends_the_run(ray_here, tmp_path):

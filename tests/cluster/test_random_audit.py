@@ -9,8 +9,12 @@ from tests.cluster.runs import tiny_config
 
 
 def test_every_noise_is_as_likely_to_be_audited(ray_here, tiny_sd3_dir, tmp_path):
-    """Selected or not. 3 of 8 in 2,000 draws: 750 times each, with a standard deviation of sqrt(2000 * 3/8 * 5/8) = 22, of which 5."""
-    config = tiny_config(tiny_sd3_dir, tmp_path, "draws", audit__random_seeds=3).model_dump(mode="json")
+    """Selected or not. 3 of 8 in 2,000 draws: 750 times each, with a standard deviation of
+    sqrt(2000 * 3/8 * 5/8) = 22, of which 5.
+    """
+    config = tiny_config(tiny_sd3_dir, tmp_path, "draws", audit__random_seeds=3).model_dump(
+        mode="json"
+    )
     selector = SelectorActor(config)
     rewards = np.arange(8, dtype=np.float32)
     drawn = [selector.choose(0, prompt, rewards).audit for prompt in range(2000)]
@@ -22,15 +26,28 @@ def test_every_noise_is_as_likely_to_be_audited(ray_here, tiny_sd3_dir, tmp_path
 
 
 def test_an_audit_of_the_whole_pool_finds_what_regenerating_all_of_it_finds(tiny_sd3_dir, tmp_path):
-    """Half of it comes from the selected noises, half is regenerated for it; a picture at a time, so that bits do not depend on which."""
-    changes = {"iterations": 1, "regenerate__batch_size": 1, "optimizer__batch_size": 8, "audit__random_seeds": 8}
+    """Half of it comes from the selected noises, half is regenerated for it; a picture at a time,
+    so that bits do not depend on which.
+    """
+    changes = {
+        "iterations": 1,
+        "regenerate__batch_size": 1,
+        "optimizer__batch_size": 8,
+        "audit__random_seeds": 8,
+    }
     half = play(tiny_config(tiny_sd3_dir, tmp_path, "half", **changes), tmp_path)
-    whole = play(tiny_config(tiny_sd3_dir, tmp_path, "whole", **changes, selection__keep=8), tmp_path)
+    whole = play(
+        tiny_config(tiny_sd3_dir, tmp_path, "whole", **changes, selection__keep=8), tmp_path
+    )
     found, wanted = half.rows[0], whole.rows[0]
     for name in ("kendall_tau", "spearman_rho", "sign_agreement"):
         assert found[f"audit/random_{name}"] == pytest.approx(wanted[f"audit/{name}"], abs=1e-12)
         assert wanted[f"audit/random_{name}"] == pytest.approx(wanted[f"audit/{name}"], abs=1e-12)
-    assert found["audit/kendall_tau"] != pytest.approx(found["audit/random_kendall_tau"], abs=1e-3), "or this tells nothing"
-    generated = [key for key in half.log if isinstance(key, tuple) and key[0] in ("regenerate", "audit")]
+    assert found["audit/kendall_tau"] != pytest.approx(
+        found["audit/random_kendall_tau"], abs=1e-3
+    ), "or this tells nothing"
+    generated = [
+        key for key in half.log if isinstance(key, tuple) and key[0] in ("regenerate", "audit")
+    ]
     assert len([key for key in generated if key[0] == "audit"]) == 2
     assert not any(key[0] == "audit" for key in whole.log if isinstance(key, tuple))

@@ -1,6 +1,8 @@
-"""The reward service: scorers that are killed, hang, lie or are slow; groups of actors per scorer; held-out judges.
+"""The reward service: scorers that are killed, hang, lie or are slow; groups of actors per scorer;
+held-out judges.
 
-Pools, retries and deadlines are the real ones; pictures come from the test, so that a case takes a second, not a run.
+Pools, retries and deadlines are the real ones; pictures come from the test, so that a case takes a
+second, not a run.
 """
 
 from __future__ import annotations
@@ -16,7 +18,16 @@ import ray
 from cluster.driver.scoring import RewardService, Scored, Scoring
 from configs.load import ConfigError
 from records.errors import InputsLost, RunFailed
-from tests.cluster.reward_harness import IMAGES, JPEG, MEAN, PROMPTS, Harness, config, misbehaves, rewards_of
+from tests.cluster.reward_harness import (
+    IMAGES,
+    JPEG,
+    MEAN,
+    PROMPTS,
+    Harness,
+    config,
+    misbehaves,
+    rewards_of,
+)
 from tests.cluster.runs import adapters, run_here, tiny_config
 
 KINDS = ("raises", "nan", "infinite", "short", "text")
@@ -28,29 +39,49 @@ def shared(ray_here, tmp_path_factory) -> Iterator[Harness]:
     marks = tmp_path_factory.mktemp("marks")
     once = misbehaves("once raises", settings={"mark": str(marks / "mark")})
     counts = misbehaves("counts", settings={"mark": str(marks / "log")})
-    with Harness(config([MEAN, JPEG, once, counts, *(misbehaves(kind) for kind in KINDS)])) as harness:
+    with Harness(
+        config([MEAN, JPEG, once, counts, *(misbehaves(kind) for kind in KINDS)])
+    ) as harness:
         yield harness
 
 
 def test_actors_of_their_own_change_no_score(shared):
-    """Shared actors, or a group for one scorer: rewards, raw scores and order are the same, and speed is told per scorer."""
+    """Shared actors, or a group for one scorer: rewards, raw scores and order are the same, and
+    speed is told per scorer.
+    """
     together, scoring = shared.score(rewards_of(MEAN, JPEG))
     means = scoring.scorer_means()
     assert means["reward/mean"] == 1.5 and "rewards/stood_in" not in means
-    assert means["rewards/images_per_s/mean"] > 0 and means["rewards/images_per_s/jpeg_compressibility"] > 0
-    with Harness(config([MEAN, JPEG], {"actors": 1}, own={"jpeg_compressibility": {"actors": 1}})) as harness:
+    assert (
+        means["rewards/images_per_s/mean"] > 0
+        and means["rewards/images_per_s/jpeg_compressibility"] > 0
+    )
+    with Harness(
+        config([MEAN, JPEG], {"actors": 1}, own={"jpeg_compressibility": {"actors": 1}})
+    ) as harness:
         apart, _ = harness.score()
         assert sum(event.startswith("actor_started") for event in harness.events) == 2
-    assert np.array_equal(together.rewards, apart.rewards) and list(apart.values) == list(together.values)
-    assert all(np.array_equal(apart.values[label], together.values[label]) for label in apart.values)
+    assert np.array_equal(together.rewards, apart.rewards) and list(apart.values) == list(
+        together.values
+    )
+    assert all(
+        np.array_equal(apart.values[label], together.values[label]) for label in apart.values
+    )
 
 
 def test_held_out_scorers_judge_evaluations_only(shared):
     rewards = rewards_of(MEAN, evaluation_scorers=[JPEG], normalise="zscore")
     trained, _ = shared.score(rewards)
-    assert set(trained.values) == {"mean"} and trained.rewards[0] == pytest.approx(-1.5 / np.sqrt(1.25))
+    assert set(trained.values) == {"mean"} and trained.rewards[0] == pytest.approx(
+        -1.5 / np.sqrt(1.25)
+    )
     judged, _ = shared.score(rewards, evaluation=True)
-    assert set(judged.values) == {"mean", "jpeg_compressibility"} and judged.rewards.tolist() == [0, 1, 2, 3]
+    assert set(judged.values) == {"mean", "jpeg_compressibility"} and judged.rewards.tolist() == [
+        0,
+        1,
+        2,
+        3,
+    ]
 
 
 def test_an_exception_that_passes_costs_nothing(shared):
@@ -77,7 +108,10 @@ def test_a_lasting_trouble_is_dropped_counted_and_never_a_zero(shared, kind, dro
     assert lost.sum() == dropped == scoring.dropped and scoring.scored == 4
     assert scored.values["mean"].tolist() == [0, 1, 2, 3]  # the good scorer's scores stand
     assert sum("chunk_reissued" in event for event in shared.events[before:]) == 1
-    with pytest.raises(RunFailed, match=f"scoring failed for {dropped} of 4 pictures, .*max_failed_share = 0.2.*{why}"):
+    with pytest.raises(
+        RunFailed,
+        match=f"scoring failed for {dropped} of 4 pictures, .*max_failed_share = 0.2.*{why}",
+    ):
         scoring.check_share()
 
 
@@ -87,7 +121,9 @@ def test_the_share_that_is_allowed_is_allowed(shared):
 
 
 def test_an_optional_scorer_may_fail(shared):
-    scored, scoring = shared.score(rewards_of(MEAN, misbehaves("infinite", required=False), max_failed_share=0.0))
+    scored, scoring = shared.score(
+        rewards_of(MEAN, misbehaves("infinite", required=False), max_failed_share=0.0)
+    )
     # its scores are 0, 1, 2 and a failure: their mean 1 stands in
     assert scored.rewards.tolist() == [0, 2, 4, 4] and np.isnan(scored.values["infinite"][3])
     assert scoring.dropped == 0 and scoring.scorer_means()["rewards/stood_in"] == 1
@@ -97,19 +133,31 @@ def test_an_optional_scorer_may_fail(shared):
 def test_a_pool_is_normalised_as_a_whole(shared):
     """Two chunks of one prompt's pool: what selection sees is the z-score over both."""
     scoring = Scoring(rewards_of(MEAN, normalise="zscore"), shared.service)
-    halves = [scoring.score(part, ray.put(IMAGES[part * 2 : part * 2 + 2]), PROMPTS[:2], (0,)) for part in (0, 1)]
+    halves = [
+        scoring.score(part, ray.put(IMAGES[part * 2 : part * 2 + 2]), PROMPTS[:2], (0,))
+        for part in (0, 1)
+    ]
     parts = shared.wait(*halves)
     assert parts[0].rewards.tolist() == parts[1].rewards.tolist() == [-1, 1]
     whole = Scored.concatenate(parts)
-    assert np.allclose(whole.rewards, (np.arange(4) - 1.5) / np.sqrt(1.25)) and whole.values["mean"].tolist() == [0, 1, 2, 3]
+    assert np.allclose(whole.rewards, (np.arange(4) - 1.5) / np.sqrt(1.25)) and whole.values[
+        "mean"
+    ].tolist() == [0, 1, 2, 3]
 
 
 def test_evaluations_are_scored_once_by_content(ray_here, tmp_path):
     log = tmp_path / "log"
-    with Harness(config([misbehaves("counts", settings={"mark": str(log)})], {"actors": 1})) as harness:
-        (first, scoring), (second, again) = harness.score(evaluation=True), harness.score(evaluation=True)
+    with Harness(
+        config([misbehaves("counts", settings={"mark": str(log)})], {"actors": 1})
+    ) as harness:
+        (first, scoring), (second, again) = (
+            harness.score(evaluation=True),
+            harness.score(evaluation=True),
+        )
         assert np.array_equal(first.rewards, second.rewards) and log.read_text() == "4\n"
-        assert scoring.speeds()["rewards/images_per_s/counts"] > 0 and again.speeds() == {}  # remembering is no work
+        assert (
+            scoring.speeds()["rewards/images_per_s/counts"] > 0 and again.speeds() == {}
+        )  # remembering is no work
         harness.score()
         harness.score()
         assert log.read_text() == "4\n4\n4\n"  # in training nothing is remembered
@@ -117,7 +165,9 @@ def test_evaluations_are_scored_once_by_content(ray_here, tmp_path):
 
 @pytest.mark.parametrize("kind", ["once dies", "once hangs"])
 def test_a_killed_and_a_hanging_scorer_are_scored_elsewhere(ray_here, tmp_path, kind):
-    """SIGKILL in the middle of a batch, or silence beyond the deadline: the actor is replaced, another one scores the batch."""
+    """SIGKILL in the middle of a batch, or silence beyond the deadline: the actor is replaced,
+    another one scores the batch.
+    """
     with Harness(config([misbehaves(kind, settings={"mark": str(tmp_path / "mark")})])) as harness:
         scored, scoring = harness.score()
         assert scored.rewards.tolist() == [0, 1, 2, 3] and scoring.dropped == 0
@@ -128,13 +178,21 @@ def test_a_killed_and_a_hanging_scorer_are_scored_elsewhere(ray_here, tmp_path, 
 @pytest.mark.parametrize("kind", ["dies", "hangs"])
 def test_a_batch_that_nobody_survives_is_dropped_and_counted(ray_here, kind):
     """In actors of its own the bad scorer takes only itself along."""
-    run = config([MEAN, misbehaves(kind, "bad")], {"actors": 1}, own={"bad": {}}, max_failed_share=0.5)
+    run = config(
+        [MEAN, misbehaves(kind, "bad")], {"actors": 1}, own={"bad": {}}, max_failed_share=0.5
+    )
     with Harness(run) as harness:
         scored, scoring = harness.score()
-        assert scored.values["mean"].tolist() == [0, 1, 2, 3] and np.isnan(scored.rewards).all() and scoring.dropped == 4
+        assert (
+            scored.values["mean"].tolist() == [0, 1, 2, 3]
+            and np.isnan(scored.rewards).all()
+            and scoring.dropped == 4
+        )
         assert sum(event.startswith("actor_died") for event in harness.events) == 2
     why = "no answer for 2 s" if kind == "hangs" else "died"
-    with pytest.raises(RunFailed, match=rf"4 of 4 pictures, .* last: scorers.bad: .*failed 2 times.*{why}"):
+    with pytest.raises(
+        RunFailed, match=rf"4 of 4 pictures, .* last: scorers.bad: .*failed 2 times.*{why}"
+    ):
         scoring.check_share()
 
 
@@ -158,12 +216,17 @@ def test_lost_pictures_are_no_failure_of_the_scorer():
 
 
 def test_unknown_groups_are_refused():
-    with pytest.raises(ConfigError, match="services.scorers.hpsv2: there is no scorer of that name; there are: mean"):
+    with pytest.raises(
+        ConfigError,
+        match="services.scorers.hpsv2: there is no scorer of that name; there are: mean",
+    ):
         config([MEAN], own={"hpsv2": {}})
 
 
 def test_a_run_with_a_group_of_its_own_and_a_judge(ray_here, undisturbed, tiny_sd3_dir, tmp_path):
-    """The ring with the one scorer in actors of its own and a held-out judge: the same bits as ever, and the judge's column beside."""
+    """The ring with the one scorer in actors of its own and a held-out judge: the same bits as
+    ever, and the judge's column beside.
+    """
     run = run_here(
         tiny_config(
             tiny_sd3_dir,
@@ -176,10 +239,15 @@ def test_a_run_with_a_group_of_its_own_and_a_judge(ray_here, undisturbed, tiny_s
     assert adapters(run, 3) == adapters(undisturbed, 3)
     rows = run.metrics()
     for row in (row for row in rows if row["kind"] == "evaluation"):
-        assert row["reward/eval/jpeg_incompressibility"] == pytest.approx(-row["reward/eval/jpeg_compressibility"])
+        assert row["reward/eval/jpeg_incompressibility"] == pytest.approx(
+            -row["reward/eval/jpeg_compressibility"]
+        )
         assert row["reward/eval_mean"] == pytest.approx(row["reward/eval/jpeg_compressibility"])
         assert row["rewards/images_per_s/jpeg_incompressibility"] > 0
     last = [row for row in rows if row["kind"] == "iteration"][-1]
-    assert "reward/jpeg_incompressibility" not in last and last["rewards/images_per_s/jpeg_compressibility"] > 0
+    assert (
+        "reward/jpeg_incompressibility" not in last
+        and last["rewards/images_per_s/jpeg_compressibility"] > 0
+    )
     started = [event["kind"] for event in run.events() if event["event"] == "actor_started"]
     assert started.count("scorers.jpeg_compressibility") == 1 and started.count("reward") == 1

@@ -1,5 +1,7 @@
-"""The ring as a whole. Invariants: what is computed does not depend on how many actors compute it; every unit counts once; failures
-end the run as the configuration says. What dies and is killed is in ``test_fault_matrix``."""
+"""The ring as a whole. Invariants: what is computed does not depend on how many actors compute it;
+every unit counts once; failures end the run as the configuration says. What dies and is killed is
+in ``test_fault_matrix``.
+"""
 
 import json
 import signal
@@ -26,11 +28,27 @@ def assert_same(run, reference) -> None:
 def test_the_run_leaves_what_it_should(undisturbed):
     rows = undisturbed.metrics()
     kinds = [(row["kind"], row["iteration"]) for row in rows]
-    assert kinds == [("evaluation", 0), ("iteration", 0), ("iteration", 1), ("iteration", 2), ("evaluation", 3)]
+    assert kinds == [
+        ("evaluation", 0),
+        ("iteration", 0),
+        ("iteration", 1),
+        ("iteration", 2),
+        ("evaluation", 3),
+    ]
     last = rows[3]
-    assert last["samples_seen"] == 3 * 2 * 4 and last["policy_version"] == 2 and last["weights/version"] == 3
-    assert last["explore/contrast"] == pytest.approx(last["explore/reward_best"] - last["explore/reward_worst"])
-    assert last["rewards/failed"] == 0 and last["rollout/reissued"] == 0 and -1 <= last["audit/kendall_tau"] <= 1
+    assert (
+        last["samples_seen"] == 3 * 2 * 4
+        and last["policy_version"] == 2
+        and last["weights/version"] == 3
+    )
+    assert last["explore/contrast"] == pytest.approx(
+        last["explore/reward_best"] - last["explore/reward_worst"]
+    )
+    assert (
+        last["rewards/failed"] == 0
+        and last["rollout/reissued"] == 0
+        and -1 <= last["audit/kendall_tau"] <= 1
+    )
     assert 0 < last["weights/codes_changed"] < 1
     names = [event["event"] for event in undisturbed.events()]
     assert names[0] == "run_started" and names[-1] == "run_finished"
@@ -45,18 +63,29 @@ def test_the_lora_moved_away_from_its_start(undisturbed):
     now = load_file(undisturbed.checkpoints / "step_000003" / "adapter.safetensors")
     b = [key for key in now if "lora_B" in key]
     moved = [key for key in b if now[key].abs().max() > 0.01]  # B starts at zero
-    assert len(moved) > len(b) // 2  # the last block's context queries reach no output, so they cannot move
+    assert (
+        len(moved) > len(b) // 2
+    )  # the last block's context queries reach no output, so they cannot move
     assert all(not torch.equal(now[key], old[key]) for key in moved)
 
 
 @pytest.mark.parametrize("actors", [1, 3])
 def test_the_number_of_rollout_actors_changes_nothing(undisturbed, tiny_sd3_dir, tmp_path, actors):
-    run = run_here(tiny_config(tiny_sd3_dir, tmp_path, f"actors{actors}", services__rollout__actors=actors))
+    run = run_here(
+        tiny_config(tiny_sd3_dir, tmp_path, f"actors{actors}", services__rollout__actors=actors)
+    )
     assert_same(run, undisturbed)
 
 
 def test_sigterm_stops_after_a_checkpoint_and_says_how_to_go_on(tiny_sd3_dir, tmp_path):
-    config = tiny_config(tiny_sd3_dir, tmp_path, "stopped", iterations=500, checkpoint__every=400, services__rollout__actors=1)
+    config = tiny_config(
+        tiny_sd3_dir,
+        tmp_path,
+        "stopped",
+        iterations=500,
+        checkpoint__every=400,
+        services__rollout__actors=1,
+    )
     run = RunDirectory.of(config)
     process = start("train", str(write_toml(config, tmp_path)), stdout=PIPE, stderr=PIPE)
     try:
@@ -92,7 +121,9 @@ def broken(kind: str) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("kind", ["raises", "nan", "short"])
-def test_a_scorer_that_always_fails_stops_the_run_and_is_never_a_zero(ray_here, tiny_sd3_dir, tmp_path, kind):
+def test_a_scorer_that_always_fails_stops_the_run_and_is_never_a_zero(
+    ray_here, tiny_sd3_dir, tmp_path, kind
+):
     config = tiny_config(tiny_sd3_dir, tmp_path, kind, rewards__scorers=broken(kind))
     with pytest.raises(RunFailed, match="scoring failed for 8 of 8 pictures"):
         run_here(config)
@@ -106,11 +137,17 @@ def test_a_scorer_that_always_fails_stops_the_run_and_is_never_a_zero(ray_here, 
 def dropping(model: Path, root: Path, keep: int) -> RunConfig:
     """The scorer fails on the first picture of every chunk of 2, and the run may go on."""
     rewards = {"scorers": broken("first_is_nan"), "max_failed_share": 0.9, "attempts": 2}
-    return tiny_config(model, root, f"keep{keep}", iterations=1, rewards=rewards, selection__keep=keep)
+    return tiny_config(
+        model, root, f"keep{keep}", iterations=1, rewards=rewards, selection__keep=keep
+    )
 
 
 def test_a_sample_that_cannot_be_scored_is_dropped_and_counted(ray_here, tiny_sd3_dir, tmp_path):
-    (row,) = [row for row in run_here(dropping(tiny_sd3_dir, tmp_path, 4)).metrics() if row["kind"] == "iteration"]
+    (row,) = [
+        row
+        for row in run_here(dropping(tiny_sd3_dir, tmp_path, 4)).metrics()
+        if row["kind"] == "iteration"
+    ]
     # 4 of 8 per prompt are dropped when explored, then 1 of 4 when regenerated
     assert row["rewards/failed"] == 2 * 4 + 2 * 1
 

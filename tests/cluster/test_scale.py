@@ -1,5 +1,6 @@
-"""Pools that change size while they work. Invariants: every unit is answered once, none is lost, none is computed twice; what is
-trained does not depend on when the pool grew or shrank."""
+"""Pools that change size while they work. Invariants: every unit is answered once, none is lost,
+none is computed twice; what is trained does not depend on when the pool grew or shrank.
+"""
 
 import asyncio
 import itertools
@@ -72,13 +73,20 @@ def test_a_pool_grows_and_shrinks_under_load_and_every_unit_counts_once(ray_here
     answers = harness.run(work)
     assert sizes == [(3, 3), (1, 1), (2, 2)]
     assert [unit for unit, _ in answers] == list(range(len(answers)))
-    assert sorted(int(line) for line in path.read_text().split()) == list(range(len(answers)))  # none twice
+    assert sorted(int(line) for line in path.read_text().split()) == list(
+        range(len(answers))
+    )  # none twice
     assert harness.pool.reissued == 0
     assert len({pid for _, pid in answers}) == 4  # actor 0; 1 and 2; 3
     named = {
-        kind: [fields["actor"] for name, fields in harness.events if name == kind] for kind in ("actor_added", "actor_removed")
+        kind: [fields["actor"] for name, fields in harness.events if name == kind]
+        for kind in ("actor_added", "actor_removed")
     }
-    assert sorted(named["actor_removed"]) == [1, 2] and sorted(named["actor_added"][:2]) == [1, 2] and named["actor_added"][2] == 3
+    assert (
+        sorted(named["actor_removed"]) == [1, 2]
+        and sorted(named["actor_added"][:2]) == [1, 2]
+        and named["actor_added"][2] == 3
+    )
     assert sorted(harness.released) == ["counter-1", "counter-2"]
 
 
@@ -96,7 +104,9 @@ def test_a_new_actor_that_does_not_start_is_said_and_the_pool_stays(ray_here, tm
 
 
 class Boss(Progress):
-    """Asks the board for another size as soon as chunks of an iteration come back, and waits for it before the next iteration."""
+    """Asks the board for another size as soon as chunks of an iteration come back, and waits for it
+    before the next iteration.
+    """
 
     session: Any = None
 
@@ -131,7 +141,13 @@ class Boss(Progress):
 
     async def ask(self, sizes: dict[str, int]) -> None:
         there = board()
-        while not (runs := [key for key, state in (await there.runs.remote()).items() if state["run"] == self.session.config.name]):
+        while not (
+            runs := [
+                key
+                for key, state in (await there.runs.remote()).items()
+                if state["run"] == self.session.config.name
+            ]
+        ):
             await asyncio.sleep(0.1)
         number = await there.request.remote(runs[0], sizes)
         while (answer := await there.outcome.remote(number)) is None:
@@ -141,20 +157,30 @@ class Boss(Progress):
 
 def test_a_run_that_is_scaled_1_3_2_trains_the_same_bits(undisturbed, tiny_sd3_dir, tmp_path):
     boss = Boss({0: 3, 1: 2})
-    config = tiny_config(tiny_sd3_dir, tmp_path, "scaled", services__rollout__actors=1, services__rollout__max_actors=3)
+    config = tiny_config(
+        tiny_sd3_dir,
+        tmp_path,
+        "scaled",
+        services__rollout__actors=1,
+        services__rollout__max_actors=3,
+    )
     run = run_here(config, progress=boss)
     assert boss.answers == [(True, "rollout: 1 -> 3 actors"), (True, "rollout: 3 -> 2 actors")]
     assert selections(run) == selections(undisturbed)
     assert adapters(run, 3) == adapters(undisturbed, 3)
     events = run.events()
-    scaled = [(event["before"], event["after"]) for event in events if event["event"] == "pool_scaled"]
+    scaled = [
+        (event["before"], event["after"]) for event in events if event["event"] == "pool_scaled"
+    ]
     assert scaled == [(1, 3), (3, 2)]
     assert not any(event["event"] in ("chunk_reissued", "actor_died") for event in events)
     assert [row["rollout/actors"] for row in run.metrics() if row["kind"] == "iteration"][2] == 2
 
 
 class Patient(Progress):
-    """Waits, before an iteration, until the pool has the size that the rule asked for after the one before."""
+    """Waits, before an iteration, until the pool has the size that the rule asked for after the one
+    before.
+    """
 
     session: Any = None
 
@@ -170,14 +196,27 @@ class Patient(Progress):
         self.session.ring.iteration = patient
 
 
-def test_a_run_that_sizes_itself_trains_the_same_bits(undisturbed, tiny_sd3_dir, tmp_path, monkeypatch):
+def test_a_run_that_sizes_itself_trains_the_same_bits(
+    undisturbed, tiny_sd3_dir, tmp_path, monkeypatch
+):
     verdicts = iter([1, -1, 0])
     monkeypatch.setattr("cluster.driver.autoscale.verdict", lambda load, rule: next(verdicts))
-    services = {"rollout": {"actors": 1, "max_actors": 2}, "autoscale": {"enabled": True, "patience": 1}}
-    run = run_here(tiny_config(tiny_sd3_dir, tmp_path, "sizes-itself", services=services), progress=Patient())
-    scaled = [(event["before"], event["after"]) for event in run.events() if event["event"] == "pool_scaled"]
+    services = {
+        "rollout": {"actors": 1, "max_actors": 2},
+        "autoscale": {"enabled": True, "patience": 1},
+    }
+    run = run_here(
+        tiny_config(tiny_sd3_dir, tmp_path, "sizes-itself", services=services), progress=Patient()
+    )
+    scaled = [
+        (event["before"], event["after"])
+        for event in run.events()
+        if event["event"] == "pool_scaled"
+    ]
     assert scaled == [(1, 2), (2, 1)]
-    assert selections(run) == selections(undisturbed) and adapters(run, 3) == adapters(undisturbed, 3)
+    assert selections(run) == selections(undisturbed) and adapters(run, 3) == adapters(
+        undisturbed, 3
+    )
 
 
 @pytest.mark.parametrize(
@@ -191,7 +230,13 @@ def test_a_size_that_is_not_allowed_or_has_no_room_is_refused_and_the_run_goes_o
     ray_here, tiny_sd3_dir, tmp_path, size, most, words
 ):
     boss = Boss({0: size})
-    config = tiny_config(tiny_sd3_dir, tmp_path, "refused", iterations=1, services__rollout={"actors": 1, "max_actors": most})
+    config = tiny_config(
+        tiny_sd3_dir,
+        tmp_path,
+        "refused",
+        iterations=1,
+        services__rollout={"actors": 1, "max_actors": most},
+    )
     run = run_here(config, progress=boss)
     ((done, said),) = boss.answers
     assert not done and words in said
@@ -204,7 +249,9 @@ LIMITS = Service(actors=4, min_actors=2, max_actors=12)
 WAITS, IDLES, FINE, SCORING = Load(0.8, 0.8), Load(0.1, 0.2), Load(0.4, 0.4), Load(0.8, 0.3)
 
 
-@pytest.mark.parametrize(("load", "expected"), [(WAITS, 1), (IDLES, -1), (FINE, 0), (SCORING, 0), (Load(0.9, 0.1), -1)])
+@pytest.mark.parametrize(
+    ("load", "expected"), [(WAITS, 1), (IDLES, -1), (FINE, 0), (SCORING, 0), (Load(0.9, 0.1), -1)]
+)
 def test_the_verdict_on_one_iteration(load, expected):
     assert verdict(load, RULE) == expected
 
@@ -237,7 +284,10 @@ def test_a_pool_that_changed_is_judged_anew():
     assert [scaler.size_after(4, row(WAITS)) for _ in range(2)] == [4, 5]
     assert [scaler.size_after(5, row(WAITS)) for _ in range(2)] == [5, 6]  # patience again
     assert scaler.size_after(6, row(WAITS)) == 6
-    assert [scaler.size_after(8, row(WAITS)) for _ in range(2)] == [8, 10]  # somebody scaled it to 8
+    assert [scaler.size_after(8, row(WAITS)) for _ in range(2)] == [
+        8,
+        10,
+    ]  # somebody scaled it to 8
     no_room = [scaler.size_after(8, row(WAITS)) for _ in range(2)]
     assert no_room == [8, 10]  # it could not grow: asked again after as much patience
 

@@ -1,4 +1,6 @@
-"""Scorers outside the shared actors: a server of one's own that fails or is slow, and two that cannot be installed together."""
+"""Scorers outside the shared actors: a server of one's own that fails or is slow, and two that
+cannot be installed together.
+"""
 
 from __future__ import annotations
 
@@ -24,21 +26,31 @@ def served(ray_here) -> Iterator[tuple[Server, Harness]]:
     with serving() as server:
         server.slow_s = 2.6
         settings = {"url": server.url, "timeout_s": 2.0, "retries": 0}
-        with Harness(config([MEAN, {"name": "http", "settings": settings}], {"deadline_s": 20.0})) as harness:
+        with Harness(
+            config([MEAN, {"name": "http", "settings": settings}], {"deadline_s": 20.0})
+        ) as harness:
             yield server, harness
 
 
-@pytest.mark.parametrize(("trouble", "why"), [(500, "answered 500 Internal Server Error"), ("slow", "did not answer (timed out)")])
-def test_a_server_that_fails_or_is_slow_is_asked_by_another_actor_and_then_counted(served, trouble, why):
+@pytest.mark.parametrize(
+    ("trouble", "why"),
+    [(500, "answered 500 Internal Server Error"), ("slow", "did not answer (timed out)")],
+)
+def test_a_server_that_fails_or_is_slow_is_asked_by_another_actor_and_then_counted(
+    served, trouble, why
+):
     server, harness = served
     before = len(harness.events)
     server.answers = [trouble]
     scored, scoring = harness.score()
     assert scored.rewards.tolist() == [0, 2, 4, 6] and scoring.dropped == 0  # the mean twice
     failed, recovered = (
-        next(event for event in harness.events[before:] if event.startswith(kind)) for kind in ("chunk_reissued", "chunk_recovered")
+        next(event for event in harness.events[before:] if event.startswith(kind))
+        for kind in ("chunk_reissued", "chunk_recovered")
     )
-    assert why in failed and re.findall(r"'actor': (\d)", failed) != re.findall(r"'actor': (\d)", recovered)
+    assert why in failed and re.findall(r"'actor': (\d)", failed) != re.findall(
+        r"'actor': (\d)", recovered
+    )
     server.answers = [trouble] * 2
     scored, scoring = harness.score()
     assert scored.values["mean"].tolist() == [0, 1, 2, 3] and np.isnan(scored.values["http"]).all()
@@ -49,15 +61,20 @@ def test_a_server_that_fails_or_is_slow_is_asked_by_another_actor_and_then_count
 
 @pytest.mark.slow
 def test_two_scorers_that_cannot_be_installed_together(ray_here, tmp_path):
-    """Two versions of one package, each in the environment of its scorer's actors, in one mix; here the driver has neither."""
+    """Two versions of one package, each in the environment of its scorer's actors, in one mix; here
+    the driver has neither.
+    """
     for version in (1, 2):
         package = tmp_path / f"v{version}" / "paint"
         package.mkdir(parents=True)
         (package / "__init__.py").write_text(
-            f"import numpy as np\nVERSION = {version}\n"
-            "def scorer():\n    return lambda images, prompts, metadata: np.full(len(images), float(VERSION), np.float32)\n"
+            f"import numpy as np\nVERSION = {version}\ndef scorer():\n    return lambda images,"
+            " prompts, metadata: np.full(len(images), float(VERSION), np.float32)\n"
         )
-    envs = {f"v{v}": {"runtime_env": {"env_vars": {"PYTHONPATH": str(tmp_path / f"v{v}")}}} for v in (1, 2)}
+    envs = {
+        f"v{v}": {"runtime_env": {"env_vars": {"PYTHONPATH": str(tmp_path / f"v{v}")}}}
+        for v in (1, 2)
+    }
     mix = [{"name": "paint:scorer", "alias": f"v{v}", "weight": 10.0**v} for v in (1, 2)]
     run = config(mix, own=envs)
     run = run.model_copy(update={"run_root": str(tmp_path / "runs")})
@@ -67,7 +84,9 @@ def test_two_scorers_that_cannot_be_installed_together(ray_here, tmp_path):
         services.only(services.reward)
         await services.start()
         try:
-            return await Scoring(run.rewards, services.reward).score("x", ray.put(IMAGES), PROMPTS, (0,))
+            return await Scoring(run.rewards, services.reward).score(
+                "x", ray.put(IMAGES), PROMPTS, (0,)
+            )
         finally:
             await services.stop()
 

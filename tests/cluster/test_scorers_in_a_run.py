@@ -1,6 +1,8 @@
-"""Scorers in a whole run: a mix of three on the shapes model, and one that is killed, hangs or lies while the others do their work.
+"""Scorers in a whole run: a mix of three on the shapes model, and one that is killed, hangs or lies
+while the others do their work.
 
-What a scorer of weight 0 says changes no reward, so a run that survives its trouble must end with the bits of the undisturbed one.
+What a scorer of weight 0 says changes no reward, so a run that survives its trouble must end with
+the bits of the undisturbed one.
 """
 
 from __future__ import annotations
@@ -22,7 +24,9 @@ MIX = """[{name = "shapes"}, {name = "clipscore", settings = {checkpoint = "shap
 
 @needs_clip
 def test_three_scorers_train_the_shapes_model_end_to_end(ray_here, tmp_path, capsys):
-    """By the command, normalised per group; every scorer is in the rows of training and of the evaluations, and in the report."""
+    """By the command, normalised per group; every scorer is in the rows of training and of the
+    evaluations, and in the report.
+    """
     overrides = {
         "name": "mix", "run_root": tmp_path, "iterations": 2, "rewards.scorers": MIX, "rewards.normalise": "zscore",
         "prompts.per_iteration": 2, "explore.pool_size": 8, "explore.chunk_size": 4, "explore.steps": 2, "selection.keep": 4,
@@ -35,7 +39,11 @@ def test_three_scorers_train_the_shapes_model_end_to_end(ray_here, tmp_path, cap
     labels = ("shapes", "clipscore", "jpeg_incompressibility")
     for row in (row for row in rows if row["kind"] == "iteration"):
         assert row["rewards/failed"] == 0 and row["grad_norm"] > 0
-        assert 0 <= row["reward/shapes"] <= 1 and -1 <= row["reward/clipscore"] <= 1 and row["reward/jpeg_incompressibility"] > 0.3
+        assert (
+            0 <= row["reward/shapes"] <= 1
+            and -1 <= row["reward/clipscore"] <= 1
+            and row["reward/jpeg_incompressibility"] > 0.3
+        )
         assert all(row[f"rewards/images_per_s/{label}"] > 0 for label in labels)
     evaluations = [row for row in rows if row["kind"] == "evaluation"]
     assert len(evaluations) == 2
@@ -43,27 +51,50 @@ def test_three_scorers_train_the_shapes_model_end_to_end(ray_here, tmp_path, cap
         raw = [row[f"reward/eval/{label}"] for label in labels]
         assert row["reward/eval_mean"] == pytest.approx(raw[0] + raw[1] + 0.5 * raw[2], rel=1e-5)
     kept = json.loads((run.path / "evaluations" / "step_000002.json").read_text())["scores"]
-    assert set(kept) == set(labels) and all(len(grid) == 4 and len(grid[0]) == 2 for grid in kept.values())
+    assert set(kept) == set(labels) and all(
+        len(grid) == 4 and len(grid[0]) == 2 for grid in kept.values()
+    )
     text = page_of(run.path).text
-    assert all(f"Scorer {label}" in text for label in labels) and "What rose, and at whose cost" in text
+    assert (
+        all(f"Scorer {label}" in text for label in labels)
+        and "What rose, and at whose cost" in text
+    )
 
 
 def troubled(model: Any, root: Any, kind: str, **more: Any) -> Any:
-    """The undisturbed run's configuration, with a scorer beside its own that misbehaves and weighs nothing."""
+    """The undisturbed run's configuration, with a scorer beside its own that misbehaves and weighs
+    nothing.
+    """
     bad = {"name": "tests.cluster.scorers:Misbehaves", "alias": "bad", "weight": 0.0}
     bad |= {"settings": {"kind": kind, "mark": str(root / "mark")}, **more.pop("scorer", {})}
-    return tiny_config(model, root, kind.replace(" ", "_"), rewards__scorers=[{"name": "jpeg_compressibility"}, bad], **more)
+    return tiny_config(
+        model,
+        root,
+        kind.replace(" ", "_"),
+        rewards__scorers=[{"name": "jpeg_compressibility"}, bad],
+        **more,
+    )
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize(("kind", "why"), [("once dies", "died"), ("once hangs", "no answer for 20 s")])
-def test_a_scorer_that_is_killed_or_hangs_costs_an_actor_and_nothing_else(undisturbed, tiny_sd3_dir, tmp_path, kind, why):
+@pytest.mark.parametrize(
+    ("kind", "why"), [("once dies", "died"), ("once hangs", "no answer for 20 s")]
+)
+def test_a_scorer_that_is_killed_or_hangs_costs_an_actor_and_nothing_else(
+    undisturbed, tiny_sd3_dir, tmp_path, kind, why
+):
     run = run_here(troubled(tiny_sd3_dir, tmp_path, kind, services__reward__deadline_s=20.0))
-    assert selections(run) == selections(undisturbed) and adapters(run, 3) == adapters(undisturbed, 3)
+    assert selections(run) == selections(undisturbed) and adapters(run, 3) == adapters(
+        undisturbed, 3
+    )
     events = run.events()
     assert events[-1]["event"] == "run_finished"
-    died = [event for event in events if event["event"] == "actor_died"]  # more than one where the machine is very busy
-    assert {event["kind"] for event in died} == {"reward"} and any(why in event["why"] for event in died)
+    died = [
+        event for event in events if event["event"] == "actor_died"
+    ]  # more than one where the machine is very busy
+    assert {event["kind"] for event in died} == {"reward"} and any(
+        why in event["why"] for event in died
+    )
     assert any(event["event"] == "chunk_reissued" and event["kind"] == "reward" for event in events)
     assert all(row["rewards/failed"] == 0 for row in run.metrics() if row["kind"] == "iteration")
 
@@ -73,15 +104,24 @@ def test_a_scorer_that_lies_is_left_out_where_it_is_optional_and_ends_the_run_wh
     undisturbed, tiny_sd3_dir, tmp_path
 ):
     run = run_here(troubled(tiny_sd3_dir, tmp_path, "nan", scorer={"required": False}))
-    assert selections(run) == selections(undisturbed) and adapters(run, 3) == adapters(undisturbed, 3)
+    assert selections(run) == selections(undisturbed) and adapters(run, 3) == adapters(
+        undisturbed, 3
+    )
     rows = run.metrics()
     for row in (row for row in rows if row["kind"] == "iteration"):
-        assert row["rewards/failed"] == 0 and row["rewards/stood_in"] == 2 * 8 + 2 * 4  # explored and regenerated
+        assert (
+            row["rewards/failed"] == 0 and row["rewards/stood_in"] == 2 * 8 + 2 * 4
+        )  # explored and regenerated
         assert "reward/bad" not in row
     for row in (row for row in rows if row["kind"] == "evaluation"):
         assert row["reward/eval/bad"] is None or math.isnan(row["reward/eval/bad"])
         assert row["eval/unscored/bad"] == 4 * 2
     required = troubled(tiny_sd3_dir, tmp_path, "nan").model_copy(update={"name": "required"})
-    with pytest.raises(RunFailed, match="scoring failed for 8 of 8 pictures.*max_failed_share.*'bad' returned nan for picture 0"):
+    with pytest.raises(
+        RunFailed,
+        match=(
+            "scoring failed for 8 of 8 pictures.*max_failed_share.*'bad' returned nan for picture 0"
+        ),
+    ):
         run_here(required)
     assert RunDirectory.of(required).events()[-1]["event"] == "run_failed"

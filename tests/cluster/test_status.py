@@ -68,13 +68,30 @@ def test_a_run_says_how_it_is(ray_here, tiny_sd3_dir, tmp_path):
     run_here(tiny_config(tiny_sd3_dir, tmp_path, "watched", iterations=2), progress=watcher)
     state = watcher.state
     assert state is not None
-    assert (state["run"], state["iteration"], state["iterations"], state["version"]) == ("watched", 1, 2, 1)
+    assert (state["run"], state["iteration"], state["iterations"], state["version"]) == (
+        "watched",
+        1,
+        2,
+        1,
+    )
     assert state["stages"]["explored"][1] == 2 * 8 and 0 < state["stages"]["scored"][0] <= 2 * 8
     assert state["row"]["time/iteration_s"] > 0 and len(state["held_out"]) == 1
     actors = {actor["actor"]: actor for service in state["services"] for actor in service["actors"]}
-    assert set(actors) == {"rollout-0.0", "rollout-1.0", "reward-0.0", "encoder-0.0", "selector-0.0", "learner-0.0"}
-    assert all(actor["state"] == "serving" and actor["pid"] and actor["node"] for actor in actors.values())
-    assert actors["rollout-0.0"]["version"] == 1 and sum(a["units"] for n, a in actors.items() if n.startswith("rollout")) > 8
+    assert set(actors) == {
+        "rollout-0.0",
+        "rollout-1.0",
+        "reward-0.0",
+        "encoder-0.0",
+        "selector-0.0",
+        "learner-0.0",
+    }
+    assert all(
+        actor["state"] == "serving" and actor["pid"] and actor["node"] for actor in actors.values()
+    )
+    assert (
+        actors["rollout-0.0"]["version"] == 1
+        and sum(a["units"] for n, a in actors.items() if n.startswith("rollout")) > 8
+    )
     assert "rollout-0.0" in "\n".join(lines_of(state))
 
 
@@ -98,7 +115,9 @@ def with_runs(runs: dict[str, Any], work) -> Any:
     """What ``work()`` returns, called in a thread beside runs on the board: (name, act) by key."""
 
     async def all_of_it() -> Any:
-        links = [Link(key, lambda name=name: {"run": name}, act) for key, (name, act) in runs.items()]
+        links = [
+            Link(key, lambda name=name: {"run": name}, act) for key, (name, act) in runs.items()
+        ]
         tasks = [asyncio.create_task(link.live()) for link in links]
         try:
             there = await asyncio.to_thread(board)
@@ -137,12 +156,21 @@ def test_an_address_where_nothing_listens_is_said_at_once(command, capsys, monke
 def test_a_run_is_found_and_asked_by_name(ray_here):
     runs = {"a#1": ("a", allow), "b#1": ("b", refuse)}
     assert with_runs(runs, lambda: scale("a", {"rollout": 3})) == "now 3"
-    assert with_runs(runs, lambda: said(ConfigError, lambda: scale("b", {"rollout": 9}))) == "rollout: too many"
-    assert with_runs(runs, lambda: said(ConfigError, lambda: scale(None, {"rollout": 9}))) == "--run: which one? there are: a, b"
-    assert "no run 'c' on this cluster; there are: a, b" in with_runs(runs, lambda: said(ConfigError, lambda: states("c")))
-    assert with_runs({"a#1": ("a", never)}, lambda: said(RunFailed, lambda: scale("a", {"rollout": 2}, patience_s=2))).startswith(
-        "not done"
+    assert (
+        with_runs(runs, lambda: said(ConfigError, lambda: scale("b", {"rollout": 9})))
+        == "rollout: too many"
     )
+    assert (
+        with_runs(runs, lambda: said(ConfigError, lambda: scale(None, {"rollout": 9})))
+        == "--run: which one? there are: a, b"
+    )
+    assert "no run 'c' on this cluster; there are: a, b" in with_runs(
+        runs, lambda: said(ConfigError, lambda: states("c"))
+    )
+    assert with_runs(
+        {"a#1": ("a", never)},
+        lambda: said(RunFailed, lambda: scale("a", {"rollout": 2}, patience_s=2)),
+    ).startswith("not done")
     assert "no run on this cluster" in said(ConfigError, lambda: states(None))  # they left
 
 

@@ -1,4 +1,6 @@
-"""A signal ends a run: after a checkpoint where there is something to save, at once where there is not, or when another comes."""
+"""A signal ends a run: after a checkpoint where there is something to save, at once where there is
+not, or when another comes.
+"""
 
 import asyncio
 import os
@@ -28,7 +30,9 @@ def signalled(*names: str) -> None:
         os.kill(os.getpid(), getattr(signal, name))
 
 
-def stopped(work: Coroutine[Any, Any, None], stop: Stopping, save: Any, limit_s: float = 20.0) -> str | None:
+def stopped(
+    work: Coroutine[Any, Any, None], stop: Stopping, save: Any, limit_s: float = 20.0
+) -> str | None:
     """What comes of ``save`` after ``work``, which is to be cancelled."""
 
     async def run() -> str | None:
@@ -43,7 +47,9 @@ def stopped(work: Coroutine[Any, Any, None], stop: Stopping, save: Any, limit_s:
 
 
 class Saving:
-    """A checkpoint that takes ``seconds``, tells when it is begun, and counts how often it was begun and done."""
+    """A checkpoint that takes ``seconds``, tells when it is begun, and counts how often it was
+    begun and done.
+    """
 
     def __init__(self, seconds: float, error: Exception | None = None, told: Any = lambda: None):
         self.seconds, self.error, self.told = seconds, error, told
@@ -78,7 +84,11 @@ def test_a_second_signal_ends_the_saving(monkeypatch):
 
     stop, save, began = Stopping(asyncio.Lock()), Saving(30, told=later), time.monotonic()
     assert stopped(signals_then_sleep("SIGTERM"), stop, save) == "a second signal came"
-    assert time.monotonic() - began < 10 and (save.begun, save.done, stop.signal) == (1, 0, "SIGINT")
+    assert time.monotonic() - began < 10 and (save.begun, save.done, stop.signal) == (
+        1,
+        0,
+        "SIGINT",
+    )
 
 
 @pytest.mark.parametrize(
@@ -90,13 +100,22 @@ def test_a_second_signal_ends_the_saving(monkeypatch):
 )
 def test_what_cannot_be_saved_is_not_waited_for(seconds, error, why):
     began = time.monotonic()
-    assert (stopped(signals_then_sleep("SIGTERM"), Stopping(asyncio.Lock()), Saving(seconds, error), 0.2) or "").startswith(why)
+    assert (
+        stopped(
+            signals_then_sleep("SIGTERM"), Stopping(asyncio.Lock()), Saving(seconds, error), 0.2
+        )
+        or ""
+    ).startswith(why)
     assert time.monotonic() - began < 10
 
 
 def test_a_defect_while_saving_is_not_hidden():
     with pytest.raises(OSError, match="No space"):
-        stopped(signals_then_sleep("SIGTERM"), Stopping(asyncio.Lock()), Saving(0, OSError(28, "No space left on device")))
+        stopped(
+            signals_then_sleep("SIGTERM"),
+            Stopping(asyncio.Lock()),
+            Saving(0, OSError(28, "No space left on device")),
+        )
 
 
 @pytest.mark.parametrize("again", [False, True])
@@ -115,7 +134,9 @@ def test_an_update_is_finished_first_unless_a_second_signal_comes(monkeypatch, a
 
     why = stopped(updating(), Stopping(lock), save)
     # in the middle of an update there is nothing that could be saved
-    assert (why, finished, save.begun) == (("a second signal came", [], 0) if again else (None, [True], 1))
+    assert (why, finished, save.begun) == (
+        ("a second signal came", [], 0) if again else (None, [True], 1)
+    )
 
 
 def test_what_comes_when_the_run_is_over_does_not_end_it_otherwise():
@@ -141,7 +162,9 @@ def test_what_starts_nothing_is_ended_at_once():
 
 
 def test_a_run_stops_while_its_learner_is_replaced(undisturbed, tiny_sd3_dir, tmp_path):
-    """What the learner knew since its checkpoint is gone, so there is nothing to save, nor to wait for."""
+    """What the learner knew since its checkpoint is gone, so there is nothing to save, nor to wait
+    for.
+    """
 
     async def renew(self: LearnerGroup, why: str) -> None:
         await signals_then_sleep("SIGTERM")
@@ -163,7 +186,9 @@ class NeverLoaded:
     def __init__(self) -> None:
         time.sleep(600)
 
-    def __call__(self, images: np.ndarray, prompts: Sequence[str], metadata: Sequence[dict[str, Any]]) -> np.ndarray:
+    def __call__(
+        self, images: np.ndarray, prompts: Sequence[str], metadata: Sequence[dict[str, Any]]
+    ) -> np.ndarray:
         raise AssertionError("never loaded")
 
 
@@ -173,7 +198,9 @@ def text_of(path: Path) -> str:
 
 @pytest.mark.parametrize("name", ["SIGTERM", "SIGINT"])
 def test_a_run_whose_actors_still_start_stops_at_once(tiny_sd3_dir, tmp_path, name):
-    config = tiny_config(tiny_sd3_dir, tmp_path, "starting", rewards__scorers=[{"name": f"{__name__}:NeverLoaded"}])
+    config = tiny_config(
+        tiny_sd3_dir, tmp_path, "starting", rewards__scorers=[{"name": f"{__name__}:NeverLoaded"}]
+    )
     run = RunDirectory.of(config)
     process = start("train", str(write_toml(config, tmp_path)), stdout=DEVNULL, stderr=PIPE)
     try:
@@ -183,7 +210,10 @@ def test_a_run_whose_actors_still_start_stops_at_once(tiny_sd3_dir, tmp_path, na
         code, _, errors = finish(process, 90)
     finally:
         kill_tree(process)
-    assert (code, errors) == (130, f"stopped by {name} before iteration 0; continue with --resume\n")
+    assert (code, errors) == (
+        130,
+        f"stopped by {name} before iteration 0; continue with --resume\n",
+    )
     assert time.monotonic() - began < 60  # a scorer is loaded for 600
     assert run.events()[-1]["event"] == "run_stopped" and list(run.checkpoints.iterdir()) == []
 
@@ -204,12 +234,23 @@ def test_a_run_that_waits_for_nodes_stops_at_once(tiny_sd3_dir, tmp_path):
 
 
 def test_a_second_signal_does_not_wait_for_a_learner_that_hangs(tiny_sd3_dir, tmp_path):
-    config = tiny_config(tiny_sd3_dir, tmp_path, "hanging", iterations=500, checkpoint__every=400, services__rollout__actors=1)
+    config = tiny_config(
+        tiny_sd3_dir,
+        tmp_path,
+        "hanging",
+        iterations=500,
+        checkpoint__every=400,
+        services__rollout__actors=1,
+    )
     run = RunDirectory.of(config)
     process = start("train", str(write_toml(config, tmp_path)), stdout=DEVNULL, stderr=PIPE)
     try:
         wait_until(lambda: '"kind": "iteration"' in text_of(run.metrics_file), process)
-        (learner,) = [each for each in run.events() if each["event"] == "actor_started" and each["kind"] == "learner"]
+        (learner,) = [
+            each
+            for each in run.events()
+            if each["event"] == "actor_started" and each["kind"] == "learner"
+        ]
         os.kill(learner["pid"], signal.SIGSTOP)  # services.learner.deadline_s are 900
         process.send_signal(signal.SIGTERM)
         time.sleep(stopping.ECHO_S + 1)
@@ -218,7 +259,11 @@ def test_a_second_signal_does_not_wait_for_a_learner_that_hangs(tiny_sd3_dir, tm
         code, _, errors = finish(process, 90)
     finally:
         kill_tree(process)
-    assert code == 130 and errors.startswith("stopped by SIGTERM before iteration") and errors.count("\n") == 1, errors
+    assert (
+        code == 130
+        and errors.startswith("stopped by SIGTERM before iteration")
+        and errors.count("\n") == 1
+    ), errors
     assert "without its checkpoint (a second signal came); continue with --resume" in errors
     assert [event["event"] for event in run.events()][-2:] == ["checkpoint_missed", "run_stopped"]
     assert not list(run.checkpoints.glob("step_*"))

@@ -1,4 +1,6 @@
-"""``sol-rl submit``, ``status`` and ``scale`` where the cluster or the configuration will not have it: one line, exit code 2."""
+"""``sol-rl submit``, ``status`` and ``scale`` where the cluster or the configuration will not have
+it: one line, exit code 2.
+"""
 
 import shlex
 import shutil
@@ -44,10 +46,18 @@ def refused() -> Exception:
 @pytest.mark.parametrize(
     ("error", "said"),
     [
-        (RuntimeError("Request failed with status code 500: <html>\n<body>no</body>."), "status code 500: <html>); `ray job list"),
+        (
+            RuntimeError("Request failed with status code 500: <html>\n<body>no</body>."),
+            "status code 500: <html>); `ray job list",
+        ),
         (RuntimeError(""), "(RuntimeError)"),
         (ConnectionResetError("reset by peer"), "reset by peer"),
-        (ValueError("Package size (812.00MiB) exceeds the maximum size of 500.00MiB. To exclude"), "keep it outside"),
+        (
+            ValueError(
+                "Package size (812.00MiB) exceeds the maximum size of 500.00MiB. To exclude"
+            ),
+            "keep it outside",
+        ),
         (refused(), "no connection"),
     ],
 )
@@ -79,7 +89,10 @@ def test_a_disk_too_full_to_stage_on_is_one_line(monkeypatch, capsys):
 def test_an_address_that_is_no_url_is_refused(monkeypatch, capsys, address):
     monkeypatch.delenv("RAY_API_SERVER_ADDRESS", raising=False)
     assert main(["submit", "quickstart", "--set", "run_root=/data", "--address", address]) == 2
-    assert line(capsys) == f"--address {address}: the URL of a Ray dashboard is expected, http://HOST:8265"
+    assert (
+        line(capsys)
+        == f"--address {address}: the URL of a Ray dashboard is expected, http://HOST:8265"
+    )
     monkeypatch.setenv("RAY_API_SERVER_ADDRESS", address)
     assert main(["submit", "quickstart", "--set", "run_root=/data"]) == 2
     assert line(capsys).startswith(f"RAY_API_SERVER_ADDRESS = {address}: the URL")
@@ -98,11 +111,17 @@ def test_the_address_that_is_given_goes_before_the_environments(monkeypatch, cap
     assert f"RAY_ADDRESS = {other}: no Ray dashboard answers" in line(capsys)
 
 
-@pytest.mark.parametrize("arguments", [["status"], ["status", "--run", "x"], ["scale", "--rollout", "2"]])
+@pytest.mark.parametrize(
+    "arguments", [["status"], ["status", "--run", "x"], ["scale", "--rollout", "2"]]
+)
 @pytest.mark.parametrize("way", ["environment", "option"])
 def test_a_dashboards_url_will_do_for_status_and_scale(monkeypatch, way, arguments):
     asked = []
-    monkeypatch.setattr(jobs, "ask_through_job", lambda address, given, show, say: asked.append((address, given)) or 0)
+    monkeypatch.setattr(
+        jobs,
+        "ask_through_job",
+        lambda address, given, show, say: asked.append((address, given)) or 0,
+    )
     if way == "environment":
         monkeypatch.setenv("RAY_ADDRESS", HERE)
         assert main(arguments) == 0
@@ -114,7 +133,9 @@ def test_a_dashboards_url_will_do_for_status_and_scale(monkeypatch, way, argumen
 
 def test_what_status_asks_may_be_refused_in_one_line(monkeypatch, capsys):
     monkeypatch.setattr(
-        jobs, "client_of", lambda address: Refusing(RuntimeError("Request failed with status code 502: bad gateway"))
+        jobs,
+        "client_of",
+        lambda address: Refusing(RuntimeError("Request failed with status code 502: bad gateway")),
     )
     assert main(["status", "--address", HERE]) == 2
     assert "502: bad gateway" in line(capsys)
@@ -132,28 +153,44 @@ def scorer(key: str, settings: str) -> str:
     [
         ("model.path=weights/model", "model.path = 'weights/model'"),
         ("lora.init_from=weights/model", "lora.init_from = 'weights/model'"),
-        (scorer("scorers", "{checkpoint = 'checkpoints/HPS.pt'}"), "rewards.scorers.0.settings.checkpoint = 'checkpoints/HPS.pt'"),
+        (
+            scorer("scorers", "{checkpoint = 'checkpoints/HPS.pt'}"),
+            "rewards.scorers.0.settings.checkpoint = 'checkpoints/HPS.pt'",
+        ),
         (
             scorer("evaluation_scorers", "{architecture = {files = ['../up.pt']}}"),
             "rewards.evaluation_scorers.0.settings.architecture.files.0 = '../up.pt'",
         ),
     ],
 )
-def test_files_that_are_here_and_do_not_travel_are_refused(tmp_path, monkeypatch, capsys, override, key):
+def test_files_that_are_here_and_do_not_travel_are_refused(
+    tmp_path, monkeypatch, capsys, override, key
+):
     here = tmp_path / "here"
     (here / "weights" / "model").mkdir(parents=True)
     (here / "checkpoints").mkdir()
     for file in (here / "checkpoints" / "HPS.pt", tmp_path / "up.pt"):
         file.write_bytes(b"")
     monkeypatch.chdir(here)
-    monkeypatch.setattr(jobs, "client_of", lambda address: pytest.fail("asked before the configuration was looked at"))
+    monkeypatch.setattr(
+        jobs,
+        "client_of",
+        lambda address: pytest.fail("asked before the configuration was looked at"),
+    )
     assert main(["submit", "quickstart", "--set", "run_root=/data", "--set", override]) == 2
     told = line(capsys)
-    assert told.startswith(key) and told.endswith("give an absolute path on storage that nodes share")
+    assert told.startswith(key) and told.endswith(
+        "give an absolute path on storage that nodes share"
+    )
 
 
 @pytest.mark.parametrize(
-    "override", ["model.path=/data/model", "model.path=owner/name", scorer("scorers", "{checkpoint = 'shapes/clip'}")]
+    "override",
+    [
+        "model.path=/data/model",
+        "model.path=owner/name",
+        scorer("scorers", "{checkpoint = 'shapes/clip'}"),
+    ],
 )
 def test_files_that_nodes_have_are_not(monkeypatch, override):
     monkeypatch.chdir(ROOT)
@@ -169,9 +206,14 @@ def test_weights_in_the_tree_are_not_sent(tmp_path, monkeypatch):
     monkeypatch.setattr(jobs, "TREE", tree)
     monkeypatch.chdir(tree)
     jobs.stage(
-        tmp_path / "out", "quickstart", load("quickstart", ["prompts.train=configs/presets/x", "prompts.test=configs/presets/x"])
+        tmp_path / "out",
+        "quickstart",
+        load("quickstart", ["prompts.train=configs/presets/x", "prompts.test=configs/presets/x"]),
     )
-    assert not list((tmp_path / "out").rglob("checkpoints")) and (tmp_path / "out" / "configs" / "presets" / "x").exists()
+    assert (
+        not list((tmp_path / "out").rglob("checkpoints"))
+        and (tmp_path / "out" / "configs" / "presets" / "x").exists()
+    )
     with pytest.raises(ConfigError, match="lora.init_from = 'mine/checkpoints/x'"):
         jobs.check_files_of_job(load("quickstart", ["lora.init_from=mine/checkpoints/x"]))
     jobs.check_files_of_job(load("quickstart", ["lora.init_from=configs/presets/x"]))  # travels
@@ -202,14 +244,22 @@ def test_the_images_commands_write_only_where_rays_user_may(tmp_path, extras):
     assert "torch>=2.9" in (home / "requirements.txt").read_text().splitlines()
     calls = (home / "calls").read_text().splitlines()
     assert (
-        len(calls) == (2 if extras else 1) and f"-r {home}/requirements.txt" in calls[0] and "--no-build-isolation" not in calls[0]
+        len(calls) == (2 if extras else 1)
+        and f"-r {home}/requirements.txt" in calls[0]
+        and "--no-build-isolation" not in calls[0]
     )
     if extras:
-        assert [entry.split("[")[0].split("=")[0] for entry in (home / "extras.txt").read_text().splitlines()] == [
-            "rapidocr-onnxruntime",
-            "transformer-engine",
-        ]
+        assert [
+            entry.split("[")[0].split("=")[0]
+            for entry in (home / "extras.txt").read_text().splitlines()
+        ] == ["rapidocr-onnxruntime", "transformer-engine"]
         assert "--no-build-isolation" in calls[1]
-    stray = subprocess.run([sys.executable, copied / "requirements.py", "gpus"], capture_output=True, text=True)
+    stray = subprocess.run(
+        [sys.executable, copied / "requirements.py", "gpus"], capture_output=True, text=True
+    )
     assert stray.returncode == 1 and "no extra 'gpus'; there are: gpu, ocr" in stray.stderr
-    assert sorted(path.name for path in copied.iterdir()) == ["constraints.txt", "pyproject.toml", "requirements.py"]
+    assert sorted(path.name for path in copied.iterdir()) == [
+        "constraints.txt",
+        "pyproject.toml",
+        "requirements.py",
+    ]

@@ -1,4 +1,6 @@
-"""Ray's token authentication, tried on a real head: who has no token, or another, is refused; what stays open is known."""
+"""Ray's token authentication, tried on a real head: who has no token, or another, is refused; what
+stays open is known.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,9 @@ from tests.cluster.runs import tiny_config, write_toml
 
 def status_of(url: str, token: str | None) -> int:
     """HTTP status of a request with the token, or without one; 0 when nothing answers."""
-    request = urllib.request.Request(url, headers={"Authorization": f"Bearer {token}"} if token else {})
+    request = urllib.request.Request(
+        url, headers={"Authorization": f"Bearer {token}"} if token else {}
+    )
     try:
         with urllib.request.urlopen(request, timeout=30) as answer:
             return answer.status
@@ -32,7 +36,9 @@ def status_of(url: str, token: str | None) -> int:
 
 def sol_rl(environment: dict[str, str], *arguments: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "cluster", *arguments]
-    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=900)
+    return subprocess.run(
+        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=900
+    )
 
 
 @pytest.mark.slow
@@ -49,12 +55,20 @@ def test_a_head_with_a_token_refuses_who_has_none_or_another(tiny_sd3_dir, tmp_p
         assert status_of(f"{head.url}/api/jobs/", secrets.token_hex(32)) == 403
 
         file = write_toml(tiny_config(tiny_sd3_dir, tmp_path, "tokens", iterations=1), tmp_path)
-        without = {key: value for key, value in head.env.items() if not key.startswith("RAY_AUTH_")} | {"HOME": str(tmp_path)}
+        without = {
+            key: value for key, value in head.env.items() if not key.startswith("RAY_AUTH_")
+        } | {"HOME": str(tmp_path)}
         wrong = {**head.env, "RAY_AUTH_TOKEN": secrets.token_hex(32)}
         for environment in (without, wrong):
-            for command in (("submit", str(file), "--address", head.url), ("status", "--address", f"127.0.0.1:{head.gcs}")):
+            for command in (
+                ("submit", str(file), "--address", head.url),
+                ("status", "--address", f"127.0.0.1:{head.gcs}"),
+            ):
                 refused = sol_rl(environment, *command)
-                assert refused.returncode == 2 and "wants a token" in refused.stderr, (command, refused.stderr)
+                assert refused.returncode == 2 and "wants a token" in refused.stderr, (
+                    command,
+                    refused.stderr,
+                )
                 assert refused.stderr.count("\n") == 1
         assert not (tmp_path / "runs").exists()
         let_in = sol_rl(head.env, "submit", str(file), "--address", head.url, "--follow")
@@ -62,6 +76,8 @@ def test_a_head_with_a_token_refuses_who_has_none_or_another(tiny_sd3_dir, tmp_p
 
         (found,) = folder.glob("prom_metrics_service_discovery.json")
         targets = [target for group in json.loads(found.read_text()) for target in group["targets"]]
-        assert targets and all(status_of(f"http://{target}/metrics", None) == 200 for target in targets)  # open: docs/operations.md
+        assert targets and all(
+            status_of(f"http://{target}/metrics", None) == 200 for target in targets
+        )  # open: docs/operations.md
     finally:
         head.stop()

@@ -21,11 +21,21 @@ from tests.cluster.runs import run_here, tiny_config
 def explorers(*backends: str | None, runs: tuple[str, ...] = ()) -> SimpleNamespace:
     """A pool as far as publishing goes, whose actors acknowledge whatever they are sent."""
     facts = [
-        {} if backend is None else {"backend": backend, "host": f"node{i}", "why": f"auto: {backend} is the best", "runs": runs}
+        (
+            {}
+            if backend is None
+            else {
+                "backend": backend,
+                "host": f"node{i}",
+                "why": f"auto: {backend} is the best",
+                "runs": runs,
+            }
+        )
         for i, backend in enumerate(backends)
     ]
     pool = SimpleNamespace(
-        workers=[SimpleNamespace(facts=fact, state=None, index=i) for i, fact in enumerate(facts)], alive=len(facts)
+        workers=[SimpleNamespace(facts=fact, state=None, index=i) for i, fact in enumerate(facts)],
+        alive=len(facts),
     )
 
     async def each(do) -> None:
@@ -69,7 +79,9 @@ def test_what_was_chosen_and_why_is_said_once_in_a_run():
         channel = WeightChannel(lambda name, **fields: events.append((name, fields)))
         for version in range(3):
             await channel.publish(version, learner([]), explorers("fp8", "fp8"))
-        await channel.publish(3, learner([]), explorers("fp8"), backend="bf16")  # moved to by the audit: not the run's own
+        await channel.publish(
+            3, learner([]), explorers("fp8"), backend="bf16"
+        )  # moved to by the audit: not the run's own
         assert channel.chosen == "fp8"
         return events
 
@@ -80,11 +92,15 @@ def test_what_was_chosen_and_why_is_said_once_in_a_run():
 
 
 def test_a_run_goes_on_in_the_precision_it_began_in():
-    """Continued on better GPUs, ``auto`` would take another: every version must be ranked by the same arithmetic."""
+    """Continued on better GPUs, ``auto`` would take another: every version must be ranked by the
+    same arithmetic.
+    """
 
     async def run(rollout, asked: list[tuple]) -> list[str]:
         events: list[str] = []
-        channel = WeightChannel(lambda name, **fields: events.append(f"{name} {fields.get('why', '')}"))
+        channel = WeightChannel(
+            lambda name, **fields: events.append(f"{name} {fields.get('why', '')}")
+        )
         channel.chosen = "fp8"  # from the checkpoint
         for version in (5, 6):
             await channel.publish(version, learner(asked), rollout)
@@ -98,30 +114,47 @@ def test_a_run_goes_on_in_the_precision_it_began_in():
     assert [backend for _, backend, _ in asked] == ["fp8", "fp8"]
     assert [worker.state for worker in rollout.workers] == [(6, "c", "fp8")] * 2
     with pytest.raises(
-        RunFailed, match=r"explores in fp8, which its explorers here cannot run \(they can bf16, fp32\): continue it"
+        RunFailed,
+        match=(
+            r"explores in fp8, which its explorers here cannot run \(they can bf16, fp32\):"
+            r" continue it"
+        ),
     ):
         asyncio.run(run(explorers("bf16", runs=("fp32", "bf16")), asked))
 
 
 def test_explorers_that_differ_end_the_run_before_anything_is_published():
     asked = []
-    with pytest.raises(RunFailed, match=r"different precision backends \(te_nvfp4 on node0, fp8 on node1\), and a run has one"):
+    with pytest.raises(
+        RunFailed,
+        match=(
+            r"different precision backends \(te_nvfp4 on node0, fp8 on node1\), and a run has one"
+        ),
+    ):
         publish(explorers("te_nvfp4", "fp8"), asked)
     assert asked == []
 
 
 def test_a_replacement_on_another_kind_of_gpu_is_noticed():
     async def run() -> None:
-        channel, rollout = WeightChannel(lambda *args, **fields: None), explorers("te_nvfp4", "te_nvfp4")
+        channel, rollout = (
+            WeightChannel(lambda *args, **fields: None),
+            explorers("te_nvfp4", "te_nvfp4"),
+        )
         await channel.publish(0, learner([]), rollout)
-        rollout.workers[1].facts, rollout.workers[1].state = {"backend": "torch_nvfp4", "host": "other"}, None
+        rollout.workers[1].facts, rollout.workers[1].state = (
+            {"backend": "torch_nvfp4", "host": "other"},
+            None,
+        )
         await channel.load_for(rollout)(rollout.workers[1], chunk_of(0))
 
     with pytest.raises(RunFailed, match="torch_nvfp4 on other"):
         asyncio.run(run())
 
 
-@pytest.mark.parametrize(("cold", "warm_up_s", "lost"), [(True, 30.0, False), (True, 0.0, True), (False, 30.0, True)])
+@pytest.mark.parametrize(
+    ("cold", "warm_up_s", "lost"), [(True, 30.0, False), (True, 0.0, True), (False, 30.0, True)]
+)
 def test_a_cold_actor_has_longer(cold, warm_up_s, lost):
     """A unit of half a second against a deadline of a tenth."""
 
@@ -153,10 +186,15 @@ def test_it_is_warm_after_its_first_unit():
 
 
 def test_with_exploring_ahead_a_worker_gets_the_version_that_its_chunk_names():
-    """Two versions are held; publishing changes nobody's weights; the version before the last two is gone."""
+    """Two versions are held; publishing changes nobody's weights; the version before the last two
+    is gone.
+    """
 
     async def run() -> None:
-        channel, rollout = WeightChannel(lambda *args, **fields: None, ahead=1), explorers("fp8", "fp8")
+        channel, rollout = (
+            WeightChannel(lambda *args, **fields: None, ahead=1),
+            explorers("fp8", "fp8"),
+        )
         held = lambda: [worker.state and worker.state[0] for worker in rollout.workers]  # noqa: E731
         load, (first, second) = channel.load_for(rollout), rollout.workers
         await channel.publish(0, learner([]), rollout)
@@ -170,9 +208,13 @@ def test_with_exploring_ahead_a_worker_gets_the_version_that_its_chunk_names():
         await load(first, chunk_of(0))  # a chunk that was given out again
         assert held() == [0, 0]
         await channel.publish(2, learner([]), rollout)
-        with pytest.raises(RunFailed, match="policy version 0 is asked for, but those held are: 1, 2"):
+        with pytest.raises(
+            RunFailed, match="policy version 0 is asked for, but those held are: 1, 2"
+        ):
             await load(first, chunk_of(0))
-        await channel.publish(0, learner([]), rollout)  # back at a checkpoint: what came after is forgotten
+        await channel.publish(
+            0, learner([]), rollout
+        )  # back at a checkpoint: what came after is forgotten
         current = channel.current
         assert current is not None and current.version == 0
         with pytest.raises(RunFailed, match="those held are: 0;"):
@@ -182,7 +224,9 @@ def test_with_exploring_ahead_a_worker_gets_the_version_that_its_chunk_names():
 
 
 def test_another_precision_is_loaded_with_time_to_build_it():
-    """The same version in another precision is another thing; who builds its denoiser anew may take as long as at the start."""
+    """The same version in another precision is another thing; who builds its denoiser anew may take
+    as long as at the start.
+    """
 
     async def run() -> None:
         channel, rollout = WeightChannel(lambda *args, **fields: None), explorers("emulated_nvfp4")
@@ -197,13 +241,18 @@ def test_another_precision_is_loaded_with_time_to_build_it():
 
 def test_what_every_explorer_can_run():
     rollout = explorers("fp8", "fp8", None)
-    rollout.workers[0].facts["runs"], rollout.workers[1].facts["runs"] = ("fp8", "bf16"), ("bf16", "fp32")
+    rollout.workers[0].facts["runs"], rollout.workers[1].facts["runs"] = (
+        ("fp8", "bf16"),
+        ("bf16", "fp32"),
+    )
     assert common_backends(rollout) == {"bf16"}
     assert common_backends(explorers(None)) == set()
 
 
 def test_a_resumed_run_ranks_with_what_it_began_with(ray_here, tiny_sd3_dir, tmp_path):
-    """As when the first iteration ran on GPUs whose ``auto`` is FP8: the second explores in FP8 too, where ``auto`` would emulate NVFP4."""
+    """As when the first iteration ran on GPUs whose ``auto`` is FP8: the second explores in FP8
+    too, where ``auto`` would emulate NVFP4.
+    """
     changes = {"explore__backend": "auto", "services__rollout__actors": 1, "evaluate__prompts": 1}
     run = run_here(tiny_config(tiny_sd3_dir, tmp_path, "elsewhere", iterations=1, **changes))
     state = run.checkpoints / "step_000001" / "state.json"
@@ -211,9 +260,16 @@ def test_a_resumed_run_ranks_with_what_it_began_with(ray_here, tiny_sd3_dir, tmp
     assert body["state"]["extra"]["backend"] == "emulated_nvfp4"
     body["state"]["extra"]["backend"] = "fp8"
     state.write_text(json.dumps(body))
-    run = run_here(tiny_config(tiny_sd3_dir, tmp_path, "elsewhere", iterations=2, **changes), resume=True)
-    assert [row["explore/backend"] for row in run.metrics() if row["kind"] == "iteration"] == ["emulated_nvfp4", "fp8"]
+    run = run_here(
+        tiny_config(tiny_sd3_dir, tmp_path, "elsewhere", iterations=2, **changes), resume=True
+    )
+    assert [row["explore/backend"] for row in run.metrics() if row["kind"] == "iteration"] == [
+        "emulated_nvfp4",
+        "fp8",
+    ]
     events = [event for event in run.events() if event["event"].startswith("backend_")]
     assert [event["event"] for event in events] == ["backend_chosen", "backend_kept"]
     assert events[1]["why"] == "as the run began; its explorers here would take emulated_nvfp4"
-    assert {row["backend"] for row in json.loads((run.path / "quantisation.json").read_text())} == {"fp8"}
+    assert {row["backend"] for row in json.loads((run.path / "quantisation.json").read_text())} == {
+        "fp8"
+    }

@@ -25,15 +25,20 @@ def lines(source: str, *overrides: str) -> list[str]:
 
 def test_defaults_are_the_papers():
     config = RunConfig.model_validate(MINIMAL)
-    assert (config.explore.pool_size, config.explore.steps, config.regenerate.steps, config.evaluate.steps) == (96, 6, 10, 40)
+    assert (
+        config.explore.pool_size,
+        config.explore.steps,
+        config.regenerate.steps,
+        config.evaluate.steps,
+    ) == (96, 6, 10, 40)
     assert (config.selection.keep, config.prompts.per_iteration, config.ema.decay) == (24, 48, 0.9)
-    assert (config.lora.rank, config.lora.alpha, config.optimizer.lr, config.objective.beta, config.objective.kl) == (
-        32,
-        64,
-        3e-4,
-        1.0,
-        1e-4,
-    )
+    assert (
+        config.lora.rank,
+        config.lora.alpha,
+        config.optimizer.lr,
+        config.objective.beta,
+        config.objective.kl,
+    ) == (32, 64, 3e-4, 1.0, 1e-4)
     assert (config.old_policy.slope, config.old_policy.cap) == (0.001, 0.5)
 
 
@@ -59,19 +64,34 @@ def test_an_arm_is_one_field(arm, explores, regenerates):
 
 def test_a_later_layer_wins_and_an_override_comes_last(tmp_path):
     file = tmp_path / "mine.toml"
-    file.write_text('layers = ["models/shapes", "rewards/shapes"]\nname = "mine"\n[explore]\nsteps = 4\npool_size = 48\n')
+    file.write_text(
+        'layers = ["models/shapes", "rewards/shapes"]\nname = "mine"\n[explore]\nsteps ='
+        " 4\npool_size = 48\n"
+    )
     config = load(str(file), ["explore.steps=3", "name=other-1"])
-    assert (config.explore.steps, config.explore.pool_size, config.name, config.model.height) == (3, 48, "other-1", 32)
+    assert (config.explore.steps, config.explore.pool_size, config.name, config.model.height) == (
+        3,
+        48,
+        "other-1",
+        32,
+    )
 
 
 def test_a_misspelt_key_names_the_nearest():
     (line,) = lines("quickstart", "explore.stepz=3")
-    assert line.startswith("explore.stepz: no such key (did you mean 'steps'?)") and "pool_size" in line
+    assert (
+        line.startswith("explore.stepz: no such key (did you mean 'steps'?)")
+        and "pool_size" in line
+    )
 
 
 def test_a_wrong_value_names_key_value_and_choices():
     (line,) = lines("quickstart", "arm=solrl")
-    assert line.startswith("arm = 'solrl'") and "'naive_quant'" in line and "did you mean 'sol_rl'" in line
+    assert (
+        line.startswith("arm = 'solrl'")
+        and "'naive_quant'" in line
+        and "did you mean 'sol_rl'" in line
+    )
 
 
 @pytest.mark.parametrize(
@@ -107,37 +127,67 @@ def test_every_wrong_line_is_reported_at_once():
 
 def test_resume_accepts_operational_changes_only():
     before = load("quickstart")
-    same = load("quickstart", ["services.rollout.actors=5", "logging.prometheus_port=9000", "checkpoint.every=3"])
+    same = load(
+        "quickstart",
+        ["services.rollout.actors=5", "logging.prometheus_port=9000", "checkpoint.every=3"],
+    )
     assert differences(before, same) == []
     changed = load("quickstart", ["explore.steps=4", "services.rollout.threads=2"])
-    assert differences(before, changed) == ["explore.steps: 6 -> 4", "services.rollout.threads: 1 -> 2"]
+    assert differences(before, changed) == [
+        "explore.steps: 6 -> 4",
+        "services.rollout.threads: 1 -> 2",
+    ]
 
 
 def test_resume_keeps_services_on_the_kind_of_device_that_they_were_on():
     scorer = "services.scorers={shapes = {gpus = %s}}"
     for key in ("services.learner.gpus", "services.encoder.gpus", "services.reward.gpus"):
-        assert differences(load("quickstart"), load("quickstart", [f"{key}=1"])) == [f"{key}: 0.0 -> 1.0"]
-        assert differences(load("quickstart", [f"{key}=0.5"]), load("quickstart")) == [f"{key}: 0.5 -> 0.0"]
-        assert differences(load("quickstart", [f"{key}=0.5"]), load("quickstart", [f"{key}=1"])) == []
+        assert differences(load("quickstart"), load("quickstart", [f"{key}=1"])) == [
+            f"{key}: 0.0 -> 1.0"
+        ]
+        assert differences(load("quickstart", [f"{key}=0.5"]), load("quickstart")) == [
+            f"{key}: 0.5 -> 0.0"
+        ]
+        assert (
+            differences(load("quickstart", [f"{key}=0.5"]), load("quickstart", [f"{key}=1"])) == []
+        )
     assert differences(load("quickstart", [scorer % 0]), load("quickstart", [scorer % 0.25])) == [
         "services.scorers.shapes.gpus: 0.0 -> 0.25"
     ]
-    assert differences(load("quickstart"), load("quickstart", ["services.rollout.gpus=1"])) == []  # guarded where it is known
+    assert (
+        differences(load("quickstart"), load("quickstart", ["services.rollout.gpus=1"])) == []
+    )  # guarded where it is known
 
 
 def test_more_iterations_are_a_change_only_under_a_schedule_that_depends_on_them():
     schedule = "optimizer.schedule=constant"
-    assert differences(load("quickstart", [schedule]), load("quickstart", [schedule, "iterations=99"])) == []
+    assert (
+        differences(load("quickstart", [schedule]), load("quickstart", [schedule, "iterations=99"]))
+        == []
+    )
     assert differences(load("quickstart"), load("quickstart", ["iterations=99"])) == [
         f"iterations: {load('quickstart').iterations} -> 99"
     ]
 
 
 def test_reading_a_configuration_imports_neither_torch_nor_ray():
-    code = "import sys, configs.load, cli.main; configs.load.load('quickstart'); print(sorted({'torch', 'ray'} & set(sys.modules)))"
-    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip() == "[]"
+    code = (
+        "import sys, configs.load, cli.main; configs.load.load('quickstart');"
+        " print(sorted({'torch', 'ray'} & set(sys.modules)))"
+    )
+    assert (
+        subprocess.run(
+            [sys.executable, "-c", code], capture_output=True, text=True, check=True
+        ).stdout.strip()
+        == "[]"
+    )
 
 
 def test_the_core_imports_no_ray():
     code = "import sys, learner.trainer, policy.explorer, rewards; print('ray' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip() == "False"
+    assert (
+        subprocess.run(
+            [sys.executable, "-c", code], capture_output=True, text=True, check=True
+        ).stdout.strip()
+        == "False"
+    )

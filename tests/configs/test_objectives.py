@@ -1,4 +1,6 @@
-"""Objectives when the configuration is read: defaults, what follows from the objective, and what is refused."""
+"""Objectives when the configuration is read: defaults, what follows from the objective, and what is
+refused.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +9,13 @@ from pathlib import Path
 import pytest
 
 from configs.load import LAYERS, ConfigError, load, parse
-from configs.objectives import OBJECTIVES, AWMSettings, DanceGRPOSettings, DiffusionNFTSettings, FlowGRPOSettings
+from configs.objectives import (
+    OBJECTIVES,
+    AWMSettings,
+    DanceGRPOSettings,
+    DiffusionNFTSettings,
+    FlowGRPOSettings,
+)
 
 BASE = 'layers = ["models/shapes", "rewards/shapes"{more}]\nname = "a"\n'
 
@@ -22,10 +30,26 @@ def refusal(*overrides: str) -> str:
 
 def test_defaults_are_the_papers():
     awm, flow, dance = AWMSettings(), FlowGRPOSettings(), DanceGRPOSettings()
-    assert (awm.weighting, awm.huber_power, awm.ratio_clip, awm.kl, awm.ema) == ("ghuber", 0.25, 1.0, 1e-3, 1.0)
-    assert (awm.ema_slope, awm.ema_cap, awm.times_per_sample, awm.schedule_fraction) == (0.001, 0.3, 6, 0.9)
+    assert (awm.weighting, awm.huber_power, awm.ratio_clip, awm.kl, awm.ema) == (
+        "ghuber",
+        0.25,
+        1.0,
+        1e-3,
+        1.0,
+    )
+    assert (awm.ema_slope, awm.ema_cap, awm.times_per_sample, awm.schedule_fraction) == (
+        0.001,
+        0.3,
+        6,
+        0.9,
+    )
     assert (flow.eta, flow.ratio_clip, flow.advantage_clip, flow.kl) == (0.7, 1e-4, 5.0, 0.04)
-    assert (dance.eta, dance.ratio_clip, dance.step_fraction, dance.shared_noise) == (0.3, 1e-4, 0.6, False)
+    assert (dance.eta, dance.ratio_clip, dance.step_fraction, dance.shared_noise) == (
+        0.3,
+        1e-4,
+        0.6,
+        False,
+    )
 
 
 @pytest.mark.parametrize(
@@ -37,7 +61,9 @@ def test_defaults_are_the_papers():
         ("dance_grpo", DanceGRPOSettings, "dance_sde", "constant", "group", 1e-8),
     ],
 )
-def test_an_objective_is_one_field_and_brings_its_own_sampling(name, settings, solver, old, std, eps):
+def test_an_objective_is_one_field_and_brings_its_own_sampling(
+    name, settings, solver, old, std, eps
+):
     config = load("quickstart", [f"objective.name={name}"])
     assert type(config.objective) is settings and config.plan.solver == solver
     assert (config.resolved_old_policy.schedule, config.resolved_old_policy.value) == (old, 0.0)
@@ -48,10 +74,19 @@ def test_an_objective_is_one_field_and_brings_its_own_sampling(name, settings, s
 
 def test_what_is_given_wins_over_the_objectives_own():
     config = load(
-        "quickstart", ["objective.name=dance_grpo", "advantages.std=global", "old_policy.value=0.25", "advantages.eps=0.5"]
+        "quickstart",
+        [
+            "objective.name=dance_grpo",
+            "advantages.std=global",
+            "old_policy.value=0.25",
+            "advantages.eps=0.5",
+        ],
     )
     assert (config.resolved_advantages.std, config.resolved_advantages.eps) == ("global", 0.5)
-    assert (config.resolved_old_policy.schedule, config.resolved_old_policy.value) == ("constant", 0.25)
+    assert (config.resolved_old_policy.schedule, config.resolved_old_policy.value) == (
+        "constant",
+        0.25,
+    )
     config = load("quickstart", ["old_policy.schedule=constant", "regenerate.solver=euler"])
     assert config.resolved_old_policy.schedule == "constant" and config.plan.solver == "euler"
 
@@ -74,17 +109,27 @@ def test_every_objective_has_a_layer(name, tmp_path):
 @pytest.mark.parametrize("solver", ["flow_sde", "dance_sde"])
 def test_the_deterministic_objectives_take_no_stochastic_solver(name, solver):
     said = refusal(f"objective.name={name}", f"regenerate.solver={solver}")
-    assert said.startswith(f"regenerate.solver: '{solver}' with objective '{name}'") and "use dpm2 or euler" in said
+    assert (
+        said.startswith(f"regenerate.solver: '{solver}' with objective '{name}'")
+        and "use dpm2 or euler" in said
+    )
 
 
 @pytest.mark.parametrize(
-    ("name", "own", "other"), [("flow_grpo", "flow_sde", "dance_sde"), ("dance_grpo", "dance_sde", "flow_sde")]
+    ("name", "own", "other"),
+    [("flow_grpo", "flow_sde", "dance_sde"), ("dance_grpo", "dance_sde", "flow_sde")],
 )
 def test_the_objectives_on_paths_take_their_own_solver_only(name, own, other):
     for solver in ("dpm2", "euler", other):
         said = refusal(f"objective.name={name}", f"regenerate.solver={solver}")
-        assert said.startswith(f"regenerate.solver: '{solver}' with objective '{name}'") and f"use {own}" in said
-    assert load("quickstart", [f"objective.name={name}", f"regenerate.solver={own}"]).plan.solver == own
+        assert (
+            said.startswith(f"regenerate.solver: '{solver}' with objective '{name}'")
+            and f"use {own}" in said
+        )
+    assert (
+        load("quickstart", [f"objective.name={name}", f"regenerate.solver={own}"]).plan.solver
+        == own
+    )
 
 
 @pytest.mark.parametrize("name", ["flow_grpo", "dance_grpo"])
@@ -104,17 +149,38 @@ def test_the_others_run_in_every_arm(name):
 def test_one_noise_per_group_leaves_nothing_to_select():
     said = refusal("objective.name=dance_grpo", "objective.shared_noise=true")
     assert said.startswith("objective.shared_noise: arm 'sol_rl' selects among initial noises")
-    assert load("quickstart", ["objective.name=dance_grpo", "objective.shared_noise=true", "arm=diffusionnft"]).plan.explore is None
+    assert (
+        load(
+            "quickstart",
+            ["objective.name=dance_grpo", "objective.shared_noise=true", "arm=diffusionnft"],
+        ).plan.explore
+        is None
+    )
 
 
-@pytest.mark.parametrize(("name", "few", "enough"), [("awm", 2, 3), ("dance_grpo", 1, 2), ("flow_grpo", 1, 2)])
+@pytest.mark.parametrize(
+    ("name", "few", "enough"), [("awm", 2, 3), ("dance_grpo", 1, 2), ("flow_grpo", 1, 2)]
+)
 def test_a_schedule_too_short_to_train_on_is_refused(name, few, enough):
-    assert f"{few} leave objective '{name}' no step to train on" in refusal(f"objective.name={name}", f"regenerate.steps={few}")
-    assert load("quickstart", [f"objective.name={name}", f"regenerate.steps={enough}"]).objective.trained_steps(enough)
+    assert f"{few} leave objective '{name}' no step to train on" in refusal(
+        f"objective.name={name}", f"regenerate.steps={few}"
+    )
+    assert load(
+        "quickstart", [f"objective.name={name}", f"regenerate.steps={enough}"]
+    ).objective.trained_steps(enough)
 
 
 def test_which_steps_are_trained():
-    assert list(AWMSettings().trained_steps(10)) == [1, 2, 3, 4, 5, 6, 7, 8]  # the first nine of ten, without the first
+    assert list(AWMSettings().trained_steps(10)) == [
+        1,
+        2,
+        3,
+        4,
+        5,
+        6,
+        7,
+        8,
+    ]  # the first nine of ten, without the first
     assert list(FlowGRPOSettings().trained_steps(10)) == list(range(9))
     assert list(DanceGRPOSettings().trained_steps(10)) == list(range(9))
     assert list(DiffusionNFTSettings().trained_steps(3)) == [0, 1, 2]
@@ -125,12 +191,24 @@ def test_which_steps_are_trained():
     [
         (
             ["objective.name=awmm"],
-            "objective.name = 'awmm': one of diffusion_nft, awm, flow_grpo, dance_grpo is expected (did you mean 'awm'?)",
+            (
+                "objective.name = 'awmm': one of diffusion_nft, awm, flow_grpo, dance_grpo is"
+                " expected (did you mean 'awm'?)"
+            ),
         ),
         (["objective=3"], "objective = 3: a table is expected"),
-        (["objective.name=awm", "objective.ratio_clip=-1"], "objective.ratio_clip = -1: Input should be greater than 0"),
-        (["objective.name=awm", "objective.ratio_clap=1"], "objective.ratio_clap: no such key (did you mean 'ratio_clip'?)"),
-        (["objective.name=flow_grpo", "objective.shared_noise=true"], "objective.shared_noise: no such key"),
+        (
+            ["objective.name=awm", "objective.ratio_clip=-1"],
+            "objective.ratio_clip = -1: Input should be greater than 0",
+        ),
+        (
+            ["objective.name=awm", "objective.ratio_clap=1"],
+            "objective.ratio_clap: no such key (did you mean 'ratio_clip'?)",
+        ),
+        (
+            ["objective.name=flow_grpo", "objective.shared_noise=true"],
+            "objective.shared_noise: no such key",
+        ),
         (["explore.solver=flow_sde"], "explore.solver = 'flow_sde'"),
     ],
 )
@@ -139,7 +217,14 @@ def test_mistakes_are_named_as_they_were_written(overrides, said):
 
 
 def test_the_documentation_lists_every_key():
-    rows = [line.split("|")[1:3] for line in Path("docs/configuration.md").read_text().splitlines() if line.startswith("| `")]
-    listed = {name.strip(" `"): set(keys.replace("`", "").replace(",", " ").split()) for name, keys in rows}
+    rows = [
+        line.split("|")[1:3]
+        for line in Path("docs/configuration.md").read_text().splitlines()
+        if line.startswith("| `")
+    ]
+    listed = {
+        name.strip(" `"): set(keys.replace("`", "").replace(",", " ").split())
+        for name, keys in rows
+    }
     for name, settings in OBJECTIVES.items():
         assert listed[name] == settings.model_fields.keys() - {"name"}

@@ -1,4 +1,6 @@
-"""The composed presets of the full-size models: all there, all loadable, with the paper's settings, and runnable prompts."""
+"""The composed presets of the full-size models: all there, all loadable, with the paper's settings,
+and runnable prompts.
+"""
 
 import itertools
 import subprocess
@@ -40,17 +42,40 @@ def test_all_are_listed_and_printed(capsys):
 def test_a_composed_preset_is_the_papers_setting(name):
     config = load(name)
     model, arm, reward = name.split("-")
-    explored = config.plan.explore and (config.plan.explore.pool_size, config.plan.explore.steps, config.plan.explore.backend)
+    explored = config.plan.explore and (
+        config.plan.explore.pool_size,
+        config.plan.explore.steps,
+        config.plan.explore.backend,
+    )
     assert (config.name, config.arm, (explored, config.plan.regenerate)) == (name, arm, ARMS[arm])
-    assert (config.prompts.per_iteration, config.selection.keep, config.selection.rule) == (48, 24, "best_worst")
-    assert (config.regenerate.steps, config.evaluate.steps, config.regenerate.precision) == (10, 40, "bf16")
-    assert (config.lora.rank, config.lora.alpha, config.lora.targets) == (32, 64, ())  # the family's targets
+    assert (config.prompts.per_iteration, config.selection.keep, config.selection.rule) == (
+        48,
+        24,
+        "best_worst",
+    )
+    assert (config.regenerate.steps, config.evaluate.steps, config.regenerate.precision) == (
+        10,
+        40,
+        "bf16",
+    )
+    assert (config.lora.rank, config.lora.alpha, config.lora.targets) == (
+        32,
+        64,
+        (),
+    )  # the family's targets
     family, path, pixels, guidance = MODELS[model]
-    assert (config.model.family, config.model.path, config.model.guidance) == (family, path, guidance)
+    assert (config.model.family, config.model.path, config.model.guidance) == (
+        family,
+        path,
+        guidance,
+    )
     assert config.model.height == config.model.width == pixels
     assert config.objective.name == "diffusion_nft" and config.objective.times_per_sample == 6
     assert [(scorer.name, scorer.weight) for scorer in config.rewards.scorers] == [(reward, 1.0)]
-    assert config.services.rollout.accelerator == "in(B200,GB200)" and config.services.learner.accelerator is None
+    assert (
+        config.services.rollout.accelerator == "in(B200,GB200)"
+        and config.services.learner.accelerator is None
+    )
 
 
 def test_arms_and_rewards_differ_in_nothing_else():
@@ -63,17 +88,34 @@ def test_arms_and_rewards_differ_in_nothing_else():
 
 @pytest.mark.parametrize("name", ROWS)
 def test_the_other_objectives_of_the_table(name):
-    """Rows beside DiffusionNFT and Sol-RL: 24-in-24 with their own samplers; preference scores have FlowGRPO's small KL."""
+    """Rows beside DiffusionNFT and Sol-RL: 24-in-24 with their own samplers; preference scores have
+    FlowGRPO's small KL.
+    """
     config, objective = load(name), name.split("-")[1]
-    assert (config.arm, config.plan.explore, config.objective.name) == ("diffusionnft", None, objective)
-    assert config.plan.solver == {"flow_grpo": "flow_sde", "dance_grpo": "dance_sde", "awm": "dpm2"}[objective]
+    assert (config.arm, config.plan.explore, config.objective.name) == (
+        "diffusionnft",
+        None,
+        objective,
+    )
+    assert (
+        config.plan.solver
+        == {"flow_grpo": "flow_sde", "dance_grpo": "dance_sde", "awm": "dpm2"}[objective]
+    )
     assert config.model.shift == (3.0 if objective == "dance_grpo" else None)
-    assert getattr(config.objective, "kl", None) == {"flow_grpo": 0.01, "dance_grpo": None, "awm": 1e-3}[objective]
+    assert (
+        getattr(config.objective, "kl", None)
+        == {"flow_grpo": 0.01, "dance_grpo": None, "awm": 1e-3}[objective]
+    )
     assert config.model.path == "black-forest-labs/FLUX.1-dev" and config.model.guidance == 1.0
 
 
 def test_one_field_frees_or_moves_the_explorers():
-    assert load("flux1-sol_rl-hpsv2", ["services.rollout.accelerator=H200"]).services.rollout.accelerator == "H200"
+    assert (
+        load(
+            "flux1-sol_rl-hpsv2", ["services.rollout.accelerator=H200"]
+        ).services.rollout.accelerator
+        == "H200"
+    )
     from planning.placement import need_of
 
     anywhere = load("flux1-sol_rl-hpsv2", ["services.rollout.accelerator="]).services.rollout
@@ -81,27 +123,48 @@ def test_one_field_frees_or_moves_the_explorers():
 
 
 def test_a_misspelt_preset_names_the_nearest():
-    with pytest.raises(ConfigError, match="flux1-solrl-hpsv2: no preset of that name .did you mean 'flux1-sol_rl-hpsv2'"):
+    with pytest.raises(
+        ConfigError,
+        match="flux1-solrl-hpsv2: no preset of that name .did you mean 'flux1-sol_rl-hpsv2'",
+    ):
         load("flux1-solrl-hpsv2")
 
 
 def test_the_prompts_are_shipped_wherever_a_run_starts(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     config = load("flux1-sol_rl-hpsv2").prompts
-    train, test = ([prompt.text for prompt in read_prompts(name)] for name in (config.train, config.test))
+    train, test = (
+        [prompt.text for prompt in read_prompts(name)] for name in (config.train, config.test)
+    )
     assert (train, test) == scenes()  # the generator still makes these files
-    assert (len(set(train)), len(set(test))) == (480, 128) == (len(train), len(test))  # ten iterations, one evaluation
+    assert (
+        (len(set(train)), len(set(test))) == (480, 128) == (len(train), len(test))
+    )  # ten iterations, one evaluation
 
 
 def test_held_out_scenes_are_not_trained_on():
     """No pair of subject and place is in both files; all subjects and places are trained on."""
-    pairs = [{next((s, p) for s in SUBJECTS for p in PLACES if f"{s} {p}" in prompt) for prompt in prompts} for prompts in scenes()]
+    pairs = [
+        {
+            next((s, p) for s in SUBJECTS for p in PLACES if f"{s} {p}" in prompt)
+            for prompt in prompts
+        }
+        for prompts in scenes()
+    ]
     assert not pairs[0] & pairs[1]
-    assert {subject for subject, _ in pairs[0]} == set(SUBJECTS) and {place for _, place in pairs[0]} == set(PLACES)
+    assert {subject for subject, _ in pairs[0]} == set(SUBJECTS) and {
+        place for _, place in pairs[0]
+    } == set(PLACES)
 
 
 def test_presets_are_composed_without_torch():
     code = (
-        "import sys; from configs.load import load; load('flux1-sol_rl-hpsv2'); print(sorted({'torch', 'ray'} & set(sys.modules)))"
+        "import sys; from configs.load import load; load('flux1-sol_rl-hpsv2');"
+        " print(sorted({'torch', 'ray'} & set(sys.modules)))"
     )
-    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip() == "[]"
+    assert (
+        subprocess.run(
+            [sys.executable, "-c", code], capture_output=True, text=True, check=True
+        ).stdout.strip()
+        == "[]"
+    )

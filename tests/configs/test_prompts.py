@@ -9,8 +9,8 @@ from configs.prompts import Prompt, changed_files, digests, prompts_of_iteration
 from configs.sections import Prompts
 
 GENEVAL = (
-    '{"tag": "counting", "include": [{"class": "wine glass", "count": 2}], "exclude": [{"class": "wine glass", "count": 3}], '
-    '"prompt": "a photo of two wine glasses"}'
+    '{"tag": "counting", "include": [{"class": "wine glass", "count": 2}], "exclude": [{"class":'
+    ' "wine glass", "count": 3}], "prompt": "a photo of two wine glasses"}'
 )
 
 
@@ -21,7 +21,10 @@ def test_text_and_geneval_lines(tmp_path):
     lines.write_text(GENEVAL + "\n")
     (prompt,) = read_prompts(str(lines))
     assert prompt.text == "a photo of two wine glasses"
-    assert prompt.metadata["include"] == [{"class": "wine glass", "count": 2}] and prompt.metadata["tag"] == "counting"
+    assert (
+        prompt.metadata["include"] == [{"class": "wine glass", "count": 2}]
+        and prompt.metadata["tag"] == "counting"
+    )
 
 
 @pytest.mark.parametrize(
@@ -50,9 +53,14 @@ def test_digests_are_of_the_prompts_as_read_and_in_order(tmp_path):
              "d.jsonl": '{"prompt": "a cat", "tag": 1}\n{"prompt": "a dog"}\n'}  # fmt: skip
     for name, text in names.items():
         (tmp_path / name).write_text(text)
-    found = {name: digests(Prompts(train=str(tmp_path / name), test=str(tmp_path / "a.txt"))) for name in names}
+    found = {
+        name: digests(Prompts(train=str(tmp_path / name), test=str(tmp_path / "a.txt")))
+        for name in names
+    }
     assert found["a.txt"] == found["b.jsonl"] and found["a.txt"]["train"] == found["a.txt"]["test"]
-    assert len({each["train"] for each in found.values()}) == 3  # another order and other metadata are other prompts
+    assert (
+        len({each["train"] for each in found.values()}) == 3
+    )  # another order and other metadata are other prompts
     assert len({each["test"] for each in found.values()}) == 1
     now = Prompts(train=str(tmp_path / "c.txt"), test=str(tmp_path / "a.txt"))
     assert changed_files(now, found["a.txt"]) == [f"prompts.train = {now.train!r}"]
@@ -63,7 +71,9 @@ def test_digests_are_of_the_prompts_as_read_and_in_order(tmp_path):
 def test_a_pass_takes_every_prompt_at_most_once_and_all_that_fit(count, per, seed):
     if count >= per:
         length = count // per
-        walked = [i for k in range(length, 2 * length) for i in prompts_of_iteration(count, per, k, seed)]
+        walked = [
+            i for k in range(length, 2 * length) for i in prompts_of_iteration(count, per, k, seed)
+        ]
         assert len(set(walked)) == len(walked) == length * per
     else:
         walked = [i for k in range(count) for i in prompts_of_iteration(count, per, k, seed)]
@@ -72,4 +82,8 @@ def test_a_pass_takes_every_prompt_at_most_once_and_all_that_fit(count, per, see
 
 def test_the_order_depends_on_the_seed_and_on_the_pass():
     one, two = prompts_of_iteration(50, 50, 0, 1), prompts_of_iteration(50, 50, 0, 2)
-    assert one != two and one != prompts_of_iteration(50, 50, 1, 1) and one == prompts_of_iteration(50, 50, 0, 1)
+    assert (
+        one != two
+        and one != prompts_of_iteration(50, 50, 1, 1)
+        and one == prompts_of_iteration(50, 50, 0, 1)
+    )

@@ -19,7 +19,9 @@ def test_global_std_by_hand():
     values, metrics = advantages(GROUPS, Advantages(std="global", eps=0.5))
     std = np.sqrt(206) / 7
     assert values[0].dtype == np.float32
-    np.testing.assert_allclose(values[0], np.array([-1, 1]) / (std + 0.5), rtol=1e-7)  # float32 rounding is 6e-8
+    np.testing.assert_allclose(
+        values[0], np.array([-1, 1]) / (std + 0.5), rtol=1e-7
+    )  # float32 rounding is 6e-8
     np.testing.assert_allclose(values[2], np.array([-2, 2, 0]) / (std + 0.5), rtol=1e-7)
     assert values[1].tolist() == [0.0, 0.0]
     assert metrics["zero_std_ratio"] == 1 / 3
@@ -53,14 +55,24 @@ def test_no_groups():
 
 
 def test_learning_rates():
-    rates = [learning_rate(Optimizer(lr=1.0, schedule="linear", warmup_iterations=2), done, 6) for done in range(6)]
+    rates = [
+        learning_rate(Optimizer(lr=1.0, schedule="linear", warmup_iterations=2), done, 6)
+        for done in range(6)
+    ]
     assert rates == [0.5, 1.0, 1.0, 0.75, 0.5, 0.25]
-    assert [learning_rate(Optimizer(lr=1.0, warmup_iterations=4), done, 6) for done in range(6)] == [0.25, 0.5, 0.75, 1, 1, 1]
+    assert [
+        learning_rate(Optimizer(lr=1.0, warmup_iterations=4), done, 6) for done in range(6)
+    ] == [0.25, 0.5, 0.75, 1, 1, 1]
     assert learning_rate(Optimizer(lr=1.0, schedule="linear", warmup_iterations=9), 8, 9) == 1.0
 
 
 def test_old_policy_decays():
-    assert [old_policy_decay(OldPolicy(schedule="linear_cap"), s) for s in (1, 100, 500, 900)] == [0.001, 0.1, 0.5, 0.5]
+    assert [old_policy_decay(OldPolicy(schedule="linear_cap"), s) for s in (1, 100, 500, 900)] == [
+        0.001,
+        0.1,
+        0.5,
+        0.5,
+    ]
     assert old_policy_decay(OldPolicy(schedule="constant", value=0.3), 7) == 0.3
     delayed = OldPolicy(schedule="delayed_linear_cap", slope=0.0075, cap=0.999, delay=75)
     assert [old_policy_decay(delayed, s) for s in (1, 75, 77, 500)] == [0.0, 0.0, 0.015, 0.999]
@@ -69,6 +81,9 @@ def test_old_policy_decays():
 def test_early_stops():
     assert stop_reason(Stop(), {"loss/kl": 1e9}, 1e9) is None
     assert "above stop.max_kl = 0.5" in stop_reason(Stop(max_kl=0.5), {"loss/kl": 0.6}, 0)
-    assert stop_reason(Stop(max_kl=0.5), {"loss/kl": 0.5}, 0) is None and stop_reason(Stop(max_kl=0.5), {}, 0) is None
+    assert (
+        stop_reason(Stop(max_kl=0.5), {"loss/kl": 0.5}, 0) is None
+        and stop_reason(Stop(max_kl=0.5), {}, 0) is None
+    )
     assert "stop.max_minutes = 2" in stop_reason(Stop(max_minutes=2), {}, 2.0)
     assert stop_reason(Stop(max_minutes=2), {}, 1.9) is None

@@ -19,11 +19,15 @@ GRID = torch.tensor([1.0, 0.95, 0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2, 0.0])
 def one_point(t: float = 0.5) -> Points:
     """x0 = (0, 1), eps = (1, 1): the velocity that the loss wants is (1, 0)."""
     x0, eps = torch.tensor([[0.0, 1.0]]), torch.tensor([[1.0, 1.0]])
-    return Points((1 - t) * x0 + t * eps, torch.tensor([t]), torch.tensor([0]), {"x0": x0, "eps": eps})
+    return Points(
+        (1 - t) * x0 + t * eps, torch.tensor([t]), torch.tensor([0]), {"x0": x0, "eps": eps}
+    )
 
 
 def velocities() -> dict[str, torch.Tensor]:
-    """e = mean(1, 0) = 1/2 for the current velocity, mean(0, 4) = 2 for the old one; 1 from the reference, 2 from the anchor."""
+    """e = mean(1, 0) = 1/2 for the current velocity, mean(0, 4) = 2 for the old one; 1 from the
+    reference, 2 from the anchor.
+    """
     rows = {"current": (2.0, 0.0), "old": (1.0, 2.0), "ref": (1.0, 1.0), "anchor": (2.0, 2.0)}
     return {name: torch.tensor([row]) for name, row in rows.items()}
 
@@ -43,29 +47,46 @@ def ghuber(e: float, power: float = 0.25) -> float:
     ],
 )
 def test_loss_by_hand(weighting, current, old):
-    """log p = -w: the ratio is exp(w_old - w). A = 5/2 of c = 5: A' = 1/2; the ratio stays below the clip at 1 + 10.
-    loss = -ratio / 2 + 1/4 * 1 + 1/2 * 2."""
+    """log p = -w: the ratio is exp(w_old - w). A = 5/2 of c = 5: A' = 1/2; the ratio stays below
+    the clip at 1 + 10. loss = -ratio / 2 + 1/4 * 1 + 1/2 * 2.
+    """
     objective = build_objective(AWMSettings(weighting=weighting, ratio_clip=10.0, kl=0.25, ema=0.5))
     loss, metrics = objective.loss(one_point(), velocities(), torch.tensor([2.5]))
     ratio = math.exp(old - current)
-    assert loss.dtype == torch.float64 and loss.item() == pytest.approx(-0.5 * ratio + 0.25 + 1.0, rel=1e-12)
+    assert loss.dtype == torch.float64 and loss.item() == pytest.approx(
+        -0.5 * ratio + 0.25 + 1.0, rel=1e-12
+    )
     found = {name: value.item() for name, value in metrics.items()}
-    wanted = {"loss/policy": -0.5 * ratio, "loss/ratio": ratio, "loss/clip_share": 0.0, "loss/kl": 1.0, "loss/ema": 2.0}
+    wanted = {
+        "loss/policy": -0.5 * ratio,
+        "loss/ratio": ratio,
+        "loss/clip_share": 0.0,
+        "loss/kl": 1.0,
+        "loss/ema": 2.0,
+    }
     assert found == pytest.approx(wanted, rel=1e-12)
 
 
 @pytest.mark.parametrize(
-    ("advantage", "policy"), [(2.5, -0.5 * 1.2), (-2.5, 0.5 * math.exp(0.375)), (70.0, -1.2), (-70.0, math.exp(0.375))]
+    ("advantage", "policy"),
+    [(2.5, -0.5 * 1.2), (-2.5, 0.5 * math.exp(0.375)), (70.0, -1.2), (-70.0, math.exp(0.375))],
 )
 def test_the_ratio_and_the_advantage_are_clipped(advantage, policy):
-    """Ratio exp(3/8) = 1.45 (weighting t2) with e = 0.2: a good sample earns 1.2 at most, a bad one costs the whole ratio."""
+    """Ratio exp(3/8) = 1.45 (weighting t2) with e = 0.2: a good sample earns 1.2 at most, a bad one
+    costs the whole ratio.
+    """
     objective = build_objective(AWMSettings(weighting="t2", ratio_clip=0.2))
     _, metrics = objective.loss(one_point(), velocities(), torch.tensor([advantage]))
-    assert metrics["loss/policy"].item() == pytest.approx(policy, rel=1e-12) and metrics["loss/clip_share"].item() == 1.0
+    assert (
+        metrics["loss/policy"].item() == pytest.approx(policy, rel=1e-12)
+        and metrics["loss/clip_share"].item() == 1.0
+    )
 
 
 def random_case(count: int = 4) -> tuple[Points, dict[str, torch.Tensor], torch.Tensor]:
-    """Float64 points, velocities near one another so that ratios are about 1, and advantages of both signs."""
+    """Float64 points, velocities near one another so that ratios are about 1, and advantages of
+    both signs.
+    """
     rng = np.random.default_rng(2)
     samples = {"latents": torch.from_numpy(rng.standard_normal((count, 2, 3), np.float32))}
     points = in_double(build_objective(AWMSettings(times_per_sample=1)).points(samples, GRID, rng))
@@ -79,14 +100,17 @@ def gradient(objective, points, made, advantages) -> torch.Tensor:
     current = made["current"].clone().requires_grad_(True)
     others = {name: v.clone().requires_grad_(True) for name, v in made.items() if name != "current"}
     objective.loss(points, {"current": current, **others}, advantages)[0].backward()
-    assert all(v.grad is None for v in others.values())  # old, reference and anchor are given, not trained
+    assert all(
+        v.grad is None for v in others.values()
+    )  # old, reference and anchor are given, not trained
     return current.grad
 
 
 @pytest.mark.parametrize("weighting", ["uniform", "t", "t2", "huber", "ghuber"])
 def test_gradient_by_finite_differences(weighting):
-    """Central differences with h = 1e-5: truncation h^2 f''' / 6 below 1e-9 for terms of size 1, rounding 1e-16 / 1e-5 = 1e-11.
-    e = 10 keeps every ratio off the clip, where the loss has a kink."""
+    """Central differences with h = 1e-5: truncation h^2 f''' / 6 below 1e-9 for terms of size 1,
+    rounding 1e-16 / 1e-5 = 1e-11. e = 10 keeps every ratio off the clip, where the loss has a kink.
+    """
     points, made, advantages = random_case()
     objective = build_objective(AWMSettings(weighting=weighting, ratio_clip=10.0, kl=0.3, ema=0.7))
     found = gradient(objective, points, made, advantages)
@@ -100,14 +124,18 @@ def test_gradient_by_finite_differences(weighting):
 
 
 def test_gradient_at_the_sampling_weights_is_the_advantage_weighted_matching_loss():
-    """At v = v_old the ratio is exactly 1 and d loss / dv = A' dw/dv / P, with w = e: A' 2 (v - (eps - x0)) / (n P)."""
+    """At v = v_old the ratio is exactly 1 and d loss / dv = A' dw/dv / P, with w = e: A' 2 (v -
+    (eps - x0)) / (n P).
+    """
     points, made, advantages = random_case()
     made["old"] = made["current"]
     objective = build_objective(AWMSettings(weighting="uniform", kl=0.0, ema=0.0))
     assert objective.loss(points, made, advantages)[1]["loss/ratio"].item() == 1.0
     target = points.given["eps"] - points.given["x0"]
     wanted = (advantages / 5).reshape(-1, 1, 1) * 2 * (made["current"] - target) / (6 * 4)
-    torch.testing.assert_close(gradient(objective, points, made, advantages), wanted, rtol=1e-12, atol=1e-14)
+    torch.testing.assert_close(
+        gradient(objective, points, made, advantages), wanted, rtol=1e-12, atol=1e-14
+    )
 
 
 def test_times_are_one_from_each_part_of_the_first_nine_tenths_without_the_first_step():
@@ -126,7 +154,9 @@ def test_times_are_one_from_each_part_of_the_first_nine_tenths_without_the_first
 def test_more_times_than_usable_steps_repeat_them_evenly():
     """Steps 1 and 2 of 4 (0.9 * 4 = 3.6), six times: three each."""
     grid = torch.tensor([1.0, 0.75, 0.5, 0.25, 0.0])
-    points = build_objective(AWMSettings()).points({"latents": torch.zeros(1, 2)}, grid, np.random.default_rng(0))
+    points = build_objective(AWMSettings()).points(
+        {"latents": torch.zeros(1, 2)}, grid, np.random.default_rng(0)
+    )
     assert points.sigma.tolist() == [0.75] * 3 + [0.5] * 3
 
 
@@ -136,4 +166,8 @@ def test_policies_and_averages():
     assert [whole.averages["anchor"](s) for s in (1, 100, 400)] == [0.001, 0.1, 0.3]
     bare = build_objective(AWMSettings(kl=0, ema=0))
     assert bare.policies == ("current", "old") and bare.averages == {}
-    assert build_objective(AWMSettings(kl=0, ema=0), measure_kl=True).policies == ("current", "old", "ref")
+    assert build_objective(AWMSettings(kl=0, ema=0), measure_kl=True).policies == (
+        "current",
+        "old",
+        "ref",
+    )

@@ -11,10 +11,22 @@ import pytest
 import torch
 
 from learner import checkpoint
-from learner.checkpoint import CheckpointError, latest_checkpoint, prune, read, require_same, save_tensors, step_directory, write
+from learner.checkpoint import (
+    CheckpointError,
+    latest_checkpoint,
+    prune,
+    read,
+    require_same,
+    save_tensors,
+    step_directory,
+    write,
+)
 from tests.learner.tiny import everything, identical, tiny_groups, tiny_trainer
 
-TENSORS = {"adapter": {"a": torch.arange(6.0).reshape(2, 3), "b": torch.tensor([float("nan"), -0.0])}, "optimizer": {}}
+TENSORS = {
+    "adapter": {"a": torch.arange(6.0).reshape(2, 3), "b": torch.tensor([float("nan"), -0.0])},
+    "optimizer": {},
+}
 
 
 class Kill(BaseException):
@@ -27,7 +39,12 @@ class Kill(BaseException):
 @pytest.mark.parametrize("steps", [1, 2])
 def test_two_and_two_iterations_are_four_bit_by_bit(tiny_sd3_dir, tmp_path, steps):
     settings = {
-        "optimizer": {"lr": 1e-2, "schedule": "linear", "warmup_iterations": 3, "steps_per_iteration": steps},
+        "optimizer": {
+            "lr": 1e-2,
+            "schedule": "linear",
+            "warmup_iterations": 3,
+            "steps_per_iteration": steps,
+        },
         "old_policy": {"schedule": "linear_cap", "slope": 0.2, "cap": 0.5},
         "iterations": 5,
     }
@@ -51,7 +68,13 @@ def test_two_and_two_iterations_are_four_bit_by_bit(tiny_sd3_dir, tmp_path, step
 def test_files_are_safetensors_and_json(tiny_sd3_dir, tmp_path):
     trainer = tiny_trainer(tiny_sd3_dir)
     trainer.save(tmp_path / "step_000000", {})  # before the first update: no moments yet
-    names = {"adapter.safetensors", "old.safetensors", "ema.safetensors", "optimizer.safetensors", "state.json"}
+    names = {
+        "adapter.safetensors",
+        "old.safetensors",
+        "ema.safetensors",
+        "optimizer.safetensors",
+        "state.json",
+    }
     assert {path.name for path in (tmp_path / "step_000000").iterdir()} == names
     fresh = tiny_trainer(tiny_sd3_dir, perturb=False)
     fresh.load(tmp_path / "step_000000")
@@ -65,7 +88,10 @@ def test_loading_what_does_not_fit_changes_nothing(tiny_sd3_dir, tmp_path):
     for more, said in (
         (
             {"lora": {"rank": 2, "alpha": 4}},
-            r"lora_A.weight' is float32 \[4, 32\] in the checkpoint but float32 \[2, 32\] in this run",
+            (
+                r"lora_A.weight' is float32 \[4, 32\] in the checkpoint but float32 \[2, 32\] in"
+                r" this run"
+            ),
         ),
         ({"lora": {"rank": 4, "alpha": 8, "targets": ["attn.to_q"]}}, "but absent in this run"),
         ({"seed": 12}, "is of run seed 11, this run has seed 12"),
@@ -74,7 +100,11 @@ def test_loading_what_does_not_fit_changes_nothing(tiny_sd3_dir, tmp_path):
         before = everything(other)
         with pytest.raises(CheckpointError, match=said) as caught:
             other.load(tmp_path / "step_000001")
-        assert identical(before, everything(other)) and other.done == 0 and "\n" not in str(caught.value)
+        assert (
+            identical(before, everything(other))
+            and other.done == 0
+            and "\n" not in str(caught.value)
+        )
 
 
 def test_save_keeps_the_last_ones(tiny_sd3_dir, tmp_path):
@@ -92,7 +122,10 @@ def test_round_trip_is_bit_exact(tmp_path):
     write(tmp_path / "step_000001", TENSORS, {"x": 1})
     files, state = read(tmp_path / "step_000001")
     assert state == {"x": 1} and files["optimizer"] == {}
-    assert files["adapter"]["b"].view(torch.int32).tolist() == TENSORS["adapter"]["b"].view(torch.int32).tolist()  # NaN and -0 too
+    assert (
+        files["adapter"]["b"].view(torch.int32).tolist()
+        == TENSORS["adapter"]["b"].view(torch.int32).tolist()
+    )  # NaN and -0 too
     assert torch.equal(files["adapter"]["a"], TENSORS["adapter"]["a"])
 
 
@@ -105,7 +138,10 @@ def test_the_latest_is_the_highest_whole_step(tmp_path):
     (tmp_path / "step_9999999_copy").mkdir()
     assert latest_checkpoint(tmp_path).name == "step_1000000"
     prune(tmp_path, 1)
-    assert latest_checkpoint(tmp_path).name == "step_1000000" and not step_directory(tmp_path, 10).exists()
+    assert (
+        latest_checkpoint(tmp_path).name == "step_1000000"
+        and not step_directory(tmp_path, 10).exists()
+    )
     with pytest.raises(ValueError, match="the last checkpoint must stay"):
         prune(tmp_path, 0)
 
@@ -133,7 +169,9 @@ SYSTEM_CALLS = ("mkdir", "rename", "replace", "fsync", "rmdir", "unlink", "open"
 
 
 def dying_after(monkeypatch, calls: int, error: type[BaseException]) -> list[int]:
-    """Every call that changes the disk counts; from number ``calls`` on each raises. Returns the counter."""
+    """Every call that changes the disk counts; from number ``calls`` on each raises. Returns the
+    counter.
+    """
     count = [0]
 
     def wrap(original):
@@ -152,7 +190,9 @@ def dying_after(monkeypatch, calls: int, error: type[BaseException]) -> list[int
 
 @pytest.mark.parametrize("again", [False, True], ids=["a new step", "the same step again"])
 def test_killed_at_any_instant_the_last_checkpoint_is_whole(tmp_path, monkeypatch, again):
-    """Die before each disk-changing call of write and prune in turn; afterwards old or new can be read, and writing goes on."""
+    """Die before each disk-changing call of write and prune in turn; afterwards old or new can be
+    read, and writing goes on.
+    """
     calls, outcomes = 0, set()
     while True:
         root = tmp_path / str(calls)
@@ -187,7 +227,10 @@ def test_a_full_disk_leaves_the_last_checkpoint_and_says_so(tmp_path):
     resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, limits[1]))
     try:
         with pytest.raises(
-            CheckpointError, match="step_000002' could not be written: File too large: the last whole .* step_000001"
+            CheckpointError,
+            match=(
+                "step_000002' could not be written: File too large: the last whole .* step_000001"
+            ),
         ) as caught:
             write(step_directory(tmp_path, 2), big, {})
         with pytest.raises(OSError):
@@ -210,7 +253,9 @@ def test_a_first_checkpoint_that_fails_says_there_is_none(tmp_path):
 def test_require_same_names_the_first_difference():
     a = {"x": torch.zeros(2), "y": torch.zeros(3)}
     require_same(a, {name: t.clone() for name, t in a.items()}, "here")
-    with pytest.raises(CheckpointError, match=r"here: 'y' is float32 \[3\] in the checkpoint but absent"):
+    with pytest.raises(
+        CheckpointError, match=r"here: 'y' is float32 \[3\] in the checkpoint but absent"
+    ):
         require_same(a, {"x": a["x"]}, "here")
     with pytest.raises(CheckpointError, match="'x' is float32 .* but float64"):
         require_same(a, {**a, "x": a["x"].double()}, "here")

@@ -4,7 +4,14 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from learner.fidelity import conditional_density, estimates, no_information, per_prompt, percentile, true_ranks
+from learner.fidelity import (
+    conditional_density,
+    estimates,
+    no_information,
+    per_prompt,
+    percentile,
+    true_ranks,
+)
 
 P, N = 5, 96
 
@@ -25,7 +32,9 @@ def test_perfect_agreement():
         assert np.allclose(found[f"top{k}_rank"], (k + 1) / 2)
         assert np.allclose(found[f"bottom{k}_rank"], N - (k - 1) / 2)
         assert np.allclose(found[f"contrast{k}"], 1)
-    assert found["top12_rank"][0] == 6.5 and found["bottom12_rank"][0] == 90.5  # the numbers printed beside the paper's table
+    assert (
+        found["top12_rank"][0] == 6.5 and found["bottom12_rank"][0] == 90.5
+    )  # the numbers printed beside the paper's table
     assert np.allclose(found["kendall_tau"], 1) and np.allclose(found["spearman_rho"], 1)
     assert np.allclose(found["top12_percentile"], 100 * (96 - 6.5) / 95)
 
@@ -44,12 +53,15 @@ def test_independent_rankings_stand_in_the_middle():
     chance = no_information(N)
     assert chance["top12_rank"] == 48.5
     for k in (4, 8, 12):
-        # mean rank of k of N drawn without replacement: variance (N + 1)(N - k) / (12 k); five standard errors of the mean
+        # mean rank of k of N drawn without replacement: variance (N + 1)(N - k) / (12 k); five
+        # standard errors of the mean
         tolerance = 5 * np.sqrt((N + 1) * (N - k) / (12 * k) / prompts)
         assert found[f"top{k}_rank"].mean() == pytest.approx(48.5, abs=tolerance)
         assert found[f"bottom{k}_rank"].mean() == pytest.approx(48.5, abs=tolerance)
     # Var(tau) = 2 (2N + 5) / (9 N (N - 1)), Var(rho) = 1 / (N - 1)
-    assert found["kendall_tau"].mean() == pytest.approx(0, abs=5 * np.sqrt(2 * (2 * N + 5) / (9 * N * (N - 1)) / prompts))
+    assert found["kendall_tau"].mean() == pytest.approx(
+        0, abs=5 * np.sqrt(2 * (2 * N + 5) / (9 * N * (N - 1)) / prompts)
+    )
     assert found["spearman_rho"].mean() == pytest.approx(0, abs=5 * np.sqrt(1 / (N - 1) / prompts))
 
 
@@ -59,7 +71,9 @@ def test_correlations_are_scipys_with_ties():
     proxy = truth + rng.integers(-2, 3, (P, N))
     found = per_prompt(proxy, truth)
     for p in range(P):
-        assert found["kendall_tau"][p] == pytest.approx(stats.kendalltau(proxy[p], truth[p]).statistic)
+        assert found["kendall_tau"][p] == pytest.approx(
+            stats.kendalltau(proxy[p], truth[p]).statistic
+        )
         ranks = stats.rankdata(proxy[p]), stats.rankdata(truth[p])
         assert found["spearman_rho"][p] == pytest.approx(np.corrcoef(*ranks)[0, 1])
 
@@ -68,7 +82,11 @@ def test_a_constant_prompt_has_middle_ranks_and_no_correlation():
     truth = rewards()
     truth[2] = 0.5
     found = per_prompt(rewards(7), truth)
-    assert np.isnan(found["kendall_tau"][2]) and np.isnan(found["contrast4"][2]) and found["top4_rank"][2] == 48.5
+    assert (
+        np.isnan(found["kendall_tau"][2])
+        and np.isnan(found["contrast4"][2])
+        and found["top4_rank"][2] == 48.5
+    )
     summary = estimates(found)
     assert summary["kendall_tau"].prompts == P - 1 and summary["top4_rank"].prompts == P
     assert summary["kendall_tau"].mean == pytest.approx(np.delete(found["kendall_tau"], 2).mean())
@@ -78,11 +96,14 @@ def test_bootstrap_interval_of_a_normal_mean():
     values = np.random.default_rng(0).standard_normal(400)
     found = estimates({"a": values, "b": 10 + 2 * values}, seed=1, draws=4000)
     half = 1.96 * values.std() / np.sqrt(400)
-    # a bootstrap quantile of 4000 draws wanders by about sqrt(.025 * .975 / 4000) / pdf(1.96) = 0.042 sigma: 5 of it, 11 %
+    # a bootstrap quantile of 4000 draws wanders by about sqrt(.025 * .975 / 4000) / pdf(1.96) =
+    # 0.042 sigma: 5 of it, 11 %
     assert found["a"].mean == pytest.approx(values.mean())
     assert found["a"].high - found["a"].mean == pytest.approx(half, rel=0.11)
     assert found["a"].mean - found["a"].low == pytest.approx(half, rel=0.11)
-    assert found["b"].low == pytest.approx(10 + 2 * found["a"].low)  # the same draws for every column
+    assert found["b"].low == pytest.approx(
+        10 + 2 * found["a"].low
+    )  # the same draws for every column
     assert estimates({"a": values}, seed=1, draws=4000)["a"] == found["a"]
     assert estimates({"a": values}, seed=2, draws=4000)["a"] != found["a"]
 
@@ -93,13 +114,18 @@ def test_density_of_perfect_reversed_and_absent_rankings():
     assert np.array_equal(conditional_density(-truth, truth, 24), np.eye(24)[::-1])
     assert np.allclose(conditional_density(np.zeros_like(truth), truth, 24), 1 / 24)
     assert conditional_density(truth[:, :10], truth[:, :10], 24).shape == (10, 10)
-    sizes = [len(conditional_density(noise, noise)) for noise in np.split(np.random.default_rng(0).random((3, 32, 96))[0], [1, 3])]
+    sizes = [
+        len(conditional_density(noise, noise))
+        for noise in np.split(np.random.default_rng(0).random((3, 32, 96))[0], [1, 3])
+    ]
     assert sizes == [4, 6, 24]  # 96, 192 and 2784 noises, four to a cell
 
 
 def test_density_spreads_ties_evenly():
     truth = np.array([[4.0, 3.0, 2.0, 1.0]])
-    proxy = np.array([[1.0, 1.0, 0.0, 0.5]])  # the best two tied, then the truth's last before its third
+    proxy = np.array(
+        [[1.0, 1.0, 0.0, 0.5]]
+    )  # the best two tied, then the truth's last before its third
     expected = [[0.5, 0.5, 0, 0], [0.5, 0.5, 0, 0], [0, 0, 0, 1], [0, 0, 1, 0]]
     assert np.array_equal(conditional_density(proxy, truth, 4), expected)
 

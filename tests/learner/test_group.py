@@ -1,5 +1,7 @@
-"""Replicas of the learner. Invariants: together they take the steps of one learner, up to the order of sums; they are equal to each
-other bit by bit; what fails on one is taken back on all and said on all; nobody waits for the dead."""
+"""Replicas of the learner. Invariants: together they take the steps of one learner, up to the order
+of sums; they are equal to each other bit by bit; what fails on one is taken back on all and said on
+all; nobody waits for the dead.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,15 @@ from safetensors import safe_open
 
 from learner.replicas import GroupBroken, Replicas, open_store, reach_store
 from tests.learner.tiny import everything, identical
-from tests.learner.together import COUNTS, EPS, OBJECTIVES, OPTIMIZER, groups_for, train, trainer_for
+from tests.learner.together import (
+    COUNTS,
+    EPS,
+    OBJECTIVES,
+    OPTIMIZER,
+    groups_for,
+    train,
+    trainer_for,
+)
 
 ROOT = Path(__file__).parent.parent.parent
 
@@ -35,7 +45,10 @@ def two(tiny_sd3_dir, tmp_path_factory) -> Path:
     command = [sys.executable, "-m", "tests.learner.together"]
     rest = [str(port), str(tiny_sd3_dir), str(out)]
     replicas = [
-        subprocess.Popen([*command, str(rank), "2", *rest], cwd=ROOT, stderr=subprocess.PIPE, text=True) for rank in range(2)
+        subprocess.Popen(
+            [*command, str(rank), "2", *rest], cwd=ROOT, stderr=subprocess.PIPE, text=True
+        )
+        for rank in range(2)
     ]
     try:
         said = [replica.communicate(timeout=900)[1][-2000:] for replica in replicas]
@@ -43,7 +56,9 @@ def two(tiny_sd3_dir, tmp_path_factory) -> Path:
         for replica in replicas:
             replica.kill()
     del store
-    assert [replica.returncode for replica in replicas] == [0, -9], said  # the last scene kills the second
+    assert [replica.returncode for replica in replicas] == [0, -9], (
+        said
+    )  # the last scene kills the second
     return out
 
 
@@ -56,15 +71,17 @@ def seen(two: Path, scene: str, rank: int) -> tuple[dict[str, Any], dict[str, to
 def test_two_replicas_are_one_learner_but_for_the_order_of_sums(two, tiny_sd3_dir, objective):
     """Seven samples here and two there, six optimiser steps.
 
-    A gradient is a sum over points in float32. Its terms are added in another order, and batches of another size round
-    differently: up to d = 1e-6 |g| per element, as for other batch sizes of one learner (test_update), |g| its norm after
-    clipping. AdamW moves a weight by lr m / (sqrt(v) + E), m and v weighted means of the steps' g and g^2. An error d in each g
-    moves m by d and sqrt(v) by at most sqrt(mean of d^2) = d, so a step changes by at most
-    lr (d / E + d |m| / (sqrt(v) + E)^2) < 2 lr d / E, as |m| < 1.1 sqrt(v) over six steps with these betas. Six steps add up, and
-    feed back: at a weight that is off by e the gradient is off by L e. With L below 0.5, weights being of size 0.3 and
-    gradients below 0.04, 2 lr L / E < 0.5 at the first objective, an error grows by less than 1.5^5 < 8 in the five steps after it,
-    on average over the steps by less than 4. And each step rounds a weight below 1 once, to 2^-25. In all
-    6 (2 x 4 lr d / E + 2^-25). The averages are convex combinations of the weights.
+    A gradient is a sum over points in float32. Its terms are added in another order, and batches of
+    another size round differently: up to d = 1e-6 |g| per element, as for other batch sizes of one
+    learner (test_update), |g| its norm after clipping. AdamW moves a weight by lr m / (sqrt(v) +
+    E), m and v weighted means of the steps' g and g^2. An error d in each g moves m by d and
+    sqrt(v) by at most sqrt(mean of d^2) = d, so a step changes by at most lr (d / E + d |m| /
+    (sqrt(v) + E)^2) < 2 lr d / E, as |m| < 1.1 sqrt(v) over six steps with these betas. Six steps
+    add up, and feed back: at a weight that is off by e the gradient is off by L e. With L below
+    0.5, weights being of size 0.3 and gradients below 0.04, 2 lr L / E < 0.5 at the first
+    objective, an error grows by less than 1.5^5 < 8 in the five steps after it, on average over the
+    steps by less than 4. And each step rounds a weight below 1 once, to 2^-25. In all 6 (2 x 4 lr d
+    / E + 2^-25). The averages are convex combinations of the weights.
     """
     alone = trainer_for(tiny_sd3_dir, objective)
     metrics = train(alone)
@@ -81,18 +98,27 @@ def test_two_replicas_are_one_learner_but_for_the_order_of_sums(two, tiny_sd3_di
         assert here.keys() - one.keys() == {"time/allreduce_s", "time/replica_wait_s"}
         for name in one:
             if not name.startswith("time/"):
-                assert here[name] == there[name] == pytest.approx(one[name], rel=1e-4, abs=1e-7), name
+                assert here[name] == there[name] == pytest.approx(one[name], rel=1e-4, abs=1e-7), (
+                    name
+                )
         assert one["optimizer/points"] == here["optimizer/points"] and here["time/allreduce_s"] > 0
     assert objective != "flow_grpo" or all(row["loss/clip_share"] == 0 for row in metrics)
 
 
 def test_what_one_replica_alone_would_learn_is_far_away(tiny_sd3_dir):
-    """The bound above can fail: without the other's two samples, the weights are a hundred bounds apart."""
-    both, half = trainer_for(tiny_sd3_dir, "diffusion_nft"), trainer_for(tiny_sd3_dir, "diffusion_nft")
+    """The bound above can fail: without the other's two samples, the weights are a hundred bounds
+    apart.
+    """
+    both, half = (
+        trainer_for(tiny_sd3_dir, "diffusion_nft"),
+        trainer_for(tiny_sd3_dir, "diffusion_nft"),
+    )
     metrics = train(both, 1)
     half.update(0, groups_for(half, 0, range(0, len(COUNTS), 2)))
     apart = max(
-        float((everything(both)[n] - everything(half)[n]).abs().max()) for n in everything(both) if n.startswith("current/")
+        float((everything(both)[n] - everything(half)[n]).abs().max())
+        for n in everything(both)
+        if n.startswith("current/")
     )
     assert apart > 100 * bound_of("diffusion_nft", metrics)
 
@@ -101,10 +127,16 @@ def test_a_failure_on_one_is_taken_back_and_said_on_both(two):
     (first, one), (second, other) = seen(two, "not_finite", 0), seen(two, "not_finite", 1)
     assert first["unchanged"] and second["unchanged"]
     assert first["said"].startswith(
-        "iteration 0: the regenerated latents of prompt 1 are not finite (replica 1); weights are as before"
+        "iteration 0: the regenerated latents of prompt 1 are not finite (replica 1); weights are"
+        " as before"
     )
-    assert second["said"].startswith("iteration 0: the regenerated latents of prompt 1 are not finite; weights are as before")
-    for rank, prompts in ((0, {"0000", "0002"}), (1, {"0001"})):  # each keeps the part that it holds
+    assert second["said"].startswith(
+        "iteration 0: the regenerated latents of prompt 1 are not finite; weights are as before"
+    )
+    for rank, prompts in (
+        (0, {"0000", "0002"}),
+        (1, {"0001"}),
+    ):  # each keeps the part that it holds
         with safe_open(two / f"iteration_000000.replica-{rank}.safetensors", "pt") as kept:
             assert {key[7:11] for key in kept.keys() if key.startswith("prompt_")} == prompts  # noqa: SIM118
     assert identical(one, other) and first["metrics"][0]["optimizer/points"] == 3 * sum(COUNTS)
@@ -112,14 +144,19 @@ def test_a_failure_on_one_is_taken_back_and_said_on_both(two):
 
 def test_any_other_failure_names_the_replica(two):
     (first, one), (second, other) = seen(two, "fails", 0), seen(two, "fails", 1)
-    assert first["said"] == "replica 1 of the learner failed: ArithmeticError: out of order" and second["said"] == "out of order"
+    assert (
+        first["said"] == "replica 1 of the learner failed: ArithmeticError: out of order"
+        and second["said"] == "out of order"
+    )
     assert first["unchanged"] and second["unchanged"] and identical(one, other)
 
 
 def test_one_bit_of_difference_is_an_error(two):
     for rank in range(2):
         said = seen(two, "differs", rank)[0]["said"]
-        assert said.startswith("the replicas of the learner differ at the start: checksums 0 updates, ")
+        assert said.startswith(
+            "the replicas of the learner differ at the start: checksums 0 updates, "
+        )
 
 
 def test_a_dead_replica_is_noticed(two):
@@ -146,4 +183,8 @@ def test_alone_nothing_is_added_and_nobody_is_waited_for():
     alone, tensor = Replicas(), torch.tensor([0.1, -0.0, 3e38])
     before = tensor.clone()
     alone.add([tensor])
-    assert torch.equal(tensor, before) and alone.exchange({"a": 1}) == [{"a": 1}] and alone.take_times() == {}
+    assert (
+        torch.equal(tensor, before)
+        and alone.exchange({"a": 1}) == [{"a": 1}]
+        and alone.take_times() == {}
+    )

@@ -1,4 +1,6 @@
-"""A known optimum: data N(m, s^2) and the reward -mean (x0 - target)^2, so the best m is the target, under every objective."""
+"""A known optimum: data N(m, s^2) and the reward -mean (x0 - target)^2, so the best m is the
+target, under every objective.
+"""
 
 from __future__ import annotations
 
@@ -44,10 +46,12 @@ def learned_mean(trainer: Trainer) -> np.ndarray:
 
 @pytest.mark.parametrize("name", OBJECTIVES)
 def test_the_optimum_is_approached(name):
-    """Three quarters of the way from 0.7 to 1.7 in every dimension, and close in the mean of the four.
+    """Three quarters of the way from 0.7 to 1.7 in every dimension, and close in the mean of the
+    four.
 
-    Near the optimum what is learned from is noise: 16 samples of spread 0.4 tell a mean to 0.1, and Adam follows that for a
-    while; hence the falling rate, and 0.25 below to 0.3 above. The reward cannot exceed -s^2 = -0.16 by more than its own noise.
+    Near the optimum what is learned from is noise: 16 samples of spread 0.4 tell a mean to 0.1, and
+    Adam follows that for a while; hence the falling rate, and 0.25 below to 0.3 above. The reward
+    cannot exceed -s^2 = -0.16 by more than its own noise.
     """
     trainer, cond = gaussian_trainer(name), Conditioning({"c": torch.zeros(1, 1)})
     rewards = []

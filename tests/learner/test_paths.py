@@ -1,4 +1,6 @@
-"""The trainer with objectives other than DiffusionNFT: what is recorded, what it is trained with, and what is kept when it fails."""
+"""The trainer with objectives other than DiffusionNFT: what is recorded, what it is trained with,
+and what is kept when it fails.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,9 @@ PATHS = {"flow_grpo": {"name": "flow_grpo"}, "dance_grpo": {"name": "dance_grpo"
 
 
 def on_policy(model, objective, **more):
-    """A trainer whose LoRA does something and whose sampling policy is the trained one, as after any iteration."""
+    """A trainer whose LoRA does something and whose sampling policy is the trained one, as after
+    any iteration.
+    """
     trainer = tiny_trainer(model, objective=objective, **more)
     load_adapter_state(trainer.transformer, "old", adapter_state(trainer.transformer, "current"))
     return trainer
@@ -32,7 +36,14 @@ def groups_of(trainer, count: int = 2) -> list[Group]:
     made = []
     for group in tiny_groups(count):
         seeds = [stream_seed(1, "test", group.prompt_index, n) for n in range(3)]
-        made.append(Group(group.prompt_index, group.cond, trainer.regenerate(group.cond, seeds)[0], group.rewards))
+        made.append(
+            Group(
+                group.prompt_index,
+                group.cond,
+                trainer.regenerate(group.cond, seeds)[0],
+                group.rewards,
+            )
+        )
     return made
 
 
@@ -46,7 +57,9 @@ def test_regenerating_records_the_path(tiny_sd3_dir, objective):
         "log_probs": (3, 4),
     }
     assert all(rows.dtype == np.float32 and np.isfinite(rows).all() for rows in samples.values())
-    assert np.array_equal(samples["states"][:, -1], samples["latents"]) == (objective["name"] == "flow_grpo")
+    assert np.array_equal(samples["states"][:, -1], samples["latents"]) == (
+        objective["name"] == "flow_grpo"
+    )
     assert np.array_equal(samples["states"][:, 0], noise_for(SEEDS, (4, 8, 8)).numpy())
     decoded = trainer.family.decode(trainer.vae, torch.from_numpy(samples["latents"]), batch_size=8)
     assert np.array_equal(images, decoded.numpy())
@@ -65,7 +78,11 @@ def test_the_stored_log_probability_is_that_of_the_weights_and_step(tiny_sd3_dir
         now, after = trainer.sigmas[j].expand(3), trainer.sigmas[j + 1].expand(3)
         with torch.no_grad(), use(trainer.transformer, policy):
             v = trainer.family.velocity(trainer.transformer, states[:, j], now, cond.repeat(3))
-        return trainer.objective.path_solver.step(states[:, j], v, now, after).log_prob(states[:, j + 1]).numpy()
+        return (
+            trainer.objective.path_solver.step(states[:, j], v, now, after)
+            .log_prob(states[:, j + 1])
+            .numpy()
+        )
 
     for j in range(4):
         assert np.array_equal(again("old", j), samples["log_probs"][:, j])
@@ -74,21 +91,29 @@ def test_the_stored_log_probability_is_that_of_the_weights_and_step(tiny_sd3_dir
 
 
 def test_a_sample_does_not_depend_on_the_others(tiny_sd3_dir):
-    """Noise is the sample's own; only the rounding of another batch shape is left, 1e-6 through 4 steps: 1e-4 allowed."""
+    """Noise is the sample's own; only the rounding of another batch shape is left, 1e-6 through 4
+    steps: 1e-4 allowed.
+    """
     trainer, cond = on_policy(tiny_sd3_dir, PATHS["flow_grpo"]), tiny_groups(1)[0].cond
     whole, _ = trainer.regenerate(cond, SEEDS)
     alone, _ = trainer.regenerate(cond, SEEDS[1:2])
     np.testing.assert_allclose(alone["states"], whole["states"][1:2], rtol=0, atol=1e-4)
     np.testing.assert_allclose(alone["log_probs"], whole["log_probs"][1:2], rtol=0, atol=1e-4)
-    other = on_policy(tiny_sd3_dir, PATHS["flow_grpo"], seed=12).regenerate(cond, SEEDS)[0]["states"]
-    assert np.array_equal(other[:, 0], whole["states"][:, 0]) and not np.array_equal(other[:, 1], whole["states"][:, 1])
+    other = on_policy(tiny_sd3_dir, PATHS["flow_grpo"], seed=12).regenerate(cond, SEEDS)[0][
+        "states"
+    ]
+    assert np.array_equal(other[:, 0], whole["states"][:, 0]) and not np.array_equal(
+        other[:, 1], whole["states"][:, 1]
+    )
 
 
 def test_one_noise_for_a_group(tiny_sd3_dir):
     objective = {"name": "dance_grpo", "shared_noise": True}
     trainer, cond = on_policy(tiny_sd3_dir, objective, arm="diffusionnft"), tiny_groups(1)[0].cond
     states = trainer.regenerate(cond, SEEDS)[0]["states"]
-    assert np.array_equal(states[:, 0], np.repeat(noise_for(SEEDS[:1], (4, 8, 8)).numpy(), 3, axis=0))
+    assert np.array_equal(
+        states[:, 0], np.repeat(noise_for(SEEDS[:1], (4, 8, 8)).numpy(), 3, axis=0)
+    )
     assert len({row.tobytes() for row in states[:, 1]}) == 3
     latents = trainer.regenerate(cond, SEEDS, weights="ema", solver="dpm2")[0]["latents"]
     assert len({row.tobytes() for row in latents}) == 3  # held-out pictures keep their own noises
@@ -97,17 +122,27 @@ def test_one_noise_for_a_group(tiny_sd3_dir):
 @pytest.mark.parametrize("shortcut", [True, False])
 @pytest.mark.parametrize("name", ["flow_grpo", "dance_grpo", "awm"])
 def test_the_ratio_at_the_sampling_weights_is_1_to_the_last_bit(tiny_sd3_dir, name, shortcut):
-    """In micro-batches of 4, which are not the batches the samples were drawn in; with a pass of the old adapter of its own too."""
+    """In micro-batches of 4, which are not the batches the samples were drawn in; with a pass of
+    the old adapter of its own too.
+    """
     objective = {"name": name, "times_per_sample": 3} if name == "awm" else {"name": name}
     trainer = on_policy(tiny_sd3_dir, objective, optimizer={"lr": 1e-2, "batch_size": 4})
     if not shortcut:
         trainer.updater._like_current = frozenset
     metrics = trainer.update(1, groups_of(trainer))
-    assert metrics["loss/ratio"] == 1.0 and metrics["loss/clip_share"] == 0.0 and metrics["grad_norm"] > 0
-    if name != "awm":  # only the rounding of another batch shape lies between the stored and the recomputed one
+    assert (
+        metrics["loss/ratio"] == 1.0
+        and metrics["loss/clip_share"] == 0.0
+        and metrics["grad_norm"] > 0
+    )
+    if (
+        name != "awm"
+    ):  # only the rounding of another batch shape lies between the stored and the recomputed one
         assert metrics["loss/log_prob_drift"] < 1e-5
     assert metrics["old_policy/decay"] == 0.0
-    assert identical(adapter_state(trainer.transformer, "old"), adapter_state(trainer.transformer, "current"))
+    assert identical(
+        adapter_state(trainer.transformer, "old"), adapter_state(trainer.transformer, "current")
+    )
 
 
 def test_a_path_of_other_weights_shows_as_drift(tiny_sd3_dir):
@@ -118,12 +153,20 @@ def test_a_path_of_other_weights_shows_as_drift(tiny_sd3_dir):
     assert trainer.update(1, groups)["loss/log_prob_drift"] > 1e-4
 
 
-@pytest.mark.parametrize("objective", [*PATHS.values(), {"name": "awm", "times_per_sample": 3}], ids=[*PATHS, "awm"])
-def test_later_steps_of_an_iteration_are_held_against_the_weights_that_sampled(tiny_sd3_dir, objective):
-    """Passes per micro-batch: in the first step old is current; afterwards it is run. Its weights do not move before the end."""
+@pytest.mark.parametrize(
+    "objective", [*PATHS.values(), {"name": "awm", "times_per_sample": 3}], ids=[*PATHS, "awm"]
+)
+def test_later_steps_of_an_iteration_are_held_against_the_weights_that_sampled(
+    tiny_sd3_dir, objective
+):
+    """Passes per micro-batch: in the first step old is current; afterwards it is run. Its weights
+    do not move before the end.
+    """
     optimizer = {"lr": 1e-2, "steps_per_iteration": 2, "batch_size": 100}
     trainer = on_policy(
-        tiny_sd3_dir, {**objective, **({"kl": 0.0} if "dance" not in objective["name"] else {})}, optimizer=optimizer
+        tiny_sd3_dir,
+        {**objective, **({"kl": 0.0} if "dance" not in objective["name"] else {})},
+        optimizer=optimizer,
     )
     groups, passes, ratios = groups_of(trainer), [], []
     before = adapter_state(trainer.transformer, "old")
@@ -132,20 +175,34 @@ def test_later_steps_of_an_iteration_are_held_against_the_weights_that_sampled(t
 
     def watch(points, velocities, advantages):
         total, metrics = loss(points, velocities, advantages)
-        ratios.append((len(passes), metrics["loss/ratio"].item(), identical(before, adapter_state(trainer.transformer, "old"))))
+        ratios.append(
+            (
+                len(passes),
+                metrics["loss/ratio"].item(),
+                identical(before, adapter_state(trainer.transformer, "old")),
+            )
+        )
         return total, metrics
 
     trainer.objective.loss = watch
     metrics = trainer.update(1, groups)
-    extra = 1 if objective["name"] == "awm" else 0  # the anchor, which is not the current adapter here
-    assert [count for count, _, _ in ratios] == [1 + extra, 3 + 2 * extra] and all(same for _, _, same in ratios)
+    extra = (
+        1 if objective["name"] == "awm" else 0
+    )  # the anchor, which is not the current adapter here
+    assert [count for count, _, _ in ratios] == [1 + extra, 3 + 2 * extra] and all(
+        same for _, _, same in ratios
+    )
     assert ratios[0][1] == 1.0 and ratios[1][1] != 1.0
-    assert metrics["loss/ratio"] == pytest.approx(np.mean([ratio for _, ratio, _ in ratios]), rel=1e-6)
+    assert metrics["loss/ratio"] == pytest.approx(
+        np.mean([ratio for _, ratio, _ in ratios]), rel=1e-6
+    )
     assert not identical(before, adapter_state(trainer.transformer, "old"))
 
 
 def test_awm_keeps_an_average_of_its_own(tiny_sd3_dir, tmp_path):
-    """Decay min(0.25 s, 0.3) for the anchor beside 0.9 for the evaluated average; both are in the checkpoint."""
+    """Decay min(0.25 s, 0.3) for the anchor beside 0.9 for the evaluated average; both are in the
+    checkpoint.
+    """
     objective = {"name": "awm", "times_per_sample": 2, "ema_slope": 0.25}
     trainer = on_policy(tiny_sd3_dir, objective)
     assert trainer.adapters == ("current", "anchor", "ema", "old")
@@ -154,8 +211,12 @@ def test_awm_keeps_an_average_of_its_own(tiny_sd3_dir, tmp_path):
         metrics = trainer.update(s, groups_of(trainer))
         current = adapter_state(trainer.transformer, "current")
         for name, d in (("anchor", decay), ("ema", 0.9)):
-            for key, new in adapter_state(trainer.transformer, name).items():  # float32 rounding of weights below 1
-                torch.testing.assert_close(new, d * before[name][key] + (1 - d) * current[key], rtol=0, atol=2e-7)
+            for key, new in adapter_state(
+                trainer.transformer, name
+            ).items():  # float32 rounding of weights below 1
+                torch.testing.assert_close(
+                    new, d * before[name][key] + (1 - d) * current[key], rtol=0, atol=2e-7
+                )
     assert {"loss/policy", "loss/kl", "loss/ema"} <= metrics.keys()
     trainer.save(tmp_path / "step_000002", {})
     resumed = tiny_trainer(tiny_sd3_dir, perturb=False, objective=objective)
@@ -166,7 +227,10 @@ def test_awm_keeps_an_average_of_its_own(tiny_sd3_dir, tmp_path):
 @pytest.mark.parametrize("name", ["awm", "flow_grpo", "dance_grpo"])
 def test_two_and_one_iterations_are_three_bit_by_bit(tiny_sd3_dir, tmp_path, name):
     """With two optimiser steps an iteration, resumed from a checkpoint in between."""
-    settings = {"objective": {"name": name}, "optimizer": {"lr": 1e-2, "steps_per_iteration": 2, "batch_size": 16}}
+    settings = {
+        "objective": {"name": name},
+        "optimizer": {"lr": 1e-2, "steps_per_iteration": 2, "batch_size": 16},
+    }
     straight = on_policy(tiny_sd3_dir, **settings)
     for s in range(2):
         straight.update(s, groups_of(straight))
@@ -180,7 +244,9 @@ def test_two_and_one_iterations_are_three_bit_by_bit(tiny_sd3_dir, tmp_path, nam
 
 def test_samples_without_a_path_are_refused(tiny_sd3_dir):
     trainer = on_policy(tiny_sd3_dir, PATHS["flow_grpo"])
-    with pytest.raises(ValueError, match="prompt 0: no log_probs and no states: .*regenerate with it"):
+    with pytest.raises(
+        ValueError, match="prompt 0: no log_probs and no states: .*regenerate with it"
+    ):
         trainer.update(1, tiny_groups())
     groups = groups_of(trainer)
     groups[1].samples["log_probs"] = groups[1].samples["log_probs"][:2]
@@ -203,19 +269,28 @@ def test_a_failed_update_keeps_the_paths(tiny_sd3_dir, tmp_path):
     groups = groups_of(trainer)
     groups[1].samples["states"][0, 1, 0, 0, 0] = np.nan
     with pytest.raises(
-        NonFiniteTraining, match="the regenerated states of prompt 1 are not finite; weights are as before"
+        NonFiniteTraining,
+        match="the regenerated states of prompt 1 are not finite; weights are as before",
     ) as caught:
         trainer.update(4, groups)
     with safe_open(tmp_path / "iteration_000004.safetensors", "pt") as saved:
         for group in groups:
             for name, rows in group.samples.items():
-                np.testing.assert_array_equal(saved.get_tensor(f"prompt_{group.prompt_index:04d}/{name}").numpy(), rows)
+                np.testing.assert_array_equal(
+                    saved.get_tensor(f"prompt_{group.prompt_index:04d}/{name}").numpy(), rows
+                )
     again = pickle.loads(pickle.dumps(caught.value))  # as it leaves an actor
-    assert str(again) == str(caught.value) and again.module is None and again.what == caught.value.what
+    assert (
+        str(again) == str(caught.value) and again.module is None and again.what == caught.value.what
+    )
 
 
-def test_merged_weights_that_are_not_finite_keep_the_iteration_that_led_there(tiny_sd3_dir, tmp_path):
-    """Adapters that are finite one by one overflow when they are merged: the update cannot see it, the export does."""
+def test_merged_weights_that_are_not_finite_keep_the_iteration_that_led_there(
+    tiny_sd3_dir, tmp_path
+):
+    """Adapters that are finite one by one overflow when they are merged: the update cannot see it,
+    the export does.
+    """
     trainer = tiny_trainer(tiny_sd3_dir, tmp_path)
     trainer.export(0)
     groups = tiny_groups()
@@ -224,13 +299,21 @@ def test_merged_weights_that_are_not_finite_keep_the_iteration_that_led_there(ti
     for part in (layer.lora_A["old"], layer.lora_B["old"]):
         part.weight.data.fill_(3e38)
     with pytest.raises(
-        NonFiniteWeights, match="'transformer_blocks.0.attn.to_v' are not finite.*as after iteration 0, its data are in"
+        NonFiniteWeights,
+        match=(
+            "'transformer_blocks.0.attn.to_v' are not finite.*as after iteration 0, its data are in"
+        ),
     ) as caught:
         trainer.export(1)
     assert caught.value.module == "transformer_blocks.0.attn.to_v" and "\n" not in str(caught.value)
     with safe_open(tmp_path / "iteration_000000.safetensors", "pt") as saved:
         assert "not finite" in saved.metadata()["reason"]
-        np.testing.assert_array_equal(saved.get_tensor("prompt_0001/latents").numpy(), groups[1].samples["latents"])
-        assert saved.get_tensor("adapter/old/transformer_blocks.0.attn.to_v.lora_A.weight")[0, 0] == 3e38
+        np.testing.assert_array_equal(
+            saved.get_tensor("prompt_0001/latents").numpy(), groups[1].samples["latents"]
+        )
+        assert (
+            saved.get_tensor("adapter/old/transformer_blocks.0.attn.to_v.lora_A.weight")[0, 0]
+            == 3e38
+        )
     again = pickle.loads(pickle.dumps(caught.value))
     assert str(again) == str(caught.value) and again.module == caught.value.module

@@ -43,7 +43,9 @@ def test_random_ignores_rewards_and_dropped_samples_do_not_reshuffle():
 
 
 def test_random_is_uniform():
-    """Each of 8 candidates is kept by a quarter of seeds: 2000 draws, standard error sqrt(.25 * .75 / 2000) = 0.0097; 5 of them."""
+    """Each of 8 candidates is kept by a quarter of seeds: 2000 draws, standard error sqrt(.25 * .75
+    / 2000) = 0.0097; 5 of them.
+    """
     counts = np.zeros(8)
     for seed in range(2000):
         counts[list(select(np.zeros(8), 2, "random", seed=seed))] += 1
@@ -55,7 +57,9 @@ def test_dropped_samples_keep_their_pool_indices():
 
 
 def test_too_few_names_the_prompt():
-    with pytest.raises(TooFewScored, match="'a red circle': only 3 samples have a reward, but selection.keep = 4"):
+    with pytest.raises(
+        TooFewScored, match="'a red circle': only 3 samples have a reward, but selection.keep = 4"
+    ):
         select([1, 2, 3], 4, prompt="a red circle")
 
 
@@ -68,7 +72,9 @@ def test_rewards_that_are_not_finite_are_refused(bad):
 def test_impossible_requests():
     with pytest.raises(ValueError, match="must be even"):
         select(REWARDS, 3)
-    with pytest.raises(ValueError, match="'best' is unknown: use one of best_worst, random, mean_deviation"):
+    with pytest.raises(
+        ValueError, match="'best' is unknown: use one of best_worst, random, mean_deviation"
+    ):
         select(REWARDS, 2, "best")
     with pytest.raises(ValueError, match="one reward per distinct candidate"):
         select([1, 2], 2, candidates=[4, 4])
@@ -83,7 +89,9 @@ POOLS = st.lists(st.integers(-5, 5), min_size=4, max_size=30)  # few values, so 
 def test_order_of_arrival_does_not_matter(rewards, rule, seed, shuffler):
     order = list(range(len(rewards)))
     shuffler.shuffle(order)
-    assert select([rewards[i] for i in order], 4, rule, seed, candidates=order) == select(rewards, 4, rule, seed)
+    assert select([rewards[i] for i in order], 4, rule, seed, candidates=order) == select(
+        rewards, 4, rule, seed
+    )
 
 
 @given(POOLS, st.integers(1, 2))

@@ -22,7 +22,11 @@ def test_base_weights_are_the_bare_transformer(tiny_sd3_dir):
     wanted = sample(trainer.family, bare, cond.repeat(3), SEEDS, 4, "dpm2", batch_size=8)
     samples, images = trainer.regenerate(cond, SEEDS, weights="base")
     latents = samples["latents"]
-    assert samples.keys() == {"latents"} and latents.dtype == np.float32 and np.array_equal(latents, wanted.numpy())
+    assert (
+        samples.keys() == {"latents"}
+        and latents.dtype == np.float32
+        and np.array_equal(latents, wanted.numpy())
+    )
     assert images.dtype == np.uint8 and images.shape == (3, 3, 16, 16)
     assert np.array_equal(images, trainer.family.decode(trainer.vae, wanted, batch_size=8).numpy())
 
@@ -30,21 +34,30 @@ def test_base_weights_are_the_bare_transformer(tiny_sd3_dir):
 def test_each_weights_choice_is_its_adapter_and_the_default_samples_with_old(tiny_sd3_dir):
     trainer, cond = tiny_trainer(tiny_sd3_dir), tiny_groups(1)[0].cond
     made = {
-        weights: trainer.regenerate(cond, SEEDS, weights=weights)[0]["latents"] for weights in ("current", "old", "ema", "base")
+        weights: trainer.regenerate(cond, SEEDS, weights=weights)[0]["latents"]
+        for weights in ("current", "old", "ema", "base")
     }
     assert len({latents.tobytes() for latents in made.values()}) == 4
     assert np.array_equal(trainer.regenerate(cond, SEEDS)[0]["latents"], made["old"])
     load_adapter_state(trainer.transformer, "current", adapter_state(trainer.transformer, "ema"))
-    assert np.array_equal(trainer.regenerate(cond, SEEDS, weights="current")[0]["latents"], made["ema"])
-    with pytest.raises(ValueError, match="weights 'best' are unknown: use one of current, ema, old, base"):
+    assert np.array_equal(
+        trainer.regenerate(cond, SEEDS, weights="current")[0]["latents"], made["ema"]
+    )
+    with pytest.raises(
+        ValueError, match="weights 'best' are unknown: use one of current, ema, old, base"
+    ):
         trainer.regenerate(cond, SEEDS, weights="best")
 
 
 def test_evaluation_settings_reach_the_solver(tiny_sd3_dir):
-    """One Euler step from sigma 1 to 0 is x0 = eps - v; a row of conditioning per seed is used as it is."""
+    """One Euler step from sigma 1 to 0 is x0 = eps - v; a row of conditioning per seed is used as
+    it is.
+    """
     trainer = tiny_trainer(tiny_sd3_dir)
     cond = type(tiny_groups(1)[0].cond).cat([group.cond for group in tiny_groups(3)])
-    samples, _ = trainer.regenerate(cond, SEEDS, steps=1, weights="base", solver="euler", batch_size=3)
+    samples, _ = trainer.regenerate(
+        cond, SEEDS, steps=1, weights="base", solver="euler", batch_size=3
+    )
     noise = noise_for(SEEDS, trainer.family.latent_shape)
     with torch.no_grad():
         bare = trainer.family.load_transformer("cpu", torch.float32)
@@ -53,21 +66,37 @@ def test_evaluation_settings_reach_the_solver(tiny_sd3_dir):
 
 
 def test_regenerating_leaves_no_trace(tiny_sd3_dir):
-    """The same again after sampling with other weights, and an update after it equals an update without it."""
+    """The same again after sampling with other weights, and an update after it equals an update
+    without it.
+    """
     cond = tiny_groups(1)[0].cond
     with_sampling, without = tiny_trainer(tiny_sd3_dir), tiny_trainer(tiny_sd3_dir)
     first = with_sampling.regenerate(cond, SEEDS)[0]["latents"]
     with_sampling.regenerate(cond, SEEDS, weights="base")
     assert np.array_equal(with_sampling.regenerate(cond, SEEDS)[0]["latents"], first)
-    metrics = [{k: v for k, v in t.update(0, tiny_groups()).items() if not k.startswith("time/")} for t in (with_sampling, without)]
+    metrics = [
+        {k: v for k, v in t.update(0, tiny_groups()).items() if not k.startswith("time/")}
+        for t in (with_sampling, without)
+    ]
     assert metrics[0] == metrics[1]
-    names = {"loss/policy", "loss/kl", "grad_norm", "zero_std_ratio", "reward/train_mean", "reward/train_std"}
+    names = {
+        "loss/policy",
+        "loss/kl",
+        "grad_norm",
+        "zero_std_ratio",
+        "reward/train_mean",
+        "reward/train_std",
+    }
     assert names <= metrics[0].keys()
 
 
 def test_adapters_start_equal_and_the_seed_decides_them(tiny_sd3_dir):
-    one, same, other = (tiny_trainer(tiny_sd3_dir, perturb=False, seed=seed) for seed in (11, 11, 12))
-    states = [adapter_state(one.transformer, name) for name in one.adapters] + [adapter_state(same.transformer, "current")]
+    one, same, other = (
+        tiny_trainer(tiny_sd3_dir, perturb=False, seed=seed) for seed in (11, 11, 12)
+    )
+    states = [adapter_state(one.transformer, name) for name in one.adapters] + [
+        adapter_state(same.transformer, "current")
+    ]
     assert all(torch.equal(states[0][key], state[key]) for state in states for key in states[0])
     changed = adapter_state(other.transformer, "current")
     assert any(not torch.equal(states[0][key], changed[key]) for key in changed)
@@ -75,10 +104,11 @@ def test_adapters_start_equal_and_the_seed_decides_them(tiny_sd3_dir):
 
 
 def test_what_is_exported_is_the_sampling_policy(tiny_sd3_dir):
-    """An explorer in full precision with the merged weights draws what the learner draws with its adapter beside the weights.
+    """An explorer in full precision with the merged weights draws what the learner draws with its
+    adapter beside the weights.
 
-    (W + s B A) x against W x + s B (A x): float32 rounding, 1e-7 per sum of 32 terms, through 4 steps of 2 blocks: below 1e-4
-    for latents of size 1; other adapters differ by more than 1e-2.
+    (W + s B A) x against W x + s B (A x): float32 rounding, 1e-7 per sum of 32 terms, through 4
+    steps of 2 blocks: below 1e-4 for latents of size 1; other adapters differ by more than 1e-2.
     """
     trainer, cond = tiny_trainer(tiny_sd3_dir), tiny_groups(1)[0].cond
     manifest, chunks, statistics = trainer.export(7)
@@ -86,23 +116,38 @@ def test_what_is_exported_is_the_sampling_policy(tiny_sd3_dir):
     explorer = Explorer(trainer.family, BACKENDS["fp32"])
     assert explorer.load(manifest, chunks) == (7, manifest.checksum)
     _, drawn = explorer.explore(cond, SEEDS, 4, "dpm2")
-    np.testing.assert_allclose(drawn, trainer.regenerate(cond, SEEDS, weights="old")[0]["latents"], rtol=0, atol=1e-4)
+    np.testing.assert_allclose(
+        drawn, trainer.regenerate(cond, SEEDS, weights="old")[0]["latents"], rtol=0, atol=1e-4
+    )
     for other in ("current", "ema", "base"):
-        assert np.abs(drawn - trainer.regenerate(cond, SEEDS, weights=other)[0]["latents"]).max() > 1e-2
+        assert (
+            np.abs(drawn - trainer.regenerate(cond, SEEDS, weights=other)[0]["latents"]).max()
+            > 1e-2
+        )
 
 
 def test_exports_tell_how_much_changed_and_what_is_quantised(tiny_sd3_dir):
-    trainer = tiny_trainer(tiny_sd3_dir, explore={"pool_size": 8, "backend": "emulated_nvfp4", "keep_wide": ["*.to_out.0"]})
+    trainer = tiny_trainer(
+        tiny_sd3_dir,
+        explore={"pool_size": 8, "backend": "emulated_nvfp4", "keep_wide": ["*.to_out.0"]},
+    )
     rows = {row["name"]: row for row in trainer.quantisation_table}
-    assert rows["transformer_blocks.0.attn.to_q"]["quantised"] and not rows["transformer_blocks.0.attn.to_out.0"]["quantised"]
+    assert (
+        rows["transformer_blocks.0.attn.to_q"]["quantised"]
+        and not rows["transformer_blocks.0.attn.to_out.0"]["quantised"]
+    )
     assert "explore.keep_wide" in rows["transformer_blocks.0.attn.to_out.0"]["why"]
     first, chunks, _ = trainer.export(0)
     assert first.format == "nvfp4"
     same, again, statistics = trainer.export(1)
-    assert statistics["weights/codes_changed"] == 0 and all(np.array_equal(a, b) for a, b in zip(chunks, again, strict=True))
+    assert statistics["weights/codes_changed"] == 0 and all(
+        np.array_equal(a, b) for a, b in zip(chunks, again, strict=True)
+    )
     trainer.update(0, tiny_groups())
     _, _, statistics = trainer.export(2)
-    assert 0 < statistics["weights/codes_changed"] <= 1 and 0 < statistics["weights/delta_cosine"] <= 1
+    assert (
+        0 < statistics["weights/codes_changed"] <= 1 and 0 < statistics["weights/delta_cosine"] <= 1
+    )
     assert same.checksum != first.checksum  # the version is part of it
 
 
@@ -114,5 +159,7 @@ def test_an_arm_without_exploring_exports_nothing(tiny_sd3_dir):
 
 
 def test_naive_scaling_explores_in_the_precision_of_regenerating(tiny_sd3_dir):
-    trainer = tiny_trainer(tiny_sd3_dir, arm="naive_scaling", explore={"pool_size": 8, "backend": "emulated_nvfp4"})
+    trainer = tiny_trainer(
+        tiny_sd3_dir, arm="naive_scaling", explore={"pool_size": 8, "backend": "emulated_nvfp4"}
+    )
     assert trainer.export(0)[0].format == "fp32"

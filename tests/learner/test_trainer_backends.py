@@ -11,14 +11,18 @@ from tests.learner.tiny import tiny_groups, tiny_trainer
 
 
 def test_explorers_know_better_which_backend_they_run(tiny_sd3_dir):
-    """With "auto" this process would take its own device's; a run on other GPUs tells it theirs, at every export."""
+    """With "auto" this process would take its own device's; a run on other GPUs tells it theirs, at
+    every export.
+    """
     trainer = tiny_trainer(tiny_sd3_dir, explore={"pool_size": 8, "backend": "auto"})
     assert trainer.export(0)[0].format == "nvfp4"
     manifest, chunks, statistics = trainer.export(1, "fp8")
     assert manifest.format == "fp8" and statistics == {}
     Explorer(trainer.family, BACKENDS["fp8"]).load(manifest, chunks)
     assert trainer.export(2, "fp8")[2] == {"weights/codes_changed": 0.0}
-    assert {row["why"] for row in trainer.quantisation_table if row["quantised"]} == {"a linear of the blocks"}
+    assert {row["why"] for row in trainer.quantisation_table if row["quantised"]} == {
+        "a linear of the blocks"
+    }
     assert any(row["fused"] for row in trainer.quantisation_table) == bool(trainer.family.fuse)
 
 
@@ -28,7 +32,9 @@ def test_a_learner_without_the_explorers_gpu_packs_for_it(tiny_sd3_dir):
 
 
 def test_only_regeneration_is_compiled(tiny_sd3_dir, monkeypatch):
-    """A stand-in for the compiler counts calls: pictures go through it, training does not, and both have the same weights."""
+    """A stand-in for the compiler counts calls: pictures go through it, training does not, and both
+    have the same weights.
+    """
     calls = []
 
     class Compiled(nn.Module):
@@ -37,7 +43,11 @@ def test_only_regeneration_is_compiled(tiny_sd3_dir, monkeypatch):
             self.inner = inner
 
         def __getattr__(self, name: str):
-            return super().__getattr__(name) if name == "inner" or name.startswith("_") else getattr(self.inner, name)
+            return (
+                super().__getattr__(name)
+                if name == "inner" or name.startswith("_")
+                else getattr(self.inner, name)
+            )
 
         def forward(self, *args, **named):
             calls.append(1)
@@ -49,7 +59,10 @@ def test_only_regeneration_is_compiled(tiny_sd3_dir, monkeypatch):
     trainer = tiny_trainer(tiny_sd3_dir, regenerate=settings | {"compile": True})
     groups = tiny_groups(1)
     for weights in ("old", "base"):
-        found, wanted = (t.regenerate(groups[0].cond, [1, 2], weights=weights)[0]["latents"] for t in (trainer, eager))
+        found, wanted = (
+            t.regenerate(groups[0].cond, [1, 2], weights=weights)[0]["latents"]
+            for t in (trainer, eager)
+        )
         np.testing.assert_array_equal(found, wanted)
     assert len(calls) == 8
     trainer.update(0, groups)

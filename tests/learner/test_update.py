@@ -1,4 +1,6 @@
-"""The update against one plain batch and AdamW's formula; all or nothing when numbers are not finite."""
+"""The update against one plain batch and AdamW's formula; all or nothing when numbers are not
+finite.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,10 @@ from tests.learner.tiny import everything, identical, tiny_groups, tiny_trainer
 
 
 def one_sample(group, position: int) -> dict[str, torch.Tensor]:
-    return {name: torch.from_numpy(rows[position : position + 1]) for name, rows in group.samples.items()}
+    return {
+        name: torch.from_numpy(rows[position : position + 1])
+        for name, rows in group.samples.items()
+    }
 
 
 def plain_gradients(trainer, iteration: int, groups) -> tuple[dict[str, torch.Tensor], float]:
@@ -24,7 +29,11 @@ def plain_gradients(trainer, iteration: int, groups) -> tuple[dict[str, torch.Te
     x_t, sigma, cond, points, weights = [], [], [], [], []
     for group, advantage in zip(groups, values, strict=True):
         for position in range(len(group.rewards)):
-            rng = np.random.Generator(np.random.Philox(key=stream_seed(11, "train", iteration, group.prompt_index, position)))
+            rng = np.random.Generator(
+                np.random.Philox(
+                    key=stream_seed(11, "train", iteration, group.prompt_index, position)
+                )
+            )
             made = trainer.objective.points(one_sample(group, position), trainer.sigmas, rng)
             points.append(made)
             x_t.append(made.x_t)
@@ -35,41 +44,57 @@ def plain_gradients(trainer, iteration: int, groups) -> tuple[dict[str, torch.Te
     velocities = {}
     for policy in trainer.objective.policies:
         with use(trainer.transformer, None if policy == "ref" else policy):
-            velocities[policy] = trainer.family.velocity(trainer.transformer, torch.cat(x_t), torch.cat(sigma), rows)
+            velocities[policy] = trainer.family.velocity(
+                trainer.transformer, torch.cat(x_t), torch.cat(sigma), rows
+            )
     loss, _ = trainer.objective.loss(batch, velocities, torch.tensor(weights))
     parameters = trainer.updater.parameters
     grads = torch.autograd.grad(loss, list(parameters.values()))
     return dict(zip(parameters, grads, strict=True)), loss.item()
 
 
-@pytest.mark.parametrize("batch_size", [1, 4, 7, 100])  # 18 points: sample borders are at multiples of 3
+@pytest.mark.parametrize(
+    "batch_size", [1, 4, 7, 100]
+)  # 18 points: sample borders are at multiples of 3
 def test_accumulated_gradients_are_those_of_one_plain_batch(tiny_sd3_dir, batch_size):
-    """After the first step AdamW's first moment is 0.1 g. Float32 sums over 18 points in another order: 1e-5 of the norm."""
+    """After the first step AdamW's first moment is 0.1 g. Float32 sums over 18 points in another
+    order: 1e-5 of the norm.
+    """
     optimizer = {"lr": 1e-3, "batch_size": batch_size, "max_grad_norm": 1e9}
-    trainer = tiny_trainer(tiny_sd3_dir, optimizer=optimizer, objective={"times_per_sample": 3, "kl": 0.5})
+    trainer = tiny_trainer(
+        tiny_sd3_dir, optimizer=optimizer, objective={"times_per_sample": 3, "kl": 0.5}
+    )
     groups = tiny_groups()
     wanted, loss = plain_gradients(trainer, 1, groups)
     metrics = trainer.update(1, groups)
     moments = trainer.updater.state()
     norm = float(torch.stack([g.double().norm() for g in wanted.values()]).norm())
     idle = {name.rsplit(".lora_")[0] for name, g in wanted.items() if not g.any()}
-    assert idle == {"transformer_blocks.1.attn.add_q_proj"}  # the last block's text queries go nowhere; all others are reached
+    assert idle == {
+        "transformer_blocks.1.attn.add_q_proj"
+    }  # the last block's text queries go nowhere; all others are reached
     for name, gradient in wanted.items():
-        torch.testing.assert_close(moments[f"exp_avg/{name}"], 0.1 * gradient, rtol=0, atol=1e-6 * norm)
+        torch.testing.assert_close(
+            moments[f"exp_avg/{name}"], 0.1 * gradient, rtol=0, atol=1e-6 * norm
+        )
     assert metrics["grad_norm"] == pytest.approx(norm, rel=1e-5)
     assert metrics["loss/policy"] + 0.5 * metrics["loss/kl"] == pytest.approx(loss, rel=1e-5)
     assert metrics["loss/kl"] > 0 and metrics["optimizer/points"] == 18
 
 
 def test_the_step_is_adamw_with_clipped_gradients(tiny_sd3_dir):
-    """First step by hand: w (1 - lr wd) - lr g / (|g| + eps) with g scaled to norm 0.01; 1e-6 is lr times float32 rounding of the ratio."""
+    """First step by hand: w (1 - lr wd) - lr g / (|g| + eps) with g scaled to norm 0.01; 1e-6 is lr
+    times float32 rounding of the ratio.
+    """
     optimizer = {"lr": 1e-2, "weight_decay": 0.1, "eps": 1e-5, "max_grad_norm": 0.01}
     trainer = tiny_trainer(tiny_sd3_dir, optimizer=optimizer)
     before = {name: p.detach().clone() for name, p in trainer.updater.parameters.items()}
     trainer.update(1, tiny_groups())
     state = trainer.updater.state()
     clipped = {name: state[f"exp_avg/{name}"].double() / 0.1 for name in before}
-    assert float(torch.stack([g.norm() for g in clipped.values()]).norm()) == pytest.approx(0.01, rel=1e-4)  # norm + 1e-6 inside
+    assert float(torch.stack([g.norm() for g in clipped.values()]).norm()) == pytest.approx(
+        0.01, rel=1e-4
+    )  # norm + 1e-6 inside
     for name, old in before.items():
         g = clipped[name]
         wanted = old.double() * (1 - 1e-2 * 0.1) - 1e-2 * g / (g.abs() + 1e-5)
@@ -77,24 +102,41 @@ def test_the_step_is_adamw_with_clipped_gradients(tiny_sd3_dir):
 
 
 def test_only_the_adapters_change_and_the_averages_follow(tiny_sd3_dir):
-    trainer = tiny_trainer(tiny_sd3_dir, old_policy={"schedule": "linear_cap", "slope": 0.25, "cap": 0.6}, ema={"decay": 0.75})
-    base = {name: p.detach().clone() for name, p in trainer.transformer.named_parameters() if "lora_" not in name}
+    trainer = tiny_trainer(
+        tiny_sd3_dir,
+        old_policy={"schedule": "linear_cap", "slope": 0.25, "cap": 0.6},
+        ema={"decay": 0.75},
+    )
+    base = {
+        name: p.detach().clone()
+        for name, p in trainer.transformer.named_parameters()
+        if "lora_" not in name
+    }
     for s, decay in ((1, 0.25), (2, 0.5), (3, 0.6)):
         before = {name: adapter_state(trainer.transformer, name) for name in trainer.adapters}
         metrics = trainer.update(s, tiny_groups(seed=s))
         after = {name: adapter_state(trainer.transformer, name) for name in trainer.adapters}
         assert metrics["old_policy/decay"] == decay
-        assert all(not torch.equal(before["current"][key], after["current"][key]) for key in before["current"])
+        assert all(
+            not torch.equal(before["current"][key], after["current"][key])
+            for key in before["current"]
+        )
         for name, d in (("old", decay), ("ema", 0.75)):
-            for key, new in after["current"].items():  # weights are below 1: float32 rounding of two products is below 2e-7
-                torch.testing.assert_close(after[name][key], d * before[name][key] + (1 - d) * new, rtol=0, atol=2e-7)
+            for key, new in after[
+                "current"
+            ].items():  # weights are below 1: float32 rounding of two products is below 2e-7
+                torch.testing.assert_close(
+                    after[name][key], d * before[name][key] + (1 - d) * new, rtol=0, atol=2e-7
+                )
     frozen = {name: p for name, p in trainer.transformer.named_parameters() if "lora_" not in name}
     assert identical(base, {name: p.detach() for name, p in frozen.items()})
     assert all(not p.requires_grad for p in frozen.values())
 
 
 def test_several_steps_deal_every_sample_once(tiny_sd3_dir):
-    trainer = tiny_trainer(tiny_sd3_dir, optimizer={"lr": 1e-3, "steps_per_iteration": 4, "batch_size": 3})
+    trainer = tiny_trainer(
+        tiny_sd3_dir, optimizer={"lr": 1e-3, "steps_per_iteration": 4, "batch_size": 3}
+    )
     seen: list[list[int]] = []
     original = trainer.updater._step
 
@@ -104,7 +146,9 @@ def test_several_steps_deal_every_sample_once(tiny_sd3_dir):
 
     trainer.updater._step = spy
     trainer.update(1, tiny_groups(2, 3))
-    assert sorted(map(len, seen)) == [1, 1, 2, 2] and sorted(i for part in seen for i in part) == list(range(6))
+    assert sorted(map(len, seen)) == [1, 1, 2, 2] and sorted(
+        i for part in seen for i in part
+    ) == list(range(6))
     assert seen != [[0, 1], [2, 3], [4], [5]]  # shuffled
     steps = [t.item() for name, t in trainer.updater.state().items() if name.startswith("step/")]
     assert set(steps) == {4.0}
@@ -124,29 +168,53 @@ def test_order_of_groups_and_global_random_state_do_not_matter(tiny_sd3_dir):
 
 def test_the_reference_is_run_only_where_its_distance_counts(tiny_sd3_dir):
     """Forward passes per batch: current and old, and the reference with a kl weight or a kl limit."""
-    for objective, stop, passes in (({"kl": 0.0}, {}, 2), ({"kl": 0.1}, {}, 3), ({"kl": 0.0}, {"max_kl": 9.0}, 3)):
+    for objective, stop, passes in (
+        ({"kl": 0.0}, {}, 2),
+        ({"kl": 0.1}, {}, 3),
+        ({"kl": 0.0}, {"max_kl": 9.0}, 3),
+    ):
         trainer = tiny_trainer(
-            tiny_sd3_dir, objective={**objective, "times_per_sample": 3}, stop=stop, optimizer={"batch_size": 100}
+            tiny_sd3_dir,
+            objective={**objective, "times_per_sample": 3},
+            stop=stop,
+            optimizer={"batch_size": 100},
         )
         calls = []
-        trainer.transformer.register_forward_hook(lambda *_, calls=calls: calls.append(torch.is_grad_enabled()))
+        trainer.transformer.register_forward_hook(
+            lambda *_, calls=calls: calls.append(torch.is_grad_enabled())
+        )
         metrics = trainer.update(1, tiny_groups())
         assert len(calls) == passes and sum(calls) == 1
         assert ("loss/kl" in metrics) == (passes == 3)
 
 
 def test_training_moves_towards_good_samples_and_away_from_bad_ones(tiny_sd3_dir):
-    """Forty steps on one good and one bad sample: x0 predicted for the good one comes nearer than at the start, for the bad one not."""
-    trainer = tiny_trainer(tiny_sd3_dir, perturb=False, optimizer={"lr": 1e-2}, old_policy={"schedule": "constant", "value": 0.9})
+    """Forty steps on one good and one bad sample: x0 predicted for the good one comes nearer than
+    at the start, for the bad one not.
+    """
+    trainer = tiny_trainer(
+        tiny_sd3_dir,
+        perturb=False,
+        optimizer={"lr": 1e-2},
+        old_policy={"schedule": "constant", "value": 0.9},
+    )
     group = tiny_groups(1, 2)[0]
     group.rewards[:] = [1.0, -1.0]
 
     def distance() -> np.ndarray:
         rng = np.random.default_rng(0)
-        points = trainer.objective.points({"latents": torch.from_numpy(group.samples["latents"])}, trainer.sigmas, rng)
+        points = trainer.objective.points(
+            {"latents": torch.from_numpy(group.samples["latents"])}, trainer.sigmas, rng
+        )
         with torch.no_grad(), use(trainer.transformer, "current"):
-            v = trainer.family.velocity(trainer.transformer, points.x_t, points.sigma, group.cond.repeat(len(points)))
-        error = (points.x_t - points.sigma.reshape(-1, 1, 1, 1) * v - points.given["x0"]).pow(2).mean((1, 2, 3))
+            v = trainer.family.velocity(
+                trainer.transformer, points.x_t, points.sigma, group.cond.repeat(len(points))
+            )
+        error = (
+            (points.x_t - points.sigma.reshape(-1, 1, 1, 1) * v - points.given["x0"])
+            .pow(2)
+            .mean((1, 2, 3))
+        )
         return error.reshape(2, -1).mean(1).numpy()
 
     start = distance()
@@ -159,10 +227,16 @@ def test_training_moves_towards_good_samples_and_away_from_bad_ones(tiny_sd3_dir
 def test_half_precision_base_with_float32_adapters(tiny_sd3_dir):
     trainer = tiny_trainer(tiny_sd3_dir, regenerate={"steps": 4, "precision": "bf16"})
     kinds = {("lora_" in name, p.dtype) for name, p in trainer.transformer.named_parameters()}
-    assert (True, torch.float32) in kinds and (True, torch.bfloat16) not in kinds and (False, torch.bfloat16) in kinds
+    assert (
+        (True, torch.float32) in kinds
+        and (True, torch.bfloat16) not in kinds
+        and (False, torch.bfloat16) in kinds
+    )
     before = adapter_state(trainer.transformer, "current")
     metrics = trainer.update(1, tiny_groups())
-    assert np.isfinite(metrics["grad_norm"]) and not identical(before, adapter_state(trainer.transformer, "current"))
+    assert np.isfinite(metrics["grad_norm"]) and not identical(
+        before, adapter_state(trainer.transformer, "current")
+    )
 
 
 # ---- what is not finite
@@ -179,21 +253,34 @@ def assert_all_or_nothing(trainer, failure_dir, groups, said: str) -> NonFiniteT
         assert saved.metadata()["iteration"] == "5" and saved.metadata()["seed"] == "11"
         for group in groups:
             key = f"prompt_{group.prompt_index:04d}"
-            np.testing.assert_array_equal(saved.get_tensor(f"{key}/latents").numpy(), group.samples["latents"])
+            np.testing.assert_array_equal(
+                saved.get_tensor(f"{key}/latents").numpy(), group.samples["latents"]
+            )
             assert saved.get_tensor(f"{key}/rewards").tolist() == group.rewards.tolist()
-            assert torch.equal(saved.get_tensor(f"{key}/cond/prompt_embeds"), group.cond.tensors["prompt_embeds"])
+            assert torch.equal(
+                saved.get_tensor(f"{key}/cond/prompt_embeds"), group.cond.tensors["prompt_embeds"]
+            )
         assert identical(
             adapter_state(trainer.transformer, "old"),
-            {k.removeprefix("adapter/old/"): saved.get_tensor(k) for k in list(saved.keys()) if k.startswith("adapter/old/")},
+            {
+                k.removeprefix("adapter/old/"): saved.get_tensor(k)
+                for k in list(saved.keys())
+                if k.startswith("adapter/old/")
+            },
         )
     return caught.value
 
 
 def test_a_non_finite_loss_names_the_module(tiny_sd3_dir, tmp_path):
     trainer = tiny_trainer(tiny_sd3_dir, tmp_path)
-    dict(trainer.transformer.named_modules())["transformer_blocks.1.ff.net.2"].weight.data[0, 0] = float("nan")
+    dict(trainer.transformer.named_modules())["transformer_blocks.1.ff.net.2"].weight.data[0, 0] = (
+        float("nan")
+    )
     error = assert_all_or_nothing(
-        trainer, tmp_path, tiny_groups(), "iteration 5: the loss is nan.*'current' policy.*its data are in"
+        trainer,
+        tmp_path,
+        tiny_groups(),
+        "iteration 5: the loss is nan.*'current' policy.*its data are in",
     )
     assert error.module == "transformer_blocks.1.ff.net.2"
 
@@ -209,7 +296,9 @@ def test_an_old_policy_that_is_not_finite_is_told_from_the_current_one(tiny_sd3_
 def test_latents_that_are_not_finite_name_the_prompt(tiny_sd3_dir, tmp_path):
     groups = tiny_groups()
     groups[1].samples["latents"][0, 0, 0, 0] = np.nan
-    assert_all_or_nothing(tiny_trainer(tiny_sd3_dir, tmp_path), tmp_path, groups, "latents of prompt 1 are not finite")
+    assert_all_or_nothing(
+        tiny_trainer(tiny_sd3_dir, tmp_path), tmp_path, groups, "latents of prompt 1 are not finite"
+    )
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
@@ -217,11 +306,16 @@ def test_a_non_finite_gradient_names_its_module(tiny_sd3_dir, tmp_path, value):
     trainer = tiny_trainer(tiny_sd3_dir, tmp_path)
     name = "transformer_blocks.1.attn.to_k.lora_A.weight"
     trainer.updater.parameters[name].register_hook(lambda grad: grad * value)
-    assert assert_all_or_nothing(trainer, tmp_path, tiny_groups(), "a gradient is not finite").module == name
+    assert (
+        assert_all_or_nothing(trainer, tmp_path, tiny_groups(), "a gradient is not finite").module
+        == name
+    )
 
 
 def test_a_step_that_overflows_is_taken_back(tiny_sd3_dir, tmp_path):
-    """As a learning rate far out of bounds would make it; torch refuses a step size beyond float32 itself."""
+    """As a learning rate far out of bounds would make it; torch refuses a step size beyond float32
+    itself.
+    """
     trainer = tiny_trainer(tiny_sd3_dir, tmp_path)
     name, step = "transformer_blocks.0.attn.to_v.lora_B.weight", trainer.updater.optimizer.step
 
@@ -230,12 +324,16 @@ def test_a_step_that_overflows_is_taken_back(tiny_sd3_dir, tmp_path):
         trainer.updater.parameters[name].data[0, 0] = float("inf")
 
     trainer.updater.optimizer.step = overflow
-    error = assert_all_or_nothing(trainer, tmp_path, tiny_groups(), "a weight after the step is not finite")
+    error = assert_all_or_nothing(
+        trainer, tmp_path, tiny_groups(), "a weight after the step is not finite"
+    )
     assert error.module == name
 
 
 def test_a_failure_in_the_second_step_takes_back_the_first(tiny_sd3_dir, tmp_path):
-    trainer = tiny_trainer(tiny_sd3_dir, tmp_path, optimizer={"lr": 1e-2, "steps_per_iteration": 2, "batch_size": 100})
+    trainer = tiny_trainer(
+        tiny_sd3_dir, tmp_path, optimizer={"lr": 1e-2, "steps_per_iteration": 2, "batch_size": 100}
+    )
     calls = []
 
     def spoil(grad):
@@ -251,7 +349,9 @@ def test_evidence_that_cannot_be_saved_does_not_hide_the_error(tiny_sd3_dir, tmp
     (tmp_path / "file").write_text("")
     groups = tiny_groups()
     groups[0].samples["latents"][:] = np.inf
-    with pytest.raises(NonFiniteTraining, match="latents of prompt 0.*could not be saved to .*file"):
+    with pytest.raises(
+        NonFiniteTraining, match="latents of prompt 0.*could not be saved to .*file"
+    ):
         tiny_trainer(tiny_sd3_dir, tmp_path / "file").update(1, groups)
     with pytest.raises(NonFiniteTraining, match="no failure directory was given"):
         tiny_trainer(tiny_sd3_dir).update(1, groups)
@@ -267,7 +367,10 @@ def test_missing_rewards_and_ill_shaped_groups_are_refused(tiny_sd3_dir):
         trainer.update(1, groups)
     short = tiny_groups(1)[0]
     with pytest.raises(ValueError, match=r"latents \[2, 4, 8, 8\].*wanted \[3, 4, 8, 8\]"):
-        trainer.update(1, [type(short)(0, short.cond, {"latents": short.samples["latents"][:2]}, short.rewards)])
+        trainer.update(
+            1,
+            [type(short)(0, short.cond, {"latents": short.samples["latents"][:2]}, short.rewards)],
+        )
     trainer.update(1, tiny_groups())
     with pytest.raises(ValueError, match="iteration 1 was trained already"):
         trainer.update(1, tiny_groups())

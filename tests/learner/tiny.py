@@ -21,7 +21,13 @@ def tiny_config(model: Path, **more: Any) -> RunConfig:
     sections: dict[str, Any] = {
         "name": "tiny",
         "seed": 11,
-        "model": {"family": "sd3", "path": str(model), "height": TINY_HEIGHT, "width": TINY_WIDTH, "max_sequence_length": 12},
+        "model": {
+            "family": "sd3",
+            "path": str(model),
+            "height": TINY_HEIGHT,
+            "width": TINY_WIDTH,
+            "max_sequence_length": 12,
+        },
         "prompts": {"train": "train.txt", "test": "test.txt", "per_iteration": 2},
         "rewards": {"scorers": [{"name": "jpeg_compressibility"}]},
         "explore": {"pool_size": 8, "backend": "fp32"},
@@ -34,13 +40,20 @@ def tiny_config(model: Path, **more: Any) -> RunConfig:
     return RunConfig.model_validate(sections | more)
 
 
-def tiny_trainer(model: Path, failure_dir: Path | None = None, perturb: bool = True, **more: Any) -> Trainer:
-    """``perturb`` gives each adapter weights of its own, so that old, current, EMA and reference all differ."""
+def tiny_trainer(
+    model: Path, failure_dir: Path | None = None, perturb: bool = True, **more: Any
+) -> Trainer:
+    """``perturb`` gives each adapter weights of its own, so that old, current, EMA and reference
+    all differ.
+    """
     trainer = Trainer(tiny_config(model, **more), failure_dir=failure_dir)
     if perturb:
         for number, name in enumerate(trainer.adapters):
             rng = np.random.default_rng(100 + number)
-            state = {key: value + _normal(rng, value.shape, 0.1) for key, value in adapter_state(trainer.transformer, name).items()}
+            state = {
+                key: value + _normal(rng, value.shape, 0.1)
+                for key, value in adapter_state(trainer.transformer, name).items()
+            }
             load_adapter_state(trainer.transformer, name, state)
     return trainer
 
@@ -51,7 +64,12 @@ def tiny_groups(count: int = 2, samples: int = 3, seed: int = 0) -> list[Group]:
     return [
         Group(
             prompt_index=index,
-            cond=Conditioning({"prompt_embeds": _normal(rng, (1, 7, 32)), "pooled_prompt_embeds": _normal(rng, (1, 32))}),
+            cond=Conditioning(
+                {
+                    "prompt_embeds": _normal(rng, (1, 7, 32)),
+                    "pooled_prompt_embeds": _normal(rng, (1, 32)),
+                }
+            ),
             samples={"latents": rng.standard_normal((samples, *TINY_LATENT), np.float32)},
             rewards=rng.standard_normal(samples).astype(np.float32),
         )
@@ -66,7 +84,11 @@ def in_double(points: Points) -> Points:
 
 def everything(trainer: Trainer) -> dict[str, torch.Tensor]:
     """Every number that training may change."""
-    states = {f"{name}/{key}": t for name in trainer.adapters for key, t in adapter_state(trainer.transformer, name).items()}
+    states = {
+        f"{name}/{key}": t
+        for name in trainer.adapters
+        for key, t in adapter_state(trainer.transformer, name).items()
+    }
     return states | trainer.updater.state()
 
 

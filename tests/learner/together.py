@@ -1,7 +1,8 @@
-"""One replica of a learner in a process of its own, through scenes that need two: ``python -m tests.learner.together RANK SIZE PORT MODEL OUT``.
+"""One replica of a learner in a process of its own, through scenes that need two: ``python -m
+tests.learner.together RANK SIZE PORT MODEL OUT``.
 
-The store they meet at is the caller's. Each scene leaves what it saw in ``OUT/SCENE.RANK.json`` and the state of its trainer in
-``OUT/SCENE.RANK.safetensors``.
+The store they meet at is the caller's. Each scene leaves what it saw in ``OUT/SCENE.RANK.json`` and
+the state of its trainer in ``OUT/SCENE.RANK.safetensors``.
 """
 
 from __future__ import annotations
@@ -19,7 +20,14 @@ import safetensors.torch
 import torch
 import torch.distributed as dist
 
-from learner.replicas import DistributedReplicas, GroupBroken, ReplicaFailed, Replicas, ReplicasDiffer, reach_store
+from learner.replicas import (
+    DistributedReplicas,
+    GroupBroken,
+    ReplicaFailed,
+    Replicas,
+    ReplicasDiffer,
+    reach_store,
+)
 from learner.trainer import Group, Trainer
 from learner.update import NonFiniteTraining
 from policy.lora import adapter_state, load_adapter_state
@@ -27,42 +35,60 @@ from policy.sampling.noise import stream_seed
 from tests.learner.tiny import everything, identical, tiny_groups, tiny_trainer
 
 COUNTS = (3, 2, 4)
-"""Samples of the prompts: two replicas have 7 and 2, and at some steps one of them has none or half as many points."""
+"""Samples of the prompts: two replicas have 7 and 2, and at some steps one of them has none or half
+as many points.
+"""
 OPTIMIZER = {"lr": 1e-4, "steps_per_iteration": 3, "batch_size": 5, "max_grad_norm": 0.02}
 EPS = {"diffusion_nft": 2e-4, "flow_grpo": 4e-5}
 """AdamW's: a hundredth of the gradient's norm, which is 0.04 before it is clipped, and 0.004."""
 OBJECTIVES: dict[str, dict[str, Any]] = {
     "diffusion_nft": {"times_per_sample": 3, "kl": 0.1},
-    "flow_grpo": {"name": "flow_grpo", "ratio_clip": 0.5},  # wide: at the edge of the clip a last bit decides about a whole point
+    "flow_grpo": {
+        "name": "flow_grpo",
+        "ratio_clip": 0.5,
+    },  # wide: at the edge of the clip a last bit decides about a whole point
 }
 
 
 def trainer_for(model: Path, objective: str, failure_dir: Path | None = None) -> Trainer:
     """A tiny trainer whose sampling policy is the trained one."""
-    trainer = tiny_trainer(model, failure_dir, objective=OBJECTIVES[objective], optimizer={**OPTIMIZER, "eps": EPS[objective]})
+    trainer = tiny_trainer(
+        model,
+        failure_dir,
+        objective=OBJECTIVES[objective],
+        optimizer={**OPTIMIZER, "eps": EPS[objective]},
+    )
     load_adapter_state(trainer.transformer, "old", adapter_state(trainer.transformer, "current"))
     return trainer
 
 
 def groups_for(trainer: Trainer, iteration: int, prompts: range) -> list[Group]:
-    """Regenerated samples of some of the iteration's three prompts; every prompt's are its own, whoever draws them."""
+    """Regenerated samples of some of the iteration's three prompts; every prompt's are its own,
+    whoever draws them.
+    """
     plain = tiny_groups(len(COUNTS), max(COUNTS), seed=iteration)
     made = []
     for prompt in prompts:
         seeds = [stream_seed(1, "test", iteration, prompt, n) for n in range(COUNTS[prompt])]
         samples = trainer.regenerate(plain[prompt].cond, seeds)[0]
-        made.append(Group(prompt, plain[prompt].cond, samples, plain[prompt].rewards[: COUNTS[prompt]]))
+        made.append(
+            Group(prompt, plain[prompt].cond, samples, plain[prompt].rewards[: COUNTS[prompt]])
+        )
     return made
 
 
 def train(trainer: Trainer, iterations: int = 2) -> list[dict[str, float]]:
-    """``iterations`` updates on this replica's prompts, those of its rank and every ``size`` further; their metrics."""
+    """``iterations`` updates on this replica's prompts, those of its rank and every ``size``
+    further; their metrics.
+    """
     rank, size = trainer.replicas.rank, trainer.replicas.size
     metrics = []
     for iteration in range(iterations):
         mine = groups_for(trainer, iteration, range(rank, len(COUNTS), size))
         plain = tiny_groups(len(COUNTS), max(COUNTS), seed=iteration)
-        elsewhere = {p: plain[p].rewards[: COUNTS[p]] for p in range(len(COUNTS)) if p % size != rank}
+        elsewhere = {
+            p: plain[p].rewards[: COUNTS[p]] for p in range(len(COUNTS)) if p % size != rank
+        }
         metrics.append(trainer.update(iteration, mine, elsewhere))
     return metrics
 
@@ -85,8 +111,15 @@ def not_finite(model: Path, join: Callable[[], Replicas], out: Path) -> Seen:
     if replicas.rank == replicas.size - 1:
         groups[0].samples["latents"][0] = np.nan
     before = everything(trainer)
-    said = raised(lambda: trainer.update(0, groups, {p: groups_rewards(0, p) for p in others(replicas)}), NonFiniteTraining)
-    return trainer, {"said": said, "unchanged": identical(before, everything(trainer)), "metrics": train(trainer, 1)}
+    said = raised(
+        lambda: trainer.update(0, groups, {p: groups_rewards(0, p) for p in others(replicas)}),
+        NonFiniteTraining,
+    )
+    return trainer, {
+        "said": said,
+        "unchanged": identical(before, everything(trainer)),
+        "metrics": train(trainer, 1),
+    }
 
 
 def fails(model: Path, join: Callable[[], Replicas]) -> Seen:
@@ -104,7 +137,10 @@ def fails(model: Path, join: Callable[[], Replicas]) -> Seen:
 
         trainer.updater._accumulate = accumulate
     before = everything(trainer)
-    said = raised(lambda: train(trainer, 1), ReplicaFailed if replicas.rank < replicas.size - 1 else ArithmeticError)
+    said = raised(
+        lambda: train(trainer, 1),
+        ReplicaFailed if replicas.rank < replicas.size - 1 else ArithmeticError,
+    )
     return trainer, {"said": said, "unchanged": identical(before, everything(trainer))}
 
 
@@ -131,7 +167,10 @@ def dies(model: Path, join: Callable[[], Replicas]) -> Seen:
 
     trainer.updater._accumulate = accumulate
     before = everything(trainer)
-    return trainer, {"said": raised(lambda: train(trainer, 1), GroupBroken), "unchanged": identical(before, everything(trainer))}
+    return trainer, {
+        "said": raised(lambda: train(trainer, 1), GroupBroken),
+        "unchanged": identical(before, everything(trainer)),
+    }
 
 
 def others(replicas: Replicas) -> list[int]:
@@ -156,7 +195,9 @@ def main(rank: int, size: int, port: int, model: Path, out: Path) -> None:
     store = reach_store("127.0.0.1", port, 240)
 
     def meets(scene: str) -> Callable[[], Replicas]:
-        return lambda: DistributedReplicas(rank, size, dist.PrefixStore(scene, store), torch.device("cpu"), 240)
+        return lambda: DistributedReplicas(
+            rank, size, dist.PrefixStore(scene, store), torch.device("cpu"), 240
+        )
 
     scenes: dict[str, Callable[[Callable[[], Replicas]], Seen]] = {
         **{name: lambda join, name=name: equal_to_one(model, join, name) for name in OBJECTIVES},

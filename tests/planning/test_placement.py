@@ -1,5 +1,7 @@
-"""Placement as a function of configuration and nodes. Invariants: nobody has less than it asked for, no node gives more than it
-has, no GPU share crosses a GPU, labels hold; what has no place is named with what there is."""
+"""Placement as a function of configuration and nodes. Invariants: nobody has less than it asked
+for, no node gives more than it has, no GPU share crosses a GPU, labels hold; what has no place is
+named with what there is.
+"""
 
 from typing import Any
 
@@ -28,7 +30,11 @@ B200, H200 = {ACCELERATOR: "B200"}, {ACCELERATOR: "H200"}
 
 def config(**services: dict[str, Any]) -> RunConfig:
     """The shipped preset with other services."""
-    given = [f"services.{kind}.{key}={value!r}" for kind, table in services.items() for key, value in table.items()]
+    given = [
+        f"services.{kind}.{key}={value!r}"
+        for kind, table in services.items()
+        for key, value in table.items()
+    ]
     return load("quickstart", given)
 
 
@@ -40,7 +46,10 @@ def everything(run: RunConfig, nodes: list[Node]) -> dict[str, str]:
     placer = Placer(run)
     placer.refresh(nodes)
     placer.place_all(("rollout", "reward", "encoder", "selector", "learner"))
-    return {actor: placer.take(actor) for actor in ("rollout-0", "rollout-1", "reward-0", "encoder-0", "selector-0", "learner-0")}
+    return {
+        actor: placer.take(actor)
+        for actor in ("rollout-0", "rollout-1", "reward-0", "encoder-0", "selector-0", "learner-0")
+    }
 
 
 @pytest.mark.parametrize(
@@ -70,34 +79,56 @@ def test_explorers_go_to_their_accelerator_and_the_learner_to_what_is_left():
 
 
 def test_who_has_no_choice_chooses_first():
-    """A learner that may go anywhere must not take the only GPU that explorers may use, although it asks for as much."""
+    """A learner that may go anywhere must not take the only GPU that explorers may use, although it
+    asks for as much.
+    """
     needs = [Need("learner-0", 1, 1), Need("rollout-0", 1, 1, B200)]
-    assert place(needs, [Node("b", 4, 1, B200), Node("h", 4, 1, H200)]) == {"learner-0": "h", "rollout-0": "b"}
+    assert place(needs, [Node("b", 4, 1, B200), Node("h", 4, 1, H200)]) == {
+        "learner-0": "h",
+        "rollout-0": "b",
+    }
 
 
-@pytest.mark.parametrize(("strategy", "expected"), [("spread", ["x", "y", "x", "y"]), ("pack", ["x", "x", "x", "x"])])
+@pytest.mark.parametrize(
+    ("strategy", "expected"), [("spread", ["x", "y", "x", "y"]), ("pack", ["x", "x", "x", "x"])]
+)
 def test_spread_and_pack(strategy, expected):
     needs = [Need(f"rollout-{i}", 0.5, 0.5, spread=strategy == "spread") for i in range(4)]
     assert sorted(place(needs, [Node("x", 4, 2), Node("y", 4, 2)]).values()) == sorted(expected)
 
 
 def test_a_wish_to_spread_gives_way_where_it_would_leave_somebody_out():
-    """Spread alone puts one small share on each node, and then no node has two GPUs free for the last."""
-    needs = [Need("rollout-0", 1, 1, spread=True), Need("rollout-1", 1, 1, spread=True), Need("learner-0", 1, 2)]
+    """Spread alone puts one small share on each node, and then no node has two GPUs free for the
+    last.
+    """
+    needs = [
+        Need("rollout-0", 1, 1, spread=True),
+        Need("rollout-1", 1, 1, spread=True),
+        Need("learner-0", 1, 2),
+    ]
     nodes = [Node("x", 8, 2), Node("y", 8, 2)]
     chosen = place(needs, nodes)
     assert chosen["rollout-0"] == chosen["rollout-1"] != chosen["learner-0"]
 
 
 def test_actors_without_a_gpu_share_leave_gpu_nodes_alone():
-    assert place([Need("reward-0", 1)], [Node("gpu", 1, 8), Node("plain", 1)]) == {"reward-0": "plain"}
+    assert place([Need("reward-0", 1)], [Node("gpu", 1, 8), Node("plain", 1)]) == {
+        "reward-0": "plain"
+    }
 
 
 def test_fractions_share_gpus_and_never_cross_them():
-    assert fits(Node("n", 8, 2), [Need("a-0", 0, 0.7), Need("b-0", 0, 0.3), Need("a-1", 0, 0.7), Need("b-1", 0, 0.3)])
-    assert not fits(Node("n", 8, 2), [Need("a-0", 0, 0.7), Need("a-1", 0, 0.7), Need("a-2", 0, 0.6)])  # 2.0 in sum
+    assert fits(
+        Node("n", 8, 2),
+        [Need("a-0", 0, 0.7), Need("b-0", 0, 0.3), Need("a-1", 0, 0.7), Need("b-1", 0, 0.3)],
+    )
+    assert not fits(
+        Node("n", 8, 2), [Need("a-0", 0, 0.7), Need("a-1", 0, 0.7), Need("a-2", 0, 0.6)]
+    )  # 2.0 in sum
     assert not fits(Node("n", 8, 1.5), [Need("a-0", 0, 0.75), Need("a-1", 0, 0.75)])
-    assert fits(Node("n", 8, 3), [Need("a-0", 0, 2), Need("b-0", 0, 0.1), Need("b-1", 0, 0.9)])  # tenths add up to a whole
+    assert fits(
+        Node("n", 8, 3), [Need("a-0", 0, 2), Need("b-0", 0, 0.1), Need("b-1", 0, 0.9)]
+    )  # tenths add up to a whole
 
 
 def test_what_is_missing_and_what_exists_is_said():
@@ -106,8 +137,13 @@ def test_what_is_missing_and_what_exists_is_said():
     with pytest.raises(ConfigError) as error:
         check_placement(run, nodes)
     rollout, reward = sorted(error.value.lines, reverse=True)
-    assert rollout.startswith("services.rollout: 4 of 8 actors have no place: each needs 0.5 CPU and 1 GPU on a node with ")
-    assert f"{ACCELERATOR}=B200" in rollout and f"2 x (16 CPU, 8 GPU, {ACCELERATOR}=H200)" in rollout
+    assert rollout.startswith(
+        "services.rollout: 4 of 8 actors have no place: each needs 0.5 CPU and 1 GPU on a node"
+        " with "
+    )
+    assert (
+        f"{ACCELERATOR}=B200" in rollout and f"2 x (16 CPU, 8 GPU, {ACCELERATOR}=H200)" in rollout
+    )
     assert reward.startswith("services.reward: 1 of 1 actors have no place: each needs 64 CPU;")
 
 
@@ -122,7 +158,9 @@ def test_no_node_at_all():
 
 
 def test_fractions_are_started_from_the_largest():
-    run = config(rollout={"gpus": 0.7}, reward={"gpus": 0.3}, learner={"gpus": 2}, encoder={"gpus": 0.3})
+    run = config(
+        rollout={"gpus": 0.7}, reward={"gpus": 0.3}, learner={"gpus": 2}, encoder={"gpus": 0.3}
+    )
     kinds = ("rollout", "learner", "reward", "encoder", "selector")
     assert start_order(run, kinds) == [["rollout", "learner", "selector"], ["reward", "encoder"]]
     assert start_order(config(), kinds) == [list(kinds)]
@@ -130,7 +168,11 @@ def test_fractions_are_started_from_the_largest():
 
 def test_a_lost_node_frees_what_was_on_it_and_a_replacement_goes_elsewhere():
     run = config(
-        rollout={"actors": 2, "cpus": 1}, reward={"cpus": 0}, encoder={"cpus": 0}, selector={"cpus": 0}, learner={"cpus": 0}
+        rollout={"actors": 2, "cpus": 1},
+        reward={"cpus": 0},
+        encoder={"cpus": 0},
+        selector={"cpus": 0},
+        learner={"cpus": 0},
     )
     x, y = Node("x", 1), Node("y", 1)
     placer = Placer(run)
@@ -196,7 +238,9 @@ def test_what_other_jobs_give_back_and_take_is_seen_once_a_node_is_quiet():
 
 @pytest.mark.parametrize("taken", [False, True])
 def test_an_actor_that_does_not_run_yet_is_not_counted_twice(taken):
-    """What is reserved, or started and not there, may still be free in Ray's count, and is ours in this one."""
+    """What is reserved, or started and not there, may still be free in Ray's count, and is ours in
+    this one.
+    """
     clock = Clock()
     placer = placer_of(2, clock)
     placer.refresh([Node("x", 2)])
@@ -242,15 +286,33 @@ def test_who_was_on_a_node_that_is_gone_is_said_once():
 
 
 @given(
-    st.lists(st.tuples(st.integers(0, 8), st.sampled_from([0, 0.5, 1, 2.5, 4]), st.sampled_from(["B200", "H200", ""])), max_size=5),
     st.lists(
-        st.tuples(st.sampled_from([0, 0.5, 1, 3]), st.sampled_from([0, 0.1, 0.3, 0.5, 1, 2]), st.booleans(), st.booleans()),
+        st.tuples(
+            st.integers(0, 8),
+            st.sampled_from([0, 0.5, 1, 2.5, 4]),
+            st.sampled_from(["B200", "H200", ""]),
+        ),
+        max_size=5,
+    ),
+    st.lists(
+        st.tuples(
+            st.sampled_from([0, 0.5, 1, 3]),
+            st.sampled_from([0, 0.1, 0.3, 0.5, 1, 2]),
+            st.booleans(),
+            st.booleans(),
+        ),
         max_size=12,
     ),
 )
 def test_whatever_is_placed_fits(machines, asked):
-    nodes = [Node(f"n{i}", c, g, {ACCELERATOR: label} if label else {}) for i, (c, g, label) in enumerate(machines)]
-    needs = [Need(f"k-{i}", c, g, B200 if bound else {}, spread) for i, (c, g, bound, spread) in enumerate(asked)]
+    nodes = [
+        Node(f"n{i}", c, g, {ACCELERATOR: label} if label else {})
+        for i, (c, g, label) in enumerate(machines)
+    ]
+    needs = [
+        Need(f"k-{i}", c, g, B200 if bound else {}, spread)
+        for i, (c, g, bound, spread) in enumerate(asked)
+    ]
     try:
         chosen = place(needs, nodes)
     except NoRoom as error:
@@ -260,4 +322,7 @@ def test_whatever_is_placed_fits(machines, asked):
     for node in nodes:
         here = [need for need in needs if chosen[need.actor] == node.id]
         assert fits(node, here) and all(matches(node.labels, need.labels) for need in here)
-        assert sum(need.gpus for need in here) <= node.gpus + 1e-9 and sum(need.cpus for need in here) <= node.cpus + 1e-9
+        assert (
+            sum(need.gpus for need in here) <= node.gpus + 1e-9
+            and sum(need.cpus for need in here) <= node.cpus + 1e-9
+        )

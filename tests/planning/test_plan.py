@@ -1,4 +1,6 @@
-"""`sol-rl plan`: what it counts without weights against what is there when the same thing is loaded."""
+"""`sol-rl plan`: what it counts without weights against what is there when the same thing is
+loaded.
+"""
 
 from contextlib import nullcontext
 from pathlib import Path
@@ -41,20 +43,26 @@ def run_of(name: str, directory: Path, root: Path, **changes: Any) -> RunConfig:
 
 
 def of_work(family: Family, rows: int) -> tuple[torch.Tensor, Any]:
-    return noise_for(range(rows), family.latent_shape), memory.conditioning_like(family, rows, torch.float32, "cpu")
+    return noise_for(range(rows), family.latent_shape), memory.conditioning_like(
+        family, rows, torch.float32, "cpu"
+    )
 
 
 # ---- bytes, against the real thing
 
 
 @pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize(("backend", "dtype"), [("emulated_nvfp4", "bf16"), ("fp8", "fp32"), ("bf16", "bf16")])
+@pytest.mark.parametrize(
+    ("backend", "dtype"), [("emulated_nvfp4", "bf16"), ("fp8", "fp32"), ("bf16", "bf16")]
+)
 def test_an_explorer_holds_what_the_plan_says(directories, name, backend, dtype):
     family = family_for(tiny_model(name, directories[name]))
     width = {"bf16": torch.bfloat16, "fp32": torch.float32}[dtype]
     real = Explorer(family, BACKENDS[backend], (), "cpu", width)
     blank, rows, layers = memory.blank_explorer(family, BACKENDS[backend], (), width)
-    assert rows == real.plan and all(tensor.is_meta for tensor in (*blank.parameters(), *blank.buffers()))
+    assert rows == real.plan and all(
+        tensor.is_meta for tensor in (*blank.parameters(), *blank.buffers())
+    )
     assert memory.held_bytes(blank) == memory.held_bytes(real.transformer)
     assert memory.decoding_work(family, 1)[0] == memory.held_bytes(real.vae)
 
@@ -65,20 +73,26 @@ def test_text_encoders_hold_what_the_plan_says(directories, name):
     pipe: Any = family.load_text("cpu", torch.bfloat16).pipe  # type: ignore[attr-defined]
     blank = memory.text_encoders(family, torch.bfloat16)
     assert {part: memory.held_bytes(module) for part, module in blank.items()} == {
-        part: memory.held_bytes(getattr(pipe, part)) for part in family.components if part.startswith("text_encoder")
+        part: memory.held_bytes(getattr(pipe, part))
+        for part in family.components
+        if part.startswith("text_encoder")
     }
 
 
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("backend", ["emulated_nvfp4", "fp8"])
 def test_a_learner_holds_and_sends_what_the_plan_says(directories, tmp_path, name, backend):
-    """Weights and adapters of a real trainer, and the very bytes of its export, with an adapted module that stays wide."""
+    """Weights and adapters of a real trainer, and the very bytes of its export, with an adapted
+    module that stays wide.
+    """
     wide = {
         "sd3": "transformer_blocks.0.attn.to_q",
         "flux": "transformer_blocks.0.attn.to_q",
         "sana": "transformer_blocks.1.attn1.to_v",
     }
-    config = run_of(name, directories[name], tmp_path, explore__backend=backend, explore__keep_wide=[wide[name]])
+    config = run_of(
+        name, directories[name], tmp_path, explore__backend=backend, explore__keep_wide=[wide[name]]
+    )
     plan, trainer = make_plan(config), Trainer(config)
     held = plan.memory["learner"]
     assert plan.trained == trainer.trainable_parameters
@@ -88,7 +102,9 @@ def test_a_learner_holds_and_sends_what_the_plan_says(directories, tmp_path, nam
     assert held["autoencoder, fp32"] == memory.held_bytes(trainer.vae)
     manifest, _, _ = trainer.export(0)
     assert plan.broadcast == manifest.nbytes
-    assert plan.quantised_weights == sum(torch.Size(row["shape"]).numel() for row in trainer.quantisation_table if row["quantised"])
+    assert plan.quantised_weights == sum(
+        torch.Size(row["shape"]).numel() for row in trainer.quantisation_table if row["quantised"]
+    )
 
 
 def test_the_optimiser_holds_two_numbers_per_weight(tiny_sd3_dir, tmp_path):
@@ -98,12 +114,19 @@ def test_the_optimiser_holds_two_numbers_per_weight(tiny_sd3_dir, tmp_path):
     for parameter in updater.parameters.values():
         parameter.grad = torch.zeros_like(parameter)
     updater.optimizer.step()
-    moments = sum(t.numel() * t.element_size() for state in updater.optimizer.state.values() for t in state.values() if t.ndim)
+    moments = sum(
+        t.numel() * t.element_size()
+        for state in updater.optimizer.state.values()
+        for t in state.values()
+        if t.ndim
+    )
     assert plan.memory["learner"]["optimiser, fp32"] == moments > 0
 
 
 def test_kernels_that_are_not_installed_are_counted_from_their_buffers(tiny_sd3_dir):
-    """NVFP4 on a GPU: codes of K/2, scales in whole tiles of 128 x 4, one amax; what travels is the compact form."""
+    """NVFP4 on a GPU: codes of K/2, scales in whole tiles of 128 x 4, one amax; what travels is the
+    compact form.
+    """
     family = family_for(tiny_model("sd3", tiny_sd3_dir))
     blank, rows, layers = memory.blank_explorer(family, BACKENDS["te_nvfp4"], (), torch.bfloat16)
     emulated = memory.blank_explorer(family, BACKENDS["emulated_nvfp4"], (), torch.bfloat16)
@@ -112,11 +135,16 @@ def test_kernels_that_are_not_installed_are_counted_from_their_buffers(tiny_sd3_
     )
     # to_q, to_k, to_v [32, 32] run as one [96, 32]: 96 * 16 codes, 128 * 4 scales, one amax
     fused = blank.get_submodule("transformer_blocks.0.attn.to_q")
-    assert sum(buffer.numel() * buffer.element_size() for buffer in fused.buffers()) == 96 * 16 + 128 * 4 + 4
+    assert (
+        sum(buffer.numel() * buffer.element_size() for buffer in fused.buffers())
+        == 96 * 16 + 128 * 4 + 4
+    )
 
 
 def test_a_broadcast_of_sana_is_nine_bits_in_two_weights(tmp_path):
-    """The published architecture: (8 * 20 + 7.5 * 20) d^2 weights in 20 * (8 + 2) layers, 4.5 bits each and 4 bytes per layer."""
+    """The published architecture: (8 * 20 + 7.5 * 20) d^2 weights in 20 * (8 + 2) layers, 4.5 bits
+    each and 4 bytes per layer.
+    """
     path = str(write_configs("sana-1.6b", tmp_path))
     family = family_for(Model(family="sana", path=path, height=1024, width=1024))
     blank, rows, layers = memory.blank_explorer(family, BACKENDS["te_nvfp4"], (), torch.bfloat16)
@@ -128,8 +156,14 @@ def test_a_broadcast_of_sana_is_nine_bits_in_two_weights(tmp_path):
 @pytest.mark.parametrize(
     ("scorer", "wanted"),
     [
-        (Scorer(name="clipscore", settings={"checkpoint": "x/y"}), 427_616_513 * 4),  # the published ViT-L/14
-        (Scorer(name="hpsv2", settings={"checkpoint": "x/y", "dtype": "bf16"}), 986_109_441 * 2),  # and ViT-H/14
+        (
+            Scorer(name="clipscore", settings={"checkpoint": "x/y"}),
+            427_616_513 * 4,
+        ),  # the published ViT-L/14
+        (
+            Scorer(name="hpsv2", settings={"checkpoint": "x/y", "dtype": "bf16"}),
+            986_109_441 * 2,
+        ),  # and ViT-H/14
         (Scorer(name="pickscore"), 986_109_441 * 4),  # the same in transformers' words
         (Scorer(name="clipscore", settings={"checkpoint": "shapes/not_built"}), None),
         (Scorer(name="shapes"), 0),
@@ -144,7 +178,9 @@ def test_scorers(scorer, wanted):
 
 
 def test_a_tally_in_closed_form():
-    """x [4, 8] W1 [8, 16] W2 [16, 8]: two operations per multiplication; both results are alive at the end, weights never count."""
+    """x [4, 8] W1 [8, 16] W2 [16, 8]: two operations per multiplication; both results are alive at
+    the end, weights never count.
+    """
     x, first, second = (torch.empty(shape, device="meta") for shape in ((4, 8), (8, 16), (16, 8)))
     with memory.Tally() as tally:
         hidden = x @ first
@@ -173,7 +209,8 @@ def test_operations_of_a_step_are_those_of_the_real_transformer(directories, nam
 
 @pytest.mark.parametrize("name", ["sd3", "flux"])
 def test_operations_of_training_are_those_of_the_real_transformer(directories, name):
-    """As above, forward and backward. A fused backward computes the scores again: half of the attention's forward more.
+    """As above, forward and backward. A fused backward computes the scores again: half of the
+    attention's forward more.
 
     Checkpointing costs at most one more forward pass.
     """
@@ -188,28 +225,46 @@ def test_operations_of_training_are_those_of_the_real_transformer(directories, n
             family.velocity(real, x, torch.full((2,), 0.5), cond)
         with FlopCounterMode(display=False) as both:
             family.velocity(real, x, torch.full((2,), 0.5), cond).square().mean().backward()
-    blocks, tokens = {"sd3": 2, "flux": 3}[name], 16 + family.conditioning_shapes["prompt_embeds"][0]
+    blocks, tokens = (
+        {"sd3": 2, "flux": 3}[name],
+        16 + family.conditioning_shapes["prompt_embeds"][0],
+    )
     attention = blocks * 2 * (2 * 2 * tokens**2 * 32)  # scores and values: batch 2, width 32
     blank = memory.blank(family, "transformer", torch.float32)
-    assert memory.adapt(blank, family, Lora(rank=4)) == sum(p.numel() for p in real.parameters() if p.requires_grad)
-    kept, again = (memory.training_work(family, blank, 2, torch.float32, checkpointing) for checkpointing in (False, True))
+    assert memory.adapt(blank, family, Lora(rank=4)) == sum(
+        p.numel() for p in real.parameters() if p.requires_grad
+    )
+    kept, again = (
+        memory.training_work(family, blank, 2, torch.float32, checkpointing)
+        for checkpointing in (False, True)
+    )
     assert kept.flops == both.get_total_flops() + attention // 2
     assert kept.flops < again.flops <= kept.flops + forward.get_total_flops()
     assert again.peak < kept.peak
 
 
 def test_stages_are_counts_of_steps(tiny_sd3_dir, tmp_path):
-    """2 prompts: 8 noises x 2 steps explored, 4 x 3 regenerated; NFT: 4 samples x 2 points, trained once and twice evaluated."""
+    """2 prompts: 8 noises x 2 steps explored, 4 x 3 regenerated; NFT: 4 samples x 2 points, trained
+    once and twice evaluated.
+    """
     plan = make_plan(run_of("sd3", tiny_sd3_dir, tmp_path))
-    family = family_for(tiny_model("sd3", tiny_sd3_dir, max_sequence_length=SETTINGS["sd3"]["max_sequence_length"]))
+    family = family_for(
+        tiny_model("sd3", tiny_sd3_dir, max_sequence_length=SETTINGS["sd3"]["max_sequence_length"])
+    )
     blank = memory.blank(family, "transformer", torch.float32)
     step = memory.sampling_work(family, blank, 1, torch.float32).flops
     decode = memory.decoding_work(family, 1)[1].flops
     memory.adapt(blank, family, Lora(rank=4))
     adapted = memory.sampling_work(family, blank, 1, torch.float32).flops
     trained = memory.training_work(family, blank, 1, torch.float32, False).flops
-    explore, regenerate, update = plan.stages["explore"], plan.stages["regenerate"], plan.stages["update"]
-    assert explore.wide + explore.quantised == 2 * 8 * 2 * step and explore.decoding == 2 * 8 * decode
+    explore, regenerate, update = (
+        plan.stages["explore"],
+        plan.stages["regenerate"],
+        plan.stages["update"],
+    )
+    assert (
+        explore.wide + explore.quantised == 2 * 8 * 2 * step and explore.decoding == 2 * 8 * decode
+    )
     assert (regenerate.wide, regenerate.decoding) == (2 * 4 * 3 * adapted, 2 * 4 * decode)
     assert update.flops == 2 * 4 * 2 * (trained + 2 * adapted)
 
@@ -219,7 +274,9 @@ def test_stages_are_counts_of_steps(tiny_sd3_dir, tmp_path):
     [("diffusion_nft", 6, 2.0), ("awm", 6, 2.0), ("flow_grpo", 9, 1.0), ("dance_grpo", 5, 0.0)],
 )
 def test_points_and_passes_of_objectives(objective, points, others):
-    """Beside the trained pass: old and reference; AWM's old is saved, its anchor is not; on paths 9 of 10 steps, or 0.6 of 9."""
+    """Beside the trained pass: old and reference; AWM's old is saved, its anchor is not; on paths 9
+    of 10 steps, or 0.6 of 9.
+    """
     config = load("flux1-diffusionnft-hpsv2", [f"objective.name={objective}"])
     assert training_points(config) == (points, others)
 
@@ -227,25 +284,43 @@ def test_points_and_passes_of_objectives(objective, points, others):
 def test_seconds_in_closed_form():
     device = Device("x", tflops=1000, quantised_tflops=4000, memory_gb=1, utilisation=0.5)
     stage = Stage(wide=1e15, quantised=4e15, decoding=0.5e15, gpus=2)
-    assert stage.seconds(device) == pytest.approx((1 + 1 + 1) / 0.5 / 2)  # decoding at half the peak
+    assert stage.seconds(device) == pytest.approx(
+        (1 + 1 + 1) / 0.5 / 2
+    )  # decoding at half the peak
 
 
 # ---- the whole plan
 
 
 def on_gpus(directory: Path, root: Path, **changes: Any) -> RunConfig:
-    shares = {"services__rollout__gpus": 1, "services__learner__gpus": 1, "services__rollout__accelerator": "in(B200,GB200)"}
+    shares = {
+        "services__rollout__gpus": 1,
+        "services__learner__gpus": 1,
+        "services__rollout__accelerator": "in(B200,GB200)",
+    }
     return run_of("sd3", directory, root, explore__backend="auto", **{**shares, **changes})
 
 
 def test_a_plan_on_assumed_gpus(tiny_sd3_dir, tmp_path):
     plan = make_plan(on_gpus(tiny_sd3_dir, tmp_path), Assumptions(utilisation=0.25, node_gpus=2))
-    assert (plan.backend, [node.id for node in plan.nodes]) == ("te_nvfp4", ["node 1", "node 2"])  # 2 explorers, a learner
-    assert plan.device == Device("B200", 2250, 9000, 180, 0.25) and set(plan.placed.values()) == {"node 1", "node 2"}
+    assert (plan.backend, [node.id for node in plan.nodes]) == (
+        "te_nvfp4",
+        ["node 1", "node 2"],
+    )  # 2 explorers, a learner
+    assert plan.device == Device("B200", 2250, 9000, 180, 0.25) and set(plan.placed.values()) == {
+        "node 1",
+        "node 2",
+    }
     seconds = {name: stage.seconds(plan.device) for name, stage in plan.stages.items()}
-    assert iteration_seconds(plan, plan.device) == max(seconds["explore"], seconds["regenerate"]) + seconds["update"]
+    assert (
+        iteration_seconds(plan, plan.device)
+        == max(seconds["explore"], seconds["regenerate"]) + seconds["update"]
+    )
     text = "\n".join(lines_of(plan))
-    assert "assumed     B200: 2250 TFLOP/s, 9000 in quantised layers, 1125 decoding; 25% of them used; 180 GB" in text
+    assert (
+        "assumed     B200: 2250 TFLOP/s, 9000 in quantised layers, 1125 decoding; 25% of them used;"
+        " 180 GB" in text
+    )
     hopper = make_plan(on_gpus(tiny_sd3_dir, tmp_path, services__rollout__accelerator="H200"))
     assert (hopper.backend, hopper.device) == ("fp8", Device("H200", 990, 1980, 141, 0.4))
 
@@ -254,7 +329,9 @@ def test_what_does_not_fit_is_said(tiny_sd3_dir, tmp_path):
     """Memory beyond the share, an update beyond its deadline, nodes of another kind."""
     config = on_gpus(tiny_sd3_dir, tmp_path, services__learner__deadline_s=1e-6)
     plan = make_plan(
-        config, Assumptions(gpu_memory_gb=1e-4, utilisation=1e-4), [Node("a", 8, 8, {"ray.io/accelerator-type": "H100"})]
+        config,
+        Assumptions(gpu_memory_gb=1e-4, utilisation=1e-4),
+        [Node("a", 8, 8, {"ray.io/accelerator-type": "H100"})],
     )
     text = "\n".join(lines_of(plan))
     assert (
@@ -278,22 +355,37 @@ def test_the_command_on_cpus(tiny_sana_dir, tmp_path, capsys):
     file = write_toml(run_of("sana", tiny_sana_dir, tmp_path), tmp_path)
     assert main(["plan", str(file)]) == 0
     text = capsys.readouterr().out
-    assert "emulated_nvfp4 (as configured)" in text and "no GPU is asked for, so no time is predicted" in text
+    assert (
+        "emulated_nvfp4 (as configured)" in text
+        and "no GPU is asked for, so no time is predicted" in text
+    )
     assert "(host)" in text and "broadcast   0.000 GB" in text
     assert main(["plan", str(file), "--peak-tflops", "0.1"]) == 0
     text = capsys.readouterr().out
-    assert "assumed     CPUs: 0.1 TFLOP/s, 0.1 in quantised layers, 0.05 decoding; 40% of them used\n" in text
+    assert (
+        "assumed     CPUs: 0.1 TFLOP/s, 0.1 in quantised layers, 0.05 decoding; 40% of them used\n"
+        in text
+    )
 
 
 def test_the_nodes_of_a_cluster(tiny_sd3_dir, tmp_path, capsys, monkeypatch):
     """With an address the nodes are those that are there; here a stand-in answers for them."""
     asked: list[str] = []
-    monkeypatch.setattr("cluster.jobs.remote.connected", lambda address: asked.append(address) or nullcontext())
-    monkeypatch.setattr("cluster.runtime.nodes.free_nodes", lambda: [Node("a1", 4), Node("b2", 2, labels={"rack": "7"})])
+    monkeypatch.setattr(
+        "cluster.jobs.remote.connected", lambda address: asked.append(address) or nullcontext()
+    )
+    monkeypatch.setattr(
+        "cluster.runtime.nodes.free_nodes",
+        lambda: [Node("a1", 4), Node("b2", 2, labels={"rack": "7"})],
+    )
     file = write_toml(run_of("sd3", tiny_sd3_dir, tmp_path), tmp_path)
     assert main(["plan", str(file), "--address", "head:6379"]) == 0
     text = capsys.readouterr().out
-    assert asked == ["head:6379"] and "node 1 (4 CPU, 0 GPU): " in text and "node 2 (2 CPU, 0 GPU, rack=7): " in text
+    assert (
+        asked == ["head:6379"]
+        and "node 1 (4 CPU, 0 GPU): " in text
+        and "node 2 (2 CPU, 0 GPU, rack=7): " in text
+    )
 
 
 @pytest.mark.parametrize(
@@ -301,7 +393,10 @@ def test_the_nodes_of_a_cluster(tiny_sd3_dir, tmp_path, capsys, monkeypatch):
     [
         (("--utilisation", "0"), "--utilisation 0: must be above 0"),
         (("--set", "model.path=/no/such/model"), "there is no directory '/no/such/model'"),
-        (("--set", "model.width=40"), "model.width: 40 pixels; this model makes multiples of 4 up to 32"),
+        (
+            ("--set", "model.width=40"),
+            "model.width: 40 pixels; this model makes multiples of 4 up to 32",
+        ),
         (("--set", "lora.targets=['nothing']"), "no linear of the transformer ends in 'nothing'"),
     ],
 )
@@ -315,12 +410,19 @@ def test_bad_input_is_one_line_and_exit_code_2(tiny_sd3_dir, tmp_path, capsys, a
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_the_peak_of_an_explorer_on_a_gpu(tiny_sd3_dir):
-    """Weights exactly up to the allocator's blocks of 512 bytes per tensor; with its passes within a factor of two."""
+    """Weights exactly up to the allocator's blocks of 512 bytes per tensor; with its passes within
+    a factor of two.
+    """
     family = family_for(tiny_model("sd3", tiny_sd3_dir))
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
     real = Explorer(family, BACKENDS["bf16"], (), "cuda", torch.bfloat16)
-    tensors = [*real.transformer.parameters(), *real.transformer.buffers(), *real.vae.parameters(), *real.vae.buffers()]
+    tensors = [
+        *real.transformer.parameters(),
+        *real.transformer.buffers(),
+        *real.vae.parameters(),
+        *real.vae.buffers(),
+    ]
     held = memory.held_bytes(real.transformer, real.vae)
     assert held <= torch.cuda.memory_allocated() - before <= held + 512 * len(tensors)
     blank = memory.blank(family, "transformer", torch.bfloat16)

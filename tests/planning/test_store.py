@@ -1,4 +1,6 @@
-"""Whether the object store can hold what is published: counted without weights, said before training starts."""
+"""Whether the object store can hold what is published: counted without weights, said before
+training starts.
+"""
 
 import pytest
 import torch
@@ -13,19 +15,29 @@ from policy.families import family_for
 from policy.precision.backends import BACKENDS
 from tests.cluster.runs import main_here, tiny_config, write_toml
 
-NODES = [Node("a" * 32, 2.0, 0.0, {"pool": "explore"}), Node("b" * 32, 2.0, 0.0, {"pool": "learn"}), Node("c" * 32, 9.0, 0.0, {})]
+NODES = [
+    Node("a" * 32, 2.0, 0.0, {"pool": "explore"}),
+    Node("b" * 32, 2.0, 0.0, {"pool": "learn"}),
+    Node("c" * 32, 9.0, 0.0, {}),
+]
 
 
 @pytest.fixture
 def config(tiny_sd3_dir, tmp_path):
     rest = {f"services__{kind}__labels": {"pool": "learn"} for kind in ("learner", "encoder")}
-    return tiny_config(tiny_sd3_dir, tmp_path, "store", services__rollout__labels={"pool": "explore"}, **rest)
+    return tiny_config(
+        tiny_sd3_dir, tmp_path, "store", services__rollout__labels={"pool": "explore"}, **rest
+    )
 
 
 def test_bytes_are_those_of_the_plan_and_of_a_real_explorer(config):
     real = Explorer(family_for(config.model), BACKENDS["emulated_nvfp4"], (), "cpu", torch.float32)
     assert published_bytes(config) == make_plan(config).broadcast
-    quantised = sum(t.numel() * t.element_size() for layer in real._layers.values() for t in layer.wire_targets().values())
+    quantised = sum(
+        t.numel() * t.element_size()
+        for layer in real._layers.values()
+        for t in layer.wire_targets().values()
+    )
     assert quantised <= published_bytes(config) < 2 * quantised
     nothing = config.model_copy(update={"arm": "diffusionnft"})
     assert published_bytes(nothing) == 0
@@ -39,21 +51,30 @@ def test_a_store_that_is_too_small_is_named_with_what_it_should_be(config, small
     assert versions_held(config) == 2 + ahead
     enough = {node.id: wanted / SPILLS_AT + 1.0 for node in NODES}
     check_store(config, NODES, enough)
-    check_store(config, NODES, {**enough, "c" * 32: 0.0})  # neither explorers nor the learner live there
+    check_store(
+        config, NODES, {**enough, "c" * 32: 0.0}
+    )  # neither explorers nor the learner live there
     with pytest.raises(ConfigError) as error:
         check_store(config, NODES, {**enough, small * 32: wanted / SPILLS_AT - 1.0})
     assert str(error.value).count("\n") == 0
     assert f"{2 + ahead} versions of the weights" in str(error.value)
-    assert f"node {small * 8} has" in str(error.value) and f"--object-store-memory={store_size(wanted)}" in str(error.value)
+    assert f"node {small * 8} has" in str(
+        error.value
+    ) and f"--object-store-memory={store_size(wanted)}" in str(error.value)
 
 
 def test_nothing_is_said_about_what_is_not_known(config):
     """On a GPU that is not in the plan's table, "auto" is decided by the explorers themselves."""
-    services = config.services.model_copy(update={"rollout": config.services.rollout.model_copy(update={"gpus": 1.0})})
+    services = config.services.model_copy(
+        update={"rollout": config.services.rollout.model_copy(update={"gpus": 1.0})}
+    )
     auto = config.explore.model_copy(update={"backend": "auto"})
     config = config.model_copy(update={"services": services, "explore": auto})
     kinds = {
-        name: [Node("a" * 32, 2.0, 8.0, {"pool": "explore", "ray.io/accelerator-type": name}), *NODES[1:]]
+        name: [
+            Node("a" * 32, 2.0, 8.0, {"pool": "explore", "ray.io/accelerator-type": name}),
+            *NODES[1:],
+        ]
         for name in ("XPU", "H200")
     }
     check_store(config, kinds["XPU"], {"a" * 32: 0.0})
@@ -62,7 +83,9 @@ def test_nothing_is_said_about_what_is_not_known(config):
 
 
 def test_the_size_to_start_with():
-    assert store_size(13_400_000_000) == 18_500_000_000 and store_size(1) == 100_000_000  # 13.4 x 1.1 / 0.8
+    assert (
+        store_size(13_400_000_000) == 18_500_000_000 and store_size(1) == 100_000_000
+    )  # 13.4 x 1.1 / 0.8
 
 
 def test_the_plan_says_how_large_it_should_be(config):
@@ -71,7 +94,9 @@ def test_the_plan_says_how_large_it_should_be(config):
 
 
 def test_training_does_not_start_with_it(ray_here, config, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr("cluster.driver.store.object_stores", lambda: dict.fromkeys(_nodes(), 1000.0))
+    monkeypatch.setattr(
+        "cluster.driver.store.object_stores", lambda: dict.fromkeys(_nodes(), 1000.0)
+    )
     plain = config.model_copy(update={"services": config.services.model_validate({})})
     assert main_here("train", write_toml(plain, tmp_path)) == 2
     errors = capsys.readouterr().err

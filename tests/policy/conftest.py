@@ -30,7 +30,12 @@ def directory(name, request) -> Path:
 
 @pytest.fixture(scope="session")
 def tiny_model(tiny_sd3_dir: Path) -> Model:
-    return Model(path=str(tiny_sd3_dir), height=TINY_HEIGHT, width=TINY_WIDTH, max_sequence_length=TINY_SEQUENCE)
+    return Model(
+        path=str(tiny_sd3_dir),
+        height=TINY_HEIGHT,
+        width=TINY_WIDTH,
+        max_sequence_length=TINY_SEQUENCE,
+    )
 
 
 @pytest.fixture(scope="session")
@@ -41,7 +46,9 @@ def family(tiny_model: Model) -> Family:
 @pytest.fixture(scope="session")
 def cond(family: Family) -> Conditioning:
     """Two prompts, encoded."""
-    return family.load_text("cpu", torch.float32).encode(["a red circle", "two blue crosses above a green square"])
+    return family.load_text("cpu", torch.float32).encode(
+        ["a red circle", "two blue crosses above a green square"]
+    )
 
 
 @pytest.fixture
@@ -65,7 +72,8 @@ def randomise() -> Callable[[torch.nn.Module, str, int], dict[str, torch.Tensor]
 
         generator = torch.Generator().manual_seed(seed)
         state = {
-            key: torch.randn(value.shape, generator=generator) * 0.2 for key, value in adapter_state(transformer, name).items()
+            key: torch.randn(value.shape, generator=generator) * 0.2
+            for key, value in adapter_state(transformer, name).items()
         }
         load_adapter_state(transformer, name, state)
         return state

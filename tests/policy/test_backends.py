@@ -67,13 +67,26 @@ def gpu(monkeypatch):
     [
         ((10, 0), Engine(True), "te_nvfp4", "te_nvfp4 is the best that this GPU supports"),
         ((12, 0), Engine(True), "te_nvfp4", "te_nvfp4 is the best"),
-        ((10, 3), None, "torch_nvfp4", "not te_nvfp4: transformer_engine.pytorch does not import (No module named"),
-        ((10, 0), Engine(False), "torch_nvfp4", "not te_nvfp4: TransformerEngine says: cuBLAS is too old"),
+        (
+            (10, 3),
+            None,
+            "torch_nvfp4",
+            "not te_nvfp4: transformer_engine.pytorch does not import (No module named",
+        ),
+        (
+            (10, 0),
+            Engine(False),
+            "torch_nvfp4",
+            "not te_nvfp4: TransformerEngine says: cuBLAS is too old",
+        ),
         (
             (9, 0),
             Engine(True),
             "fp8",
-            "not torch_nvfp4: NVFP4 kernels need a Blackwell GPU of compute capability 10.0, this one has 9.0",
+            (
+                "not torch_nvfp4: NVFP4 kernels need a Blackwell GPU of compute capability 10.0,"
+                " this one has 9.0"
+            ),
         ),
         ((8, 9), None, "fp8", "fp8 is the best"),
         ((8, 0), None, "bf16", "not fp8: FP8 needs compute capability 8.9, this GPU has 8.0"),
@@ -101,30 +114,46 @@ def test_an_engine_that_is_too_old_is_passed_over(gpu, engine, missing):
     gpu((10, 0), engine)
     backend, reason = resolve_backend("auto", "cuda")
     assert backend.name == "torch_nvfp4"
-    assert reason.endswith(f"not te_nvfp4: this TransformerEngine is too old, 2.17 or later is needed: it has no {missing}")
+    assert reason.endswith(
+        "not te_nvfp4: this TransformerEngine is too old, 2.17 or later is needed: it has no"
+        f" {missing}"
+    )
 
 
 def test_auto_on_a_cpu():
     backend, why = resolve_backend("auto", "cpu")
-    assert backend.name == "emulated_nvfp4" and why.startswith("auto: there is no NVFP4 kernel for cpu")
+    assert backend.name == "emulated_nvfp4" and why.startswith(
+        "auto: there is no NVFP4 kernel for cpu"
+    )
 
 
 def test_a_backend_that_the_device_lacks_is_one_line_with_the_alternatives(gpu):
     with pytest.raises(ValueError) as caught:
         resolve_backend("te_nvfp4", "cpu")
-    assert str(caught.value) == (
-        "explore.backend: 'te_nvfp4' does not run on cpu here: NVFP4 kernels need a Blackwell GPU, and torch sees no CUDA device "
-        "here; use auto, or fp8, emulated_nvfp4, bf16, fp32"
+    assert (
+        str(caught.value)
+        == "explore.backend: 'te_nvfp4' does not run on cpu here: NVFP4 kernels need a Blackwell"
+        " GPU, and torch sees no CUDA device here; use auto, or fp8, emulated_nvfp4, bf16, fp32"
     )
     gpu((9, 0), None)
     with pytest.raises(
-        ValueError, match=r"'torch_nvfp4' does not run on cuda here: .*this one has 9.0; use auto, or fp8, emulated"
+        ValueError,
+        match=(
+            r"'torch_nvfp4' does not run on cuda here: .*this one has 9.0; use auto, or fp8,"
+            r" emulated"
+        ),
     ):
         resolve_backend("torch_nvfp4", "cuda")
     gpu((8, 6), None)
-    with pytest.raises(ValueError, match=r"'fp8' does not run on cuda here: .*8.6; use auto, or emulated_nvfp4, bf16, fp32"):
+    with pytest.raises(
+        ValueError,
+        match=r"'fp8' does not run on cuda here: .*8.6; use auto, or emulated_nvfp4, bf16, fp32",
+    ):
         resolve_backend("fp8", "cuda")
-    with pytest.raises(ValueError, match="explore.backend: 'fp5' is unknown: use auto, te_nvfp4, torch_nvfp4, fp8, emulated"):
+    with pytest.raises(
+        ValueError,
+        match="explore.backend: 'fp5' is unknown: use auto, te_nvfp4, torch_nvfp4, fp8, emulated",
+    ):
         resolve_backend("fp5", "cpu")
 
 
@@ -138,10 +167,16 @@ def test_packing_that_may_cost_the_gain_is_said(gpu):
     gpu((10, 0), Engine(True))
     said = {name for name, backend in BACKENDS.items() if eager_note(backend, "cuda", False)}
     assert said == {"torch_nvfp4", "fp8"}
-    assert not any(eager_note(backend, "cuda", True) or eager_note(backend, "cpu", False) for backend in BACKENDS.values())
+    assert not any(
+        eager_note(backend, "cuda", True) or eager_note(backend, "cpu", False)
+        for backend in BACKENDS.values()
+    )
 
 
-@pytest.mark.parametrize(("compile", "ends"), [(False, "`python -m bench explorer --compile`"), (True, "fp8: as configured")])
+@pytest.mark.parametrize(
+    ("compile", "ends"),
+    [(False, "`python -m bench explorer --compile`"), (True, "fp8: as configured")],
+)
 def test_an_explorer_reports_it(gpu, monkeypatch, compile, ends):
     gpu((9, 0), None)
     explore = SimpleNamespace(backend="fp8", compile=compile)
@@ -156,7 +191,9 @@ def test_a_learner_packs_for_gpus_that_it_does_not_have():
     for name in ("te_nvfp4", "torch_nvfp4"):
         packed = packing_backend(name, "cpu").pack(torch.randn(16, 32), True)
         wanted = BACKENDS["emulated_nvfp4"].pack(torch.zeros(16, 32), True)
-        assert {key: (t.dtype, t.shape) for key, t in packed.items()} == {key: (t.dtype, t.shape) for key, t in wanted.items()}
+        assert {key: (t.dtype, t.shape) for key, t in packed.items()} == {
+            key: (t.dtype, t.shape) for key, t in wanted.items()
+        }
         assert packing_backend(name, "cpu").wire_format == "nvfp4"
     assert packing_backend("auto", "cpu").name == "emulated_nvfp4"
     with pytest.raises(ValueError, match="'fp5' is unknown"):
@@ -177,4 +214,6 @@ def test_names_are_those_of_the_configuration():
 
     from configs.sections import Backend
 
-    assert set(get_args(Backend)) == {"auto", *BACKENDS} and all(backend.name == name for name, backend in BACKENDS.items())
+    assert set(get_args(Backend)) == {"auto", *BACKENDS} and all(
+        backend.name == name for name, backend in BACKENDS.items()
+    )

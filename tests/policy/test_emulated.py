@@ -30,15 +30,22 @@ def linear() -> nn.Linear:
 @torch.no_grad()
 @pytest.mark.parametrize("shape", [(7, 64), (2, 5, 64), (64,)])
 def test_forward_is_alpha_times_the_product_of_operands(linear, shape):
-    """Against float64. Products of E2M1 by E4M3 values are exact in float32; K = 64 sums, alpha and bias round, each by at
-    most 2^-24 of the sum of absolute products."""
+    """Against float64. Products of E2M1 by E4M3 values are exact in float32; K = 64 sums, alpha and
+    bias round, each by at most 2^-24 of the sum of absolute products.
+    """
     x = torch.randn(shape, generator=torch.Generator().manual_seed(1)) * 3
     packed = quantise(linear.weight, search=True)
     ux, amax = quantise_activation(x)
-    uw = nvfp4.decoded_operand(packed.codes, packed.scales, nvfp4.nibble_values(), nvfp4.scale_values())
+    uw = nvfp4.decoded_operand(
+        packed.codes, packed.scales, nvfp4.nibble_values(), nvfp4.scale_values()
+    )
     alpha = amax.double() * packed.amax.double() / (36 * 448 * 448)
     wanted = alpha * (ux.double() @ uw.double().t()) + linear.bias.double()
-    bound = (64 + 4) * 2.0**-24 * (alpha * (ux.double().abs() @ uw.double().abs().t()) + linear.bias.double().abs())
+    bound = (
+        (64 + 4)
+        * 2.0**-24
+        * (alpha * (ux.double().abs() @ uw.double().abs().t()) + linear.bias.double().abs())
+    )
     y = layer_of(linear)(x)
     assert y.shape == (*shape[:-1], 24) and y.dtype == torch.float32
     assert ((y.double() - wanted).abs() <= bound).all()
@@ -46,7 +53,9 @@ def test_forward_is_alpha_times_the_product_of_operands(linear, shape):
 
 @torch.no_grad()
 def test_quantisation_error_is_that_of_the_format(linear):
-    """Gaussian activations and near-uniform weights: about .13 relative, and not zero (it does quantise)."""
+    """Gaussian activations and near-uniform weights: about .13 relative, and not zero (it does
+    quantise).
+    """
     x = torch.randn(512, 64, generator=torch.Generator().manual_seed(1))
     wide = linear(x) - linear.bias
     error = ((layer_of(linear)(x) - linear.bias - wide).norm() / wide.norm()).item()
@@ -92,12 +101,19 @@ def test_a_non_contiguous_input(linear):
 
 
 def test_plan_of_the_transformer(family, transformer):
-    plan = {row.name: row for row in quantise_plan(transformer, family, (), BACKENDS["emulated_nvfp4"])}
+    plan = {
+        row.name: row for row in quantise_plan(transformer, family, (), BACKENDS["emulated_nvfp4"])
+    }
     quantised = {name for name, row in plan.items() if row.quantised}
     attention = ("to_q", "to_k", "to_v", "to_out.0", "add_q_proj", "add_k_proj", "add_v_proj")
     wanted = {f"transformer_blocks.{i}.attn.{part}" for i in range(2) for part in attention}
-    wanted |= {f"transformer_blocks.{i}.ff.net.{part}" for i in range(2) for part in ("0.proj", "2")}
-    wanted |= {f"transformer_blocks.0.{part}" for part in ("attn.to_add_out", "ff_context.net.0.proj", "ff_context.net.2")}
+    wanted |= {
+        f"transformer_blocks.{i}.ff.net.{part}" for i in range(2) for part in ("0.proj", "2")
+    }
+    wanted |= {
+        f"transformer_blocks.0.{part}"
+        for part in ("attn.to_add_out", "ff_context.net.0.proj", "ff_context.net.2")
+    }
     assert quantised == wanted
     assert plan["proj_out"].why == "kept wide by the model family: proj_out"
     assert plan["transformer_blocks.0.norm1.linear"].shape == (192, 32)
@@ -106,10 +122,20 @@ def test_plan_of_the_transformer(family, transformer):
 
 def test_plan_with_patterns_and_shapes(family, transformer):
     transformer.transformer_blocks[0].ff.net[2] = nn.Linear(120, 32)
-    plan = {r.name: r for r in quantise_plan(transformer, family, ["transformer_blocks.1.*"], BACKENDS["emulated_nvfp4"])}
-    assert plan["transformer_blocks.1.attn.to_q"].why == "kept wide by explore.keep_wide: transformer_blocks.1.*"
+    plan = {
+        r.name: r
+        for r in quantise_plan(
+            transformer, family, ["transformer_blocks.1.*"], BACKENDS["emulated_nvfp4"]
+        )
+    }
+    assert (
+        plan["transformer_blocks.1.attn.to_q"].why
+        == "kept wide by explore.keep_wide: transformer_blocks.1.*"
+    )
     assert plan["transformer_blocks.0.ff.net.2"].why == "K = 120 is not a multiple of 16"
-    assert not any(row.quantised for name, row in plan.items() if name.startswith("transformer_blocks.1."))
+    assert not any(
+        row.quantised for name, row in plan.items() if name.startswith("transformer_blocks.1.")
+    )
     with pytest.raises(ValueError, match=r"explore.keep_wide: 'blocks\.\*' matches no module"):
         quantise_plan(transformer, family, ["blocks.*"])
 
@@ -117,7 +143,9 @@ def test_plan_with_patterns_and_shapes(family, transformer):
 def test_plan_looks_through_adapters(family, adapted):
     bare = family.load_transformer("cpu", torch.float32)
     for backend in BACKENDS.values():
-        assert quantise_plan(adapted, family, (), backend) == quantise_plan(bare, family, (), backend)
+        assert quantise_plan(adapted, family, (), backend) == quantise_plan(
+            bare, family, (), backend
+        )
     with pytest.raises(ValueError, match="swap before anything wraps it"):
         swap_linears(adapted, quantise_plan(adapted, family), BACKENDS["emulated_nvfp4"])
 
@@ -131,12 +159,28 @@ def test_wide_backends_replace_nothing(family, transformer):
 
 @pytest.mark.slow
 def test_emulation_takes_at_most_twice_the_time_of_fp32(family):
-    """The eager path on one thread, on a transformer as wide as the shipped one; best of ten, so that neighbours count less."""
+    """The eager path on one thread, on a transformer as wide as the shipped one; best of ten, so
+    that neighbours count less.
+    """
     from diffusers import SD3Transformer2DModel
 
-    size = {"sample_size": 16, "patch_size": 2, "in_channels": 4, "out_channels": 4, "num_layers": 2, "pos_embed_max_size": 16}
-    width = {"attention_head_dim": 48, "num_attention_heads": 4, "caption_projection_dim": 192, "joint_attention_dim": 128}
-    wide = SD3Transformer2DModel(**size, **width, pooled_projection_dim=128, qk_norm="rms_norm").eval()
+    size = {
+        "sample_size": 16,
+        "patch_size": 2,
+        "in_channels": 4,
+        "out_channels": 4,
+        "num_layers": 2,
+        "pos_embed_max_size": 16,
+    }
+    width = {
+        "attention_head_dim": 48,
+        "num_attention_heads": 4,
+        "caption_projection_dim": 192,
+        "joint_attention_dim": 128,
+    }
+    wide = SD3Transformer2DModel(
+        **size, **width, pooled_projection_dim=128, qk_norm="rms_norm"
+    ).eval()
     emulated = SD3Transformer2DModel.from_config(wide.config).eval()
     backend = BACKENDS["emulated_nvfp4"]
     swapped = swap_linears(emulated, quantise_plan(emulated, family, (), backend), backend)

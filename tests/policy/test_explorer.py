@@ -22,7 +22,9 @@ SEEDS = (5, 6, 2**60)
 
 
 def publisher(family, transformer, backend=NVFP4, keep_wide=(), chunk_bytes=4096):
-    return Publisher(transformer, quantise_plan(transformer, family, keep_wide, backend), backend, chunk_bytes)
+    return Publisher(
+        transformer, quantise_plan(transformer, family, keep_wide, backend), backend, chunk_bytes
+    )
 
 
 def unpacked(layer: EmulatedNVFP4Linear) -> torch.Tensor:
@@ -42,9 +44,15 @@ def test_explorers_hold_the_merged_weights(family, adapted, randomise):
     for row in explorer.plan:
         layer = explorer.transformer.get_submodule(row.name)
         weight = wanted.get(row.name, base.get_submodule(row.name).weight)
-        assert torch.equal(unpacked(layer), dequantise(quantise(weight, search=True))) if row.quantised else True
+        assert (
+            torch.equal(unpacked(layer), dequantise(quantise(weight, search=True)))
+            if row.quantised
+            else True
+        )
         assert row.quantised or torch.equal(layer.weight, weight)
-    assert sum(row.quantised and row.name not in wanted for row in explorer.plan) == 6  # feed-forward: not adapted
+    assert (
+        sum(row.quantised and row.name not in wanted for row in explorer.plan) == 6
+    )  # feed-forward: not adapted
 
 
 def test_four_and_a_half_bits_on_the_wire(family, adapted):
@@ -61,7 +69,9 @@ def test_an_explorer_holds_no_wide_copy(family, monkeypatch):
 
     def remember(self, *args):
         transformer = load(self, *args)
-        born.update({name: weakref.ref(parameter) for name, parameter in transformer.named_parameters()})
+        born.update(
+            {name: weakref.ref(parameter) for name, parameter in transformer.named_parameters()}
+        )
         return transformer
 
     monkeypatch.setattr(type(family), "load_transformer", remember)
@@ -77,30 +87,49 @@ def test_an_explorer_holds_no_wide_copy(family, monkeypatch):
     everything = sum(t.numel() * 4 for t in [*wide.parameters(), *wide.buffers()])
     held = sum(t.numel() * t.element_size() for t in state)
     assert held == everything - elements * 4 + elements * 4.5 / 8 + 4 * len(quantised)
-    assert not any(isinstance(module, torch.nn.Module) and "ext_encoder" in str(type(module)) for module in vars(explorer).values())
-    layers = [module for module in explorer.transformer.modules() if isinstance(module, EmulatedNVFP4Linear)]
+    assert not any(
+        isinstance(module, torch.nn.Module) and "ext_encoder" in str(type(module))
+        for module in vars(explorer).values()
+    )
+    layers = [
+        module
+        for module in explorer.transformer.modules()
+        if isinstance(module, EmulatedNVFP4Linear)
+    ]
     assert {id(layer.workspace) for layer in layers} == {id(layers[0].workspace)}
     for layer in layers:  # nor does a forward leave one behind
         layer(torch.ones(2, layer.in_features))
         tensors = [value for value in vars(layer).values() if isinstance(value, torch.Tensor)]
-        assert not tensors and {name for name, _ in layer.named_buffers()} == {"codes", "scales", "amax"}
+        assert not tensors and {name for name, _ in layer.named_buffers()} == {
+            "codes",
+            "scales",
+            "amax",
+        }
 
 
 def test_fp32_explorers_draw_what_the_learner_draws(family, adapted, cond, randomise):
-    """Merged instead of added: sums in another order, values of order 1 through 3 steps of a two-layer network."""
+    """Merged instead of added: sums in another order, values of order 1 through 3 steps of a
+    two-layer network.
+    """
     randomise(adapted, "current", 2)
     explorer = Explorer(family, FP32)
     manifest, chunks, _ = publisher(family, adapted, FP32).export("current", 0)
     explorer.load(manifest, chunks)
     images, latents = explorer.explore(cond.rows(1), SEEDS, 3, "dpm2")
-    assert images.dtype == np.uint8 and images.shape == (3, 3, 16, 16) and latents.dtype == np.float32
+    assert (
+        images.dtype == np.uint8 and images.shape == (3, 3, 16, 16) and latents.dtype == np.float32
+    )
     rows = cond.rows(1).repeat(3)
     with use(adapted, "current"):
         wanted = sample(family, adapted, rows, SEEDS, 3, "dpm2")
     np.testing.assert_allclose(latents, wanted, rtol=0, atol=1e-5)
     with use(adapted, None):
-        assert np.abs(latents - sample(family, adapted, rows, SEEDS, 3, "dpm2").numpy()).max() > 0.01
-    np.testing.assert_array_equal(images, family.decode(explorer.vae, torch.from_numpy(latents)).numpy())
+        assert (
+            np.abs(latents - sample(family, adapted, rows, SEEDS, 3, "dpm2").numpy()).max() > 0.01
+        )
+    np.testing.assert_array_equal(
+        images, family.decode(explorer.vae, torch.from_numpy(latents)).numpy()
+    )
 
 
 @pytest.mark.parametrize("backend", [NVFP4, BF16, FP8])
@@ -144,13 +173,20 @@ def test_version_protocol(family, adapted, cond, randomise, backend):
     with pytest.raises(WireError, match="version 2: chunk 1 is damaged"):
         explorer.load(newer, damaged)
     assert explorer.version is None
-    assert all(torch.equal(buffer, before[name]) for name, buffer in explorer.transformer.named_buffers())
+    assert all(
+        torch.equal(buffer, before[name]) for name, buffer in explorer.transformer.named_buffers()
+    )
     with pytest.raises(RuntimeError, match="has no policy version"):
         explorer.explore(cond.rows(0), SEEDS, 2, "euler")
     damaged[1][7] ^= 1
     assert explorer.load(newer, damaged)[0] == explorer.version == 2
-    assert {name: buffer.data_ptr() for name, buffer in explorer.transformer.named_buffers()} == pointers
-    assert any(not torch.equal(buffer, before[name]) for name, buffer in explorer.transformer.named_buffers())
+    assert {
+        name: buffer.data_ptr() for name, buffer in explorer.transformer.named_buffers()
+    } == pointers
+    assert any(
+        not torch.equal(buffer, before[name])
+        for name, buffer in explorer.transformer.named_buffers()
+    )
     with pytest.raises(ValueError, match="conditioning of 2 rows: explore takes one prompt"):
         explorer.explore(cond, SEEDS, 2, "euler")
 
@@ -163,7 +199,9 @@ def test_weights_for_another_explorer_are_refused(family, adapted):
     with pytest.raises(WireError, match="version 0 is fp8, backend emulated_nvfp4 takes nvfp4"):
         Explorer(family, NVFP4).load(manifest, chunks)
     manifest, chunks, _ = publisher(family, adapted, keep_wide=["*.ff.*"]).export("current", 0)
-    with pytest.raises(WireError, match="lacks 'transformer_blocks.0.ff.net.0.proj.amax'.*same model and keep_wide"):
+    with pytest.raises(
+        WireError, match="lacks 'transformer_blocks.0.ff.net.0.proj.amax'.*same model and keep_wide"
+    ):
         Explorer(family, NVFP4).load(manifest, chunks)
 
 
@@ -199,9 +237,16 @@ def test_statistics_against_the_export_before(family, adapted, randomise):
         manifest, chunks, statistics = publish.export("current", version)
         explorer.load(manifest, chunks)
         layers = [explorer.transformer.get_submodule(name) for name in names]
-        nibbles = torch.cat([torch.stack([layer.codes & 15, layer.codes >> 4]).flatten() for layer in layers])
+        nibbles = torch.cat(
+            [torch.stack([layer.codes & 15, layer.codes >> 4]).flatten() for layer in layers]
+        )
         decoded = torch.cat([unpacked(layer).flatten() for layer in layers]).double()
-        return statistics, nibbles, decoded, torch.cat([w.flatten() for _, w in merged_weights(adapted, "current")]).double()
+        return (
+            statistics,
+            nibbles,
+            decoded,
+            torch.cat([w.flatten() for _, w in merged_weights(adapted, "current")]).double(),
+        )
 
     first, codes, decoded, merged = export(0)
     assert first == {}
@@ -209,14 +254,20 @@ def test_statistics_against_the_export_before(family, adapted, randomise):
     assert again == {"weights/codes_changed": 0.0}
     randomise(adapted, "current", 7)
     statistics, codes_after, decoded_after, merged_after = export(2)
-    assert statistics["weights/codes_changed"] == pytest.approx((codes != codes_after).double().mean().item(), abs=1e-12)
+    assert statistics["weights/codes_changed"] == pytest.approx(
+        (codes != codes_after).double().mean().item(), abs=1e-12
+    )
     cosine = torch.cosine_similarity(decoded_after - decoded, merged_after - merged, dim=0).item()
-    assert statistics["weights/delta_cosine"] == pytest.approx(cosine, abs=1e-5)  # W cancels there in float32
+    assert statistics["weights/delta_cosine"] == pytest.approx(
+        cosine, abs=1e-5
+    )  # W cancels there in float32
     assert 0.9 < cosine < 1
 
 
 def test_packed_copies_are_not_kept_on_the_learners_device(family, adapted, monkeypatch, randomise):
-    """On a CPU both memories are one, so moving to the host is a copy here: of what was packed before it nothing may be left."""
+    """On a CPU both memories are one, so moving to the host is a copy here: of what was packed
+    before it nothing may be left.
+    """
     alive: list[weakref.ref[torch.Tensor]] = []
     pack = type(NVFP4).pack
 
@@ -238,12 +289,18 @@ def test_packed_copies_are_not_kept_on_the_learners_device(family, adapted, monk
 def test_unadapted_modules_are_packed_once(family, adapted, monkeypatch):
     packed = []
     pack = type(NVFP4).pack
-    monkeypatch.setattr(type(NVFP4), "pack", lambda self, weight, *more: packed.append(weight.shape) or pack(self, weight, *more))
+    monkeypatch.setattr(
+        type(NVFP4),
+        "pack",
+        lambda self, weight, *more: packed.append(weight.shape) or pack(self, weight, *more),
+    )
     publish = publisher(family, adapted)
     first, chunks, _ = publish.export("current", 0)
     assert len(packed) == 21
     second, again, _ = publish.export("current", 1)
     assert len(packed) == 21 + 15
     assert first.hashes == second.hashes and first.checksum != second.checksum
-    alone, _ = export_policy(adapted, "current", quantise_plan(adapted, family, (), NVFP4), NVFP4, 1, 4096)
+    alone, _ = export_policy(
+        adapted, "current", quantise_plan(adapted, family, (), NVFP4), NVFP4, 1, 4096
+    )
     assert alone == second

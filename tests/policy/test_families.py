@@ -1,4 +1,6 @@
-"""What holds for every family: its tables fit its model, memory switches change no picture, and nobody else knows its name."""
+"""What holds for every family: its tables fit its model, memory switches change no picture, and
+nobody else knows its name.
+"""
 
 import re
 from fnmatch import fnmatchcase
@@ -31,7 +33,9 @@ def family(name, directory):
 
 
 def conditioning(family, rows: int) -> Conditioning:
-    return family.load_text("cpu", torch.float32).encode(["a red circle", "two blue crosses"][:rows])
+    return family.load_text("cpu", torch.float32).encode(
+        ["a red circle", "two blue crosses"][:rows]
+    )
 
 
 # ---- tables
@@ -43,10 +47,14 @@ def test_the_table_of_families_is_the_schemas():
 
 
 def test_what_is_quantised(family):
-    """Every linear and 1x1 convolution of the blocks, nothing of what must stay wide; every pattern has something to match."""
+    """Every linear and 1x1 convolution of the blocks, nothing of what must stay wide; every pattern
+    has something to match.
+    """
     transformer = family.load_transformer("cpu", torch.float32)
     plan = quantise_plan(transformer, family, (), BACKENDS["emulated_nvfp4"])
-    assert len(plan) == sum(isinstance(module, nn.Linear | nn.Conv2d) for module in transformer.modules())
+    assert len(plan) == sum(
+        isinstance(module, nn.Linear | nn.Conv2d) for module in transformer.modules()
+    )
     for row in plan:
         assert row.quantised == (re.search(NEVER, row.name) is None), row
     for pattern in family.keep_wide:
@@ -55,7 +63,10 @@ def test_what_is_quantised(family):
     if family.name == "flux":  # two layers of one name
         assert by_name["single_transformer_blocks.1.proj_out"] and not by_name["proj_out"]
     if family.name == "sana":
-        assert by_name["transformer_blocks.0.ff.conv_inverted"] and by_name["transformer_blocks.1.ff.conv_point"]
+        assert (
+            by_name["transformer_blocks.0.ff.conv_inverted"]
+            and by_name["transformer_blocks.1.ff.conv_point"]
+        )
 
 
 LORA_MODULES = {
@@ -72,13 +83,19 @@ def test_lora_targets(family):
     assert all(re.search(NEVER, name) is None and "blocks" in name for name in names)
     add_adapters(transformer, Lora(rank=2, alpha=2), family)
     assert [module for module, _ in adapted_modules(transformer)] == names
-    quantised = {row.name for row in quantise_plan(transformer, family, (), BACKENDS["emulated_nvfp4"]) if row.quantised}
+    quantised = {
+        row.name
+        for row in quantise_plan(transformer, family, (), BACKENDS["emulated_nvfp4"])
+        if row.quantised
+    }
     assert quantised >= set(names)
 
 
 def test_the_skeleton_has_every_module_and_shape(family):
     skeleton, transformer = family.skeleton(), family.load_transformer("cpu", torch.float32)
-    assert [(n, p.shape) for n, p in skeleton.named_parameters()] == [(n, p.shape) for n, p in transformer.named_parameters()]
+    assert [(n, p.shape) for n, p in skeleton.named_parameters()] == [
+        (n, p.shape) for n, p in transformer.named_parameters()
+    ]
     assert all(p.is_meta and not p.requires_grad for p in skeleton.parameters())
 
 
@@ -94,7 +111,12 @@ def test_fused_linears_read_the_same_input(family):
         if isinstance(module, nn.Linear):
             module.register_forward_pre_hook(hook(path))
     with torch.no_grad():
-        family.velocity(transformer, noise_for([1], family.latent_shape), torch.tensor(0.5), conditioning(family, 1))
+        family.velocity(
+            transformer,
+            noise_for([1], family.latent_shape),
+            torch.tensor(0.5),
+            conditioning(family, 1),
+        )
     seen = []
     for first, *others in family.fuse:
         blocks = [path.removesuffix(first) for path in inputs if path.endswith(f".{first}")]
@@ -111,9 +133,19 @@ def test_fused_linears_read_the_same_input(family):
 def test_a_prompts_conditioning_ignores_its_neighbours(family):
     encoder = family.load_text("cpu", torch.float32)
     few = encoder.encode(["a red circle", "two blue crosses above a green square"])
-    more = encoder.encode(["three squares", "two blue crosses above a green square", "a cross", "a red circle", "a red circle"])
+    more = encoder.encode(
+        [
+            "three squares",
+            "two blue crosses above a green square",
+            "a cross",
+            "a red circle",
+            "a red circle",
+        ]
+    )
     for key, rows in few.tensors.items():
-        assert torch.equal(more.tensors[key][[3, 1]], rows) and torch.equal(more.tensors[key][3], more.tensors[key][4])
+        assert torch.equal(more.tensors[key][[3, 1]], rows) and torch.equal(
+            more.tensors[key][3], more.tensors[key][4]
+        )
         assert rows.device.type == "cpu" and not rows.requires_grad
     with pytest.raises(ValueError, match="no prompts to encode"):
         encoder.encode([])
@@ -121,7 +153,9 @@ def test_a_prompts_conditioning_ignores_its_neighbours(family):
 
 def test_conditioning_has_the_shapes_that_the_plan_counts(family):
     row = family.load_text("cpu", torch.float32).encode(["a red circle"])
-    assert {name: tuple(tensor.shape[1:]) for name, tensor in row.tensors.items()} == family.conditioning_shapes
+    assert {
+        name: tuple(tensor.shape[1:]) for name, tensor in row.tensors.items()
+    } == family.conditioning_shapes
 
 
 def test_only_the_encoder_loads_text_encoders(family):
@@ -130,11 +164,17 @@ def test_only_the_encoder_loads_text_encoders(family):
     assert encoder.pipe.transformer is None and encoder.pipe.vae is None
     modules = [part for part in encoder.pipe.components.values() if isinstance(part, nn.Module)]
     assert len(modules) == {"sd3": 3, "flux": 2, "sana": 1}[family.name]
-    assert all(not p.requires_grad and not module.training for module in modules for p in module.parameters())
+    assert all(
+        not p.requires_grad and not module.training
+        for module in modules
+        for p in module.parameters()
+    )
 
 
 def test_offloaded_text_encoders_are_on_the_device_only_while_they_work(name, directory):
-    """The same bits; moved there and back, back even after an error. A fake device stands in for a GPU."""
+    """The same bits; moved there and back, back even after an error. A fake device stands in for a
+    GPU.
+    """
     family = family_for(tiny_model(name, directory, text_offload=True))
     encoder = family.load_text("cpu", torch.float32)
     assert isinstance(encoder, PromptEncoder)
@@ -143,7 +183,11 @@ def test_offloaded_text_encoders_are_on_the_device_only_while_they_work(name, di
     encoder.pipe.to = lambda device: moves.append(str(device)) or original(device)
     found = encoder.encode(["a red circle"])
     assert moves == ["cpu", "cpu"] and encoder.offload
-    resident = family_for(tiny_model(name, directory)).load_text("cpu", torch.float32).encode(["a red circle"])
+    resident = (
+        family_for(tiny_model(name, directory))
+        .load_text("cpu", torch.float32)
+        .encode(["a red circle"])
+    )
     assert all(torch.equal(found.tensors[key], tensor) for key, tensor in resident.tensors.items())
 
     class FakePipe:
@@ -165,9 +209,12 @@ def test_offloaded_text_encoders_are_on_the_device_only_while_they_work(name, di
 
 
 def test_slicing_and_tiling(name, directory):
-    """One by one: the same up to the order of sums. Tiles smaller than the picture: other pixels, so it does tile."""
+    """One by one: the same up to the order of sums. Tiles smaller than the picture: other pixels,
+    so it does tile.
+    """
     plain, sliced, tiled = (
-        family_for(tiny_model(name, directory, **more)) for more in ({}, {"vae_slicing": True}, {"vae_tiling": True})
+        family_for(tiny_model(name, directory, **more))
+        for more in ({}, {"vae_slicing": True}, {"vae_tiling": True})
     )
     latents = noise_for([1, 2], plain.latent_shape)
     pictures = plain.decode(plain.load_vae("cpu", torch.float32), latents).int()
@@ -185,7 +232,11 @@ def test_slicing_and_tiling(name, directory):
     calls.clear()
     vae.decoder.register_forward_hook(lambda module, args, output: calls.append(len(args[0])))
     found = tiled.decode(vae, latents).int()
-    assert len(calls) > 1 and found.shape == pictures.shape and (found - pictures).abs().float().mean() > 0.1
+    assert (
+        len(calls) > 1
+        and found.shape == pictures.shape
+        and (found - pictures).abs().float().mean() > 0.1
+    )
 
 
 def test_a_half_precision_transformer_gives_float32_velocities(family):
@@ -203,17 +254,26 @@ def test_a_half_precision_transformer_gives_float32_velocities(family):
 
 
 def test_no_family_name_outside_the_families():
-    """Neither the loop nor an actor nor an objective, nor anything else of the core, asks which family it has."""
+    """Neither the loop nor an actor nor an objective, nor anything else of the core, asks which
+    family it has.
+    """
     words = [
         *FAMILIES,
         *(family.pipeline_class for family in FAMILIES.values()),
         "FluxTransformer2DModel",
         "SanaTransformer2DModel",
     ]
-    pattern = re.compile(rf"\b({'|'.join([*words, 'SD3Transformer2DModel', 'stable.diffusion'])})\b", re.IGNORECASE)
-    files = [REPOSITORY / "cluster" / "driver" / f"{name}.py" for name in ("loop", "session", "evaluation")]
+    pattern = re.compile(
+        rf"\b({'|'.join([*words, 'SD3Transformer2DModel', 'stable.diffusion'])})\b", re.IGNORECASE
+    )
+    files = [
+        REPOSITORY / "cluster" / "driver" / f"{name}.py"
+        for name in ("loop", "session", "evaluation")
+    ]
     for folder in ("actors", "learner", "policy", "rewards"):
-        files += [file for file in (REPOSITORY / folder).rglob("*.py") if "families" not in file.parts]
+        files += [
+            file for file in (REPOSITORY / folder).rglob("*.py") if "families" not in file.parts
+        ]
     assert len(files) > 30
     found = [
         f"{file.name}:{number}: {line.strip()}"

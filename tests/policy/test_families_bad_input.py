@@ -24,41 +24,64 @@ def copied(directory, tmp_path) -> Path:
 
 def test_a_missing_component_is_named(copied, name):
     shutil.rmtree(copied / "vae")
-    with pytest.raises(FileNotFoundError, match=f"lacks its 'vae', which family '{name}' needs: download the whole pipeline"):
+    with pytest.raises(
+        FileNotFoundError,
+        match=f"lacks its 'vae', which family '{name}' needs: download the whole pipeline",
+    ):
         family_for(tiny_model(name, copied))
 
 
 def test_weights_that_are_missing_are_named_before_anything_is_loaded(copied, name):
-    """A part without weights, one of several files gone, and weights in a format that could run code."""
+    """A part without weights, one of several files gone, and weights in a format that could run
+    code.
+    """
     family = family_for(tiny_model(name, copied))
     family.check_weights()
     weights = copied / "text_encoder" / "model.safetensors"
     index = copied / "text_encoder" / "model.safetensors.index.json"
-    index.write_text(json.dumps({"weight_map": {"a": "model.safetensors", "b": "model-2-of-2.safetensors"}}))
-    with pytest.raises(FileNotFoundError, match="the 'text_encoder' of .* lacks its weights, model-2-of-2.safetensors: download"):
+    index.write_text(
+        json.dumps({"weight_map": {"a": "model.safetensors", "b": "model-2-of-2.safetensors"}})
+    )
+    with pytest.raises(
+        FileNotFoundError,
+        match="the 'text_encoder' of .* lacks its weights, model-2-of-2.safetensors: download",
+    ):
         family.check_weights()
     index.write_text("{}")
-    with pytest.raises(ValueError, match=r"model.path: .*index.json' cannot be read \(KeyError\): download it again"):
+    with pytest.raises(
+        ValueError,
+        match=r"model.path: .*index.json' cannot be read \(KeyError\): download it again",
+    ):
         family.check_weights()
     index.unlink()
     weights.rename(weights.with_name("pytorch_model.bin"))
-    with pytest.raises(FileNotFoundError, match=r"lacks its weights, \*\.safetensors: download the whole pipeline, as safetensors"):
+    with pytest.raises(
+        FileNotFoundError,
+        match=r"lacks its weights, \*\.safetensors: download the whole pipeline, as safetensors",
+    ):
         family.check_weights()
 
 
 def test_weights_that_could_run_code_are_not_read(copied, name):
-    """The stock loaders fall back to pickled weights where safetensors are missing; ours say what is missing."""
+    """The stock loaders fall back to pickled weights where safetensors are missing; ours say what
+    is missing.
+    """
     part = copied / "transformer"
     torch.save(
         family_for(tiny_model(name, copied)).load("transformer", "cpu", torch.float32).state_dict(),
         part / "diffusion_pytorch_model.bin",
     )
     (part / "diffusion_pytorch_model.safetensors").unlink()
-    with pytest.raises(FileNotFoundError, match=r"model.path: cannot load 'transformer' of .*diffusion_pytorch_model.safetensors"):
+    with pytest.raises(
+        FileNotFoundError,
+        match=r"model.path: cannot load 'transformer' of .*diffusion_pytorch_model.safetensors",
+    ):
         family_for(tiny_model(name, copied)).load_transformer("cpu", torch.float32)
     text = copied / "text_encoder"
     (text / "model.safetensors").rename(text / "pytorch_model.bin")
-    with pytest.raises(FileNotFoundError, match=r"model.path: cannot load the text encoders of .*model.safetensors"):
+    with pytest.raises(
+        FileNotFoundError, match=r"model.path: cannot load the text encoders of .*model.safetensors"
+    ):
         family_for(tiny_model(name, copied)).load_text("cpu", torch.float32)
 
 
@@ -71,35 +94,55 @@ def test_a_component_left_out_of_the_index(copied, name):
 
 def test_a_component_of_another_class(copied, name):
     index = copied / "model_index.json"
-    index.write_text(json.dumps({**json.loads(index.read_text()), "transformer": ["diffusers", "DiTTransformer2DModel"]}))
-    with pytest.raises(ValueError, match=f"'transformer' of .* is a DiTTransformer2DModel; family '{name}' takes "):
+    index.write_text(
+        json.dumps(
+            {**json.loads(index.read_text()), "transformer": ["diffusers", "DiTTransformer2DModel"]}
+        )
+    )
+    with pytest.raises(
+        ValueError, match=f"'transformer' of .* is a DiTTransformer2DModel; family '{name}' takes "
+    ):
         family_for(tiny_model(name, copied))
 
 
 def test_an_unsupported_pipeline_says_which_are_supported(copied, name):
     index = copied / "model_index.json"
-    index.write_text(json.dumps({**json.loads(index.read_text()), "_class_name": "PixArtSigmaPipeline"}))
-    with pytest.raises(ValueError, match="holds a PixArtSigmaPipeline; supported are StableDiffusion3Pipeline .*Flux.*Sana"):
+    index.write_text(
+        json.dumps({**json.loads(index.read_text()), "_class_name": "PixArtSigmaPipeline"})
+    )
+    with pytest.raises(
+        ValueError,
+        match="holds a PixArtSigmaPipeline; supported are StableDiffusion3Pipeline .*Flux.*Sana",
+    ):
         family_for(tiny_model(name, copied))
 
 
 def test_the_family_of_another_pipeline(directory, name):
     other = "flux" if name != "flux" else "sana"
-    with pytest.raises(ValueError, match=f"but family '{other}' is a .*: change model.path or model.family"):
+    with pytest.raises(
+        ValueError, match=f"but family '{other}' is a .*: change model.path or model.family"
+    ):
         family_for(Model(family=other, path=str(directory)))
 
 
 def test_a_damaged_configuration_file(copied, name):
     (copied / "transformer" / "config.json").write_text("{")
-    with pytest.raises(ValueError, match=r"model.path: transformer/config.json of .* cannot be read"):
+    with pytest.raises(
+        ValueError, match=r"model.path: transformer/config.json of .* cannot be read"
+    ):
         family_for(tiny_model(name, copied)).check()
     (copied / "transformer" / "config.json").unlink()
-    with pytest.raises(FileNotFoundError, match="has no transformer/config.json: download the whole pipeline"):
+    with pytest.raises(
+        FileNotFoundError, match="has no transformer/config.json: download the whole pipeline"
+    ):
         family_for(tiny_model(name, copied)).check()
 
 
 def test_guidance_where_the_model_has_no_input_for_it(tiny_sd3_dir):
-    with pytest.raises(ValueError, match=r"model\.guidance: .* has no guidance embedding: leave model\.guidance out"):
+    with pytest.raises(
+        ValueError,
+        match=r"model\.guidance: .* has no guidance embedding: leave model\.guidance out",
+    ):
         family_for(tiny_model("sd3", tiny_sd3_dir, guidance=3.5)).check()
 
 
@@ -107,7 +150,9 @@ def test_a_hub_id_without_network_or_cache(monkeypatch, tmp_path):
     """As on a machine that is cut off: the hub client's own offline switch, and an empty cache."""
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
-    with pytest.raises(FileNotFoundError, match=r"hub cannot be reached \(\w+\): run `hf download owner/model`") as caught:
+    with pytest.raises(
+        FileNotFoundError, match=r"hub cannot be reached \(\w+\): run `hf download owner/model`"
+    ) as caught:
         family_for(Model(path="owner/model"))
     assert "\n" not in str(caught.value)
 
@@ -116,15 +161,29 @@ def test_a_hub_id_without_network_or_cache(monkeypatch, tmp_path):
     ("change", "said"),
     [
         ({"model__path": "nobody/nothing"}, "run `hf download nobody/nothing`"),
-        ({"model__height": 24, "model__family": "sana"}, "is a StableDiffusion3Pipeline, but family|but family 'sana'"),
+        (
+            {"model__height": 24, "model__family": "sana"},
+            "is a StableDiffusion3Pipeline, but family|but family 'sana'",
+        ),
         ({"model__width": 40}, "model.width: 40 pixels; this model makes multiples of 4 up to 32"),
         ({"model__guidance": 2.0}, "leave model.guidance out"),
-        ({"lora__targets": ["attn.query"]}, "lora.targets: no linear of the transformer ends in 'attn.query'"),
-        ({"explore__keep_wide": ["*.nothing"]}, r"explore.keep_wide: '\*.nothing' matches no module"),
-        ({"explore__backend": "te_nvfp4"}, "explore.backend: 'te_nvfp4' does not run on cpu here: .*; use auto, or fp8"),
+        (
+            {"lora__targets": ["attn.query"]},
+            "lora.targets: no linear of the transformer ends in 'attn.query'",
+        ),
+        (
+            {"explore__keep_wide": ["*.nothing"]},
+            r"explore.keep_wide: '\*.nothing' matches no module",
+        ),
+        (
+            {"explore__backend": "te_nvfp4"},
+            "explore.backend: 'te_nvfp4' does not run on cpu here: .*; use auto, or fp8",
+        ),
     ],
 )
-def test_bad_models_are_found_before_anything_starts(monkeypatch, tiny_sd3_dir, tmp_path, change, said):
+def test_bad_models_are_found_before_anything_starts(
+    monkeypatch, tiny_sd3_dir, tmp_path, change, said
+):
     """ConfigError is exit code 2; one line; no run directory and no Ray."""
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     with pytest.raises(ConfigError) as caught:

@@ -1,4 +1,6 @@
-"""The family that docs/new_model.md shows: taken out of the page as it stands, and held against its stock pipeline."""
+"""The family that docs/new_model.md shows: taken out of the page as it stands, and held against its
+stock pipeline.
+"""
 
 import re
 import sys
@@ -29,7 +31,11 @@ NAMED = "auraflow"
 @pytest.fixture(scope="module")
 def directory(tmp_path_factory):
     """A tiny AuraFlowPipeline of random weights. Pictures are 16x24, latents [4, 8, 12]."""
-    from diffusers import AuraFlowPipeline, AuraFlowTransformer2DModel, FlowMatchEulerDiscreteScheduler
+    from diffusers import (
+        AuraFlowPipeline,
+        AuraFlowTransformer2DModel,
+        FlowMatchEulerDiscreteScheduler,
+    )
     from transformers import UMT5Config, UMT5EncoderModel
 
     with torch.random.fork_rng():
@@ -47,7 +53,9 @@ def directory(tmp_path_factory):
             out_channels=4,
             pos_embed_max_size=64,
         )
-        text = UMT5EncoderModel(UMT5Config(vocab_size=64, d_model=32, d_kv=8, d_ff=32, num_layers=1, num_heads=2)).eval()
+        text = UMT5EncoderModel(
+            UMT5Config(vocab_size=64, d_model=32, d_kv=8, d_ff=32, num_layers=1, num_heads=2)
+        ).eval()
         pipe = AuraFlowPipeline(
             transformer=transformer,
             scheduler=FlowMatchEulerDiscreteScheduler(shift=1.73),
@@ -68,7 +76,9 @@ def on_the_page(pattern: str) -> str:
 
 @pytest.fixture
 def family(directory, monkeypatch, tmp_path):
-    """As someone who follows the page has it: the page's file where it says, and the page's row in the table."""
+    """As someone who follows the page has it: the page's file where it says, and the page's row in
+    the table.
+    """
     (tmp_path / f"{NAMED}.py").write_text(on_the_page('"""AuraFlow'))
     monkeypatch.setattr(policy.families, "__path__", [*policy.families.__path__, str(tmp_path)])
     rows = table_with_the_row()["FAMILIES"]
@@ -87,7 +97,10 @@ def table_with_the_row() -> dict:
     last = '    "sana": "policy.families.sana:Sana",\n'
     assert source.count(last) == 1
     module: dict = {}
-    exec(compile(source.replace(last, last + on_the_page(f'    "{NAMED}"')), "families.py", "exec"), module)
+    exec(
+        compile(source.replace(last, last + on_the_page(f'    "{NAMED}"')), "families.py", "exec"),
+        module,
+    )
     return module
 
 
@@ -106,8 +119,16 @@ def test_the_example_is_the_stock_pipeline(family, directory):
 
     def stock(output_type):
         sigmas = np.linspace(1, 1 / 4, 4).tolist()
-        how = {"height": 16, "width": 24, "sigmas": sigmas, "guidance_scale": 1.0, "max_sequence_length": 12}
-        return pipe("a red circle", num_images_per_prompt=2, latents=noise, output_type=output_type, **how).images
+        how = {
+            "height": 16,
+            "width": 24,
+            "sigmas": sigmas,
+            "guidance_scale": 1.0,
+            "max_sequence_length": 12,
+        }
+        return pipe(
+            "a red circle", num_images_per_prompt=2, latents=noise, output_type=output_type, **how
+        ).images
 
     rows = family.load_text("cpu", torch.float32).encode(["a red circle"]).repeat(2)
     ours = sample(family, family.load_transformer("cpu", torch.float32), rows, SEEDS, 4, "euler")

@@ -1,4 +1,6 @@
-"""Each family with the Euler solver against diffusers' own pipeline. SANA's pipeline brings another scheduler: here it has Euler's."""
+"""Each family with the Euler solver against diffusers' own pipeline. SANA's pipeline brings another
+scheduler: here it has Euler's.
+"""
 
 import numpy as np
 import pytest
@@ -18,13 +20,17 @@ def tiny(request, tmp_path_factory):
 
 
 def spaced(tiny: Tiny, steps: int) -> dict:
-    """SANA's pipeline takes the scheduler's own spacing unless told otherwise; the other two are called with this one."""
+    """SANA's pipeline takes the scheduler's own spacing unless told otherwise; the other two are
+    called with this one.
+    """
     return {"sigmas": np.linspace(1, 1 / steps, steps).tolist()} if tiny.name == "sana" else {}
 
 
 @pytest.mark.parametrize("steps", [1, 4, 10])
 def test_latents_are_the_stock_pipelines(tiny, steps):
-    """Bit for bit: the same operations on the same shapes, with FLUX.1's packed latents and embedded guidance."""
+    """Bit for bit: the same operations on the same shapes, with FLUX.1's packed latents and
+    embedded guidance.
+    """
     assert type(tiny.pipe.scheduler).__name__ == "FlowMatchEulerDiscreteScheduler"
     ours = tiny.ours(steps, "euler")
     assert ours.shape == (3, *LATENT[tiny.name]) and ours.dtype == torch.float32
@@ -33,19 +39,32 @@ def test_latents_are_the_stock_pipelines(tiny, steps):
 
 def test_images_are_the_stock_pipelines(tiny):
     ours = tiny.family.decode(tiny.family.load_vae("cpu", torch.float32), tiny.ours(4, "euler"))
-    assert ours.dtype == torch.uint8 and ours.shape == (3, 3, tiny.family.model.height, tiny.family.model.width)
+    assert ours.dtype == torch.uint8 and ours.shape == (
+        3,
+        3,
+        tiny.family.model.height,
+        tiny.family.model.width,
+    )
     np.testing.assert_array_equal(ours.numpy(), as_array(tiny.stock(4, "pil", **spaced(tiny, 4))))
     assert ours.float().std() > 10
 
 
 @pytest.mark.parametrize("tiny", ["sd3", "flux"], indirect=True)
 def test_conditioning_is_the_pipelines(tiny):
-    """Encoded one by one against a batch of two: sums in another order, values of order 1. SANA's is in test_sana.py, bit for bit."""
+    """Encoded one by one against a batch of two: sums in another order, values of order 1. SANA's
+    is in test_sana.py, bit for bit.
+    """
     more = {"max_sequence_length": tiny.family.model.max_sequence_length}
     if tiny.name == "sd3":
-        embeds, _, pooled, _ = tiny.pipe.encode_prompt(PROMPTS, None, None, do_classifier_free_guidance=False, **more)
+        embeds, _, pooled, _ = tiny.pipe.encode_prompt(
+            PROMPTS, None, None, do_classifier_free_guidance=False, **more
+        )
     else:
         embeds, pooled, _ = tiny.pipe.encode_prompt(PROMPTS, None, **more)
     torch.testing.assert_close(tiny.encoded.tensors["prompt_embeds"], embeds, rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(tiny.encoded.tensors["pooled_prompt_embeds"], pooled, rtol=1e-5, atol=1e-5)
-    assert (embeds[0] - embeds[1]).abs().max() > 0.1 and (pooled[0] - pooled[1]).abs().max() > 0.1  # the two prompts do differ
+    torch.testing.assert_close(
+        tiny.encoded.tensors["pooled_prompt_embeds"], pooled, rtol=1e-5, atol=1e-5
+    )
+    assert (embeds[0] - embeds[1]).abs().max() > 0.1 and (
+        pooled[0] - pooled[1]
+    ).abs().max() > 0.1  # the two prompts do differ

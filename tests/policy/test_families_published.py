@@ -16,7 +16,9 @@ TRANSFORMERS = {
     "flux.1-dev": 11_901_408_320,
     "sana-1.6b": 1_604_462_752,
 }
-"""As the weights' own files have them; the model cards round to 2.5 (with its position table), 8.1, 12 and 1.6 billion."""
+"""As the weights' own files have them; the model cards round to 2.5 (with its position table), 8.1,
+12 and 1.6 billion.
+"""
 PARTS = {
     ("sd3.5-large", "vae"): 83_819_683,
     ("flux.1-dev", "vae"): 83_819_683,
@@ -39,7 +41,9 @@ def count(part) -> int:
 
 def test_names():
     assert published_names() == sorted(TRANSFORMERS)
-    with pytest.raises(ValueError, match="no published architecture 'sdxl'; there are flux.1-dev, sana-1.6b"):
+    with pytest.raises(
+        ValueError, match="no published architecture 'sdxl'; there are flux.1-dev, sana-1.6b"
+    ):
         published("sdxl")
 
 
@@ -54,11 +58,21 @@ def test_parameters_of_the_other_parts(name, part):
 
 
 def test_a_part_is_built_where_and_how_it_is_asked_for():
-    small = {"class": "diffusers.SanaTransformer2DModel", "config": {**published("sana-1.6b")["parts"]["transformer"]["config"]}}
-    small["config"] |= {"num_layers": 1, "num_attention_heads": 2, "num_cross_attention_heads": 2, "cross_attention_head_dim": 32}
+    small = {
+        "class": "diffusers.SanaTransformer2DModel",
+        "config": {**published("sana-1.6b")["parts"]["transformer"]["config"]},
+    }
+    small["config"] |= {
+        "num_layers": 1,
+        "num_attention_heads": 2,
+        "num_cross_attention_heads": 2,
+        "cross_attention_head_dim": 32,
+    }
     small["config"] |= {"cross_attention_dim": 64, "caption_channels": 16}
     module = build(small, "cpu", torch.bfloat16)
-    assert {(p.dtype, p.device.type, p.requires_grad) for p in module.parameters()} == {(torch.bfloat16, "cpu", False)}
+    assert {(p.dtype, p.device.type, p.requires_grad) for p in module.parameters()} == {
+        (torch.bfloat16, "cpu", False)
+    }
     assert torch.get_default_dtype() == torch.float32 and not module.training
 
 
@@ -73,34 +87,55 @@ def test_a_part_is_built_where_and_how_it_is_asked_for():
 def test_families_read_the_published_configurations(tmp_path, name, shape, first_sigmas):
     model = published(name)
     directory = write_configs(name, tmp_path / name)
-    settings = Model(family=model["family"], path=str(directory), height=1024, width=1024, guidance=GUIDANCE.get(name))
+    settings = Model(
+        family=model["family"],
+        path=str(directory),
+        height=1024,
+        width=1024,
+        guidance=GUIDANCE.get(name),
+    )
     family = family_for(settings)
     family.check()
     assert family.latent_shape == shape
     assert family.sigmas(4)[:2].tolist() == pytest.approx(first_sigmas, rel=1e-5)
     unit = {"sd3.5-medium": 16, "flux.1-dev": 16, "sana-1.6b": 32}[name]
-    with pytest.raises(ValueError, match=rf"model\.width: 1048 pixels; this model makes multiples of {unit}"):
+    with pytest.raises(
+        ValueError, match=rf"model\.width: 1048 pixels; this model makes multiples of {unit}"
+    ):
         family_for(settings.model_copy(update={"width": 1048})).check()
 
 
 QUANTISED = {
-    "sd3.5-medium": (24 * 24 - 9 + 4 * 13)
-    * 1536**2,  # both streams 4 + 8 d^2; no text output in the last block; 13 dual attentions
+    "sd3.5-medium": (
+        (24 * 24 - 9 + 4 * 13) * 1536**2
+    ),  # both streams 4 + 8 d^2; no text output in the last block; 13 dual attentions
     "sd3.5-large": (24 * 38 - 9) * 2432**2,
-    "flux.1-dev": (24 * 19 + (3 + 4 + 5) * 38) * 3072**2,  # single blocks: QKV, proj_mlp, proj_out of attention and MLP
-    "sana-1.6b": (8 * 20 + (5 + 2.5) * 20) * 2240**2,  # two attentions; the 1x1 convolutions of the feed-forward
+    "flux.1-dev": (
+        (24 * 19 + (3 + 4 + 5) * 38) * 3072**2
+    ),  # single blocks: QKV, proj_mlp, proj_out of attention and MLP
+    "sana-1.6b": (
+        (8 * 20 + (5 + 2.5) * 20) * 2240**2
+    ),  # two attentions; the 1x1 convolutions of the feed-forward
 }
-"""Weights in the blocks' matrix products, in units of d^2. The rest is modulation, embedders, norms and biases."""
+"""Weights in the blocks' matrix products, in units of d^2. The rest is modulation, embedders, norms
+and biases.
+"""
 
 
 @pytest.mark.parametrize("name", QUANTISED)
 def test_what_is_quantised_of_a_published_model(tmp_path, name):
-    """All products of the blocks and nothing else; nothing is refused for its shape; every LoRA target is among it."""
+    """All products of the blocks and nothing else; nothing is refused for its shape; every LoRA
+    target is among it.
+    """
     model = published(name)
     transformer = build(model["parts"]["transformer"])
-    family = family_for(Model(family=model["family"], path=str(write_configs(name, tmp_path / name))))
+    family = family_for(
+        Model(family=model["family"], path=str(write_configs(name, tmp_path / name)))
+    )
     plan = quantise_plan(transformer, family, (), BACKENDS["emulated_nvfp4"])
     quantised = {row.name for row in plan if row.quantised}
     assert all(row.quantised or "kept wide by the model family" in row.why for row in plan)
     assert set(target_modules(transformer, family.lora_targets)) <= quantised
-    assert sum(transformer.get_submodule(path).weight.numel() for path in quantised) == QUANTISED[name]
+    assert (
+        sum(transformer.get_submodule(path).weight.numel() for path in quantised) == QUANTISED[name]
+    )

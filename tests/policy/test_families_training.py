@@ -1,4 +1,6 @@
-"""Training through every family: one update touches LoRA weights alone, the gradient is the loss's, checkpointing changes nothing."""
+"""Training through every family: one update touches LoRA weights alone, the gradient is the loss's,
+checkpointing changes nothing.
+"""
 
 from pathlib import Path
 from typing import Any
@@ -17,14 +19,23 @@ PROMPTS = ["a red circle", "two blue crosses above a green square"]
 
 
 def trainer_of(name: str, directory: Path, **more: Any) -> Trainer:
-    """Adapters current, old and ema have weights of their own, A and B, so all four policies differ."""
-    config = tiny_config(directory, objective={"times_per_sample": 2, "kl": 0.3, "beta": 0.7}, **more)
+    """Adapters current, old and ema have weights of their own, A and B, so all four policies
+    differ.
+    """
+    config = tiny_config(
+        directory, objective={"times_per_sample": 2, "kl": 0.3, "beta": 0.7}, **more
+    )
     trainer = Trainer(config.model_copy(update={"model": tiny_model(name, directory)}))
     for number, adapter in enumerate(trainer.adapters):
         rng = np.random.default_rng(100 + number)
         state = adapter_state(trainer.transformer, adapter)
-        noise = {key: torch.from_numpy(0.1 * rng.standard_normal(tuple(t.shape), np.float32)) for key, t in state.items()}
-        load_adapter_state(trainer.transformer, adapter, {key: state[key] + noise[key] for key in state})
+        noise = {
+            key: torch.from_numpy(0.1 * rng.standard_normal(tuple(t.shape), np.float32))
+            for key, t in state.items()
+        }
+        load_adapter_state(
+            trainer.transformer, adapter, {key: state[key] + noise[key] for key in state}
+        )
     return trainer
 
 
@@ -44,24 +55,37 @@ def groups_of(trainer: Trainer) -> list[Group]:
 
 def test_one_update_changes_lora_weights_only(name, directory):
     trainer = trainer_of(name, directory)
-    base = {key: p.detach().clone() for key, p in trainer.transformer.named_parameters() if "lora_" not in key}
+    base = {
+        key: p.detach().clone()
+        for key, p in trainer.transformer.named_parameters()
+        if "lora_" not in key
+    }
     before = {adapter: adapter_state(trainer.transformer, adapter) for adapter in trainer.adapters}
     trainer.update(1, groups_of(trainer))
     after = adapter_state(trainer.transformer, "current")
-    moved = {key for key, tensor in after.items() if not torch.equal(tensor, before["current"][key])}
-    # weight decay moves every one; what no gradient reaches are SD3's text queries of the last block, whose output is dropped
+    moved = {
+        key for key, tensor in after.items() if not torch.equal(tensor, before["current"][key])
+    }
+    # weight decay moves every one; what no gradient reaches are SD3's text queries of the last
+    # block, whose output is dropped
     assert moved == set(after)
     state = trainer.updater.state()
     idle = {
-        key.removeprefix("exp_avg/").rsplit(".lora_")[0] for key, t in state.items() if key.startswith("exp_avg/") and not t.any()
+        key.removeprefix("exp_avg/").rsplit(".lora_")[0]
+        for key, t in state.items()
+        if key.startswith("exp_avg/") and not t.any()
     }
     assert idle == ({"transformer_blocks.1.attn.add_q_proj"} if name == "sd3" else set())
     now = {key: p for key, p in trainer.transformer.named_parameters() if "lora_" not in key}
-    assert now.keys() == base.keys() and all(torch.equal(base[key], p) and not p.requires_grad for key, p in now.items())
+    assert now.keys() == base.keys() and all(
+        torch.equal(base[key], p) and not p.requires_grad for key, p in now.items()
+    )
 
 
 class HeldStill:
-    """The residual loss with its stop-gradient weights frozen at those of the first evaluation, for finite differences."""
+    """The residual loss with its stop-gradient weights frozen at those of the first evaluation, for
+    finite differences.
+    """
 
     def __init__(self) -> None:
         self.weights: list[torch.Tensor] = []
@@ -78,17 +102,25 @@ class HeldStill:
 
 
 def test_gradients_by_finite_differences(name, directory, monkeypatch):
-    """The gradient of the code's own loss, in float64, against a fourth-order central difference along directions that move every
-    LoRA matrix at once. diffusers computes some norms and rotations in float32 whatever the model is, so a value of the loss, of
-    order 10, is good to about 1e-7 of itself, the difference over h = 0.02 to 1e-4 of a slope of order 1.
+    """The gradient of the code's own loss, in float64, against a fourth-order central difference
+    along directions that move every LoRA matrix at once. diffusers computes some norms and
+    rotations in float32 whatever the model is, so a value of the loss, of order 10, is good to
+    about 1e-7 of itself, the difference over h = 0.02 to 1e-4 of a slope of order 1.
     """
     trainer = trainer_of(name, directory)
     trainer.transformer.double()
     generator, rng = torch.Generator().manual_seed(3), np.random.default_rng(7)
     groups = groups_of(trainer)
-    made = [trainer.objective.points({"latents": torch.from_numpy(g.samples["latents"])}, trainer.sigmas, rng) for g in groups]
+    made = [
+        trainer.objective.points(
+            {"latents": torch.from_numpy(g.samples["latents"])}, trainer.sigmas, rng
+        )
+        for g in groups
+    ]
     points = type(made[0]).cat(made)
-    rows = type(groups[0].cond).cat([g.cond.repeat(len(p)) for g, p in zip(groups, made, strict=True)])
+    rows = type(groups[0].cond).cat(
+        [g.cond.repeat(len(p)) for g, p in zip(groups, made, strict=True)]
+    )
     weights = torch.from_numpy(rng.standard_normal(len(points)).astype(np.float32)) * 3
     parameters = list(trainer.updater.parameters.values())
 
@@ -96,7 +128,9 @@ def test_gradients_by_finite_differences(name, directory, monkeypatch):
         velocities = {}
         for policy in trainer.objective.policies:
             with use(trainer.transformer, None if policy == "ref" else policy):
-                velocities[policy] = trainer.family.velocity(trainer.transformer, points.x_t, points.sigma, rows)
+                velocities[policy] = trainer.family.velocity(
+                    trainer.transformer, points.x_t, points.sigma, rows
+                )
         assert not torch.equal(velocities["current"], velocities["old"])
         assert not torch.equal(velocities["current"], velocities["ref"])
         return trainer.objective.loss(points, velocities, weights)[0]
@@ -119,24 +153,37 @@ def test_gradients_by_finite_differences(name, directory, monkeypatch):
         noise = [torch.randn(p.shape, generator=generator, dtype=torch.float64) for p in parameters]
         length = float(torch.stack([n.norm() for n in noise]).norm())
         direction = [g / norm + n / length for g, n in zip(gradient, noise, strict=True)]
-        found = (8 * (at(h, direction) - at(-h, direction)) - (at(2 * h, direction) - at(-2 * h, direction))) / (12 * h)
+        found = (
+            8 * (at(h, direction) - at(-h, direction))
+            - (at(2 * h, direction) - at(-2 * h, direction))
+        ) / (12 * h)
         wanted = sum(float((g * d).sum()) for g, d in zip(gradient, direction, strict=True))
         assert found == pytest.approx(wanted, rel=1e-4)
 
 
 def test_gradient_checkpointing_gives_the_same_gradients(name, directory):
-    """The recomputation in the backward pass runs with the adapter "current", though "old" and the reference ran in between.
+    """The recomputation in the backward pass runs with the adapter "current", though "old" and the
+    reference ran in between.
 
-    The same operations again: first moments (0.1 of the gradient) agree to float32 rounding of sums, and blocks do run twice.
+    The same operations again: first moments (0.1 of the gradient) agree to float32 rounding of
+    sums, and blocks do run twice.
     """
     moments, passes = [], []
     for checkpointing in (False, True):
-        trainer = trainer_of(name, directory, optimizer={"lr": 1e-2, "gradient_checkpointing": checkpointing, "batch_size": 3})
+        trainer = trainer_of(
+            name,
+            directory,
+            optimizer={"lr": 1e-2, "gradient_checkpointing": checkpointing, "batch_size": 3},
+        )
         calls: list[bool] = []
         block = trainer.transformer.transformer_blocks[0]
-        block.register_forward_pre_hook(lambda *_, calls=calls: calls.append(torch.is_grad_enabled()))
+        block.register_forward_pre_hook(
+            lambda *_, calls=calls: calls.append(torch.is_grad_enabled())
+        )
         trainer.update(1, groups_of(trainer))
-        moments.append({key: t for key, t in trainer.updater.state().items() if key.startswith("exp_avg/")})
+        moments.append(
+            {key: t for key, t in trainer.updater.state().items() if key.startswith("exp_avg/")}
+        )
         passes.append(sum(calls))
     assert passes[1] == 2 * passes[0] > 0
     size = max(float(t.abs().max()) for t in moments[0].values())

@@ -1,4 +1,6 @@
-"""What FLUX.1 has of its own, against diffusers' own pipeline; the rest is in test_families_parity.py."""
+"""What FLUX.1 has of its own, against diffusers' own pipeline; the rest is in
+test_families_parity.py.
+"""
 
 import numpy as np
 import pytest
@@ -20,13 +22,19 @@ def test_pictures_that_are_not_square(tiny):
     wide = tiny.other(width=24)
     assert wide.latent_shape == (24, 16)
     ours = sample(wide, tiny.denoiser, tiny.encoded.rows(1).repeat(2), SEEDS[:2], 3, "euler")
-    theirs = stock_call(tiny.pipe, wide.model, PROMPTS[1], noise_for(SEEDS[:2], wide.latent_shape), 3, "pil")
-    np.testing.assert_array_equal(wide.decode(wide.load_vae("cpu", torch.float32), ours).numpy(), as_array(theirs))
+    theirs = stock_call(
+        tiny.pipe, wide.model, PROMPTS[1], noise_for(SEEDS[:2], wide.latent_shape), 3, "pil"
+    )
+    np.testing.assert_array_equal(
+        wide.decode(wide.load_vae("cpu", torch.float32), ours).numpy(), as_array(theirs)
+    )
 
 
 @pytest.mark.parametrize(("side", "tokens"), [(16, 16), (64, 256), (256, 4096)])
 def test_the_shift_depends_on_the_resolution(tiny, side, tokens):
-    """sigma = e^mu / (e^mu + 1/t - 1), mu linear in the tokens: 0.5 at 256 and 1.15 at 4096; float32 and t rounded to it."""
+    """sigma = e^mu / (e^mu + 1/t - 1), mu linear in the tokens: 0.5 at 256 and 1.15 at 4096;
+    float32 and t rounded to it.
+    """
     family = tiny.other(height=side, width=side)
     assert family.latent_shape == (tokens, 16)
     mu = 0.5 + 0.65 * (tokens - 256) / 3840
@@ -47,7 +55,9 @@ def test_time_is_sigma_and_guidance_is_an_input(tiny):
     x = noise_for([1, 2], FLUX_LATENT)
     one = flux.velocity(denoiser, x, torch.tensor(0.25), encoded)
     assert torch.equal(one, flux.velocity(denoiser, x, torch.tensor([0.25, 0.25]), encoded))
-    grid = torch.tensor([[0, row, column] for row in range(4) for column in range(4)], dtype=torch.float32)
+    grid = torch.tensor(
+        [[0, row, column] for row in range(4) for column in range(4)], dtype=torch.float32
+    )
     theirs = denoiser(
         hidden_states=x,
         timestep=torch.tensor([0.25, 0.25]),
@@ -65,6 +75,12 @@ def test_time_is_sigma_and_guidance_is_an_input(tiny):
 
 def test_guidance_must_be_given(tiny):
     family, noise = tiny.other(guidance=None), noise_for([1], FLUX_LATENT)
-    for ask in (family.check, lambda: family.velocity(tiny.denoiser, noise, torch.tensor(0.5), tiny.encoded.rows(0))):
-        with pytest.raises(ValueError, match=r"model\.guidance: .* was distilled with an embedded guidance: give one"):
+    for ask in (
+        family.check,
+        lambda: family.velocity(tiny.denoiser, noise, torch.tensor(0.5), tiny.encoded.rows(0)),
+    ):
+        with pytest.raises(
+            ValueError,
+            match=r"model\.guidance: .* was distilled with an embedded guidance: give one",
+        ):
             ask()

@@ -12,7 +12,10 @@ FP8 = BACKENDS["fp8"]
 DEVICES = [
     "cpu",
     pytest.param(
-        "cuda", marks=pytest.mark.skipif(FP8.unavailable(torch.device("cuda")) is not None, reason="no GPU with FP8 tensor cores")
+        "cuda",
+        marks=pytest.mark.skipif(
+            FP8.unavailable(torch.device("cuda")) is not None, reason="no GPU with FP8 tensor cores"
+        ),
     ),
 ]
 
@@ -40,14 +43,24 @@ def dequantised(x: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("shape", [(7, 64), (2, 5, 64), (64,)])
 def test_forward_is_the_product_of_dequantised_operands(device, bias, shape):
-    """Against float64. Sums of K = 64 exact products in float32: (K + 2) 2^-24 of the sum of their absolute values; then the
-    product, the bias and the result round to bfloat16, each by at most 2^-8 of itself."""
+    """Against float64. Sums of K = 64 exact products in float32: (K + 2) 2^-24 of the sum of their
+    absolute values; then the product, the bias and the result round to bfloat16, each by at most
+    2^-8 of itself.
+    """
     linear = linear_of(bias=bias).to(device)
     x = (torch.randn(shape, generator=torch.Generator().manual_seed(1)) * 3).to(device)
-    rows, weight = dequantised(x.reshape(-1, 64)), FP8.decode(FP8.pack(linear.weight, True)).double()
-    product, offset = rows @ weight.t(), linear.bias.double() if bias else torch.zeros(48, device=device).double()
+    rows, weight = (
+        dequantised(x.reshape(-1, 64)),
+        FP8.decode(FP8.pack(linear.weight, True)).double(),
+    )
+    product, offset = (
+        rows @ weight.t(),
+        (linear.bias.double() if bias else torch.zeros(48, device=device).double()),
+    )
     wanted = product + offset
-    bound = 66 * 2.0**-24 * (rows.abs() @ weight.abs().t()) + 2.0**-8 * (product.abs() + offset.abs() + wanted.abs())
+    bound = 66 * 2.0**-24 * (rows.abs() @ weight.abs().t()) + 2.0**-8 * (
+        product.abs() + offset.abs() + wanted.abs()
+    )
     y = layer_of(linear)(x)
     assert y.shape == (*shape[:-1], 48) and y.dtype == torch.float32
     assert ((y.reshape(-1, 48).double() - wanted).abs() <= bound).all()
@@ -55,13 +68,17 @@ def test_forward_is_the_product_of_dequantised_operands(device, bias, shape):
 
 @torch.no_grad()
 def test_quantisation_error_is_that_of_the_format():
-    """Gaussian operands: E4M3 rounds by 2^-4 / sqrt(12) / sqrt(2) or so of a value on average, twice: .037 of the result."""
+    """Gaussian operands: E4M3 rounds by 2^-4 / sqrt(12) / sqrt(2) or so of a value on average,
+    twice: .037 of the result.
+    """
     generator = torch.Generator().manual_seed(2)
     linear = linear_of(128, 256, bias=False)
     linear.weight.copy_(torch.randn(128, 256, generator=generator))
     x = torch.randn(256, 256, generator=generator)
     wide = linear(x)
-    assert ((layer_of(linear)(x) - wide).norm() / wide.norm()).item() == pytest.approx(0.037, abs=0.002)
+    assert ((layer_of(linear)(x) - wide).norm() / wide.norm()).item() == pytest.approx(
+        0.037, abs=0.002
+    )
 
 
 def test_codes_and_scales():
@@ -71,29 +88,40 @@ def test_codes_and_scales():
     assert packed["scales"].tolist() == [1.0, torch.finfo(torch.float32).tiny, 2.0]
     assert FP8.decode(packed)[:, :4].tolist() == [[448, 1, -2, 0], [0, 0, 0, 0], [-896, 2.25, 0, 0]]
     assert FP8.decode(packed)[2, 1] == 2.25  # 1.125 is an E4M3 value
-    assert FP8.changed(FP8.pack(weight + torch.tensor([0.0, 1.0, 0.0, 0.0] * 4), False), packed) == 12
-    small = FP8.pack(torch.full((1, 16), 1e-44), False)  # below what a scale can say: zero, not garbage
+    assert (
+        FP8.changed(FP8.pack(weight + torch.tensor([0.0, 1.0, 0.0, 0.0] * 4), False), packed) == 12
+    )
+    small = FP8.pack(
+        torch.full((1, 16), 1e-44), False
+    )  # below what a scale can say: zero, not garbage
     assert not FP8.decode(small).any()
 
 
 def test_a_frozen_range_leaves_codes_alone():
-    """A larger largest weight moves every code of its row, unless the range was frozen at the first weight."""
+    """A larger largest weight moves every code of its row, unless the range was frozen at the first
+    weight.
+    """
     weight = torch.randn(4, 64, generator=torch.Generator().manual_seed(3))
     grown = weight.clone()
     grown[:, 0] = 1.2 * weight.abs().amax(-1)
     for frozen, elsewhere in ((False, False), (True, True)):
         before, after = (
-            FP8.pack(w, False, frozen_amax(FP8.amax(weight), FP8.amax(w)) if frozen else None) for w in (weight, grown)
+            FP8.pack(w, False, frozen_amax(FP8.amax(weight), FP8.amax(w)) if frozen else None)
+            for w in (weight, grown)
         )
         assert torch.equal(before["codes"][:, 1:], after["codes"][:, 1:]) == elsewhere
     assert torch.equal(after["scales"], 2 * weight.abs().amax(-1) / 448)
-    far = FP8.pack(weight * 5, False, frozen_amax(FP8.amax(weight), FP8.amax(weight * 5)))  # outgrown: doubled until it fits
+    far = FP8.pack(
+        weight * 5, False, frozen_amax(FP8.amax(weight), FP8.amax(weight * 5))
+    )  # outgrown: doubled until it fits
     assert torch.equal(far["scales"], 8 * weight.abs().amax(-1) / 448)
 
 
 @torch.no_grad()
 def test_a_row_depends_on_itself_alone():
-    """Its codes and scale exactly. Its result too, up to the order of float32 sums, which shows as one bfloat16 step at most."""
+    """Its codes and scale exactly. Its result too, up to the order of float32 sums, which shows as
+    one bfloat16 step at most.
+    """
     layer = layer_of(linear_of())
     x = torch.randn(6, 64, generator=torch.Generator().manual_seed(4))
     loud = torch.cat([x, 1000 * x])
@@ -121,7 +149,11 @@ def test_what_is_not_finite():
 def test_a_cast_does_not_reach_the_scales():
     layer = layer_of(linear_of())
     before = layer.scales.clone()
-    assert torch.equal(layer.bfloat16().scales, before) and layer.bias is not None and layer.bias.dtype == torch.bfloat16
+    assert (
+        torch.equal(layer.bfloat16().scales, before)
+        and layer.bias is not None
+        and layer.bias.dtype == torch.bfloat16
+    )
     y = layer(torch.ones(2, 64, dtype=torch.bfloat16))
     assert y.dtype == torch.bfloat16
 

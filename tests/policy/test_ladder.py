@@ -19,7 +19,12 @@ EVERYTHING = tuple(BACKENDS)
         ("bf16", EVERYTHING, "fp32", "fp32"),
         ("fp32", EVERYTHING, "fp32", None),
         ("te_nvfp4", ("te_nvfp4", "bf16", "fp32"), "bf16", "bf16"),  # a GPU without FP8
-        ("emulated_nvfp4", ("emulated_nvfp4", "fp32"), "fp32", "fp32"),  # a device with neither FP8 nor BF16
+        (
+            "emulated_nvfp4",
+            ("emulated_nvfp4", "fp32"),
+            "fp32",
+            "fp32",
+        ),  # a device with neither FP8 nor BF16
         ("emulated_nvfp4", ("emulated_nvfp4", "fp32"), "bf16", None),
         ("emulated_nvfp4", (), "fp32", None),
     ],

@@ -1,4 +1,6 @@
-"""Adapters: the reference is exact, merging is adding, and diffusers reads and writes the same files."""
+"""Adapters: the reference is exact, merging is adding, and diffusers reads and writes the same
+files.
+"""
 
 import json
 
@@ -53,14 +55,17 @@ def test_initial_adapters_are_equal_gaussian_and_seeded(family, adapted):
         assert value.dtype == torch.float32
         assert ("lora_A" in key) == bool(value.any())
     downs = torch.cat([value.flatten() for key, value in states[0].items() if "lora_A" in key])
-    # 15 modules x 4 x 32 = 1920 values of deviation 1/4: its standard error is 1 / (4 sqrt(2 * 1920)) = 0.004; five of them
+    # 15 modules x 4 x 32 = 1920 values of deviation 1/4: its standard error is 1 / (4 sqrt(2 *
+    # 1920)) = 0.004; five of them
     assert abs(downs.std() - 0.25) < 0.02
     other = family.load_transformer("cpu", torch.float32)
     add_adapters(other, LORA, family, seed=1)
     assert all(torch.equal(v, states[0][k]) for k, v in adapter_state(other, "current").items())
     third = family.load_transformer("cpu", torch.float32)
     add_adapters(third, LORA, family, seed=2)
-    assert not torch.equal(next(iter(adapter_state(third, "current").values())), next(iter(states[0].values())))
+    assert not torch.equal(
+        next(iter(adapter_state(third, "current").values())), next(iter(states[0].values()))
+    )
 
 
 def test_global_randomness_is_left_alone(family, transformer):
@@ -101,7 +106,10 @@ def test_gradients_survive_a_visit_to_another_adapter(family, adapted, cond):
 
 def test_use_nests_and_refuses_unknown_names(adapted):
     def active():
-        return {(tuple(layer.active_adapters), layer.disable_adapters) for _, layer in adapted_modules(adapted)}
+        return {
+            (tuple(layer.active_adapters), layer.disable_adapters)
+            for _, layer in adapted_modules(adapted)
+        }
 
     with use(adapted, "old"):
         with use(adapted, None):
@@ -110,12 +118,17 @@ def test_use_nests_and_refuses_unknown_names(adapted):
                 assert active() == {(("ema",), False)}
         assert active() == {(("old",), False)}
     assert active() == {(("current",), False)}
-    with pytest.raises(KeyError, match="adapter 'best' does not exist; there are current, old, ema"), use(adapted, "best"):
+    with (
+        pytest.raises(KeyError, match="adapter 'best' does not exist; there are current, old, ema"),
+        use(adapted, "best"),
+    ):
         pass
 
 
 def test_merged_weights_are_the_adapters_forward(adapted, randomise):
-    """Each module against float64: both ways round at most (K + r + 4) times by 2^-24 of the sum of absolute products."""
+    """Each module against float64: both ways round at most (K + r + 4) times by 2^-24 of the sum of
+    absolute products.
+    """
     randomise(adapted, "ema", 3)
     merged = dict(merged_weights(adapted, "ema"))
     assert set(merged) == {name for name, _ in adapted_modules(adapted)} and len(merged) == 15
@@ -125,8 +138,13 @@ def test_merged_weights_are_the_adapters_forward(adapted, randomise):
             y = layer(x).detach()
         weight, bias = merged[name], layer.base_layer.bias
         down, up = layer.lora_A["ema"].weight.abs(), layer.lora_B["ema"].weight.abs()
-        size = x.abs() @ (layer.base_layer.weight.abs() + layer.scaling["ema"] * up @ down).t() + bias.abs()
-        assert ((y - (x @ weight.t() + bias)).abs() <= 2 * (layer.in_features + 8) * 2.0**-24 * size).all()
+        size = (
+            x.abs() @ (layer.base_layer.weight.abs() + layer.scaling["ema"] * up @ down).t()
+            + bias.abs()
+        )
+        assert (
+            (y - (x @ weight.t() + bias)).abs() <= 2 * (layer.in_features + 8) * 2.0**-24 * size
+        ).all()
         assert not torch.equal(weight, layer.base_layer.weight)
     for name, weight in merged_weights(adapted, None):
         assert torch.equal(weight, adapted.get_submodule(name).base_layer.weight)
@@ -143,12 +161,18 @@ def test_blend_closed_form(adapted, randomise):
     current, old = randomise(adapted, "current", 1), randomise(adapted, "old", 2)
     blend(adapted, "old", "current", 0.75)
     for key, value in adapter_state(adapted, "old").items():
-        torch.testing.assert_close(value, 0.75 * old[key] + 0.25 * current[key], rtol=0, atol=4 * 2.0**-24)
+        torch.testing.assert_close(
+            value, 0.75 * old[key] + 0.25 * current[key], rtol=0, atol=4 * 2.0**-24
+        )
     blend(adapted, "old", "current", 0.0)
-    assert all(torch.equal(value, current[key]) for key, value in adapter_state(adapted, "old").items())
+    assert all(
+        torch.equal(value, current[key]) for key, value in adapter_state(adapted, "old").items()
+    )
     blend(adapted, "ema", "current", 1.0)
     assert not torch.equal(adapter_state(adapted, "ema")[key], current[key])
-    assert all(torch.equal(value, current[key]) for key, value in adapter_state(adapted, "current").items())
+    assert all(
+        torch.equal(value, current[key]) for key, value in adapter_state(adapted, "current").items()
+    )
     with pytest.raises(ValueError, match=r"decay 1.5 is outside \[0, 1\]"):
         blend(adapted, "old", "current", 1.5)
 
@@ -160,11 +184,15 @@ def test_states_are_copies_and_checked(adapted):
     assert not torch.equal(adapter_state(adapted, "current")[key], state[key])
     with pytest.raises(ValueError, match=f"adapter 'old': {key} is "):
         load_adapter_state(adapted, "old", {**state, key: torch.zeros(4, 3)})
-    with pytest.raises(ValueError, match="1 keys are not the model's, such as 'proj_out.lora_A.weight'"):
+    with pytest.raises(
+        ValueError, match="1 keys are not the model's, such as 'proj_out.lora_A.weight'"
+    ):
         load_adapter_state(adapted, "old", {**state, "proj_out.lora_A.weight": torch.zeros(1)})
 
 
-def test_the_export_loads_in_stock_diffusers_and_draws_the_same(family, adapted, cond, randomise, tiny_sd3_dir, tmp_path):
+def test_the_export_loads_in_stock_diffusers_and_draws_the_same(
+    family, adapted, cond, randomise, tiny_sd3_dir, tmp_path
+):
     state = randomise(adapted, "ema", 5)
     file = save_diffusers_lora(tmp_path / "lora", state, LORA)
     assert [path.name for path in (tmp_path / "lora").iterdir()] == [FILE]
@@ -222,11 +250,15 @@ def test_the_other_families_exports_load_in_stock_diffusers(name, request, rando
 def test_the_other_families_start_from_their_own_export(name, request, randomise, tmp_path):
     family = family_for(tiny_model(name, request.getfixturevalue(f"tiny_{name}_dir")))
     transformer, fresh = (family.load_transformer("cpu", torch.float32) for _ in range(2))
-    targets = (*family.lora_targets, "ff.conv_point") if name == "sana" else ()  # a 1x1 convolution too
+    targets = (
+        (*family.lora_targets, "ff.conv_point") if name == "sana" else ()
+    )  # a 1x1 convolution too
     lora = Lora(rank=4, alpha=8, targets=targets)
     add_adapters(transformer, lora, family, seed=1)
     save_diffusers_lora(tmp_path, randomise(transformer, "current", 6), lora)
-    add_adapters(fresh, Lora(rank=6, alpha=3, targets=targets, init_from=str(tmp_path)), family, seed=9)
+    add_adapters(
+        fresh, Lora(rank=6, alpha=3, targets=targets, init_from=str(tmp_path)), family, seed=9
+    )
     wanted = dict(merged_weights(transformer, "current"))
     found = dict(merged_weights(fresh, "old"))
     assert found.keys() == wanted.keys()
@@ -237,19 +269,29 @@ def test_the_other_families_start_from_their_own_export(name, request, randomise
 
 def test_targets_are_suffixes_of_paths_with_wildcards(family):
     transformer = family.load_transformer("cpu", torch.float32)
-    assert target_modules(transformer, ["attn.to_q"]) == [f"transformer_blocks.{i}.attn.to_q" for i in (0, 1)]
+    assert target_modules(transformer, ["attn.to_q"]) == [
+        f"transformer_blocks.{i}.attn.to_q" for i in (0, 1)
+    ]
     assert target_modules(transformer, ["transformer_blocks.1.*.to_q", "proj_out"]) == [
         "transformer_blocks.1.attn.to_q",
         "proj_out",
     ]
-    assert target_modules(transformer, ["to_q", "nothing"], strict=False) == target_modules(transformer, ["attn.to_q"])
-    for targets in (["o_q"], ["transformer_blocks.0"], ["norm1"]):  # part of a name, a block, no linear
+    assert target_modules(transformer, ["to_q", "nothing"], strict=False) == target_modules(
+        transformer, ["attn.to_q"]
+    )
+    for targets in (
+        ["o_q"],
+        ["transformer_blocks.0"],
+        ["norm1"],
+    ):  # part of a name, a block, no linear
         with pytest.raises(ValueError, match="no linear of the transformer ends in"):
             target_modules(transformer, targets, strict=False)
 
 
 @pytest.mark.parametrize(("rank", "alpha"), [(4, 8), (6, 3), (4, 32)])
-def test_starting_from_an_existing_lora(family, adapted, transformer, randomise, tmp_path, rank, alpha):
+def test_starting_from_an_existing_lora(
+    family, adapted, transformer, randomise, tmp_path, rank, alpha
+):
     """Same product s B A in every module, at the same or a larger rank and any alpha."""
     state = randomise(adapted, "current", 6)
     save_diffusers_lora(tmp_path, state, LORA)
@@ -266,15 +308,39 @@ def test_starting_from_an_existing_lora(family, adapted, transformer, randomise,
 def test_what_cannot_be_started_from(family, adapted, tmp_path, randomise):
     save_diffusers_lora(tmp_path, randomise(adapted, "current", 6), LORA)
     cases = [
-        (Lora(rank=4, init_from=str(tmp_path / "none")), FileNotFoundError, "lora.init_from: there is no pytorch_lora_weights"),
-        (Lora(rank=2, init_from=str(tmp_path)), ValueError, "is 32x32 of rank 4, here it is 32x32 of rank 2: raise lora.rank"),
-        (Lora(rank=4, targets=("attn.to_q",), init_from=str(tmp_path)), ValueError, "in no module of lora.targets"),
-        (Lora(rank=4, targets=("attn.query",)), ValueError, "lora.targets: no linear of the transformer ends in 'attn.query'"),
-        (Lora(rank=4, targets=("attn.to_q", "to_w")), ValueError, "ends in 'to_w'; there are such as 'transformer_blocks"),
+        (
+            Lora(rank=4, init_from=str(tmp_path / "none")),
+            FileNotFoundError,
+            "lora.init_from: there is no pytorch_lora_weights",
+        ),
+        (
+            Lora(rank=2, init_from=str(tmp_path)),
+            ValueError,
+            "is 32x32 of rank 4, here it is 32x32 of rank 2: raise lora.rank",
+        ),
+        (
+            Lora(rank=4, targets=("attn.to_q",), init_from=str(tmp_path)),
+            ValueError,
+            "in no module of lora.targets",
+        ),
+        (
+            Lora(rank=4, targets=("attn.query",)),
+            ValueError,
+            "lora.targets: no linear of the transformer ends in 'attn.query'",
+        ),
+        (
+            Lora(rank=4, targets=("attn.to_q", "to_w")),
+            ValueError,
+            "ends in 'to_w'; there are such as 'transformer_blocks",
+        ),
     ]
     for lora, error, message in cases:
         with pytest.raises(error, match=message):
             add_adapters(family.load_transformer("cpu", torch.float32), lora, family)
     (tmp_path / FILE).write_bytes(b"\x08\x00\x00\x00\x00\x00\x00\x00not json")
     with pytest.raises(ValueError, match="is not a readable safetensors file"):
-        add_adapters(family.load_transformer("cpu", torch.float32), Lora(rank=4, init_from=str(tmp_path)), family)
+        add_adapters(
+            family.load_transformer("cpu", torch.float32),
+            Lora(rank=4, init_from=str(tmp_path)),
+            family,
+        )

@@ -1,4 +1,6 @@
-"""What ``sol-rl plan`` counts on tensors without data against what torch's CPU allocator hands out in a real pass."""
+"""What ``sol-rl plan`` counts on tensors without data against what torch's CPU allocator hands out
+in a real pass.
+"""
 
 from collections.abc import Callable
 from typing import Any
@@ -17,9 +19,13 @@ ROWS = 8
 
 
 def allocated(run: Callable[[], Any]) -> int:
-    """Bytes at the peak of ``run`` on top of what was there, from the profiler's record of every allocation and release."""
+    """Bytes at the peak of ``run`` on top of what was there, from the profiler's record of every
+    allocation and release.
+    """
     run()  # what is made once and kept is no part of it
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+    with torch.profiler.profile(
+        activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True
+    ) as profile:
         run()
     live = peak = 0
     events = profile.profiler.kineto_results.events()
@@ -35,25 +41,33 @@ def family(name, directory):
 
 
 def inputs(family) -> tuple:
-    return noise_for(range(ROWS), family.latent_shape), memory.conditioning_like(family, ROWS, torch.float32, "cpu")
+    return noise_for(range(ROWS), family.latent_shape), memory.conditioning_like(
+        family, ROWS, torch.float32, "cpu"
+    )
 
 
 def test_the_peak_of_a_sampling_step(family):
-    """To one scalar, as sigma is on the CPU in both; for SANA within 1 %, as the CPU's convolutions want scratch memory."""
+    """To one scalar, as sigma is on the CPU in both; for SANA within 1 %, as the CPU's convolutions
+    want scratch memory.
+    """
     transformer, (x, cond) = family.load_transformer("cpu", torch.float32), inputs(family)
 
     @torch.no_grad()
     def step() -> None:
         family.velocity(transformer, x, torch.tensor(0.5), cond)
 
-    planned = memory.sampling_work(family, memory.blank(family, "transformer", torch.float32), ROWS, torch.float32).peak
+    planned = memory.sampling_work(
+        family, memory.blank(family, "transformer", torch.float32), ROWS, torch.float32
+    ).peak
     slack = 0.01 * planned if family.name == "sana" else 64
     assert allocated(step) == pytest.approx(planned, abs=slack)
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_the_peak_of_a_training_pass(family, checkpointing):
-    """Within 3 %: a kernel's own scratch is not counted, and gradients are released in an order of their own."""
+    """Within 3 %: a kernel's own scratch is not counted, and gradients are released in an order of
+    their own.
+    """
     blank = memory.blank(family, "transformer", torch.float32)
     memory.adapt(blank, family, Lora(rank=4))
     transformer, (x, cond) = family.load_transformer("cpu", torch.float32), inputs(family)

@@ -9,7 +9,16 @@ from hypothesis import strategies as st
 from policy.sampling.noise import PURPOSES, noise_for, stream_seed
 
 SEED = st.integers(0, 2**64 - 1)
-GOLDEN = [1066122360, 1055482398, 1060350078, 1049748505, 3218386491, 1068538216, 1046636260, 3210184054]
+GOLDEN = [
+    1066122360,
+    1055482398,
+    1060350078,
+    1049748505,
+    3218386491,
+    1068538216,
+    1046636260,
+    3210184054,
+]
 GOLDEN_SEED = 0x1A8D08E1CA8873A
 
 
@@ -35,7 +44,9 @@ def test_every_bit_of_a_seed_counts(seed, bit):
 
 
 def test_noise_is_standard_normal():
-    """n = 2^18 values: the mean has standard error 1/512, the variance sqrt(2)/512, the 4th moment sqrt(96)/512; 5 of them."""
+    """n = 2^18 values: the mean has standard error 1/512, the variance sqrt(2)/512, the 4th moment
+    sqrt(96)/512; 5 of them.
+    """
     values = noise_for([stream_seed(0, "test", i) for i in range(64)], (4096,)).double()
     error = 5 / 512
     assert abs(values.mean()) < error
@@ -47,9 +58,16 @@ def test_no_seeds_no_rows():
     assert noise_for([], (4, 2)).shape == (0, 4, 2)
 
 
-@given(st.integers(0, 2**63 - 1), st.lists(st.integers(0, 10**9), max_size=4), st.integers(0, 2**63 - 1))
+@given(
+    st.integers(0, 2**63 - 1),
+    st.lists(st.integers(0, 10**9), max_size=4),
+    st.integers(0, 2**63 - 1),
+)
 def test_purposes_are_disjoint_whatever_the_rest(run_seed, index, other):
-    assert stream_seed(run_seed, "explore", *index) >> 56 != stream_seed(other, "evaluate", *index) >> 56
+    assert (
+        stream_seed(run_seed, "explore", *index) >> 56
+        != stream_seed(other, "evaluate", *index) >> 56
+    )
     assert 0 <= stream_seed(run_seed, "evaluate", *index) < 2**64
 
 
@@ -59,9 +77,15 @@ def test_every_purpose_has_its_own_top_byte():
 
 def test_seeds_are_pinned_and_distinct():
     assert stream_seed(0, "explore", 1, 2, 3) == GOLDEN_SEED
-    seeds = {stream_seed(0, "explore", i, p, n) for i in range(10) for p in range(10) for n in range(100)}
+    seeds = {
+        stream_seed(0, "explore", i, p, n) for i in range(10) for p in range(10) for n in range(100)
+    }
     assert len(seeds) == 10_000
-    assert stream_seed(1, "explore", 11) != stream_seed(11, "explore", 1) != stream_seed(1, "explore", 1, 1)
+    assert (
+        stream_seed(1, "explore", 11)
+        != stream_seed(11, "explore", 1)
+        != stream_seed(1, "explore", 1, 1)
+    )
 
 
 def test_an_unknown_purpose_is_refused():

@@ -1,4 +1,6 @@
-"""The format: golden vectors of TransformerEngine's arithmetic, a brute-force oracle, and properties."""
+"""The format: golden vectors of TransformerEngine's arithmetic, a brute-force oracle, and
+properties.
+"""
 
 import hashlib
 
@@ -14,10 +16,13 @@ from policy.precision.emulated import Workspace
 from policy.precision.nvfp4 import Packed, block_amax, dequantise, quantise, quantise_activation
 
 RAMP = [0, 0.25, 0.5, 0.75, 1, 1.25, 1.5, 1.75, 2, 2.5, 3, 3.5, 4, 5, 6, -6]
-# zero, or large enough that a block's unit is a normal float32: below that the arithmetic of any format loses bits
+# zero, or large enough that a block's unit is a normal float32: below that the arithmetic of any
+# format loses bits
 ELEMENTS = st.floats(-8, 8, width=32).map(lambda value: value if abs(value) >= 2.0**-90 else 0.0)
 MATRIX = arrays(np.float32, (3, 48), elements=ELEMENTS)
-ANY_MATRIX = arrays(np.float32, (2, 32), elements=st.floats(allow_nan=False, allow_infinity=False, width=32))
+ANY_MATRIX = arrays(
+    np.float32, (2, 32), elements=st.floats(allow_nan=False, allow_infinity=False, width=32)
+)
 
 
 def digest(tensor):
@@ -28,7 +33,10 @@ def test_golden_hand():
     packed = quantise(torch.tensor([RAMP + [448 * v for v in RAMP]]))
     assert packed.amax == 2688
     assert packed.scales.tolist() == [[56, 126]]
-    assert packed.codes.numpy().tobytes().hex(" ") == "00 21 22 43 44 65 66 f7 " + "00 21 22 43 44 65 66 f7"
+    assert (
+        packed.codes.numpy().tobytes().hex(" ")
+        == "00 21 22 43 44 65 66 f7 " + "00 21 22 43 44 65 66 f7"
+    )
 
 
 def test_golden_order_of_multiplication():
@@ -39,7 +47,9 @@ def test_golden_order_of_multiplication():
 
 
 def test_the_encoding_scale_is_rounded_once():
-    """2688 / amax, as IEEE division rounds it: for a third of all amax values 1 / amax times 2688 is another number."""
+    """2688 / amax, as IEEE division rounds it: for a third of all amax values 1 / amax times 2688
+    is another number.
+    """
     for amax in torch.linspace(1, 2, 257)[1:]:
         wanted = np.float32(2688) / np.float32(amax.item())
         assert nvfp4.encoding_scale(amax).item() == wanted
@@ -58,42 +68,64 @@ def test_size_is_four_and_a_half_bits():
 
 
 def test_e2m1_rounding_against_brute_force():
-    """Nearest of the 15 values, ties to the even code, on a grid of 1/64 (all ties included) and its float32 neighbours."""
+    """Nearest of the 15 values, ties to the even code, on a grid of 1/64 (all ties included) and
+    its float32 neighbours.
+    """
     grid = torch.arange(-7 * 64, 7 * 64 + 1) / 64.0
-    inputs = torch.cat([grid, torch.nextafter(grid, torch.tensor(9.0)), torch.nextafter(grid, torch.tensor(-9.0))])
+    inputs = torch.cat(
+        [grid, torch.nextafter(grid, torch.tensor(9.0)), torch.nextafter(grid, torch.tensor(-9.0))]
+    )
     distance = (inputs.double().abs().unsqueeze(-1) - torch.tensor(nvfp4.VALUES).double()).abs()
-    code = (distance + torch.tensor([0, 1e-12] * 4)).argmin(-1)  # 1e-12 breaks ties, and is below a float32 step
+    code = (distance + torch.tensor([0, 1e-12] * 4)).argmin(
+        -1
+    )  # 1e-12 breaks ties, and is below a float32 step
     wanted = torch.tensor(nvfp4.VALUES)[code] * inputs.sign()
-    assert torch.equal(nvfp4.round_e2m1_(inputs.clone()) + 0.0, wanted + 0.0)  # + 0 makes -0 and 0 equal
+    assert torch.equal(
+        nvfp4.round_e2m1_(inputs.clone()) + 0.0, wanted + 0.0
+    )  # + 0 makes -0 and 0 equal
     inside = inputs[inputs.abs() < 7]
-    assert torch.equal(nvfp4.round_e2m1_(inside.clone(), saturate=False) + 0.0, wanted[inputs.abs() < 7] + 0.0)
+    assert torch.equal(
+        nvfp4.round_e2m1_(inside.clone(), saturate=False) + 0.0, wanted[inputs.abs() < 7] + 0.0
+    )
 
 
 def test_e4m3_rounding_against_torch():
-    """The arithmetic rounding to 3 mantissa bits is torch's cast, for every pair of neighbouring E4M3 values and between."""
+    """The arithmetic rounding to 3 mantissa bits is torch's cast, for every pair of neighbouring
+    E4M3 values and between.
+    """
     values = torch.arange(127, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
     steps = torch.linspace(0, 1, 17)
     points = (values[:-1, None] + (values[1:] - values[:-1])[:, None] * steps).flatten()
     points = torch.cat([points, torch.nextafter(points, torch.tensor(1e9)).clamp(max=448)])
-    assert torch.equal(nvfp4.round_to_mantissa_(points.clone(), bits=3, lowest=-6), points.to(torch.float8_e4m3fn).float())
+    assert torch.equal(
+        nvfp4.round_to_mantissa_(points.clone(), bits=3, lowest=-6),
+        points.to(torch.float8_e4m3fn).float(),
+    )
 
 
 def test_every_code_decodes():
     codes = torch.tensor([[16 * (2 * j + 1) + 2 * j for j in range(8)]], dtype=torch.uint8)
-    packed = Packed(codes, torch.tensor([[0x38]], dtype=torch.uint8), torch.tensor(2688.0))  # sf = 1, so the unit is 1
+    packed = Packed(
+        codes, torch.tensor([[0x38]], dtype=torch.uint8), torch.tensor(2688.0)
+    )  # sf = 1, so the unit is 1
     assert dequantise(packed).tolist() == [[*nvfp4.VALUES, *(-v for v in nvfp4.VALUES)]]
 
 
 def parts(weight, packed):
     """Blocks of the input, their decoded form, and each block's unit sf * amax / 2688, in float64."""
     unit = packed.scales.view(torch.float8_e4m3fn).double() * packed.amax.double() / 2688
-    return weight.double().view(*unit.shape, 16), dequantise(packed).double().view(*unit.shape, 16), unit
+    return (
+        weight.double().view(*unit.shape, 16),
+        dequantise(packed).double().view(*unit.shape, 16),
+        unit,
+    )
 
 
 @given(MATRIX)
 def test_error_is_at_most_one_unit(array):
-    """Steps are at most 2 units, so rounding errs by at most 1; saturation loses at most 6/16, as sf rounds down by 1/16 at
-    most while it is normal. 1e-5 covers the float32 arithmetic."""
+    """Steps are at most 2 units, so rounding errs by at most 1; saturation loses at most 6/16, as
+    sf rounds down by 1/16 at most while it is normal. 1e-5 covers the float32 arithmetic.
+    """
     weight = torch.from_numpy(array)
     packed = quantise(weight)
     blocks, decoded, unit = parts(weight, packed)
@@ -103,7 +135,9 @@ def test_error_is_at_most_one_unit(array):
 
 @given(MATRIX)
 def test_round_trip_is_idempotent(array):
-    """Packing what was decoded, at the same amax, decodes to the same; blocks of subnormal sf aside, where 6 is not reached."""
+    """Packing what was decoded, at the same amax, decodes to the same; blocks of subnormal sf
+    aside, where 6 is not reached.
+    """
     packed = quantise(torch.from_numpy(array))
     once = dequantise(packed)
     twice = dequantise(quantise(once, amax=packed.amax))
@@ -125,20 +159,30 @@ def test_scale_search_is_never_worse(array):
 
 
 def test_scale_search_reaches_the_published_gain():
-    """On Gaussian weights the relative error falls from .095 to .081-.082 (4096 blocks: the mean is good to 1 %)."""
+    """On Gaussian weights the relative error falls from .095 to .081-.082 (4096 blocks: the mean is
+    good to 1 %).
+    """
     weight = torch.randn(256, 256, generator=torch.Generator().manual_seed(0))
-    errors = [((dequantise(quantise(weight, search=s)) - weight).norm() / weight.norm()).item() for s in (False, True)]
+    errors = [
+        ((dequantise(quantise(weight, search=s)) - weight).norm() / weight.norm()).item()
+        for s in (False, True)
+    ]
     assert errors[0] == pytest.approx(0.0953, rel=0.02)
     assert errors[1] == pytest.approx(0.0815, rel=0.02)
 
 
 def test_a_zero_block_and_an_underflowing_one():
-    """A zero block is zeros; a block below amax / 2^19 has sf 0 and decodes to 0, its codes saturated."""
+    """A zero block is zeros; a block below amax / 2^19 has sf 0 and decodes to 0, its codes
+    saturated.
+    """
     weight = torch.zeros(1, 48)
     weight[0, 0], weight[0, 20] = 1.0, -(2.0**-19)
     packed = quantise(weight)
     assert packed.scales.tolist() == [[126, 0, 0]]
-    assert packed.codes[0, 8:16].tolist() == [0, 0, 0xF, 0, 0, 0, 0, 0] and packed.codes[0, 16:].eq(0).all()
+    assert (
+        packed.codes[0, 8:16].tolist() == [0, 0, 0xF, 0, 0, 0, 0, 0]
+        and packed.codes[0, 16:].eq(0).all()
+    )
     assert dequantise(packed)[0].tolist() == [1.0] + [0.0] * 47
 
 
@@ -170,7 +214,8 @@ def test_a_wrong_shape_is_refused(shape):
 
 
 @pytest.mark.parametrize(
-    ("amax", "wanted"), [(0.0, 0.0), (1.0, 1.0), (1.0000001, 2.0), (0.75, 1.0), (3e-39, 2.0**-127), (5.0, 8.0)]
+    ("amax", "wanted"),
+    [(0.0, 0.0), (1.0, 1.0), (1.0000001, 2.0), (0.75, 1.0), (3e-39, 2.0**-127), (5.0, 8.0)],
 )
 def test_power_of_two_above(amax, wanted):
     assert nvfp4.power_of_two_above(torch.tensor(amax)).item() == wanted
@@ -200,13 +245,17 @@ def test_activations_are_weights_with_a_rounded_amax(array):
     largest = x.abs().max()
     assert amax == largest == 0 or (largest <= amax < 2 * largest and amax.frexp().mantissa == 0.5)
     packed = quantise(x, amax=amax)
-    unpacked = nvfp4.decoded_operand(packed.codes, packed.scales, nvfp4.nibble_values(), nvfp4.scale_values())
+    unpacked = nvfp4.decoded_operand(
+        packed.codes, packed.scales, nvfp4.nibble_values(), nvfp4.scale_values()
+    )
     assert torch.equal(operand + 0.0, unpacked + 0.0)
 
 
 @given(MATRIX, st.floats(0.0, 1.0))
 def test_a_quieter_neighbour_changes_nothing(array, share):
-    """A picture in the batch whose amax is below the same power of two leaves every bit of the others."""
+    """A picture in the batch whose amax is below the same power of two leaves every bit of the
+    others.
+    """
     x = torch.from_numpy(array)
     alone, amax = quantise_activation(x)
     together, _ = quantise_activation(torch.cat([x, torch.full((1, 48), share) * amax]))

@@ -1,8 +1,10 @@
-"""Bit for bit the reference quantiser that NVIDIA publishes in Python, and the interfaces that ``te_nvfp4`` is written against.
+"""Bit for bit the reference quantiser that NVIDIA publishes in Python, and the interfaces that
+``te_nvfp4`` is written against.
 
-Both are read from the pure-Python wheel of TransformerEngine, whose compiled parts are not needed: ``pip download --no-deps
-transformer-engine==2.20.2``, unzip it, and name the directory in TRANSFORMER_ENGINE_WHEEL (docs/precision.md). Skipped where
-it is absent. Not on PYTHONPATH: peft imports what it finds there, and an unbuilt engine refuses.
+Both are read from the pure-Python wheel of TransformerEngine, whose compiled parts are not needed:
+``pip download --no-deps transformer-engine==2.20.2``, unzip it, and name the directory in
+TRANSFORMER_ENGINE_WHEEL (docs/precision.md). Skipped where it is absent. Not on PYTHONPATH: peft
+imports what it finds there, and an unbuilt engine refuses.
 """
 
 import ast
@@ -31,12 +33,16 @@ def package() -> Path | None:
 
 
 PACKAGE = package()
-pytestmark = pytest.mark.skipif(PACKAGE is None, reason="TRANSFORMER_ENGINE_WHEEL names no unpacked wheel of transformer-engine")
+pytestmark = pytest.mark.skipif(
+    PACKAGE is None, reason="TRANSFORMER_ENGINE_WHEEL names no unpacked wheel of transformer-engine"
+)
 
 
 @pytest.fixture
 def stubbed(monkeypatch):
-    """TransformerEngine's package tree without its compiled parts: what they define is replaced by empty classes."""
+    """TransformerEngine's package tree without its compiled parts: what they define is replaced by
+    empty classes.
+    """
 
     class Quantizer:
         def __init__(self, *, rowwise: bool, columnwise: bool) -> None:
@@ -50,7 +56,11 @@ def stubbed(monkeypatch):
 
     for name in ("", ".common", ".pytorch", ".pytorch.tensor"):
         module(f"transformer_engine{name}")
-    module("transformer_engine.pytorch.quantized_tensor", QuantizedTensorStorage=type("Storage", (), {}), Quantizer=Quantizer)
+    module(
+        "transformer_engine.pytorch.quantized_tensor",
+        QuantizedTensorStorage=type("Storage", (), {}),
+        Quantizer=Quantizer,
+    )
     module("transformer_engine.pytorch.tensor.utils", is_custom=lambda tensor: True)
     before = set(sys.modules)
     yield importlib.import_module
@@ -85,12 +95,16 @@ def data_sets() -> dict[str, torch.Tensor]:
 def test_our_codes_and_scales_are_the_references(stubbed, name):
     reference = stubbed("transformer_engine.pytorch.custom_recipes.reference_nvfp4")
     formats = stubbed("transformer_engine.pytorch.custom_recipes.reference_utils").Fp4Formats
-    quantizer = reference.NVFP4QuantizerRef(dtype=formats.E2M1, columnwise=False, quant_tile_shape=(1, 16))
+    quantizer = reference.NVFP4QuantizerRef(
+        dtype=formats.E2M1, columnwise=False, quant_tile_shape=(1, 16)
+    )
     weight = data_sets()[name]
     codes, scales, _, _, amax, _ = quantizer._quantize(weight)
     for packed in (quantise(weight), pack_activation(weight, exact=True)):
         assert torch.equal(packed.amax.view(1), amax.view(1))
-        assert torch.equal(packed.scales, scales.view(torch.uint8)[: len(weight), : weight.shape[1] // 16])
+        assert torch.equal(
+            packed.scales, scales.view(torch.uint8)[: len(weight), : weight.shape[1] // 16]
+        )
         assert torch.equal(packed.codes, codes.view(torch.uint8))
 
 
@@ -101,15 +115,25 @@ def test_the_recipe_is_the_installed_ones(stubbed):
     assert isinstance(recipe, recipes.NVFP4BlockScaling) and recipe.row_scaled_activation
     assert not nvfp4_recipe(recipes, "exact").row_scaled_activation
     for operand in (recipe.fp4_quant_fwd_inp, recipe.fp4_quant_fwd_weight):
-        assert not (operand.random_hadamard_transform or operand.stochastic_rounding or operand.fp4_2d_quantization)
+        assert not (
+            operand.random_hadamard_transform
+            or operand.stochastic_rounding
+            or operand.fp4_2d_quantization
+        )
     assert recipe.fp4_format.name == "E2M1" and recipe.nvfp4_4over6 == "none"
 
 
 def arguments(file: str, owner: str, function: str) -> set[str]:
-    """Names of the arguments of ``owner.function`` in a file of the wheel, which cannot be imported without CUDA."""
+    """Names of the arguments of ``owner.function`` in a file of the wheel, which cannot be imported
+    without CUDA.
+    """
     tree = ast.parse((PACKAGE / "pytorch" / file).read_text())
-    body = next(node.body for node in tree.body if isinstance(node, ast.ClassDef) and node.name == owner)
-    found = next(node for node in body if isinstance(node, ast.FunctionDef) and node.name == function)
+    body = next(
+        node.body for node in tree.body if isinstance(node, ast.ClassDef) and node.name == owner
+    )
+    found = next(
+        node for node in body if isinstance(node, ast.FunctionDef) and node.name == function
+    )
     return {argument.arg for argument in [*found.args.args, *found.args.kwonlyargs]}
 
 
@@ -125,8 +149,17 @@ def test_the_arguments_that_the_engine_backend_passes_exist():
         "quantized_tensor.py", "QuantizedTensor", "__new__"
     )
     assert calls["NVFP4Tensor"] and calls["NVFP4Tensor"] <= tensor
-    assert calls["NVFP4Quantizer"] <= arguments("tensor/nvfp4_tensor.py", "NVFP4Quantizer", "__init__")
+    assert calls["NVFP4Quantizer"] <= arguments(
+        "tensor/nvfp4_tensor.py", "NVFP4Quantizer", "__init__"
+    )
     assert calls["Linear"] <= arguments("module/linear.py", "Linear", "__init__")
     exported = (PACKAGE / "pytorch" / "__init__.py").read_text()
-    for name in ("Linear", "NVFP4Tensor", "NVFP4Quantizer", "autocast", "is_nvfp4_available", "DType"):
+    for name in (
+        "Linear",
+        "NVFP4Tensor",
+        "NVFP4Quantizer",
+        "autocast",
+        "is_nvfp4_available",
+        "DType",
+    ):
         assert f" {name}\n" in exported or f", {name}\n" in exported

@@ -18,20 +18,33 @@ def gaussian_velocity(x, sigma):
 
 
 def gaussian_end(x):
-    """The flow keeps (x - alpha MEAN) / std(sigma): from N(0, 1) at sigma 1 to N(MEAN, SPREAD^2) at 0."""
+    """The flow keeps (x - alpha MEAN) / std(sigma): from N(0, 1) at sigma 1 to N(MEAN, SPREAD^2) at
+    0.
+    """
     return MEAN + SPREAD * x
 
 
 def schedule(steps, first=1.0):
-    return torch.cat([torch.linspace(first, first / steps, steps, dtype=torch.float64), torch.zeros(1, dtype=torch.float64)])
+    return torch.cat(
+        [
+            torch.linspace(first, first / steps, steps, dtype=torch.float64),
+            torch.zeros(1, dtype=torch.float64),
+        ]
+    )
 
 
 @pytest.mark.parametrize("name", SOLVERS)
 @pytest.mark.parametrize("steps", [1, 2, 3, 10])
 def test_exact_where_x0_is_one_point(name, steps):
-    """All data at m: v = (x - m) / sigma and x0 = m, so the path is straight and any step count ends at m, up to rounding."""
+    """All data at m: v = (x - m) / sigma and x0 = m, so the path is straight and any step count
+    ends at m, up to rounding.
+    """
     point = torch.tensor([[0.25, -1.5]], dtype=torch.float64)
-    end = SOLVERS[name](lambda x, sigma: (x - point) / sigma, torch.tensor([[1.0, 2.0]], dtype=torch.float64), schedule(steps))
+    end = SOLVERS[name](
+        lambda x, sigma: (x - point) / sigma,
+        torch.tensor([[1.0, 2.0]], dtype=torch.float64),
+        schedule(steps),
+    )
     torch.testing.assert_close(end, point, rtol=0, atol=steps * 8 * 2.0**-52)
 
 
@@ -45,7 +58,11 @@ def test_euler_is_exact_on_a_constant_velocity():
 def test_velocity_is_asked_at_every_sigma_but_the_last():
     for name, solver in SOLVERS.items():
         asked = []
-        solver(lambda x, sigma, asked=asked: asked.append(sigma.item()) or x * 0, torch.ones(1, 2), schedule(4))
+        solver(
+            lambda x, sigma, asked=asked: asked.append(sigma.item()) or x * 0,
+            torch.ones(1, 2),
+            schedule(4),
+        )
         assert asked == [1.0, 0.75, 0.5, 0.25], name
 
 
@@ -55,13 +72,17 @@ def error(solver, steps):
 
 
 def test_euler_is_of_order_one():
-    """error = c / n: four times the steps, a quarter of the error, up to the next order, 1 / n = 0.6 %, times a few."""
+    """error = c / n: four times the steps, a quarter of the error, up to the next order, 1 / n =
+    0.6 %, times a few.
+    """
     assert error(euler, 160) / error(euler, 640) == pytest.approx(4, rel=0.05)
 
 
 def test_dpm2_is_of_order_two():
-    """error = (a + b log n) / n^2: the logarithm is from sigma = 0 and 1, where lambda is infinite. So n^2 error grows by
-    b log 4 with each factor 4 of n, always the same; at order 1 it would grow fourfold, at a clean order 2 not at all."""
+    """error = (a + b log n) / n^2: the logarithm is from sigma = 0 and 1, where lambda is infinite.
+    So n^2 error grows by b log 4 with each factor 4 of n, always the same; at order 1 it would grow
+    fourfold, at a clean order 2 not at all.
+    """
     scaled = [n * n * error(dpm2, n) for n in (160, 640, 2560)]
     assert scaled[2] - scaled[1] == pytest.approx(scaled[1] - scaled[0], rel=0.05)
     assert scaled[2] < 2 * scaled[0]
@@ -73,7 +94,9 @@ def test_dpm2_beats_euler_at_ten_steps():
 
 @pytest.mark.parametrize(("steps", "first"), [(1, 0.96), (2, 0.96), (6, 0.96), (20, 0.9)])
 def test_dpm2_equals_diffusers_multistep_solver(steps, first):
-    """The peer starts below sigma = 1, where lambda is finite and its second step is of second order too."""
+    """The peer starts below sigma = 1, where lambda is finite and its second step is of second
+    order too.
+    """
     from diffusers import DPMSolverMultistepScheduler
 
     sigmas = schedule(steps, first).float()
@@ -91,5 +114,6 @@ def test_dpm2_equals_diffusers_multistep_solver(steps, first):
     for i, timestep in enumerate(peer.timesteps):
         x = peer.step(gaussian_velocity(x, sigmas[i]).float(), timestep, x, return_dict=False)[0]
     ours = dpm2(lambda y, sigma: gaussian_velocity(y, sigma).float(), start, sigmas)
-    # float32 coefficients there, float64 here: a few units in the last place of values up to 3 per step
+    # float32 coefficients there, float64 here: a few units in the last place of values up to 3 per
+    # step
     np.testing.assert_allclose(ours, x, rtol=0, atol=steps * 4 * 3 * 2.0**-23)

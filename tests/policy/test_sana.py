@@ -1,4 +1,6 @@
-"""What SANA has of its own, against diffusers' own pipeline; Euler's scheduler in its place is in test_families_parity.py."""
+"""What SANA has of its own, against diffusers' own pipeline; Euler's scheduler in its place is in
+test_families_parity.py.
+"""
 
 import json
 import shutil
@@ -20,15 +22,21 @@ def tiny(tiny_sana_dir):
 
 @pytest.mark.parametrize("instruction", [True, False])
 def test_conditioning_is_the_pipelines(tiny, instruction):
-    """With the instruction the pipeline is called as it stands, so its own default is what ours must be."""
+    """With the instruction the pipeline is called as it stands, so its own default is what ours
+    must be.
+    """
     family, pipe = tiny.other(complex_human_instruction=instruction), tiny.pipe
     found = family.load_text("cpu", torch.float32).encode(PROMPTS).tensors
     seen = {}
-    pipe.transformer.register_forward_pre_hook(lambda _, args, kwargs: seen.update(kwargs), with_kwargs=True)
+    pipe.transformer.register_forward_pre_hook(
+        lambda _, args, kwargs: seen.update(kwargs), with_kwargs=True
+    )
     for row, prompt in enumerate(PROMPTS):
         stock_call(pipe, family.model, prompt, noise_for([1], SANA_LATENT), 1, "latent")
         assert torch.equal(found["prompt_embeds"][row], seen["encoder_hidden_states"][0])
-        assert torch.equal(found["prompt_attention_mask"][row], seen["encoder_attention_mask"][0].float())
+        assert torch.equal(
+            found["prompt_attention_mask"][row], seen["encoder_attention_mask"][0].float()
+        )
     pipe.transformer._forward_pre_hooks.clear()
     same = torch.equal(found["prompt_embeds"], tiny.encoded.tensors["prompt_embeds"])
     assert same is not instruction
@@ -43,7 +51,12 @@ def test_padding_is_masked(tiny):
 
     def velocity(change):
         embeds = encoded.tensors["prompt_embeds"][:1] + change[None, :, None]
-        return sana.velocity(denoiser, x, sigma, type(encoded)({"prompt_embeds": embeds, "prompt_attention_mask": mask[:1]}))
+        return sana.velocity(
+            denoiser,
+            x,
+            sigma,
+            type(encoded)({"prompt_embeds": embeds, "prompt_attention_mask": mask[:1]}),
+        )
 
     base = velocity(torch.zeros(12))
     assert torch.equal(velocity((1 - mask[0]) * 0.7), base)
@@ -52,17 +65,23 @@ def test_padding_is_masked(tiny):
 
 @pytest.mark.parametrize("steps", [1, 2, 5, 14, 20])
 def test_dpm2_latents_are_the_stock_pipelines(tiny, steps):
-    """Its solver computes log(alpha / sigma), up to 8, in float32: coefficients are off by 8 x 2^-23 = 1e-6 of themselves, ours
-    (float64) are not. Errors of that size per step on latents of order 1, twice over for the second-order term, add up."""
+    """Its solver computes log(alpha / sigma), up to 8, in float32: coefficients are off by 8 x
+    2^-23 = 1e-6 of themselves, ours (float64) are not. Errors of that size per step on latents of
+    order 1, twice over for the second-order term, add up.
+    """
     ours = tiny.ours(steps, "dpm2")
     assert ours.shape == (3, *SANA_LATENT) and ours.dtype == torch.float32
     theirs = tiny.stock(steps, "latent")
-    torch.testing.assert_close(ours, theirs, rtol=0, atol=2e-6 * (steps + 1) * float(theirs.abs().max()))
+    torch.testing.assert_close(
+        ours, theirs, rtol=0, atol=2e-6 * (steps + 1) * float(theirs.abs().max())
+    )
     assert theirs.std() > 0.1
 
 
 def test_images_are_the_stock_pipelines(tiny):
-    """Stock latents decode to the stock pictures bit for bit; ours differ by 1e-6 and may fall on the other side of a half."""
+    """Stock latents decode to the stock pictures bit for bit; ours differ by 1e-6 and may fall on
+    the other side of a half.
+    """
     vae, theirs = tiny.family.load_vae("cpu", torch.float32), as_array(tiny.stock(5, "pil"))
     np.testing.assert_array_equal(tiny.family.decode(vae, tiny.stock(5, "latent")).numpy(), theirs)
     ours = tiny.family.decode(vae, tiny.ours(5, "dpm2")).numpy()
@@ -73,7 +92,9 @@ def test_images_are_the_stock_pipelines(tiny):
 
 @pytest.mark.parametrize("shift", [None, 1.5, 6.0])
 def test_schedule_and_timesteps_are_the_schedulers(tiny, shift):
-    """At every number of steps up to 100: the same float32 sigmas, first below 1, and the same whole timesteps."""
+    """At every number of steps up to 100: the same float32 sigmas, first below 1, and the same
+    whole timesteps.
+    """
     family, own = tiny.other(shift=shift), tiny.pipe.scheduler
     scheduler = type(own).from_config({**own.config, "flow_shift": shift or 3.0})
     for steps in range(1, 101):
@@ -85,9 +106,13 @@ def test_schedule_and_timesteps_are_the_schedulers(tiny, shift):
 
 
 def test_sigmas_closed_form(tiny):
-    """The last of n steps ends at 0; the i-th stands at s / (1 + 2 s) x 3 with s = 0.999 (n - i) / n."""
+    """The last of n steps ends at 0; the i-th stands at s / (1 + 2 s) x 3 with s = 0.999 (n - i) /
+    n.
+    """
     s = 0.999 * np.arange(5, 0, -1) / 5
-    np.testing.assert_allclose(tiny.family.sigmas(5), np.append(3 * s / (1 + 2 * s), 0), rtol=2.0**-23)
+    np.testing.assert_allclose(
+        tiny.family.sigmas(5), np.append(3 * s / (1 + 2 * s), 0), rtol=2.0**-23
+    )
 
 
 def test_time_is_whole_thousandths(tiny):
@@ -111,11 +136,18 @@ def test_a_scheduler_without_flow_sigmas_is_refused(tiny_sana_dir, tmp_path):
     with pytest.raises(ValueError, match="has no flow sigmas"):
         family_for(tiny_model("sana", tmp_path / "model")).sigmas(4)
     index = tmp_path / "model" / "model_index.json"
-    index.write_text(json.dumps({**json.loads(index.read_text()), "scheduler": ["diffusers", "DDIMScheduler"]}))
-    with pytest.raises(ValueError, match="is a DDIMScheduler; family 'sana' takes DPMSolverMultistepScheduler or FlowMatch"):
+    index.write_text(
+        json.dumps({**json.loads(index.read_text()), "scheduler": ["diffusers", "DDIMScheduler"]})
+    )
+    with pytest.raises(
+        ValueError,
+        match="is a DDIMScheduler; family 'sana' takes DPMSolverMultistepScheduler or FlowMatch",
+    ):
         family_for(tiny_model("sana", tmp_path / "model"))
 
 
 def test_sizes(tiny):
-    with pytest.raises(ValueError, match=r"model\.width: 48 pixels; this model makes multiples of 32"):
+    with pytest.raises(
+        ValueError, match=r"model\.width: 48 pixels; this model makes multiples of 32"
+    ):
         tiny.other(width=48).check()

@@ -1,4 +1,6 @@
-"""What SD3 has of its own, and sampling on it; the stock pipeline's latents and pictures are in test_families_parity.py."""
+"""What SD3 has of its own, and sampling on it; the stock pipeline's latents and pictures are in
+test_families_parity.py.
+"""
 
 import shutil
 
@@ -54,25 +56,37 @@ def test_velocity_scales_time_and_broadcasts(family, transformer, cond):
 
 
 def test_a_second_attention_as_in_sd35_medium(tmp_path):
-    """Latents are the stock pipeline's bit for bit; its linears are quantised, and fused beside the first attention's."""
+    """Latents are the stock pipeline's bit for bit; its linears are quantised, and fused beside the
+    first attention's.
+    """
     tiny = Tiny("sd3", make_tiny_sd3(tmp_path, dual=(0,)))
     assert torch.equal(tiny.ours(4, "euler"), tiny.stock(4, "latent"))
     plan = {row.name: row for row in quantise_plan(tiny.denoiser, tiny.family, (), BACKENDS["fp8"])}
     names = {name for name in plan if ".attn2." in name}
-    assert names == {f"transformer_blocks.0.attn2.{part}" for part in ("to_q", "to_k", "to_v", "to_out.0")}
+    assert names == {
+        f"transformer_blocks.0.attn2.{part}" for part in ("to_q", "to_k", "to_v", "to_out.0")
+    }
     assert all(plan[name].quantised for name in names)
-    assert [plan[f"transformer_blocks.0.attn2.to_{part}"].fused for part in "qkv"] == ["transformer_blocks.0.attn2.to_q"] * 3
+    assert [plan[f"transformer_blocks.0.attn2.to_{part}"].fused for part in "qkv"] == [
+        "transformer_blocks.0.attn2.to_q"
+    ] * 3
     assert plan["transformer_blocks.0.attn.to_v"].fused == "transformer_blocks.0.attn.to_q"
-    exact = tiny.family.decode(tiny.family.load_vae("cpu", torch.float32), tiny.ours(4, "euler")).numpy()
+    exact = tiny.family.decode(
+        tiny.family.load_vae("cpu", torch.float32), tiny.ours(4, "euler")
+    ).numpy()
     add_adapters(tiny.denoiser, Lora(rank=2, alpha=2), tiny.family)
     explorer = Explorer(tiny.family, BACKENDS["fp8"])
     explorer.load(*export_policy(tiny.denoiser, "current", explorer.plan, BACKENDS["fp8"], 0, 4096))
     images, _ = explorer.explore(tiny.encoded.rows(0), SEEDS, 4, "euler")
-    assert 0 < np.abs(images.astype(int) - exact).mean() < 3  # of 255: the attention is there, roundly
+    assert (
+        0 < np.abs(images.astype(int) - exact).mean() < 3
+    )  # of 255: the attention is there, roundly
 
 
 def test_sampling_in_batches_and_any_order(family, transformer, cond):
-    """Noise does not depend on the position; sums over differently shaped batches may differ in the last places."""
+    """Noise does not depend on the position; sums over differently shaped batches may differ in the
+    last places.
+    """
     rows = cond.rows(0).repeat(3)
     whole = sample(family, transformer, rows, SEEDS, 4, "dpm2")
     parts = sample(family, transformer, rows, SEEDS[::-1], 4, "dpm2", batch_size=2)
@@ -95,7 +109,10 @@ def test_conditioning_rows():
 
 
 def test_a_missing_directory_says_what_to_do(tmp_path):
-    with pytest.raises(FileNotFoundError, match=r"model.path: there is no directory .*nothing.*: give a diffusers pipeline"):
+    with pytest.raises(
+        FileNotFoundError,
+        match=r"model.path: there is no directory .*nothing.*: give a diffusers pipeline",
+    ):
         model_directory(Model(path=str(tmp_path / "nothing")))
     with pytest.raises(ValueError, match="has no model_index.json"):
         model_directory(Model(path=str(tmp_path)))
@@ -106,10 +123,15 @@ def test_missing_weights_are_named(tiny_sd3_dir, tmp_path):
     shutil.copytree(tiny_sd3_dir, tmp_path / "model")
     (tmp_path / "model" / "vae" / "diffusion_pytorch_model.safetensors").unlink()
     with pytest.raises(FileNotFoundError, match=r"model.path: cannot load 'vae' of "):
-        family_for(Model(path=str(tmp_path / "model"), height=16, width=16)).load_vae("cpu", torch.float32)
+        family_for(Model(path=str(tmp_path / "model"), height=16, width=16)).load_vae(
+            "cpu", torch.float32
+        )
 
 
-@pytest.mark.parametrize(("height", "width", "message"), [(1024, 16, "height: 1024 pixels; .* up to 32"), (16, 40, "width: 40")])
+@pytest.mark.parametrize(
+    ("height", "width", "message"),
+    [(1024, 16, "height: 1024 pixels; .* up to 32"), (16, 40, "width: 40")],
+)
 def test_sizes_that_the_model_cannot_draw(tiny_model, height, width, message):
     family = family_for(tiny_model.model_copy(update={"height": height, "width": width}))
     with pytest.raises(ValueError, match=f"model.{message}"):

@@ -1,4 +1,6 @@
-"""Stochastic solvers: one step by hand, marginals of a closed-form flow, densities, and independence of batching."""
+"""Stochastic solvers: one step by hand, marginals of a closed-form flow, densities, and
+independence of batching.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,8 @@ FIRST = 0.9  # of schedules that stay away from sigma = 1
 def moments_after(name: str, eta: float, steps: int, last: float = 0.0) -> tuple[float, float]:
     """Mean and variance after ``steps`` equal steps from FIRST to ``last``, without sampling.
 
-    The velocity is affine, so a step is x' = a x + b + std z with a and b read off at x = 0 and 1: moments follow exactly.
+    The velocity is affine, so a step is x' = a x + b + std z with a and b read off at x = 0 and 1:
+    moments follow exactly.
     """
     mean, variance = marginal(FIRST)
     sigmas = torch.linspace(FIRST, last, steps + 1, dtype=torch.float64)
@@ -47,19 +50,24 @@ def test_a_flow_sde_step_by_hand():
 
 
 def test_from_sigma_1_the_next_sigma_is_in_the_denominator():
-    """sigma 1 to 3/4, eta 1: g^2 = 1 / (1 - 3/4) = 4; x = 2, v = 3: mean = 2 (1 - 4/2/4) - 3/4 = 1 - 0.75; std = sqrt(4/4).
-    A schedule that starts at 0.9997, as one on 1000 training timesteps may, does nearly the same and not 3333 / 4."""
+    """sigma 1 to 3/4, eta 1: g^2 = 1 / (1 - 3/4) = 4; x = 2, v = 3: mean = 2 (1 - 4/2/4) - 3/4 = 1
+    - 0.75; std = sqrt(4/4). A schedule that starts at 0.9997, as one on 1000 training timesteps
+    may, does nearly the same and not 3333 / 4.
+    """
     step = TRANSITIONS["flow_sde"](column(2.0), column(3.0), sigmas(1.0), sigmas(0.75), 1.0)
     assert (step.mean.item(), step.std.item()) == (0.25, 1.0)
     near = TRANSITIONS["flow_sde"](column(2.0), column(3.0), sigmas(0.9997), sigmas(0.75), 1.0)
-    assert near.mean.item() == pytest.approx(0.25, abs=0.01) and near.std.item() == pytest.approx(1.0, abs=0.01)
+    assert near.mean.item() == pytest.approx(0.25, abs=0.01) and near.std.item() == pytest.approx(
+        1.0, abs=0.01
+    )
     exact = TRANSITIONS["flow_sde"](column(2.0), column(3.0), sigmas(0.95), sigmas(0.75), 1.0)
     assert exact.std.item() == pytest.approx(math.sqrt(0.95 / 0.05 * 0.2))
 
 
 def test_a_dance_sde_step_by_hand():
-    """The paper's form: sigma 1/2 to 1/4, eta 1/2, x = 2, v = 3: x0_hat = 2 - 3/2 = 1/2, s = -(2 - 1/4) / (1/4) = -7;
-    mean = 2 - 3/4 - 1/2 (1/4) (-7) (-1/4) = 1.25 - 0.21875; std = 1/2 sqrt(1/4)."""
+    """The paper's form: sigma 1/2 to 1/4, eta 1/2, x = 2, v = 3: x0_hat = 2 - 3/2 = 1/2, s = -(2 -
+    1/4) / (1/4) = -7; mean = 2 - 3/4 - 1/2 (1/4) (-7) (-1/4) = 1.25 - 0.21875; std = 1/2 sqrt(1/4).
+    """
     step = TRANSITIONS["dance_sde"](column(2.0), column(3.0), sigmas(0.5), sigmas(0.25), 0.5)
     assert (step.mean.item(), step.std.item()) == (1.03125, 0.25)
 
@@ -75,15 +83,20 @@ def test_the_density_is_the_normal_one_averaged_over_dimensions():
     x, v = column(2.0).expand(1, 2), column(3.0).expand(1, 2)
     step = TRANSITIONS["flow_sde"](x, v, sigmas(0.5), sigmas(0.25), 1.0)
     found = step.log_prob(step.mean + torch.tensor([[0.5, -1.0]], dtype=torch.float64))
-    assert found.shape == (1,) and found.item() == pytest.approx(-1.25 + math.log(2) - math.log(2 * math.pi) / 2, rel=1e-12)
+    assert found.shape == (1,) and found.item() == pytest.approx(
+        -1.25 + math.log(2) - math.log(2 * math.pi) / 2, rel=1e-12
+    )
 
 
-@pytest.mark.parametrize(("name", "eta"), [("flow_sde", 0.7), ("dance_sde", 0.3), ("dance_sde", 1.0)])
+@pytest.mark.parametrize(
+    ("name", "eta"), [("flow_sde", 0.7), ("dance_sde", 0.3), ("dance_sde", 1.0)]
+)
 @pytest.mark.parametrize("last", [0.0, 0.3])
 def test_moments_converge_to_the_flows_with_order_one(name, eta, last):
-    """Euler-Maruyama is of weak order 1: error = c / n + O(1 / n^2). Four times the steps leave a quarter; at n = 200 the next
-    order is n times smaller than the first times a constant of a few units, so 3 % is allowed. The mean follows a straight
-    line, on which Euler's steps are exact."""
+    """Euler-Maruyama is of weak order 1: error = c / n + O(1 / n^2). Four times the steps leave a
+    quarter; at n = 200 the next order is n times smaller than the first times a constant of a few
+    units, so 3 % is allowed. The mean follows a straight line, on which Euler's steps are exact.
+    """
     mean, variance = marginal(last)
     found = {steps: moments_after(name, eta, steps, last) for steps in (200, 800)}
     assert all(abs(found[steps][0] - mean) < 1e-12 for steps in found)
@@ -92,7 +105,9 @@ def test_moments_converge_to_the_flows_with_order_one(name, eta, last):
 
 
 def test_a_wrong_drift_would_be_seen():
-    """Had the correction of the drift the other sign, the variance would be off by far more than the 0.01 above."""
+    """Had the correction of the drift the other sign, the variance would be off by far more than
+    the 0.01 above.
+    """
     mean, variance = marginal(FIRST)
     x = torch.tensor([[0.0], [1.0]], dtype=torch.float64)
     grid = torch.linspace(FIRST, 0.0, 201, dtype=torch.float64)
@@ -110,13 +125,24 @@ def test_a_wrong_drift_would_be_seen():
 
 def draw(seeds, streams, steps=10, solver=("flow_sde", 0.7), batch_size=None, family=None):
     cond = Conditioning({"c": torch.zeros(len(seeds), 1)})
-    return sample_paths(family or GaussianFamily(), Denoiser(32), cond, seeds, streams, steps, PathSolver(*solver), batch_size)
+    return sample_paths(
+        family or GaussianFamily(),
+        Denoiser(32),
+        cond,
+        seeds,
+        streams,
+        steps,
+        PathSolver(*solver),
+        batch_size,
+    )
 
 
 @pytest.mark.parametrize("solver", [("flow_sde", 0.7), ("dance_sde", 0.3)])
 def test_sampled_moments_are_the_propagated_ones(solver):
-    """500 paths of 32 independent dimensions, n = 16,000: the mean's standard error is std / 126, the variance's its share
-    sqrt(2 / n) = 1.1 %; 4 of them are allowed. The start is N(0, 1), so the recursion starts from that."""
+    """500 paths of 32 independent dimensions, n = 16,000: the mean's standard error is std / 126,
+    the variance's its share sqrt(2 / n) = 1.1 %; 4 of them are allowed. The start is N(0, 1), so
+    the recursion starts from that.
+    """
     paths = draw(list(range(500)), list(range(1000, 1500)), 20, solver)
     mean, variance, x = 0.0, 1.0, torch.tensor([[0.0], [1.0]])
     grid = GaussianFamily().sigmas(20)
@@ -137,27 +163,38 @@ def test_a_path_has_the_shapes_and_starts_at_its_noise():
 
 
 def test_dance_sde_decodes_the_clean_sample_that_is_predicted_at_its_last_step():
-    """sigma 1/2, x = 2, v = 3: 2 - 3/2; a path's own end is still recorded, with its noise, and flow_sde decodes that."""
+    """sigma 1/2, x = 2, v = 3: 2 - 3/2; a path's own end is still recorded, with its noise, and
+    flow_sde decodes that.
+    """
     end = column(7.0)
-    assert PathSolver("dance_sde", 0.3).decoded(column(2.0), column(3.0), sigmas(0.5), end).item() == 0.5
+    assert (
+        PathSolver("dance_sde", 0.3).decoded(column(2.0), column(3.0), sigmas(0.5), end).item()
+        == 0.5
+    )
     assert PathSolver("flow_sde", 0.7).decoded(column(2.0), column(3.0), sigmas(0.5), end) is end
     grid = GaussianFamily().sigmas(10)
     dance, flow = draw([5, 6, 7], [1, 2, 3], solver=("dance_sde", 0.3)), draw([5, 6, 7], [1, 2, 3])
     last = dance.states[:, -2]
     assert torch.equal(dance.latents, last - grid[-2] * velocity(last, grid[-2].expand(3)))
-    noise = (dance.states[:, -1] - dance.latents).std().item()  # 0.3 sqrt(sigma), and a little of the step's correction
+    noise = (
+        (dance.states[:, -1] - dance.latents).std().item()
+    )  # 0.3 sqrt(sigma), and a little of the step's correction
     assert noise == pytest.approx(0.3 * math.sqrt(grid[-2].item()), rel=0.25)
     assert torch.equal(flow.latents, flow.states[:, -1])
 
 
 def test_a_row_depends_on_its_own_seeds_alone():
-    """The velocity here is elementwise, hence the same in every batch: paths are equal to the bit however they are batched."""
+    """The velocity here is elementwise, hence the same in every batch: paths are equal to the bit
+    however they are batched.
+    """
     whole, family = draw([5, 6, 7], [1, 2, 3]), GaussianFamily()
     parts = draw([5, 6, 7], [1, 2, 3], batch_size=2, family=family)
     assert family.batches == [2] * 10 + [1] * 10
     alone = draw([6], [2])
     for other, rows in ((parts, slice(None)), (alone, slice(1, 2))):
-        assert torch.equal(other.states, whole.states[rows]) and torch.equal(other.log_probs, whole.log_probs[rows])
+        assert torch.equal(other.states, whole.states[rows]) and torch.equal(
+            other.log_probs, whole.log_probs[rows]
+        )
     same_start = draw([5, 5], [1, 2])
     assert torch.equal(same_start.states[0, 0], same_start.states[1, 0])
     assert not torch.equal(same_start.states[0, 1], same_start.states[1, 1])
@@ -165,8 +202,9 @@ def test_a_row_depends_on_its_own_seeds_alone():
 
 @pytest.mark.parametrize("solver", [("flow_sde", 0.7), ("dance_sde", 0.3)])
 def test_the_stored_density_is_that_of_the_stored_step(solver):
-    """Recomputed from the stored states one step at a time and all steps at once: the same bits, as arithmetic is elementwise
-    and sums run over one row."""
+    """Recomputed from the stored states one step at a time and all steps at once: the same bits, as
+    arithmetic is elementwise and sums run over one row.
+    """
     family, paths = GaussianFamily(), draw([5, 6, 7], [1, 2, 3], solver=solver)
     grid, chosen = family.sigmas(10), PathSolver(*solver)
     for j in range(10):
@@ -175,8 +213,14 @@ def test_the_stored_density_is_that_of_the_stored_step(solver):
         assert torch.equal(again, paths.log_probs[:, j])
     x, now, after = paths.states[:, :-1].flatten(0, 1), grid[:-1].repeat(3), grid[1:].repeat(3)
     step = chosen.step(x, velocity(x, now), now, after)
-    torch.testing.assert_close(step.log_prob(paths.states[:, 1:].flatten(0, 1)).reshape(3, 10), paths.log_probs, rtol=0, atol=1e-6)
-    # a Gaussian's own samples have log-density -1/2 - log std - log(2 pi)/2 on average, +- 1 / sqrt(2 * 32 * 30) = 0.023; 4 of them
+    torch.testing.assert_close(
+        step.log_prob(paths.states[:, 1:].flatten(0, 1)).reshape(3, 10),
+        paths.log_probs,
+        rtol=0,
+        atol=1e-6,
+    )
+    # a Gaussian's own samples have log-density -1/2 - log std - log(2 pi)/2 on average, +- 1 /
+    # sqrt(2 * 32 * 30) = 0.023; 4 of them
     expected = (-0.5 - step.std.flatten().log() - 0.5 * math.log(2 * math.pi)).mean()
     assert paths.log_probs.mean().item() == pytest.approx(expected.item(), abs=0.1)
 
@@ -190,7 +234,13 @@ def test_rows_and_seeds_must_agree():
 def test_paths_are_pinned():
     """Golden values: a run's results stand on them."""
     paths = draw([1], [2], steps=2)
-    found = np.array([paths.states[0, 2, 0, 0].item(), paths.log_probs[0, 0].item(), paths.log_probs[0, 1].item()])
+    found = np.array(
+        [
+            paths.states[0, 2, 0, 0].item(),
+            paths.log_probs[0, 0].item(),
+            paths.log_probs[0, 1].item(),
+        ]
+    )
     np.testing.assert_allclose(found, GOLDEN, rtol=0, atol=2e-6)
 
 

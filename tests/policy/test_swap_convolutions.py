@@ -1,4 +1,6 @@
-"""1x1 convolutions run as linears: plan, layers, publishing with an adapter on them, loading in place."""
+"""1x1 convolutions run as linears: plan, layers, publishing with an adapter on them, loading in
+place.
+"""
 
 from types import SimpleNamespace
 
@@ -60,8 +62,14 @@ def pictures() -> torch.Tensor:
 @pytest.mark.parametrize("name", QUANTISED)
 def test_the_plan(family, name):
     plan = {row.name: row for row in quantise_plan(make(), family, (), BACKENDS[name])}
-    assert {row for row, entry in plan.items() if entry.quantised} == {"conv_inverted", "conv_point", "proj"}
-    assert plan["conv_inverted"].why == "a 1x1 convolution, run as a linear" and plan["conv_inverted"].shape == (64, 32, 1, 1)
+    assert {row for row, entry in plan.items() if entry.quantised} == {
+        "conv_inverted",
+        "conv_point",
+        "proj",
+    }
+    assert plan["conv_inverted"].why == "a 1x1 convolution, run as a linear" and plan[
+        "conv_inverted"
+    ].shape == (64, 32, 1, 1)
     assert plan["conv_depth"].why == "a convolution of 3x3 in 64 groups"
     assert plan["narrow"].why == "K = 24 is not a multiple of 16"
     assert plan["strided"].why == "a convolution of 1x1"
@@ -71,21 +79,29 @@ def test_a_pointwise_convolution_is_the_linear_of_its_pixels(pictures):
     conv = make().conv_inverted
     linear = as_linear(conv)
     assert linear.weight.data_ptr() == conv.weight.data_ptr() and linear.bias is conv.bias
-    wanted = torch.nn.functional.linear(pictures.movedim(1, -1), conv.weight[:, :, 0, 0], conv.bias).movedim(-1, 1)
+    wanted = torch.nn.functional.linear(
+        pictures.movedim(1, -1), conv.weight[:, :, 0, 0], conv.bias
+    ).movedim(-1, 1)
     found = PointwiseConvolution(linear)(pictures)
     assert torch.equal(found, wanted)
-    assert torch.allclose(found, conv(pictures), atol=32 * 2.0**-24 * 32)  # sums of 32 products of order 1, in another order
+    assert torch.allclose(
+        found, conv(pictures), atol=32 * 2.0**-24 * 32
+    )  # sums of 32 products of order 1, in another order
 
 
 @pytest.mark.parametrize("name", QUANTISED)
 @torch.no_grad()
-def test_quantised_convolutions_publish_with_their_adapter_and_load_in_place(family, pictures, name):
+def test_quantised_convolutions_publish_with_their_adapter_and_load_in_place(
+    family, pictures, name
+):
     backend = BACKENDS[name]
     learner = make()
     add_adapters(learner, Lora(rank=4, alpha=8), family, names=("current",), seed=1)  # pyright: ignore[reportArgumentType]
     generator = torch.Generator().manual_seed(2)
     for module in (learner.conv_point, learner.proj):
-        module.lora_B["current"].weight.copy_(torch.randn(module.lora_B["current"].weight.shape, generator=generator) * 0.3)
+        module.lora_B["current"].weight.copy_(
+            torch.randn(module.lora_B["current"].weight.shape, generator=generator) * 0.3
+        )
     plan = quantise_plan(learner, family, (), backend)  # pyright: ignore[reportArgumentType]
     assert plan == quantise_plan(make(), family, (), backend)  # pyright: ignore[reportArgumentType]
     publisher = Publisher(learner, plan, backend, 4096)
@@ -93,7 +109,9 @@ def test_quantised_convolutions_publish_with_their_adapter_and_load_in_place(fam
     pointers = {key: buffer.data_ptr() for key, buffer in explorer.transformer.named_buffers()}
     manifest, chunks, _ = publisher.export("current", 0)
     explorer.load(manifest, chunks)
-    assert {key: buffer.data_ptr() for key, buffer in explorer.transformer.named_buffers()} == pointers
+    assert {
+        key: buffer.data_ptr() for key, buffer in explorer.transformer.named_buffers()
+    } == pointers
 
     layer = explorer.transformer.get_submodule("conv_point").linear
     merged = make().conv_point.weight[:, :, 0, 0] + delta_weight(learner.conv_point, "current")
@@ -101,15 +119,23 @@ def test_quantised_convolutions_publish_with_their_adapter_and_load_in_place(fam
     assert all(torch.equal(buffer, packed[part]) for part, buffer in layer.named_buffers())
     wanted = learner(pictures)
     error = ((explorer.transformer(pictures) - wanted).norm() / wanted.norm()).item()
-    one_layer = 0.13 if name == "emulated_nvfp4" else 0.037  # of Gaussian operands; three in a row, and half as much again
+    one_layer = (
+        0.13 if name == "emulated_nvfp4" else 0.037
+    )  # of Gaussian operands; three in a row, and half as much again
     assert 1e-4 < error < one_layer * 3**0.5 * 1.5
-    assert (make()(pictures) - wanted).norm() / wanted.norm() > 2 * error  # without the adapter it is another function
+    assert (
+        make()(pictures) - wanted
+    ).norm() / wanted.norm() > 2 * error  # without the adapter it is another function
 
     learner.conv_point.lora_B["current"].weight.mul_(1.5)
     manifest, chunks, statistics = publisher.export("current", 1)
     explorer.load(manifest, chunks)
-    assert {key: buffer.data_ptr() for key, buffer in explorer.transformer.named_buffers()} == pointers
-    assert 0 < statistics["weights/codes_changed"] < 1 and 0.7 < statistics["weights/delta_cosine"] < 1
+    assert {
+        key: buffer.data_ptr() for key, buffer in explorer.transformer.named_buffers()
+    } == pointers
+    assert (
+        0 < statistics["weights/codes_changed"] < 1 and 0.7 < statistics["weights/delta_cosine"] < 1
+    )
 
 
 def test_an_adapted_convolution_that_stays_wide_travels_in_its_own_shape(family, pictures):
@@ -126,10 +152,15 @@ def test_an_adapted_convolution_that_stays_wide_travels_in_its_own_shape(family,
     entry = next(entry for entry in manifest.entries if entry.name == "conv_point.weight")
     assert entry.shape == (32, 64, 1, 1)
     delta = delta_weight(learner.conv_point, "current")
-    assert torch.equal(explorer.transformer.conv_point.weight, learner.conv_point.base_layer.weight + delta.view(32, 64, 1, 1))
+    assert torch.equal(
+        explorer.transformer.conv_point.weight,
+        learner.conv_point.base_layer.weight + delta.view(32, 64, 1, 1),
+    )
     with torch.no_grad():
         learner.conv_point.lora_B["current"].weight.fill_(0.2)
-    assert publisher.export("current", 1)[2]["weights/delta_cosine"] == pytest.approx(1, abs=1e-6)  # rounding of W + B A alone
+    assert publisher.export("current", 1)[2]["weights/delta_cosine"] == pytest.approx(
+        1, abs=1e-6
+    )  # rounding of W + B A alone
 
 
 def test_swapping_frees_the_wide_weights(family):

@@ -17,7 +17,10 @@ from policy.precision.nvfp4 import Packed, dequantise
 from policy.precision.swap import quantise_plan, swap_linears
 from policy.publish import NonFiniteWeights, Publisher
 
-FUSE = (("attn.to_q", "attn.to_k", "attn.to_v"), ("attn.add_q_proj", "attn.add_k_proj", "attn.add_v_proj"))
+FUSE = (
+    ("attn.to_q", "attn.to_k", "attn.to_v"),
+    ("attn.add_q_proj", "attn.add_k_proj", "attn.add_v_proj"),
+)
 SIZES = (32, 16, 48)
 
 
@@ -39,7 +42,9 @@ def filled(layers, given, backend, amax=None) -> None:
 @pytest.mark.parametrize("bias", [True, False])
 @torch.no_grad()
 def test_the_joint_product_is_the_separate_ones(name, bias):
-    """Same codes and scales: bit for bit here, as a sum over K does not depend on how many rows the weight has."""
+    """Same codes and scales: bit for bit here, as a sum over K does not depend on how many rows the
+    weight has.
+    """
     backend, given = BACKENDS[name], linears(bias)
     amax = torch.tensor(0.2) if name == "emulated_nvfp4" else None  # one range for all
     members = join(given, backend.replacements("power_of_two"))
@@ -86,7 +91,11 @@ def test_compiled_it_is_one_product_too(monkeypatch):
 
     products = []
     names = lambda graph: [str(node.target) for node in graph.nodes if node.op == "call_function"]  # noqa: E731
-    monkeypatch.setattr(inductor, "post_grad_custom_post_pass", lambda g: products.append(sum("mm" in name for name in names(g))))
+    monkeypatch.setattr(
+        inductor,
+        "post_grad_custom_post_pass",
+        lambda g: products.append(sum("mm" in name for name in names(g))),
+    )
     backend, given = BACKENDS["fp8"], linears()
     members = join(given, backend.replacements("power_of_two"))
     filled(members, given, backend)
@@ -94,7 +103,9 @@ def test_compiled_it_is_one_product_too(monkeypatch):
     compiled = torch.compile(eager, dynamic=False)
     for seed in (1, 2):
         x = torch.randn(5, 64, generator=torch.Generator().manual_seed(seed))
-        assert torch.allclose(compiled(x), eager(x), rtol=1e-5, atol=1e-4)  # sums of 96 bfloat16 values in another order
+        assert torch.allclose(
+            compiled(x), eager(x), rtol=1e-5, atol=1e-4
+        )  # sums of 96 bfloat16 values in another order
     assert products == [1] and members[0]._joint._input is None
 
 
@@ -103,13 +114,18 @@ def test_buffers_are_rows_of_the_joint_ones_and_stay_where_they_are():
     members = join(given, NVFP4Weight)
     amax = torch.tensor(0.25)
     pointers = {name: buffer.data_ptr() for name, buffer in members[0].named_buffers()}
-    assert set(pointers) == {"layer.codes", "layer.swizzled", "layer.amax"} and not list(members[1].named_buffers())
+    assert set(pointers) == {"layer.codes", "layer.swizzled", "layer.amax"} and not list(
+        members[1].named_buffers()
+    )
     filled(members, given, backend, amax)
     layer = members[0].layer
     assert {name: buffer.data_ptr() for name, buffer in members[0].named_buffers()} == pointers
     packed = [backend.pack(linear.weight, True, amax) for linear in given]
     assert torch.equal(layer.codes, torch.cat([part["codes"] for part in packed]))
-    assert torch.equal(layer.swizzled, swizzled(torch.cat([part["scales"] for part in packed]))) and layer.amax.item() == 0.25
+    assert (
+        torch.equal(layer.swizzled, swizzled(torch.cat([part["scales"] for part in packed])))
+        and layer.amax.item() == 0.25
+    )
     with pytest.raises(ValueError, match="packed with different amax"):
         filled(members, given, backend)
 
@@ -119,11 +135,23 @@ def test_the_plan_names_groups_that_are_quantised_as_a_whole(family, transformer
     plan = {row.name: row.fused for row in quantise_plan(transformer, stub, (), BACKENDS["fp8"])}
     for block in (0, 1):
         for part in ("q", "k", "v"):
-            assert plan[f"transformer_blocks.{block}.attn.to_{part}"] == f"transformer_blocks.{block}.attn.to_q"
-            assert plan[f"transformer_blocks.{block}.attn.add_{part}_proj"] == f"transformer_blocks.{block}.attn.add_q_proj"
+            assert (
+                plan[f"transformer_blocks.{block}.attn.to_{part}"]
+                == f"transformer_blocks.{block}.attn.to_q"
+            )
+            assert (
+                plan[f"transformer_blocks.{block}.attn.add_{part}_proj"]
+                == f"transformer_blocks.{block}.attn.add_q_proj"
+            )
     assert plan["transformer_blocks.0.attn.to_out.0"] is None
-    partly = {row.name: row.fused for row in quantise_plan(transformer, stub, ("*.0.attn.to_v",), BACKENDS["fp8"])}
-    assert partly["transformer_blocks.0.attn.to_q"] is None and partly["transformer_blocks.1.attn.to_q"] is not None
+    partly = {
+        row.name: row.fused
+        for row in quantise_plan(transformer, stub, ("*.0.attn.to_v",), BACKENDS["fp8"])
+    }
+    assert (
+        partly["transformer_blocks.0.attn.to_q"] is None
+        and partly["transformer_blocks.1.attn.to_q"] is not None
+    )
     for name in ("emulated_nvfp4", "fp32"):
         assert not any(row.fused for row in quantise_plan(transformer, stub, (), BACKENDS[name]))
 
@@ -134,20 +162,32 @@ def test_fused_explorers_draw_what_others_draw(family, adapted, cond, randomise,
     backend, latents = BACKENDS["fp8"], []
     for fuse in ((), FUSE):
         monkeypatch.setattr(type(family), "fuse", fuse, raising=False)
-        manifest, chunks, _ = Publisher(adapted, quantise_plan(adapted, family, (), backend), backend, 4096).export("current", 0)
+        manifest, chunks, _ = Publisher(
+            adapted, quantise_plan(adapted, family, (), backend), backend, 4096
+        ).export("current", 0)
         explorer = Explorer(family, backend)
-        pointers = {name: buffer.data_ptr() for name, buffer in explorer.transformer.named_buffers()}
+        pointers = {
+            name: buffer.data_ptr() for name, buffer in explorer.transformer.named_buffers()
+        }
         explorer.load(manifest, chunks)
-        assert {name: buffer.data_ptr() for name, buffer in explorer.transformer.named_buffers()} == pointers
-        assert any(isinstance(module, FusedMember) for module in explorer.transformer.modules()) == bool(fuse)
+        assert {
+            name: buffer.data_ptr() for name, buffer in explorer.transformer.named_buffers()
+        } == pointers
+        assert any(
+            isinstance(module, FusedMember) for module in explorer.transformer.modules()
+        ) == bool(fuse)
         latents.append((manifest.hashes, explorer.explore(cond.rows(0), (5, 6), 3, "dpm2")[1]))
     assert latents[0][0] == latents[1][0]
     assert np.array_equal(latents[0][1], latents[1][1])
 
 
 @pytest.mark.parametrize("frozen", [False, True])
-def test_what_runs_as_one_is_published_with_one_range(family, adapted, randomise, monkeypatch, frozen):
-    """The largest of the three; a kernel has one factor for the whole product. Weights without adapter follow their group."""
+def test_what_runs_as_one_is_published_with_one_range(
+    family, adapted, randomise, monkeypatch, frozen
+):
+    """The largest of the three; a kernel has one factor for the whole product. Weights without
+    adapter follow their group.
+    """
     monkeypatch.setattr(type(family), "fuse", FUSE, raising=False)
     randomise(adapted, "current", 2)
     backend = BACKENDS["torch_nvfp4"]
@@ -170,10 +210,16 @@ def test_what_runs_as_one_is_published_with_one_range(family, adapted, randomise
         for part in "qkv":
             module = adapted.get_submodule(f"{block}.to_{part}")
             merged = module.base_layer.weight + module.get_delta_weight("current")
-            codes, scales = (tensor(f"{block}.to_{part}.{what}", np.uint8) for what in ("codes", "scales"))
+            codes, scales = (
+                tensor(f"{block}.to_{part}.{what}", np.uint8) for what in ("codes", "scales")
+            )
             error = (dequantise(Packed(codes, scales, amax[0])) - merged).norm() / merged.norm()
             assert error < 0.12
-            largest.append(max(2 * module.base_layer.weight.abs().max(), merged.abs().max()) if frozen else merged.abs().max())
+            largest.append(
+                max(2 * module.base_layer.weight.abs().max(), merged.abs().max())
+                if frozen
+                else merged.abs().max()
+            )
         assert amax[0] >= max(largest) * 0.999 if frozen else amax[0] == max(largest)
         randomise(adapted, "current", 9)
 
@@ -185,7 +231,9 @@ def test_a_bad_member_is_named_itself(family, adapted, monkeypatch):
     with torch.no_grad():
         adapted.get_submodule(name).lora_B["current"].weight[3] = float("nan")
     with pytest.raises(NonFiniteWeights) as caught:
-        Publisher(adapted, quantise_plan(adapted, family, (), backend), backend, 4096).export("current", 0)
+        Publisher(adapted, quantise_plan(adapted, family, (), backend), backend, 4096).export(
+            "current", 0
+        )
     assert caught.value.module == name
 
 
@@ -195,6 +243,8 @@ def test_swapping_a_group_frees_the_wide_weights(family, transformer, monkeypatc
 
     monkeypatch.setattr(type(family), "fuse", FUSE, raising=False)
     born = weakref.ref(transformer.get_submodule("transformer_blocks.0.attn.to_k").weight)
-    swap_linears(transformer, quantise_plan(transformer, family, (), BACKENDS["fp8"]), BACKENDS["fp8"])
+    swap_linears(
+        transformer, quantise_plan(transformer, family, (), BACKENDS["fp8"]), BACKENDS["fp8"]
+    )
     gc.collect()
     assert born() is None

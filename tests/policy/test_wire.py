@@ -9,11 +9,22 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from policy.precision.backends import BACKENDS
-from policy.precision.wire import DTYPES, FORMATS, Entry, Manifest, WireError, pack_tensors, unpack_into
+from policy.precision.wire import (
+    DTYPES,
+    FORMATS,
+    Entry,
+    Manifest,
+    WireError,
+    pack_tensors,
+    unpack_into,
+)
 
 SHAPE = st.lists(st.integers(0, 4), max_size=3).map(tuple)
 SPEC = st.dictionaries(
-    st.text("abc.", min_size=1, max_size=6), st.tuples(st.sampled_from(sorted(DTYPES)), SHAPE), min_size=1, max_size=5
+    st.text("abc.", min_size=1, max_size=6),
+    st.tuples(st.sampled_from(sorted(DTYPES)), SHAPE),
+    min_size=1,
+    max_size=5,
 )
 
 
@@ -21,7 +32,11 @@ def tensor_of(name: str, dtype: str, shape: tuple[int, ...]) -> torch.Tensor:
     itemsize = DTYPES[dtype].itemsize
     rng = np.random.default_rng([*shape, len(name)])
     raw = rng.integers(0, 120, size=(int(np.prod(shape)) * itemsize,), dtype=np.uint8)
-    return torch.from_numpy(raw).view(DTYPES[dtype]).reshape(shape) if raw.size else torch.empty(shape, dtype=DTYPES[dtype])
+    return (
+        torch.from_numpy(raw).view(DTYPES[dtype]).reshape(shape)
+        if raw.size
+        else torch.empty(shape, dtype=DTYPES[dtype])
+    )
 
 
 def bits(tensor: torch.Tensor) -> bytes:
@@ -29,7 +44,11 @@ def bits(tensor: torch.Tensor) -> bytes:
 
 
 def sample_tensors() -> dict[str, torch.Tensor]:
-    return {"w.codes": torch.arange(40, dtype=torch.uint8).view(5, 8), "w.amax": torch.tensor(2.5), "b": torch.arange(6).float()}
+    return {
+        "w.codes": torch.arange(40, dtype=torch.uint8).view(5, 8),
+        "w.amax": torch.tensor(2.5),
+        "b": torch.arange(6).float(),
+    }
 
 
 def blank(named: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -40,7 +59,11 @@ def blank(named: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 def test_round_trip(spec, chunk_bytes):
     named = {name: tensor_of(name, dtype, shape) for name, (dtype, shape) in spec.items()}
     manifest, chunks = pack_tensors(named, 3, "nvfp4", chunk_bytes)
-    assert sum(chunk.nbytes for chunk in chunks) == manifest.nbytes == sum(len(bits(t)) for t in named.values())
+    assert (
+        sum(chunk.nbytes for chunk in chunks)
+        == manifest.nbytes
+        == sum(len(bits(t)) for t in named.values())
+    )
     assert all(chunk.nbytes <= chunk_bytes for chunk in chunks)
     manifest = Manifest.from_dict(manifest.to_dict())
     targets = blank(named)
@@ -71,12 +94,20 @@ def test_what_differs_is_named():
     manifest, chunks = pack_tensors(named, 1, "nvfp4", 32)
     cases = [
         (chunks[:-1], blank(named), "2 chunks arrived, the manifest lists 3"),
-        ([chunks[0][:-1], *chunks[1:]], blank(named), r"chunk 0 is uint8 \[31\], the manifest says 32 bytes"),
+        (
+            [chunks[0][:-1], *chunks[1:]],
+            blank(named),
+            r"chunk 0 is uint8 \[31\], the manifest says 32 bytes",
+        ),
         ([chunks[1], chunks[0], chunks[2]], blank(named), "chunk 0 is damaged"),
         (chunks, blank(named) | {"c": torch.zeros(2)}, "lacks 'c'"),
         (chunks, {k: v for k, v in blank(named).items() if k != "b"}, "has 'b', unknown here"),
         (chunks, blank(named) | {"b": torch.zeros(3, 2)}, r"b is \[6\], here it is \[3, 2\]"),
-        (chunks, blank(named) | {"b": torch.zeros(6, dtype=torch.uint8)}, "b is float32, here it is torch.uint8"),
+        (
+            chunks,
+            blank(named) | {"b": torch.zeros(6, dtype=torch.uint8)},
+            "b is float32, here it is torch.uint8",
+        ),
         (chunks, blank(named) | {"b": torch.zeros(12)[::2]}, "b is not contiguous here"),
     ]
     for given_chunks, targets, message in cases:
@@ -91,13 +122,24 @@ def test_a_manifest_that_points_outside_is_refused():
     manifest, chunks = pack_tensors(named, 1, "nvfp4", 32)
     for offset, nbytes in ((60, 24), (-4, 24), (44, 20)):
         entries = (*manifest.entries[:-1], Entry("b", "float32", (6,), offset, nbytes))
-        with pytest.raises(WireError, match=f"b lies at {offset} . {nbytes} of 68 bytes, it has 24"):
+        with pytest.raises(
+            WireError, match=f"b lies at {offset} . {nbytes} of 68 bytes, it has 24"
+        ):
             unpack_into(replace(manifest, entries=entries), chunks, blank(named))
     with pytest.raises(WireError, match="has a name twice"):
-        unpack_into(replace(manifest, entries=(*manifest.entries, manifest.entries[0])), chunks, blank(named))
+        unpack_into(
+            replace(manifest, entries=(*manifest.entries, manifest.entries[0])),
+            chunks,
+            blank(named),
+        )
     with pytest.raises(WireError, match="not of equal size"):
         unpack_into(replace(manifest, chunk_sizes=(30, 34, 4)), chunks, blank(named))
-    with pytest.raises(WireError, match="version 1 is nvfp4 in version 0, here it is 1: learner and explorers must run the same"):
+    with pytest.raises(
+        WireError,
+        match=(
+            "version 1 is nvfp4 in version 0, here it is 1: learner and explorers must run the same"
+        ),
+    ):
         unpack_into(replace(manifest, format_version=0), chunks, blank(named))
     with pytest.raises(WireError, match="this is no manifest"):
         Manifest.from_dict({"version": 1})
@@ -120,7 +162,11 @@ def test_parameters_are_filled_in_place_without_gradient():
 
 def test_the_checksum_covers_contents_and_version():
     named = sample_tensors()
-    checksums = {pack_tensors(named, version, "nvfp4", size)[0].checksum for version in (1, 2) for size in (32, 64)}
+    checksums = {
+        pack_tensors(named, version, "nvfp4", size)[0].checksum
+        for version in (1, 2)
+        for size in (32, 64)
+    }
     assert len(checksums) == 4
     assert pack_tensors(named, 1, "nvfp4", 32)[0].checksum in checksums
     named["b"][0] = 1
@@ -132,7 +178,9 @@ def test_what_cannot_travel():
         pack_tensors({"w": torch.arange(3)}, 0, "fp32", 8)
     with pytest.raises(ValueError, match="chunks of 0 bytes"):
         pack_tensors({}, 0, "fp32", 0)
-    with pytest.raises(ValueError, match="wire format 'fp4' is unknown: use one of nvfp4, fp8, bf16, fp32"):
+    with pytest.raises(
+        ValueError, match="wire format 'fp4' is unknown: use one of nvfp4, fp8, bf16, fp32"
+    ):
         pack_tensors({}, 0, "fp4", 8)
     assert pack_tensors({}, 0, "fp32", 8)[1] == []
     assert {backend.wire_format for backend in BACKENDS.values()} == set(FORMATS)

@@ -70,7 +70,9 @@ def test_every_promised_name_is_described_and_exports_under_a_name_of_its_own():
 def test_gauges_hold_the_newest_value_and_scorers_are_a_label():
     exporter = PrometheusExporter(0)
     exporter.row({"kind": "iteration", "iteration": 3, "reward/train_mean": 0.25, "loss/kl": None})
-    exporter.row({"kind": "iteration", "iteration": 4, "reward/train_mean": 0.5, "reward/shapes": 0.4})
+    exporter.row(
+        {"kind": "iteration", "iteration": 4, "reward/train_mean": 0.5, "reward/shapes": 0.4}
+    )
     exporter.row({"kind": "evaluation", "iteration": 99, "weights": "ema", "reward/eval_mean": 0.6, "reward/eval/shapes": 0.61,
                       "reward/eval/jpeg": -3.5})  # fmt: skip
     assert value(exporter, "sol_rl_reward_train_mean") == 0.5
@@ -86,7 +88,14 @@ def test_gauges_hold_the_newest_value_and_scorers_are_a_label():
 def test_counters_add_what_rows_mean():
     exporter = PrometheusExporter(0)
     for seen, failed, reissued in ((96, 1, 2), (192, 0, 2), (288, 4, 5)):
-        exporter.row({"samples_seen": seen, "rewards/failed": failed, "rollout/reissued": reissued, "weights/bytes": 1000})
+        exporter.row(
+            {
+                "samples_seen": seen,
+                "rewards/failed": failed,
+                "rollout/reissued": reissued,
+                "weights/bytes": 1000,
+            }
+        )
     assert value(exporter, "sol_rl_samples_seen_total") == 288
     assert value(exporter, "sol_rl_rewards_failed_total") == 5
     assert value(exporter, "sol_rl_rollout_reissued_total") == 5
@@ -107,7 +116,9 @@ def test_a_run_that_went_back_to_a_checkpoint_counts_nothing_twice():
 
 def test_nan_and_unknown_names_pass_through_as_gauges():
     exporter = PrometheusExporter(0)
-    exporter.row({"audit/kendall_tau": math.nan, "optimizer/learning_rate": 0.5, "my own/metric-1": 2})
+    exporter.row(
+        {"audit/kendall_tau": math.nan, "optimizer/learning_rate": 0.5, "my own/metric-1": 2}
+    )
     assert math.isnan(value(exporter, "sol_rl_audit_kendall_tau"))
     assert value(exporter, "sol_rl_optimizer_learning_rate") == 0.5
     assert value(exporter, "sol_rl_my_own_metric_1") == 2
@@ -135,13 +146,18 @@ def test_it_serves_what_a_scraper_reads_and_frees_the_port():
         assert exporter.serving
         exporter.row({"samples_seen": 12, "reward/eval/shapes": 0.5})
         with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=5) as answer:
-            families = {family.name: family for family in text_string_to_metric_families(answer.read().decode())}
+            families = {
+                family.name: family
+                for family in text_string_to_metric_families(answer.read().decode())
+            }
     finally:
         exporter.close()
     assert families["sol_rl_samples_seen"].type == "counter"
     assert families["sol_rl_samples_seen"].documentation == METRICS["samples_seen"].help
     assert families["sol_rl_reward_eval"].samples[0].labels == {"scorer": "shapes"}
-    assert not any(name.startswith(("python_", "process_")) for name in families)  # its own registry
+    assert not any(
+        name.startswith(("python_", "process_")) for name in families
+    )  # its own registry
     with socket.socket() as probe:
         assert probe.connect_ex(("127.0.0.1", port)) != 0
 
@@ -153,7 +169,9 @@ def test_a_busy_port_is_one_clear_line_and_training_goes_on(caplog: pytest.LogCa
         other.listen()
         port = other.getsockname()[1]
         with caplog.at_level(logging.WARNING):
-            exporter = PrometheusExporter(port, events=lambda name, **fields: events.append((name, fields)))
+            exporter = PrometheusExporter(
+                port, events=lambda name, **fields: events.append((name, fields))
+            )
     assert [record.getMessage() for record in caplog.records] == [exporter.problem]
     assert (
         exporter.problem
@@ -161,7 +179,9 @@ def test_a_busy_port_is_one_clear_line_and_training_goes_on(caplog: pytest.LogCa
         and "prometheus_port" in exporter.problem
         and "\n" not in exporter.problem
     )
-    assert events == [("metrics_unavailable", {"address": f"127.0.0.1:{port}", "why": "Address already in use"})]
+    assert events == [
+        ("metrics_unavailable", {"address": f"127.0.0.1:{port}", "why": "Address already in use"})
+    ]
     exporter.row({"reward/train_mean": 0.5})
     assert not exporter.serving
     exporter.close()

@@ -8,14 +8,25 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from records.images import before_after, data_uri, find_pictures, grid, load_step, png_bytes, save_pictures
+from records.images import (
+    before_after,
+    data_uri,
+    find_pictures,
+    grid,
+    load_step,
+    png_bytes,
+    save_pictures,
+)
 from tests.analysis.page import page_of
 from tests.analysis.synthetic import PROMPTS, pictures, write_run
 
 
 def test_pictures_come_back_as_they_were(tmp_path: Path):
     images = pictures(90)
-    assert save_pictures(tmp_path, 7, [*PROMPTS, "one prompt more than pictures"], images) == tmp_path / "step_000007"
+    assert (
+        save_pictures(tmp_path, 7, [*PROMPTS, "one prompt more than pictures"], images)
+        == tmp_path / "step_000007"
+    )
     assert np.array_equal(load_step(tmp_path, 7), images)
     found = find_pictures(tmp_path)
     assert found.prompts == dict(enumerate(PROMPTS)) and [step.step for step in found.steps] == [7]
@@ -39,7 +50,9 @@ def test_pictures_come_back_as_they_were(tmp_path: Path):
         (np.zeros((2, 1, 3, 4, 4), np.uint8), ["a"], "1 prompts for pictures of 2"),
     ],
 )
-def test_pictures_of_the_wrong_shape_are_refused(tmp_path: Path, images: np.ndarray, prompts: list[str], says: str):
+def test_pictures_of_the_wrong_shape_are_refused(
+    tmp_path: Path, images: np.ndarray, prompts: list[str], says: str
+):
     with pytest.raises(ValueError, match=says):
         save_pictures(tmp_path / "images", 0, prompts, images)
     assert not (tmp_path / "images").exists()
@@ -67,14 +80,17 @@ def test_grid_places_every_pixel():
     images = np.arange(2 * 3 * 3, dtype=np.uint8).reshape(2, 3, 3, 1, 1)
     sheet = grid(images, gap=1, scale=2)
     assert sheet.shape == (3, 5, 8)
-    assert np.array_equal(sheet[:, 0, 0], images[0, 0, :, 0, 0]) and np.array_equal(sheet[:, 4, 7], images[1, 2, :, 0, 0])
+    assert np.array_equal(sheet[:, 0, 0], images[0, 0, :, 0, 0]) and np.array_equal(
+        sheet[:, 4, 7], images[1, 2, :, 0, 0]
+    )
     assert (sheet[:, 2] == 255).all() and (sheet[:, :, 2] == 255).all()
 
 
 def test_before_after_picture_for_a_readme(tmp_path: Path):
     run = write_run(tmp_path / "r")
     sheet = before_after(run / "images", prompts=2, noises=3, height=64)
-    # scale 2: three pictures of 64 with gaps of 2 are 196 wide; two of them, three margins of 24; 26 above, 64 + 30 per prompt, 8 below
+    # scale 2: three pictures of 64 with gaps of 2 are 196 wide; two of them, three margins of 24;
+    # 26 above, 64 + 30 per prompt, 8 below
     assert sheet.size == (2 * 196 + 3 * 24, 26 + 2 * 94 + 8)
     first = np.asarray(sheet)[26 + 26, 24 + 196 + 24]
     assert np.array_equal(first, load_step(run / "images", 20)[0, 0, :, 0, 0])

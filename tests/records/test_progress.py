@@ -32,16 +32,30 @@ def on_terminal(width: int = 100) -> tuple[Progress, Console, Clock]:
     return Progress("quickstart", clock=clock, console=console), console, clock
 
 
-def run_iteration(progress: Progress, clock: Clock, i: int, reward: float, seconds: float = 10.0) -> None:
+def run_iteration(
+    progress: Progress, clock: Clock, i: int, reward: float, seconds: float = 10.0
+) -> None:
     progress.iteration_started(i, 2, 48)
-    for stage, n in (("explored", 24), ("scored", 24), ("explored", 24), ("scored", 24), ("selected", 12), ("selected", 12)):
+    for stage, n in (
+        ("explored", 24),
+        ("scored", 24),
+        ("explored", 24),
+        ("scored", 24),
+        ("selected", 12),
+        ("selected", 12),
+    ):
         progress.advanced(stage, n)
     progress.advanced("regenerated", 24)
     progress.advanced("updated", 24)
     clock.now += seconds
     progress.advanced("published", 1)
     progress.iteration_finished(
-        {"reward/train_mean": reward, "audit/kendall_tau": 0.614, "loss/kl": None, "weights/version": i + 1}
+        {
+            "reward/train_mean": reward,
+            "audit/kendall_tau": 0.614,
+            "loss/kl": None,
+            "weights/version": i + 1,
+        }
     )
 
 
@@ -56,25 +70,36 @@ def test_a_log_gets_one_line_per_iteration_evaluation_and_note():
     with progress:
         progress.note("starting actors")
         progress.start(3)
-        progress.evaluation_finished({"iteration": 0, "reward/eval_mean": 0.5, "eval/stderr": 0.0201})
+        progress.evaluation_finished(
+            {"iteration": 0, "reward/eval_mean": 0.5, "eval/stderr": 0.0201}
+        )
         run_iteration(progress, clock, 0, 0.4)
         run_iteration(progress, clock, 1, 0.55)
     lines = file.getvalue().splitlines()
     assert lines == [
         "starting actors",
         "held-out reward after 0 iterations: 0.500 ± 0.020",
-        "iteration 1/3  reward 0.400  explored 48, selected 24, regenerated 24, updated 24  tau 0.614  published v1  10 s  20 s left",
-        "iteration 2/3  reward 0.550 (at the start 0.400, +0.150)  explored 48, selected 24, regenerated 24, updated 24  "
-        "tau 0.614  published v2  10 s  10 s left",
+        (
+            "iteration 1/3  reward 0.400  explored 48, selected 24, regenerated 24, updated 24  tau"
+            " 0.614  published v1  10 s  20 s left"
+        ),
+        (
+            "iteration 2/3  reward 0.550 (at the start 0.400, +0.150)  explored 48, selected 24,"
+            " regenerated 24, updated 24  tau 0.614  published v2  10 s  10 s left"
+        ),
     ]
 
 
 def test_final_evaluation_says_the_gain():
     progress, file, _ = plain()
-    progress.evaluation_finished({"iteration": 3, "reward/eval_mean": 0.6, "eval/gain": 0.1, "eval/gain_stderr": 0.0123})
+    progress.evaluation_finished(
+        {"iteration": 3, "reward/eval_mean": 0.6, "eval/gain": 0.1, "eval/gain_stderr": 0.0123}
+    )
     progress.evaluation_finished({"iteration": 4, "reward/eval_mean": math.nan, "eval/gain": None})
-    assert file.getvalue() == (
-        "held-out reward after 3 iterations: 0.600, gain +0.100 ± 0.012\nheld-out reward after 4 iterations: –\n"
+    assert (
+        file.getvalue()
+        == "held-out reward after 3 iterations: 0.600, gain +0.100 ± 0.012\nheld-out reward after 4"
+        " iterations: –\n"
     )
 
 
@@ -88,7 +113,9 @@ def test_time_left_is_the_median_of_recent_iterations_times_those_to_come():
     progress.iteration_started(7, 2, 48)
     clock.now += 5
     assert progress.time_left() == 31.0
-    clock.now += 100  # an iteration that takes longer than any before does not go below those after it
+    clock.now += (
+        100  # an iteration that takes longer than any before does not go below those after it
+    )
     assert progress.time_left() == 24.0
 
 

@@ -1,4 +1,6 @@
-"""Watching for real: Prometheus with the shipped configuration scrapes a running job, and every expression of the dashboard has data."""
+"""Watching for real: Prometheus with the shipped configuration scrapes a running job, and every
+expression of the dashboard has data.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,10 @@ from tests.cluster.runs import run_here, tiny_config
 DEPLOY = Path(__file__).parent.parent.parent / "deploy"
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.skipif(shutil.which("prometheus") is None, reason="no prometheus on PATH: apt-get install prometheus"),
+    pytest.mark.skipif(
+        shutil.which("prometheus") is None,
+        reason="no prometheus on PATH: apt-get install prometheus",
+    ),
 ]
 NOT_IN_THIS_RUN: dict[str, str] = {}
 """Expressions without data here, and why that is right."""
@@ -41,13 +46,24 @@ class Server:
         self.url = f"http://127.0.0.1:{port}"
 
     def get(self, path: str, **parameters: Any) -> Any:
-        with urllib.request.urlopen(f"{self.url}/{path}?{urllib.parse.urlencode(parameters)}", timeout=60) as answer:
+        with urllib.request.urlopen(
+            f"{self.url}/{path}?{urllib.parse.urlencode(parameters)}", timeout=60
+        ) as answer:
             return json.loads(answer.read())["data"]
 
     def values(self, expression: str, start: float, end: float) -> list[float]:
-        """All finite values that an expression had, of all its series, every half second; raises HTTPError when it cannot be parsed."""
-        found = self.get("api/v1/query_range", query=expression, start=start, end=end, step="0.5")["result"]
-        return [float(value) for series in found for _, value in series["values"] if value not in ("NaN", "+Inf", "-Inf")]
+        """All finite values that an expression had, of all its series, every half second; raises
+        HTTPError when it cannot be parsed.
+        """
+        found = self.get("api/v1/query_range", query=expression, start=start, end=end, step="0.5")[
+            "result"
+        ]
+        return [
+            float(value)
+            for series in found
+            for _, value in series["values"]
+            if value not in ("NaN", "+Inf", "-Inf")
+        ]
 
     def ready(self) -> bool:
         try:
@@ -59,16 +75,27 @@ class Server:
 
 @contextmanager
 def prometheus(folder: Path, metrics_port: int) -> Iterator[Server]:
-    """Prometheus with ``deploy/prometheus.yml``, its target's port and its pace exchanged for the test's."""
+    """Prometheus with ``deploy/prometheus.yml``, its target's port and its pace exchanged for the
+    test's.
+    """
     config = (DEPLOY / "prometheus.yml").read_text()
-    for shipped, ours in (("127.0.0.1:9464", f"127.0.0.1:{metrics_port}"), ("scrape_interval: 5s", "scrape_interval: 500ms")):
+    for shipped, ours in (
+        ("127.0.0.1:9464", f"127.0.0.1:{metrics_port}"),
+        ("scrape_interval: 5s", "scrape_interval: 500ms"),
+    ):
         assert config.count(shipped) == 1
         config = config.replace(shipped, ours)
     (folder / "prometheus.yml").write_text(config)
     port = free_port()
-    command = ["prometheus", f"--config.file={folder / 'prometheus.yml'}", f"--storage.tsdb.path={folder / 'data'}"]
+    command = [
+        "prometheus",
+        f"--config.file={folder / 'prometheus.yml'}",
+        f"--storage.tsdb.path={folder / 'data'}",
+    ]
     process = subprocess.Popen(
-        [*command, f"--web.listen-address=127.0.0.1:{port}"], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+        [*command, f"--web.listen-address=127.0.0.1:{port}"],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
     )
     server = Server(port)
     try:
@@ -86,27 +113,42 @@ def prometheus(folder: Path, metrics_port: int) -> Iterator[Server]:
 def expressions() -> list[tuple[str, str]]:
     """(panel, expression) of the shipped dashboard."""
     board = json.loads((DEPLOY / "grafana" / "dashboards" / "sol-rl.json").read_text())
-    return [(panel["title"], target["expr"]) for panel in board["panels"] for target in panel["targets"]]
+    return [
+        (panel["title"], target["expr"]) for panel in board["panels"] for target in panel["targets"]
+    ]
 
 
 def test_the_shipped_configuration_is_valid():
     done = subprocess.run(
-        ["promtool", "check", "config", "--syntax-only", str(DEPLOY / "prometheus.yml")], capture_output=True, text=True
+        ["promtool", "check", "config", "--syntax-only", str(DEPLOY / "prometheus.yml")],
+        capture_output=True,
+        text=True,
     )
     assert done.returncode == 0, done.stdout + done.stderr
 
 
 def test_every_panel_of_the_dashboard_has_data(ray_here, tiny_sd3_dir, tmp_path):
-    """Six iterations with evaluations and a random audit; afterwards every expression is asked for over the time of the run."""
+    """Six iterations with evaluations and a random audit; afterwards every expression is asked for
+    over the time of the run.
+    """
     port = free_port()
     config = tiny_config(
-        tiny_sd3_dir, tmp_path, "watched", iterations=6, evaluate__every=2, audit__random_seeds=2, logging__prometheus_port=port
+        tiny_sd3_dir,
+        tmp_path,
+        "watched",
+        iterations=6,
+        evaluate__every=2,
+        audit__random_seeds=2,
+        logging__prometheus_port=port,
     )
     with prometheus(tmp_path, port) as server:
         start = time.time()
         run = run_here(config)
         end = time.time()
-        answers = {(panel, expression): server.values(expression, start, end) for panel, expression in expressions()}
+        answers = {
+            (panel, expression): server.values(expression, start, end)
+            for panel, expression in expressions()
+        }
         assert 1.0 in server.values('up{job="sol-rl"}', start, end)
         reward = server.values("sol_rl_reward_train_mean", start, end)
     empty = {expression: panel for (panel, expression), values in answers.items() if not values}

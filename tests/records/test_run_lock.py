@@ -1,4 +1,6 @@
-"""One driver per run directory: the second is refused, in one line that names the first; whoever dies holds nothing."""
+"""One driver per run directory: the second is refused, in one line that names the first; whoever
+dies holds nothing.
+"""
 
 import errno
 import fcntl
@@ -24,22 +26,32 @@ def text_of(path: Path) -> str:
 
 def test_the_second_is_told_who_the_first_is(tmp_path):
     file = tmp_path / "lock"
-    file.write_text("process 1 on a machine with a very long name that is not there any more since the year one\n")
+    file.write_text(
+        "process 1 on a machine with a very long name that is not there any more since the year"
+        " one\n"
+    )
     with held(file, "a run", ANOTHER_RUN) as lock:
         assert lock.missing is None
         with pytest.raises(ConfigError) as refused, held(file, "a run", ANOTHER_RUN):
             pass
         assert file.read_text().count("\n") == 1
     (line,) = refused.value.lines
-    who = rf"process {os.getpid()} on {re.escape(socket.gethostname())} since \d{{4}}-\d\d-\d\d \d\d:\d\d:\d\d UTC: "
-    assert re.search(rf"^{re.escape(str(tmp_path))}: a run is at work here: {who}.*--resume", line), line
+    who = (
+        rf"process {os.getpid()} on {re.escape(socket.gethostname())} since \d{{4}}-\d\d-\d\d"
+        r" \d\d:\d\d:\d\d UTC: "
+    )
+    assert re.search(
+        rf"^{re.escape(str(tmp_path))}: a run is at work here: {who}.*--resume", line
+    ), line
     with held(file, "a run", ANOTHER_RUN) as lock:
         assert lock.missing is None
 
 
 def test_a_process_that_is_started_meanwhile_does_not_hold_it(tmp_path):
     with held(tmp_path / "lock", "a run", ANOTHER_RUN):
-        left = subprocess.Popen(["/bin/sh", "-c", "echo there; exec sleep 60"], stdout=PIPE, close_fds=False)
+        left = subprocess.Popen(
+            ["/bin/sh", "-c", "echo there; exec sleep 60"], stdout=PIPE, close_fds=False
+        )
         assert left.stdout is not None and left.stdout.readline() == b"there\n"
     try:
         with held(tmp_path / "lock", "a run", ANOTHER_RUN) as lock:
@@ -58,34 +70,52 @@ def test_a_place_that_cannot_be_written(tmp_path):
         pass
 
 
-def test_a_file_system_without_locks_does_not_stop_a_run(ray_here, tiny_sd3_dir, tmp_path, monkeypatch):
+def test_a_file_system_without_locks_does_not_stop_a_run(
+    ray_here, tiny_sd3_dir, tmp_path, monkeypatch
+):
     def no_locks(*_: int) -> None:
         raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
 
     monkeypatch.setattr(fcntl, "flock", no_locks)
     config = tiny_config(tiny_sd3_dir, tmp_path, "unlocked", iterations=1)
     assert main_here("train", write_toml(config, tmp_path)) == 0
-    (event,) = [event for event in RunDirectory.of(config).events() if event["event"] == "run_not_locked"]
+    (event,) = [
+        event for event in RunDirectory.of(config).events() if event["event"] == "run_not_locked"
+    ]
     assert event["why"] == "No locks available: nothing keeps a second driver out of this directory"
 
 
 def test_a_second_driver_is_refused_and_changes_nothing(ray_here, tiny_sd3_dir, tmp_path, capsys):
-    config = tiny_config(tiny_sd3_dir, tmp_path, "twice", iterations=500, services__rollout__actors=1)
+    config = tiny_config(
+        tiny_sd3_dir, tmp_path, "twice", iterations=500, services__rollout__actors=1
+    )
     file, run = write_toml(config, tmp_path), RunDirectory.of(config)
     process = start("train", str(file), stdout=DEVNULL, stderr=DEVNULL)
     try:
         wait_until(lambda: '"kind": "iteration"' in text_of(run.metrics_file), process)
-        written, inode, report = text_of(run.metrics_file), run.metrics_file.stat().st_ino, main_here("report", run.path)
+        written, inode, report = (
+            text_of(run.metrics_file),
+            run.metrics_file.stat().st_ino,
+            main_here("report", run.path),
+        )
         capsys.readouterr()
         for more in ((), ("--resume",)):
             assert main_here("train", file, *more) == 2
             errors = capsys.readouterr().err
-            assert f"{run.path}: a run is at work here: process {process.pid} on " in errors and errors.count("\n") == 1, errors
-        assert text_of(run.metrics_file).startswith(written) and run.metrics_file.stat().st_ino == inode
+            assert (
+                f"{run.path}: a run is at work here: process {process.pid} on " in errors
+                and errors.count("\n") == 1
+            ), errors
+        assert (
+            text_of(run.metrics_file).startswith(written)
+            and run.metrics_file.stat().st_ino == inode
+        )
         assert report == 0  # what only reads is let in
         process.kill()
         process.wait(10)
-        with held(run.lock_file, "a run", ANOTHER_RUN) as lock:  # at once, while what the driver started is still dying
+        with held(
+            run.lock_file, "a run", ANOTHER_RUN
+        ) as lock:  # at once, while what the driver started is still dying
             assert lock.missing is None
     finally:
         kill_tree(process)

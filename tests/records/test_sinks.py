@@ -1,4 +1,6 @@
-"""Every row goes to every sink, and what is not installed is said before a run starts. The viewers' own files are read back."""
+"""Every row goes to every sink, and what is not installed is said before a run starts. The viewers'
+own files are read back.
+"""
 
 from __future__ import annotations
 
@@ -19,13 +21,28 @@ from records.rundir import RunDirectory
 from records.sinks import Sinks, check_sinks, numbers
 
 ROWS: list[dict[str, Any]] = [
-    {"kind": "evaluation", "iteration": 0, "weights": "ema", "reward/eval_mean": 0.25, "eval/gain": None},
-    {"kind": "iteration", "iteration": 0, "reward/train_mean": 0.5, "samples_seen": 96, "audit/kendall_tau": math.nan, "ok": True},
+    {
+        "kind": "evaluation",
+        "iteration": 0,
+        "weights": "ema",
+        "reward/eval_mean": 0.25,
+        "eval/gain": None,
+    },
+    {
+        "kind": "iteration",
+        "iteration": 0,
+        "reward/train_mean": 0.5,
+        "samples_seen": 96,
+        "audit/kendall_tau": math.nan,
+        "ok": True,
+    },
     {"kind": "iteration", "iteration": 1, "reward/train_mean": 0.75, "samples_seen": 192},
 ]
 
 
-def made(tmp_path: Path, *options: str) -> tuple[RunConfig, RunDirectory, list[tuple[str, dict[str, Any]]]]:
+def made(
+    tmp_path: Path, *options: str
+) -> tuple[RunConfig, RunDirectory, list[tuple[str, dict[str, Any]]]]:
     config = load("quickstart", [f"run_root={tmp_path}", *options])
     rundir = RunDirectory.of(config)
     rundir.create(config)
@@ -48,20 +65,32 @@ def test_without_options_there_is_the_file(tmp_path):
     config, rundir, events = made(tmp_path)
     feed(config, rundir, events)
     rows = rundir.metrics()
-    assert [row["kind"] for row in rows] == ["evaluation", "iteration", "iteration"] and rows[1]["audit/kendall_tau"] is None
-    assert {path.name for path in rundir.path.iterdir()} == {"checkpoints", "images", "config.json", "metrics.jsonl"}
+    assert [row["kind"] for row in rows] == ["evaluation", "iteration", "iteration"] and rows[1][
+        "audit/kendall_tau"
+    ] is None
+    assert {path.name for path in rundir.path.iterdir()} == {
+        "checkpoints",
+        "images",
+        "config.json",
+        "metrics.jsonl",
+    }
     assert events == []
 
 
 def test_tensorboard_reads_back_what_the_file_has(tmp_path):
-    pytest.importorskip("tensorboard", reason="tensorboard is not installed: pip install '.[tensorboard]'")
+    pytest.importorskip(
+        "tensorboard", reason="tensorboard is not installed: pip install '.[tensorboard]'"
+    )
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     config, rundir, events = made(tmp_path, "logging.tensorboard=true")
     feed(config, rundir, events)
     found = EventAccumulator(str(rundir.path / "tensorboard"))
     found.Reload()
-    scalars = {tag: [(event.step, event.value) for event in found.Scalars(tag)] for tag in found.Tags()["scalars"]}
+    scalars = {
+        tag: [(event.step, event.value) for event in found.Scalars(tag)]
+        for tag in found.Tags()["scalars"]
+    }
     assert scalars == {
         "reward/eval_mean": [(0, 0.25)],
         "reward/train_mean": [(0, 0.5), (1, 0.75)],
@@ -93,20 +122,29 @@ def history(file: Path) -> list[dict[str, Any]]:
         record = wandb_internal_pb2.Record()
         record.ParseFromString(data)
         if record.WhichOneof("record_type") == "history":
-            items = {item.key or "/".join(item.nested_key): json.loads(item.value_json) for item in record.history.item}
+            items = {
+                item.key or "/".join(item.nested_key): json.loads(item.value_json)
+                for item in record.history.item
+            }
             rows.append({key: value for key, value in items.items() if not key.startswith("_")})
     return rows
 
 
 def records(data: bytes) -> Iterator[bytes]:
-    """The records of a LevelDB log with a header of 7 bytes: blocks of 32 KiB of chunks (crc, length, kind), kind 1 whole, 2 to 4 parts."""
+    """The records of a LevelDB log with a header of 7 bytes: blocks of 32 KiB of chunks (crc,
+    length, kind), kind 1 whole, 2 to 4 parts.
+    """
     at, parts = 7, b""
     while at + 7 <= len(data):
         if 32768 - at % 32768 < 7:
             at += 32768 - at % 32768
             continue
         _, length, kind = struct.unpack_from("<IHB", data, at)
-        parts = data[at + 7 : at + 7 + length] if kind in (1, 2) else parts + data[at + 7 : at + 7 + length]
+        parts = (
+            data[at + 7 : at + 7 + length]
+            if kind in (1, 2)
+            else parts + data[at + 7 : at + 7 + length]
+        )
         at += 7 + length
         if kind in (1, 4):
             yield parts
@@ -115,12 +153,19 @@ def records(data: bytes) -> Iterator[bytes]:
 @pytest.mark.parametrize(("field", "value"), [("tensorboard", "true"), ("wandb", '"offline"')])
 def test_a_package_that_is_not_there_is_one_line_before_anything_starts(monkeypatch, field, value):
     found = importlib.util.find_spec
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *more: None if name == field else found(name, *more))
+    monkeypatch.setattr(
+        importlib.util,
+        "find_spec",
+        lambda name, *more: None if name == field else found(name, *more),
+    )
     check_sinks(load("quickstart"))
     with pytest.raises(ConfigError) as told:
         check_sinks(load("quickstart", [f"logging.{field}={value}"]))
     (line,) = told.value.lines
-    assert line.startswith(f"logging.{field} = {value}: there is no module '{field}': pip install") and f".[{field}]" in line
+    assert (
+        line.startswith(f"logging.{field} = {value}: there is no module '{field}': pip install")
+        and f".[{field}]" in line
+    )
 
 
 def test_a_sink_that_fails_is_left_out_and_the_others_go_on(tmp_path, monkeypatch):

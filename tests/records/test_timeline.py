@@ -24,8 +24,27 @@ from tests.analysis.page import page_of
 from tests.analysis.synthetic import START, write_run
 
 
-def span(work: str, started: float, ended: float, service: str = "rollout", actor: int = 0, outcome: str = "done", **more) -> Span:
-    return Span(service, actor, 0, work, more.get("unit", ()), more.get("version"), 0, started, ended, outcome)
+def span(
+    work: str,
+    started: float,
+    ended: float,
+    service: str = "rollout",
+    actor: int = 0,
+    outcome: str = "done",
+    **more,
+) -> Span:
+    return Span(
+        service,
+        actor,
+        0,
+        work,
+        more.get("unit", ()),
+        more.get("version"),
+        0,
+        started,
+        ended,
+        outcome,
+    )
 
 
 @pytest.mark.parametrize(
@@ -42,7 +61,13 @@ def span(work: str, started: float, ended: float, service: str = "rollout", acto
 )
 def test_a_unit_is_named_by_its_key(key, work, unit, version):
     found = span_of("learner", 0, 1, key, 2, 1.00004, 2.0, "done")
-    assert (found.work, found.unit, found.version, found.attempt, found.incarnation) == (work, unit, version, 2, 1)
+    assert (found.work, found.unit, found.version, found.attempt, found.incarnation) == (
+        work,
+        unit,
+        version,
+        2,
+        1,
+    )
     assert (found.started, found.ended) == (1.0, 2.0)
 
 
@@ -55,7 +80,11 @@ def test_what_is_written_is_read_again_and_damage_is_passed_over(tmp_path):
     for each in spans:
         timeline.record(each)
     with file.open("a") as out:
-        out.write('[]\n{"service": 1}\n' + json.dumps({**json.loads(file.read_text().splitlines()[0]), "ended": 4.0}) + '\n{"serv')
+        out.write(
+            '[]\n{"service": 1}\n'
+            + json.dumps({**json.loads(file.read_text().splitlines()[0]), "ended": 4.0})
+            + '\n{"serv'
+        )
     assert read_spans(file) == [spans[1], spans[0]]
     forget_after(file, 3.0)
     assert read_spans(file) == [spans[1]]
@@ -69,8 +98,12 @@ def test_a_full_disk_ends_the_timeline_and_nothing_else(tmp_path):
     timeline.record(span("explore", 1, 2))
 
 
-def test_a_pool_writes_down_every_attempt_and_units_of_one_actor_follow_each_other(ray_here, tmp_path):
-    """Twelve units of 0.05 s on two actors with two slots each, and one that kills whoever takes it first."""
+def test_a_pool_writes_down_every_attempt_and_units_of_one_actor_follow_each_other(
+    ray_here, tmp_path
+):
+    """Twelve units of 0.05 s on two actors with two slots each, and one that kills whoever takes it
+    first.
+    """
     spans: list[Span] = []
     remote = ray.remote(Worker)
     pool = ActorPool(
@@ -85,7 +118,10 @@ def test_a_pool_writes_down_every_attempt_and_units_of_one_actor_follow_each_oth
         await pool.start()
         try:
             units = [pool.call(("unit", i), "nap", i) for i in range(12)]
-            await asyncio.wait_for(asyncio.gather(*units, pool.call(("fatal", 0), "fatal", str(tmp_path / "died"))), 200)
+            await asyncio.wait_for(
+                asyncio.gather(*units, pool.call(("fatal", 0), "fatal", str(tmp_path / "died"))),
+                200,
+            )
         finally:
             await pool.stop()
 
@@ -98,8 +134,14 @@ def test_a_pool_writes_down_every_attempt_and_units_of_one_actor_follow_each_oth
     assert (fatal.attempt, again.attempt) == (0, 1) and again.started >= fatal.ended
     for actor in (0, 1):
         mine = sorted((each for each in spans if each.actor == actor), key=lambda each: each.ended)
-        assert all(before.ended <= after.started for before, after in zip(mine, mine[1:], strict=False))
-    assert all(each.ended - each.started >= 0.045 for each in done if each.work == "unit" and each.attempt == 0)
+        assert all(
+            before.ended <= after.started for before, after in zip(mine, mine[1:], strict=False)
+        )
+    assert all(
+        each.ended - each.started >= 0.045
+        for each in done
+        if each.work == "unit" and each.attempt == 0
+    )
 
 
 class Worker:
@@ -124,18 +166,28 @@ class Worker:
 
 
 def test_a_run_leaves_every_unit_once(undisturbed: RunDirectory):
-    """3 iterations of 2 prompts with 4 chunks each, 2 evaluations of 8 pictures in blocks of 4, versions 0 to 3."""
+    """3 iterations of 2 prompts with 4 chunks each, 2 evaluations of 8 pictures in blocks of 4,
+    versions 0 to 3.
+    """
     spans = read_spans(undisturbed.timeline_file)
     assert {each.outcome for each in spans} == {"done"}
     explored = sorted(each.unit for each in spans if each.work == "explore")
     assert explored == [(i, p, c) for i in range(3) for p in range(2) for c in range(4)]
-    assert all(each.version == each.unit[0] and each.service == "rollout" for each in spans if each.work == "explore")
-    assert sorted(each.unit for each in spans if each.work == "regenerate") == [(i, p) for i in range(3) for p in range(2)]
+    assert all(
+        each.version == each.unit[0] and each.service == "rollout"
+        for each in spans
+        if each.work == "explore"
+    )
+    assert sorted(each.unit for each in spans if each.work == "regenerate") == [
+        (i, p) for i in range(3) for p in range(2)
+    ]
     assert [each.unit for each in spans if each.work == "update"] == [(0,), (1,), (2,)]
     assert sum(each.work == "score" and each.unit[0] == "explore" for each in spans) == 24
     assert sum(each.work == "load" for each in spans) == 4 * 2  # every version into both explorers
     updates = [each for each in spans if each.work == "update"]
-    assert all(e.ended <= updates[e.unit[0]].started for e in spans if e.work in ("explore", "regenerate"))
+    assert all(
+        e.ended <= updates[e.unit[0]].started for e in spans if e.work in ("explore", "regenerate")
+    )
     page = page_of(undisturbed.path)
     assert "The last iteration" in page.text and "regenerate" in page.text
 
@@ -147,12 +199,22 @@ def test_neighbours_are_joined_and_what_differs_is_not():
     spans = [span("explore", 0, 1), span("explore", 1.05, 2), span("explore", 2.5, 3), span("load", 3, 3.5), span("explore", 3.5, 4),
              span("explore", 4, 5, outcome="lost")]  # fmt: skip
     bars = bars_of(spans, gap=0.1)
-    assert [(bar.start, bar.stop, bar.count) for bar in bars] == [(0, 2, 2), (2.5, 3, 1), (3, 3.5, 1), (3.5, 4, 1), (4, 5, 1)]
+    assert [(bar.start, bar.stop, bar.count) for bar in bars] == [
+        (0, 2, 2),
+        (2.5, 3, 1),
+        (3, 3.5, 1),
+        (3.5, 4, 1),
+        (4, 5, 1),
+    ]
 
 
 def test_the_last_iteration_lies_between_two_updates():
     assert last_iteration([span("update", 4, 6, "learner")]) is None
-    spans = [span("update", 4, 6, "learner"), span("update", 9, 11, "learner"), span("update", 14, 15, "learner", outcome="lost")]
+    spans = [
+        span("update", 4, 6, "learner"),
+        span("update", 9, 11, "learner"),
+        span("update", 14, 15, "learner", outcome="lost"),
+    ]
     assert last_iteration(spans) == (6, 11)
 
 
@@ -164,19 +226,43 @@ def test_the_pause_before_a_resume_takes_no_time():
 
 
 def write_timeline(run: Path) -> list[Span]:
-    """Explorers at work through ten iterations of 10.8 s of the synthetic run, one chunk lost with its actor, updates at their ends."""
+    """Explorers at work through ten iterations of 10.8 s of the synthetic run, one chunk lost with
+    its actor, updates at their ends.
+    """
     spans = []
     for i in range(20):
         began = START + 3.2 + 10.8 * i
         spans += [
-            span("explore", began + 2 * c, began + 2 * c + 1.9, actor=actor, unit=(i, c, 0), version=i)
+            span(
+                "explore",
+                began + 2 * c,
+                began + 2 * c + 1.9,
+                actor=actor,
+                unit=(i, c, 0),
+                version=i,
+            )
             for c in range(3)
             for actor in (0, 1)
         ]
-        spans += [span("score", began + 2 * c + 2, began + 2 * c + 2.4, "reward", unit=("explore", i, c, 0)) for c in range(3)]
+        spans += [
+            span(
+                "score", began + 2 * c + 2, began + 2 * c + 2.4, "reward", unit=("explore", i, c, 0)
+            )
+            for c in range(3)
+        ]
         spans.append(span("regenerate", began + 6.1, began + 7.2, "learner", unit=(i, 0)))
         spans.append(span("update", began + 7.2, began + 10.4, "learner", unit=(i,)))
-    spans.append(span("explore", START + 80.2, START + 80.8, actor=1, unit=(7, 2, 1), version=7, outcome="lost"))
+    spans.append(
+        span(
+            "explore",
+            START + 80.2,
+            START + 80.8,
+            actor=1,
+            unit=(7, 2, 1),
+            version=7,
+            outcome="lost",
+        )
+    )
     timeline = Timeline(run / "timeline.jsonl")
     for each in spans:
         timeline.record(each)
@@ -192,9 +278,13 @@ def test_the_report_draws_it(tmp_path):
     page = page_of(run)
     text = (run / "report.html").read_text()
     titles = re.findall(r"<rect[^>]*><title>([^<]*)</title>", text)
-    # the lost chunk; and in the last iteration every unit by itself: it begins where update 18 ends, at 3.2 + 18 x 10.8 + 10.4 s
+    # the lost chunk; and in the last iteration every unit by itself: it begins where update 18
+    # ends, at 3.2 + 18 x 10.8 + 10.4 s
     assert "explore 7/2/1, version 7: 1 min 20 s to 1 min 21 s, lost" in titles
-    assert [title.split(":")[0] for title in titles if title.startswith("update 19")] == ["update 19", "update 19"]
+    assert [title.split(":")[0] for title in titles if title.startswith("update 19")] == [
+        "update 19",
+        "update 19",
+    ]
     assert "The last iteration: 11 s, after 3 min 28 s" in page.text
     for work in ("explore", "score", "regenerate", "update"):
         assert work in page.text
@@ -207,14 +297,25 @@ def test_the_report_draws_it(tmp_path):
 
 def test_every_kind_of_work_has_a_letter_of_its_own():
     works = set(WORKS.values()) | {OTHER}
-    assert len({work.letter for work in works}) == len({work.colour for work in works}) == len(works)
+    assert (
+        len({work.letter for work in works}) == len({work.colour for work in works}) == len(works)
+    )
     assert span("load", 0, 1, "learner").shown == OTHER != span("load", 0, 1).shown
 
 
 def test_an_actor_in_a_terminal():
-    """Ten slices of a second: exploring for three, idle, a load of 0.2 s that is too short to be seen, dead from 6 to 8."""
-    lane = Lane(lives=[(0.0, 6.0), (8.0, 10.0)], marks=[(6.0, "bad", "died"), (8.0, "good", "replaced")])
-    spans = [span("explore", 0, 2), span("explore", 2, 3), span("load", 4.4, 4.6), span("explore", 9.0, 10.0)]
+    """Ten slices of a second: exploring for three, idle, a load of 0.2 s that is too short to be
+    seen, dead from 6 to 8.
+    """
+    lane = Lane(
+        lives=[(0.0, 6.0), (8.0, 10.0)], marks=[(6.0, "bad", "died"), (8.0, "good", "replaced")]
+    )
+    spans = [
+        span("explore", 0, 2),
+        span("explore", 2, 3),
+        span("load", 4.4, 4.6),
+        span("explore", 9.0, 10.0),
+    ]
     assert strip(spans, lane, 10.0, 10) == "eee···X ·e"
     timeline = Shown({"rollout-0": lane}, [], [(0.0, 0), (0.5, 1), (9.0, 2)], spans, 10.0)
     head, body, scale, words = lines_of(timeline, 20)

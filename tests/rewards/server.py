@@ -17,8 +17,9 @@ from PIL import Image
 
 
 class Server(ThreadingHTTPServer):
-    """Scores a picture by its mean; ``answers`` are given first, one per request: a status, or what to do instead;
-    "slow" takes ``slow_s``."""
+    """Scores a picture by its mean; ``answers`` are given first, one per request: a status, or what
+    to do instead; "slow" takes ``slow_s``.
+    """
 
     def __init__(self) -> None:
         super().__init__(("127.0.0.1", 0), Handler)
@@ -45,7 +46,9 @@ class Handler(BaseHTTPRequestHandler):
         if answer == "hang up":
             self.connection.shutdown(socket.SHUT_RDWR)
             return
-        scores = json.dumps({"scores": [float(picture.mean()) for picture in told["images"]]}).encode()
+        scores = json.dumps(
+            {"scores": [float(picture.mean()) for picture in told["images"]]}
+        ).encode()
         self.send_response(answer if isinstance(answer, int) else 200)
         self.end_headers()
         self.wfile.write(answer if isinstance(answer, bytes) else scores)
@@ -54,7 +57,9 @@ class Handler(BaseHTTPRequestHandler):
         if self.headers["Content-Type"] == "application/json":
             told = json.loads(body)
             pictures = [Image.open(io.BytesIO(base64.b64decode(text))) for text in told["images"]]
-            return told | {"images": [np.asarray(picture).transpose(2, 0, 1) for picture in pictures]}
+            return told | {
+                "images": [np.asarray(picture).transpose(2, 0, 1) for picture in pictures]
+            }
         arrays = np.load(io.BytesIO(body), allow_pickle=False)
         return json.loads(arrays["request"].tobytes()) | {"images": list(arrays["images"])}
 

@@ -18,14 +18,20 @@ floats = st.lists(st.integers(-50, 50).map(float), min_size=1, max_size=12)
 
 
 def near(values, expected) -> bool:
-    return np.allclose(np.asarray(values, np.float64), np.asarray(expected, np.float64), atol=1e-6, equal_nan=True)
+    return np.allclose(
+        np.asarray(values, np.float64), np.asarray(expected, np.float64), atol=1e-6, equal_nan=True
+    )
 
 
 def test_zscore_and_rank_by_hand():
     values = np.array([1.0, 3.0, 5.0, 3.0])
     assert near(zscore(values), [-np.sqrt(2), 0, np.sqrt(2), 0])  # mean 3, deviation sqrt(2)
     assert near(rank(values), [-1, 0, 1, 0])  # places 0, 1.5, 3, 1.5 of 3, spread over [-1, 1]
-    assert near(zscore(np.full(3, 0.1)), [0, 0, 0]) and near(rank(np.full(3, 7.0)), [0, 0, 0]) and near(rank(np.ones(1)), [0])
+    assert (
+        near(zscore(np.full(3, 0.1)), [0, 0, 0])
+        and near(rank(np.full(3, 7.0)), [0, 0, 0])
+        and near(rank(np.ones(1)), [0])
+    )
 
 
 @given(floats, st.integers(1, 9), st.integers(-9, 9))
@@ -40,7 +46,9 @@ def test_without_extras_it_is_the_weighted_sum_to_the_bit():
     rng = np.random.default_rng(0)
     scores = {label: rng.normal(size=50).astype(np.float32) for label in "abc"}
     weights = {"a": 0.3, "b": -1.7, "c": 0.0}
-    assert np.array_equal(Combination(weights)(scores | {"held_out": scores["a"]}), combine(scores, weights))
+    assert np.array_equal(
+        Combination(weights)(scores | {"held_out": scores["a"]}), combine(scores, weights)
+    )
 
 
 def test_a_floor_lifts_scores_and_never_makes_one_up():
@@ -50,7 +58,9 @@ def test_a_floor_lifts_scores_and_never_makes_one_up():
 def test_normalisation_is_over_the_pictures_that_have_a_reward():
     scores = {"a": np.float32([1, 3, 100, 5]), "b": np.float32([10, 20, NAN, 60])}
     made = Combination({"a": 1.0, "b": 0.5}, normalise="zscore")(scores)
-    three = Combination({"a": 1.0, "b": 0.5}, normalise="zscore")({k: v[[0, 1, 3]] for k, v in scores.items()})
+    three = Combination({"a": 1.0, "b": 0.5}, normalise="zscore")(
+        {k: v[[0, 1, 3]] for k, v in scores.items()}
+    )
     assert near(made, [three[0], three[1], NAN, three[2]])
     # a: mean 3, deviation sqrt(8/3); b: mean 30, deviation sqrt(1400/3)
     assert near(made[:2], [-2 / np.sqrt(8 / 3) - 10 / np.sqrt(1400 / 3), -5 / np.sqrt(1400 / 3)])
@@ -60,8 +70,12 @@ def test_normalisation_is_over_the_pictures_that_have_a_reward():
 def test_an_optional_scorers_mean_stands_in_for_what_it_missed():
     combination = Combination({"a": 1.0, "b": 1.0}, optional=frozenset({"b"}))
     a = np.float32([1, 2, 3, NAN])
-    assert near(combination({"a": a, "b": np.float32([10, NAN, 20, 90])}), [11, 17, 23, NAN])  # 90 has no reward: not in the mean
-    assert near(combination({"a": a, "b": np.full(4, NAN, np.float32)}), a)  # left out of the whole group
+    assert near(
+        combination({"a": a, "b": np.float32([10, NAN, 20, 90])}), [11, 17, 23, NAN]
+    )  # 90 has no reward: not in the mean
+    assert near(
+        combination({"a": a, "b": np.full(4, NAN, np.float32)}), a
+    )  # left out of the whole group
     alone = combination.for_evaluation
     assert alone.weights == {"a": 1.0} and near(alone({"a": a, "b": a}), a)
 
@@ -76,7 +90,10 @@ def test_it_is_read_from_the_configuration():
         normalise="rank",
     )
     combination = Combination.from_config(rewards)
-    assert combination.weights == {"small": 2.0, "jpeg_compressibility": 1.0} and combination.floors == {"small": -1.0}
+    assert combination.weights == {
+        "small": 2.0,
+        "jpeg_compressibility": 1.0,
+    } and combination.floors == {"small": -1.0}
     assert combination.optional == {"jpeg_compressibility"} and combination.normalise == "rank"
     assert combination.for_evaluation == Combination({"small": 2.0}, {"small": -1.0})
     labels = ("jpeg_compressibility", "jpeg_incompressibility")
@@ -87,7 +104,10 @@ def test_it_is_read_from_the_configuration():
 @pytest.mark.parametrize(
     ("scorers", "said"),
     [
-        ([{"name": "shapes"}, {"name": "shapes"}], "two scorers would be logged under one name.*give one of them an alias"),
+        (
+            [{"name": "shapes"}, {"name": "shapes"}],
+            "two scorers would be logged under one name.*give one of them an alias",
+        ),
         ([{"name": "shapes", "required": False}], "all are optional"),
     ],
 )
@@ -108,7 +128,9 @@ class Counting:
         if self.fails:
             raise RuntimeError("broken")
         self.parts = {"first": images[:, 0, 0, 0].astype(np.float32)}
-        return images.reshape(len(images), -1).mean(1) + np.array([len(prompt) for prompt in prompts])
+        return images.reshape(len(images), -1).mean(1) + np.array(
+            [len(prompt) for prompt in prompts]
+        )
 
 
 def test_what_is_known_is_not_scored_again():
@@ -119,7 +141,9 @@ def test_what_is_known_is_not_scored_again():
     prompts, metadata = ["a", "b", "c", "a"], [{}, {}, {}, {}]
     first = cache.attempt(images, prompts, metadata)
     plain = WeightedScorer({"own": Counting()}, {"own": 1.0}).attempt(images, prompts, metadata)
-    assert np.array_equal(first.scores["own"], plain.scores["own"]) and inner.calls == [3]  # the twin was scored once
+    assert np.array_equal(first.scores["own"], plain.scores["own"]) and inner.calls == [
+        3
+    ]  # the twin was scored once
     assert np.array_equal(first.parts["own/first"], plain.parts["own/first"])
     again = cache.attempt(images[::-1], prompts[::-1], metadata)
     assert np.array_equal(again.scores["own"], first.scores["own"][::-1]) and inner.calls == [3]
@@ -143,7 +167,9 @@ def test_a_failure_is_not_remembered_and_old_entries_leave():
     assert np.isnan(failed.scores["own"]).all() and "broken" in failed.failures[0]
     inner.fails = False
     whole = cache.attempt(images, [""] * 3, [{}] * 3)
-    assert whole.scores["own"].tolist() == [0, 1, 2] and not whole.failures and inner.calls == [3, 3]
+    assert (
+        whole.scores["own"].tolist() == [0, 1, 2] and not whole.failures and inner.calls == [3, 3]
+    )
     cache.attempt(images, [""] * 3, [{}] * 3)
     assert inner.calls == [3, 3, 1]  # two were kept, the oldest had left
 
@@ -155,7 +181,9 @@ def test_scorers_that_lack_the_same_pictures_get_them_as_one_batch():
 
     class Resizing(Counting):
         def __call__(self, images, prompts, metadata):
-            small = shared(images, ("small",), lambda: resized.append(len(images)) or images[:, :, :2, :2])
+            small = shared(
+                images, ("small",), lambda: resized.append(len(images)) or images[:, :, :2, :2]
+            )
             return super().__call__(small, prompts, metadata)
 
     a, b = Resizing(), Resizing()
@@ -170,4 +198,6 @@ def test_scorers_that_lack_the_same_pictures_get_them_as_one_batch():
     )
     made = cache.attempt(images, [""] * 3, [{}] * 3)  # a knows all, b lacks the first
     assert list(made.work) == ["b"] and made.work["b"][0] == 1  # what was remembered was no work
-    assert (a.calls, b.calls) == ([1, 2], [2, 1]) and np.array_equal(made.scores["a"], made.scores["b"])
+    assert (a.calls, b.calls) == ([1, 2], [2, 1]) and np.array_equal(
+        made.scores["a"], made.scores["b"]
+    )

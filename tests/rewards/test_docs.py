@@ -30,7 +30,9 @@ def test_the_scorer_of_ten_lines_runs(tmp_path, monkeypatch):
     (tmp_path / "my_scorers.py").write_text(source)
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.delitem(sys.modules, "my_scorers", raising=False)
-    (settings,) = [tree for text in snippets("toml") if "Brightness" in text for tree in [tomllib.loads(text)]]
+    (settings,) = [
+        tree for text in snippets("toml") if "Brightness" in text for tree in [tomllib.loads(text)]
+    ]
     scorer = build(ScorerConfig(**settings["rewards"]["scorers"][0]))
     images = np.stack([np.zeros((3, 4, 4), np.uint8), np.full((3, 4, 4), 51, np.uint8)])
     assert scorer(images, ["", ""], [{}, {}]).tolist() == pytest.approx([0.0, 0.4])
@@ -39,9 +41,17 @@ def test_the_scorer_of_ten_lines_runs(tmp_path, monkeypatch):
 def test_the_servers_reading_runs():
     source = next(code for code in snippets("python") if "np.load" in code)
     images = np.random.default_rng(0).integers(0, 256, (2, 3, 4, 5), dtype=np.uint8)
-    names = {"np": np, "io": io, "json": json, "body": encode("npz", images, ["a", "\u4e00"], [{}, {"n": 1}])}
+    names = {
+        "np": np,
+        "io": io,
+        "json": json,
+        "body": encode("npz", images, ["a", "\u4e00"], [{}, {"n": 1}]),
+    }
     exec(source, names)
-    assert np.array_equal(names["images"], images) and names["request"] == {"prompts": ["a", "\u4e00"], "metadata": [{}, {"n": 1}]}
+    assert np.array_equal(names["images"], images) and names["request"] == {
+        "prompts": ["a", "\u4e00"],
+        "metadata": [{}, {"n": 1}],
+    }
 
 
 @pytest.mark.parametrize("text", snippets("toml"))
@@ -50,7 +60,9 @@ def test_every_table_is_a_configuration(text):
     labels = tree.get("services", {}).get("scorers", {})
     tree.setdefault("rewards", {}).setdefault("scorers", [{"name": "shapes"}])
     known = {row.get("alias") or row["name"] for row in tree["rewards"]["scorers"]}
-    tree["rewards"]["scorers"] += [{"name": "http", "alias": label} for label in labels if label not in known]
+    tree["rewards"]["scorers"] += [
+        {"name": "http", "alias": label} for label in labels if label not in known
+    ]
     if not any(row.get("required", True) for row in tree["rewards"]["scorers"]):
         tree["rewards"]["scorers"].append({"name": "shapes"})
     prompts = {"train": "shapes/prompts/train.jsonl", "test": "shapes/prompts/test.jsonl"}

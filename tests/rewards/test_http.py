@@ -1,4 +1,6 @@
-"""The http scorer against a server in this process: what is sent, what is taken back, and every way it can go wrong."""
+"""The http scorer against a server in this process: what is sent, what is taken back, and every way
+it can go wrong.
+"""
 
 from __future__ import annotations
 
@@ -31,12 +33,18 @@ def test_the_server_sees_the_very_pictures_and_words(server, encoding):
     scores = scorer(IMAGES, PROMPTS, METADATA)
     assert scores.dtype == np.float32 and np.allclose(scores, IMAGES.mean((1, 2, 3)))
     (told,) = server.requests
-    assert np.array_equal(np.stack(told["images"]), IMAGES) and told["prompts"] == PROMPTS and told["metadata"] == METADATA
+    assert (
+        np.array_equal(np.stack(told["images"]), IMAGES)
+        and told["prompts"] == PROMPTS
+        and told["metadata"] == METADATA
+    )
 
 
 def test_batches_keep_their_order(server):
     scores = HttpScorer(server.url, batch_size=2)(IMAGES, PROMPTS, METADATA)
-    assert np.allclose(scores, IMAGES.mean((1, 2, 3))) and [len(told["prompts"]) for told in server.requests] == [2, 1]
+    assert np.allclose(scores, IMAGES.mean((1, 2, 3))) and [
+        len(told["prompts"]) for told in server.requests
+    ] == [2, 1]
     assert HttpScorer(server.url)(IMAGES[:0], [], []).shape == (0,) and len(server.requests) == 2
 
 
@@ -74,7 +82,9 @@ def test_nobody_listens():
 
 
 def test_null_is_a_missing_score():
-    assert np.array_equal(decode(b'{"scores": [1, null, 2.5]}', 3), np.float32([1, np.nan, 2.5]), equal_nan=True)
+    assert np.array_equal(
+        decode(b'{"scores": [1, null, 2.5]}', 3), np.float32([1, np.nan, 2.5]), equal_nan=True
+    )
 
 
 @pytest.mark.parametrize(

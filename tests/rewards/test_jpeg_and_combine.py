@@ -18,10 +18,12 @@ def jpeg(name: str, **settings):
 
 
 def test_the_size_of_a_gray_picture_is_what_the_jpeg_standard_says():
-    """By hand (ITU-T T.81): SOI 2 + JFIF APP0 18 + two DQT 69 each + SOF0 19 + DHT 33, 183, 33, 183 + SOS 14 + EOI 2 = 625.
+    """By hand (ITU-T T.81): SOI 2 + JFIF APP0 18 + two DQT 69 each + SOF0 19 + DHT 33, 183, 33, 183
+    + SOS 14 + EOI 2 = 625.
 
-    Level 128 codes every coefficient as zero: with 2x2 chroma subsampling one 16x16 unit is 4 luma blocks of 2 + 4 bits
-    (DC category 0, end of block) and 2 chroma blocks of 2 + 2 bits: 32 bits = 4 bytes.
+    Level 128 codes every coefficient as zero: with 2x2 chroma subsampling one 16x16 unit is 4 luma
+    blocks of 2 + 4 bits (DC category 0, end of block) and 2 chroma blocks of 2 + 2 bits: 32 bits =
+    4 bytes.
     """
     size = jpeg("jpeg_incompressibility")(GRAY_16, [""], [{}])
     assert size.dtype == np.float32 and size.tolist() == [np.float32(0.629)]
@@ -39,14 +41,21 @@ def test_compressibility_is_the_opposite_and_detail_costs():
 
 
 def test_channels_are_not_mixed_with_rows():
-    """A picture with one vertical edge compresses the same as its red and blue channels' true layout says."""
+    """A picture with one vertical edge compresses the same as its red and blue channels' true
+    layout says.
+    """
     picture = np.zeros((1, 3, 16, 16), np.uint8)
-    picture[:, 0] = 255  # pure red: three constant planes, hence no AC coefficient and a few DC bits over the 625 header bytes
+    picture[:, 0] = (
+        255  # pure red: three constant planes, hence no AC coefficient and a few DC bits over the 625 header bytes
+    )
     assert 0.625 < jpeg("jpeg_incompressibility")(picture, [""], [{}])[0] < 0.640
 
 
 def test_combine_is_the_weighted_sum_and_missing_stays_missing():
-    scores = {"a": np.array([1.0, 2.0, np.nan], np.float32), "b": np.array([10.0, np.nan, 1.0], np.float32)}
+    scores = {
+        "a": np.array([1.0, 2.0, np.nan], np.float32),
+        "b": np.array([10.0, np.nan, 1.0], np.float32),
+    }
     total = combine(scores, {"a": 0.5, "b": -2.0})
     assert total.dtype == np.float32 and total[0] == -19.5 and np.isnan(total[1:]).all()
     assert np.isnan(combine(scores, {"a": 1.0, "b": 0.0})[1])  # weight 0 does not hide a failure
@@ -62,7 +71,12 @@ def test_combine_refuses_what_does_not_fit():
 
 
 def test_weighted_scorer_from_a_configuration():
-    rewards = Rewards(scorers=(ScorerConfig(name="jpeg_compressibility", weight=2.0), ScorerConfig(name="jpeg_incompressibility")))
+    rewards = Rewards(
+        scorers=(
+            ScorerConfig(name="jpeg_compressibility", weight=2.0),
+            ScorerConfig(name="jpeg_incompressibility"),
+        )
+    )
     scored = WeightedScorer.from_config(rewards)(GRAY_16, [""], [{}])
     assert set(scored.scores) == {"jpeg_compressibility", "jpeg_incompressibility"}
     assert scored.total.tolist() == [np.float32(-0.629)]  # -2 x 0.629 + 0.629

@@ -1,4 +1,6 @@
-"""What every learned scorer does, on tiny random models: pairing, batches, checkpoints, precision, and what is said when it cannot run."""
+"""What every learned scorer does, on tiny random models: pairing, batches, checkpoints, precision,
+and what is said when it cannot run.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,11 @@ def settings(tmp_path_factory):
 
     folder = tmp_path_factory.mktemp("checkpoints")
     tables = peers.transformers_config(parity.TINY)
-    clip, pick, judge = open_clip.CLIP(**parity.TINY), CLIPModel(CLIPConfig(**tables)), Judge(BLIP["vision"], BLIP["text"])
+    clip, pick, judge = (
+        open_clip.CLIP(**parity.TINY),
+        CLIPModel(CLIPConfig(**tables)),
+        Judge(BLIP["vision"], BLIP["text"]),
+    )
     for seed, model in enumerate((clip, pick, judge)):
         peers.randomise(model, seed)
     save_file(clip.state_dict(), folder / "open_clip_model.safetensors")
@@ -42,15 +48,23 @@ def settings(tmp_path_factory):
     torch.save(released_names(judge.state_dict()), folder / "ImageReward.pt")
     (folder / "vocab.txt").write_text(some_vocabulary())
     return {
-        "clipscore": {"checkpoint": str(folder / "open_clip_model.safetensors"), "architecture": parity.TINY},
-        "hpsv2": {"checkpoint": str(folder / "open_clip_model.safetensors"), "architecture": parity.TINY},
+        "clipscore": {
+            "checkpoint": str(folder / "open_clip_model.safetensors"),
+            "architecture": parity.TINY,
+        },
+        "hpsv2": {
+            "checkpoint": str(folder / "open_clip_model.safetensors"),
+            "architecture": parity.TINY,
+        },
         "pickscore": {"checkpoint": str(folder / "model.safetensors"), "architecture": tables},
         "imagereward": {"checkpoint": str(folder), "vocabulary": str(folder), "architecture": BLIP},
     }
 
 
 def released_names(state):
-    """Our names as the released checkpoint has them: written out here, not derived from the scorer's own rules."""
+    """Our names as the released checkpoint has them: written out here, not derived from the
+    scorer's own rules.
+    """
     rules = (
         ("visual_encoder.embeddings.patch_embedding", "blip.visual_encoder.patch_embed.proj"),
         ("visual_encoder.embeddings.class_embedding", "blip.visual_encoder.cls_token"),
@@ -60,11 +74,18 @@ def released_names(state):
         ("text_encoder.", "blip.text_encoder."),
         ("mlp.", "mlp.layers."),
     )
-    made = {"blip.vision_proj.weight": torch.zeros(2, 2), "blip.text_encoder.embeddings.position_ids": torch.arange(4)[None]}
+    made = {
+        "blip.vision_proj.weight": torch.zeros(2, 2),
+        "blip.text_encoder.embeddings.position_ids": torch.arange(4)[None],
+    }
     for name, value in state.items():
         ours, theirs = next((a, b) for a, b in rules if name.startswith(a))
         name = theirs + name.removeprefix(ours)
-        for a, b in ((".layer_norm", ".norm"), ("self_attn.projection", "attn.proj"), ("self_attn.qkv", "attn.qkv")):
+        for a, b in (
+            (".layer_norm", ".norm"),
+            ("self_attn.projection", "attn.proj"),
+            ("self_attn.qkv", "attn.qkv"),
+        ):
             name = name.replace(a, b) if "visual" in name else name
         made[name] = value
     return made
@@ -76,11 +97,18 @@ def made(settings, name, **more):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_every_picture_is_scored_with_its_own_prompt_whatever_the_batch(settings, name):
-    """Batches of 3 and 7 and single pictures sum in another order: FP32 rounding, of scores of order one and PickScore's 100 / 26."""
+    """Batches of 3 and 7 and single pictures sum in another order: FP32 rounding, of scores of
+    order one and PickScore's 100 / 26.
+    """
     together = made(settings, name)(IMAGES, PROMPTS, [{}] * 7)
     assert together.dtype == np.float32 and together.shape == (7,) and together.std() > 0.01
     for size in (1, 3):
-        assert np.allclose(made(settings, name, batch_size=size)(IMAGES, PROMPTS, [{}] * 7), together, atol=1e-5, rtol=0)
+        assert np.allclose(
+            made(settings, name, batch_size=size)(IMAGES, PROMPTS, [{}] * 7),
+            together,
+            atol=1e-5,
+            rtol=0,
+        )
     order = np.array([6, 2, 0, 5, 1, 4, 3])
     turned = made(settings, name)(IMAGES[order], [PROMPTS[i] for i in order], [{}] * 7)
     assert np.allclose(turned, together[order], atol=1e-5, rtol=0)
@@ -95,11 +123,18 @@ def test_every_picture_is_scored_with_its_own_prompt_whatever_the_batch(settings
         ("clipscore", "encode_image", "encode_text", ([4, 3], [3, 3])),
         ("hpsv2", "encode_image", "encode_text", ([4, 3], [3, 3])),
         ("pickscore", "get_image_features", "get_text_features", ([4, 3], [3, 3])),
-        ("imagereward", "visual_encoder", "text_encoder", ([4, 3], [4, 3])),  # its words look at the picture: one row per pair
+        (
+            "imagereward",
+            "visual_encoder",
+            "text_encoder",
+            ([4, 3], [4, 3]),
+        ),  # its words look at the picture: one row per pair
     ],
 )
 def test_only_pairs_are_computed(settings, name, image, text, rows, monkeypatch):
-    """Rows that go through each tower: the pictures, and each batch's distinct prompts; never every picture with every prompt."""
+    """Rows that go through each tower: the pictures, and each batch's distinct prompts; never every
+    picture with every prompt.
+    """
     scorer = made(settings, name, batch_size=4)
     seen: dict[str, list[int]] = {image: [], text: []}
     for tower in (image, text):
@@ -109,7 +144,9 @@ def test_only_pairs_are_computed(settings, name, image, text, rows, monkeypatch)
         forward = getattr(owner, attribute)
 
         def counted(*args, forward=forward, tower=tower, **kwargs):
-            first = next(value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor))
+            first = next(
+                value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor)
+            )
             seen[tower].append(len(first))
             return forward(*args, **kwargs)
 
@@ -120,17 +157,25 @@ def test_only_pairs_are_computed(settings, name, image, text, rows, monkeypatch)
 
 @pytest.mark.parametrize("name", NAMES)
 def test_lower_precision_is_near_and_not_the_same(settings, name):
-    """BF16 keeps 8 bits and FP16 11: relative 4e-3 and 5e-4 per operation; a few per cent and permille of the scores' range after
-    two layers."""
-    wide, bf16, fp16 = (made(settings, name, dtype=dtype)(IMAGES, PROMPTS, [{}] * 7) for dtype in ("fp32", "bf16", "fp16"))
+    """BF16 keeps 8 bits and FP16 11: relative 4e-3 and 5e-4 per operation; a few per cent and
+    permille of the scores' range after two layers.
+    """
+    wide, bf16, fp16 = (
+        made(settings, name, dtype=dtype)(IMAGES, PROMPTS, [{}] * 7)
+        for dtype in ("fp32", "bf16", "fp16")
+    )
     scale = np.abs(wide).max()
-    assert 0 < np.abs(wide - bf16).max() < 0.2 * scale and 0 < np.abs(wide - fp16).max() < 0.02 * scale
+    assert (
+        0 < np.abs(wide - bf16).max() < 0.2 * scale and 0 < np.abs(wide - fp16).max() < 0.02 * scale
+    )
 
 
 def test_imagereward_is_normalised_by_the_authors_mean_and_deviation(settings):
     scorer = made(settings, "imagereward")
     with torch.inference_mode():
-        words = scorer.tokenise(PROMPTS, padding="max_length", truncation=True, max_length=35, return_tensors="pt")
+        words = scorer.tokenise(
+            PROMPTS, padding="max_length", truncation=True, max_length=35, return_tensors="pt"
+        )
         raw = scorer.model(scorer.pixels(IMAGES), words.input_ids, words.attention_mask)
     assert words.input_ids[0, 0] == 101 and words.input_ids.shape == (7, 35)
     assert np.allclose(scorer(IMAGES, PROMPTS, [{}] * 7), (raw.numpy() - MEAN) / STD, atol=1e-6)
@@ -150,15 +195,24 @@ def test_a_directory_with_open_clips_description_needs_no_architecture(settings,
 
     copy(settings["clipscore"]["checkpoint"], tmp_path / "open_clip_model.safetensors")
     mean = [0.5, 0.5, 0.5]
-    (tmp_path / "open_clip_config.json").write_text(json.dumps({"model_cfg": parity.TINY, "preprocess_cfg": {"mean": mean}}))
-    scorer = build(ScorerConfig(name="clipscore", settings={"checkpoint": str(tmp_path)}), device="cpu")
+    (tmp_path / "open_clip_config.json").write_text(
+        json.dumps({"model_cfg": parity.TINY, "preprocess_cfg": {"mean": mean}})
+    )
+    scorer = build(
+        ScorerConfig(name="clipscore", settings={"checkpoint": str(tmp_path)}), device="cpu"
+    )
     told = made(settings, "clipscore")
-    assert scorer.mean == mean and np.abs(scorer(IMAGES, PROMPTS, [{}] * 7) - told(IMAGES, PROMPTS, [{}] * 7)).max() > 1e-3
+    assert (
+        scorer.mean == mean
+        and np.abs(scorer(IMAGES, PROMPTS, [{}] * 7) - told(IMAGES, PROMPTS, [{}] * 7)).max() > 1e-3
+    )
 
 
 @pytest.fixture
 def hub(settings, tmp_path, monkeypatch):
-    """A hub whose repositories all have the tiny CLIP's weights, and the files that a test puts into the directory."""
+    """A hub whose repositories all have the tiny CLIP's weights, and the files that a test puts
+    into the directory.
+    """
     import huggingface_hub
     from huggingface_hub.errors import EntryNotFoundError
 
@@ -182,33 +236,58 @@ def clip(name="clipscore", checkpoint="laion/plain", **more):
 def test_a_hub_id_is_what_its_own_description_says(hub, settings):
     """Activation, mean and deviation come from the repository, not from the scorer's default."""
     half = [0.5, 0.5, 0.5]
-    hub.write_text(json.dumps({"model_cfg": parity.TINY, "preprocess_cfg": {"mean": half, "std": half, "resize_mode": "shortest"}}))
+    hub.write_text(
+        json.dumps(
+            {
+                "model_cfg": parity.TINY,
+                "preprocess_cfg": {"mean": half, "std": half, "resize_mode": "shortest"},
+            }
+        )
+    )
     plain = clip()
     assert (plain.mean, plain.std) == (half, half)
-    hub.write_text(json.dumps({"model_cfg": {**parity.TINY, "quick_gelu": True}, "preprocess_cfg": {"mean": half, "std": half}}))
+    hub.write_text(
+        json.dumps(
+            {
+                "model_cfg": {**parity.TINY, "quick_gelu": True},
+                "preprocess_cfg": {"mean": half, "std": half},
+            }
+        )
+    )
     quick = clip(checkpoint="laion/plain:open_clip_model.safetensors")
     assert np.abs(plain(IMAGES, PROMPTS, [{}] * 7) - quick(IMAGES, PROMPTS, [{}] * 7)).max() > 1e-4
-    told = clip(architecture=parity.TINY)  # an architecture that is given wins; mean and deviation stay the repository's
-    assert told.mean == half and np.array_equal(told(IMAGES, PROMPTS, [{}] * 7), plain(IMAGES, PROMPTS, [{}] * 7))
+    told = clip(
+        architecture=parity.TINY
+    )  # an architecture that is given wins; mean and deviation stay the repository's
+    assert told.mean == half and np.array_equal(
+        told(IMAGES, PROMPTS, [{}] * 7), plain(IMAGES, PROMPTS, [{}] * 7)
+    )
 
 
 @pytest.mark.parametrize("name", ["clipscore", "hpsv2"])
 def test_a_hub_id_that_does_not_say_what_it_is_is_refused(hub, name):
     with pytest.raises(
-        ScorerSetupError, match="'laion/plain' has no open_clip_config.json .*: set architecture, or use "
+        ScorerSetupError,
+        match="'laion/plain' has no open_clip_config.json .*: set architecture, or use ",
     ) as caught:
         clip(name)
     assert "\n" not in str(caught.value)
     assert clip(name, architecture=parity.TINY).mean == CLIP_MEAN
-    for more in ({}, {"architecture": parity.TINY}):  # whether mean and deviation are CLIP's must not depend on the network
+    for more in (
+        {},
+        {"architecture": parity.TINY},
+    ):  # whether mean and deviation are CLIP's must not depend on the network
         with pytest.raises(
-            ScorerSetupError, match=r"'someone/offline' .* does not say whether .* \(OSError: no network\): fetch it"
+            ScorerSetupError,
+            match=r"'someone/offline' .* does not say whether .* \(OSError: no network\): fetch it",
         ):
             clip(name, "someone/offline", **more)
 
 
 def test_the_published_repositories_need_no_description(hub, monkeypatch):
-    """They are what the scorers are made for: one on the hub is not asked for, so that it makes no difference whether it can be."""
+    """They are what the scorers are made for: one on the hub is not asked for, so that it makes no
+    difference whether it can be.
+    """
     hub.write_text("not to be read")
     for name, kind in (("clipscore", ClipScore), ("hpsv2", HPSv2)):
         monkeypatch.setattr(kind, "default", parity.TINY)
@@ -219,13 +298,20 @@ def test_the_published_repositories_need_no_description(hub, monkeypatch):
 
 def load_layer(name):
     """The checkpoint that the layer ``rewards/<name>`` names."""
-    tree = tomllib.loads((Path(__file__).parents[2] / f"configs/layers/rewards/{name}.toml").read_text())
+    tree = tomllib.loads(
+        (Path(__file__).parents[2] / f"configs/layers/rewards/{name}.toml").read_text()
+    )
     return [scorer["settings"]["checkpoint"] for scorer in tree["rewards"]["scorers"]]
 
 
 def test_pictures_that_a_description_wants_otherwise_are_refused(hub):
-    hub.write_text(json.dumps({"model_cfg": parity.TINY, "preprocess_cfg": {"resize_mode": "squash"}}))
-    with pytest.raises(ScorerSetupError, match="resize_mode = 'squash'; this scorer makes pictures with 'shortest' only"):
+    hub.write_text(
+        json.dumps({"model_cfg": parity.TINY, "preprocess_cfg": {"resize_mode": "squash"}})
+    )
+    with pytest.raises(
+        ScorerSetupError,
+        match="resize_mode = 'squash'; this scorer makes pictures with 'shortest' only",
+    ):
         clip()
 
 
@@ -238,12 +324,17 @@ class Planted:
 
 def test_nothing_in_a_checkpoint_is_run(settings, tmp_path):
     torch.save({"state_dict": {"weight": torch.zeros(1)}, "note": Planted()}, tmp_path / "bad.pt")
-    with pytest.raises(ScorerSetupError, match=r"bad.pt: not readable as weights .* nothing but tensors"):
+    with pytest.raises(
+        ScorerSetupError, match=r"bad.pt: not readable as weights .* nothing but tensors"
+    ):
         read_state(tmp_path / "bad.pt")
 
 
 def test_state_dicts_are_unwrapped(tmp_path):
-    torch.save({"state_dict": {"module.a": torch.ones(2), "module.b": torch.zeros(1)}, "epoch": 3}, tmp_path / "x.pt")
+    torch.save(
+        {"state_dict": {"module.a": torch.ones(2), "module.b": torch.zeros(1)}, "epoch": 3},
+        tmp_path / "x.pt",
+    )
     assert sorted(read_state(tmp_path / "x.pt")) == ["a", "b"]
     torch.save({"epoch": 3}, tmp_path / "empty.pt")
     with pytest.raises(ScorerSetupError, match="give a state dict"):
@@ -253,13 +344,29 @@ def test_state_dicts_are_unwrapped(tmp_path):
 @pytest.mark.parametrize(
     ("name", "change", "said"),
     [
-        ("clipscore", {"checkpoint": "no/such/file.pt"}, "there is no checkpoint 'no/such/file.pt'.*docs/rewards.md"),
+        (
+            "clipscore",
+            {"checkpoint": "no/such/file.pt"},
+            "there is no checkpoint 'no/such/file.pt'.*docs/rewards.md",
+        ),
         ("clipscore", {"architecture": "ViT-Q-99"}, "open_clip has no such model"),
-        ("clipscore", {"architecture": {"embed_dim": 3}}, "architecture lacks vision_cfg, text_cfg"),
-        ("hpsv2", {"architecture": {**parity.TINY, "embed_dim": 25}}, r"is \[\d+, 24\], not \[\d+, 25\]; set architecture"),
+        (
+            "clipscore",
+            {"architecture": {"embed_dim": 3}},
+            "architecture lacks vision_cfg, text_cfg",
+        ),
+        (
+            "hpsv2",
+            {"architecture": {**parity.TINY, "embed_dim": 25}},
+            r"is \[\d+, 24\], not \[\d+, 25\]; set architecture",
+        ),
         ("hpsv2", {"dtype": "int4"}, "dtype is 'int4': use one of fp32, bf16, fp16"),
         ("pickscore", {"batch_size": 0}, "batch_size is 0: use a whole number, 1 or more"),
-        ("imagereward", {"architecture": {"audio": {}}}, "architecture has audio: it takes the tables vision and text"),
+        (
+            "imagereward",
+            {"architecture": {"audio": {}}},
+            "architecture has audio: it takes the tables vision and text",
+        ),
     ],
 )
 def test_what_is_wrong_with_settings_is_one_line(settings, name, change, said):
@@ -270,7 +377,9 @@ def test_what_is_wrong_with_settings_is_one_line(settings, name, change, said):
 
 def test_weights_of_another_model_are_refused(settings):
     other = settings["pickscore"]["checkpoint"]
-    with pytest.raises(ScorerSetupError, match=r"no weights of .*names missing, .* unknown, the first: missing"):
+    with pytest.raises(
+        ScorerSetupError, match=r"no weights of .*names missing, .* unknown, the first: missing"
+    ):
         made(settings, "clipscore", checkpoint=other)
     with pytest.raises(ScorerSetupError, match="no name in it starts with 'blip.visual_encoder.'"):
         made(settings, "imagereward", checkpoint=other)
@@ -296,8 +405,14 @@ def test_hub_ids_name_a_file_of_a_repository(monkeypatch, tmp_path):
     monkeypatch.setattr(huggingface_hub, "hf_hub_download", download)
     assert locate("someone/model", ("a.pt", "b.pt")) == tmp_path / "b.pt"
     assert locate("someone/model:b.pt", ("a.pt",)) == tmp_path / "b.pt"
-    assert asked == [("someone/model", "a.pt"), ("someone/model", "b.pt"), ("someone/model", "b.pt")]
-    with pytest.raises(ScorerSetupError, match=r"'someone/model' is no file .* \(OSError: offline\): fetch it") as caught:
+    assert asked == [
+        ("someone/model", "a.pt"),
+        ("someone/model", "b.pt"),
+        ("someone/model", "b.pt"),
+    ]
+    with pytest.raises(
+        ScorerSetupError, match=r"'someone/model' is no file .* \(OSError: offline\): fetch it"
+    ) as caught:
         locate("someone/model", ("c.pt",))
     assert "\n" not in str(caught.value)
     with pytest.raises(ScorerSetupError, match="holds none of a.pt"):

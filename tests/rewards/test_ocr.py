@@ -29,7 +29,9 @@ def test_what_is_quoted_is_wanted(prompt, pieces):
 
 
 def test_metadata_may_say_it_and_nothing_to_read_is_an_error():
-    assert wanted_text('"no"', {"text": "yes"}) == ["yes"] and wanted_text("", {"text": ["a", "b"]}) == ["a", "b"]
+    assert wanted_text('"no"', {"text": "yes"}) == ["yes"] and wanted_text(
+        "", {"text": ["a", "b"]}
+    ) == ["a", "b"]
     for prompt in ("a red circle", "the dog's bone", '" "'):
         with pytest.raises(ValueError, match="quotes no text to be read"):
             wanted_text(prompt, {})
@@ -39,7 +41,11 @@ def levenshtein(a: str, b: str) -> int:
     """The textbook recursion."""
     if not a or not b:
         return len(a) + len(b)
-    return min(levenshtein(a[1:], b[1:]) + (a[0] != b[0]), levenshtein(a[1:], b) + 1, levenshtein(a, b[1:]) + 1)
+    return min(
+        levenshtein(a[1:], b[1:]) + (a[0] != b[0]),
+        levenshtein(a[1:], b) + 1,
+        levenshtein(a, b[1:]) + 1,
+    )
 
 
 @given(st.text("abc", max_size=4), st.text("abc", max_size=5))
@@ -78,12 +84,19 @@ def test_it_reads():
 
     def written(text: str, colour: str = "black") -> np.ndarray:
         picture = Image.new("RGB", (320, 120), "white")
-        ImageDraw.Draw(picture).text((20, 30), text, fill=colour, font=ImageFont.load_default(size=40))
+        ImageDraw.Draw(picture).text(
+            (20, 30), text, fill=colour, font=ImageFont.load_default(size=40)
+        )
         return np.asarray(picture).transpose(2, 0, 1)
 
     images = np.stack([written("Hello World"), written("Hello"), written(""), written("Zyx")])
     scorer = OcrScorer()
     scores = scorer(images, ['"hello world"'] * 4, [{}] * 4)
-    assert scores.dtype == np.float32 and scores[0] == 1.0 and scores[1] == pytest.approx(0.5) and scores[2] == 0.0
+    assert (
+        scores.dtype == np.float32
+        and scores[0] == 1.0
+        and scores[1] == pytest.approx(0.5)
+        and scores[2] == 0.0
+    )
     assert scores[3] < 0.3
     assert scorer.read(written("Hello", "red")) == "Hello"

@@ -1,6 +1,8 @@
-"""Learned scorers against code that is not ours, on the same random weights. Small models here, the full ones with `make test-slow`.
+"""Learned scorers against code that is not ours, on the same random weights. Small models here, the
+full ones with `make test-slow`.
 
-Where a peer package is not installed the comparison is skipped; `make parity` installs them and fails instead.
+Where a peer package is not installed the comparison is skipped; `make parity` installs them and
+fails instead.
 """
 
 from __future__ import annotations
@@ -14,8 +16,10 @@ from tests.rewards import parity, peers
 @pytest.mark.parametrize("size", ["small", pytest.param("full", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", parity.CASES)
 def test_scores_are_the_peers(name, size):
-    """Both are FP32 of the same formula, in another order of sums: errors grow like the square root of the depth times 6e-8 of values
-    of order one (PickScore: of order 100 / 26), well below the bound of 1e-5 that the table is held to."""
+    """Both are FP32 of the same formula, in another order of sums: errors grow like the square root
+    of the depth times 6e-8 of values of order one (PickScore: of order 100 / 26), well below the
+    bound of 1e-5 that the table is held to.
+    """
     package = parity.CASES[name][1]
     if package and (why := peers.missing(package)):
         pytest.skip(why)
@@ -27,7 +31,11 @@ def test_a_constant_peer_proves_nothing_and_a_far_one_fails():
     far = parity.Parity("a", "b", "small", 25, 2e-5, 1.0)
     constant = parity.Parity("a", "b", "small", 25, 0.0, 0.0009)
     nothing = parity.Parity("a", "b", "small", 25, float("nan"), 1.0)
-    assert "differs from b by 2.00e-05" in str(far.problem) and "proves nothing" in str(constant.problem) and nothing.problem
+    assert (
+        "differs from b by 2.00e-05" in str(far.problem)
+        and "proves nothing" in str(constant.problem)
+        and nothing.problem
+    )
     assert parity.Parity("a", "b", "small", 25, 9e-6, 1.0).problem is None
 
 
@@ -38,32 +46,48 @@ def test_renaming_there_and_back_loses_nothing():
     peers.randomise(model, 5)
     state = model.state_dict()
     back = peers.to_open_clip(peers.to_transformers(state))
-    assert back.keys() == state.keys() and all(torch.equal(back[name], state[name]) for name in state)
+    assert back.keys() == state.keys() and all(
+        torch.equal(back[name], state[name]) for name in state
+    )
 
 
-def test_the_command_prints_a_line_per_peer_and_fails_where_one_is_over_its_bound(monkeypatch, capsys):
+def test_the_command_prints_a_line_per_peer_and_fails_where_one_is_over_its_bound(
+    monkeypatch, capsys
+):
     from tools import parity as command
 
     monkeypatch.setattr(command, "install", lambda flags: None)
-    monkeypatch.setattr(parity, "run", lambda name, size: parity.Parity(name, "a peer", size, 25, 3e-6, 0.5))
+    monkeypatch.setattr(
+        parity, "run", lambda name, size: parity.Parity(name, "a peer", size, 25, 3e-6, 0.5)
+    )
     assert command.main([]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[0] for line in lines] == ["scorer", *parity.CASES, "all"] and all(
         "3.0e-06" in line for line in lines[1:-1]
     )
     monkeypatch.setattr(
-        parity, "run", lambda name, size: parity.Parity(name, "a peer", size, 25, 3e-5 if size == "full" else 0.0, 0.5)
+        parity,
+        "run",
+        lambda name, size: parity.Parity(
+            name, "a peer", size, 25, 3e-5 if size == "full" else 0.0, 0.5
+        ),
     )
     assert command.main(["hpsv2", "--full"]) == 1
     assert "hpsv2 differs from a peer by 3.00e-05, more than 1e-05" in capsys.readouterr().out
 
 
 def test_a_scale_that_is_a_little_wrong_is_found(monkeypatch, capsys):
-    """PickScore over 26.001 in place of 26: scores of up to 100 / 26 are off by up to 100 / 26 - 100 / 26.001 = 1.5e-4."""
+    """PickScore over 26.001 in place of 26: scores of up to 100 / 26 are off by up to 100 / 26 -
+    100 / 26.001 = 1.5e-4.
+    """
     from tools import parity as command
 
     monkeypatch.setattr(command, "install", lambda flags: None)
     monkeypatch.setattr("rewards.pickscore.SCALE", 26.001)
     assert command.main(["pickscore"]) == 1
     said = capsys.readouterr().out
-    assert "NOT met" in said and "pickscore differs from open_clip by" in said and "more than 1e-05" in said
+    assert (
+        "NOT met" in said
+        and "pickscore differs from open_clip by" in said
+        and "more than 1e-05" in said
+    )

@@ -17,7 +17,9 @@ SIDES = [(48, 48), (33, 47), (47, 33), (1, 1), (32, 32), (32, 55), (200, 31), (7
 
 
 def noise(height: int, width: int, count: int = 2) -> np.ndarray:
-    return np.random.default_rng(height * 1000 + width).integers(0, 256, (count, 3, height, width), dtype=np.uint8)
+    return np.random.default_rng(height * 1000 + width).integers(
+        0, 256, (count, 3, height, width), dtype=np.uint8
+    )
 
 
 def pil(picture: np.ndarray) -> Image.Image:
@@ -30,19 +32,29 @@ def test_the_crop_is_open_clips(sides):
     import open_clip
 
     images = noise(*sides)
-    theirs = torch.stack([open_clip.image_transform(SIZE, is_train=False)(pil(picture)) for picture in images])
+    theirs = torch.stack(
+        [open_clip.image_transform(SIZE, is_train=False)(pil(picture)) for picture in images]
+    )
     assert torch.equal(normalise(to_float(crop_square(images, SIZE))), theirs)
 
 
 @pytest.mark.parametrize("sides", SIDES)
 def test_the_floor_crop_is_transformers(sides):
-    """uint8 pixels are equal; afterwards transformers multiplies by 1/255 where we divide, one rounding apart."""
+    """uint8 pixels are equal; afterwards transformers multiplies by 1/255 where we divide, one
+    rounding apart.
+    """
     from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
 
-    processor = CLIPImageProcessorPil(size={"shortest_edge": SIZE}, crop_size={"height": SIZE, "width": SIZE})
+    processor = CLIPImageProcessorPil(
+        size={"shortest_edge": SIZE}, crop_size={"height": SIZE, "width": SIZE}
+    )
     images = noise(*sides)
-    theirs = torch.cat([processor(pil(picture), return_tensors="pt").pixel_values for picture in images])
-    assert torch.allclose(normalise(to_float(crop_square(images, SIZE, "floor"))), theirs, atol=1e-6, rtol=0)
+    theirs = torch.cat(
+        [processor(pil(picture), return_tensors="pt").pixel_values for picture in images]
+    )
+    assert torch.allclose(
+        normalise(to_float(crop_square(images, SIZE, "floor"))), theirs, atol=1e-6, rtol=0
+    )
 
 
 def test_the_two_crops_differ_where_an_odd_number_is_cut():
@@ -56,19 +68,30 @@ def test_the_padding_is_hpsv2s(sides):
     if why := peers.missing("hpsv2"):
         pytest.skip(why)
     if max(sides) == SIZE and min(sides) < SIZE:
-        pytest.skip("the original does not pad a picture whose longer side has the size already, and fails on it")
+        pytest.skip(
+            "the original does not pad a picture whose longer side has the size already, and fails"
+            " on it"
+        )
     transform = peers.hpsv2_package().image_transform(SIZE, is_train=False, resize_longest_max=True)
     images = noise(*sides)
     theirs = torch.stack([transform(pil(picture)) for picture in images])
-    # one interpolation for the batch or one per picture: the sums of a pixel are the same, up to FP32 rounding
+    # one interpolation for the batch or one per picture: the sums of a pixel are the same, up to
+    # FP32 rounding
     assert torch.allclose(normalise(pad_square(images, SIZE)), theirs, atol=1e-5, rtol=0)
 
 
 def test_padding_is_black_and_in_the_middle():
     padded = pad_square(np.full((1, 3, 16, 32), 255, np.uint8), 32)
-    assert padded.shape == (1, 3, 32, 32) and torch.equal(padded[:, :, 8:24], torch.ones(1, 3, 16, 32))
+    assert padded.shape == (1, 3, 32, 32) and torch.equal(
+        padded[:, :, 8:24], torch.ones(1, 3, 16, 32)
+    )
     assert not padded[:, :, :8].any() and not padded[:, :, 24:].any()
-    assert pad_square(np.zeros((1, 3, 1, 500), np.uint8), 32).shape == (1, 3, 32, 32)  # a side that would round to nothing
+    assert pad_square(np.zeros((1, 3, 1, 500), np.uint8), 32).shape == (
+        1,
+        3,
+        32,
+        32,
+    )  # a side that would round to nothing
 
 
 @given(st.integers(1, 60), st.integers(1, 60), st.sampled_from(["round", "floor"]))
@@ -81,9 +104,18 @@ def test_a_batch_is_resized_once_unless_it_may_change():
     images = noise(40, 50)
     calls = []
     make = lambda: calls.append(1) or len(calls)  # noqa: E731
-    assert [shared(images, ("a",), make), shared(images, ("a",), make)] == [1, 2]  # writeable: made again
+    assert [shared(images, ("a",), make), shared(images, ("a",), make)] == [
+        1,
+        2,
+    ]  # writeable: made again
     images.flags.writeable = False
-    assert [shared(images, ("a",), make), shared(images, ("a",), make), shared(images, ("b",), make)] == [3, 3, 4]
+    assert [
+        shared(images, ("a",), make),
+        shared(images, ("a",), make),
+        shared(images, ("b",), make),
+    ] == [3, 3, 4]
     other = noise(40, 50)
     other.flags.writeable = False
-    assert shared(other, ("a",), make) == 5 and shared(images, ("a",), make) == 6  # only the newest batch is kept
+    assert (
+        shared(other, ("a",), make) == 5 and shared(images, ("a",), make) == 6
+    )  # only the newest batch is kept

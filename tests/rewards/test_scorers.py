@@ -45,7 +45,9 @@ def test_unknown_names_get_the_nearest_spelling():
         resolve("jpeg_compresibility")
     with pytest.raises(ScorerSetupError, match="did you mean 'shapes'"):
         resolve("shape")
-    with pytest.raises(ScorerSetupError, match="Use one of .*jpeg_incompressibility.* or module:attribute") as caught:
+    with pytest.raises(
+        ScorerSetupError, match="Use one of .*jpeg_incompressibility.* or module:attribute"
+    ) as caught:
         resolve("zzz")
     assert "did you mean" not in str(caught.value)
     with pytest.raises(ScorerSetupError):
@@ -65,7 +67,11 @@ def test_settings_reach_the_constructor(own_module):
         ("my_scorers:Constent", {}, "no attribute 'Constent': did you mean 'Constant'"),
         ("my_scorers:number", {}, "int, not a class or function"),
         ("my_scorers:returns_none", {}, "returned NoneType, which cannot be called"),
-        ("my_scorers:Constant", {"value": -1}, "raised ValueError: value must not be negative: mend rewards.scorers.settings"),
+        (
+            "my_scorers:Constant",
+            {"value": -1},
+            "raised ValueError: value must not be negative: mend rewards.scorers.settings",
+        ),
         ("my_scorers:Constant", {"valu": 1}, "raised TypeError.*'valu'"),
     ],
 )
@@ -78,7 +84,9 @@ def test_what_cannot_be_built_says_what_to_do(own_module, name, settings, said):
 def test_a_module_whose_own_import_fails_says_install(tmp_path, monkeypatch):
     (tmp_path / "needs_more.py").write_text("import a_package_nobody_has\n")
     monkeypatch.syspath_prepend(str(tmp_path))
-    with pytest.raises(ScorerSetupError, match="a_package_nobody_has.*: install what 'needs_more' imports"):
+    with pytest.raises(
+        ScorerSetupError, match="a_package_nobody_has.*: install what 'needs_more' imports"
+    ):
         build(ScorerConfig(name="needs_more:X"))
 
 
@@ -90,15 +98,39 @@ def test_a_module_whose_own_import_fails_says_install(tmp_path, monkeypatch):
             {"checkpoint": "shapes/none"},
             "'clipscore': checkpoint: there is no checkpoint 'shapes/none'.*make shapes-clip",
         ),
-        ("hpsv2", {"checkpoint": "/no/HPS.pt"}, "there is no checkpoint '/no/HPS.pt'.*docs/rewards.md"),
-        ("pickscore", {"checkpoint": "checkpoints/pick.safetensors"}, "there is no checkpoint 'checkpoints/pick.safetensors'"),
-        ("pickscore", {"checkpoint": "{here}"}, "holds none of model.safetensors, pytorch_model.bin"),
-        ("imagereward", {"checkpoint": "a/b", "vocabulary": "./vocab.txt"}, "'imagereward': vocabulary: there is no"),
+        (
+            "hpsv2",
+            {"checkpoint": "/no/HPS.pt"},
+            "there is no checkpoint '/no/HPS.pt'.*docs/rewards.md",
+        ),
+        (
+            "pickscore",
+            {"checkpoint": "checkpoints/pick.safetensors"},
+            "there is no checkpoint 'checkpoints/pick.safetensors'",
+        ),
+        (
+            "pickscore",
+            {"checkpoint": "{here}"},
+            "holds none of model.safetensors, pytorch_model.bin",
+        ),
+        (
+            "imagereward",
+            {"checkpoint": "a/b", "vocabulary": "./vocab.txt"},
+            "'imagereward': vocabulary: there is no",
+        ),
         ("clipscore", {}, "missing a required argument: 'checkpoint'"),
         ("jpeg_compressibility", {"qality": 3}, "unexpected keyword argument 'qality'"),
         ("shpes", {}, "did you mean 'shapes'"),
-        ("jpeg_incompressibility", {"quality": 96}, "'jpeg_incompressibility': quality is 96: use 1 to 95"),
-        ("http", {"url": "http://x:80", "encoding": "xml"}, "'http': encoding is 'xml': use one of npz, json"),
+        (
+            "jpeg_incompressibility",
+            {"quality": 96},
+            "'jpeg_incompressibility': quality is 96: use 1 to 95",
+        ),
+        (
+            "http",
+            {"url": "http://x:80", "encoding": "xml"},
+            "'http': encoding is 'xml': use one of npz, json",
+        ),
         ("http", {"url": "http://x:80", "encoding": ["npz"]}, r"encoding is \['npz'\]: use one of"),
         ("http", {"url": "x:80"}, "url is 'x:80': give http://host:port"),
         ("http", {"url": "http://:80/score"}, "give http://host:port"),
@@ -106,18 +138,51 @@ def test_a_module_whose_own_import_fails_says_install(tmp_path, monkeypatch):
         ("http", {"url": 80}, "url is 80: give http://host:port"),
         ("http", {"url": "http://x", "timeout_s": -1}, "timeout_s is -1: use a positive time"),
         ("http", {"url": "http://x", "timeout_s": "60"}, "timeout_s is '60': use a positive time"),
-        ("http", {"url": "http://x", "batch_size": -1}, "batch_size is -1: use a whole number, 0 or more"),
-        ("http", {"url": "http://x", "retries": 1.5}, "retries is 1.5: use a whole number, 0 or more"),
-        ("clipscore", {"checkpoint": "a/b", "dtype": "int4"}, "'clipscore': dtype is 'int4': use one of fp32, bf16, fp16"),
-        ("hpsv2", {"checkpoint": "a/b", "batch_size": 0}, "'hpsv2': batch_size is 0: use a whole number, 1 or more"),
-        ("pickscore", {"checkpoint": "a/b", "batch_size": "16"}, "batch_size is '16': use a whole number"),
-        ("pickscore", {"checkpoint": "a/b", "device": "gpu"}, "device is 'gpu': use cpu, cuda or cuda:N"),
-        ("imagereward", {"checkpoint": "a/b", "architecture": {"audio": {}}}, "architecture has audio: it takes the tables"),
+        (
+            "http",
+            {"url": "http://x", "batch_size": -1},
+            "batch_size is -1: use a whole number, 0 or more",
+        ),
+        (
+            "http",
+            {"url": "http://x", "retries": 1.5},
+            "retries is 1.5: use a whole number, 0 or more",
+        ),
+        (
+            "clipscore",
+            {"checkpoint": "a/b", "dtype": "int4"},
+            "'clipscore': dtype is 'int4': use one of fp32, bf16, fp16",
+        ),
+        (
+            "hpsv2",
+            {"checkpoint": "a/b", "batch_size": 0},
+            "'hpsv2': batch_size is 0: use a whole number, 1 or more",
+        ),
+        (
+            "pickscore",
+            {"checkpoint": "a/b", "batch_size": "16"},
+            "batch_size is '16': use a whole number",
+        ),
+        (
+            "pickscore",
+            {"checkpoint": "a/b", "device": "gpu"},
+            "device is 'gpu': use cpu, cuda or cuda:N",
+        ),
+        (
+            "imagereward",
+            {"checkpoint": "a/b", "architecture": {"audio": {}}},
+            "architecture has audio: it takes the tables",
+        ),
         ("imagereward", {"checkpoint": "a/b", "dtype": "half"}, "dtype is 'half'"),
     ],
 )
-def test_settings_that_cannot_work_are_found_without_loading_anything(tmp_path, name, settings, said):
-    given = {key: value.replace("{here}", str(tmp_path)) if isinstance(value, str) else value for key, value in settings.items()}
+def test_settings_that_cannot_work_are_found_without_loading_anything(
+    tmp_path, name, settings, said
+):
+    given = {
+        key: value.replace("{here}", str(tmp_path)) if isinstance(value, str) else value
+        for key, value in settings.items()
+    }
     with pytest.raises(ScorerSetupError, match=said) as caught:
         check_settings(ScorerConfig(name=name, settings=given))
     assert "\n" not in str(caught.value)
@@ -128,9 +193,20 @@ def test_settings_that_may_work_are_left_to_the_actors(tmp_path):
     (tmp_path / "model.safetensors").touch()
     check_settings(ScorerConfig(name="pickscore", settings={"checkpoint": str(tmp_path)}))
     check_settings(ScorerConfig(name="pickscore", settings={"checkpoint": "someone/model"}))
-    check_settings(ScorerConfig(name="pickscore", settings={"checkpoint": "someone/model:weights.safetensors"}))
-    check_settings(ScorerConfig(name="http", settings={"url": "https://[::1]:8443/score", "timeout_s": 5, "encoding": "json"}))
-    check_settings(ScorerConfig(name="imagereward", settings={"checkpoint": "a/b", "dtype": "bf16", "device": "cuda:1"}))
+    check_settings(
+        ScorerConfig(name="pickscore", settings={"checkpoint": "someone/model:weights.safetensors"})
+    )
+    check_settings(
+        ScorerConfig(
+            name="http",
+            settings={"url": "https://[::1]:8443/score", "timeout_s": 5, "encoding": "json"},
+        )
+    )
+    check_settings(
+        ScorerConfig(
+            name="imagereward", settings={"checkpoint": "a/b", "dtype": "bf16", "device": "cuda:1"}
+        )
+    )
     check_settings(ScorerConfig(name="nowhere:Scorer", settings={"checkpoint": "/no/such.pt"}))
 
 

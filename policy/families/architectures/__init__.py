@@ -1,7 +1,8 @@
-"""Published architectures as data: what memory and work cost at real size can be computed without any weights.
+"""Published architectures as data: what memory and work cost at real size can be computed without
+any weights.
 
-One JSON file per model, in the words of diffusers' and transformers' own configuration files: the models' published
-config.json files are the source. ``shared.json`` holds what several models share.
+One JSON file per model, in the words of diffusers' and transformers' own configuration files: the
+models' published config.json files are the source. ``shared.json`` holds what several models share.
 """
 
 from __future__ import annotations
@@ -25,11 +26,14 @@ def published_names() -> list[str]:
 def published(name: str) -> dict[str, Any]:
     """One published model: family, pipeline, hub_id, height, width in pixels, and parts.
 
-    ``parts`` maps the names of a diffusers pipeline ("transformer", "vae", "scheduler", "text_encoder", "tokenizer", ...) to
-    {"class": "library.Class", "config": {...}}; tokenizers have no config. Raises ValueError for an unknown name.
+    ``parts`` maps the names of a diffusers pipeline ("transformer", "vae", "scheduler",
+    "text_encoder", "tokenizer", ...) to {"class": "library.Class", "config": {...}}; tokenizers
+    have no config. Raises ValueError for an unknown name.
     """
     if name not in published_names():
-        raise ValueError(f"no published architecture {name!r}; there are {', '.join(published_names())}")
+        raise ValueError(
+            f"no published architecture {name!r}; there are {', '.join(published_names())}"
+        )
     model = json.loads((DIRECTORY / f"{name}.json").read_text())
     shared = json.loads((DIRECTORY / f"{SHARED}.json").read_text())
     for part in model["parts"].values():
@@ -38,21 +42,30 @@ def published(name: str) -> dict[str, Any]:
     return model
 
 
-def build(part: dict[str, Any], device: torch.device | str = "meta", dtype: torch.dtype = torch.float32) -> nn.Module:
-    """A model of ``published(name)["parts"]`` in eval mode without gradients: without memory on "meta", else with random weights."""
+def build(
+    part: dict[str, Any], device: torch.device | str = "meta", dtype: torch.dtype = torch.float32
+) -> nn.Module:
+    """A model of ``published(name)["parts"]`` in eval mode without gradients: without memory on
+    "meta", else with random weights.
+    """
     cls = _class(part)
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:
         with torch.device(device):
-            module = cls.from_config(part["config"]) if _library(part) == "diffusers" else cls(cls.config_class(**part["config"]))
+            module = (
+                cls.from_config(part["config"])
+                if _library(part) == "diffusers"
+                else cls(cls.config_class(**part["config"]))
+            )
     finally:
         torch.set_default_dtype(before)
     return module.eval().requires_grad_(False)
 
 
 def write_configs(name: str, directory: str | Path) -> Path:
-    """Write a pipeline directory of configuration files alone: a ``Family`` reads it, its ``load_*`` find no weights there.
+    """Write a pipeline directory of configuration files alone: a ``Family`` reads it, its
+    ``load_*`` find no weights there.
 
     Tokenizers are empty directories. Returns the directory.
     """
@@ -64,7 +77,9 @@ def write_configs(name: str, directory: str | Path) -> Path:
         target.mkdir(parents=True, exist_ok=True)
         if _library(part) == "diffusers":
             file = "scheduler_config.json" if key == "scheduler" else "config.json"
-            (target / file).write_text(json.dumps({"_class_name": index[key][1], **part["config"]}, indent=2))
+            (target / file).write_text(
+                json.dumps({"_class_name": index[key][1], **part["config"]}, indent=2)
+            )
         elif "config" in part:
             _class(part).config_class(**part["config"]).save_pretrained(target)
     (root / "model_index.json").write_text(json.dumps(index, indent=2))
