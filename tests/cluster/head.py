@@ -16,7 +16,7 @@ from typing import Any
 
 import psutil
 
-from cluster.jobs import submit as jobs
+from cluster.jobs.dashboard import client_of
 from configs.load import ConfigError
 
 ROOT = Path(__file__).parent.parent.parent
@@ -98,7 +98,7 @@ class Head:
         while time.monotonic() < deadline:
             assert self.process.poll() is None, "the head ended"
             try:
-                jobs.client_of(self.url).list_jobs()
+                client_of(self.url).list_jobs()
                 return
             except (ConfigError, RuntimeError):
                 time.sleep(1)

@@ -372,7 +372,7 @@ def test_the_nodes_of_a_cluster(tiny_sd3_dir, tmp_path, capsys, monkeypatch):
     """With an address the nodes are those that are there; here a stand-in answers for them."""
     asked: list[str] = []
     monkeypatch.setattr(
-        "cluster.jobs.remote.connected", lambda address: asked.append(address) or nullcontext()
+        "cluster.jobs.live_runs.connected", lambda address: asked.append(address) or nullcontext()
     )
     monkeypatch.setattr(
         "cluster.runtime.nodes.free_nodes",
