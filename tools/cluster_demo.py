@@ -21,15 +21,12 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
 from analysis.report.data import read_run
 from analysis.report.events import running_times, timeline_of
 from analysis.report.timeline_lines import lines_of
 from records.rundir import RunDirectory
-
-if TYPE_CHECKING:
-    from ray.cluster_utils import ClusterNode
 
 ROOT = Path(__file__).parent.parent
 SERVICES = ("learner", "reward", "encoder", "selector")
@@ -91,7 +88,7 @@ class Demo:
             f" jobs at {self.url}, with a token"
         )
 
-    def add_node(self) -> ClusterNode:
+    def add_node(self) -> Any:  # Ray does not type its node
         """Add a simulated node for rollout actors, with a temporary directory of its own.
 
         In a shared one, nodes would unpack a job's files over each other and remove those in use.
@@ -305,7 +302,7 @@ def main() -> int:
     return 0
 
 
-def _node(**given: object) -> dict[str, object]:
+def _node(**given: object) -> dict[str, Any]:
     """The arguments of a node, with ports for its agents.
 
     Ray ends a node whose agents have not chosen their ports within seconds: a slow machine needs

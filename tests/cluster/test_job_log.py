@@ -1,6 +1,4 @@
-"""A job that is followed over connections that break: its own end is its end, and nothing is shown
-twice.
-"""
+"""Following a job over connections that break: until it ends, and nothing is shown twice."""
 
 from types import SimpleNamespace
 

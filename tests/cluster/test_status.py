@@ -56,7 +56,7 @@ class Watcher(Progress):
     """Takes the run's state in the middle of its second iteration."""
 
     session: Any = None
-    state: dict[str, Any] | None = None
+    state: RunState | None = None
 
     def advanced(self, stage: str, n: int = 1) -> None:
         super().advanced(stage, n)
@@ -117,7 +117,8 @@ def with_runs(runs: dict[str, Any], work) -> Any:
 
     async def all_of_it() -> Any:
         links = [
-            Link(key, lambda name=name: {"run": name}, act) for key, (name, act) in runs.items()
+            Link(key, lambda name=name: {**STATE, "run": name}, act)
+            for key, (name, act) in runs.items()
         ]
         tasks = [asyncio.create_task(link.live()) for link in links]
         try:

@@ -1,6 +1,4 @@
-"""``sol-rl submit``, ``status`` and ``scale`` where the cluster or the configuration will not have
-it: one line, exit code 2.
-"""
+"""``sol-rl submit``, ``status`` and ``scale`` that are refused: one line, exit code 2."""
 
 import shlex
 import shutil

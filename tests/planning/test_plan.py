@@ -296,7 +296,7 @@ def on_gpus(directory: Path, root: Path, **changes: Any) -> RunConfig:
     shares = {
         "services__rollout__gpus": 1,
         "services__learner__gpus": 1,
-        "services__rollout__accelerator": "in(B200,GB200)",
+        "services__rollout__accelerator": "in(B200,GB200,B300,GB300)",
     }
     return run_of("sd3", directory, root, explore__backend="auto", **{**shares, **changes})
 
