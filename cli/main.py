@@ -75,7 +75,7 @@ def _train(options: argparse.Namespace) -> int:
 
 
 def _submit(options: argparse.Namespace) -> int:
-    from cluster.jobs.following import follow
+    from cluster.jobs.job_log import follow
     from cluster.jobs.submit import submit
 
     client, job = submit(options.config, options.overrides, options.address, options.resume)
@@ -100,8 +100,8 @@ def _status(options: argparse.Namespace) -> int:
     given = ["--run", options.run] if options.run else []
     if (code := _on_the_cluster(options.address, ["status", *given])) is not None:
         return code
-    from cluster.jobs.remote import address_of, connected, states
-    from cluster.jobs.status_lines import lines_of
+    from cluster.jobs.live_runs import address_of, connected, states
+    from cluster.jobs.status_text import lines_of
 
     with connected(address_of(options.address)):
         for state in states(options.run).values():
@@ -120,7 +120,7 @@ def _scale(options: argparse.Namespace) -> int:
     )
     if (code := _on_the_cluster(options.address, ["scale", *given])) is not None:
         return code
-    from cluster.jobs.remote import address_of, connected, scale
+    from cluster.jobs.live_runs import address_of, connected, scale
 
     with connected(address_of(options.address)):
         print(scale(options.run, sizes))
@@ -134,7 +134,7 @@ def _on_the_cluster(given: str | None, arguments: Sequence[str]) -> int | None:
     address = given or os.environ.get("RAY_ADDRESS", "")
     if not address.startswith(("http://", "https://")):
         return None
-    from cluster.jobs.submit import ask_through_job
+    from cluster.jobs.dashboard import ask_through_job
 
     return ask_through_job(address, arguments, _show, _say)
 
@@ -225,7 +225,7 @@ def _plan(options: argparse.Namespace) -> int:
 
     nodes = None
     if options.address:
-        from cluster.jobs.remote import connected
+        from cluster.jobs.live_runs import connected
         from cluster.runtime.nodes import free_nodes
 
         with connected(options.address):

@@ -22,7 +22,7 @@ from actors.selector import SelectorActor
 from cluster.driver.learners import LearnerGroup
 from cluster.driver.scoring import RewardService
 from cluster.driver.weights import WeightChannel, misfit
-from cluster.jobs.remote import require_listener
+from cluster.jobs.live_runs import require_listener
 from cluster.runtime.nodes import LAG_S, LOOK_S, Requests, find_room, free_nodes
 from cluster.runtime.pool import ActorPool
 from configs.load import ConfigError

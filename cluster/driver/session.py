@@ -23,7 +23,7 @@ from cluster.driver.services import Services, check_run_root, join_or_start_ray
 from cluster.driver.status import Reporter
 from cluster.driver.stopping import Stopping, unless_stopped
 from cluster.driver.store import check_store
-from cluster.jobs.control import Link
+from cluster.jobs.board import Link
 from cluster.runtime.nodes import find_room
 from configs.load import ConfigError
 from configs.prompts import Prompt, read_prompts

@@ -1,4 +1,4 @@
-"""What a running job is doing, as a plain dict that travels; ``status_lines`` shows it."""
+"""What a running job is doing, as a plain dict that travels; ``status_text`` shows it."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import time
 from typing import Any, Protocol
 
 from cluster.driver.services import Services
+from cluster.jobs.board import ActorState, RunState, ServiceState
 from cluster.runtime.pool import ActorPool
 from cluster.runtime.worker import Worker
 from configs.schema import RunConfig
@@ -42,8 +43,8 @@ class Reporter:
         self._last = time.monotonic()
         self._worked: dict[tuple[str, int], float] = {}
 
-    def state(self) -> dict[str, Any]:
-        """The run now: JSON types only."""
+    def state(self) -> RunState:
+        """The run as it is now."""
         session, progress = self._session, self._session.progress
         now = time.monotonic()
         seconds, self._last = max(now - self._last, 1e-9), now
@@ -68,7 +69,7 @@ class Reporter:
             "services": [self._service(pool, seconds) for pool in session.services.pools],
         }
 
-    def _service(self, pool: ActorPool, seconds: float) -> dict[str, Any]:
+    def _service(self, pool: ActorPool, seconds: float) -> ServiceState:
         return {
             "kind": pool.kind,
             "waiting": pool.waiting,
@@ -77,7 +78,7 @@ class Reporter:
             "actors": [self._actor(pool.kind, worker, seconds) for worker in pool.workers],
         }
 
-    def _actor(self, kind: str, worker: Worker, seconds: float) -> dict[str, Any]:
+    def _actor(self, kind: str, worker: Worker, seconds: float) -> ActorState:
         worked = worker.worked_s
         busy = (worked - self._worked.get((kind, worker.index), 0.0)) / seconds
         self._worked[kind, worker.index] = worked

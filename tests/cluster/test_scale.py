@@ -10,7 +10,7 @@ import pytest
 import ray
 
 from cluster.driver.autoscale import Autoscaler, Load, size_for, verdict
-from cluster.jobs.control import board
+from cluster.jobs.board import board
 from cluster.runtime.pool import ActorPool
 from configs.services import Autoscale, Service
 from records.errors import RunFailed

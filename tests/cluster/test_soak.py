@@ -76,13 +76,13 @@ def test_lines_and_the_summary():
     bad = row(4, differs=["lora"], recovery=None)
     assert (
         "DIFFERS: lora" in line_of(bad)
-        and "nobody missed it" in line_of(bad)
+        and "not needed again" in line_of(bad)
         and not identical(bad)
     )
-    assert not identical(row(left_over=1)) and "not struck" in line_of(row(struck=False))
+    assert not identical(row(left_over=1)) and "no fault" in line_of(row(struck=False))
     assert (
         summary([row(), bad])[-1]
-        == "1 of 2 runs ended identical to the undisturbed one; 2 were struck"
+        == "1 of 2 runs ended identical to the undisturbed one; 2 had a fault"
     )
     assert "| reward | kill | 1 | 0.2 s | 4.0 s | 5.5 s |" in summary([row(), bad])
 

@@ -1,6 +1,7 @@
-"""Placement as a function of configuration and nodes. Invariants: nobody has less than it asked
-for, no node gives more than it has, no GPU share crosses a GPU, labels hold; what has no place is
-named with what there is.
+"""Placement as a function of configuration and nodes.
+
+Invariants: every actor has what it needs, no node gives more than it has, no GPU share crosses a
+GPU, labels hold; actors without a place are named, with what is free.
 """
 
 from typing import Any
@@ -79,7 +80,7 @@ def test_explorers_go_to_their_accelerator_and_the_learner_to_what_is_left():
 
 
 def test_who_has_no_choice_chooses_first():
-    """A learner that may go anywhere must not take the only GPU that explorers may use, although it
+    """A learner without labels must not take the only GPU that rollout actors may use, although it
     asks for as much.
     """
     needs = [Need("learner-0", 1, 1), Need("rollout-0", 1, 1, B200)]
@@ -198,7 +199,7 @@ class Clock:
 
 
 def placer_of(explorers: int, clock: Clock | None = None) -> Placer:
-    """For a run with so many explorers of one CPU each."""
+    """A placer of a run with this many rollout actors of one CPU each."""
     return Placer(config(rollout={"actors": explorers, "cpus": 1}), clock or Clock())
 
 

@@ -296,7 +296,7 @@ def on_gpus(directory: Path, root: Path, **changes: Any) -> RunConfig:
     shares = {
         "services__rollout__gpus": 1,
         "services__learner__gpus": 1,
-        "services__rollout__accelerator": "in(B200,GB200)",
+        "services__rollout__accelerator": "in(B200,GB200,B300,GB300)",
     }
     return run_of("sd3", directory, root, explore__backend="auto", **{**shares, **changes})
 
@@ -372,7 +372,7 @@ def test_the_nodes_of_a_cluster(tiny_sd3_dir, tmp_path, capsys, monkeypatch):
     """With an address the nodes are those that are there; here a stand-in answers for them."""
     asked: list[str] = []
     monkeypatch.setattr(
-        "cluster.jobs.remote.connected", lambda address: asked.append(address) or nullcontext()
+        "cluster.jobs.live_runs.connected", lambda address: asked.append(address) or nullcontext()
     )
     monkeypatch.setattr(
         "cluster.runtime.nodes.free_nodes",

@@ -1,16 +1,14 @@
-"""A run's state (``cluster.driver.status``) as lines for a terminal. Imports nothing heavy: `sol-rl
-status` answers at once.
-"""
+"""A run's state as text for a terminal; without Ray or torch, so that it is there at once."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
 
+from cluster.jobs.board import RunState, ServiceState
 from records.progress import duration
 
 
-def lines_of(state: Mapping[str, Any]) -> list[str]:
+def lines_of(state: RunState) -> list[str]:
     """A run's state for a terminal."""
     row = state["row"]
     left = f", about {duration(state['left_s'])} left" if state["left_s"] is not None else ""
@@ -22,7 +20,7 @@ def lines_of(state: Mapping[str, Any]) -> list[str]:
     lines = [head + left, f"  {state['directory']}"]
     rates = [
         _rate(row, "time/iteration_s", "{:.1f} s per iteration"),
-        _rate(row, "rollout/images_per_s", "{:.1f} pictures/s explored"),
+        _rate(row, "rollout/images_per_s", "{:.1f} images/s explored"),
         _rate(row, "weights/bytes", "{:,.0f} bytes per broadcast"),
     ]
     quality = [
@@ -33,7 +31,7 @@ def lines_of(state: Mapping[str, Any]) -> list[str]:
             else ""
         ),
         _rate(row, "audit/kendall_tau", "tau {:.2f}"),
-        _rate(row, "rewards/failed", "{:.0f} pictures without a score"),
+        _rate(row, "rewards/failed", "{:.0f} images without a score"),
     ]
     stages = [
         f"{stage} {done}{f'/{total}' if total else ''}"
@@ -48,12 +46,12 @@ def lines_of(state: Mapping[str, Any]) -> list[str]:
     return [*lines, *_actors(state["services"])]
 
 
-def _rate(row: Mapping[str, Any], key: str, pattern: str) -> str:
+def _rate(row: Mapping[str, float], key: str, pattern: str) -> str:
     return pattern.format(row[key]) if key in row else ""
 
 
-def _actors(services: Sequence[Mapping[str, Any]]) -> list[str]:
-    heads = ["actor", "state", "version", "units", "busy", "restarts", "host", "pid", "node"]
+def _actors(services: Sequence[ServiceState]) -> list[str]:
+    heads = ["actor", "state", "version", "tasks", "busy", "restarts", "host", "pid", "node"]
     body = [
         [
             *(str(actor[key]) for key in ("actor", "state")),
@@ -71,8 +69,8 @@ def _actors(services: Sequence[Mapping[str, Any]]) -> list[str]:
         for line in [heads, *body]
     ]
     extra = [
-        f"  {service['kind']}: {service['waiting']} units wait, {service['reissued']} given out"
-        f" again, {service['starting']} actors start"
+        f"  {service['kind']}: {service['waiting']} tasks wait, {service['reissued']} retries,"
+        f" {service['starting']} actors start"
         for service in services
         if service["waiting"] or service["reissued"] or service["starting"]
     ]

@@ -1,24 +1,31 @@
-"""Following a job from outside: its log until it has ended, over connections that break."""
+"""`sol-rl submit --follow`: show a job's log until the job ends, over connections that break."""
 
 from __future__ import annotations
 
 import asyncio
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING
 
-PAUSE_S, SILENCE_S, PATIENCE_S = 5.0, 120.0, 300.0
-"""Of a log that is followed: before it is asked for again; how long it may say nothing until the
-job's status is asked for; how long the dashboard may answer nothing until it is given up.
-"""
+if TYPE_CHECKING:
+    from ray.job_submission import JobDetails, JobSubmissionClient
+
+PAUSE_S = 5.0
+"""Before a log that broke off is asked for again."""
+SILENCE_S = 120.0
+"""A log that brings nothing for this long: the job's status is asked for."""
+GIVE_UP_S = 300.0
+"""A dashboard that does not answer for this long is given up."""
 OUT_OF_SIGHT = 4
-"""Exit code: the dashboard answers no more, and what became of the job is not known."""
+"""Exit code: the dashboard no longer answers, and what became of the job is unknown."""
 ENDED = ("SUCCEEDED", "STOPPED", "FAILED")
+QUIET = "quiet"
 
 
 class Log:
-    """Shows a log once, however often it is read from its beginning. ``fresh``: something was shown
-    since this was last set False.
+    """Shows every part of a log once, however often the log is read from its beginning.
+
+    ``fresh``: something was shown since it was last set to False.
     """
 
     def __init__(self, show: Callable[[str], None]):
@@ -37,12 +44,13 @@ class Log:
             self._show(new)
 
 
-def follow(client: Any, job: str, show: Callable[[str], None], say: Callable[[str], None]) -> int:
-    """Show a job's log until the job has ended; its exit code as ``sol-rl train`` would have given
-    it.
+def follow(
+    client: JobSubmissionClient, job: str, show: Callable[[str], None], say: Callable[[str], None]
+) -> int:
+    """Show a job's log until the job ends; returns the exit code that `sol-rl train` ended with.
 
-    A stream that breaks is taken up again. OUT_OF_SIGHT when the dashboard has answered nothing for
-    PATIENCE_S. ``say`` is given what is not the job's own.
+    A stream that breaks is resumed. OUT_OF_SIGHT when the dashboard has not answered for
+    ``GIVE_UP_S``. ``say`` takes the lines that are not the job's own.
     """
     log, at, silent_since = Log(show), client.get_address(), None
     while True:
@@ -50,15 +58,15 @@ def follow(client: Any, job: str, show: Callable[[str], None], say: Callable[[st
         broken, info = asyncio.run(_read(client, job, log)), None
         try:
             info = client.get_job_info(job)
-        except troubles() as error:
-            broken = said(error)
+        except connection_errors() as error:
+            broken = first_line(error)
         if info is not None and str(info.status) in ENDED:
             if broken is not None:
                 _read_rest(client, job, log)
             return _exit_code(info)
         now = time.monotonic()
         silent_since = None if info is not None else silent_since or now
-        if silent_since is not None and now - silent_since >= PATIENCE_S:
+        if silent_since is not None and now - silent_since >= GIVE_UP_S:
             say(
                 f"{at}: no answer for {now - silent_since:.0f} s ({broken}); the job may go on: ray"
                 f" job logs --address {at} --follow {job}"
@@ -73,13 +81,8 @@ def follow(client: Any, job: str, show: Callable[[str], None], say: Callable[[st
         time.sleep(PAUSE_S)
 
 
-QUIET = "quiet"
-
-
-async def _read(client: Any, job: str, log: Log) -> str | None:
-    """Read the log until its stream ends (None), breaks (why), or has brought nothing for SILENCE_S
-    (QUIET).
-    """
+async def _read(client: JobSubmissionClient, job: str, log: Log) -> str | None:
+    """Read until the stream ends (None), breaks (why), or is silent for SILENCE_S (QUIET)."""
     stream = aiter(client.tail_job_logs(job))
     while True:
         try:
@@ -88,30 +91,30 @@ async def _read(client: Any, job: str, log: Log) -> str | None:
             return None
         except TimeoutError:
             return QUIET
-        except troubles() as error:
-            return said(error)
-        log.take(text)  # what goes wrong in showing is no matter of the connection
+        except connection_errors() as error:
+            return first_line(error)
+        log.take(text)  # outside of `try`: an error in showing is none of the connection
 
 
-def _read_rest(client: Any, job: str, log: Log) -> None:
-    """What a job that has ended said after its stream broke, where it can still be had."""
+def _read_rest(client: JobSubmissionClient, job: str, log: Log) -> None:
+    """Show what an ended job wrote after its stream broke, where that can still be read."""
     try:
         text = client.get_job_logs(job)
-    except troubles():
+    except connection_errors():
         return
     log.again()
     log.take(text)
 
 
-def troubles() -> tuple[type[Exception], ...]:
-    """What a connection that breaks, or a proxy that answers in place of the dashboard, may raise."""
+def connection_errors() -> tuple[type[Exception], ...]:
+    """What a broken connection raises, or a proxy that answers in place of the dashboard."""
     import aiohttp
     from ray.exceptions import RayError
 
     return (aiohttp.ClientError, RayError, OSError, RuntimeError, ValueError, KeyError, TypeError)
 
 
-def _exit_code(info: Any) -> int:
+def _exit_code(info: JobDetails) -> int:
     status = str(info.status)
     if status == "SUCCEEDED":
         return 0
@@ -120,8 +123,8 @@ def _exit_code(info: Any) -> int:
     return info.driver_exit_code if info.driver_exit_code in (2, 3, 130) else 3
 
 
-def said(error: BaseException) -> str:
-    """An error's first line, or its class where it says nothing."""
+def first_line(error: BaseException) -> str:
+    """An error's first line, or its class where it has no text."""
     line = next(
         (line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__
     )

@@ -1,13 +1,11 @@
-"""A job that is followed over connections that break: its own end is its end, and nothing is shown
-twice.
-"""
+"""Following a job over connections that break: until it ends, and nothing is shown twice."""
 
 from types import SimpleNamespace
 
 import pytest
 
-from cluster.jobs import following
-from cluster.jobs.following import OUT_OF_SIGHT, follow
+from cluster.jobs import job_log
+from cluster.jobs.job_log import OUT_OF_SIGHT, follow
 
 URL = "http://head:8265"
 TEXT = "one\ntwo\nthree\n"
@@ -44,7 +42,7 @@ class Client:
 
 @pytest.fixture(autouse=True)
 def at_once(monkeypatch):
-    monkeypatch.setattr(following, "PAUSE_S", 0.0)
+    monkeypatch.setattr(job_log, "PAUSE_S", 0.0)
 
 
 def followed(client):
@@ -96,7 +94,7 @@ def test_a_stream_that_hangs_does_not_hide_the_end(monkeypatch):
             yield "one\n"
             await asyncio.sleep(60)
 
-    monkeypatch.setattr(following, "SILENCE_S", 0.05)
+    monkeypatch.setattr(job_log, "SILENCE_S", 0.05)
     assert followed(Hanging([], ["RUNNING", "SUCCEEDED"])) == (0, TEXT, [])
 
 
@@ -116,8 +114,8 @@ def test_the_exit_code_is_the_runs(state, code, wanted):
 
 
 def test_a_dashboard_that_is_gone_is_given_up_without_calling_the_run_failed(monkeypatch):
-    monkeypatch.setattr(following, "PATIENCE_S", 0.2)
-    monkeypatch.setattr(following, "PAUSE_S", 0.02)
+    monkeypatch.setattr(job_log, "GIVE_UP_S", 0.2)
+    monkeypatch.setattr(job_log, "PAUSE_S", 0.02)
     code, shown, lines = followed(Client([["one\n", LOST]], [OSError("refused\nat length")]))
     assert code == OUT_OF_SIGHT == 4 and shown == "one\n" and len(lines) == 2
     assert (
