@@ -23,6 +23,15 @@ os.environ["OMP_NUM_THREADS"] = "1"
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Of several test processes (pytest-xdist) one has all tests on the shared Ray, so that runs
+    find the processes of the runs before.
+    """
+    for item in items:
+        if "ray_here" in getattr(item, "fixturenames", ()):
+            item.add_marker(pytest.mark.xdist_group("ray"))
+
+
 @pytest.fixture(scope="session")
 def ray_here() -> Iterator[None]:
     """One Ray for the session, apart from any that runs here already. Its CPUs are a number: idle
