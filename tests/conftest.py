@@ -22,6 +22,9 @@ settings.load_profile("suite")
 os.environ["OMP_NUM_THREADS"] = "1"
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
+START_ATTEMPTS = 4
+"""Ray gives its own processes 30 s to come up, whatever else the machine has to do."""
+
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Of several test processes (pytest-xdist) one has all tests on the shared Ray, so that runs
@@ -39,9 +42,20 @@ def ray_here() -> Iterator[None]:
     """
     import ray
 
-    ray.init(
-        "local", num_cpus=32, include_dashboard=False, log_to_driver=False, logging_level="ERROR"
-    )
+    for attempt in range(START_ATTEMPTS):
+        try:
+            ray.init(
+                "local",
+                num_cpus=32,
+                include_dashboard=False,
+                log_to_driver=False,
+                logging_level="ERROR",
+            )
+            break
+        except Exception as error:  # Ray has no class of its own for it
+            if "timed out during startup" not in str(error) or attempt == START_ATTEMPTS - 1:
+                raise
+            ray.shutdown()
     yield
     ray.shutdown()
 
