@@ -11,10 +11,11 @@ from __future__ import annotations
 import dataclasses
 import json
 import logging
-import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from records import atomic
 
 log = logging.getLogger(__name__)
 FILE = "timeline.jsonl"
@@ -183,15 +184,14 @@ def forget_after(path: Path, moment: float) -> None:
     """
     if not path.exists():
         return
-    beside = path.with_name(f".{path.name}.{os.getpid()}")
     with (
         path.open(encoding="utf-8", errors="replace") as old,
+        atomic.replacing(path) as beside,
         beside.open("w", encoding="utf-8") as new,
     ):
         new.writelines(
             line for line in old if (span := _parsed(line)) is not None and span.started <= moment
         )
-    os.replace(beside, path)
 
 
 def _parsed(line: str) -> Span | None:

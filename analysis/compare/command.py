@@ -20,8 +20,9 @@ from analysis.compare.page import render
 from analysis.compare.running import Say, run_all
 from analysis.compare.table import Table, lines, tables
 from configs.load import ConfigError, parse
+from records.atomic import write_json, write_text
 from records.errors import RunFailed
-from records.rundir import versions, write_json, write_text
+from records.rundir import versions
 
 REPORT, NUMBERS = "compare.html", "compare.json"
 

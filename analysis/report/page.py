@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 from collections.abc import Sequence
 from html import escape
 from pathlib import Path
@@ -22,6 +21,7 @@ from analysis.report.data import RunData, finite, read_run, reason, values
 from analysis.report.parts import Cell, table
 from analysis.report.style import style_sheet
 from configs.schema import RunConfig
+from records.atomic import write_text
 from records.images import TINY, StepPictures, data_uri
 from records.progress import duration
 
@@ -46,13 +46,8 @@ def build_report(run_dir: Path) -> Path:
     """
     run_dir = Path(run_dir)
     page = render(read_run(run_dir))
-    target, beside = run_dir / FILE, run_dir / f".{FILE}.part"
-    try:
-        beside.write_text(page, encoding="utf-8")
-        os.replace(beside, target)
-    except BaseException:
-        beside.unlink(missing_ok=True)
-        raise
+    target = run_dir / FILE
+    write_text(target, page)
     return target
 
 
