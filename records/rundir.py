@@ -146,7 +146,7 @@ class RunDirectory:
         return dict(json.loads(self.config_file.read_text()).get("prompts", {}))
 
     def metric(self, row: dict[str, Any]) -> None:
-        """Append one object to metrics.jsonl. Non-finite numbers become null: the file stays JSON."""
+        """Append one object to metrics.jsonl; a number that is not finite becomes null."""
         _append(self.metrics_file, {key: _plain(value) for key, value in row.items()})
 
     def selection(self, iteration: int, version: int, groups: list[dict[str, Any]]) -> None:

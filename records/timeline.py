@@ -35,10 +35,17 @@ class Work:
 
 
 WORKS = {
-    "explore": Work("explore", 1, "e"), "regenerate": Work("regenerate", 2, "r"), "audit": Work("regenerate", 2, "r"),
-    "update": Work("update", 3, "U"), "export": Work("publish", 4, "p"), "chunk": Work("publish", 4, "p"), "load": Work("publish", 4, "p"),
-    "score": Work("score", 5, "s"), "encode": Work("encode", 6, "c"), "select": Work("select", 7, "k"),
-}  # fmt: skip
+    "explore": Work("explore", 1, "e"),
+    "regenerate": Work("regenerate", 2, "r"),
+    "audit": Work("regenerate", 2, "r"),
+    "update": Work("update", 3, "U"),
+    "export": Work("publish", 4, "p"),
+    "chunk": Work("publish", 4, "p"),
+    "load": Work("publish", 4, "p"),
+    "score": Work("score", 5, "s"),
+    "encode": Work("encode", 6, "c"),
+    "select": Work("select", 7, "k"),
+}
 OTHER = Work("evaluate, save, load", 8, "o")
 
 

@@ -1,4 +1,4 @@
-"""The timeline: what is written down about every unit, how it is read again, and the picture of it."""
+"""The timeline: what is written about every task, how it is read again, and its drawing."""
 
 from __future__ import annotations
 
@@ -196,8 +196,14 @@ def test_a_run_leaves_every_unit_once(undisturbed: RunDirectory):
 
 
 def test_neighbours_are_joined_and_what_differs_is_not():
-    spans = [span("explore", 0, 1), span("explore", 1.05, 2), span("explore", 2.5, 3), span("load", 3, 3.5), span("explore", 3.5, 4),
-             span("explore", 4, 5, outcome="lost")]  # fmt: skip
+    spans = [
+        span("explore", 0, 1),
+        span("explore", 1.05, 2),
+        span("explore", 2.5, 3),
+        span("load", 3, 3.5),
+        span("explore", 3.5, 4),
+        span("explore", 4, 5, outcome="lost"),
+    ]
     bars = bars_of(spans, gap=0.1)
     assert [(bar.start, bar.stop, bar.count) for bar in bars] == [
         (0, 2, 2),
