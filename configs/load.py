@@ -40,9 +40,9 @@ DEFAULT_OBJECTIVE = DiffusionNFTSettings().name
 class ConfigError(Exception):
     """The user's configuration is wrong; ``lines`` has one line per error. Exit code 2."""
 
-    def __init__(self, lines: Sequence[str]):
-        super().__init__("\n".join(lines))
-        self.lines = list(lines)
+    def __init__(self, lines: str | Sequence[str]):
+        self.lines = [lines] if isinstance(lines, str) else list(lines)
+        super().__init__("\n".join(self.lines))
 
 
 def preset_names() -> list[str]:

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import warnings
 from collections.abc import Iterator, Sequence
 from fnmatch import fnmatchcase
@@ -25,6 +24,7 @@ from torch import Tensor, nn
 
 from configs.sections import Lora
 from policy.families.base import Family
+from records import atomic
 
 ADAPTERS = ("current", "old", "ema")
 FILE = "pytorch_lora_weights.safetensors"
@@ -274,16 +274,9 @@ def save_diffusers_lora(path: str | Path, state: dict[str, Tensor], lora: Lora) 
     }
     directory = Path(path)
     directory.mkdir(parents=True, exist_ok=True)
-    beside = directory / f".{FILE}.{os.getpid()}"
-    try:
-        save_file(
-            {PREFIX + key: value.float().contiguous() for key, value in state.items()},
-            beside,
-            metadata=metadata,
-        )
-        os.replace(beside, directory / FILE)
-    finally:
-        beside.unlink(missing_ok=True)
+    tensors = {PREFIX + key: value.float().contiguous() for key, value in state.items()}
+    with atomic.replacing(directory / FILE) as beside:
+        save_file(tensors, beside, metadata=metadata)
     return directory / FILE
 
 

@@ -11,15 +11,15 @@ from __future__ import annotations
 import base64
 import io
 import json
-import os
 import re
-import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 from PIL import Image, ImageDraw, ImageFont
+
+from records import atomic
 
 STEP = re.compile(r"step_(\d+)")
 CELL = re.compile(r"(\d+)_(\d+)\.png")
@@ -72,15 +72,13 @@ def save_pictures(directory: Path, step: int, prompts: Sequence[str], images: np
         {"index": index, "prompt": prompt}
         for index, prompt in enumerate(prompts[: images.shape[0]])
     ]
-    _write_text(directory / "prompts.json", json.dumps(named, ensure_ascii=False, indent=1) + "\n")
-    final, beside = directory / f"step_{step:06d}", directory / f".step_{step:06d}.part"
-    shutil.rmtree(beside, ignore_errors=True)
-    beside.mkdir()
-    for prompt, noise in np.ndindex(*images.shape[:2]):
-        (beside / f"{prompt}_{noise}.png").write_bytes(png_bytes(images[prompt, noise]))
-    if final.exists():
-        shutil.rmtree(final)
-    os.replace(beside, final)
+    atomic.write_text(
+        directory / "prompts.json", json.dumps(named, ensure_ascii=False, indent=1) + "\n"
+    )
+    final = directory / f"step_{step:06d}"
+    with atomic.replacing_directory(final) as beside:
+        for prompt, noise in np.ndindex(*images.shape[:2]):
+            (beside / f"{prompt}_{noise}.png").write_bytes(png_bytes(images[prompt, noise]))
     return final
 
 
@@ -223,9 +221,3 @@ def data_uri(path: Path) -> tuple[str, int, int]:
             f"data:image/jpeg;base64,{base64.b64encode(buffer.getvalue()).decode()}",
             *picture.size,
         )
-
-
-def _write_text(path: Path, text: str) -> None:
-    beside = path.with_name(f".{path.name}.part")
-    beside.write_text(text, encoding="utf-8")
-    os.replace(beside, path)

@@ -22,8 +22,14 @@ from rich.table import Table
 from rich.text import Text
 
 STAGES = ("explored", "scored", "selected", "regenerated", "updated", "published")
-UNITS = {"explored": "pictures", "scored": "pictures", "selected": "noises", "regenerated": "pictures", "updated": "samples",
-         "published": "version"}  # fmt: skip
+UNITS = {
+    "explored": "pictures",
+    "scored": "pictures",
+    "selected": "noises",
+    "regenerated": "pictures",
+    "updated": "samples",
+    "published": "version",
+}
 RECENT = 5
 """Time left is the median of so many iterations times those to come."""
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 import contextlib
 import json
 import math
-import os
 import shutil
 import time
 from collections.abc import Iterator
@@ -19,6 +18,7 @@ from configs.load import ConfigError, parse
 from configs.prompts import digests
 from configs.schema import RunConfig
 from records import lock, timeline
+from records.atomic import write_json, write_text
 
 PACKAGES = ("ray", "torch", "diffusers", "transformers", "peft", "pydantic", "numpy", "safetensors")
 ANOTHER_RUN = (
@@ -146,7 +146,7 @@ class RunDirectory:
         return dict(json.loads(self.config_file.read_text()).get("prompts", {}))
 
     def metric(self, row: dict[str, Any]) -> None:
-        """Append one object to metrics.jsonl. Non-finite numbers become null: the file stays JSON."""
+        """Append one object to metrics.jsonl; a number that is not finite becomes null."""
         _append(self.metrics_file, {key: _plain(value) for key, value in row.items()})
 
     def selection(self, iteration: int, version: int, groups: list[dict[str, Any]]) -> None:
@@ -199,25 +199,6 @@ def versions() -> dict[str, str]:
         except metadata.PackageNotFoundError:
             found[name] = "not installed"
     return found
-
-
-def write_json(path: Path, value: Any) -> None:
-    """Write JSON beside and rename."""
-    write_text(path, json.dumps(value, indent=1) + "\n")
-
-
-def write_text(path: Path, text: str) -> None:
-    """Write beside and rename, so that a reader or a kill never meets half a file."""
-    beside = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        with beside.open("w", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(beside, path)
-    except BaseException:
-        beside.unlink(missing_ok=True)
-        raise
 
 
 def _append(path: Path, row: dict[str, Any]) -> None:

@@ -11,10 +11,11 @@ from __future__ import annotations
 import dataclasses
 import json
 import logging
-import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from records import atomic
 
 log = logging.getLogger(__name__)
 FILE = "timeline.jsonl"
@@ -34,10 +35,17 @@ class Work:
 
 
 WORKS = {
-    "explore": Work("explore", 1, "e"), "regenerate": Work("regenerate", 2, "r"), "audit": Work("regenerate", 2, "r"),
-    "update": Work("update", 3, "U"), "export": Work("publish", 4, "p"), "chunk": Work("publish", 4, "p"), "load": Work("publish", 4, "p"),
-    "score": Work("score", 5, "s"), "encode": Work("encode", 6, "c"), "select": Work("select", 7, "k"),
-}  # fmt: skip
+    "explore": Work("explore", 1, "e"),
+    "regenerate": Work("regenerate", 2, "r"),
+    "audit": Work("regenerate", 2, "r"),
+    "update": Work("update", 3, "U"),
+    "export": Work("publish", 4, "p"),
+    "chunk": Work("publish", 4, "p"),
+    "load": Work("publish", 4, "p"),
+    "score": Work("score", 5, "s"),
+    "encode": Work("encode", 6, "c"),
+    "select": Work("select", 7, "k"),
+}
 OTHER = Work("evaluate, save, load", 8, "o")
 
 
@@ -183,15 +191,14 @@ def forget_after(path: Path, moment: float) -> None:
     """
     if not path.exists():
         return
-    beside = path.with_name(f".{path.name}.{os.getpid()}")
     with (
         path.open(encoding="utf-8", errors="replace") as old,
+        atomic.replacing(path) as beside,
         beside.open("w", encoding="utf-8") as new,
     ):
         new.writelines(
             line for line in old if (span := _parsed(line)) is not None and span.started <= moment
         )
-    os.replace(beside, path)
 
 
 def _parsed(line: str) -> Span | None:

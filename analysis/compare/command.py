@@ -18,10 +18,11 @@ from analysis.compare.data import Result, Run, measure, remarks, summarise
 from analysis.compare.groups import check_prompts, group, settings_that_differ
 from analysis.compare.page import render
 from analysis.compare.running import Say, run_all
-from analysis.compare.table import Table, lines, tables
+from analysis.compare.table import lines, tables
 from configs.load import ConfigError, parse
+from records.atomic import write_json, write_text
 from records.errors import RunFailed
-from records.rundir import versions, write_json, write_text
+from records.rundir import versions
 
 REPORT, NUMBERS = "compare.html", "compare.json"
 
@@ -96,7 +97,7 @@ def _write(
     out: Path,
 ) -> list[str]:
     """compare.json and compare.html; returns the lines for people."""
-    found: list[Table] = tables(results, baseline)
+    found = tables(results, baseline)
     said = remarks(results, baseline)
     try:
         write_json(

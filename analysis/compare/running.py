@@ -26,10 +26,11 @@ from analysis.report.data import finite, read_run
 from configs.load import ConfigError, parse
 from configs.prompts import changed_files
 from configs.resume import differences
+from records.atomic import write_text
 from records.errors import Stopped
 from records.lock import held
 from records.progress import duration
-from records.rundir import RunDirectory, write_text
+from records.rundir import RunDirectory
 
 ROOT = Path(__file__).resolve().parents[2]
 TRAIN = (sys.executable, "-m", "cluster", "train")

@@ -42,8 +42,9 @@ from policy.precision.compiling import CompileFailed, compiler_missing
 from policy.publish import export_policy
 from policy.sampling.noise import stream_seed
 from policy.types import Conditioning
+from records.atomic import write_json, write_text
 from records.errors import RunFailed
-from records.rundir import RunDirectory, versions, write_json, write_text
+from records.rundir import RunDirectory, versions
 from rewards.base import ScorerError, ScorerSetupError
 from rewards.combine import WeightedScorer
 

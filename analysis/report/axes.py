@@ -9,6 +9,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
 
+from markupsafe import Markup
+
 
 @dataclass(frozen=True)
 class Frame:
@@ -78,8 +80,8 @@ def x_span(xs: Sequence[float]) -> tuple[float, float]:
 
 
 def svg(frame: Frame, label: str, body: Sequence[str]) -> str:
-    """The picture of what is in ``body``."""
-    return (
+    """The drawing of what is in ``body``; its text is escaped already."""
+    return Markup(
         f'<svg class="chart" viewBox="0 0 {frame.width:g} {frame.height:g}" role="img"'
         f' aria-label="{escape(label, quote=True)}">' + "".join(body) + "</svg>"
     )

@@ -71,7 +71,7 @@ class RunData:
         """Mean held-out reward of each prompt in the evaluation ``row``, NaN where none was scored;
         empty when not recorded.
         """
-        rewards = self.held_out.get(int(row["iteration"]), []) if row else []
+        rewards = self.held_out.get(step_of(row), []) if row else []
         kept = [[value for value in noises if math.isfinite(value)] for noises in rewards]
         return [math.fsum(noises) / len(noises) if noises else math.nan for noises in kept]
 
@@ -153,11 +153,16 @@ def finite(value: Any) -> float | None:
     return float(value)
 
 
+def step_of(row: Row) -> int:
+    """The row's iteration; rows without one are left out when a run is read."""
+    return int(finite(row.get("iteration")) or 0)
+
+
 def points(rows: Sequence[Row], name: str) -> list[tuple[float, float]]:
     """(iteration, value) of every row; NaN where the row has no finite value, and nothing when no
     row has one.
     """
-    found = [(float(row["iteration"]), finite(row.get(name))) for row in rows]
+    found = [(float(step_of(row)), finite(row.get(name))) for row in rows]
     if all(value is None for _, value in found):
         return []
     return [(x, math.nan if value is None else value) for x, value in found]
