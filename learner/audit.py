@@ -1,4 +1,4 @@
-"""Does the cheap ranking hold? Agreement between proxy and full-quality rewards of the same noises."""
+"""Does the cheap ranking hold? Agreement between proxy and full-precision rewards of the same noises."""
 
 from __future__ import annotations
 

@@ -145,7 +145,7 @@ def keep_evidence(
         return f"its data could not be saved to {str(path)!r}: {error.strerror or error}"
     return (
         f"its data are in {str(path)!r}: look there, then lower optimizer.lr or "
-        "max_grad_norm, or mend the scorer, and start again from the last checkpoint"
+        "max_grad_norm, or fix the scorer, and start again from the last checkpoint"
     )
 
 

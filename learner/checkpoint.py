@@ -81,7 +81,7 @@ def write(
 
 
 def read(path: str | Path) -> tuple[dict[str, dict[str, Tensor]], dict[str, Any]]:
-    """(files, state) as given to ``write``, tensors on the CPU, every file held against its sha256.
+    """(files, state) as given to ``write``, tensors on the CPU, every file compared with its sha256.
     Raises CheckpointError.
     """
     path = Path(path)

@@ -1,4 +1,4 @@
-"""Is the cheap ranking right? Proxy rewards against full-quality rewards of the same noises, over
+"""Is the cheap ranking right? Proxy rewards against full-precision rewards of the same noises, over
 many prompts.
 
 The measures of "FP4 Explore, BF16 Train" (arXiv 2604.06916): Kendall's tau, Spearman's rho, and
@@ -124,7 +124,7 @@ def _estimate(values: np.ndarray, picks: np.ndarray, level: float) -> Estimate:
 
 
 def no_information(count: int, halves: Sequence[int] = HALVES) -> dict[str, float]:
-    """What a ranking by lot gives on average, for ``count`` noises."""
+    """What a ranking at random gives on average, for ``count`` noises."""
     middle = (count + 1) / 2
     found = {"kendall_tau": 0.0, "spearman_rho": 0.0}
     for k in halves:

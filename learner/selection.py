@@ -105,7 +105,7 @@ def select(
     if len(values) < keep:
         raise TooFewScored(
             f"prompt {prompt!r}: only {len(values)} samples have a reward, but selection.keep ="
-            f" {keep}: mend the scorer (events.jsonl says why it failed), or lower selection.keep"
+            f" {keep}: fix the scorer (events.jsonl says why it failed), or lower selection.keep"
         )
     order = np.argsort(indices)
     values, indices = values[order], indices[order]

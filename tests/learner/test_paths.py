@@ -116,7 +116,7 @@ def test_one_noise_for_a_group(tiny_sd3_dir):
     )
     assert len({row.tobytes() for row in states[:, 1]}) == 3
     latents = trainer.regenerate(cond, SEEDS, weights="ema", solver="dpm2")[0]["latents"]
-    assert len({row.tobytes() for row in latents}) == 3  # held-out pictures keep their own noises
+    assert len({row.tobytes() for row in latents}) == 3  # held-out images keep their own noises
 
 
 @pytest.mark.parametrize("shortcut", [True, False])

@@ -64,7 +64,7 @@ def trainer_for(model: Path, objective: str, failure_dir: Path | None = None) ->
 
 def groups_for(trainer: Trainer, iteration: int, prompts: range) -> list[Group]:
     """Regenerated samples of some of the iteration's three prompts; every prompt's are its own,
-    whoever draws them.
+    the first draws them.
     """
     plain = tiny_groups(len(COUNTS), max(COUNTS), seed=iteration)
     made = []

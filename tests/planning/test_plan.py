@@ -21,7 +21,7 @@ from planning.assumptions import ACCELERATORS, Assumptions, Device
 from planning.lines import iteration_seconds, lines_of
 from planning.make import Stage, make_plan, training_points
 from planning.placement import Node
-from planning.scorers import scorer_bytes
+from rewards import model_bytes
 from policy import memory
 from policy.explorer import Explorer
 from policy.families import Family, family_for
@@ -171,7 +171,7 @@ def test_a_broadcast_of_sana_is_nine_bits_in_two_weights(tmp_path):
     ],
 )
 def test_scorers(scorer, wanted):
-    assert scorer_bytes(scorer) == wanted
+    assert model_bytes(scorer) == wanted
 
 
 # ---- operations
