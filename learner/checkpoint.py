@@ -15,7 +15,6 @@ from typing import Any
 
 import safetensors
 import safetensors.torch
-import torch
 from torch import Tensor
 
 STATE = "state.json"
@@ -81,7 +80,8 @@ def write(
 
 
 def read(path: str | Path) -> tuple[dict[str, dict[str, Tensor]], dict[str, Any]]:
-    """(files, state) as given to ``write``, tensors on the CPU, every file compared with its sha256.
+    """(files, state) as given to ``write``, tensors on the CPU, every sha256 compared.
+
     Raises CheckpointError.
     """
     path = Path(path)
@@ -150,7 +150,7 @@ def write_durably(path: Path, data: bytes) -> None:
 
 
 def require_same(found: Mapping[str, Tensor], wanted: Mapping[str, Tensor], what: str) -> None:
-    """Raise CheckpointError unless names, shapes and dtypes agree, naming the first that does not."""
+    """Raise CheckpointError, naming the first, unless names, shapes and dtypes agree."""
     for name in sorted({*found, *wanted}):
         a, b = found.get(name), wanted.get(name)
         if a is None or b is None or a.shape != b.shape or a.dtype != b.dtype:
@@ -200,10 +200,3 @@ def _sync_directory(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-
-
-def first_nonfinite(tensors: Mapping[str, Tensor]) -> str | None:
-    """The first name whose tensor holds a NaN or an infinity."""
-    return next(
-        (name for name, tensor in tensors.items() if not bool(torch.isfinite(tensor).all())), None
-    )

@@ -24,7 +24,6 @@ from configs.schema import RunConfig
 from learner.objectives import build_objective
 from planning.assumptions import Assumptions, Device, backend_of, device_of, with_format
 from planning.placement import Node, NoRoom, kinds_of, needs_of, place
-from rewards import model_bytes
 from policy import memory
 from policy.families import Family, family_for
 from policy.families.architectures import published, published_names, write_configs
@@ -32,6 +31,7 @@ from policy.lora import target_modules
 from policy.memory import Work
 from policy.precision.backends import Backend
 from policy.precision.swap import ModuleRow
+from rewards import model_bytes
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 MOST_NODES = 64
@@ -154,9 +154,23 @@ def _plan(
     stages, evaluation = _stages(config, explored, decoded, passes)
     there, placed, problem = _placement(config, given, accelerator, nodes)
     return Plan(
-        config, source, backend.name, why, explored.quantised_weights, all_weights, trained, held, broadcast,
-        _store(config, family, broadcast, dtype), stages, evaluation, device, there, placed, problem,
-    )  # fmt: skip
+        config=config,
+        source=source,
+        backend=backend.name,
+        why=why,
+        quantised_weights=explored.quantised_weights,
+        all_weights=all_weights,
+        trained=trained,
+        memory=held,
+        broadcast=broadcast,
+        store=_store(config, family, broadcast, dtype),
+        stages=stages,
+        evaluation=evaluation,
+        device=device,
+        nodes=there,
+        placed=placed,
+        problem=problem,
+    )
 
 
 # ---- what actors hold

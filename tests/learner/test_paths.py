@@ -11,8 +11,8 @@ import pytest
 import torch
 from safetensors import safe_open
 
+from learner.nonfinite import NonFiniteTraining
 from learner.trainer import Group
-from learner.update import NonFiniteTraining
 from policy.lora import adapter_state, load_adapter_state, use
 from policy.publish import NonFiniteWeights
 from policy.sampling.noise import noise_for, stream_seed

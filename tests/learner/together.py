@@ -20,6 +20,7 @@ import safetensors.torch
 import torch
 import torch.distributed as dist
 
+from learner.nonfinite import NonFiniteTraining
 from learner.replicas import (
     DistributedReplicas,
     GroupBroken,
@@ -29,7 +30,6 @@ from learner.replicas import (
     reach_store,
 )
 from learner.trainer import Group, Trainer
-from learner.update import NonFiniteTraining
 from policy.lora import adapter_state, load_adapter_state
 from policy.sampling.noise import stream_seed
 from tests.learner.tiny import everything, identical, tiny_groups, tiny_trainer

@@ -45,9 +45,8 @@ def test_channels_are_not_mixed_with_rows():
     layout says.
     """
     image = np.zeros((1, 3, 16, 16), np.uint8)
-    image[:, 0] = (
-        255  # pure red: three constant planes, hence no AC coefficient and a few DC bits over the 625 header bytes
-    )
+    # pure red: three constant planes, no AC coefficient, a few DC bits over 625 header bytes
+    image[:, 0] = 255
     assert 0.625 < jpeg("jpeg_incompressibility")(image, [""], [{}])[0] < 0.640
 
 

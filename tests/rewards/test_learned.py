@@ -18,8 +18,8 @@ from configs.rewards import Scorer as ScorerConfig
 from rewards import ScorerSetupError, build
 from rewards.checkpoints import locate, read_state
 from rewards.imagereward import MEAN, STD, BlipReward
-from rewards.openclip import ClipScore, HPSv2
 from rewards.images import CLIP_MEAN
+from rewards.openclip import ClipScore, HPSv2
 from tests.rewards import parity, peers
 
 IMAGES = np.random.default_rng(0).integers(0, 256, (7, 3, 40, 56), dtype=np.uint8)

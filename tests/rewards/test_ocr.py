@@ -1,4 +1,4 @@
-"""Reading text: which text is wanted, how near it is, and the reader itself where it is installed."""
+"""Reading text: which text is wanted, how near it is, and the reader where it is installed."""
 
 from __future__ import annotations
 
