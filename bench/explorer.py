@@ -1,7 +1,7 @@
 """What does a denoiser's step cost in each precision? Published architectures with random weights,
 without Ray.
 
-Times are of one call of the transformer through its family, for a batch of pictures, divided by
+Times are of one call of the transformer through its family, for a batch of images, divided by
 their number: seconds per image and step. Beside each ratio stands what arithmetic allows: with a
 share s of the work in layers that run q times as fast as BF16, a step cannot become quicker than 1
 / (1 - s + s / q) times (Amdahl).

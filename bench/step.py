@@ -27,7 +27,7 @@ EMULATED = "emulated_nvfp4"
 
 def measure(options: Options) -> list[Ratio]:
     """Sampling over bare forwards (FP32), and the emulated NVFP4 explorer over the FP32 one,
-    pictures decoded by both.
+    images decoded by both.
     """
     threads = torch.get_num_threads()
     torch.set_num_threads(options.config.services.rollout.threads)

@@ -26,7 +26,7 @@ class Options:
     broadcasts: tuple[tuple[int, tuple[int, ...]], ...] = (
         (10**9, (1, 2, 4)),
     )  # bytes of a version, to how many explorers
-    batch: int = 24  # pictures of a sampling step
+    batch: int = 24  # images of a sampling step
     architectures: tuple[str, ...] = (
         "sd3.5-medium",
         "flux.1-dev",

@@ -15,7 +15,6 @@ from typing import Any
 
 import safetensors
 import safetensors.torch
-import torch
 from torch import Tensor
 
 from records import atomic
@@ -79,7 +78,8 @@ def write(
 
 
 def read(path: str | Path) -> tuple[dict[str, dict[str, Tensor]], dict[str, Any]]:
-    """(files, state) as given to ``write``, tensors on the CPU, every file held against its sha256.
+    """(files, state) as given to ``write``, tensors on the CPU, every sha256 compared.
+
     Raises CheckpointError.
     """
     path = Path(path)
@@ -133,7 +133,7 @@ def save_tensors(
 
 
 def require_same(found: Mapping[str, Tensor], wanted: Mapping[str, Tensor], what: str) -> None:
-    """Raise CheckpointError unless names, shapes and dtypes agree, naming the first that does not."""
+    """Raise CheckpointError, naming the first, unless names, shapes and dtypes agree."""
     for name in sorted({*found, *wanted}):
         a, b = found.get(name), wanted.get(name)
         if a is None or b is None or a.shape != b.shape or a.dtype != b.dtype:
@@ -165,10 +165,3 @@ def _clear_unfinished(root: Path) -> None:
     """Remove what earlier processes left unfinished; one process at a time writes checkpoints."""
     for path in root.glob(".step_*.unfinished-*"):
         shutil.rmtree(path, ignore_errors=True)
-
-
-def first_nonfinite(tensors: Mapping[str, Tensor]) -> str | None:
-    """The first name whose tensor holds a NaN or an infinity."""
-    return next(
-        (name for name, tensor in tensors.items() if not bool(torch.isfinite(tensor).all())), None
-    )

@@ -24,7 +24,6 @@ from configs.schema import RunConfig
 from learner.objectives import build_objective
 from planning.assumptions import Assumptions, Device, backend_of, device_of, with_format
 from planning.placement import Node, NoRoom, kinds_of, needs_of, place
-from planning.scorers import scorer_bytes
 from policy import memory
 from policy.families import Family, family_for
 from policy.families.architectures import published, published_names, write_configs
@@ -32,6 +31,7 @@ from policy.lora import target_modules
 from policy.memory import Work
 from policy.precision.backends import Backend
 from policy.precision.swap import ModuleRow
+from rewards import model_bytes
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 MOST_NODES = 64
@@ -146,7 +146,7 @@ def _plan(
     for kind in kinds_of(config):
         if labels := config.scorers_of(kind):
             chosen = [scorer for scorer in config.rewards.everyone if scorer.label in labels]
-            held[kind] = {f"scorer {scorer.label}": scorer_bytes(scorer) for scorer in chosen}
+            held[kind] = {f"scorer {scorer.label}": model_bytes(scorer) for scorer in chosen}
     held["encoder"] = {"text encoders": text_bytes}
     broadcast = explored.broadcast if config.plan.explore else 0
     if device is not None and given.quantised_peak_tflops is None:
@@ -154,9 +154,23 @@ def _plan(
     stages, evaluation = _stages(config, explored, decoded, passes)
     there, placed, problem = _placement(config, given, accelerator, nodes)
     return Plan(
-        config, source, backend.name, why, explored.quantised_weights, all_weights, trained, held, broadcast,
-        _store(config, family, broadcast, dtype), stages, evaluation, device, there, placed, problem,
-    )  # fmt: skip
+        config=config,
+        source=source,
+        backend=backend.name,
+        why=why,
+        quantised_weights=explored.quantised_weights,
+        all_weights=all_weights,
+        trained=trained,
+        memory=held,
+        broadcast=broadcast,
+        store=_store(config, family, broadcast, dtype),
+        stages=stages,
+        evaluation=evaluation,
+        device=device,
+        nodes=there,
+        placed=placed,
+        problem=problem,
+    )
 
 
 # ---- what actors hold
@@ -167,7 +181,7 @@ class _Explored:
     memory: dict[str, int | None]
     broadcast: int
     quantised_weights: int
-    step: Work  # of explore.chunk_size pictures
+    step: Work  # of explore.chunk_size images
     batch: int
 
 
@@ -179,7 +193,7 @@ def _explorer(
     adapted: Sequence[str],
     dtype: torch.dtype,
 ) -> tuple[_Explored, Work]:
-    """What an explorer holds and does, and the work of decoding one picture."""
+    """What an explorer holds and does, and the work of decoding one image."""
     batch = min(config.explore.chunk_size, config.explore.pool_size)
     transformer, rows, layers = memory.blank_explorer(
         family, backend, config.explore.keep_wide, dtype
@@ -190,7 +204,7 @@ def _explorer(
     held: dict[str, int | None] = {
         f"denoiser, {backend.name}": memory.held_bytes(transformer),
         "autoencoder, fp32": vae,
-        f"passes, {batch} pictures": max(step.peak, decode.peak),
+        f"passes, {batch} images": max(step.peak, decode.peak),
     }
     broadcast = memory.wire_bytes(transformer, rows, layers, adapted, backend)
     one = Work(decode.flops // batch, 0, decode.peak)
@@ -205,7 +219,7 @@ def _weights(rows: Sequence[ModuleRow]) -> int:
 class _Passes:
     sampling: Work
     training: Work
-    sampled: int  # pictures of `sampling`
+    sampled: int  # images of `sampling`
     points: int  # training points of `training`
 
 
@@ -244,7 +258,7 @@ def _learner(
         "conditioning": (
             prompts * sum(t.numel() * t.element_size() for t in per_prompt.tensors.values())
         ),
-        f"passes, {sampled} pictures or {points} points": max(
+        f"passes, {sampled} images or {points} points": max(
             sampling.peak, decode.peak, training.peak
         ),
     }
@@ -258,7 +272,7 @@ def _store(config: RunConfig, family: Family, broadcast: int, dtype: torch.dtype
     an iteration.
     """
     prompts, keep = config.prompts.per_iteration, config.selection.keep
-    picture, latent = (
+    image, latent = (
         3 * config.model.height * config.model.width,
         4 * int(np.prod(family.latent_shape)),
     )
@@ -274,8 +288,8 @@ def _store(config: RunConfig, family: Family, broadcast: int, dtype: torch.dtype
         f"{NUMBERS[versions_held(config)]} versions of the weights, per node with explorers": (
             versions_held(config) * broadcast
         ),
-        "pictures of an iteration, were none scored yet": (
-            prompts * (explored + regenerated) * picture
+        "images of an iteration, were none scored yet": (
+            prompts * (explored + regenerated) * image
         ),
         "samples to train on": prompts * kept * latent,
         "conditioning": (
@@ -298,7 +312,7 @@ def versions_held(config: RunConfig) -> int:
 
 
 def store_size(held: int) -> int:
-    """Bytes to start a node's object store with: ``held`` and a tenth more for pictures and
+    """Bytes to start a node's object store with: ``held`` and a tenth more for images and
     samples, all below the share from which on Ray spills to disk, in whole 100 MB.
     """
     step = 10**8
@@ -321,27 +335,27 @@ def _stages(
     mine = learner.count * (min(1.0, learner.gpus) or 1.0)
     stages: dict[str, Stage] = {}
     if plan.explore is not None:
-        pictures = prompts * plan.explore.pool_size
-        calls = pictures * plan.explore.steps / explored.batch
+        images = prompts * plan.explore.pool_size
+        calls = images * plan.explore.steps / explored.batch
         stages["explore"] = Stage(
             wide=calls * (explored.step.flops - explored.step.quantised),
             quantised=calls * explored.step.quantised,
-            decoding=pictures * decode.flops,
+            decoding=images * decode.flops,
             gpus=rollout.actors * (min(1.0, rollout.gpus) or 1.0),
         )
     if plan.regenerate:
-        pictures = prompts * (config.selection.keep + config.audit.random_seeds)
+        images = prompts * (config.selection.keep + config.audit.random_seeds)
         stages["regenerate"] = Stage(
-            pictures * full.steps * step, decoding=pictures * decode.flops, gpus=mine
+            images * full.steps * step, decoding=images * decode.flops, gpus=mine
         )
     points, others = training_points(config)
     trained = passes.training.flops / passes.points
     stages["update"] = Stage(
         prompts * config.selection.keep * points * (trained + others * step), gpus=mine
     )
-    pictures = config.evaluate.prompts * config.evaluate.noises
+    images = config.evaluate.prompts * config.evaluate.noises
     return stages, Stage(
-        pictures * config.evaluate.steps * step, decoding=pictures * decode.flops, gpus=mine
+        images * config.evaluate.steps * step, decoding=images * decode.flops, gpus=mine
     )
 
 

@@ -95,9 +95,9 @@ def test_an_exception_that_passes_costs_nothing(shared):
     ("kind", "dropped", "why"),
     [
         ("raises", 4, "scorer 'raises' raised RuntimeError: out of paint"),
-        ("nan", 4, "returned nan for picture 0 of 4"),
-        ("infinite", 1, "returned inf for picture 3 of 4"),
-        ("short", 4, r"returned shape \[3\] for 4 pictures"),
+        ("nan", 4, "returned nan for image 0 of 4"),
+        ("infinite", 1, "returned inf for image 3 of 4"),
+        ("short", 4, r"returned shape \[3\] for 4 images"),
         ("text", 4, "no array of numbers"),
     ],
 )

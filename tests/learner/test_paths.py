@@ -11,8 +11,8 @@ import pytest
 import torch
 from safetensors import safe_open
 
+from learner.nonfinite import NonFiniteTraining
 from learner.trainer import Group
-from learner.update import NonFiniteTraining
 from policy.lora import adapter_state, load_adapter_state, use
 from policy.publish import NonFiniteWeights
 from policy.sampling.noise import noise_for, stream_seed
@@ -116,7 +116,7 @@ def test_one_noise_for_a_group(tiny_sd3_dir):
     )
     assert len({row.tobytes() for row in states[:, 1]}) == 3
     latents = trainer.regenerate(cond, SEEDS, weights="ema", solver="dpm2")[0]["latents"]
-    assert len({row.tobytes() for row in latents}) == 3  # held-out pictures keep their own noises
+    assert len({row.tobytes() for row in latents}) == 3  # held-out images keep their own noises
 
 
 @pytest.mark.parametrize("shortcut", [True, False])

@@ -21,13 +21,13 @@ from planning.assumptions import ACCELERATORS, Assumptions, Device
 from planning.lines import iteration_seconds, lines_of
 from planning.make import Stage, make_plan, training_points
 from planning.placement import Node
-from planning.scorers import scorer_bytes
 from policy import memory
 from policy.explorer import Explorer
 from policy.families import Family, family_for
 from policy.families.architectures import published, write_configs
 from policy.precision.backends import BACKENDS
 from policy.sampling.noise import noise_for
+from rewards import model_bytes
 from tests.cluster.runs import tiny_config, write_toml
 from tests.tiny_families import NAMES, SETTINGS, tiny_model
 
@@ -171,7 +171,7 @@ def test_a_broadcast_of_sana_is_nine_bits_in_two_weights(tmp_path):
     ],
 )
 def test_scorers(scorer, wanted):
-    assert scorer_bytes(scorer) == wanted
+    assert model_bytes(scorer) == wanted
 
 
 # ---- operations

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
 
-from rewards.pictures import crop_square, normalise, pad_square, shared, to_float
+from rewards.images import crop_square, normalise, pad_square, shared, to_float
 from tests.rewards import peers
 
 SIZE = 32
@@ -22,8 +22,8 @@ def noise(height: int, width: int, count: int = 2) -> np.ndarray:
     )
 
 
-def pil(picture: np.ndarray) -> Image.Image:
-    return Image.fromarray(np.ascontiguousarray(picture.transpose(1, 2, 0)))
+def pil(image: np.ndarray) -> Image.Image:
+    return Image.fromarray(np.ascontiguousarray(image.transpose(1, 2, 0)))
 
 
 @pytest.mark.parametrize("sides", SIDES)
@@ -33,7 +33,7 @@ def test_the_crop_is_open_clips(sides):
 
     images = noise(*sides)
     theirs = torch.stack(
-        [open_clip.image_transform(SIZE, is_train=False)(pil(picture)) for picture in images]
+        [open_clip.image_transform(SIZE, is_train=False)(pil(image)) for image in images]
     )
     assert torch.equal(normalise(to_float(crop_square(images, SIZE))), theirs)
 
@@ -50,7 +50,7 @@ def test_the_floor_crop_is_transformers(sides):
     )
     images = noise(*sides)
     theirs = torch.cat(
-        [processor(pil(picture), return_tensors="pt").pixel_values for picture in images]
+        [processor(pil(image), return_tensors="pt").pixel_values for image in images]
     )
     assert torch.allclose(
         normalise(to_float(crop_square(images, SIZE, "floor"))), theirs, atol=1e-6, rtol=0
@@ -69,13 +69,13 @@ def test_the_padding_is_hpsv2s(sides):
         pytest.skip(why)
     if max(sides) == SIZE and min(sides) < SIZE:
         pytest.skip(
-            "the original does not pad a picture whose longer side has the size already, and fails"
+            "the original does not pad an image whose longer side has the size already, and fails"
             " on it"
         )
     transform = peers.hpsv2_package().image_transform(SIZE, is_train=False, resize_longest_max=True)
     images = noise(*sides)
-    theirs = torch.stack([transform(pil(picture)) for picture in images])
-    # one interpolation for the batch or one per picture: the sums of a pixel are the same, up to
+    theirs = torch.stack([transform(pil(image)) for image in images])
+    # one interpolation for the batch or one per image: the sums of a pixel are the same, up to
     # FP32 rounding
     assert torch.allclose(normalise(pad_square(images, SIZE)), theirs, atol=1e-5, rtol=0)
 

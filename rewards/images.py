@@ -1,33 +1,29 @@
-"""From uint8 pictures to what a network takes. Each size is made once per batch, however many
-scorers ask for it.
-"""
+"""From uint8 images to what a network takes. A batch is resized once for all its scorers."""
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 import torch
 from PIL import Image
 
-CLIP_MEAN = (
-    0.48145466,
-    0.4578275,
-    0.40821073,
-)  # OpenAI's, which all four models here are trained with
+CLIP_MEAN = (0.48145466, 0.4578275, 0.40821073)
 CLIP_STD = (0.26862954, 0.26130258, 0.27577711)
+"""OpenAI's, which all four learned scorers here are trained with."""
 
 Centre = Literal["round", "floor"]
-_made: tuple[weakref.ref[np.ndarray], dict[tuple[Any, ...], Any]] | None = (
-    None  # what was made of the newest read-only batch
-)
+Key = tuple[str | int, ...]
+_made: tuple[weakref.ref[np.ndarray], dict[Key, np.ndarray]] | None = None
+"""What was made of the newest read-only batch."""
 
 
-def shared(images: np.ndarray, key: tuple[Any, ...], make: Callable[[], Any]) -> Any:
-    """``make()``, remembered under ``key`` while ``images`` is the newest batch. A batch that may
-    be written to is not remembered.
+def shared(images: np.ndarray, key: Key, make: Callable[[], np.ndarray]) -> np.ndarray:
+    """``make()``, remembered under ``key`` while ``images`` is the newest batch.
+
+    A batch that may be written to is not remembered: what was made of it may be out of date.
     """
     global _made
     if images.flags.writeable:
@@ -40,36 +36,35 @@ def shared(images: np.ndarray, key: tuple[Any, ...], make: Callable[[], Any]) ->
 
 
 def crop_square(images: np.ndarray, size: int, centre: Centre = "round") -> np.ndarray:
-    """uint8 [B, 3, H, W] -> uint8 [B, 3, size, size]: shorter side to ``size`` by Pillow's bicubic,
-    then the middle.
+    """uint8 [B, 3, H, W] -> uint8 [B, 3, size, size]: Pillow's bicubic, then the middle.
 
+    The shorter side becomes ``size``.
     Where an odd number of pixels is cut off, ``round`` cuts the half pixel to the even neighbour
     (torchvision, open_clip, ImageReward), ``floor`` cuts less on the near side (transformers).
     """
     resized = shared(
-        images, ("shorter", size), lambda: np.stack([_shorter(picture, size) for picture in images])
+        images, ("shorter", size), lambda: np.stack([_shorter(image, size) for image in images])
     )
     cut = [edge - size for edge in resized.shape[2:]]
     top, left = (round(extra / 2) if centre == "round" else extra // 2 for extra in cut)
     return resized[:, :, top : top + size, left : left + size]
 
 
-def _shorter(picture: np.ndarray, size: int) -> np.ndarray:
-    height, width = picture.shape[1:]
+def _shorter(pixels: np.ndarray, size: int) -> np.ndarray:
+    height, width = pixels.shape[1:]
     short, long = min(height, width), max(height, width)
     other = int(size * long / short)
     target = (size, other) if width <= height else (other, size)  # Pillow: width first
-    image = Image.fromarray(np.ascontiguousarray(picture.transpose(1, 2, 0)))
+    image = Image.fromarray(np.ascontiguousarray(pixels.transpose(1, 2, 0)))
     return np.asarray(image.resize(target, Image.Resampling.BICUBIC)).transpose(2, 0, 1)
 
 
 def pad_square(images: np.ndarray, size: int) -> torch.Tensor:
-    """uint8 [B, 3, H, W] -> float32 [B, 3, size, size] in about [0, 1]: longer side to ``size``,
-    the rest black.
+    """uint8 [B, 3, H, W] -> float32 [B, 3, size, size] in about [0, 1]: padded with black.
 
-    HPSv2's: a bicubic resize of the tensor, whose overshoot is not clipped, and padding before
-    normalisation. A picture that has the size already in its longer side is padded too; the
-    original leaves it and then fails on it.
+    The longer side becomes ``size``. HPSv2's: a bicubic resize of the tensor, whose overshoot is
+    not clipped, and padding before normalisation. An image whose longer side has the size already
+    is padded too; the original leaves it and then fails on it.
     """
     height, width = images.shape[2:]
     scale = size / max(height, width)
