@@ -7,7 +7,6 @@ training loop.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from functools import cached_property
@@ -202,7 +201,6 @@ class Trainer:
         data to ``failure_dir``, ValueError for groups that cannot be trained on; among replicas
         also ReplicaFailed, ReplicasDiffer and GroupBroken.
         """
-        start = time.perf_counter()
         groups = sorted(groups, key=lambda group: group.prompt_index)
         (values, metrics), _ = self.updater.together(
             lambda: self._advantages(iteration, groups, elsewhere or {})
@@ -239,7 +237,7 @@ class Trainer:
             self.replicas.require_alike(
                 f"{self.done} updates, {self.checksum()}", f"after iteration {iteration}"
             )
-        return metrics | self.replicas.take_times() | {"time/update_s": time.perf_counter() - start}
+        return metrics | self.replicas.take_times()
 
     def _advantages(
         self, iteration: int, groups: Sequence[Group], elsewhere: Mapping[int, np.ndarray]

@@ -27,9 +27,10 @@ from planning.placement import Need, Node, check_placement, kinds_of, needs_of
 BUSY_WAIT_S = 20.0
 """How long to wait for shares that a finished job has not given back yet."""
 LOOK_S = 0.5
+"""Between two looks at what is free: Ray tells nobody when that changes."""
 LAG_S = 5.0
 """Time enough for Ray's count of what is free to show what was given back."""
-EVERYONE = "everyone"
+ALL_ACTORS = "all actors"
 LEAST_CPU = 0.001
 """Of a bundle whose actor asks for nothing: Ray takes no empty ones."""
 
@@ -53,10 +54,20 @@ def _node(row: Mapping[str, Any], resources: Mapping[str, float]) -> Node:
     )
 
 
+def object_stores() -> dict[str, float]:
+    """Bytes of every live node's object store, by node id."""
+    return {
+        row["NodeID"]: row["Resources"].get("object_store_memory", 0.0)
+        for row in ray.nodes()
+        if row["Alive"]
+    }
+
+
 class Requests:
-    """Places that are waited for, a placement group each, so that Ray's autoscaler, where one runs,
-    brings nodes for them. Whose group is granted has a place that nobody else counts as free, until
-    it is withdrawn for the actors to take.
+    """Room that is waited for, a placement group each, so that Ray's autoscaler brings nodes.
+
+    A group that is granted keeps its room from being counted as free by others, until it is
+    withdrawn for the actors to take.
     """
 
     def __init__(self) -> None:
@@ -65,10 +76,8 @@ class Requests:
     def __contains__(self, key: str) -> bool:
         return key in self._groups
 
-    def ask(self, key: str, needs: Sequence[Need]) -> bool:
-        """Ask for room for all of ``needs`` at once, unless that was asked for under this key
-        already; whether it is new.
-        """
+    def request(self, key: str, needs: Sequence[Need]) -> bool:
+        """Request room for all of ``needs`` at once; False where this key has a request already."""
         if key in self._groups:
             return False
         bundles = [
@@ -80,9 +89,7 @@ class Requests:
         return True
 
     def granted(self, key: str) -> list[str] | None:
-        """The node ids of what was asked for under this key, in its order, once Ray holds a place
-        there for each.
-        """
+        """A node id per need of this key's request, in its order, once Ray holds room there."""
         if key not in self._groups:
             return None
         table = placement_group_table(self._groups[key])
@@ -92,9 +99,7 @@ class Requests:
         return [nodes[bundle] for bundle in sorted(nodes)]
 
     def withdraw(self, *keys: str) -> None:
-        """What was asked for under these keys is about to be taken, or wanted no longer; without a
-        key, everything.
-        """
+        """End these requests: the room is about to be taken, or not needed; without a key, all."""
         for key in keys or tuple(self._groups):
             if (group := self._groups.pop(key, None)) is not None:
                 remove_placement_group(group)
@@ -123,13 +128,13 @@ async def find_room(
             except ConfigError as error:
                 if now - began > max(wait_s, BUSY_WAIT_S if _would_fit(config, chosen) else 0.0):
                     raise
-                if requests.granted(EVERYONE):
+                if requests.granted(ALL_ACTORS):
                     requests.withdraw()  # and once Ray's count has it, it is free
                     ask_at = now + LAG_S
                 elif (
                     wait_s
                     and now >= ask_at
-                    and requests.ask(EVERYONE, needs_of(config, chosen))
+                    and requests.request(ALL_ACTORS, needs_of(config, chosen))
                     and ask_at == began
                 ):
                     tell(f"waiting up to {wait_s:g} s for nodes: {error}")

@@ -9,7 +9,7 @@ import pytest
 import ray
 
 from cli.main import main
-from cluster.driver.services import join_or_start_ray
+from cluster.driver.connect import join_or_start_ray
 from cluster.driver.status import Reporter
 from cluster.jobs.control import Link, board
 from cluster.jobs.remote import scale, states
