@@ -23,7 +23,10 @@ import psutil
 import torch
 import xxhash
 
+from actors.messages import ActorInfo, Exported, WeightsId
+from actors.runtime import identity
 from bench.timing import Options, Ratio, ray_for
+from cluster.driver.learners import LearnerGroup
 from cluster.driver.weights import WeightChannel
 from cluster.runtime.pool import ActorPool
 from configs.services import Service
@@ -57,18 +60,18 @@ class Sender:
         hashes = tuple(known[size] for size in self._sizes)
         self._manifest = Manifest(0, "nvfp4", FORMATS["nvfp4"], self._sizes, hashes, tuple(entries))
 
-    def ready(self) -> dict[str, Any]:
+    def ready(self) -> ActorInfo:
         """Answers once the weights are there."""
-        return {}
+        return identity()
 
     def export(
         self, version: int, backend: str | None = None, weights: str | None = None
-    ) -> tuple[Any, dict[str, float]]:
+    ) -> Exported:
         """The manifest under a new version number."""
-        return dataclasses.replace(self._manifest, version=version), {}
+        return Exported(dataclasses.replace(self._manifest, version=version), {})
 
-    def chunk_by_reference(self, index: int) -> tuple[int, np.ndarray]:
-        """As ``actors.learner.LearnerActor.chunk_by_reference``."""
+    def shard(self, index: int) -> tuple[int, np.ndarray]:
+        """As ``actors.learner.LearnerActor.shard``."""
         return self._sizes[index], self._chunk[: self._sizes[index]]
 
 
@@ -80,14 +83,14 @@ class Receiver:
             name: torch.zeros(size, dtype=torch.uint8) for name, size in sizes(nbytes).items()
         }
 
-    def ready(self) -> dict[str, Any]:
+    def ready(self) -> ActorInfo:
         """Answers once the buffers are there."""
-        return {}
+        return identity()
 
-    def load(self, backend: str | None, manifest: Any, *chunks: np.ndarray) -> tuple[int, str]:
+    def load(self, backend: str | None, manifest: Manifest, *shards: np.ndarray) -> WeightsId:
         """As ``actors.rollout.RolloutActor.load``."""
-        unpack_into(manifest, list(chunks), self._targets)
-        return manifest.version, manifest.checksum
+        unpack_into(manifest, list(shards), self._targets)
+        return WeightsId(manifest.version, manifest.checksum, backend)
 
 
 def sizes(nbytes: int) -> dict[str, int]:
@@ -191,7 +194,9 @@ async def _one(options: Options, sender: ActorPool, name: str, nbytes: int, coun
             for first in range(0, nbytes, COPIED_AT_ONCE):
                 np.copyto(target[: nbytes - first], source[: nbytes - first])
             copied = time.perf_counter()
-            await WeightChannel(lambda *args, **fields: None).publish(turn, sender, receivers)
+            await WeightChannel(lambda *args, **fields: None).publish(
+                turn, LearnerGroup(sender).client, receivers
+            )
             published = time.perf_counter()
             if turn >= WARM_UP:  # before that memory is touched for the first time
                 times["memcpy"].append(copied - start)

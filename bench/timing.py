@@ -134,7 +134,7 @@ def ray_for(config: RunConfig) -> Iterator[None]:
     if ray.is_initialized():
         yield
         return
-    from cluster.driver.services import join_or_start_ray
+    from cluster.driver.connect import join_or_start_ray
 
     join_or_start_ray(config)
     try:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from cluster.driver.services import check_run_root
+from cluster.driver.connect import check_run_root
 from cluster.jobs import submit as jobs
 from configs.load import ConfigError, load, parse
 from records.metrics import PrometheusExporter

@@ -9,8 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-import ray
-
+from cluster.runtime.nodes import object_stores
 from configs.load import ConfigError
 from configs.schema import RunConfig
 from planning.assumptions import ACCELERATORS, backend_of
@@ -64,7 +63,7 @@ def check_store(
         return
     wanted = versions_held(config) * published_bytes(config, accelerator)
     sizes = object_stores() if stores is None else stores
-    lines = []
+    lines: list[str] = []
     for node in sorted({*homes["rollout"], *homes["learner"]}):
         if node in sizes and sizes[node] * SPILLS_AT < wanted:
             lines.append(
@@ -76,12 +75,3 @@ def check_store(
             )
     if lines:
         raise ConfigError(lines)
-
-
-def object_stores() -> dict[str, float]:
-    """Bytes of every live node's object store, by node id."""
-    return {
-        row["NodeID"]: row["Resources"].get("object_store_memory", 0.0)
-        for row in ray.nodes()
-        if row["Alive"]
-    }

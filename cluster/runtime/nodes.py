@@ -27,9 +27,10 @@ from planning.placement import Need, Node, check_placement, kinds_of, needs_of
 BUSY_WAIT_S = 20.0
 """How long to wait for resources that a finished job has not released yet."""
 LOOK_S = 0.5
+"""Between two looks at what is free: Ray tells nobody when that changes."""
 LAG_S = 5.0
-"""After this long, Ray's count of free resources shows what was released."""
-EVERYONE = "everyone"
+"""Time enough for Ray's count of what is free to show what was given back."""
+ALL_ACTORS = "all actors"
 LEAST_CPU = 0.001
 """The bundle of an actor that needs nothing: Ray accepts no empty ones."""
 
@@ -62,11 +63,20 @@ def _node(row: NodeRow, resources: Mapping[str, float]) -> Node:
     )
 
 
-class Requests:
-    """Pending requests for places, a placement group each: Ray's autoscaler adds nodes for them.
+def object_stores() -> dict[str, float]:
+    """Bytes of every live node's object store, by node id."""
+    return {
+        row["NodeID"]: row["Resources"].get("object_store_memory", 0.0)
+        for row in ray.nodes()
+        if row["Alive"]
+    }
 
-    A granted group reserves its places: no other job can take them until the request is withdrawn
-    for the actors to take.
+
+class Requests:
+    """Room that is waited for, a placement group each, so that Ray's autoscaler brings nodes.
+
+    A group that is granted keeps its room from being counted as free by others, until it is
+    withdrawn for the actors to take.
     """
 
     def __init__(self) -> None:
@@ -75,8 +85,8 @@ class Requests:
     def __contains__(self, key: str) -> bool:
         return key in self._groups
 
-    def ask(self, key: str, needs: Sequence[Need]) -> bool:
-        """Request room for all of ``needs`` at once; False where ``key`` is pending already."""
+    def request(self, key: str, needs: Sequence[Need]) -> bool:
+        """Request room for all of ``needs`` at once; False where this key has a request already."""
         if key in self._groups:
             return False
         bundles = [
@@ -88,7 +98,7 @@ class Requests:
         return True
 
     def granted(self, key: str) -> list[str] | None:
-        """The node ids of the places requested under ``key``, once Ray has reserved them all."""
+        """A node id per need of this key's request, in its order, once Ray holds room there."""
         if key not in self._groups:
             return None
         table = placement_group_table(self._groups[key])
@@ -98,7 +108,7 @@ class Requests:
         return [nodes[bundle] for bundle in sorted(nodes)]
 
     def withdraw(self, *keys: str) -> None:
-        """End the requests under these keys, or all: to take their places, or as unneeded."""
+        """End these requests: the room is about to be taken, or not needed; without a key, all."""
         for key in keys or tuple(self._groups):
             if (group := self._groups.pop(key, None)) is not None:
                 remove_placement_group(group)
@@ -127,13 +137,13 @@ async def find_room(
             except ConfigError as error:
                 if now - began > max(wait_s, BUSY_WAIT_S if _would_fit(config, chosen) else 0.0):
                     raise
-                if requests.granted(EVERYONE):
-                    requests.withdraw()  # free again as soon as Ray's count shows it
+                if requests.granted(ALL_ACTORS):
+                    requests.withdraw()  # and once Ray's count has it, it is free
                     ask_at = now + LAG_S
                 elif (
                     wait_s
                     and now >= ask_at
-                    and requests.ask(EVERYONE, needs_of(config, chosen))
+                    and requests.request(ALL_ACTORS, needs_of(config, chosen))
                     and ask_at == began
                 ):
                     tell(f"waiting up to {wait_s:g} s for nodes: {error}")

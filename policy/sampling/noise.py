@@ -6,10 +6,12 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
-import torch
-from torch import Tensor
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 PURPOSES: tuple[str, ...] = (
     "explore",  # initial noises that are explored, selected and trained on
@@ -56,6 +58,8 @@ def noise_for(seeds: Sequence[int], shape: Sequence[int]) -> Tensor:
     generator keeps only the low 32 bits of a seed, and its normal sampling depends on the
     instruction set.
     """
+    import torch  # here, because whoever only names seeds starts without it
+
     generators = (np.random.Generator(np.random.Philox(key=int(seed) & MASK_64)) for seed in seeds)
     rows = [generator.standard_normal(tuple(shape), np.float32) for generator in generators]
     return (

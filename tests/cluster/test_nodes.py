@@ -18,9 +18,9 @@ def cpus(nodes) -> float:
 
 def test_requested_places_are_reserved_until_the_request_is_withdrawn(ray_here):
     before, requests = cpus(free_nodes()), Requests()
-    assert requests.ask("a", [Need("rollout-0", 1.0), Need("rollout-1", 0.0)])
-    assert not requests.ask("a", [Need("rollout-0", 1.0)])  # asked already
-    assert requests.ask("b", [Need("rollout-2", 1.0, labels={"pool": "none"})])
+    assert requests.request("a", [Need("rollout-0", 1.0), Need("rollout-1", 0.0)])
+    assert not requests.request("a", [Need("rollout-0", 1.0)])  # asked already
+    assert requests.request("b", [Need("rollout-2", 1.0, labels={"pool": "none"})])
     home = {node["NodeID"] for node in ray.nodes() if node["Alive"]}
     granted = wait_for(lambda: requests.granted("a"), 30)
     assert len(granted) == 2 and set(granted) <= home

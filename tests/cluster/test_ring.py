@@ -123,7 +123,7 @@ def test_a_scorer_that_always_fails_stops_the_run_and_is_never_a_zero(
     ray_here, tiny_sd3_dir, tmp_path, kind
 ):
     config = tiny_config(tiny_sd3_dir, tmp_path, kind, rewards__scorers=broken(kind))
-    with pytest.raises(RunFailed, match="scoring failed for 8 of 8 pictures"):
+    with pytest.raises(RunFailed, match="scoring failed for 8 of 8 images"):
         run_here(config)
     run = RunDirectory.of(config)
     events = run.events()
@@ -151,5 +151,5 @@ def test_a_sample_that_cannot_be_scored_is_dropped_and_counted(ray_here, tiny_sd
 
 
 def test_a_prompt_left_with_too_few_pictures_stops_the_run(ray_here, tiny_sd3_dir, tmp_path):
-    with pytest.raises(RunFailed, match="left with 4 scored pictures of 8, selection.keep = 6"):
+    with pytest.raises(RunFailed, match="left with 4 scored images of 8, selection.keep = 6"):
         run_here(dropping(tiny_sd3_dir, tmp_path, 6))

@@ -120,7 +120,7 @@ def test_a_scorer_that_lies_is_left_out_where_it_is_optional_and_ends_the_run_wh
     with pytest.raises(
         RunFailed,
         match=(
-            "scoring failed for 8 of 8 pictures.*max_failed_share.*'bad' returned nan for image 0"
+            "scoring failed for 8 of 8 images.*max_failed_share.*'bad' returned nan for image 0"
         ),
     ):
         run_here(required)

@@ -9,7 +9,7 @@ import pytest
 import ray
 
 from cli.main import main
-from cluster.driver.services import join_or_start_ray
+from cluster.driver.connect import join_or_start_ray
 from cluster.driver.status import Reporter
 from cluster.jobs.board import Link, RunState, board
 from cluster.jobs.live_runs import scale, states

@@ -183,7 +183,7 @@ def test_an_explorer_reports_it(gpu, monkeypatch, compile, ends):
     run = SimpleNamespace(plan=SimpleNamespace(explore=explore), explore=explore, arm="sol_rl")
     monkeypatch.setattr(rollout, "begin", lambda config, kind: (run, None, torch.device("cuda")))
     monkeypatch.setattr(rollout.RolloutActor, "_build", lambda self, backend: None)
-    why = rollout.RolloutActor({}).ready()["why"]
+    why = rollout.RolloutActor({}).ready().why
     assert why.startswith("fp8: as configured") and why.endswith(ends)
 
 

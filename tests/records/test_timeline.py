@@ -10,7 +10,9 @@ from pathlib import Path
 import pytest
 import ray
 
-from actors.messages import ChunkKey
+from actors.calls import Task
+from actors.messages import ActorInfo, ChunkKey
+from actors.runtime import identity
 from analysis.report.data import read_run
 from analysis.report.events import running_times, timeline_of
 from analysis.report.timeline import Chart, Lane, bars_of, in_running_time, last_iteration
@@ -104,7 +106,7 @@ def test_a_pool_writes_down_every_attempt_and_units_of_one_actor_follow_each_oth
     first.
     """
     spans: list[Span] = []
-    remote = ray.remote(Worker)
+    remote = ray.remote(Napper)
     pool = ActorPool(
         "echo",
         lambda name: remote.options(num_cpus=0).remote(),
@@ -113,13 +115,14 @@ def test_a_pool_writes_down_every_attempt_and_units_of_one_actor_follow_each_oth
         record=spans.append,
     )
 
+    died = str(tmp_path / "died")
+
     async def work() -> None:
         await pool.start()
         try:
-            units = [pool.call(("unit", i), "nap", i) for i in range(12)]
+            units = [pool.call(Task(("unit", i)), Napper.nap, i) for i in range(12)]
             await asyncio.wait_for(
-                asyncio.gather(*units, pool.call(("fatal", 0), "fatal", str(tmp_path / "died"))),
-                200,
+                asyncio.gather(*units, pool.call(Task(("fatal", 0)), Napper.fatal, died)), 200
             )
         finally:
             await pool.stop()
@@ -143,11 +146,11 @@ def test_a_pool_writes_down_every_attempt_and_units_of_one_actor_follow_each_oth
     )
 
 
-class Worker:
+class Napper:
     """Naps, or dies once."""
 
-    def ready(self) -> dict[str, int]:
-        return {}
+    def ready(self) -> ActorInfo:
+        return identity()
 
     def nap(self, value: int) -> int:
         import time
