@@ -22,6 +22,10 @@ settings.load_profile("suite")
 os.environ["OMP_NUM_THREADS"] = "1"
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
+# where there is no GPU, Triton's kernels run in its interpreter; read when triton is imported
+if not os.path.exists("/dev/nvidiactl"):
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+
 
 @pytest.fixture(scope="session")
 def ray_here() -> Iterator[None]:
