@@ -10,7 +10,7 @@ NaN may differ.
 
 Used on CUDA, nowhere else. Not run on a GPU yet: what is known comes from Triton's interpreter
 (TRITON_INTERPRET=1), from compiling for Hopper and Blackwell, which needs no GPU, and from shapes.
-What only a GPU can settle: that it gives the interpreter's bits, and speed. The operators are opaque
+Only a GPU can settle that it gives the interpreter's bits, and how fast. The operators are opaque
 to torch.compile, which puts them in one graph with the rest, and know their shapes on tensors
 without data.
 """
