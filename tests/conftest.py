@@ -22,6 +22,10 @@ settings.load_profile("suite")
 os.environ["OMP_NUM_THREADS"] = "1"
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
+# where there is no GPU, Triton's kernels run in its interpreter; read when triton is imported
+if not os.path.exists("/dev/nvidiactl"):
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+
 START_ATTEMPTS = 4
 """Ray gives its own processes 30 s to come up, whatever else the machine has to do."""
 

@@ -29,7 +29,7 @@ SHAPES = Path(__file__).resolve().parent.parent / "shapes"
 BATCH = 32
 
 
-def images(model: Path, prompts: list[str], steps: int, seed: int = 77) -> np.ndarray:
+def generate(model: Path, prompts: list[str], steps: int, seed: int = 77) -> np.ndarray:
     """uint8 [B, 3, 32, 32]."""
     pipe = StableDiffusion3Pipeline.from_pretrained(model)
     pipe.set_progress_bar_config(disable=True)
@@ -106,7 +106,7 @@ def main() -> None:
     lines = (SHAPES / "prompts" / f"{args.split}.jsonl").read_text().splitlines()
     rows = [row for row in map(json.loads, lines) for _ in range(args.noises)]
     prompts = [row["prompt"] for row in rows]
-    images = images(args.model, prompts, args.steps)
+    images = generate(args.model, prompts, args.steps)
     scorer = ShapesScorer()
     reward = scorer(images, prompts, rows)
     groups = reward.reshape(-1, args.noises)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import importlib.util
 import os
 import shutil
@@ -24,7 +25,7 @@ class CompileFailed(RuntimeError):
 
 
 def compiler_missing(device: torch.device) -> str | None:
-    """What torch.compile lacks on this device, or None: a C++ compiler for a CPU, Triton for a GPU."""
+    """What torch.compile lacks here, or None: a C++ compiler for a CPU, Triton for a GPU."""
     if device.type == "cuda":
         return (
             None
@@ -46,15 +47,21 @@ def compiled(module: nn.Module, device: torch.device) -> nn.Module:
     """``module`` compiled for the shapes that it is called with, one by one; weights are shared,
     and may change in place.
 
-    Nothing is compiled before the first call, which belongs in ``compile_failures``. Raises
-    ValueError where it could not be. Where torch would go on eagerly it is told to fail, in all of
-    this process.
+    Where there are lists of blocks each block is compiled, not the whole: equal blocks share one
+    graph, so that the first call takes as long as one block of each kind. Nothing is compiled
+    before that call, which belongs in ``compile_failures``. Raises ValueError where it could not
+    be. Where torch would go on eagerly it is told to fail, in all of this process.
     """
     import torch._dynamo
 
     missing = compiler_missing(device)
     if missing is not None:
         raise ValueError(f"compile: {missing}: install it or set compile = false")
+    refused = {
+        str(why) for part in module.modules() if (why := getattr(part, "not_compiled", None))
+    }
+    if refused:
+        raise ValueError(f"compile: {refused.pop()}, or set compile = false")
     settings: Any = torch._dynamo.config
     if settings.disable:
         raise ValueError(
@@ -66,7 +73,25 @@ def compiled(module: nn.Module, device: torch.device) -> nn.Module:
         True,
         SHAPES,
     )
-    return cast("Any", torch.compile(module, dynamic=False))
+    return _by_block(module) or torch.compile(module, dynamic=False)
+
+
+def _by_block(module: nn.Module) -> nn.Module | None:
+    """``module`` with compiled blocks in its lists of blocks, or None where it has no such list.
+
+    Only the module itself and its lists are copies, without weights: the original stays eager, as
+    training needs it, and whatever is done to its blocks and weights later shows here too.
+    """
+    twin = copy.copy(module)
+    twin._modules = dict(module._modules)
+    found = False
+    for name, blocks in module.named_children():
+        if isinstance(blocks, nn.ModuleList) and len(blocks):
+            found = True
+            twin._modules[name] = nn.ModuleList(
+                cast("nn.Module", torch.compile(block, dynamic=False)) for block in blocks
+            )
+    return twin if found else None
 
 
 @contextlib.contextmanager

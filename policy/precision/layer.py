@@ -20,6 +20,7 @@ class QuantisedLinear(nn.Module):
 
     bias: Tensor | None
     float32_buffers: tuple[str, ...] = ()  # that stay so when the module is cast
+    not_compiled: str | None = None  # why torch.compile must not be tried
 
     def __init__(self, linear: nn.Linear) -> None:
         super().__init__()
@@ -66,12 +67,18 @@ class PointwiseConvolution(nn.Module):
         return self.linear(x.movedim(1, -1)).movedim(-1, 1)
 
 
+def capturing(x: Tensor) -> bool:
+    """Whether what is done to x now is captured into a CUDA graph."""
+    return x.is_cuda and torch.cuda.is_current_stream_capturing()
+
+
 class LastInput:
     """Remembers the last input and what was made of it: to_q, to_k and to_v get one input, which is
     quantised once.
 
     Not thread-safe. Tensors without a version counter (inference mode) and traced ones are not
-    remembered.
+    remembered, nor is anything while a CUDA graph is captured: a packing from before the capture
+    would be no part of the graph, and its replays would multiply stale codes.
     """
 
     def __init__(self) -> None:
@@ -80,7 +87,7 @@ class LastInput:
 
     def once(self, x: Tensor, make: Callable[[Tensor], Any]) -> Any:
         """``make(x)``, or its result of last time when that was for this very x, unchanged."""
-        if torch.compiler.is_compiling() or x.is_inference():
+        if torch.compiler.is_compiling() or x.is_inference() or capturing(x):
             self._last = self._result = None
             return make(x)
         if self._last is not None:

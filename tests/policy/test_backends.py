@@ -14,16 +14,19 @@ from policy.precision.backends import BACKENDS, eager_note, packing_backend, res
 
 @dataclass
 class Recipe:
-    """NVFP4BlockScaling of TransformerEngine 2.17."""
+    """NVFP4BlockScaling as it has to be."""
 
-    row_scaled_activation: bool = False
+    disable_rht: bool = False
+    disable_stochastic_rounding: bool = False
+    disable_2d_quantization: bool = False
 
 
 @dataclass
 class OldRecipe:
-    """That of 2.15."""
+    """One whose 2D scaling cannot be turned off."""
 
     disable_rht: bool = False
+    disable_stochastic_rounding: bool = False
 
 
 class Engine:
@@ -105,8 +108,8 @@ def test_auto_takes_the_best_and_says_why_not_the_others(gpu, capability, engine
         (without("DType"), "DType"),
         (without("NVFP4Tensor"), "NVFP4Tensor"),
         (without("is_nvfp4_available"), "is_nvfp4_available"),
-        (Engine(True, OldRecipe), "NVFP4BlockScaling.row_scaled_activation"),
-        (without("DType", OldRecipe), "DType, NVFP4BlockScaling.row_scaled_activation"),
+        (Engine(True, OldRecipe), "NVFP4BlockScaling.disable_2d_quantization"),
+        (without("DType", OldRecipe), "DType, NVFP4BlockScaling.disable_2d_quantization"),
         (SimpleNamespace(recipes=None), f"{', '.join(hardware.PARTS)}, NVFP4BlockScaling"),
     ],
 )

@@ -114,9 +114,9 @@ def test_buffers_are_rows_of_the_joint_ones_and_stay_where_they_are():
     members = join(given, NVFP4Weight)
     amax = torch.tensor(0.25)
     pointers = {name: buffer.data_ptr() for name, buffer in members[0].named_buffers()}
-    assert set(pointers) == {"layer.codes", "layer.swizzled", "layer.amax"} and not list(
-        members[1].named_buffers()
-    )
+    assert set(pointers) == {
+        f"layer.{name}" for name in ("codes", "swizzled", "amax", "factor")
+    } and not list(members[1].named_buffers())
     filled(members, given, backend, amax)
     layer = members[0].layer
     assert {name: buffer.data_ptr() for name, buffer in members[0].named_buffers()} == pointers
