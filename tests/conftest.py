@@ -1,7 +1,9 @@
 """Fixtures that many tests share."""
 
 import os
+import time
 from collections.abc import Iterator
+from unittest import mock
 
 import pytest
 from hypothesis import settings
@@ -22,8 +24,8 @@ settings.load_profile("suite")
 os.environ["OMP_NUM_THREADS"] = "1"
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
-START_ATTEMPTS = 4
-"""Ray gives its own processes 30 s to come up, whatever else the machine has to do."""
+START_S = 280.0
+"""For Ray's own processes to come up; by itself Ray gives them 30, whatever else the machine does."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -41,20 +43,27 @@ def ray_here() -> Iterator[None]:
     hosts keep their share.
     """
     import ray
+    from ray._private import services
 
-    for attempt in range(START_ATTEMPTS):
-        try:
-            ray.init(
-                "local",
-                num_cpus=32,
-                include_dashboard=False,
-                log_to_driver=False,
-                logging_level="ERROR",
-            )
-            break
-        except Exception as error:  # Ray has no class of its own for it
-            if "timed out during startup" not in str(error) or attempt == START_ATTEMPTS - 1:
-                raise
-            ray.shutdown()
+    asked = services.get_node
+
+    def patiently(*arguments: object) -> object:
+        deadline = time.monotonic() + START_S
+        while True:
+            try:
+                return asked(*arguments)
+            except RuntimeError:
+                if time.monotonic() > deadline:
+                    raise
+                time.sleep(0.1)
+
+    with mock.patch.object(services, "get_node", patiently):
+        ray.init(
+            "local",
+            num_cpus=32,
+            include_dashboard=False,
+            log_to_driver=False,
+            logging_level="ERROR",
+        )
     yield
     ray.shutdown()
