@@ -25,7 +25,7 @@ os.environ["OMP_NUM_THREADS"] = "1"
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 START_S = 280.0
-"""For Ray's own processes to come up; by itself Ray gives them 30, whatever else the machine does."""
+"""For Ray's own processes to come up. By itself Ray gives them 30, however busy the machine is."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
