@@ -1,7 +1,9 @@
 """Fixtures that many tests share."""
 
 import os
+import time
 from collections.abc import Iterator
+from unittest import mock
 
 import pytest
 from hypothesis import settings
@@ -26,8 +28,8 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 if not os.path.exists("/dev/nvidiactl"):
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
-START_ATTEMPTS = 4
-"""Ray gives its own processes 30 s to come up, whatever else the machine has to do."""
+START_S = 280.0
+"""For Ray's own processes to come up. By itself Ray gives them 30, however busy the machine is."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -45,21 +47,28 @@ def ray_here() -> Iterator[None]:
     hosts keep their share.
     """
     import ray
+    from ray._private import services
 
-    for attempt in range(START_ATTEMPTS):
-        try:
-            ray.init(
-                "local",
-                num_cpus=32,
-                include_dashboard=False,
-                log_to_driver=False,
-                logging_level="ERROR",
-            )
-            break
-        except Exception as error:  # Ray has no class of its own for it
-            if "timed out during startup" not in str(error) or attempt == START_ATTEMPTS - 1:
-                raise
-            ray.shutdown()
+    asked = services.get_node
+
+    def patiently(*arguments: object) -> object:
+        deadline = time.monotonic() + START_S
+        while True:
+            try:
+                return asked(*arguments)
+            except RuntimeError:
+                if time.monotonic() > deadline:
+                    raise
+                time.sleep(0.1)
+
+    with mock.patch.object(services, "get_node", patiently):
+        ray.init(
+            "local",
+            num_cpus=32,
+            include_dashboard=False,
+            log_to_driver=False,
+            logging_level="ERROR",
+        )
     yield
     ray.shutdown()
 
