@@ -37,7 +37,7 @@ SETTINGS = {
     "optimizer.steps_per_iteration": 2, "optimizer.batch_size": 16, "evaluate.every": 0,
     "evaluate.prompts": 8, "evaluate.noises": 2, "evaluate.steps": 6, "logging.grid_prompts": 4,
     "services.rollout.cpus": 1, "services.rollout.max_actors": 3,
-    "services.rollout.labels": '{"demo.node" = "explorers"}', "services.start_deadline_s": 1800,
+    "services.rollout.labels": '{"demo.node" = "rollout"}', "services.start_deadline_s": 1800,
     **{f"services.{kind}.labels": '{"demo.node" = "services"}' for kind in SERVICES},
     **{f"services.{kind}.deadline_s": 1800 for kind in (*SERVICES, "rollout")},
 }  # fmt: skip
@@ -95,7 +95,7 @@ class Demo:
         """
         folder = tempfile.mkdtemp(prefix="sol-rl-", dir="/tmp")  # sockets: a short path
         self.folders.append(folder)
-        return self.cluster.add_node(**_node(labels={"demo.node": "explorers"}, temp_dir=folder))
+        return self.cluster.add_node(**_node(labels={"demo.node": "rollout"}, temp_dir=folder))
 
     def close(self) -> None:
         """End it all."""

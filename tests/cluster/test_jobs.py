@@ -138,15 +138,14 @@ def test_the_kuberay_manifest_trains_something_that_can_be():
     assert env["env_vars"] == jobs.RUNTIME_ENV["env_vars"]
     cluster = spec["rayClusterSpec"]
     assert cluster["autoscalerOptions"]["version"] == "v2"  # v1 takes no notice of labels
-    explorers, learner = cluster["workerGroupSpecs"]
+    rollout, learner = cluster["workerGroupSpecs"]
     assert (
-        explorers["rayStartParams"]["labels"]
+        rollout["rayStartParams"]["labels"]
         == f"ray.io/accelerator-type={config.services.rollout.accelerator}"
     )
     most = config.services.rollout.max_actors
     assert (
-        most is not None
-        and explorers["maxReplicas"] * 8 * 1.0 >= most * config.services.rollout.gpus
+        most is not None and rollout["maxReplicas"] * 8 * 1.0 >= most * config.services.rollout.gpus
     )
     grace = cluster["headGroupSpec"]["template"]["spec"]["terminationGracePeriodSeconds"]
     assert grace > int(env["env_vars"]["RAY_JOB_STOP_WAIT_TIME_S"]) and learner["maxReplicas"] == 1

@@ -72,7 +72,7 @@ def test_labels_are_matched_in_rays_words(selector, labels, expected):
     assert matches(labels, selector) is expected
 
 
-def test_explorers_go_to_their_accelerator_and_the_learner_to_what_is_left():
+def test_rollout_goes_to_its_accelerator_and_the_learner_to_what_is_left():
     nodes = [Node("b", 8, 2, B200), Node("h", 8, 1, H200)]
     run = config(rollout={"actors": 2, "gpus": 1, "accelerator": "B200"}, learner={"gpus": 1})
     chosen = everything(run, nodes)
@@ -98,7 +98,7 @@ def test_spread_and_pack(strategy, expected):
     assert sorted(place(needs, [Node("x", 4, 2), Node("y", 4, 2)]).values()) == sorted(expected)
 
 
-def test_a_wish_to_spread_gives_way_where_it_would_leave_somebody_out():
+def test_spreading_gives_way_where_it_would_leave_an_actor_without_a_place():
     """Spread alone puts one small share on each node, and then no node has two GPUs free for the
     last.
     """
@@ -198,9 +198,9 @@ class Clock:
         return self.now
 
 
-def placer_of(explorers: int, clock: Clock | None = None) -> Placer:
+def placer_of(actors: int, clock: Clock | None = None) -> Placer:
     """A placer of a run with this many rollout actors of one CPU each."""
-    return Placer(config(rollout={"actors": explorers, "cpus": 1}), clock or Clock())
+    return Placer(config(rollout={"actors": actors, "cpus": 1}), clock or Clock())
 
 
 def test_a_known_nodes_count_stands_while_something_of_ours_changes_there():
