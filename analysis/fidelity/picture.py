@@ -1,6 +1,4 @@
-"""Where proxies rank the noises of each true rank: a heat map per backend and number of steps, as
-one SVG file.
-"""
+"""Where proxies rank the seeds of each true rank: a heat map per backend and number of steps."""
 
 from __future__ import annotations
 
@@ -18,8 +16,7 @@ FULL = 8.0
 
 
 def density_picture(panels: Mapping[str, np.ndarray], title: str, count: int) -> str:
-    """An SVG document. ``panels``: title -> density [bins, bins], [true bin, proxy bin], best
-    first, rows that sum to 1.
+    """An SVG of ``panels``: title -> density [true bin, proxy bin], best first, rows sum to 1.
 
     Colour is the density relative to a ranking by lot (1), dark from ``FULL`` on. ``count`` is N,
     for the labels of the axes.
@@ -50,9 +47,7 @@ def density_picture(panels: Mapping[str, np.ndarray], title: str, count: int) ->
 
 
 def _panel(name: str, density: np.ndarray, x: float, y: float, count: int) -> str:
-    """True rank to the right, proxy rank upwards, the best in the upper right: a perfect proxy is a
-    rising diagonal.
-    """
+    """True rank to the right, proxy rank up: a perfect proxy is a rising diagonal."""
     bins = len(density)
     cell = SIDE / bins
     parts = [
