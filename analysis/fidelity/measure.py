@@ -378,7 +378,7 @@ def _table(
     chance = summary["no_information"]
     body.append(
         [
-            "by lot",
+            "random",
             *(" / ".join(f"{chance[key]:.{digits}f}" for key in keys) for _, keys in columns),
         ]
     )

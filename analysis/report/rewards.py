@@ -119,14 +119,14 @@ def verdicts(run: RunData, scores: Sequence[Score]) -> list[str]:
     return said
 
 
-def _meaning(reward: Direction, judge: Score) -> str:
+def _meaning(reward: Direction, held_out: Score) -> str:
     if reward != "rose":
         return ""
     return {
         "rose": ": it agrees",
         "fell": ": that is what reward hacking looks like",
         "did not clearly move": ": it does not confirm the rise",
-    }[judge.direction]
+    }[held_out.direction]
 
 
 def _roles(run: RunData) -> dict[str, tuple[str, bool]]:
@@ -272,7 +272,7 @@ def _together(scores: Sequence[Score]) -> Card:
     )
     note = (
         "Change on held-out prompts in standard deviations between the pictures before training, so"
-        " that scores of different scale can be held against each other. Dashed: never trained on."
+        " that scores of different scale can be compared. Dashed: never trained on."
     )
     return Card("What rose, and at whose cost", chart, legend(lines), note=note)
 
