@@ -1,6 +1,4 @@
-"""The tables of a comparison: their cells as text, which the terminal and the page share, and their
-lines for a terminal.
-"""
+"""The tables of a comparison, which terminal and page share, and their lines for a terminal."""
 
 from __future__ import annotations
 

@@ -24,9 +24,7 @@ TONES = {
 ROUTINE = {"version_published", "checkpoint_saved", "actor_started"}
 """Events that are counted and drawn, but not listed."""
 KINDS = ("rollout", "reward", "scorers.", "selector", "encoder", "learner")
-"""Beginnings of actors' names, in the order of their lanes; a scorer with actors of its own is
-``scorers.<label>``.
-"""
+"""Beginnings of actors' names by lane; ``scorers.<label>`` is a scorer with its own actors."""
 MOST_ROWS, LONGEST = 150, 110
 NOUNS = {
     "actor_started": "started",
@@ -42,9 +40,7 @@ NOUNS = {
 
 
 def running_times(events: Sequence[Row]) -> list[float]:
-    """Seconds of running time at each event: from the first on, the pause before a resume taken
-    out.
-    """
+    """Seconds of running time at each event, without the pause before a resume."""
     times, offset, last = [], None, 0.0
     for event in events:
         moment = finite(event.get("time"))
@@ -103,7 +99,7 @@ def happenings(run: RunData) -> Happenings | None:
     if not run.events:
         return None
     times = running_times(run.events)
-    counts = Counter(event["event"] for event in run.events)
+    counts = Counter(str(event["event"]) for event in run.events)
     pairs = list(zip(run.events, times, strict=True))
     notable = [(event, when) for event, when in pairs if event["event"] not in ROUTINE]
     last, count = pairs[-MOST_ROWS:], f"{len(pairs):,} events"
@@ -127,10 +123,10 @@ def timeline_of(run: RunData, times: Sequence[float]) -> Chart:
     ]
     spans = in_running_time(run.spans, [moment for moment, _ in known], [when for _, when in known])
     published = [
-        (when, int(event["version"]))
+        (when, int(version))
         for event, when in zip(events, times, strict=True)
-        # fmt: skip
-        if event["event"] == "version_published" and finite(event.get("version")) is not None
+        if event["event"] == "version_published"
+        and (version := finite(event.get("version"))) is not None
     ]
     return Chart(
         lanes_of(events, times),

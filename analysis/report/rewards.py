@@ -1,6 +1,4 @@
-"""The report's section on rewards: training and held-out prompts, what is trained on beside what
-only judges, every scorer's own score.
-"""
+"""The report's chapter on rewards: what is trained on beside held-out scorers and prompts."""
 
 from __future__ import annotations
 
@@ -26,10 +24,7 @@ Direction = Literal["rose", "fell", "did not clearly move"]
 
 @dataclass(frozen=True)
 class Score:
-    """A scorer as the evaluations saw it. ``change`` is after minus before, its error clustered by
-    prompt where pictures' scores are there, else NaN; ``in_deviations`` the same by evaluation, in
-    standard deviations between the base's pictures.
-    """
+    """A scorer over the evaluations; ``change`` has an error clustered by prompt."""
 
     label: str
     role: str
@@ -68,9 +63,7 @@ def section(run: RunData) -> Section:
 
 
 def scores_of(run: RunData) -> list[Score]:
-    """Every scorer of the evaluations: those that are trained on first, as configured, then the
-    held-out ones.
-    """
+    """Every scorer of the evaluations: those that are trained on first, then the held-out ones."""
     roles = _roles(run)
     found = dict.fromkeys(
         key.removeprefix(EVAL) for row in run.evaluations for key in row if key.startswith(EVAL)
@@ -83,9 +76,7 @@ def scores_of(run: RunData) -> list[Score]:
 
 
 def paired(before: Grid, after: Grid) -> Mean:
-    """Mean change of the pictures [prompt][noise] that have both scores, and its standard error
-    over prompts.
-    """
+    """Mean change of the images [prompt][noise] that have both scores, its error over prompts."""
     changes = []
     for old, new in zip(before, after, strict=False):
         if both := [y - x for x, y in zip(old, new, strict=False) if math.isfinite(x + y)]:
@@ -101,9 +92,7 @@ def direction(change: Mean) -> Direction:
 
 
 def verdicts(run: RunData, scores: Sequence[Score]) -> list[str]:
-    """Sentences: does a held-out scorer confirm the rise of the reward, and did one scorer pay for
-    another's rise?
-    """
+    """Does a held-out scorer confirm the rise of the reward? Did one pay for another's rise?"""
     before, after = run.before, run.after
     if before is None or after is None:
         return []
@@ -130,20 +119,18 @@ def verdicts(run: RunData, scores: Sequence[Score]) -> list[str]:
     return said
 
 
-def _meaning(reward: Direction, judge: Score) -> str:
+def _meaning(reward: Direction, held_out: Score) -> str:
     if reward != "rose":
         return ""
     return {
         "rose": ": it agrees",
         "fell": ": that is what reward hacking looks like",
         "did not clearly move": ": it does not confirm the rise",
-    }[judge.direction]
+    }[held_out.direction]
 
 
 def _roles(run: RunData) -> dict[str, tuple[str, bool]]:
-    """By label: what the scorer is for, and whether it is held out. Empty where the configuration
-    cannot be read.
-    """
+    """By label: what the scorer is for, and whether it is held out; {} if it cannot be read."""
     try:
         rewards = Rewards.model_validate(run.setting("rewards"))
     except ValidationError:
@@ -224,9 +211,7 @@ def _prompts_card(run: RunData) -> Card | None:
 
 
 def _table(run: RunData, scores: Sequence[Score]) -> Table:
-    """Before and after by scorer, the weighted sum first; what had no score, and speeds, where
-    there are any.
-    """
+    """Before and after by scorer, the weighted sum first; speeds, and what had no score."""
     before, after = run.before, run.after
     assert before is not None and after is not None
     start, end = finite(before.get("reward/eval_mean")), finite(after.get("reward/eval_mean"))
@@ -287,7 +272,7 @@ def _together(scores: Sequence[Score]) -> Card:
     )
     note = (
         "Change on held-out prompts in standard deviations between the pictures before training, so"
-        " that scores of different scale can be held against each other. Dashed: never trained on."
+        " that scores of different scale can be compared. Dashed: never trained on."
     )
     return Card("What rose, and at whose cost", chart, legend(lines), note=note)
 

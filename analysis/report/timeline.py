@@ -43,7 +43,7 @@ class Bar:
 
 @dataclass(frozen=True)
 class Chart:
-    """What is drawn: lanes by actor, the run's own marks, (when, version) of publications, spans."""
+    """What is drawn: lanes by actor, the run's marks, (when, version) published, spans."""
 
     lanes: Mapping[str, Lane]
     marks: Sequence[Mark]
@@ -114,9 +114,7 @@ class Drawing:
 def in_running_time(
     spans: Sequence[Span], moments: Sequence[float], times: Sequence[float]
 ) -> list[Span]:
-    """Spans moved from the wall clock to running time, by events at ``moments`` (rising) of the
-    wall clock and ``times`` of the run.
-    """
+    """Spans in running time, by events at ``moments`` of the clock and ``times`` of the run."""
     if not moments:
         return []
 
@@ -150,9 +148,7 @@ def last_iteration(spans: Sequence[Span]) -> tuple[float, float] | None:
 
 
 def bars_of(spans: Sequence[Span], gap: float) -> list[Bar]:
-    """Spans of one lane by their start, neighbours of one kind and outcome joined when less than
-    ``gap`` seconds lie between.
-    """
+    """Spans of a lane by their start; alike neighbours within ``gap`` seconds are joined."""
     bars: list[Bar] = []
     for span in spans:
         last = bars[-1] if bars else None

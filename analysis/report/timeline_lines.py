@@ -12,9 +12,7 @@ IDLE, GONE, LOST = "·", " ", "X"
 
 
 def lines_of(chart: Chart, width: int = 100) -> list[str]:
-    """Versions, a line per actor, the scale, and what the letters mean; ``width`` characters of
-    time.
-    """
+    """Versions, a line per actor, the scale, a legend; ``width`` characters of time."""
     end = chart.end or 1.0
     names = max([len("policy"), *(len(name) for name in chart.lanes)])
     by_actor: dict[str, list[Span]] = {}
@@ -43,9 +41,7 @@ def lines_of(chart: Chart, width: int = 100) -> list[str]:
 
 
 def strip(spans: Sequence[Span], lane: Lane, end: float, width: int) -> str:
-    """What one actor did: in each of ``width`` slices of 0 to ``end`` the letter of what it did
-    longest, if that is a third of it.
-    """
+    """What an actor did: per slice of time the letter of what took longest, if a third of it."""
     slice_s = end / width
     done: list[dict[str, float]] = [{} for _ in range(width)]
     for span in spans:

@@ -10,10 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from analysis.compare.cells import COMPARISONS, UNUSED, Request, read_comparison
+from analysis.compare.cells import UNUSED, read_comparison
 from analysis.compare.command import compare_existing
 from analysis.compare.data import REWARD, measure, remarks, summarise
 from analysis.compare.groups import group
+from analysis.compare.request import COMPARISONS, Request
 from analysis.compare.running import to_toml
 from analysis.compare.statistics import Mean, Moment, mean_of, paired, speed_up, time_to
 from analysis.compare.table import tables
