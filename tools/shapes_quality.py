@@ -29,7 +29,7 @@ SHAPES = Path(__file__).resolve().parent.parent / "shapes"
 BATCH = 32
 
 
-def images(model: Path, prompts: list[str], steps: int, seed: int = 77) -> np.ndarray:
+def draw(model: Path, prompts: list[str], steps: int, seed: int = 77) -> np.ndarray:
     """uint8 [B, 3, 32, 32]."""
     pipe = StableDiffusion3Pipeline.from_pretrained(model)
     pipe.set_progress_bar_config(disable=True)
@@ -64,7 +64,7 @@ def grid(images: np.ndarray, path: Path, columns: int = 12, scale: int = 3) -> N
     ).save(path)
 
 
-def judged(
+def ranked(
     clip: str, images: np.ndarray, prompts: list[str], rules: np.ndarray, noises: int
 ) -> str:
     """How the cosine of ``clip`` orders the images of a prompt, compared with the rule-based
@@ -106,7 +106,7 @@ def main() -> None:
     lines = (SHAPES / "prompts" / f"{args.split}.jsonl").read_text().splitlines()
     rows = [row for row in map(json.loads, lines) for _ in range(args.noises)]
     prompts = [row["prompt"] for row in rows]
-    images = images(args.model, prompts, args.steps)
+    images = draw(args.model, prompts, args.steps)
     scorer = ShapesScorer()
     reward = scorer(images, prompts, rows)
     groups = reward.reshape(-1, args.noises)
@@ -123,7 +123,7 @@ def main() -> None:
             f" {scorer.parts['strict'][chosen].mean():.3f}"
         )
     if args.clip:
-        print(judged(args.clip, images, prompts, reward, args.noises))
+        print(ranked(args.clip, images, prompts, reward, args.noises))
     if args.grid:
         grid(images[:96], args.grid)
 
