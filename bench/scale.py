@@ -1,6 +1,4 @@
-"""Exploring with two rollout actors against one: one iteration's units of work, by the ring's own
-pools.
-"""
+"""Exploring with two rollout actors against one: one iteration's tasks, by the ring's pools."""
 
 from __future__ import annotations
 
@@ -56,7 +54,7 @@ async def _alternate(options: Options, scratch: Path) -> dict[str, list[float]]:
             await services.start()
         for services in groups:
             await services.weights.publish(0, one.learner, services.rollout_pool)
-        work = await _units(one)
+        work = await _tasks(one)
         times: dict[str, list[float]] = {name: [] for name in TIMES}
         for turn in range(options.repeats + 1):
             for name, services in list(zip(TIMES, groups, strict=True))[:: 1 if turn % 2 else -1]:
@@ -72,23 +70,23 @@ async def _alternate(options: Options, scratch: Path) -> dict[str, list[float]]:
             await services.stop()
 
 
-async def _units(services: ActorServices) -> list[tuple[ExploreChunk, Any]]:
-    """The units of iteration 0, with their conditioning by reference."""
+async def _tasks(services: ActorServices) -> list[tuple[ExploreChunk, Any]]:
+    """The tasks of iteration 0, with their conditioning by reference."""
     config = services.config
     plan, size = config.plan.explore, config.explore.chunk_size
     assert plan is not None
     prompts = read_prompts(config.prompts.train)
     rows = prompts_of_iteration(len(prompts), config.prompts.per_iteration, 0, config.seed)
     conditioning = await services.encoder.encode(0, [[prompts[row].text] for row in rows])
-    units = []
+    tasks = []
     for p, cond in enumerate(conditioning):
         seeds = tuple(stream_seed(config.seed, "explore", 0, p, n) for n in range(plan.pool_size))
         for number, first in enumerate(range(0, len(seeds), size)):
             key = ChunkKey(0, p, number, 0)
-            units.append(
+            tasks.append(
                 (
                     ExploreChunk(key, seeds[first : first + size], plan.steps, plan.solver, False),
                     cond,
                 )
             )
-    return units
+    return tasks

@@ -126,9 +126,9 @@ def _operations(plan: Plan) -> list[str]:
         + ("" if device is None else "; seconds are a prediction from the assumptions below"),
     ]
     for name, stage in plan.stages.items():
-        parts = [f"denoiser {(stage.wide + stage.quantised) / 1e15:.3g}"]
+        parts = [f"denoiser {(stage.unquantized + stage.quantised) / 1e15:.3g}"]
         parts += (
-            [f"of it quantised {stage.quantised / (stage.wide + stage.quantised):.0%}"]
+            [f"of it quantised {stage.quantised / (stage.unquantized + stage.quantised):.0%}"]
             if stage.quantised
             else []
         )

@@ -1,5 +1,4 @@
-"""``sol-rl plan``: what a run would need and how long an iteration might take, before anything is
-loaded.
+"""``sol-rl plan``: what a run needs and how long an iteration may take, with nothing loaded.
 
 Sizes and operations are counted on the architecture (``policy.memory``); where actors would go is
 asked of ``planning.placement``. Seconds are operations over an assumed share of an assumed peak,
@@ -41,11 +40,9 @@ NUMBERS = {2: "two", 3: "three"}
 
 @dataclass(frozen=True)
 class Stage:
-    """Operations of one part of an iteration, over all its actors: ``wide`` and ``quantised`` in
-    the denoiser, ``decoding`` in FP32.
-    """
+    """Operations of a part of an iteration, over all its actors; ``decoding`` is in FP32."""
 
-    wide: float
+    unquantized: float
     quantised: float = 0.0
     decoding: float = 0.0
     gpus: float = 1.0  # of all its actors; none uses more than one
@@ -53,12 +50,12 @@ class Stage:
     @property
     def flops(self) -> float:
         """All of them."""
-        return self.wide + self.quantised + self.decoding
+        return self.unquantized + self.quantised + self.decoding
 
     def seconds(self, device: Device) -> float:
         """On its GPUs. Decoding runs in TF32, at half the BF16 peak."""
         at = (
-            self.wide / device.tflops
+            self.unquantized / device.tflops
             + self.quantised / device.quantised_tflops
             + self.decoding / (device.tflops / 2)
         )
@@ -67,9 +64,7 @@ class Stage:
 
 @dataclass(frozen=True)
 class Plan:
-    """All that ``lines`` prints. Bytes, unless a name says otherwise; ``memory`` is per actor of a
-    kind, by what it is for.
-    """
+    """All that ``lines`` prints, in bytes; ``memory`` is per actor of a kind, by purpose."""
 
     config: RunConfig
     source: str
@@ -105,9 +100,7 @@ def make_plan(
 
 @contextmanager
 def described(config: RunConfig) -> Iterator[tuple[Family, str]]:
-    """(family, where its architecture comes from): the published one where the model is a hub id
-    that is known here.
-    """
+    """(family, where its architecture comes from), the published one for a known hub id."""
     model = config.model
     names = [
         name
@@ -132,13 +125,13 @@ def _plan(
     backend, why = backend_of(config, accelerator)
     dtype = DTYPES[config.regenerate.precision]
     text_bytes = memory.held_bytes(*memory.text_encoders(family, dtype).values())
-    wide = memory.blank(family, "transformer", dtype)
+    base = memory.blank(family, "transformer", dtype)
     adapted = target_modules(
-        wide, config.lora.targets or family.lora_targets, strict=bool(config.lora.targets)
+        base, config.lora.targets or family.lora_targets, strict=bool(config.lora.targets)
     )
-    explored, decoded = _explorer(config, family, backend, wide, adapted, dtype)
-    all_weights = sum(parameter.numel() for parameter in wide.parameters())
-    learner, trained, passes = _learner(config, family, wide, dtype)
+    explored, decoded = _explorer(config, family, backend, base, adapted, dtype)
+    all_weights = sum(parameter.numel() for parameter in base.parameters())
+    learner, trained, passes = _learner(config, family, base, dtype)
     held: dict[str, dict[str, int | None]] = (
         {"rollout": explored.memory} if config.plan.explore else {}
     )
@@ -189,7 +182,7 @@ def _explorer(
     config: RunConfig,
     family: Family,
     backend: Backend,
-    wide: torch.nn.Module,
+    base: torch.nn.Module,
     adapted: Sequence[str],
     dtype: torch.dtype,
 ) -> tuple[_Explored, Work]:
@@ -199,7 +192,7 @@ def _explorer(
         family, backend, config.explore.keep_wide, dtype
     )
     quantised = [row.name for row in rows if row.quantised]
-    step = memory.sampling_work(family, wide, batch, dtype, quantised)
+    step = memory.sampling_work(family, base, batch, dtype, quantised)
     vae, decode = memory.decoding_work(family, batch)
     held: dict[str, int | None] = {
         f"denoiser, {backend.name}": memory.held_bytes(transformer),
@@ -226,9 +219,7 @@ class _Passes:
 def _learner(
     config: RunConfig, family: Family, transformer: torch.nn.Module, dtype: torch.dtype
 ) -> tuple[dict[str, int | None], int, _Passes]:
-    """(bytes by purpose, trained parameters, work) of a replica of the learner; its adapter is put
-    into ``transformer``.
-    """
+    """(bytes by purpose, trained parameters, work) of a replica; adds LoRA to ``transformer``."""
     objective = build_objective(config.objective, config.stop.max_kl is not None)
     adapters = {
         objective.sampling_adapter,
@@ -268,9 +259,7 @@ def _learner(
 
 
 def _store(config: RunConfig, family: Family, broadcast: int, dtype: torch.dtype) -> dict[str, int]:
-    """What the object stores hold at most, over all nodes with one copy of each, in the course of
-    an iteration.
-    """
+    """The most that an iteration puts into the object stores, with one copy of each object."""
     prompts, keep = config.prompts.per_iteration, config.selection.keep
     image, latent = (
         3 * config.model.height * config.model.width,
@@ -305,9 +294,7 @@ SPILLS_AT = 0.8
 
 
 def versions_held(config: RunConfig) -> int:
-    """Versions of the policy that a store holds at once: the newest, those before it that chunks
-    may name, and the one that comes.
-    """
+    """Versions that a store holds at once: the newest, those chunks may name, the next one."""
     return 2 + config.explore_ahead
 
 
@@ -338,7 +325,7 @@ def _stages(
         images = prompts * plan.explore.pool_size
         calls = images * plan.explore.steps / explored.batch
         stages["explore"] = Stage(
-            wide=calls * (explored.step.flops - explored.step.quantised),
+            unquantized=calls * (explored.step.flops - explored.step.quantised),
             quantised=calls * explored.step.quantised,
             decoding=images * decode.flops,
             gpus=rollout.actors * (min(1.0, rollout.gpus) or 1.0),

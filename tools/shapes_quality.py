@@ -64,7 +64,7 @@ def grid(images: np.ndarray, path: Path, columns: int = 12, scale: int = 3) -> N
     ).save(path)
 
 
-def judged(
+def ranked(
     clip: str, images: np.ndarray, prompts: list[str], rules: np.ndarray, noises: int
 ) -> str:
     """How the cosine of ``clip`` orders the images of a prompt, compared with the rule-based
@@ -123,7 +123,7 @@ def main() -> None:
             f" {scorer.parts['strict'][chosen].mean():.3f}"
         )
     if args.clip:
-        print(judged(args.clip, images, prompts, reward, args.noises))
+        print(ranked(args.clip, images, prompts, reward, args.noises))
     if args.grid:
         grid(images[:96], args.grid)
 

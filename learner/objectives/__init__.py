@@ -1,12 +1,10 @@
-"""Training objectives, one file each. Only its own file, its settings and this table know an
-objective's name.
-"""
+"""Training objectives, one file each: its file, its settings and this table know its name."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
+from configs.objectives import Objective as ObjectiveTable
 from learner.objectives.awm import AWM
 from learner.objectives.base import Objective, Points, Record
 from learner.objectives.dance_grpo import DanceGRPO
@@ -22,10 +20,8 @@ OBJECTIVES: dict[str, Callable[..., Objective]] = {
 """``settings.name`` -> constructor taking (settings, measure_kl)."""
 
 
-def build_objective(settings: Any, measure_kl: bool = False) -> Objective:
-    """The objective of ``[objective]``; ``measure_kl`` asks for the metric loss/kl even where its
-    weight is 0.
-    """
+def build_objective(settings: ObjectiveTable, measure_kl: bool = False) -> Objective:
+    """The objective of ``[objective]``; ``measure_kl``: with loss/kl even where it weighs 0."""
     return OBJECTIVES[settings.name](settings, measure_kl)
 
 

@@ -263,9 +263,10 @@ def test_stages_are_counts_of_steps(tiny_sd3_dir, tmp_path):
         plan.stages["update"],
     )
     assert (
-        explore.wide + explore.quantised == 2 * 8 * 2 * step and explore.decoding == 2 * 8 * decode
+        explore.unquantized + explore.quantised == 2 * 8 * 2 * step
+        and explore.decoding == 2 * 8 * decode
     )
-    assert (regenerate.wide, regenerate.decoding) == (2 * 4 * 3 * adapted, 2 * 4 * decode)
+    assert (regenerate.unquantized, regenerate.decoding) == (2 * 4 * 3 * adapted, 2 * 4 * decode)
     assert update.flops == 2 * 4 * 2 * (trained + 2 * adapted)
 
 
@@ -283,7 +284,7 @@ def test_points_and_passes_of_objectives(objective, points, others):
 
 def test_seconds_in_closed_form():
     device = Device("x", tflops=1000, quantised_tflops=4000, memory_gb=1, utilisation=0.5)
-    stage = Stage(wide=1e15, quantised=4e15, decoding=0.5e15, gpus=2)
+    stage = Stage(unquantized=1e15, quantised=4e15, decoding=0.5e15, gpus=2)
     assert stage.seconds(device) == pytest.approx(
         (1 + 1 + 1) / 0.5 / 2
     )  # decoding at half the peak
