@@ -36,7 +36,8 @@ class Candidates:
 
     def agreement(self, full: Mapping[int, float]) -> Agreement:
         """Of proxy rewards with ``full`` ones, by index, where there are both."""
-        proxy, wanted = self.scored.rewards[list(full)], np.array(list(full.values()))
+        proxy = self.scored.rewards[list(full)]
+        wanted = np.array(list(full.values()), np.float32)
         both = np.isfinite(proxy) & np.isfinite(wanted)
         return agreement(proxy[both], wanted[both])
 
