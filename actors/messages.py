@@ -106,8 +106,8 @@ class Scores:
     values: dict[str, Floats]  # label -> [B]
     failures: tuple[str, ...] = ()  # one line per scorer that failed
     parts: dict[str, Floats] = field(default_factory=dict[str, Floats])  # "label/part" -> [B]
+    # label -> images that its scorer was asked for, and the seconds that it took
     work: dict[str, tuple[int, float]] = field(default_factory=dict[str, tuple[int, float]])
-    # ^ label -> images that its scorer was asked for, and seconds it took
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
@@ -65,9 +65,7 @@ class Iteration:
     prompts: list[Prompt]
     conditioning: list[ObjectRef[Conditioning]]  # one per prompt
     scoring: Scoring
-    exploring: list[asyncio.Task[Candidates]] = field(
-        default_factory=list[asyncio.Task[Candidates]]
-    )  # one per prompt
+    exploring: Sequence[asyncio.Task[Candidates]] = ()  # one per prompt
     began: float = field(default_factory=time.perf_counter)
     start: float = 0.0  # when it had begun and its turn had come
     explored_at: float = 0.0
