@@ -17,7 +17,8 @@ P = ParamSpec("P")
 R = TypeVar("R")
 X = TypeVar("X")
 Y = TypeVar("Y")
-Method: TypeAlias = Callable[Concatenate[Any, P], R]  # of an actor's class, not bound to an actor
+Answer: TypeAlias = Any  # what a method returned, between Ray and ``Caller.call``, which types it
+Method: TypeAlias = Callable[Concatenate[Answer, P], R]  # of an actor's class, not bound to one
 
 
 def resolved(reference: ObjectRef[X]) -> X:
@@ -39,6 +40,9 @@ class Task(Generic[R]):
     tries: int = 1  # answers that ``accept`` may refuse; the last one stands
 
 
+AnyTask: TypeAlias = Task[Answer]
+
+
 @dataclass(frozen=True)
 class Call:
     """A method by name, with its arguments; what is left of the types where Ray is called."""
@@ -53,7 +57,7 @@ class Caller(ABC):
     """Something that carries out calls: a pool of actors, or one of its members."""
 
     @abstractmethod
-    async def perform(self, task: Task[Any], call: Call) -> Any:
+    async def perform(self, task: AnyTask, call: Call) -> Answer:
         """The answer to ``call``; where it has several returns, the value of the first and
         references to the others, as one tuple.
 
@@ -97,8 +101,13 @@ class Caller(ABC):
         **named: P.kwargs,
     ) -> tuple[R, *tuple[ObjectRef[X], ...]]: ...
     async def call_parts(
-        self, task: Task[Any], returns: int, method: Callable[..., object], *args: Any, **named: Any
-    ) -> tuple[Any, ...]:
+        self,
+        task: AnyTask,
+        returns: int,
+        method: Callable[..., object],
+        *args: object,
+        **named: object,
+    ) -> tuple[Answer, ...]:
         """The first thing that ``method`` returns by value, the others by reference.
 
         The caller owns what comes by reference, so it outlives the actor that made it. Raises as

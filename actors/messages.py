@@ -43,7 +43,6 @@ class ActorInfo:
     runs: tuple[str, ...] = ()  # every precision that it could explore in
     cold: bool | None = None  # whether its first task takes longer, because it compiles
     trainable: int | None = None  # parameters
-    scorers: tuple[str, ...] = ()  # labels
 
     def event_fields(self) -> dict[str, str | int]:
         """What its ``actor_started`` event tells."""
@@ -107,9 +106,8 @@ class Scores:
     values: dict[str, Floats]  # label -> [B]
     failures: tuple[str, ...] = ()  # one line per scorer that failed
     parts: dict[str, Floats] = field(default_factory=dict[str, Floats])  # "label/part" -> [B]
-    seconds: float = 0.0
+    # label -> images that its scorer was asked for, and the seconds that it took
     work: dict[str, tuple[int, float]] = field(default_factory=dict[str, tuple[int, float]])
-    # ^ label -> images that its scorer was asked for, and seconds it took
 
 
 @dataclass(frozen=True)

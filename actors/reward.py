@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import importlib
 import sys
-import time
 from collections.abc import Iterable
 from contextlib import suppress
-from dataclasses import replace
 
 from actors.messages import ActorInfo, Images, Metadata, Scores
 from actors.runtime import Tree, begin, begin_torch, identity
@@ -34,7 +32,7 @@ class RewardActor:
 
     def ready(self) -> ActorInfo:
         """Who this is; answers once the scorers are loaded."""
-        return replace(identity(), scorers=tuple(self._scorer.scorers))
+        return identity()
 
     def score(
         self,
@@ -49,10 +47,8 @@ class RewardActor:
         ``labels``: only these scorers. ``cached``: what was scored here before for the same prompt
         is not scored again.
         """
-        start = time.perf_counter()
         made = (self._cache if cached else self._scorer).attempt(images, prompts, metadata, labels)
-        seconds = time.perf_counter() - start
-        return Scores(made.scores, made.failures, made.parts, seconds, made.work)
+        return Scores(made.scores, made.failures, made.parts, made.work)
 
 
 def import_scorers(run: RunConfig, labels: Iterable[str]) -> None:

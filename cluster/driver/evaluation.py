@@ -31,8 +31,8 @@ class Evaluation:
     rewards: Floats  # [P, S]
     values: dict[str, Floats]  # label -> [P, S]
     images: Images  # of the first prompts: [G, S, 3, H, W], G <= P
+    # images per second of each scorer, by the metric's name
     speeds: dict[str, float] = field(default_factory=dict[str, float])
-    # ^ images per second of each scorer, by the metric's name
 
     def row(self, before: np.ndarray | None = None) -> Metrics:
         """Metrics: means, and with the rewards [P, S] of ``before`` the paired gain.

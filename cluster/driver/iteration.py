@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
@@ -36,7 +36,8 @@ class Candidates:
 
     def agreement(self, full: Mapping[int, float]) -> Agreement:
         """Of proxy rewards with ``full`` ones, by index, where there are both."""
-        proxy, wanted = self.scored.rewards[list(full)], np.array(list(full.values()))
+        proxy = self.scored.rewards[list(full)]
+        wanted = np.array(list(full.values()), np.float32)
         both = np.isfinite(proxy) & np.isfinite(wanted)
         return agreement(proxy[both], wanted[both])
 
@@ -64,9 +65,7 @@ class Iteration:
     prompts: list[Prompt]
     conditioning: list[ObjectRef[Conditioning]]  # one per prompt
     scoring: Scoring
-    exploring: list[asyncio.Task[Candidates]] = field(
-        default_factory=list[asyncio.Task[Candidates]]
-    )  # one per prompt
+    exploring: Sequence[asyncio.Task[Candidates]] = ()  # one per prompt
     began: float = field(default_factory=time.perf_counter)
     start: float = 0.0  # when it had begun and its turn had come
     explored_at: float = 0.0

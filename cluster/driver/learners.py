@@ -11,11 +11,11 @@ from __future__ import annotations
 import asyncio
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import Any, cast
+from typing import cast
 
 from ray.exceptions import RayError
 
-from actors.calls import Call, Caller, Task
+from actors.calls import Answer, AnyTask, Call, Caller
 from actors.clients import LearnerClient
 from actors.learner import LearnerActor
 from cluster.runtime.member import ActorLost, Member
@@ -106,7 +106,7 @@ class FirstReplica(Caller):
 
     pool: ActorPool
 
-    async def perform(self, task: Task[Any], call: Call) -> Any:
+    async def perform(self, task: AnyTask, call: Call) -> Answer:
         members = self.pool.members
         if len(members) == 1:
             return await self.pool.perform(task, call)
@@ -119,7 +119,7 @@ class EveryReplica(Caller):
 
     pool: ActorPool
 
-    async def perform(self, task: Task[Any], call: Call) -> Any:
+    async def perform(self, task: AnyTask, call: Call) -> Answer:
         members = self.pool.members
         if len(members) == 1:
             return await self.pool.perform(task, call)
@@ -133,7 +133,7 @@ class EveryReplica(Caller):
                 raise outcome
         return found[0]
 
-    async def _one(self, rank: int, member: Member, task: Task[Any], call: Call) -> Any:
+    async def _one(self, rank: int, member: Member, task: AnyTask, call: Call) -> Answer:
         key = cast(tuple[object, ...], task.key)  # as ``LearnerClient`` names its tasks
         own = replace(task, key=(*key, f"replica {rank}"))
         try:

@@ -36,11 +36,6 @@ class Published:
         """What an actor that has loaded it acknowledges."""
         return WeightsId(self.manifest.version, self.manifest.checksum, self.backend)
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of one broadcast to one actor."""
-        return sum(self.manifest.chunk_sizes)
-
 
 class WeightChannel:
     """Holds the versions that a chunk may name."""
@@ -103,14 +98,14 @@ class WeightChannel:
             "version_published",
             version=version,
             backend=backend,
-            bytes=published.nbytes,
+            bytes=exported.manifest.nbytes,
             seconds=round(seconds, 4),
             explorers=rollout.alive,
         )
         return {
             "time/publish_s": seconds,
             "weights/version": version,
-            "weights/bytes": published.nbytes,
+            "weights/bytes": exported.manifest.nbytes,
             **exported.statistics,
         }
 

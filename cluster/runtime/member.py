@@ -46,7 +46,7 @@ class Member:
         self._drained = asyncio.Event()
         self._drained.set()
         self._blamed: tuple[int, PendingTask | None] = (-1, None)
-        self._busy: set[asyncio.Task[Any] | None] = set()
+        self._busy: set[asyncio.Task[object] | None] = set()
         self._busy_s, self._busy_since = 0.0, 0.0
 
     @property

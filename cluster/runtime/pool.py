@@ -16,12 +16,12 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable, Callable
-from typing import Any, ParamSpec, TypeVar, cast
+from typing import ParamSpec, TypeVar, cast
 
 from ray import ObjectRef
 from ray.exceptions import RayError
 
-from actors.calls import Call, Caller, Method, Task
+from actors.calls import Answer, AnyTask, Call, Caller, Method
 from actors.messages import ActorInfo
 from cluster.runtime.answers import answer_of
 from cluster.runtime.member import ActorLost, Member, Vacant
@@ -113,7 +113,7 @@ class ActorPool(Caller):
 
     # ---- calls
 
-    async def perform(self, task: Task[Any], call: Call) -> Any:
+    async def perform(self, task: AnyTask, call: Call) -> Answer:
         """The answer of some actor. ``Task.accept`` may refuse it: then the task is tried again,
         on another actor where there is one. Raises as ``Caller.perform``.
         """
@@ -123,7 +123,7 @@ class ActorPool(Caller):
         self._put(pending)
         return await pending.future
 
-    async def perform_on(self, member: Member, task: Task[Any], call: Call) -> Any:
+    async def perform_on(self, member: Member, task: AnyTask, call: Call) -> Answer:
         """The answer of one particular actor, past the queue. Raises as ``Caller.perform``."""
         if self.failure:
             raise self.failure
@@ -219,7 +219,7 @@ class ActorPool(Caller):
         else:
             self._answered(pending, member, value)
 
-    async def _attempt(self, member: Member, pending: PendingTask) -> Any:
+    async def _attempt(self, member: Member, pending: PendingTask) -> Answer:
         # A task that goes alone holds the door until it is answered, so that nothing is sent behind
         # it; all others only while they are sent, so that the next one waits at the actor.
         async with member.door:
@@ -230,7 +230,7 @@ class ActorPool(Caller):
                 return await self._result(member, pending, refs)
         return await self._result(member, pending, refs)
 
-    async def _send(self, member: Member, pending: PendingTask) -> list[ObjectRef[Any]]:
+    async def _send(self, member: Member, pending: PendingTask) -> list[ObjectRef[Answer]]:
         async with member.lock:  # not while the actor is replaced, or prepared for another task
             pending.incarnation = member.incarnation
             if member.handle is None:
@@ -244,13 +244,13 @@ class ActorPool(Caller):
         return refs if call.returns > 1 else [refs]
 
     async def _result(
-        self, member: Member, pending: PendingTask, refs: list[ObjectRef[Any]]
-    ) -> Any:
+        self, member: Member, pending: PendingTask, refs: list[ObjectRef[Answer]]
+    ) -> Answer:
         first = await self._answer(member, pending.task.key, pending.retries, refs[0])
         return (first, *refs[1:]) if pending.call.returns > 1 else first
 
     async def _answer(
-        self, member: Member, key: object, attempt: int, ref: ObjectRef[Any]
+        self, member: Member, key: object, attempt: int, ref: ObjectRef[Answer]
     ) -> object:
         try:
             return await self._timed(member, key, attempt, ref)
@@ -260,7 +260,7 @@ class ActorPool(Caller):
             raise
 
     async def _timed(
-        self, member: Member, key: object, attempt: int, ref: ObjectRef[Any]
+        self, member: Member, key: object, attempt: int, ref: ObjectRef[Answer]
     ) -> object:
         """``answer_of``, with a line in the timeline: an actor does one thing after the other."""
         sent, incarnation, outcome = time.time(), member.incarnation, "failed"
@@ -281,7 +281,7 @@ class ActorPool(Caller):
                 span_of(self.kind, member.index, incarnation, key, attempt, started, ended, outcome)
             )
 
-    def _answered(self, pending: PendingTask, member: Member, value: Any) -> None:
+    def _answered(self, pending: PendingTask, member: Member, value: Answer) -> None:
         member.answered += 1
         member.answer(pending)
         member.cold = False

@@ -7,16 +7,15 @@ import bisect
 import itertools
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
 
-from actors.calls import Call, Task
+from actors.calls import Answer, AnyTask, Call
 
 
 @dataclass(eq=False)
 class PendingTask:
     """A task, and what has become of it so far."""
 
-    task: Task[Any]
+    task: AnyTask
     call: Call
     attempts: int = 0  # failures that count against it
     retries: int = 0  # times it went back to the queue
@@ -26,7 +25,7 @@ class PendingTask:
     # loss is certainly its own.
     alone: bool = False
     incarnation: int = -1  # of the actor that it was sent to last
-    future: asyncio.Future[Any] = field(
+    future: asyncio.Future[Answer] = field(
         default_factory=lambda: asyncio.get_running_loop().create_future()
     )
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
-from typing import Any
 
 import ray
 
@@ -32,7 +31,7 @@ class Supervisor:
     service: Service
     event: Event
     start_deadline_s: float
-    serve: Callable[[Member], Coroutine[Any, Any, None]]  # what each ``in_flight`` slot runs
+    serve: Callable[[Member], Coroutine[None, None, None]]  # what each ``in_flight`` slot runs
     changed: Callable[[], None]  # told when an actor came or went
     over: Callable[[RunFailed], None]  # told when no actor is left
     released: Callable[[str], None]  # told the name of an actor that leaves for good

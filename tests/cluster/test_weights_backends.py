@@ -54,7 +54,9 @@ def chunk_of(version: int) -> ChunkKey:
 def learner(asked: list[tuple]) -> Any:
     async def export(version, backend, weights):
         asked.append((version, backend, weights))
-        return Exported(SimpleNamespace(version=version, checksum="c", chunk_sizes=()), {})  # pyright: ignore[reportArgumentType]
+        return Exported(
+            SimpleNamespace(version=version, checksum="c", chunk_sizes=(), nbytes=0), {}
+        )  # pyright: ignore[reportArgumentType]
 
     return SimpleNamespace(export=export)
 
