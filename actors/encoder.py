@@ -9,6 +9,7 @@ from typing import Any
 
 from actors.runtime import begin, identity
 from policy.families import family_for
+from policy.types import DTYPES
 
 
 class EncoderActor:
@@ -16,10 +17,7 @@ class EncoderActor:
 
     def __init__(self, config: dict[str, Any]):
         run, _, device = begin(config, "encoder")
-        import torch
-
-        dtype = torch.float32 if run.regenerate.precision == "fp32" else torch.bfloat16
-        self._text = family_for(run.model).load_text(device, dtype)
+        self._text = family_for(run.model).load_text(device, DTYPES[run.regenerate.precision])
 
     def ready(self) -> dict[str, Any]:
         """Who this is; answers once the model is loaded."""

@@ -12,7 +12,7 @@ from actors.runtime import begin, identity
 from policy.explorer import Explorer
 from policy.families import family_for
 from policy.precision.backends import Backend, available_backends, eager_note, resolve_backend
-from policy.types import Conditioning
+from policy.types import DTYPES, Conditioning
 
 
 class RolloutActor:
@@ -32,15 +32,13 @@ class RolloutActor:
         self._explorer: Explorer | None = self._build(self._own)
 
     def _build(self, backend: Backend) -> Explorer:
-        import torch
-
         run = self._run
         return Explorer(
             family_for(run.model),
             backend,
-            run.explore.keep_wide,
+            run.explore.modules_to_not_convert,
             self._device,
-            torch.float32 if run.regenerate.precision == "fp32" else torch.bfloat16,
+            DTYPES[run.regenerate.precision],
             activation_amax=run.explore.activation_amax,
             compile=run.explore.compile,
         )

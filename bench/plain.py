@@ -59,7 +59,7 @@ class PlainLoop:
     def publish(self, version: int) -> None:
         """Pack the sampling policy and load it into the explorer."""
         manifest, _ = self.learner.export(version)
-        chunks = [self.learner.chunk_by_reference(i)[1] for i in range(len(manifest.chunk_sizes))]
+        chunks = [self.learner.chunk_by_reference(i)[1] for i in range(len(manifest.shard_sizes))]
         _, self.checksum = self.rollout.load(None, manifest, *chunks)
 
     def _group(self, index: int, p: int, prompt: Prompt, cond: Any) -> tuple[TrainingGroup, Record]:

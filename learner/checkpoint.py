@@ -18,6 +18,8 @@ import safetensors.torch
 import torch
 from torch import Tensor
 
+from policy.lora import ENDING
+
 STATE = "state.json"
 FORMAT = 1
 STEP = re.compile(r"step_(\d{6,})(\.replaced)?")
@@ -60,8 +62,8 @@ def write(
             data = safetensors.torch.save(
                 {key: value.detach().cpu().contiguous() for key, value in tensors.items()}
             )
-            write_durably(beside / f"{name}.safetensors", data)
-            digests[f"{name}.safetensors"] = hashlib.sha256(data).hexdigest()
+            write_durably(beside / f"{name}{ENDING}", data)
+            digests[f"{name}{ENDING}"] = hashlib.sha256(data).hexdigest()
         body = {"format": FORMAT, "files": digests, "state": dict(state)}
         write_durably(beside / STATE, json.dumps(body, indent=1).encode())
         _sync_directory(beside)
@@ -100,7 +102,7 @@ def read(path: str | Path) -> tuple[dict[str, dict[str, Tensor]], dict[str, Any]
                     f"checkpoint {str(path)!r}: {name} is not what was written: resume from an"
                     " earlier checkpoint"
                 )
-            files[name.removesuffix(".safetensors")] = safetensors.torch.load(data)
+            files[name.removesuffix(ENDING)] = safetensors.torch.load(data)
         return files, body["state"]
     except (OSError, ValueError, KeyError, TypeError, safetensors.SafetensorError) as error:
         reason = getattr(error, "strerror", None) or f"{type(error).__name__}: {error}"

@@ -28,7 +28,16 @@ from learner.replicas import Replicas
 from learner.schedules import learning_rate, old_policy_decay
 from learner.update import NonFiniteTraining, Updater
 from policy.families import Family, family_for
-from policy.lora import adapter_state, add_adapters, blend, load_adapter_state, trainable, use
+from policy.lora import (
+    ENDING,
+    adapter_file,
+    adapter_state,
+    add_adapters,
+    blend,
+    load_adapter_state,
+    trainable,
+    use,
+)
 from policy.precision.backends import Backend, packing_backend
 from policy.precision.compiling import compile_failures, compiled
 from policy.precision.swap import ModuleRow, quantise_plan
@@ -37,10 +46,8 @@ from policy.publish import NonFiniteWeights, Publisher
 from policy.sampling.noise import stream_seed
 from policy.sampling.sample import sample
 from policy.sampling.sde import sample_paths
-from policy.types import Conditioning
+from policy.types import DTYPES, Conditioning
 
-DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
-ADAPTER_FILES = {"current": "adapter", "old": "old", "ema": "ema"}
 PREVIOUS = "previous"
 """The sampling policy of one update before, kept where that explores (``explore_ahead``)."""
 
@@ -288,7 +295,7 @@ class Trainer:
 
     def _packing(self, backend: Backend) -> tuple[Backend, list[ModuleRow]]:
         return backend, quantise_plan(
-            self.transformer, self.family, self.config.explore.keep_wide, backend
+            self.transformer, self.family, self.config.explore.modules_to_not_convert, backend
         )
 
     def export(
@@ -309,12 +316,12 @@ class Trainer:
             )
         if self._publisher is None:
             chosen, plan = self._exploring
-            explore, chunk_bytes = self.config.explore, self.config.publish.chunk_mb * 2**20
+            explore, shard_bytes = self.config.explore, self.config.publish.shard_mb * 2**20
             self._publisher = Publisher(
                 self.transformer,
                 plan,
                 chosen,
-                chunk_bytes,
+                shard_bytes,
                 explore.scale_search,
                 explore.frozen_amax,
             )
@@ -349,7 +356,7 @@ class Trainer:
         name = f"iteration_{iteration:06d}" + (
             f".replica-{self.replicas.rank}" if self.replicas.size > 1 else ""
         )
-        path = self.failure_dir / f"{name}.safetensors" if self.failure_dir is not None else None
+        path = self.failure_dir / f"{name}{ENDING}" if self.failure_dir is not None else None
         metadata = {"iteration": str(iteration), "seed": str(self.config.seed), "reason": reason}
         return keep_evidence(path, groups, values, self._adapters(), metadata)
 
@@ -375,8 +382,7 @@ class Trainer:
             if not key.startswith("weight/")
         }
         files = {
-            ADAPTER_FILES.get(name, name): adapter_state(self.transformer, name)
-            for name in self.adapters
+            adapter_file(name): adapter_state(self.transformer, name) for name in self.adapters
         }
         state = {
             "seed": self.config.seed,
@@ -398,7 +404,7 @@ class Trainer:
                 f" {self.config.seed}: use the same"
             )
         for name in self.adapters:
-            file = ADAPTER_FILES.get(name, name)
+            file = adapter_file(name)
             checkpoint.require_same(
                 files.get(file, {}),
                 adapter_state(self.transformer, name),
@@ -406,7 +412,7 @@ class Trainer:
             )
         self._check_optimizer(path, files.get("optimizer", {}))
         for name in self.adapters:
-            load_adapter_state(self.transformer, name, files[ADAPTER_FILES.get(name, name)])
+            load_adapter_state(self.transformer, name, files[adapter_file(name)])
         weights = {
             key: value for key, value in self.updater.state().items() if key.startswith("weight/")
         }

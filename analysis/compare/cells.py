@@ -18,6 +18,7 @@ from typing import Any, get_args
 
 from pydantic import Field, ValidationError
 
+from configs.aliases import current_key
 from configs.load import HERE, ConfigError, apply, lay_over, layer, parse, tree_of
 from configs.objectives import OBJECTIVES
 from configs.schema import NAME, Arm, RunConfig
@@ -152,16 +153,15 @@ def read_comparison(request: Request) -> Comparison:
     seeds = seeds if request.seeds is None else request.seeds
     if seeds < 1:
         raise ConfigError([f"--seeds {seeds}: at least 1 is needed"])
-    fixed = {override.partition("=")[0] for override in request.overrides}
+    fixed = {current_key(override.partition("=")[0]) for override in request.overrides}
     _check_own(request, drafts, varied)
     varied = {
-        **{key: values for key, values in varied.items() if key not in fixed},
+        **{key: values for key, values in varied.items() if current_key(key) not in fixed},
         **_varied(request.vary, fixed),
     }
     common = tree_of(base)
     lay_over(common, given)
-    for override in request.overrides:
-        apply(common, override)
+    apply(common, *request.overrides)
     cells = [cell for draft in drafts for cell in _cells_of(common, draft, varied, request)]
     _check(cells)
     first = common.get("seed", 0)
@@ -256,7 +256,7 @@ def _varied(texts: Sequence[str], fixed: Container[str]) -> dict[str, list[Any]]
             raise ConfigError(
                 [f"--vary {text}: expected key=value,value, such as explore.steps=2,4,6,8"]
             )
-        if key in fixed or key in found:
+        if current_key(key) in fixed or key in found:
             raise ConfigError([f"--vary {text}: {key} is given twice"])
         try:
             found[key] = tomllib.loads(f"values = [{values}]")["values"]
@@ -278,10 +278,8 @@ def _cells_of(
     for each in layers:
         lay_over(tree, layer(each, request.source))
     lay_over(tree, changes)
-    for (
-        override
-    ) in request.overrides:  # once more: a cell's layers do not undo what the command line says
-        apply(tree, override)
+    # once more: a cell's layers do not undo what the command line says
+    apply(tree, *request.overrides)
     used = {
         key: values
         for key, values in varied.items()

@@ -30,7 +30,7 @@ class Published:
     @property
     def nbytes(self) -> int:
         """Bytes of one broadcast to one explorer."""
-        return sum(self.manifest.chunk_sizes)
+        return sum(self.manifest.shard_sizes)
 
     @property
     def identity(self) -> tuple[Any, ...]:
@@ -89,7 +89,7 @@ class WeightChannel:
             ("export", version), "export", version, backend, weights
         )
         chunks = []
-        for index in range(len(manifest.chunk_sizes)):
+        for index in range(len(manifest.shard_sizes)):
             _, (ref,) = await learner.call(
                 ("chunk", version, index), "chunk_by_reference", index, returns=2
             )

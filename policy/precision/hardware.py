@@ -1,5 +1,4 @@
-"""``torch_nvfp4`` and ``te_nvfp4``: NVFP4 tensor cores of Blackwell GPUs, by torch alone or by
-TransformerEngine.
+"""``torch_nvfp4`` and ``te_nvfp4``: NVFP4 tensor cores, by torch alone or by TransformerEngine.
 
 NOT VERIFIED: neither backend has run on a Blackwell GPU. What a CPU can tell has been tested: the
 packed buffers, the order of the scales, the padding, and torch's own check of the arguments' shapes
@@ -22,6 +21,9 @@ from policy.precision import nvfp4
 from policy.precision.layer import LastInput, QuantisedLinear, padded_rows, rows_of, swizzled
 from policy.precision.nvfp4 import BLOCK, SPAN_INVERSE, Packed
 from policy.precision.packing import NVFP4Packing
+
+BLACKWELL = (10, 0)
+"""The compute capability from which on there are NVFP4 tensor cores."""
 
 
 class NVFP4Weight(QuantisedLinear):
@@ -58,9 +60,7 @@ class NVFP4Weight(QuantisedLinear):
 
 
 def kernel_refuses(rows: int, columns: int, block: int) -> str | None:
-    """Why a weight [N, K] does not fit a kernel that wants K in multiples of ``block`` and N in
-    multiples of 16.
-    """
+    """Why a weight [N, K] does not fit a kernel for multiples of ``block`` in K and of 16 in N."""
     if columns % block:
         return f"K = {columns} is not a multiple of {block}"
     return f"N = {rows} is not a multiple of 16" if rows % 16 else None
@@ -71,7 +71,7 @@ def no_blackwell(device: torch.device) -> str | None:
     if device.type != "cuda" or not torch.cuda.is_available():
         return "NVFP4 kernels need a Blackwell GPU, and torch sees no CUDA device here"
     capability = torch.cuda.get_device_capability(device)
-    if capability < (10, 0):
+    if capability < BLACKWELL:
         return (
             "NVFP4 kernels need a Blackwell GPU of compute capability 10.0, this one has"
             f" {capability[0]}.{capability[1]}"
@@ -85,11 +85,10 @@ def no_blackwell(device: torch.device) -> str | None:
 def scaled_mm(
     x: Packed, weight_codes: Tensor, weight_swizzled: Tensor, weight_amax: Tensor
 ) -> Tensor:
-    """alpha (Ux Uw^T) of packed x [M, K] and a weight [N, K] in kernel form: bfloat16 [M, N]; M in
-    multiples of 16.
+    """alpha (Ux Uw^T) of packed x [M, K] and a weight [N, K] in kernel form: bfloat16 [M, N].
 
-    Each operand has two scales: E4M3 per block of 16, and float32 per tensor, amax / 2688, so that
-    the kernel applies alpha before it rounds.
+    M is a multiple of 16. Each operand has two scales: E4M3 per block of 16, and float32 per
+    tensor, amax / 2688, so that the kernel applies alpha before it rounds.
     """
     from torch.nn.functional import ScalingType, SwizzleType
     from torch.nn.functional import scaled_mm as torch_scaled_mm
@@ -126,11 +125,14 @@ class TorchNVFP4Linear(NVFP4Weight):
 
 
 class TorchNVFP4(NVFP4Packing):
-    """The backend; see ``policy.precision.backends.Backend``."""
+    """The backend."""
 
     name = "torch_nvfp4"
-    dtype: torch.dtype | None = torch.bfloat16
+    dtype = torch.bfloat16
     fuses = packs_eagerly = True
+    auto_on = "cuda"
+    capability = BLACKWELL
+    speedup = 4
 
     def unavailable(self, device: torch.device) -> str | None:
         """A Blackwell GPU, and torch from 2.10 on."""
@@ -154,10 +156,12 @@ class TorchNVFP4(NVFP4Packing):
 # ---- TransformerEngine
 
 
+Engine = Any
+"""TransformerEngine's modules and objects: it is not installed where types are checked."""
 PARTS = ("DType", "NVFP4Quantizer", "NVFP4Tensor", "autocast", "is_nvfp4_available")
 
 
-def import_engine() -> tuple[Any, Any]:
+def import_engine() -> tuple[Engine, Engine]:
     """The modules ``transformer_engine.pytorch`` and ``transformer_engine.common.recipe``.
 
     Raises ImportError, whatever went wrong: TransformerEngine raises RuntimeError without CUDA.
@@ -174,7 +178,7 @@ def import_engine() -> tuple[Any, Any]:
         ) from error
 
 
-def engine_lacks(engine: Any, recipes: Any) -> list[str]:
+def engine_lacks(engine: Engine, recipes: Engine) -> list[str]:
     """What ``te_nvfp4`` is made of and this TransformerEngine does not have."""
     missing = [part for part in PARTS if not hasattr(engine, part)]
     recipe = getattr(recipes, "NVFP4BlockScaling", None)
@@ -188,12 +192,11 @@ def engine_lacks(engine: Any, recipes: Any) -> list[str]:
     )
 
 
-def nvfp4_recipe(recipes: Any, activation_amax: str) -> Any:
-    """``NVFP4BlockScaling`` of the module ``transformer_engine.common.recipe`` as this format is:
-    1x16 blocks, no tricks of training.
+def nvfp4_recipe(recipes: Engine, activation_amax: str) -> Engine:
+    """TransformerEngine's ``NVFP4BlockScaling`` as this format is: 1x16 blocks, nothing random.
 
     With "power_of_two" activations are scaled by row, TransformerEngine's own way of keeping
-    pictures apart; "exact" is one scale per tensor. Weights come packed, so "map to 4 or 6"
+    images apart; "exact" is one scale per tensor. Weights come packed, so "map to 4 or 6"
     concerns activations only.
     """
     return recipes.NVFP4BlockScaling(
@@ -205,17 +208,15 @@ def nvfp4_recipe(recipes: Any, activation_amax: str) -> Any:
 
 
 class EngineLinear(NVFP4Weight):
-    """x [..., K] -> [..., N] by ``te.Linear`` over an ``NVFP4Tensor`` made of this module's
-    buffers: nothing is re-quantised.
-    """
+    """x [..., K] -> [..., N] by ``te.Linear`` over an ``NVFP4Tensor`` of this module's buffers."""
 
-    def __init__(self, linear: nn.Linear, engine: Any, recipe: Any) -> None:
+    def __init__(self, linear: nn.Linear, engine: Engine, recipe: Engine) -> None:
         super().__init__(linear)
         self._engine, self._recipe = engine, recipe
-        self._linear: Any = None
+        self._linear: Engine = None
         self._built_on: int | None = None
 
-    def _built(self) -> Any:
+    def _built(self) -> Engine:
         """The te.Linear over the buffers where they are now: moving a module gives it new ones."""
         if self._built_on != self.codes.data_ptr():
             self._linear, self._built_on = (
@@ -224,7 +225,7 @@ class EngineLinear(NVFP4Weight):
             )  # in a tuple: not a submodule
         return self._linear[0]
 
-    def _build(self) -> Any:
+    def _build(self) -> Engine:
         te = self._engine
         quantizer = te.NVFP4Quantizer(
             rowwise=True, columnwise=False, with_rht=False, with_2d_quantization=False
@@ -266,16 +267,17 @@ class EngineLinear(NVFP4Weight):
 
 
 class EngineNVFP4(NVFP4Packing):
-    """The backend; see ``policy.precision.backends.Backend``. Packing needs no TransformerEngine,
-    running does.
-    """
+    """The backend. Packing needs no TransformerEngine, running does."""
 
     name = "te_nvfp4"
-    dtype: torch.dtype | None = torch.bfloat16
+    dtype = torch.bfloat16
     fuses = True
+    auto_on = "cuda"
+    capability = BLACKWELL
+    speedup = 4
 
     def unavailable(self, device: torch.device) -> str | None:
-        """A Blackwell GPU, a TransformerEngine that has all the parts, and what that says itself."""
+        """A Blackwell GPU, and a TransformerEngine that has all the parts and agrees."""
         refusal = no_blackwell(device)
         if refusal is not None:
             return refusal
@@ -303,3 +305,7 @@ class EngineNVFP4(NVFP4Packing):
         engine, recipes = import_engine()
         recipe = nvfp4_recipe(recipes, activation_amax)
         return lambda linear: EngineLinear(linear, engine, recipe)
+
+    def blanks(self) -> Callable[[nn.Linear], QuantisedLinear]:
+        """The weights that the layers hold, without TransformerEngine."""
+        return NVFP4Weight

@@ -57,7 +57,7 @@ def chunk_of(version: int) -> Unit:
 def learner(asked: list[tuple]) -> SimpleNamespace:
     async def call(key, method, *args, **more):
         asked.append(args)
-        return SimpleNamespace(version=args[0], checksum="c", chunk_sizes=()), {}
+        return SimpleNamespace(version=args[0], checksum="c", shard_sizes=()), {}
 
     return SimpleNamespace(call=call)
 

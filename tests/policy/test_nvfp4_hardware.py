@@ -66,7 +66,7 @@ def test_padding_changes_no_row():
 
 @pytest.mark.parametrize("exact", [False, True])
 def test_packed_activations_decode_to_the_emulated_ones(exact):
-    """q sf amax / 2688 on both ways; two float32 roundings of the unit against one of the product."""
+    """q sf amax / 2688 both ways; two float32 roundings of the unit or one of the product."""
     rows = torch.randn(16, 64, generator=torch.Generator().manual_seed(0)) * 3
     operand, amax = quantise_activation(rows, exact)
     wanted = operand.double() * amax.double() / 2688
