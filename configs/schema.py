@@ -200,12 +200,11 @@ class ArmPlan(Section):
         solver = full.solver or cast("AnySolver", config.objective.solvers[0])
         if config.arm == "diffusionnft":
             return cls(explore=None, regenerate=True, solver=solver)
-        steps, explored_by, backend = {
-            "naive_scaling": (full.steps, solver, full.precision),
-            "naive_quant": (full.steps, solver, explore.backend),
-            "sol_rl": (explore.steps, explore.solver, explore.backend),
-        }[config.arm]
+        two_stages = config.arm == "sol_rl"
         stage = Exploration(
-            pool_size=explore.pool_size, steps=steps, solver=explored_by, backend=backend
+            pool_size=explore.pool_size,
+            steps=explore.steps if two_stages else full.steps,
+            solver=explore.solver if two_stages else solver,
+            backend=full.precision if config.arm == "naive_scaling" else explore.backend,
         )
-        return cls(explore=stage, regenerate=config.arm == "sol_rl", solver=solver)
+        return cls(explore=stage, regenerate=two_stages, solver=solver)

@@ -207,7 +207,7 @@ def test_weights_for_another_explorer_are_refused(family, adapted):
     )
     with pytest.raises(
         WireError,
-        match=r"lacks 'transformer_blocks.0.ff.net.0.proj.amax'.*same model and explore\.modules_to",
+        match=r"lacks 'transformer_blocks.0.ff.net.0.proj.amax'.*same model and explore\.modules",
     ):
         Explorer(family, NVFP4).load(manifest, chunks)
 

@@ -78,7 +78,7 @@ def test_euler_is_of_order_one():
     assert error(euler, 160) / error(euler, 640) == pytest.approx(4, rel=0.05)
 
 
-def test_dpm2_is_of_order_two():
+def test_dpmpp_2m_is_of_order_two():
     """error = (a + b log n) / n^2: the logarithm is from sigma = 0 and 1, where lambda is infinite.
     So n^2 error grows by b log 4 with each factor 4 of n, always the same; at order 1 it would grow
     fourfold, at a clean order 2 not at all.
@@ -88,12 +88,12 @@ def test_dpm2_is_of_order_two():
     assert scaled[2] < 2 * scaled[0]
 
 
-def test_dpm2_beats_euler_at_ten_steps():
+def test_dpmpp_2m_beats_euler_at_ten_steps():
     assert error(dpmpp_2m, 10) < error(euler, 10) / 2
 
 
 @pytest.mark.parametrize(("steps", "first"), [(1, 0.96), (2, 0.96), (6, 0.96), (20, 0.9)])
-def test_dpm2_equals_diffusers_multistep_solver(steps, first):
+def test_dpmpp_2m_equals_diffusers_multistep_solver(steps, first):
     """The peer starts below sigma = 1, where lambda is finite and its second step is of second
     order too.
     """

@@ -64,7 +64,7 @@ def test_padding_is_masked(tiny):
 
 
 @pytest.mark.parametrize("steps", [1, 2, 5, 14, 20])
-def test_dpm2_latents_are_the_stock_pipelines(tiny, steps):
+def test_dpmpp_2m_latents_are_the_stock_pipelines(tiny, steps):
     """Its solver computes log(alpha / sigma), up to 8, in float32: coefficients are off by 8 x
     2^-23 = 1e-6 of themselves, ours (float64) are not. Errors of that size per step on latents of
     order 1, twice over for the second-order term, add up.
