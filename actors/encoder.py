@@ -7,12 +7,10 @@ from __future__ import annotations
 
 import time
 
-import torch
-
 from actors.messages import ActorInfo
 from actors.runtime import Tree, begin, begin_torch, identity
 from policy.families import family_for
-from policy.types import Conditioning
+from policy.types import DTYPES, Conditioning
 
 
 class EncoderActor:
@@ -20,7 +18,7 @@ class EncoderActor:
 
     def __init__(self, tree: Tree):
         run, service = begin(tree, "encoder")
-        dtype = torch.float32 if run.regenerate.precision == "fp32" else torch.bfloat16
+        dtype = DTYPES[run.regenerate.precision]
         self._text = family_for(run.model).load_text(begin_torch(service), dtype)
 
     def ready(self) -> ActorInfo:

@@ -5,15 +5,13 @@ from __future__ import annotations
 import time
 from dataclasses import replace
 
-import torch
-
 from actors.messages import ActorInfo, ExploreChunk, Images, Samples, Shard, WeightsId
 from actors.runtime import Tree, begin, begin_torch, identity
 from policy.explorer import Explorer
 from policy.families import family_for
 from policy.precision.backends import Backend, available_backends, eager_note, resolve_backend
 from policy.precision.wire import Manifest
-from policy.types import Conditioning
+from policy.types import DTYPES, Conditioning
 
 
 class RolloutActor:
@@ -36,9 +34,9 @@ class RolloutActor:
         return Explorer(
             family_for(run.model),
             backend,
-            run.explore.keep_wide,
+            run.explore.modules_to_not_convert,
             self._device,
-            torch.float32 if run.regenerate.precision == "fp32" else torch.bfloat16,
+            DTYPES[run.regenerate.precision],
             activation_amax=run.explore.activation_amax,
             compile=run.explore.compile,
         )

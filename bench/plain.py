@@ -56,7 +56,7 @@ class PlainLoop:
     def publish(self, version: int) -> None:
         """Pack the sampling policy and load it into the explorer."""
         manifest = self.learner.export(version).manifest
-        shards = [self.learner.shard(i)[1] for i in range(len(manifest.chunk_sizes))]
+        shards = [self.learner.shard(i)[1] for i in range(len(manifest.shard_sizes))]
         self.checksum = self.rollout.load(None, manifest, *shards).checksum
 
     def _group(self, index: int, p: int, prompt: Prompt, cond: Any) -> TrainingGroup:

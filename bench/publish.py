@@ -31,7 +31,8 @@ from cluster.driver.weights import WeightChannel
 from cluster.runtime.pool import ActorPool
 from configs.services import Service
 from planning.make import SPILLS_AT, store_size
-from policy.precision.wire import FORMATS, Entry, Manifest, unpack_into
+from policy.precision.backends import wire_formats
+from policy.precision.wire import Entry, Manifest, unpack_into
 
 TENSORS = 16
 COPIED_AT_ONCE = 10**9
@@ -45,10 +46,10 @@ class Sender:
     the one that it has.
     """
 
-    def __init__(self, nbytes: int, chunk_bytes: int):
-        self._chunk = np.random.default_rng(0).integers(0, 256, min(chunk_bytes, nbytes), np.uint8)
+    def __init__(self, nbytes: int, shard_bytes: int):
+        self._chunk = np.random.default_rng(0).integers(0, 256, min(shard_bytes, nbytes), np.uint8)
         self._sizes = tuple(
-            min(chunk_bytes, nbytes - start) for start in range(0, nbytes, chunk_bytes)
+            min(shard_bytes, nbytes - start) for start in range(0, nbytes, shard_bytes)
         )
         named, entries, offset = sizes(nbytes), [], 0
         for name, size in named.items():
@@ -58,7 +59,9 @@ class Sender:
             size: xxhash.xxh3_64_hexdigest(self._chunk[:size].data) for size in set(self._sizes)
         }
         hashes = tuple(known[size] for size in self._sizes)
-        self._manifest = Manifest(0, "nvfp4", FORMATS["nvfp4"], self._sizes, hashes, tuple(entries))
+        self._manifest = Manifest(
+            0, "nvfp4", wire_formats()["nvfp4"], self._sizes, hashes, tuple(entries)
+        )
 
     def ready(self) -> ActorInfo:
         """Answers once the weights are there."""
@@ -148,7 +151,7 @@ async def _all(options: Options) -> list[Ratio]:
                 print(f"publish  {name}: left out: {why}", flush=True)
                 continue
             if sender is None:
-                sender = _pool("sender", Sender, 1, nbytes, options.config.publish.chunk_mb * 2**20)
+                sender = _pool("sender", Sender, 1, nbytes, options.config.publish.shard_mb * 2**20)
                 await sender.start()
             ratios.append(await _one(options, sender, name, nbytes, count))
         if sender is not None:

@@ -17,6 +17,7 @@ import safetensors
 import safetensors.torch
 from torch import Tensor
 
+from policy.lora import ENDING
 from records import atomic
 
 STATE = "state.json"
@@ -60,8 +61,8 @@ def write(
                 data = safetensors.torch.save(
                     {key: value.detach().cpu().contiguous() for key, value in tensors.items()}
                 )
-                (beside / f"{name}.safetensors").write_bytes(data)
-                digests[f"{name}.safetensors"] = hashlib.sha256(data).hexdigest()
+                (beside / f"{name}{ENDING}").write_bytes(data)
+                digests[f"{name}{ENDING}"] = hashlib.sha256(data).hexdigest()
             body = {"format": FORMAT, "files": digests, "state": dict(state)}
             (beside / STATE).write_text(json.dumps(body, indent=1), encoding="utf-8")
     except OSError as error:
@@ -98,7 +99,7 @@ def read(path: str | Path) -> tuple[dict[str, dict[str, Tensor]], dict[str, Any]
                     f"checkpoint {str(path)!r}: {name} is not what was written: resume from an"
                     " earlier checkpoint"
                 )
-            files[name.removesuffix(".safetensors")] = safetensors.torch.load(data)
+            files[name.removesuffix(ENDING)] = safetensors.torch.load(data)
         return files, body["state"]
     except (OSError, ValueError, KeyError, TypeError, safetensors.SafetensorError) as error:
         reason = getattr(error, "strerror", None) or f"{type(error).__name__}: {error}"

@@ -53,7 +53,7 @@ class PolicyExporter:
                 self.transformer,
                 self._rows,
                 chosen,
-                self.config.publish.chunk_mb * 2**20,
+                self.config.publish.shard_mb * 2**20,
                 explore.scale_search,
                 explore.frozen_amax,
             )
@@ -75,7 +75,7 @@ class PolicyExporter:
         return self._backend
 
     def _use(self, backend: Backend) -> None:
-        wide = self.config.explore.keep_wide
-        self._rows = quantise_plan(self.transformer, self.family, wide, backend)
+        unquantized = self.config.explore.modules_to_not_convert
+        self._rows = quantise_plan(self.transformer, self.family, unquantized, backend)
         # statistics compare exports of one format only, so the next one starts afresh
         self._backend, self._publisher = backend, None

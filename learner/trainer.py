@@ -26,16 +26,23 @@ from learner.replicas import Replicas
 from learner.schedules import learning_rate, old_policy_decay
 from learner.update import Updater
 from policy.families import Family, family_for
-from policy.lora import adapter_state, add_adapters, blend, load_adapter_state, trainable, use
+from policy.lora import (
+    ENDING,
+    adapter_file,
+    adapter_state,
+    add_adapters,
+    blend,
+    load_adapter_state,
+    trainable,
+    use,
+)
 from policy.precision.compiling import compile_failures, compiled
 from policy.publish import NonFiniteWeights
 from policy.sampling.noise import stream_seed
 from policy.sampling.sample import sample
 from policy.sampling.sde import sample_paths
-from policy.types import Conditioning
+from policy.types import DTYPES, Conditioning
 
-DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
-ADAPTER_FILES = {"current": "adapter", "old": "old", "ema": "ema"}
 PREVIOUS = "previous"
 """The sampling policy of one update before, kept where that explores (``explore_ahead``)."""
 
@@ -290,7 +297,7 @@ class Trainer:
     ) -> str:
         """Save this replica's data of an iteration, and the adapters; says where, or why not."""
         replica = f".replica-{self.replicas.rank}" if self.replicas.size > 1 else ""
-        name = f"iteration_{iteration:06d}{replica}.safetensors"
+        name = f"iteration_{iteration:06d}{replica}{ENDING}"
         path = self.failure_dir / name if self.failure_dir is not None else None
         metadata = {"iteration": str(iteration), "seed": str(self.config.seed), "reason": reason}
         return keep_evidence(path, groups, values, self._adapters(), metadata)
@@ -316,8 +323,7 @@ class Trainer:
             if not key.startswith("weight/")
         }
         files = {
-            ADAPTER_FILES.get(name, name): adapter_state(self.transformer, name)
-            for name in self.adapters
+            adapter_file(name): adapter_state(self.transformer, name) for name in self.adapters
         }
         state = {
             "seed": self.config.seed,
@@ -337,7 +343,7 @@ class Trainer:
                 f" {self.config.seed}: use the same"
             )
         for name in self.adapters:
-            file = ADAPTER_FILES.get(name, name)
+            file = adapter_file(name)
             checkpoint.require_same(
                 files.get(file, {}),
                 adapter_state(self.transformer, name),
@@ -345,7 +351,7 @@ class Trainer:
             )
         self._check_optimizer(path, files.get("optimizer", {}))
         for name in self.adapters:
-            load_adapter_state(self.transformer, name, files[ADAPTER_FILES.get(name, name)])
+            load_adapter_state(self.transformer, name, files[adapter_file(name)])
         weights = {
             key: value for key, value in self.updater.state().items() if key.startswith("weight/")
         }

@@ -104,7 +104,7 @@ def _bytes(plan: Plan) -> list[str]:
         "",
         (
             f"broadcast   {plan.broadcast / GB:.3f} GB to each explorer after each iteration, in"
-            f" chunks of {plan.config.publish.chunk_mb} MiB"
+            f" shards of {plan.config.publish.shard_mb} MiB"
             if plan.broadcast
             else "broadcast   nothing: there are no explorers"
         ),

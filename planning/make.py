@@ -30,9 +30,9 @@ from policy.lora import target_modules
 from policy.memory import Work
 from policy.precision.backends import Backend
 from policy.precision.swap import ModuleRow
+from policy.types import DTYPES
 from rewards import model_bytes
 
-DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 MOST_NODES = 64
 GB = 1e9
 NUMBERS = {2: "two", 3: "three"}
@@ -189,7 +189,7 @@ def _explorer(
     """What an explorer holds and does, and the work of decoding one image."""
     batch = min(config.explore.chunk_size, config.explore.pool_size)
     transformer, rows, layers = memory.blank_explorer(
-        family, backend, config.explore.keep_wide, dtype
+        family, backend, config.explore.modules_to_not_convert, dtype
     )
     quantised = [row.name for row in rows if row.quantised]
     step = memory.sampling_work(family, base, batch, dtype, quantised)

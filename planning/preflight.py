@@ -25,10 +25,10 @@ def check_model(config: RunConfig) -> None:
             from policy.lora import target_modules
 
             target_modules(family.skeleton(), config.lora.targets)
-        if config.explore.keep_wide:
+        if config.explore.modules_to_not_convert:
             from policy.precision.swap import quantise_plan
 
-            quantise_plan(family.skeleton(), family, config.explore.keep_wide)
+            quantise_plan(family.skeleton(), family, config.explore.modules_to_not_convert)
         check_explorers(config)
     except (FileNotFoundError, ValueError) as error:
         raise ConfigError([str(error)]) from None

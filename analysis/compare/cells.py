@@ -74,8 +74,7 @@ def read_comparison(request: Request) -> Comparison:
         raise ConfigError(f"--seeds {seeds}: at least 1 is needed")
     common = tree_of(wanted.base)
     lay_over(common, wanted.changes)
-    for override in request.overrides:
-        apply(common, override)
+    apply(common, *request.overrides)
     cells = [
         cell for draft in wanted.drafts for cell in _cells_of(common, draft, wanted.vary, request)
     ]
@@ -105,8 +104,7 @@ def _cells_of(
         lay_over(tree, layer(each, request.source))
     lay_over(tree, draft.changes)
     # Once more: a cell's layers do not undo what the command line says.
-    for override in request.overrides:
-        apply(tree, override)
+    apply(tree, *request.overrides)
     used = {
         key: values
         for key, values in varied.items()

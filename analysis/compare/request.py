@@ -14,6 +14,7 @@ from typing import get_args
 
 from pydantic import Field, ValidationError
 
+from configs.aliases import current_key
 from configs.load import HERE, ConfigError, tree_of
 from configs.objectives import OBJECTIVES
 from configs.schema import Arm, RunConfig
@@ -87,10 +88,8 @@ class Described:
 
 def described(request: Request) -> Described:
     """What the command line, or the file that it names, says. Raises ConfigError."""
-    path, fixed = (
-        comparison_file(request.source),
-        {override.partition("=")[0] for override in request.overrides},
-    )
+    path = comparison_file(request.source)
+    fixed = {current_key(override.partition("=")[0]) for override in request.overrides}
     vary: dict[str, list[object]] = {}
     if path is None:
         found = Described(
@@ -107,7 +106,7 @@ def described(request: Request) -> Described:
         vary |= file.vary
         found = Described(file.base, file.changes, drafts, file.seeds, baseline, vary, path.stem)
     _check_own(request, found.drafts, vary)
-    for key in fixed & vary.keys():
+    for key in [key for key in vary if current_key(key) in fixed]:
         del vary[key]
     vary |= _varied(request.vary, fixed)
     return found
@@ -187,7 +186,7 @@ def _varied(texts: Sequence[str], fixed: Container[str]) -> dict[str, list[objec
             raise ConfigError(
                 f"--vary {text}: expected key=value,value, such as explore.steps=2,4,6,8"
             )
-        if key in fixed or key in found:
+        if current_key(key) in fixed or key in found:
             raise ConfigError(f"--vary {text}: {key} is given twice")
         try:
             found[key] = tomllib.loads(f"values = [{values}]")["values"]

@@ -32,7 +32,7 @@ from learner.fidelity import (
     no_information,
     per_prompt,
 )
-from learner.trainer import DTYPES, Trainer
+from learner.trainer import Trainer
 from planning.preflight import check_model
 from policy.explorer import Explorer
 from policy.families import family_for
@@ -40,7 +40,7 @@ from policy.precision.backends import Backend, resolve_backend
 from policy.precision.compiling import CompileFailed, compiler_missing
 from policy.publish import export_policy
 from policy.sampling.noise import stream_seed
-from policy.types import Conditioning
+from policy.types import DTYPES, Conditioning
 from records.atomic import write_json, write_text
 from records.errors import RunFailed
 from records.rundir import RunDirectory, versions
@@ -48,7 +48,7 @@ from rewards.base import ScorerError, ScorerSetupError
 from rewards.combine import WeightedScorer
 
 Say = Callable[[str], None]
-EXPLORING = ("solver", "scale_search", "frozen_amax", "activation_amax", "keep_wide")
+EXPLORING = ("solver", "scale_search", "frozen_amax", "activation_amax", "modules_to_not_convert")
 """Fields of ``[explore]`` that a proxy depends on beside its steps and its backend."""
 
 
@@ -260,13 +260,13 @@ def _explorer(config: RunConfig, trainer: Trainer, backend: Backend) -> Explorer
     explorer = Explorer(
         trainer.family,
         backend,
-        settings.keep_wide,
+        settings.modules_to_not_convert,
         _device(),
         dtype,
         activation_amax=settings.activation_amax,
         compile=settings.compile,
     )
-    adapter, size = trainer.objective.sampling_adapter, config.publish.chunk_mb * 2**20
+    adapter, size = trainer.objective.sampling_adapter, config.publish.shard_mb * 2**20
     manifest, chunks = export_policy(
         trainer.transformer,
         adapter,

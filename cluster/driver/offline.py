@@ -19,12 +19,10 @@ from configs.prompts import Prompt, prompt_file, read_prompts
 from configs.schema import RunConfig
 from learner import checkpoint
 from planning.preflight import check_model, check_scorers
-from policy.lora import save_diffusers_lora
+from policy.lora import ADAPTERS, ENDING, adapter_file, save_diffusers_lora
 from records.errors import RunFailed
 from records.images import save_pictures
 from records.rundir import RunDirectory, write_json
-
-ADAPTER_FILES = {"current": "adapter", "old": "old", "ema": "ema"}
 
 
 def find_checkpoint(rundir: RunDirectory, step: int | None) -> Path:
@@ -64,7 +62,7 @@ def export_run(
         files, _ = checkpoint.read(find_checkpoint(rundir, step))
     except checkpoint.CheckpointError as error:
         raise RunFailed(str(error)) from None
-    state = files.get(ADAPTER_FILES[weights])
+    state = files.get(adapter_file(weights))
     if state is None:
         raise ConfigError(
             [
@@ -155,9 +153,7 @@ async def _evaluate_all(
     await services.start()
     try:
         await services.learner.load(path.name, str(path))
-        present = [
-            name for name, file in ADAPTER_FILES.items() if (path / f"{file}.safetensors").exists()
-        ]
+        present = [name for name in ADAPTERS if (path / f"{adapter_file(name)}{ENDING}").exists()]
         return {
             name: await evaluate(config, services, prompts, name) for name in ("base", *present)
         }

@@ -13,10 +13,11 @@ from cluster.runtime.nodes import object_stores
 from configs.load import ConfigError
 from configs.schema import RunConfig
 from planning.assumptions import ACCELERATORS, backend_of
-from planning.make import DTYPES, GB, SPILLS_AT, described, store_size, versions_held
+from planning.make import GB, SPILLS_AT, described, store_size, versions_held
 from planning.placement import Node, needs_of, place
 from policy import memory
 from policy.lora import target_modules
+from policy.types import DTYPES
 
 
 def published_bytes(config: RunConfig, accelerator: str | None = None) -> int:
@@ -33,7 +34,7 @@ def published_bytes(config: RunConfig, accelerator: str | None = None) -> int:
             wide, config.lora.targets or family.lora_targets, strict=bool(config.lora.targets)
         )
         transformer, rows, layers = memory.blank_explorer(
-            family, backend, config.explore.keep_wide, dtype
+            family, backend, config.explore.modules_to_not_convert, dtype
         )
         return memory.wire_bytes(transformer, rows, layers, adapted, backend)
 

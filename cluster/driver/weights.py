@@ -84,7 +84,7 @@ class WeightChannel:
         own = one_backend(rollout)
         backend = backend or self._of_the_run(own, rollout)
         exported = await learner.export(version, backend, weights)
-        count = len(exported.manifest.chunk_sizes)
+        count = len(exported.manifest.shard_sizes)
         # one by one: the learner then holds one copy of one shard beside its export
         shards = [await learner.shard(version, index) for index in range(count)]
         published = Published(exported.manifest, backend, shards)

@@ -1,26 +1,23 @@
-"""Training objectives, one file each: its file, its settings and this table know its name."""
+"""Training objectives, one file each: only that file and its settings know its name."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import cast
 
-from configs.objectives import Objective as ObjectiveTable
-from learner.objectives.awm import AWM
+from configs.objectives import OBJECTIVES as SETTINGS
+from configs.objectives import ObjectiveSettings
 from learner.objectives.base import Objective, Points, Record
-from learner.objectives.dance_grpo import DanceGRPO
-from learner.objectives.diffusion_nft import DiffusionNFT
-from learner.objectives.flow_grpo import FlowGRPO
+from policy.types import named_class
 
-OBJECTIVES: dict[str, Callable[..., Objective]] = {
-    "diffusion_nft": DiffusionNFT,
-    "awm": AWM,
-    "flow_grpo": FlowGRPO,
-    "dance_grpo": DanceGRPO,
+OBJECTIVES = {
+    name: cast("Callable[..., Objective]", named_class(settings.trained_by, object))
+    for name, settings in SETTINGS.items()
 }
 """``settings.name`` -> constructor taking (settings, measure_kl)."""
 
 
-def build_objective(settings: ObjectiveTable, measure_kl: bool = False) -> Objective:
+def build_objective(settings: ObjectiveSettings, measure_kl: bool = False) -> Objective:
     """The objective of ``[objective]``; ``measure_kl``: with loss/kl even where it weighs 0."""
     return OBJECTIVES[settings.name](settings, measure_kl)
 

@@ -462,7 +462,7 @@ def test_a_page_of_several_cells_has_a_band_for_each_and_escapes_names(tmp_path)
     for seed in range(2):
         write(configuration(tmp_path, f"a{seed}", seed), [0.1, 0.2 + 0.1 * seed], SECONDS)
         write(
-            configuration(tmp_path, f"b{seed}", seed, "explore.keep_wide=['<b>']"),
+            configuration(tmp_path, f"b{seed}", seed, "explore.modules_to_not_convert=['<b>']"),
             [0.1, 0.3],
             SECONDS,
         )

@@ -68,7 +68,7 @@ def test_a_benchmark_gives_its_ratios(ray_here, options, name):
         options = replace(
             options,
             config=options.config.model_copy(
-                update={"publish": options.config.publish.model_copy(update={"chunk_mb": 1})}
+                update={"publish": options.config.publish.model_copy(update={"shard_mb": 1})}
             ),
         )
     ratios = benchmark(name)(options)

@@ -271,7 +271,7 @@ def recoveries(events: Sequence[Mapping[str, Any]]) -> list[Recovery]:
 
 
 def recovery_table(found: Sequence[Recovery]) -> list[str]:
-    """Lines of a Markdown table: medians, and the largest in brackets, by what was struck and how."""
+    """Lines of a Markdown table: medians, largest in brackets, by service and kind of fault."""
     lines = [
         "| struck | how | times | noticed | replaced | answered or restored |",
         "| --- | --- | --- | --- | --- | --- |",

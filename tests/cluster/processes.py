@@ -37,7 +37,7 @@ def finish(process: subprocess.Popen[str], seconds: float = 240.0) -> tuple[int,
 def wait_until(
     ready: Callable[[], bool], process: subprocess.Popen[str], seconds: float = 240.0
 ) -> None:
-    """Poll until ``ready``; fails when the process ends first, or nothing happens for ``seconds``."""
+    """Poll until ``ready``; fails when the process ends first, or after ``seconds``."""
     deadline = time.monotonic() + seconds
     while not ready():
         assert process.poll() is None, "the run ended early"

@@ -87,7 +87,7 @@ class Harness:
     def score(
         self, rewards: Rewards | None = None, evaluation: bool = False
     ) -> tuple[Scored, Scoring]:
-        """The four pictures, by the scorers of ``rewards``: all that the actors hold unless given."""
+        """The four images, by the scorers of ``rewards``, or by all that the actors hold."""
         scoring = Scoring(rewards or self.run.rewards, self.service, evaluation)
         (scored,) = self.wait(scoring.score("x", ray.put(IMAGES), PROMPTS, (0,)))
         return scored, scoring

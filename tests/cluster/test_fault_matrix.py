@@ -342,8 +342,10 @@ def test_recovery_times_are_read_from_events():
     ]
     found = recoveries(events)
     assert found == [
-        Recovery("rollout", "kill", 0.5, 3.5, 1.0), Recovery("learner", "stop", 30, 34, 35), Recovery("encoder", "kill")
-    ]  # fmt: skip
+        Recovery("rollout", "kill", 0.5, 3.5, 1.0),
+        Recovery("learner", "stop", 30, 34, 35),
+        Recovery("encoder", "kill"),
+    ]
     assert recovery_table([*found, Recovery("rollout", "kill", 1.5, 2.5, 4.0)])[2:] == [
         "| rollout | kill | 2 | 1.0 s (1.5 s) | 3.0 s (3.5 s) | 2.5 s (4.0 s) |",
         "| encoder | kill | 1 | not needed | not needed | not needed |",

@@ -138,11 +138,13 @@ def test_an_explorer_makes_its_denoiser_anew_for_another_precision(tiny_sd3_dir)
     for version, backend in enumerate((None, "fp8", "fp32", None)):
         manifest, chunks, _ = trainer.export(version, backend or "emulated_nvfp4")
         assert actor.load(backend, manifest, *chunks) == (version, manifest.checksum, backend)
-        request = ExploreChunk(ChunkKey(0, 0, 0, version), (1, 2), 2, "dpm2", return_latents=True)
+        request = ExploreChunk(
+            ChunkKey(0, 0, 0, version), (1, 2), 2, "dpmpp_2m", return_latents=True
+        )
         pictures.append(actor.explore(request, cond)[2]["latents"])
         with pytest.raises(RuntimeError, match=f"asks for version 9, this explorer has {version}"):
             actor.explore(
-                ExploreChunk(ChunkKey(0, 0, 0, 9), (1, 2), 2, "dpm2", return_latents=True), cond
+                ExploreChunk(ChunkKey(0, 0, 0, 9), (1, 2), 2, "dpmpp_2m", return_latents=True), cond
             )
     assert np.array_equal(pictures[0], pictures[3])
     assert not any(np.array_equal(pictures[0], other) for other in pictures[1:3])

@@ -126,7 +126,7 @@ def test_lower_priority_values_go_first(ray_here):
 
 
 def test_an_actor_finishes_what_it_holds_before_it_is_told_something(ray_here):
-    """As when weights are published: chunks in hand are finished, then it loads, then it goes on."""
+    """As when weights are published: running tasks are finished, then it loads, then it goes on."""
     harness = Harness(1, in_flight=2)
 
     async def work(pool: ActorPool) -> Any:

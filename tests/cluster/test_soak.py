@@ -88,8 +88,18 @@ def test_lines_and_the_summary():
 
 
 def test_what_is_compared_leaves_out_who_and_when():
-    rows = [{"kind": "iteration", "iteration": 1, "reward/train_mean": 0.1 + 0.2, "time/update_s": 3.0, "rollout/reissued": 4,
-             "busy/learner": 0.3, "rewards/images_per_s/jpeg": 7.0, "samples_seen": 8}]  # fmt: skip
+    rows = [
+        {
+            "kind": "iteration",
+            "iteration": 1,
+            "reward/train_mean": 0.1 + 0.2,
+            "time/update_s": 3.0,
+            "rollout/reissued": 4,
+            "busy/learner": 0.3,
+            "rewards/images_per_s/jpeg": 7.0,
+            "samples_seen": 8,
+        }
+    ]
     assert lasting(rows) == [
         {"iteration": 1, "kind": "iteration", "reward/train_mean": 0.3, "samples_seen": 8}
     ]

@@ -55,7 +55,7 @@ def learner(asked: list[tuple]) -> Any:
     async def export(version, backend, weights):
         asked.append((version, backend, weights))
         return Exported(
-            SimpleNamespace(version=version, checksum="c", chunk_sizes=(), nbytes=0), {}
+            SimpleNamespace(version=version, checksum="c", shard_sizes=(), nbytes=0), {}
         )  # pyright: ignore[reportArgumentType]
 
     return SimpleNamespace(export=export)

@@ -91,7 +91,11 @@ def test_a_learner_holds_and_sends_what_the_plan_says(directories, tmp_path, nam
         "sana": "transformer_blocks.1.attn1.to_v",
     }
     config = run_of(
-        name, directories[name], tmp_path, explore__backend=backend, explore__keep_wide=[wide[name]]
+        name,
+        directories[name],
+        tmp_path,
+        explore__backend=backend,
+        explore__modules_to_not_convert=[wide[name]],
     )
     plan, trainer = make_plan(config), Trainer(config)
     held = plan.memory["learner"]

@@ -2,12 +2,13 @@
 
 from dataclasses import dataclass
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
 
 from actors import rollout
+from configs.backends import BackendName
 from policy.precision import hardware
 from policy.precision.backends import BACKENDS, eager_note, packing_backend, resolve_backend
 
@@ -213,10 +214,5 @@ def test_an_engine_that_fails_to_import_is_a_reason_not_a_crash(monkeypatch):
 
 
 def test_names_are_those_of_the_configuration():
-    from typing import get_args
-
-    from configs.sections import Backend
-
-    assert set(get_args(Backend)) == {"auto", *BACKENDS} and all(
-        backend.name == name for name, backend in BACKENDS.items()
-    )
+    assert get_args(BackendName) == ("auto", *BACKENDS)
+    assert all(backend.name == name for name, backend in BACKENDS.items())

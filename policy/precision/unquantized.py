@@ -7,20 +7,14 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
+from policy.precision.base import Backend
 from policy.precision.layer import QuantisedLinear
 
 
-class Wide:
-    """The backend; see ``policy.precision.backends.Backend``. Adapted modules travel merged, in
-    ``dtype``.
-    """
+class Unquantized(Backend):
+    """Adapted modules travel merged, in ``dtype``; every other one is the base model's."""
 
-    quantises = fuses = packs_eagerly = False
-
-    def __init__(self, name: str, dtype: torch.dtype) -> None:
-        self.name = self.wire_format = name
-        self.dtype: torch.dtype | None = dtype
-        self.wire_dtype = dtype
+    quantises = False
 
     def unavailable(self, device: torch.device) -> str | None:
         """Runs anywhere."""
@@ -55,3 +49,20 @@ class Wide:
     def changed(self, packed: dict[str, Tensor], before: dict[str, Tensor]) -> Tensor:
         """How many weights differ."""
         return (packed["weight"] != before["weight"]).sum()
+
+
+class BF16(Unquantized):
+    """The backend ``bf16``."""
+
+    name = wire_format = "bf16"
+    bits = 16
+    dtype = wire_dtype = torch.bfloat16
+    auto_on = "cuda"
+
+
+class FP32(Unquantized):
+    """The backend ``fp32``."""
+
+    name = wire_format = "fp32"
+    bits = 32
+    dtype = torch.float32
