@@ -13,9 +13,9 @@ KEYS = {
     "publish.chunk_mb": "publish.shard_mb",
 }
 """Old dotted key -> the key of the same table in its place."""
-VALUES = dict.fromkeys(
-    ("explore.solver", "regenerate.solver", "evaluate.solver"), {"dpm2": "dpmpp_2m"}
-)
+VALUES: dict[str, dict[str, str]] = {
+    f"{table}.solver": {"dpm2": "dpmpp_2m"} for table in ("explore", "regenerate", "evaluate")
+}
 """Dotted key -> its old values, each with the value in its place."""
 
 _said: set[str] = set()  # renames that this process has told of

@@ -198,16 +198,18 @@ def _apply(tree: Tree, override: str) -> None:
         value = tomllib.loads(f"value = {text}")["value"]
     except tomllib.TOMLDecodeError:
         value = text
-    for part in reversed(dotted.split(".")):
-        value = {part: value}
-    value = _current(value, f"--set {override}")
+    *tables, key = dotted.split(".")
+    nested: Tree = {key: value}
+    for part in reversed(tables):
+        nested = {part: nested}
+    nested = _current(nested, f"--set {override}")
     *parents, last = current_key(dotted).split(".")
     node = tree
     for parent in parents:
-        node, value = node.setdefault(parent, {}), value[parent]
+        node, nested = node.setdefault(parent, {}), nested[parent]
         if not isinstance(node, dict):
             raise ConfigError(f"--set {override}: {parent} is a value, not a table")
-    node[last] = value[last]
+    node[last] = nested[last]
 
 
 def _line(error: ErrorDetails) -> str:

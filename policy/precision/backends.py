@@ -11,7 +11,8 @@ from configs.backends import BACKENDS as ROWS
 from policy.precision.base import Backend
 from policy.types import named_class
 
-BACKENDS: dict[str, Backend] = {name: named_class(row, Backend)() for name, row in ROWS.items()}
+_CLASSES: dict[str, type[Backend]] = {name: named_class(row, Backend) for name, row in ROWS.items()}
+BACKENDS: dict[str, Backend] = {name: found() for name, found in _CLASSES.items()}
 
 
 def ladder() -> list[tuple[str, ...]]:
