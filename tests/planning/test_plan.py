@@ -344,7 +344,7 @@ def test_what_does_not_fit_is_said(tiny_sd3_dir, tmp_path):
         and "services.rollout: 2 of 2 actors have no place" in text
         and "no node has these labels" in text
     )
-    assert "too large   learner needs" in text and "too long    the update is one unit" in text
+    assert "too large   learner needs" in text and "too long    the update is one task" in text
 
 
 def test_an_accelerator_that_is_not_known_needs_its_numbers(tiny_sd3_dir, tmp_path):
