@@ -86,7 +86,7 @@ class Tally(TorchDispatchMode):
 
 
 @contextmanager
-def _fused_attention() -> Iterator[None]:
+def fused_attention() -> Iterator[None]:
     """On the meta device attention would be spelled out, with all its scores in memory; on a GPU
     they never are.
 
@@ -271,7 +271,7 @@ def _counted(transformer: nn.Module, quantised: Sequence[str]) -> Iterator[tuple
     ]
     tally = Tally()
     try:
-        with _fused_attention(), tally:
+        with fused_attention(), tally:
             yield tally, inside
     finally:
         for hook in hooks:

@@ -10,6 +10,7 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
+from policy.precision import cost, kernels
 from policy.precision.emulated import EmulatedNVFP4
 from policy.precision.fp8 import FP8
 from policy.precision.hardware import EngineNVFP4, TorchNVFP4
@@ -99,24 +100,32 @@ BACKENDS: dict[str, Backend] = {
     "bf16": Wide("bf16", torch.bfloat16),
     "fp32": Wide("fp32", torch.float32),
 }
-ON_CUDA = ("te_nvfp4", "torch_nvfp4", "fp8", "bf16")
-"""What `auto` tries on a GPU, best first."""
+ON_CUDA = ("torch_nvfp4", "fp8", "bf16")
+"""What `auto` tries on a GPU, quickest first. Not te_nvfp4: by default its layers are those of
+torch_nvfp4.
+"""
 LADDER = (("te_nvfp4", "torch_nvfp4", "emulated_nvfp4"), ("fp8",), ("bf16",), ("fp32",))
 """From coarse to fine; those of one rung have the same precision."""
 
 
 def resolve_backend(
-    name: str, device: torch.device | str, key: str = "explore.backend"
+    name: str,
+    device: torch.device | str,
+    key: str = "explore.backend",
+    compile: bool = False,
+    step: Callable[[Backend], cost.Step] | None = None,
 ) -> tuple[Backend, str]:
-    """The backend of this name on this device, and why; "auto" takes the best that the device
-    supports.
+    """The backend of this name on this device, and why; "auto" takes the quickest.
+
+    On a GPU that is the first that packs activations by kernels or is compiled (``compile``), and
+    whose step, which ``step`` counts, is predicted to take less time than BF16's.
 
     Raises ValueError, one line that begins with ``key``, for a name that is unknown or that this
     device cannot run: nothing else is taken in its place.
     """
     device = torch.device(device)
     if name == "auto":
-        return _best(device)
+        return _best(device, compile, step)
     if name not in BACKENDS:
         raise ValueError(f"{key}: {name!r} is unknown: use auto, {', '.join(BACKENDS)}")
     refusal = BACKENDS[name].unavailable(device)
@@ -132,7 +141,8 @@ def eager_note(backend: Backend, device: torch.device | str, compile: bool) -> s
     """What to say after the reason for ``backend`` where packing may cost what the format gains;
     nothing where it will not.
     """
-    if compile or not backend.packs_eagerly or torch.device(device).type != "cuda":
+    device = torch.device(device)
+    if compile or not backend.packs_eagerly or device.type != "cuda" or not kernels.missing(device):
         return ""
     return (
         "; its activations are packed eagerly, which may cost what the format gains: try"
@@ -173,7 +183,9 @@ def packing_backend(name: str, device: torch.device | str) -> Backend:
     return BACKENDS[name] if name in BACKENDS else resolve_backend(name, device)[0]
 
 
-def _best(device: torch.device) -> tuple[Backend, str]:
+def _best(
+    device: torch.device, compile: bool, step: Callable[[Backend], cost.Step] | None
+) -> tuple[Backend, str]:
     if device.type != "cuda":
         return (
             BACKENDS["emulated_nvfp4"],
@@ -181,11 +193,29 @@ def _best(device: torch.device) -> tuple[Backend, str]:
         )
     passed_over = []
     for name in ON_CUDA:
-        refusal = BACKENDS[name].unavailable(device)
+        refusal = _no_gain(BACKENDS[name], device, compile, step)
         if refusal is None:
             break
         passed_over.append(f"not {name}: {refusal}")
     return (
         BACKENDS[name],
-        f"auto: {'; '.join([f'{name} is the best that this GPU supports', *passed_over])}",
+        f"auto: {'; '.join([f'{name} is the quickest that this GPU supports', *passed_over])}",
     )
+
+
+def _no_gain(
+    backend: Backend,
+    device: torch.device,
+    compile: bool,
+    step: Callable[[Backend], cost.Step] | None,
+) -> str | None:
+    """Why this backend does not run on this GPU, or is no gain there; None when it is one."""
+    refusal = backend.unavailable(device)
+    if refusal is not None or not backend.quantises:
+        return refusal
+    missing = None if compile or not backend.packs_eagerly else kernels.missing(device)
+    if missing is not None:
+        return f"packing eagerly costs more than the format gains, and {missing}"
+    if step is None:
+        return None
+    return cost.slower(step(backend), torch.cuda.get_device_name(device), backend.wire_format)

@@ -310,7 +310,7 @@ class EngineNVFP4(NVFP4Packing):
 
     name = "te_nvfp4"
     dtype: torch.dtype | None = torch.bfloat16
-    fuses = True
+    fuses = packs_eagerly = True
 
     def unavailable(self, device: torch.device) -> str | None:
         """What ``torch_nvfp4`` needs, all parts of TransformerEngine, and what that says itself."""
