@@ -145,7 +145,7 @@ class TorchNVFP4Linear(NVFP4Weight):
         """alpha (Ux Uw^T) + bias."""
         packed = self._last.once(x, lambda x: pack_operand(x, self._exact))
         y = scaled_mm(packed, self.codes, self.swizzled, self.factor, self.bias)
-        return self.shaped(y[: x.numel() // self.in_features], x)
+        return self.shaped(y.narrow(0, 0, x.numel() // self.in_features), x)
 
 
 class TorchNVFP4(NVFP4Packing):
