@@ -4,33 +4,13 @@ reached.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from configs.load import ConfigError
 from configs.schema import RunConfig
 from planning.placement import needs_of
-from policy.precision.backends import BACKENDS, Backend
-
-
-@dataclass(frozen=True)
-class Accelerator:
-    """Dense peaks in TFLOP/s and GB of memory, as NVIDIA states them; ``auto`` is the backend taken
-    for ``explore.backend = "auto"``.
-    """
-
-    bf16: float
-    fp8: float
-    fp4: float
-    memory_gb: float
-    auto: str
-
-
-ACCELERATORS = {
-    "B200": Accelerator(2250, 4500, 9000, 180, "te_nvfp4"),
-    "GB200": Accelerator(2500, 5000, 10000, 186, "te_nvfp4"),
-    "H200": Accelerator(990, 1980, 0, 141, "fp8"),
-    "H100": Accelerator(990, 1980, 0, 80, "fp8"),
-}
+from policy.precision.accelerators import ACCELERATORS
+from policy.precision.backends import BACKENDS, Backend, auto_backends
 
 
 @dataclass(frozen=True)
@@ -96,9 +76,10 @@ def device_of(config: RunConfig, given: Assumptions) -> tuple[Device | None, str
 def with_format(device: Device, name: str | None, backend: Backend) -> Device:
     """With the peak of the backend's format; emulated NVFP4 gains nothing."""
     known = ACCELERATORS.get(name or "")
-    peaks = {"te_nvfp4": known.fp4, "torch_nvfp4": known.fp4, "fp8": known.fp8} if known else {}
-    quantised = peaks.get(backend.name, 0) or device.tflops
-    return Device(device.name, device.tflops, quantised, device.memory_gb, device.utilisation)
+    if known is None or backend.speedup <= 1 or not known.runs(backend):
+        return replace(device, quantised_tflops=device.tflops)
+    peak = known.peak(backend.wire_format) or known.bf16 * backend.speedup
+    return replace(device, quantised_tflops=peak)
 
 
 def backend_of(config: RunConfig, accelerator: str | None) -> tuple[Backend, str]:
@@ -109,7 +90,7 @@ def backend_of(config: RunConfig, accelerator: str | None) -> tuple[Backend, str
     if name != "auto":
         return BACKENDS[name], "as configured"
     if not config.services.rollout.gpus:
-        return BACKENDS["emulated_nvfp4"], "auto, on CPUs"
+        return auto_backends("cpu")[0], "auto, on CPUs"
     known = ACCELERATORS.get(accelerator or "")
     if known is None:
         raise ConfigError(
@@ -118,4 +99,5 @@ def backend_of(config: RunConfig, accelerator: str | None) -> tuple[Backend, str
                 " explore.backend=..."
             ]
         )
-    return BACKENDS[known.auto], f"auto, on {accelerator} with what it needs installed"
+    best = next(backend for backend in auto_backends("cuda") if known.runs(backend))
+    return best, f"auto, on {accelerator} with what it needs installed"

@@ -28,10 +28,13 @@ def _summary(plan: Plan) -> list[str]:
     explore = "explore     nothing"
     if arm.explore is not None:
         explore = (
-            f"explore     {arm.explore.pool_size} noises, {arm.explore.steps} steps"
+            f"explore     {arm.explore.pool_size} seeds, {arm.explore.steps} steps"
             f" {arm.explore.solver}, {plan.backend} ({plan.why})"
         )
     full = f"{config.regenerate.steps} steps {arm.solver}, {config.regenerate.precision}"
+    regenerate = (
+        f"{keep} seeds, {full}" if arm.regenerate else "nothing: trained on what was explored"
+    )
     guidance = "" if model.guidance is None else f", embedded guidance {model.guidance:g}"
     return [
         (
@@ -43,10 +46,7 @@ def _summary(plan: Plan) -> list[str]:
             f" {plan.source}, no weights read"
         ),
         f"  {explore}",
-        (
-            "  regenerate "
-            f" {f'{keep} noises, {full}' if arm.regenerate else 'nothing: trained on what was explored'}"
-        ),
+        f"  regenerate  {regenerate}",
         (
             f"  update      {keep} samples x {points} points, {others:.3g} passes of other policies"
             f" beside the trained one; LoRA rank {config.lora.rank} alpha {config.lora.alpha:g},"
@@ -104,7 +104,7 @@ def _bytes(plan: Plan) -> list[str]:
         "",
         (
             f"broadcast   {plan.broadcast / GB:.3f} GB to each explorer after each iteration, in"
-            f" chunks of {plan.config.publish.chunk_mb} MiB"
+            f" shards of {plan.config.publish.shard_mb} MiB"
             if plan.broadcast
             else "broadcast   nothing: there are no explorers"
         ),
@@ -126,9 +126,9 @@ def _operations(plan: Plan) -> list[str]:
         + ("" if device is None else "; seconds are a prediction from the assumptions below"),
     ]
     for name, stage in plan.stages.items():
-        parts = [f"denoiser {(stage.wide + stage.quantised) / 1e15:.3g}"]
+        parts = [f"denoiser {(stage.unquantized + stage.quantised) / 1e15:.3g}"]
         parts += (
-            [f"of it quantised {stage.quantised / (stage.wide + stage.quantised):.0%}"]
+            [f"of it quantised {stage.quantised / (stage.unquantized + stage.quantised):.0%}"]
             if stage.quantised
             else []
         )
@@ -148,7 +148,7 @@ def _operations(plan: Plan) -> list[str]:
         ),
         (
             f"evaluation  {evaluation.seconds(device):.1f} s, {config.evaluate.prompts} prompts x"
-            f" {config.evaluate.noises} noises x {config.evaluate.steps} steps, every"
+            f" {config.evaluate.noises} seeds x {config.evaluate.steps} steps, every"
             f" {config.evaluate.every} iterations"
         ),
         f"assumed     {device.name}: {device.tflops:g} TFLOP/s, {device.quantised_tflops:g} in"
@@ -181,7 +181,7 @@ def _warnings(plan: Plan) -> list[str]:
         and (seconds := plan.stages["update"].seconds(device)) > services.learner.deadline_s
     ):
         lines.append(
-            f"too long    the update is one unit of {seconds:.0f} s, services.learner.deadline_s ="
+            f"too long    the update is one task of {seconds:.0f} s, services.learner.deadline_s ="
             f" {services.learner.deadline_s:g}"
         )
     return lines

@@ -1,5 +1,4 @@
-"""``sol-rl plan``: what a run would need and how long an iteration might take, before anything is
-loaded.
+"""``sol-rl plan``: what a run needs and how long an iteration may take, with nothing loaded.
 
 Sizes and operations are counted on the architecture (``policy.memory``); where actors would go is
 asked of ``planning.placement``. Seconds are operations over an assumed share of an assumed peak,
@@ -24,7 +23,6 @@ from configs.schema import RunConfig
 from learner.objectives import build_objective
 from planning.assumptions import Assumptions, Device, backend_of, device_of, with_format
 from planning.placement import Node, NoRoom, kinds_of, needs_of, place
-from planning.scorers import scorer_bytes
 from policy import memory
 from policy.families import Family, family_for
 from policy.families.architectures import published, published_names, write_configs
@@ -32,8 +30,9 @@ from policy.lora import target_modules
 from policy.memory import Work
 from policy.precision.backends import Backend
 from policy.precision.swap import ModuleRow
+from policy.types import DTYPES
+from rewards import model_bytes
 
-DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 MOST_NODES = 64
 GB = 1e9
 NUMBERS = {2: "two", 3: "three"}
@@ -41,11 +40,9 @@ NUMBERS = {2: "two", 3: "three"}
 
 @dataclass(frozen=True)
 class Stage:
-    """Operations of one part of an iteration, over all its actors: ``wide`` and ``quantised`` in
-    the denoiser, ``decoding`` in FP32.
-    """
+    """Operations of a part of an iteration, over all its actors; ``decoding`` is in FP32."""
 
-    wide: float
+    unquantized: float
     quantised: float = 0.0
     decoding: float = 0.0
     gpus: float = 1.0  # of all its actors; none uses more than one
@@ -53,12 +50,12 @@ class Stage:
     @property
     def flops(self) -> float:
         """All of them."""
-        return self.wide + self.quantised + self.decoding
+        return self.unquantized + self.quantised + self.decoding
 
     def seconds(self, device: Device) -> float:
         """On its GPUs. Decoding runs in TF32, at half the BF16 peak."""
         at = (
-            self.wide / device.tflops
+            self.unquantized / device.tflops
             + self.quantised / device.quantised_tflops
             + self.decoding / (device.tflops / 2)
         )
@@ -67,9 +64,7 @@ class Stage:
 
 @dataclass(frozen=True)
 class Plan:
-    """All that ``lines`` prints. Bytes, unless a name says otherwise; ``memory`` is per actor of a
-    kind, by what it is for.
-    """
+    """All that ``lines`` prints, in bytes; ``memory`` is per actor of a kind, by purpose."""
 
     config: RunConfig
     source: str
@@ -105,9 +100,7 @@ def make_plan(
 
 @contextmanager
 def described(config: RunConfig) -> Iterator[tuple[Family, str]]:
-    """(family, where its architecture comes from): the published one where the model is a hub id
-    that is known here.
-    """
+    """(family, where its architecture comes from), the published one for a known hub id."""
     model = config.model
     names = [
         name
@@ -132,13 +125,13 @@ def _plan(
     backend, why = backend_of(config, accelerator)
     dtype = DTYPES[config.regenerate.precision]
     text_bytes = memory.held_bytes(*memory.text_encoders(family, dtype).values())
-    wide = memory.blank(family, "transformer", dtype)
+    base = memory.blank(family, "transformer", dtype)
     adapted = target_modules(
-        wide, config.lora.targets or family.lora_targets, strict=bool(config.lora.targets)
+        base, config.lora.targets or family.lora_targets, strict=bool(config.lora.targets)
     )
-    explored, decoded = _explorer(config, family, backend, wide, adapted, dtype)
-    all_weights = sum(parameter.numel() for parameter in wide.parameters())
-    learner, trained, passes = _learner(config, family, wide, dtype)
+    explored, decoded = _explorer(config, family, backend, base, adapted, dtype)
+    all_weights = sum(parameter.numel() for parameter in base.parameters())
+    learner, trained, passes = _learner(config, family, base, dtype)
     held: dict[str, dict[str, int | None]] = (
         {"rollout": explored.memory} if config.plan.explore else {}
     )
@@ -146,7 +139,7 @@ def _plan(
     for kind in kinds_of(config):
         if labels := config.scorers_of(kind):
             chosen = [scorer for scorer in config.rewards.everyone if scorer.label in labels]
-            held[kind] = {f"scorer {scorer.label}": scorer_bytes(scorer) for scorer in chosen}
+            held[kind] = {f"scorer {scorer.label}": model_bytes(scorer) for scorer in chosen}
     held["encoder"] = {"text encoders": text_bytes}
     broadcast = explored.broadcast if config.plan.explore else 0
     if device is not None and given.quantised_peak_tflops is None:
@@ -154,9 +147,23 @@ def _plan(
     stages, evaluation = _stages(config, explored, decoded, passes)
     there, placed, problem = _placement(config, given, accelerator, nodes)
     return Plan(
-        config, source, backend.name, why, explored.quantised_weights, all_weights, trained, held, broadcast,
-        _store(config, family, broadcast, dtype), stages, evaluation, device, there, placed, problem,
-    )  # fmt: skip
+        config=config,
+        source=source,
+        backend=backend.name,
+        why=why,
+        quantised_weights=explored.quantised_weights,
+        all_weights=all_weights,
+        trained=trained,
+        memory=held,
+        broadcast=broadcast,
+        store=_store(config, family, broadcast, dtype),
+        stages=stages,
+        evaluation=evaluation,
+        device=device,
+        nodes=there,
+        placed=placed,
+        problem=problem,
+    )
 
 
 # ---- what actors hold
@@ -167,7 +174,7 @@ class _Explored:
     memory: dict[str, int | None]
     broadcast: int
     quantised_weights: int
-    step: Work  # of explore.chunk_size pictures
+    step: Work  # of explore.chunk_size images
     batch: int
 
 
@@ -175,22 +182,22 @@ def _explorer(
     config: RunConfig,
     family: Family,
     backend: Backend,
-    wide: torch.nn.Module,
+    base: torch.nn.Module,
     adapted: Sequence[str],
     dtype: torch.dtype,
 ) -> tuple[_Explored, Work]:
-    """What an explorer holds and does, and the work of decoding one picture."""
+    """What an explorer holds and does, and the work of decoding one image."""
     batch = min(config.explore.chunk_size, config.explore.pool_size)
     transformer, rows, layers = memory.blank_explorer(
-        family, backend, config.explore.keep_wide, dtype
+        family, backend, config.explore.modules_to_not_convert, dtype
     )
     quantised = [row.name for row in rows if row.quantised]
-    step = memory.sampling_work(family, wide, batch, dtype, quantised)
+    step = memory.sampling_work(family, base, batch, dtype, quantised)
     vae, decode = memory.decoding_work(family, batch)
     held: dict[str, int | None] = {
         f"denoiser, {backend.name}": memory.held_bytes(transformer),
         "autoencoder, fp32": vae,
-        f"passes, {batch} pictures": max(step.peak, decode.peak),
+        f"passes, {batch} images": max(step.peak, decode.peak),
     }
     broadcast = memory.wire_bytes(transformer, rows, layers, adapted, backend)
     one = Work(decode.flops // batch, 0, decode.peak)
@@ -205,16 +212,14 @@ def _weights(rows: Sequence[ModuleRow]) -> int:
 class _Passes:
     sampling: Work
     training: Work
-    sampled: int  # pictures of `sampling`
+    sampled: int  # images of `sampling`
     points: int  # training points of `training`
 
 
 def _learner(
     config: RunConfig, family: Family, transformer: torch.nn.Module, dtype: torch.dtype
 ) -> tuple[dict[str, int | None], int, _Passes]:
-    """(bytes by purpose, trained parameters, work) of a replica of the learner; its adapter is put
-    into ``transformer``.
-    """
+    """(bytes by purpose, trained parameters, work) of a replica; adds LoRA to ``transformer``."""
     objective = build_objective(config.objective, config.stop.max_kl is not None)
     adapters = {
         objective.sampling_adapter,
@@ -244,7 +249,7 @@ def _learner(
         "conditioning": (
             prompts * sum(t.numel() * t.element_size() for t in per_prompt.tensors.values())
         ),
-        f"passes, {sampled} pictures or {points} points": max(
+        f"passes, {sampled} images or {points} points": max(
             sampling.peak, decode.peak, training.peak
         ),
     }
@@ -254,11 +259,9 @@ def _learner(
 
 
 def _store(config: RunConfig, family: Family, broadcast: int, dtype: torch.dtype) -> dict[str, int]:
-    """What the object stores hold at most, over all nodes with one copy of each, in the course of
-    an iteration.
-    """
+    """The most that an iteration puts into the object stores, with one copy of each object."""
     prompts, keep = config.prompts.per_iteration, config.selection.keep
-    picture, latent = (
+    image, latent = (
         3 * config.model.height * config.model.width,
         4 * int(np.prod(family.latent_shape)),
     )
@@ -274,8 +277,8 @@ def _store(config: RunConfig, family: Family, broadcast: int, dtype: torch.dtype
         f"{NUMBERS[versions_held(config)]} versions of the weights, per node with explorers": (
             versions_held(config) * broadcast
         ),
-        "pictures of an iteration, were none scored yet": (
-            prompts * (explored + regenerated) * picture
+        "images of an iteration, were none scored yet": (
+            prompts * (explored + regenerated) * image
         ),
         "samples to train on": prompts * kept * latent,
         "conditioning": (
@@ -291,14 +294,12 @@ SPILLS_AT = 0.8
 
 
 def versions_held(config: RunConfig) -> int:
-    """Versions of the policy that a store holds at once: the newest, those before it that chunks
-    may name, and the one that comes.
-    """
+    """Versions that a store holds at once: the newest, those chunks may name, the next one."""
     return 2 + config.explore_ahead
 
 
 def store_size(held: int) -> int:
-    """Bytes to start a node's object store with: ``held`` and a tenth more for pictures and
+    """Bytes to start a node's object store with: ``held`` and a tenth more for images and
     samples, all below the share from which on Ray spills to disk, in whole 100 MB.
     """
     step = 10**8
@@ -321,27 +322,27 @@ def _stages(
     mine = learner.count * (min(1.0, learner.gpus) or 1.0)
     stages: dict[str, Stage] = {}
     if plan.explore is not None:
-        pictures = prompts * plan.explore.pool_size
-        calls = pictures * plan.explore.steps / explored.batch
+        images = prompts * plan.explore.pool_size
+        calls = images * plan.explore.steps / explored.batch
         stages["explore"] = Stage(
-            wide=calls * (explored.step.flops - explored.step.quantised),
+            unquantized=calls * (explored.step.flops - explored.step.quantised),
             quantised=calls * explored.step.quantised,
-            decoding=pictures * decode.flops,
+            decoding=images * decode.flops,
             gpus=rollout.actors * (min(1.0, rollout.gpus) or 1.0),
         )
     if plan.regenerate:
-        pictures = prompts * (config.selection.keep + config.audit.random_seeds)
+        images = prompts * (config.selection.keep + config.audit.random_seeds)
         stages["regenerate"] = Stage(
-            pictures * full.steps * step, decoding=pictures * decode.flops, gpus=mine
+            images * full.steps * step, decoding=images * decode.flops, gpus=mine
         )
     points, others = training_points(config)
     trained = passes.training.flops / passes.points
     stages["update"] = Stage(
         prompts * config.selection.keep * points * (trained + others * step), gpus=mine
     )
-    pictures = config.evaluate.prompts * config.evaluate.noises
+    images = config.evaluate.prompts * config.evaluate.noises
     return stages, Stage(
-        pictures * config.evaluate.steps * step, decoding=pictures * decode.flops, gpus=mine
+        images * config.evaluate.steps * step, decoding=images * decode.flops, gpus=mine
     )
 
 

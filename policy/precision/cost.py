@@ -12,40 +12,20 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from policy.precision.accelerators import ACCELERATORS, Accelerator, accelerator_of
+
 ISSUE = 6e-6
 """Seconds that Python and torch need to issue one eager kernel."""
 SUSTAINED = {"bf16": 0.7, "fp8": 0.6, "nvfp4": 0.56, "memory": 0.8}
 """Shares of the vendor's peaks that large products and copies are taken to reach."""
 
 
-@dataclass(frozen=True)
-class Device:
-    """Dense peaks as the vendor states them: operations per second, None where there are no such
-    tensor cores, and bytes per second.
+def rate(accelerator: Accelerator, wire_format: str) -> float | None:
+    """Operations per second that products in this format are taken to reach; None where it has no
+    such tensor cores.
     """
-
-    bf16: float
-    fp8: float | None
-    nvfp4: float | None
-    memory: float
-
-    def rate(self, what: str) -> float | None:
-        """What is taken to be reached of a peak."""
-        peak: float | None = getattr(self, what)
-        return None if peak is None else peak * SUSTAINED[what]
-
-
-DEVICES = {
-    "GB300": Device(2.5e15, 5e15, 15e15, 8e12),
-    "B300": Device(2.25e15, 4.5e15, 14e15, 8e12),
-    "GB200": Device(2.5e15, 5e15, 10e15, 8e12),
-    "B200": Device(2.25e15, 4.5e15, 9e15, 8e12),
-    "H200": Device(0.989e15, 1.979e15, None, 4.8e12),
-    "H100": Device(0.989e15, 1.979e15, None, 3.35e12),
-    "L40S": Device(0.362e15, 0.733e15, None, 0.864e12),
-    "RTX 4090": Device(0.165e15, 0.33e15, None, 1.008e12),
-}
-"""By a part of the name that CUDA gives; a longer name stands before one that it contains."""
+    peak = accelerator.peak(wire_format)
+    return None if peak is None else peak * 1e12 * SUSTAINED[wire_format]
 
 
 @dataclass(frozen=True)
@@ -76,58 +56,65 @@ class Step:
     bytes: float
 
 
-def device_of(name: str) -> Device | None:
-    """The device that CUDA calls ``name``, such as "NVIDIA H200"; None for one not listed."""
-    return next((device for part, device in DEVICES.items() if part in name), None)
+def seconds(
+    step: Step, accelerator: Accelerator, wire_format: str, packing: Packing | None
+) -> float | None:
+    """What the step takes; without ``packing`` that of the unquantized model.
 
-
-def seconds(step: Step, device: Device, wire_format: str, packing: Packing | None) -> float | None:
-    """What the step takes; None where the device has no tensor cores for the format."""
-    wide, memory = device.rate("bf16"), device.rate("memory")
-    assert wide is not None and memory is not None
+    None where the accelerator has no tensor cores for the format.
+    """
+    full, memory = rate(accelerator, "bf16"), accelerator.bandwidth * 1e12 * SUSTAINED["memory"]
+    assert full is not None
     if packing is None:
-        busy = step.flops / wide + step.bytes / memory
+        busy = step.flops / full + step.bytes / memory
         return max(busy, step.kernels * ISSUE)
-    quick = device.rate(wire_format)
+    quick = rate(accelerator, wire_format)
     if quick is None:
         return None
-    arithmetic = (step.flops - step.quantised) / wide + step.quantised / quick
+    arithmetic = (step.flops - step.quantised) / full + step.quantised / quick
     moved = step.bytes + step.elements * packing.bytes
     kernels = step.kernels + step.inputs * packing.kernels
     return max(arithmetic + moved / memory, kernels * ISSUE)
 
 
-def speed(step: Step, device: Device, wire_format: str, fused: bool) -> float | None:
-    """How many times as fast as BF16 the step should be; None where the device has not the
-    format.
+def speed(step: Step, accelerator: Accelerator, wire_format: str, fused: bool) -> float | None:
+    """How many times as fast as BF16 the step should be.
+
+    None where nothing is known of the format, or the accelerator has no tensor cores for it.
     """
-    if wire_format not in FUSED:
+    if wire_format == "bf16":
         return 1.0
-    quick = seconds(step, device, wire_format, (FUSED if fused else EAGER)[wire_format])
-    wide = seconds(step, device, "bf16", None)
-    return None if quick is None or wide is None else wide / quick
+    packing = (FUSED if fused else EAGER).get(wire_format)
+    if packing is None:
+        return None
+    quick = seconds(step, accelerator, wire_format, packing)
+    bf16 = seconds(step, accelerator, "bf16", None)
+    return None if quick is None or bf16 is None else bf16 / quick
 
 
 def slower(step: Step, name: str, wire_format: str) -> str | None:
-    """Why a format is no gain on the GPU called ``name`` even with a fused packing; None where it
-    is one, or nothing is known of that GPU.
+    """Why a format is no gain on the GPU called ``name`` even with a fused packing.
+
+    None where it is one, or nothing is known of that GPU or format.
     """
-    device = device_of(name)
-    found = None if device is None else speed(step, device, wire_format, fused=True)
+    accelerator = accelerator_of(name)
+    found = None if accelerator is None else speed(step, accelerator, wire_format, fused=True)
     if found is None or found > 1.0:
         return None
     return f"a step is predicted to run at {found:.2f} times the speed of BF16 on {name}"
 
 
-def table(steps: dict[str, Step], devices: Sequence[str] = tuple(DEVICES)) -> list[list[str]]:
-    """Rows of text with a header: per device and model the predicted speed against BF16, packing
-    eagerly and by kernels.
+def table(
+    steps: dict[str, Step], accelerators: Sequence[str] = tuple(ACCELERATORS)
+) -> list[list[str]]:
+    """Rows of text with a header: per accelerator and model the predicted speed against BF16,
+    packing eagerly and by kernels.
     """
     columns = [(form, fused) for form in FUSED for fused in (False, True)]
     header = [f"{form} {'by kernels' if fused else 'eager'}" for form, fused in columns]
     rows = [["GPU", "model", *header]]
-    for name in devices:
+    for name in accelerators:
         for model, step in steps.items():
-            found = [speed(step, DEVICES[name], form, fused) for form, fused in columns]
+            found = [speed(step, ACCELERATORS[name], form, fused) for form, fused in columns]
             rows.append([name, model, *("" if s is None else f"{s:.2f}" for s in found)])
     return rows

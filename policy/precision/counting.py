@@ -14,7 +14,8 @@ from torch.utils.flop_counter import flop_registry
 from configs.schema import RunConfig
 from policy.families import family_for
 from policy.families.base import Family
-from policy.precision.backends import Backend
+from policy.memory import META, blank, conditioning_like, fused_attention
+from policy.precision.base import Backend
 from policy.precision.cost import Step
 from policy.precision.swap import quantise_plan, weight_modules
 
@@ -47,14 +48,12 @@ def step_of(
     transformer: nn.Module,
     backend: Backend,
     batch: int,
-    keep_wide: Sequence[str] = (),
+    modules_to_not_convert: Sequence[str] = (),
 ) -> Step:
     """One call for ``batch`` images at the family's size, all text tokens in use. ``transformer``
     is unquantised, in bfloat16 on the meta device.
     """
-    from policy.memory import META, conditioning_like, fused_attention
-
-    plan = quantise_plan(transformer, family, keep_wide, backend)
+    plan = quantise_plan(transformer, family, modules_to_not_convert, backend)
     groups = {row.name: row.fused or row.name for row in plan if row.quantised}
     inputs: dict[str, int] = {}
     quantised: list[int] = []
@@ -90,10 +89,7 @@ def step_of(
 
 def configured_step(config: RunConfig, backend: Backend) -> Step:
     """A step of a run's explorer: its model and size, one chunk of seeds."""
-    from policy.memory import blank
-
     family = family_for(config.model)
     transformer = blank(family, "transformer", torch.bfloat16)
-    return step_of(
-        family, transformer, backend, config.explore.chunk_size, config.explore.keep_wide
-    )
+    explore = config.explore
+    return step_of(family, transformer, backend, explore.chunk_size, explore.modules_to_not_convert)

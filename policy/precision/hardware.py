@@ -1,5 +1,4 @@
-"""``torch_nvfp4`` and ``te_nvfp4``: NVFP4 tensor cores of Blackwell GPUs, by torch alone or by
-TransformerEngine.
+"""``torch_nvfp4`` and ``te_nvfp4``: NVFP4 tensor cores, by torch alone or by TransformerEngine.
 
 NOT VERIFIED: neither backend has run on a Blackwell GPU. What a CPU can tell has been tested: the
 packed buffers, the order of the scales, the padding, and torch's own check of the arguments' shapes
@@ -22,6 +21,9 @@ from policy.precision import kernels, nvfp4
 from policy.precision.layer import LastInput, QuantisedLinear, padded_rows, rows_of, swizzled
 from policy.precision.nvfp4 import BLOCK, SPAN_INVERSE
 from policy.precision.packing import NVFP4Packing
+
+BLACKWELL = (10, 0)
+"""The compute capability from which on there are NVFP4 tensor cores."""
 
 
 class NVFP4Weight(QuantisedLinear):
@@ -72,7 +74,7 @@ def no_blackwell(device: torch.device) -> str | None:
     if device.type != "cuda" or not torch.cuda.is_available():
         return "NVFP4 kernels need a Blackwell GPU, and torch sees no CUDA device here"
     capability = torch.cuda.get_device_capability(device)
-    if capability < (10, 0):
+    if capability < BLACKWELL:
         return (
             "NVFP4 kernels need a Blackwell GPU of compute capability 10.0, this one has"
             f" {capability[0]}.{capability[1]}"
@@ -110,8 +112,8 @@ def scaled_mm(
     """alpha (Ux Uw^T) + bias of packed x [M, K] and a weight [N, K] in kernel form: bfloat16 [M,
     N], rounded once; M in multiples of 16.
 
-    Each operand has two scales: E4M3 per block of 16, and float32 per tensor, amax / 2688, so that
-    the kernel applies alpha before it rounds.
+    M is a multiple of 16. Each operand has two scales: E4M3 per block of 16, and float32 per
+    tensor, amax / 2688, so that the kernel applies alpha before it rounds.
     """
     from torch.nn.functional import ScalingType, SwizzleType
     from torch.nn.functional import scaled_mm as torch_scaled_mm
@@ -149,11 +151,14 @@ class TorchNVFP4Linear(NVFP4Weight):
 
 
 class TorchNVFP4(NVFP4Packing):
-    """The backend; see ``policy.precision.backends.Backend``."""
+    """The backend."""
 
     name = "torch_nvfp4"
-    dtype: torch.dtype | None = torch.bfloat16
+    dtype = torch.bfloat16
     fuses = packs_eagerly = True
+    auto_on = "cuda"
+    capability = BLACKWELL
+    speedup = 4
 
     def unavailable(self, device: torch.device) -> str | None:
         """A Blackwell GPU, and torch from 2.10 on."""
@@ -177,10 +182,12 @@ class TorchNVFP4(NVFP4Packing):
 # ---- TransformerEngine
 
 
+Engine = Any
+"""TransformerEngine's modules and objects: it is not installed where types are checked."""
 PARTS = ("DType", "NVFP4Quantizer", "NVFP4Tensor", "autocast", "is_nvfp4_available")
 
 
-def import_engine() -> tuple[Any, Any]:
+def import_engine() -> tuple[Engine, Engine]:
     """The modules ``transformer_engine.pytorch`` and ``transformer_engine.common.recipe``.
 
     Raises ImportError, whatever went wrong: TransformerEngine raises RuntimeError without CUDA.
@@ -226,9 +233,7 @@ INDEXED = 2**31
 
 
 class EngineLinear(NVFP4Weight):
-    """x [..., K] -> [..., N] by ``te.Linear`` over an ``NVFP4Tensor`` made of this module's
-    buffers: nothing is re-quantised.
-    """
+    """x [..., K] -> [..., N] by ``te.Linear`` over an ``NVFP4Tensor`` of this module's buffers."""
 
     not_compiled = (
         "TransformerEngine excludes its layers from tracing, so that every one of them would break"
@@ -238,10 +243,10 @@ class EngineLinear(NVFP4Weight):
     def __init__(self, linear: nn.Linear, engine: Any, recipe: Any) -> None:
         super().__init__(linear)
         self._engine, self._recipe = engine, recipe
-        self._linear: Any = None
+        self._linear: Engine = None
         self._built_on: int | None = None
 
-    def _built(self) -> Any:
+    def _built(self) -> Engine:
         """The te.Linear over the buffers where they are now: moving a module gives it new ones."""
         if self._built_on != self.codes.data_ptr():
             self._linear, self._built_on = (
@@ -250,7 +255,7 @@ class EngineLinear(NVFP4Weight):
             )  # in a tuple: not a submodule
         return self._linear[0]
 
-    def _build(self) -> Any:
+    def _build(self) -> Engine:
         te = self._engine
         quantizer = te.NVFP4Quantizer(
             rowwise=True, columnwise=False, with_rht=False, with_2d_quantization=False
@@ -309,8 +314,10 @@ class EngineNVFP4(NVFP4Packing):
     """
 
     name = "te_nvfp4"
-    dtype: torch.dtype | None = torch.bfloat16
+    dtype = torch.bfloat16
     fuses = packs_eagerly = True
+    capability = BLACKWELL
+    speedup = 4
 
     def unavailable(self, device: torch.device) -> str | None:
         """What ``torch_nvfp4`` needs, all parts of TransformerEngine, and what that says itself."""
@@ -345,3 +352,7 @@ class EngineNVFP4(NVFP4Packing):
         engine, recipes = import_engine()
         recipe = nvfp4_recipe(recipes)
         return lambda linear: EngineLinear(linear, engine, recipe)
+
+    def blanks(self) -> Callable[[nn.Linear], QuantisedLinear]:
+        """The weights that the layers hold, without TransformerEngine."""
+        return NVFP4Weight

@@ -73,7 +73,7 @@ def test_a_composed_preset_is_the_papers_setting(name):
     assert config.objective.name == "diffusion_nft" and config.objective.times_per_sample == 6
     assert [(scorer.name, scorer.weight) for scorer in config.rewards.scorers] == [(reward, 1.0)]
     assert (
-        config.services.rollout.accelerator == "in(B200,GB200)"
+        config.services.rollout.accelerator == "in(B200,GB200,B300,GB300)"
         and config.services.learner.accelerator is None
     )
 
@@ -99,7 +99,7 @@ def test_the_other_objectives_of_the_table(name):
     )
     assert (
         config.plan.solver
-        == {"flow_grpo": "flow_sde", "dance_grpo": "dance_sde", "awm": "dpm2"}[objective]
+        == {"flow_grpo": "flow_sde", "dance_grpo": "dance_sde", "awm": "dpmpp_2m"}[objective]
     )
     assert config.model.shift == (3.0 if objective == "dance_grpo" else None)
     assert (

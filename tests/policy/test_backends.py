@@ -3,12 +3,13 @@
 import re
 from dataclasses import dataclass
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
 
 from actors import rollout
+from configs.backends import BackendName
 from policy.precision import hardware, kernels
 from policy.precision.backends import BACKENDS, eager_note, packing_backend, resolve_backend
 from policy.precision.cost import Step
@@ -226,9 +227,10 @@ def test_an_explorer_reports_it(gpu, monkeypatch, compile, ends):
     monkeypatch.setattr(kernels, "missing", lambda device: "triton is away")
     explore = SimpleNamespace(backend="fp8", compile=compile)
     run = SimpleNamespace(plan=SimpleNamespace(explore=explore), explore=explore, arm="sol_rl")
-    monkeypatch.setattr(rollout, "begin", lambda config, kind: (run, None, torch.device("cuda")))
+    monkeypatch.setattr(rollout, "begin", lambda tree, kind: (run, None))
+    monkeypatch.setattr(rollout, "begin_torch", lambda service: torch.device("cuda"))
     monkeypatch.setattr(rollout.RolloutActor, "_build", lambda self, backend: None)
-    why = rollout.RolloutActor({}).ready()["why"]
+    why = rollout.RolloutActor({}).ready().why
     assert why.startswith("fp8: as configured") and why.endswith(ends)
 
 
@@ -255,10 +257,5 @@ def test_an_engine_that_fails_to_import_is_a_reason_not_a_crash(monkeypatch):
 
 
 def test_names_are_those_of_the_configuration():
-    from typing import get_args
-
-    from configs.sections import Backend
-
-    assert set(get_args(Backend)) == {"auto", *BACKENDS} and all(
-        backend.name == name for name, backend in BACKENDS.items()
-    )
+    assert get_args(BackendName) == ("auto", *BACKENDS)
+    assert all(backend.name == name for name, backend in BACKENDS.items())
