@@ -128,8 +128,8 @@ def test_the_optimiser_holds_two_numbers_per_weight(tiny_sd3_dir, tmp_path):
 
 
 def test_kernels_that_are_not_installed_are_counted_from_their_buffers(tiny_sd3_dir):
-    """NVFP4 on a GPU: codes of K/2, scales in whole tiles of 128 x 4, one amax; what travels is the
-    compact form.
+    """NVFP4 on a GPU: codes of K/2, scales in whole tiles of 128 x 4, an amax and its factor; what
+    travels is the compact form.
     """
     family = family_for(tiny_model("sd3", tiny_sd3_dir))
     blank, rows, layers = memory.blank_explorer(family, BACKENDS["te_nvfp4"], (), torch.bfloat16)
@@ -137,11 +137,11 @@ def test_kernels_that_are_not_installed_are_counted_from_their_buffers(tiny_sd3_
     assert memory.wire_bytes(blank, rows, layers, (), BACKENDS["te_nvfp4"]) == memory.wire_bytes(
         *emulated, (), BACKENDS["emulated_nvfp4"]
     )
-    # to_q, to_k, to_v [32, 32] run as one [96, 32]: 96 * 16 codes, 128 * 4 scales, one amax
+    # to_q, to_k, to_v [32, 32] run as one [96, 32]: 96 * 16 codes, 128 * 4 scales, amax and factor
     fused = blank.get_submodule("transformer_blocks.0.attn.to_q")
     assert (
         sum(buffer.numel() * buffer.element_size() for buffer in fused.buffers())
-        == 96 * 16 + 128 * 4 + 4
+        == 96 * 16 + 128 * 4 + 4 + 4
     )
 
 
