@@ -121,6 +121,15 @@ def _plan(sub: Sub) -> None:
         help="GPUs assumed, such as B200; the explorers' own unless given",
     )
     sub.add_argument(
+        "--gpus",
+        type=int,
+        metavar="N",
+        help="GPUs to lay the run out on; layout.gpus, or one node's, unless given",
+    )
+    sub.add_argument(
+        "--json", action="store_true", help="print the prediction as one JSON object instead"
+    )
+    sub.add_argument(
         "--peak-tflops",
         type=float,
         metavar="T",

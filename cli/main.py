@@ -213,6 +213,7 @@ def _plan(options: argparse.Namespace) -> int:
         "quantised_peak_tflops",
         "utilisation",
         "gpu_memory_gb",
+        "gpus",
         "node_gpus",
         "node_cpus",
     ):
@@ -220,7 +221,7 @@ def _plan(options: argparse.Namespace) -> int:
             raise ConfigError([f"--{name.replace('_', '-')} {value:g}: must be above 0"])
     config = load(options.config, options.overrides)
     from planning.assumptions import Assumptions
-    from planning.lines import lines_of
+    from planning.lines import json_of, lines_of
     from planning.make import make_plan
 
     nodes = None
@@ -236,11 +237,12 @@ def _plan(options: argparse.Namespace) -> int:
         quantised_peak_tflops=options.quantised_peak_tflops,
         utilisation=options.utilisation,
         gpu_memory_gb=options.gpu_memory_gb,
+        gpus=options.gpus,
         node_gpus=options.node_gpus,
         node_cpus=options.node_cpus,
     )
-    for line in lines_of(make_plan(config, given, nodes)):
-        print(line)
+    plan = make_plan(config, given, nodes)
+    print(json.dumps(json_of(plan), indent=2) if options.json else "\n".join(lines_of(plan)))
     return DONE
 
 

@@ -27,6 +27,7 @@ PER_SERVICE = (
 )
 OPERATIONAL = (
     "run_root",
+    "layout",
     *(f"services.*.{name}" for name in PER_SERVICE),
     *(f"services.scorers.*.{name}" for name in PER_SERVICE),
     "services.autoscale",

@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
+from configs.layout import Layout
 from configs.objectives import DiffusionNFTSettings, Objective, misfit
 from configs.rewards import Advantages, Rewards
 from configs.section import PathText, Section
@@ -71,6 +72,9 @@ class RunConfig(Section):
     old_policy: OldPolicy = OldPolicy()
     ema: Ema = Ema()
     services: Services = Services()
+    layout: Layout | None = Field(
+        default=None, description="how actors share GPUs; None: as `services` says"
+    )
     audit: Audit = Audit()
     checkpoint: Checkpoint = Checkpoint()
     stop: Stop = Stop()

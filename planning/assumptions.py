@@ -23,13 +23,14 @@ class Accelerator:
     fp4: float
     memory_gb: float
     auto: str
+    fp32: float  # of plain FP32 products
 
 
 ACCELERATORS = {
-    "B200": Accelerator(2250, 4500, 9000, 180, "te_nvfp4"),
-    "GB200": Accelerator(2500, 5000, 10000, 186, "te_nvfp4"),
-    "H200": Accelerator(990, 1980, 0, 141, "fp8"),
-    "H100": Accelerator(990, 1980, 0, 80, "fp8"),
+    "B200": Accelerator(2250, 4500, 9000, 180, "te_nvfp4", 75),
+    "GB200": Accelerator(2500, 5000, 10000, 186, "te_nvfp4", 80),
+    "H200": Accelerator(990, 1980, 0, 141, "fp8", 67),
+    "H100": Accelerator(990, 1980, 0, 80, "fp8", 67),
 }
 
 
@@ -46,6 +47,7 @@ class Assumptions:
     quantised_peak_tflops: float | None = None
     utilisation: float = 0.4
     gpu_memory_gb: float | None = None
+    gpus: int | None = None  # None: those of [layout], or one node's
     node_gpus: int = 8
     node_cpus: int = 96
 

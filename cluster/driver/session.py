@@ -18,6 +18,7 @@ from analysis.report.page import build_report
 from cluster.driver.autoscale import Autoscaler, Meter
 from cluster.driver.held_out import HeldOut
 from cluster.driver.iteration import Iteration
+from cluster.driver.layout import on_this_cluster
 from cluster.driver.loop import Ring
 from cluster.driver.services import Services, check_run_root, join_or_start_ray
 from cluster.driver.status import Reporter
@@ -30,6 +31,7 @@ from configs.prompts import Prompt, read_prompts
 from configs.schema import RunConfig
 from learner.checkpoint import CheckpointError, latest_checkpoint, read
 from learner.schedules import stop_reason
+from planning.layouts.resolve import as_started, keep_layout
 from planning.preflight import check_model, check_resumable, check_scorers
 from records.errors import InputsLost, RunFailed, StateLost, Stopped
 from records.progress import Progress
@@ -57,11 +59,14 @@ def train(config: RunConfig, resume: bool) -> RunDirectory:
     rundir = RunDirectory.of(config)
     with contextlib.ExitStack() as alone:
         if resume:
-            check_resumable(config, rundir)
+            started = rundir.configuration()
+            check_resumable(as_started(config, started), rundir)
+            config = keep_layout(config, started)
             alone.enter_context(rundir.held())
         joined = join_or_start_ray(config)
         try:
             check_run_root(config, joined)
+            config = on_this_cluster(config, partial(print, flush=True))
             check_store(
                 config,
                 asyncio.run(unless_stopped(find_room(config, tell=partial(print, flush=True)))),

@@ -1,0 +1,100 @@
+"""Every preset of a full-size model, laid out on GPUs: how near to all GPUs at work, and the arms.
+
+What is counted of the models comes from the kept table, which `test_the_kept_counts_are_todays`
+holds against a count.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+
+from configs.load import MODELS, REWARDS, load
+from configs.schema import RunConfig
+from planning import counting
+from planning.assumptions import Assumptions
+from planning.layouts.arms import arms_of, ratios
+from planning.layouts.choose import choose
+from planning.layouts.gpus import Gpus
+from planning.layouts.lines import Outlook, as_json, outlook_lines, warnings
+from planning.layouts.resolve import costs_of
+from planning.make import described
+from policy.families import Family
+from policy.precision.backends import BACKENDS
+
+SIZES = [("B200", 180, n) for n in (1, 2, 4, 8, 16, 64)] + [("H200", 141, 8)]
+
+
+@contextmanager
+def preset(name: str, *overrides: str) -> Iterator[tuple[RunConfig, Family]]:
+    config = load(name, overrides)
+    with described(config) as (family, _):
+        yield config, family
+
+
+@pytest.mark.parametrize("reward", REWARDS)
+@pytest.mark.parametrize("model", MODELS)
+def test_predicted_seconds_are_near_all_work_spread_over_all_gpus(model, reward):
+    with preset(f"{model}-sol_rl-{reward}") as (config, family):
+        for kind, memory, count in SIZES:
+            gpus = [Gpus(kind, count, memory)]
+            choice = choose(config, gpus, costs_of(config, family, gpus, Assumptions()))
+            most = 1.15 if (kind, count) == ("B200", 8) else 1.25
+            assert choice.best.seconds <= most * choice.bound, (kind, count)
+            assert choice.best.numbers.ahead == (count > config.prompts.per_iteration)
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_sol_rl_is_faster_than_naive_scaling_at_equal_gpus(model):
+    gpus = [Gpus("B200", 8, 180)]
+    with preset(f"{model}-sol_rl-hpsv2") as (config, family):
+        arms = arms_of(config, family, gpus, Assumptions())
+    assert set(arms) == {"diffusionnft", "naive_scaling", "naive_quant", "sol_rl"}
+    ours, naive = arms["sol_rl"], arms["naive_scaling"]
+    assert ours.explore < naive.explore and ours.rollout < naive.rollout
+    assert ours.iteration < naive.iteration
+    assert ours.update == pytest.approx(naive.update)  # the same in every arm
+    found = ratios(config, arms)
+    assert found is not None and found.rollout == naive.rollout / ours.rollout
+    assert (found.paper is None) == (model == "sd35_medium")
+
+
+def test_what_is_printed(capsys):
+    gpus = [Gpus("B200", 64, 180)]
+    with preset("sana-sol_rl-hpsv2") as (config, family):
+        choice = choose(config, gpus, costs_of(config, family, gpus, Assumptions()))
+        arms = arms_of(config, family, gpus, Assumptions())
+    found = choice.best.prediction
+    assert found is not None
+    outlook = Outlook(gpus, found, choice.bound, 0.99 * found.iteration, arms, choice)
+    text = "\n".join(outlook_lines(config, outlook))
+    assert f"layout      {choice.best.numbers.mode} on 64 x B200: the fastest by prediction" in text
+    assert "sol_rl against naive_scaling: rollouts" in text and "1.41 x and 1.25 x" in text
+    assert "hidden      exploring is hidden behind" in text
+    tree = as_json(config, outlook)
+    assert tree["iteration_s"] == found.iteration and tree["bound_s"] == choice.bound
+    assert set(tree["arms"]) == set(arms)  # type: ignore[call-overload]
+    slower = {**arms, "naive_scaling": arms["naive_quant"]}
+    swift = {"naive_scaling": slower["diffusionnft"], "sol_rl": found}
+    said = warnings(config, Outlook(gpus, found, choice.bound, found.iteration, swift, choice))
+    assert any(line.startswith("slower      sol_rl is predicted to take") for line in said)
+
+
+@pytest.mark.parametrize("backend", ["te_nvfp4"])
+def test_the_kept_counts_are_todays(backend):
+    """Of the quickest model; the others are counted by `make test-slow`."""
+    _same("sd35_medium", backend)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", ["te_nvfp4", "fp8", "bf16"])
+@pytest.mark.parametrize("model", MODELS)
+def test_all_kept_counts_are_todays(model, backend):
+    _same(model, backend)
+
+
+def _same(model: str, backend: str) -> None:
+    with preset(f"{model}-sol_rl-hpsv2") as (config, family):
+        kept = counting.counts_of(config, family, BACKENDS[backend])
+        assert counting.key_of(config, backend) in counting._kept()
+        assert kept == counting.count(config, family, BACKENDS[backend])
