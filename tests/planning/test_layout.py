@@ -9,11 +9,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from configs.load import ConfigError, load
+from configs.resume import differences
 from configs.schema import RunConfig
 from planning.layouts.choose import Costs, choose
 from planning.layouts.gpus import Gpus, gpus_of, lay
+from planning.layouts.limits import refuse_on_this_machine, refuse_too_many
 from planning.layouts.numbers import Group, Numbers, numbers_of, with_numbers
 from planning.layouts.predict import Tasks, bound, fill, predict
+from planning.layouts.resolve import as_started, keep_layout, to_choose
 from planning.placement import ACCELERATOR, UNIT, Node, needs_of, place
 
 MODELS = {  # GPU-seconds on a B200: explore, regenerate, update
@@ -168,6 +171,16 @@ def test_chosen_numbers_are_written_out_and_stay():
     assert again.best.numbers.groups == numbers_of(resolved).groups
 
 
+def test_whether_there_is_anything_to_choose():
+    """Nothing without [layout], on CPUs by hand, or where every number is given."""
+    assert to_choose(preset("flux1")) and not to_choose(load("quickstart"))
+    cpus = [f"services.{kind}.gpus=0" for kind in ("rollout", "learner", "reward", "encoder")]
+    assert not to_choose(preset("flux1", *cpus)) and to_choose(preset("flux1", *cpus[:3]))
+    config = preset("flux1")
+    chosen = choose(config, [Gpus("B200", 8, 180)], costs("flux1")).best.numbers
+    assert not to_choose(with_numbers(config, chosen))
+
+
 # ---- what does not fit
 
 
@@ -208,6 +221,40 @@ def test_gpus_of_nodes():
     assert found == [Gpus("B200", 12, 180, 12), Gpus("H200", 2, 141, 16)]
     with pytest.raises(ConfigError, match="nothing is known of the GPU T4"):
         gpus_of([Node("a", 8, 1, {ACCELERATOR: "T4"})], {"B200": 180})
+
+
+def test_a_machine_is_not_asked_for_more_actors_than_it_holds(monkeypatch):
+    """Before Ray is started: what this machine has, or what the nodes of a cluster add up to."""
+    monkeypatch.setattr("os.cpu_count", lambda: 2)
+    most = {"SC_PAGE_SIZE": 4096, "SC_PHYS_PAGES": 24_000_000_000 // 4096}
+    monkeypatch.setattr("os.sysconf", lambda name: most[name])
+    many = load("quickstart", ["services.rollout.actors=100000"])
+    with pytest.raises(ConfigError) as error:
+        refuse_on_this_machine(many)
+    assert error.value.lines == [
+        "services.rollout.actors = 100000: this machine has 2 cores and 24.0 GB; an actor needs"
+        " 0.25 GB before it loads a model, and a core starts 64 at most: lower it to 95 or less"
+    ]
+    refuse_on_this_machine(load("quickstart", ["services.rollout.actors=95"]))
+    with pytest.raises(ConfigError, match="need 50000, there are 128: at most 256 have a place"):
+        refuse_too_many(many, 0, 0, [Node("a", 64), Node("b", 64)])
+
+
+# ---- --resume
+
+
+def test_a_resumed_run_keeps_its_replicas_and_gets_the_gpus_there_are_now():
+    gpus = [Gpus("B200", 8, 180)]
+    started = with_numbers(
+        preset("flux1"), choose(preset("flux1"), gpus, costs("flux1")).best.numbers
+    )
+    assert differences(started, as_started(preset("flux1"), started)) == []
+    kept = keep_layout(preset("flux1"), started)
+    again = choose(kept, [Gpus("B200", 16, 180)], costs("flux1")).best.numbers
+    assert again.groups["learner"].actors == 8 and again.groups["rollout"].actors == 8 + 2 * 8
+    assert differences(started, with_numbers(kept, again)) == []
+    other = as_started(preset("flux1", "services.learner.replicas=4"), started)
+    assert differences(started, other) == ["services.learner.replicas: 8 -> 4"]
 
 
 # ---- what always holds

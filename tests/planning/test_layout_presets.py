@@ -4,11 +4,13 @@ What is counted of the models comes from the kept table, which `test_the_kept_co
 holds against a count.
 """
 
+import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 import pytest
 
+from cli.main import main
 from configs.load import MODELS, REWARDS, load
 from configs.schema import RunConfig
 from planning import counting
@@ -59,7 +61,7 @@ def test_sol_rl_is_faster_than_naive_scaling_at_equal_gpus(model):
     assert (found.paper is None) == (model == "sd35_medium")
 
 
-def test_what_is_printed(capsys):
+def test_what_is_printed():
     gpus = [Gpus("B200", 64, 180)]
     with preset("sana-sol_rl-hpsv2") as (config, family):
         choice = choose(config, gpus, costs_of(config, family, gpus, Assumptions()))
@@ -74,10 +76,40 @@ def test_what_is_printed(capsys):
     tree = as_json(config, outlook)
     assert tree["iteration_s"] == found.iteration and tree["bound_s"] == choice.bound
     assert set(tree["arms"]) == set(arms)  # type: ignore[call-overload]
-    slower = {**arms, "naive_scaling": arms["naive_quant"]}
-    swift = {"naive_scaling": slower["diffusionnft"], "sol_rl": found}
+    swift = {"naive_scaling": arms["diffusionnft"], "sol_rl": found}
     said = warnings(config, Outlook(gpus, found, choice.bound, found.iteration, swift, choice))
     assert any(line.startswith("slower      sol_rl is predicted to take") for line in said)
+
+
+def test_the_command_prints_one_object(capsys):
+    assert main(["plan", "sana-sol_rl-hpsv2", "--gpus", "16", "--json"]) == 0
+    tree = json.loads(capsys.readouterr().out)
+    assert tree["bound_s"] <= tree["iteration_s"] <= 1.25 * tree["bound_s"]
+    assert tree["layout"]["mode"] == "shared" and tree["layout"]["gpus"] == 16
+    assert tree["layout"]["services"]["learner"]["actors"] == 16
+    assert tree["idle_share"].keys() == {"rollout", "learner", "reward", "encoder"}
+    assert tree["arms"]["sol_rl"] == tree["iteration_s"] < tree["arms"]["naive_scaling"]
+    assert tree["warnings"] == []
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (
+            ("flux1-sol_rl-hpsv2", "--gpus", "1", "--gpu-memory-gb", "24"),
+            "FLUX.1-dev does not fit on 1 x B200 of 24 GB: ",
+        ),
+        (
+            ("quickstart", "--set", "services.rollout.actors=100000"),
+            "services.rollout: 100000 actors of 0.5 CPU each need 50000",
+        ),
+        (("quickstart", "--gpus", "2"), "--gpus 2: no service asks for a GPU"),
+    ],
+)
+def test_what_cannot_be_is_one_line(capsys, arguments, said):
+    assert main(["plan", *arguments]) == 2
+    errors = capsys.readouterr().err
+    assert said in errors and errors.count("\n") == 1, errors
 
 
 @pytest.mark.parametrize("backend", ["te_nvfp4"])
