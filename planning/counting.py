@@ -13,6 +13,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import torch
+from pydantic import TypeAdapter
 from torch import nn
 
 from configs.schema import RunConfig
@@ -83,9 +84,9 @@ def key_of(config: RunConfig, backend: str) -> str:
 @functools.cache
 def _kept() -> dict[str, Counts]:
     ids = {published(name)["hub_id"] for name in published_names()}
-    rows = json.loads(KEPT.read_text(encoding="utf-8")) if KEPT.is_file() else {}
+    rows = TypeAdapter(dict[str, Counts]).validate_json(KEPT.read_bytes())
     return {
-        key: Counts(**{k: Work(**v) if isinstance(v, dict) else v for k, v in row.items()})
+        key: row
         for key, row in rows.items()
         if key.partition(" ")[0] in ids and not Path(key.partition(" ")[0]).exists()
     }
