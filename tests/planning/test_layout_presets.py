@@ -1,7 +1,7 @@
 """Every preset of a full-size model, laid out on GPUs: how near to all GPUs at work, and the arms.
 
 What is counted of the models comes from the kept table, which `test_the_kept_counts_are_todays`
-holds against a count.
+compares with a count.
 """
 
 import json
@@ -112,21 +112,22 @@ def test_what_cannot_be_is_one_line(capsys, arguments, said):
     assert said in errors and errors.count("\n") == 1, errors
 
 
-@pytest.mark.parametrize("backend", ["te_nvfp4"])
-def test_the_kept_counts_are_todays(backend):
-    """Of the quickest model; the others are counted by `make test-slow`."""
-    _same("sd35_medium", backend)
+@pytest.mark.parametrize("model", MODELS)
+def test_counts_of_every_preset_are_kept(model):
+    """In what GPUs explore in: so that a plan comes at once."""
+    config = load(f"{model}-sol_rl-hpsv2")
+    assert all(
+        counting.key_of(config, backend) in counting._kept()
+        for backend in ("te_nvfp4", "fp8", "bf16")
+    )
+    other = load(f"{model}-sol_rl-hpsv2", ["lora.rank=8"])
+    assert counting.key_of(other, "fp8") not in counting._kept()
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("backend", ["te_nvfp4", "fp8", "bf16"])
 @pytest.mark.parametrize("model", MODELS)
-def test_all_kept_counts_are_todays(model, backend):
-    _same(model, backend)
-
-
-def _same(model: str, backend: str) -> None:
+def test_the_kept_counts_are_todays(model):
     with preset(f"{model}-sol_rl-hpsv2") as (config, family):
-        kept = counting.counts_of(config, family, BACKENDS[backend])
-        assert counting.key_of(config, backend) in counting._kept()
-        assert kept == counting.count(config, family, BACKENDS[backend])
+        for backend in ("te_nvfp4", "fp8", "bf16"):
+            kept = counting.counts_of(config, family, BACKENDS[backend])
+            assert kept == counting.count(config, family, BACKENDS[backend])
