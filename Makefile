@@ -6,7 +6,7 @@ BIN := .venv/bin
 export RAY_USAGE_STATS_ENABLED = 0
 export RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO = 0
 
-.PHONY: setup quickstart cluster-demo compare-small search-small test test-slow lint types arrows check bench parity soak shapes-model shapes-clip clean
+.PHONY: setup quickstart cluster-demo compare-small search-small test test-slow coverage lint types arrows check bench parity soak shapes-model shapes-clip clean
 
 setup: .venv/.ready
 
@@ -32,8 +32,9 @@ compare-small: setup
 search-small: setup
 	$(BIN)/sol-rl compare small_search $(ARGS)
 
+# Two processes: one has the tests on Ray, whose actors serve one run after the other.
 test: setup
-	$(BIN)/python -m pytest $(ARGS)
+	$(BIN)/python -m pytest -n 2 --dist loadgroup $(ARGS)
 
 test-slow: setup
 	$(BIN)/python -m pytest -m slow --timeout=3000 $(ARGS)
@@ -47,6 +48,13 @@ types: setup
 
 arrows: setup
 	$(BIN)/lint-imports
+
+# The share of lines that `make test` reaches, in every process that it starts.
+coverage: setup
+	$(BIN)/coverage erase
+	$(BIN)/coverage run -m pytest -n 2 --dist loadgroup $(ARGS)
+	$(BIN)/coverage combine --quiet
+	$(BIN)/coverage report --skip-covered
 
 check: lint types arrows test
 
@@ -70,4 +78,4 @@ shapes-clip: setup
 	$(BIN)/python -m shapes.clip_build --out shapes/clip $(ARGS)
 
 clean:
-	rm -rf .venv build dist *.egg-info .pytest_cache .ruff_cache
+	rm -rf .venv build dist *.egg-info .pytest_cache .ruff_cache .coverage .coverage.*

@@ -1,34 +1,32 @@
-"""The encoder service: prompts to conditioning, once per iteration. The only actor that holds text
-encoders.
+"""The encoder service: prompts to conditioning, once per iteration.
+
+The only actor that holds text encoders.
 """
 
 from __future__ import annotations
 
 import time
-from typing import Any
 
-from actors.runtime import begin, identity
+from actors.messages import ActorInfo
+from actors.runtime import Tree, begin, begin_torch, identity
 from policy.families import family_for
+from policy.types import DTYPES, Conditioning
 
 
 class EncoderActor:
     """Holds the family's text encoders."""
 
-    def __init__(self, config: dict[str, Any]):
-        run, _, device = begin(config, "encoder")
-        import torch
+    def __init__(self, tree: Tree):
+        run, service = begin(tree, "encoder")
+        dtype = DTYPES[run.regenerate.precision]
+        self._text = family_for(run.model).load_text(begin_torch(service), dtype)
 
-        dtype = torch.float32 if run.regenerate.precision == "fp32" else torch.bfloat16
-        self._text = family_for(run.model).load_text(device, dtype)
-
-    def ready(self) -> dict[str, Any]:
+    def ready(self) -> ActorInfo:
         """Who this is; answers once the model is loaded."""
         return identity()
 
-    def encode(self, groups: list[list[str]]) -> tuple[Any, ...]:
-        """Seconds taken, then one Conditioning (rows = prompts, on CPU) per group of prompts; call
-        with as many returns.
-        """
+    def encode(self, groups: list[list[str]]) -> tuple[float, *tuple[Conditioning, ...]]:
+        """Seconds taken, then one Conditioning (rows = prompts, on CPU) per group of prompts."""
         start = time.perf_counter()
         encoded = [self._text.encode(prompts).to(device="cpu") for prompts in groups]
         return (time.perf_counter() - start, *encoded)

@@ -1,146 +1,165 @@
 """The learner service: regenerates in full precision, updates the LoRA, exports the policy for the
-explorers.
+rollout actors.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, replace
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
 import numpy as np
 import ray
+from ray import ObjectRef
 
-from actors.messages import Rows, TrainingGroup
-from actors.runtime import begin, identity
-from learner.objectives import Record
+from actors.messages import (
+    ActorInfo,
+    Exported,
+    Floats,
+    GenerateRequest,
+    Images,
+    Rendezvous,
+    SampleRows,
+    Samples,
+    Shard,
+    TrainingGroup,
+)
+from actors.runtime import Tree, begin, begin_torch, identity
 from learner.replicas import DistributedReplicas, open_store, reach_store
 from policy.types import Conditioning
+
+if TYPE_CHECKING:
+    from torch.distributed import TCPStore
+
+    from learner.batch import Group
+
+X = TypeVar("X")
+
+
+class Fetch(Protocol):
+    """The objects behind references, in order."""
+
+    def __call__(self, references: Sequence[ObjectRef[X]], /) -> list[X]: ...
 
 
 class LearnerActor:
     """A thin shell around ``learner.trainer.Trainer``."""
 
-    def __init__(self, config: dict[str, Any], failure_dir: str):
-        run, _, device = begin(config, "learner")
-        from learner.trainer import (
-            Trainer,
-        )  # with it peft and diffusers: seconds, which the driver need not spend
+    def __init__(self, tree: Tree, failure_dir: str, fetch: Fetch = ray.get):
+        """``fetch`` is another one where there is no Ray."""
+        run, service = begin(tree, "learner")
+        device = begin_torch(service)
+        # with it come peft and diffusers: seconds, which the driver need not spend
+        from learner.trainer import Trainer
 
         self._trainer = Trainer(run, device=device, failure_dir=failure_dir)
-        self._chunks: list[np.ndarray] = []
-        self._store: Any = None
+        self._fetch = fetch
+        self._shards: list[Shard] = []
+        self._store: TCPStore | None = None
 
-    def ready(self) -> dict[str, Any]:
-        """Who this is, how many parameters it trains, and whether its first pictures will take
-        longer.
+    def ready(self) -> ActorInfo:
+        """Who this is, and how many parameters it trains."""
+        trainer = self._trainer
+        cold = trainer.config.regenerate.compile
+        return replace(identity(), trainable=trainer.trainable_parameters, cold=cold)
+
+    def rendezvous(self, timeout_s: float) -> Rendezvous:
+        """Where the replicas of this learner can find each other, open until they do so again."""
+        host = ray.util.get_node_ip_address()
+        self._store, port = open_store(host, timeout_s)
+        return Rendezvous(host, port, timeout_s)
+
+    def join(self, rank: int, size: int, at: Rendezvous) -> None:
+        """Become replica ``rank`` of ``size``; returns when all hold the same weights.
+
+        Raises:
+            GroupBroken: another replica kept the others waiting for longer than ``at.timeout_s``.
         """
-        return identity(
-            trainable=self._trainer.trainable_parameters,
-            cold=self._trainer.config.regenerate.compile,
-        )
+        store = self._store if rank == 0 else reach_store(at.host, at.port, at.timeout_s)
+        assert store is not None, "the first replica is asked for its rendezvous before it joins"
+        device = self._trainer.device
+        self._trainer.join(DistributedReplicas(rank, size, store, device, at.timeout_s))
 
-    def meeting_place(self, timeout_s: float) -> tuple[str, int]:
-        """(host, port) where the replicas of this learner meet, on this node's own address; open
-        until they meet again.
-        """
-        self._store, port = open_store(host := ray.util.get_node_ip_address(), timeout_s)
-        return host, port
-
-    def join(self, rank: int, size: int, host: str, port: int, timeout_s: float) -> None:
-        """Become replica ``rank`` of ``size``. Returns when all are there and hold the same
-        weights.
-
-        A replica that keeps the others waiting for ``timeout_s``, now or later, counts as lost:
-        GroupBroken.
-        """
-        store = self._store if rank == 0 else reach_store(host, port, timeout_s)
-        self._trainer.join(DistributedReplicas(rank, size, store, self._trainer.device, timeout_s))
-
-    def quantisation(self) -> list[dict[str, Any]]:
-        """The table of modules: what explorers run quantised and what not, and why."""
+    def quantisation(self) -> list[dict[str, object]]:
+        """Rows of ``quantisation.json``: what explorers run quantised and what not, and why."""
         return self._trainer.quantisation_table
 
     def generate(
-        self,
-        conditioning: Conditioning,
-        seeds: tuple[int, ...],
-        steps: int,
-        solver: str | None,
-        weights: str | None,
-    ) -> tuple[float, np.ndarray, Record]:
-        """(seconds, images uint8 [B, 3, H, W], samples as named arrays [B, ...]) in full precision.
-
-        Row r of ``conditioning`` serves an equal share of the seeds, in order: all of them when
-        there is one row. ``weights`` is current, old, ema or base; None is the sampling policy of
-        the objective, as None is its solver.
-        """
+        self, request: GenerateRequest, conditioning: Conditioning
+    ) -> tuple[float, Images, Samples]:
+        """(seconds, images uint8 [B, 3, H, W], samples [B, ...]) in full precision."""
         start = time.perf_counter()
-        rows = conditioning.repeat(len(seeds) // len(conditioning))
-        samples, images = self._trainer.regenerate(
-            rows, seeds, steps=steps, solver=solver, weights=weights
-        )
+        rows = conditioning.repeat(len(request.seeds) // len(conditioning))
+        samples, images = self._trainer.regenerate(rows, **asdict(request))
         return time.perf_counter() - start, images, samples
 
-    def update(
-        self, iteration: int, groups: list[TrainingGroup], conds: int, *sent: Any
-    ) -> dict[str, float]:
-        """One training iteration. ``sent``: first ``conds`` Conditionings, one per group, then the
-        records of samples.
+    def update(self, iteration: int, groups: list[TrainingGroup]) -> dict[str, float]:
+        """One training iteration, on this replica's share of ``groups``; returns its metrics.
 
-        Groups without samples are other replicas' to train on; their rewards count here too.
+        Only what this replica trains on is fetched. References within a message are not resolved
+        by Ray, so this raises ObjectLostError where their objects went with a node.
         """
-        from learner.trainer import Group
+        replicas = self._trainer.replicas
+        mine, elsewhere = share(groups, replicas.rank, replicas.size)
+        return self._trainer.update(iteration, self._batch(mine), elsewhere)
 
-        mine, conditionings, records = (
-            [group for group in groups if group.samples],
-            sent[:conds],
-            sent[conds:],
-        )
-        batch = [
+    def _batch(self, groups: Sequence[TrainingGroup]) -> list[Group]:
+        from learner.batch import Group
+
+        conditionings = self._fetch([group.conditioning for group in groups])
+        samples = iter(self._fetch([part.samples for group in groups for part in group.samples]))
+        return [
             Group(
                 prompt_index=group.prompt,
                 cond=conditioning,
-                samples=gather(group.samples, records),
+                samples=gather(group.samples, [next(samples) for _ in group.samples]),
                 rewards=group.rewards,
             )
-            for group, conditioning in zip(mine, conditionings, strict=True)
+            for group, conditioning in zip(groups, conditionings, strict=True)
         ]
-        return self._trainer.update(
-            iteration, batch, {group.prompt: group.rewards for group in groups if not group.samples}
-        )
 
     def export(
         self, version: int, backend: str | None = None, weights: str | None = None
-    ) -> tuple[Any, dict[str, float]]:
-        """Pack the sampling policy; (manifest, statistics against the version before). Chunks are
-        then fetched one by one.
+    ) -> Exported:
+        """Pack the policy that is sampled; its shards are then fetched one by one.
 
         ``backend`` is the precision that explorers run; None: what the configuration says.
         ``weights``: another adapter.
         """
-        manifest, self._chunks, statistics = self._trainer.export(version, backend, weights)
-        return manifest, statistics
+        manifest, self._shards, statistics = self._trainer.export(version, backend, weights)
+        return Exported(manifest, statistics)
 
-    def chunk_by_reference(self, index: int) -> tuple[int, np.ndarray]:
-        """(bytes, one chunk uint8 of the last export). A return value is owned by the caller: it
-        outlives this actor.
-        """
-        return self._chunks[index].nbytes, self._chunks[index]
+    def shard(self, index: int) -> tuple[int, Shard]:
+        """(bytes, one shard uint8 [bytes] of the last export)."""
+        return self._shards[index].nbytes, self._shards[index]
 
-    def save(self, path: str, extra: dict[str, Any]) -> None:
+    def save(self, path: str, extra: Mapping[str, object]) -> None:
         """Write a checkpoint directory atomically."""
-        self._trainer.save(path, extra)
+        self._trainer.save(path, dict(extra))
 
-    def load(self, path: str) -> dict[str, Any]:
+    def load(self, path: str) -> Mapping[str, object]:
         """Restore a checkpoint; returns the extra state it was saved with."""
         return self._trainer.load(path)
 
 
-def gather(parts: Sequence[Rows], records: Sequence[Record]) -> Record:
-    """The samples that ``parts`` name, in their order, as one record."""
-    names = records[parts[0].record]
+def share(
+    groups: Sequence[TrainingGroup], rank: int, size: int
+) -> tuple[list[TrainingGroup], dict[int, Floats]]:
+    """(the groups that replica ``rank`` trains on, the rewards [K] of all others by prompt).
+
+    Prompts go round the replicas. An advantage may compare a reward with those of other prompts, so
+    rewards count everywhere.
+    """
+    mine = [group for group in groups if group.prompt % size == rank]
+    return mine, {group.prompt: group.rewards for group in groups if group.prompt % size != rank}
+
+
+def gather(parts: Sequence[SampleRows], fetched: Sequence[Samples]) -> Samples:
+    """The rows that ``parts`` name, in their order, of the samples that they refer to."""
     return {
-        name: np.concatenate([records[part.record][name][list(part.rows)] for part in parts])
-        for name in names
+        name: np.concatenate(
+            [samples[name][list(part.rows)] for part, samples in zip(parts, fetched, strict=True)]
+        )
+        for name in fetched[0]
     }

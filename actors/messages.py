@@ -1,35 +1,68 @@
-"""What crosses between processes. Pixels, samples and weights travel beside these, by object
-reference.
+"""What crosses between processes, and what the clients make of the answers.
 
-Walk of one unit: the driver sends an ``ExploreChunk`` to a rollout actor, gets back an ``Explored``
-and two references (images uint8 [B, 3, H, W], a record of samples), hands the image reference to a
-reward actor, gets ``Scores``, and when a prompt's pool is scored asks the selector for a
-``Chosen``. A record is a dict of arrays with one row per sample: "latents" float32 [B, ...], and
-whatever else the learner recorded for its objective; nobody between its maker and the learner looks
-in.
+Walk of one chunk: the driver sends an ``ExploreChunk`` to a rollout actor and gets references to
+its images and samples (``Explored``), hands the image reference to a reward actor, gets ``Scores``,
+and when all of a prompt's chunks are scored asks the selector for a ``Chosen``. Images, samples and
+weights travel by reference, from the actor that made them to the one that needs them.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 import numpy as np
+from numpy.typing import NDArray
+
+if TYPE_CHECKING:  # neither: the selector answers in messages, and starts without torch
+    from ray import ObjectRef
+
+    from policy.precision.wire import Manifest
+    from policy.types import Conditioning
+
+Images: TypeAlias = NDArray[np.uint8]  # [B, 3, H, W]
+Floats: TypeAlias = NDArray[np.float32]
+Shard: TypeAlias = NDArray[np.uint8]  # [bytes], a piece of packed weights
+Metadata: TypeAlias = dict[str, object]  # of a prompt: all that its line has beside the text
+Samples: TypeAlias = dict[str, np.ndarray]
+"""Arrays with one row per sample: "latents" float32 [B, *latent], and what else the learner records
+for its objective. Nobody between its maker and the learner looks in.
+"""
+
+
+@dataclass(frozen=True)
+class ActorInfo:
+    """What an actor says of itself once its models are loaded. None: does not apply to its kind."""
+
+    pid: int
+    host: str
+    node: str | None = None  # Ray's node id
+    backend: str | None = None  # precision that it explores in
+    why: str | None = None  # that one
+    runs: tuple[str, ...] = ()  # every precision that it could explore in
+    cold: bool | None = None  # whether its first task takes longer, because it compiles
+    trainable: int | None = None  # parameters
+
+    def event_fields(self) -> dict[str, str | int]:
+        """What its ``actor_started`` event tells."""
+        told = ((part.name, getattr(self, part.name)) for part in fields(self))
+        return {name: value for name, value in told if isinstance(value, str | int)}
 
 
 @dataclass(frozen=True, order=True)
 class ChunkKey:
-    """Names a unit of exploration. Same key, same result: whoever computes it, however often."""
+    """Names a task of exploration. Same key, same result, on any actor and however often."""
 
     iteration: int
     prompt: int  # position within the iteration, 0 .. prompts.per_iteration - 1
-    chunk: int  # position within the prompt's pool
+    chunk: int  # position within the prompt's seeds
     version: int  # policy version that must compute it
 
 
 @dataclass(frozen=True)
 class ExploreChunk:
-    """Generate one picture per seed with the explorer's current weights."""
+    """Generate one image per seed with the rollout actor's current weights."""
 
     key: ChunkKey
     seeds: tuple[int, ...]  # [B] 64-bit, one initial noise each
@@ -40,51 +73,89 @@ class ExploreChunk:
 
 @dataclass(frozen=True)
 class Explored:
-    """Answer to an ``ExploreChunk``; the pictures come beside it, by reference."""
+    """What came of an ``ExploreChunk`` of B seeds."""
 
-    key: ChunkKey
-    count: int  # B
-    seconds: float
+    images: ObjectRef[Images]  # [B, 3, H, W]
+    samples: ObjectRef[Samples]  # [B, ...] each; empty unless ``return_latents``
+
+
+@dataclass(frozen=True)
+class GenerateRequest:
+    """Generate at full precision. R rows of conditioning serve B / R seeds each, in order."""
+
+    seeds: tuple[int, ...]  # [B] 64-bit, one initial noise each
+    steps: int
+    solver: str | None  # None: that of the objective
+    weights: str | None = None  # current, old, ema or base; None: the policy that is sampled
+
+
+@dataclass(frozen=True)
+class Generated:
+    """What came of a ``GenerateRequest``."""
+
+    images: ObjectRef[Images]  # [B, 3, H, W]
+    samples: ObjectRef[Samples]  # [B, ...] each
 
 
 @dataclass(frozen=True)
 class Scores:
-    """Raw scores of one batch per scorer label. NaN marks a sample whose scoring failed; it is
-    never a reward.
+    """Raw scores of B images per scorer label. NaN marks an image whose scoring failed; it is never
+    a reward.
     """
 
-    values: dict[str, np.ndarray]  # label -> float32 [B]
+    values: dict[str, Floats]  # label -> [B]
     failures: tuple[str, ...] = ()  # one line per scorer that failed
-    parts: dict[str, np.ndarray] = field(
-        default_factory=dict
-    )  # "label/part" -> float32 [B], where a scorer tells its parts
-    seconds: float = 0.0
-    work: dict[str, tuple[int, float]] = field(
-        default_factory=dict
-    )  # label -> pictures that its scorer was asked for, its seconds
+    parts: dict[str, Floats] = field(default_factory=dict[str, Floats])  # "label/part" -> [B]
+    # label -> images that its scorer was asked for, and the seconds that it took
+    work: dict[str, tuple[int, float]] = field(default_factory=dict[str, tuple[int, float]])
 
 
 @dataclass(frozen=True)
 class Chosen:
-    """Which of a prompt's explored noises to train on, and which to audit."""
+    """Which of a prompt's N explored seeds to train on, and which to audit."""
 
-    train: tuple[int, ...]  # indices into the prompt's pool, ascending, K of them
-    audit: tuple[int, ...] = ()  # random indices, some of `train` among them
+    train: tuple[int, ...]  # [K] indices into the prompt's seeds, ascending
+    audit: tuple[int, ...] = ()  # random indices, some of ``train`` among them
 
 
 @dataclass(frozen=True)
-class Rows:
-    """Samples of a training group: rows of one record that travels by reference."""
+class SampleRows:
+    """Samples of a training group: some rows of what one call returned."""
 
-    record: int  # position among the records sent beside
+    samples: ObjectRef[Samples]
     rows: tuple[int, ...]
 
 
 @dataclass(frozen=True)
 class TrainingGroup:
-    """One prompt's samples with the rewards they were given at the quality they are trained on."""
+    """One prompt's K samples, with their rewards at the quality that is trained on."""
 
     prompt: int  # position within the iteration
-    rewards: np.ndarray  # float32 [K]
-    samples: tuple[Rows, ...]  # K rows in all, in the order of `rewards`
-    metadata: dict[str, Any] = field(default_factory=dict)
+    rewards: Floats  # [K]
+    conditioning: ObjectRef[Conditioning]  # 1 row
+    samples: tuple[SampleRows, ...]  # K rows in all, in the order of ``rewards``
+
+
+@dataclass(frozen=True)
+class Exported:
+    """The policy, packed: its shards are then fetched one by one."""
+
+    manifest: Manifest
+    statistics: Mapping[str, float]  # compared with the version before, by metric name
+
+
+class WeightsId(NamedTuple):
+    """Names published weights. The same version in another precision is another thing."""
+
+    version: int
+    checksum: str  # of the manifest, hence of every shard
+    backend: str | None  # precision that they are packed for; None: rollout actors do not say
+
+
+@dataclass(frozen=True)
+class Rendezvous:
+    """Where replicas of the learner find each other: an address of the first one's node."""
+
+    host: str
+    port: int
+    timeout_s: float  # longest wait for another replica, now and later

@@ -1,53 +1,62 @@
-"""The reward service: scorers over one batch of pictures."""
+"""The reward service: scorers over one batch of images."""
 
 from __future__ import annotations
 
-import time
-from typing import Any
+import importlib
+import sys
+from collections.abc import Iterable
+from contextlib import suppress
 
-import numpy as np
-
-from actors.messages import Scores
+from actors.messages import ActorInfo, Images, Metadata, Scores
+from actors.runtime import Tree, begin, begin_torch, identity
+from configs.schema import RunConfig
+from rewards import resolve
 from rewards.cache import ScoreCache
 from rewards.combine import WeightedScorer
 
 
 class RewardActor:
-    """Holds the scorers of one service: those that share ``reward``, or the one of
-    ``scorers.<label>``.
+    """Holds the scorers of one service: those that share ``reward``, or one of its own.
 
     A scorer that fails marks its samples NaN and says why; the others' scores stand.
     """
 
-    def __init__(self, config: dict[str, Any], kind: str = "reward"):
-        from actors.runtime import begin  # brings torch; the rest of this module is light
-
-        run, _, device = begin(config, kind)
-        self._scorer = WeightedScorer.from_config(run.rewards, run.scorers_of(kind), str(device))
+    def __init__(self, tree: Tree, kind: str = "reward"):
+        run, service = begin(tree, kind)
+        labels, device = run.scorers_of(kind), "cpu"
+        import_scorers(run, labels)
+        if service.gpus or "torch" in sys.modules:  # scorers by rule need none
+            device = str(begin_torch(service))
+        self._scorer = WeightedScorer.from_config(run.rewards, labels, device)
         self._cache = ScoreCache(self._scorer)
 
-    def ready(self) -> dict[str, Any]:
+    def ready(self) -> ActorInfo:
         """Who this is; answers once the scorers are loaded."""
-        from actors.runtime import identity
-
-        return identity(scorers=list(self._scorer.scorers))
+        return identity()
 
     def score(
         self,
-        images: np.ndarray,
+        images: Images,
         prompts: list[str],
-        metadata: list[dict[str, Any]],
+        metadata: list[Metadata],
         labels: tuple[str, ...] | None = None,
         cached: bool = False,
     ) -> Scores:
-        """Raw scores of images uint8 [B, 3, H, W]; ``prompts`` and ``metadata`` have one entry per
-        image.
+        """Raw scores of uint8 [B, 3, H, W]; ``prompts`` and ``metadata`` have an entry per image.
 
         ``labels``: only these scorers. ``cached``: what was scored here before for the same prompt
         is not scored again.
         """
-        start = time.perf_counter()
         made = (self._cache if cached else self._scorer).attempt(images, prompts, metadata, labels)
-        return Scores(
-            made.scores, made.failures, made.parts, time.perf_counter() - start, made.work
-        )
+        return Scores(made.scores, made.failures, made.parts, made.work)
+
+
+def import_scorers(run: RunConfig, labels: Iterable[str]) -> None:
+    """Import what the scorers are made of, to see whether torch is part of it before it is used.
+
+    What cannot be imported is passed over: building the scorer says why, with advice.
+    """
+    for scorer in run.rewards.everyone:
+        if scorer.label in labels:
+            with suppress(Exception):
+                importlib.import_module(resolve(scorer.name).partition(":")[0])

@@ -1,27 +1,25 @@
-"""The rollout service: quantised denoisers that turn seeds into proxy pictures."""
+"""The rollout service: quantised denoisers that turn seeds into proxy images."""
 
 from __future__ import annotations
 
 import time
-from typing import Any
+from dataclasses import replace
 
-import numpy as np
-
-from actors.messages import ExploreChunk, Explored
-from actors.runtime import begin, identity
+from actors.messages import ActorInfo, ExploreChunk, Images, Samples, Shard, WeightsId
+from actors.runtime import Tree, begin, begin_torch, identity
 from policy.explorer import Explorer
 from policy.families import family_for
 from policy.precision.backends import Backend, available_backends, eager_note, resolve_backend
-from policy.types import Conditioning
+from policy.precision.wire import Manifest
+from policy.types import DTYPES, Conditioning
 
 
 class RolloutActor:
-    """An explorer with the version of weights that it was last given; it refuses work while it has
-    none.
-    """
+    """Explores with the weights it was given last; without weights it refuses."""
 
-    def __init__(self, config: dict[str, Any]):
-        self._run, _, self._device = begin(config, "rollout")
+    def __init__(self, tree: Tree):
+        self._run, service = begin(tree, "rollout")
+        self._device = begin_torch(service)
         exploration = self._run.plan.explore
         if exploration is None:
             raise RuntimeError(
@@ -32,45 +30,38 @@ class RolloutActor:
         self._explorer: Explorer | None = self._build(self._own)
 
     def _build(self, backend: Backend) -> Explorer:
-        import torch
-
         run = self._run
         return Explorer(
             family_for(run.model),
             backend,
-            run.explore.keep_wide,
+            run.explore.modules_to_not_convert,
             self._device,
-            torch.float32 if run.regenerate.precision == "fp32" else torch.bfloat16,
+            DTYPES[run.regenerate.precision],
             activation_amax=run.explore.activation_amax,
             compile=run.explore.compile,
         )
 
-    def ready(self) -> dict[str, Any]:
-        """Who this is, which precision backend it runs and why, all that it could run, and whether
-        its first chunk takes longer.
-        """
-        runs = available_backends(self._device)
-        return identity(
-            backend=self._own.name, why=self._why, runs=runs, cold=self._run.explore.compile
-        )
+    def ready(self) -> ActorInfo:
+        """Who this is, which precision it explores in and why, and all that it could."""
+        runs, cold = available_backends(self._device), self._run.explore.compile
+        return replace(identity(), backend=self._own.name, why=self._why, runs=runs, cold=cold)
 
-    def load(self, backend: str | None, manifest: Any, *chunks: np.ndarray) -> tuple[int, str]:
-        """Copy published weights in place; returns (version, checksum) as the acknowledgement.
+    def load(self, backend: str | None, manifest: Manifest, *shards: Shard) -> WeightsId:
+        """Copy published weights in place; returns what is loaded, as the acknowledgement.
 
         ``backend`` is the one they are for, None the configured one; where another runs here the
-        denoiser is made anew.
+        denoiser is built again.
         """
         wanted = self._own if backend is None else resolve_backend(backend, self._device)[0]
         if self._explorer is None or self._explorer.backend.name != wanted.name:
             self._explorer = None  # two would need the memory of both
             self._explorer = self._build(wanted)
-        return self._explorer.load(manifest, list(chunks))
+        return WeightsId(*self._explorer.load(manifest, list(shards)), backend)
 
     def explore(
         self, request: ExploreChunk, conditioning: Conditioning
-    ) -> tuple[Explored, np.ndarray, dict[str, np.ndarray] | None]:
-        """(meta, images uint8 [B, 3, H, W], the samples as a record, "latents" float32 [B, ...], or
-        None).
+    ) -> tuple[float, Images, Samples]:
+        """(seconds, images uint8 [B, 3, H, W], samples: "latents" float32 [B, *latent], or none).
 
         Raises:
             RuntimeError: the weights here are not the version that the chunk asks for.
@@ -85,5 +76,5 @@ class RolloutActor:
         images, latents = explorer.explore(
             conditioning, request.seeds, request.steps, request.solver
         )
-        meta = Explored(request.key, len(images), time.perf_counter() - start)
-        return meta, images, {"latents": latents} if request.return_latents else None
+        samples = {"latents": latents} if request.return_latents else {}
+        return time.perf_counter() - start, images, samples

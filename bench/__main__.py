@@ -113,7 +113,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--batch",
         type=int,
-        help="step, explorer: pictures at a time; a run's chunk size unless given",
+        help="step, explorer: images at a time; a run's chunk size unless given",
     )
     parser.add_argument(
         "--architectures",
@@ -132,7 +132,7 @@ def _parser() -> argparse.ArgumentParser:
         help="explorer: only these",
     )
     parser.add_argument(
-        "--pixels", type=int, help="explorer: picture side; as published unless given"
+        "--pixels", type=int, help="explorer: image side; as published unless given"
     )
     parser.add_argument(
         "--small",

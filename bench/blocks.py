@@ -33,8 +33,8 @@ class Tiles(EmulatedNVFP4):
         ValueError for what ``nvfp4`` refuses.
         """
         plain = nvfp4.quantise(weight, amax=amax)
-        wide = weight.detach().float()
-        rows = nvfp4.block_amax(wide)
+        exact = weight.detach().float()
+        rows = nvfp4.block_amax(exact)
         tiles = (
             torch.nn.functional.pad(rows, (0, 0, 0, -len(rows) % BLOCK))
             .unflatten(0, (-1, BLOCK))
@@ -44,7 +44,7 @@ class Tiles(EmulatedNVFP4):
             tiles.repeat_interleave(BLOCK, 0)[: len(rows)],
             s_enc := nvfp4.encoding_scale(plain.amax),
         )
-        v = nvfp4.scaled(wide, scales, s_enc)
+        v = nvfp4.scaled(exact, scales, s_enc)
         negative = v < 0
         return {
             "codes": nvfp4.encode(nvfp4.round_e2m1_(v), negative),

@@ -1,7 +1,7 @@
 """What does a denoiser's step cost in each precision? Published architectures with random weights,
 without Ray.
 
-Times are of one call of the transformer through its family, for a batch of pictures, divided by
+Times are of one call of the transformer through its family, for a batch of images, divided by
 their number: seconds per image and step. Beside each ratio stands what arithmetic allows: with a
 share s of the work in layers that run q times as fast as BF16, a step cannot become quicker than 1
 / (1 - s + s / q) times (Amdahl).
@@ -30,10 +30,6 @@ from policy.precision.compiling import compiled, compiler_missing
 from policy.precision.swap import quantise_plan, swap_linears, weight_modules
 from policy.types import Conditioning
 
-FASTER = {"nvfp4": 4.0, "fp8": 2.0}
-"""Dense peaks of the formats' tensor cores over those of BF16, as NVIDIA states them for B200 and
-H200.
-"""
 TEXT_TOKENS = {"sd3": 256, "flux": 512, "sana": 300}
 WIDTH = 256
 SMALL: dict[str, dict[str, Any]] = {
@@ -151,7 +147,8 @@ def bound(share: float, wire_format: str) -> float:
     """The largest speed-up over BF16 that a share of quicker arithmetic allows; 1 for formats that
     are not quicker.
     """
-    return 1.0 / (1.0 - share + share / FASTER.get(wire_format, 1.0))
+    backends = (each for each in BACKENDS.values() if each.wire_format == wire_format)
+    return 1.0 / (1.0 - share + share / max(each.speedup for each in backends))
 
 
 def explorer_transformer(case: Case, backend: Backend, device: torch.device) -> nn.Module:

@@ -13,7 +13,7 @@ COLUMNS = 1024
 
 
 def measure(options: Options) -> list[Ratio]:
-    """Times over memcpy of the FP32 weights [N, 1024], and over their sum; GB/s are of bytes read."""
+    """Times over memcpy of FP32 weights [N, 1024], and over their sum; GB/s are of bytes read."""
     threads = torch.get_num_threads()
     torch.set_num_threads(options.config.services.learner.threads)
     try:

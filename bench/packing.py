@@ -141,7 +141,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         " nothing is timed"
     )
     print(
-        f"{'format':52}{'operations':>11}{'on one number':>15}{'read':>8}{'written':>9}{'both':>8}{'one kernel':>12}"
+        f"{'format':52}{'operations':>11}{'on one number':>15}"
+        f"{'read':>8}{'written':>9}{'both':>8}{'one kernel':>12}"
     )
     elements = ROWS * COLUMNS
     for name, counted, moved, least in table():

@@ -10,13 +10,12 @@ import numpy as np
 
 from actors.encoder import EncoderActor
 from actors.learner import LearnerActor
-from actors.messages import ChunkKey, ExploreChunk, Rows, TrainingGroup
+from actors.messages import ChunkKey, ExploreChunk, GenerateRequest, SampleRows, TrainingGroup
 from actors.reward import RewardActor
 from actors.rollout import RolloutActor
 from actors.selector import SelectorActor
 from configs.prompts import Prompt, prompts_of_iteration
 from configs.schema import RunConfig
-from learner.objectives import Record
 from policy.sampling.noise import stream_seed
 from rewards.combine import combine
 
@@ -38,7 +37,7 @@ class PlainLoop:
             RewardActor(tree),
             SelectorActor(tree),
         )
-        self.rollout, self.learner = RolloutActor(tree), LearnerActor(tree, failure_dir)
+        self.rollout, self.learner = RolloutActor(tree), LearnerActor(tree, failure_dir, fetch=list)
         self.checksum = ""
         self.publish(0)
 
@@ -48,21 +47,19 @@ class PlainLoop:
             len(self.prompts), self.config.prompts.per_iteration, index, self.config.seed
         )
         _, *conditioning = self.encoder.encode([[self.prompts[row].text] for row in rows])
-        groups, records = [], []
-        for p, row in enumerate(rows):
-            group, record = self._group(index, p, self.prompts[row], conditioning[p])
-            groups.append(group)
-            records.append(record)
-        self.learner.update(index, groups, len(groups), *conditioning, *records)
+        groups = [
+            self._group(index, p, self.prompts[row], conditioning[p]) for p, row in enumerate(rows)
+        ]
+        self.learner.update(index, groups)
         self.publish(index + 1)
 
     def publish(self, version: int) -> None:
         """Pack the sampling policy and load it into the explorer."""
-        manifest, _ = self.learner.export(version)
-        chunks = [self.learner.chunk_by_reference(i)[1] for i in range(len(manifest.chunk_sizes))]
-        _, self.checksum = self.rollout.load(None, manifest, *chunks)
+        manifest = self.learner.export(version).manifest
+        shards = [self.learner.shard(i)[1] for i in range(len(manifest.shard_sizes))]
+        self.checksum = self.rollout.load(None, manifest, *shards).checksum
 
-    def _group(self, index: int, p: int, prompt: Prompt, cond: Any) -> tuple[TrainingGroup, Record]:
+    def _group(self, index: int, p: int, prompt: Prompt, cond: Any) -> TrainingGroup:
         config, size = self.config, self.config.explore.chunk_size
         seeds = tuple(
             stream_seed(config.seed, "explore", index, p, n) for n in range(self.plan.pool_size)
@@ -75,15 +72,13 @@ class PlainLoop:
             )
             _, images, _ = self.rollout.explore(request, cond)
             proxies.append(self._score(images, prompt))
-        chosen = self.selector.choose(index, p, np.concatenate(proxies)).train
+        chosen = self.selector.select(index, p, np.concatenate(proxies)).train
         full = config.regenerate
-        _, images, record = self.learner.generate(
-            cond, tuple(seeds[i] for i in chosen), full.steps, config.plan.solver, None
-        )
-        return (
-            TrainingGroup(p, self._score(images, prompt), (Rows(p, tuple(range(len(chosen)))),)),
-            record,
-        )
+        request = GenerateRequest(tuple(seeds[i] for i in chosen), full.steps, config.plan.solver)
+        _, images, made = self.learner.generate(request, cond)
+        samples: Any = made  # in place of a reference to them, which ``fetch=list`` leaves alone
+        rows = SampleRows(samples, tuple(range(len(chosen))))
+        return TrainingGroup(p, self._score(images, prompt), cond, (rows,))
 
     def _score(self, images: np.ndarray, prompt: Prompt) -> np.ndarray:
         scores = self.reward.score(

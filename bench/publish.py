@@ -23,12 +23,16 @@ import psutil
 import torch
 import xxhash
 
+from actors.messages import ActorInfo, Exported, WeightsId
+from actors.runtime import identity
 from bench.timing import Options, Ratio, ray_for
+from cluster.driver.learners import LearnerGroup
 from cluster.driver.weights import WeightChannel
 from cluster.runtime.pool import ActorPool
 from configs.services import Service
 from planning.make import SPILLS_AT, store_size
-from policy.precision.wire import FORMATS, Entry, Manifest, unpack_into
+from policy.precision.backends import wire_formats
+from policy.precision.wire import Entry, Manifest, unpack_into
 
 TENSORS = 16
 COPIED_AT_ONCE = 10**9
@@ -42,10 +46,10 @@ class Sender:
     the one that it has.
     """
 
-    def __init__(self, nbytes: int, chunk_bytes: int):
-        self._chunk = np.random.default_rng(0).integers(0, 256, min(chunk_bytes, nbytes), np.uint8)
+    def __init__(self, nbytes: int, shard_bytes: int):
+        self._chunk = np.random.default_rng(0).integers(0, 256, min(shard_bytes, nbytes), np.uint8)
         self._sizes = tuple(
-            min(chunk_bytes, nbytes - start) for start in range(0, nbytes, chunk_bytes)
+            min(shard_bytes, nbytes - start) for start in range(0, nbytes, shard_bytes)
         )
         named, entries, offset = sizes(nbytes), [], 0
         for name, size in named.items():
@@ -55,20 +59,22 @@ class Sender:
             size: xxhash.xxh3_64_hexdigest(self._chunk[:size].data) for size in set(self._sizes)
         }
         hashes = tuple(known[size] for size in self._sizes)
-        self._manifest = Manifest(0, "nvfp4", FORMATS["nvfp4"], self._sizes, hashes, tuple(entries))
+        self._manifest = Manifest(
+            0, "nvfp4", wire_formats()["nvfp4"], self._sizes, hashes, tuple(entries)
+        )
 
-    def ready(self) -> dict[str, Any]:
+    def ready(self) -> ActorInfo:
         """Answers once the weights are there."""
-        return {}
+        return identity()
 
     def export(
         self, version: int, backend: str | None = None, weights: str | None = None
-    ) -> tuple[Any, dict[str, float]]:
+    ) -> Exported:
         """The manifest under a new version number."""
-        return dataclasses.replace(self._manifest, version=version), {}
+        return Exported(dataclasses.replace(self._manifest, version=version), {})
 
-    def chunk_by_reference(self, index: int) -> tuple[int, np.ndarray]:
-        """As ``actors.learner.LearnerActor.chunk_by_reference``."""
+    def shard(self, index: int) -> tuple[int, np.ndarray]:
+        """As ``actors.learner.LearnerActor.shard``."""
         return self._sizes[index], self._chunk[: self._sizes[index]]
 
 
@@ -80,14 +86,14 @@ class Receiver:
             name: torch.zeros(size, dtype=torch.uint8) for name, size in sizes(nbytes).items()
         }
 
-    def ready(self) -> dict[str, Any]:
+    def ready(self) -> ActorInfo:
         """Answers once the buffers are there."""
-        return {}
+        return identity()
 
-    def load(self, backend: str | None, manifest: Any, *chunks: np.ndarray) -> tuple[int, str]:
+    def load(self, backend: str | None, manifest: Manifest, *shards: np.ndarray) -> WeightsId:
         """As ``actors.rollout.RolloutActor.load``."""
-        unpack_into(manifest, list(chunks), self._targets)
-        return manifest.version, manifest.checksum
+        unpack_into(manifest, list(shards), self._targets)
+        return WeightsId(manifest.version, manifest.checksum, backend)
 
 
 def sizes(nbytes: int) -> dict[str, int]:
@@ -145,7 +151,7 @@ async def _all(options: Options) -> list[Ratio]:
                 print(f"publish  {name}: left out: {why}", flush=True)
                 continue
             if sender is None:
-                sender = _pool("sender", Sender, 1, nbytes, options.config.publish.chunk_mb * 2**20)
+                sender = _pool("sender", Sender, 1, nbytes, options.config.publish.shard_mb * 2**20)
                 await sender.start()
             ratios.append(await _one(options, sender, name, nbytes, count))
         if sender is not None:
@@ -191,7 +197,9 @@ async def _one(options: Options, sender: ActorPool, name: str, nbytes: int, coun
             for first in range(0, nbytes, COPIED_AT_ONCE):
                 np.copyto(target[: nbytes - first], source[: nbytes - first])
             copied = time.perf_counter()
-            await WeightChannel(lambda *args, **fields: None).publish(turn, sender, receivers)
+            await WeightChannel(lambda *args, **fields: None).publish(
+                turn, LearnerGroup(sender).client, receivers
+            )
             published = time.perf_counter()
             if turn >= WARM_UP:  # before that memory is touched for the first time
                 times["memcpy"].append(copied - start)

@@ -1,4 +1,4 @@
-"""What each scorer costs: seconds per picture beside a matrix product of this machine, parameters
+"""What each scorer costs: seconds per image beside a matrix product of this machine, parameters
 and memory.
 
 Learned scorers have their published architectures and random weights, which take the same time;
@@ -52,7 +52,7 @@ SMALL: dict[str, Any] = {
 
 
 def measure(options: Options) -> list[Ratio]:
-    """A ratio per scorer that can run here: seconds per picture over the yardstick's; memory in the
+    """A ratio per scorer that can run here: seconds per image over the yardstick's; memory in the
     note.
     """
     rng = np.random.default_rng(0)

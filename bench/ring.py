@@ -20,7 +20,7 @@ import torch
 from bench.plain import PlainLoop
 from bench.timing import Options, Ratio, ray_for
 from cluster.driver.loop import Ring
-from cluster.driver.services import Services
+from cluster.driver.services import ActorServices
 from configs.load import parse
 from configs.prompts import read_prompts
 from configs.schema import RunConfig
@@ -67,8 +67,9 @@ async def _alternate(
     config: RunConfig, repeats: int, scratch: Path
 ) -> tuple[dict[str, list[float]], dict[str, list[float]]]:
     prompts = read_prompts(config.prompts.train)
-    services = Services(config, RunDirectory(scratch), lambda *args, **fields: None)
-    ring = Ring(config, services, prompts, Quiet())  # pyright: ignore[reportArgumentType]
+    services = ActorServices(config, RunDirectory(scratch), lambda *args, **fields: None)
+    quiet: Any = Quiet()
+    ring = Ring(config, services, prompts, quiet, lambda *args, **fields: None)
     wall: dict[str, list[float]] = {"ring": [], "plain process": []}
     cpu: dict[str, list[float]] = {"ring (CPU time)": [], "plain process (CPU time)": []}
     await services.start()
@@ -97,7 +98,7 @@ async def _alternate(
     return wall, cpu
 
 
-def _require_same(services: Services, plain: PlainLoop, index: int) -> None:
+def _require_same(services: ActorServices, plain: PlainLoop, index: int) -> None:
     published = services.weights.current
     assert published is not None
     if published.manifest.checksum != plain.checksum:

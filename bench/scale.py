@@ -1,6 +1,4 @@
-"""Exploring with two rollout actors against one: one iteration's units of work, by the ring's own
-pools.
-"""
+"""Exploring with two rollout actors against one: one iteration's tasks, by the ring's pools."""
 
 from __future__ import annotations
 
@@ -12,7 +10,7 @@ from typing import Any
 
 from actors.messages import ChunkKey, ExploreChunk
 from bench.timing import Options, Ratio, ray_for
-from cluster.driver.services import Services
+from cluster.driver.services import ActorServices
 from configs.load import parse
 from configs.prompts import prompts_of_iteration, read_prompts
 from configs.schema import RunConfig
@@ -43,29 +41,26 @@ def _with_actors(config: RunConfig, count: int) -> RunConfig:
 
 async def _alternate(options: Options, scratch: Path) -> dict[str, list[float]]:
     groups = [
-        Services(
+        ActorServices(
             _with_actors(options.config, n), RunDirectory(scratch), lambda *args, **fields: None
         )
         for n in (1, 2)
     ]
     one, two = groups
-    one.only(one.encoder, one.learner, one.rollout)
-    two.only(two.rollout)
+    one.only("encoder", "learner", "rollout")
+    two.only("rollout")
     try:
         for services in groups:
             await services.start()
         for services in groups:
-            await services.weights.publish(0, one.learner, services.rollout)
-        work = await _units(one)
+            await services.weights.publish(0, one.learner, services.rollout_pool)
+        work = await _tasks(one)
         times: dict[str, list[float]] = {name: [] for name in TIMES}
         for turn in range(options.repeats + 1):
             for name, services in list(zip(TIMES, groups, strict=True))[:: 1 if turn % 2 else -1]:
                 start = time.perf_counter()
                 await asyncio.gather(
-                    *(
-                        services.rollout.call(request.key, "explore", request, cond, returns=3)
-                        for request, cond in work
-                    )
+                    *(services.rollout.explore(request, cond) for request, cond in work)
                 )
                 if turn:  # the first turn warms up
                     times[name].append(time.perf_counter() - start)
@@ -75,25 +70,23 @@ async def _alternate(options: Options, scratch: Path) -> dict[str, list[float]]:
             await services.stop()
 
 
-async def _units(services: Services) -> list[tuple[ExploreChunk, Any]]:
-    """The units of iteration 0, with their conditioning by reference."""
+async def _tasks(services: ActorServices) -> list[tuple[ExploreChunk, Any]]:
+    """The tasks of iteration 0, with their conditioning by reference."""
     config = services.config
     plan, size = config.plan.explore, config.explore.chunk_size
     assert plan is not None
     prompts = read_prompts(config.prompts.train)
     rows = prompts_of_iteration(len(prompts), config.prompts.per_iteration, 0, config.seed)
-    _, conditioning = await services.encoder.call(
-        "encode", "encode", [[prompts[row].text] for row in rows], returns=1 + len(rows)
-    )
-    units = []
+    conditioning = await services.encoder.encode(0, [[prompts[row].text] for row in rows])
+    tasks = []
     for p, cond in enumerate(conditioning):
         seeds = tuple(stream_seed(config.seed, "explore", 0, p, n) for n in range(plan.pool_size))
         for number, first in enumerate(range(0, len(seeds), size)):
             key = ChunkKey(0, p, number, 0)
-            units.append(
+            tasks.append(
                 (
                     ExploreChunk(key, seeds[first : first + size], plan.steps, plan.solver, False),
                     cond,
                 )
             )
-    return units
+    return tasks

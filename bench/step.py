@@ -27,7 +27,7 @@ EMULATED = "emulated_nvfp4"
 
 def measure(options: Options) -> list[Ratio]:
     """Sampling over bare forwards (FP32), and the emulated NVFP4 explorer over the FP32 one,
-    pictures decoded by both.
+    images decoded by both.
     """
     threads = torch.get_num_threads()
     torch.set_num_threads(options.config.services.rollout.threads)
@@ -97,10 +97,14 @@ def _explorer(options: Options, name: str) -> Explorer:
     config = options.config
     backend, _ = resolve_backend(name, "cpu")
     explorer = Explorer(
-        family_for(config.model), backend, config.explore.keep_wide, "cpu", torch.float32
+        family_for(config.model),
+        backend,
+        config.explore.modules_to_not_convert,
+        "cpu",
+        torch.float32,
     )
     trainer = Trainer(config)
-    adapter, size = trainer.objective.sampling_adapter, config.publish.chunk_mb * 2**20
+    adapter, size = trainer.objective.sampling_adapter, config.publish.shard_mb * 2**20
     explorer.load(
         *export_policy(
             trainer.transformer,

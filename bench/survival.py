@@ -62,7 +62,7 @@ def weights_of(trainer: Trainer, backend: Backend, adapter: str | None = None) -
     None: of the base model.
     """
     plan = quantise_plan(
-        trainer.transformer, trainer.family, trainer.config.explore.keep_wide, backend
+        trainer.transformer, trainer.family, trainer.config.explore.modules_to_not_convert, backend
     )
     quantised = {row.name for row in plan if row.quantised}
     return [

@@ -26,7 +26,7 @@ class Options:
     broadcasts: tuple[tuple[int, tuple[int, ...]], ...] = (
         (10**9, (1, 2, 4)),
     )  # bytes of a version, to how many explorers
-    batch: int = 24  # pictures of a sampling step
+    batch: int = 24  # images of a sampling step
     architectures: tuple[str, ...] = (
         "sd3.5-medium",
         "flux.1-dev",
@@ -134,7 +134,7 @@ def ray_for(config: RunConfig) -> Iterator[None]:
     if ray.is_initialized():
         yield
         return
-    from cluster.driver.services import join_or_start_ray
+    from cluster.driver.connect import join_or_start_ray
 
     join_or_start_ray(config)
     try:

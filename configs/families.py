@@ -1,5 +1,6 @@
-"""The families of models, by name. A new one is a row here, and the file that it names; nothing of
-it is imported to read a configuration.
+"""The families of models, by name. A new one is a row here and the file that it names.
+
+Reading a configuration imports nothing of it.
 """
 
 from __future__ import annotations

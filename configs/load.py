@@ -10,16 +10,18 @@ from __future__ import annotations
 import copy
 import difflib
 import tomllib
-import types
 import typing
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any, get_args
+from typing import get_args
 
 from pydantic import BaseModel, ValidationError
+from pydantic_core import ErrorDetails
 
-from configs.objectives import OBJECTIVES, DiffusionNFTSettings
+from configs.aliases import current, current_key, refuse_both
+from configs.objectives import DEFAULT_OBJECTIVE, OBJECTIVES
 from configs.schema import Arm, RunConfig
+from configs.section import Tree
 
 HERE = Path(__file__).parent
 LAYERS = HERE / "layers"
@@ -31,31 +33,26 @@ RECIPES = {
     "dance_grpo": "objectives/dance_grpo",
     "awm": "objectives/awm",
 }
-"""The other objectives of the paper's FLUX.1 table: they train on all that they sample, as arm
-``diffusionnft`` does.
+"""The other objectives of the paper's FLUX.1 table; as with the arm ``diffusionnft``, they train on
+all that they sample.
 """
-DEFAULT_OBJECTIVE = DiffusionNFTSettings().name
 
 
 class ConfigError(Exception):
     """The user's configuration is wrong; ``lines`` has one line per error. Exit code 2."""
 
-    def __init__(self, lines: Sequence[str]):
-        super().__init__("\n".join(lines))
-        self.lines = list(lines)
+    def __init__(self, lines: str | Sequence[str]):
+        self.lines = lines.splitlines() if isinstance(lines, str) else list(lines)
+        super().__init__("\n".join(self.lines))
 
 
 def preset_names() -> list[str]:
-    """Names that ``load`` accepts besides file paths: the files of ``configs/presets``, then the
-    composed ones.
-    """
+    """Names that ``load`` accepts: the files of ``configs/presets``, then the composed ones."""
     return [*sorted(path.stem for path in PRESETS.glob("*.toml")), *_composed()]
 
 
-def _composed() -> dict[str, dict[str, Any]]:
-    """``<model>-<arm>-<reward>`` and ``flux1-<objective>-<reward>``, each as the file it stands
-    for.
-    """
+def _composed() -> dict[str, Tree]:
+    """``<model>-<arm>-<reward>`` and ``flux1-<objective>-<reward>``, as files would say them."""
     rows = [(model, arm, arm, None) for model in MODELS for arm in get_args(Arm)]
     rows += [("flux1", objective, "diffusionnft", layer) for objective, layer in RECIPES.items()]
     return {
@@ -75,8 +72,7 @@ def _composed() -> dict[str, dict[str, Any]]:
 
 
 def load(source: str, overrides: Iterable[str] = ()) -> RunConfig:
-    """The configuration that ``source`` (a preset name or TOML file) and ``--set`` overrides
-    describe.
+    """The configuration of ``source`` (a preset name or TOML file) under ``--set`` overrides.
 
     Raises:
         ConfigError: the source is not found or not TOML, or a key or value is not allowed.
@@ -84,59 +80,64 @@ def load(source: str, overrides: Iterable[str] = ()) -> RunConfig:
     return parse(tree_of(source, overrides))
 
 
-def tree_of(source: str, overrides: Iterable[str] = ()) -> dict[str, Any]:
-    """The plain tree that ``load`` checks. Raises ConfigError for what is not found, not TOML, or
-    no override.
-    """
+def tree_of(source: str, overrides: Iterable[str] = ()) -> Tree:
+    """The plain tree that ``load`` checks. Raises ConfigError where it cannot be read."""
     tree = _with_layers(_tree(source), source)
-    for override in overrides:
-        apply(tree, override)
+    apply(tree, *overrides)
     return tree
 
 
-def parse(tree: dict[str, Any]) -> RunConfig:
+def parse(tree: Tree) -> RunConfig:
     """A ``RunConfig`` from a plain tree such as ``config.json`` holds. Raises ConfigError."""
     try:
         return RunConfig.model_validate(tree)
     except ValidationError as error:
-        raise ConfigError([_line(item) for item in error.errors()]) from None
+        # a tuple with something wrong in it counts as too short as well, which says nothing more
+        errors, wrong = error.errors(), {item["loc"][:-2] for item in error.errors()}
+        told = [e for e in errors if e["type"] != "too_short" or e["loc"] not in wrong]
+        raise ConfigError([_line(item) for item in told]) from None
 
 
-def _tree(source: str) -> dict[str, Any]:
+def _tree(source: str) -> Tree:
     """What a file, a preset's file or a composed name says, its layers not yet read."""
     if source.endswith(".toml") or "/" in source:
         path = Path(source)
         if not path.is_file():
-            raise ConfigError(
-                [f"{source}: no such file; `sol-rl config --list` prints the presets"]
-            )
+            raise ConfigError(f"{source}: no such file; `sol-rl config --list` prints the presets")
         return _read(path)
     if source in (composed := _composed()):
         return composed[source]
     path = PRESETS / f"{source}.toml"
     if not path.is_file():
         raise ConfigError(
-            [
-                f"{source}: no preset of that name{_nearest(source, preset_names())}; `sol-rl"
-                " config --list` prints all"
-            ]
+            f"{source}: no preset of that name{_nearest(source, preset_names())}; `sol-rl"
+            " config --list` prints all"
         )
     return _read(path)
 
 
-def _read(path: Path) -> dict[str, Any]:
+def _read(path: Path) -> Tree:
     try:
-        return tomllib.loads(path.read_text(encoding="utf-8"))
+        tree = tomllib.loads(path.read_text(encoding="utf-8"))
     except (tomllib.TOMLDecodeError, UnicodeDecodeError, OSError) as error:
-        raise ConfigError([f"{path}: not readable as TOML: {error}"]) from None
+        raise ConfigError(f"{path}: not readable as TOML: {error}") from None
+    return _current(tree, str(path))
 
 
-def _with_layers(tree: dict[str, Any], source: str) -> dict[str, Any]:
-    merged: dict[str, Any] = {}
+def _current(tree: Tree, source: str) -> Tree:
+    """``tree`` in today's names, before layers meet: the later one wins under either name."""
+    try:
+        return current(tree)
+    except ValueError as error:
+        raise ConfigError(f"{source}: {error}") from None
+
+
+def _with_layers(tree: Tree, source: str) -> Tree:
+    merged: Tree = {}
     layers = tree.pop("layers", [])
     if not isinstance(layers, list) or not all(isinstance(name, str) for name in layers):
         raise ConfigError(
-            [f"{source}: layers = {layers!r}: a list of names under configs/layers is expected"]
+            f"{source}: layers = {layers!r}: a list of names under configs/layers is expected"
         )
     for name in layers:
         _merge(merged, layer(name, source))
@@ -144,24 +145,25 @@ def _with_layers(tree: dict[str, Any], source: str) -> dict[str, Any]:
     return merged
 
 
-def layer(name: str, source: str) -> dict[str, Any]:
+def layer(name: str, source: str) -> Tree:
     """What the layer ``name`` says; ``source`` is who asks for it. Raises ConfigError."""
     path = LAYERS / f"{name}.toml"
     if not path.is_file():
         known = [str(p.relative_to(LAYERS).with_suffix("")) for p in LAYERS.rglob("*.toml")]
         raise ConfigError(
-            [
-                f"{source}: layers: no layer {name!r}{_nearest(name, known)}; there are:"
-                f" {', '.join(sorted(known))}"
-            ]
+            f"{source}: layers: no layer {name!r}{_nearest(name, known)}; there are:"
+            f" {', '.join(sorted(known))}"
         )
     return _read(path)
 
 
-def lay_over(tree: dict[str, Any], above: dict[str, Any]) -> None:
-    """Put ``above`` on ``tree``, key by key. Another objective's name takes the settings of the one
-    below away.
+def lay_over(tree: Tree, above: Tree) -> None:
+    """Put ``above`` on ``tree``, key by key.
+
+    Another objective's name removes the settings of the one below. Raises ConfigError for a key
+    under its old and its new name.
     """
+    above = _current(above, "set")
     below, given = tree.get("objective"), above.get("objective")
     if isinstance(below, dict) and isinstance(given, dict):
         name = below.get("name", DEFAULT_OBJECTIVE)
@@ -170,7 +172,7 @@ def lay_over(tree: dict[str, Any], above: dict[str, Any]) -> None:
     _merge(tree, copy.deepcopy(above))
 
 
-def _merge(into: dict[str, Any], tree: dict[str, Any]) -> None:
+def _merge(into: Tree, tree: Tree) -> None:
     for key, value in tree.items():
         if isinstance(value, dict) and isinstance(into.get(key), dict):
             _merge(into[key], value)
@@ -178,25 +180,39 @@ def _merge(into: dict[str, Any], tree: dict[str, Any]) -> None:
             into[key] = value
 
 
-def apply(tree: dict[str, Any], override: str) -> None:
-    """Set ``a.b=c`` in the tree; ``c`` is read as a TOML value, or else as a plain string."""
+def apply(tree: Tree, *overrides: str) -> None:
+    """Set each ``a.b=c`` in the tree; ``c`` is read as a TOML value, or else as a plain string."""
+    try:
+        refuse_both({override.partition("=")[0] for override in overrides})
+    except ValueError as error:
+        raise ConfigError(f"--set {error}") from None
+    for override in overrides:
+        _apply(tree, override)
+
+
+def _apply(tree: Tree, override: str) -> None:
     dotted, separator, text = override.partition("=")
     if not separator or not all(dotted.split(".")):
-        raise ConfigError([f"--set {override}: expected key=value, such as explore.steps=4"])
+        raise ConfigError(f"--set {override}: expected key=value, such as explore.steps=4")
     try:
         value = tomllib.loads(f"value = {text}")["value"]
     except tomllib.TOMLDecodeError:
         value = text
-    *parents, last = dotted.split(".")
+    *tables, key = dotted.split(".")
+    nested: Tree = {key: value}
+    for part in reversed(tables):
+        nested = {part: nested}
+    nested = _current(nested, f"--set {override}")
+    *parents, last = current_key(dotted).split(".")
     node = tree
     for parent in parents:
-        node = node.setdefault(parent, {})
+        node, nested = node.setdefault(parent, {}), nested[parent]
         if not isinstance(node, dict):
-            raise ConfigError([f"--set {override}: {parent} is a value, not a table"])
-    node[last] = value
+            raise ConfigError(f"--set {override}: {parent} is a value, not a table")
+    node[last] = nested[last]
 
 
-def _line(error: Any) -> str:
+def _line(error: ErrorDetails) -> str:
     """One pydantic error as one line: key = value, what is allowed, nearest spelling."""
     location = [str(part) for part in error["loc"]]
     tables = location[:-1]
@@ -204,7 +220,7 @@ def _line(error: Any) -> str:
         del location[1]  # which objective's settings pydantic chose is no part of the key
     key = ".".join(location)
     if error["type"] == "union_tag_invalid":
-        wrong = str(error["ctx"]["tag"])
+        wrong = str(error.get("ctx", {}).get("tag"))
         return (
             f"{key}.name = {wrong!r}: one of {', '.join(OBJECTIVES)} is"
             f" expected{_nearest(wrong, list(OBJECTIVES))}"
@@ -222,14 +238,8 @@ def _line(error: Any) -> str:
     message = error["msg"].removeprefix("Value error, ")
     if not location:
         return message
-    choices = error.get("ctx", {}).get("expected")
-    hint = (
-        _nearest(
-            str(error["input"]), [c.strip("' ") for c in choices.replace(" or ", ", ").split(",")]
-        )
-        if choices
-        else ""
-    )
+    choices = str(error.get("ctx", {}).get("expected", "")).replace(" or ", ", ").split(", ")
+    hint = _nearest(str(error["input"]), [choice.strip("'") for choice in choices if choice])
     shown = repr(error["input"])
     return f"{key} = {shown if len(shown) <= 80 else shown[:77] + '...'}: {message}{hint}"
 
@@ -251,12 +261,8 @@ def _fields_at(location: Sequence[str]) -> list[str]:
     return list(model.model_fields)
 
 
-def _section_in(annotation: Any) -> type[BaseModel] | None:
-    if (
-        isinstance(annotation, type)
-        and issubclass(annotation, BaseModel)
-        and not isinstance(annotation, types.GenericAlias)
-    ):
+def _section_in(annotation: object) -> type[BaseModel] | None:
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return annotation
     for argument in typing.get_args(annotation):
         if found := _section_in(argument):

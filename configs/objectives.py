@@ -9,25 +9,29 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Annotated, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal, Union
 
-from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag
+from pydantic import Discriminator, Field, Tag
 
-DETERMINISTIC = ("dpm2", "euler")
+from configs.section import Section
+
+DETERMINISTIC = ("dpmpp_2m", "euler")
 STOCHASTIC = ("flow_sde", "dance_sde")
 
 
-class ObjectiveSettings(BaseModel):
-    """What every objective says about itself beside its numbers. These are no settings: they follow
-    from the objective.
+class ObjectiveSettings(Section):
+    """What every objective says about itself. Class variables are no settings, but follow from it.
 
-    ``solvers``: what it may regenerate with, its own first. ``old_schedule``: how the sampling
-    policy follows the trained weights unless ``[old_policy]`` says otherwise ("constant" with the
-    value 0: it is a copy of them). ``advantage_std`` and ``advantage_eps``: how rewards are
-    normalised unless ``[advantages]`` says otherwise.
+    ``trained_by``: the class of its formula, ``module:class``. ``solvers``: what it may regenerate
+    with, its own first. ``old_schedule``: how the sampling policy follows the trained weights
+    unless ``[old_policy]`` says otherwise ("constant" with the value 0: it is a copy of them).
+    ``advantage_std`` and ``advantage_eps``: how rewards are normalised unless ``[advantages]`` says
+    otherwise.
     """
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    if TYPE_CHECKING:
+        name: str
+    trained_by: ClassVar[str]
     solvers: ClassVar[tuple[str, ...]] = DETERMINISTIC
     old_schedule: ClassVar[Literal["constant", "linear_cap"]] = "constant"
     advantage_std: ClassVar[Literal["global", "group"]] = "global"
@@ -35,7 +39,7 @@ class ObjectiveSettings(BaseModel):
 
     @property
     def stochastic(self) -> bool:
-        """True where samples are paths with log-probabilities, drawn by a stochastic solver."""
+        """True where samples are paths of a stochastic solver, with log-probabilities."""
         return self.solvers[0] in STOCHASTIC
 
     @property
@@ -51,7 +55,8 @@ class ObjectiveSettings(BaseModel):
 class DiffusionNFTSettings(ObjectiveSettings):
     """DiffusionNFT (arXiv 2509.16117): negative-aware fine-tuning on the forward process."""
 
-    old_schedule: ClassVar[Literal["constant", "linear_cap"]] = "linear_cap"
+    trained_by = "learner.objectives.diffusion_nft:DiffusionNFT"
+    old_schedule = "linear_cap"
 
     name: Literal["diffusion_nft"] = "diffusion_nft"
     beta: float = Field(
@@ -76,17 +81,17 @@ class DiffusionNFTSettings(ObjectiveSettings):
 
 
 class AWMSettings(ObjectiveSettings):
-    """Advantage weighted matching (arXiv 2509.25050): a policy gradient whose log-probability is
-    the flow-matching loss.
+    """Advantage weighted matching (arXiv 2509.25050).
+
+    A policy gradient with the flow-matching loss in the place of the log-probability.
     """
+
+    trained_by = "learner.objectives.awm:AWM"
 
     name: Literal["awm"] = "awm"
     weighting: Literal["uniform", "t", "t2", "huber", "ghuber"] = Field(
         default="ghuber",
-        description=(
-            "what the squared error e at time t costs: e, t e, t^2 e, or a (generalised) Huber loss"
-            " of it"
-        ),
+        description="cost of the squared error e at time t: e, t e, t^2 e, or a Huber loss of it",
     )
     huber_power: float = Field(default=0.25, gt=0, le=1, description="p of 'ghuber'")
     ratio_clip: float = Field(
@@ -118,9 +123,7 @@ class AWMSettings(ObjectiveSettings):
         default=0.9,
         gt=0,
         le=1,
-        description=(
-            "training times come from this first part of the schedule, without its first step"
-        ),
+        description="training times come from this first part of the schedule, but its first step",
     )
 
     def trained_steps(self, steps: int) -> Sequence[int]:
@@ -141,16 +144,15 @@ class PathSettings(ObjectiveSettings):
 class FlowGRPOSettings(PathSettings):
     """FlowGRPO (arXiv 2505.05470): GRPO on the paths of Flow-SDE."""
 
-    solvers: ClassVar[tuple[str, ...]] = ("flow_sde",)
+    trained_by = "learner.objectives.flow_grpo:FlowGRPO"
+    solvers = ("flow_sde",)
 
     name: Literal["flow_grpo"] = "flow_grpo"
     eta: float = Field(default=0.7, gt=0, description="noise level of the stochastic solver")
     kl: float = Field(
         default=0.04,
         ge=0,
-        description=(
-            "weight beta of the KL to the reference; the published SD3 recipes use 0.04 or 0.01"
-        ),
+        description="weight beta of the KL to the reference; published SD3 recipes: 0.04, 0.01",
     )
     step_fraction: float = Field(
         default=0.99,
@@ -164,13 +166,12 @@ class FlowGRPOSettings(PathSettings):
 
 
 class DanceGRPOSettings(PathSettings):
-    """DanceGRPO (arXiv 2505.07818): GRPO on the paths of Dance-SDE, on a random part of the steps.
-    No KL.
-    """
+    """DanceGRPO (arXiv 2505.07818): GRPO on a random part of the steps of Dance-SDE, without KL."""
 
-    solvers: ClassVar[tuple[str, ...]] = ("dance_sde",)
-    advantage_std: ClassVar[Literal["global", "group"]] = "group"
-    advantage_eps: ClassVar[float] = 1e-8
+    trained_by = "learner.objectives.dance_grpo:DanceGRPO"
+    solvers = ("dance_sde",)
+    advantage_std = "group"
+    advantage_eps = 1e-8
 
     name: Literal["dance_grpo"] = "dance_grpo"
     eta: float = Field(default=0.3, gt=0, description="noise level of the stochastic solver")
@@ -182,10 +183,7 @@ class DanceGRPOSettings(PathSettings):
     )
     shared_noise: bool = Field(
         default=False,
-        description=(
-            "all samples of a prompt start from one initial noise, as in the paper; arm"
-            " 'diffusionnft' only"
-        ),
+        description="one initial noise per prompt, as in the paper; arm 'diffusionnft' only",
     )
 
     @property
@@ -207,39 +205,39 @@ OBJECTIVES: dict[str, type[ObjectiveSettings]] = {
     "flow_grpo": FlowGRPOSettings,
     "dance_grpo": DanceGRPOSettings,
 }
+DEFAULT_OBJECTIVE = "diffusion_nft"
 
 
-def _name(value: Any) -> Any:
-    """The ``name`` that says which settings a table is; DiffusionNFT where it does not say."""
-    return (
-        value.get("name", "diffusion_nft")
-        if isinstance(value, dict)
-        else getattr(value, "name", None)
-    )
+def _name(value: object) -> object:
+    """The ``name`` that says which settings a table is."""
+    if isinstance(value, dict):
+        return value.get("name", DEFAULT_OBJECTIVE)
+    return getattr(value, "name", None)
 
 
-Objective = Annotated[
-    Annotated[DiffusionNFTSettings, Tag("diffusion_nft")]
-    | Annotated[AWMSettings, Tag("awm")]
-    | Annotated[FlowGRPOSettings, Tag("flow_grpo")]
-    | Annotated[DanceGRPOSettings, Tag("dance_grpo")],
-    Discriminator(_name),
-]
-"""``[objective]``: the class that its ``name`` says."""
+if TYPE_CHECKING:
+    Objective = ObjectiveSettings
+else:
+    Objective = Annotated[
+        Union[tuple(Annotated[cls, Tag(name)] for name, cls in OBJECTIVES.items())],  # noqa: UP007
+        Discriminator(_name),
+    ]
+    """``[objective]``: the class that its ``name`` says."""
 
 
-def misfit(
+def incompatibility(
     objective: ObjectiveSettings,
-    name: str,
     arm: str,
     selects: bool,
     regenerates: bool,
     solver: str,
     steps: int,
 ) -> str | None:
-    """Why this objective cannot be trained so, in one line, or None. ``solver`` and ``steps`` are
-    those of regenerating.
+    """Why this objective cannot be trained so, in one line, or None.
+
+    ``solver`` and ``steps`` are those of regenerating.
     """
+    name = objective.name
     if solver not in objective.solvers:
         kind = (
             "stochastic paths and their log-probabilities"
@@ -254,7 +252,7 @@ def misfit(
         why = (
             "quantised"
             if arm == "naive_quant"
-            else "made by explorers with merged, rounded weights"
+            else "made by rollout actors with merged, rounded weights"
         )
         return (
             f"arm: {arm!r} with objective {name!r}: its samples are {why}, and the exact"

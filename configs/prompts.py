@@ -11,11 +11,11 @@ import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import xxhash
 
 from configs.load import ConfigError
+from configs.section import Tree
 from configs.sections import Prompts
 
 FILES = ("train", "test")
@@ -24,16 +24,14 @@ ROOT = Path(__file__).parent.parent
 
 @dataclass(frozen=True)
 class Prompt:
-    """A line of a prompt file; ``metadata`` is everything beside the text."""
+    """A line of a prompt file; ``metadata`` is everything but the text."""
 
     text: str
-    metadata: dict[str, Any] = field(default_factory=dict)
+    metadata: Tree = field(default_factory=dict)
 
 
 def prompt_file(name: str) -> Path:
-    """The file that ``prompts.train`` or ``prompts.test`` names; ``shapes/...`` is found in the
-    shipped tree as well.
-    """
+    """The file that ``prompts.train`` or ``prompts.test`` names; the package has ``shapes/...``."""
     path = Path(name)
     if not path.is_absolute() and not path.exists() and (ROOT / path).exists():
         return ROOT / path
@@ -52,11 +50,11 @@ def read_prompts(name: str) -> list[Prompt]:
         lines = path.read_text(encoding="utf-8-sig").splitlines()
     except OSError as error:
         raise ConfigError(
-            [f"prompts: {name}: cannot be read ({error.strerror}); give a .txt or .jsonl file"]
+            f"prompts: {name}: cannot be read ({error.strerror}); give a .txt or .jsonl file"
         ) from None
     except UnicodeDecodeError as error:
         raise ConfigError(
-            [f"prompts: {name}: not UTF-8 at byte {error.start}; save the file as UTF-8"]
+            f"prompts: {name}: not UTF-8 at byte {error.start}; save the file as UTF-8"
         ) from None
     parse = _json_line if path.suffix in (".jsonl", ".json") else lambda text, where: Prompt(text)
     prompts = [
@@ -65,7 +63,7 @@ def read_prompts(name: str) -> list[Prompt]:
         if line.strip()
     ]
     if not prompts:
-        raise ConfigError([f"prompts: {name}: holds no prompt; one prompt per line is expected"])
+        raise ConfigError(f"prompts: {name}: holds no prompt; one prompt per line is expected")
     return prompts
 
 
@@ -74,40 +72,35 @@ def _json_line(line: str, where: str) -> Prompt:
         row = json.loads(line)
     except json.JSONDecodeError as error:
         raise ConfigError(
-            [
-                f"prompts: {where}: not JSON ({error.msg}); one object with a 'prompt' per line is"
-                " expected"
-            ]
+            f"prompts: {where}: not JSON ({error.msg}); one object with a 'prompt' per line is"
+            " expected"
         ) from None
     if (
         not isinstance(row, dict)
         or not isinstance(row.get("prompt"), str)
         or not row["prompt"].strip()
     ):
-        raise ConfigError([f"prompts: {where}: no text under 'prompt'"])
+        raise ConfigError(f"prompts: {where}: no text under 'prompt'")
     return Prompt(
         row["prompt"].strip(), {key: value for key, value in row.items() if key != "prompt"}
     )
 
 
 def digest(prompts: Sequence[Prompt]) -> str:
-    """xxh3-128 of texts and metadata in their order, hex: the same prompts under another file name
-    have the same.
-    """
+    """xxh3-128 of texts and metadata in their order, hex; it does not depend on the file name."""
     lines = [[prompt.text, prompt.metadata] for prompt in prompts]
     return xxhash.xxh3_128_hexdigest(json.dumps(lines, sort_keys=True).encode())
 
 
 def digests(settings: Prompts) -> dict[str, str]:
-    """What both prompt files hold, as a run keeps it. Raises ConfigError for a file that
-    ``read_prompts`` refuses.
-    """
+    """The digests of both prompt files, as a run keeps them. Raises ConfigError."""
     return {key: digest(read_prompts(getattr(settings, key))) for key in FILES}
 
 
 def changed_files(settings: Prompts, before: Mapping[str, str]) -> list[str]:
-    """``prompts.train = 'a.txt'`` for each file whose prompts are not those of the digests
-    ``before``; without a digest it may hold any.
+    """``prompts.train = 'a.txt'`` for each file whose prompts differ from their digest ``before``.
+
+    A file without a digest is not checked.
     """
     named = {key: getattr(settings, key) for key in FILES if key in before}
     return [
@@ -118,13 +111,13 @@ def changed_files(settings: Prompts, before: Mapping[str, str]) -> list[str]:
 
 
 def prompts_of_iteration(count: int, per_iteration: int, iteration: int, seed: int) -> list[int]:
-    """Indices of the prompts of one iteration: passes over the whole file, each shuffled by
-    ``seed`` and its own number.
+    """Indices of the prompts of one iteration, from passes over the file in a new order each.
 
-    A pure function, so the cursor of a checkpoint is the iteration itself, and a resumed run sees
-    what it would have seen. A prompt comes at most once in an iteration and in a pass (the few that
-    do not fill the last iteration of a pass wait for another shuffle), unless the file has fewer
-    than ``per_iteration`` prompts: then passes follow each other within one.
+    The order depends on ``seed`` and the number of the pass. This is a pure function, so the cursor
+    of a checkpoint is the iteration itself, and a resumed run sees what it would have seen. A
+    prompt comes at most once in an iteration and in a pass (the few that do not fill the last
+    iteration of a pass wait for another shuffle), unless the file has fewer than ``per_iteration``
+    prompts: then passes follow each other within one.
     """
     if count >= per_iteration:
         epoch, part = divmod(iteration, count // per_iteration)

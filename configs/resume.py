@@ -1,30 +1,16 @@
-"""Which fields may differ between a run and its ``--resume``, or a measurement of its trained
-policy.
-"""
+"""Which fields may differ between a run and its ``--resume``, or a measurement of its policy."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 from configs.load import ConfigError, apply, parse
 from configs.schema import RunConfig
 
 PER_SERVICE = (
-    "actors",
-    "cpus",
-    "gpus",
-    "in_flight",
-    "deadline_s",
-    "warm_up_s",
-    "max_attempts",
-    "max_restarts",
-    "accelerator",
-    "labels",
-    "strategy",
-    "min_actors",
-    "max_actors",
-)
+    "actors", "cpus", "gpus", "in_flight", "deadline_s", "warm_up_s", "max_attempts",
+    "max_restarts", "accelerator", "labels", "strategy", "min_actors", "max_actors",
+)  # fmt: skip
 OPERATIONAL = (
     "run_root",
     "layout",
@@ -44,30 +30,28 @@ DEVICES = (
     "services.reward.gpus",
     "services.scorers.*.gpus",
 )
-"""Shares whose being zero says what computes, CPU or GPU; what computed for explorers is kept by
-checkpoints.
+"""Shares of GPUs that say, by being zero or not, which device computes; the device of rollout
+actors is kept by checkpoints.
 """
 MEASURED = ("seed", "prompts", "explore", "regenerate", "rewards")
-"""What a measurement of a trained policy may vary: how its pictures are made and scored, not what
+"""What a measurement of a trained policy may vary: how its images are made and scored, not what
 was trained.
 """
 
 
 def measured(config: RunConfig, overrides: Sequence[str]) -> RunConfig:
-    """A run's configuration with ``--set`` overrides, for measuring its policy. Raises ConfigError
-    for what training depends on.
+    """A run's configuration with ``--set`` overrides, for measuring its policy.
+
+    Raises ConfigError for what training depends on.
     """
     tree = config.model_dump(mode="json")
-    for override in overrides:
-        apply(tree, override)
+    apply(tree, *overrides)
     found = parse(tree)
     changed = differences(config, found, MEASURED)
     if changed:
         raise ConfigError(
-            [
-                f"--set {'; '.join(changed)}: the policy was trained with that; what can be set is"
-                f" in {', '.join(MEASURED)}"
-            ]
+            f"--set {'; '.join(changed)}: the policy was trained with that; what can be set is"
+            f" in {', '.join(MEASURED)}"
         )
     return found
 
@@ -93,10 +77,8 @@ def differences(before: RunConfig, now: RunConfig, also_free: Sequence[str] = ()
     ]
 
 
-def _other_device(key: str, before: Any, now: Any) -> bool:
-    """Whether a share of GPUs becomes none, or none a share: another device, and so other last
-    bits.
-    """
+def _other_device(key: str, before: object, now: object) -> bool:
+    """Whether a share of GPUs becomes none, or none a share: another device has other last bits."""
     return any(covers(pattern, key) for pattern in DEVICES) and bool(before) != bool(now)
 
 
@@ -108,7 +90,7 @@ def covers(pattern: str, key: str) -> bool:
     )
 
 
-def _flat(tree: Any, prefix: str = "") -> dict[str, Any]:
+def _flat(tree: object, prefix: str = "") -> dict[str, object]:
     if isinstance(tree, dict) and tree:
         return {
             k: v

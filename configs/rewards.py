@@ -1,13 +1,13 @@
-"""What pictures are scored by, and what becomes of the scores."""
+"""What scores images, and what becomes of the scores."""
 
 from __future__ import annotations
 
 import re
-from typing import Any, Literal
+from typing import Literal
 
 from pydantic import Field, model_validator
 
-from configs.section import Section
+from configs.section import Section, Tree
 
 
 class Scorer(Section):
@@ -15,19 +15,14 @@ class Scorer(Section):
 
     name: str = Field(description="a built-in scorer, or module:attribute of your own")
     weight: float = 1.0
-    settings: dict[str, Any] = Field(
-        default_factory=dict, description="passed to the scorer's constructor"
-    )
+    settings: Tree = Field(default_factory=dict, description="passed to the scorer's constructor")
     alias: str | None = Field(
         default=None, description="name it is logged under; needed to use one scorer twice"
     )
     floor: float | None = Field(default=None, description="a raw score below this counts as this")
     required: bool = Field(
         default=True,
-        description=(
-            "False: where it fails, its mean over the prompt's group stands in, and the picture is"
-            " kept"
-        ),
+        description="False: where it fails, its mean over the prompt's group stands in",
     )
 
     @property
@@ -37,28 +32,21 @@ class Scorer(Section):
 
 
 class Rewards(Section):
-    """What pictures are scored by, and how much failing is tolerated. A failure is never a reward
-    of zero.
-    """
+    """What scores images, and how much may fail. A failure is never a reward of zero."""
 
     scorers: tuple[Scorer, ...] = Field(min_length=1)
     evaluation_scorers: tuple[Scorer, ...] = Field(
         default=(),
-        description="held out: judge the evaluations beside `scorers`, and are never trained on",
+        description="held out: score evaluations like `scorers`, and are never trained on",
     )
     normalise: Literal["none", "zscore", "rank"] = Field(
         default="none",
-        description=(
-            "of each scorer's values over a prompt's group, before they are weighted; not in"
-            " evaluations"
-        ),
+        description="of each scorer's values in a prompt's group, before weighting; in training",
     )
     attempts: int = Field(
         default=3,
         ge=1,
-        description=(
-            "tries per batch, on another actor where there is one, before samples are dropped"
-        ),
+        description="per batch, on another actor if there is one, before samples are dropped",
     )
     max_failed_share: float = Field(
         default=0.05,
@@ -89,15 +77,10 @@ class Rewards(Section):
 
 
 class Advantages(Section):
-    """A = (r - mean of the prompt's group) / (std + eps), from the rewards of the samples that are
-    trained on.
-    """
+    """A = (r - mean of the prompt's group) / (std + eps), over the samples that are trained on."""
 
     std: Literal["global", "group"] | None = Field(
         default=None,
-        description=(
-            "standard deviation over the iteration or over the group; None: as the objective's"
-            " paper"
-        ),
+        description="std over the iteration or the group; None: as in the objective's paper",
     )
-    eps: float | None = Field(default=None, gt=0, description="None: as the objective's paper")
+    eps: float | None = Field(default=None, gt=0, description="None: as in the objective's paper")

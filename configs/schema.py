@@ -8,18 +8,19 @@ only what differs. ``RunConfig`` is the root; its tables are in ``configs/sectio
 from __future__ import annotations
 
 import re
-from typing import Any, Literal
+from typing import Literal, cast
 
 from pydantic import Field, field_validator, model_validator
 
+from configs.aliases import current
+from configs.backends import BackendName
 from configs.layout import Layout
-from configs.objectives import DiffusionNFTSettings, Objective, misfit
+from configs.objectives import DiffusionNFTSettings, Objective, incompatibility
 from configs.rewards import Advantages, Rewards
 from configs.section import PathText, Section
 from configs.sections import (
     AnySolver,
     Audit,
-    Backend,
     Checkpoint,
     Ema,
     Evaluate,
@@ -53,10 +54,7 @@ class RunConfig(Section):
     arm: Arm = "sol_rl"
     explore_ahead: Literal[0, 1] = Field(
         default=0,
-        description=(
-            "1: an iteration is explored with the policy of the one before, while the learner works"
-            " on that one"
-        ),
+        description="1: explore with the policy before the one that is still being trained",
     )
     model: Model
     prompts: Prompts
@@ -80,6 +78,12 @@ class RunConfig(Section):
     stop: Stop = Stop()
     logging: Logging = Logging()
     publish: Publish = Publish()
+
+    @model_validator(mode="before")
+    @classmethod
+    def _in_todays_names(cls, tree: object) -> object:
+        """A run that was started under old names can be resumed and reported."""
+        return current(tree) if isinstance(tree, dict) else tree
 
     @field_validator("name")
     @classmethod
@@ -110,7 +114,7 @@ class RunConfig(Section):
                     f"explore_ahead: arm {self.arm!r} {why}, so it cannot explore with an older"
                     " policy: use 0"
                 )
-            if asked := self.audit.asked_for:
+            if asked := self.audit.needs_two_stages:
                 raise ValueError(
                     f"{asked}: arm {self.arm!r} {why}, so there is nothing to audit: leave it out"
                 )
@@ -124,16 +128,9 @@ class RunConfig(Section):
                 f"services.learner.replicas: {replicas} cannot share prompts.per_iteration ="
                 f" {prompts}: each trains on one prompt at least"
             )
-        plan, objective = self.plan, self.objective
-        selects = plan.explore is not None
-        if why := misfit(
-            objective,
-            objective.name,
-            self.arm,
-            selects,
-            plan.regenerate,
-            plan.solver,
-            self.regenerate.steps,
+        plan, selects, steps = self.plan, self.plan.explore is not None, self.regenerate.steps
+        if why := incompatibility(
+            self.objective, self.arm, selects, plan.regenerate, plan.solver, steps
         ):
             raise ValueError(why)
         labels = [scorer.label for scorer in self.rewards.everyone]
@@ -145,9 +142,7 @@ class RunConfig(Section):
         return self
 
     def scorers_of(self, kind: str) -> tuple[str, ...]:
-        """Labels of the scorers that actors of ``reward`` or ``scorers.<label>`` hold; none where
-        all have actors of their own.
-        """
+        """Labels of the scorers that actors of ``reward`` or ``scorers.<label>`` hold."""
         labels, own = [scorer.label for scorer in self.rewards.everyone], self.services.scorers
         return tuple(
             label for label in labels if (f"scorers.{label}" if label in own else "reward") == kind
@@ -178,7 +173,7 @@ def _one_stage(arm: str, plan: ArmPlan) -> str | None:
     """What an arm lacks of exploring in one stage and regenerating in another; None: nothing."""
     if plan.explore is None:
         return "explores nothing"
-    return None if plan.regenerate else "trains on the explored pictures themselves"
+    return None if plan.regenerate else "trains on the explored images themselves"
 
 
 class Exploration(Section):
@@ -187,15 +182,15 @@ class Exploration(Section):
     pool_size: int
     steps: int
     solver: AnySolver
-    backend: Backend
+    backend: BackendName
 
 
 class ArmPlan(Section):
     """An arm of the paper's table, spelled out, so that nothing downstream asks for the arm's name.
 
-    ``explore`` is None where all K noises are trained on without selection. ``regenerate`` is False
-    where the explored samples themselves are trained on. ``solver`` is that of samples at full
-    quality: the objective's own unless given.
+    ``explore`` is None where all K samples are trained on without selection. ``regenerate`` is
+    False where the explored samples themselves are trained on. ``solver`` is that of samples at
+    full precision: the objective's own unless given.
     """
 
     explore: Exploration | None
@@ -204,33 +199,16 @@ class ArmPlan(Section):
 
     @classmethod
     def of(cls, config: RunConfig) -> ArmPlan:
-        """The plan of ``config.arm``: K-in-K, K-in-N wide, K-in-N quantised, or K-in-N two-stage."""
+        """The plan of ``config.arm``, one of the paper's four."""
         explore, full = config.explore, config.regenerate
-        solver: Any = full.solver or config.objective.solvers[0]
-        match config.arm:
-            case "diffusionnft":
-                return cls(explore=None, regenerate=True, solver=solver)
-            case "naive_scaling":
-                wide = Exploration(
-                    pool_size=explore.pool_size,
-                    steps=full.steps,
-                    solver=solver,
-                    backend=full.precision,
-                )
-                return cls(explore=wide, regenerate=False, solver=solver)
-            case "naive_quant":
-                quick = Exploration(
-                    pool_size=explore.pool_size,
-                    steps=full.steps,
-                    solver=solver,
-                    backend=explore.backend,
-                )
-                return cls(explore=quick, regenerate=False, solver=solver)
-            case "sol_rl":
-                quick = Exploration(
-                    pool_size=explore.pool_size,
-                    steps=explore.steps,
-                    solver=explore.solver,
-                    backend=explore.backend,
-                )
-                return cls(explore=quick, regenerate=True, solver=solver)
+        solver = full.solver or cast("AnySolver", config.objective.solvers[0])
+        if config.arm == "diffusionnft":
+            return cls(explore=None, regenerate=True, solver=solver)
+        two_stages = config.arm == "sol_rl"
+        stage = Exploration(
+            pool_size=explore.pool_size,
+            steps=explore.steps if two_stages else full.steps,
+            solver=explore.solver if two_stages else solver,
+            backend=full.precision if config.arm == "naive_scaling" else explore.backend,
+        )
+        return cls(explore=stage, regenerate=two_stages, solver=solver)

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Any
 
 from pydantic import AfterValidator, BaseModel, ConfigDict
+
+Tree = dict[str, Any]
+"""A table as TOML or JSON has it, before it is checked."""
 
 
 def _path(value: str) -> str:
@@ -20,6 +23,6 @@ PathText = Annotated[str, AfterValidator(_path)]
 
 
 class Section(BaseModel):
-    """A table of the configuration: unknown keys are errors, values do not change after reading."""
+    """A table of the configuration: no unknown keys, no infinite numbers, no later changes."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)

@@ -1,6 +1,4 @@
-"""The tables of a configuration, one class each: the model, its prompts, the two stages, training,
-and what is kept of a run.
-"""
+"""The tables of a configuration: model, prompts, the two stages, training, what a run keeps."""
 
 from __future__ import annotations
 
@@ -8,13 +6,13 @@ from typing import Literal
 
 from pydantic import Field, model_validator
 
+from configs.backends import BackendName
 from configs.families import FamilyName
 from configs.section import PathText, Section
 
-Backend = Literal["auto", "te_nvfp4", "torch_nvfp4", "fp8", "emulated_nvfp4", "bf16", "fp32"]
 Precision = Literal["bf16", "fp32"]
-Solver = Literal["euler", "dpm2"]
-AnySolver = Literal["euler", "dpm2", "flow_sde", "dance_sde"]
+Solver = Literal["euler", "dpmpp_2m"]
+AnySolver = Literal["euler", "dpmpp_2m", "flow_sde", "dance_sde"]
 
 
 class Model(Section):
@@ -22,12 +20,10 @@ class Model(Section):
 
     family: FamilyName = "sd3"
     path: PathText = Field(
-        description=(
-            "pipeline directory, hub id, or 'shapes' for the tiny model that ships with Sol-RL"
-        )
+        description="pipeline directory, hub id, or 'shapes' for the tiny model in Sol-RL"
     )
-    height: int = Field(default=512, ge=16, multiple_of=8, description="picture height in pixels")
-    width: int = Field(default=512, ge=16, multiple_of=8, description="picture width in pixels")
+    height: int = Field(default=512, ge=16, multiple_of=8, description="image height in pixels")
+    width: int = Field(default=512, ge=16, multiple_of=8, description="image width in pixels")
     max_sequence_length: int = Field(
         default=128, ge=1, description="tokens of the long text encoder"
     )
@@ -39,31 +35,24 @@ class Model(Section):
     guidance: float | None = Field(
         default=None,
         ge=0,
-        description=(
-            "embedded guidance of a guidance-distilled model such as FLUX.1-dev; required there"
-        ),
+        description="embedded guidance of distilled models such as FLUX.1-dev; required there",
     )
     complex_human_instruction: bool = Field(
         default=True, description="SANA: the pipeline's own instruction goes before every prompt"
     )
-    vae_slicing: bool = Field(
-        default=False, description="decode one picture at a time: less memory"
-    )
+    vae_slicing: bool = Field(default=False, description="decode one image at a time: less memory")
     vae_tiling: bool = Field(
         default=False,
-        description="decode large pictures in overlapping tiles: less memory, other pixels",
+        description="decode large images in overlapping tiles: less memory, other pixels",
     )
     text_offload: bool = Field(
         default=False,
-        description=(
-            "text encoders stay in host memory, and are on the encoder's GPU only while prompts are"
-            " encoded"
-        ),
+        description="text encoders are on the encoder's GPU only while prompts are encoded",
     )
 
 
 class Prompts(Section):
-    """Prompt files: one prompt per line (.txt), or JSON lines with `prompt` and metadata (.jsonl)."""
+    """Prompt files: a prompt per line (.txt), or JSON lines with `prompt` and metadata (.jsonl)."""
 
     train: PathText = Field(description="training prompts")
     test: PathText = Field(description="held-out prompts")
@@ -71,44 +60,38 @@ class Prompts(Section):
 
 
 class Explore(Section):
-    """Stage 1: many cheap pictures per prompt, only to be ranked."""
+    """Stage 1: many cheap images per prompt, only to be ranked."""
 
-    pool_size: int = Field(default=96, ge=2, description="N, initial noises per prompt")
-    steps: int = Field(default=6, ge=1, description="sampling steps of a proxy picture")
-    solver: Solver = "dpm2"
-    backend: Backend = Field(default="auto", description="precision of the exploring denoiser")
+    pool_size: int = Field(default=96, ge=2, description="N, seeds per prompt")
+    steps: int = Field(default=6, ge=1, description="sampling steps of a proxy image")
+    solver: Solver = "dpmpp_2m"
+    backend: BackendName = Field(default="auto", description="precision of the exploring denoiser")
     scale_search: bool = Field(
         default=True,
         description="NVFP4 weights: choose each block's scale among 12 neighbours by squared error",
     )
     frozen_amax: bool = Field(
         default=False,
-        description=(
-            "scales of trained weights keep the range of the run's first weights, with head-room"
-        ),
+        description="scales of trained weights keep the range of the first weights, plus room",
     )
     activation_amax: Literal["power_of_two", "exact"] = Field(
         default="power_of_two",
-        description=(
-            "NVFP4 activations: rounded up, so that pictures of a batch do not change each other"
-        ),
+        description="NVFP4 activations: rounded up, images of a batch do not affect each other",
     )
     compile: bool = Field(
         default=False,
         description="torch.compile of the exploring denoiser; the first chunk then takes minutes",
     )
-    keep_wide: tuple[str, ...] = Field(
-        default=(), description="more module-name patterns (fnmatch) that stay unquantised"
+    modules_to_not_convert: tuple[str, ...] = Field(
+        default=(), description="more module-name patterns (fnmatch) that stay unquantized"
     )
     chunk_size: int = Field(
-        default=24,
-        ge=1,
-        description="noises per unit of work; part of the results, as it fixes batches",
+        default=24, ge=1, description="seeds per task; part of the results, as it fixes batches"
     )
 
 
 class Selection(Section):
-    """Which K of the N explored noises are worth training on."""
+    """Which K of the N explored seeds are worth training on."""
 
     rule: Literal["best_worst", "random", "mean_deviation"] = "best_worst"
     keep: int = Field(
@@ -117,14 +100,12 @@ class Selection(Section):
 
 
 class Regenerate(Section):
-    """Stage 2: the selected noises again, at full steps and full precision."""
+    """Stage 2: the selected seeds again, at full steps and full precision."""
 
     steps: int = Field(default=10, ge=1)
     solver: AnySolver | None = Field(
         default=None,
-        description=(
-            "None: the objective's own; the stochastic ones belong to the objectives on paths"
-        ),
+        description="None: the objective's own; stochastic ones belong to those on paths",
     )
     precision: Precision = Field(
         default="bf16", description="of the learner's base weights; LoRA weights are always FP32"
@@ -133,11 +114,11 @@ class Regenerate(Section):
         default=False,
         description="torch.compile of the regenerating denoiser; training itself stays eager",
     )
-    batch_size: int = Field(default=24, ge=1, description="pictures per forward pass")
+    batch_size: int = Field(default=24, ge=1, description="images per forward pass")
 
 
 class Evaluate(Section):
-    """Held-out prompts at fixed noises."""
+    """Held-out prompts at fixed seeds."""
 
     every: int = Field(
         default=10,
@@ -145,14 +126,14 @@ class Evaluate(Section):
         description="iterations between evaluations during training; 0: only first and last",
     )
     steps: int = Field(default=40, ge=1)
-    solver: Solver = "dpm2"
+    solver: Solver = "dpmpp_2m"
     prompts: int = Field(default=128, ge=1, description="the first so many held-out prompts")
-    noises: int = Field(default=4, ge=1, description="fixed noises per prompt")
+    noises: int = Field(default=4, ge=1, description="fixed seeds per prompt")
     weights: Literal["ema", "current", "old"] = "ema"
     batch_size: int = Field(
         default=32,
         ge=1,
-        description="pictures per unit of work; they pass the denoiser by regenerate.batch_size",
+        description="images per task; they pass the denoiser by regenerate.batch_size",
     )
 
 
@@ -193,16 +174,14 @@ class Optimizer(Section):
     )
     gradient_checkpointing: bool = Field(
         default=False,
-        description=(
-            "compute each block again in the backward pass instead of keeping what it made: less"
-            " memory"
-        ),
+        description="compute blocks again in the backward pass: less memory, more work",
     )
 
 
 class OldPolicy(Section):
-    """The sampling policy: theta_old <- d theta_old + (1 - d) theta after each iteration s. d = 0
-    samples from theta itself.
+    """The sampling policy: theta_old <- d theta_old + (1 - d) theta after each iteration s.
+
+    d = 0 samples from theta itself.
     """
 
     schedule: Literal["constant", "linear_cap", "delayed_linear_cap"] | None = Field(
@@ -226,21 +205,18 @@ class Ema(Section):
 
 
 class Audit(Section):
-    """Does the cheap ranking hold? Measured on seeds that have a proxy and a full reward."""
+    """Does the proxies' ranking agree with that of the full rewards? On seeds that have both."""
 
     random_seeds: int = Field(
         default=0,
         ge=0,
-        description=(
-            "random noises per prompt to hold against their full rewards; those that were not"
-            " selected are regenerated for it"
-        ),
+        description="random seeds per prompt, regenerated to compare with their full rewards",
     )
     min_sign_agreement: float | None = Field(
         default=None,
         ge=0,
         le=1,
-        description="act when audit/sign_agreement, of the selected noises, is below; None: never",
+        description="act when audit/sign_agreement, of the selected seeds, is below; None: never",
     )
     min_tau: float | None = Field(
         default=None,
@@ -253,17 +229,15 @@ class Audit(Section):
     )
     action: Literal["warn", "finer_backend"] = Field(
         default="warn",
-        description=(
-            "finer_backend: explore with the next finer precision that the device has, from then on"
-        ),
+        description="finer_backend: from then on explore with the next finer precision here",
     )
 
     @model_validator(mode="after")
     def _measurable(self) -> Audit:
         if self.min_tau is not None and self.random_seeds < 2:
             raise ValueError(
-                f"min_tau = {self.min_tau:g} is held against random noises, of which random_seeds ="
-                f" {self.random_seeds} gives too few to rank: use at least 2"
+                f"min_tau = {self.min_tau:g} needs random seeds to rank, and random_seeds ="
+                f" {self.random_seeds} gives too few: use at least 2"
             )
         if self.action != "warn" and not self.watches:
             raise ValueError(
@@ -278,8 +252,8 @@ class Audit(Section):
         return self.min_sign_agreement is not None or self.min_tau is not None
 
     @property
-    def asked_for(self) -> str | None:
-        """The key of what needs an arm with two stages; None: nothing."""
+    def needs_two_stages(self) -> str | None:
+        """The key of what needs an arm with two stages; None: nothing does."""
         given = {
             "random_seeds": self.random_seeds or None,
             "min_sign_agreement": self.min_sign_agreement,
@@ -320,16 +294,14 @@ class Logging(Section):
     )
     wandb: Literal["off", "offline"] = Field(
         default="off",
-        description=(
-            "record the same numbers for Weights & Biases, into the run directory, for `wandb sync`"
-        ),
+        description="the same numbers for Weights & Biases, in the run directory (`wandb sync`)",
     )
     grid_prompts: int = Field(
-        default=8, ge=1, description="held-out prompts in the before/after pictures"
+        default=8, ge=1, description="held-out prompts in the before/after images"
     )
 
 
 class Publish(Section):
     """Weights from the learner to the rollout actors."""
 
-    chunk_mb: int = Field(default=256, ge=1, description="size of one object-store chunk")
+    shard_mb: int = Field(default=256, ge=1, description="size of one shard in the object store")

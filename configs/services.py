@@ -1,12 +1,12 @@
-"""The actor groups of a run: how many, on what share of which machines, and how long they may take."""
+"""The actor pools of a run: how many actors, on what share of which machines, for how long."""
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Literal
 
 from pydantic import Field, model_validator
 
-from configs.section import Section
+from configs.section import Section, Tree
 
 
 class Service(Section):
@@ -25,34 +25,27 @@ class Service(Section):
         default=0.0, ge=0, description="GPU share that each actor reserves from Ray"
     )
     in_flight: int = Field(
-        default=2, ge=1, description="units of work at an actor at a time; the next one waits there"
+        default=2, ge=1, description="tasks at an actor at a time; the next one waits there"
     )
     deadline_s: float = Field(
         default=900.0,
         gt=0,
-        description=(
-            "a unit that takes longer counts as hung: its actor is killed, the unit reissued"
-        ),
+        description="a task that takes longer counts as hung: its actor is killed, it is retried",
     )
     warm_up_s: float = Field(
         default=1800.0,
         ge=0,
-        description=(
-            "added to the deadline until an actor that compiles has answered its first unit"
-        ),
+        description="added to the deadline until a compiling actor has answered its first task",
     )
     max_attempts: int = Field(
-        default=4, ge=1, description="tries of one unit over all actors before the run stops"
+        default=4, ge=1, description="attempts at one task over all actors before the run stops"
     )
     max_restarts: int = Field(
-        default=20, ge=0, description="replacements of one actor before it is benched"
+        default=20, ge=0, description="replacements of one pool member before it is given up"
     )
     accelerator: str | None = Field(
         default=None,
-        description=(
-            "nodes with this `ray.io/accelerator-type` only: B200, in(B200,GB200), !H100; None: any"
-            " node"
-        ),
+        description="`ray.io/accelerator-type` of nodes: B200, in(B200,GB200), !H100; None: any",
     )
     labels: dict[str, str] = Field(
         default_factory=dict,
@@ -86,7 +79,7 @@ class Service(Section):
 
 
 class RolloutService(Service):
-    """The explorers."""
+    """The rollout actors."""
 
     actors: int = Field(default=2, ge=1)
     strategy: Literal["spread", "pack"] = Field(
@@ -95,9 +88,7 @@ class RolloutService(Service):
 
 
 class LearnerService(Service):
-    """The learner holds state: a unit that fails there is not tried again, a learner that dies is
-    restored from its checkpoint.
-    """
+    """The learner holds state: tasks are not retried, a dead learner comes from its checkpoint."""
 
     actors: Literal[1] = Field(
         default=1, description="there is one learner; `replicas` says of how many processes"
@@ -105,10 +96,7 @@ class LearnerService(Service):
     replicas: int = Field(
         default=1,
         ge=1,
-        description=(
-            "learners that share the prompts and add up their gradients; part of the results, as it"
-            " fixes the order of sums"
-        ),
+        description="learners that share prompts and add gradients; fixes the order of sums",
     )
     in_flight: int = Field(default=1, ge=1)
     max_attempts: Literal[1] = 1
@@ -134,19 +122,18 @@ class LearnerService(Service):
 
 
 class ScorerService(Service):
-    """Actors of one scorer alone: its own share of a GPU, its own threads and deadline, and if need
-    be its own packages.
-    """
+    """Actors of one scorer alone, with a GPU share, threads, deadline and packages of their own."""
 
-    runtime_env: dict[str, Any] = Field(
+    runtime_env: Tree = Field(
         default_factory=dict,
         description="Ray's runtime_env of these actors: pip, uv, py_modules, env_vars, ...",
     )
 
 
 class Autoscale(Section):
-    """Grows the rollout pool while the learner waits for it, shrinks it while explorers idle,
-    within min_actors and max_actors.
+    """Grows the rollout pool while the learner waits for it, shrinks it while its actors idle.
+
+    It stays within min_actors and max_actors.
     """
 
     enabled: bool = False
@@ -160,7 +147,7 @@ class Autoscale(Section):
         default=0.25,
         gt=0,
         lt=1,
-        description="shrink when explorers work a smaller share of an iteration",
+        description="shrink when rollout actors are busy for a smaller share of an iteration",
     )
     patience: int = Field(default=2, ge=1, description="iterations in a row that must agree")
     step: float = Field(
@@ -172,7 +159,7 @@ class Autoscale(Section):
 
 
 class Services(Section):
-    """The actor groups, and how they are given their places."""
+    """The actor pools, and how their actors are placed."""
 
     start_deadline_s: float = Field(
         default=600.0,
@@ -182,9 +169,7 @@ class Services(Section):
     wait_for_nodes_s: float = Field(
         default=0.0,
         ge=0,
-        description=(
-            "on an autoscaling cluster: ask for missing nodes and wait so long before giving up"
-        ),
+        description="on an autoscaling cluster: request missing nodes, and wait so long",
     )
     autoscale: Autoscale = Autoscale()
     rollout: RolloutService = RolloutService()

@@ -1,6 +1,4 @@
-"""Prints what the project depends on, or what its named extras (gpu,ocr) add, as a requirements
-file.
-"""
+"""Print the project's dependencies, or those of its extras (gpu,ocr), as a requirements file."""
 
 import sys
 import tomllib

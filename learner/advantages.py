@@ -12,8 +12,7 @@ from configs.rewards import Advantages
 def advantages(
     groups: Sequence[np.ndarray], settings: Advantages
 ) -> tuple[list[np.ndarray], dict[str, float]]:
-    """A = (r - mean of the group) / (std + eps) for each prompt's rewards [K_g]; one float32 [K_g]
-    per group, and metrics.
+    """(A = (r - mean of the group) / (std + eps), float32 [K_g] for each group [K_g]; metrics).
 
     ``settings`` are resolved (``RunConfig.resolved_advantages``). ``std`` is the population
     standard deviation of all rewards of the iteration ("global", arXiv 2604.06916) or of the group
@@ -35,8 +34,7 @@ def advantages(
                 f"group {position} has rewards {group.tolist()}: each group needs a finite reward"
                 " per sample, at least one"
             )
-    everything = np.concatenate(rewards)
-    spread = everything.std()
+    spread = np.concatenate(rewards).std()
     flat = [bool(group.max() == group.min()) for group in rewards]
     result = []
     for group, without_signal in zip(rewards, flat, strict=True):
@@ -47,9 +45,4 @@ def advantages(
             else (group - group.mean()) / (std + settings.eps)
         )
         result.append(values.astype(np.float32))
-    metrics = {
-        "reward/train_mean": float(everything.mean()),
-        "reward/train_std": float(spread),
-        "zero_std_ratio": sum(flat) / len(flat),
-    }
-    return result, metrics
+    return result, {"zero_std_ratio": sum(flat) / len(flat)}

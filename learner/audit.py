@@ -1,4 +1,4 @@
-"""Does the cheap ranking hold? Agreement between proxy and full-quality rewards of the same noises."""
+"""Does the cheap ranking hold? Agreement of proxy and full-precision rewards of the same seeds."""
 
 from __future__ import annotations
 
@@ -9,21 +9,16 @@ from scipy import stats
 
 
 def agreement(proxy: np.ndarray, full: np.ndarray) -> dict[str, float]:
-    """Kendall tau-b, Spearman rho and sign agreement of rewards float [n] of the same n noises of
-    one prompt.
+    """Kendall tau-b, Spearman rho and sign agreement of rewards float [n] of n seeds of a prompt.
 
-    Sign agreement is the share of noises that lie on the same side of their group's mean under
+    Sign agreement is the share of seeds that lie on the same side of their group's mean under
     both. NaN where a side is constant or n < 2: there is nothing to rank.
     """
     if len(proxy) < 2 or np.ptp(proxy) == 0 or np.ptp(full) == 0:
-        return {
-            "kendall_tau": float("nan"),
-            "spearman_rho": float("nan"),
-            "sign_agreement": float("nan"),
-        }
+        return dict.fromkeys(("kendall_tau", "spearman_rho", "sign_agreement"), float("nan"))
+    same = np.sign(proxy - proxy.mean()) == np.sign(full - full.mean())
     tau: Any = stats.kendalltau(proxy, full)
     rho: Any = stats.spearmanr(proxy, full)
-    same = np.sign(proxy - proxy.mean()) == np.sign(full - full.mean())
     return {
         "kendall_tau": float(tau.statistic),
         "spearman_rho": float(rho.statistic),

@@ -1,6 +1,4 @@
-"""What one update trains on: groups of samples, checked, put in one order, and kept when an update
-fails.
-"""
+"""What one update trains on: groups of samples, checked, in one order, kept when it fails."""
 
 from __future__ import annotations
 
@@ -13,8 +11,9 @@ import torch
 from torch import Tensor
 
 from learner import checkpoint
+from learner.nonfinite import NonFiniteTraining
 from learner.objectives import Record
-from learner.update import NonFiniteTraining, Samples
+from learner.update import Samples
 from policy.sampling.noise import stream_seed
 from policy.types import Conditioning
 
@@ -36,9 +35,9 @@ def check_groups(
     latent_shape: Sequence[int],
     paths: bool,
 ) -> None:
-    """Raises ValueError for groups that cannot be trained on; ``paths``: the objective wants the
-    paths of a stochastic solver.
+    """Raises ValueError for groups that cannot be trained on.
 
+    ``paths``: the objective wants those of a stochastic solver.
     ``elsewhere``: the rewards [K] of prompts that other replicas hold the samples of, by prompt
     index.
     """
@@ -124,9 +123,7 @@ def keep_evidence(
     adapters: Mapping[str, Tensor],
     metadata: Mapping[str, str],
 ) -> str:
-    """Save the groups, with the adapters as they are, to look at or repeat what failed; says where,
-    or why not.
-    """
+    """Save what an update failed on, with the adapters as they are; says where, or why not."""
     if path is None:
         return "its data were not saved, as no failure directory was given"
     tensors: dict[str, Tensor] = {}
@@ -145,7 +142,7 @@ def keep_evidence(
         return f"its data could not be saved to {str(path)!r}: {error.strerror or error}"
     return (
         f"its data are in {str(path)!r}: look there, then lower optimizer.lr or "
-        "max_grad_norm, or mend the scorer, and start again from the last checkpoint"
+        "max_grad_norm, or fix the scorer, and start again from the last checkpoint"
     )
 
 

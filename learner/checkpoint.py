@@ -15,8 +15,10 @@ from typing import Any
 
 import safetensors
 import safetensors.torch
-import torch
 from torch import Tensor
+
+from policy.lora import ENDING
+from records import atomic
 
 STATE = "state.json"
 FORMAT = 1
@@ -50,24 +52,20 @@ def write(
     harms another checkpoint. Raises CheckpointError.
     """
     path = Path(path)
-    beside = path.with_name(f".{path.name}.unfinished-{os.getpid()}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         _clear_unfinished(path.parent)
-        beside.mkdir()
-        digests = {}
-        for name, tensors in files.items():
-            data = safetensors.torch.save(
-                {key: value.detach().cpu().contiguous() for key, value in tensors.items()}
-            )
-            write_durably(beside / f"{name}.safetensors", data)
-            digests[f"{name}.safetensors"] = hashlib.sha256(data).hexdigest()
-        body = {"format": FORMAT, "files": digests, "state": dict(state)}
-        write_durably(beside / STATE, json.dumps(body, indent=1).encode())
-        _sync_directory(beside)
-        _move_into_place(beside, path)
+        with atomic.replacing_directory(path) as beside:
+            digests = {}
+            for name, tensors in files.items():
+                data = safetensors.torch.save(
+                    {key: value.detach().cpu().contiguous() for key, value in tensors.items()}
+                )
+                (beside / f"{name}{ENDING}").write_bytes(data)
+                digests[f"{name}{ENDING}"] = hashlib.sha256(data).hexdigest()
+            body = {"format": FORMAT, "files": digests, "state": dict(state)}
+            (beside / STATE).write_text(json.dumps(body, indent=1), encoding="utf-8")
     except OSError as error:
-        shutil.rmtree(beside, ignore_errors=True)
         last = latest_checkpoint(path.parent)
         kept = (
             f"the last whole checkpoint is {last.name}"
@@ -81,7 +79,8 @@ def write(
 
 
 def read(path: str | Path) -> tuple[dict[str, dict[str, Tensor]], dict[str, Any]]:
-    """(files, state) as given to ``write``, tensors on the CPU, every file held against its sha256.
+    """(files, state) as given to ``write``, tensors on the CPU, every sha256 compared.
+
     Raises CheckpointError.
     """
     path = Path(path)
@@ -100,7 +99,7 @@ def read(path: str | Path) -> tuple[dict[str, dict[str, Tensor]], dict[str, Any]
                     f"checkpoint {str(path)!r}: {name} is not what was written: resume from an"
                     " earlier checkpoint"
                 )
-            files[name.removesuffix(".safetensors")] = safetensors.torch.load(data)
+            files[name.removesuffix(ENDING)] = safetensors.torch.load(data)
         return files, body["state"]
     except (OSError, ValueError, KeyError, TypeError, safetensors.SafetensorError) as error:
         reason = getattr(error, "strerror", None) or f"{type(error).__name__}: {error}"
@@ -117,7 +116,7 @@ def prune(root: str | Path, keep_last: int) -> None:
     if keep_last < 1:
         raise ValueError(f"keep_last is {keep_last}: the last checkpoint must stay")
     for old in _whole(Path(root))[:-keep_last]:
-        doomed = old.with_name(f".{old.name}.unfinished-{os.getpid()}")
+        doomed = atomic.unfinished(old)
         os.rename(old, doomed)
         shutil.rmtree(doomed)
 
@@ -128,29 +127,14 @@ def save_tensors(
     """One safetensors file, whole or absent. Raises OSError."""
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    beside = path.with_name(f".{path.name}.unfinished-{os.getpid()}")
     data = safetensors.torch.save(
         {key: value.detach().cpu().contiguous() for key, value in tensors.items()}, dict(metadata)
     )
-    try:
-        write_durably(beside, data)
-        os.replace(beside, path)
-    except OSError:
-        beside.unlink(missing_ok=True)
-        raise
-    _sync_directory(path.parent)
-
-
-def write_durably(path: Path, data: bytes) -> None:
-    """Write a file and wait until the disk has it."""
-    with open(path, "wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
+    atomic.write_bytes(path, data)
 
 
 def require_same(found: Mapping[str, Tensor], wanted: Mapping[str, Tensor], what: str) -> None:
-    """Raise CheckpointError unless names, shapes and dtypes agree, naming the first that does not."""
+    """Raise CheckpointError, naming the first, unless names, shapes and dtypes agree."""
     for name in sorted({*found, *wanted}):
         a, b = found.get(name), wanted.get(name)
         if a is None or b is None or a.shape != b.shape or a.dtype != b.dtype:
@@ -178,32 +162,7 @@ def _whole(root: Path) -> list[Path]:
     return [steps[step] for step in sorted(steps)]
 
 
-def _move_into_place(beside: Path, path: Path) -> None:
-    replaced = path.with_name(f"{path.name}.replaced")
-    if path.exists():
-        shutil.rmtree(replaced, ignore_errors=True)
-        os.rename(path, replaced)
-    os.rename(beside, path)
-    _sync_directory(path.parent)
-    shutil.rmtree(replaced, ignore_errors=True)
-
-
 def _clear_unfinished(root: Path) -> None:
     """Remove what earlier processes left unfinished; one process at a time writes checkpoints."""
     for path in root.glob(".step_*.unfinished-*"):
         shutil.rmtree(path, ignore_errors=True)
-
-
-def _sync_directory(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def first_nonfinite(tensors: Mapping[str, Tensor]) -> str | None:
-    """The first name whose tensor holds a NaN or an infinity."""
-    return next(
-        (name for name, tensor in tensors.items() if not bool(torch.isfinite(tensor).all())), None
-    )

@@ -1,9 +1,9 @@
-"""Is the cheap ranking right? Proxy rewards against full-quality rewards of the same noises, over
+"""Is the cheap ranking right? Proxy rewards against full-precision rewards of the same seeds, over
 many prompts.
 
 The measures of "FP4 Explore, BF16 Train" (arXiv 2604.06916): Kendall's tau, Spearman's rho, and
-where the noises that the ring would choose by their proxies really stand. Rewards are [P, N]: P
-prompts x N noises, all finite. Rank 1 is the best noise, N the worst; equal rewards share the mean
+where the seeds that the ring would choose by their proxies really stand. Rewards are [P, N]: P
+prompts x N seeds, all finite. Rank 1 is the best seed, N the worst; equal rewards share the mean
 of their ranks, so a measure is what breaking ties at random gives on average.
 """
 
@@ -38,7 +38,7 @@ def true_ranks(rewards: np.ndarray) -> np.ndarray:
 
 
 def percentile(rank: np.ndarray | float, count: int) -> np.ndarray | float:
-    """Rank 1 .. count as a percentile: 100 is the very best noise, 0 the very worst."""
+    """Rank 1 .. count as a percentile: 100 is the very best seed, 0 the very worst."""
     return 100.0 * (count - rank) / (count - 1)
 
 
@@ -48,7 +48,7 @@ def per_prompt(
     """Every measure for every prompt: float64 [P] each.
 
     ``kendall_tau`` and ``spearman_rho`` are NaN where a side is constant. ``top<k>_rank`` and
-    ``bottom<k>_rank`` are the mean true rank of the k noises that selection by proxy calls best and
+    ``bottom<k>_rank`` are the mean true rank of the k seeds that selection by proxy calls best and
     worst (the ring's own rule, ties by index); ``..._percentile`` the same as percentiles.
     ``contrast<k>`` is the true reward of the k best less that of the k worst, as a share of what
     selection by the truth would find (1: nothing lost); NaN where there is none to find.
@@ -59,7 +59,7 @@ def per_prompt(
     count = truth.shape[1]
     if 2 * max(halves) > count:
         raise ValueError(
-            f"best {max(halves)} and worst {max(halves)} of {count} noises overlap: use more noises"
+            f"best {max(halves)} and worst {max(halves)} of {count} seeds overlap: use more seeds"
             " or fewer best"
         )
     columns: dict[str, list[float]] = {}
@@ -95,7 +95,7 @@ def estimates(
     columns: Mapping[str, np.ndarray], seed: int = 0, draws: int = 2000, level: float = 0.95
 ) -> dict[str, Estimate]:
     """Means over prompts with percentile-bootstrap intervals: prompts are drawn with replacement,
-    noises stay with theirs.
+    seeds stay with theirs.
 
     The same draws serve every column of one call, and any call with equal P and ``seed``. NaN
     prompts are left out of a column; one that has no other is NaN.
@@ -124,7 +124,7 @@ def _estimate(values: np.ndarray, picks: np.ndarray, level: float) -> Estimate:
 
 
 def no_information(count: int, halves: Sequence[int] = HALVES) -> dict[str, float]:
-    """What a ranking by lot gives on average, for ``count`` noises."""
+    """What a ranking at random gives on average, for ``count`` seeds."""
     middle = (count + 1) / 2
     found = {"kendall_tau": 0.0, "spearman_rho": 0.0}
     for k in halves:
@@ -140,7 +140,7 @@ def conditional_density(
     """How proxy ranks are spread, given the true rank: float64 [bins, bins], [true bin, proxy bin],
     best first.
 
-    Each row sums to 1. ``bins`` is lowered to N where it is more; None: as many as have four noises
+    Each row sums to 1. ``bins`` is lowered to N where it is more; None: as many as have four seeds
     in each cell on average, 4 to 24. Noises of equal reward are spread evenly over the ranks they
     share.
     """
@@ -154,7 +154,7 @@ def conditional_density(
 
 
 def _rank_shares(rewards: np.ndarray, bins: int) -> np.ndarray:
-    """[N, bins]: which share of its tied ranks each noise has in each bin; rank r (from 0) lies in
+    """[N, bins]: which share of its tied ranks each seed has in each bin; rank r (from 0) lies in
     bin r * bins // N.
     """
     count = len(rewards)
@@ -175,7 +175,7 @@ def _checked(proxy: np.ndarray, truth: np.ndarray) -> tuple[np.ndarray, np.ndarr
     if not (np.isfinite(proxy).all() and np.isfinite(truth).all()):
         bad = int((~np.isfinite(proxy)).sum() + (~np.isfinite(truth)).sum())
         raise ValueError(
-            f"{bad} rewards are not finite: a noise without a reward has no rank, leave its"
+            f"{bad} rewards are not finite: a seed without a reward has no rank, leave its"
             " prompt out"
         )
     return proxy, truth

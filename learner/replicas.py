@@ -1,5 +1,4 @@
-"""Learners that train one LoRA together: each computes the gradient of its own samples, and every
-one takes the step of the sum.
+"""Learners that train one LoRA: each has the gradient of its samples, all take the summed step.
 
 Data-parallel in torch.distributed's sense: NCCL on GPUs, gloo on the CPU. Two operations, both of
 which every replica must call in the same order: ``add`` of tensors, and ``exchange`` of small
@@ -11,18 +10,22 @@ from __future__ import annotations
 import json
 import socket
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from learner.nonfinite import NonFiniteTraining
+
+Value = TypeVar("Value")
+
 
 class GroupBroken(RuntimeError):
-    """Another replica is gone, silent or unreachable: what this one holds is of no use without it."""
+    """Another replica is gone, silent or unreachable: this one is of no use without it."""
 
 
 class ReplicaFailed(RuntimeError):
@@ -34,27 +37,48 @@ class ReplicasDiffer(RuntimeError):
 
 
 class Replicas:
-    """The group of a learner that is alone. Adding to nobody changes nothing, not even the last
-    bit.
-    """
+    """The group of a learner that is alone: adding changes nothing, not even the last bit."""
 
     rank = 0
     size = 1
 
     def exchange(self, message: Any) -> list[Any]:
-        """The messages of all replicas, in the order of their ranks. A message is anything JSON can
-        hold.
-        """
+        """The messages of all replicas, by rank. A message is anything that JSON can hold."""
         return [message]
 
     def add(self, tensors: Sequence[Tensor]) -> None:
         """Put into every tensor, in place, its sum over the replicas: the same bits on each."""
 
     def take_times(self) -> dict[str, float]:
-        """Seconds spent with the others since this was asked last, under their metric names;
-        nothing when alone.
-        """
+        """Seconds spent with the others since the last call, by metric name; alone: nothing."""
         return {}
+
+    def together(self, work: Callable[[], Value]) -> tuple[Value, list[float | None]]:
+        """(what ``work`` returns here; what it returns on each replica, None for no number).
+
+        Where it raises on one replica it raises on all, so that none waits for another in vain:
+        there the error itself, elsewhere NonFiniteTraining again or ReplicaFailed, which name the
+        replica.
+        """
+        error: Exception | None = None
+        mine: list[Value] = []
+        message: dict[str, object] = {}
+        try:
+            mine = [work()]
+            message = {"value": mine[0] if isinstance(mine[0], int | float) else None}
+        except NonFiniteTraining as found:
+            error, message = found, {"what": found.what, "module": found.module}
+        except Exception as found:  # whatever it is, the others must learn of it
+            error, message = found, {"error": f"{type(found).__name__}: {found}"}
+        answers = self.exchange(message)
+        if error is not None:
+            raise error
+        for rank, other in enumerate(answers):
+            if "what" in other:
+                raise NonFiniteTraining(f"{other['what']} (replica {rank})", other["module"])
+            if "error" in other:
+                raise ReplicaFailed(f"replica {rank} of the learner failed: {other['error']}")
+        return mine[0], [other["value"] for other in answers]
 
     def require_alike(self, checksum: str, when: str) -> None:
         """Raises ReplicasDiffer unless every replica gives the same ``checksum``."""
@@ -73,13 +97,11 @@ class DistributedReplicas(Replicas):
     def __init__(
         self, rank: int, size: int, store: dist.Store, device: torch.device, timeout_s: float
     ) -> None:
-        """Meets the others at ``store``. ``timeout_s`` limits every later wait for them. Raises
-        GroupBroken.
-        """
+        """Joins the others at ``store``; ``timeout_s`` limits every wait. Raises GroupBroken."""
         self.rank, self.size, self.device = rank, size, device
         self._times = {"time/allreduce_s": 0.0, "time/replica_wait_s": 0.0}
         leave()
-        with self._together("meeting them"):
+        with self._naming("joining them"):
             dist.init_process_group(
                 "nccl" if device.type == "cuda" else "gloo",
                 store=store,
@@ -92,7 +114,7 @@ class DistributedReplicas(Replicas):
         data = torch.frombuffer(bytearray(json.dumps(message).encode()), dtype=torch.uint8).to(
             self.device
         )
-        with self._together("waiting for their word"), self._timed("time/replica_wait_s"):
+        with self._naming("waiting for their word"), self._timed("time/replica_wait_s"):
             length = torch.tensor([len(data)], device=self.device)
             lengths = [torch.empty_like(length) for _ in range(self.size)]
             dist.all_gather(lengths, length)
@@ -108,7 +130,7 @@ class DistributedReplicas(Replicas):
 
     def add(self, tensors: Sequence[Tensor]) -> None:
         """One all-reduce of everything, flat, in the tensors' own precision."""
-        with self._together("adding gradients"), self._timed("time/allreduce_s"):
+        with self._naming("adding gradients"), self._timed("time/allreduce_s"):
             flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
             dist.all_reduce(flat, op=dist.ReduceOp.SUM)
             for tensor, part in zip(
@@ -133,12 +155,11 @@ class DistributedReplicas(Replicas):
             torch.cuda.synchronize(self.device)
 
     @contextmanager
-    def _together(self, doing: str) -> Iterator[None]:
+    def _naming(self, doing: str) -> Iterator[None]:
         try:
             yield
-        except (
-            RuntimeError
-        ) as error:  # what torch.distributed raises for a lost peer and for silence
+        # what torch.distributed raises for a lost peer and for silence
+        except RuntimeError as error:
             reason = str(error).strip().splitlines()[0]
             raise GroupBroken(
                 f"replica {self.rank} of {self.size} lost the others while {doing}: {reason}"
@@ -146,9 +167,7 @@ class DistributedReplicas(Replicas):
 
 
 def open_store(host: str, timeout_s: float) -> tuple[dist.TCPStore, int]:
-    """(store, port) where replicas meet, listening on the address ``host`` alone and on a free
-    port. It lives as long as the object.
-    """
+    """(store, port) for the rendezvous, open on ``host`` alone as long as the object lives."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listener = socket.create_server((host, 0), family=family)
     port = listener.getsockname()[1]
@@ -176,7 +195,7 @@ def reach_store(host: str, port: int, timeout_s: float) -> dist.TCPStore:
     except RuntimeError as error:
         reason = str(error).strip().splitlines()[0]
         raise GroupBroken(
-            f"nobody answers at {host}:{port}, where the learner's replicas meet: {reason}"
+            f"nobody answers at {host}:{port}, the rendezvous of the learner's replicas: {reason}"
         ) from None
 
 

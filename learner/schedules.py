@@ -1,6 +1,4 @@
-"""What changes with the iteration number: learning rate, decay of the sampling policy, and when to
-stop early.
-"""
+"""What depends on the iteration: learning rate, decay of the sampling policy, stopping early."""
 
 from __future__ import annotations
 

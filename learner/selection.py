@@ -1,6 +1,4 @@
-"""Which K of a prompt's N explored noises are worth training on. Pure functions of the rewards;
-neither torch nor ray.
-"""
+"""Which K of a prompt's N explored seeds to train on: pure functions of the rewards, no torch."""
 
 from __future__ import annotations
 
@@ -19,9 +17,8 @@ class TooFewScored(RuntimeError):
 class Selection:
     """Chosen candidate indices. Iterating gives ``indices``."""
 
-    indices: tuple[
-        int, ...
-    ]  # K of them, ascending: the order of training does not depend on the rewards
+    # K of them, ascending, so that the order of training does not depend on the rewards
+    indices: tuple[int, ...]
     best: tuple[int, ...]  # the better half of the chosen, best first
     worst: tuple[int, ...]  # the worse half, worst first
 
@@ -33,7 +30,7 @@ class Selection:
 
 
 def best_worst(rewards: np.ndarray, keep: int, keys: np.ndarray) -> np.ndarray:
-    """The paper's rule (arXiv 2604.06916): the keep/2 highest and the keep/2 lowest of the others."""
+    """The paper's rule (arXiv 2604.06916): the keep/2 highest and keep/2 lowest of the others."""
     if keep % 2:
         raise ValueError(
             f"rule 'best_worst' keeps as many best as worst, so keep = {keep} must be even"
@@ -50,7 +47,7 @@ def random(rewards: np.ndarray, keep: int, keys: np.ndarray) -> np.ndarray:
 
 
 def mean_deviation(rewards: np.ndarray, keep: int, keys: np.ndarray) -> np.ndarray:
-    """The ``keep`` furthest from the pool's mean, on either side: the largest absolute advantages."""
+    """The ``keep`` furthest from the pool's mean on either side: the largest advantages."""
     return np.argsort(-np.abs(rewards - rewards.mean()), kind="stable")[:keep]
 
 
@@ -105,7 +102,7 @@ def select(
     if len(values) < keep:
         raise TooFewScored(
             f"prompt {prompt!r}: only {len(values)} samples have a reward, but selection.keep ="
-            f" {keep}: mend the scorer (events.jsonl says why it failed), or lower selection.keep"
+            f" {keep}: fix the scorer (events.jsonl says why it failed), or lower selection.keep"
         )
     order = np.argsort(indices)
     values, indices = values[order], indices[order]

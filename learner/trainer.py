@@ -1,16 +1,12 @@
-"""The learner: regenerates selected noises at full precision, trains the LoRA on them, keeps the
-averages, exports the policy.
+"""The learner: regenerates the selected seeds, trains the LoRA, keeps averages, exports.
 
-One process, no ray: the ring's learner actor is a thin shell around ``Trainer``, and so is a plain
+One process, no ray: the learner actor is a thin shell around ``Trainer``, and so is a plain
 training loop.
 """
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -23,24 +19,30 @@ from configs.schema import RunConfig
 from learner import checkpoint
 from learner.advantages import advantages
 from learner.batch import Group, check_groups, joined, keep_evidence
+from learner.export import Exported, PolicyExporter
+from learner.nonfinite import NonFiniteTraining
 from learner.objectives import Record, build_objective
 from learner.replicas import Replicas
 from learner.schedules import learning_rate, old_policy_decay
-from learner.update import NonFiniteTraining, Updater
+from learner.update import Updater
 from policy.families import Family, family_for
-from policy.lora import adapter_state, add_adapters, blend, load_adapter_state, trainable, use
-from policy.precision.backends import Backend, packing_backend
+from policy.lora import (
+    ENDING,
+    adapter_file,
+    adapter_state,
+    add_adapters,
+    blend,
+    load_adapter_state,
+    trainable,
+    use,
+)
 from policy.precision.compiling import compile_failures, compiled
-from policy.precision.swap import ModuleRow, quantise_plan
-from policy.precision.wire import Manifest
-from policy.publish import NonFiniteWeights, Publisher
+from policy.publish import NonFiniteWeights
 from policy.sampling.noise import stream_seed
 from policy.sampling.sample import sample
 from policy.sampling.sde import sample_paths
-from policy.types import Conditioning
+from policy.types import DTYPES, Conditioning
 
-DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
-ADAPTER_FILES = {"current": "adapter", "old": "old", "ema": "ema"}
 PREVIOUS = "previous"
 """The sampling policy of one update before, kept where that explores (``explore_ahead``)."""
 
@@ -74,15 +76,7 @@ class Trainer:
             else self.family.load_transformer(self.device, dtype)
         )
         self.vae = vae if vae is not None else self.family.load_vae(self.device, torch.float32)
-        wanted = {
-            self.objective.sampling_adapter,
-            *self.objective.policies,
-            *self.objective.averages,
-            "ema",
-        } - {"ref", "current"}
-        if config.explore_ahead:
-            wanted.add(PREVIOUS)
-        self.adapters = ("current", *sorted(wanted))
+        self.adapters = ("current", *sorted(self._followers()))
         add_adapters(
             self.transformer,
             config.lora,
@@ -92,7 +86,7 @@ class Trainer:
         )
         if config.optimizer.gradient_checkpointing:
             denoiser: Any = self.transformer
-            denoiser.enable_gradient_checkpointing()  # what it recomputes, it does with "current" active
+            denoiser.enable_gradient_checkpointing()  # it recomputes with "current" active
         self._denoiser = (
             compiled(self.transformer, self.device)
             if config.regenerate.compile
@@ -103,12 +97,19 @@ class Trainer:
             self.family, self.transformer, self.objective, config.optimizer, self.device
         )
         self.replicas = Replicas()
+        self._exporter = PolicyExporter(config, self.family, self.transformer, self.device)
         self.done = 0
         self.last_iteration: int | None = None
-        self._publisher: Publisher | None = None
-        self._trained: tuple[Sequence[Group], Mapping[int, np.ndarray]] | None = (
-            None  # of the last update, until rank 0 exports it
-        )
+        # samples and advantages of the last update, until rank 0 exports what came of it
+        self._trained: tuple[Sequence[Group], Mapping[int, np.ndarray]] | None = None
+
+    def _followers(self) -> set[str]:
+        """Adapters beside the trained one."""
+        objective = self.objective
+        names = {objective.sampling_adapter, *objective.policies, *objective.averages, "ema"}
+        if self.config.explore_ahead:
+            names.add(PREVIOUS)
+        return names - {"ref", "current"}
 
     @property
     def trainable_parameters(self) -> int:
@@ -145,18 +146,16 @@ class Trainer:
             use(self.transformer, None if name == "base" else name),
             compile_failures("regenerate.compile"),
         ):
-            samples = self._draw(
+            samples = self._sample(
                 rows, list(seeds), steps or settings.steps, solver or self.config.plan.solver, size
             )
             images = self.family.decode(self.vae, samples["latents"], batch_size=size)
         return {key: tensor.numpy() for key, tensor in samples.items()}, images.numpy()
 
-    def _draw(
+    def _sample(
         self, rows: Conditioning, seeds: list[int], steps: int, solver: str, size: int
     ) -> dict[str, Tensor]:
-        """The samples of ``regenerate``. A path's noise comes from a stream of its own, named by
-        the sample's seed.
-        """
+        """The samples of ``regenerate``. A path's noise has a stream named by the sample's seed."""
         paths = self.objective.path_solver
         if paths is None or solver != paths.name:
             return {
@@ -172,9 +171,7 @@ class Trainer:
         return {"latents": drawn.latents, "states": drawn.states, "log_probs": drawn.log_probs}
 
     def join(self, replicas: Replicas) -> None:
-        """Train together with others from now on. Raises GroupBroken, and ReplicasDiffer where they
-        do not start from one state.
-        """
+        """Train with others from now on. Raises GroupBroken, ReplicasDiffer for another state."""
         self.replicas = self.updater.replicas = replicas
         replicas.require_alike(f"{self.done} updates, {self.checksum()}", "at the start")
 
@@ -191,8 +188,7 @@ class Trainer:
         groups: Sequence[Group],
         elsewhere: Mapping[int, np.ndarray] | None = None,
     ) -> dict[str, float]:
-        """Train on one iteration's samples, then move the old policy and the averages; returns its
-        metrics.
+        """Train on one iteration's samples, then move the averages; returns metrics.
 
         ``iteration`` names the random streams and must rise from call to call. Groups are trained
         on in prompt order, in whichever order they come. Among replicas each is given its own
@@ -202,9 +198,8 @@ class Trainer:
         data to ``failure_dir``, ValueError for groups that cannot be trained on; among replicas
         also ReplicaFailed, ReplicasDiffer and GroupBroken.
         """
-        start = time.perf_counter()
         groups = sorted(groups, key=lambda group: group.prompt_index)
-        (values, metrics), _ = self.updater.together(
+        (values, metrics), _ = self.replicas.together(
             lambda: self._advantages(iteration, groups, elsewhere or {})
         )
         rate = learning_rate(self.config.optimizer, self.done, self.config.iterations)
@@ -214,7 +209,7 @@ class Trainer:
             else None
         )
         try:
-            samples, _ = self.updater.together(
+            samples, _ = self.replicas.together(
                 lambda: joined(groups, values, self.config.seed, iteration, self.device)
             )
             metrics |= self.updater.run(
@@ -239,14 +234,12 @@ class Trainer:
             self.replicas.require_alike(
                 f"{self.done} updates, {self.checksum()}", f"after iteration {iteration}"
             )
-        return metrics | self.replicas.take_times() | {"time/update_s": time.perf_counter() - start}
+        return metrics | self.replicas.take_times()
 
     def _advantages(
         self, iteration: int, groups: Sequence[Group], elsewhere: Mapping[int, np.ndarray]
     ) -> tuple[dict[int, np.ndarray], dict[str, float]]:
-        """(advantages float32 [K] by prompt, of all replicas; metrics). Raises ValueError for what
-        cannot be trained on.
-        """
+        """(advantages float32 [K] by prompt, of all replicas; metrics). Raises ValueError."""
         if self.last_iteration is not None and iteration <= self.last_iteration:
             raise ValueError(
                 f"iteration {iteration} was trained already, the last one was"
@@ -262,64 +255,23 @@ class Trainer:
         return dict(zip(rewards, values, strict=True)), metrics
 
     @property
-    def quantisation_table(self) -> list[dict[str, Any]]:
-        """A dict (name, shape, quantised, why, the explorers' backend) per module with a weight
-        matrix, as of the last export; empty where nobody explores.
-        """
-        if not self.config.plan.explore:
-            return []
-        backend, rows = self._exploring
-        return [asdict(row) | {"backend": backend.name} for row in rows]
-
-    @cached_property
-    def _exploring(self) -> tuple[Backend, list[ModuleRow]]:
-        """The explorers' backend, resolved for their kind of device, and which modules it runs
-        quantised.
-        """
-        explore = self.config.plan.explore
-        if explore is None:
-            raise ValueError(
-                f"arm {self.config.arm!r} explores nothing, so there is nothing to export"
-            )
-        device = (
-            "cuda" if self.config.services.rollout.gpus and torch.cuda.is_available() else "cpu"
-        )
-        return self._packing(packing_backend(explore.backend, device))
-
-    def _packing(self, backend: Backend) -> tuple[Backend, list[ModuleRow]]:
-        return backend, quantise_plan(
-            self.transformer, self.family, self.config.explore.keep_wide, backend
-        )
+    def quantisation_table(self) -> list[dict[str, object]]:
+        """As ``PolicyExporter.table``."""
+        return self._exporter.table
 
     def export(
         self, version: int, backend: str | None = None, weights: str | None = None
-    ) -> tuple[Manifest, list[np.ndarray], dict[str, float]]:
-        """(manifest, uint8 chunks, statistics against the export before) of the sampling policy,
-        merged, in the explorers' format.
+    ) -> Exported:
+        """The sampling policy, or the adapter ``weights``, merged, in the explorers' format.
 
         ``backend`` is the one that explorers run, where they know better than this process: on
-        their device "auto" may be another. ``weights``: another adapter than that of the sampling
-        policy. Raises NonFiniteWeights naming the module, after writing the data of the iteration
-        that led there to ``failure_dir``, ValueError for an arm that explores nothing.
+        their device "auto" may be another. Raises NonFiniteWeights naming the module, after writing
+        the data of the iteration that led there to ``failure_dir``, ValueError for an arm that
+        explores nothing.
         """
-        if backend is not None and backend != self._exploring[0].name:
-            self._exploring, self._publisher = (
-                self._packing(packing_backend(backend, self.device)),
-                None,
-            )
-        if self._publisher is None:
-            chosen, plan = self._exploring
-            explore, chunk_bytes = self.config.explore, self.config.publish.chunk_mb * 2**20
-            self._publisher = Publisher(
-                self.transformer,
-                plan,
-                chosen,
-                chunk_bytes,
-                explore.scale_search,
-                explore.frozen_amax,
-            )
+        adapter = weights or self.objective.sampling_adapter
         try:
-            exported = self._publisher.export(weights or self.objective.sampling_adapter, version)
+            exported = self._exporter.export(adapter, version, backend)
         except NonFiniteWeights as error:
             if self._trained is not None and self.last_iteration is not None:
                 kept = self._keep_evidence(self.last_iteration, *self._trained, str(error))
@@ -343,13 +295,10 @@ class Trainer:
     def _keep_evidence(
         self, iteration: int, groups: Sequence[Group], values: Mapping[int, np.ndarray], reason: str
     ) -> str:
-        """Save an iteration's data, of this replica, and the adapters as they are now; says where,
-        or why not.
-        """
-        name = f"iteration_{iteration:06d}" + (
-            f".replica-{self.replicas.rank}" if self.replicas.size > 1 else ""
-        )
-        path = self.failure_dir / f"{name}.safetensors" if self.failure_dir is not None else None
+        """Save this replica's data of an iteration, and the adapters; says where, or why not."""
+        replica = f".replica-{self.replicas.rank}" if self.replicas.size > 1 else ""
+        name = f"iteration_{iteration:06d}{replica}{ENDING}"
+        path = self.failure_dir / name if self.failure_dir is not None else None
         metadata = {"iteration": str(iteration), "seed": str(self.config.seed), "reason": reason}
         return keep_evidence(path, groups, values, self._adapters(), metadata)
 
@@ -363,8 +312,7 @@ class Trainer:
         }
 
     def save(self, path: str | Path, extra_state: dict[str, Any]) -> None:
-        """Write a checkpoint directory atomically and prune its siblings to
-        ``checkpoint.keep_last``.
+        """Write a checkpoint directory atomically; keep ``checkpoint.keep_last`` of them.
 
         ``extra_state`` is anything JSON can hold. Raises CheckpointError, leaving the checkpoints
         before whole.
@@ -375,8 +323,7 @@ class Trainer:
             if not key.startswith("weight/")
         }
         files = {
-            ADAPTER_FILES.get(name, name): adapter_state(self.transformer, name)
-            for name in self.adapters
+            adapter_file(name): adapter_state(self.transformer, name) for name in self.adapters
         }
         state = {
             "seed": self.config.seed,
@@ -388,9 +335,7 @@ class Trainer:
         checkpoint.prune(Path(path).parent, self.config.checkpoint.keep_last)
 
     def load(self, path: str | Path) -> dict[str, Any]:
-        """Restore a checkpoint bit by bit; returns its extra state. Raises CheckpointError, then
-        nothing has changed.
-        """
+        """Restore a checkpoint bit by bit; returns its extra state. All or CheckpointError."""
         files, state = checkpoint.read(path)
         if state["seed"] != self.config.seed:
             raise checkpoint.CheckpointError(
@@ -398,7 +343,7 @@ class Trainer:
                 f" {self.config.seed}: use the same"
             )
         for name in self.adapters:
-            file = ADAPTER_FILES.get(name, name)
+            file = adapter_file(name)
             checkpoint.require_same(
                 files.get(file, {}),
                 adapter_state(self.transformer, name),
@@ -406,7 +351,7 @@ class Trainer:
             )
         self._check_optimizer(path, files.get("optimizer", {}))
         for name in self.adapters:
-            load_adapter_state(self.transformer, name, files[ADAPTER_FILES.get(name, name)])
+            load_adapter_state(self.transformer, name, files[adapter_file(name)])
         weights = {
             key: value for key, value in self.updater.state().items() if key.startswith("weight/")
         }

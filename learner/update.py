@@ -1,58 +1,34 @@
-"""The update of one iteration: micro-batches, accumulated gradients, AdamW. Generic over objectives
-and families.
-"""
+"""One iteration's update, of any objective and family: micro-batches, gradients, AdamW."""
 
 from __future__ import annotations
 
-import copyreg
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
 from configs.sections import Optimizer
+from learner.nonfinite import NonFiniteTraining, first_nonfinite, first_nonfinite_module
 from learner.objectives.base import Objective, Points
-from learner.replicas import ReplicaFailed, Replicas
+from learner.replicas import Replicas
 from policy.families.base import Family
 from policy.lora import trainable, use
 from policy.types import Conditioning
-
-Value = TypeVar("Value")
-
-
-class NonFiniteTraining(RuntimeError):
-    """A NaN or an infinity in an update. ``what`` it was, the ``module`` it was first seen in,
-    where the data were ``saved``.
-    """
-
-    def __init__(self, what: str, module: str | None = None, saved: str = "") -> None:
-        self.what, self.module, self.saved = what, module, saved
-        where = f" in module {module!r}" if module else ""
-        super().__init__(f"{what}{where}; {saved or 'nothing was changed'}")
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        """Exceptions cross processes by their arguments, and these are not the constructor's."""
-        return copyreg.__newobj__, (type(self), *self.args), self.__dict__  # type: ignore[attr-defined]
 
 
 @dataclass(frozen=True)
 class Samples:
     """What one iteration trains on: S samples of G prompts."""
 
-    data: dict[
-        str, Tensor
-    ]  # named tensors [S, ...] on the CPU, as in learner.objectives.base.Record
+    data: dict[str, Tensor]  # named tensors [S, ...] on the CPU, as in learner.objectives.Record
     advantages: Tensor  # float32 [S]
     cond: Conditioning  # G rows
     group: Tensor  # int64 [S], row of cond
     seeds: tuple[int, ...]  # [S], seed of the sample's training times and eps
-    places: (
-        np.ndarray
-    )  # int [S] ascending, of each among all samples of the iteration, those of other replicas too
+    places: np.ndarray  # int [S] ascending, among the samples of all replicas
     total: int  # samples of the iteration
 
     def __len__(self) -> int:
@@ -64,9 +40,7 @@ class Samples:
 
 
 class Updater:
-    """Holds the optimiser of the "current" adapter of a transformer. Nothing but that adapter is
-    ever changed.
-    """
+    """Holds the optimiser of a transformer's "current" adapter, and changes nothing but that."""
 
     def __init__(
         self,
@@ -92,8 +66,7 @@ class Updater:
     def run(
         self, samples: Samples, sigmas: Tensor, learning_rate: float, shuffle_seed: int
     ) -> dict[str, float]:
-        """``steps_per_iteration`` optimiser steps over the samples; metrics are means over all
-        training points.
+        """``steps_per_iteration`` optimiser steps; metrics are means over all training points.
 
         With more than one step the samples are dealt to the steps at random. All or nothing: on any
         exception the weights and the optimiser are as before. Among replicas the steps are dealt
@@ -133,36 +106,39 @@ class Updater:
     def _step(
         self, samples: Samples, part: np.ndarray, sigmas: Tensor, sums: dict[str, float]
     ) -> tuple[int, float]:
-        """One optimiser step on the mean loss over the points of ``part`` and of the other
-        replicas' parts.
+        """One optimiser step on the mean loss over the points of ``part``, of all replicas.
 
         Returns (points of all, gradient norm before clipping). What is added over the replicas are
         sums over points, divided by the points of all: a mean over points, however unequal the
         parts.
         """
         self.optimizer.zero_grad(set_to_none=True)
-        _, counts = self.together(lambda: self._accumulate(samples, part, sigmas, sums))
-        total = sum(counts)
+        _, counts = self.replicas.together(lambda: self._accumulate(samples, part, sigmas, sums))
+        total = int(sum(counts))
         gradients = {name: p.grad for name, p in self.parameters.items() if p.grad is not None}
         self.replicas.add(list(gradients.values()))
         for gradient in gradients.values():
             gradient.div_(total)
         norm = torch.nn.utils.get_total_norm(gradients.values())
         if not bool(torch.isfinite(norm)):
-            self._require_finite("gradient", gradients, norm.item())
+            if (name := first_nonfinite(gradients)) is not None:
+                raise NonFiniteTraining("a gradient is not finite", name)
+            raise NonFiniteTraining(
+                f"the norm of the gradient is {norm.item()} although each gradient is finite: it"
+                " overflowed"
+            )
         torch.nn.utils.clip_grads_with_norm_(
             self.parameters.values(), self.settings.max_grad_norm, norm
         )
         self.optimizer.step()
-        self._require_finite("weight after the step", self.parameters)
+        if (name := first_nonfinite(self.parameters)) is not None:
+            raise NonFiniteTraining("a weight after the step is not finite", name)
         return total, norm.item()
 
     def _accumulate(
         self, samples: Samples, part: np.ndarray, sigmas: Tensor, sums: dict[str, float]
     ) -> int:
-        """Leave the gradient of the sum of losses over the points of ``part``, add to the metrics'
-        ``sums``; how many points.
-        """
+        """Leave the gradient of the summed losses of ``part``, add to ``sums``; how many points."""
         total = 0
         for points in self._micro_batches(samples, part, sigmas):
             loss, metrics = self._forward(samples, points)
@@ -182,42 +158,13 @@ class Updater:
                 parameter.grad = torch.zeros_like(parameter)
         return total
 
-    def together(self, work: Callable[[], Value]) -> tuple[Value, list[Any]]:
-        """(what ``work`` returns here; what it returns on every replica, None where that is no
-        number).
-
-        Where it raises on one replica it raises on all, so that none waits for another in vain:
-        there the error itself, elsewhere NonFiniteTraining again or ReplicaFailed, which name the
-        replica.
-        """
-        error: Exception | None = None
-        mine: list[Value] = []
-        word: dict[str, Any] = {}
-        try:
-            mine = [work()]
-            word = {"value": mine[0] if isinstance(mine[0], int | float) else None}
-        except NonFiniteTraining as found:
-            error, word = found, {"what": found.what, "module": found.module}
-        except Exception as found:
-            error, word = found, {"error": f"{type(found).__name__}: {found}"}
-        words = self.replicas.exchange(word)
-        if error is not None:
-            raise error
-        for rank, other in enumerate(words):
-            if "what" in other:
-                raise NonFiniteTraining(f"{other['what']} (replica {rank})", other["module"])
-            if "error" in other:
-                raise ReplicaFailed(f"replica {rank} of the learner failed: {other['error']}")
-        return mine[0], [other["value"] for other in words]
-
     def _micro_batches(
         self, samples: Samples, part: np.ndarray, sigmas: Tensor
     ) -> Iterator[Points]:
-        """Points of the samples ``part`` in batches of ``batch_size``, whatever sample boundaries;
-        the last may be smaller.
+        """Points of the samples ``part`` in batches of ``batch_size``; the last may be smaller.
 
-        Each sample's points come from a seed of its own: how they are batched changes nothing about
-        them.
+        Each sample's points come from a seed of its own, so that how they are batched changes
+        nothing about them.
         """
         size = self.settings.batch_size
         waiting: list[Points] = []
@@ -237,9 +184,7 @@ class Updater:
             yield Points.cat(waiting).to(self.device)
 
     def _like_current(self) -> frozenset[str]:
-        """Adapters whose weights are those of "current" bit by bit: until a step is taken, so are
-        their velocities.
-        """
+        """Adapters that equal "current" bit by bit: so do their velocities, until a step."""
         others = set(self.objective.policies) - {"current", "ref"}
         return frozenset(
             other
@@ -251,8 +196,7 @@ class Updater:
         )
 
     def _forward(self, samples: Samples, points: Points) -> tuple[Tensor, dict[str, Tensor]]:
-        """Velocities of every policy the objective wants, with gradient for "current" alone, and
-        the loss.
+        """The objective's loss and metrics, with gradient for the "current" policy alone.
 
         A policy that still has the current weights gets the current velocities themselves: it saves
         a pass, and the ratio of their log-probabilities is 1 to the last bit whatever kernels are
@@ -278,9 +222,7 @@ class Updater:
             return self.family.velocity(self.transformer, points.x_t, points.sigma, cond)
 
     def _diagnose(self, samples: Samples, points: Points, what: str) -> NonFiniteTraining:
-        """Run the batch again, each policy in turn, and name the first module whose output is not
-        finite.
-        """
+        """Run the batch again, policy by policy; names the first module that is not finite."""
         cond = self._conditioning(samples, points)
         for policy in self.objective.policies:
             with torch.no_grad():
@@ -295,24 +237,8 @@ class Updater:
             f"{what} although every velocity is finite: it overflowed in the objective"
         )
 
-    def _require_finite(
-        self,
-        what: str,
-        tensors: dict[str, Tensor] | dict[str, nn.Parameter],
-        norm: float | None = None,
-    ) -> None:
-        for name, tensor in tensors.items():
-            if not bool(torch.isfinite(tensor).all()):
-                raise NonFiniteTraining(f"a {what} is not finite", name)
-        if norm is not None:
-            raise NonFiniteTraining(
-                f"the norm of the gradient is {norm} although each {what} is finite: it overflowed"
-            )
-
     def state(self) -> dict[str, Tensor]:
-        """Weights and optimiser moments, copied to the CPU: "weight/NAME", "exp_avg/NAME",
-        "exp_avg_sq/NAME", "step/NAME".
-        """
+        """On the CPU: "weight/NAME" and of the optimiser "exp_avg/", "exp_avg_sq/", "step/NAME"."""
         tensors = {f"weight/{name}": parameter for name, parameter in self.parameters.items()}
         for name, parameter in self.parameters.items():
             tensors |= {
@@ -337,37 +263,3 @@ class Updater:
                 kind: value.clone() if kind == "step" else value.to(parameter.device, copy=True)
                 for kind, value in values.items()
             }
-
-
-def first_nonfinite_module(model: nn.Module, forward: Callable[[], object]) -> str | None:
-    """Name of the first leaf module, in order of execution, whose output holds a NaN or an infinity
-    during ``forward``.
-    """
-    found: list[str] = []
-
-    def watch(name: str) -> Callable[[nn.Module, object, object], None]:
-        def hook(module: nn.Module, inputs: object, output: object) -> None:
-            tensors = (
-                [output]
-                if isinstance(output, Tensor)
-                else output
-                if isinstance(output, tuple | list)
-                else []
-            )
-            if not found and any(
-                isinstance(t, Tensor) and not bool(torch.isfinite(t).all()) for t in tensors
-            ):
-                found.append(name)
-
-        return hook
-
-    leaves = [
-        (name, module) for name, module in model.named_modules() if not any(module.children())
-    ]
-    handles = [module.register_forward_hook(watch(name)) for name, module in leaves]
-    try:
-        forward()
-    finally:
-        for handle in handles:
-            handle.remove()
-    return found[0] if found else None

@@ -4,33 +4,36 @@ reached.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from configs.load import ConfigError
 from configs.schema import RunConfig
 from planning.placement import needs_of
-from policy.precision.backends import BACKENDS, Backend
+from policy.precision.backends import BACKENDS, Backend, auto_backends
 
 
 @dataclass(frozen=True)
 class Accelerator:
-    """Dense peaks in TFLOP/s and GB of memory, as NVIDIA states them; ``auto`` is the backend taken
-    for ``explore.backend = "auto"``.
+    """Dense BF16 peak (TFLOP/s) and memory (GB) as NVIDIA states them, compute capability.
+
+    ``fp32``: peak of plain FP32 products.
     """
 
     bf16: float
-    fp8: float
-    fp4: float
     memory_gb: float
-    auto: str
-    fp32: float  # of plain FP32 products
+    fp32: float
+    capability: tuple[int, int]
+
+    def runs(self, backend: Backend) -> bool:
+        """Whether its tensor cores do, with what the backend needs installed."""
+        return self.capability >= backend.capability
 
 
 ACCELERATORS = {
-    "B200": Accelerator(2250, 4500, 9000, 180, "te_nvfp4", 75),
-    "GB200": Accelerator(2500, 5000, 10000, 186, "te_nvfp4", 80),
-    "H200": Accelerator(990, 1980, 0, 141, "fp8", 67),
-    "H100": Accelerator(990, 1980, 0, 80, "fp8", 67),
+    "B200": Accelerator(2250, 180, 75, (10, 0)),
+    "GB200": Accelerator(2500, 186, 80, (10, 0)),
+    "H200": Accelerator(990, 141, 67, (9, 0)),
+    "H100": Accelerator(990, 80, 67, (9, 0)),
 }
 
 
@@ -98,20 +101,20 @@ def device_of(config: RunConfig, given: Assumptions) -> tuple[Device | None, str
 def with_format(device: Device, name: str | None, backend: Backend) -> Device:
     """With the peak of the backend's format; emulated NVFP4 gains nothing."""
     known = ACCELERATORS.get(name or "")
-    peaks = {"te_nvfp4": known.fp4, "torch_nvfp4": known.fp4, "fp8": known.fp8} if known else {}
-    quantised = peaks.get(backend.name, 0) or device.tflops
-    return Device(device.name, device.tflops, quantised, device.memory_gb, device.utilisation)
+    quicker = known is not None and backend.speedup > 1 and known.runs(backend)
+    quantised = known.bf16 * backend.speedup if known and quicker else device.tflops
+    return replace(device, quantised_tflops=quantised)
 
 
 def backend_of(config: RunConfig, accelerator: str | None) -> tuple[Backend, str]:
-    """The explorers' backend; "auto" as it would be on the accelerator assumed, on a CPU the
+    """The rollout actors' backend; "auto" as it would be on the accelerator assumed, on a CPU the
     emulation.
     """
     name = config.plan.explore.backend if config.plan.explore else config.explore.backend
     if name != "auto":
         return BACKENDS[name], "as configured"
     if not config.services.rollout.gpus:
-        return BACKENDS["emulated_nvfp4"], "auto, on CPUs"
+        return auto_backends("cpu")[0], "auto, on CPUs"
     known = ACCELERATORS.get(accelerator or "")
     if known is None:
         raise ConfigError(
@@ -120,4 +123,5 @@ def backend_of(config: RunConfig, accelerator: str | None) -> tuple[Backend, str
                 " explore.backend=..."
             ]
         )
-    return BACKENDS[known.auto], f"auto, on {accelerator} with what it needs installed"
+    best = next(backend for backend in auto_backends("cuda") if known.runs(backend))
+    return best, f"auto, on {accelerator} with what it needs installed"

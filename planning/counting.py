@@ -12,7 +12,6 @@ import math
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-import torch
 from pydantic import TypeAdapter
 from torch import nn
 
@@ -23,9 +22,9 @@ from policy.families.architectures import published, published_names
 from policy.lora import target_modules
 from policy.memory import Work
 from policy.precision.backends import Backend
+from policy.types import DTYPES
 
 KEPT = Path(__file__).parent / "layouts" / "counted.json"
-DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 
 @dataclass(frozen=True)
@@ -38,7 +37,7 @@ class Counts:
     quantised: int
     trained: int
     denoiser: int  # bytes
-    explorer: int  # bytes, in the backend's format
+    rollout: int  # bytes, in the backend's format
     autoencoder: int
     text: int
     text_flops: int  # to encode one prompt: products with weights
@@ -73,7 +72,7 @@ def key_of(config: RunConfig, backend: str) -> str:
     parts = [
         *(model.path, model.height, model.width, model.max_sequence_length),
         *(int(model.vae_slicing), int(model.vae_tiling), int(model.complex_human_instruction)),
-        *(backend, batch_of(config), "+".join(config.explore.keep_wide)),
+        *(backend, batch_of(config), "+".join(config.explore.modules_to_not_convert)),
         *(config.regenerate.precision, config.regenerate.batch_size),
         *(config.optimizer.batch_size, int(config.optimizer.gradient_checkpointing)),
         *(lora.rank, "+".join(lora.targets)),
@@ -101,21 +100,21 @@ def write_kept(rows: dict[str, Counts], path: Path = KEPT) -> None:
 def count(config: RunConfig, family: Family, backend: Backend) -> Counts:
     """Built on the meta device and run there: no weights are read."""
     dtype, batch = DTYPES[config.regenerate.precision], batch_of(config)
-    wide = memory.blank(family, "transformer", dtype)
+    base = memory.blank(family, "transformer", dtype)
     adapted = target_modules(
-        wide, config.lora.targets or family.lora_targets, strict=bool(config.lora.targets)
+        base, config.lora.targets or family.lora_targets, strict=bool(config.lora.targets)
     )
     transformer, rows, layers = memory.blank_explorer(
-        family, backend, config.explore.keep_wide, dtype
+        family, backend, config.explore.modules_to_not_convert, dtype
     )
     quantised = [row.name for row in rows if row.quantised]
     common = _common(config, family)
     return replace(
         common,
         quantised=sum(math.prod(row.shape) for row in rows if row.quantised),
-        explorer=memory.held_bytes(transformer),
+        rollout=memory.held_bytes(transformer),
         broadcast=memory.wire_bytes(transformer, rows, layers, adapted, backend),
-        step=memory.sampling_work(family, wide, batch, dtype, quantised),
+        step=memory.sampling_work(family, base, batch, dtype, quantised),
     )
 
 
@@ -134,21 +133,21 @@ def _common(config: RunConfig, family: Family) -> Counts:
         config.regenerate.batch_size,
     )
     encoders = memory.text_encoders(family, dtype)
-    wide = memory.blank(family, "transformer", dtype)
-    weights, denoiser = sum(p.numel() for p in wide.parameters()), memory.held_bytes(wide)
-    trained = memory.adapt(wide, family, config.lora)
+    base = memory.blank(family, "transformer", dtype)
+    weights, denoiser = sum(p.numel() for p in base.parameters()), memory.held_bytes(base)
+    trained = memory.adapt(base, family, config.lora)
     autoencoder, decode = memory.decoding_work(family, batch)
     decode_again = decode if again == batch else memory.decoding_work(family, again)[1]
-    adapted = memory.sampling_work(family, wide, again, dtype)
+    adapted = memory.sampling_work(family, base, again, dtype)
     training = memory.training_work(
-        family, wide, config.optimizer.batch_size, dtype, config.optimizer.gradient_checkpointing
+        family, base, config.optimizer.batch_size, dtype, config.optimizer.gradient_checkpointing
     )
     _seen[key] = Counts(
         weights=weights,
         quantised=0,
         trained=trained,
         denoiser=denoiser,
-        explorer=denoiser,
+        rollout=denoiser,
         autoencoder=autoencoder,
         text=memory.held_bytes(*encoders.values()),
         text_flops=_text_flops(encoders, config.model.max_sequence_length),

@@ -9,9 +9,9 @@ from configs.schema import RunConfig
 from learner.objectives import build_objective
 from planning.counting import Counts, batch_of
 from planning.placement import kinds_of
-from planning.scorers import scorer_bytes
 from policy import memory
 from policy.families import Family
+from rewards import model_bytes
 
 Held = dict[str, dict[str, int | None]]
 
@@ -22,7 +22,7 @@ def held_of(
     """By service; a learner's is that of the replica with most prompts. None: not known."""
     held: Held = {}
     if config.plan.explore:
-        held["rollout"] = _explorer(config, counts, backend)
+        held["rollout"] = _rollout(config, counts, backend)
     held["learner"] = _learner(config, counts, family, dtype)
     for kind in kinds_of(config):
         if labels := config.scorers_of(kind):
@@ -36,7 +36,7 @@ def _scorer(scorer: Scorer) -> int | None:
     """Bytes of a scorer's model, built once in a process."""
     key = scorer.model_dump_json()
     size = _built.get(key)
-    if size is None and (size := scorer_bytes(scorer)) is not None:
+    if size is None and (size := model_bytes(scorer)) is not None:
         _built[key] = size
     return size
 
@@ -44,10 +44,10 @@ def _scorer(scorer: Scorer) -> int | None:
 _built: dict[str, int] = {}
 
 
-def _explorer(config: RunConfig, counts: Counts, backend: str) -> dict[str, int | None]:
-    wide = backend == config.regenerate.precision
+def _rollout(config: RunConfig, counts: Counts, backend: str) -> dict[str, int | None]:
+    unquantized = backend == config.regenerate.precision
     return {
-        f"denoiser, {backend}": counts.denoiser if wide else counts.explorer,
+        f"denoiser, {backend}": counts.denoiser if unquantized else counts.rollout,
         "autoencoder, fp32": counts.autoencoder,
         f"passes, {batch_of(config)} images": max(counts.step.peak, counts.decode_peak),
     }

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from planning.assumptions import Device
 from planning.layouts.lines import as_json, outlook_lines
-from planning.make import GB, Plan, store_size, training_points
+from planning.make import GB, Plan, store_size
 from planning.placement import kinds_of, need_of
+from planning.stages import training_points
 
 
 def lines_of(plan: Plan) -> list[str]:
@@ -45,10 +46,13 @@ def _summary(plan: Plan) -> list[str]:
     explore = "explore     nothing"
     if arm.explore is not None:
         explore = (
-            f"explore     {arm.explore.pool_size} noises, {arm.explore.steps} steps"
+            f"explore     {arm.explore.pool_size} seeds, {arm.explore.steps} steps"
             f" {arm.explore.solver}, {plan.backend} ({plan.why})"
         )
     full = f"{config.regenerate.steps} steps {arm.solver}, {config.regenerate.precision}"
+    regenerate = (
+        f"{keep} seeds, {full}" if arm.regenerate else "nothing: trained on what was explored"
+    )
     guidance = "" if model.guidance is None else f", embedded guidance {model.guidance:g}"
     return [
         (
@@ -60,10 +64,7 @@ def _summary(plan: Plan) -> list[str]:
             f" {plan.source}, no weights read"
         ),
         f"  {explore}",
-        (
-            "  regenerate "
-            f" {f'{keep} noises, {full}' if arm.regenerate else 'nothing: trained on what was explored'}"
-        ),
+        f"  regenerate  {regenerate}",
         (
             f"  update      {keep} samples x {points} points, {others:.3g} passes of other policies"
             f" beside the trained one; LoRA rank {config.lora.rank} alpha {config.lora.alpha:g},"
@@ -73,7 +74,7 @@ def _summary(plan: Plan) -> list[str]:
             f"  quantised   {plan.quantised_weights / 1e9:.4g} of {plan.all_weights / 1e9:.4g}"
             " billion weights of the denoiser"
             if arm.explore is not None
-            else "  quantised   nothing: there are no explorers"
+            else "  quantised   nothing: there are no rollout actors"
         ),
     ]
 
@@ -120,10 +121,10 @@ def _bytes(plan: Plan) -> list[str]:
     lines = [
         "",
         (
-            f"broadcast   {plan.broadcast / GB:.3f} GB to each explorer after each iteration, in"
-            f" chunks of {plan.config.publish.chunk_mb} MiB"
+            f"broadcast   {plan.broadcast / GB:.3f} GB to each rollout actor after each iteration,"
+            f" in shards of {plan.config.publish.shard_mb} MiB"
             if plan.broadcast
-            else "broadcast   nothing: there are no explorers"
+            else "broadcast   nothing: there are no rollout actors"
         ),
         f"object store, at most {sum(plan.store.values()) / GB:.3f} GB",
     ]
@@ -143,9 +144,9 @@ def _operations(plan: Plan) -> list[str]:
         + ("" if device is None else "; seconds are a prediction from the assumptions below"),
     ]
     for name, stage in plan.stages.items():
-        parts = [f"denoiser {(stage.wide + stage.quantised) / 1e15:.3g}"]
+        parts = [f"denoiser {(stage.unquantized + stage.quantised) / 1e15:.3g}"]
         parts += (
-            [f"of it quantised {stage.quantised / (stage.wide + stage.quantised):.0%}"]
+            [f"of it quantised {stage.quantised / (stage.unquantized + stage.quantised):.0%}"]
             if stage.quantised
             else []
         )
@@ -166,7 +167,7 @@ def _operations(plan: Plan) -> list[str]:
     lines += [
         (
             f"evaluation  {evaluation.seconds(device):.1f} s, {config.evaluate.prompts} prompts x"
-            f" {config.evaluate.noises} noises x {config.evaluate.steps} steps, every"
+            f" {config.evaluate.noises} seeds x {config.evaluate.steps} steps, every"
             f" {config.evaluate.every} iterations"
         ),
         f"assumed     {device.name}: {device.tflops:g} TFLOP/s, {device.quantised_tflops:g} in"
@@ -202,7 +203,7 @@ def _warnings(plan: Plan) -> list[str]:
         and (seconds := plan.stages["update"].seconds(device)) > services.learner.deadline_s
     ):
         lines.append(
-            f"too long    the update is one unit of {seconds:.0f} s, services.learner.deadline_s ="
+            f"too long    the update is one task of {seconds:.0f} s, services.learner.deadline_s ="
             f" {services.learner.deadline_s:g}"
         )
     return lines

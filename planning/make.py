@@ -1,5 +1,4 @@
-"""``sol-rl plan``: what a run would need and how long an iteration might take, before anything is
-loaded.
+"""``sol-rl plan``: what a run needs and how long an iteration may take, with nothing loaded.
 
 Sizes and operations are counted on the architecture (``policy.memory``); where actors would go is
 asked of ``planning.placement``. Seconds are operations over an assumed share of an assumed peak,
@@ -22,7 +21,7 @@ from configs.load import ConfigError
 from configs.schema import RunConfig
 from learner.objectives import build_objective
 from planning.assumptions import Assumptions, Device, backend_of, device_of, with_format
-from planning.counting import DTYPES, counts_of
+from planning.counting import counts_of
 from planning.held import held_of
 from planning.layouts.arms import arms_of
 from planning.layouts.choose import Choice
@@ -33,12 +32,12 @@ from planning.layouts.numbers import numbers_of
 from planning.layouts.predict import bound, predict
 from planning.layouts.resolve import as_on_gpus, costs_of, known_gpus, laid_out, to_choose, used
 from planning.placement import Node, NoRoom, needs_of, place
-from planning.stages import Stage, stages_of, training_points
+from planning.stages import Stage, stages_of
 from policy import memory
 from policy.families import Family, family_for
 from policy.families.architectures import published, published_names, write_configs
+from policy.types import DTYPES
 
-__all__ = ["DTYPES", "Plan", "Stage", "described", "make_plan", "training_points"]
 MOST_NODES = 64
 GB = 1e9
 NUMBERS = {2: "two", 3: "three"}
@@ -46,9 +45,7 @@ NUMBERS = {2: "two", 3: "three"}
 
 @dataclass(frozen=True)
 class Plan:
-    """All that ``lines`` prints. Bytes, unless a name says otherwise; ``memory`` is per actor of a
-    kind, by what it is for.
-    """
+    """All that ``lines`` prints, in bytes; ``memory`` is per actor of a kind, by purpose."""
 
     config: RunConfig
     source: str
@@ -158,9 +155,7 @@ def _with_outlook(
 
 @contextmanager
 def described(config: RunConfig) -> Iterator[tuple[Family, str]]:
-    """(family, where its architecture comes from): the published one where the model is a hub id
-    that is known here.
-    """
+    """(family, where its architecture comes from), the published one for a known hub id."""
     model = config.model
     names = [
         name
@@ -191,19 +186,29 @@ def _plan(
     stages, evaluation = stages_of(config, counts)
     there, placed, problem = _placement(config, given, accelerator, nodes)
     return Plan(
-        config, source, backend.name, why, counts.quantised, counts.weights, counts.trained,
-        held_of(config, counts, family, backend.name, dtype), broadcast,
-        _store(config, family, broadcast, dtype), stages, evaluation, device, there, placed,
-        problem,
-    )  # fmt: skip
+        config=config,
+        source=source,
+        backend=backend.name,
+        why=why,
+        quantised_weights=counts.quantised,
+        all_weights=counts.weights,
+        trained=counts.trained,
+        memory=held_of(config, counts, family, backend.name, dtype),
+        broadcast=broadcast,
+        store=_store(config, family, broadcast, dtype),
+        stages=stages,
+        evaluation=evaluation,
+        device=device,
+        nodes=there,
+        placed=placed,
+        problem=problem,
+    )
 
 
 def _store(config: RunConfig, family: Family, broadcast: int, dtype: torch.dtype) -> dict[str, int]:
-    """What the object stores hold at most, over all nodes with one copy of each, in the course of
-    an iteration.
-    """
+    """The most that an iteration puts into the object stores, with one copy of each object."""
     prompts, keep = config.prompts.per_iteration, config.selection.keep
-    picture, latent = (
+    image, latent = (
         3 * config.model.height * config.model.width,
         4 * int(np.prod(family.latent_shape)),
     )
@@ -216,11 +221,11 @@ def _store(config: RunConfig, family: Family, broadcast: int, dtype: torch.dtype
     kept = regenerated * states + (0 if config.plan.regenerate else explored)
     conditioning = memory.conditioning_like(family, 1, dtype).tensors.values()
     return {
-        f"{NUMBERS[versions_held(config)]} versions of the weights, per node with explorers": (
+        f"{NUMBERS[versions_held(config)]} versions of the weights, per node with rollout actors": (
             versions_held(config) * broadcast
         ),
-        "pictures of an iteration, were none scored yet": (
-            prompts * (explored + regenerated) * picture
+        "images of an iteration, were none scored yet": (
+            prompts * (explored + regenerated) * image
         ),
         "samples to train on": prompts * kept * latent,
         "conditioning": (
@@ -236,14 +241,12 @@ SPILLS_AT = 0.8
 
 
 def versions_held(config: RunConfig) -> int:
-    """Versions of the policy that a store holds at once: the newest, those before it that chunks
-    may name, and the one that comes.
-    """
+    """Versions that a store holds at once: the newest, those chunks may name, the next one."""
     return 2 + config.explore_ahead
 
 
 def store_size(held: int) -> int:
-    """Bytes to start a node's object store with: ``held`` and a tenth more for pictures and
+    """Bytes to start a node's object store with: ``held`` and a tenth more for images and
     samples, all below the share from which on Ray spills to disk, in whole 100 MB.
     """
     step = 10**8

@@ -1,12 +1,13 @@
 """Where actors go: a pure function of the configuration and of what the nodes have.
 
-The plan is made before anything is started, so that what cannot be placed is said at once, with
-what there is. Ray then gets a node for every actor, not a wish: nothing pends because something
-else was placed badly before it.
+All actors are placed before any is started, so that an impossible configuration is refused at once,
+with the missing resources. Ray is then told a node for every actor: left to itself it would place
+them one by one, and one that was placed badly can leave another pending for ever
+(docs/decisions/0002-placement.md).
 
 Shares are counted in ten-thousandths, as Ray does. A GPU share below 1 lies on one GPU; from 1 on
-it is whole GPUs. Ray fills the fullest GPU that still has room, so shares are laid from the largest
-to the smallest, here and when actors are started.
+it is whole GPUs. Ray gives a share the fullest GPU that has room for it, so shares are placed from
+the largest to the smallest, here and when actors are started.
 """
 
 from __future__ import annotations
@@ -20,15 +21,15 @@ from configs.load import ConfigError
 from configs.schema import RunConfig
 from configs.services import Service
 
-UNIT = 10_000
+WHOLE = 10_000
 ACCELERATOR = "ray.io/accelerator-type"
 SETTLED_S = 10.0
-"""How long Ray's count of a node is not believed after we started or ended something there."""
+"""For this long after we started or ended an actor on a node, Ray's count of that node is stale."""
 
 
 @dataclass(frozen=True)
 class Node:
-    """What one node offers to us, and its labels."""
+    """The resources of one node that are ours to use, and its labels."""
 
     id: str
     cpus: float
@@ -36,7 +37,7 @@ class Node:
     labels: Mapping[str, str] = field(default_factory=dict)
 
     def describe(self) -> str:
-        """``8 CPU, 4 GPU, ray.io/accelerator-type=B200``: without Ray's own node id."""
+        """``8 CPU, 4 GPU, ray.io/accelerator-type=B200``: all labels but Ray's own node id."""
         marks = [
             f"{key}={value}"
             for key, value in sorted(self.labels.items())
@@ -47,7 +48,7 @@ class Node:
 
 @dataclass(frozen=True)
 class Need:
-    """What one actor asks for."""
+    """The resources that one actor needs."""
 
     actor: str  # "rollout-0"
     cpus: float
@@ -68,9 +69,7 @@ class Need:
 
 
 class NoRoom(Exception):
-    """Some actors have no place; one line per service says how many, what each needs and what there
-    is.
-    """
+    """Some actors have no place: a line per service, with their number, needs, and what is free."""
 
     def __init__(self, lines: Sequence[str]):
         super().__init__("; ".join(lines))
@@ -78,9 +77,7 @@ class NoRoom(Exception):
 
 
 def kinds_of(config: RunConfig) -> tuple[str, ...]:
-    """The services a run has: no rollout actors where nothing is explored, reward services that
-    hold a scorer.
-    """
+    """The services that a run has: rollout if it explores, rewards if they score."""
     scoring = [
         kind
         for kind in ("reward", *(f"scorers.{label}" for label in config.services.scorers))
@@ -91,7 +88,7 @@ def kinds_of(config: RunConfig) -> tuple[str, ...]:
 
 
 def need_of(kind: str, index: int, service: Service) -> Need:
-    """What actor ``index`` of a service asks for."""
+    """The needs of actor ``index`` of a service."""
     labels = {
         **service.labels,
         **({ACCELERATOR: service.accelerator} if service.accelerator else {}),
@@ -100,7 +97,7 @@ def need_of(kind: str, index: int, service: Service) -> Need:
 
 
 def needs_of(config: RunConfig, kinds: Iterable[str] | None = None) -> list[Need]:
-    """What every actor of a run asks for, at its start."""
+    """The needs of every actor that a run starts with."""
     chosen = kinds_of(config) if kinds is None else tuple(kinds)
     services = {kind: config.services.of(kind) for kind in chosen}
     return [
@@ -111,9 +108,7 @@ def needs_of(config: RunConfig, kinds: Iterable[str] | None = None) -> list[Need
 
 
 def matches(labels: Mapping[str, str], selector: Mapping[str, str]) -> bool:
-    """Whether a node's labels satisfy a selector in Ray's words: ``a``, ``!a``, ``in(a,b)``,
-    ``!in(a,b)``.
-    """
+    """Whether labels satisfy a selector of Ray: ``a``, ``!a``, ``in(a,b)``, ``!in(a,b)``."""
     for key, wanted in selector.items():
         negated = wanted.startswith("!")
         plain = wanted.removeprefix("!")
@@ -127,13 +122,12 @@ def matches(labels: Mapping[str, str], selector: Mapping[str, str]) -> bool:
 def place(
     needs: Sequence[Need], nodes: Sequence[Node], held: Mapping[str, tuple[Need, str]] | None = None
 ) -> dict[str, str]:
-    """A node id for every actor name of ``needs``. ``held``: what is placed already, as (need, node
-    id) per actor name.
+    """A node id for every actor of ``needs``; ``held``: (need, node id) of those placed before.
 
-    Those with the fewest possible nodes choose first, then those with the largest shares.
-    ``spread`` takes the node with the fewest actors of the same service, otherwise the one that is
-    left with the least; actors without a GPU share avoid GPUs. Where that wish leaves somebody
-    without a place, everything is packed as tightly as it goes.
+    Actors with the fewest possible nodes choose first, then those with the largest shares.
+    ``spread`` takes the node with the fewest actors of the same service; otherwise an actor takes
+    the fullest node that has room. Actors without a GPU share avoid nodes with GPUs. Where these
+    preferences leave an actor without a place, all are packed as tightly as possible.
 
     Raises:
         NoRoom: neither way has a place for every actor. Both are greedy: in contrived cases another
@@ -180,20 +174,18 @@ def _rank(node: Node, need: Need, load: Sequence[Need], tight: bool) -> tuple[fl
 
 
 def fits(node: Node, load: Sequence[Need]) -> bool:
-    """Whether a node holds all of ``load`` at once: CPU shares in sum, GPU shares on single GPUs,
-    largest first.
-    """
-    if sum(_units(need.cpus) for need in load) > _units(node.cpus):
+    """Whether a node holds all of ``load``: CPU shares in sum, GPU shares on single GPUs."""
+    if sum(_share(need.cpus) for need in load) > _share(node.cpus):
         return False
-    whole, rest = divmod(_units(node.gpus), UNIT)
-    free = [UNIT] * whole + ([rest] if rest else [])
-    for share in sorted((_units(need.gpus) for need in load if need.gpus), reverse=True):
-        if share >= UNIT:
-            count = -(-share // UNIT)
-            if free.count(UNIT) < count:
+    whole, rest = divmod(_share(node.gpus), WHOLE)
+    free = [WHOLE] * whole + ([rest] if rest else [])
+    for share in sorted((_share(need.gpus) for need in load if need.gpus), reverse=True):
+        if share >= WHOLE:
+            count = -(-share // WHOLE)
+            if free.count(WHOLE) < count:
                 return False
             for _ in range(count):
-                free.remove(UNIT)
+                free.remove(WHOLE)
             continue
         possible = [gpu for gpu in free if gpu >= share]
         if not possible:
@@ -204,14 +196,12 @@ def fits(node: Node, load: Sequence[Need]) -> bool:
     return True
 
 
-def _units(share: float) -> int:
-    return round(share * UNIT)
+def _share(share: float) -> int:
+    return round(share * WHOLE)
 
 
 def _missing(left: Sequence[Need], needs: Sequence[Need], nodes: Sequence[Node]) -> list[str]:
-    """One line per service: how many of its actors have no place, what each needs; at the end of
-    each, what there is.
-    """
+    """A line per service: how many of its actors have no place, what each needs, what is free."""
     there = Counter(node.describe() for node in nodes)
     exists = (
         " and ".join(f"{count} x ({text})" for text, count in sorted(there.items())) or "no node"
@@ -231,11 +221,10 @@ def _missing(left: Sequence[Need], needs: Sequence[Need], nodes: Sequence[Node])
 
 
 def start_order(config: RunConfig, kinds: Iterable[str]) -> list[list[str]]:
-    """Services in the stages they must be started in: GPU fractions from the largest to the
-    smallest, everything else at once.
+    """The services by stages of starting: GPU fractions from the largest to the smallest.
 
-    Ray gives a fraction the fullest GPU that has room when it arrives; a small one that came first
-    could take the room of a large.
+    Everything else starts in the first stage. Ray gives a fraction the fullest GPU that has room
+    when the actor arrives: a small one that came first could take the room of a large one.
     """
     chosen = list(kinds)
     share = {kind: config.services.of(kind).gpus for kind in chosen}
@@ -245,27 +234,22 @@ def start_order(config: RunConfig, kinds: Iterable[str]) -> list[list[str]]:
 
 
 class Placer:
-    """Remembers who is where while a run lives. ``refresh`` with what the nodes have free, before
-    anything is placed.
-    """
+    """Which actor is on which node while a run lives; call ``refresh`` before placing any."""
 
     def __init__(self, config: RunConfig, clock: Callable[[], float] = time.monotonic):
         self._config, self._clock = config, clock
         self._nodes: dict[str, Node] = {}
         self._held: dict[str, tuple[Need, str]] = {}
-        self._planned: set[str] = set()  # have a place, are not yet started
-        self._changed: dict[
-            str, float
-        ] = {}  # when a place on that node was last given or given back
+        self._planned: set[str] = set()  # actors that have a place and are not yet started
+        self._changed: dict[str, float] = {}  # by node: when a place was last taken or released
 
     def refresh(self, free: Sequence[Node], running: Collection[str] = ()) -> dict[str, list[str]]:
-        """Take over nodes that came, forget those that went; returns, of these, the actors that had
-        their place there.
+        """Take over Ray's nodes and what is ``free``; returns the actors of nodes that are gone.
 
-        Of a known node the count stands while an actor that has its place there is not among the
-        ``running``, and for ``SETTLED_S`` after a place there was given or given back: Ray's lags
-        behind, and a dying actor may hold its share for a while. Then what is free there, and what
-        ours hold, is what there is for us: other jobs come and go.
+        Of a known node the old count stays while an actor placed there is not ``running``, and for
+        ``SETTLED_S`` after a place there was taken or released: Ray's count lags behind, and a
+        dying actor may hold its share for a while. Otherwise a node offers what is free and what
+        our own actors hold: other jobs come and go.
         """
         self._nodes = {node.id: self._count(node, running) for node in free}
         lost: dict[str, list[str]] = {}
@@ -276,7 +260,7 @@ class Placer:
         return lost
 
     def _count(self, free: Node, running: Collection[str]) -> Node:
-        """A node as there would be of it without us."""
+        """A node with the resources that it would have free without our actors."""
         now, known = self._clock(), self._nodes.get(free.id)
         if known is None:
             return free
@@ -298,12 +282,12 @@ class Placer:
         self._hold(needs, place(needs, list(self._nodes.values()), self._held))
 
     def reserve(self, actors: Sequence[str]) -> None:
-        """Choose a node for actors that will be started soon. Raises NoRoom, then none has one."""
+        """Choose nodes for actors that will be started soon: for all, or raises NoRoom."""
         needs = [self.need(actor) for actor in actors]
         self._hold(needs, place(needs, list(self._nodes.values()), self._held))
 
     def reserve_some(self, actors: Sequence[str]) -> int:
-        """Choose a node for as many of the first actors as have one; how many."""
+        """Choose nodes for as many of the first actors as there is room for; returns how many."""
         for count in range(len(actors), 0, -1):
             try:
                 self.reserve(actors[:count])
@@ -313,13 +297,11 @@ class Placer:
         return 0
 
     def put(self, actors: Sequence[str], nodes: Sequence[str]) -> None:
-        """Places that Ray itself granted, a node for each actor; whatever was counted there."""
+        """Places that Ray has granted, a node for each actor, whatever our count of it says."""
         self._hold([self.need(actor) for actor in actors], dict(zip(actors, nodes, strict=True)))
 
     def take(self, actor: str) -> str:
-        """The node to start an actor on: the planned one the first time, then a new choice among
-        what is free. Raises NoRoom.
-        """
+        """The node to start an actor on: first the planned one, later a new one. Raises NoRoom."""
         if actor not in self._planned or actor not in self._held:
             self.release(actor)
             self.reserve([actor])
@@ -328,7 +310,7 @@ class Placer:
         return self._held[actor][1]
 
     def need(self, actor: str) -> Need:
-        """What an actor asks for, by its name."""
+        """The needs of an actor, by its name."""
         kind = actor.rpartition("-")[0]
         return replace(need_of(kind, 0, self._config.services.of(kind)), actor=actor)
 
@@ -357,7 +339,7 @@ class Placer:
 def check_placement(
     config: RunConfig, free: Sequence[Node], kinds: Iterable[str] | None = None
 ) -> None:
-    """Raises ConfigError, one line per service, when a run's actors cannot all be placed."""
+    """Raises ConfigError, a line per service, when a run's actors cannot all be placed."""
     try:
         place(needs_of(config, kinds), free)
     except NoRoom as error:

@@ -1,6 +1,4 @@
-"""What can be found wrong with a run before anything is started; everything here answers in
-seconds.
-"""
+"""What can be found wrong with a run, within seconds, before anything is started."""
 
 from __future__ import annotations
 
@@ -18,9 +16,7 @@ from rewards.base import ScorerSetupError
 
 
 def check_model(config: RunConfig) -> None:
-    """Raises ConfigError for a model that is not there or does not suit ``config``; reads its
-    configuration files only.
-    """
+    """Raises ConfigError for a model that is missing or unsuitable; reads no weights."""
     try:
         family = family_for(config.model)
         family.check()
@@ -29,27 +25,23 @@ def check_model(config: RunConfig) -> None:
             from policy.lora import target_modules
 
             target_modules(family.skeleton(), config.lora.targets)
-        if config.explore.keep_wide:
+        if config.explore.modules_to_not_convert:
             from policy.precision.swap import quantise_plan
 
-            quantise_plan(family.skeleton(), family, config.explore.keep_wide)
+            quantise_plan(family.skeleton(), family, config.explore.modules_to_not_convert)
         check_explorers(config)
     except (FileNotFoundError, ValueError) as error:
         raise ConfigError([str(error)]) from None
 
 
 def check_explorers(config: RunConfig) -> None:
-    """Raises ValueError for what explorers on CPUs cannot run. What GPUs can is known where they
-    are: the actors say it when they start.
-    """
+    """Raises ValueError for what explorers on CPUs cannot run; actors on GPUs say it themselves."""
     if config.plan.explore is not None and not config.services.rollout.gpus:
         resolve_backend(config.plan.explore.backend, "cpu")
 
 
 def check_scorers(config: RunConfig) -> None:
-    """Raises ConfigError for a scorer that is neither built in nor importable here, or whose
-    weights are not where it says; models are loaded by the reward actors.
-    """
+    """Raises ConfigError for scorers that are unknown, not importable or without their weights."""
     for scorer in config.rewards.everyone:
         own = config.services.scorers.get(scorer.label)
         if own is not None and own.runtime_env:
@@ -75,9 +67,7 @@ def check_scorers(config: RunConfig) -> None:
 
 
 def check_resumable(config: RunConfig, rundir: RunDirectory) -> None:
-    """Raises ConfigError unless the run is there, differs only in fields that cannot change
-    results, and its prompts are what they were.
-    """
+    """Raises ConfigError where resuming would give other results: fields or prompts changed."""
     changed = differences(rundir.configuration(), config)
     if changed:
         raise ConfigError(

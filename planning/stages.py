@@ -11,15 +11,14 @@ from configs.schema import RunConfig
 from learner.objectives import build_objective
 from planning.assumptions import Device
 from planning.counting import Counts, batch_of
+from policy.precision.backends import BACKENDS
 
 
 @dataclass(frozen=True)
 class Stage:
-    """Operations of one part of an iteration, over all its actors: ``wide`` and ``quantised`` in
-    the denoiser, ``decoding`` in FP32.
-    """
+    """Operations of a part of an iteration, over all its actors; ``decoding`` is in FP32."""
 
-    wide: float
+    unquantized: float
     quantised: float = 0.0
     decoding: float = 0.0
     gpus: float = 1.0  # of all its actors; none uses more than one
@@ -27,12 +26,12 @@ class Stage:
     @property
     def flops(self) -> float:
         """All of them."""
-        return self.wide + self.quantised + self.decoding
+        return self.unquantized + self.quantised + self.decoding
 
     def seconds(self, device: Device) -> float:
         """On its GPUs. Decoding runs in TF32, at half the BF16 peak."""
         at = (
-            self.wide / device.tflops
+            self.unquantized / device.tflops
             + self.quantised / device.quantised_tflops
             + self.decoding / (device.tflops / 2)
         )
@@ -42,7 +41,7 @@ class Stage:
 def stages_of(config: RunConfig, counts: Counts) -> tuple[dict[str, Stage], Stage]:
     """Explore, regenerate and update of an iteration, and an evaluation.
 
-    An arm that explores in full precision has nothing quantised.
+    Nothing is quantised for an arm that explores at full precision.
     """
     prompts, plan, full = config.prompts.per_iteration, config.plan, config.regenerate
     step, rollout, learner = (
@@ -55,9 +54,10 @@ def stages_of(config: RunConfig, counts: Counts) -> tuple[dict[str, Stage], Stag
     if plan.explore is not None:
         images = prompts * plan.explore.pool_size
         calls = images * plan.explore.steps / batch_of(config)
-        quantised = 0 if plan.explore.backend in ("bf16", "fp32") else counts.step.quantised
+        backend = BACKENDS.get(plan.explore.backend)  # None: "auto", which quantises
+        quantised = counts.step.quantised if backend is None or backend.quantises else 0
         stages["explore"] = Stage(
-            wide=calls * (counts.step.flops - quantised),
+            unquantized=calls * (counts.step.flops - quantised),
             quantised=calls * quantised,
             decoding=images * counts.decode_flops,
             gpus=rollout.actors * (min(1.0, rollout.gpus) or 1.0),

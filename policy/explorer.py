@@ -1,6 +1,4 @@
-"""The exploring side of the policy: a quantised denoiser and an autoencoder, fed with published
-weights.
-"""
+"""The exploring side of the policy: a quantised denoiser with published weights, an autoencoder."""
 
 from __future__ import annotations
 
@@ -20,19 +18,18 @@ from policy.types import Conditioning
 
 
 class Explorer:
-    """Draws proxy pictures with the policy version it was last given; draws nothing while it has
-    none.
+    """Makes proxy images with the policy version it was last given.
 
-    Holds no text encoder. Quantised linears hold their packed weights only: the wide ones are
-    dropped on the host, module by module, before anything moves to ``device``. ``plan`` is the
-    table of what runs quantised.
+    Holds no text encoder. Quantised linears hold their packed weights only: the unquantized ones
+    are dropped on the host, module by module, before anything moves to ``device``, which may have
+    no room for them. ``plan`` is the table of what runs quantised.
     """
 
     def __init__(
         self,
         family: Family,
         backend: Backend,
-        keep_wide: Sequence[str] = (),
+        modules_to_not_convert: Sequence[str] = (),
         device: torch.device | str = "cpu",
         dtype: torch.dtype = torch.float32,
         activation_amax: str = "power_of_two",
@@ -46,7 +43,9 @@ class Explorer:
         """
         self.family, self.backend, self.device = family, backend, torch.device(device)
         self.transformer = family.load_transformer("cpu", backend.dtype or dtype)
-        self.plan: list[ModuleRow] = quantise_plan(self.transformer, family, keep_wide, backend)
+        self.plan: list[ModuleRow] = quantise_plan(
+            self.transformer, family, modules_to_not_convert, backend
+        )
         self._layers = swap_linears(self.transformer, self.plan, backend, activation_amax)
         self.transformer.to(self.device)
         self._denoiser = compiled(self.transformer, self.device) if compile else self.transformer
@@ -58,7 +57,7 @@ class Explorer:
         """The policy version in place; None before the first load and after a failed one."""
         return self._version
 
-    def load(self, manifest: Manifest, chunks: Sequence[np.ndarray]) -> tuple[int, str]:
+    def load(self, manifest: Manifest, shards: Sequence[np.ndarray]) -> tuple[int, str]:
         """Copy published weights in place; returns (version, checksum) as the acknowledgement.
 
         Raises WireError when they are damaged or made for something else; there is no version then,
@@ -70,16 +69,14 @@ class Explorer:
                 f"version {manifest.version} is {manifest.format}, backend {self.backend.name}"
                 f" takes {self.backend.wire_format}"
             )
-        unpack_into(manifest, chunks, self._targets(manifest))
+        unpack_into(manifest, shards, self._targets(manifest))
         for layer in self._layers.values():
             layer.arrived()  # once every layer is filled: some run as one
         self._version = manifest.version
         return manifest.version, manifest.checksum
 
     def _targets(self, manifest: Manifest) -> dict[str, Tensor]:
-        """What the quantised layers are filled from, and whichever wide weights the manifest
-        brings.
-        """
+        """The tensors that the manifest's entries fill: quantised layers, unquantized weights."""
         targets = {
             f"{name}.{part}": buffer
             for name, layer in self._layers.items()
@@ -95,11 +92,10 @@ class Explorer:
     def explore(
         self, cond: Conditioning, seeds: Sequence[int], steps: int, solver: str
     ) -> tuple[np.ndarray, np.ndarray]:
-        """(images uint8 [B, 3, H, W], latents float32 [B, *latent]) of one prompt (cond of 1 row)
-        at B seeds, in one batch.
+        """(images uint8 [B, 3, H, W], latents float32 [B, *latent]) of one prompt at B seeds.
 
-        Raises RuntimeError while there is no version, CompileFailed when compiling was asked for
-        and does not work.
+        ``cond`` has one row; the seeds are one batch. Raises RuntimeError while there is no
+        version, CompileFailed where ``compile`` does not work.
         """
         if self._version is None:
             raise RuntimeError("this explorer has no policy version: load published weights first")

@@ -1,5 +1,4 @@
-"""LoRA adapters (arXiv 2106.09685) of one transformer: W + (alpha / rank) B A, several side by
-side.
+"""LoRA adapters (arXiv 2106.09685) of one transformer: W + (alpha / rank) B A.
 
 "current" is trained, "old" is the sampling policy, "ema" is evaluated; the reference is the
 transformer with adapters off. Adapter weights are float32 whatever the base weights are. The layers
@@ -11,25 +10,31 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import warnings
 from collections.abc import Iterator, Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Any
 
 import torch
 from peft import LoraConfig, inject_adapter_in_model
 from peft.tuners.lora import LoraLayer
 from torch import Tensor, nn
 
+from configs.section import Tree
 from configs.sections import Lora
 from policy.families.base import Family
+from records import atomic
 
 ADAPTERS = ("current", "old", "ema")
-FILE = "pytorch_lora_weights.safetensors"
+ENDING = ".safetensors"
+FILE = f"pytorch_lora_weights{ENDING}"
 METADATA = "lora_adapter_metadata"
 PREFIX = "transformer."
+
+
+def adapter_file(name: str) -> str:
+    """What a checkpoint calls the file of an adapter, without ``ENDING``."""
+    return "adapter" if name == "current" else name
 
 
 def add_adapters(
@@ -39,8 +44,7 @@ def add_adapters(
     names: Sequence[str] = ADAPTERS,
     seed: int = 0,
 ) -> None:
-    """Wrap the target linears with one adapter per name, all equal: A ~ N(0, 1 / rank^2) from
-    ``seed``, B = 0.
+    """Wrap the target linears with one adapter per name: A ~ N(0, 1 / rank^2), B = 0, all equal.
 
     With ``lora.init_from`` all start as that diffusers LoRA instead. The first name is active and
     trainable afterwards. Raises ValueError for a target that matches nothing, FileNotFoundError or
@@ -49,14 +53,7 @@ def add_adapters(
     modules = target_modules(
         transformer, lora.targets or family.lora_targets, strict=bool(lora.targets)
     )
-    settings: dict[str, Any] = {"r": lora.rank, "lora_alpha": lora.alpha, "target_modules": modules}
-    config = LoraConfig(**settings)
-    for name in names:
-        with warnings.catch_warnings():
-            warnings.filterwarnings(
-                "ignore", message="Already found a `peft_config`"
-            )  # several adapters are the point
-            inject_adapter_in_model(config, transformer, adapter_name=name)
+    inject(transformer, lora, modules, names)
     generator = torch.Generator().manual_seed(seed)
     state: dict[str, Tensor] = {}
     for module, layer in adapted_modules(transformer):
@@ -77,11 +74,22 @@ def add_adapters(
         layer._active_adapter = [names[0]]
 
 
+def inject(
+    transformer: nn.Module, lora: Lora, modules: Sequence[str], names: Sequence[str]
+) -> None:
+    """Wrap these modules with one of peft's adapters per name."""
+    settings: Tree = {"r": lora.rank, "lora_alpha": lora.alpha, "target_modules": list(modules)}
+    with warnings.catch_warnings():
+        # several adapters are the point
+        warnings.filterwarnings("ignore", message="Already found a `peft_config`")
+        for name in names:
+            inject_adapter_in_model(LoraConfig(**settings), transformer, adapter_name=name)
+
+
 def target_modules(
     transformer: nn.Module, targets: Sequence[str], strict: bool = True
 ) -> list[str]:
-    """Paths of the linears (1x1 convolutions are linears too) whose path ends in one of
-    ``targets``, in the transformer's order.
+    """Paths of the linears and 1x1 convolutions that end in one of ``targets``, in order.
 
     A target is the last names of a path, `*` standing for anything. Raises ValueError when none
     matches and, if ``strict``, when any target matches nothing.
@@ -120,8 +128,7 @@ def adapted_modules(transformer: nn.Module) -> list[tuple[str, LoraLayer]]:
 
 @contextlib.contextmanager
 def use(transformer: nn.Module, name: str | None) -> Iterator[None]:
-    """Within the context the adapter ``name`` is active; None turns adapters off: the reference,
-    bit for bit the base model.
+    """Within the context the adapter ``name`` is active; None: no adapter, exactly the base model.
 
     Nests; gradients and ``requires_grad`` are untouched. Raises KeyError for an adapter that does
     not exist.
@@ -152,14 +159,12 @@ def _check_name(layers: Sequence[LoraLayer], name: str) -> None:
 
 def _matrices(layer: LoraLayer, name: str) -> tuple[nn.Parameter, nn.Parameter]:
     """A [r, in] and B [out, r]."""
-    parts: tuple[Any, Any] = (layer.lora_A[name], layer.lora_B[name])
-    return parts[0].weight, parts[1].weight
+    down, up = (part[name].get_parameter("weight") for part in (layer.lora_A, layer.lora_B))
+    return down, up
 
 
 def _parameters(transformer: nn.Module, name: str) -> dict[str, nn.Parameter]:
-    """The adapter's parameters by stable key, `<module path>.lora_A.weight` [r, in] and
-    `.lora_B.weight` [out, r].
-    """
+    """Parameters by key: `<module path>.lora_A.weight` [r, in], `.lora_B.weight` [out, r]."""
     modules = adapted_modules(transformer)
     _check_name([layer for _, layer in modules], name)
     found = {}
@@ -169,9 +174,7 @@ def _parameters(transformer: nn.Module, name: str) -> dict[str, nn.Parameter]:
 
 
 def adapter_state(transformer: nn.Module, name: str) -> dict[str, Tensor]:
-    """A copy of one adapter on the CPU: `<module path>.lora_A.weight` float32 [r, in], `<module
-    path>.lora_B.weight` [out, r].
-    """
+    """A copy of one adapter on the CPU, float32, by the keys of ``_parameters``."""
     parameters = _parameters(transformer, name).items()
     return {
         key: parameter.detach().to("cpu", torch.float32, copy=True) for key, parameter in parameters
@@ -180,9 +183,7 @@ def adapter_state(transformer: nn.Module, name: str) -> dict[str, Tensor]:
 
 @torch.no_grad()
 def load_adapter_state(transformer: nn.Module, name: str, state: dict[str, Tensor]) -> None:
-    """Copy ``state`` into an adapter, in place. Raises ValueError naming the first key or shape
-    that differs.
-    """
+    """Copy ``state`` into an adapter, in place. Raises ValueError where keys or shapes differ."""
     parameters = _parameters(transformer, name)
     if parameters.keys() != state.keys():
         odd = sorted(parameters.keys() ^ state.keys())
@@ -201,9 +202,7 @@ def load_adapter_state(transformer: nn.Module, name: str, state: dict[str, Tenso
 
 @torch.no_grad()
 def blend(transformer: nn.Module, dst: str, src: str, decay: float) -> None:
-    """theta_dst <- decay theta_dst + (1 - decay) theta_src. decay 0 copies exactly, decay 1 changes
-    nothing.
-    """
+    """theta_dst <- decay theta_dst + (1 - decay) theta_src; exact for decay 0 and 1."""
     if not 0 <= decay <= 1:
         raise ValueError(f"decay {decay} is outside [0, 1]")
     sources = _parameters(transformer, src)
@@ -229,15 +228,12 @@ def delta_weight(layer: LoraLayer, name: str) -> Tensor:
 
 @torch.no_grad()
 def merged_weights(transformer: nn.Module, name: str | None) -> Iterator[tuple[str, Tensor]]:
-    """(module path, W + (alpha / rank) B A float32 [out, in]) of each adapted module, one at a
-    time; None gives W.
-    """
+    """(module path, merged weight float32 [out, in]) of each adapted module; None gives W."""
     modules = adapted_modules(transformer)
     if name is not None:
         _check_name([layer for _, layer in modules], name)
     for module, layer in modules:
-        base: Any = layer.get_base_layer()
-        weight = base.weight.float()
+        weight = layer.get_base_layer().get_parameter("weight").float()
         yield (
             module,
             (
@@ -249,10 +245,10 @@ def merged_weights(transformer: nn.Module, name: str | None) -> Iterator[tuple[s
 
 
 def save_diffusers_lora(path: str | Path, state: dict[str, Tensor], lora: Lora) -> Path:
-    """Write the directory that stock ``pipe.load_lora_weights(path)`` loads; rank and alpha travel
-    in the file's metadata.
+    """Write the directory that stock ``pipe.load_lora_weights(path)`` loads, with rank and alpha.
 
-    The file is written beside and renamed, so that it is whole or absent. Returns the file's path.
+    The file is written under another name and renamed, so that it is whole or absent. Returns its
+    path.
     """
     from safetensors.torch import save_file
 
@@ -274,23 +270,14 @@ def save_diffusers_lora(path: str | Path, state: dict[str, Tensor], lora: Lora) 
     }
     directory = Path(path)
     directory.mkdir(parents=True, exist_ok=True)
-    beside = directory / f".{FILE}.{os.getpid()}"
-    try:
-        save_file(
-            {PREFIX + key: value.float().contiguous() for key, value in state.items()},
-            beside,
-            metadata=metadata,
-        )
-        os.replace(beside, directory / FILE)
-    finally:
-        beside.unlink(missing_ok=True)
+    tensors = {PREFIX + key: value.float().contiguous() for key, value in state.items()}
+    with atomic.replacing(directory / FILE) as beside:
+        save_file(tensors, beside, metadata=metadata)
     return directory / FILE
 
 
 def load_diffusers_lora(path: str | Path) -> tuple[dict[str, Tensor], float | None]:
-    """(transformer's LoRA tensors without prefix, alpha or None where the file does not say) of a
-    diffusers LoRA directory.
-    """
+    """(the transformer's LoRA tensors, alpha or None) of a diffusers LoRA directory."""
     from safetensors import SafetensorError, safe_open
 
     file = Path(path)
@@ -315,8 +302,7 @@ def load_diffusers_lora(path: str | Path) -> tuple[dict[str, Tensor], float | No
 
 
 def _start_from(state: dict[str, Tensor], lora: Lora) -> None:
-    """Overwrite the initial ``state`` by the LoRA of ``lora.init_from``, so that the product of
-    every module is that LoRA's.
+    """Overwrite the initial ``state`` so that every product B A is that of ``lora.init_from``.
 
     A smaller rank fills the first rows of A and columns of B; a different alpha / rank is folded
     into B.

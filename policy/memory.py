@@ -1,5 +1,4 @@
-"""What a model needs before any of it is loaded: bytes it holds, multiplications and scratch memory
-of its passes.
+"""What a model will need, before it is loaded: bytes, operations and scratch memory.
 
 Modules are built from configuration files on the meta device, where tensors have shapes and no
 memory, and then run there: what is counted are the operations that the real modules would carry
@@ -11,7 +10,7 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -24,10 +23,11 @@ from torch.utils.flop_counter import flop_registry
 
 from configs.sections import Lora
 from policy.families.architectures import build
-from policy.families.base import Family
-from policy.lora import target_modules, use
+from policy.families.base import Diffusers, Family
+from policy.lora import inject, target_modules, use
 from policy.precision.backends import Backend
-from policy.precision.hardware import EngineNVFP4, NVFP4Weight, TorchNVFP4
+from policy.precision.fused import FusedMember
+from policy.precision.layer import QuantisedLinear
 from policy.precision.swap import ModuleRow, quantise_plan, swap_linears, weight_modules
 from policy.types import Conditioning
 
@@ -36,8 +36,10 @@ META = torch.device("meta")
 
 @dataclass(frozen=True)
 class Work:
-    """Of one pass: ``flops``, two per multiplication and addition; ``quantised``, those of them in
-    quantised layers; ``peak`` bytes that it had allocated at once beside the weights.
+    """What one pass takes.
+
+    ``flops`` are two per multiplication and addition, ``quantised`` those of them in quantised
+    layers, ``peak`` the bytes allocated at once, without the weights.
     """
 
     flops: int
@@ -46,37 +48,35 @@ class Work:
 
 
 class Tally(TorchDispatchMode):
-    """Counts operations of matrix products, convolutions and attention, and the bytes of live
-    results, while it is active.
-    """
+    """While active, counts operations (products, convolutions, attention) and bytes of results."""
 
     def __init__(self) -> None:
         super().__init__()
         self.flops = self.live = self.peak = 0
-        self._known: dict[int, weakref.ref[Any]] = {}
+        self._known: dict[int, weakref.ref[torch.UntypedStorage]] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         for tensor in tree_leaves((args, kwargs)):
             if isinstance(tensor, Tensor):
-                self._meet(tensor, counts=False)
+                self._track(tensor, counts=False)
         out = func(*args, **kwargs)
         count = flop_registry.get(func._overloadpacket)
         if count is not None:
             self.flops += count(*args, **kwargs, out_val=out)
         for tensor in tree_leaves(out):
             if isinstance(tensor, Tensor):
-                self._meet(tensor, counts=True)
+                self._track(tensor, counts=True)
         return out
 
-    def _meet(self, tensor: Tensor, counts: bool) -> None:
+    def _track(self, tensor: Tensor, counts: bool) -> None:
         storage = tensor.untyped_storage()
         key = storage._cdata
         if key in self._known:
             return
         size = storage.nbytes() if counts else 0
 
-        def gone(_: Any) -> None:
+        def gone(_: object) -> None:
             self._known.pop(key, None)
             self.live -= size
 
@@ -87,8 +87,7 @@ class Tally(TorchDispatchMode):
 
 @contextmanager
 def _fused_attention() -> Iterator[None]:
-    """On the meta device attention would be spelled out, with all its scores in memory; on a GPU
-    they never are.
+    """Counts attention on the meta device as a fused kernel, without its scores in memory.
 
     The function itself is exchanged: torch's own way of overriding it does not reach what a
     backward pass computes again.
@@ -162,40 +161,24 @@ def text_encoders(family: Family, dtype: torch.dtype) -> dict[str, nn.Module]:
     }
 
 
-@dataclass(frozen=True)
-class _Kernels:
-    """Stands for a backend whose layers need its GPU to be made: the weights they hold are these."""
-
-    def replacements(self, activation_amax: str) -> Callable[[nn.Linear], NVFP4Weight]:
-        return NVFP4Weight
-
-
 def blank_explorer(
-    family: Family, backend: Backend, keep_wide: Sequence[str], dtype: torch.dtype
-) -> tuple[nn.Module, list[ModuleRow], dict[str, Any]]:
-    """(transformer, plan, layers) of ``policy.explorer.Explorer``, on the meta device. Not to be
-    run: kernels may be missing.
-    """
+    family: Family, backend: Backend, modules_to_not_convert: Sequence[str], dtype: torch.dtype
+) -> tuple[nn.Module, list[ModuleRow], dict[str, QuantisedLinear | FusedMember]]:
+    """(transformer, plan, layers) of ``Explorer`` on the meta device; kernels may be missing."""
     transformer = blank(family, "transformer", backend.dtype or dtype)
-    plan = quantise_plan(transformer, family, keep_wide, backend)
-    stand_in: Any = _Kernels() if isinstance(backend, EngineNVFP4 | TorchNVFP4) else backend
+    plan = quantise_plan(transformer, family, modules_to_not_convert, backend)
     with META:
-        layers = swap_linears(transformer, plan, stand_in)
+        layers = swap_linears(transformer, plan, backend, blank=True)
     return transformer, plan, layers
 
 
 def adapt(transformer: nn.Module, family: Family, lora: Lora, name: str = "current") -> int:
-    """Wrap the targets of a meta transformer with one trainable adapter in FP32; returns its number
-    of parameters.
-    """
-    from peft import LoraConfig, inject_adapter_in_model
-
+    """Wrap a meta transformer's targets with one adapter in FP32; returns its parameter count."""
     modules = target_modules(
         transformer, lora.targets or family.lora_targets, strict=bool(lora.targets)
     )
-    settings: dict[str, Any] = {"r": lora.rank, "lora_alpha": lora.alpha, "target_modules": modules}
     with META:
-        inject_adapter_in_model(LoraConfig(**settings), transformer, adapter_name=name)
+        inject(transformer, lora, modules, (name,))
     count = 0
     for path, module in transformer.named_modules():
         if path.endswith((f"lora_A.{name}", f"lora_B.{name}")):
@@ -218,28 +201,24 @@ def held_bytes(*modules: nn.Module) -> int:
 def wire_bytes(
     transformer: nn.Module,
     plan: Sequence[ModuleRow],
-    layers: dict[str, Any],
+    layers: Mapping[str, QuantisedLinear | FusedMember],
     adapted: Sequence[str],
     backend: Backend,
 ) -> int:
-    """Bytes of one published version: every quantised layer packed, adapted modules that run wide
-    as merged weights.
-    """
+    """Bytes of one published version: packed layers, and merged weights of unquantized ones."""
     packed = sum(
         tensor.numel() * tensor.element_size()
         for layer in layers.values()
         for tensor in layer.wire_targets().values()
     )
-    wide = {row.name: math.prod(row.shape) for row in plan if not row.quantised}
-    return packed + sum(wide.get(name, 0) for name in adapted) * backend.wire_dtype.itemsize
+    whole = {row.name: math.prod(row.shape) for row in plan if not row.quantised}
+    return packed + sum(whole.get(name, 0) for name in adapted) * backend.wire_dtype.itemsize
 
 
 def conditioning_like(
     family: Family, rows: int, dtype: torch.dtype, device: torch.device | str = META
 ) -> Conditioning:
-    """Conditioning of ``rows`` prompts with every token in use, in the shapes that the family's
-    ``encode_prompt`` gives.
-    """
+    """Conditioning of ``rows`` prompts in the shapes of ``encode_prompt``, every token in use."""
     shapes = family.conditioning_shapes
     return Conditioning(
         {
@@ -254,13 +233,11 @@ def conditioning_like(
 
 @contextmanager
 def _counted(transformer: nn.Module, quantised: Sequence[str]) -> Iterator[tuple[Tally, list[int]]]:
-    """A tally while the block runs, and the operations of the linears and 1x1 convolutions named
-    ``quantised``.
-    """
+    """A tally while the block runs, and the operations per call of modules in ``quantised``."""
     inside: list[int] = []
 
-    def count(module: nn.Module, inputs: Any, output: Tensor) -> None:
-        weight: Any = getattr(module, "weight", None)
+    def count(module: nn.Module, inputs: object, output: Tensor) -> None:
+        weight = module.get_parameter("weight")
         inside.append(2 * (output.numel() // weight.shape[0]) * weight.numel())
 
     names = set(quantised)
@@ -285,9 +262,7 @@ def sampling_work(
     dtype: torch.dtype,
     quantised: Sequence[str] = (),
 ) -> Work:
-    """One call of the denoiser for ``batch`` pictures, without gradients. ``transformer`` is wide,
-    on the meta device.
-    """
+    """One call of an unquantized denoiser on the meta device for ``batch`` images, no gradients."""
     x, cond = (
         torch.empty(batch, *family.latent_shape, device=META),
         conditioning_like(family, batch, dtype),
@@ -300,10 +275,8 @@ def sampling_work(
 def training_work(
     family: Family, transformer: nn.Module, batch: int, dtype: torch.dtype, checkpointing: bool
 ) -> Work:
-    """Forward and backward pass of ``batch`` training points; the peak includes the gradients of
-    the adapter.
-    """
-    model: Any = transformer
+    """Forward and backward pass of ``batch`` points; the peak has the adapter's gradients in it."""
+    model: Diffusers = transformer
     if checkpointing:
         model.enable_gradient_checkpointing()
     x, cond = (
@@ -324,10 +297,8 @@ def training_work(
 
 
 def decoding_work(family: Family, batch: int) -> tuple[int, Work]:
-    """(bytes of the autoencoder in FP32, work of decoding ``batch`` latents at once, or one by one
-    where slicing is on).
-    """
-    vae: Any = blank(family, "vae", torch.float32)
+    """(bytes of the autoencoder in FP32, work of decoding ``batch`` latents as configured)."""
+    vae: Diffusers = blank(family, "vae", torch.float32)
     if family.model.vae_slicing:
         vae.enable_slicing()
     if family.model.vae_tiling:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import copyreg
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
 
 import numpy as np
 import torch
+from peft.tuners.lora import LoraLayer
 from torch import Tensor, nn
 
 from policy.lora import adapted_modules, adapter_state, delta_weight
@@ -26,7 +26,7 @@ class NonFiniteWeights(RuntimeError):
         )
         self.module = module
 
-    def __reduce__(self) -> tuple[Any, ...]:
+    def __reduce__(self) -> tuple[object, ...]:
         """Exceptions cross processes by their arguments, and these are not the constructor's."""
         return copyreg.__newobj__, (type(self), *self.args), self.__dict__  # type: ignore[attr-defined]
 
@@ -34,8 +34,8 @@ class NonFiniteWeights(RuntimeError):
 class Publisher:
     """Packs one transformer again and again.
 
-    Every quantised module travels packed; an adapted module that runs wide travels as its merged
-    weight in the backend's ``wire_dtype``; everything else is the base model, which explorers load
+    Every quantised module travels packed; an unquantized adapted module as its merged weight
+    in the backend's ``wire_dtype``; everything else is the base model, which explorers load
     themselves. Modules without adapter are packed once. What is kept between exports, and the
     export itself, lie in host memory, a module at a time is on the transformer's device.
     """
@@ -45,18 +45,17 @@ class Publisher:
         transformer: nn.Module,
         plan: Sequence[ModuleRow],
         backend: Backend,
-        chunk_bytes: int,
+        shard_bytes: int,
         scale_search: bool = True,
         frozen_amax: bool = False,
     ) -> None:
-        """``scale_search`` as ``search`` in ``Backend.pack``; ``frozen_amax``: the range of adapted
-        modules is that of W, with head-room.
+        """``scale_search`` as ``search`` in ``Backend.pack``; ``frozen_amax`` as in ``nvfp4``.
 
         Linears that run as one product share a range where the format has one per tensor.
         """
         self.transformer, self.backend = transformer, backend
-        self.chunk_bytes, self.scale_search, self.frozen_amax = (
-            chunk_bytes,
+        self.shard_bytes, self.scale_search, self.frozen_amax = (
+            shard_bytes,
             scale_search,
             frozen_amax,
         )
@@ -73,13 +72,12 @@ class Publisher:
     def export(
         self, adapter: str, version: int
     ) -> tuple[Manifest, list[np.ndarray], dict[str, float]]:
-        """(manifest, uint8 chunks, statistics) of the transformer with ``adapter`` merged. Raises
-        NonFiniteWeights.
+        """(manifest, uint8 shards, statistics) of the transformer with ``adapter`` merged.
 
-        Statistics against the export before, over adapted modules, absent the first time:
-        `weights/codes_changed`, the share of stored codes that differ, and `weights/delta_cosine`,
-        the cosine between the change of the decoded weights and the true change of the merged ones
-        (absent when nothing changed).
+        Raises NonFiniteWeights. Statistics against the export before, over adapted modules, absent
+        the first time: `weights/codes_changed`, the share of stored codes that differ, and
+        `weights/delta_cosine`, the cosine between the change of the decoded weights and the true
+        change of the merged ones (absent when nothing changed).
         """
         adapted = dict(adapted_modules(self.transformer))
         owners = dict(weight_modules(self.transformer))
@@ -120,14 +118,12 @@ class Publisher:
             for name, parts in packed.items()
             for part, tensor in parts.items()
         }
-        manifest, chunks = pack_tensors(named, version, self.backend.wire_format, self.chunk_bytes)
+        manifest, shards = pack_tensors(named, version, self.backend.wire_format, self.shard_bytes)
         self._before, self._adapter_before = {name: packed[name] for name in adapted}, state
-        return manifest, chunks, changes.statistics() if changes is not None else {}
+        return manifest, shards, changes.statistics() if changes is not None else {}
 
     def _joint_ranges(self, range_of: Callable[[str], Tensor]) -> dict[str, Tensor]:
-        """The common amax of each group that runs as one product, where the format has one per
-        tensor.
-        """
+        """The common amax of each group that runs as one product, if there is one per tensor."""
         ranges: dict[str, Tensor] = {}
         for names in self._groups.values():
             members = [range_of(name) for name in names]
@@ -145,9 +141,7 @@ class Publisher:
     def _pack_adapted(
         self, name: str, weight: Tensor, amax: Tensor | None, changes: _Changes | None
     ) -> dict[str, Tensor]:
-        """A merged weight as it travels, in host memory; compared with the one before while it is
-        on the device.
-        """
+        """A merged weight as it travels, in host memory, compared with the one before."""
         quantised = self._quantised[name]
         parts = (
             self._pack(name, weight, amax)
@@ -159,9 +153,7 @@ class Publisher:
         return _on_host(parts)
 
     def _pack_once(self, name: str, weight: Tensor, amax: Tensor | None) -> dict[str, Tensor]:
-        """A weight without adapter is packed again only when its neighbours in a group moved its
-        range.
-        """
+        """A weight without adapter, packed again only when its group has another range."""
         before = self._fixed.get(name)
         if before is None or (
             before[0] is not None and amax is not None and not torch.equal(amax, before[0])
@@ -171,14 +163,15 @@ class Publisher:
 
 
 class _Changes:
-    """Sums over adapted modules of how an export differs from the one before. The true change is
-    that of B A: W itself cancels.
+    """Sums over adapted modules of how an export differs from the one before.
+
+    The true change is that of B A: W itself cancels.
     """
 
     def __init__(
         self,
         backend: Backend,
-        layers: Mapping[str, Any],
+        layers: Mapping[str, LoraLayer],
         packed_before: Mapping[str, dict[str, Tensor]],
         adapter_before: Mapping[str, Tensor],
         adapter: Mapping[str, Tensor],
@@ -220,9 +213,7 @@ class _Changes:
 
 
 def _on_host(parts: dict[str, Tensor]) -> dict[str, Tensor]:
-    """What was packed, in host memory: the learner's device never holds more than one packed
-    module.
-    """
+    """Packed parts in host memory: the learner's device holds one packed module at a time."""
     return {part: tensor.cpu() for part, tensor in parts.items()}
 
 
@@ -237,9 +228,7 @@ def _finite(name: str, weight: Tensor) -> Tensor:
 
 
 def _product(adapter: Mapping[str, Tensor], name: str) -> Tensor:
-    """B A [N, K] of a linear's adapter, or of a convolution's, whose matrices have two more
-    dimensions of 1.
-    """
+    """B A [N, K] of the adapter of a linear or of a 1x1 convolution."""
     return adapter[f"{name}.lora_B.weight"].flatten(1) @ adapter[f"{name}.lora_A.weight"].flatten(1)
 
 
@@ -249,12 +238,12 @@ def export_policy(
     plan: Sequence[ModuleRow],
     backend: Backend,
     version: int,
-    chunk_bytes: int,
+    shard_bytes: int,
     scale_search: bool = True,
     frozen_amax: bool = False,
 ) -> tuple[Manifest, list[np.ndarray]]:
     """One export without memory; a run that publishes again and again keeps a ``Publisher``."""
-    manifest, chunks, _ = Publisher(
-        transformer, plan, backend, chunk_bytes, scale_search, frozen_amax
+    manifest, shards, _ = Publisher(
+        transformer, plan, backend, shard_bytes, scale_search, frozen_amax
     ).export(adapter, version)
-    return manifest, chunks
+    return manifest, shards

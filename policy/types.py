@@ -1,9 +1,11 @@
-"""Values that cross the policy's modules."""
+"""What the policy's modules share: values that cross them, and names of classes and dtypes."""
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -12,6 +14,20 @@ Velocity = Callable[[Tensor, Tensor], Tensor]
 """(x [B, *latent], sigma 0-dim or [B]) -> v [B, *latent] = eps - x0, where x_t = (1 - t) x0 + t eps
 and sigma = t in [0, 1].
 """
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+"""What a configuration calls a precision."""
+
+T = TypeVar("T")
+
+
+def named_class(row: str, base: type[T]) -> type[T]:
+    """The subclass of ``base`` that ``module:class`` names. Raises TypeError for anything else."""
+    module, _, name = row.partition(":")
+    found = getattr(importlib.import_module(module), name)
+    if not (isinstance(found, type) and issubclass(found, base)):
+        raise TypeError(f"{row} is no {base.__name__}")
+    return found
 
 
 @dataclass(frozen=True)

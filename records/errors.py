@@ -8,18 +8,12 @@ class RunFailed(Exception):
 
 
 class InputsLost(Exception):
-    """Objects that a unit needed went with the node that held them: make them again, it is nobody's
-    failure.
-    """
+    """A task's objects went with the node that held them: they are made again, nobody failed."""
 
 
 class StateLost(Exception):
-    """The learner died, and with it what it learned since its checkpoint: go back there and do it
-    again.
-    """
+    """The learner died with what it learned since its checkpoint: the run goes back there."""
 
 
 class Stopped(Exception):
-    """A signal asked the run to stop; the message says whether there is a checkpoint. Exit code
-    130.
-    """
+    """A signal asked the run to stop; the message tells of a checkpoint. Exit code 130."""

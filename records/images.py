@@ -1,5 +1,4 @@
-"""Before/after pictures on disk: small PNG files at fixed prompts and noises, and grids made of
-them.
+"""Images before and after training on disk, at fixed prompts and initial noise, and grids of them.
 
 Layout below ``images/``: ``prompts.json``, a list of ``{"index": int, "prompt": str}``, and one
 directory per evaluated step, ``step_000000/<prompt index>_<noise index>.png``. A step appears whole
@@ -11,15 +10,15 @@ from __future__ import annotations
 import base64
 import io
 import json
-import os
 import re
-import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 from PIL import Image, ImageDraw, ImageFont
+
+from records import atomic
 
 STEP = re.compile(r"step_(\d+)")
 CELL = re.compile(r"(\d+)_(\d+)\.png")
@@ -52,8 +51,7 @@ class Pictures:
 
 
 def save_pictures(directory: Path, step: int, prompts: Sequence[str], images: np.ndarray) -> Path:
-    """Writes ``images`` uint8 [P, S, 3, H, W] of the first P ``prompts``, S noises each; returns
-    the step's directory.
+    """Write ``images`` uint8 [P, S, 3, H, W] of P ``prompts``; returns the step's directory.
 
     The step's directory is written beside and renamed; an existing one of the same step is
     replaced. Raises ValueError when shapes or dtype do not fit.
@@ -72,22 +70,18 @@ def save_pictures(directory: Path, step: int, prompts: Sequence[str], images: np
         {"index": index, "prompt": prompt}
         for index, prompt in enumerate(prompts[: images.shape[0]])
     ]
-    _write_text(directory / "prompts.json", json.dumps(named, ensure_ascii=False, indent=1) + "\n")
-    final, beside = directory / f"step_{step:06d}", directory / f".step_{step:06d}.part"
-    shutil.rmtree(beside, ignore_errors=True)
-    beside.mkdir()
-    for prompt, noise in np.ndindex(*images.shape[:2]):
-        (beside / f"{prompt}_{noise}.png").write_bytes(png_bytes(images[prompt, noise]))
-    if final.exists():
-        shutil.rmtree(final)
-    os.replace(beside, final)
+    atomic.write_text(
+        directory / "prompts.json", json.dumps(named, ensure_ascii=False, indent=1) + "\n"
+    )
+    final = directory / f"step_{step:06d}"
+    with atomic.replacing_directory(final) as beside:
+        for prompt, noise in np.ndindex(*images.shape[:2]):
+            (beside / f"{prompt}_{noise}.png").write_bytes(png_bytes(images[prompt, noise]))
     return final
 
 
 def find_pictures(directory: Path) -> Pictures:
-    """Looks at what ``save_pictures`` left in ``directory``; without it, or without readable
-    prompts, there are none or numbers.
-    """
+    """What ``save_pictures`` left in ``directory``; prompts that cannot be read are numbered."""
     prompts: dict[int, str] = {}
     try:
         prompts = {
@@ -109,9 +103,7 @@ def find_pictures(directory: Path) -> Pictures:
 
 
 def load_step(directory: Path, step: int) -> np.ndarray:
-    """The pictures of one step, uint8 [P, S, 3, H, W]; raises FileNotFoundError when it was not
-    saved or is not a full rectangle.
-    """
+    """The images of one step, uint8 [P, S, 3, H, W]; FileNotFoundError unless all were saved."""
     found = next((one for one in find_pictures(directory).steps if one.step == step), None)
     if found is None:
         raise FileNotFoundError(f"no pictures of step {step} in {directory}")
@@ -147,9 +139,7 @@ def png_bytes(image: np.ndarray) -> bytes:
 
 
 def grid(images: np.ndarray, gap: int = 2, scale: int = 1, background: int = 255) -> np.ndarray:
-    """``images`` uint8 [R, C, 3, H, W] as one picture uint8 [3, H', W'], each pixel ``scale`` wide,
-    ``gap`` pixels between.
-    """
+    """``images`` uint8 [R, C, 3, H, W] as one [3, H', W']; ``scale`` and ``gap`` in pixels."""
     rows, columns, _, height, width = images.shape
     height, width = height * scale, width * scale
     sheet = np.full(
@@ -168,8 +158,7 @@ def grid(images: np.ndarray, gap: int = 2, scale: int = 1, background: int = 255
 def before_after(
     directory: Path, prompts: int = 4, noises: int = 4, height: int = 96
 ) -> Image.Image:
-    """One captioned picture of the first ``prompts`` prompts, first step's pictures left, last
-    step's right.
+    """One captioned image: a row per prompt, the first step's images left, the last step's right.
 
     Each small picture is about ``height`` pixels high. Raises FileNotFoundError when fewer than two
     steps were saved.
@@ -207,9 +196,7 @@ def before_after(
 
 
 def data_uri(path: Path) -> tuple[str, int, int]:
-    """The picture in ``path`` as a ``data:`` address with its width and height; large ones reduced,
-    and as JPEG.
-    """
+    """An image as a ``data:`` address, its width and height; a large one reduced, and as JPEG."""
     content = path.read_bytes()
     with Image.open(io.BytesIO(content)) as picture:
         width, height = picture.size
@@ -223,9 +210,3 @@ def data_uri(path: Path) -> tuple[str, int, int]:
             f"data:image/jpeg;base64,{base64.b64encode(buffer.getvalue()).decode()}",
             *picture.size,
         )
-
-
-def _write_text(path: Path, text: str) -> None:
-    beside = path.with_name(f".{path.name}.part")
-    beside.write_text(text, encoding="utf-8")
-    os.replace(beside, path)

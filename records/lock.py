@@ -1,6 +1,4 @@
-"""One driver per run directory, and one comparison: two would cut each other's metrics and write
-each other's checkpoints.
-"""
+"""One driver per run directory: two would cut each other's metrics and checkpoints."""
 
 from __future__ import annotations
 
@@ -20,9 +18,7 @@ LONGEST = 300
 
 
 class Lock(NamedTuple):
-    """A lock that is held: ``file``, an open descriptor, which holds it in every process that it is
-    passed on to; ``missing``, why this file system locks nothing.
-    """
+    """A lock's open descriptor, which may be passed on, and why the file system locks nothing."""
 
     file: int
     missing: str | None
@@ -30,8 +26,7 @@ class Lock(NamedTuple):
 
 @contextlib.contextmanager
 def held(file: Path, what: str, remedy: str) -> Iterator[Lock]:
-    """Hold ``file``, whose content names the holder, for this process. ``what`` is at work under
-    it, and the ``remedy`` where another is.
+    """Hold ``file``, which names its holder, for ``what``; ``remedy`` is for who is refused.
 
     The lock is the kernel's and ends with the process, however that ends; the file stays and says
     nothing by being there. It is opened for writing because Linux makes of flock on NFS a lock of
@@ -53,7 +48,7 @@ def _missing(lock: int, directory: Path, what: str, remedy: str) -> str | None:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         who = os.read(lock, LONGEST).decode(errors="replace").strip() or "another process"
-        raise ConfigError([f"{directory}: {what} is at work here: {who}: {remedy}"]) from None
+        raise ConfigError(f"{directory}: {what} is at work here: {who}: {remedy}") from None
     except OSError as error:
         return error.strerror or str(error)
     since = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime())

@@ -1,9 +1,7 @@
-"""The run's metrics for Prometheus: what each one means, and a small exporter that serves the
-newest values.
+"""Every metric of a run, one row each, and an exporter that serves the newest values to Prometheus.
 
-The exporter has a registry of its own, so that it lives beside Ray's metrics. Names are those of
-metrics.jsonl with underscores and the prefix ``sol_rl_``; counters end in ``_total``; the scorer is
-a label.
+Prometheus names are those of metrics.jsonl with underscores and the prefix ``sol_rl_``. The
+exporter has a registry of its own, so that it lives beside Ray's metrics.
 """
 
 from __future__ import annotations
@@ -13,7 +11,10 @@ import math
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from functools import cache
+from threading import Thread
+from typing import Literal
+from wsgiref.simple_server import WSGIServer
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, start_http_server
 
@@ -21,59 +22,76 @@ log = logging.getLogger(__name__)
 Events = Callable[..., None]
 PREFIX = "sol_rl_"
 SERVICES = ("rollout", "reward", "selector", "encoder", "learner")
-EVAL_SCORER = "reward/eval/<scorer>"
-SCORER = "reward/<scorer>"
-SCORER_SPEED = "rewards/images_per_s/<scorer>"
-UNSCORED = "eval/unscored/<scorer>"
+DOCUMENT = """# Metrics
+
+A row of `metrics.jsonl` per iteration and per evaluation. `gauge`: the newest value; `total`: a
+running total; `increment`: what one iteration added; `text`: not a number. Names in angle brackets
+stand for a scorer's label and for a part of its score. Made by
+`python -m records.metrics > docs/metrics.md`.
+
+{table}"""
+PLACEHOLDER = re.compile(r"<\w+>")
 
 
 @dataclass(frozen=True)
 class Metric:
-    """What a name means. ``gauge``: the newest value. ``total``: a counter whose rows hold the
-    running total. ``increment``: a counter whose rows hold what one iteration added.
+    """What a name means, and how it is exported.
+
+    ``gauge``: the newest value. ``total``: a counter whose rows hold the running total.
+    ``increment``: a counter whose rows hold what one iteration added. ``text``: not a number.
     """
 
     help: str
-    kind: Literal["gauge", "total", "increment"] = "gauge"
+    kind: Literal["gauge", "total", "increment", "text"] = "gauge"
+    exported: str = ""  # the Prometheus name without prefix, where it does not follow from the name
 
 
 METRICS: dict[str, Metric] = {
+    "kind": Metric("what the row is of: iteration or evaluation", "text"),
     "iteration": Metric("the newest finished iteration, from 0"),
     "seconds": Metric("seconds of training so far, over all resumes"),
     "policy_version": Metric("version of the policy that regenerated"),
     "explore/version": Metric("version of the policy that explored"),
-    "explore/backend": Metric("precision that explored; text, so in metrics.jsonl only"),
+    "explore/backend": Metric("precision that explored", "text"),
     "staleness": Metric("updates by which the exploring policy was behind, at most explore_ahead"),
+    "weights": Metric("which weights were evaluated", "text"),
     "samples_seen": Metric("samples trained on", "total"),
     "reward/train_mean": Metric("mean reward of the samples trained on"),
     "reward/train_std": Metric("standard deviation of those rewards"),
     "reward/eval_mean": Metric("mean reward of the held-out prompts"),
-    EVAL_SCORER: Metric("mean raw score of the held-out prompts"),
-    SCORER: Metric("mean raw score of all pictures of an iteration, explored and regenerated"),
+    "reward/eval/<scorer>": Metric("mean raw score of the held-out prompts"),
+    "reward/eval/<scorer>/<part>": Metric("the same of a part of the score"),
+    "reward/<scorer>": Metric(
+        "mean raw score of all images of an iteration, explored and regenerated",
+        exported="reward_score",
+    ),
+    "reward/<scorer>/<part>": Metric("the same of a part of the score"),
     "eval/stderr": Metric("standard error of reward/eval_mean, clustered by prompt"),
-    "eval/gain": Metric("held-out reward minus that before training, same prompts and noises"),
+    "eval/gain": Metric(
+        "held-out reward minus that before training, same prompts and initial noise"
+    ),
     "eval/gain_stderr": Metric("standard error of eval/gain, clustered by prompt"),
-    "explore/reward_mean": Metric("mean proxy reward of all explored noises"),
+    "explore/reward_mean": Metric("mean proxy reward of all explored seeds"),
     "explore/reward_best": Metric("mean proxy reward of the best half of the selection"),
     "explore/reward_worst": Metric("mean proxy reward of the worst half of the selection"),
     "explore/contrast": Metric("best minus worst"),
     "audit/kendall_tau": Metric(
-        "rank agreement of proxy and full rewards, selected noises (extremes)"
+        "rank agreement of proxy and full rewards, selected seeds (extremes)"
     ),
     "audit/spearman_rho": Metric(
-        "rank correlation of proxy and full rewards, selected noises (extremes)"
+        "rank correlation of proxy and full rewards, selected seeds (extremes)"
     ),
     "audit/sign_agreement": Metric(
-        "share of selected noises on the same side of their group's mean under both rewards"
+        "share of selected seeds on the same side of their group's mean under both rewards"
     ),
     "audit/random_kendall_tau": Metric(
-        "Kendall tau of proxy and full rewards, random noises (unbiased)"
+        "Kendall tau of proxy and full rewards, random seeds (unbiased)"
     ),
     "audit/random_spearman_rho": Metric(
-        "Spearman rho of proxy and full rewards, random noises (unbiased)"
+        "Spearman rho of proxy and full rewards, random seeds (unbiased)"
     ),
     "audit/random_sign_agreement": Metric(
-        "sign agreement of proxy and full rewards, random noises (unbiased)"
+        "sign agreement of proxy and full rewards, random seeds (unbiased)"
     ),
     "audit/below": Metric("iterations in a row in which rank agreement was below its threshold"),
     "weights/delta_cosine": Metric(
@@ -81,7 +99,7 @@ METRICS: dict[str, Metric] = {
     ),
     "weights/codes_changed": Metric("share of quantised codes that the last update changed"),
     "weights/version": Metric("version of the policy that was published last"),
-    "weights/bytes": Metric("bytes of packed weights broadcast, per explorer", "increment"),
+    "weights/bytes": Metric("bytes of packed weights broadcast, per rollout actor", "increment"),
     "loss/policy": Metric("the objective's policy loss"),
     "loss/kl": Metric("distance from the reference policy, unweighted"),
     "loss/ratio": Metric(
@@ -93,6 +111,9 @@ METRICS: dict[str, Metric] = {
     ),
     "loss/ema": Metric("distance from AWM's own average of the policy, unweighted"),
     "grad_norm": Metric("norm of the gradient before clipping, mean over the iteration's steps"),
+    "optimizer/learning_rate": Metric("learning rate of the update"),
+    "optimizer/points": Metric("points of the loss in the update: a sample at a time"),
+    "old_policy/decay": Metric("share of itself that the old policy keeps in the update"),
     "zero_std_ratio": Metric(
         "share of prompts whose rewards are all equal, so that they teach nothing"
     ),
@@ -100,29 +121,33 @@ METRICS: dict[str, Metric] = {
     "rewards/stood_in": Metric(
         "samples in which the group's mean stood in for an optional scorer that failed", "increment"
     ),
-    SCORER_SPEED: Metric("pictures per second of one actor, while the scorer works"),
-    UNSCORED: Metric("held-out pictures that the scorer failed on"),
+    "rewards/images_per_s/<scorer>": Metric(
+        "images per second of one actor, while the scorer works"
+    ),
+    "eval/unscored/<scorer>": Metric("held-out images that the scorer failed on"),
     **{
         f"busy/{kind}": Metric(
-            f"share of the iteration in which the mean {kind} actor had work in hand"
+            f"share of the iteration in which the mean {kind} actor had a task in hand"
         )
         for kind in SERVICES
     },
     **{
-        f"queue/{kind}": Metric(f"most units that waited for a {kind} actor in the iteration")
+        f"queue/{kind}": Metric(f"most tasks that waited for a {kind} actor in the iteration")
         for kind in SERVICES
     },
+    "busy/scorers.<scorer>": Metric("the same of the actors of a scorer that has its own"),
+    "queue/scorers.<scorer>": Metric("the same of the actors of a scorer that has its own"),
     "rollout/actors": Metric("rollout actors in service"),
-    "rollout/reissued": Metric("units of work given out again", "total"),
+    "rollout/reissued": Metric("retries of tasks", "total"),
     "actors/lost": Metric("actors of any service that died, or hung and were killed", "total"),
-    "rollout/images_per_s": Metric("explored pictures per second, over all rollout actors"),
+    "rollout/images_per_s": Metric("explored images per second, over all rollout actors"),
     "time/explore_s": Metric(
         "seconds until all prompts were explored, scored and selected; those before its turn"
         " left out"
     ),
     "time/explore_ahead_s": Metric("seconds for which the iteration was explored before its turn"),
     "time/regenerate_s": Metric(
-        "seconds from there until all selected noises were regenerated and scored"
+        "seconds from there until all selected seeds were regenerated and scored"
     ),
     "time/update_s": Metric("seconds of the weight update"),
     "time/allreduce_s": Metric(
@@ -132,34 +157,37 @@ METRICS: dict[str, Metric] = {
         "seconds of it in which the learner's first replica waited for the slowest"
     ),
     "time/publish_s": Metric(
-        "seconds from the update until every explorer held the new policy, or with explore_ahead"
-        " could"
+        "seconds from the update until every rollout actor held the new policy,"
+        " or with explore_ahead could"
     ),
     "time/iteration_s": Metric("seconds of a whole iteration"),
 }
-"""Every name of metrics.jsonl. ``<scorer>`` stands for a scorer's label."""
+"""Every name of metrics.jsonl; ``<scorer>`` and ``<part>`` stand for labels."""
 
 
 class PrometheusExporter:
-    """A sink of rows (``records.sinks``): serves what it was given last. Port 0: off. A run is
-    never stopped because watching it failed.
+    """A sink of rows (``records.sinks``) that serves what it was given last; port 0: off.
+
+    Nothing that goes wrong here stops a run.
     """
 
     name = "prometheus"
 
     def __init__(self, port: int, host: str = "127.0.0.1", events: Events | None = None):
-        """Start serving on ``host:port``; where that is impossible, warn in one line, call
+        """Start serving on ``host:port``.
+
+        Where that is impossible, warn in one line, call
         ``events("metrics_unavailable", address=..., why=...)`` if given, and carry on without.
         """
         self.registry = CollectorRegistry()
         self.problem: str | None = None
         self._instruments: dict[str, Gauge | Counter] = {}
         self._totals: dict[str, float] = {}
-        self._server: Any = None
+        self._server: tuple[WSGIServer, Thread] | None = None
         if port == 0:
             return
         try:
-            self._server, self._thread = start_http_server(port, addr=host, registry=self.registry)
+            self._server = start_http_server(port, addr=host, registry=self.registry)
         except OSError as error:
             self.problem = (
                 f"metrics are not served: {host}:{port}: {error.strerror or error}; training goes"
@@ -178,29 +206,35 @@ class PrometheusExporter:
         """Whether somebody can look."""
         return self._server is not None
 
-    def row(self, row: Mapping[str, Any]) -> None:
-        """Take the numbers of one row of metrics.jsonl; text, null and booleans are passed over. An
-        evaluation's iteration is not the run's: it is left out.
-        """
+    def row(self, row: Mapping[str, object]) -> None:
+        """Take the numbers of one row of metrics.jsonl; text, null and booleans are passed over."""
         for name, value in row.items():
             if isinstance(value, bool) or not isinstance(value, int | float):
                 continue
-            if name == "iteration" and row.get("kind") == "evaluation":
-                continue
-            self._observe(name, float(value))
+            # An evaluation's iteration is the number of updates before it, not the run's newest.
+            if name != "iteration" or row.get("kind") != "evaluation":
+                self._observe(name, float(value))
 
     def close(self) -> None:
         """Stop serving; the port is free on return."""
         if self._server is not None:
-            self._server.shutdown()
-            self._server.server_close()
-            self._thread.join(timeout=5)
+            server, thread = self._server
+            server.shutdown()
+            server.server_close()
+            thread.join(timeout=5)
             self._server = None
 
     def _observe(self, name: str, value: float) -> None:
         key, scorer = known_name(name)
         metric = METRICS.get(key, Metric(f"{name} of metrics.jsonl"))
-        instrument = self._instrument(key, metric)
+        # Without a label, every name that a key stands for is exported by itself.
+        exported = exported_name(key if scorer or key == name else name)
+        instrument = self._instruments.get(exported)
+        if instrument is None:
+            make = Counter if metric.kind in ("total", "increment") else Gauge
+            labels = ("scorer",) if scorer else ()
+            instrument = make(exported, metric.help, labels, registry=self.registry)
+            self._instruments[exported] = instrument
         if isinstance(instrument, Counter):
             if math.isfinite(value) and value >= 0:
                 instrument.inc(self._added(key, value) if metric.kind == "total" else value)
@@ -208,40 +242,69 @@ class PrometheusExporter:
             (instrument.labels(scorer=scorer) if scorer else instrument).set(value)
 
     def _added(self, name: str, total: float) -> float:
-        """By how much a running total exceeds all before it: one that fell is a run that went back
-        to a checkpoint.
+        """By how much a running total exceeds all before it.
+
+        A total that fell is of a run that went back to a checkpoint.
         """
         highest = self._totals.get(name, 0.0)
         self._totals[name] = max(highest, total)
         return self._totals[name] - highest
 
-    def _instrument(self, key: str, metric: Metric) -> Gauge | Counter:
-        name = exported_name(key)
-        if name not in self._instruments:
-            labels = ("scorer",) if "<scorer>" in key else ()
-            make = Gauge if metric.kind == "gauge" else Counter
-            self._instruments[name] = make(name, metric.help, labels, registry=self.registry)
-        return self._instruments[name]
-
 
 def known_name(name: str) -> tuple[str, str | None]:
-    """A row's name as ``METRICS`` has it, and the scorer in it: ``reward/eval/clip`` is
-    (``reward/eval/<scorer>``, ``clip``).
+    """A row's name as ``METRICS`` has it, and the scorer that is its label in Prometheus.
+
+    ``reward/eval/clip`` is (``reward/eval/<scorer>``, ``clip``); an undeclared name is itself.
     """
     if name in METRICS:
         return name, None
-    for pattern in (EVAL_SCORER, SCORER_SPEED, UNSCORED, SCORER):
-        prefix = pattern.removesuffix("<scorer>")
-        rest = name.removeprefix(prefix)
-        if rest != name and rest and "/" not in rest:
-            return pattern, rest
+    for key, pattern in _patterns():
+        if match := pattern.fullmatch(name):
+            return key, match[1] if key.endswith("/<scorer>") else None
     return name, None
 
 
+def declared(name: str) -> bool:
+    """Whether ``METRICS`` says what a row's name means."""
+    return known_name(name)[0] in METRICS
+
+
+@cache
+def _patterns() -> list[tuple[str, re.Pattern[str]]]:
+    """The names with a placeholder, those that say most in front: ``reward/eval/<scorer>``."""
+    keys = sorted(
+        (key for key in METRICS if PLACEHOLDER.search(key)),
+        key=lambda key: -len(PLACEHOLDER.sub("", key)),
+    )
+    return [
+        (key, re.compile("([^/]+)".join(map(re.escape, PLACEHOLDER.split(key))))) for key in keys
+    ]
+
+
 def exported_name(key: str) -> str:
-    """The Prometheus name of a key of ``METRICS``, counters without their ``_total``, which the
-    client library adds.
-    """
-    if key == SCORER:
-        return PREFIX + "reward_score"
+    """The Prometheus name of a key; a counter's without its ``_total``, which the library adds."""
+    if key in METRICS and METRICS[key].exported:
+        return PREFIX + METRICS[key].exported
     return PREFIX + re.sub(r"\W+", "_", key.removesuffix("/<scorer>"))
+
+
+def table() -> str:
+    """All metrics as a table in Markdown."""
+    rows = [
+        (
+            f"`{key}`",
+            metric.kind,
+            f"`{exported_name(key)}{'' if metric.kind == 'gauge' else '_total'}`"
+            if metric.kind != "text"
+            else "",
+            metric.help.replace("|", "\\|"),
+        )
+        for key, metric in METRICS.items()
+    ]
+    heads = ("metrics.jsonl", "kind", "Prometheus", "meaning")
+    lines = [heads, ("---",) * len(heads), *rows]
+    return "".join(f"| {' | '.join(cells)} |\n" for cells in lines)
+
+
+if __name__ == "__main__":
+    print(DOCUMENT.format(table=table()), end="")

@@ -1,5 +1,4 @@
-"""What a run is doing, for whoever sits in front of it: a live display on a terminal, one line per
-iteration in a log.
+"""What a run is doing: a live display on a terminal, one line per iteration in a log.
 
 Iterations are counted from 0 by the program and from 1 for people. Totals of stages that are not
 told in advance are learned from the iteration before.
@@ -13,7 +12,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping
 from types import TracebackType
-from typing import Any, TextIO
+from typing import TextIO
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
@@ -22,15 +21,20 @@ from rich.table import Table
 from rich.text import Text
 
 STAGES = ("explored", "scored", "selected", "regenerated", "updated", "published")
-UNITS = {"explored": "pictures", "scored": "pictures", "selected": "noises", "regenerated": "pictures", "updated": "samples",
-         "published": "version"}  # fmt: skip
+UNITS = {
+    "explored": "pictures",
+    "scored": "pictures",
+    "selected": "noises",
+    "regenerated": "pictures",
+    "updated": "samples",
+    "published": "version",
+}
 RECENT = 5
 """Time left is the median of so many iterations times those to come."""
 
 
 class Progress:
-    """Use as a context manager; ``note`` at any time, ``start`` once the first iteration's number
-    is known.
+    """A context manager; ``note`` at any time, ``start`` once the first iteration is known.
 
     With a terminal behind ``file`` the display refreshes itself four times a second; otherwise one
     plain line is printed per iteration, evaluation and note. ``clock`` is in seconds.
@@ -85,9 +89,7 @@ class Progress:
     # ---- what the loop says
 
     def start(self, total_iterations: int, start_iteration: int = 0) -> None:
-        """Training starts, or continues, at iteration ``start_iteration`` (from 0) of
-        ``total_iterations``.
-        """
+        """Training starts, or continues, at an iteration counted from 0."""
         self.total, self.first, self.iteration = total_iterations, start_iteration, start_iteration
         self._finished, self._began = 0, self._clock()
         self._phase = "evaluating held-out prompts" if start_iteration == 0 else ""
@@ -95,9 +97,7 @@ class Progress:
     def iteration_started(
         self, i: int, groups: int, images: int, totals: Mapping[str, int] | None = None
     ) -> None:
-        """Iteration ``i`` (from 0) of ``groups`` prompts and ``images`` explored pictures;
-        ``totals`` of other stages if known.
-        """
+        """Iteration ``i`` begins: ``groups`` prompts, ``images`` to explore, other ``totals``."""
         before = {stage: count for stage, count in self.counts.items() if count}
         self.totals = {
             **before,
@@ -111,12 +111,10 @@ class Progress:
         self._phase = f"{groups} prompt{'s' if groups != 1 else ''}"
 
     def advanced(self, stage: str, n: int = 1) -> None:
-        """``n`` more went through ``stage``: explored, scored, selected, regenerated, updated,
-        published, or one of your own.
-        """
+        """``n`` more went through ``stage``, one of ``STAGES`` or one of your own."""
         self.counts[stage] = self.counts.get(stage, 0) + n
 
-    def iteration_finished(self, metrics: Mapping[str, Any]) -> None:
+    def iteration_finished(self, metrics: Mapping[str, object]) -> None:
         """The iteration's row of metrics.jsonl is complete."""
         self._running = False
         self._finished += 1
@@ -130,7 +128,7 @@ class Progress:
         if not self.live:
             self._print(self._line(metrics))
 
-    def evaluation_finished(self, metrics: Mapping[str, Any]) -> None:
+    def evaluation_finished(self, metrics: Mapping[str, object]) -> None:
         """An evaluation's row of metrics.jsonl is complete."""
         value = _finite(metrics.get("reward/eval_mean"))
         if value is not None:
@@ -155,9 +153,7 @@ class Progress:
     # ---- what is shown
 
     def time_left(self) -> float | None:
-        """Seconds until the last iteration ends, None before the first has shown how long one
-        takes.
-        """
+        """Seconds until the last iteration ends; None before one has shown how long it takes."""
         if not self._durations:
             return None
         one = statistics.median(self._durations)
@@ -243,7 +239,7 @@ class Progress:
             f" {'about ' + duration(left) if left is not None else '…'} left"
         )
 
-    def _line(self, metrics: Mapping[str, Any]) -> str:
+    def _line(self, metrics: Mapping[str, object]) -> str:
         """An iteration in one plain line."""
         parts = [
             f"iteration {self.first + self._finished}/{self.total}",
@@ -290,7 +286,7 @@ def duration(seconds: float) -> str:
     return f"{minutes // 60} h {minutes % 60:02d} min"
 
 
-def _finite(value: Any, otherwise: float | None = None) -> float | None:
+def _finite(value: object, otherwise: float | None = None) -> float | None:
     if isinstance(value, int | float) and value == value and abs(value) != float("inf"):
         return float(value)
     return otherwise
@@ -300,6 +296,6 @@ def _number(value: float | None) -> str:
     return "–" if value is None else f"{value:.3f}"
 
 
-def _error(metrics: Mapping[str, Any], name: str) -> str:
+def _error(metrics: Mapping[str, object], name: str) -> str:
     value = _finite(metrics.get(name))
     return "" if value is None else f" ± {value:.3f}"

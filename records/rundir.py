@@ -1,25 +1,24 @@
-"""The run directory: what a run leaves behind, written so that a kill at any instant leaves it
-whole.
-"""
+"""What a run leaves behind, written so that a kill at any instant leaves it whole."""
 
 from __future__ import annotations
 
 import contextlib
 import json
 import math
-import os
 import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import Any, SupportsFloat
 
 from configs.load import ConfigError, parse
 from configs.prompts import digests
 from configs.schema import RunConfig
 from records import lock, timeline
+from records.atomic import write_json, write_text
 
+Row = dict[str, Any]  # of a JSON-lines file
 PACKAGES = ("ray", "torch", "diffusers", "transformers", "peft", "pydantic", "numpy", "safetensors")
 ANOTHER_RUN = (
     "stop it, or wait until it ends, and continue it with --resume; --set name=... starts another"
@@ -49,8 +48,7 @@ class RunDirectory:
         return cls((Path(config.run_root or "runs") / config.name).absolute())
 
     def create(self, config: RunConfig) -> None:
-        """A new run, in place of one of this name that computed nothing, as one that could not
-        start.
+        """Make a new run, in place of one of this name that computed nothing.
 
         Raises ConfigError when a run of this name has more than that, or may have it soon, or the
         place cannot be written.
@@ -58,10 +56,8 @@ class RunDirectory:
         there = self.config_file.exists()
         if there and (self.computed() or self.unlocked):
             raise ConfigError(
-                [
-                    f"{self.path}: a run of this name is there: --resume continues it, --set"
-                    " name=... starts another"
-                ]
+                f"{self.path}: a run of this name is there: --resume continues it, --set"
+                " name=... starts another"
             )
         try:
             if there:
@@ -78,9 +74,7 @@ class RunDirectory:
             raise self._unwritable(error) from None
 
     def computed(self) -> bool:
-        """Whether there is a checkpoint, whole or not, or a row of metrics: what a run has to show
-        for its time.
-        """
+        """Whether there is a checkpoint, whole or not, or a row of metrics."""
         return any(self.checkpoints.glob("*")) or (
             self.metrics_file.exists() and self.metrics_file.stat().st_size > 0
         )
@@ -99,9 +93,7 @@ class RunDirectory:
 
     @contextlib.contextmanager
     def held(self) -> Iterator[None]:
-        """Keep every other driver out. Raises ConfigError, which names the one that is at work
-        here, or where it cannot be written.
-        """
+        """Keep every other driver out. Raises ConfigError: one is here, or no right to write."""
         with contextlib.ExitStack() as stack:
             try:
                 self.path.mkdir(parents=True, exist_ok=True)
@@ -114,13 +106,11 @@ class RunDirectory:
 
     def _unwritable(self, error: OSError) -> ConfigError:
         return ConfigError(
-            [f"run_root: {self.path} cannot be written ({error.strerror}): give --set run_root=DIR"]
+            f"run_root: {self.path} cannot be written ({error.strerror}): give --set run_root=DIR"
         )
 
     def configuration(self) -> RunConfig:
-        """The configuration the run was started with. Raises ConfigError when this is no run
-        directory.
-        """
+        """The configuration of the run. Raises ConfigError: this is no run directory."""
         try:
             tree = json.loads(self.config_file.read_text())["config"]
             if not isinstance(tree, dict):
@@ -133,46 +123,40 @@ class RunDirectory:
             KeyError,
         ) as error:  # ValueError: no JSON, or no text
             raise ConfigError(
-                [
-                    f"{self.path}: no readable run here ({type(error).__name__}); give a directory"
-                    " with a config.json"
-                ]
+                f"{self.path}: no readable run here ({type(error).__name__}); give a directory"
+                " with a config.json"
             ) from None
 
     def prompts(self) -> dict[str, str]:
-        """Digests of the prompts that the run was started with; nothing of a run that kept none.
-        The configuration is known to be there.
-        """
+        """Digests of the prompts that the run was started with; none of an old run."""
         return dict(json.loads(self.config_file.read_text()).get("prompts", {}))
 
-    def metric(self, row: dict[str, Any]) -> None:
-        """Append one object to metrics.jsonl. Non-finite numbers become null: the file stays JSON."""
+    def metric(self, row: Mapping[str, object]) -> None:
+        """Append one object to metrics.jsonl; a number that is not finite becomes null."""
         _append(self.metrics_file, {key: _plain(value) for key, value in row.items()})
 
-    def selection(self, iteration: int, version: int, groups: list[dict[str, Any]]) -> None:
-        """Append the iteration's selected pool indices, per prompt, and the policy version that
-        explored to selections.jsonl.
-        """
+    def selection(
+        self, iteration: int, version: int, groups: Sequence[Mapping[str, object]]
+    ) -> None:
+        """Append the selected pool indices per prompt, and the version that explored them."""
         _append(
             self.selections_file, {"iteration": iteration, "version": version, "groups": groups}
         )
 
-    def event(self, name: str, **fields: Any) -> None:
+    def event(self, name: str, **fields: object) -> None:
         """Append one object to events.jsonl."""
         _append(self.events_file, {"time": round(time.time(), 3), "event": name, **fields})
 
-    def metrics(self) -> list[dict[str, Any]]:
+    def metrics(self) -> list[Row]:
         """All rows of metrics.jsonl."""
         return list(_rows(self.metrics_file))
 
-    def events(self) -> list[dict[str, Any]]:
+    def events(self) -> list[Row]:
         """All rows of events.jsonl."""
         return list(_rows(self.events_file))
 
     def truncate(self, iteration: int, moment: float) -> None:
-        """Forget what came after a checkpoint: metrics of iterations from ``iteration`` on, events
-        and work after ``moment``.
-        """
+        """Forget metrics from ``iteration`` on, and events and work after ``moment``."""
         kept = [
             r
             for r in self.metrics()
@@ -201,31 +185,12 @@ def versions() -> dict[str, str]:
     return found
 
 
-def write_json(path: Path, value: Any) -> None:
-    """Write JSON beside and rename."""
-    write_text(path, json.dumps(value, indent=1) + "\n")
-
-
-def write_text(path: Path, text: str) -> None:
-    """Write beside and rename, so that a reader or a kill never meets half a file."""
-    beside = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        with beside.open("w", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(beside, path)
-    except BaseException:
-        beside.unlink(missing_ok=True)
-        raise
-
-
-def _append(path: Path, row: dict[str, Any]) -> None:
+def _append(path: Path, row: Mapping[str, object]) -> None:
     with path.open("a", encoding="utf-8") as file:
         file.write(json.dumps(row, default=str) + "\n")
 
 
-def _rows(path: Path) -> Iterator[dict[str, Any]]:
+def _rows(path: Path) -> Iterator[Row]:
     """Rows of a JSON-lines file; a last line cut short by a kill is passed over."""
     if not path.exists():
         return
@@ -236,8 +201,8 @@ def _rows(path: Path) -> Iterator[dict[str, Any]]:
             continue
 
 
-def _plain(value: Any) -> Any:
-    if isinstance(value, bool | str | int) or value is None:
+def _plain(value: object) -> object:
+    if isinstance(value, bool | str | int) or not isinstance(value, SupportsFloat):
         return value
     number = float(value)
     return number if math.isfinite(number) else None

@@ -1,41 +1,35 @@
-"""Where the rows of metrics.jsonl go: one list of sinks, each fed with every row. There is no other
-way to log a number.
+"""Where the rows of metrics.jsonl go: every row to every sink, and no number anywhere else.
 
 The file is always there. Prometheus, TensorBoard and Weights & Biases are options of ``[logging]``;
-whichever of these cannot take a row is left out from then on, with an event, and the run goes on.
+one of these that cannot take a row is left out from then on, with an event, and the run goes on.
 """
 
 from __future__ import annotations
 
 import importlib.util
+import json
 import math
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, Protocol
+from typing import Protocol
 
 from configs.load import ConfigError
 from configs.schema import RunConfig
-from records.metrics import PrometheusExporter
+from records.metrics import PrometheusExporter, declared
 from records.rundir import RunDirectory
 
-Row = Mapping[str, Any]
+Row = Mapping[str, object]
 Events = Callable[..., None]
-EXTRAS = {"tensorboard": "tensorboard", "wandb": "wandb"}
-"""Fields of ``[logging]`` that need a package, by the module that must be there; the optional extra
-has the field's name.
-"""
+EXTRAS = ("tensorboard", "wandb")
+"""Fields of ``[logging]`` that need a package; its module and its extra have the field's name."""
 
 
 class Sink(Protocol):
-    """Takes rows in the order in which they come. A row that is done again after a resume comes
-    again, with the same values.
-    """
+    """Takes rows as they come; a row that a resumed run does again comes again, the same."""
 
     name: str
 
     def row(self, row: Row) -> None:
-        """One row of metrics.jsonl: ``kind`` is iteration or evaluation, ``iteration`` counts from
-        0.
-        """
+        """One row: ``kind`` is iteration or evaluation, ``iteration`` counts from 0."""
 
     def close(self) -> None:
         """No more rows come."""
@@ -45,23 +39,22 @@ def check_sinks(config: RunConfig) -> None:
     """Raises ConfigError, a line per option of ``[logging]`` whose package is not installed."""
     asked = [field for field in EXTRAS if getattr(config.logging, field) not in (False, "off")]
     lines = [
-        f"logging.{field} = {_toml(getattr(config.logging, field))}: there is no module"
-        f" {EXTRAS[field]!r}: pip install -c constraints.txt -e '.[{field}]', or leave it out"
+        f"logging.{field} = {json.dumps(getattr(config.logging, field))}: there is no module"
+        f" {field!r}: pip install -c constraints.txt -e '.[{field}]', or leave it out"
         for field in asked
-        if importlib.util.find_spec(EXTRAS[field]) is None
+        if importlib.util.find_spec(field) is None
     ]
     if lines:
         raise ConfigError(lines)
 
 
 class Sinks:
-    """All sinks of a run. The first is the run directory: what it cannot write ends the run, what
-    another cannot take does not.
-    """
+    """All sinks of a run: what metrics.jsonl cannot take ends it, what another cannot does not."""
 
     def __init__(self, config: RunConfig, rundir: RunDirectory, event: Events):
         logging = config.logging
-        self._event, self._file = event, MetricsFile(rundir)
+        self._event, self._rundir = event, rundir
+        self._undeclared: set[str] = set()
         self._others: list[Sink] = [
             PrometheusExporter(logging.prometheus_port, logging.prometheus_host, event)
         ]
@@ -72,7 +65,12 @@ class Sinks:
 
     def row(self, row: Row) -> None:
         """Give every sink one row. Raises OSError when metrics.jsonl cannot be written."""
-        self._file.row(row)
+        for name in sorted(row.keys() - self._undeclared):
+            if not declared(name):
+                # A metric that nobody described is worth a line, and not the hours of a run.
+                self._undeclared.add(name)
+                self._event("metric_undeclared", metric=name, why="records.metrics lacks it")
+        self._rundir.metric(dict(row))
         for sink in list(self._others):
             self._try(sink.name, lambda sink=sink: sink.row(row), sink)
 
@@ -96,26 +94,8 @@ class Sinks:
             self._others = [other for other in self._others if other is not sink]
 
 
-class MetricsFile:
-    """metrics.jsonl."""
-
-    name = "metrics.jsonl"
-
-    def __init__(self, rundir: RunDirectory):
-        self._rundir = rundir
-
-    def row(self, row: Row) -> None:
-        """Append it."""
-        self._rundir.metric(dict(row))
-
-    def close(self) -> None:
-        """Every row was flushed as it came."""
-
-
 class TensorBoard:
-    """An event file in ``tensorboard/`` of the run directory: a scalar per name, its step the row's
-    iteration.
-    """
+    """An event file in ``tensorboard/`` of the run directory: scalars by name and iteration."""
 
     name = "tensorboard"
 
@@ -127,7 +107,7 @@ class TensorBoard:
     def row(self, row: Row) -> None:
         """Write and flush it."""
         for name, value in numbers(row):
-            self._writer.add_scalar(name, value, int(row["iteration"]))
+            self._writer.add_scalar(name, value, _iteration(row))
         self._writer.flush()
 
     def close(self) -> None:
@@ -136,8 +116,9 @@ class TensorBoard:
 
 
 class WeightsAndBiases:
-    """An offline run in ``wandb/`` of the run directory, for `wandb sync`; nothing is sent from
-    here. A run that is resumed makes another of the same id, which syncs into one.
+    """An offline run in ``wandb/`` of the run directory, for `wandb sync`; nothing is sent here.
+
+    A resumed run makes another of the same id, and both sync into one.
     """
 
     name = "wandb"
@@ -166,7 +147,7 @@ class WeightsAndBiases:
 
     def row(self, row: Row) -> None:
         """Log it, over the row's iteration."""
-        self._run.log({"iteration": int(row["iteration"]), **dict(numbers(row))})
+        self._run.log({"iteration": _iteration(row), **dict(numbers(row))})
 
     def close(self) -> None:
         """Finish the offline run."""
@@ -185,5 +166,7 @@ def numbers(row: Row) -> Iterator[tuple[str, float]]:
             yield name, float(value)
 
 
-def _toml(value: Any) -> str:
-    return str(value).lower() if isinstance(value, bool) else f'"{value}"'
+def _iteration(row: Row) -> int:
+    number = row["iteration"]
+    assert isinstance(number, int)
+    return number

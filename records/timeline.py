@@ -1,5 +1,4 @@
-"""Who did what, when: ``timeline.jsonl``, one line per unit of work that an actor had in hand,
-written by the driver.
+"""``timeline.jsonl``: a line per task that an actor had in hand, written by the driver.
 
 The driver sees when it sends a unit and when the answer comes. An actor has up to ``in_flight``
 units sent ahead and does one after the other, so a unit starts when it was sent or when the actor
@@ -11,10 +10,10 @@ from __future__ import annotations
 import dataclasses
 import json
 import logging
-import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+
+from records import atomic
 
 log = logging.getLogger(__name__)
 FILE = "timeline.jsonl"
@@ -24,9 +23,7 @@ MOST_BYTES = 64 << 20
 
 @dataclass(frozen=True)
 class Work:
-    """How a kind of work is shown: in words, in one of the report's colours 1 to 8, and as a letter
-    in a terminal.
-    """
+    """How work is shown: in words, in a colour 1 to 8 of the report, as a letter in a terminal."""
 
     label: str
     colour: int
@@ -34,17 +31,23 @@ class Work:
 
 
 WORKS = {
-    "explore": Work("explore", 1, "e"), "regenerate": Work("regenerate", 2, "r"), "audit": Work("regenerate", 2, "r"),
-    "update": Work("update", 3, "U"), "export": Work("publish", 4, "p"), "chunk": Work("publish", 4, "p"), "load": Work("publish", 4, "p"),
-    "score": Work("score", 5, "s"), "encode": Work("encode", 6, "c"), "select": Work("select", 7, "k"),
-}  # fmt: skip
+    "explore": Work("explore", 1, "e"),
+    "regenerate": Work("regenerate", 2, "r"),
+    "audit": Work("regenerate", 2, "r"),
+    "update": Work("update", 3, "U"),
+    "export": Work("publish", 4, "p"),
+    "chunk": Work("publish", 4, "p"),
+    "load": Work("publish", 4, "p"),
+    "score": Work("score", 5, "s"),
+    "encode": Work("encode", 6, "c"),
+    "select": Work("select", 7, "k"),
+}
 OTHER = Work("evaluate, save, load", 8, "o")
 
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """One unit in one actor's hands. ``started`` and ``ended`` are seconds of the epoch;
-    ``attempt`` counts from 0.
+    """A task in one actor's hands; times are seconds of the epoch, ``attempt`` counts from 0.
 
     ``work`` is what is done (explore, score, regenerate ...), ``unit`` which: the rest of the
     unit's key, such as iteration, prompt, chunk. ``version`` is the policy version that a chunk
@@ -56,7 +59,7 @@ class Span:
     actor: int
     incarnation: int
     work: str
-    unit: tuple[Any, ...]
+    unit: tuple[int | str, ...]
     version: int | None
     attempt: int
     started: float
@@ -70,9 +73,7 @@ class Span:
 
     @property
     def shown(self) -> Work:
-        """How it is drawn. What a learner loads is a checkpoint, what an explorer loads a published
-        policy.
-        """
+        """How it is drawn; a learner loads a checkpoint, a rollout actor a published policy."""
         return (
             OTHER
             if self.service == "learner" and self.work == "load"
@@ -84,15 +85,13 @@ def span_of(
     service: str,
     actor: int,
     incarnation: int,
-    key: Any,
+    key: object,
     attempt: int,
     started: float,
     ended: float,
     outcome: str,
 ) -> Span:
-    """The span of a unit by its key: (word, number ...) as the loop names units, or a chunk of
-    exploration.
-    """
+    """The span of a task by its key: (word, number ...), or a chunk of exploration."""
     words = _words(key)
     version = getattr(key, "version", None)
     work, unit = str(words[0]), tuple(words[1:])
@@ -110,10 +109,8 @@ def span_of(
     )
 
 
-def _words(key: Any) -> list[Any]:
-    """A key as plain words and numbers: ``("score", ChunkKey(0, 1, 2, 0))`` is score, explore, 0,
-    1, 2.
-    """
+def _words(key: object) -> list[int | str]:
+    """A key in words: ``("score", ChunkKey(0, 1, 2, 0))`` is score, explore, 0, 1, 2."""
     if dataclasses.is_dataclass(key):
         return [
             "explore",
@@ -129,9 +126,7 @@ def _words(key: Any) -> list[Any]:
 
 
 class Timeline:
-    """Appends spans to a file. A run is never stopped because this cannot be written: then it ends
-    here, with one warning.
-    """
+    """Appends spans to a file; one that cannot be written ends here with a warning, not the run."""
 
     def __init__(self, path: Path):
         self._path = path
@@ -152,9 +147,7 @@ class Timeline:
 
 
 def read_spans(path: Path, remarks: list[str] | None = None) -> list[Span]:
-    """Spans by their start; none without the file. Lines that are no spans are passed over;
-    ``remarks`` is told what was left out.
-    """
+    """Spans by their start; ``remarks`` is told what was left out. Other lines are passed over."""
     try:
         size = path.stat().st_size
         with path.open("rb") as file:
@@ -178,20 +171,17 @@ def read_spans(path: Path, remarks: list[str] | None = None) -> list[Span]:
 
 
 def forget_after(path: Path, moment: float) -> None:
-    """Drop spans that began after ``moment`` (seconds of the epoch), as a resumed run does them
-    again.
-    """
+    """Drop spans that began after ``moment``, as a resumed run does them again."""
     if not path.exists():
         return
-    beside = path.with_name(f".{path.name}.{os.getpid()}")
     with (
         path.open(encoding="utf-8", errors="replace") as old,
+        atomic.replacing(path) as beside,
         beside.open("w", encoding="utf-8") as new,
     ):
         new.writelines(
             line for line in old if (span := _parsed(line)) is not None and span.started <= moment
         )
-    os.replace(beside, path)
 
 
 def _parsed(line: str) -> Span | None:

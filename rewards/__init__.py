@@ -1,18 +1,19 @@
-"""Rewards: (pictures, prompts, metadata) -> scores.
+"""Rewards: (images, prompts, metadata) -> scores. Importing this brings no torch.
 
-``SCORERS`` names the built-in scorers as "module:attribute", imported when asked for, so that a run
-pays only for what it uses. A configuration may name its own scorer in the same form.
+A built-in scorer is a file here, with a class that extends ``BuiltIn``, and a row of ``SCORERS``.
+A configuration may name a scorer of its own as "module:attribute".
 """
 
 from __future__ import annotations
 
 import importlib
 import inspect
+from collections.abc import Callable
 from difflib import get_close_matches
-from typing import Any, cast
+from typing import cast
 
 from configs.rewards import Scorer as ScorerConfig
-from rewards.base import Scorer, ScorerError, ScorerSetupError
+from rewards.base import BuiltIn, Scorer, ScorerError, ScorerSetupError, Settings
 
 SCORERS: dict[str, str] = {
     "imagereward": "rewards.imagereward:ImageReward",
@@ -25,12 +26,11 @@ SCORERS: dict[str, str] = {
     "jpeg_compressibility": "rewards.jpeg:JpegCompressibility",
     "jpeg_incompressibility": "rewards.jpeg:JpegIncompressibility",
 }
+"""Imported when asked for, so that a run pays only for the libraries of what it uses."""
 
 
 def resolve(name: str) -> str:
-    """The "module:attribute" of a scorer's name, without importing it. Raises ScorerSetupError for
-    an unknown built-in.
-    """
+    """The "module:attribute" of a scorer's name, not imported. Raises ScorerSetupError."""
     if name in SCORERS:
         return SCORERS[name]
     module, colon, attribute = name.partition(":")
@@ -44,29 +44,41 @@ def resolve(name: str) -> str:
     )
 
 
+def built_in(name: str) -> type[BuiltIn] | None:
+    """The class of a built-in scorer; None for a scorer of the user's own."""
+    if name not in SCORERS:
+        return None
+    module, _, attribute = SCORERS[name].partition(":")
+    return getattr(importlib.import_module(module), attribute)
+
+
+def model_bytes(scorer: ScorerConfig) -> int | None:
+    """Bytes of a scorer's model, without loading it; None where they cannot be known so."""
+    made = built_in(scorer.name)
+    return made.model_bytes(scorer.settings) if made is not None else None
+
+
 def check_settings(scorer: ScorerConfig) -> None:
-    """What can be found wrong with a scorer without loading it: an unknown name, and of a built-in
-    one settings that it does not take, values that its class refuses (``check``) and weights that
-    are not at the path given (its class names those settings in ``paths``). Raises
-    ScorerSetupError.
+    """Raises ScorerSetupError for what can be found wrong with a scorer without loading it.
+
+    That is an unknown name, and of a built-in scorer settings that it does not take, values that
+    its class refuses, and weights that are not at the path given.
     """
-    target = resolve(scorer.name)
-    if scorer.name not in SCORERS:
+    resolve(scorer.name)
+    made = built_in(scorer.name)
+    if made is None:
         return
-    module_name, _, attribute = target.partition(":")
-    made: Any = getattr(importlib.import_module(module_name), attribute)
     try:
         settings = inspect.signature(made).bind(**scorer.settings)
         settings.apply_defaults()
-        if check := getattr(made, "check", None):
-            check(settings.arguments)
+        made.check(settings.arguments)
     except ScorerSetupError as error:
         raise ScorerSetupError(f"scorer {scorer.name!r}: {error}") from None
     except (TypeError, AttributeError) as error:
         raise ScorerSetupError(
             f"scorer {scorer.name!r}: settings = {scorer.settings}: {error}"
         ) from None
-    for setting, names in getattr(made, "paths", {}).items():
+    for setting, names in made.paths.items():
         if isinstance(given := scorer.settings.get(setting), str):
             from rewards.checkpoints import local  # brings torch, which most scorers do without
 
@@ -81,62 +93,67 @@ def build(scorer: ScorerConfig, device: str | None = None) -> Scorer:
 
     The attribute is a class or a function that returns a scorer. ``device`` reaches it where it
     takes an argument of that name and the settings do not say another. Raises ScorerSetupError, one
-    line saying what to mend.
+    line that says what to fix.
     """
-    target = resolve(scorer.name)
+    try:
+        target = resolve(scorer.name)
+        make = _imported(target)
+        settings = dict(scorer.settings)
+        if device is not None and "device" not in settings and _takes(make, "device"):
+            settings["device"] = device
+        return _made(make, target.partition(":")[2], settings)
+    except ScorerSetupError as error:
+        raise ScorerSetupError(f"scorer {scorer.name!r}: {error}") from error.__cause__
+
+
+def _imported(target: str) -> Callable[..., object]:
+    """The class or function "module:attribute". Raises ScorerSetupError."""
     module_name, _, path = target.partition(":")
     try:
-        made: Any = importlib.import_module(module_name)
+        made: object = importlib.import_module(module_name)
     except ImportError as error:
-        missing = getattr(error, "name", None)
-        mend = (
+        own = error.name and (module_name == error.name or module_name.startswith(f"{error.name}."))
+        advice = (
             "put its directory on PYTHONPATH, or in the working directory of the job"
-            if missing and (module_name == missing or module_name.startswith(f"{missing}."))
+            if own
             else f"install what {module_name!r} imports"
         )
-        raise ScorerSetupError(
-            f"scorer {scorer.name!r}: cannot import {module_name!r} ({error}): {mend}"
-        ) from error
+        raise ScorerSetupError(f"cannot import {module_name!r} ({error}): {advice}") from error
     for part in path.split("."):
         try:
             made = getattr(made, part)
         except AttributeError as error:
-            near = get_close_matches(
-                part, [name for name in dir(made) if not name.startswith("_")], n=1
-            )
+            names = [name for name in dir(made) if not name.startswith("_")]
+            near = get_close_matches(part, names, n=1)
             hint = f"did you mean {near[0]!r}?" if near else "check the name behind the colon"
-            raise ScorerSetupError(
-                f"scorer {scorer.name!r}: {module_name!r} has no attribute {path!r}: {hint}"
-            ) from error
+            raise ScorerSetupError(f"{module_name!r} has no attribute {path!r}: {hint}") from error
     if not callable(made):
         raise ScorerSetupError(
-            f"scorer {scorer.name!r}: {path!r} is {type(made).__name__}, not a class or function"
-            " that makes a scorer"
+            f"{path!r} is {type(made).__name__}, not a class or function that makes a scorer"
         )
-    settings = dict(scorer.settings)
-    if device is not None and "device" not in settings and _takes(made, "device"):
-        settings["device"] = device
+    return made
+
+
+def _made(make: Callable[..., object], name: str, settings: Settings) -> Scorer:
     try:
-        instance = made(**settings)
-    except ScorerSetupError as error:  # says what to mend already
-        raise ScorerSetupError(f"scorer {scorer.name!r}: {error}") from None
-    except (
-        Exception
-    ) as error:  # a constructor may raise anything; the reader needs to know whose it was
+        instance = make(**settings)
+    except ScorerSetupError:  # says what to fix already
+        raise
+    except Exception as error:  # a constructor may raise anything: say whose it was
         reason = (str(error).strip().splitlines() or [""])[0]
         raise ScorerSetupError(
-            f"scorer {scorer.name!r}: {path}(**settings) raised {type(error).__name__}: {reason}: "
-            f"mend rewards.scorers.settings, now {scorer.settings}"
+            f"{name}(**settings) raised {type(error).__name__}: {reason}: "
+            f"fix rewards.scorers.settings, now {dict(settings)}"
         ) from error
     if not callable(instance):
         raise ScorerSetupError(
-            f"scorer {scorer.name!r}: {path}(**settings) returned {type(instance).__name__}, which"
-            " cannot be called: return an object that takes (images, prompts, metadata)"
+            f"{name}(**settings) returned {type(instance).__name__}, which cannot be called: return"
+            " an object that takes (images, prompts, metadata)"
         )
     return cast(Scorer, instance)
 
 
-def _takes(made: Any, argument: str) -> bool:
+def _takes(made: Callable[..., object], argument: str) -> bool:
     """Whether a class or function can be called with an argument of this name."""
     try:
         return argument in inspect.signature(made).parameters
@@ -146,10 +163,13 @@ def _takes(made: Any, argument: str) -> bool:
 
 __all__ = [
     "SCORERS",
+    "BuiltIn",
     "Scorer",
     "ScorerError",
     "ScorerSetupError",
     "build",
+    "built_in",
     "check_settings",
+    "model_bytes",
     "resolve",
 ]

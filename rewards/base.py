@@ -2,95 +2,106 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from typing import Any, Protocol, runtime_checkable
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, ClassVar, Protocol, runtime_checkable
 
 import numpy as np
 
+Metadata = dict[str, Any]
+"""What a prompt file says about a prompt beside its text: any JSON object."""
+Settings = Mapping[str, Any]
+"""A built-in scorer's settings by name, its defaults among them."""
+
 
 class ScorerError(RuntimeError):
-    """A scorer raised, or returned something that cannot be a reward. Says which scorer and what."""
+    """A scorer raised or returned what cannot be a reward. Says which scorer, and what."""
 
 
 class ScorerSetupError(ValueError):
-    """A scorer that cannot be made: unknown name, missing module, wrong settings. The message says
-    what to do.
-    """
+    """A scorer that cannot be made: unknown, not importable, wrong settings. Says what to do."""
 
 
 @runtime_checkable
 class Scorer(Protocol):
-    """Pictures in, one number per picture out; higher is better.
+    """Images in, one number per image out; higher is better.
 
     A scorer may also have an attribute ``parts``: dict[str, float32 [B]], the parts of its last
-    call, which are logged. A built-in one may have a static method ``check``: all settings by name
-    -> nothing; it raises ScorerSetupError for those that can be seen to be wrong without a model.
+    call, which are logged.
     """
 
     def __call__(
-        self, images: np.ndarray, prompts: Sequence[str], metadata: Sequence[dict[str, Any]]
+        self, images: np.ndarray, prompts: Sequence[str], metadata: Sequence[Metadata]
     ) -> np.ndarray:
         """images uint8 [B, 3, H, W], B prompts, B dicts of prompt metadata -> float32 [B]."""
         ...
 
 
-def check(scores: Any, count: int) -> tuple[np.ndarray, str | None]:
-    """What a scorer returned, as float32 [count] with NaN where there is no usable score, and what
-    was wrong (None: nothing).
+class BuiltIn:
+    """What a built-in scorer states about itself, for those who ask before one is made.
+
+    ``paths``: settings that say where weights are, each with the file names looked for there.
+    """
+
+    paths: ClassVar[Mapping[str, tuple[str, ...]]] = {}
+
+    @staticmethod
+    def check(settings: Settings) -> None:
+        """Raises ScorerSetupError for settings that can be seen to be wrong without a model."""
+
+    @classmethod
+    def model_bytes(cls, settings: Settings) -> int | None:
+        """Bytes of its model's weights; None where only loading it would tell. Here: no model."""
+        return 0
+
+
+def check(scores: object, count: int) -> tuple[np.ndarray, str | None]:
+    """(float32 [count], NaN where no score is usable; what was wrong or None) of an answer.
 
     A wrong shape or a non-number spoils the whole batch, because nobody can say which number
-    belongs to which picture; a NaN or an infinity spoils its own picture only.
+    belongs to which image; a NaN or an infinity spoils its own image only.
     """
     missing = np.full(count, np.nan, np.float32)
+    wanted = f"return float32 [{count}]"
     try:
         with np.errstate(over="ignore"):  # beyond float32 becomes infinite, which is reported below
             values = np.asarray(scores, dtype=np.float32).copy()
     except (TypeError, ValueError):
-        return (
-            missing,
-            (
-                f"returned {type(scores).__name__}, which is no array of numbers: return float32"
-                f" [{count}]"
-            ),
-        )
+        return missing, f"returned {type(scores).__name__}, which is no array of numbers: {wanted}"
     if values.shape != (count,):
-        return (
-            missing,
-            f"returned shape {list(values.shape)} for {count} pictures: return float32 [{count}]",
-        )
+        return missing, f"returned shape {list(values.shape)} for {count} images: {wanted}"
     bad = np.flatnonzero(~np.isfinite(values))
     if not len(bad):
         return values, None
     problem = (
-        f"returned {values[bad[0]]} for picture {bad[0]} of {count} ({len(bad)} not finite): a"
+        f"returned {values[bad[0]]} for image {bad[0]} of {count} ({len(bad)} not finite): a"
         " score must be a finite number"
     )
     values[bad] = np.nan
     return values, problem
 
 
-def require_count(name: str, value: Any, least: int) -> None:
+def require_count(name: str, value: object, least: int) -> None:
     """Raise ScorerSetupError unless a setting is a whole number from ``least`` up."""
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
         raise ScorerSetupError(f"{name} is {value!r}: use a whole number, {least} or more")
 
 
-def require_one_of(name: str, value: Any, words: Iterable[str]) -> None:
+def require_one_of(name: str, value: object, words: Iterable[str]) -> None:
     """Raise ScorerSetupError unless a setting is one of ``words``."""
     if value not in (words := list(words)):
         raise ScorerSetupError(f"{name} is {value!r}: use one of {', '.join(words)}")
 
 
-def require_pictures(
-    images: np.ndarray, prompts: Sequence[str], metadata: Sequence[dict[str, Any]]
+def require_images(
+    images: np.ndarray, prompts: Sequence[str], metadata: Sequence[Metadata]
 ) -> None:
     """Raise ValueError unless images is uint8 [B, 3, H, W] with B prompts and B metadata dicts."""
     if images.dtype != np.uint8 or images.ndim != 4 or images.shape[1] != 3:
         raise ValueError(
-            f"pictures are {images.dtype} {list(images.shape)}: scorers take uint8 [B, 3, H, W]"
+            f"images are {images.dtype} {list(images.shape)}: scorers take uint8 [B, 3, H, W]"
         )
     if not len(images) == len(prompts) == len(metadata):
         raise ValueError(
-            f"{len(images)} pictures, {len(prompts)} prompts, {len(metadata)} metadata: need as"
+            f"{len(images)} images, {len(prompts)} prompts, {len(metadata)} metadata: need as"
             " many of each"
         )

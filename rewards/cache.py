@@ -1,26 +1,24 @@
-"""Scores by content: a picture that was scored for a prompt is not scored again."""
+"""Scores by content: an image that was scored for a prompt is not scored again."""
 
 from __future__ import annotations
 
 import json
 from collections import OrderedDict
-from collections.abc import Collection, Sequence
-from typing import Any
+from collections.abc import Collection, Mapping, Sequence
 
 import numpy as np
 import xxhash
 
-from rewards.base import require_pictures
+from rewards.base import Metadata, require_images
 from rewards.combine import Attempt, WeightedScorer
 
 Entry = tuple[float, dict[str, float]]  # score, and the scorer's parts by name
 
 
 class ScoreCache:
-    """Remembers the scores of the newest ``size`` (scorer, picture, prompt, metadata). A failure is
-    not remembered.
+    """Remembers the scores of the newest ``size`` (scorer, image, prompt, metadata), no failures.
 
-    Made for evaluation, where the same pictures come again: base and trained weights before the
+    Made for evaluation, where the same images come again: base and trained weights before the
     first update, a run that is evaluated twice. What is remembered was scored in another batch, so
     the last bits may differ from scoring anew.
     """
@@ -34,11 +32,11 @@ class ScoreCache:
         self,
         images: np.ndarray,
         prompts: Sequence[str],
-        metadata: Sequence[dict[str, Any]],
+        metadata: Sequence[Metadata],
         labels: Collection[str] | None = None,
     ) -> Attempt:
-        """As ``WeightedScorer.attempt``, for the pictures that are not known."""
-        require_pictures(images, prompts, metadata)
+        """As ``WeightedScorer.attempt``, for the images that are not known."""
+        require_images(images, prompts, metadata)
         contents = [_content(*row) for row in zip(images, prompts, metadata, strict=True)]
         chosen = [label for label in self._scorer.scorers if labels is None or label in labels]
         keys = {
@@ -47,22 +45,19 @@ class ScoreCache:
         entries = {
             key: self._known[key] for row in keys.values() for key in row if key in self._known
         }
-        lacking: dict[
-            tuple[int, ...], list[str]
-        ] = {}  # rows, each content once -> the scorers that do not know them
+        # rows, each content once -> the scorers that do not know them
+        unknown: dict[tuple[int, ...], list[str]] = {}
         for label, mine in keys.items():
             rows = tuple(
                 row for row, key in enumerate(mine) if key not in entries and key not in mine[:row]
             )
             self.hits += len(mine) - len(rows)
             if rows:
-                lacking.setdefault(rows, []).append(label)
+                unknown.setdefault(rows, []).append(label)
         failures: list[str] = []
         work: dict[str, tuple[int, float]] = {}
-        for (
-            rows,
-            same,
-        ) in lacking.items():  # as one batch, so that what these scorers share is made once
+        # scorers with the same rows get one batch, so that what they share is made once
+        for rows, same in unknown.items():
             scored = self._scorer.attempt(
                 images[list(rows)], [prompts[i] for i in rows], [metadata[i] for i in rows], same
             )
@@ -76,19 +71,7 @@ class ScoreCache:
             entries |= fresh
             self._remember(fresh)
         found = {label: [entries[key] for key in mine] for label, mine in keys.items()}
-        return Attempt(
-            {
-                label: np.array([score for score, _ in row], np.float32)
-                for label, row in found.items()
-            },
-            {
-                name: np.array([parts.get(name, np.nan) for _, parts in row], np.float32)
-                for row in found.values()
-                for name in sorted({name for _, parts in row for name in parts})
-            },
-            tuple(failures),
-            work,
-        )
+        return Attempt(*_columns(found), tuple(failures), work)
 
     def _remember(self, entries: dict[bytes, Entry]) -> None:
         self._known |= {key: entry for key, entry in entries.items() if np.isfinite(entry[0])}
@@ -96,15 +79,28 @@ class ScoreCache:
             self._known.popitem(last=False)
 
 
+def _columns(
+    found: Mapping[str, Sequence[Entry]],
+) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
+    """(scores by label, parts by name), float32 [B] each; NaN where an entry lacks a part."""
+    scores = {label: np.array([s for s, _ in row], np.float32) for label, row in found.items()}
+    parts = {
+        name: np.array([parts.get(name, np.nan) for _, parts in row], np.float32)
+        for row in found.values()
+        for name in sorted({name for _, parts in row for name in parts})
+    }
+    return scores, parts
+
+
 def _entry(scored: Attempt, label: str, place: int) -> Entry:
-    """What is remembered of one scorer and picture."""
+    """What is remembered of one scorer and image."""
     own = {name: values for name, values in scored.parts.items() if name.startswith(f"{label}/")}
     return float(scored.scores[label][place]), {
         name: float(values[place]) for name, values in own.items()
     }
 
 
-def _content(image: np.ndarray, prompt: str, metadata: dict[str, Any]) -> bytes:
+def _content(image: np.ndarray, prompt: str, metadata: Metadata) -> bytes:
     """128 bits over everything that a score may depend on."""
     total = xxhash.xxh3_128()
     for part in (repr(image.shape), prompt, json.dumps(metadata, sort_keys=True, default=repr)):

@@ -1,33 +1,21 @@
-"""Where a learned scorer's weights come from: a file, a directory or a hub id. Nothing that is read
-here can run code.
-"""
+"""A learned scorer's weights, from a file, a directory or a hub id; reading them runs no code."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from rewards.base import ScorerSetupError
 
 HUB_ID = re.compile(r"(?P<repo>[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(?::(?P<file>[^:]+))?")
-FILE_ENDINGS = (
-    ".safetensors",
-    ".pt",
-    ".pth",
-    ".bin",
-    ".ckpt",
-    ".txt",
-)  # a name that ends so is a file's, not a repository's
+FILE_ENDINGS = (".safetensors", ".pt", ".pth", ".bin", ".ckpt", ".txt")
+"""A name that ends so is a file's, not a repository's."""
 ROOT = Path(__file__).parent.parent
-NOT_WEIGHTS = (
-    "input_resolution",
-    "context_length",
-    "vocab_size",
-)  # numbers that OpenAI's CLIP keeps beside its weights
+NOT_WEIGHTS = ("input_resolution", "context_length", "vocab_size")
+"""Numbers that OpenAI's CLIP keeps beside its weights."""
 ADVICE = "docs/rewards.md says where to get it"
 
 
@@ -38,8 +26,7 @@ def locate(source: str, names: Sequence[str]) -> Path:
     id "owner/name", or "owner/name:file" to name the file there. Paths that start with ``shapes/``
     are found in the shipped tree as well.
 
-    Raises:
-        ScorerSetupError: nothing is there; one line that says what was looked for.
+    Raises ScorerSetupError, one line that says what was looked for.
     """
     here = local(source, names)
     if here is not None:
@@ -49,16 +36,12 @@ def locate(source: str, names: Sequence[str]) -> Path:
 
 
 def repository(source: str, names: Sequence[str]) -> str | None:
-    """The hub's repository that ``source`` names; None where it is a file or directory that is
-    here. Raises as ``local`` does.
-    """
+    """The hub's repository that ``source`` names; None for a path. Raises as ``local`` does."""
     return source.partition(":")[0] if local(source, names) is None else None
 
 
 def local(source: str, names: Sequence[str]) -> Path | None:
-    """As ``locate``, without a network: None where ``source`` is a hub id. Raises ScorerSetupError
-    for a path that is not there.
-    """
+    """As ``locate`` without a network: None for a hub id. Raises ScorerSetupError for no file."""
     path = Path(source).expanduser()
     if not path.is_absolute() and not path.exists() and source.startswith("shapes/"):
         path = ROOT / path
@@ -86,10 +69,9 @@ def local(source: str, names: Sequence[str]) -> Path | None:
 
 
 def fetch(repo: str, name: str) -> Path | None:
-    """A file of the hub's ``repo``, from the local cache where it is there; None: the repository
-    has no such file.
+    """A file of the hub's ``repo``, or of the local cache; None: the repository has no such file.
 
-    Raises ScorerSetupError where that cannot be told, as without a network.
+    Raises ScorerSetupError where that is not known, as without a network.
     """
     from huggingface_hub import hf_hub_download
     from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
@@ -109,7 +91,7 @@ def fetch(repo: str, name: str) -> Path | None:
 
 
 def _download(repo: str, names: Sequence[str]) -> Path:
-    """The first of ``names`` that the hub's ``repo`` has, from the local cache where it is there."""
+    """The first of ``names`` that the hub's ``repo`` has, from the local cache if it is there."""
     from huggingface_hub import hf_hub_download
 
     last: Exception | None = None
@@ -138,7 +120,7 @@ def read_state(path: Path) -> dict[str, torch.Tensor]:
             from safetensors.torch import load_file
 
             return load_file(path)
-        loaded: Any = torch.load(path, map_location="cpu", weights_only=True)
+        loaded: object = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # torch, zipfile and pickle each raise their own
         reason = (str(error).strip().splitlines() or [""])[0]
         raise ScorerSetupError(
@@ -167,12 +149,7 @@ def read_state(path: Path) -> dict[str, torch.Tensor]:
 def load_weights(
     model: torch.nn.Module, state: dict[str, torch.Tensor], path: Path, what: str
 ) -> None:
-    """Copy ``state`` into ``model``, every name and shape as it must be.
-
-    Raises:
-        ScorerSetupError: one line with how many names are missing or too many, or the first shape
-            that does not fit.
-    """
+    """Copy ``state`` into ``model``. Raises ScorerSetupError where a name or a shape differs."""
     own = model.state_dict()
     scalars = {
         name for name in own.keys() & state.keys() if own[name].numel() == 1 == state[name].numel()

@@ -1,23 +1,22 @@
-"""From the scores of several scorers to one reward per picture."""
+"""From the scores of several scorers to one reward per image."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 
 from configs.rewards import Rewards
 from rewards import build
-from rewards.base import Scorer, ScorerError, check, require_pictures
+from rewards.base import Metadata, Scorer, ScorerError, check, require_images
 
 
 def combine(scores: Mapping[str, np.ndarray], weights: Mapping[str, float]) -> np.ndarray:
     """Weighted sum over labels: float32 [B], summed in float64 in the order of ``weights``.
 
-    A picture that misses a score (NaN) has no reward (NaN), whatever that scorer's weight. Raises
+    An image that misses a score (NaN) has no reward (NaN), whatever that scorer's weight. Raises
     ValueError when labels or lengths differ.
     """
     if set(scores) != set(weights):
@@ -28,7 +27,7 @@ def combine(scores: Mapping[str, np.ndarray], weights: Mapping[str, float]) -> n
         raise ValueError("no scorer: a reward needs at least one")
     lengths = {label: len(values) for label, values in scores.items()}
     if len(set(lengths.values())) != 1:
-        raise ValueError(f"scorers scored different numbers of pictures: {lengths}")
+        raise ValueError(f"scorers scored different numbers of images: {lengths}")
     total = np.zeros(next(iter(lengths.values())), np.float64)
     missing = np.zeros(len(total), bool)
     for label, weight in weights.items():
@@ -39,28 +38,20 @@ def combine(scores: Mapping[str, np.ndarray], weights: Mapping[str, float]) -> n
 
 
 def zscore(values: np.ndarray) -> np.ndarray:
-    """float [B] less its mean, over its standard deviation (of the whole group, not an estimate);
-    all zero where all are equal.
-    """
+    """float [B] less its mean, over its population deviation; zeros where all are equal."""
     spread = values.std()
-    return (
-        (values - values.mean()) / spread
-        if spread > 1e-8 * max(1.0, float(np.abs(values).max()))
-        else np.zeros_like(values)
-    )
+    if spread <= 1e-8 * max(1.0, float(np.abs(values).max())):
+        return np.zeros_like(values)
+    return (values - values.mean()) / spread
 
 
 def rank(values: np.ndarray) -> np.ndarray:
-    """float [B] -> places from -1 (least) to 1 (greatest), evenly spaced; equal values share the
-    mean of their places.
-    """
+    """float [B] -> evenly spaced from -1 (least) to 1 (greatest); equal values share their mean."""
     if len(values) < 2:
         return np.zeros_like(values)
     ordered = np.sort(values)
-    below, upto = (
-        np.searchsorted(ordered, values, "left"),
-        np.searchsorted(ordered, values, "right"),
-    )
+    below = np.searchsorted(ordered, values, "left")
+    upto = np.searchsorted(ordered, values, "right")
     return (below + upto - 1) / (len(values) - 1) - 1.0
 
 
@@ -69,11 +60,10 @@ NORMALISERS = {"zscore": zscore, "rank": rank}
 
 @dataclass(frozen=True)
 class Combination:
-    """How raw scores of one prompt's group become rewards: floors, then normalisation over the
-    group, then the weighted sum.
+    """From raw scores of a prompt's group to rewards: floors, normalisation, the weighted sum.
 
-    A required scorer that gave no score leaves the picture without a reward. In place of an
-    optional one's stands its mean over the rest of the group, which changes no order among pictures
+    A required scorer that gave no score leaves the image without a reward. In place of an
+    optional one's stands its mean over the rest of the group, which changes no order among images
     that have it; where it gave none at all it is left out.
     """
 
@@ -94,9 +84,7 @@ class Combination:
 
     @property
     def for_evaluation(self) -> Combination:
-        """The same for pictures of many prompts, comparable over time: no normalisation, and
-        required scorers only.
-        """
+        """For images of many prompts, comparable over time: required scorers, not normalised."""
         required = {
             label: weight for label, weight in self.weights.items() if label not in self.optional
         }
@@ -105,8 +93,9 @@ class Combination:
         )
 
     def __call__(self, scores: Mapping[str, np.ndarray]) -> np.ndarray:
-        """Scores float32 [B] by label -> rewards float32 [B], NaN where there is none. Labels
-        without a weight do not count.
+        """Scores float32 [B] by label -> rewards float32 [B], NaN where there is none.
+
+        Labels without a weight do not count.
         """
         used = {label: np.asarray(scores[label], np.float32) for label in self.weights}
         for label, floor in self.floors.items():
@@ -137,9 +126,7 @@ class Scored:
 
     total: np.ndarray  # float32 [B], weighted sum
     scores: dict[str, np.ndarray]  # label -> float32 [B], unweighted
-    parts: dict[str, np.ndarray] = field(
-        default_factory=dict
-    )  # "label/part" -> float32 [B], where a scorer tells its parts
+    parts: dict[str, np.ndarray] = field(default_factory=dict)  # "label/part" -> float32 [B]
 
 
 @dataclass(frozen=True)
@@ -149,9 +136,8 @@ class Attempt:
     scores: dict[str, np.ndarray]  # label -> float32 [B], NaN where there is none
     parts: dict[str, np.ndarray]  # "label/part" -> float32 [B]
     failures: tuple[str, ...]  # one line per scorer that failed
-    work: dict[str, tuple[int, float]] = field(
-        default_factory=dict
-    )  # label -> pictures that it scored, and its seconds
+    # label -> images that it scored, and its seconds
+    work: dict[str, tuple[int, float]] = field(default_factory=dict)
 
 
 class WeightedScorer:
@@ -170,8 +156,9 @@ class WeightedScorer:
     def from_config(
         cls, rewards: Rewards, labels: Collection[str] | None = None, device: str | None = None
     ) -> WeightedScorer:
-        """Build the scorers of ``[rewards]`` on ``device``: those that are trained on, or exactly
-        those of ``labels``, held-out ones among them. Raises ScorerSetupError.
+        """Build the scorers of ``[rewards]`` on ``device``. Raises ScorerSetupError.
+
+        ``labels``: exactly these, held-out ones among them; None: those that are trained on.
         """
         wanted = {scorer.label for scorer in rewards.scorers} if labels is None else set(labels)
         scorers = {
@@ -188,15 +175,15 @@ class WeightedScorer:
         self,
         images: np.ndarray,
         prompts: Sequence[str],
-        metadata: Sequence[dict[str, Any]],
+        metadata: Sequence[Metadata],
         labels: Collection[str] | None = None,
     ) -> Attempt:
-        """Score uint8 [B, 3, H, W] by every scorer, or by those of ``labels``; one that fails marks
-        its pictures missing and the others' scores stand. Scorers get a view that cannot be written
-        to, so that none can change what the next one sees.
+        """Score uint8 [B, 3, H, W] by every scorer, or by those of ``labels``.
+
+        Where one fails its scores are NaN, and the others' stand.
         """
-        require_pictures(images, prompts, metadata)
-        images = images.view()
+        require_images(images, prompts, metadata)
+        images = images.view()  # not writeable, so that no scorer can change what the next one sees
         images.flags.writeable = False
         scores: dict[str, np.ndarray] = {}
         parts: dict[str, np.ndarray] = {}
@@ -224,11 +211,9 @@ class WeightedScorer:
         return Attempt(scores, parts, tuple(failures), work)
 
     def __call__(
-        self, images: np.ndarray, prompts: Sequence[str], metadata: Sequence[dict[str, Any]]
+        self, images: np.ndarray, prompts: Sequence[str], metadata: Sequence[Metadata]
     ) -> Scored:
-        """As ``attempt``, combined; the pictures are one group. Raises ScorerError naming the first
-        scorer that failed.
-        """
+        """As ``attempt``, combined; the images are one group. Raises ScorerError for a failure."""
         made = self.attempt(images, prompts, metadata)
         if made.failures:
             raise ScorerError(made.failures[0])

@@ -1,36 +1,33 @@
-"""ImageReward (arXiv 2304.05977) on transformers' BLIP: the released checkpoint, its weights
-renamed.
+"""ImageReward (arXiv 2304.05977) on transformers' BLIP: the released weights, renamed.
 
 The package of the paper pins libraries that cannot be installed beside open_clip, so its code is
-not used; `make parity` holds the two against each other.
+not used; `make parity` compares the two.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
-from rewards.base import ScorerSetupError
+from rewards.base import ScorerSetupError, Settings
 from rewards.checkpoints import load_weights, locate, read_state
+from rewards.images import crop_square, normalise, to_float
 from rewards.paired import PairedScorer
-from rewards.pictures import crop_square, normalise
+
+if TYPE_CHECKING:
+    from transformers import BertTokenizer
 
 MEAN, STD = 0.16717362830052426, 1.0333394966054072  # of raw rewards over the authors' data
 TOKENS = 35  # of a prompt, [CLS] and [SEP] included
 FILES, WORD_FILES = ("ImageReward.pt", "ImageReward.safetensors"), ("vocab.txt",)
 WORDS = 30522  # of bert-base-uncased
-HEAD = (
-    (0, 1024),
-    (2, 128),
-    (4, 64),
-    (6, 16),
-    (7, 1),
-)  # place among the released layers (the others are dropout), width
+HEAD = ((0, 1024), (2, 128), (4, 64), (6, 16), (7, 1))
+"""(place among the released layers, width); the places between are dropout."""
 VISION = {
     "hidden_size": 1024,
     "intermediate_size": 4096,
@@ -58,10 +55,8 @@ RENAMES = (
 UNUSED = re.compile(r"blip\.(vision_proj|text_proj)\.|.*\.position_ids$")
 
 
-class Judge(torch.nn.Module):
-    """BLIP's picture encoder, its text encoder that looks at the picture, and the linear head on
-    the [CLS] token.
-    """
+class BlipReward(torch.nn.Module):
+    """BLIP's image encoder, its text encoder that attends to the image, a head on [CLS]."""
 
     def __init__(self, vision: dict[str, Any], text: dict[str, Any]) -> None:
         super().__init__()
@@ -77,7 +72,7 @@ class Judge(torch.nn.Module):
                 **TEXT,
                 "encoder_hidden_size": seen.hidden_size,
                 "layer_norm_eps": 1e-12,
-                "is_decoder": True,  # what makes the layers that look at the picture
+                "is_decoder": True,  # what makes the layers that attend to the image
                 **text,
             }
         )
@@ -113,7 +108,7 @@ class ImageReward(PairedScorer):
     BlipTextConfig, over the released ones. Keep ``dtype`` fp32: lower ones move the scores.
     """
 
-    paths: ClassVar[dict[str, tuple[str, ...]]] = {"checkpoint": FILES, "vocabulary": WORD_FILES}
+    paths = {"checkpoint": FILES, "vocabulary": WORD_FILES}
 
     def __init__(
         self,
@@ -125,27 +120,31 @@ class ImageReward(PairedScorer):
         device: str | None = None,
     ) -> None:
         super().__init__(batch_size, dtype, device)
-        chosen = architecture or {}
-        _check_tables(chosen)
         self.tokenise = bert_tokenizer(vocabulary)
         path = locate(checkpoint, self.paths["checkpoint"])
-        self.model = Judge(chosen.get("vision", {}), chosen.get("text", {}))
-        load_weights(self.model, renamed(read_state(path), path), path, "ImageReward")
-        self.model.to(self.device, self.dtype).eval()
+        model = self.network({"architecture": architecture})
+        load_weights(model, renamed(read_state(path), path), path, "ImageReward")
+        self.model = model.to(self.device, self.dtype).eval()
 
     @staticmethod
-    def check(settings: Mapping[str, Any]) -> None:
+    def check(settings: Settings) -> None:
         """As every learned scorer's, and the names of the tables in ``architecture``."""
         PairedScorer.check(settings)
         _check_tables(settings["architecture"] or {})
 
+    @classmethod
+    def network(cls, settings: Settings) -> BlipReward:
+        """Of the tables in ``architecture``. Raises ScorerSetupError for tables of other names."""
+        _check_tables(tables := settings.get("architecture") or {})
+        return BlipReward(tables.get("vision", {}), tables.get("text", {}))
+
     def pixels(self, images: np.ndarray) -> torch.Tensor:
         """uint8 [B, 3, H, W] -> float32 [B, 3, S, S]."""
         crop = crop_square(images, self.model.image_size)
-        return normalise(torch.from_numpy(crop.copy()).to(torch.float32).div(255))
+        return normalise(to_float(crop))
 
     def score(self, pixels: torch.Tensor, prompts: list[str]) -> torch.Tensor:
-        """The normalised reward of each picture for its prompt."""
+        """The normalised reward of each image for its prompt."""
         words = self.tokenise(
             prompts, padding="max_length", truncation=True, max_length=TOKENS, return_tensors="pt"
         )
@@ -157,7 +156,7 @@ class ImageReward(PairedScorer):
         return (raw.float() - MEAN) / STD
 
 
-def _check_tables(architecture: Mapping[str, Any]) -> None:
+def _check_tables(architecture: Settings) -> None:
     if unknown := sorted(architecture.keys() - {"vision", "text"}):
         raise ScorerSetupError(
             f"architecture has {', '.join(unknown)}: it takes the tables vision and text"
@@ -165,9 +164,7 @@ def _check_tables(architecture: Mapping[str, Any]) -> None:
 
 
 def renamed(state: dict[str, torch.Tensor], path: Path) -> dict[str, torch.Tensor]:
-    """The released names as ``Judge`` has them. Raises ScorerSetupError for a file that is no
-    ImageReward checkpoint.
-    """
+    """The released names as ``BlipReward`` has them. Raises ScorerSetupError for another file."""
     if not any(name.startswith("blip.visual_encoder.") for name in state):
         raise ScorerSetupError(
             f"{path}: no ImageReward checkpoint: no name in it starts with 'blip.visual_encoder.'"
@@ -195,7 +192,7 @@ def _rename(name: str, rules: Sequence[tuple[str, str]]) -> str:
     return name
 
 
-def bert_tokenizer(vocabulary: str) -> Any:
+def bert_tokenizer(vocabulary: str) -> BertTokenizer:
     """bert-base-uncased's tokenizer from its vocab.txt. Raises ScorerSetupError where that is
     another vocabulary.
 

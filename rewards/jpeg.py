@@ -1,35 +1,32 @@
-"""JPEG size as a reward: needs no model, and is the classic smoke test of reward training (DDPO,
-arXiv 2305.13301).
-"""
+"""JPEG size as a reward, the classic first test of reward training (DDPO, arXiv 2305.13301)."""
 
 from __future__ import annotations
 
 import io
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import numpy as np
 from PIL import Image
 
-from rewards.base import ScorerSetupError, require_count
+from rewards.base import BuiltIn, Metadata, ScorerSetupError, Settings, require_count
 
 QUALITY = 95
 BYTES_PER_KB = 1000.0
 
 
 def jpeg_kilobytes(images: np.ndarray, quality: int = QUALITY) -> np.ndarray:
-    """Size in kB (1000 bytes) of each picture uint8 [B, 3, H, W] as a JPEG file: float32 [B]."""
+    """Size in kB (1000 bytes) of each image uint8 [B, 3, H, W] as a JPEG file: float32 [B]."""
     sizes = []
-    for picture in images:
+    for image in images:
         buffer = io.BytesIO()
-        Image.fromarray(np.ascontiguousarray(picture.transpose(1, 2, 0))).save(
+        Image.fromarray(np.ascontiguousarray(image.transpose(1, 2, 0))).save(
             buffer, format="JPEG", quality=quality
         )
         sizes.append(buffer.tell() / BYTES_PER_KB)
     return np.asarray(sizes, dtype=np.float32)
 
 
-class JpegIncompressibility:
+class JpegIncompressibility(BuiltIn):
     """Reward = JPEG size in kB: detail pays. ``quality`` is Pillow's, 1 to 95."""
 
     sign = 1.0
@@ -39,20 +36,20 @@ class JpegIncompressibility:
         self.quality = quality
 
     @staticmethod
-    def check(settings: Mapping[str, Any]) -> None:
+    def check(settings: Settings) -> None:
         """Raises ScorerSetupError for a quality that Pillow does not have."""
         require_count("quality", quality := settings["quality"], 1)
         if quality > 95:
             raise ScorerSetupError(f"quality is {quality}: use 1 to 95")
 
     def __call__(
-        self, images: np.ndarray, prompts: Sequence[str], metadata: Sequence[dict[str, Any]]
+        self, images: np.ndarray, prompts: Sequence[str], metadata: Sequence[Metadata]
     ) -> np.ndarray:
         """uint8 [B, 3, H, W] -> float32 [B]; prompts and metadata are not looked at."""
         return np.float32(self.sign) * jpeg_kilobytes(images, self.quality)
 
 
 class JpegCompressibility(JpegIncompressibility):
-    """Reward = minus the JPEG size in kB: flat pictures pay."""
+    """Reward = minus the JPEG size in kB: flat images pay."""
 
     sign = -1.0

@@ -1,16 +1,13 @@
-"""Can the text that a prompt asks for be read in the picture? RapidOCR reads, edit distance judges;
-the weights are in its wheel.
-"""
+"""Can the requested text be read in the image? Edit distance to what RapidOCR reads there."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 
-from rewards.base import ScorerSetupError, require_pictures
+from rewards.base import BuiltIn, Metadata, ScorerSetupError, Settings, require_images
 
 QUOTES = (
     r'"([^"]+)"',
@@ -18,14 +15,12 @@ QUOTES = (
     "\u00ab([^\u00bb]+)\u00bb",
     "\u300c([^\u300d]+)\u300d",
 )
-SINGLE = (
-    r"(?<!\w)'([^']+)'(?!\w)",
-    r"(?<!\w)\u2018([^\u2019]+)\u2019(?!\w)",
-)  # an apostrophe inside a word is no quote
+# an apostrophe inside a word is no quote
+SINGLE = (r"(?<!\w)'([^']+)'(?!\w)", r"(?<!\w)\u2018([^\u2019]+)\u2019(?!\w)")
 QUOTED = re.compile("|".join((*QUOTES, *SINGLE)))
 
 
-class OcrScorer:
+class OcrScorer(BuiltIn):
     """Share of the wanted text that is read, in [0, 1]: 1 - edits / length, over all quoted pieces
     of the prompt.
 
@@ -33,6 +28,11 @@ class OcrScorer:
     that more text around it does not matter. A row of metadata with the key "text" says what is
     wanted in place of the prompt's quotes.
     """
+
+    @classmethod
+    def model_bytes(cls, settings: Settings) -> int | None:
+        """Not known: the weights are within RapidOCR's wheel."""
+        return None
 
     def __init__(self, threads: int = 1) -> None:
         try:
@@ -42,10 +42,10 @@ class OcrScorer:
         self._engine = RapidOCR(intra_op_num_threads=threads, inter_op_num_threads=1)
 
     def __call__(
-        self, images: np.ndarray, prompts: Sequence[str], metadata: Sequence[dict[str, Any]]
+        self, images: np.ndarray, prompts: Sequence[str], metadata: Sequence[Metadata]
     ) -> np.ndarray:
-        """uint8 [B, 3, H, W] -> float32 [B]. Raises ValueError for a prompt that asks for no text."""
-        require_pictures(images, prompts, metadata)
+        """uint8 [B, 3, H, W] -> float32 [B]. Raises ValueError for a prompt without a text."""
+        require_images(images, prompts, metadata)
         wanted = [wanted_text(prompt, row) for prompt, row in zip(prompts, metadata, strict=True)]
         return np.array(
             [
@@ -55,16 +55,15 @@ class OcrScorer:
             np.float32,
         )
 
-    def read(self, picture: np.ndarray) -> str:
+    def read(self, image: np.ndarray) -> str:
         """All text in uint8 [3, H, W], lines in reading order, with spaces between."""
-        lines, _ = self._engine(
-            np.ascontiguousarray(picture[::-1].transpose(1, 2, 0))
-        )  # it takes BGR
+        blue_first = np.ascontiguousarray(image[::-1].transpose(1, 2, 0))
+        lines, _ = self._engine(blue_first)
         return " ".join(str(line[1]) for line in lines or ())
 
 
-def wanted_text(prompt: str, metadata: dict[str, Any]) -> list[str]:
-    """The pieces of text that a picture must show. Raises ValueError when there are none."""
+def wanted_text(prompt: str, metadata: Metadata) -> list[str]:
+    """The pieces of text that an image must show. Raises ValueError when there are none."""
     told = metadata.get("text")
     pieces = [told] if isinstance(told, str) else list(told or [])
     pieces = pieces or ["".join(groups) for groups in QUOTED.findall(prompt)]
@@ -83,20 +82,17 @@ def plain(text: str) -> str:
 
 
 def share_read(wanted: Sequence[str], read: str) -> float:
-    """1 - edits / length over all pieces; the edits of a piece are those to the nearest stretch of
-    ``read``, so at most its length.
-    """
+    """1 - edits / length over all pieces; edits are those to the nearest stretch of ``read``."""
     lengths = [len(plain(piece)) for piece in wanted]
     edits = [nearest(plain(piece), plain(read)) for piece in wanted]
     return 1.0 - sum(edits) / sum(lengths)
 
 
 def nearest(piece: str, text: str) -> int:
-    """Least number of insertions, deletions and replacements from ``piece`` to any stretch of
-    ``text``, the empty one included.
+    """Least number of edits from ``piece`` to any stretch of ``text``, the empty one included.
 
-    Sellers' algorithm: a row per letter of the piece; the first row is zero, since a stretch may
-    begin anywhere.
+    An edit is an insertion, deletion or replacement of a letter. Sellers' algorithm: a row per
+    letter of the piece; the first row is zero, since a stretch may begin anywhere.
     """
     row = [0] * (len(text) + 1)
     for i, letter in enumerate(piece, 1):

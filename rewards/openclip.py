@@ -1,20 +1,22 @@
-"""CLIPScore and HPSv2: the cosine of open_clip's image and text features, and what each does to a
-picture first.
-"""
+"""CLIPScore and HPSv2: the cosine of open_clip's features, and how each resizes an image."""
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 import torch
 
-from rewards.base import ScorerSetupError
-from rewards.checkpoints import fetch, load_weights, locate, read_state, repository
+from rewards.base import ScorerSetupError, Settings
+from rewards.checkpoints import fetch, load_weights, local, locate, read_state, repository
+from rewards.images import CLIP_MEAN, CLIP_STD, crop_square, normalise, pad_square, to_float
 from rewards.paired import PairedScorer, cosine, distinct
-from rewards.pictures import CLIP_MEAN, CLIP_STD, crop_square, normalise, pad_square
+
+if TYPE_CHECKING:
+    import open_clip
+    from open_clip.tokenizer import HFTokenizer, SimpleTokenizer
 
 CONFIG = "open_clip_config.json"
 FILES = (
@@ -37,10 +39,8 @@ class OpenClipScorer(PairedScorer):
 
     default = ""
     published = ""
-    resizes: ClassVar[
-        dict[str, str]
-    ] = {}  # of open_clip's words for how pictures are resized, those that this scorer follows
-    paths: ClassVar[dict[str, tuple[str, ...]]] = {"checkpoint": FILES}
+    resizes: ClassVar[dict[str, str]] = {}  # open_clip's settings of resizing that it follows
+    paths = {"checkpoint": FILES}
 
     def __init__(
         self,
@@ -53,7 +53,7 @@ class OpenClipScorer(PairedScorer):
         super().__init__(batch_size, dtype, device)
         described = self._description(checkpoint, architecture is not None)
         path = locate(checkpoint, self.paths["checkpoint"])
-        cfg = _architecture(architecture or described.get("model_cfg") or self.default)
+        cfg = _config(architecture or described.get("model_cfg") or self.default)
         self.model = _build(cfg)
         load_weights(self.model, read_state(path), path, str(architecture or self.default))
         self.model.to(self.device, self.dtype).eval()
@@ -62,10 +62,25 @@ class OpenClipScorer(PairedScorer):
         self.mean, self.std = told.get("mean", CLIP_MEAN), told.get("std", CLIP_STD)
         self.size = int(cfg["vision_cfg"]["image_size"])
 
-    def _description(self, checkpoint: str, architecture_given: bool) -> dict[str, Any]:
-        """open_clip's own words on a checkpoint; nothing where there are none, and of the published
-        one, which the scorer knows.
+    @classmethod
+    def network(cls, settings: Settings) -> torch.nn.Module | None:
+        """The two towers, asking no hub; a description beside a local checkpoint counts.
+
+        None where a checkpoint of the shipped tree has not been built.
         """
+        wanted, source = settings.get("architecture"), str(settings.get("checkpoint", ""))
+        try:
+            path = local(source, cls.paths["checkpoint"])
+        except ScorerSetupError:  # not on this machine: then it has the scorer's own architecture
+            path = None
+            if not wanted and source.startswith("shapes/"):
+                return None
+        if not wanted and path is not None and (beside := path.with_name(CONFIG)).is_file():
+            wanted = _read_description(beside).get("model_cfg")
+        return _build(_config(wanted or cls.default))
+
+    def _description(self, checkpoint: str, architecture_given: bool) -> dict[str, Any]:
+        """open_clip's description of a checkpoint; empty without one, and of the published one."""
         names = self.paths["checkpoint"]
         repo = repository(checkpoint, names)
         if repo == self.published:
@@ -81,12 +96,12 @@ class OpenClipScorer(PairedScorer):
             if (wanted := told.get("preprocess_cfg", {}).get(key, own)) != own:
                 raise ScorerSetupError(
                     f"{checkpoint!r}: its {CONFIG} has {key} = {wanted!r}; this scorer makes"
-                    f" pictures with {own!r} only"
+                    f" images with {own!r} only"
                 )
         return told
 
     def score(self, pixels: torch.Tensor, prompts: list[str]) -> torch.Tensor:
-        """Cosine in [-1, 1] of each picture and its prompt."""
+        """Cosine in [-1, 1] of each image and its prompt."""
         once, places = distinct(prompts)
         image = self.model.encode_image(pixels.to(self.device, self.dtype))
         text = self.model.encode_text(self.tokenise(once).to(self.device))
@@ -94,36 +109,31 @@ class OpenClipScorer(PairedScorer):
 
 
 class ClipScore(OpenClipScorer):
-    """CLIPScore (arXiv 2104.08718) without its factor 2.5 and clipping at zero: the plain cosine of
-    CLIP ViT-L/14.
+    """CLIPScore (arXiv 2104.08718), the plain cosine: without its factor 2.5 and clipping at zero.
 
-    Pictures as open_clip's own validation transform makes them: shorter side bicubic, centre crop,
+    Images as open_clip's own validation transform makes them: shorter side bicubic, centre crop,
     normalise.
     """
 
     default = "ViT-L-14-quickgelu"
     published = "timm/vit_large_patch14_clip_224.openai"
-    resizes: ClassVar[dict[str, str]] = {"interpolation": "bicubic", "resize_mode": "shortest"}
+    resizes = {"interpolation": "bicubic", "resize_mode": "shortest"}
 
     def pixels(self, images: np.ndarray) -> torch.Tensor:
         """uint8 [B, 3, H, W] -> float32 [B, 3, S, S]."""
         crop = crop_square(images, self.size)
-        return normalise(
-            torch.from_numpy(crop.copy()).to(torch.float32).div(255), self.mean, self.std
-        )
+        return normalise(to_float(crop), self.mean, self.std)
 
 
 class HPSv2(OpenClipScorer):
     """Human Preference Score v2 (arXiv 2306.09341): the raw cosine of a fine-tuned ViT-H/14.
 
-    Its pictures are not CLIP's: the longer side is resized, and the rest is padded with black.
+    Its images are not CLIP's: the longer side is resized, and the rest is padded with black.
     """
 
     default = "ViT-H-14"
     published = "xswu/HPSv2"
-    paths: ClassVar[dict[str, tuple[str, ...]]] = {
-        "checkpoint": ("HPS_v2.1_compressed.pt", "HPS_v2_compressed.pt", *FILES)
-    }
+    paths = {"checkpoint": ("HPS_v2.1_compressed.pt", "HPS_v2_compressed.pt", *FILES)}
 
     def pixels(self, images: np.ndarray) -> torch.Tensor:
         """uint8 [B, 3, H, W] -> float32 [B, 3, S, S]."""
@@ -134,13 +144,11 @@ def _read_description(file: Path) -> dict[str, Any]:
     try:
         return dict(json.loads(file.read_text(encoding="utf-8")))
     except (TypeError, ValueError) as error:
-        raise ScorerSetupError(f"{file}: no JSON object ({error}): remove it, or mend it") from None
+        raise ScorerSetupError(f"{file}: no JSON object ({error}): remove it, or fix it") from None
 
 
-def _architecture(wanted: str | dict[str, Any]) -> dict[str, Any]:
-    """The model configuration of a name or a table, checked for what is needed here. Raises
-    ScorerSetupError.
-    """
+def _config(wanted: str | dict[str, Any]) -> dict[str, Any]:
+    """The model configuration of a name or a table. Raises ScorerSetupError for no plain CLIP."""
     import open_clip
 
     found = open_clip.get_model_config(wanted) if isinstance(wanted, str) else dict(wanted)
@@ -159,21 +167,19 @@ def _architecture(wanted: str | dict[str, Any]) -> dict[str, Any]:
     return found
 
 
-def _build(cfg: dict[str, Any]) -> Any:
+def _build(cfg: dict[str, Any]) -> open_clip.CLIP:
     import open_clip
 
     try:
         return open_clip.CLIP(**{key: value for key, value in cfg.items() if key != "custom_text"})
     except (TypeError, ValueError, AssertionError) as error:
         raise ScorerSetupError(
-            f"architecture: open_clip cannot build it: {error}: mend {cfg}"
+            f"architecture: open_clip cannot build it: {error}: fix {cfg}"
         ) from None
 
 
-def _tokenizer(cfg: dict[str, Any], path: Path) -> Any:
-    """CLIP's own tokenizer, or the one beside the checkpoint where the configuration names one.
-    Long prompts are cut.
-    """
+def _tokenizer(cfg: dict[str, Any], path: Path) -> SimpleTokenizer | HFTokenizer:
+    """CLIP's own tokenizer, or one beside the checkpoint where its configuration says so."""
     from open_clip.tokenizer import HFTokenizer, SimpleTokenizer
 
     length = int(cfg["text_cfg"].get("context_length", 77))

@@ -1,23 +1,28 @@
-"""What learned scorers share: each picture is scored with its own prompt, in batches of a fixed
-size at most.
-"""
+"""What learned scorers share: image i is scored with prompt i, in batches of limited size."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import numpy as np
 import torch
 
-from rewards.base import ScorerSetupError, require_count, require_one_of, require_pictures
+from rewards.base import (
+    BuiltIn,
+    Metadata,
+    ScorerSetupError,
+    Settings,
+    require_count,
+    require_images,
+    require_one_of,
+)
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
-class PairedScorer(ABC):
-    """Batches pictures and prompts, picture i with prompt i; never every picture with every prompt.
+class PairedScorer(BuiltIn, ABC):
+    """Batches images and prompts, image i with prompt i; never every image with every prompt.
 
     ``device`` None is the GPU where torch sees one; the reward service gives the device of its
     actors. A batch's scores are computed in FP32 from features in ``dtype``.
@@ -31,7 +36,7 @@ class PairedScorer(ABC):
         self.device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
 
     @staticmethod
-    def check(settings: Mapping[str, Any]) -> None:
+    def check(settings: Settings) -> None:
         """Raises ScorerSetupError for a batch size, precision or device that is none."""
         require_count("batch_size", settings["batch_size"], 1)
         require_one_of("dtype", settings["dtype"], DTYPES)
@@ -42,11 +47,26 @@ class PairedScorer(ABC):
                 f"device is {settings['device']!r}: use cpu, cuda or cuda:N"
             ) from None
 
+    @classmethod
+    @abstractmethod
+    def network(cls, settings: Settings) -> torch.nn.Module | None:
+        """The model of these settings, no weights loaded; None where a checkpoint would tell."""
+
+    @classmethod
+    def model_bytes(cls, settings: Settings) -> int | None:
+        """Counted on the architecture, on tensors without data."""
+        with torch.device("meta"):
+            model = cls.network(settings)
+        width = DTYPES.get(str(settings.get("dtype")), torch.float32).itemsize
+        if model is None:
+            return None
+        return sum(parameter.numel() for parameter in model.parameters()) * width
+
     def __call__(
-        self, images: np.ndarray, prompts: Sequence[str], metadata: Sequence[dict[str, Any]]
+        self, images: np.ndarray, prompts: Sequence[str], metadata: Sequence[Metadata]
     ) -> np.ndarray:
         """uint8 [B, 3, H, W] and B prompts -> float32 [B]; metadata is not looked at."""
-        require_pictures(images, prompts, metadata)
+        require_images(images, prompts, metadata)
         if not len(images):
             return np.zeros(0, np.float32)
         with torch.inference_mode():
@@ -75,9 +95,7 @@ def cosine(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
 
 
 def distinct(prompts: Sequence[str]) -> tuple[list[str], list[int]]:
-    """Each different prompt once, and for every prompt its place among them: text is encoded once
-    per prompt.
-    """
+    """(each different prompt once, every prompt's place among them): a text is encoded once."""
     once = list(dict.fromkeys(prompts))
     places = {prompt: place for place, prompt in enumerate(once)}
     return once, [places[prompt] for prompt in prompts]

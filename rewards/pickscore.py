@@ -1,18 +1,19 @@
-"""PickScore (arXiv 2305.01569): a CLIP ViT-H/14 tuned on people's choices, on transformers' own
-CLIP.
-"""
+"""PickScore (arXiv 2305.01569): a ViT-H/14 tuned on people's choices, on transformers' CLIP."""
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
-from rewards.base import ScorerSetupError
+from rewards.base import ScorerSetupError, Settings
 from rewards.checkpoints import load_weights, locate, read_state
+from rewards.images import crop_square, normalise, to_float
 from rewards.paired import PairedScorer, cosine, distinct
-from rewards.pictures import crop_square, normalise
+
+if TYPE_CHECKING:
+    from transformers import CLIPTokenizer
 
 SCALE = 26.0  # brings the usual range, about 17 to 26, near 1, as reward training has it
 FILES = ("model.safetensors", "pytorch_model.bin")
@@ -43,11 +44,11 @@ class PickScore(PairedScorer):
     """exp(logit scale) x cosine / 26. ``architecture``: a table of transformers' CLIPConfig, by
     default ViT-H/14.
 
-    Pictures as transformers' image processor on Pillow makes them; words by CLIP's vocabulary,
+    Images as transformers' image processor on Pillow makes them; words by CLIP's vocabulary,
     which open_clip ships.
     """
 
-    paths: ClassVar[dict[str, tuple[str, ...]]] = {"checkpoint": FILES}
+    paths = {"checkpoint": FILES}
 
     def __init__(
         self,
@@ -57,17 +58,9 @@ class PickScore(PairedScorer):
         dtype: str = "fp32",
         device: str | None = None,
     ) -> None:
-        from transformers import CLIPConfig, CLIPModel
-
         super().__init__(batch_size, dtype, device)
         path = locate(checkpoint, self.paths["checkpoint"])
-        try:
-            config: Any = CLIPConfig(**(architecture or ARCHITECTURE))
-            self.model: Any = CLIPModel(config)
-        except (TypeError, ValueError) as error:
-            raise ScorerSetupError(
-                f"architecture: transformers cannot build it: {error}: mend {architecture}"
-            ) from None
+        self.model: Any = self.network({"architecture": architecture})
         state = {
             name: value
             for name, value in read_state(path).items()
@@ -79,18 +72,31 @@ class PickScore(PairedScorer):
             path,
             "transformers' CLIPModel ViT-H/14" if architecture is None else "this CLIPModel",
         )
-        self.model.to(self.device, self.dtype).eval()  # pyright: ignore[reportArgumentType]
-        self.size = int(config.vision_config.image_size)
-        self.length = int(config.text_config.max_position_embeddings)
+        self.model.to(self.device, self.dtype).eval()
+        self.size = int(self.model.config.vision_config.image_size)
+        self.length = int(self.model.config.text_config.max_position_embeddings)
         self.tokenise = clip_tokenizer()
+
+    @classmethod
+    def network(cls, settings: Settings) -> torch.nn.Module:
+        """transformers' CLIPModel. Raises ScorerSetupError for a table that is none."""
+        from transformers import CLIPConfig, CLIPModel
+
+        try:
+            return CLIPModel(CLIPConfig(**(settings.get("architecture") or ARCHITECTURE)))
+        except (TypeError, ValueError) as error:
+            raise ScorerSetupError(
+                f"architecture: transformers cannot build it: {error}: fix"
+                f" {settings['architecture']}"
+            ) from None
 
     def pixels(self, images: np.ndarray) -> torch.Tensor:
         """uint8 [B, 3, H, W] -> float32 [B, 3, S, S]."""
         crop = crop_square(images, self.size, "floor")
-        return normalise(torch.from_numpy(crop.copy()).to(torch.float32).div(255))
+        return normalise(to_float(crop))
 
     def score(self, pixels: torch.Tensor, prompts: list[str]) -> torch.Tensor:
-        """Scaled cosine of each picture and its prompt."""
+        """Scaled cosine of each image and its prompt."""
         once, places = distinct(prompts)
         words = self.tokenise(
             once, padding="max_length", truncation=True, max_length=self.length, return_tensors="pt"
@@ -106,16 +112,14 @@ class PickScore(PairedScorer):
         return self.model.logit_scale.float().exp() * cosine(image, paired) / SCALE
 
 
-def clip_tokenizer() -> Any:
-    """transformers' CLIP tokenizer over the vocabulary that open_clip's wheel carries: no download."""
+def clip_tokenizer() -> CLIPTokenizer:
+    """CLIP's tokenizer over the vocabulary that open_clip's wheel carries: no download."""
     from open_clip.tokenizer import SimpleTokenizer
     from transformers import CLIPTokenizer
 
     shipped = SimpleTokenizer()
-    ends = {
-        shipped.sot_token_id: "<|startoftext|>",
-        shipped.eot_token_id: "<|endoftext|>",
-    }  # open_clip spells them otherwise
+    # open_clip spells these two otherwise
+    ends = {shipped.sot_token_id: "<|startoftext|>", shipped.eot_token_id: "<|endoftext|>"}
     vocabulary = {ends.get(place, word): place for word, place in shipped.encoder.items()}
     merges: Any = [pair for pair, _ in sorted(shipped.bpe_ranks.items(), key=lambda item: item[1])]
     return CLIPTokenizer(vocab=vocabulary, merges=merges)

@@ -1,6 +1,4 @@
-"""A reward server of one's own, asked over HTTP. The protocol is in docs/rewards.md; nothing that
-comes back can run code.
-"""
+"""Scores from a reward server over HTTP (docs/rewards.md). No answer of it can run code."""
 
 from __future__ import annotations
 
@@ -12,18 +10,20 @@ import time
 import urllib.error
 import urllib.parse
 import urllib.request
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import numpy as np
 from PIL import Image
 
 from rewards.base import (
+    BuiltIn,
+    Metadata,
     ScorerError,
     ScorerSetupError,
+    Settings,
     require_count,
+    require_images,
     require_one_of,
-    require_pictures,
 )
 
 TYPES = {"npz": "application/x-npz", "json": "application/json"}
@@ -31,8 +31,8 @@ AGAIN = (408, 425, 429)  # worth another try besides the 5xx: timed out, too ear
 PAUSE_S = 0.5  # before the second try; doubles with every further one
 
 
-class HttpScorer:
-    """POSTs pictures and prompts to ``url`` and takes the scores of the answer.
+class HttpScorer(BuiltIn):
+    """POSTs images and prompts to ``url`` and takes the scores of the answer.
 
     ``encoding`` npz sends raw pixels, json sends PNG in base64. An answer that does not come within
     ``timeout_s``, a broken connection and a 5xx are tried again ``retries`` times; keep (retries +
@@ -47,25 +47,12 @@ class HttpScorer:
         retries: int = 2,
         batch_size: int = 0,
     ) -> None:
-        self.check(
-            {
-                "url": url,
-                "encoding": encoding,
-                "timeout_s": timeout_s,
-                "retries": retries,
-                "batch_size": batch_size,
-            }
-        )
-        self.url, self.encoding, self.timeout_s, self.retries, self.batch_size = (
-            url,
-            encoding,
-            timeout_s,
-            retries,
-            batch_size,
-        )
+        self.url, self.encoding, self.timeout_s = url, encoding, timeout_s
+        self.retries, self.batch_size = retries, batch_size
+        self.check(vars(self))
 
     @staticmethod
-    def check(settings: Mapping[str, Any]) -> None:
+    def check(settings: Settings) -> None:
         """Raises ScorerSetupError for settings with which no server can be asked."""
         url, timeout_s = settings["url"], settings["timeout_s"]
         if (
@@ -85,12 +72,10 @@ class HttpScorer:
         require_count("batch_size", settings["batch_size"], 0)
 
     def __call__(
-        self, images: np.ndarray, prompts: Sequence[str], metadata: Sequence[dict[str, Any]]
+        self, images: np.ndarray, prompts: Sequence[str], metadata: Sequence[Metadata]
     ) -> np.ndarray:
-        """uint8 [B, 3, H, W] -> float32 [B], NaN where the server says null. Raises ScorerError,
-        one line.
-        """
-        require_pictures(images, prompts, metadata)
+        """uint8 [B, 3, H, W] -> float32 [B], NaN where the server says null. Raises ScorerError."""
+        require_images(images, prompts, metadata)
         size = self.batch_size or max(1, len(images))
         parts = [
             self._ask(
@@ -103,7 +88,7 @@ class HttpScorer:
         return np.concatenate(parts) if parts else np.zeros(0, np.float32)
 
     def _ask(
-        self, images: np.ndarray, prompts: Sequence[str], metadata: Sequence[dict[str, Any]]
+        self, images: np.ndarray, prompts: Sequence[str], metadata: Sequence[Metadata]
     ) -> np.ndarray:
         body = encode(self.encoding, images, prompts, metadata)
         request = urllib.request.Request(
@@ -120,10 +105,8 @@ class HttpScorer:
                 problem = f"answered {error.code} {error.reason}"
                 if error.code < 500 and error.code not in AGAIN:
                     break
-            except (
-                OSError,
-                http.client.HTTPException,
-            ) as error:  # URLError and timeouts are OSErrors
+            # URLError and timeouts are OSErrors
+            except (OSError, http.client.HTTPException) as error:
                 problem = f"did not answer ({getattr(error, 'reason', None) or error})"
         raise ScorerError(f"{self.url} {problem}, tries: {attempt + 1}")
 
@@ -138,12 +121,12 @@ def _host(url: str) -> str | None:
 
 
 def encode(
-    encoding: str, images: np.ndarray, prompts: Sequence[str], metadata: Sequence[dict[str, Any]]
+    encoding: str, images: np.ndarray, prompts: Sequence[str], metadata: Sequence[Metadata]
 ) -> bytes:
-    """The body of a request for pictures uint8 [B, 3, H, W]."""
-    told: dict[str, Any] = {"prompts": list(prompts), "metadata": list(metadata)}
+    """The body of a request for images uint8 [B, 3, H, W]."""
+    told: dict[str, object] = {"prompts": list(prompts), "metadata": list(metadata)}
     if encoding == "json":
-        return json.dumps(told | {"images": [_png(picture) for picture in images]}).encode()
+        return json.dumps(told | {"images": [_png(image) for image in images]}).encode()
     buffer = io.BytesIO()
     text = np.frombuffer(json.dumps(told).encode(), np.uint8)
     np.savez(buffer, images=images, request=text)
@@ -151,9 +134,7 @@ def encode(
 
 
 def decode(body: bytes, count: int) -> np.ndarray:
-    """The scores float32 [count] of an answer, NaN for null. Raises ScorerError for anything else
-    than as many numbers.
-    """
+    """The scores float32 [count] of an answer, NaN for null. Raises ScorerError for another."""
     try:
         scores = json.loads(body)["scores"]
         values = [float("nan") if score is None else score for score in scores]
@@ -166,13 +147,13 @@ def decode(body: bytes, count: int) -> np.ndarray:
         isinstance(value, int | float) and not isinstance(value, bool) for value in values
     ):
         raise ScorerError(
-            f"the server answered {len(values)} scores for {count} pictures: it must answer {count}"
+            f"the server answered {len(values)} scores for {count} images: it must answer {count}"
             " numbers or nulls"
         )
     return np.asarray(values, np.float32)
 
 
-def _png(picture: np.ndarray) -> str:
+def _png(image: np.ndarray) -> str:
     buffer = io.BytesIO()
-    Image.fromarray(np.ascontiguousarray(picture.transpose(1, 2, 0))).save(buffer, format="PNG")
+    Image.fromarray(np.ascontiguousarray(image.transpose(1, 2, 0))).save(buffer, format="PNG")
     return base64.b64encode(buffer.getvalue()).decode()

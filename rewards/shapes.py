@@ -1,5 +1,4 @@
-"""Reward by rule: does a picture show the scene that the caption asks for? Graded in [0, 1], no
-learned model.
+"""Reward by rule, in [0, 1]: does an image show the scene that its caption asks for?
 
 A pixel is a mix of a grey and one palette colour, so its deviation from its own mean tells which
 colour and how much of it. Connected regions of one colour are objects. An object's shape is read by
@@ -12,42 +11,39 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
+from rewards.base import BuiltIn, Metadata, require_images
 from shapes.grammar import COLOURS, RELATIONS, SHAPES, Scene, parse
 from shapes.render import CROSS_ARM, DIRECTIONS, PALETTE, SIZE, distance
 
 PARTS = ("objects", "colours", "shapes", "counts", "positions")
-SMALLEST = 8.0  # pixels of covered area below which a region is debris, not an object; the smallest true object has 20
+SMALLEST = 8.0  # pixels; a smaller region is debris, the smallest true object has 20
 MOST = 6  # objects looked at; the largest ones
 WINDOW = 22  # pixels around an object that are compared with an outline
 DEBRIS = 24.0  # pixels of debris that make the clean factor zero
-_AREA = np.array(
-    [np.pi, 4 * 0.92**2, 2.0, 8 * CROSS_ARM - 4 * CROSS_ARM**2], dtype=np.float32
-)  # of an outline of radius 1
-_DROP = np.array(
-    [0.0, 0.0, 1 / 3, 0.0], dtype=np.float32
-)  # how far its centroid lies below its box's centre, in radii
+# of each outline of radius 1: its area, and how far its centroid lies below its box's centre
+_AREA = np.array([np.pi, 4 * 0.92**2, 2.0, 8 * CROSS_ARM - 4 * CROSS_ARM**2], dtype=np.float32)
+_DROP = np.array([0.0, 0.0, 1 / 3, 0.0], dtype=np.float32)
 _TINT = PALETTE - PALETTE.mean(1, keepdims=True)  # [6, 3]
 
 
 @dataclass(frozen=True)
 class Regions:
-    """The objects found, all pictures in one list. Lengths in pixels."""
+    """The objects found, all images in one list. Lengths in pixels."""
 
-    picture: np.ndarray  # [R]
+    owner: np.ndarray  # [R], index of the image that it is in
     area: np.ndarray  # [R]
     centre: np.ndarray  # [R, 2], (x, y)
     colour: np.ndarray  # [R, 6], how well it matches each colour, 0..1
     shape: np.ndarray  # [R, 4], how well it matches each shape, 0..1
-    inside: np.ndarray  # [R], 0 where it touches the picture's edge, else 1
+    inside: np.ndarray  # [R], 0 where it touches the image's edge, else 1
     debris: np.ndarray  # [B], covered area that belongs to no object
 
 
-class ShapesScorer:
-    """Scores pictures against shapes captions.
+class ShapesScorer(BuiltIn):
+    """Scores images against shapes captions.
 
     Called with uint8 [B, 3, H, W] (any size, read at 32x32), B prompts and B metadata rows; a row
     with the key "objects" is a ``Scene.metadata``, any other row leaves the scene to be parsed from
@@ -65,23 +61,11 @@ class ShapesScorer:
         self.parts: dict[str, np.ndarray] = {}
 
     def __call__(
-        self, images: np.ndarray, prompts: Sequence[str], metadata: Sequence[dict[str, Any]]
+        self, images: np.ndarray, prompts: Sequence[str], metadata: Sequence[Metadata]
     ) -> np.ndarray:
-        if (
-            images.dtype != np.uint8
-            or images.ndim != 4
-            or images.shape[1] != 3
-            or 0 in images.shape[2:]
-        ):
-            raise ValueError(
-                f"pictures have to be uint8 [B, 3, H, W], these are {images.dtype}"
-                f" {list(images.shape)}"
-            )
-        if not len(images) == len(prompts) == len(metadata):
-            raise ValueError(
-                f"{len(images)} pictures, {len(prompts)} prompts and {len(metadata)} metadata rows:"
-                " give as many of each"
-            )
+        require_images(images, prompts, metadata)
+        if 0 in images.shape[2:]:
+            raise ValueError(f"images {list(images.shape)} have no pixels")
         scenes = [
             Scene.from_metadata(row) if "objects" in row else parse(text)
             for text, row in zip(prompts, metadata, strict=True)
@@ -90,7 +74,7 @@ class ShapesScorer:
             self.parts = {name: np.zeros(0, dtype=np.float32) for name in (*PARTS, "strict")}
             return np.zeros(0, dtype=np.float32)
         regions = find_regions(to_size(images))
-        rows = [judge(scene, regions, index) for index, scene in enumerate(scenes)]
+        rows = [grade(scene, regions, index) for index, scene in enumerate(scenes)]
         table = np.array(rows, dtype=np.float32).reshape(len(rows), 2 + len(PARTS))
         self.parts = {name: table[:, 1 + column] for column, name in enumerate((*PARTS, "strict"))}
         return table[:, 0].copy()
@@ -111,8 +95,9 @@ def to_size(images: np.ndarray) -> np.ndarray:
 
 
 def connected(kind: np.ndarray) -> np.ndarray:
-    """Labels int32 like ``kind`` [B, H, W]: equal for 4-connected pixels of equal kind; -1 where
-    kind < 0. Unique over the batch.
+    """Labels int32 [B, H, W], unique over the batch, equal for 4-connected pixels of equal kind.
+
+    -1 where ``kind`` [B, H, W] < 0.
     """
     edge = np.full((kind.shape[0], kind.shape[1] + 2, kind.shape[2] + 2), -1, dtype=np.int8)
     edge[:, 1:-1, 1:-1] = kind
@@ -139,35 +124,34 @@ def connected(kind: np.ndarray) -> np.ndarray:
 
 
 def find_regions(image: np.ndarray) -> Regions:
-    """The objects of float pictures [B, 3, 32, 32] in 0..255."""
+    """The objects of float images [B, 3, 32, 32] in 0..255."""
     tint = image - image.mean(1, keepdims=True)
     along = np.einsum("bchw,kc->kbhw", tint, _TINT)
     length = np.linalg.norm(_TINT, axis=1)[:, None, None, None]
     kind = (along / length).argmax(0)
-    cover = np.clip(
-        (along / length**2).max(0), 0, 1.2
-    )  # of the colour that explains the pixel best
+    # how much of the pixel the colour covers that explains it best
+    cover = np.clip((along / length**2).max(0), 0, 1.2)
     label = connected(np.where(cover > 0.5, kind, -1))
     names, which = np.unique(label, return_inverse=True)
     which = which.reshape(-1) - int(names[0] < 0)
     held = which >= 0
     area = np.bincount(which[held], minlength=max(1, which.max() + 1)).astype(np.float32)
-    picture = np.zeros(len(area), dtype=np.int64)
-    picture[which[held]] = np.repeat(np.arange(len(image)), SIZE * SIZE)[held]
-    order = np.lexsort((np.arange(len(area)), -area, picture))
+    owner = np.zeros(len(area), dtype=np.int64)
+    owner[which[held]] = np.repeat(np.arange(len(image)), SIZE * SIZE)[held]
+    order = np.lexsort((np.arange(len(area)), -area, owner))
     rank = np.empty(len(area), dtype=np.int64)
-    rank[order] = np.arange(len(area)) - np.searchsorted(picture[order], picture[order])
+    rank[order] = np.arange(len(area)) - np.searchsorted(owner[order], owner[order])
     kept = np.flatnonzero((area >= SMALLEST) & (rank < MOST))
     loose = np.where((area >= SMALLEST) & (rank < MOST), 0, area)
-    debris = np.bincount(picture, weights=loose, minlength=len(image)).astype(np.float32)
-    masks = np.equal(which.reshape(label.shape)[picture[kept]], kept[:, None, None])
-    return measure(image, cover, masks, picture[kept], debris)
+    debris = np.bincount(owner, weights=loose, minlength=len(image)).astype(np.float32)
+    masks = np.equal(which.reshape(label.shape)[owner[kept]], kept[:, None, None])
+    return measure(image, cover, masks, owner[kept], debris)
 
 
 def measure(
-    image: np.ndarray, cover: np.ndarray, masks: np.ndarray, picture: np.ndarray, debris: np.ndarray
+    image: np.ndarray, cover: np.ndarray, masks: np.ndarray, owner: np.ndarray, debris: np.ndarray
 ) -> Regions:
-    """What the regions ``masks`` [R, 32, 32] of pictures ``picture`` [R] look like."""
+    """What the regions ``masks`` [R, 32, 32] of images ``owner`` [R] look like."""
     padded: np.ndarray = np.pad(masks, ((0, 0), (1, 1), (1, 1)))
     near = (
         padded[:, :-2, 1:-1]
@@ -176,28 +160,24 @@ def measure(
         | padded[:, 1:-1, 2:]
         | masks
     )
-    soft = np.where(near, np.minimum(cover[picture], 1), 0)  # with the half-covered rim
+    soft = np.where(near, np.minimum(cover[owner], 1), 0)  # with the half-covered rim
     area = soft.sum((1, 2))
     axis = np.arange(SIZE, dtype=np.float32) + 0.5
-    x, y = (
-        (soft.sum(1) * axis).sum(1) / area,
-        (soft.sum(2) * axis).sum(1) / area,
-    )  # a matrix product would sum by batch size
+    # no matrix product: its order of sums, so its last bits, would depend on the batch's size
+    x, y = (soft.sum(1) * axis).sum(1) / area, (soft.sum(2) * axis).sum(1) / area
     centre = np.stack([x, y], -1)
-    core = masks * (cover[picture] > 0.8)
+    core = masks * (cover[owner] > 0.8)
     core = np.where(np.asarray(core.any((1, 2)))[:, None, None], core, masks).astype(np.float32)
-    mean = np.einsum("rchw,rhw->rc", image[picture], core) / core.sum((1, 2))[:, None].clip(1)
+    mean = np.einsum("rchw,rhw->rc", image[owner], core) / core.sum((1, 2))[:, None].clip(1)
     off = np.linalg.norm(mean[:, None] - PALETTE, axis=-1)
     colour = np.clip(1 - (off - 25) / 60, 0, 1)
     touches = np.asarray(masks[:, [0, -1]].any((1, 2)) | masks[:, :, [0, -1]].any((1, 2)))
     inside = np.where(touches, 0.0, 1.0)
-    return Regions(picture, area, centre, colour, shape_scores(soft, area, centre), inside, debris)
+    return Regions(owner, area, centre, colour, shape_scores(soft, area, centre), inside, debris)
 
 
 def shape_scores(soft: np.ndarray, area: np.ndarray, centre: np.ndarray) -> np.ndarray:
-    """How well each region [R, 32, 32] matches each outline: [R, 4], by the overlap and by its lead
-    over the other outlines.
-    """
+    """How well each region [R, 32, 32] matches each outline, [R, 4]: its overlap, and its lead."""
     overlap = overlaps(soft, area, centre)
     if not len(overlap):
         return overlap
@@ -227,9 +207,9 @@ def overlaps(soft: np.ndarray, area: np.ndarray, centre: np.ndarray) -> np.ndarr
     return out
 
 
-def judge(scene: Scene, regions: Regions, index: int) -> tuple[float, ...]:
-    """(total, *PARTS, strict) of picture ``index``."""
-    found = np.flatnonzero(regions.picture == index)
+def grade(scene: Scene, regions: Regions, index: int) -> tuple[float, ...]:
+    """(total, *PARTS, strict) of image ``index``."""
+    found = np.flatnonzero(regions.owner == index)
     wanted, shown = len(scene.things), len(found)
     clean = max(0.0, 1 - float(regions.debris[index]) / DEBRIS)
     counts = max(0.0, 1 - abs(shown - wanted) / wanted)
@@ -254,9 +234,7 @@ def judge(scene: Scene, regions: Regions, index: int) -> tuple[float, ...]:
 
 
 def best_match(value: np.ndarray) -> tuple[int, ...]:
-    """For each row of ``value`` [expected, found] the column it is matched to, or -1; the sum is
-    greatest, ties to the first.
-    """
+    """The column or -1 for each row of ``value`` [expected, found]: greatest sum, ties to first."""
     wanted, shown = value.shape
     padded = np.concatenate([value, np.zeros((wanted, max(0, wanted - shown)))], axis=1)
     choices = np.array(list(itertools.permutations(range(padded.shape[1]), wanted)))
@@ -265,9 +243,7 @@ def best_match(value: np.ndarray) -> tuple[int, ...]:
 
 
 def place_score(scene: Scene, regions: Regions, match: Sequence[int]) -> float:
-    """Relations: how clearly the first object lies on its side of the second. Other scenes: the
-    share of objects wholly inside.
-    """
+    """How clearly the first object lies on its side of the second; else the share wholly inside."""
     if scene.relation is None:
         return sum(float(regions.inside[j]) for j in match if j >= 0) / len(match)
     if min(match) < 0:

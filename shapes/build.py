@@ -1,7 +1,7 @@
 """Build the tiny model from nothing: ``python -m shapes.build --minutes 82 --threads 2 --out
 shapes/model``.
 
-Draws pictures, trains the autoencoder (``--vae-minutes``), then the denoiser with its text encoders
+Draws images, trains the autoencoder (``--vae-minutes``), then the denoiser with its text encoders
 (``--minutes``), and writes a StableDiffusion3Pipeline directory. Stopping it and starting it again
 with the same ``--work`` goes on where it was; the newest pipeline lies in WORK/snapshot meanwhile.
 Everything is FP32, on the CPU.

@@ -1,7 +1,7 @@
-"""A tiny CLIP over the shapes world: open_clip's own class, the grammar's words, pictures with
+"""A tiny CLIP over the shapes world: open_clip's own class, the grammar's words, images with
 their near misses.
 
-It learns which caption a picture was drawn for. Negatives are what make it strict: every scene of a
+It learns which caption an image was drawn for. Negatives are what make it strict: every scene of a
 batch stands beside scenes that differ in one thing (a colour, a shape, colours exchanged, another
 relation, another number), so that telling red from blue is not enough. Only scenes of the train
 split are drawn or named.
@@ -30,7 +30,7 @@ from shapes.text import TOKENS, byte_pairs, clip_tokenizer
 
 MEAN, STD = (0.5, 0.5, 0.5), (0.25, 0.25, 0.25)
 GROUPS, NEAR = 48, 3  # scenes of a batch, and near misses beside each
-NOISE = 24.0  # grey levels: the strongest noise on a training picture
+NOISE = 24.0  # grey levels: the strongest noise on a training image
 MOST_SCALE = math.log(100.0)  # of the logit scale
 
 
@@ -114,7 +114,7 @@ def meaning(scene: Scene) -> Scene:
 
 
 def shows(scene: Scene, caption: Scene) -> bool:
-    """Whether a picture of ``scene`` is right for ``caption``: the same scene told either way
+    """Whether an image of ``scene`` is right for ``caption``: the same scene told either way
     round, or without its relation.
     """
     return meaning(caption) in (meaning(scene), without_relation(scene))
@@ -127,7 +127,7 @@ def without_relation(scene: Scene) -> Scene:
 
 
 def right_pairs(scenes: list[Scene]) -> torch.Tensor:
-    """bool [B, B]: ``shows`` of every picture (row) and every caption (column)."""
+    """bool [B, B]: ``shows`` of every image (row) and every caption (column)."""
     numbers: dict[Scene, int] = {}
     told = torch.tensor([numbers.setdefault(meaning(scene), len(numbers)) for scene in scenes])
     less = torch.tensor(
@@ -137,7 +137,7 @@ def right_pairs(scenes: list[Scene]) -> torch.Tensor:
 
 
 def spoil(images: np.ndarray, rng: np.random.Generator) -> np.ndarray:
-    """Half of the pictures with noise, a third of them softened: what a model draws is not as clean
+    """Half of the images with noise, a third of them softened: what a model draws is not as clean
     as the renderer.
     """
     pixels = images.astype(np.float32)
@@ -163,7 +163,7 @@ def batches(
     seed: int, groups: int = GROUPS
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
     """For ever: pixels [B, 3, 32, 32], token ids [B, 11], and [B, B] True where caption j is right
-    for picture i.
+    for image i.
     """
     pool, tokenizer = Pool(seed), clip_tokenizer()
     while True:

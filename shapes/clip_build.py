@@ -2,7 +2,7 @@
 shapes/clip``.
 
 Stopping it and starting it again with the same ``--work`` goes on where it was. Everything is FP32,
-on the CPU. At the end it prints how often the right caption wins over near misses, on pictures of
+on the CPU. At the end it prints how often the right caption wins over near misses, on images of
 the train and of the tune split; the test split is not looked at.
 """
 
@@ -85,7 +85,7 @@ def train_clip(
 
 @torch.no_grad()
 def accuracy(model: open_clip.CLIP, split: str, seed: int = 1) -> dict[str, float]:
-    """By kind of scene: the share of clean pictures whose own caption scores higher than every near
+    """By kind of scene: the share of clean images whose own caption scores higher than every near
     miss of it.
     """
     found = {}

@@ -1,4 +1,4 @@
-"""Where training pictures come from: random train scenes, rendered as needed."""
+"""Where training images come from: random train scenes, rendered as needed."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ KIND_WEIGHTS = {"one": 0.10, "two": 0.27, "relation": 0.38, "count": 0.25}
 
 
 class Pool:
-    """Random scenes of the train split and their pictures, from one seed."""
+    """Random scenes of the train split and their images, from one seed."""
 
     def __init__(self, seed: int) -> None:
         self.rng = np.random.default_rng(seed)
@@ -23,12 +23,12 @@ class Pool:
             chances += [weight / len(of_kind)] * len(of_kind)
         self.chances = np.array(chances) / np.sum(chances)
 
-    def pictures(self, count: int) -> tuple[np.ndarray, np.ndarray]:
+    def images(self, count: int) -> tuple[np.ndarray, np.ndarray]:
         """(uint8 [count, 3, 32, 32], int [count] indices into ``scenes``)."""
         return self.labelled(count)[:2]
 
     def labelled(self, count: int, step: int = 4) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Pictures, scene indices, and what lies in each cell of ``step`` pixels (int64, see
+        """Images, scene indices, and what lies in each cell of ``step`` pixels (int64, see
         ``render.cells``).
         """
         which = self.rng.choice(len(self.scenes), count, p=self.chances)

@@ -4,7 +4,7 @@ finished autoencoder.
 x_t = (1 - t) x0 + t eps, target eps - x0 (Liu et al. 2022; Esser et al. 2024). Everything that
 decays does so by the share of the wall-clock budget that is gone, so a run always ends finished, on
 any machine. An auxiliary linear head reads from the middle of the transformer what lies in each
-cell of the picture; it is thrown away afterwards.
+cell of the image; it is thrown away afterwards.
 """
 
 from __future__ import annotations
@@ -41,19 +41,22 @@ from shapes.vae import CHANNELS, encode
 
 LAYERS, HEADS, HEAD_WIDTH = 4, 4, 32
 BATCH = 96
-PICTURES = 40_000
+IMAGES = 40_000
 MATRIX_LR, OTHER_LR, DECAY = 0.02, 2e-3, 0.02
 NO_CAPTION = 0.04  # share of samples trained without a caption
 TIME_MEAN, TIME_STD = 0.7, 1.1  # of the logit of t: a shift of 2
 CELL_WEIGHT = 0.1
-FP4_FROM = 0.6  # share of the budget after which every second step runs in NVFP4, and is drawn to what the wide model says
+FP4_FROM = 0.6
+"""Share of the budget from which on every second step runs in NVFP4, and is drawn towards what the
+unquantized model says.
+"""
 AGREE_WEIGHT = 3.0
 FLAT = 0.35  # share of the budget at full learning rate; linear to zero after it
 EMA = 0.998
 
 
 def build_transformer() -> SD3Transformer2DModel:
-    """2.3 M parameters: 64 picture tokens of 4x4 pixels, 12 text tokens, width 128, 4 layers."""
+    """2.3 M parameters: 64 image tokens of 4x4 pixels, 12 text tokens, width 128, 4 layers."""
     torch.manual_seed(2)
     width = HEADS * HEAD_WIDTH
     model = SD3Transformer2DModel(
@@ -135,7 +138,7 @@ class Examples:
     """
 
     def __init__(
-        self, vae: AutoencoderKL, seed: int, count: int = PICTURES, cache: Path | None = None
+        self, vae: AutoencoderKL, seed: int, count: int = IMAGES, cache: Path | None = None
     ) -> None:
         pool = Pool(seed)
         if cache and cache.exists():

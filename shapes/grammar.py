@@ -57,7 +57,7 @@ class Thing:
 
 @dataclass(frozen=True)
 class Scene:
-    """What a picture has to show. ``things`` are in the caption's order; ``relation`` holds from
+    """What an image has to show. ``things`` are in the caption's order; ``relation`` holds from
     the first to the second.
     """
 

@@ -1,8 +1,8 @@
-"""Scenes to 32x32 pictures, in numpy: random sizes, places and grey backgrounds, edges anti-aliased
+"""Scenes to 32x32 images, in numpy: random sizes, places and grey backgrounds, edges anti-aliased
 by signed distance.
 
-Places are drawn by rejection: objects keep a gap, stay inside the picture, and satisfy the
-caption's relation with some margin. About ten thousand pictures per second, so that pre-training
+Places are drawn by rejection: objects keep a gap, stay inside the image, and satisfy the
+caption's relation with some margin. About ten thousand images per second, so that pre-training
 can draw as many as it likes.
 """
 
@@ -26,7 +26,7 @@ RADII = {
     2: (4.2, 6.0),
     3: (3.8, 4.8),
 }  # half the side of an object's bounding box, by number of objects
-MARGIN = 1.0  # pixels between an object's box and the picture's edge
+MARGIN = 1.0  # pixels between an object's box and the image's edge
 GAP = 1.5  # pixels between two objects' boxes along at least one axis
 ALONG = 1.6  # a relation's axis has to dominate the other one by this factor
 CANDIDATES = 48
@@ -98,7 +98,7 @@ def _related(centre: np.ndarray, relation: np.ndarray) -> np.ndarray:
 
 @dataclass(frozen=True)
 class Layout:
-    """Where everything is: one row per picture. Objects beyond ``number`` are meaningless."""
+    """Where everything is: one row per image. Objects beyond ``number`` are meaningless."""
 
     number: np.ndarray  # [B]
     colour: np.ndarray  # [B, 3], index into COLOURS
@@ -136,7 +136,7 @@ def arrange(scenes: Sequence[Scene], rng: np.random.Generator) -> Layout:
 
 
 def draw(layout: Layout) -> np.ndarray:
-    """Pictures uint8 [B, 3, 32, 32]."""
+    """Images uint8 [B, 3, 32, 32]."""
     image = np.broadcast_to(
         layout.grey[:, None, None, None], (len(layout.grey), 3, SIZE, SIZE)
     ).copy()
@@ -158,5 +158,5 @@ def cells(layout: Layout, step: int) -> np.ndarray:
 
 
 def render(scenes: Sequence[Scene], rng: np.random.Generator) -> np.ndarray:
-    """Pictures uint8 [B, 3, 32, 32] of the scenes."""
+    """Images uint8 [B, 3, 32, 32] of the scenes."""
     return draw(arrange(scenes, rng))

@@ -35,7 +35,7 @@ def save_state(
 def load_state(
     path: Path, model: torch.nn.Module, optimizer: torch.optim.Optimizer | None
 ) -> dict[str, Any]:
-    """Restore what ``save_state`` wrote, and return its counters; {} where nothing was written yet."""
+    """Restore what ``save_state`` wrote, and return its counters; {} where it wrote nothing yet."""
     if not path.with_suffix(".json").exists():
         return {}
     tensors = load_file(path.with_suffix(".safetensors"))

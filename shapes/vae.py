@@ -1,4 +1,4 @@
-"""The picture's autoencoder: diffusers' AutoencoderKL, four times smaller each way, 12 channels:
+"""The image's autoencoder: diffusers' AutoencoderKL, four times smaller each way, 12 channels:
 [3, 32, 32] to [12, 8, 8].
 """
 
@@ -20,7 +20,8 @@ from shapes.state import load_state, save_state
 BLOCKS = (16, 24, 32)
 CHANNELS = 12
 KL_WEIGHT = 1e-6  # 2e-5 turned crosses into diamonds
-WHITENING = 0.4  # 0.5 would give every direction variance 1, and the faintest as much weight as the strongest
+WHITENING = 0.4
+"""0.5 would give every direction variance 1, and the faintest as much weight as the strongest."""
 BATCH = 48
 PEAK_LR = 3e-3
 
@@ -71,7 +72,7 @@ def train_vae(pool: Pool, minutes: float, work: Path, log: Callable[[str], None]
         done = spent / (minutes * 60)
         for group in optimizer.param_groups:
             group["lr"] = PEAK_LR * min(1.0, (step + 1) / 50) * 0.5 * (1 + math.cos(math.pi * done))
-        loss, mse = vae_loss(vae, to_float(pool.pictures(BATCH)[0]))
+        loss, mse = vae_loss(vae, to_float(pool.images(BATCH)[0]))
         optimizer.zero_grad(set_to_none=True)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(vae.parameters(), 1.0)
@@ -97,7 +98,7 @@ def calibrate(vae: AutoencoderKL, pool: Pool, count: int = 2000) -> AutoencoderK
     the log-variance is set to a constant (sampling is not used after training). post_quant_conv
     undoes the rotation exactly.
     """
-    latents = encode(vae, pool.pictures(count)[0])
+    latents = encode(vae, pool.images(count)[0])
     flat = latents.permute(1, 0, 2, 3).reshape(CHANNELS, -1).double()
     mean = flat.mean(1, keepdim=True)
     values, vectors = torch.linalg.eigh((flat - mean) @ (flat - mean).T / flat.shape[1])
@@ -118,7 +119,7 @@ def calibrate(vae: AutoencoderKL, pool: Pool, count: int = 2000) -> AutoencoderK
 
 @torch.no_grad()
 def encode(vae: AutoencoderKL, images: np.ndarray, batch: int = 250) -> torch.Tensor:
-    """Posterior means [B, 12, 8, 8] of uint8 pictures."""
+    """Posterior means [B, 12, 8, 8] of uint8 images."""
     return torch.cat(
         [
             vae.encode(to_float(images[i : i + batch])).latent_dist.mode()

@@ -1,7 +1,9 @@
 """Fixtures that many tests share."""
 
 import os
+import time
 from collections.abc import Iterator
+from unittest import mock
 
 import pytest
 from hypothesis import settings
@@ -22,6 +24,22 @@ settings.load_profile("suite")
 os.environ["OMP_NUM_THREADS"] = "1"
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
+# where there is no GPU, Triton's kernels run in its interpreter; read when triton is imported
+if not os.path.exists("/dev/nvidiactl"):
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+
+START_S = 280.0
+"""For Ray's own processes to come up. By itself Ray gives them 30, however busy the machine is."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Of several test processes (pytest-xdist) one has all tests on the shared Ray, so that runs
+    find the processes of the runs before.
+    """
+    for item in items:
+        if "ray_here" in getattr(item, "fixturenames", ()):
+            item.add_marker(pytest.mark.xdist_group("ray"))
+
 
 @pytest.fixture(scope="session")
 def ray_here() -> Iterator[None]:
@@ -29,9 +47,35 @@ def ray_here() -> Iterator[None]:
     hosts keep their share.
     """
     import ray
+    from ray._private import services
 
-    ray.init(
-        "local", num_cpus=32, include_dashboard=False, log_to_driver=False, logging_level="ERROR"
-    )
+    asked = services.get_node
+
+    def patiently(*arguments: object) -> object:
+        deadline = time.monotonic() + START_S
+        while True:
+            try:
+                return asked(*arguments)
+            except RuntimeError:
+                if time.monotonic() > deadline:
+                    raise
+                time.sleep(0.1)
+
+    with mock.patch.object(services, "get_node", patiently):
+        ray.init(
+            "local",
+            num_cpus=32,
+            include_dashboard=False,
+            log_to_driver=False,
+            logging_level="ERROR",
+        )
     yield
     ray.shutdown()
+
+
+@pytest.fixture(scope="session")
+def undisturbed(ray_here, tiny_sd3_dir, tmp_path_factory):
+    """Three iterations with two rollout actors, nothing killed: read it, do not write to it."""
+    from tests.cluster.runs import run_here, tiny_config
+
+    return run_here(tiny_config(tiny_sd3_dir, tmp_path_factory.mktemp("undisturbed"), "two"))

@@ -49,7 +49,7 @@ class GaussianFamily:
     """
 
     lora_targets = ("mean",)
-    keep_wide = ()
+    modules_to_not_convert = ()
 
     def __init__(self, latent_shape: tuple[int, ...] = (4, 8)) -> None:
         self.latent_shape = latent_shape

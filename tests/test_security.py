@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from cluster.driver.services import check_run_root
+from cluster.driver.connect import check_run_root
 from cluster.jobs import submit as jobs
 from configs.load import ConfigError, load, parse
 from records.metrics import PrometheusExporter
@@ -84,17 +84,28 @@ def test_nothing_that_reads_files_can_run_what_is_in_them():
 
 @pytest.mark.parametrize(
     "source",
-    ["import pickle", "from cloudpickle import loads", "torch.load(path)", "torch.load(path, weights_only=False)",
-     "np.load(path, allow_pickle=True)", "eval(text)", "subprocess.run(line, shell=True)"],
-)  # fmt: skip
+    [
+        "import pickle",
+        "from cloudpickle import loads",
+        "torch.load(path)",
+        "torch.load(path, weights_only=False)",
+        "np.load(path, allow_pickle=True)",
+        "eval(text)",
+        "subprocess.run(line, shell=True)",
+    ],
+)
 def test_what_the_search_would_find(source):
     assert len(list(unsafe(ast.parse(source)))) == 1
 
 
 def test_nobody_binds_every_interface():
     everywhere = re.compile(r"""["']0\.0\.0\.0["']|["']::["']|INADDR_ANY|host\s*=\s*["']["']""")
-    found = {str(path.relative_to(ROOT)) for folder in FOLDERS for path in (ROOT / folder).rglob("*.py")
-             if everywhere.search(path.read_text())}  # fmt: skip
+    found = {
+        str(path.relative_to(ROOT))
+        for folder in FOLDERS
+        for path in (ROOT / folder).rglob("*.py")
+        if everywhere.search(path.read_text())
+    }
     assert found == set()
 
 

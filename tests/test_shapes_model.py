@@ -117,7 +117,7 @@ def test_calibration_keeps_pictures_and_gives_unit_latents():
     torch.manual_seed(0)
     vae = build_vae().eval()
     pool = Pool(3)
-    x = to_float(pool.pictures(8)[0])
+    x = to_float(pool.images(8)[0])
     with torch.no_grad():
         before = vae.decode(vae.encode(x).latent_dist.mode()).sample
         calibrate(vae, pool, 300)
@@ -125,7 +125,7 @@ def test_calibration_keeps_pictures_and_gives_unit_latents():
     # A rotation and its inverse in FP32, amplified by the narrowest direction of an untrained
     # encoder.
     assert torch.allclose(before, after, atol=2e-2 * float(before.abs().max()))
-    latents = encode(vae, pool.pictures(300)[0])
+    latents = encode(vae, pool.images(300)[0])
     assert float(latents.var((0, 2, 3)).mean()) == pytest.approx(1.0, abs=0.15)
     assert float(latents.mean((0, 2, 3)).abs().max()) < 0.2
 
@@ -141,8 +141,8 @@ def test_one_training_step_learns_and_resumes(tmp_path):
         found = backward(learner, examples, torch.Generator().manual_seed(seed), four_bits=False)
         if (
             seed == 0
-            # a zero output makes the loss E|eps - x0|^2 and the head's guess uniform over 25 classes,
-            # nearly
+            # a zero output makes the loss E|eps - x0|^2, and the head's guess nearly uniform over
+            # 25 classes
         ):
             assert found.cells.item() == pytest.approx(math.log(25), rel=0.2)
         optimizer.step()

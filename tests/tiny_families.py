@@ -29,7 +29,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
         "complex_human_instruction": False,
     },
 }
-SOLVER = {"sd3": "euler", "flux": "euler", "sana": "dpm2"}
+SOLVER = {"sd3": "euler", "flux": "euler", "sana": "dpmpp_2m"}
 """The solver that is the stock pipeline's."""
 PROMPTS = ["a red circle", "two blue crosses above a green square"]
 SEEDS = [11, 2**40 + 3, 7]

@@ -1,4 +1,4 @@
-"""The README's picture, from a run's directory: ``python -m tools.before_after runs/quickstart
+"""The README's image, from a run's directory: ``python -m tools.before_after runs/quickstart
 docs/images/before_after.png``.
 
 The first prompts of the held-out set at the same fixed noises, with the weights before and after
@@ -23,7 +23,7 @@ def sheet(images: Path, prompts: int) -> Image.Image:
     steps = sorted(path for path in images.glob("step_*") if path.is_dir())
     if len(steps) < 2:
         raise SystemExit(
-            f"{images}: pictures of {len(steps)} evaluations, two are needed: let the run end first"
+            f"{images}: images of {len(steps)} evaluations, two are needed: let the run end first"
         )
     columns = [(4 * (CELL + GAP) + MIDDLE) * side for side in (0, 1)]
     width, row = 2 * MARGIN + columns[1] + 4 * (CELL + GAP), CELL + TITLE
@@ -37,10 +37,10 @@ def sheet(images: Path, prompts: int) -> Image.Image:
             if not left:
                 draw.text((MARGIN, top - 22), prompt["prompt"], fill="black", font=font)
             for noise, path in enumerate(sorted(step.glob(f"{prompt['index']}_*.png"))[:4]):
-                picture = (
+                image = (
                     Image.open(path).convert("RGB").resize((CELL, CELL), Image.Resampling.NEAREST)
                 )
-                out.paste(picture, (MARGIN + left + noise * (CELL + GAP), top))
+                out.paste(image, (MARGIN + left + noise * (CELL + GAP), top))
     return out
 
 

@@ -1,10 +1,9 @@
-"""``make cluster-demo``: a cluster on one machine, disturbed on purpose, and a look at what came of
-it.
+"""``make cluster-demo``: a run on a simulated cluster that is scaled and loses a node.
 
-A head and two simulated nodes for explorers; a job submitted by `sol-rl submit`, scaled 1 -> 3 -> 2
-by `sol-rl scale` while it works, and one of the two nodes taken away. Then the same configuration
-once more with nobody disturbing it, and both runs compared byte by byte. Everything is what a user
-of a cluster types; only the nodes are simulated, by processes of their own on this machine.
+The cluster is a head and two nodes for rollout actors, each simulated by processes on this machine.
+A job submitted by `sol-rl submit` is scaled 1 -> 3 -> 2 by `sol-rl scale` while it works, and one
+of the two nodes is removed. Then the same configuration runs again undisturbed, and both runs are
+compared byte by byte. All commands are those that a user of a cluster types.
 """
 
 from __future__ import annotations
@@ -33,16 +32,16 @@ ROOT = Path(__file__).parent.parent
 SERVICES = ("learner", "reward", "encoder", "selector")
 NODE_CPUS = 3
 SETTINGS = {
-    "prompts.per_iteration": 2, "explore.pool_size": 16, "explore.chunk_size": 4, "explore.steps": 4, "selection.keep": 8,
-    "regenerate.steps": 6, "optimizer.steps_per_iteration": 2, "optimizer.batch_size": 16, "evaluate.every": 0, "evaluate.prompts": 8,
-    "evaluate.noises": 2, "evaluate.steps": 6, "logging.grid_prompts": 4, "services.rollout.cpus": 1, "services.rollout.max_actors": 3,
-    "services.rollout.labels": '{"demo.node" = "explorers"}', "services.start_deadline_s": 1800,
+    "prompts.per_iteration": 2, "explore.pool_size": 16, "explore.chunk_size": 4,
+    "explore.steps": 4, "selection.keep": 8, "regenerate.steps": 6,
+    "optimizer.steps_per_iteration": 2, "optimizer.batch_size": 16, "evaluate.every": 0,
+    "evaluate.prompts": 8, "evaluate.noises": 2, "evaluate.steps": 6, "logging.grid_prompts": 4,
+    "services.rollout.cpus": 1, "services.rollout.max_actors": 3,
+    "services.rollout.labels": '{"demo.node" = "rollout"}', "services.start_deadline_s": 1800,
     **{f"services.{kind}.labels": '{"demo.node" = "services"}' for kind in SERVICES},
     **{f"services.{kind}.deadline_s": 1800 for kind in (*SERVICES, "rollout")},
 }  # fmt: skip
-"""Over the quickstart: little work per iteration, and nobody is thought to hang because the machine
-is slow.
-"""
+"""Over the quickstart: less work per iteration, and deadlines that a slow machine keeps."""
 
 
 class Failed(Exception):
@@ -60,8 +59,8 @@ class Demo:
     ):
         self.out, self.iterations, self.say = out, iterations, say
         self.began, self.folders = time.monotonic(), list[str]()
-        # a job's entrypoint is `python`, found on the head's PATH; a token, so that nobody else on
-        # this machine can submit
+        # a job's entrypoint is `python`, found on the head's PATH; with a token, no other user of
+        # this machine can submit jobs
         os.environ["PATH"] = (
             f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"
         )
@@ -70,9 +69,7 @@ class Demo:
             "RAY_AUTH_TOKEN": secrets.token_hex(32),
             "RAY_USAGE_STATS_ENABLED": "0",
         }
-        os.environ.setdefault(
-            "RAY_DASHBOARD_STARTUP_TIMEOUT_S", "300"
-        )  # a busy machine is only slow
+        os.environ.setdefault("RAY_DASHBOARD_STARTUP_TIMEOUT_S", "300")  # for a busy machine
         os.environ.pop("RAY_ADDRESS", None)
         from ray.cluster_utils import Cluster
 
@@ -87,17 +84,18 @@ class Demo:
         self.nodes = [self.add_node() for _ in range(2)]
         self.url, self.address = f"http://127.0.0.1:{port}", str(self.cluster.address)
         self.tell(
-            f"a head and two nodes for explorers, {NODE_CPUS} CPUs each by name; dashboard and jobs"
-            f" at {self.url}, with a token"
+            f"a head and two nodes for rollout actors, {NODE_CPUS} nominal CPUs each; dashboard and"
+            f" jobs at {self.url}, with a token"
         )
 
-    def add_node(self) -> Any:
-        """Another simulated node for explorers, with a directory of its own: in a shared one nodes
-        would unpack a job's files over each other, and take them away from whoever reads them.
+    def add_node(self) -> Any:  # Ray does not type its node
+        """Add a simulated node for rollout actors, with a temporary directory of its own.
+
+        In a shared one, nodes would unpack a job's files over each other and remove those in use.
         """
         folder = tempfile.mkdtemp(prefix="sol-rl-", dir="/tmp")  # sockets: a short path
         self.folders.append(folder)
-        return self.cluster.add_node(**_node(labels={"demo.node": "explorers"}, temp_dir=folder))
+        return self.cluster.add_node(**_node(labels={"demo.node": "rollout"}, temp_dir=folder))
 
     def close(self) -> None:
         """End it all."""
@@ -109,8 +107,9 @@ class Demo:
         self.say(f"[{time.monotonic() - self.began:6.1f} s] {line}")
 
     def sol_rl(self, *arguments: str, settings: Sequence[str] = ()) -> str:
-        """Type a command, and show it with what it says; its output. ``settings`` are typed too,
-        and shown as ``--set ...``.
+        """Run a command, print it and its output; returns the output.
+
+        ``settings`` are given as ``--set`` options, and not printed.
         """
         self.tell(f"$ {shlex.join(['sol-rl', *arguments])}{' --set ...' if settings else ''}")
         command = [
@@ -130,7 +129,7 @@ class Demo:
         return done.stdout
 
     def submit(self, name: str, rollout: int) -> tuple[RunDirectory, str]:
-        """Submit a run of ``name``; its directory and the job's id."""
+        """Submit a run called ``name``; returns its directory and the job's id."""
         values = {
             "name": name,
             "run_root": str(self.out),
@@ -148,21 +147,22 @@ class Demo:
         return RunDirectory(self.out / name), output.splitlines()[0].removeprefix("submitted: ")
 
     def status_of(self, job: str) -> str:
-        from cluster.jobs.submit import client_of
+        """The job's status, as Ray names it."""
+        from cluster.jobs.dashboard import client_of
 
         return str(client_of(self.url).get_job_status(job))
 
     def last_words(self, job: str) -> str:
-        """What the job said last."""
-        from cluster.jobs.submit import client_of
+        """The last lines of the job's log."""
+        from cluster.jobs.dashboard import client_of
 
         lines = [
             line for line in client_of(self.url).get_job_logs(job).splitlines() if line.strip()
         ]
         return "".join(f"\n  {line}" for line in lines[-3:])
 
-    def wait(self, run: RunDirectory, job: str, ready: Callable[[], bool], what: str) -> None:
-        """Until ``ready``; raises Failed when the job ends first."""
+    def wait(self, job: str, ready: Callable[[], bool], what: str) -> None:
+        """Wait until ``ready()``; raises Failed when the job ends first."""
         while not ready():
             status = self.status_of(job)
             if status in ("FAILED", "STOPPED", "SUCCEEDED") and not ready():
@@ -174,8 +174,8 @@ class Demo:
                 raise Failed(f"the job ended ({status}) before {what}{said}")
             time.sleep(1)
 
-    def finish(self, run: RunDirectory, job: str) -> None:
-        """Until the job has ended; raises Failed unless it succeeded."""
+    def finish(self, job: str) -> None:
+        """Wait until the job has ended; raises Failed unless it succeeded."""
         while (status := self.status_of(job)) not in ("FAILED", "STOPPED", "SUCCEEDED"):
             time.sleep(1)
         if status != "SUCCEEDED":
@@ -183,9 +183,7 @@ class Demo:
         self.tell(f"the job {job} ended: {status}")
 
     def remove_node_of(self, run: RunDirectory) -> None:
-        """Take away, without a word to anybody, the simulated node on which the first explorer
-        works.
-        """
+        """Kill the simulated node of the first rollout actor, without notice."""
         started = ("actor_started", "actor_added", "actor_replaced")
         here = [
             event["node"]
@@ -195,7 +193,7 @@ class Demo:
         (node,) = [node for node in self.nodes if node.node_id == here[-1]]
         self.cluster.remove_node(node, allow_graceful=False)
         self.tell(
-            f"removed the node {here[-1][:8]}, on which rollout-0 worked, with all that it held"
+            f"removed the node {here[-1][:8]}, on which rollout-0 worked, and all that it held"
         )
 
 
@@ -207,21 +205,19 @@ def disturbed(demo: Demo) -> RunDirectory:
     def after(iterations: int) -> Callable[[], bool]:
         return lambda: sum(row["kind"] == "iteration" for row in run.metrics()) >= iterations
 
-    demo.wait(run, job, after(quarter), "it was scaled")
+    demo.wait(job, after(quarter), "it was scaled")
     demo.sol_rl("scale", "--rollout", "3", "--address", demo.address)
     demo.sol_rl("status", "--address", demo.address)
-    demo.wait(run, job, after(2 * quarter), "it was scaled again")
+    demo.wait(job, after(2 * quarter), "it was scaled again")
     demo.sol_rl("scale", "--rollout", "2", "--address", demo.address)
-    demo.wait(run, job, after(2 * quarter + 1), "its node was removed")
+    demo.wait(job, after(2 * quarter + 1), "its node was removed")
     demo.remove_node_of(run)
-    demo.finish(run, job)
+    demo.finish(job)
     return run
 
 
 def differences(one: RunDirectory, other: RunDirectory, iterations: int) -> list[str]:
-    """What is not the same in two runs: selected seeds, and every weights file of the last
-    checkpoint.
-    """
+    """What differs between two runs: selected seeds, and weights files of the last checkpoint."""
     found = (
         []
         if one.selections_file.read_bytes() == other.selections_file.read_bytes()
@@ -241,7 +237,7 @@ def differences(one: RunDirectory, other: RunDirectory, iterations: int) -> list
 
 
 def show(run: RunDirectory, iterations: int, say: Callable[[str], None]) -> None:
-    """The timeline, what happened, and what the checkpoint is called by its contents."""
+    """Print the timeline, the events, and the SHA-256 of the last checkpoint's files."""
     data = read_run(run.path)
     times = running_times(data.events)
     say("")
@@ -264,7 +260,7 @@ def show(run: RunDirectory, iterations: int, say: Callable[[str], None]) -> None
 
 
 def main() -> int:
-    """Run it; 0 when both runs are the same."""
+    """Run the demonstration; 0 when both runs are the same."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -277,7 +273,7 @@ def main() -> int:
     )
     options = parser.parse_args()
     if options.iterations < 8:
-        parser.error("--iterations: at least 8, or it ends before it was disturbed")
+        parser.error("--iterations: at least 8, or the run ends before it is disturbed")
     out = (
         options.out or ROOT / "runs" / f"cluster-demo-{time.strftime('%Y%m%d-%H%M%S')}"
     ).absolute()
@@ -286,7 +282,7 @@ def main() -> int:
         run = disturbed(demo)
         demo.nodes.append(demo.add_node())
         calm, job = demo.submit("undisturbed", 2)
-        demo.finish(calm, job)
+        demo.finish(job)
         show(run, options.iterations, demo.say)
         found = differences(run, calm, options.iterations)
     except Failed as failure:
@@ -296,19 +292,21 @@ def main() -> int:
         demo.close()
     demo.say("")
     if found:
-        demo.say(f"DIFFERENT from the run that nobody disturbed: {', '.join(found)}")
+        demo.say(f"DIFFERENT from the undisturbed run: {', '.join(found)}")
         return 1
     demo.say(
         f"selections and all weights of {options.iterations} iterations are, byte by byte, those of"
-        " the run that nobody disturbed"
+        " the undisturbed run"
     )
     demo.say(f"report with the timeline as a picture: {run.path / 'report.html'}")
     return 0
 
 
-def _node(**given: Any) -> dict[str, Any]:
-    """A node's arguments. Ray ends a node whose agents have not chosen their ports within seconds,
-    so they are told.
+def _node(**given: object) -> dict[str, Any]:
+    """The arguments of a node, with ports for its agents.
+
+    Ray ends a node whose agents have not chosen their ports within seconds: a slow machine needs
+    them given.
     """
     ports = (
         "metrics_agent_port",

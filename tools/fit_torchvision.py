@@ -23,7 +23,9 @@ PATCH = f"""
 if not _has_ops():
     _sol_rl_library = torch.library.Library("torchvision", "DEF")
     for _sol_rl_name in ("nms", "qnms"):
-        _sol_rl_library.define(_sol_rl_name + "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+        _sol_rl_library.define(
+            _sol_rl_name + "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor"
+        )
 """
 
 

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 
 from tests.rewards import parity, peers
 
-HEADS = ("scorer", "held against", "models", "pairs", "largest difference", "peer's deviation", "")
+HEADS = ("scorer", "compared with", "models", "pairs", "largest difference", "peer's deviation", "")
 
 
 def install(flags: Sequence[str]) -> None:

@@ -13,30 +13,44 @@ from pathlib import Path
 
 FOLDER = Path(__file__).resolve().parent.parent / "configs" / "prompt_sets"
 TRAIN, TEST = 480, 128
-SUBJECTS = (
-    "an old lighthouse keeper", "a girl with a paper kite", "two monks sharing tea", "a violinist in a red coat", "three sleeping cats",
-    "a heron with one raised leg", "a fox carrying a lantern", "a tired robot gardener", "a blue bicycle with a basket of lemons",
-    "a glass teapot full of flowers", "a steam tram", "a wooden sailing boat", "a stack of five suitcases", "a snow-white owl",
-    "an astronaut feeding pigeons", "a baker pulling out a loaf", "a porcelain elephant", "a herd of wild horses", "a clockmaker at work",
-    "a dragon the size of a sparrow", "a boy and his grandfather fishing", "a dancer in mid-leap", "a hot-air balloon shaped like a pear",
-    "a street musician with an accordion", "a pair of muddy boots", "a tortoise under a tiny umbrella", "a market stall of spices",
-    "a chess game between strangers", "a whale made of clouds", "a brass telescope", "a young woman reading a map", "a scarecrow in a tuxedo",
-)  # fmt: skip
-PLACES = (
-    "on a rain-soaked pier", "in a birch forest", "at the edge of a salt lake", "in a narrow alley hung with laundry",
-    "on the roof of a grey tower block", "in an abandoned greenhouse", "beside a mountain railway", "under a stone bridge",
-    "in a library without a ceiling", "on a frozen canal", "in a field of sunflowers", "at a night market", "in a desert after rain",
-    "inside a cave of ice", "on a quiet suburban porch", "in front of a tiled wall", "in a kitchen full of steam", "on a volcanic beach",
-)  # fmt: skip
-LIGHTS = (
-    "at dawn", "in thick fog", "under a full moon", "in hard noon sun", "by candlelight", "during a thunderstorm", "in the last light of day",
-    "under neon signs", "in soft window light", "with snow falling",
-)  # fmt: skip
-STYLES = (
-    "35mm photograph", "close-up photograph, shallow depth of field", "oil painting with visible strokes", "watercolour on rough paper",
-    "black and white photograph", "woodcut in two colours", "flat vector poster", "wide-angle photograph", "pencil drawing",
-    "clay stop-motion still", "pixel art", "gouache illustration for a children's book",
-)  # fmt: skip
+
+
+def _phrases(text: str) -> tuple[str, ...]:
+    """What semicolons separate, white space as one blank."""
+    return tuple(" ".join(phrase.split()) for phrase in text.split(";"))
+
+
+SUBJECTS = _phrases("""
+    an old lighthouse keeper; a girl with a paper kite; two monks sharing tea; a violinist in a
+    red coat; three sleeping cats; a heron with one raised leg; a fox carrying a lantern; a
+    tired robot gardener; a blue bicycle with a basket of lemons; a glass teapot full of
+    flowers; a steam tram; a wooden sailing boat; a stack of five suitcases; a snow-white owl;
+    an astronaut feeding pigeons; a baker pulling out a loaf; a porcelain elephant; a herd of
+    wild horses; a clockmaker at work; a dragon the size of a sparrow; a boy and his grandfather
+    fishing; a dancer in mid-leap; a hot-air balloon shaped like a pear; a street musician with
+    an accordion; a pair of muddy boots; a tortoise under a tiny umbrella; a market stall of
+    spices; a chess game between strangers; a whale made of clouds; a brass telescope; a young
+    woman reading a map; a scarecrow in a tuxedo
+""")
+PLACES = _phrases("""
+    on a rain-soaked pier; in a birch forest; at the edge of a salt lake; in a narrow alley hung
+    with laundry; on the roof of a grey tower block; in an abandoned greenhouse; beside a
+    mountain railway; under a stone bridge; in a library without a ceiling; on a frozen canal;
+    in a field of sunflowers; at a night market; in a desert after rain; inside a cave of ice;
+    on a quiet suburban porch; in front of a tiled wall; in a kitchen full of steam; on a
+    volcanic beach
+""")
+LIGHTS = _phrases("""
+    at dawn; in thick fog; under a full moon; in hard noon sun; by candlelight; during a
+    thunderstorm; in the last light of day; under neon signs; in soft window light; with snow
+    falling
+""")
+STYLES = _phrases("""
+    35mm photograph; close-up photograph, shallow depth of field; oil painting with visible
+    strokes; watercolour on rough paper; black and white photograph; woodcut in two colours;
+    flat vector poster; wide-angle photograph; pencil drawing; clay stop-motion still; pixel
+    art; gouache illustration for a children's book
+""")
 FORMS = (
     "{subject} {place} {light}, {style}",
     "{style} of {subject} {place} {light}",

@@ -3,7 +3,7 @@
 
 Stock diffusers, the whole prompt file, fixed noises; prints the graded reward, its parts and the
 standard error over prompts. Settings are chosen on ``tune``; ``test`` is for reported numbers.
-``--clip shapes/clip`` also ranks the pictures by that CLIP, and prints how far its order within a
+``--clip shapes/clip`` also ranks the images by that CLIP, and prints how far its order within a
 prompt is that of the rule-based reward.
 """
 
@@ -29,7 +29,7 @@ SHAPES = Path(__file__).resolve().parent.parent / "shapes"
 BATCH = 32
 
 
-def pictures(model: Path, prompts: list[str], steps: int, seed: int = 77) -> np.ndarray:
+def generate(model: Path, prompts: list[str], steps: int, seed: int = 77) -> np.ndarray:
     """uint8 [B, 3, 32, 32]."""
     pipe = StableDiffusion3Pipeline.from_pretrained(model)
     pipe.set_progress_bar_config(disable=True)
@@ -52,7 +52,7 @@ def pictures(model: Path, prompts: list[str], steps: int, seed: int = 77) -> np.
 
 
 def grid(images: np.ndarray, path: Path, columns: int = 12, scale: int = 3) -> None:
-    """A sheet of pictures, ``columns`` wide."""
+    """A sheet of images, ``columns`` wide."""
     rows = -(-len(images) // columns)
     sheet = np.zeros((rows * columns, 34, 34, 3), dtype=np.uint8)
     sheet[: len(images), 1:33, 1:33] = images.transpose(0, 2, 3, 1)
@@ -64,10 +64,10 @@ def grid(images: np.ndarray, path: Path, columns: int = 12, scale: int = 3) -> N
     ).save(path)
 
 
-def judged(
+def ranked(
     clip: str, images: np.ndarray, prompts: list[str], rules: np.ndarray, noises: int
 ) -> str:
-    """How the cosine of ``clip`` orders the pictures of a prompt, held against the rule-based
+    """How the cosine of ``clip`` orders the images of a prompt, compared with the rule-based
     reward: mean over prompts.
     """
     scores = build(Scorer(name="clipscore", settings={"checkpoint": clip}), device="cpu")(
@@ -106,7 +106,7 @@ def main() -> None:
     lines = (SHAPES / "prompts" / f"{args.split}.jsonl").read_text().splitlines()
     rows = [row for row in map(json.loads, lines) for _ in range(args.noises)]
     prompts = [row["prompt"] for row in rows]
-    images = pictures(args.model, prompts, args.steps)
+    images = generate(args.model, prompts, args.steps)
     scorer = ShapesScorer()
     reward = scorer(images, prompts, rows)
     groups = reward.reshape(-1, args.noises)
@@ -123,7 +123,7 @@ def main() -> None:
             f" {scorer.parts['strict'][chosen].mean():.3f}"
         )
     if args.clip:
-        print(judged(args.clip, images, prompts, reward, args.noises))
+        print(ranked(args.clip, images, prompts, reward, args.noises))
     if args.grid:
         grid(images[:96], args.grid)
 

@@ -1,12 +1,11 @@
-"""Many small runs, each struck once by a fault drawn from a seed, held against one that was left in
-peace: ``make soak``.
+"""``make soak``: many small runs with one random fault each, compared with an undisturbed run.
 
-What is drawn: a service and one of its actors, the way (SIGKILL, SIGSTOP, or its simulated node
-taken away), and the moment, out of all that happened in the undisturbed run. Fault i of a seed is
-the same however many runs are asked for. One line per run is printed and kept in OUT/faults.jsonl,
-so that a soak that was stopped (exit code 130) goes on where it was. All runs share one Ray and its
-processes: only those that were struck are started again. Exit code 1 when a run ended otherwise
-than the undisturbed one; its directory is kept.
+A fault is drawn from a seed: a service and one of its actors, the way (SIGKILL, SIGSTOP, or its
+simulated node removed), and the moment, out of all moments of the undisturbed run. Fault i of a
+seed is the same for any number of runs. A row per run is kept in OUT/faults.jsonl, so that a soak
+that was stopped (exit code 130) continues where it was. All runs share one Ray and its processes:
+only those with a fault are started again. Exit code 1 when a run ended otherwise than the
+undisturbed one; its directory is kept.
 """
 
 from __future__ import annotations
@@ -22,19 +21,27 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from records.errors import Stopped
 
+if TYPE_CHECKING:
+    from configs.schema import RunConfig
+    from tests.cluster.faults import Fault, Striker
+    from tests.cluster.nodes import Machines
+
+Row = dict[str, Any]
+"""A line of faults.jsonl: the fault, whether the run ended as it should, and recovery times."""
+
 STOPPED = 130
 WAYS = ("kill", "stop", "node")
 LONGEST_DELAY_S = 0.3
 NODES, NODE_CPUS = 4, 3
-"""A run and the processes that wait for the next one fit on them without any one of them."""
+"""A run, and the processes kept for the next one, fit on all nodes but one."""
 DEADLINE_S = 15.0
-"""An actor silent for longer counts as hung; the learner, twice as long."""
+"""An actor that is silent for longer counts as hung; for the learner it is twice this."""
 
 
 def draw(
@@ -43,9 +50,10 @@ def draw(
     moments: Mapping[tuple[int, str], int],
     kinds: Sequence[str],
     ways: Sequence[str],
-) -> Any:
-    """Fault ``index`` of ``seed``; ``moments``: how often each (iteration, moment) comes in the
-    undisturbed run.
+) -> Fault:
+    """Fault ``index`` of ``seed``.
+
+    ``moments``: how often each (iteration, moment) occurs in the undisturbed run.
     """
     from tests.cluster.faults import Fault
 
@@ -59,7 +67,7 @@ def draw(
 
 
 class Soak:
-    """The runs of one soak, on the Ray that is there."""
+    """The runs of one soak, on the Ray that this process is connected to."""
 
     def __init__(
         self,
@@ -69,21 +77,17 @@ class Soak:
         ways: Sequence[str],
         overrides: Sequence[str] = (),
     ):
-        self.out, self.seed, self.kinds, self.ways, self.overrides = (
-            out,
-            seed,
-            list(kinds),
-            list(ways),
-            list(overrides),
-        )
-        self.machines: Any = None
+        self.out, self.seed, self.overrides = out, seed, list(overrides)
+        self.kinds, self.ways = list(kinds), list(ways)
+        self.machines: Machines | None = None
         self.file = out / "faults.jsonl"
 
-    def known(self) -> dict[int, dict[str, Any]]:
-        """Rows of an earlier soak of the same seed and choice, by index; a line cut short by a kill
-        is done again.
+    def known(self) -> dict[int, Row]:
+        """Rows of an earlier soak with the same arguments, by index.
+
+        A run whose line was cut short by a kill is done again.
         """
-        rows: dict[int, dict[str, Any]] = {}
+        rows: dict[int, Row] = {}
         text = self.file.read_text() if self.file.exists() else ""
         if text and not text.endswith("\n"):
             self.file.write_text(f"{text}\n")
@@ -101,7 +105,7 @@ class Soak:
         return rows
 
     @property
-    def _drawn_from(self) -> dict[str, Any]:
+    def _drawn_from(self) -> dict[str, object]:
         return {
             "seed": self.seed,
             "kinds": self.kinds,
@@ -110,7 +114,7 @@ class Soak:
         }
 
     def prepare(self) -> None:
-        """The model, and the run that nothing happens to."""
+        """Create the model, and train the undisturbed run."""
         from tests.cluster.faults import Striker
         from tests.tiny_sd3 import make_tiny_sd3
 
@@ -121,14 +125,14 @@ class Soak:
         self.undisturbed = self._train("undisturbed", quiet)
         self.moments = {key: count for key, count in quiet.seen.items() if key[0] >= 0}
 
-    def one(self, index: int) -> dict[str, Any]:
-        """Run ``index``: struck, compared, and written down."""
+    def one(self, index: int) -> Row:
+        """Train run ``index`` with its fault, compare it, and append its row."""
         from tests.cluster.faults import Striker, recoveries
 
         fault = draw(self.seed, index, self.moments, self.kinds, self.ways)
         striker, name = Striker(fault, machines=self.machines), f"run-{index:04d}"
         began = time.monotonic()
-        row: dict[str, Any] = {
+        row: Row = {
             "index": index,
             "drawn_from": self._drawn_from,
             "fault": str(fault),
@@ -140,7 +144,7 @@ class Soak:
                 part for part, digest in found.items() if digest != self.undisturbed[part]
             ]
         except Stopped:
-            raise  # it is the soak that was asked to stop
+            raise  # the soak itself was asked to stop
         except Exception as error:
             row |= {"differs": ["end"], "why": f"{type(error).__name__}: {error}"}
         if self.machines is not None:
@@ -158,36 +162,36 @@ class Soak:
             shutil.rmtree(self.out / "runs" / name)
         return row
 
-    def _train(self, name: str, striker: Any) -> dict[str, str]:
+    def _train(self, name: str, striker: Striker) -> dict[str, str]:
         from tests.cluster.faults import outcome
         from tests.cluster.runs import run_here
 
         shutil.rmtree(self.out / "runs" / name, ignore_errors=True)
-        more = (
-            {} if self.machines is None else {"services__learner__cpus": 1}
-        )  # then not all fit on one node
+        # a run must not fit on one node, or losing another node would be no fault
+        more = {} if self.machines is None else {"services__learner__cpus": 1}
         config = tiny(self.model, self.out, name, self.overrides, **more)
         return outcome(run_here(config, progress=striker), config.iterations)
 
-    def _events(self, name: str) -> list[dict[str, Any]]:
+    def _events(self, name: str) -> list[dict[str, object]]:
         from records.rundir import RunDirectory
 
         return RunDirectory(self.out / "runs" / name).events()
 
 
-def tiny(model: Path, out: Path, name: str, overrides: Sequence[str] = (), **more: Any) -> Any:
-    """Two iterations of two prompts, 2 of 4 noises each, with two explorers: whatever can be
-    struck, and as little else as can be.
-    """
+def tiny(
+    model: Path, out: Path, name: str, overrides: Sequence[str] = (), **more: object
+) -> RunConfig:
+    """The smallest run with every service: two iterations, 2 prompts, 2 of 4 seeds."""
     from configs.load import apply, parse
     from tests.cluster.faults import SERVICES
     from tests.cluster.runs import tiny_config
 
-    services: dict[str, Any] = {f"services__{kind}__deadline_s": DEADLINE_S for kind in SERVICES}
+    services: dict[str, object] = {f"services__{kind}__deadline_s": DEADLINE_S for kind in SERVICES}
     services |= {"services__learner__deadline_s": 2 * DEADLINE_S, **more}
     config = tiny_config(
-        model, out, name, iterations=2, explore__pool_size=4, explore__chunk_size=1, selection__keep=2,
-        evaluate__prompts=1, evaluate__noises=1, optimizer__batch_size=4, logging__grid_prompts=1, **services,
+        model, out, name, iterations=2, explore__pool_size=4, explore__chunk_size=1,
+        selection__keep=2, evaluate__prompts=1, evaluate__noises=1, optimizer__batch_size=4,
+        logging__grid_prompts=1, **services,
     )  # fmt: skip
     tree = config.model_dump(mode="json")
     for override in overrides:
@@ -195,22 +199,20 @@ def tiny(model: Path, out: Path, name: str, overrides: Sequence[str] = (), **mor
     return parse(tree) if overrides else config
 
 
-def identical(row: Mapping[str, Any]) -> bool:
-    """Whether the run ended as the undisturbed one did, with nothing of what was struck left
-    behind.
-    """
+def identical(row: Row) -> bool:
+    """Whether the run ended as the undisturbed one did, and no killed process is left over."""
     return not row["differs"] and not row["left_over"]
 
 
-def line_of(row: Mapping[str, Any]) -> str:
-    """One run for people."""
+def line_of(row: Row) -> str:
+    """A row as a line to read."""
     came = (
         "identical"
         if identical(row)
         else f"DIFFERS: {', '.join(row['differs'])}{' left over' * bool(row['left_over'])}"
     )
     if not row["struck"]:
-        came += ", not struck: the actor was just being replaced, or the run had ended"
+        came += ", no fault: the actor was just being replaced, or the run had ended"
     times = row["recovery"] or {}
     parts = [("noticed", "noticed_s"), ("replaced", "replaced_s"), ("recovered", "answered_s")]
     said = ", ".join(
@@ -218,28 +220,26 @@ def line_of(row: Mapping[str, Any]) -> str:
     )
     why = f"; {row['why']}" if "why" in row else ""
     return (
-        f"{row['index']:4}  {came}  {row['fault']}; {said or 'nobody missed it'}; run"
+        f"{row['index']:4}  {came}  {row['fault']}; {said or 'not needed again'}; run"
         f" {row['seconds']:.0f} s{why}"
     )
 
 
-def summary(rows: Sequence[Mapping[str, Any]]) -> list[str]:
-    """What all runs came to, with the table of recovery times."""
+def summary(rows: Sequence[Row]) -> list[str]:
+    """The table of recovery times, and how many runs ended identical."""
     from tests.cluster.faults import Recovery, recovery_table
 
     struck, same = sum(row["struck"] for row in rows), sum(identical(row) for row in rows)
     found = [Recovery(**row["recovery"]) for row in rows if row["recovery"]]
     return [
         *recovery_table(found),
-        f"{same} of {len(rows)} runs ended identical to the undisturbed one; {struck} were struck",
+        f"{same} of {len(rows)} runs ended identical to the undisturbed one; {struck} had a fault",
     ]
 
 
 @contextmanager
-def ray_of(ways: Sequence[str]) -> Iterator[Any]:
-    """The simulated nodes where any are to be lost, else None; on the Ray that is there, or on one
-    started for this.
-    """
+def ray_of(ways: Sequence[str]) -> Iterator[Machines | None]:
+    """The existing Ray or a new one, with simulated nodes where ``ways`` may remove one."""
     import ray
 
     from tests.cluster.nodes import Machines

@@ -1,5 +1,4 @@
-"""``sol-rl compare``: arms and objectives, or any other cells, on equal prompts, noises and run
-seeds.
+"""``sol-rl compare``: cells on equal prompts, initial noise and run seeds.
 
 One process at a time does the training; this one only starts it, reads what it left, and writes
 ``compare.json`` and ``compare.html`` after every command, also where runs failed.
@@ -11,17 +10,17 @@ import dataclasses
 import math
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from analysis.compare.cells import Request, read_comparison
 from analysis.compare.data import Result, Run, measure, remarks, summarise
 from analysis.compare.groups import check_prompts, group, settings_that_differ
 from analysis.compare.page import render
 from analysis.compare.running import Say, run_all
-from analysis.compare.table import Table, lines, tables
+from analysis.compare.table import lines, tables
 from configs.load import ConfigError, parse
+from records.atomic import write_json, write_text
 from records.errors import RunFailed
-from records.rundir import versions, write_json, write_text
+from records.rundir import versions
 
 REPORT, NUMBERS = "compare.html", "compare.json"
 
@@ -55,7 +54,7 @@ def compare(request: Request, out: Path | None, say: Say) -> list[str]:
             say(line)
         raise RunFailed(
             f"{len(failed)} of {len(ended)} runs did not come to their end ({failed[0].path.name}:"
-            f" {failed[0].why}): mend that, and the same command runs what is missing"
+            f" {failed[0].why}): fix that, and the same command runs what is missing"
         )
     return text
 
@@ -63,13 +62,11 @@ def compare(request: Request, out: Path | None, say: Say) -> list[str]:
 def compare_existing(
     directories: Sequence[Path], baseline: str | None, out: Path | None
 ) -> list[str]:
-    """The lines of the tables of runs that are there. Raises ConfigError for what cannot be
-    compared.
-    """
+    """The tables of runs that are there. Raises ConfigError for what cannot be compared."""
     groups = group(directories)
     names = list(groups)
     if baseline is not None and baseline not in names:
-        raise ConfigError([f"--baseline {baseline}: no such cell; there are: {', '.join(names)}"])
+        raise ConfigError(f"--baseline {baseline}: no such cell; there are: {', '.join(names)}")
     results = summarise(
         [
             (name, name, None, [measure(path, seed) for seed, path in runs])
@@ -83,7 +80,7 @@ def compare_existing(
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ConfigError(
-            [f"--out: {out} cannot be written ({error.strerror}): give another directory"]
+            f"--out: {out} cannot be written ({error.strerror}): give another directory"
         ) from None
     return _write(out.name, results, baseline or names[0], settings, out)
 
@@ -92,18 +89,26 @@ def _write(
     name: str,
     results: Sequence[Result],
     baseline: str,
-    settings: dict[str, dict[str, Any]],
+    settings: dict[str, dict[str, object]],
     out: Path,
 ) -> list[str]:
     """compare.json and compare.html; returns the lines for people."""
-    found: list[Table] = tables(results, baseline)
+    found = tables(results, baseline)
     said = remarks(results, baseline)
     try:
         write_json(
             out / NUMBERS,
-            _plain({"name": name, "baseline": baseline, "versions": versions(), "settings": settings, "remarks": said,
-                    "cells": [dataclasses.asdict(result) for result in results]}),
-        )  # fmt: skip
+            _plain(
+                {
+                    "name": name,
+                    "baseline": baseline,
+                    "versions": versions(),
+                    "settings": settings,
+                    "remarks": said,
+                    "cells": [dataclasses.asdict(result) for result in results],
+                }
+            ),
+        )
         write_text(out / REPORT, render(name, results, found, said, settings))
     except OSError as error:
         raise RunFailed(
@@ -112,7 +117,7 @@ def _write(
     return [*lines(found, said), "", f"written: {out / REPORT}, {NUMBERS}"]
 
 
-def _plain(value: Any) -> Any:
+def _plain(value: object) -> object:
     """As JSON holds it: null where there is no number, keys and paths as text."""
     if isinstance(value, dict):
         return {

@@ -17,7 +17,7 @@ from analysis.compare.statistics import (
     speed_up,
     time_to,
 )
-from analysis.report.data import Row, RunData, finite, read_run, reason, values
+from analysis.report.data import Row, RunData, finite, read_run, reason, step_of, values
 
 REWARD = "reward/eval_mean"
 SCORER = "reward/eval/"
@@ -29,10 +29,7 @@ SAME_BASE = 1e-3
 
 @dataclass(frozen=True)
 class Run:
-    """One run. ``scores``: name -> (updates, seconds of training, held-out score) by rising
-    updates. ``stages``: mean seconds per iteration. ``why`` says why it does not count, None: it
-    does.
-    """
+    """A run; ``scores``: (updates, seconds, score) by name; ``why`` it is not counted."""
 
     seed: int
     path: Path
@@ -49,10 +46,7 @@ class Run:
 
 @dataclass(frozen=True)
 class Result:
-    """A cell's numbers, over the runs that count. Scores, gains and differences by the name of the
-    score; ``reach`` in seconds by share of the baseline's gain; ``against`` are the gains minus the
-    baseline's, paired by run seed.
-    """
+    """A cell over its counted runs; ``against``: gains less the baseline's, paired by run seed."""
 
     name: str
     title: str
@@ -104,7 +98,7 @@ def _scores(run: RunData) -> dict[str, list[tuple[int, float, float]]]:
     found = {}
     for name in names:
         points = [
-            (int(row["iteration"]), spent.get(int(row["iteration"]), math.nan), value)
+            (step_of(row), spent.get(step_of(row), math.nan), value)
             for row in run.evaluations
             if (value := finite(row.get(name))) is not None
         ]
@@ -119,21 +113,16 @@ def _is_scorer(key: str) -> bool:
 
 
 def _training_seconds(rows: Sequence[Row]) -> dict[int, float]:
-    """Seconds of all iterations before a number of updates; starting up and evaluating are not in
-    it.
-    """
+    """Seconds of all iterations before a number of updates, without starting and evaluating."""
     spent = {0: 0.0}
     for row in rows:
-        index, seconds = int(row["iteration"]), finite(row.get("time/iteration_s"))
+        index, seconds = step_of(row), finite(row.get("time/iteration_s"))
         spent[index + 1] = spent.get(index, math.nan) + (math.nan if seconds is None else seconds)
     return spent
 
 
 def _stages(rows: Sequence[Row]) -> dict[str, float]:
-    """Mean seconds per iteration of every stage, of their rest, of the rollout and of the whole.
-    The rollout has what was explored ahead, beside the iteration before. The first iteration, which
-    warms up, is left out where there are three or more.
-    """
+    """Mean seconds per iteration of stages, their rest, rollout and whole, without the warm-up."""
     rows = rows[1:] if len(rows) > 2 else rows
 
     def mean(name: str) -> float:
@@ -154,9 +143,7 @@ def _stages(rows: Sequence[Row]) -> dict[str, float]:
 def summarise(
     cells: Iterable[tuple[str, str, str | None, Sequence[Run]]], baseline: str
 ) -> list[Result]:
-    """(name, title, why refused, runs) of every cell -> its numbers, held against the cell
-    ``baseline``.
-    """
+    """Numbers of every cell (name, title, why refused, runs), compared with the ``baseline``."""
     cells = list(cells)
     found = {
         name: _alone(name, title, refused, tuple(runs)) for name, title, refused, runs in cells
@@ -233,9 +220,7 @@ def _against(result: Result, baseline: Result) -> Result:
 
 
 def remarks(results: Sequence[Result], baseline: str) -> list[str]:
-    """What a reader must know beside the numbers: refused cells, runs that do not count, unequal
-    work, other bases.
-    """
+    """What a reader must know beside the numbers: refused cells, unequal work, other bases."""
     said = [f"{result.title}: refused: {result.refused}" for result in results if result.refused]
     for result in results:
         said += [

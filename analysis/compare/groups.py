@@ -1,14 +1,11 @@
-"""Existing run directories as the cells of a comparison: what they are equal in, what differs, what
-forbids to compare them.
-"""
+"""Existing run directories as cells: what they are equal in, and what forbids to compare them."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
-from analysis.compare.cells import check_alike
+from analysis.compare.alike import check_alike
 from analysis.report.data import read_run
 from configs.load import ConfigError, parse
 from configs.prompts import FILES
@@ -17,8 +14,7 @@ from configs.schema import RunConfig
 
 
 def group(directories: Sequence[Path]) -> dict[str, tuple[RunConfig, list[tuple[int, Path]]]]:
-    """Run directories by configuration apart from seed, name and what cannot change results:
-    title -> (configuration, [(run seed, directory)]).
+    """Run directories by configuration: title -> (configuration, [(run seed, directory)]).
 
     A directory that is not a run but holds some, as a comparison's does, stands for them. Raises
     ConfigError for a directory without a run, a seed that comes twice, and runs that were not
@@ -32,10 +28,8 @@ def group(directories: Sequence[Path]) -> dict[str, tuple[RunConfig, list[tuple[
         _, runs = groups.setdefault(key, (config, []))
         if other := [each for known, each in runs if known == seed]:
             raise ConfigError(
-                [
-                    f"{path} and {other[0]} are the same configuration and run seed: give one of"
-                    " the two"
-                ]
+                f"{path} and {other[0]} are the same configuration and run seed: give one of"
+                " the two"
             )
         runs.append((seed, path))
     titles = titles_of([config for config, _ in groups.values()])
@@ -46,10 +40,8 @@ def group(directories: Sequence[Path]) -> dict[str, tuple[RunConfig, list[tuple[
 
 
 def check_prompts(directories: Iterable[Path]) -> None:
-    """Raises ConfigError where two runs read other prompts in a file of the same name; a run
-    without digests is not looked at.
-    """
-    seen: dict[tuple[str, Any], tuple[Path, str]] = {}
+    """Raises ConfigError where two runs read other prompts in a file of the same name."""
+    seen: dict[tuple[str, object], tuple[Path, str]] = {}
     for path in directories:
         run = read_run(path)
         for key in FILES:
@@ -59,14 +51,12 @@ def check_prompts(directories: Iterable[Path]) -> None:
             other, theirs = seen.setdefault((key, name), (path, found))
             if theirs != found:
                 raise ConfigError(
-                    [
-                        f"prompts.{key} = {name!r}: {path} and {other} read other prompts there, so"
-                        " they cannot be compared: give one of the two"
-                    ]
+                    f"prompts.{key} = {name!r}: {path} and {other} read other prompts there, so"
+                    " they cannot be compared: give one of the two"
                 )
 
 
-def settings_that_differ(configs: Mapping[str, RunConfig]) -> dict[str, dict[str, Any]]:
+def settings_that_differ(configs: Mapping[str, RunConfig]) -> dict[str, dict[str, object]]:
     """key -> value by the name of the configuration, for every key that is not the same in all."""
     flat = {name: _settings(config) for name, config in configs.items()}
     return {
@@ -98,11 +88,11 @@ def titles_of(configs: Sequence[RunConfig]) -> list[str]:
     ]
 
 
-def _settings(config: RunConfig) -> dict[str, Any]:
+def _settings(config: RunConfig) -> dict[str, object]:
     """Every setting that can change results, by dotted key, lists as they are."""
-    found: dict[str, Any] = {}
+    found: dict[str, object] = {}
 
-    def walk(tree: Mapping[str, Any], prefix: str) -> None:
+    def walk(tree: Mapping[str, object], prefix: str) -> None:
         for key, value in tree.items():
             path = f"{prefix}{key}"
             if path in ("seed", "name") or any(covers(pattern, path) for pattern in OPERATIONAL):
@@ -120,7 +110,7 @@ def _configuration(path: Path) -> RunConfig:
     config = read_run(path).config
     if not config:
         raise ConfigError(
-            [f"{path}: its config.json cannot be read, so that it is not known what it ran"]
+            f"{path}: its config.json cannot be read, so that it is not known what it ran"
         )
     return parse(config)
 
@@ -135,10 +125,8 @@ def _run_directories(directories: Sequence[Path]) -> list[Path]:
         )
         if not inside:
             raise ConfigError(
-                [
-                    f"--runs {path}: no run here: give directories with a config.json, or one that"
-                    " holds such"
-                ]
+                f"--runs {path}: no run here: give directories with a config.json, or one that"
+                " holds such"
             )
         found += inside
     return list(dict.fromkeys(each.resolve() for each in found))

@@ -1,22 +1,50 @@
-"""``compare.html``: the tables and curves of a comparison in one file that opens without a network."""
+"""``compare.html``: a comparison's tables and curves in one file that opens without a network."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from html import escape
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 
 from analysis.compare.data import REWARD, SCORER, STAGES, Result
 from analysis.compare.statistics import Mean, Moment
-from analysis.compare.table import Table
-from analysis.report.charts import Band, Series, line_chart, number
-from analysis.report.page import POLICY
-from analysis.report.parts import Cell, blocks, card, legend, nothing, side_by_side, table
-from analysis.report.style import style_sheet
+from analysis.compare.table import NOT_YET
+from analysis.report import parts
+from analysis.report.charts import Band, Series, line_chart
+from analysis.report.parts import Card, Cell, Group, Item, Section, Table, blocks, legend
 
 COLOURS = 8
 WIDE = (560.0, 300.0)
+AXES: tuple[tuple[str, str, Callable[[Moment], float]], ...] = (
+    ("updates", "iteration", lambda moment: float(moment.iteration)),
+    ("seconds of training", "seconds", lambda moment: moment.seconds.mean),
+)
+
+
+@dataclass(frozen=True)
+class Part:
+    """A stage's part of a lane, in per cent of the longest lane."""
+
+    stage: str
+    colour: int
+    seconds: float
+    percent: float
+
+
+@dataclass(frozen=True)
+class Lane:
+    """A cell's seconds per iteration."""
+
+    title: str
+    parts: list[Part]
+
+
+@dataclass(frozen=True)
+class Bars:
+    """Seconds per iteration, a lane per cell; no lanes before there is anything to show."""
+
+    legend: list[Item]
+    lanes: list[Lane]
 
 
 def render(
@@ -24,91 +52,50 @@ def render(
     results: Sequence[Result],
     found: Sequence[Table],
     said: Sequence[str],
-    settings: dict[str, Any],
+    settings: Mapping[str, Mapping[str, object]],
 ) -> str:
     """The page as text. ``settings``: key -> value by cell title, of what differs between cells."""
     scores, seconds, times = found
-    sections = [
-        (scores.title, scores.note, _table(scores)),
-        (
-            "Held-out curves",
-            (
-                "Gain over the same run before training, mean over run seeds; the band is one"
-                " standard error to either side. Seconds are those of iterations alone."
-            ),
-            _curves(results),
-        ),
-        (seconds.title, seconds.note, _bars(results) + _table(seconds)),
-        (times.title, times.note, _table(times)),
-        (
-            "What differs between the cells",
-            "Everything else is the same.",
-            _settings(results, settings),
-        ),
-        ("The runs", "Each has a report.html of its own.", _runs(results)),
-    ]
-    body = "".join(
-        f'<section><h2>{escape(title)}</h2><p class="lead">{escape(lead)}</p>{content}</section>'
-        for title, lead, content in sections
-    )
-    banner = "".join(f"<p>{escape(remark)}.</p>" for remark in said)
-    return (
-        '<!doctype html><html lang="en"><head><meta charset="utf-8">'
-        f'<meta http-equiv="Content-Security-Policy" content="{POLICY}">'
-        '<meta name="viewport" content="width=device-width,initial-scale=1">'
-        f"<title>{escape(name)}: Sol-RL"
-        f" comparison</title><style>{style_sheet()}</style></head><body><main>"
-        f'<header><div class="eyebrow">Sol-RL comparison</div><h1>{escape(name)}</h1>'
-        f"{f'<div class={chr(34)}banner{chr(34)}>{banner}</div>' if banner else ''}</header>{body}"
-        "<footer>Made from the run directories by <code>sol-rl compare</code>. This page loads"
-        " nothing from anywhere.</footer>"
-        "</main></body></html>\n"
+    return parts.render(
+        "compare.html",
+        name=name,
+        what="comparison",
+        remarks=said,
+        scores=scores,
+        curves=_curves(results),
+        seconds=seconds,
+        bars=_bars(results),
+        times=times,
+        settings=_settings(results, settings),
+        runs=_runs(results),
     )
 
 
-def _table(found: Table) -> str:
-    none = nothing("No run has come to its end yet.")
-    return f'<div class="card">{table(found.heads, found.rows)}</div>' if found.rows else none
-
-
-def _curves(results: Sequence[Result]) -> str:
+def _curves(results: Sequence[Result]) -> Section:
     """By updates and by seconds, for every score."""
-    names = list(dict.fromkeys(name for result in results for name in result.curves))
-    axes: tuple[tuple[str, str, Callable[[Moment], float]], ...] = (
-        ("updates", "iteration", lambda moment: float(moment.iteration)),
-        ("seconds of training", "seconds", lambda moment: moment.seconds.mean),
-    )
     cards = []
-    for name in names:
-        title = (
-            "Gain in held-out reward" if name == REWARD else f"Gain in {name.removeprefix(SCORER)}"
-        )
-        for axis, unit, x_of in axes:
+    for name in dict.fromkeys(name for result in results for name in result.curves):
+        what = "held-out reward" if name == REWARD else name.removeprefix(SCORER)
+        for axis, unit, x_of in AXES:
             lines, bands = [], []
             for at, result in enumerate(results):
-                if curve := [
-                    moment for moment in result.curves.get(name, []) if math.isfinite(x_of(moment))
-                ]:
-                    colour = at % COLOURS + 1
-                    xs = [x_of(moment) for moment in curve]
-                    means = [moment.gain for moment in curve]
-                    lines.append(
-                        Series(result.title, _at(xs, means, 0), colour, dashed=at >= COLOURS)
-                    )
-                    bands.append(
-                        Band(
-                            f"{result.title}, one standard error",
-                            _at(xs, means, -1),
-                            _at(xs, means, 1),
-                            colour,
-                        )
-                    )
+                curve = [each for each in result.curves.get(name, []) if math.isfinite(x_of(each))]
+                if not curve:
+                    continue
+                colour, xs = at % COLOURS + 1, [x_of(each) for each in curve]
+                means = [each.gain for each in curve]
+                low, middle, high = (_at(xs, means, side) for side in (-1, 0, 1))
+                lines.append(Series(result.title, middle, colour, dashed=at >= COLOURS))
+                bands.append(Band(f"{result.title}, one standard error", low, high, colour))
             if lines:
-                chart = line_chart(
-                    lines, bands=bands, label=f"{title} by {axis}", x_label=unit, size=WIDE
-                )
-                cards.append(card(f"{title} by {axis}", legend(lines, 4) + chart))
-    return side_by_side(cards) if cards else nothing("No run has come to its end yet.")
+                title = f"Gain in {what} by {axis}"
+                chart = line_chart(lines, bands=bands, label=title, x_label=unit, size=WIDE)
+                cards.append(Card(title, chart, legend(lines, 4)))
+    lead = (
+        "Gain over the same run before training, mean over run seeds; the band is one standard"
+        " error to either side. Seconds are those of iterations alone."
+    )
+    return Section("Held-out curves", lead, [Group(cards)] if cards else [], NOT_YET)
 
 
 def _at(xs: Sequence[float], means: Sequence[Mean], side: int) -> list[tuple[float, float]]:
@@ -119,63 +106,52 @@ def _at(xs: Sequence[float], means: Sequence[Mean], side: int) -> list[tuple[flo
     ]
 
 
-def _bars(results: Sequence[Result]) -> str:
-    """Stacked bars of seconds per iteration, one line per cell."""
-    counted = [result for result in results if result.counted]
-    parts = [(stage, colour) for colour, stage in enumerate(STAGES, 1)] + [("other", 8)]
-    longest = max((_sum(result, parts) for result in counted), default=0.0)
-    if not longest > 0:
-        return ""
-    colours = blocks([(stage, colour, "") for stage, colour in parts])
-    rows = []
-    for result in counted:
-        spans = "".join(
-            f'<span class="bar bg-{colour}"'
-            f' style="width:{100 * share / longest:.2f}%;margin:0;border-radius:0"'
-            f' title="{escape(stage)} {number(share)} s"></span>'
-            for stage, colour in parts
-            if (share := _of(result, stage)) > 0
+def _bars(results: Sequence[Result]) -> Bars:
+    stages = [*((stage, colour) for colour, stage in enumerate(STAGES, 1)), ("other", 8)]
+    seconds = {
+        result.title: [_seconds(result, stage) for stage, _ in stages]
+        for result in results
+        if result.counted
+    }
+    longest = max(map(math.fsum, seconds.values()), default=0.0)
+    lanes = [
+        Lane(
+            title,
+            [
+                Part(stage, colour, each, 100 * each / longest)
+                for (stage, colour), each in zip(stages, spent, strict=True)
+                if each > 0
+            ],
         )
-        rows.append(
-            f'<div class="who">{escape(result.title)}</div><div style="font-size:0">{spans}</div>'
-        )
-    lanes = card(
-        "Seconds per iteration",
-        f'<ul class="legend">{colours}</ul><div class="lanes">{"".join(rows)}</div>',
-    )
-    return f'{lanes}<div class="gap"></div>'
+        for title, spent in seconds.items()
+        if longest > 0
+    ]
+    return Bars(blocks([(stage, colour, "") for stage, colour in stages]), lanes)
 
 
-def _of(result: Result, stage: str) -> float:
+def _seconds(result: Result, stage: str) -> float:
     value = result.stages[stage].mean if stage in result.stages else 0.0
     return value if math.isfinite(value) else 0.0
 
 
-def _sum(result: Result, parts: Sequence[tuple[str, int]]) -> float:
-    return math.fsum(_of(result, stage) for stage, _ in parts)
-
-
-def _settings(results: Sequence[Result], settings: dict[str, Any]) -> str:
-    titles = [
-        result.title for result in results if result.title in next(iter(settings.values()), {})
-    ]
+def _settings(results: Sequence[Result], settings: Mapping[str, Mapping[str, object]]) -> Table:
+    shown = next(iter(settings.values()), {})
+    titles = [result.title for result in results if result.title in shown]
     rows = [
-        (key, *(_shown(by_cell.get(title)) for title in titles))
+        (key, *("–" if by_cell.get(title) is None else str(by_cell[title]) for title in titles))
         for key, by_cell in settings.items()
     ]
-    every = range(len(titles) + 1)
-    return (
-        f'<div class="card">{table(("setting", *titles), rows, words=every)}</div>'
-        if rows
-        else nothing("There is one cell only.")
+    return Table(
+        ("setting", *titles),
+        rows,
+        words=range(len(titles) + 1),
+        title="What differs between the cells",
+        note="Everything else is the same.",
+        none="There is one cell only.",
     )
 
 
-def _shown(value: Any) -> str:
-    return "–" if value is None else str(value)
-
-
-def _runs(results: Sequence[Result]) -> str:
+def _runs(results: Sequence[Result]) -> Table:
     rows = [
         (
             result.title,
@@ -186,7 +162,6 @@ def _runs(results: Sequence[Result]) -> str:
         for result in results
         for run in result.runs
     ]
-    return (
-        "<div"
-        f' class="card">{table(("cell", "run seed", "directory", "how it ended"), rows, words=(0, 2, 3))}</div>'
-    )
+    heads = ("cell", "run seed", "directory", "how it ended")
+    note = "Each has a report.html of its own."
+    return Table(heads, rows, words=(0, 2, 3), title="The runs", note=note, none="There are none.")

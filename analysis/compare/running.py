@@ -1,5 +1,4 @@
-"""Running the cells of a comparison, one run at a time, each in a process of its own through
-``sol-rl train``.
+"""Runs the cells of a comparison one at a time, each in a process of its own.
 
 What ended is not run again, what was cut short is resumed, and a run that fails does not end the
 others.
@@ -15,21 +14,21 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from analysis.compare.cells import Cell, Comparison
 from analysis.compare.groups import check_prompts
-from analysis.report.data import finite, read_run
+from analysis.report.data import finite, read_run, step_of
 from configs.load import ConfigError, parse
 from configs.prompts import changed_files
 from configs.resume import differences
+from records.atomic import write_text
 from records.errors import Stopped
 from records.lock import held
 from records.progress import duration
-from records.rundir import RunDirectory, write_text
+from records.rundir import RunDirectory
 
 ROOT = Path(__file__).resolve().parents[2]
 TRAIN = (sys.executable, "-m", "cluster", "train")
@@ -48,8 +47,7 @@ class Ended:
 
 
 def run_all(comparison: Comparison, out: Path, say: Say) -> list[Ended]:
-    """Run what is not finished; cells change fastest, so that a machine's slow hour falls on all of
-    them.
+    """Run what is not finished; cells change fastest, so that a slow hour falls on all of them.
 
     Raises:
         ConfigError: ``out`` cannot be written, another comparison is at work there, or it holds
@@ -92,28 +90,22 @@ def run_all(comparison: Comparison, out: Path, say: Say) -> list[Ended]:
 
 
 def _is_there(cell: Cell, seed: int, out: Path) -> str:
-    """absent, where nothing was computed, unfinished or finished. Raises ConfigError when the run
-    that is there is another.
-    """
+    """absent, unfinished or finished. Raises ConfigError: another run is there."""
     rundir = RunDirectory(out / cell.run_name(seed))
     if not rundir.config_file.exists() or not rundir.computed():
         return "absent"
     config = parse(cell.tree_of(seed, out))
     if changed := differences(rundir.configuration(), config):
         raise ConfigError(
-            [
-                f"{rundir.path} was run with another configuration: {'; '.join(changed)}; give the"
-                " same, or another directory with --out"
-            ]
+            f"{rundir.path} was run with another configuration: {'; '.join(changed)}; give the"
+            " same, or another directory with --out"
         )
     run = read_run(rundir.path)
-    done = int(run.after["iteration"]) if run.after else 0
+    done = step_of(run.after) if run.after else 0
     if done > config.iterations:
         raise ConfigError(
-            [
-                f"{rundir.path} has {done} iterations, more than the {config.iterations} asked for:"
-                " give another --out"
-            ]
+            f"{rundir.path} has {done} iterations, more than the {config.iterations} asked for:"
+            " give another --out"
         )
     ended = run.state == "finished" and (
         done == config.iterations or run.last_event("stopped_early") is not None
@@ -122,18 +114,14 @@ def _is_there(cell: Cell, seed: int, out: Path) -> str:
 
 
 def _check_prompts(there: Sequence[tuple[Cell, int]], out: Path, finished: bool) -> None:
-    """Raises ConfigError where runs that are ``there`` had other prompts, each other's or, unless
-    all is ``finished``, than runs to come.
-    """
+    """Raises ConfigError where runs that are ``there`` had other prompts than each other or now."""
     check_prompts(out / cell.run_name(seed) for cell, seed in there)
     for cell, seed in () if finished else there:
         path = out / cell.run_name(seed)
         if changed := changed_files(parse(cell.tree_of(seed, out)).prompts, read_run(path).prompts):
             raise ConfigError(
-                [
-                    f"{', '.join(changed)}: no longer what {path} was run with: put it back, or"
-                    " give another directory with --out"
-                ]
+                f"{', '.join(changed)}: no longer what {path} was run with: put it back, or"
+                " give another directory with --out"
             )
 
 
@@ -178,9 +166,7 @@ def _result(path: Path) -> str:
 
 @contextlib.contextmanager
 def _at_work(out: Path, say: Say = print) -> Iterator[int]:
-    """Hold ``out`` for this comparison; the lock passes to the children, so that one left alone by
-    a kill still holds it.
-    """
+    """Hold ``out``; a child has the lock too, so that one left alone by a kill still holds it."""
     with contextlib.ExitStack() as stack:
         try:
             out.mkdir(parents=True, exist_ok=True)
@@ -193,7 +179,7 @@ def _at_work(out: Path, say: Say = print) -> Iterator[int]:
             )
         except OSError as error:
             raise ConfigError(
-                [f"--out: {out} cannot be written ({error.strerror}): give another directory"]
+                f"--out: {out} cannot be written ({error.strerror}): give another directory"
             ) from None
         if lock.missing:
             say(f"{out}: not locked ({lock.missing}): nothing keeps a second comparison out")
@@ -207,22 +193,20 @@ class _Child:
         self.signal: str | None = None
         self._lock = lock
         self._process: subprocess.Popen[bytes] | None = None
-        self._handlers: dict[signal.Signals, Any] = {}
+        self._restore = contextlib.ExitStack()
 
     def __enter__(self) -> _Child:
         if threading.current_thread() is threading.main_thread():
             for number in (signal.SIGINT, signal.SIGTERM):
-                self._handlers[number] = signal.signal(number, self._pass_on)
+                before = signal.signal(number, self._pass_on)
+                self._restore.callback(signal.signal, number, before)
         return self
 
     def __exit__(self, *_: object) -> None:
-        for number, handler in self._handlers.items():
-            signal.signal(number, handler)
+        self._restore.close()
 
     def run(self, command: list[str], log: Path) -> int:
-        """Exit code of ``command``, negative where a signal ended it; what it says is added to
-        ``log``.
-        """
+        """Exit code of ``command``, negative for a signal; its output is added to ``log``."""
         known = os.environ.get("PYTHONPATH")
         environment = {
             **os.environ,
@@ -232,9 +216,14 @@ class _Child:
             if self.signal:
                 return -signal.SIGTERM
             self._process = subprocess.Popen(
-                command, stdin=subprocess.DEVNULL, stdout=file, stderr=subprocess.STDOUT, env=environment,
-                pass_fds=(self._lock,), start_new_session=True,
-            )  # fmt: skip
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=file,
+                stderr=subprocess.STDOUT,
+                env=environment,
+                pass_fds=(self._lock,),
+                start_new_session=True,
+            )
             try:
                 return self._process.wait()
             finally:
@@ -246,12 +235,10 @@ class _Child:
             self._process.send_signal(signal.SIGTERM)
 
 
-def to_toml(tree: dict[str, Any]) -> str:
-    """Plain values as TOML, one line per key of the top; keys with None are left out. Raises
-    TypeError for other types.
-    """
+def to_toml(tree: Mapping[str, object]) -> str:
+    """Plain values as TOML, one line per key of the top; keys with None are left out."""
 
-    def text(value: Any) -> str:
+    def text(value: object) -> str:
         if isinstance(value, dict):
             return (
                 "{"

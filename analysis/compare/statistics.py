@@ -1,6 +1,4 @@
-"""The arithmetic of a comparison: means with standard errors over run seeds, paired differences,
-speed-ups, times to a gain.
-"""
+"""The arithmetic of a comparison: means with standard errors, paired differences, speed-ups."""
 
 from __future__ import annotations
 
@@ -36,9 +34,7 @@ NOTHING = Mean(math.nan, math.nan, 0)
 
 
 def mean_of(values: Sequence[float]) -> Mean:
-    """Mean and its standard error s / sqrt(n), s with n - 1; no value gives NaN, and one has no
-    error.
-    """
+    """Mean and standard error s / sqrt(n), s with n - 1; NaN for what cannot be told."""
     if not values:
         return NOTHING
     error = statistics.stdev(values) / math.sqrt(len(values)) if len(values) > 1 else math.nan
@@ -46,24 +42,19 @@ def mean_of(values: Sequence[float]) -> Mean:
 
 
 def paired(values: Mapping[int, float], baseline: Mapping[int, float]) -> Mean:
-    """Mean difference over the run seeds that both have. What a seed does to both alike, its
-    prompts and noises, cancels.
-    """
+    """Mean difference over the run seeds of both: what a seed does to both alike cancels."""
     return mean_of(
         [values[seed] - baseline[seed] for seed in sorted(values.keys() & baseline.keys())]
     )
 
 
 def speed_up(seconds: Mean, baseline: Mean) -> float:
-    """How many times faster than the baseline: the ratio of mean seconds; NaN where one is unknown
-    or zero.
-    """
+    """How many times faster than the baseline; NaN where one is unknown or zero."""
     return baseline.mean / seconds.mean if seconds.mean > 0 and baseline.mean > 0 else math.nan
 
 
 def time_to(curve: Sequence[Moment], gain: float) -> float | None:
-    """Seconds of training after which the mean gain is first at least ``gain``, between evaluations
-    on a straight line.
+    """Seconds of training until the mean gain is ``gain``, on straight lines between evaluations.
 
     None: never, the curve has no evaluation between its ends (a line through two points would be
     made up), or ``gain`` is not positive.

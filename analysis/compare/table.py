@@ -1,30 +1,17 @@
-"""The tables of a comparison: their cells as text, which the terminal and the page share, and their
-lines for a terminal.
-"""
+"""The tables of a comparison, which terminal and page share, and their lines for a terminal."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from analysis.compare.data import REWARD, SCORER, Result
 from analysis.compare.statistics import NOTHING, SHARES, Mean
+from analysis.report.parts import Table
 
 NONE = "-"
+NOT_YET = "No run has come to its end yet."
 PARTS = ("explore", "regenerate", "update", "publish", "other")
-
-
-@dataclass(frozen=True)
-class Table:
-    """``rows`` of as many texts as there are ``heads``; the first column has names, the others
-    numbers.
-    """
-
-    title: str
-    note: str
-    heads: tuple[str, ...]
-    rows: tuple[tuple[str, ...], ...]
 
 
 def tables(results: Sequence[Result], baseline: str) -> list[Table]:
@@ -59,7 +46,8 @@ def scores(results: Sequence[Result], baseline: Result) -> Table:
         " '± within a run': mean standard error of a run's gain, clustered by prompt. The last"
         " column is paired by run seed: same prompts, same noises."
     )
-    return Table("Held-out score and gain over base", note, tuple(heads), tuple(rows))
+    title = "Held-out score and gain over base"
+    return Table(heads, rows, title=title, note=note, none=NOT_YET)
 
 
 def seconds(results: Sequence[Result], baseline: Result) -> Table:
@@ -88,7 +76,7 @@ def seconds(results: Sequence[Result], baseline: Result) -> Table:
         " explored beside the iteration before; stages overlap, so regenerate is what exploring"
         f" left to do. Speed-ups against {baseline.title}."
     )
-    return Table("Seconds per iteration", note, heads, tuple(rows))
+    return Table(heads, rows, title="Seconds per iteration", note=note, none=NOT_YET)
 
 
 def times(results: Sequence[Result], baseline: Result) -> Table:
@@ -115,39 +103,25 @@ def times(results: Sequence[Result], baseline: Result) -> Table:
         " starting up and evaluating; mean curves over run seeds, straight between evaluations."
         " '-': not reached."
     )
-    return Table("Time to the baseline's gain", note, heads, tuple(rows))
+    return Table(heads, rows, title="Time to the baseline's gain", note=note, none=NOT_YET)
 
 
 def lines(found: Sequence[Table], said: Sequence[str]) -> list[str]:
     """Markdown tables with their columns in line, then the remarks."""
     text: list[str] = []
     for table in found:
-        body = [table.heads, *table.rows]
-        widths = [max(len(row[at]) for row in body) for at in range(len(table.heads))]
-
-        def line(row: Sequence[str], widths: Sequence[int] = widths) -> str:
-            cells = [
-                row[0].ljust(widths[0]),
-                *(cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True)),
+        texts = [[cell.text for cell in row] for row in (table.head, *table.body)]
+        widths = [max(map(len, column)) for column in zip(*texts, strict=True)]
+        body = [
+            [
+                cell.ljust(width) if at == 0 else cell.rjust(width)
+                for at, (cell, width) in enumerate(zip(row, widths, strict=True))
             ]
-            return f"| {' | '.join(cells)} |"
-
-        rule = (
-            "| "
-            + " | ".join(
-                "-" * width if at == 0 else "-" * (width - 1) + ":"
-                for at, width in enumerate(widths)
-            )
-            + " |"
-        )
-        text += [
-            "",
-            f"{table.title}. {table.note}",
-            "",
-            line(table.heads),
-            rule,
-            *(line(row) for row in table.rows),
+            for row in texts
         ]
+        body.insert(1, ["-" * widths[0], *("-" * (width - 1) + ":" for width in widths[1:])])
+        title = f"{table.title}. {table.note}"
+        text += ["", title, "", *(f"| {' | '.join(row)} |" for row in body)]
     return [*text[1:], *([""] if said else []), *(f"! {remark}" for remark in said)]
 
 

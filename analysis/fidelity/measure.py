@@ -1,5 +1,4 @@
-"""``sol-rl fidelity``: how well do cheap proxies rank noises, by backend and number of explore
-steps?
+"""``sol-rl fidelity``: how well do cheap proxies rank seeds, by backend and explore steps?
 
 One process, no Ray. The prompts are training prompts (nothing is tuned on held-out ones), the
 noises a stream of their own. The truth is the reward of the same noises at ``regenerate.steps`` in
@@ -33,7 +32,7 @@ from learner.fidelity import (
     no_information,
     per_prompt,
 )
-from learner.trainer import DTYPES, Trainer
+from learner.trainer import Trainer
 from planning.preflight import check_model
 from policy.explorer import Explorer
 from policy.families import family_for
@@ -41,14 +40,15 @@ from policy.precision.backends import Backend, resolve_backend
 from policy.precision.compiling import CompileFailed, compiler_missing
 from policy.publish import export_policy
 from policy.sampling.noise import stream_seed
-from policy.types import Conditioning
+from policy.types import DTYPES, Conditioning
+from records.atomic import write_json, write_text
 from records.errors import RunFailed
-from records.rundir import RunDirectory, versions, write_json, write_text
+from records.rundir import RunDirectory, versions
 from rewards.base import ScorerError, ScorerSetupError
 from rewards.combine import WeightedScorer
 
 Say = Callable[[str], None]
-EXPLORING = ("solver", "scale_search", "frozen_amax", "activation_amax", "keep_wide")
+EXPLORING = ("solver", "scale_search", "frozen_amax", "activation_amax", "modules_to_not_convert")
 """Fields of ``[explore]`` that a proxy depends on beside its steps and its backend."""
 
 
@@ -66,7 +66,7 @@ class Measurement:
 
 @dataclass
 class Rewards:
-    """Rewards float32 [P, N], and seconds per picture, of the truth and of each (backend, steps)."""
+    """Rewards float32 [P, N] and seconds per image, of the truth and of each (backend, steps)."""
 
     truth: np.ndarray
     proxies: dict[tuple[str, int], np.ndarray] = field(default_factory=dict)
@@ -74,18 +74,15 @@ class Rewards:
 
 
 def run(config: RunConfig, wanted: Measurement, out: Path, say: Say) -> list[str]:
-    """Measure, write fidelity.json, rewards.json and density.svg to ``out``; returns the lines of
-    the tables.
+    """Measure, write fidelity.json, rewards.json and density.svg to ``out``; returns the tables.
 
     Raises ConfigError for what cannot be measured, RunFailed when a picture cannot be scored or a
     file not written.
     """
     if 2 * max(HALVES) > wanted.seeds:
         raise ConfigError(
-            [
-                f"--seeds {wanted.seeds}: best {max(HALVES)} and worst {max(HALVES)} need at least"
-                f" {2 * max(HALVES)}"
-            ]
+            f"--seeds {wanted.seeds}: best {max(HALVES)} and worst {max(HALVES)} need at least"
+            f" {2 * max(HALVES)}"
         )
     backends(wanted.backends)
     check_model(config)
@@ -93,13 +90,13 @@ def run(config: RunConfig, wanted: Measurement, out: Path, say: Say) -> list[str
         compiler_missing(_device()) if config.explore.compile or config.regenerate.compile else None
     )
     if missing is not None:
-        raise ConfigError([f"compile: {missing}: install it or set compile = false"])
+        raise ConfigError(f"compile: {missing}: install it or set compile = false")
     prompts = choose_prompts(config, wanted.prompts)
     try:
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ConfigError(
-            [f"--out: {out} cannot be written ({error.strerror}): give another directory"]
+            f"--out: {out} cannot be written ({error.strerror}): give another directory"
         ) from None
     hide_loading_bars()
     threads = torch.get_num_threads()
@@ -115,7 +112,7 @@ def run(config: RunConfig, wanted: Measurement, out: Path, say: Say) -> list[str
     except (CheckpointError, CompileFailed) as error:
         raise RunFailed(str(error)) from None
     except (FileNotFoundError, ScorerSetupError) as error:
-        raise ConfigError([str(error)]) from None
+        raise ConfigError(str(error)) from None
     finally:
         torch.set_num_threads(threads)
     try:
@@ -128,9 +125,7 @@ def run(config: RunConfig, wanted: Measurement, out: Path, say: Say) -> list[str
 
 
 def hide_loading_bars() -> None:
-    """Keep diffusers' and transformers' bars out of what is printed, and that nothing was cut off a
-    prompt.
-    """
+    """Keep loading bars, and warnings of truncated empty prompts, out of what is printed."""
     import diffusers.utils.logging
     import transformers.utils.logging
 
@@ -141,17 +136,13 @@ def hide_loading_bars() -> None:
 
 
 def _cuts_something(record: logging.LogRecord) -> bool:
-    """False for diffusers' warning that an empty part of a prompt, ``['']``, was truncated, as the
-    shapes model's always are.
-    """
+    """False for diffusers' warning that an empty part of a prompt was truncated."""
     text = record.getMessage()
     return "was truncated" not in text or not text.rstrip().endswith("['']")
 
 
 def checkpoint_of(rundir: RunDirectory, step: int | None) -> Path:
-    """The directory of checkpoint ``step``, or of the last one. Raises ConfigError when there is
-    none.
-    """
+    """The directory of checkpoint ``step``, or of the last. Raises ConfigError: none."""
     path = (
         latest_checkpoint(rundir.checkpoints)
         if step is None
@@ -160,22 +151,18 @@ def checkpoint_of(rundir: RunDirectory, step: int | None) -> Path:
     if path is None or not path.is_dir():
         wanted = "" if step is None else f" {step}"
         raise ConfigError(
-            [
-                f"{rundir.path}: there is no checkpoint{wanted}: look in {rundir.checkpoints} for"
-                " those there are"
-            ]
+            f"{rundir.path}: there is no checkpoint{wanted}: look in {rundir.checkpoints} for"
+            " those there are"
         )
     return path
 
 
 def backends(names: Sequence[str], say: Say = lambda line: None) -> dict[str, Backend]:
-    """Backends by name, each once; what "auto" took, and why, is said. Raises ConfigError for one
-    that is not available.
-    """
+    """Backends by name, each once; says what "auto" took. Raises ConfigError: not available."""
     try:
         found = {name: resolve_backend(name, _device(), "--backends") for name in names}
     except ValueError as error:
-        raise ConfigError([str(error)]) from None
+        raise ConfigError(str(error)) from None
     for name, (backend, why) in found.items():
         if backend.name != name:
             say(f"{backend.name} ({why})")
@@ -187,15 +174,13 @@ def choose_prompts(config: RunConfig, count: int) -> list[Prompt]:
     everything = read_prompts(config.prompts.train)
     if count > len(everything):
         raise ConfigError(
-            [f"--prompts {count}: {config.prompts.train} holds {len(everything)}; ask for fewer"]
+            f"--prompts {count}: {config.prompts.train} holds {len(everything)}; ask for fewer"
         )
     return [everything[row] for row in prompts_of_iteration(len(everything), count, 0, config.seed)]
 
 
 def measure(config: RunConfig, wanted: Measurement, prompts: list[Prompt], say: Say) -> Rewards:
-    """Every picture made and scored. The sampling policy of the objective is used, at the
-    checkpoint where one is given.
-    """
+    """Every image made and scored, by the sampling policy of the objective."""
     scorer = WeightedScorer.from_config(config.rewards)
     conditioning = _encode(config, prompts)
     seeds = [
@@ -243,7 +228,7 @@ def _setup() -> Iterator[None]:
     try:
         yield
     except ValueError as error:
-        raise ConfigError([str(error)]) from None
+        raise ConfigError(str(error)) from None
 
 
 def _explore(
@@ -275,13 +260,13 @@ def _explorer(config: RunConfig, trainer: Trainer, backend: Backend) -> Explorer
     explorer = Explorer(
         trainer.family,
         backend,
-        settings.keep_wide,
+        settings.modules_to_not_convert,
         _device(),
         dtype,
         activation_amax=settings.activation_amax,
         compile=settings.compile,
     )
-    adapter, size = trainer.objective.sampling_adapter, config.publish.chunk_mb * 2**20
+    adapter, size = trainer.objective.sampling_adapter, config.publish.shard_mb * 2**20
     manifest, chunks = export_policy(
         trainer.transformer,
         adapter,
@@ -304,9 +289,7 @@ def _device() -> torch.device:
 
 
 def summarise(config: RunConfig, wanted: Measurement, rewards: Rewards) -> dict[str, Any]:
-    """Plain data: settings, and per row every measure as mean, low, high (95 %, bootstrap over
-    prompts).
-    """
+    """Plain data: settings, and every measure as mean, low, high (95 %, bootstrap over prompts)."""
     truth = rewards.truth
 
     def row(backend: str, steps: int, proxy: np.ndarray) -> dict[str, Any]:
@@ -395,7 +378,7 @@ def _table(
     chance = summary["no_information"]
     body.append(
         [
-            "by lot",
+            "random",
             *(" / ".join(f"{chance[key]:.{digits}f}" for key in keys) for _, keys in columns),
         ]
     )

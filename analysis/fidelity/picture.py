@@ -1,6 +1,4 @@
-"""Where proxies rank the noises of each true rank: a heat map per backend and number of steps, as
-one SVG file.
-"""
+"""Where proxies rank the seeds of each true rank: a heat map per backend and number of steps."""
 
 from __future__ import annotations
 
@@ -14,14 +12,13 @@ SIDE, GAP, LEFT, TOP, FOOT, LEGEND = 168.0, 26.0, 50.0, 66.0, 62.0, 440.0
 PANELS_PER_ROW = 4
 LIGHT, DARK = (247, 251, 255), (8, 48, 107)
 FULL = 8.0
-"""The darkest colour: so many times the density of a ranking by lot, or more."""
+"""The darkest colour: so many times the density of a random ranking, or more."""
 
 
 def density_picture(panels: Mapping[str, np.ndarray], title: str, count: int) -> str:
-    """An SVG document. ``panels``: title -> density [bins, bins], [true bin, proxy bin], best
-    first, rows that sum to 1.
+    """An SVG of ``panels``: title -> density [true bin, proxy bin], best first, rows sum to 1.
 
-    Colour is the density relative to a ranking by lot (1), dark from ``FULL`` on. ``count`` is N,
+    Colour is the density relative to a random ranking (1), dark from ``FULL`` on. ``count`` is N,
     for the labels of the axes.
     """
     columns = min(PANELS_PER_ROW, max(1, len(panels)))
@@ -50,9 +47,7 @@ def density_picture(panels: Mapping[str, np.ndarray], title: str, count: int) ->
 
 
 def _panel(name: str, density: np.ndarray, x: float, y: float, count: int) -> str:
-    """True rank to the right, proxy rank upwards, the best in the upper right: a perfect proxy is a
-    rising diagonal.
-    """
+    """True rank to the right, proxy rank up: a perfect proxy is a rising diagonal."""
     bins = len(density)
     cell = SIDE / bins
     parts = [
@@ -86,7 +81,7 @@ def _panel(name: str, density: np.ndarray, x: float, y: float, count: int) -> st
 
 
 def _legend(x: float, y: float) -> str:
-    parts = [f'<text x="{x:g}" y="{y + 10:g}">density, by lot = 1:</text>']
+    parts = [f'<text x="{x:g}" y="{y + 10:g}">density, random = 1:</text>']
     for number in range(9):
         left = x + 118 + number * 30
         parts.append(

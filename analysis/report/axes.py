@@ -1,6 +1,4 @@
-"""What charts stand on: the frame that maps data to the picture, the span and round ticks of an
-axis, and axes drawn as SVG text.
-"""
+"""What charts stand on: the frame that maps data to the drawing, round ticks, axes as SVG."""
 
 from __future__ import annotations
 
@@ -9,12 +7,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
 
+from markupsafe import Markup
+
 
 @dataclass(frozen=True)
 class Frame:
-    """The plot's place in the picture and the data it spans; ``x`` and ``y`` map data to user
-    units.
-    """
+    """The plot's place and the data it spans; ``x`` and ``y`` map data to user units."""
 
     width: float
     height: float
@@ -53,9 +51,7 @@ def nice_ticks(low: float, high: float, count: int = 4) -> list[float]:
 def span(
     values: Sequence[float], include: Sequence[float] = (), pad: float = 0.06
 ) -> tuple[float, float]:
-    """The interval a chart must show: all finite ``values`` with some air, and ``include`` without;
-    never empty.
-    """
+    """The interval of all finite ``values`` with some air and ``include`` without; never empty."""
     finite = [value for value in values if math.isfinite(value)]
     everything = finite + list(include)
     if not everything:
@@ -78,17 +74,15 @@ def x_span(xs: Sequence[float]) -> tuple[float, float]:
 
 
 def svg(frame: Frame, label: str, body: Sequence[str]) -> str:
-    """The picture of what is in ``body``."""
-    return (
+    """The drawing of what is in ``body``; its text is escaped already."""
+    return Markup(
         f'<svg class="chart" viewBox="0 0 {frame.width:g} {frame.height:g}" role="img"'
         f' aria-label="{escape(label, quote=True)}">' + "".join(body) + "</svg>"
     )
 
 
 def axes(frame: Frame, x_label: str, whole_x: bool, unit: str = "", y_label: str = "") -> str:
-    """Grid lines with their values, the x axis, and what both are; ``whole_x``: no ticks between
-    whole numbers.
-    """
+    """Grid lines with their values and the x axis; ``whole_x``: ticks at whole numbers only."""
     parts, right, foot = [], frame.width - frame.right, frame.height - frame.bottom
     y_ticks = nice_ticks(*frame.y_span, count=6 if frame.height > 180 else 4)
     step = y_ticks[1] - y_ticks[0] if len(y_ticks) > 1 else abs(y_ticks[0]) or 1.0

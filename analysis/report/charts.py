@@ -1,5 +1,4 @@
-"""Charts as inline SVG text: no JavaScript, no library, colours from CSS variables so that light
-and dark both work.
+"""Charts as inline SVG: no JavaScript, and colours from CSS, so that light and dark both work.
 
 Every function returns a complete ``<svg>`` element as a string with all text escaped. Coordinates
 are user units of a ``viewBox``; the page scales it. Points that are not finite are left out and
@@ -25,9 +24,7 @@ MAX_BARS = 60
 
 @dataclass(frozen=True)
 class Series:
-    """One line: ``points`` (x, y) by rising x; ``errors`` half-lengths of error bars per point;
-    ``colour`` 1 to 8.
-    """
+    """A line through ``points`` by rising x; ``errors``: half-lengths of bars; colour 1 to 8."""
 
     label: str
     points: Sequence[Point]
@@ -48,9 +45,7 @@ class Band:
 
 @dataclass(frozen=True)
 class Stack:
-    """One bar of ``stacked_bars``: parts by label, and the measured whole (drawn as a tick) where
-    there is one.
-    """
+    """A bar: parts by label, and the measured whole (drawn as a tick) where there is one."""
 
     x: float
     parts: dict[str, float] = field(default_factory=dict)
@@ -58,9 +53,7 @@ class Stack:
 
 
 def number(value: float | None, digits: int = 3) -> str:
-    """``value`` for people: ``digits`` significant digits, a true minus sign, no exponent in the
-    usual range, '–' for nothing.
-    """
+    """``value`` to so many significant digits, without exponent where usual; '–' for nothing."""
     if value is None or not math.isfinite(value):
         return "–"
     if value == 0:
@@ -112,9 +105,7 @@ def stacked_bars(
     unit: str = "s",
     size: tuple[float, float] = (400.0, 210.0),
 ) -> str:
-    """One bar per stack, parts from the bottom in ``order`` of (label, colour); more than 60 bars
-    are averaged in runs.
-    """
+    """A bar per stack, parts from the bottom in ``order``; over 60 are averaged in runs."""
     stacks = _averaged(stacks)
     tops = [
         max(sum(_positive(stack.parts.get(name)) for name, _ in order), _positive(stack.whole))
@@ -159,8 +150,7 @@ def scatter(
     names: Sequence[str] = (),
     size: tuple[float, float] = (400.0, 210.0),
 ) -> str:
-    """Points (x, y) of one kind of number on equal scales with the diagonal x = y; those above it
-    in one colour, below in another.
+    """Points on equal scales with the diagonal x = y; colours tell those above from those below.
 
     ``names`` say what each point is.
     """
@@ -210,9 +200,9 @@ def _line(frame: Frame, series: Series) -> str:
     for (x, y), error in zip(series.points, series.errors, strict=False):
         if math.isfinite(y) and math.isfinite(error):
             parts.append(
-                f'<line class="error stroke-{series.colour}" x1="{frame.x(x):.2f}" x2="{frame.x(x):.2f}" '
-                # fmt: skip
-                f'y1="{frame.y(y - error):.2f}" y2="{frame.y(y + error):.2f}"/>'
+                f'<line class="error stroke-{series.colour}" x1="{frame.x(x):.2f}"'
+                f' x2="{frame.x(x):.2f}" y1="{frame.y(y - error):.2f}"'
+                f' y2="{frame.y(y + error):.2f}"/>'
             )
     for piece in _pieces(thin(series.points)):
         if len(piece) > 1:
@@ -221,10 +211,13 @@ def _line(frame: Frame, series: Series) -> str:
     finite = [point for point in thin(series.points) if math.isfinite(point[1])]
     visible = len(finite) <= 32 or not any(len(piece) > 1 for piece in _pieces(finite))
     for x, y in finite:
-        mark = "dot" if visible else "dot far"
+        mark, radius = ("dot", 2.4) if visible else ("dot far", 4)
         title = f"{series.label}, {number(x)}: {number(y, 4)}"
-        parts.append(f'<circle class="{mark} fill-{series.colour}" cx="{frame.x(x):.2f}" cy="{frame.y(y):.2f}" r="{2.4 if visible else 4:g}">'
-                     f"<title>{escape(title)}</title></circle>")  # fmt: skip
+        parts.append(
+            f'<circle class="{mark} fill-{series.colour}" cx="{frame.x(x):.2f}"'
+            f' cy="{frame.y(y):.2f}" r="{radius:g}">'
+            f"<title>{escape(title)}</title></circle>"
+        )
     return "".join(parts)
 
 

@@ -1,6 +1,4 @@
-"""A run directory as the report reads it: tolerant of what is missing, half-written, or not a
-number.
-"""
+"""A run directory as the report reads it: tolerant of what is missing, cut or not a number."""
 
 from __future__ import annotations
 
@@ -9,13 +7,12 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from records.images import Pictures, find_pictures
 from records.timeline import FILE as TIMELINE
 from records.timeline import Span, read_spans
 
-Row = dict[str, Any]
+Row = dict[str, object]
 Grid = list[list[float]]
 """Values [prompt][noise] of one evaluation, NaN where there is none."""
 ENDINGS = {
@@ -30,10 +27,7 @@ REASON_KEYS = ("why", "reason", "error", "message")
 
 @dataclass(frozen=True)
 class RunData:
-    """Everything a report is made of. ``iterations`` and ``evaluations`` rise by iteration, one row
-    each; ``held_out`` are rewards by the iteration of their evaluation, ``scores`` raw ones by
-    iteration and scorer; ``prompts`` digests of both files.
-    """
+    """What a report is made of; ``held_out`` rewards and ``scores`` by iteration."""
 
     name: str
     config: Row
@@ -51,10 +45,9 @@ class RunData:
 
     @property
     def state(self) -> str:
-        """finished, failed, stopped, or open: no end was recorded, so the run goes on or was
-        killed.
-        """
-        ends = [ENDINGS[event["event"]] for event in self.events if event["event"] in ENDINGS]
+        """finished, failed, stopped, or open: no end was recorded."""
+        names = [str(event["event"]) for event in self.events]
+        ends = [ENDINGS[name] for name in names if name in ENDINGS]
         return ends[-1] if ends else "open"
 
     @property
@@ -68,10 +61,8 @@ class RunData:
         return self.evaluations[-1] if len(self.evaluations) > 1 else None
 
     def prompt_means(self, row: Row | None) -> list[float]:
-        """Mean held-out reward of each prompt in the evaluation ``row``, NaN where none was scored;
-        empty when not recorded.
-        """
-        rewards = self.held_out.get(int(row["iteration"]), []) if row else []
+        """Mean held-out reward of each prompt in an evaluation, NaN where none was scored."""
+        rewards = self.held_out.get(step_of(row), []) if row else []
         kept = [[value for value in noises if math.isfinite(value)] for noises in rewards]
         return [math.fsum(noises) / len(noises) if noises else math.nan for noises in kept]
 
@@ -79,9 +70,9 @@ class RunData:
         """The newest event of one of these names."""
         return next((event for event in reversed(self.events) if event["event"] in names), None)
 
-    def setting(self, path: str, otherwise: Any = None) -> Any:
+    def setting(self, path: str, otherwise: object = None) -> object:
         """A value of the configuration by dotted path."""
-        value: Any = self.config
+        value: object = self.config
         for key in path.split("."):
             if not isinstance(value, dict) or key not in value:
                 return otherwise
@@ -90,9 +81,7 @@ class RunData:
 
 
 def read_run(directory: Path) -> RunData:
-    """Reads ``directory``. Raises FileNotFoundError when it is no run directory; anything else
-    missing leaves a gap.
-    """
+    """Read ``directory``; what is missing is a gap. FileNotFoundError: no run directory."""
     files = ("config.json", "metrics.jsonl", "events.jsonl")
     if not any((directory / name).is_file() for name in files):
         raise FileNotFoundError(
@@ -146,18 +135,21 @@ def read_run(directory: Path) -> RunData:
     )
 
 
-def finite(value: Any) -> float | None:
+def finite(value: object) -> float | None:
     """``value`` as a float when it is a finite number, else None."""
     if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
         return None
     return float(value)
 
 
+def step_of(row: Row) -> int:
+    """The row's iteration; rows without one are left out when a run is read."""
+    return int(finite(row.get("iteration")) or 0)
+
+
 def points(rows: Sequence[Row], name: str) -> list[tuple[float, float]]:
-    """(iteration, value) of every row; NaN where the row has no finite value, and nothing when no
-    row has one.
-    """
-    found = [(float(row["iteration"]), finite(row.get(name))) for row in rows]
+    """(iteration, value) of every row, NaN where it has none; nothing when no row has one."""
+    found = [(float(step_of(row)), finite(row.get(name))) for row in rows]
     if all(value is None for _, value in found):
         return []
     return [(x, math.nan if value is None else value) for x, value in found]
@@ -179,9 +171,7 @@ def reason(event: Row) -> str:
 
 
 def actor_of(event: Row) -> str | None:
-    """Which actor an event is about: ``rollout-1`` from ``kind`` and ``actor``, or what ``actor``
-    says alone.
-    """
+    """The actor that an event is about: ``rollout-1``."""
     actor, kind = event.get("actor"), event.get("kind")
     if actor is None:
         return None
@@ -192,7 +182,7 @@ def actor_of(event: Row) -> str | None:
     )
 
 
-def _json(path: Path, remarks: list[str]) -> Any:
+def _json(path: Path, remarks: list[str]) -> object:
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -203,9 +193,7 @@ def _json(path: Path, remarks: list[str]) -> Any:
 
 
 def _lines(path: Path, remarks: list[str]) -> list[Row]:
-    """Rows of a JSON-lines file. A last line without its newline is being written just now; other
-    bad lines are counted.
-    """
+    """Rows of a JSON-lines file; bad lines are counted, except a last one that is being written."""
     try:
         text = path.read_text(encoding="utf-8", errors="replace")
     except FileNotFoundError:
@@ -241,9 +229,7 @@ def _newest_of(rows: Iterable[Row]) -> list[Row]:
 
 
 def _same_weights(rows: list[Row]) -> list[Row]:
-    """Only evaluations of the weights that the last one is of, and of the base: others cannot be
-    compared.
-    """
+    """Only evaluations of the base and of the newest one's weights: others cannot be compared."""
     kind = rows[-1].get("weights") if rows else None
     return [row for row in rows if row.get("weights") in (kind, "base")]
 
@@ -257,7 +243,7 @@ def _evaluation(path: Path) -> Row:
     return found if isinstance(found, dict) else {}
 
 
-def _grids(found: Any) -> dict[str, Grid]:
+def _grids(found: object) -> dict[str, Grid]:
     return (
         {str(label): _grid(rows) for label, rows in found.items()}
         if isinstance(found, dict)
@@ -265,7 +251,7 @@ def _grids(found: Any) -> dict[str, Grid]:
     )
 
 
-def _grid(found: Any) -> Grid:
+def _grid(found: object) -> Grid:
     """A table of numbers as it was written; empty when it is none."""
     if not isinstance(found, list) or not all(isinstance(row, list) for row in found):
         return []

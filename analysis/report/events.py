@@ -5,37 +5,42 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from analysis.report.data import REASON_KEYS, Row, RunData, actor_of, finite
-from analysis.report.parts import Cell, nothing, table
-from analysis.report.timeline import Lane, Mark, Timeline, in_running_time, picture
+from analysis.report.parts import Cell, Table
+from analysis.report.timeline import Chart, Drawing, Lane, Mark, drawing, in_running_time
 from records.progress import duration
 
 TONES = {
-    "actor_started": "good", "actor_replaced": "good", "actor_died": "bad", "actor_benched": "bad", "chunk_reissued": "warn",
-    "run_started": "plain", "run_resumed": "warn", "run_finished": "good", "run_failed": "bad", "run_stopped": "warn",
-    "stopped_early": "warn", "metrics_unavailable": "warn", "sink_failed": "warn", "pool_scaled": "plain", "actor_added": "good", "actor_removed": "plain",
-    "node_lost": "bad", "nodes_asked": "plain", "scaling_refused": "warn", "actor_waits": "warn",
-    "audit_low": "warn", "backend_moved": "warn", "backend_chosen": "plain", "backend_kept": "warn",
-}  # fmt: skip
+    **dict.fromkeys(("actor_started", "actor_replaced", "actor_added", "run_finished"), "good"),
+    **dict.fromkeys(("actor_died", "actor_benched", "node_lost", "run_failed"), "bad"),
+    **dict.fromkeys(("chunk_reissued", "run_resumed", "run_stopped", "stopped_early"), "warn"),
+    **dict.fromkeys(("metrics_unavailable", "metric_undeclared", "sink_failed"), "warn"),
+    **dict.fromkeys(("scaling_refused", "actor_waits", "audit_low"), "warn"),
+    **dict.fromkeys(("backend_moved", "backend_kept"), "warn"),
+}
+"""Tones of events; of all others, "plain"."""
 ROUTINE = {"version_published", "checkpoint_saved", "actor_started"}
 """Events that are counted and drawn, but not listed."""
 KINDS = ("rollout", "reward", "scorers.", "selector", "encoder", "learner")
-"""Beginnings of actors' names, in the order of their lanes; a scorer with actors of its own is
-``scorers.<label>``.
-"""
+"""Beginnings of actors' names by lane; ``scorers.<label>`` is a scorer with its own actors."""
 MOST_ROWS, LONGEST = 150, 110
 NOUNS = {
-    "actor_started": "started", "actor_replaced": "replaced", "actor_died": "died", "actor_benched": "benched",
-    "chunk_reissued": "units given out again", "version_published": "versions published", "checkpoint_saved": "checkpoints saved",
-    "run_resumed": "resumes", "node_lost": "nodes lost",
-}  # fmt: skip
+    "actor_started": "started",
+    "actor_replaced": "replaced",
+    "actor_died": "died",
+    "actor_benched": "benched",
+    "chunk_reissued": "units given out again",
+    "version_published": "versions published",
+    "checkpoint_saved": "checkpoints saved",
+    "run_resumed": "resumes",
+    "node_lost": "nodes lost",
+}
 
 
 def running_times(events: Sequence[Row]) -> list[float]:
-    """Seconds of running time at each event: from the first on, the pause before a resume taken
-    out.
-    """
+    """Seconds of running time at each event, without the pause before a resume."""
     times, offset, last = [], None, 0.0
     for event in events:
         moment = finite(event.get("time"))
@@ -72,30 +77,44 @@ def lanes_of(events: Sequence[Row], times: Sequence[float]) -> dict[str, Lane]:
             lane.lives.append((lane.open_since, when))
             lane.open_since = None
         if name != "actor_started":
-            lane.marks.append((when, TONES.get(name, "plain"), _words(name) + _because(event)))
+            lane.marks.append((when, _tone(event), _words(event) + _because(event)))
     for lane in lanes.values():
         if lane.open_since is not None:
             lane.lives.append((lane.open_since, end))
     return {name: lanes[name] for name in sorted(lanes, key=_lane_order)}
 
 
-def section(run: RunData) -> str:
-    """The whole section's body; says so when there were no events."""
+@dataclass(frozen=True)
+class Happenings:
+    """What the chapter shows: how often what happened, the drawing, and tables of events."""
+
+    counts: list[tuple[str, int]]
+    drawing: Drawing
+    notable: Table
+    everything: Table | None
+
+
+def happenings(run: RunData) -> Happenings | None:
+    """What the chapter shows; None when there were no events."""
     if not run.events:
-        return nothing("No events were recorded.")
+        return None
     times = running_times(run.events)
-    counts = Counter(event["event"] for event in run.events)
-    said = [f"<b>{counts[name]:,}</b> {noun}" for name, noun in NOUNS.items() if counts[name]]
-    summary = f'<p class="lead">{" · ".join(said)}</p>' if said else ""
-    return (
-        summary
-        + f'<div class="card">{picture(timeline_of(run, times))}</div>'
-        + _tables(run.events, times)
+    counts = Counter(str(event["event"]) for event in run.events)
+    pairs = list(zip(run.events, times, strict=True))
+    notable = [(event, when) for event, when in pairs if event["event"] not in ROUTINE]
+    last, count = pairs[-MOST_ROWS:], f"{len(pairs):,} events"
+    which = f"All {count}" if len(last) == len(pairs) else f"The last {len(last)} of {count}"
+    more = f"The last {MOST_ROWS} of {len(notable):,}; all are in events.jsonl."
+    return Happenings(
+        [(noun, counts[name]) for name, noun in NOUNS.items() if counts[name]],
+        drawing(timeline_of(run, times)),
+        _table(notable[-MOST_ROWS:], LONGEST, note=more if len(notable) > MOST_ROWS else ""),
+        _table(last, title=which) if len(pairs) > len(notable) else None,
     )
 
 
-def timeline_of(run: RunData, times: Sequence[float]) -> Timeline:
-    """What the picture shows, everything in seconds of running time."""
+def timeline_of(run: RunData, times: Sequence[float]) -> Chart:
+    """What is drawn, everything in seconds of running time."""
     events = run.events
     known = [
         (moment, when)
@@ -104,12 +123,12 @@ def timeline_of(run: RunData, times: Sequence[float]) -> Timeline:
     ]
     spans = in_running_time(run.spans, [moment for moment, _ in known], [when for _, when in known])
     published = [
-        (when, int(event["version"]))
+        (when, int(version))
         for event, when in zip(events, times, strict=True)
-        # fmt: skip
-        if event["event"] == "version_published" and finite(event.get("version")) is not None
+        if event["event"] == "version_published"
+        and (version := finite(event.get("version"))) is not None
     ]
-    return Timeline(
+    return Chart(
         lanes_of(events, times),
         _run_marks(events, times),
         published,
@@ -133,57 +152,33 @@ def _run_marks(events: Sequence[Row], times: Sequence[float]) -> list[Mark]:
                 if name == "pool_scaled"
                 else ""
             )
-            marks.append((when, TONES.get(name, "plain"), _words(name) + change + _because(event)))
+            marks.append((when, _tone(event), _words(event) + change + _because(event)))
     return marks
 
 
-def _tables(events: Sequence[Row], times: Sequence[float]) -> str:
-    pairs = list(zip(events, times, strict=True))
-    notable = [(event, when) for event, when in pairs if event["event"] not in ROUTINE]
-    parts = []
-    if notable:
-        parts.append(
-            '<div class="card"'
-            f' style="margin-top:16px">{_table(notable[-MOST_ROWS:], LONGEST)}</div>'
+def _table(
+    rows: Sequence[tuple[Row, float]], longest: int = 2000, title: str = "", note: str = ""
+) -> Table:
+    """Events as rows; of a longer reason ``longest`` characters, and all behind the pointer."""
+    cells = [
+        (
+            Cell(duration(when), "when"),
+            Cell(_words(event), f"{_tone(event)}-ink"),
+            Cell(actor_of(event) or "", "who"),
+            Cell(_details(event, longest), "wide", title=_details(event)),
         )
-        if len(notable) > MOST_ROWS:
-            parts.append(
-                f'<p class="note">The last {MOST_ROWS} of {len(notable):,}; all are in'
-                " events.jsonl.</p>"
-            )
-    if len(pairs) > len(notable):
-        last = pairs[-MOST_ROWS:]
-        which = (
-            f"All {len(pairs):,} events"
-            if len(last) == len(pairs)
-            else f"The last {len(last)} of {len(pairs):,} events"
-        )
-        parts.append(
-            f'<details class="card"><summary>{which}</summary><div>{_table(last)}</div></details>'
-        )
-    return "".join(parts)
+        for event, when in rows
+    ]
+    heads = ("after", "what", "who", "details")
+    return Table(heads, cells, words=(1, 2, 3), kind="events", title=title, note=note)
 
 
-def _table(rows: Sequence[tuple[Row, float]], longest: int = 2000) -> str:
-    """Events as rows; a reason longer than ``longest`` characters is cut, and whole where the
-    reader points at it.
-    """
-    cells = []
-    for event, when in rows:
-        name = event["event"]
-        cells.append(
-            (
-                Cell(duration(when), "when"),
-                Cell(_words(name), f"{TONES.get(name, 'plain')}-ink"),
-                Cell(actor_of(event) or "", "who"),
-                Cell(_details(event, longest), "wide", title=_details(event)),
-            )
-        )
-    return table(("after", "what", "who", "details"), cells, words=(1, 2, 3), kind="events")
+def _words(event: Row) -> str:
+    return str(event["event"]).replace("_", " ")
 
 
-def _words(name: str) -> str:
-    return name.replace("_", " ")
+def _tone(event: Row) -> str:
+    return TONES.get(str(event["event"]), "plain")
 
 
 def _because(event: Row) -> str:

@@ -1,99 +1,137 @@
-"""Pieces of HTML that the report's sections are made of."""
+"""What the report's sections hand to the templates: cards, legends and tables as data."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Container, Sequence
 from dataclasses import dataclass
-from html import escape
+
+from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from analysis.report.charts import Point, Series, number
+
+LIGHT = ("#2a78d6", "#1a9e72", "#c98a00", "#5b48b8", "#d9572b", "#cf5f92", "#3b7f1f", "#8a8f98")
+DARK = ("#5a9dee", "#2fb98a", "#d9a12e", "#a497ea", "#ec7a4e", "#e386ad", "#74b553", "#80868f")
+"""Colours 1 to 8 of charts: blue, aqua, amber, violet, orange, magenta, green, grey."""
+
+
+@dataclass(frozen=True)
+class Item:
+    """An entry of a legend; ``swatch`` are CSS classes behind the first."""
+
+    label: str
+    swatch: str
+    value: str = ""
+    style: str = ""
 
 
 @dataclass(frozen=True)
 class Cell:
-    """A table's cell with more to it than its text: CSS classes, HTML in front of the text, words
-    behind the pointer.
-    """
+    """A table's cell: CSS classes, words behind the pointer, a bar (colour, pixels) in front."""
 
     text: str
     kind: str = ""
-    front: str = ""
     title: str = ""
+    bar: tuple[int, float] | None = None
 
 
-def card(title: str, body: str, note: str = "") -> str:
-    """A titled box with HTML ``body``, and a remark in small print below it."""
-    below = f'<p class="note">{escape(note)}</p>' if note else ""
-    return f'<div class="card"><h3>{escape(title)}</h3>{body}{below}</div>'
+@dataclass(frozen=True)
+class Table:
+    """A table whose columns ``words`` hold words and all others numbers."""
+
+    heads: Sequence[str]
+    rows: Sequence[Sequence[str | Cell]]
+    words: Container[int] = (0,)
+    kind: str = ""
+    title: str = ""
+    note: str = ""
+    none: str = ""  # said in place of a table without rows
+
+    def __post_init__(self) -> None:
+        """Raises ValueError for a row of another length than the heads."""
+        if any(len(row) != len(self.heads) for row in self.rows):
+            raise ValueError(f"a row of {self.title or self.heads} has another length")
+
+    @property
+    def head(self) -> list[Cell]:
+        """The heads as cells."""
+        return self._cells(self.heads)
+
+    @property
+    def body(self) -> list[list[Cell]]:
+        """The rows as cells."""
+        return [self._cells(row) for row in self.rows]
+
+    def _cells(self, row: Sequence[str | Cell]) -> list[Cell]:
+        cells = []
+        for at, cell in enumerate(row):
+            cell = Cell(cell) if isinstance(cell, str) else cell
+            kind = cell.kind if at in self.words else f"n {cell.kind}".strip()
+            cells.append(Cell(cell.text, kind, cell.title, cell.bar))
+        return cells
 
 
-def side_by_side(cards: Sequence[str], small: bool = False) -> str:
-    """Cards in as many columns as there is room for."""
-    return f'<div class="cards{" small" if small else ""}">{"".join(cards)}</div>'
+@dataclass(frozen=True)
+class Card:
+    """A box: a chart (SVG, escaped already) under its legend, or a table; then small print."""
+
+    title: str
+    chart: str = ""
+    legend: Sequence[Item] = ()
+    table: Table | None = None
+    note: str = ""
 
 
-def nothing(text: str) -> str:
-    """Says why a section is empty."""
-    return f'<p class="none">{escape(text)}</p>'
+@dataclass(frozen=True)
+class Group:
+    """Cards in as many columns as there is room for, or below each other without a ``layout``."""
+
+    cards: Sequence[Card]
+    layout: str = "cards"
 
 
-def legend(lines: Sequence[Series], digits: int = 3) -> str:
+@dataclass(frozen=True)
+class Section:
+    """A chapter of a page; ``none`` is said where there are no groups."""
+
+    title: str
+    lead: str
+    groups: Sequence[Group]
+    none: str = ""
+    note: str = ""
+
+
+def legend(lines: Sequence[Series], digits: int = 3) -> list[Item]:
     """Names with their colour and newest value."""
-    items = []
-    for line in lines:
-        dash = " dash" if line.dashed else ""
-        newest = number(_last(line.points), digits)
-        items.append(
-            f'<li><span class="swatch{dash}'
-            f' bg-{line.colour}"></span>{escape(line.label)}<b>{newest}</b></li>'
+    return [
+        Item(
+            line.label,
+            f"{' dash' if line.dashed else ''} bg-{line.colour}",
+            number(_last(line.points), digits),
         )
-    return f'<ul class="legend">{"".join(items)}</ul>'
+        for line in lines
+    ]
 
 
-def blocks(parts: Sequence[tuple[str, int, str]]) -> str:
-    """A legend's items for areas: (what, colour 1 to 8, a value or nothing)."""
-    return "".join(
-        '<li><span class="swatch block'
-        f' bg-{colour}"></span>{escape(what)}{f"<b>{escape(value)}</b>" if value else ""}</li>'
-        for what, colour, value in parts
-    )
+def blocks(parts: Sequence[tuple[str, int, str]]) -> list[Item]:
+    """A legend for areas: (what, colour 1 to 8, a value or nothing)."""
+    return [Item(what, f" block bg-{colour}", value) for what, colour, value in parts]
 
 
-def table(
-    heads: Sequence[str],
-    rows: Sequence[Sequence[str | Cell]],
-    words: Container[int] = (0,),
-    kind: str = "",
-) -> str:
-    """A table that scrolls sideways where it must. The columns ``words`` hold words, the others
-    numbers.
-    """
-    numbers = [at not in words for at in range(len(heads))]
-    top = "".join(
-        f"<th{_attributes('n' if n else '')}>{escape(head)}</th>"
-        for head, n in zip(heads, numbers, strict=True)
-    )
-    body = "".join(
-        f"<tr>{''.join(_cell(cell, n) for cell, n in zip(row, numbers, strict=True))}</tr>"
-        for row in rows
-    )
-    return (
-        "<div"
-        f' class="scroll"><table{_attributes(kind)}><thead><tr>{top}</tr></thead><tbody>{body}</tbody></table></div>'
-    )
-
-
-def _cell(cell: str | Cell, is_number: bool) -> str:
-    cell = Cell(cell) if isinstance(cell, str) else cell
-    kinds = " ".join(part for part in ("n" if is_number else "", cell.kind) if part)
-    return f"<td{_attributes(kinds, cell.title)}>{cell.front}{escape(cell.text)}</td>"
-
-
-def _attributes(kind: str, title: str = "") -> str:
-    said = f' class="{kind}"' if kind else ""
-    return said + (f' title="{escape(title, quote=True)}"' if title else "")
+def render(template: str, **data: object) -> str:
+    """A page as text."""
+    return TEMPLATES.get_template(template).render(data, light=LIGHT, dark=DARK)
 
 
 def _last(found: Sequence[Point]) -> float | None:
     return next((y for _, y in reversed(found) if math.isfinite(y)), None)
+
+
+TEMPLATES = Environment(
+    loader=PackageLoader("analysis"),
+    autoescape=True,
+    undefined=StrictUndefined,  # a misspelt name is an error, not a gap in a page
+    trim_blocks=True,
+    lstrip_blocks=True,
+)
+TEMPLATES.filters["number"] = number

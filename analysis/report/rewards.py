@@ -1,6 +1,4 @@
-"""The report's section on rewards: training and held-out prompts, what is trained on beside what
-only judges, every scorer's own score.
-"""
+"""The report's chapter on rewards: what is trained on beside held-out scorers and prompts."""
 
 from __future__ import annotations
 
@@ -14,8 +12,8 @@ from pydantic import ValidationError
 
 from analysis.compare.statistics import Mean, mean_of
 from analysis.report.charts import Series, line_chart, number, scatter
-from analysis.report.data import Grid, RunData, finite, points, values
-from analysis.report.parts import Cell, blocks, card, legend, nothing, side_by_side, table
+from analysis.report.data import Grid, RunData, finite, points, step_of, values
+from analysis.report.parts import Card, Cell, Group, Section, Table, blocks, legend
 from configs.rewards import Rewards
 
 EVAL, UNSCORED, SPEED = "reward/eval/", "eval/unscored/", "rewards/images_per_s/"
@@ -26,10 +24,7 @@ Direction = Literal["rose", "fell", "did not clearly move"]
 
 @dataclass(frozen=True)
 class Score:
-    """A scorer as the evaluations saw it. ``change`` is after minus before, its error clustered by
-    prompt where pictures' scores are there, else NaN; ``in_deviations`` the same by evaluation, in
-    standard deviations between the base's pictures.
-    """
+    """A scorer over the evaluations; ``change`` has an error clustered by prompt."""
 
     label: str
     role: str
@@ -45,42 +40,30 @@ class Score:
         return direction(self.change)
 
 
-def section(run: RunData) -> str:
+def section(run: RunData) -> Section:
     """Training and held-out rewards over the iterations, and every scorer before and after."""
-    scores = scores_of(run)
-    cards = _curves(run)
-    if prompts := _prompts_card(run):
-        cards.append(prompts)
-    parts = [side_by_side(cards)] if cards else []
+    scores, prompts = scores_of(run), _prompts_card(run)
+    groups = []
+    if cards := [card for card in (_curves(run), prompts) if card]:
+        groups.append(Group(cards))
     if run.after and (len(scores) > 1 or (scores and not prompts)):
-        parts.append(
-            card(
-                "Every scorer, on held-out prompts",
-                _table(run, scores),
-                " ".join(verdicts(run, scores)),
-            )
-        )
+        said = " ".join(verdicts(run, scores))
+        table = Card("Every scorer, on held-out prompts", table=_table(run, scores), note=said)
+        groups.append(Group([table], layout=""))
     if len(scores) > 1:
         moved = [score for score in scores if len(score.in_deviations) > 1]
-        parts.append(
-            side_by_side(
-                [
-                    *([_together(moved)] if moved else []),
-                    *(_own_card(run, score) for score in scores),
-                ]
-            )
-        )
-    return (
-        '<div class="gap"></div>'.join(parts)
-        if parts
-        else nothing("No rewards have been recorded yet.")
+        own = [_own_card(run, score) for score in scores]
+        groups.append(Group([_together(moved), *own] if moved else own))
+    return Section(
+        "Reward",
+        "What training optimises, on the prompts it sees and on prompts it never sees.",
+        groups,
+        "No rewards have been recorded yet.",
     )
 
 
 def scores_of(run: RunData) -> list[Score]:
-    """Every scorer of the evaluations: those that are trained on first, as configured, then the
-    held-out ones.
-    """
+    """Every scorer of the evaluations: those that are trained on first, then the held-out ones."""
     roles = _roles(run)
     found = dict.fromkeys(
         key.removeprefix(EVAL) for row in run.evaluations for key in row if key.startswith(EVAL)
@@ -93,9 +76,7 @@ def scores_of(run: RunData) -> list[Score]:
 
 
 def paired(before: Grid, after: Grid) -> Mean:
-    """Mean change of the pictures [prompt][noise] that have both scores, and its standard error
-    over prompts.
-    """
+    """Mean change of the images [prompt][noise] that have both scores, its error over prompts."""
     changes = []
     for old, new in zip(before, after, strict=False):
         if both := [y - x for x, y in zip(old, new, strict=False) if math.isfinite(x + y)]:
@@ -111,9 +92,7 @@ def direction(change: Mean) -> Direction:
 
 
 def verdicts(run: RunData, scores: Sequence[Score]) -> list[str]:
-    """Sentences: does a held-out scorer confirm the rise of the reward, and did one scorer pay for
-    another's rise?
-    """
+    """Does a held-out scorer confirm the rise of the reward? Did one pay for another's rise?"""
     before, after = run.before, run.after
     if before is None or after is None:
         return []
@@ -140,20 +119,18 @@ def verdicts(run: RunData, scores: Sequence[Score]) -> list[str]:
     return said
 
 
-def _meaning(reward: Direction, judge: Score) -> str:
+def _meaning(reward: Direction, held_out: Score) -> str:
     if reward != "rose":
         return ""
     return {
         "rose": ": it agrees",
         "fell": ": that is what reward hacking looks like",
         "did not clearly move": ": it does not confirm the rise",
-    }[judge.direction]
+    }[held_out.direction]
 
 
 def _roles(run: RunData) -> dict[str, tuple[str, bool]]:
-    """By label: what the scorer is for, and whether it is held out. Empty where the configuration
-    cannot be read.
-    """
+    """By label: what the scorer is for, and whether it is held out; {} if it cannot be read."""
     try:
         rewards = Rewards.model_validate(run.setting("rewards"))
     except ValidationError:
@@ -171,7 +148,7 @@ def _score(run: RunData, label: str, role: str, held_out: bool) -> Score:
         finite(row.get(EVAL + label)) if row else None for row in (run.before, run.after)
     )
     grids = {step: found for step in run.scores if (found := run.scores[step].get(label))}
-    steps = [int(row["iteration"]) for row in run.evaluations]
+    steps = [step_of(row) for row in run.evaluations]
     base = grids.get(steps[0], [])
     newest = grids.get(steps[-1], []) if len(steps) > 1 else []
     change = paired(base, newest)
@@ -194,12 +171,10 @@ def _score(run: RunData, label: str, role: str, held_out: bool) -> Score:
 # ---- cards
 
 
-def _curves(run: RunData) -> list[str]:
-    """Training and held-out reward in one chart; empty when nothing was scored."""
-    train, held_out = (
-        points(run.iterations, "reward/train_mean"),
-        points(run.evaluations, "reward/eval_mean"),
-    )
+def _curves(run: RunData) -> Card | None:
+    """Training and held-out reward in one chart; None when nothing was scored."""
+    train = points(run.iterations, "reward/train_mean")
+    held_out = points(run.evaluations, "reward/eval_mean")
     lines = [Series("samples trained on", train, 1)] if train else []
     note = ""
     if held_out:
@@ -207,45 +182,36 @@ def _curves(run: RunData) -> list[str]:
         lines.append(Series("held-out prompts", held_out, 5, errors))
         note = "Bars are one standard error, clustered by prompt. "
     if not lines:
-        return []
+        return None
     if run.setting("selection.rule") == "best_worst" and points(run.iterations, "explore/contrast"):
         note += (
             "Samples trained on are half best, half worst: their mean is not that of all pictures."
         )
-    return [card("Reward", legend(lines) + line_chart(lines, label="Reward by iteration"), note)]
+    return Card("Reward", line_chart(lines, label="Reward by iteration"), legend(lines), note=note)
 
 
-def _prompts_card(run: RunData) -> str:
-    """Every held-out prompt as a point, before against after; empty when the evaluations' rewards
-    are not there.
-    """
+def _prompts_card(run: RunData) -> Card | None:
+    """Every held-out prompt as a point, before against after; None without their rewards."""
     before, after = run.prompt_means(run.before), run.prompt_means(run.after)
-    pairs = [(x, y) for x, y in zip(before, after, strict=False) if math.isfinite(x + y)]
-    if not pairs:
-        return ""
-    names = [
-        run.pictures.prompts.get(index, f"held-out prompt {index}") for index in range(len(before))
-    ]
     shown = list(zip(before, after, strict=False))
+    pairs = [(x, y) for x, y in shown if math.isfinite(x + y)]
+    if not pairs:
+        return None
+    names = [
+        run.pictures.prompts.get(index, f"held-out prompt {index}") for index in range(len(shown))
+    ]
     up, down = sum(y > x for x, y in pairs), sum(y < x for x, y in pairs)
     parts = [("better", 2, f"{up:,}"), ("worse", 5, f"{down:,}")]
     if up + down < len(pairs):
         parts.append(("equal", 8, f"{len(pairs) - up - down:,}"))
-    chart = scatter(
-        shown,
-        label="Held-out prompts before and after",
-        x_label="before →",
-        y_label="after",
-        names=names[: len(shown)],
-    )
+    label = "Held-out prompts before and after"
+    chart = scatter(shown, label=label, x_label="before →", y_label="after", names=names)
     note = "A point is a prompt's mean reward over the same noises; above the line it got better."
-    return card("Every held-out prompt", f'<ul class="legend">{blocks(parts)}</ul>{chart}', note)
+    return Card("Every held-out prompt", chart, blocks(parts), note=note)
 
 
-def _table(run: RunData, scores: Sequence[Score]) -> str:
-    """Before and after by scorer, the weighted sum first; what had no score, and speeds, where
-    there are any.
-    """
+def _table(run: RunData, scores: Sequence[Score]) -> Table:
+    """Before and after by scorer, the weighted sum first; speeds, and what had no score."""
     before, after = run.before, run.after
     assert before is not None and after is not None
     start, end = finite(before.get("reward/eval_mean")), finite(after.get("reward/eval_mean"))
@@ -276,7 +242,7 @@ def _table(run: RunData, scores: Sequence[Score]) -> str:
             [*row, number(statistics.median(each)) if each else ""]
             for row, each in zip(rows, speeds, strict=True)
         ]
-    return table(heads, rows, words=(0, 1))
+    return Table(heads, rows, words=(0, 1))
 
 
 def _cells(start: float | None, end: float | None, change: Mean) -> list[str | Cell]:
@@ -290,7 +256,7 @@ def _cells(start: float | None, end: float | None, change: Mean) -> list[str | C
     return [number(start, 4), number(end, 4), Cell(said, tone)]
 
 
-def _together(scores: Sequence[Score]) -> str:
+def _together(scores: Sequence[Score]) -> Card:
     """All scorers on one scale."""
     lines = [
         Series(
@@ -306,19 +272,15 @@ def _together(scores: Sequence[Score]) -> str:
     )
     note = (
         "Change on held-out prompts in standard deviations between the pictures before training, so"
-        " that scores of different scale can be held against each other. Dashed: never trained on."
+        " that scores of different scale can be compared. Dashed: never trained on."
     )
-    return card("What rose, and at whose cost", legend(lines) + chart, note)
+    return Card("What rose, and at whose cost", chart, legend(lines), note=note)
 
 
-def _own_card(run: RunData, score: Score) -> str:
-    lines = [
-        Series(f"{score.label}, held-out prompts", points(run.evaluations, EVAL + score.label), 5)
-    ]
+def _own_card(run: RunData, score: Score) -> Card:
+    found = points(run.evaluations, EVAL + score.label)
+    lines = [Series(f"{score.label}, held-out prompts", found, 5)]
     if train := points(run.iterations, f"reward/{score.label}"):
         lines.insert(0, Series(f"{score.label}, all pictures of an iteration", train, 1))
-    return card(
-        f"Scorer {score.label}",
-        legend(lines) + line_chart(lines, label=f"{score.label} by iteration"),
-        score.role,
-    )
+    chart = line_chart(lines, label=f"{score.label} by iteration")
+    return Card(f"Scorer {score.label}", chart, legend(lines), note=score.role)

@@ -1,9 +1,7 @@
-"""The timeline as a picture: a lane per actor with what it had in hand, versions as lines, faults
-and scaling as marks.
+"""The timeline as a chart: a lane per actor with its tasks, versions as lines, faults as marks.
 
-Lanes are HTML, so that names stay readable on a phone; what an actor did is an SVG of its lane,
-stretched to the width there is. All times are seconds of running time: a pause before a resume
-takes none.
+Here is where everything lies; ``templates/timeline.html`` draws it. All times are seconds of
+running time: a pause before a resume takes none.
 """
 
 from __future__ import annotations
@@ -11,9 +9,9 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from html import escape
 
 from analysis.report.charts import thin
+from analysis.report.parts import Item, blocks
 from records.progress import duration
 from records.timeline import Span, Work
 
@@ -44,10 +42,8 @@ class Bar:
 
 
 @dataclass(frozen=True)
-class Timeline:
-    """What is drawn: lanes by actor, the run's own marks, (when, version) of every publication, and
-    spans in running time.
-    """
+class Chart:
+    """What is drawn: lanes by actor, the run's marks, (when, version) published, spans."""
 
     lanes: Mapping[str, Lane]
     marks: Sequence[Mark]
@@ -56,12 +52,69 @@ class Timeline:
     end: float
 
 
+@dataclass(frozen=True)
+class Tick:
+    """A text on a scale; ``left`` in per cent of the width."""
+
+    left: str
+    text: str
+    last: bool = False  # so near the end that it stands before its place
+
+
+@dataclass(frozen=True)
+class Dot:
+    """A mark in a lane."""
+
+    left: str
+    tone: str
+    text: str
+
+
+@dataclass(frozen=True)
+class Box:
+    """A bar in a lane's SVG, in its units."""
+
+    kind: str
+    left: str
+    width: str
+    text: str
+
+
+@dataclass(frozen=True)
+class Track:
+    """A lane: lives as (left, width) in per cent."""
+
+    name: str
+    lives: Sequence[tuple[str, str]] = ()
+    bars: Sequence[Box] = ()
+    marks: Sequence[Dot] = ()
+
+
+@dataclass(frozen=True)
+class Window:
+    """A stretch of time; ``path`` is an upright line in every lane per version."""
+
+    title: str
+    versions: Sequence[Tick]
+    path: str
+    rows: Sequence[Track]
+    ruler: Sequence[Tick]
+    quiet: bool  # lives are pale, because bars lie on them
+    hidden: int = 0
+
+
+@dataclass(frozen=True)
+class Drawing:
+    """The whole run, and the last iteration by itself where the run has more than one."""
+
+    legend: Sequence[Item]
+    windows: Sequence[Window]
+
+
 def in_running_time(
     spans: Sequence[Span], moments: Sequence[float], times: Sequence[float]
 ) -> list[Span]:
-    """Spans moved from the wall clock to running time, by events at ``moments`` (rising) of the
-    wall clock and ``times`` of the run.
-    """
+    """Spans in running time, by events at ``moments`` of the clock and ``times`` of the run."""
     if not moments:
         return []
 
@@ -73,19 +126,15 @@ def in_running_time(
     return [span for span in moved if span.ended >= span.started]
 
 
-def picture(timeline: Timeline) -> str:
-    """The whole run, and the last iteration by itself where the run has more than one."""
-    spans = timeline.spans
-    whole = _lanes(timeline, 0.0, max([timeline.end, *(span.ended for span in spans)]) or 1.0)
-    legend = _legend(timeline)
-    if (window := last_iteration(spans)) is None:
-        return legend + whole
-    start, stop = window
-    title = f"The last iteration: {duration(stop - start)}, after {duration(start)}"
-    return (
-        f"{legend}{whole}<h3"
-        f" style='margin-top:18px'>{escape(title)}</h3>{_lanes(timeline, start, stop)}"
-    )
+def drawing(chart: Chart) -> Drawing:
+    """Where everything lies."""
+    end = max([chart.end, *(span.ended for span in chart.spans)]) or 1.0
+    windows = [_window(chart, "", 0.0, end)]
+    if found := last_iteration(chart.spans):
+        start, stop = found
+        title = f"The last iteration: {duration(stop - start)}, after {duration(start)}"
+        windows.append(_window(chart, title, start, stop))
+    return Drawing(_legend(chart), windows)
 
 
 def last_iteration(spans: Sequence[Span]) -> tuple[float, float] | None:
@@ -99,9 +148,7 @@ def last_iteration(spans: Sequence[Span]) -> tuple[float, float] | None:
 
 
 def bars_of(spans: Sequence[Span], gap: float) -> list[Bar]:
-    """Spans of one lane by their start, neighbours of one kind and outcome joined when less than
-    ``gap`` seconds lie between.
-    """
+    """Spans of a lane by their start; alike neighbours within ``gap`` seconds are joined."""
     bars: list[Bar] = []
     for span in spans:
         last = bars[-1] if bars else None
@@ -119,86 +166,59 @@ def bars_of(spans: Sequence[Span], gap: float) -> list[Bar]:
 # ---- lanes
 
 
-def _lanes(timeline: Timeline, start: float, stop: float) -> str:
+def _window(chart: Chart, title: str, start: float, stop: float) -> Window:
     lanes = {
         name: lane
-        for name, lane in timeline.lanes.items()
+        for name, lane in chart.lanes.items()
         if any(a < stop and b > start for a, b in lane.lives)
     }
     by_actor: dict[str, list[Span]] = {}
-    for span in timeline.spans:
+    for span in chart.spans:
         if span.ended > start and span.started < stop:
             by_actor.setdefault(span.who, []).append(span)
-    hidden = ""
+    shown = lanes
     if len(lanes) > MOST_LANES:
         eventful = {name: lane for name, lane in lanes.items() if lane.marks}
         shown = dict(list((eventful or lanes).items())[:MOST_LANES])
-        hidden = f'<p class="note">{len(lanes) - len(shown)} more actors are not drawn.</p>'
-        lanes = shown
-    place = _placer(start, stop)
-    gap = (stop - start) * max(1 / 700, len(lanes) / MOST_BARS)
-    published = [(when, version) for when, version in timeline.versions if start <= when <= stop]
-    lines = _lines(published, place)
-    rows = []
-    if published:
+
+    def place(moment: float) -> float:
+        """Share of the width, 0 to 100."""
+        return 100 * min(1.0, max(0.0, (moment - start) / ((stop - start) or 1.0)))
+
+    def dots(marks: Sequence[Mark]) -> list[Dot]:
+        return [
+            Dot(f"{place(when):.2f}", tone, f"{duration(when)}: {text}")
+            for when, tone, text in marks
+            if start <= when <= stop
+        ]
+
+    gap = (stop - start) * max(1 / 700, len(shown) / MOST_BARS)
+    published = [(when, version) for when, version in chart.versions if start <= when <= stop]
+    rows = [Track("run", marks=marks)] if (marks := dots(chart.marks)) else []
+    for name, lane in shown.items():
+        lives = [(place(a), place(b)) for a, b in lane.lives if a < stop and b > start]
         rows.append(
-            '<span class="who">policy</span><div class="track'
-            f' ticks">{_version_names(published, place)}</div>'
+            Track(
+                name,
+                [(f"{left:.2f}", f"{right - left:.2f}") for left, right in lives],
+                [_box(bar, place) for bar in bars_of(by_actor.get(name, []), gap)],
+                dots(lane.marks[:MOST_MARKS]),
+            )
         )
-    marks = "".join(_mark(mark, place) for mark in timeline.marks if start <= mark[0] <= stop)
-    if marks:
-        rows.append(
-            '<span class="who">run</span><div'
-            f' class="track">{_drawing([], lines, place)}{marks}</div>'
-        )
-    for name, lane in lanes.items():
-        drawing = _drawing(bars_of(by_actor.get(name, []), gap), lines, place)
-        lives = "".join(
-            _life(max(a, start), min(b, stop), place, bool(timeline.spans))
-            for a, b in lane.lives
-            if a < stop and b > start
-        )
-        marks = "".join(
-            _mark(mark, place) for mark in lane.marks[:MOST_MARKS] if start <= mark[0] <= stop
-        )
-        rows.append(
-            f'<span class="who">{escape(name)}</span><div'
-            f' class="track">{lives}{drawing}{marks}</div>'
-        )
-    return f'<div class="lanes timeline">{"".join(rows)}{_ruler(stop - start)}</div>{hidden}'
+    few = thin([(when, 0.0) for when, _ in published], MOST_LINES)
+    path = "".join(f"M{place(when) * WIDTH / 100:.1f} 0V{HEIGHT:g}" for when, _ in few)
+    quarter = (stop - start) / 4
+    ruler = [
+        Tick(str(25 * part), duration(quarter * part) if part else "0") for part in range(0, 5, 2)
+    ]
+    quiet, hidden = bool(chart.spans), len(lanes) - len(shown)
+    return Window(title, _version_names(published, place), path, rows, ruler, quiet, hidden)
 
 
-def _placer(start: float, stop: float) -> Callable[[float], float]:
-    """Share of the width, 0 to 100, at which a moment lies."""
-    return lambda moment: 100 * min(1.0, max(0.0, (moment - start) / ((stop - start) or 1.0)))
-
-
-def _life(start: float, stop: float, place: Callable[[float], float], quiet: bool) -> str:
-    kind = "life quiet" if quiet else "life"
-    return (
-        f'<span class="{kind}"'
-        f' style="left:{place(start):.2f}%;width:{place(stop) - place(start):.2f}%"></span>'
-    )
-
-
-def _drawing(bars: Sequence[Bar], lines: str, place: Callable[[float], float]) -> str:
-    if not bars and not lines:
-        return ""
-    body = "".join(_bar(bar, place) for bar in bars)
-    path = f'<path class="version" d="{lines}"/>' if lines else ""
-    return (
-        f'<svg class="work" viewBox="0 0 {WIDTH:g} {HEIGHT:g}"'
-        f' preserveAspectRatio="none">{path}{body}</svg>'
-    )
-
-
-def _bar(bar: Bar, place: Callable[[float], float]) -> str:
+def _box(bar: Bar, place: Callable[[float], float]) -> Box:
     left, right = (place(moment) * WIDTH / 100 for moment in (bar.start, bar.stop))
     kind = "lost" if bar.span.outcome in ("lost", "failed") else f"fill-{bar.span.shown.colour}"
-    return (
-        f'<rect class="{kind}" x="{left:.1f}" y="0" width="{max(right - left, 0.8):.1f}"'
-        f' height="{HEIGHT:g}"><title>{escape(_what(bar))}</title></rect>'
-    )
+    return Box(kind, f"{left:.1f}", f"{max(right - left, 0.8):.1f}", _what(bar))
 
 
 def _what(bar: Bar) -> str:
@@ -213,68 +233,40 @@ def _what(bar: Bar) -> str:
     return f"{span.work} {which}{version}{again}: {when}{ending}"
 
 
-def _lines(published: Sequence[tuple[float, int]], place: Callable[[float], float]) -> str:
-    """A path of upright lines, one per version."""
-    few = thin([(when, 0.0) for when, _ in published], MOST_LINES)
-    return "".join(f"M{place(when) * WIDTH / 100:.1f} 0V{HEIGHT:g}" for when, _ in few)
-
-
-def _version_names(published: Sequence[tuple[float, int]], place: Callable[[float], float]) -> str:
-    """Every version as a tick, and its number where there is room."""
-    parts, free = [], -1.0
+def _version_names(
+    published: Sequence[tuple[float, int]], place: Callable[[float], float]
+) -> list[Tick]:
+    """The versions, as far as there is room for their numbers."""
+    ticks, free = [], -1.0
     for when, version in published:
         left = place(when)
         if left >= free:
-            parts.append(
-                f'<span class="{"last" if left > 96 else ""}"'
-                f' style="left:{left:.2f}%">v{version}</span>'
-            )
+            ticks.append(Tick(f"{left:.2f}", f"v{version}", left > 96))
             free = left + 6
-    return "".join(parts)
+    return ticks
 
 
-def _mark(mark: Mark, place: Callable[[float], float]) -> str:
-    when, tone, text = mark
-    title = escape(f"{duration(when)}: {text}", quote=True)
-    return f'<span class="mark {tone}" style="left:{place(when):.2f}%" title="{title}"></span>'
-
-
-def _ruler(seconds: float) -> str:
-    ticks = "".join(
-        f'<span style="left:{25 * part}%">{duration(seconds * part / 4) if part else "0"}</span>'
-        for part in range(0, 5, 2)
-    )
-    return f'<span class="who hide-small"></span><div class="track ruler">{ticks}</div>'
-
-
-def _legend(timeline: Timeline) -> str:
+def _legend(chart: Chart) -> list[Item]:
     """What is there to be seen, and for how long actors had each kind of work in hand."""
     seconds: dict[Work, float] = {}
-    for span in timeline.spans:
+    for span in chart.spans:
         seconds[span.shown] = seconds.get(span.shown, 0.0) + span.ended - span.started
-    items = [
-        '<li><span class="swatch block'
-        f' bg-{work.colour}"></span>{escape(work.label)}<b>{duration(total)}</b></li>'
-        for work, total in sorted(seconds.items(), key=lambda item: item[0].colour)
-    ]
-    quiet = ' style="background:var(--rule)"' if timeline.spans else ' style="opacity:.5"'
-    items.append(
-        f'<li><span class="swatch block{"" if timeline.spans else " bg-1"}"{quiet}></span>in'
-        " service</li>"
-    )
-    if timeline.versions:
-        items.append('<li><span class="swatch tall"></span>policy published</li>')
-    used = {tone for lane in timeline.lanes.values() for _, tone, _ in lane.marks}
+    works = sorted(seconds.items(), key=lambda item: item[0].colour)
+    items = blocks([(work.label, work.colour, duration(total)) for work, total in works])
+    if chart.spans:
+        items.append(Item("in service", " block", style="background:var(--rule)"))
+    else:
+        items.append(Item("in service", " block bg-1", style="opacity:.5"))
+    if chart.versions:
+        items.append(Item("policy published", " tall"))
+    used = {tone for lane in chart.lanes.values() for _, tone, _ in lane.marks}
     for tone, label in (
         ("bad", "died"),
         ("good", "replaced or added"),
         ("warn", "unit of work given out again"),
     ):
         if tone in used:
-            items.append(
-                '<li><span class="swatch block"'
-                f' style="background:var(--{tone})"></span>{label}</li>'
-            )
-    if any(span.outcome in ("lost", "failed") for span in timeline.spans):
-        items.append('<li><span class="swatch block lost"></span>work lost</li>')
-    return f'<ul class="legend">{"".join(items)}</ul>'
+            items.append(Item(label, " block", style=f"background:var(--{tone})"))
+    if any(span.outcome in ("lost", "failed") for span in chart.spans):
+        items.append(Item("work lost", " block lost"))
+    return items

@@ -4,26 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from analysis.report.timeline import Lane, Timeline
+from analysis.report.timeline import Chart, Lane
 from records.progress import duration
 from records.timeline import OTHER, WORKS, Span
 
 IDLE, GONE, LOST = "·", " ", "X"
 
 
-def lines_of(timeline: Timeline, width: int = 100) -> list[str]:
-    """Versions, a line per actor, the scale, and what the letters mean; ``width`` characters of
-    time.
-    """
-    end = timeline.end or 1.0
-    names = max([len("policy"), *(len(name) for name in timeline.lanes)])
+def lines_of(chart: Chart, width: int = 100) -> list[str]:
+    """Versions, a line per actor, the scale, a legend; ``width`` characters of time."""
+    end = chart.end or 1.0
+    names = max([len("policy"), *(len(name) for name in chart.lanes)])
     by_actor: dict[str, list[Span]] = {}
-    for span in timeline.spans:
+    for span in chart.spans:
         by_actor.setdefault(span.who, []).append(span)
-    lines = [f"{'policy':<{names}} {_versions(timeline.versions, end, width)}"]
+    lines = [f"{'policy':<{names}} {_versions(chart.versions, end, width)}"]
     lines += [
         f"{name:<{names}} {strip(by_actor.get(name, []), lane, end, width)}"
-        for name, lane in timeline.lanes.items()
+        for name, lane in chart.lanes.items()
     ]
     half = width // 2
     lines.append(
@@ -32,7 +30,7 @@ def lines_of(timeline: Timeline, width: int = 100) -> list[str]:
         )
         + duration(end)
     )
-    used = {span.shown for span in timeline.spans}
+    used = {span.shown for span in chart.spans}
     said = [
         f"{work.letter} {work.label}"
         for work in dict.fromkeys([*WORKS.values(), OTHER])
@@ -43,9 +41,7 @@ def lines_of(timeline: Timeline, width: int = 100) -> list[str]:
 
 
 def strip(spans: Sequence[Span], lane: Lane, end: float, width: int) -> str:
-    """What one actor did: in each of ``width`` slices of 0 to ``end`` the letter of what it did
-    longest, if that is a third of it.
-    """
+    """What an actor did: per slice of time the letter of what took longest, if a third of it."""
     slice_s = end / width
     done: list[dict[str, float]] = [{} for _ in range(width)]
     for span in spans:

@@ -1,18 +1,19 @@
-"""Held-out prompts at fixed noises: the same pictures' places before and after, so that gains are
-paired.
-"""
+"""Held-out prompts at fixed seeds: gains are paired with the same places before training."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
+from ray import ObjectRef
 from ray.exceptions import ObjectLostError
 
+from actors.messages import Floats, GenerateRequest, Images
+from cluster.driver.iteration import Metrics
 from cluster.driver.scoring import Scored, Scoring
-from cluster.driver.services import Services
-from cluster.runtime.tasks import all_or_none
+from cluster.driver.services import ActorServices
+from cluster.runtime.tasks import run_together
 from configs.prompts import Prompt
 from configs.schema import RunConfig
 from policy.sampling.noise import stream_seed
@@ -21,27 +22,25 @@ from records.errors import InputsLost, RunFailed
 
 @dataclass(frozen=True)
 class Evaluation:
-    """Rewards [P, S] and raw scores per scorer [P, S] (NaN: scoring failed), and pictures of the
-    first prompts.
+    """Rewards and raw scores of P prompts at S seeds (NaN: scoring failed), and some images.
 
     ``values`` has the held-out scorers too; ``rewards`` combine the required ones that are trained
     on, without normalisation.
     """
 
-    rewards: np.ndarray
-    values: dict[str, np.ndarray]
-    pictures: np.ndarray  # uint8 [G, S, 3, H, W], G <= P
-    speeds: dict[str, float] = field(
-        default_factory=dict
-    )  # pictures per second of each scorer, by the metric's name
+    rewards: Floats  # [P, S]
+    values: dict[str, Floats]  # label -> [P, S]
+    images: Images  # of the first prompts: [G, S, 3, H, W], G <= P
+    # images per second of each scorer, by the metric's name
+    speeds: dict[str, float] = field(default_factory=dict[str, float])
 
-    def row(self, before: np.ndarray | None = None) -> dict[str, Any]:
+    def row(self, before: np.ndarray | None = None) -> Metrics:
         """Metrics: means, and with the rewards [P, S] of ``before`` the paired gain.
 
-        Standard errors are clustered by prompt: over the P prompt means, because noises of one
+        Standard errors are clustered by prompt: over the P prompt means, because seeds of one
         prompt are not independent.
         """
-        row: dict[str, Any] = dict(self.speeds)
+        row: Metrics = {**self.speeds}
         for label, values in self.values.items():
             known = values[np.isfinite(values)]
             row[f"reward/eval/{label}"] = float(known.mean()) if len(known) else float("nan")
@@ -56,7 +55,7 @@ class Evaluation:
             row |= {"eval/gain": float(np.nanmean(gain)), "eval/gain_stderr": clustered_error(gain)}
         return row
 
-    def table(self) -> dict[str, Any]:
+    def table(self) -> dict[str, object]:
         """What ``evaluations/step_<i>.json`` keeps: the rewards, and every scorer's raw scores."""
         return {
             "rewards": self.rewards.tolist(),
@@ -73,81 +72,67 @@ def clustered_error(values: np.ndarray) -> float:
 
 
 async def evaluate(
-    config: RunConfig, services: Services, prompts: list[Prompt], weights: str
+    config: RunConfig, services: ActorServices, prompts: list[Prompt], weights: str
 ) -> Evaluation:
     """Score ``prompts`` with the adapter ``weights`` (current, old, ema, base) on the learner.
 
-    Noise n of prompt p comes from the run seed's evaluation stream, disjoint from every training
+    Seed n of prompt p comes from the run seed's evaluation stream, disjoint from every training
     stream.
 
     Raises:
-        RunFailed: more samples failed to be scored than ``rewards.max_failed_share`` allows.
+        RunFailed: more images failed to be scored than ``rewards.max_failed_share`` allows.
     """
     settings = config.evaluate
-    per_block = max(1, settings.batch_size // settings.noises)
+    size = max(1, settings.batch_size // settings.noises)
     blocks = [
-        list(range(first, min(first + per_block, len(prompts))))
-        for first in range(0, len(prompts), per_block)
+        list(range(first, min(first + size, len(prompts))))
+        for first in range(0, len(prompts), size)
     ]
-    _, conditioning = await services.encoder.call(
-        ("encode", "evaluation"),
-        "encode",
-        [[prompts[p].text for p in block] for block in blocks],
-        returns=1 + len(blocks),
+    conditioning = await services.encoder.encode(
+        "evaluation", [[prompts[p].text for p in block] for block in blocks]
     )
     scoring = Scoring(config.rewards, services.reward, evaluation=True)
 
-    async def run(number: int, block: list[int]) -> tuple[Scored, Any]:
-        seeds = tuple(
-            stream_seed(config.seed, "evaluate", p, n)
-            for p in block
-            for n in range(settings.noises)
-        )
-        _, (images, _latents) = await services.learner.call(
-            ("evaluate", weights, number),
-            "generate",
-            conditioning[number],
-            seeds,
-            settings.steps,
-            settings.solver,
-            weights,
-            returns=3,
-            priority=(number,),
-        )
-        owners = [prompts[p] for p in block for _ in range(settings.noises)]
-        return (
-            await scoring.score(("evaluate", weights, number), images, owners, priority=(number,)),
-            images,
-        )
+    async def run(number: int, block: list[int]) -> tuple[Scored, ObjectRef[Images]]:
+        places = [(p, n) for p in block for n in range(settings.noises)]
+        seeds = tuple(stream_seed(config.seed, "evaluate", p, n) for p, n in places)
+        request = GenerateRequest(seeds, settings.steps, settings.solver, weights)
+        key, priority = ("evaluate", weights, number), (number,)
+        images = (
+            await services.learner.generate(key, request, conditioning[number], priority)
+        ).images
+        owners = [prompts[p] for p, _ in places]
+        return await scoring.score(key, images, owners, priority), images
 
-    results = await all_or_none(*(run(number, block) for number, block in enumerate(blocks)))
+    results = await run_together(*(run(number, block) for number, block in enumerate(blocks)))
     scoring.check_share()
     scored = Scored.concatenate([scored for scored, _ in results])
     if not np.isfinite(scored.rewards).any():
         raise RunFailed(
-            "no held-out picture could be scored: see events.jsonl for what the scorers said"
+            "no held-out image could be scored: see events.jsonl for what the scorers said"
         )
     shape = (len(prompts), settings.noises)
     return Evaluation(
         scored.rewards.reshape(shape),
         {label: values.reshape(shape) for label, values in scored.values.items()},
-        await _pictures(config, [images for _, images in results]),
+        await _first_images(config, [images for _, images in results]),
         scoring.speeds(),
     )
 
 
-async def _pictures(config: RunConfig, blocks: list[Any]) -> np.ndarray:
-    """The first ``logging.grid_prompts`` prompts' pictures; the only pixels the driver ever
-    fetches. Raises InputsLost when they went with their node.
+async def _first_images(config: RunConfig, blocks: Sequence[ObjectRef[Images]]) -> Images:
+    """Those of the first ``logging.grid_prompts`` prompts, the only pixels the driver ever fetches.
+
+    Raises InputsLost when they went with their node.
     """
     wanted, noises = config.logging.grid_prompts, config.evaluate.noises
-    found: list[np.ndarray] = []
+    found: list[Images] = []
     for reference in blocks:
         if sum(len(images) for images in found) >= wanted * noises:
             break
         try:
             found.append(await reference)
         except ObjectLostError as error:
-            raise InputsLost(f"held-out pictures: {str(error).splitlines()[0]}") from None
+            raise InputsLost(f"held-out images: {str(error).splitlines()[0]}") from None
     images = np.concatenate(found)[: wanted * noises]
     return images.reshape(-1, noises, *images.shape[1:])

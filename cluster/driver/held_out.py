@@ -6,12 +6,12 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from cluster.driver.evaluation import evaluate
-from cluster.driver.services import Services
+from cluster.driver.iteration import Metrics
+from cluster.driver.services import ActorServices
 from configs.prompts import Prompt
 from configs.schema import RunConfig
 from records.images import save_pictures
@@ -25,8 +25,8 @@ class HeldOut:
         self._config, self._rundir, self._prompts = config, rundir, prompts
 
     def due(self, iteration: int, last: bool = False) -> bool:
-        """Whether the prompts are to be scored after so many iterations, and have not been yet, now
-        or before a resume.
+        """Whether the prompts are to be scored after so many iterations, and have not been yet, in
+        this session or before a resume.
 
         ``last``: training is over, and what it came to is saved; before that the last evaluation is
         not due.
@@ -37,8 +37,8 @@ class HeldOut:
         )
         return (last or between) and not self._done(iteration)
 
-    async def evaluate(self, services: Services, iteration: int, seconds: float) -> dict[str, Any]:
-        """Score the prompts, paired with the evaluation before training; keep scores and pictures,
+    async def evaluate(self, services: ActorServices, iteration: int, seconds: float) -> Metrics:
+        """Score the prompts, paired with the evaluation before training; keep scores and images,
         return the row of metrics.
         """
         weights = self._config.evaluate.weights
@@ -48,13 +48,15 @@ class HeldOut:
             if iteration and self._file(0).exists()
             else None
         )
-        row = {"kind": "evaluation", "iteration": iteration, "seconds": seconds, "weights": weights}
+        row: Metrics = {
+            "kind": "evaluation",
+            "iteration": iteration,
+            "seconds": seconds,
+            "weights": weights,
+        }
         row |= result.row(np.array(before, dtype=float) if before is not None else None)
         save_pictures(
-            self._rundir.images,
-            iteration,
-            [prompt.text for prompt in self._prompts],
-            result.pictures,
+            self._rundir.images, iteration, [prompt.text for prompt in self._prompts], result.images
         )
         self._file(iteration).parent.mkdir(exist_ok=True)
         write_json(self._file(iteration), {"weights": weights, **result.table()})

@@ -5,55 +5,74 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TypeAlias
 
 import numpy as np
+from ray import ObjectRef
 
-from actors.messages import Chosen
+from actors.messages import Chosen, SampleRows, Samples, TrainingGroup
 from cluster.driver.scoring import Scored, Scoring
 from configs.prompts import Prompt
+from learner.audit import agreement
+from policy.types import Conditioning
 from records.errors import RunFailed
 
 Agreement = dict[str, float]
+Metrics: TypeAlias = dict[str, float | str]
+"""A row under the contract's names; what was counted is an int."""
 
 
-@dataclass
-class Pool:
-    """A prompt's explored candidates: seeds [N], scores [N], and where each one's sample is."""
+@dataclass(frozen=True)
+class Candidates:
+    """A prompt's N explored seeds, their scores, and which of them are chosen."""
 
     seeds: tuple[int, ...]
     scored: Scored
-    records: list[Any]  # references, one per chunk
+    samples: list[ObjectRef[Samples]]  # one per chunk
     chunk_size: int
+    chosen: Chosen
+
+    def agreement(self, full: Mapping[int, float]) -> Agreement:
+        """Of proxy rewards with ``full`` ones, by index, where there are both."""
+        proxy = self.scored.rewards[list(full)]
+        wanted = np.array(list(full.values()), np.float32)
+        both = np.isfinite(proxy) & np.isfinite(wanted)
+        return agreement(proxy[both], wanted[both])
+
+    def training_group(self, prompt: int, conditioning: ObjectRef[Conditioning]) -> TrainingGroup:
+        """The explored samples themselves, where they are trained on."""
+        chunks: dict[int, list[int]] = {}
+        for index in self.chosen.train:
+            chunks.setdefault(index // self.chunk_size, []).append(index % self.chunk_size)
+        rows = tuple(SampleRows(self.samples[c], tuple(rows)) for c, rows in chunks.items())
+        rewards = self.scored.rewards[list(self.chosen.train)]
+        return TrainingGroup(prompt, rewards, conditioning, rows)
 
 
 @dataclass
 class Iteration:
     """Begins when its exploration does, which may be before its turn comes.
 
-    What belongs to a prompt is kept by the prompt's position, and summed up in that order, whoever
-    was first.
+    What belongs to a prompt is kept by the prompt's position, and summed up in that order: the
+    order in which prompts got done must not show in any sum.
     """
 
     index: int  # also the policy version that regenerates
     version: int  # of the policy that explores
-    backend: (
-        str | None
-    )  # precision that explores; None where nobody explores, or explorers do not say
+    backend: str | None  # precision that explores; None: nothing is explored, or it is not known
     prompts: list[Prompt]
-    conditioning: list[Any]  # references, one per prompt
+    conditioning: list[ObjectRef[Conditioning]]  # one per prompt
     scoring: Scoring
-    exploring: list[asyncio.Task[None]] = field(default_factory=list)  # one per prompt
+    exploring: Sequence[asyncio.Task[Candidates]] = ()  # one per prompt
     began: float = field(default_factory=time.perf_counter)
     start: float = 0.0  # when it had begun and its turn had come
     explored_at: float = 0.0
-    pools: dict[int, Pool] = field(default_factory=dict)
-    chosen: dict[int, Chosen] = field(default_factory=dict)
-    audits: dict[int, Agreement] = field(default_factory=dict)
-    random_audits: dict[int, Agreement] = field(default_factory=dict)
-    done: Counter[str] = field(default_factory=Counter)  # by stage, as progress counts
+    candidates: dict[int, Candidates] = field(default_factory=dict[int, Candidates])
+    audits: dict[int, Agreement] = field(default_factory=dict[int, Agreement])
+    random_audits: dict[int, Agreement] = field(default_factory=dict[int, Agreement])
+    done: Counter[str] = field(default_factory=Counter[str])  # by stage, as progress counts
     _tell: Callable[[str, int], None] | None = None
 
     @property
@@ -85,67 +104,81 @@ class Iteration:
         if self._tell:
             self._tell(stage, count)
 
+    def explored(self, prompt: int, candidates: Candidates) -> Candidates:
+        """Everything about a prompt's candidates is known."""
+        self.candidates[prompt] = candidates
+        self.advanced("selected", len(candidates.chosen.train))
+        self.explored_at = max(self.explored_at, time.perf_counter())
+        return candidates
+
     # ---- what it tells
 
     @property
-    def selected(self) -> list[dict[str, Any]]:
-        """Per prompt, what was selected: indices into its pool."""
+    def selected(self) -> list[dict[str, object]]:
+        """Per prompt, what was selected: indices into its seeds."""
         return [
             {
                 "prompt": self.prompts[p].text,
-                "train": list(chosen.train),
-                "audit": list(chosen.audit),
+                "train": list(candidates.chosen.train),
+                "audit": list(candidates.chosen.audit),
             }
-            for p, chosen in sorted(self.chosen.items())
+            for p, candidates in sorted(self.candidates.items())
         ]
 
-    def agreement(self) -> dict[str, float]:
+    def agreement(self) -> Agreement:
         """Means over prompts of the ranks' agreement, under their metric names; nothing where
         nothing could be ranked.
         """
         return _mean_of("audit/", self.audits) | _mean_of("audit/random_", self.random_audits)
 
-    def explored(self, keep: int) -> dict[str, Any]:
-        """Metrics of the exploration, from which ``keep`` were selected."""
-        if not self.pools:
+    def metrics(self, keep: int) -> Metrics:
+        """Of scoring, of exploration, from which ``keep`` per prompt were selected, and of the
+        audit.
+        """
+        row: Metrics = {
+            "policy_version": self.index,
+            "staleness": self.staleness,
+            "rewards/failed": self.scoring.dropped,
+        }
+        return row | self.scoring.scorer_means() | self._explored(keep) | self.agreement()
+
+    def _explored(self, keep: int) -> Metrics:
+        if not self.candidates:
             return {}
         half = keep // 2
-        pools = [pool.scored.rewards for _, pool in sorted(self.pools.items())]
-        ranked = [np.sort(rewards[np.isfinite(rewards)]) for rewards in pools]
-        best, worst = (
-            float(np.mean([r.mean() for r in part]))
-            for part in ([r[-half:] for r in ranked], [r[:half] for r in ranked])
-        )
+        rewards = [found.scored.rewards for _, found in sorted(self.candidates.items())]
+        ranked = [np.sort(values[np.isfinite(values)]) for values in rewards]
+        best = float(np.mean([values[-half:].mean() for values in ranked]))
+        worst = float(np.mean([values[:half].mean() for values in ranked]))
         return {
             "explore/version": self.version,
             **({"explore/backend": self.backend} if self.backend else {}),
-            "explore/reward_mean": float(np.mean([r.mean() for r in ranked])),
+            "explore/reward_mean": float(np.mean([values.mean() for values in ranked])),
             "explore/reward_best": best,
             "explore/reward_worst": worst,
             "explore/contrast": best - worst,
-            "rollout/images_per_s": sum(map(len, pools)) / (self.explored_at - self.began),
+            "rollout/images_per_s": sum(map(len, rewards)) / (self.explored_at - self.began),
         }
 
-    def times(self, regenerated_at: float, updated_at: float, finished: float) -> dict[str, float]:
+    def times(self, regenerated_at: float, updated_at: float, finished: float) -> Metrics:
         """Seconds of its parts, which sum up to the iteration, and of exploring before the
         iteration had its turn.
         """
         explored_at = max(self.explored_at, self.start)
+        ahead = max(0.0, min(self.explored_at, self.start) - self.began)
         return {
             "time/explore_s": explored_at - self.start,
-            "time/explore_ahead_s": (
-                max(0.0, min(self.explored_at, self.start) - self.began) if self.staleness else 0.0
-            ),
+            "time/explore_ahead_s": ahead if self.staleness else 0.0,
             "time/regenerate_s": regenerated_at - explored_at,
             "time/update_s": updated_at - regenerated_at,
             "time/iteration_s": finished - self.start,
         }
 
 
-def _mean_of(prefix: str, rows: Mapping[int, Agreement]) -> dict[str, float]:
+def _mean_of(prefix: str, rows: Mapping[int, Agreement]) -> Agreement:
     """Means over prompts, leaving out prompts that had nothing to rank."""
-    found: dict[str, float] = {}
-    for key in next(iter(rows.values()), {}):
+    found: Agreement = {}
+    for key in next(iter(rows.values()), Agreement()):
         values = [row[key] for _, row in sorted(rows.items()) if np.isfinite(row[key])]
         if values:
             found[prefix + key] = float(np.mean(values))

@@ -1,4 +1,4 @@
-"""What is done with a run after training: evaluate its checkpoints side by side, export its LoRA."""
+"""What is done with a run after training: evaluate its checkpoints, export its LoRA."""
 
 from __future__ import annotations
 
@@ -7,23 +7,22 @@ import itertools
 import json
 import re
 from pathlib import Path
-from typing import Any
 
 import ray
 
+from cluster.driver.connect import join_or_start_ray
 from cluster.driver.evaluation import Evaluation, evaluate
-from cluster.driver.services import Services, join_or_start_ray
+from cluster.driver.iteration import Metrics
+from cluster.driver.services import ActorServices
 from configs.load import ConfigError
 from configs.prompts import Prompt, prompt_file, read_prompts
 from configs.schema import RunConfig
 from learner import checkpoint
 from planning.preflight import check_model, check_scorers
-from policy.lora import save_diffusers_lora
+from policy.lora import ADAPTERS, ENDING, adapter_file, save_diffusers_lora
 from records.errors import RunFailed
 from records.images import save_pictures
 from records.rundir import RunDirectory, write_json
-
-ADAPTER_FILES = {"current": "adapter", "old": "old", "ema": "ema"}
 
 
 def find_checkpoint(rundir: RunDirectory, step: int | None) -> Path:
@@ -63,7 +62,7 @@ def export_run(
         files, _ = checkpoint.read(find_checkpoint(rundir, step))
     except checkpoint.CheckpointError as error:
         raise RunFailed(str(error)) from None
-    state = files.get(ADAPTER_FILES[weights])
+    state = files.get(adapter_file(weights))
     if state is None:
         raise ConfigError(
             [
@@ -83,10 +82,10 @@ def export_run(
 def evaluate_run(
     rundir: RunDirectory, config: RunConfig, step: int | None, given: str | None
 ) -> list[str]:
-    """Scores of base, trained, old and EMA weights on the same prompts and noises, as the lines of
+    """Scores of base, trained, old and EMA weights on the same prompts and seeds, as the lines of
     a table.
 
-    Also written to ``evaluations/compare_<step>.json`` in the run directory, with pictures beside;
+    Also written to ``evaluations/compare_<step>.json`` in the run directory, with images beside;
     ``compare_<step>-<file>.json`` for a ``given`` prompt file, which is used whole.
     """
     path = find_checkpoint(rundir, step)
@@ -101,7 +100,7 @@ def evaluate_run(
     try:
         results = asyncio.run(_evaluate_all(rundir, config, path, prompts))
     finally:
-        ray.shutdown()
+        ray.shutdown()  # pyright: ignore[reportUnknownMemberType]
     base = results["base"].rewards
     rows = {name: result.row(None if name == "base" else base) for name, result in results.items()}
     target = _target(rundir.path / "evaluations", path.name, given)
@@ -111,7 +110,7 @@ def evaluate_run(
             target.with_suffix("") / name,
             checkpoint_step(path),
             [prompt.text for prompt in prompts],
-            result.pictures,
+            result.images,
         )
     file = str(prompt_file(given or config.prompts.test).absolute())
     write_json(
@@ -149,14 +148,12 @@ def _target(folder: Path, checkpoint_name: str, given: str | None) -> Path:
 async def _evaluate_all(
     rundir: RunDirectory, config: RunConfig, path: Path, prompts: list[Prompt]
 ) -> dict[str, Evaluation]:
-    services = Services(config, rundir, rundir.event)
-    services.only(services.encoder, services.reward, services.learner)
+    services = ActorServices(config, rundir, rundir.event)
+    services.only("encoder", "reward", "learner")
     await services.start()
     try:
-        await services.learner.call(("load", path.name), "load", str(path))
-        present = [
-            name for name, file in ADAPTER_FILES.items() if (path / f"{file}.safetensors").exists()
-        ]
+        await services.learner.load(path.name, str(path))
+        present = [name for name in ADAPTERS if (path / f"{adapter_file(name)}{ENDING}").exists()]
         return {
             name: await evaluate(config, services, prompts, name) for name in ("base", *present)
         }
@@ -164,7 +161,7 @@ async def _evaluate_all(
         await services.stop()
 
 
-def _table(rows: dict[str, dict[str, Any]], title: str) -> list[str]:
+def _table(rows: dict[str, Metrics], title: str) -> list[str]:
     scorers = sorted(key for key in rows["base"] if key.startswith("reward/eval/"))
     heads = [
         "weights",
@@ -174,7 +171,7 @@ def _table(rows: dict[str, dict[str, Any]], title: str) -> list[str]:
         "std err",
         *(key.removeprefix("reward/eval/") for key in scorers),
     ]
-    body = []
+    body: list[list[str]] = []
     for name, row in rows.items():
         gain = (
             [f"{row['eval/gain']:+.4f}", f"{row['eval/gain_stderr']:.4f}"]

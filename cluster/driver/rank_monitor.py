@@ -1,15 +1,14 @@
-"""The audit acts: when the cheap ranking no longer agrees with full quality, somebody is told, or
-exploring gets more bits.
+"""What is done when the cheap ranking no longer agrees with full quality: a note, or more bits.
 
 What is decided after iteration i holds for the policy version that its update publishes, i + 1, and
-for all after it: a chunk names a version, a version is packed for one precision, so that who
-explores what and when changes nothing.
+for all after it: a chunk names a version, a version is packed for one precision, so that it does
+not matter which actor explores what and when.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
-from typing import Any
+from typing import TypedDict
 
 from configs.sections import Audit
 from policy.precision.backends import finer_backend
@@ -17,8 +16,16 @@ from policy.precision.backends import finer_backend
 SIGNS, TAU = "audit/sign_agreement", "audit/random_kendall_tau"
 
 
-class Guard:
-    """Holds each iteration's agreement against the thresholds of ``[audit]``; knows in which
+class MonitorState(TypedDict, total=False):
+    """What a checkpoint keeps."""
+
+    backend: str | None
+    backend_before: str | None
+    below: int
+
+
+class RankMonitor:
+    """Compares each iteration's agreement with the thresholds of ``[audit]``; knows in which
     precision versions are published.
     """
 
@@ -31,20 +38,19 @@ class Guard:
         self._settings, self._finest, self._event, self._note = settings, finest, event, note
         self.restore({})
 
-    def restore(self, state: Mapping[str, Any]) -> None:
-        """Go back to what ``state`` told; to the beginning when it is empty."""
-        self.backend: str | None = state.get(
-            "backend"
-        )  # of the next version to be published; None: as explorers are configured
-        self.backend_before: str | None = state.get("backend_before")  # of the version before that
-        self.below: int = state.get("below", 0)  # iterations in a row
+    def restore(self, state: MonitorState) -> None:
+        """Go back to ``state``; to the beginning when it is empty."""
+        # of the next version to be published; None: as rollout actors are configured
+        self.backend = state.get("backend")
+        self.backend_before = state.get("backend_before")  # of the version before that
+        self.below = state.get("below", 0)  # iterations in a row
 
     @property
-    def state(self) -> dict[str, Any]:
+    def state(self) -> MonitorState:
         """What a checkpoint keeps."""
         return {"backend": self.backend, "backend_before": self.backend_before, "below": self.below}
 
-    def judge(
+    def observe(
         self,
         index: int,
         agreement: Mapping[str, float],

@@ -1,59 +1,52 @@
-"""Scores of pictures that live in the object store, with retries, and with what was dropped
-counted.
-"""
+"""Scores of images that live in the object store, with retries; what is dropped is counted."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
+from ray import ObjectRef
 
-from actors.messages import Scores
+from actors.calls import Task
+from actors.clients import RewardClient
+from actors.messages import Floats, Images, Scores
 from cluster.runtime.pool import ActorPool
-from cluster.runtime.worker import Worker
 from configs.prompts import Prompt
 from configs.rewards import Rewards
 from records.errors import InputsLost, RunFailed
 from rewards.combine import Combination
 
+Labels = tuple[str, ...]
 
+
+@dataclass(frozen=True)
 class RewardService:
     """The pools that score: one for the scorers that share actors, and one for each that has actors
-    of its own.
+    of its own. ``groups``: by kind, a pool and the labels of the scorers that its actors hold.
     """
 
-    def __init__(self, groups: Mapping[str, tuple[ActorPool, tuple[str, ...]]]):
-        """``groups``: by kind, a pool and the labels of the scorers that its actors hold."""
-        self.groups = dict(groups)
+    groups: Mapping[str, tuple[ActorPool, Labels]]
 
     @property
     def pools(self) -> list[ActorPool]:
         """Every pool of the service."""
         return [pool for pool, _ in self.groups.values()]
 
-    @property
-    def workers(self) -> list[Worker]:
-        """The workers of all pools."""
-        return [worker for pool in self.pools for worker in pool.workers]
-
 
 @dataclass(frozen=True)
 class Scored:
-    """Combined rewards float32 [B] (NaN: dropped) and raw scores per scorer label, each float32
-    [B].
-    """
+    """Combined rewards float32 [B] (NaN: dropped), and raw scores float32 [B] by scorer label."""
 
-    rewards: np.ndarray
-    values: dict[str, np.ndarray]
+    rewards: Floats
+    values: dict[str, Floats]
     combination: Combination
 
     @staticmethod
-    def concatenate(parts: list[Scored]) -> Scored:
-        """Parts of one prompt's pool, in order, combined anew: a normalisation is over the whole
-        pool.
+    def concatenate(parts: Sequence[Scored]) -> Scored:
+        """Parts of one prompt's candidates, in order, combined anew: a normalisation is over all of
+        them.
         """
         labels, combination = parts[0].values, parts[0].combination
         values = {label: np.concatenate([part.values[label] for part in parts]) for label in labels}
@@ -72,35 +65,33 @@ class Scoring:
         self.combination = Combination.from_config(rewards)
         if evaluation:
             self.combination = self.combination.for_evaluation
-        self._labels = tuple(
-            scorer.label for scorer in (rewards.everyone if evaluation else rewards.scorers)
-        )
-        self.scored = 0
-        self.dropped = 0
-        self.stood_in = 0
+        scorers = rewards.everyone if evaluation else rewards.scorers
+        self._labels = tuple(scorer.label for scorer in scorers)
+        self.scored = self.dropped = self.stood_in = 0  # images
         self._last_failure = ""
         self._sums: dict[str, list[float]] = {}
-        self._speed: dict[str, list[float]] = {}  # label -> pictures, seconds
+        self._speed: dict[str, tuple[float, float]] = {}  # label -> images, seconds
 
     async def score(
-        self, key: Any, images: Any, prompts: list[Prompt], priority: tuple[int, ...]
+        self,
+        key: object,
+        images: ObjectRef[Images],
+        prompts: list[Prompt],
+        priority: tuple[int, ...],
     ) -> Scored:
-        """Rewards of the images behind the reference, one prompt each. Raises InputsLost when the
-        images are gone.
-        """
-        asked = [
-            (pool, mine)
-            for pool, labels in self._service.groups.values()
-            if (mine := self._of(labels))
-        ]
+        """Rewards of B images, one prompt each. Raises InputsLost when the images are gone."""
+        task = Task(("score", key), priority, _fault, self._rewards.attempts)
         outcomes = await asyncio.gather(
-            *(self._ask(pool, mine, key, images, prompts, priority) for pool, mine in asked),
+            *(
+                self._ask(pool, mine, task, images, prompts)
+                for pool, labels in self._service.groups.values()
+                if (mine := tuple(label for label in labels if label in self._labels))
+            ),
             return_exceptions=True,
         )
         ends = [outcome for outcome in outcomes if isinstance(outcome, BaseException)]
-        for end in sorted(
-            ends, key=lambda end: isinstance(end, InputsLost)
-        ):  # what ends the run comes first
+        # images can be made again: what ends the run comes first
+        for end in sorted(ends, key=lambda end: isinstance(end, InputsLost)):
             raise end
         answers = [outcome for outcome in outcomes if isinstance(outcome, Scores)]
         given = {label: values for answer in answers for label, values in answer.values.items()}
@@ -110,79 +101,54 @@ class Scoring:
         return Scored(rewards, values, self.combination)
 
     def check_share(self) -> None:
-        """Raises RunFailed when more samples were dropped than configured."""
+        """Raises RunFailed when more images were dropped than configured."""
         if self.scored and self.dropped / self.scored > self._rewards.max_failed_share:
             raise RunFailed(
-                f"scoring failed for {self.dropped} of {self.scored} pictures, more than"
+                f"scoring failed for {self.dropped} of {self.scored} images, more than"
                 f" rewards.max_failed_share = {self._rewards.max_failed_share:g} allows; last:"
                 f" {self._last_failure}"
             )
 
     def scorer_means(self) -> dict[str, float]:
-        """What is logged about the scorers: mean raw scores over everything scored and of their
-        parts (``reward/<label>``, ``reward/<label>/<part>``), pictures per second of each, and for
-        how many an optional one was stood in for.
+        """Metrics of the scorers: mean raw scores over everything scored and of their parts
+        (``reward/<label>``, ``reward/<label>/<part>``), their speeds, and for how many images an
+        optional scorer's mean stood in for its score.
         """
-        means = {
-            f"reward/{label}": float(np.mean(values))
-            for label, values in self._sums.items()
-            if values
-        }
-        return (
-            means
-            | self.speeds()
-            | ({"rewards/stood_in": self.stood_in} if self.combination.optional else {})
-        )
+        means = {f"reward/{label}": float(np.mean(v)) for label, v in self._sums.items() if v}
+        stood_in = {"rewards/stood_in": self.stood_in} if self.combination.optional else {}
+        return means | self.speeds() | stood_in
 
     def speeds(self) -> dict[str, float]:
-        """``rewards/images_per_s/<label>``: pictures per second of each scorer while it works; what
-        an actor remembers is no work.
-        """
+        """``rewards/images_per_s/<label>``: images per second of each scorer while it works."""
         return {
             f"rewards/images_per_s/{label}": count / seconds
             for label, (count, seconds) in self._speed.items()
-            if seconds
+            if seconds  # all of it from an actor's memory: no work
         }
-
-    def _of(self, labels: tuple[str, ...]) -> tuple[str, ...]:
-        return tuple(label for label in labels if label in self._labels)
 
     async def _ask(
         self,
         pool: ActorPool,
-        labels: tuple[str, ...],
-        key: Any,
-        images: Any,
+        labels: Labels,
+        task: Task[Scores],
+        images: ObjectRef[Images],
         prompts: list[Prompt],
-        priority: tuple[int, ...],
     ) -> Scores:
-        """One pool's scores. Where every actor that took the unit died of it or was silent, there
-        are none: they are dropped and counted like those of a scorer that raised, unless the whole
-        pool is gone.
+        """One pool's scores. Where every actor that took the task died of it or was silent, they
+        are dropped and counted like those of a scorer that raised, unless the whole pool is gone.
         """
+        texts = [prompt.text for prompt in prompts]
+        metadata = [prompt.metadata for prompt in prompts]
         try:
-            return await pool.call(
-                ("score", key),
-                "score",
-                images,
-                [prompt.text for prompt in prompts],
-                [prompt.metadata for prompt in prompts],
-                labels,
-                self._evaluation,
-                priority=priority,
-                accept=_fault,
-                tries=self._rewards.attempts,
-            )
+            client = RewardClient(pool)
+            return await client.score(task, images, texts, metadata, labels, self._evaluation)
         except RunFailed as end:
             if not pool.alive:
                 raise
-            return Scores(
-                {label: np.full(len(prompts), np.nan, np.float32) for label in labels}, (str(end),)
-            )
+            missing = np.full(len(prompts), np.nan, np.float32)
+            return Scores(dict.fromkeys(labels, missing), (str(end),))
 
-    def _count(
-        self, rewards: np.ndarray, values: dict[str, np.ndarray], answers: list[Scores]
-    ) -> None:
+    def _count(self, rewards: Floats, values: dict[str, Floats], answers: Sequence[Scores]) -> None:
         self.scored += len(rewards)
         self.dropped += int((~np.isfinite(rewards)).sum())
         for label in self.combination.optional:
@@ -192,9 +158,8 @@ class Scoring:
             for label, found in (answer.values | answer.parts).items():
                 self._sums.setdefault(label, []).extend(found[np.isfinite(found)].tolist())
             for label, (count, seconds) in answer.work.items():
-                known = self._speed.setdefault(label, [0.0, 0.0])
-                known[0] += count
-                known[1] += seconds
+                before = self._speed.get(label, (0.0, 0.0))
+                self._speed[label] = before[0] + count, before[1] + seconds
 
 
 def _fault(answer: Scores) -> str | None:

@@ -1,12 +1,8 @@
-"""The five services of a run as actor pools, and how Ray is joined or started."""
+"""The five services of a run: their pools of actors, and a typed client for each."""
 
 from __future__ import annotations
 
 import asyncio
-import math
-import os
-import threading
-import time
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -14,91 +10,31 @@ from typing import Any
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from actors.clients import EncoderClient, RolloutClient, SelectorClient
 from actors.encoder import EncoderActor
 from actors.learner import LearnerActor
 from actors.reward import RewardActor
 from actors.rollout import RolloutActor
 from actors.selector import SelectorActor
 from cluster.driver.learners import LearnerGroup
+from cluster.driver.places import Places
 from cluster.driver.scoring import RewardService
-from cluster.driver.weights import WeightChannel, misfit
-from cluster.jobs.remote import require_listener
-from cluster.runtime.nodes import LAG_S, LOOK_S, Requests, find_room, free_nodes
+from cluster.driver.weights import WeightChannel, incompatibility
+from cluster.runtime.member import Handle
 from cluster.runtime.pool import ActorPool
 from configs.load import ConfigError
 from configs.schema import RunConfig
 from configs.services import ScorerService
-from planning.layouts.limits import refuse_on_this_machine
-from planning.placement import NoRoom, Placer, needs_of, start_order
+from planning.placement import start_order
 from records.errors import RunFailed
 from records.rundir import RunDirectory
 from records.timeline import Span
 
-
-def join_or_start_ray(config: RunConfig) -> bool:
-    """Join the cluster of RAY_ADDRESS (a job has it set), or start Ray on this machine; True when
-    joined.
-
-    On one machine the CPU count given to Ray covers every actor's share, and a rollout actor more
-    per core for scaling: the shares are there to share out clusters, not to keep a small machine
-    from running the ring.
-
-    Raises:
-        ConfigError: nothing listens at RAY_ADDRESS, or this machine cannot hold the actors.
-        RunFailed: Ray does neither.
-    """
-    joined = bool(os.environ.get("RAY_ADDRESS"))
-    how: dict[str, Any] = {"logging_level": "ERROR", "log_to_driver": False}
-    if joined:
-        require_listener(os.environ["RAY_ADDRESS"], "RAY_ADDRESS =")
-        how["address"] = "auto"
-    else:
-        refuse_on_this_machine(config)
-        cores, rollout = os.cpu_count() or 1, config.services.rollout
-        more = (rollout.max_actors or rollout.actors + cores) - rollout.actors
-        shares = sum(need.cpus for need in needs_of(config)) + more * rollout.cpus
-        how |= {
-            "address": "local",
-            "num_cpus": max(cores, math.ceil(shares)),
-            "include_dashboard": False,
-        }
-    try:
-        ray.init(**how)
-    except Exception as error:  # Ray's failures to start have no class of their own
-        why = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        what = (
-            "Ray's cluster at RAY_ADDRESS cannot be joined"
-            if joined
-            else "Ray did not start on this machine"
-        )
-        raise RunFailed(f"{what}: {why}") from error
-    return joined
-
-
-def check_run_root(config: RunConfig, joined: bool) -> None:
-    """On a cluster the run root must be named and must outlive the job. Raises ConfigError."""
-    if joined and config.run_root is None:
-        raise ConfigError(
-            [
-                "run_root: required on a cluster: a directory that is shared and writable, --set"
-                " run_root=DIR"
-            ]
-        )
-    path = os.path.abspath(config.run_root or "runs")
-    if "/runtime_resources/working_dir_files/" in path:
-        raise ConfigError(
-            [
-                f"run_root = {path!r}: lies in the job's unpacked working directory and would die"
-                " with it; give a shared one"
-            ]
-        )
-
-
 SCALABLE = ("rollout", "reward")
 
 
-class Services:
-    """Rollout, reward, selector, encoder and learner pools of one run."""
+class ActorServices:
+    """Rollout, reward, selector, encoder and learner of one run."""
 
     def __init__(
         self,
@@ -107,67 +43,66 @@ class Services:
         event: Callable[..., None],
         record: Callable[[Span], None] = lambda span: None,
     ):
-        self.config, self._event = config, event
-        self.weights = WeightChannel(event, config.explore_ahead)
-        self.placer = Placer(config)
-        self._requests = Requests()
+        self.config, self._event, self._record = config, event, record
+        self.places = Places(config, event)
         self._scaling = asyncio.Lock()  # one change of size after the other
-        plain = config.model_dump(mode="json")
+        tree = config.model_dump(mode="json")
+        failures = str(rundir.path / "failure")
 
-        def pool(kind: str, actor: type, *extra: Any, stateful: bool = False) -> ActorPool:
-            return (LearnerGroup if stateful else ActorPool)(
-                kind,
-                self._spawner(kind, actor, plain, *extra),
-                config.services.of(kind),
-                event,
-                stateful=stateful,
-                start_deadline_s=config.services.start_deadline_s,
-                released=self._released,
-                record=record,
-            )
-
-        self.encoder = pool("encoder", EncoderActor)
-        held = {
-            kind: config.scorers_of(kind)
-            for kind in ("reward", *(f"scorers.{label}" for label in config.services.scorers))
-        }
+        encoder = self._pool("encoder", EncoderActor, tree)
+        selector = self._pool("selector", SelectorActor, tree)
+        self.learners = LearnerGroup(self._pool("learner", LearnerActor, tree, failures))
+        self.rollout_pool = self._pool("rollout", RolloutActor, tree)
+        kinds = ("reward", *(f"scorers.{label}" for label in config.services.scorers))
         self.reward = RewardService(
             {
-                kind: (pool(kind, RewardActor, kind), labels)
-                for kind, labels in held.items()
-                if labels
+                kind: (self._pool(kind, RewardActor, tree, kind), labels)
+                for kind in kinds
+                if (labels := config.scorers_of(kind))
             }
         )
-        self.selector = pool("selector", SelectorActor)
-        self.learner = pool("learner", LearnerActor, str(rundir.path / "failure"), stateful=True)
-        self.rollout = pool("rollout", RolloutActor)
-        self.rollout.prepare = self.weights.load_for(self.rollout)
-        self.rollout.admits = partial(misfit, self.rollout)
-        self.pools = [self.encoder, *self.reward.pools, self.selector, self.learner]
+        self.encoder, self.selector = EncoderClient(encoder), SelectorClient(selector)
+        self.rollout, self.learner = RolloutClient(self.rollout_pool), self.learners.client
+        self.weights = WeightChannel(event, config.explore_ahead)
+        self.rollout_pool.prepare = self.weights.prepare_for(self.rollout_pool)
+        self.rollout_pool.accepts = partial(incompatibility, self.rollout_pool)
+        self.pools = [encoder, *self.reward.pools, selector, self.learners.pool]
         if config.plan.explore is not None:
-            self.pools.append(self.rollout)
+            self.pools.append(self.rollout_pool)
 
-    def only(self, *pools: ActorPool | RewardService) -> None:
-        """Use no other services than these: a command that does not train needs no explorers."""
-        self.pools = [
-            pool
-            for given in pools
-            for pool in (given.pools if isinstance(given, RewardService) else [given])
-        ]
+    def _pool(self, kind: str, actor: type, *args: object) -> ActorPool:
+        return ActorPool(
+            kind,
+            self._spawner(kind, actor, *args),
+            self.config.services.of(kind),
+            self._event,
+            stateful=kind == "learner",
+            start_deadline_s=self.config.services.start_deadline_s,
+            released=self.places.release,
+            record=self._record,
+        )
+
+    def only(self, *kinds: str) -> None:
+        """Use no other services: a command that does not train needs no rollout actors. ``reward``
+        stands for every pool that scores.
+        """
+        scoring = [pool.kind for pool in self.reward.pools] if "reward" in kinds else []
+        self.pools = [pool for pool in self.pools if pool.kind in (*kinds, *scoring)]
 
     async def start(self) -> None:
-        """Give every actor a place and create it; returns when every one answers. Raises
-        ConfigError where a place is missing.
+        """Choose a node for every actor and create it; returns when every one answers. Raises
+        ConfigError where there is no room.
         """
-        pools = {pool.kind: pool for pool in self.pools}
-        self.placer.refresh(await find_room(self.config, tuple(pools)))
-        self.placer.place_all(pools)
-        for stage in start_order(self.config, pools):
-            await asyncio.gather(*(pools[kind].start() for kind in stage))
+        starting: dict[str, ActorPool | LearnerGroup] = {pool.kind: pool for pool in self.pools}
+        if "learner" in starting:
+            starting["learner"] = self.learners
+        await self.places.choose(starting)
+        for stage in start_order(self.config, starting):
+            await asyncio.gather(*(starting[kind].start() for kind in stage))
 
     async def stop(self) -> None:
         """Kill all actors."""
-        self._requests.withdraw()
+        self.places.withdraw_requests()
         await asyncio.gather(*(pool.stop() for pool in self.pools))
 
     async def scale(self, kind: str, size: int, partly: bool = False) -> str:
@@ -178,14 +113,15 @@ class Services:
         """
         pool = self._scalable(kind, size)
         async with self._scaling:
-            before = pool.alive
-            room = (
-                await self._make_room(pool.next_actors(size - before), partly)
-                if size > before
-                else 0
-            )
+            before = target = pool.alive
+            if size < before:
+                target = size
+            elif size > before:
+                self.look_at_nodes()
+                new = pool.supervisor.next_actors(size - before)
+                target += await self.places.make_room(new, partly)
             try:
-                await pool.resize(before + room if size > before else size)
+                await pool.supervisor.resize(target)
             except RunFailed as error:
                 raise ConfigError([f"{kind}: {pool.alive} of {size} actors: {error}"]) from None
             finally:
@@ -195,148 +131,58 @@ class Services:
     def _scalable(self, kind: str, size: int) -> ActorPool:
         pool = next((pool for pool in self.pools if pool.kind == kind), None)
         if pool is None or kind not in SCALABLE:
-            raise ConfigError(
-                [
-                    f"{kind}: cannot be scaled in this run; {' and '.join(SCALABLE)} can, where the"
-                    " run has them"
-                ]
-            )
+            able = " and ".join(SCALABLE)
+            why = f"{kind}: cannot be scaled in this run; {able} can, where the run has them"
+            raise ConfigError([why])
         limits = self.config.services.of(kind)
         if size < limits.min_actors or (limits.max_actors is not None and size > limits.max_actors):
-            most = limits.max_actors or "any number"
-            raise ConfigError(
-                [
-                    f"{kind}: {size} actors: services.{kind}.min_actors = {limits.min_actors},"
-                    f" max_actors = {most}"
-                ]
-            )
+            least, most = limits.min_actors, limits.max_actors or "any number"
+            allowed = f"services.{kind}.min_actors = {least}, max_actors = {most}"
+            raise ConfigError([f"{kind}: {size} actors: {allowed}"])
         return pool
 
-    async def _make_room(self, actors: list[str], partly: bool) -> int:
-        """Reserve places for new actors, on nodes that an autoscaler may have to add first; how
-        many of the first have one: all, or, if that will do, as many as there is room for.
-        """
-        wait_s, began = self.config.services.wait_for_nodes_s, time.monotonic()
-        self.look_at_nodes()
-        if partly and (room := self.placer.reserve_some(actors)):
-            return room
-        try:
-            self.placer.reserve(actors)
-            return len(actors)
-        except NoRoom as error:
-            why = [f"cannot grow: {line}" for line in error.lines]
-        try:
-            while True:
-                waited = time.monotonic() - began
-                if wait_s:
-                    self._ask_for_nodes(*actors)
-                granted = [node for actor in actors for node in self._requests.granted(actor) or ()]
-                if len(granted) == len(actors) or (partly and granted and waited > LAG_S):
-                    self.placer.put(actors[: len(granted)], granted)
-                    return len(granted)
-                if waited >= wait_s:
-                    raise ConfigError(why)
-                await asyncio.sleep(LOOK_S)
-        finally:
-            self._requests.withdraw(*actors)
-
     def look_at_nodes(self) -> None:
-        """Take over what nodes there are now, and say which of ours are lost."""
-        running = {
-            f"{pool.kind}-{worker.index}"
-            for pool in self.pools
-            for worker in pool.workers
-            if worker.handle is not None
-        }
-        for node, actors in self.placer.refresh(free_nodes(), running).items():
-            self._event("node_lost", node=node, actors=actors)
-
-    def _ask_for_nodes(self, *actors: str) -> None:
-        """Have Ray's autoscaler bring nodes for actors without a place, each by itself: whatever
-        comes can be used.
-        """
-        new = [actor for actor in actors if self._requests.ask(actor, [self.placer.need(actor)])]
-        if new:
-            self._event("nodes_asked", actors=new, each=self.placer.need(new[0]).describe())
-
-    def _released(self, actor: str) -> None:
-        self.placer.release(actor)
-        self._requests.withdraw(actor)
+        """Take over what nodes there are now, and tell which of ours are lost."""
+        self.places.refresh(
+            {
+                pool.supervisor.name(member)
+                for pool in self.pools
+                for member in pool.members
+                if member.handle is not None
+            }
+        )
 
     @property
     def lost(self) -> int:
         """Actors that died or hung since the run started, over all services."""
-        return sum(pool.lost for pool in self.pools)
+        return sum(pool.supervisor.lost for pool in self.pools)
 
     @property
     def reissued(self) -> int:
-        """Units given out again since the run started, over all services."""
+        """Retries of tasks since the run started, over all services."""
         return sum(pool.reissued for pool in self.pools)
 
-    def _spawner(self, kind: str, actor: type, *args: Any) -> Callable[[str], Any]:
+    def _spawner(self, kind: str, actor: type, *args: object) -> Callable[[str], Handle]:
         service = self.config.services.of(kind)
         own = service.runtime_env if isinstance(service, ScorerService) else {}
+        # OpenMP's waiting threads spin by default, and would take the cores of actors that work
+        threads = {"OMP_NUM_THREADS": str(service.threads), "OMP_WAIT_POLICY": "PASSIVE"}
         options: dict[str, Any] = {
             "num_cpus": service.cpus,
             "num_gpus": service.gpus,
             "max_restarts": 0,  # the pool replaces actors itself
-            # waiting threads that spin would take the cores of the actors that work
-            "runtime_env": {
-                **own,
-                "env_vars": {
-                    "OMP_NUM_THREADS": str(service.threads),
-                    "OMP_WAIT_POLICY": "PASSIVE",
-                    **own.get("env_vars", {}),
-                },
-            },
+            "runtime_env": {**own, "env_vars": {**threads, **own.get("env_vars", {})}},
         }
-        remote = ray.remote(actor)
+        remote: Any = ray.remote(actor)  # pyright: ignore[reportUnknownVariableType]
 
-        def spawn(name: str) -> Any:
-            node = NodeAffinitySchedulingStrategy(
-                self._place_of(name.rpartition(".")[0]), soft=False
-            )
-            namespace = f"sol-rl-{ray.get_runtime_context().get_job_id()}"
+        def spawn(name: str) -> Handle:
+            self.look_at_nodes()
+            node = self.places.take(name.rpartition(".")[0])
             return remote.options(
                 name=f"{self.config.name}/{name}",
-                namespace=namespace,
-                scheduling_strategy=node,
+                namespace=f"sol-rl-{ray.get_runtime_context().get_job_id()}",
+                scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False),
                 **options,
             ).remote(*args)
 
         return spawn
-
-    def _place_of(self, actor: str) -> str:
-        """The node to start an actor on. Raises NoRoom; where an autoscaler may bring one, it is
-        asked, and who has asked waits for what Ray grants.
-        """
-        self.look_at_nodes()
-        if actor in self._requests:
-            granted = self._requests.granted(actor)
-            if granted is None:
-                raise NoRoom(
-                    [
-                        "Ray has not granted the place that it was asked for: "
-                        + self.placer.need(actor).describe()
-                    ]
-                )
-            self.placer.put([actor], granted)
-            self._requests.withdraw(actor)
-        try:
-            return self.placer.take(actor)
-        except NoRoom:
-            if self.config.services.wait_for_nodes_s:
-                self._ask_for_nodes(actor)
-            raise
-
-
-def install_stop_signals(loop: asyncio.AbstractEventLoop, stop: Callable[[str], None]) -> None:
-    """Call ``stop`` with the signal's name on SIGTERM and SIGINT. After ray.init, which installs
-    handlers of its own.
-    """
-    import signal
-
-    if threading.current_thread() is not threading.main_thread():
-        return
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, stop, signal.Signals(number).name)

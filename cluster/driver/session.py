@@ -6,30 +6,30 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import math
 import time
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import ray
 
 from analysis.report.page import build_report
-from cluster.driver.autoscale import Autoscaler, Meter
+from cluster.driver.checkpoints import Checkpoints, Position
+from cluster.driver.connect import check_run_root, join_or_start_ray
 from cluster.driver.held_out import HeldOut
-from cluster.driver.iteration import Iteration
+from cluster.driver.iteration import Iteration, Metrics
 from cluster.driver.layout import on_this_cluster
 from cluster.driver.loop import Ring
-from cluster.driver.services import Services, check_run_root, join_or_start_ray
+from cluster.driver.scaling import Scaling
+from cluster.driver.services import ActorServices
 from cluster.driver.status import Reporter
 from cluster.driver.stopping import Stopping, unless_stopped
 from cluster.driver.store import check_store
-from cluster.jobs.control import Link
+from cluster.jobs.board import Link
 from cluster.runtime.nodes import find_room
-from configs.load import ConfigError
+from cluster.runtime.tasks import cancel_all
 from configs.prompts import Prompt, read_prompts
 from configs.schema import RunConfig
-from learner.checkpoint import CheckpointError, latest_checkpoint, read
+from learner.checkpoint import CheckpointError
 from learner.schedules import stop_reason
 from planning.layouts.resolve import as_started, keep_layout
 from planning.preflight import check_model, check_resumable, check_scorers
@@ -49,10 +49,8 @@ def train(config: RunConfig, resume: bool) -> RunDirectory:
         RunFailed: the run cannot go on.
         Stopped: a signal asked it to stop; it says whether there is a checkpoint.
     """
-    train_prompts, test_prompts = (
-        read_prompts(config.prompts.train),
-        read_prompts(config.prompts.test),
-    )
+    train_prompts = read_prompts(config.prompts.train)
+    test_prompts = read_prompts(config.prompts.test)[: config.evaluate.prompts]
     check_model(config)
     check_scorers(config)
     check_sinks(config)
@@ -66,26 +64,21 @@ def train(config: RunConfig, resume: bool) -> RunDirectory:
         joined = join_or_start_ray(config)
         try:
             check_run_root(config, joined)
-            config = on_this_cluster(config, partial(print, flush=True))
-            check_store(
-                config,
-                asyncio.run(unless_stopped(find_room(config, tell=partial(print, flush=True)))),
-            )
+            tell = partial(print, flush=True)
+            config = on_this_cluster(config, tell)
+            check_store(config, asyncio.run(unless_stopped(find_room(config, tell=tell))))
             if not resume:
                 alone.enter_context(rundir.held())
                 rundir.create(config)
-            session = Session(
-                config, rundir, train_prompts, test_prompts[: config.evaluate.prompts]
-            )
-            asyncio.run(session.run(resume))
+            asyncio.run(Session(config, rundir, train_prompts, test_prompts).run(resume))
         except CheckpointError as error:
             raise RunFailed(str(error)) from None
         except OSError as error:
             raise RunFailed(
-                f"{rundir.path}: {error.strerror or error}: mend that and continue with --resume"
+                f"{rundir.path}: {error.strerror or error}: fix that and continue with --resume"
             ) from None
         finally:
-            ray.shutdown()
+            ray.shutdown()  # pyright: ignore[reportUnknownMemberType]
     return rundir
 
 
@@ -95,7 +88,9 @@ def run_key() -> str:
 
 
 class Session:
-    """The state of one ``train`` call."""
+    """One ``train`` call. Its parts know how far the run has come (``position``), save it, score
+    held-out prompts, scale pools, and hear of signals; here is the order in which they work.
+    """
 
     def __init__(
         self,
@@ -106,60 +101,32 @@ class Session:
         progress: Progress | None = None,
     ):
         self.config, self.rundir = config, rundir
-        self.held_out = HeldOut(config, rundir, test_prompts)
         self.progress = progress or Progress(title=f"Sol-RL: {config.name}")
-        self.services = Services(
-            config, rundir, rundir.event, Timeline(rundir.timeline_file).record
-        )
+        self.position = Position()
+        timeline = Timeline(rundir.timeline_file)
+        self.services = ActorServices(config, rundir, rundir.event, timeline.record)
         self.ring = Ring(config, self.services, train_prompts, self.progress, rundir.event)
         self.sinks = Sinks(config, rundir, rundir.event)
-        self.next_iteration = 0
-        self.saved_iteration: int | None = None
-        self.seconds_before = 0.0
-        self.samples_seen = 0
-        self.began = time.monotonic()
-        self.restored = 0
-        self.last_row: dict[str, Any] = {}
+        self.held_out = HeldOut(config, rundir, test_prompts)
+        self.checkpoints = Checkpoints(rundir, self.services, self.ring.monitor, self.position)
+        self.scaling = Scaling(config, self.services, rundir, self.progress)
         self._stopping = Stopping(self.ring.updating)
-        self._learner_is_there = (
-            False  # with the state of ``next_iteration``, or between two of its updates
-        )
-        self._meter = Meter(self.services.pools)
-        self._autoscaler = Autoscaler(config.services.autoscale, config.services.rollout)
-        self._scaling: asyncio.Task[Any] | None = None
-        self._link = Link(
-            f"{config.name}#{run_key()}", Reporter(self, str(rundir.path)).state, self._scale
-        )
+        # whether a learner holds the state of ``position``, or is between two of its updates
+        self._has_learner = False
 
     async def run(self, resume: bool) -> None:
         """Everything between the first and the last actor; events and the report are written
         whatever happens.
         """
         self._stopping.listen()
-        checkpoint = self._rewind() if resume else None
-        began = (
-            {
-                "iteration": self.next_iteration,
-                "checkpoint": checkpoint.name if checkpoint else None,
-            }
-            if resume
-            else {}
-        )
-        self.rundir.event(
-            "run_resumed" if resume else "run_started",
-            arm=self.config.arm,
-            iterations=self.config.iterations,
-            **began,
-        )
-        if why := self.rundir.unlocked:
-            self.rundir.event(
-                "run_not_locked", why=f"{why}: nothing keeps a second driver out of this directory"
-            )
-        link = asyncio.create_task(self._link.live())
+        checkpoint = self._begin(resume)
+        reporter = Reporter(self, str(self.rundir.path))
+        link = Link(f"{self.config.name}#{run_key()}", reporter.state, self.scaling.scale)
+        linked = asyncio.create_task(link.live())
         try:
             with self.progress:
                 await self._train(checkpoint)
-            self.rundir.event("run_finished", iterations=self.next_iteration)
+            self.rundir.event("run_finished", iterations=self.position.next_iteration)
         except asyncio.CancelledError:
             raise await self._stopped() from None
         except RunFailed as failure:
@@ -168,21 +135,32 @@ class Session:
         finally:
             self._stopping.over()
             await self.ring.close()
-            await self._end(link)
+            await cancel_all([linked])
+            await cancel_all([self.scaling.running] if self.scaling.running else [])
+            await link.leave()
             await self.services.stop()
             self.sinks.close()
             self._report()
 
-    async def _end(self, *tasks: asyncio.Task[Any]) -> None:
-        """Let go of what runs beside the work."""
-        beside = [task for task in (*tasks, self._scaling) if task is not None]
-        for task in beside:
-            task.cancel()
-        await asyncio.gather(*beside, return_exceptions=True)
-        await self._link.leave()
+    def _begin(self, resume: bool) -> Path | None:
+        """The checkpoint to go on from; None: from the beginning."""
+        event, config = self.rundir.event, self.config
+        arm, iterations, checkpoint = config.arm, config.iterations, None
+        if resume:
+            checkpoint = self.checkpoints.rewind()
+            if checkpoint is None:
+                self.progress.note("no checkpoint yet: starting from the beginning")
+            at, name = self.position.next_iteration, checkpoint.name if checkpoint else None
+            event("run_resumed", arm=arm, iterations=iterations, iteration=at, checkpoint=name)
+        else:
+            event("run_started", arm=arm, iterations=iterations)
+        if why := self.rundir.unlocked:
+            why = f"{why}: nothing keeps a second driver out of this directory"
+            event("run_not_locked", why=why)
+        return checkpoint
 
     def _report(self) -> None:
-        """Write the report; a disk that has no room for it must not hide how the run itself ended."""
+        """Write the report; a disk without room for it must not hide how the run itself ended."""
         try:
             build_report(self.rundir.path)
         except OSError as error:
@@ -195,206 +173,128 @@ class Session:
             try:
                 return await self._continue(checkpoint)
             except (StateLost, InputsLost) as loss:
-                self._learner_is_there = False
+                # InputsLost: what the learner needed went with another node, and some of it only
+                # its lost state could make again
+                self._has_learner = False
                 checkpoint = await self._restore(str(loss))
 
     async def _restore(self, why: str) -> Path | None:
-        """Put a new learner in the place of the old one and go back to the newest checkpoint, as
-        ``--resume`` does.
+        """Replace the learner and go back to the newest checkpoint, as ``--resume`` does.
 
         Everything after it is done again and comes out the same, so that a version is published
-        again with the bytes it had.
+        again with the bytes it had: there is no second way of recovery to test.
         """
-        limit, before = self.config.services.learner.max_restarts, self.next_iteration
-        if self.restored >= limit:
+        position, limit = self.position, self.config.services.learner.max_restarts
+        before = position.next_iteration
+        if position.restored >= limit:
             raise RunFailed(
                 f"{why}; services.learner.max_restarts = {limit} returns to a checkpoint are used"
-                " up: mend the cause and continue with --resume"
+                " up: fix the cause and continue with --resume"
             )
-        self.restored += 1
+        position.restored += 1
         began = time.monotonic()
         await self.ring.close()
-        checkpoint = self._rewind(in_process=True)
-        await self.services.learner.renew(why)
-        seconds = round(time.monotonic() - began, 3)
-        name = checkpoint.name if checkpoint else None
+        checkpoint = self.checkpoints.rewind(in_process=True)
+        await self.services.learners.renew(why)
         self.rundir.event(
             "learner_restored",
             why=why,
             during=before,
-            iteration=self.next_iteration,
-            checkpoint=name,
-            seconds=seconds,
+            iteration=position.next_iteration,
+            checkpoint=checkpoint.name if checkpoint else None,
+            seconds=round(time.monotonic() - began, 3),
         )
-        self.progress.note(f"{why}: back to iteration {self.next_iteration} with a new learner")
+        self.progress.note(f"{why}: back to iteration {position.next_iteration} with a new learner")
         return checkpoint
 
     async def _continue(self, checkpoint: Path | None) -> None:
         """From ``checkpoint``, or from the beginning, to the end."""
-        config = self.config
+        config, position = self.config, self.position
         if checkpoint is not None:
-            await self.services.learner.call(("load", checkpoint.name), "load", str(checkpoint))
-        self._learner_is_there = True
-        self.progress.start(config.iterations, self.next_iteration)
+            await self.services.learner.load(checkpoint.name, str(checkpoint))
+        self._has_learner = True
+        self.progress.start(config.iterations, position.next_iteration)
         await self._evaluate_where_due()
-        await self.ring.begin(self.next_iteration)
+        await self.ring.begin(position.next_iteration)
         if why := self.services.weights.why:
             self.progress.note(f"exploring in {self.services.weights.chosen} ({why})")
         await self._write_quantisation_table()
         why_stop = self._why_stop()
-        while self.next_iteration < config.iterations and why_stop is None:
+        while position.next_iteration < config.iterations and why_stop is None:
             await self._iterate()
             why_stop = self._why_stop()
-            if self.next_iteration % config.checkpoint.every == 0:
-                await self._save()
+            if position.next_iteration % config.checkpoint.every == 0:
+                await self.checkpoints.save()
             await self._evaluate_where_due()
         if why_stop:
-            self.rundir.event("stopped_early", why=why_stop, iteration=self.next_iteration)
+            self.rundir.event("stopped_early", why=why_stop, iteration=position.next_iteration)
             self.progress.note(f"stopping: {why_stop}")
-        await self._save()
+        await self.checkpoints.save()
         await self._evaluate_where_due(last=True)
 
     async def _iterate(self) -> None:
-        index = self.next_iteration
-        self._meter.begin()
+        index = self.position.next_iteration
+        self.scaling.begin_iteration()
         metrics, it = await self.ring.iteration(index)
-        self.next_iteration = index + 1
-        self._record(it, {**metrics, **self._meter.row(metrics["time/iteration_s"])})
-        if self.ring.guard.backend != self.ring.guard.backend_before:
+        self.position.next_iteration = index + 1
+        self._record(it, metrics | self.scaling.metrics(float(metrics["time/iteration_s"])))
+        if self.ring.monitor.backend != self.ring.monitor.backend_before:
             await self._write_quantisation_table()
 
     def _why_stop(self) -> str | None:
-        """Of the newest iteration, so that a run which goes on there is stopped where it was to
-        stop.
-        """
-        return (
-            stop_reason(self.config.stop, self.last_row, self.last_row["seconds"] / 60)
-            if self.last_row
-            else None
-        )
+        """Of the newest iteration, whether it was run now or before a resume."""
+        row = self.position.last_row
+        return stop_reason(self.config.stop, row, row["seconds"] / 60) if row else None
 
-    def _record(self, it: Iteration, metrics: dict[str, Any]) -> None:
-        self.samples_seen += self.config.selection.keep * self.config.prompts.per_iteration
-        row = {
+    def _record(self, it: Iteration, metrics: Metrics) -> None:
+        position = self.position
+        position.samples_seen += self.config.selection.keep * self.config.prompts.per_iteration
+        row: Metrics = {
             "kind": "iteration",
             "iteration": it.index,
-            "seconds": self._seconds(),
-            "samples_seen": self.samples_seen,
+            "seconds": position.seconds,
+            "samples_seen": position.samples_seen,
             **metrics,
         }
         self.sinks.row(row)
-        if it.chosen:
+        if it.candidates:
             self.rundir.selection(it.index, it.version, it.selected)
         self.progress.iteration_finished(row)
-        self.last_row = row
+        position.last_row = row
         self.services.look_at_nodes()
-        self._autoscale(row)
-
-    # ---- size
-
-    def _autoscale(self, row: dict[str, Any]) -> None:
-        if self.config.plan.explore is None or (
-            self._scaling is not None and not self._scaling.done()
-        ):
-            return
-        size = self.services.rollout.alive
-        wanted = self._autoscaler.size_after(size, row)
-        if wanted != size:
-            self._scaling = asyncio.create_task(self._scale({"rollout": wanted}, partly=True))
-
-    async def _scale(self, sizes: dict[str, int], partly: bool = False) -> tuple[bool, str]:
-        """Bring pools to other sizes while they work, ``partly`` where that is all there is room
-        for; (done, what came of it in words).
-        """
-        said = []
-        try:
-            for kind, size in sizes.items():
-                said.append(await self.services.scale(kind, size, partly))
-        except ConfigError as error:
-            self.rundir.event("scaling_refused", asked=sizes, why=str(error))
-            return False, "; ".join([*said, str(error)])
-        self.progress.note("; ".join(said))
-        return True, "; ".join(said)
-
-    def _seconds(self) -> float:
-        return self.seconds_before + time.monotonic() - self.began
+        self.scaling.follow_rule(row)
 
     async def _evaluate_where_due(self, last: bool = False) -> None:
         """Score the held-out prompts; also where a loss or a kill cut that short, before the run
         goes on from there.
         """
-        if self.held_out.due(self.next_iteration, last):
-            row = await self.held_out.evaluate(self.services, self.next_iteration, self._seconds())
+        iteration = self.position.next_iteration
+        if self.held_out.due(iteration, last):
+            row = await self.held_out.evaluate(self.services, iteration, self.position.seconds)
             self.sinks.row(row)
             self.progress.evaluation_finished(row)
 
-    # ---- checkpoints
-
-    async def _save(self) -> None:
-        if self.saved_iteration == self.next_iteration:
-            return
-        extra = {
-            "iteration": self.next_iteration,
-            "time": time.time(),
-            "seconds": self._seconds(),
-            "samples_seen": self.samples_seen,
-            "guard": self.ring.guard.state,
-            "backend": self.services.weights.chosen,
-        }
-        path = self.rundir.checkpoints / f"step_{self.next_iteration:06d}"
-        await self.services.learner.call(("save", self.next_iteration), "save", str(path), extra)
-        self.saved_iteration = self.next_iteration
-        self.rundir.event("checkpoint_saved", iteration=self.next_iteration, path=path.name)
-
     async def _stopped(self) -> Stopped:
-        """The learner's weights stand between two updates whenever the work was cancelled: save
-        them. The end, in words.
+        """The end, in words. The learner's weights stand between two updates whenever the work was
+        cancelled, so they can be saved.
         """
-        why = None
-        if self._learner_is_there and self.saved_iteration != self.next_iteration:
-            why = await self._stopping.save(self._save(), self.config.services.learner.deadline_s)
+        why, iteration = None, self.position.next_iteration
+        if self._has_learner and not self.checkpoints.up_to_date:
+            limit_s = self.config.services.learner.deadline_s
+            why = await self._stopping.save(self.checkpoints.save(), limit_s)
         if why:
-            self.rundir.event("checkpoint_missed", iteration=self.next_iteration, why=why)
-        self.rundir.event(
-            "run_stopped", signal=self._stopping.signal, iteration=self.next_iteration
-        )
+            self.rundir.event("checkpoint_missed", iteration=iteration, why=why)
+        signal = self._stopping.signal
+        self.rundir.event("run_stopped", signal=signal, iteration=iteration)
         without = f", without its checkpoint ({why})" if why else ""
         return Stopped(
-            f"stopped by {self._stopping.signal} before iteration {self.next_iteration}{without};"
-            " continue with --resume"
+            f"stopped by {signal} before iteration {iteration}{without}; continue with --resume"
         )
-
-    def _rewind(self, in_process: bool = False) -> Path | None:
-        """The newest whole checkpoint, with everything that was recorded after it forgotten; None:
-        from the beginning.
-
-        ``in_process``: the run goes on, so its clock does too, and its events stay.
-        """
-        path = latest_checkpoint(self.rundir.checkpoints)
-        extra = (
-            read(path)[1]["extra"]
-            if path
-            else {"iteration": 0, "seconds": 0.0, "samples_seen": 0, "time": 0.0}
-        )
-        if path is None and not in_process:
-            self.progress.note("no checkpoint yet: starting from the beginning")
-        self.next_iteration = extra["iteration"]
-        self.saved_iteration = extra["iteration"] if path else None
-        self.samples_seen = extra["samples_seen"]
-        self.ring.guard.restore(extra.get("guard", {}))
-        if not in_process:
-            self.seconds_before = extra["seconds"]
-            self.services.weights.chosen = extra.get("backend")
-        self.rundir.truncate(self.next_iteration, math.inf if in_process else extra["time"])
-        self.last_row = next(
-            (row for row in reversed(self.rundir.metrics()) if row["kind"] == "iteration"), {}
-        )
-        return path
 
     async def _write_quantisation_table(self) -> None:
-        """``quantisation.json``: every module of the denoiser, whether explorers run it quantised,
-        and why.
+        """``quantisation.json``: every module of the denoiser, whether rollout actors run it
+        quantised, and why.
         """
         if self.config.plan.explore is not None:
-            table = await self.services.learner.call(("quantisation",), "quantisation")
+            table = await self.services.learner.quantisation()
             write_json(self.rundir.path / "quantisation.json", table)

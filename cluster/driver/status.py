@@ -1,13 +1,15 @@
-"""What a running job is doing, as a plain dict that travels; ``status_lines`` shows it."""
+"""What a running job is doing, in JSON types that travel; ``status_text`` shows it."""
 
 from __future__ import annotations
 
 import time
-from typing import Any, Protocol
+from typing import Protocol
 
-from cluster.driver.services import Services
+from cluster.driver.checkpoints import Position
+from cluster.driver.services import ActorServices
+from cluster.jobs.board import ActorState, RunState, ServiceState
+from cluster.runtime.member import Member
 from cluster.runtime.pool import ActorPool
-from cluster.runtime.worker import Worker
 from configs.schema import RunConfig
 from records.progress import STAGES, Progress
 
@@ -25,26 +27,25 @@ class Watched(Protocol):
     """What a session shows of itself."""
 
     config: RunConfig
-    services: Services
+    services: ActorServices
     progress: Progress
-    next_iteration: int
-    restored: int
-    last_row: dict[str, Any]
+    position: Position
 
 
 class Reporter:
-    """Takes a run's state; ``busy`` is the share of the time since the last one that an actor had
-    work in hand.
+    """Tells a run's state; ``busy`` is the share of the time since the last one that an actor had
+    tasks in hand.
     """
 
     def __init__(self, session: Watched, directory: str):
         self._session, self._directory = session, directory
         self._last = time.monotonic()
-        self._worked: dict[tuple[str, int], float] = {}
+        self._busy_s: dict[str, float] = {}
 
-    def state(self) -> dict[str, Any]:
-        """The run now: JSON types only."""
+    def state(self) -> RunState:
+        """The run now."""
         session, progress = self._session, self._session.progress
+        position = session.position
         now = time.monotonic()
         seconds, self._last = max(now - self._last, 1e-9), now
         current = session.services.weights.current
@@ -52,44 +53,49 @@ class Reporter:
             "run": session.config.name,
             "arm": session.config.arm,
             "directory": self._directory,
-            "iteration": session.next_iteration,
+            "iteration": position.next_iteration,
             "iterations": session.config.iterations,
-            "version": current.version if current else None,
+            "version": current.id.version if current else None,
             "stages": {
                 stage: [progress.counts.get(stage, 0), progress.totals.get(stage, 0)]
                 for stage in STAGES
             },
             "left_s": progress.time_left(),
             "held_out": list(progress.held_out),
-            "restored": session.restored,
+            "restored": position.restored,
             "row": {
-                key: session.last_row[key] for key in SHOWN if session.last_row.get(key) is not None
+                key: position.last_row[key]
+                for key in SHOWN
+                if position.last_row.get(key) is not None
             },
             "services": [self._service(pool, seconds) for pool in session.services.pools],
         }
 
-    def _service(self, pool: ActorPool, seconds: float) -> dict[str, Any]:
+    def _service(self, pool: ActorPool, seconds: float) -> ServiceState:
         return {
             "kind": pool.kind,
-            "waiting": pool.waiting,
+            "waiting": len(pool.queue),
             "reissued": pool.reissued,
-            "starting": pool.starting,
-            "actors": [self._actor(pool.kind, worker, seconds) for worker in pool.workers],
+            "starting": pool.supervisor.starting,
+            "actors": [
+                self._actor(pool.supervisor.name(member), member, seconds)
+                for member in pool.members
+            ],
         }
 
-    def _actor(self, kind: str, worker: Worker, seconds: float) -> dict[str, Any]:
-        worked = worker.worked_s
-        busy = (worked - self._worked.get((kind, worker.index), 0.0)) / seconds
-        self._worked[kind, worker.index] = worked
-        alive = "starting" if worker.handle is None else "leaving" if worker.leaving else "serving"
+    def _actor(self, name: str, member: Member, seconds: float) -> ActorState:
+        busy_s, info = member.busy_s, member.info
+        busy = (busy_s - self._busy_s.get(name, 0.0)) / seconds
+        self._busy_s[name] = busy_s
+        alive = "starting" if member.handle is None else "leaving" if member.leaving else "serving"
         return {
-            "actor": f"{kind}-{worker.index}.{worker.incarnation}",
-            "state": "benched" if worker.benched else alive,
-            "version": worker.state[0] if worker.state else None,
-            "units": worker.answered,
+            "actor": f"{name}.{member.incarnation}",
+            "state": "benched" if member.benched else alive,
+            "version": member.weights.version if member.weights else None,
+            "units": member.answered,
             "busy": min(1.0, busy),
-            "restarts": worker.restarts,
-            "host": worker.facts.get("host"),
-            "pid": worker.facts.get("pid"),
-            "node": str(worker.facts.get("node", ""))[:8],
+            "restarts": member.restarts,
+            "host": info.host if info else None,
+            "pid": info.pid if info else None,
+            "node": str((info and info.node) or "")[:8],
         }

@@ -5,23 +5,24 @@ once, without waiting for either.
 from __future__ import annotations
 
 import asyncio
+import signal
+import threading
 import time
-from collections.abc import Coroutine
-from typing import Any, TypeVar
+from collections.abc import Callable, Coroutine
+from typing import TypeVar
 
-from cluster.driver.services import install_stop_signals
-from cluster.runtime.tasks import end_all
+from cluster.runtime.tasks import cancel_all
 from records.errors import InputsLost, RunFailed, StateLost, Stopped
 
 ECHO_S = 1.0
-"""Signals this close behind the first are the same one: `timeout`, shells and terminals tell a
-process and its group.
+"""Signals this close behind the first are the same one: `timeout`, shells and terminals signal both
+a process and its group.
 """
 AGAIN = "a second signal came"
 Value = TypeVar("Value")
 
 
-async def unless_stopped(work: Coroutine[Any, Any, Value]) -> Value:
+async def unless_stopped(work: Coroutine[None, None, Value]) -> Value:
     """The value of ``work``, before which nothing is started. Raises Stopped when a signal comes
     first.
     """
@@ -51,7 +52,7 @@ class Stopping:
         assert work is not None
         install_stop_signals(asyncio.get_running_loop(), lambda name: self.asked(name, work))
 
-    def asked(self, name: str, work: asyncio.Task[Any]) -> None:
+    def asked(self, name: str, work: asyncio.Task[Value]) -> None:
         """A signal came."""
         if self._over:
             return
@@ -65,11 +66,11 @@ class Stopping:
                 self._canceller.cancel()
                 work.cancel()
 
-    async def _cancel(self, work: asyncio.Task[Any]) -> None:
+    async def _cancel(self, work: asyncio.Task[Value]) -> None:
         async with self._updating:
             work.cancel()
 
-    async def save(self, save: Coroutine[Any, Any, None], limit_s: float) -> str | None:
+    async def save(self, save: Coroutine[None, None, None], limit_s: float) -> str | None:
         """Carry out ``save``; None, or why there is no checkpoint: it failed, it took longer than
         ``limit_s``, or a second signal came.
         """
@@ -78,7 +79,7 @@ class Stopping:
             return AGAIN
         saving, again = asyncio.create_task(save), asyncio.create_task(self._again.wait())
         await asyncio.wait({saving, again}, timeout=limit_s, return_when=asyncio.FIRST_COMPLETED)
-        await end_all([saving, again])
+        await cancel_all([saving, again])
         if saving.cancelled():
             return (
                 AGAIN
@@ -97,3 +98,13 @@ class Stopping:
         self._over = True
         if self._canceller is not None:
             self._canceller.cancel()
+
+
+def install_stop_signals(loop: asyncio.AbstractEventLoop, stop: Callable[[str], None]) -> None:
+    """Call ``stop`` with the signal's name on SIGTERM and SIGINT. After ray.init, which installs
+    handlers of its own.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        return
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stop, number.name)

@@ -9,15 +9,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-import ray
-
+from cluster.runtime.nodes import object_stores
 from configs.load import ConfigError
 from configs.schema import RunConfig
 from planning.assumptions import ACCELERATORS, backend_of
-from planning.make import DTYPES, GB, SPILLS_AT, described, store_size, versions_held
+from planning.make import GB, SPILLS_AT, described, store_size, versions_held
 from planning.placement import Node, needs_of, place
 from policy import memory
 from policy.lora import target_modules
+from policy.types import DTYPES
 
 
 def published_bytes(config: RunConfig, accelerator: str | None = None) -> int:
@@ -34,7 +34,7 @@ def published_bytes(config: RunConfig, accelerator: str | None = None) -> int:
             wide, config.lora.targets or family.lora_targets, strict=bool(config.lora.targets)
         )
         transformer, rows, layers = memory.blank_explorer(
-            family, backend, config.explore.keep_wide, dtype
+            family, backend, config.explore.modules_to_not_convert, dtype
         )
         return memory.wire_bytes(transformer, rows, layers, adapted, backend)
 
@@ -64,7 +64,7 @@ def check_store(
         return
     wanted = versions_held(config) * published_bytes(config, accelerator)
     sizes = object_stores() if stores is None else stores
-    lines = []
+    lines: list[str] = []
     for node in sorted({*homes["rollout"], *homes["learner"]}):
         if node in sizes and sizes[node] * SPILLS_AT < wanted:
             lines.append(
@@ -76,12 +76,3 @@ def check_store(
             )
     if lines:
         raise ConfigError(lines)
-
-
-def object_stores() -> dict[str, float]:
-    """Bytes of every live node's object store, by node id."""
-    return {
-        row["NodeID"]: row["Resources"].get("object_store_memory", 0.0)
-        for row in ray.nodes()
-        if row["Alive"]
-    }

@@ -1,20 +1,25 @@
-"""Publishing: the learner's packed policy, through the object store, into every explorer,
-acknowledged.
+"""Publishing: the learner's packed policy, through the object store, into every rollout actor.
 
-The chunks are return values of an actor method, so the driver owns them and a dying learner takes
-nothing along. An explorer loads the version that its next chunk names, when it has another: when it
-is new, replaced, behind, or ahead.
+Shards are return values of an actor method, so the driver owns them and a dying learner takes none
+along. A rollout actor loads the version that its next chunk names, when it has another: when it is
+new, replaced, behind, or ahead.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
-from typing import Any
 
+from ray import ObjectRef
+
+from actors.calls import resolved
+from actors.clients import LearnerClient
+from actors.messages import ActorInfo, ChunkKey, Shard, WeightsId
+from actors.rollout import RolloutActor
+from cluster.runtime.member import Member
 from cluster.runtime.pool import ActorPool
-from cluster.runtime.worker import Unit, Worker
+from policy.precision.wire import Manifest
 from records.errors import RunFailed
 
 
@@ -22,35 +27,28 @@ from records.errors import RunFailed
 class Published:
     """One version in the object store."""
 
-    version: int
-    backend: str | None  # precision that it is packed for; None: explorers do not say
-    manifest: Any
-    chunks: list[Any]  # references, in order
+    manifest: Manifest
+    backend: str | None  # precision that it is packed for; None: rollout actors do not say
+    shards: list[ObjectRef[Shard]]  # in order
 
     @property
-    def nbytes(self) -> int:
-        """Bytes of one broadcast to one explorer."""
-        return sum(self.manifest.chunk_sizes)
-
-    @property
-    def identity(self) -> tuple[Any, ...]:
-        """What a worker remembers of the version it holds."""
-        return self.version, self.manifest.checksum, self.backend
+    def id(self) -> WeightsId:
+        """What an actor that has loaded it acknowledges."""
+        return WeightsId(self.manifest.version, self.manifest.checksum, self.backend)
 
 
 class WeightChannel:
-    """Holds the versions that a chunk may name. ``load_for`` is the rollout pool's `prepare`."""
+    """Holds the versions that a chunk may name."""
 
     def __init__(self, event: Callable[..., None], ahead: int = 0):
-        """``ahead``: by how many versions a chunk may be behind the newest. With 0 explorers load a
+        """``ahead``: by how many versions a chunk may be behind the newest. With 0 actors load a
         version when it is published; else when their first chunk names it, for they may be at work
         with the one before.
         """
         self._event, self._ahead = event, ahead
         self._held: dict[int, Published] = {}
-        self.chosen: str | None = (
-            None  # the run's precision, from its first publishing on; a checkpoint keeps it
-        )
+        # the run's precision, from its first publishing on; a checkpoint keeps it
+        self.chosen: str | None = None
         self.why = ""
 
     @property
@@ -71,7 +69,7 @@ class WeightChannel:
     async def publish(
         self,
         version: int,
-        learner: ActorPool,
+        learner: LearnerClient,
         rollout: ActorPool,
         backend: str | None = None,
         weights: str | None = None,
@@ -79,56 +77,48 @@ class WeightChannel:
         """Export ``version`` from the learner and make it the newest; metrics under their contract
         names.
 
-        ``backend``: the precision to pack for; None: the run's, which is what its first explorers
-        reported. ``weights``: the adapter to export; None: the sampling policy.
+        ``backend``: the precision to pack for; None: the run's, which is what its first rollout
+        actors reported. ``weights``: the adapter to export; None: the policy that is sampled.
         """
         start = time.perf_counter()
-        native = one_backend(rollout)
-        backend = backend or self._of_the_run(native, rollout)
-        manifest, statistics = await learner.call(
-            ("export", version), "export", version, backend, weights
-        )
-        chunks = []
-        for index in range(len(manifest.chunk_sizes)):
-            _, (ref,) = await learner.call(
-                ("chunk", version, index), "chunk_by_reference", index, returns=2
-            )
-            chunks.append(ref)
-        published = Published(version, backend, manifest, chunks)
-        self._held = {
-            v: p for v, p in self._held.items() if version - self._ahead <= v < version
-        } | {version: published}
+        own = one_backend(rollout)
+        backend = backend or self._of_the_run(own, rollout)
+        exported = await learner.export(version, backend, weights)
+        count = len(exported.manifest.shard_sizes)
+        # one by one: the learner then holds one copy of one shard beside its export
+        shards = [await learner.shard(version, index) for index in range(count)]
+        published = Published(exported.manifest, backend, shards)
+        # versions from ``version`` on are of a run that has gone back to a checkpoint since
+        kept = {v: p for v, p in self._held.items() if version - self._ahead <= v < version}
+        self._held = kept | {version: published}
         if not self._ahead:
-            await rollout.each(lambda worker: _load(rollout, worker, published))
+            await rollout.each(lambda member: _load(rollout, member, published))
         seconds = time.perf_counter() - start
         self._event(
             "version_published",
             version=version,
             backend=backend,
-            bytes=published.nbytes,
+            bytes=exported.manifest.nbytes,
             seconds=round(seconds, 4),
             explorers=rollout.alive,
         )
         return {
             "time/publish_s": seconds,
             "weights/version": version,
-            "weights/bytes": published.nbytes,
-            **statistics,
+            "weights/bytes": exported.manifest.nbytes,
+            **exported.statistics,
         }
 
     def _of_the_run(self, own: str | None, rollout: ActorPool) -> str | None:
-        """The run's precision: chosen, and said, once; kept where it goes on with explorers whose
-        own is another.
+        """The run's precision, chosen and told once. It is kept where the run goes on with actors
+        that would take another: all versions must be ranked by the same arithmetic.
 
         Raises RunFailed when these cannot run it.
         """
         if own is None or own == self.chosen:
             return own
         if self.chosen is None:
-            self.chosen, self.why = (
-                own,
-                next((w.facts["why"] for w in rollout.workers if w.facts.get("why")), ""),
-            )
+            self.chosen, self.why = own, next((info.why for info in _told(rollout) if info.why), "")
             self._event("backend_chosen", backend=own, why=self.why)
             return own
         runs = common_backends(rollout)
@@ -143,48 +133,47 @@ class WeightChannel:
             self._event("backend_kept", backend=self.chosen, why=self.why)
         return self.chosen
 
-    def load_for(self, rollout: ActorPool) -> Callable[[Worker, Unit], Awaitable[None]]:
-        """The coroutine function that gives a worker the version its unit names, and does nothing
-        when it has it.
-        """
+    def prepare_for(self, rollout: ActorPool) -> Callable[[Member, object], Awaitable[None]]:
+        """What gives a member the version that its next chunk names, unless it has it."""
 
-        async def prepare(worker: Worker, unit: Unit) -> None:
-            await _load(rollout, worker, self.held(unit.args[0].key.version))
+        async def prepare(member: Member, key: object) -> None:
+            assert isinstance(key, ChunkKey), key
+            await _load(rollout, member, self.held(key.version))
 
         return prepare
 
 
-async def _load(rollout: ActorPool, worker: Worker, published: Published) -> None:
-    if worker.state == published.identity:
+async def _load(rollout: ActorPool, member: Member, published: Published) -> None:
+    if member.weights == published.id:
         return
     one_backend(rollout)
-    if published.backend != (worker.state[2] if worker.state else worker.facts.get("backend")):
-        worker.facts["cold"] = (
-            True  # its denoiser is made anew, which may take as long as at the start
-        )
-    version, checksum = await rollout.ask(
-        worker, "load", published.backend, published.manifest, *published.chunks
+    own = member.info.backend if member.info else None
+    if published.backend != (member.weights.backend if member.weights else own):
+        member.cold = True  # its denoiser is built again, which may take as long as at the start
+    shards = (resolved(shard) for shard in published.shards)
+    loaded = await rollout.ask(
+        member, RolloutActor.load, published.backend, published.manifest, *shards
     )
-    if (version, checksum) != (published.version, published.manifest.checksum):
+    if loaded != published.id:
         raise RunFailed(
-            f"rollout actor {worker.index} acknowledged version {version} checksum {checksum}, "
-            f"published was {published.version} {published.manifest.checksum}"
+            f"rollout actor {member.index} acknowledged version {loaded.version} checksum"
+            f" {loaded.checksum}, published was {published.id.version} {published.id.checksum}"
         )
-    worker.state = published.identity
+    member.weights = published.id
+
+
+def _told(rollout: ActorPool) -> list[ActorInfo]:
+    """What actors say of themselves; in a place that is being filled, what the last one said."""
+    return [member.info for member in rollout.members if member.info is not None]
 
 
 def one_backend(rollout: ActorPool) -> str | None:
-    """The precision backend that the explorers are configured to run, as they say; None where they
-    do not say.
+    """The precision that rollout actors are configured to explore in; None where they do not say.
 
-    Raises RunFailed when they differ: a kernel of its own rounds in its own way, and results would
-    depend on who computed what.
+    Raises RunFailed when they differ: every kernel rounds in its own way, and results would depend
+    on which actor computed what.
     """
-    hosts = {
-        worker.facts["backend"]: worker.facts.get("host", "?")
-        for worker in rollout.workers
-        if worker.facts.get("backend")
-    }
+    hosts = {info.backend: info.host for info in _told(rollout) if info.backend}
     if len(hosts) > 1:
         found = ", ".join(f"{backend} on {host}" for backend, host in hosts.items())
         raise RunFailed(
@@ -194,26 +183,20 @@ def one_backend(rollout: ActorPool) -> str | None:
     return next(iter(hosts), None)
 
 
-def misfit(rollout: ActorPool, facts: Mapping[str, Any]) -> str | None:
-    """Why an explorer that says ``facts`` cannot join the others, or take one's place; None: it
-    can.
-    """
-    own = {
-        worker.facts["backend"]
-        for worker in rollout.workers
-        if worker.handle is not None and worker.facts.get("backend")
-    }
-    mine = facts.get("backend")
-    if mine is None or not own or mine in own:
+def incompatibility(rollout: ActorPool, info: ActorInfo) -> str | None:
+    """Why an actor that says ``info`` cannot join the others, or replace one; None: it can."""
+    present = (member.info for member in rollout.members if member.handle is not None)
+    others = {other.backend for other in present if other is not None and other.backend}
+    if info.backend is None or not others or info.backend in others:
         return None
     return (
-        f"on {facts.get('host', '?')} runs precision backend {mine}, the others"
-        f" {', '.join(sorted(own))}: keep explorers to one kind of GPU"
+        f"on {info.host} runs precision backend {info.backend}, the others"
+        f" {', '.join(sorted(others))}: keep explorers to one kind of GPU"
         " (services.rollout.accelerator), or name the backend in explore.backend"
     )
 
 
 def common_backends(rollout: ActorPool) -> set[str]:
-    """The precision backends that every explorer could run, as they say."""
-    said = [set(worker.facts["runs"]) for worker in rollout.workers if worker.facts.get("runs")]
-    return set.intersection(*said) if said else set()
+    """The precisions that every rollout actor could explore in, as they say."""
+    runs = [set(info.runs) for info in _told(rollout) if info.runs]
+    return set[str].intersection(*runs) if runs else set()

@@ -1,9 +1,8 @@
-"""Submitting a run as a Ray job: what travels, what is told to Ray, how it is followed.
+"""`sol-rl submit`: a run as a Ray job, and the files that are sent along with it.
 
-What travels is the tree that this package lies in (or, where it was installed without one, its
-packages), without run outputs and environments, and beside it the configuration and prompt files
-that lie elsewhere. ``.rayignore`` and ``deploy/runtime_env.yaml`` say the same to a plain ``ray job
-submit``.
+Sent are the source tree (or, where there is none, the installed packages) without run outputs and
+environments, and the configuration and prompt files that lie elsewhere. ``.rayignore`` and
+``deploy/runtime_env.yaml`` say the same to a plain ``ray job submit``; a test compares them.
 """
 
 from __future__ import annotations
@@ -13,62 +12,58 @@ import shlex
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from fnmatch import fnmatch
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, TypedDict
 
-from cluster.jobs.following import follow, said
+from cluster.jobs.dashboard import client_of, refusals
+from cluster.jobs.job_log import first_line
 from configs.load import ConfigError, load
 from configs.schema import RunConfig
 
+if TYPE_CHECKING:
+    from ray.job_submission import JobSubmissionClient
+
 TREE = Path(__file__).parents[2]
 PACKAGES = (
-    "configs",
-    "policy",
-    "rewards",
-    "learner",
-    "records",
-    "planning",
-    "analysis",
-    "actors",
-    "cluster",
-    "cli",
-    "shapes",
-)
+    "configs", "policy", "rewards", "learner", "records", "planning", "analysis", "actors",
+    "cluster", "cli", "shapes",
+)  # fmt: skip
 LEFT_OUT = (
-    ".git", ".venv", "venv", "runs", "build", "dist", "__pycache__", "*.pyc", "*.egg-info", ".pytest_cache", ".ruff_cache", ".hypothesis",
-    ".import_linter_cache", "tests", "docs", "checkpoints",
+    ".git", ".venv", "venv", "runs", "build", "dist", "__pycache__", "*.pyc", "*.egg-info",
+    ".pytest_cache", ".ruff_cache", ".hypothesis", ".import_linter_cache", "tests", "docs",
+    "checkpoints",
 )  # fmt: skip
 """Never sent to a cluster."""
-RUNTIME_ENV: dict[str, Any] = {
+
+
+class RuntimeEnv(TypedDict):
+    """The part of Ray's runtime_env that is the same for every run."""
+
+    env_vars: dict[str, str]
+    excludes: list[str]
+
+
+RUNTIME_ENV: RuntimeEnv = {
     "env_vars": {
-        "RAY_JOB_STOP_WAIT_TIME_S": (
-            "120"
-        ),  # an update in hand is finished and a checkpoint written before SIGKILL
+        # before SIGKILL the update in hand is finished and a checkpoint written
+        "RAY_JOB_STOP_WAIT_TIME_S": "120",
         "PYTHONUNBUFFERED": "1",
     },
     "excludes": list(LEFT_OUT),
 }
-TOKEN_WANTED = (
-    "this cluster wants a token: export RAY_AUTH_MODE=token, and put the token in ~/.ray/auth_token"
-    " or at RAY_AUTH_TOKEN_PATH"
-)
 ELSEWHERE = "submitted"
-"""Folder, in what travels, of files that lie outside the tree."""
-ANSWER_S = (10.0, 120.0)
-"""How long a dashboard may take to accept a connection, and to answer."""
-URL = ("http://", "https://")
+"""The folder for files from outside the tree, in what is sent."""
 
 
 def submit(
     source: str, overrides: Sequence[str], address: str | None, resume: bool
-) -> tuple[Any, str]:
+) -> tuple[JobSubmissionClient, str]:
     """(client, job id) of a new job that trains ``source``.
 
-    Raises ConfigError for a configuration that cannot be, that names no shared run_root or files
-    that do not travel, when nothing answers at ``address``, or when the job is not taken there.
+    Raises ConfigError for an invalid configuration, a run_root that is not shared, files that are
+    not sent, an ``address`` where nothing answers, or a job that is refused there.
     """
     config = load(source, overrides)
     check_run_root_of_job(config)
@@ -81,12 +76,12 @@ def submit(
         except OSError as error:
             raise ConfigError(
                 [
-                    f"{TREE}: cannot be copied to {folder} to be submitted ({said(error)}); set"
-                    " TMPDIR=DIR"
+                    f"{TREE}: cannot be copied to {folder} to be submitted"
+                    f" ({first_line(error)}); set TMPDIR=DIR"
                 ]
             ) from None
         job = f"{config.name}-{time.strftime('%Y%m%d-%H%M%S')}"
-        with taken_by(client, tree):
+        with refusals(client, _too_large(tree)):
             client.submit_job(
                 entrypoint=entrypoint(there, overrides, resume),
                 submission_id=job,
@@ -96,46 +91,27 @@ def submit(
     return client, job
 
 
-@contextmanager
-def taken_by(client: Any, tree: Path | None = None) -> Iterator[None]:
-    """What a dashboard that answers may still refuse becomes a ConfigError of one line. ``tree``:
-    what is to travel.
-    """
-    from ray.exceptions import AuthenticationError, RayError
+def _too_large(tree: Path) -> Callable[[Exception], str | None]:
+    """The advice where Ray refuses ``tree`` for its size: the file or folder that takes most."""
 
-    at = f"--address {client.get_address()}"
-    try:
-        yield
-    except AuthenticationError:
-        raise ConfigError([f"{at}: {TOKEN_WANTED}"]) from None
-    except (OSError, RuntimeError, ValueError, KeyError, TypeError, RayError) as error:
-        mend = (
-            f"`ray job list --address {client.get_address()}` tells what is there, the dashboard's"
-            " log on the head why"
+    def advice(error: Exception) -> str | None:
+        if "exceeds the maximum size" not in str(error):
+            return None
+        sizes = {
+            top.name: sum(f.lstat().st_size for f in (top, *top.rglob("*")) if not f.is_dir())
+            for top in tree.iterdir()
+        }
+        name = max(sizes, key=lambda each: sizes[each])
+        return (
+            f"the largest is {name!r} ({sizes[name] / 1e6:.0f} MB): keep it outside {TREE}, and"
+            " name it by an absolute path"
         )
-        if tree is not None and "exceeds the maximum size" in str(error):
-            name, size = largest(tree)
-            mend = (
-                f"the largest is {name!r} ({size / 1e6:.0f} MB): keep it outside {TREE}, and name"
-                " it by an absolute path"
-            )
-        raise ConfigError([f"{at}: the job was not taken ({said(error)}); {mend}"]) from None
 
-
-def largest(tree: Path) -> tuple[str, int]:
-    """The file or folder right below ``tree`` that takes most, and its bytes."""
-    sizes = {
-        top: sum(file.lstat().st_size for file in (top, *top.rglob("*")) if not file.is_dir())
-        for top in tree.iterdir()
-    }
-    top = max(sizes, key=lambda each: sizes[each])
-    return top.name, sizes[top]
+    return advice
 
 
 def check_run_root_of_job(config: RunConfig) -> None:
-    """Raises ConfigError unless run_root is an absolute path; whether it can be written is checked
-    where the job runs.
-    """
+    """Raises ConfigError unless run_root is an absolute path; the job checks that it can write."""
     if config.run_root is None or not os.path.isabs(config.run_root):
         raise ConfigError(
             [
@@ -146,8 +122,9 @@ def check_run_root_of_job(config: RunConfig) -> None:
 
 
 def check_files_of_job(config: RunConfig) -> None:
-    """Raises ConfigError for a model, LoRA or scorer's file that is given by a relative path, is
-    here, and does not travel.
+    """Raises ConfigError for a model, LoRA or scorer's file that is on this machine only.
+
+    That is one with a relative path that exists here and is not sent.
     """
     named = [("lora.init_from", config.lora.init_from or "")]
     named += [("model.path", config.model.path)] if config.model.path != "shapes" else []
@@ -164,8 +141,8 @@ def check_files_of_job(config: RunConfig) -> None:
             )
 
 
-def _texts(key: str, value: Any) -> list[tuple[str, str]]:
-    """Every text in a scorer's settings, by its dotted key."""
+def _texts(key: str, value: object) -> list[tuple[str, str]]:
+    """Every string in a scorer's settings, with its dotted key."""
     if isinstance(value, str):
         return [(key, value)]
     items = (
@@ -182,7 +159,7 @@ def _is_here(name: str) -> bool:
     try:
         return not Path(name).is_absolute() and Path(name).exists()
     except (OSError, ValueError):
-        return False  # a text that can be no path
+        return False  # a string that cannot be a path
 
 
 def travels(name: str) -> bool:
@@ -203,8 +180,9 @@ def entrypoint(config: str, overrides: Sequence[str], resume: bool) -> str:
 
 
 def stage(into: Path, source: str, config: RunConfig) -> str:
-    """Copy what travels to ``into``; returns what the job must give as its configuration. Raises
-    ConfigError for prompts elsewhere.
+    """Copy what is sent to ``into``; returns the job's configuration argument.
+
+    Raises ConfigError for prompt files outside of the directory that is submitted.
     """
     ignore = shutil.ignore_patterns(*LEFT_OUT)
     if (TREE / "pyproject.toml").exists():
@@ -233,84 +211,3 @@ def stage(into: Path, source: str, config: RunConfig) -> str:
     (into / ELSEWHERE).mkdir(exist_ok=True)
     shutil.copy(path, into / ELSEWHERE / path.name)
     return f"{ELSEWHERE}/{path.name}"
-
-
-def client_of(address: str | None) -> Any:
-    """A job client of the dashboard at ``address``, or else of the one that the environment names
-    or that Ray finds on this machine.
-
-    Raises ConfigError for an address that is no URL, and when nothing answers.
-    """
-    from ray.exceptions import AuthenticationError, RayError
-    from ray.job_submission import JobSubmissionClient
-
-    class Client(JobSubmissionClient):
-        """One that does not wait for ever."""
-
-        def _do_request(self, *arguments: Any, **how: Any) -> Any:
-            return super()._do_request(*arguments, **{"timeout": ANSWER_S, **how})
-
-    at, url = f"--address {address}", address
-    if not address:
-        url = os.environ.get("RAY_API_SERVER_ADDRESS")
-        at = (
-            f"RAY_API_SERVER_ADDRESS = {url}"
-            if url
-            else f"RAY_ADDRESS = {os.environ.get('RAY_ADDRESS', 'not set')}"
-        )
-    if url and not url.startswith(URL):
-        raise ConfigError([f"{at}: the URL of a Ray dashboard is expected, http://HOST:8265"])
-    try:
-        with _only(url):
-            return Client(url)
-    except AuthenticationError:
-        raise ConfigError([f"{at}: {TOKEN_WANTED}"]) from None
-    except (OSError, RuntimeError, ValueError, KeyError, TypeError, RayError) as error:
-        raise ConfigError(
-            [
-                f"{at}: no Ray dashboard answers ({said(error)}); give --address http://HOST:8265,"
-                " its URL"
-            ]
-        ) from None
-
-
-@contextmanager
-def _only(url: str | None) -> Iterator[None]:
-    """Ray lets RAY_API_SERVER_ADDRESS and RAY_ADDRESS go before what it is given; here ``url``
-    does.
-    """
-    name = "RAY_API_SERVER_ADDRESS"
-    before = os.environ.get(name)
-    if url:
-        os.environ[name] = url
-    try:
-        yield
-    finally:
-        os.environ.pop(name, None)
-        if before is not None:
-            os.environ[name] = before
-
-
-def ask_through_job(
-    address: str, arguments: Sequence[str], show: Callable[[str], None], say: Callable[[str], None]
-) -> int:
-    """Run a command of this program on the cluster itself, as a small job with the files of the run
-    that is there.
-
-    For whoever reaches only the dashboard. Raises ConfigError when no run was submitted there.
-    """
-    client = client_of(address)
-    with taken_by(client):
-        running = [
-            job
-            for job in client.list_jobs()
-            if str(job.status) == "RUNNING" and "-m cluster train" in job.entrypoint
-        ]
-    if not running:
-        raise ConfigError([f"--address {address}: no submitted run is running there"])
-    with taken_by(client):
-        job = client.submit_job(
-            entrypoint=shlex.join(["python", "-m", "cluster", *arguments]),
-            runtime_env=running[0].runtime_env or {},
-        )
-    return follow(client, job, show, say)

@@ -1,26 +1,31 @@
-"""Waiting for one actor's answer: what comes, or in which of three ways it does not. Nobody is
-waited for without end.
+"""Waiting for one actor's answer: what comes, or in which of three ways it does not.
+
+No answer is waited for without end.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
-from typing import Any
+from typing import TypeVar
 
+from ray import ObjectRef
 from ray.exceptions import ObjectLostError, RayActorError, RayTaskError
 
+from cluster.runtime.member import ActorLost, Member
 from cluster.runtime.starting import cause
-from cluster.runtime.worker import ActorLost, Worker
 from configs.services import Service
 from records.errors import InputsLost
 
+Value = TypeVar("Value")
 
-async def answer_of(worker: Worker, ref: Any, service: Service) -> Any:
-    """The value behind ``ref``, a call that ``worker`` was sent.
 
-    It may take ``service.deadline_s`` seconds since the actor's last answer. An actor that says it
-    starts ``cold`` has ``warm_up_s`` more until it has answered its first unit.
+async def answer_of(member: Member, ref: ObjectRef[Value], service: Service) -> Value:
+    """The value behind ``ref``, a call that the member's actor was sent.
+
+    It may take ``service.deadline_s`` seconds since the actor's last answer: it does one thing
+    after the other, and this call may stand behind others. An actor that is ``cold`` has
+    ``warm_up_s`` more until it has answered its first task.
 
     Raises:
         ActorLost: the actor died, or was silent for longer than that.
@@ -29,31 +34,35 @@ async def answer_of(worker: Worker, ref: Any, service: Service) -> Any:
     """
     future = asyncio.wrap_future(ref.future())
     asked = time.monotonic()
-    future.add_done_callback(_seen)
+    future.add_done_callback(_observe)
     while True:
-        limit = service.deadline_s + (service.warm_up_s if worker.facts.get("cold") else 0.0)
-        left = max(asked, worker.last_answer) + limit - time.monotonic()
+        limit = service.deadline_s + (service.warm_up_s if member.cold else 0.0)
+        left = max(asked, member.last_answer) + limit - time.monotonic()
         done, _ = await asyncio.wait({future}, timeout=max(left, 0.0))
         if done:
             break
-        if time.monotonic() - max(asked, worker.last_answer) >= limit:
+        # another call's answer may have come meanwhile: then this one's time begins again
+        if time.monotonic() - max(asked, member.last_answer) >= limit:
             raise ActorLost(f"no answer for {limit:g} s")
-    worker.last_answer = time.monotonic()
+    member.last_answer = time.monotonic()
     try:
         return future.result()
     except RayActorError as error:
         raise ActorLost(cause(error)) from None
     except ObjectLostError as error:
-        raise InputsLost(str(error).splitlines()[0]) from None
+        raise _inputs_lost(error) from None
     except RayTaskError as error:
+        # a lost argument, or a lost object that the method itself asked for
         if isinstance(error.cause, ObjectLostError):
-            raise InputsLost(str(error.cause).splitlines()[0]) from None
+            raise _inputs_lost(error.cause) from None
         raise
 
 
-def _seen(future: asyncio.Future[Any]) -> None:
-    """Look at how a call ended even when nobody waits for it any more, so that asyncio does not
-    complain about it.
-    """
+def _inputs_lost(error: ObjectLostError) -> InputsLost:
+    return InputsLost(str(error).splitlines()[0])
+
+
+def _observe(future: asyncio.Future[Value]) -> None:
+    """Look at how a call ended even where it is not awaited any more: asyncio would complain."""
     if not future.cancelled():
         future.exception()

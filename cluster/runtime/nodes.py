@@ -1,8 +1,8 @@
-"""What the nodes have free, and more nodes from Ray's autoscaler where one runs.
+"""What the nodes have free, and requests for more nodes where Ray's autoscaler runs.
 
-What is missing is asked for by placement groups that wait. Unlike
-``ray.autoscaler.sdk.request_resources`` they count what other jobs use, add up over jobs, and
-vanish with the job that made them: no node is paid for because of a run that is gone.
+Missing resources are requested by placement groups that stay pending. Unlike
+``ray.autoscaler.sdk.request_resources`` these take into account what other jobs use, add up over
+jobs, and end with their job: nobody pays for a node that a finished run has requested.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import TypedDict
 
 import ray
 from ray.util.placement_group import (
@@ -25,17 +25,27 @@ from configs.schema import RunConfig
 from planning.placement import Need, Node, check_placement, kinds_of, needs_of
 
 BUSY_WAIT_S = 20.0
-"""How long to wait for shares that a finished job has not given back yet."""
+"""How long to wait for resources that a finished job has not released yet."""
 LOOK_S = 0.5
+"""Between two looks at what is free: Ray tells nobody when that changes."""
 LAG_S = 5.0
 """Time enough for Ray's count of what is free to show what was given back."""
-EVERYONE = "everyone"
+ALL_ACTORS = "all actors"
 LEAST_CPU = 0.001
-"""Of a bundle whose actor asks for nothing: Ray takes no empty ones."""
+"""The bundle of an actor that needs nothing: Ray accepts no empty ones."""
+
+
+class NodeRow(TypedDict):
+    """What is used here of a row of ``ray.nodes()``."""
+
+    NodeID: str
+    Labels: dict[str, str] | None
+    Resources: dict[str, float]
 
 
 def free_nodes() -> list[Node]:
     """Live nodes with what is free on each now; Ray's count lags behind by up to a second."""
+    # private: Ray has no public function for the free resources of single nodes
     from ray._private.state import available_resources_per_node
 
     free = available_resources_per_node()
@@ -43,20 +53,30 @@ def free_nodes() -> list[Node]:
 
 
 def all_nodes() -> list[Node]:
-    """Live nodes with all that they have, used or not."""
+    """Live nodes with all their resources, used or not."""
     return [_node(row, row["Resources"]) for row in ray.nodes() if row["Alive"]]
 
 
-def _node(row: Mapping[str, Any], resources: Mapping[str, float]) -> Node:
+def _node(row: NodeRow, resources: Mapping[str, float]) -> Node:
     return Node(
         row["NodeID"], resources.get("CPU", 0.0), resources.get("GPU", 0.0), row.get("Labels") or {}
     )
 
 
+def object_stores() -> dict[str, float]:
+    """Bytes of every live node's object store, by node id."""
+    return {
+        row["NodeID"]: row["Resources"].get("object_store_memory", 0.0)
+        for row in ray.nodes()
+        if row["Alive"]
+    }
+
+
 class Requests:
-    """Places that are waited for, a placement group each, so that Ray's autoscaler, where one runs,
-    brings nodes for them. Whose group is granted has a place that nobody else counts as free, until
-    it is withdrawn for the actors to take.
+    """Room that is waited for, a placement group each, so that Ray's autoscaler brings nodes.
+
+    A group that is granted keeps its room from being counted as free by others, until it is
+    withdrawn for the actors to take.
     """
 
     def __init__(self) -> None:
@@ -65,10 +85,8 @@ class Requests:
     def __contains__(self, key: str) -> bool:
         return key in self._groups
 
-    def ask(self, key: str, needs: Sequence[Need]) -> bool:
-        """Ask for room for all of ``needs`` at once, unless that was asked for under this key
-        already; whether it is new.
-        """
+    def request(self, key: str, needs: Sequence[Need]) -> bool:
+        """Request room for all of ``needs`` at once; False where this key has a request already."""
         if key in self._groups:
             return False
         bundles = [
@@ -80,9 +98,7 @@ class Requests:
         return True
 
     def granted(self, key: str) -> list[str] | None:
-        """The node ids of what was asked for under this key, in its order, once Ray holds a place
-        there for each.
-        """
+        """A node id per need of this key's request, in its order, once Ray holds room there."""
         if key not in self._groups:
             return None
         table = placement_group_table(self._groups[key])
@@ -92,9 +108,7 @@ class Requests:
         return [nodes[bundle] for bundle in sorted(nodes)]
 
     def withdraw(self, *keys: str) -> None:
-        """What was asked for under these keys is about to be taken, or wanted no longer; without a
-        key, everything.
-        """
+        """End these requests: the room is about to be taken, or not needed; without a key, all."""
         for key in keys or tuple(self._groups):
             if (group := self._groups.pop(key, None)) is not None:
                 remove_placement_group(group)
@@ -107,9 +121,9 @@ async def find_room(
 ) -> list[Node]:
     """The nodes, once every actor of the run has a place on them.
 
-    Waits for what other jobs are about to give back (``BUSY_WAIT_S``), and for nodes that an
-    autoscaler is asked for (``services.wait_for_nodes_s``); ``tell`` hears of it in a line. Raises
-    ConfigError, a line per service: what is missing, what there is.
+    Waits for what other jobs are about to release (``BUSY_WAIT_S``), and for nodes requested from
+    an autoscaler (``services.wait_for_nodes_s``), which ``tell`` is told in a line. Raises
+    ConfigError, a line per service: what is missing and what is free.
     """
     chosen = tuple(kinds if kinds is not None else kinds_of(config))
     began, wait_s = time.monotonic(), config.services.wait_for_nodes_s
@@ -123,13 +137,13 @@ async def find_room(
             except ConfigError as error:
                 if now - began > max(wait_s, BUSY_WAIT_S if _would_fit(config, chosen) else 0.0):
                     raise
-                if requests.granted(EVERYONE):
+                if requests.granted(ALL_ACTORS):
                     requests.withdraw()  # and once Ray's count has it, it is free
                     ask_at = now + LAG_S
                 elif (
                     wait_s
                     and now >= ask_at
-                    and requests.ask(EVERYONE, needs_of(config, chosen))
+                    and requests.request(ALL_ACTORS, needs_of(config, chosen))
                     and ask_at == began
                 ):
                     tell(f"waiting up to {wait_s:g} s for nodes: {error}")

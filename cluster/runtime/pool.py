@@ -1,39 +1,49 @@
-"""A group of equal actors that pull units of work, and outlive any of their members.
+"""A group of equal actors that pull tasks, and outlive any of their members.
 
-One way for every service: rollout, reward, selector, encoder and learner. A unit is a method call
-that may be repeated (same key, same result). Each actor has ``in_flight`` slots that pull from one
-queue, lowest priority first. What happens when an actor dies or hangs: it is killed and replaced,
-and every unit it held goes back to the queue, with a limit per unit and per actor. Nothing is
-counted twice, because a unit has one future and the first answer settles it.
+One way for every service: rollout, reward, selector, encoder and learner. A task is a method call
+that may be repeated. Each actor has ``in_flight`` slots that pull from one queue. When an actor
+dies or hangs it is killed and replaced, and every task that it held goes back to the queue, with a
+limit per task and per actor. Nothing is counted twice, because a task has one future and the first
+answer settles it.
 
-A pool grows and shrinks while it works: a new actor starts to pull, an actor that leaves finishes
-what it holds. The one service with a state, the learner, is ``stateful``: its units are not tried
-again, every call fails with StateLost until it is renewed.
+A pool grows and shrinks while it works: a new actor starts to pull, one that leaves finishes what
+it holds. The service with a state, the learner, is ``stateful``: its tasks are not tried again, and
+every call fails with StateLost until the pool is renewed.
 """
 
 from __future__ import annotations
 
 import asyncio
-import itertools
 import time
 from collections.abc import Awaitable, Callable
-from typing import Any
+from typing import ParamSpec, TypeVar, cast
 
+from ray import ObjectRef
 from ray.exceptions import RayError
 
+from actors.calls import Answer, AnyTask, Call, Caller, Method
+from actors.messages import ActorInfo
 from cluster.runtime.answers import answer_of
-from cluster.runtime.roster import START_DEADLINE_S, Event, Roster
+from cluster.runtime.member import ActorLost, Member, Vacant
+from cluster.runtime.queue import PendingTask, TaskQueue
 from cluster.runtime.starting import Spawn, cause
-from cluster.runtime.worker import ActorLost, Unit, Vacant, Worker
+from cluster.runtime.supervisor import Event, Supervisor
+from cluster.runtime.tasks import BackgroundTasks
 from configs.services import Service
 from records.errors import InputsLost, RunFailed, StateLost
 from records.timeline import Span, span_of
 
+P = ParamSpec("P")
+R = TypeVar("R")
+START_DEADLINE_S = 600.0
 
-class ActorPool:
-    """See the module. ``prepare(worker, unit)`` runs before every unit and must be quick when there
-    is nothing to do; ``admits(facts)`` says of what a later actor's ``ready`` told why it cannot be
-    used beside the others.
+
+class ActorPool(Caller):
+    """See the module. Three hooks may be set before it starts:
+
+    ``prepare(member, key)`` runs before every task and is quick when there is nothing to do;
+    ``accepts(info)`` says why a later actor cannot be used beside the others;
+    ``lost_by(error)`` says of what a method raised why the actor is lost as well; None: it is not.
     """
 
     def __init__(
@@ -42,256 +52,220 @@ class ActorPool:
         spawn: Spawn,
         service: Service,
         event: Event,
-        prepare: Callable[[Worker, Unit], Awaitable[None]] | None = None,
         *,
         stateful: bool = False,
         start_deadline_s: float = START_DEADLINE_S,
         released: Callable[[str], None] = lambda actor: None,
         record: Callable[[Span], None] = lambda span: None,
     ):
-        """``released`` is told the name of an actor that leaves for good, ``record`` who had which
-        unit in hand and when.
+        """``released`` is told the name of an actor that leaves for good, ``record`` which actor
+        had which task in hand and when.
         """
-        self.kind, self._service, self._event, self.prepare = kind, service, event, prepare
+        self.kind, self.service, self.event = kind, service, event
+        self.prepare: Callable[[Member, object], Awaitable[None]] | None = None
+        self.accepts: Callable[[ActorInfo], str | None] = lambda info: None
+        self.lost_by: Callable[[RayError], Awaitable[str | None]] | None = None
         self._stateful, self._record = stateful, record
-        self.admits: Callable[[dict[str, Any]], str | None] = lambda facts: None
-        self._roster = Roster(
+        self.queue = TaskQueue()
+        self.supervisor = Supervisor(
             kind,
             spawn,
             service,
             event,
-            self._serve,
-            self._end,
             start_deadline_s,
-            released,
-            lambda facts: self.admits(facts),
+            serve=self._serve,
+            changed=self.queue.look_again,
+            over=self._end,
+            released=released,
+            accepts=lambda info: self.accepts(info),
         )
-        self._beside: set[asyncio.Task[None]] = set()  # replacements that no slot waits for
+        self._replacements = BackgroundTasks()  # those that no slot waits for
         self.reissued = 0
-        self.deepest = 0  # most units that waited since somebody set it back
-        self._queue: asyncio.PriorityQueue[tuple[tuple[int, ...], int, Unit]] = (
-            asyncio.PriorityQueue()
-        )
-        self._order = itertools.count()
-        self._failure: RunFailed | StateLost | None = None
-
-    # ---- who is there
+        self.failure: RunFailed | StateLost | None = None
+        self.failed = asyncio.Event()
 
     async def start(self) -> None:
         """Create every actor, wait until all answer, and open their slots."""
-        await self._roster.start()
+        await self.supervisor.start()
 
     async def stop(self) -> None:
         """Close the slots and kill the actors."""
-        beside = tuple(self._beside)
-        for task in beside:
-            task.cancel()
-        await asyncio.gather(*beside, return_exceptions=True)
-        await self._roster.stop()
-
-    async def resize(self, size: int) -> None:
-        """Grow or shrink to ``size`` actors in service; one call at a time. Units in hand are
-        finished, none is lost.
-
-        Raises RunFailed when a new actor does not start; those that did stay.
-        """
-        await self._roster.resize(size)
+        await self._replacements.end()
+        await self.supervisor.stop()
 
     async def renew(self, why: str) -> None:
         """Put a new actor in every place and accept calls again. Raises RunFailed when one does not
         start.
         """
-        await self._roster.renew(why)
-        self._failure = None
-
-    def next_actors(self, count: int) -> list[str]:
-        """Names that the next ``count`` new actors will have."""
-        return self._roster.next_actors(count)
+        await self.supervisor.renew(why)
+        self.failure = None
+        self.failed.clear()
 
     @property
-    def workers(self) -> list[Worker]:
-        """The places, by rising index."""
-        return self._roster.workers
+    def members(self) -> list[Member]:
+        """By rising index."""
+        return self.supervisor.members
 
     @property
     def alive(self) -> int:
-        """Actors in service now."""
-        return self._roster.alive
+        """Members in service now."""
+        return self.supervisor.alive
 
-    @property
-    def starting(self) -> int:
-        """New actors on their way."""
-        return self._roster.starting
+    # ---- calls
 
-    @property
-    def lost(self) -> int:
-        """Actors that died or hung since the pool was made."""
-        return self._roster.lost
-
-    @property
-    def worked_s(self) -> float:
-        """Seconds in which actors had units in hand, summed over all actors that ever were."""
-        return self._roster.worked_s
-
-    @property
-    def waiting(self) -> int:
-        """Units in the queue."""
-        return self._queue.qsize()
-
-    # ---- work
-
-    async def call(
-        self,
-        key: Any,
-        method: str,
-        *args: Any,
-        returns: int = 1,
-        priority: tuple[int, ...] = (),
-        accept: Callable[[Any], str | None] | None = None,
-        tries: int = 1,
-    ) -> Any:
-        """The value of ``method(*args)`` on some actor; with ``returns`` > 1, (first value,
-        [references of the rest]).
-
-        ``accept`` may find fault with an answer: the unit is then tried again, on another actor
-        where there is one, until it was answered ``tries`` times; the last answer is returned as it
-        is.
-
-        Raises:
-            RunFailed: the unit failed on every allowed attempt, or no actor is left.
-            StateLost: the actor of a stateful pool died.
-            InputsLost: an object among ``args`` no longer exists.
+    async def perform(self, task: AnyTask, call: Call) -> Answer:
+        """The answer of some actor. ``Task.accept`` may refuse it: then the task is tried again,
+        on another actor where there is one. Raises as ``Caller.perform``.
         """
-        if self._failure:
-            raise self._failure
-        unit = Unit(key, method, args, returns, priority, accept=accept, tries=tries)
-        self._put(unit)
-        return await unit.future
+        if self.failure:
+            raise self.failure
+        pending = PendingTask(task, call)
+        self._put(pending)
+        return await pending.future
 
-    async def each(self, do: Callable[[Worker], Awaitable[None]]) -> None:
+    async def perform_on(self, member: Member, task: AnyTask, call: Call) -> Answer:
+        """The answer of one particular actor, past the queue. Raises as ``Caller.perform``."""
+        if self.failure:
+            raise self.failure
+        pending = PendingTask(task, call)
+        await self._work(member, pending)
+        return await pending.future
+
+    async def each(self, do: Callable[[Member], Awaitable[None]]) -> None:
         """Run ``do`` for every actor that is there, all at once. One that is lost on the way, or
         raises, is replaced; those that are being replaced are not waited for: they are prepared
-        before their first unit.
+        before their first task.
         """
 
-        async def one(worker: Worker) -> None:
-            if worker.handle is None:
+        async def one(member: Member) -> None:
+            if member.handle is None:
                 return
-            incarnation = worker.incarnation
+            incarnation = member.incarnation
             try:
-                async with worker.lock:
-                    if worker.handle is not None:
-                        await do(worker)
+                async with member.lock:
+                    if member.handle is not None:
+                        await do(member)
             except (ActorLost, RayError) as loss:
                 why = str(loss) if isinstance(loss, ActorLost) else cause(loss)
-                beside = asyncio.create_task(self._roster.replace(worker, incarnation, why))
-                self._beside.add(beside)
-                beside.add_done_callback(self._beside.discard)
+                self._replacements.start(self.supervisor.replace(member, incarnation, why))
 
-        await asyncio.gather(*(one(worker) for worker in self.workers if worker.serving))
+        await asyncio.gather(*(one(member) for member in self.members if member.serving))
 
-    async def ask(self, worker: Worker, method: str, *args: Any) -> Any:
-        """A call to one particular actor, outside the queue. Raises ActorLost when it dies or
-        hangs.
+    async def ask(
+        self, member: Member, method: Method[P, R], *args: P.args, **named: P.kwargs
+    ) -> R:
+        """A call to one particular actor that is not tried again, and may be part of a task.
+
+        Raises ActorLost when it dies or hangs, RayError for what the method raises.
         """
-        return await self._answer(
-            worker, (method,), 0, getattr(worker.handle, method).remote(*args)
+        ref = getattr(member.handle, method.__name__).remote(*args, **named)
+        return cast(R, await self._answer(member, (method.__name__,), 0, ref))
+
+    # ---- tasks
+
+    def _put(self, pending: PendingTask) -> None:
+        if self.failure:
+            pending.fail(self.failure)
+        else:
+            self.queue.put(pending)
+
+    async def _serve(self, member: Member) -> None:
+        while member.serving:
+            await self._work(member, await self.queue.take(lambda it: self._may_take(member, it)))
+
+    def _may_take(self, member: Member, pending: PendingTask) -> bool:
+        """A place that is empty takes nothing, so that it keeps no task from the others."""
+        if member.handle is None:
+            return False
+        return pending.avoid != member.index or not any(
+            other.handle is not None and other.serving
+            for other in self.members
+            if other is not member
         )
 
-    def _put(self, unit: Unit) -> None:
-        if self._failure:
-            return self._settle(unit, self._failure)
-        self._queue.put_nowait((unit.priority, next(self._order), unit))
-        self.deepest = max(self.deepest, self.waiting)
+    async def _work(self, member: Member, pending: PendingTask) -> None:
+        member.begin_task()
+        try:
+            await self._handle(member, pending)
+        except Exception as error:
+            # a full disk, a defect: nothing may wait for this task for ever
+            failure = RunFailed(f"{self.kind}: {pending.task.key}: {type(error).__name__}: {error}")
+            pending.fail(failure)
+            self._end(failure)
+        finally:
+            member.end_task()
 
-    async def _serve(self, worker: Worker) -> None:
-        while worker.serving:
-            _, _, unit = await self._queue.get()
-            if worker.handle is None:  # it died while this slot waited: whoever is there takes it
-                self._put(unit)
-                await worker.manned()
-                continue
-            worker.takes_unit()
-            try:
-                await self._handle(worker, unit)
-            except (
-                Exception
-            ) as error:  # a full disk, a defect: nobody may wait for this unit for ever
-                failure = RunFailed(f"{self.kind}: {unit.key}: {type(error).__name__}: {error}")
-                self._settle(unit, failure)
-                self._end(failure)
-            finally:
-                worker.lays_down_unit()
-
-    async def _handle(self, worker: Worker, unit: Unit) -> None:
-        if unit.future.done():
-            return
-        if unit.avoid == worker.index and any(
-            other.handle is not None for other in self.workers if other is not worker
-        ):
-            self._put(unit)
-            await asyncio.sleep(0.02)
+    async def _handle(self, member: Member, pending: PendingTask) -> None:
+        if pending.future.done():  # its caller was cancelled while it waited
             return
         try:
-            value = await self._attempt(worker, unit)
-        except asyncio.CancelledError:
-            raise
+            value = await self._attempt(member, pending)
+        except Vacant:
+            self._put(pending)
         except ActorLost as loss:
             if self._stateful:
-                self._lose(worker, unit.incarnation, unit, str(loss))
+                self._lose_state(member, pending, str(loss))
                 return
-            if isinstance(loss, Vacant):
-                self._put(unit)
-                return
-            blamed = worker.blames(unit, unit.incarnation)
-            unit.alone = True
-            (self._retry if blamed else self._reissue)(unit, worker, str(loss))
-            await self._roster.replace(worker, unit.incarnation, str(loss))
+            blamed = member.blames(pending)
+            pending.alone = True
+            (self._count_failure if blamed else self._retry)(pending, member, str(loss))
+            await self.supervisor.replace(member, pending.incarnation, str(loss))
         except (InputsLost, RunFailed) as end:
-            worker.done_with(unit)
-            self._settle(unit, end)
+            member.answer(pending)
+            pending.fail(end)
         except RayError as error:
-            worker.done_with(unit)
-            self._retry(unit, worker, cause(error))
+            member.answer(pending)
+            self._count_failure(pending, member, cause(error))
         else:
-            self._answered(unit, worker, value)
+            self._answered(pending, member, value)
 
-    async def _attempt(self, worker: Worker, unit: Unit) -> Any:
-        async with worker.door:
-            if unit.alone:
-                await worker.empty()
-            refs = await self._send(worker, unit)
-            if unit.alone:
-                return await self._result(worker, unit, refs)
-        return await self._result(worker, unit, refs)
+    async def _attempt(self, member: Member, pending: PendingTask) -> Answer:
+        # A task that goes alone holds the door until it is answered, so that nothing is sent behind
+        # it; all others only while they are sent, so that the next one waits at the actor.
+        async with member.door:
+            if pending.alone:
+                await member.drained()
+            refs = await self._send(member, pending)
+            if pending.alone:
+                return await self._result(member, pending, refs)
+        return await self._result(member, pending, refs)
 
-    async def _send(self, worker: Worker, unit: Unit) -> Any:
-        async with worker.lock:
-            unit.incarnation = worker.incarnation
-            if worker.handle is None:
+    async def _send(self, member: Member, pending: PendingTask) -> list[ObjectRef[Answer]]:
+        async with member.lock:  # not while the actor is replaced, or prepared for another task
+            pending.incarnation = member.incarnation
+            if member.handle is None:
                 raise Vacant("the actor is being replaced")
             if self.prepare:
-                await self.prepare(worker, unit)
-            refs = (
-                getattr(worker.handle, unit.method)
-                .options(num_returns=unit.returns)
-                .remote(*unit.args)
-            )
-            worker.sent.append(unit)
-        return refs
+                await self.prepare(member, pending.task.key)
+            call = pending.call
+            method = getattr(member.handle, call.method).options(num_returns=call.returns)
+            refs = method.remote(*call.args, **call.named)
+            member.send(pending)
+        return refs if call.returns > 1 else [refs]
 
-    async def _result(self, worker: Worker, unit: Unit, refs: Any) -> Any:
-        if unit.returns == 1:
-            return await self._answer(worker, unit.key, unit.reissues, refs)
-        return await self._answer(worker, unit.key, unit.reissues, refs[0]), list(refs[1:])
+    async def _result(
+        self, member: Member, pending: PendingTask, refs: list[ObjectRef[Answer]]
+    ) -> Answer:
+        first = await self._answer(member, pending.task.key, pending.retries, refs[0])
+        return (first, *refs[1:]) if pending.call.returns > 1 else first
 
-    async def _answer(self, worker: Worker, key: Any, attempt: int, ref: Any) -> Any:
-        """``answer_of``, and in the timeline who had ``key`` in hand: an actor does one thing after
-        the other.
-        """
-        sent, incarnation, outcome = time.time(), worker.incarnation, "failed"
+    async def _answer(
+        self, member: Member, key: object, attempt: int, ref: ObjectRef[Answer]
+    ) -> object:
         try:
-            value = await answer_of(worker, ref, self._service)
+            return await self._timed(member, key, attempt, ref)
+        except RayError as error:
+            if self.lost_by and (why := await self.lost_by(error)):
+                raise ActorLost(why) from None
+            raise
+
+    async def _timed(
+        self, member: Member, key: object, attempt: int, ref: ObjectRef[Answer]
+    ) -> object:
+        """``answer_of``, with a line in the timeline: an actor does one thing after the other."""
+        sent, incarnation, outcome = time.time(), member.incarnation, "failed"
+        try:
+            value = await answer_of(member, ref, self.service)
             outcome = "done"
             return value
         except ActorLost:
@@ -301,79 +275,59 @@ class ActorPool:
             outcome = "stopped"
             raise
         finally:
-            started, worker.busy_until = max(sent, worker.busy_until), time.time()
+            started, member.busy_until = max(sent, member.busy_until), time.time()
+            ended = member.busy_until
             self._record(
-                span_of(
-                    self.kind,
-                    worker.index,
-                    incarnation,
-                    key,
-                    attempt,
-                    started,
-                    worker.busy_until,
-                    outcome,
-                )
+                span_of(self.kind, member.index, incarnation, key, attempt, started, ended, outcome)
             )
 
-    def _answered(self, unit: Unit, worker: Worker, value: Any) -> None:
-        worker.answered += 1
-        worker.done_with(unit)
-        worker.facts.pop("cold", None)
-        unit.tries -= 1
-        fault = unit.accept(value) if unit.accept else None
-        if fault and unit.tries > 0:
-            unit.avoid = worker.index
-            self._reissue(unit, worker, fault)
-        elif not unit.future.done():
-            unit.future.set_result(value)
-            if unit.reissues:
-                self._event(
-                    "chunk_recovered",
-                    kind=self.kind,
-                    unit=str(unit.key),
-                    actor=worker.index,
-                    reissues=unit.reissues,
-                )
+    def _answered(self, pending: PendingTask, member: Member, value: Answer) -> None:
+        member.answered += 1
+        member.answer(pending)
+        member.cold = False
+        pending.answers += 1
+        task = pending.task
+        fault = task.accept(value) if task.accept else None
+        if fault and pending.answers < task.tries:
+            pending.avoid = member.index
+            self._retry(pending, member, fault)
+        elif not pending.future.done():
+            pending.future.set_result(value)
+            if pending.retries:
+                told = {"actor": member.index, "reissues": pending.retries}
+                self.event("chunk_recovered", kind=self.kind, unit=str(task.key), **told)
 
     # ---- failures
 
-    def _retry(self, unit: Unit, worker: Worker, why: str) -> None:
-        """Back to the queue, or the end of the run when the unit has used its attempts."""
-        unit.attempts += 1
-        unit.avoid = worker.index
-        if unit.attempts >= (1 if self._stateful else self._service.max_attempts):
-            self._settle(
-                unit,
-                RunFailed(f"{self.kind}: {unit.key} failed {unit.attempts} times, last: {why}"),
-            )
+    def _count_failure(self, pending: PendingTask, member: Member, why: str) -> None:
+        """Back to the queue, or the end of the run when the task has used its attempts."""
+        pending.attempts += 1
+        pending.avoid = member.index
+        if pending.attempts < (1 if self._stateful else self.service.max_attempts):
+            self._retry(pending, member, why)
             return
-        self._reissue(unit, worker, why)
+        what = f"{self.kind}: {pending.task.key} failed {pending.attempts} times"
+        pending.fail(RunFailed(f"{what}, last: {why}"))
 
-    def _reissue(self, unit: Unit, worker: Worker, why: str) -> None:
+    def _retry(self, pending: PendingTask, member: Member, why: str) -> None:
         self.reissued += 1
-        unit.reissues += 1
-        self._event(
-            "chunk_reissued", kind=self.kind, unit=str(unit.key), actor=worker.index, why=why
-        )
-        self._put(unit)
+        pending.retries += 1
+        key = str(pending.task.key)
+        self.event("chunk_reissued", kind=self.kind, unit=key, actor=member.index, why=why)
+        self._put(pending)
 
-    @staticmethod
-    def _settle(unit: Unit, error: Exception) -> None:
-        if not unit.future.done():
-            unit.future.set_exception(error)
-
-    def _lose(self, worker: Worker, incarnation: int, unit: Unit, why: str) -> None:
-        """The state is gone: this unit, all that wait and all that come fail, until the pool is
-        renewed.
+    def _lose_state(self, member: Member, pending: PendingTask, why: str) -> None:
+        """What the actor knew is gone: this task, all that wait and all that come fail, until the
+        pool is renewed. Of several losses of one actor only the first is told.
         """
         lost = StateLost(f"the {self.kind} was lost: {why}")
-        self._settle(unit, lost)
-        worker.sent = []
-        if worker.incarnation == incarnation:
-            self._roster.bury(worker, why)
+        pending.fail(lost)
+        member.forget_sent()
+        if member.incarnation == pending.incarnation:
+            self.supervisor.discard(member, why)
             self._end(lost)
 
     def _end(self, failure: RunFailed | StateLost) -> None:
-        self._failure = failure
-        while not self._queue.empty():
-            self._settle(self._queue.get_nowait()[2], failure)
+        self.failure = failure
+        self.failed.set()
+        self.queue.fail_all(failure)

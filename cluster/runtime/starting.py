@@ -1,21 +1,21 @@
-"""Bringing one actor to life: placed, constructed, answering; or a plain sentence why not. Nothing
-pends for ever.
-"""
+"""Bringing one actor to life: placed, constructed, answering; or a plain sentence why not."""
 
 from __future__ import annotations
 
 import asyncio
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import TypeAlias
 
 import ray
 from ray.exceptions import ActorUnschedulableError, RayActorError, RayError
 
+from actors.messages import ActorInfo
+from cluster.runtime.member import Handle
 from planning.placement import NoRoom
 from records.errors import RunFailed
 
-Spawn = Callable[[str], Any]  # actor name -> Ray actor handle; raises NoRoom
+Spawn: TypeAlias = Callable[[str], Handle]  # from an actor's name; raises NoRoom
 LOST_STARTS = 4
 """Times an actor may vanish before it answers: a node that died is still thought alive for some
 seconds.
@@ -25,13 +25,13 @@ PAUSE_S = 1.0
 
 async def start_actor(
     spawn: Spawn, name: str, who: str, deadline_s: float, waits: Callable[[str], None]
-) -> tuple[Any, dict[str, Any]]:
-    """(handle, what its ``ready`` told) of a new actor. ``waits`` is told once when there is no
-    room for it yet.
+) -> tuple[Handle, ActorInfo]:
+    """A new actor, and what it says of itself. ``waits`` is told once when there is no room for it.
 
     Raises:
         RunFailed: its constructor raised (with the constructor's own words), it died again and
-            again, or it was not placed or not ready within ``deadline_s`` seconds.
+            again, or it was not placed or not ready within ``deadline_s`` seconds. Ray alone would
+            keep an actor pending for ever.
     """
     deadline = time.monotonic() + deadline_s
     lost, told = 0, False

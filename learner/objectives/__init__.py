@@ -1,31 +1,24 @@
-"""Training objectives, one file each. Only its own file, its settings and this table know an
-objective's name.
-"""
+"""Training objectives, one file each: only that file and its settings know its name."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import cast
 
-from learner.objectives.awm import AWM
+from configs.objectives import OBJECTIVES as SETTINGS
+from configs.objectives import ObjectiveSettings
 from learner.objectives.base import Objective, Points, Record
-from learner.objectives.dance_grpo import DanceGRPO
-from learner.objectives.diffusion_nft import DiffusionNFT
-from learner.objectives.flow_grpo import FlowGRPO
+from policy.types import named_class
 
-OBJECTIVES: dict[str, Callable[..., Objective]] = {
-    "diffusion_nft": DiffusionNFT,
-    "awm": AWM,
-    "flow_grpo": FlowGRPO,
-    "dance_grpo": DanceGRPO,
+OBJECTIVES = {
+    name: cast("Callable[..., Objective]", named_class(settings.trained_by, object))
+    for name, settings in SETTINGS.items()
 }
 """``settings.name`` -> constructor taking (settings, measure_kl)."""
 
 
-def build_objective(settings: Any, measure_kl: bool = False) -> Objective:
-    """The objective of ``[objective]``; ``measure_kl`` asks for the metric loss/kl even where its
-    weight is 0.
-    """
+def build_objective(settings: ObjectiveSettings, measure_kl: bool = False) -> Objective:
+    """The objective of ``[objective]``; ``measure_kl``: with loss/kl even where it weighs 0."""
     return OBJECTIVES[settings.name](settings, measure_kl)
 
 

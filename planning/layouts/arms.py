@@ -9,7 +9,7 @@ from typing import get_args
 from configs.load import ConfigError, parse
 from configs.schema import Arm, RunConfig
 from planning.assumptions import Assumptions
-from planning.layouts.choose import Candidate, choose, judged
+from planning.layouts.choose import Candidate, assessed, choose
 from planning.layouts.gpus import Gpus
 from planning.layouts.numbers import numbers_of
 from planning.layouts.predict import Prediction
@@ -54,7 +54,7 @@ def arms_of(
             except ConfigError:
                 continue
         else:
-            best = judged(numbers_of(other), gpus, costs)
+            best = assessed(numbers_of(other), gpus, costs)
         if best.prediction is not None:
             found[arm] = best.prediction
     return found

@@ -71,7 +71,7 @@ class Choice:
 def choose(config: RunConfig, gpus: Sequence[Gpus], costs: Costs) -> Choice:
     """The layout of ``config`` on ``gpus``. Raises ConfigError, a line, where none fits."""
     asked = config.layout.mode if config.layout else "auto"
-    looked = [judged(numbers, gpus, costs) for numbers in _candidates(config, gpus)]
+    looked = [assessed(numbers, gpus, costs) for numbers in _candidates(config, gpus)]
     table = _best_of_each(looked)
     mine = [each for each in looked if _may_be(config, each, gpus)]
     if not any(each.prediction for each in mine):
@@ -87,7 +87,7 @@ def choose(config: RunConfig, gpus: Sequence[Gpus], costs: Costs) -> Choice:
     return Choice(best, table, why, bound(costs.tasks, gpus))
 
 
-def judged(numbers: Numbers, gpus: Sequence[Gpus], costs: Costs) -> Candidate:
+def assessed(numbers: Numbers, gpus: Sequence[Gpus], costs: Costs) -> Candidate:
     """A layout with its prediction, or with why it cannot be."""
     laid = lay(numbers, gpus)
     if laid is None:
@@ -212,7 +212,7 @@ def _split(
     rollout: int,
     second: Gpus,
     learners: int,
-    explorers: str | None,
+    rollouts: str | None,
     trainers: str | None,
 ) -> Numbers:
     """Rollout actors, scorers and encoder on GPUs without a learner."""
@@ -221,8 +221,8 @@ def _split(
     rollout = min(rollout, config.prompts.per_iteration * chunks)  # more would have nothing to do
     groups = {
         "learner": Group(learners, 1.0, 4 * other, trainers),
-        "rollout": Group(rollout, ROLLOUT_ALONE, 2 * one, explorers),
-        **_small(config, 1 - ROLLOUT_ALONE, rollout, one, explorers),
+        "rollout": Group(rollout, ROLLOUT_ALONE, 2 * one, rollouts),
+        **_small(config, 1 - ROLLOUT_ALONE, rollout, one, rollouts),
     }
     return Numbers("split", groups)
 
@@ -282,9 +282,9 @@ def _nearest(config: RunConfig, gpus: Sequence[Gpus], costs: Costs) -> str | Non
         count for count in (kind.count, kind.count + 1, 2, 4, 8, 16) if count >= kind.count
     ]:
         for numbers in _candidates(free, [replace(kind, count=more)]):
-            if judged(numbers, [replace(kind, count=more)], costs).prediction:
+            if assessed(numbers, [replace(kind, count=more)], costs).prediction:
                 return f"{numbers.mode} on {more} x {kind.kind} ({numbers.describe()})"
     least = min(
-        (c.gb for n in _candidates(free, gpus) if (c := judged(n, gpus, costs)).gb), default=0
+        (c.gb for n in _candidates(free, gpus) if (c := assessed(n, gpus, costs)).gb), default=0
     )
     return f"GPUs of at least {least:.0f} GB" if least else None

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from configs.load import ConfigError
 from planning.layouts.numbers import Group, Numbers
-from planning.placement import ACCELERATOR, UNIT, Node, matches
+from planning.placement import ACCELERATOR, WHOLE, Node, matches
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ def lay(numbers: Numbers, gpus: Sequence[Gpus]) -> list[Laid] | None:
     """Who lies where, largest shares first and always on the fullest GPU that has room; None where
     somebody has no place. Actors without a share of a GPU are not in it.
     """
-    state: Counter[_State] = Counter({(g.kind, UNIT, ()): g.count for g in gpus})
+    state: Counter[_State] = Counter({(g.kind, WHOLE, ()): g.count for g in gpus})
     for kind, group in sorted(numbers.groups.items(), key=_largest):
         if group.gpus and not _lay_group(state, kind, group):
             return None
@@ -81,10 +81,10 @@ def _lay_group(state: Counter[_State], service: str, group: Group) -> bool:
 
     The fullest GPU with room stays the fullest until it has none, so that it gets all it can take.
     """
-    share, left = round(group.gpus * UNIT), group.actors
-    whole = -(-share // UNIT)
-    if share > UNIT:  # several whole GPUs each: as many actors, each on the first of its GPUs
-        left, share = left * whole, UNIT
+    share, left = round(group.gpus * WHOLE), group.actors
+    whole = -(-share // WHOLE)
+    if share > WHOLE:  # several whole GPUs each: as many actors, each on the first of its GPUs
+        left, share = left * whole, WHOLE
     while left:
         room = [s for s, n in state.items() if n and s[1] >= share and _may(group, s[0])]
         if not room:

@@ -16,7 +16,7 @@ from planning.assumptions import (
     device_of,
     with_format,
 )
-from planning.counting import DTYPES, Counts, counts_of
+from planning.counting import Counts, counts_of
 from planning.held import held_of
 from planning.layouts.choose import Choice, Costs, choose, needs_gpu
 from planning.layouts.gpus import Gpus, gpus_of
@@ -26,6 +26,7 @@ from planning.layouts.scoring import image_flops, in_fp32
 from planning.placement import Node, kinds_of
 from planning.stages import stages_of
 from policy.families import Family
+from policy.types import DTYPES
 
 
 @dataclass(frozen=True)

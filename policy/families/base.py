@@ -1,6 +1,4 @@
-"""What a family of text-to-image models has to say about itself. sigma is in [0, 1] everywhere
-outside a family.
-"""
+"""What a family of text-to-image models says about itself; outside of it sigma is in [0, 1]."""
 
 from __future__ import annotations
 
@@ -13,11 +11,14 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from configs.section import Tree
 from configs.sections import Model
 from policy.families.text import PromptEncoder
 from policy.types import Conditioning
 
 SHAPES_DIRECTORY = Path(__file__).resolve().parents[2] / "shapes" / "model"
+Diffusers = Any
+"""A pipeline, transformer or autoencoder of diffusers, whose attributes are set at run time."""
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 INDEX = "model_index.json"
 
@@ -29,24 +30,25 @@ def model_directory(model: Model) -> str:
     pipeline directory.
     """
     if model.path == "shapes":
-        directory, mend = SHAPES_DIRECTORY, "build it with `make shapes-model`"
+        directory, advice = SHAPES_DIRECTORY, "build it with `make shapes-model`"
     else:
-        directory, mend = (
+        directory, advice = (
             Path(model.path).expanduser(),
             "give a diffusers pipeline directory, a hub id, or 'shapes'",
         )
         if not directory.exists() and HUB_ID.fullmatch(model.path):
             return model.path
     if not directory.is_dir():
-        raise FileNotFoundError(f"model.path: there is no directory {str(directory)!r}: {mend}")
+        raise FileNotFoundError(f"model.path: there is no directory {str(directory)!r}: {advice}")
     if not (directory / INDEX).is_file():
         raise ValueError(
-            f"model.path: {str(directory)!r} has no {INDEX}, so it is no diffusers pipeline: {mend}"
+            f"model.path: {str(directory)!r} has no {INDEX}, so it is no diffusers pipeline:"
+            f" {advice}"
         )
     return str(directory)
 
 
-def pipeline_file(directory: str, name: str) -> dict[str, Any]:
+def pipeline_file(directory: str, name: str) -> Tree:
     """A JSON file of a pipeline directory or, through the hub's cache or the network, of a hub id.
 
     Raises FileNotFoundError when it is not there or cannot be fetched, ValueError when it is no
@@ -71,9 +73,7 @@ def pipeline_file(directory: str, name: str) -> dict[str, Any]:
 
 
 def _from_hub(repository: str, name: str) -> Path:
-    """A file of a hub id, from the cache where it is there; else the hub is asked once before
-    anything is fetched with patience.
-    """
+    """A file of a hub id, from the cache or the hub."""
     from huggingface_hub import (
         get_hf_file_metadata,
         hf_hub_download,
@@ -86,6 +86,7 @@ def _from_hub(repository: str, name: str) -> Path:
     if isinstance(cached, str):
         return Path(cached)
     try:
+        # ask once, as the download itself retries for minutes where there is no network
         get_hf_file_metadata(hf_hub_url(repository, name))
         return Path(hf_hub_download(repository, name))
     except HfHubHTTPError as error:
@@ -102,7 +103,7 @@ def _from_hub(repository: str, name: str) -> Path:
 
 
 def _shards(index: Path) -> list[str]:
-    """The files that an index of sharded weights names. Raises ValueError when it cannot be read."""
+    """The files that an index of sharded weights names. Raises ValueError if it is unreadable."""
     try:
         return sorted(set(json.loads(index.read_text())["weight_map"].values()))
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
@@ -115,36 +116,35 @@ class TextEncoder(Protocol):
     """Prompts in, conditioning out."""
 
     def encode(self, prompts: list[str]) -> Conditioning:
-        """Conditioning with one row per prompt. A row depends on its own prompt alone, not on its
-        neighbours.
-        """
+        """Conditioning with one row per prompt, which depends on that prompt alone."""
         ...
 
 
 class Family(ABC):
-    """One model of one family. Holds configuration only; weights are loaded by the ``load_*``
-    methods.
+    """One model of one family. Holds configuration; the ``load_*`` methods load weights.
 
     ``pipeline_class`` is the diffusers class that model_index.json must name; ``components`` are
     the parts of it that are needed, with the classes that will do (none: any). ``lora_targets`` are
-    module-name suffixes, which may hold ``*``; ``keep_wide`` are fnmatch patterns of modules that
-    are never quantised; each row of ``fuse`` names linears of one block that read the same input
-    and may run as one.
+    module-name suffixes, which may hold ``*``; ``modules_to_not_convert`` are fnmatch patterns of
+    modules that are never quantised; each row of ``fuse`` names linears of one block that read the
+    same input and may run as one.
     """
 
     name: str
     pipeline_class: str
     components: dict[str, tuple[str, ...]]
     lora_targets: tuple[str, ...]
-    keep_wide: tuple[str, ...]
+    modules_to_not_convert: tuple[str, ...]
     fuse: tuple[tuple[str, ...], ...] = ()
 
     def __init__(self, model: Model) -> None:
-        """Reads model_index.json. Raises FileNotFoundError or ValueError, one line, when this is
-        not a whole pipeline of the family.
+        """Reads model_index.json.
+
+        Raises FileNotFoundError or ValueError, one line, when this is no whole pipeline of the
+        family.
         """
         self.model = model
-        self._configs: dict[str, dict[str, Any]] = {}
+        self._configs: dict[str, Tree] = {}
         self.directory = model_directory(model)
         self.index = pipeline_file(self.directory, INDEX)
         found = self.index.get("_class_name")
@@ -171,9 +171,7 @@ class Family(ABC):
             )
 
     def check(self) -> None:
-        """Does ``[model]`` suit this model? Reads configuration files only. Raises
-        FileNotFoundError or ValueError, one line.
-        """
+        """Checks ``[model]`` by configuration files. Raises FileNotFoundError or ValueError."""
         assert self.latent_shape
         if self.model.guidance is not None and not self.embeds_guidance:
             raise ValueError(
@@ -187,8 +185,7 @@ class Family(ABC):
             )
 
     def check_weights(self) -> None:
-        """Are the weights of every part there, as safetensors? FileNotFoundError, one line, when
-        not.
+        """Raises FileNotFoundError where a part has no weights as safetensors.
 
         Looks into a local directory only: of a hub id every actor fetches its own parts.
         """
@@ -209,12 +206,10 @@ class Family(ABC):
 
     @property
     def embeds_guidance(self) -> bool:
-        """Whether the transformer takes a guidance strength as an input; that is not
-        classifier-free guidance.
-        """
+        """Whether the transformer takes a guidance strength, which is not classifier-free."""
         return bool(self.part_config("transformer").get("guidance_embeds", False))
 
-    def part_config(self, part: str) -> dict[str, Any]:
+    def part_config(self, part: str) -> Tree:
         """The configuration file of a part of the pipeline, without its weights."""
         if part not in self._configs:
             name = "scheduler_config.json" if part == "scheduler" else "config.json"
@@ -222,9 +217,7 @@ class Family(ABC):
         return self._configs[part]
 
     def sizes(self, unit: int, largest: int | None = None) -> tuple[int, int]:
-        """(height, width) in pixels. Raises ValueError when they are no multiples of ``unit``, or
-        beyond ``largest``.
-        """
+        """(height, width) in pixels: multiples of ``unit`` up to ``largest``, or ValueError."""
         for key, pixels in (("height", self.model.height), ("width", self.model.width)):
             if pixels % unit or (largest is not None and pixels > largest):
                 limit = f" up to {largest}" if largest is not None else ""
@@ -234,8 +227,9 @@ class Family(ABC):
         return self.model.height, self.model.width
 
     def load(self, part: str, device: torch.device | str, dtype: torch.dtype) -> nn.Module:
-        """A diffusers model of the pipeline: eval mode, no gradients. FileNotFoundError when its
-        weights are missing.
+        """A diffusers model of the pipeline: eval mode, no gradients.
+
+        Raises FileNotFoundError when its weights are missing.
         """
         import diffusers
 
@@ -265,7 +259,7 @@ class Family(ABC):
 
     def load_vae(self, device: torch.device | str, dtype: torch.dtype) -> nn.Module:
         """The autoencoder, in eval mode, without gradients; slicing and tiling as configured."""
-        vae: Any = self.load("vae", device, dtype)
+        vae: Diffusers = self.load("vae", device, dtype)
         if self.model.vae_slicing:
             vae.enable_slicing()
         if self.model.vae_tiling:
@@ -289,55 +283,51 @@ class Family(ABC):
         return PromptEncoder(pipe, self.encode_prompt, device, self.model.text_offload)
 
     @torch.no_grad()
-    def decode(self, vae: Any, latents: Tensor, batch_size: int | None = None) -> Tensor:
-        """Pictures of latents [B, *latent]: uint8 [B, 3, H, W] on the CPU.
+    def decode(self, vae: Diffusers, latents: Tensor, batch_size: int | None = None) -> Tensor:
+        """Images of latents [B, *latent]: uint8 [B, 3, H, W] on the CPU.
 
         As the stock pipelines decode: unscale, decode, [-1, 1] to [0, 255], round half to even.
         """
-        pictures = []
+        images = []
         for rows in latents.split(batch_size or max(len(latents), 1)):
-            picture = vae.decode(
+            image = vae.decode(
                 self.unscale(vae, rows.to(vae.device, vae.dtype)), return_dict=False
             )[0].float()
-            pictures.append(
-                (picture * 0.5 + 0.5).clamp(0, 1).mul(255).round().to(torch.uint8).cpu()
-            )
-        return torch.cat(pictures)
+            images.append((image * 0.5 + 0.5).clamp(0, 1).mul(255).round().to(torch.uint8).cpu())
+        return torch.cat(images)
 
     @property
     @abstractmethod
     def latent_shape(self) -> tuple[int, ...]:
-        """Shape of one latent, without the batch dimension. Raises ValueError for a picture size
-        the model cannot draw.
+        """Shape of one latent, without the batch dimension.
+
+        Raises ValueError for an image size that the model cannot make.
         """
 
     @property
     @abstractmethod
     def conditioning_shapes(self) -> dict[str, tuple[int, ...]]:
-        """Shape of each tensor of one prompt's row as ``encode_prompt`` gives it, without the row
-        dimension, every token in use.
-        """
+        """Shapes of what ``encode_prompt`` gives for one prompt, every token in use."""
 
     @abstractmethod
-    def encode_prompt(self, pipe: Any, prompt: str) -> Conditioning:
-        """One row of conditioning, as the stock pipeline ``pipe`` (without transformer and
-        autoencoder) makes it.
-        """
+    def encode_prompt(self, pipe: Diffusers, prompt: str) -> Conditioning:
+        """One row of conditioning from ``pipe``, which has no transformer and no autoencoder."""
 
     @abstractmethod
     def sigmas(self, steps: int) -> Tensor:
         """The sampling schedule: float32 [steps + 1] on the CPU, strictly descending, last 0."""
 
     @abstractmethod
-    def velocity(self, transformer: Any, x: Tensor, sigma: Tensor, cond: Conditioning) -> Tensor:
-        """v = eps - x0 of the denoiser: [B, *latent] for x [B, *latent], sigma 0-dim or [B], cond
-        of B rows.
+    def velocity(
+        self, transformer: Diffusers, x: Tensor, sigma: Tensor, cond: Conditioning
+    ) -> Tensor:
+        """v = eps - x0 [B, *latent] for x [B, *latent], sigma 0-dim or [B], cond of B rows.
 
         float32; float64 only where the transformer itself is.
         """
 
     @abstractmethod
-    def unscale(self, vae: Any, latents: Tensor) -> Tensor:
+    def unscale(self, vae: Diffusers, latents: Tensor) -> Tensor:
         """Latents [B, *latent] as the autoencoder's decoder takes them: [B, C, H / f, W / f]."""
 
 

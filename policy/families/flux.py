@@ -1,26 +1,26 @@
-"""FLUX.1 (black-forest-labs) over diffusers' classes. Guidance is an input of the distilled
-transformer, no second pass.
+"""FLUX.1 (black-forest-labs) over diffusers' classes.
+
+Guidance is an input of the distilled transformer, without a second pass.
 """
 
 from __future__ import annotations
 
 from functools import cached_property
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from policy.families import joint
-from policy.families.base import Family, widened
+from policy.families.base import Diffusers, Family, widened
 from policy.families.schedule import TIMESTEPS, flow_match_sigmas
 from policy.types import Conditioning
 
 PACK = 2
-"""Latent pixels per side of a picture token."""
+"""Latent pixels per side of an image token."""
 
 
 class Flux(Family):
-    """``FluxPipeline`` as a policy: packed latents [H/2f * W/2f, 4C], row-major over the picture."""
+    """``FluxPipeline`` as a policy: packed latents [H/2f * W/2f, 4C], row-major over the image."""
 
     name = "flux"
     pipeline_class = "FluxPipeline"
@@ -34,12 +34,12 @@ class Flux(Family):
         "single_transformer_blocks.*.proj_mlp",
         "single_transformer_blocks.*.proj_out",
     )
-    keep_wide = (*joint.KEEP_WIDE, "x_embedder", "*.norm.linear")
-    fuse = (joint.PICTURE_QKV, joint.TEXT_QKV)
+    modules_to_not_convert = (*joint.UNQUANTIZED, "x_embedder", "*.norm.linear")
+    fuse = (joint.IMAGE_QKV, joint.TEXT_QKV)
 
     @cached_property
     def grid(self) -> tuple[int, int]:
-        """(rows, columns) of picture tokens."""
+        """(rows, columns) of image tokens."""
         height, width = self.sizes(self._factor * PACK)
         return height // (self._factor * PACK), width // (self._factor * PACK)
 
@@ -60,8 +60,8 @@ class Flux(Family):
             "pooled_prompt_embeds": (config["pooled_projection_dim"],),
         }
 
-    def encode_prompt(self, pipe: Any, prompt: str) -> Conditioning:
-        """prompt_embeds [1, max_sequence_length, D] of T5 and pooled_prompt_embeds [1, D'] of CLIP."""
+    def encode_prompt(self, pipe: Diffusers, prompt: str) -> Conditioning:
+        """prompt_embeds [1, tokens, D] of T5 and pooled_prompt_embeds [1, D'] of CLIP."""
         embeds, pooled, _ = pipe.encode_prompt(
             prompt, prompt_2=None, max_sequence_length=self.model.max_sequence_length
         )
@@ -78,10 +78,10 @@ class Flux(Family):
             self.latent_shape[0],
         )
 
-    def velocity(self, transformer: Any, x: Tensor, sigma: Tensor, cond: Conditioning) -> Tensor:
-        """The transformer's `timestep` is sigma itself, but passed as the pipeline passes it: times
-        1000, then divided again.
-        """
+    def velocity(
+        self, transformer: Diffusers, x: Tensor, sigma: Tensor, cond: Conditioning
+    ) -> Tensor:
+        """`timestep` is sigma, times 1000 and divided again as the pipeline does it."""
         from diffusers import FluxPipeline
 
         dtype = transformer.x_embedder.weight.dtype
@@ -107,7 +107,7 @@ class Flux(Family):
             )[0]
         )
 
-    def unscale(self, vae: Any, latents: Tensor) -> Tensor:
+    def unscale(self, vae: Diffusers, latents: Tensor) -> Tensor:
         from diffusers import FluxPipeline
 
         spatial = FluxPipeline._unpack_latents(

@@ -1,6 +1,4 @@
-"""What SD3 and FLUX.1 have in common: blocks that attend over picture and text jointly, an
-``AutoencoderKL``, flow-matching Euler.
-"""
+"""What SD3 and FLUX.1 share: joint attention over image and text, autoencoder, scheduler."""
 
 from __future__ import annotations
 
@@ -8,11 +6,11 @@ COMPONENTS: dict[str, tuple[str, ...]] = {
     "vae": ("AutoencoderKL",),
     "scheduler": ("FlowMatchEulerDiscreteScheduler",),
 }
-PICTURE_QKV = ("attn.to_q", "attn.to_k", "attn.to_v")
+IMAGE_QKV = ("attn.to_q", "attn.to_k", "attn.to_v")
 TEXT_QKV = ("attn.add_q_proj", "attn.add_k_proj", "attn.add_v_proj")
-ATTENTION = (*PICTURE_QKV, "attn.to_out.0", *TEXT_QKV, "attn.to_add_out")
+ATTENTION = (*IMAGE_QKV, "attn.to_out.0", *TEXT_QKV, "attn.to_add_out")
 """The attention projections of both streams, which LoRA trains."""
-KEEP_WIDE = (
+UNQUANTIZED = (
     "time_text_embed.*",
     "context_embedder",
     "*.norm1.*",

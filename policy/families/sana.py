@@ -1,5 +1,6 @@
-"""SANA (arXiv 2410.10629) over diffusers' classes: a linear-attention transformer on a
-deep-compression autoencoder's latents.
+"""SANA (arXiv 2410.10629) over diffusers' classes.
+
+A linear-attention transformer on the latents of a deep-compression autoencoder.
 """
 
 from __future__ import annotations
@@ -7,23 +8,20 @@ from __future__ import annotations
 import inspect
 import math
 from functools import cached_property
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from policy.families.base import Family, widened
+from policy.families.base import Diffusers, Family, widened
 from policy.families.schedule import TIMESTEPS, flow_match_sigmas, require_steps
 from policy.types import Conditioning
 
 PIPELINE_UNIT = 32
-"""The stock pipeline refuses other picture sizes than multiples of this, whatever the autoencoder.
-"""
+"""The stock pipeline takes multiples of this only, with any autoencoder."""
 
 
 class Sana(Family):
-    """``SanaPipeline`` as a policy: latents [C, H/f, W/f], f = 32 in the published models. Picture
-    sizes are not binned.
+    """``SanaPipeline`` as a policy: latents [C, H/f, W/f], f = 32 in the published models.
 
     With its own ``DPMSolverMultistepScheduler`` the schedule starts below sigma = 1 and the
     transformer is told whole timesteps; with ``FlowMatchEulerDiscreteScheduler`` neither.
@@ -43,7 +41,7 @@ class Sana(Family):
         for attention in ("attn1", "attn2")
         for part in ("to_q", "to_k", "to_v", "to_out.0")
     )
-    keep_wide = (
+    modules_to_not_convert = (
         "time_embed.*",
         "caption_projection.*",
         "patch_embed.*",
@@ -67,10 +65,8 @@ class Sana(Family):
             "prompt_attention_mask": (tokens,),
         }
 
-    def encode_prompt(self, pipe: Any, prompt: str) -> Conditioning:
-        """prompt_embeds [1, max_sequence_length, D] and prompt_attention_mask [1,
-        max_sequence_length] of zeros and ones.
-        """
+    def encode_prompt(self, pipe: Diffusers, prompt: str) -> Conditioning:
+        """prompt_embeds [1, tokens, D] and prompt_attention_mask [1, tokens] of zeros and ones."""
         embeds, mask, _, _ = pipe.encode_prompt(
             prompt,
             do_classifier_free_guidance=False,
@@ -97,9 +93,7 @@ class Sana(Family):
         return self.index["scheduler"][-1] == "DPMSolverMultistepScheduler"
 
     def sigmas(self, steps: int) -> Tensor:
-        """The pipeline's own flow sigmas; with the Euler scheduler, those of linspace(1, 1/steps,
-        steps).
-        """
+        """The pipeline's flow sigmas; for the Euler scheduler of linspace(1, 1/steps, steps)."""
         config = self.part_config("scheduler")
         if not self._whole_timesteps:
             return flow_match_sigmas(config, steps, self.model.shift, None, 0)
@@ -113,7 +107,7 @@ class Sana(Family):
             )
         if self.model.shift is not None:
             config = {**config, "flow_shift": self.model.shift}
-        scheduler: Any = DPMSolverMultistepScheduler.from_config(config)
+        scheduler: Diffusers = DPMSolverMultistepScheduler.from_config(config)
         scheduler.set_timesteps(steps)
         return scheduler.sigmas.to("cpu", torch.float32).clone()
 
@@ -127,7 +121,9 @@ class Sana(Family):
         scaled = sigma.double() * TIMESTEPS
         return (scaled.floor() if self._whole_timesteps else sigma.float() * TIMESTEPS).float()
 
-    def velocity(self, transformer: Any, x: Tensor, sigma: Tensor, cond: Conditioning) -> Tensor:
+    def velocity(
+        self, transformer: Diffusers, x: Tensor, sigma: Tensor, cond: Conditioning
+    ) -> Tensor:
         dtype = transformer.patch_embed.proj.weight.dtype
         timestep = self.timestep(sigma.to(x.device)) * transformer.config.timestep_scale
         return widened(
@@ -140,5 +136,5 @@ class Sana(Family):
             )[0]
         )
 
-    def unscale(self, vae: Any, latents: Tensor) -> Tensor:
+    def unscale(self, vae: Diffusers, latents: Tensor) -> Tensor:
         return latents / vae.config.scaling_factor

@@ -1,15 +1,15 @@
-"""Sigma schedules of diffusers' flow-matching Euler scheduler, as the families that use it share
-them.
-"""
+"""Sigma schedules of diffusers' flow-matching Euler scheduler, shared by families."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
+
+from configs.section import Tree
+from policy.families.base import Diffusers
 
 TIMESTEPS = 1000.0
 """Training timesteps of every supported model: their `timestep` is 1000 sigma."""
@@ -22,18 +22,17 @@ def require_steps(steps: int) -> None:
 
 
 def flow_match_sigmas(
-    config: dict[str, Any],
+    config: Tree,
     steps: int,
     shift: float | None,
     calculate_shift: Callable[..., float] | None,
     tokens: int,
 ) -> Tensor:
-    """float32 [steps + 1]: the scheduler's sigmas for linspace(1, 1/steps, steps), which it shifts,
-    and 0.
+    """float32 [steps + 1]: linspace(1, 1/steps, steps) as the scheduler shifts it, and 0.
 
     The scheduler's own default spacing ends at sigma = shift / (999 + shift), which wastes the last
     step. ``shift`` replaces the configuration's own; without it a dynamic shift is that of
-    ``tokens`` picture tokens by the pipeline's ``calculate_shift``, None where the pipeline knows
+    ``tokens`` image tokens by the pipeline's ``calculate_shift``, None where the pipeline knows
     none. Raises ValueError.
     """
     from diffusers import FlowMatchEulerDiscreteScheduler
@@ -41,7 +40,7 @@ def flow_match_sigmas(
     require_steps(steps)
     if shift is not None:
         config = {**config, "shift": shift, "use_dynamic_shifting": False}
-    scheduler: Any = FlowMatchEulerDiscreteScheduler.from_config(config)
+    scheduler: Diffusers = FlowMatchEulerDiscreteScheduler.from_config(config)
     mu = None
     if scheduler.config.use_dynamic_shifting:
         if calculate_shift is None:

@@ -1,17 +1,14 @@
-"""Stable Diffusion 3 and 3.5 (arXiv 2403.03206) over diffusers' classes. No classifier-free
-guidance.
-"""
+"""Stable Diffusion 3 and 3.5 (arXiv 2403.03206), without classifier-free guidance."""
 
 from __future__ import annotations
 
 from functools import cached_property
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from policy.families import joint
-from policy.families.base import Family, widened
+from policy.families.base import Diffusers, Family, widened
 from policy.families.schedule import TIMESTEPS, flow_match_sigmas
 from policy.types import Conditioning
 
@@ -27,8 +24,8 @@ class SD3(Family):
         **joint.text_encoders(3),
     }
     lora_targets = joint.ATTENTION
-    keep_wide = (*joint.KEEP_WIDE, "pos_embed.*")
-    fuse = (joint.PICTURE_QKV, joint.TEXT_QKV, ("attn2.to_q", "attn2.to_k", "attn2.to_v"))
+    modules_to_not_convert = (*joint.UNQUANTIZED, "pos_embed.*")
+    fuse = (joint.IMAGE_QKV, joint.TEXT_QKV, ("attn2.to_q", "attn2.to_k", "attn2.to_v"))
 
     @cached_property
     def latent_shape(self) -> tuple[int, ...]:
@@ -50,7 +47,7 @@ class SD3(Family):
             "pooled_prompt_embeds": (config["pooled_projection_dim"],),
         }
 
-    def encode_prompt(self, pipe: Any, prompt: str) -> Conditioning:
+    def encode_prompt(self, pipe: Diffusers, prompt: str) -> Conditioning:
         """prompt_embeds [1, 77 + max_sequence_length, D] and pooled_prompt_embeds [1, D']."""
         embeds, _, pooled, _ = pipe.encode_prompt(
             prompt,
@@ -73,7 +70,9 @@ class SD3(Family):
             self.part_config("scheduler"), steps, self.model.shift, calculate_shift, tokens
         )
 
-    def velocity(self, transformer: Any, x: Tensor, sigma: Tensor, cond: Conditioning) -> Tensor:
+    def velocity(
+        self, transformer: Diffusers, x: Tensor, sigma: Tensor, cond: Conditioning
+    ) -> Tensor:
         dtype = transformer.pos_embed.proj.weight.dtype
         return widened(
             transformer(
@@ -85,5 +84,5 @@ class SD3(Family):
             )[0]
         )
 
-    def unscale(self, vae: Any, latents: Tensor) -> Tensor:
+    def unscale(self, vae: Diffusers, latents: Tensor) -> Tensor:
         return latents / vae.config.scaling_factor + vae.config.shift_factor

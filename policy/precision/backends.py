@@ -1,115 +1,44 @@
-"""Backends of the exploring denoiser, by name: what its linears run in, and in which form their
-weights travel.
-"""
+"""The precision backends of exploring by name, and the choice among them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
-from typing import Protocol
+from collections.abc import Collection
+from itertools import groupby
 
 import torch
-from torch import Tensor, nn
 
-from policy.precision.emulated import EmulatedNVFP4
-from policy.precision.fp8 import FP8
-from policy.precision.hardware import EngineNVFP4, TorchNVFP4
-from policy.precision.layer import QuantisedLinear
-from policy.precision.wide import Wide
+from configs.backends import BACKENDS as ROWS
+from policy.precision.base import Backend
+from policy.types import named_class
 
-
-class Backend(Protocol):
-    """One precision of exploring.
-
-    ``dtype`` is what unquantised parts are loaded in, None to leave that to the caller;
-    ``wire_dtype`` is that of weights that travel wide. Packing needs no particular device: a
-    learner packs for GPUs that it does not have. Backends with one ``wire_format`` load each
-    other's published weights.
-    """
-
-    @property
-    def name(self) -> str: ...
-    @property
-    def wire_format(self) -> str: ...
-    @property
-    def quantises(self) -> bool: ...
-    @property
-    def dtype(self) -> torch.dtype | None: ...
-    @property
-    def wire_dtype(self) -> torch.dtype: ...
-    @property
-    def fuses(self) -> bool:
-        """Whether linears that read the same input run as one product."""
-        ...
-
-    @property
-    def packs_eagerly(self) -> bool:
-        """Whether activations are packed by many operations of torch before a quick product, so
-        that compiling decides what is gained.
-        """
-        ...
-
-    def unavailable(self, device: torch.device) -> str | None:
-        """Why this backend does not run on this device, or None when it does."""
-        ...
-
-    def refuses(self, rows: int, columns: int) -> str | None:
-        """Why a weight [N, K] cannot be quantised, or None when it can. A matter of shapes only,
-        the same on every device.
-        """
-        ...
-
-    def replacements(self, activation_amax: str) -> Callable[[nn.Linear], QuantisedLinear]:
-        """A function from a linear to its quantised layer, whose ``wire_targets`` carry the names
-        that ``pack`` uses.
-
-        The layers of one transformer come from one such function, and may share memory.
-        ``activation_amax`` is "power_of_two" or "exact", where a backend has one scale for all
-        activations of a layer.
-        """
-        ...
-
-    def amax(self, weight: Tensor) -> Tensor:
-        """The largest magnitudes that the scales of a weight [N, K] start from: float32, [] or one
-        per row [N, 1].
-        """
-        ...
-
-    def pack(self, weight: Tensor, search: bool, amax: Tensor | None = None) -> dict[str, Tensor]:
-        """Buffers of a layer with this weight [N, K]. ValueError when it is not finite.
-
-        ``search``: spend time on better scales. ``amax`` in place of the weight's own, at least as
-        large.
-        """
-        ...
-
-    def decode(self, packed: dict[str, Tensor]) -> Tensor:
-        """The weight that packed buffers stand for: float32 [N, K]."""
-        ...
-
-    def changed(self, packed: dict[str, Tensor], before: dict[str, Tensor]) -> Tensor:
-        """Number of elements whose stored code differs: integer []."""
-        ...
+_CLASSES: dict[str, type[Backend]] = {name: named_class(row, Backend) for name, row in ROWS.items()}
+BACKENDS: dict[str, Backend] = {name: found() for name, found in _CLASSES.items()}
 
 
-BACKENDS: dict[str, Backend] = {
-    "te_nvfp4": EngineNVFP4(),
-    "torch_nvfp4": TorchNVFP4(),
-    "fp8": FP8(),
-    "emulated_nvfp4": EmulatedNVFP4(),
-    "bf16": Wide("bf16", torch.bfloat16),
-    "fp32": Wide("fp32", torch.float32),
-}
-ON_CUDA = ("te_nvfp4", "torch_nvfp4", "fp8", "bf16")
-"""What `auto` tries on a GPU, best first."""
-LADDER = (("te_nvfp4", "torch_nvfp4", "emulated_nvfp4"), ("fp8",), ("bf16",), ("fp32",))
-"""From coarse to fine; those of one rung have the same precision."""
+def ladder() -> list[tuple[str, ...]]:
+    """Names of all backends from coarse to fine; those of one rung have the same precision."""
+    rising = sorted(BACKENDS.values(), key=lambda backend: backend.bits)
+    return [
+        tuple(backend.name for backend in rung)
+        for _, rung in groupby(rising, key=lambda backend: backend.bits)
+    ]
+
+
+def wire_formats() -> dict[str, int]:
+    """Wire formats and the version of each. ``docs/precision.md`` tells what they mean."""
+    return {backend.wire_format: backend.wire_version for backend in BACKENDS.values()}
+
+
+def auto_backends(kind: str) -> tuple[Backend, ...]:
+    """What "auto" tries on devices of this type, best first."""
+    place = "cuda" if kind == "cuda" else "cpu"
+    return tuple(backend for backend in BACKENDS.values() if backend.auto_on == place)
 
 
 def resolve_backend(
     name: str, device: torch.device | str, key: str = "explore.backend"
 ) -> tuple[Backend, str]:
-    """The backend of this name on this device, and why; "auto" takes the best that the device
-    supports.
+    """The backend of this name and why it; "auto" takes the best that the device supports.
 
     Raises ValueError, one line that begins with ``key``, for a name that is unknown or that this
     device cannot run: nothing else is taken in its place.
@@ -129,9 +58,7 @@ def resolve_backend(
 
 
 def eager_note(backend: Backend, device: torch.device | str, compile: bool) -> str:
-    """What to say after the reason for ``backend`` where packing may cost what the format gains;
-    nothing where it will not.
-    """
+    """A warning to put after the reason for ``backend`` where packing may cost its gain, or ""."""
     if compile or not backend.packs_eagerly or torch.device(device).type != "cuda":
         return ""
     return (
@@ -147,45 +74,56 @@ def available_backends(device: torch.device | str) -> tuple[str, ...]:
 
 
 def finer_backend(current: str, available: Collection[str], finest: str) -> str | None:
-    """The next finer precision than that of ``current`` among ``available``, up to that of
-    ``finest``; None: there is none.
+    """The next finer backend among ``available``, no finer than ``finest``, or None.
 
-    A proxy that is as precise as what it stands for cannot gain by more bits, so ``finest`` is the
-    regenerating precision. Raises ValueError for a name that is on no rung.
+    ``finest`` is the regenerating precision: a proxy that is as precise as what it stands for
+    cannot gain by more bits. Raises ValueError for a name that is on no rung.
     """
-    rungs = {name: number for number, names in enumerate(LADDER) for name in names}
+    steps = ladder()
+    rungs = {name: number for number, names in enumerate(steps) for name in names}
     for name in (current, finest):
         if name not in rungs:
             raise ValueError(
                 f"backend {name!r} has no precision to compare: one of {', '.join(rungs)} is"
                 " expected"
             )
-    finer = LADDER[rungs[current] + 1 : rungs[finest] + 1]
+    finer = steps[rungs[current] + 1 : rungs[finest] + 1]
     return next((name for names in finer for name in names if name in available), None)
 
 
 def packing_backend(name: str, device: torch.device | str) -> Backend:
-    """The backend to pack for: any name, as packing needs no kernel; "auto" is what
-    ``resolve_backend`` would take on ``device``.
-    """
+    """The backend to pack for: any, as packing needs no kernel; "auto" chooses for ``device``."""
     if name not in ("auto", *BACKENDS):
         raise ValueError(f"explore.backend: {name!r} is unknown: use auto, {', '.join(BACKENDS)}")
     return BACKENDS[name] if name in BACKENDS else resolve_backend(name, device)[0]
 
 
 def _best(device: torch.device) -> tuple[Backend, str]:
-    if device.type != "cuda":
-        return (
-            BACKENDS["emulated_nvfp4"],
-            f"auto: there is no NVFP4 kernel for {device.type} here, so its arithmetic is emulated",
-        )
     passed_over = []
-    for name in ON_CUDA:
-        refusal = BACKENDS[name].unavailable(device)
+    for backend in auto_backends(device.type):
+        refusal = backend.unavailable(device)
         if refusal is None:
             break
-        passed_over.append(f"not {name}: {refusal}")
-    return (
-        BACKENDS[name],
-        f"auto: {'; '.join([f'{name} is the best that this GPU supports', *passed_over])}",
-    )
+        passed_over.append(f"not {backend.name}: {refusal}")
+    else:
+        raise ValueError(f"auto: no backend runs on {device.type}: {'; '.join(passed_over)}")
+    if device.type != "cuda":
+        return backend, (
+            f"auto: there is no NVFP4 kernel for {device.type} here, so its arithmetic is emulated"
+        )
+    why = "; ".join([f"{backend.name} is the best that this GPU supports", *passed_over])
+    return backend, f"auto: {why}"
+
+
+__all__ = [
+    "BACKENDS",
+    "Backend",
+    "auto_backends",
+    "available_backends",
+    "eager_note",
+    "finer_backend",
+    "ladder",
+    "packing_backend",
+    "resolve_backend",
+    "wire_formats",
+]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import importlib.util
 import os
 import shutil
@@ -14,8 +15,8 @@ import torch
 from torch import nn
 
 SHAPES = 64
-"""Shapes of inputs that one module is compiled for; torch's own limit of 8 counts each size of a
-batch, and then runs eagerly.
+"""Shapes of inputs that one module is compiled for. torch's own limit is 8, where each size of a
+batch counts, and beyond it torch would run eagerly without a word.
 """
 
 
@@ -24,37 +25,36 @@ class CompileFailed(RuntimeError):
 
 
 def compiler_missing(device: torch.device) -> str | None:
-    """What torch.compile lacks on this device, or None: a C++ compiler for a CPU, Triton for a GPU."""
+    """What torch.compile lacks here, or None: a C++ compiler for a CPU, Triton for a GPU."""
     if device.type == "cuda":
-        return (
-            None
-            if importlib.util.find_spec("triton")
-            else "torch.compile needs the package triton on a GPU, which is not installed"
-        )
+        found, missing = importlib.util.find_spec("triton"), "on a GPU, which is not installed"
+        return None if found else f"torch.compile needs the package triton {missing}"
     compiler = os.environ.get("CXX", "g++")
+    if shutil.which(compiler):
+        return None
     return (
-        None
-        if shutil.which(compiler)
-        else (
-            f"torch.compile needs a C++ compiler on a CPU, and there is no {compiler!r} (variable"
-            " CXX)"
-        )
+        f"torch.compile needs a C++ compiler on a CPU, and there is no {compiler!r} (variable CXX)"
     )
 
 
 def compiled(module: nn.Module, device: torch.device) -> nn.Module:
-    """``module`` compiled for the shapes that it is called with, one by one; weights are shared,
-    and may change in place.
+    """``module`` compiled for each shape that it is called with; the weights are shared.
 
-    Nothing is compiled before the first call, which belongs in ``compile_failures``. Raises
-    ValueError where it could not be. Where torch would go on eagerly it is told to fail, in all of
-    this process.
+    Where there are lists of blocks each block is compiled, not the whole: equal blocks share one
+    graph, so that the first call takes as long as one block of each kind. Nothing is compiled
+    before that call, which belongs in ``compile_failures``. Raises ValueError where it could not
+    be. Where torch would go on eagerly it is told to fail, in all of this process.
     """
     import torch._dynamo
 
     missing = compiler_missing(device)
     if missing is not None:
         raise ValueError(f"compile: {missing}: install it or set compile = false")
+    refused = {
+        str(why) for part in module.modules() if (why := getattr(part, "not_compiled", None))
+    }
+    if refused:
+        raise ValueError(f"compile: {refused.pop()}, or set compile = false")
     settings: Any = torch._dynamo.config
     if settings.disable:
         raise ValueError(
@@ -66,20 +66,35 @@ def compiled(module: nn.Module, device: torch.device) -> nn.Module:
         True,
         SHAPES,
     )
-    return cast("Any", torch.compile(module, dynamic=False))
+    return _by_block(module) or torch.compile(module, dynamic=False)
+
+
+def _by_block(module: nn.Module) -> nn.Module | None:
+    """``module`` with compiled blocks in its lists of blocks, or None where it has no such list.
+
+    Only the module itself and its lists are copies, without weights: the original stays eager, as
+    training needs it, and whatever is done to its blocks and weights later shows here too.
+    """
+    twin = copy.copy(module)
+    twin._modules = dict(module._modules)
+    found = False
+    for name, blocks in module.named_children():
+        if isinstance(blocks, nn.ModuleList) and len(blocks):
+            found = True
+            twin._modules[name] = nn.ModuleList(
+                cast("nn.Module", torch.compile(block, dynamic=False)) for block in blocks
+            )
+    return twin if found else None
 
 
 @contextlib.contextmanager
 def compile_failures(key: str) -> Iterator[None]:
-    """Turns what goes wrong while compiling into CompileFailed, one line that names the setting
-    ``key``.
-    """
+    """Turns errors of compiling into CompileFailed, one line that names the setting ``key``."""
     try:
         yield
     except Exception as error:
-        found = sys.modules.get(
-            "torch._dynamo.exc"
-        )  # not imported, which takes seconds, unless something was compiled
+        # importing it takes seconds, and it is there if anything was compiled
+        found = sys.modules.get("torch._dynamo.exc")
         if found is not None and isinstance(error, found.FailOnRecompileLimitHit):
             raise CompileFailed(
                 f"{key}: called with more than {SHAPES} shapes: use batches of fewer sizes, or set"
@@ -89,6 +104,6 @@ def compile_failures(key: str) -> Iterator[None]:
             inner = getattr(error, "inner_exception", None) or error
             why = " ".join([f"{type(inner).__name__}:", *str(inner).strip().splitlines()[:1]])
             raise CompileFailed(
-                f"{key}: torch.compile failed: {why}: mend that or set {key} = false"
+                f"{key}: torch.compile failed: {why}: fix that or set {key} = false"
             ) from error
         raise

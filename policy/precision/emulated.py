@@ -1,9 +1,9 @@
-"""``emulated_nvfp4``: linear layers with exact NVFP4 arithmetic in wider types, on any device.
+"""``emulated_nvfp4``: linear layers with exact NVFP4 arithmetic in float32, on any device.
 
 y = alpha (Ux Uw^T) + bias with Ux, Uw = q * sf of activations and weights, float32 products (exact)
 and sums, and no rounding before alpha. A layer holds its weight packed (4.5 bits per element) and
-decodes Uw anew in each forward, which costs little beside the product itself: no wide copy exists
-between forwards. Inference only.
+decodes Uw anew in each forward: that costs little compared with the product, and no float32 copy
+stays in memory. Inference only.
 """
 
 from __future__ import annotations
@@ -46,9 +46,7 @@ class Workspace:
         return self._tables[device]
 
     def quantised(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """(U float32 [rows, K], amax float32 []) of x [..., K]: the bits of
-        ``nvfp4.quantise_activation``.
-        """
+        """``nvfp4.quantise_activation`` of x [..., K]: U float32 [rows, K], amax float32 []."""
         return self._last.once(x, self._quantise)
 
     def _quantise(self, x: Tensor) -> tuple[Tensor, Tensor]:
@@ -59,9 +57,8 @@ class Workspace:
         return self._quantise_on_cpu(rows)
 
     def _quantise_on_cpu(self, rows: Tensor) -> tuple[Tensor, Tensor]:
-        """In eight passes over memory that stays allocated: fresh pages cost more than the
-        arithmetic.
-        """
+        """``nvfp4.quantise_activation`` in eight passes over memory that stays allocated."""
+        # on a CPU fresh pages cost more than the arithmetic itself
         count, width = rows.numel(), rows.shape[1]
         if self._value.numel() < count:
             self._value, self._scratch = torch.empty(count), torch.empty(count, dtype=torch.int32)
@@ -89,9 +86,7 @@ class Workspace:
 
 
 def _power_of_two_above(amax: float) -> float:
-    """The least power of two that is not below amax; 0 and non-finite values are returned as they
-    are.
-    """
+    """The least power of two that is not below amax; 0 and non-finite values stay as they are."""
     if amax == 0 or not math.isfinite(amax):
         return amax
     mantissa, exponent = math.frexp(amax)
@@ -99,9 +94,7 @@ def _power_of_two_above(amax: float) -> float:
 
 
 class EmulatedNVFP4Linear(QuantisedLinear):
-    """x [..., K] -> [..., N] in x's dtype. Buffers ``codes``, ``scales``, ``amax`` as in
-    ``nvfp4.Packed``.
-    """
+    """x [..., K] -> [..., N] in x's dtype. Buffers as in ``nvfp4.Packed``."""
 
     float32_buffers = ("amax",)
     codes: Tensor
@@ -135,10 +128,10 @@ class EmulatedNVFP4Linear(QuantisedLinear):
 
 
 class EmulatedNVFP4(NVFP4Packing):
-    """The backend; see ``policy.precision.backends.Backend``."""
+    """The backend."""
 
     name = "emulated_nvfp4"
-    dtype: torch.dtype | None = None
+    auto_on = "cpu"
 
     def unavailable(self, device: torch.device) -> str | None:
         """Runs anywhere."""

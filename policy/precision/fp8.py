@@ -1,12 +1,11 @@
-"""``fp8``: E4M3 matrix products with one scale per row, on Hopper and Ada tensor cores, and on a
-CPU for tests.
+"""``fp8``: E4M3 matrix products with one scale per row, for Hopper and Ada; on a CPU for tests.
 
 Every row of the activations [M, K] and of the weight [N, K] has s = max|row| / 448 and codes
 e4m3(row / s): y = bf16((codes_x codes_w^T) s_x s_w^T + bias), sums in float32. A row's codes depend
-on that row alone, so a picture does not depend on its neighbours in the batch. The kernel is
+on that row alone, so an image does not depend on its neighbours in the batch. The kernel is
 torch's ``_scaled_mm`` with row-wise scales.
 
-Not run on a GPU yet: neither speed nor ``FAST_ACCUMULATION`` have been looked at there.
+Not run on a GPU yet: neither its speed nor ``FAST_ACCUMULATION`` has been tested there.
 """
 
 from __future__ import annotations
@@ -17,6 +16,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
+from policy.precision import kernels
+from policy.precision.base import Backend
 from policy.precision.layer import LastInput, QuantisedLinear, rows_of
 from policy.precision.nvfp4 import E4M3_MAX
 
@@ -28,9 +29,8 @@ all; no effect on a CPU.
 
 
 def row_scales(x: Tensor) -> Tensor:
-    """max|row| / 448 of x [M, K]: float32 [M, 1], at least the smallest normal number, so that a
-    zero row has zero codes.
-    """
+    """max|row| / 448 of x [M, K]: float32 [M, 1], at least the smallest normal number."""
+    # not 0, so that the codes of a zero row are 0 and not NaN
     return (x.abs().amax(-1, keepdim=True).float() / E4M3_MAX).clamp(min=SMALLEST)
 
 
@@ -52,13 +52,16 @@ class Activations:
     @staticmethod
     def _quantise(x: Tensor) -> tuple[Tensor, Tensor]:
         rows = rows_of(x)
+        if kernels.missing(x.device) is None:
+            return kernels.fp8_pack(rows)
         scales = row_scales(rows)
         return quantise_rows(rows, scales), scales
 
 
 class FP8Linear(QuantisedLinear):
-    """x [..., K] -> [..., N] in x's dtype. Buffers: ``codes`` uint8 [N, K], the bits of E4M3;
-    ``scales`` float32 [N].
+    """x [..., K] -> [..., N] in x's dtype.
+
+    Buffers: ``codes`` uint8 [N, K], the bits of E4M3; ``scales`` float32 [N].
     """
 
     float32_buffers = ("scales",)
@@ -92,15 +95,15 @@ class FP8Linear(QuantisedLinear):
         return self.shaped(y, x)
 
 
-class FP8:
-    """The backend; see ``policy.precision.backends.Backend``. The wire format ``fp8``, version 1,
-    is the layer's two buffers.
-    """
+class FP8(Backend):
+    """The backend. The wire format ``fp8``, version 1, is the layer's two buffers."""
 
     name = wire_format = "fp8"
-    quantises = fuses = packs_eagerly = True
-    dtype: torch.dtype | None = None
-    wire_dtype = torch.float32
+    bits = 8
+    fuses = packs_eagerly = True
+    auto_on = "cuda"
+    capability = (8, 9)
+    speedup = 2
 
     def unavailable(self, device: torch.device) -> str | None:
         """FP8 tensor cores from compute capability 8.9 on; a CPU will do."""
@@ -113,23 +116,20 @@ class FP8:
         capability = torch.cuda.get_device_capability(device)
         return (
             None
-            if capability >= (8, 9)
+            if capability >= self.capability
             else f"FP8 needs compute capability 8.9, this GPU has {capability[0]}.{capability[1]}"
         )
 
     def refuses(self, rows: int, columns: int) -> str | None:
-        """The CUDA kernel wants both dimensions of the weight in multiples of 16; the same layers
-        run quantised everywhere.
-        """
+        """The CUDA kernel wants both dimensions of the weight in multiples of 16."""
+        # asked on a CPU as well: a learner there packs for GPUs, and must quantise the same layers
         for letter, size in (("K", columns), ("N", rows)):
             if size % 16:
                 return f"{letter} = {size} is not a multiple of 16"
         return None
 
     def replacements(self, activation_amax: str) -> Callable[[nn.Linear], QuantisedLinear]:
-        """Layers that share the quantised input. Each row of it has its own scale, so
-        ``activation_amax`` says nothing here.
-        """
+        """Layers that share the quantised input. Rows have scales, so no ``activation_amax``."""
         activations = Activations()
         return lambda linear: FP8Linear(linear, activations)
 
@@ -138,16 +138,15 @@ class FP8:
         return weight.detach().abs().amax(-1, keepdim=True).float()
 
     def pack(self, weight: Tensor, search: bool, amax: Tensor | None = None) -> dict[str, Tensor]:
-        """codes and scales. ``search`` changes nothing: a scale per row of E4M3 has no better
-        neighbour worth the time.
-        """
-        wide = weight.detach().float()
-        own = self.amax(wide)
+        """codes and scales. ``search`` changes nothing."""
+        # with E4M3's three mantissa bits, no neighbour of a row's scale is worth the search
+        exact = weight.detach().float()
+        own = self.amax(exact)
         if not math.isfinite(float(own.max())):
             raise ValueError(f"FP8 cannot pack a weight with amax {float(own.max())}")
         amax = own if amax is None else amax
         scales = (amax / E4M3_MAX).clamp(min=SMALLEST)
-        return {"codes": quantise_rows(wide, scales).view(torch.uint8), "scales": scales.flatten()}
+        return {"codes": quantise_rows(exact, scales).view(torch.uint8), "scales": scales.flatten()}
 
     def decode(self, packed: dict[str, Tensor]) -> Tensor:
         """float32 [N, K]."""

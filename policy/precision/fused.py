@@ -1,8 +1,7 @@
-"""Linears that read the same input (to_q, to_k, to_v) as one product: a wider product keeps a GPU's
-tensor cores busier.
+"""Linears that read the same input (to_q, to_k, to_v) as one product.
 
-Nothing about it shows on the wire: each linear is published by itself, and copied into its rows of
-the joint buffers.
+One larger product keeps a GPU's tensor cores busier than three. Published weights do not show it:
+each linear travels by itself, and is copied into its rows of the joint buffers.
 """
 
 from __future__ import annotations
@@ -16,13 +15,15 @@ from policy.precision.layer import QuantisedLinear
 
 
 class Joint:
-    """The joint layer of a group, and its last result until every member has taken its part. Not
-    thread-safe.
+    """The joint layer of a group, and its last result until every member has taken its part.
+
+    Not thread-safe.
     """
 
     def __init__(self, layer: QuantisedLinear, sizes: Sequence[int]) -> None:
         self.layer, self.sizes = layer, tuple(sizes)
-        self.single = {  # what is one value per layer, such as amax, arrives per member and must agree
+        # what is one value per layer, such as amax, arrives once per member, and must agree
+        self.single = {
             name: torch.zeros(len(sizes), *buffer.shape, dtype=buffer.dtype)
             for name, buffer in layer.wire_targets().items()
             if not buffer.ndim
@@ -102,20 +103,19 @@ class FusedMember(nn.Module):
 def join(
     linears: Sequence[nn.Linear], replacement: Callable[[nn.Linear], QuantisedLinear]
 ) -> list[FusedMember]:
-    """Members in place of linears [N_i, K] that read the same input, one joint layer [sum N_i, K]
-    behind them.
-    """
+    """Members in place of linears [N_i, K] of one input, over one joint layer [sum N_i, K]."""
     first, sizes = linears[0], [linear.out_features for linear in linears]
-    wide = nn.Linear(first.in_features, sum(sizes), bias=False, device="meta")
-    shape = (wide.out_features, wide.in_features)
-    wide.weight = nn.Parameter(
-        first.weight.new_empty(1).expand(shape), requires_grad=False
-    )  # a shape, a device, no memory
+    joined = nn.Linear(first.in_features, sum(sizes), bias=False, device="meta")
+    shape = (joined.out_features, joined.in_features)
+    # a shape and a device, but no memory: the layer takes nothing else from its weight
+    joined.weight = nn.Parameter(first.weight.new_empty(1).expand(shape), requires_grad=False)
     if any(linear.bias is not None for linear in linears):
         biases = [
             first.weight.new_zeros(n) if linear.bias is None else linear.bias
             for n, linear in zip(sizes, linears, strict=True)
         ]
-        wide.bias = nn.Parameter(torch.cat([bias.detach() for bias in biases]), requires_grad=False)
-    joint = Joint(replacement(wide), sizes)
+        joined.bias = nn.Parameter(
+            torch.cat([bias.detach() for bias in biases]), requires_grad=False
+        )
+    joint = Joint(replacement(joined), sizes)
     return [FusedMember(joint, index) for index in range(len(linears))]

@@ -4,22 +4,22 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from typing import Any
+from typing import Generic, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 
 class QuantisedLinear(nn.Module):
-    """A linear layer x [..., K] -> [..., N] whose weight arrives packed. Inference only; built with
-    zeros.
+    """A linear layer x [..., K] -> [..., N] for inference, whose weight arrives packed.
 
-    ``bias`` stays wide. Published weights are copied into ``wire_targets`` in place, then
+    ``bias`` stays unquantized. Published weights are copied into ``wire_targets`` in place, then
     ``arrived`` is called.
     """
 
     bias: Tensor | None
     float32_buffers: tuple[str, ...] = ()  # that stay so when the module is cast
+    not_compiled: str | None = None  # why torch.compile must not be tried
 
     def __init__(self, linear: nn.Linear) -> None:
         super().__init__()
@@ -39,9 +39,7 @@ class QuantisedLinear(nn.Module):
         return dict(self.named_buffers())
 
     def arrived(self) -> None:
-        """New weights are in ``wire_targets``: bring them into the form that the kernel wants, in
-        place.
-        """
+        """Bring the new weights in ``wire_targets`` into the form of the kernel, in place."""
 
     def shaped(self, y: Tensor, x: Tensor) -> Tensor:
         """Result rows y [rows, N] as the output for input x: x's dtype and leading shape."""
@@ -66,31 +64,40 @@ class PointwiseConvolution(nn.Module):
         return self.linear(x.movedim(1, -1)).movedim(-1, 1)
 
 
-class LastInput:
-    """Remembers the last input and what was made of it: to_q, to_k and to_v get one input, which is
-    quantised once.
+def capturing(x: Tensor) -> bool:
+    """Whether what is done to x now is captured into a CUDA graph."""
+    return x.is_cuda and torch.cuda.is_current_stream_capturing()
 
-    Not thread-safe. Tensors without a version counter (inference mode) and traced ones are not
-    remembered.
+
+T = TypeVar("T")
+
+
+class LastInput(Generic[T]):
+    """Remembers the last input and what was made of it, for layers that get one input in turn.
+
+    So to_q, to_k and to_v quantise their common input once. Not thread-safe. Tensors without a
+    version counter (inference mode) and traced ones are not remembered: nobody could tell whether
+    they have changed. Nor is anything while a CUDA graph is captured: a packing from before the
+    capture would be no part of the graph, and its replays would multiply stale codes.
     """
 
     def __init__(self) -> None:
-        self._last: tuple[weakref.ref[Tensor], int] | None = None
-        self._result: Any = None
+        self._last: tuple[weakref.ref[Tensor], int, T] | None = None
 
-    def once(self, x: Tensor, make: Callable[[Tensor], Any]) -> Any:
+    def once(self, x: Tensor, make: Callable[[Tensor], T]) -> T:
         """``make(x)``, or its result of last time when that was for this very x, unchanged."""
-        if torch.compiler.is_compiling() or x.is_inference():
-            self._last = self._result = None
+        if torch.compiler.is_compiling() or x.is_inference() or capturing(x):
+            self._last = None
             return make(x)
         if self._last is not None:
-            reference, version = self._last
+            reference, version, result = self._last
             if reference() is x and x._version == version:
-                return self._result
-        self._last = self._result = None  # frees its memory before `make` needs as much again
-        self._result = make(x)
-        self._last = (weakref.ref(x), x._version)
-        return self._result
+                return result
+            del result
+        self._last = None  # frees its memory before `make` needs as much again
+        result = make(x)
+        self._last = (weakref.ref(x), x._version, result)
+        return result
 
 
 def rows_of(x: Tensor) -> Tensor:
@@ -99,20 +106,17 @@ def rows_of(x: Tensor) -> Tensor:
 
 
 def padded_rows(rows: Tensor, multiple: int = 16) -> Tensor:
-    """rows [M, K] with zero rows after them, up to a multiple; the same tensor when there is
-    nothing to add.
-    """
+    """rows [M, K] with zero rows after them, up to a multiple; the same tensor if it is one."""
     missing = -len(rows) % multiple
     return torch.nn.functional.pad(rows, (0, 0, 0, missing)) if missing else rows
 
 
 def swizzled(scales: Tensor) -> Tensor:
-    """Block scales [N, C] of any one-byte type in the order that cuBLAS reads them: flat,
-    [ceil(N/128) 128 * ceil(C/4) 4].
+    """Block scales [N, C] of any one-byte type, flat, in the order that cuBLAS reads them.
 
-    Zero-padded to tiles of 128 x 4; within a tile row r = 32 a + b and column c lie at byte 16 b +
-    4 a + c; tiles follow each other along the columns first (cuBLAS documentation, "1D block
-    scaling factors layout").
+    The result has ceil(N/128) 128 * ceil(C/4) 4 elements. Zero-padded to tiles of 128 x 4; within a
+    tile row r = 32 a + b and column c lie at byte 16 b + 4 a + c; tiles follow each other along the
+    columns first (cuBLAS documentation, "1D block scaling factors layout").
     """
     n, c = scales.shape
     padded = scales.new_zeros(-(-n // 128) * 128, -(-c // 4) * 4)

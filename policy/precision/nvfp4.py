@@ -4,10 +4,14 @@ The arithmetic is that of NVIDIA's TransformerEngine from 2.14.1 on (recipe ``NV
 1x16 blocks, no random Hadamard transform, no stochastic rounding), bit for bit, all of it in
 float32:
 
-    S_enc = min(2688 / amax, FLT_MAX), or 1 where amax is 0        2688 = 448 * 6, the largest E4M3
-    times the largest E2M1 sf    = e4m3(min(block_amax * (S_enc * fp32(1/6)), 448))       round to
-    nearest even; may be 0 inv   = min(1 / (sf * (1 / S_enc)), FLT_MAX) q     = e2m1(x * inv)
-    round to nearest even, saturating at 6 value = q * ((sf * amax) * (1 / 2688))
+    S_enc = min(2688 / amax, FLT_MAX), or 1 where amax is 0
+            2688 = 448 * 6, the largest E4M3 times the largest E2M1
+    sf    = e4m3(min(block_amax * (S_enc * fp32(1/6)), 448))
+            rounded to nearest even; may be 0
+    inv   = min(1 / (sf * (1 / S_enc)), FLT_MAX)
+    q     = e2m1(x * inv)
+            rounded to nearest even, saturating at 6
+    value = q * ((sf * amax) * (1 / 2688))
 
 A matrix product sees U = q * sf alone: y = alpha Ux Uw^T with alpha = amax_x amax_w / 2688^2.
 """
@@ -49,12 +53,12 @@ class Packed:
 
 
 def round_to_mantissa_(v: Tensor, bits: int, lowest: int, scratch: Tensor | None = None) -> Tensor:
-    """Round float32 v in place, half to even, to a float with ``bits`` mantissa bits and least
-    normal exponent ``lowest``.
+    """Round float32 v in place, half to even, to ``bits`` mantissa bits.
 
-    Adding and subtracting M = 1.5 * 2^(23 - bits) * p, with p the power of two below |v| but at
-    least 2^lowest, rounds to multiples of p / 2^bits. The bits of M come from those of v by integer
-    arithmetic: no branches, no tables, five passes.
+    ``lowest`` is the least normal exponent of the rounded format. Adding and subtracting M = 1.5 *
+    2^(23 - bits) * p, with p the power of two below |v| but at least 2^lowest, rounds to multiples
+    of p / 2^bits. The bits of M come from those of v by integer arithmetic: no branches, no tables,
+    five passes.
     """
     power = torch.bitwise_and(v.view(torch.int32), 0x7F800000, out=scratch)
     power.clamp_(min=(127 + lowest) << 23).add_(((23 - bits) << 23) + 0x400000)
@@ -63,16 +67,15 @@ def round_to_mantissa_(v: Tensor, bits: int, lowest: int, scratch: Tensor | None
 
 
 def round_e2m1_(v: Tensor, scratch: Tensor | None = None, saturate: bool = True) -> Tensor:
-    """Round float32 v to E2M1, half to even, in place. Without ``saturate`` |v| must stay below 7."""
+    """Round float32 v to E2M1, half to even, in place; |v| < 7 unless ``saturate``."""
     return round_to_mantissa_(
         v.clamp_(-E2M1_MAX, E2M1_MAX) if saturate else v, bits=1, lowest=0, scratch=scratch
     )
 
 
 def block_amax(x: Tensor) -> Tensor:
-    """max|x| of each 16 neighbours: [..., K] -> [..., K / 16]. Halving is quicker here than torch's
-    reduction over 16.
-    """
+    """max|x| of each 16 neighbours: [..., K] -> [..., K / 16]."""
+    # halving is quicker than torch's reduction over so short a dimension
     largest = x.abs().unflatten(-1, (-1, BLOCK))
     for half in (8, 4, 2, 1):
         largest = torch.maximum(largest[..., :half], largest[..., half:])
@@ -80,9 +83,8 @@ def block_amax(x: Tensor) -> Tensor:
 
 
 def encoding_scale(amax: Tensor) -> Tensor:
-    """S_enc float32 [] of a tensor's amax. (A number divided by a tensor would be its reciprocal
-    times the number: two roundings.)
-    """
+    """S_enc float32 [] of a tensor's amax."""
+    # not SPAN / amax: torch computes that as SPAN times the reciprocal, with two roundings
     scale = torch.div(torch.full_like(amax, SPAN), amax).clamp(max=FLOAT_MAX)
     return torch.where((amax == 0) | (scale == 0), torch.ones_like(scale), scale)
 
@@ -132,9 +134,9 @@ def _pack(wide: Tensor, largest: Tensor, amax: Tensor, search: bool = False) -> 
 
 
 def frozen_amax(base: Tensor, now: Tensor) -> Tensor:
-    """The amax that a weight is packed with all through a run: twice that of the run's first
-    weight, doubled until it covers ``now``.
+    """The amax that a weight is packed with all through a run, with head-room for its updates.
 
+    It is twice that of the run's first weight, doubled until it covers ``now``.
     ``base`` and ``now`` are largest absolute values, float32 of one shape. E4M3 scales are relative
     to amax, so the head-room of one binade costs only the smallest scales; what it buys is that a
     small update leaves the grid of all other blocks alone. A function of the two weights, not of
@@ -152,9 +154,7 @@ def scaled(wide: Tensor, scales: Tensor, s_enc: Tensor) -> Tensor:
 def search_scales(
     wide: Tensor, plain: Tensor, s_enc: Tensor, amax: Tensor, rows: int = 4096
 ) -> Tensor:
-    """For each block the candidate scale of least squared error; the plain one wins ties.
-    float8_e4m3fn [N, K / 16].
-    """
+    """The scale of least squared error per block, plain on ties: float8_e4m3fn [N, K / 16]."""
     chosen = plain.view(torch.uint8).clone()
     for start in range(0, len(wide), rows):
         part, codes = wide[start : start + rows], chosen[start : start + rows]
@@ -178,9 +178,7 @@ def _block_error(wide: Tensor, codes: Tensor, s_enc: Tensor, amax: Tensor) -> Te
 
 
 def encode(q: Tensor, negative: Tensor) -> Tensor:
-    """E2M1 values [N, K] and their signs to nibbles: uint8 [N, K / 2]. The sign of a value that
-    rounded to zero is kept.
-    """
+    """E2M1 values [N, K] and the signs from before rounding to nibbles: uint8 [N, K / 2]."""
     magnitude = q.abs()
     above = (
         magnitude.view(torch.int32) >> 22
@@ -203,20 +201,14 @@ def scale_values(device: torch.device | str = "cpu") -> Tensor:
 
 
 def decoded_codes(codes: Tensor, nibbles: Tensor) -> Tensor:
-    """q of each element: float32 [N * K / 16, 16] from codes [N, K / 2] and the table of
-    ``nibble_values``.
-
-    Pairs of values are gathered as if they were one float64 each: four times quicker than gathering
-    rows of two.
-    """
+    """q: float32 [N * K / 16, 16] from codes [N, K / 2] and the table of ``nibble_values``."""
+    # a pair of values as one float64: four times quicker than gathering rows of two
     pairs = torch.index_select(nibbles.view(torch.float64).flatten(), 0, codes.flatten().int())
     return pairs.view(torch.float32).view(-1, BLOCK)
 
 
 def decoded_operand(codes: Tensor, scales: Tensor, nibbles: Tensor, e4m3: Tensor) -> Tensor:
-    """U = q * sf, exact in float32: [N, K] from codes [N, K / 2], scales [N, K / 16] and the two
-    tables above.
-    """
+    """U = q * sf [N, K], exact in float32, of codes [N, K / 2] and scales [N, K / 16]."""
     sf = torch.index_select(e4m3, 0, scales.flatten().int()).unsqueeze(-1)
     return decoded_codes(codes, nibbles).mul_(sf).view(len(codes), -1)
 
@@ -232,31 +224,27 @@ def dequantise(packed: Packed) -> Tensor:
 
 
 def activation_amax(largest: Tensor, exact: bool = False) -> Tensor:
-    """The amax of activations with these block amax values, rounded up to a power of two unless
-    ``exact``; NaN if not finite.
-    """
+    """The amax of activations: a power of two unless ``exact``, NaN if not finite."""
     amax = largest.max()
     return torch.where(torch.isfinite(amax), amax, torch.nan) if exact else power_of_two_above(amax)
 
 
 def pack_activation(x: Tensor, exact: bool = False) -> Packed:
-    """Activations [M, K] packed as a weight would be, for kernels that take both operands packed.
-    No check, no waiting for a GPU.
-    """
+    """Activations [M, K] packed as a weight is, for kernels that take both operands packed."""
+    # without a check of values, which would wait for the GPU
     wide = x.float()
     largest = block_amax(wide)
     return _pack(wide, largest, activation_amax(largest, exact))
 
 
 def quantise_activation(x: Tensor, exact: bool = False) -> tuple[Tensor, Tensor]:
-    """(U float32 like x, amax float32 []) of activations [..., K], K a multiple of 16; amax is
-    rounded up to a power of two.
+    """(U float32 like x, amax float32 []) of activations [..., K], K a multiple of 16.
 
-    One amax serves the whole batch, which would let a picture change its neighbours' rounding. The
-    power of two does not move unless a neighbour is larger than it altogether, and by then E4M3
-    scales just move by a power of two as well: values stay the same unless a block's amax is below
-    amax / 2^15, where E4M3 is subnormal. A non-finite amax gives NaN. ``exact`` takes amax as it
-    is, to measure what the rounding costs.
+    amax is rounded up to a power of two. One amax serves the whole batch, which would let an image
+    change its neighbours' rounding. The power of two does not move unless a neighbour is larger
+    than it altogether, and by then E4M3 scales just move by a power of two as well: values stay the
+    same unless a block's amax is below amax / 2^15, where E4M3 is subnormal. A non-finite amax
+    gives NaN. ``exact`` takes amax as it is, to measure what the rounding costs.
     """
     wide = x.float()
     largest = block_amax(wide)

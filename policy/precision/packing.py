@@ -1,25 +1,19 @@
-"""The wire format ``nvfp4``, version 1: ``codes``, ``scales``, ``amax`` as in ``nvfp4.Packed``.
-Three backends load it.
-"""
+"""The wire format ``nvfp4``, version 1, of three backends: the fields of ``nvfp4.Packed``."""
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from policy.precision import nvfp4
+from policy.precision.base import Backend
 from policy.precision.nvfp4 import Packed
 
 
-class NVFP4Packing:
-    """The packing side of a backend, which needs no device; see
-    ``policy.precision.backends.Backend``.
-    """
+class NVFP4Packing(Backend):
+    """The packing side of a backend, which needs no device."""
 
     wire_format = "nvfp4"
-    quantises = True
-    wire_dtype = torch.float32
-    fuses = packs_eagerly = False
+    bits = 4.5
 
     def amax(self, weight: Tensor) -> Tensor:
         """max|W|: []."""

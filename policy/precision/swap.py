@@ -16,8 +16,7 @@ from policy.precision.layer import PointwiseConvolution, QuantisedLinear
 
 @dataclass(frozen=True)
 class ModuleRow:
-    """One row of the table that a run writes: a module with a weight matrix, and what becomes of
-    it.
+    """One row of the table that a run writes: a module with a weight matrix, quantised or not.
 
     ``fused``: the first of the linears that run as one product with it, all of which read the same
     input.
@@ -31,9 +30,7 @@ class ModuleRow:
 
 
 def weight_modules(transformer: nn.Module) -> Iterator[tuple[str, nn.Linear | nn.Conv2d]]:
-    """(module path, linear or convolution) in the transformer's order; adapters are looked through,
-    not listed.
-    """
+    """(module path, linear or convolution) in the transformer's order; adapters are not listed."""
     for name, module in transformer.named_modules():
         if any(part == "base_layer" or part.startswith("lora_") for part in name.split(".")):
             continue
@@ -45,31 +42,34 @@ def weight_modules(transformer: nn.Module) -> Iterator[tuple[str, nn.Linear | nn
 def quantise_plan(
     transformer: nn.Module,
     family: Family,
-    keep_wide: Sequence[str] = (),
+    modules_to_not_convert: Sequence[str] = (),
     backend: Backend | None = None,
 ) -> list[ModuleRow]:
     """A row for every module with a weight matrix of a bare or adapted transformer.
 
-    ``keep_wide`` are further fnmatch patterns beside the family's. Raises ValueError for a pattern
-    that matches nothing.
+    ``modules_to_not_convert`` are further fnmatch patterns, beyond the family's. Raises ValueError
+    for a pattern that matches nothing.
     """
     modules = list(weight_modules(transformer))
-    for pattern in keep_wide:
+    for pattern in modules_to_not_convert:
         if not any(fnmatchcase(name, pattern) for name, _ in modules):
             raise ValueError(
-                f"explore.keep_wide: {pattern!r} matches no module; there are such as"
+                f"explore.modules_to_not_convert: {pattern!r} matches no module; there are such as"
                 f" {modules[-1][0]!r}"
             )
-    rows = [_row(name, module, family.keep_wide, keep_wide, backend) for name, module in modules]
+    rows = [
+        _row(name, module, family.modules_to_not_convert, modules_to_not_convert, backend)
+        for name, module in modules
+    ]
     first = _fused(rows, family.fuse) if backend is not None and backend.fuses else {}
     return [replace(row, fused=first.get(row.name)) for row in rows]
 
 
 def _fused(rows: Sequence[ModuleRow], fuse: Sequence[Sequence[str]]) -> dict[str, str]:
-    """For each linear that runs as one with others, the first of them. ``fuse``: groups of names,
-    relative to their block.
+    """For each linear that runs as one with others, the first of them.
 
-    A group runs together where all of it is quantised; its weights have the same K.
+    ``fuse`` are groups of names, relative to their block. A group runs together where all of it is
+    quantised; its weights have the same K.
     """
     shapes = {row.name: row.shape for row in rows if row.quantised}
     first: dict[str, str] = {}
@@ -94,10 +94,13 @@ def _row(
     backend: Backend | None,
 ) -> ModuleRow:
     shape = tuple(module.weight.shape)
-    for patterns, whose in ((family, "the model family"), (configured, "explore.keep_wide")):
+    for patterns, whose in (
+        (family, "the model family"),
+        (configured, "explore.modules_to_not_convert"),
+    ):
         for pattern in patterns:
             if fnmatchcase(name, pattern):
-                return ModuleRow(name, shape, False, f"kept wide by {whose}: {pattern}")
+                return ModuleRow(name, shape, False, f"left unquantized by {whose}: {pattern}")
     if isinstance(module, nn.Conv2d) and not is_pointwise(module):
         groups = f" in {module.groups} groups" if module.groups > 1 else ""
         return ModuleRow(name, shape, False, f"a convolution of {shape[2]}x{shape[3]}{groups}")
@@ -122,9 +125,7 @@ def is_pointwise(module: nn.Conv2d) -> bool:
 
 
 def as_linear(module: nn.Linear | nn.Conv2d) -> nn.Linear:
-    """A linear, or a 1x1 convolution as the linear it is; the memory of weight [N, K] and bias [N]
-    is shared.
-    """
+    """A linear, or a 1x1 convolution as the linear that it is, in the same memory."""
     if isinstance(module, nn.Linear):
         return module
     rows, columns = module.weight.shape[:2]
@@ -139,16 +140,16 @@ def swap_linears(
     plan: Sequence[ModuleRow],
     backend: Backend,
     activation_amax: str = "power_of_two",
+    blank: bool = False,
 ) -> dict[str, QuantisedLinear | FusedMember]:
-    """Replace the modules that ``plan`` quantises by the backend's layers, freeing each wide
-    weight.
+    """Replace the modules that ``plan`` quantises by the backend's layers; frees their weights.
 
     Returns the layers by the name of what they replace; that of a 1x1 convolution lies within the
-    module in its place.
+    module in its place. ``blank``: layers that need no kernels, to be counted and not to be run.
     """
     if not any(row.quantised for row in plan):
         return {}
-    replacement = backend.replacements(activation_amax)
+    replacement = backend.blanks() if blank else backend.replacements(activation_amax)
     swapped: dict[str, QuantisedLinear | FusedMember] = {}
     for row in plan:
         if not row.quantised:

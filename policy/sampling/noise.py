@@ -1,15 +1,15 @@
-"""Seeds and the noise they stand for. Everything random of a run comes from its run seed through
-here.
-"""
+"""Seeds and their noise. Everything random of a run comes from its run seed through here."""
 
 from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
-import torch
-from torch import Tensor
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 PURPOSES: tuple[str, ...] = (
     "explore",  # initial noises that are explored, selected and trained on
@@ -31,11 +31,11 @@ MASK_64 = 2**64 - 1
 
 
 def stream_seed(run_seed: int, purpose: str, *index: int) -> int:
-    """A 64-bit seed: the purpose's number in the top 8 bits, 56 bits of blake2b(run_seed, purpose,
-    index) below.
+    """A 64-bit seed of a run: the purpose's number above, a hash of run seed and index below.
 
-    Seeds of two purposes differ by construction, for any run seeds and indices. Within a purpose a
-    million seeds collide with a probability of 1e-5. Raises ValueError for a purpose that is not in
+    The top 8 bits are the number, the others those of blake2b(purpose, run_seed, index). Seeds of
+    two purposes differ by construction, for any run seeds and indices. Within a purpose a million
+    seeds collide with a probability of 1e-5. Raises ValueError for a purpose that is not in
     PURPOSES.
     """
     if purpose not in PURPOSES:
@@ -49,13 +49,14 @@ def stream_seed(run_seed: int, purpose: str, *index: int) -> int:
 
 
 def noise_for(seeds: Sequence[int], shape: Sequence[int]) -> Tensor:
-    """Standard normal noise, float32 [B, *shape] on the CPU: row i is a function of seeds[i] and
-    shape alone.
+    """Standard normal noise, float32 [B, *shape] on the CPU.
 
-    The generator is numpy's Philox with the seed as its key, so all 64 bits count; torch's CPU
-    generator keeps only the low 32 bits of a seed, and its normal sampling depends on the
-    instruction set.
+    Row i is a function of seeds[i] and shape alone. The generator is numpy's Philox with the seed
+    as its key, so all 64 bits count; torch's CPU generator keeps only the low 32 bits of a seed,
+    and its normal sampling depends on the instruction set.
     """
+    import torch  # here, because whoever only names seeds starts without it
+
     generators = (np.random.Generator(np.random.Philox(key=int(seed) & MASK_64)) for seed in seeds)
     rows = [generator.standard_normal(tuple(shape), np.float32) for generator in generators]
     return (

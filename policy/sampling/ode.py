@@ -23,9 +23,8 @@ def euler(velocity: Velocity, x: Tensor, sigmas: Tensor) -> Tensor:
     return x
 
 
-def dpm2(velocity: Velocity, x: Tensor, sigmas: Tensor) -> Tensor:
-    """DPM-Solver++(2M) (arXiv 2211.01095, algorithm 2) with alpha = 1 - sigma and data prediction
-    x0 = x - sigma v.
+def dpmpp_2m(velocity: Velocity, x: Tensor, sigmas: Tensor) -> Tensor:
+    """DPM-Solver++(2M) (arXiv 2211.01095, algorithm 2) with x0 = x - sigma v and alpha = 1 - sigma.
 
     With lambda = log(alpha / sigma), h = lambda_{i+1} - lambda_i and r = h_{i-1} / h_i:
     D = x0_i + (x0_i - x0_{i-1}) / (2 r),  x <- (sigma_{i+1} / sigma_i) x + (alpha_{i+1} -
@@ -55,4 +54,7 @@ def _log_snr(sigma: float) -> float:
     return math.log((1 - sigma) / sigma) if sigma > 0 else math.inf
 
 
-SOLVERS: dict[str, Callable[[Velocity, Tensor, Tensor], Tensor]] = {"euler": euler, "dpm2": dpm2}
+SOLVERS: dict[str, Callable[[Velocity, Tensor, Tensor], Tensor]] = {
+    "euler": euler,
+    "dpmpp_2m": dpmpp_2m,
+}

@@ -23,10 +23,9 @@ def sample(
     solver: str,
     batch_size: int | None = None,
 ) -> Tensor:
-    """Latents at sigma 0: float32 [B, *latent] on the CPU, row i of seed i and row i of cond (B
-    rows).
+    """Latents at sigma 0, float32 [B, *latent] on the CPU: row i of seed i and of row i of cond.
 
-    ``batch_size`` pictures go through the transformer at a time; None means all. Raises ValueError
+    ``batch_size`` images go through the transformer at a time; None means all. Raises ValueError
     when rows and seeds differ.
     """
     if len(cond) != len(seeds):

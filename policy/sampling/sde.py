@@ -1,5 +1,4 @@
-"""Stochastic solvers of the flow, step by step: the same marginals as dx = v dsigma, with a density
-for every step taken.
+"""Stochastic solvers of the flow: the marginals of dx = v dsigma, and a density per step.
 
 With score s of the marginal at sigma, any noise level g(sigma) >= 0 keeps the marginals (arXiv
 2011.13456, appendix D.1): dx = (v - g^2 s / 2) dsigma + g dW, sigma falling. One step from sigma to
@@ -35,24 +34,21 @@ class Step:
     length: Tensor  # [B, 1, ...], -dsigma
 
     def log_prob(self, x_next: Tensor) -> Tensor:
-        """Log-density of x_next [B, *latent] per latent dimension, i.e. its mean over them: [B],
-        dtype of x.
-        """
+        """Log-density of x_next [B, *latent], its mean over latent dimensions: [B], dtype of x."""
         z = (x_next - self.mean) / self.std
         return (-0.5 * z**2 - self.std.log() - 0.5 * math.log(2 * math.pi)).flatten(1).mean(1)
 
 
 def flow_sde(x: Tensor, v: Tensor, sigma: Tensor, sigma_next: Tensor, eta: float) -> Step:
-    """Flow-SDE (FlowGRPO, arXiv 2505.05470, its update rule): g = eta sqrt(sigma / (1 - sigma));
-    std = g sqrt(-dsigma).
+    """Flow-SDE (FlowGRPO, arXiv 2505.05470, its update rule): g = eta sqrt(sigma / (1 - sigma)).
 
-    mean = x (1 + g^2 dsigma / (2 sigma)) + v (1 + g^2 (1 - sigma) / (2 sigma)) dsigma. x, v [B,
-    *latent], sigmas [B], sigma > sigma_next >= 0. In the first step, from sigma = 1, the next sigma
-    stands in the denominator of g; so it does from NEARLY_ONE on.
+    std = g sqrt(-dsigma), mean = x (1 + g^2 dsigma / (2 sigma)) + v (1 + g^2 (1 - sigma) / (2
+    sigma)) dsigma. x, v [B, *latent], sigmas [B], sigma > sigma_next >= 0. In the first step, from
+    sigma = 1, the next sigma stands in the denominator of g; so it does from NEARLY_ONE on.
     """
     now, length = _columns(x, sigma, sigma_next)
-    beside = torch.where(now > NEARLY_ONE, now - length, now)
-    return _step(x, v, now, length, eta**2 * now / (1 - beside))
+    below = torch.where(now > NEARLY_ONE, now - length, now)
+    return _step(x, v, now, length, eta**2 * now / (1 - below))
 
 
 def dance_sde(x: Tensor, v: Tensor, sigma: Tensor, sigma_next: Tensor, eta: float) -> Step:
@@ -74,9 +70,8 @@ def _columns(x: Tensor, sigma: Tensor, sigma_next: Tensor) -> tuple[Tensor, Tens
 
 
 def _step(x: Tensor, v: Tensor, now: Tensor, length: Tensor, square: Tensor) -> Step:
-    """The step with g^2 = ``square``. Coefficients are float64 and rounded once, so that they do
-    not depend on the batch.
-    """
+    """The step with g^2 = ``square``."""
+    # float64, rounded once: coefficients that do not depend on the batch
     of_x = 1 - square * length / (2 * now)
     of_v = -(1 + square * (1 - now) / (2 * now)) * length
     return Step(of_x.to(x) * x + of_v.to(x) * v, (square * length).sqrt().to(x), length.to(x))
@@ -100,12 +95,12 @@ class PathSolver:
         return TRANSITIONS[self.name](x, v, sigma, sigma_next, self.eta)
 
     def decoded(self, x: Tensor, v: Tensor, sigma: Tensor, x_next: Tensor) -> Tensor:
-        """What becomes the picture of a path whose last step goes from x [B, *latent] with velocity
-        v at sigma [B] to x_next.
+        """The latents to decode, where a path's last step goes from x at sigma [B] to x_next.
 
-        With ``dance_sde`` the clean sample x - sigma v that the denoiser predicts there, as
-        DanceGRPO's public code has it: the last step is never trained on, and its noise, of the
-        same level as any step's, would only be seen by the reward.
+        v is the velocity at x, all three [B, *latent]. With ``dance_sde`` the clean sample x -
+        sigma v that the denoiser predicts there, as DanceGRPO's public code has it: the last step
+        is never trained on, and its noise, of the same level as any step's, would only be seen by
+        the reward.
         """
         if self.name != "dance_sde":
             return x_next
@@ -133,8 +128,7 @@ def sample_paths(
     solver: PathSolver,
     batch_size: int | None = None,
 ) -> Paths:
-    """Row i starts from the noise of ``noise_seeds[i]`` and takes its steps' noise from the stream
-    ``path_seeds[i]``.
+    """Row i starts from the noise of ``noise_seeds[i]``; ``path_seeds[i]`` is that of its steps.
 
     cond has B rows; ``batch_size`` paths go through the transformer at a time, None means all.
     Noise depends on a row's own seeds and on ``steps`` alone. Raises ValueError when rows and seeds

@@ -60,7 +60,6 @@ def _evaluation(iteration: int, base: float, gain: float) -> dict[str, Any]:
         "seconds": 99.0,
         "weights": "ema",
         "reward/eval_mean": base + gain,
-        # fmt: skip
         "reward/eval/shapes": base + gain,
         "eval/gain": gain,
         "eval/gain_stderr": 0.02,

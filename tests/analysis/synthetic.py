@@ -19,7 +19,6 @@ PROMPTS = [
     "a blue square left of a green cross",
     "three yellow triangles",
     "two <b>purple</b> & orange circles",
-    # fmt: skip
     "a green triangle above a red square",
     "a cyan cross",
     "two blue squares",
@@ -81,8 +80,15 @@ def write_run(
 
 
 def evaluation(index: int, mean: float, error: float) -> dict[str, Any]:
-    return {"kind": "evaluation", "iteration": index, "seconds": 4.0 + 10.8 * index, "weights": "ema", "reward/eval_mean": mean,
-            "reward/eval/shapes": mean, "eval/stderr": error}  # fmt: skip
+    return {
+        "kind": "evaluation",
+        "iteration": index,
+        "seconds": 4.0 + 10.8 * index,
+        "weights": "ema",
+        "reward/eval_mean": mean,
+        "reward/eval/shapes": mean,
+        "eval/stderr": error,
+    }
 
 
 def iteration(i: int, total: int, rng: np.random.Generator) -> dict[str, Any]:
@@ -96,17 +102,40 @@ def iteration(i: int, total: int, rng: np.random.Generator) -> dict[str, Any]:
     )
     reissued = 0 if i < 6 else 1 if i < 13 else 2
     return {
-        "kind": "iteration", "iteration": i, "seconds": 14.0 + 10.8 * i, "samples_seen": 96 * (i + 1), "policy_version": i, "staleness": 0,
-        "rewards/failed": 1 if i == 4 else 0, "reward/shapes": level, "explore/reward_mean": level - 0.02, "explore/reward_best": best,
-        "explore/reward_worst": worst, "explore/contrast": best - worst, "rollout/images_per_s": 87.0, "rollout/actors": 2,
-        "rollout/reissued": reissued, "audit/kendall_tau": 0.66 + 0.03 * rng.standard_normal(),
-        "audit/spearman_rho": 0.83 + 0.02 * rng.standard_normal(), "audit/sign_agreement": 0.91 + 0.02 * rng.standard_normal(),
-        "loss/policy": 0.9 - 0.01 * i + 0.02 * rng.standard_normal(), "loss/kl": 0.002 * i, "grad_norm": 0.4 + 0.05 * rng.standard_normal(),
-        "zero_std_ratio": 0.0, "time/update_s": update, "reward/train_mean": level, "reward/train_std": 0.21, "time/publish_s": 0.12,
-        "weights/version": i + 1, "weights/bytes": 2_884_000, "weights/delta_cosine": 0.62 + 0.02 * rng.standard_normal(),
-        "weights/codes_changed": 0.012 - 0.0003 * i, "time/explore_s": explore, "time/regenerate_s": regenerate,
+        "kind": "iteration",
+        "iteration": i,
+        "seconds": 14.0 + 10.8 * i,
+        "samples_seen": 96 * (i + 1),
+        "policy_version": i,
+        "staleness": 0,
+        "rewards/failed": 1 if i == 4 else 0,
+        "reward/shapes": level,
+        "explore/reward_mean": level - 0.02,
+        "explore/reward_best": best,
+        "explore/reward_worst": worst,
+        "explore/contrast": best - worst,
+        "rollout/images_per_s": 87.0,
+        "rollout/actors": 2,
+        "rollout/reissued": reissued,
+        "audit/kendall_tau": 0.66 + 0.03 * rng.standard_normal(),
+        "audit/spearman_rho": 0.83 + 0.02 * rng.standard_normal(),
+        "audit/sign_agreement": 0.91 + 0.02 * rng.standard_normal(),
+        "loss/policy": 0.9 - 0.01 * i + 0.02 * rng.standard_normal(),
+        "loss/kl": 0.002 * i,
+        "grad_norm": 0.4 + 0.05 * rng.standard_normal(),
+        "zero_std_ratio": 0.0,
+        "time/update_s": update,
+        "reward/train_mean": level,
+        "reward/train_std": 0.21,
+        "time/publish_s": 0.12,
+        "weights/version": i + 1,
+        "weights/bytes": 2_884_000,
+        "weights/delta_cosine": 0.62 + 0.02 * rng.standard_normal(),
+        "weights/codes_changed": 0.012 - 0.0003 * i,
+        "time/explore_s": explore,
+        "time/regenerate_s": regenerate,
         "time/iteration_s": explore + regenerate + update + 0.3,
-    }  # fmt: skip
+    }
 
 
 def events(iterations: int, ending: str | None) -> list[dict[str, Any]]:

@@ -10,10 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from analysis.compare.cells import COMPARISONS, UNUSED, Request, read_comparison
+from analysis.compare.cells import UNUSED, read_comparison
 from analysis.compare.command import compare_existing
 from analysis.compare.data import REWARD, measure, remarks, summarise
 from analysis.compare.groups import group
+from analysis.compare.request import COMPARISONS, Request
 from analysis.compare.running import to_toml
 from analysis.compare.statistics import Mean, Moment, mean_of, paired, speed_up, time_to
 from analysis.compare.table import tables
@@ -104,8 +105,11 @@ def test_cells_are_arms_times_objectives_and_impossible_pairs_say_why():
     )
     assert found.seeds == (5, 6) and found.baseline == "sol_rl-diffusion_nft"
     assert {cell.name: cell.refused is None for cell in found.cells} == {
-        "sol_rl-diffusion_nft": True, "sol_rl-flow_grpo": True, "naive_quant-diffusion_nft": True, "naive_quant-flow_grpo": False,
-    }  # fmt: skip
+        "sol_rl-diffusion_nft": True,
+        "sol_rl-flow_grpo": True,
+        "naive_quant-diffusion_nft": True,
+        "naive_quant-flow_grpo": False,
+    }
     assert "'naive_quant' with objective 'flow_grpo'" in str(found.cells[-1].refused)
     configs = {cell.name: parse(cell.tree_of(5, Path("/x"))) for cell in found.running}
     assert (
@@ -411,8 +415,10 @@ def test_run_directories_are_grouped_by_what_can_change_results(tmp_path):
         write(configuration(tmp_path, name, seed, *more), [0.1, 0.2], SECONDS)
     found = group([tmp_path])
     assert {title: [path.name for _, path in runs] for title, (_, runs) in found.items()} == {
-        "sol_rl · explore.steps = 6": ["a", "b"], "sol_rl · explore.steps = 3": ["c"], "diffusionnft · explore.steps = 6": ["d"],
-    }  # fmt: skip
+        "sol_rl · explore.steps = 6": ["a", "b"],
+        "sol_rl · explore.steps = 3": ["c"],
+        "diffusionnft · explore.steps = 6": ["d"],
+    }
     write(configuration(tmp_path, "again", 0, "logging.grid_prompts=2"), [0.1], SECONDS)
     with pytest.raises(ConfigError, match="the same configuration and run seed"):
         group([tmp_path])
@@ -456,7 +462,7 @@ def test_a_page_of_several_cells_has_a_band_for_each_and_escapes_names(tmp_path)
     for seed in range(2):
         write(configuration(tmp_path, f"a{seed}", seed), [0.1, 0.2 + 0.1 * seed], SECONDS)
         write(
-            configuration(tmp_path, f"b{seed}", seed, "explore.keep_wide=['<b>']"),
+            configuration(tmp_path, f"b{seed}", seed, "explore.modules_to_not_convert=['<b>']"),
             [0.1, 0.3],
             SECONDS,
         )

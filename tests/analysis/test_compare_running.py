@@ -27,8 +27,21 @@ def out(tmp_path, monkeypatch) -> Path:
 
 
 def compare(out: Path, *more: str) -> int:
-    return main(["compare", "quickstart", "--arms", "sol_rl,diffusionnft", "--seeds", "2", "--set", "iterations=3",
-                 "--out", str(out), *more])  # fmt: skip
+    return main(
+        [
+            "compare",
+            "quickstart",
+            "--arms",
+            "sol_rl,diffusionnft",
+            "--seeds",
+            "2",
+            "--set",
+            "iterations=3",
+            "--out",
+            str(out),
+            *more,
+        ]
+    )
 
 
 def calls(out: Path) -> list[str]:
@@ -96,8 +109,20 @@ def test_runs_of_another_configuration_are_not_mixed_in(out, capsys):
 
 
 def test_refused_cells_are_listed_and_not_run(out, capsys):
-    code = main(["compare", "quickstart", "--arms", "naive_quant,sol_rl", "--objectives", "flow_grpo", "--set", "iterations=3",
-                 "--out", str(out)])  # fmt: skip
+    code = main(
+        [
+            "compare",
+            "quickstart",
+            "--arms",
+            "naive_quant,sol_rl",
+            "--objectives",
+            "flow_grpo",
+            "--set",
+            "iterations=3",
+            "--out",
+            str(out),
+        ]
+    )
     text = capsys.readouterr().out
     assert code == 0 and calls(out) == ["sol_rl-seed0"]
     assert "refused: naive_quant: arm: 'naive_quant' with objective 'flow_grpo'" in text
@@ -129,8 +154,13 @@ def test_a_signal_reaches_the_run_and_a_left_over_run_keeps_its_place(out):
     environment = {**os.environ, "FAKE_TRAIN": json.dumps({"sol_rl-seed0": "wait"})}
 
     def begin() -> subprocess.Popen[str]:
-        process = subprocess.Popen([sys.executable, "-c", code], env=environment, text=True, stdout=subprocess.PIPE,
-                                   stderr=subprocess.PIPE)  # fmt: skip
+        process = subprocess.Popen(
+            [sys.executable, "-c", code],
+            env=environment,
+            text=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+        )
         deadline = time.monotonic() + 60
         while not (out / "waiting").exists():
             assert process.poll() is None and time.monotonic() < deadline

@@ -173,7 +173,7 @@ def test_what_auto_took_is_said_and_named(monkeypatch):
         ("model.path='/no/such'", "there is no directory '/no/such'"),
         ("model.family='flux'", "but family 'flux' is a FluxPipeline"),
         ("lora.targets=['attn.query']", "no linear of the transformer ends in 'attn.query'"),
-        ("explore.keep_wide=['*.nothing']", "'*.nothing' matches no module"),
+        ("explore.modules_to_not_convert=['*.nothing']", "'*.nothing' matches no module"),
     ],
 )
 def test_a_model_that_does_not_do_is_one_line_before_anything_is_loaded(

@@ -41,8 +41,8 @@ def test_the_headline_has_the_result_with_its_errors(page: Page):
         "5.6 standard errors above zero",
         "20 of 20",
         "1,920",
-        # fmt: skip
-        "Arm sol_rl: 96 noises per prompt explored in emulated_nvfp4 at 6 steps, 24 regenerated in fp32 at 10 steps",
+        "Arm sol_rl: 96 noises per prompt explored in emulated_nvfp4 at 6 steps, 24 regenerated in"
+        " fp32 at 10 steps",
     ):
         assert said in page.text, said
 
@@ -147,7 +147,6 @@ def test_curves_have_a_mark_for_every_value(run: Path, page: Page):
         ("reward/train_mean", "samples trained on"),
         ("explore/reward_best", "best"),
         ("explore/contrast", "contrast"),
-        # fmt: skip
         ("audit/kendall_tau", "Kendall tau"),
         ("loss/kl", "loss/kl"),
         ("weights/codes_changed", "weights/codes_changed"),
@@ -183,7 +182,6 @@ def test_actors_have_lanes_and_what_befell_them_is_listed(page: Page):
         "2 units given out again",
         "20 versions published",
         "1 min 21 s actor died rollout-1",
-        # fmt: skip
         "the actor died unexpectedly",
         "no answer for 900 s: counts as hung",
         "ChunkKey(7, 2, 1, 7)",
@@ -225,9 +223,7 @@ def test_the_same_run_gives_the_same_page(run: Path):
 def test_a_pause_before_a_resume_takes_no_time_in_the_picture():
     events = [
         {"event": name, "time": when}
-        for name, when in
-        # fmt: skip
-        (
+        for name, when in (
             ("run_started", 100.0),
             ("actor_started", 103.0),
             ("run_stopped", 110.0),
@@ -262,8 +258,15 @@ def test_lives_of_actors():
     def of(actor: int, name: str, kind: str = "rollout") -> dict:
         return {"event": name, "kind": kind, "actor": actor}
 
-    events = [of(10, "actor_started"), of(2, "actor_started"), of(2, "actor_died"), of(2, "actor_replaced"), of(10, "actor_benched"),
-              of(0, "chunk_reissued", "reward"), {"event": "run_finished"}]  # fmt: skip
+    events = [
+        of(10, "actor_started"),
+        of(2, "actor_started"),
+        of(2, "actor_died"),
+        of(2, "actor_replaced"),
+        of(10, "actor_benched"),
+        of(0, "chunk_reissued", "reward"),
+        {"event": "run_finished"},
+    ]
     lanes = lanes_of(events, [1.0, 2.0, 5.0, 6.0, 8.0, 9.0, 12.0])
     assert list(lanes) == ["rollout-2", "rollout-10", "reward-0"]
     assert lanes["rollout-2"].lives == [(2.0, 5.0), (6.0, 12.0)]

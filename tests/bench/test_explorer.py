@@ -32,13 +32,13 @@ def test_the_bound_is_amdahls(share, fp4, fp8):
 
 
 def test_the_share_of_a_published_architecture():
-    """SD3.5 Large at 1024 x 1024, 4096 picture and 333 text tokens, by hand: per block and token 12
+    """SD3.5 Large at 1024 x 1024, 4096 image and 333 text tokens, by hand: per block and token 12
     d^2 multiply-adds in either stream's linears (8 in text of the last block, whose feed-forward
     and output are gone), 2 n d in attention; adaLN and ends are less than a thousandth.
     """
-    d, picture, text, blocks = 2432, 4096, 333, 38
-    linears = blocks * 12 * d * d * (picture + text) - 9 * d * d * text
-    attention = blocks * 2 * (picture + text) ** 2 * d
+    d, image, text, blocks = 2432, 4096, 333, 38
+    linears = blocks * 12 * d * d * (image + text) - 9 * d * d * text
+    attention = blocks * 2 * (image + text) ** 2 * d
     with case_of("sd3.5-large", 1024, False) as case:
         share = quantisable_share(case, BACKENDS["te_nvfp4"])
     assert share == pytest.approx(

@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from cli.main import main, summary
+from cli.main import main
+from cli.train import summary
 from tests.cluster.runs import main_here, tiny_config, write_toml
 
 
@@ -145,6 +146,29 @@ def test_a_full_disk_ends_the_run_with_the_last_checkpoint_whole(
 def test_a_directory_that_is_no_run(tmp_path, capsys, command):
     assert main([command, str(tmp_path), *(["out"] if command == "export" else [])]) == 2
     assert "no readable run here" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("given", "code"),
+    [
+        (["--help"], 0),
+        (["train", "quickstart", "--set", "explore.stepz=3"], 2),
+        (["plan", "quickstart", "--set", "explore.stepz=3"], 2),
+        (["submit", "quickstart", "--set", "explore.stepz=3"], 2),
+        (["fidelity", "quickstart", "--set", "explore.stepz=3"], 2),
+        (["compare", "quickstart", "--set", "explore.stepz=3"], 2),
+        (["export", "/no/such/run", "out"], 2),
+        (["scale"], 2),
+    ],
+)
+def test_help_and_typos_answer_before_torch_and_ray_are_imported(given, code):
+    text = (
+        "import sys\nfrom cli.main import main\n"
+        f"try:\n    code = main({given!r})\nexcept SystemExit as end:\n    code = end.code\n"
+        "print(code, sorted({'torch', 'ray', 'diffusers'} & set(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, "-c", text], capture_output=True, text=True)
+    assert done.stdout.splitlines()[-1] == f"{code} []", done.stdout + done.stderr
 
 
 def test_config_prints_what_a_run_would_use(capsys):

@@ -9,7 +9,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from analysis.compare.cells import Request, read_comparison
+from analysis.compare.cells import read_comparison
+from analysis.compare.request import Request
 from cli.main import main
 from cluster.driver import offline
 from cluster.driver.evaluation import Evaluation

@@ -2,19 +2,21 @@
 
 import os
 import time
-from typing import Any
+
+from actors.messages import ActorInfo
+from actors.runtime import identity
 
 
 class Counter:
-    """An actor that writes down every unit it computes."""
+    """An actor that writes down every task it computes."""
 
     def __init__(self, path: str, broken: bool):
         if broken:
             raise ValueError("no such weights")
         self.path = path
 
-    def ready(self) -> dict[str, Any]:
-        return {"pid": os.getpid()}
+    def ready(self) -> ActorInfo:
+        return identity()
 
     def work(self, unit: int) -> tuple[int, int]:
         time.sleep(0.02)

@@ -125,13 +125,13 @@ class Striker(Progress):
         self._happened(stage)
 
     def _listen(self, pool: Any) -> None:
-        call = pool.call
+        perform = pool.perform
 
-        async def told(key: Any, method: str, *args: Any, **options: Any) -> Any:
-            self._happened(method)
-            return await call(key, method, *args, **options)
+        async def told(task: Any, call: Any) -> Any:
+            self._happened(call.method)
+            return await perform(task, call)
 
-        pool.call = told
+        pool.perform = told
 
     def _happened(self, moment: str) -> None:
         self.seen[self.now, moment] += 1
@@ -147,11 +147,11 @@ class Striker(Progress):
 
     def _strike(self, fault: Fault) -> None:
         pool = next(pool for pool in self.session.services.pools if pool.kind == fault.kind)
-        worker = next((worker for worker in pool.workers if worker.index == fault.actor), None)
-        if worker is None or worker.handle is None or (fault in self.done and not fault.always):
+        member = next((member for member in pool.members if member.index == fault.actor), None)
+        if member is None or member.handle is None or (fault in self.done and not fault.always):
             return
         self.done.append(fault)
-        pid, node = worker.facts["pid"], worker.facts["node"]
+        pid, node = member.info.pid, member.info.node
         self.pids.append(pid)
         self.session.rundir.event(
             "fault_injected",
@@ -271,7 +271,7 @@ def recoveries(events: Sequence[Mapping[str, Any]]) -> list[Recovery]:
 
 
 def recovery_table(found: Sequence[Recovery]) -> list[str]:
-    """Lines of a Markdown table: medians, and the largest in brackets, by what was struck and how."""
+    """Lines of a Markdown table: medians, largest in brackets, by service and kind of fault."""
     lines = [
         "| struck | how | times | noticed | replaced | answered or restored |",
         "| --- | --- | --- | --- | --- | --- |",

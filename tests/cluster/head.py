@@ -1,6 +1,4 @@
-"""A Ray head as a cluster has one, in processes of its own: what jobs are submitted to and watched
-on.
-"""
+"""A Ray head with a dashboard, in processes of its own, for tests that submit and watch jobs."""
 
 from __future__ import annotations
 
@@ -16,7 +14,7 @@ from typing import Any
 
 import psutil
 
-from cluster.jobs import submit as jobs
+from cluster.jobs.dashboard import client_of
 from configs.load import ConfigError
 
 ROOT = Path(__file__).parent.parent.parent
@@ -29,8 +27,9 @@ def free_port() -> int:
 
 
 class Head:
-    """A Ray head of our own with its dashboard, in processes that end with the test.
-    ``autoscaling``: of its port, what ``ray start --autoscaling-config`` is told.
+    """A Ray head with its dashboard, in processes that end with the test.
+
+    ``autoscaling``: the content of ``ray start --autoscaling-config``, as a function of its port.
     """
 
     def __init__(
@@ -89,8 +88,11 @@ class Head:
             start += [f"--autoscaling-config={folder / 'autoscaling.json'}"]
         self.process = subprocess.Popen(
             [sys.executable, "-m", "ray.scripts.scripts", *start],
-            env=self.env, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True,
-        )  # fmt: skip
+            env=self.env,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+        )
 
     def wait(self) -> None:
         """Until the dashboard takes jobs."""
@@ -98,7 +100,7 @@ class Head:
         while time.monotonic() < deadline:
             assert self.process.poll() is None, "the head ended"
             try:
-                jobs.client_of(self.url).list_jobs()
+                client_of(self.url).list_jobs()
                 return
             except (ConfigError, RuntimeError):
                 time.sleep(1)

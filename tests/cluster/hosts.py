@@ -10,6 +10,7 @@ process, and a process that does not let go of its actor at once is killed with 
 import asyncio
 import gc
 import itertools
+import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -19,7 +20,8 @@ from unittest import mock
 import ray
 from ray.exceptions import RayError
 
-from cluster.driver.services import Services
+from actors.messages import ActorInfo
+from cluster.driver.services import ActorServices
 from cluster.runtime.pool import ActorPool
 
 IDLE: defaultdict[tuple[Any, ...], list[Any]] = defaultdict(list)
@@ -42,18 +44,20 @@ def host_of(actor: type) -> type:
             self.leave()
             self.arguments = arguments
 
-        def ready(self) -> dict[str, Any]:
+        def ready(self) -> ActorInfo:
             actor.__init__(self, *self.arguments)
             return actor.ready(self)
 
         def leave(self) -> None:
             vars(self).clear()
             gc.collect()
+            if measured := sys.modules.get("coverage"):  # Ray ends a process without its exit hooks
+                measured.Coverage.current().save()
 
     return Host
 
 
-class HostedServices(Services):
+class HostedServices(ActorServices):
     """The services of a run in processes that may have served another run before, and stay for the
     next.
     """
@@ -74,10 +78,10 @@ class HostedServices(Services):
         """Close the slots as ever, but let the processes be."""
         with mock.patch.object(ray, "kill"):
             kept = [
-                (pool, worker.handle)
+                (pool, member.handle)
                 for pool in self.pools
-                for worker in pool.workers
-                if worker.handle is not None
+                for member in pool.members
+                if member.handle is not None
             ]
             await super().stop()
         await asyncio.gather(*(self._keep(pool, handle) for pool, handle in kept))
@@ -107,7 +111,7 @@ def hosted() -> Iterator[None]:
     here and on hosts.
     """
     patches = [
-        mock.patch(f"{module}.Services", HostedServices)
+        mock.patch(f"{module}.ActorServices", HostedServices)
         for module in ("cluster.driver.session", "cluster.driver.offline")
     ]
     patches += [

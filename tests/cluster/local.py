@@ -1,8 +1,8 @@
-"""The ring in one process, without Ray: the product's own actors behind stand-ins for pools, in an
-order that chance decides.
+"""The ring in one process, without Ray: the product's own actors behind stand-ins for pools, in a
+random order.
 
-A call waits for a random moment and is done by a random worker, so whatever depends on who was
-first or who did what comes out differently for another seed. Nothing dies here: that is for real
+A call waits for a random time and is done by a random member, so whatever depends on which was
+first or which did what comes out differently for another seed. Nothing dies here: that is for real
 processes.
 """
 
@@ -12,6 +12,8 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+from actors.calls import Call, Caller, Task
+from actors.clients import EncoderClient, LearnerClient, RolloutClient, SelectorClient
 from actors.encoder import EncoderActor
 from actors.learner import LearnerActor
 from actors.reward import RewardActor
@@ -20,47 +22,49 @@ from actors.selector import SelectorActor
 from cluster.driver.loop import Ring
 from cluster.driver.scoring import RewardService
 from cluster.driver.weights import WeightChannel
-from cluster.runtime.worker import Unit, Worker
+from cluster.runtime.member import Member
 from configs.prompts import read_prompts
 from configs.schema import RunConfig
 from learner.checkpoint import read
 
 
-class LocalPool:
-    """As much of ``cluster.runtime.pool.ActorPool`` as the loop and publishing use."""
+class LocalPool(Caller):
+    """As much of ``cluster.runtime.pool.ActorPool`` as the loop and publishing use. References are
+    the objects themselves.
+    """
 
     def __init__(self, actors: list[Any], chance: random.Random, log: list[Any], waits: int = 4):
         """``log`` gets the key of each call as it is done; a call waits for fewer than ``waits``
         turns of the event loop.
         """
-        self.workers = [Worker(index) for index in range(len(actors))]
-        for worker, actor in zip(self.workers, actors, strict=True):
-            worker.handle, worker.facts = actor, actor.ready()
+        self.members = [Member(index) for index in range(len(actors))]
+        for member, actor in zip(self.members, actors, strict=True):
+            member.fill(actor, actor.ready())
         self.prepare: Any = None
         self.alive = len(actors)
         self._chance, self._log, self._waits = chance, log, waits
 
-    async def call(self, key: Any, method: str, *args: Any, returns: int = 1, **_: Any) -> Any:
+    async def perform(self, task: Task[Any], call: Call) -> Any:
         for _ in range(self._chance.randrange(self._waits)):
             await asyncio.sleep(0)
-        worker = self._chance.choice(self.workers)
-        async with worker.lock:
+        member = self._chance.choice(self.members)
+        async with member.lock:
             if self.prepare:
-                await self.prepare(worker, Unit(key, method, args, returns))
-            value = getattr(worker.handle, method)(*args)
-            self._log.append(key)
-        return value if returns == 1 else (value[0], list(value[1:]))
+                await self.prepare(member, task.key)
+            value = getattr(member.handle, call.method)(*call.args, **call.named)
+            self._log.append(task.key)
+        return value
 
     async def each(self, do: Any) -> None:
-        for worker in self.workers:
-            await do(worker)
+        for member in self.members:
+            await do(member)
 
-    async def ask(self, worker: Worker, method: str, *args: Any) -> Any:
-        return getattr(worker.handle, method)(*args)
+    async def ask(self, member: Member, method: Any, *args: Any) -> Any:
+        return getattr(member.handle, method.__name__)(*args)
 
 
 class LocalServices:
-    """As much of ``cluster.driver.services.Services`` as the loop uses."""
+    """As much of ``cluster.driver.services.ActorServices`` as the loop uses."""
 
     reissued = lost = 0
 
@@ -72,14 +76,17 @@ class LocalServices:
         def pool(*actors: Any, waits: int = 4) -> Any:
             return LocalPool(list(actors), chance, self.log, waits)
 
-        self.encoder, self.selector = pool(EncoderActor(plain)), pool(SelectorActor(plain))
-        self.rollout = pool(*(RolloutActor(plain) for _ in range(explorers)), waits=24)
-        self.learner = pool(LearnerActor(plain, str(root / "failure")))
+        self.encoder = EncoderClient(pool(EncoderActor(plain)))
+        self.selector = SelectorClient(pool(SelectorActor(plain)))
+        self.rollout_pool = pool(*(RolloutActor(plain) for _ in range(explorers)), waits=24)
+        self.rollout = RolloutClient(self.rollout_pool)
+        learner = pool(LearnerActor(plain, str(root / "failure"), fetch=list))
+        self.learner = LearnerClient(learner, learner, learner)
         self.reward = RewardService(
             {"reward": (pool(RewardActor(plain), RewardActor(plain)), config.scorers_of("reward"))}
         )
         self.weights = WeightChannel(event, config.explore_ahead)
-        self.rollout.prepare = self.weights.load_for(self.rollout)
+        self.rollout_pool.prepare = self.weights.prepare_for(self.rollout_pool)
 
 
 class Played(SimpleNamespace):
@@ -129,15 +136,15 @@ async def _play(
     if start is not None:
         extra = read(start)[1]["extra"]
         first = extra["iteration"]
-        await services.learner.call("load", "load", str(start))
-        ring.guard.restore(extra["guard"])
+        await services.learner.load(start.name, str(start))
+        ring.monitor.restore(extra["guard"])
     await ring.begin(first)
     for index in range(first, stop):
         played.rows[index], it = await ring.iteration(index)
         played.chosen[index] = it.selected
-    extra = {"iteration": stop, "guard": ring.guard.state}
-    await services.learner.call("save", "save", str(played.checkpoint), extra)
+    extra = {"iteration": stop, "guard": ring.monitor.state}
+    await services.learner.save(stop, str(played.checkpoint), extra)
     played.log = services.log
-    played.table = await services.learner.call("quantisation", "quantisation")
+    played.table = await services.learner.quantisation()
     await ring.close()
     return played

@@ -5,8 +5,10 @@ killed.
 import os
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import psutil
@@ -35,12 +37,35 @@ def finish(process: subprocess.Popen[str], seconds: float = 240.0) -> tuple[int,
 def wait_until(
     ready: Callable[[], bool], process: subprocess.Popen[str], seconds: float = 240.0
 ) -> None:
-    """Poll until ``ready``; fails when the process ends first, or nothing happens for ``seconds``."""
+    """Poll until ``ready``; fails when the process ends first, or after ``seconds``."""
     deadline = time.monotonic() + seconds
     while not ready():
         assert process.poll() is None, "the run ended early"
         assert time.monotonic() < deadline, f"not within {seconds:g} s"
         time.sleep(0.02)
+
+
+@contextmanager
+def meanwhile(*steps: tuple[Callable[[], bool], Callable[[], None]]) -> Iterator[None]:
+    """A thread that takes one step after the other: when its condition holds, it acts. For signals
+    to a command that runs in this process, in the main thread.
+    """
+    over = threading.Event()
+
+    def take() -> None:
+        for ready, act in steps:
+            while not ready():
+                if over.wait(0.02):
+                    return
+            act()
+
+    thread = threading.Thread(target=take, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join(10)
 
 
 def kill_tree(process: subprocess.Popen[str]) -> None:

@@ -1,4 +1,4 @@
-"""A reward service of real pools and light actors, on four pictures of the test."""
+"""A reward service of real pools and actors, on four pictures of the test."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from typing import Any
 import numpy as np
 import ray
 
+from actors.reward import RewardActor
 from cluster.driver.scoring import RewardService, Scored, Scoring
 from cluster.runtime.pool import ActorPool
 from configs.load import parse
 from configs.prompts import Prompt
 from configs.rewards import Rewards
 from configs.schema import RunConfig
-from tests.cluster.light import LightReward
 
 IMAGES = (
     np.arange(4, dtype=np.uint8)[:, None, None, None].repeat(3, 1).repeat(8, 2).repeat(8, 3)
@@ -56,12 +56,12 @@ def config(
 
 
 class Harness:
-    """A reward service of light actors on an event loop that stays."""
+    """A reward service on an event loop that stays."""
 
     def __init__(self, run: RunConfig):
         self.run, self.events, self.loop = run, [], asyncio.new_event_loop()
         plain = run.model_dump(mode="json")
-        remote = ray.remote(LightReward).options(num_cpus=0.1)
+        remote = ray.remote(RewardActor).options(num_cpus=0.1)
         groups = {}
         for kind in ("reward", *(f"scorers.{label}" for label in run.services.scorers)):
             event = lambda name, **facts: self.events.append(f"{name} {facts}")  # noqa: E731
@@ -87,7 +87,7 @@ class Harness:
     def score(
         self, rewards: Rewards | None = None, evaluation: bool = False
     ) -> tuple[Scored, Scoring]:
-        """The four pictures, by the scorers of ``rewards``: all that the actors hold unless given."""
+        """The four images, by the scorers of ``rewards``, or by all that the actors hold."""
         scoring = Scoring(rewards or self.run.rewards, self.service, evaluation)
         (scored,) = self.wait(scoring.score("x", ray.put(IMAGES), PROMPTS, (0,)))
         return scored, scoring

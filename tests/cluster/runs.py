@@ -91,6 +91,8 @@ def run_here(config: RunConfig, resume: bool = False, progress: Any = None) -> R
         if progress is not None:
             progress.session = session
         asyncio.run(session.run(resume))
+    undeclared = [row["metric"] for row in rundir.events() if row["event"] == "metric_undeclared"]
+    assert undeclared == [], "records.metrics.METRICS lacks these"
     return rundir
 
 

@@ -159,7 +159,7 @@ def explorers(**more: Any) -> dict[str, Any]:
 
 
 def nodes_of(head: Head) -> dict[str, psutil.Process]:
-    """The processes that are the nodes of a cluster, by their ids: the head, and what it started."""
+    """The processes of a cluster's nodes by their ids: the head, and what it started."""
     found = {}
     for process in psutil.process_iter(["name"]):
         with suppress(psutil.NoSuchProcess):  # it ended just now
@@ -222,7 +222,7 @@ def test_nodes_are_asked_for_replaced_and_given_back(ray_here, tiny_sd3_dir, tmp
 def test_a_pool_that_sizes_itself_takes_what_the_autoscaler_can_give(
     ray_here, tiny_sd3_dir, tmp_path
 ):
-    """From two it wants four, of three nodes; then six, of none: it has three, and the run goes on."""
+    """From two it wants four, of three nodes; then six, of none: it stays at three."""
     rule = {"enabled": True, "grow_above": 0.02, "shrink_below": 0.001, "patience": 1, "step": 1.0}
     services = {"rollout": explorers(actors=2), "wait_for_nodes_s": WAIT_S, "autoscale": rule}
     slow = {"explore__steps": 30, "regenerate__steps": 1}  # the learner waits

@@ -223,8 +223,8 @@ def test_staleness_is_bounded(version, bound, fits):
     ("arm", "why"),
     [
         ("diffusionnft", "explores nothing"),
-        ("naive_scaling", "explored pictures"),
-        ("naive_quant", "explored pictures"),
+        ("naive_scaling", "explored images"),
+        ("naive_quant", "explored images"),
     ],
 )
 def test_arms_that_do_not_regenerate_what_they_explored_refuse_it(tmp_path, arm, why):

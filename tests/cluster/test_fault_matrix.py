@@ -36,7 +36,7 @@ from tests.cluster.faults import (
     recoveries,
     recovery_table,
 )
-from tests.cluster.processes import finish, kill_tree, start, wait_until
+from tests.cluster.processes import kill_tree, start, wait_until
 from tests.cluster.runs import main_here, run_here, tiny_config, write_toml
 
 ROOT = Path(__file__).parent.parent.parent
@@ -239,9 +239,9 @@ def test_the_driver_is_killed_and_resumed(
         kill_tree(process)
     assert not (run.checkpoints / "step_000003").exists()
     began = time.time()
-    code, out, errors = finish(start("train", str(file), "--resume", stdout=PIPE, stderr=PIPE))
-    assert code == 0, errors
-    assert "held-out reward after" in out
+    code, said = main_here("train", file, "--resume"), capsys.readouterr()
+    assert code == 0, said.err
+    assert "held-out reward after" in said.out
     assert_as_if_nothing_had_been(run, undisturbed)
     names = [event["event"] for event in run.events() if event["time"] >= began]
     assert names.count("run_resumed") == 1 and names[-1] == "run_finished"
@@ -342,8 +342,10 @@ def test_recovery_times_are_read_from_events():
     ]
     found = recoveries(events)
     assert found == [
-        Recovery("rollout", "kill", 0.5, 3.5, 1.0), Recovery("learner", "stop", 30, 34, 35), Recovery("encoder", "kill")
-    ]  # fmt: skip
+        Recovery("rollout", "kill", 0.5, 3.5, 1.0),
+        Recovery("learner", "stop", 30, 34, 35),
+        Recovery("encoder", "kill"),
+    ]
     assert recovery_table([*found, Recovery("rollout", "kill", 1.5, 2.5, 4.0)])[2:] == [
         "| rollout | kill | 2 | 1.0 s (1.5 s) | 3.0 s (3.5 s) | 2.5 s (4.0 s) |",
         "| encoder | kill | 1 | not needed | not needed | not needed |",

@@ -11,7 +11,7 @@ import pytest
 
 from actors.messages import ChunkKey, ExploreChunk
 from actors.rollout import RolloutActor
-from cluster.driver.rank_monitor import SIGNS, TAU, Guard
+from cluster.driver.rank_monitor import SIGNS, TAU, RankMonitor
 from configs.sections import Audit
 from tests.cluster.local import Played, play
 from tests.cluster.runs import run_here, tiny_config
@@ -21,19 +21,19 @@ CPU = ("emulated_nvfp4", "fp8", "bf16", "fp32")
 
 
 class Told:
-    """A guard, and what it told."""
+    """A monitor, and what it told."""
 
     def __init__(self, finest: str = "fp32", **settings: Any):
         self.events: list[tuple[str, dict[str, Any]]] = []
         self.notes: list[str] = []
-        self.guard = Guard(
+        self.monitor = RankMonitor(
             Audit(**settings),
             finest,
             lambda name, **fields: self.events.append((name, fields)),
             self.notes.append,
         )
 
-    def judge(
+    def observe(
         self,
         index: int,
         signs: float | None = None,
@@ -43,7 +43,7 @@ class Told:
         runs=CPU,
     ):
         row = {key: value for key, value in ((SIGNS, signs), (TAU, tau)) if value is not None}
-        return self.guard.judge(index, row, explored, newest or explored, runs)
+        return self.monitor.observe(index, row, explored, newest or explored, runs)
 
     @property
     def names(self) -> list[str]:
@@ -52,26 +52,26 @@ class Told:
 
 def test_without_a_threshold_nothing_happens():
     told = Told()
-    assert told.judge(0, signs=0.0, tau=-1.0) == {}
+    assert told.observe(0, signs=0.0, tau=-1.0) == {}
     assert not told.events and not told.notes
 
 
 def test_it_warns_after_patience_iterations_in_a_row():
     told = Told(min_sign_agreement=0.8, patience=2)
-    below = [told.judge(i, signs=signs) for i, signs in enumerate((0.7, 0.9, 0.7, 0.6, 0.5, 0.8))]
+    below = [told.observe(i, signs=signs) for i, signs in enumerate((0.7, 0.9, 0.7, 0.6, 0.5, 0.8))]
     assert [row["audit/below"] for row in below] == [1, 0, 1, 2, 1, 0]  # 0.8 itself is enough
     assert told.events == [
         ("audit_low", {"iteration": 3, "backend": "emulated_nvfp4", "patience": 2, SIGNS: 0.6})
     ]
     (note,) = told.notes
     assert "audit/sign_agreement = 0.600 is below its threshold, 2 iterations in a row" in note
-    assert told.guard.backend is None
+    assert told.monitor.backend is None
 
 
 def test_either_measure_is_enough_and_what_was_not_measured_does_not_count():
     told = Told(min_sign_agreement=0.8, min_tau=0.5, random_seeds=4, patience=3)
     for index, (signs, tau) in enumerate([(0.9, 0.4), (None, None), (0.7, None), (None, 0.3)]):
-        told.judge(index, signs=signs, tau=tau)
+        told.observe(index, signs=signs, tau=tau)
     assert [
         (fields["iteration"], fields.get(SIGNS), fields.get(TAU)) for _, fields in told.events
     ] == [(3, None, 0.3)]
@@ -81,8 +81,8 @@ def test_it_moves_up_the_ladder_as_far_as_the_regenerating_precision():
     told = Told(finest="bf16", min_sign_agreement=1.0, patience=1, action="finer_backend")
     explored = "emulated_nvfp4"
     for index in range(4):
-        told.judge(index, signs=0.5, explored=explored)
-        explored = told.guard.backend or explored
+        told.observe(index, signs=0.5, explored=explored)
+        explored = told.monitor.backend or explored
     moves = [
         (f["iteration"], f["before"], f["after"], f["version"])
         for name, f in told.events
@@ -99,12 +99,12 @@ def test_while_a_move_is_under_way_nothing_is_counted():
     precision.
     """
     told = Told(min_sign_agreement=1.0, patience=1, action="finer_backend")
-    told.judge(0, signs=0.5)
-    assert told.guard.backend == "fp8"
-    assert told.judge(1, signs=0.5, newest="fp8") == {"audit/below": 0}
+    told.observe(0, signs=0.5)
+    assert told.monitor.backend == "fp8"
+    assert told.observe(1, signs=0.5, newest="fp8") == {"audit/below": 0}
     assert told.names == ["audit_low", "backend_moved"]
-    told.judge(2, signs=0.5, explored="fp8")
-    assert told.guard.backend == "bf16"
+    told.observe(2, signs=0.5, explored="fp8")
+    assert told.monitor.backend == "bf16"
 
 
 def test_what_a_checkpoint_keeps_is_all_of_it():
@@ -113,18 +113,18 @@ def test_what_a_checkpoint_keeps_is_all_of_it():
         Told(min_sign_agreement=1.0, patience=2, action="finer_backend") for _ in range(2)
     )
     for index in range(3):
-        told.judge(index, signs=0.5, explored="emulated_nvfp4" if index < 2 else "fp8")
-    assert told.guard.state == {"backend": "fp8", "backend_before": "fp8", "below": 1}
-    other.guard.restore(told.guard.state)
+        told.observe(index, signs=0.5, explored="emulated_nvfp4" if index < 2 else "fp8")
+    assert told.monitor.state == {"backend": "fp8", "backend_before": "fp8", "below": 1}
+    other.monitor.restore(told.monitor.state)
     for each in (told, other):
-        each.judge(3, signs=0.5, explored="fp8")
+        each.observe(3, signs=0.5, explored="fp8")
     assert (
-        other.guard.state
-        == told.guard.state
+        other.monitor.state
+        == told.monitor.state
         == {"backend": "bf16", "backend_before": "fp8", "below": 0}
     )
-    other.guard.restore({})
-    assert other.guard.state == {"backend": None, "backend_before": None, "below": 0}
+    other.monitor.restore({})
+    assert other.monitor.state == {"backend": None, "backend_before": None, "below": 0}
 
 
 def test_an_explorer_makes_its_denoiser_anew_for_another_precision(tiny_sd3_dir):
@@ -133,16 +133,18 @@ def test_an_explorer_makes_its_denoiser_anew_for_another_precision(tiny_sd3_dir)
     """
     trainer = tiny_trainer(tiny_sd3_dir, explore={"pool_size": 8, "backend": "emulated_nvfp4"})
     actor = RolloutActor(trainer.config.model_dump(mode="json"))
-    assert actor.ready()["backend"] == "emulated_nvfp4" and set(actor.ready()["runs"]) == set(CPU)
+    assert actor.ready().backend == "emulated_nvfp4" and set(actor.ready().runs) == set(CPU)
     cond, pictures = tiny_groups(1)[0].cond, []
     for version, backend in enumerate((None, "fp8", "fp32", None)):
         manifest, chunks, _ = trainer.export(version, backend or "emulated_nvfp4")
-        assert actor.load(backend, manifest, *chunks) == (version, manifest.checksum)
-        request = ExploreChunk(ChunkKey(0, 0, 0, version), (1, 2), 2, "dpm2", return_latents=True)
+        assert actor.load(backend, manifest, *chunks) == (version, manifest.checksum, backend)
+        request = ExploreChunk(
+            ChunkKey(0, 0, 0, version), (1, 2), 2, "dpmpp_2m", return_latents=True
+        )
         pictures.append(actor.explore(request, cond)[2]["latents"])
         with pytest.raises(RuntimeError, match=f"asks for version 9, this explorer has {version}"):
             actor.explore(
-                ExploreChunk(ChunkKey(0, 0, 0, 9), (1, 2), 2, "dpm2", return_latents=True), cond
+                ExploreChunk(ChunkKey(0, 0, 0, 9), (1, 2), 2, "dpmpp_2m", return_latents=True), cond
             )
     assert np.array_equal(pictures[0], pictures[3])
     assert not any(np.array_equal(pictures[0], other) for other in pictures[1:3])
@@ -153,7 +155,7 @@ def test_an_explorer_makes_its_denoiser_anew_for_another_precision(tiny_sd3_dir)
 # ---- in a run
 
 LOT = {"scorers": [{"name": "tests.cluster.scorers:Lot"}]}
-"""Rewards by lot rank the proxies otherwise than the pictures they stand for."""
+"""Random rewards rank the proxies otherwise than the pictures they stand for."""
 ALWAYS: dict[str, Any] = {
     "audit": {"min_sign_agreement": 1.0, "patience": 1, "action": "finer_backend"},
     "rewards": LOT,
@@ -164,7 +166,7 @@ AHEAD: dict[str, Any] = {**ALWAYS, "explore_ahead": 1, "iterations": 4}
 
 @pytest.fixture(scope="module")
 def moved(tiny_sd3_dir, tmp_path_factory) -> Played:
-    """Four iterations of one explorer, explored ahead, under a threshold that a ranking by lot does
+    """Four iterations of one explorer, explored ahead, under a threshold that a random ranking does
     not meet.
     """
     root = tmp_path_factory.mktemp("moved")

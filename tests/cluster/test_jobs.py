@@ -1,5 +1,6 @@
-"""Submitting: what travels, what is asked of Ray, what the shipped files say, and (slow) a real
-head with its dashboard.
+"""Submitting: the files that are sent, the job that Ray is asked to run, the shipped deploy files.
+
+The slow test uses a real head with its dashboard.
 """
 
 import json
@@ -16,6 +17,7 @@ import yaml
 
 from cli.main import _parser, main
 from cluster.jobs import submit as jobs
+from cluster.jobs.dashboard import client_of
 from configs.load import ConfigError, load
 from records.metrics import METRICS, exported_name
 from tests.cluster.head import ROOT, Head, wait_for
@@ -48,7 +50,7 @@ def test_the_entrypoint_survives_a_shell():
     )
 
 
-def test_what_travels(tmp_path, monkeypatch):
+def test_the_files_that_are_sent(tmp_path, monkeypatch):
     """The tree without run outputs and environments; configuration and relative prompt files from
     elsewhere beside it.
     """
@@ -136,15 +138,14 @@ def test_the_kuberay_manifest_trains_something_that_can_be():
     assert env["env_vars"] == jobs.RUNTIME_ENV["env_vars"]
     cluster = spec["rayClusterSpec"]
     assert cluster["autoscalerOptions"]["version"] == "v2"  # v1 takes no notice of labels
-    explorers, learner = cluster["workerGroupSpecs"]
+    rollout, learner = cluster["workerGroupSpecs"]
     assert (
-        explorers["rayStartParams"]["labels"]
+        rollout["rayStartParams"]["labels"]
         == f"ray.io/accelerator-type={config.services.rollout.accelerator}"
     )
     most = config.services.rollout.max_actors
     assert (
-        most is not None
-        and explorers["maxReplicas"] * 8 * 1.0 >= most * config.services.rollout.gpus
+        most is not None and rollout["maxReplicas"] * 8 * 1.0 >= most * config.services.rollout.gpus
     )
     grace = cluster["headGroupSpec"]["template"]["spec"]["terminationGracePeriodSeconds"]
     assert grace > int(env["env_vars"]["RAY_JOB_STOP_WAIT_TIME_S"]) and learner["maxReplicas"] == 1
@@ -208,7 +209,7 @@ def head(undisturbed, tmp_path_factory) -> Iterator[Head]:
 def test_a_submitted_job_is_watched_scaled_and_stopped_with_a_whole_checkpoint_and_resumed(
     head, undisturbed, tiny_sd3_dir, tmp_path
 ):
-    """The whole way, as a user walks it: submit, status, scale through the dashboard's URL, `ray
+    """Every command that a user types: submit, status, scale through the dashboard's URL, `ray
     job stop`, submit --resume.
     """
     config = tiny_config(
@@ -277,7 +278,7 @@ def test_a_submitted_job_is_watched_scaled_and_stopped_with_a_whole_checkpoint_a
     refused = head.sol_rl("scale", "--rollout", 9, "--address", f"127.0.0.1:{head.gcs}")
     assert refused.returncode == 2 and "max_actors = 3" in refused.stderr
 
-    client = jobs.client_of(head.url)
+    client = client_of(head.url)
     client.stop_job(job)
     wait_for(lambda: str(client.get_job_status(job)) == "STOPPED", 180)
     (checkpoint,) = (run / "checkpoints").glob("step_*")

@@ -15,9 +15,13 @@ import pytest
 import ray
 import safetensors.torch
 
-from actors.messages import Rows, TrainingGroup
+from actors.calls import Call, Task
+from actors.learner import gather, share
+from actors.messages import ActorInfo, Rendezvous, SampleRows, TrainingGroup
 from actors.runtime import identity
-from cluster.driver.learners import LearnerGroup, share
+from cluster.driver.learners import LearnerGroup
+from cluster.runtime.member import Member
+from cluster.runtime.pool import ActorPool
 from configs.load import ConfigError, load
 from configs.services import LearnerService
 from learner.replicas import GroupBroken
@@ -89,33 +93,29 @@ def test_the_plan_counts_replicas(tiny_sd3_dir, tmp_path):
 
 
 def test_an_update_is_shared_out_by_prompt():
-    """Four prompts, of which the second has samples in two records, over three replicas."""
-    parts = [
-        (Rows(0, (0, 1)),),
-        (Rows(1, (3,)), Rows(2, (0,))),
-        (Rows(3, (1, 0)),),
-        (Rows(4, (2, 5)),),
-    ]
-    groups = [TrainingGroup(p, np.array([p, -p], np.float32), rows) for p, rows in enumerate(parts)]
-    whole = (7, groups, 4, "c0", "c1", "c2", "c3", "r0", "r1", "r2", "r3", "r4")
-    found: dict[int, list[tuple[str, tuple[int, ...]]]] = {}
+    """Four prompts over three replicas: samples go to one, rewards to all."""
+    groups = [group_with(p, [f"r{p}"], [(0, 1)]) for p in range(4)]
+    found: dict[int, int] = {}
     for rank in range(3):
-        iteration, told, conds, *sent = share(rank, 3, *whole)
-        conditionings, records = sent[:conds], sent[conds:]
-        mine = [group for group in told if group.samples]
-        assert iteration == 7 and [group.prompt for group in told] == [0, 1, 2, 3]
-        assert [group.rewards.tolist() for group in told] == [
-            group.rewards.tolist() for group in groups
-        ]
-        assert conditionings == [f"c{group.prompt}" for group in mine]
-        assert len(records) == sum(len(group.samples) for group in mine)  # none that others need
-        for group in mine:
-            assert group.prompt not in found and group.prompt % 3 == rank
-            found[group.prompt] = [(records[part.record], part.rows) for part in group.samples]
-    assert found == {
-        p: [(f"r{part.record}", part.rows) for part in rows] for p, rows in enumerate(parts)
-    }
-    assert share(0, 1, *whole) == whole  # of one, everything
+        mine, elsewhere = share(groups, rank, 3)
+        assert {group.prompt for group in mine} | elsewhere.keys() == {0, 1, 2, 3}
+        assert all(elsewhere[p].tolist() == groups[p].rewards.tolist() for p in elsewhere)
+        found |= {group.prompt: rank for group in mine if groups[group.prompt] is group}
+    assert found == {0: 0, 1: 1, 2: 2, 3: 0}
+    assert share(groups, 0, 1) == (groups, {})  # of one, everything
+
+
+def group_with(prompt: int, samples: list[Any], rows: list[tuple[int, ...]]) -> TrainingGroup:
+    """One whose references are the objects themselves."""
+    parts = tuple(SampleRows(part, chosen) for part, chosen in zip(samples, rows, strict=True))
+    rewards = np.array([prompt, -prompt], np.float32)
+    return TrainingGroup(prompt, rewards, f"c{prompt}", parts)  # pyright: ignore[reportArgumentType]
+
+
+def test_samples_of_several_chunks_are_gathered_in_order():
+    first, second = ({"latents": np.arange(4.0) + start} for start in (0, 10))
+    group = group_with(0, [first, second], [(3, 1), (0,)])
+    assert gather(group.samples, [first, second])["latents"].tolist() == [3, 1, 10]
 
 
 # ---- the group, with actors that only tell what they were asked
@@ -127,14 +127,14 @@ class Told:
     def __init__(self) -> None:
         self.told: list[Any] = []
 
-    def ready(self) -> dict[str, Any]:
+    def ready(self) -> ActorInfo:
         return identity()
 
-    def meeting_place(self, timeout_s: float) -> tuple[str, int]:
-        return "127.0.0.1", 4711
+    def rendezvous(self, timeout_s: float) -> Rendezvous:
+        return Rendezvous("127.0.0.1", 4711, timeout_s)
 
-    def join(self, *place: Any) -> None:
-        self.place = place
+    def join(self, rank: int, size: int, at: Rendezvous) -> None:
+        self.place = rank, size, at
 
     def generate(self, n: int) -> int:
         time.sleep(0.2)
@@ -154,51 +154,49 @@ class Told:
         return self.place, self.told
 
 
+HERE = Rendezvous("127.0.0.1", 4711, 120.0)
+
+
 def group_of(replicas: int, events: list[dict[str, Any]]) -> LearnerGroup:
     remote = ray.remote(Told)
-    service = LearnerService(replicas=replicas, deadline_s=120)
-    return LearnerGroup(
+    pool = ActorPool(
         "learner",
         lambda name: remote.options(num_cpus=0).remote(),
-        service,
-        # fmt: skip
+        LearnerService(replicas=replicas, deadline_s=120),
         lambda name, **more: events.append({"event": name, **more}),
         stateful=True,
     )
+    return LearnerGroup(pool)
 
 
-def test_who_is_asked_for_what_and_what_a_loss_means(ray_here):
+def test_which_replica_is_asked_for_what_and_what_a_loss_means(ray_here):
     events: list[dict[str, Any]] = []
 
     async def work() -> None:
         group = group_of(2, events)
+        any_replica, first = group.client.any_replica, group.client.first
+
+        def load(path: str) -> Any:
+            return group.client.every_replica.call(Task[Any](("load", path)), Told.load, path)
+
         await group.start()
         try:
-            drawn = await asyncio.gather(
-                *(group.call(("generate", n), "generate", n) for n in range(6))
+            generated = await asyncio.gather(
+                *(any_replica.call(Task[int](("generate", n)), Told.generate, n) for n in range(6))
             )
-            assert len(set(drawn)) == 2  # whoever is free
-            assert await group.call(("load", "a"), "load", "a") == (
-                (0, 2, "127.0.0.1", 4711, 120.0),
-                ["a"],
-            )
-            assert await group.call(("save", 1), "save", "x") == (
-                (0, 2, "127.0.0.1", 4711, 120.0),
-                ["a"],
-            )
+            assert len(set(generated)) == 2  # the one that is free
+            assert await load("a") == ((0, 2, HERE), ["a"])
+            assert await first.call(Task[Any](("save", 1)), Told.save, "x") == ((0, 2, HERE), ["a"])
             with pytest.raises(RunFailed, match="ArithmeticError: on [01]"):
-                await group.call(("load", "bad"), "load", "bad")
+                await load("bad")
             with pytest.raises(StateLost, match="the learner was lost: "):
-                await group.call(("load", "broken"), "load", "broken")
+                await load("broken")
             with pytest.raises(StateLost):
-                await group.call(("save", 2), "save", "y")
+                await first.call(Task[Any](("save", 2)), Told.save, "y")
             first_to_die = [event["actor"] for event in events if event["event"] == "actor_died"]
-            assert first_to_die == [1]  # who died, not who noticed
+            assert first_to_die == [1]  # the cause, not the one that noticed
             await group.renew("lost")
-            assert await group.call(("load", "b"), "load", "b") == (
-                (0, 2, "127.0.0.1", 4711, 120.0),
-                ["b"],
-            )
+            assert await load("b") == ((0, 2, HERE), ["b"])
         finally:
             await group.stop()
 
@@ -252,16 +250,16 @@ class Killer(Progress):
 
     def start(self, total_iterations: int, start_iteration: int = 0) -> None:
         super().start(total_iterations, start_iteration)
-        learner = self.session.services.learner
-        call = learner.call
+        pool = self.session.services.learners.pool
+        perform_on = pool.perform_on
 
-        async def told(key: Any, method: str, *args: Any, **options: Any) -> Any:
-            if key == ("update", 1) and not self.killed:
-                self.killed = learner.workers[1].facts["pid"]
+        async def told(member: Member, task: Task[Any], call: Call) -> Any:
+            if task.key == ("update", 1, "replica 0") and not self.killed:
+                self.killed = pool.members[1].info.pid
                 asyncio.get_running_loop().call_later(0.1, os.kill, self.killed, signal.SIGKILL)
-            return await call(key, method, *args, **options)
+            return await perform_on(member, task, call)
 
-        learner.call = told
+        pool.perform_on = told
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""What is free on the nodes of a real Ray, with and without places that are waited for."""
+"""Free resources on the nodes of a real Ray, with and without pending requests for places."""
 
 import asyncio
 import time
@@ -16,11 +16,11 @@ def cpus(nodes) -> float:
     return sum(node.cpus for node in nodes)
 
 
-def test_what_is_asked_for_is_held_until_it_is_withdrawn(ray_here):
+def test_requested_places_are_reserved_until_the_request_is_withdrawn(ray_here):
     before, requests = cpus(free_nodes()), Requests()
-    assert requests.ask("a", [Need("rollout-0", 1.0), Need("rollout-1", 0.0)])
-    assert not requests.ask("a", [Need("rollout-0", 1.0)])  # asked already
-    assert requests.ask("b", [Need("rollout-2", 1.0, labels={"pool": "none"})])
+    assert requests.request("a", [Need("rollout-0", 1.0), Need("rollout-1", 0.0)])
+    assert not requests.request("a", [Need("rollout-0", 1.0)])  # asked already
+    assert requests.request("b", [Need("rollout-2", 1.0, labels={"pool": "none"})])
     home = {node["NodeID"] for node in ray.nodes() if node["Alive"]}
     granted = wait_for(lambda: requests.granted("a"), 30)
     assert len(granted) == 2 and set(granted) <= home
@@ -36,7 +36,7 @@ def test_what_is_asked_for_is_held_until_it_is_withdrawn(ray_here):
     wait_for(lambda: cpus(free_nodes()) == pytest.approx(before), 30)
 
 
-def test_what_does_not_come_is_said_in_time_and_asked_for_no_longer(ray_here):
+def test_a_request_that_is_not_granted_in_time_is_an_error_and_is_withdrawn(ray_here):
     config = load(
         "quickstart",
         [

@@ -1,4 +1,4 @@
-"""After training: export to stock diffusers, and base, current, old and EMA weights side by side."""
+"""After training: export to stock diffusers; base, current, old and EMA weights side by side."""
 
 import json
 import shutil

@@ -13,8 +13,11 @@ from typing import Any
 import pytest
 import ray
 
+from actors.calls import Task
+from actors.messages import ActorInfo
+from actors.runtime import identity
+from cluster.runtime.member import Member
 from cluster.runtime.pool import ActorPool
-from cluster.runtime.worker import Worker
 from configs.services import Service
 from planning.placement import NoRoom
 from records.errors import RunFailed
@@ -28,8 +31,8 @@ class Echo:
         if broken:
             raise ValueError("no such weights: give another path")
 
-    def ready(self) -> dict[str, Any]:
-        return {"pid": os.getpid()}
+    def ready(self) -> ActorInfo:
+        return identity()
 
     def double(self, value: int, pause: float = 0.0) -> int:
         time.sleep(pause)
@@ -95,14 +98,14 @@ class Harness:
 
 def test_every_unit_gets_its_own_answer(ray_here):
     async def work(pool: ActorPool) -> list[int]:
-        return await asyncio.gather(*(pool.call(i, "double", i) for i in range(40)))
+        return await asyncio.gather(*(pool.call(Task(i), Echo.double, i) for i in range(40)))
 
     assert Harness(3).run(work) == [2 * i for i in range(40)]
 
 
 def test_big_returns_stay_behind_references(ray_here):
     async def work(pool: ActorPool) -> Any:
-        meta, (reference,) = await pool.call("pair", "pair", 7, returns=2)
+        meta, reference = await pool.call_parts(Task("pair"), 2, Echo.pair, 7)
         return meta, len(await reference)
 
     assert Harness(1).run(work) == (7, 200_000)
@@ -113,7 +116,7 @@ def test_lower_priority_values_go_first(ray_here):
 
     async def work(pool: ActorPool) -> None:
         async def one(p: int) -> None:
-            await pool.call(p, "double", p, 0.05, priority=(p,))
+            await pool.call(Task(p, (p,)), Echo.double, p, 0.05)
             order.append(p)
 
         await asyncio.gather(*(one(p) for p in (5, 3, 4, 1, 2)))
@@ -123,16 +126,18 @@ def test_lower_priority_values_go_first(ray_here):
 
 
 def test_an_actor_finishes_what_it_holds_before_it_is_told_something(ray_here):
-    """As when weights are published: chunks in hand are finished, then it loads, then it goes on."""
+    """As when weights are published: running tasks are finished, then it loads, then it goes on."""
     harness = Harness(1, in_flight=2)
 
     async def work(pool: ActorPool) -> Any:
-        units = [asyncio.create_task(pool.call(i, "note", f"chunk {i}", 0.3)) for i in range(3)]
-        while len(pool.workers[0].sent) < 2:
+        units = [
+            asyncio.create_task(pool.call(Task(i), Echo.note, f"chunk {i}", 0.3)) for i in range(3)
+        ]
+        while pool.members[0].sent < 2:
             await asyncio.sleep(0.01)
 
-        async def load(worker: Any) -> None:
-            await pool.ask(worker, "note", "load")
+        async def load(member: Member) -> None:
+            await pool.ask(member, Echo.note, "load")
 
         await pool.each(load)
         return (await asyncio.gather(*units))[-1]
@@ -145,8 +150,10 @@ def test_a_killed_actor_is_replaced_and_its_units_are_answered_once(ray_here, tm
     harness = Harness(2)
 
     async def work(pool: ActorPool) -> Any:
-        calls = [pool.call(i, "double", i, 0.05) for i in range(20)]
-        answers = await asyncio.gather(pool.call("x", "fatal", str(tmp_path / "died"), 99), *calls)
+        calls = [pool.call(Task(i), Echo.double, i, 0.05) for i in range(20)]
+        answers = await asyncio.gather(
+            pool.call(Task("x"), Echo.fatal, str(tmp_path / "died"), 99), *calls
+        )
         while (
             "actor_replaced" not in harness.names()
         ):  # the other actor may have answered everything before that
@@ -162,18 +169,18 @@ def test_a_hung_actor_is_killed_after_its_deadline(ray_here, tmp_path):
     harness = Harness(1, deadline_s=3.0)
 
     async def work(pool: ActorPool) -> Any:
-        return await pool.call("h", "hang_once", str(tmp_path / "hung"))
+        return await pool.call(Task("h"), Echo.hang_once, str(tmp_path / "hung"))
 
     assert harness.run(work) == "woke elsewhere"
     died = [fields for name, fields in harness.events if name == "actor_died"]
     assert [fields["why"] for fields in died] == ["no answer for 3 s"]
 
 
-def test_a_unit_that_kills_whoever_takes_it_ends_the_run_and_is_named(ray_here):
+def test_a_task_that_kills_every_actor_ends_the_run_and_is_named(ray_here):
     harness = Harness(2, max_attempts=3)
 
     async def work(pool: ActorPool) -> Any:
-        return await pool.call("chunk 17", "poison")
+        return await pool.call(Task("chunk 17"), Echo.poison)
 
     with pytest.raises(RunFailed, match="chunk 17 failed 3 times"):
         harness.run(work)
@@ -185,8 +192,8 @@ def test_the_unit_that_an_actor_was_at_is_blamed_and_not_the_one_behind_it(ray_h
 
     async def work(pool: ActorPool) -> Any:
         calls = (
-            pool.call("bad", "poison", priority=(0,)),
-            pool.call("good", "double", 4, priority=(1,)),
+            pool.call(Task("bad", (0,)), Echo.poison),
+            pool.call(Task("good", (1,)), Echo.double, 4),
         )
         return await asyncio.gather(*calls, return_exceptions=True)
 
@@ -212,29 +219,29 @@ def test_a_unit_that_is_lost_with_others_is_not_taken_for_their_killer(ray_here)
 
     async def work(pool: ActorPool) -> Any:
         calls = (
-            pool.call("good", "double", 4, 0.5, priority=(0,)),
-            pool.call("bad", "poison", priority=(1,)),
+            pool.call(Task("good", (0,)), Echo.double, 4, 0.5),
+            pool.call(Task("bad", (1,)), Echo.poison),
         )
         return await asyncio.gather(*calls, return_exceptions=True)
 
     answer, failed = harness.run(work)
     assert answer == 8
     assert isinstance(failed, RunFailed) and "bad failed 2 times" in str(failed)
-    # the last one may be killed by the end of the pool before it is buried
+    # the last one may be killed by the end of the pool before it is discarded
     assert 2 <= harness.names().count("actor_died") <= 3
 
 
 def test_an_exception_is_retried_and_then_said(ray_here):
     harness = Harness(1, max_attempts=2)
     with pytest.raises(RunFailed, match="KeyError: 'broken'"):
-        harness.run(lambda pool: pool.call("f", "fail"))
+        harness.run(lambda pool: pool.call(Task("f"), Echo.fail))
     assert "actor_died" not in harness.names()
 
 
 def test_an_actor_past_its_restarts_is_benched_and_without_any_the_run_ends(ray_here):
     harness = Harness(1, max_restarts=1, max_attempts=9)
     with pytest.raises(RunFailed, match="no echo actor is left"):
-        harness.run(lambda pool: pool.call("p", "poison"))
+        harness.run(lambda pool: pool.call(Task("p"), Echo.poison))
     assert harness.names().count("actor_benched") == 1
 
 
@@ -242,7 +249,7 @@ def test_a_constructor_that_raises_says_its_own_words(ray_here):
     harness = Harness(1)
     harness.args = (True,)
     with pytest.raises(RunFailed, match="no such weights: give another path"):
-        harness.run(lambda pool: pool.call("d", "double", 1))
+        harness.run(lambda pool: pool.call(Task("d"), Echo.double, 1))
 
 
 def test_an_answer_that_is_not_accepted_is_tried_on_another_actor(ray_here):
@@ -253,14 +260,18 @@ def test_an_answer_that_is_not_accepted_is_tried_on_another_actor(ray_here):
         asked.append(value)
         return "again" if len(asked) < 3 else None
 
-    assert harness.run(lambda pool: pool.call("d", "double", 4, accept=accept, tries=5)) == 8
+    assert (
+        harness.run(lambda pool: pool.call(Task("d", accept=accept, tries=5), Echo.double, 4)) == 8
+    )
     actors = [fields["actor"] for name, fields in harness.events if name == "chunk_reissued"]
     assert len(asked) == 3 and len(actors) == 2 and actors[0] != actors[1]
 
 
 def test_the_last_allowed_answer_stands(ray_here):
     assert (
-        Harness(1).run(lambda pool: pool.call("d", "double", 4, accept=lambda value: "no", tries=2))
+        Harness(1).run(
+            lambda pool: pool.call(Task("d", accept=lambda value: "no", tries=2), Echo.double, 4)
+        )
         == 8
     )
 
@@ -273,19 +284,19 @@ class Slow(Harness):
 
     def __init__(self, **service: Any):
         super().__init__(2, max_restarts=1, **service)
-        spawn, self.room = self.pool._roster._spawn, True
+        spawn, self.room = self.pool.supervisor.spawn, True
 
         def spawn_where_there_is_room(name: str) -> Any:
             if not self.room:
                 raise NoRoom(["no room"])
             return spawn(name)
 
-        self.pool._roster._spawn = spawn_where_there_is_room
+        self.pool.supervisor.spawn = spawn_where_there_is_room
 
-    async def lose_one(self, path: Path) -> Worker:
+    async def lose_one(self, path: Path) -> Member:
         self.room = False
-        assert await self.pool.call("dies", "fatal", str(path), 7) == 7
-        (empty,) = [worker for worker in self.pool.workers if worker.handle is None]
+        assert await self.pool.call(Task("dies"), Echo.fatal, str(path), 7) == 7
+        (empty,) = [member for member in self.pool.members if member.handle is None]
         return empty
 
 
@@ -298,7 +309,7 @@ def test_an_empty_place_keeps_no_unit_from_those_who_are_there(ray_here, tmp_pat
     async def work(pool: ActorPool) -> list[int]:
         await harness.lose_one(tmp_path / "dead")
         return await asyncio.wait_for(
-            asyncio.gather(*(pool.call(i, "double", i, 0.1) for i in range(8))), 20
+            asyncio.gather(*(pool.call(Task(i), Echo.double, i, 0.1) for i in range(8))), 20
         )
 
     assert harness.run(work) == [2 * i for i in range(8)]
@@ -311,8 +322,8 @@ def test_an_empty_place_is_not_waited_for_when_all_are_told_something(ray_here, 
     async def work(pool: ActorPool) -> int:
         empty = await harness.lose_one(tmp_path / "dead")
 
-        async def tell(worker: Worker) -> None:
-            told.append(worker.index)
+        async def tell(member: Member) -> None:
+            told.append(member.index)
 
         await asyncio.wait_for(pool.each(tell), 20)
         return empty.index
@@ -326,9 +337,9 @@ def test_an_actor_leaves_though_its_place_is_being_filled(ray_here, tmp_path):
     async def work(pool: ActorPool) -> int:
         empty = await harness.lose_one(tmp_path / "dead")
         if empty.index == 0:
-            pool.workers.reverse()  # the last ones leave
-        await asyncio.wait_for(pool.resize(1), 20)
-        return await pool.call("u", "double", 3)
+            pool.members.reverse()  # the last ones leave
+        await asyncio.wait_for(pool.supervisor.resize(1), 20)
+        return await pool.call(Task("u"), Echo.double, 3)
 
     assert harness.run(work) == 6
     assert "actor_removed" in harness.names() and "actor_benched" not in harness.names()
@@ -338,14 +349,14 @@ def test_who_raises_when_told_something_is_replaced(ray_here):
     harness = Harness(2)
 
     async def work(pool: ActorPool) -> int:
-        async def tell(worker: Worker) -> None:
-            if worker.index == 0 and worker.incarnation == 0:
-                await pool.ask(worker, "fail")
+        async def tell(member: Member) -> None:
+            if member.index == 0 and member.incarnation == 0:
+                await pool.ask(member, Echo.fail)
 
         await pool.each(tell)
         while harness.names().count("actor_replaced") < 1:
             await asyncio.sleep(0.02)
-        return await pool.call("u", "double", 3)
+        return await pool.call(Task("u"), Echo.double, 3)
 
     assert harness.run(work) == 6
     ((_, died),) = [event for event in harness.events if event[0] == "actor_died"]
@@ -355,7 +366,7 @@ def test_who_raises_when_told_something_is_replaced(ray_here):
 def test_what_goes_wrong_in_the_driver_ends_the_run_instead_of_being_waited_for(ray_here):
     """As when the disk is full and an event cannot be written."""
     harness = Harness(1)
-    write = harness.pool._event
+    write = harness.pool.event
 
     def full(name: str, **fields: Any) -> None:
         if name == "chunk_reissued":
@@ -363,9 +374,9 @@ def test_what_goes_wrong_in_the_driver_ends_the_run_instead_of_being_waited_for(
         write(name, **fields)
 
     async def work(pool: ActorPool) -> list[BaseException]:
-        pool._event = full
+        pool.event = full
         return await asyncio.gather(
-            *(pool.call(i, "fail") for i in range(4)), return_exceptions=True
+            *(pool.call(Task(i), Echo.fail) for i in range(4)), return_exceptions=True
         )
 
     for error in harness.run(work):
@@ -378,12 +389,12 @@ def test_the_last_one_benched_while_another_fails_to_start_ends_the_run(ray_here
     harness = Slow()
 
     async def work(pool: ActorPool) -> BaseException:
-        await pool.resize(1)
-        pool._roster._start_deadline_s, harness.room = 4.0, False
-        growing = asyncio.create_task(pool.resize(2))
+        await pool.supervisor.resize(1)
+        pool.supervisor.start_deadline_s, harness.room = 4.0, False
+        growing = asyncio.create_task(pool.supervisor.resize(2))
         await asyncio.sleep(1)
-        pool.workers[0].restarts = 1  # its last one
-        (error,) = await asyncio.gather(pool.call("p", "poison"), return_exceptions=True)
+        pool.members[0].restarts = 1  # its last one
+        (error,) = await asyncio.gather(pool.call(Task("p"), Echo.poison), return_exceptions=True)
         with pytest.raises(RunFailed, match="had no place"):
             await growing
         return error
@@ -394,11 +405,11 @@ def test_the_last_one_benched_while_another_fails_to_start_ends_the_run(ray_here
 
 def test_a_newcomer_that_does_not_fit_is_refused(ray_here):
     harness = Harness(1)
-    harness.pool.admits = lambda facts: f"has pid {facts['pid']}, which nobody likes"
+    harness.pool.accepts = lambda info: f"has pid {info.pid}, which is not allowed"
 
     async def work(pool: ActorPool) -> int:
-        with pytest.raises(RunFailed, match="echo actor 1 has pid [0-9]+, which nobody likes"):
-            await pool.resize(2)
+        with pytest.raises(RunFailed, match="echo actor 1 has pid [0-9]+, which is not allowed"):
+            await pool.supervisor.resize(2)
         return pool.alive
 
     assert harness.run(work) == 1 and "actor_added" not in harness.names()

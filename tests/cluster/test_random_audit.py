@@ -17,12 +17,12 @@ def test_every_noise_is_as_likely_to_be_audited(ray_here, tiny_sd3_dir, tmp_path
     )
     selector = SelectorActor(config)
     rewards = np.arange(8, dtype=np.float32)
-    drawn = [selector.choose(0, prompt, rewards).audit for prompt in range(2000)]
+    drawn = [selector.select(0, prompt, rewards).audit for prompt in range(2000)]
     assert {len(set(audit)) for audit in drawn} == {3}
     counts = np.bincount(np.concatenate(drawn), minlength=8)
     assert np.abs(counts - 750).max() < 5 * 22
     rewards[5] = np.nan
-    assert all(5 not in selector.choose(0, prompt, rewards).audit for prompt in range(100))
+    assert all(5 not in selector.select(0, prompt, rewards).audit for prompt in range(100))
 
 
 def test_an_audit_of_the_whole_pool_finds_what_regenerating_all_of_it_finds(tiny_sd3_dir, tmp_path):

@@ -1,5 +1,5 @@
 """The reward service: scorers that are killed, hang, lie or are slow; groups of actors per scorer;
-held-out judges.
+held-out scorers.
 
 Pools, retries and deadlines are the real ones; pictures come from the test, so that a case takes a
 second, not a run.
@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import ray
 
+from actors.calls import Call, Caller, Task
 from cluster.driver.scoring import RewardService, Scored, Scoring
 from configs.load import ConfigError
 from records.errors import InputsLost, RunFailed
@@ -69,7 +70,7 @@ def test_actors_of_their_own_change_no_score(shared):
     )
 
 
-def test_held_out_scorers_judge_evaluations_only(shared):
+def test_held_out_scorers_score_evaluations_only(shared):
     rewards = rewards_of(MEAN, evaluation_scorers=[JPEG], normalise="zscore")
     trained, _ = shared.score(rewards)
     assert set(trained.values) == {"mean"} and trained.rewards[0] == pytest.approx(
@@ -95,9 +96,9 @@ def test_an_exception_that_passes_costs_nothing(shared):
     ("kind", "dropped", "why"),
     [
         ("raises", 4, "scorer 'raises' raised RuntimeError: out of paint"),
-        ("nan", 4, "returned nan for picture 0 of 4"),
-        ("infinite", 1, "returned inf for picture 3 of 4"),
-        ("short", 4, r"returned shape \[3\] for 4 pictures"),
+        ("nan", 4, "returned nan for image 0 of 4"),
+        ("infinite", 1, "returned inf for image 3 of 4"),
+        ("short", 4, r"returned shape \[3\] for 4 images"),
         ("text", 4, "no array of numbers"),
     ],
 )
@@ -110,7 +111,7 @@ def test_a_lasting_trouble_is_dropped_counted_and_never_a_zero(shared, kind, dro
     assert sum("chunk_reissued" in event for event in shared.events[before:]) == 1
     with pytest.raises(
         RunFailed,
-        match=f"scoring failed for {dropped} of 4 pictures, .*max_failed_share = 0.2.*{why}",
+        match=f"scoring failed for {dropped} of 4 images, .*max_failed_share = 0.2.*{why}",
     ):
         scoring.check_share()
 
@@ -191,7 +192,7 @@ def test_a_batch_that_nobody_survives_is_dropped_and_counted(ray_here, kind):
         assert sum(event.startswith("actor_died") for event in harness.events) == 2
     why = "no answer for 2 s" if kind == "hangs" else "died"
     with pytest.raises(
-        RunFailed, match=rf"4 of 4 pictures, .* last: scorers.bad: .*failed 2 times.*{why}"
+        RunFailed, match=rf"4 of 4 images, .* last: scorers.bad: .*failed 2 times.*{why}"
     ):
         scoring.check_share()
 
@@ -203,10 +204,10 @@ def test_a_service_that_is_all_gone_ends_the_run(ray_here):
 
 
 def test_lost_pictures_are_no_failure_of_the_scorer():
-    class Gone:
+    class Gone(Caller):
         alive = 1
 
-        async def call(self, *args: Any, **options: Any) -> Any:
+        async def perform(self, task: Task[Any], call: Call) -> Any:
             raise InputsLost("the node went")
 
     scoring = Scoring(rewards_of(MEAN), RewardService({"reward": (Gone(), ("mean",))}))  # type: ignore[dict-item]

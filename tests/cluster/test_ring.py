@@ -4,9 +4,9 @@ in ``test_fault_matrix``.
 """
 
 import json
+import os
 import signal
 from pathlib import Path
-from subprocess import PIPE
 from typing import Any
 
 import pytest
@@ -16,8 +16,8 @@ from safetensors.torch import load_file
 from configs.schema import RunConfig
 from records.errors import RunFailed
 from records.rundir import RunDirectory
-from tests.cluster.processes import finish, kill_tree, start, wait_until
-from tests.cluster.runs import adapters, run_here, selections, tiny_config, write_toml
+from tests.cluster.processes import meanwhile
+from tests.cluster.runs import adapters, main_here, run_here, selections, tiny_config, write_toml
 
 
 def assert_same(run, reference) -> None:
@@ -77,7 +77,9 @@ def test_the_number_of_rollout_actors_changes_nothing(undisturbed, tiny_sd3_dir,
     assert_same(run, undisturbed)
 
 
-def test_sigterm_stops_after_a_checkpoint_and_says_how_to_go_on(tiny_sd3_dir, tmp_path):
+def test_sigterm_stops_after_a_checkpoint_and_says_how_to_go_on(
+    ray_here, tiny_sd3_dir, tmp_path, capsys
+):
     config = tiny_config(
         tiny_sd3_dir,
         tmp_path,
@@ -87,15 +89,11 @@ def test_sigterm_stops_after_a_checkpoint_and_says_how_to_go_on(tiny_sd3_dir, tm
         services__rollout__actors=1,
     )
     run = RunDirectory.of(config)
-    process = start("train", str(write_toml(config, tmp_path)), stdout=PIPE, stderr=PIPE)
-    try:
-        wait_until(lambda: text_of(run.path / "metrics.jsonl").count("\n") >= 3, process)
-        process.send_signal(signal.SIGTERM)
-        code, _, errors = finish(process)
-    finally:
-        kill_tree(process)
+    third = lambda: text_of(run.path / "metrics.jsonl").count("\n") >= 3  # noqa: E731
+    with meanwhile((third, lambda: os.kill(os.getpid(), signal.SIGTERM))):
+        code = main_here("train", write_toml(config, tmp_path))
     assert code == 130
-    (line,) = [line for line in errors.splitlines() if line.strip()]
+    (line,) = [line for line in capsys.readouterr().err.splitlines() if line.strip()]
     assert line.startswith("stopped by SIGTERM before iteration") and "--resume" in line
     (checkpoint,) = run.checkpoints.glob("step_*")
     assert int(checkpoint.name[5:]) == 1 + max(row["iteration"] for row in run.metrics())
@@ -125,7 +123,7 @@ def test_a_scorer_that_always_fails_stops_the_run_and_is_never_a_zero(
     ray_here, tiny_sd3_dir, tmp_path, kind
 ):
     config = tiny_config(tiny_sd3_dir, tmp_path, kind, rewards__scorers=broken(kind))
-    with pytest.raises(RunFailed, match="scoring failed for 8 of 8 pictures"):
+    with pytest.raises(RunFailed, match="scoring failed for 8 of 8 images"):
         run_here(config)
     run = RunDirectory.of(config)
     events = run.events()
@@ -153,5 +151,5 @@ def test_a_sample_that_cannot_be_scored_is_dropped_and_counted(ray_here, tiny_sd
 
 
 def test_a_prompt_left_with_too_few_pictures_stops_the_run(ray_here, tiny_sd3_dir, tmp_path):
-    with pytest.raises(RunFailed, match="left with 4 scored pictures of 8, selection.keep = 6"):
+    with pytest.raises(RunFailed, match="left with 4 scored images of 8, selection.keep = 6"):
         run_here(dropping(tiny_sd3_dir, tmp_path, 6))

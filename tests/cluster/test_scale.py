@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 import ray
 
+from actors.calls import Task
 from cluster.driver.autoscale import Autoscaler, Load, size_for, verdict
-from cluster.jobs.control import board
+from cluster.jobs.board import board
 from cluster.runtime.pool import ActorPool
 from configs.services import Autoscale, Service
 from records.errors import RunFailed
@@ -57,12 +58,12 @@ def test_a_pool_grows_and_shrinks_under_load_and_every_unit_counts_once(ray_here
         async def keep_one_in_flight() -> None:
             while going:
                 number = next(numbers)
-                answers.append(await pool.call(number, "work", number))
+                answers.append(await pool.call(Task(number), Counter.work, number))
 
         hands = [asyncio.create_task(keep_one_in_flight()) for _ in range(9)]
         for size in (3, 1, 2):
-            await pool.resize(size)
-            sizes.append((pool.alive, len(pool.workers)))
+            await pool.supervisor.resize(size)
+            sizes.append((pool.alive, len(pool.members)))
             done = len(answers)
             while len(answers) < done + 20:  # everybody gets some
                 await asyncio.sleep(0.02)
@@ -96,8 +97,12 @@ def test_a_new_actor_that_does_not_start_is_said_and_the_pool_stays(ray_here, tm
     async def work(pool: ActorPool) -> Any:
         harness.broken = True
         with pytest.raises(RunFailed, match="counter actor 1 did not start: .*no such weights"):
-            await pool.resize(2)
-        return pool.alive, pool.starting, (await pool.call("u", "work", 7))[0]
+            await pool.supervisor.resize(2)
+        return (
+            pool.alive,
+            pool.supervisor.starting,
+            (await pool.call(Task("u"), Counter.work, 7))[0],
+        )
 
     assert harness.run(work) == (1, 0, 7)
     assert harness.released == ["counter-1"]
@@ -189,8 +194,8 @@ class Patient(Progress):
         iteration = self.session.ring.iteration
 
         async def patient(index: int) -> Any:
-            if self.session._scaling:
-                await asyncio.wait_for(self.session._scaling, 250)
+            if self.session.scaling.running:
+                await asyncio.wait_for(self.session.scaling.running, 250)
             return await iteration(index)
 
         self.session.ring.iteration = patient
@@ -275,7 +280,7 @@ def test_the_pools_next_size(size, loads, expected):
 
 def row(load: Load) -> dict[str, float]:
     """What ``Meter`` says of it."""
-    return {"busy/learner": 1 - load.learner_waits, "busy/rollout": load.explorers_work}
+    return {"busy/learner": 1 - load.learner_waits, "busy/rollout": load.rollout_busy}
 
 
 def test_a_pool_that_changed_is_judged_anew():

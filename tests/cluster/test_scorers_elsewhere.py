@@ -13,7 +13,7 @@ import pytest
 import ray
 
 from cluster.driver.scoring import Scored, Scoring
-from cluster.driver.services import Services
+from cluster.driver.services import ActorServices
 from records.errors import RunFailed
 from records.rundir import RunDirectory
 from tests.cluster.reward_harness import IMAGES, MEAN, PROMPTS, Harness, config
@@ -55,7 +55,7 @@ def test_a_server_that_fails_or_is_slow_is_asked_by_another_actor_and_then_count
     scored, scoring = harness.score()
     assert scored.values["mean"].tolist() == [0, 1, 2, 3] and np.isnan(scored.values["http"]).all()
     assert np.isnan(scored.rewards).all() and len(scored.rewards) == 4 == scoring.dropped
-    with pytest.raises(RunFailed, match="scoring failed for 4 of 4 pictures, .*max_failed_share"):
+    with pytest.raises(RunFailed, match="scoring failed for 4 of 4 images, .*max_failed_share"):
         scoring.check_share()
 
 
@@ -80,8 +80,8 @@ def test_two_scorers_that_cannot_be_installed_together(ray_here, tmp_path):
     run = run.model_copy(update={"run_root": str(tmp_path / "runs")})
 
     async def use() -> Scored:
-        services = Services(run, RunDirectory.of(run), lambda *_, **__: None)
-        services.only(services.reward)
+        services = ActorServices(run, RunDirectory.of(run), lambda *_, **__: None)
+        services.only("reward")
         await services.start()
         try:
             return await Scoring(run.rewards, services.reward).score(

@@ -19,7 +19,10 @@ from tests.analysis.page import page_of
 from tests.cluster.runs import adapters, main_here, run_here, selections, tiny_config
 from tests.test_shapes_clip import needs_clip
 
-MIX = """[{name = "shapes"}, {name = "clipscore", settings = {checkpoint = "shapes/clip"}}, {name = "jpeg_incompressibility", weight = 0.5}]"""
+MIX = (
+    '[{name = "shapes"}, {name = "clipscore", settings = {checkpoint = "shapes/clip"}}, '
+    '{name = "jpeg_incompressibility", weight = 0.5}]'
+)
 
 
 @needs_clip
@@ -28,10 +31,22 @@ def test_three_scorers_train_the_shapes_model_end_to_end(ray_here, tmp_path, cap
     evaluations, and in the report.
     """
     overrides = {
-        "name": "mix", "run_root": tmp_path, "iterations": 2, "rewards.scorers": MIX, "rewards.normalise": "zscore",
-        "prompts.per_iteration": 2, "explore.pool_size": 8, "explore.chunk_size": 4, "explore.steps": 2, "selection.keep": 4,
-        "regenerate.steps": 3, "evaluate.steps": 3, "evaluate.prompts": 4, "evaluate.noises": 2, "optimizer.batch_size": 8,
-    }  # fmt: skip
+        "name": "mix",
+        "run_root": tmp_path,
+        "iterations": 2,
+        "rewards.scorers": MIX,
+        "rewards.normalise": "zscore",
+        "prompts.per_iteration": 2,
+        "explore.pool_size": 8,
+        "explore.chunk_size": 4,
+        "explore.steps": 2,
+        "selection.keep": 4,
+        "regenerate.steps": 3,
+        "evaluate.steps": 3,
+        "evaluate.prompts": 4,
+        "evaluate.noises": 2,
+        "optimizer.batch_size": 8,
+    }
     given = [word for key, value in overrides.items() for word in ("--set", f"{key}={value}")]
     assert main_here("train", "quickstart", *given) == 0, capsys.readouterr().err
     run = RunDirectory(tmp_path / "mix")
@@ -120,7 +135,7 @@ def test_a_scorer_that_lies_is_left_out_where_it_is_optional_and_ends_the_run_wh
     with pytest.raises(
         RunFailed,
         match=(
-            "scoring failed for 8 of 8 pictures.*max_failed_share.*'bad' returned nan for picture 0"
+            "scoring failed for 8 of 8 images.*max_failed_share.*'bad' returned nan for image 0"
         ),
     ):
         run_here(required)

@@ -76,20 +76,30 @@ def test_lines_and_the_summary():
     bad = row(4, differs=["lora"], recovery=None)
     assert (
         "DIFFERS: lora" in line_of(bad)
-        and "nobody missed it" in line_of(bad)
+        and "not needed again" in line_of(bad)
         and not identical(bad)
     )
-    assert not identical(row(left_over=1)) and "not struck" in line_of(row(struck=False))
+    assert not identical(row(left_over=1)) and "no fault" in line_of(row(struck=False))
     assert (
         summary([row(), bad])[-1]
-        == "1 of 2 runs ended identical to the undisturbed one; 2 were struck"
+        == "1 of 2 runs ended identical to the undisturbed one; 2 had a fault"
     )
     assert "| reward | kill | 1 | 0.2 s | 4.0 s | 5.5 s |" in summary([row(), bad])
 
 
 def test_what_is_compared_leaves_out_who_and_when():
-    rows = [{"kind": "iteration", "iteration": 1, "reward/train_mean": 0.1 + 0.2, "time/update_s": 3.0, "rollout/reissued": 4,
-             "busy/learner": 0.3, "rewards/images_per_s/jpeg": 7.0, "samples_seen": 8}]  # fmt: skip
+    rows = [
+        {
+            "kind": "iteration",
+            "iteration": 1,
+            "reward/train_mean": 0.1 + 0.2,
+            "time/update_s": 3.0,
+            "rollout/reissued": 4,
+            "busy/learner": 0.3,
+            "rewards/images_per_s/jpeg": 7.0,
+            "samples_seen": 8,
+        }
+    ]
     assert lasting(rows) == [
         {"iteration": 1, "kind": "iteration", "reward/train_mean": 0.3, "samples_seen": 8}
     ]

@@ -9,27 +9,28 @@ import pytest
 import ray
 
 from cli.main import main
-from cluster.driver.services import join_or_start_ray
+from cluster.driver.connect import join_or_start_ray
 from cluster.driver.status import Reporter
-from cluster.jobs.control import Link, board
-from cluster.jobs.remote import scale, states
-from cluster.jobs.status_lines import lines_of
+from cluster.jobs.board import Link, RunState, board
+from cluster.jobs.live_runs import scale, states
+from cluster.jobs.status_text import lines_of
 from configs.load import ConfigError, load
 from records.errors import RunFailed
 from records.progress import Progress
 from tests.cluster.runs import run_here, tiny_config
 
-STATE: dict[str, Any] = {
-    "run": "mine", "arm": "sol_rl", "directory": "/data/runs/mine", "iteration": 7, "iterations": 18, "version": 7,
+STATE: RunState = {
+    "run": "mine", "arm": "sol_rl", "directory": "/data/runs/mine", "iteration": 7,
+    "iterations": 18, "version": 7, "left_s": 180.0, "held_out": [0.7, 0.75], "restored": 1,
     "stages": {"explored": [192, 384], "scored": [190, 384], "selected": [0, 0]},
-    "left_s": 180.0, "held_out": [0.7, 0.75], "restored": 1,
-    "row": {"reward/train_mean": 0.7312, "time/iteration_s": 17.14, "rollout/images_per_s": 46.2, "audit/kendall_tau": 0.604},
+    "row": {"reward/train_mean": 0.7312, "time/iteration_s": 17.14, "rollout/images_per_s": 46.2,
+            "audit/kendall_tau": 0.604},
     "services": [
         {"kind": "rollout", "waiting": 12, "reissued": 3, "starting": 1, "actors": [
-            {"actor": "rollout-0.0", "state": "serving", "version": 7, "units": 40, "busy": 0.934, "restarts": 0, "host": "h", "pid": 9,
-             "node": "c05fc5e8"},
-            {"actor": "rollout-1.2", "state": "starting", "version": None, "units": 4, "busy": 0.0, "restarts": 2, "host": "h",
-             "pid": None, "node": ""},
+            {"actor": "rollout-0.0", "state": "serving", "version": 7, "units": 40, "busy": 0.934,
+             "restarts": 0, "host": "h", "pid": 9, "node": "c05fc5e8"},
+            {"actor": "rollout-1.2", "state": "starting", "version": None, "units": 4, "busy": 0.0,
+             "restarts": 2, "host": "h", "pid": None, "node": ""},
         ]},
         {"kind": "learner", "waiting": 0, "reissued": 0, "starting": 0, "actors": []},
     ],
@@ -40,14 +41,14 @@ def test_a_state_in_lines():
     assert lines_of(STATE) == [
         "mine  arm sol_rl, iteration 7 of 18 done, policy version 7, about 3 min 00 s left",
         "  /data/runs/mine",
-        "  17.1 s per iteration, 46.2 pictures/s explored",
+        "  17.1 s per iteration, 46.2 images/s explored",
         "  reward 0.7312, held out 0.7000 -> 0.7500, tau 0.60",
         "  explored 192/384, scored 190/384",
         "  returned to a checkpoint 1 times",
-        "  actor        state     version  units  busy  restarts  host  pid  node",
+        "  actor        state     version  tasks  busy  restarts  host  pid  node",
         "  rollout-0.0  serving   7        40     93%   0         h     9    c05fc5e8",
         "  rollout-1.2  starting  -        4      0%    2         h     -    -",
-        "  rollout: 12 units wait, 3 given out again, 1 actors start",
+        "  rollout: 12 tasks wait, 3 retries, 1 actors start",
     ]
 
 
@@ -55,7 +56,7 @@ class Watcher(Progress):
     """Takes the run's state in the middle of its second iteration."""
 
     session: Any = None
-    state: dict[str, Any] | None = None
+    state: RunState | None = None
 
     def advanced(self, stage: str, n: int = 1) -> None:
         super().advanced(stage, n)
@@ -116,7 +117,8 @@ def with_runs(runs: dict[str, Any], work) -> Any:
 
     async def all_of_it() -> Any:
         links = [
-            Link(key, lambda name=name: {"run": name}, act) for key, (name, act) in runs.items()
+            Link(key, lambda name=name: {**STATE, "run": name}, act)
+            for key, (name, act) in runs.items()
         ]
         tasks = [asyncio.create_task(link.live()) for link in links]
         try:
@@ -169,7 +171,7 @@ def test_a_run_is_found_and_asked_by_name(ray_here):
     )
     assert with_runs(
         {"a#1": ("a", never)},
-        lambda: said(RunFailed, lambda: scale("a", {"rollout": 2}, patience_s=2)),
+        lambda: said(RunFailed, lambda: scale("a", {"rollout": 2}, timeout_s=2)),
     ).startswith("not done")
     assert "no run on this cluster" in said(ConfigError, lambda: states(None))  # they left
 

@@ -20,9 +20,10 @@ from cluster.driver.learners import LearnerGroup
 from cluster.driver.stopping import Stopping, unless_stopped
 from records.errors import StateLost, Stopped
 from records.rundir import RunDirectory
+from tests.cluster import hosts
 from tests.cluster.faults import Fault, Striker, outcome
-from tests.cluster.processes import finish, kill_tree, start, wait_until
-from tests.cluster.runs import run_here, tiny_config, write_toml
+from tests.cluster.processes import finish, kill_tree, meanwhile, start, wait_until
+from tests.cluster.runs import main_here, run_here, tiny_config, write_toml
 
 
 def signalled(*names: str) -> None:
@@ -196,7 +197,7 @@ def text_of(path: Path) -> str:
     return path.read_text() if path.exists() else ""
 
 
-@pytest.mark.parametrize("name", ["SIGTERM", "SIGINT"])
+@pytest.mark.parametrize("name", ["SIGTERM", pytest.param("SIGINT", marks=pytest.mark.slow)])
 def test_a_run_whose_actors_still_start_stops_at_once(tiny_sd3_dir, tmp_path, name):
     config = tiny_config(
         tiny_sd3_dir, tmp_path, "starting", rewards__scorers=[{"name": f"{__name__}:NeverLoaded"}]
@@ -233,7 +234,11 @@ def test_a_run_that_waits_for_nodes_stops_at_once(tiny_sd3_dir, tmp_path):
     assert not RunDirectory.of(config).path.exists()
 
 
-def test_a_second_signal_does_not_wait_for_a_learner_that_hangs(tiny_sd3_dir, tmp_path):
+def test_a_second_signal_does_not_wait_for_a_learner_that_hangs(
+    ray_here, tiny_sd3_dir, tmp_path, monkeypatch, capsys
+):
+    monkeypatch.setattr(stopping, "ECHO_S", 0.5)
+    monkeypatch.setattr(hosts, "LEAVE_S", 1.0)  # of the learner that hangs
     config = tiny_config(
         tiny_sd3_dir,
         tmp_path,
@@ -242,23 +247,28 @@ def test_a_second_signal_does_not_wait_for_a_learner_that_hangs(tiny_sd3_dir, tm
         checkpoint__every=400,
         services__rollout__actors=1,
     )
-    run = RunDirectory.of(config)
-    process = start("train", str(write_toml(config, tmp_path)), stdout=DEVNULL, stderr=PIPE)
-    try:
-        wait_until(lambda: '"kind": "iteration"' in text_of(run.metrics_file), process)
+    run, signals = RunDirectory.of(config), list[float]()
+
+    def hang_and_signal() -> None:
         (learner,) = [
             each
             for each in run.events()
             if each["event"] == "actor_started" and each["kind"] == "learner"
         ]
         os.kill(learner["pid"], signal.SIGSTOP)  # services.learner.deadline_s are 900
-        process.send_signal(signal.SIGTERM)
-        time.sleep(stopping.ECHO_S + 1)
-        assert process.poll() is None
-        process.send_signal(signal.SIGTERM)
-        code, _, errors = finish(process, 90)
-    finally:
-        kill_tree(process)
+        signal_again()
+
+    def signal_again() -> None:
+        signalled("SIGTERM")
+        signals.append(time.monotonic())
+
+    with meanwhile(
+        (lambda: '"kind": "iteration"' in text_of(run.metrics_file), hang_and_signal),
+        (lambda: time.monotonic() > signals[0] + stopping.ECHO_S + 1, signal_again),
+    ):
+        code = main_here("train", write_toml(config, tmp_path))
+    assert len(signals) == 2, "the first signal was enough"
+    errors = capsys.readouterr().err
     assert (
         code == 130
         and errors.startswith("stopped by SIGTERM before iteration")

@@ -1,6 +1,4 @@
-"""``sol-rl submit``, ``status`` and ``scale`` where the cluster or the configuration will not have
-it: one line, exit code 2.
-"""
+"""``sol-rl submit``, ``status`` and ``scale`` that are refused: one line, exit code 2."""
 
 import shlex
 import shutil
@@ -10,6 +8,7 @@ import sys
 import pytest
 
 from cli.main import main
+from cluster.jobs import dashboard
 from cluster.jobs import submit as jobs
 from configs.load import ConfigError, load
 from tests.cluster.head import ROOT, free_port
@@ -118,7 +117,7 @@ def test_the_address_that_is_given_goes_before_the_environments(monkeypatch, cap
 def test_a_dashboards_url_will_do_for_status_and_scale(monkeypatch, way, arguments):
     asked = []
     monkeypatch.setattr(
-        jobs,
+        dashboard,
         "ask_through_job",
         lambda address, given, show, say: asked.append((address, given)) or 0,
     )
@@ -133,7 +132,7 @@ def test_a_dashboards_url_will_do_for_status_and_scale(monkeypatch, way, argumen
 
 def test_what_status_asks_may_be_refused_in_one_line(monkeypatch, capsys):
     monkeypatch.setattr(
-        jobs,
+        dashboard,
         "client_of",
         lambda address: Refusing(RuntimeError("Request failed with status code 502: bad gateway")),
     )
@@ -141,7 +140,7 @@ def test_what_status_asks_may_be_refused_in_one_line(monkeypatch, capsys):
     assert "502: bad gateway" in line(capsys)
 
 
-# ---- files that do not travel
+# ---- files that are not sent
 
 
 def scorer(key: str, settings: str) -> str:

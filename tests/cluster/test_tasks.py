@@ -4,10 +4,10 @@ import asyncio
 
 import pytest
 
-from cluster.runtime.tasks import all_or_none
+from cluster.runtime.tasks import run_together
 
 
-def test_all_or_none_leaves_nobody_working():
+def test_run_together_leaves_nobody_working():
     left = []
 
     async def slow() -> None:
@@ -22,7 +22,7 @@ def test_all_or_none_leaves_nobody_working():
 
     async def work() -> list[str]:
         with pytest.raises(ValueError, match="no"):
-            await all_or_none(slow(), fails(), slow())
+            await run_together(slow(), fails(), slow())
         return list(left)
 
     assert asyncio.run(work()) == ["gone", "gone"]

@@ -4,62 +4,61 @@ import asyncio
 import concurrent.futures
 import json
 import threading
+from dataclasses import replace
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
-from actors.messages import ChunkKey
+from actors.calls import Call, Task
+from actors.messages import ActorInfo, ChunkKey, Exported, WeightsId
+from actors.rollout import RolloutActor
 from cluster.driver.weights import WeightChannel, common_backends
 from cluster.runtime.answers import answer_of
-from cluster.runtime.pool import ActorLost, ActorPool
-from cluster.runtime.worker import Unit
+from cluster.runtime.member import ActorLost, Member
+from cluster.runtime.pool import ActorPool
+from cluster.runtime.queue import PendingTask
 from configs.services import Service
 from records.errors import RunFailed
 from tests.cluster.runs import run_here, tiny_config
 
 
-def explorers(*backends: str | None, runs: tuple[str, ...] = ()) -> SimpleNamespace:
-    """A pool as far as publishing goes, whose actors acknowledge whatever they are sent."""
-    facts = [
-        (
-            {}
-            if backend is None
-            else {
-                "backend": backend,
-                "host": f"node{i}",
-                "why": f"auto: {backend} is the best",
-                "runs": runs,
-            }
-        )
-        for i, backend in enumerate(backends)
-    ]
-    pool = SimpleNamespace(
-        workers=[SimpleNamespace(facts=fact, state=None, index=i) for i, fact in enumerate(facts)],
-        alive=len(facts),
-    )
+def explorers(*backends: str | None, runs: tuple[str, ...] = ()) -> Any:
+    """A pool as far as publishing goes, whose actors acknowledge all that they are sent."""
+    members = [Member(i) for i in range(len(backends))]
+    for i, (member, backend) in enumerate(zip(members, backends, strict=True)):
+        info = ActorInfo(0, f"node{i}")
+        if backend is not None:
+            why = f"auto: {backend} is the best"
+            info = replace(info, backend=backend, why=why, runs=runs)
+        member.fill(object(), info)
+    pool = SimpleNamespace(members=members, alive=len(members))
 
     async def each(do) -> None:
-        for worker in pool.workers:
-            await do(worker)
+        for member in pool.members:
+            await do(member)
 
-    async def ask(worker, method, backend, manifest, *chunks):
-        return manifest.version, manifest.checksum
+    async def ask(member, method, backend, manifest, *shards):
+        assert method is RolloutActor.load
+        return WeightsId(manifest.version, manifest.checksum, backend)
 
     pool.each, pool.ask = each, ask
     return pool
 
 
-def chunk_of(version: int) -> Unit:
-    """A unit that names a policy version."""
-    return Unit("unit", "explore", (SimpleNamespace(key=ChunkKey(0, 0, 0, version)),))
+def chunk_of(version: int) -> ChunkKey:
+    """A chunk that names a policy version."""
+    return ChunkKey(0, 0, 0, version)
 
 
-def learner(asked: list[tuple]) -> SimpleNamespace:
-    async def call(key, method, *args, **more):
-        asked.append(args)
-        return SimpleNamespace(version=args[0], checksum="c", chunk_sizes=()), {}
+def learner(asked: list[tuple]) -> Any:
+    async def export(version, backend, weights):
+        asked.append((version, backend, weights))
+        return Exported(
+            SimpleNamespace(version=version, checksum="c", shard_sizes=(), nbytes=0), {}
+        )  # pyright: ignore[reportArgumentType]
 
-    return SimpleNamespace(call=call)
+    return SimpleNamespace(export=export)
 
 
 def publish(rollout, asked) -> None:
@@ -112,7 +111,7 @@ def test_a_run_goes_on_in_the_precision_it_began_in():
     assert kept == "backend_kept as the run began; its explorers here would take te_nvfp4"
     assert all(event.startswith("version_published") for event in rest) and len(rest) == 2
     assert [backend for _, backend, _ in asked] == ["fp8", "fp8"]
-    assert [worker.state for worker in rollout.workers] == [(6, "c", "fp8")] * 2
+    assert [member.weights for member in rollout.members] == [(6, "c", "fp8")] * 2
     with pytest.raises(
         RunFailed,
         match=(
@@ -142,11 +141,9 @@ def test_a_replacement_on_another_kind_of_gpu_is_noticed():
             explorers("te_nvfp4", "te_nvfp4"),
         )
         await channel.publish(0, learner([]), rollout)
-        rollout.workers[1].facts, rollout.workers[1].state = (
-            {"backend": "torch_nvfp4", "host": "other"},
-            None,
-        )
-        await channel.load_for(rollout)(rollout.workers[1], chunk_of(0))
+        member = rollout.members[1]
+        member.info, member.weights = ActorInfo(0, "other", backend="torch_nvfp4"), None
+        await channel.prepare_for(rollout)(member, chunk_of(0))
 
     with pytest.raises(RunFailed, match="torch_nvfp4 on other"):
         asyncio.run(run())
@@ -163,8 +160,8 @@ def test_a_cold_actor_has_longer(cold, warm_up_s, lost):
         pool = ActorPool("rollout", lambda name: None, service, lambda *args, **fields: None)
         future: concurrent.futures.Future[int] = concurrent.futures.Future()
         threading.Timer(0.5, future.set_result, [7]).start()
-        pool.workers[0].facts = {"cold": cold}
-        return await answer_of(pool.workers[0], SimpleNamespace(future=lambda: future), service)
+        pool.members[0].cold = cold
+        return await answer_of(pool.members[0], SimpleNamespace(future=lambda: future), service)
 
     if lost:
         with pytest.raises(ActorLost, match="no answer for 0.1 s"):
@@ -176,13 +173,13 @@ def test_a_cold_actor_has_longer(cold, warm_up_s, lost):
 def test_it_is_warm_after_its_first_unit():
     async def run() -> ActorPool:
         pool = ActorPool("rollout", lambda name: None, Service(), lambda *args, **fields: None)
-        pool.workers[0].facts = {"cold": True, "backend": "fp8"}
-        unit = Unit("chunk", "explore", ())
-        pool._answered(unit, pool.workers[0], "pictures")
-        assert unit.future.result() == "pictures"
+        pool.members[0].cold = True
+        pending = PendingTask(Task("chunk"), Call("explore", (), {}))
+        pool._answered(pending, pool.members[0], "images")
+        assert pending.future.result() == "images"
         return pool
 
-    assert asyncio.run(run()).workers[0].facts == {"backend": "fp8"}
+    assert not asyncio.run(run()).members[0].cold
 
 
 def test_with_exploring_ahead_a_worker_gets_the_version_that_its_chunk_names():
@@ -195,8 +192,8 @@ def test_with_exploring_ahead_a_worker_gets_the_version_that_its_chunk_names():
             WeightChannel(lambda *args, **fields: None, ahead=1),
             explorers("fp8", "fp8"),
         )
-        held = lambda: [worker.state and worker.state[0] for worker in rollout.workers]  # noqa: E731
-        load, (first, second) = channel.load_for(rollout), rollout.workers
+        held = lambda: [m.weights and m.weights.version for m in rollout.members]  # noqa: E731
+        load, (first, second) = channel.prepare_for(rollout), rollout.members
         await channel.publish(0, learner([]), rollout)
         assert held() == [None, None]
         await load(first, chunk_of(0))
@@ -216,7 +213,7 @@ def test_with_exploring_ahead_a_worker_gets_the_version_that_its_chunk_names():
             0, learner([]), rollout
         )  # back at a checkpoint: what came after is forgotten
         current = channel.current
-        assert current is not None and current.version == 0
+        assert current is not None and current.id.version == 0
         with pytest.raises(RunFailed, match="those held are: 0;"):
             channel.held(2)
 
@@ -230,21 +227,19 @@ def test_another_precision_is_loaded_with_time_to_build_it():
 
     async def run() -> None:
         channel, rollout = WeightChannel(lambda *args, **fields: None), explorers("emulated_nvfp4")
-        (worker,) = rollout.workers
+        (member,) = rollout.members
         await channel.publish(0, learner([]), rollout)
-        assert worker.state == (0, "c", "emulated_nvfp4") and "cold" not in worker.facts
+        assert member.weights == (0, "c", "emulated_nvfp4") and not member.cold
         await channel.publish(0, learner([]), rollout, backend="fp8")
-        assert worker.state == (0, "c", "fp8") and worker.facts["cold"]
+        assert member.weights == (0, "c", "fp8") and member.cold
 
     asyncio.run(run())
 
 
 def test_what_every_explorer_can_run():
     rollout = explorers("fp8", "fp8", None)
-    rollout.workers[0].facts["runs"], rollout.workers[1].facts["runs"] = (
-        ("fp8", "bf16"),
-        ("bf16", "fp32"),
-    )
+    for member, runs in zip(rollout.members, [("fp8", "bf16"), ("bf16", "fp32")], strict=False):
+        member.info = replace(member.info, runs=runs)
     assert common_backends(rollout) == {"bf16"}
     assert common_backends(explorers(None)) == set()
 

@@ -55,8 +55,8 @@ def test_defaults_are_the_papers():
 @pytest.mark.parametrize(
     ("name", "settings", "solver", "old", "std", "eps"),
     [
-        ("diffusion_nft", DiffusionNFTSettings, "dpm2", "linear_cap", "global", 1e-4),
-        ("awm", AWMSettings, "dpm2", "constant", "global", 1e-4),
+        ("diffusion_nft", DiffusionNFTSettings, "dpmpp_2m", "linear_cap", "global", 1e-4),
+        ("awm", AWMSettings, "dpmpp_2m", "constant", "global", 1e-4),
         ("flow_grpo", FlowGRPOSettings, "flow_sde", "constant", "global", 1e-4),
         ("dance_grpo", DanceGRPOSettings, "dance_sde", "constant", "group", 1e-8),
     ],
@@ -69,7 +69,7 @@ def test_an_objective_is_one_field_and_brings_its_own_sampling(
     assert (config.resolved_old_policy.schedule, config.resolved_old_policy.value) == (old, 0.0)
     assert (config.resolved_advantages.std, config.resolved_advantages.eps) == (std, eps)
     assert parse(config.model_dump(mode="json")) == config  # as it travels to the actors
-    assert config.plan.explore.solver == "dpm2"  # exploring stays deterministic
+    assert config.plan.explore.solver == "dpmpp_2m"  # exploring stays deterministic
 
 
 def test_what_is_given_wins_over_the_objectives_own():
@@ -111,7 +111,7 @@ def test_the_deterministic_objectives_take_no_stochastic_solver(name, solver):
     said = refusal(f"objective.name={name}", f"regenerate.solver={solver}")
     assert (
         said.startswith(f"regenerate.solver: '{solver}' with objective '{name}'")
-        and "use dpm2 or euler" in said
+        and "use dpmpp_2m or euler" in said
     )
 
 
@@ -120,7 +120,7 @@ def test_the_deterministic_objectives_take_no_stochastic_solver(name, solver):
     [("flow_grpo", "flow_sde", "dance_sde"), ("dance_grpo", "dance_sde", "flow_sde")],
 )
 def test_the_objectives_on_paths_take_their_own_solver_only(name, own, other):
-    for solver in ("dpm2", "euler", other):
+    for solver in ("dpmpp_2m", "euler", other):
         said = refusal(f"objective.name={name}", f"regenerate.solver={solver}")
         assert (
             said.startswith(f"regenerate.solver: '{solver}' with objective '{name}'")
@@ -143,7 +143,9 @@ def test_the_objectives_on_paths_train_on_nothing_that_explorers_made(name):
 @pytest.mark.parametrize("name", ["diffusion_nft", "awm"])
 def test_the_others_run_in_every_arm(name):
     for arm in ("diffusionnft", "naive_scaling", "naive_quant", "sol_rl"):
-        assert load("quickstart", [f"objective.name={name}", f"arm={arm}"]).plan.solver == "dpm2"
+        assert (
+            load("quickstart", [f"objective.name={name}", f"arm={arm}"]).plan.solver == "dpmpp_2m"
+        )
 
 
 def test_one_noise_per_group_leaves_nothing_to_select():

@@ -99,7 +99,7 @@ def test_the_other_objectives_of_the_table(name):
     )
     assert (
         config.plan.solver
-        == {"flow_grpo": "flow_sde", "dance_grpo": "dance_sde", "awm": "dpm2"}[objective]
+        == {"flow_grpo": "flow_sde", "dance_grpo": "dance_sde", "awm": "dpmpp_2m"}[objective]
     )
     assert config.model.shift == (3.0 if objective == "dance_grpo" else None)
     assert (

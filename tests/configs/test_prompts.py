@@ -49,8 +49,12 @@ def test_a_missing_file_says_so(tmp_path):
 
 
 def test_digests_are_of_the_prompts_as_read_and_in_order(tmp_path):
-    names = {"a.txt": "a cat\na dog\n", "b.jsonl": '{"prompt": "a cat"}\n\n{"prompt": "a dog"}\n', "c.txt": "a dog\na cat\n",
-             "d.jsonl": '{"prompt": "a cat", "tag": 1}\n{"prompt": "a dog"}\n'}  # fmt: skip
+    names = {
+        "a.txt": "a cat\na dog\n",
+        "b.jsonl": '{"prompt": "a cat"}\n\n{"prompt": "a dog"}\n',
+        "c.txt": "a dog\na cat\n",
+        "d.jsonl": '{"prompt": "a cat", "tag": 1}\n{"prompt": "a dog"}\n',
+    }
     for name, text in names.items():
         (tmp_path / name).write_text(text)
     found = {

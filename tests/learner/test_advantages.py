@@ -24,9 +24,7 @@ def test_global_std_by_hand():
     )  # float32 rounding is 6e-8
     np.testing.assert_allclose(values[2], np.array([-2, 2, 0]) / (std + 0.5), rtol=1e-7)
     assert values[1].tolist() == [0.0, 0.0]
-    assert metrics["zero_std_ratio"] == 1 / 3
-    assert metrics["reward/train_mean"] == pytest.approx(16 / 7, rel=1e-12)
-    assert metrics["reward/train_std"] == pytest.approx(std, rel=1e-12)
+    assert metrics == {"zero_std_ratio": 1 / 3}
 
 
 def test_group_std_by_hand():

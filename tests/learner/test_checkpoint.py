@@ -6,11 +6,9 @@ import json
 import os
 import resource
 
-import numpy as np
 import pytest
 import torch
 
-from learner import checkpoint
 from learner.checkpoint import (
     CheckpointError,
     latest_checkpoint,
@@ -259,9 +257,3 @@ def test_require_same_names_the_first_difference():
         require_same(a, {"x": a["x"]}, "here")
     with pytest.raises(CheckpointError, match="'x' is float32 .* but float64"):
         require_same(a, {**a, "x": a["x"].double()}, "here")
-
-
-def test_first_nonfinite():
-    good = {"a": torch.zeros(2), "b": torch.tensor([1.0])}
-    assert checkpoint.first_nonfinite(good) is None
-    assert checkpoint.first_nonfinite({**good, "c": torch.tensor([np.inf])}) == "c"

@@ -1,4 +1,4 @@
-"""DiffusionNFT against a hand-worked case, finite differences and the closed form of its gradient."""
+"""DiffusionNFT against a hand-worked case, finite differences and its gradient's closed form."""
 
 from __future__ import annotations
 

@@ -171,7 +171,7 @@ def test_nobody_answers_where_nobody_listens():
         reach_store("127.0.0.1", port, 2)
 
 
-def test_the_meeting_place_is_open_on_its_own_address_alone():
+def test_the_rendezvous_is_open_on_its_own_address_alone():
     store, port = open_store("127.0.0.1", 5)
     reach_store("127.0.0.1", port, 5).set("word", "here")
     assert store.get("word") == b"here"

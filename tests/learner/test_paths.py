@@ -11,8 +11,8 @@ import pytest
 import torch
 from safetensors import safe_open
 
+from learner.nonfinite import NonFiniteTraining
 from learner.trainer import Group
-from learner.update import NonFiniteTraining
 from policy.lora import adapter_state, load_adapter_state, use
 from policy.publish import NonFiniteWeights
 from policy.sampling.noise import noise_for, stream_seed
@@ -64,7 +64,9 @@ def test_regenerating_records_the_path(tiny_sd3_dir, objective):
     decoded = trainer.family.decode(trainer.vae, torch.from_numpy(samples["latents"]), batch_size=8)
     assert np.array_equal(images, decoded.numpy())
     # evaluation draws as ever: deterministic, latents alone
-    assert trainer.regenerate(cond, SEEDS, weights="ema", solver="dpm2")[0].keys() == {"latents"}
+    assert trainer.regenerate(cond, SEEDS, weights="ema", solver="dpmpp_2m")[0].keys() == {
+        "latents"
+    }
 
 
 @pytest.mark.parametrize("objective", PATHS.values(), ids=PATHS)
@@ -115,8 +117,8 @@ def test_one_noise_for_a_group(tiny_sd3_dir):
         states[:, 0], np.repeat(noise_for(SEEDS[:1], (4, 8, 8)).numpy(), 3, axis=0)
     )
     assert len({row.tobytes() for row in states[:, 1]}) == 3
-    latents = trainer.regenerate(cond, SEEDS, weights="ema", solver="dpm2")[0]["latents"]
-    assert len({row.tobytes() for row in latents}) == 3  # held-out pictures keep their own noises
+    latents = trainer.regenerate(cond, SEEDS, weights="ema", solver="dpmpp_2m")[0]["latents"]
+    assert len({row.tobytes() for row in latents}) == 3  # held-out images keep their own noises
 
 
 @pytest.mark.parametrize("shortcut", [True, False])

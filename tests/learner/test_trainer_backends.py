@@ -32,7 +32,7 @@ def test_a_learner_without_the_explorers_gpu_packs_for_it(tiny_sd3_dir):
 
 
 def test_only_regeneration_is_compiled(tiny_sd3_dir, monkeypatch):
-    """A stand-in for the compiler counts calls: pictures go through it, training does not, and both
+    """A stand-in for the compiler counts calls: images go through it, training does not, and both
     have the same weights.
     """
     calls = []

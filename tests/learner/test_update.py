@@ -10,7 +10,7 @@ import torch
 from safetensors import safe_open
 
 from learner.advantages import advantages
-from learner.update import NonFiniteTraining, first_nonfinite_module
+from learner.nonfinite import NonFiniteTraining, first_nonfinite, first_nonfinite_module
 from policy.lora import adapter_state, use
 from policy.sampling.noise import stream_seed
 from tests.learner.tiny import everything, identical, tiny_groups, tiny_trainer
@@ -167,7 +167,7 @@ def test_order_of_groups_and_global_random_state_do_not_matter(tiny_sd3_dir):
 
 
 def test_the_reference_is_run_only_where_its_distance_counts(tiny_sd3_dir):
-    """Forward passes per batch: current and old, and the reference with a kl weight or a kl limit."""
+    """Forward passes per batch: current, old, and the reference with a kl weight or limit."""
     for objective, stop, passes in (
         ({"kl": 0.0}, {}, 2),
         ({"kl": 0.1}, {}, 3),
@@ -385,3 +385,9 @@ def test_first_nonfinite_module_follows_the_order_of_execution():
     model[0].bias.data[1] = float("nan")
     assert first_nonfinite_module(model, lambda: model(x)) == "0"
     assert not any(module._forward_hooks for module in model)
+
+
+def test_first_nonfinite():
+    good = {"a": torch.zeros(2), "b": torch.tensor([1.0])}
+    assert first_nonfinite(good) is None
+    assert first_nonfinite({**good, "c": torch.tensor([np.inf])}) == "c"

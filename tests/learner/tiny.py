@@ -1,4 +1,4 @@
-"""A trainer of the tiny random SD3, with adapters that are not trivial, and groups to train it on."""
+"""A trainer of the tiny random SD3, its adapters not trivial, and groups to train it on."""
 
 from __future__ import annotations
 

@@ -20,6 +20,7 @@ import safetensors.torch
 import torch
 import torch.distributed as dist
 
+from learner.nonfinite import NonFiniteTraining
 from learner.replicas import (
     DistributedReplicas,
     GroupBroken,
@@ -29,7 +30,6 @@ from learner.replicas import (
     reach_store,
 )
 from learner.trainer import Group, Trainer
-from learner.update import NonFiniteTraining
 from policy.lora import adapter_state, load_adapter_state
 from policy.sampling.noise import stream_seed
 from tests.learner.tiny import everything, identical, tiny_groups, tiny_trainer
@@ -64,7 +64,7 @@ def trainer_for(model: Path, objective: str, failure_dir: Path | None = None) ->
 
 def groups_for(trainer: Trainer, iteration: int, prompts: range) -> list[Group]:
     """Regenerated samples of some of the iteration's three prompts; every prompt's are its own,
-    whoever draws them.
+    the first draws them.
     """
     plain = tiny_groups(len(COUNTS), max(COUNTS), seed=iteration)
     made = []

@@ -17,7 +17,7 @@ from planning.layouts.limits import refuse_on_this_machine, refuse_too_many
 from planning.layouts.numbers import Group, Numbers, numbers_of, with_numbers
 from planning.layouts.predict import Tasks, bound, fill, predict
 from planning.layouts.resolve import as_started, keep_layout, to_choose
-from planning.placement import ACCELERATOR, UNIT, Node, needs_of, place
+from planning.placement import ACCELERATOR, WHOLE, Node, needs_of, place
 
 MODELS = {  # GPU-seconds on a B200: explore, regenerate, update
     "flux1": (229.0, 285.0, 855.0),
@@ -280,8 +280,8 @@ def test_every_actor_has_its_place(count, model, mode, arm):
     laid = lay(numbers, gpus)
     assert laid is not None and sum(each.count for each in laid) == count
     for each in laid:
-        shares = sum(round(numbers.groups[k].gpus * UNIT) * n for k, n in each.actors.items())
-        assert shares <= UNIT
+        shares = sum(round(numbers.groups[k].gpus * WHOLE) * n for k, n in each.actors.items())
+        assert shares <= WHOLE
     for kind, group in numbers.groups.items():
         if group.gpus:
             assert sum(each.count * each.actors.get(kind, 0) for each in laid) == group.actors

@@ -1,6 +1,7 @@
-"""Placement as a function of configuration and nodes. Invariants: nobody has less than it asked
-for, no node gives more than it has, no GPU share crosses a GPU, labels hold; what has no place is
-named with what there is.
+"""Placement as a function of configuration and nodes.
+
+Invariants: every actor has what it needs, no node gives more than it has, no GPU share crosses a
+GPU, labels hold; actors without a place are named, with what is free.
 """
 
 from typing import Any
@@ -71,7 +72,7 @@ def test_labels_are_matched_in_rays_words(selector, labels, expected):
     assert matches(labels, selector) is expected
 
 
-def test_explorers_go_to_their_accelerator_and_the_learner_to_what_is_left():
+def test_rollout_goes_to_its_accelerator_and_the_learner_to_what_is_left():
     nodes = [Node("b", 8, 2, B200), Node("h", 8, 1, H200)]
     run = config(rollout={"actors": 2, "gpus": 1, "accelerator": "B200"}, learner={"gpus": 1})
     chosen = everything(run, nodes)
@@ -79,7 +80,7 @@ def test_explorers_go_to_their_accelerator_and_the_learner_to_what_is_left():
 
 
 def test_who_has_no_choice_chooses_first():
-    """A learner that may go anywhere must not take the only GPU that explorers may use, although it
+    """A learner without labels must not take the only GPU that rollout actors may use, although it
     asks for as much.
     """
     needs = [Need("learner-0", 1, 1), Need("rollout-0", 1, 1, B200)]
@@ -97,7 +98,7 @@ def test_spread_and_pack(strategy, expected):
     assert sorted(place(needs, [Node("x", 4, 2), Node("y", 4, 2)]).values()) == sorted(expected)
 
 
-def test_a_wish_to_spread_gives_way_where_it_would_leave_somebody_out():
+def test_spreading_gives_way_where_it_would_leave_an_actor_without_a_place():
     """Spread alone puts one small share on each node, and then no node has two GPUs free for the
     last.
     """
@@ -197,9 +198,9 @@ class Clock:
         return self.now
 
 
-def placer_of(explorers: int, clock: Clock | None = None) -> Placer:
-    """For a run with so many explorers of one CPU each."""
-    return Placer(config(rollout={"actors": explorers, "cpus": 1}), clock or Clock())
+def placer_of(actors: int, clock: Clock | None = None) -> Placer:
+    """A placer of a run with this many rollout actors of one CPU each."""
+    return Placer(config(rollout={"actors": actors, "cpus": 1}), clock or Clock())
 
 
 def test_a_known_nodes_count_stands_while_something_of_ours_changes_there():

@@ -19,15 +19,16 @@ from configs.sections import Lora, Model
 from learner.trainer import Trainer
 from planning.assumptions import ACCELERATORS, Assumptions, Device
 from planning.lines import iteration_seconds, lines_of
-from planning.make import Stage, make_plan, training_points
+from planning.make import make_plan
 from planning.placement import Node
-from planning.scorers import scorer_bytes
+from planning.stages import Stage, training_points
 from policy import memory
 from policy.explorer import Explorer
 from policy.families import Family, family_for
 from policy.families.architectures import published, write_configs
 from policy.precision.backends import BACKENDS
 from policy.sampling.noise import noise_for
+from rewards import model_bytes
 from tests.cluster.runs import tiny_config, write_toml
 from tests.tiny_families import NAMES, SETTINGS, tiny_model
 
@@ -91,7 +92,11 @@ def test_a_learner_holds_and_sends_what_the_plan_says(directories, tmp_path, nam
         "sana": "transformer_blocks.1.attn1.to_v",
     }
     config = run_of(
-        name, directories[name], tmp_path, explore__backend=backend, explore__keep_wide=[wide[name]]
+        name,
+        directories[name],
+        tmp_path,
+        explore__backend=backend,
+        explore__modules_to_not_convert=[wide[name]],
     )
     plan, trainer = make_plan(config), Trainer(config)
     held = plan.memory["learner"]
@@ -171,7 +176,7 @@ def test_a_broadcast_of_sana_is_nine_bits_in_two_weights(tmp_path):
     ],
 )
 def test_scorers(scorer, wanted):
-    assert scorer_bytes(scorer) == wanted
+    assert model_bytes(scorer) == wanted
 
 
 # ---- operations
@@ -263,9 +268,10 @@ def test_stages_are_counts_of_steps(tiny_sd3_dir, tmp_path):
         plan.stages["update"],
     )
     assert (
-        explore.wide + explore.quantised == 2 * 8 * 2 * step and explore.decoding == 2 * 8 * decode
+        explore.unquantized + explore.quantised == 2 * 8 * 2 * step
+        and explore.decoding == 2 * 8 * decode
     )
-    assert (regenerate.wide, regenerate.decoding) == (2 * 4 * 3 * adapted, 2 * 4 * decode)
+    assert (regenerate.unquantized, regenerate.decoding) == (2 * 4 * 3 * adapted, 2 * 4 * decode)
     assert update.flops == 2 * 4 * 2 * (trained + 2 * adapted)
 
 
@@ -283,7 +289,7 @@ def test_points_and_passes_of_objectives(objective, points, others):
 
 def test_seconds_in_closed_form():
     device = Device("x", tflops=1000, quantised_tflops=4000, memory_gb=1, utilisation=0.5)
-    stage = Stage(wide=1e15, quantised=4e15, decoding=0.5e15, gpus=2)
+    stage = Stage(unquantized=1e15, quantised=4e15, decoding=0.5e15, gpus=2)
     assert stage.seconds(device) == pytest.approx(
         (1 + 1 + 1) / 0.5 / 2
     )  # decoding at half the peak
@@ -296,7 +302,7 @@ def on_gpus(directory: Path, root: Path, **changes: Any) -> RunConfig:
     shares = {
         "services__rollout__gpus": 1,
         "services__learner__gpus": 1,
-        "services__rollout__accelerator": "in(B200,GB200)",
+        "services__rollout__accelerator": "in(B200,GB200,B300,GB300)",
     }
     return run_of("sd3", directory, root, explore__backend="auto", **{**shares, **changes})
 
@@ -340,7 +346,7 @@ def test_what_does_not_fit_is_said(tiny_sd3_dir, tmp_path):
         and "services.rollout: 2 of 2 actors have no place" in text
         and "no node has these labels" in text
     )
-    assert "too large   learner needs" in text and "too long    the update is one unit" in text
+    assert "too large   learner needs" in text and "too long    the update is one task" in text
 
 
 def test_an_accelerator_that_is_not_known_needs_its_numbers(tiny_sd3_dir, tmp_path):
@@ -373,7 +379,7 @@ def test_the_nodes_of_a_cluster(tiny_sd3_dir, tmp_path, capsys, monkeypatch):
     """With an address the nodes are those that are there; here a stand-in answers for them."""
     asked: list[str] = []
     monkeypatch.setattr(
-        "cluster.jobs.remote.connected", lambda address: asked.append(address) or nullcontext()
+        "cluster.jobs.live_runs.connected", lambda address: asked.append(address) or nullcontext()
     )
     monkeypatch.setattr(
         "cluster.runtime.nodes.free_nodes",

@@ -2,28 +2,32 @@
 
 from dataclasses import dataclass
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
 
 from actors import rollout
+from configs.backends import BackendName
 from policy.precision import hardware
 from policy.precision.backends import BACKENDS, eager_note, packing_backend, resolve_backend
 
 
 @dataclass
 class Recipe:
-    """NVFP4BlockScaling of TransformerEngine 2.17."""
+    """NVFP4BlockScaling as it has to be."""
 
-    row_scaled_activation: bool = False
+    disable_rht: bool = False
+    disable_stochastic_rounding: bool = False
+    disable_2d_quantization: bool = False
 
 
 @dataclass
 class OldRecipe:
-    """That of 2.15."""
+    """One whose 2D scaling cannot be turned off."""
 
     disable_rht: bool = False
+    disable_stochastic_rounding: bool = False
 
 
 class Engine:
@@ -105,8 +109,8 @@ def test_auto_takes_the_best_and_says_why_not_the_others(gpu, capability, engine
         (without("DType"), "DType"),
         (without("NVFP4Tensor"), "NVFP4Tensor"),
         (without("is_nvfp4_available"), "is_nvfp4_available"),
-        (Engine(True, OldRecipe), "NVFP4BlockScaling.row_scaled_activation"),
-        (without("DType", OldRecipe), "DType, NVFP4BlockScaling.row_scaled_activation"),
+        (Engine(True, OldRecipe), "NVFP4BlockScaling.disable_2d_quantization"),
+        (without("DType", OldRecipe), "DType, NVFP4BlockScaling.disable_2d_quantization"),
         (SimpleNamespace(recipes=None), f"{', '.join(hardware.PARTS)}, NVFP4BlockScaling"),
     ],
 )
@@ -183,7 +187,7 @@ def test_an_explorer_reports_it(gpu, monkeypatch, compile, ends):
     run = SimpleNamespace(plan=SimpleNamespace(explore=explore), explore=explore, arm="sol_rl")
     monkeypatch.setattr(rollout, "begin", lambda config, kind: (run, None, torch.device("cuda")))
     monkeypatch.setattr(rollout.RolloutActor, "_build", lambda self, backend: None)
-    why = rollout.RolloutActor({}).ready()["why"]
+    why = rollout.RolloutActor({}).ready().why
     assert why.startswith("fp8: as configured") and why.endswith(ends)
 
 
@@ -210,10 +214,5 @@ def test_an_engine_that_fails_to_import_is_a_reason_not_a_crash(monkeypatch):
 
 
 def test_names_are_those_of_the_configuration():
-    from typing import get_args
-
-    from configs.sections import Backend
-
-    assert set(get_args(Backend)) == {"auto", *BACKENDS} and all(
-        backend.name == name for name, backend in BACKENDS.items()
-    )
+    assert get_args(BackendName) == ("auto", *BACKENDS)
+    assert all(backend.name == name for name, backend in BACKENDS.items())

@@ -115,7 +115,7 @@ def test_plan_of_the_transformer(family, transformer):
         for part in ("attn.to_add_out", "ff_context.net.0.proj", "ff_context.net.2")
     }
     assert quantised == wanted
-    assert plan["proj_out"].why == "kept wide by the model family: proj_out"
+    assert plan["proj_out"].why == "left unquantized by the model family: proj_out"
     assert plan["transformer_blocks.0.norm1.linear"].shape == (192, 32)
     assert {name for name, _ in weight_modules(transformer)} == set(plan)
 
@@ -130,13 +130,15 @@ def test_plan_with_patterns_and_shapes(family, transformer):
     }
     assert (
         plan["transformer_blocks.1.attn.to_q"].why
-        == "kept wide by explore.keep_wide: transformer_blocks.1.*"
+        == "left unquantized by explore.modules_to_not_convert: transformer_blocks.1.*"
     )
     assert plan["transformer_blocks.0.ff.net.2"].why == "K = 120 is not a multiple of 16"
     assert not any(
         row.quantised for name, row in plan.items() if name.startswith("transformer_blocks.1.")
     )
-    with pytest.raises(ValueError, match=r"explore.keep_wide: 'blocks\.\*' matches no module"):
+    with pytest.raises(
+        ValueError, match=r"explore.modules_to_not_convert: 'blocks\.\*' matches no module"
+    ):
         quantise_plan(transformer, family, ["blocks.*"])
 
 

@@ -21,9 +21,12 @@ NVFP4, FP32, BF16, FP8 = (BACKENDS[name] for name in ("emulated_nvfp4", "fp32", 
 SEEDS = (5, 6, 2**60)
 
 
-def publisher(family, transformer, backend=NVFP4, keep_wide=(), chunk_bytes=4096):
+def publisher(family, transformer, backend=NVFP4, modules_to_not_convert=(), shard_bytes=4096):
     return Publisher(
-        transformer, quantise_plan(transformer, family, keep_wide, backend), backend, chunk_bytes
+        transformer,
+        quantise_plan(transformer, family, modules_to_not_convert, backend),
+        backend,
+        shard_bytes,
     )
 
 
@@ -115,17 +118,18 @@ def test_fp32_explorers_draw_what_the_learner_draws(family, adapted, cond, rando
     explorer = Explorer(family, FP32)
     manifest, chunks, _ = publisher(family, adapted, FP32).export("current", 0)
     explorer.load(manifest, chunks)
-    images, latents = explorer.explore(cond.rows(1), SEEDS, 3, "dpm2")
+    images, latents = explorer.explore(cond.rows(1), SEEDS, 3, "dpmpp_2m")
     assert (
         images.dtype == np.uint8 and images.shape == (3, 3, 16, 16) and latents.dtype == np.float32
     )
     rows = cond.rows(1).repeat(3)
     with use(adapted, "current"):
-        wanted = sample(family, adapted, rows, SEEDS, 3, "dpm2")
+        wanted = sample(family, adapted, rows, SEEDS, 3, "dpmpp_2m")
     np.testing.assert_allclose(latents, wanted, rtol=0, atol=1e-5)
     with use(adapted, None):
         assert (
-            np.abs(latents - sample(family, adapted, rows, SEEDS, 3, "dpm2").numpy()).max() > 0.01
+            np.abs(latents - sample(family, adapted, rows, SEEDS, 3, "dpmpp_2m").numpy()).max()
+            > 0.01
         )
     np.testing.assert_array_equal(
         images, family.decode(explorer.vae, torch.from_numpy(latents)).numpy()
@@ -139,22 +143,22 @@ def test_cheap_explorers_draw_nearly_that(family, adapted, cond, randomise, back
     explorer = Explorer(family, backend)
     manifest, chunks, _ = publisher(family, adapted, backend).export("current", 0)
     explorer.load(manifest, chunks)
-    _, latents = explorer.explore(cond.rows(1), SEEDS, 3, "dpm2")
-    wanted = sample(family, adapted, cond.rows(1).repeat(3), SEEDS, 3, "dpm2").numpy()
+    _, latents = explorer.explore(cond.rows(1), SEEDS, 3, "dpmpp_2m")
+    wanted = sample(family, adapted, cond.rows(1).repeat(3), SEEDS, 3, "dpmpp_2m").numpy()
     error = np.linalg.norm(latents - wanted) / np.linalg.norm(wanted)
     assert 1e-4 < error < 0.05
     again = Explorer(family, backend)
     again.load(manifest, chunks)
-    np.testing.assert_array_equal(again.explore(cond.rows(1), SEEDS, 3, "dpm2")[1], latents)
+    np.testing.assert_array_equal(again.explore(cond.rows(1), SEEDS, 3, "dpmpp_2m")[1], latents)
 
 
 def test_a_pool_is_drawn_the_same_whatever_came_before(family, adapted, cond):
     explorer = Explorer(family, NVFP4)
     manifest, chunks, _ = publisher(family, adapted).export("current", 0)
     explorer.load(manifest, chunks)
-    first, _ = explorer.explore(cond.rows(0), SEEDS, 2, "dpm2")
+    first, _ = explorer.explore(cond.rows(0), SEEDS, 2, "dpmpp_2m")
     explorer.explore(cond.rows(1), (1, 2, 3, 4, 5), 3, "euler")
-    np.testing.assert_array_equal(explorer.explore(cond.rows(0), SEEDS, 2, "dpm2")[0], first)
+    np.testing.assert_array_equal(explorer.explore(cond.rows(0), SEEDS, 2, "dpmpp_2m")[0], first)
 
 
 @pytest.mark.parametrize("backend", [NVFP4, FP8])
@@ -170,7 +174,7 @@ def test_version_protocol(family, adapted, cond, randomise, backend):
     randomise(adapted, "current", 3)
     newer, damaged, _ = publish.export("current", 2)
     damaged[1][7] ^= 1
-    with pytest.raises(WireError, match="version 2: chunk 1 is damaged"):
+    with pytest.raises(WireError, match="version 2: shard 1 is damaged"):
         explorer.load(newer, damaged)
     assert explorer.version is None
     assert all(
@@ -198,9 +202,12 @@ def test_weights_for_another_explorer_are_refused(family, adapted):
     manifest, chunks, _ = publisher(family, adapted, FP8).export("current", 0)
     with pytest.raises(WireError, match="version 0 is fp8, backend emulated_nvfp4 takes nvfp4"):
         Explorer(family, NVFP4).load(manifest, chunks)
-    manifest, chunks, _ = publisher(family, adapted, keep_wide=["*.ff.*"]).export("current", 0)
+    manifest, chunks, _ = publisher(family, adapted, modules_to_not_convert=["*.ff.*"]).export(
+        "current", 0
+    )
     with pytest.raises(
-        WireError, match="lacks 'transformer_blocks.0.ff.net.0.proj.amax'.*same model and keep_wide"
+        WireError,
+        match=r"lacks 'transformer_blocks.0.ff.net.0.proj.amax'.*same model and explore\.modules",
     ):
         Explorer(family, NVFP4).load(manifest, chunks)
 
@@ -208,7 +215,9 @@ def test_weights_for_another_explorer_are_refused(family, adapted):
 def test_adapted_modules_that_stay_wide_travel_merged(family, adapted, randomise):
     randomise(adapted, "current", 4)
     patterns = ["transformer_blocks.0.*"]
-    manifest, chunks, _ = publisher(family, adapted, keep_wide=patterns).export("current", 0)
+    manifest, chunks, _ = publisher(family, adapted, modules_to_not_convert=patterns).export(
+        "current", 0
+    )
     explorer = Explorer(family, NVFP4, patterns)
     explorer.load(manifest, chunks)
     merged = dict(merged_weights(adapted, "current"))

@@ -41,7 +41,7 @@ def test_a_picture_does_not_depend_on_its_neighbours(family, adapted, cond, rand
     randomise(adapted, "current", 2)
     explorer = explorer_of(family, adapted, name)
     batches = [(5, 6, 7), (5, 2**60, 99), (5, 5, 5)]
-    latents = [explorer.explore(cond.rows(0), seeds, 3, "dpm2")[1] for seeds in batches]
+    latents = [explorer.explore(cond.rows(0), seeds, 3, "dpmpp_2m")[1] for seeds in batches]
     assert np.array_equal(latents[0][0], latents[1][0]) and np.array_equal(
         latents[0][0], latents[2][0]
     )
@@ -56,11 +56,13 @@ def test_an_exact_amax_lets_neighbours_through(family, adapted, cond, randomise)
         for kind in ("exact", "power_of_two")
     ]
     exact, rounded = (
-        [e.explore(cond.rows(0), (5, n, n + 1), 3, "dpm2")[1][0] for n in (6, 60, 600)]
+        [e.explore(cond.rows(0), (5, n, n + 1), 3, "dpmpp_2m")[1][0] for n in (6, 60, 600)]
         for e in explorers
     )
     assert any(not np.array_equal(exact[0], other) for other in exact[1:])
-    truth = explorer_of(family, adapted, "fp32").explore(cond.rows(0), (5, 6, 7), 3, "dpm2")[1][0]
+    truth = explorer_of(family, adapted, "fp32").explore(cond.rows(0), (5, 6, 7), 3, "dpmpp_2m")[1][
+        0
+    ]
     errors = [np.linalg.norm(latents[0] - truth) for latents in (exact, rounded)]
     assert errors[1] == pytest.approx(errors[0], rel=0.5)
 
@@ -78,8 +80,8 @@ def test_nor_on_the_size_of_the_batch_but_for_rounding(
     """
     randomise(adapted, "current", 2)
     explorer = explorer_of(family, adapted, name)
-    alone = explorer.explore(cond.rows(0), (5,), 3, "dpm2")[1][0]
-    together = explorer.explore(cond.rows(0), (5, 6, 7, 8), 3, "dpm2")[1][0]
+    alone = explorer.explore(cond.rows(0), (5,), 3, "dpmpp_2m")[1][0]
+    together = explorer.explore(cond.rows(0), (5, 6, 7, 8), 3, "dpmpp_2m")[1][0]
     assert np.linalg.norm(alone - together) <= bound * np.linalg.norm(alone)
 
 
@@ -230,14 +232,14 @@ def test_compiled_explorers_draw_the_same(family, adapted, cond, randomise):
         explorer_of(family, adapted, "fp8", compile=compile) for compile in (False, True)
     )
     for version in (0, 1):
-        wanted = eager.explore(cond.rows(0), (5, 6), 2, "dpm2")[1]
-        found = compiled.explore(cond.rows(0), (5, 6), 2, "dpm2")[1]
+        wanted = eager.explore(cond.rows(0), (5, 6), 2, "dpmpp_2m")[1]
+        found = compiled.explore(cond.rows(0), (5, 6), 2, "dpmpp_2m")[1]
         assert np.linalg.norm(found - wanted) <= 0.01 * np.linalg.norm(wanted)
         if version == 0:
             randomise(adapted, "current", 9)
             for explorer in (eager, compiled):
                 explorer.load(*publisher(family, adapted, BACKENDS["fp8"]).export("current", 1)[:2])
-            assert not np.array_equal(eager.explore(cond.rows(0), (5, 6), 2, "dpm2")[1], wanted)
+            assert not np.array_equal(eager.explore(cond.rows(0), (5, 6), 2, "dpmpp_2m")[1], wanted)
 
 
 @pytest.mark.slow

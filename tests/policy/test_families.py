@@ -23,7 +23,10 @@ from policy.types import Conditioning
 from tests.tiny_families import NAMES, SETTINGS, tiny_model
 
 REPOSITORY = Path(policy.families.__file__).resolve().parents[2]
-NEVER = r"time|guidance_embed|text_embed|patch_embed|pos_embed|context_embedder|x_embedder|caption|norm|^proj_out$|conv_depth"
+NEVER = (
+    "time|guidance_embed|text_embed|patch_embed|pos_embed|context_embedder|x_embedder|caption|norm"
+    "|^proj_out$|conv_depth"
+)
 """Embedders, modulation, the last projection, and what is no matrix product."""
 
 
@@ -57,7 +60,7 @@ def test_what_is_quantised(family):
     )
     for row in plan:
         assert row.quantised == (re.search(NEVER, row.name) is None), row
-    for pattern in family.keep_wide:
+    for pattern in family.modules_to_not_convert:
         assert any(fnmatchcase(row.name, pattern) for row in plan), pattern
     by_name = {row.name: row.quantised for row in plan}
     if family.name == "flux":  # two layers of one name

@@ -172,8 +172,8 @@ def test_a_hub_id_without_network_or_cache(monkeypatch, tmp_path):
             "lora.targets: no linear of the transformer ends in 'attn.query'",
         ),
         (
-            {"explore__keep_wide": ["*.nothing"]},
-            r"explore.keep_wide: '\*.nothing' matches no module",
+            {"explore__modules_to_not_convert": ["*.nothing"]},
+            r"explore.modules_to_not_convert: '\*.nothing' matches no module",
         ),
         (
             {"explore__backend": "te_nvfp4"},

@@ -14,12 +14,13 @@ from pydantic import TypeAdapter
 import configs.families
 import policy.families
 from configs.sections import Lora, Model
-from policy.families import FAMILIES, family_for
+from policy.families import FAMILIES, Family, family_for
 from policy.lora import adapted_modules, add_adapters
 from policy.precision.backends import BACKENDS
 from policy.precision.swap import quantise_plan
 from policy.sampling.noise import noise_for
 from policy.sampling.sample import sample
+from policy.types import named_class
 from tests.tiny_families import as_array
 from tests.tiny_sd3 import tiny_t5_tokenizer, tiny_vae
 
@@ -83,7 +84,7 @@ def family(directory, monkeypatch, tmp_path):
     monkeypatch.setattr(policy.families, "__path__", [*policy.families.__path__, str(tmp_path)])
     rows = table_with_the_row()["FAMILIES"]
     assert rows.keys() - FAMILIES.keys() == {NAMED}
-    monkeypatch.setitem(FAMILIES, NAMED, policy.families._class_of(rows[NAMED]))
+    monkeypatch.setitem(FAMILIES, NAMED, named_class(rows[NAMED], Family))
     whole = Model(path=str(directory), height=16, width=24, max_sequence_length=12)
     found = family_for(whole.model_copy(update={"family": NAMED}))
     found.check()

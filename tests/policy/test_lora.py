@@ -227,7 +227,7 @@ def test_the_export_loads_in_stock_diffusers_and_draws_the_same(
 
 @pytest.mark.parametrize("name", ["flux", "sana"])
 def test_the_other_families_exports_load_in_stock_diffusers(name, request, randomise, tmp_path):
-    """As above, with each family's own solver; its tolerance is that of the family's parity test."""
+    """As above, with each family's own solver and the tolerance of the family's parity test."""
     directory = request.getfixturevalue(f"tiny_{name}_dir")
     family = family_for(tiny_model(name, directory))
     transformer = family.load_transformer("cpu", torch.float32)

@@ -112,7 +112,7 @@ def test_every_code_decodes():
 
 
 def parts(weight, packed):
-    """Blocks of the input, their decoded form, and each block's unit sf * amax / 2688, in float64."""
+    """Blocks of the input, decoded, and each block's unit sf * amax / 2688, in float64."""
     unit = packed.scales.view(torch.float8_e4m3fn).double() * packed.amax.double() / 2688
     return (
         weight.double().view(*unit.shape, 16),

@@ -2,16 +2,33 @@
 Blackwell GPU is.
 """
 
+import contextlib
 from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import nn
 
+from policy.precision import hardware
 from policy.precision.backends import BACKENDS
-from policy.precision.hardware import NVFP4Weight, TorchNVFP4Linear, nvfp4_recipe, scaled_mm
+from policy.precision.compiling import compiled
+from policy.precision.hardware import (
+    EngineLinear,
+    NVFP4Weight,
+    Operand,
+    TorchNVFP4Linear,
+    nvfp4_recipe,
+    pack_operand,
+    scaled_mm,
+)
 from policy.precision.layer import LastInput, padded_rows, swizzled
-from policy.precision.nvfp4 import Packed, dequantise, pack_activation, quantise_activation
+from policy.precision.nvfp4 import (
+    SPAN_INVERSE,
+    Packed,
+    dequantise,
+    pack_activation,
+    quantise_activation,
+)
 
 CUDA = torch.device("cuda")
 HARDWARE = ("torch_nvfp4", "te_nvfp4")
@@ -66,7 +83,7 @@ def test_padding_changes_no_row():
 
 @pytest.mark.parametrize("exact", [False, True])
 def test_packed_activations_decode_to_the_emulated_ones(exact):
-    """q sf amax / 2688 on both ways; two float32 roundings of the unit against one of the product."""
+    """q sf amax / 2688 both ways; two float32 roundings of the unit, one of the product."""
     rows = torch.randn(16, 64, generator=torch.Generator().manual_seed(0)) * 3
     operand, amax = quantise_activation(rows, exact)
     wanted = operand.double() * amax.double() / 2688
@@ -81,11 +98,7 @@ def test_which_shapes_the_kernels_take(name):
     backend = BACKENDS[name]
     assert backend.refuses(32, 64) is None
     assert backend.refuses(24, 64) == "N = 24 is not a multiple of 16"
-    assert (
-        backend.refuses(32, 40)
-        == f"K = 40 is not a multiple of {32 if name == 'torch_nvfp4' else 16}"
-    )
-    assert (backend.refuses(32, 48) is None) == (name == "te_nvfp4")
+    assert backend.refuses(32, 48) == "K = 48 is not a multiple of 32"
 
 
 def test_published_weights_arrive_in_place_and_in_order():
@@ -104,37 +117,32 @@ def test_published_weights_arrive_in_place_and_in_order():
     assert torch.equal(layer.swizzled, swizzled(packed["scales"])) and layer.amax.tolist() == [
         packed["amax"].item()
     ]
+    assert layer.factor.tolist() == [(packed["amax"] * SPAN_INVERSE).item()]
     assert torch.equal(
         dequantise(Packed(layer.codes, layer.compact, layer.amax.view(()))),
         dequantise(Packed(**packed)),
     )
-    assert layer.bfloat16().amax.dtype == torch.float32
+    assert layer.bfloat16().amax.dtype == layer.factor.dtype == torch.float32
 
 
-def test_torch_accepts_the_arguments():
+@pytest.mark.parametrize("bias", [None, torch.bfloat16, torch.float32])
+def test_torch_accepts_the_arguments(bias):
     """torch's own check of shapes, types and strides for CUDA, which it makes of tensors without
     data too.
     """
-    x = Packed(
-        torch.empty(48, 32, dtype=torch.uint8, device="meta"),
-        torch.empty(48, 4, dtype=torch.uint8, device="meta"),
-        torch.empty((), device="meta"),
+    codes, factor = torch.empty(32, 32, dtype=torch.uint8), torch.empty(1)
+    x = Operand(
+        torch.empty(48, 32, dtype=torch.uint8), torch.empty(512, dtype=torch.uint8), factor.view(())
     )
-    codes, amax = (
-        torch.empty(32, 32, dtype=torch.uint8, device="meta"),
-        torch.empty(1, device="meta"),
-    )
-    y = scaled_mm(x, codes, torch.empty(128 * 4, dtype=torch.uint8, device="meta"), amax)
+    x, codes, factor = Operand(*(t.to("meta") for t in x)), codes.to("meta"), factor.to("meta")
+    scales = torch.empty(128 * 4, dtype=torch.uint8, device="meta")
+    added = None if bias is None else torch.empty(32, dtype=bias, device="meta")
+    y = scaled_mm(x, codes, scales, factor, added)
     assert y.shape == (48, 32) and y.dtype == torch.bfloat16
     with pytest.raises(RuntimeError, match="(?i)scale"):
-        scaled_mm(x, codes, torch.empty(128 * 3, dtype=torch.uint8, device="meta"), amax)
+        scaled_mm(x, codes, scales[: 128 * 3], factor, added)
     with pytest.raises(RuntimeError, match="divisible by 16"):  # K = 48: why the backend refuses it
-        scaled_mm(
-            Packed(x.codes[:, :24], x.scales[:, :3], x.amax),
-            codes[:, :24],
-            torch.empty(512, dtype=torch.uint8, device="meta"),
-            amax,
-        )
+        scaled_mm(x._replace(codes=x.codes[:, :24]), codes[:, :24], scales, factor)
 
 
 def test_a_whole_layer_passes_torchs_check():
@@ -145,18 +153,57 @@ def test_a_whole_layer_passes_torchs_check():
     assert y.shape == (3, 5, 32) and y.dtype == torch.bfloat16
 
 
-def test_the_recipe_scales_activations_by_row_unless_exact():
+def test_an_operand_is_what_the_eager_packing_gives():
+    x = torch.randn(2, 9, 48, generator=torch.Generator().manual_seed(0))
+    packed = pack_activation(padded_rows(x.flatten(0, 1)))
+    operand = pack_operand(x, False)
+    assert torch.equal(operand.codes, packed.codes) and operand.codes.shape == (32, 24)
+    assert torch.equal(operand.scales, swizzled(packed.scales))
+    assert operand.factor == packed.amax * SPAN_INVERSE
+
+
+def engine(calls: list[torch.Tensor]) -> SimpleNamespace:
+    """TransformerEngine as far as a layer over packed weights asks for it."""
+    return SimpleNamespace(
+        NVFP4Quantizer=SimpleNamespace,
+        NVFP4Tensor=lambda shape, dtype, **parts: torch.empty(shape, dtype=dtype, device="meta"),
+        DType=SimpleNamespace(kFloat4E2M1=0),
+        Linear=lambda k, n, **_: SimpleNamespace(
+            eval=lambda: lambda x: calls.append(x) or x.new_zeros(len(x), n)
+        ),
+        autocast=lambda **_: contextlib.nullcontext(),
+    )
+
+
+def test_transformer_engine_gets_rows_in_multiples_of_32_and_no_more_than_it_can_count(monkeypatch):
+    """2,664 rows, SD3.5 Large's text at batch 8, are 83 times 32 and 8 more."""
+    calls: list[torch.Tensor] = []
+    layer = EngineLinear(nn.Linear(64, 32, bias=False), engine(calls), None)
+    assert layer(torch.ones(8, 333, 64)).shape == (8, 333, 32) and len(calls[0]) == 2688
+    monkeypatch.setattr(hardware, "INDEXED", 2664 * 64)
+    with pytest.raises(ValueError, match="te_nvfp4: 170496 elements .* lower explore.chunk_size"):
+        layer(torch.ones(8, 333, 64))
+
+
+def test_transformer_engines_own_layers_are_for_an_exact_range(monkeypatch):
+    """Otherwise they are those of torch_nvfp4. Compiling them is refused by name."""
     recipes = SimpleNamespace(NVFP4BlockScaling=SimpleNamespace)
-    tricks_off = {
+    monkeypatch.setattr(hardware, "import_engine", lambda: (engine([]), recipes))
+    linear, backend = nn.Linear(64, 32), BACKENDS["te_nvfp4"]
+    assert type(backend.replacements("power_of_two")(linear)) is TorchNVFP4Linear
+    layer = backend.replacements("exact")(linear)
+    assert type(layer) is EngineLinear
+    with pytest.raises(ValueError, match="^compile: TransformerEngine excludes .* torch_nvfp4"):
+        compiled(nn.Sequential(layer), torch.device("cpu"))
+
+
+def test_the_recipe_is_the_format_without_tricks_of_training():
+    recipes = SimpleNamespace(NVFP4BlockScaling=SimpleNamespace)
+    assert vars(nvfp4_recipe(recipes)) == {
         "disable_rht": True,
         "disable_stochastic_rounding": True,
         "disable_2d_quantization": True,
     }
-    assert vars(nvfp4_recipe(recipes, "power_of_two")) == {
-        **tricks_off,
-        "row_scaled_activation": True,
-    }
-    assert vars(nvfp4_recipe(recipes, "exact")) == {**tricks_off, "row_scaled_activation": False}
 
 
 # ---- where a Blackwell GPU is

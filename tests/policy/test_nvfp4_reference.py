@@ -111,9 +111,8 @@ def test_our_codes_and_scales_are_the_references(stubbed, name):
 def test_the_recipe_is_the_installed_ones(stubbed):
     recipes = stubbed("transformer_engine.common.recipe")
     assert engine_lacks(types.SimpleNamespace(**dict.fromkeys(PARTS)), recipes) == []
-    recipe = nvfp4_recipe(recipes, "power_of_two")
-    assert isinstance(recipe, recipes.NVFP4BlockScaling) and recipe.row_scaled_activation
-    assert not nvfp4_recipe(recipes, "exact").row_scaled_activation
+    recipe = nvfp4_recipe(recipes)
+    assert isinstance(recipe, recipes.NVFP4BlockScaling)
     for operand in (recipe.fp4_quant_fwd_inp, recipe.fp4_quant_fwd_weight):
         assert not (
             operand.random_hadamard_transform

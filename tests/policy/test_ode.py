@@ -1,10 +1,10 @@
-"""Solvers against closed forms, and dpm2 against diffusers' own."""
+"""Solvers against closed forms, and dpmpp_2m against diffusers' own."""
 
 import numpy as np
 import pytest
 import torch
 
-from policy.sampling.ode import SOLVERS, dpm2, euler
+from policy.sampling.ode import SOLVERS, dpmpp_2m, euler
 
 MEAN, SPREAD = 0.7, 0.4
 
@@ -49,7 +49,7 @@ def test_exact_where_x0_is_one_point(name, steps):
 
 
 def test_euler_is_exact_on_a_constant_velocity():
-    """In float32, with increments and velocity that are binary fractions, so that nothing rounds."""
+    """In float32, with binary fractions as increments and velocity, so that nothing rounds."""
     x, v = torch.tensor([[1.5, -3.0]]), torch.tensor([[0.5, 2.0]])
     sigmas = torch.tensor([1.0, 0.75, 0.25, 0.0])
     assert torch.equal(euler(lambda _x, _s: v, x, sigmas), x - v)
@@ -78,22 +78,22 @@ def test_euler_is_of_order_one():
     assert error(euler, 160) / error(euler, 640) == pytest.approx(4, rel=0.05)
 
 
-def test_dpm2_is_of_order_two():
+def test_dpmpp_2m_is_of_order_two():
     """error = (a + b log n) / n^2: the logarithm is from sigma = 0 and 1, where lambda is infinite.
     So n^2 error grows by b log 4 with each factor 4 of n, always the same; at order 1 it would grow
     fourfold, at a clean order 2 not at all.
     """
-    scaled = [n * n * error(dpm2, n) for n in (160, 640, 2560)]
+    scaled = [n * n * error(dpmpp_2m, n) for n in (160, 640, 2560)]
     assert scaled[2] - scaled[1] == pytest.approx(scaled[1] - scaled[0], rel=0.05)
     assert scaled[2] < 2 * scaled[0]
 
 
-def test_dpm2_beats_euler_at_ten_steps():
-    assert error(dpm2, 10) < error(euler, 10) / 2
+def test_dpmpp_2m_beats_euler_at_ten_steps():
+    assert error(dpmpp_2m, 10) < error(euler, 10) / 2
 
 
 @pytest.mark.parametrize(("steps", "first"), [(1, 0.96), (2, 0.96), (6, 0.96), (20, 0.9)])
-def test_dpm2_equals_diffusers_multistep_solver(steps, first):
+def test_dpmpp_2m_equals_diffusers_multistep_solver(steps, first):
     """The peer starts below sigma = 1, where lambda is finite and its second step is of second
     order too.
     """
@@ -113,7 +113,7 @@ def test_dpm2_equals_diffusers_multistep_solver(steps, first):
     x = start = torch.tensor([[-1.2, 0.1, 2.3]], dtype=torch.float32)
     for i, timestep in enumerate(peer.timesteps):
         x = peer.step(gaussian_velocity(x, sigmas[i]).float(), timestep, x, return_dict=False)[0]
-    ours = dpm2(lambda y, sigma: gaussian_velocity(y, sigma).float(), start, sigmas)
+    ours = dpmpp_2m(lambda y, sigma: gaussian_velocity(y, sigma).float(), start, sigmas)
     # float32 coefficients there, float64 here: a few units in the last place of values up to 3 per
     # step
     np.testing.assert_allclose(ours, x, rtol=0, atol=steps * 4 * 3 * 2.0**-23)

@@ -64,12 +64,12 @@ def test_padding_is_masked(tiny):
 
 
 @pytest.mark.parametrize("steps", [1, 2, 5, 14, 20])
-def test_dpm2_latents_are_the_stock_pipelines(tiny, steps):
+def test_dpmpp_2m_latents_are_the_stock_pipelines(tiny, steps):
     """Its solver computes log(alpha / sigma), up to 8, in float32: coefficients are off by 8 x
     2^-23 = 1e-6 of themselves, ours (float64) are not. Errors of that size per step on latents of
     order 1, twice over for the second-order term, add up.
     """
-    ours = tiny.ours(steps, "dpm2")
+    ours = tiny.ours(steps, "dpmpp_2m")
     assert ours.shape == (3, *SANA_LATENT) and ours.dtype == torch.float32
     theirs = tiny.stock(steps, "latent")
     torch.testing.assert_close(
@@ -84,7 +84,7 @@ def test_images_are_the_stock_pipelines(tiny):
     """
     vae, theirs = tiny.family.load_vae("cpu", torch.float32), as_array(tiny.stock(5, "pil"))
     np.testing.assert_array_equal(tiny.family.decode(vae, tiny.stock(5, "latent")).numpy(), theirs)
-    ours = tiny.family.decode(vae, tiny.ours(5, "dpm2")).numpy()
+    ours = tiny.family.decode(vae, tiny.ours(5, "dpmpp_2m")).numpy()
     difference = np.abs(ours.astype(int) - theirs)
     assert difference.max() <= 1 and (difference > 0).mean() < 1e-3
     assert ours.std() > 10

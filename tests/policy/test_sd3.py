@@ -88,12 +88,12 @@ def test_sampling_in_batches_and_any_order(family, transformer, cond):
     last places.
     """
     rows = cond.rows(0).repeat(3)
-    whole = sample(family, transformer, rows, SEEDS, 4, "dpm2")
-    parts = sample(family, transformer, rows, SEEDS[::-1], 4, "dpm2", batch_size=2)
+    whole = sample(family, transformer, rows, SEEDS, 4, "dpmpp_2m")
+    parts = sample(family, transformer, rows, SEEDS[::-1], 4, "dpmpp_2m", batch_size=2)
     torch.testing.assert_close(parts.flip(0), whole, rtol=1e-4, atol=1e-4)
-    assert torch.equal(whole, sample(family, transformer, rows, SEEDS, 4, "dpm2"))
+    assert torch.equal(whole, sample(family, transformer, rows, SEEDS, 4, "dpmpp_2m"))
     with pytest.raises(ValueError, match="3 seeds but conditioning of 1 rows"):
-        sample(family, transformer, cond.rows(0), SEEDS, 4, "dpm2")
+        sample(family, transformer, cond.rows(0), SEEDS, 4, "dpmpp_2m")
 
 
 def test_conditioning_rows():

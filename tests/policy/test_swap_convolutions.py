@@ -20,7 +20,7 @@ QUANTISED = ("emulated_nvfp4", "fp8")
 
 
 class Mixer(nn.Module):
-    """SANA's feed-forward in small (1x1, depthwise 3x3, 1x1), a linear, and layers that do not fit."""
+    """SANA's feed-forward in small (1x1, depthwise 3x3, 1x1), a linear, layers that do not fit."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -46,7 +46,7 @@ def make() -> Mixer:
 def family():
     """As much of a family as an explorer and an adapter need."""
     return SimpleNamespace(
-        keep_wide=(),
+        modules_to_not_convert=(),
         fuse=(),
         lora_targets=("conv_point", "proj"),
         load_transformer=lambda *args: make(),

@@ -114,9 +114,9 @@ def test_buffers_are_rows_of_the_joint_ones_and_stay_where_they_are():
     members = join(given, NVFP4Weight)
     amax = torch.tensor(0.25)
     pointers = {name: buffer.data_ptr() for name, buffer in members[0].named_buffers()}
-    assert set(pointers) == {"layer.codes", "layer.swizzled", "layer.amax"} and not list(
-        members[1].named_buffers()
-    )
+    assert set(pointers) == {
+        f"layer.{name}" for name in ("codes", "swizzled", "amax", "factor")
+    } and not list(members[1].named_buffers())
     filled(members, given, backend, amax)
     layer = members[0].layer
     assert {name: buffer.data_ptr() for name, buffer in members[0].named_buffers()} == pointers
@@ -131,7 +131,7 @@ def test_buffers_are_rows_of_the_joint_ones_and_stay_where_they_are():
 
 
 def test_the_plan_names_groups_that_are_quantised_as_a_whole(family, transformer):
-    stub = SimpleNamespace(keep_wide=family.keep_wide, fuse=FUSE)
+    stub = SimpleNamespace(modules_to_not_convert=family.modules_to_not_convert, fuse=FUSE)
     plan = {row.name: row.fused for row in quantise_plan(transformer, stub, (), BACKENDS["fp8"])}
     for block in (0, 1):
         for part in ("q", "k", "v"):
@@ -176,7 +176,7 @@ def test_fused_explorers_draw_what_others_draw(family, adapted, cond, randomise,
         assert any(
             isinstance(module, FusedMember) for module in explorer.transformer.modules()
         ) == bool(fuse)
-        latents.append((manifest.hashes, explorer.explore(cond.rows(0), (5, 6), 3, "dpm2")[1]))
+        latents.append((manifest.hashes, explorer.explore(cond.rows(0), (5, 6), 3, "dpmpp_2m")[1]))
     assert latents[0][0] == latents[1][0]
     assert np.array_equal(latents[0][1], latents[1][1])
 

@@ -8,16 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from policy.precision.backends import BACKENDS
-from policy.precision.wire import (
-    DTYPES,
-    FORMATS,
-    Entry,
-    Manifest,
-    WireError,
-    pack_tensors,
-    unpack_into,
-)
+from policy.precision.wire import DTYPES, Entry, Manifest, WireError, pack_tensors, unpack_into
 
 SHAPE = st.lists(st.integers(0, 4), max_size=3).map(tuple)
 SPEC = st.dictionaries(
@@ -56,21 +47,21 @@ def blank(named: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 
 @given(SPEC, st.integers(1, 50))
-def test_round_trip(spec, chunk_bytes):
+def test_round_trip(spec, shard_bytes):
     named = {name: tensor_of(name, dtype, shape) for name, (dtype, shape) in spec.items()}
-    manifest, chunks = pack_tensors(named, 3, "nvfp4", chunk_bytes)
+    manifest, shards = pack_tensors(named, 3, "nvfp4", shard_bytes)
     assert (
-        sum(chunk.nbytes for chunk in chunks)
+        sum(shard.nbytes for shard in shards)
         == manifest.nbytes
         == sum(len(bits(t)) for t in named.values())
     )
-    assert all(chunk.nbytes <= chunk_bytes for chunk in chunks)
+    assert all(shard.nbytes <= shard_bytes for shard in shards)
     manifest = Manifest.from_dict(manifest.to_dict())
     targets = blank(named)
     pointers = {name: tensor.data_ptr() for name, tensor in targets.items()}
-    for chunk in chunks:
-        chunk.flags.writeable = False  # as an object store hands them out
-    unpack_into(manifest, chunks, targets)
+    for shard in shards:
+        shard.flags.writeable = False  # as an object store hands them out
+    unpack_into(manifest, shards, targets)
     for name, tensor in named.items():
         assert bits(targets[name]) == bits(tensor)
         assert targets[name].data_ptr() == pointers[name]
@@ -78,85 +69,85 @@ def test_round_trip(spec, chunk_bytes):
 
 @settings(max_examples=60)
 @given(st.integers(0, 67), st.integers(0, 7), st.integers(7, 80))
-def test_a_flipped_bit_is_refused_and_nothing_changes(position, bit, chunk_bytes):
+def test_a_flipped_bit_is_refused_and_nothing_changes(position, bit, shard_bytes):
     named = sample_tensors()
-    manifest, chunks = pack_tensors(named, 9, "nvfp4", chunk_bytes)
-    index, inside = divmod(position, chunk_bytes)
-    chunks[index][inside] ^= 1 << bit
+    manifest, shards = pack_tensors(named, 9, "nvfp4", shard_bytes)
+    index, inside = divmod(position, shard_bytes)
+    shards[index][inside] ^= 1 << bit
     targets = blank(named)
-    with pytest.raises(WireError, match=f"version 9: chunk {index} is damaged"):
-        unpack_into(manifest, chunks, targets)
+    with pytest.raises(WireError, match=f"version 9: shard {index} is damaged"):
+        unpack_into(manifest, shards, targets)
     assert all(not tensor.any() for tensor in targets.values())
 
 
 def test_what_differs_is_named():
     named = sample_tensors()
-    manifest, chunks = pack_tensors(named, 1, "nvfp4", 32)
+    manifest, shards = pack_tensors(named, 1, "nvfp4", 32)
     cases = [
-        (chunks[:-1], blank(named), "2 chunks arrived, the manifest lists 3"),
+        (shards[:-1], blank(named), "2 shards arrived, the manifest lists 3"),
         (
-            [chunks[0][:-1], *chunks[1:]],
+            [shards[0][:-1], *shards[1:]],
             blank(named),
-            r"chunk 0 is uint8 \[31\], the manifest says 32 bytes",
+            r"shard 0 is uint8 \[31\], the manifest says 32 bytes",
         ),
-        ([chunks[1], chunks[0], chunks[2]], blank(named), "chunk 0 is damaged"),
-        (chunks, blank(named) | {"c": torch.zeros(2)}, "lacks 'c'"),
-        (chunks, {k: v for k, v in blank(named).items() if k != "b"}, "has 'b', unknown here"),
-        (chunks, blank(named) | {"b": torch.zeros(3, 2)}, r"b is \[6\], here it is \[3, 2\]"),
+        ([shards[1], shards[0], shards[2]], blank(named), "shard 0 is damaged"),
+        (shards, blank(named) | {"c": torch.zeros(2)}, "lacks 'c'"),
+        (shards, {k: v for k, v in blank(named).items() if k != "b"}, "has 'b', unknown here"),
+        (shards, blank(named) | {"b": torch.zeros(3, 2)}, r"b is \[6\], here it is \[3, 2\]"),
         (
-            chunks,
+            shards,
             blank(named) | {"b": torch.zeros(6, dtype=torch.uint8)},
             "b is float32, here it is torch.uint8",
         ),
-        (chunks, blank(named) | {"b": torch.zeros(12)[::2]}, "b is not contiguous here"),
+        (shards, blank(named) | {"b": torch.zeros(12)[::2]}, "b is not contiguous here"),
     ]
-    for given_chunks, targets, message in cases:
+    for given_shards, targets, message in cases:
         before = {name: tensor.clone() for name, tensor in targets.items()}
         with pytest.raises(WireError, match=message):
-            unpack_into(manifest, given_chunks, targets)
+            unpack_into(manifest, given_shards, targets)
         assert all(torch.equal(targets[name], tensor) for name, tensor in before.items())
 
 
 def test_a_manifest_that_points_outside_is_refused():
     named = sample_tensors()
-    manifest, chunks = pack_tensors(named, 1, "nvfp4", 32)
+    manifest, shards = pack_tensors(named, 1, "nvfp4", 32)
     for offset, nbytes in ((60, 24), (-4, 24), (44, 20)):
         entries = (*manifest.entries[:-1], Entry("b", "float32", (6,), offset, nbytes))
         with pytest.raises(
             WireError, match=f"b lies at {offset} . {nbytes} of 68 bytes, it has 24"
         ):
-            unpack_into(replace(manifest, entries=entries), chunks, blank(named))
+            unpack_into(replace(manifest, entries=entries), shards, blank(named))
     with pytest.raises(WireError, match="has a name twice"):
         unpack_into(
             replace(manifest, entries=(*manifest.entries, manifest.entries[0])),
-            chunks,
+            shards,
             blank(named),
         )
     with pytest.raises(WireError, match="not of equal size"):
-        unpack_into(replace(manifest, chunk_sizes=(30, 34, 4)), chunks, blank(named))
+        unpack_into(replace(manifest, shard_sizes=(30, 34, 4)), shards, blank(named))
     with pytest.raises(
         WireError,
         match=(
             "version 1 is nvfp4 in version 0, here it is 1: learner and explorers must run the same"
         ),
     ):
-        unpack_into(replace(manifest, format_version=0), chunks, blank(named))
+        unpack_into(replace(manifest, format_version=0), shards, blank(named))
     with pytest.raises(WireError, match="this is no manifest"):
         Manifest.from_dict({"version": 1})
 
 
 def test_a_float_may_arrive_in_another_width():
-    manifest, chunks = pack_tensors({"w": torch.tensor([1.0, 1.0 + 2**-9, -3.0])}, 0, "bf16", 64)
+    manifest, shards = pack_tensors({"w": torch.tensor([1.0, 1.0 + 2**-9, -3.0])}, 0, "bf16", 64)
     target = torch.zeros(3, dtype=torch.bfloat16)
     pointer = target.data_ptr()
-    unpack_into(manifest, chunks, {"w": target})
+    unpack_into(manifest, shards, {"w": target})
     assert target.tolist() == [1.0, 1.0, -3.0] and target.data_ptr() == pointer
 
 
 def test_parameters_are_filled_in_place_without_gradient():
     parameter = torch.nn.Parameter(torch.zeros(2, 3), requires_grad=False)
-    manifest, chunks = pack_tensors({"w": torch.arange(6.0).view(2, 3)}, 0, "fp32", 5)
-    unpack_into(manifest, chunks, {"w": parameter})
+    manifest, shards = pack_tensors({"w": torch.arange(6.0).view(2, 3)}, 0, "fp32", 5)
+    unpack_into(manifest, shards, {"w": parameter})
     assert parameter.tolist() == [[0, 1, 2], [3, 4, 5]]
 
 
@@ -176,11 +167,10 @@ def test_the_checksum_covers_contents_and_version():
 def test_what_cannot_travel():
     with pytest.raises(ValueError, match="w is torch.int64"):
         pack_tensors({"w": torch.arange(3)}, 0, "fp32", 8)
-    with pytest.raises(ValueError, match="chunks of 0 bytes"):
+    with pytest.raises(ValueError, match="shards of 0 bytes"):
         pack_tensors({}, 0, "fp32", 0)
     with pytest.raises(
         ValueError, match="wire format 'fp4' is unknown: use one of nvfp4, fp8, bf16, fp32"
     ):
         pack_tensors({}, 0, "fp4", 8)
     assert pack_tensors({}, 0, "fp32", 8)[1] == []
-    assert {backend.wire_format for backend in BACKENDS.values()} == set(FORMATS)

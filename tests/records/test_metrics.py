@@ -6,11 +6,12 @@ import logging
 import math
 import socket
 import urllib.request
+from pathlib import Path
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from records.metrics import METRICS, PrometheusExporter, exported_name, known_name
+from records.metrics import DOCUMENT, METRICS, PrometheusExporter, exported_name, known_name, table
 
 CONTRACT = [
     "iteration",
@@ -73,8 +74,16 @@ def test_gauges_hold_the_newest_value_and_scorers_are_a_label():
     exporter.row(
         {"kind": "iteration", "iteration": 4, "reward/train_mean": 0.5, "reward/shapes": 0.4}
     )
-    exporter.row({"kind": "evaluation", "iteration": 99, "weights": "ema", "reward/eval_mean": 0.6, "reward/eval/shapes": 0.61,
-                      "reward/eval/jpeg": -3.5})  # fmt: skip
+    exporter.row(
+        {
+            "kind": "evaluation",
+            "iteration": 99,
+            "weights": "ema",
+            "reward/eval_mean": 0.6,
+            "reward/eval/shapes": 0.61,
+            "reward/eval/jpeg": -3.5,
+        }
+    )
     assert value(exporter, "sol_rl_reward_train_mean") == 0.5
     assert value(exporter, "sol_rl_iteration") == 4
     assert value(exporter, "sol_rl_reward_eval_mean") == 0.6
@@ -132,11 +141,28 @@ def test_nan_and_unknown_names_pass_through_as_gauges():
         ("reward/eval/hps", ("reward/eval/<scorer>", "hps")),
         ("reward/hps", ("reward/<scorer>", "hps")),
         ("reward/eval/", ("reward/eval/", None)),
+        ("reward/eval/hps/colour", ("reward/eval/<scorer>/<part>", None)),
+        ("reward/hps/colour", ("reward/<scorer>/<part>", None)),
+        ("busy/rollout", ("busy/rollout", None)),
+        ("busy/scorers.hps", ("busy/scorers.<scorer>", None)),
         ("other/x", ("other/x", None)),
     ],
 )
 def test_known_name(name: str, expected: tuple[str, str | None]):
     assert known_name(name) == expected
+
+
+def test_parts_of_scores_are_exported_by_their_own_names():
+    exporter = PrometheusExporter(0)
+    exporter.row({"reward/shapes/colour": 0.25, "reward/shapes/count": 0.5, "busy/scorers.a": 1.0})
+    assert value(exporter, "sol_rl_reward_shapes_colour") == 0.25
+    assert value(exporter, "sol_rl_reward_shapes_count") == 0.5
+    assert value(exporter, "sol_rl_busy_scorers_a") == 1.0
+
+
+def test_the_documented_table_is_that_of_the_code():
+    text = (Path(__file__).parents[2] / "docs" / "metrics.md").read_text()
+    assert text == DOCUMENT.format(table=table())
 
 
 def test_it_serves_what_a_scraper_reads_and_frees_the_port():

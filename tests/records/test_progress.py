@@ -137,8 +137,18 @@ def test_the_display_shows_stages_rewards_and_time():
     progress.advanced("scored", 6)
     clock.now += 4
     text = shown(progress, console)
-    for expected in ("quickstart", "iteration 3/20", "24/48", "6/48", "0/24", "0/1", "0.530", "at the start 0.400 (+0.130)",
-                     "held-out 0.441", "24 s so far, about 2 min 56 s left"):  # fmt: skip
+    for expected in (
+        "quickstart",
+        "iteration 3/20",
+        "24/48",
+        "6/48",
+        "0/24",
+        "0/1",
+        "0.530",
+        "at the start 0.400 (+0.130)",
+        "held-out 0.441",
+        "24 s so far, about 2 min 56 s left",
+    ):
         assert expected in text, (expected, text)
 
 
@@ -186,8 +196,16 @@ def test_nothing_is_known_yet():
 
 @pytest.mark.parametrize(
     ("seconds", "text"),
-    [(-1, "0.0 s"), (4.21, "4.2 s"), (9.96, "10 s"), (59.4, "59 s"), (59.6, "1 min 00 s"), (192, "3 min 12 s"), (3599.7, "1 h 00 min"),
-     (3720, "1 h 02 min")],
-)  # fmt: skip
+    [
+        (-1, "0.0 s"),
+        (4.21, "4.2 s"),
+        (9.96, "10 s"),
+        (59.4, "59 s"),
+        (59.6, "1 min 00 s"),
+        (192, "3 min 12 s"),
+        (3599.7, "1 h 00 min"),
+        (3720, "1 h 02 min"),
+    ],
+)
 def test_duration(seconds: float, text: str):
     assert duration(seconds) == text

@@ -34,7 +34,7 @@ ROWS: list[dict[str, Any]] = [
         "reward/train_mean": 0.5,
         "samples_seen": 96,
         "audit/kendall_tau": math.nan,
-        "ok": True,
+        "staleness": True,
     },
     {"kind": "iteration", "iteration": 1, "reward/train_mean": 0.75, "samples_seen": 192},
 ]
@@ -75,6 +75,17 @@ def test_without_options_there_is_the_file(tmp_path):
         "metrics.jsonl",
     }
     assert events == []
+
+
+def test_a_metric_that_nobody_declared_is_told_once_and_written(tmp_path):
+    config, rundir, events = made(tmp_path)
+    sinks = Sinks(config, rundir, lambda name, **fields: events.append((name, fields)))
+    for _ in range(2):
+        sinks.row({"kind": "iteration", "iteration": 0, "loss/odd": 0.5, "reward/shapes/colour": 1})
+    assert [(name, fields["metric"]) for name, fields in events] == [
+        ("metric_undeclared", "loss/odd")
+    ]
+    assert rundir.metrics()[1]["loss/odd"] == 0.5
 
 
 def test_tensorboard_reads_back_what_the_file_has(tmp_path):

@@ -1,4 +1,4 @@
-"""The timeline: what is written down about every unit, how it is read again, and the picture of it."""
+"""The timeline: what is written about every task, how it is read again, and its drawing."""
 
 from __future__ import annotations
 
@@ -10,11 +10,12 @@ from pathlib import Path
 import pytest
 import ray
 
-from actors.messages import ChunkKey
+from actors.calls import Task
+from actors.messages import ActorInfo, ChunkKey
+from actors.runtime import identity
 from analysis.report.data import read_run
 from analysis.report.events import running_times, timeline_of
-from analysis.report.timeline import Lane, bars_of, in_running_time, last_iteration
-from analysis.report.timeline import Timeline as Shown
+from analysis.report.timeline import Chart, Lane, bars_of, in_running_time, last_iteration
 from analysis.report.timeline_lines import lines_of, strip
 from cluster.runtime.pool import ActorPool
 from configs.services import Service
@@ -105,7 +106,7 @@ def test_a_pool_writes_down_every_attempt_and_units_of_one_actor_follow_each_oth
     first.
     """
     spans: list[Span] = []
-    remote = ray.remote(Worker)
+    remote = ray.remote(Napper)
     pool = ActorPool(
         "echo",
         lambda name: remote.options(num_cpus=0).remote(),
@@ -114,13 +115,14 @@ def test_a_pool_writes_down_every_attempt_and_units_of_one_actor_follow_each_oth
         record=spans.append,
     )
 
+    died = str(tmp_path / "died")
+
     async def work() -> None:
         await pool.start()
         try:
-            units = [pool.call(("unit", i), "nap", i) for i in range(12)]
+            units = [pool.call(Task(("unit", i)), Napper.nap, i) for i in range(12)]
             await asyncio.wait_for(
-                asyncio.gather(*units, pool.call(("fatal", 0), "fatal", str(tmp_path / "died"))),
-                200,
+                asyncio.gather(*units, pool.call(Task(("fatal", 0)), Napper.fatal, died)), 200
             )
         finally:
             await pool.stop()
@@ -144,11 +146,11 @@ def test_a_pool_writes_down_every_attempt_and_units_of_one_actor_follow_each_oth
     )
 
 
-class Worker:
+class Napper:
     """Naps, or dies once."""
 
-    def ready(self) -> dict[str, int]:
-        return {}
+    def ready(self) -> ActorInfo:
+        return identity()
 
     def nap(self, value: int) -> int:
         import time
@@ -196,8 +198,14 @@ def test_a_run_leaves_every_unit_once(undisturbed: RunDirectory):
 
 
 def test_neighbours_are_joined_and_what_differs_is_not():
-    spans = [span("explore", 0, 1), span("explore", 1.05, 2), span("explore", 2.5, 3), span("load", 3, 3.5), span("explore", 3.5, 4),
-             span("explore", 4, 5, outcome="lost")]  # fmt: skip
+    spans = [
+        span("explore", 0, 1),
+        span("explore", 1.05, 2),
+        span("explore", 2.5, 3),
+        span("load", 3, 3.5),
+        span("explore", 3.5, 4),
+        span("explore", 4, 5, outcome="lost"),
+    ]
     bars = bars_of(spans, gap=0.1)
     assert [(bar.start, bar.stop, bar.count) for bar in bars] == [
         (0, 2, 2),
@@ -317,7 +325,7 @@ def test_an_actor_in_a_terminal():
         span("explore", 9.0, 10.0),
     ]
     assert strip(spans, lane, 10.0, 10) == "eee···X ·e"
-    timeline = Shown({"rollout-0": lane}, [], [(0.0, 0), (0.5, 1), (9.0, 2)], spans, 10.0)
+    timeline = Chart({"rollout-0": lane}, [], [(0.0, 0), (0.5, 1), (9.0, 2)], spans, 10.0)
     head, body, scale, words = lines_of(timeline, 20)
     assert head == "policy    v0                v2"  # version 1 has no room beside version 0
     assert body.startswith("rollout-0 eeeeee") and scale.split() == ["0", "5.0", "s", "10", "s"]

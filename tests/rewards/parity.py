@@ -1,4 +1,4 @@
-"""Our scorers against their peers, on pictures and prompts that are easy to get wrong: used by the
+"""Our scorers against their peers, on images and prompts that are easy to get wrong: used by the
 tests and by `make parity`.
 """
 
@@ -22,7 +22,7 @@ from tests.rewards import peers
 BOUND = 1e-5
 LEAST_SPREAD = (
     100 * BOUND
-    # standard deviation of the peer's scores: what does not look at its pictures is far beyond the
+    # standard deviation of the peer's scores: what does not look at its images is far beyond the
     # bound
 )
 PROMPTS = (
@@ -40,7 +40,7 @@ TINY = {
 TINY_BLIP: dict[str, Any] = {"image": 32, "patch": 8, "vision": (32, 2, 2), "text": (48, 2, 4, 96)}
 
 
-def pictures() -> dict[str, np.ndarray]:
+def images() -> dict[str, np.ndarray]:
     """uint8 [3, H, W] by name. Sides are such that the crop removes an even number of pixels at 32
     and at 224: an odd one is cut by transformers on another side than by torchvision, which is no
     question of the model (``test_pictures`` has those).
@@ -83,14 +83,14 @@ class Parity:
 
 
 def compare(scorer: str, size: str, peer_name: str, ours: Any, peer: peers.Peer) -> Parity:
-    """All prompts with every picture at the small size, one prompt with each picture at the full
+    """All prompts with every image at the small size, one prompt with each image at the full
     one.
     """
     mine, theirs = [], []
-    for place, picture in enumerate(pictures().values()):
+    for place, image in enumerate(images().values()):
         prompts = list(PROMPTS) if size == "small" else [PROMPTS[place]]
-        mine += ours(np.stack([picture] * len(prompts)), prompts, [{}] * len(prompts)).tolist()
-        image = Image.fromarray(picture.transpose(1, 2, 0))
+        mine += ours(np.stack([image] * len(prompts)), prompts, [{}] * len(prompts)).tolist()
+        image = Image.fromarray(image.transpose(1, 2, 0))
         theirs += [peer(image, prompt) for prompt in prompts]
     difference = np.abs(np.array(mine) - np.array(theirs))
     return Parity(
@@ -99,7 +99,7 @@ def compare(scorer: str, size: str, peer_name: str, ours: Any, peer: peers.Peer)
 
 
 def scorer(name: str, checkpoint: Path, **settings: Any) -> Any:
-    """A built-in scorer by its public way in; batches of 2, so that a batch ends inside a picture's
+    """A built-in scorer by its public way in; batches of 2, so that a batch ends inside an image's
     prompts.
     """
     return build(

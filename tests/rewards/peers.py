@@ -50,7 +50,7 @@ def add_path() -> None:
 
 @torch.no_grad()
 def randomise(model: torch.nn.Module, seed: int, gain: float = 1.0) -> None:
-    """Weights that keep activations of order one, so that pictures and words matter: normal over
+    """Weights that keep activations of order one, so that images and words matter: normal over
     the square root of the fan-in for matrices, 1 +- 0.2 for norms, 0.1 for biases; the logit scale
     as trained CLIPs have it, 100.
     """
@@ -189,7 +189,7 @@ def transformers_clip(cfg: dict[str, Any], state: dict[str, torch.Tensor]) -> Pe
     )
     tokenizer = clip_tokenizer()
 
-    def score(picture: Image.Image, prompt: str) -> float:
+    def score(image: Image.Image, prompt: str) -> float:
         words = tokenizer(
             [prompt],
             truncation=True,
@@ -198,7 +198,7 @@ def transformers_clip(cfg: dict[str, Any], state: dict[str, torch.Tensor]) -> Pe
         )
         with torch.no_grad():
             logits = model(
-                pixel_values=processor(picture, return_tensors="pt").pixel_values, **words
+                pixel_values=processor(image, return_tensors="pt").pixel_values, **words
             ).logits_per_image
         return logits.item() / model.logit_scale.exp().item()
 
@@ -214,9 +214,9 @@ def open_clip_pickscore(cfg: dict[str, Any], state: dict[str, torch.Tensor]) -> 
     transform: Any = open_clip.image_transform(cfg["vision_cfg"]["image_size"], is_train=False)
     tokenizer = open_clip.SimpleTokenizer(context_length=cfg["text_cfg"]["context_length"])
 
-    def score(picture: Image.Image, prompt: str) -> float:
+    def score(image: Image.Image, prompt: str) -> float:
         with torch.no_grad():
-            image = model.encode_image(transform(picture)[None], normalize=True)
+            image = model.encode_image(transform(image)[None], normalize=True)
             text = model.encode_text(tokenizer([prompt]), normalize=True)
             return (model.logit_scale.exp() * (image @ text.T)).item() / 26
 
@@ -248,9 +248,9 @@ def hpsv2_peer(cfg: dict[str, Any], model: Any) -> Peer:
     )
     length = cfg["text_cfg"]["context_length"]
 
-    def score(picture: Image.Image, prompt: str) -> float:
+    def score(image: Image.Image, prompt: str) -> float:
         with torch.no_grad():
-            image = model.encode_image(transform(picture)[None], normalize=True)
+            image = model.encode_image(transform(image)[None], normalize=True)
             text = model.encode_text(
                 package.tokenize([prompt], context_length=length), normalize=True
             )

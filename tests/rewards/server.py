@@ -1,4 +1,4 @@
-"""A reward server for tests: it scores a picture by its mean, and misbehaves as it is told."""
+"""A reward server for tests: it scores an image by its mean, and misbehaves as it is told."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from PIL import Image
 
 
 class Server(ThreadingHTTPServer):
-    """Scores a picture by its mean; ``answers`` are given first, one per request: a status, or what
+    """Scores an image by its mean; ``answers`` are given first, one per request: a status, or what
     to do instead; "slow" takes ``slow_s``.
     """
 
@@ -46,9 +46,7 @@ class Handler(BaseHTTPRequestHandler):
         if answer == "hang up":
             self.connection.shutdown(socket.SHUT_RDWR)
             return
-        scores = json.dumps(
-            {"scores": [float(picture.mean()) for picture in told["images"]]}
-        ).encode()
+        scores = json.dumps({"scores": [float(image.mean()) for image in told["images"]]}).encode()
         self.send_response(answer if isinstance(answer, int) else 200)
         self.end_headers()
         self.wfile.write(answer if isinstance(answer, bytes) else scores)
@@ -56,10 +54,8 @@ class Handler(BaseHTTPRequestHandler):
     def read(self, body: bytes) -> dict:
         if self.headers["Content-Type"] == "application/json":
             told = json.loads(body)
-            pictures = [Image.open(io.BytesIO(base64.b64decode(text))) for text in told["images"]]
-            return told | {
-                "images": [np.asarray(picture).transpose(2, 0, 1) for picture in pictures]
-            }
+            images = [Image.open(io.BytesIO(base64.b64decode(text))) for text in told["images"]]
+            return told | {"images": [np.asarray(image).transpose(2, 0, 1) for image in images]}
         arrays = np.load(io.BytesIO(body), allow_pickle=False)
         return json.loads(arrays["request"].tobytes()) | {"images": list(arrays["images"])}
 

@@ -11,7 +11,7 @@ from configs.rewards import Rewards
 from configs.rewards import Scorer as ScorerConfig
 from rewards.cache import ScoreCache
 from rewards.combine import Combination, WeightedScorer, combine, rank, zscore
-from rewards.pictures import shared
+from rewards.images import shared
 
 NAN = np.nan
 floats = st.lists(st.integers(-50, 50).map(float), min_size=1, max_size=12)
@@ -117,7 +117,7 @@ def test_impossible_combinations_are_refused(scorers, said):
 
 
 class Counting:
-    """Scores a picture by its mean, and counts."""
+    """Scores an image by its mean, and counts."""
 
     def __init__(self) -> None:
         self.calls: list[int] = []
@@ -149,7 +149,7 @@ def test_what_is_known_is_not_scored_again():
     assert np.array_equal(again.scores["own"], first.scores["own"][::-1]) and inner.calls == [3]
     assert np.array_equal(again.parts["own/first"], first.parts["own/first"][::-1])
     for change in (
-        (images + np.uint8(1), prompts, metadata),  # another picture
+        (images + np.uint8(1), prompts, metadata),  # another image
         (images, ["x"] * 4, metadata),  # another prompt
         (images, prompts, [{"n": 1}] * 4),  # other metadata
         (images.reshape(4, 3, 1, 25), prompts, metadata),  # the same bytes in another shape

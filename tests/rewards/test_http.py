@@ -62,7 +62,7 @@ def test_what_may_pass_is_tried_again(server, trouble):
         (["slow"] * 3, r"did not answer \(.*timed out.*\), tries: 3"),
         ([404], "answered 404 Not Found, tries: 1"),
         ([b"<html>"], "no JSON object with 'scores'"),
-        ([b'{"scores": [1, 2]}'], "2 scores for 3 pictures"),
+        ([b'{"scores": [1, 2]}'], "2 scores for 3 images"),
         ([b'{"scores": [1, 2, "x"]}'], "3 numbers or nulls"),
     ],
 )

@@ -41,14 +41,13 @@ def test_compressibility_is_the_opposite_and_detail_costs():
 
 
 def test_channels_are_not_mixed_with_rows():
-    """A picture with one vertical edge compresses the same as its red and blue channels' true
+    """An image with one vertical edge compresses the same as its red and blue channels' true
     layout says.
     """
-    picture = np.zeros((1, 3, 16, 16), np.uint8)
-    picture[:, 0] = (
-        255  # pure red: three constant planes, hence no AC coefficient and a few DC bits over the 625 header bytes
-    )
-    assert 0.625 < jpeg("jpeg_incompressibility")(picture, [""], [{}])[0] < 0.640
+    image = np.zeros((1, 3, 16, 16), np.uint8)
+    # pure red: three constant planes, no AC coefficient, a few DC bits over 625 header bytes
+    image[:, 0] = 255
+    assert 0.625 < jpeg("jpeg_incompressibility")(image, [""], [{}])[0] < 0.640
 
 
 def test_combine_is_the_weighted_sum_and_missing_stays_missing():
@@ -88,7 +87,7 @@ def test_a_scorer_that_fails_is_named():
 
     with pytest.raises(ScorerError, match="'bad' raised KeyError: 'objects'"):
         WeightedScorer({"bad": raises}, {"bad": 1.0})(GRAY_16, [""], [{}])
-    with pytest.raises(ScorerError, match=r"'bad' returned nan for picture 0 of 1"):
+    with pytest.raises(ScorerError, match=r"'bad' returned nan for image 0 of 1"):
         WeightedScorer({"bad": lambda *_: [np.nan]}, {"bad": 1.0})(GRAY_16, [""], [{}])
 
 

@@ -17,9 +17,9 @@ from bench.rewards import some_vocabulary
 from configs.rewards import Scorer as ScorerConfig
 from rewards import ScorerSetupError, build
 from rewards.checkpoints import locate, read_state
-from rewards.imagereward import MEAN, STD, Judge
+from rewards.imagereward import MEAN, STD, BlipReward
+from rewards.images import CLIP_MEAN
 from rewards.openclip import ClipScore, HPSv2
-from rewards.pictures import CLIP_MEAN
 from tests.rewards import parity, peers
 
 IMAGES = np.random.default_rng(0).integers(0, 256, (7, 3, 40, 56), dtype=np.uint8)
@@ -39,7 +39,7 @@ def settings(tmp_path_factory):
     clip, pick, judge = (
         open_clip.CLIP(**parity.TINY),
         CLIPModel(CLIPConfig(**tables)),
-        Judge(BLIP["vision"], BLIP["text"]),
+        BlipReward(BLIP["vision"], BLIP["text"]),
     )
     for seed, model in enumerate((clip, pick, judge)):
         peers.randomise(model, seed)
@@ -97,7 +97,7 @@ def made(settings, name, **more):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_every_picture_is_scored_with_its_own_prompt_whatever_the_batch(settings, name):
-    """Batches of 3 and 7 and single pictures sum in another order: FP32 rounding, of scores of
+    """Batches of 3 and 7 and single images sum in another order: FP32 rounding, of scores of
     order one and PickScore's 100 / 26.
     """
     together = made(settings, name)(IMAGES, PROMPTS, [{}] * 7)
@@ -128,12 +128,12 @@ def test_every_picture_is_scored_with_its_own_prompt_whatever_the_batch(settings
             "visual_encoder",
             "text_encoder",
             ([4, 3], [4, 3]),
-        ),  # its words look at the picture: one row per pair
+        ),  # its words look at the image: one row per pair
     ],
 )
 def test_only_pairs_are_computed(settings, name, image, text, rows, monkeypatch):
-    """Rows that go through each tower: the pictures, and each batch's distinct prompts; never every
-    picture with every prompt.
+    """Rows that go through each tower: the images, and each batch's distinct prompts; never every
+    image with every prompt.
     """
     scorer = made(settings, name, batch_size=4)
     seen: dict[str, list[int]] = {image: [], text: []}
@@ -310,7 +310,7 @@ def test_pictures_that_a_description_wants_otherwise_are_refused(hub):
     )
     with pytest.raises(
         ScorerSetupError,
-        match="resize_mode = 'squash'; this scorer makes pictures with 'shortest' only",
+        match="resize_mode = 'squash'; this scorer makes images with 'shortest' only",
     ):
         clip()
 

@@ -1,4 +1,4 @@
-"""Reading text: which text is wanted, how near it is, and the reader itself where it is installed."""
+"""Reading text: which text is wanted, how near it is, and the reader where it is installed."""
 
 from __future__ import annotations
 
@@ -83,11 +83,11 @@ def test_it_reads():
     pytest.importorskip("rapidocr_onnxruntime", reason="pip install 'sol-rl[ocr]'")
 
     def written(text: str, colour: str = "black") -> np.ndarray:
-        picture = Image.new("RGB", (320, 120), "white")
-        ImageDraw.Draw(picture).text(
+        image = Image.new("RGB", (320, 120), "white")
+        ImageDraw.Draw(image).text(
             (20, 30), text, fill=colour, font=ImageFont.load_default(size=40)
         )
-        return np.asarray(picture).transpose(2, 0, 1)
+        return np.asarray(image).transpose(2, 0, 1)
 
     images = np.stack([written("Hello World"), written("Hello"), written(""), written("Zyx")])
     scorer = OcrScorer()

@@ -11,7 +11,7 @@ import pytest
 from configs.load import load
 from configs.rewards import Scorer as ScorerConfig
 from rewards import SCORERS, ScorerSetupError, build, check_settings, resolve
-from rewards.base import check, require_pictures
+from rewards.base import check, require_images
 
 
 @pytest.fixture
@@ -70,7 +70,7 @@ def test_settings_reach_the_constructor(own_module):
         (
             "my_scorers:Constant",
             {"value": -1},
-            "raised ValueError: value must not be negative: mend rewards.scorers.settings",
+            "raised ValueError: value must not be negative: fix rewards.scorers.settings",
         ),
         ("my_scorers:Constant", {"valu": 1}, "raised TypeError.*'valu'"),
     ],
@@ -223,9 +223,9 @@ def test_check_keeps_good_scores_and_marks_bad_ones():
     assert values.dtype == np.float32 and values.tolist() == [1.0, 2.5] and problem is None
     values, problem = check(np.array([1.0, np.nan, np.inf]), 3)
     assert values[0] == 1 and np.isnan(values[1:]).all()
-    assert "picture 1 of 3 (2 not finite)" in problem
+    assert "image 1 of 3 (2 not finite)" in problem
     values, problem = check(np.array([1e300, 0.0]), 2)  # finite, but not in float32
-    assert np.isnan(values[0]) and values[1] == 0 and "picture 0" in problem
+    assert np.isnan(values[0]) and values[1] == 0 and "image 0" in problem
 
 
 @pytest.mark.parametrize("answer", [[1.0], [[1.0, 2.0]], 3.0, None, "ab", [1.0, "x"], {"a": 1}])
@@ -244,9 +244,9 @@ def test_check_does_not_write_into_the_scorers_array():
 
 def test_pictures_are_held_against_the_interface():
     good = np.zeros((2, 3, 8, 8), np.uint8)
-    require_pictures(good, ["a", "b"], [{}, {}])
+    require_images(good, ["a", "b"], [{}, {}])
     for images in (good.astype(np.float32), good[0], good.transpose(0, 2, 3, 1)):
         with pytest.raises(ValueError, match="uint8 \\[B, 3, H, W\\]"):
-            require_pictures(images, ["a", "b"], [{}, {}])
-    with pytest.raises(ValueError, match="2 pictures, 1 prompts, 2 metadata"):
-        require_pictures(good, ["a"], [{}, {}])
+            require_images(images, ["a", "b"], [{}, {}])
+    with pytest.raises(ValueError, match="2 images, 1 prompts, 2 metadata"):
+        require_images(good, ["a"], [{}, {}])

@@ -1,5 +1,4 @@
-"""Published architectures as data: what memory and work cost at real size can be computed without
-any weights.
+"""Published architectures as data, to compute memory and work at real size without weights.
 
 One JSON file per model, in the words of diffusers' and transformers' own configuration files: the
 models' published config.json files are the source. ``shared.json`` holds what several models share.
@@ -14,6 +13,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from configs.section import Tree
+
 DIRECTORY = Path(__file__).resolve().parent
 SHARED = "shared"
 
@@ -23,7 +24,7 @@ def published_names() -> list[str]:
     return sorted(path.stem for path in DIRECTORY.glob("*.json") if path.stem != SHARED)
 
 
-def published(name: str) -> dict[str, Any]:
+def published(name: str) -> Tree:
     """One published model: family, pipeline, hub_id, height, width in pixels, and parts.
 
     ``parts`` maps the names of a diffusers pipeline ("transformer", "vae", "scheduler",
@@ -43,10 +44,11 @@ def published(name: str) -> dict[str, Any]:
 
 
 def build(
-    part: dict[str, Any], device: torch.device | str = "meta", dtype: torch.dtype = torch.float32
+    part: Tree, device: torch.device | str = "meta", dtype: torch.dtype = torch.float32
 ) -> nn.Module:
-    """A model of ``published(name)["parts"]`` in eval mode without gradients: without memory on
-    "meta", else with random weights.
+    """A model of ``published(name)["parts"]`` in eval mode without gradients.
+
+    On "meta" it takes no memory; elsewhere its weights are random.
     """
     cls = _class(part)
     before = torch.get_default_dtype()
@@ -64,13 +66,12 @@ def build(
 
 
 def write_configs(name: str, directory: str | Path) -> Path:
-    """Write a pipeline directory of configuration files alone: a ``Family`` reads it, its
-    ``load_*`` find no weights there.
+    """Write a pipeline directory of configuration files, without weights, for a ``Family`` to read.
 
     Tokenizers are empty directories. Returns the directory.
     """
     model, root = published(name), Path(directory)
-    index: dict[str, Any] = {"_class_name": model["pipeline"]}
+    index: Tree = {"_class_name": model["pipeline"]}
     for key, part in model["parts"].items():
         index[key] = part["class"].split(".")
         target = root / key
@@ -86,11 +87,11 @@ def write_configs(name: str, directory: str | Path) -> Path:
     return root
 
 
-def _library(part: dict[str, Any]) -> str:
+def _library(part: Tree) -> str:
     return part["class"].split(".")[0]
 
 
-def _class(part: dict[str, Any]) -> Any:
+def _class(part: Tree) -> Any:
     import importlib
 
     library, name = part["class"].split(".")

@@ -1,0 +1,162 @@
+"""One client per service: what may be asked of it, how the task is named, and what comes back.
+
+The way of a seed: ``RolloutClient.explore`` -> ``RewardClient.score`` -> ``SelectorClient.select``
+-> ``LearnerClient.generate`` -> ``RewardClient.score`` -> ``LearnerClient.update``. The way of the
+weights: ``LearnerClient.export``, ``.shard`` -> ``RolloutActor.load``, which every member of the
+pool is told by itself (``cluster.driver.weights``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from ray import ObjectRef
+
+from actors.calls import Caller, Task, resolved
+from actors.encoder import EncoderActor
+from actors.learner import LearnerActor
+from actors.messages import (
+    Chosen,
+    ExploreChunk,
+    Explored,
+    Exported,
+    Floats,
+    Generated,
+    GenerateRequest,
+    Images,
+    Metadata,
+    Scores,
+    Shard,
+    TrainingGroup,
+)
+from actors.reward import RewardActor
+from actors.rollout import RolloutActor
+from actors.selector import SelectorActor
+from policy.types import Conditioning
+
+
+@dataclass(frozen=True)
+class EncoderClient:
+    """Prompts to conditioning."""
+
+    pool: Caller
+
+    async def encode(
+        self, what: int | str, groups: list[list[str]]
+    ) -> list[ObjectRef[Conditioning]]:
+        """A reference per group of prompts, to as many rows. ``what``: an iteration, or a word."""
+        task, returns = Task[float](("encode", what)), 1 + len(groups)
+        _, *found = await self.pool.call_parts(task, returns, EncoderActor.encode, groups)
+        return found
+
+
+@dataclass(frozen=True)
+class RolloutClient:
+    """Seeds to proxy images."""
+
+    pool: Caller
+
+    async def explore(
+        self,
+        request: ExploreChunk,
+        conditioning: ObjectRef[Conditioning],
+        priority: tuple[int, ...] = (),
+    ) -> Explored:
+        """Images of one prompt's seeds by the version that ``request`` names."""
+        task = Task[float](request.key, priority)
+        _, images, samples = await self.pool.call_parts(
+            task, 3, RolloutActor.explore, request, resolved(conditioning)
+        )
+        return Explored(images, samples)
+
+
+@dataclass(frozen=True)
+class RewardClient:
+    """Images to raw scores, by the scorers that share a pool."""
+
+    pool: Caller
+
+    async def score(
+        self,
+        task: Task[Scores],
+        images: ObjectRef[Images],
+        prompts: list[str],
+        metadata: list[Metadata],
+        labels: tuple[str, ...],
+        cached: bool,
+    ) -> Scores:
+        """Raw scores of B images, one prompt each; the arguments are those of the actor."""
+        return await self.pool.call(
+            task, RewardActor.score, resolved(images), prompts, metadata, labels, cached
+        )
+
+
+@dataclass(frozen=True)
+class SelectorClient:
+    """Rewards to the seeds that are trained on."""
+
+    pool: Caller
+
+    async def select(self, iteration: int, prompt: int, rewards: Floats) -> Chosen:
+        """What to train on and what to audit of a prompt with proxy rewards float32 [N]."""
+        task = Task[Chosen](("select", iteration, prompt), (iteration, prompt))
+        return await self.pool.call(task, SelectorActor.select, iteration, prompt, rewards)
+
+
+@dataclass(frozen=True)
+class LearnerClient:
+    """The one service with a state, of one replica or several that are equal between two calls.
+
+    So ``any_replica`` generates, an update or a checkpoint goes to ``every_replica``, and the rest
+    is asked of the ``first``.
+    """
+
+    any_replica: Caller
+    first: Caller
+    every_replica: Caller
+
+    async def generate(
+        self,
+        key: tuple[object, ...],
+        request: GenerateRequest,
+        conditioning: ObjectRef[Conditioning],
+        priority: tuple[int, ...],
+    ) -> Generated:
+        """Images and samples in full precision."""
+        _, images, samples = await self.any_replica.call_parts(
+            Task[float](key, priority), 3, LearnerActor.generate, request, resolved(conditioning)
+        )
+        return Generated(images, samples)
+
+    async def update(self, iteration: int, groups: list[TrainingGroup]) -> dict[str, float]:
+        """One update on all groups; metrics by name."""
+        task = Task[dict[str, float]](("update", iteration))
+        return await self.every_replica.call(task, LearnerActor.update, iteration, groups)
+
+    async def export(
+        self, version: int, backend: str | None = None, weights: str | None = None
+    ) -> Exported:
+        """Pack the policy as ``version`` for explorers that run ``backend``."""
+        task = Task[Exported](("export", version))
+        return await self.first.call(task, LearnerActor.export, version, backend, weights)
+
+    async def shard(self, version: int, index: int) -> ObjectRef[Shard]:
+        """One shard of the last export. It is ours: a learner that dies takes none along."""
+        task = Task[int](("chunk", version, index))
+        _, shard = await self.first.call_parts(task, 2, LearnerActor.shard, index)
+        return shard
+
+    async def quantisation(self) -> list[dict[str, object]]:
+        """Rows of ``quantisation.json``."""
+        task = Task[list[dict[str, object]]](("quantisation",))
+        return await self.first.call(task, LearnerActor.quantisation)
+
+    async def save(self, iteration: int, path: str, extra: Mapping[str, object]) -> None:
+        """Write a checkpoint, with ``extra`` state of the driver's."""
+        await self.first.call(Task[None](("save", iteration)), LearnerActor.save, path, extra)
+
+    async def load(self, name: str, path: str) -> None:
+        """Restore a checkpoint."""
+        task = Task[Mapping[str, object]](("load", name))
+        await self.every_replica.call(task, LearnerActor.load, path)

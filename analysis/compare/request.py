@@ -1,0 +1,195 @@
+"""What a comparison is asked for: by the command line, or by a comparison file.
+
+A comparison file is a TOML file such as those of ``configs/comparisons``.
+"""
+
+from __future__ import annotations
+
+import itertools
+import tomllib
+from collections.abc import Container, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import get_args
+
+from pydantic import Field, ValidationError
+
+from configs.aliases import current_key
+from configs.load import HERE, ConfigError, tree_of
+from configs.objectives import OBJECTIVES
+from configs.schema import Arm, RunConfig
+from configs.section import Section
+
+COMPARISONS = HERE / "comparisons"
+OWN = {
+    "seed": "give --seeds N, and --set seed=S for the first of them",
+    "name": "runs are named after their cell and seed",
+    "run_root": "give --out DIR, or --set run_root=DIR",
+}
+"""Keys that a comparison sets in every run, and what to do instead of setting them."""
+SEEDS = 3
+Tree = dict[str, object]
+
+
+class CellOfFile(Section):
+    """``[[cells]]``"""
+
+    name: str
+    layers: tuple[str, ...] = ()
+    changes: Tree = Field(default_factory=dict, alias="set")
+
+
+class ComparisonFile(Section):
+    """A comparison file."""
+
+    base: str = Field(description="preset name or TOML file that all cells are built on")
+    seeds: int = Field(default=SEEDS, ge=1)
+    baseline: str | None = None
+    changes: Tree = Field(default_factory=dict, alias="set")
+    vary: dict[str, list[object]] = Field(default_factory=dict)
+    cells: tuple[CellOfFile, ...] = Field(min_length=1)
+
+
+@dataclass(frozen=True)
+class Request:
+    """What the command line asks for; empty means: not given."""
+
+    source: str
+    arms: tuple[str, ...] = ()
+    objectives: tuple[str, ...] = ()
+    seeds: int | None = None
+    overrides: tuple[str, ...] = ()
+    vary: tuple[str, ...] = ()
+    baseline: str | None = None
+
+
+@dataclass(frozen=True)
+class Draft:
+    """A cell before its varied keys."""
+
+    name: str
+    title: str
+    layers: tuple[str, ...]
+    changes: Tree
+
+
+@dataclass(frozen=True)
+class Described:
+    """Cells on a common ``base`` with its ``changes``; ``name`` is that of a comparison file."""
+
+    base: str
+    changes: Tree
+    drafts: list[Draft]
+    seeds: int
+    baseline: str | None
+    vary: dict[str, list[object]]
+    name: str | None
+
+
+def described(request: Request) -> Described:
+    """What the command line, or the file that it names, says. Raises ConfigError."""
+    path = comparison_file(request.source)
+    fixed = {current_key(override.partition("=")[0]) for override in request.overrides}
+    vary: dict[str, list[object]] = {}
+    if path is None:
+        found = Described(
+            request.source, {}, _from_arguments(request), 1, request.baseline, vary, None
+        )
+    elif request.arms or request.objectives:
+        raise ConfigError(
+            f"{request.source} lists its cells: leave --arms and --objectives out, or give a preset"
+        )
+    else:
+        file = _parse_file(path)
+        drafts = [Draft(cell.name, cell.name, cell.layers, cell.changes) for cell in file.cells]
+        baseline = request.baseline or file.baseline
+        vary |= file.vary
+        found = Described(file.base, file.changes, drafts, file.seeds, baseline, vary, path.stem)
+    _check_own(request, found.drafts, vary)
+    for key in [key for key in vary if current_key(key) in fixed]:
+        del vary[key]
+    vary |= _varied(request.vary, fixed)
+    return found
+
+
+def comparison_file(source: str) -> Path | None:
+    """The comparison file that ``source`` names; None where it is a configuration."""
+    path = Path(source)
+    if not source.endswith(".toml") and "/" not in source:
+        path = COMPARISONS / f"{source}.toml"
+    try:
+        return path if "cells" in tomllib.loads(path.read_text(encoding="utf-8")) else None
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError):
+        return None  # reading it as a configuration says what is wrong
+
+
+def _from_arguments(request: Request) -> list[Draft]:
+    """Arms x objectives; without either, the configuration's own."""
+    for given, known, option in (
+        (request.arms, get_args(Arm), "--arms"),
+        (request.objectives, tuple(OBJECTIVES), "--objectives"),
+    ):
+        if strange := [name for name in given if name not in known]:
+            raise ConfigError(f"{option} {strange[0]}: one of {', '.join(known)} is expected")
+        if len(set(given)) < len(given):
+            raise ConfigError(f"{option} {','.join(given)}: one of them is given twice")
+    for option, key, given in (
+        ("--arms", "arm", request.arms),
+        ("--objectives", "objective.name", request.objectives),
+    ):
+        if given and any(override.partition("=")[0] == key for override in request.overrides):
+            raise ConfigError(f"{option} and --set {key}=...: give one of the two")
+    tree = tree_of(request.source, request.overrides)
+    arms = request.arms or (str(tree.get("arm", RunConfig.model_fields["arm"].default)),)
+    objectives: tuple[str | None, ...] = request.objectives or (None,)
+    drafts: list[Draft] = []
+    for arm, objective in itertools.product(arms, objectives):
+        alone = len(objectives) == 1 or objective is None
+        parts = [arm] if alone else [objective or ""] if len(arms) == 1 else [arm, objective or ""]
+        layers = (f"objectives/{objective}",) if objective else ()
+        drafts.append(Draft("-".join(parts), " · ".join(parts), layers, {"arm": arm}))
+    return drafts
+
+
+def _parse_file(path: Path) -> ComparisonFile:
+    try:
+        return ComparisonFile.model_validate(tomllib.loads(path.read_text(encoding="utf-8")))
+    except ValidationError as error:
+        raise ConfigError(
+            [
+                f"{path}: {'.'.join(map(str, item['loc']))} = {item['input']!r}: {item['msg']}"
+                for item in error.errors()
+            ]
+        ) from None
+
+
+def _check_own(request: Request, drafts: Sequence[Draft], varied: Iterable[str]) -> None:
+    """Raises ConfigError for a cell with a value that its runs would not have."""
+    asked = [(f"--vary {text}", text.partition("=")[0]) for text in request.vary]
+    asked += [(f"{request.source}: vary: {key}", key) for key in varied]
+    asked += [
+        (f"{request.source}: cell {draft.name!r}: set: {key}", key)
+        for draft in drafts
+        for key in draft.changes
+    ]
+    for where, key in asked:
+        if key in OWN:
+            raise ConfigError(f"{where}: no cell has a {key} of its own: {OWN[key]}")
+
+
+def _varied(texts: Sequence[str], fixed: Container[str]) -> dict[str, list[object]]:
+    """``key=v1,v2`` as key -> values, each read as a TOML value or else as a plain word."""
+    found: dict[str, list[object]] = {}
+    for text in texts:
+        key, separator, values = text.partition("=")
+        if not separator or not values or not all(key.split(".")):
+            raise ConfigError(
+                f"--vary {text}: expected key=value,value, such as explore.steps=2,4,6,8"
+            )
+        if current_key(key) in fixed or key in found:
+            raise ConfigError(f"--vary {text}: {key} is given twice")
+        try:
+            found[key] = tomllib.loads(f"values = [{values}]")["values"]
+        except tomllib.TOMLDecodeError:
+            found[key] = [value.strip() for value in values.split(",")]
+    return found

@@ -1,0 +1,83 @@
+"""Images before and after training, by prompt, as the page shows them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from analysis.report.charts import number
+from analysis.report.data import RunData
+from records.images import TINY, StepPictures, data_uri
+
+
+@dataclass(frozen=True)
+class Shown:
+    """An image with its ``data:`` address; without one, a hole."""
+
+    text: str
+    address: str = ""
+    width: int = 0
+    height: int = 0
+
+    @property
+    def tiny(self) -> bool:
+        """Whether it is enlarged with hard pixels."""
+        return max(self.width, self.height) <= TINY
+
+
+@dataclass(frozen=True)
+class Half:
+    """The images of one prompt at one step, and their mean reward where that is known."""
+
+    title: str
+    mean: str
+    images: list[Shown]
+
+    @property
+    def columns(self) -> int:
+        """How many stand side by side."""
+        return 1 if len(self.images) < 2 else 2 if len(self.images) <= 4 else 3
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """A prompt before training and, where that is there, after."""
+
+    text: str
+    halves: list[Half]
+
+
+def gallery(run: RunData) -> list[Prompt]:
+    """All prompts that have images."""
+    if not run.pictures.steps:
+        return []
+    first, last = run.pictures.steps[0], run.pictures.steps[-1]
+    steps = [("before", first)] + ([(f"after {last.step}", last)] if last is not first else [])
+    return [
+        Prompt(text, [_half(run, title, step, index, text) for title, step in steps])
+        for index, text in run.pictures.prompts.items()
+    ]
+
+
+def _half(run: RunData, title: str, step: StepPictures, index: int, prompt: str) -> Half:
+    scores = run.held_out.get(step.step, [])
+    row: Sequence[float] = scores[index] if index < len(scores) else ()
+    noises = run.pictures.noises(index)
+    rewards = [*row[: len(noises)], *[math.nan] * (len(noises) - len(row))]
+    images = []
+    for noise, reward in zip(noises, rewards, strict=True):
+        scored = f", reward {number(reward)}" if math.isfinite(reward) else ""
+        images.append(_image(step, index, noise, f"{title}: {prompt}, noise {noise}{scored}"))
+    known = [reward for reward in rewards if math.isfinite(reward)]
+    return Half(title, number(math.fsum(known) / len(known)) if known else "", images)
+
+
+def _image(step: StepPictures, index: int, noise: int, text: str) -> Shown:
+    path = step.files.get((index, noise))
+    if path is None:
+        return Shown(text)
+    try:
+        return Shown(text, *data_uri(path))
+    except OSError:  # replaced just now, or no image
+        return Shown(text)

@@ -1,0 +1,149 @@
+"""The top of the report: what the run is, how it stands, and the held-out reward."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from pydantic import ValidationError
+
+from analysis.report.charts import number
+from analysis.report.data import Row, RunData, finite, reason, step_of, values
+from configs.schema import RunConfig
+from records.progress import duration
+
+STATES = {
+    "finished": ("finished", "good"),
+    "failed": ("failed", "bad"),
+    "stopped": ("stopped", "warn"),
+    "open": ("no end recorded", "warn"),
+}
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """A number and its standard error, where that is known."""
+
+    value: float | None
+    error: float | None
+
+
+@dataclass(frozen=True)
+class Headline:
+    """``failure`` and ``stopped`` say why; ``lines`` are what else a reader must know first."""
+
+    word: str
+    tone: str
+    sentence: str
+    failure: str
+    stopped: str
+    lines: list[str]
+    before: Estimate | None
+    after: Estimate | None
+    updates: int
+    gain: Estimate | None
+    paired: bool  # else ``gain`` is the difference of two means
+    facts: list[tuple[str, str]]
+
+    @property
+    def banner(self) -> bool:
+        """Whether there is anything to be said."""
+        return bool(self.failure or self.stopped or self.lines)
+
+    @property
+    def banner_tone(self) -> str:
+        """How bad it is."""
+        return "bad" if self.failure else "warn"
+
+
+def headline(run: RunData) -> Headline:
+    """The top of the page."""
+    failed, stopped = run.last_event("run_failed"), run.last_event("run_stopped")
+    failure = stop = ""
+    if run.state == "failed" and failed:
+        failure = reason(failed) or "It did not say why."
+    elif run.state == "stopped" and stopped:
+        stop = reason(stopped) or "by request"
+    gain, paired = _gain(run)
+    return Headline(
+        *STATES[run.state],
+        _sentence(run),
+        failure,
+        stop,
+        _lines(run),
+        _estimate(run.before),
+        _estimate(run.after),
+        step_of(run.after) if run.after else 0,
+        gain,
+        paired,
+        _facts(run),
+    )
+
+
+def _sentence(run: RunData) -> str:
+    """Model, arm and objective in a sentence."""
+    if not run.config:
+        return "Its configuration is missing."
+    size = f"{run.setting('model.width')}×{run.setting('model.height')}"
+    model = f"{run.setting('model.family', 'model')} · {run.setting('model.path', '?')} · {size}"
+    head = f"{model}. Arm {run.setting('arm', '?')}"
+    try:
+        config = RunConfig.model_validate(run.config)
+    except ValidationError:
+        return f"{head}."
+    plan, keep, full = config.plan, config.selection.keep, config.regenerate
+    if plan.explore is None:
+        return f"{head}: {keep} noises per prompt at {full.steps} steps, all trained on."
+    backend = (run.last_event("backend_chosen") or {}).get("backend", plan.explore.backend)
+    again = f"{keep} of these pictures trained on as they are"
+    if plan.regenerate:
+        again = f"{keep} regenerated in {full.precision} at {full.steps} steps and trained on"
+    return (
+        f"{head}: {plan.explore.pool_size} noises per prompt explored in {backend} at"
+        f" {plan.explore.steps} steps, {again}."
+    )
+
+
+def _lines(run: RunData) -> list[str]:
+    lines = []
+    if run.state == "open":
+        lines.append(
+            "No end was recorded: the run is still going on, or it was killed. This is what there"
+            " is so far."
+        )
+    if event := run.last_event("stopped_early"):
+        lines.append(f"Training ended early: {reason(event)}.")
+    if not run.iterations:
+        lines.append("No iteration has ended, so there are no curves yet.")
+    return lines + [f"{remark}." for remark in run.remarks]
+
+
+def _estimate(row: Row | None) -> Estimate | None:
+    if row is None:
+        return None
+    return Estimate(finite(row.get("reward/eval_mean")), finite(row.get("eval/stderr")))
+
+
+def _gain(run: RunData) -> tuple[Estimate | None, bool]:
+    """Held-out reward after minus before, and whether it is paired by prompt and initial noise."""
+    before, after = run.before, run.after
+    if before is None or after is None:
+        return None, False
+    gain, error = finite(after.get("eval/gain")), finite(after.get("eval/gain_stderr"))
+    if gain is not None:
+        return Estimate(gain, error), True
+    start, end = finite(before.get("reward/eval_mean")), finite(after.get("reward/eval_mean"))
+    return (None if start is None or end is None else Estimate(end - start, error)), False
+
+
+def _facts(run: RunData) -> list[tuple[str, str]]:
+    done, planned = len(run.iterations), run.setting("iterations")
+    facts = [("iterations", f"{done:,}" + (f" of {planned:,}" if isinstance(planned, int) else ""))]
+    if seconds := values([*run.iterations, *run.evaluations], "seconds"):
+        facts.append(("training time", duration(max(seconds))))
+    if seen := values(run.iterations, "samples_seen"):
+        facts.append(("samples trained on", f"{seen[-1]:,.0f}"))
+    if tau := values(run.iterations, "audit/kendall_tau"):
+        facts.append(("rank agreement (tau)", number(math.fsum(tau) / len(tau), 2)))
+    deaths = sum(event["event"] == "actor_died" for event in run.events)
+    return [*facts, ("actors lost", f"{deaths:,}"), ("run seed", str(run.setting("seed", "–")))]

@@ -1,0 +1,89 @@
+"""What several commands share: exit codes, options, and the run that a path names."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from configs.load import ConfigError
+from configs.schema import RunConfig
+
+if TYPE_CHECKING:
+    from records.rundir import RunDirectory
+
+DONE, USER_ERROR, RUN_FAILED, STOPPED = 0, 2, 3, 130
+
+
+def add_config(
+    sub: argparse.ArgumentParser, required: bool = True, what: str = "a preset name or a TOML file"
+) -> None:
+    """The configuration and ``--set``."""
+    sub.add_argument("config", nargs=None if required else "?", help=what)
+    sub.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        dest="overrides",
+        metavar="a.b=c",
+        help="override one value",
+    )
+
+
+def add_resume(sub: argparse.ArgumentParser) -> None:
+    """``--resume``."""
+    text = "continue the run of this name from its last checkpoint"
+    sub.add_argument("--resume", action="store_true", help=text)
+
+
+def add_cluster(sub: argparse.ArgumentParser) -> None:
+    """``--address`` of a cluster that is there."""
+    where = (
+        "host:port of the cluster's head, or its dashboard's URL; RAY_ADDRESS, or the cluster on"
+        " this machine, unless given"
+    )
+    sub.add_argument("--address", metavar="URL", help=where)
+
+
+def add_checkpoint(sub: argparse.ArgumentParser, of: str = "a checkpoint of the run") -> None:
+    """``--checkpoint``."""
+    text = f"{of}; the last one unless given"
+    sub.add_argument("--checkpoint", type=int, metavar="STEP", help=text)
+
+
+def run_at(path: str) -> tuple[RunDirectory, RunConfig]:
+    """A run directory and the configuration in it. Raises ConfigError when there is none."""
+    from records.rundir import RunDirectory
+
+    rundir = RunDirectory(Path(path).absolute())
+    return rundir, rundir.configuration()
+
+
+def through_job(given: str | None, command: Sequence[str]) -> int | None:
+    """Exit code of ``command`` run as a job, where the address is a dashboard's; None: connect."""
+    address = given or os.environ.get("RAY_ADDRESS", "")
+    if not address.startswith(("http://", "https://")):
+        return None
+    from cluster.jobs.dashboard import ask_through_job
+
+    return ask_through_job(address, command, show, say)
+
+
+def require_positive(options: argparse.Namespace, *names: str) -> None:
+    """Raises ConfigError for the first of these options that is given and not above 0."""
+    for name in names:
+        if (value := getattr(options, name)) is not None and not 0 < value < float("inf"):
+            raise ConfigError(f"--{name.replace('_', '-')} {value:g}: must be above 0")
+
+
+def show(text: str) -> None:
+    """Print what a job printed, as it comes."""
+    print(text, end="", flush=True)
+
+
+def say(line: str) -> None:
+    """A line for the user that is no part of the output."""
+    print(line, file=sys.stderr, flush=True)

@@ -1,0 +1,70 @@
+"""``sol-rl compare``."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from cli.common import DONE, add_config
+from configs.load import ConfigError
+
+HELP = "arms and objectives on equal prompts, seeds and run seeds: tables with error bars, curves"
+
+
+def declare(sub: argparse.ArgumentParser) -> None:
+    """Add its options."""
+    what = "a preset, a TOML file, or a comparison: a TOML file that lists its cells"
+    add_config(sub, required=False, what=what)
+    for name, metavar, text in (
+        ("arms", "A,B", "arms; the configuration's own unless given"),
+        ("objectives", "X,Y", "objectives; the configuration's own unless given"),
+        ("baseline", "CELL", "the cell that the others are compared with; the first unless given"),
+        (
+            "out",
+            "DIR",
+            "directory of the runs and the report; NAME-compare under run_root unless given",
+        ),
+    ):
+        sub.add_argument(f"--{name}", metavar=metavar, help=text)
+    text = "run seeds per cell; 1, or the comparison's own number, unless given"
+    sub.add_argument("--seeds", type=int, metavar="N", help=text)
+    text = "a cell for every value; more than one: for every combination"
+    sub.add_argument("--vary", action="append", default=[], metavar="a.b=v,w", help=text)
+    text = "compare these run directories instead; nothing is trained"
+    sub.add_argument("--runs", nargs="+", metavar="DIR", help=text)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Run the cells, or read the runs that are given, and print the tables."""
+    only_new = [options.config, options.arms, options.objectives, options.seeds]
+    asked = [*only_new, *options.overrides, *options.vary]
+    if bool(options.runs) == (options.config is not None) or (
+        options.runs and any(each is not None for each in asked)
+    ):
+        raise ConfigError(
+            "compare: give a preset, a TOML file or a comparison; or --runs DIR ... alone, with"
+            " --baseline and --out"
+        )
+        from analysis.compare.command import compare, compare_existing
+    from analysis.compare.request import Request
+
+    out = Path(options.out) if options.out else None
+    if options.runs:
+        text = compare_existing([Path(run) for run in options.runs], options.baseline, out)
+    else:
+        request = Request(
+            source=options.config,
+            arms=_words(options.arms),
+            objectives=_words(options.objectives),
+            seeds=options.seeds,
+            overrides=tuple(options.overrides),
+            vary=tuple(options.vary),
+            baseline=options.baseline,
+        )
+        text = compare(request, out, lambda line: print(line, flush=True))
+    print("\n".join(text))
+    return DONE
+
+
+def _words(text: str | None) -> tuple[str, ...]:
+    return tuple(word.strip() for word in text.split(",") if word.strip()) if text else ()

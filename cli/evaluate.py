@@ -1,0 +1,27 @@
+"""``sol-rl evaluate``."""
+
+from __future__ import annotations
+
+import argparse
+
+from cli.common import DONE, add_checkpoint, run_at
+
+HELP = "score held-out prompts with base, trained, old and EMA weights"
+
+
+def declare(sub: argparse.ArgumentParser) -> None:
+    """Add its options."""
+    sub.add_argument("run", help="a run directory")
+    add_checkpoint(sub)
+    text = "a prompt file, all of it; the run's held-out prompts unless given"
+    sub.add_argument("--prompts", metavar="FILE", help=text)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Print the scores of every set of weights."""
+    rundir, config = run_at(options.run)
+    from cluster.driver.offline import evaluate_run
+
+    for line in evaluate_run(rundir, config, options.checkpoint, options.prompts):
+        print(line)
+    return DONE

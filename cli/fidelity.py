@@ -1,0 +1,74 @@
+"""``sol-rl fidelity``."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from cli.common import DONE, add_checkpoint, add_config, run_at, say
+from configs.load import ConfigError, load
+from configs.resume import measured
+
+HELP = "measure how well cheap proxies rank seeds, by backend and explore steps"
+
+
+def declare(sub: argparse.ArgumentParser) -> None:
+    """Add its options."""
+    add_config(sub, required=False)
+    sub.add_argument(
+        "--run",
+        metavar="DIR",
+        help=(
+            "the trained policy of this run, with the run's own configuration; --set may change"
+            " what is measured"
+        ),
+    )
+    add_checkpoint(sub, "with --run: a checkpoint")
+    text = "training prompts, drawn by the run seed"
+    sub.add_argument("--prompts", type=int, default=32, metavar="P", help=text)
+    sub.add_argument("--seeds", type=int, default=96, metavar="N", help="seeds per prompt")
+    text = "explore steps of the proxies"
+    sub.add_argument("--steps", type=int, nargs="+", default=[2, 4, 6, 8], help=text)
+    text = "precisions of the proxies"
+    sub.add_argument("--backends", nargs="+", default=["emulated_nvfp4", "fp32"], help=text)
+    text = "CPU threads; as the configuration's rollout actors unless given"
+    sub.add_argument("--threads", type=int, help=text)
+    text = "directory to write; beside the run directories unless given"
+    sub.add_argument("--out", metavar="DIR", help=text)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Measure, write the files and print the tables."""
+    if (options.config is None) == (options.run is None):
+        raise ConfigError(
+            "fidelity: give a preset name or a TOML file, or --run DIR, which brings its own"
+            " configuration"
+        )
+    if options.checkpoint is not None and options.run is None:
+        raise ConfigError(
+            f"fidelity: --checkpoint {options.checkpoint}: of which run? Give --run DIR in place of"
+            " a configuration"
+        )
+    if min(options.prompts, *options.steps, options.threads or 1) < 1 or options.threads == 0:
+        raise ConfigError("fidelity: --prompts, --steps and --threads must be at least 1")
+    rundir = None
+    if options.run:
+        rundir, config = run_at(options.run)
+        config = measured(config, options.overrides)
+    else:
+        config = load(options.config, options.overrides)
+    beside = rundir.path if rundir else Path(config.run_root or "runs") / config.name
+    out = Path(options.out or f"{beside}-fidelity")
+    from analysis.fidelity.measure import Measurement, checkpoint_of, run
+
+    wanted = Measurement(
+        prompts=options.prompts,
+        seeds=options.seeds,
+        steps=tuple(options.steps),
+        backends=tuple(options.backends),
+        threads=options.threads,
+        checkpoint=checkpoint_of(rundir, options.checkpoint) if rundir else None,
+    )
+    for line in run(config, wanted, out, say):
+        print(line)
+    return DONE

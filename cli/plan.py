@@ -1,0 +1,81 @@
+"""``sol-rl plan``."""
+
+from __future__ import annotations
+
+import argparse
+import json
+
+from cli.common import DONE, add_config, require_positive
+from configs.load import load
+
+HELP = (
+    "dry run: placement, memory, bytes per broadcast, operations and predicted seconds; loads no"
+    " weights"
+)
+ASSUMED = (
+    (
+        "gpus",
+        int,
+        None,
+        "N",
+        "GPUs to lay the run out on; those of layout.gpus or a node unless given",
+    ),
+    (
+        "peak_tflops",
+        float,
+        None,
+        "T",
+        "assumed dense BF16 peak of a GPU; the accelerator's unless given",
+    ),
+    ("quantised_peak_tflops", float, None, "T", "assumed peak in quantised layers"),
+    ("utilisation", float, 0.4, "U", "assumed share of the peaks that is reached"),
+    ("gpu_memory_gb", float, None, "GB", "assumed memory of a GPU; the accelerator's unless given"),
+    ("node_gpus", int, 8, "N", "GPUs of an assumed node"),
+    ("node_cpus", int, 96, "N", "CPUs of an assumed node"),
+)
+"""Numbers of ``planning.assumptions.Assumptions``: field, type, default, unit, help."""
+
+
+def declare(sub: argparse.ArgumentParser) -> None:
+    """Add its options."""
+    add_config(sub)
+    sub.add_argument(
+        "--address",
+        metavar="HOST:PORT",
+        help="place on the nodes of the cluster with this head; on assumed nodes unless given",
+    )
+    sub.add_argument(
+        "--accelerator",
+        metavar="NAME",
+        help="GPUs assumed, such as B200; services.rollout.accelerator unless given",
+    )
+    sub.add_argument(
+        "--json", action="store_true", help="print the prediction as one JSON object instead"
+    )
+    for name, kind, default, unit, text in ASSUMED:
+        sub.add_argument(
+            f"--{name.replace('_', '-')}", type=kind, default=default, metavar=unit, help=text
+        )
+
+
+def run(options: argparse.Namespace) -> int:
+    """Print the plan."""
+    names = [name for name, *_ in ASSUMED]
+    require_positive(options, *names)
+    config = load(options.config, options.overrides)
+    from planning.assumptions import Assumptions
+    from planning.lines import json_of, lines_of
+    from planning.make import make_plan
+
+    nodes = None
+    if options.address:
+        from cluster.jobs.live_runs import connected
+        from cluster.runtime.nodes import free_nodes
+
+        with connected(options.address):
+            nodes = free_nodes()
+    numbers = {name: getattr(options, name) for name in names}
+    assumed = Assumptions(accelerator=options.accelerator, **numbers)
+    plan = make_plan(config, assumed, nodes)
+    print(json.dumps(json_of(plan), indent=2) if options.json else "\n".join(lines_of(plan)))
+    return DONE

@@ -1,0 +1,35 @@
+"""``sol-rl scale``."""
+
+from __future__ import annotations
+
+import argparse
+
+from cli.common import DONE, add_cluster, through_job
+from configs.load import ConfigError
+
+HELP = "grow or shrink the pools of a running job; the learner is not disturbed"
+POOLS = ("rollout", "reward")
+
+
+def declare(sub: argparse.ArgumentParser) -> None:
+    """Add its options."""
+    for kind in POOLS:
+        sub.add_argument(f"--{kind}", type=int, metavar="N", help=f"{kind} actors")
+    sub.add_argument("--run", metavar="NAME", help="which run, where there are several")
+    add_cluster(sub)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Tell a run the sizes that its pools should have."""
+    sizes = {kind: size for kind in POOLS if (size := getattr(options, kind)) is not None}
+    if not sizes or min(sizes.values()) < 1:
+        raise ConfigError("scale: give --rollout N or --reward N, at least 1")
+    given = [part for kind, size in sizes.items() for part in (f"--{kind}", str(size))]
+    given += ["--run", options.run] if options.run else []
+    if (code := through_job(options.address, ["scale", *given])) is not None:
+        return code
+    from cluster.jobs.live_runs import address_of, connected, scale
+
+    with connected(address_of(options.address)):
+        print(scale(options.run, sizes))
+    return DONE

@@ -1,0 +1,29 @@
+"""``sol-rl status``."""
+
+from __future__ import annotations
+
+import argparse
+
+from cli.common import DONE, add_cluster, through_job
+
+HELP = "what a running job is doing: actors, versions, progress, rates"
+
+
+def declare(sub: argparse.ArgumentParser) -> None:
+    """Add its options."""
+    sub.add_argument("--run", metavar="NAME", help="one run; all of the cluster unless given")
+    add_cluster(sub)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Ask the runs of a cluster."""
+    given = ["--run", options.run] if options.run else []
+    if (code := through_job(options.address, ["status", *given])) is not None:
+        return code
+    from cluster.jobs.live_runs import address_of, connected, states
+    from cluster.jobs.status_text import lines_of
+
+    with connected(address_of(options.address)):
+        for state in states(options.run).values():
+            print("\n".join(lines_of(state)))
+    return DONE

@@ -1,0 +1,50 @@
+"""``sol-rl submit``."""
+
+from __future__ import annotations
+
+import argparse
+
+from cli.common import DONE, STOPPED, add_config, add_resume, say, show
+
+HELP = "train as a job on a Ray cluster"
+
+
+def declare(sub: argparse.ArgumentParser) -> None:
+    """Add its options."""
+    add_config(sub)
+    sub.add_argument(
+        "--address",
+        metavar="URL",
+        help=(
+            "the cluster's dashboard, http://HOST:8265; RAY_API_SERVER_ADDRESS or RAY_ADDRESS"
+            " unless given"
+        ),
+    )
+    sub.add_argument(
+        "--follow",
+        action="store_true",
+        help=(
+            "show the job's log until it ends; its exit code is then the run's, or 4 when the"
+            " dashboard answers no more"
+        ),
+    )
+    add_resume(sub)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Submit the job, and follow it where that is requested."""
+    from cluster.jobs.job_log import follow
+    from cluster.jobs.submit import submit
+
+    client, job = submit(options.config, options.overrides, options.address, options.resume)
+    at = f" --address {options.address}" if options.address else ""
+    stop = f"after a checkpoint: ray job stop{at} {job}"
+    print(f"submitted: {job}", flush=True)
+    if not options.follow:
+        print(f"follow: ray job logs{at} --follow {job}\nstop, {stop}")
+        return DONE
+    try:
+        return follow(client, job, show, say)
+    except KeyboardInterrupt:
+        say(f"the job goes on; stop it, {stop}")
+        return STOPPED

@@ -1,0 +1,52 @@
+"""``sol-rl train``."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Mapping, Sequence
+
+from cli.common import DONE, add_config, add_resume
+from configs.load import load
+
+HELP = "train, on this machine or on the cluster of RAY_ADDRESS"
+
+
+def declare(sub: argparse.ArgumentParser) -> None:
+    """Add its options."""
+    add_config(sub)
+    add_resume(sub)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Train; say how the held-out reward changed."""
+    config = load(options.config, options.overrides)
+    from cluster.driver.session import train
+
+    rundir = train(config, options.resume)
+    for line in summary(rundir.metrics()):
+        print(line)
+    print(f"report: {rundir.path / 'report.html'}")
+    return DONE
+
+
+def summary(rows: Sequence[Mapping[str, object]]) -> list[str]:
+    """Held-out reward before and after, from the rows of metrics.jsonl."""
+    evaluations = [row for row in rows if row["kind"] == "evaluation"]
+    if not evaluations:
+        return []
+    before, after = evaluations[0], evaluations[-1]
+    lines = [f"held-out reward before: {_number(before, 'reward/eval_mean', 'eval/stderr')}"]
+    if after is not before:
+        lines.append(f"held-out reward after:  {_number(after, 'reward/eval_mean', 'eval/stderr')}")
+        if after.get("eval/gain") is not None:
+            gain = _number(after, "eval/gain", "eval/gain_stderr", "+")
+            lines.append(f"paired gain:            {gain} (standard error, clustered by prompt)")
+    return lines
+
+
+def _number(row: Mapping[str, object], name: str, error: str, sign: str = "-") -> str:
+    value, spread = row.get(name), row.get(error)
+    shown = [
+        f"{each:{sign}.4f}" if isinstance(each, int | float) else "n/a" for each in (value, spread)
+    ]
+    return f"{shown[0]} +- {shown[1].removeprefix('+')}"

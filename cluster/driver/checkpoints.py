@@ -1,0 +1,106 @@
+"""How far a run has come, and how it goes back to its newest checkpoint."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypedDict, cast
+
+from cluster.driver.rank_monitor import MonitorState, RankMonitor
+from cluster.driver.services import ActorServices
+from learner.checkpoint import latest_checkpoint, read
+from records.rundir import RunDirectory
+
+
+class Saved(TypedDict):
+    """What a checkpoint keeps beside the learner's state."""
+
+    iteration: int
+    time: float  # seconds of the epoch
+    seconds: float  # of training before it
+    samples_seen: int
+    guard: MonitorState
+    backend: str | None  # precision that the run began to explore in
+
+
+@dataclass
+class Position:
+    """How far a run has come."""
+
+    next_iteration: int = 0
+    samples_seen: int = 0
+    last_row: Mapping[str, Any] = field(default_factory=dict[str, Any])  # of an iteration
+    seconds_before: float = 0.0  # of training, in sessions before this one
+    restored: int = 0  # times the learner was lost and went back to a checkpoint
+    began: float = field(default_factory=time.monotonic)
+
+    @property
+    def seconds(self) -> float:
+        """Of training until now, over all sessions."""
+        return self.seconds_before + time.monotonic() - self.began
+
+
+class Checkpoints:
+    """Saves a run, and takes it back to what was saved."""
+
+    def __init__(
+        self,
+        rundir: RunDirectory,
+        services: ActorServices,
+        monitor: RankMonitor,
+        position: Position,
+    ):
+        self._rundir, self._services = rundir, services
+        self._monitor, self._position = monitor, position
+        self._saved: int | None = None
+
+    @property
+    def up_to_date(self) -> bool:
+        """Whether there is nothing to save."""
+        return self._saved == self._position.next_iteration
+
+    async def save(self) -> None:
+        """Write a checkpoint, where there is anything new."""
+        if self.up_to_date:
+            return
+        position, iteration = self._position, self._position.next_iteration
+        state: Saved = {
+            "iteration": iteration,
+            "time": time.time(),
+            "seconds": position.seconds,
+            "samples_seen": position.samples_seen,
+            "guard": self._monitor.state,
+            "backend": self._services.weights.chosen,
+        }
+        path = self._rundir.checkpoints / f"step_{iteration:06d}"
+        await self._services.learner.save(iteration, str(path), {**state})
+        self._saved = iteration
+        self._rundir.event("checkpoint_saved", iteration=iteration, path=path.name)
+
+    def rewind(self, in_process: bool = False) -> Path | None:
+        """The newest whole checkpoint, with everything that was recorded after it forgotten; None:
+        from the beginning.
+
+        ``in_process``: the run goes on, so its clock does too, and its events stay.
+        """
+        path, position = latest_checkpoint(self._rundir.checkpoints), self._position
+        saved: Saved = {
+            "iteration": 0, "time": 0.0, "seconds": 0.0, "samples_seen": 0, "guard": {},
+            "backend": None,
+        }  # fmt: skip
+        if path is not None:
+            saved = cast(Saved, saved | read(path)[1]["extra"])
+        position.next_iteration = saved["iteration"]
+        position.samples_seen = saved["samples_seen"]
+        self._saved = saved["iteration"] if path else None
+        self._monitor.restore(saved["guard"])
+        if not in_process:
+            position.seconds_before = saved["seconds"]
+            self._services.weights.chosen = saved["backend"]
+        self._rundir.truncate(saved["iteration"], math.inf if in_process else saved["time"])
+        rows = (row for row in reversed(self._rundir.metrics()) if row["kind"] == "iteration")
+        position.last_row = next(rows, dict[str, Any]())
+        return path

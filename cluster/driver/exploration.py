@@ -1,0 +1,117 @@
+"""Stage 1: many cheap images per prompt, scored, and the seeds that are worth full quality."""
+
+from __future__ import annotations
+
+import asyncio
+
+import numpy as np
+from ray import ObjectRef
+
+from actors.messages import ChunkKey, ExploreChunk, Samples
+from cluster.driver.iteration import Candidates, Iteration
+from cluster.driver.scoring import Scored, Scoring
+from cluster.driver.services import ActorServices
+from cluster.runtime.tasks import BackgroundTasks, run_together
+from configs.prompts import Prompt, prompts_of_iteration
+from configs.schema import RunConfig
+from policy.sampling.noise import stream_seed
+from records.errors import InputsLost, RunFailed
+
+
+class Exploration:
+    """Explores iterations: each in its turn, or the next one while the learner works."""
+
+    def __init__(self, config: RunConfig, services: ActorServices, prompts: list[Prompt]):
+        self._config, self._services, self._prompts = config, services, prompts
+        self._tasks = BackgroundTasks()
+        self._ahead: asyncio.Task[Iteration] | None = None  # ends when the next one is under way
+
+    async def begun(self, index: int) -> Iteration:
+        """Iteration ``index``, being explored: ahead since a while, or from now on."""
+        ahead, self._ahead = self._ahead, None
+        return await (ahead or self._begin(index))
+
+    def begin_after(self, it: Iteration) -> None:
+        """Begin the next iteration as soon as this one is explored."""
+
+        async def next_one() -> Iteration:
+            await asyncio.gather(*it.exploring)
+            return await self._begin(it.index + 1)
+
+        self._ahead = self._tasks.start(next_one())
+
+    async def close(self) -> None:
+        """End what is explored ahead: nothing waits for it any more."""
+        self._ahead = None
+        await self._tasks.end()
+
+    def seeds(self, iteration: int, prompt: int, count: int) -> tuple[int, ...]:
+        """A function of the run's seed and the place in the run alone."""
+        run_seed = self._config.seed
+        return tuple(stream_seed(run_seed, "explore", iteration, prompt, n) for n in range(count))
+
+    async def _begin(self, index: int) -> Iteration:
+        config, services = self._config, self._services
+        per_iteration = config.prompts.per_iteration
+        rows = prompts_of_iteration(len(self._prompts), per_iteration, index, config.seed)
+        prompts = [self._prompts[row] for row in rows]
+        conditioning = await services.encoder.encode(index, [[prompt.text] for prompt in prompts])
+        scoring = Scoring(config.rewards, services.reward)
+        if config.plan.explore is None:
+            return Iteration(index, index, None, prompts, conditioning, scoring)
+        # a function of the iteration, not of what was published by now: timing must not show
+        version = max(index - config.explore_ahead, 0)
+        backend = services.weights.held(version).backend
+        it = Iteration(index, version, backend, prompts, conditioning, scoring)
+        it.exploring = [self._tasks.start(self._explore(it, p)) for p in range(len(prompts))]
+        return it
+
+    async def _explore(self, it: Iteration, p: int) -> Candidates:
+        """A prompt's candidates, explored and scored, and what of them is chosen."""
+        plan, size = self._config.plan.explore, self._config.explore.chunk_size
+        assert plan is not None
+        seeds = self.seeds(it.index, p, plan.pool_size)
+        chunks = await run_together(
+            *(
+                self._chunk(it, p, number, seeds[first : first + size])
+                for number, first in enumerate(range(0, len(seeds), size))
+            )
+        )
+        scored = Scored.concatenate([scored for scored, _ in chunks])
+        usable, keep = int(np.isfinite(scored.rewards).sum()), self._config.selection.keep
+        if usable < keep:
+            raise RunFailed(
+                f"prompt {it.prompts[p].text!r} is left with {usable} scored images of"
+                f" {len(seeds)}, selection.keep = {keep} are needed: see"
+                " events.jsonl for what its scorers said"
+            )
+        chosen = await self._services.selector.select(it.index, p, scored.rewards)
+        samples = [reference for _, reference in chunks]
+        return it.explored(p, Candidates(seeds, scored, samples, size, chosen))
+
+    async def _chunk(
+        self, it: Iteration, p: int, number: int, seeds: tuple[int, ...]
+    ) -> tuple[Scored, ObjectRef[Samples]]:
+        """Explore and score one chunk; images that were lost with their node before they were
+        scored are made again.
+        """
+        plan, tries = self._config.plan.explore, self._config.services.rollout.max_attempts
+        assert plan is not None
+        key = ChunkKey(it.index, p, number, it.version)
+        trained_on = not self._config.plan.regenerate
+        request = ExploreChunk(key, seeds, plan.steps, plan.solver, return_latents=trained_on)
+        prompts = [it.prompts[p]] * len(seeds)
+        for _ in range(tries):
+            explored = await self._services.rollout.explore(
+                request, it.conditioning[p], priority=(it.index, p, number)
+            )
+            it.advanced("explored", len(seeds))
+            try:
+                scored = await it.scoring.score(
+                    key, explored.images, prompts, priority=(it.index, p, 0, number)
+                )
+            except InputsLost:
+                continue
+            it.advanced("scored", len(seeds))
+            return scored, explored.samples
+        raise RunFailed(f"{key}: its images were lost {tries} times before they were scored")

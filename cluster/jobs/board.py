@@ -1,0 +1,179 @@
+"""The board: a named actor where every run on a cluster shows its state and is asked to scale.
+
+There is one board per cluster. The first run that needs it creates it, and it is created again when
+it is lost: it holds nothing that a run depends on. It is an actor and not a file in the run's
+directory for two reasons. Whoever reaches the cluster reaches the board, with or without the run's
+disk; and the board ends with the cluster, so that no run obeys a file that an earlier one left.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Mapping
+from typing import TYPE_CHECKING, TypedDict
+
+if TYPE_CHECKING:
+    from ray.actor import ActorProxy
+
+NAME, NAMESPACE = "sol-rl-board", "sol-rl"
+PERIOD_S = 1.0
+SILENT_S = 30.0
+"""A run that has reported nothing for this long is no longer running."""
+
+
+class ActorState(TypedDict):
+    """One actor of a run, as `sol-rl status` shows it."""
+
+    actor: str  # "rollout-0.1": member 0, its second actor
+    state: str  # "serving", "starting", "leaving" or "benched"
+    version: int | None  # of the policy that is loaded there
+    units: int  # tasks answered
+    busy: float  # share of the time since the last report with a task in hand
+    restarts: int
+    host: str | None
+    pid: int | None
+    node: str  # the first letters of Ray's node id
+
+
+class ServiceState(TypedDict):
+    """One service of a run."""
+
+    kind: str
+    waiting: int  # tasks in the queue
+    reissued: int  # retries since the run started
+    starting: int  # actors that are being added
+    actors: list[ActorState]
+
+
+class RunState(TypedDict):
+    """A run as it is now: JSON types only."""
+
+    run: str
+    arm: str
+    directory: str
+    iteration: int
+    iterations: int
+    version: int | None
+    stages: dict[str, list[int]]  # by stage: [done, total]
+    left_s: float | None
+    held_out: list[float]
+    restored: int
+    row: dict[str, float]  # some metrics of the last iteration
+    services: list[ServiceState]
+
+
+Sizes = dict[str, int]
+"""Actors wanted, by service."""
+Outcome = tuple[bool, str]
+"""Whether a request was carried out, and the run's answer in words."""
+
+
+class Board:
+    """The actor. A run is known by a key that is unique in the cluster."""
+
+    def __init__(self) -> None:
+        self._states: dict[str, tuple[float, RunState]] = {}
+        self._requests: dict[str, list[tuple[int, Sizes]]] = {}
+        self._outcomes: dict[int, Outcome] = {}
+        self._count = 0
+
+    def exchange(
+        self, run: str, state: RunState, outcomes: Mapping[int, Outcome]
+    ) -> list[tuple[int, Sizes]]:
+        """Take a run's state and the outcomes of its requests; returns the new requests."""
+        self._states[run] = (time.monotonic(), state)
+        self._outcomes |= outcomes
+        return self._requests.pop(run, [])
+
+    def leave(self, run: str) -> None:
+        """The run ends."""
+        self._states.pop(run, None)
+        self._requests.pop(run, None)
+
+    def runs(self) -> dict[str, RunState]:
+        """The state of every run that has reported within ``SILENT_S``, by key."""
+        now = time.monotonic()
+        return {run: state for run, (told, state) in self._states.items() if now - told < SILENT_S}
+
+    def request(self, run: str, sizes: Sizes) -> int:
+        """Ask a run for other pool sizes; returns the number of the request."""
+        self._count += 1
+        self._requests.setdefault(run, []).append((self._count, sizes))
+        return self._count
+
+    def outcome(self, request: int) -> Outcome | None:
+        """The outcome of a request; None until the run has reported it."""
+        return self._outcomes.get(request)
+
+
+def board() -> ActorProxy[Board]:
+    """The cluster's board, created where there is none. Needs a Ray connection."""
+    import ray
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+    here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=True)
+    actor = ray.remote(Board).options(
+        name=NAME, namespace=NAMESPACE, get_if_exists=True, num_cpus=0, scheduling_strategy=here
+    )
+    return actor.remote()
+
+
+class Link:
+    """A run's connection to the board: reports the state, carries out what is asked.
+
+    ``state()`` is reported every second; ``act(sizes)`` carries a request out. A board that cannot
+    be reached never disturbs a run: it is created again.
+    """
+
+    def __init__(
+        self, run: str, state: Callable[[], RunState], act: Callable[[Sizes], Awaitable[Outcome]]
+    ) -> None:
+        self._run, self._state, self._act = run, state, act
+        self._outcomes: dict[int, Outcome] = {}
+        self._acts: set[asyncio.Task[None]] = set()
+        self._board: ActorProxy[Board] | None = None
+
+    async def live(self) -> None:
+        """Exchange with the board until cancelled."""
+        from ray.exceptions import RayError
+
+        while True:
+            told = dict(self._outcomes)
+            try:
+                if self._board is None:
+                    self._board = await asyncio.to_thread(board)
+                answer = self._board.exchange.remote(self._run, self._state(), told)
+                # not wait_for: it may swallow a cancellation that comes together with the answer
+                async with asyncio.timeout(10 * PERIOD_S):
+                    requests = await asyncio.wrap_future(answer.future())
+            except (RayError, TimeoutError, ValueError):
+                self._board = None
+            else:
+                for number in told:
+                    del self._outcomes[number]
+                for number, sizes in requests:
+                    self._start(number, sizes)
+            await asyncio.sleep(PERIOD_S)
+
+    async def leave(self) -> None:
+        """Cancel the requests that are not done yet, and take the run off the board."""
+        from ray.exceptions import RayError
+
+        for act in self._acts:
+            act.cancel()
+        await asyncio.gather(*self._acts, return_exceptions=True)
+        if self._board is not None:
+            try:
+                async with asyncio.timeout(5):
+                    await asyncio.wrap_future(self._board.leave.remote(self._run).future())
+            except (RayError, TimeoutError):
+                self._board = None
+
+    def _start(self, number: int, sizes: Sizes) -> None:
+        async def act() -> None:
+            self._outcomes[number] = await self._act(sizes)
+
+        task = asyncio.create_task(act())
+        self._acts.add(task)
+        task.add_done_callback(self._acts.discard)

@@ -1,0 +1,124 @@
+"""Ray's dashboard as `sol-rl` uses it: a job client that never waits for ever."""
+
+from __future__ import annotations
+
+import os
+import shlex
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+from cluster.jobs.job_log import first_line, follow
+from configs.load import ConfigError
+
+if TYPE_CHECKING:
+    from ray.job_submission import JobSubmissionClient
+
+TOKEN_WANTED = (
+    "this cluster wants a token: export RAY_AUTH_MODE=token, and put the token in ~/.ray/auth_token"
+    " or at RAY_AUTH_TOKEN_PATH"
+)
+ANSWER_S = (10.0, 120.0)
+"""Seconds a dashboard may take to accept a connection, and to answer."""
+URL = ("http://", "https://")
+REFUSALS = (OSError, RuntimeError, ValueError, KeyError, TypeError)
+"""What Ray's job client raises, beside its own errors; a proxy's answer gives the last three."""
+
+
+def client_of(address: str | None) -> JobSubmissionClient:
+    """A job client of the dashboard at ``address``, of the environment's, or of this machine's.
+
+    Raises ConfigError for an address that is no URL, and when nothing answers.
+    """
+    from ray.exceptions import AuthenticationError, RayError
+    from ray.job_submission import JobSubmissionClient
+
+    class Client(JobSubmissionClient):
+        """Every request has a timeout."""
+
+        def _do_request(self, *arguments, **how):
+            return super()._do_request(*arguments, **{"timeout": ANSWER_S, **how})
+
+    at, url = f"--address {address}", address
+    if not address:
+        url = os.environ.get("RAY_API_SERVER_ADDRESS")
+        at = (
+            f"RAY_API_SERVER_ADDRESS = {url}"
+            if url
+            else f"RAY_ADDRESS = {os.environ.get('RAY_ADDRESS', 'not set')}"
+        )
+    if url and not url.startswith(URL):
+        raise ConfigError([f"{at}: the URL of a Ray dashboard is expected, http://HOST:8265"])
+    try:
+        with _only(url):
+            return Client(url)
+    except AuthenticationError:
+        raise ConfigError([f"{at}: {TOKEN_WANTED}"]) from None
+    except (*REFUSALS, RayError) as error:
+        raise ConfigError(
+            [
+                f"{at}: no Ray dashboard answers ({first_line(error)}); give --address"
+                " http://HOST:8265, its URL"
+            ]
+        ) from None
+
+
+@contextmanager
+def _only(url: str | None) -> Iterator[None]:
+    """Ray prefers RAY_API_SERVER_ADDRESS and RAY_ADDRESS to its argument; within this, ``url``."""
+    name = "RAY_API_SERVER_ADDRESS"
+    before = os.environ.get(name)
+    if url:
+        os.environ[name] = url
+    try:
+        yield
+    finally:
+        os.environ.pop(name, None)
+        if before is not None:
+            os.environ[name] = before
+
+
+@contextmanager
+def refusals(
+    client: JobSubmissionClient, advice: Callable[[Exception], str | None] = lambda error: None
+) -> Iterator[None]:
+    """What a dashboard refuses within this becomes a ConfigError of one line.
+
+    ``advice``: what to do about an error, where the caller knows.
+    """
+    from ray.exceptions import AuthenticationError, RayError
+
+    at = f"--address {client.get_address()}"
+    try:
+        yield
+    except AuthenticationError:
+        raise ConfigError([f"{at}: {TOKEN_WANTED}"]) from None
+    except (*REFUSALS, RayError) as error:
+        fix = advice(error) or (
+            f"`ray job list {at}` tells what is there, the dashboard's log on the head why"
+        )
+        raise ConfigError([f"{at}: the job was not taken ({first_line(error)}); {fix}"]) from None
+
+
+def ask_through_job(
+    address: str, arguments: Sequence[str], show: Callable[[str], None], say: Callable[[str], None]
+) -> int:
+    """Run a `sol-rl` command on the cluster, as a small job with the files of the run there.
+
+    For those who can reach the dashboard only. Raises ConfigError when no submitted run is running.
+    """
+    client = client_of(address)
+    with refusals(client):
+        running = [
+            job
+            for job in client.list_jobs()
+            if str(job.status) == "RUNNING" and "-m cluster train" in job.entrypoint
+        ]
+    if not running:
+        raise ConfigError([f"--address {address}: no submitted run is running there"])
+    with refusals(client):
+        job = client.submit_job(
+            entrypoint=shlex.join(["python", "-m", "cluster", *arguments]),
+            runtime_env=running[0].runtime_env or {},
+        )
+    return follow(client, job, show, say)

@@ -1,0 +1,147 @@
+"""`sol-rl status` and `sol-rl scale`: find the runs of a cluster, read their state, scale them."""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import cast
+
+from cluster.jobs.board import NAME, NAMESPACE, Outcome, RunState, Sizes
+from cluster.jobs.dashboard import TOKEN_WANTED
+from configs.load import ConfigError
+from records.errors import RunFailed
+
+SCALE_S = 900.0
+"""How long `scale` waits for new actors to have loaded their models."""
+ANSWER_S = 30.0
+"""How long the board may take to answer."""
+LISTENER_S = 10.0
+"""How long a cluster's head may take to accept a connection."""
+
+
+def address_of(given: str | None) -> str:
+    """The given address, or RAY_ADDRESS, or the cluster last started on this machine."""
+    return given or os.environ.get("RAY_ADDRESS") or "auto"
+
+
+@contextmanager
+def connected(address: str) -> Iterator[None]:
+    """A Ray connection: the existing one, or one to ``address``.
+
+    Raises ConfigError where nothing answers.
+    """
+    import ray
+    from ray.exceptions import AuthenticationError
+
+    if ray.is_initialized():
+        yield
+        return
+    require_listener(address)
+    try:
+        ray.init(
+            address=address, logging_level=logging.ERROR, log_to_driver=False, namespace=NAMESPACE
+        )
+    except AuthenticationError:
+        raise ConfigError([f"--address {address}: {TOKEN_WANTED}"]) from None
+    except (ConnectionError, RuntimeError, ValueError) as error:
+        raise ConfigError(
+            [
+                f"--address {address}: no Ray cluster answers there ({str(error).splitlines()[0]});"
+                " give host:port of its head"
+            ]
+        ) from None
+    try:
+        yield
+    finally:
+        ray.shutdown()
+
+
+def require_listener(address: str, given_as: str = "--address") -> None:
+    """Raises ConfigError when ``address``, host:port, accepts no connection.
+
+    Ray itself tries for minutes before it gives up. Other addresses, such as ``auto``, are left to
+    Ray.
+    """
+    host, _, port = address.removeprefix("ray://").rpartition(":")
+    if not host or not port.isdigit():
+        return
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), LISTENER_S).close()
+    except (OSError, OverflowError) as error:
+        raise ConfigError(
+            [
+                f"{given_as} {address}: no Ray cluster answers there ({error}); give host:port of"
+                " its head"
+            ]
+        ) from None
+
+
+def states(name: str | None) -> dict[str, RunState]:
+    """The states of this cluster's runs by key, of those called ``name`` if given.
+
+    Raises ConfigError when there is none, RunFailed when the cluster does not answer.
+    """
+    import ray
+    from ray.exceptions import GetTimeoutError, RayActorError
+
+    try:
+        board = ray.get_actor(NAME, namespace=NAMESPACE)
+        found = cast(dict[str, RunState], ray.get(board.runs.remote(), timeout=ANSWER_S))
+    except (ValueError, RayActorError):
+        found = {}
+    except GetTimeoutError:
+        raise RunFailed(
+            f"the cluster did not answer within {ANSWER_S:g} s: is its head alive?"
+        ) from None
+    chosen = {key: state for key, state in found.items() if name in (None, state["run"])}
+    if not chosen:
+        there = ", ".join(sorted(state["run"] for state in found.values()))
+        raise ConfigError(
+            [
+                f"no run {name!r} on this cluster; there are: {there}"
+                if there
+                else "no run on this cluster"
+            ]
+        )
+    return chosen
+
+
+def scale(name: str | None, sizes: Sizes, timeout_s: float = SCALE_S) -> str:
+    """Ask a run for other pool sizes and wait until it has them; returns the run's answer.
+
+    Raises:
+        ConfigError: there is no such run, or several, or the run refuses, with its reasons.
+        RunFailed: the run ended, or did not do it within ``timeout_s``.
+    """
+    import ray
+    from ray.exceptions import GetTimeoutError, RayActorError
+
+    found = states(name)
+    if len(found) > 1:
+        there = ", ".join(sorted(state["run"] for state in found.values()))
+        raise ConfigError([f"--run: which one? there are: {there}"])
+    (key,) = found
+    board = ray.get_actor(NAME, namespace=NAMESPACE)
+    number = ray.get(board.request.remote(key, sizes))
+    deadline = time.monotonic() + timeout_s
+    while time.monotonic() < deadline:
+        try:
+            outcome = cast(Outcome | None, ray.get(board.outcome.remote(number), timeout=ANSWER_S))
+            alive = outcome is not None or key in ray.get(board.runs.remote(), timeout=ANSWER_S)
+        except (RayActorError, GetTimeoutError):
+            outcome, alive = None, False
+        if outcome is not None:
+            done, words = outcome
+            if not done:
+                raise ConfigError(words.splitlines())
+            return words
+        if not alive:
+            raise RunFailed(
+                f"the run ended, or its board was lost, before it had {sizes}: see `sol-rl status`"
+            )
+        time.sleep(0.3)
+    raise RunFailed(f"not done within {timeout_s:g} s; the run keeps trying: see `sol-rl status`")

@@ -1,0 +1,133 @@
+"""A member of a pool: a place that successive actors fill, and what is known of the present one."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import Any, TypeAlias
+
+import ray
+
+from actors.messages import ActorInfo, WeightsId
+from cluster.runtime.queue import PendingTask
+
+Handle: TypeAlias = Any  # of a Ray actor, whose methods exist at run time only
+
+
+class ActorLost(Exception):
+    """The actor died or hung with this task in hand."""
+
+
+class Vacant(ActorLost):
+    """No actor was there to take it."""
+
+
+class Member:
+    """One place; ``handle`` is the actor that fills it now, None while it is being replaced."""
+
+    def __init__(self, index: int):
+        self.index = index
+        self.incarnation = 0  # actors that were here before this one
+        self.restarts = 0  # of those, the ones that were replaced because they were lost
+        self.handle: Handle | None = None
+        self.info: ActorInfo | None = None  # of the present actor, or of the last one
+        self.cold = False  # its next answer may take as long as compiling takes
+        self.weights: WeightsId | None = None  # published weights that the actor holds
+        self.last_answer = 0.0  # monotonic
+        self.busy_until = 0.0  # wall clock: when it was done with its last task, for the timeline
+        self.answered = 0  # tasks
+        self.benched = False
+        self.leaving = False
+        self.lock = asyncio.Lock()  # replacing and preparing
+        self.door = asyncio.Lock()  # sending; held by a task that wants to be alone until answered
+        self.slots: list[asyncio.Task[None]] = []
+        self.refill: asyncio.Task[None] | None = None  # the last time that the place was filled
+        self._sent: list[PendingTask] = []  # not answered yet; the actor works on the first
+        self._drained = asyncio.Event()
+        self._drained.set()
+        self._blamed: tuple[int, PendingTask | None] = (-1, None)
+        self._busy: set[asyncio.Task[object] | None] = set()
+        self._busy_s, self._busy_since = 0.0, 0.0
+
+    @property
+    def serving(self) -> bool:
+        """Whether it may take another task."""
+        return not self.benched and not self.leaving
+
+    @property
+    def busy_s(self) -> float:
+        """Seconds in which it had a task in hand."""
+        return self._busy_s + (time.monotonic() - self._busy_since if self._busy else 0.0)
+
+    @property
+    def idle_slots(self) -> list[asyncio.Task[None]]:
+        """Slots that wait for a task."""
+        return [slot for slot in self.slots if slot not in self._busy]
+
+    # ---- the actor
+
+    def fill(self, handle: Handle, info: ActorInfo) -> None:
+        """An actor is there."""
+        self.handle, self.info, self.cold = handle, info, bool(info.cold)
+        self.last_answer = time.monotonic()
+
+    def kill(self) -> None:
+        """End the actor, if there is one. It takes its weights along."""
+        if self.handle is not None:
+            ray.kill(self.handle, no_restart=True)
+        self.handle = self.weights = None
+
+    # ---- its tasks
+
+    def begin_task(self) -> None:
+        """The running slot has a task in hand."""
+        if not self._busy:
+            self._busy_since = time.monotonic()
+        self._busy.add(asyncio.current_task())
+
+    def end_task(self) -> None:
+        """The running slot is done with it."""
+        self._busy.discard(asyncio.current_task())
+        if not self._busy:
+            self._busy_s += time.monotonic() - self._busy_since
+
+    @property
+    def sent(self) -> int:
+        """Tasks that the actor has and has not answered."""
+        return len(self._sent)
+
+    def send(self, pending: PendingTask) -> None:
+        """The actor has a task."""
+        self._sent.append(pending)
+        self._drained.clear()
+
+    def answer(self, pending: PendingTask) -> None:
+        """The actor has answered a task, whatever it said."""
+        self._keep([other for other in self._sent if other is not pending])
+
+    def forget_sent(self) -> None:
+        """Nothing that was sent will be answered any more."""
+        self._keep([])
+
+    async def drained(self) -> None:
+        """Until everything that was sent is answered or lost."""
+        await self._drained.wait()
+
+    def _keep(self, sent: list[PendingTask]) -> None:
+        self._sent = sent
+        if not sent:
+            self._drained.set()
+
+    def blames(self, pending: PendingTask) -> bool:
+        """Whether the loss of the actor that ``pending`` was sent to counts against ``pending``.
+
+        An actor does one thing after the other, so the first task that it had not answered killed
+        it, and those behind it are innocent. Each of them reports the same loss, one by one: the
+        first report settles, per incarnation, which task is to blame. With none in hand the actor
+        died of what it was just being sent.
+        """
+        if self._blamed[0] < pending.incarnation:
+            self._blamed = (pending.incarnation, self._sent[0] if self._sent else None)
+            self.forget_sent()
+        incarnation, culprit = self._blamed
+        return incarnation == pending.incarnation and culprit in (None, pending)

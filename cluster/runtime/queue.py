@@ -1,0 +1,77 @@
+"""The tasks of a pool that wait for an actor."""
+
+from __future__ import annotations
+
+import asyncio
+import bisect
+import itertools
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from actors.calls import Answer, AnyTask, Call
+
+
+@dataclass(eq=False)
+class PendingTask:
+    """A task, and what has become of it so far."""
+
+    task: AnyTask
+    call: Call
+    attempts: int = 0  # failures that count against it
+    retries: int = 0  # times it went back to the queue
+    answers: int = 0  # answers it got, whether accepted or not
+    avoid: int | None = None  # member that should not get it again, while there is another
+    # It was lost with an actor. Nothing else is sent to the next actor beside it, so that a second
+    # loss is certainly its own.
+    alone: bool = False
+    incarnation: int = -1  # of the actor that it was sent to last
+    future: asyncio.Future[Answer] = field(
+        default_factory=lambda: asyncio.get_running_loop().create_future()
+    )
+
+    def fail(self, error: Exception) -> None:
+        """Settle it, unless it is settled already."""
+        if not self.future.done():
+            self.future.set_exception(error)
+
+
+class TaskQueue:
+    """Lowest priority first, then first come first served.
+
+    Not ``asyncio.PriorityQueue``: that would hand a task to a member that must not take it, which
+    could only put it back and look again after a while.
+    """
+
+    def __init__(self) -> None:
+        self._waiting: list[tuple[tuple[int, ...], int, PendingTask]] = []  # sorted
+        self._order = itertools.count()
+        self._changed = asyncio.Event()
+        self.deepest = 0  # most tasks that waited since this was set back
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    def put(self, pending: PendingTask) -> None:
+        """Add a task, new or tried before."""
+        bisect.insort(self._waiting, (pending.task.priority, next(self._order), pending))
+        self.deepest = max(self.deepest, len(self._waiting))
+        self.look_again()
+
+    def look_again(self) -> None:
+        """Who may take what has changed, as when an actor came or went."""
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+    async def take(self, fits: Callable[[PendingTask], bool]) -> PendingTask:
+        """The first task that ``fits``, once there is one."""
+        while True:
+            for place, (_, _, pending) in enumerate(self._waiting):
+                if fits(pending):
+                    del self._waiting[place]
+                    return pending
+            await self._changed.wait()
+
+    def fail_all(self, error: Exception) -> None:
+        """Settle every task that waits."""
+        while self._waiting:
+            self._waiting.pop()[2].fail(error)

@@ -1,0 +1,81 @@
+"""The sampling policy in the explorers' format: which backend, which modules, and the packing."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+
+import numpy as np
+import torch
+from torch import nn
+
+from configs.schema import RunConfig
+from policy.families import Family
+from policy.precision.backends import Backend, packing_backend
+from policy.precision.swap import ModuleRow, quantise_plan
+from policy.precision.wire import Manifest
+from policy.publish import Publisher
+
+Exported = tuple[Manifest, list[np.ndarray], dict[str, float]]
+"""(manifest, packed weights as uint8 arrays, statistics compared with the export before)."""
+
+
+class PolicyExporter:
+    """Merges an adapter of the learner's transformer into its weights and packs them."""
+
+    def __init__(
+        self, config: RunConfig, family: Family, transformer: nn.Module, device: torch.device
+    ) -> None:
+        self.config, self.family, self.device = config, family, device
+        self.transformer = transformer
+        self._backend: Backend | None = None
+        self._publisher: Publisher | None = None
+        self._rows: list[ModuleRow] = []
+
+    @property
+    def table(self) -> list[dict[str, object]]:
+        """A row (name, shape, quantised, why, backend) per module with a weight matrix.
+
+        As of the last export; empty where nobody explores.
+        """
+        if not self.config.plan.explore:
+            return []
+        backend = self._chosen(None)
+        return [asdict(row) | {"backend": backend.name} for row in self._rows]
+
+    def export(self, adapter: str, version: int, backend: str | None = None) -> Exported:
+        """``adapter`` merged and packed for ``backend``; None: as before, at first as configured.
+
+        Raises NonFiniteWeights naming the module, ValueError for an arm that explores nothing.
+        """
+        chosen, explore = self._chosen(backend), self.config.explore
+        if self._publisher is None:
+            self._publisher = Publisher(
+                self.transformer,
+                self._rows,
+                chosen,
+                self.config.publish.shard_mb * 2**20,
+                explore.scale_search,
+                explore.frozen_amax,
+            )
+        return self._publisher.export(adapter, version)
+
+    def _chosen(self, backend: str | None) -> Backend:
+        """The explorers' backend, ``backend`` from now on where it is given."""
+        plan = self.config.plan.explore
+        if plan is None:
+            raise ValueError(
+                f"arm {self.config.arm!r} explores nothing, so there is nothing to export"
+            )
+        if self._backend is None:
+            on_gpu = self.config.services.rollout.gpus and torch.cuda.is_available()
+            self._use(packing_backend(plan.backend, "cuda" if on_gpu else "cpu"))
+        if backend is not None and self._backend is not None and backend != self._backend.name:
+            self._use(packing_backend(backend, self.device))
+        assert self._backend is not None
+        return self._backend
+
+    def _use(self, backend: Backend) -> None:
+        unquantized = self.config.explore.modules_to_not_convert
+        self._rows = quantise_plan(self.transformer, self.family, unquantized, backend)
+        # statistics compare exports of one format only, so the next one starts afresh
+        self._backend, self._publisher = backend, None

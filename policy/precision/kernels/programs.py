@@ -1,0 +1,151 @@
+"""Triton programs that pack activations; ``policy.precision.kernels`` launches them.
+
+Written so that no compiler may change a bit: values are compared, clamped and rounded as integers,
+so that a product never meets a sum (which could be contracted to an FMA), and E4M3 and E2M1 codes
+come from those integers, as Triton's interpreter rounds its own casts differently. Divisions are
+``div_rn``, correctly rounded; ``/`` is not. Offsets are int64, for more than 2^31 elements.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+ABSOLUTE = tl.constexpr(0x7FFFFFFF)
+INFINITY = tl.constexpr(0x7F800000)
+LARGEST = tl.constexpr(0x7F7FFFFF)  # FLT_MAX
+SMALLEST = tl.constexpr(0x00800000)  # the smallest normal number
+MANTISSA = tl.constexpr(0x007FFFFF)
+
+
+@triton.jit
+def wide(x):
+    """float32 of x; of bfloat16 by its bits: the interpreter converts subnormal numbers wrongly."""
+    if x.dtype == tl.bfloat16:
+        return (x.to(tl.int16, bitcast=True).to(tl.int32) << 16).to(tl.float32, bitcast=True)
+    return x.to(tl.float32)
+
+
+@triton.jit
+def magnitude_bits(v):
+    """|v| as the bits of float32: integers that are ordered like the numbers, NaN above all."""
+    return v.to(tl.int32, bitcast=True) & ABSOLUTE
+
+
+@triton.jit
+def e4m3_code(bits):
+    """The E4M3 byte of |v| from its float32 bits: half to even, saturating at 448, NaN as 127."""
+    low = tl.minimum(bits, 0x43E00000)  # 448
+    # normal: drop 20 bits of the mantissa, half to even, and move the exponent's bias from 127 to 7
+    normal = ((low + 0x7FFFF + ((low >> 20) & 1)) >> 20) - (120 << 3)
+    # below 2^-6: the last bit of 2^14 is 2^-9, the step of E4M3's subnormals
+    shifted = low.to(tl.float32, bitcast=True) + 16384.0
+    subnormal = shifted.to(tl.int32, bitcast=True) - 0x46800000
+    code = tl.where(low < 0x3C800000, subnormal, normal)
+    return tl.where(bits > INFINITY, 127, code)
+
+
+@triton.jit
+def e4m3_value(code):
+    """float32 of the E4M3 byte of a number that is not negative."""
+    normal = ((code << 20) + (120 << 23)).to(tl.float32, bitcast=True)
+    value = tl.where(code < 8, code.to(tl.float32) * 0.001953125, normal)  # 2^-9
+    return tl.where(code == 127, float("nan"), value)
+
+
+@triton.jit
+def e2m1_code(v):
+    """The E2M1 nibble of v: half to even, saturating at 6; what rounds to zero keeps its sign."""
+    low = tl.minimum(magnitude_bits(v), 0x40C00000)  # 6
+    normal = ((low + 0x1FFFFF + ((low >> 22) & 1)) >> 22) - 252
+    # below 1: the last bit of 2^22 is 0.5
+    shifted = low.to(tl.float32, bitcast=True) + 4194304.0
+    small = shifted.to(tl.int32, bitcast=True) - 0x4A800000
+    return tl.where(low < 0x3F800000, small, normal) | tl.where(v < 0, 8, 0)
+
+
+@triton.jit
+def power_of_two_above(bits):
+    """The bits of the least power of two not below a number of these bits; 0 stays 0."""
+    filled = bits - 1  # subnormal: fill all places below the highest bit, and add one
+    filled |= filled >> 1
+    filled |= filled >> 2
+    filled |= filled >> 4
+    filled |= filled >> 8
+    filled |= filled >> 16
+    power = tl.where(bits < SMALLEST, filled + 1, (bits + MANTISSA) & INFINITY)
+    return tl.where(bits == 0, 0, power)
+
+
+@triton.jit
+def fp8_rows(x, codes, scales, columns, WIDTH: tl.constexpr):
+    """One row per program: read once, kept in registers, written as codes and its scale."""
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, WIDTH)
+    inside = column < columns
+    v = wide(tl.load(x + row * columns + column, mask=inside, other=0.0))
+    amax = tl.max(magnitude_bits(v), 0).to(tl.float32, bitcast=True)
+    scale = tl.div_rn(amax, 448.0)
+    least = tl.full((), SMALLEST, tl.int32).to(tl.float32, bitcast=True)
+    scale = tl.where(scale < least, least, scale)  # NaN stays
+    quotient = tl.div_rn(v, scale)
+    bits = quotient.to(tl.int32, bitcast=True)
+    code = e4m3_code(bits & ABSOLUTE) | ((bits >> 24) & 128)
+    tl.store(codes + row * columns + column, code.to(tl.uint8), mask=inside)
+    tl.store(scales + row, scale)
+
+
+@triton.jit
+def partial_amax(x, partial, count, BLOCK: tl.constexpr):
+    """max|x| of every ``tl.num_programs``-th block of elements, as bits: int32 [programs]."""
+    program = tl.program_id(0).to(tl.int64)
+    largest = tl.zeros((BLOCK,), tl.int32)
+    for start in range(program * BLOCK, count, tl.num_programs(0).to(tl.int64) * BLOCK):
+        index = start + tl.arange(0, BLOCK)
+        v = tl.load(x + index, mask=index < count, other=0.0)
+        largest = tl.maximum(largest, magnitude_bits(wide(v)))
+    tl.store(partial + program, tl.max(largest, 0))
+
+
+@triton.jit
+def nvfp4_tiles(
+    x, partial, codes, scales, factor, rows, padded, columns,
+    PARTIALS: tl.constexpr, EXACT: tl.constexpr,
+):  # fmt: skip
+    """One tile of 128 x 64 elements per program: codes, and its 512 scales in cuBLAS's order."""
+    # the scale of the tensor, by every program again: a few hundred numbers that stay in L2
+    bits = tl.max(tl.load(partial + tl.arange(0, PARTIALS)), 0)
+    top = bits if EXACT else power_of_two_above(bits)
+    top = tl.where(bits < INFINITY, top, 0x7FC00000).to(tl.float32, bitcast=True)
+    largest = tl.full((), LARGEST, tl.int32).to(tl.float32, bitcast=True)
+    zero = top == 0.0
+    encode = tl.div_rn(2688.0, tl.where(zero, 1.0, top))
+    encode = tl.where(encode > largest, largest, encode)
+    encode = tl.where(zero | (encode == 0.0), 1.0, encode)
+
+    tile_row, tile_column = tl.program_id(0), tl.program_id(1)
+    row = tile_row.to(tl.int64) * 128 + tl.arange(0, 128)[:, None]
+    column = tile_column * 64 + tl.arange(0, 64)[None, :]
+    inside = (row < rows) & (column < columns)
+    v = wide(tl.load(x + row * columns + column, mask=inside, other=0.0))
+    v = tl.reshape(v, (128, 4, 16))
+    block = tl.max(magnitude_bits(v), 2).to(tl.float32, bitcast=True)
+    code = e4m3_code(magnitude_bits(block * (encode * 0.1666666716337204)))  # fp32(1 / 6)
+    scale = e4m3_value(code)
+    # a scale of zero has the largest inverse; zero itself must not be divided by
+    decoded = scale * tl.div_rn(1.0, encode)
+    inverse = tl.div_rn(1.0, tl.where(decoded == 0.0, 1.0, decoded))
+    inverse = tl.where((decoded == 0.0) | (inverse > largest), largest, inverse)
+    even, odd = tl.split(tl.reshape(e2m1_code(v * inverse[:, :, None]), (128, 32, 2)))
+
+    pair = tile_column * 32 + tl.arange(0, 32)[None, :]
+    kept = (row < padded) & (pair < columns // 2)
+    tl.store(codes + row * (columns // 2) + pair, (even | (odd << 4)).to(tl.uint8), mask=kept)
+    # row 32 a + b and block c of a tile lie at byte 16 b + 4 a + c
+    r, c = tl.arange(0, 128)[:, None], tl.arange(0, 4)[None, :]
+    tile = (tile_row.to(tl.int64) * tl.num_programs(1) + tile_column) * 512
+    exists = (row < padded) & (tile_column * 4 + c < columns // 16)
+    swizzled = tile + 16 * (r % 32) + 4 * (r // 32) + c
+    tl.store(scales + swizzled, tl.where(exists, code, 0).to(tl.uint8))
+    if (tile_row == 0) & (tile_column == 0):
+        tl.store(factor, top * 0.0003720238164532930)  # fp32(1 / 2688)

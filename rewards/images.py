@@ -1,0 +1,93 @@
+"""From uint8 images to what a network takes. A batch is resized once for all its scorers."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Literal
+
+import numpy as np
+import torch
+from PIL import Image
+
+CLIP_MEAN = (0.48145466, 0.4578275, 0.40821073)
+CLIP_STD = (0.26862954, 0.26130258, 0.27577711)
+"""OpenAI's, which all four learned scorers here are trained with."""
+
+Centre = Literal["round", "floor"]
+Key = tuple[str | int, ...]
+_made: tuple[weakref.ref[np.ndarray], dict[Key, np.ndarray]] | None = None
+"""What was made of the newest read-only batch."""
+
+
+def shared(images: np.ndarray, key: Key, make: Callable[[], np.ndarray]) -> np.ndarray:
+    """``make()``, remembered under ``key`` while ``images`` is the newest batch.
+
+    A batch that may be written to is not remembered: what was made of it may be out of date.
+    """
+    global _made
+    if images.flags.writeable:
+        return make()
+    if _made is None or _made[0]() is not images:
+        _made = (weakref.ref(images), {})
+    if key not in _made[1]:
+        _made[1][key] = make()
+    return _made[1][key]
+
+
+def crop_square(images: np.ndarray, size: int, centre: Centre = "round") -> np.ndarray:
+    """uint8 [B, 3, H, W] -> uint8 [B, 3, size, size]: Pillow's bicubic, then the middle.
+
+    The shorter side becomes ``size``.
+    Where an odd number of pixels is cut off, ``round`` cuts the half pixel to the even neighbour
+    (torchvision, open_clip, ImageReward), ``floor`` cuts less on the near side (transformers).
+    """
+    resized = shared(
+        images, ("shorter", size), lambda: np.stack([_shorter(image, size) for image in images])
+    )
+    cut = [edge - size for edge in resized.shape[2:]]
+    top, left = (round(extra / 2) if centre == "round" else extra // 2 for extra in cut)
+    return resized[:, :, top : top + size, left : left + size]
+
+
+def _shorter(pixels: np.ndarray, size: int) -> np.ndarray:
+    height, width = pixels.shape[1:]
+    short, long = min(height, width), max(height, width)
+    other = int(size * long / short)
+    target = (size, other) if width <= height else (other, size)  # Pillow: width first
+    image = Image.fromarray(np.ascontiguousarray(pixels.transpose(1, 2, 0)))
+    return np.asarray(image.resize(target, Image.Resampling.BICUBIC)).transpose(2, 0, 1)
+
+
+def pad_square(images: np.ndarray, size: int) -> torch.Tensor:
+    """uint8 [B, 3, H, W] -> float32 [B, 3, size, size] in about [0, 1]: padded with black.
+
+    The longer side becomes ``size``. HPSv2's: a bicubic resize of the tensor, whose overshoot is
+    not clipped, and padding before normalisation. An image whose longer side has the size already
+    is padded too; the original leaves it and then fails on it.
+    """
+    height, width = images.shape[2:]
+    scale = size / max(height, width)
+    rows, columns = max(1, round(height * scale)), max(1, round(width * scale))
+    pixels = to_float(images)
+    if (rows, columns) != (height, width):
+        pixels = torch.nn.functional.interpolate(
+            pixels, (rows, columns), mode="bicubic", align_corners=False, antialias=True
+        )
+    below, right = size - rows, size - columns
+    return torch.nn.functional.pad(
+        pixels, (right // 2, right - right // 2, below // 2, below - below // 2)
+    )
+
+
+def to_float(images: np.ndarray) -> torch.Tensor:
+    """uint8 [...] -> float32 [...], divided by 255."""
+    return torch.from_numpy(np.array(images)).to(torch.float32).div(255)
+
+
+def normalise(
+    pixels: torch.Tensor, mean: Sequence[float] = CLIP_MEAN, std: Sequence[float] = CLIP_STD
+) -> torch.Tensor:
+    """float32 [B, 3, S, S] less ``mean``, divided by ``std``, per channel."""
+    shape = (1, 3, 1, 1)
+    return (pixels - torch.tensor(mean).reshape(shape)) / torch.tensor(std).reshape(shape)

@@ -1,0 +1,132 @@
+"""Following a job over connections that break: until it ends, and nothing is shown twice."""
+
+from types import SimpleNamespace
+
+import pytest
+
+from cluster.jobs import job_log
+from cluster.jobs.job_log import OUT_OF_SIGHT, follow
+
+URL = "http://head:8265"
+TEXT = "one\ntwo\nthree\n"
+
+
+class Client:
+    """``streams``: what each reading of the log brings before it ends, or before it raises;
+    ``states``: what each question gets.
+    """
+
+    def __init__(self, streams, states, code=None, logs: str | Exception = TEXT):
+        self.streams, self.states, self.code, self.logs = list(streams), list(states), code, logs
+
+    def get_address(self):
+        return URL
+
+    async def tail_job_logs(self, job):
+        for part in self.streams.pop(0) if self.streams else ():
+            if isinstance(part, Exception):
+                raise part
+            yield part
+
+    def get_job_info(self, job):
+        state = self.states.pop(0) if len(self.states) > 1 else self.states[0]
+        if isinstance(state, Exception):
+            raise state
+        return SimpleNamespace(status=state, driver_exit_code=self.code)
+
+    def get_job_logs(self, job):
+        if isinstance(self.logs, Exception):
+            raise self.logs
+        return self.logs
+
+
+@pytest.fixture(autouse=True)
+def at_once(monkeypatch):
+    monkeypatch.setattr(job_log, "PAUSE_S", 0.0)
+
+
+def followed(client):
+    shown, lines = [], []
+    return follow(client, "job-1", shown.append, lines.append), "".join(shown), lines
+
+
+LOST = RuntimeError("WebSocket connection closed unexpectedly with close code 1006")
+
+
+@pytest.mark.parametrize(
+    "broken", [LOST, ConnectionResetError("reset"), OSError("gone"), ValueError("not JSON"), None]
+)
+def test_a_log_that_breaks_off_is_taken_up_again_where_it_was(broken):
+    first = ["one\n", "tw", *([broken] if broken else [])]
+    code, shown, lines = followed(
+        Client([first, ["one\ntwo\n", "three\n"]], ["RUNNING", "SUCCEEDED"])
+    )
+    assert (code, shown, len(lines)) == (0, TEXT, 1)
+    assert lines[0].startswith(f"{URL}: the log broke off (") and lines[0].endswith("reconnecting")
+
+
+def test_connections_that_aiohttp_cannot_make_and_answers_that_do_not_come_are_waited_for():
+    import aiohttp
+
+    down = [aiohttp.ClientError("no route")]
+    client = Client(
+        [["one\n", LOST], down, down, ["one\ntwo\nthree\n"]],
+        [OSError("refused"), OSError("refused"), "RUNNING", "SUCCEEDED"],
+    )
+    code, shown, lines = followed(client)
+    assert (code, shown, len(lines)) == (0, TEXT, 1)  # one line for one interruption
+
+
+def test_what_a_job_said_last_is_fetched_when_its_stream_broke():
+    assert followed(Client([["one\n", LOST]], ["SUCCEEDED"])) == (0, TEXT, [])
+    assert followed(Client([["one\n", LOST]], ["SUCCEEDED"], logs=RuntimeError("404"))) == (
+        0,
+        "one\n",
+        [],
+    )
+
+
+def test_a_stream_that_hangs_does_not_hide_the_end(monkeypatch):
+    import asyncio
+
+    class Hanging(Client):
+        async def tail_job_logs(self, job):
+            yield "one\n"
+            await asyncio.sleep(60)
+
+    monkeypatch.setattr(job_log, "SILENCE_S", 0.05)
+    assert followed(Hanging([], ["RUNNING", "SUCCEEDED"])) == (0, TEXT, [])
+
+
+@pytest.mark.parametrize(
+    ("state", "code", "wanted"),
+    [
+        ("SUCCEEDED", 0, 0),
+        ("STOPPED", None, 130),
+        ("FAILED", 2, 2),
+        ("FAILED", 3, 3),
+        ("FAILED", 1, 3),
+        ("FAILED", None, 3),
+    ],
+)
+def test_the_exit_code_is_the_runs(state, code, wanted):
+    assert followed(Client([[TEXT]], [state], code)) == (wanted, TEXT, [])
+
+
+def test_a_dashboard_that_is_gone_is_given_up_without_calling_the_run_failed(monkeypatch):
+    monkeypatch.setattr(job_log, "GIVE_UP_S", 0.2)
+    monkeypatch.setattr(job_log, "PAUSE_S", 0.02)
+    code, shown, lines = followed(Client([["one\n", LOST]], [OSError("refused\nat length")]))
+    assert code == OUT_OF_SIGHT == 4 and shown == "one\n" and len(lines) == 2
+    assert (
+        f"the job may go on: ray job logs --address {URL} --follow job-1" in lines[1]
+        and "\n" not in lines[1]
+    )
+
+
+def test_a_reader_who_goes_is_no_broken_connection():
+    def gone(text):
+        raise BrokenPipeError
+
+    with pytest.raises(BrokenPipeError):
+        follow(Client([[TEXT]], ["RUNNING"]), "job-1", gone, print)

@@ -1,0 +1,113 @@
+"""Compiling by block: how many graphs, what is shared, and what a captured CUDA graph may reuse."""
+
+import shutil
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+from torch._dynamo.utils import counters
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from policy.precision.backends import BACKENDS
+from policy.precision.compiling import compiled
+from policy.precision.fused import join
+from policy.precision.layer import LastInput
+
+CPU = torch.device("cpu")
+FP8 = BACKENDS["fp8"]
+
+
+class Block(nn.Module):
+    """Attention's three products of one input as one, and a product of its own."""
+
+    def __init__(self, replacement) -> None:
+        super().__init__()
+        linears = [nn.Linear(32, 32) for _ in range(4)]
+        self.to_q, self.to_k, self.to_v = join(linears[:3], replacement)
+        self.out = replacement(linears[3])
+        for layer, linear in zip((self.to_q, self.to_k, self.to_v, self.out), linears, strict=True):
+            for name, tensor in FP8.pack(linear.weight, False).items():
+                layer.wire_targets()[name].copy_(tensor)
+
+    def forward(self, x):
+        return x + self.out(torch.tanh(self.to_q(x) * self.to_k(x) + self.to_v(x)))
+
+
+class Transformer(nn.Module):
+    def __init__(self, blocks: int) -> None:
+        super().__init__()
+        self.proj_in = nn.Linear(32, 32)
+        replacement = FP8.replacements("power_of_two")
+        self.blocks = nn.ModuleList(Block(replacement) for _ in range(blocks))
+
+    def forward(self, x):
+        x = self.proj_in(x)
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+@pytest.fixture
+def eagerly(monkeypatch):
+    """torch.compile without a compiler: graphs are made, and run operation by operation."""
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
+    torch._dynamo.reset()
+    counters.clear()
+    yield
+    torch._dynamo.reset()
+
+
+needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="no C++ compiler")
+
+
+@needs_compiler
+@torch.no_grad()
+def test_equal_blocks_are_one_graph(eagerly):
+    transformer = Transformer(6)
+    x = torch.randn(2, 5, 32, generator=torch.Generator().manual_seed(0))
+    found = compiled(transformer, CPU)
+    assert torch.equal(found(x), transformer(x))
+    assert counters["stats"]["unique_graphs"] == 1
+
+
+@needs_compiler
+@torch.no_grad()
+def test_the_original_stays_eager_and_shares_its_weights(eagerly):
+    transformer = Transformer(2)
+    names = [name for name, _ in transformer.named_modules()]
+    found = compiled(transformer, CPU)
+    assert [name for name, _ in transformer.named_modules()] == names
+    x = torch.ones(1, 32)
+    found(x)
+    graphs = counters["stats"]["unique_graphs"]
+    for block in transformer.blocks:
+        block.out.wire_targets()["scales"].mul_(2)
+    transformer.proj_in.weight.data = torch.randn(32, 32)
+    assert torch.equal(found(x), transformer(x))
+    assert counters["stats"]["unique_graphs"] == graphs == 1
+
+
+def test_a_module_without_blocks_is_compiled_as_one(eagerly):
+    linear = nn.Linear(4, 4)
+    assert torch.equal(compiled(linear, CPU)(torch.ones(4)), linear(torch.ones(4)))
+    assert counters["stats"]["unique_graphs"] == 1
+
+
+def test_a_captured_graph_packs_its_own_input(monkeypatch):
+    """After a warm-up on the same tensor, and after the capture too: what was made in a capture is
+    there only once the graph has run.
+    """
+    capturing, made = [False], []
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing[0])
+    with FakeTensorMode():
+        x, last = torch.empty(4, 32, device="cuda"), LastInput()
+
+        def pack(x):
+            made.append(capturing[0])
+            return x + 1
+
+        for now in (False, False, True, False, False):
+            capturing[0] = now
+            last.once(x, pack)
+    assert made == [False, True, False]

@@ -1,0 +1,259 @@
+"""Packing kernels, under Triton's interpreter where there is no GPU: bit for bit what the eager
+functions give, on ordinary data and on data made to break them.
+"""
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from policy.precision import kernels
+from policy.precision.fp8 import quantise_rows, row_scales
+from policy.precision.layer import padded_rows, swizzled
+from policy.precision.nvfp4 import SPAN_INVERSE, pack_activation, power_of_two_above
+
+triton = pytest.importorskip("triton", reason="the packing kernels need triton")
+import triton.language as tl  # noqa: E402
+
+from policy.precision.kernels import programs  # noqa: E402
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+pytestmark = pytest.mark.skipif(
+    not INTERPRETED and DEVICE == "cpu", reason="neither a GPU nor Triton's interpreter"
+)
+
+
+def ordinary(rows: int, columns: int, seed: int = 0) -> torch.Tensor:
+    x = torch.randn(rows, columns, generator=torch.Generator().manual_seed(seed)) * 3
+    return x.bfloat16()
+
+
+def hostile(name: str, rows: int, columns: int) -> torch.Tensor:
+    """bfloat16 [M, K], each name one way in which packing goes wrong."""
+    x = ordinary(rows, columns)
+    if name == "zero rows":
+        x[1::2] = 0
+    elif name == "all zero":
+        x.zero_()
+    elif name == "negative zeros":
+        x[:, ::3] = -0.0
+    elif name == "subnormal blocks":  # blocks whose E4M3 scale is subnormal, or underflows to zero
+        x[:, :16] *= 2.0**-16
+        x[:, 16:32] *= 2.0**-19
+        x[0, 32:] *= 2.0**-40
+    elif name == "subnormal numbers":
+        x = x * 2.0**-70 * 2.0**-64
+    elif name == "huge":
+        x[0] *= 2.0**124
+    elif name == "one outlier":
+        x[-1, -1] = 3e38
+    elif name == "NaN":
+        x[-1, 5] = float("nan")
+    elif name == "Inf":
+        x[0, -1] = -float("inf")
+    return x
+
+
+HOSTILE = (
+    "zero rows", "all zero", "negative zeros", "subnormal blocks", "subnormal numbers", "huge",
+    "one outlier", "NaN", "Inf",
+)  # fmt: skip
+
+
+def assert_fp8(x: torch.Tensor) -> None:
+    x = x.to(DEVICE)
+    codes, scales = kernels.fp8_pack(x)
+    wanted = row_scales(x.cpu())  # a GPU's eager division by a number is a product with 1 / 448
+    bits = quantise_rows(x.cpu(), wanted).view(torch.uint8)
+    assert torch.equal(scales.cpu().view(torch.int32), wanted.view(torch.int32)) or bool(
+        (scales.cpu().isnan() == wanted.isnan()).all()
+        and torch.equal(scales.cpu().nan_to_num(1), wanted.nan_to_num(1))
+    )
+    found = codes.cpu().view(torch.uint8)
+    nan = (bits & 127) == 127  # the sign of a NaN is the processor's choice
+    assert torch.equal(found & 127, bits & 127) and torch.equal(found[~nan], bits[~nan])
+
+
+def assert_nvfp4(x: torch.Tensor, exact: bool = False) -> None:
+    codes, scales, factor = (t.cpu() for t in kernels.nvfp4_pack(x.to(DEVICE), exact))
+    wanted = pack_activation(padded_rows(x), exact)
+    order = swizzled(wanted.scales)
+    assert torch.equal(scales & 127, order & 127)
+    if wanted.amax.isnan():  # all that is multiplied is NaN, whatever the codes
+        assert factor.isnan() and bool(((order & 127) == 127).any())
+        return
+    assert torch.equal(scales, order) and torch.equal(codes, wanted.codes)
+    assert factor == wanted.amax * SPAN_INVERSE
+
+
+@pytest.mark.parametrize("shape", [(1, 16), (3, 48), (2, 4096 + 16)])
+def test_fp8_of_ordinary_data(shape):
+    assert_fp8(ordinary(*shape))
+    assert_fp8(ordinary(*shape).float())
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_fp8_of_hostile_data(name):
+    assert_fp8(hostile(name, 3, 48))
+
+
+@pytest.mark.parametrize("exact", [False, True])
+@pytest.mark.parametrize("shape", [(1, 16), (17, 48), (129, 64), (16, 80), (200, 144)])
+def test_nvfp4_of_ordinary_data(shape, exact):
+    assert_nvfp4(ordinary(*shape), exact)
+
+
+@pytest.mark.parametrize("exact", [False, True])
+@pytest.mark.parametrize("name", HOSTILE)
+def test_nvfp4_of_hostile_data(name, exact):
+    assert_nvfp4(hostile(name, 5, 80), exact)
+
+
+def test_float32_activations_too():
+    assert_nvfp4(ordinary(5, 80).float() * 1.1)
+
+
+def test_every_share_counts_for_the_range(monkeypatch):
+    """More elements than the programs hold at once; the largest in the last, incomplete share."""
+    assert [kernels.partials(n) for n in (1, 8192, 8193, 2**31)] == [1, 1, 2, 256]
+    monkeypatch.setattr(kernels, "ELEMENTS", 128)
+    monkeypatch.setattr(kernels, "PARTIALS", 4)
+    x = ordinary(17, 48)
+    x[-1, -1] = 100.0
+    assert kernels.partials(x.numel()) == 4
+    assert kernels.partial_amax(x.to(DEVICE)).max().view(torch.float32) == 100.0
+    assert_nvfp4(x)
+
+
+def test_rows_that_do_not_lie_together_are_gathered():
+    x = ordinary(6, 96)
+    for view in (x[:, :48], x[::2], ordinary(32, 6).t()):
+        assert_fp8(view)
+        assert_nvfp4(view)
+
+
+@settings(max_examples=12)
+@given(
+    st.integers(1, 3), st.integers(1, 9), st.integers(0, 10**6), st.floats(-45, 38), st.booleans()
+)
+def test_any_shape_and_any_range(rows, blocks, seed, exponent, spread):
+    """From subnormal numbers to the largest; ``spread``: every block of another size."""
+    x = ordinary(rows, 16 * blocks, seed).float() * 2.0**-2
+    if spread:
+        sizes = torch.randint(-20, 1, (blocks,), generator=torch.Generator().manual_seed(seed))
+        x = (x.unflatten(1, (blocks, 16)) * 2.0 ** sizes[:, None]).flatten(1)
+    x = (x * 10.0 ** (exponent / 2) * 10.0 ** (exponent / 2)).bfloat16()
+    assert_fp8(x)
+    assert_nvfp4(x)
+
+
+@settings(max_examples=12)
+@given(st.lists(st.integers(0, 2**16 - 1), min_size=16, max_size=16))
+def test_any_bits(bits):
+    """bfloat16 by their bits: NaN, Inf and zeros of both signs among them."""
+    x = torch.tensor([bits], dtype=torch.int32).to(torch.uint16).view(torch.bfloat16)
+    assert_fp8(x)
+    assert_nvfp4(x)
+
+
+def test_the_grids_of_both_formats_by_brute_force():
+    """Every E4M3 code, every middle between two, and their neighbours: half goes to even. A row's
+    largest value is 448, so that its scale is 1.
+    """
+    grid = torch.arange(127, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
+    middles = (grid[1:] + grid[:-1]) / 2
+    bits = middles.view(torch.int32)
+    near = torch.stack([bits - 1, bits, bits + 1]).view(torch.float32).flatten()
+    x = torch.cat([grid, middles, near, -near, -grid, torch.tensor([448.0])]).unsqueeze(0)
+    x = torch.nn.functional.pad(x, (0, -x.shape[1] % 16))
+    assert row_scales(x) == 1.0
+    assert_fp8(x)
+    values = torch.arange(0, 6.25, 0.125)  # all E2M1 values, middles and quarters, amax 2688
+    x = torch.cat([values, -values]).view(-1, 1).repeat(1, 16)
+    x[:, 0], x[:, 1:3] = 6.0, torch.tensor([6.0 - 2.0**-20, -(2.5 + 2.0**-21)])
+    assert_nvfp4(torch.cat([x, torch.full((1, 16), 2688.0)]))
+
+
+@triton.jit
+def each(source, target, COUNT: tl.constexpr):
+    index = tl.arange(0, COUNT)
+    tl.store(target + index, programs.power_of_two_above(tl.load(source + index)))
+
+
+def test_powers_of_two_over_the_whole_range():
+    """The function alone, for every exponent and some mantissas, subnormal numbers included."""
+    low = torch.tensor([0, 1, 2, 0x400000, 0x7FFFFF, 3, 0x123456, 0x200001], dtype=torch.int32)
+    bits = (torch.arange(254, dtype=torch.int32)[:, None] << 23 | low).flatten()
+    bits = torch.cat([bits, bits.new_zeros(2048 - len(bits))])
+    source = bits.to(DEVICE)
+    found = torch.empty_like(source)
+    each[(1,)](source, found, COUNT=2048)
+    wanted = power_of_two_above(bits.view(torch.float32))
+    assert torch.equal(found.cpu().view(torch.float32), wanted)
+
+
+def test_where_they_run(monkeypatch):
+    assert kernels.missing(torch.device("cpu")) == "the packing kernels are for CUDA, not for cpu"
+    assert kernels.missing(torch.device("cuda")) is None
+    monkeypatch.setattr(kernels, "_installed", lambda: False)
+    assert kernels.missing(torch.device("cuda")) == "the packing kernels need the package triton"
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    with pytest.raises(ValueError, match="packing kernels run on CUDA, not on cpu"):
+        kernels.fp8_pack(ordinary(1, 16))
+
+
+COMPILE = """
+import re
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+import triton
+from policy.precision.kernels import programs
+
+X = {"x": "*bf16", "partial": "*i32", "codes": "*u8", "scales": "*fp32", "factor": "*fp32",
+     "count": "i64", "rows": "i32", "padded": "i32", "columns": "i32"}
+for name, constants, warps in (
+    ("fp8_rows", {"WIDTH": 4096}, 8),
+    ("partial_amax", {"BLOCK": 8192}, 8),
+    ("nvfp4_tiles", {"PARTIALS": 256, "EXACT": False}, 4),
+):
+    program = getattr(programs, name)
+    names = program.arg_names
+    kinds = {n: X.get(n, "constexpr") for n in names}
+    if name == "nvfp4_tiles":
+        kinds["scales"] = "*u8"
+    sixteen = [["tt.divisibility", 16]]
+    aligned = {(i,): sixteen for i, n in enumerate(names) if n in X and n != "rows"}
+    given = {(names.index(n),): v for n, v in constants.items()}
+    source = ASTSource(program, kinds, given, aligned)
+    for capability in (90, 100):
+        made = triton.compile(source, target=GPUTarget("cuda", capability, 32),
+                              options={"num_warps": warps, "enable_fp_fusion": False})
+        ptx = made.asm["ptx"]
+        print(name, capability, len(made.asm["cubin"]) > 0,
+              [word for word in ("fma", "ftz", "approx", "div.full") if word in ptx],
+              max(map(int, re.findall(r"ld.global.v([24])", ptx))))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="Triton's assembler comes with its Linux wheel")
+def test_they_compile_for_both_generations_of_gpus(tmp_path):
+    """Down to machine code of Hopper and Blackwell, for which Triton needs no GPU. No contracted
+    sums, no subnormals flushed, no approximate divisions; activations are read by vectors.
+    """
+    environment = {**os.environ, "TRITON_CACHE_DIR": str(tmp_path)}
+    environment.pop("TRITON_INTERPRET", None)
+    made = subprocess.run(
+        [sys.executable, "-c", COMPILE], env=environment, capture_output=True, text=True
+    )
+    assert made.returncode == 0, made.stderr[-2000:]
+    assert made.stdout.splitlines() == [
+        f"{name} {capability} True [] 4"
+        for name in ("fp8_rows", "partial_amax", "nvfp4_tiles")
+        for capability in (90, 100)
+    ]

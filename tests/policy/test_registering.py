@@ -1,0 +1,97 @@
+"""A new backend is a file and a row, a new objective a class and a row; all else follows."""
+
+import sys
+from pathlib import Path
+from typing import Literal
+
+import pytest
+import torch
+from pydantic import TypeAdapter
+
+import configs.backends
+import configs.objectives
+import policy.precision
+from configs.load import load
+from configs.objectives import DiffusionNFTSettings
+from learner.objectives import OBJECTIVES, build_objective
+from planning.assumptions import Assumptions, backend_of, device_of, with_format
+from policy import memory
+from policy.families import family_for
+from policy.precision.backends import Backend, finer_backend, ladder, resolve_backend, wire_formats
+from policy.precision.wire import pack_tensors
+from policy.types import named_class
+from tests.tiny_families import tiny_model
+
+FILE = """
+from policy.precision.emulated import EmulatedNVFP4
+
+
+class Coarse(EmulatedNVFP4):
+    name = "coarse"
+    wire_format = "nvfp2"
+    wire_version = 7
+    bits = 2.5
+    auto_on = "cuda"
+    capability = (9, 0)
+    speedup = 8
+"""
+ROW = '    "coarse": "policy.precision.coarse:Coarse",\n'
+
+
+def with_row(module, before: str, row: str) -> dict:
+    """A module's names, executed with one more row in its table."""
+    source = Path(module.__file__).read_text()
+    assert source.count(before) == 1
+    found: dict = {"__name__": module.__name__}
+    exec(compile(source.replace(before, row + before), module.__file__, "exec"), found)
+    return found
+
+
+@pytest.fixture
+def coarse(monkeypatch, tmp_path):
+    """The backend as its file and its row make it, before all others."""
+    (tmp_path / "coarse.py").write_text(FILE)
+    monkeypatch.setattr(policy.precision, "__path__", [*policy.precision.__path__, str(tmp_path)])
+    names = with_row(configs.backends, '    "te_nvfp4": ', ROW)
+    assert TypeAdapter(names["BackendName"]).validate_python("coarse") == "coarse"
+    backends = {name: named_class(row, Backend)() for name, row in names["BACKENDS"].items()}
+    monkeypatch.setattr("policy.precision.backends.BACKENDS", backends)
+    monkeypatch.setattr("planning.assumptions.BACKENDS", backends)
+    yield backends["coarse"]
+    sys.modules.pop("policy.precision.coarse")
+
+
+def test_a_backend_is_a_file_and_a_row(coarse, name, directory):
+    assert ladder()[0] == ("coarse",)
+    assert finer_backend("coarse", ("fp8", "emulated_nvfp4"), "fp32") == "emulated_nvfp4"
+    assert resolve_backend("coarse", "cpu") == (coarse, "coarse: as configured")
+    assert resolve_backend("auto", "cuda")[0] is coarse
+    assert resolve_backend("auto", "cpu")[0].name == "emulated_nvfp4"
+    assert wire_formats()["nvfp2"] == 7
+    assert pack_tensors({}, 0, "nvfp2", 8)[0].format_version == 7
+    config = load("sd35_medium-sol_rl-pickscore")
+    assert backend_of(config, "H100")[0] is coarse
+    device, accelerator = device_of(config, Assumptions(accelerator="H100"))
+    assert device is not None
+    assert with_format(device, accelerator, coarse).quantised_tflops == 8 * 990
+    family = family_for(tiny_model(name, directory))
+    _, rows, layers = memory.blank_explorer(family, coarse, (), torch.float32)
+    assert set(layers) == {row.name for row in rows if row.quantised} != set()
+
+
+class Twin(DiffusionNFTSettings):
+    """Another objective, of another name."""
+
+    name: Literal["twin"] = "twin"  # type: ignore[assignment]
+
+
+def test_an_objective_is_its_settings_and_a_row():
+    row = '    "twin": Twin,\n'
+    before = '    "diffusion_nft": DiffusionNFTSettings,\n'
+    source = Path(configs.objectives.__file__).read_text()
+    found = {"__name__": "configs.objectives", "Twin": Twin}
+    exec(compile(source.replace(before, row + before), "objectives.py", "exec"), found)
+    settings = TypeAdapter(found["Objective"]).validate_python({"name": "twin", "beta": 0.5})
+    assert isinstance(settings, Twin) and settings.beta == 0.5
+    assert OBJECTIVES.keys() == configs.objectives.OBJECTIVES.keys()
+    assert type(build_objective(DiffusionNFTSettings())).__name__ == "DiffusionNFT"

@@ -1,0 +1,44 @@
+"""Files and directories are whole or absent, whatever goes wrong while they are written."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from records import atomic
+
+
+def test_a_file_is_replaced_and_nothing_is_left_beside_it(tmp_path: Path):
+    file = tmp_path / "a.json"
+    atomic.write_json(file, {"é": 1})
+    assert file.read_bytes() == b'{\n "\\u00e9": 1\n}\n'
+    atomic.write_text(file, "é\n")
+    assert file.read_bytes() == "é\n".encode() and os.listdir(tmp_path) == ["a.json"]
+
+
+@pytest.mark.parametrize("error", [OSError, KeyboardInterrupt])
+def test_what_fails_leaves_the_old(tmp_path: Path, error: type[BaseException]):
+    file, folder = tmp_path / "file", tmp_path / "folder"
+    atomic.write_text(file, "old")
+    with atomic.replacing_directory(folder) as beside:
+        (beside / "one").write_text("old")
+    with pytest.raises(error), atomic.replacing(file) as beside:
+        beside.write_text("new")
+        raise error
+    with pytest.raises(error), atomic.replacing_directory(folder) as beside:
+        (beside / "one").write_text("new")
+        raise error
+    assert file.read_text() == (folder / "one").read_text() == "old"
+    assert sorted(os.listdir(tmp_path)) == ["file", "folder"]
+
+
+def test_a_directory_is_replaced_whole(tmp_path: Path):
+    folder = tmp_path / "folder"
+    for names in (("one", "two"), ("three",)):
+        with atomic.replacing_directory(folder) as beside:
+            for name in names:
+                (beside / name).write_text(name)
+        assert sorted(os.listdir(folder)) == sorted(names)
+    assert os.listdir(tmp_path) == ["folder"]

@@ -1,0 +1,121 @@
+"""Pixels against the transforms that the models were trained with."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from PIL import Image
+
+from rewards.images import crop_square, normalise, pad_square, shared, to_float
+from tests.rewards import peers
+
+SIZE = 32
+SIDES = [(48, 48), (33, 47), (47, 33), (1, 1), (32, 32), (32, 55), (200, 31), (7, 90)]
+
+
+def noise(height: int, width: int, count: int = 2) -> np.ndarray:
+    return np.random.default_rng(height * 1000 + width).integers(
+        0, 256, (count, 3, height, width), dtype=np.uint8
+    )
+
+
+def pil(image: np.ndarray) -> Image.Image:
+    return Image.fromarray(np.ascontiguousarray(image.transpose(1, 2, 0)))
+
+
+@pytest.mark.parametrize("sides", SIDES)
+def test_the_crop_is_open_clips(sides):
+    """Bit for bit: the same Pillow resize, crop, division and normalisation."""
+    import open_clip
+
+    images = noise(*sides)
+    theirs = torch.stack(
+        [open_clip.image_transform(SIZE, is_train=False)(pil(image)) for image in images]
+    )
+    assert torch.equal(normalise(to_float(crop_square(images, SIZE))), theirs)
+
+
+@pytest.mark.parametrize("sides", SIDES)
+def test_the_floor_crop_is_transformers(sides):
+    """uint8 pixels are equal; afterwards transformers multiplies by 1/255 where we divide, one
+    rounding apart.
+    """
+    from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
+
+    processor = CLIPImageProcessorPil(
+        size={"shortest_edge": SIZE}, crop_size={"height": SIZE, "width": SIZE}
+    )
+    images = noise(*sides)
+    theirs = torch.cat(
+        [processor(pil(image), return_tensors="pt").pixel_values for image in images]
+    )
+    assert torch.allclose(
+        normalise(to_float(crop_square(images, SIZE, "floor"))), theirs, atol=1e-6, rtol=0
+    )
+
+
+def test_the_two_crops_differ_where_an_odd_number_is_cut():
+    images = noise(32, 39)  # 7 columns too many: 3.5 is rounded to 4 or cut to 3
+    near, far = crop_square(images, SIZE, "floor"), crop_square(images, SIZE, "round")
+    assert np.array_equal(near, images[..., 3:35]) and np.array_equal(far, images[..., 4:36])
+
+
+@pytest.mark.parametrize("sides", SIDES)
+def test_the_padding_is_hpsv2s(sides):
+    if why := peers.missing("hpsv2"):
+        pytest.skip(why)
+    if max(sides) == SIZE and min(sides) < SIZE:
+        pytest.skip(
+            "the original does not pad an image whose longer side has the size already, and fails"
+            " on it"
+        )
+    transform = peers.hpsv2_package().image_transform(SIZE, is_train=False, resize_longest_max=True)
+    images = noise(*sides)
+    theirs = torch.stack([transform(pil(image)) for image in images])
+    # one interpolation for the batch or one per image: the sums of a pixel are the same, up to
+    # FP32 rounding
+    assert torch.allclose(normalise(pad_square(images, SIZE)), theirs, atol=1e-5, rtol=0)
+
+
+def test_padding_is_black_and_in_the_middle():
+    padded = pad_square(np.full((1, 3, 16, 32), 255, np.uint8), 32)
+    assert padded.shape == (1, 3, 32, 32) and torch.equal(
+        padded[:, :, 8:24], torch.ones(1, 3, 16, 32)
+    )
+    assert not padded[:, :, :8].any() and not padded[:, :, 24:].any()
+    assert pad_square(np.zeros((1, 3, 1, 500), np.uint8), 32).shape == (
+        1,
+        3,
+        32,
+        32,
+    )  # a side that would round to nothing
+
+
+@given(st.integers(1, 60), st.integers(1, 60), st.sampled_from(["round", "floor"]))
+def test_every_picture_gets_the_size(height, width, centre):
+    assert crop_square(noise(height, width, 1), 8, centre).shape == (1, 3, 8, 8)
+    assert pad_square(noise(height, width, 1), 8).shape == (1, 3, 8, 8)
+
+
+def test_a_batch_is_resized_once_unless_it_may_change():
+    images = noise(40, 50)
+    calls = []
+    make = lambda: calls.append(1) or len(calls)  # noqa: E731
+    assert [shared(images, ("a",), make), shared(images, ("a",), make)] == [
+        1,
+        2,
+    ]  # writeable: made again
+    images.flags.writeable = False
+    assert [
+        shared(images, ("a",), make),
+        shared(images, ("a",), make),
+        shared(images, ("b",), make),
+    ] == [3, 3, 4]
+    other = noise(40, 50)
+    other.flags.writeable = False
+    assert (
+        shared(other, ("a",), make) == 5 and shared(images, ("a",), make) == 6
+    )  # only the newest batch is kept
