@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 
 from cli.common import DONE, add_config, require_positive
 from configs.load import load
@@ -12,14 +13,27 @@ HELP = (
     " weights"
 )
 ASSUMED = (
-    ("peak_tflops", None, "T", "assumed dense BF16 peak of a GPU; the accelerator's unless given"),
-    ("quantised_peak_tflops", None, "T", "assumed peak in quantised layers"),
-    ("utilisation", 0.4, "U", "assumed share of the peaks that is reached"),
-    ("gpu_memory_gb", None, "GB", "assumed memory of a GPU; the accelerator's unless given"),
-    ("node_gpus", 8, "N", "GPUs of an assumed node"),
-    ("node_cpus", 96, "N", "CPUs of an assumed node"),
+    (
+        "gpus",
+        int,
+        None,
+        "N",
+        "GPUs to lay the run out on; those of layout.gpus or a node unless given",
+    ),
+    (
+        "peak_tflops",
+        float,
+        None,
+        "T",
+        "assumed dense BF16 peak of a GPU; the accelerator's unless given",
+    ),
+    ("quantised_peak_tflops", float, None, "T", "assumed peak in quantised layers"),
+    ("utilisation", float, 0.4, "U", "assumed share of the peaks that is reached"),
+    ("gpu_memory_gb", float, None, "GB", "assumed memory of a GPU; the accelerator's unless given"),
+    ("node_gpus", int, 8, "N", "GPUs of an assumed node"),
+    ("node_cpus", int, 96, "N", "CPUs of an assumed node"),
 )
-"""Numbers of ``planning.assumptions.Assumptions``: field, default, unit, help."""
+"""Numbers of ``planning.assumptions.Assumptions``: field, type, default, unit, help."""
 
 
 def declare(sub: argparse.ArgumentParser) -> None:
@@ -33,10 +47,12 @@ def declare(sub: argparse.ArgumentParser) -> None:
     sub.add_argument(
         "--accelerator",
         metavar="NAME",
-        help="GPUs assumed, such as B200; the explorers' own unless given",
+        help="GPUs assumed, such as B200; services.rollout.accelerator unless given",
     )
-    for name, default, unit, text in ASSUMED:
-        kind = int if isinstance(default, int) else float
+    sub.add_argument(
+        "--json", action="store_true", help="print the prediction as one JSON object instead"
+    )
+    for name, kind, default, unit, text in ASSUMED:
         sub.add_argument(
             f"--{name.replace('_', '-')}", type=kind, default=default, metavar=unit, help=text
         )
@@ -48,7 +64,7 @@ def run(options: argparse.Namespace) -> int:
     require_positive(options, *names)
     config = load(options.config, options.overrides)
     from planning.assumptions import Assumptions
-    from planning.lines import lines_of
+    from planning.lines import json_of, lines_of
     from planning.make import make_plan
 
     nodes = None
@@ -60,6 +76,6 @@ def run(options: argparse.Namespace) -> int:
             nodes = free_nodes()
     numbers = {name: getattr(options, name) for name in names}
     assumed = Assumptions(accelerator=options.accelerator, **numbers)
-    for line in lines_of(make_plan(config, assumed, nodes)):
-        print(line)
+    plan = make_plan(config, assumed, nodes)
+    print(json.dumps(json_of(plan), indent=2) if options.json else "\n".join(lines_of(plan)))
     return DONE

@@ -13,6 +13,7 @@ PER_SERVICE = (
 )  # fmt: skip
 OPERATIONAL = (
     "run_root",
+    "layout",
     *(f"services.*.{name}" for name in PER_SERVICE),
     *(f"services.scorers.*.{name}" for name in PER_SERVICE),
     "services.autoscale",

@@ -14,6 +14,7 @@ from pydantic import Field, field_validator, model_validator
 
 from configs.aliases import current
 from configs.backends import BackendName
+from configs.layout import Layout
 from configs.objectives import DiffusionNFTSettings, Objective, incompatibility
 from configs.rewards import Advantages, Rewards
 from configs.section import PathText, Section
@@ -69,6 +70,9 @@ class RunConfig(Section):
     old_policy: OldPolicy = OldPolicy()
     ema: Ema = Ema()
     services: Services = Services()
+    layout: Layout | None = Field(
+        default=None, description="how actors share GPUs; None: as `services` says"
+    )
     audit: Audit = Audit()
     checkpoint: Checkpoint = Checkpoint()
     stop: Stop = Stop()

@@ -26,6 +26,7 @@ class Assumptions:
     quantised_peak_tflops: float | None = None
     utilisation: float = 0.4
     gpu_memory_gb: float | None = None
+    gpus: int | None = None  # None: those of [layout], or one node's
     node_gpus: int = 8
     node_cpus: int = 96
 
@@ -83,7 +84,7 @@ def with_format(device: Device, name: str | None, backend: Backend) -> Device:
 
 
 def backend_of(config: RunConfig, accelerator: str | None) -> tuple[Backend, str]:
-    """The explorers' backend; "auto" as it would be on the accelerator assumed, on a CPU the
+    """The rollout actors' backend; "auto" as it would be on the accelerator assumed, on a CPU the
     emulation.
     """
     name = config.plan.explore.backend if config.plan.explore else config.explore.backend

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from planning.assumptions import Device
-from planning.make import GB, Plan, store_size, training_points
+from planning.layouts.lines import as_json, outlook_lines
+from planning.make import GB, Plan, store_size
 from planning.placement import kinds_of, need_of
+from planning.stages import training_points
 
 
 def lines_of(plan: Plan) -> list[str]:
@@ -17,8 +19,24 @@ def lines_of(plan: Plan) -> list[str]:
         *_memory(plan),
         *_bytes(plan),
         *_operations(plan),
+        *(outlook_lines(plan.config, plan.outlook) if plan.outlook else []),
         *_warnings(plan),
     ]
+
+
+def json_of(plan: Plan) -> dict[str, object]:
+    """What ``sol-rl plan --json`` prints; null where no seconds are predicted."""
+    if plan.outlook is not None:
+        return as_json(plan.config, plan.outlook)
+    seconds = iteration_seconds(plan, plan.device) if plan.device else None
+    nothing = {"bound_s": None, "layout": None, "idle_share": {}, "arms": {}}
+    return {
+        "name": plan.config.name,
+        "arm": plan.config.arm,
+        "iteration_s": seconds,
+        **nothing,
+        "problem": plan.problem,
+    }
 
 
 def _summary(plan: Plan) -> list[str]:
@@ -56,7 +74,7 @@ def _summary(plan: Plan) -> list[str]:
             f"  quantised   {plan.quantised_weights / 1e9:.4g} of {plan.all_weights / 1e9:.4g}"
             " billion weights of the denoiser"
             if arm.explore is not None
-            else "  quantised   nothing: there are no explorers"
+            else "  quantised   nothing: there are no rollout actors"
         ),
     ]
 
@@ -103,10 +121,10 @@ def _bytes(plan: Plan) -> list[str]:
     lines = [
         "",
         (
-            f"broadcast   {plan.broadcast / GB:.3f} GB to each explorer after each iteration, in"
-            f" shards of {plan.config.publish.shard_mb} MiB"
+            f"broadcast   {plan.broadcast / GB:.3f} GB to each rollout actor after each iteration,"
+            f" in shards of {plan.config.publish.shard_mb} MiB"
             if plan.broadcast
-            else "broadcast   nothing: there are no explorers"
+            else "broadcast   nothing: there are no rollout actors"
         ),
         f"object store, at most {sum(plan.store.values()) / GB:.3f} GB",
     ]
@@ -141,11 +159,12 @@ def _operations(plan: Plan) -> list[str]:
             "  no GPU is asked for, so no time is predicted; --peak-tflops gives one to divide by",
         ]
     evaluation = plan.evaluation
-    lines += [
-        (
+    if plan.outlook is None:
+        lines.append(
             f"iteration   {iteration_seconds(plan, device):.1f} s: regenerating overlaps exploring,"
             " the update comes after both; scoring, transfers and publishing not counted"
-        ),
+        )
+    lines += [
         (
             f"evaluation  {evaluation.seconds(device):.1f} s, {config.evaluate.prompts} prompts x"
             f" {config.evaluate.noises} seeds x {config.evaluate.steps} steps, every"
@@ -159,7 +178,9 @@ def _operations(plan: Plan) -> list[str]:
 
 
 def iteration_seconds(plan: Plan, device: Device) -> float:
-    """max(explore, regenerate) + update."""
+    """As laid on the GPUs; without any max(explore, regenerate) + update."""
+    if plan.outlook is not None:
+        return plan.outlook.prediction.iteration
     seconds = {name: stage.seconds(device) for name, stage in plan.stages.items()}
     return max(seconds.get("explore", 0.0), seconds.get("regenerate", 0.0)) + seconds["update"]
 
@@ -167,7 +188,8 @@ def iteration_seconds(plan: Plan, device: Device) -> float:
 def _warnings(plan: Plan) -> list[str]:
     device, services = plan.device, plan.config.services
     lines = []
-    for kind, parts in plan.memory.items():
+    chosen = plan.outlook is not None and plan.outlook.choice is not None
+    for kind, parts in plan.memory.items() if not chosen else ():
         service = services.of(kind)
         room = service.gpus * device.memory_gb if device is not None else 0.0
         needed = sum(size or 0 for size in parts.values()) / GB

@@ -11,9 +11,8 @@ import math
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -22,44 +21,26 @@ from configs.load import ConfigError
 from configs.schema import RunConfig
 from learner.objectives import build_objective
 from planning.assumptions import Assumptions, Device, backend_of, device_of, with_format
-from planning.placement import Node, NoRoom, kinds_of, needs_of, place
+from planning.counting import counts_of
+from planning.held import held_of
+from planning.layouts.arms import arms_of
+from planning.layouts.choose import Choice
+from planning.layouts.gpus import Gpus, lay
+from planning.layouts.limits import refuse_too_many
+from planning.layouts.lines import Outlook
+from planning.layouts.numbers import numbers_of
+from planning.layouts.predict import bound, predict
+from planning.layouts.resolve import as_on_gpus, costs_of, known_gpus, laid_out, to_choose, used
+from planning.placement import Node, NoRoom, needs_of, place
+from planning.stages import Stage, stages_of
 from policy import memory
 from policy.families import Family, family_for
 from policy.families.architectures import published, published_names, write_configs
-from policy.lora import target_modules
-from policy.memory import Work
-from policy.precision.backends import Backend
-from policy.precision.swap import ModuleRow
 from policy.types import DTYPES
-from rewards import model_bytes
 
 MOST_NODES = 64
 GB = 1e9
 NUMBERS = {2: "two", 3: "three"}
-
-
-@dataclass(frozen=True)
-class Stage:
-    """Operations of a part of an iteration, over all its actors; ``decoding`` is in FP32."""
-
-    unquantized: float
-    quantised: float = 0.0
-    decoding: float = 0.0
-    gpus: float = 1.0  # of all its actors; none uses more than one
-
-    @property
-    def flops(self) -> float:
-        """All of them."""
-        return self.unquantized + self.quantised + self.decoding
-
-    def seconds(self, device: Device) -> float:
-        """On its GPUs. Decoding runs in TF32, at half the BF16 peak."""
-        at = (
-            self.unquantized / device.tflops
-            + self.quantised / device.quantised_tflops
-            + self.decoding / (device.tflops / 2)
-        )
-        return at / (1e12 * device.utilisation * self.gpus)
 
 
 @dataclass(frozen=True)
@@ -82,6 +63,7 @@ class Plan:
     nodes: Sequence[Node] = ()
     placed: Mapping[str, str] = field(default_factory=dict)
     problem: str | None = None  # why there is no placement
+    outlook: Outlook | None = None  # None: not known which GPUs, or there are none
 
 
 def make_plan(
@@ -91,11 +73,84 @@ def make_plan(
     ConfigError.
     """
     given = given or Assumptions()
+    refuse_too_many(config, MOST_NODES * given.node_cpus, MOST_NODES * given.node_gpus, nodes)
     try:
         with described(config) as (family, source):
-            return _plan(config, family, source, given, nodes)
+            gpus = _gpus(config, given, nodes)
+            if len(gpus) == 1 and given.accelerator is None:
+                given = replace(given, accelerator=gpus[0].kind)
+            final = laid_out(config, family, gpus, given)
+            plan = _plan(final.config, family, source, given, nodes)
+            return _with_outlook(plan, config, final.choice, family, gpus, given)
     except (FileNotFoundError, ValueError) as error:
         raise ConfigError([str(error)]) from None
+
+
+def _gpus(config: RunConfig, given: Assumptions, nodes: Sequence[Node] | None) -> Sequence[Gpus]:
+    """The GPUs that a layout may use, or that the services' shares fill; none where nobody has a
+    share, or nothing is known of those there are.
+    """
+    wanted = given.gpus or (config.layout.gpus if config.layout else None)
+    if nodes is not None:
+        try:
+            return used(known_gpus(nodes, given), wanted)
+        except ConfigError:
+            if to_choose(config):
+                raise
+            return []
+    device, name = device_of(as_on_gpus(config) if to_choose(config) else config, given)
+    if device is None or name is None:
+        if given.gpus:
+            raise ConfigError(
+                [
+                    f"--gpus {given.gpus}: no service asks for a GPU: --set layout.mode=auto asks"
+                    " for a layout on them"
+                ]
+            )
+        return []
+    one = Gpus(name, 1, device.memory_gb, given.node_cpus / given.node_gpus)
+    if wanted or to_choose(config):
+        return [replace(one, count=wanted or given.node_gpus)]
+    numbers = numbers_of(config)
+    counts = range(1, MOST_NODES * given.node_gpus + 1)
+    fitting = (count for count in counts if lay(numbers, [replace(one, count=count)]))
+    return [replace(one, count=count) for count in (next(fitting, 0),) if count]
+
+
+def _with_outlook(
+    plan: Plan,
+    asked: RunConfig,
+    choice: Choice | None,
+    family: Family,
+    gpus: Sequence[Gpus],
+    given: Assumptions,
+) -> Plan:
+    """With the prediction, where it is known which GPUs the actors lie on."""
+    numbers = choice.best.numbers if choice else numbers_of(plan.config)
+    laid = lay(numbers, gpus) if gpus else None
+    if laid is None or not any("learner" in each.actors for each in laid):
+        return plan
+    tasks = costs_of(plan.config, family, gpus, given).tasks
+    free = {kind: replace(each, chunk=0.0) for kind, each in tasks.items()}
+    outlook = Outlook(
+        gpus,
+        predict(numbers, laid, tasks),
+        bound(tasks, gpus),
+        predict(numbers, laid, free).iteration,
+        arms_of(asked, family, gpus, given),
+        choice,
+    )
+    homes = {
+        stage: float(sum(each.count for each in laid if kind in each.actors)) or 1.0
+        for stage, kind in (
+            ("explore", "rollout"),
+            ("regenerate", "learner"),
+            ("update", "learner"),
+        )
+    }
+    stages = {name: replace(stage, gpus=homes[name]) for name, stage in plan.stages.items()}
+    evaluation = replace(plan.evaluation, gpus=homes["update"])
+    return replace(plan, stages=stages, evaluation=evaluation, outlook=outlook)
 
 
 @contextmanager
@@ -124,37 +179,21 @@ def _plan(
     device, accelerator = device_of(config, given)
     backend, why = backend_of(config, accelerator)
     dtype = DTYPES[config.regenerate.precision]
-    text_bytes = memory.held_bytes(*memory.text_encoders(family, dtype).values())
-    base = memory.blank(family, "transformer", dtype)
-    adapted = target_modules(
-        base, config.lora.targets or family.lora_targets, strict=bool(config.lora.targets)
-    )
-    explored, decoded = _explorer(config, family, backend, base, adapted, dtype)
-    all_weights = sum(parameter.numel() for parameter in base.parameters())
-    learner, trained, passes = _learner(config, family, base, dtype)
-    held: dict[str, dict[str, int | None]] = (
-        {"rollout": explored.memory} if config.plan.explore else {}
-    )
-    held["learner"] = learner
-    for kind in kinds_of(config):
-        if labels := config.scorers_of(kind):
-            chosen = [scorer for scorer in config.rewards.everyone if scorer.label in labels]
-            held[kind] = {f"scorer {scorer.label}": model_bytes(scorer) for scorer in chosen}
-    held["encoder"] = {"text encoders": text_bytes}
-    broadcast = explored.broadcast if config.plan.explore else 0
+    counts = counts_of(config, family, backend)
+    broadcast = counts.broadcast if config.plan.explore else 0
     if device is not None and given.quantised_peak_tflops is None:
         device = with_format(device, accelerator, backend)
-    stages, evaluation = _stages(config, explored, decoded, passes)
+    stages, evaluation = stages_of(config, counts)
     there, placed, problem = _placement(config, given, accelerator, nodes)
     return Plan(
         config=config,
         source=source,
         backend=backend.name,
         why=why,
-        quantised_weights=explored.quantised_weights,
-        all_weights=all_weights,
-        trained=trained,
-        memory=held,
+        quantised_weights=counts.quantised,
+        all_weights=counts.weights,
+        trained=counts.trained,
+        memory=held_of(config, counts, family, backend.name, dtype),
         broadcast=broadcast,
         store=_store(config, family, broadcast, dtype),
         stages=stages,
@@ -164,98 +203,6 @@ def _plan(
         placed=placed,
         problem=problem,
     )
-
-
-# ---- what actors hold
-
-
-@dataclass(frozen=True)
-class _Explored:
-    memory: dict[str, int | None]
-    broadcast: int
-    quantised_weights: int
-    step: Work  # of explore.chunk_size images
-    batch: int
-
-
-def _explorer(
-    config: RunConfig,
-    family: Family,
-    backend: Backend,
-    base: torch.nn.Module,
-    adapted: Sequence[str],
-    dtype: torch.dtype,
-) -> tuple[_Explored, Work]:
-    """What an explorer holds and does, and the work of decoding one image."""
-    batch = min(config.explore.chunk_size, config.explore.pool_size)
-    transformer, rows, layers = memory.blank_explorer(
-        family, backend, config.explore.modules_to_not_convert, dtype
-    )
-    quantised = [row.name for row in rows if row.quantised]
-    step = memory.sampling_work(family, base, batch, dtype, quantised)
-    vae, decode = memory.decoding_work(family, batch)
-    held: dict[str, int | None] = {
-        f"denoiser, {backend.name}": memory.held_bytes(transformer),
-        "autoencoder, fp32": vae,
-        f"passes, {batch} images": max(step.peak, decode.peak),
-    }
-    broadcast = memory.wire_bytes(transformer, rows, layers, adapted, backend)
-    one = Work(decode.flops // batch, 0, decode.peak)
-    return _Explored(held, broadcast, _weights(rows), step, batch), one
-
-
-def _weights(rows: Sequence[ModuleRow]) -> int:
-    return sum(int(np.prod(row.shape)) for row in rows if row.quantised)
-
-
-@dataclass(frozen=True)
-class _Passes:
-    sampling: Work
-    training: Work
-    sampled: int  # images of `sampling`
-    points: int  # training points of `training`
-
-
-def _learner(
-    config: RunConfig, family: Family, transformer: torch.nn.Module, dtype: torch.dtype
-) -> tuple[dict[str, int | None], int, _Passes]:
-    """(bytes by purpose, trained parameters, work) of a replica; adds LoRA to ``transformer``."""
-    objective = build_objective(config.objective, config.stop.max_kl is not None)
-    adapters = {
-        objective.sampling_adapter,
-        *objective.policies,
-        *objective.averages,
-        "ema",
-        "current",
-    } - {"ref"}
-    if config.explore_ahead:
-        adapters.add("previous")
-    base = memory.held_bytes(transformer)
-    trained = memory.adapt(transformer, family, config.lora)
-    sampled, points = config.regenerate.batch_size, config.optimizer.batch_size
-    sampling = memory.sampling_work(family, transformer, sampled, dtype)
-    vae, decode = memory.decoding_work(family, sampled)
-    training = memory.training_work(
-        family, transformer, points, dtype, config.optimizer.gradient_checkpointing
-    )
-    per_prompt = memory.conditioning_like(family, 1, dtype)
-    replicas = config.services.learner.replicas
-    prompts = -(-config.prompts.per_iteration // replicas)  # of the replica that has most
-    held: dict[str, int | None] = {
-        f"denoiser, {config.regenerate.precision}": base,
-        "autoencoder, fp32": vae,
-        f"{len(adapters)} adapters, fp32": len(adapters) * trained * 4,
-        "optimiser, fp32": 2 * trained * 4,
-        "conditioning": (
-            prompts * sum(t.numel() * t.element_size() for t in per_prompt.tensors.values())
-        ),
-        f"passes, {sampled} images or {points} points": max(
-            sampling.peak, decode.peak, training.peak
-        ),
-    }
-    if replicas > 1:
-        held["sum of gradients, fp32"] = trained * 4
-    return held, trained, _Passes(sampling, training, sampled, points)
 
 
 def _store(config: RunConfig, family: Family, broadcast: int, dtype: torch.dtype) -> dict[str, int]:
@@ -274,7 +221,7 @@ def _store(config: RunConfig, family: Family, broadcast: int, dtype: torch.dtype
     kept = regenerated * states + (0 if config.plan.regenerate else explored)
     conditioning = memory.conditioning_like(family, 1, dtype).tensors.values()
     return {
-        f"{NUMBERS[versions_held(config)]} versions of the weights, per node with explorers": (
+        f"{NUMBERS[versions_held(config)]} versions of the weights, per node with rollout actors": (
             versions_held(config) * broadcast
         ),
         "images of an iteration, were none scored yet": (
@@ -304,66 +251,6 @@ def store_size(held: int) -> int:
     """
     step = 10**8
     return math.ceil(held * 1.1 / SPILLS_AT / step) * step
-
-
-# ---- operations
-
-
-def _stages(
-    config: RunConfig, explored: _Explored, decode: Work, passes: _Passes
-) -> tuple[dict[str, Stage], Stage]:
-    """Explore, regenerate and update of an iteration, and an evaluation."""
-    prompts, plan, full = config.prompts.per_iteration, config.plan, config.regenerate
-    step, rollout, learner = (
-        passes.sampling.flops / passes.sampled,
-        config.services.rollout,
-        config.services.learner,
-    )
-    mine = learner.count * (min(1.0, learner.gpus) or 1.0)
-    stages: dict[str, Stage] = {}
-    if plan.explore is not None:
-        images = prompts * plan.explore.pool_size
-        calls = images * plan.explore.steps / explored.batch
-        stages["explore"] = Stage(
-            unquantized=calls * (explored.step.flops - explored.step.quantised),
-            quantised=calls * explored.step.quantised,
-            decoding=images * decode.flops,
-            gpus=rollout.actors * (min(1.0, rollout.gpus) or 1.0),
-        )
-    if plan.regenerate:
-        images = prompts * (config.selection.keep + config.audit.random_seeds)
-        stages["regenerate"] = Stage(
-            images * full.steps * step, decoding=images * decode.flops, gpus=mine
-        )
-    points, others = training_points(config)
-    trained = passes.training.flops / passes.points
-    stages["update"] = Stage(
-        prompts * config.selection.keep * points * (trained + others * step), gpus=mine
-    )
-    images = config.evaluate.prompts * config.evaluate.noises
-    return stages, Stage(
-        images * config.evaluate.steps * step, decoding=images * decode.flops, gpus=mine
-    )
-
-
-def training_points(config: RunConfig) -> tuple[int, float]:
-    """(training points of each sample, forward passes of each point beside the trained one).
-
-    Where the sampling policy is a copy of the trained one, its pass is saved until the first
-    optimiser step of an iteration.
-    """
-    objective: Any = build_objective(config.objective, config.stop.max_kl is not None)
-    steps = config.regenerate.steps
-    count = (
-        len(objective.steps(steps, np.random.default_rng(0)))
-        if objective.path_solver
-        else objective.settings.times_per_sample
-    )
-    others = float(len(set(objective.policies) - {"current"}))
-    old = config.resolved_old_policy
-    if "old" in objective.policies and old.schedule == "constant" and not old.value:
-        others -= 1 / config.optimizer.steps_per_iteration
-    return count, others
 
 
 # ---- placement

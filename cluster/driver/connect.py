@@ -11,6 +11,7 @@ import ray
 from cluster.jobs.live_runs import require_listener
 from configs.load import ConfigError
 from configs.schema import RunConfig
+from planning.layouts.limits import refuse_on_this_machine
 from planning.placement import needs_of
 from records.errors import RunFailed
 
@@ -24,7 +25,7 @@ def join_or_start_ray(config: RunConfig) -> bool:
     from running the ring.
 
     Raises:
-        ConfigError: nothing listens at RAY_ADDRESS.
+        ConfigError: nothing listens at RAY_ADDRESS, or this machine cannot hold the actors.
         RunFailed: Ray does neither.
     """
     joined = bool(os.environ.get("RAY_ADDRESS"))
@@ -33,6 +34,7 @@ def join_or_start_ray(config: RunConfig) -> bool:
         require_listener(os.environ["RAY_ADDRESS"], "RAY_ADDRESS =")
         how["address"] = "auto"
     else:
+        refuse_on_this_machine(config)
         cores, rollout = os.cpu_count() or 1, config.services.rollout
         more = (rollout.max_actors or rollout.actors + cores) - rollout.actors
         shares = sum(need.cpus for need in needs_of(config)) + more * rollout.cpus

@@ -17,6 +17,7 @@ from cluster.driver.checkpoints import Checkpoints, Position
 from cluster.driver.connect import check_run_root, join_or_start_ray
 from cluster.driver.held_out import HeldOut
 from cluster.driver.iteration import Iteration, Metrics
+from cluster.driver.layout import on_this_cluster
 from cluster.driver.loop import Ring
 from cluster.driver.scaling import Scaling
 from cluster.driver.services import ActorServices
@@ -30,6 +31,7 @@ from configs.prompts import Prompt, read_prompts
 from configs.schema import RunConfig
 from learner.checkpoint import CheckpointError
 from learner.schedules import stop_reason
+from planning.layouts.resolve import as_started, keep_layout
 from planning.preflight import check_model, check_resumable, check_scorers
 from records.errors import InputsLost, RunFailed, StateLost, Stopped
 from records.progress import Progress
@@ -55,12 +57,15 @@ def train(config: RunConfig, resume: bool) -> RunDirectory:
     rundir = RunDirectory.of(config)
     with contextlib.ExitStack() as alone:
         if resume:
-            check_resumable(config, rundir)
+            started = rundir.configuration()
+            check_resumable(as_started(config, started), rundir)
+            config = keep_layout(config, started)
             alone.enter_context(rundir.held())
         joined = join_or_start_ray(config)
         try:
             check_run_root(config, joined)
             tell = partial(print, flush=True)
+            config = on_this_cluster(config, tell)
             check_store(config, asyncio.run(unless_stopped(find_room(config, tell=tell))))
             if not resume:
                 alone.enter_context(rundir.held())

@@ -12,11 +12,12 @@ from policy.precision.base import Backend
 class Accelerator:
     """Peaks of dense products in TFLOP/s, memory in GB of 1e9 bytes and its bandwidth in TB/s.
 
-    ``bf16`` is the peak of BF16, ``quantised`` those of the wire formats that its tensor cores
-    multiply, ``capability`` CUDA's compute capability.
+    ``bf16`` is the peak of BF16, ``fp32`` that of plain FP32 products, ``quantised`` those of the
+    wire formats that its tensor cores multiply, ``capability`` CUDA's compute capability.
     """
 
     bf16: float
+    fp32: float
     quantised: Mapping[str, float]
     memory_gb: float
     bandwidth: float
@@ -32,14 +33,14 @@ class Accelerator:
 
 
 ACCELERATORS = {
-    "B200": Accelerator(2250, {"fp8": 4500, "nvfp4": 9000}, 180, 8, (10, 0)),
-    "GB200": Accelerator(2500, {"fp8": 5000, "nvfp4": 10000}, 186, 8, (10, 0)),
-    "B300": Accelerator(2250, {"fp8": 4500, "nvfp4": 14000}, 270, 8, (10, 3)),
-    "GB300": Accelerator(2500, {"fp8": 5000, "nvfp4": 15000}, 279, 8, (10, 3)),
-    "H200": Accelerator(989.5, {"fp8": 1979}, 141, 4.8, (9, 0)),
-    "H100": Accelerator(989.5, {"fp8": 1979}, 80, 3.35, (9, 0)),
-    "L40S": Accelerator(362, {"fp8": 733}, 48, 0.864, (8, 9)),
-    "RTX 4090": Accelerator(165, {"fp8": 330}, 24, 1.008, (8, 9)),
+    "B200": Accelerator(2250, 75, {"fp8": 4500, "nvfp4": 9000}, 180, 8, (10, 0)),
+    "GB200": Accelerator(2500, 80, {"fp8": 5000, "nvfp4": 10000}, 186, 8, (10, 0)),
+    "B300": Accelerator(2250, 75, {"fp8": 4500, "nvfp4": 14000}, 270, 8, (10, 3)),
+    "GB300": Accelerator(2500, 80, {"fp8": 5000, "nvfp4": 15000}, 279, 8, (10, 3)),
+    "H200": Accelerator(989.5, 67, {"fp8": 1979}, 141, 4.8, (9, 0)),
+    "H100": Accelerator(989.5, 67, {"fp8": 1979}, 80, 3.35, (9, 0)),
+    "L40S": Accelerator(362, 91.6, {"fp8": 733}, 48, 0.864, (8, 9)),
+    "RTX 4090": Accelerator(165, 82.6, {"fp8": 330}, 24, 1.008, (8, 9)),
 }
 """By the name in ``services.*.accelerator``, which is a part of the name that CUDA gives."""
 

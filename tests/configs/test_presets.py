@@ -72,10 +72,10 @@ def test_a_composed_preset_is_the_papers_setting(name):
     assert config.model.height == config.model.width == pixels
     assert config.objective.name == "diffusion_nft" and config.objective.times_per_sample == 6
     assert [(scorer.name, scorer.weight) for scorer in config.rewards.scorers] == [(reward, 1.0)]
-    assert (
-        config.services.rollout.accelerator == "in(B200,GB200,B300,GB300)"
-        and config.services.learner.accelerator is None
-    )
+    assert config.layout is not None and config.layout.mode == "auto"
+    given = {"actors", "replicas", "gpus", "accelerator"}  # left to the layout
+    assert not given & config.services.rollout.model_fields_set
+    assert not given & config.services.learner.model_fields_set
 
 
 def test_arms_and_rewards_differ_in_nothing_else():

@@ -1,0 +1,173 @@
+"""What is counted of a model and of how a run uses it: bytes, and operations of single passes.
+
+Counting takes a minute for a large model, so the counts of the shipped presets are kept in
+``layouts/counted.json``, which ``python -m tools.count_models`` writes. Everything else is counted.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import math
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+from pydantic import TypeAdapter
+from torch import nn
+
+from configs.schema import RunConfig
+from policy import memory
+from policy.families import Family
+from policy.families.architectures import published, published_names
+from policy.lora import target_modules
+from policy.memory import Work
+from policy.precision.backends import Backend
+from policy.types import DTYPES
+
+KEPT = Path(__file__).parent / "layouts" / "counted.json"
+
+
+@dataclass(frozen=True)
+class Counts:
+    """Bytes of parts, and the work of passes: ``step`` is one call of a rollout actor's denoiser
+    for a chunk, ``adapted`` one of a learner's, ``training`` one forward and backward pass.
+    """
+
+    weights: int  # of the denoiser, as is what follows
+    quantised: int
+    trained: int
+    denoiser: int  # bytes
+    rollout: int  # bytes, in the backend's format
+    autoencoder: int
+    text: int
+    text_flops: int  # to encode one prompt: products with weights
+    broadcast: int
+    step: Work
+    adapted: Work
+    training: Work
+    decode_flops: int  # of one image
+    decode_peak: int  # of a chunk
+    decode_again: int  # peak, of a learner's batch
+
+
+def batch_of(config: RunConfig) -> int:
+    """Images in a call of a rollout actor's denoiser."""
+    return min(config.explore.chunk_size, config.explore.pool_size)
+
+
+def counts_of(config: RunConfig, family: Family, backend: Backend) -> Counts:
+    """Counts that are kept, or counted now."""
+    key = key_of(config, backend.name)
+    if (known := _kept().get(key)) is not None:
+        return known
+    here = f"{key} {family.model.path}"
+    if here not in _counted:
+        _counted[here] = count(config, family, backend)
+    return _counted[here]
+
+
+def key_of(config: RunConfig, backend: str) -> str:
+    """Everything that the counts of a published architecture depend on."""
+    model, lora = config.model, config.lora
+    parts = [
+        *(model.path, model.height, model.width, model.max_sequence_length),
+        *(int(model.vae_slicing), int(model.vae_tiling), int(model.complex_human_instruction)),
+        *(backend, batch_of(config), "+".join(config.explore.modules_to_not_convert)),
+        *(config.regenerate.precision, config.regenerate.batch_size),
+        *(config.optimizer.batch_size, int(config.optimizer.gradient_checkpointing)),
+        *(lora.rank, "+".join(lora.targets)),
+    ]
+    return " ".join(str(part) for part in parts)
+
+
+@functools.cache
+def _kept() -> dict[str, Counts]:
+    ids = {published(name)["hub_id"] for name in published_names()}
+    rows = TypeAdapter(dict[str, Counts]).validate_json(KEPT.read_bytes())
+    return {
+        key: row
+        for key, row in rows.items()
+        if key.partition(" ")[0] in ids and not Path(key.partition(" ")[0]).exists()
+    }
+
+
+def write_kept(rows: dict[str, Counts], path: Path = KEPT) -> None:
+    """Keep these counts, by their keys."""
+    table = {key: asdict(row) for key, row in sorted(rows.items())}
+    path.write_text(json.dumps(table, indent=1) + "\n", encoding="utf-8")
+
+
+def count(config: RunConfig, family: Family, backend: Backend) -> Counts:
+    """Built on the meta device and run there: no weights are read."""
+    dtype, batch = DTYPES[config.regenerate.precision], batch_of(config)
+    base = memory.blank(family, "transformer", dtype)
+    adapted = target_modules(
+        base, config.lora.targets or family.lora_targets, strict=bool(config.lora.targets)
+    )
+    transformer, rows, layers = memory.blank_explorer(
+        family, backend, config.explore.modules_to_not_convert, dtype
+    )
+    quantised = [row.name for row in rows if row.quantised]
+    common = _common(config, family)
+    return replace(
+        common,
+        quantised=sum(math.prod(row.shape) for row in rows if row.quantised),
+        rollout=memory.held_bytes(transformer),
+        broadcast=memory.wire_bytes(transformer, rows, layers, adapted, backend),
+        step=memory.sampling_work(family, base, batch, dtype, quantised),
+    )
+
+
+_seen: dict[str, Counts] = {}
+_counted: dict[str, Counts] = {}
+
+
+def _common(config: RunConfig, family: Family) -> Counts:
+    """What does not depend on the backend; counted once in a process."""
+    key = f"{key_of(config, '')} {family.model.path} {config.lora.alpha}"
+    if key in _seen:
+        return _seen[key]
+    dtype, batch, again = (
+        DTYPES[config.regenerate.precision],
+        batch_of(config),
+        config.regenerate.batch_size,
+    )
+    encoders = memory.text_encoders(family, dtype)
+    base = memory.blank(family, "transformer", dtype)
+    weights, denoiser = sum(p.numel() for p in base.parameters()), memory.held_bytes(base)
+    trained = memory.adapt(base, family, config.lora)
+    autoencoder, decode = memory.decoding_work(family, batch)
+    decode_again = decode if again == batch else memory.decoding_work(family, again)[1]
+    adapted = memory.sampling_work(family, base, again, dtype)
+    training = memory.training_work(
+        family, base, config.optimizer.batch_size, dtype, config.optimizer.gradient_checkpointing
+    )
+    _seen[key] = Counts(
+        weights=weights,
+        quantised=0,
+        trained=trained,
+        denoiser=denoiser,
+        rollout=denoiser,
+        autoencoder=autoencoder,
+        text=memory.held_bytes(*encoders.values()),
+        text_flops=_text_flops(encoders, config.model.max_sequence_length),
+        broadcast=0,
+        step=adapted,
+        adapted=adapted,
+        training=training,
+        decode_flops=decode.flops // batch,
+        decode_peak=decode.peak,
+        decode_again=decode_again.peak,
+    )
+    return _seen[key]
+
+
+def _text_flops(encoders: dict[str, nn.Module], tokens: int) -> int:
+    """Products of one prompt's tokens with the weights of all linears."""
+    linears = (
+        module
+        for encoder in encoders.values()
+        for module in encoder.modules()
+        if isinstance(module, nn.Linear)
+    )
+    return 2 * tokens * sum(linear.weight.numel() for linear in linears)

@@ -1,0 +1,290 @@
+"""The best predicted layout that fits. A pure function of configuration, GPUs and costs."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from configs.load import ConfigError
+from configs.schema import RunConfig
+from planning.layouts.gpus import Gpus, Laid, lay
+from planning.layouts.numbers import Group, Numbers, completed
+from planning.layouts.predict import Prediction, Tasks, bound, predict
+
+PROCESS_GB = 1.0
+"""GPU memory of a process beside what is counted: the device's libraries, its allocator's gaps."""
+LEARNER, ROLLOUT = 0.52, 0.36
+"""Shares where both are on a GPU: no two learners fit on one (NCCL), and two rollout actors fit on
+a GPU without a learner. The rest is for scorers and the encoder.
+"""
+ROLLOUT_ALONE = 0.8
+AT_MOST = 1024
+
+
+@dataclass(frozen=True)
+class Costs:
+    """What is counted of a configuration, by kind of GPU: its tasks, and bytes of an actor by its
+    service. A learner's depend on how many replicas there are. Bytes that are not known are left
+    out.
+    """
+
+    tasks: Mapping[str, Tasks]
+    memory: Mapping[str, Mapping[str, float]]
+    learner: Callable[[int], float]
+
+    def held_gb(self, laid: Laid, numbers: Numbers) -> float:
+        """GB that the actors of a GPU hold."""
+        replicas = numbers.groups["learner"].actors
+        each = {**self.memory[laid.kind], "learner": self.learner(replicas)}
+        return sum(n * (each.get(kind, 0) / 1e9 + PROCESS_GB) for kind, n in laid.actors.items())
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A layout that was looked at. ``why_not`` says why it cannot be; then nothing is predicted.
+    ``gb`` is what the fullest GPU holds; ``short`` what it lacks.
+    """
+
+    numbers: Numbers
+    prediction: Prediction | None
+    why_not: str | None
+    gb: float = 0.0
+    short: float = 0.0
+
+    @property
+    def seconds(self) -> float:
+        """Predicted seconds per iteration; infinite where it cannot be."""
+        return self.prediction.iteration if self.prediction else math.inf
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What was chosen, why, and the best of each kind of layout that was looked at."""
+
+    best: Candidate
+    table: Sequence[Candidate]
+    why: str
+    bound: float
+
+
+def choose(config: RunConfig, gpus: Sequence[Gpus], costs: Costs) -> Choice:
+    """The layout of ``config`` on ``gpus``. Raises ConfigError, a line, where none fits."""
+    asked = config.layout.mode if config.layout else "auto"
+    looked = [assessed(numbers, gpus, costs) for numbers in _candidates(config, gpus)]
+    table = _best_of_each(looked)
+    mine = [each for each in looked if _may_be(config, each, gpus)]
+    if not any(each.prediction for each in mine):
+        raise ConfigError([_nothing_fits(config, mine or looked, gpus, costs)])
+    # of equals that with the fewest actors
+    best = min(mine, key=lambda each: (round(each.seconds, 6), _size(each.numbers)))
+    others = [each for each in table if each.prediction and each.numbers.mode != best.numbers.mode]
+    why = "asked for" if asked != "auto" else "the only one that fits"
+    if asked == "auto" and others:
+        why = "the fastest by prediction"
+    if best.numbers.ahead and "explore_ahead" not in config.model_fields_set:
+        why += "; rollout actors explore ahead, with the policy of the iteration before"
+    return Choice(best, table, why, bound(costs.tasks, gpus))
+
+
+def assessed(numbers: Numbers, gpus: Sequence[Gpus], costs: Costs) -> Candidate:
+    """A layout with its prediction, or with why it cannot be."""
+    laid = lay(numbers, gpus)
+    if laid is None:
+        return Candidate(numbers, None, "its shares have no room on these GPUs")
+    room = {each.kind: each.memory_gb for each in gpus}
+    held = [(costs.held_gb(each, numbers), each) for each in laid]
+    gb = max(size for size, _ in held)
+    short, fullest = max(((size - room[each.kind], each) for size, each in held), key=_first)
+    if short > 0:
+        who = " + ".join(sorted(fullest.actors))
+        why = (
+            f"{who}: {room[fullest.kind] + short:.1f} GB on a {fullest.kind} of"
+            f" {room[fullest.kind]:g} GB, {short:.1f} GB short"
+        )
+        return Candidate(numbers, None, why, gb, short)
+    return Candidate(numbers, predict(numbers, laid, costs.tasks), None, gb)
+
+
+def _first(pair: tuple[float, object]) -> float:
+    return pair[0]
+
+
+def _size(numbers: Numbers) -> int:
+    return sum(group.actors for group in numbers.groups.values())
+
+
+def _may_be(config: RunConfig, candidate: Candidate, gpus: Sequence[Gpus]) -> bool:
+    """Whether a candidate is what was asked for.
+
+    Exploring ahead trains on what an older policy found, so it is not chosen for speed alone while
+    replicas can use every GPU: only where GPUs have rollout actors and no learner anyway.
+    """
+    assert config.layout is not None
+    mode, numbers = config.layout.mode, candidate.numbers
+    if mode != "auto" and numbers.mode != mode and config.plan.explore is not None:
+        return False
+    free = mode == "split" or len(gpus) > 1 or gpus[0].count > config.prompts.per_iteration
+    return bool(not numbers.ahead or "explore_ahead" in config.model_fields_set or free)
+
+
+def _best_of_each(looked: Sequence[Candidate]) -> list[Candidate]:
+    found: dict[tuple[str, int, str], Candidate] = {}
+    for each in looked:
+        groups = each.numbers.groups.values()
+        kinds = "/".join(sorted({group.accelerator or "" for group in groups if group.gpus}))
+        key = (each.numbers.mode, each.numbers.ahead, kinds)
+        if key not in found or (each.seconds, each.short) < (found[key].seconds, found[key].short):
+            found[key] = each
+    return sorted(found.values(), key=lambda each: each.seconds)
+
+
+# ---- candidates
+
+
+def _candidates(config: RunConfig, gpus: Sequence[Gpus]) -> Iterator[Numbers]:
+    """Every layout worth a prediction, with what is given by hand in its place; each once."""
+    seen: set[str] = set()
+    explores = config.plan.explore is not None
+    two_stages = explores and config.plan.regenerate
+    aheads = (0, 1) if two_stages else (0,)
+    several = len(gpus) > 1
+    made: list[Numbers] = []
+    for one in gpus:
+        named = one.kind if several else None
+        made += [_shared(config, one, count, named) for count in _replicas(config, one.count)]
+        if not explores:
+            continue
+        made += [
+            _split(config, one, one.count - count, one, count, named, named)
+            for count in _replicas(config, one.count - 1)
+        ]
+        limit = (config.layout.gpus if config.layout else None) or sum(g.count for g in gpus)
+        made += [
+            _split(config, one, min(one.count, limit - count), other, count, one.kind, other.kind)
+            for other in gpus
+            if other is not one
+            for count in _replicas(config, min(other.count, limit - 1))
+        ]
+    for numbers in made:
+        groups = numbers.groups
+        # ahead of learners on the same GPUs gains nothing
+        everywhere = (
+            numbers.mode == "shared"
+            and explores
+            and (groups["rollout"].actors == groups["learner"].actors)
+        )
+        for ahead in aheads[:1] if everywhere else aheads:
+            final = completed(config, replace(numbers, ahead=ahead))
+            if (key := repr(final)) not in seen:
+                seen.add(key)
+                yield final
+
+
+def _replicas(config: RunConfig, gpus: int) -> list[int]:
+    """Numbers of replicas on at most so many GPUs: the smallest of those whose busiest replica has
+    as many prompts, and the largest.
+    """
+    prompts = config.prompts.per_iteration
+    most = min(gpus, prompts)
+    if "replicas" in config.services.learner.model_fields_set:
+        given = config.services.learner.replicas
+        return [given] if given <= most else []
+    fewest = {-(-prompts // count): count for count in range(most, 0, -1)}
+    return sorted({*fewest.values(), *([most] if most else [])})
+
+
+def _shared(config: RunConfig, gpus: Gpus, learners: int, kind: str | None) -> Numbers:
+    """A learner replica and a rollout actor on each GPU, two rollout actors where no learner is."""
+    explores = config.plan.explore is not None
+    share = _cpus(config, gpus, 2 + 4)
+    groups = {"learner": Group(learners, LEARNER, 4 * share, kind)}
+    if explores:
+        actors = learners + 2 * (gpus.count - learners)
+        groups["rollout"] = Group(actors, ROLLOUT, 2 * share, kind)
+    groups |= _small(config, 1 - LEARNER - ROLLOUT, learners, share, kind)
+    return Numbers("shared", groups)
+
+
+def _split(
+    config: RunConfig,
+    first: Gpus,
+    rollout: int,
+    second: Gpus,
+    learners: int,
+    rollouts: str | None,
+    trainers: str | None,
+) -> Numbers:
+    """Rollout actors, scorers and encoder on GPUs without a learner."""
+    one, other = _cpus(config, first, 2), _cpus(config, second, 4)
+    chunks = -(-config.explore.pool_size // config.explore.chunk_size)
+    rollout = min(rollout, config.prompts.per_iteration * chunks)  # more would have nothing to do
+    groups = {
+        "learner": Group(learners, 1.0, 4 * other, trainers),
+        "rollout": Group(rollout, ROLLOUT_ALONE, 2 * one, rollouts),
+        **_small(config, 1 - ROLLOUT_ALONE, rollout, one, rollouts),
+    }
+    return Numbers("split", groups)
+
+
+def _small(
+    config: RunConfig, room: float, count: int, cpus: float, kind: str | None
+) -> dict[str, Group]:
+    """Scorers, one of a service on each GPU, and the encoder, in what a GPU has left.
+
+    Each share is more than half of what is left, so that no GPU gets two of the same.
+    """
+    groups = {}
+    for service in ("reward", *(f"scorers.{label}" for label in config.services.scorers)):
+        labels = config.scorers_of(service)
+        if any(needs_gpu(s.name) for s in config.rewards.everyone if s.label in labels):
+            share = math.floor(room * 0.55 * 1e4) / 1e4
+            groups[service] = Group(count, share, cpus, kind)
+            room -= share
+    return groups | {"encoder": Group(1, math.floor(room * 0.9 * 1e4) / 1e4, cpus, kind)}
+
+
+def needs_gpu(scorer: str) -> bool:
+    """Whether a scorer has a model; one that is not built in may have."""
+    return scorer not in ("shapes", "http", "jpeg_compressibility", "jpeg_incompressibility")
+
+
+def _cpus(config: RunConfig, gpus: Gpus, per_gpu: float) -> float:
+    """CPUs for each one that is wanted: 1, or less where a node has too few."""
+    scorers = 1 + len(config.services.scorers)
+    return min(1.0, math.floor(100 * max(0.04, gpus.cpus * 0.8) / (per_gpu + scorers + 1)) / 100)
+
+
+# ---- nothing fits
+
+
+def _nothing_fits(
+    config: RunConfig, looked: Sequence[Candidate], gpus: Sequence[Gpus], costs: Costs
+) -> str:
+    """A line: which model on which GPU, what is short by how much, the nearest layout that fits."""
+    closest = min(looked, key=lambda each: (each.short <= 0, each.short), default=None)
+    there = " and ".join(f"{each.count} x {each.kind} of {each.memory_gb:g} GB" for each in gpus)
+    mode = config.layout.mode if config.layout else "auto"
+    why = (
+        closest.why_not if closest else "it needs rollout actors and learners on GPUs of their own"
+    )
+    return (
+        f"layout.mode = {mode!r}: {config.model.path} does not fit on {there}: {why}; nearest that"
+        f" fits: {_nearest(config, gpus, costs) or 'none: fewer images in a pass need less memory'}"
+    )
+
+
+def _nearest(config: RunConfig, gpus: Sequence[Gpus], costs: Costs) -> str | None:
+    """The other mode, more GPUs of the kind, or larger ones."""
+    kind = max(gpus, key=lambda each: each.memory_gb)
+    free = config.model_copy(update={"layout": config.layout.model_copy(update={"mode": "auto"})})  # type: ignore[union-attr]
+    for more in [
+        count for count in (kind.count, kind.count + 1, 2, 4, 8, 16) if count >= kind.count
+    ]:
+        for numbers in _candidates(free, [replace(kind, count=more)]):
+            if assessed(numbers, [replace(kind, count=more)], costs).prediction:
+                return f"{numbers.mode} on {more} x {kind.kind} ({numbers.describe()})"
+    least = min(
+        (c.gb for n in _candidates(free, gpus) if (c := assessed(n, gpus, costs)).gb), default=0
+    )
+    return f"GPUs of at least {least:.0f} GB" if least else None

@@ -1,0 +1,175 @@
+"""A layout, its prediction and the four arms as text and as JSON."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+
+from configs.schema import RunConfig
+from planning.layouts.arms import SIMPLER, ratios
+from planning.layouts.choose import Candidate, Choice
+from planning.layouts.gpus import Gpus
+from planning.layouts.numbers import Numbers, numbers_of
+from planning.layouts.predict import Prediction
+
+IDLE = 0.15
+HIDDEN = 0.05
+
+
+@dataclass(frozen=True)
+class Outlook:
+    """What is predicted of a plan. ``unhidden``: seconds, were exploring free."""
+
+    gpus: Sequence[Gpus]
+    prediction: Prediction
+    bound: float
+    unhidden: float
+    arms: Mapping[str, Prediction]
+    choice: Choice | None
+
+
+def outlook_lines(config: RunConfig, outlook: Outlook) -> list[str]:
+    """The layout with what others would take, seconds, arms, warnings."""
+    return [
+        *_layout(config, outlook),
+        *_seconds(outlook),
+        *_arms(config, outlook),
+        *warnings(config, outlook),
+    ]
+
+
+def _layout(config: RunConfig, outlook: Outlook) -> list[str]:
+    there = " and ".join(f"{each.count} x {each.kind}" for each in outlook.gpus)
+    if outlook.choice is None:
+        return ["", f"layout      by hand on {there}: {numbers_of(config).describe()}"]
+    choice = outlook.choice
+    lines = ["", f"layout      {choice.best.numbers.mode} on {there}: {choice.why}"]
+    for each in choice.table:
+        mark = "*" if each.numbers == choice.best.numbers else " "
+        what = each.numbers.describe()
+        lines.append(
+            f"  {mark} {each.numbers.mode:<7}{each.seconds:9.1f} s, {each.gb:.1f} GB on the fullest"
+            f" GPU: {what}{_not_chosen(each, choice, config)}"
+            if each.prediction
+            else f"    {each.numbers.mode:<7}        no: {each.why_not} ({what})"
+        )
+    return lines
+
+
+def _not_chosen(each: Candidate, choice: Choice, config: RunConfig) -> str:
+    """Why a layout that is predicted to be faster was not taken."""
+    if each.seconds >= choice.best.seconds or each.numbers == choice.best.numbers:
+        return ""
+    if config.layout is not None and config.layout.mode not in ("auto", each.numbers.mode):
+        return "; not asked for"
+    return "; explores with the policy before, so only on request: explore_ahead = 1"
+
+
+def _seconds(outlook: Outlook) -> list[str]:
+    found = outlook.prediction
+    idle = ", ".join(f"{kind} {share:.0%}" for kind, share in found.idle.items())
+    return [
+        (
+            f"predicted   {found.iteration:.1f} s per iteration,"
+            f" {found.iteration / outlook.bound:.2f} x {outlook.bound:.1f} s, all of its work"
+            f" spread over these GPUs; samples to train on after {found.rollout:.1f} s"
+        ),
+        f"  idle      GPUs {found.mean_idle:.0%} of an iteration; of their time, actors: {idle}",
+        (
+            "  assumed   actors on one GPU take turns at no cost; LoRA at the speed of the layers"
+            " it is on, scorers in FP32 where they say so; publishing, gradient sums and transfers"
+            " take nothing"
+        ),
+    ]
+
+
+def _arms(config: RunConfig, outlook: Outlook) -> list[str]:
+    if len(outlook.arms) < 2:
+        return []
+    lines = ["arms        on the same GPUs, each in its own layout: predicted seconds"]
+    for arm, found in outlook.arms.items():
+        lines.append(
+            f"  {arm:<15}{found.iteration:9.1f} per iteration, {found.rollout:9.1f} of it rollouts"
+            f" (exploring {found.explore:.1f})"
+        )
+    found = ratios(config, dict(outlook.arms))
+    if found is not None:
+        paper = ""
+        if found.paper:
+            paper = f"; the paper on 8 x B200: {found.paper[0]:g} x and {found.paper[1]:g} x"
+        lines.append(
+            f"  sol_rl against naive_scaling: rollouts {found.rollout:.2f} x, iterations"
+            f" {found.whole:.2f} x{paper}"
+        )
+    return lines
+
+
+def warnings(config: RunConfig, outlook: Outlook) -> list[str]:
+    """A line for each thing that buys nothing."""
+    found, lines = outlook.prediction, []
+    if found.explore and outlook.unhidden > (1 - HIDDEN) * found.iteration:
+        behind = "the learner" if found.idle.get("learner", 1) < 0.5 else "other stages"
+        lines.append(
+            f"hidden      exploring is hidden behind {behind}: were it free, an iteration would"
+            f" take {outlook.unhidden:.1f} s instead of {found.iteration:.1f} s"
+        )
+    for simpler in SIMPLER.get(config.arm, ()):
+        other = outlook.arms.get(simpler)
+        if other is not None and other.iteration < found.iteration:
+            lines.append(
+                f"slower      {config.arm} is predicted to take {found.iteration:.1f} s per"
+                f" iteration, the simpler {simpler} {other.iteration:.1f} s"
+            )
+    idle = [(n, share, who) for n, share, who in found.gpu_idle if share > IDLE]
+    if idle:
+        parts = [
+            f"{n} ({' + '.join(sorted(who)) or 'unused'}) {share:.0%}" for n, share, who in idle
+        ]
+        lines.append(f"idle        GPUs idle more than {IDLE:.0%}: {', '.join(parts)}")
+    return lines
+
+
+def as_json(config: RunConfig, outlook: Outlook) -> dict[str, object]:
+    """What ``sol-rl plan --json`` prints."""
+    found, choice = outlook.prediction, outlook.choice
+    numbers = choice.best.numbers if choice else numbers_of(config)
+    ratio = ratios(config, dict(outlook.arms))
+    return {
+        "name": config.name,
+        "arm": config.arm,
+        "iteration_s": found.iteration,
+        "bound_s": outlook.bound,
+        "explore_s": found.explore,
+        "rollout_s": found.rollout,
+        "update_s": found.update,
+        "layout": {
+            "mode": numbers.mode,
+            "gpus": sum(each.count for each in outlook.gpus),
+            "kinds": {each.kind: each.count for each in outlook.gpus},
+            "explore_ahead": numbers.ahead,
+            "services": {kind: asdict(group) for kind, group in numbers.groups.items()},
+            "why": choice.why if choice else "by hand",
+            "candidates": [_candidate(each) for each in choice.table] if choice else [],
+        },
+        "idle_share": dict(found.idle),
+        "gpu_idle_share": [
+            {"gpus": n, "idle_share": share, "actors": dict(who)}
+            for n, share, who in found.gpu_idle
+        ],
+        "arms": {arm: each.iteration for arm, each in outlook.arms.items()},
+        "arms_rollout_s": {arm: each.rollout for arm, each in outlook.arms.items()},
+        "ratios": asdict(ratio) if ratio else None,
+        "warnings": warnings(config, outlook),
+    }
+
+
+def _candidate(each: Candidate) -> dict[str, object]:
+    numbers: Numbers = each.numbers
+    return {
+        "mode": numbers.mode,
+        "explore_ahead": numbers.ahead,
+        "numbers": numbers.describe(),
+        "iteration_s": each.prediction.iteration if each.prediction else None,
+        "memory_gb": each.gb,
+        "why_not": each.why_not,
+    }

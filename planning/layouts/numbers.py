@@ -1,0 +1,95 @@
+"""The numbers that a layout consists of: actors and shares of each service, and explore_ahead."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from configs.load import parse
+from configs.schema import RunConfig
+from planning.placement import kinds_of
+
+FIELDS = ("actors", "gpus", "cpus", "accelerator")
+
+
+@dataclass(frozen=True)
+class Group:
+    """The actors of one service: how many, and what each reserves on which kind of GPU."""
+
+    actors: int
+    gpus: float = 0.0
+    cpus: float = 0.5
+    accelerator: str | None = None
+
+
+@dataclass(frozen=True)
+class Numbers:
+    """A layout; ``groups`` by service. What a service's table says by hand is in it already."""
+
+    mode: str
+    groups: Mapping[str, Group]
+    ahead: int = 0
+
+    def describe(self) -> str:
+        """``8 learner at 0.52 GPU, 8 rollout at 0.36 GPU``: those with a share of a GPU."""
+        parts = [
+            f"{group.actors} {kind} at {group.gpus:g} GPU"
+            + (f" of {group.accelerator}" if group.accelerator else "")
+            for kind, group in self.groups.items()
+            if group.gpus
+        ]
+        return ", ".join(parts) + (", explore_ahead = 1" if self.ahead else "")
+
+
+def numbers_of(config: RunConfig) -> Numbers:
+    """Those of a configuration, whoever chose them."""
+    groups = {}
+    for kind in kinds_of(config):
+        service = config.services.of(kind)
+        groups[kind] = Group(service.count, service.gpus, service.cpus, service.accelerator)
+    return Numbers("by hand", groups, config.explore_ahead)
+
+
+def by_hand(config: RunConfig) -> dict[str, dict[str, int | float | str | None]]:
+    """What the tables of the services say themselves, by service: fields of ``Group``."""
+    found: dict[str, dict[str, int | float | str | None]] = {}
+    for kind in kinds_of(config):
+        service = config.services.of(kind)
+        written = service.model_fields_set
+        named = "replicas" if kind == "learner" else "actors"
+        given = {
+            field: getattr(service, named if field == "actors" else field)
+            for field in FIELDS
+            if (named if field == "actors" else field) in written
+        }
+        found[kind] = given
+    return found
+
+
+def completed(config: RunConfig, numbers: Numbers) -> Numbers:
+    """``numbers`` with everything in its place that the configuration gives by hand.
+
+    A scorer whose share is given is not multiplied: its actors are what the table says.
+    """
+    groups = dict(numbers.groups)
+    for kind, given in by_hand(config).items():
+        own = config.services.of(kind)
+        if kind.partition(".")[0] in ("reward", "scorers") and "gpus" in given:
+            given = {"actors": own.count, **given}
+        base = groups.get(kind, Group(own.count, own.gpus, own.cpus, own.accelerator))
+        groups[kind] = replace(base, **given)  # type: ignore[arg-type]
+    ahead = config.explore_ahead if "explore_ahead" in config.model_fields_set else numbers.ahead
+    return Numbers(numbers.mode, groups, ahead)
+
+
+def with_numbers(config: RunConfig, numbers: Numbers) -> RunConfig:
+    """The configuration with a layout written out. Raises ConfigError for what it refuses."""
+    tree = config.model_dump(mode="json")
+    tree["explore_ahead"] = numbers.ahead
+    for kind, group in numbers.groups.items():
+        name, _, label = kind.partition(".")
+        table = tree["services"][name]
+        table = table[label] if label else table
+        table["replicas" if kind == "learner" else "actors"] = group.actors
+        table |= {"gpus": group.gpus, "cpus": group.cpus, "accelerator": group.accelerator}
+    return parse(tree)

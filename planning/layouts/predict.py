@@ -1,0 +1,158 @@
+"""How long an iteration takes in a layout, by arithmetic: what is counted, laid on the GPUs.
+
+Actors on one GPU take turns, and turns cost nothing. A chunk goes to the rollout actor that would
+end first with it; prompts are spread evenly over the replicas, in whole prompts.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from planning.layouts.gpus import Gpus, Laid
+from planning.layouts.numbers import Numbers
+
+
+@dataclass(frozen=True)
+class Tasks:
+    """An iteration as seconds on one GPU of a kind.
+
+    ``chunk``, ``regenerate`` and ``update`` are seconds of one task: of a chunk, of a prompt, of a
+    prompt. ``score`` is of all images, by the service that scores; ``encode`` of all prompts.
+    """
+
+    chunks: int
+    prompts: int
+    chunk: float
+    regenerate: float
+    update: float
+    score: Mapping[str, float] = field(default_factory=dict)
+    encode: float = 0.0
+
+    @property
+    def total(self) -> float:
+        """All of an iteration, on one GPU."""
+        of_prompts = self.prompts * (self.regenerate + self.update)
+        return self.chunks * self.chunk + of_prompts + sum(self.score.values()) + self.encode
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """Seconds, and shares of an iteration. ``rollout``: until all samples to train on are there."""
+
+    iteration: float
+    explore: float
+    rollout: float
+    update: float
+    idle: Mapping[str, float]  # of a service's actors
+    gpu_idle: Sequence[tuple[int, float, Mapping[str, int]]]  # GPUs, share, who is on each
+
+    @property
+    def mean_idle(self) -> float:
+        """Of all GPUs."""
+        return sum(n * share for n, share, _ in self.gpu_idle) / sum(n for n, _, _ in self.gpu_idle)
+
+
+def bound(tasks: Mapping[str, Tasks], gpus: Sequence[Gpus]) -> float:
+    """Seconds of an iteration, were all of its work spread evenly over all GPUs."""
+    return 1 / sum(each.count / tasks[each.kind].total for each in gpus)
+
+
+def predict(numbers: Numbers, laid: Sequence[Laid], tasks: Mapping[str, Tasks]) -> Prediction:
+    """Of a layout whose actors are ``laid``; ``tasks`` by kind of GPU."""
+    parts = _by_prompts(laid, next(iter(tasks.values())).prompts)
+    any_tasks = next(iter(tasks.values()))
+    actors = {kind: sum(p.count * p.actors.get(kind, 0) for p in parts) for kind in numbers.groups}
+    score = [_scoring(part, tasks[part.kind], actors) for part in parts]
+    stage2 = [part.prompts * tasks[part.kind].regenerate for part in parts]
+    updates = [part.prompts * tasks[part.kind].update for part in parts]
+    late = updates if numbers.ahead else [0.0] * len(parts)
+    loads = [sum(each) for each in zip(score, stage2, late, strict=True)]
+    chunks = [part.actors.get("rollout", 0) * tasks[part.kind].chunk for part in parts]
+    slots = [part.count * part.actors.get("rollout", 0) for part in parts]
+    explored, _ = fill(list(zip(slots, score, chunks, strict=True)), any_tasks.chunks)
+    ended, done = fill(list(zip(slots, loads, chunks, strict=True)), any_tasks.chunks)
+    last = [t.regenerate for p in parts if p.prompts and (t := tasks[p.kind])]
+    rollout = max(ended, *loads, explored + (min(last, default=0.0) if any_tasks.chunks else 0.0))
+    encode = max((tasks[p.kind].encode for p in parts if "encoder" in p.actors), default=0.0)
+    if numbers.ahead:
+        iteration = max(ended, *loads, explored + encode)
+    else:
+        iteration = encode + rollout + max(updates)
+    busy = [
+        load + (0.0 if numbers.ahead else update) + count / part.count * tasks[part.kind].chunk
+        for part, load, update, count in zip(parts, loads, updates, done, strict=True)
+    ]
+    works = {
+        "rollout": sum(n * tasks[p.kind].chunk for p, n in zip(parts, done, strict=True)),
+        "learner": sum(p.count * (g + u) for p, g, u in zip(parts, stage2, updates, strict=True)),
+        "encoder": encode,
+        **any_tasks.score,
+    }
+    return Prediction(
+        iteration,
+        explored,
+        rollout,
+        max(updates),
+        {
+            kind: max(0.0, 1 - works[kind] / actors[kind] / iteration)
+            for kind in numbers.groups
+            if kind in works and actors[kind]
+        },
+        [
+            (part.count, max(0.0, 1 - seconds / iteration), part.actors)
+            for part, seconds in zip(parts, busy, strict=True)
+        ],
+    )
+
+
+@dataclass(frozen=True)
+class _Part:
+    kind: str
+    count: int
+    actors: Mapping[str, int]
+    prompts: int  # of the learners on each
+
+
+def _by_prompts(laid: Sequence[Laid], prompts: int) -> list[_Part]:
+    """GPUs that are alike, also in how many prompts their learners have."""
+    learners = sum(each.count * each.actors.get("learner", 0) for each in laid)
+    share, more = divmod(prompts, max(1, learners))
+    parts = []
+    for each in laid:
+        on_each = each.actors.get("learner", 0)
+        first = min(each.count, more // on_each if on_each else 0)
+        more -= first * on_each
+        parts += [
+            _Part(each.kind, count, each.actors, on_each * (share + extra))
+            for count, extra in ((first, 1), (each.count - first, 0))
+            if count
+        ]
+    return parts
+
+
+def _scoring(part: _Part, tasks: Tasks, actors: Mapping[str, int]) -> float:
+    """Seconds that the scorers on a GPU work: images are spread evenly over a service's actors."""
+    return sum(
+        seconds * part.actors.get(kind, 0) / actors[kind]
+        for kind, seconds in tasks.score.items()
+        if actors.get(kind)
+    )
+
+
+def fill(slots: Sequence[tuple[int, float, float]], tasks: int) -> tuple[float, list[int]]:
+    """(when the last of equal tasks ends, tasks of each) where ``slots`` are (how many, busy until,
+    seconds of a task) and each task goes to the slot that ends first with it.
+    """
+    done = [0] * len(slots)
+    heap = [(busy + each, i) for i, (count, busy, each) in enumerate(slots) if count]
+    heapq.heapify(heap)
+    ended = 0.0
+    while tasks > 0 and heap:
+        ended, i = heapq.heappop(heap)
+        taken = min(slots[i][0], tasks)
+        done[i] += taken
+        tasks -= taken
+        heapq.heappush(heap, (ended + slots[i][2], i))
+    return ended, done

@@ -1,0 +1,207 @@
+"""From a configuration that asks for a layout to one with its numbers, for the GPUs there are."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from configs.load import ConfigError
+from configs.schema import RunConfig
+from planning.assumptions import (
+    ACCELERATORS,
+    Assumptions,
+    Device,
+    backend_of,
+    device_of,
+    with_format,
+)
+from planning.counting import Counts, counts_of
+from planning.held import held_of
+from planning.layouts.choose import Choice, Costs, choose, needs_gpu
+from planning.layouts.gpus import Gpus, gpus_of
+from planning.layouts.numbers import by_hand, completed, numbers_of, with_numbers
+from planning.layouts.predict import Tasks
+from planning.layouts.scoring import image_flops, in_fp32
+from planning.placement import Node, kinds_of
+from planning.stages import stages_of
+from policy.families import Family
+from policy.types import DTYPES
+
+
+@dataclass(frozen=True)
+class LaidOut:
+    """A configuration with the numbers of its layout; ``choice`` None: there was none to make."""
+
+    config: RunConfig
+    choice: Choice | None
+
+
+def laid_out(
+    config: RunConfig, family: Family, gpus: Sequence[Gpus], given: Assumptions | None = None
+) -> LaidOut:
+    """The layout of a run on ``gpus``. Raises ConfigError, a line, where none fits."""
+    if not to_choose(config):
+        return LaidOut(config, None)
+    if not gpus:
+        raise ConfigError(
+            [
+                f"layout.mode = {config.layout.mode!r}: there is no GPU here"  # type: ignore[union-attr]
+                f" for {config.model.path}: run it where GPUs are, or give services.rollout,"
+                " learner, encoder and reward gpus = 0 to run it on CPUs"
+            ]
+        )
+    mine = used(gpus, config.layout.gpus if config.layout else None)
+    choice = choose(config, mine, costs_of(config, family, mine, given or Assumptions()))
+    return LaidOut(with_numbers(config, choice.best.numbers), choice)
+
+
+def to_choose(config: RunConfig) -> bool:
+    """Whether a layout is asked for and any of its numbers is not given by hand."""
+    if config.layout is None:
+        return False
+    given = by_hand(config)
+    large = [kind for kind in ("rollout", "learner") if kind in given]
+    models = [kind for kind in kinds_of(config) if _has_model(config, kind)]
+    if all(given[kind].get("gpus") == 0 for kind in models):
+        return False
+    by_hand_all = all(given[kind].keys() >= {"actors", "gpus"} for kind in large)
+    return not (by_hand_all and all("gpus" in given[kind] for kind in models))
+
+
+def _has_model(config: RunConfig, kind: str) -> bool:
+    labels = config.scorers_of(kind)
+    if labels:
+        return any(needs_gpu(s.name) for s in config.rewards.everyone if s.label in labels)
+    return kind in ("rollout", "learner", "encoder")
+
+
+def used(gpus: Sequence[Gpus], count: int | None) -> list[Gpus]:
+    """``gpus``, of each kind at most ``count``. Raises ConfigError where there are fewer."""
+    there = sum(each.count for each in gpus)
+    if count is not None and count > there:
+        raise ConfigError(
+            [f"layout.gpus = {count}: there are {there} GPUs: lower it, or add nodes"]
+        )
+    return [replace(each, count=min(each.count, count or each.count)) for each in gpus]
+
+
+def known_gpus(nodes: Sequence[Node], given: Assumptions | None = None) -> list[Gpus]:
+    """Whole free GPUs of nodes. Raises ConfigError for a kind whose memory is not known."""
+    memory = {kind: known.memory_gb for kind, known in ACCELERATORS.items()}
+    if given is not None and given.gpu_memory_gb:
+        memory |= dict.fromkeys([*memory, given.accelerator or ""], given.gpu_memory_gb)
+    return gpus_of(nodes, memory)
+
+
+def as_started(config: RunConfig, recorded: RunConfig) -> RunConfig:
+    """``config`` with the recorded numbers in the place of those that a layout chooses."""
+    if config.layout is None:
+        return config
+    return with_numbers(config, completed(config, numbers_of(recorded)))
+
+
+def keep_layout(config: RunConfig, recorded: RunConfig) -> RunConfig:
+    """For ``--resume``: what training depends on stays as the run was started with, as if given by
+    hand; everything else is chosen for the GPUs that are there now.
+    """
+    if config.layout is None:
+        return config
+    given, services, ours = by_hand(config), recorded.services, config.services
+    learner: dict[str, object] = {}
+    if "actors" not in given["learner"]:
+        learner["replicas"] = services.learner.replicas
+    changed = {"learner": ours.learner.model_copy(update=learner)}
+    for kind in ("encoder", "reward"):
+        if not services.of(kind).gpus and "gpus" not in given.get(kind, {"gpus": 0}):
+            changed[kind] = ours.of(kind).model_copy(update={"gpus": 0.0})  # type: ignore[assignment]
+    top: dict[str, object] = {"services": ours.model_copy(update=changed)}
+    if "explore_ahead" not in config.model_fields_set:
+        top["explore_ahead"] = recorded.explore_ahead
+    return config.model_copy(update=top)
+
+
+# ---- costs
+
+
+def costs_of(config: RunConfig, family: Family, gpus: Sequence[Gpus], given: Assumptions) -> Costs:
+    """Seconds on each kind of GPU, and bytes of each actor."""
+    tasks, memory = {}, {}
+    dtype = DTYPES[config.regenerate.precision]
+    for kind in [each.kind for each in gpus]:
+        device, backend, counts = on_kind(config, family, kind, given)
+        tasks[kind] = tasks_of(config, counts, device)
+        held = held_of(config, counts, family, backend, dtype)
+        memory[kind] = {
+            service: float(sum(size or 0 for size in parts.values()))
+            for service, parts in held.items()
+        }
+
+    @functools.cache
+    def learner(replicas: int) -> float:
+        services = config.services.model_copy(
+            update={"learner": config.services.learner.model_copy(update={"replicas": replicas})}
+        )
+        parts = held_of(
+            config.model_copy(update={"services": services}), counts, family, backend, dtype
+        )["learner"]
+        # exploring ahead keeps the policy before as well
+        ahead = counts.trained * 4 if not config.explore_ahead and config.plan.regenerate else 0
+        return float(sum(size or 0 for size in parts.values()) + ahead)
+
+    return Costs(tasks, memory, learner)
+
+
+def on_kind(
+    config: RunConfig, family: Family, kind: str, given: Assumptions
+) -> tuple[Device, str, Counts]:
+    """(device, name of the rollout actors' backend, counts) on one kind of GPU."""
+    device, name = device_of(config, replace(given, accelerator=kind))
+    assert device is not None
+    backend, _ = backend_of(as_on_gpus(config), name)
+    if given.quantised_peak_tflops is None:
+        device = with_format(device, name, backend)
+    return device, backend.name, counts_of(config, family, backend)
+
+
+def as_on_gpus(config: RunConfig) -> RunConfig:
+    """With a share for rollout actors, as a layout will give them."""
+    rollout = config.services.rollout.model_copy(update={"gpus": 1.0})
+    services = config.services.model_copy(update={"rollout": rollout})
+    return config.model_copy(update={"services": services})
+
+
+def tasks_of(config: RunConfig, counts: Counts, device: Device) -> Tasks:
+    """An iteration as seconds on one such device."""
+    prompts, explore = config.prompts.per_iteration, config.plan.explore
+    seconds = {
+        name: stage.seconds(device) * stage.gpus
+        for name, stage in stages_of(config, counts)[0].items()
+    }
+    per_prompt = -(-explore.pool_size // config.explore.chunk_size) if explore else 0
+    images = prompts * (explore.pool_size if explore else 0)
+    if config.plan.regenerate:
+        images += prompts * (config.selection.keep + config.audit.random_seeds)
+    return Tasks(
+        chunks=prompts * per_prompt,
+        prompts=prompts,
+        chunk=seconds.get("explore", 0.0) / max(1, prompts * per_prompt),
+        regenerate=seconds.get("regenerate", 0.0) / prompts,
+        update=seconds["update"] / prompts,
+        score=_score(config, images, device),
+        encode=prompts * counts.text_flops / (1e12 * device.tflops * device.utilisation),
+    )
+
+
+def _score(config: RunConfig, images: int, device: Device) -> dict[str, float]:
+    """Seconds by service that scores, of the scorers that are trained on."""
+    known = ACCELERATORS.get(device.name)
+    plain = known.fp32 if known else device.tflops
+    found: dict[str, float] = {}
+    for kind in kinds_of(config):
+        for scorer in config.rewards.scorers:
+            if scorer.label in config.scorers_of(kind):
+                peak = plain if in_fp32(scorer) else device.tflops
+                seconds = images * image_flops(scorer) / (1e12 * peak * device.utilisation)
+                found[kind] = found.get(kind, 0.0) + seconds
+    return found

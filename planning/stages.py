@@ -1,0 +1,98 @@
+"""Operations of an iteration's parts, from what single passes take (``planning.counting``)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from configs.schema import RunConfig
+from learner.objectives import build_objective
+from planning.assumptions import Device
+from planning.counting import Counts, batch_of
+from policy.precision.backends import BACKENDS
+
+
+@dataclass(frozen=True)
+class Stage:
+    """Operations of a part of an iteration, over all its actors; ``decoding`` is in FP32."""
+
+    unquantized: float
+    quantised: float = 0.0
+    decoding: float = 0.0
+    gpus: float = 1.0  # of all its actors; none uses more than one
+
+    @property
+    def flops(self) -> float:
+        """All of them."""
+        return self.unquantized + self.quantised + self.decoding
+
+    def seconds(self, device: Device) -> float:
+        """On its GPUs. Decoding runs in TF32, at half the BF16 peak."""
+        at = (
+            self.unquantized / device.tflops
+            + self.quantised / device.quantised_tflops
+            + self.decoding / (device.tflops / 2)
+        )
+        return at / (1e12 * device.utilisation * self.gpus)
+
+
+def stages_of(config: RunConfig, counts: Counts) -> tuple[dict[str, Stage], Stage]:
+    """Explore, regenerate and update of an iteration, and an evaluation.
+
+    Nothing is quantised for an arm that explores at full precision.
+    """
+    prompts, plan, full = config.prompts.per_iteration, config.plan, config.regenerate
+    step, rollout, learner = (
+        counts.adapted.flops / full.batch_size,
+        config.services.rollout,
+        config.services.learner,
+    )
+    mine = learner.count * (min(1.0, learner.gpus) or 1.0)
+    stages: dict[str, Stage] = {}
+    if plan.explore is not None:
+        images = prompts * plan.explore.pool_size
+        calls = images * plan.explore.steps / batch_of(config)
+        backend = BACKENDS.get(plan.explore.backend)  # None: "auto", which quantises
+        quantised = counts.step.quantised if backend is None or backend.quantises else 0
+        stages["explore"] = Stage(
+            unquantized=calls * (counts.step.flops - quantised),
+            quantised=calls * quantised,
+            decoding=images * counts.decode_flops,
+            gpus=rollout.actors * (min(1.0, rollout.gpus) or 1.0),
+        )
+    if plan.regenerate:
+        images = prompts * (config.selection.keep + config.audit.random_seeds)
+        stages["regenerate"] = Stage(
+            images * full.steps * step, decoding=images * counts.decode_flops, gpus=mine
+        )
+    points, others = training_points(config)
+    trained = counts.training.flops / config.optimizer.batch_size
+    stages["update"] = Stage(
+        prompts * config.selection.keep * points * (trained + others * step), gpus=mine
+    )
+    images = config.evaluate.prompts * config.evaluate.noises
+    return stages, Stage(
+        images * config.evaluate.steps * step, decoding=images * counts.decode_flops, gpus=mine
+    )
+
+
+def training_points(config: RunConfig) -> tuple[int, float]:
+    """(training points of each sample, forward passes of each point beside the trained one).
+
+    Where the sampling policy is a copy of the trained one, its pass is saved until the first
+    optimiser step of an iteration.
+    """
+    objective: Any = build_objective(config.objective, config.stop.max_kl is not None)
+    steps = config.regenerate.steps
+    count = (
+        len(objective.steps(steps, np.random.default_rng(0)))
+        if objective.path_solver
+        else objective.settings.times_per_sample
+    )
+    others = float(len(set(objective.policies) - {"current"}))
+    old = config.resolved_old_policy
+    if "old" in objective.policies and old.schedule == "constant" and not old.value:
+        others -= 1 / config.optimizer.steps_per_iteration
+    return count, others

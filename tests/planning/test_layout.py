@@ -1,0 +1,330 @@
+"""The chooser of layouts: golden numbers, what must always hold, and what is said where none fits.
+
+Seconds and bytes of the models are made up here, near those of the real ones, so that nothing is
+counted.
+"""
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from configs.load import ConfigError, load
+from configs.resume import differences
+from configs.schema import RunConfig
+from planning.layouts.choose import Costs, choose
+from planning.layouts.gpus import Gpus, gpus_of, lay
+from planning.layouts.limits import refuse_on_this_machine, refuse_too_many
+from planning.layouts.numbers import Group, Numbers, numbers_of, with_numbers
+from planning.layouts.predict import Tasks, bound, fill, predict
+from planning.layouts.resolve import as_started, keep_layout, to_choose
+from planning.placement import ACCELERATOR, WHOLE, Node, needs_of, place
+
+MODELS = {  # GPU-seconds on a B200: explore, regenerate, update
+    "flux1": (229.0, 285.0, 855.0),
+    "sd35_large": (514.0, 428.0, 1287.0),
+    "sd35_medium": (53.0, 38.0, 98.6),
+    "sana": (110.0, 60.0, 115.0),
+}
+BYTES = {"rollout": 16e9, "reward": 4e9, "encoder": 10e9}
+
+
+def tasks(explore: float, regenerate: float, update: float, score: float = 0.0) -> Tasks:
+    return Tasks(192, 48, explore / 192, regenerate / 48, update / 48, {"reward": score})
+
+
+def costs(model: str, learner: float = 34e9, **more: Tasks) -> Costs:
+    kinds = {"B200": tasks(*MODELS[model]), **more}
+    return Costs(
+        kinds, dict.fromkeys(kinds, BYTES), lambda replicas: learner + 1e9 * (replicas > 1)
+    )
+
+
+def preset(model: str = "flux1", *overrides: str, arm: str = "sol_rl") -> RunConfig:
+    return load(f"{model}-{arm}-hpsv2", overrides)
+
+
+# ---- arithmetic
+
+
+def test_tasks_go_to_the_slot_that_ends_first():
+    """Two free slots of 3 s, one of 2 s that is busy until 4: 3, 3, 6, 6, 6 and 8."""
+    assert fill([(2, 0, 3), (1, 4, 2)], 6) == (8, [4, 2])
+    assert fill([(2, 0, 3)], 5) == (9, [5]) and fill([], 3) == (0, [])
+
+
+def test_shares_are_laid_largest_first_on_the_fullest_gpu():
+    groups = {"learner": Group(6, 0.52), "rollout": Group(10, 0.36), "reward": Group(6, 0.066)}
+    laid = lay(Numbers("", {**groups, "encoder": Group(1, 0.04)}), [Gpus("B200", 8, 180)])
+    found = {(each.count, tuple(sorted(each.actors.items()))) for each in laid or []}
+    both = (("learner", 1), ("reward", 1), ("rollout", 1))
+    assert found == {(1, (("encoder", 1), *both)), (5, both), (2, (("rollout", 2),))}
+    assert lay(Numbers("", {"learner": Group(9, 0.52)}), [Gpus("B200", 8, 180)]) is None
+    assert lay(Numbers("", {"learner": Group(2, 4)}), [Gpus("B200", 7, 180)]) is None
+
+
+def test_the_numbers_of_a_split_by_hand():
+    """Six rollout actors, one learner: regenerating hides exploring, 47/48 of it at least."""
+    numbers = Numbers("", {"rollout": Group(6, 1), "learner": Group(1, 1)})
+    gpus, there = [Gpus("B200", 8, 180)], {"B200": tasks(229, 285, 855)}
+    found = predict(numbers, lay(numbers, gpus) or [], there)
+    assert found.iteration == pytest.approx(285 + 855)
+    assert found.explore == pytest.approx(229 / 6) and found.update == pytest.approx(855)
+    assert found.idle["rollout"] == pytest.approx(1 - 229 / 6 / 1140)
+    assert sorted((n, round(share, 3)) for n, share, _ in found.gpu_idle) == [
+        (1, 0.0),
+        (1, 1.0),
+        (6, 0.967),
+    ]
+    assert bound(there, gpus) == pytest.approx(1369 / 8)
+
+
+# ---- golden choices
+
+
+@pytest.mark.parametrize("gpus", [1, 2, 4, 8, 16])
+@pytest.mark.parametrize("model", MODELS)
+def test_every_gpu_is_at_work_while_there_is_a_prompt_for_each(model, gpus):
+    choice = choose(preset(model), [Gpus("B200", gpus, 180)], costs(model))
+    numbers, found = choice.best.numbers, choice.best.prediction
+    assert (numbers.mode, numbers.ahead) == ("shared", 0) and found is not None
+    assert numbers.groups["learner"] == Group(gpus, 0.52, 4.0)
+    assert numbers.groups["rollout"] == Group(gpus, 0.36, 2.0)
+    assert found.iteration <= 1.05 * choice.bound and found.mean_idle < 0.05
+
+
+def test_more_gpus_than_prompts_get_rollout_actors_that_explore_ahead():
+    gpus = [Gpus("B200", 64, 180)]
+    choice = choose(preset("flux1"), gpus, costs("flux1"))
+    assert choice.best.numbers.describe() == (
+        "48 learner at 1 GPU, 16 rollout at 0.8 GPU, 16 reward at 0.1099 GPU,"
+        " 1 encoder at 0.081 GPU, explore_ahead = 1"
+    )
+    assert choice.best.seconds == pytest.approx((285 + 855) / 48)
+    assert "explore ahead, with the policy of the iteration before" in choice.why
+    on_policy = choose(preset("flux1", "explore_ahead=0"), gpus, costs("flux1")).best
+    assert on_policy.numbers.ahead == 0 and on_policy.seconds > choice.best.seconds
+    sana = choose(preset("sana"), gpus, costs("sana"))
+    assert sana.best.numbers.groups["rollout"].actors == 48 + 2 * 16  # two where no learner is
+    assert sana.best.seconds <= 1.15 * sana.bound
+
+
+def test_modes_that_are_asked_for():
+    gpus = [Gpus("B200", 8, 180)]
+    split = choose(preset("flux1", "layout.mode=split"), gpus, costs("flux1")).best
+    assert split.numbers.mode == "split" and split.numbers.groups["learner"].gpus == 1
+    actors = {kind: group.actors for kind, group in split.numbers.groups.items()}
+    assert (actors["rollout"], actors["learner"], split.numbers.ahead) == (2, 6, 1)
+    assert split.seconds == pytest.approx((285 + 855) / 6)
+    shared = choose(preset("flux1", "layout.mode=shared"), gpus, costs("flux1"))
+    assert shared.best.numbers.mode == "shared" and shared.why == "asked for"
+    assert {each.numbers.mode for each in shared.table} == {"shared", "split"}
+
+
+def test_rollout_actors_on_blackwell_and_learners_on_hopper():
+    """One B200 beside eight H200: exploring on the one, everything else on the eight."""
+    slow = tasks(229 * 4.5, 285 * 2.27, 855 * 2.27)
+    gpus = [Gpus("B200", 1, 180), Gpus("H200", 8, 141)]
+    choice = choose(preset("flux1"), gpus, costs("flux1", H200=slow))
+    groups = choice.best.numbers.groups
+    assert groups["rollout"] == Group(1, 0.8, 2.0, "B200")
+    assert groups["learner"] == Group(8, 1.0, 4.0, "H200")
+    assert choice.best.seconds == pytest.approx((285 + 855) * 2.27 / 8, rel=0.01)
+    alone = [each for each in choice.table if each.numbers.mode == "shared"]
+    kinds = {each.numbers.groups["learner"].accelerator for each in alone}
+    assert kinds == {"B200", "H200"}
+    assert all(each.seconds > choice.best.seconds for each in alone)
+
+
+def test_an_arm_without_rollout_actors():
+    choice = choose(preset(arm="diffusionnft"), [Gpus("B200", 8, 180)], costs("flux1"))
+    assert "rollout" not in choice.best.numbers.groups
+    assert choice.best.numbers.groups["learner"].actors == 8
+
+
+# ---- what is given by hand
+
+
+def test_numbers_by_hand_win():
+    gpus = [Gpus("B200", 8, 180)]
+    old = [
+        *("services.rollout.actors=6", "services.rollout.gpus=1", "services.learner.gpus=1"),
+        *("services.reward.gpus=0.5", "services.encoder.gpus=0.5"),
+    ]
+    found = choose(preset("flux1", *old), gpus, costs("flux1")).best.numbers.groups
+    assert {kind: (group.actors, group.gpus) for kind, group in found.items() if group.gpus} == {
+        "rollout": (6, 1),
+        "learner": (1, 1),
+        "reward": (1, 0.5),
+        "encoder": (1, 0.5),
+    }
+    three = choose(preset("flux1", "services.learner.replicas=3"), gpus, costs("flux1"))
+    assert three.best.numbers.groups["learner"].actors == 3
+
+
+def test_chosen_numbers_are_written_out_and_stay():
+    config, gpus = preset("flux1"), [Gpus("B200", 8, 180)]
+    choice = choose(config, gpus, costs("flux1"))
+    resolved = with_numbers(config, choice.best.numbers)
+    assert resolved.services.learner.replicas == resolved.services.rollout.actors == 8
+    assert resolved.services.rollout.gpus == 0.36 and resolved.explore_ahead == 0
+    again = choose(resolved, [Gpus("B200", 16, 180)], costs("flux1"))
+    assert again.best.numbers.groups == numbers_of(resolved).groups
+
+
+def test_whether_there_is_anything_to_choose():
+    """Nothing without [layout], on CPUs by hand, or where every number is given."""
+    assert to_choose(preset("flux1")) and not to_choose(load("quickstart"))
+    cpus = [f"services.{kind}.gpus=0" for kind in ("rollout", "learner", "reward", "encoder")]
+    assert not to_choose(preset("flux1", *cpus)) and to_choose(preset("flux1", *cpus[:3]))
+    config = preset("flux1")
+    chosen = choose(config, [Gpus("B200", 8, 180)], costs("flux1")).best.numbers
+    assert not to_choose(with_numbers(config, chosen))
+
+
+# ---- what does not fit
+
+
+def test_a_layout_that_does_not_fit_is_left_out():
+    """Not all on 60 GB, but the learner on one GPU and the rollout actor on another."""
+    gpus = [Gpus("B200", 4, 60)]
+    choice = choose(preset("flux1"), gpus, costs("flux1"))
+    assert choice.best.numbers.mode == "split" and choice.why == "the only one that fits"
+    left_out = next(each for each in choice.table if each.numbers.mode == "shared")
+    assert left_out.why_not == (
+        "encoder + learner + reward + rollout: 68.0 GB on a B200 of 60 GB, 8.0 GB short"
+    )
+
+
+@pytest.mark.parametrize(
+    ("count", "memory", "said"),
+    [
+        (1, 60, "8.0 GB short; nearest that fits: split on 2 x B200"),
+        (8, 20, "15.0 GB short; nearest that fits: GPUs of at least 35 GB"),
+    ],
+)
+def test_where_nothing_fits_a_line_says_what_is_short_and_what_would_fit(count, memory, said):
+    with pytest.raises(ConfigError) as error:
+        choose(preset("flux1"), [Gpus("B200", count, memory)], costs("flux1"))
+    (line,) = error.value.lines
+    assert "black-forest-labs/FLUX.1-dev does not fit on" in line and said in line
+    assert f"{count} x B200 of {memory} GB" in line
+
+
+def test_gpus_of_nodes():
+    nodes = [
+        Node("a", 96, 8, {ACCELERATOR: "B200"}),
+        Node("b", 64, 4.5, {ACCELERATOR: "B200"}),
+        Node("c", 32, 2, {ACCELERATOR: "H200"}),
+        Node("d", 8),
+    ]
+    found = gpus_of(nodes, {"B200": 180, "H200": 141})
+    assert found == [Gpus("B200", 12, 180, 12), Gpus("H200", 2, 141, 16)]
+    with pytest.raises(ConfigError, match="nothing is known of the GPU T4"):
+        gpus_of([Node("a", 8, 1, {ACCELERATOR: "T4"})], {"B200": 180})
+
+
+def test_a_machine_is_not_asked_for_more_actors_than_it_holds(monkeypatch):
+    """Before Ray is started: what this machine has, or what the nodes of a cluster add up to."""
+    monkeypatch.setattr("os.cpu_count", lambda: 2)
+    most = {"SC_PAGE_SIZE": 4096, "SC_PHYS_PAGES": 24_000_000_000 // 4096}
+    monkeypatch.setattr("os.sysconf", lambda name: most[name])
+    many = load("quickstart", ["services.rollout.actors=100000"])
+    with pytest.raises(ConfigError) as error:
+        refuse_on_this_machine(many)
+    assert error.value.lines == [
+        "services.rollout.actors = 100000: this machine has 2 cores and 24.0 GB; an actor needs"
+        " 0.25 GB before it loads a model, and a core starts 64 at most: lower it to 96 or less"
+    ]
+    refuse_on_this_machine(load("quickstart", ["services.rollout.actors=96"]))
+    with pytest.raises(ConfigError, match="need 50000, there are 128: at most 256 have a place"):
+        refuse_too_many(many, 0, 0, [Node("a", 64), Node("b", 64)])
+
+
+# ---- --resume
+
+
+def test_a_resumed_run_keeps_its_replicas_and_gets_the_gpus_there_are_now():
+    gpus = [Gpus("B200", 8, 180)]
+    started = with_numbers(
+        preset("flux1"), choose(preset("flux1"), gpus, costs("flux1")).best.numbers
+    )
+    assert differences(started, as_started(preset("flux1"), started)) == []
+    kept = keep_layout(preset("flux1"), started)
+    again = choose(kept, [Gpus("B200", 16, 180)], costs("flux1")).best.numbers
+    # eight replicas are as quick with GPUs of their own, and then fewer actors do
+    actors = {kind: group.actors for kind, group in again.groups.items()}
+    assert (again.mode, actors["learner"], actors["rollout"]) == ("split", 8, 8)
+    assert differences(started, with_numbers(kept, again)) == []
+    other = as_started(preset("flux1", "services.learner.replicas=4"), started)
+    assert differences(started, other) == ["services.learner.replicas: 8 -> 4"]
+
+
+# ---- what always holds
+
+
+@settings(max_examples=12)
+@given(
+    st.integers(1, 64),
+    st.sampled_from(sorted(MODELS)),
+    st.sampled_from(["auto", "shared", "split"]),
+    st.sampled_from(["sol_rl", "naive_quant", "diffusionnft"]),
+)
+def test_every_actor_has_its_place(count, model, mode, arm):
+    """Shares on a GPU never exceed 1, and nodes of eight GPUs hold what was laid on GPUs."""
+    config, gpus = preset(model, f"layout.mode={mode}", arm=arm), [Gpus("B200", count, 180)]
+    if mode == "split" and count == 1 and arm != "diffusionnft":
+        with pytest.raises(ConfigError, match="layout.mode = 'split'"):
+            choose(config, gpus, costs(model))
+        return
+    numbers = choose(config, gpus, costs(model)).best.numbers
+    laid = lay(numbers, gpus)
+    assert laid is not None and sum(each.count for each in laid) == count
+    for each in laid:
+        shares = sum(round(numbers.groups[k].gpus * WHOLE) * n for k, n in each.actors.items())
+        assert shares <= WHOLE
+    for kind, group in numbers.groups.items():
+        if group.gpus:
+            assert sum(each.count * each.actors.get(kind, 0) for each in laid) == group.actors
+    resolved = with_numbers(config, numbers)
+    needs = needs_of(resolved)
+    nodes = [Node(f"n{i}", 96, min(8, count - 8 * i)) for i in range(-(-count // 8))]
+    assert place(needs, nodes).keys() == {need.actor for need in needs}
+
+
+@settings(max_examples=8)
+@given(st.integers(1, 63), st.sampled_from(sorted(MODELS)))
+def test_a_gpu_more_is_never_predicted_slower(count, model):
+    fewer, more = (
+        choose(preset(model), [Gpus("B200", n, 180)], costs(model)).best.seconds
+        for n in (count, count + 1)
+    )
+    assert more <= fewer * (1 + 1e-9)
+
+
+@settings(max_examples=12)
+@given(
+    st.integers(2, 64),
+    st.fixed_dictionaries(
+        {},
+        optional={
+            "services.learner.replicas": st.integers(1, 8),
+            "services.rollout.actors": st.integers(1, 12),
+            "services.rollout.gpus": st.sampled_from([0.2, 0.36, 1.0]),
+            "services.learner.gpus": st.sampled_from([0.6, 1.0]),
+            "explore_ahead": st.sampled_from([0, 1]),
+        },
+    ),
+)
+def test_what_is_given_by_hand_is_kept(count, given):
+    config = preset("sana", *(f"{key}={value}" for key, value in given.items()))
+    try:
+        best = choose(config, [Gpus("B200", count, 180)], costs("sana")).best
+    except ConfigError as error:
+        assert "does not fit" in str(error)
+        return
+    resolved = with_numbers(config, best.numbers).model_dump()
+    for key, value in given.items():
+        node = resolved
+        for part in key.split("."):
+            node = node[part]
+        assert node == value

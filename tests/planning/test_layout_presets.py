@@ -1,0 +1,133 @@
+"""Every preset of a full-size model, laid out on GPUs: how near to all GPUs at work, and the arms.
+
+What is counted of the models comes from the kept table, which `test_the_kept_counts_are_todays`
+compares with a count.
+"""
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+
+from cli.main import main
+from configs.load import MODELS, REWARDS, load
+from configs.schema import RunConfig
+from planning import counting
+from planning.assumptions import Assumptions
+from planning.layouts.arms import arms_of, ratios
+from planning.layouts.choose import choose
+from planning.layouts.gpus import Gpus
+from planning.layouts.lines import Outlook, as_json, outlook_lines, warnings
+from planning.layouts.resolve import costs_of
+from planning.make import described
+from policy.families import Family
+from policy.precision.backends import BACKENDS
+
+SIZES = [("B200", 180, n) for n in (1, 2, 4, 8, 16, 64)] + [("H200", 141, 8)]
+
+
+@contextmanager
+def preset(name: str, *overrides: str) -> Iterator[tuple[RunConfig, Family]]:
+    config = load(name, overrides)
+    with described(config) as (family, _):
+        yield config, family
+
+
+@pytest.mark.parametrize("reward", REWARDS)
+@pytest.mark.parametrize("model", MODELS)
+def test_predicted_seconds_are_near_all_work_spread_over_all_gpus(model, reward):
+    with preset(f"{model}-sol_rl-{reward}") as (config, family):
+        for kind, memory, count in SIZES:
+            gpus = [Gpus(kind, count, memory)]
+            choice = choose(config, gpus, costs_of(config, family, gpus, Assumptions()))
+            most = 1.15 if (kind, count) == ("B200", 8) else 1.25
+            assert choice.best.seconds <= most * choice.bound, (kind, count)
+            assert choice.best.numbers.ahead == (count > config.prompts.per_iteration)
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_sol_rl_is_faster_than_naive_scaling_at_equal_gpus(model):
+    gpus = [Gpus("B200", 8, 180)]
+    with preset(f"{model}-sol_rl-hpsv2") as (config, family):
+        arms = arms_of(config, family, gpus, Assumptions())
+    assert set(arms) == {"diffusionnft", "naive_scaling", "naive_quant", "sol_rl"}
+    ours, naive = arms["sol_rl"], arms["naive_scaling"]
+    assert ours.explore < naive.explore and ours.rollout < naive.rollout
+    assert ours.iteration < naive.iteration
+    assert ours.update == pytest.approx(naive.update)  # the same in every arm
+    found = ratios(config, arms)
+    assert found is not None and found.rollout == naive.rollout / ours.rollout
+    assert (found.paper is None) == (model == "sd35_medium")
+
+
+def test_what_is_printed():
+    gpus = [Gpus("B200", 64, 180)]
+    with preset("sana-sol_rl-hpsv2") as (config, family):
+        choice = choose(config, gpus, costs_of(config, family, gpus, Assumptions()))
+        arms = arms_of(config, family, gpus, Assumptions())
+    found = choice.best.prediction
+    assert found is not None
+    outlook = Outlook(gpus, found, choice.bound, 0.99 * found.iteration, arms, choice)
+    text = "\n".join(outlook_lines(config, outlook))
+    assert f"layout      {choice.best.numbers.mode} on 64 x B200: the fastest by prediction" in text
+    assert "sol_rl against naive_scaling: rollouts" in text and "1.41 x and 1.25 x" in text
+    assert "hidden      exploring is hidden behind" in text
+    tree = as_json(config, outlook)
+    assert tree["iteration_s"] == found.iteration and tree["bound_s"] == choice.bound
+    assert set(tree["arms"]) == set(arms)  # type: ignore[call-overload]
+    swift = {"naive_scaling": arms["diffusionnft"], "sol_rl": found}
+    said = warnings(config, Outlook(gpus, found, choice.bound, found.iteration, swift, choice))
+    assert any(line.startswith("slower      sol_rl is predicted to take") for line in said)
+
+
+def test_the_command_prints_one_object(capsys):
+    assert main(["plan", "sana-sol_rl-hpsv2", "--gpus", "16", "--json"]) == 0
+    tree = json.loads(capsys.readouterr().out)
+    assert tree["bound_s"] <= tree["iteration_s"] <= 1.25 * tree["bound_s"]
+    assert tree["layout"]["mode"] == "shared" and tree["layout"]["gpus"] == 16
+    assert tree["layout"]["services"]["learner"]["actors"] == 16
+    assert tree["idle_share"].keys() == {"rollout", "learner", "reward", "encoder"}
+    assert tree["arms"]["sol_rl"] == tree["iteration_s"] < tree["arms"]["naive_scaling"]
+    assert tree["warnings"] == []
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (
+            ("flux1-sol_rl-hpsv2", "--gpus", "1", "--gpu-memory-gb", "24"),
+            "FLUX.1-dev does not fit on 1 x B200 of 24 GB: ",
+        ),
+        (
+            ("quickstart", "--set", "services.rollout.actors=100000"),
+            "services.rollout: 100000 actors of 0.5 CPU each need 50000",
+        ),
+        (("quickstart", "--gpus", "2"), "--gpus 2: no service asks for a GPU"),
+    ],
+)
+def test_what_cannot_be_is_one_line(capsys, arguments, said):
+    assert main(["plan", *arguments]) == 2
+    errors = capsys.readouterr().err
+    assert said in errors and errors.count("\n") == 1, errors
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_counts_of_every_preset_are_kept(model):
+    """In what GPUs explore in: so that a plan comes at once."""
+    config = load(f"{model}-sol_rl-hpsv2")
+    assert all(
+        counting.key_of(config, backend) in counting._kept()
+        for backend in ("torch_nvfp4", "fp8", "bf16")
+    )
+    other = load(f"{model}-sol_rl-hpsv2", ["lora.rank=8"])
+    assert counting.key_of(other, "fp8") not in counting._kept()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model", MODELS)
+def test_the_kept_counts_are_todays(model):
+    with preset(f"{model}-sol_rl-hpsv2") as (config, family):
+        for backend in ("torch_nvfp4", "fp8", "bf16"):
+            kept = counting.counts_of(config, family, BACKENDS[backend])
+            assert kept == counting.count(config, family, BACKENDS[backend])

@@ -1,0 +1,30 @@
+"""Write ``planning/layouts/counted.json``: what ``sol-rl plan`` counts of the models of the shipped
+presets. To be run again when what is counted, a preset or an architecture changes; minutes.
+
+    python -m tools.count_models
+"""
+
+from __future__ import annotations
+
+from configs.load import MODELS, load
+from planning.counting import Counts, count, key_of, write_kept
+from planning.make import described
+from policy.precision.backends import BACKENDS
+
+FORMATS = ("torch_nvfp4", "fp8", "bf16")
+
+
+def main() -> None:
+    """Count every model in the formats that arms explore in on GPUs."""
+    rows: dict[str, Counts] = {}
+    for model in MODELS:
+        config = load(f"{model}-sol_rl-hpsv2")
+        with described(config) as (family, _):
+            for name in FORMATS:
+                rows[key_of(config, name)] = count(config, family, BACKENDS[name])
+                write_kept(rows)
+                print(f"{model} {name}", flush=True)
+
+
+if __name__ == "__main__":
+    main()
