@@ -20,7 +20,7 @@ setup: .venv/.ready
 quickstart: setup
 	$(BIN)/sol-rl train quickstart $(ARGS)
 
-# A simulated cluster on this machine: a submitted job, scaled 1 -> 3 -> 2, one node lost; held against a run that nobody disturbed.
+# A simulated cluster on this machine: a submitted job, scaled 1 -> 3 -> 2, one node lost; compared with an undisturbed run.
 cluster-demo: setup
 	$(BIN)/python -m tools.cluster_demo $(ARGS)
 
@@ -65,7 +65,7 @@ bench: setup
 parity: setup
 	$(BIN)/python -m tools.parity $(foreach flag,$(PIP_FLAGS),--pip-flag=$(flag)) $(ARGS)
 
-# Tiny runs, each struck by a random fault, held against one that was not: ARGS="--runs 100 --seed 0". docs/operations.md
+# Tiny runs with a random fault in each, compared with an undisturbed one: ARGS="--runs 100 --seed 0". docs/operations.md
 soak: setup
 	$(BIN)/python -m tools.soak $(ARGS)
 

@@ -10,6 +10,7 @@ from actors.runtime import Tree, begin, begin_torch, identity
 from policy.explorer import Explorer
 from policy.families import family_for
 from policy.precision.backends import Backend, available_backends, eager_note, resolve_backend
+from policy.precision.counting import configured_step
 from policy.precision.wire import Manifest
 from policy.types import DTYPES, Conditioning
 
@@ -25,7 +26,12 @@ class RolloutActor:
             raise RuntimeError(
                 f"arm {self._run.arm!r} explores nothing: it needs no rollout actors"
             )
-        self._own, why = resolve_backend(exploration.backend, self._device)
+        self._own, why = resolve_backend(
+            exploration.backend,
+            self._device,
+            compile=self._run.explore.compile,
+            step=lambda backend: configured_step(self._run, backend),
+        )
         self._why = why + eager_note(self._own, self._device, self._run.explore.compile)
         self._explorer: Explorer | None = self._build(self._own)
 

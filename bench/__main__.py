@@ -10,12 +10,11 @@ import sys
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import get_args
 
 from bench import NAMES, benchmark
 from bench.timing import Options, Ratio, machine
+from configs.backends import BACKENDS
 from configs.load import ConfigError, load
-from configs.sections import Backend
 from policy.families.architectures import published_names
 
 
@@ -126,7 +125,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--backends",
         nargs="+",
-        choices=list(get_args(Backend)[1:]),
+        choices=list(BACKENDS),
         default=[],
         metavar="NAME",
         help="explorer: only these",

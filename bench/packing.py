@@ -1,33 +1,34 @@
-"""What packing an activation costs where nothing is compiled: ``python -m bench.packing`` counts
-operations and bytes.
+"""What packing an activation costs: ``python -m bench.packing`` counts kernels and bytes.
 
-Counts, not times, so they hold on any machine: eagerly every operation is a kernel of its own,
-which reads its operands from memory and writes its result there. Run on a CPU; the formats whose
-activations a vendor's library packs are not here.
+Counts, not times, so they hold on any machine. Eagerly every operation is a kernel of its own,
+which reads its operands from memory and writes its result there; a packing kernel of
+``policy.precision.kernels`` is one operation. Both are counted on the layers' own path: the eager
+one on a CPU, the kernels on tensors without data on a CUDA device, where nothing is launched.
 """
 
 from __future__ import annotations
 
+import argparse
+import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from policy.precision.fp8 import quantise_rows, row_scales
-from policy.precision.layer import swizzled
-from policy.precision.nvfp4 import pack_activation
+from policy.precision.fp8 import Activations
+from policy.precision.hardware import pack_operand
 
 ROWS, COLUMNS = 1024, 3072
 ONLY_WRITTEN = ("copy_", "fill_", "zero_")
 """Operations in place that do not read what they overwrite."""
 HOW_TO_READ = (
-    "eagerly each operation is a kernel; bytes per element over a GPU's bandwidth is the least time"
-    " that packing takes, to be held against what a quicker product saves; the last column is what"
-    " a single kernel would move"
+    "once per input, for all products that read it; bytes per element over a GPU's bandwidth is the"
+    " least time that packing takes, to be compared with what a quicker product saves"
 )
 
 
@@ -58,8 +59,11 @@ class Counting(TorchDispatchMode):
         name = func._schema.name.removeprefix("aten::")
         given, made = _tensors((args, kwargs or {})), _tensors(result)
         memory = {_memory(tensor) for tensor in given}
-        is_view = not func._schema.is_mutable and any(_memory(tensor) in memory for tensor in made)
-        if not is_view and not name.startswith(("empty", "new_empty")):
+        # tensors without data do not show that they share memory, but operators say so
+        shares = any(value.alias_info is not None for value in func._schema.returns)
+        shares = shares or any(_memory(tensor) in memory for tensor in made)
+        is_view = not func._schema.is_mutable and shares
+        if made and not is_view and not name.startswith(("empty", "new_empty")):
             unread = (
                 {_memory(tensor) for tensor in _tensors(args[:1])}
                 if name in ONLY_WRITTEN
@@ -69,6 +73,9 @@ class Counting(TorchDispatchMode):
             self.operations += 1
             self.small += all(tensor.numel() <= 1 for tensor in given + made)
             self.read += sum(_bytes(tensor) for tensor in given if _memory(tensor) not in unread)
+            if name == "sol_rl::nvfp4_tiles":  # every program reads all partial results again
+                programs = made[1].numel() // 512
+                self.read += (programs - 1) * _bytes(given[1])
             self.written += sum(_bytes(tensor) for tensor in made)
         return result
 
@@ -85,7 +92,7 @@ def _tensors(tree: Any) -> list[Tensor]:
 
 
 def _memory(tensor: Tensor) -> int:
-    return tensor.untyped_storage().data_ptr()
+    return tensor.untyped_storage()._cdata
 
 
 def _bytes(tensor: Tensor) -> int:
@@ -97,58 +104,53 @@ def _bytes(tensor: Tensor) -> int:
 
 # ---- the formats
 
-
-def fp8(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Codes and scales as ``fp8`` makes them of x [M, K], once for all layers that read it."""
-    scales = row_scales(x)
-    return quantise_rows(x, scales), scales
-
-
-def formats() -> dict[str, tuple[Callable[[Tensor], object], float]]:
-    """By name: what is done to bfloat16 activations [M, K], and the bytes per element that one
-    kernel would read and write.
-    """
-    return {
-        "fp8, once per input": (fp8, 2 + 1),
-        "torch_nvfp4, once per input": (pack_activation, 2 + 4.5 / 8),
-        "torch_nvfp4, scales in cuBLAS's order, per product": (
-            lambda x: swizzled(_scales(x)),
-            2 / 16,
-        ),
-    }
+FORMATS: dict[str, Callable[[Tensor], object]] = {
+    "fp8": lambda x: Activations().quantised(x),
+    "nvfp4": lambda x: pack_operand(x, False),
+}
+"""By wire format: what its layers do to activations [M, K] before the product."""
 
 
-def _scales(x: Tensor) -> Tensor:
-    return torch.empty(len(x), x.shape[1] // 16, dtype=torch.uint8)
-
-
-def table() -> list[tuple[str, Count, float, float]]:
-    """Per format (what, count, bytes moved per element, those of one kernel) of bfloat16 [1024,
-    3072].
-    """
-    x = torch.randn(ROWS, COLUMNS, dtype=torch.bfloat16, generator=torch.Generator().manual_seed(0))
+def table() -> list[tuple[str, str, Count]]:
+    """(format, form, count) of bfloat16 [1024, 3072], form "eager" or "kernels"."""
     found = []
-    for name, (do, least) in formats().items():
-        counted = count(lambda do=do: do(x))
-        found.append((name, counted, (counted.read + counted.written) / x.numel(), least))
+    for name, pack in FORMATS.items():
+        x = torch.ones(ROWS, COLUMNS, dtype=torch.bfloat16)
+        found.append((name, "eager", count(lambda pack=pack, x=x: pack(x))))
+        with FakeTensorMode():
+            x = torch.empty(ROWS, COLUMNS, dtype=torch.bfloat16, device="cuda:0")
+            found.append((name, "kernels", count(lambda pack=pack, x=x: pack(x))))
     return found
 
 
+def moved(counted: Count) -> float:
+    """Bytes read and written per element."""
+    return (counted.read + counted.written) / (ROWS * COLUMNS)
+
+
+def as_json() -> dict[str, dict[str, Any]]:
+    """Per format what runs on CUDA by default, and beside it what runs without the kernels."""
+    rows = {
+        (name, form): {"kernels": counted.operations, "bytes_per_element": round(moved(counted), 4)}
+        for name, form, counted in table()
+    }
+    return {name: {**rows[name, "kernels"], "eager": rows[name, "eager"]} for name in FORMATS}
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Print the table; 0."""
-    print(
-        f"activations bfloat16 [{ROWS}, {COLUMNS}], bytes per element of them; counted on a CPU,"
-        " nothing is timed"
-    )
-    print(
-        f"{'format':52}{'operations':>11}{'on one number':>15}"
-        f"{'read':>8}{'written':>9}{'both':>8}{'one kernel':>12}"
-    )
+    """Print the table, or JSON; 0."""
+    parser = argparse.ArgumentParser(prog="python -m bench.packing", description=HOW_TO_READ)
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    if parser.parse_args(arguments).json:
+        print(json.dumps(as_json(), indent=1))
+        return 0
+    print(f"activations bfloat16 [{ROWS}, {COLUMNS}]; counted without a GPU, nothing is timed")
+    print(f"{'':16}{'kernels':>9}{'on a number':>13}{'read/element':>14}{'written':>9}{'both':>8}")
     elements = ROWS * COLUMNS
-    for name, counted, moved, least in table():
-        read, written = counted.read / elements, counted.written / elements
+    for name, form, counted in table():
         print(
-            f"{name:52}{counted.operations:11}{counted.small:15}{read:8.1f}{written:9.1f}{moved:8.1f}{least:12.2f}"
+            f"{name:8}{form:8}{counted.operations:9}{counted.small:13}"
+            f"{counted.read / elements:14.2f}{counted.written / elements:9.2f}{moved(counted):8.2f}"
         )
     print(HOW_TO_READ)
     return 0

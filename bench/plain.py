@@ -4,7 +4,8 @@ Ray.
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import numpy as np
 
@@ -18,6 +19,11 @@ from configs.prompts import Prompt, prompts_of_iteration
 from configs.schema import RunConfig
 from policy.sampling.noise import stream_seed
 from rewards.combine import combine
+
+if TYPE_CHECKING:
+    from ray import ObjectRef
+
+X = TypeVar("X")
 
 
 class PlainLoop:
@@ -37,7 +43,7 @@ class PlainLoop:
             RewardActor(tree),
             SelectorActor(tree),
         )
-        self.rollout, self.learner = RolloutActor(tree), LearnerActor(tree, failure_dir, fetch=list)
+        self.rollout, self.learner = RolloutActor(tree), LearnerActor(tree, failure_dir, _as_given)
         self.checksum = ""
         self.publish(0)
 
@@ -91,3 +97,8 @@ class PlainLoop:
         return combine(
             scores.values, {scorer.label: scorer.weight for scorer in self.config.rewards.scorers}
         )
+
+
+def _as_given(references: Sequence[ObjectRef[X]], /) -> list[X]:
+    """Without Ray a "reference" is the object itself."""
+    return cast("list[X]", list(references))

@@ -45,7 +45,7 @@ def run(options: argparse.Namespace) -> int:
             "compare: give a preset, a TOML file or a comparison; or --runs DIR ... alone, with"
             " --baseline and --out"
         )
-        from analysis.compare.command import compare, compare_existing
+    from analysis.compare.command import compare, compare_existing
     from analysis.compare.request import Request
 
     out = Path(options.out) if options.out else None

@@ -16,7 +16,7 @@ BACKENDS: dict[str, str] = {
     "fp32": "policy.precision.unquantized:FP32",
 }
 """What ``explore.backend`` may be besides "auto", and the class that speaks for it:
-``module:class``. "auto" tries them in this order.
+``module:class``. "auto" tries, in this order, those whose class says so.
 """
 
 if TYPE_CHECKING:

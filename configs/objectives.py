@@ -1,4 +1,4 @@
-"""Settings of the training objectives: one class per paper, its defaults the paper's.
+"""Settings of the training objectives: one class per paper.
 
 The formulas live in ``learner/objectives``, one file per objective; here is only what a person may
 write under ``[objective]``. No torch, so that a typo is found before anything heavy is imported.

@@ -40,7 +40,7 @@ class PolicyExporter:
         if not self.config.plan.explore:
             return []
         backend = self._chosen(None)
-        return [asdict(row) | {"backend": backend.name} for row in self._rows]
+        return [{**asdict(row), "backend": backend.name} for row in self._rows]
 
     def export(self, adapter: str, version: int, backend: str | None = None) -> Exported:
         """``adapter`` merged and packed for ``backend``; None: as before, at first as configured.

@@ -114,7 +114,7 @@ class Updater:
         """
         self.optimizer.zero_grad(set_to_none=True)
         _, counts = self.replicas.together(lambda: self._accumulate(samples, part, sigmas, sums))
-        total = int(sum(counts))
+        total = sum(int(count or 0) for count in counts)
         gradients = {name: p.grad for name, p in self.parameters.items() if p.grad is not None}
         self.replicas.add(list(gradients.values()))
         for gradient in gradients.values():

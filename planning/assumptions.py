@@ -9,32 +9,8 @@ from dataclasses import dataclass, replace
 from configs.load import ConfigError
 from configs.schema import RunConfig
 from planning.placement import needs_of
+from policy.precision.accelerators import ACCELERATORS
 from policy.precision.backends import BACKENDS, Backend, auto_backends
-
-
-@dataclass(frozen=True)
-class Accelerator:
-    """Dense BF16 peak (TFLOP/s) and memory (GB) as NVIDIA states them, compute capability.
-
-    ``fp32``: peak of plain FP32 products.
-    """
-
-    bf16: float
-    memory_gb: float
-    fp32: float
-    capability: tuple[int, int]
-
-    def runs(self, backend: Backend) -> bool:
-        """Whether its tensor cores do, with what the backend needs installed."""
-        return self.capability >= backend.capability
-
-
-ACCELERATORS = {
-    "B200": Accelerator(2250, 180, 75, (10, 0)),
-    "GB200": Accelerator(2500, 186, 80, (10, 0)),
-    "H200": Accelerator(990, 141, 67, (9, 0)),
-    "H100": Accelerator(990, 80, 67, (9, 0)),
-}
 
 
 @dataclass(frozen=True)
@@ -101,9 +77,10 @@ def device_of(config: RunConfig, given: Assumptions) -> tuple[Device | None, str
 def with_format(device: Device, name: str | None, backend: Backend) -> Device:
     """With the peak of the backend's format; emulated NVFP4 gains nothing."""
     known = ACCELERATORS.get(name or "")
-    quicker = known is not None and backend.speedup > 1 and known.runs(backend)
-    quantised = known.bf16 * backend.speedup if known and quicker else device.tflops
-    return replace(device, quantised_tflops=quantised)
+    if known is None or backend.speedup <= 1 or not known.runs(backend):
+        return replace(device, quantised_tflops=device.tflops)
+    peak = known.peak(backend.wire_format) or known.bf16 * backend.speedup
+    return replace(device, quantised_tflops=peak)
 
 
 def backend_of(config: RunConfig, accelerator: str | None) -> tuple[Backend, str]:

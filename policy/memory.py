@@ -86,7 +86,7 @@ class Tally(TorchDispatchMode):
 
 
 @contextmanager
-def _fused_attention() -> Iterator[None]:
+def fused_attention() -> Iterator[None]:
     """Counts attention on the meta device as a fused kernel, without its scores in memory.
 
     The function itself is exchanged: torch's own way of overriding it does not reach what a
@@ -248,7 +248,7 @@ def _counted(transformer: nn.Module, quantised: Sequence[str]) -> Iterator[tuple
     ]
     tally = Tally()
     try:
-        with _fused_attention(), tally:
+        with fused_attention(), tally:
             yield tally, inside
     finally:
         for hook in hooks:

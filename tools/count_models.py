@@ -11,7 +11,7 @@ from planning.counting import Counts, count, key_of, write_kept
 from planning.make import described
 from policy.precision.backends import BACKENDS
 
-FORMATS = ("te_nvfp4", "fp8", "bf16")
+FORMATS = ("torch_nvfp4", "fp8", "bf16")
 
 
 def main() -> None:

@@ -154,9 +154,11 @@ def _unused(arm: str, key: str) -> bool:
 
 
 def _nested(key: str, value: object) -> Tree:
-    for part in reversed(key.split(".")):
-        value = {part: value}
-    return value
+    *parents, last = key.split(".")
+    tree: Tree = {last: value}
+    for part in reversed(parents):
+        tree = {part: tree}
+    return tree
 
 
 def _word(value: object) -> str:

@@ -175,6 +175,12 @@ class Iteration:
         }
 
 
+def trained_rewards(groups: Sequence[TrainingGroup]) -> Metrics:
+    """Mean and standard deviation of the rewards of all samples that are trained on."""
+    rewards = np.concatenate([group.rewards for group in groups])
+    return {"reward/train_mean": float(rewards.mean()), "reward/train_std": float(rewards.std())}
+
+
 def _mean_of(prefix: str, rows: Mapping[int, Agreement]) -> Agreement:
     """Means over prompts, leaving out prompts that had nothing to rank."""
     found: Agreement = {}

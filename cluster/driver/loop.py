@@ -13,7 +13,7 @@ from collections.abc import Callable
 
 from actors.messages import TrainingGroup
 from cluster.driver.exploration import Exploration
-from cluster.driver.iteration import Iteration, Metrics
+from cluster.driver.iteration import Iteration, Metrics, trained_rewards
 from cluster.driver.rank_monitor import RankMonitor
 from cluster.driver.regeneration import Regeneration
 from cluster.driver.services import ActorServices
@@ -71,7 +71,7 @@ class Ring:
             published = await self.publish(index + 1)
         times = it.times(regenerated_at, updated_at, time.perf_counter())
         self.progress.advanced("published", 1)
-        metrics = it.metrics(self.config.selection.keep) | self._counts()
+        metrics = it.metrics(self.config.selection.keep) | trained_rewards(groups) | self._counts()
         return metrics | audit | update | published | times, it
 
     async def publish(self, version: int) -> Metrics:

@@ -33,15 +33,17 @@ class Backend(ABC):
     fuses: ClassVar[bool] = False
     """Whether linears that read the same input run as one product."""
     packs_eagerly: ClassVar[bool] = False
-    """Whether activations are packed by many operations of torch before a quick product, so that
-    compiling decides what is gained.
+    """Whether activations are packed by many operations of torch before a quick product where
+    neither ``policy.precision.kernels`` nor compiling makes them few: then nothing is gained.
     """
     auto_on: ClassVar[Literal["cuda", "cpu"] | None] = None
     """Where "auto" may take it: on CUDA GPUs, or on everything else."""
     capability: ClassVar[tuple[int, int]] = (0, 0)
     """The compute capability that a CUDA GPU needs for it."""
     speedup: ClassVar[float] = 1.0
-    """Peak of its matrix products over that of BF16, on a GPU of this capability; for plans."""
+    """Peak of its matrix products over that of BF16, on a GPU of this capability; for plans, where
+    ``policy.precision.accelerators`` does not state the peak of the wire format.
+    """
 
     @abstractmethod
     def unavailable(self, device: torch.device) -> str | None:

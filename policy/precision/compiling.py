@@ -66,7 +66,7 @@ def compiled(module: nn.Module, device: torch.device) -> nn.Module:
         True,
         SHAPES,
     )
-    return _by_block(module) or torch.compile(module, dynamic=False)
+    return _by_block(module) or cast("nn.Module", torch.compile(module, dynamic=False))
 
 
 def _by_block(module: nn.Module) -> nn.Module | None:

@@ -147,7 +147,7 @@ class TorchNVFP4Linear(NVFP4Weight):
         """alpha (Ux Uw^T) + bias."""
         packed = self._last.once(x, lambda x: pack_operand(x, self._exact))
         y = scaled_mm(packed, self.codes, self.swizzled, self.factor, self.bias)
-        return self.shaped(y[: x.numel() // self.in_features], x)
+        return self.shaped(y.narrow(0, 0, x.numel() // self.in_features), x)
 
 
 class TorchNVFP4(NVFP4Packing):
@@ -315,8 +315,7 @@ class EngineNVFP4(NVFP4Packing):
 
     name = "te_nvfp4"
     dtype = torch.bfloat16
-    fuses = True
-    auto_on = "cuda"
+    fuses = packs_eagerly = True
     capability = BLACKWELL
     speedup = 4
 

@@ -66,7 +66,8 @@ class PointwiseConvolution(nn.Module):
 
 def capturing(x: Tensor) -> bool:
     """Whether what is done to x now is captured into a CUDA graph."""
-    return x.is_cuda and torch.cuda.is_current_stream_capturing()
+    # tensors without data are on a CUDA device where CUDA may be missing
+    return x.is_cuda and torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
 
 
 T = TypeVar("T")

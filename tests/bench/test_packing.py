@@ -1,8 +1,12 @@
-"""Operations and bytes by hand on small functions, and the table."""
+"""Operations and bytes by hand on small functions, the table, and the cost model against it."""
 
+import json
+
+import pytest
 import torch
 
-from bench.packing import count, main, table
+from bench.packing import as_json, count, main, table
+from policy.precision import cost
 
 
 def test_a_toy_by_hand():
@@ -31,16 +35,41 @@ def test_in_place_reads_what_it_changes_and_out_does_not():
     assert (counted.operations, counted.small, counted.read, counted.written) == (2, 2, 0, 8)
 
 
-def test_the_table_is_what_the_formats_run(capsys):
+def test_what_eager_packing_runs():
     """FP8 by hand: |x|, a reduction, to float32, a division, a clamp, codes, and three operations
     on a number per row.
     """
-    rows = {name: (counted, moved) for name, counted, moved, _ in table()}
-    counted, moved = rows["fp8, once per input"]
-    assert counted.operations == 9 and round(moved) == (2 + 2) + 2 + (2 + 4) + (4 + 4) + (4 + 4) + (
-        4 + 1
-    )
-    counted, moved = rows["torch_nvfp4, once per input"]
-    assert counted.operations - counted.small > 30 and 150 < moved < 200
-    assert main() == 0
-    assert "torch_nvfp4, scales in cuBLAS's order, per product" in capsys.readouterr().out
+    rows = {name: counted for name, form, counted in table() if form == "eager"}
+    moved = (rows["fp8"].read + rows["fp8"].written) / (1024 * 3072)
+    assert rows["fp8"].operations == 9
+    assert round(moved) == (2 + 2) + 2 + (2 + 4) + (4 + 4) + (4 + 4) + (4 + 1)
+    assert rows["nvfp4"].operations - rows["nvfp4"].small > 30
+
+
+def test_kernels_move_at_most_five_bytes_per_element():
+    """FP8: x, codes, 4 bytes per row of 3072. NVFP4: x twice, codes of half a byte, a scale per 16,
+    and the results of 256 programs written once and read by each of the 8 * 48 tiles.
+    """
+    found = as_json()
+    assert found["fp8"]["kernels"] == 1
+    assert found["fp8"]["bytes_per_element"] == pytest.approx(2 + 1 + 4 / 3072, abs=1e-4)
+    assert found["nvfp4"]["kernels"] == 2
+    partial = (1 + 8 * 48) * 256 * 4 / (1024 * 3072)
+    wanted = 2 + 2 + 0.5 + 1 / 16 + partial + 4 / (1024 * 3072)
+    assert found["nvfp4"]["bytes_per_element"] == pytest.approx(wanted, abs=1e-4)
+    assert max(form["bytes_per_element"] for form in found.values()) <= 5
+
+
+def test_the_cost_model_takes_what_is_counted():
+    found = as_json()
+    for form, row in found.items():
+        for packing, counted in ((cost.FUSED[form], row), (cost.EAGER[form], row["eager"])):
+            assert packing.kernels == counted["kernels"]
+            assert packing.bytes == pytest.approx(counted["bytes_per_element"], abs=0.01)
+
+
+def test_what_is_printed(capsys):
+    assert main(["--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == as_json()
+    assert main([]) == 0
+    assert "nvfp4   kernels         2" in capsys.readouterr().out

@@ -118,7 +118,7 @@ def test_counts_of_every_preset_are_kept(model):
     config = load(f"{model}-sol_rl-hpsv2")
     assert all(
         counting.key_of(config, backend) in counting._kept()
-        for backend in ("te_nvfp4", "fp8", "bf16")
+        for backend in ("torch_nvfp4", "fp8", "bf16")
     )
     other = load(f"{model}-sol_rl-hpsv2", ["lora.rank=8"])
     assert counting.key_of(other, "fp8") not in counting._kept()
@@ -128,6 +128,6 @@ def test_counts_of_every_preset_are_kept(model):
 @pytest.mark.parametrize("model", MODELS)
 def test_the_kept_counts_are_todays(model):
     with preset(f"{model}-sol_rl-hpsv2") as (config, family):
-        for backend in ("te_nvfp4", "fp8", "bf16"):
+        for backend in ("torch_nvfp4", "fp8", "bf16"):
             kept = counting.counts_of(config, family, BACKENDS[backend])
             assert kept == counting.count(config, family, BACKENDS[backend])

@@ -310,7 +310,7 @@ def on_gpus(directory: Path, root: Path, **changes: Any) -> RunConfig:
 def test_a_plan_on_assumed_gpus(tiny_sd3_dir, tmp_path):
     plan = make_plan(on_gpus(tiny_sd3_dir, tmp_path), Assumptions(utilisation=0.25, node_gpus=2))
     assert (plan.backend, [node.id for node in plan.nodes]) == (
-        "te_nvfp4",
+        "torch_nvfp4",
         ["node 1", "node 2"],
     )  # 2 explorers, a learner
     assert plan.device == Device("B200", 2250, 9000, 180, 0.25) and set(plan.placed.values()) == {
@@ -329,7 +329,7 @@ def test_a_plan_on_assumed_gpus(tiny_sd3_dir, tmp_path):
         " 180 GB" in text
     )
     hopper = make_plan(on_gpus(tiny_sd3_dir, tmp_path, services__rollout__accelerator="H200"))
-    assert (hopper.backend, hopper.device) == ("fp8", Device("H200", 990, 1980, 141, 0.4))
+    assert (hopper.backend, hopper.device) == ("fp8", Device("H200", 989.5, 1979, 141, 0.4))
 
 
 def test_what_does_not_fit_is_said(tiny_sd3_dir, tmp_path):

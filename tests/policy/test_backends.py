@@ -1,5 +1,6 @@
 """Which backend a device gets, and what is said about it."""
 
+import re
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any, get_args
@@ -9,8 +10,9 @@ import torch
 
 from actors import rollout
 from configs.backends import BackendName
-from policy.precision import hardware
+from policy.precision import hardware, kernels
 from policy.precision.backends import BACKENDS, eager_note, packing_backend, resolve_backend
+from policy.precision.cost import Step
 
 
 @dataclass
@@ -69,20 +71,13 @@ def gpu(monkeypatch):
 @pytest.mark.parametrize(
     ("capability", "engine", "wanted", "why"),
     [
-        ((10, 0), Engine(True), "te_nvfp4", "te_nvfp4 is the best that this GPU supports"),
-        ((12, 0), Engine(True), "te_nvfp4", "te_nvfp4 is the best"),
-        (
-            (10, 3),
-            None,
-            "torch_nvfp4",
-            "not te_nvfp4: transformer_engine.pytorch does not import (No module named",
-        ),
         (
             (10, 0),
-            Engine(False),
+            Engine(True),
             "torch_nvfp4",
-            "not te_nvfp4: TransformerEngine says: cuBLAS is too old",
+            "torch_nvfp4 is the quickest that this GPU supports",
         ),
+        ((12, 0), None, "torch_nvfp4", "torch_nvfp4 is the quickest"),
         (
             (9, 0),
             Engine(True),
@@ -92,7 +87,7 @@ def gpu(monkeypatch):
                 " this one has 9.0"
             ),
         ),
-        ((8, 9), None, "fp8", "fp8 is the best"),
+        ((8, 9), None, "fp8", "fp8 is the quickest"),
         ((8, 0), None, "bf16", "not fp8: FP8 needs compute capability 8.9, this GPU has 8.0"),
     ],
 )
@@ -100,7 +95,11 @@ def test_auto_takes_the_best_and_says_why_not_the_others(gpu, capability, engine
     gpu(capability, engine)
     backend, reason = resolve_backend("auto", "cuda")
     assert backend is BACKENDS[wanted]
-    assert reason.startswith(f"auto: {wanted} is the best") and why in reason and "\n" not in reason
+    assert (
+        reason.startswith(f"auto: {wanted} is the quickest")
+        and why in reason
+        and "\n" not in reason
+    )
 
 
 @pytest.mark.parametrize(
@@ -114,14 +113,52 @@ def test_auto_takes_the_best_and_says_why_not_the_others(gpu, capability, engine
         (SimpleNamespace(recipes=None), f"{', '.join(hardware.PARTS)}, NVFP4BlockScaling"),
     ],
 )
-def test_an_engine_that_is_too_old_is_passed_over(gpu, engine, missing):
+def test_an_engine_that_is_too_old_is_refused(gpu, engine, missing):
     gpu((10, 0), engine)
-    backend, reason = resolve_backend("auto", "cuda")
-    assert backend.name == "torch_nvfp4"
-    assert reason.endswith(
-        "not te_nvfp4: this TransformerEngine is too old, 2.17 or later is needed: it has no"
-        f" {missing}"
+    with pytest.raises(ValueError) as caught:
+        resolve_backend("te_nvfp4", "cuda")
+    assert (
+        f"this TransformerEngine is too old, 2.17 or later is needed: it has no {missing}; use auto"
+    ) in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("engine", "why"),
+    [(None, "does not import (No module named"), (Engine(False), "says: cuBLAS is too old")],
+)
+def test_an_engine_that_does_not_run_is_refused(gpu, engine, why):
+    gpu((10, 3), engine)
+    with pytest.raises(ValueError, match=re.escape(why)):
+        resolve_backend("te_nvfp4", "cuda")
+
+
+def test_auto_takes_nothing_that_packs_eagerly(gpu, monkeypatch):
+    """Unless it is compiled, where packing is fused too."""
+    gpu((9, 0), None)
+    monkeypatch.setattr(kernels, "missing", lambda device: "triton is away")
+    backend, why = resolve_backend("auto", "cuda")
+    assert backend.name == "bf16" and why.endswith(
+        "not fp8: packing eagerly costs more than the format gains, and triton is away"
     )
+    assert resolve_backend("auto", "cuda", compile=True)[0].name == "fp8"
+
+
+def test_auto_takes_nothing_that_is_predicted_to_be_slower(gpu, monkeypatch):
+    """Hardly anything in quantised layers, and inputs that cost more to pack than that gains."""
+    gpu((9, 0), None)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device=None: "NVIDIA H200")
+    quick = Step(1e14, 0.9e14, 100, 1e9, 1000, 1e10)
+    slow = Step(1e14, 0.01e14, 100, 1e10, 1000, 1e10)
+    asked = []
+    step = lambda backend: asked.append(backend.name) or quick  # noqa: E731
+    assert resolve_backend("auto", "cuda", step=step)[0].name == "fp8"
+    assert asked == ["fp8"]  # the device has no NVFP4, so nothing was counted for it
+    backend, why = resolve_backend("auto", "cuda", step=lambda backend: slow)
+    assert backend.name == "bf16" and why.endswith(
+        "not fp8: a step is predicted to run at 0.95 times the speed of BF16 on NVIDIA H200"
+    )
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device=None: "NVIDIA Nova")
+    assert resolve_backend("auto", "cuda", step=lambda backend: slow)[0].name == "fp8"
 
 
 def test_auto_on_a_cpu():
@@ -166,11 +203,15 @@ def test_named_backends_are_as_configured():
         assert resolve_backend(name, "cpu") == (BACKENDS[name], f"{name}: as configured")
 
 
-def test_packing_that_may_cost_the_gain_is_said(gpu):
+def test_packing_that_may_cost_the_gain_is_said(gpu, monkeypatch):
     """Where activations are packed by torch's own operations on a GPU and nothing compiles them."""
     gpu((10, 0), Engine(True))
+    assert not any(eager_note(backend, "cuda", False) for backend in BACKENDS.values())
+    monkeypatch.setattr(
+        kernels, "missing", lambda device: None if device.type == "cpu" else "triton is away"
+    )
     said = {name for name, backend in BACKENDS.items() if eager_note(backend, "cuda", False)}
-    assert said == {"torch_nvfp4", "fp8"}
+    assert said == {"torch_nvfp4", "fp8", "te_nvfp4"}
     assert not any(
         eager_note(backend, "cuda", True) or eager_note(backend, "cpu", False)
         for backend in BACKENDS.values()
@@ -183,9 +224,11 @@ def test_packing_that_may_cost_the_gain_is_said(gpu):
 )
 def test_an_explorer_reports_it(gpu, monkeypatch, compile, ends):
     gpu((9, 0), None)
+    monkeypatch.setattr(kernels, "missing", lambda device: "triton is away")
     explore = SimpleNamespace(backend="fp8", compile=compile)
     run = SimpleNamespace(plan=SimpleNamespace(explore=explore), explore=explore, arm="sol_rl")
-    monkeypatch.setattr(rollout, "begin", lambda config, kind: (run, None, torch.device("cuda")))
+    monkeypatch.setattr(rollout, "begin", lambda tree, kind: (run, None))
+    monkeypatch.setattr(rollout, "begin_torch", lambda service: torch.device("cuda"))
     monkeypatch.setattr(rollout.RolloutActor, "_build", lambda self, backend: None)
     why = rollout.RolloutActor({}).ready().why
     assert why.startswith("fp8: as configured") and why.endswith(ends)

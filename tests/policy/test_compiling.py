@@ -100,8 +100,9 @@ def test_a_captured_graph_packs_its_own_input(monkeypatch):
     """
     capturing, made = [False], []
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing[0])
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     with FakeTensorMode():
-        x, last = torch.empty(4, 32, device="cuda"), LastInput()
+        x, last = torch.empty(4, 32, device="cuda:0"), LastInput()
 
         def pack(x):
             made.append(capturing[0])

@@ -57,6 +57,11 @@ def free_port() -> int:
         return probe.getsockname()[1]
 
 
+def test_a_run_emits_every_promised_name(undisturbed):
+    emitted = {known_name(name)[0] for row in undisturbed.metrics() for name in row}
+    assert set(CONTRACT) - emitted == {"audit/random_kendall_tau"}  # it audits no random seeds
+
+
 def value(exporter: PrometheusExporter, name: str, **labels: str) -> float | None:
     return exporter.registry.get_sample_value(name, labels)
 

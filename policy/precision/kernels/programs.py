@@ -19,7 +19,7 @@ MANTISSA = tl.constexpr(0x007FFFFF)
 
 
 @triton.jit
-def wide(x):
+def as_float32(x):
     """float32 of x; of bfloat16 by its bits: the interpreter converts subnormal numbers wrongly."""
     if x.dtype == tl.bfloat16:
         return (x.to(tl.int16, bitcast=True).to(tl.int32) << 16).to(tl.float32, bitcast=True)
@@ -83,7 +83,7 @@ def fp8_rows(x, codes, scales, columns, WIDTH: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, WIDTH)
     inside = column < columns
-    v = wide(tl.load(x + row * columns + column, mask=inside, other=0.0))
+    v = as_float32(tl.load(x + row * columns + column, mask=inside, other=0.0))
     amax = tl.max(magnitude_bits(v), 0).to(tl.float32, bitcast=True)
     scale = tl.div_rn(amax, 448.0)
     least = tl.full((), SMALLEST, tl.int32).to(tl.float32, bitcast=True)
@@ -103,7 +103,7 @@ def partial_amax(x, partial, count, BLOCK: tl.constexpr):
     for start in range(program * BLOCK, count, tl.num_programs(0).to(tl.int64) * BLOCK):
         index = start + tl.arange(0, BLOCK)
         v = tl.load(x + index, mask=index < count, other=0.0)
-        largest = tl.maximum(largest, magnitude_bits(wide(v)))
+        largest = tl.maximum(largest, magnitude_bits(as_float32(v)))
     tl.store(partial + program, tl.max(largest, 0))
 
 
@@ -127,7 +127,7 @@ def nvfp4_tiles(
     row = tile_row.to(tl.int64) * 128 + tl.arange(0, 128)[:, None]
     column = tile_column * 64 + tl.arange(0, 64)[None, :]
     inside = (row < rows) & (column < columns)
-    v = wide(tl.load(x + row * columns + column, mask=inside, other=0.0))
+    v = as_float32(tl.load(x + row * columns + column, mask=inside, other=0.0))
     v = tl.reshape(v, (128, 4, 16))
     block = tl.max(magnitude_bits(v), 2).to(tl.float32, bitcast=True)
     code = e4m3_code(magnitude_bits(block * (encode * 0.1666666716337204)))  # fp32(1 / 6)

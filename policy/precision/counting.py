@@ -1,0 +1,95 @@
+"""What one call of a model's denoiser does, counted on tensors without data: see ``cost.Step``."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import flop_registry
+
+from configs.schema import RunConfig
+from policy.families import family_for
+from policy.families.base import Family
+from policy.memory import META, blank, conditioning_like, fused_attention
+from policy.precision.base import Backend
+from policy.precision.cost import Step
+from policy.precision.swap import quantise_plan, weight_modules
+
+
+class _Traffic(TorchDispatchMode):
+    """Multiplications, kernels, and the bytes of all operations but matrix products."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.flops = self.kernels = self.bytes = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        multiplied = flop_registry.get(func._overloadpacket)
+        schema = func._schema
+        view = not schema.is_mutable and any(value.alias_info for value in schema.returns)
+        made = [leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor)]
+        if multiplied is not None:
+            self.flops += multiplied(*args, **(kwargs or {}), out_val=out)
+            self.kernels += 1
+        elif made and not view and not schema.name.startswith(("aten::empty", "aten::new_empty")):
+            given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+            self.bytes += sum(tensor.numel() * tensor.element_size() for tensor in given + made)
+            self.kernels += 1
+        return out
+
+
+def step_of(
+    family: Family,
+    transformer: nn.Module,
+    backend: Backend,
+    batch: int,
+    modules_to_not_convert: Sequence[str] = (),
+) -> Step:
+    """One call for ``batch`` images at the family's size, all text tokens in use. ``transformer``
+    is unquantised, in bfloat16 on the meta device.
+    """
+    plan = quantise_plan(transformer, family, modules_to_not_convert, backend)
+    groups = {row.name: row.fused or row.name for row in plan if row.quantised}
+    inputs: dict[str, int] = {}
+    quantised: list[int] = []
+
+    def hook(group: str) -> Any:
+        def seen(module: nn.Module, given: tuple[Tensor, ...], output: Tensor) -> None:
+            weight: Any = module.weight
+            rows = output.numel() // weight.shape[0]
+            inputs[group] = rows * weight.shape[1]  # once for all products of a group
+            quantised.append(2 * rows * weight.numel())
+
+        return seen
+
+    hooks = [
+        module.register_forward_hook(hook(groups[name]))
+        for name, module in weight_modules(transformer)
+        if name in groups
+    ]
+    x = torch.empty(batch, *family.latent_shape, device=META)
+    cond = conditioning_like(family, batch, torch.bfloat16)
+    traffic = _Traffic()
+    try:
+        with torch.no_grad(), fused_attention(), traffic:
+            family.velocity(transformer, x, torch.tensor(0.5), cond)
+    finally:
+        for handle in hooks:
+            handle.remove()
+    elements = sum(inputs.values())
+    return Step(
+        traffic.flops, sum(quantised), len(inputs), elements, traffic.kernels, traffic.bytes
+    )
+
+
+def configured_step(config: RunConfig, backend: Backend) -> Step:
+    """A step of a run's explorer: its model and size, one chunk of seeds."""
+    family = family_for(config.model)
+    transformer = blank(family, "transformer", torch.bfloat16)
+    explore = config.explore
+    return step_of(family, transformer, backend, explore.chunk_size, explore.modules_to_not_convert)
