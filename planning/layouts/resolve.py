@@ -22,7 +22,7 @@ from planning.layouts.choose import Choice, Costs, choose, needs_gpu
 from planning.layouts.gpus import Gpus, gpus_of
 from planning.layouts.numbers import by_hand, completed, numbers_of, with_numbers
 from planning.layouts.predict import Tasks
-from planning.layouts.scoring import FP32_TFLOPS, image_flops, in_fp32
+from planning.layouts.scoring import image_flops, in_fp32
 from planning.placement import Node, kinds_of
 from planning.stages import stages_of
 from policy.families import Family
@@ -195,7 +195,8 @@ def tasks_of(config: RunConfig, counts: Counts, device: Device) -> Tasks:
 
 def _score(config: RunConfig, images: int, device: Device) -> dict[str, float]:
     """Seconds by service that scores, of the scorers that are trained on."""
-    plain = FP32_TFLOPS.get(device.name, device.tflops)
+    known = ACCELERATORS.get(device.name)
+    plain = known.fp32 if known else device.tflops
     found: dict[str, float] = {}
     for kind in kinds_of(config):
         for scorer in config.rewards.scorers:

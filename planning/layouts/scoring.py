@@ -13,13 +13,6 @@ TOWERS = {
 """Width, layers and tokens of what looks at an image. The text's part is left out: below 5 %."""
 
 
-FP32_TFLOPS = {
-    **{"B200": 75, "GB200": 80, "B300": 75, "GB300": 80},
-    **{"H200": 67, "H100": 67, "L40S": 91.6, "RTX 4090": 82.6},
-}
-"""Peaks of plain FP32 products, as NVIDIA states them."""
-
-
 def image_flops(scorer: Scorer) -> float:
     """Operations to score one image; 0 where the scorer has no model, or it is not known which."""
     known = TOWERS.get(scorer.name)
