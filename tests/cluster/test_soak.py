@@ -140,7 +140,8 @@ def own_lines(printed: str) -> list[str]:
 @pytest.mark.timeout(900)  # two runs, and an actor that is started again
 def test_a_soak_of_one_run_and_its_continuation(ray_here, tmp_path, capsys):
     out = tmp_path / "soak"
-    command = ["--seed", "5", "--ways", "kill", "--kinds", "rollout", "--out", str(out)]
+    # a seed whose fault falls into the first iteration: one at the end may find the run over
+    command = ["--seed", "21", "--ways", "kill", "--kinds", "rollout", "--out", str(out)]
     assert main([*command, "--runs", "1"]) == 0
     said = own_lines(capsys.readouterr().out)
     assert "   0  identical  SIGKILL to rollout" in said[0] and said[-1].startswith(

@@ -69,7 +69,7 @@ def test_a_backend_is_a_file_and_a_row(coarse, name, directory):
     assert resolve_backend("auto", "cpu")[0].name == "emulated_nvfp4"
     assert wire_formats()["nvfp2"] == 7
     assert pack_tensors({}, 0, "nvfp2", 8)[0].format_version == 7
-    config = load("sd35_medium-sol_rl-pickscore")
+    config = load("sd35_medium-sol_rl-pickscore", ["services.rollout.gpus=1"])
     assert backend_of(config, "H100")[0] is coarse
     device, accelerator = device_of(config, Assumptions(accelerator="H100"))
     assert device is not None
