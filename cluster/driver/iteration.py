@@ -91,7 +91,7 @@ class Iteration:
                 " never happen, please report it"
             )
 
-    def takes_its_turn(self, tell: Callable[[str, int], None]) -> None:
+    def begin_turn(self, tell: Callable[[str, int], None]) -> None:
         """From now on ``tell`` hears what is done; first what was done ahead."""
         self.start = time.perf_counter()
         for stage, count in self.done.items():

@@ -94,7 +94,7 @@ class Ring:
         self.progress.iteration_started(index, count, images, totals)
         it = await self._exploration.begun(index)
         it.check_staleness(self.config.explore_ahead)
-        it.takes_its_turn(self.progress.advanced)
+        it.begin_turn(self.progress.advanced)
         if self.config.explore_ahead and index + 1 < self.config.iterations:
             self._exploration.begin_after(it)
         return it

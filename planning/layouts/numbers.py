@@ -42,7 +42,7 @@ class Numbers:
 
 
 def numbers_of(config: RunConfig) -> Numbers:
-    """Those of a configuration, whoever chose them."""
+    """Those of a configuration, chosen by hand or by a layout."""
     groups = {}
     for kind in kinds_of(config):
         service = config.services.of(kind)

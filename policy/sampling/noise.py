@@ -55,7 +55,7 @@ def noise_for(seeds: Sequence[int], shape: Sequence[int]) -> Tensor:
     as its key, so all 64 bits count; torch's CPU generator keeps only the low 32 bits of a seed,
     and its normal sampling depends on the instruction set.
     """
-    import torch  # here, because whoever only names seeds starts without it
+    import torch  # here, so that an actor that only names seeds starts without it
 
     generators = (np.random.Generator(np.random.Philox(key=int(seed) & MASK_64)) for seed in seeds)
     rows = [generator.standard_normal(tuple(shape), np.float32) for generator in generators]
