@@ -43,7 +43,11 @@ def begin_torch(service: Service) -> torch.device:
 
     torch.set_num_threads(service.threads)
     torch.manual_seed(0)
-    return torch.device("cuda" if service.gpus and torch.cuda.is_available() else "cpu")
+    device = torch.device("cuda" if service.gpus and torch.cuda.is_available() else "cpu")
+    if device.type == "cuda":  # on a CPU the same switch means other roundings
+        torch.set_float32_matmul_precision("high" if service.tf32 else "highest")
+        torch.backends.cudnn.allow_tf32 = service.tf32
+    return device
 
 
 def identity() -> ActorInfo:

@@ -25,7 +25,7 @@ from configs.resume import measured
 from configs.schema import RunConfig
 from learner.checkpoint import CheckpointError
 from learner.trainer import Trainer
-from policy.lora import merged_weights
+from policy.merging import merged_weights
 from policy.precision.backends import BACKENDS, Backend
 from policy.precision.nvfp4 import frozen_amax
 from policy.precision.swap import quantise_plan

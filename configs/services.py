@@ -18,6 +18,10 @@ class Service(Section):
         ge=1,
         description="CPU threads of each actor; part of the results, as it fixes the order of sums",
     )
+    tf32: bool = Field(
+        default=True,
+        description="on a GPU, products in FP32 may use TF32 tensor cores; part of the results",
+    )
     cpus: float = Field(
         default=0.5, ge=0, description="CPU share that each actor reserves from Ray"
     )

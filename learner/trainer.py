@@ -34,8 +34,8 @@ from policy.lora import (
     blend,
     load_adapter_state,
     trainable,
-    use,
 )
+from policy.merging import merged
 from policy.precision.compiling import compile_failures, compiled
 from policy.publish import NonFiniteWeights
 from policy.sampling.noise import stream_seed
@@ -50,6 +50,7 @@ PREVIOUS = "previous"
 class Trainer:
     """Base model in ``regenerate.precision``, LoRA adapters in FP32, autoencoder in FP32.
 
+    Training computes with the adapters beside the weights, everything else with them merged.
     Iterations count from 1 as s in the papers: after the first ``update`` s = 1. All randomness is
     drawn from the run seed, the iteration and the prompt, never from a global generator, so (run
     seed, iterations done) is the whole random state.
@@ -130,8 +131,8 @@ class Trainer:
 
         With the objective's stochastic solver it also has "states" float32 [K, T + 1, *latent] and
         "log_probs" float32 [K, T]. cond has one row, for all seeds, or K. ``weights`` is "current",
-        "old", "ema" or "base" (adapters off); None is the sampling policy. What is not given is as
-        in ``[regenerate]``.
+        "old", "ema" or "base" (adapters off); None is the sampling policy. The adapter is merged
+        into the weights, in their precision. What is not given is as in ``[regenerate]``.
         """
         settings = self.config.regenerate
         name = self.objective.sampling_adapter if weights is None else weights
@@ -143,13 +144,13 @@ class Trainer:
         rows = cond.repeat(len(seeds)) if len(cond) == 1 else cond
         with (
             torch.no_grad(),
-            use(self.transformer, None if name == "base" else name),
+            merged(self.transformer, None if name == "base" else name),
             compile_failures("regenerate.compile"),
         ):
             samples = self._sample(
                 rows, list(seeds), steps or settings.steps, solver or self.config.plan.solver, size
             )
-            images = self.family.decode(self.vae, samples["latents"], batch_size=size)
+        images = self.family.decode(self.vae, samples["latents"], batch_size=size)
         return {key: tensor.numpy() for key, tensor in samples.items()}, images.numpy()
 
     def _sample(

@@ -30,19 +30,22 @@ KEPT = Path(__file__).parent / "layouts" / "counted.json"
 @dataclass(frozen=True)
 class Counts:
     """Bytes of parts, and the work of passes: ``step`` is one call of a rollout actor's denoiser
-    for a chunk, ``adapted`` one of a learner's, ``training`` one forward and backward pass.
+    for a chunk, ``merged`` one of a learner's to regenerate, ``adapted`` the same with an adapter
+    beside the weights, ``training`` one forward and backward pass.
     """
 
     weights: int  # of the denoiser, as is what follows
     quantised: int
     trained: int
     denoiser: int  # bytes
+    targets: int  # bytes of the weights that adapters stand beside
     rollout: int  # bytes, in the backend's format
     autoencoder: int
     text: int
     text_flops: int  # to encode one prompt: products with weights
     broadcast: int
     step: Work
+    merged: Work
     adapted: Work
     training: Work
     decode_flops: int  # of one image
@@ -135,6 +138,7 @@ def _common(config: RunConfig, family: Family) -> Counts:
     encoders = memory.text_encoders(family, dtype)
     base = memory.blank(family, "transformer", dtype)
     weights, denoiser = sum(p.numel() for p in base.parameters()), memory.held_bytes(base)
+    merged = memory.sampling_work(family, base, again, dtype)
     trained = memory.adapt(base, family, config.lora)
     autoencoder, decode = memory.decoding_work(family, batch)
     decode_again = decode if again == batch else memory.decoding_work(family, again)[1]
@@ -147,12 +151,14 @@ def _common(config: RunConfig, family: Family) -> Counts:
         quantised=0,
         trained=trained,
         denoiser=denoiser,
+        targets=memory.adapted_bytes(base),
         rollout=denoiser,
         autoencoder=autoencoder,
         text=memory.held_bytes(*encoders.values()),
         text_flops=_text_flops(encoders, config.model.max_sequence_length),
         broadcast=0,
-        step=adapted,
+        step=merged,
+        merged=merged,
         adapted=adapted,
         training=training,
         decode_flops=decode.flops // batch,

@@ -78,8 +78,8 @@ def _learner(
         "conditioning": (
             prompts * sum(t.numel() * t.element_size() for t in per_prompt.tensors.values())
         ),
-        f"passes, {sampled} images or {points} points": max(
-            counts.adapted.peak, counts.decode_again, counts.training.peak
+        f"merged weights and passes of {sampled} images, or passes of {points} points": max(
+            counts.targets + counts.merged.peak, counts.decode_again, counts.training.peak
         ),
     }
     if replicas > 1:

@@ -44,11 +44,8 @@ def stages_of(config: RunConfig, counts: Counts) -> tuple[dict[str, Stage], Stag
     Nothing is quantised for an arm that explores at full precision.
     """
     prompts, plan, full = config.prompts.per_iteration, config.plan, config.regenerate
-    step, rollout, learner = (
-        counts.adapted.flops / full.batch_size,
-        config.services.rollout,
-        config.services.learner,
-    )
+    rollout, learner = config.services.rollout, config.services.learner
+    step, adapted = (work.flops / full.batch_size for work in (counts.merged, counts.adapted))
     mine = learner.count * (min(1.0, learner.gpus) or 1.0)
     stages: dict[str, Stage] = {}
     if plan.explore is not None:
@@ -70,7 +67,7 @@ def stages_of(config: RunConfig, counts: Counts) -> tuple[dict[str, Stage], Stag
     points, others = training_points(config)
     trained = counts.training.flops / config.optimizer.batch_size
     stages["update"] = Stage(
-        prompts * config.selection.keep * points * (trained + others * step), gpus=mine
+        prompts * config.selection.keep * points * (trained + others * adapted), gpus=mine
     )
     images = config.evaluate.prompts * config.evaluate.noises
     return stages, Stage(

@@ -2,8 +2,8 @@
 
 "current" is trained, "old" is the sampling policy, "ema" is evaluated; the reference is the
 transformer with adapters off. Adapter weights are float32 whatever the base weights are. The layers
-are peft's; who is active is switched here, because peft's own switches also rewrite
-``requires_grad``, which must stay with "current".
+are peft's (``policy.adapters``); who is active is switched here, because peft's own switches also
+rewrite ``requires_grad``, which must stay with "current".
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from configs.section import Tree
 from configs.sections import Lora
+from policy.adapters import LAYERS
 from policy.families.base import Family
 from records import atomic
 
@@ -60,7 +61,7 @@ def add_adapters(
         for part in (layer.lora_A, layer.lora_B):
             for adapter in part.values():
                 adapter.to(torch.float32)
-        down, up = _matrices(layer, names[0])
+        down, up = matrices(layer, names[0])
         state[f"{module}.lora_A.weight"] = torch.randn(down.shape, generator=generator) / lora.rank
         state[f"{module}.lora_B.weight"] = torch.zeros(up.shape)
     if lora.init_from is not None:
@@ -77,13 +78,15 @@ def add_adapters(
 def inject(
     transformer: nn.Module, lora: Lora, modules: Sequence[str], names: Sequence[str]
 ) -> None:
-    """Wrap these modules with one of peft's adapters per name."""
+    """Wrap these modules with one adapter per name."""
     settings: Tree = {"r": lora.rank, "lora_alpha": lora.alpha, "target_modules": list(modules)}
     with warnings.catch_warnings():
         # several adapters are the point
         warnings.filterwarnings("ignore", message="Already found a `peft_config`")
         for name in names:
-            inject_adapter_in_model(LoraConfig(**settings), transformer, adapter_name=name)
+            config = LoraConfig(**settings)
+            config._register_custom_module(LAYERS)
+            inject_adapter_in_model(config, transformer, adapter_name=name)
 
 
 def target_modules(
@@ -133,10 +136,11 @@ def use(transformer: nn.Module, name: str | None) -> Iterator[None]:
     Nests; gradients and ``requires_grad`` are untouched. Raises KeyError for an adapter that does
     not exist.
     """
-    layers = [layer for _, layer in adapted_modules(transformer)]
-    before = [(layer._active_adapter, layer._disable_adapters) for layer in layers]
+    modules = adapted_modules(transformer)
     if name is not None:
-        _check_name(layers, name)
+        require_adapter(modules, name)
+    layers = [layer for _, layer in modules]
+    before = [(layer._active_adapter, layer._disable_adapters) for layer in layers]
     for layer in layers:
         layer._disable_adapters = name is None
         if name is not None:
@@ -148,16 +152,18 @@ def use(transformer: nn.Module, name: str | None) -> Iterator[None]:
             layer._active_adapter, layer._disable_adapters = active, disabled
 
 
-def _check_name(layers: Sequence[LoraLayer], name: str) -> None:
-    if not layers:
+def require_adapter(modules: Sequence[tuple[str, LoraLayer]], name: str) -> None:
+    """Raises KeyError where the ``adapted_modules`` have no adapter of this name."""
+    if not modules:
         raise KeyError(
             f"adapter {name!r}: the transformer has no adapters; call add_adapters first"
         )
-    if name not in layers[0].lora_A:
-        raise KeyError(f"adapter {name!r} does not exist; there are {', '.join(layers[0].lora_A)}")
+    there = modules[0][1].lora_A
+    if name not in there:
+        raise KeyError(f"adapter {name!r} does not exist; there are {', '.join(there)}")
 
 
-def _matrices(layer: LoraLayer, name: str) -> tuple[nn.Parameter, nn.Parameter]:
+def matrices(layer: LoraLayer, name: str) -> tuple[nn.Parameter, nn.Parameter]:
     """A [r, in] and B [out, r]."""
     down, up = (part[name].get_parameter("weight") for part in (layer.lora_A, layer.lora_B))
     return down, up
@@ -166,10 +172,10 @@ def _matrices(layer: LoraLayer, name: str) -> tuple[nn.Parameter, nn.Parameter]:
 def _parameters(transformer: nn.Module, name: str) -> dict[str, nn.Parameter]:
     """Parameters by key: `<module path>.lora_A.weight` [r, in], `.lora_B.weight` [out, r]."""
     modules = adapted_modules(transformer)
-    _check_name([layer for _, layer in modules], name)
+    require_adapter(modules, name)
     found = {}
     for module, layer in modules:
-        found[f"{module}.lora_A.weight"], found[f"{module}.lora_B.weight"] = _matrices(layer, name)
+        found[f"{module}.lora_A.weight"], found[f"{module}.lora_B.weight"] = matrices(layer, name)
     return found
 
 
@@ -217,31 +223,6 @@ def blend(transformer: nn.Module, dst: str, src: str, decay: float) -> None:
 def trainable(transformer: nn.Module, name: str = "current") -> list[tuple[str, nn.Parameter]]:
     """(stable key, parameter) of the trained adapter, in the transformer's order."""
     return list(_parameters(transformer, name).items())
-
-
-@torch.no_grad()
-def delta_weight(layer: LoraLayer, name: str) -> Tensor:
-    """(alpha / rank) B A of one adapted module: float32 [out, in], for a 1x1 convolution too."""
-    down, up = _matrices(layer, name)
-    return (up.flatten(1) @ down.flatten(1)) * layer.scaling[name]
-
-
-@torch.no_grad()
-def merged_weights(transformer: nn.Module, name: str | None) -> Iterator[tuple[str, Tensor]]:
-    """(module path, merged weight float32 [out, in]) of each adapted module; None gives W."""
-    modules = adapted_modules(transformer)
-    if name is not None:
-        _check_name([layer for _, layer in modules], name)
-    for module, layer in modules:
-        weight = layer.get_base_layer().get_parameter("weight").float()
-        yield (
-            module,
-            (
-                weight.clone()
-                if name is None
-                else weight + delta_weight(layer, name).view_as(weight)
-            ),
-        )
 
 
 def save_diffusers_lora(path: str | Path, state: dict[str, Tensor], lora: Lora) -> Path:

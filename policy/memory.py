@@ -24,7 +24,7 @@ from torch.utils.flop_counter import flop_registry
 from configs.sections import Lora
 from policy.families.architectures import build
 from policy.families.base import Diffusers, Family
-from policy.lora import inject, target_modules, use
+from policy.lora import adapted_modules, inject, target_modules, use
 from policy.precision.backends import Backend
 from policy.precision.fused import FusedMember
 from policy.precision.layer import QuantisedLinear
@@ -196,6 +196,14 @@ def held_bytes(*modules: nn.Module) -> int:
     """Bytes of the parameters and buffers of modules."""
     tensors = (tensor for module in modules for tensor in (*module.parameters(), *module.buffers()))
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+
+
+def adapted_bytes(transformer: nn.Module) -> int:
+    """Bytes of the weights that adapters stand beside: what merging holds a second time."""
+    weights = (
+        layer.get_base_layer().get_parameter("weight") for _, layer in adapted_modules(transformer)
+    )
+    return sum(weight.numel() * weight.element_size() for weight in weights)
 
 
 def wire_bytes(

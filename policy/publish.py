@@ -10,7 +10,8 @@ import torch
 from peft.tuners.lora import LoraLayer
 from torch import Tensor, nn
 
-from policy.lora import adapted_modules, adapter_state, delta_weight
+from policy.lora import adapted_modules, adapter_state
+from policy.merging import merged_weight
 from policy.precision.backends import Backend
 from policy.precision.nvfp4 import frozen_amax
 from policy.precision.swap import ModuleRow, weight_modules
@@ -83,12 +84,8 @@ class Publisher:
         owners = dict(weight_modules(self.transformer))
 
         def merged(name: str) -> Tensor:
-            weight = owners[name].weight.detach()
-            return (
-                weight.float() + delta_weight(adapted[name], adapter).view_as(weight)
-                if name in adapted
-                else weight
-            )
+            layer = adapted.get(name)
+            return owners[name].weight.detach() if layer is None else merged_weight(layer, adapter)
 
         def range_of(name: str) -> Tensor:
             own = self.backend.amax(_finite(name, merged(name)).flatten(1))

@@ -11,7 +11,7 @@ import torch
 from configs.schema import RunConfig
 from learner.objectives import OBJECTIVES
 from learner.trainer import Group, Trainer
-from policy.lora import merged_weights
+from policy.merging import merged_weights
 from policy.types import Conditioning
 from tests.gaussian_flow import MEAN, SPREAD, Denoiser, GaussianFamily
 

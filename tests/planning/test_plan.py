@@ -271,7 +271,7 @@ def test_stages_are_counts_of_steps(tiny_sd3_dir, tmp_path):
         explore.unquantized + explore.quantised == 2 * 8 * 2 * step
         and explore.decoding == 2 * 8 * decode
     )
-    assert (regenerate.unquantized, regenerate.decoding) == (2 * 4 * 3 * adapted, 2 * 4 * decode)
+    assert (regenerate.unquantized, regenerate.decoding) == (2 * 4 * 3 * step, 2 * 4 * decode)
     assert update.flops == 2 * 4 * 2 * (trained + 2 * adapted)
 
 

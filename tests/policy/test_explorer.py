@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from policy.explorer import Explorer
-from policy.lora import merged_weights, use
+from policy.lora import use
+from policy.merging import merged_weights
 from policy.precision.backends import BACKENDS
 from policy.precision.emulated import EmulatedNVFP4Linear
 from policy.precision.nvfp4 import Packed, dequantise, quantise

@@ -19,12 +19,12 @@ from policy.lora import (
     add_adapters,
     blend,
     load_adapter_state,
-    merged_weights,
     save_diffusers_lora,
     target_modules,
     trainable,
     use,
 )
+from policy.merging import merged_weights
 from policy.sampling.noise import noise_for
 from policy.sampling.sample import sample
 from tests.policy.conftest import LORA

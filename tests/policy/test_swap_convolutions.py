@@ -10,7 +10,8 @@ from torch import nn
 
 from configs.sections import Lora
 from policy.explorer import Explorer
-from policy.lora import add_adapters, delta_weight
+from policy.lora import add_adapters
+from policy.merging import delta_weight
 from policy.precision.backends import BACKENDS
 from policy.precision.layer import PointwiseConvolution
 from policy.precision.swap import as_linear, quantise_plan, swap_linears

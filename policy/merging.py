@@ -1,0 +1,72 @@
+"""Adapters added into the weights they stand beside: W + (alpha / rank) B A."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+import torch
+from peft.tuners.lora import LoraLayer
+from torch import Tensor, nn
+
+from policy.lora import adapted_modules, matrices, require_adapter, use
+
+
+@contextlib.contextmanager
+def exact_products() -> Iterator[None]:
+    """Within the context float32 products are of float32, where TF32 is allowed otherwise."""
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("highest")
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
+@torch.no_grad()
+def delta_weight(layer: LoraLayer, name: str) -> Tensor:
+    """(alpha / rank) B A of one adapted module: float32 [out, in], for a 1x1 convolution too."""
+    down, up = matrices(layer, name)
+    with exact_products():
+        return (up.flatten(1) @ down.flatten(1)) * layer.scaling[name]
+
+
+@torch.no_grad()
+def merged_weight(layer: LoraLayer, name: str | None) -> Tensor:
+    """The merged weight of one adapted module, float32 in the shape of W; None gives W."""
+    weight = layer.get_base_layer().get_parameter("weight").detach().float()
+    return weight.clone() if name is None else weight + delta_weight(layer, name).view_as(weight)
+
+
+def merged_weights(transformer: nn.Module, name: str | None) -> Iterator[tuple[str, Tensor]]:
+    """(module path, ``merged_weight``) of each adapted module."""
+    modules = adapted_modules(transformer)
+    if name is not None:
+        require_adapter(modules, name)
+    for module, layer in modules:
+        yield module, merged_weight(layer, name)
+
+
+@contextlib.contextmanager
+def merged(transformer: nn.Module, name: str | None) -> Iterator[None]:
+    """Within the context the transformer's weights are the merged ones, rounded once to their own
+    dtype, and adapters are off; None: the base model, as with ``use``.
+
+    For passes without gradients. W itself is set aside, never written, so that afterwards the base
+    is what it was, bit for bit; meanwhile the merged weights of adapted modules are held beside it.
+    Raises KeyError for an adapter that does not exist.
+    """
+    modules = adapted_modules(transformer)
+    if name is not None:
+        require_adapter(modules, name)
+    aside: list[tuple[nn.Parameter, Tensor]] = []
+    try:
+        for _, layer in modules if name is not None else ():
+            weight = layer.get_base_layer().get_parameter("weight")
+            aside.append((weight, weight.data))
+            weight.data = merged_weight(layer, name).to(weight.dtype)
+        with use(transformer, None):
+            yield
+    finally:
+        for weight, base in aside:
+            weight.data = base

@@ -1,0 +1,199 @@
+"""Adapters beside a bfloat16 base: what narrow products may cost, derived and held on the shipped
+model.
+"""
+
+from types import MethodType
+
+import pytest
+import torch
+from peft.tuners.lora import Linear
+
+from configs.sections import Lora, Model
+from policy.adapters import AdaptedConv2d, AdaptedLinear
+from policy.families import family_for
+from policy.lora import adapted_modules, adapter_state, add_adapters, load_adapter_state, trainable
+from policy.memory import conditioning_like
+from policy.sampling.noise import noise_for
+
+U, V = 2.0**-8, 2.0**-24
+"""Unit roundoffs of bfloat16 and float32."""
+LORA = Lora(rank=8, alpha=20)  # a scaling that is no power of two
+ROWS = 4
+
+
+def build(dtype: torch.dtype):
+    """(family, the shipped model with one adapter whose B is as large as A)."""
+    family = family_for(Model(path="shapes", height=32, width=32, max_sequence_length=1))
+    transformer = family.load_transformer("cpu", dtype)
+    add_adapters(transformer, LORA, family, names=("current",), seed=3)
+    generator = torch.Generator().manual_seed(4)
+    state = adapter_state(transformer, "current")
+    for key, value in state.items():
+        if "lora_B" in key:
+            state[key] = torch.randn(value.shape, generator=generator) / 16
+    load_adapter_state(transformer, "current", state)
+    return family, transformer
+
+
+def backward(family, transformer) -> None:
+    """Leaves the gradient of a squared error of four images in the adapter."""
+    dtype = next(transformer.parameters()).dtype
+    x = noise_for(range(ROWS), family.latent_shape)
+    cond = conditioning_like(family, ROWS, dtype, "cpu")
+    for number, name in enumerate(cond.tensors):
+        shape = cond.tensors[name].shape
+        cond.tensors[name].copy_(
+            torch.randn(shape, generator=torch.Generator().manual_seed(5 + number))
+        )
+    velocity = family.velocity(transformer, x, torch.full((ROWS,), 0.5), cond)
+    (velocity - noise_for(range(10, 10 + ROWS), family.latent_shape)).square().mean().backward()
+
+
+def gradient(transformer) -> torch.Tensor:
+    return torch.cat([p.grad.flatten().double() for _, p in trainable(transformer)])
+
+
+@pytest.fixture(scope="module")
+def shipped():
+    """The shipped model in bfloat16 after ``backward``, with what every layer was given: x, the
+    gradient of y, and y itself.
+    """
+    family, transformer = build(torch.bfloat16)
+    given: dict[str, dict[str, torch.Tensor]] = {}
+    for name, layer in adapted_modules(transformer):
+        seen = given.setdefault(name, {})
+
+        def keep(module, inputs, output, seen=seen) -> None:
+            seen["x"], seen["y"] = inputs[0].detach(), output.detach()
+            output.register_hook(lambda grad: seen.__setitem__("g", grad))
+
+        layer.register_forward_hook(keep)
+    backward(family, transformer)
+    return transformer, given
+
+
+def test_every_layer_of_the_shipped_model_is_within_its_bound(shipped):
+    """Each gradient is two products over K1 and K2 terms, summed in float32, of factors of which
+    one is rounded to bfloat16, the product between is, and the result: relative to the same sums
+    of absolute values the error is at most (1 + U)^3 (1 + (K1 + K2 + 3) V) - 1. The output has one
+    rounding more, of the sum with W x + b, which was rounded itself.
+    """
+    transformer, given = shipped
+    for name, layer in adapted_modules(transformer):
+        x, g, y = (given[name][part].flatten(0, -2).double() for part in ("x", "g", "y"))
+        a, b = (part["current"].weight.detach().double() for part in (layer.lora_A, layer.lora_B))
+        s = layer.scaling["current"]
+        wanted = {
+            "A": (s * (g @ b).t() @ x, s * (g.abs() @ b.abs()).t() @ x.abs(), len(b)),
+            "B": (s * g.t() @ (x @ a.t()), s * g.abs().t() @ (x.abs() @ a.abs().t()), a.shape[1]),
+        }
+        for part, (exact, size, terms) in wanted.items():
+            found = getattr(layer, f"lora_{part}")["current"].weight.grad
+            assert found.dtype == torch.float32
+            bound = (1 + U) ** 3 * (1 + (terms + len(x) + 3) * V) - 1
+            assert ((found.double() - exact).abs() <= bound * size).all(), (name, part)
+        base = layer.base_layer
+        start = x @ base.weight.double().t() + base.bias.double()
+        size = x.abs() @ base.weight.double().abs().t() + base.bias.double().abs()
+        beside = s * (x.abs() @ a.abs().t()) @ b.abs().t()
+        exact = start + s * (x @ a.t()) @ b.t()
+        sums = (x.shape[1] + 2) * V * size
+        bound = U * start.abs() + ((1 + U) ** 3 - 1) * beside + 2 * x.shape[1] * V * beside + sums
+        assert ((y - exact).abs() <= bound * (1 + U) + U * exact.abs()).all(), name
+    assert len(given) == 31
+
+
+def test_the_inputs_gradient_is_that_of_both_products():
+    """(W + s B A)^T g: s (g B) A has three roundings, the sum one more after that of g W."""
+    generator = torch.Generator().manual_seed(0)
+
+    def normal(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=generator)
+
+    base = torch.nn.Linear(48, 32).to(torch.bfloat16).requires_grad_(False)
+    host = torch.nn.ModuleDict({"only": base})
+    from policy.lora import inject
+
+    inject(host, LORA, ["only"], ["current"])
+    layer = host["only"]
+    assert type(layer) is AdaptedLinear
+    for part, shape in (("A", (8, 48)), ("B", (32, 8))):
+        matrix = getattr(layer, f"lora_{part}")["current"].float()
+        matrix.weight.data.copy_(normal(*shape) / 8)
+    x = normal(5, 7, 48).to(torch.bfloat16).requires_grad_()
+    g = normal(5, 7, 32).to(torch.bfloat16)
+    layer(x).backward(g)
+    a, b = (m["current"].weight.detach().double() for m in (layer.lora_A, layer.lora_B))
+    s, w, wide = layer.scaling["current"], base.weight.double(), g.double()
+    exact = wide @ w + s * (wide @ b) @ a
+    beside = s * (wide.abs() @ b.abs()) @ a.abs()
+    bound = U * (wide @ w).abs() + ((1 + U) ** 3 - 1) * beside
+    bound = bound * (1 + U) + U * exact.abs() + 90 * V * (wide.abs() @ w.abs() + beside)
+    assert ((x.grad.double() - exact).abs() <= bound).all()
+    assert x.grad.shape == x.shape and x.grad.dtype == torch.bfloat16
+
+
+def test_a_narrow_convolution_computes_as_its_linear_does(monkeypatch):
+    """Sums differ in order only: bits equal on integers small enough to be exact."""
+    from policy.lora import inject
+
+    host = torch.nn.ModuleDict({"c": torch.nn.Conv2d(4, 6, 1), "l": torch.nn.Linear(4, 6)})
+    host.to(torch.bfloat16).requires_grad_(False)
+    inject(host, Lora(rank=2, alpha=4), ["c", "l"], ["current"])
+    assert type(host["c"]) is AdaptedConv2d
+    generator = torch.Generator().manual_seed(1)
+
+    def whole(*shape: int) -> torch.Tensor:
+        return torch.randint(-2, 3, shape, generator=generator).float()
+
+    for part in ("base_layer", "lora_A", "lora_B"):
+        owners = [getattr(host[name], part) for name in "cl"]
+        owners = owners if part == "base_layer" else [each["current"].float() for each in owners]
+        weight = whole(*owners[1].weight.shape)
+        for owner in owners:
+            owner.weight.data.copy_(weight.view_as(owner.weight))
+    host["c"].base_layer.bias.data.copy_(host["l"].base_layer.bias.data.zero_())
+    x = whole(3, 4, 5, 5).to(torch.bfloat16)
+    of_linear = host["l"](x.movedim(1, -1)).movedim(-1, 1)
+    assert host["c"](x).dtype == torch.bfloat16 and torch.equal(host["c"](x), of_linear)
+
+
+def test_the_whole_gradient_is_as_far_from_exact_as_with_float32_adapters(shipped):
+    """Both paths round every activation to bfloat16: with n roundings one after the other, of
+    independent signs, the relative error is near U sqrt(n). A block rounds some 20 times on its
+    way, forward and backward: n = 2 * 4 * 20, so 0.05. Adapters in bfloat16 add three roundings of
+    the part that they contribute.
+    """
+    transformer, _ = shipped
+    own = gradient(transformer)
+    family, other = build(torch.bfloat16)
+    for _, layer in adapted_modules(other):
+        layer.forward = MethodType(Linear.forward, layer)
+    backward(family, other)
+    family, exact = build(torch.float32)
+    narrow = dict(build(torch.bfloat16)[1].named_parameters())
+    with torch.no_grad():
+        for name, parameter in exact.named_parameters():
+            parameter.copy_(narrow[name].float())
+    backward(family, exact)
+    wanted, peft = gradient(exact), gradient(other)
+
+    def apart(one: torch.Tensor, two: torch.Tensor) -> float:
+        return float((one - two).norm() / wanted.norm())
+
+    print(apart(own, wanted), apart(peft, wanted), apart(own, peft))
+    expected = U * (2 * 4 * 20) ** 0.5
+    assert apart(own, peft) < expected
+    assert apart(own, wanted) < 1.25 * apart(peft, wanted)
+
+
+def test_masters_stay_float32_and_a_float32_base_computes_as_peft_does():
+    family, transformer = build(torch.float32)
+    backward(family, transformer)
+    own = gradient(transformer)
+    for _, layer in adapted_modules(transformer):
+        layer.forward = MethodType(Linear.forward, layer)
+    transformer.zero_grad()
+    backward(family, transformer)
+    assert torch.equal(own, gradient(transformer))
+    assert {p.dtype for _, p in trainable(build(torch.bfloat16)[1])} == {torch.float32}
