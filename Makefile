@@ -6,7 +6,7 @@ BIN := .venv/bin
 export RAY_USAGE_STATS_ENABLED = 0
 export RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO = 0
 
-.PHONY: setup quickstart cluster-demo compare-small search-small test test-slow coverage lint types arrows check bench parity soak shapes-model shapes-clip clean
+.PHONY: setup quickstart cluster-demo compare-small search-small test test-slow coverage lint types arrows check bench parity soak shapes-model shapes-clip shapes-decoder clean
 
 setup: .venv/.ready
 
@@ -76,6 +76,10 @@ shapes-model: setup
 # Trains the tiny CLIP of the preset quickstart_clip.
 shapes-clip: setup
 	$(BIN)/python -m shapes.clip_build --out shapes/clip $(ARGS)
+
+# Trains the tiny decoder of the shapes model, for explore.decoder = "tiny".
+shapes-decoder: setup
+	$(BIN)/python -m shapes.decoder_build --out shapes/decoder $(ARGS)
 
 clean:
 	rm -rf .venv build dist *.egg-info .pytest_cache .ruff_cache .coverage .coverage.*

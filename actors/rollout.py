@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from actors.messages import ActorInfo, ExploreChunk, Images, Samples, Shard, WeightsId
 from actors.runtime import Tree, begin, begin_torch, identity
+from policy.decoders import load_decoder
 from policy.explorer import Explorer
 from policy.families import family_for
 from policy.precision.backends import Backend, available_backends, eager_note, resolve_backend
@@ -36,15 +37,16 @@ class RolloutActor:
         self._explorer: Explorer | None = self._build(self._own)
 
     def _build(self, backend: Backend) -> Explorer:
-        run = self._run
+        run, family = self._run, family_for(self._run.model)
         return Explorer(
-            family_for(run.model),
+            family,
             backend,
             run.explore.modules_to_not_convert,
             self._device,
             DTYPES[run.regenerate.precision],
             activation_amax=run.explore.activation_amax,
             compile=run.explore.compile,
+            vae=load_decoder(run, family, self._device),
         )
 
     def ready(self) -> ActorInfo:

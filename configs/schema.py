@@ -118,6 +118,11 @@ class RunConfig(Section):
                 raise ValueError(
                     f"{asked}: arm {self.arm!r} {why}, so there is nothing to audit: leave it out"
                 )
+            if self.explore.decoder == "tiny":
+                raise ValueError(
+                    f"explore.decoder: arm {self.arm!r} {why}, so there are no proxy images to"
+                    " decode: use 'full'"
+                )
         if self.audit.random_seeds > pool:
             raise ValueError(
                 f"audit.random_seeds: {self.audit.random_seeds} is more than explore.pool_size ="

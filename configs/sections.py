@@ -85,6 +85,16 @@ class Explore(Section):
     modules_to_not_convert: tuple[str, ...] = Field(
         default=(), description="more module-name patterns (fnmatch) that stay unquantized"
     )
+    decoder: Literal["full", "tiny"] = Field(
+        default="full", description="of proxy images: the model's autoencoder, or a tiny one"
+    )
+    decoder_path: PathText | None = Field(
+        default=None,
+        description="directory or cached hub id of an AutoencoderTiny; None: the family's own",
+    )
+    decoder_precision: Literal["auto", "bf16", "fp32"] = Field(
+        default="auto", description="of decoding proxy images; auto: bf16 on a GPU, fp32 on a CPU"
+    )
     chunk_size: int = Field(
         default=24, ge=1, description="seeds per task; part of the results, as it fixes batches"
     )

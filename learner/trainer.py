@@ -34,13 +34,14 @@ from policy.lora import (
     blend,
     load_adapter_state,
     trainable,
+    use,
 )
 from policy.merging import merged
 from policy.precision.compiling import compile_failures, compiled
 from policy.publish import NonFiniteWeights
 from policy.sampling.noise import stream_seed
 from policy.sampling.sample import sample
-from policy.sampling.sde import sample_paths
+from policy.sampling.sde import PathSolver, sample_paths
 from policy.types import DTYPES, Conditioning
 
 PREVIOUS = "previous"
@@ -50,7 +51,8 @@ PREVIOUS = "previous"
 class Trainer:
     """Base model in ``regenerate.precision``, LoRA adapters in FP32, autoencoder in FP32.
 
-    Training computes with the adapters beside the weights, everything else with them merged.
+    Training, and paths to train on, compute with the adapters beside the weights, everything else
+    with them merged.
     Iterations count from 1 as s in the papers: after the first ``update`` s = 1. All randomness is
     drawn from the run seed, the iteration and the prompt, never from a global generator, so (run
     seed, iterations done) is the whole random state.
@@ -131,8 +133,11 @@ class Trainer:
 
         With the objective's stochastic solver it also has "states" float32 [K, T + 1, *latent] and
         "log_probs" float32 [K, T]. cond has one row, for all seeds, or K. ``weights`` is "current",
-        "old", "ema" or "base" (adapters off); None is the sampling policy. The adapter is merged
-        into the weights, in their precision. What is not given is as in ``[regenerate]``.
+        "old", "ema" or "base" (adapters off); None is the sampling policy. What is not given is as
+        in ``[regenerate]``.
+
+        The adapter is merged into the weights, in their precision. Not so for paths, whose density
+        is one of the policy that is trained: merging rounds it to another.
         """
         settings = self.config.regenerate
         name = self.objective.sampling_adapter if weights is None else weights
@@ -142,23 +147,24 @@ class Trainer:
             )
         size = batch_size or settings.batch_size
         rows = cond.repeat(len(seeds)) if len(cond) == 1 else cond
+        steps, solver = steps or settings.steps, solver or self.config.plan.solver
+        paths = self.objective.path_solver
+        if paths is not None and paths.name != solver:
+            paths = None
         with (
             torch.no_grad(),
-            merged(self.transformer, None if name == "base" else name),
+            (use if paths else merged)(self.transformer, None if name == "base" else name),
             compile_failures("regenerate.compile"),
         ):
-            samples = self._sample(
-                rows, list(seeds), steps or settings.steps, solver or self.config.plan.solver, size
-            )
+            samples = self._sample(rows, list(seeds), steps, paths or solver, size)
         images = self.family.decode(self.vae, samples["latents"], batch_size=size)
         return {key: tensor.numpy() for key, tensor in samples.items()}, images.numpy()
 
     def _sample(
-        self, rows: Conditioning, seeds: list[int], steps: int, solver: str, size: int
+        self, rows: Conditioning, seeds: list[int], steps: int, solver: PathSolver | str, size: int
     ) -> dict[str, Tensor]:
         """The samples of ``regenerate``. A path's noise has a stream named by the sample's seed."""
-        paths = self.objective.path_solver
-        if paths is None or solver != paths.name:
+        if isinstance(solver, str):
             return {
                 "latents": sample(
                     self.family, self._denoiser, rows, seeds, steps, solver, batch_size=size
@@ -167,7 +173,7 @@ class Trainer:
         starts = seeds[:1] * len(seeds) if self.objective.one_noise else seeds
         streams = [stream_seed(self.config.seed, "sde", seed) for seed in seeds]
         drawn = sample_paths(
-            self.family, self._denoiser, rows, starts, streams, steps, paths, batch_size=size
+            self.family, self._denoiser, rows, starts, streams, steps, solver, batch_size=size
         )
         return {"latents": drawn.latents, "states": drawn.states, "log_probs": drawn.log_probs}
 

@@ -17,6 +17,7 @@ from torch import nn
 
 from configs.schema import RunConfig
 from policy import memory
+from policy.decoders import blank_decoder, proxy_dtype
 from policy.families import Family
 from policy.families.architectures import published, published_names
 from policy.lora import target_modules
@@ -48,14 +49,21 @@ class Counts:
     merged: Work
     adapted: Work
     training: Work
-    decode_flops: int  # of one image
-    decode_peak: int  # of a chunk
+    decode_flops: int  # of one image, by the model's own autoencoder
     decode_again: int  # peak, of a learner's batch
+    proxy_decoder: int  # bytes
+    proxy_flops: int  # to decode one proxy image
+    proxy_peak: int  # of a chunk
 
 
 def batch_of(config: RunConfig) -> int:
     """Images in a call of a rollout actor's denoiser."""
     return min(config.explore.chunk_size, config.explore.pool_size)
+
+
+def on_gpus(config: RunConfig) -> bool:
+    """Whether rollout actors will have GPUs."""
+    return bool(config.services.rollout.gpus) or config.layout is not None
 
 
 def counts_of(config: RunConfig, family: Family, backend: Backend) -> Counts:
@@ -71,7 +79,8 @@ def counts_of(config: RunConfig, family: Family, backend: Backend) -> Counts:
 
 def key_of(config: RunConfig, backend: str) -> str:
     """Everything that the counts of a published architecture depend on."""
-    model, lora = config.model, config.lora
+    model, lora, explore = config.model, config.lora, config.explore
+    proxies = str(proxy_dtype(config, on_gpus(config))).removeprefix("torch.")
     parts = [
         *(model.path, model.height, model.width, model.max_sequence_length),
         *(int(model.vae_slicing), int(model.vae_tiling), int(model.complex_human_instruction)),
@@ -79,6 +88,7 @@ def key_of(config: RunConfig, backend: str) -> str:
         *(config.regenerate.precision, config.regenerate.batch_size),
         *(config.optimizer.batch_size, int(config.optimizer.gradient_checkpointing)),
         *(lora.rank, "+".join(lora.targets)),
+        *(explore.decoder, explore.decoder_path or "", proxies),
     ]
     return " ".join(str(part) for part in parts)
 
@@ -140,8 +150,9 @@ def _common(config: RunConfig, family: Family) -> Counts:
     weights, denoiser = sum(p.numel() for p in base.parameters()), memory.held_bytes(base)
     merged = memory.sampling_work(family, base, again, dtype)
     trained = memory.adapt(base, family, config.lora)
-    autoencoder, decode = memory.decoding_work(family, batch)
-    decode_again = decode if again == batch else memory.decoding_work(family, again)[1]
+    autoencoder, decode = memory.decoding_work(family, again)
+    decoder = blank_decoder(config, family, proxy_dtype(config, on_gpus(config)))
+    proxy_decoder, proxy = memory.decoding_work(family, batch, decoder)
     adapted = memory.sampling_work(family, base, again, dtype)
     training = memory.training_work(
         family, base, config.optimizer.batch_size, dtype, config.optimizer.gradient_checkpointing
@@ -161,9 +172,11 @@ def _common(config: RunConfig, family: Family) -> Counts:
         merged=merged,
         adapted=adapted,
         training=training,
-        decode_flops=decode.flops // batch,
-        decode_peak=decode.peak,
-        decode_again=decode_again.peak,
+        decode_flops=decode.flops // again,
+        decode_again=decode.peak,
+        proxy_decoder=proxy_decoder,
+        proxy_flops=proxy.flops // batch,
+        proxy_peak=proxy.peak,
     )
     return _seen[key]
 

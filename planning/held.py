@@ -7,9 +7,10 @@ import torch
 from configs.rewards import Scorer
 from configs.schema import RunConfig
 from learner.objectives import build_objective
-from planning.counting import Counts, batch_of
+from planning.counting import Counts, batch_of, on_gpus
 from planning.placement import kinds_of
 from policy import memory
+from policy.decoders import proxy_dtype
 from policy.families import Family
 from rewards import model_bytes
 
@@ -46,10 +47,12 @@ _built: dict[str, int] = {}
 
 def _rollout(config: RunConfig, counts: Counts, backend: str) -> dict[str, int | None]:
     unquantized = backend == config.regenerate.precision
+    precision = "bf16" if proxy_dtype(config, on_gpus(config)) == torch.bfloat16 else "fp32"
+    tiny = "tiny " if config.explore.decoder == "tiny" else ""
     return {
         f"denoiser, {backend}": counts.denoiser if unquantized else counts.rollout,
-        "autoencoder, fp32": counts.autoencoder,
-        f"passes, {batch_of(config)} images": max(counts.step.peak, counts.decode_peak),
+        f"{tiny}autoencoder, {precision}": counts.proxy_decoder,
+        f"passes, {batch_of(config)} images": max(counts.step.peak, counts.proxy_peak),
     }
 
 

@@ -150,7 +150,8 @@ def _operations(plan: Plan) -> list[str]:
             if stage.quantised
             else []
         )
-        parts += [f"decoding {stage.decoding / 1e15:.3g}"] if stage.decoding else []
+        narrow = " in BF16" if stage.decoding_rate == 1 else ""
+        parts += [f"decoding {stage.decoding / 1e15:.3g}{narrow}"] if stage.decoding else []
         seconds = "" if device is None else f"{stage.seconds(device):9.1f} s on {stage.gpus:g} GPU"
         lines.append(f"  {name:<12}{stage.flops / 1e15:10.4g}{seconds}  ({', '.join(parts)})")
     if device is None:

@@ -8,6 +8,7 @@ from configs.load import ConfigError
 from configs.prompts import changed_files
 from configs.resume import differences
 from configs.schema import RunConfig
+from policy.decoders import check_decoder
 from policy.families import family_for
 from policy.precision.backends import resolve_backend
 from records.rundir import RunDirectory
@@ -29,6 +30,7 @@ def check_model(config: RunConfig) -> None:
             from policy.precision.swap import quantise_plan
 
             quantise_plan(family.skeleton(), family, config.explore.modules_to_not_convert)
+        check_decoder(config, family)
         check_explorers(config)
     except (FileNotFoundError, ValueError) as error:
         raise ConfigError([str(error)]) from None

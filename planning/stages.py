@@ -6,21 +6,27 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import torch
 
 from configs.schema import RunConfig
 from learner.objectives import build_objective
 from planning.assumptions import Device
-from planning.counting import Counts, batch_of
+from planning.counting import Counts, batch_of, on_gpus
+from policy.decoders import proxy_dtype
 from policy.precision.backends import BACKENDS
 
 
 @dataclass(frozen=True)
 class Stage:
-    """Operations of a part of an iteration, over all its actors; ``decoding`` is in FP32."""
+    """Operations of a part of an iteration, over all its actors.
+
+    ``decoding`` runs at the share ``decoding_rate`` of BF16's peak: half of it in TF32.
+    """
 
     unquantized: float
     quantised: float = 0.0
     decoding: float = 0.0
+    decoding_rate: float = 0.5
     gpus: float = 1.0  # of all its actors; none uses more than one
 
     @property
@@ -29,11 +35,11 @@ class Stage:
         return self.unquantized + self.quantised + self.decoding
 
     def seconds(self, device: Device) -> float:
-        """On its GPUs. Decoding runs in TF32, at half the BF16 peak."""
+        """On its GPUs."""
         at = (
             self.unquantized / device.tflops
             + self.quantised / device.quantised_tflops
-            + self.decoding / (device.tflops / 2)
+            + self.decoding / (device.tflops * self.decoding_rate)
         )
         return at / (1e12 * device.utilisation * self.gpus)
 
@@ -52,17 +58,22 @@ def stages_of(config: RunConfig, counts: Counts) -> tuple[dict[str, Stage], Stag
         images = prompts * plan.explore.pool_size
         calls = images * plan.explore.steps / batch_of(config)
         backend = BACKENDS.get(plan.explore.backend)  # None: "auto", which quantises
+        narrow = proxy_dtype(config, on_gpus(config)) == torch.bfloat16
         quantised = counts.step.quantised if backend is None or backend.quantises else 0
         stages["explore"] = Stage(
             unquantized=calls * (counts.step.flops - quantised),
             quantised=calls * quantised,
-            decoding=images * counts.decode_flops,
+            decoding=images * counts.proxy_flops,
+            decoding_rate=1.0 if narrow else 0.5,
             gpus=rollout.actors * (min(1.0, rollout.gpus) or 1.0),
         )
     if plan.regenerate:
         images = prompts * (config.selection.keep + config.audit.random_seeds)
-        stages["regenerate"] = Stage(
-            images * full.steps * step, decoding=images * counts.decode_flops, gpus=mine
+        objective = build_objective(config.objective, config.stop.max_kl is not None)
+        stages["regenerate"] = Stage(  # paths are drawn with adapters beside the weights
+            images * full.steps * (adapted if objective.path_solver else step),
+            decoding=images * counts.decode_flops,
+            gpus=mine,
         )
     points, others = training_points(config)
     trained = counts.training.flops / config.optimizer.batch_size

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from policy.families.base import Family
 from policy.precision.backends import Backend
@@ -34,8 +34,10 @@ class Explorer:
         dtype: torch.dtype = torch.float32,
         activation_amax: str = "power_of_two",
         compile: bool = False,
+        vae: nn.Module | None = None,
     ) -> None:
         """``dtype`` is that of the unquantised parts, unless the backend has one of its own.
+        ``vae`` decodes the images; None: the model's own, in FP32.
 
         ``compile``: the first call at each batch size compiles the transformer, which takes minutes
         at real size; ValueError where nothing can be compiled. ``activation_amax`` as in
@@ -49,7 +51,7 @@ class Explorer:
         self._layers = swap_linears(self.transformer, self.plan, backend, activation_amax)
         self.transformer.to(self.device)
         self._denoiser = compiled(self.transformer, self.device) if compile else self.transformer
-        self.vae = family.load_vae(self.device, torch.float32)
+        self.vae = vae if vae is not None else family.load_vae(self.device, torch.float32)
         self._version: int | None = None
 
     @property

@@ -304,14 +304,16 @@ def training_work(
     return Work(tally.flops, 0, tally.peak)
 
 
-def decoding_work(family: Family, batch: int) -> tuple[int, Work]:
-    """(bytes of the autoencoder in FP32, work of decoding ``batch`` latents as configured)."""
-    vae: Diffusers = blank(family, "vae", torch.float32)
+def decoding_work(family: Family, batch: int, decoder: nn.Module | None = None) -> tuple[int, Work]:
+    """(bytes of the decoder, work of decoding ``batch`` latents as configured). ``decoder`` is one
+    on the meta device; None: the model's own autoencoder in FP32.
+    """
+    vae: Diffusers = blank(family, "vae", torch.float32) if decoder is None else decoder
     if family.model.vae_slicing:
         vae.enable_slicing()
     if family.model.vae_tiling:
         vae.enable_tiling()
-    latents = torch.empty(batch, *family.latent_shape, device=META)
+    latents = torch.empty(batch, *family.latent_shape, device=META, dtype=vae.dtype)
     with torch.no_grad(), _counted(vae, ()) as (tally, _):
         vae.decode(family.unscale(vae, latents), return_dict=False)[0].float().clamp(0, 1)
     return held_bytes(vae), Work(tally.flops, 0, tally.peak)

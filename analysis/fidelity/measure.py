@@ -34,6 +34,7 @@ from learner.fidelity import (
 )
 from learner.trainer import Trainer
 from planning.preflight import check_model
+from policy.decoders import load_decoder
 from policy.explorer import Explorer
 from policy.families import family_for
 from policy.precision.backends import Backend, resolve_backend
@@ -265,6 +266,7 @@ def _explorer(config: RunConfig, trainer: Trainer, backend: Backend) -> Explorer
         dtype,
         activation_amax=settings.activation_amax,
         compile=settings.compile,
+        vae=load_decoder(config, trainer.family, _device()),
     )
     adapter, size = trainer.objective.sampling_adapter, config.publish.shard_mb * 2**20
     manifest, chunks = export_policy(

@@ -17,6 +17,7 @@ from policy.families.text import PromptEncoder
 from policy.types import Conditioning
 
 SHAPES_DIRECTORY = Path(__file__).resolve().parents[2] / "shapes" / "model"
+SHAPES_DECODER = SHAPES_DIRECTORY.with_name("decoder")
 Diffusers = Any
 """A pipeline, transformer or autoencoder of diffusers, whose attributes are set at run time."""
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
@@ -127,7 +128,8 @@ class Family(ABC):
     the parts of it that are needed, with the classes that will do (none: any). ``lora_targets`` are
     module-name suffixes, which may hold ``*``; ``modules_to_not_convert`` are fnmatch patterns of
     modules that are never quantised; each row of ``fuse`` names linears of one block that read the
-    same input and may run as one.
+    same input and may run as one. ``tiny_decoder`` is the hub id of a published AutoencoderTiny of
+    its latents.
     """
 
     name: str
@@ -136,6 +138,7 @@ class Family(ABC):
     lora_targets: tuple[str, ...]
     modules_to_not_convert: tuple[str, ...]
     fuse: tuple[tuple[str, ...], ...] = ()
+    tiny_decoder: str | None = None
 
     def __init__(self, model: Model) -> None:
         """Reads model_index.json.
@@ -144,6 +147,8 @@ class Family(ABC):
         family.
         """
         self.model = model
+        if model.path == "shapes":
+            self.tiny_decoder = str(SHAPES_DECODER)
         self._configs: dict[str, Tree] = {}
         self.directory = model_directory(model)
         self.index = pipeline_file(self.directory, INDEX)

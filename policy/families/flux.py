@@ -35,6 +35,7 @@ class Flux(Family):
         "single_transformer_blocks.*.proj_out",
     )
     modules_to_not_convert = (*joint.UNQUANTIZED, "x_embedder", "*.norm.linear")
+    tiny_decoder = "madebyollin/taef1"
     fuse = (joint.IMAGE_QKV, joint.TEXT_QKV)
 
     @cached_property

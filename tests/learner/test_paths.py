@@ -13,8 +13,7 @@ from safetensors import safe_open
 
 from learner.nonfinite import NonFiniteTraining
 from learner.trainer import Group
-from policy.lora import adapter_state, load_adapter_state
-from policy.merging import merged
+from policy.lora import adapter_state, load_adapter_state, use
 from policy.publish import NonFiniteWeights
 from policy.sampling.noise import noise_for, stream_seed
 from tests.learner.tiny import everything, identical, tiny_groups, tiny_trainer
@@ -79,7 +78,7 @@ def test_the_stored_log_probability_is_that_of_the_weights_and_step(tiny_sd3_dir
 
     def again(policy: str, j: int) -> np.ndarray:
         now, after = trainer.sigmas[j].expand(3), trainer.sigmas[j + 1].expand(3)
-        with torch.no_grad(), merged(trainer.transformer, policy):
+        with torch.no_grad(), use(trainer.transformer, policy):
             v = trainer.family.velocity(trainer.transformer, states[:, j], now, cond.repeat(3))
         return (
             trainer.objective.path_solver.step(states[:, j], v, now, after)

@@ -1,0 +1,143 @@
+"""What decodes proxy images: the model's own autoencoder, or a tiny one of the same latents.
+
+Proxy images only have to be ranked, so they may be decoded more cheaply than images that are
+trained on or shown, which the model's own autoencoder always decodes in FP32.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from configs.schema import RunConfig
+from policy import memory
+from policy.families.base import HUB_ID, Diffusers, Family
+from policy.types import DTYPES
+
+CONFIG, WEIGHTS = "config.json", "diffusion_pytorch_model.safetensors"
+CLASS = "AutoencoderTiny"
+
+
+def proxy_dtype(config: RunConfig, on_gpu: bool) -> torch.dtype:
+    """The precision that proxy images are decoded in. Explored images that are trained on
+    themselves are no proxies: FP32.
+    """
+    if not config.plan.regenerate:
+        return torch.float32
+    wanted = config.explore.decoder_precision
+    return DTYPES[("bf16" if on_gpu else "fp32") if wanted == "auto" else wanted]
+
+
+def load_decoder(config: RunConfig, family: Family, device: torch.device) -> nn.Module:
+    """The decoder of proxy images, in eval mode, without gradients. Raises FileNotFoundError."""
+    dtype = proxy_dtype(config, device.type == "cuda")
+    if config.explore.decoder == "full":
+        return family.load_vae(device, dtype)
+    from diffusers import AutoencoderTiny
+
+    vae = AutoencoderTiny.from_pretrained(
+        _files(config, family).parent, dtype=dtype, use_safetensors=True, local_files_only=True
+    )
+    return _of_latents(vae, family).to(device).eval().requires_grad_(False)
+
+
+def blank_decoder(config: RunConfig, family: Family, dtype: torch.dtype) -> nn.Module:
+    """The same on the meta device; of a published tiny decoder that is not here, diffusers' own
+    defaults, which are those of the published ones.
+    """
+    if config.explore.decoder == "full":
+        return memory.blank(family, "vae", dtype)
+    from diffusers import AutoencoderTiny
+
+    try:
+        described = json.loads((_files(config, family).parent / CONFIG).read_text())
+    except FileNotFoundError:
+        described = {"latent_channels": family.part_config("vae")["latent_channels"]}
+    described = {key: value for key, value in described.items() if not key.startswith("_")}
+    with memory.META:
+        vae = AutoencoderTiny.from_config(described)
+    return _of_latents(vae, family).to(dtype).eval().requires_grad_(False)
+
+
+def check_decoder(config: RunConfig, family: Family) -> None:
+    """Raises FileNotFoundError or ValueError, one line, for a tiny decoder that is missing or made
+    for other latents. Reads no weights.
+    """
+    if config.plan.explore is None or config.explore.decoder == "full":
+        return
+    directory = _files(config, family).parent
+    try:
+        blank = blank_decoder(config, family, torch.float32)
+        latents = torch.empty(1, *family.latent_shape, device=memory.META)
+        vae: Diffusers = blank
+        made = vae.decode(family.unscale(vae, latents), return_dict=False)[0].shape
+    except (RuntimeError, TypeError, ValueError) as error:
+        why = str(error).splitlines()[0]
+        raise ValueError(
+            f"explore.decoder_path: {str(directory)!r} does not take this model's latents: {why}"
+        ) from None
+    wanted = (1, 3, family.model.height, family.model.width)
+    if tuple(made) != wanted:
+        raise ValueError(
+            f"explore.decoder_path: {str(directory)!r} makes images of {made[-1]}x{made[-2]} pixels"
+            f" of this model's latents, not {wanted[-1]}x{wanted[-2]}: it is another model's"
+        )
+
+
+def _of_latents(vae: Diffusers, family: Family) -> nn.Module:
+    """Tiny decoders take latents as the denoiser makes them, whatever their configuration says."""
+    vae.register_to_config(scaling_factor=1.0, shift_factor=0.0)
+    if family.model.vae_slicing:
+        vae.enable_slicing()
+    return vae
+
+
+def _files(config: RunConfig, family: Family) -> Path:
+    """The weights of the tiny decoder on this machine: a directory's, or a hub id's in the cache.
+
+    Raises FileNotFoundError where they are not, ValueError for another kind of model.
+    """
+    name = config.explore.decoder_path or family.tiny_decoder
+    if name is None:
+        raise ValueError(
+            f"explore.decoder: no tiny decoder of family {family.name!r} is known: give"
+            " explore.decoder_path, or use 'full'"
+        )
+    directory = Path(name).expanduser()
+    if not directory.is_dir() and HUB_ID.fullmatch(name):
+        directory = _cached(name)
+    for file in (CONFIG, WEIGHTS):
+        if not (directory / file).is_file():
+            raise FileNotFoundError(
+                f"explore.decoder_path: there is no {file} in {str(directory)!r}: give the"
+                f" directory of an {CLASS} with its weights as safetensors"
+            )
+    try:
+        found = json.loads((directory / CONFIG).read_text())["_class_name"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ValueError(
+            f"explore.decoder_path: {CONFIG} of {str(directory)!r} cannot be read"
+            f" ({type(error).__name__})"
+        ) from None
+    if found != CLASS:
+        raise ValueError(
+            f"explore.decoder_path: {str(directory)!r} holds a {found}, a tiny decoder is an"
+            f" {CLASS}"
+        )
+    return directory / WEIGHTS
+
+
+def _cached(repository: str) -> Path:
+    """Where the hub's cache keeps both files of ``repository``. Raises FileNotFoundError."""
+    from huggingface_hub import try_to_load_from_cache
+
+    config, weights = (try_to_load_from_cache(repository, file) for file in (CONFIG, WEIGHTS))
+    if not isinstance(config, str) or not isinstance(weights, str):
+        raise FileNotFoundError(
+            f"explore.decoder: {repository!r} is not in this machine's cache: run `hf download"
+            f" {repository}` on every machine that explores, or give explore.decoder_path"
+        )
+    return Path(weights).parent

@@ -1,0 +1,115 @@
+"""Train a tiny decoder of the shipped model's latents: ``python -m shapes.decoder_build --minutes 4
+--threads 1 --out shapes/decoder``.
+
+An AutoencoderTiny that learns to draw what the model's own autoencoder draws, of the latents of
+random train scenes with a little noise. It decodes proxy images with ``explore.decoder = "tiny"``;
+its encoder is not trained. Everything is FP32, on the CPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import os
+import shutil
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from diffusers import AutoencoderKL, AutoencoderTiny
+
+from shapes.checksum import checksum
+from shapes.data import Pool
+from shapes.vae import CHANNELS, encode
+
+WIDTH, STAGES = 16, 3
+BATCH, POOL = 48, 6000
+PEAK_LR = 3e-3
+NOISE = 0.1
+"""Deviation of the noise on latents, whose variance is 1: generated latents are not clean ones."""
+
+
+def build_decoder() -> AutoencoderTiny:
+    """An untrained one for [12, 8, 8] to [3, 32, 32], about 40,000 parameters."""
+    return AutoencoderTiny(
+        encoder_block_out_channels=(4,) * STAGES,
+        decoder_block_out_channels=(WIDTH,) * STAGES,
+        latent_channels=CHANNELS,
+        num_encoder_blocks=(1,) * STAGES,
+        num_decoder_blocks=(1,) * STAGES,
+    )
+
+
+def train_decoder(
+    vae: AutoencoderKL, minutes: float, log: Callable[[str], None], pool: int = POOL
+) -> AutoencoderTiny:
+    """Train for ``minutes`` of wall clock; loss L1 + 4 L2 against what ``vae`` draws."""
+    torch.manual_seed(2)
+    decoder = build_decoder()
+    parameters = list(decoder.decoder.parameters())
+    optimizer = torch.optim.AdamW(parameters, lr=PEAK_LR, betas=(0.9, 0.98), weight_decay=0.0)
+    rng = np.random.default_rng(3)
+    latents = encode(vae, Pool(3).images(pool)[0])
+    begin, step, spent = time.monotonic(), 0, 0.0
+    while spent < minutes * 60:
+        done = spent / (minutes * 60)
+        for group in optimizer.param_groups:
+            group["lr"] = PEAK_LR * min(1.0, (step + 1) / 50) * 0.5 * (1 + math.cos(math.pi * done))
+        rows = latents[torch.from_numpy(rng.integers(0, len(latents), BATCH))]
+        rows = rows + NOISE * torch.randn_like(rows)
+        with torch.no_grad():
+            wanted = vae.decode(rows).sample
+        drawn = decoder.decode(rows).sample
+        mse = F.mse_loss(drawn, wanted)
+        loss = F.l1_loss(drawn, wanted) + 4 * mse
+        optimizer.zero_grad(set_to_none=True)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(parameters, 1.0)
+        optimizer.step()
+        step, spent = step + 1, time.monotonic() - begin
+        if step % 100 == 0:
+            psnr = 10 * math.log10(4 / mse.item())
+            log(f"step {step} {spent:.0f}s loss {loss.item():.4f} psnr {psnr:.2f} dB")
+    return decoder.eval()
+
+
+@torch.no_grad()
+def psnr(vae: AutoencoderKL, decoder: AutoencoderTiny, count: int = 300) -> float:
+    """How near its images are to the autoencoder's, in dB, on scenes it was not trained on."""
+    latents = encode(vae, Pool(4).images(count)[0])
+    mse = F.mse_loss(decoder.decode(latents).sample, vae.decode(latents).sample)
+    return 10 * math.log10(4 / mse.item())
+
+
+def log(line: str) -> None:
+    """One line with the time."""
+    print(time.strftime("%H:%M:%S"), line, flush=True)
+
+
+def main() -> None:
+    """Run the build."""
+    here = Path(__file__).parent
+    parser = argparse.ArgumentParser(
+        prog="python -m shapes.decoder_build", description=(__doc__ or "").splitlines()[0]
+    )
+    parser.add_argument("--minutes", type=float, default=4.0, help="training time")
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--model", type=Path, default=here / "model", help="pipeline directory")
+    parser.add_argument("--out", type=Path, default=here / "decoder", help="directory to write")
+    args = parser.parse_args()
+    torch.set_num_threads(args.threads)
+    vae = AutoencoderKL.from_pretrained(args.model / "vae").eval().requires_grad_(False)
+    decoder = train_decoder(vae, args.minutes, log)
+    fresh = args.out.with_name(args.out.name + ".new")
+    shutil.rmtree(fresh, ignore_errors=True)
+    decoder.save_pretrained(fresh)
+    shutil.rmtree(args.out, ignore_errors=True)
+    os.replace(fresh, args.out)
+    log(f"wrote {args.out}: {psnr(vae, decoder):.1f} dB, checksum {checksum(args.out)}")
+
+
+if __name__ == "__main__":
+    main()

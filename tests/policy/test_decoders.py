@@ -1,0 +1,162 @@
+"""Decoding proxy images: which decoder in which precision, and what is refused before a start."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+from diffusers import AutoencoderTiny
+from pydantic import ValidationError
+
+from configs.load import ConfigError, load
+from planning.make import make_plan
+from planning.preflight import check_model
+from policy import memory
+from policy.decoders import blank_decoder, check_decoder, load_decoder, proxy_dtype
+from policy.explorer import Explorer
+from policy.families import family_for
+from policy.precision.backends import BACKENDS
+from policy.publish import export_policy
+from tests.learner.tiny import tiny_config, tiny_groups, tiny_trainer
+from tests.tiny_sd3 import TINY_HEIGHT, TINY_LATENT, TINY_WIDTH
+
+CPU = torch.device("cpu")
+
+
+def write_tiny(directory, channels: int = TINY_LATENT[0], stages: int = 2) -> str:
+    """A tiny decoder with random weights, twice as large each way per stage but the first."""
+    torch.manual_seed(0)
+    AutoencoderTiny(
+        encoder_block_out_channels=(4,) * stages,
+        decoder_block_out_channels=(8,) * stages,
+        latent_channels=channels,
+        num_encoder_blocks=(1,) * stages,
+        num_decoder_blocks=(1,) * stages,
+        shift_factor=0.5,  # published ones carry their model's, which does not apply to them
+    ).save_pretrained(directory)
+    return str(directory)
+
+
+@pytest.fixture
+def config(tiny_sd3_dir, tmp_path):
+    explore = {"pool_size": 8, "backend": "fp32", "decoder": "tiny"}
+    explore["decoder_path"] = write_tiny(tmp_path / "decoder")
+    return tiny_config(tiny_sd3_dir, explore=explore)
+
+
+@pytest.mark.parametrize(
+    ("precision", "arm", "on_gpu", "wanted"),
+    [
+        ("auto", "sol_rl", True, torch.bfloat16),
+        ("auto", "sol_rl", False, torch.float32),
+        ("bf16", "sol_rl", False, torch.bfloat16),
+        ("fp32", "sol_rl", True, torch.float32),
+        ("bf16", "naive_quant", True, torch.float32),  # explored images are trained on
+        ("auto", "naive_scaling", True, torch.float32),
+    ],
+)
+def test_only_proxies_are_decoded_in_bfloat16(precision, arm, on_gpu, wanted):
+    config = load("quickstart", [f"arm={arm}", f"explore.decoder_precision={precision}"])
+    assert proxy_dtype(config, on_gpu) == wanted
+
+
+def test_the_quickstart_decodes_with_its_autoencoder_in_float32():
+    config = load("quickstart")
+    vae = load_decoder(config, family_for(config.model), CPU)
+    assert type(vae).__name__ == "AutoencoderKL"
+    assert {p.dtype for p in vae.parameters()} == {torch.float32}
+
+
+def test_an_explorer_draws_the_same_latents_and_other_pixels(config, tiny_sd3_dir):
+    trainer = tiny_trainer(tiny_sd3_dir)
+    made = {}
+    for name, vae in (("full", None), ("tiny", load_decoder(config, trainer.family, CPU))):
+        explorer = Explorer(trainer.family, BACKENDS["fp32"], vae=vae)
+        plan = explorer.plan
+        explorer.load(*export_policy(trainer.transformer, "old", plan, BACKENDS["fp32"], 0, 2**20))
+        made[name] = explorer.explore(tiny_groups(1)[0].cond, [1, 2], 3, "euler")
+    assert np.array_equal(made["full"][1], made["tiny"][1])
+    assert made["tiny"][0].shape == made["full"][0].shape == (2, 3, TINY_HEIGHT, TINY_WIDTH)
+    assert not np.array_equal(made["full"][0], made["tiny"][0])
+    # the denoiser's latents as they are: neither scaled nor shifted
+    alone = load_decoder(config, trainer.family, CPU)
+    drawn = alone.get_submodule("decoder")(torch.from_numpy(made["tiny"][1]))
+    pixels = (drawn * 0.5 + 0.5).clamp(0, 1).mul(255).round().to(torch.uint8)
+    assert np.array_equal(pixels.numpy(), made["tiny"][0])
+
+
+def test_what_is_no_tiny_decoder_of_this_model_is_refused_in_a_line(config, tmp_path):
+    family = family_for(config.model)
+    check_decoder(config, family)
+
+    def refused(path: str | None) -> str:
+        explore = config.explore.model_copy(update={"decoder_path": path})
+        with pytest.raises(ConfigError) as caught:
+            check_model(config.model_copy(update={"explore": explore}))
+        line = str(caught.value)
+        assert line.startswith("explore.decoder") and "\n" not in line
+        return line
+
+    assert "no config.json in" in refused(str(tmp_path / "nowhere"))
+    assert "does not take this model's latents" in refused(write_tiny(tmp_path / "a", channels=7))
+    assert "makes images of 32x32 pixels" in refused(write_tiny(tmp_path / "b", stages=3))
+    assert "run `hf download madebyollin/taesd3`" in refused(None)
+    (tmp_path / "decoder" / "diffusion_pytorch_model.safetensors").rename(tmp_path / "away")
+    assert "no diffusion_pytorch_model.safetensors" in refused(str(tmp_path / "decoder"))
+    (tmp_path / "away").rename(tmp_path / "decoder" / "diffusion_pytorch_model.safetensors")
+    file = tmp_path / "decoder" / "config.json"
+    described = json.loads(file.read_text())
+    file.write_text(json.dumps(described | {"_class_name": "AutoencoderKL"}))
+    assert "holds a AutoencoderKL" in refused(str(tmp_path / "decoder"))
+    file.write_text("[]")
+    assert "cannot be read" in refused(str(tmp_path / "decoder"))
+
+
+def test_a_family_without_a_tiny_decoder_asks_for_one(config, tiny_sana_dir):
+    model = config.model.model_copy(update={"family": "sana", "path": str(tiny_sana_dir)})
+    model = model.model_copy(update={"height": 32, "width": 32})
+    explore = config.explore.model_copy(update={"decoder_path": None})
+    sana = config.model_copy(update={"model": model, "explore": explore})
+    with pytest.raises(ValueError, match="no tiny decoder of family 'sana' is known"):
+        check_decoder(sana, family_for(model))
+
+
+@pytest.mark.parametrize("arm", ["diffusionnft", "naive_scaling", "naive_quant"])
+def test_arms_without_proxies_take_no_tiny_decoder(arm):
+    with pytest.raises((ConfigError, ValidationError), match="there are no proxy images to decode"):
+        load("quickstart", [f"arm={arm}", "explore.decoder=tiny"])
+
+
+def test_the_plan_counts_the_decoder_that_is_chosen(config):
+    family = family_for(config.model)
+    loaded = load_decoder(config, family, CPU)
+    tiny = make_plan(config)
+    assert tiny.memory["rollout"]["tiny autoencoder, fp32"] == memory.held_bytes(loaded)
+    assert "autoencoder, fp32" in tiny.memory["learner"]
+    explore = config.explore.model_copy(update={"decoder": "full", "decoder_precision": "bf16"})
+    full = make_plan(config.model_copy(update={"explore": explore}))
+    own = memory.blank(family, "vae", torch.float32)
+    assert full.memory["rollout"]["autoencoder, bf16"] == memory.held_bytes(own) // 2
+    assert full.memory["learner"]["autoencoder, fp32"] == memory.held_bytes(own)
+    assert full.stages["explore"].decoding_rate == 1.0
+    assert full.stages["regenerate"].decoding_rate == tiny.stages["explore"].decoding_rate == 0.5
+    assert tiny.stages["regenerate"].decoding == full.stages["regenerate"].decoding
+    images = config.prompts.per_iteration * config.explore.pool_size
+    blank = blank_decoder(config, family, torch.float32)
+    _, work = memory.decoding_work(family, 1, blank)
+    assert tiny.stages["explore"].decoding == images * work.flops
+
+
+def test_the_shipped_tiny_decoder_draws_what_the_autoencoder_draws():
+    """Trained to: at least 25 dB on images of the model itself would be hard to miss."""
+    config = load("quickstart", ["explore.decoder=tiny"])
+    check_model(config)
+    family = family_for(config.model)
+    latents = torch.randn(16, *family.latent_shape, generator=torch.Generator().manual_seed(0))
+    tiny, full = (
+        family.decode(vae, latents).float()
+        for vae in (load_decoder(config, family, CPU), family.load_vae(CPU, torch.float32))
+    )
+    error = (tiny - full).square().mean() / 255**2
+    plain = (full - full.mean()).square().mean() / 255**2
+    assert error < plain / 4
