@@ -79,8 +79,14 @@ def counts_of(config: RunConfig, family: Family, backend: Backend) -> Counts:
 
 def key_of(config: RunConfig, backend: str) -> str:
     """Everything that the counts of a published architecture depend on."""
-    model, lora, explore = config.model, config.lora, config.explore
-    proxies = str(proxy_dtype(config, on_gpus(config))).removeprefix("torch.")
+    explore, dtype = config.explore, proxy_dtype(config, on_gpus(config))
+    proxies = [explore.decoder, explore.decoder_path or "", str(dtype).removeprefix("torch.")]
+    return " ".join([_shared_key(config, backend), *proxies])
+
+
+def _shared_key(config: RunConfig, backend: str) -> str:
+    """The same without what decodes proxy images."""
+    model, lora = config.model, config.lora
     parts = [
         *(model.path, model.height, model.width, model.max_sequence_length),
         *(int(model.vae_slicing), int(model.vae_tiling), int(model.complex_human_instruction)),
@@ -88,7 +94,6 @@ def key_of(config: RunConfig, backend: str) -> str:
         *(config.regenerate.precision, config.regenerate.batch_size),
         *(config.optimizer.batch_size, int(config.optimizer.gradient_checkpointing)),
         *(lora.rank, "+".join(lora.targets)),
-        *(explore.decoder, explore.decoder_path or "", proxies),
     ]
     return " ".join(str(part) for part in parts)
 
@@ -121,9 +126,13 @@ def count(config: RunConfig, family: Family, backend: Backend) -> Counts:
         family, backend, config.explore.modules_to_not_convert, dtype
     )
     quantised = [row.name for row in rows if row.quantised]
-    common = _common(config, family)
+    decoder = blank_decoder(config, family, proxy_dtype(config, on_gpus(config)))
+    proxy_decoder, proxy = memory.decoding_work(family, batch, decoder)
     return replace(
-        common,
+        _common(config, family),
+        proxy_decoder=proxy_decoder,
+        proxy_flops=proxy.flops // batch,
+        proxy_peak=proxy.peak,
         quantised=sum(math.prod(row.shape) for row in rows if row.quantised),
         rollout=memory.held_bytes(transformer),
         broadcast=memory.wire_bytes(transformer, rows, layers, adapted, backend),
@@ -136,23 +145,19 @@ _counted: dict[str, Counts] = {}
 
 
 def _common(config: RunConfig, family: Family) -> Counts:
-    """What does not depend on the backend; counted once in a process."""
-    key = f"{key_of(config, '')} {family.model.path} {config.lora.alpha}"
+    """What depends neither on the backend nor on the decoder of proxies; counted once in a
+    process.
+    """
+    key = f"{_shared_key(config, '')} {family.model.path} {config.lora.alpha}"
     if key in _seen:
         return _seen[key]
-    dtype, batch, again = (
-        DTYPES[config.regenerate.precision],
-        batch_of(config),
-        config.regenerate.batch_size,
-    )
+    dtype, again = DTYPES[config.regenerate.precision], config.regenerate.batch_size
     encoders = memory.text_encoders(family, dtype)
     base = memory.blank(family, "transformer", dtype)
     weights, denoiser = sum(p.numel() for p in base.parameters()), memory.held_bytes(base)
     merged = memory.sampling_work(family, base, again, dtype)
     trained = memory.adapt(base, family, config.lora)
     autoencoder, decode = memory.decoding_work(family, again)
-    decoder = blank_decoder(config, family, proxy_dtype(config, on_gpus(config)))
-    proxy_decoder, proxy = memory.decoding_work(family, batch, decoder)
     adapted = memory.sampling_work(family, base, again, dtype)
     training = memory.training_work(
         family, base, config.optimizer.batch_size, dtype, config.optimizer.gradient_checkpointing
@@ -174,9 +179,9 @@ def _common(config: RunConfig, family: Family) -> Counts:
         training=training,
         decode_flops=decode.flops // again,
         decode_again=decode.peak,
-        proxy_decoder=proxy_decoder,
-        proxy_flops=proxy.flops // batch,
-        proxy_peak=proxy.peak,
+        proxy_decoder=autoencoder,
+        proxy_flops=decode.flops // again,
+        proxy_peak=decode.peak,
     )
     return _seen[key]
 

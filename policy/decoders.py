@@ -56,7 +56,11 @@ def blank_decoder(config: RunConfig, family: Family, dtype: torch.dtype) -> nn.M
         described = json.loads((_files(config, family).parent / CONFIG).read_text())
     except FileNotFoundError:
         described = {"latent_channels": family.part_config("vae")["latent_channels"]}
-    described = {key: value for key, value in described.items() if not key.startswith("_")}
+    described = {
+        key: value
+        for key, value in described.items()
+        if not key.startswith("_") and key != "block_out_channels"  # written, but never read
+    }
     with memory.META:
         vae = AutoencoderTiny.from_config(described)
     return _of_latents(vae, family).to(dtype).eval().requires_grad_(False)

@@ -11,6 +11,8 @@ from planning.counting import Counts, count, key_of, write_kept
 from planning.make import described
 from policy.precision.backends import BACKENDS
 
+ARMS = ("sol_rl", "naive_quant")
+"""Of the four, one that decodes what it explores as proxies, and one that trains on it."""
 FORMATS = ("torch_nvfp4", "fp8", "bf16")
 
 
@@ -18,12 +20,13 @@ def main() -> None:
     """Count every model in the formats that arms explore in on GPUs."""
     rows: dict[str, Counts] = {}
     for model in MODELS:
-        config = load(f"{model}-sol_rl-hpsv2")
-        with described(config) as (family, _):
-            for name in FORMATS:
-                rows[key_of(config, name)] = count(config, family, BACKENDS[name])
-                write_kept(rows)
-                print(f"{model} {name}", flush=True)
+        configs = [load(f"{model}-{arm}-hpsv2") for arm in ARMS]
+        with described(configs[0]) as (family, _):  # one, so that what they share is counted once
+            for config in configs:
+                for name in FORMATS:
+                    rows[key_of(config, name)] = count(config, family, BACKENDS[name])
+                    write_kept(rows)
+                    print(f"{model} {config.arm} {name}", flush=True)
 
 
 if __name__ == "__main__":

@@ -148,7 +148,7 @@ def test_the_plan_counts_the_decoder_that_is_chosen(config):
 
 
 def test_the_shipped_tiny_decoder_draws_what_the_autoencoder_draws():
-    """Trained to: at least 25 dB on images of the model itself would be hard to miss."""
+    """Of latents that no scene has: an error below half of the images' own deviation."""
     config = load("quickstart", ["explore.decoder=tiny"])
     check_model(config)
     family = family_for(config.model)
