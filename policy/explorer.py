@@ -82,9 +82,9 @@ class Explorer:
             for name, layer in self._layers.items()
             for part, buffer in layer.wire_targets().items()
         }
-        wide = {f"{row.name}.weight" for row in self.plan if not row.quantised}
+        unquantized = {f"{row.name}.weight" for row in self.plan if not row.quantised}
         for entry in manifest.entries:
-            if entry.name in wide:
+            if entry.name in unquantized:
                 targets[entry.name] = self.transformer.get_parameter(entry.name)
         return targets
 
