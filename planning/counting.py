@@ -117,6 +117,25 @@ def write_kept(rows: dict[str, Counts], path: Path = KEPT) -> None:
 
 def count(config: RunConfig, family: Family, backend: Backend) -> Counts:
     """Built on the meta device and run there: no weights are read."""
+    decoder = blank_decoder(config, family, proxy_dtype(config, on_gpus(config)))
+    proxy_decoder, proxy = memory.decoding_work(family, batch_of(config), decoder)
+    return replace(
+        _of_backend(config, family, backend),
+        proxy_decoder=proxy_decoder,
+        proxy_flops=proxy.flops // batch_of(config),
+        proxy_peak=proxy.peak,
+    )
+
+
+_seen: dict[str, Counts] = {}
+_counted: dict[str, Counts] = {}
+
+
+def _of_backend(config: RunConfig, family: Family, backend: Backend) -> Counts:
+    """What does not depend on the decoder of proxies; counted once in a process."""
+    key = f"{_shared_key(config, backend.name)} {family.model.path} {config.lora.alpha}"
+    if key in _seen:
+        return _seen[key]
     dtype, batch = DTYPES[config.regenerate.precision], batch_of(config)
     base = memory.blank(family, "transformer", dtype)
     adapted = target_modules(
@@ -126,22 +145,14 @@ def count(config: RunConfig, family: Family, backend: Backend) -> Counts:
         family, backend, config.explore.modules_to_not_convert, dtype
     )
     quantised = [row.name for row in rows if row.quantised]
-    decoder = blank_decoder(config, family, proxy_dtype(config, on_gpus(config)))
-    proxy_decoder, proxy = memory.decoding_work(family, batch, decoder)
-    return replace(
+    _seen[key] = replace(
         _common(config, family),
-        proxy_decoder=proxy_decoder,
-        proxy_flops=proxy.flops // batch,
-        proxy_peak=proxy.peak,
         quantised=sum(math.prod(row.shape) for row in rows if row.quantised),
         rollout=memory.held_bytes(transformer),
         broadcast=memory.wire_bytes(transformer, rows, layers, adapted, backend),
         step=memory.sampling_work(family, base, batch, dtype, quantised),
     )
-
-
-_seen: dict[str, Counts] = {}
-_counted: dict[str, Counts] = {}
+    return _seen[key]
 
 
 def _common(config: RunConfig, family: Family) -> Counts:

@@ -33,7 +33,7 @@ NOISE = 0.1
 
 
 def build_decoder() -> AutoencoderTiny:
-    """An untrained one for [12, 8, 8] to [3, 32, 32], about 40,000 parameters."""
+    """An untrained one for [12, 8, 8] to [3, 32, 32], 28,000 parameters to decode with."""
     return AutoencoderTiny(
         encoder_block_out_channels=(4,) * STAGES,
         decoder_block_out_channels=(WIDTH,) * STAGES,
