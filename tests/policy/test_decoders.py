@@ -15,8 +15,10 @@ from policy import memory
 from policy.decoders import blank_decoder, check_decoder, load_decoder, proxy_dtype
 from policy.explorer import Explorer
 from policy.families import family_for
+from policy.families.base import SHAPES_DECODER
 from policy.precision.backends import BACKENDS
 from policy.publish import export_policy
+from shapes.checksum import checksum
 from tests.learner.tiny import tiny_config, tiny_groups, tiny_trainer
 from tests.tiny_sd3 import TINY_HEIGHT, TINY_LATENT, TINY_WIDTH
 
@@ -160,3 +162,9 @@ def test_the_shipped_tiny_decoder_draws_what_the_autoencoder_draws():
     error = (tiny - full).square().mean() / 255**2
     plain = (full - full.mean()).square().mean() / 255**2
     assert error < plain / 4
+
+
+def test_the_shipped_tiny_decoder_is_the_one_that_is_named():
+    directory = SHAPES_DECODER
+    assert checksum(directory) in (directory.parent / "README.md").read_text()
+    assert sum(file.stat().st_size for file in directory.iterdir()) < 200_000
