@@ -33,10 +33,10 @@ def published_bytes(config: RunConfig, accelerator: str | None = None) -> int:
         adapted = target_modules(
             model, config.lora.targets or family.lora_targets, strict=bool(config.lora.targets)
         )
-        transformer, rows, layers = memory.blank_explorer(
+        _, rows, layers = memory.blank_explorer(
             family, backend, config.explore.modules_to_not_convert, dtype
         )
-        return memory.wire_bytes(transformer, rows, layers, adapted, backend)
+        return memory.wire_bytes(rows, layers, adapted, backend).total
 
 
 def check_store(
