@@ -38,6 +38,7 @@ from policy.precision.swap import (
 from policy.types import Conditioning
 
 META = torch.device("meta")
+flop_registry.setdefault(torch.ops.aten.addmm_, flop_registry[torch.ops.aten.addmm])
 
 
 @dataclass(frozen=True)
