@@ -19,6 +19,7 @@ from policy.families.base import SHAPES_DECODER
 from policy.precision.backends import BACKENDS
 from policy.publish import export_policy
 from shapes.checksum import checksum
+from shapes.decoder_build import psnr
 from tests.learner.tiny import tiny_config, tiny_groups, tiny_trainer
 from tests.tiny_sd3 import TINY_HEIGHT, TINY_LATENT, TINY_WIDTH
 
@@ -150,18 +151,12 @@ def test_the_plan_counts_the_decoder_that_is_chosen(config):
 
 
 def test_the_shipped_tiny_decoder_draws_what_the_autoencoder_draws():
-    """Of latents that no scene has: an error below half of the images' own deviation."""
+    """31.3 dB on 300 scenes when it was made; a tenth of them may differ by 2 dB."""
     config = load("quickstart", ["explore.decoder=tiny"])
     check_model(config)
     family = family_for(config.model)
-    latents = torch.randn(16, *family.latent_shape, generator=torch.Generator().manual_seed(0))
-    tiny, full = (
-        family.decode(vae, latents).float()
-        for vae in (load_decoder(config, family, CPU), family.load_vae(CPU, torch.float32))
-    )
-    error = (tiny - full).square().mean() / 255**2
-    plain = (full - full.mean()).square().mean() / 255**2
-    assert error < plain / 4
+    tiny, full = load_decoder(config, family, CPU), family.load_vae(CPU, torch.float32)
+    assert psnr(full, tiny, count=30) > 29  # pyright: ignore[reportArgumentType]
 
 
 def test_the_shipped_tiny_decoder_is_the_one_that_is_named():
