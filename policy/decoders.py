@@ -14,6 +14,7 @@ from torch import nn
 
 from configs.schema import RunConfig
 from policy import memory
+from policy.families.architectures import build
 from policy.families.base import HUB_ID, Diffusers, Family
 from policy.types import DTYPES
 
@@ -50,8 +51,6 @@ def blank_decoder(config: RunConfig, family: Family, dtype: torch.dtype) -> nn.M
     """
     if config.explore.decoder == "full":
         return memory.blank(family, "vae", dtype)
-    from diffusers import AutoencoderTiny
-
     try:
         described = json.loads((_files(config, family).parent / CONFIG).read_text())
     except FileNotFoundError:
@@ -61,9 +60,8 @@ def blank_decoder(config: RunConfig, family: Family, dtype: torch.dtype) -> nn.M
         for key, value in described.items()
         if not key.startswith("_") and key != "block_out_channels"  # written, but never read
     }
-    with memory.META:
-        vae = AutoencoderTiny.from_config(described)
-    return _of_latents(vae, family).to(dtype).eval().requires_grad_(False)
+    vae = build({"class": f"diffusers.{CLASS}", "config": described}, memory.META, dtype)
+    return _of_latents(vae, family)
 
 
 def check_decoder(config: RunConfig, family: Family) -> None:

@@ -7,6 +7,7 @@ compares with a count.
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 
 import pytest
 
@@ -76,7 +77,8 @@ def test_what_is_printed():
     tree = as_json(config, outlook)
     assert tree["iteration_s"] == found.iteration and tree["bound_s"] == choice.bound
     assert set(tree["arms"]) == set(arms)  # type: ignore[call-overload]
-    swift = {"naive_scaling": arms["diffusionnft"], "sol_rl": found}
+    quicker = replace(arms["naive_scaling"], iteration=found.iteration / 2)
+    swift = {"naive_scaling": quicker, "sol_rl": found}
     said = warnings(config, Outlook(gpus, found, choice.bound, found.iteration, swift, choice))
     assert any(line.startswith("slower      sol_rl is predicted to take") for line in said)
 
