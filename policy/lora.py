@@ -14,16 +14,18 @@ import warnings
 from collections.abc import Iterator, Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
-from peft import LoraConfig, inject_adapter_in_model
-from peft.tuners.lora import LoraLayer
 from torch import Tensor, nn
 
 from configs.section import Tree
 from configs.sections import Lora
 from policy.families.base import Family
 from records import atomic
+
+if TYPE_CHECKING:  # peft takes seconds to import, and the driver only wants the names below
+    from peft.tuners.lora import LoraLayer
 
 ADAPTERS = ("current", "old", "ema")
 ENDING = ".safetensors"
@@ -78,6 +80,8 @@ def inject(
     transformer: nn.Module, lora: Lora, modules: Sequence[str], names: Sequence[str]
 ) -> None:
     """Wrap these modules with one of peft's adapters per name."""
+    from peft import LoraConfig, inject_adapter_in_model
+
     settings: Tree = {"r": lora.rank, "lora_alpha": lora.alpha, "target_modules": list(modules)}
     with warnings.catch_warnings():
         # several adapters are the point
@@ -119,6 +123,8 @@ def _is_linear(module: nn.Module) -> bool:
 
 def adapted_modules(transformer: nn.Module) -> list[tuple[str, LoraLayer]]:
     """(module path, LoRA layer) in the transformer's order."""
+    from peft.tuners.lora import LoraLayer
+
     return [
         (name, module)
         for name, module in transformer.named_modules()
