@@ -20,6 +20,7 @@ from cluster.driver.learners import LearnerGroup
 from cluster.driver.places import Places
 from cluster.driver.scoring import RewardService
 from cluster.driver.weights import WeightChannel, incompatibility
+from cluster.runtime import template
 from cluster.runtime.member import Handle
 from cluster.runtime.pool import ActorPool
 from configs.load import ConfigError
@@ -165,6 +166,7 @@ class ActorServices:
     def _spawner(self, kind: str, actor: type, *args: object) -> Callable[[str], Handle]:
         service = self.config.services.of(kind)
         own = service.runtime_env if isinstance(service, ScorerService) else {}
+        own = own or template.runtime_env(self.config, kind)
         # OpenMP's waiting threads spin by default, and would take the cores of actors that work
         threads = {"OMP_NUM_THREADS": str(service.threads), "OMP_WAIT_POLICY": "PASSIVE"}
         options: dict[str, Any] = {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import re
 from abc import ABC, abstractmethod
@@ -225,6 +226,15 @@ class Family(ABC):
                     f"model.{key}: {pixels} pixels; this model makes multiples of {unit}{limit}"
                 )
         return self.model.height, self.model.width
+
+    def import_parts(self) -> None:
+        """Import the pipeline and what its parts are made of, and load nothing."""
+        import diffusers
+
+        assert getattr(diffusers, self.pipeline_class)  # both libraries import on access
+        for part in self.components:
+            library, name = self.index[part]
+            assert getattr(importlib.import_module(library), name)
 
     def load(self, part: str, device: torch.device | str, dtype: torch.dtype) -> nn.Module:
         """A diffusers model of the pipeline: eval mode, no gradients.
