@@ -34,7 +34,7 @@ from learner.schedules import stop_reason
 from planning.layouts.resolve import as_started, keep_layout
 from planning.preflight import check_model, check_resumable, check_scorers
 from records.errors import InputsLost, RunFailed, StateLost, Stopped
-from records.progress import Progress
+from records.progress import Progress, waiting
 from records.rundir import RunDirectory, write_json
 from records.sinks import Sinks, check_sinks
 from records.timeline import Timeline
@@ -61,7 +61,8 @@ def train(config: RunConfig, resume: bool) -> RunDirectory:
             check_resumable(as_started(config, started), rundir)
             config = keep_layout(config, started)
             alone.enter_context(rundir.held())
-        joined = join_or_start_ray(config)
+        with waiting("starting Ray"):
+            joined = join_or_start_ray(config)
         try:
             check_run_root(config, joined)
             tell = partial(print, flush=True)
@@ -104,7 +105,7 @@ class Session:
         self.progress = progress or Progress(title=f"Sol-RL: {config.name}")
         self.position = Position()
         timeline = Timeline(rundir.timeline_file)
-        self.services = ActorServices(config, rundir, rundir.event, timeline.record)
+        self.services = ActorServices(config, rundir, self._event, timeline.record)
         self.ring = Ring(config, self.services, train_prompts, self.progress, rundir.event)
         self.sinks = Sinks(config, rundir, rundir.event)
         self.held_out = HeldOut(config, rundir, test_prompts)
@@ -142,6 +143,11 @@ class Session:
             self.sinks.close()
             self._report()
 
+    def _event(self, name: str, **fields: object) -> None:
+        self.rundir.event(name, **fields)
+        if name == "actor_started":
+            self.progress.actor_started()
+
     def _begin(self, resume: bool) -> Path | None:
         """The checkpoint to go on from; None: from the beginning."""
         event, config = self.rundir.event, self.config
@@ -167,7 +173,7 @@ class Session:
             self.progress.note(f"report.html could not be written: {error.strerror or error}")
 
     async def _train(self, checkpoint: Path | None) -> None:
-        self.progress.note("starting actors")
+        self.progress.starting(sum(len(pool.members) for pool in self.services.pools))
         await self.services.start()
         while True:
             try:

@@ -70,7 +70,7 @@ class Template:
         with socket.socket(socket.AF_UNIX) as listener:
             listener.bind(self.path)
             listener.listen(64)
-            self._process: subprocess.Popen[bytes] = subprocess.Popen(
+            self.process: subprocess.Popen[bytes] = subprocess.Popen(
                 [sys.executable, "-c", code, str(listener.fileno()), config.model_dump_json()],
                 stdin=subprocess.PIPE,  # closed when the driver is gone
                 pass_fds=[listener.fileno()],
