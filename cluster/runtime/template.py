@@ -17,6 +17,7 @@ import json
 import os
 import runpy
 import select
+import shlex
 import socket
 import sys
 from pathlib import Path
@@ -24,7 +25,6 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     import subprocess
-    from collections.abc import Callable
 
     from configs.schema import RunConfig
     from configs.section import Tree
@@ -41,20 +41,17 @@ LENGTH = 4  # bytes in front of a request
 
 def start(config: RunConfig) -> None:
     """Have one template in this process, if actors of ``config`` can be its forks."""
-    if sys.platform == "linux" and any(map(_forkable(config), FORKED)) and not _running:
+    some = any(not config.services.of(kind).gpus for kind in FORKED)
+    if sys.platform == "linux" and some and not _running:
         _running.append(Template(config))
 
 
 def runtime_env(config: RunConfig, kind: str) -> Tree:
     """What Ray is asked for where an actor of this kind shall be forked; empty where it is not."""
-    if not _running or kind not in FORKED or not _forkable(config)(kind):
+    if not _running or kind not in FORKED or config.services.of(kind).gpus:
         return {}
-    launcher = f"{sys.executable} -IS {os.path.abspath(__file__)}"
-    return {"py_executable": launcher, "env_vars": {SOCKET: _running[0].path}}
-
-
-def _forkable(config: RunConfig) -> Callable[[str], bool]:
-    return lambda kind: not config.services.of(kind).gpus
+    launcher = [sys.executable, "-IS", os.path.abspath(__file__)]
+    return {"py_executable": shlex.join(launcher), "env_vars": {SOCKET: _running[0].path}}
 
 
 class Template:
@@ -73,6 +70,8 @@ class Template:
             self.process: subprocess.Popen[bytes] = subprocess.Popen(
                 [sys.executable, "-c", code, str(listener.fileno()), config.model_dump_json()],
                 stdin=subprocess.PIPE,  # closed when the driver is gone
+                stdout=subprocess.DEVNULL,  # what fails here fails in each actor, which says it
+                stderr=subprocess.DEVNULL,
                 pass_fds=[listener.fileno()],
                 start_new_session=True,  # Ctrl-C is for the driver
                 env={
