@@ -15,6 +15,7 @@ from actors.messages import ActorInfo, ChunkKey, Exported, WeightsId
 from actors.rollout import RolloutActor
 from cluster.driver.weights import WeightChannel, common_backends
 from cluster.runtime.answers import answer_of
+from cluster.runtime.transport import RAY
 from cluster.runtime.member import ActorLost, Member
 from cluster.runtime.pool import ActorPool
 from cluster.runtime.queue import PendingTask
@@ -161,7 +162,9 @@ def test_a_cold_actor_has_longer(cold, warm_up_s, lost):
         future: concurrent.futures.Future[int] = concurrent.futures.Future()
         threading.Timer(0.5, future.set_result, [7]).start()
         pool.members[0].cold = cold
-        return await answer_of(pool.members[0], SimpleNamespace(future=lambda: future), service)
+        return await answer_of(
+            RAY, pool.members[0], SimpleNamespace(future=lambda: future), service
+        )
 
     if lost:
         with pytest.raises(ActorLost, match="no answer for 0.1 s"):
