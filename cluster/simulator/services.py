@@ -103,9 +103,8 @@ class SimulatedServices(ActorServices):
     ):
         durations = board.hardware.any_durations
         self.board = board
-        self.transport: SimulatedTransport = SimulatedTransport(
-            durations.call_s, durations.driver_s
-        )
+        carries = SimulatedTransport(durations.call_s, durations.driver_s)
+        self.transport: SimulatedTransport = carries
         self._tree = config.model_dump(mode="json")
         super().__init__(patient(config), RunDirectory(Path()), event, record)
 
