@@ -7,11 +7,13 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from cli.common import DONE, add_config, require_positive
+from cli.common import DONE, add_config, require_positive, run_at
 from configs.load import ConfigError, load
+from configs.schema import RunConfig
 
 if TYPE_CHECKING:
     from cluster.simulator.run import Simulated
+    from planning.make import Plan
 
 HELP = (
     "dry run: placement, memory, bytes per broadcast, operations and simulated seconds; loads no"
@@ -55,6 +57,12 @@ def declare(sub: argparse.ArgumentParser) -> None:
         help="GPUs assumed, such as B200; services.rollout.accelerator unless given",
     )
     sub.add_argument(
+        "--from",
+        dest="from_run",
+        metavar="RUN",
+        help="calls take what they took in this run, a run directory; sizes and layout may differ",
+    )
+    sub.add_argument(
         "--out", metavar="FILE.html", help="draw the timeline of a simulated iteration here"
     )
     sub.add_argument(
@@ -84,12 +92,32 @@ def run(options: argparse.Namespace) -> int:
             nodes = free_nodes()
     numbers = {name: getattr(options, name) for name in names}
     assumed = Assumptions(accelerator=options.accelerator, **numbers)
+    if options.from_run:
+        return _from_run(options, config, make_plan(config, assumed, nodes))
     from cluster.simulator.outlook import simulated
 
     plan, iteration = simulated(make_plan(config, assumed, nodes))
     if options.out:
         draw(options.out, config.name, iteration)
     print(json.dumps(json_of(plan), indent=2) if options.json else "\n".join(lines_of(plan)))
+    return DONE
+
+
+def _from_run(options: argparse.Namespace, config: RunConfig, plan: Plan) -> int:
+    """Print the plan with seconds as a run had them."""
+    from cluster.simulator.measured import measured, measured_json, measured_lines, require_same
+    from planning.lines import lines_of
+
+    rundir, recorded = run_at(options.from_run)
+    require_same(config, recorded)
+    model = measured(rundir)
+    found = model.predict(config)
+    if options.out:
+        draw(options.out, config.name, found)
+    if options.json:
+        print(json.dumps(measured_json(config, found, model), indent=2))
+    else:
+        print("\n".join([*lines_of(plan), *measured_lines(found, model, rundir.path.name)]))
     return DONE
 
 
@@ -100,7 +128,7 @@ def draw(out: str, name: str, iteration: Simulated | None) -> None:
     if iteration is None:
         raise ConfigError([f"--out {out}: no GPU is asked for, so there is no iteration to draw"])
     try:
-        write_page(Path(out), name, iteration.spans, iteration.iteration)
+        write_page(Path(out), name, iteration.spans, iteration.spans_end)
     except OSError as error:
         why = error.strerror or error
         raise ConfigError([f"--out {out}: cannot be written ({why}): give another file"]) from None

@@ -6,6 +6,8 @@ import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from planning.sharing import speed
+
 EPSILON = 1e-9
 
 
@@ -73,13 +75,3 @@ class Shared:
         self._schedule()
         for job in through:
             job.done()
-
-
-def speed(wanted: float, capacity: float, together: float) -> float:
-    """Of each user, compared with being alone, where all want ``wanted`` of a capacity."""
-    if wanted <= 1.0:
-        return 1.0
-    slower = 1.0
-    if capacity > 1.0:
-        slower -= (1.0 - together) * (min(wanted, capacity) - 1.0) / (capacity - 1.0)
-    return slower * min(1.0, capacity / wanted)

@@ -34,7 +34,7 @@ def simulated(plan: Plan) -> tuple[Plan, Simulated | None]:
 
     mine = of(scenarios.mine)
     found = Findings(
-        critical_path(mine.spans, mine.iteration),
+        critical_path(mine.spans, mine.spans_end),
         {kind: of(scenario).iteration for kind, scenario in scenarios.more.items()},
         mine.publish,
         mine.driver,

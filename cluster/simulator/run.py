@@ -37,7 +37,8 @@ class Simulated:
 
     ``explore`` and ``rollout``: until every seed is chosen, and until all samples to train on are
     there. ``idle``: by service, the share of its actors' time without work. ``driver``: the share
-    in which the driver sends. ``spans`` are of the last iteration, from when it began.
+    in which the driver sends. ``spans`` are of the last iteration, from when it
+    began to ``spans_end``; ``timeline`` has all of them, as a run would write them down.
     """
 
     iteration: float
@@ -49,7 +50,10 @@ class Simulated:
     parts: Sequence[Part]
     driver: float
     calls: float
+    work: float  # seconds of all calls of an iteration, were each alone
     spans: Sequence[Span]
+    spans_end: float
+    timeline: Sequence[Span]
 
     @property
     def mean_idle(self) -> float:
@@ -95,7 +99,7 @@ async def _simulate(config: RunConfig, hardware: Hardware, count: int) -> Simula
     counts = {pool.kind: pool.alive for pool in services.pools}
     await ring.close()
     await services.stop()
-    spans = [span for span in spans if span.ended - clock.START > began]
+    timeline, spans = spans, [span for span in spans if span.ended - clock.START > began]
     return Simulated(
         iteration=seconds / count,
         explore=_mean(rows, "time/explore_s"),
@@ -109,6 +113,9 @@ async def _simulate(config: RunConfig, hardware: Hardware, count: int) -> Simula
         parts=parts,
         driver=driver / seconds,
         calls=sum(span.started - clock.START < ended for span in spans) / count,
+        work=sum(work.values()) / count,
+        spans_end=ended - last,
+        timeline=timeline,
         spans=[_since(span, last, ended) for span in spans if span.ended - clock.START > last],
     )
 

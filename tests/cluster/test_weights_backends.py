@@ -15,10 +15,10 @@ from actors.messages import ActorInfo, ChunkKey, Exported, WeightsId
 from actors.rollout import RolloutActor
 from cluster.driver.weights import WeightChannel, common_backends
 from cluster.runtime.answers import answer_of
-from cluster.runtime.transport import RAY
 from cluster.runtime.member import ActorLost, Member
 from cluster.runtime.pool import ActorPool
 from cluster.runtime.queue import PendingTask
+from cluster.runtime.transport import RAY
 from configs.services import Service
 from records.errors import RunFailed
 from tests.cluster.runs import run_here, tiny_config
