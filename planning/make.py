@@ -146,7 +146,9 @@ def _with_outlook(
         choice,
     )
     more = one_more(asked, family, gpus, given) if choice else {}
-    scenarios = Scenarios(scenario, arms, more)
+    looked = [each for each in choice.table if each.prediction] if choice else []
+    table = [scenario_of(asked, each, family, gpus, given, costs) for each in looked]
+    scenarios = Scenarios(scenario, arms, more, table)
     homes = {
         stage: float(sum(each.count for each in laid if kind in each.actors)) or 1.0
         for stage, kind in (

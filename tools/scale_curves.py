@@ -86,6 +86,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                     points.append(point(model, growing, gpus))
                     write_text(kept, json.dumps([asdict(each) for each in points], indent=1))
                     print(line(points[-1]), flush=True)
+                    write_text(Path(options.out), drawing(points))
     write_text(Path(options.out), drawing(points))
     return 0
 

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from cluster.simulator.run import Simulated, simulate
 from cluster.simulator.services import Hardware
+from planning.layouts.choose import Candidate, Choice
 from planning.layouts.lines import Findings
 from planning.layouts.predict import Prediction
 from planning.layouts.scenario import Scenario
@@ -46,8 +47,25 @@ def simulated(plan: Plan) -> tuple[Plan, Simulated | None]:
         unhidden=of(scenarios.mine.free).iteration if explores else mine.iteration,
         arms={arm: as_prediction(of(scenario)) for arm, scenario in scenarios.arms.items()},
         found=found,
+        choice=_simulated_choice(outlook.choice, [of(each).iteration for each in scenarios.table]),
     )
     return replace(plan, outlook=outlook), mine
+
+
+def _simulated_choice(choice: Choice | None, seconds: Sequence[float]) -> Choice | None:
+    """With simulated seconds of every layout that can be, in the order of the table."""
+    if choice is None:
+        return None
+    left = iter(seconds)
+
+    def seen(each: Candidate) -> Candidate:
+        if each.prediction is None:
+            return each
+        return replace(each, prediction=replace(each.prediction, iteration=next(left)))
+
+    table = [seen(each) for each in choice.table]
+    best = next((each for each in table if each.numbers == choice.best.numbers), choice.best)
+    return replace(choice, best=best, table=sorted(table, key=lambda each: each.seconds))
 
 
 def run(scenario: Scenario, count: int = 1) -> Simulated:

@@ -95,6 +95,8 @@ def _not_chosen(each: Candidate, choice: Choice, config: RunConfig) -> str:
         return ""
     if config.layout is not None and config.layout.mode not in ("auto", each.numbers.mode):
         return "; not asked for"
+    if each.numbers.ahead == choice.best.numbers.ahead:
+        return "; not by the arithmetic that chooses"
     return "; explores with the policy before, so only on request: explore_ahead = 1"
 
 

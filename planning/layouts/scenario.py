@@ -44,11 +44,14 @@ class Scenario:
 
 @dataclass(frozen=True)
 class Scenarios:
-    """What a plan is about, its arms, and one GPU more of each kind."""
+    """What a plan is about, its arms, one GPU more of each kind, and the layouts that were looked
+    at and can be, in the order of the choice's table.
+    """
 
     mine: Scenario
     arms: Mapping[str, Scenario]
     more: Mapping[str, Scenario]
+    table: Sequence[Scenario]
 
 
 def scenario_of(
