@@ -17,8 +17,10 @@ LINK = 25e9
 """Bytes per second between two nodes: 200 Gb/s."""
 HOST = 10e9
 """Bytes per second from an object store into an actor, and from a GPU to the host."""
-PACK = 2e9
-"""Bytes per second of packing, hashing and storing what is published."""
+PACK = 4e9
+"""Bytes per second of what is published: from the GPU to the host, hashed, and into the object
+store, at 25, 10 and 10 GB/s one after the other.
+"""
 HOP_S = 2e-5
 """Seconds of one step of a sum over nodes."""
 CALL_S = 1e-3

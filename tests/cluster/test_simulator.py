@@ -5,6 +5,7 @@ Nothing starts a process here.
 
 import asyncio
 import inspect
+import json
 import time
 from dataclasses import replace
 
@@ -15,6 +16,7 @@ from actors.learner import LearnerActor
 from actors.reward import RewardActor
 from actors.rollout import RolloutActor
 from actors.selector import SelectorActor
+from cli.main import main
 from cluster.runtime import clock
 from cluster.simulator import actors
 from cluster.simulator.machine import Shared
@@ -28,6 +30,9 @@ from planning.calibration import calibrated, fitted
 from planning.durations import Durations, Line, Summing, fetching
 from planning.layouts.gpus import Laid
 from planning.make import make_plan
+from records.rundir import RunDirectory
+from records.timeline import Timeline
+from tests.cluster.runs import write_toml
 
 DURATIONS = Durations(
     explore=Line(0.3, 0.05),
@@ -178,6 +183,30 @@ def test_a_timeline_gives_back_what_calls_take():
         other = config(*shape)
         wanted = simulate(other, hardware, 3).iteration
         assert model.predict(other).iteration == pytest.approx(wanted, rel=0.02), shape
+
+
+def test_a_plan_from_a_run(tmp_path, capsys, monkeypatch):
+    """A run directory as it would have been written on two cores; another layout is asked for."""
+    monkeypatch.setattr("os.cpu_count", lambda: 2)
+    ran, hardware = config(), Hardware({"cores": DURATIONS}, cores=2.0, together=0.8)
+    rundir = RunDirectory(tmp_path / "ran")
+    rundir.create(ran)
+    found = simulate(ran, hardware, 3)
+    for span in found.timeline:
+        Timeline(rundir.timeline_file).record(span)
+    for index in range(3):
+        row = {"kind": "iteration", "iteration": index, "time/iteration_s": found.iteration}
+        rundir.metric(row)
+    other = config(actors=3, chunk=8)
+    command = ["plan", str(write_toml(other, tmp_path)), "--from", str(rundir.path)]
+    assert main([*command, "--json"]) == 0
+    tree = json.loads(capsys.readouterr().out)
+    wanted = simulate(other, hardware, 3).iteration
+    assert tree["iteration_s"] == pytest.approx(wanted, rel=0.02)
+    assert tree["bound_s"] < tree["iteration_s"] and tree["measured_s"] == found.iteration
+    assert main([*command, "--set", "explore.steps=7"]) == 2
+    error = capsys.readouterr().err
+    assert "the run has another explore.steps" in error and error.count("\n") == 1
 
 
 def test_a_line_through_two_sizes():
