@@ -88,7 +88,7 @@ def of_tasks(config: RunConfig, tasks: Tasks, counts: Counts, nodes: int) -> Dur
     pool = plan.explore.pool_size if plan.explore else 0
     per_prompt = keep + config.audit.random_seeds if plan.regenerate else 0
     images = tasks.prompts * (pool + per_prompt)
-    sent = counts.broadcast if plan.explore else 0
+    sent = counts.changing if plan.explore else 0
     return Durations(
         explore=Line(0.0, tasks.chunks * tasks.chunk / max(1, tasks.prompts * pool)),
         generate=Line(0.0, tasks.regenerate / max(1, per_prompt)),

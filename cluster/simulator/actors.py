@@ -74,7 +74,13 @@ class Encoder(Simulated):
 class Rollout(Simulated):
     """Stands for ``RolloutActor``."""
 
-    def load(self, backend: str | None, manifest: Manifest, *shards: ObjectRef[object]) -> Took:
+    def load(
+        self,
+        backend: str | None,
+        manifest: Manifest,
+        sent: Sequence[int],
+        *shards: ObjectRef[object],
+    ) -> Took:
         """The acknowledgement."""
         loaded = WeightsId(manifest.version, manifest.checksum, backend)
         return Took(self.durations.load.at(1), loaded)

@@ -71,7 +71,7 @@ def _simulated_choice(choice: Choice | None, seconds: Sequence[float]) -> Choice
 def run(scenario: Scenario, count: int = 1) -> Simulated:
     """A scenario in virtual time."""
     hardware = Hardware(
-        scenario.durations, scenario.laid, shards=scenario.shards, broadcast=scenario.broadcast
+        scenario.durations, scenario.laid, shards=scenario.shards, broadcast=scenario.sent
     )
     return simulate(scenario.config, hardware, count)
 

@@ -27,13 +27,13 @@ class Scenario:
     config: RunConfig
     laid: Sequence[Laid]
     durations: Mapping[str, Durations]
-    broadcast: int
+    sent: int  # bytes of what an update changes
     prediction: Prediction
 
     @property
     def shards(self) -> int:
         """Pieces in which weights are published."""
-        return max(1, -(-self.broadcast // (self.config.publish.shard_mb << 20)))
+        return max(1, -(-self.sent // (self.config.publish.shard_mb << 20)))
 
     @property
     def free(self) -> Scenario:
@@ -71,8 +71,8 @@ def scenario_of(
     config = with_numbers(config, found.numbers)
     durations = {kind: of_tasks(config, costs.tasks[kind], counts[kind], nodes) for kind in kinds}
     explores = config.plan.explore is not None
-    broadcast = counts[kinds[0]].broadcast if explores else 0
-    return Scenario(config, laid, durations, broadcast, found.prediction)
+    sent = counts[kinds[0]].changing if explores else 0
+    return Scenario(config, laid, durations, sent, found.prediction)
 
 
 def one_more(
