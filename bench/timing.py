@@ -36,6 +36,7 @@ class Options:
     pixels: int | None = None  # per side; None: as published
     small: bool | None = None  # few narrow blocks of the same kinds; None: where there is no GPU
     compile: bool = False
+    keep: str | None = None  # directory of what was measured, by benchmarks that take minutes
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,6 @@ objective or model runs.
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Callable
 
 from actors.messages import TrainingGroup
@@ -18,6 +17,7 @@ from cluster.driver.rank_monitor import RankMonitor
 from cluster.driver.regeneration import Regeneration
 from cluster.driver.services import ActorServices
 from cluster.driver.weights import common_backends
+from cluster.runtime import clock
 from cluster.runtime.tasks import run_together
 from configs.prompts import Prompt
 from configs.schema import RunConfig
@@ -62,14 +62,14 @@ class Ring:
         it = await self._its_turn(index)
         groups = await run_together(*(self._group(it, p) for p in range(len(it.prompts))))
         it.scoring.check_share()
-        regenerated_at = time.perf_counter()
+        regenerated_at = clock.now()
         async with self.updating:
             update = await self.services.learner.update(index, groups)
-            updated_at = time.perf_counter()
+            updated_at = clock.now()
             self.progress.advanced("updated", sum(len(group.rewards) for group in groups))
             audit = self._audit(it)
             published = await self.publish(index + 1)
-        times = it.times(regenerated_at, updated_at, time.perf_counter())
+        times = it.times(regenerated_at, updated_at, clock.now())
         self.progress.advanced("published", 1)
         metrics = it.metrics(self.config.selection.keep) | trained_rewards(groups) | self._counts()
         return metrics | audit | update | published | times, it
@@ -104,7 +104,7 @@ class Ring:
         trained on, with their rewards.
         """
         if self.config.plan.explore is None:
-            it.explored_at = time.perf_counter()
+            it.explored_at = clock.now()
             seeds = self._exploration.seeds(it.index, p, self.config.selection.keep)
             group, _ = await self._regeneration.seeds(it, p, seeds)
             return group

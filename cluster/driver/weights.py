@@ -7,7 +7,6 @@ new, replaced, behind, or ahead. It is sent the shards that differ from those it
 
 from __future__ import annotations
 
-import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
@@ -17,6 +16,7 @@ from actors.calls import resolved
 from actors.clients import LearnerClient
 from actors.messages import ActorInfo, ChunkKey, Shard, WeightsId
 from actors.rollout import RolloutActor
+from cluster.runtime import clock
 from cluster.runtime.member import Member
 from cluster.runtime.pool import ActorPool
 from policy.precision.wire import Manifest
@@ -82,7 +82,7 @@ class WeightChannel:
         ``backend``: the precision to pack for; None: the run's, which is what its first rollout
         actors reported. ``weights``: the adapter to export; None: the policy that is sampled.
         """
-        start = time.perf_counter()
+        start = clock.now()
         own = one_backend(rollout)
         backend = backend or self._of_the_run(own, rollout)
         exported = await learner.export(version, backend, weights)
@@ -94,7 +94,7 @@ class WeightChannel:
         self._remember(published, rollout)
         if not self._ahead:
             await rollout.each(lambda member: self._load(rollout, member, published))
-        seconds = time.perf_counter() - start
+        seconds = clock.now() - start
         self._event(
             "version_published",
             version=version,
