@@ -23,6 +23,9 @@ OPERATIONAL = (
     "stop",
     "logging",
     "publish",
+    "audit.identity_every",
+    "prompts.allow_overlap",
+    "rewards.deterministic",
 )
 DEVICES = (
     "services.learner.gpus",

@@ -55,10 +55,7 @@ class RunDirectory:
         """
         there = self.config_file.exists()
         if there and (self.computed() or self.unlocked):
-            raise ConfigError(
-                f"{self.path}: a run of this name is there: --resume continues it, --set"
-                " name=... starts another"
-            )
+            raise self._taken()
         try:
             if there:
                 self._clear()
@@ -72,6 +69,22 @@ class RunDirectory:
             write_json(self.config_file, kept)
         except OSError as error:
             raise self._unwritable(error) from None
+
+    def require_new(self) -> None:
+        """Raises ConfigError where a run of this name has come far enough to be kept: asked before
+        anything is started, and again by ``create``, as another driver may be quicker.
+        """
+        try:
+            if self.config_file.exists() and self.computed():
+                raise self._taken()
+        except OSError as error:
+            raise self._unwritable(error) from None
+
+    def _taken(self) -> ConfigError:
+        return ConfigError(
+            f"{self.path}: a run of this name is there: --resume continues it, --set"
+            " name=... starts another"
+        )
 
     def computed(self) -> bool:
         """Whether there is a checkpoint, whole or not, or a row of metrics."""

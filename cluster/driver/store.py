@@ -30,9 +30,7 @@ def published_bytes(config: RunConfig, accelerator: str | None = None) -> int:
     with described(config) as (family, _):
         backend, _ = backend_of(config, accelerator)
         wide = memory.blank(family, "transformer", dtype)
-        adapted = target_modules(
-            wide, config.lora.targets or family.lora_targets, strict=bool(config.lora.targets)
-        )
+        adapted = target_modules(wide, config.lora.targets or family.lora_targets)
         transformer, rows, layers = memory.blank_explorer(
             family, backend, config.explore.modules_to_not_convert, dtype
         )

@@ -17,6 +17,7 @@ from actors.calls import resolved
 from actors.clients import LearnerClient
 from actors.messages import ActorInfo, ChunkKey, Shard, WeightsId
 from actors.rollout import RolloutActor
+from cluster.driver.identity import Expected, PolicyIdentity
 from cluster.runtime.member import Member
 from cluster.runtime.pool import ActorPool
 from policy.precision.wire import Manifest
@@ -30,6 +31,7 @@ class Published:
     manifest: Manifest
     backend: str | None  # precision that it is packed for; None: rollout actors do not say
     shards: list[ObjectRef[Shard]]  # in order
+    probe: Expected | None = None  # what the learner makes of it, where it is checked
 
     @property
     def id(self) -> WeightsId:
@@ -50,6 +52,7 @@ class WeightChannel:
         # the run's precision, from its first publishing on; a checkpoint keeps it
         self.chosen: str | None = None
         self.why = ""
+        self.identity: PolicyIdentity | None = None  # checks what actors make of what they loaded
 
     @property
     def current(self) -> Published | None:
@@ -87,12 +90,13 @@ class WeightChannel:
         count = len(exported.manifest.shard_sizes)
         # one by one: the learner then holds one copy of one shard beside its export
         shards = [await learner.shard(version, index) for index in range(count)]
-        published = Published(exported.manifest, backend, shards)
+        probe = await self.identity.expected(version, learner) if self.identity else None
+        published = Published(exported.manifest, backend, shards, probe)
         # versions from ``version`` on are of a run that has gone back to a checkpoint since
         kept = {v: p for v, p in self._held.items() if version - self._ahead <= v < version}
         self._held = kept | {version: published}
         if not self._ahead:
-            await rollout.each(lambda member: _load(rollout, member, published))
+            await rollout.each(lambda member: self._load(rollout, member, published))
         seconds = time.perf_counter() - start
         self._event(
             "version_published",
@@ -107,6 +111,7 @@ class WeightChannel:
             "weights/version": version,
             "weights/bytes": exported.manifest.nbytes,
             **exported.statistics,
+            **(self.identity.take_metrics() if self.identity else {}),
         }
 
     def _of_the_run(self, own: str | None, rollout: ActorPool) -> str | None:
@@ -138,28 +143,29 @@ class WeightChannel:
 
         async def prepare(member: Member, key: object) -> None:
             assert isinstance(key, ChunkKey), key
-            await _load(rollout, member, self.held(key.version))
+            await self._load(rollout, member, self.held(key.version))
 
         return prepare
 
-
-async def _load(rollout: ActorPool, member: Member, published: Published) -> None:
-    if member.weights == published.id:
-        return
-    one_backend(rollout)
-    own = member.info.backend if member.info else None
-    if published.backend != (member.weights.backend if member.weights else own):
-        member.cold = True  # its denoiser is built again, which may take as long as at the start
-    shards = (resolved(shard) for shard in published.shards)
-    loaded = await rollout.ask(
-        member, RolloutActor.load, published.backend, published.manifest, *shards
-    )
-    if loaded != published.id:
-        raise RunFailed(
-            f"rollout actor {member.index} acknowledged version {loaded.version} checksum"
-            f" {loaded.checksum}, published was {published.id.version} {published.id.checksum}"
+    async def _load(self, rollout: ActorPool, member: Member, published: Published) -> None:
+        if member.weights == published.id:
+            return
+        one_backend(rollout)
+        own = member.info.backend if member.info else None
+        if published.backend != (member.weights.backend if member.weights else own):
+            member.cold = True  # its denoiser is built again, which may take as long as at first
+        shards = (resolved(shard) for shard in published.shards)
+        loaded = await rollout.ask(
+            member, RolloutActor.load, published.backend, published.manifest, *shards
         )
-    member.weights = published.id
+        if loaded != published.id:
+            raise RunFailed(
+                f"rollout actor {member.index} acknowledged version {loaded.version} checksum"
+                f" {loaded.checksum}, published was {published.id.version} {published.id.checksum}"
+            )
+        if self.identity and published.probe:
+            await self.identity.check(rollout, member, published.probe)
+        member.weights = published.id
 
 
 def _told(rollout: ActorPool) -> list[ActorInfo]:
