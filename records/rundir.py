@@ -125,11 +125,13 @@ class RunDirectory:
     def configuration(self) -> RunConfig:
         """The configuration of the run. Raises ConfigError: this is no run directory."""
         try:
-            tree = json.loads(self.config_file.read_text())["config"]
+            kept = json.loads(self.config_file.read_text())
+            tree = kept["config"]
             if not isinstance(tree, dict):
                 raise TypeError(tree)
-            return parse(tree)
+            return self._parsed(tree, kept.get("versions"))
         except (
+            RecursionError,
             OSError,
             ValueError,
             TypeError,
@@ -138,6 +140,20 @@ class RunDirectory:
             raise ConfigError(
                 f"{self.path}: no readable run here ({type(error).__name__}); give a directory"
                 " with a config.json"
+            ) from None
+
+    def _parsed(self, tree: dict[str, object], made: object) -> RunConfig:
+        """Raises ConfigError, which names the version that made the run where it is another."""
+        try:
+            return parse(tree)
+        except ConfigError as error:
+            before = made.get("sol-rl") if isinstance(made, dict) else None
+            here = versions()["sol-rl"]
+            if not isinstance(before, str) or before == here:
+                raise
+            raise ConfigError(
+                f"{self.path}: made by Sol-RL {before}, which reads it; this is {here}:"
+                f" {error.lines[0]}"
             ) from None
 
     def prompts(self) -> dict[str, str]:

@@ -128,10 +128,14 @@ def test_a_module_whose_own_import_fails_says_install(tmp_path, monkeypatch):
         ),
         (
             "http",
-            {"url": "http://x:80", "encoding": "xml"},
+            {"url": "http://localhost:80", "encoding": "xml"},
             "'http': encoding is 'xml': use one of npz, json",
         ),
-        ("http", {"url": "http://x:80", "encoding": ["npz"]}, r"encoding is \['npz'\]: use one of"),
+        (
+            "http",
+            {"url": "http://localhost:80", "encoding": ["npz"]},
+            r"encoding is \['npz'\]: use one of",
+        ),
         ("http", {"url": "x:80"}, "url is 'x:80': give http://host:port"),
         ("http", {"url": "http://:80/score"}, "give http://host:port"),
         ("http", {"url": "http://x:http"}, "give http://host:port"),
