@@ -83,9 +83,9 @@ class PackedPolicy:
             for name, layer in self._layers.items()
             for part, buffer in layer.wire_targets().items()
         }
-        wide = {f"{row.name}.weight" for row in self.plan if not row.quantised}
+        unquantized = {f"{row.name}.weight" for row in self.plan if not row.quantised}
         for entry in manifest.entries:
-            if entry.name in wide:
+            if entry.name in unquantized:
                 targets[entry.name] = self.transformer.get_parameter(entry.name)
         # a trained module that did not come would go on with the weights of the base model
         for name in self._trained:

@@ -29,8 +29,8 @@ def published_bytes(config: RunConfig, accelerator: str | None = None) -> int:
     dtype = DTYPES[config.regenerate.precision]
     with described(config) as (family, _):
         backend, _ = backend_of(config, accelerator)
-        wide = memory.blank(family, "transformer", dtype)
-        adapted = target_modules(wide, config.lora.targets or family.lora_targets)
+        model = memory.blank(family, "transformer", dtype)
+        adapted = target_modules(model, config.lora.targets or family.lora_targets)
         transformer, rows, layers = memory.blank_explorer(
             family, backend, config.explore.modules_to_not_convert, dtype
         )

@@ -65,8 +65,8 @@ def test_four_and_a_half_bits_on_the_wire(family, adapted):
     assert manifest.nbytes == weights * 4.5 / 8 + 4 * len(rows)
 
 
-def test_an_explorer_holds_no_wide_copy(family, monkeypatch):
-    """By bytes of parameters and buffers, and by the fate of the wide weights it was built from."""
+def test_an_explorer_holds_no_unquantized_copy(family, monkeypatch):
+    """By bytes of parameters and buffers, and by the fate of the weights it was built from."""
     born = {}
     load = type(family).load_transformer
 
