@@ -89,7 +89,7 @@ class PackedPolicy:
                 targets[entry.name] = self.transformer.get_parameter(entry.name)
         # a trained module that did not come would go on with the weights of the base model
         for name in self._trained:
-            if (weight := f"{name}.weight") in wide:
+            if (weight := f"{name}.weight") in unquantized:
                 targets[weight] = self.transformer.get_parameter(weight)
         return targets
 
