@@ -76,7 +76,8 @@ class RunDirectory:
         """
         try:
             if self.config_file.exists() and self.computed():
-                raise self._taken()
+                with self.held():  # another driver at work is the better reason
+                    raise self._taken()
         except OSError as error:
             raise self._unwritable(error) from None
 

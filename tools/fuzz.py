@@ -19,6 +19,7 @@ import struct
 import sys
 import tempfile
 import time
+import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -158,10 +159,10 @@ def one_override(folder: Path, given: tuple[str, str]) -> None:
     """`config quickstart --set KEY=VALUE`; what is accepted reads back as the same."""
     shown = command("config", "quickstart", "--set", f"{given[0]}={given[1]}")
     if shown:
-        tree = json.loads(shown)
-        finite(tree)
-        if parse(tree).model_dump(mode="json") != tree:
-            raise Wrong(f"{given} does not read back as it was printed")
+        finite(json.loads(shown))
+        config = load("quickstart", [f"{given[0]}={given[1]}"])
+        if parse(config.model_dump(mode="json")) != config:
+            raise Wrong(f"{given} does not read back as it was written")
 
 
 def spoiled(text: bytes) -> st.SearchStrategy[bytes]:
@@ -469,6 +470,18 @@ def fuzz(target: Target, examples: int, seed: int) -> int:
     return tried
 
 
+def _told(error: BaseException) -> Iterator[str]:
+    """Every failure that hypothesis found, with the input that it made small."""
+    if isinstance(error, BaseExceptionGroup):
+        for inner in error.exceptions:
+            yield from _told(inner)
+        return
+    frame = traceback.extract_tb(error.__traceback__)[-1]
+    notes = " ".join(getattr(error, "__notes__", []))
+    where = f"{frame.filename}:{frame.lineno}"
+    yield f"{type(error).__name__}: {error} ({where}) {notes}"
+
+
 def run(names: list[str], examples: int, seed: int) -> int:
     """Every target by name; a line each. Returns the number that failed."""
     failed = 0
@@ -479,8 +492,7 @@ def run(names: list[str], examples: int, seed: int) -> int:
         # whatever it raises is what was looked for
         except Exception as error:
             failed += 1
-            notes = " | ".join(getattr(error, "__notes__", []))
-            said = f"FAILED: {type(error).__name__}: {error} {notes}"
+            said = "FAILED: " + "; ".join(_told(error))
         print(f"{name:16} {time.perf_counter() - began:6.1f} s  {said}", flush=True)
     return failed
 

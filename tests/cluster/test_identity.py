@@ -17,8 +17,9 @@ from actors.rollout import RolloutActor
 from learner.distance import relative_distance
 from learner.identity import bare_copy
 from records.errors import RunFailed
+from records.rundir import RunDirectory
 from tests.cluster.local import play
-from tests.cluster.runs import tiny_config
+from tests.cluster.runs import run_here, tiny_config
 from tests.learner.tiny import tiny_trainer
 
 
@@ -208,3 +209,19 @@ def test_distance_by_hand():
     assert relative_distance(np.array([np.nan, 4.0], np.float32), a) == float("inf")
     assert relative_distance(a, np.zeros(2, np.float32)) == float("inf")
     assert relative_distance(a[:1], a) == float("inf")
+
+
+@pytest.mark.slow
+def test_in_real_processes(ray_here, tiny_sd3_dir, tmp_path, monkeypatch):
+    """Rollout actors on Ray compute with an old buffer: the run ends before anything is explored
+    with the new version.
+    """
+    monkeypatch.setattr("cluster.driver.services.RolloutActor", OldBuffer)
+    config = config_of(tiny_sd3_dir, tmp_path)
+    with pytest.raises(RunFailed, match=r"policy identity: rollout actor \d on .* version 1 but"):
+        run_here(config)
+    events = RunDirectory.of(config).events()
+    names = [event["event"] for event in events]
+    assert names.count("identity_checked") == 2 and "identity_failed" in names
+    assert "policy identity" in next(e["why"] for e in events if e["event"] == "run_failed")
+    assert not any(row["kind"] == "iteration" for row in RunDirectory.of(config).metrics())

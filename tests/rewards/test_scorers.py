@@ -140,16 +140,16 @@ def test_a_module_whose_own_import_fails_says_install(tmp_path, monkeypatch):
         ("http", {"url": "http://:80/score"}, "give http://host:port"),
         ("http", {"url": "http://x:http"}, "give http://host:port"),
         ("http", {"url": 80}, "url is 80: give http://host:port"),
-        ("http", {"url": "http://x", "timeout_s": -1}, "timeout_s is -1: use a positive time"),
-        ("http", {"url": "http://x", "timeout_s": "60"}, "timeout_s is '60': use a positive time"),
+        ("http", {"url": "https://x", "timeout_s": -1}, "timeout_s is -1: use a positive time"),
+        ("http", {"url": "https://x", "timeout_s": "60"}, "timeout_s is '60': use a positive time"),
         (
             "http",
-            {"url": "http://x", "batch_size": -1},
+            {"url": "https://x", "batch_size": -1},
             "batch_size is -1: use a whole number, 0 or more",
         ),
         (
             "http",
-            {"url": "http://x", "retries": 1.5},
+            {"url": "https://x", "retries": 1.5},
             "retries is 1.5: use a whole number, 0 or more",
         ),
         (
