@@ -23,6 +23,7 @@ OPERATIONAL = (
     "stop",
     "logging",
     "publish",
+    "audit.identity_action",
     "audit.identity_every",
     "prompts.allow_overlap",
     "rewards.deterministic",

@@ -242,6 +242,12 @@ class Audit(Section):
         " from the same weights, and of what scorers answer twice; 0: never",
     )
 
+    identity_action: Literal["stop", "warn"] = Field(
+        default="stop",
+        description="where a rollout actor computes something else than the learner: end the run,"
+        " or say so and go on",
+    )
+
     @model_validator(mode="after")
     def _measurable(self) -> Audit:
         if self.min_tau is not None and self.random_seeds < 2:

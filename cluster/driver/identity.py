@@ -49,8 +49,9 @@ class PolicyIdentity:
         encoder: EncoderClient,
         prompts: Sequence[Prompt],
         event: Callable[..., None],
+        note: Callable[[str], None],
     ):
-        self._config, self._encoder, self._event = config, encoder, event
+        self._config, self._encoder, self._event, self._note = config, encoder, event, note
         self._prompt = prompts[0].text
         self._worst: float | None = None
 
@@ -83,11 +84,18 @@ class PolicyIdentity:
         host = f" on {member.info.host}" if member.info else ""
         kinds = {"here": found.kind, "wanted": answer.kind}
         self._event("identity_failed", kind="rollout", **told, **kinds)
-        raise RunFailed(
+        said = (
             f"policy identity: rollout actor {member.index}{host} acknowledged version {version}"
             f" but does not compute with it: its latents differ from the learner's by {error:.3g},"
-            f" allowed is {bound:.3g}; nothing explored since the last check can be trusted: look"
-            " at that machine, and continue with --resume from a checkpoint before"
+            f" allowed is {bound:.3g}"
+        )
+        if self._config.audit.identity_action == "warn":
+            self._note(said)
+            return
+        raise RunFailed(
+            f"{said}; nothing explored since the last check can be trusted: look at that machine,"
+            " and continue with --resume from a checkpoint before, or with audit.identity_action ="
+            " 'warn'"
         )
 
     def take_metrics(self) -> dict[str, float]:

@@ -46,7 +46,9 @@ class Ring:
         self.monitor = RankMonitor(config.audit, config.regenerate.precision, event, progress.note)
         self._constant = ConstantScores(event, progress.note)
         if config.audit.identity_every and config.plan.explore is not None:
-            services.weights.identity = PolicyIdentity(config, services.encoder, prompts, event)
+            services.weights.identity = PolicyIdentity(
+                config, services.encoder, prompts, event, progress.note
+            )
         self._exploration = Exploration(config, services, prompts)
         self._regeneration = Regeneration(config, services)
 

@@ -155,6 +155,14 @@ def test_an_actor_that_computes_with_other_weights_ends_the_run(
         play(config, tmp_path, stop=3)
 
 
+def test_a_run_that_was_told_to_goes_on_and_says_so(tiny_sd3_dir, tmp_path, monkeypatch):
+    monkeypatch.setattr(local, "RolloutActor", OldBuffer)
+    config = config_of(tiny_sd3_dir, tmp_path, audit__identity_action="warn")
+    played = play(config, tmp_path, stop=2)
+    assert played.rows[0]["audit/identity_error"] > 1e-3
+    assert [e["version"] for e in played.events if e["event"] == "identity_failed"] == [1, 2]
+
+
 @pytest.mark.parametrize("backend", ["fp8", "bf16", "fp32"])
 def test_every_backend_of_this_machine_agrees(backend, tiny_sd3_dir, tmp_path):
     precision = "bf16" if backend == "bf16" else "fp32"
