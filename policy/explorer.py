@@ -51,29 +51,29 @@ class PackedPolicy:
         self._layers = swap_linears(transformer, self.plan, backend, activation_amax)
         transformer.to(self.device)
         self._denoiser = compiled(transformer, self.device) if compile else transformer
-        self._version: int | None = None
+        self._loaded: Manifest | None = None
 
     @property
     def version(self) -> int | None:
         """The policy version in place; None before the first load and after a failed one."""
-        return self._version
+        return self._loaded.version if self._loaded else None
 
-    def load(self, manifest: Manifest, shards: Sequence[np.ndarray]) -> tuple[int, str]:
+    def load(self, manifest: Manifest, shards: Sequence[np.ndarray | None]) -> tuple[int, str]:
         """Copy published weights in place; returns (version, checksum) as the acknowledgement.
 
-        Raises WireError when they are damaged or made for something else; there is no version then,
-        until the next load.
+        None stands for a shard that the last load has brought already. Raises WireError when they
+        are damaged or made for something else; there is no version then, until the next load.
         """
-        self._version = None
+        before, self._loaded = self._loaded, None
         if manifest.format != self.backend.wire_format:
             raise WireError(
                 f"version {manifest.version} is {manifest.format}, backend {self.backend.name}"
                 f" takes {self.backend.wire_format}"
             )
-        unpack_into(manifest, shards, self._targets(manifest))
+        unpack_into(manifest, shards, self._targets(manifest), before)
         for layer in self._layers.values():
             layer.arrived()  # once every layer is filled: some run as one
-        self._version = manifest.version
+        self._loaded = manifest
         return manifest.version, manifest.checksum
 
     def _targets(self, manifest: Manifest) -> dict[str, Tensor]:
@@ -100,7 +100,7 @@ class PackedPolicy:
         ``cond`` has one row; the seeds are one batch. Raises RuntimeError while there is no
         version, CompileFailed where ``compile`` does not work.
         """
-        if self._version is None:
+        if self._loaded is None:
             raise RuntimeError("this explorer has no policy version: load published weights first")
         if len(cond) != 1:
             raise ValueError(
@@ -112,7 +112,7 @@ class PackedPolicy:
             )
         if not bool(torch.isfinite(latents).all()):
             raise RuntimeError(
-                f"policy version {self._version} gave latents that are not finite: lower"
+                f"policy version {self.version} gave latents that are not finite: lower"
                 " optimizer.lr and resume"
             )
         return latents

@@ -31,10 +31,10 @@ def published_bytes(config: RunConfig, accelerator: str | None = None) -> int:
         backend, _ = backend_of(config, accelerator)
         model = memory.blank(family, "transformer", dtype)
         adapted = target_modules(model, config.lora.targets or family.lora_targets)
-        transformer, rows, layers = memory.blank_explorer(
+        _, rows, layers = memory.blank_explorer(
             family, backend, config.explore.modules_to_not_convert, dtype
         )
-        return memory.wire_bytes(transformer, rows, layers, adapted, backend)
+        return memory.wire_bytes(rows, layers, adapted, backend).total
 
 
 def check_store(

@@ -137,7 +137,11 @@ def test_an_explorer_makes_its_denoiser_anew_for_another_precision(tiny_sd3_dir)
     cond, images = tiny_groups(1)[0].cond, []
     for version, backend in enumerate((None, "fp8", "fp32", None)):
         manifest, chunks, _ = trainer.export(version, backend or "emulated_nvfp4")
-        assert actor.load(backend, manifest, *chunks) == (version, manifest.checksum, backend)
+        assert actor.load(backend, manifest, range(len(chunks)), *chunks) == (
+            version,
+            manifest.checksum,
+            backend,
+        )
         request = ExploreChunk(
             ChunkKey(0, 0, 0, version), (1, 2), 2, "dpmpp_2m", return_latents=True
         )

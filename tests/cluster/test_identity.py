@@ -28,17 +28,17 @@ class Faulty(RolloutActor):
 
     loads = 0
 
-    def load(self, backend: str | None, manifest: Any, *shards: Any) -> Any:
+    def load(self, backend: str | None, manifest: Any, sent: Any, *shards: Any) -> Any:
         self.loads += 1
         if self.loads == 1:
-            return self.first(super().load(backend, manifest, *shards))
-        return self.later(backend, manifest, shards)
+            return self.first(super().load(backend, manifest, sent, *shards))
+        return self.later(backend, manifest, sent, shards)
 
     def first(self, acknowledged: Any) -> Any:
         return acknowledged
 
-    def later(self, backend: str | None, manifest: Any, shards: Any) -> Any:
-        acknowledged = RolloutActor.load(self, backend, manifest, *shards)
+    def later(self, backend: str | None, manifest: Any, sent: Any, shards: Any) -> Any:
+        acknowledged = RolloutActor.load(self, backend, manifest, sent, *shards)
         self.strike()
         return acknowledged
 
@@ -96,8 +96,8 @@ class OneVersionBehind(Faulty):
 class NothingCopied(Faulty):
     """Acknowledges what it was sent, and has not looked at it."""
 
-    def later(self, backend: str | None, manifest: Any, shards: Any) -> Any:
-        self._explorer._version = manifest.version
+    def later(self, backend: str | None, manifest: Any, sent: Any, shards: Any) -> Any:
+        self._explorer._loaded = manifest
         return WeightsId(manifest.version, manifest.checksum, backend)
 
 
