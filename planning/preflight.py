@@ -38,7 +38,14 @@ def check_model(config: RunConfig) -> None:
             quantise_plan(family.skeleton(), family, unconverted)
         check_explorers(config)
     except (FileNotFoundError, ValueError) as error:
-        raise ConfigError([str(error)]) from None
+        raise ConfigError([" ".join(str(error).split())]) from None
+    # diffusers and our families compute with what a file says: with other types anything may come
+    except (TypeError, AttributeError, LookupError, ArithmeticError, RuntimeError) as error:
+        why = " ".join(str(error).split())[:200]
+        raise ConfigError(
+            f"model.path: the configuration files of {config.model.path!r} make no model"
+            f" ({type(error).__name__}: {why}): download the pipeline again"
+        ) from None
 
 
 def layers_on_disk(family: Family) -> list[str]:

@@ -183,9 +183,7 @@ def blank_explorer(
 
 def adapt(transformer: nn.Module, family: Family, lora: Lora, name: str = "current") -> int:
     """Wrap a meta transformer's targets with one adapter in FP32; returns its parameter count."""
-    modules = target_modules(
-        transformer, lora.targets or family.lora_targets, strict=bool(lora.targets)
-    )
+    modules = target_modules(transformer, lora.targets or family.lora_targets)
     with META:
         inject(transformer, lora, modules, (name,))
     count = 0

@@ -27,7 +27,7 @@ from cluster.driver.store import check_store
 from cluster.jobs.board import Link
 from cluster.runtime.nodes import find_room
 from cluster.runtime.tasks import cancel_all
-from configs.prompts import Prompt, read_prompts
+from configs.prompts import Prompt, read_prompts, refuse_overlap
 from configs.schema import RunConfig
 from learner.checkpoint import CheckpointError
 from learner.schedules import stop_reason
@@ -51,10 +51,13 @@ def train(config: RunConfig, resume: bool) -> RunDirectory:
     """
     train_prompts = read_prompts(config.prompts.train)
     test_prompts = read_prompts(config.prompts.test)[: config.evaluate.prompts]
+    refuse_overlap(config.prompts, train_prompts, test_prompts)
+    rundir = RunDirectory.of(config)
+    if not resume:
+        rundir.require_new()
     check_model(config)
     check_scorers(config)
     check_sinks(config)
-    rundir = RunDirectory.of(config)
     with contextlib.ExitStack() as alone:
         if resume:
             started = rundir.configuration()

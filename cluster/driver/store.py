@@ -35,9 +35,7 @@ def published_bytes(config: RunConfig, accelerator: str | None = None) -> int:
     with described(config) as (family, _):
         backend, _ = backend_of(config, accelerator)
         model = memory.blank(family, "transformer", dtype)
-        adapted = target_modules(
-            model, config.lora.targets or family.lora_targets, strict=bool(config.lora.targets)
-        )
+        adapted = target_modules(model, config.lora.targets or family.lora_targets)
         _, rows, layers = memory.blank_explorer(
             family, backend, config.explore.modules_to_not_convert, dtype
         )

@@ -16,6 +16,7 @@ from actors.calls import resolved
 from actors.clients import LearnerClient
 from actors.messages import ActorInfo, ChunkKey, Shard, WeightsId
 from actors.rollout import RolloutActor
+from cluster.driver.identity import Expected, PolicyIdentity
 from cluster.runtime import clock
 from cluster.runtime.member import Member
 from cluster.runtime.pool import ActorPool
@@ -30,6 +31,7 @@ class Published:
     manifest: Manifest
     backend: str | None  # precision that it is packed for; None: rollout actors do not say
     shards: list[ObjectRef[Shard]]  # in order
+    probe: Expected | None = None  # what the learner makes of it, where it is checked
 
     @property
     def id(self) -> WeightsId:
@@ -52,6 +54,7 @@ class WeightChannel:
         # the run's precision, from its first publishing on; a checkpoint keeps it
         self.chosen: str | None = None
         self.why = ""
+        self.identity: PolicyIdentity | None = None  # checks what actors make of what they loaded
 
     @property
     def current(self) -> Published | None:
@@ -87,7 +90,8 @@ class WeightChannel:
         backend = backend or self._of_the_run(own, rollout)
         exported = await learner.export(version, backend, weights)
         shards, fetched = await self._fetch(version, learner, exported.manifest)
-        published = Published(exported.manifest, backend, shards)
+        probe = await self.identity.expected(version, learner) if self.identity else None
+        published = Published(exported.manifest, backend, shards, probe)
         # versions from ``version`` on are of a run that has gone back to a checkpoint since
         kept = {v: p for v, p in self._held.items() if version - self._ahead <= v < version}
         self._held = kept | {version: published}
@@ -109,6 +113,7 @@ class WeightChannel:
             "weights/version": version,
             "weights/bytes": exported.manifest.nbytes,
             **exported.statistics,
+            **(self.identity.take_metrics() if self.identity else {}),
         }
 
     async def _fetch(
@@ -189,6 +194,8 @@ class WeightChannel:
                 f"rollout actor {member.index} acknowledged version {loaded.version} checksum"
                 f" {loaded.checksum}, published was {published.id.version} {published.id.checksum}"
             )
+        if self.identity and published.probe:
+            await self.identity.check(rollout, member, published.probe)
         member.weights = published.id
 
 

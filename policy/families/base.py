@@ -49,6 +49,17 @@ def model_directory(model: Model) -> str:
     return str(directory)
 
 
+class PipelineFile(dict[str, Any]):
+    """A JSON object of a pipeline that says which file lacks what is looked up in it."""
+
+    def __init__(self, found: dict[str, Any], name: str, directory: str) -> None:
+        super().__init__(found)
+        self._where = f"{name} of {directory!r}"
+
+    def __missing__(self, key: str) -> object:
+        raise ValueError(f"model.path: {self._where} has no {key!r}: download the pipeline again")
+
+
 def pipeline_file(directory: str, name: str) -> Tree:
     """A JSON file of a pipeline directory or, through the hub's cache or the network, of a hub id.
 
@@ -64,13 +75,13 @@ def pipeline_file(directory: str, name: str) -> Tree:
         raise FileNotFoundError(
             f"model.path: {directory!r} has no {name}: download the whole pipeline"
         ) from None
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ValueError(f"model.path: {name} of {directory!r} cannot be read: {error}") from None
     if not isinstance(found, dict):
         raise ValueError(
             f"model.path: {name} of {directory!r} is not a JSON object: download the pipeline again"
         )
-    return found
+    return PipelineFile(found, name, directory)
 
 
 def _from_hub(repository: str, name: str) -> Path:
