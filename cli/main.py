@@ -22,6 +22,7 @@ COMMANDS = (
     "evaluate",
     "export",
     "fidelity",
+    "signal",
     "compare",
     "report",
 )
