@@ -6,29 +6,20 @@ b is what iteration b would train on, were the weights still those of the base m
 
 from __future__ import annotations
 
-import json
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import torch
-import xxhash
 
-from analysis.fidelity.measure import (
-    backends,
-    encoded,
-    explored,
-    explorer_of,
-    hide_loading_bars,
-    setup,
-    trainer_of,
-)
+from analysis.fidelity.measure import backends, hide_loading_bars, setup, trainer_of
+from analysis.signal.exploring import Batch, Exploring, Say, batches_of, seeds_of
+from analysis.signal.files import ROWS, digest, read, rows_of, table, title, write
 from analysis.signal.picture import signal_picture
-from configs.load import ConfigError, parse
-from configs.prompts import Prompt, prompts_of_iteration, read_prompts
+from configs.load import ConfigError, apply, parse
 from configs.schema import RunConfig
 from configs.section import Tree
 from learner.batch import Group
@@ -37,19 +28,12 @@ from learner.selection import select
 from learner.signal import gradient, mean_cosine
 from learner.trainer import Trainer
 from planning.preflight import check_model
-from policy.explorer import Explorer
 from policy.precision.backends import Backend
 from policy.sampling.noise import stream_seed
-from policy.types import Conditioning
-from records.atomic import write_json, write_text
+from records.atomic import write_text
 from records.errors import RunFailed
 from records.rundir import versions
 from rewards.base import ScorerError, ScorerSetupError
-from rewards.combine import WeightedScorer
-
-Say = Callable[[str], None]
-EXPLORED = "explored.json"
-"""Rewards of explored images: what an interrupted measurement goes on from."""
 
 
 @dataclass(frozen=True)
@@ -84,15 +68,6 @@ class Choice:
         return f"{self.rule} {self.keep} of {self.pool}, {self.backend} {self.steps} steps"
 
 
-@dataclass(frozen=True)
-class Batch:
-    """The prompts of an iteration."""
-
-    index: int
-    prompts: list[Prompt]
-    conditioning: list[Conditioning]
-
-
 def run(config: RunConfig, wanted: Measurement, out: Path, say: Say) -> list[str]:
     """Measure what ``out`` does not have yet, write signal.json and signal.svg; returns the table.
 
@@ -118,8 +93,8 @@ def run(config: RunConfig, wanted: Measurement, out: Path, say: Say) -> list[str
             raise RunFailed(str(error)) from None
         except (FileNotFoundError, ScorerSetupError) as error:
             raise ConfigError(str(error)) from None
-    summary = read(out)
-    write_text(out / "signal.svg", signal_picture(summary["rows"], _title(summary)))
+    summary = read(out / ROWS)
+    write_text(out / "signal.svg", signal_picture(summary["rows"], title(summary)))
     return [*table(summary), f"written: {out / 'signal.json'}, signal.svg"]
 
 
@@ -153,35 +128,14 @@ def choices_of(config: RunConfig, wanted: Measurement, found: Sequence[Backend])
 
 
 class Measuring:
-    """Makes the images that the choices need, once for all objectives, and the gradients."""
+    """Regenerates what the choices select, takes the gradients, adds a row for each."""
 
     def __init__(
         self, config: RunConfig, wanted: Measurement, found: Sequence[Backend], out: Path, say: Say
     ) -> None:
         self.config, self.wanted, self.out, self.say = config, wanted, out, say
-        self.backends = {backend.name: backend for backend in found}
-        self.scorer = WeightedScorer.from_config(config.rewards)
-        self.batches = self._batches()
-        self._explorers: dict[str, Explorer] = {}
-        self._rewards: dict[tuple[str, int], list[np.ndarray]] = {}
-
-    def _batches(self) -> list[Batch]:
-        everything = read_prompts(self.config.prompts.train)
-        count = self.wanted.prompts
-        if count > len(everything):
-            raise ConfigError(
-                f"--prompts {count}: {self.config.prompts.train} holds {len(everything)}; ask for"
-                " fewer"
-            )
-        chosen = [
-            [
-                everything[row]
-                for row in prompts_of_iteration(len(everything), count, b, self.config.seed)
-            ]
-            for b in range(self.wanted.batches)
-        ]
-        rows = iter(encoded(self.config, [prompt for part in chosen for prompt in part]))
-        return [Batch(b, part, [next(rows) for _ in part]) for b, part in enumerate(chosen)]
+        self.batches = batches_of(config, wanted.prompts, wanted.batches)
+        self.explored = Exploring(config, found, self.batches, max(wanted.pools), out, say)
 
     def run(self, choices: Sequence[Choice]) -> None:
         """Every objective under every choice, written as it comes; what is there is kept."""
@@ -191,22 +145,22 @@ class Measuring:
                 if choice.rule is not None and config.objective.one_noise_per_group:
                     self.say(f"{label}: one noise per prompt, nothing to select: left out")
                     continue
-                digest = self._digest(config, choice)
-                if any(row["digest"] == digest for row in read(self.out)["rows"]):
+                name = self._name(config, choice)
+                if any(row["digest"] == name for row in rows_of(self.out)):
                     self.say(f"{label}, {choice.label}: is there already")
                     continue
                 if trainer is None:
                     with setup():
                         trainer = trainer_of(config)
-                self._add(self._row(label, trainer, choice) | {"digest": digest})
+                self._add(self._row(label, trainer, choice) | {"digest": name})
 
-    def _digest(self, config: RunConfig, choice: Choice) -> str:
+    def _name(self, config: RunConfig, choice: Choice) -> str:
         """Names all that a row depends on."""
         tree = config.model_dump(
             mode="json", exclude={"name", "run_root", "services", "iterations"}
         )
         what = [tree, repr(choice), self.wanted.prompts, self.wanted.batches]
-        return _digest(what)
+        return digest(what)
 
     def _row(self, label: str, trainer: Trainer, choice: Choice) -> Tree:
         start = time.perf_counter()
@@ -245,136 +199,29 @@ class Measuring:
         for p, prompt in enumerate(batch.prompts):
             chosen = self._chosen(batch, p, choice)
             samples, images = trainer.regenerate(batch.conditioning[p], chosen)
-            groups.append(Group(p, batch.conditioning[p], samples, self._score(images, prompt)))
+            groups.append(
+                Group(p, batch.conditioning[p], samples, self.explored.score(images, prompt))
+            )
         return groups
 
     def _chosen(self, batch: Batch, p: int, choice: Choice) -> list[int]:
-        seeds = self._seeds(batch, p, choice.pool)
+        seeds = seeds_of(self.config, batch, p, choice.pool)
         if choice.rule is None or choice.backend is None or choice.steps is None:
             return seeds
-        rewards = self._explored(choice.backend, choice.steps)[batch.index][p, : choice.pool]
+        rewards = self.explored.rewards(choice.backend, choice.steps)[batch.index][p]
         seed = stream_seed(self.config.seed, "selection", batch.index, p)
-        return [seeds[i] for i in select(rewards, choice.keep, choice.rule, seed)]
-
-    def _seeds(self, batch: Batch, p: int, count: int) -> list[int]:
-        return [stream_seed(self.config.seed, "explore", batch.index, p, n) for n in range(count)]
-
-    def _explored(self, name: str, steps: int) -> list[np.ndarray]:
-        """Rewards [P, N] of each batch, of the largest pool: smaller ones are its first seeds."""
-        if (name, steps) not in self._rewards:
-            self._rewards[name, steps] = self._kept(name, steps) or self._explore(name, steps)
-        return self._rewards[name, steps]
-
-    def _kept(self, name: str, steps: int) -> list[np.ndarray] | None:
-        """What an interrupted measurement in the same directory has explored; None: nothing."""
-        found = _json(self.out / EXPLORED).get(self._explored_digest(name, steps))
-        return None if found is None else [np.array(part, np.float32) for part in found]
-
-    def _explored_digest(self, name: str, steps: int) -> str:
-        part = {"model", "prompts", "explore", "regenerate", "rewards", "seed"}
-        tree = self.config.model_dump(mode="json", include=part)
-        wanted = [self.wanted.prompts, self.wanted.batches, max(self.wanted.pools)]
-        return _digest([tree, name, steps, *wanted])
-
-    def _explore(self, name: str, steps: int) -> list[np.ndarray]:
-        if name not in self._explorers:
-            with setup():
-                self._explorers[name] = explorer_of(
-                    self.config, trainer_of(self.config), self.backends[name]
-                )
-        start, count = time.perf_counter(), max(self.wanted.pools)
-        made: list[np.ndarray] = []
-        for batch in self.batches:
-            rows = []
-            for p, prompt in enumerate(batch.prompts):
-                seeds = self._seeds(batch, p, count)
-                images = explored(
-                    self._explorers[name], self.config, batch.conditioning[p], seeds, steps
-                )
-                rows.append(self._score(images, prompt))
-            made.append(np.stack(rows))
-        self.say(f"explored with {name}, {steps} steps: {time.perf_counter() - start:.0f} s")
-        rows = {self._explored_digest(name, steps): [part.tolist() for part in made]}
-        self._write(EXPLORED, _json(self.out / EXPLORED) | rows)
-        return made
-
-    def _score(self, images: np.ndarray, prompt: Prompt) -> np.ndarray:
-        count = len(images)
-        return self.scorer(images, [prompt.text] * count, [prompt.metadata] * count).total
+        return [seeds[i] for i in select(rewards[: choice.pool], choice.keep, choice.rule, seed)]
 
     def _add(self, row: Tree) -> None:
-        summary = read(self.out)
-        rows = [*summary["rows"], row]
-        facts = {"model": self.config.model.path, "threads": torch.get_num_threads()}
-        regenerate = {
-            "steps": self.config.regenerate.steps,
-            "precision": self.config.regenerate.precision,
+        full = self.config.regenerate
+        facts: Tree = {
+            "model": self.config.model.path,
+            "regenerate": {"steps": full.steps, "precision": full.precision},
+            "rewards": {scorer.name: scorer.weight for scorer in self.config.rewards.scorers},
+            "threads": torch.get_num_threads(),
+            "versions": versions(),
         }
-        rewards = {scorer.name: scorer.weight for scorer in self.config.rewards.scorers}
-        facts |= {"regenerate": regenerate, "rewards": rewards, "versions": versions()}
-        self._write("signal.json", facts | {"rows": rows})
-
-    def _write(self, name: str, tree: Tree) -> None:
-        try:
-            write_json(self.out / name, tree)
-        except OSError as error:
-            raise RunFailed(
-                f"{self.out}: {error.strerror or error}: give another directory with --out"
-            ) from None
-
-
-def read(out: Path) -> Tree:
-    """signal.json of ``out``; without rows where there is none. Raises ConfigError."""
-    return {"rows": []} | _json(out / "signal.json")
-
-
-def _json(path: Path) -> Tree:
-    """An object that was written before; empty where there is none. Raises ConfigError."""
-    if not path.exists():
-        return {}
-    try:
-        found = json.loads(path.read_text())
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{path}: cannot be read ({error}): remove it, or give --out") from None
-    if not isinstance(found, dict):
-        raise ConfigError(f"{path}: no JSON object: remove it, or give --out")
-    return found
-
-
-def _digest(what: object) -> str:
-    return xxhash.xxh3_128(json.dumps(what, sort_keys=True).encode()).hexdigest()
-
-
-def _title(summary: Tree) -> str:
-    rows = summary["rows"]
-    shapes = sorted({(row["batches"], row["prompts"], row["keep"]) for row in rows})
-    said = ", ".join(f"{b} batches of {p} prompts x {k} samples" for b, p, k in shapes)
-    return f"{summary['model']}, base weights; {said}"
-
-
-def table(summary: Tree) -> list[str]:
-    """The rows for people: an objective per line, a selection per column."""
-    rows = summary["rows"]
-    columns = list(dict.fromkeys(row["choice"] for row in rows))
-    cells = {
-        (row["objective"], row["choice"]): f"{row['cosine']:.3f} ± {row['stderr']:.3f}"
-        for row in rows
-    }
-    names = list(dict.fromkeys(row["objective"] for row in rows))
-    body = [["cosine between gradients", *columns]]
-    body += [[name, *(cells.get((name, column), "") for column in columns)] for name in names]
-    body.insert(1, ["---"] * len(body[0]))
-    widths = [max(len(line[i]) for line in body) for i in range(len(body[0]))]
-    return [
-        f"{_title(summary)}; ± standard error (jackknife over batches)",
-        "",
-        *(
-            "| "
-            + " | ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True))
-            + " |"
-            for line in body
-        ),
-    ]
+        write(self.out / ROWS, facts | {"rows": [*rows_of(self.out), row]})
 
 
 def objectives_of(config: RunConfig, given: Sequence[str]) -> tuple[tuple[str, RunConfig], ...]:
@@ -382,8 +229,6 @@ def objectives_of(config: RunConfig, given: Sequence[str]) -> tuple[tuple[str, R
 
     Raises ConfigError.
     """
-    from configs.load import apply
-
     found = {}
     for text in given or (config.objective.name,):
         name, *settings = text.split(",")

@@ -7,7 +7,8 @@ import xml.etree.ElementTree as ET
 
 import pytest
 
-from analysis.signal import measure
+from analysis.signal import exploring, measure
+from analysis.signal.files import rows_of
 from analysis.signal.measure import Measurement, objectives_of, run
 from analysis.signal.picture import signal_picture
 from cli.main import main
@@ -47,7 +48,7 @@ def test_every_objective_under_every_selection_once(config, tmp_path, monkeypatc
     assert f"{OBJECTIVES[2]}: one noise per prompt, nothing to select: left out" in said
     assert any("2 as they come" in line for line in lines)
     ET.fromstring((out / "signal.svg").read_text())
-    monkeypatch.setattr(measure.Measuring, "_explore", lambda *_: pytest.fail("explored again"))
+    monkeypatch.setattr(exploring.Exploring, "_explore", lambda *_: pytest.fail("explored again"))
     before = (out / "signal.json").read_text()
     run(config, wanted(config), out, said.append)
     assert (out / "signal.json").read_text() == before
@@ -101,7 +102,7 @@ def test_what_cannot_be_measured_is_one_line(config, tmp_path, capsys, options, 
 def test_a_broken_file_is_named(tmp_path):
     (tmp_path / "signal.json").write_text("[1]")
     with pytest.raises(ConfigError, match="no JSON object: remove it, or give --out"):
-        measure.read(tmp_path)
+        rows_of(tmp_path)
 
 
 def test_objectives_keep_the_configurations_other_settings():
