@@ -23,6 +23,7 @@ COMMANDS = (
     "evaluate",
     "export",
     "fidelity",
+    "signal",
     "compare",
     "report",
 )

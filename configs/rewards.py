@@ -90,3 +90,6 @@ class Advantages(Section):
         description="std over the iteration or the group; None: as in the objective's paper",
     )
     eps: float | None = Field(default=None, gt=0, description="None: as in the objective's paper")
+    unbiased: bool = Field(
+        default=False, description="std with n - 1 in the place of n, as DanceGRPO's code has it"
+    )

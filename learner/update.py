@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -68,14 +68,19 @@ class Updater:
         )
 
     def run(
-        self, samples: Samples, sigmas: Tensor, learning_rate: float, shuffle_seed: int
+        self,
+        samples: Samples,
+        sigmas: Tensor,
+        learning_rate: float,
+        shuffle_seed: int,
+        after_step: Callable[[int], None] | None = None,
     ) -> dict[str, float]:
         """``steps_per_iteration`` optimiser steps; metrics are means over all training points.
 
         With more than one step the samples are dealt to the steps at random. All or nothing: on any
         exception the weights and the optimiser are as before. Among replicas the steps are dealt
-        the samples of all, and each replica computes on its own. Raises NonFiniteTraining,
-        ReplicaFailed, GroupBroken.
+        the samples of all, and each replica computes on its own. ``after_step`` is called with 1,
+        2, ... after each. Raises NonFiniteTraining, ReplicaFailed, GroupBroken.
         """
         order = np.arange(samples.total)
         steps = min(self.settings.steps_per_iteration, samples.total)
@@ -93,6 +98,8 @@ class Updater:
                 self._alike = frozenset()
                 points += count
                 norms.append(norm)
+                if after_step is not None:
+                    after_step(len(norms))
             told = self.replicas.exchange(sums)
             self._require_progress(samples, before, norms, learning_rate)
         except BaseException:
@@ -133,6 +140,20 @@ class Updater:
                 f" at optimizer.lr = {learning_rate:g} a step is lost in rounding, or was skipped;"
                 " raise it"
             )
+
+    def gradient(self, samples: Samples, sigmas: Tensor) -> Tensor:
+        """The gradient of the mean loss over all points of ``samples``, flat, float32 [D] on the
+        CPU. Nothing is changed. Raises NonFiniteTraining.
+        """
+        self._alike = self._like_current()
+        try:
+            self.optimizer.zero_grad(set_to_none=True)
+            count = self._accumulate(samples, np.arange(len(samples)), sigmas, defaultdict(float))
+            gradients = [p.grad.flatten() for p in self.parameters.values() if p.grad is not None]
+            return (torch.cat(gradients) / count).cpu()
+        finally:
+            self._alike = frozenset()
+            self.optimizer.zero_grad(set_to_none=True)
 
     def _step(
         self, samples: Samples, part: np.ndarray, sigmas: Tensor, sums: dict[str, float]
