@@ -170,6 +170,7 @@ def test_the_ledger_allows_an_iteration_that_is_done_again():
         (lambda images: "fine", "returned str, which is no array of numbers"),
         (lambda images: np.zeros(len(images) + 1), "returned shape [9] for 8 images"),
         (lambda images: np.full(len(images), np.inf), "returned inf for image 0 of 8"),
+        (lambda images: [10**400] * len(images), "returned list, which is no array of numbers"),
         (lambda images: None, "returned shape [] for 8 images"),
     ],
 )
