@@ -19,6 +19,7 @@ COMMANDS = (
     "scale",
     "config",
     "plan",
+    "doctor",
     "evaluate",
     "export",
     "fidelity",

@@ -74,6 +74,9 @@ class Prompts(Section):
     train: PathText = Field(description="training prompts")
     test: PathText = Field(description="held-out prompts")
     per_iteration: int = Field(default=48, ge=1, description="prompt groups per iteration")
+    allow_overlap: bool = Field(
+        default=False, description="held-out prompts may be among the training prompts"
+    )
 
 
 class Explore(Section):
@@ -263,6 +266,19 @@ class Audit(Section):
     action: Literal["warn", "finer_backend"] = Field(
         default="warn",
         description="finer_backend: from then on explore with the next finer precision here",
+    )
+
+    identity_every: int = Field(
+        default=10,
+        ge=0,
+        description="policy versions between two checks of what learner and rollout actors compute"
+        " from the same weights, and of what scorers answer twice; 0: never",
+    )
+
+    identity_action: Literal["stop", "warn"] = Field(
+        default="stop",
+        description="where a rollout actor computes something else than the learner: end the run,"
+        " or say so and go on",
     )
 
     @model_validator(mode="after")

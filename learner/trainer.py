@@ -25,7 +25,7 @@ from learner.nonfinite import NonFiniteTraining
 from learner.objectives import Record, build_objective
 from learner.replicas import Replicas
 from learner.schedules import ema_decay, learning_rate, old_policy_decay
-from learner.update import Samples, Updater
+from learner.update import NothingLearned, Samples, Updater
 from policy.families import Family, family_for
 from policy.lora import (
     ENDING,
@@ -313,19 +313,39 @@ class Trainer:
         self._trained = None
         return exported
 
+    def probe(
+        self, cond: Conditioning, version: int, seeds: Sequence[int], steps: int, solver: str
+    ) -> tuple[np.ndarray, str, float]:
+        """As ``PolicyExporter.probe``. Raises ValueError for another version than the last."""
+        return self._exporter.probe(cond, version, seeds, steps, solver)
+
     def _move_averages(self) -> dict[str, float]:
         s = self.done
         if self.config.optimizer.averages == "iteration":
-            blend(self.transformer, "ema", "current", ema_decay(self.config.ema, s))
+            self._blend("ema", ema_decay(self.config.ema, s), "lower ema.decay")
             for name, decay_after in self.objective.averages.items():
-                blend(self.transformer, name, "current", decay_after(s))
+                self._blend(name, decay_after(s), "lower its decay in [objective]")
         else:
             s = self._count(0)
         if "old" not in self.adapters:
             return {}
         decay = old_policy_decay(self.config.resolved_old_policy, s)
-        blend(self.transformer, "old", "current", decay)
+        self._blend("old", decay, "lower old_policy's decay")
         return {"old_policy/decay": decay}
+
+    def _blend(self, name: str, decay: float, advice: str) -> None:
+        """Move one average. Raises NothingLearned when it should move and stands still: what is
+        evaluated and exported would be the model before training.
+        """
+        before = adapter_state(self.transformer, name)
+        blend(self.transformer, name, "current", decay)
+        after, current = (adapter_state(self.transformer, each) for each in (name, "current"))
+        apart = any(not torch.equal(before[key], current[key]) for key in before)
+        if apart and all(torch.equal(before[key], after[key]) for key in before):
+            raise NothingLearned(
+                f"the average {name!r} did not move although the trained weights are elsewhere: at"
+                f" decay {decay:g} a step is lost in rounding; {advice}"
+            )
 
     def _keep_evidence(
         self, iteration: int, groups: Sequence[Group], values: Mapping[int, np.ndarray], reason: str

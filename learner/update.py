@@ -19,6 +19,10 @@ from policy.lora import trainable, use
 from policy.types import Conditioning
 
 
+class NothingLearned(RuntimeError):
+    """An update that left everything as it was. The message says what stood still."""
+
+
 @dataclass(frozen=True)
 class Samples:
     """What one iteration trains on: S samples of G prompts."""
@@ -97,6 +101,7 @@ class Updater:
                 if after_step is not None:
                     after_step(len(norms))
             told = self.replicas.exchange(sums)
+            self._require_progress(samples, before, norms, learning_rate)
         except BaseException:
             self.load_state(before)
             raise
@@ -109,6 +114,32 @@ class Updater:
             "optimizer/learning_rate": learning_rate,
             "optimizer/points": float(points),
         }
+
+    def _require_progress(
+        self, samples: Samples, before: dict[str, Tensor], norms: list[float], learning_rate: float
+    ) -> None:
+        """Raises NothingLearned for an update that did nothing although there was something to do:
+        it would go on so, and nothing else would fail.
+        """
+        if not any(norms):
+            if bool(samples.advantages.any()) and self.replicas.size == 1:
+                raise NothingLearned(
+                    "every gradient is zero although advantages are not: the loss does not depend"
+                    " on the adapter"
+                )
+            return
+        if learning_rate == 0:
+            return
+        same = (
+            torch.equal(parameter.detach().cpu(), before[f"weight/{name}"])
+            for name, parameter in self.parameters.items()
+        )
+        if all(same):
+            raise NothingLearned(
+                f"the optimiser changed no weight although the gradient's norm is {norms[-1]:.3g}:"
+                f" at optimizer.lr = {learning_rate:g} a step is lost in rounding, or was skipped;"
+                " raise it"
+            )
 
     def gradient(self, samples: Samples, sigmas: Tensor) -> Tensor:
         """The gradient of the mean loss over all points of ``samples``, flat, float32 [D] on the

@@ -15,7 +15,7 @@ from learner.nonfinite import NonFiniteTraining
 from learner.objectives import build_objective
 from learner.schedules import ema_decay
 from policy.families.schedule import flow_match_sigmas
-from policy.lora import adapter_state
+from policy.lora import adapter_state, blend
 from policy.precision.swap import quantise_plan
 from tests.gaussian_flow import GaussianFamily
 from tests.learner.tiny import everything, identical, tiny_groups, tiny_trainer
@@ -89,9 +89,12 @@ def test_averages_follow_every_optimiser_step(tiny_sd3_dir, monkeypatch):
     """
     trainer = per_step(tiny_sd3_dir, ema={"warmup": True}, old_policy={"slope": 0.1})
     seen: list[tuple[str, float]] = []
-    monkeypatch.setattr(
-        "learner.trainer.blend", lambda _, name, source, decay: seen.append((name, decay))
-    )
+
+    def move(transformer, name, source, decay) -> None:
+        seen.append((name, decay))
+        blend(transformer, name, source, decay)
+
+    monkeypatch.setattr("learner.trainer.blend", move)
     for iteration in (0, 1):
         trainer.update(iteration, tiny_groups())
     wanted = [("ema", 2 / 11), ("ema", 3 / 12), ("old", 0.2)]
