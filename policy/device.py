@@ -11,8 +11,6 @@ import torch
 
 DRIVER = Path("/proc/driver/nvidia/version")
 TOOLKIT = Path("/usr/local/cuda/version.json")
-ALLOCATOR = ("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
-"""For processes that use a GPU, before CUDA starts: batches of several sizes leave no gaps."""
 NOT_FOUND = "none found"
 
 
@@ -50,10 +48,11 @@ def no_cuda() -> str | None:
     )
 
 
-def device_for(kind: str, gpus: float) -> torch.device:
+def device_for(kind: str, gpus: float, limited: bool = True) -> torch.device:
     """The device of a process of service ``kind`` with this share of a GPU; 0: the CPU.
 
-    Its memory is limited to the share, so that processes that share a GPU cannot take each other's.
+    ``limited``: its memory is no more than the share, so that processes on one GPU cannot take each
+    other's.
     Raises RuntimeError where there is no CUDA: a CPU is never taken in a GPU's place.
     """
     if not gpus:
@@ -63,7 +62,7 @@ def device_for(kind: str, gpus: float) -> torch.device:
             f"services.{kind}.gpus = {gpus:g}, but {missing}: install a driver and a torch that fit"
             f" each other, or set services.{kind}.gpus = 0"
         )
-    if gpus < 1:
+    if limited and gpus < 1:
         torch.cuda.set_per_process_memory_fraction(gpus)
     return torch.device("cuda")
 

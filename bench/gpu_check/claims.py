@@ -194,6 +194,11 @@ CLAIMS = (
         packing,
     ),
     Claim("peak memory of an actor is what `sol-rl plan` says", peaks),
+    Claim(
+        "a process keeps to its share of a GPU's memory, a GPU without room is called that, and"
+        " CUDA that is missing is a line",
+        needs(RUN),
+    ),
     Claim("the predicted seconds of a step, by which `auto` chooses", predicted),
     Claim("seconds of `sol-rl plan`", needs(RUN)),
     Claim("exploring in 4 or 8 bits makes an iteration shorter", needs(RUN)),

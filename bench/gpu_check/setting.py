@@ -78,20 +78,6 @@ class Setting:
         return tuple(each for each in chosen if each.unavailable(self.device) is None)
 
 
-def random_weights(module: nn.Module, scale: float = 0.02) -> nn.Module:
-    """Fill a module that has memory and no values: small matrices, norms of one, biases of zero."""
-    generator = torch.Generator(next(module.parameters()).device).manual_seed(0)
-    with torch.no_grad():
-        for name, tensor in (*module.named_parameters(), *module.named_buffers()):
-            if not tensor.is_floating_point():
-                continue
-            if tensor.ndim > 1:
-                tensor.normal_(0.0, scale, generator=generator)
-            elif name.endswith("bias"):
-                tensor.zero_()
-    return module
-
-
 def autoencoder(name: str, device: torch.device, dtype: torch.dtype, small: bool) -> nn.Module:
     """That of a published architecture, with random weights."""
     part = published(name)["parts"]["vae"]
