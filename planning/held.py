@@ -6,6 +6,7 @@ import torch
 
 from configs.rewards import Scorer
 from configs.schema import RunConfig
+from configs.services import Service
 from learner.objectives import build_objective
 from planning.counting import Counts, batch_of
 from planning.placement import kinds_of
@@ -37,6 +38,11 @@ def held_of(
     return held
 
 
+def on_gpus(config: RunConfig, service: Service) -> bool:
+    """Whether its actors compute on GPUs, or will once a layout has given them their shares."""
+    return bool(service.gpus) or config.layout is not None
+
+
 def _scorer(scorer: Scorer) -> int | None:
     """Bytes of a scorer's model, built once in a process."""
     key = scorer.model_dump_json()
@@ -53,7 +59,7 @@ def _rollout(config: RunConfig, counts: Counts, backend: str) -> dict[str, int |
     unquantized = backend == config.regenerate.precision
     # the packed input of one layer at a time, on GPUs; the emulation on a CPU packs nothing
     per_element = PACKED.get(BACKENDS[backend].wire_format, 0.0)
-    packed = counts.step.widest * per_element if config.services.rollout.gpus else 0.0
+    packed = counts.step.widest * per_element if on_gpus(config, config.services.rollout) else 0.0
     return {
         f"denoiser, {backend}": counts.denoiser if unquantized else counts.rollout,
         "autoencoder, fp32": counts.autoencoder,
@@ -92,6 +98,9 @@ def _learner(
             counts.adapted.peak, counts.decode_again, counts.training.peak
         ),
     }
+    if config.plan.explore and not on_gpus(config, config.services.learner):
+        # in host memory wherever the learner computes; here that is what the model lies in
+        held["last version, packed, and its shards"] = 2 * counts.broadcast
     if replicas > 1:
         held["sum of gradients, fp32"] = counts.trained * 4
     return held
