@@ -41,7 +41,8 @@ class Counts:
     autoencoder: int
     text: int
     text_flops: int  # to encode one prompt: products with weights
-    broadcast: int
+    broadcast: int  # bytes of a version
+    changing: int  # of them what an update changes
     step: Work
     adapted: Work
     training: Work
@@ -108,12 +109,14 @@ def count(config: RunConfig, family: Family, backend: Backend) -> Counts:
         family, backend, config.explore.modules_to_not_convert, dtype
     )
     quantised = [row.name for row in rows if row.quantised]
+    sent = memory.wire_bytes(rows, layers, adapted, backend)
     common = _common(config, family)
     return replace(
         common,
         quantised=sum(math.prod(row.shape) for row in rows if row.quantised),
         rollout=memory.held_bytes(transformer),
-        broadcast=memory.wire_bytes(transformer, rows, layers, adapted, backend),
+        broadcast=sent.total,
+        changing=sent.changing,
         step=memory.sampling_work(family, base, batch, dtype, quantised),
     )
 
@@ -152,6 +155,7 @@ def _common(config: RunConfig, family: Family) -> Counts:
         text=memory.held_bytes(*encoders.values()),
         text_flops=_text_flops(encoders, config.model.max_sequence_length),
         broadcast=0,
+        changing=0,
         step=adapted,
         adapted=adapted,
         training=training,

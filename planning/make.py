@@ -55,7 +55,8 @@ class Plan:
     all_weights: int
     trained: int
     memory: dict[str, dict[str, int | None]]
-    broadcast: int
+    broadcast: int  # bytes of a version, which a new rollout actor is sent
+    changing: int  # of them what is sent after every update
     store: dict[str, int]
     stages: dict[str, Stage]
     evaluation: Stage
@@ -195,6 +196,7 @@ def _plan(
         trained=counts.trained,
         memory=held_of(config, counts, family, backend.name, dtype),
         broadcast=broadcast,
+        changing=counts.changing if config.plan.explore else 0,
         store=_store(config, family, broadcast, dtype),
         stages=stages,
         evaluation=evaluation,

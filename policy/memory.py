@@ -12,7 +12,7 @@ import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -27,7 +27,13 @@ from policy.lora import inject, target_modules, use
 from policy.precision.backends import Backend
 from policy.precision.fused import FusedMember
 from policy.precision.layer import QuantisedLinear
-from policy.precision.swap import ModuleRow, quantise_plan, swap_linears, weight_modules
+from policy.precision.swap import (
+    ModuleRow,
+    changing_modules,
+    quantise_plan,
+    swap_linears,
+    weight_modules,
+)
 from policy.types import Conditioning
 
 META = torch.device("meta")
@@ -199,21 +205,32 @@ def held_bytes(*modules: nn.Module) -> int:
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
 
+class WireBytes(NamedTuple):
+    """Of a published version: what a new rollout actor is sent, and what after each update."""
+
+    total: int
+    changing: int
+
+
 def wire_bytes(
-    transformer: nn.Module,
     plan: Sequence[ModuleRow],
     layers: Mapping[str, QuantisedLinear | FusedMember],
     adapted: Sequence[str],
     backend: Backend,
-) -> int:
-    """Bytes of one published version: packed layers, and merged weights of unquantized ones."""
-    packed = sum(
-        tensor.numel() * tensor.element_size()
-        for layer in layers.values()
-        for tensor in layer.wire_targets().values()
-    )
+) -> WireBytes:
+    """Bytes of packed layers, and of merged weights of unquantized ones (``policy.publish``)."""
+    packed = {
+        name: sum(
+            tensor.numel() * tensor.element_size() for tensor in layer.wire_targets().values()
+        )
+        for name, layer in layers.items()
+    }
     whole = {row.name: math.prod(row.shape) for row in plan if not row.quantised}
-    return packed + sum(whole.get(name, 0) for name in adapted) * backend.wire_dtype.itemsize
+    merged = sum(whole.get(name, 0) for name in adapted) * backend.wire_dtype.itemsize
+    changing = changing_modules(plan, adapted)
+    return WireBytes(
+        sum(packed.values()) + merged, sum(packed.get(name, 0) for name in changing) + merged
+    )
 
 
 def conditioning_like(

@@ -99,7 +99,7 @@ METRICS: dict[str, Metric] = {
     ),
     "weights/codes_changed": Metric("share of quantised codes that the last update changed"),
     "weights/version": Metric("version of the policy that was published last"),
-    "weights/bytes": Metric("bytes of packed weights broadcast, per rollout actor", "increment"),
+    "weights/bytes": Metric("bytes of the packed weights that were published", "increment"),
     "loss/policy": Metric("the objective's policy loss"),
     "loss/kl": Metric("distance from the reference policy, unweighted"),
     "loss/ratio": Metric(

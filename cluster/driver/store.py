@@ -29,14 +29,14 @@ def published_bytes(config: RunConfig, accelerator: str | None = None) -> int:
     dtype = DTYPES[config.regenerate.precision]
     with described(config) as (family, _):
         backend, _ = backend_of(config, accelerator)
-        wide = memory.blank(family, "transformer", dtype)
+        model = memory.blank(family, "transformer", dtype)
         adapted = target_modules(
-            wide, config.lora.targets or family.lora_targets, strict=bool(config.lora.targets)
+            model, config.lora.targets or family.lora_targets, strict=bool(config.lora.targets)
         )
-        transformer, rows, layers = memory.blank_explorer(
+        _, rows, layers = memory.blank_explorer(
             family, backend, config.explore.modules_to_not_convert, dtype
         )
-        return memory.wire_bytes(transformer, rows, layers, adapted, backend)
+        return memory.wire_bytes(rows, layers, adapted, backend).total
 
 
 def check_store(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 
@@ -63,6 +63,14 @@ def quantise_plan(
     ]
     first = _fused(rows, family.fuse) if backend is not None and backend.fuses else {}
     return [replace(row, fused=first.get(row.name)) for row in rows]
+
+
+def changing_modules(plan: Sequence[ModuleRow], adapted: Container[str]) -> list[str]:
+    """The modules whose packed weights may differ from version to version: adapted ones, and those
+    that run as one product, and so share a range, with one.
+    """
+    groups = {row.fused for row in plan if row.fused is not None and row.name in adapted}
+    return [row.name for row in plan if row.name in adapted or row.fused in groups]
 
 
 def _fused(rows: Sequence[ModuleRow], fuse: Sequence[Sequence[str]]) -> dict[str, str]:

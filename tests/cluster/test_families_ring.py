@@ -80,13 +80,13 @@ def test_the_ring_runs_and_its_lora_draws_in_the_stock_pipeline(ray_here, reques
     pipe, family = stock_pipeline(name, directory), family_for(config.model)
 
     def stock() -> np.ndarray:
-        pictures = []
+        images = []
         for p, prompt in enumerate(read_prompts(config.prompts.test)[:2]):
             noise = noise_for(
                 [stream_seed(config.seed, "evaluate", p, n) for n in range(2)], family.latent_shape
             )
-            pictures.append(as_array(stock_call(pipe, config.model, prompt.text, noise, 3, "pil")))
-        return np.stack(pictures).astype(int)
+            images.append(as_array(stock_call(pipe, config.model, prompt.text, noise, 3, "pil")))
+        return np.stack(images).astype(int)
 
     base = stock()
     # other batches, and for SANA another rounding of the solver's coefficients: a grey level apart
