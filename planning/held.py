@@ -100,7 +100,9 @@ def _learner(
     }
     if config.plan.explore and not on_gpus(config, config.services.learner):
         # in host memory wherever the learner computes; here that is what the model lies in
-        held["last version, packed, and its shards"] = 2 * counts.broadcast
+        held["last version, what changes of it, its adapter"] = (
+            counts.broadcast + counts.changing + 4 * counts.trained
+        )
     if replicas > 1:
         held["sum of gradients, fp32"] = counts.trained * 4
     return held

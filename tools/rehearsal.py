@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import gc
 import json
+import logging
 import shutil
 import sys
 import threading
@@ -262,7 +263,7 @@ def rehearse(name: str, root: Path, pixels: int) -> list[str]:
         num_cpus=8,
         object_store_memory=max(10**9, store_size(sum(plan.store.values()))),
         include_dashboard=False,
-        logging_level="ERROR",
+        logging_level=logging.ERROR,
         log_to_driver=False,
     )
     watch = Watch(config)

@@ -50,11 +50,11 @@ def _format(setting: Setting, backend: Backend) -> Iterator[Item]:
                 {"GB": manifest.nbytes / 1e9, **statistics},
             )
             _change(learner)
-        blank, plan, layers = memory.blank_explorer(family, backend, (), setting.dtype)
+        _, plan, layers = memory.blank_explorer(family, backend, (), setting.dtype)
         adapted = [name for name, _ in adapted_modules(learner)]
         yield Finding(
             f"{case.name} {backend.wire_format}, bytes of a version / those of the plan",
-            manifest.nbytes / memory.wire_bytes(blank, plan, layers, adapted, backend),
+            manifest.nbytes / memory.wire_bytes(plan, layers, adapted, backend).total,
             "x",
             {**labels, "form": "bytes"},
         )

@@ -39,9 +39,8 @@ def test_a_learner_holds_what_the_plan_says_once_it_has_published(config):
     parts = make_plan(config).memory["learner"]
     later = sum(size or 0 for what, size in parts.items() if what.startswith(("opt", "cond")))
     found = held(actor) - before
-    # beside them: the schedule, the adapter of the export, single numbers of buffers
-    assert found == pytest.approx(plain(parts) - later, rel=0.1)
-    assert found > plain(parts) - later - 1000
+    # beside them the schedule of sigmas, and single numbers
+    assert found == pytest.approx(plain(parts) - later, abs=500)
     del trainer
 
 
