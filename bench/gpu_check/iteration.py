@@ -80,15 +80,14 @@ def _iteration(name: str, case: Case, family: Family, setting: Setting) -> Itera
     trainer = Trainer(config, family, None, vae, device)
     explorer = Explorer(family, backend, (), device, setting.dtype)
     _publish(trainer, explorer, 0)
-    _, _, cond = case.inputs(1, "cpu")
-    cond = cond.to(device=device)
+    _, _, cond = case.inputs(1, "cpu")  # where the encoder leaves it
     seeds = [stream_seed(config.seed, "explore", 0, 0, n) for n in range(POOL)]
     solver = config.explore.solver
     proxies, _ = timed("explore", lambda: explorer.explore(cond, seeds, STEPS, solver))
     chosen = timed("select", lambda: select(redness(proxies), KEEP)).indices
     kept = [seeds[index] for index in chosen]
     samples, images = timed("regenerate", lambda: trainer.regenerate(cond, kept))
-    group = Group(0, cond.to(device="cpu"), samples, redness(images))
+    group = Group(0, cond, samples, redness(images))
     metrics = timed("update", lambda: trainer.update(0, [group]))
     timed("pack and load", lambda: _publish(trainer, explorer, 1))
     if explorer.version != 1 or not all(math.isfinite(value) for value in metrics.values()):

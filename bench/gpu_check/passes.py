@@ -114,11 +114,12 @@ def _forward(
 
 def _training(case: Case, transformer: nn.Module, inputs: Inputs) -> Callable[[], None]:
     x, sigma, cond = inputs
+    sigmas = sigma.to(x.device).expand(len(x))
 
     def run() -> None:
         transformer.zero_grad(set_to_none=True)
         with use(transformer, "current"):
-            velocity = case.family.velocity(transformer, x, sigma.expand(len(x)), cond)
+            velocity = case.family.velocity(transformer, x, sigmas, cond)
             (velocity - x).square().mean().backward()
         finish(x.device)
 
