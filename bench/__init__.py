@@ -11,7 +11,18 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:  # so that ``bench.gpu_check`` can say which packages are missing
     from bench.timing import Options, Ratio
 
-NAMES = ("ring", "scale", "publish", "pack", "step", "explorer", "rewards")
+NAMES = (
+    "ring",
+    "scale",
+    "publish",
+    "pack",
+    "step",
+    "explorer",
+    "rewards",
+    "start",
+    "plan",
+    "driver",
+)
 
 
 def benchmark(name: str) -> Callable[[Options], list[Ratio]]:

@@ -102,9 +102,7 @@ def count(config: RunConfig, family: Family, backend: Backend) -> Counts:
     """Built on the meta device and run there: no weights are read."""
     dtype, batch = DTYPES[config.regenerate.precision], batch_of(config)
     base = memory.blank(family, "transformer", dtype)
-    adapted = target_modules(
-        base, config.lora.targets or family.lora_targets, strict=bool(config.lora.targets)
-    )
+    adapted = target_modules(base, config.lora.targets or family.lora_targets)
     transformer, rows, layers = memory.blank_explorer(
         family, backend, config.explore.modules_to_not_convert, dtype
     )

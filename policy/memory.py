@@ -18,7 +18,6 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from torch.utils.flop_counter import flop_registry
 
 from configs.sections import Lora
 from policy.families.architectures import build
@@ -58,7 +57,11 @@ class Tally(TorchDispatchMode):
     """While active, counts operations (products, convolutions, attention) and bytes of results."""
 
     def __init__(self) -> None:
+        # here: it brings triton's run time, which neither the driver nor an actor needs to start
+        from torch.utils.flop_counter import flop_registry
+
         super().__init__()
+        self._counts = flop_registry
         self.flops = self.live = self.peak = 0
         self._known: dict[int, weakref.ref[torch.UntypedStorage]] = {}
 
@@ -68,7 +71,7 @@ class Tally(TorchDispatchMode):
             if isinstance(tensor, Tensor):
                 self._track(tensor, counts=False)
         out = func(*args, **kwargs)
-        count = flop_registry.get(func._overloadpacket)
+        count = self._counts.get(func._overloadpacket)
         if count is not None:
             self.flops += count(*args, **kwargs, out_val=out)
         for tensor in tree_leaves(out):
@@ -181,9 +184,7 @@ def blank_explorer(
 
 def adapt(transformer: nn.Module, family: Family, lora: Lora, name: str = "current") -> int:
     """Wrap a meta transformer's targets with one adapter in FP32; returns its parameter count."""
-    modules = target_modules(
-        transformer, lora.targets or family.lora_targets, strict=bool(lora.targets)
-    )
+    modules = target_modules(transformer, lora.targets or family.lora_targets)
     with META:
         inject(transformer, lora, modules, (name,))
     count = 0

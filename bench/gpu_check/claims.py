@@ -184,6 +184,11 @@ CLAIMS = (
     ),
     Claim("`auto` takes the best backend of the GPU", auto),
     Claim(
+        "a rollout actor and the learner on GPUs of one kind compute equal bits from the same"
+        " packed weights",
+        needs(RUN),
+    ),
+    Claim(
         "on H200, a step with `fp8` reaches at least 80 % of the bound (a goal, not a result)",
         near_the_bound,
     ),
