@@ -43,6 +43,11 @@ class ActorInfo:
     runs: tuple[str, ...] = ()  # every precision that it could explore in
     cold: bool | None = None  # whether its first task takes longer, because it compiles
     trainable: int | None = None  # parameters
+    device: str | None = None  # as CUDA calls it, or "cpu"
+    capability: str | None = None  # CUDA's compute capability, such as "9.0"
+    torch: str | None = None  # versions, as are the next two
+    cuda: str | None = None  # that torch was built for
+    driver: str | None = None
 
     def event_fields(self) -> dict[str, str | int]:
         """What its ``actor_started`` event tells."""
@@ -150,6 +155,25 @@ class WeightsId(NamedTuple):
     version: int
     checksum: str  # of the manifest, hence of every shard
     backend: str | None  # precision that they are packed for; None: rollout actors do not say
+
+
+@dataclass(frozen=True)
+class Probe:
+    """A few images that learner and rollout actors both generate from the same packed weights."""
+
+    version: int
+    seeds: tuple[int, ...]  # [B] 64-bit
+    steps: int
+    solver: str
+
+
+@dataclass(frozen=True)
+class Probed:
+    """What came of a ``Probe``."""
+
+    latents: Floats  # [B, *latent]
+    kind: str  # device and arithmetic: where these are equal, the latents must be so to the bit
+    bound: float = 0.0  # relative distance that rounding on another kind may make; of the learner
 
 
 @dataclass(frozen=True)

@@ -6,10 +6,23 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from importlib import import_module
+from typing import TYPE_CHECKING
 
-from bench.timing import Options, Ratio
+if TYPE_CHECKING:  # so that ``bench.gpu_check`` can say which packages are missing
+    from bench.timing import Options, Ratio
 
-NAMES = ("ring", "scale", "publish", "pack", "step", "explorer", "rewards")
+NAMES = (
+    "ring",
+    "scale",
+    "publish",
+    "pack",
+    "step",
+    "explorer",
+    "rewards",
+    "start",
+    "plan",
+    "driver",
+)
 
 
 def benchmark(name: str) -> Callable[[Options], list[Ratio]]:

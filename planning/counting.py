@@ -16,6 +16,7 @@ from pydantic import TypeAdapter
 from torch import nn
 
 from configs.schema import RunConfig
+from configs.services import Service
 from policy import memory
 from policy.decoders import blank_decoder, proxy_dtype
 from policy.families import Family
@@ -62,9 +63,9 @@ def batch_of(config: RunConfig) -> int:
     return min(config.explore.chunk_size, config.explore.pool_size)
 
 
-def on_gpus(config: RunConfig) -> bool:
-    """Whether rollout actors will have GPUs."""
-    return bool(config.services.rollout.gpus) or config.layout is not None
+def on_gpus(config: RunConfig, service: Service) -> bool:
+    """Whether its actors compute on GPUs, or will once a layout has given them their shares."""
+    return bool(service.gpus) or config.layout is not None
 
 
 def counts_of(config: RunConfig, family: Family, backend: Backend) -> Counts:
@@ -80,7 +81,7 @@ def counts_of(config: RunConfig, family: Family, backend: Backend) -> Counts:
 
 def key_of(config: RunConfig, backend: str) -> str:
     """Everything that the counts of a published architecture depend on."""
-    explore, dtype = config.explore, proxy_dtype(config, on_gpus(config))
+    explore, dtype = config.explore, proxy_dtype(config, on_gpus(config, config.services.rollout))
     proxies = [explore.decoder, explore.decoder_path or "", str(dtype).removeprefix("torch.")]
     return " ".join([_shared_key(config, backend), *proxies])
 
@@ -118,7 +119,9 @@ def write_kept(rows: dict[str, Counts], path: Path = KEPT) -> None:
 
 def count(config: RunConfig, family: Family, backend: Backend) -> Counts:
     """Built on the meta device and run there: no weights are read."""
-    decoder = blank_decoder(config, family, proxy_dtype(config, on_gpus(config)))
+    decoder = blank_decoder(
+        config, family, proxy_dtype(config, on_gpus(config, config.services.rollout))
+    )
     proxy_decoder, proxy = memory.decoding_work(family, batch_of(config), decoder)
     return replace(
         _of_backend(config, family, backend),
@@ -139,9 +142,7 @@ def _of_backend(config: RunConfig, family: Family, backend: Backend) -> Counts:
         return _seen[key]
     dtype, batch = DTYPES[config.regenerate.precision], batch_of(config)
     base = memory.blank(family, "transformer", dtype)
-    adapted = target_modules(
-        base, config.lora.targets or family.lora_targets, strict=bool(config.lora.targets)
-    )
+    adapted = target_modules(base, config.lora.targets or family.lora_targets)
     transformer, rows, layers = memory.blank_explorer(
         family, backend, config.explore.modules_to_not_convert, dtype
     )

@@ -12,9 +12,14 @@ from planning.placement import kinds_of
 from policy import memory
 from policy.decoders import proxy_dtype
 from policy.families import Family
+from policy.precision.backends import BACKENDS
 from rewards import model_bytes
 
 Held = dict[str, dict[str, int | None]]
+PACKED = {"fp8": 1.0, "nvfp4": 0.5625}
+"""Bytes per element of an activation that kernels have packed, by wire format: codes, and NVFP4's
+scale of each 16. Packed by operations of torch it takes several times as much; ``auto`` does not.
+"""
 
 
 def held_of(
@@ -47,12 +52,18 @@ _built: dict[str, int] = {}
 
 def _rollout(config: RunConfig, counts: Counts, backend: str) -> dict[str, int | None]:
     unquantized = backend == config.regenerate.precision
-    precision = "bf16" if proxy_dtype(config, on_gpus(config)) == torch.bfloat16 else "fp32"
+    gpus = on_gpus(config, config.services.rollout)
+    precision = "bf16" if proxy_dtype(config, gpus) == torch.bfloat16 else "fp32"
     tiny = "tiny " if config.explore.decoder == "tiny" else ""
+    # the packed input of one layer at a time, on GPUs; the emulation on a CPU packs nothing
+    per_element = PACKED.get(BACKENDS[backend].wire_format, 0.0)
+    packed = counts.step.widest * per_element if gpus else 0.0
     return {
         f"denoiser, {backend}": counts.denoiser if unquantized else counts.rollout,
         f"{tiny}autoencoder, {precision}": counts.proxy_decoder,
-        f"passes, {batch_of(config)} images": max(counts.step.peak, counts.proxy_peak),
+        f"passes, {batch_of(config)} images": max(
+            counts.step.peak + round(packed), counts.proxy_peak
+        ),
     }
 
 
@@ -85,6 +96,11 @@ def _learner(
             counts.targets + counts.merged.peak, counts.decode_again, counts.training.peak
         ),
     }
+    if config.plan.explore and not on_gpus(config, config.services.learner):
+        # in host memory wherever the learner computes; here that is what the model lies in
+        held["last version, what changes of it, its adapter"] = (
+            counts.broadcast + counts.changing + 4 * counts.trained
+        )
     if replicas > 1:
         held["sum of gradients, fp32"] = counts.trained * 4
     return held

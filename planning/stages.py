@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from configs.objectives import PathSettings
 from configs.schema import RunConfig
 from learner.objectives import build_objective
 from planning.assumptions import Device
@@ -58,7 +59,7 @@ def stages_of(config: RunConfig, counts: Counts) -> tuple[dict[str, Stage], Stag
         images = prompts * plan.explore.pool_size
         calls = images * plan.explore.steps / batch_of(config)
         backend = BACKENDS.get(plan.explore.backend)  # None: "auto", which quantises
-        narrow = proxy_dtype(config, on_gpus(config)) == torch.bfloat16
+        narrow = proxy_dtype(config, on_gpus(config, rollout)) == torch.bfloat16
         quantised = counts.step.quantised if backend is None or backend.quantises else 0
         stages["explore"] = Stage(
             unquantized=calls * (counts.step.flops - quantised),
@@ -94,11 +95,11 @@ def training_points(config: RunConfig) -> tuple[int, float]:
     """
     objective: Any = build_objective(config.objective, config.stop.max_kl is not None)
     steps = config.regenerate.steps
-    count = (
-        len(objective.steps(steps, np.random.default_rng(0)))
-        if objective.path_solver
-        else objective.settings.times_per_sample
-    )
+    if isinstance(config.objective, PathSettings):
+        window = config.objective.window_at(steps)
+        count = len(objective.steps(steps, np.random.default_rng(0), window))
+    else:
+        count = objective.settings.times_per_sample
     others = float(len(set(objective.policies) - {"current"}))
     old = config.resolved_old_policy
     if "old" in objective.policies and old.schedule == "constant" and not old.value:

@@ -2,8 +2,7 @@
 
 Modules are built from configuration files on the meta device, where tensors have shapes and no
 memory, and then run there: what is counted are the operations that the real modules would carry
-out. Not counted: memory of a device's libraries and of the allocator's gaps, and what fused kernels
-of quantised layers need for a packed input.
+out. Not counted: memory of a device's libraries and of the allocator's gaps.
 """
 
 from __future__ import annotations
@@ -19,7 +18,6 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from torch.utils.flop_counter import flop_registry
 
 from configs.sections import Lora
 from policy.families.architectures import build
@@ -38,7 +36,6 @@ from policy.precision.swap import (
 from policy.types import Conditioning
 
 META = torch.device("meta")
-flop_registry.setdefault(torch.ops.aten.addmm_, flop_registry[torch.ops.aten.addmm])
 
 
 @dataclass(frozen=True)
@@ -46,19 +43,26 @@ class Work:
     """What one pass takes.
 
     ``flops`` are two per multiplication and addition, ``quantised`` those of them in quantised
-    layers, ``peak`` the bytes allocated at once, without the weights.
+    layers, ``peak`` the bytes allocated at once, without the weights and without packed inputs of
+    quantised layers, the largest of which has ``widest`` elements.
     """
 
     flops: int
     quantised: int
     peak: int
+    widest: int = 0
 
 
 class Tally(TorchDispatchMode):
     """While active, counts operations (products, convolutions, attention) and bytes of results."""
 
     def __init__(self) -> None:
+        # here: it brings triton's run time, which neither the driver nor an actor needs to start
+        from torch.utils.flop_counter import flop_registry
+
         super().__init__()
+        aten: Any = torch.ops.aten
+        self._counts = {**flop_registry, aten.addmm_: flop_registry[aten.addmm]}
         self.flops = self.live = self.peak = 0
         self._known: dict[int, weakref.ref[torch.UntypedStorage]] = {}
 
@@ -68,7 +72,7 @@ class Tally(TorchDispatchMode):
             if isinstance(tensor, Tensor):
                 self._track(tensor, counts=False)
         out = func(*args, **kwargs)
-        count = flop_registry.get(func._overloadpacket)
+        count = self._counts.get(func._overloadpacket)
         if count is not None:
             self.flops += count(*args, **kwargs, out_val=out)
         for tensor in tree_leaves(out):
@@ -181,9 +185,7 @@ def blank_explorer(
 
 def adapt(transformer: nn.Module, family: Family, lora: Lora, name: str = "current") -> int:
     """Wrap a meta transformer's targets with one adapter in FP32; returns its parameter count."""
-    modules = target_modules(
-        transformer, lora.targets or family.lora_targets, strict=bool(lora.targets)
-    )
+    modules = target_modules(transformer, lora.targets or family.lora_targets)
     with META:
         inject(transformer, lora, modules, (name,))
     count = 0
@@ -258,13 +260,18 @@ def conditioning_like(
 
 
 @contextmanager
-def _counted(transformer: nn.Module, quantised: Sequence[str]) -> Iterator[tuple[Tally, list[int]]]:
-    """A tally while the block runs, and the operations per call of modules in ``quantised``."""
-    inside: list[int] = []
+def _counted(
+    transformer: nn.Module, quantised: Sequence[str]
+) -> Iterator[tuple[Tally, list[tuple[int, int]]]]:
+    """A tally while the block runs, and (operations, elements of the input) of every call of
+    modules in ``quantised``.
+    """
+    inside: list[tuple[int, int]] = []
 
-    def count(module: nn.Module, inputs: object, output: Tensor) -> None:
+    def count(module: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
         weight = module.get_parameter("weight")
-        inside.append(2 * (output.numel() // weight.shape[0]) * weight.numel())
+        work = 2 * (output.numel() // weight.shape[0]) * weight.numel()
+        inside.append((work, inputs[0].numel()))
 
     names = set(quantised)
     hooks = [
@@ -295,7 +302,9 @@ def sampling_work(
     )
     with torch.no_grad(), _counted(transformer, quantised) as (tally, inside):
         family.velocity(transformer, x, torch.tensor(0.5), cond)
-    return Work(tally.flops, sum(inside), tally.peak)
+    quantised_work = sum(work for work, _ in inside)
+    widest = max((elements for _, elements in inside), default=0)
+    return Work(tally.flops, quantised_work, tally.peak, widest)
 
 
 def training_work(

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 import torch
-from peft.tuners.lora import LoraLayer
 from torch import Tensor, nn
 
 from policy.lora import adapted_modules, matrices, require_adapter, use
+
+if TYPE_CHECKING:  # as in policy.lora
+    from peft.tuners.lora import LoraLayer
 
 
 @contextlib.contextmanager

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import copyreg
 from collections.abc import Callable, Container, Mapping, Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
-from peft.tuners.lora import LoraLayer
 from torch import Tensor, nn
 
 from policy.lora import adapted_modules, adapter_state
@@ -16,6 +16,9 @@ from policy.precision.backends import Backend
 from policy.precision.nvfp4 import frozen_amax
 from policy.precision.swap import ModuleRow, changing_modules, weight_modules
 from policy.precision.wire import Manifest, Section, assemble, pack_section
+
+if TYPE_CHECKING:
+    from peft.tuners.lora import LoraLayer
 
 
 class NonFiniteWeights(RuntimeError):

@@ -93,6 +93,13 @@ METRICS: dict[str, Metric] = {
     "audit/random_sign_agreement": Metric(
         "sign agreement of proxy and full rewards, random seeds (unbiased)"
     ),
+    "audit/identity_error": Metric(
+        "largest relative distance of what a rollout actor and the learner computed from the same"
+        " packed weights; 0: the same bits"
+    ),
+    "audit/scorer_error": Metric(
+        "largest difference of a scorer's second answer for the same images, in standard deviations"
+    ),
     "audit/below": Metric("iterations in a row in which rank agreement was below its threshold"),
     "weights/delta_cosine": Metric(
         "cosine of this update's weight change and the quantised weights' change"

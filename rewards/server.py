@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import http.client
 import io
+import ipaddress
 import json
 import time
 import urllib.error
@@ -29,6 +30,10 @@ from rewards.base import (
 TYPES = {"npz": "application/x-npz", "json": "application/json"}
 AGAIN = (408, 425, 429)  # worth another try besides the 5xx: timed out, too early, too many
 PAUSE_S = 0.5  # before the second try; doubles with every further one
+ANSWER_BYTES = 65536, 64
+"""An answer may have so many bytes, and so many more per image: a score takes a few dozen."""
+PIECE = 65536
+HERE = ("localhost", "::1")
 
 
 class HttpScorer(BuiltIn):
@@ -37,6 +42,9 @@ class HttpScorer(BuiltIn):
     ``encoding`` npz sends raw pixels, json sends PNG in base64. An answer that does not come within
     ``timeout_s``, a broken connection and a 5xx are tried again ``retries`` times; keep (retries +
     1) x timeout_s below the deadline of the service that asks. ``batch_size`` 0 sends all at once.
+
+    Images go to ``url`` and nowhere else: no redirect is followed, and plain http leaves this
+    machine only with ``plain_http``. No more of an answer is read than scores can take.
     """
 
     def __init__(
@@ -46,10 +54,15 @@ class HttpScorer(BuiltIn):
         timeout_s: float = 60.0,
         retries: int = 2,
         batch_size: int = 0,
+        plain_http: bool = False,
     ) -> None:
         self.url, self.encoding, self.timeout_s = url, encoding, timeout_s
-        self.retries, self.batch_size = retries, batch_size
+        self.retries, self.batch_size, self.plain_http = retries, batch_size, plain_http
         self.check(vars(self))
+        handlers: list[urllib.request.BaseHandler] = [_NoRedirect()]
+        if url.startswith("http://"):
+            handlers.append(urllib.request.ProxyHandler({}))  # it would read the images
+        self._opener = urllib.request.build_opener(*handlers)
 
     @staticmethod
     def check(settings: Settings) -> None:
@@ -61,6 +74,13 @@ class HttpScorer(BuiltIn):
             or not _host(url)
         ):
             raise ScorerSetupError(f"url is {url!r}: give http://host:port/path or https://...")
+        if not isinstance(plain := settings["plain_http"], bool):
+            raise ScorerSetupError(f"plain_http is {plain!r}: use true or false")
+        if url.startswith("http://") and not plain and not _is_here(_host(url) or ""):
+            raise ScorerSetupError(
+                f"url is {url!r}: images would go to another machine unencrypted: use https://, or"
+                " set plain_http = true on a network of your own"
+            )
         require_one_of("encoding", settings["encoding"], TYPES)
         if (
             isinstance(timeout_s, bool)
@@ -99,16 +119,55 @@ class HttpScorer(BuiltIn):
             if attempt:
                 time.sleep(PAUSE_S * 2 ** (attempt - 1))
             try:
-                with urllib.request.urlopen(request, timeout=self.timeout_s) as answer:
-                    return decode(answer.read(), len(images))
+                return decode(self._read(request, len(images)), len(images))
             except urllib.error.HTTPError as error:
-                problem = f"answered {error.code} {error.reason}"
+                problem = f"answered {error.code} {error.reason}"[:200]
+                if error.code in range(300, 400):
+                    problem += " (redirects are not followed: give the last url itself)"
                 if error.code < 500 and error.code not in AGAIN:
                     break
             # URLError and timeouts are OSErrors
             except (OSError, http.client.HTTPException) as error:
                 problem = f"did not answer ({getattr(error, 'reason', None) or error})"
-        raise ScorerError(f"{self.url} {problem}, tries: {attempt + 1}")
+        raise ScorerError(f"{self.url} {_one_line(problem)}, tries: {attempt + 1}")
+
+    def _read(self, request: urllib.request.Request, count: int) -> bytes:
+        """The body of the answer, all of it within ``timeout_s``. Raises OSError, ScorerError."""
+        most, deadline = (
+            ANSWER_BYTES[0] + ANSWER_BYTES[1] * count,
+            time.monotonic() + self.timeout_s,
+        )
+        body = b""
+        with self._opener.open(request, timeout=self.timeout_s) as answer:
+            while piece := answer.read1(PIECE):
+                body += piece
+                if len(body) > most:
+                    raise ScorerError(
+                        f"{self.url} answered more than {most} bytes for {count} images: that is no"
+                        " answer with scores"
+                    )
+                if time.monotonic() > deadline:
+                    raise TimeoutError(f"timed out after {self.timeout_s:g} s")
+        return body
+
+
+class _NoRedirect(urllib.request.HTTPRedirectHandler):
+    """A redirect is an error: its target gets no images."""
+
+    def redirect_request(self, *_: object) -> None:
+        return None
+
+
+def _is_here(host: str) -> bool:
+    """Whether a URL's host is this machine, by its name or number alone."""
+    try:
+        return host in HERE or ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def _one_line(text: str) -> str:
+    return " ".join(text.split())
 
 
 def _host(url: str) -> str | None:
@@ -138,7 +197,7 @@ def decode(body: bytes, count: int) -> np.ndarray:
     try:
         scores = json.loads(body)["scores"]
         values = [float("nan") if score is None else score for score in scores]
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise ScorerError(
             f"the server's answer is no JSON object with 'scores' ({type(error).__name__}):"
             f" {body[:80]!r}"
@@ -150,7 +209,16 @@ def decode(body: bytes, count: int) -> np.ndarray:
             f"the server answered {len(values)} scores for {count} images: it must answer {count}"
             " numbers or nulls"
         )
-    return np.asarray(values, np.float32)
+    with np.errstate(over="ignore"):  # beyond float32 becomes infinite, which is no score
+        return np.asarray([_number(value) for value in values], np.float32)
+
+
+def _number(value: float) -> float:
+    """A whole number may have more digits than a float holds."""
+    try:
+        return float(value)
+    except OverflowError:
+        return float("inf")
 
 
 def _png(image: np.ndarray) -> str:

@@ -6,7 +6,7 @@ presets. To be run again when what is counted, a preset or an architecture chang
 
 from __future__ import annotations
 
-from configs.load import MODELS, load
+from configs.load import MODELS, REFERENCE, load
 from planning.counting import Counts, count, key_of, write_kept
 from planning.make import described
 from policy.precision.backends import BACKENDS
@@ -19,7 +19,7 @@ FORMATS = ("torch_nvfp4", "fp8", "bf16")
 def main() -> None:
     """Count every model in the formats that arms explore in on GPUs."""
     rows: dict[str, Counts] = {}
-    for model in MODELS:
+    for model in (*MODELS, *(f"reference-{name}" for name in REFERENCE)):
         configs = [load(f"{model}-{arm}-hpsv2") for arm in ARMS]
         with described(configs[0]) as (family, _):  # one, so that what they share is counted once
             for config in configs:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -20,21 +21,29 @@ from cluster.driver.learners import LearnerGroup
 from cluster.driver.places import Places
 from cluster.driver.scoring import RewardService
 from cluster.driver.weights import WeightChannel, incompatibility
-from cluster.runtime.member import Handle
+from cluster.runtime import template
 from cluster.runtime.pool import ActorPool
+from cluster.runtime.transport import RAY, Handle, Transport
 from configs.load import ConfigError
 from configs.schema import RunConfig
-from configs.services import ScorerService
+from configs.services import ScorerService, Service
 from planning.placement import start_order
 from records.errors import RunFailed
 from records.rundir import RunDirectory
 from records.timeline import Span
 
 SCALABLE = ("rollout", "reward")
+GPU_ENVIRONMENT = {
+    "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True",  # batches of several sizes leave no gaps
+    "TORCH_NCCL_BLOCKING_WAIT": "1",  # a silent replica raises where it is waited for
+}
+"""Of actors with a share of a GPU."""
 
 
 class ActorServices:
     """Rollout, reward, selector, encoder and learner of one run."""
+
+    transport: Transport = RAY
 
     def __init__(
         self,
@@ -44,7 +53,7 @@ class ActorServices:
         record: Callable[[Span], None] = lambda span: None,
     ):
         self.config, self._event, self._record = config, event, record
-        self.places = Places(config, event)
+        self.places = self._places()
         self._scaling = asyncio.Lock()  # one change of size after the other
         tree = config.model_dump(mode="json")
         failures = str(rundir.path / "failure")
@@ -70,6 +79,9 @@ class ActorServices:
         if config.plan.explore is not None:
             self.pools.append(self.rollout_pool)
 
+    def _places(self) -> Places:
+        return Places(self.config, self._event)
+
     def _pool(self, kind: str, actor: type, *args: object) -> ActorPool:
         return ActorPool(
             kind,
@@ -80,6 +92,7 @@ class ActorServices:
             start_deadline_s=self.config.services.start_deadline_s,
             released=self.places.release,
             record=self._record,
+            transport=self.transport,
         )
 
     def only(self, *kinds: str) -> None:
@@ -165,13 +178,12 @@ class ActorServices:
     def _spawner(self, kind: str, actor: type, *args: object) -> Callable[[str], Handle]:
         service = self.config.services.of(kind)
         own = service.runtime_env if isinstance(service, ScorerService) else {}
-        # OpenMP's waiting threads spin by default, and would take the cores of actors that work
-        threads = {"OMP_NUM_THREADS": str(service.threads), "OMP_WAIT_POLICY": "PASSIVE"}
+        own = own or template.runtime_env(self.config, kind)
         options: dict[str, Any] = {
             "num_cpus": service.cpus,
             "num_gpus": service.gpus,
             "max_restarts": 0,  # the pool replaces actors itself
-            "runtime_env": {**own, "env_vars": {**threads, **own.get("env_vars", {})}},
+            "runtime_env": {**own, "env_vars": {**environment(service), **own.get("env_vars", {})}},
         }
         remote: Any = ray.remote(actor)  # pyright: ignore[reportUnknownVariableType]
 
@@ -186,3 +198,12 @@ class ActorServices:
             ).remote(*args)
 
         return spawn
+
+
+def environment(service: Service) -> dict[str, str]:
+    """Variables that an actor is born with. Those of the driver's own go before ours on GPUs."""
+    # OpenMP's waiting threads spin by default, and would take the cores of actors that work
+    found = {"OMP_NUM_THREADS": str(service.threads), "OMP_WAIT_POLICY": "PASSIVE"}
+    if service.gpus:  # read when CUDA starts
+        found |= {name: os.environ.get(name, value) for name, value in GPU_ENVIRONMENT.items()}
+    return found
