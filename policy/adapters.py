@@ -62,12 +62,15 @@ class AdaptedLinear(Linear):
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """[..., out] in the dtype of x [..., in]."""
-        base: nn.Linear = self.get_base_layer()
+        base: Any = self.get_base_layer()
         if self.disable_adapters or not _narrow(base):
             return super().forward(x, *args, **kwargs)
         (name,) = self.active_adapters
-        down, up = self.lora_A[name].weight, self.lora_B[name].weight
-        return _AdaptedProduct.apply(x, base.weight, base.bias, down, up, self.scaling[name])
+        a: Any = self.lora_A[name]
+        b: Any = self.lora_B[name]
+        return _AdaptedProduct.apply(
+            x, base.weight, base.bias, a.weight, b.weight, self.scaling[name]
+        )
 
 
 class AdaptedConv2d(Conv2d):
@@ -75,11 +78,13 @@ class AdaptedConv2d(Conv2d):
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """[B, out, H, W] in the dtype of x [B, in, H, W]."""
-        base: nn.Conv2d = self.get_base_layer()
+        base: Any = self.get_base_layer()
         if self.disable_adapters or not _narrow(base):
             return super().forward(x, *args, **kwargs)
         (name,) = self.active_adapters
-        down, up = self.lora_A[name].weight, self.lora_B[name].weight * self.scaling[name]
+        a: Any = self.lora_A[name]
+        b: Any = self.lora_B[name]
+        down, up = a.weight, b.weight * self.scaling[name]
         low = F.conv2d(x, down.to(x.dtype), stride=base.stride, padding=base.padding)
         return base(x) + F.conv2d(low, up.to(x.dtype))
 

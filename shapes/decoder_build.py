@@ -15,6 +15,7 @@ import shutil
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -48,7 +49,7 @@ def train_decoder(
 ) -> AutoencoderTiny:
     """Train for ``minutes`` of wall clock; loss L1 + 4 L2 against what ``vae`` draws."""
     torch.manual_seed(2)
-    decoder = build_decoder()
+    decoder: Any = build_decoder()
     parameters = list(decoder.decoder.parameters())
     optimizer = torch.optim.AdamW(parameters, lr=PEAK_LR, betas=(0.9, 0.98), weight_decay=0.0)
     rng = np.random.default_rng(3)
@@ -76,8 +77,8 @@ def train_decoder(
 
 
 @torch.no_grad()
-def drawn_by(vae: AutoencoderKL | AutoencoderTiny, latents: torch.Tensor) -> torch.Tensor:
-    """Images [B, 3, 32, 32] about [-1, 1] of latents [B, 12, 8, 8]."""
+def drawn_by(vae: Any, latents: torch.Tensor) -> torch.Tensor:
+    """Images [B, 3, 32, 32] about [-1, 1] of latents [B, 12, 8, 8], by an autoencoder."""
     return torch.cat([vae.decode(part).sample for part in latents.split(100)])
 
 
