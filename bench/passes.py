@@ -20,7 +20,6 @@ import torch
 from peft.tuners.lora import Conv2d, Linear
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
-from torch.utils.flop_counter import flop_registry
 
 from bench.packing import Counting
 from configs.load import MODELS, load
@@ -28,7 +27,7 @@ from configs.schema import RunConfig
 from planning.make import described
 from policy.families import Family
 from policy.lora import adapted_modules, use
-from policy.memory import META, adapt, blank, conditioning_like, fused_attention
+from policy.memory import META, adapt, blank, conditioning_like, flop_counts, fused_attention
 from policy.merging import merged
 from policy.precision.accelerators import ACCELERATORS, Accelerator
 from policy.precision.cost import ISSUE, SUSTAINED
@@ -63,7 +62,7 @@ class Kernels(Counting):
         operations, moved = self.operations, self.read + self.written
         result = super().__torch_dispatch__(func, types, args, kwargs)
         if self.operations > operations:
-            count = flop_registry.get(func._overloadpacket)
+            count = flop_counts().get(func._overloadpacket)
             flops = count(*args, **(kwargs or {}), out_val=result) if count else 0
             given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
             dtype = given[0].dtype if given else torch.float32

@@ -53,16 +53,21 @@ class Work:
     widest: int = 0
 
 
+def flop_counts() -> dict[Any, Any]:
+    """Functions that count the operations of a call, by torch's operator."""
+    # here: it brings triton's run time, which neither the driver nor an actor needs to start
+    from torch.utils.flop_counter import flop_registry
+
+    aten: Any = torch.ops.aten
+    return {**flop_registry, aten.addmm_: flop_registry[aten.addmm]}
+
+
 class Tally(TorchDispatchMode):
     """While active, counts operations (products, convolutions, attention) and bytes of results."""
 
     def __init__(self) -> None:
-        # here: it brings triton's run time, which neither the driver nor an actor needs to start
-        from torch.utils.flop_counter import flop_registry
-
         super().__init__()
-        aten: Any = torch.ops.aten
-        self._counts = {**flop_registry, aten.addmm_: flop_registry[aten.addmm]}
+        self._counts = flop_counts()
         self.flops = self.live = self.peak = 0
         self._known: dict[int, weakref.ref[torch.UntypedStorage]] = {}
 
