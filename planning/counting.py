@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import json
 import math
+import re
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
@@ -24,6 +25,8 @@ from policy.memory import Work
 from policy.precision.backends import Backend
 from policy.types import DTYPES
 
+FOR_IMAGES = re.compile(r"\b(visual|vision_tower|multi_modal_projector)\b")
+"""Parts of text encoders that also take images, which a prompt does not go through."""
 KEPT = Path(__file__).parent / "layouts" / "counted.json"
 
 
@@ -83,12 +86,16 @@ def key_of(config: RunConfig, backend: str) -> str:
 @functools.cache
 def _kept() -> dict[str, Counts]:
     ids = {published(name)["hub_id"] for name in published_names()}
-    rows = TypeAdapter(dict[str, Counts]).validate_json(KEPT.read_bytes())
     return {
         key: row
-        for key, row in rows.items()
+        for key, row in kept_rows().items()
         if key.partition(" ")[0] in ids and not Path(key.partition(" ")[0]).exists()
     }
+
+
+def kept_rows(path: Path = KEPT) -> dict[str, Counts]:
+    """The counts that are kept, by their keys."""
+    return TypeAdapter(dict[str, Counts]).validate_json(path.read_bytes())
 
 
 def write_kept(rows: dict[str, Counts], path: Path = KEPT) -> None:
@@ -163,11 +170,11 @@ def _common(config: RunConfig, family: Family) -> Counts:
 
 
 def _text_flops(encoders: dict[str, nn.Module], tokens: int) -> int:
-    """Products of one prompt's tokens with the weights of all linears."""
+    """Products of one prompt's tokens with the weights of all linears, but those for images."""
     linears = (
         module
         for encoder in encoders.values()
-        for module in encoder.modules()
-        if isinstance(module, nn.Linear)
+        for name, module in encoder.named_modules()
+        if isinstance(module, nn.Linear) and not FOR_IMAGES.search(name)
     )
     return 2 * tokens * sum(linear.weight.numel() for linear in linears)

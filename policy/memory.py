@@ -305,5 +305,5 @@ def decoding_work(family: Family, batch: int) -> tuple[int, Work]:
         vae.enable_tiling()
     latents = torch.empty(batch, *family.latent_shape, device=META)
     with torch.no_grad(), _counted(vae, ()) as (tally, _):
-        vae.decode(family.unscale(vae, latents), return_dict=False)[0].float().clamp(0, 1)
+        family.pixels(vae, latents).float().clamp(0, 1)
     return held_bytes(vae), Work(tally.flops, 0, tally.peak)

@@ -290,11 +290,22 @@ class Family(ABC):
         """
         images = []
         for rows in latents.split(batch_size or max(len(latents), 1)):
-            image = vae.decode(
-                self.unscale(vae, rows.to(vae.device, vae.dtype)), return_dict=False
-            )[0].float()
+            image = self.pixels(vae, rows.to(vae.device, vae.dtype)).float()
             images.append((image * 0.5 + 0.5).clamp(0, 1).mul(255).round().to(torch.uint8).cpu())
         return torch.cat(images)
+
+    def pixels(self, vae: Diffusers, latents: Tensor) -> Tensor:
+        """Decoded images in [-1, 1], [B, 3, H, W], of latents [B, *latent]."""
+        return vae.decode(self.unscale(vae, latents), return_dict=False)[0]
+
+    def guidance_input(self, x: Tensor) -> Tensor | None:
+        """The embedded guidance, float32 [B], for x [B, *latent]; None where there is no input."""
+        if not self.embeds_guidance:
+            return None
+        if self.model.guidance is None:
+            self.check()
+        strength = self.model.guidance or 0.0
+        return torch.full([1], strength, device=x.device, dtype=torch.float32).expand(len(x))
 
     @property
     @abstractmethod
@@ -328,7 +339,7 @@ class Family(ABC):
 
     @abstractmethod
     def unscale(self, vae: Diffusers, latents: Tensor) -> Tensor:
-        """Latents [B, *latent] as the autoencoder's decoder takes them: [B, C, H / f, W / f]."""
+        """Latents [B, *latent] as the autoencoder's decoder takes them: often [B, C, H/f, W/f]."""
 
 
 def widened(velocity: Tensor) -> Tensor:

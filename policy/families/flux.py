@@ -87,18 +87,11 @@ class Flux(Family):
         dtype = transformer.x_embedder.weight.dtype
         prompt = cond.tensors["prompt_embeds"].to(x.device, dtype)
         timestep = (sigma.to(x.device, torch.float32) * TIMESTEPS / TIMESTEPS).expand(len(x))
-        guidance = None
-        if self.embeds_guidance:
-            if self.model.guidance is None:
-                self.check()
-            guidance = torch.full(
-                [1], self.model.guidance or 0.0, device=x.device, dtype=torch.float32
-            ).expand(len(x))
         return widened(
             transformer(
                 hidden_states=x.to(dtype),
                 timestep=timestep,
-                guidance=guidance,
+                guidance=self.guidance_input(x),
                 pooled_projections=cond.tensors["pooled_prompt_embeds"].to(x.device, dtype),
                 encoder_hidden_states=prompt,
                 txt_ids=torch.zeros(prompt.shape[1], 3, device=x.device, dtype=dtype),

@@ -21,14 +21,20 @@ def require_steps(steps: int) -> None:
         raise ValueError(f"{steps} sampling steps: at least 1 is needed")
 
 
+def even_spacing(steps: int) -> list[float]:
+    """linspace(1, 1/steps, steps)."""
+    return np.linspace(1.0, 1.0 / steps, steps).tolist()
+
+
 def flow_match_sigmas(
     config: Tree,
     steps: int,
     shift: float | None,
     calculate_shift: Callable[..., float] | None,
     tokens: int,
+    spacing: Callable[[int], list[float]] = even_spacing,
 ) -> Tensor:
-    """float32 [steps + 1]: linspace(1, 1/steps, steps) as the scheduler shifts it, and 0.
+    """float32 [steps + 1]: ``spacing(steps)`` as the scheduler shifts it, and 0.
 
     The scheduler's own default spacing ends at sigma = shift / (999 + shift), which wastes the last
     step. ``shift`` replaces the configuration's own; without it a dynamic shift is that of
@@ -38,6 +44,11 @@ def flow_match_sigmas(
     from diffusers import FlowMatchEulerDiscreteScheduler
 
     require_steps(steps)
+    if steps == 1 and config.get("shift_terminal"):
+        raise ValueError(
+            "1 sampling step: this model's scheduler stretches the schedule to a last sigma above 0"
+            " (shift_terminal), and needs at least 2"
+        )
     if shift is not None:
         config = {**config, "shift": shift, "use_dynamic_shifting": False}
     scheduler: Diffusers = FlowMatchEulerDiscreteScheduler.from_config(config)
@@ -50,5 +61,5 @@ def flow_match_sigmas(
             )
         names = ("base_image_seq_len", "max_image_seq_len", "base_shift", "max_shift")
         mu = calculate_shift(tokens, *(scheduler.config[name] for name in names))
-    scheduler.set_timesteps(sigmas=np.linspace(1.0, 1.0 / steps, steps).tolist(), mu=mu)
+    scheduler.set_timesteps(sigmas=spacing(steps), mu=mu)
     return scheduler.sigmas.to("cpu", torch.float32).clone()

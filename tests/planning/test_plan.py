@@ -34,8 +34,18 @@ from tests.tiny_families import NAMES, SETTINGS, tiny_model
 
 
 @pytest.fixture
-def directories(tiny_sd3_dir, tiny_flux_dir, tiny_sana_dir) -> dict[str, Path]:
-    return {"sd3": tiny_sd3_dir, "flux": tiny_flux_dir, "sana": tiny_sana_dir}
+def directories(request) -> "Directories":
+    return Directories(request)
+
+
+class Directories:
+    """The tiny pipeline of a family, made when it is asked for."""
+
+    def __init__(self, request: pytest.FixtureRequest) -> None:
+        self.request = request
+
+    def __getitem__(self, name: str) -> Path:
+        return self.request.getfixturevalue(f"tiny_{name}_dir")
 
 
 def run_of(name: str, directory: Path, root: Path, **changes: Any) -> RunConfig:
@@ -90,6 +100,10 @@ def test_a_learner_holds_and_sends_what_the_plan_says(directories, tmp_path, nam
         "sd3": "transformer_blocks.0.attn.to_q",
         "flux": "transformer_blocks.0.attn.to_q",
         "sana": "transformer_blocks.1.attn1.to_v",
+        "qwen_image": "transformer_blocks.0.attn.to_q",
+        "z_image": "layers.0.attention.to_q",
+        "flux2": "transformer_blocks.0.attn.to_q",
+        "flux2_klein": "transformer_blocks.0.attn.to_q",
     }
     config = run_of(
         name,
