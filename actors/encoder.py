@@ -19,7 +19,8 @@ class EncoderActor:
     def __init__(self, tree: Tree):
         run, service = begin(tree, "encoder")
         dtype = DTYPES[run.regenerate.precision]
-        self._text = family_for(run.model).load_text(begin_torch(service), dtype)
+        negative = run.guidance.negative_prompt if run.guidance.stages else None
+        self._text = family_for(run.model).load_text(begin_torch(service), dtype, negative)
 
     def ready(self) -> ActorInfo:
         """Who this is; answers once the model is loaded."""

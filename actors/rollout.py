@@ -12,6 +12,7 @@ from policy.families import family_for
 from policy.precision.backends import Backend, available_backends, eager_note, resolve_backend
 from policy.precision.counting import configured_step
 from policy.precision.wire import Manifest
+from policy.sampling.guidance import Guided
 from policy.types import DTYPES, Conditioning
 
 
@@ -26,6 +27,7 @@ class RolloutActor:
             raise RuntimeError(
                 f"arm {self._run.arm!r} explores nothing: it needs no rollout actors"
             )
+        self._guided = Guided.at(self._run.guidance, exploration.guidance)
         self._own, why = resolve_backend(
             exploration.backend,
             self._device,
@@ -80,7 +82,7 @@ class RolloutActor:
             )
         start = time.perf_counter()
         images, latents = explorer.explore(
-            conditioning, request.seeds, request.steps, request.solver
+            conditioning, request.seeds, request.steps, request.solver, self._guided
         )
         samples = {"latents": latents} if request.return_latents else {}
         return time.perf_counter() - start, images, samples

@@ -8,7 +8,7 @@ only what differs. ``RunConfig`` is the root; its tables are in ``configs/sectio
 from __future__ import annotations
 
 import re
-from typing import Literal, cast
+from typing import Literal, cast, get_args
 
 from pydantic import Field, field_validator, model_validator
 
@@ -25,6 +25,7 @@ from configs.sections import (
     Ema,
     Evaluate,
     Explore,
+    Guidance,
     Logging,
     Lora,
     Model,
@@ -34,6 +35,7 @@ from configs.sections import (
     Publish,
     Regenerate,
     Selection,
+    Solver,
     Stop,
 )
 from configs.services import Services
@@ -58,6 +60,7 @@ class RunConfig(Section):
     )
     model: Model
     prompts: Prompts
+    guidance: Guidance = Guidance()
     explore: Explore = Explore()
     selection: Selection = Selection()
     regenerate: Regenerate = Regenerate()
@@ -133,6 +136,13 @@ class RunConfig(Section):
             self.objective, self.arm, selects, plan.regenerate, plan.solver, steps
         ):
             raise ValueError(why)
+        guidance = self.guidance
+        if plan.solver not in get_args(Solver) and guidance.train != guidance.regenerate:
+            raise ValueError(
+                f"guidance.train: {guidance.train:g} is not guidance.regenerate ="
+                f" {guidance.regenerate:g}: {plan.solver!r} is trained on the densities of the"
+                " steps that were taken"
+            )
         labels = [scorer.label for scorer in self.rewards.everyone]
         if strangers := sorted(self.services.scorers.keys() - set(labels)):
             raise ValueError(
@@ -183,6 +193,7 @@ class Exploration(Section):
     steps: int
     solver: AnySolver
     backend: BackendName
+    guidance: float = 1.0
 
 
 class ArmPlan(Section):
@@ -210,5 +221,6 @@ class ArmPlan(Section):
             steps=explore.steps if two_stages else full.steps,
             solver=explore.solver if two_stages else solver,
             backend=full.precision if config.arm == "naive_scaling" else explore.backend,
+            guidance=config.guidance.scale("explore" if two_stages else "regenerate"),
         )
         return cls(explore=stage, regenerate=two_stages, solver=solver)

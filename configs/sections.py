@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, get_args
 
 from pydantic import Field, model_validator
 
@@ -49,6 +49,38 @@ class Model(Section):
         default=False,
         description="text encoders are on the encoder's GPU only while prompts are encoded",
     )
+
+
+Stage = Literal["explore", "regenerate", "train", "evaluate"]
+
+
+class Guidance(Section):
+    """Classifier-free guidance: v_negative + scale (v - v_negative), each stage its own scale."""
+
+    explore: float = Field(default=1.0, ge=1, description="1: off, one velocity per step")
+    regenerate: float = Field(
+        default=1.0, ge=1, description="also of samples that are trained on without exploring"
+    )
+    train: float = Field(
+        default=1.0,
+        ge=1,
+        description="of the velocities in the objective; on paths it must be that of regenerate",
+    )
+    evaluate: float = Field(default=1.0, ge=1)
+    negative_prompt: str = ""
+    one_pass: bool = Field(
+        default=True,
+        description="both velocities from one pass of twice the batch; false: two passes",
+    )
+
+    def scale(self, stage: Stage) -> float:
+        """Of a stage; 1 is none."""
+        return float(getattr(self, stage))
+
+    @property
+    def stages(self) -> list[Stage]:
+        """Where there is guidance."""
+        return [stage for stage in get_args(Stage) if self.scale(stage) != 1]
 
 
 class Prompts(Section):

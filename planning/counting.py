@@ -10,9 +10,11 @@ import functools
 import json
 import math
 import re
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
+import torch
 from pydantic import TypeAdapter
 from torch import nn
 
@@ -80,7 +82,31 @@ def key_of(config: RunConfig, backend: str) -> str:
         *(config.optimizer.batch_size, int(config.optimizer.gradient_checkpointing)),
         *(lora.rank, "+".join(lora.targets)),
     ]
+    doubled = [stage for stage in config.guidance.stages if config.guidance.one_pass]
+    if doubled:
+        parts.append("+".join(doubled))
     return " ".join(str(part) for part in parts)
+
+
+def _rows(config: RunConfig, batch: int, *scales: float) -> int:
+    """Rows in a pass for ``batch`` images where one of ``scales`` guides."""
+    twice = config.guidance.one_pass and any(scale != 1 for scale in scales)
+    return 2 * batch if twice else batch
+
+
+def _sampling(
+    family: Family,
+    transformer: nn.Module,
+    batch: int,
+    rows: int,
+    dtype: torch.dtype,
+    quantised: Sequence[str] = (),
+) -> Work:
+    """Operations of one velocity of ``batch`` images, and the peak of a pass of ``rows``."""
+    work = memory.sampling_work(family, transformer, batch, dtype, quantised)
+    if rows == batch:
+        return work
+    return replace(work, peak=memory.sampling_work(family, transformer, rows, dtype).peak)
 
 
 @functools.cache
@@ -116,12 +142,13 @@ def count(config: RunConfig, family: Family, backend: Backend) -> Counts:
     )
     quantised = [row.name for row in rows if row.quantised]
     common = _common(config, family)
+    scale = config.plan.explore.guidance if config.plan.explore else 1.0
     return replace(
         common,
         quantised=sum(math.prod(row.shape) for row in rows if row.quantised),
         rollout=memory.held_bytes(transformer),
         broadcast=memory.wire_bytes(transformer, rows, layers, adapted, backend),
-        step=memory.sampling_work(family, base, batch, dtype, quantised),
+        step=_sampling(family, base, batch, _rows(config, batch, scale), dtype, quantised),
     )
 
 
@@ -145,10 +172,15 @@ def _common(config: RunConfig, family: Family) -> Counts:
     trained = memory.adapt(base, family, config.lora)
     autoencoder, decode = memory.decoding_work(family, batch)
     decode_again = decode if again == batch else memory.decoding_work(family, again)[1]
-    adapted = memory.sampling_work(family, base, again, dtype)
-    training = memory.training_work(
-        family, base, config.optimizer.batch_size, dtype, config.optimizer.gradient_checkpointing
-    )
+    scales, points = config.guidance, config.optimizer.batch_size
+    rows = _rows(config, again, scales.regenerate, scales.evaluate)
+    adapted = _sampling(family, base, again, rows, dtype)
+    checkpointing = config.optimizer.gradient_checkpointing
+    training = memory.training_work(family, base, points, dtype, checkpointing)
+    rows = _rows(config, points, scales.train)
+    if rows != points:
+        peak = memory.training_work(family, base, rows, dtype, checkpointing).peak
+        training = replace(training, peak=peak)
     _seen[key] = Counts(
         weights=weights,
         quantised=0,

@@ -166,7 +166,7 @@ def described(config: RunConfig) -> Iterator[tuple[Family, str]]:
         if names:
             model = model.model_copy(update={"path": str(write_configs(names[0], scratch))})
         family = family_for(model)
-        family.check()
+        family.check(config.guidance)
         yield (
             family,
             (f"published architecture {names[0]}" if names else "its own configuration files"),

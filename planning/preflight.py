@@ -19,7 +19,7 @@ def check_model(config: RunConfig) -> None:
     """Raises ConfigError for a model that is missing or unsuitable; reads no weights."""
     try:
         family = family_for(config.model)
-        family.check()
+        family.check(config.guidance)
         family.check_weights()
         if config.lora.targets:
             from policy.lora import target_modules

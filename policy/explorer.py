@@ -13,6 +13,7 @@ from policy.precision.backends import Backend
 from policy.precision.compiling import compile_failures, compiled
 from policy.precision.swap import ModuleRow, quantise_plan, swap_linears
 from policy.precision.wire import Manifest, WireError, unpack_into
+from policy.sampling.guidance import Guided
 from policy.sampling.sample import sample
 from policy.types import Conditioning
 
@@ -90,7 +91,12 @@ class Explorer:
 
     @torch.no_grad()
     def explore(
-        self, cond: Conditioning, seeds: Sequence[int], steps: int, solver: str
+        self,
+        cond: Conditioning,
+        seeds: Sequence[int],
+        steps: int,
+        solver: str,
+        guided: Guided | None = None,
     ) -> tuple[np.ndarray, np.ndarray]:
         """(images uint8 [B, 3, H, W], latents float32 [B, *latent]) of one prompt at B seeds.
 
@@ -104,9 +110,8 @@ class Explorer:
                 f"conditioning of {len(cond)} rows: explore takes one prompt at a time"
             )
         with compile_failures("explore.compile"):
-            latents = sample(
-                self.family, self._denoiser, cond.repeat(len(seeds)), seeds, steps, solver
-            )
+            rows = cond.repeat(len(seeds))
+            latents = sample(self.family, self._denoiser, rows, seeds, steps, solver, guided=guided)
         if not bool(torch.isfinite(latents).all()):
             raise RuntimeError(
                 f"policy version {self._version} gave latents that are not finite: lower"

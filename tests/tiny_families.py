@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from configs.sections import Model
+from configs.sections import Guidance, Model
 
 if TYPE_CHECKING:
     from policy.families import Family
@@ -72,17 +72,11 @@ def stock_call(
     """What the stock pipeline draws without classifier-free guidance from given noises: latents or
     PIL pictures.
     """
-    how: dict[str, Any] = {
-        "sd3": {"sigmas": np.linspace(1, 1 / steps, steps).tolist(), "guidance_scale": 1.0},
-        "flux": {"guidance_scale": model.guidance},
-        "sana": {"guidance_scale": 1.0, "use_resolution_binning": False},
-        "qwen_image": {"true_cfg_scale": 1.0},
-        "z_image": {"guidance_scale": 0.0},
-        "flux2": {"guidance_scale": model.guidance},
-        "flux2_klein": {"guidance_scale": 1.0},
-    }[model.family]
-    if model.family == "sana" and not model.complex_human_instruction:
-        how["complex_human_instruction"] = None
+    from policy.families import FAMILIES
+
+    how: dict[str, Any] = FAMILIES[model.family].call_arguments(model, Guidance())
+    if model.family == "sd3":
+        how["sigmas"] = np.linspace(1, 1 / steps, steps).tolist()
     kept: dict[str, Any] = {}
     if model.family.startswith("flux2") and output_type == "latent":
         # one of the two returns them packed, the other as its autoencoder takes them
@@ -90,10 +84,7 @@ def stock_call(
     images = pipe(
         prompt=prompt,
         num_images_per_prompt=len(noise),
-        height=model.height,
-        width=model.width,
         num_inference_steps=steps,
-        max_sequence_length=model.max_sequence_length,
         latents=noise,
         output_type=output_type,
         **{**how, **more},

@@ -39,6 +39,7 @@ from policy.families import family_for
 from policy.precision.backends import Backend, resolve_backend
 from policy.precision.compiling import CompileFailed, compiler_missing
 from policy.publish import export_policy
+from policy.sampling.guidance import Guided
 from policy.sampling.noise import stream_seed
 from policy.types import DTYPES, Conditioning
 from records.atomic import write_json, write_text
@@ -235,15 +236,17 @@ def _explore(
     explorer: Explorer, config: RunConfig, cond: Conditioning, seeds: list[int], steps: int
 ) -> np.ndarray:
     """Proxy pictures in the very chunks that a run would make them in."""
-    size = config.explore.chunk_size
+    size, guided = config.explore.chunk_size, Guided.of(config.guidance, "explore")
     parts = [seeds[first : first + size] for first in range(0, len(seeds), size)]
     return np.concatenate(
-        [explorer.explore(cond, part, steps, config.explore.solver)[0] for part in parts]
+        [explorer.explore(cond, part, steps, config.explore.solver, guided)[0] for part in parts]
     )
 
 
 def _encode(config: RunConfig, prompts: list[Prompt]) -> list[Conditioning]:
-    text = family_for(config.model).load_text(_device(), DTYPES[config.regenerate.precision])
+    negative = config.guidance.negative_prompt if config.guidance.stages else None
+    family, dtype = family_for(config.model), DTYPES[config.regenerate.precision]
+    text = family.load_text(_device(), dtype, negative)
     return [text.encode([prompt.text]).to(device="cpu") for prompt in prompts]
 
 

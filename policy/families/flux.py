@@ -10,6 +10,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from configs.sections import Guidance, Model
 from policy.families import joint
 from policy.families.base import Diffusers, Family, widened
 from policy.families.schedule import TIMESTEPS, flow_match_sigmas
@@ -99,6 +100,10 @@ class Flux(Family):
                 return_dict=False,
             )[0]
         )
+
+    @classmethod
+    def guidance_arguments(cls, model: Model, guidance: Guidance) -> dict[str, object]:
+        return {"guidance_scale": model.guidance}
 
     def unscale(self, vae: Diffusers, latents: Tensor) -> Tensor:
         from diffusers import FluxPipeline

@@ -7,6 +7,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from configs.sections import Guidance, Model
 from policy.families import joint
 from policy.families.base import Diffusers, Family, widened
 from policy.families.schedule import TIMESTEPS, flow_match_sigmas
@@ -101,6 +102,10 @@ class Flux2(Family):
         )[0]
         return widened(found.permute(0, 2, 1).reshape(x.shape))
 
+    @classmethod
+    def guidance_arguments(cls, model: Model, guidance: Guidance) -> dict[str, object]:
+        return {"guidance_scale": model.guidance}
+
     def unscale(self, vae: Diffusers, latents: Tensor) -> Tensor:
         """[B, C, H/f, W/f], by the running statistics of the autoencoder's batch norm."""
         from diffusers import Flux2Pipeline
@@ -121,3 +126,12 @@ class Flux2Klein(Flux2):
     def embeds_guidance(self) -> bool:
         """The pipeline gives none."""
         return False
+
+    @classmethod
+    def guidance_arguments(cls, model: Model, guidance: Guidance) -> dict[str, object]:
+        """The pipeline's negative prompt is always empty."""
+        return {"guidance_scale": guidance.evaluate}
+
+    @property
+    def distilled(self) -> bool:
+        return bool(self.index.get("is_distilled", False))

@@ -7,6 +7,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from configs.sections import Guidance, Model
 from policy.families import joint, padding
 from policy.families.base import Diffusers, Family, widened
 from policy.families.schedule import TIMESTEPS, flow_match_sigmas
@@ -30,7 +31,6 @@ class QwenImage(Family):
         "scheduler": ("FlowMatchEulerDiscreteScheduler",),
         **joint.text_encoders(1),
     }
-    lora_targets = joint.ATTENTION
     modules_to_not_convert = (
         "time_text_embed.*",
         "img_in",
@@ -41,6 +41,15 @@ class QwenImage(Family):
         "proj_out",
     )
     fuse = (joint.IMAGE_QKV, joint.TEXT_QKV)
+
+    @cached_property
+    def lora_targets(self) -> tuple[str, ...]:
+        """Attention of both streams; what the last block says to the text is read by nobody."""
+        blocks = range(self.part_config("transformer")["num_layers"] - 1)
+        return (
+            *(target for target in joint.ATTENTION if target != "attn.to_add_out"),
+            *(f"transformer_blocks.{block}.attn.to_add_out" for block in blocks),
+        )
 
     @cached_property
     def grid(self) -> tuple[int, int]:
@@ -96,6 +105,17 @@ class QwenImage(Family):
                 return_dict=False,
             )[0]
         )
+
+    @classmethod
+    def guidance_arguments(cls, model: Model, guidance: Guidance) -> dict[str, object]:
+        found = super().guidance_arguments(model, guidance)
+        return {"true_cfg_scale": found.pop("guidance_scale"), **found}
+
+    def guided(self, along: Tensor, against: Tensor, scale: float) -> Tensor:
+        """Each token is as long as the prompt's own velocity, as the pipeline has it."""
+        combined = super().guided(along, against, scale)
+        length = torch.norm(along, dim=-1, keepdim=True)
+        return combined * (length / torch.norm(combined, dim=-1, keepdim=True))
 
     def unscale(self, vae: Diffusers, latents: Tensor) -> Tensor:
         """[B, C, 1, H/f, W/f], by the mean and the standard deviation of each channel."""

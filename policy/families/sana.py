@@ -12,6 +12,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from configs.sections import Guidance, Model
 from policy.families.base import Diffusers, Family, widened
 from policy.families.schedule import TIMESTEPS, flow_match_sigmas, require_steps
 from policy.types import Conditioning
@@ -135,6 +136,13 @@ class Sana(Family):
                 return_dict=False,
             )[0]
         )
+
+    @classmethod
+    def call_arguments(cls, model: Model, guidance: Guidance) -> dict[str, object]:
+        found = {**super().call_arguments(model, guidance), "use_resolution_binning": False}
+        if not model.complex_human_instruction:
+            found["complex_human_instruction"] = None
+        return found
 
     def unscale(self, vae: Diffusers, latents: Tensor) -> Tensor:
         return latents / vae.config.scaling_factor

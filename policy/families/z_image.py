@@ -10,6 +10,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from configs.sections import Guidance, Model
 from policy.families import joint, padding
 from policy.families.base import Diffusers, Family, widened
 from policy.families.schedule import TIMESTEPS, flow_match_sigmas
@@ -96,6 +97,15 @@ class ZImage(Family):
             return_dict=False,
         )[0]
         return -torch.stack([widened(row) for row in found]).squeeze(2)
+
+    @classmethod
+    def guidance_arguments(cls, model: Model, guidance: Guidance) -> dict[str, object]:
+        found = super().guidance_arguments(model, guidance)
+        return {**found, "guidance_scale": guidance.evaluate - 1}
+
+    def guided(self, along: Tensor, against: Tensor, scale: float) -> Tensor:
+        """In the pipeline's words the strength is scale - 1."""
+        return along + (scale - 1) * (along - against)
 
     def unscale(self, vae: Diffusers, latents: Tensor) -> Tensor:
         return latents / vae.config.scaling_factor + vae.config.shift_factor

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from policy.families.base import Family
+from policy.sampling.guidance import Guided, velocity
 from policy.sampling.noise import noise_for
 from policy.sampling.ode import SOLVERS
 from policy.types import Conditioning
@@ -22,6 +23,7 @@ def sample(
     steps: int,
     solver: str,
     batch_size: int | None = None,
+    guided: Guided | None = None,
 ) -> Tensor:
     """Latents at sigma 0, float32 [B, *latent] on the CPU: row i of seed i and of row i of cond.
 
@@ -45,7 +47,7 @@ def sample(
         part = cond.rows(rows).to(parameter.device, parameter.dtype)
         done.append(
             SOLVERS[solver](
-                lambda x, sigma, part=part: family.velocity(transformer, x, sigma, part),
+                lambda x, sigma, part=part: velocity(family, transformer, x, sigma, part, guided),
                 noise[rows].to(parameter.device),
                 sigmas,
             ).cpu()

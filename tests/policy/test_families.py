@@ -76,7 +76,7 @@ LORA_MODULES = {
     "sd3": 2 * 8 - 1,  # the last block has no to_add_out
     "flux": 1 * 8 + 2 * 5,
     "sana": 2 * 8,
-    "qwen_image": 2 * 8,
+    "qwen_image": 2 * 8 - 1,
     "z_image": (2 + 1 + 1) * 4,  # layers, and a refiner of each stream
     "flux2": 1 * 8 + 2 * 2,
     "flux2_klein": 1 * 8 + 2 * 2,

@@ -15,8 +15,10 @@ from policy.lora import adapter_state, load_adapter_state, use
 from tests.learner.tiny import tiny_config
 from tests.tiny_families import tiny_model
 
-UNREACHED = {"sd3": ("add_q_proj",), "qwen_image": ("add_q_proj", "to_add_out")}
+UNREACHED = {"sd3": ("add_q_proj",), "qwen_image": ("add_q_proj",)}
 """Linears of the last block whose output is dropped."""
+SLOPE = {"z_image": 5e-4}
+"""Z-Image rotates queries and keys in float32, in all of its blocks and refiners."""
 PROMPTS = ["a red circle", "two blue crosses above a green square"]
 
 
@@ -159,7 +161,7 @@ def test_gradients_by_finite_differences(name, directory, monkeypatch):
             - (at(2 * h, direction) - at(-2 * h, direction))
         ) / (12 * h)
         wanted = sum(float((g * d).sum()) for g, d in zip(gradient, direction, strict=True))
-        assert found == pytest.approx(wanted, rel=1e-4)
+        assert found == pytest.approx(wanted, rel=SLOPE.get(name, 1e-4))
 
 
 def test_gradient_checkpointing_gives_the_same_gradients(name, directory):
