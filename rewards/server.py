@@ -10,7 +10,7 @@ import time
 import urllib.error
 import urllib.parse
 import urllib.request
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 from PIL import Image
@@ -54,20 +54,9 @@ class HttpScorer(BuiltIn):
     @staticmethod
     def check(settings: Settings) -> None:
         """Raises ScorerSetupError for settings with which no server can be asked."""
-        url, timeout_s = settings["url"], settings["timeout_s"]
-        if (
-            not isinstance(url, str)
-            or not url.startswith(("http://", "https://"))
-            or not _host(url)
-        ):
-            raise ScorerSetupError(f"url is {url!r}: give http://host:port/path or https://...")
+        require_url(settings["url"])
         require_one_of("encoding", settings["encoding"], TYPES)
-        if (
-            isinstance(timeout_s, bool)
-            or not isinstance(timeout_s, int | float)
-            or not 0 < timeout_s < float("inf")
-        ):
-            raise ScorerSetupError(f"timeout_s is {timeout_s!r}: use a positive time in seconds")
+        require_seconds("timeout_s", settings["timeout_s"])
         require_count("retries", settings["retries"], 0)
         require_count("batch_size", settings["batch_size"], 0)
 
@@ -91,24 +80,53 @@ class HttpScorer(BuiltIn):
         self, images: np.ndarray, prompts: Sequence[str], metadata: Sequence[Metadata]
     ) -> np.ndarray:
         body = encode(self.encoding, images, prompts, metadata)
-        request = urllib.request.Request(
-            self.url, body, {"Content-Type": TYPES[self.encoding], "Accept": "application/json"}
-        )
-        problem = ""
-        for attempt in range(self.retries + 1):
-            if attempt:
-                time.sleep(PAUSE_S * 2 ** (attempt - 1))
-            try:
-                with urllib.request.urlopen(request, timeout=self.timeout_s) as answer:
-                    return decode(answer.read(), len(images))
-            except urllib.error.HTTPError as error:
-                problem = f"answered {error.code} {error.reason}"
-                if error.code < 500 and error.code not in AGAIN:
-                    break
-            # URLError and timeouts are OSErrors
-            except (OSError, http.client.HTTPException) as error:
-                problem = f"did not answer ({getattr(error, 'reason', None) or error})"
-        raise ScorerError(f"{self.url} {problem}, tries: {attempt + 1}")
+        headers = {"Content-Type": TYPES[self.encoding], "Accept": "application/json"}
+        return decode(post(self.url, body, headers, self.timeout_s, self.retries), len(images))
+
+
+def post(
+    url: str, body: bytes, headers: Mapping[str, str], timeout_s: float, retries: int
+) -> bytes:
+    """What ``url`` answers. What may pass is tried again, after pauses that double.
+
+    Where the answer says in Retry-After how many seconds to wait, so long, up to ``timeout_s``.
+    Raises ScorerError.
+    """
+    request = urllib.request.Request(url, body, dict(headers))
+    problem, pause = "", 0.0
+    for attempt in range(retries + 1):
+        if attempt:
+            time.sleep(max(pause, PAUSE_S * 2 ** (attempt - 1)))
+        pause = 0.0
+        try:
+            with urllib.request.urlopen(request, timeout=timeout_s) as answer:
+                return answer.read()
+        except urllib.error.HTTPError as error:
+            problem = f"answered {error.code} {error.reason}"
+            if error.code < 500 and error.code not in AGAIN:
+                break
+            wait = error.headers.get("Retry-After", "")
+            pause = min(float(wait), timeout_s) if wait.isdecimal() else 0.0
+        # URLError and timeouts are OSErrors
+        except (OSError, http.client.HTTPException) as error:
+            problem = f"did not answer ({getattr(error, 'reason', None) or error})"
+    raise ScorerError(f"{url} {problem}, tries: {attempt + 1}")
+
+
+def require_url(url: object) -> None:
+    """Raise ScorerSetupError unless ``url`` can be asked."""
+    if not isinstance(url, str) or not url.startswith(("http://", "https://")) or not _host(url):
+        raise ScorerSetupError(f"url is {url!r}: give http://host:port/path or https://...")
+
+
+def require_seconds(name: str, value: object) -> None:
+    """Raise ScorerSetupError unless a setting is a positive time."""
+    if (
+        isinstance(value, bool)
+        or not isinstance(value, int | float)
+        or not 0 < value < float("inf")
+    ):
+        raise ScorerSetupError(f"{name} is {value!r}: use a positive time in seconds")
 
 
 def _host(url: str) -> str | None:
