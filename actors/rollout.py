@@ -39,14 +39,16 @@ class RolloutActor:
 
     def _build(self, backend: Backend) -> Explorer:
         run = self._run
+        smaller = run.explored_model != run.model
         return Explorer(
-            family_for(run.model),
+            family_for(run.explored_model),
             backend,
             run.explore.modules_to_not_convert,
             self._device,
             DTYPES[run.regenerate.precision],
             activation_amax=run.explore.activation_amax,
             compile=run.explore.compile,
+            full=family_for(run.model) if smaller else None,
         )
 
     def ready(self) -> ActorInfo:

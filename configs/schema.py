@@ -111,7 +111,13 @@ class RunConfig(Section):
                 f"selection.keep: {keep} is odd, but rule 'best_worst' keeps as many best as worst:"
                 " use an even number"
             )
+        self._possible_size()
         if why := _one_stage(self.arm, self.plan):
+            if self.explored_model != self.model:
+                raise ValueError(
+                    f"explore.height: arm {self.arm!r} {why}, so it cannot explore at another size:"
+                    " leave explore.height and explore.width out"
+                )
             if self.explore_ahead:
                 raise ValueError(
                     f"explore_ahead: arm {self.arm!r} {why}, so it cannot explore with an older"
@@ -150,6 +156,27 @@ class RunConfig(Section):
                 f" {', '.join(labels)}"
             )
         return self
+
+    def _possible_size(self) -> None:
+        """Raises ValueError for proxy images whose noise is no whole part of the full one."""
+        sizes = {side: getattr(self.explore, side) for side in ("height", "width")}
+        if None in sizes.values() and any(sizes.values()):
+            raise ValueError("explore.height: one side alone is given: give both, or none")
+        for side, pixels in sizes.items():
+            full = getattr(self.model, side)
+            if pixels is not None and full % pixels:
+                raise ValueError(
+                    f"explore.{side}: {pixels} is no whole part of model.{side} = {full}: the noise"
+                    " of proxy images is that of full ones, in whole blocks"
+                )
+
+    @property
+    def explored_model(self) -> Model:
+        """``model`` at the size of proxy images."""
+        height, width = self.explore.height, self.explore.width
+        if height is None or width is None:
+            return self.model
+        return self.model.model_copy(update={"height": height, "width": width})
 
     def scorers_of(self, kind: str) -> tuple[str, ...]:
         """Labels of the scorers that actors of ``reward`` or ``scorers.<label>`` hold."""

@@ -98,6 +98,15 @@ class Explore(Section):
     steps: int = Field(default=6, ge=1, description="sampling steps of a proxy image")
     solver: Solver = "dpmpp_2m"
     backend: BackendName = Field(default="auto", description="precision of the exploring denoiser")
+    height: int | None = Field(
+        default=None,
+        ge=16,
+        multiple_of=8,
+        description="of proxy images, a whole part of model.height; None: model.height",
+    )
+    width: int | None = Field(
+        default=None, ge=16, multiple_of=8, description="the same of model.width; both or none"
+    )
     scale_search: bool = Field(
         default=True,
         description="NVFP4 weights: choose each block's scale among 12 neighbours by squared error",

@@ -83,6 +83,8 @@ def key_of(config: RunConfig, backend: str) -> str:
         *(lora.rank, "+".join(lora.targets)),
     ]
     doubled = [stage for stage in config.guidance.stages if config.guidance.one_pass]
+    if config.explored_model != model:
+        parts += [config.explored_model.height, config.explored_model.width]
     if doubled:
         parts.append("+".join(doubled))
     return " ".join(str(part) for part in parts)
@@ -142,13 +144,15 @@ def count(config: RunConfig, family: Family, backend: Backend) -> Counts:
     )
     quantised = [row.name for row in rows if row.quantised]
     common = _common(config, family)
+    size = {"height": config.explored_model.height, "width": config.explored_model.width}
+    smaller = type(family)(family.model.model_copy(update=size))
     scale = config.plan.explore.guidance if config.plan.explore else 1.0
     return replace(
         common,
         quantised=sum(math.prod(row.shape) for row in rows if row.quantised),
         rollout=memory.held_bytes(transformer),
         broadcast=memory.wire_bytes(transformer, rows, layers, adapted, backend),
-        step=_sampling(family, base, batch, _rows(config, batch, scale), dtype, quantised),
+        step=_sampling(smaller, base, batch, _rows(config, batch, scale), dtype, quantised),
     )
 
 

@@ -21,6 +21,8 @@ def check_model(config: RunConfig) -> None:
         family = family_for(config.model)
         family.check(config.guidance)
         family.check_weights()
+        if config.explored_model != config.model:
+            check_explored(config)
         if config.lora.targets:
             from policy.lora import target_modules
 
@@ -32,6 +34,14 @@ def check_model(config: RunConfig) -> None:
         check_explorers(config)
     except (FileNotFoundError, ValueError) as error:
         raise ConfigError([str(error)]) from None
+
+
+def check_explored(config: RunConfig) -> None:
+    """Raises ValueError for a size of proxy images that the model cannot draw."""
+    try:
+        family_for(config.explored_model).check()
+    except ValueError as error:
+        raise ValueError(str(error).replace("model.", "explore.", 1)) from None
 
 
 def check_explorers(config: RunConfig) -> None:

@@ -52,6 +52,8 @@ def stages_of(config: RunConfig, counts: Counts) -> tuple[dict[str, Stage], Stag
     )
     mine = learner.count * (min(1.0, learner.gpus) or 1.0)
     stages: dict[str, Stage] = {}
+    small, whole = config.explored_model, config.model
+    area = small.height * small.width / (whole.height * whole.width)
     if plan.explore is not None:
         images = prompts * plan.explore.pool_size
         calls = images * plan.explore.steps / batch_of(config) * passes(plan.explore.guidance)
@@ -60,7 +62,7 @@ def stages_of(config: RunConfig, counts: Counts) -> tuple[dict[str, Stage], Stag
         stages["explore"] = Stage(
             unquantized=calls * (counts.step.flops - quantised),
             quantised=calls * quantised,
-            decoding=images * counts.decode_flops,
+            decoding=images * counts.decode_flops * area,
             gpus=rollout.actors * (min(1.0, rollout.gpus) or 1.0),
         )
     if plan.regenerate:

@@ -35,14 +35,18 @@ class Explorer:
         dtype: torch.dtype = torch.float32,
         activation_amax: str = "power_of_two",
         compile: bool = False,
+        full: Family | None = None,
     ) -> None:
-        """``dtype`` is that of the unquantised parts, unless the backend has one of its own.
+        """``full``, where images are smaller than those: whose initial noises are cut down.
+
+        ``dtype`` is that of the unquantised parts, unless the backend has one of its own.
 
         ``compile``: the first call at each batch size compiles the transformer, which takes minutes
         at real size; ValueError where nothing can be compiled. ``activation_amax`` as in
         ``Backend.replacements``.
         """
         self.family, self.backend, self.device = family, backend, torch.device(device)
+        self.full = full
         self.transformer = family.load_transformer("cpu", backend.dtype or dtype)
         self.plan: list[ModuleRow] = quantise_plan(
             self.transformer, family, modules_to_not_convert, backend
@@ -111,7 +115,16 @@ class Explorer:
             )
         with compile_failures("explore.compile"):
             rows = cond.repeat(len(seeds))
-            latents = sample(self.family, self._denoiser, rows, seeds, steps, solver, guided=guided)
+            latents = sample(
+                self.family,
+                self._denoiser,
+                rows,
+                seeds,
+                steps,
+                solver,
+                guided=guided,
+                full=self.full,
+            )
         if not bool(torch.isfinite(latents).all()):
             raise RuntimeError(
                 f"policy version {self._version} gave latents that are not finite: lower"

@@ -49,7 +49,15 @@ from rewards.base import ScorerError, ScorerSetupError
 from rewards.combine import WeightedScorer
 
 Say = Callable[[str], None]
-EXPLORING = ("solver", "scale_search", "frozen_amax", "activation_amax", "modules_to_not_convert")
+EXPLORING = (
+    "height",
+    "width",
+    "solver",
+    "scale_search",
+    "frozen_amax",
+    "activation_amax",
+    "modules_to_not_convert",
+)
 """Fields of ``[explore]`` that a proxy depends on beside its steps and its backend."""
 
 
@@ -260,14 +268,16 @@ def _trainer(config: RunConfig, checkpoint: Path | None) -> Trainer:
 def _explorer(config: RunConfig, trainer: Trainer, backend: Backend) -> Explorer:
     """An explorer that was given the learner's sampling policy in the backend's format."""
     settings, dtype = config.explore, DTYPES[config.regenerate.precision]
+    smaller = config.explored_model != config.model
     explorer = Explorer(
-        trainer.family,
+        family_for(config.explored_model),
         backend,
         settings.modules_to_not_convert,
         _device(),
         dtype,
         activation_amax=settings.activation_amax,
         compile=settings.compile,
+        full=trainer.family if smaller else None,
     )
     adapter, size = trainer.objective.sampling_adapter, config.publish.shard_mb * 2**20
     manifest, chunks = export_policy(

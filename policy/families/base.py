@@ -312,6 +312,27 @@ class Family(ABC):
         """Decoded images in [-1, 1], [B, 3, H, W], of latents [B, *latent]."""
         return vae.decode(self.unscale(vae, latents), return_dict=False)[0]
 
+    def spatial(self, latents: Tensor) -> Tensor:
+        """Latents [B, *latent] as [B, C, H/f, W/f], a channel per channel of the autoencoder."""
+        return latents
+
+    def packed(self, spatial: Tensor) -> Tensor:
+        """The inverse of ``spatial``."""
+        return spatial
+
+    def smaller_noise(self, noise: Tensor, smaller: Family) -> Tensor:
+        """Initial noise [B, *latent] for the same model at a smaller size: [B, *smaller latent].
+
+        Means of blocks times the root of their size: standard normal again, and what of the noise
+        is as coarse as the smaller latents is the same.
+        """
+        rows, columns = (
+            self.model.height // smaller.model.height,
+            (self.model.width // smaller.model.width),
+        )
+        pooled = torch.nn.functional.avg_pool2d(self.spatial(noise), (rows, columns))
+        return smaller.packed(pooled * (rows * columns) ** 0.5)
+
     def guidance_input(self, x: Tensor) -> Tensor | None:
         """The embedded guidance, float32 [B], for x [B, *latent]; None where there is no input."""
         if not self.embeds_guidance:

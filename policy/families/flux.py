@@ -105,10 +105,17 @@ class Flux(Family):
     def guidance_arguments(cls, model: Model, guidance: Guidance) -> dict[str, object]:
         return {"guidance_scale": model.guidance}
 
-    def unscale(self, vae: Diffusers, latents: Tensor) -> Tensor:
+    def spatial(self, latents: Tensor) -> Tensor:
         from diffusers import FluxPipeline
 
-        spatial = FluxPipeline._unpack_latents(
+        return FluxPipeline._unpack_latents(
             latents, self.model.height, self.model.width, self._factor
         )
-        return spatial / vae.config.scaling_factor + vae.config.shift_factor
+
+    def packed(self, spatial: Tensor) -> Tensor:
+        from diffusers import FluxPipeline
+
+        return FluxPipeline._pack_latents(spatial, *spatial.shape)
+
+    def unscale(self, vae: Diffusers, latents: Tensor) -> Tensor:
+        return self.spatial(latents) / vae.config.scaling_factor + vae.config.shift_factor

@@ -106,14 +106,22 @@ class Flux2(Family):
     def guidance_arguments(cls, model: Model, guidance: Guidance) -> dict[str, object]:
         return {"guidance_scale": model.guidance}
 
-    def unscale(self, vae: Diffusers, latents: Tensor) -> Tensor:
-        """[B, C, H/f, W/f], by the running statistics of the autoencoder's batch norm."""
+    def spatial(self, latents: Tensor) -> Tensor:
         from diffusers import Flux2Pipeline
 
+        return Flux2Pipeline._unpatchify_latents(latents)
+
+    def packed(self, spatial: Tensor) -> Tensor:
+        from diffusers import Flux2Pipeline
+
+        return Flux2Pipeline._patchify_latents(spatial)
+
+    def unscale(self, vae: Diffusers, latents: Tensor) -> Tensor:
+        """[B, C, H/f, W/f], by the running statistics of the autoencoder's batch norm."""
         mean = vae.bn.running_mean.view(1, -1, 1, 1).to(latents)
         variance = vae.bn.running_var.view(1, -1, 1, 1)
         std = torch.sqrt(variance + vae.config.batch_norm_eps).to(latents)
-        return Flux2Pipeline._unpatchify_latents(latents * std + mean)
+        return self.spatial(latents * std + mean)
 
 
 class Flux2Klein(Flux2):

@@ -117,13 +117,21 @@ class QwenImage(Family):
         length = torch.norm(along, dim=-1, keepdim=True)
         return combined * (length / torch.norm(combined, dim=-1, keepdim=True))
 
-    def unscale(self, vae: Diffusers, latents: Tensor) -> Tensor:
-        """[B, C, 1, H/f, W/f], by the mean and the standard deviation of each channel."""
+    def spatial(self, latents: Tensor) -> Tensor:
         from diffusers import QwenImagePipeline
 
-        spatial = QwenImagePipeline._unpack_latents(
+        return QwenImagePipeline._unpack_latents(
             latents, self.model.height, self.model.width, self._factor
-        )
+        ).squeeze(2)
+
+    def packed(self, spatial: Tensor) -> Tensor:
+        from diffusers import QwenImagePipeline
+
+        return QwenImagePipeline._pack_latents(spatial, *spatial.shape)
+
+    def unscale(self, vae: Diffusers, latents: Tensor) -> Tensor:
+        """[B, C, 1, H/f, W/f], by the mean and the standard deviation of each channel."""
+        spatial = self.spatial(latents).unsqueeze(2)
         mean, std = (
             torch.tensor(values, dtype=latents.dtype, device=latents.device).view(1, -1, 1, 1, 1)
             for values in (vae.config.latents_mean, vae.config.latents_std)

@@ -24,11 +24,13 @@ def sample(
     solver: str,
     batch_size: int | None = None,
     guided: Guided | None = None,
+    full: Family | None = None,
 ) -> Tensor:
     """Latents at sigma 0, float32 [B, *latent] on the CPU: row i of seed i and of row i of cond.
 
-    ``batch_size`` images go through the transformer at a time; None means all. Raises ValueError
-    when rows and seeds differ.
+    ``batch_size`` images go through the transformer at a time; None means all. With ``full``, the
+    same model at a larger size, the initial noises are its own, cut down to this size. Raises
+    ValueError when rows and seeds differ.
     """
     if len(cond) != len(seeds):
         raise ValueError(
@@ -39,7 +41,10 @@ def sample(
         return torch.empty((0, *family.latent_shape))
     parameter = next(transformer.parameters())
     sigmas = family.sigmas(steps)
-    noise = noise_for(seeds, family.latent_shape)
+    if full is None:
+        noise = noise_for(seeds, family.latent_shape)
+    else:
+        noise = full.smaller_noise(noise_for(seeds, full.latent_shape), family)
     size = batch_size or len(seeds)
     done = []
     for start in range(0, len(seeds), size):
