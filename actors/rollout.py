@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 
 from actors.messages import ActorInfo, ExploreChunk, Images, Samples, Shard, WeightsId
@@ -56,9 +57,12 @@ class RolloutActor:
         runs, cold = available_backends(self._device), self._run.explore.compile
         return replace(identity(), backend=self._own.name, why=self._why, runs=runs, cold=cold)
 
-    def load(self, backend: str | None, manifest: Manifest, *shards: Shard) -> WeightsId:
+    def load(
+        self, backend: str | None, manifest: Manifest, sent: Sequence[int], *shards: Shard
+    ) -> WeightsId:
         """Copy published weights in place; returns what is loaded, as the acknowledgement.
 
+        ``shards`` are those of the indices ``sent``; the others are here from the version before.
         ``backend`` is the one they are for, None the configured one; where another runs here the
         denoiser is built again.
         """
@@ -66,7 +70,9 @@ class RolloutActor:
         if self._explorer is None or self._explorer.backend.name != wanted.name:
             self._explorer = None  # two would need the memory of both
             self._explorer = self._build(wanted)
-        return WeightsId(*self._explorer.load(manifest, list(shards)), backend)
+        arrived = dict(zip(sent, shards, strict=True))
+        all_of_it = [arrived.get(index) for index in range(len(manifest.shard_sizes))]
+        return WeightsId(*self._explorer.load(manifest, all_of_it), backend)
 
     def explore(
         self, request: ExploreChunk, conditioning: Conditioning

@@ -49,19 +49,19 @@ def write_card(
         sheet = before_after(directory / "images")
     except FileNotFoundError:
         (out / PICTURE).unlink(missing_ok=True)
-        pictures = False
+        drawn = False
     else:
         with atomic.replacing(out / PICTURE) as beside:
             sheet.save(beside, "PNG", optimize=True)
-        pictures = True
+        drawn = True
     declared = {"license": licence} if licence else licence_of(config.model)
-    text = card(read_run(directory), config, export, declared, pictures)
+    text = card(read_run(directory), config, export, declared, drawn)
     atomic.write_text(out / CARD, text)
     return out / CARD
 
 
 def card(
-    run: RunData, config: RunConfig, export: Export, licence: Mapping[str, str], pictures: bool
+    run: RunData, config: RunConfig, export: Export, licence: Mapping[str, str], drawn: bool
 ) -> str:
     """The text, with the front matter that the hub reads."""
     base = hub_id(config.model)
@@ -78,7 +78,7 @@ def card(
         _licence(licence),
         "## Rewards\n\n" + _rewards(run, export),
         f"## Images\n\n![Held-out prompts at the same initial noises, before and after]({PICTURE})"
-        if pictures
+        if drawn
         else "",
         "## Prompts\n\n" + _prompts(run, config),
         "## How to load it\n\n" + _loading(config, export, base),
@@ -176,7 +176,7 @@ def _prompts(run: RunData, config: RunConfig) -> str:
     scorers = ", ".join(
         f"`{scorer.label}` x {scorer.weight:g}" for scorer in config.rewards.scorers
     )
-    examples = "\n".join(f"* {_plain(text)}" for text in list(run.pictures.prompts.values())[:4])
+    examples = "\n".join(f"* {_plain(text)}" for text in list(run.images.prompts.values())[:4])
     lines = [
         f"Trained on `{config.prompts.train}`, {config.prompts.per_iteration} prompts per"
         f" iteration, to raise {scorers}."

@@ -63,7 +63,7 @@ class PlainLoop:
         """Pack the sampling policy and load it into the explorer."""
         manifest = self.learner.export(version).manifest
         shards = [self.learner.shard(i)[1] for i in range(len(manifest.shard_sizes))]
-        self.checksum = self.rollout.load(None, manifest, *shards).checksum
+        self.checksum = self.rollout.load(None, manifest, range(len(shards)), *shards).checksum
 
     def _group(self, index: int, p: int, prompt: Prompt, cond: Any) -> TrainingGroup:
         config, size = self.config, self.config.explore.chunk_size

@@ -14,7 +14,7 @@ import dataclasses
 import logging
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -42,12 +42,13 @@ WARM_UP = 2
 
 
 class Sender:
-    """Stands for the learner: holds weights that are packed already, all chunks of which begin like
-    the one that it has.
+    """Stands for the learner: holds weights that are packed already, all shards of which begin like
+    the one that it has. Every second version is another, so that all shards are sent every time.
     """
 
     def __init__(self, nbytes: int, shard_bytes: int):
-        self._chunk = np.random.default_rng(0).integers(0, 256, min(shard_bytes, nbytes), np.uint8)
+        shape = (2, min(shard_bytes, nbytes))
+        self._chunks = np.random.default_rng(0).integers(0, 256, shape, np.uint8)
         self._sizes = tuple(
             min(shard_bytes, nbytes - start) for start in range(0, nbytes, shard_bytes)
         )
@@ -56,12 +57,22 @@ class Sender:
             entries.append(Entry(name, "uint8", (size,), offset, size))
             offset += size
         known = {
-            size: xxhash.xxh3_64_hexdigest(self._chunk[:size].data) for size in set(self._sizes)
+            (which, size): xxhash.xxh3_64_hexdigest(chunk[:size].data)
+            for which, chunk in enumerate(self._chunks)
+            for size in set(self._sizes)
         }
-        hashes = tuple(known[size] for size in self._sizes)
-        self._manifest = Manifest(
-            0, "nvfp4", wire_formats()["nvfp4"], self._sizes, hashes, tuple(entries)
-        )
+        self._manifests = [
+            Manifest(
+                which,
+                "nvfp4",
+                wire_formats()["nvfp4"],
+                self._sizes,
+                tuple(known[which, size] for size in self._sizes),
+                tuple(entries),
+            )
+            for which in (0, 1)
+        ]
+        self._version = 0
 
     def ready(self) -> ActorInfo:
         """Answers once the weights are there."""
@@ -71,11 +82,12 @@ class Sender:
         self, version: int, backend: str | None = None, weights: str | None = None
     ) -> Exported:
         """The manifest under a new version number."""
-        return Exported(dataclasses.replace(self._manifest, version=version), {})
+        self._version = version
+        return Exported(dataclasses.replace(self._manifests[version % 2], version=version), {})
 
     def shard(self, index: int) -> tuple[int, np.ndarray]:
         """As ``actors.learner.LearnerActor.shard``."""
-        return self._sizes[index], self._chunk[: self._sizes[index]]
+        return self._sizes[index], self._chunks[self._version % 2, : self._sizes[index]]
 
 
 class Receiver:
@@ -85,14 +97,20 @@ class Receiver:
         self._targets = {
             name: torch.zeros(size, dtype=torch.uint8) for name, size in sizes(nbytes).items()
         }
+        self._manifest: Manifest | None = None
 
     def ready(self) -> ActorInfo:
         """Answers once the buffers are there."""
         return identity()
 
-    def load(self, backend: str | None, manifest: Manifest, *shards: np.ndarray) -> WeightsId:
+    def load(
+        self, backend: str | None, manifest: Manifest, sent: Sequence[int], *shards: np.ndarray
+    ) -> WeightsId:
         """As ``actors.rollout.RolloutActor.load``."""
-        unpack_into(manifest, list(shards), self._targets)
+        arrived = dict(zip(sent, shards, strict=True))
+        parts = [arrived.get(index) for index in range(len(manifest.hashes))]
+        unpack_into(manifest, parts, self._targets, self._manifest)
+        self._manifest = manifest
         return WeightsId(manifest.version, manifest.checksum, backend)
 
 

@@ -55,29 +55,29 @@ class Explorer:
         self.transformer.to(self.device)
         self._denoiser = compiled(self.transformer, self.device) if compile else self.transformer
         self.vae = family.load_vae(self.device, torch.float32)
-        self._version: int | None = None
+        self._loaded: Manifest | None = None
 
     @property
     def version(self) -> int | None:
         """The policy version in place; None before the first load and after a failed one."""
-        return self._version
+        return self._loaded.version if self._loaded else None
 
-    def load(self, manifest: Manifest, shards: Sequence[np.ndarray]) -> tuple[int, str]:
+    def load(self, manifest: Manifest, shards: Sequence[np.ndarray | None]) -> tuple[int, str]:
         """Copy published weights in place; returns (version, checksum) as the acknowledgement.
 
-        Raises WireError when they are damaged or made for something else; there is no version then,
-        until the next load.
+        None stands for a shard that the last load has brought already. Raises WireError when they
+        are damaged or made for something else; there is no version then, until the next load.
         """
-        self._version = None
+        before, self._loaded = self._loaded, None
         if manifest.format != self.backend.wire_format:
             raise WireError(
                 f"version {manifest.version} is {manifest.format}, backend {self.backend.name}"
                 f" takes {self.backend.wire_format}"
             )
-        unpack_into(manifest, shards, self._targets(manifest))
+        unpack_into(manifest, shards, self._targets(manifest), before)
         for layer in self._layers.values():
             layer.arrived()  # once every layer is filled: some run as one
-        self._version = manifest.version
+        self._loaded = manifest
         return manifest.version, manifest.checksum
 
     def _targets(self, manifest: Manifest) -> dict[str, Tensor]:
@@ -87,9 +87,9 @@ class Explorer:
             for name, layer in self._layers.items()
             for part, buffer in layer.wire_targets().items()
         }
-        wide = {f"{row.name}.weight" for row in self.plan if not row.quantised}
+        unquantized = {f"{row.name}.weight" for row in self.plan if not row.quantised}
         for entry in manifest.entries:
-            if entry.name in wide:
+            if entry.name in unquantized:
                 targets[entry.name] = self.transformer.get_parameter(entry.name)
         return targets
 
@@ -107,7 +107,7 @@ class Explorer:
         ``cond`` has one row; the seeds are one batch. Raises RuntimeError while there is no
         version, CompileFailed where ``compile`` does not work.
         """
-        if self._version is None:
+        if self._loaded is None:
             raise RuntimeError("this explorer has no policy version: load published weights first")
         if len(cond) != 1:
             raise ValueError(
@@ -127,7 +127,7 @@ class Explorer:
             )
         if not bool(torch.isfinite(latents).all()):
             raise RuntimeError(
-                f"policy version {self._version} gave latents that are not finite: lower"
+                f"policy version {self.version} gave latents that are not finite: lower"
                 " optimizer.lr and resume"
             )
         images = self.family.decode(self.vae, latents)

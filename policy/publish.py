@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copyreg
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 
 import numpy as np
 import torch
@@ -14,7 +14,7 @@ from policy.lora import adapted_modules, adapter_state, delta_weight
 from policy.precision.backends import Backend
 from policy.precision.nvfp4 import frozen_amax
 from policy.precision.swap import ModuleRow, weight_modules
-from policy.precision.wire import Manifest, pack_tensors
+from policy.precision.wire import Manifest, Section, assemble, pack_section
 
 
 class NonFiniteWeights(RuntimeError):
@@ -36,8 +36,10 @@ class Publisher:
 
     Every quantised module travels packed; an unquantized adapted module as its merged weight
     in the backend's ``wire_dtype``; everything else is the base model, which explorers load
-    themselves. Modules without adapter are packed once. What is kept between exports, and the
-    export itself, lie in host memory, a module at a time is on the transformer's device.
+    themselves. Modules that no update can change are packed once, into shards of their own, which
+    keep their bytes from version to version, so that they are sent once. What is kept between
+    exports, and the export itself, lie in host memory, a module at a time is on the transformer's
+    device.
     """
 
     def __init__(
@@ -64,6 +66,7 @@ class Publisher:
         for row in plan:
             if row.fused is not None:
                 self._groups.setdefault(row.fused, []).append(row.name)
+        self._constant: Section | None = None
         self._fixed: dict[str, tuple[Tensor | None, dict[str, Tensor]]] = {}
         self._before: dict[str, dict[str, Tensor]] = {}
         self._adapter_before: dict[str, Tensor] | None = None
@@ -99,33 +102,65 @@ class Publisher:
                 else own
             )
 
-        ranges = self._joint_ranges(range_of)
+        changing = self._changing(owners, adapted)
+        ranges = self._joint_ranges(range_of, changing)
         state = adapter_state(self.transformer, adapter)
         changes = None
         if self._adapter_before is not None:
             changes = _Changes(self.backend, adapted, self._before, self._adapter_before, state)
         packed: dict[str, dict[str, Tensor]] = {}
-        for name, owner in owners.items():
+        for name in changing:
             if name in adapted:
                 own = self.frozen_amax and self._quantised[name] and name not in ranges
                 packed[name] = self._pack_adapted(
                     name, merged(name), range_of(name) if own else ranges.get(name), changes
                 )
-            elif self._quantised[name]:
-                packed[name] = self._pack_once(name, owner.weight, ranges.get(name))
-        named = {
-            f"{name}.{part}": tensor
-            for name, parts in packed.items()
-            for part, tensor in parts.items()
-        }
-        manifest, shards = pack_tensors(named, version, self.backend.wire_format, self.shard_bytes)
+            else:
+                packed[name] = self._pack_once(name, owners[name].weight, ranges.get(name))
+        if self._constant is None:
+            self._constant = self._pack_constant(owners, changing, range_of)
+        sections = [self._constant, pack_section(_named(packed), self.shard_bytes)]
+        manifest, shards = assemble(sections, version, self.backend.wire_format)
         self._before, self._adapter_before = {name: packed[name] for name in adapted}, state
         return manifest, shards, changes.statistics() if changes is not None else {}
 
-    def _joint_ranges(self, range_of: Callable[[str], Tensor]) -> dict[str, Tensor]:
-        """The common amax of each group that runs as one product, if there is one per tensor."""
+    def _changing(self, owners: Iterable[str], adapted: Container[str]) -> list[str]:
+        """The modules that travel and may differ from version to version: adapted ones, and those
+        that share the range of one.
+        """
+        shared = [
+            name
+            for names in self._groups.values()
+            if any(name in adapted for name in names)
+            for name in names
+        ]
+        return [name for name in owners if name in adapted or name in shared]
+
+    def _pack_constant(
+        self,
+        owners: Mapping[str, nn.Module],
+        changing: Container[str],
+        range_of: Callable[[str], Tensor],
+    ) -> Section:
+        """All other quantised modules; bytes that stay as they are."""
+        names = [name for name in owners if self._quantised[name] and name not in changing]
+        ranges = self._joint_ranges(range_of, names)
+        packed = {
+            name: _on_host(self._pack(name, owners[name].get_parameter("weight"), ranges.get(name)))
+            for name in names
+        }
+        return pack_section(_named(packed), self.shard_bytes)
+
+    def _joint_ranges(
+        self, range_of: Callable[[str], Tensor], among: Container[str]
+    ) -> dict[str, Tensor]:
+        """The common amax of each group of modules ``among`` that runs as one product, if there is
+        one per tensor.
+        """
         ranges: dict[str, Tensor] = {}
         for names in self._groups.values():
+            if names[0] not in among:
+                continue
             members = [range_of(name) for name in names]
             if not members[0].ndim:
                 ranges |= dict.fromkeys(names, torch.stack(members).max())
@@ -193,9 +228,11 @@ class _Changes:
             changed = (now["weight"] != before["weight"]).sum()
             decoded = (now["weight"].float() - before["weight"].float()).flatten(1)
         scaling = next(iter(self._layers[name].scaling.values()))
-        true = (
-            (_product(self._adapter, name) - _product(self._adapter_before, name)) * scaling
-        ).to(decoded)
+        device = decoded.device
+        change = _product(self._adapter, name, device) - _product(
+            self._adapter_before, name, device
+        )
+        true = (change * scaling).to(decoded)
         self._changed += int(changed)
         self._total += true.numel()
         self._dot += float((decoded * true).sum(dtype=torch.float64))
@@ -210,6 +247,12 @@ class _Changes:
                 self._dot / (self._decoded_square * self._true_square) ** 0.5
             )
         return found
+
+
+def _named(packed: Mapping[str, Mapping[str, Tensor]]) -> dict[str, Tensor]:
+    return {
+        f"{name}.{part}": tensor for name, parts in packed.items() for part, tensor in parts.items()
+    }
 
 
 def _on_host(parts: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -227,9 +270,10 @@ def _finite(name: str, weight: Tensor) -> Tensor:
     return weight
 
 
-def _product(adapter: Mapping[str, Tensor], name: str) -> Tensor:
-    """B A [N, K] of the adapter of a linear or of a 1x1 convolution."""
-    return adapter[f"{name}.lora_B.weight"].flatten(1) @ adapter[f"{name}.lora_A.weight"].flatten(1)
+def _product(adapter: Mapping[str, Tensor], name: str, device: torch.device) -> Tensor:
+    """B A [N, K] of the adapter of a linear or of a 1x1 convolution, computed on ``device``."""
+    b, a = (adapter[f"{name}.lora_{side}.weight"].to(device).flatten(1) for side in "BA")
+    return b @ a
 
 
 def export_policy(

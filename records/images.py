@@ -23,34 +23,34 @@ from records import atomic
 STEP = re.compile(r"step_(\d+)")
 CELL = re.compile(r"(\d+)_(\d+)\.png")
 LARGEST_INLINE = 256
-"""Pictures wider or taller than this are reduced to it before they go into a page."""
+"""Images wider or taller than this are reduced to it before they go into a page."""
 TINY = 96
-"""Pictures up to this size are enlarged with hard pixels instead of being blurred."""
+"""Images up to this size are enlarged with hard pixels instead of being blurred."""
 
 
 @dataclass(frozen=True)
-class StepPictures:
-    """The pictures of one step: file by (prompt index, noise index)."""
+class StepImages:
+    """The images of one step: file by (prompt index, seed index)."""
 
     step: int
     files: dict[tuple[int, int], Path]
 
 
 @dataclass(frozen=True)
-class Pictures:
+class RunImages:
     """What ``images/`` holds: prompts by index in order, steps in rising order."""
 
     prompts: dict[int, str]
-    steps: list[StepPictures]
+    steps: list[StepImages]
 
-    def noises(self, prompt: int) -> list[int]:
-        """Noise indices that any step has a picture of, rising."""
+    def seeds(self, prompt: int) -> list[int]:
+        """Seed indices that any step has a chart of, rising."""
         return sorted(
             {noise for step in self.steps for index, noise in step.files if index == prompt}
         )
 
 
-def save_pictures(directory: Path, step: int, prompts: Sequence[str], images: np.ndarray) -> Path:
+def save_images(directory: Path, step: int, prompts: Sequence[str], images: np.ndarray) -> Path:
     """Write ``images`` uint8 [P, S, 3, H, W] of P ``prompts``; returns the step's directory.
 
     The step's directory is written beside and renamed; an existing one of the same step is
@@ -58,12 +58,12 @@ def save_pictures(directory: Path, step: int, prompts: Sequence[str], images: np
     """
     if images.ndim != 5 or images.shape[2] != 3 or images.dtype != np.uint8:
         raise ValueError(
-            f"pictures must be uint8 [prompts, noises, 3, height, width], not {images.dtype}"
+            f"images must be uint8 [prompts, seeds, 3, height, width], not {images.dtype}"
             f" {list(images.shape)}"
         )
     if len(prompts) < images.shape[0]:
         raise ValueError(
-            f"{len(prompts)} prompts for pictures of {images.shape[0]}: give a prompt per row"
+            f"{len(prompts)} prompts for images of {images.shape[0]}: give a prompt per row"
         )
     directory.mkdir(parents=True, exist_ok=True)
     named = [
@@ -80,8 +80,8 @@ def save_pictures(directory: Path, step: int, prompts: Sequence[str], images: np
     return final
 
 
-def find_pictures(directory: Path) -> Pictures:
-    """What ``save_pictures`` left in ``directory``; prompts that cannot be read are numbered."""
+def find_images(directory: Path) -> RunImages:
+    """What ``save_images`` left in ``directory``; prompts that cannot be read are numbered."""
     prompts: dict[int, str] = {}
     try:
         prompts = {
@@ -96,17 +96,17 @@ def find_pictures(directory: Path) -> Pictures:
             cells = [(CELL.fullmatch(path.name), path) for path in sorted(folder.iterdir())]
             files = {(int(cell[1]), int(cell[2])): path for cell, path in cells if cell}
             if files:
-                steps.append(StepPictures(int(match[1]), files))
+                steps.append(StepImages(int(match[1]), files))
     shown = {index for step in steps for index, _ in step.files}
     names = {index: prompts.get(index, f"prompt {index}") for index in sorted(shown | set(prompts))}
-    return Pictures(names, sorted(steps, key=lambda one: one.step))
+    return RunImages(names, sorted(steps, key=lambda one: one.step))
 
 
 def load_step(directory: Path, step: int) -> np.ndarray:
     """The images of one step, uint8 [P, S, 3, H, W]; FileNotFoundError unless all were saved."""
-    found = next((one for one in find_pictures(directory).steps if one.step == step), None)
+    found = next((one for one in find_images(directory).steps if one.step == step), None)
     if found is None:
-        raise FileNotFoundError(f"no pictures of step {step} in {directory}")
+        raise FileNotFoundError(f"no images of step {step} in {directory}")
     rows, columns = (sorted({key[axis] for key in found.files}) for axis in (0, 1))
     missing = [
         f"{row}_{column}.png"
@@ -116,7 +116,7 @@ def load_step(directory: Path, step: int) -> np.ndarray:
     ]
     if missing:
         raise FileNotFoundError(
-            f"{missing[0]} is missing from the pictures of step {step} in {directory}"
+            f"{missing[0]} is missing from the images of step {step} in {directory}"
         )
     return np.stack(
         [np.stack([read_png(found.files[row, column]) for column in columns]) for row in rows]
@@ -124,9 +124,9 @@ def load_step(directory: Path, step: int) -> np.ndarray:
 
 
 def read_png(path: Path) -> np.ndarray:
-    """The picture in ``path`` as uint8 [3, H, W]."""
-    with Image.open(path) as picture:
-        return np.ascontiguousarray(np.asarray(picture.convert("RGB")).transpose(2, 0, 1))
+    """The image in ``path`` as uint8 [3, H, W]."""
+    with Image.open(path) as image:
+        return np.ascontiguousarray(np.asarray(image.convert("RGB")).transpose(2, 0, 1))
 
 
 def png_bytes(image: np.ndarray) -> bytes:
@@ -160,13 +160,13 @@ def before_after(
 ) -> Image.Image:
     """One captioned image: a row per prompt, the first step's images left, the last step's right.
 
-    Each small picture is about ``height`` pixels high. Raises FileNotFoundError when fewer than two
+    Each small image is about ``height`` pixels high. Raises FileNotFoundError when fewer than two
     steps were saved.
     """
-    found = find_pictures(directory)
+    found = find_images(directory)
     if len(found.steps) < 2:
         raise FileNotFoundError(
-            f"{directory} holds pictures of {len(found.steps)} step: before and after need two"
+            f"{directory} holds images of {len(found.steps)} step: before and after need two"
         )
     rows, head, gap = list(found.prompts.items())[:prompts], 26, 24
     both = [
@@ -198,15 +198,15 @@ def before_after(
 def data_uri(path: Path) -> tuple[str, int, int]:
     """An image as a ``data:`` address, its width and height; a large one reduced, and as JPEG."""
     content = path.read_bytes()
-    with Image.open(io.BytesIO(content)) as picture:
-        width, height = picture.size
+    with Image.open(io.BytesIO(content)) as image:
+        width, height = image.size
         if max(width, height) <= LARGEST_INLINE:
             return f"data:image/png;base64,{base64.b64encode(content).decode()}", width, height
-        picture = picture.convert("RGB")
-        picture.thumbnail((LARGEST_INLINE, LARGEST_INLINE), Image.Resampling.LANCZOS)
+        image = image.convert("RGB")
+        image.thumbnail((LARGEST_INLINE, LARGEST_INLINE), Image.Resampling.LANCZOS)
         buffer = io.BytesIO()
-        picture.save(buffer, "JPEG", quality=90)
+        image.save(buffer, "JPEG", quality=90)
         return (
             f"data:image/jpeg;base64,{base64.b64encode(buffer.getvalue()).decode()}",
-            *picture.size,
+            *image.size,
         )

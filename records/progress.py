@@ -22,10 +22,10 @@ from rich.text import Text
 
 STAGES = ("explored", "scored", "selected", "regenerated", "updated", "published")
 UNITS = {
-    "explored": "pictures",
-    "scored": "pictures",
-    "selected": "noises",
-    "regenerated": "pictures",
+    "explored": "images",
+    "scored": "images",
+    "selected": "seeds",
+    "regenerated": "images",
     "updated": "samples",
     "published": "version",
 }

@@ -206,8 +206,8 @@ def draw_times(generator: torch.Generator) -> torch.Tensor:
 
 
 class Losses(NamedTuple):
-    """Of one batch; ``agree`` is the mean squared difference between the NVFP4 and the wide
-    velocity, 0 where all was wide.
+    """Of one batch; ``agree`` is the mean squared difference between the NVFP4 and the full
+    velocity, 0 where all was full.
     """
 
     velocity: torch.Tensor
@@ -230,13 +230,13 @@ def backward(
     eps = torch.randn(x0.shape, generator=generator)
     shaped = t.view(-1, 1, 1, 1)
     inputs = ((1 - shaped) * x0 + shaped * eps, t, ids, examples.long)
-    wide = None
+    full = None
     if four_bits:
         with torch.no_grad():
-            wide, _ = learner(*inputs)
+            full, _ = learner(*inputs)
     with in_four_bits(learner.transformer) if four_bits else nullcontext():
         velocity, logits = learner(*inputs)
-        agree = F.mse_loss(velocity, wide) if wide is not None else torch.zeros(())
+        agree = F.mse_loss(velocity, full) if full is not None else torch.zeros(())
         found = Losses(
             F.mse_loss(velocity, eps - x0),
             F.cross_entropy(logits.flatten(0, 1), cells.flatten()),

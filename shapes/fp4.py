@@ -3,7 +3,7 @@ four bits.
 
 The rounding is the format's own (blocks of 16 along the input, scales in E4M3, one FP32 factor per
 tensor), without the search for better scales. Gradients are taken at the rounded values and applied
-to the wide ones (straight through).
+to the full ones (straight through).
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class RoundedInputs:
 def in_four_bits(transformer: nn.Module) -> Iterator[None]:
     """Inside, the blocks' weights and inputs are rounded; afterwards they are back, bit for bit."""
     layers = quantisable(transformer)
-    wide = [layer.weight.detach().clone() for layer in layers]
+    full = [layer.weight.detach().clone() for layer in layers]
     inputs = RoundedInputs()
     hooks = [layer.register_forward_pre_hook(inputs) for layer in layers]
     with torch.no_grad():
@@ -75,5 +75,5 @@ def in_four_bits(transformer: nn.Module) -> Iterator[None]:
         for hook in hooks:
             hook.remove()
         with torch.no_grad():
-            for layer, weight in zip(layers, wide, strict=True):
+            for layer, weight in zip(layers, full, strict=True):
                 layer.weight.copy_(weight)

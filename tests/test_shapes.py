@@ -23,8 +23,8 @@ def scored(images: np.ndarray, scenes: list[Scene]) -> tuple[np.ndarray, dict[st
     return total, scorer.parts
 
 
-def picture(*things: tuple[int, int, float, float, float]) -> np.ndarray:
-    """One picture from (colour, shape, x, y, radius) on grey 128."""
+def drawn(*things: tuple[int, int, float, float, float]) -> np.ndarray:
+    """One image from (colour, shape, x, y, radius) on grey 128."""
     rows = [*things, *[(0, 0, 0.0, 0.0, 1.0)] * (3 - len(things))]
     values = np.array(rows, dtype=np.float32)[None]
     kinds = values[..., :2].astype(np.int64)
@@ -125,12 +125,12 @@ def test_covered_area_is_the_outlines_area():
         (2, 2 * 36),
         (3, (8 * 0.36 - 4 * 0.36**2) * 36),
     ):
-        image = picture((0, shape, 16.0, 16.0, 6.0)).astype(np.float64)[0]
+        image = drawn((0, shape, 16.0, 16.0, 6.0)).astype(np.float64)[0]
         cover = (image[0] - 128) / (215 - 128)
         assert cover.sum() == pytest.approx(area, rel=0.04), shape
 
 
-def test_pictures_follow_relation_number_and_seed():
+def test_images_follow_relation_number_and_seed():
     scenes = [scene for kind in KINDS for scene in scenes_of("train", kind)[:40]]
     layout = arrange(scenes, np.random.default_rng(5))
     for row, scene in enumerate(scenes):
@@ -162,7 +162,7 @@ def test_cells_say_what_lies_where():
 # reward
 
 
-def test_true_pictures_score_high_and_shuffled_captions_low():
+def test_true_images_score_high_and_shuffled_captions_low():
     scenes = [scene for kind in KINDS for scene in scenes_of("test", kind)[::3]] + scenes_of(
         "train", "one"
     )
@@ -202,7 +202,7 @@ GOOD = ((0, 0, 8.0, 16.0, 5.0), (4, 1, 24.0, 16.0, 5.0))
 )
 def test_each_mistake_lowers_its_own_part(things, lowered, value):
     scorer = ShapesScorer()
-    total = scorer(picture(*things), [RED_LEFT], [{}])
+    total = scorer(drawn(*things), [RED_LEFT], [{}])
     for part in PARTS:
         expected = (
             value if part in lowered else (0.0 if part == "positions" and len(things) == 1 else 1.0)
@@ -215,11 +215,11 @@ def test_relation_is_graded_by_its_angle():
     scores = []
     for drop in (0.0, 11.0, 15.0):
         things = ((0, 0, 8.0, 16.0 - drop / 2, 4.0), (4, 1, 22.0, 16.0 + drop / 2, 4.0))
-        scores.append(float(ShapesScorer()(picture(*things), [RED_LEFT], [{}])[0]))
+        scores.append(float(ShapesScorer()(drawn(*things), [RED_LEFT], [{}])[0]))
     assert scores[0] > scores[1] > scores[2] > 0.2
 
 
-def test_reward_reads_any_picture():
+def test_reward_reads_any_image():
     noise = np.random.default_rng(0).integers(0, 256, (3, 3, 100, 77), dtype=np.uint8)
     for images in (
         np.zeros((3, 3, 32, 32), np.uint8),
@@ -230,7 +230,7 @@ def test_reward_reads_any_picture():
         total = ShapesScorer()(images, [RED_LEFT] * 3, [{}] * 3)
         assert total.shape == (3,) and np.isfinite(total).all() and (total < 0.1).all()
     assert ShapesScorer()(np.zeros((0, 3, 32, 32), np.uint8), [], []).shape == (0,)
-    good = picture(*GOOD)
+    good = drawn(*GOOD)
     large = good.repeat(3, 2).repeat(3, 3)
     assert np.allclose(
         to_size(large), good, atol=1e-3
@@ -251,7 +251,7 @@ def test_reward_does_not_depend_on_neighbours_and_stays_in_range():
 
 
 def test_bad_calls_are_refused():
-    good = picture(*GOOD)
+    good = drawn(*GOOD)
     with pytest.raises(ValueError, match="uint8"):
         ShapesScorer()(good.astype(np.float32), [RED_LEFT], [{}])
     with pytest.raises(ValueError, match="as many of each"):
@@ -278,4 +278,4 @@ def test_connected_regions_are_scipys():
             assert len(pairs) == count == len({a for a, _ in pairs})  # one to one
     assert (
         len(np.unique(ours[0])) + len(np.unique(ours[1])) - 2 == len(np.unique(ours[:2])) - 1
-    )  # no label in two pictures
+    )  # no label in two images

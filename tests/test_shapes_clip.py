@@ -40,7 +40,7 @@ needs_clip = pytest.mark.skipif(
 )
 
 
-def test_a_picture_is_right_for_its_scene_told_either_way_and_without_relation():
+def test_an_image_is_right_for_its_scene_told_either_way_and_without_relation():
     scene = parse("a red circle left of a blue square")
     right = [
         "a red circle left of a blue square",
@@ -58,7 +58,7 @@ def test_a_picture_is_right_for_its_scene_told_either_way_and_without_relation()
     assert not any(shows(scene, parse(caption)) for caption in wrong)
     assert not shows(
         parse("a red circle and a blue square"), scene
-    )  # a picture without a relation is right for none
+    )  # an image without a relation is right for none
     assert not shows(parse("two red circles"), parse("a red circle"))
 
 
@@ -107,7 +107,7 @@ def test_the_loss_by_hand():
     ).item() == pytest.approx(0.0, abs=1e-6)
 
 
-def test_spoiled_pictures_stay_near():
+def test_spoiled_images_stay_near():
     images = render(scenes_of("train", "one")[:8] * 8, np.random.default_rng(0))
     spoiled = spoil(images, np.random.default_rng(1))
     off = np.abs(spoiled.astype(float) - images).mean((1, 2, 3))
@@ -148,7 +148,7 @@ def written(tmp_path_factory):
 
 
 def test_stock_open_clip_and_our_scorer_read_it(written):
-    """open_clip by its own way in, pictures and words by its own transform and tokenizer: the same
+    """open_clip by its own way in, images and words by its own transform and tokenizer: the same
     cosine.
     """
     import open_clip
@@ -164,12 +164,12 @@ def test_stock_open_clip_and_our_scorer_read_it(written):
     scenes = scenes_of("train", "relation")[:6]
     captions = [scene.caption for scene in scenes]
     images = render(scenes, np.random.default_rng(0))
-    pictures = torch.stack(
+    stacked = torch.stack(
         [transform(Image.fromarray(image.transpose(1, 2, 0))) for image in images]
     )
-    assert torch.allclose(pictures, to_pixels(images), atol=1e-6)
+    assert torch.allclose(stacked, to_pixels(images), atol=1e-6)
     with torch.no_grad():
-        image = stock.encode_image(pictures, normalize=True)
+        image = stock.encode_image(stacked, normalize=True)
         text = stock.encode_text(
             open_clip.get_tokenizer(f"local-dir:{out}")(captions), normalize=True
         )
@@ -182,7 +182,7 @@ def test_stock_open_clip_and_our_scorer_read_it(written):
     )  # no kind is right by chance
 
 
-def test_the_preset_learns_from_clip_and_is_judged_by_rule():
+def test_the_preset_learns_from_clip_and_is_evaluated_by_rule():
     config = load("quickstart_clip")
     (scorer,), (judge,) = config.rewards.scorers, config.rewards.evaluation_scorers
     assert (scorer.name, scorer.settings, judge.name) == (

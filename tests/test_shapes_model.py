@@ -113,7 +113,7 @@ def test_orthogonal_flattens_the_spectrum():
     assert values.min() > 0.5 and values.max() < 1.3  # the quintic's fixed band is about 0.7 to 1.2
 
 
-def test_calibration_keeps_pictures_and_gives_unit_latents():
+def test_calibration_keeps_images_and_gives_unit_latents():
     torch.manual_seed(0)
     vae = build_vae().eval()
     pool = Pool(3)
@@ -192,7 +192,7 @@ def test_shipped_model_loads_in_stock_diffusers_and_draws_captions(tmp_path):
     ]
     texts = [row["prompt"] for row in rows]
 
-    def pictures(pipeline) -> np.ndarray:
+    def generated(pipeline) -> np.ndarray:
         out = pipeline(
             texts,
             height=32,
@@ -206,11 +206,11 @@ def test_shipped_model_loads_in_stock_diffusers_and_draws_captions(tmp_path):
         ).images
         return (out * 255).round().astype(np.uint8).transpose(0, 3, 1, 2)
 
-    images = pictures(pipe)
+    images = generated(pipe)
     total = ShapesScorer()(images, texts, rows)
     chance = ShapesScorer()(images, texts[1:] + texts[:1], rows[1:] + rows[:1])
     assert total.mean() > 0.45 and chance.mean() < 0.2
     pipe.save_pretrained(tmp_path / "copy")
     again = StableDiffusion3Pipeline.from_pretrained(tmp_path / "copy")
     again.set_progress_bar_config(disable=True)
-    assert np.array_equal(pictures(again), images)
+    assert np.array_equal(generated(again), images)

@@ -70,7 +70,7 @@ def stock_call(
     pipe: Any, model: Model, prompt: str, noise: Any, steps: int, output_type: str, **more: Any
 ) -> Any:
     """What the stock pipeline draws without classifier-free guidance from given noises: latents or
-    PIL pictures.
+    PIL images.
     """
     from policy.families import FAMILIES
 
@@ -92,9 +92,9 @@ def stock_call(
     return kept["latents"].transpose(1, 2).reshape(noise.shape) if kept else images
 
 
-def as_array(pictures: Sequence[Any]) -> np.ndarray:
-    """uint8 [B, 3, H, W] of PIL pictures."""
-    return np.stack([np.asarray(picture) for picture in pictures]).transpose(0, 3, 1, 2)
+def as_array(images: Sequence[Any]) -> np.ndarray:
+    """uint8 [B, 3, H, W] of PIL images."""
+    return np.stack([np.asarray(image) for image in images]).transpose(0, 3, 1, 2)
 
 
 @dataclass

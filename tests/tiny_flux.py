@@ -1,6 +1,6 @@
 """A FluxPipeline directory with random weights, after the pattern of ``tests.tiny_sd3``.
 
-Width 32, so that K is 32, 128 and 160 in the blocks' linears. Pictures are 16x16: latents of 8x8
+Width 32, so that K is 32, 128 and 160 in the blocks' linears. Images are 16x16: latents of 8x8
 pixels, packed to [16, 16].
 """
 

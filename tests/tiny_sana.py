@@ -1,6 +1,6 @@
 """A SanaPipeline directory with random weights, after the pattern of ``tests.tiny_sd3``.
 
-Width 32; its 1x1 convolutions have K = 32 and 80. Pictures are 32x32, the stock pipeline's
+Width 32; its 1x1 convolutions have K = 32 and 80. Images are 32x32, the stock pipeline's
 smallest; latents [4, 8, 8].
 """
 

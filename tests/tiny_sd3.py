@@ -4,7 +4,7 @@ kilobytes, made in a second.
 Its autoencoder, text encoders and tokenizers serve the other tiny pipelines too.
 
 The width is 32 and K = 32 and 64 in the blocks' linears, so that every one of them divides into
-NVFP4 blocks of 16. Pictures are 16x16, latents [4, 8, 8]; CLIP texts have 16 tokens. torch and
+NVFP4 blocks of 16. Images are 16x16, latents [4, 8, 8]; CLIP texts have 16 tokens. torch and
 diffusers are imported by the functions, so that a conftest can import the fixture at no cost.
 """
 
@@ -58,7 +58,7 @@ def tiny_sd3_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def make_tiny_sd3(path: str | Path, seed: int = 0, dual: tuple[int, ...] = ()) -> Path:
     """Write the pipeline directory and return its path. The same seed gives the same weights.
 
-    ``dual``: blocks with a second attention over the picture alone, as the first half of SD3.5
+    ``dual``: blocks with a second attention over the image alone, as the first half of SD3.5
     Medium's have.
 
     The transformer's biases and norm weights are random too (their stock initial values are 0 and

@@ -298,7 +298,7 @@ def main() -> int:
         f"selections and all weights of {options.iterations} iterations are, byte by byte, those of"
         " the undisturbed run"
     )
-    demo.say(f"report with the timeline as a picture: {run.path / 'report.html'}")
+    demo.say(f"report with the timeline as a chart: {run.path / 'report.html'}")
     return 0
 
 

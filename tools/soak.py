@@ -29,7 +29,7 @@ from records.errors import Stopped
 
 if TYPE_CHECKING:
     from configs.schema import RunConfig
-    from tests.cluster.faults import Fault, Striker
+    from tests.cluster.faults import Fault, FaultInjector
     from tests.cluster.nodes import Machines
 
 Row = dict[str, Any]
@@ -115,22 +115,22 @@ class Soak:
 
     def prepare(self) -> None:
         """Create the model, and train the undisturbed run."""
-        from tests.cluster.faults import Striker
+        from tests.cluster.faults import FaultInjector
         from tests.tiny_sd3 import make_tiny_sd3
 
         self.model = self.out / "model"
         if not (self.model / "model_index.json").exists():
             make_tiny_sd3(self.model)
-        quiet = Striker()
+        quiet = FaultInjector()
         self.undisturbed = self._train("undisturbed", quiet)
         self.moments = {key: count for key, count in quiet.seen.items() if key[0] >= 0}
 
     def one(self, index: int) -> Row:
         """Train run ``index`` with its fault, compare it, and append its row."""
-        from tests.cluster.faults import Striker, recoveries
+        from tests.cluster.faults import FaultInjector, recoveries
 
         fault = draw(self.seed, index, self.moments, self.kinds, self.ways)
-        striker, name = Striker(fault, machines=self.machines), f"run-{index:04d}"
+        injector, name = FaultInjector(fault, machines=self.machines), f"run-{index:04d}"
         began = time.monotonic()
         row: Row = {
             "index": index,
@@ -139,7 +139,7 @@ class Soak:
             **asdict(fault),
         }
         try:
-            found = self._train(name, striker)
+            found = self._train(name, injector)
             row["differs"] = [
                 part for part, digest in found.items() if digest != self.undisturbed[part]
             ]
@@ -148,11 +148,11 @@ class Soak:
         except Exception as error:
             row |= {"differs": ["end"], "why": f"{type(error).__name__}: {error}"}
         if self.machines is not None:
-            self.machines.mend()
+            self.machines.repair()
         recovery = recoveries(self._events(name))
         row |= {
-            "struck": bool(striker.done),
-            "left_over": len(striker.left_over),
+            "injected": bool(injector.done),
+            "left_over": len(injector.left_over),
             "seconds": round(time.monotonic() - began, 1),
         }
         row["recovery"] = asdict(recovery[0]) if recovery else None
@@ -162,7 +162,7 @@ class Soak:
             shutil.rmtree(self.out / "runs" / name)
         return row
 
-    def _train(self, name: str, striker: Striker) -> dict[str, str]:
+    def _train(self, name: str, injector: FaultInjector) -> dict[str, str]:
         from tests.cluster.faults import outcome
         from tests.cluster.runs import run_here
 
@@ -170,7 +170,7 @@ class Soak:
         # a run must not fit on one node, or losing another node would be no fault
         more = {} if self.machines is None else {"services__learner__cpus": 1}
         config = tiny(self.model, self.out, name, self.overrides, **more)
-        return outcome(run_here(config, progress=striker), config.iterations)
+        return outcome(run_here(config, progress=injector), config.iterations)
 
     def _events(self, name: str) -> list[dict[str, object]]:
         from records.rundir import RunDirectory
@@ -211,7 +211,7 @@ def line_of(row: Row) -> str:
         if identical(row)
         else f"DIFFERS: {', '.join(row['differs'])}{' left over' * bool(row['left_over'])}"
     )
-    if not row["struck"]:
+    if not row["injected"]:
         came += ", no fault: the actor was just being replaced, or the run had ended"
     times = row["recovery"] or {}
     parts = [("noticed", "noticed_s"), ("replaced", "replaced_s"), ("recovered", "answered_s")]
@@ -229,11 +229,11 @@ def summary(rows: Sequence[Row]) -> list[str]:
     """The table of recovery times, and how many runs ended identical."""
     from tests.cluster.faults import Recovery, recovery_table
 
-    struck, same = sum(row["struck"] for row in rows), sum(identical(row) for row in rows)
+    hit, same = sum(row["injected"] for row in rows), sum(identical(row) for row in rows)
     found = [Recovery(**row["recovery"]) for row in rows if row["recovery"]]
     return [
         *recovery_table(found),
-        f"{same} of {len(rows)} runs ended identical to the undisturbed one; {struck} had a fault",
+        f"{same} of {len(rows)} runs ended identical to the undisturbed one; {hit} had a fault",
     ]
 
 

@@ -44,7 +44,7 @@ def scores(results: Sequence[Result], baseline: Result) -> Table:
     note = (
         "Score (gain over the same run before training), each ± its standard error over run seeds."
         " '± within a run': mean standard error of a run's gain, clustered by prompt. The last"
-        " column is paired by run seed: same prompts, same noises."
+        " column is paired by run seed: same prompts, same seeds."
     )
     title = "Held-out score and gain over base"
     return Table(heads, rows, title=title, note=note, none=NOT_YET)

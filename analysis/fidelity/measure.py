@@ -1,7 +1,7 @@
 """``sol-rl fidelity``: how well do cheap proxies rank seeds, by backend and explore steps?
 
 One process, no Ray. The prompts are training prompts (nothing is tuned on held-out ones), the
-noises a stream of their own. The truth is the reward of the same noises at ``regenerate.steps`` in
+seeds a stream of their own. The truth is the reward of the same seeds at ``regenerate.steps`` in
 ``regenerate.precision``.
 """
 
@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from analysis.fidelity.picture import density_picture
+from analysis.fidelity.density import density_chart
 from configs.load import ConfigError
 from configs.prompts import Prompt, prompts_of_iteration, read_prompts
 from configs.schema import RunConfig
@@ -63,7 +63,7 @@ EXPLORING = (
 
 @dataclass(frozen=True)
 class Measurement:
-    """What is measured: P prompts x N noises, every backend at every number of explore steps."""
+    """What is measured: P prompts x N seeds, every backend at every number of explore steps."""
 
     prompts: int = 32
     seeds: int = 96
@@ -85,7 +85,7 @@ class Rewards:
 def run(config: RunConfig, wanted: Measurement, out: Path, say: Say) -> list[str]:
     """Measure, write fidelity.json, rewards.json and density.svg to ``out``; returns the tables.
 
-    Raises ConfigError for what cannot be measured, RunFailed when a picture cannot be scored or a
+    Raises ConfigError for what cannot be measured, RunFailed when an image cannot be scored or a
     file not written.
     """
     if 2 * max(HALVES) > wanted.seeds:
@@ -209,7 +209,7 @@ def measure(config: RunConfig, wanted: Measurement, prompts: list[Prompt], say: 
             ).total
         result.seconds[name] = (time.perf_counter() - start) / rewards.size
         say(
-            f"{name}: {rewards.size} pictures, {result.seconds[name] * 1e3:.1f} ms each, mean"
+            f"{name}: {rewards.size} images, {result.seconds[name] * 1e3:.1f} ms each, mean"
             f" reward {rewards.mean():.4f}"
         )
 
@@ -243,7 +243,7 @@ def _setup() -> Iterator[None]:
 def _explore(
     explorer: Explorer, config: RunConfig, cond: Conditioning, seeds: list[int], steps: int
 ) -> np.ndarray:
-    """Proxy pictures in the very chunks that a run would make them in."""
+    """Proxy images in the very chunks that a run would make them in."""
     size, guided = config.explore.chunk_size, Guided.of(config.guidance, "explore")
     parts = [seeds[first : first + size] for first in range(0, len(seeds), size)]
     return np.concatenate(
@@ -328,7 +328,7 @@ def summarise(config: RunConfig, wanted: Measurement, rewards: Rewards) -> dict[
         "checkpoint": None if wanted.checkpoint is None else wanted.checkpoint.name,
         "constant_prompts": constant,
         "distinct_rewards": float(np.mean([len(np.unique(values)) for values in truth])),
-        "seconds_per_picture": rewards.seconds,
+        "seconds_per_image": rewards.seconds,
         "perfect": row("perfect", config.regenerate.steps, truth)["measures"],
         "no_information": no_information(truth.shape[1]),
         "rows": [row(backend, steps, proxy) for (backend, steps), proxy in rewards.proxies.items()],
@@ -346,13 +346,13 @@ def tables(summary: dict[str, Any]) -> list[str]:
     truth = summary["truth"]
     lines = [
         (
-            f"{summary['prompts']} prompts x {summary['seeds']} noises; truth: {truth['steps']}"
+            f"{summary['prompts']} prompts x {summary['seeds']} seeds; truth: {truth['steps']}"
             f" steps, {truth['precision']}, {truth['solver']}; rewards:"
             f" {', '.join(summary['rewards'])}; [95 % confidence, bootstrap over prompts]"
         ),
         (
             f"distinct true rewards per prompt: {summary['distinct_rewards']:.1f}; prompts with one"
-            f" reward for all noises: {summary['constant_prompts']}"
+            f" reward for all seeds: {summary['constant_prompts']}"
         ),
     ]
     lines += [
@@ -428,7 +428,7 @@ def _write(out: Path, summary: dict[str, Any], prompts: list[Prompt], rewards: R
     }
     truth = summary["truth"]
     title = (
-        f"{summary['prompts']} prompts x {summary['seeds']} noises; truth: {truth['steps']} steps,"
+        f"{summary['prompts']} prompts x {summary['seeds']} seeds; truth: {truth['steps']} steps,"
         f" {truth['precision']}"
     )
-    write_text(out / "density.svg", density_picture(panels, title, summary["seeds"]))
+    write_text(out / "density.svg", density_chart(panels, title, summary["seeds"]))

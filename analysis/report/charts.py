@@ -2,7 +2,7 @@
 
 Every function returns a complete ``<svg>`` element as a string with all text escaped. Coordinates
 are user units of a ``viewBox``; the page scales it. Points that are not finite are left out and
-break their line, so a gap in the data is a gap in the picture. Values can be read by hovering
+break their line, so a gap in the data is a gap in the chart. Values can be read by hovering
 (``<title>``) and in the page's table of numbers.
 """
 

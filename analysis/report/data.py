@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from records.images import Pictures, find_pictures
+from records.images import RunImages, find_images
 from records.timeline import FILE as TIMELINE
 from records.timeline import Span, read_spans
 
@@ -35,7 +35,7 @@ class RunData:
     iterations: list[Row]
     evaluations: list[Row]
     events: list[Row]
-    pictures: Pictures
+    images: RunImages
     held_out: dict[int, Grid] = field(default_factory=dict)
     scores: dict[int, dict[str, Grid]] = field(default_factory=dict)
     quantisation: list[Row] = field(default_factory=list)
@@ -98,7 +98,7 @@ def read_run(directory: Path) -> RunData:
         for row in _lines(directory / "events.jsonl", remarks)
         if isinstance(row.get("event"), str)
     ]
-    pictures = find_pictures(directory / "images")
+    images = find_images(directory / "images")
     table = (
         _json(directory / "quantisation.json", remarks)
         if (directory / "quantisation.json").exists()
@@ -119,7 +119,7 @@ def read_run(directory: Path) -> RunData:
             _newest_of(row for row in rows if row.get("kind") == "evaluation")
         ),
         events=sorted(events, key=lambda event: finite(event.get("time")) or 0.0),
-        pictures=pictures,
+        images=images,
         held_out={step: _grid(found.get("rewards")) for step, found in tables.items()},
         scores={step: _grids(found.get("scores")) for step, found in tables.items()},
         quantisation=(

@@ -31,7 +31,7 @@ NOUNS = {
     "actor_replaced": "replaced",
     "actor_died": "died",
     "actor_benched": "benched",
-    "chunk_reissued": "units given out again",
+    "chunk_reissued": "tasks retried",
     "version_published": "versions published",
     "checkpoint_saved": "checkpoints saved",
     "run_resumed": "resumes",

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from analysis.report.charts import number
 from analysis.report.data import RunData
-from records.images import TINY, StepPictures, data_uri
+from records.images import TINY, StepImages, data_uri
 
 
 @dataclass(frozen=True)
@@ -50,30 +50,30 @@ class Prompt:
 
 def gallery(run: RunData) -> list[Prompt]:
     """All prompts that have images."""
-    if not run.pictures.steps:
+    if not run.images.steps:
         return []
-    first, last = run.pictures.steps[0], run.pictures.steps[-1]
+    first, last = run.images.steps[0], run.images.steps[-1]
     steps = [("before", first)] + ([(f"after {last.step}", last)] if last is not first else [])
     return [
         Prompt(text, [_half(run, title, step, index, text) for title, step in steps])
-        for index, text in run.pictures.prompts.items()
+        for index, text in run.images.prompts.items()
     ]
 
 
-def _half(run: RunData, title: str, step: StepPictures, index: int, prompt: str) -> Half:
+def _half(run: RunData, title: str, step: StepImages, index: int, prompt: str) -> Half:
     scores = run.held_out.get(step.step, [])
     row: Sequence[float] = scores[index] if index < len(scores) else ()
-    noises = run.pictures.noises(index)
-    rewards = [*row[: len(noises)], *[math.nan] * (len(noises) - len(row))]
+    seeds = run.images.seeds(index)
+    rewards = [*row[: len(seeds)], *[math.nan] * (len(seeds) - len(row))]
     images = []
-    for noise, reward in zip(noises, rewards, strict=True):
+    for noise, reward in zip(seeds, rewards, strict=True):
         scored = f", reward {number(reward)}" if math.isfinite(reward) else ""
         images.append(_image(step, index, noise, f"{title}: {prompt}, noise {noise}{scored}"))
     known = [reward for reward in rewards if math.isfinite(reward)]
     return Half(title, number(math.fsum(known) / len(known)) if known else "", images)
 
 
-def _image(step: StepPictures, index: int, noise: int, text: str) -> Shown:
+def _image(step: StepImages, index: int, noise: int, text: str) -> Shown:
     path = step.files.get((index, noise))
     if path is None:
         return Shown(text)

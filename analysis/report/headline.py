@@ -93,13 +93,13 @@ def _sentence(run: RunData) -> str:
         return f"{head}."
     plan, keep, full = config.plan, config.selection.keep, config.regenerate
     if plan.explore is None:
-        return f"{head}: {keep} noises per prompt at {full.steps} steps, all trained on."
+        return f"{head}: {keep} seeds per prompt at {full.steps} steps, all trained on."
     backend = (run.last_event("backend_chosen") or {}).get("backend", plan.explore.backend)
-    again = f"{keep} of these pictures trained on as they are"
+    again = f"{keep} of these images trained on as they are"
     if plan.regenerate:
         again = f"{keep} regenerated in {full.precision} at {full.steps} steps and trained on"
     return (
-        f"{head}: {plan.explore.pool_size} noises per prompt explored in {backend} at"
+        f"{head}: {plan.explore.pool_size} seeds per prompt explored in {backend} at"
         f" {plan.explore.steps} steps, {again}."
     )
 

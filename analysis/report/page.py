@@ -43,7 +43,7 @@ def render(run: RunData) -> str:
         what="run report",
         top=headline(run),
         images=gallery(run),
-        images_before_only=len(run.pictures.steps) == 1,
+        images_before_only=len(run.images.steps) == 1,
         sections=[
             rewards.section(run),
             sections.exploration(run),
@@ -79,7 +79,12 @@ def _quantised(run: RunData) -> Table | None:
         entry[0] += 1
         entry[1] += weights
     rows = [
-        ("quantised" if quantised else "kept wide", f"{count:,}", f"{weights:,}", Cell(why, "wide"))
+        (
+            "quantised" if quantised else "not quantised",
+            f"{count:,}",
+            f"{weights:,}",
+            Cell(why, "wide"),
+        )
         for (quantised, why), (count, weights) in sorted(
             groups.items(), key=lambda item: (not item[0][0], -item[1][1])
         )

@@ -185,7 +185,7 @@ def _curves(run: RunData) -> Card | None:
         return None
     if run.setting("selection.rule") == "best_worst" and points(run.iterations, "explore/contrast"):
         note += (
-            "Samples trained on are half best, half worst: their mean is not that of all pictures."
+            "Samples trained on are half best, half worst: their mean is not that of all images."
         )
     return Card("Reward", line_chart(lines, label="Reward by iteration"), legend(lines), note=note)
 
@@ -198,7 +198,7 @@ def _prompts_card(run: RunData) -> Card | None:
     if not pairs:
         return None
     names = [
-        run.pictures.prompts.get(index, f"held-out prompt {index}") for index in range(len(shown))
+        run.images.prompts.get(index, f"held-out prompt {index}") for index in range(len(shown))
     ]
     up, down = sum(y > x for x, y in pairs), sum(y < x for x, y in pairs)
     parts = [("better", 2, f"{up:,}"), ("worse", 5, f"{down:,}")]
@@ -206,7 +206,7 @@ def _prompts_card(run: RunData) -> Card | None:
         parts.append(("equal", 8, f"{len(pairs) - up - down:,}"))
     label = "Held-out prompts before and after"
     chart = scatter(shown, label=label, x_label="before →", y_label="after", names=names)
-    note = "A point is a prompt's mean reward over the same noises; above the line it got better."
+    note = "A point is a prompt's mean reward over the same seeds; above the line it got better."
     return Card("Every held-out prompt", chart, blocks(parts), note=note)
 
 
@@ -237,7 +237,7 @@ def _table(run: RunData, scores: Sequence[Score]) -> Table:
             [*row, f"{count:,.0f}" if count else ""] for row, count in zip(rows, lost, strict=True)
         ]
     if any(speeds):
-        heads.append("pictures per s")
+        heads.append("images per s")
         rows = [
             [*row, number(statistics.median(each)) if each else ""]
             for row, each in zip(rows, speeds, strict=True)
@@ -271,7 +271,7 @@ def _together(scores: Sequence[Score]) -> Card:
         lines, include_y=(0.0,), label="Change of every score on held-out prompts by iteration"
     )
     note = (
-        "Change on held-out prompts in standard deviations between the pictures before training, so"
+        "Change on held-out prompts in standard deviations between the images before training, so"
         " that scores of different scale can be compared. Dashed: never trained on."
     )
     return Card("What rose, and at whose cost", chart, legend(lines), note=note)
@@ -281,6 +281,6 @@ def _own_card(run: RunData, score: Score) -> Card:
     found = points(run.evaluations, EVAL + score.label)
     lines = [Series(f"{score.label}, held-out prompts", found, 5)]
     if train := points(run.iterations, f"reward/{score.label}"):
-        lines.insert(0, Series(f"{score.label}, all pictures of an iteration", train, 1))
+        lines.insert(0, Series(f"{score.label}, all images of an iteration", train, 1))
     chart = line_chart(lines, label=f"{score.label} by iteration")
     return Card(f"Scorer {score.label}", chart, legend(lines), note=score.role)

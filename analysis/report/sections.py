@@ -31,12 +31,12 @@ AGREEMENTS = (
 AUDITS = (
     (
         "audit/",
-        "Selected noises",
-        "These are extremes, best and worst, so agreement reads higher than over all noises.",
+        "Selected seeds",
+        "These are extremes, best and worst, so agreement reads higher than over all seeds.",
     ),
     (
         "audit/random_",
-        "Random noises",
+        "Random seeds",
         "Drawn from the whole pool, whether selected or not: an unbiased estimate.",
     ),
 )
@@ -64,13 +64,13 @@ def exploration(run: RunData) -> Section:
     """Proxy rewards of what was explored: best, mean, worst, and the contrast of the selection."""
     title, lead = (
         "Exploration",
-        "Many cheap pictures per prompt, made only to find the noises worth training on.",
+        "Many cheap images per prompt, made only to find the seeds worth training on.",
     )
     best, mean, worst = (
         points(run.iterations, f"explore/reward_{name}") for name in ("best", "mean", "worst")
     )
     if not (best or mean or worst):
-        none = "This run explored nothing: all noises were trained on."
+        none = "This run explored nothing: all seeds were trained on."
         return Section(title, lead, (), none if run.iterations else NO_ITERATION)
     lines = [
         Series("best", best, 1),
@@ -83,9 +83,9 @@ def exploration(run: RunData) -> Section:
     keep, pool = run.setting("selection.keep"), run.setting("explore.pool_size")
     if isinstance(keep, int) and keep and pool:
         half = keep // 2
-        which = f"Mean over prompts of the {half} best and {half} worst of {pool} noises."
+        which = f"Mean over prompts of the {half} best and {half} worst of {pool} seeds."
     chart = line_chart(shown, bands=bands, label="Explored rewards by iteration")
-    cards = [Card("Explored noises", chart, legend(shown), note=which)]
+    cards = [Card("Explored seeds", chart, legend(shown), note=which)]
     if contrast := points(run.iterations, "explore/contrast"):
         line = Series("contrast", contrast, 4)
         chart = line_chart([line], include_y=(0.0,), label="Contrast by iteration")
@@ -99,7 +99,7 @@ def exploration(run: RunData) -> Section:
 def agreement(run: RunData) -> Section:
     """How well the cheap ranking agrees with the full-quality one."""
     lead = (
-        "The cheap pictures need not be right, only in the right order. 1 is the order of full"
+        "The cheap images need not be right, only in the right order. 1 is the order of full"
         " quality, 0 is chance (for the same side of the mean: 0.5)."
     )
     cards, rows = [], []
@@ -180,7 +180,7 @@ def health(run: RunData) -> Section:
     if failed := values(run.iterations, "rewards/failed"):
         said.append(f"{_count(sum(failed), 'sample')} dropped because a scorer failed")
     if reissued := values(run.iterations, "rollout/reissued"):
-        said.append(f"{_count(reissued[-1], 'unit')} of work given out again")
+        said.append(f"{_count(reissued[-1], 'task')} retried")
     if lost := values(run.iterations, "actors/lost"):
         said.append(f"{_count(lost[-1], 'actor')} lost")
     return Section(
@@ -221,7 +221,7 @@ def _in_words(run: RunData) -> str:
     said = []
     if tau := values(run.iterations, prefix + "kendall_tau"):
         said.append(
-            f"Of any two {which} noises of a prompt, the cheap pictures put"
+            f"Of any two {which} seeds of a prompt, the cheap images put"
             f" {50 + 50 * statistics.fmean(tau):.0f} % in the right order."
         )
     if sign := values(run.iterations, prefix + "sign_agreement"):
@@ -279,7 +279,7 @@ def _rate(run: RunData) -> str:
     who = ""
     if actors := values(run.iterations, "rollout/actors"):
         who = f" by {number(actors[-1])} rollout actor{'s' if actors[-1] != 1 else ''}"
-    return f"{number(statistics.median(rates))} pictures explored per second{who} (median)."
+    return f"{number(statistics.median(rates))} images explored per second{who} (median)."
 
 
 def _count(amount: float, noun: str) -> str:

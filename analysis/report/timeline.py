@@ -260,11 +260,7 @@ def _legend(chart: Chart) -> list[Item]:
     if chart.versions:
         items.append(Item("policy published", " tall"))
     used = {tone for lane in chart.lanes.values() for _, tone, _ in lane.marks}
-    for tone, label in (
-        ("bad", "died"),
-        ("good", "replaced or added"),
-        ("warn", "unit of work given out again"),
-    ):
+    for tone, label in (("bad", "died"), ("good", "replaced or added"), ("warn", "task retried")):
         if tone in used:
             items.append(Item(label, " block", style=f"background:var(--{tone})"))
     if any(span.outcome in ("lost", "failed") for span in chart.spans):

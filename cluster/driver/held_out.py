@@ -14,7 +14,7 @@ from cluster.driver.iteration import Metrics
 from cluster.driver.services import ActorServices
 from configs.prompts import Prompt
 from configs.schema import RunConfig
-from records.images import save_pictures
+from records.images import save_images
 from records.rundir import RunDirectory, write_json
 
 
@@ -55,7 +55,7 @@ class HeldOut:
             "weights": weights,
         }
         row |= result.row(np.array(before, dtype=float) if before is not None else None)
-        save_pictures(
+        save_images(
             self._rundir.images, iteration, [prompt.text for prompt in self._prompts], result.images
         )
         self._file(iteration).parent.mkdir(exist_ok=True)

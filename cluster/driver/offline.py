@@ -21,7 +21,7 @@ from learner import checkpoint
 from planning.preflight import check_model, check_scorers
 from policy.lora import ADAPTERS, ENDING, adapter_file, save_diffusers_lora
 from records.errors import RunFailed
-from records.images import save_pictures
+from records.images import save_images
 from records.rundir import RunDirectory, write_json
 
 
@@ -106,7 +106,7 @@ def evaluate_run(
     target = _target(rundir.path / "evaluations", path.name, given)
     target.parent.mkdir(exist_ok=True)
     for name, result in results.items():
-        save_pictures(
+        save_images(
             target.with_suffix("") / name,
             checkpoint_step(path),
             [prompt.text for prompt in prompts],
@@ -125,7 +125,7 @@ def evaluate_run(
     title = path.name if given is None else f"{path.name}, {given}"
     return _table(
         rows,
-        f"{title}, {len(prompts)} prompts x {config.evaluate.noises} noises,"
+        f"{title}, {len(prompts)} prompts x {config.evaluate.noises} seeds,"
         f" {config.evaluate.steps} steps",
     )
 

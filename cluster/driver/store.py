@@ -29,9 +29,9 @@ def published_bytes(config: RunConfig, accelerator: str | None = None) -> int:
     dtype = DTYPES[config.regenerate.precision]
     with described(config) as (family, _):
         backend, _ = backend_of(config, accelerator)
-        wide = memory.blank(family, "transformer", dtype)
+        model = memory.blank(family, "transformer", dtype)
         adapted = target_modules(
-            wide, config.lora.targets or family.lora_targets, strict=bool(config.lora.targets)
+            model, config.lora.targets or family.lora_targets, strict=bool(config.lora.targets)
         )
         transformer, rows, layers = memory.blank_explorer(
             family, backend, config.explore.modules_to_not_convert, dtype

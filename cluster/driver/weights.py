@@ -2,7 +2,7 @@
 
 Shards are return values of an actor method, so the driver owns them and a dying learner takes none
 along. A rollout actor loads the version that its next chunk names, when it has another: when it is
-new, replaced, behind, or ahead.
+new, replaced, behind, or ahead. It is sent the shards that differ from those it has.
 """
 
 from __future__ import annotations
@@ -47,6 +47,8 @@ class WeightChannel:
         """
         self._event, self._ahead = event, ahead
         self._held: dict[int, Published] = {}
+        # of versions that actors may have in place, held or not
+        self._manifests: dict[WeightsId, Manifest] = {}
         # the run's precision, from its first publishing on; a checkpoint keeps it
         self.chosen: str | None = None
         self.why = ""
@@ -84,21 +86,21 @@ class WeightChannel:
         own = one_backend(rollout)
         backend = backend or self._of_the_run(own, rollout)
         exported = await learner.export(version, backend, weights)
-        count = len(exported.manifest.shard_sizes)
-        # one by one: the learner then holds one copy of one shard beside its export
-        shards = [await learner.shard(version, index) for index in range(count)]
+        shards, fetched = await self._fetch(version, learner, exported.manifest)
         published = Published(exported.manifest, backend, shards)
         # versions from ``version`` on are of a run that has gone back to a checkpoint since
         kept = {v: p for v, p in self._held.items() if version - self._ahead <= v < version}
         self._held = kept | {version: published}
+        self._remember(published, rollout)
         if not self._ahead:
-            await rollout.each(lambda member: _load(rollout, member, published))
+            await rollout.each(lambda member: self._load(rollout, member, published))
         seconds = time.perf_counter() - start
         self._event(
             "version_published",
             version=version,
             backend=backend,
             bytes=exported.manifest.nbytes,
+            fetched=fetched,
             seconds=round(seconds, 4),
             explorers=rollout.alive,
         )
@@ -108,6 +110,31 @@ class WeightChannel:
             "weights/bytes": exported.manifest.nbytes,
             **exported.statistics,
         }
+
+    async def _fetch(
+        self, version: int, learner: LearnerClient, manifest: Manifest
+    ) -> tuple[list[ObjectRef[Shard]], int]:
+        """The version's shards, and the bytes of those that the version before has not. They come
+        one by one: the learner then holds one copy of one shard beside its export.
+
+        Only the version right before is looked at: after a return to a checkpoint others may have
+        gone with the learner's node.
+        """
+        before = self._held.get(version - 1)
+        new = manifest.changed_since(before.manifest if before else None)
+        old = {} if before is None else dict(enumerate(before.shards))
+        kept = {index: old[index] for index in old.keys() - set(new)}
+        shards = [
+            kept[index] if index in kept else await learner.shard(version, index)
+            for index in range(len(manifest.hashes))
+        ]
+        return shards, sum(manifest.shard_sizes[index] for index in new)
+
+    def _remember(self, published: Published, rollout: ActorPool) -> None:
+        self._manifests[published.id] = published.manifest
+        wanted = {version.id for version in self._held.values()}
+        wanted |= {member.weights for member in rollout.members if member.weights}
+        self._manifests = {one: self._manifests[one] for one in wanted & self._manifests.keys()}
 
     def _of_the_run(self, own: str | None, rollout: ActorPool) -> str | None:
         """The run's precision, chosen and told once. It is kept where the run goes on with actors
@@ -138,28 +165,31 @@ class WeightChannel:
 
         async def prepare(member: Member, key: object) -> None:
             assert isinstance(key, ChunkKey), key
-            await _load(rollout, member, self.held(key.version))
+            await self._load(rollout, member, self.held(key.version))
 
         return prepare
 
-
-async def _load(rollout: ActorPool, member: Member, published: Published) -> None:
-    if member.weights == published.id:
-        return
-    one_backend(rollout)
-    own = member.info.backend if member.info else None
-    if published.backend != (member.weights.backend if member.weights else own):
-        member.cold = True  # its denoiser is built again, which may take as long as at the start
-    shards = (resolved(shard) for shard in published.shards)
-    loaded = await rollout.ask(
-        member, RolloutActor.load, published.backend, published.manifest, *shards
-    )
-    if loaded != published.id:
-        raise RunFailed(
-            f"rollout actor {member.index} acknowledged version {loaded.version} checksum"
-            f" {loaded.checksum}, published was {published.id.version} {published.id.checksum}"
+    async def _load(self, rollout: ActorPool, member: Member, published: Published) -> None:
+        if member.weights == published.id:
+            return
+        one_backend(rollout)
+        own = member.info.backend if member.info else None
+        here = self._manifests.get(member.weights) if member.weights else None
+        if published.backend != (member.weights.backend if member.weights else own):
+            # its denoiser is built again, which may take as long as at the start
+            member.cold, here = True, None
+        sent = published.manifest.changed_since(here)
+        shards = (resolved(published.shards[index]) for index in sent)
+        member.weights = None  # until it says that it has them
+        loaded = await rollout.ask(
+            member, RolloutActor.load, published.backend, published.manifest, sent, *shards
         )
-    member.weights = published.id
+        if loaded != published.id:
+            raise RunFailed(
+                f"rollout actor {member.index} acknowledged version {loaded.version} checksum"
+                f" {loaded.checksum}, published was {published.id.version} {published.id.checksum}"
+            )
+        member.weights = published.id
 
 
 def _told(rollout: ActorPool) -> list[ActorInfo]:

@@ -110,25 +110,25 @@ def quantise(weight: Tensor, search: bool = False, amax: Tensor | None = None) -
         raise ValueError(
             f"NVFP4 packs [N, K] with K a multiple of {BLOCK}, got {list(weight.shape)}"
         )
-    wide = weight.detach().float()
-    largest = block_amax(wide)
-    own = largest.max() if largest.numel() else wide.new_zeros(())
+    values = weight.detach().float()
+    largest = block_amax(values)
+    own = largest.max() if largest.numel() else values.new_zeros(())
     amax = own if amax is None else amax.detach().to(own)
     if not (math.isfinite(own.item()) and math.isfinite(amax.item())):
         raise ValueError(
             "NVFP4 cannot pack a weight with amax"
             f" {own.item() if amax is own else (own.item(), amax.item())}"
         )
-    return _pack(wide, largest, amax, search)
+    return _pack(values, largest, amax, search)
 
 
-def _pack(wide: Tensor, largest: Tensor, amax: Tensor, search: bool = False) -> Packed:
-    """``wide`` float32 [N, K] with the amax of its blocks, at this amax of the tensor."""
+def _pack(values: Tensor, largest: Tensor, amax: Tensor, search: bool = False) -> Packed:
+    """``values`` float32 [N, K] with the amax of its blocks, at this amax of the tensor."""
     s_enc = encoding_scale(amax)
     scales = block_scales(largest, s_enc)
     if search:
-        scales = search_scales(wide, scales, s_enc, amax)
-    v = scaled(wide, scales, s_enc)
+        scales = search_scales(values, scales, s_enc, amax)
+    v = scaled(values, scales, s_enc)
     negative = v < 0
     return Packed(encode(round_e2m1_(v), negative), scales.view(torch.uint8), amax.clone())
 
@@ -145,19 +145,19 @@ def frozen_amax(base: Tensor, now: Tensor) -> Tensor:
     return torch.where(base > 0, base * power_of_two_above(now / base).clamp(min=2.0), now)
 
 
-def scaled(wide: Tensor, scales: Tensor, s_enc: Tensor) -> Tensor:
+def scaled(values: Tensor, scales: Tensor, s_enc: Tensor) -> Tensor:
     """x * inv [N, K] with one inverse per block."""
     inverse = inverse_scales(scales.float(), s_enc).unsqueeze(-1)
-    return (wide.unflatten(-1, (-1, BLOCK)) * inverse).flatten(-2)
+    return (values.unflatten(-1, (-1, BLOCK)) * inverse).flatten(-2)
 
 
 def search_scales(
-    wide: Tensor, plain: Tensor, s_enc: Tensor, amax: Tensor, rows: int = 4096
+    values: Tensor, plain: Tensor, s_enc: Tensor, amax: Tensor, rows: int = 4096
 ) -> Tensor:
     """The scale of least squared error per block, plain on ties: float8_e4m3fn [N, K / 16]."""
     chosen = plain.view(torch.uint8).clone()
-    for start in range(0, len(wide), rows):
-        part, codes = wide[start : start + rows], chosen[start : start + rows]
+    for start in range(0, len(values), rows):
+        part, codes = values[start : start + rows], chosen[start : start + rows]
         base = codes.to(torch.int16)
         least = _block_error(part, base, s_enc, amax)
         for offset in SEARCH_OFFSETS:
@@ -169,12 +169,12 @@ def search_scales(
     return chosen.view(torch.float8_e4m3fn)
 
 
-def _block_error(wide: Tensor, codes: Tensor, s_enc: Tensor, amax: Tensor) -> Tensor:
+def _block_error(values: Tensor, codes: Tensor, s_enc: Tensor, amax: Tensor) -> Tensor:
     """Squared error of each block under these E4M3 codes: [N, K / 16]."""
     scales = codes.to(torch.uint8).view(torch.float8_e4m3fn)
-    q = round_e2m1_(scaled(wide, scales, s_enc)).unflatten(-1, (-1, BLOCK))
+    q = round_e2m1_(scaled(values, scales, s_enc)).unflatten(-1, (-1, BLOCK))
     unit = (scales.float() * amax * SPAN_INVERSE).unsqueeze(-1)
-    return (q * unit).sub_(wide.unflatten(-1, (-1, BLOCK))).square_().sum(-1)
+    return (q * unit).sub_(values.unflatten(-1, (-1, BLOCK))).square_().sum(-1)
 
 
 def encode(q: Tensor, negative: Tensor) -> Tensor:
@@ -232,9 +232,9 @@ def activation_amax(largest: Tensor, exact: bool = False) -> Tensor:
 def pack_activation(x: Tensor, exact: bool = False) -> Packed:
     """Activations [M, K] packed as a weight is, for kernels that take both operands packed."""
     # without a check of values, which would wait for the GPU
-    wide = x.float()
-    largest = block_amax(wide)
-    return _pack(wide, largest, activation_amax(largest, exact))
+    values = x.float()
+    largest = block_amax(values)
+    return _pack(values, largest, activation_amax(largest, exact))
 
 
 def quantise_activation(x: Tensor, exact: bool = False) -> tuple[Tensor, Tensor]:
@@ -246,12 +246,14 @@ def quantise_activation(x: Tensor, exact: bool = False) -> tuple[Tensor, Tensor]
     same unless a block's amax is below amax / 2^15, where E4M3 is subnormal. A non-finite amax
     gives NaN. ``exact`` takes amax as it is, to measure what the rounding costs.
     """
-    wide = x.float()
-    largest = block_amax(wide)
+    values = x.float()
+    largest = block_amax(values)
     amax = activation_amax(largest, exact)
     s_enc = encoding_scale(amax)
     scales = block_scales(largest, s_enc).float()
-    v = (wide.unflatten(-1, (-1, BLOCK)) * inverse_scales(scales, s_enc).unsqueeze(-1)).flatten(-2)
+    v = (values.unflatten(-1, (-1, BLOCK)) * inverse_scales(scales, s_enc).unsqueeze(-1)).flatten(
+        -2
+    )
     # v exceeds 6 only by the rounding of sf to E4M3, at most 1/16, as long as that is normal;
     # checked where it costs no sync
     checked = x.device.type == "cpu" and not torch.compiler.is_compiling()

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+from bisect import bisect_right
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
+from itertools import accumulate
 
 import numpy as np
 import torch
@@ -62,6 +64,25 @@ class Manifest:
         """Size of all shards."""
         return sum(self.shard_sizes)
 
+    def changed_since(self, before: Manifest | None) -> list[int]:
+        """The shards that are sent to one who holds ``before``: all shards of every tensor of
+        which some bytes differ, and all there are where the two lay out their tensors differently.
+        """
+        everything = range(len(self.hashes))
+        if before is None or self._layout != before._layout:
+            return list(everything)
+        changed = {index for index in everything if self.hashes[index] != before.hashes[index]}
+        starts = list(accumulate(self.shard_sizes, initial=0))[:-1]
+        for entry in self.entries:
+            parts = {index for index, _, _ in _pieces(entry, starts, self.shard_sizes)}
+            # an entry may be converted as it is copied, so it is never copied in part
+            changed |= parts if any(self.hashes[i] != before.hashes[i] for i in parts) else set()
+        return sorted(changed)
+
+    @property
+    def _layout(self) -> tuple[object, ...]:
+        return self.format, self.format_version, self.shard_sizes, self.entries
+
     def to_dict(self) -> Tree:
         """Plain JSON types."""
         return json.loads(json.dumps(asdict(self)))
@@ -85,17 +106,20 @@ class Manifest:
             raise WireError(f"this is no manifest of published weights: {error!r}") from error
 
 
-def pack_tensors(
-    named: dict[str, Tensor], version: int, format: str, shard_bytes: int
-) -> tuple[Manifest, list[np.ndarray]]:
+@dataclass(frozen=True)
+class Section:
+    """Tensors one after the other, in shards of their own: a part of a version."""
+
+    entries: tuple[Entry, ...]  # offsets count from the section's begin
+    shards: tuple[np.ndarray, ...]  # uint8
+    hashes: tuple[str, ...]
+
+
+def pack_section(named: dict[str, Tensor], shard_bytes: int) -> Section:
     """Concatenate tensors, in the order of ``named``, into uint8 shards of ``shard_bytes``.
 
-    There are no gaps, and the last shard is shorter. ``format`` is the wire format of a backend.
-    Raises ValueError for what cannot travel.
+    There are no gaps, and the last shard is shorter. Raises ValueError for what cannot travel.
     """
-    versions = wire_formats()
-    if format not in versions:
-        raise ValueError(f"wire format {format!r} is unknown: use one of {', '.join(versions)}")
     if shard_bytes < 1:
         raise ValueError(f"shards of {shard_bytes} bytes: at least 1 is needed")
     entries, offset = [], 0
@@ -107,24 +131,54 @@ def pack_tensors(
         nbytes = tensor.numel() * tensor.element_size()
         entries.append(Entry(name, DTYPE_NAMES[tensor.dtype], tuple(tensor.shape), offset, nbytes))
         offset += nbytes
-    sizes = tuple(min(shard_bytes, offset - start) for start in range(0, offset, shard_bytes))
-    shards = [np.empty(size, np.uint8) for size in sizes]
+    sizes = [min(shard_bytes, offset - start) for start in range(0, offset, shard_bytes)]
+    shards = tuple(np.empty(size, np.uint8) for size in sizes)
+    starts = list(range(0, offset, shard_bytes))
     for entry, tensor in zip(entries, named.values(), strict=True):
         source = _bytes(tensor.detach().cpu().contiguous()).numpy()
-        for shard, inside, piece in _pieces(entry, shard_bytes):
+        for shard, inside, piece in _pieces(entry, starts, sizes):
             shards[shard][inside] = source[piece]
     hashes = tuple(xxhash.xxh3_64_hexdigest(shard.data) for shard in shards)
+    return Section(tuple(entries), shards, hashes)
+
+
+def assemble(
+    sections: Sequence[Section], version: int, format: str
+) -> tuple[Manifest, list[np.ndarray]]:
+    """One version of several sections, and its shards. ``format``: the wire format of a backend."""
+    versions = wire_formats()
+    if format not in versions:
+        raise ValueError(f"wire format {format!r} is unknown: use one of {', '.join(versions)}")
+    shards = [shard for section in sections for shard in section.shards]
+    hashes = tuple(found for section in sections for found in section.hashes)
+    entries: list[Entry] = []
+    begin = 0
+    for section in sections:
+        entries += [replace(entry, offset=begin + entry.offset) for entry in section.entries]
+        begin += sum(shard.nbytes for shard in section.shards)
+    sizes = tuple(shard.nbytes for shard in shards)
     return Manifest(version, format, versions[format], sizes, hashes, tuple(entries)), shards
 
 
+def pack_tensors(
+    named: dict[str, Tensor], version: int, format: str, shard_bytes: int
+) -> tuple[Manifest, list[np.ndarray]]:
+    """A version of one section."""
+    return assemble([pack_section(named, shard_bytes)], version, format)
+
+
 def unpack_into(
-    manifest: Manifest, shards: Sequence[np.ndarray], targets: dict[str, Tensor]
+    manifest: Manifest,
+    shards: Sequence[np.ndarray | None],
+    targets: dict[str, Tensor],
+    before: Manifest | None = None,
 ) -> None:
     """Verify everything, then copy each entry into its target in place.
 
     In place, because captured graphs and compiled code keep the pointers of the targets.
-    A float target may differ from its entry in float width; everything else must agree. Raises
-    WireError, naming what differs, before any target has changed.
+    A float target may differ from its entry in float width; everything else must agree. None
+    stands for a shard that ``targets`` hold already, from the version ``before``. Raises WireError,
+    naming what differs, before any target has changed.
     """
     here = wire_formats().get(manifest.format, "unknown")
     if manifest.format_version != here:
@@ -132,23 +186,33 @@ def unpack_into(
             f"version {manifest.version} is {manifest.format} in version {manifest.format_version},"
             f" here it is {here}: learner and explorers must run the same Sol-RL"
         )
-    _check_shards(manifest, shards)
+    _check_shards(manifest, shards, before)
     _check_targets(manifest, targets)
-    size = manifest.shard_sizes[0] if manifest.shard_sizes else 1
+    starts = list(accumulate(manifest.shard_sizes, initial=0))[:-1]
     with torch.no_grad():
         for entry in manifest.entries:
-            target = targets[entry.name]
-            dtype = DTYPES[entry.dtype]
-            staged = (
-                target
-                if target.dtype == dtype and target.device.type == "cpu"
-                else torch.empty(entry.shape, dtype=dtype)
-            )
-            buffer = _bytes(staged).numpy()
-            for shard, inside, piece in _pieces(entry, size):
-                buffer[piece] = shards[shard][inside]
-            if staged is not target:
-                target.copy_(staged)
+            pieces = [
+                (shards[index], inside, piece)
+                for index, inside, piece in _pieces(entry, starts, manifest.shard_sizes)
+            ]
+            arrived = [
+                (shard, inside, piece) for shard, inside, piece in pieces if shard is not None
+            ]
+            if len(arrived) == len(pieces):  # else none of its bytes has changed
+                _copy(DTYPES[entry.dtype], targets[entry.name], arrived)
+
+
+def _copy(
+    dtype: torch.dtype, target: Tensor, pieces: Sequence[tuple[np.ndarray, slice, slice]]
+) -> None:
+    """Bytes of ``dtype`` into their places in ``target``."""
+    in_place = target.dtype == dtype and target.device.type == "cpu"
+    staged = target if in_place else torch.empty(target.shape, dtype=dtype)
+    buffer = _bytes(staged).numpy()
+    for shard, inside, piece in pieces:
+        buffer[piece] = shard[inside]
+    if not in_place:
+        target.copy_(staged)
 
 
 def _bytes(tensor: Tensor) -> Tensor:
@@ -160,12 +224,17 @@ def _bytes(tensor: Tensor) -> Tensor:
     )
 
 
-def _pieces(entry: Entry, size: int) -> Iterator[tuple[int, slice, slice]]:
-    """(shard, slice of the shard, slice of the entry) of an entry over shards of ``size`` bytes."""
+def _pieces(
+    entry: Entry, starts: Sequence[int], sizes: Sequence[int]
+) -> Iterator[tuple[int, slice, slice]]:
+    """(shard, slice of the shard, slice of the entry) of an entry over shards that begin at
+    ``starts``.
+    """
     start, end = entry.offset, entry.offset + entry.nbytes
     while start < end:
-        shard, inside = divmod(start, size)
-        length = min(size - inside, end - start)
+        shard = bisect_right(starts, start) - 1
+        inside = start - starts[shard]
+        length = min(sizes[shard] - inside, end - start)
         yield (
             shard,
             slice(inside, inside + length),
@@ -174,7 +243,9 @@ def _pieces(entry: Entry, size: int) -> Iterator[tuple[int, slice, slice]]:
         start += length
 
 
-def _check_shards(manifest: Manifest, shards: Sequence[np.ndarray]) -> None:
+def _check_shards(
+    manifest: Manifest, shards: Sequence[np.ndarray | None], before: Manifest | None
+) -> None:
     label = f"version {manifest.version}"
     if len(shards) != len(manifest.shard_sizes) or len(manifest.hashes) != len(
         manifest.shard_sizes
@@ -182,13 +253,20 @@ def _check_shards(manifest: Manifest, shards: Sequence[np.ndarray]) -> None:
         raise WireError(
             f"{label}: {len(shards)} shards arrived, the manifest lists {len(manifest.shard_sizes)}"
         )
-    if any(size != manifest.shard_sizes[0] for size in manifest.shard_sizes[:-1]):
-        raise WireError(
-            f"{label}: the manifest's shards {manifest.shard_sizes} are not of equal size"
-        )
+    if any(size < 1 for size in manifest.shard_sizes):
+        raise WireError(f"{label}: the manifest has a shard of {min(manifest.shard_sizes)} bytes")
+    needed = set(manifest.changed_since(before))
     for index, (shard, size, wanted) in enumerate(
         zip(shards, manifest.shard_sizes, manifest.hashes, strict=True)
     ):
+        if shard is None:
+            if index in needed:
+                held = "nothing" if before is None else f"version {before.version}"
+                raise WireError(
+                    f"{label}: shard {index} was not sent, and {held} is held here, where it is"
+                    " another: publish all of it"
+                )
+            continue
         if shard.dtype != np.uint8 or shard.shape != (size,):
             raise WireError(
                 f"{label}: shard {index} is {shard.dtype} {list(shard.shape)}, the manifest says"

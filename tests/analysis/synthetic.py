@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from configs.load import load
-from records.images import save_pictures
+from records.images import save_images
 
 PROMPTS = [
     "a red circle",
@@ -55,7 +55,7 @@ def write_run(
     )
     base = 0.65 + 0.15 * rng.standard_normal((HELD_OUT, 1))
     for step, noise in [(0, 90), (iterations, 25)][: 2 if ending and iterations else 1]:
-        save_pictures(path / "images", step, PROMPTS, pictures(noise))
+        save_images(path / "images", step, PROMPTS, random_images(noise))
         folder = path / "evaluations"
         folder.mkdir(exist_ok=True)
         gain = 0.12 + 0.1 * rng.standard_normal((HELD_OUT, 1)) if step else 0.0
@@ -72,9 +72,7 @@ def write_run(
         }
         for i in range(16)
     ]
-    table += [
-        {"name": "proj_out", "shape": [192, 16], "quantised": False, "why": "kept wide: last layer"}
-    ]
+    table += [{"name": "proj_out", "shape": [192, 16], "quantised": False, "why": "last layer"}]
     (path / "quantisation.json").write_text(json.dumps(table))
     return path
 
@@ -189,7 +187,7 @@ def events(iterations: int, ending: str | None) -> list[dict[str, Any]]:
             rows += _death(moment + 5, "encoder", 0, "no answer for 900 s: counts as hung")
     if ending:
         extra = (
-            {"why": "prompt 'a red <circle>' is left with 3 scored pictures of 96"}
+            {"why": "prompt 'a red <circle>' is left with 3 scored images of 96"}
             if ending == "run_failed"
             else {}
         )
@@ -219,7 +217,7 @@ def _death(moment: float, kind: str, actor: int, why: str) -> list[dict[str, Any
     ]
 
 
-def pictures(noise: int, size: int = 32) -> np.ndarray:
+def random_images(noise: int, size: int = 32) -> np.ndarray:
     """uint8 [P, 4, 3, size, size]: a disc or a square per prompt on grey, with ``noise`` grey
     levels of noise.
     """

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 
+from analysis.fidelity.density import density_chart
 from analysis.fidelity.measure import (
     Measurement,
     Rewards,
@@ -20,7 +21,6 @@ from analysis.fidelity.measure import (
     summarise,
     tables,
 )
-from analysis.fidelity.picture import density_picture
 from cli.main import main
 from configs.load import ConfigError
 from learner.fidelity import conditional_density
@@ -34,7 +34,7 @@ NOISES = 24
 
 @pytest.fixture
 def config(tiny_sd3_dir, tmp_path):
-    # one chunk for all noises on both sides, so that batches, and with them the last bits, are the
+    # one chunk for all seeds on both sides, so that batches, and with them the last bits, are the
     # same
     return tiny_config(
         tiny_sd3_dir,
@@ -66,10 +66,10 @@ def test_full_precision_at_full_steps_is_the_truth_itself(config, tmp_path):
         and rows["fp32", steps[1]] == summary["perfect"]
     )
     assert raw["proxies"]["emulated_nvfp4/1"] != raw["proxies"]["fp32/1"] != raw["truth"]
-    # a random ranking of 24 noises has a tau of standard error 0.145 (0.10 over two prompts); NVFP4
+    # a random ranking of 24 seeds has a tau of standard error 0.145 (0.10 over two prompts); NVFP4
     # at full steps is no lottery
     assert 0.3 < rows["emulated_nvfp4", steps[1]]["kendall_tau"]["mean"] < 1
-    assert len(said) == 5 and said[0].startswith("truth: 48 pictures")
+    assert len(said) == 5 and said[0].startswith("truth: 48 images")
     assert any(re.match(r"\| fp32, 3 steps +\| 1\.000 \[1\.000, 1\.000\]", line) for line in lines)
     ET.fromstring((out / "density.svg").read_text())
 
@@ -235,17 +235,17 @@ def test_tables_say_what_the_arrays_say(config):
         "90.5 [90.5, 90.5] / 6.5 [6.5, 6.5]" in text
     )  # reversed: the chosen best twelve are the true worst
     assert "6.5 [6.5, 6.5] / 90.5 [90.5, 90.5]" in text  # the truth itself
-    assert "48.5 / 48.5" in text  # by lot
+    assert "48.5 / 48.5" in text  # at random
 
 
-def test_the_picture_shows_a_perfect_proxy_as_a_rising_diagonal():
+def test_the_chart_shows_a_perfect_proxy_as_a_rising_diagonal():
     truth = np.random.default_rng(0).standard_normal((2, 96))
-    picture = ET.fromstring(
-        density_picture({"perfect & <exact>": conditional_density(truth, truth, 4)}, "t", 96)
+    chart = ET.fromstring(
+        density_chart({"perfect & <exact>": conditional_density(truth, truth, 4)}, "t", 96)
     )
     dark = [
         r
-        for r in picture.iter("{http://www.w3.org/2000/svg}rect")
+        for r in chart.iter("{http://www.w3.org/2000/svg}rect")
         if r.get("fill") == density_colour(4 / 8)
     ]
     places = [(float(r.get("x")), float(r.get("y"))) for r in dark if r.get("stroke") is None]
@@ -255,11 +255,11 @@ def test_the_picture_shows_a_perfect_proxy_as_a_rising_diagonal():
     )  # further right is further up
     ends = [
         float(text.get("x")) + 7 * len(text.text)
-        for text in picture.iter("{http://www.w3.org/2000/svg}text")
+        for text in chart.iter("{http://www.w3.org/2000/svg}text")
         if not text.get("text-anchor")
     ]
     assert max(ends) <= float(
-        picture.get("width")
+        chart.get("width")
     )  # 7 pixels a letter at 11 or 14: nothing is cut off, with one panel either
 
 

@@ -41,13 +41,13 @@ def test_the_headline_has_the_result_with_its_errors(page: Page):
         "5.6 standard errors above zero",
         "20 of 20",
         "1,920",
-        "Arm sol_rl: 96 noises per prompt explored in emulated_nvfp4 at 6 steps, 24 regenerated in"
+        "Arm sol_rl: 96 seeds per prompt explored in emulated_nvfp4 at 6 steps, 24 regenerated in"
         " fp32 at 10 steps",
     ):
         assert said in page.text, said
 
 
-def test_every_picture_is_in_the_page_byte_for_byte_with_its_caption(run: Path, page: Page):
+def test_every_image_is_in_the_page_byte_for_byte_with_its_caption(run: Path, page: Page):
     inside = {attributes["src"] for attributes in page.all("img")}
     files = sorted((run / "images").glob("step_*/*.png"))
     assert len(files) == 2 * len(PROMPTS) * 4
@@ -67,7 +67,7 @@ def test_every_picture_is_in_the_page_byte_for_byte_with_its_caption(run: Path, 
     assert all(prompt in page.text for prompt in PROMPTS)
 
 
-def test_picture_rewards_are_those_of_the_evaluation(run: Path, page: Page):
+def test_image_rewards_are_those_of_the_evaluation(run: Path, page: Page):
     rewards = json.loads((run / "evaluations" / "step_000020.json").read_text())["rewards"]
     assert f"after 20: {PROMPTS[2]}, noise 1, reward {charts.number(rewards[2][1])}" in [
         image["alt"] for image in page.all("img")
@@ -171,7 +171,7 @@ def test_times_add_up(run: Path, page: Page):
         f"explore {100 * total / whole:.0f} % {int(total) // 60} min {round(total) % 60:02d} s"
         in page.text
     )
-    assert "87 pictures explored per second by 2 rollout actors" in page.text
+    assert "87 images explored per second by 2 rollout actors" in page.text
 
 
 def test_actors_have_lanes_and_what_befell_them_is_listed(page: Page):
@@ -179,7 +179,7 @@ def test_actors_have_lanes_and_what_befell_them_is_listed(page: Page):
         "6 started",
         "2 died",
         "2 replaced",
-        "2 units given out again",
+        "2 tasks retried",
         "20 versions published",
         "1 min 21 s actor died rollout-1",
         "the actor died unexpectedly",
@@ -206,7 +206,7 @@ def test_configuration_versions_and_quantisation_are_there(page: Page):
         "2.13.0+cpu",
         "589,824",
         "linear layer of a block",
-        "kept wide: last layer",
+        "last layer",
     ):
         assert said in page.text, said
 
@@ -220,7 +220,7 @@ def test_the_same_run_gives_the_same_page(run: Path):
 # ---- events
 
 
-def test_a_pause_before_a_resume_takes_no_time_in_the_picture():
+def test_a_pause_before_a_resume_takes_no_time_in_the_chart():
     events = [
         {"event": name, "time": when}
         for name, when in (

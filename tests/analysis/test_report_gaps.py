@@ -19,9 +19,7 @@ from tests.analysis.synthetic import PROMPTS, evaluation, write_run
 
 def test_a_run_that_failed_says_why(tmp_path: Path):
     page = page_of(write_run(tmp_path / "r", iterations=3, ending="run_failed"))
-    assert (
-        "The run failed. prompt 'a red <circle>' is left with 3 scored pictures of 96" in page.text
-    )
+    assert "The run failed. prompt 'a red <circle>' is left with 3 scored images of 96" in page.text
     assert "failed" in page.text and "no end recorded" not in page.text
 
 
@@ -32,7 +30,7 @@ def test_a_run_without_iterations_says_so(tmp_path: Path):
         "no end recorded",
         "0 of 20",
         "The evaluation after training is still to come.",
-        "The pictures after training are still to come.",
+        "The images after training are still to come.",
     ):
         assert said in page.text, said
     assert len(page.all("img")) == len(PROMPTS) * 4
@@ -59,7 +57,7 @@ def test_only_a_configuration(tmp_path: Path):
         "Held-out prompts have not been scored yet.",
         "No rewards have been recorded yet.",
         "No events were recorded.",
-        "No pictures have been made yet.",
+        "No images have been made yet.",
     ):
         assert said in page.text, said
 
@@ -140,8 +138,8 @@ def test_an_arm_that_explores_nothing(tmp_path: Path):
         ],
     )
     page = page_of(run)
-    assert "24 noises per prompt at 10 steps, all trained on" in page.text
-    assert "This run explored nothing: all noises were trained on." in page.text
+    assert "24 seeds per prompt at 10 steps, all trained on" in page.text
+    assert "This run explored nothing: all seeds were trained on." in page.text
     assert "Nothing to compare" in page.text
 
 
@@ -155,9 +153,9 @@ def test_random_audits_have_a_chart_of_their_own_and_are_the_ones_put_in_words(t
         ],
     )
     page = page_of(run)
-    assert "Random noises" in page.text
+    assert "Random seeds" in page.text
     assert (
-        "Of any two random noises of a prompt, the cheap pictures put 75 % in the right order."
+        "Of any two random seeds of a prompt, the cheap images put 75 % in the right order."
         in page.text
     )  # (1 + tau) / 2
 
@@ -218,7 +216,7 @@ def test_seconds_that_other_stages_hold_are_told_beside_the_bars_and_not_stacked
         lambda rows: [row | (more if row["kind"] == "iteration" else {}) for row in rows],
     )
     page = page_of(run)
-    totals = plain[plain.index("In total") : plain.index("pictures explored per second")]
+    totals = plain[plain.index("In total") : plain.index("images explored per second")]
     assert totals in page.text  # the same shares of the same seconds
     assert "In other bars already, so not stacked: 1 min 00 s exploring before" in page.text
     assert (

@@ -68,14 +68,14 @@ def learned(
     return run
 
 
-def test_changes_are_paired_by_picture_and_their_errors_clustered_by_prompt():
+def test_changes_are_paired_by_image_and_their_errors_clustered_by_prompt():
     change = paired(BASE, UP)
     assert (change.mean, change.error, change.count) == (
         pytest.approx(0.11),
         pytest.approx(0.01),
         2,
     )
-    lost = [[math.nan, 0.5], [0.42, 0.62]]  # a picture without a score is left out on both sides
+    lost = [[math.nan, 0.5], [0.42, 0.62]]  # an image without a score is left out on both sides
     assert paired(BASE, lost).mean == pytest.approx(0.11)
     assert paired(BASE, [[math.nan] * 2, [0.4, 0.6]]) == Mean(
         pytest.approx(0.1), pytest.approx(math.nan, nan_ok=True), 1
@@ -112,7 +112,7 @@ def test_a_change_within_two_errors_is_called_none():
         ),
     ],
 )
-def test_the_judge_is_put_in_words(tmp_path: Path, judged: Any, gain: float, said: str):
+def test_the_held_out_scorer_is_put_in_words(tmp_path: Path, judged: Any, gain: float, said: str):
     run = read_run(
         learned(
             tmp_path / "r",
@@ -145,11 +145,11 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> Page:
     )
 
 
-def test_training_and_judging_scorers_stand_side_by_side(page: Page):
-    """Before, after, paired change and error, pictures without a score, and the median of 200 and
-    300 pictures per second.
+def test_training_and_held_out_scorers_stand_side_by_side(page: Page):
+    """Before, after, paired change and error, images without a score, and the median of 200 and
+    300 images per second.
     """
-    assert "score before after change not scored pictures per s" in page.text
+    assert "score before after change not scored images per s" in page.text
     assert "weighted sum what is optimised 0.6667 0.7849 +0.100 ± 0.010 clipscore" in page.text
     assert (
         "clipscore trained on, weight 1 0.3500 0.4600 +0.110 ± 0.010 3 250 jpeg_compressibility"

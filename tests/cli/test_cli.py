@@ -1,4 +1,4 @@
-"""The command line on bad input: one line that says what and how to mend it, the exit code of the
+"""The command line on bad input: one line that says what and how to fix it, the exit code of the
 contract, nothing half-written.
 """
 

@@ -1,4 +1,4 @@
-"""Faults done to a run on purpose: what is struck, how and when; whether the run ended as if
+"""Faults done to a run on purpose: what is hit, how and when; whether the run ended as if
 nothing had been; how long it took.
 
 A moment is a stage of the progress display ("explored", "scored", ...: something went through it),
@@ -65,7 +65,7 @@ KILL_S = 30.0
 
 @dataclass(frozen=True)
 class Fault:
-    """Actor ``actor`` of ``kind`` is struck ``delay_s`` after the ``count``-th ``moment`` of
+    """Actor ``actor`` of ``kind`` is hit ``delay_s`` after the ``count``-th ``moment`` of
     iteration ``iteration``.
     """
 
@@ -89,7 +89,7 @@ class Machines(Protocol):
     def remove(self, node: str) -> None: ...
 
 
-class Striker(Progress):
+class FaultInjector(Progress):
     """Does the faults to the run whose display it is; what was done stands in the run's events as
     ``fault_injected``.
     """
@@ -143,9 +143,9 @@ class Striker(Progress):
                 else count == fault.count and fault not in self.done
             )
             if due and (fault.iteration, fault.moment) == (self.now, moment):
-                asyncio.get_running_loop().call_later(fault.delay_s, self._strike, fault)
+                asyncio.get_running_loop().call_later(fault.delay_s, self._inject, fault)
 
-    def _strike(self, fault: Fault) -> None:
+    def _inject(self, fault: Fault) -> None:
         pool = next(pool for pool in self.session.services.pools if pool.kind == fault.kind)
         member = next((member for member in pool.members if member.index == fault.actor), None)
         if member is None or member.handle is None or (fault in self.done and not fault.always):
@@ -208,8 +208,8 @@ def outcome(run: RunDirectory, step: int) -> dict[str, str]:
 
 
 def lasting(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Of every row the metrics that are the same whoever computed what (``SAME``), to ``DIGITS``
-    digits.
+    """Of every row the metrics that do not depend on which actor computed what (``SAME``), to
+    ``DIGITS`` digits.
     """
 
     def plain(value: Any) -> Any:
@@ -273,7 +273,7 @@ def recoveries(events: Sequence[Mapping[str, Any]]) -> list[Recovery]:
 def recovery_table(found: Sequence[Recovery]) -> list[str]:
     """Lines of a Markdown table: medians, largest in brackets, by service and kind of fault."""
     lines = [
-        "| struck | how | times | noticed | replaced | answered or restored |",
+        "| hit | how | times | noticed | replaced | answered or restored |",
         "| --- | --- | --- | --- | --- | --- |",
     ]
     for kind in SERVICES:

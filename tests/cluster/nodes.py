@@ -20,7 +20,7 @@ import psutil
 import ray
 from ray.cluster_utils import Cluster
 
-from tests.cluster.faults import SERVICES, Fault, Striker
+from tests.cluster.faults import SERVICES, Fault, FaultInjector
 from tests.cluster.runs import run_here, tiny_config
 
 MOMENTS = {
@@ -77,7 +77,7 @@ class Machines:
         self._cluster.remove_node(found, allow_graceful=False)
         self._gone.append(self._args.pop(node))
 
-    def mend(self) -> None:
+    def repair(self) -> None:
         """New nodes in the place of those that were taken away."""
         while self._gone:
             self._add(self._gone.pop())
@@ -89,10 +89,10 @@ def lose_node(model: Path, root: Path, kind: str, machines: Machines) -> None:
         f"services__{service}__labels": {"pool": "two" if service == kind else "rest"}
         for service in SERVICES
     }
-    striker = Striker(Fault(kind, "node", 1, MOMENTS[kind]), machines=machines)
-    run_here(tiny_config(model, root, kind, **homes), progress=striker)
-    assert striker.done, "the node was not taken away"
-    machines.mend()
+    injector = FaultInjector(Fault(kind, "node", 1, MOMENTS[kind]), machines=machines)
+    run_here(tiny_config(model, root, kind, **homes), progress=injector)
+    assert injector.done, "the node was not taken away"
+    machines.repair()
 
 
 def main(model: str, root: str) -> None:

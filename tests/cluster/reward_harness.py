@@ -1,4 +1,4 @@
-"""A reward service of real pools and actors, on four pictures of the test."""
+"""A reward service of real pools and actors, on four images of the test."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ PROMPTS = [Prompt("one"), Prompt("one"), Prompt("two"), Prompt("two", {"n": 2})]
 
 
 def misbehaves(kind: str, alias: str = "", **more: Any) -> dict[str, Any]:
-    """A scorer of ``tests.cluster.scorers``: the mean of a picture, but for what ``kind`` says."""
+    """A scorer of ``tests.cluster.scorers``: the mean of an image, but for what ``kind`` says."""
     settings = {"kind": kind, **more.pop("settings", {})}
     return {
         "name": "tests.cluster.scorers:Misbehaves",

@@ -12,7 +12,7 @@ import numpy as np
 
 
 class Broken:
-    """Raises, returns NaN, returns too few scores, or fails on the first picture of a batch."""
+    """Raises, returns NaN, returns too few scores, or fails on the first image of a batch."""
 
     def __init__(self, kind: str):
         self.kind = kind
@@ -34,7 +34,7 @@ class Broken:
 
 
 class Lot:
-    """A reward by lot, drawn by the picture's bytes: the least change of a picture changes its rank
+    """A reward at random, drawn by the image's bytes: the least change of an image changes its rank
     altogether.
     """
 
@@ -45,7 +45,7 @@ class Lot:
 
 
 class Misbehaves:
-    """Scores a picture by its mean, but for what ``kind`` says; "once ..." only as long as the file
+    """Scores an image by its mean, but for what ``kind`` says; "once ..." only as long as the file
     ``mark`` is not there.
     """
 

@@ -13,7 +13,7 @@ from configs.schema import RunConfig
 from records.errors import RunFailed
 from records.rundir import RunDirectory
 from records.sinks import Sinks
-from tests.cluster.faults import Fault, Striker, outcome
+from tests.cluster.faults import Fault, FaultInjector, outcome
 from tests.cluster.runs import run_here, tiny_config
 
 ROWS = [(kind, i) for i in range(3) for kind in ("evaluation", "iteration")] + [("evaluation", 3)]
@@ -45,15 +45,15 @@ def assert_as_if_nothing_had_been(run: RunDirectory, reference: RunDirectory) ->
 
 
 def cut(config: RunConfig, iteration: int, moment: str) -> None:
-    """A run that ends in the evaluation after ``iteration``: when pictures have been scored, or
+    """A run that ends in the evaluation after ``iteration``: when images have been scored, or
     when the scores have been written and the row has not.
     """
-    row, pictures = Sinks.row, held_out.save_pictures
+    row, save = Sinks.row, held_out.save_images
 
     def scored(directory: Path, i: int, *shown: Any) -> None:
         if i == iteration:
             raise RunFailed("cut")
-        pictures(directory, i, *shown)
+        save(directory, i, *shown)
 
     def written(self: Sinks, values: Any) -> None:
         if (values["kind"], values["iteration"]) == ("evaluation", iteration):
@@ -61,7 +61,7 @@ def cut(config: RunConfig, iteration: int, moment: str) -> None:
         row(self, values)
 
     place: tuple[Any, str, Any] = (
-        (held_out, "save_pictures", scored) if moment == "scored" else (Sinks, "row", written)
+        (held_out, "save_images", scored) if moment == "scored" else (Sinks, "row", written)
     )
     with mock.patch.object(*place), pytest.raises(RunFailed, match="cut"):
         run_here(config)
@@ -82,9 +82,11 @@ def test_a_run_that_is_resumed(reference, tiny_sd3_dir, tmp_path, iteration, mom
 
 
 def test_a_run_that_gets_a_new_learner(reference, tiny_sd3_dir, tmp_path):
-    """Two calls draw the pictures that are trained on, the third is the evaluation's first."""
-    striker = Striker(Fault("learner", "kill", 0, "generate", count=3))
-    run = run_here(tiny_config(tiny_sd3_dir, tmp_path, "lost", evaluate__every=1), progress=striker)
+    """Two calls draw the images that are trained on, the third is the evaluation's first."""
+    injector = FaultInjector(Fault("learner", "kill", 0, "generate", count=3))
+    run = run_here(
+        tiny_config(tiny_sd3_dir, tmp_path, "lost", evaluate__every=1), progress=injector
+    )
     (restored,) = [event for event in run.events() if event["event"] == "learner_restored"]
     assert (restored["during"], restored["iteration"]) == (1, 1)
     assert_as_if_nothing_had_been(run, reference)

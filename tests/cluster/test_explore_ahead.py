@@ -14,7 +14,7 @@ from cluster.driver.iteration import Iteration
 from configs.load import ConfigError
 from records.errors import RunFailed
 from records.rundir import RunDirectory
-from tests.cluster.faults import Fault, Striker, lasting, outcome
+from tests.cluster.faults import Fault, FaultInjector, lasting, outcome
 from tests.cluster.local import Played, play
 from tests.cluster.runs import adapters, run_here, selections, tiny_config
 from tests.learner.tiny import tiny_groups, tiny_trainer
@@ -99,9 +99,9 @@ def test_a_kill_changes_nothing(alone, tiny_sd3_dir, tmp_path, fault, versions):
     """An explorer's replacement, and what a new learner exports after going back, have the older
     policy too.
     """
-    striker = Striker(fault)
-    run = run_here(ahead(tiny_sd3_dir, tmp_path, fault.kind), progress=striker)
-    assert striker.done == [fault]
+    injector = FaultInjector(fault)
+    run = run_here(ahead(tiny_sd3_dir, tmp_path, fault.kind), progress=injector)
+    assert injector.done == [fault]
     assert outcome(run, 3) == outcome(alone, 3)
     assert [
         event["version"] for event in run.events() if event["event"] == "version_published"
@@ -164,7 +164,7 @@ def test_without_it_an_iteration_is_explored_by_its_own_policy(played, tiny_sd3_
     assert all(row["time/explore_ahead_s"] == 0 for row in newest.rows.values())
     assert newest.chosen[0] == played[0].chosen[0]
     means = [run.rows[1]["explore/reward_mean"] for run in (newest, played[0])]
-    assert means[0] != means[1]  # other policies draw other pictures of the same noises
+    assert means[0] != means[1]  # other policies draw other images of the same noises
     assert (
         "previous.safetensors" in played[0].files() and "previous.safetensors" not in newest.files()
     )

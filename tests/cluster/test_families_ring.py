@@ -111,14 +111,14 @@ def same_as_stock(
     pipe, family = stock_pipeline(name, directory), family_for(config.model)
 
     def stock() -> np.ndarray:
-        pictures = []
+        images = []
         for p, prompt in enumerate(read_prompts(config.prompts.test)[:2]):
             noise = noise_for(
                 [stream_seed(config.seed, "evaluate", p, n) for n in range(2)], family.latent_shape
             )
             drawn = stock_call(pipe, config.model, prompt.text, noise, 3, "pil", **asked)
-            pictures.append(as_array(drawn))
-        return np.stack(pictures).astype(int)
+            images.append(as_array(drawn))
+        return np.stack(images).astype(int)
 
     base = stock()
     # other batches, and for SANA another rounding of the solver's coefficients: a grey level apart

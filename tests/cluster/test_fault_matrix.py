@@ -1,8 +1,8 @@
-"""What is struck (rollout, reward, encoder, selector, learner, the driver, a chunk) against how
+"""What is hit (rollout, reward, encoder, selector, learner, the driver, a chunk) against how
 (killed, hung, its node lost).
 
 Invariants of every cell: the run ends as it should; every unit counts once; selections, metrics and
-LoRA are those of the undisturbed run, bit for bit; nothing that was struck lives on; and nothing
+LoRA are those of the undisturbed run, bit for bit; nothing that was hit lives on; and nothing
 goes on for ever. ``faults`` says what can be done and when.
 """
 
@@ -29,8 +29,8 @@ from tests.cluster import nodes
 from tests.cluster.faults import (
     SERVICES,
     Fault,
+    FaultInjector,
     Recovery,
-    Striker,
     Way,
     outcome,
     recoveries,
@@ -81,11 +81,11 @@ def each_in_another_phase(way: Way) -> list[Fault]:
 @pytest.mark.timeout(900)  # four processes are started again, one after the other
 @pytest.mark.parametrize("way", ["kill", pytest.param("stop", marks=slow)])
 def test_stateless_services(undisturbed, tiny_sd3_dir, tmp_path, way):
-    """One run, struck four times: what one loss leaves behind must not make the next one worse."""
-    striker = Striker(*each_in_another_phase(way))
+    """One run, hit four times: what one loss leaves behind must not make the next one worse."""
+    injector = FaultInjector(*each_in_another_phase(way))
     changes = SECONDS if way == "stop" else {}
-    run = run_here(tiny_config(tiny_sd3_dir, tmp_path, way, **changes), progress=striker)
-    assert {fault.kind for fault in striker.done} == set(STATELESS) == set(died(run))
+    run = run_here(tiny_config(tiny_sd3_dir, tmp_path, way, **changes), progress=injector)
+    assert {fault.kind for fault in injector.done} == set(STATELESS) == set(died(run))
     assert_as_if_nothing_had_been(run, undisturbed)
     reissues = sum(event["event"] == "chunk_reissued" for event in run.events())
     assert run.metrics()[3]["rollout/reissued"] == reissues >= 4
@@ -93,7 +93,7 @@ def test_stateless_services(undisturbed, tiny_sd3_dir, tmp_path, way):
     for recovery in recoveries(run.events()):
         assert recovery.noticed_s is not None and recovery.answered_s is not None
         assert recovery.noticed_s >= (DEADLINE_S - 1 if way == "stop" else 0)
-    assert striker.left_over == []
+    assert injector.left_over == []
 
 
 @pytest.mark.timeout(900)
@@ -111,10 +111,10 @@ def test_the_learner(undisturbed, tiny_sd3_dir, tmp_path, way, every, iteration,
     """Restored by itself from the newest checkpoint; the versions since are published again, then
     the run goes on.
     """
-    striker = Striker(Fault("learner", way, iteration, moment))
+    injector = FaultInjector(Fault("learner", way, iteration, moment))
     changes = {"checkpoint__every": every, **(SECONDS if way == "stop" else {})}
     run = run_here(
-        tiny_config(tiny_sd3_dir, tmp_path, f"{way}-{moment}", **changes), progress=striker
+        tiny_config(tiny_sd3_dir, tmp_path, f"{way}-{moment}", **changes), progress=injector
     )
     assert_as_if_nothing_had_been(run, undisturbed)
     assert died(run) == ["learner"]
@@ -126,7 +126,7 @@ def test_the_learner(undisturbed, tiny_sd3_dir, tmp_path, way, every, iteration,
         *range(iteration + 1),
         *range(back_to, 4),
     ]  # the same version again, then on
-    assert striker.left_over == []
+    assert injector.left_over == []
 
 
 def test_a_learner_that_dies_again_and_again_ends_the_run(ray_here, tiny_sd3_dir, tmp_path):
@@ -134,10 +134,12 @@ def test_a_learner_that_dies_again_and_again_ends_the_run(ray_here, tiny_sd3_dir
     with pytest.raises(
         RunFailed, match="the learner was lost.*max_restarts = 1 returns .* used up.*--resume"
     ):
-        run_here(config, progress=Striker(Fault("learner", "kill", 0, "regenerated", always=True)))
+        run_here(
+            config, progress=FaultInjector(Fault("learner", "kill", 0, "regenerated", always=True))
+        )
 
 
-# ---- a unit that kills whoever takes it
+# ---- a unit that kills every actor that takes it
 
 
 class PoisonedRollout(RolloutActor):
@@ -169,7 +171,7 @@ class PoisonedEncoder(EncoderActor):
         pytest.param(PoisonedEncoder, "encoder: ('encode', 0) failed 3 times", marks=slow),
     ],
 )
-def test_a_unit_that_kills_whoever_takes_it_ends_the_run(
+def test_a_unit_that_kills_every_actor_that_takes_it_ends_the_run(
     ray_here, tiny_sd3_dir, tmp_path, capsys, actor, named
 ):
     kind = named.partition(":")[0]

@@ -134,28 +134,32 @@ def test_an_explorer_makes_its_denoiser_anew_for_another_precision(tiny_sd3_dir)
     trainer = tiny_trainer(tiny_sd3_dir, explore={"pool_size": 8, "backend": "emulated_nvfp4"})
     actor = RolloutActor(trainer.config.model_dump(mode="json"))
     assert actor.ready().backend == "emulated_nvfp4" and set(actor.ready().runs) == set(CPU)
-    cond, pictures = tiny_groups(1)[0].cond, []
+    cond, images = tiny_groups(1)[0].cond, []
     for version, backend in enumerate((None, "fp8", "fp32", None)):
         manifest, chunks, _ = trainer.export(version, backend or "emulated_nvfp4")
-        assert actor.load(backend, manifest, *chunks) == (version, manifest.checksum, backend)
+        assert actor.load(backend, manifest, range(len(chunks)), *chunks) == (
+            version,
+            manifest.checksum,
+            backend,
+        )
         request = ExploreChunk(
             ChunkKey(0, 0, 0, version), (1, 2), 2, "dpmpp_2m", return_latents=True
         )
-        pictures.append(actor.explore(request, cond)[2]["latents"])
+        images.append(actor.explore(request, cond)[2]["latents"])
         with pytest.raises(RuntimeError, match=f"asks for version 9, this explorer has {version}"):
             actor.explore(
                 ExploreChunk(ChunkKey(0, 0, 0, 9), (1, 2), 2, "dpmpp_2m", return_latents=True), cond
             )
-    assert np.array_equal(pictures[0], pictures[3])
-    assert not any(np.array_equal(pictures[0], other) for other in pictures[1:3])
-    errors = [float(np.abs(other - pictures[2]).mean()) for other in pictures[:2]]
+    assert np.array_equal(images[0], images[3])
+    assert not any(np.array_equal(images[0], other) for other in images[1:3])
+    errors = [float(np.abs(other - images[2]).mean()) for other in images[:2]]
     assert errors[1] < errors[0]  # fp8 is nearer to fp32 than nvfp4 is
 
 
 # ---- in a run
 
 LOT = {"scorers": [{"name": "tests.cluster.scorers:Lot"}]}
-"""Random rewards rank the proxies otherwise than the pictures they stand for."""
+"""Random rewards rank the proxies otherwise than the images they stand for."""
 ALWAYS: dict[str, Any] = {
     "audit": {"min_sign_agreement": 1.0, "patience": 1, "action": "finer_backend"},
     "rewards": LOT,
@@ -199,7 +203,7 @@ def test_the_next_iteration_is_explored_in_the_finer_precision(tiny_sd3_dir, tmp
     proxies = [[row["explore/reward_mean"] for row in each.rows.values()] for each in (run, same)]
     assert (
         proxies[0][0] == proxies[1][0] and proxies[0][1] != proxies[1][1]
-    )  # other arithmetic, other pictures
+    )  # other arithmetic, other images
 
 
 def test_it_is_the_same_in_another_pool_and_order(moved, tiny_sd3_dir, tmp_path):

@@ -222,7 +222,7 @@ def test_a_run_with_two_replicas_learns_what_one_learner_does(pair, tiny_sd3_dir
     """After the first iteration, one step of AdamW: before it every bit is the same, and after it a
     weight is apart by at most 2 lr d / E with d = 1e-6 of the gradient's norm
     (tests/learner/test_group.py), and 2^-25 of rounding. Later iterations have no such bound: the
-    picture of a weight that is a last bit apart may have another pixel, hence another reward.
+    image of a weight that is a last bit apart may have another pixel, hence another reward.
     """
     one = run_here(tiny_config(tiny_sd3_dir, tmp_path, "one", iterations=1, **STEADY))
     alone, shared = (adapters(run, 1)["adapter.safetensors"] for run in (one, pair))

@@ -16,7 +16,7 @@ from records.images import load_step
 from tests.cluster.runs import main_here
 
 
-def stock_pictures(config, lora=None) -> np.ndarray:
+def stock_images(config, lora=None) -> np.ndarray:
     """uint8 [P, S, 3, H, W] of the evaluation's prompts and noises by diffusers' own pipeline; no
     code of ours but the noises.
     """
@@ -52,11 +52,11 @@ def test_an_exported_lora_draws_in_stock_diffusers_what_evaluate_drew(
     config = undisturbed.configuration()
     assert main(["export", str(undisturbed.path), str(tmp_path / "lora")]) == 0
     ours = load_step(undisturbed.images, 3).astype(int)
-    theirs = stock_pictures(config, tmp_path / "lora").astype(int)
+    theirs = stock_images(config, tmp_path / "lora").astype(int)
     # same layers, other batches: latents agree to about 1e-5, so a pixel can differ only by where
     # .5 is rounded to
     assert np.abs(ours - theirs).max() <= 1
-    base = stock_pictures(config).astype(int)
+    base = stock_images(config).astype(int)
     assert np.abs(load_step(undisturbed.images, 0).astype(int) - base).max() <= 1
     assert np.abs(base - theirs).mean() > 1  # the LoRA does something
 
@@ -84,7 +84,7 @@ def test_evaluate_compares_base_and_adapters(undisturbed, tmp_path, capsys):
     code, said = main_here("evaluate", run), capsys.readouterr()
     assert code == 0, said.err
     lines = said.out.splitlines()
-    assert "step_000003, 4 prompts x 2 noises" in lines[0]
+    assert "step_000003, 4 prompts x 2 seeds" in lines[0]
     assert [line.split()[0] for line in lines[1:]] == ["weights", "base", "current", "old", "ema"]
     saved = json.loads((run / "evaluations" / "compare_step_000003.json").read_text())["weights"]
     trained = [row for row in undisturbed.metrics() if row["kind"] == "evaluation"]
@@ -95,8 +95,8 @@ def test_evaluate_compares_base_and_adapters(undisturbed, tmp_path, capsys):
         trained[1]["reward/eval_mean"], abs=1e-9
     )
     assert saved["ema"]["eval/gain"] == pytest.approx(trained[1]["eval/gain"], abs=1e-9)
-    pictures = load_step(run / "evaluations" / "compare_step_000003" / "ema", 3)
-    assert np.array_equal(pictures, load_step(run / "images", 3))
+    images = load_step(run / "evaluations" / "compare_step_000003" / "ema", 3)
+    assert np.array_equal(images, load_step(run / "images", 3))
 
 
 def test_standard_errors_are_clustered_by_prompt():

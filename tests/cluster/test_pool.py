@@ -210,7 +210,7 @@ def test_the_unit_that_an_actor_was_at_is_blamed_and_not_the_one_behind_it(ray_h
 
 
 def test_a_unit_that_is_lost_with_others_is_not_taken_for_their_killer(ray_here):
-    """Two threads at once, so that the killer strikes while the one before it is at work, as
+    """Two threads at once, so that the killer acts while the one before it is at work, as
     happens where an answer is lost with its actor: that one is blamed once, then each goes alone.
     Both at once again, it would be blamed to the end of its attempts.
     """

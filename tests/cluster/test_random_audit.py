@@ -26,7 +26,7 @@ def test_every_noise_is_as_likely_to_be_audited(ray_here, tiny_sd3_dir, tmp_path
 
 
 def test_an_audit_of_the_whole_pool_finds_what_regenerating_all_of_it_finds(tiny_sd3_dir, tmp_path):
-    """Half of it comes from the selected noises, half is regenerated for it; a picture at a time,
+    """Half of it comes from the selected noises, half is regenerated for it; an image at a time,
     so that bits do not depend on which.
     """
     changes = {

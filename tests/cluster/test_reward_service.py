@@ -1,7 +1,7 @@
 """The reward service: scorers that are killed, hang, lie or are slow; groups of actors per scorer;
 held-out scorers.
 
-Pools, retries and deadlines are the real ones; pictures come from the test, so that a case takes a
+Pools, retries and deadlines are the real ones; images come from the test, so that a case takes a
 second, not a run.
 """
 
@@ -203,7 +203,7 @@ def test_a_service_that_is_all_gone_ends_the_run(ray_here):
         harness.score()
 
 
-def test_lost_pictures_are_no_failure_of_the_scorer():
+def test_lost_images_are_no_failure_of_the_scorer():
     class Gone(Caller):
         alive = 1
 
@@ -224,9 +224,11 @@ def test_unknown_groups_are_refused():
         config([MEAN], own={"hpsv2": {}})
 
 
-def test_a_run_with_a_group_of_its_own_and_a_judge(ray_here, undisturbed, tiny_sd3_dir, tmp_path):
-    """The ring with the one scorer in actors of its own and a held-out judge: the same bits as
-    ever, and the judge's column beside.
+def test_a_run_with_a_group_of_its_own_and_a_held_out_scorer(
+    ray_here, undisturbed, tiny_sd3_dir, tmp_path
+):
+    """The ring with the one scorer in actors of its own and a held-out scorer: the same bits as
+    ever, and its column beside.
     """
     run = run_here(
         tiny_config(

@@ -133,7 +133,7 @@ def test_a_scorer_that_always_fails_stops_the_run_and_is_never_a_zero(
 
 
 def dropping(model: Path, root: Path, keep: int) -> RunConfig:
-    """The scorer fails on the first picture of every chunk of 2, and the run may go on."""
+    """The scorer fails on the first image of every chunk of 2, and the run may go on."""
     rewards = {"scorers": broken("first_is_nan"), "max_failed_share": 0.9, "attempts": 2}
     return tiny_config(
         model, root, f"keep{keep}", iterations=1, rewards=rewards, selection__keep=keep
@@ -150,6 +150,6 @@ def test_a_sample_that_cannot_be_scored_is_dropped_and_counted(ray_here, tiny_sd
     assert row["rewards/failed"] == 2 * 4 + 2 * 1
 
 
-def test_a_prompt_left_with_too_few_pictures_stops_the_run(ray_here, tiny_sd3_dir, tmp_path):
+def test_a_prompt_left_with_too_few_images_stops_the_run(ray_here, tiny_sd3_dir, tmp_path):
     with pytest.raises(RunFailed, match="left with 4 scored images of 8, selection.keep = 6"):
         run_here(dropping(tiny_sd3_dir, tmp_path, 6))

@@ -283,7 +283,7 @@ def row(load: Load) -> dict[str, float]:
     return {"busy/learner": 1 - load.learner_waits, "busy/rollout": load.rollout_busy}
 
 
-def test_a_pool_that_changed_is_judged_anew():
+def test_a_pool_that_changed_is_measured_anew():
     """Loads of another size say nothing about this one, whoever changed it."""
     scaler = Autoscaler(RULE, LIMITS)
     assert [scaler.size_after(4, row(WAITS)) for _ in range(2)] == [4, 5]

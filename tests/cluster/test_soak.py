@@ -23,7 +23,7 @@ def test_a_fault_depends_on_its_seed_and_number_only():
     ]
 
 
-def test_everything_that_can_be_struck_is():
+def test_everything_that_can_be_hit_is():
     faults = [draw(0, i, MOMENTS, SERVICES, WAYS) for i in range(600)]
     pairs = Counter((fault.kind, fault.way) for fault in faults)
     assert (
@@ -59,7 +59,7 @@ def row(index: int = 0, **changes) -> dict:
         "index": index,
         **fault,
         "differs": [],
-        "struck": True,
+        "injected": True,
         "left_over": 0,
         "seconds": 12.3,
         "recovery": recovery,
@@ -79,7 +79,7 @@ def test_lines_and_the_summary():
         and "not needed again" in line_of(bad)
         and not identical(bad)
     )
-    assert not identical(row(left_over=1)) and "no fault" in line_of(row(struck=False))
+    assert not identical(row(left_over=1)) and "no fault" in line_of(row(injected=False))
     assert (
         summary([row(), bad])[-1]
         == "1 of 2 runs ended identical to the undisturbed one; 2 had a fault"
@@ -110,7 +110,7 @@ def test_one_that_is_stopped_says_so_and_keeps_nothing_of_the_run_in_hand(
 ):
     """A signal ends the run under way in an orderly fashion; that is no difference of the run's."""
 
-    def train(soak: Soak, name: str, striker: Any) -> dict[str, str]:
+    def train(soak: Soak, name: str, injector: Any) -> dict[str, str]:
         if name == "run-0001":
             raise Stopped("stopped by SIGINT before iteration 1; continue with --resume")
         return {"lora": "the same"}
@@ -156,4 +156,4 @@ def test_a_soak_of_one_run_and_its_continuation(ray_here, tmp_path, capsys):
     assert own_lines(capsys.readouterr().out) == said
     with pytest.raises(SystemExit, match="give another --out"):
         main(["--seed", "6", "--out", str(out)])
-    assert json.loads(before)["struck"]
+    assert json.loads(before)["injected"]

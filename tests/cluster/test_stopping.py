@@ -21,7 +21,7 @@ from cluster.driver.stopping import Stopping, unless_stopped
 from records.errors import StateLost, Stopped
 from records.rundir import RunDirectory
 from tests.cluster import hosts
-from tests.cluster.faults import Fault, Striker, outcome
+from tests.cluster.faults import Fault, FaultInjector, outcome
 from tests.cluster.processes import finish, kill_tree, meanwhile, start, wait_until
 from tests.cluster.runs import main_here, run_here, tiny_config, write_toml
 
@@ -172,7 +172,7 @@ def test_a_run_stops_while_its_learner_is_replaced(undisturbed, tiny_sd3_dir, tm
 
     config = tiny_config(tiny_sd3_dir, tmp_path, "replaced")
     with mock.patch.object(LearnerGroup, "renew", renew), pytest.raises(Stopped) as end:
-        run_here(config, progress=Striker(Fault("learner", "kill", 1, "update")))
+        run_here(config, progress=FaultInjector(Fault("learner", "kill", 1, "update")))
     assert str(end.value) == "stopped by SIGTERM before iteration 1; continue with --resume"
     run = run_here(config, resume=True)
     assert outcome(run, 3) == outcome(undisturbed, 3)

@@ -62,8 +62,8 @@ def refused() -> Exception:
 )
 def test_a_job_that_is_not_taken_is_one_line(monkeypatch, capsys, error, said):
     def small(into, source, config):
-        (into / "pictures").mkdir(parents=True)
-        (into / "pictures" / "a.bin").write_bytes(bytes(3_000_000))
+        (into / "photos").mkdir(parents=True)
+        (into / "photos" / "a.bin").write_bytes(bytes(3_000_000))
         return source
 
     monkeypatch.setattr(jobs, "client_of", lambda address: Refusing(error))
@@ -71,7 +71,7 @@ def test_a_job_that_is_not_taken_is_one_line(monkeypatch, capsys, error, said):
     assert main(["submit", "quickstart", "--set", "run_root=/data", "--address", HERE]) == 2
     told = line(capsys)
     assert told.startswith(f"--address {HERE}: the job was not taken (") and said in told
-    assert ("'pictures' (3 MB)" in told) == isinstance(error, ValueError)
+    assert ("'photos' (3 MB)" in told) == isinstance(error, ValueError)
 
 
 def test_a_disk_too_full_to_stage_on_is_one_line(monkeypatch, capsys):

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from actors.calls import Call, Task
 from actors.messages import ActorInfo, ChunkKey, Exported, WeightsId
@@ -19,6 +20,7 @@ from cluster.runtime.member import ActorLost, Member
 from cluster.runtime.pool import ActorPool
 from cluster.runtime.queue import PendingTask
 from configs.services import Service
+from policy.precision.wire import assemble, pack_section, pack_tensors
 from records.errors import RunFailed
 from tests.cluster.runs import run_here, tiny_config
 
@@ -38,7 +40,7 @@ def explorers(*backends: str | None, runs: tuple[str, ...] = ()) -> Any:
         for member in pool.members:
             await do(member)
 
-    async def ask(member, method, backend, manifest, *shards):
+    async def ask(member, method, backend, manifest, sent, *shards):
         assert method is RolloutActor.load
         return WeightsId(manifest.version, manifest.checksum, backend)
 
@@ -51,12 +53,15 @@ def chunk_of(version: int) -> ChunkKey:
     return ChunkKey(0, 0, 0, version)
 
 
+def checksum(version: int) -> str:
+    """Of the version that ``learner`` exports, which has no tensors."""
+    return pack_tensors({}, version, "nvfp4", 8)[0].checksum
+
+
 def learner(asked: list[tuple]) -> Any:
     async def export(version, backend, weights):
         asked.append((version, backend, weights))
-        return Exported(
-            SimpleNamespace(version=version, checksum="c", shard_sizes=(), nbytes=0), {}
-        )  # pyright: ignore[reportArgumentType]
+        return Exported(pack_tensors({}, version, "nvfp4", 8)[0], {})
 
     return SimpleNamespace(export=export)
 
@@ -111,7 +116,7 @@ def test_a_run_goes_on_in_the_precision_it_began_in():
     assert kept == "backend_kept as the run began; its explorers here would take te_nvfp4"
     assert all(event.startswith("version_published") for event in rest) and len(rest) == 2
     assert [backend for _, backend, _ in asked] == ["fp8", "fp8"]
-    assert [member.weights for member in rollout.members] == [(6, "c", "fp8")] * 2
+    assert [member.weights for member in rollout.members] == [(6, checksum(6), "fp8")] * 2
     with pytest.raises(
         RunFailed,
         match=(
@@ -220,6 +225,52 @@ def test_with_exploring_ahead_a_worker_gets_the_version_that_its_chunk_names():
     asyncio.run(run())
 
 
+def test_only_what_changed_is_fetched_and_sent():
+    """Two shards that stay and two of which one changes: from the second version on one is fetched
+    and sent, except to an actor that is new or has weights that nobody remembers.
+    """
+    constant = pack_section({"a": torch.arange(16, dtype=torch.uint8)}, 8)
+    fetched: list[tuple[int, int]] = []
+    sent: list[tuple[int, int, list[int]]] = []
+
+    async def export(version, backend, weights):
+        values = {"b": torch.tensor([7.0, 7.0]), "c": torch.tensor([float(version), 0.0])}
+        changing = pack_section(values, 8)
+        return Exported(assemble([constant, changing], version, "nvfp4")[0], {})
+
+    async def shard(version, index):
+        fetched.append((version, index))
+        return f"{version}.{index}"
+
+    async def run() -> None:
+        told: list[dict[str, Any]] = []
+        channel = WeightChannel(lambda name, **fields: told.append(fields))
+        rollout, client = explorers(None, None), SimpleNamespace(export=export, shard=shard)
+        first, second = rollout.members
+        acknowledge = rollout.ask
+
+        async def ask(member, method, backend, manifest, indices, *shards):
+            sent.append((manifest.version, member.index, indices))
+            return await acknowledge(member, method, backend, manifest, indices, *shards)
+
+        rollout.ask = ask
+        await channel.publish(0, client, rollout)
+        await channel.publish(1, client, rollout)
+        assert channel.held(1).shards == ["0.0", "0.1", "0.2", "1.3"]
+        second.weights = None  # replaced
+        await channel.publish(2, client, rollout)
+        await channel.publish(7, client, rollout)  # not the next version: all of it is fetched
+        assert [row.get("fetched") for row in told] == [32, 8, 8, 32]
+
+    asyncio.run(run())
+    everything = [0, 1, 2, 3]
+    assert fetched == [(0, i) for i in everything] + [(1, 3), (2, 3)] + [(7, i) for i in everything]
+    assert sent == [
+        (0, 0, everything), (0, 1, everything), (1, 0, [3]), (1, 1, [3]),
+        (2, 0, [3]), (2, 1, everything), (7, 0, [3]), (7, 1, [3]),
+    ]  # fmt: skip
+
+
 def test_another_precision_is_loaded_with_time_to_build_it():
     """The same version in another precision is another thing; who builds its denoiser anew may take
     as long as at the start.
@@ -229,9 +280,9 @@ def test_another_precision_is_loaded_with_time_to_build_it():
         channel, rollout = WeightChannel(lambda *args, **fields: None), explorers("emulated_nvfp4")
         (member,) = rollout.members
         await channel.publish(0, learner([]), rollout)
-        assert member.weights == (0, "c", "emulated_nvfp4") and not member.cold
+        assert member.weights == (0, checksum(0), "emulated_nvfp4") and not member.cold
         await channel.publish(0, learner([]), rollout, backend="fp8")
-        assert member.weights == (0, "c", "fp8") and member.cold
+        assert member.weights == (0, checksum(0), "fp8") and member.cold
 
     asyncio.run(run())
 

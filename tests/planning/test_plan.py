@@ -94,7 +94,7 @@ def test_text_encoders_hold_what_the_plan_says(directories, name):
 @pytest.mark.parametrize("backend", ["emulated_nvfp4", "fp8"])
 def test_a_learner_holds_and_sends_what_the_plan_says(directories, tmp_path, name, backend):
     """Weights and adapters of a real trainer, and the very bytes of its export, with an adapted
-    module that stays wide.
+    module that stays unquantized.
     """
     wide = {
         "sd3": "transformer_blocks.0.attn.to_q",

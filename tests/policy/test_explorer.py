@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from policy.explorer import Explorer
-from policy.lora import merged_weights, use
+from policy.lora import adapted_modules, merged_weights, use
 from policy.precision.backends import BACKENDS
 from policy.precision.emulated import EmulatedNVFP4Linear
 from policy.precision.nvfp4 import Packed, dequantise, quantise
@@ -65,8 +65,8 @@ def test_four_and_a_half_bits_on_the_wire(family, adapted):
     assert manifest.nbytes == weights * 4.5 / 8 + 4 * len(rows)
 
 
-def test_an_explorer_holds_no_wide_copy(family, monkeypatch):
-    """By bytes of parameters and buffers, and by the fate of the wide weights it was built from."""
+def test_an_explorer_holds_no_unquantized_copy(family, monkeypatch):
+    """By bytes of parameters and buffers, and by the fate of the weights it was built from."""
     born = {}
     load = type(family).load_transformer
 
@@ -293,6 +293,30 @@ def test_packed_copies_are_not_kept_on_the_learners_device(family, adapted, monk
         randomise(adapted, "current", version)
         publish.export("current", version)
     assert len(alive) == 3 * (21 + 15 + 15)
+
+
+def test_what_no_update_changes_is_sent_once(family, adapted, randomise):
+    """A second version needs none of the shards of the six modules without adapter, and loaded on
+    top of the first it is what a new explorer gets from all of it.
+    """
+    publish = publisher(family, adapted)
+    first, chunks, _ = publish.export("old", 0)
+    randomise(adapted, "old", 1)
+    second, again, _ = publish.export("old", 1)
+    needed = second.changed_since(first)
+    merged = {name for name, _ in adapted_modules(adapted)}
+    constant = [e for e in second.entries if e.name.rpartition(".")[0] not in merged]
+    spared = sum(size for i, size in enumerate(second.shard_sizes) if i not in needed)
+    assert spared == sum(entry.nbytes for entry in constant) > 0.2 * second.nbytes
+    explorer, new = Explorer(family, NVFP4), Explorer(family, NVFP4)
+    explorer.load(first, chunks)
+    new.load(second, again)
+    part = [shard if index in needed else None for index, shard in enumerate(again)]
+    with pytest.raises(WireError, match="shard 0 was not sent, and nothing is held here"):
+        Explorer(family, NVFP4).load(second, part)
+    assert explorer.load(second, part) == (1, second.checksum)
+    for name, tensor in new.transformer.state_dict().items():
+        assert torch.equal(explorer.transformer.state_dict()[name], tensor)
 
 
 def test_unadapted_modules_are_packed_once(family, adapted, monkeypatch):

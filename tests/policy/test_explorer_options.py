@@ -33,7 +33,7 @@ def explorer_of(family, adapted, name, **options) -> Explorer:
 
 
 @pytest.mark.parametrize("name", CPU_BACKENDS)
-def test_a_picture_does_not_depend_on_its_neighbours(family, adapted, cond, randomise, name):
+def test_an_image_does_not_depend_on_its_neighbours(family, adapted, cond, randomise, name):
     """In batches of one size, bit for bit: products of one shape sum in one order, and no scale is
     shared. For the emulation that is the power of two, and holds while no block's amax is below
     amax / 2^15, which it is not here.

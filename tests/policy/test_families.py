@@ -1,4 +1,4 @@
-"""What holds for every family: its tables fit its model, memory switches change no picture, and
+"""What holds for every family: its tables fit its model, memory switches change no image, and
 nobody else knows its name.
 """
 
@@ -50,8 +50,8 @@ def test_the_table_of_families_is_the_schemas():
 
 
 def test_what_is_quantised(family):
-    """Every linear and 1x1 convolution of the blocks, nothing of what must stay wide; every pattern
-    has something to match.
+    """Every linear and 1x1 convolution of the blocks, nothing of what must stay unquantized;
+    every pattern has something to match.
     """
     transformer = family.load_transformer("cpu", torch.float32)
     plan = quantise_plan(transformer, family, (), BACKENDS["emulated_nvfp4"])
@@ -216,7 +216,7 @@ def test_offloaded_text_encoders_are_on_the_device_only_while_they_work(name, di
 
 
 def test_slicing_and_tiling(name, directory):
-    """One by one: the same up to the order of sums. Tiles smaller than the picture: other pixels,
+    """One by one: the same up to the order of sums. Tiles smaller than the image: other pixels,
     so it does tile.
     """
     plain, sliced, tiled = (
@@ -224,11 +224,11 @@ def test_slicing_and_tiling(name, directory):
         for more in ({}, {"vae_slicing": True}, {"vae_tiling": True})
     )
     latents = noise_for([1, 2], plain.latent_shape)
-    pictures = plain.decode(plain.load_vae("cpu", torch.float32), latents).int()
+    images = plain.decode(plain.load_vae("cpu", torch.float32), latents).int()
     vae = sliced.load_vae("cpu", torch.float32)
     calls = []
     vae.decoder.register_forward_hook(lambda module, args, output: calls.append(len(args[0])))
-    assert (sliced.decode(vae, latents).int() - pictures).abs().max() <= 1
+    assert (sliced.decode(vae, latents).int() - images).abs().max() <= 1
     assert calls == [1, 1]
     vae = tiled.load_vae("cpu", torch.float32)
     assert vae.use_tiling
@@ -241,8 +241,8 @@ def test_slicing_and_tiling(name, directory):
     found = tiled.decode(vae, latents).int()
     assert (
         len(calls) > 1
-        and found.shape == pictures.shape
-        and (found - pictures).abs().float().mean() > 0.1
+        and found.shape == images.shape
+        and (found - images).abs().float().mean() > 0.1
     )
 
 

@@ -1,5 +1,5 @@
-"""The family that docs/new_model.md shows: taken out of the page as it stands, and held against its
-stock pipeline.
+"""The family that docs/new_model.md shows: taken out of the page as it stands, and compared with
+its stock pipeline.
 """
 
 import re
@@ -31,7 +31,7 @@ NAMED = "auraflow"
 
 @pytest.fixture(scope="module")
 def directory(tmp_path_factory):
-    """A tiny AuraFlowPipeline of random weights. Pictures are 16x24, latents [4, 8, 12]."""
+    """A tiny AuraFlowPipeline of random weights. Images are 16x24, latents [4, 8, 12]."""
     from diffusers import (
         AuraFlowPipeline,
         AuraFlowTransformer2DModel,
@@ -135,9 +135,9 @@ def test_the_example_is_the_stock_pipeline(family, directory):
     ours = sample(family, family.load_transformer("cpu", torch.float32), rows, SEEDS, 4, "euler")
     assert ours.shape == (2, 4, 8, 12)
     assert torch.equal(ours, stock("latent"))  # bit for bit: the same operations
-    pictures = family.decode(family.load_vae("cpu", torch.float32), ours)
-    np.testing.assert_array_equal(pictures.numpy(), as_array(stock("pil")))
-    assert pictures.float().std() > 10
+    images = family.decode(family.load_vae("cpu", torch.float32), ours)
+    np.testing.assert_array_equal(images.numpy(), as_array(stock("pil")))
+    assert images.float().std() > 10
 
 
 def test_the_examples_tables_fit(family):

@@ -17,7 +17,7 @@ def tiny(tiny_flux_dir):
     return Tiny("flux", tiny_flux_dir)
 
 
-def test_pictures_that_are_not_square(tiny):
+def test_images_that_are_not_square(tiny):
     """Rows and columns are not exchanged: 16 high, 24 wide; 24 tokens, so another shift too."""
     wide = tiny.other(width=24)
     assert wide.latent_shape == (24, 16)

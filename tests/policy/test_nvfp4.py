@@ -253,7 +253,7 @@ def test_activations_are_weights_with_a_rounded_amax(array):
 
 @given(MATRIX, st.floats(0.0, 1.0))
 def test_a_quieter_neighbour_changes_nothing(array, share):
-    """A picture in the batch whose amax is below the same power of two leaves every bit of the
+    """An image in the batch whose amax is below the same power of two leaves every bit of the
     others.
     """
     x = torch.from_numpy(array)

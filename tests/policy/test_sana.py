@@ -79,7 +79,7 @@ def test_dpmpp_2m_latents_are_the_stock_pipelines(tiny, steps):
 
 
 def test_images_are_the_stock_pipelines(tiny):
-    """Stock latents decode to the stock pictures bit for bit; ours differ by 1e-6 and may fall on
+    """Stock latents decode to the stock images bit for bit; ours differ by 1e-6 and may fall on
     the other side of a half.
     """
     vae, theirs = tiny.family.load_vae("cpu", torch.float32), as_array(tiny.stock(5, "pil"))

@@ -1,4 +1,4 @@
-"""What SD3 has of its own, and sampling on it; the stock pipeline's latents and pictures are in
+"""What SD3 has of its own, and sampling on it; the stock pipeline's latents and images are in
 test_families_parity.py.
 """
 

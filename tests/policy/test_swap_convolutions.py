@@ -55,7 +55,7 @@ def family():
 
 
 @pytest.fixture
-def pictures() -> torch.Tensor:
+def features() -> torch.Tensor:
     return torch.randn(2, 32, 5, 3, generator=torch.Generator().manual_seed(1))
 
 
@@ -75,24 +75,24 @@ def test_the_plan(family, name):
     assert plan["strided"].why == "a convolution of 1x1"
 
 
-def test_a_pointwise_convolution_is_the_linear_of_its_pixels(pictures):
+def test_a_pointwise_convolution_is_the_linear_of_its_pixels(features):
     conv = make().conv_inverted
     linear = as_linear(conv)
     assert linear.weight.data_ptr() == conv.weight.data_ptr() and linear.bias is conv.bias
     wanted = torch.nn.functional.linear(
-        pictures.movedim(1, -1), conv.weight[:, :, 0, 0], conv.bias
+        features.movedim(1, -1), conv.weight[:, :, 0, 0], conv.bias
     ).movedim(-1, 1)
-    found = PointwiseConvolution(linear)(pictures)
+    found = PointwiseConvolution(linear)(features)
     assert torch.equal(found, wanted)
     assert torch.allclose(
-        found, conv(pictures), atol=32 * 2.0**-24 * 32
+        found, conv(features), atol=32 * 2.0**-24 * 32
     )  # sums of 32 products of order 1, in another order
 
 
 @pytest.mark.parametrize("name", QUANTISED)
 @torch.no_grad()
 def test_quantised_convolutions_publish_with_their_adapter_and_load_in_place(
-    family, pictures, name
+    family, features, name
 ):
     backend = BACKENDS[name]
     learner = make()
@@ -117,14 +117,14 @@ def test_quantised_convolutions_publish_with_their_adapter_and_load_in_place(
     merged = make().conv_point.weight[:, :, 0, 0] + delta_weight(learner.conv_point, "current")
     packed = backend.pack(merged, True)
     assert all(torch.equal(buffer, packed[part]) for part, buffer in layer.named_buffers())
-    wanted = learner(pictures)
-    error = ((explorer.transformer(pictures) - wanted).norm() / wanted.norm()).item()
+    wanted = learner(features)
+    error = ((explorer.transformer(features) - wanted).norm() / wanted.norm()).item()
     one_layer = (
         0.13 if name == "emulated_nvfp4" else 0.037
     )  # of Gaussian operands; three in a row, and half as much again
     assert 1e-4 < error < one_layer * 3**0.5 * 1.5
     assert (
-        make()(pictures) - wanted
+        make()(features) - wanted
     ).norm() / wanted.norm() > 2 * error  # without the adapter it is another function
 
     learner.conv_point.lora_B["current"].weight.mul_(1.5)
@@ -138,7 +138,7 @@ def test_quantised_convolutions_publish_with_their_adapter_and_load_in_place(
     )
 
 
-def test_an_adapted_convolution_that_stays_wide_travels_in_its_own_shape(family, pictures):
+def test_an_adapted_convolution_that_stays_unquantized_travels_in_its_own_shape(family, features):
     learner = make()
     add_adapters(learner, Lora(rank=4, alpha=8), family, names=("current",), seed=1)
     with torch.no_grad():

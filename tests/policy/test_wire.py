@@ -42,6 +42,13 @@ def sample_tensors() -> dict[str, torch.Tensor]:
     }
 
 
+def bits_flipped(tensor: torch.Tensor) -> torch.Tensor:
+    """The same tensor with every bit of its first element turned."""
+    flipped = tensor.clone().view(-1)
+    flipped[:1].view(torch.uint8).bitwise_not_()
+    return flipped.view(tensor.shape)
+
+
 def blank(named: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return {name: torch.zeros_like(tensor) for name, tensor in named.items()}
 
@@ -123,8 +130,10 @@ def test_a_manifest_that_points_outside_is_refused():
             shards,
             blank(named),
         )
-    with pytest.raises(WireError, match="not of equal size"):
+    with pytest.raises(WireError, match=r"shard 0 is uint8 \[32\], the manifest says 30 bytes"):
         unpack_into(replace(manifest, shard_sizes=(30, 34, 4)), shards, blank(named))
+    with pytest.raises(WireError, match="a shard of 0 bytes"):
+        unpack_into(replace(manifest, shard_sizes=(64, 0, 4)), shards, blank(named))
     with pytest.raises(
         WireError,
         match=(
@@ -174,3 +183,59 @@ def test_what_cannot_travel():
     ):
         pack_tensors({}, 0, "fp4", 8)
     assert pack_tensors({}, 0, "fp32", 8)[1] == []
+
+
+CHANGED = st.sets(st.sampled_from(["w.codes", "w.amax", "b"]))
+
+
+@given(CHANGED, st.integers(1, 80))
+def test_what_changed_is_enough(changed, shard_bytes):
+    """Whatever the shards cut through: with the shards that differ the old tensors become the new
+    ones, other tensors are not written, and a shard less is refused before anything is.
+    """
+    old = sample_tensors()
+    new = {
+        name: (bits_flipped(tensor) if name in changed else tensor) for name, tensor in old.items()
+    }
+    before, first = pack_tensors(old, 4, "nvfp4", shard_bytes)
+    manifest, shards = pack_tensors(new, 5, "nvfp4", shard_bytes)
+    needed = manifest.changed_since(before)
+    assert bool(needed) == bool(changed) and manifest.changed_since(None) == list(
+        range(len(shards))
+    )
+    targets = blank(old)
+    unpack_into(before, first, targets)
+    for index in needed:
+        fewer = [s if i in needed and i != index else None for i, s in enumerate(shards)]
+        with pytest.raises(WireError, match=f"shard {index} was not sent, and version 4 is held"):
+            unpack_into(manifest, fewer, targets, before)
+    assert all(bits(targets[name]) == bits(tensor) for name, tensor in old.items())
+    sent = [shard if index in needed else None for index, shard in enumerate(shards)]
+    unpack_into(manifest, sent, targets, before)
+    assert all(bits(targets[name]) == bits(tensor) for name, tensor in new.items())
+
+
+def test_a_converted_tensor_is_never_copied_in_part():
+    """An element that a shard's end cuts in two, in a target of fewer bits than what travels: its
+    unchanged half is sent again, as the target no longer has it.
+    """
+    old, new = (torch.tensor([1.0, 1.0 + step * 2**-9, 2.0]) for step in (0, 3))
+    before, first = pack_tensors({"w": old}, 0, "bf16", 5)
+    manifest, shards = pack_tensors({"w": new}, 1, "bf16", 5)
+    assert manifest.changed_since(before) == [0, 1, 2]
+    target = {"w": torch.zeros(3, dtype=torch.bfloat16)}
+    unpack_into(before, first, target)
+    unpack_into(manifest, shards, target, before)
+    assert torch.equal(target["w"], new.bfloat16())
+
+
+def test_shards_that_nobody_sent_need_a_version_that_has_them():
+    named = sample_tensors()
+    manifest, shards = pack_tensors(named, 1, "nvfp4", 32)
+    part = [None, *shards[1:]]
+    with pytest.raises(WireError, match="shard 0 was not sent, and nothing is held here"):
+        unpack_into(manifest, part, blank(named))
+    other, _ = pack_tensors(named, 0, "nvfp4", 16)  # the same tensors, cut in another way
+    assert manifest.changed_since(other) == [0, 1, 2]
+    with pytest.raises(WireError, match="shard 0 was not sent"):
+        unpack_into(manifest, part, blank(named), other)

@@ -102,8 +102,8 @@ def test_a_full_disk_ends_the_timeline_and_nothing_else(tmp_path):
 def test_a_pool_writes_down_every_attempt_and_units_of_one_actor_follow_each_other(
     ray_here, tmp_path
 ):
-    """Twelve units of 0.05 s on two actors with two slots each, and one that kills whoever takes it
-    first.
+    """Twelve tasks of 0.05 s on two actors with two slots each, and one that kills the actor that
+    takes it first.
     """
     spans: list[Span] = []
     remote = ray.remote(Napper)
@@ -168,7 +168,7 @@ class Napper:
 
 
 def test_a_run_leaves_every_unit_once(undisturbed: RunDirectory):
-    """3 iterations of 2 prompts with 4 chunks each, 2 evaluations of 8 pictures in blocks of 4,
+    """3 iterations of 2 prompts with 4 chunks each, 2 evaluations of 8 images in blocks of 4,
     versions 0 to 3.
     """
     spans = read_spans(undisturbed.timeline_file)
@@ -194,7 +194,7 @@ def test_a_run_leaves_every_unit_once(undisturbed: RunDirectory):
     assert "The last iteration" in page.text and "regenerate" in page.text
 
 
-# ---- the picture
+# ---- the chart
 
 
 def test_neighbours_are_joined_and_what_differs_is_not():

@@ -43,7 +43,7 @@ TINY_BLIP: dict[str, Any] = {"image": 32, "patch": 8, "vision": (32, 2, 2), "tex
 def images() -> dict[str, np.ndarray]:
     """uint8 [3, H, W] by name. Sides are such that the crop removes an even number of pixels at 32
     and at 224: an odd one is cut by transformers on another side than by torchvision, which is no
-    question of the model (``test_pictures`` has those).
+    question of the model (``test_images`` has those).
     """
     rng = np.random.default_rng(3)
     ramp = np.linspace(0, 255, 96)[None, None, :] * np.array([1.0, 0.4, 0.1])[:, None, None]

@@ -55,7 +55,7 @@ def test_a_floor_lifts_scores_and_never_makes_one_up():
     assert near(Combination({"a": 2.0}, {"a": 1.0})({"a": np.float32([-5, 3, NAN])}), [2, 6, NAN])
 
 
-def test_normalisation_is_over_the_pictures_that_have_a_reward():
+def test_normalisation_is_over_the_images_that_have_a_reward():
     scores = {"a": np.float32([1, 3, 100, 5]), "b": np.float32([10, 20, NAN, 60])}
     made = Combination({"a": 1.0, "b": 0.5}, normalise="zscore")(scores)
     three = Combination({"a": 1.0, "b": 0.5}, normalise="zscore")(
@@ -174,7 +174,7 @@ def test_a_failure_is_not_remembered_and_old_entries_leave():
     assert inner.calls == [3, 3, 1]  # two were kept, the oldest had left
 
 
-def test_scorers_that_lack_the_same_pictures_get_them_as_one_batch():
+def test_scorers_that_lack_the_same_images_get_them_as_one_batch():
     """So that a resize that they share is made once; one that knows more gets only its own rest."""
     images = np.random.default_rng(0).integers(0, 256, (3, 3, 5, 5), dtype=np.uint8)
     resized: list[int] = []

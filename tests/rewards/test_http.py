@@ -28,7 +28,7 @@ def server(monkeypatch) -> Iterator[Server]:
 
 
 @pytest.mark.parametrize("encoding", ["npz", "json"])
-def test_the_server_sees_the_very_pictures_and_words(server, encoding):
+def test_the_server_sees_the_very_images_and_words(server, encoding):
     scorer = build(ScorerConfig(name="http", settings={"url": server.url, "encoding": encoding}))
     scores = scorer(IMAGES, PROMPTS, METADATA)
     assert scores.dtype == np.float32 and np.allclose(scores, IMAGES.mean((1, 2, 3)))

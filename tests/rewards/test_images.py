@@ -95,7 +95,7 @@ def test_padding_is_black_and_in_the_middle():
 
 
 @given(st.integers(1, 60), st.integers(1, 60), st.sampled_from(["round", "floor"]))
-def test_every_picture_gets_the_size(height, width, centre):
+def test_every_image_gets_the_size(height, width, centre):
     assert crop_square(noise(height, width, 1), 8, centre).shape == (1, 3, 8, 8)
     assert pad_square(noise(height, width, 1), 8).shape == (1, 3, 8, 8)
 

@@ -17,7 +17,7 @@ def jpeg(name: str, **settings):
     return build(ScorerConfig(name=name, settings=settings))
 
 
-def test_the_size_of_a_gray_picture_is_what_the_jpeg_standard_says():
+def test_the_size_of_a_gray_image_is_what_the_jpeg_standard_says():
     """By hand (ITU-T T.81): SOI 2 + JFIF APP0 18 + two DQT 69 each + SOF0 19 + DHT 33, 183, 33, 183
     + SOS 14 + EOI 2 = 625.
 

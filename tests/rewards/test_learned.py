@@ -96,7 +96,7 @@ def made(settings, name, **more):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_every_picture_is_scored_with_its_own_prompt_whatever_the_batch(settings, name):
+def test_every_image_is_scored_with_its_own_prompt_whatever_the_batch(settings, name):
     """Batches of 3 and 7 and single images sum in another order: FP32 rounding, of scores of
     order one and PickScore's 100 / 26.
     """
@@ -304,7 +304,7 @@ def load_layer(name):
     return [scorer["settings"]["checkpoint"] for scorer in tree["rewards"]["scorers"]]
 
 
-def test_pictures_that_a_description_wants_otherwise_are_refused(hub):
+def test_images_that_a_description_wants_otherwise_are_refused(hub):
     hub.write_text(
         json.dumps({"model_cfg": parity.TINY, "preprocess_cfg": {"resize_mode": "squash"}})
     )

@@ -242,7 +242,7 @@ def test_check_does_not_write_into_the_scorers_array():
     assert answer[1] == 1
 
 
-def test_pictures_are_held_against_the_interface():
+def test_images_are_checked_against_the_interface():
     good = np.zeros((2, 3, 8, 8), np.uint8)
     require_images(good, ["a", "b"], [{}, {}])
     for images in (good.astype(np.float32), good[0], good.transpose(0, 2, 3, 1)):

@@ -1,4 +1,4 @@
-"""Pictures of evaluations: kept as they were, laid out in sheets, made small enough for a page."""
+"""Images of evaluations: kept as they were, laid out in sheets, made small enough for a page."""
 
 from __future__ import annotations
 
@@ -11,34 +11,34 @@ from PIL import Image
 from records.images import (
     before_after,
     data_uri,
-    find_pictures,
+    find_images,
     grid,
     load_step,
     png_bytes,
-    save_pictures,
+    save_images,
 )
 from tests.analysis.page import page_of
-from tests.analysis.synthetic import PROMPTS, pictures, write_run
+from tests.analysis.synthetic import PROMPTS, random_images, write_run
 
 
-def test_pictures_come_back_as_they_were(tmp_path: Path):
-    images = pictures(90)
+def test_images_come_back_as_they_were(tmp_path: Path):
+    images = random_images(90)
     assert (
-        save_pictures(tmp_path, 7, [*PROMPTS, "one prompt more than pictures"], images)
+        save_images(tmp_path, 7, [*PROMPTS, "one prompt more than images"], images)
         == tmp_path / "step_000007"
     )
     assert np.array_equal(load_step(tmp_path, 7), images)
-    found = find_pictures(tmp_path)
+    found = find_images(tmp_path)
     assert found.prompts == dict(enumerate(PROMPTS)) and [step.step for step in found.steps] == [7]
-    assert found.noises(3) == [0, 1, 2, 3]
-    save_pictures(tmp_path, 7, PROMPTS[:2], images[:2, :1])  # again: replaced, nothing left over
+    assert found.seeds(3) == [0, 1, 2, 3]
+    save_images(tmp_path, 7, PROMPTS[:2], images[:2, :1])  # again: replaced, nothing left over
     assert len(list((tmp_path / "step_000007").iterdir())) == 2
     assert not list(tmp_path.glob(".*"))
     (tmp_path / "step_000007" / "1_0.png").unlink()
     (tmp_path / "step_000007" / "1_1.png").write_bytes(png_bytes(images[0, 0]))
     with pytest.raises(FileNotFoundError, match="0_1.png is missing"):
         load_step(tmp_path, 7)
-    with pytest.raises(FileNotFoundError, match="no pictures of step 8"):
+    with pytest.raises(FileNotFoundError, match="no images of step 8"):
         load_step(tmp_path, 8)
 
 
@@ -47,27 +47,27 @@ def test_pictures_come_back_as_they_were(tmp_path: Path):
     [
         (np.zeros((1, 1, 3, 4, 4), np.float32), ["a"], "float32"),
         (np.zeros((1, 3, 4, 4), np.uint8), ["a"], r"\[1, 3, 4, 4\]"),
-        (np.zeros((2, 1, 3, 4, 4), np.uint8), ["a"], "1 prompts for pictures of 2"),
+        (np.zeros((2, 1, 3, 4, 4), np.uint8), ["a"], "1 prompts for images of 2"),
     ],
 )
-def test_pictures_of_the_wrong_shape_are_refused(
+def test_images_of_the_wrong_shape_are_refused(
     tmp_path: Path, images: np.ndarray, prompts: list[str], says: str
 ):
     with pytest.raises(ValueError, match=says):
-        save_pictures(tmp_path / "images", 0, prompts, images)
+        save_images(tmp_path / "images", 0, prompts, images)
     assert not (tmp_path / "images").exists()
 
 
-def test_a_damaged_picture_is_a_gap(tmp_path: Path):
+def test_a_damaged_image_is_a_gap(tmp_path: Path):
     run = write_run(tmp_path / "r", iterations=1)
-    (run / "images" / "step_000001" / "0_0.png").write_bytes(b"not a picture")
+    (run / "images" / "step_000001" / "0_0.png").write_bytes(b"not an image")
     (run / "images" / "step_000001" / "0_1.png").unlink()
     page = page_of(run)
     assert len(page.all("img")) == 2 * len(PROMPTS) * 4 - 2
     assert len([span for span in page.all("span") if span.get("class") == "hole"]) == 2
 
 
-def test_large_pictures_are_reduced_before_they_go_into_the_page(tmp_path: Path):
+def test_large_images_are_reduced_before_they_go_into_the_page(tmp_path: Path):
     path = tmp_path / "x.png"
     path.write_bytes(png_bytes(np.full((3, 512, 1024), 90, np.uint8)))
     address, width, height = data_uri(path)
@@ -86,15 +86,15 @@ def test_grid_places_every_pixel():
     assert (sheet[:, 2] == 255).all() and (sheet[:, :, 2] == 255).all()
 
 
-def test_before_after_picture_for_a_readme(tmp_path: Path):
+def test_before_after_image_for_a_readme(tmp_path: Path):
     run = write_run(tmp_path / "r")
     sheet = before_after(run / "images", prompts=2, noises=3, height=64)
-    # scale 2: three pictures of 64 with gaps of 2 are 196 wide; two of them, three margins of 24;
+    # scale 2: three images of 64 with gaps of 2 are 196 wide; two of them, three margins of 24;
     # 26 above, 64 + 30 per prompt, 8 below
     assert sheet.size == (2 * 196 + 3 * 24, 26 + 2 * 94 + 8)
     first = np.asarray(sheet)[26 + 26, 24 + 196 + 24]
     assert np.array_equal(first, load_step(run / "images", 20)[0, 0, :, 0, 0])
-    with pytest.raises(FileNotFoundError, match="pictures of 1 step"):
-        save_pictures(tmp_path / "one", 0, PROMPTS, pictures(1))
+    with pytest.raises(FileNotFoundError, match="images of 1 step"):
+        save_images(tmp_path / "one", 0, PROMPTS, random_images(1))
         before_after(tmp_path / "one")
     assert isinstance(sheet, Image.Image)

@@ -15,7 +15,7 @@ FULL = 8.0
 """The darkest colour: so many times the density of a random ranking, or more."""
 
 
-def density_picture(panels: Mapping[str, np.ndarray], title: str, count: int) -> str:
+def density_chart(panels: Mapping[str, np.ndarray], title: str, count: int) -> str:
     """An SVG of ``panels``: title -> density [true bin, proxy bin], best first, rows sum to 1.
 
     Colour is the density relative to a random ranking (1), dark from ``FULL`` on. ``count`` is N,
