@@ -58,7 +58,7 @@ def test_sol_rl_is_faster_than_naive_scaling_at_equal_gpus(model):
     assert ours.update == pytest.approx(naive.update)  # the same in every arm
     found = ratios(config, arms)
     assert found is not None and found.rollout == naive.rollout / ours.rollout
-    assert (found.paper is None) == (model == "sd35_medium")
+    assert (found.paper is not None) == (model in ("flux1", "sd35_large", "sana"))
 
 
 def test_what_is_printed():
