@@ -219,7 +219,7 @@ def _store(config: RunConfig, family: Family, broadcast: int, dtype: torch.dtype
         config.regenerate.steps + 2 if objective.path_solver else 1
     )  # the path with its start, and the latents themselves
     kept = regenerated * states + (0 if config.plan.regenerate else explored)
-    conditioning = memory.conditioning_like(family, 1, dtype).tensors.values()
+    conditioning = memory.conditioning_bytes(family, dtype, bool(config.guidance.stages))
     return {
         f"{NUMBERS[versions_held(config)]} versions of the weights, per node with rollout actors": (
             versions_held(config) * broadcast
@@ -228,9 +228,7 @@ def _store(config: RunConfig, family: Family, broadcast: int, dtype: torch.dtype
             prompts * (explored + regenerated) * image
         ),
         "samples to train on": prompts * kept * latent,
-        "conditioning": (
-            prompts * sum(tensor.numel() * tensor.element_size() for tensor in conditioning)
-        ),
+        "conditioning": prompts * conditioning,
     }
 
 

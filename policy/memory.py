@@ -228,6 +228,12 @@ def conditioning_like(
     )
 
 
+def conditioning_bytes(family: Family, dtype: torch.dtype, guided: bool) -> int:
+    """Bytes of one prompt's row, with the negative prompt beside it where there is guidance."""
+    row = conditioning_like(family, 1, dtype).tensors.values()
+    return (1 + guided) * sum(tensor.numel() * tensor.element_size() for tensor in row)
+
+
 # ---- work
 
 
