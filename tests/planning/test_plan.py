@@ -262,6 +262,39 @@ def test_operations_of_training_are_those_of_the_real_transformer(directories, n
     assert again.peak < kept.peak
 
 
+def test_guidance_takes_two_velocities(tiny_sd3_dir, tmp_path):
+    """Where it is on, and nowhere else; one pass of twice the batch needs the memory of that."""
+    changes = {"guidance__explore": 2.0, "guidance__train": 3.0}
+    plain, guided, apart = (
+        make_plan(run_of("sd3", tiny_sd3_dir, tmp_path, **more))
+        for more in ({}, changes, {**changes, "guidance__one_pass": False})
+    )
+    for plan in (guided, apart):
+        for name, times in (("explore", 2), ("regenerate", 1), ("update", 2)):
+            stage, once = plan.stages[name], plain.stages[name]
+            assert stage.flops - stage.decoding == times * (once.flops - once.decoding)
+            assert stage.decoding == once.decoding
+        assert plan.evaluation.flops == plain.evaluation.flops
+
+    def passes(plan: Any) -> int:
+        return next(v for k, v in plan.memory["learner"].items() if k.startswith("passes"))
+
+    assert passes(plain) == passes(apart) < passes(guided) <= 2 * passes(plain)
+    assert guided.memory["learner"]["conditioning"] == 2 * plain.memory["learner"]["conditioning"]
+
+
+def test_smaller_proxy_images_are_counted_at_their_size(tiny_sd3_dir, tmp_path):
+    """32x32 explored at 16x16: the explorer's work is that of a model of 16x16."""
+    settings = SETTINGS["sd3"] | {"height": 32, "width": 32}
+    model = {f"model__{key}": value for key, value in settings.items()}
+    sizes = {"explore__height": 16, "explore__width": 16}
+    config = tiny_config(tiny_sd3_dir, tmp_path, "sd3", model__family="sd3", **model, **sizes)
+    small, own = make_plan(config), make_plan(run_of("sd3", tiny_sd3_dir, tmp_path))
+    explored, alone = small.stages["explore"], own.stages["explore"]
+    assert explored.flops - explored.decoding == alone.flops - alone.decoding
+    assert small.stages["update"].flops > 2 * own.stages["update"].flops
+
+
 def test_stages_are_counts_of_steps(tiny_sd3_dir, tmp_path):
     """2 prompts: 8 noises x 2 steps explored, 4 x 3 regenerated; NFT: 4 samples x 2 points, trained
     once and twice evaluated.
