@@ -22,7 +22,6 @@ MODELS = {
     "sana": ("sana", "Efficient-Large-Model/Sana_1600M_1024px_BF16_diffusers", 1024, None),
     "qwen_image": ("qwen_image", "Qwen/Qwen-Image", 1024, None),
     "z_image": ("z_image", "Tongyi-MAI/Z-Image-Turbo", 1024, None),
-    "flux2": ("flux2", "black-forest-labs/FLUX.2-dev", 1024, 4.0),
     "flux2_klein": ("flux2_klein", "black-forest-labs/FLUX.2-klein-4B", 1024, None),
 }
 ARMS = {  # what is explored: pool, steps, backend; what is trained on
@@ -38,7 +37,7 @@ ROWS = ["-".join(parts) for parts in itertools.product(("flux1",), OBJECTIVES, R
 
 
 def test_all_are_listed_and_printed(capsys):
-    assert len(NAMES) == 128 and set(NAMES + ROWS) <= set(preset_names())
+    assert len(NAMES) == 112 and set(NAMES + ROWS) <= set(preset_names())
     assert main(["config", "--list"]) == 0
     assert capsys.readouterr().out.split() == preset_names()
     assert len(set(preset_names())) == len(preset_names())
