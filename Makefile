@@ -6,7 +6,7 @@ BIN := .venv/bin
 export RAY_USAGE_STATS_ENABLED = 0
 export RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO = 0
 
-.PHONY: setup quickstart cluster-demo compare-small search-small test test-slow coverage lint types arrows check bench parity soak shapes-model shapes-clip clean
+.PHONY: setup quickstart cluster-demo compare-small search-small test test-slow coverage lint types arrows check bench parity soak fuzz audit shapes-model shapes-clip clean
 
 setup: .venv/.ready
 
@@ -68,6 +68,14 @@ parity: setup
 # Tiny runs with a random fault in each, compared with an undisturbed one: ARGS="--runs 100 --seed 0". docs/operations.md
 soak: setup
 	$(BIN)/python -m tools.soak $(ARGS)
+
+# Inputs made wrong at random, for every file and command: ARGS="--examples 20000". docs/reliability.md
+fuzz: setup
+	$(BIN)/python -m tools.fuzz $(ARGS)
+
+# Pinned against installed packages, and known vulnerabilities where their index can be reached. docs/security.md
+audit: setup
+	$(BIN)/python -m tools.audit $(ARGS)
 
 # Rebuilds shapes/model from nothing: an hour and a half on two cores.
 shapes-model: setup

@@ -26,6 +26,8 @@ from actors.messages import (
     GenerateRequest,
     Images,
     Metadata,
+    Probe,
+    Probed,
     Scores,
     Shard,
     TrainingGroup,
@@ -91,6 +93,20 @@ class RewardClient:
             task, RewardActor.score, resolved(images), prompts, metadata, labels, cached
         )
 
+    async def recheck(
+        self,
+        key: object,
+        images: ObjectRef[Images],
+        prompts: list[str],
+        metadata: list[Metadata],
+        labels: tuple[str, ...],
+    ) -> Scores:
+        """The raw scores of the same B images, asked for in reverse."""
+        task = Task[Scores](("rescore", key))
+        return await self.pool.call(
+            task, RewardActor.recheck, resolved(images), prompts, metadata, labels
+        )
+
 
 @dataclass(frozen=True)
 class SelectorClient:
@@ -146,6 +162,11 @@ class LearnerClient:
         task = Task[int](("chunk", version, index))
         _, shard = await self.first.call_parts(task, 2, LearnerActor.shard, index)
         return shard
+
+    async def probe(self, request: Probe, conditioning: ObjectRef[Conditioning]) -> Probed:
+        """What the last export makes of a few seeds."""
+        task = Task[Probed](("probe", request.version))
+        return await self.first.call(task, LearnerActor.probe, request, resolved(conditioning))
 
     async def quantisation(self) -> list[dict[str, object]]:
         """Rows of ``quantisation.json``."""

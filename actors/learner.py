@@ -19,6 +19,8 @@ from actors.messages import (
     Floats,
     GenerateRequest,
     Images,
+    Probe,
+    Probed,
     Rendezvous,
     SampleRows,
     Samples,
@@ -133,6 +135,14 @@ class LearnerActor:
     def shard(self, index: int) -> tuple[int, Shard]:
         """(bytes, one shard uint8 [bytes] of the last export)."""
         return self._shards[index].nbytes, self._shards[index]
+
+    def probe(self, request: Probe, conditioning: Conditioning) -> Probed:
+        """What the last export makes of a few seeds here, to compare rollout actors with."""
+        return Probed(
+            *self._trainer.probe(
+                conditioning, request.version, request.seeds, request.steps, request.solver
+            )
+        )
 
     def save(self, path: str, extra: Mapping[str, object]) -> None:
         """Write a checkpoint directory atomically."""

@@ -154,6 +154,25 @@ class WeightsId(NamedTuple):
 
 
 @dataclass(frozen=True)
+class Probe:
+    """A few images that learner and rollout actors both generate from the same packed weights."""
+
+    version: int
+    seeds: tuple[int, ...]  # [B] 64-bit
+    steps: int
+    solver: str
+
+
+@dataclass(frozen=True)
+class Probed:
+    """What came of a ``Probe``."""
+
+    latents: Floats  # [B, *latent]
+    kind: str  # device and arithmetic: where these are equal, the latents must be so to the bit
+    bound: float = 0.0  # relative distance that rounding on another kind may make; of the learner
+
+
+@dataclass(frozen=True)
 class Rendezvous:
     """Where replicas of the learner find each other: an address of the first one's node."""
 

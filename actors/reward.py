@@ -50,6 +50,24 @@ class RewardActor:
         made = (self._cache if cached else self._scorer).attempt(images, prompts, metadata, labels)
         return Scores(made.scores, made.failures, made.parts, made.work)
 
+    def recheck(
+        self,
+        images: Images,
+        prompts: list[str],
+        metadata: list[Metadata],
+        labels: tuple[str, ...] | None = None,
+    ) -> Scores:
+        """``score`` again, for the images in reverse, from nobody's memory; answers in the order
+        given.
+
+        A scorer that answers for other images, by position, or for the batch before, gives other
+        numbers now.
+        """
+        reverse = slice(None, None, -1)
+        made = self._scorer.attempt(images[reverse], prompts[reverse], metadata[reverse], labels)
+        back = {label: values[reverse] for label, values in made.scores.items()}
+        return Scores(back, made.failures, {}, made.work)
+
 
 def import_scorers(run: RunConfig, labels: Iterable[str]) -> None:
     """Import what the scorers are made of, to see whether torch is part of it before it is used.

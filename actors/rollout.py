@@ -6,11 +6,21 @@ import time
 from collections.abc import Sequence
 from dataclasses import replace
 
-from actors.messages import ActorInfo, ExploreChunk, Images, Samples, Shard, WeightsId
+from actors.messages import (
+    ActorInfo,
+    ExploreChunk,
+    Images,
+    Probe,
+    Probed,
+    Samples,
+    Shard,
+    WeightsId,
+)
 from actors.runtime import Tree, begin, begin_torch, identity
 from policy.explorer import Explorer
 from policy.families import family_for
 from policy.precision.backends import Backend, available_backends, eager_note, resolve_backend
+from policy.precision.compiling import computing
 from policy.precision.counting import configured_step
 from policy.precision.wire import Manifest
 from policy.sampling.guidance import Guided
@@ -49,6 +59,7 @@ class RolloutActor:
             DTYPES[run.regenerate.precision],
             activation_amax=run.explore.activation_amax,
             compile=run.explore.compile,
+            trained=run.lora.targets or family_for(run.model).lora_targets,
             full=family_for(run.model) if smaller else None,
         )
 
@@ -82,15 +93,30 @@ class RolloutActor:
         Raises:
             RuntimeError: the weights here are not the version that the chunk asks for.
         """
-        explorer = self._explorer
-        version = explorer.version if explorer else None
-        if explorer is None or version != request.key.version:
-            raise RuntimeError(
-                f"{request.key} asks for version {request.key.version}, this explorer has {version}"
-            )
+        explorer = self._with(request.key.version, str(request.key))
         start = time.perf_counter()
         images, latents = explorer.explore(
             conditioning, request.seeds, request.steps, request.solver, self._guided
         )
         samples = {"latents": latents} if request.return_latents else {}
         return time.perf_counter() - start, images, samples
+
+    def probe(self, request: Probe, conditioning: Conditioning) -> Probed:
+        """What the weights here make of a few seeds, to be compared with what the learner makes.
+
+        Raises:
+            RuntimeError: the weights here are not the version that is asked for.
+        """
+        explorer = self._with(request.version, "the identity check")
+        latents = explorer.latents(
+            conditioning, request.seeds, request.steps, request.solver, self._guided
+        )
+        kind = computing(self._device, explorer.backend.name, self._run.explore.compile)
+        return Probed(latents.numpy(), kind)
+
+    def _with(self, version: int, who: str) -> Explorer:
+        explorer = self._explorer
+        held = explorer.version if explorer else None
+        if explorer is None or held != version:
+            raise RuntimeError(f"{who} asks for version {version}, this explorer has {held}")
+        return explorer

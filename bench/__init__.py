@@ -9,7 +9,18 @@ from importlib import import_module
 
 from bench.timing import Options, Ratio
 
-NAMES = ("ring", "scale", "publish", "pack", "step", "explorer", "rewards")
+NAMES = (
+    "ring",
+    "scale",
+    "publish",
+    "pack",
+    "step",
+    "explorer",
+    "rewards",
+    "start",
+    "plan",
+    "driver",
+)
 
 
 def benchmark(name: str) -> Callable[[Options], list[Ratio]]:

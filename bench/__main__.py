@@ -42,6 +42,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         pixels=options.pixels,
         small=options.small,
         compile=options.compile,
+        keep=options.keep,
     )
     facts = {
         **machine(),
@@ -140,6 +141,9 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "--compile", action="store_true", help="explorer: compiled as well as eager"
+    )
+    parser.add_argument(
+        "--keep", metavar="DIR", help="plan: keep each measured layout here, and go on from there"
     )
     parser.add_argument("--json", metavar="FILE", help="write the ratios here too")
     return parser

@@ -36,6 +36,7 @@ class Options:
     pixels: int | None = None  # per side; None: as published
     small: bool | None = None  # few narrow blocks of the same kinds; None: where there is no GPU
     compile: bool = False
+    keep: str | None = None  # directory of what was measured, by benchmarks that take minutes
 
 
 @dataclass(frozen=True)
@@ -53,6 +54,7 @@ class Ratio:
     base_seconds: float  # median of `base`
     goal: float | None = None  # at most
     note: str = ""
+    unit: str = "s"  # of what is called seconds here
 
     @classmethod
     def of(
@@ -86,8 +88,8 @@ class Ratio:
         )
         return (
             f"{self.what} / {self.base} = {self.value:.3f} [{self.low:.3f}, {self.high:.3f}] "
-            f" ({_duration(self.seconds)} /"
-            f" {_duration(self.base_seconds)}){goal}{self.note and '  ' + self.note}"
+            f" ({_amount(self.seconds, self.unit)} /"
+            f" {_amount(self.base_seconds, self.unit)}){goal}{self.note and '  ' + self.note}"
         )
 
 
@@ -148,6 +150,10 @@ def _cpu_model() -> str:
     lines = info.read_text().splitlines() if info.exists() else []
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
     return names[0] if names else platform.processor() or platform.machine()
+
+
+def _amount(value: float, unit: str) -> str:
+    return _duration(value) if unit == "s" else f"{value:.0f} {unit}"
 
 
 def _duration(seconds: float) -> str:

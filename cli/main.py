@@ -19,9 +19,11 @@ COMMANDS = (
     "scale",
     "config",
     "plan",
+    "doctor",
     "evaluate",
     "export",
     "fidelity",
+    "signal",
     "compare",
     "report",
 )

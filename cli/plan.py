@@ -4,12 +4,19 @@ from __future__ import annotations
 
 import argparse
 import json
+from pathlib import Path
+from typing import TYPE_CHECKING
 
-from cli.common import DONE, add_config, require_positive
-from configs.load import load
+from cli.common import DONE, add_config, require_positive, run_at
+from configs.load import ConfigError, load
+from configs.schema import RunConfig
+
+if TYPE_CHECKING:
+    from cluster.simulator.run import Simulated
+    from planning.make import Plan
 
 HELP = (
-    "dry run: placement, memory, bytes per broadcast, operations and predicted seconds; loads no"
+    "dry run: placement, memory, bytes per broadcast, operations and simulated seconds; loads no"
     " weights"
 )
 ASSUMED = (
@@ -50,6 +57,15 @@ def declare(sub: argparse.ArgumentParser) -> None:
         help="GPUs assumed, such as B200; services.rollout.accelerator unless given",
     )
     sub.add_argument(
+        "--from",
+        dest="from_run",
+        metavar="RUN",
+        help="calls take what they took in this run, a run directory; sizes and layout may differ",
+    )
+    sub.add_argument(
+        "--out", metavar="FILE.html", help="draw the timeline of a simulated iteration here"
+    )
+    sub.add_argument(
         "--json", action="store_true", help="print the prediction as one JSON object instead"
     )
     for name, kind, default, unit, text in ASSUMED:
@@ -76,6 +92,43 @@ def run(options: argparse.Namespace) -> int:
             nodes = free_nodes()
     numbers = {name: getattr(options, name) for name in names}
     assumed = Assumptions(accelerator=options.accelerator, **numbers)
-    plan = make_plan(config, assumed, nodes)
+    if options.from_run:
+        return _from_run(options, config, make_plan(config, assumed, nodes))
+    from cluster.simulator.outlook import simulated
+
+    plan, iteration = simulated(make_plan(config, assumed, nodes))
+    if options.out:
+        draw(options.out, config.name, iteration)
     print(json.dumps(json_of(plan), indent=2) if options.json else "\n".join(lines_of(plan)))
     return DONE
+
+
+def _from_run(options: argparse.Namespace, config: RunConfig, plan: Plan) -> int:
+    """Print the plan with seconds as a run had them."""
+    from cluster.simulator.measured import measured, measured_json, measured_lines, require_same
+    from planning.lines import lines_of
+
+    rundir, recorded = run_at(options.from_run)
+    require_same(config, recorded)
+    model = measured(rundir)
+    found = model.predict(config)
+    if options.out:
+        draw(options.out, config.name, found)
+    if options.json:
+        print(json.dumps(measured_json(config, found, model), indent=2))
+    else:
+        print("\n".join([*lines_of(plan), *measured_lines(found, model, rundir.path.name)]))
+    return DONE
+
+
+def draw(out: str, name: str, iteration: Simulated | None) -> None:
+    """Write the timeline. Raises ConfigError where there is none, or no place for it."""
+    from analysis.report.timeline import write_page
+
+    if iteration is None:
+        raise ConfigError([f"--out {out}: no GPU is asked for, so there is no iteration to draw"])
+    try:
+        write_page(Path(out), name, iteration.spans, iteration.spans_end)
+    except OSError as error:
+        why = error.strerror or error
+        raise ConfigError([f"--out {out}: cannot be written ({why}): give another file"]) from None

@@ -30,12 +30,14 @@ MODELS = ("sd35_medium", "sd35_large", "flux1", "sana", "qwen_image", "z_image",
 REWARDS = ("imagereward", "clipscore", "pickscore", "hpsv2")
 RECIPES = {
     "flow_grpo": "objectives/flow_grpo_preference",
-    "dance_grpo": "objectives/dance_grpo",
-    "awm": "objectives/awm",
+    "dance_grpo": "objectives/dance_grpo_public",
+    "awm": "objectives/awm_preference",
 }
 """The other objectives of the paper's FLUX.1 table; as with the arm ``diffusionnft``, they train on
 all that they sample.
 """
+REFERENCE = ("flux1", "sd35_large", "sana")
+"""Models that the public reference code trains."""
 
 
 class ConfigError(Exception):
@@ -52,23 +54,32 @@ def preset_names() -> list[str]:
 
 
 def _composed() -> dict[str, Tree]:
-    """``<model>-<arm>-<reward>`` and ``flux1-<objective>-<reward>``, as files would say them."""
-    rows = [(model, arm, arm, None) for model in MODELS for arm in get_args(Arm)]
-    rows += [("flux1", objective, "diffusionnft", layer) for objective, layer in RECIPES.items()]
+    """``<model>-<arm>-<reward>``, the same after ``reference-``, and
+    ``flux1-<objective>-<reward>``, as files would say them.
+    """
+    rows = [("", model, arm, arm, []) for model in MODELS for arm in get_args(Arm)]
+    rows += [("", "flux1", name, "diffusionnft", [layer]) for name, layer in RECIPES.items()]
+    rows += [
+        ("reference-", model, arm, arm, _reference(model, arm))
+        for model in REFERENCE
+        for arm in get_args(Arm)
+    ]
     return {
-        (name := f"{model}-{what}-{reward}"): {
-            "layers": [
-                f"models/{model}",
-                "recipes/full_size",
-                *([extra] if extra else []),
-                f"rewards/{reward}",
-            ],
+        (name := f"{set_of}{model}-{what}-{reward}"): {
+            "layers": [f"models/{model}", "recipes/full_size", *more, f"rewards/{reward}"],
             "name": name,
             "arm": arm,
         }
-        for model, what, arm, extra in rows
+        for set_of, model, what, arm, more in rows
         for reward in REWARDS
     }
+
+
+def _reference(model: str, arm: str) -> list[str]:
+    """The layers of the reference code's settings: those of all, and what there is for these."""
+    parts = ("common", model, arm, f"{model}-{arm}")
+    names = [f"reference/{part}" for part in parts]
+    return [name for name in names if (LAYERS / f"{name}.toml").is_file()]
 
 
 def load(source: str, overrides: Iterable[str] = ()) -> RunConfig:

@@ -7,6 +7,7 @@ write under ``[objective]``. No torch, so that a typo is found before anything h
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated, ClassVar, Literal, Union
@@ -123,11 +124,64 @@ class AWMSettings(ObjectiveSettings):
         default=0.9,
         gt=0,
         le=1,
-        description="training times come from this first part of the schedule, but its first step",
+        description="training times come from this first part of the schedule",
+    )
+    first_step: bool = Field(
+        default=False,
+        description="training times include the schedule's first, as in its PickScore recipe",
     )
 
     def trained_steps(self, steps: int) -> Sequence[int]:
-        return range(1, whole_part(self.schedule_fraction * steps))
+        return range(0 if self.first_step else 1, whole_part(self.schedule_fraction * steps))
+
+
+class Window(Section):
+    """The steps of a path that are stochastic and trained on; the others are Euler's
+    (MixGRPO, arXiv 2507.21802).
+    """
+
+    size: int = Field(ge=1, description="steps in the window")
+    start: int = Field(default=0, ge=0, description="its first step, in the first iteration")
+    schedule: Literal["frozen", "progressive", "linear_decay", "exponential_decay", "random"] = (
+        Field(
+            default="frozen",
+            description=(
+                "frozen: it stays; progressive: it moves by `stride` every `every` iterations;"
+                " linear_decay, exponential_decay: the sooner the further it is; random: another"
+                " place in each iteration"
+            ),
+        )
+    )
+    stride: int = Field(default=1, ge=1, description="steps that it moves by")
+    every: int = Field(default=25, ge=1, description="iterations at one place, at the start")
+    wrap: bool = Field(default=False, description="at the end of the path go back to `start`")
+
+    def place(self, limit: int, done: int, seed: int) -> range:
+        """The window after ``done`` iterations, on a path whose first ``limit`` steps may be
+        trained on. It covers later ones only where it is longer than that.
+        """
+        last = max(limit - self.size, 0)
+        at = min(self.start, last)
+        if self.schedule == "random":
+            digest = hashlib.blake2b(f"window/{seed}/{done}".encode(), digest_size=8).digest()
+            at = int.from_bytes(digest, "little") % (last + 1)
+        elif self.schedule != "frozen":
+            left = done
+            while left >= (stay := self._stay(at, limit)):
+                left -= stay
+                if at == last and not self.wrap:
+                    break
+                at = min(self.start, last) if at == last else min(at + self.stride, last)
+        return range(at, at + self.size)
+
+    def _stay(self, at: int, limit: int) -> int:
+        """Iterations at the place ``at``: MixGRPO's schedules, with the constants of its code."""
+        if self.schedule == "linear_decay":
+            least = max(1, self.every // 4)
+            return max(least, int(self.every + (least - self.every) * at / limit))
+        if self.schedule == "exponential_decay":
+            return math.ceil(self.every * math.exp(-0.1 * max(0, at - 13)))
+        return self.every
 
 
 class PathSettings(ObjectiveSettings):
@@ -139,6 +193,27 @@ class PathSettings(ObjectiveSettings):
     advantage_clip: float = Field(
         default=5.0, gt=0, description="advantages are clipped to [-c, c]"
     )
+    window: Window | None = Field(
+        default=None,
+        description="steps that are stochastic and trained on; None: all, as in its paper",
+    )
+    noise_weight: float = Field(
+        default=0.0,
+        ge=0,
+        le=8,
+        description="p: a step weighs std^p, in the mean 1; TempFlow-GRPO has 1; 0: all the same",
+    )
+    ratio_norm: bool = Field(
+        default=False,
+        description="GRPO-Guard: log ratios centred and times std, the loss over -dsigma",
+    )
+
+    def window_at(self, steps: int, done: int = 0, seed: int = 0) -> range:
+        """The stochastic steps of paths of ``steps`` steps after ``done`` iterations."""
+        if self.window is None:
+            return range(steps)
+        found = self.window.place(max(self.trained_steps(steps)) + 1, done, seed)
+        return range(found.start, min(found.stop, steps))
 
 
 class FlowGRPOSettings(PathSettings):
@@ -268,5 +343,11 @@ def incompatibility(
         return (
             f"regenerate.steps: {steps} leave objective {name!r} no step to train on: use more"
             " steps"
+        )
+    window = objective.window if isinstance(objective, PathSettings) else None
+    if window is not None and window.start + window.size > steps:
+        return (
+            f"objective.window: {window.size} steps from step {window.start} on, but"
+            f" regenerate.steps is {steps}: let it end there"
         )
     return None

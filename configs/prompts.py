@@ -86,6 +86,24 @@ def _json_line(line: str, where: str) -> Prompt:
     )
 
 
+def refuse_overlap(settings: Prompts, train: Sequence[Prompt], test: Sequence[Prompt]) -> None:
+    """Raises ConfigError for held-out prompts that are trained on, unless that is allowed.
+
+    Compared without case and repeated spaces: their reward would measure memory.
+    """
+    trained = {_plain(prompt.text) for prompt in train}
+    both = [prompt.text for prompt in test if _plain(prompt.text) in trained]
+    if both and not settings.allow_overlap:
+        raise ConfigError(
+            f"prompts.test: {len(both)} of {len(test)} held-out prompts are among prompts.train,"
+            f" such as {both[0][:60]!r}: take them out, or set prompts.allow_overlap = true"
+        )
+
+
+def _plain(text: str) -> str:
+    return " ".join(text.lower().split())
+
+
 def digest(prompts: Sequence[Prompt]) -> str:
     """xxh3-128 of texts and metadata in their order, hex; it does not depend on the file name."""
     lines = [[prompt.text, prompt.metadata] for prompt in prompts]

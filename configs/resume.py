@@ -23,6 +23,10 @@ OPERATIONAL = (
     "stop",
     "logging",
     "publish",
+    "audit.identity_action",
+    "audit.identity_every",
+    "prompts.allow_overlap",
+    "rewards.deterministic",
 )
 DEVICES = (
     "services.learner.gpus",

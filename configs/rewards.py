@@ -55,6 +55,12 @@ class Rewards(Section):
         description="share of an iteration's samples that may be dropped before the run stops",
     )
 
+    deterministic: bool = Field(
+        default=True,
+        description="scorers give the same image the same score again, which is checked every"
+        " `audit.identity_every` iterations; false: they may draw at random",
+    )
+
     @property
     def everyone(self) -> tuple[Scorer, ...]:
         """The scorers that are trained on and the held-out ones."""
@@ -84,3 +90,6 @@ class Advantages(Section):
         description="std over the iteration or the group; None: as in the objective's paper",
     )
     eps: float | None = Field(default=None, gt=0, description="None: as in the objective's paper")
+    unbiased: bool = Field(
+        default=False, description="std with n - 1 in the place of n, as DanceGRPO's code has it"
+    )

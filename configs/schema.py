@@ -1,6 +1,7 @@
 """What a run is. Pydantic models, no torch, no ray: a typo answers at once.
 
-Defaults are the paper's ("FP4 Explore, BF16 Train", arXiv 2604.06916). A preset or a file states
+Defaults follow the paper ("FP4 Explore, BF16 Train", arXiv 2604.06916) and public notes on it;
+``docs/reproducing.md`` says where they differ from its reference code. A preset or a file states
 only what differs. ``RunConfig`` is the root; its tables are in ``configs/sections.py``,
 ``rewards.py``, ``services.py`` and ``objectives.py``. ``docs/configuration.md`` is the tour.
 """

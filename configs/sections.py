@@ -32,6 +32,14 @@ class Model(Section):
         gt=0,
         description="time shift of the sigma schedule; None keeps the model's own",
     )
+    schedule: Literal["own", "scheduler", "uniform"] = Field(
+        default="own",
+        description=(
+            "own: from 1 to 1/steps in equal parts, then shifted (SANA: its scheduler's);"
+            " scheduler: as the model's scheduler spaces them when told nothing but their number;"
+            " uniform: from 1 to 0 in equal parts, without shift"
+        ),
+    )
     guidance: float | None = Field(
         default=None,
         ge=0,
@@ -49,6 +57,15 @@ class Model(Section):
         default=False,
         description="text encoders are on the encoder's GPU only while prompts are encoded",
     )
+
+    @model_validator(mode="after")
+    def _one_schedule(self) -> Model:
+        if self.schedule == "uniform" and self.shift is not None:
+            raise ValueError(
+                f"shift = {self.shift:g} with schedule = 'uniform', which has none: leave one of"
+                " them out"
+            )
+        return self
 
 
 Stage = Literal["explore", "regenerate", "train", "evaluate"]
@@ -89,6 +106,9 @@ class Prompts(Section):
     train: PathText = Field(description="training prompts")
     test: PathText = Field(description="held-out prompts")
     per_iteration: int = Field(default=48, ge=1, description="prompt groups per iteration")
+    allow_overlap: bool = Field(
+        default=False, description="held-out prompts may be among the training prompts"
+    )
 
 
 class Explore(Section):
@@ -124,7 +144,12 @@ class Explore(Section):
         description="torch.compile of the exploring denoiser; the first chunk then takes minutes",
     )
     modules_to_not_convert: tuple[str, ...] = Field(
-        default=(), description="more module-name patterns (fnmatch) that stay unquantized"
+        default=(),
+        description=(
+            "more module-name patterns (fnmatch) that stay unquantized; '!PATTERN' quantizes what"
+            " a pattern before it, or the family, leaves out; 'dim<N': layers with fewer rows or"
+            " columns"
+        ),
     )
     chunk_size: int = Field(
         default=24, ge=1, description="seeds per task; part of the results, as it fixes batches"
@@ -213,6 +238,13 @@ class Optimizer(Section):
         ge=1,
         description="(sample, time) pairs per forward and backward pass; gradients accumulate",
     )
+    averages: Literal["iteration", "step"] = Field(
+        default="iteration",
+        description=(
+            "step: EMA and the objective's own average move after every optimiser step, and all"
+            " decay schedules count these; iteration: once per iteration"
+        ),
+    )
     gradient_checkpointing: bool = Field(
         default=False,
         description="compute blocks again in the backward pass: less memory, more work",
@@ -243,6 +275,10 @@ class Ema(Section):
     """The evaluation average of the trained adapter."""
 
     decay: float = Field(default=0.9, ge=0, lt=1)
+    warmup: bool = Field(
+        default=False,
+        description="decay min((1 + s) / (10 + s), decay): the base model is forgotten sooner",
+    )
 
 
 class Audit(Section):
@@ -271,6 +307,19 @@ class Audit(Section):
     action: Literal["warn", "finer_backend"] = Field(
         default="warn",
         description="finer_backend: from then on explore with the next finer precision here",
+    )
+
+    identity_every: int = Field(
+        default=10,
+        ge=0,
+        description="policy versions between two checks of what learner and rollout actors compute"
+        " from the same weights, and of what scorers answer twice; 0: never",
+    )
+
+    identity_action: Literal["stop", "warn"] = Field(
+        default="stop",
+        description="where a rollout actor computes something else than the learner: end the run,"
+        " or say so and go on",
     )
 
     @model_validator(mode="after")

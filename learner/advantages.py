@@ -14,11 +14,12 @@ def advantages(
 ) -> tuple[list[np.ndarray], dict[str, float]]:
     """(A = (r - mean of the group) / (std + eps), float32 [K_g] for each group [K_g]; metrics).
 
-    ``settings`` are resolved (``RunConfig.resolved_advantages``). ``std`` is the population
-    standard deviation of all rewards of the iteration ("global", arXiv 2604.06916) or of the group
-    ("group", GRPO). A group whose rewards are all equal has zero advantages and counts in
-    ``zero_std_ratio``. Sums are in float64. Clipping is the objective's. Raises ValueError for an
-    empty group or a reward that is not finite: a failed reward never enters an advantage.
+    ``settings`` are resolved (``RunConfig.resolved_advantages``). ``std`` is the standard deviation
+    of all rewards of the iteration ("global", arXiv 2604.06916) or of the group ("group", GRPO); of
+    the population, or where it is ``unbiased`` with n - 1 in the place of n. A group whose rewards
+    are all equal has zero advantages and counts in ``zero_std_ratio``. Sums are in float64.
+    Clipping is the objective's. Raises ValueError for an empty group or a reward that is not
+    finite: a failed reward never enters an advantage.
     """
     if settings.std is None or settings.eps is None:
         raise ValueError(
@@ -34,15 +35,14 @@ def advantages(
                 f"group {position} has rewards {group.tolist()}: each group needs a finite reward"
                 " per sample, at least one"
             )
-    spread = np.concatenate(rewards).std()
+    everything, less = np.concatenate(rewards), int(settings.unbiased)
+    spread = everything.std(ddof=less) if len(everything) > 1 else 0.0
     flat = [bool(group.max() == group.min()) for group in rewards]
     result = []
     for group, without_signal in zip(rewards, flat, strict=True):
-        std = spread if settings.std == "global" else group.std()
-        values = (
-            np.zeros_like(group)
-            if without_signal
-            else (group - group.mean()) / (std + settings.eps)
-        )
+        values = np.zeros_like(group)
+        if not without_signal:
+            std = spread if settings.std == "global" else group.std(ddof=less)
+            values = (group - group.mean()) / (std + settings.eps)
         result.append(values.astype(np.float32))
     return result, {"zero_std_ratio": sum(flat) / len(flat)}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict
 
 import numpy as np
@@ -9,11 +10,14 @@ import torch
 from torch import nn
 
 from configs.schema import RunConfig
+from learner.identity import Asked, recomputed
 from policy.families import Family
 from policy.precision.backends import Backend, packing_backend
 from policy.precision.swap import ModuleRow, quantise_plan
 from policy.precision.wire import Manifest
 from policy.publish import Publisher
+from policy.sampling.guidance import Guided
+from policy.types import Conditioning
 
 Exported = tuple[Manifest, list[np.ndarray], dict[str, float]]
 """(manifest, packed weights as uint8 arrays, statistics compared with the export before)."""
@@ -30,6 +34,7 @@ class PolicyExporter:
         self._backend: Backend | None = None
         self._publisher: Publisher | None = None
         self._rows: list[ModuleRow] = []
+        self._exported: Exported | None = None
 
     @property
     def table(self) -> list[dict[str, object]]:
@@ -57,7 +62,28 @@ class PolicyExporter:
                 explore.scale_search,
                 explore.frozen_amax,
             )
-        return self._publisher.export(adapter, version)
+        self._exported = self._publisher.export(adapter, version)
+        return self._exported
+
+    def probe(
+        self, cond: Conditioning, version: int, seeds: Sequence[int], steps: int, solver: str
+    ) -> tuple[np.ndarray, str, float]:
+        """What the packed weights of the last export make of a few seeds on this device:
+        (latents float32 [B, *latent], kind of arithmetic, bound), as ``learner.identity`` says.
+
+        Raises ValueError when the last export was another version.
+        """
+        if self._exported is None or self._exported[0].version != version or not self._backend:
+            raise ValueError(f"version {version} is not the one that was exported last")
+        manifest, shards, _ = self._exported
+        return recomputed(
+            self.config, self.family, self.transformer, self._backend, self.device,
+            manifest, shards, Asked(cond, seeds, steps, solver, self._guided()),
+        )  # fmt: skip
+
+    def _guided(self) -> Guided | None:
+        explored = self.config.plan.explore
+        return Guided.at(self.config.guidance, explored.guidance) if explored else None
 
     def _chosen(self, backend: str | None) -> Backend:
         """The explorers' backend, ``backend`` from now on where it is given."""

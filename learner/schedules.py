@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from configs.sections import OldPolicy, Optimizer, Stop
+from configs.sections import Ema, OldPolicy, Optimizer, Stop
 
 
 def learning_rate(settings: Optimizer, done: int, iterations: int) -> float:
@@ -20,6 +20,11 @@ def learning_rate(settings: Optimizer, done: int, iterations: int) -> float:
         return settings.lr
     length = max(iterations - settings.warmup_iterations, 1)
     return settings.lr * max(iterations - done, 0) / length
+
+
+def ema_decay(settings: Ema, s: int) -> float:
+    """d in theta_ema <- d theta_ema + (1 - d) theta after s = 1, 2, ... iterations or steps."""
+    return min((1 + s) / (10 + s), settings.decay) if settings.warmup else settings.decay
 
 
 def old_policy_decay(settings: OldPolicy, s: int) -> float:

@@ -15,6 +15,7 @@ import torch
 import xxhash
 from torch import Tensor, nn
 
+from configs.objectives import PathSettings
 from configs.schema import RunConfig
 from learner import checkpoint
 from learner.advantages import advantages
@@ -23,8 +24,8 @@ from learner.export import Exported, PolicyExporter
 from learner.nonfinite import NonFiniteTraining
 from learner.objectives import Record, build_objective
 from learner.replicas import Replicas
-from learner.schedules import learning_rate, old_policy_decay
-from learner.update import Updater
+from learner.schedules import ema_decay, learning_rate, old_policy_decay
+from learner.update import NothingLearned, Samples, Updater
 from policy.families import Family, family_for
 from policy.lora import (
     ENDING,
@@ -136,9 +137,9 @@ class Trainer:
         *latent].
 
         With the objective's stochastic solver it also has "states" float32 [K, T + 1, *latent] and
-        "log_probs" float32 [K, T]. cond has one row, for all seeds, or K. ``weights`` is "current",
-        "old", "ema" or "base" (adapters off); None is the sampling policy. What is not given is as
-        in ``[regenerate]``.
+        "log_probs" float32 [K, T], and with a window "stochastic" float32 [K, T], 1 inside it. cond
+        has one row, for all seeds, or K. ``weights`` is "current", "old", "ema" or "base" (adapters
+        off); None is the sampling policy. What is not given is as in ``[regenerate]``.
         """
         settings = self.config.regenerate
         name = self.objective.sampling_adapter if weights is None else weights
@@ -184,10 +185,17 @@ class Trainer:
             }
         starts = seeds[:1] * len(seeds) if self.objective.one_noise else seeds
         streams = [stream_seed(self.config.seed, "sde", seed) for seed in seeds]
-        drawn = sample_paths(
-            self.family, self._denoiser, rows, starts, streams, steps, paths, size, guided
+        settings = self.config.objective
+        window = (
+            settings.window_at(steps, self.done, self.config.seed)
+            if isinstance(settings, PathSettings) and settings.window is not None
+            else None
         )
-        return {"latents": drawn.latents, "states": drawn.states, "log_probs": drawn.log_probs}
+        drawn = sample_paths(
+            self.family, self._denoiser, rows, starts, streams, steps, paths, size, guided, window
+        )
+        found = {"latents": drawn.latents, "states": drawn.states, "log_probs": drawn.log_probs}
+        return found if window is None else found | {"stochastic": drawn.stochastic}
 
     def join(self, replicas: Replicas) -> None:
         """Train with others from now on. Raises GroupBroken, ReplicasDiffer for another state."""
@@ -231,9 +239,7 @@ class Trainer:
             samples, _ = self.replicas.together(
                 lambda: joined(groups, values, self.config.seed, iteration, self.device)
             )
-            metrics |= self.updater.run(
-                samples, self.sigmas, rate, stream_seed(self.config.seed, "shuffle", iteration)
-            )
+            metrics |= self._train(samples, rate, iteration)
         except NonFiniteTraining as error:
             raise NonFiniteTraining(
                 f"iteration {iteration}: {error.what}",
@@ -254,6 +260,31 @@ class Trainer:
                 f"{self.done} updates, {self.checksum()}", f"after iteration {iteration}"
             )
         return metrics | self.replicas.take_times()
+
+    def _train(self, samples: Samples, rate: float, iteration: int) -> dict[str, float]:
+        """The optimiser steps, with the averages that follow each of them; all or nothing."""
+        shuffle = stream_seed(self.config.seed, "shuffle", iteration)
+        if self.config.optimizer.averages == "iteration":
+            return self.updater.run(samples, self.sigmas, rate, shuffle)
+        followers = ("ema", *self.objective.averages)
+        before = {name: adapter_state(self.transformer, name) for name in followers}
+        try:
+            return self.updater.run(samples, self.sigmas, rate, shuffle, self._follow)
+        except BaseException:
+            for name, state in before.items():
+                load_adapter_state(self.transformer, name, state)
+            raise
+
+    def _follow(self, step: int) -> None:
+        """Move EMA and the objective's own averages after ``step`` = 1, 2, ... of an iteration."""
+        s = self._count(step)
+        blend(self.transformer, "ema", "current", ema_decay(self.config.ema, s))
+        for name, decay_after in self.objective.averages.items():
+            blend(self.transformer, name, "current", decay_after(s))
+
+    def _count(self, step: int) -> int:
+        """s of the decay schedules: optimiser steps up to ``step`` of an iteration."""
+        return self.done * self.config.optimizer.steps_per_iteration + step
 
     def _advantages(
         self, iteration: int, groups: Sequence[Group], elsewhere: Mapping[int, np.ndarray]
@@ -301,15 +332,39 @@ class Trainer:
         self._trained = None
         return exported
 
+    def probe(
+        self, cond: Conditioning, version: int, seeds: Sequence[int], steps: int, solver: str
+    ) -> tuple[np.ndarray, str, float]:
+        """As ``PolicyExporter.probe``. Raises ValueError for another version than the last."""
+        return self._exporter.probe(cond, version, seeds, steps, solver)
+
     def _move_averages(self) -> dict[str, float]:
-        blend(self.transformer, "ema", "current", self.config.ema.decay)
-        for name, decay_after in self.objective.averages.items():
-            blend(self.transformer, name, "current", decay_after(self.done))
+        s = self.done
+        if self.config.optimizer.averages == "iteration":
+            self._blend("ema", ema_decay(self.config.ema, s), "lower ema.decay")
+            for name, decay_after in self.objective.averages.items():
+                self._blend(name, decay_after(s), "lower its decay in [objective]")
+        else:
+            s = self._count(0)
         if "old" not in self.adapters:
             return {}
-        decay = old_policy_decay(self.config.resolved_old_policy, self.done)
-        blend(self.transformer, "old", "current", decay)
+        decay = old_policy_decay(self.config.resolved_old_policy, s)
+        self._blend("old", decay, "lower old_policy's decay")
         return {"old_policy/decay": decay}
+
+    def _blend(self, name: str, decay: float, advice: str) -> None:
+        """Move one average. Raises NothingLearned when it should move and stands still: what is
+        evaluated and exported would be the model before training.
+        """
+        before = adapter_state(self.transformer, name)
+        blend(self.transformer, name, "current", decay)
+        after, current = (adapter_state(self.transformer, each) for each in (name, "current"))
+        apart = any(not torch.equal(before[key], current[key]) for key in before)
+        if apart and all(torch.equal(before[key], after[key]) for key in before):
+            raise NothingLearned(
+                f"the average {name!r} did not move although the trained weights are elsewhere: at"
+                f" decay {decay:g} a step is lost in rounding; {advice}"
+            )
 
     def _keep_evidence(
         self, iteration: int, groups: Sequence[Group], values: Mapping[int, np.ndarray], reason: str

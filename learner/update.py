@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -18,6 +18,10 @@ from policy.families.base import Family
 from policy.lora import trainable, use
 from policy.sampling.guidance import Guided, velocity
 from policy.types import Conditioning
+
+
+class NothingLearned(RuntimeError):
+    """An update that left everything as it was. The message says what stood still."""
 
 
 @dataclass(frozen=True)
@@ -67,14 +71,19 @@ class Updater:
         )
 
     def run(
-        self, samples: Samples, sigmas: Tensor, learning_rate: float, shuffle_seed: int
+        self,
+        samples: Samples,
+        sigmas: Tensor,
+        learning_rate: float,
+        shuffle_seed: int,
+        after_step: Callable[[int], None] | None = None,
     ) -> dict[str, float]:
         """``steps_per_iteration`` optimiser steps; metrics are means over all training points.
 
         With more than one step the samples are dealt to the steps at random. All or nothing: on any
         exception the weights and the optimiser are as before. Among replicas the steps are dealt
-        the samples of all, and each replica computes on its own. Raises NonFiniteTraining,
-        ReplicaFailed, GroupBroken.
+        the samples of all, and each replica computes on its own. ``after_step`` is called with 1,
+        2, ... after each. Raises NonFiniteTraining, ReplicaFailed, GroupBroken.
         """
         order = np.arange(samples.total)
         steps = min(self.settings.steps_per_iteration, samples.total)
@@ -92,7 +101,10 @@ class Updater:
                 self._alike = frozenset()
                 points += count
                 norms.append(norm)
+                if after_step is not None:
+                    after_step(len(norms))
             told = self.replicas.exchange(sums)
+            self._require_progress(samples, before, norms, learning_rate)
         except BaseException:
             self.load_state(before)
             raise
@@ -105,6 +117,46 @@ class Updater:
             "optimizer/learning_rate": learning_rate,
             "optimizer/points": float(points),
         }
+
+    def _require_progress(
+        self, samples: Samples, before: dict[str, Tensor], norms: list[float], learning_rate: float
+    ) -> None:
+        """Raises NothingLearned for an update that did nothing although there was something to do:
+        it would go on so, and nothing else would fail.
+        """
+        if not any(norms):
+            if bool(samples.advantages.any()) and self.replicas.size == 1:
+                raise NothingLearned(
+                    "every gradient is zero although advantages are not: the loss does not depend"
+                    " on the adapter"
+                )
+            return
+        if learning_rate == 0:
+            return
+        same = (
+            torch.equal(parameter.detach().cpu(), before[f"weight/{name}"])
+            for name, parameter in self.parameters.items()
+        )
+        if all(same):
+            raise NothingLearned(
+                f"the optimiser changed no weight although the gradient's norm is {norms[-1]:.3g}:"
+                f" at optimizer.lr = {learning_rate:g} a step is lost in rounding, or was skipped;"
+                " raise it"
+            )
+
+    def gradient(self, samples: Samples, sigmas: Tensor) -> Tensor:
+        """The gradient of the mean loss over all points of ``samples``, flat, float32 [D] on the
+        CPU. Nothing is changed. Raises NonFiniteTraining.
+        """
+        self._alike = self._like_current()
+        try:
+            self.optimizer.zero_grad(set_to_none=True)
+            count = self._accumulate(samples, np.arange(len(samples)), sigmas, defaultdict(float))
+            gradients = [p.grad.flatten() for p in self.parameters.values() if p.grad is not None]
+            return (torch.cat(gradients) / count).cpu()
+        finally:
+            self._alike = frozenset()
+            self.optimizer.zero_grad(set_to_none=True)
 
     def _step(
         self, samples: Samples, part: np.ndarray, sigmas: Tensor, sums: dict[str, float]

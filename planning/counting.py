@@ -46,7 +46,8 @@ class Counts:
     autoencoder: int
     text: int
     text_flops: int  # to encode one prompt: products with weights
-    broadcast: int
+    broadcast: int  # bytes of a version
+    changing: int  # of them what an update changes
     step: Work
     adapted: Work
     training: Work
@@ -136,13 +137,12 @@ def count(config: RunConfig, family: Family, backend: Backend) -> Counts:
     """Built on the meta device and run there: no weights are read."""
     dtype, batch = DTYPES[config.regenerate.precision], batch_of(config)
     base = memory.blank(family, "transformer", dtype)
-    adapted = target_modules(
-        base, config.lora.targets or family.lora_targets, strict=bool(config.lora.targets)
-    )
+    adapted = target_modules(base, config.lora.targets or family.lora_targets)
     transformer, rows, layers = memory.blank_explorer(
         family, backend, config.explore.modules_to_not_convert, dtype
     )
     quantised = [row.name for row in rows if row.quantised]
+    sent = memory.wire_bytes(rows, layers, adapted, backend)
     common = _common(config, family)
     size = {"height": config.explored_model.height, "width": config.explored_model.width}
     smaller = type(family)(family.model.model_copy(update=size))
@@ -151,7 +151,8 @@ def count(config: RunConfig, family: Family, backend: Backend) -> Counts:
         common,
         quantised=sum(math.prod(row.shape) for row in rows if row.quantised),
         rollout=memory.held_bytes(transformer),
-        broadcast=memory.wire_bytes(transformer, rows, layers, adapted, backend),
+        broadcast=sent.total,
+        changing=sent.changing,
         step=_sampling(smaller, base, batch, _rows(config, batch, scale), dtype, quantised),
     )
 
@@ -195,6 +196,7 @@ def _common(config: RunConfig, family: Family) -> Counts:
         text=memory.held_bytes(*encoders.values()),
         text_flops=_text_flops(encoders, config.model.max_sequence_length),
         broadcast=0,
+        changing=0,
         step=adapted,
         adapted=adapted,
         training=training,

@@ -127,8 +127,9 @@ def _bytes(plan: Plan) -> list[str]:
     lines = [
         "",
         (
-            f"broadcast   {plan.broadcast / GB:.3f} GB to each rollout actor after each iteration,"
-            f" in shards of {plan.config.publish.shard_mb} MiB"
+            f"broadcast   {plan.broadcast / GB:.3f} GB to each rollout actor at first,"
+            f" {plan.changing / GB:.3f} GB after each iteration, in shards of"
+            f" {plan.config.publish.shard_mb} MiB"
             if plan.broadcast
             else "broadcast   nothing: there are no rollout actors"
         ),

@@ -24,13 +24,14 @@ from planning.assumptions import Assumptions, Device, backend_of, device_of, wit
 from planning.counting import counts_of
 from planning.held import held_of
 from planning.layouts.arms import arms_of
-from planning.layouts.choose import Choice
+from planning.layouts.choose import Candidate, Choice
 from planning.layouts.gpus import Gpus, lay
 from planning.layouts.limits import refuse_too_many
 from planning.layouts.lines import Outlook
 from planning.layouts.numbers import numbers_of
 from planning.layouts.predict import bound, predict
 from planning.layouts.resolve import as_on_gpus, costs_of, known_gpus, laid_out, to_choose, used
+from planning.layouts.scenario import Scenarios, one_more, scenario_of
 from planning.placement import Node, NoRoom, needs_of, place
 from planning.stages import Stage, stages_of
 from policy import memory
@@ -55,7 +56,8 @@ class Plan:
     all_weights: int
     trained: int
     memory: dict[str, dict[str, int | None]]
-    broadcast: int
+    broadcast: int  # bytes of a version, which a new rollout actor is sent
+    changing: int  # of them what is sent after every update
     store: dict[str, int]
     stages: dict[str, Stage]
     evaluation: Stage
@@ -64,6 +66,7 @@ class Plan:
     placed: Mapping[str, str] = field(default_factory=dict)
     problem: str | None = None  # why there is no placement
     outlook: Outlook | None = None  # None: not known which GPUs, or there are none
+    scenarios: Scenarios | None = None  # to simulate, where there is an outlook
 
 
 def make_plan(
@@ -130,16 +133,23 @@ def _with_outlook(
     laid = lay(numbers, gpus) if gpus else None
     if laid is None or not any("learner" in each.actors for each in laid):
         return plan
-    tasks = costs_of(plan.config, family, gpus, given).tasks
+    costs = costs_of(plan.config, family, gpus, given)
+    tasks, arms = costs.tasks, arms_of(asked, family, gpus, given)
     free = {kind: replace(each, chunk=0.0) for kind, each in tasks.items()}
+    mine = Candidate(numbers, predict(numbers, laid, tasks), None)
+    scenario = scenario_of(plan.config, mine, family, gpus, given, costs)
     outlook = Outlook(
         gpus,
-        predict(numbers, laid, tasks),
+        scenario.prediction,
         bound(tasks, gpus),
         predict(numbers, laid, free).iteration,
-        arms_of(asked, family, gpus, given),
+        {arm: each.prediction for arm, each in arms.items()},
         choice,
     )
+    more = one_more(asked, family, gpus, given) if choice else {}
+    looked = [each for each in choice.table if each.prediction] if choice else []
+    table = [scenario_of(asked, each, family, gpus, given, costs) for each in looked]
+    scenarios = Scenarios(scenario, arms, more, table)
     homes = {
         stage: float(sum(each.count for each in laid if kind in each.actors)) or 1.0
         for stage, kind in (
@@ -150,7 +160,7 @@ def _with_outlook(
     }
     stages = {name: replace(stage, gpus=homes[name]) for name, stage in plan.stages.items()}
     evaluation = replace(plan.evaluation, gpus=homes["update"])
-    return replace(plan, stages=stages, evaluation=evaluation, outlook=outlook)
+    return replace(plan, stages=stages, evaluation=evaluation, outlook=outlook, scenarios=scenarios)
 
 
 @contextmanager
@@ -195,6 +205,7 @@ def _plan(
         trained=counts.trained,
         memory=held_of(config, counts, family, backend.name, dtype),
         broadcast=broadcast,
+        changing=counts.changing if config.plan.explore else 0,
         store=_store(config, family, broadcast, dtype),
         stages=stages,
         evaluation=evaluation,

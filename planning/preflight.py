@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import importlib.util
+from contextlib import suppress
+from fnmatch import fnmatchcase
+from pathlib import Path
+
+from safetensors import SafetensorError, safe_open
 
 from configs.load import ConfigError
 from configs.prompts import changed_files
 from configs.resume import differences
 from configs.schema import RunConfig
-from policy.families import family_for
+from policy.families import Family, family_for
 from policy.precision.backends import resolve_backend
 from records.rundir import RunDirectory
 from rewards import check_settings, resolve
@@ -27,13 +32,39 @@ def check_model(config: RunConfig) -> None:
             from policy.lora import target_modules
 
             target_modules(family.skeleton(), config.lora.targets)
-        if config.explore.modules_to_not_convert:
+        unconverted = config.explore.modules_to_not_convert
+        layers = layers_on_disk(family) if unconverted else []
+        if not all(any(fnmatchcase(name, pattern) for name in layers) for pattern in unconverted):
             from policy.precision.swap import quantise_plan
 
-            quantise_plan(family.skeleton(), family, config.explore.modules_to_not_convert)
+            quantise_plan(family.skeleton(), family, unconverted)
         check_explorers(config)
     except (FileNotFoundError, ValueError) as error:
-        raise ConfigError([str(error)]) from None
+        raise ConfigError([" ".join(str(error).split())]) from None
+    # diffusers and our families compute with what a file says: with other types anything may come
+    except (TypeError, AttributeError, LookupError, ArithmeticError, RuntimeError) as error:
+        why = " ".join(str(error).split())[:200]
+        raise ConfigError(
+            f"model.path: the configuration files of {config.model.path!r} make no model"
+            f" ({type(error).__name__}: {why}): download the pipeline again"
+        ) from None
+
+
+def layers_on_disk(family: Family) -> list[str]:
+    """Paths of layers that the transformer certainly has, by its files on this machine.
+
+    A weight matrix with a bias beside it is a linear or a convolution. What matches one of them
+    is no mistake, and the model need not be built to say so, which takes seconds.
+    """
+    found: list[str] = []
+    for file in (Path(family.directory) / "transformer").glob("*.safetensors"):
+        # of a damaged file its loader tells; here it only shows nothing
+        with suppress(SafetensorError, OSError), safe_open(file, framework="np") as opened:
+            names = set(opened.keys())
+            biased = (n.removesuffix(".bias") for n in names if n.endswith(".bias"))
+            matrices = (path for path in biased if f"{path}.weight" in names)
+            found += (p for p in matrices if len(opened.get_slice(f"{p}.weight").get_shape()) > 1)
+    return found
 
 
 def check_explored(config: RunConfig) -> None:

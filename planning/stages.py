@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from configs.objectives import PathSettings
 from configs.schema import RunConfig
 from learner.objectives import build_objective
 from planning.assumptions import Device
@@ -99,11 +100,11 @@ def training_points(config: RunConfig) -> tuple[int, float]:
     """
     objective: Any = build_objective(config.objective, config.stop.max_kl is not None)
     steps = config.regenerate.steps
-    count = (
-        len(objective.steps(steps, np.random.default_rng(0)))
-        if objective.path_solver
-        else objective.settings.times_per_sample
-    )
+    if isinstance(config.objective, PathSettings):
+        window = config.objective.window_at(steps)
+        count = len(objective.steps(steps, np.random.default_rng(0), window))
+    else:
+        count = objective.settings.times_per_sample
     others = float(len(set(objective.policies) - {"current"}))
     old = config.resolved_old_policy
     if "old" in objective.policies and old.schedule == "constant" and not old.value:

@@ -6,9 +6,10 @@ from collections.abc import Sequence
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from policy.families.base import Family
+from policy.lora import target_modules
 from policy.precision.backends import Backend
 from policy.precision.compiling import compile_failures, compiled
 from policy.precision.swap import ModuleRow, quantise_plan, swap_linears
@@ -18,43 +19,43 @@ from policy.sampling.sample import sample
 from policy.types import Conditioning
 
 
-class Explorer:
-    """Makes proxy images with the policy version it was last given.
+class PackedPolicy:
+    """A denoiser that runs on published weights: quantised layers in place of its linears.
 
-    Holds no text encoder. Quantised linears hold their packed weights only: the unquantized ones
-    are dropped on the host, module by module, before anything moves to ``device``, which may have
-    no room for them. ``plan`` is the table of what runs quantised.
+    Quantised linears hold their packed weights only: the unquantized ones are dropped, module by
+    module, before anything moves to ``device``, which may have no room for them. ``plan`` is the
+    table of what runs quantised.
     """
 
     def __init__(
         self,
         family: Family,
         backend: Backend,
+        transformer: nn.Module,
         modules_to_not_convert: Sequence[str] = (),
         device: torch.device | str = "cpu",
-        dtype: torch.dtype = torch.float32,
         activation_amax: str = "power_of_two",
         compile: bool = False,
+        trained: Sequence[str] | None = None,
         full: Family | None = None,
     ) -> None:
-        """``full``, where images are smaller than those: whose initial noises are cut down.
+        """``transformer``: without adapters; its linears are replaced.
 
-        ``dtype`` is that of the unquantised parts, unless the backend has one of its own.
+        ``full``, where images are smaller than those: whose initial noises are cut down.
 
-        ``compile``: the first call at each batch size compiles the transformer, which takes minutes
-        at real size; ValueError where nothing can be compiled. ``activation_amax`` as in
-        ``Backend.replacements``.
+        ``trained``: suffixes of the modules whose weights must come with every version; None: what
+        comes is taken. ``compile`` and ``activation_amax`` as in ``Explorer``.
         """
         self.family, self.backend, self.device = family, backend, torch.device(device)
         self.full = full
-        self.transformer = family.load_transformer("cpu", backend.dtype or dtype)
+        self.transformer = transformer
+        self._trained = set(target_modules(transformer, trained) if trained else ())
         self.plan: list[ModuleRow] = quantise_plan(
-            self.transformer, family, modules_to_not_convert, backend
+            transformer, family, modules_to_not_convert, backend
         )
-        self._layers = swap_linears(self.transformer, self.plan, backend, activation_amax)
-        self.transformer.to(self.device)
-        self._denoiser = compiled(self.transformer, self.device) if compile else self.transformer
-        self.vae = family.load_vae(self.device, torch.float32)
+        self._layers = swap_linears(transformer, self.plan, backend, activation_amax)
+        transformer.to(self.device)
+        self._denoiser = compiled(transformer, self.device) if compile else transformer
         self._loaded: Manifest | None = None
 
     @property
@@ -91,18 +92,22 @@ class Explorer:
         for entry in manifest.entries:
             if entry.name in unquantized:
                 targets[entry.name] = self.transformer.get_parameter(entry.name)
+        # a trained module that did not come would go on with the weights of the base model
+        for name in self._trained:
+            if (weight := f"{name}.weight") in unquantized:
+                targets[weight] = self.transformer.get_parameter(weight)
         return targets
 
     @torch.no_grad()
-    def explore(
+    def latents(
         self,
         cond: Conditioning,
         seeds: Sequence[int],
         steps: int,
         solver: str,
         guided: Guided | None = None,
-    ) -> tuple[np.ndarray, np.ndarray]:
-        """(images uint8 [B, 3, H, W], latents float32 [B, *latent]) of one prompt at B seeds.
+    ) -> Tensor:
+        """Float32 [B, *latent] on the CPU, of one prompt at B seeds.
 
         ``cond`` has one row; the seeds are one batch. Raises RuntimeError while there is no
         version, CompileFailed where ``compile`` does not work.
@@ -130,5 +135,57 @@ class Explorer:
                 f"policy version {self.version} gave latents that are not finite: lower"
                 " optimizer.lr and resume"
             )
-        images = self.family.decode(self.vae, latents)
+        return latents
+
+
+class Explorer(PackedPolicy):
+    """Makes proxy images with the policy version it was last given. Holds no text encoder."""
+
+    def __init__(
+        self,
+        family: Family,
+        backend: Backend,
+        modules_to_not_convert: Sequence[str] = (),
+        device: torch.device | str = "cpu",
+        dtype: torch.dtype = torch.float32,
+        activation_amax: str = "power_of_two",
+        compile: bool = False,
+        trained: Sequence[str] | None = None,
+        full: Family | None = None,
+    ) -> None:
+        """``dtype`` is that of the unquantised parts, unless the backend has one of its own.
+
+        ``compile``: the first call at each batch size compiles the transformer, which takes minutes
+        at real size; ValueError where nothing can be compiled. ``activation_amax`` as in
+        ``Backend.replacements``, ``trained`` and ``full`` as in ``PackedPolicy``.
+        """
+        transformer = family.load_transformer("cpu", backend.dtype or dtype)
+        super().__init__(
+            family,
+            backend,
+            transformer,
+            modules_to_not_convert,
+            device,
+            activation_amax,
+            compile,
+            trained,
+            full,
+        )
+        self.vae = family.load_vae(self.device, torch.float32)
+
+    def explore(
+        self,
+        cond: Conditioning,
+        seeds: Sequence[int],
+        steps: int,
+        solver: str,
+        guided: Guided | None = None,
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """(images uint8 [B, 3, H, W], latents float32 [B, *latent]) of one prompt at B seeds.
+
+        As ``latents``, decoded.
+        """
+        latents = self.latents(cond, seeds, steps, solver, guided)
+        with torch.no_grad():
+            images = self.family.decode(self.vae, latents)
         return images.numpy(), latents.numpy()

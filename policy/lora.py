@@ -14,16 +14,18 @@ import warnings
 from collections.abc import Iterator, Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
-from peft import LoraConfig, inject_adapter_in_model
-from peft.tuners.lora import LoraLayer
 from torch import Tensor, nn
 
 from configs.section import Tree
 from configs.sections import Lora
 from policy.families.base import Family
 from records import atomic
+
+if TYPE_CHECKING:  # peft takes seconds to import, and the driver only wants the names below
+    from peft.tuners.lora import LoraLayer
 
 ADAPTERS = ("current", "old", "ema")
 ENDING = ".safetensors"
@@ -50,9 +52,7 @@ def add_adapters(
     trainable afterwards. Raises ValueError for a target that matches nothing, FileNotFoundError or
     ValueError for an unusable ``init_from``.
     """
-    modules = target_modules(
-        transformer, lora.targets or family.lora_targets, strict=bool(lora.targets)
-    )
+    modules = target_modules(transformer, lora.targets or family.lora_targets)
     inject(transformer, lora, modules, names)
     generator = torch.Generator().manual_seed(seed)
     state: dict[str, Tensor] = {}
@@ -78,6 +78,8 @@ def inject(
     transformer: nn.Module, lora: Lora, modules: Sequence[str], names: Sequence[str]
 ) -> None:
     """Wrap these modules with one of peft's adapters per name."""
+    from peft import LoraConfig, inject_adapter_in_model
+
     settings: Tree = {"r": lora.rank, "lora_alpha": lora.alpha, "target_modules": list(modules)}
     with warnings.catch_warnings():
         # several adapters are the point
@@ -86,13 +88,11 @@ def inject(
             inject_adapter_in_model(LoraConfig(**settings), transformer, adapter_name=name)
 
 
-def target_modules(
-    transformer: nn.Module, targets: Sequence[str], strict: bool = True
-) -> list[str]:
+def target_modules(transformer: nn.Module, targets: Sequence[str]) -> list[str]:
     """Paths of the linears and 1x1 convolutions that end in one of ``targets``, in order.
 
-    A target is the last names of a path, `*` standing for anything. Raises ValueError when none
-    matches and, if ``strict``, when any target matches nothing.
+    A target is the last names of a path, `*` standing for anything. Raises ValueError for one that
+    matches nothing, be it the user's or the family's: that layer would not be trained.
     """
     names = [name for name, module in transformer.named_modules() if _is_linear(module)]
     found = {
@@ -100,7 +100,7 @@ def target_modules(
         for target in targets
     }
     idle = [target for target, modules in found.items() if not modules]
-    if len(idle) == len(found) or (strict and idle):
+    if idle:
         known = f"; there are such as {names[len(names) // 2]!r}" if names else ""
         raise ValueError(
             "lora.targets: no linear of the transformer ends in"
@@ -119,6 +119,8 @@ def _is_linear(module: nn.Module) -> bool:
 
 def adapted_modules(transformer: nn.Module) -> list[tuple[str, LoraLayer]]:
     """(module path, LoRA layer) in the transformer's order."""
+    from peft.tuners.lora import LoraLayer
+
     return [
         (name, module)
         for name, module in transformer.named_modules()
@@ -313,6 +315,14 @@ def _start_from(state: dict[str, Tensor], lora: Lora) -> None:
         raise ValueError(
             f"lora.init_from: {lora.init_from!r} has {unknown[0]!r}, which is in no module of"
             " lora.targets: add it there"
+        )
+    modules = sorted({key.rsplit(".lora_", 1)[0] for key in state})
+    there = {key.rsplit(".lora_", 1)[0] for key in given}
+    if missing := [module for module in modules if module not in there]:
+        raise ValueError(
+            f"lora.init_from: {lora.init_from!r} has nothing for {len(missing)} of"
+            f" {len(modules)} adapted modules, such as {missing[0]!r}: name in lora.targets those"
+            " that it has"
         )
     for key, value in given.items():
         module, part = key.rsplit(".lora_", 1)

@@ -13,13 +13,12 @@ import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from torch.utils.flop_counter import flop_registry
 
 from configs.sections import Lora
 from policy.families.architectures import build
@@ -28,7 +27,13 @@ from policy.lora import inject, target_modules, use
 from policy.precision.backends import Backend
 from policy.precision.fused import FusedMember
 from policy.precision.layer import QuantisedLinear
-from policy.precision.swap import ModuleRow, quantise_plan, swap_linears, weight_modules
+from policy.precision.swap import (
+    ModuleRow,
+    changing_modules,
+    quantise_plan,
+    swap_linears,
+    weight_modules,
+)
 from policy.types import Conditioning
 
 META = torch.device("meta")
@@ -51,7 +56,11 @@ class Tally(TorchDispatchMode):
     """While active, counts operations (products, convolutions, attention) and bytes of results."""
 
     def __init__(self) -> None:
+        # here: it brings triton's run time, which neither the driver nor an actor needs to start
+        from torch.utils.flop_counter import flop_registry
+
         super().__init__()
+        self._counts = flop_registry
         self.flops = self.live = self.peak = 0
         self._known: dict[int, weakref.ref[torch.UntypedStorage]] = {}
 
@@ -61,7 +70,7 @@ class Tally(TorchDispatchMode):
             if isinstance(tensor, Tensor):
                 self._track(tensor, counts=False)
         out = func(*args, **kwargs)
-        count = flop_registry.get(func._overloadpacket)
+        count = self._counts.get(func._overloadpacket)
         if count is not None:
             self.flops += count(*args, **kwargs, out_val=out)
         for tensor in tree_leaves(out):
@@ -174,9 +183,7 @@ def blank_explorer(
 
 def adapt(transformer: nn.Module, family: Family, lora: Lora, name: str = "current") -> int:
     """Wrap a meta transformer's targets with one adapter in FP32; returns its parameter count."""
-    modules = target_modules(
-        transformer, lora.targets or family.lora_targets, strict=bool(lora.targets)
-    )
+    modules = target_modules(transformer, lora.targets or family.lora_targets)
     with META:
         inject(transformer, lora, modules, (name,))
     count = 0
@@ -198,21 +205,32 @@ def held_bytes(*modules: nn.Module) -> int:
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
 
+class WireBytes(NamedTuple):
+    """Of a published version: what a new rollout actor is sent, and what after each update."""
+
+    total: int
+    changing: int
+
+
 def wire_bytes(
-    transformer: nn.Module,
     plan: Sequence[ModuleRow],
     layers: Mapping[str, QuantisedLinear | FusedMember],
     adapted: Sequence[str],
     backend: Backend,
-) -> int:
-    """Bytes of one published version: packed layers, and merged weights of unquantized ones."""
-    packed = sum(
-        tensor.numel() * tensor.element_size()
-        for layer in layers.values()
-        for tensor in layer.wire_targets().values()
-    )
+) -> WireBytes:
+    """Bytes of packed layers, and of merged weights of unquantized ones (``policy.publish``)."""
+    packed = {
+        name: sum(
+            tensor.numel() * tensor.element_size() for tensor in layer.wire_targets().values()
+        )
+        for name, layer in layers.items()
+    }
     whole = {row.name: math.prod(row.shape) for row in plan if not row.quantised}
-    return packed + sum(whole.get(name, 0) for name in adapted) * backend.wire_dtype.itemsize
+    merged = sum(whole.get(name, 0) for name in adapted) * backend.wire_dtype.itemsize
+    changing = changing_modules(plan, adapted)
+    return WireBytes(
+        sum(packed.values()) + merged, sum(packed.get(name, 0) for name in changing) + merged
+    )
 
 
 def conditioning_like(

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import copyreg
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
-from peft.tuners.lora import LoraLayer
 from torch import Tensor, nn
 
 from policy.lora import adapted_modules, adapter_state, delta_weight
 from policy.precision.backends import Backend
 from policy.precision.nvfp4 import frozen_amax
-from policy.precision.swap import ModuleRow, weight_modules
+from policy.precision.swap import ModuleRow, changing_modules, weight_modules
 from policy.precision.wire import Manifest, Section, assemble, pack_section
+
+if TYPE_CHECKING:
+    from peft.tuners.lora import LoraLayer
 
 
 class NonFiniteWeights(RuntimeError):
@@ -61,7 +64,7 @@ class Publisher:
             scale_search,
             frozen_amax,
         )
-        self._quantised = {row.name: row.quantised for row in plan}
+        self._plan, self._quantised = plan, {row.name: row.quantised for row in plan}
         self._groups: dict[str, list[str]] = {}
         for row in plan:
             if row.fused is not None:
@@ -102,7 +105,7 @@ class Publisher:
                 else own
             )
 
-        changing = self._changing(owners, adapted)
+        changing = changing_modules(self._plan, adapted)
         ranges = self._joint_ranges(range_of, changing)
         state = adapter_state(self.transformer, adapter)
         changes = None
@@ -123,18 +126,6 @@ class Publisher:
         manifest, shards = assemble(sections, version, self.backend.wire_format)
         self._before, self._adapter_before = {name: packed[name] for name in adapted}, state
         return manifest, shards, changes.statistics() if changes is not None else {}
-
-    def _changing(self, owners: Iterable[str], adapted: Container[str]) -> list[str]:
-        """The modules that travel and may differ from version to version: adapted ones, and those
-        that share the range of one.
-        """
-        shared = [
-            name
-            for names in self._groups.values()
-            if any(name in adapted for name in names)
-            for name in names
-        ]
-        return [name for name in owners if name in adapted or name in shared]
 
     def _pack_constant(
         self,

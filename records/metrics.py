@@ -93,13 +93,20 @@ METRICS: dict[str, Metric] = {
     "audit/random_sign_agreement": Metric(
         "sign agreement of proxy and full rewards, random seeds (unbiased)"
     ),
+    "audit/identity_error": Metric(
+        "largest relative distance of what a rollout actor and the learner computed from the same"
+        " packed weights; 0: the same bits"
+    ),
+    "audit/scorer_error": Metric(
+        "largest difference of a scorer's second answer for the same images, in standard deviations"
+    ),
     "audit/below": Metric("iterations in a row in which rank agreement was below its threshold"),
     "weights/delta_cosine": Metric(
         "cosine of this update's weight change and the quantised weights' change"
     ),
     "weights/codes_changed": Metric("share of quantised codes that the last update changed"),
     "weights/version": Metric("version of the policy that was published last"),
-    "weights/bytes": Metric("bytes of packed weights broadcast, per rollout actor", "increment"),
+    "weights/bytes": Metric("bytes of the packed weights that were published", "increment"),
     "loss/policy": Metric("the objective's policy loss"),
     "loss/kl": Metric("distance from the reference policy, unweighted"),
     "loss/ratio": Metric(

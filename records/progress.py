@@ -10,7 +10,8 @@ import statistics
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from types import TracebackType
 from typing import TextIO
 
@@ -62,6 +63,7 @@ class Progress:
         self._durations: deque[float] = deque(maxlen=RECENT)
         self._finished = 0
         self._phase = ""
+        self._actors: tuple[int, int] | None = None  # started, of how many
 
     def __enter__(self) -> Progress:
         if self.live:
@@ -80,7 +82,7 @@ class Progress:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self._running = False
+        self._running, self._actors = False, None
         self._phase = "" if kind is None else "stopped"
         if self._live is not None:
             self._live.stop()
@@ -88,9 +90,21 @@ class Progress:
 
     # ---- what the loop says
 
+    def starting(self, actors: int) -> None:
+        """So many actors are being started."""
+        self._actors, self._began = (0, actors), self._clock()
+        if not self.live:
+            self.note("starting actors")
+
+    def actor_started(self) -> None:
+        """One more of them answers; nothing for one that is started later."""
+        if self._actors is not None:
+            self._actors = self._actors[0] + 1, self._actors[1]
+
     def start(self, total_iterations: int, start_iteration: int = 0) -> None:
         """Training starts, or continues, at an iteration counted from 0."""
         self.total, self.first, self.iteration = total_iterations, start_iteration, start_iteration
+        self._actors = None
         self._finished, self._began = 0, self._clock()
         self._phase = "evaluating held-out prompts" if start_iteration == 0 else ""
 
@@ -183,6 +197,10 @@ class Progress:
             body.append(self._stages(narrow))
         if self.reward_now is not None or self.held_out:
             body.append(self._rewards())
+        if self._actors is not None:
+            spent = duration(self._clock() - self._began)
+            started, actors = self._actors
+            body.append(Text(f"… starting actors: {started} of {actors}, {spent}", style="dim"))
         if self._phase:
             body.append(Text(f"… {self._phase}", style="dim"))
         return Group(*body)
@@ -271,6 +289,14 @@ class Progress:
 
     def _print(self, text: str) -> None:
         print(" ".join(text.splitlines()), file=self.console.file, flush=True)
+
+
+@contextmanager
+def waiting(text: str, console: Console | None = None) -> Iterator[None]:
+    """A moving line with ``text`` on a terminal, for what is over before ``Progress`` begins."""
+    shown = console or Console()
+    with shown.status(text) if shown.is_terminal else nullcontext():
+        yield
 
 
 def duration(seconds: float) -> str:

@@ -55,10 +55,7 @@ class RunDirectory:
         """
         there = self.config_file.exists()
         if there and (self.computed() or self.unlocked):
-            raise ConfigError(
-                f"{self.path}: a run of this name is there: --resume continues it, --set"
-                " name=... starts another"
-            )
+            raise self._taken()
         try:
             if there:
                 self._clear()
@@ -72,6 +69,23 @@ class RunDirectory:
             write_json(self.config_file, kept)
         except OSError as error:
             raise self._unwritable(error) from None
+
+    def require_new(self) -> None:
+        """Raises ConfigError where a run of this name has come far enough to be kept: asked before
+        anything is started, and again by ``create``, as another driver may be quicker.
+        """
+        try:
+            if self.config_file.exists() and self.computed():
+                with self.held():  # another driver at work is the better reason
+                    raise self._taken()
+        except OSError as error:
+            raise self._unwritable(error) from None
+
+    def _taken(self) -> ConfigError:
+        return ConfigError(
+            f"{self.path}: a run of this name is there: --resume continues it, --set"
+            " name=... starts another"
+        )
 
     def computed(self) -> bool:
         """Whether there is a checkpoint, whole or not, or a row of metrics."""
@@ -112,11 +126,13 @@ class RunDirectory:
     def configuration(self) -> RunConfig:
         """The configuration of the run. Raises ConfigError: this is no run directory."""
         try:
-            tree = json.loads(self.config_file.read_text())["config"]
+            kept = json.loads(self.config_file.read_text())
+            tree = kept["config"]
             if not isinstance(tree, dict):
                 raise TypeError(tree)
-            return parse(tree)
+            return self._parsed(tree, kept.get("versions"))
         except (
+            RecursionError,
             OSError,
             ValueError,
             TypeError,
@@ -125,6 +141,20 @@ class RunDirectory:
             raise ConfigError(
                 f"{self.path}: no readable run here ({type(error).__name__}); give a directory"
                 " with a config.json"
+            ) from None
+
+    def _parsed(self, tree: dict[str, object], made: object) -> RunConfig:
+        """Raises ConfigError, which names the version that made the run where it is another."""
+        try:
+            return parse(tree)
+        except ConfigError as error:
+            before = made.get("sol-rl") if isinstance(made, dict) else None
+            here = versions()["sol-rl"]
+            if not isinstance(before, str) or before == here:
+                raise
+            raise ConfigError(
+                f"{self.path}: made by Sol-RL {before}, which reads it; this is {here}:"
+                f" {error.lines[0]}"
             ) from None
 
     def prompts(self) -> dict[str, str]:

@@ -65,7 +65,7 @@ def check(scores: object, count: int) -> tuple[np.ndarray, str | None]:
     try:
         with np.errstate(over="ignore"):  # beyond float32 becomes infinite, which is reported below
             values = np.asarray(scores, dtype=np.float32).copy()
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         return missing, f"returned {type(scores).__name__}, which is no array of numbers: {wanted}"
     if values.shape != (count,):
         return missing, f"returned shape {list(values.shape)} for {count} images: {wanted}"

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import base64
+import functools
 import http.client
 import io
+import ipaddress
 import json
 import time
 import urllib.error
@@ -29,6 +31,10 @@ from rewards.base import (
 TYPES = {"npz": "application/x-npz", "json": "application/json"}
 AGAIN = (408, 425, 429)  # worth another try besides the 5xx: timed out, too early, too many
 PAUSE_S = 0.5  # before the second try; doubles with every further one
+ANSWER_BYTES = 65536, 64
+"""An answer may have so many bytes, and so many more per image: a score takes a few dozen."""
+PIECE = 65536
+HERE = ("localhost", "::1")
 
 
 class HttpScorer(BuiltIn):
@@ -37,6 +43,9 @@ class HttpScorer(BuiltIn):
     ``encoding`` npz sends raw pixels, json sends PNG in base64. An answer that does not come within
     ``timeout_s``, a broken connection and a 5xx are tried again ``retries`` times; keep (retries +
     1) x timeout_s below the deadline of the service that asks. ``batch_size`` 0 sends all at once.
+
+    Images go to ``url`` and nowhere else: no redirect is followed, and plain http leaves this
+    machine only with ``plain_http``. No more of an answer is read than scores can take.
     """
 
     def __init__(
@@ -46,15 +55,16 @@ class HttpScorer(BuiltIn):
         timeout_s: float = 60.0,
         retries: int = 2,
         batch_size: int = 0,
+        plain_http: bool = False,
     ) -> None:
         self.url, self.encoding, self.timeout_s = url, encoding, timeout_s
-        self.retries, self.batch_size = retries, batch_size
+        self.retries, self.batch_size, self.plain_http = retries, batch_size, plain_http
         self.check(vars(self))
 
     @staticmethod
     def check(settings: Settings) -> None:
         """Raises ScorerSetupError for settings with which no server can be asked."""
-        require_url(settings["url"])
+        require_url(settings["url"], settings["plain_http"])
         require_one_of("encoding", settings["encoding"], TYPES)
         require_seconds("timeout_s", settings["timeout_s"])
         require_count("retries", settings["retries"], 0)
@@ -81,16 +91,19 @@ class HttpScorer(BuiltIn):
     ) -> np.ndarray:
         body = encode(self.encoding, images, prompts, metadata)
         headers = {"Content-Type": TYPES[self.encoding], "Accept": "application/json"}
-        return decode(post(self.url, body, headers, self.timeout_s, self.retries), len(images))
+        most = ANSWER_BYTES[0] + ANSWER_BYTES[1] * len(images)
+        answer = post(self.url, body, headers, self.timeout_s, self.retries, most)
+        return decode(answer, len(images))
 
 
 def post(
-    url: str, body: bytes, headers: Mapping[str, str], timeout_s: float, retries: int
+    url: str, body: bytes, headers: Mapping[str, str], timeout_s: float, retries: int, most: int
 ) -> bytes:
-    """What ``url`` answers. What may pass is tried again, after pauses that double.
+    """What ``url`` answers, up to ``most`` bytes, all of it within ``timeout_s``.
 
-    Where the answer says in Retry-After how many seconds to wait, so long, up to ``timeout_s``.
-    Raises ScorerError.
+    What may pass is tried again, after pauses that double; where the answer says in Retry-After how
+    many seconds to wait, so long, up to ``timeout_s``. No redirect is followed, and plain http
+    passes no proxy. Raises ScorerError.
     """
     request = urllib.request.Request(url, body, dict(headers))
     problem, pause = "", 0.0
@@ -99,10 +112,11 @@ def post(
             time.sleep(max(pause, PAUSE_S * 2 ** (attempt - 1)))
         pause = 0.0
         try:
-            with urllib.request.urlopen(request, timeout=timeout_s) as answer:
-                return answer.read()
+            return _read(request, timeout_s, most)
         except urllib.error.HTTPError as error:
-            problem = f"answered {error.code} {error.reason}"
+            problem = f"answered {error.code} {error.reason}"[:200]
+            if error.code in range(300, 400):
+                problem += " (redirects are not followed: give the last url itself)"
             if error.code < 500 and error.code not in AGAIN:
                 break
             wait = error.headers.get("Retry-After", "")
@@ -110,13 +124,51 @@ def post(
         # URLError and timeouts are OSErrors
         except (OSError, http.client.HTTPException) as error:
             problem = f"did not answer ({getattr(error, 'reason', None) or error})"
-    raise ScorerError(f"{url} {problem}, tries: {attempt + 1}")
+    raise ScorerError(f"{url} {_one_line(problem)}, tries: {attempt + 1}")
 
 
-def require_url(url: object) -> None:
-    """Raise ScorerSetupError unless ``url`` can be asked."""
+def _read(request: urllib.request.Request, timeout_s: float, most: int) -> bytes:
+    """The body of the answer. Raises OSError, ScorerError."""
+    body, deadline = b"", time.monotonic() + timeout_s
+    with _opener(request.type == "http").open(request, timeout=timeout_s) as answer:
+        while piece := answer.read1(PIECE):
+            body += piece
+            if len(body) > most:
+                raise ScorerError(
+                    f"{request.full_url} answered more than {most} bytes: that is no answer with"
+                    " scores"
+                )
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"timed out after {timeout_s:g} s")
+    return body
+
+
+@functools.cache
+def _opener(plain: bool) -> urllib.request.OpenerDirector:
+    handlers: list[urllib.request.BaseHandler] = [_NoRedirect()]
+    if plain:
+        handlers.append(urllib.request.ProxyHandler({}))  # it would read the images
+    return urllib.request.build_opener(*handlers)
+
+
+class _NoRedirect(urllib.request.HTTPRedirectHandler):
+    """A redirect is an error: its target gets no images."""
+
+    def redirect_request(self, *_: object) -> None:
+        return None
+
+
+def require_url(url: object, plain_http: object) -> None:
+    """Raise ScorerSetupError unless images may be sent to ``url``."""
     if not isinstance(url, str) or not url.startswith(("http://", "https://")) or not _host(url):
         raise ScorerSetupError(f"url is {url!r}: give http://host:port/path or https://...")
+    if not isinstance(plain_http, bool):
+        raise ScorerSetupError(f"plain_http is {plain_http!r}: use true or false")
+    if url.startswith("http://") and not plain_http and not _is_here(_host(url) or ""):
+        raise ScorerSetupError(
+            f"url is {url!r}: images would go to another machine unencrypted: use https://, or"
+            " set plain_http = true on a network of your own"
+        )
 
 
 def require_seconds(name: str, value: object) -> None:
@@ -127,6 +179,18 @@ def require_seconds(name: str, value: object) -> None:
         or not 0 < value < float("inf")
     ):
         raise ScorerSetupError(f"{name} is {value!r}: use a positive time in seconds")
+
+
+def _is_here(host: str) -> bool:
+    """Whether a URL's host is this machine, by its name or number alone."""
+    try:
+        return host in HERE or ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def _one_line(text: str) -> str:
+    return " ".join(text.split())
 
 
 def _host(url: str) -> str | None:
@@ -156,7 +220,7 @@ def decode(body: bytes, count: int) -> np.ndarray:
     try:
         scores = json.loads(body)["scores"]
         values = [float("nan") if score is None else score for score in scores]
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise ScorerError(
             f"the server's answer is no JSON object with 'scores' ({type(error).__name__}):"
             f" {body[:80]!r}"
@@ -168,7 +232,16 @@ def decode(body: bytes, count: int) -> np.ndarray:
             f"the server answered {len(values)} scores for {count} images: it must answer {count}"
             " numbers or nulls"
         )
-    return np.asarray(values, np.float32)
+    with np.errstate(over="ignore"):  # beyond float32 becomes infinite, which is no score
+        return np.asarray([_number(value) for value in values], np.float32)
+
+
+def _number(value: float) -> float:
+    """A whole number may have more digits than a float holds."""
+    try:
+        return float(value)
+    except OverflowError:
+        return float("inf")
 
 
 def _png(image: np.ndarray) -> str:

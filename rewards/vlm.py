@@ -44,6 +44,8 @@ RUBRIC = (
     " their number, colours, places and style; then at how well the image is made. Rate the image"
     " from {low} (nothing of it) to {high} (all of it, well made).\n\nPrompt: {prompt}"
 )
+ANSWER_BYTES = 2**20
+"""Of a chat completion, at most: a rating with alternatives takes a few thousand."""
 ASKED = {
     "logprobs": "\n\nAnswer with the number alone.",
     "json": '\n\nAnswer with a JSON object: {"score": number}.',
@@ -73,6 +75,8 @@ class VlmScorer(BuiltIn):
     actor are under way. What may pass is tried again ``retries`` times, after pauses that double,
     or after what the endpoint says in Retry-After. The newest ``cache`` ratings are remembered.
     ``key_env`` names the environment variable that holds the key. Prices are per million tokens.
+    Images and key go to ``url`` and nowhere else, and in plain http leave this machine only with
+    ``plain_http``, as in ``HttpScorer``.
     """
 
     def __init__(
@@ -92,12 +96,13 @@ class VlmScorer(BuiltIn):
         key_env: str | None = None,
         price_in: float = 0.0,
         price_out: float = 0.0,
+        plain_http: bool = False,
     ) -> None:
         self.url, self.model, self.rubric, self.read = url, model, rubric, read
         self.low, self.high, self.votes, self.temperature = low, high, votes, temperature
         self.in_flight, self.timeout_s, self.retries = in_flight, timeout_s, retries
         self.cache, self.key_env = cache, key_env
-        self.price_in, self.price_out = price_in, price_out
+        self.price_in, self.price_out, self.plain_http = price_in, price_out, plain_http
         self.check(vars(self))
         self._headers = _headers(key_env)
         self._known: OrderedDict[bytes, Rating] = OrderedDict()
@@ -106,7 +111,7 @@ class VlmScorer(BuiltIn):
     @staticmethod
     def check(settings: Settings) -> None:
         """Raises ScorerSetupError for settings with which no judge can be asked."""
-        require_url(settings["url"])
+        require_url(settings["url"], settings["plain_http"])
         require_seconds("timeout_s", settings["timeout_s"])
         require_one_of("read", settings["read"], READ)
         for name, least in (("votes", 1), ("in_flight", 1), ("retries", 0), ("cache", 0)):
@@ -169,7 +174,7 @@ class VlmScorer(BuiltIn):
         """
         body = json.dumps(self._request(image, prompt, vote)).encode()
         url = f"{self.url.rstrip('/')}/chat/completions"
-        answer = post(url, body, self._headers, self.timeout_s, self.retries)
+        answer = post(url, body, self._headers, self.timeout_s, self.retries, ANSWER_BYTES)
         try:
             told = json.loads(answer)
             choice, usage = told["choices"][0], told.get("usage") or {}

@@ -54,13 +54,17 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.fixture(scope="session")
-def ray_here() -> Iterator[None]:
+def ray_here(tiny_sd3_dir, tmp_path_factory) -> Iterator[None]:
     """One Ray for the session, apart from any that runs here already. Its CPUs are a number: idle
-    hosts keep their share.
+    hosts keep their share. Its actors are forks, as they are where a command starts Ray.
     """
     import ray
     from ray._private import services
 
+    from cluster.runtime import template
+    from tests.cluster.runs import tiny_config
+
+    template.start(tiny_config(tiny_sd3_dir, tmp_path_factory.mktemp("template"), "template"))
     asked = services.get_node
 
     def patiently(*arguments: object) -> object:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
-from configs.load import MODELS, load
+from configs.load import MODELS, REFERENCE, load
 from planning.counting import count, kept_rows, key_of, write_kept
 from planning.make import described
 from policy.precision.backends import BACKENDS
@@ -18,10 +18,12 @@ FORMATS = ("torch_nvfp4", "fp8", "bf16")
 
 
 def main(models: Sequence[str]) -> None:
-    """Count models in the formats that arms explore in on GPUs; the rows of others stay."""
-    paths = {load(f"{model}-sol_rl-hpsv2").model.path for model in models}
-    rows = {key: row for key, row in kept_rows().items() if key.split()[0] not in paths}
-    for model in models:
+    """Count models in the formats that arms explore in on GPUs; the rows of others stay.
+
+    Without any all models of the presets, and no other row stays.
+    """
+    rows = kept_rows() if models else {}
+    for model in models or (*MODELS, *(f"reference-{name}" for name in REFERENCE)):
         config = load(f"{model}-sol_rl-hpsv2")
         with described(config) as (family, _):
             for name in FORMATS:
@@ -31,4 +33,4 @@ def main(models: Sequence[str]) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:] or MODELS)
+    main(sys.argv[1:])

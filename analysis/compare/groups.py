@@ -7,10 +7,11 @@ from pathlib import Path
 
 from analysis.compare.alike import check_alike
 from analysis.report.data import read_run
-from configs.load import ConfigError, parse
+from configs.load import ConfigError
 from configs.prompts import FILES
 from configs.resume import OPERATIONAL, covers
 from configs.schema import RunConfig
+from records.rundir import RunDirectory
 
 
 def group(directories: Sequence[Path]) -> dict[str, tuple[RunConfig, list[tuple[int, Path]]]]:
@@ -23,7 +24,7 @@ def group(directories: Sequence[Path]) -> dict[str, tuple[RunConfig, list[tuple[
     groups: dict[str, tuple[RunConfig, list[tuple[int, Path]]]] = {}
     paths = _run_directories(directories)
     for path in paths:
-        config = _configuration(path)
+        config = RunDirectory(path).configuration()
         seed, key = config.seed, repr(sorted(_settings(config).items()))
         _, runs = groups.setdefault(key, (config, []))
         if other := [each for known, each in runs if known == seed]:
@@ -104,15 +105,6 @@ def _settings(config: RunConfig) -> dict[str, object]:
 
     walk(config.model_dump(mode="json"), "")
     return found
-
-
-def _configuration(path: Path) -> RunConfig:
-    config = read_run(path).config
-    if not config:
-        raise ConfigError(
-            f"{path}: its config.json cannot be read, so that it is not known what it ran"
-        )
-    return parse(config)
 
 
 def _run_directories(directories: Sequence[Path]) -> list[Path]:

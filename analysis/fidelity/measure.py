@@ -96,7 +96,7 @@ def run(config: RunConfig, wanted: Measurement, out: Path, say: Say) -> list[str
     backends(wanted.backends)
     check_model(config)
     missing = (
-        compiler_missing(_device()) if config.explore.compile or config.regenerate.compile else None
+        compiler_missing(device()) if config.explore.compile or config.regenerate.compile else None
     )
     if missing is not None:
         raise ConfigError(f"compile: {missing}: install it or set compile = false")
@@ -169,7 +169,7 @@ def checkpoint_of(rundir: RunDirectory, step: int | None) -> Path:
 def backends(names: Sequence[str], say: Say = lambda line: None) -> dict[str, Backend]:
     """Backends by name, each once; says what "auto" took. Raises ConfigError: not available."""
     try:
-        found = {name: resolve_backend(name, _device(), "--backends") for name in names}
+        found = {name: resolve_backend(name, device(), "--backends") for name in names}
     except ValueError as error:
         raise ConfigError(str(error)) from None
     for name, (backend, why) in found.items():
@@ -191,7 +191,7 @@ def choose_prompts(config: RunConfig, count: int) -> list[Prompt]:
 def measure(config: RunConfig, wanted: Measurement, prompts: list[Prompt], say: Say) -> Rewards:
     """Every image made and scored, by the sampling policy of the objective."""
     scorer = WeightedScorer.from_config(config.rewards)
-    conditioning = _encode(config, prompts)
+    conditioning = encoded(config, prompts)
     seeds = [
         [stream_seed(config.seed, "fidelity", p, n) for n in range(wanted.seeds)]
         for p in range(len(prompts))
@@ -213,18 +213,18 @@ def measure(config: RunConfig, wanted: Measurement, prompts: list[Prompt], say: 
             f" reward {rewards.mean():.4f}"
         )
 
-    with _setup():
-        trainer = _trainer(config, wanted.checkpoint)
+    with setup():
+        trainer = trainer_of(config, wanted.checkpoint)
     fill("truth", result.truth, lambda cond, part: trainer.regenerate(cond, part)[1])
     for name, backend in backends(wanted.backends, say).items():
-        with _setup():
-            explorer = _explorer(config, trainer, backend)
+        with setup():
+            explorer = explorer_of(config, trainer, backend)
         for steps in dict.fromkeys(wanted.steps):
             rewards = result.proxies[name, steps] = np.empty_like(result.truth)
             fill(
                 f"{name}, {steps} steps",
                 rewards,
-                lambda cond, part, explorer=explorer, steps=steps: _explore(
+                lambda cond, part, explorer=explorer, steps=steps: explored(
                     explorer, config, cond, part, steps
                 ),
             )
@@ -232,7 +232,7 @@ def measure(config: RunConfig, wanted: Measurement, prompts: list[Prompt], say: 
 
 
 @contextlib.contextmanager
-def _setup() -> Iterator[None]:
+def setup() -> Iterator[None]:
     """What a model or a backend refuses is the configuration's fault."""
     try:
         yield
@@ -240,7 +240,7 @@ def _setup() -> Iterator[None]:
         raise ConfigError(str(error)) from None
 
 
-def _explore(
+def explored(
     explorer: Explorer, config: RunConfig, cond: Conditioning, seeds: list[int], steps: int
 ) -> np.ndarray:
     """Proxy images in the very chunks that a run would make them in."""
@@ -251,21 +251,23 @@ def _explore(
     )
 
 
-def _encode(config: RunConfig, prompts: list[Prompt]) -> list[Conditioning]:
+def encoded(config: RunConfig, prompts: list[Prompt]) -> list[Conditioning]:
+    """Conditioning of one row for each prompt, on the CPU."""
     negative = config.guidance.negative_prompt if config.guidance.stages else None
     family, dtype = family_for(config.model), DTYPES[config.regenerate.precision]
-    text = family.load_text(_device(), dtype, negative)
+    text = family.load_text(device(), dtype, negative)
     return [text.encode([prompt.text]).to(device="cpu") for prompt in prompts]
 
 
-def _trainer(config: RunConfig, checkpoint: Path | None) -> Trainer:
-    trainer = Trainer(config, device=_device())
+def trainer_of(config: RunConfig, checkpoint: Path | None = None) -> Trainer:
+    """A learner of the base model, or of a checkpoint."""
+    trainer = Trainer(config, device=device())
     if checkpoint is not None:
         trainer.load(checkpoint)
     return trainer
 
 
-def _explorer(config: RunConfig, trainer: Trainer, backend: Backend) -> Explorer:
+def explorer_of(config: RunConfig, trainer: Trainer, backend: Backend) -> Explorer:
     """An explorer that was given the learner's sampling policy in the backend's format."""
     settings, dtype = config.explore, DTYPES[config.regenerate.precision]
     smaller = config.explored_model != config.model
@@ -273,7 +275,7 @@ def _explorer(config: RunConfig, trainer: Trainer, backend: Backend) -> Explorer
         family_for(config.explored_model),
         backend,
         settings.modules_to_not_convert,
-        _device(),
+        device(),
         dtype,
         activation_amax=settings.activation_amax,
         compile=settings.compile,
@@ -294,7 +296,8 @@ def _explorer(config: RunConfig, trainer: Trainer, backend: Backend) -> Explorer
     return explorer
 
 
-def _device() -> torch.device:
+def device() -> torch.device:
+    """Where everything is measured."""
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 

@@ -14,14 +14,16 @@ from records.progress import duration
 
 TONES = {
     **dict.fromkeys(("actor_started", "actor_replaced", "actor_added", "run_finished"), "good"),
-    **dict.fromkeys(("actor_died", "actor_benched", "node_lost", "run_failed"), "bad"),
+    **dict.fromkeys(
+        ("actor_died", "actor_benched", "node_lost", "run_failed", "identity_failed"), "bad"
+    ),
     **dict.fromkeys(("chunk_reissued", "run_resumed", "run_stopped", "stopped_early"), "warn"),
     **dict.fromkeys(("metrics_unavailable", "metric_undeclared", "sink_failed"), "warn"),
     **dict.fromkeys(("scaling_refused", "actor_waits", "audit_low"), "warn"),
-    **dict.fromkeys(("backend_moved", "backend_kept"), "warn"),
+    **dict.fromkeys(("backend_moved", "backend_kept", "scorer_constant"), "warn"),
 }
 """Tones of events; of all others, "plain"."""
-ROUTINE = {"version_published", "checkpoint_saved", "actor_started"}
+ROUTINE = {"version_published", "checkpoint_saved", "actor_started", "identity_checked"}
 """Events that are counted and drawn, but not listed."""
 KINDS = ("rollout", "reward", "scorers.", "selector", "encoder", "learner")
 """Beginnings of actors' names by lane; ``scorers.<label>`` is a scorer with its own actors."""
@@ -33,6 +35,7 @@ NOUNS = {
     "actor_benched": "benched",
     "chunk_reissued": "tasks retried",
     "version_published": "versions published",
+    "identity_checked": "weights checked",
     "checkpoint_saved": "checkpoints saved",
     "run_resumed": "resumes",
     "node_lost": "nodes lost",

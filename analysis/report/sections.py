@@ -40,6 +40,10 @@ AUDITS = (
         "Drawn from the whole pool, whether selected or not: an unbiased estimate.",
     ),
 )
+CHECKS = (
+    ("identity_checked", "audit/identity_error", "weights loaded by a rollout actor"),
+    ("", "audit/scorer_error", "images scored twice"),
+)
 HEALTH = (
     ("loss/policy", "Policy loss", "of the objective; its level says little, jumps say much"),
     ("loss/kl", "Distance from the base", "loss/kl; a steep climb warns of reward hacking"),
@@ -121,6 +125,8 @@ def agreement(run: RunData) -> Section:
     if cards:
         spread = Table(("agreement", "mean", "lowest", "highest"), rows)
         cards.append(Card("Over the run", table=spread, note=_in_words(run)))
+    if checked := identity(run):
+        cards.append(checked)
     none = (
         "Nothing to compare: in this run no noise has both an explored and a full-quality reward."
         if run.iterations
@@ -128,6 +134,24 @@ def agreement(run: RunData) -> Section:
     )
     groups = [Group(cards)] if cards else []
     return Section("Does the cheap ranking hold?", lead, groups, none)
+
+
+def identity(run: RunData) -> Card | None:
+    """What was computed twice to see whether it is the same; None where nothing was."""
+    rows: list[tuple[str, ...]] = []
+    for event, metric, what in CHECKS:
+        if found := values(run.iterations, metric):
+            count = sum(each["event"] == event for each in run.events) or len(found)
+            rows.append((what, str(count), number(max(found))))
+    if not rows:
+        return None
+    note = (
+        "A rollout actor and the learner generate the same seed from the same published weights:"
+        " their relative difference. A scorer is asked for the same images in reverse: in standard"
+        " deviations. 0 is the same bits."
+    )
+    table = Table(("computed twice", "checks", "largest difference"), rows)
+    return Card("The same again", table=table, note=note)
 
 
 def time_spent(run: RunData) -> Section:

@@ -9,9 +9,11 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 
 from analysis.report.charts import thin
-from analysis.report.parts import Item, blocks
+from analysis.report.parts import Item, blocks, render
+from records.atomic import write_text
 from records.progress import duration
 from records.timeline import Span, Work
 
@@ -135,6 +137,23 @@ def drawing(chart: Chart) -> Drawing:
         title = f"The last iteration: {duration(stop - start)}, after {duration(start)}"
         windows.append(_window(chart, title, start, stop))
     return Drawing(_legend(chart), windows)
+
+
+def write_page(path: Path, name: str, spans: Sequence[Span], end: float) -> None:
+    """The drawing of spans from 0 to ``end`` seconds, as a page of its own. Raises OSError."""
+    lanes = {span.who: Lane(lives=[(0.0, end)]) for span in sorted(spans, key=_by_service)}
+    text = render(
+        "plan.html",
+        name=name,
+        what="plan",
+        timeline=drawing(Chart(lanes, [], [], spans, end)),
+        seconds=duration(end),
+    )
+    write_text(path, text)
+
+
+def _by_service(span: Span) -> tuple[str, int]:
+    return span.service, span.actor
 
 
 def last_iteration(spans: Sequence[Span]) -> tuple[float, float] | None:

@@ -9,6 +9,7 @@ from typing import Any
 import ray
 
 from cluster.jobs.live_runs import require_listener
+from cluster.runtime import template
 from configs.load import ConfigError
 from configs.schema import RunConfig
 from planning.layouts.limits import refuse_on_this_machine
@@ -35,6 +36,7 @@ def join_or_start_ray(config: RunConfig) -> bool:
         how["address"] = "auto"
     else:
         refuse_on_this_machine(config)
+        template.start(config)  # before Ray, so that both come up at the same time
         cores, rollout = os.cpu_count() or 1, config.services.rollout
         more = (rollout.max_actors or rollout.actors + cores) - rollout.actors
         shares = sum(need.cpus for need in needs_of(config)) + more * rollout.cpus

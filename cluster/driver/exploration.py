@@ -18,6 +18,27 @@ from policy.sampling.noise import stream_seed
 from records.errors import InputsLost, RunFailed
 
 
+class SeedLedger:
+    """Which seeds went where: an image that is made twice teaches nothing new, and nothing fails.
+
+    Holds the first seed of every prompt of the run and no more: seeds of a prompt are one stream.
+    """
+
+    def __init__(self) -> None:
+        self._first: dict[int, tuple[int, int]] = {}
+
+    def add(self, place: tuple[int, int], seeds: tuple[int, ...]) -> None:
+        """``place``: iteration, prompt. Raises RunFailed for seeds that were used elsewhere."""
+        before = self._first.setdefault(seeds[0], place)
+        if before == place and len(set(seeds)) == len(seeds):
+            return
+        where = "within itself" if before == place else f"those of iteration {before[0]}"
+        raise RunFailed(
+            f"the seeds of iteration {place[0]}, prompt {place[1]}, repeat {where}: its images"
+            " would be the same again; this should never happen, please report it"
+        )
+
+
 class Exploration:
     """Explores iterations: each in its turn, or the next one while the learner works."""
 
@@ -25,6 +46,7 @@ class Exploration:
         self._config, self._services, self._prompts = config, services, prompts
         self._tasks = BackgroundTasks()
         self._ahead: asyncio.Task[Iteration] | None = None  # ends when the next one is under way
+        self._ledger = SeedLedger()
 
     async def begun(self, index: int) -> Iteration:
         """Iteration ``index``, being explored: ahead since a while, or from now on."""
@@ -50,13 +72,21 @@ class Exploration:
         run_seed = self._config.seed
         return tuple(stream_seed(run_seed, "explore", iteration, prompt, n) for n in range(count))
 
+    def new_seeds(self, iteration: int, prompt: int, count: int) -> tuple[int, ...]:
+        """``seeds``. Raises RunFailed when another prompt or iteration had them."""
+        found = self.seeds(iteration, prompt, count)
+        self._ledger.add((iteration, prompt), found)
+        return found
+
     async def _begin(self, index: int) -> Iteration:
         config, services = self._config, self._services
         per_iteration = config.prompts.per_iteration
         rows = prompts_of_iteration(len(self._prompts), per_iteration, index, config.seed)
         prompts = [self._prompts[row] for row in rows]
         conditioning = await services.encoder.encode(index, [[prompt.text] for prompt in prompts])
-        scoring = Scoring(config.rewards, services.reward)
+        every = config.audit.identity_every
+        twice = every > 0 and index % every == 0
+        scoring = Scoring(config.rewards, services.reward, recheck=twice)
         if config.plan.explore is None:
             return Iteration(index, index, None, prompts, conditioning, scoring)
         # a function of the iteration, not of what was published by now: timing must not show
@@ -70,7 +100,7 @@ class Exploration:
         """A prompt's candidates, explored and scored, and what of them is chosen."""
         plan, size = self._config.plan.explore, self._config.explore.chunk_size
         assert plan is not None
-        seeds = self.seeds(it.index, p, plan.pool_size)
+        seeds = self.new_seeds(it.index, p, plan.pool_size)
         chunks = await run_together(
             *(
                 self._chunk(it, p, number, seeds[first : first + size])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -14,6 +13,7 @@ from ray import ObjectRef
 
 from actors.messages import Chosen, SampleRows, Samples, TrainingGroup
 from cluster.driver.scoring import Scored, Scoring
+from cluster.runtime import clock
 from configs.prompts import Prompt
 from learner.audit import agreement
 from policy.types import Conditioning
@@ -66,7 +66,7 @@ class Iteration:
     conditioning: list[ObjectRef[Conditioning]]  # one per prompt
     scoring: Scoring
     exploring: Sequence[asyncio.Task[Candidates]] = ()  # one per prompt
-    began: float = field(default_factory=time.perf_counter)
+    began: float = field(default_factory=clock.now)
     start: float = 0.0  # when it had begun and its turn had come
     explored_at: float = 0.0
     candidates: dict[int, Candidates] = field(default_factory=dict[int, Candidates])
@@ -93,7 +93,7 @@ class Iteration:
 
     def begin_turn(self, tell: Callable[[str, int], None]) -> None:
         """From now on ``tell`` hears what is done; first what was done ahead."""
-        self.start = time.perf_counter()
+        self.start = clock.now()
         for stage, count in self.done.items():
             tell(stage, count)
         self._tell = tell
@@ -108,7 +108,7 @@ class Iteration:
         """Everything about a prompt's candidates is known."""
         self.candidates[prompt] = candidates
         self.advanced("selected", len(candidates.chosen.train))
-        self.explored_at = max(self.explored_at, time.perf_counter())
+        self.explored_at = max(self.explored_at, clock.now())
         return candidates
 
     # ---- what it tells

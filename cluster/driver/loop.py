@@ -8,16 +8,18 @@ objective or model runs.
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Callable
 
 from actors.messages import TrainingGroup
 from cluster.driver.exploration import Exploration
+from cluster.driver.identity import PolicyIdentity
 from cluster.driver.iteration import Iteration, Metrics, trained_rewards
 from cluster.driver.rank_monitor import RankMonitor
 from cluster.driver.regeneration import Regeneration
+from cluster.driver.scoring import ConstantScores
 from cluster.driver.services import ActorServices
 from cluster.driver.weights import common_backends
+from cluster.runtime import clock
 from cluster.runtime.tasks import run_together
 from configs.prompts import Prompt
 from configs.schema import RunConfig
@@ -42,6 +44,11 @@ class Ring:
         self.config, self.services, self.progress = config, services, progress
         self.updating = asyncio.Lock()  # held while the learner's weights change
         self.monitor = RankMonitor(config.audit, config.regenerate.precision, event, progress.note)
+        self._constant = ConstantScores(event, progress.note)
+        if config.audit.identity_every and config.plan.explore is not None:
+            services.weights.identity = PolicyIdentity(
+                config, services.encoder, prompts, event, progress.note
+            )
         self._exploration = Exploration(config, services, prompts)
         self._regeneration = Regeneration(config, services)
 
@@ -62,14 +69,15 @@ class Ring:
         it = await self._its_turn(index)
         groups = await run_together(*(self._group(it, p) for p in range(len(it.prompts))))
         it.scoring.check_share()
-        regenerated_at = time.perf_counter()
+        self._constant.observe(index, it.scoring)
+        regenerated_at = clock.now()
         async with self.updating:
             update = await self.services.learner.update(index, groups)
-            updated_at = time.perf_counter()
+            updated_at = clock.now()
             self.progress.advanced("updated", sum(len(group.rewards) for group in groups))
             audit = self._audit(it)
             published = await self.publish(index + 1)
-        times = it.times(regenerated_at, updated_at, time.perf_counter())
+        times = it.times(regenerated_at, updated_at, clock.now())
         self.progress.advanced("published", 1)
         metrics = it.metrics(self.config.selection.keep) | trained_rewards(groups) | self._counts()
         return metrics | audit | update | published | times, it
@@ -104,8 +112,8 @@ class Ring:
         trained on, with their rewards.
         """
         if self.config.plan.explore is None:
-            it.explored_at = time.perf_counter()
-            seeds = self._exploration.seeds(it.index, p, self.config.selection.keep)
+            it.explored_at = clock.now()
+            seeds = self._exploration.new_seeds(it.index, p, self.config.selection.keep)
             group, _ = await self._regeneration.seeds(it, p, seeds)
             return group
         candidates = await it.exploring[p]

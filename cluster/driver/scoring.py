@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -19,6 +19,52 @@ from records.errors import InputsLost, RunFailed
 from rewards.combine import Combination
 
 Labels = tuple[str, ...]
+TOLERANCE = 0.5
+"""Standard deviations of a batch by which a score may differ when it is asked for again: batches in
+another order round otherwise, and another order of answers is off by more than one.
+"""
+FEW = 4
+"""Equal scores of fewer images say nothing."""
+MOST_CONSTANT = 3
+"""Iterations in a row in which no scorer tells any two images apart, before the run ends."""
+
+
+class ConstantScores:
+    """Watches for scorers that give all images of an iteration one score: nothing is ranked, the
+    advantages are zero, and nothing fails.
+    """
+
+    def __init__(self, event: Callable[..., None], note: Callable[[str], None]):
+        self._event, self._note, self._in_a_row = event, note, 0
+
+    def observe(self, iteration: int, scoring: Scoring) -> None:
+        """Tell of each such scorer. Raises RunFailed when there was no other for some time."""
+        found = scoring.constant()
+        for label, value in found.items():
+            self._event("scorer_constant", iteration=iteration, scorer=label, value=value)
+            self._note(
+                f"iteration {iteration}: scorer {label!r} gave {value:g} for every image: it ranks"
+                " nothing"
+            )
+        self._in_a_row = self._in_a_row + 1 if found.keys() == scoring.labels else 0
+        if self._in_a_row >= MOST_CONSTANT:
+            raise RunFailed(
+                f"iteration {iteration}: every scorer gave every image the same score,"
+                f" {MOST_CONSTANT} iterations in a row, so nothing can be learned: look at"
+                f" {', '.join(found)}, and continue with --resume"
+            )
+
+
+def disagreement(first: Floats, again: Floats) -> float:
+    """Largest |first - again| of scores float32 [B] that are there both times, in standard
+    deviations of the first; where that is zero, in thousandths of their size.
+    """
+    both = np.isfinite(first) & np.isfinite(again)
+    if not both.any():
+        return 0.0
+    a, b = first[both].astype(np.float64), again[both].astype(np.float64)
+    scale = float(a.std()) or 1e-3 * max(float(np.abs(a).max()), 1e-3)
+    return float(np.abs(a - b).max()) / scale
 
 
 @dataclass(frozen=True)
@@ -60,8 +106,17 @@ class Scoring:
     from the actors' memory.
     """
 
-    def __init__(self, rewards: Rewards, service: RewardService, evaluation: bool = False):
+    def __init__(
+        self,
+        rewards: Rewards,
+        service: RewardService,
+        evaluation: bool = False,
+        recheck: bool = False,
+    ):
+        """``recheck``: the first batch is scored twice, and must get the same scores again."""
         self._rewards, self._service, self._evaluation = rewards, service, evaluation
+        self._recheck = recheck and rewards.deterministic
+        self.error: float | None = None  # between the two, in standard deviations
         self.combination = Combination.from_config(rewards)
         if evaluation:
             self.combination = self.combination.for_evaluation
@@ -98,7 +153,49 @@ class Scoring:
         values = {label: given[label] for label in self._labels}
         rewards = self.combination(values)
         self._count(rewards, values, answers)
+        if self._recheck:
+            self._recheck = False
+            await self._score_again(key, images, prompts, values)
         return Scored(rewards, values, self.combination)
+
+    async def _score_again(
+        self,
+        key: object,
+        images: ObjectRef[Images],
+        prompts: list[Prompt],
+        first: Mapping[str, Floats],
+    ) -> None:
+        """Raises RunFailed where a scorer gives these images other scores than at first."""
+        texts, metadata = [p.text for p in prompts], [p.metadata for p in prompts]
+        for pool, labels in self._service.groups.values():
+            mine = tuple(label for label in labels if label in self._labels)
+            if not mine:
+                continue
+            client = RewardClient(pool)
+            again = (await client.recheck(key, images, texts, metadata, mine)).values
+            for label in mine:
+                error = disagreement(first[label], again[label])
+                self.error = max(self.error or 0.0, error)
+                if error > TOLERANCE:
+                    raise RunFailed(
+                        f"scorer {label!r} gave the same {len(texts)} images other scores when"
+                        f" asked again in reverse: up to {error:.2g} standard deviations apart; it"
+                        " answers for other images, in another order, for an earlier batch or at"
+                        " random: mend it, or set rewards.deterministic = false"
+                    )
+
+    def constant(self) -> dict[str, float]:
+        """Scorers that gave every image of several the same score, with that score."""
+        return {
+            label: found[0]
+            for label, found in self._sums.items()
+            if label in self._labels and len(found) >= FEW and min(found) == max(found)
+        }
+
+    @property
+    def labels(self) -> set[str]:
+        """Of the scorers that are asked."""
+        return set(self._labels)
 
     def check_share(self) -> None:
         """Raises RunFailed when more images were dropped than configured."""
@@ -116,7 +213,8 @@ class Scoring:
         """
         means = {f"reward/{label}": float(np.mean(v)) for label, v in self._sums.items() if v}
         stood_in = {"rewards/stood_in": self.stood_in} if self.combination.optional else {}
-        return means | self.speeds() | stood_in
+        error = {"audit/scorer_error": self.error} if self.error is not None else {}
+        return means | self.speeds() | stood_in | error
 
     def speeds(self) -> dict[str, float]:
         """``rewards/images_per_s/<label>``: images per second of each scorer while it works."""

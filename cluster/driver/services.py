@@ -20,8 +20,9 @@ from cluster.driver.learners import LearnerGroup
 from cluster.driver.places import Places
 from cluster.driver.scoring import RewardService
 from cluster.driver.weights import WeightChannel, incompatibility
-from cluster.runtime.member import Handle
+from cluster.runtime import template
 from cluster.runtime.pool import ActorPool
+from cluster.runtime.transport import RAY, Handle, Transport
 from configs.load import ConfigError
 from configs.schema import RunConfig
 from configs.services import ScorerService
@@ -36,6 +37,8 @@ SCALABLE = ("rollout", "reward")
 class ActorServices:
     """Rollout, reward, selector, encoder and learner of one run."""
 
+    transport: Transport = RAY
+
     def __init__(
         self,
         config: RunConfig,
@@ -44,7 +47,7 @@ class ActorServices:
         record: Callable[[Span], None] = lambda span: None,
     ):
         self.config, self._event, self._record = config, event, record
-        self.places = Places(config, event)
+        self.places = self._places()
         self._scaling = asyncio.Lock()  # one change of size after the other
         tree = config.model_dump(mode="json")
         failures = str(rundir.path / "failure")
@@ -70,6 +73,9 @@ class ActorServices:
         if config.plan.explore is not None:
             self.pools.append(self.rollout_pool)
 
+    def _places(self) -> Places:
+        return Places(self.config, self._event)
+
     def _pool(self, kind: str, actor: type, *args: object) -> ActorPool:
         return ActorPool(
             kind,
@@ -80,6 +86,7 @@ class ActorServices:
             start_deadline_s=self.config.services.start_deadline_s,
             released=self.places.release,
             record=self._record,
+            transport=self.transport,
         )
 
     def only(self, *kinds: str) -> None:
@@ -165,6 +172,7 @@ class ActorServices:
     def _spawner(self, kind: str, actor: type, *args: object) -> Callable[[str], Handle]:
         service = self.config.services.of(kind)
         own = service.runtime_env if isinstance(service, ScorerService) else {}
+        own = own or template.runtime_env(self.config, kind)
         # OpenMP's waiting threads spin by default, and would take the cores of actors that work
         threads = {"OMP_NUM_THREADS": str(service.threads), "OMP_WAIT_POLICY": "PASSIVE"}
         options: dict[str, Any] = {

@@ -27,14 +27,14 @@ from cluster.driver.store import check_store
 from cluster.jobs.board import Link
 from cluster.runtime.nodes import find_room
 from cluster.runtime.tasks import cancel_all
-from configs.prompts import Prompt, read_prompts
+from configs.prompts import Prompt, read_prompts, refuse_overlap
 from configs.schema import RunConfig
 from learner.checkpoint import CheckpointError
 from learner.schedules import stop_reason
 from planning.layouts.resolve import as_started, keep_layout
 from planning.preflight import check_model, check_resumable, check_scorers
 from records.errors import InputsLost, RunFailed, StateLost, Stopped
-from records.progress import Progress
+from records.progress import Progress, waiting
 from records.rundir import RunDirectory, write_json
 from records.sinks import Sinks, check_sinks
 from records.timeline import Timeline
@@ -51,17 +51,21 @@ def train(config: RunConfig, resume: bool) -> RunDirectory:
     """
     train_prompts = read_prompts(config.prompts.train)
     test_prompts = read_prompts(config.prompts.test)[: config.evaluate.prompts]
+    refuse_overlap(config.prompts, train_prompts, test_prompts)
+    rundir = RunDirectory.of(config)
+    if not resume:
+        rundir.require_new()
     check_model(config)
     check_scorers(config)
     check_sinks(config)
-    rundir = RunDirectory.of(config)
     with contextlib.ExitStack() as alone:
         if resume:
             started = rundir.configuration()
             check_resumable(as_started(config, started), rundir)
             config = keep_layout(config, started)
             alone.enter_context(rundir.held())
-        joined = join_or_start_ray(config)
+        with waiting("starting Ray"):
+            joined = join_or_start_ray(config)
         try:
             check_run_root(config, joined)
             tell = partial(print, flush=True)
@@ -104,7 +108,7 @@ class Session:
         self.progress = progress or Progress(title=f"Sol-RL: {config.name}")
         self.position = Position()
         timeline = Timeline(rundir.timeline_file)
-        self.services = ActorServices(config, rundir, rundir.event, timeline.record)
+        self.services = ActorServices(config, rundir, self._event, timeline.record)
         self.ring = Ring(config, self.services, train_prompts, self.progress, rundir.event)
         self.sinks = Sinks(config, rundir, rundir.event)
         self.held_out = HeldOut(config, rundir, test_prompts)
@@ -142,6 +146,11 @@ class Session:
             self.sinks.close()
             self._report()
 
+    def _event(self, name: str, **fields: object) -> None:
+        self.rundir.event(name, **fields)
+        if name == "actor_started":
+            self.progress.actor_started()
+
     def _begin(self, resume: bool) -> Path | None:
         """The checkpoint to go on from; None: from the beginning."""
         event, config = self.rundir.event, self.config
@@ -167,7 +176,7 @@ class Session:
             self.progress.note(f"report.html could not be written: {error.strerror or error}")
 
     async def _train(self, checkpoint: Path | None) -> None:
-        self.progress.note("starting actors")
+        self.progress.starting(sum(len(pool.members) for pool in self.services.pools))
         await self.services.start()
         while True:
             try:

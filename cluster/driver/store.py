@@ -7,7 +7,9 @@ slowly, after every iteration.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 from cluster.runtime.nodes import object_stores
 from configs.load import ConfigError
@@ -16,8 +18,11 @@ from planning.assumptions import ACCELERATORS, backend_of
 from planning.make import GB, SPILLS_AT, described, store_size, versions_held
 from planning.placement import Node, needs_of, place
 from policy import memory
+from policy.families import model_directory
 from policy.lora import target_modules
 from policy.types import DTYPES
+
+WIDEST = 4  # bytes of a weight as it is published, at most; a file has at least one for it
 
 
 def published_bytes(config: RunConfig, accelerator: str | None = None) -> int:
@@ -30,13 +35,22 @@ def published_bytes(config: RunConfig, accelerator: str | None = None) -> int:
     with described(config) as (family, _):
         backend, _ = backend_of(config, accelerator)
         model = memory.blank(family, "transformer", dtype)
-        adapted = target_modules(
-            model, config.lora.targets or family.lora_targets, strict=bool(config.lora.targets)
-        )
-        transformer, rows, layers = memory.blank_explorer(
+        adapted = target_modules(model, config.lora.targets or family.lora_targets)
+        _, rows, layers = memory.blank_explorer(
             family, backend, config.explore.modules_to_not_convert, dtype
         )
-        return memory.wire_bytes(transformer, rows, layers, adapted, backend)
+        return memory.wire_bytes(rows, layers, adapted, backend).total
+
+
+def most_bytes(config: RunConfig) -> float:
+    """What one version is certainly not larger than, from the sizes of files on this machine.
+
+    A millisecond, where counting builds the model and imports diffusers for it: seconds, which
+    every start of a small model would wait for.
+    """
+    folder = Path(model_directory(config.model)) / "transformer"
+    files = [file.stat().st_size for file in folder.glob("*.safetensors")]
+    return WIDEST * sum(files) if files else math.inf
 
 
 def check_store(
@@ -62,8 +76,11 @@ def check_store(
         and accelerator not in ACCELERATORS
     ):
         return
-    wanted = versions_held(config) * published_bytes(config, accelerator)
     sizes = object_stores() if stores is None else stores
+    least = min((sizes[n] for kind in homes.values() for n in kind if n in sizes), default=math.inf)
+    if least * SPILLS_AT >= versions_held(config) * most_bytes(config):
+        return
+    wanted = versions_held(config) * published_bytes(config, accelerator)
     lines: list[str] = []
     for node in sorted({*homes["rollout"], *homes["learner"]}):
         if node in sizes and sizes[node] * SPILLS_AT < wanted:

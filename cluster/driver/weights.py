@@ -7,7 +7,6 @@ new, replaced, behind, or ahead. It is sent the shards that differ from those it
 
 from __future__ import annotations
 
-import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
@@ -17,6 +16,8 @@ from actors.calls import resolved
 from actors.clients import LearnerClient
 from actors.messages import ActorInfo, ChunkKey, Shard, WeightsId
 from actors.rollout import RolloutActor
+from cluster.driver.identity import Expected, PolicyIdentity
+from cluster.runtime import clock
 from cluster.runtime.member import Member
 from cluster.runtime.pool import ActorPool
 from policy.precision.wire import Manifest
@@ -30,6 +31,7 @@ class Published:
     manifest: Manifest
     backend: str | None  # precision that it is packed for; None: rollout actors do not say
     shards: list[ObjectRef[Shard]]  # in order
+    probe: Expected | None = None  # what the learner makes of it, where it is checked
 
     @property
     def id(self) -> WeightsId:
@@ -52,6 +54,7 @@ class WeightChannel:
         # the run's precision, from its first publishing on; a checkpoint keeps it
         self.chosen: str | None = None
         self.why = ""
+        self.identity: PolicyIdentity | None = None  # checks what actors make of what they loaded
 
     @property
     def current(self) -> Published | None:
@@ -82,19 +85,20 @@ class WeightChannel:
         ``backend``: the precision to pack for; None: the run's, which is what its first rollout
         actors reported. ``weights``: the adapter to export; None: the policy that is sampled.
         """
-        start = time.perf_counter()
+        start = clock.now()
         own = one_backend(rollout)
         backend = backend or self._of_the_run(own, rollout)
         exported = await learner.export(version, backend, weights)
         shards, fetched = await self._fetch(version, learner, exported.manifest)
-        published = Published(exported.manifest, backend, shards)
+        probe = await self.identity.expected(version, learner) if self.identity else None
+        published = Published(exported.manifest, backend, shards, probe)
         # versions from ``version`` on are of a run that has gone back to a checkpoint since
         kept = {v: p for v, p in self._held.items() if version - self._ahead <= v < version}
         self._held = kept | {version: published}
         self._remember(published, rollout)
         if not self._ahead:
             await rollout.each(lambda member: self._load(rollout, member, published))
-        seconds = time.perf_counter() - start
+        seconds = clock.now() - start
         self._event(
             "version_published",
             version=version,
@@ -109,6 +113,7 @@ class WeightChannel:
             "weights/version": version,
             "weights/bytes": exported.manifest.nbytes,
             **exported.statistics,
+            **(self.identity.take_metrics() if self.identity else {}),
         }
 
     async def _fetch(
@@ -189,6 +194,8 @@ class WeightChannel:
                 f"rollout actor {member.index} acknowledged version {loaded.version} checksum"
                 f" {loaded.checksum}, published was {published.id.version} {published.id.checksum}"
             )
+        if self.identity and published.probe:
+            await self.identity.check(rollout, member, published.probe)
         member.weights = published.id
 
 

@@ -6,21 +6,24 @@ No answer is waited for without end.
 from __future__ import annotations
 
 import asyncio
-import time
 from typing import TypeVar
 
 from ray import ObjectRef
 from ray.exceptions import ObjectLostError, RayActorError, RayTaskError
 
+from cluster.runtime import clock
 from cluster.runtime.member import ActorLost, Member
 from cluster.runtime.starting import cause
+from cluster.runtime.transport import Transport
 from configs.services import Service
 from records.errors import InputsLost
 
 Value = TypeVar("Value")
 
 
-async def answer_of(member: Member, ref: ObjectRef[Value], service: Service) -> Value:
+async def answer_of(
+    transport: Transport, member: Member, ref: ObjectRef[Value], service: Service
+) -> Value:
     """The value behind ``ref``, a call that the member's actor was sent.
 
     It may take ``service.deadline_s`` seconds since the actor's last answer: it does one thing
@@ -32,19 +35,19 @@ async def answer_of(member: Member, ref: ObjectRef[Value], service: Service) -> 
         InputsLost: an object that it was sent no longer exists.
         RayError: what the method raised.
     """
-    future = asyncio.wrap_future(ref.future())
-    asked = time.monotonic()
+    future = transport.answer(ref)
+    asked = clock.now()
     future.add_done_callback(_observe)
     while True:
         limit = service.deadline_s + (service.warm_up_s if member.cold else 0.0)
-        left = max(asked, member.last_answer) + limit - time.monotonic()
+        left = max(asked, member.last_answer) + limit - clock.now()
         done, _ = await asyncio.wait({future}, timeout=max(left, 0.0))
         if done:
             break
         # another call's answer may have come meanwhile: then this one's time begins again
-        if time.monotonic() - max(asked, member.last_answer) >= limit:
+        if clock.now() - max(asked, member.last_answer) >= limit:
             raise ActorLost(f"no answer for {limit:g} s")
-    member.last_answer = time.monotonic()
+    member.last_answer = clock.now()
     try:
         return future.result()
     except RayActorError as error:

@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import time
-from typing import Any, TypeAlias
-
-import ray
 
 from actors.messages import ActorInfo, WeightsId
+from cluster.runtime import clock
 from cluster.runtime.queue import PendingTask
-
-Handle: TypeAlias = Any  # of a Ray actor, whose methods exist at run time only
+from cluster.runtime.transport import RAY, Handle, Transport
 
 
 class ActorLost(Exception):
@@ -25,8 +21,8 @@ class Vacant(ActorLost):
 class Member:
     """One place; ``handle`` is the actor that fills it now, None while it is being replaced."""
 
-    def __init__(self, index: int):
-        self.index = index
+    def __init__(self, index: int, transport: Transport = RAY):
+        self.index, self._transport = index, transport
         self.incarnation = 0  # actors that were here before this one
         self.restarts = 0  # of those, the ones that were replaced because they were lost
         self.handle: Handle | None = None
@@ -57,7 +53,7 @@ class Member:
     @property
     def busy_s(self) -> float:
         """Seconds in which it had a task in hand."""
-        return self._busy_s + (time.monotonic() - self._busy_since if self._busy else 0.0)
+        return self._busy_s + (clock.now() - self._busy_since if self._busy else 0.0)
 
     @property
     def idle_slots(self) -> list[asyncio.Task[None]]:
@@ -69,12 +65,12 @@ class Member:
     def fill(self, handle: Handle, info: ActorInfo) -> None:
         """An actor is there."""
         self.handle, self.info, self.cold = handle, info, bool(info.cold)
-        self.last_answer = time.monotonic()
+        self.last_answer = clock.now()
 
     def kill(self) -> None:
         """End the actor, if there is one. It takes its weights along."""
         if self.handle is not None:
-            ray.kill(self.handle, no_restart=True)
+            self._transport.kill(self.handle)
         self.handle = self.weights = None
 
     # ---- its tasks
@@ -82,14 +78,14 @@ class Member:
     def begin_task(self) -> None:
         """The running slot has a task in hand."""
         if not self._busy:
-            self._busy_since = time.monotonic()
+            self._busy_since = clock.now()
         self._busy.add(asyncio.current_task())
 
     def end_task(self) -> None:
         """The running slot is done with it."""
         self._busy.discard(asyncio.current_task())
         if not self._busy:
-            self._busy_s += time.monotonic() - self._busy_since
+            self._busy_s += clock.now() - self._busy_since
 
     @property
     def sent(self) -> int:

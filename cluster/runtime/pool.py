@@ -14,8 +14,7 @@ every call fails with StateLost until the pool is renewed.
 from __future__ import annotations
 
 import asyncio
-import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from typing import ParamSpec, TypeVar, cast
 
 from ray import ObjectRef
@@ -23,12 +22,14 @@ from ray.exceptions import RayError
 
 from actors.calls import Answer, AnyTask, Call, Caller, Method
 from actors.messages import ActorInfo
+from cluster.runtime import clock
 from cluster.runtime.answers import answer_of
 from cluster.runtime.member import ActorLost, Member, Vacant
 from cluster.runtime.queue import PendingTask, TaskQueue
 from cluster.runtime.starting import Spawn, cause
 from cluster.runtime.supervisor import Event, Supervisor
 from cluster.runtime.tasks import BackgroundTasks
+from cluster.runtime.transport import RAY, Transport
 from configs.services import Service
 from records.errors import InputsLost, RunFailed, StateLost
 from records.timeline import Span, span_of
@@ -57,18 +58,20 @@ class ActorPool(Caller):
         start_deadline_s: float = START_DEADLINE_S,
         released: Callable[[str], None] = lambda actor: None,
         record: Callable[[Span], None] = lambda span: None,
+        transport: Transport = RAY,
     ):
         """``released`` is told the name of an actor that leaves for good, ``record`` which actor
-        had which task in hand and when.
+        had which task in hand and when. ``transport`` carries the calls.
         """
         self.kind, self.service, self.event = kind, service, event
         self.prepare: Callable[[Member, object], Awaitable[None]] | None = None
         self.accepts: Callable[[ActorInfo], str | None] = lambda info: None
         self.lost_by: Callable[[RayError], Awaitable[str | None]] | None = None
-        self._stateful, self._record = stateful, record
+        self._stateful, self._record, self._transport = stateful, record, transport
         self.queue = TaskQueue()
         self.supervisor = Supervisor(
             kind,
+            transport,
             spawn,
             service,
             event,
@@ -158,8 +161,9 @@ class ActorPool(Caller):
 
         Raises ActorLost when it dies or hangs, RayError for what the method raises.
         """
-        ref = getattr(member.handle, method.__name__).remote(*args, **named)
-        return cast(R, await self._answer(member, (method.__name__,), 0, ref))
+        call = Call(method.__name__, args, named)
+        refs = self._transport.send(member.handle, call)
+        return cast(R, await self._answer(member, (method.__name__,), 0, refs[0]))
 
     # ---- tasks
 
@@ -230,21 +234,19 @@ class ActorPool(Caller):
                 return await self._result(member, pending, refs)
         return await self._result(member, pending, refs)
 
-    async def _send(self, member: Member, pending: PendingTask) -> list[ObjectRef[Answer]]:
+    async def _send(self, member: Member, pending: PendingTask) -> Sequence[ObjectRef[Answer]]:
         async with member.lock:  # not while the actor is replaced, or prepared for another task
             pending.incarnation = member.incarnation
             if member.handle is None:
                 raise Vacant("the actor is being replaced")
             if self.prepare:
                 await self.prepare(member, pending.task.key)
-            call = pending.call
-            method = getattr(member.handle, call.method).options(num_returns=call.returns)
-            refs = method.remote(*call.args, **call.named)
+            refs = self._transport.send(member.handle, pending.call)
             member.send(pending)
-        return refs if call.returns > 1 else [refs]
+        return refs
 
     async def _result(
-        self, member: Member, pending: PendingTask, refs: list[ObjectRef[Answer]]
+        self, member: Member, pending: PendingTask, refs: Sequence[ObjectRef[Answer]]
     ) -> Answer:
         first = await self._answer(member, pending.task.key, pending.retries, refs[0])
         return (first, *refs[1:]) if pending.call.returns > 1 else first
@@ -263,9 +265,9 @@ class ActorPool(Caller):
         self, member: Member, key: object, attempt: int, ref: ObjectRef[Answer]
     ) -> object:
         """``answer_of``, with a line in the timeline: an actor does one thing after the other."""
-        sent, incarnation, outcome = time.time(), member.incarnation, "failed"
+        sent, incarnation, outcome = clock.wall(), member.incarnation, "failed"
         try:
-            value = await answer_of(member, ref, self.service)
+            value = await answer_of(self._transport, member, ref, self.service)
             outcome = "done"
             return value
         except ActorLost:
@@ -275,7 +277,7 @@ class ActorPool(Caller):
             outcome = "stopped"
             raise
         finally:
-            started, member.busy_until = max(sent, member.busy_until), time.time()
+            started, member.busy_until = max(sent, member.busy_until), clock.wall()
             ended = member.busy_until
             self._record(
                 span_of(self.kind, member.index, incarnation, key, attempt, started, ended, outcome)

@@ -35,17 +35,27 @@ class PendingTask:
             self.future.set_exception(error)
 
 
+@dataclass(eq=False)
+class _Taker:
+    """A slot that waits for a task."""
+
+    fits: Callable[[PendingTask], bool]
+    given: asyncio.Future[PendingTask]
+
+
 class TaskQueue:
-    """Lowest priority first, then first come first served.
+    """Lowest priority first, then first come first served, to the slot that has waited longest.
 
     Not ``asyncio.PriorityQueue``: that would hand a task to a member that must not take it, which
-    could only put it back and look again after a while.
+    could only put it back and look again after a while. A task goes to one slot, and the others
+    sleep on: with a thousand actors, waking all for each task would take all of the driver's time.
     """
 
     def __init__(self) -> None:
         self._waiting: list[tuple[tuple[int, ...], int, PendingTask]] = []  # sorted
+        self._takers: dict[int, _Taker] = {}  # by their order
         self._order = itertools.count()
-        self._changed = asyncio.Event()
+        self._looking: asyncio.Handle | None = None
         self.deepest = 0  # most tasks that waited since this was set back
 
     def __len__(self) -> int:
@@ -58,20 +68,51 @@ class TaskQueue:
         self.look_again()
 
     def look_again(self) -> None:
-        """Who may take what has changed, as when an actor came or went."""
-        self._changed.set()
-        self._changed = asyncio.Event()
+        """Who may take what has changed, as when an actor came or went. All that is put in one turn
+        of the event loop is given out after it, in order.
+        """
+        if self._takers and self._looking is None:
+            self._looking = asyncio.get_running_loop().call_soon(self._look)
 
     async def take(self, fits: Callable[[PendingTask], bool]) -> PendingTask:
         """The first task that ``fits``, once there is one."""
-        while True:
-            for place, (_, _, pending) in enumerate(self._waiting):
-                if fits(pending):
-                    del self._waiting[place]
-                    return pending
-            await self._changed.wait()
+        for place, (_, _, pending) in enumerate(self._waiting):
+            if fits(pending):
+                del self._waiting[place]
+                return pending
+        order = next(self._order)
+        taker = _Taker(fits, asyncio.get_running_loop().create_future())
+        self._takers[order] = taker
+        try:
+            return await taker.given
+        except asyncio.CancelledError:
+            if taker.given.done() and not taker.given.cancelled():
+                self.put(taker.given.result())  # it came too late
+            raise
+        finally:
+            self._takers.pop(order, None)
 
     def fail_all(self, error: Exception) -> None:
         """Settle every task that waits."""
         while self._waiting:
             self._waiting.pop()[2].fail(error)
+
+    def _look(self) -> None:
+        """Give out what can be given."""
+        self._looking = None
+        left: list[tuple[tuple[int, ...], int, PendingTask]] = []
+        for place, row in enumerate(self._waiting):
+            if not self._takers:
+                left += self._waiting[place:]
+                break
+            found = next((o for o, taker in self._takers.items() if taker.fits(row[2])), None)
+            if found is None:
+                left.append(row)
+            else:
+                taker = self._takers.pop(found)
+                if taker.given.done():  # cancelled in this very turn
+                    left.append(row)
+                    self.look_again()
+                else:
+                    taker.given.set_result(row[2])
+        self._waiting = left

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Callable
 from typing import TypeAlias
 
-import ray
 from ray.exceptions import ActorUnschedulableError, RayActorError, RayError
 
+from actors.calls import Call
 from actors.messages import ActorInfo
-from cluster.runtime.member import Handle
+from cluster.runtime import clock
+from cluster.runtime.transport import Handle, Transport
 from planning.placement import NoRoom
 from records.errors import RunFailed
 
@@ -21,10 +21,16 @@ LOST_STARTS = 4
 seconds.
 """
 PAUSE_S = 1.0
+READY = Call("ready", (), {})
 
 
 async def start_actor(
-    spawn: Spawn, name: str, who: str, deadline_s: float, waits: Callable[[str], None]
+    transport: Transport,
+    spawn: Spawn,
+    name: str,
+    who: str,
+    deadline_s: float,
+    waits: Callable[[str], None],
 ) -> tuple[Handle, ActorInfo]:
     """A new actor, and what it says of itself. ``waits`` is told once when there is no room for it.
 
@@ -33,13 +39,13 @@ async def start_actor(
             again, or it was not placed or not ready within ``deadline_s`` seconds. Ray alone would
             keep an actor pending for ever.
     """
-    deadline = time.monotonic() + deadline_s
+    deadline = clock.now() + deadline_s
     lost, told = 0, False
     while True:
         try:
             handle = spawn(f"{name}-{lost}" if lost else name)
         except NoRoom as error:
-            if time.monotonic() > deadline:
+            if clock.now() > deadline:
                 raise RunFailed(f"{who} had no place for {deadline_s:g} s: {error}") from None
             if not told:
                 waits(str(error))
@@ -47,25 +53,25 @@ async def start_actor(
             await asyncio.sleep(PAUSE_S)
             continue
         try:
-            future = asyncio.wrap_future(handle.ready.remote().future())
-            async with asyncio.timeout(max(deadline - time.monotonic(), PAUSE_S)):
+            future = transport.answer(transport.send(handle, READY)[0])
+            async with asyncio.timeout(max(deadline - clock.now(), PAUSE_S)):
                 return handle, await future
         except TimeoutError:
-            ray.kill(handle, no_restart=True)
+            transport.kill(handle)
             raise RunFailed(
                 f"{who} was not placed or not ready within services.start_deadline_s ="
                 f" {deadline_s:g} s: something else may hold its share of the node (see `ray"
                 " status`), or loading takes longer"
             ) from None
         except asyncio.CancelledError:
-            ray.kill(handle, no_restart=True)
+            transport.kill(handle)
             raise
         except (RayActorError, ActorUnschedulableError) as error:
             lost += 1
             if (
                 getattr(error, "actor_init_failed", False)
                 or lost >= LOST_STARTS
-                or time.monotonic() > deadline
+                or clock.now() > deadline
             ):
                 raise RunFailed(f"{who} did not start: {cause(error)}") from None
             await asyncio.sleep(PAUSE_S)

@@ -10,12 +10,11 @@ import asyncio
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
 
-import ray
-
 from actors.messages import ActorInfo
 from cluster.runtime.member import Member
 from cluster.runtime.starting import Spawn, start_actor
 from cluster.runtime.tasks import run_together
+from cluster.runtime.transport import Transport
 from configs.services import Service
 from records.errors import RunFailed
 
@@ -27,6 +26,7 @@ class Supervisor:
     """Keeps the members of one kind in service."""
 
     kind: str
+    transport: Transport
     spawn: Spawn
     service: Service
     event: Event
@@ -41,7 +41,7 @@ class Supervisor:
     lost: int = field(default=0, init=False)  # actors that died or hung since the pool was made
 
     def __post_init__(self) -> None:
-        self.members = [Member(index) for index in range(self.service.count)]
+        self.members = [Member(index, self.transport) for index in range(self.service.count)]
         self._next_index = len(self.members)
         self._removed_busy_s = 0.0
 
@@ -92,7 +92,7 @@ class Supervisor:
             await asyncio.gather(*(self._remove(member) for member in leaving))
 
     async def _grow(self, count: int) -> None:
-        members = [Member(self._next_index + i) for i in range(count)]
+        members = [Member(self._next_index + i, self.transport) for i in range(count)]
         self._next_index += count
         self.starting = count
 
@@ -204,6 +204,7 @@ class Supervisor:
         """Create an actor for this place and wait until it answers. Raises RunFailed."""
         who = f"{self.kind} actor {member.index}"
         handle, info = await start_actor(
+            self.transport,
             self.spawn,
             f"{self.name(member)}.{member.incarnation}",
             who,
@@ -212,7 +213,7 @@ class Supervisor:
         )
         # those that the run starts with are compared by the first use of them all
         if (joins or member.incarnation) and (fault := self.accepts(info)):
-            ray.kill(handle, no_restart=True)
+            self.transport.kill(handle)
             raise RunFailed(f"{who} {fault}")
         member.fill(handle, info)
         name = (

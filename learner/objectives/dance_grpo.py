@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from configs.objectives import DanceGRPOSettings, whole_part
@@ -17,7 +19,9 @@ class DanceGRPO(PathGRPO):
         super().__init__(settings, 0.0, measure_kl)
         self.settings = settings
 
-    def steps(self, count: int, rng: np.random.Generator) -> np.ndarray:
-        usable = self.settings.trained_steps(count)
-        drawn = max(whole_part(self.settings.step_fraction * len(usable)), 1)
-        return np.sort(rng.permutation(np.asarray(usable))[:drawn])
+    def usable(self, count: int) -> Sequence[int]:
+        return self.settings.trained_steps(count)
+
+    def drawn(self, usable: np.ndarray, rng: np.random.Generator) -> np.ndarray:
+        count = max(whole_part(self.settings.step_fraction * len(usable)), 1)
+        return np.sort(rng.permutation(usable)[:count])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import numpy as np
+from collections.abc import Sequence
 
 from configs.objectives import FlowGRPOSettings
 from learner.objectives.grpo import PathGRPO
@@ -17,5 +17,5 @@ class FlowGRPO(PathGRPO):
         super().__init__(settings, settings.kl, measure_kl)
         self.settings = settings
 
-    def steps(self, count: int, rng: np.random.Generator) -> np.ndarray:
-        return np.asarray(self.settings.trained_steps(count))
+    def usable(self, count: int) -> Sequence[int]:
+        return self.settings.trained_steps(count)

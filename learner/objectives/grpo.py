@@ -5,7 +5,7 @@ sampling paths.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Mapping, Sequence
 
 import numpy as np
 import torch
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from configs.objectives import DanceGRPOSettings, FlowGRPOSettings
 from learner.objectives.base import Points, clipped_surrogate, per_point_mean
-from policy.sampling.sde import PathSolver
+from policy.sampling.sde import PathSolver, Step
 
 
 class PathGRPO(ABC):
@@ -23,7 +23,13 @@ class PathGRPO(ABC):
         p - log p_old) A' = clip(A, -c, c),  loss = mean(max(-A' r, -A' clip(r, 1 - e, 1 + e))) + kl
         mean((mean_theta - mean_ref)^2) / (2 g^2)
 
-    with std = g sqrt(-dsigma). ``log p_old`` is that of the weights the samples were drawn with,
+    with std = g sqrt(-dsigma). Settings change it in three ways. ``window``: only the steps that
+    were drawn stochastically are trained on (MixGRPO, arXiv 2507.21802). ``noise_weight`` p: A'
+    times std^p, its mean over a path's trainable steps 1 (TempFlow-GRPO, arXiv 2508.04324, with p =
+    1). ``ratio_norm``: r = exp(std (log p - log p_old + mean((mean_theta - mean_old)^2) / (2
+    std^2))) and the loss of a step over its -dsigma (GRPO-Guard, arXiv 2510.22319).
+
+    ``log p_old`` is that of the weights the samples were drawn with,
     computed again in the very batch of log p: a forward pass depends in its last bits on the shape
     of its batch, and with e = 1e-4 the ratio must not. The stored log-probability checks that the
     path is theirs: loss/log_prob_drift is the mean absolute difference.
@@ -37,20 +43,32 @@ class PathGRPO(ABC):
     ) -> None:
         self.clip, self.advantage_clip, self.kl = settings.ratio_clip, settings.advantage_clip, kl
         self.path_solver = PathSolver(settings.solvers[0], settings.eta)
+        self.noise_weight, self.ratio_norm = settings.noise_weight, settings.ratio_norm
         self.one_noise = settings.one_noise_per_group
         self.policies: tuple[str, ...] = (
             ("current", "old", "ref") if kl > 0 or measure_kl else ("current", "old")
         )
 
     @abstractmethod
-    def steps(self, count: int, rng: np.random.Generator) -> np.ndarray:
-        """Which of a path's ``count`` steps are trained on: ascending positions."""
+    def usable(self, count: int) -> Sequence[int]:
+        """Which of a path's ``count`` steps may be trained on: ascending positions."""
+
+    def drawn(self, usable: np.ndarray, rng: np.random.Generator) -> np.ndarray:
+        """Those of the ``usable`` steps that a sample is trained on: ascending, all of them."""
+        return usable
+
+    def steps(
+        self, count: int, rng: np.random.Generator, window: Container[int] | None = None
+    ) -> np.ndarray:
+        """The trained steps of a path of ``count`` steps that is stochastic in ``window``."""
+        usable = [j for j in self.usable(count) if window is None or j in window]
+        return self.drawn(np.asarray(usable), rng)
 
     def points(
         self, samples: Mapping[str, Tensor], sigmas: Tensor, rng: np.random.Generator
     ) -> Points:
         """The trained steps of each sample, sample by sample, from "states" [S, T + 1, *latent] and
-        "log_probs" [S, T].
+        "log_probs" [S, T]; of its "stochastic" [S, T] steps, where that is recorded.
 
         Raises ValueError where a path has not as many steps as the schedule [T + 1].
         """
@@ -61,7 +79,8 @@ class PathGRPO(ABC):
                 f"paths of {states.shape[1] - 1} steps, the schedule has {count}: regenerate with"
                 " the steps that are trained on"
             )
-        chosen = [self.steps(count, rng) for _ in range(len(states))]
+        windows = self._windows(samples, len(states))
+        chosen = [self.steps(count, rng, window) for window in windows]
         row = torch.from_numpy(np.repeat(np.arange(len(states)), [len(part) for part in chosen]))
         j = torch.from_numpy(np.concatenate(chosen))
         given = {
@@ -69,7 +88,28 @@ class PathGRPO(ABC):
             "sigma_next": sigmas.cpu()[j + 1],
             "log_prob": stored[row, j],
         }
+        if self.noise_weight:
+            weights = [
+                self._weights(part, sigmas.cpu(), window)
+                for part, window in zip(chosen, windows, strict=True)
+            ]
+            given["weight"] = torch.cat(weights)
         return Points(states[row, j], sigmas.cpu()[j], row, given)
+
+    def _windows(
+        self, samples: Mapping[str, Tensor], count: int
+    ) -> Sequence[Container[int] | None]:
+        """The stochastic steps of each sample; None: all."""
+        recorded = samples.get("stochastic")
+        if recorded is None:
+            return [None] * count
+        return [set(row.nonzero().flatten().tolist()) for row in recorded]
+
+    def _weights(self, chosen: np.ndarray, sigmas: Tensor, window: Container[int] | None) -> Tensor:
+        """std^p of the ``chosen`` steps over its mean of all steps that may be chosen."""
+        weights = self.path_solver.std(sigmas[:-1], sigmas[1:]) ** self.noise_weight
+        usable = [j for j in self.usable(len(weights)) if window is None or j in window]
+        return (weights[torch.from_numpy(chosen)] / weights[usable].mean()).float()
 
     def loss(
         self, points: Points, velocities: Mapping[str, Tensor], advantages: Tensor
@@ -83,7 +123,13 @@ class PathGRPO(ABC):
         }
         current, old = steps["current"], steps["old"].log_prob(x_next).detach()
         weight = advantages.clamp(-self.advantage_clip, self.advantage_clip)
-        loss, metrics = clipped_surrogate(weight, current.log_prob(x_next), old, self.clip)
+        if "weight" in points.given:
+            weight = weight * points.given["weight"]
+        log_prob, base = current.log_prob(x_next), old
+        if self.ratio_norm:
+            log_prob, base = self._normed(log_prob - old, steps), torch.zeros_like(old)
+            weight = weight / current.length.flatten()
+        loss, metrics = clipped_surrogate(weight, log_prob, base, self.clip)
         metrics["loss/log_prob_drift"] = (old - points.given["log_prob"]).abs().double().mean()
         if "ref" in self.policies:
             apart = per_point_mean(
@@ -94,3 +140,10 @@ class PathGRPO(ABC):
             kl = apart.double().mean()
             loss, metrics["loss/kl"] = loss + self.kl * kl, kl.detach()
         return loss, metrics
+
+    def _normed(self, log_ratio: Tensor, steps: Mapping[str, Step]) -> Tensor:
+        """The log ratio [P] without the drift that its mean has, and times std."""
+        current, old = steps["current"], steps["old"]
+        std = current.std.flatten()
+        drift = per_point_mean((current.mean - old.mean.detach()) ** 2) / (2 * std**2)
+        return (log_ratio + drift) * std

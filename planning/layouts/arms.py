@@ -14,6 +14,7 @@ from planning.layouts.gpus import Gpus
 from planning.layouts.numbers import numbers_of
 from planning.layouts.predict import Prediction
 from planning.layouts.resolve import costs_of, to_choose
+from planning.layouts.scenario import Scenario, scenario_of
 from policy.families import Family
 
 PAPER = {
@@ -39,8 +40,8 @@ class Ratios:
 
 def arms_of(
     config: RunConfig, family: Family, gpus: Sequence[Gpus], given: Assumptions
-) -> dict[str, Prediction]:
-    """A prediction of every arm that ``config`` can be run as and that fits."""
+) -> dict[str, Scenario]:
+    """Every arm that ``config`` can be run as and that fits, in its layout."""
     found = {}
     for arm in get_args(Arm):
         other = _as(config, arm)
@@ -56,7 +57,7 @@ def arms_of(
         else:
             best = assessed(numbers_of(other), gpus, costs)
         if best.prediction is not None:
-            found[arm] = best.prediction
+            found[arm] = scenario_of(other, best, family, gpus, given, costs)
     return found
 
 

@@ -18,7 +18,9 @@ HIDDEN = 0.05
 
 @dataclass(frozen=True)
 class Outlook:
-    """What is predicted of a plan. ``unhidden``: seconds, were exploring free."""
+    """What is predicted of a plan. ``unhidden``: seconds, were exploring free. ``found``: what a
+    simulation saw beside the prediction, where there was one.
+    """
 
     gpus: Sequence[Gpus]
     prediction: Prediction
@@ -26,6 +28,37 @@ class Outlook:
     unhidden: float
     arms: Mapping[str, Prediction]
     choice: Choice | None
+    found: Findings | None = None
+
+
+@dataclass(frozen=True)
+class Findings:
+    """Of a simulated iteration. ``critical``: seconds by work along the chain of calls that its end
+    waited for. ``more``: seconds per iteration with one GPU more, by its kind.
+    """
+
+    critical: Mapping[str, float]
+    more: Mapping[str, float]
+    publish: float
+    driver: float
+
+    def lines(self, seconds: float, gpus: int) -> list[str]:
+        """For an iteration of ``seconds`` on so many GPUs."""
+        chain = ", ".join(f"{work} {each:.1f} s" for work, each in self.critical.items())
+        lines = [
+            f"  critical  {chain}",
+            f"  cost      {gpu_hours(seconds, gpus):.0f} GPU-hours for 1,000 updates; publishing"
+            f" takes {self.publish:.1f} s, the driver sends {self.driver:.1%} of the time",
+        ]
+        for kind, faster in self.more.items():
+            hours = gpu_hours(faster, gpus + 1)
+            lines.append(f"  one more  {kind}: {faster:.1f} s per iteration, {hours:.0f} GPU-hours")
+        return lines
+
+
+def gpu_hours(seconds: float, gpus: int) -> float:
+    """For 1,000 updates of ``seconds`` each."""
+    return 1000 * seconds * gpus / 3600
 
 
 def outlook_lines(config: RunConfig, outlook: Outlook) -> list[str]:
@@ -62,11 +95,15 @@ def _not_chosen(each: Candidate, choice: Choice, config: RunConfig) -> str:
         return ""
     if config.layout is not None and config.layout.mode not in ("auto", each.numbers.mode):
         return "; not asked for"
+    if each.numbers.ahead == choice.best.numbers.ahead:
+        return "; not by the arithmetic that chooses"
     return "; explores with the policy before, so only on request: explore_ahead = 1"
 
 
 def _seconds(outlook: Outlook) -> list[str]:
     found = outlook.prediction
+    gpus = sum(each.count for each in outlook.gpus)
+    more = outlook.found.lines(found.iteration, gpus) if outlook.found else []
     idle = ", ".join(f"{kind} {share:.0%}" for kind, share in found.idle.items())
     return [
         (
@@ -75,10 +112,10 @@ def _seconds(outlook: Outlook) -> list[str]:
             f" spread over these GPUs; samples to train on after {found.rollout:.1f} s"
         ),
         f"  idle      GPUs {found.mean_idle:.0%} of an iteration; of their time, actors: {idle}",
+        *more,
         (
             "  assumed   actors on one GPU take turns at no cost; LoRA at the speed of the layers"
-            " it is on, scorers in FP32 where they say so; publishing, gradient sums and transfers"
-            " take nothing"
+            " it is on, scorers in FP32 where they say so"
         ),
     ]
 
@@ -160,6 +197,20 @@ def as_json(config: RunConfig, outlook: Outlook) -> dict[str, object]:
         "arms_rollout_s": {arm: each.rollout for arm, each in outlook.arms.items()},
         "ratios": asdict(ratio) if ratio else None,
         "warnings": warnings(config, outlook),
+        **_found(outlook),
+    }
+
+
+def _found(outlook: Outlook) -> dict[str, object]:
+    found, gpus = outlook.found, sum(each.count for each in outlook.gpus)
+    if found is None:
+        return {}
+    return {
+        "critical_path_s": dict(found.critical),
+        "gpu_hours_per_1000_updates": gpu_hours(outlook.prediction.iteration, gpus),
+        "one_more_gpu_s": dict(found.more),
+        "publish_s": found.publish,
+        "driver_share": found.driver,
     }
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import re
 from abc import ABC, abstractmethod
@@ -48,6 +49,17 @@ def model_directory(model: Model) -> str:
     return str(directory)
 
 
+class PipelineFile(dict[str, Any]):
+    """A JSON object of a pipeline that says which file lacks what is looked up in it."""
+
+    def __init__(self, found: dict[str, Any], name: str, directory: str) -> None:
+        super().__init__(found)
+        self._where = f"{name} of {directory!r}"
+
+    def __missing__(self, key: str) -> object:
+        raise ValueError(f"model.path: {self._where} has no {key!r}: download the pipeline again")
+
+
 def pipeline_file(directory: str, name: str) -> Tree:
     """A JSON file of a pipeline directory or, through the hub's cache or the network, of a hub id.
 
@@ -63,13 +75,13 @@ def pipeline_file(directory: str, name: str) -> Tree:
         raise FileNotFoundError(
             f"model.path: {directory!r} has no {name}: download the whole pipeline"
         ) from None
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ValueError(f"model.path: {name} of {directory!r} cannot be read: {error}") from None
     if not isinstance(found, dict):
         raise ValueError(
             f"model.path: {name} of {directory!r} is not a JSON object: download the pipeline again"
         )
-    return found
+    return PipelineFile(found, name, directory)
 
 
 def _from_hub(repository: str, name: str) -> Path:
@@ -237,6 +249,15 @@ class Family(ABC):
                     f"model.{key}: {pixels} pixels; this model makes multiples of {unit}{limit}"
                 )
         return self.model.height, self.model.width
+
+    def import_parts(self) -> None:
+        """Import the pipeline and what its parts are made of, and load nothing."""
+        import diffusers
+
+        assert getattr(diffusers, self.pipeline_class)  # both libraries import on access
+        for part in self.components:
+            library, name = self.index[part]
+            assert getattr(importlib.import_module(library), name)
 
     def load(self, part: str, device: torch.device | str, dtype: torch.dtype) -> nn.Module:
         """A diffusers model of the pipeline: eval mode, no gradients.

@@ -77,6 +77,7 @@ class Flux(Family):
             self.model.shift,
             calculate_shift,
             self.latent_shape[0],
+            self.model.schedule,
         )
 
     def velocity(

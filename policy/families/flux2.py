@@ -80,6 +80,7 @@ class Flux2(Family):
             self.model.shift,
             lambda tokens, *_: compute_empirical_mu(tokens, steps),
             rows * columns,
+            self.model.schedule,
         )
 
     def velocity(

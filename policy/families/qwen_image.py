@@ -86,6 +86,7 @@ class QwenImage(Family):
             self.model.shift,
             calculate_shift,
             self.latent_shape[0],
+            self.model.schedule,
         )
 
     def velocity(

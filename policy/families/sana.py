@@ -25,7 +25,8 @@ class Sana(Family):
     """``SanaPipeline`` as a policy: latents [C, H/f, W/f], f = 32 in the published models.
 
     With its own ``DPMSolverMultistepScheduler`` the schedule starts below sigma = 1 and the
-    transformer is told whole timesteps; with ``FlowMatchEulerDiscreteScheduler`` neither.
+    transformer is told whole timesteps; with ``FlowMatchEulerDiscreteScheduler``, or the schedule
+    "uniform", neither.
     """
 
     name = "sana"
@@ -91,13 +92,14 @@ class Sana(Family):
 
     @cached_property
     def _whole_timesteps(self) -> bool:
-        return self.index["scheduler"][-1] == "DPMSolverMultistepScheduler"
+        multistep = self.index["scheduler"][-1] == "DPMSolverMultistepScheduler"
+        return multistep and self.model.schedule != "uniform"
 
     def sigmas(self, steps: int) -> Tensor:
         """The pipeline's flow sigmas; for the Euler scheduler of linspace(1, 1/steps, steps)."""
         config = self.part_config("scheduler")
         if not self._whole_timesteps:
-            return flow_match_sigmas(config, steps, self.model.shift, None, 0)
+            return flow_match_sigmas(config, steps, self.model.shift, None, 0, self.model.schedule)
         from diffusers import DPMSolverMultistepScheduler
 
         require_steps(steps)

@@ -32,18 +32,22 @@ def flow_match_sigmas(
     shift: float | None,
     calculate_shift: Callable[..., float] | None,
     tokens: int,
+    schedule: str = "own",
     spacing: Callable[[int], list[float]] = even_spacing,
 ) -> Tensor:
     """float32 [steps + 1]: ``spacing(steps)`` as the scheduler shifts it, and 0.
 
-    The scheduler's own default spacing ends at sigma = shift / (999 + shift), which wastes the last
-    step. ``shift`` replaces the configuration's own; without it a dynamic shift is that of
-    ``tokens`` image tokens by the pipeline's ``calculate_shift``, None where the pipeline knows
-    none. Raises ValueError.
+    The scheduler's own default spacing, ``schedule`` "scheduler", ends below sigma = shift / (999 +
+    shift), which wastes the last step; the stock SD3 pipeline and the reference code have it.
+    "uniform" is linspace(1, 0, steps + 1). Neither asks ``spacing``. ``shift`` replaces the
+    configuration's own; without it a dynamic shift is that of ``tokens`` image tokens by the
+    pipeline's ``calculate_shift``, None where the pipeline knows none. Raises ValueError.
     """
     from diffusers import FlowMatchEulerDiscreteScheduler
 
     require_steps(steps)
+    if schedule == "uniform":
+        return torch.linspace(1.0, 0.0, steps + 1)
     if steps == 1 and config.get("shift_terminal"):
         raise ValueError(
             "1 sampling step: this model's scheduler stretches the schedule to a last sigma above 0"
@@ -61,5 +65,8 @@ def flow_match_sigmas(
             )
         names = ("base_image_seq_len", "max_image_seq_len", "base_shift", "max_shift")
         mu = calculate_shift(tokens, *(scheduler.config[name] for name in names))
-    scheduler.set_timesteps(sigmas=spacing(steps), mu=mu)
+    if schedule == "scheduler":
+        scheduler.set_timesteps(steps, mu=mu)
+    else:
+        scheduler.set_timesteps(sigmas=spacing(steps), mu=mu)
     return scheduler.sigmas.to("cpu", torch.float32).clone()

@@ -67,7 +67,12 @@ class SD3(Family):
         patch = self.part_config("transformer")["patch_size"]
         tokens = (height // patch) * (width // patch)
         return flow_match_sigmas(
-            self.part_config("scheduler"), steps, self.model.shift, calculate_shift, tokens
+            self.part_config("scheduler"),
+            steps,
+            self.model.shift,
+            calculate_shift,
+            tokens,
+            self.model.schedule,
         )
 
     def velocity(

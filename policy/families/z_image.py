@@ -80,6 +80,7 @@ class ZImage(Family):
             self.model.shift,
             calculate_shift,
             (height // PATCH) * (width // PATCH),
+            self.model.schedule,
             get_default_z_image_sigmas,
         )
 

@@ -6,9 +6,11 @@ import contextlib
 import copy
 import importlib.util
 import os
+import platform
 import shutil
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any, cast
 
 import torch
@@ -85,6 +87,25 @@ def _by_block(module: nn.Module) -> nn.Module | None:
                 cast("nn.Module", torch.compile(block, dynamic=False)) for block in blocks
             )
     return twin if found else None
+
+
+def computing(device: torch.device, backend: str, compile: bool) -> str:
+    """Device, kernels and versions in one line: equal lines compute equal bits."""
+    if device.type == "cuda":
+        where = torch.cuda.get_device_name(device)
+    else:
+        where = f"{processor()} {torch.backends.cpu.get_cpu_capability()}"
+    form = "compiled" if compile else "eager"
+    return f"{backend} on {where}, torch {torch.__version__}, {form}"
+
+
+def processor() -> str:
+    """The model of this machine's CPU, as Linux names it, or its architecture."""
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.machine()
 
 
 @contextlib.contextmanager

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from torch.utils.flop_counter import flop_registry
 
 from configs.schema import RunConfig
 from policy.families import family_for
@@ -24,12 +23,16 @@ class _Traffic(TorchDispatchMode):
     """Multiplications, kernels, and the bytes of all operations but matrix products."""
 
     def __init__(self) -> None:
+        # here, as in ``policy.memory``: starts have no need of triton, which comes with it
+        from torch.utils.flop_counter import flop_registry
+
         super().__init__()
+        self._counts = flop_registry
         self.flops = self.kernels = self.bytes = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
-        multiplied = flop_registry.get(func._overloadpacket)
+        multiplied = self._counts.get(func._overloadpacket)
         schema = func._schema
         view = not schema.is_mutable and any(value.alias_info for value in schema.returns)
         made = [leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor)]

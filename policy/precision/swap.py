@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import re
+from collections.abc import Container, Iterator, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 
@@ -12,6 +13,9 @@ from policy.families.base import Family
 from policy.precision.backends import Backend
 from policy.precision.fused import FusedMember, join
 from policy.precision.layer import PointwiseConvolution, QuantisedLinear
+
+SMALL = re.compile(r"dim<(\d+)")
+"""The pattern for layers with a small dimension."""
 
 
 @dataclass(frozen=True)
@@ -47,12 +51,13 @@ def quantise_plan(
 ) -> list[ModuleRow]:
     """A row for every module with a weight matrix of a bare or adapted transformer.
 
-    ``modules_to_not_convert`` are further fnmatch patterns, beyond the family's. Raises ValueError
-    for a pattern that matches nothing.
+    ``modules_to_not_convert`` are further fnmatch patterns, beyond the family's; the last that
+    matches decides, and ``!PATTERN`` takes back. ``dim<N`` is a layer with fewer rows or columns
+    than N. Raises ValueError for a pattern that matches nothing.
     """
     modules = list(weight_modules(transformer))
     for pattern in modules_to_not_convert:
-        if not any(fnmatchcase(name, pattern) for name, _ in modules):
+        if not any(_matches(name, module, pattern.removeprefix("!")) for name, module in modules):
             raise ValueError(
                 f"explore.modules_to_not_convert: {pattern!r} matches no module; there are such as"
                 f" {modules[-1][0]!r}"
@@ -63,6 +68,14 @@ def quantise_plan(
     ]
     first = _fused(rows, family.fuse) if backend is not None and backend.fuses else {}
     return [replace(row, fused=first.get(row.name)) for row in rows]
+
+
+def changing_modules(plan: Sequence[ModuleRow], adapted: Container[str]) -> list[str]:
+    """The modules whose packed weights may differ from version to version: adapted ones, and those
+    that run as one product, and so share a range, with one.
+    """
+    groups = {row.fused for row in plan if row.fused is not None and row.name in adapted}
+    return [row.name for row in plan if row.name in adapted or row.fused in groups]
 
 
 def _fused(rows: Sequence[ModuleRow], fuse: Sequence[Sequence[str]]) -> dict[str, str]:
@@ -94,13 +107,18 @@ def _row(
     backend: Backend | None,
 ) -> ModuleRow:
     shape = tuple(module.weight.shape)
+    left: str | None = None
     for patterns, whose in (
         (family, "the model family"),
         (configured, "explore.modules_to_not_convert"),
     ):
         for pattern in patterns:
-            if fnmatchcase(name, pattern):
-                return ModuleRow(name, shape, False, f"left unquantized by {whose}: {pattern}")
+            if pattern.startswith("!"):
+                left = None if _matches(name, module, pattern[1:]) else left
+            elif left is None and _matches(name, module, pattern):
+                left = f"left unquantized by {whose}: {pattern}"
+    if left is not None:
+        return ModuleRow(name, shape, False, left)
     if isinstance(module, nn.Conv2d) and not is_pointwise(module):
         groups = f" in {module.groups} groups" if module.groups > 1 else ""
         return ModuleRow(name, shape, False, f"a convolution of {shape[2]}x{shape[3]}{groups}")
@@ -113,6 +131,13 @@ def _row(
         else "a 1x1 convolution, run as a linear"
     )
     return ModuleRow(name, shape, True, kind)
+
+
+def _matches(name: str, module: nn.Linear | nn.Conv2d, pattern: str) -> bool:
+    """Whether a pattern of ``modules_to_not_convert``, without its "!", is of this module."""
+    if size := SMALL.fullmatch(pattern):
+        return min(module.weight.shape[:2]) < int(size[1])
+    return fnmatchcase(name, pattern)
 
 
 def is_pointwise(module: nn.Conv2d) -> bool:

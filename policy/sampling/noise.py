@@ -23,6 +23,7 @@ PURPOSES: tuple[str, ...] = (
     "fidelity",  # noises of rank-agreement measurements
     "test",
     "sde",  # fresh noise of a stochastic solver's steps, one stream per sample
+    "identity",  # initial noises that learner and rollout actors both sample from
 )
 """What seeds are for. The position is written into the top byte of a seed: append, never reorder.
 """

@@ -9,7 +9,7 @@ in g. Both are of weak order 1.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -95,6 +95,11 @@ class PathSolver:
         """The step from x [B, *latent] with velocity v at sigma [B] to sigma_next [B]."""
         return TRANSITIONS[self.name](x, v, sigma, sigma_next, self.eta)
 
+    def std(self, sigma: Tensor, sigma_next: Tensor) -> Tensor:
+        """Standard deviation float64 [B] of the steps from sigma [B] to sigma_next [B]."""
+        nothing = torch.zeros(len(sigma), 1, dtype=torch.float64)
+        return self.step(nothing, nothing, sigma.cpu(), sigma_next.cpu()).std[:, 0]
+
     def decoded(self, x: Tensor, v: Tensor, sigma: Tensor, x_next: Tensor) -> Tensor:
         """The latents to decode, where a path's last step goes from x at sigma [B] to x_next.
 
@@ -116,6 +121,7 @@ class Paths:
     states: Tensor  # float32 [B, T + 1, *latent], from the initial noise to the latents at sigma 0
     log_probs: Tensor  # float32 [B, T], of the step from state j to state j + 1
     latents: Tensor  # float32 [B, *latent], what is decoded: ``PathSolver.decoded``
+    stochastic: Tensor  # float32 [B, T], 1 for a step of the solver, 0 for one of Euler
 
 
 @torch.no_grad()
@@ -129,12 +135,14 @@ def sample_paths(
     solver: PathSolver,
     batch_size: int | None = None,
     guided: Guided | None = None,
+    window: Container[int] | None = None,
 ) -> Paths:
     """Row i starts from the noise of ``noise_seeds[i]``; ``path_seeds[i]`` is that of its steps.
 
     cond has B rows; ``batch_size`` paths go through the transformer at a time, None means all.
-    Noise depends on a row's own seeds and on ``steps`` alone. Raises ValueError when rows and seeds
-    differ.
+    Steps outside of ``window`` are Euler's, x + dsigma v, with a log-probability of 0; None: all
+    are the solver's. Noise depends on a row's own seeds and on ``steps`` alone. Raises ValueError
+    when rows and seeds differ.
     """
     if not len(cond) == len(noise_seeds) == len(path_seeds):
         raise ValueError(
@@ -147,6 +155,7 @@ def sample_paths(
     states = torch.empty((len(noise_seeds), steps + 1, *family.latent_shape))
     log_probs = torch.empty((len(noise_seeds), steps))
     latents = torch.empty((len(noise_seeds), *family.latent_shape))
+    drawn = [window is None or j in window for j in range(steps)]
     for start in range(0, len(noise_seeds), size):
         rows = slice(start, start + size)
         part = cond.rows(rows).to(parameter.device, parameter.dtype)
@@ -156,10 +165,15 @@ def sample_paths(
         for j in range(steps):
             now, after = (sigmas[k].to(x.device).expand(len(x)) for k in (j, j + 1))
             before, v = x, velocity(family, transformer, x, now, part, guided)
-            step = solver.step(before, v, now, after)
-            x = step.mean + step.std * fresh[:, j]
+            if drawn[j]:
+                step = solver.step(before, v, now, after)
+                x = step.mean + step.std * fresh[:, j]
+                log_probs[rows, j] = step.log_prob(x).cpu()
+            else:
+                x = before + (sigmas[j + 1] - sigmas[j]).item() * v
+                log_probs[rows, j] = 0.0
             states[rows, j + 1] = x.cpu()
-            log_probs[rows, j] = step.log_prob(x).cpu()
             if j == steps - 1:
                 latents[rows] = solver.decoded(before, v, now, x).cpu()
-    return Paths(states, log_probs, latents)
+    stochastic = torch.tensor(drawn, dtype=torch.float32).expand(len(noise_seeds), steps)
+    return Paths(states, log_probs, latents, stochastic)

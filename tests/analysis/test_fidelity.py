@@ -157,7 +157,7 @@ def test_a_wrong_command_is_one_line(arguments, said, capsys, tmp_path, monkeypa
 
 
 def test_what_auto_took_is_said_and_named(monkeypatch):
-    monkeypatch.setattr("analysis.fidelity.measure._device", lambda: torch.device("cpu"))
+    monkeypatch.setattr("analysis.fidelity.measure.device", lambda: torch.device("cpu"))
     said: list[str] = []
     assert list(backends(("auto", "fp8", "emulated_nvfp4"), said.append)) == [
         "emulated_nvfp4",

@@ -23,7 +23,7 @@ def test_packing_choices_are_measured_as_configured(tiny_sd3_dir, tmp_path, chos
     }
     config = tiny_config(tiny_sd3_dir, tmp_path, "options", **settings)
     trainer = Trainer(config)
-    explorer = measure._explorer(config, trainer, BACKENDS["emulated_nvfp4"])
+    explorer = measure.explorer_of(config, trainer, BACKENDS["emulated_nvfp4"])
     layer = explorer.transformer.get_submodule(NAME)
     weight = trainer.transformer.get_submodule(NAME).base_layer.weight  # the adapter is zero yet
     amax = weight.abs().max() * (2 if chosen else 1)

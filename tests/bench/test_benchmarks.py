@@ -16,6 +16,7 @@ import torch
 from bench import NAMES, benchmark
 from bench.__main__ import broadcast, main
 from bench.publish import Sender, no_room, sizes
+from bench.start import _name
 from bench.timing import Options, Ratio, interleave, machine
 from policy.precision.wire import unpack_into
 from tests.cluster.hosts import HostedServices
@@ -49,7 +50,12 @@ EXPECTED = {
         if name != "ocr" or importlib.util.find_spec("rapidocr_onnxruntime")
     ],
     "step": [("sampling step", "bare forward"), ("emulated_nvfp4", "fp32")],
+    "start": [
+        (what, "goal") for what in ("all actors answer", "all processes", "those of the run")
+    ],
 }
+LONG = "scale", "start"
+"""They start actors of their own."""
 
 
 @pytest.fixture
@@ -60,8 +66,7 @@ def options(tiny_sd3_dir, tmp_path, monkeypatch) -> Options:
 
 
 @pytest.mark.parametrize(
-    "name",
-    [pytest.param(name, marks=pytest.mark.slow if name == "scale" else ()) for name in NAMES],
+    "name", [pytest.param(name, marks=pytest.mark.slow if name in LONG else ()) for name in NAMES]
 )
 def test_a_benchmark_gives_its_ratios(ray_here, options, name):
     if name == "publish":
@@ -76,7 +81,7 @@ def test_a_benchmark_gives_its_ratios(ray_here, options, name):
     for ratio in ratios:
         # one repeat: the ratio is that of its two times
         assert ratio.value == pytest.approx(ratio.seconds / ratio.base_seconds) and ratio.value > 0
-    goals = {"ring": [1.05, None], "step": [1.03, None]}
+    goals = {"ring": [1.05, None], "step": [1.03, None], "start": [1.0, 1.0, 1.0]}
     assert [ratio.goal for ratio in ratios] == goals.get(name, [None] * len(ratios))
 
 
@@ -168,3 +173,19 @@ def test_the_command_prints_where_it_ran_and_writes_json(capsys, tmp_path):
 def test_a_wrong_configuration_is_one_line(capsys):
     assert main(["pack", "--preset", "quickstrat"]) == 2
     assert "quickstart" in capsys.readouterr().err
+
+
+def test_processes_of_a_run_by_name():
+    ray = "/lib/python3.11/site-packages/ray/"
+    told = {
+        "driver": (["python", "-m", "cluster"], True),
+        "template": (
+            ["python", "-c", "from cluster.runtime.template import serve; serve()"],
+            False,
+        ),
+        "LearnerActor": (["ray::LearnerActor.generate"], False),
+        "IDLE": (["ray::IDLE", "", ""], False),
+        "gcs_server": ([f"{ray}core/src/ray/gcs/gcs_server", f"--log={ray}logs"], False),
+        "log_monitor.py": (["python", "-u", f"{ray}_private/log_monitor.py", "--x"], False),
+    }
+    assert {name: _name(*given) for name, given in told.items()} == {name: name for name in told}

@@ -205,3 +205,28 @@ def test_what_is_no_run_is_said_in_a_line(tmp_path, capsys, content):
     assert main(["report", str(tmp_path)]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith(f"{tmp_path}: no readable run here")
+
+
+def test_a_name_that_is_taken_is_refused_before_ray_is_started(
+    config_file, tmp_path, capsys, monkeypatch
+):
+    (tmp_path / "runs" / "bad" / "checkpoints" / "step_000001").mkdir(parents=True)
+    (tmp_path / "runs" / "bad" / "config.json").write_text("{}")
+    monkeypatch.setattr("ray.init", lambda **_: pytest.fail("Ray was started"))
+    assert main(["train", str(config_file)]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "a run of this name is there: --resume continues it" in line
+
+
+def test_held_out_prompts_that_are_trained_on_are_refused(config_file, capsys, monkeypatch):
+    monkeypatch.setattr("ray.init", lambda **_: pytest.fail("Ray was started"))
+    assert main(["train", str(config_file), "--set", "prompts.allow_overlap=false"]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "4 of 4 held-out prompts are among prompts.train, such as 'red circle'" in line
+
+
+def test_more_actors_than_the_machine_holds_are_refused_at_once(config_file, capsys, monkeypatch):
+    monkeypatch.setattr("ray.init", lambda **_: pytest.fail("Ray was started"))
+    assert main(["train", str(config_file), "--set", "services.rollout.actors=100000"]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("services.rollout.actors = 100000: this machine has")

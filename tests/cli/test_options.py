@@ -101,7 +101,7 @@ def test_a_prompt_file_that_is_given_is_used_whole_and_named(rundir, tmp_path, m
         return lines[0]
 
     one, two = tmp_path / "one" / "hard ones.txt", tmp_path / "two" / "hard ones.txt"
-    assert evaluated(None, "compare_step_000003", 4).startswith("step_000003, 4 prompts x 2 noises")
+    assert evaluated(None, "compare_step_000003", 4).startswith("step_000003, 4 prompts x 2 seeds")
     for _ in range(2):  # again is over the first
         assert evaluated(one, "compare_step_000003-hard_ones", 7).startswith(
             f"step_000003, {one}, 7 prompts"

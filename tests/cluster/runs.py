@@ -28,7 +28,12 @@ def tiny_config(model: Path, root: Path, name: str, **changes: Any) -> RunConfig
         "seed": 7,
         "iterations": 3,
         "model": {"path": str(model), "height": 16, "width": 16, "max_sequence_length": 8},
-        "prompts": {"train": str(prompts), "test": str(prompts), "per_iteration": 2},
+        "prompts": {
+            "train": str(prompts),
+            "test": str(prompts),
+            "per_iteration": 2,
+            "allow_overlap": True,
+        },
         "explore": {"pool_size": 8, "steps": 2, "chunk_size": 2, "backend": "emulated_nvfp4"},
         "selection": {"keep": 4},
         "regenerate": {"steps": 3, "precision": "fp32"},

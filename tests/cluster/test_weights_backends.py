@@ -19,6 +19,7 @@ from cluster.runtime.answers import answer_of
 from cluster.runtime.member import ActorLost, Member
 from cluster.runtime.pool import ActorPool
 from cluster.runtime.queue import PendingTask
+from cluster.runtime.transport import RAY
 from configs.services import Service
 from policy.precision.wire import assemble, pack_section, pack_tensors
 from records.errors import RunFailed
@@ -166,7 +167,9 @@ def test_a_cold_actor_has_longer(cold, warm_up_s, lost):
         future: concurrent.futures.Future[int] = concurrent.futures.Future()
         threading.Timer(0.5, future.set_result, [7]).start()
         pool.members[0].cold = cold
-        return await answer_of(pool.members[0], SimpleNamespace(future=lambda: future), service)
+        return await answer_of(
+            RAY, pool.members[0], SimpleNamespace(future=lambda: future), service
+        )
 
     if lost:
         with pytest.raises(ActorLost, match="no answer for 0.1 s"):

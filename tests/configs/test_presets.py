@@ -111,9 +111,52 @@ def test_the_other_objectives_of_the_table(name):
     assert config.model.shift == (3.0 if objective == "dance_grpo" else None)
     assert (
         getattr(config.objective, "kl", None)
-        == {"flow_grpo": 0.01, "dance_grpo": None, "awm": 1e-3}[objective]
+        == {"flow_grpo": 0.01, "dance_grpo": None, "awm": 1e-4}[objective]
     )
+    assert getattr(config.objective, "first_step", objective == "awm") == (objective == "awm")
+    assert config.objective.one_noise_per_group == config.advantages.unbiased
+    assert config.advantages.unbiased == (objective == "dance_grpo")
+    assert config.optimizer.steps_per_iteration == (1 if objective == "awm" else 2)
     assert config.model.path == "black-forest-labs/FLUX.1-dev" and config.model.guidance == 1.0
+
+
+REFERENCE = {  # pixels, tokens, schedule, solver, times, evaluation steps, gradient norm
+    "flux1": (512, 128, "own", "dpmpp_2m", 4, 28, 1.0),
+    "sd35_large": (768, 128, "scheduler", "dpmpp_2m", 6, 40, 0.002),
+    "sana": (1024, 300, "uniform", "euler", 6, 40, 1.0),
+}
+COMPILED = {  # exploring, regenerating
+    "diffusionnft": (True, False),
+    "naive_scaling": (True, False),
+    "naive_quant": (True, False),
+    "sol_rl": (True, True),
+}
+
+
+@pytest.mark.parametrize("reward", REWARDS)
+@pytest.mark.parametrize("arm", ARMS)
+@pytest.mark.parametrize("model", REFERENCE)
+def test_a_reference_preset_is_the_public_codes_setting(model, arm, reward):
+    """Values as read from NVlabs/Sana on 2026-11-21; docs/reproducing.md has the whole table."""
+    config = load(name := f"reference-{model}-{arm}-{reward}")
+    plain = load(f"{model}-{arm}-{reward}")
+    found = config.model
+    solvers = {config.explore.solver, config.plan.solver, config.evaluate.solver}
+    assert (config.name, config.arm, len(solvers)) == (name, arm, 1)
+    assert (
+        *(found.height, found.max_sequence_length, found.schedule, solvers.pop()),
+        *(config.objective.model_dump()["times_per_sample"], config.evaluate.steps),
+        config.optimizer.max_grad_norm,
+    ) == REFERENCE[model]
+    assert (config.ema.warmup, config.ema.decay, config.optimizer.averages) == (True, 0.9, "step")
+    assert (config.evaluate.every, config.checkpoint.every) == (20, 5)
+    eager = (False, False) if (model, arm) == ("flux1", "naive_scaling") else COMPILED[arm]
+    assert (config.explore.compile, config.regenerate.compile) == eager
+    assert config.prompts.train == "pickscore/train.txt"
+    for same in ("selection", "rewards", "objective.beta", "lora.rank", "optimizer.lr"):
+        section, _, key = same.partition(".")
+        ours, theirs = getattr(config, section), getattr(plain, section)
+        assert (getattr(ours, key), key) == (getattr(theirs, key), key) if key else ours == theirs
 
 
 def test_one_field_frees_or_moves_the_explorers():

@@ -4,8 +4,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from configs.load import ConfigError
-from configs.prompts import Prompt, changed_files, digests, prompts_of_iteration, read_prompts
+from configs.load import ConfigError, load, preset_names
+from configs.prompts import (
+    Prompt,
+    changed_files,
+    digests,
+    prompts_of_iteration,
+    read_prompts,
+    refuse_overlap,
+)
 from configs.sections import Prompts
 
 GENEVAL = (
@@ -91,3 +98,23 @@ def test_the_order_depends_on_the_seed_and_on_the_pass():
         and one != prompts_of_iteration(50, 50, 1, 1)
         and one == prompts_of_iteration(50, 50, 0, 1)
     )
+
+
+def test_held_out_prompts_are_not_trained_on():
+    """Compared as a reader would: without case and repeated spaces."""
+    train = [Prompt("A red circle"), Prompt("two cats")]
+    told = Prompts(train="a", test="b")
+    refuse_overlap(told, train, [Prompt("a red square")])
+    with pytest.raises(ConfigError, match="1 of 2 held-out prompts are among .*, such as 'a  RED"):
+        refuse_overlap(told, train, [Prompt("a  RED circle "), Prompt("x")])
+    refuse_overlap(Prompts(train="a", test="b", allow_overlap=True), train, train)
+
+
+def test_no_preset_evaluates_on_what_it_trains_on():
+    """Those of the reference code name prompt files that it does not ship either."""
+    for name in preset_names():
+        prompts = load(name).prompts
+        if name.startswith("reference-"):
+            assert prompts.train == "pickscore/train.txt", prompts
+            continue
+        refuse_overlap(prompts, read_prompts(prompts.train), read_prompts(prompts.test))

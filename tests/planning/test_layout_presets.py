@@ -50,22 +50,24 @@ def test_predicted_seconds_are_near_all_work_spread_over_all_gpus(model, reward)
 def test_sol_rl_is_faster_than_naive_scaling_at_equal_gpus(model):
     gpus = [Gpus("B200", 8, 180)]
     with preset(f"{model}-sol_rl-hpsv2") as (config, family):
-        arms = arms_of(config, family, gpus, Assumptions())
+        found = arms_of(config, family, gpus, Assumptions())
+    arms = {arm: scenario.prediction for arm, scenario in found.items()}
     assert set(arms) == {"diffusionnft", "naive_scaling", "naive_quant", "sol_rl"}
     ours, naive = arms["sol_rl"], arms["naive_scaling"]
     assert ours.explore < naive.explore and ours.rollout < naive.rollout
     assert ours.iteration < naive.iteration
     assert ours.update == pytest.approx(naive.update)  # the same in every arm
-    found = ratios(config, arms)
-    assert found is not None and found.rollout == naive.rollout / ours.rollout
-    assert (found.paper is not None) == (model in ("flux1", "sd35_large", "sana"))
+    compared = ratios(config, arms)
+    assert compared is not None and compared.rollout == naive.rollout / ours.rollout
+    assert (compared.paper is not None) == (model in ("flux1", "sd35_large", "sana"))
 
 
 def test_what_is_printed():
     gpus = [Gpus("B200", 64, 180)]
     with preset("sana-sol_rl-hpsv2") as (config, family):
         choice = choose(config, gpus, costs_of(config, family, gpus, Assumptions()))
-        arms = arms_of(config, family, gpus, Assumptions())
+        scenarios = arms_of(config, family, gpus, Assumptions())
+    arms = {arm: scenario.prediction for arm, scenario in scenarios.items()}
     found = choice.best.prediction
     assert found is not None
     outlook = Outlook(gpus, found, choice.bound, 0.99 * found.iteration, arms, choice)
@@ -81,15 +83,23 @@ def test_what_is_printed():
     assert any(line.startswith("slower      sol_rl is predicted to take") for line in said)
 
 
-def test_the_command_prints_one_object(capsys):
-    assert main(["plan", "sana-sol_rl-hpsv2", "--gpus", "16", "--json"]) == 0
+def test_the_command_prints_one_object_and_draws_it(capsys, tmp_path):
+    drawn = tmp_path / "plan.html"
+    command = ["plan", "sana-sol_rl-hpsv2", "--gpus", "16", "--json", "--out", str(drawn)]
+    assert main(command) == 0
     tree = json.loads(capsys.readouterr().out)
     assert tree["bound_s"] <= tree["iteration_s"] <= 1.25 * tree["bound_s"]
     assert tree["layout"]["mode"] == "shared" and tree["layout"]["gpus"] == 16
     assert tree["layout"]["services"]["learner"]["actors"] == 16
-    assert tree["idle_share"].keys() == {"rollout", "learner", "reward", "encoder"}
+    assert tree["idle_share"].keys() == {"rollout", "learner", "reward", "encoder", "selector"}
     assert tree["arms"]["sol_rl"] == tree["iteration_s"] < tree["arms"]["naive_scaling"]
     assert tree["warnings"] == []
+    work = tree["critical_path_s"]
+    assert sum(work.values()) == pytest.approx(tree["iteration_s"], rel=0.02)
+    assert tree["gpu_hours_per_1000_updates"] == pytest.approx(tree["iteration_s"] * 16 / 3.6)
+    assert tree["one_more_gpu_s"]["B200"] <= tree["iteration_s"]
+    page = drawn.read_text()
+    assert "learner-15" in page and page.count("<rect") > 32
 
 
 @pytest.mark.parametrize(

@@ -226,6 +226,22 @@ def test_adapted_modules_that_stay_wide_travel_merged(family, adapted, randomise
     assert not any(entry.name.startswith("transformer_blocks.0.ff") for entry in manifest.entries)
 
 
+def test_a_trained_module_that_does_not_come_is_missed(family, adapted, randomise):
+    """One layer left out of what is published, whole and with right checksums: an explorer that
+    took it would go on with the base model's weights there.
+    """
+    randomise(adapted, "current", 4)
+    patterns = ["transformer_blocks.0.*"]
+    rows = quantise_plan(adapted, family, patterns, NVFP4)
+    missed = "transformer_blocks.0.attn.to_out.0"
+    adapted.set_submodule(missed, adapted.get_submodule(missed).base_layer)
+    manifest, shards, _ = Publisher(adapted, rows, NVFP4, 4096).export("current", 0)
+    explorer = Explorer(family, NVFP4, patterns, trained=family.lora_targets)
+    with pytest.raises(WireError, match=f"version 0 lacks '{missed}.weight'"):
+        explorer.load(manifest, shards)
+    Explorer(family, NVFP4, patterns).load(manifest, shards)  # what went unnoticed
+
+
 def test_non_finite_weights_are_not_published(family, adapted):
     publish = publisher(family, adapted)
     publish.export("current", 0)

@@ -8,7 +8,7 @@ import math
 import pytest
 from rich.console import Console
 
-from records.progress import Progress, duration
+from records.progress import Progress, duration, waiting
 
 
 class Clock:
@@ -68,7 +68,8 @@ def shown(progress: Progress, console: Console) -> str:
 def test_a_log_gets_one_line_per_iteration_evaluation_and_note():
     progress, file, clock = plain()
     with progress:
-        progress.note("starting actors")
+        progress.starting(2)
+        progress.actor_started()
         progress.start(3)
         progress.evaluation_finished(
             {"iteration": 0, "reward/eval_mean": 0.5, "eval/stderr": 0.0201}
@@ -88,6 +89,27 @@ def test_a_log_gets_one_line_per_iteration_evaluation_and_note():
             " regenerated 24, updated 24  tau 0.614  published v2  10 s  10 s left"
         ),
     ]
+
+
+def test_a_terminal_counts_actors_and_seconds_until_training_starts():
+    progress, console, clock = on_terminal()
+    progress.starting(6)
+    assert "starting actors: 0 of 6, 0.0 s" in shown(progress, console)
+    progress.actor_started()
+    progress.actor_started()
+    clock.now += 4.2
+    assert "starting actors: 2 of 6, 4.2 s" in shown(progress, console)
+    progress.start(3)
+    progress.actor_started()  # one that takes a lost one's place
+    assert "starting actors" not in shown(progress, console)
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_waiting_is_seen_on_a_terminal_alone(terminal):
+    console = Console(file=io.StringIO(), force_terminal=terminal, width=60)
+    with waiting("starting Ray", console), console.capture() as seen:
+        console.print("x" if not terminal else "")
+    assert ("starting Ray" in console.file.getvalue() + seen.get()) is terminal
 
 
 def test_final_evaluation_says_the_gain():

@@ -10,7 +10,7 @@ import json
 import math
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
@@ -32,6 +32,8 @@ class Judge(ThreadingHTTPServer):
         self.keys: list[str | None] = []
         self.lock, self.under_way, self.most = threading.Lock(), 0, 0
         self.meet: threading.Barrier | None = None
+        self.closing = threading.Event()
+        self.drips = False  # whether answers come byte by byte, slowly
 
     @property
     def url(self) -> str:
@@ -40,6 +42,10 @@ class Judge(ThreadingHTTPServer):
 
 class Handler(BaseHTTPRequestHandler):
     server: Judge
+
+    def do_GET(self) -> None:
+        self.server.requests.append({})
+        self.send_error(405)
 
     def do_POST(self) -> None:
         judge = self.server
@@ -61,7 +67,13 @@ class Handler(BaseHTTPRequestHandler):
             self.send_header(name, value)
         self.end_headers()
         text = answer if isinstance(answer, str) else None
-        self.wfile.write(json.dumps(completion(told, text)).encode())
+        body = json.dumps(completion(told, text)).encode()
+        with suppress(OSError):  # nobody need wait for all of it
+            for start in range(0, len(body), size := 1 if judge.drips else len(body)):
+                self.wfile.write(body[start : start + size])
+                self.wfile.flush()
+                if judge.drips:
+                    judge.closing.wait(0.05)
 
     def log_message(self, *_: object) -> None:
         pass
@@ -99,6 +111,7 @@ def judging() -> Iterator[Judge]:
     try:
         yield judge
     finally:
+        judge.closing.set()
         judge.shutdown()
         judge.server_close()
         thread.join()

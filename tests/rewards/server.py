@@ -9,7 +9,7 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import numpy as np
@@ -26,6 +26,8 @@ class Server(ThreadingHTTPServer):
         self.answers: list[int | str | bytes] = []
         self.requests: list[dict] = []
         self.slow_s = 0.6
+        self.location = ""  # where redirects lead
+        self.seen = self.sent = 0  # requests of any kind; bytes of endless answers
 
     @property
     def url(self) -> str:
@@ -35,7 +37,23 @@ class Server(ThreadingHTTPServer):
 class Handler(BaseHTTPRequestHandler):
     server: Server
 
+    def do_GET(self) -> None:
+        self.server.seen += 1
+        self.send_error(405)
+
+    def stream(self, answer: str) -> None:
+        """More than anybody wants, until the other side hangs up."""
+        piece = b" " if answer == "drip" else b" " * 2**16
+        with suppress(OSError):
+            while self.server.sent < 2**30:
+                self.wfile.write(piece)
+                self.wfile.flush()
+                self.server.sent += len(piece)
+                if answer == "drip":
+                    time.sleep(0.05)
+
     def do_POST(self) -> None:
+        self.server.seen += 1
         body = self.rfile.read(int(self.headers["Content-Length"]))
         told = self.read(body)
         self.server.requests.append(told)
@@ -48,7 +66,12 @@ class Handler(BaseHTTPRequestHandler):
             return
         scores = json.dumps({"scores": [float(image.mean()) for image in told["images"]]}).encode()
         self.send_response(answer if isinstance(answer, int) else 200)
+        if isinstance(answer, int) and 300 <= answer < 400:
+            self.send_header("Location", self.server.location)
         self.end_headers()
+        if answer in ("endless", "drip"):
+            self.stream(answer)
+            return
         self.wfile.write(answer if isinstance(answer, bytes) else scores)
 
     def read(self, body: bytes) -> dict:

@@ -92,10 +92,74 @@ def test_null_is_a_missing_score():
     [
         ({"url": "localhost:80"}, "give http://"),
         ({"url": "file:///etc/passwd"}, "give http://"),
-        ({"url": "http://x", "encoding": "pickle"}, "use one of npz, json"),
-        ({"url": "http://x", "timeout_s": 0}, "use a positive time"),
+        ({"url": "https://x", "encoding": "pickle"}, "use one of npz, json"),
+        ({"url": "https://x", "timeout_s": 0}, "use a positive time"),
+        ({"url": "http://reward:8000/score"}, "unencrypted: use https://"),
+        ({"url": "http://10.0.0.7/score"}, "set plain_http = true"),
+        ({"url": "http://127.0.0.1.evil.example/"}, "unencrypted"),
+        ({"url": "https://x", "plain_http": "yes"}, "plain_http is 'yes': use true or false"),
     ],
 )
 def test_settings_are_checked(settings, said):
     with pytest.raises(ScorerSetupError, match=said):
         build(ScorerConfig(name="http", settings=settings))
+
+
+@pytest.mark.parametrize("url", ["http://localhost:1/", "http://127.3.2.1/", "http://[::1]:80/x"])
+def test_plain_http_stays_on_this_machine(url):
+    HttpScorer(url)
+    HttpScorer(url.replace("localhost", "elsewhere"), plain_http=True)
+
+
+@pytest.mark.parametrize("code", [301, 302, 303, 307, 308])
+def test_no_redirect_is_followed(server, code):
+    """Neither the images nor a request reach the other server."""
+    with serving() as other:
+        server.answers, server.location = [code], other.url
+        with pytest.raises(ScorerError, match=f"answered {code} .*redirects are not followed"):
+            HttpScorer(server.url)(IMAGES, PROMPTS, METADATA)
+        assert other.requests == [] and other.seen == 0 and len(server.requests) == 1
+
+
+def test_no_more_of_an_answer_is_read_than_scores_take(server):
+    server.answers = ["endless"]
+    with pytest.raises(ScorerError, match="answered more than 65728 bytes: that is no"):
+        HttpScorer(server.url)(IMAGES, PROMPTS, METADATA)
+    assert server.sent < 32 * 2**20  # what lies in buffers on the way
+
+
+def test_an_answer_that_drips_is_not_waited_for(server):
+    """Every piece comes in time, the whole never would."""
+    server.answers = ["drip"]
+    with pytest.raises(ScorerError, match="timed out after 0.3 s"):
+        HttpScorer(server.url, timeout_s=0.3, retries=0)(IMAGES, PROMPTS, METADATA)
+
+
+def test_images_do_not_pass_a_proxy_in_plain(server, monkeypatch):
+    with serving() as proxy:
+        monkeypatch.setenv("http_proxy", proxy.url)
+        rewards.server._opener.cache_clear()  # it may have looked already
+        HttpScorer(server.url)(IMAGES, PROMPTS, METADATA)
+        assert proxy.seen == 0 and len(server.requests) == 1
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"[" * 60000,
+        b'{"scores": [1' + b"0" * 400 + b", 1, 2]}",
+        b'{"scores": [1' + b"0" * 5000 + b", 1, 2]}",
+        b'{"scores": [1e400, 1, 2]}',
+        b'{"scores": {"a": 1, "b": 2, "c": 3}}',
+        b'{"scores": "abc"}',
+        b"\xff\xfe",
+        b"",
+    ],
+)
+def test_garbage_with_status_200_is_no_score(body):
+    try:
+        found = decode(body, 3)
+    except ScorerError as error:
+        assert "\n" not in str(error)
+    else:
+        assert not np.isfinite(found[0])  # which the caller makes a missing score

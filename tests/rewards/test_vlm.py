@@ -166,6 +166,8 @@ def test_the_key_comes_from_the_environment(judge, monkeypatch):
     ("settings", "said"),
     [
         ({"url": "localhost:80"}, "give http://"),
+        ({"url": "http://judge:8000/v1"}, "unencrypted: use https://, or set plain_http = true"),
+        ({"plain_http": 1}, "plain_http is 1: use true or false"),
         ({"read": "text"}, "use one of logprobs, json"),
         ({"high": 10}, r"use 9 at most, or read = 'json'"),
         ({"low": 5}, "low must be the lower"),
@@ -176,6 +178,42 @@ def test_the_key_comes_from_the_environment(judge, monkeypatch):
     ],
 )
 def test_settings_are_checked(settings, said):
-    given = {"url": "http://x/v1", "model": "m", **settings}
+    given = {"url": "https://x/v1", "model": "m", **settings}
     with pytest.raises(ScorerSetupError, match=said):
         check_settings(ScorerConfig(name="vlm", settings=given))
+
+
+def test_plain_http_reaches_another_machine_only_where_it_may():
+    given = {"url": "http://judge:8000/v1", "model": "m", "plain_http": True}
+    check_settings(ScorerConfig(name="vlm", settings=given))
+
+
+@pytest.mark.parametrize("code", [302, 307])
+def test_no_redirect_is_followed(judge, code):
+    """Neither the image nor the key reach the other endpoint."""
+    with judging() as other:
+        judge.answers = [(code, {"Location": other.url})]
+        with pytest.raises(ScorerError, match=f"answered {code} .*redirects are not followed"):
+            scorer(judge)(IMAGES[:1], PROMPTS[:1], METADATA[:1])
+        assert other.requests == [] and len(judge.requests) == 1
+
+
+def test_no_more_of_an_answer_is_read_than_a_rating_takes(judge):
+    judge.answers = ["x" * 2**20]
+    with pytest.raises(ScorerError, match="answered more than 1048576 bytes"):
+        scorer(judge, read="json")(IMAGES[:1], PROMPTS[:1], METADATA[:1])
+
+
+def test_an_answer_that_drips_is_not_waited_for(judge):
+    """Every byte comes in time, the whole would take seconds."""
+    judge.drips = True
+    with pytest.raises(ScorerError, match="timed out after 0.3 s"):
+        scorer(judge, timeout_s=0.3, retries=0)(IMAGES[:1], PROMPTS[:1], METADATA[:1])
+
+
+def test_images_do_not_pass_a_proxy_in_plain(judge, monkeypatch):
+    with judging() as proxy:
+        monkeypatch.setenv("http_proxy", proxy.url)
+        rewards.server._opener.cache_clear()  # it may have looked already
+        scorer(judge)(IMAGES, PROMPTS, METADATA)
+        assert proxy.requests == [] and len(judge.requests) == 4

@@ -1,0 +1,115 @@
+"""Images of the explore stage and their rewards, made once for all objectives."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from analysis.fidelity.measure import encoded, explored, explorer_of, setup, trainer_of
+from analysis.signal.files import EXPLORED, digest, read, write
+from configs.load import ConfigError
+from configs.prompts import Prompt, prompts_of_iteration, read_prompts
+from configs.schema import RunConfig
+from policy.explorer import Explorer
+from policy.precision.backends import Backend
+from policy.sampling.noise import stream_seed
+from policy.types import Conditioning
+from rewards.combine import WeightedScorer
+
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Batch:
+    """The prompts of an iteration."""
+
+    index: int
+    prompts: list[Prompt]
+    conditioning: list[Conditioning]
+
+
+def batches_of(config: RunConfig, prompts: int, batches: int) -> list[Batch]:
+    """The first iterations of a run with so many prompts each. Raises ConfigError."""
+    everything = read_prompts(config.prompts.train)
+    count = len(everything)
+    if prompts > count:
+        raise ConfigError(
+            f"--prompts {prompts}: {config.prompts.train} holds {count}; ask for fewer"
+        )
+    chosen = [
+        [everything[row] for row in prompts_of_iteration(count, prompts, index, config.seed)]
+        for index in range(batches)
+    ]
+    rows = iter(encoded(config, [prompt for part in chosen for prompt in part]))
+    return [Batch(index, part, [next(rows) for _ in part]) for index, part in enumerate(chosen)]
+
+
+def seeds_of(config: RunConfig, batch: Batch, p: int, count: int) -> list[int]:
+    """The seeds that a run explores of prompt ``p``."""
+    return [stream_seed(config.seed, "explore", batch.index, p, n) for n in range(count)]
+
+
+class Exploring:
+    """Rewards of the first ``pool`` seeds of every prompt, by backend and steps."""
+
+    def __init__(
+        self,
+        config: RunConfig,
+        found: Sequence[Backend],
+        batches: Sequence[Batch],
+        pool: int,
+        out: Path,
+        say: Say,
+    ) -> None:
+        self.config, self.batches, self.pool, self.out, self.say = config, batches, pool, out, say
+        self.scorer = WeightedScorer.from_config(config.rewards)
+        self._backends = {backend.name: backend for backend in found}
+        self._explorers: dict[str, Explorer] = {}
+        self._rewards: dict[tuple[str, int], list[np.ndarray]] = {}
+
+    def score(self, images: np.ndarray, prompt: Prompt) -> np.ndarray:
+        """Rewards float32 [B]."""
+        count = len(images)
+        return self.scorer(images, [prompt.text] * count, [prompt.metadata] * count).total
+
+    def rewards(self, name: str, steps: int) -> list[np.ndarray]:
+        """Rewards [P, pool] of each batch, with what ``out`` has of a measurement before."""
+        if (name, steps) not in self._rewards:
+            self._rewards[name, steps] = self._complete(name, steps)
+        return self._rewards[name, steps]
+
+    def _complete(self, name: str, steps: int) -> list[np.ndarray]:
+        key = self._digest(name, steps)
+        kept = read(self.out / EXPLORED).get(key, [])[: len(self.batches)]
+        made = [np.array(part, np.float32) for part in kept]
+        start = time.perf_counter()
+        for batch in self.batches[len(made) :]:
+            made.append(self._explore(name, steps, batch))
+            rows = {key: [part.tolist() for part in made]}
+            write(self.out / EXPLORED, read(self.out / EXPLORED) | rows)
+        self.say(f"explored with {name}, {steps} steps: {time.perf_counter() - start:.0f} s")
+        return made
+
+    def _digest(self, name: str, steps: int) -> str:
+        parts = {"model", "prompts", "explore", "regenerate", "guidance", "rewards", "seed"}
+        tree = self.config.model_dump(mode="json", include=parts)
+        return digest([tree, name, steps, len(self.batches[0].prompts), self.pool])
+
+    def _explore(self, name: str, steps: int, batch: Batch) -> np.ndarray:
+        if name not in self._explorers:
+            with setup():
+                self._explorers[name] = explorer_of(
+                    self.config, trainer_of(self.config), self._backends[name]
+                )
+        rows = []
+        for p, prompt in enumerate(batch.prompts):
+            seeds = seeds_of(self.config, batch, p, self.pool)
+            images = explored(
+                self._explorers[name], self.config, batch.conditioning[p], seeds, steps
+            )
+            rows.append(self.score(images, prompt))
+        return np.stack(rows)

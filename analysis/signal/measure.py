@@ -1,0 +1,240 @@
+"""``sol-rl signal``: how much signal a batch's gradient has, by objective and what was selected.
+
+One process, no Ray. Prompts, seeds and random streams are those of a run's first iterations: batch
+b is what iteration b would train on, were the weights still those of the base model.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from analysis.fidelity.measure import backends, hide_loading_bars, setup, trainer_of
+from analysis.signal.exploring import Batch, Exploring, Say, batches_of, seeds_of
+from analysis.signal.files import ROWS, digest, read, rows_of, table, title, write
+from analysis.signal.picture import signal_picture
+from configs.load import ConfigError, apply, parse
+from configs.schema import RunConfig
+from configs.section import Tree
+from learner.batch import Group
+from learner.nonfinite import NonFiniteTraining
+from learner.selection import select
+from learner.signal import gradient, mean_cosine
+from learner.trainer import Trainer
+from planning.preflight import check_model
+from policy.precision.backends import Backend
+from policy.sampling.noise import stream_seed
+from records.atomic import write_text
+from records.errors import RunFailed
+from records.rundir import versions
+from rewards.base import ScorerError, ScorerSetupError
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """What is measured: every objective under every selection."""
+
+    objectives: tuple[tuple[str, RunConfig], ...]  # label, and the configuration with it
+    pools: tuple[int, ...] = (24, 96)
+    rules: tuple[str, ...] = ("best_worst",)
+    backends: tuple[str, ...] = ("emulated_nvfp4",)
+    steps: tuple[int, ...] = (6,)
+    prompts: int = 4
+    batches: int = 8
+    threads: int | None = None
+
+
+@dataclass(frozen=True)
+class Choice:
+    """Which K of N seeds are trained on; ``rule`` None: all K, nothing is explored."""
+
+    keep: int
+    pool: int
+    rule: str | None = None
+    backend: str | None = None
+    steps: int | None = None
+
+    @property
+    def label(self) -> str:
+        """For people."""
+        if self.rule is None:
+            return f"{self.keep} as they come"
+        return f"{self.rule} {self.keep} of {self.pool}, {self.backend} {self.steps} steps"
+
+
+def run(config: RunConfig, wanted: Measurement, out: Path, say: Say) -> list[str]:
+    """Measure what ``out`` does not have yet, write signal.json and signal.svg; returns the table.
+
+    Raises ConfigError for what cannot be measured, RunFailed when an image cannot be scored or a
+    gradient is not finite.
+    """
+    check_model(config)
+    found = list(backends(wanted.backends, say).values())
+    choices = choices_of(config, wanted, found)
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(
+            f"--out: {out} cannot be written ({error.strerror}): give another directory"
+        ) from None
+    with _threads(wanted.threads or config.services.rollout.threads):
+        hide_loading_bars()
+        try:
+            Measuring(config, wanted, found, out, say).run(choices)
+        except ScorerError as error:
+            raise RunFailed(f"{error}; an image without a reward has no advantage") from None
+        except NonFiniteTraining as error:
+            raise RunFailed(str(error)) from None
+        except (FileNotFoundError, ScorerSetupError) as error:
+            raise ConfigError(str(error)) from None
+    summary = read(out / ROWS)
+    write_text(out / "signal.svg", signal_picture(summary["rows"], title(summary)))
+    return [*table(summary), f"written: {out / 'signal.json'}, signal.svg"]
+
+
+@contextmanager
+def _threads(count: int) -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def choices_of(config: RunConfig, wanted: Measurement, found: Sequence[Backend]) -> list[Choice]:
+    """Every selection of the measurement, each once. Raises ConfigError."""
+    keep = config.selection.keep
+    if small := [pool for pool in wanted.pools if pool < keep]:
+        raise ConfigError(
+            f"--pools {small[0]}: selection.keep = {keep} seeds are to be chosen of it"
+        )
+    choices: dict[Choice, None] = {}
+    for pool in wanted.pools:
+        if pool == keep:
+            choices[Choice(keep, keep)] = None
+            continue
+        for backend in found:
+            for steps in wanted.steps:
+                for rule in wanted.rules:
+                    choices[Choice(keep, pool, rule, backend.name, steps)] = None
+    return list(choices)
+
+
+class Measuring:
+    """Regenerates what the choices select, takes the gradients, adds a row for each."""
+
+    def __init__(
+        self, config: RunConfig, wanted: Measurement, found: Sequence[Backend], out: Path, say: Say
+    ) -> None:
+        self.config, self.wanted, self.out, self.say = config, wanted, out, say
+        self.batches = batches_of(config, wanted.prompts, wanted.batches)
+        self.explored = Exploring(config, found, self.batches, max(wanted.pools), out, say)
+
+    def run(self, choices: Sequence[Choice]) -> None:
+        """Every objective under every choice, written as it comes; what is there is kept."""
+        for label, config in self.wanted.objectives:
+            trainer: Trainer | None = None
+            for choice in choices:
+                if choice.rule is not None and config.objective.one_noise_per_group:
+                    self.say(f"{label}: one noise per prompt, nothing to select: left out")
+                    continue
+                name = self._name(config, choice)
+                if any(row["digest"] == name for row in rows_of(self.out)):
+                    self.say(f"{label}, {choice.label}: is there already")
+                    continue
+                if trainer is None:
+                    with setup():
+                        trainer = trainer_of(config)
+                self._add(self._row(label, trainer, choice) | {"digest": name})
+
+    def _name(self, config: RunConfig, choice: Choice) -> str:
+        """Names all that a row depends on."""
+        tree = config.model_dump(
+            mode="json", exclude={"name", "run_root", "services", "iterations"}
+        )
+        what = [tree, repr(choice), self.wanted.prompts, self.wanted.batches]
+        return digest(what)
+
+    def _row(self, label: str, trainer: Trainer, choice: Choice) -> Tree:
+        start = time.perf_counter()
+        gradients = [
+            gradient(trainer, b.index, self._groups(trainer, b, choice)) for b in self.batches
+        ]
+        try:
+            found = mean_cosine(gradients)
+        except ValueError as error:
+            raise RunFailed(f"{label}, {choice.label}: {error}") from None
+        seconds = time.perf_counter() - start
+        norm = float(np.mean([part.norm().item() for part in gradients]))
+        self.say(
+            f"{label}, {choice.label}: cosine {found.mean:.3f} ± {found.stderr:.3f}, norm"
+            f" {norm:.3g}, {seconds:.0f} s"
+        )
+        return {
+            "objective": label,
+            "choice": choice.label,
+            "keep": choice.keep,
+            "pool": choice.pool,
+            "rule": choice.rule,
+            "backend": choice.backend,
+            "explore_steps": choice.steps,
+            "prompts": self.wanted.prompts,
+            "batches": found.batches,
+            "cosine": found.mean,
+            "stderr": found.stderr,
+            "grad_norm": norm,
+            "seconds": seconds,
+        }
+
+    def _groups(self, trainer: Trainer, batch: Batch, choice: Choice) -> list[Group]:
+        """What iteration ``batch.index`` would train on."""
+        groups = []
+        for p, prompt in enumerate(batch.prompts):
+            chosen = self._chosen(batch, p, choice)
+            samples, images = trainer.regenerate(batch.conditioning[p], chosen)
+            groups.append(
+                Group(p, batch.conditioning[p], samples, self.explored.score(images, prompt))
+            )
+        return groups
+
+    def _chosen(self, batch: Batch, p: int, choice: Choice) -> list[int]:
+        seeds = seeds_of(self.config, batch, p, choice.pool)
+        if choice.rule is None or choice.backend is None or choice.steps is None:
+            return seeds
+        rewards = self.explored.rewards(choice.backend, choice.steps)[batch.index][p]
+        seed = stream_seed(self.config.seed, "selection", batch.index, p)
+        return [seeds[i] for i in select(rewards[: choice.pool], choice.keep, choice.rule, seed)]
+
+    def _add(self, row: Tree) -> None:
+        full = self.config.regenerate
+        facts: Tree = {
+            "model": self.config.model.path,
+            "regenerate": {"steps": full.steps, "precision": full.precision},
+            "rewards": {scorer.name: scorer.weight for scorer in self.config.rewards.scorers},
+            "threads": torch.get_num_threads(),
+            "versions": versions(),
+        }
+        write(self.out / ROWS, facts | {"rows": [*rows_of(self.out), row]})
+
+
+def objectives_of(config: RunConfig, given: Sequence[str]) -> tuple[tuple[str, RunConfig], ...]:
+    """(label, configuration) of every ``NAME[,key=value...]``; without any the configuration's own.
+
+    Raises ConfigError.
+    """
+    found = {}
+    for text in given or (config.objective.name,):
+        name, *settings = text.split(",")
+        tree = config.model_dump(mode="json")
+        if name != config.objective.name:
+            tree["objective"], tree["regenerate"]["solver"] = {"name": name}, None
+        apply(tree, "arm=diffusionnft", *(f"objective.{setting}" for setting in settings))
+        found[text] = parse(tree)
+    return tuple(found.items())

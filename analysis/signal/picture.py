@@ -1,0 +1,71 @@
+"""Cosines between gradients as bars: an objective per group, a bar per selection."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from html import escape
+
+from analysis.report.axes import nice_ticks
+from configs.section import Tree
+
+LEFT, RIGHT, TOP, BAR, GAP, WIDTH = 150.0, 60.0, 64.0, 17.0, 16.0, 760.0
+COLOURS = ("#9aa5b1", "#1f6fb2", "#e08214", "#35978f", "#7b3294", "#a6611a")
+
+
+def signal_picture(rows: Sequence[Tree], title: str) -> str:
+    """An SVG of ``rows`` of signal.json; error bars are one standard error to either side."""
+    choices = list(dict.fromkeys(row["choice"] for row in rows))
+    names = list(dict.fromkeys(row["objective"] for row in rows))
+    ends = [row["cosine"] + side * row["stderr"] for row in rows for side in (-1, 1)]
+    low, high = min(0.0, *ends), max(0.05, *ends)
+    scale = (WIDTH - LEFT - RIGHT) / (high - low)
+
+    def x(value: float) -> float:
+        return LEFT + (value - low) * scale
+
+    top = TOP + 16 * len(choices)
+    body, y = [], top
+    for name in names:
+        mine = [row for row in rows if row["objective"] == name]
+        middle = y + BAR * len(mine) / 2
+        body.append(
+            f'<text x="{LEFT - 8:g}" y="{middle + 4:g}" text-anchor="end">{escape(name)}</text>'
+        )
+        for row in mine:
+            body.append(_bar(row, COLOURS[choices.index(row["choice"]) % len(COLOURS)], x, y))
+            y += BAR
+        y += GAP
+    ticks = "".join(
+        f'<line x1="{x(tick):.1f}" x2="{x(tick):.1f}" y1="{top - 6:g}" y2="{y:g}" stroke="#ddd"/>'
+        f'<text x="{x(tick):.1f}" y="{y + 14:g}" text-anchor="middle">{tick:g}</text>'
+        for tick in nice_ticks(low, high, 6)
+    )
+    head = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH:g} {y + 40:g}"'
+        f' width="{WIDTH:g}" height="{y + 40:g}" font-family="system-ui, sans-serif"'
+        ' font-size="11" fill="#222">',
+        f'<rect width="{WIDTH:g}" height="{y + 40:g}" fill="#fff"/>',
+        '<text x="16" y="20" font-size="14" font-weight="600">Signal in a gradient: mean cosine'
+        " between gradients of independent batches</text>",
+        f'<text x="16" y="38">{escape(title)}; bars ± one standard error</text>',
+    ]
+    for number, choice in enumerate(choices):
+        line = TOP - 12 + 16 * number
+        colour = COLOURS[number % len(COLOURS)]
+        head.append(
+            f'<rect x="16" y="{line:g}" width="12" height="10" fill="{colour}"/>'
+            f'<text x="34" y="{line + 9:g}">{escape(choice)}</text>'
+        )
+    return "\n".join([*head, ticks, *body, "</svg>"]) + "\n"
+
+
+def _bar(row: Tree, colour: str, x: Callable[[float], float], y: float) -> str:
+    value, error = row["cosine"], row["stderr"]
+    left, right, middle = x(min(0.0, value)), x(max(0.0, value)), y + BAR / 2 - 1
+    ends = f'x1="{x(value - error):.1f}" x2="{x(value + error):.1f}"'
+    return (
+        f'<rect x="{left:.1f}" y="{y:g}" width="{max(right - left, 0.5):.1f}" height="{BAR - 3:g}"'
+        f' fill="{colour}"/><line {ends} y1="{middle:g}" y2="{middle:g}" stroke="#222"'
+        f' stroke-width="1.2"/><text x="{x(max(0.0, value + error)) + 6:.1f}" y="{y + 11:g}">'
+        f"{value:.3f}</text>"
+    )

@@ -1,0 +1,148 @@
+"""Simulated against measured seconds per iteration of the tiny model: layouts of one machine's
+cores, predicted from the timeline of another layout.
+
+What was measured is kept in ``Options.keep`` and not measured again, so that it can be stopped.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import statistics
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from bench.ring import Quiet
+from bench.timing import Options, Ratio, ray_for
+from cluster.driver.loop import Ring
+from cluster.driver.services import ActorServices
+from cluster.simulator.measured import learned
+from configs.load import parse
+from configs.prompts import read_prompts
+from configs.schema import RunConfig
+from records.atomic import write_text
+from records.rundir import RunDirectory
+from records.timeline import Span
+
+WORST, MEDIAN = 0.2, 0.1
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A layout: rollout actors, learner replicas, explore_ahead, images of a chunk."""
+
+    actors: int
+    replicas: int
+    ahead: int
+    chunk: int
+
+    @property
+    def name(self) -> str:
+        """As the table has it."""
+        return f"{self.actors}-{self.replicas}-{self.ahead}-{self.chunk}"
+
+
+CALIBRATED = Shape(2, 1, 0, 16)
+"""Chunks of 16, 16 and 8 of a prompt's 40: two sizes, so that a line can be laid."""
+SHAPES = (
+    Shape(1, 1, 0, 16),
+    Shape(3, 1, 0, 16),
+    Shape(1, 1, 1, 16),
+    Shape(2, 1, 1, 16),
+    Shape(1, 2, 0, 16),
+    Shape(2, 2, 0, 16),
+    Shape(2, 2, 1, 16),
+    Shape(1, 1, 0, 8),
+    Shape(2, 1, 0, 8),
+    Shape(3, 1, 1, 8),
+)
+SIZES = {"per_iteration": 4, "pool_size": 40, "keep": 16}
+
+
+def measure(options: Options) -> list[Ratio]:
+    """Predicted over measured, a row per layout; the calibrating layout first."""
+    base = one_thread(options.config)
+    with ray_for(shaped(base, Shape(3, 2, 0, 8))):
+        rows = {shape: _kept(base, shape, options) for shape in (CALIBRATED, *SHAPES)}
+    config = shaped(base, CALIBRATED)
+    spans = [Span(**{**row, "unit": tuple(row["unit"])}) for row in rows[CALIBRATED]["spans"]]
+    model = learned(config, spans, rows[CALIBRATED]["seconds"])
+    ratios = []
+    for shape, row in rows.items():
+        predicted = model.predict(shaped(base, shape)).iteration
+        seconds = row["seconds"]
+        note = "calibrated on this" if shape == CALIBRATED else ""
+        times = {"predicted": [predicted] * len(seconds), f"measured {shape.name}": seconds}
+        ratios.append(Ratio.of(times, "predicted", f"measured {shape.name}", note=note))
+    return [*ratios, summary(ratios[1:], model.hardware.together)]
+
+
+def summary(ratios: Sequence[Ratio], together: float) -> Ratio:
+    """Errors of the layouts that were predicted: the median, of at most ``MEDIAN``."""
+    errors = [abs(ratio.seconds / ratio.base_seconds - 1) for ratio in ratios]
+    note = f"worst error {max(errors):.1%}, goal <= {WORST:.0%}; cores together {together:.2f}"
+    middle = statistics.median(errors)
+    return Ratio("error", "measured", middle, min(errors), max(errors), middle, 1.0, MEDIAN, note)
+
+
+def one_thread(config: RunConfig) -> RunConfig:
+    """The configuration with one thread for every actor, and small enough to be measured often."""
+    tree = config.model_dump(mode="json")
+    for kind in ("rollout", "reward", "encoder", "selector", "learner"):
+        tree["services"][kind]["threads"] = 1
+    tree["prompts"]["per_iteration"] = SIZES["per_iteration"]
+    tree["explore"]["pool_size"], tree["selection"]["keep"] = SIZES["pool_size"], SIZES["keep"]
+    tree["audit"]["random_seeds"] = 0
+    return parse(tree | {"name": f"{config.name[:80]}-bench-plan", "iterations": 1000})
+
+
+def shaped(config: RunConfig, shape: Shape) -> RunConfig:
+    """The configuration in a layout."""
+    tree = config.model_dump(mode="json")
+    tree["services"]["rollout"]["actors"] = shape.actors
+    tree["services"]["learner"]["replicas"] = shape.replicas
+    tree["explore"]["chunk_size"] = shape.chunk
+    return parse(tree | {"explore_ahead": shape.ahead})
+
+
+def _kept(base: RunConfig, shape: Shape, options: Options) -> dict[str, Any]:
+    file = Path(options.keep) / f"{shape.name}.json" if options.keep else None
+    if file is not None and file.exists():
+        return json.loads(file.read_text())
+    with tempfile.TemporaryDirectory(prefix="sol-rl-bench-") as scratch:
+        row = asyncio.run(_measured(shaped(base, shape), Path(scratch), options.repeats))
+    print(f"plan     {shape.name}: {statistics.median(row['seconds']):.2f} s", flush=True)
+    if file is not None:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        write_text(file, json.dumps(row) + "\n")
+    return row
+
+
+async def _measured(config: RunConfig, scratch: Path, repeats: int) -> dict[str, Any]:
+    """Seconds of each iteration but the first, and all spans."""
+    spans: list[Span] = []
+    services = ActorServices(
+        config, RunDirectory(scratch), lambda *args, **fields: None, spans.append
+    )
+    quiet: Any = Quiet()
+    prompts = read_prompts(config.prompts.train)
+    ring = Ring(config, services, prompts, quiet, lambda *args, **fields: None)
+    await services.start()
+    try:
+        await ring.begin(0)
+        seconds = []
+        for index in range(repeats + 1 + config.explore_ahead):
+            start = time.perf_counter()
+            await ring.iteration(index)
+            seconds.append(time.perf_counter() - start)
+        return {
+            "seconds": seconds[1 + config.explore_ahead :],
+            "spans": [asdict(span) for span in spans],
+        }
+    finally:
+        await ring.close()
+        await services.stop()

@@ -1,0 +1,121 @@
+"""What does a run cost before it works? Seconds from the command until all actors answer, and CPU
+seconds and memory of each process at the moment when all together hold most.
+
+The command is ``sol-rl train`` itself, in a process of its own, for one iteration with next to no
+evaluation. Memory is the proportional set size: a page that several processes share is divided
+among them, so the sum is what the run holds. Linux only.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+from bench.timing import Options, Ratio
+from records.rundir import RunDirectory
+
+SECONDS, HELD = 12.0, 1600.0  # goals, on two idle cores; MB
+TEMPLATE = "cluster.runtime.template"
+LOOK_S = 1.0
+
+
+@dataclass(frozen=True)
+class Process:
+    """One process of the run, when it was looked at."""
+
+    name: str
+    ours: bool  # else one of Ray's own
+    cpu_s: float
+    held_mb: float  # proportional set size
+
+
+def measure(options: Options) -> list[Ratio]:
+    """Once: seconds and megabytes, each against its goal. Prints a line per process.
+
+    Raises RuntimeError when the run fails.
+    """
+    with tempfile.TemporaryDirectory(prefix="sol-rl-bench-") as scratch:
+        seconds, found = _run(options, Path(scratch))
+    for each in sorted(found, key=lambda process: -process.held_mb):
+        whose = "run" if each.ours else "Ray"
+        print(f"start    {each.name:24} {each.cpu_s:6.1f} CPU s {each.held_mb:7.0f} MB  {whose}")
+    return [
+        _against("all actors answer", seconds, SECONDS),
+        _against("all processes", _sum(found), HELD, "MB", f"{len(found)} processes"),
+        _against("those of the run", _sum(p for p in found if p.ours), HELD, "MB"),
+    ]
+
+
+def _against(what: str, value: float, goal: float, unit: str = "s", note: str = "") -> Ratio:
+    ratio = value / goal
+    return Ratio(what, "goal", ratio, ratio, ratio, value, goal, 1.0, note, unit)
+
+
+def _run(options: Options, scratch: Path) -> tuple[float, list[Process]]:
+    """(seconds until the first task, processes when they hold most)."""
+    config = options.config.model_dump(mode="json")
+    config |= {"name": "start", "run_root": str(scratch), "iterations": 1}
+    config["evaluate"] |= {"prompts": 1, "noises": 1}
+    (scratch / "start.json").write_text(json.dumps(config))
+    command = [sys.executable, "-m", "bench.start", str(scratch / "start.json")]
+    most: list[Process] = []
+    began = time.time()  # as the run's records have it
+    with (scratch / "output").open("w+") as output:
+        run = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT)
+        while run.poll() is None:
+            most = max(most, list(_processes(run.pid)), key=_sum)
+            time.sleep(LOOK_S)
+        if run.returncode:
+            output.seek(0)
+            raise RuntimeError(f"the run failed: {output.read()[-500:]}")
+    started = [
+        row["time"]
+        for row in RunDirectory(scratch / "start").events()
+        if row["event"] == "actor_started"
+    ]
+    return max(started) - began, most
+
+
+def _processes(pid: int) -> Iterable[Process]:
+    """The driver and everything below it."""
+    driver = psutil.Process(pid)
+    for process in (driver, *driver.children(recursive=True)):
+        with contextlib.suppress(psutil.Error, OSError):
+            command = process.cmdline()
+            name = _name(command, process.pid == pid)
+            times = process.cpu_times()
+            ours = name in ("driver", "template") or name.endswith(("Actor", "Board"))
+            held = process.memory_full_info().pss / 2**20
+            yield Process(name, ours, times.user + times.system, held)
+
+
+def _name(command: list[str], driver: bool) -> str:
+    if driver:
+        return "driver"
+    if any(TEMPLATE in part for part in command):
+        return "template"
+    title = command[0].removeprefix("ray::").partition(".")[0] if command else "?"
+    if command and not command[0].startswith("ray::"):
+        files = (part for part in command if "/ray/" in part and not part.startswith("-"))
+        title = next((Path(part).name for part in files), title)
+    return title.strip()
+
+
+def _sum(processes: Iterable[Process]) -> float:
+    return sum(process.held_mb for process in processes)
+
+
+if __name__ == "__main__":
+    from cluster.driver.session import train
+    from configs.load import parse
+
+    train(parse(json.loads(Path(sys.argv[1]).read_text())), resume=False)

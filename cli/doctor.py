@@ -1,0 +1,55 @@
+"""``sol-rl doctor``."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+
+from cli.common import DONE, USER_ERROR, add_cluster, add_config, through_job
+from configs.load import ConfigError, load
+
+HELP = "check the machine or the cluster that a run would use, one line per check"
+
+
+def declare(sub: argparse.ArgumentParser) -> None:
+    """Add its options."""
+    add_config(sub, required=False, what="the run to check for; the machine alone unless given")
+    add_cluster(sub)
+    sub.add_argument("--json", action="store_true", help="print the checks as one JSON object")
+
+
+def run(options: argparse.Namespace) -> int:
+    """Print a line per check; exit code 2 where one failed."""
+    if options.overrides and not options.config:
+        raise ConfigError("--set: give the configuration that it belongs to")
+    config = load(options.config, options.overrides) if options.config else None
+    if (code := _through_job(options)) is not None:
+        return code
+    from planning import doctor
+
+    checks = doctor.of_configuration(config) if config else []
+    address = options.address or os.environ.get("RAY_ADDRESS")
+    if address:
+        from cluster.jobs.doctor import of_cluster
+        from cluster.jobs.live_runs import connected
+
+        with connected(address):
+            checks += of_cluster(config)
+    else:
+        checks += doctor.of_this_machine(config, doctor.examine())
+        checks += [doctor.of_run_root(config)] if config else []
+        checks.append(doctor.of_token(joined=False))
+    if options.json:
+        print(json.dumps(doctor.json_of(checks), indent=2))
+    else:
+        print("\n".join(check.line() for check in checks))
+    return USER_ERROR if any(check.outcome == "failed" for check in checks) else DONE
+
+
+def _through_job(options: argparse.Namespace) -> int | None:
+    """The exit code of the same command on the cluster, where the address is a dashboard's."""
+    config = [options.config] if options.config else []
+    overrides = [word for each in options.overrides for word in ("--set", each)]
+    shown = ["--json"] if options.json else []
+    return through_job(options.address, ["doctor", *config, *overrides, *shown])

@@ -1,0 +1,69 @@
+"""``sol-rl signal``."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from cli.common import DONE, add_config, say
+from configs.load import ConfigError, load
+from learner.selection import RULES
+
+HELP = "measure how much signal a gradient has, by objective, selection rule, precision and steps"
+
+
+def declare(sub: argparse.ArgumentParser) -> None:
+    """Add its options."""
+    add_config(sub)
+    sub.add_argument(
+        "--objective",
+        action="append",
+        default=[],
+        metavar="NAME[,KEY=VALUE...]",
+        help=(
+            "an objective with settings of [objective], such as flow_grpo,window.size=3; may be"
+            " repeated; the configuration's own unless given"
+        ),
+    )
+    text = "seeds per prompt that are explored; as many as selection.keep: nothing is selected"
+    sub.add_argument("--pools", type=int, nargs="+", metavar="N", help=text)
+    text = "selection rules"
+    sub.add_argument("--rules", nargs="+", default=["best_worst"], choices=RULES, help=text)
+    text = "precisions of exploring; the configuration's own unless given"
+    sub.add_argument("--backends", nargs="+", help=text)
+    sub.add_argument("--steps", type=int, nargs="+", help="steps of exploring")
+    sub.add_argument("--prompts", type=int, default=4, metavar="P", help="prompts of a batch")
+    text = "independent batches; at least 3"
+    sub.add_argument("--batches", type=int, default=8, metavar="B", help=text)
+    text = "CPU threads; as the configuration's rollout actors unless given"
+    sub.add_argument("--threads", type=int, help=text)
+    text = "directory to write, or to go on with; beside the run directories unless given"
+    sub.add_argument("--out", metavar="DIR", help=text)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Measure, write the files and print the table."""
+    config = load(options.config, options.overrides)
+    steps = tuple(options.steps or [config.explore.steps])
+    if min(options.prompts, *steps, options.threads or 1) < 1 or options.threads == 0:
+        raise ConfigError("signal: --prompts, --steps and --threads must be at least 1")
+    if options.batches < 3:
+        raise ConfigError(
+            f"--batches {options.batches}: at least 3 are needed for a standard error"
+        )
+    out = Path(options.out or f"{Path(config.run_root or 'runs') / config.name}-signal")
+    from analysis.signal.measure import Measurement, objectives_of, run
+
+    wanted = Measurement(
+        objectives=objectives_of(config, options.objective),
+        pools=tuple(options.pools or [config.selection.keep, config.explore.pool_size]),
+        rules=tuple(options.rules),
+        backends=tuple(options.backends or [config.explore.backend]),
+        steps=steps,
+        prompts=options.prompts,
+        batches=options.batches,
+        threads=options.threads,
+    )
+    for line in run(config, wanted, out, say):
+        print(line)
+    return DONE

@@ -1,0 +1,65 @@
+"""The driver's one clock: that of the event loop it runs on, which a simulation makes virtual."""
+
+from __future__ import annotations
+
+import asyncio
+import selectors
+import time
+
+START = 1_800_000_000.0
+"""The wall clock, seconds of the epoch, at the beginning of virtual time."""
+
+
+def now() -> float:
+    """Seconds of the running event loop, or of the monotonic clock that it would have."""
+    try:
+        return asyncio.get_running_loop().time()
+    except RuntimeError:
+        return time.monotonic()
+
+
+def wall() -> float:
+    """Seconds of the epoch, for what is written down."""
+    try:
+        loop = asyncio.get_running_loop()
+    except RuntimeError:
+        return time.time()
+    return START + loop.time() if isinstance(loop, VirtualLoop) else time.time()
+
+
+class Stuck(RuntimeError):
+    """Everything waits and nothing is scheduled: nothing would ever happen again."""
+
+
+class VirtualLoop(asyncio.SelectorEventLoop):
+    """An event loop in which waiting takes no time: when nothing is ready it is at once as late as
+    the next timer says. Code that runs takes no time either.
+    """
+
+    def __init__(self) -> None:
+        self._now = 0.0
+        super().__init__(_Jumping(self))
+
+    def time(self) -> float:
+        """Seconds since the beginning."""
+        return self._now
+
+    def jump(self, seconds: float) -> None:
+        """It is later."""
+        self._now += seconds
+
+
+class _Jumping(selectors.DefaultSelector):
+    """Looks whether something is ready; where it would have to wait, time jumps instead."""
+
+    def __init__(self, loop: VirtualLoop):
+        super().__init__()
+        self._loop = loop
+
+    def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
+        if ready := super().select(0):
+            return ready
+        if timeout is None:
+            raise Stuck("everything waits and no timer is set")
+        self._loop.jump(max(0.0, timeout))
+        return []

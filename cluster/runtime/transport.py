@@ -1,0 +1,53 @@
+"""How calls reach actors and answers come back: through Ray, unless a simulation stands in."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from typing import Any, Protocol, TypeAlias
+
+import ray
+from ray import ObjectRef
+
+from actors.calls import Answer, Call
+
+Handle: TypeAlias = Any  # of an actor, whose methods exist at run time only
+
+
+class Transport(Protocol):
+    """All that pools ask of what lies between them and actors."""
+
+    def send(self, handle: Handle, call: Call) -> Sequence[ObjectRef[Answer]]:
+        """Have the actor carry out ``call``, after those it was sent before; a reference per
+        return value.
+        """
+        ...
+
+    def answer(self, reference: ObjectRef[Answer]) -> asyncio.Future[Answer]:
+        """The value behind ``reference``, once it is there; raises what the call raised."""
+        ...
+
+    def kill(self, handle: Handle) -> None:
+        """End the actor."""
+        ...
+
+
+class RayTransport:
+    """Ray's remote calls."""
+
+    def send(self, handle: Handle, call: Call) -> Sequence[ObjectRef[Answer]]:
+        """See ``Transport``."""
+        method = getattr(handle, call.method).options(num_returns=call.returns)
+        refs = method.remote(*call.args, **call.named)
+        return refs if call.returns > 1 else [refs]
+
+    def answer(self, reference: ObjectRef[Answer]) -> asyncio.Future[Answer]:
+        """See ``Transport``."""
+        return asyncio.wrap_future(reference.future())
+
+    def kill(self, handle: Handle) -> None:
+        """See ``Transport``."""
+        ray.kill(handle, no_restart=True)
+
+
+RAY = RayTransport()

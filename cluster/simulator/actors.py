@@ -1,0 +1,172 @@
+"""Actors that take time and answer with messages of the right shape, without tensors.
+
+A method here has the name, the arguments and the kind of answer of the actor's that it stands for;
+a value that would travel by reference is a ``Token``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from ray import ObjectRef
+
+from actors.learner import share
+from actors.messages import (
+    ActorInfo,
+    ExploreChunk,
+    Exported,
+    Floats,
+    GenerateRequest,
+    Metadata,
+    Rendezvous,
+    Scores,
+    TrainingGroup,
+    WeightsId,
+)
+from actors.runtime import Tree
+from actors.selector import SelectorActor
+from planning.durations import Durations
+from policy.precision.wire import Manifest
+
+
+@dataclass(frozen=True)
+class Token:
+    """Stands for what an actor would have made."""
+
+
+TOKEN = Token()
+
+
+@dataclass(frozen=True)
+class Took:
+    """An answer, and the seconds of work that it takes when the actor is alone. ``together``: the
+    answer counts once all replicas have theirs, and so many seconds later.
+    """
+
+    seconds: float
+    value: object
+    together: float | None = None
+
+
+class Simulated:
+    """What all kinds have in common."""
+
+    def __init__(self, durations: Durations, index: int, replicas: int, backend: str | None):
+        self.durations, self.index = durations, index
+        self.replicas, self.backend = replicas, backend
+
+    def ready(self) -> Took:
+        """See ``actors``."""
+        return Took(0.0, ActorInfo(0, "simulated", backend=self.backend))
+
+
+class Encoder(Simulated):
+    """Stands for ``EncoderActor``."""
+
+    def encode(self, groups: list[list[str]]) -> Took:
+        """A token per group."""
+        seconds = self.durations.encode.at(sum(map(len, groups)))
+        return Took(seconds, (seconds, *(TOKEN for _ in groups)))
+
+
+class Rollout(Simulated):
+    """Stands for ``RolloutActor``."""
+
+    def load(
+        self,
+        backend: str | None,
+        manifest: Manifest,
+        sent: Sequence[int],
+        *shards: ObjectRef[object],
+    ) -> Took:
+        """The acknowledgement."""
+        loaded = WeightsId(manifest.version, manifest.checksum, backend)
+        return Took(self.durations.load.at(1), loaded)
+
+    def explore(self, request: ExploreChunk, conditioning: object) -> Took:
+        """Seconds, images, samples."""
+        seconds = self.durations.explore.at(len(request.seeds))
+        return Took(seconds, (seconds, TOKEN, TOKEN))
+
+
+class Reward(Simulated):
+    """Stands for ``RewardActor``; scores are random and all different."""
+
+    def __init__(
+        self, durations: Durations, index: int, replicas: int, backend: str | None, kind: str
+    ):
+        super().__init__(durations, index, replicas, backend)
+        self._kind, self._chance = kind, np.random.default_rng(index)
+
+    def score(
+        self,
+        images: object,
+        prompts: list[str],
+        metadata: list[Metadata],
+        labels: tuple[str, ...] = (),
+        cached: bool = False,
+    ) -> Took:
+        """Float32 [B] by label."""
+        line = self.durations.score.get(self._kind)
+        values = {label: self._chance.random(len(prompts), np.float32) for label in labels}
+        return Took(line.at(len(prompts)) if line else 0.0, Scores(values))
+
+
+class Selector(Simulated):
+    """The selector itself: it needs no tensors."""
+
+    def __init__(
+        self, durations: Durations, index: int, replicas: int, backend: str | None, tree: Tree
+    ):
+        super().__init__(durations, index, replicas, backend)
+        self._real = SelectorActor(tree)
+
+    def select(self, iteration: int, prompt: int, rewards: Floats) -> Took:
+        """Indices."""
+        return Took(self.durations.select.at(1), self._real.select(iteration, prompt, rewards))
+
+
+class Learner(Simulated):
+    """Stands for ``LearnerActor``."""
+
+    def __init__(
+        self,
+        durations: Durations,
+        index: int,
+        replicas: int,
+        backend: str | None,
+        shards: Sequence[int],
+    ):
+        super().__init__(durations, index, replicas, backend)
+        self._shards = tuple(shards)
+
+    def rendezvous(self, timeout_s: float) -> Took:
+        """An address."""
+        return Took(0.0, Rendezvous("simulated", 0, timeout_s))
+
+    def join(self, rank: int, size: int, at: Rendezvous) -> Took:
+        """Nothing to do."""
+        return Took(0.0, None)
+
+    def generate(self, request: GenerateRequest, conditioning: object) -> Took:
+        """Seconds, images, samples."""
+        seconds = self.durations.generate.at(len(request.seeds))
+        return Took(seconds, (seconds, TOKEN, TOKEN))
+
+    def update(self, iteration: int, groups: list[TrainingGroup]) -> Took:
+        """No metrics; the prompts of this replica as ``actors.learner.share`` has them."""
+        mine, _ = share(groups, self.index, self.replicas)
+        seconds = self.durations.update.at(sum(len(group.rewards) for group in mine))
+        return Took(seconds, dict[str, float](), self.durations.summing.at(self.replicas))
+
+    def export(self, version: int, backend: str | None = None, weights: str | None = None) -> Took:
+        """A manifest of the right size."""
+        names = tuple(f"{version}-{index}" for index in range(len(self._shards)))
+        manifest = Manifest(version, "simulated", 0, self._shards, names, ())
+        return Took(self.durations.export.at(1), Exported(manifest, {}))
+
+    def shard(self, index: int) -> Took:
+        """Bytes, and a token."""
+        return Took(self.durations.shard.at(1), (self._shards[index], TOKEN))

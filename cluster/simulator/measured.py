@@ -1,0 +1,147 @@
+"""``sol-rl plan CONFIG --from RUN``: calls take what they took in a run."""
+
+from __future__ import annotations
+
+import os
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from cluster.simulator.outlook import critical_path
+from cluster.simulator.run import Simulated, simulate
+from cluster.simulator.services import Hardware
+from configs.load import ConfigError
+from configs.schema import RunConfig
+from planning.calibration import calibrated
+from planning.placement import kinds_of, needs_of
+from records.rundir import RunDirectory
+from records.timeline import Span, read_spans
+
+COUNT = 3
+"""Iterations that a prediction is the mean of."""
+TRIES = 12
+MOST_DRIVER_S = 0.05
+
+
+@dataclass(frozen=True)
+class Measured:
+    """A run on cores: what its calls take, and how long its iterations took."""
+
+    hardware: Hardware
+    seconds: float
+    spans: int
+
+    def predict(self, config: RunConfig) -> Simulated:
+        """Iterations of another size or layout on the same cores."""
+        return simulate(config, self.hardware, COUNT)
+
+
+def measured(rundir: RunDirectory, cores: int | None = None) -> Measured:
+    """From a run's directory. Raises ConfigError where it has too little, or ran on GPUs."""
+    rows = [row for row in rundir.metrics() if row.get("kind") == "iteration"]
+    seconds = [float(row["time/iteration_s"]) for row in rows[1:]]
+    if not seconds:
+        raise ConfigError([f"--from {rundir.path}: it has no iteration after the first"])
+    return learned(rundir.configuration(), read_spans(rundir.timeline_file), seconds, cores)
+
+
+def learned(
+    config: RunConfig, spans: Sequence[Span], seconds: Sequence[float], cores: int | None = None
+) -> Measured:
+    """From the spans of a run, and the seconds of its iterations but the first."""
+    if any(need.gpus for need in needs_of(config)):
+        why = "--from: a run on GPUs: only runs on the cores of one machine can be read so far"
+        raise ConfigError([why])
+    capacity = float(cores or os.cpu_count() or 1)
+    found = calibrated(config, spans, lambda span: "cores", capacity)
+    hardware = Hardware({"cores": found.durations}, cores=capacity, together=found.together)
+    goal = statistics.median(seconds)
+    return Measured(_with_driver(config, hardware, goal), goal, found.spans)
+
+
+def _with_driver(config: RunConfig, hardware: Hardware, goal: float) -> Hardware:
+    """With the driver's seconds for a call so that the run itself comes out as it was."""
+
+    def at(driver_s: float) -> Hardware:
+        durations = replace(hardware.any_durations, driver_s=driver_s)
+        return replace(hardware, durations={"cores": durations})
+
+    low, high = 0.0, MOST_DRIVER_S
+    for _ in range(TRIES):
+        middle = (low + high) / 2
+        if simulate(config, at(middle), COUNT).iteration < goal:
+            low = middle
+        else:
+            high = middle
+    return at(low)
+
+
+SAME = (
+    "model",
+    "arm",
+    "objective",
+    "explore.steps",
+    "explore.solver",
+    "explore.backend",
+    "explore.compile",
+    "regenerate",
+    "optimizer",
+    "lora",
+    "rewards",
+)
+"""What calls of a run depend on beside its sizes and layout."""
+
+
+def require_same(config: RunConfig, run: RunConfig) -> None:
+    """Raises ConfigError, a line, where calls of ``config`` take something else than the run's."""
+    for key in SAME:
+        ours, theirs = config.model_dump(mode="json"), run.model_dump(mode="json")
+        for name in key.split("."):
+            ours, theirs = ours[name], theirs[name]
+        if ours != theirs:
+            raise ConfigError(
+                [f"--from: the run has another {key}: only sizes and layouts may differ from it"]
+            )
+    for kind in kinds_of(config):
+        here, there = config.services.of(kind).threads, run.services.of(kind).threads
+        if here != there:
+            raise ConfigError(
+                [f"--from: the run has services.{kind}.threads = {there}, here it is {here}"]
+            )
+
+
+def measured_lines(found: Simulated, model: Measured, name: str) -> list[str]:
+    """What ``sol-rl plan --from`` adds."""
+    idle = ", ".join(f"{kind} {share:.0%}" for kind, share in found.idle.items())
+    path = critical_path(found.spans, found.spans_end)
+    chain = ", ".join(f"{work} {each:.2f} s" for work, each in path.items())
+    return [
+        "",
+        f"simulated   {found.iteration:.2f} s per iteration, with calls as {name} had them"
+        f" ({model.spans} calls; its own iterations took {model.seconds:.2f} s)",
+        f"  idle      cores {found.mean_idle:.0%} without any work; of their time, actors: {idle}",
+        f"  critical  {chain}",
+        f"  assumed   {model.hardware.cores:g} cores, each at {model.hardware.together:.0%} of its"
+        " speed while all are busy, as the run showed",
+    ]
+
+
+def measured_json(config: RunConfig, found: Simulated, model: Measured) -> dict[str, object]:
+    """What ``sol-rl plan --from --json`` prints."""
+    hardware = model.hardware
+    return {
+        "name": config.name,
+        "arm": config.arm,
+        "iteration_s": found.iteration,
+        "bound_s": found.work / (hardware.cores * hardware.together),
+        "layout": {
+            "mode": "by hand",
+            "cores": hardware.cores,
+            "explore_ahead": config.explore_ahead,
+            "services": {kind: config.services.of(kind).count for kind in kinds_of(config)},
+        },
+        "idle_share": dict(found.idle),
+        "arms": {config.arm: found.iteration},
+        "critical_path_s": critical_path(found.spans, found.spans_end),
+        "measured_s": model.seconds,
+    }

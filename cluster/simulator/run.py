@@ -1,0 +1,134 @@
+"""Iterations of the real ring in virtual time, and what every service and GPU did meanwhile."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from rich.console import Console
+
+from cluster.driver.iteration import Metrics
+from cluster.driver.loop import Ring
+from cluster.runtime import clock
+from cluster.simulator.services import Board, Hardware, SimulatedServices
+from configs.prompts import Prompt
+from configs.schema import RunConfig
+from records.progress import Progress
+from records.timeline import Span
+
+WARM = 2
+"""Iterations before those that count where exploring is ahead: the first has nothing before it."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """A GPU, or all cores: who is on it, and the share of the time in which nobody used it."""
+
+    name: str
+    kind: str
+    actors: Mapping[str, int]
+    idle: float
+
+
+@dataclass(frozen=True)
+class Simulated:
+    """Means over some iterations, in seconds of virtual time.
+
+    ``explore`` and ``rollout``: until every seed is chosen, and until all samples to train on are
+    there. ``idle``: by service, the share of its actors' time without work. ``driver``: the share
+    in which the driver sends. ``spans`` are of the last iteration, from when it
+    began to ``spans_end``; ``timeline`` has all of them, as a run would write them down.
+    """
+
+    iteration: float
+    explore: float
+    rollout: float
+    update: float
+    publish: float
+    idle: Mapping[str, float]
+    parts: Sequence[Part]
+    driver: float
+    calls: float
+    work: float  # seconds of all calls of an iteration, were each alone
+    spans: Sequence[Span]
+    spans_end: float
+    timeline: Sequence[Span]
+
+    @property
+    def mean_idle(self) -> float:
+        """Of all GPUs."""
+        return sum(part.idle for part in self.parts) / len(self.parts) if self.parts else 0.0
+
+
+def simulate(config: RunConfig, hardware: Hardware, count: int = 1) -> Simulated:
+    """``count`` iterations of a run with its layout written out, from where they are all alike.
+    Takes no time but that of the driver's own code.
+    """
+    with asyncio.Runner(loop_factory=clock.VirtualLoop) as runner:
+        return runner.run(_simulate(config, hardware, count))
+
+
+async def _simulate(config: RunConfig, hardware: Hardware, count: int) -> Simulated:
+    spans: list[Span] = []
+    board, warm = Board(hardware), WARM if config.explore_ahead else 0
+    # one more than are run: the last one has exploring ahead beside it too
+    config = config.model_copy(update={"iterations": warm + count + 1})
+    services = SimulatedServices(config, board, _nothing, spans.append)
+    prompts = [Prompt(f"prompt {n}") for n in range(config.prompts.per_iteration)]
+    progress = Progress(console=Console(quiet=True), clock=clock.now)
+    ring = Ring(config, services, prompts, progress, _nothing)
+    await services.start()
+    await ring.begin(0)
+    for index in range(warm):
+        await ring.iteration(index)
+    transport = services.transport
+    began, used, sent = clock.now(), board.used(), transport.driver_busy_s
+    worked = transport.work.copy()
+    rows: list[Metrics] = []
+    for index in range(warm, warm + count):
+        last = clock.now()
+        rows.append((await ring.iteration(index))[0])
+    ended, seconds = clock.now(), clock.now() - began
+    parts = [
+        Part(part.name, kind, actors, max(0.0, 1 - (part.used() - before) / seconds))
+        for (part, kind, actors), before in zip(board.parts, used, strict=True)
+    ]
+    driver = transport.driver_busy_s - sent
+    work = {kind: done - worked.get(kind, 0.0) for kind, done in transport.work.items()}
+    counts = {pool.kind: pool.alive for pool in services.pools}
+    await ring.close()
+    await services.stop()
+    timeline, spans = spans, [span for span in spans if span.ended - clock.START > began]
+    return Simulated(
+        iteration=seconds / count,
+        explore=_mean(rows, "time/explore_s"),
+        rollout=_mean(rows, "time/explore_s") + _mean(rows, "time/regenerate_s"),
+        update=_mean(rows, "time/update_s"),
+        publish=_mean(rows, "time/publish_s"),
+        idle={
+            kind: max(0.0, 1 - work.get(kind, 0.0) / (actors * seconds))
+            for kind, actors in counts.items()
+        },
+        parts=parts,
+        driver=driver / seconds,
+        calls=sum(span.started - clock.START < ended for span in spans) / count,
+        work=sum(work.values()) / count,
+        spans_end=ended - last,
+        timeline=timeline,
+        spans=[_since(span, last, ended) for span in spans if span.ended - clock.START > last],
+    )
+
+
+def _nothing(*args: object, **fields: object) -> None:
+    """Events are of no interest."""
+
+
+def _mean(rows: Sequence[Metrics], key: str) -> float:
+    return sum(float(row[key]) for row in rows) / len(rows)
+
+
+def _since(span: Span, began: float, ended: float) -> Span:
+    """Seconds since ``began``, up to ``ended``."""
+    first = max(0.0, span.started - clock.START - began)
+    return replace(span, started=first, ended=min(span.ended - clock.START, ended) - began)

@@ -1,0 +1,102 @@
+"""Calls in virtual time: over the driver's one thread, to actors that do one after the other."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import cast
+
+from ray import ObjectRef
+
+from actors.calls import Answer, Call
+from cluster.runtime.transport import Handle
+from cluster.simulator.actors import Simulated, Took
+from cluster.simulator.machine import Shared
+
+
+@dataclass(eq=False)
+class Reference:
+    """What stands for Ray's ``ObjectRef`` in a simulation."""
+
+    future: asyncio.Future[object] = field(
+        default_factory=lambda: asyncio.get_running_loop().create_future()
+    )
+
+
+@dataclass(eq=False)
+class Actor:
+    """A process of the simulation, where it runs, and how many cores (or GPUs) it wants there."""
+
+    kind: str
+    does: Simulated
+    on: Shared
+    wanted: float
+    waiting: deque[tuple[Call, Sequence[Reference]]] = field(
+        default_factory=deque[tuple[Call, Sequence[Reference]]]
+    )
+    working: bool = False
+
+
+class SimulatedTransport:
+    """``Transport`` without processes. ``call_s`` and ``driver_s`` as ``Durations`` has them."""
+
+    def __init__(self, call_s: float, driver_s: float):
+        self._call_s, self._driver_s = call_s, driver_s
+        self._free_at = 0.0  # when the driver has sent what it was asked to send so far
+        self.driver_busy_s = 0.0
+        self.work: dict[str, float] = {}  # seconds by service, were each alone
+        self._arrived: dict[object, list[tuple[float, Actor, Sequence[Reference], Took]]] = {}
+
+    def send(self, handle: Handle, call: Call) -> Sequence[ObjectRef[Answer]]:
+        """See ``Transport``."""
+        actor = cast(Actor, handle)
+        refs = [Reference() for _ in range(call.returns)]
+        loop = asyncio.get_running_loop()
+        self._free_at = max(loop.time(), self._free_at) + self._driver_s
+        self.driver_busy_s += self._driver_s
+        loop.call_at(self._free_at + self._call_s, self._arrives, actor, call, refs)
+        return cast("Sequence[ObjectRef[Answer]]", refs)
+
+    def answer(self, reference: ObjectRef[Answer]) -> asyncio.Future[Answer]:
+        """See ``Transport``."""
+        # a caller that is cancelled must not settle what others wait for
+        return asyncio.shield(cast(Reference, reference).future)
+
+    def kill(self, handle: Handle) -> None:
+        """See ``Transport``."""
+
+    def _arrives(self, actor: Actor, call: Call, refs: Sequence[Reference]) -> None:
+        actor.waiting.append((call, refs))
+        if not actor.working:
+            self._begin(actor)
+
+    def _begin(self, actor: Actor) -> None:
+        if not actor.waiting:
+            return
+        call, refs = actor.waiting.popleft()
+        actor.working = True
+        took: Took = getattr(actor.does, call.method)(*call.args, **call.named)
+        self.work[actor.kind] = self.work.get(actor.kind, 0.0) + took.seconds
+        actor.on.run(took.seconds, actor.wanted, lambda: self._done(actor, call, refs, took))
+
+    def _done(self, actor: Actor, call: Call, refs: Sequence[Reference], took: Took) -> None:
+        if took.together is None or actor.does.replicas == 1:
+            self._answers(actor, refs, took)
+            return
+        arrived = self._arrived.setdefault(call.method, [])
+        arrived.append((took.together, actor, refs, took))
+        if len(arrived) == actor.does.replicas:
+            del self._arrived[call.method]
+            loop = asyncio.get_running_loop()
+            for seconds, one, its, answer in arrived:
+                loop.call_later(seconds, self._answers, one, its, answer)
+
+    def _answers(self, actor: Actor, refs: Sequence[Reference], took: Took) -> None:
+        values = cast("tuple[object, ...]", took.value) if len(refs) > 1 else (took.value,)
+        for ref, value in zip(refs, values, strict=True):
+            if not ref.future.done():
+                ref.future.set_result(value)
+        actor.working = False
+        self._begin(actor)

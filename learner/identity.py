@@ -1,0 +1,154 @@
+"""The learner's side of the policy identity check: its own images from the weights it published.
+
+A rollout actor acknowledges checksums of bytes that arrived. That its denoiser computes with them
+is shown by what it computes: latents of given seeds must be those that the learner computes from
+the same bytes, to the bit where device and kernels are the same.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from configs.schema import RunConfig
+from learner.distance import relative_distance
+from policy.explorer import PackedPolicy
+from policy.families import Family, family_for
+from policy.lora import adapted_modules
+from policy.precision.backends import BACKENDS, Backend
+from policy.precision.compiling import computing
+from policy.precision.wire import Manifest
+from policy.sampling.guidance import Guided
+from policy.types import DTYPES, Conditioning
+
+SAFETY = 8.0
+"""Factor over the expected distance: one image in few steps is a small sample of roundings."""
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What is generated: one row of conditioning, B seeds."""
+
+    cond: Conditioning
+    seeds: Sequence[int]
+    steps: int
+    solver: str
+    guided: Guided | None = None
+
+
+def recomputed(
+    config: RunConfig,
+    family: Family,
+    transformer: nn.Module,
+    backend: Backend,
+    device: torch.device,
+    manifest: Manifest,
+    shards: Sequence[np.ndarray],
+    asked: Asked,
+) -> tuple[np.ndarray, str, float]:
+    """(latents float32 [B, *latent], kind of arithmetic, bound) from packed weights.
+
+    ``transformer`` is the learner's own, with adapters; it stays as it is. What is needed beside it
+    on ``device`` is the packed weights, until this returns. ``bound`` is the relative distance that
+    other kernels may make of rounding: the sums of S steps through L layers are rounded S L times,
+    twice as often with guidance, independently, each at most as far as a change of the conditioning
+    by the machine epsilon carries, which is measured here; times ``SAFETY``.
+    """
+    runs = backend if backend.unavailable(device) is None else _emulation(backend, device)
+    loaded = DTYPES[config.regenerate.precision]
+    width = runs.dtype or loaded
+    own = bare_copy(transformer, loaded, width)
+    unpacked = {entry.name.removesuffix(".weight") for entry in manifest.entries}
+    _own_weights(own, unpacked)
+    with torch.no_grad(), _threads(config.services.rollout.threads):
+        smaller = config.explored_model != config.model
+        policy = PackedPolicy(
+            family_for(config.explored_model) if smaller else family,
+            runs,
+            own,
+            config.explore.modules_to_not_convert,
+            device,
+            config.explore.activation_amax,
+            trained=config.lora.targets or family.lora_targets,
+            full=family if smaller else None,
+        )
+        policy.load(manifest, shards)
+        how = (asked.seeds, asked.steps, asked.solver, asked.guided)
+        latents = policy.latents(asked.cond, *how)
+        moved = policy.latents(_nudged(asked.cond, torch.finfo(width).eps), *how)
+    roundings = asked.steps * len(policy.plan) * (2 if asked.guided else 1)
+    bound = SAFETY * math.sqrt(roundings) * relative_distance(moved.numpy(), latents.numpy())
+    return latents.numpy(), computing(device, runs.name, False), bound
+
+
+def bare_copy(transformer: nn.Module, loaded: torch.dtype, wanted: torch.dtype) -> nn.Module:
+    """The modules of ``transformer`` again, without adapters, on the same memory.
+
+    Where ``wanted`` is another type than it was ``loaded`` in, parameters of the latter are
+    converted, into memory of their own; what a family keeps in float32 stays.
+    """
+    base = {name for name, _ in transformer.named_parameters() if ".lora_" not in name}
+    shared: dict[int, Tensor] = {id(buffer): buffer for buffer in transformer.buffers()}
+    for name, parameter in transformer.named_parameters():
+        converts = name in base and loaded != wanted and parameter.dtype == loaded
+        shared[id(parameter)] = (
+            nn.Parameter(parameter.detach().to(wanted), requires_grad=False)
+            if converts
+            else parameter
+        )
+    twin = copy.deepcopy(transformer, {**shared})
+    for name, layer in adapted_modules(twin):
+        bare = layer.get_base_layer()
+        assert isinstance(bare, nn.Module)
+        twin.set_submodule(name, bare)
+    return twin
+
+
+def _own_weights(transformer: nn.Module, names: set[str]) -> None:
+    """Give modules whose weights will be copied into memory of their own: it was the learner's."""
+    for name, module in transformer.named_modules():
+        weight = getattr(module, "weight", None)
+        if name in names and isinstance(weight, nn.Parameter):
+            module.weight = nn.Parameter(torch.empty_like(weight), requires_grad=False)
+
+
+def _emulation(backend: Backend, device: torch.device) -> Backend:
+    """A backend of the same format that runs on ``device``. Raises ValueError where none does."""
+    for other in BACKENDS.values():
+        if other.wire_format == backend.wire_format and other.unavailable(device) is None:
+            return other
+    raise ValueError(
+        f"audit.identity_every: nothing on the learner's {device.type} computes"
+        f" {backend.wire_format}: set it to 0"
+    )
+
+
+def _nudged(cond: Conditioning, eps: float) -> Conditioning:
+    """Every number of the conditioning larger or smaller by one part in 1 / ``eps``, at random."""
+    generator = torch.Generator().manual_seed(0)
+
+    def moved(tensor: Tensor) -> Tensor:
+        if not tensor.is_floating_point():
+            return tensor
+        sign = torch.randint(0, 2, tensor.shape, generator=generator) * 2 - 1
+        return tensor * (1 + eps * sign).to(tensor.device, tensor.dtype)
+
+    return Conditioning({name: moved(tensor) for name, tensor in cond.tensors.items()})
+
+
+@contextmanager
+def _threads(count: int) -> Iterator[None]:
+    """As many threads as a rollout actor has: they fix the order of sums."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)

@@ -1,0 +1,310 @@
+"""``sol-rl doctor``: what a machine says of itself, and what follows for a run. Knows no Ray.
+
+``examine`` collects ``Facts`` where it is called, on this machine or on a node; everything else is
+a function from facts to ``Check`` lines.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import socket
+import stat
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Literal
+
+from configs.load import ConfigError
+from configs.prompts import read_prompts, refuse_overlap
+from configs.schema import RunConfig
+from planning.layouts.limits import ACTOR_GB, refuse_on_this_machine
+from planning.placement import kinds_of
+from planning.preflight import check_model, check_scorers
+from records.rundir import versions
+from records.sinks import check_sinks
+
+Outcome = Literal["ok", "failed", "note"]
+GB = 1e9
+LEAST_DISK_GB = 1.0
+CLOCK_S = 2.0
+"""Clocks further apart make events of a run hard to read in order."""
+SLOW_MB_S = 100.0
+"""A gigabit of weights per second and less: publishing a large model takes minutes."""
+
+
+@dataclass(frozen=True)
+class Check:
+    """One line: what was looked at, what was found, and what to do where it is wrong."""
+
+    name: str
+    outcome: Outcome
+    found: str
+    advice: str = ""
+
+    def line(self) -> str:
+        """As it is printed."""
+        todo = f": {self.advice}" if self.advice else ""
+        return f"{self.outcome:6}  {self.name}: {self.found}{todo}"
+
+
+@dataclass(frozen=True)
+class Facts:
+    """A machine, as it is found by a process on it."""
+
+    host: str
+    node: str = ""  # Ray's id; none without a cluster
+    python: str = ""
+    packages: Mapping[str, str] = field(default_factory=dict[str, str])
+    cores: int = 0
+    free_gb: float = 0.0
+    gpus: Mapping[str, int] = field(default_factory=dict[str, int])  # by name
+    driver: str = ""
+    backends: tuple[str, ...] = ()
+    kernels: str = ""  # why there are none, where there are GPUs
+    problems: tuple[str, ...] = ()  # of the model and of scorers, as a run would meet them
+    shared: bool | None = None  # whether it sees what the driver wrote under the run root
+    writable: str = ""  # why it cannot write there
+    now: float = 0.0
+    clock: float = 0.0  # seconds before the driver's clock, where it is known
+    bandwidth_mb_s: float | None = None  # of one version of the weights
+
+
+def examine(config: RunConfig | None = None, mark: str | None = None) -> Facts:
+    """What this process finds on its machine. ``mark``: a file that the driver wrote under the run
+    root.
+    """
+    import torch
+
+    from policy.precision import kernels
+    from policy.precision.backends import available_backends
+
+    names = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+    place = "cuda" if names else "cpu"
+    shared, writable = (None, "") if mark is None else _sees(Path(mark))
+    return Facts(
+        host=socket.gethostname(),
+        python=sys.version.split()[0],
+        packages=versions(),
+        cores=os.cpu_count() or 1,
+        free_gb=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES") / GB,
+        gpus={name: names.count(name) for name in names},
+        driver=_driver(),
+        backends=available_backends(place),
+        kernels=(kernels.missing(torch.device("cuda")) or "") if names else "",
+        problems=tuple(problems_of(config, check_model, check_scorers)) if config else (),
+        shared=shared,
+        writable=writable,
+        now=time.time(),
+    )
+
+
+def problems_of(config: RunConfig, *checks: Callable[[RunConfig], None]) -> list[str]:
+    """The lines of what these checks refuse."""
+    found: list[str] = []
+    for check in checks:
+        try:
+            check(config)
+        except ConfigError as error:
+            found += error.lines
+    return found
+
+
+def _sees(mark: Path) -> tuple[bool, str]:
+    try:
+        with tempfile.NamedTemporaryFile(dir=mark.parent, prefix=".doctor-"):
+            pass
+    except OSError as error:
+        return mark.exists(), error.strerror or str(error)
+    return mark.exists(), ""
+
+
+def _driver() -> str:
+    with contextlib.suppress(OSError):
+        return Path("/proc/driver/nvidia/version").read_text().splitlines()[0].strip()
+    return ""
+
+
+# ---- from facts to lines
+
+
+def of_configuration(config: RunConfig) -> list[Check]:
+    """What can be said of a configuration on the machine of the driver."""
+
+    def prompts(config: RunConfig) -> None:
+        train, test = (read_prompts(p) for p in (config.prompts.train, config.prompts.test))
+        refuse_overlap(config.prompts, train, test)
+
+    def port(config: RunConfig) -> None:
+        at = (config.logging.prometheus_host, config.logging.prometheus_port)
+        try:
+            with socket.socket() as tried:
+                tried.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                tried.bind(at)
+        except OSError as error:
+            raise ConfigError(
+                f"{at[0]}:{at[1]} cannot be served ({error.strerror}): set"
+                " logging.prometheus_port to a free one"
+            ) from None
+
+    looked: dict[str, Callable[[RunConfig], None]] = {
+        "prompts": prompts,
+        "model": check_model,
+        "scorers": check_scorers,
+        "logging": check_sinks,
+    }
+    if config.logging.prometheus_port:
+        looked["metrics port"] = port
+    return [_checked(name, problems_of(config, check)) for name, check in looked.items()]
+
+
+def _checked(name: str, problems: Sequence[str], good: str = "as configured") -> Check:
+    return Check(name, "failed", "; ".join(problems)) if problems else Check(name, "ok", good)
+
+
+def of_this_machine(config: RunConfig | None, facts: Facts) -> list[Check]:
+    """A machine that would hold all actors of a run."""
+    checks = [_machine(facts), _gpus(config, [facts])]
+    if config is None:
+        return checks
+    checks.append(
+        _checked("actors", problems_of(config, refuse_on_this_machine), f"{facts.cores} cores")
+    )
+    count = sum(config.services.of(kind).count for kind in kinds_of(config))
+    needed, name = count * ACTOR_GB, "free memory"
+    said = f"{facts.free_gb:.1f} GB; {count} actors take {needed:.1f} GB before they load a model"
+    few = facts.free_gb < needed
+    checks.append(Check(name, "failed" if few else "ok", said, "end other programs" if few else ""))
+    return checks
+
+
+def of_run_root(config: RunConfig) -> Check:
+    """Where runs are written, by the driver."""
+    path = Path(config.run_root or "runs").absolute()
+    there = next(each for each in (path, *path.parents) if each.exists())
+    free = shutil.disk_usage(there).free / GB
+    if not os.access(there, os.W_OK):
+        return Check("run root", "failed", f"{there} cannot be written", "set run_root=DIR")
+    if free < LEAST_DISK_GB:
+        return Check("run root", "failed", f"{free:.1f} GB free at {there}", "make room there")
+    return Check("run root", "ok", f"{path}, {free:.1f} GB free")
+
+
+def of_nodes(config: RunConfig | None, facts: Sequence[Facts]) -> list[Check]:
+    """The nodes of a cluster, compared with one another and with what the run needs."""
+    checks = [_machine(each) for each in facts]
+    checks += [_alike(facts), _gpus(config, facts)]
+    if config is not None:
+        checks += [_everywhere(facts), _shared(config, facts)]
+    checks += [_clocks(facts), _bandwidth(facts)]
+    return checks
+
+
+def _machine(facts: Facts) -> Check:
+    gpus = ", ".join(f"{count} x {name}" for name, count in facts.gpus.items()) or "no GPU"
+    where = f" (node {facts.node[:8]})" if facts.node else ""
+    driver = f", {facts.driver}" if facts.driver else ""
+    return Check(
+        f"machine {facts.host}{where}",
+        "ok",
+        f"{facts.cores} cores, {facts.free_gb:.1f} GB free, {gpus}{driver}; explores in"
+        f" {', '.join(facts.backends)}",
+    )
+
+
+def _alike(facts: Sequence[Facts]) -> Check:
+    first, lines = facts[0], list[str]()
+    for other in facts[1:]:
+        mine, theirs = ({"python": each.python, **each.packages} for each in (first, other))
+        lines += [
+            f"{name} is {mine.get(name)} on {first.host}, {theirs.get(name)} on {other.host}"
+            for name in sorted({*mine, *theirs})
+            if mine.get(name) != theirs.get(name)
+        ]
+    if lines:
+        return Check("versions", "failed", "; ".join(lines), "install the same on all nodes")
+    named = f"python {first.python}, torch {first.packages.get('torch', 'not installed')}"
+    return Check("versions", "ok", f"{named} on {len(facts)} node{'s' * (len(facts) > 1)}")
+
+
+def _gpus(config: RunConfig | None, facts: Sequence[Facts]) -> Check:
+    count = sum(sum(each.gpus.values()) for each in facts)
+    missing = [f"{each.host}: {each.kernels}" for each in facts if each.kernels]
+    wanted = (
+        sum(config.services.of(k).gpus * config.services.of(k).count for k in kinds_of(config))
+        if config is not None
+        else 0
+    )
+    if config is not None and (wanted > count or (config.layout is not None and not count)):
+        asked = f"{wanted:g}" if wanted else "a layout on some"
+        return Check(
+            "GPUs",
+            "failed",
+            f"there are {count}, the configuration asks for {asked}",
+            "give --address of a cluster that has them, or a configuration for CPUs",
+        )
+    if missing:
+        return Check("GPUs", "note", f"{count}; {'; '.join(missing)}", "exploring may be slow")
+    return Check("GPUs", "ok", f"{count}, {wanted:g} asked for" if config else f"{count}")
+
+
+def _everywhere(facts: Sequence[Facts]) -> Check:
+    lines = [f"{each.host}: {problem}" for each in facts for problem in each.problems]
+    return _checked("model and scorers on every node", lines, "readable")
+
+
+def _shared(config: RunConfig, facts: Sequence[Facts]) -> Check:
+    name = "shared directory"
+    blind = [each.host for each in facts if each.shared is False]
+    locked = [f"{each.host} ({each.writable})" for each in facts if each.writable]
+    if blind:
+        advice = "mount one directory there on all nodes and name it in run_root"
+        return Check(name, "failed", f"{config.run_root} is another on {', '.join(blind)}", advice)
+    if locked:
+        return Check(name, "failed", f"not writable on {', '.join(locked)}", "give the right to")
+    if all(each.shared is None for each in facts):
+        return Check(name, "failed", "run_root is not set", "set run_root=DIR, on shared storage")
+    return Check(name, "ok", f"{config.run_root}, seen and written by {len(facts)}")
+
+
+def _clocks(facts: Sequence[Facts]) -> Check:
+    worst = max(facts, key=lambda each: abs(each.clock))
+    found = f"at most {abs(worst.clock):.2f} s apart ({worst.host})"
+    late = abs(worst.clock) > CLOCK_S
+    return Check("clocks", "failed" if late else "ok", found, "run an NTP client" if late else "")
+
+
+def _bandwidth(facts: Sequence[Facts]) -> Check:
+    known = [(each.bandwidth_mb_s, each.host) for each in facts if each.bandwidth_mb_s is not None]
+    if not known:
+        return Check("bandwidth", "note", "one node only: nothing is sent between machines")
+    rate, host = min(known)
+    slow = rate < SLOW_MB_S
+    advice = "publishing waits for it: look at the link" if slow else ""
+    return Check("bandwidth", "note" if slow else "ok", f"{rate:.0f} MB/s to {host}", advice)
+
+
+def of_token(joined: bool, home: Path | None = None) -> Check:
+    """Whether strangers may submit work to the cluster, which is to run code on it."""
+    mode, name = os.environ.get("RAY_AUTH_MODE", ""), "token"
+    file = Path(os.environ.get("RAY_AUTH_TOKEN_PATH") or (home or Path.home()) / ".ray/auth_token")
+    if mode and mode != "token":
+        if not joined:
+            return Check(name, "note", "Ray's token is off; a local Ray listens on loopback")
+        advice = "RAY_AUTH_MODE=token, or a firewall around the head (docs/security.md)"
+        return Check(name, "note", "off: whoever reaches the dashboard runs code", advice)
+    if file.is_file() and stat.S_IMODE(file.stat().st_mode) & 0o077:
+        return Check(name, "note", f"{file} can be read by other users", f"chmod 600 {file}")
+    return Check(name, "ok", "asked for" if file.is_file() else "none needed yet")
+
+
+def json_of(checks: Sequence[Check]) -> dict[str, object]:
+    """What ``--json`` prints."""
+    return {
+        "ok": all(check.outcome != "failed" for check in checks),
+        "checks": [asdict(check) for check in checks],
+    }

@@ -1,0 +1,95 @@
+"""A configuration in a layout with what its calls take: all that a simulation of it needs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from configs.load import ConfigError
+from configs.schema import RunConfig
+from planning.assumptions import Assumptions
+from planning.durations import Durations, Line, of_tasks
+from planning.layouts.choose import Candidate, Costs, choose
+from planning.layouts.gpus import Gpus, Laid, lay
+from planning.layouts.numbers import with_numbers
+from planning.layouts.predict import Prediction
+from planning.layouts.resolve import costs_of, on_kind
+from policy.families import Family
+
+NODE_GPUS = 8
+"""GPUs of a node, where publishing is counted."""
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """``durations`` by kind of GPU; ``prediction`` is what arithmetic says of it."""
+
+    config: RunConfig
+    laid: Sequence[Laid]
+    durations: Mapping[str, Durations]
+    sent: int  # bytes of what an update changes
+    prediction: Prediction
+
+    @property
+    def shards(self) -> int:
+        """Pieces in which weights are published."""
+        return max(1, -(-self.sent // (self.config.publish.shard_mb << 20)))
+
+    @property
+    def free(self) -> Scenario:
+        """Were exploring free."""
+        swift = {kind: replace(each, explore=Line()) for kind, each in self.durations.items()}
+        return replace(self, durations=swift)
+
+
+@dataclass(frozen=True)
+class Scenarios:
+    """What a plan is about, its arms, one GPU more of each kind, and the layouts that were looked
+    at and can be, in the order of the choice's table.
+    """
+
+    mine: Scenario
+    arms: Mapping[str, Scenario]
+    more: Mapping[str, Scenario]
+    table: Sequence[Scenario]
+
+
+def scenario_of(
+    config: RunConfig,
+    found: Candidate,
+    family: Family,
+    gpus: Sequence[Gpus],
+    given: Assumptions,
+    costs: Costs,
+) -> Scenario:
+    """Of a layout that was ``found`` to fit, by its ``costs``."""
+    laid = lay(found.numbers, gpus)
+    assert laid is not None and found.prediction is not None
+    kinds = [each.kind for each in gpus]
+    counts = {kind: on_kind(config, family, kind, given)[2] for kind in kinds}
+    nodes = -(-sum(each.count for each in gpus) // NODE_GPUS)
+    config = with_numbers(config, found.numbers)
+    durations = {kind: of_tasks(config, costs.tasks[kind], counts[kind], nodes) for kind in kinds}
+    explores = config.plan.explore is not None
+    sent = counts[kinds[0]].changing if explores else 0
+    return Scenario(config, laid, durations, sent, found.prediction)
+
+
+def one_more(
+    config: RunConfig, family: Family, gpus: Sequence[Gpus], given: Assumptions
+) -> dict[str, Scenario]:
+    """The best layout with one GPU more, by its kind; none where numbers by hand forbid it."""
+    found = {}
+    layout = config.layout
+    if layout is not None and layout.gpus is not None:
+        layout = layout.model_copy(update={"gpus": layout.gpus + 1})
+        config = config.model_copy(update={"layout": layout})
+    for each in gpus:
+        more = [replace(other, count=other.count + (other is each)) for other in gpus]
+        costs = costs_of(config, family, more, given)
+        try:
+            best = choose(config, more, costs).best
+        except ConfigError:
+            continue
+        found[each.kind] = scenario_of(config, best, family, more, given, costs)
+    return found

@@ -1,0 +1,113 @@
+"""``sol-rl signal`` on the tiny random model: rows, files, going on where it was, refusals."""
+
+from __future__ import annotations
+
+import json
+import xml.etree.ElementTree as ET
+
+import pytest
+
+from analysis.signal import exploring, measure
+from analysis.signal.files import rows_of
+from analysis.signal.measure import Measurement, objectives_of, run
+from analysis.signal.picture import signal_picture
+from cli.main import main
+from configs.load import ConfigError, load
+from tests.cluster.runs import tiny_config, write_toml
+
+OBJECTIVES = ("diffusion_nft", "dance_grpo,step_fraction=0.5", "dance_grpo,shared_noise=true")
+
+
+@pytest.fixture
+def config(tiny_sd3_dir, tmp_path):
+    return tiny_config(tiny_sd3_dir, tmp_path, "signal", explore__pool_size=6, selection__keep=2)
+
+
+def wanted(config, **more) -> Measurement:
+    settings = {"backends": ("emulated_nvfp4",), "steps": (1,), "prompts": 1, "batches": 3}
+    settings |= {"pools": (2, 6), "threads": 1}
+    return Measurement(objectives_of(config, OBJECTIVES), **settings | more)
+
+
+def test_every_objective_under_every_selection_once(config, tmp_path, monkeypatch):
+    """Three objectives, of which one has nothing to select: five rows; the second time nothing is
+    made, with one rule more only that one.
+    """
+    said: list[str] = []
+    out = tmp_path / "out"
+    lines = run(config, wanted(config), out, said.append)
+    rows = json.loads((out / "signal.json").read_text())["rows"]
+    assert [(row["objective"], row["pool"], row["rule"]) for row in rows] == [
+        (OBJECTIVES[0], 2, None),
+        (OBJECTIVES[0], 6, "best_worst"),
+        (OBJECTIVES[1], 2, None),
+        (OBJECTIVES[1], 6, "best_worst"),
+        (OBJECTIVES[2], 2, None),
+    ]
+    assert all(-1 <= row["cosine"] <= 1 and row["grad_norm"] > 0 for row in rows)
+    assert f"{OBJECTIVES[2]}: one noise per prompt, nothing to select: left out" in said
+    assert any("2 as they come" in line for line in lines)
+    ET.fromstring((out / "signal.svg").read_text())
+    monkeypatch.setattr(exploring.Exploring, "_explore", lambda *_: pytest.fail("explored again"))
+    before = (out / "signal.json").read_text()
+    run(config, wanted(config), out, said.append)
+    assert (out / "signal.json").read_text() == before
+    run(config, wanted(config, rules=("random",)), out, said.append)
+    rows = json.loads((out / "signal.json").read_text())["rows"]
+    assert [row["rule"] for row in rows[5:]] == ["random", "random"]
+
+
+def test_batches_are_a_runs_first_iterations(config, tmp_path):
+    """The seeds of ``Exploration.seeds``, and their first ones where nothing is explored."""
+    from policy.sampling.noise import stream_seed
+
+    settings = wanted(config)
+    measuring = measure.Measuring(config, settings, [], tmp_path, print)
+    batch = measuring.batches[2]
+    assert measuring._chosen(batch, 0, measure.Choice(2, 2)) == [
+        stream_seed(config.seed, "explore", 2, 0, n) for n in range(2)
+    ]
+
+
+def test_a_picture_of_negative_and_positive_bars():
+    rows = [
+        {"objective": "a<b", "choice": "24 as they come", "cosine": -0.1, "stderr": 0.02},
+        {"objective": "a<b", "choice": "best", "cosine": 0.3, "stderr": 0.04},
+    ]
+    root = ET.fromstring(signal_picture(rows, "x & y"))
+    bars = [part for part in root.iter() if part.get("fill") in ("#9aa5b1", "#1f6fb2")]
+    widths = [float(part.get("width", 0)) for part in bars if part.get("height") == "14"]
+    assert widths[1] == pytest.approx(3 * widths[0], rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--batches", "2"], "--batches 2: at least 3"),
+        (["--pools", "1"], "--pools 1: selection.keep = 2 seeds are to be chosen of it"),
+        (["--steps", "0"], "must be at least 1"),
+        (["--objective", "nft"], "objective.name = 'nft': one of"),
+        (["--objective", "awm,betta=1"], "objective.betta: no such key"),
+        (["--prompts", "1000"], "holds"),
+        (["--backends", "fp3"], "--backends"),
+    ],
+)
+def test_what_cannot_be_measured_is_one_line(config, tmp_path, capsys, options, said):
+    file = write_toml(config, tmp_path)
+    assert main(["signal", str(file), "--out", str(tmp_path / "out"), *options]) == 2
+    error = capsys.readouterr().err.strip()
+    assert said in error and "\n" not in error
+
+
+def test_a_broken_file_is_named(tmp_path):
+    (tmp_path / "signal.json").write_text("[1]")
+    with pytest.raises(ConfigError, match="no JSON object: remove it, or give --out"):
+        rows_of(tmp_path)
+
+
+def test_objectives_keep_the_configurations_other_settings():
+    config = load("compare_small", ["objective.beta=0.1", "model.shift=2.0"])
+    found = dict(objectives_of(config, ["diffusion_nft", "flow_grpo,window.size=3,kl=0"]))
+    assert found["diffusion_nft"].objective.model_dump()["beta"] == 0.1
+    flow = found["flow_grpo,window.size=3,kl=0"]
+    assert flow.plan.solver == "flow_sde" and flow.model.shift == 2.0 and flow.arm == "diffusionnft"

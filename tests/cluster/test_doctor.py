@@ -1,0 +1,52 @@
+"""``sol-rl doctor`` on a cluster: every node is asked by a process on it."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from cli.main import main
+
+
+def test_the_cluster_that_is_connected(ray_here, tmp_path, capsys):
+    code = main(["doctor", "quickstart", "--set", f"run_root={tmp_path}", "--address", "auto"])
+    lines = capsys.readouterr().out.splitlines()
+    assert code == 0, lines
+    assert any("actors have a place" in line for line in lines)
+    assert any(f"{tmp_path}, seen and written by 1" in line for line in lines)
+    assert any(line.startswith("ok      object store: ") for line in lines)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_nobody_listens(monkeypatch, capsys):
+    monkeypatch.setattr("ray.is_initialized", lambda: False)
+    assert main(["doctor", "--address", "127.0.0.1:9"]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "127.0.0.1:9: no Ray cluster answers there" in line
+
+
+NODES = """
+import json, sys
+from cluster.jobs.doctor import of_cluster
+from configs.load import load
+from planning.doctor import json_of
+from tests.cluster.nodes import Machines
+
+with Machines({"num_cpus": 4}, {"num_cpus": 2}, {"num_cpus": 2}):
+    print(json.dumps(json_of(of_cluster(load("quickstart", ["run_root=" + sys.argv[1]])))))
+"""
+
+
+@pytest.mark.slow
+def test_simulated_nodes_are_compared_and_the_link_is_timed(tmp_path):
+    """In a process without another Ray."""
+    made = subprocess.run(
+        [sys.executable, "-c", NODES, str(tmp_path)], capture_output=True, text=True, timeout=280
+    )
+    told = json.loads(made.stdout.splitlines()[-1])
+    checks = {check["name"]: check for check in told["checks"]}
+    assert told["ok"], checks
+    assert sum(name.startswith("machine") for name in checks) == 3
+    assert "MB/s" in checks["bandwidth"]["found"]
+    assert checks["shared directory"]["found"] == f"{tmp_path}, seen and written by 3"

@@ -1,0 +1,235 @@
+"""The policy identity check. Invariants: what is right agrees to the bit and changes no bit of the
+run; an actor that acknowledges weights and computes with others ends the run, by its own images.
+
+Each fault is one that checksums cannot see: all bytes arrive, verified, and are acknowledged.
+"""
+
+import copy
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import tests.cluster.local as local
+from actors.messages import WeightsId
+from actors.rollout import RolloutActor
+from learner.distance import relative_distance
+from learner.identity import bare_copy
+from records.errors import RunFailed
+from records.rundir import RunDirectory
+from tests.cluster.local import play
+from tests.cluster.runs import run_here, tiny_config
+from tests.learner.tiny import tiny_trainer
+
+
+class Faulty(RolloutActor):
+    """Strikes at every load from the second on, when there is something older to be stuck with."""
+
+    loads = 0
+
+    def load(self, backend: str | None, manifest: Any, sent: Any, *shards: Any) -> Any:
+        self.loads += 1
+        if self.loads == 1:
+            return self.first(super().load(backend, manifest, sent, *shards))
+        return self.later(backend, manifest, sent, shards)
+
+    def first(self, acknowledged: Any) -> Any:
+        return acknowledged
+
+    def later(self, backend: str | None, manifest: Any, sent: Any, shards: Any) -> Any:
+        acknowledged = RolloutActor.load(self, backend, manifest, sent, *shards)
+        self.strike()
+        return acknowledged
+
+    def strike(self) -> None: ...
+
+    @property
+    def buffers(self) -> list[torch.Tensor]:
+        """Packed codes of the quantised layers, in order."""
+        layers = self._explorer._layers.values()
+        return [layer.wire_targets()["codes"] for layer in layers]
+
+
+class OldBuffer(Faulty):
+    """Everything is copied, into memory that is not what computes."""
+
+    def first(self, acknowledged: Any) -> Any:
+        explorer = self._explorer
+        explorer._denoiser = copy.deepcopy(explorer.transformer)  # as a captured graph would
+        return acknowledged
+
+
+class OneLayerNotCopied(Faulty):
+    def first(self, acknowledged: Any) -> Any:
+        self.kept = self.layer().clone()
+        return acknowledged
+
+    def layer(self) -> torch.Tensor:
+        return dict(self._explorer.transformer.named_buffers())[
+            "transformer_blocks.0.attn.to_out.0.codes"
+        ]
+
+    def strike(self) -> None:
+        self.layer().copy_(self.kept)
+
+
+class OneTensorSwapped(Faulty):
+    def strike(self) -> None:
+        first = self.buffers[0]
+        other = next(b for b in self.buffers[1:] if b.shape == first.shape)
+        first.copy_(other)
+
+
+class OneVersionBehind(Faulty):
+    """Copies the version before and says that it is the new one."""
+
+    def first(self, acknowledged: Any) -> Any:
+        self.kept = [tensor.clone() for tensor in self._explorer.transformer.buffers()]
+        return acknowledged
+
+    def strike(self) -> None:
+        for tensor, old in zip(self._explorer.transformer.buffers(), self.kept, strict=True):
+            tensor.copy_(old)
+
+
+class NothingCopied(Faulty):
+    """Acknowledges what it was sent, and has not looked at it."""
+
+    def later(self, backend: str | None, manifest: Any, sent: Any, shards: Any) -> Any:
+        self._explorer._loaded = manifest
+        return WeightsId(manifest.version, manifest.checksum, backend)
+
+
+def config_of(model: Any, root: Any, **changes: Any) -> Any:
+    every = {"audit__identity_every": 1, "lora__alpha": 64}
+    return tiny_config(model, root, "identity", **{**every, **changes})
+
+
+@pytest.fixture(scope="module")
+def plain(tiny_sd3_dir, tmp_path_factory):
+    """Two iterations without the check."""
+    root = tmp_path_factory.mktemp("plain")
+    return play(config_of(tiny_sd3_dir, root, audit__identity_every=0), root, stop=2)
+
+
+def test_right_actors_agree_to_the_bit_and_the_check_changes_no_bit(plain, tiny_sd3_dir, tmp_path):
+    checked = play(config_of(tiny_sd3_dir, tmp_path), tmp_path, explorers=2, stop=2)
+    assert [row["audit/identity_error"] for row in checked.rows.values()] == [0.0, 0.0]
+    assert checked.files() == plain.files() and checked.chosen == plain.chosen
+    told = [e for e in checked.events if e["event"] == "identity_checked"]
+    assert sorted((e["version"], e["actor"]) for e in told) == [
+        (version, actor) for version in (0, 1, 2) for actor in (0, 1)
+    ]
+    assert "audit/identity_error" not in plain.rows[0]
+
+
+def test_versions_between_are_not_checked(tiny_sd3_dir, tmp_path):
+    config = config_of(tiny_sd3_dir, tmp_path, audit__identity_every=2)
+    played = play(config, tmp_path, stop=2)
+    told = [e["version"] for e in played.events if e["event"] == "identity_checked"]
+    assert told == [0, 2]
+
+
+@pytest.mark.parametrize(
+    ("fault", "ahead"),
+    [
+        (OldBuffer, 0),
+        (OneLayerNotCopied, 0),
+        (OneTensorSwapped, 0),
+        (OneVersionBehind, 0),
+        (NothingCopied, 0),
+        (OldBuffer, 1),
+    ],
+)
+def test_an_actor_that_computes_with_other_weights_ends_the_run(
+    fault, ahead, tiny_sd3_dir, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(local, "RolloutActor", fault)
+    config = config_of(tiny_sd3_dir, tmp_path, explore_ahead=ahead)
+    with pytest.raises(
+        RunFailed,
+        match=r"policy identity: rollout actor 0 on .* acknowledged version 1 but does not compute"
+        r" with it: its latents differ from the learner's by .*, allowed is 0;",
+    ):
+        play(config, tmp_path, stop=3)
+
+
+def test_a_run_that_was_told_to_goes_on_and_says_so(tiny_sd3_dir, tmp_path, monkeypatch):
+    monkeypatch.setattr(local, "RolloutActor", OldBuffer)
+    config = config_of(tiny_sd3_dir, tmp_path, audit__identity_action="warn")
+    played = play(config, tmp_path, stop=2)
+    assert played.rows[0]["audit/identity_error"] > 1e-3
+    assert [e["version"] for e in played.events if e["event"] == "identity_failed"] == [1, 2]
+
+
+@pytest.mark.parametrize("backend", ["fp8", "bf16", "fp32"])
+def test_every_backend_of_this_machine_agrees(backend, tiny_sd3_dir, tmp_path):
+    precision = "bf16" if backend == "bf16" else "fp32"
+    config = config_of(
+        tiny_sd3_dir, tmp_path, explore__backend=backend, regenerate__precision=precision
+    )
+    played = play(config, tmp_path, stop=1)
+    assert played.rows[0]["audit/identity_error"] == 0.0
+
+
+def test_another_kind_of_device_may_differ_by_rounding_and_no_more(
+    tiny_sd3_dir, tmp_path, monkeypatch
+):
+    """The bound lies between what rounding does and what another version of the weights does."""
+    seen: list[Any] = []
+
+    class Elsewhere(RolloutActor):
+        def probe(self, request: Any, conditioning: Any) -> Any:
+            answer = super().probe(request, conditioning)
+            moved = answer.latents * np.float32(1 + 2**-22)
+            seen.append((answer.latents, moved))
+            return type(answer)(moved, "another kind")
+
+    monkeypatch.setattr(local, "RolloutActor", Elsewhere)
+    played = play(config_of(tiny_sd3_dir, tmp_path), tmp_path, stop=2)
+    told = [e for e in played.events if e["event"] == "identity_checked"]
+    assert all(0 < e["error"] <= e["bound"] for e in told)
+    assert all(
+        e["error"] == pytest.approx(relative_distance(b, a))
+        for e, (a, b) in zip(told, seen, strict=True)
+    )
+
+
+def test_the_copy_shares_memory_and_leaves_the_learner_as_it_is(tiny_sd3_dir):
+    trainer = tiny_trainer(tiny_sd3_dir)
+    held = trainer.transformer.state_dict(keep_vars=True)
+    before = {key: (id(tensor), tensor.clone()) for key, tensor in held.items()}
+    twin = bare_copy(trainer.transformer, torch.float32, torch.float32)
+    assert not any("lora" in name for name, _ in twin.named_parameters())
+    pointers = {p.data_ptr() for p in trainer.transformer.parameters()}
+    assert all(p.data_ptr() in pointers for p in twin.parameters())
+    narrow = bare_copy(trainer.transformer, torch.float32, torch.bfloat16)
+    assert {p.dtype for p in narrow.parameters()} == {torch.bfloat16}
+    after = trainer.transformer.state_dict(keep_vars=True)
+    assert all(id(after[k]) == i and torch.equal(after[k], v) for k, (i, v) in before.items())
+
+
+def test_distance_by_hand():
+    a = np.array([3.0, 4.0], np.float32)
+    assert relative_distance(a, a) == 0.0
+    assert relative_distance(np.array([3.0, 4.5], np.float32), a) == pytest.approx(0.1)
+    assert relative_distance(np.array([np.nan, 4.0], np.float32), a) == float("inf")
+    assert relative_distance(a, np.zeros(2, np.float32)) == float("inf")
+    assert relative_distance(a[:1], a) == float("inf")
+
+
+@pytest.mark.slow
+def test_in_real_processes(ray_here, tiny_sd3_dir, tmp_path, monkeypatch):
+    """Rollout actors on Ray compute with an old buffer: the run ends before anything is explored
+    with the new version.
+    """
+    monkeypatch.setattr("cluster.driver.services.RolloutActor", OldBuffer)
+    config = config_of(tiny_sd3_dir, tmp_path)
+    with pytest.raises(RunFailed, match=r"policy identity: rollout actor \d on .* version 1 but"):
+        run_here(config)
+    events = RunDirectory.of(config).events()
+    names = [event["event"] for event in events]
+    assert names.count("identity_checked") == 2 and "identity_failed" in names
+    assert "policy identity" in next(e["why"] for e in events if e["event"] == "run_failed")
+    assert not any(row["kind"] == "iteration" for row in RunDirectory.of(config).metrics())

@@ -1,0 +1,88 @@
+"""The queue of a pool: order, one slot for each task, and nothing lost with a slot that closes."""
+
+import asyncio
+
+from actors.calls import Call, Task
+from cluster.runtime.queue import PendingTask, TaskQueue
+
+
+def pending(*priority):
+    return PendingTask(Task(priority, priority), Call("nothing", (), {}))
+
+
+def anything(task):
+    return True
+
+
+async def settle():
+    for _ in range(4):
+        await asyncio.sleep(0)
+
+
+def test_what_is_put_in_one_turn_is_given_out_by_priority():
+    async def run():
+        queue = TaskQueue()
+        first, second = (asyncio.create_task(queue.take(anything)) for _ in range(2))
+        await settle()
+        for priority in (3, 1, 2):
+            queue.put(pending(priority))
+        await settle()
+        assert (await first).task.key == (1,) and (await second).task.key == (2,)
+        assert len(queue) == 1 and queue.deepest == 3
+        assert (await queue.take(anything)).task.key == (3,)
+
+    asyncio.run(run())
+
+
+def test_a_task_wakes_one_slot_of_a_thousand():
+    async def run():
+        queue, asked = TaskQueue(), []
+
+        def fits(task):
+            asked.append(task)
+            return True
+
+        slots = [asyncio.create_task(queue.take(fits)) for _ in range(1000)]
+        await settle()
+        for number in range(500):
+            queue.put(pending(number))
+            await settle()
+        assert len(asked) == 500
+        assert [slot.done() for slot in slots] == [True] * 500 + [False] * 500
+        for slot in slots[500:]:
+            slot.cancel()
+        await asyncio.gather(*slots, return_exceptions=True)
+
+    asyncio.run(run())
+
+
+def test_a_slot_that_may_not_take_it_leaves_it_until_it_may():
+    async def run():
+        queue, able = TaskQueue(), False
+        slot = asyncio.create_task(queue.take(lambda task: able))
+        await settle()
+        queue.put(pending(1))
+        await settle()
+        assert not slot.done() and len(queue) == 1
+        able = True
+        queue.look_again()
+        assert (await slot).task.key == (1,) and not len(queue)
+
+    asyncio.run(run())
+
+
+def test_a_slot_that_is_closed_with_a_task_on_its_way_gives_it_back():
+    async def run():
+        queue = TaskQueue()
+        closed = asyncio.create_task(queue.take(anything))
+        await settle()
+        other = asyncio.create_task(queue.take(anything))
+        await settle()
+        queue.put(pending(1))
+        await asyncio.sleep(0)  # given out, and not yet taken up
+        closed.cancel()
+        assert (await other).task.key == (1,)
+        await asyncio.gather(closed, return_exceptions=True)
+        assert closed.cancelled()
+
+    asyncio.run(run())

@@ -1,0 +1,241 @@
+"""The driver in virtual time: what is known in closed form, and what a timeline gives back.
+
+Nothing starts a process here.
+"""
+
+import asyncio
+import inspect
+import json
+import time
+from dataclasses import replace
+
+import pytest
+
+from actors.encoder import EncoderActor
+from actors.learner import LearnerActor
+from actors.reward import RewardActor
+from actors.rollout import RolloutActor
+from actors.selector import SelectorActor
+from cli.main import main
+from cluster.runtime import clock
+from cluster.simulator import actors
+from cluster.simulator.machine import Shared
+from cluster.simulator.measured import learned
+from cluster.simulator.outlook import critical_path, run
+from cluster.simulator.run import simulate
+from cluster.simulator.services import Hardware
+from configs.load import ConfigError, load, parse
+from planning.assumptions import Assumptions
+from planning.calibration import calibrated, fitted
+from planning.durations import Durations, Line, Summing, fetching
+from planning.layouts.gpus import Laid
+from planning.make import make_plan
+from records.rundir import RunDirectory
+from records.timeline import Timeline
+from tests.cluster.runs import write_toml
+
+DURATIONS = Durations(
+    explore=Line(0.3, 0.05),
+    generate=Line(0.1, 0.2),
+    update=Line(0.0, 0.25),
+    score={"reward": Line(0.01, 0.002)},
+    encode=Line(0.0, 0.1),
+    select=Line(0.01),
+    export=Line(0.2),
+    shard=Line(0.05),
+    load=Line(0.1),
+    call_s=0.0,
+    driver_s=0.0,
+)
+PROMPTS, POOL, KEEP, CHUNK = 4, 40, 16, 16
+
+
+def config(actors=2, replicas=1, ahead=0, chunk=CHUNK):
+    tree = load("quickstart", []).model_dump(mode="json")
+    tree["prompts"]["per_iteration"] = PROMPTS
+    tree["explore"] |= {"pool_size": POOL, "chunk_size": chunk}
+    tree["selection"]["keep"] = KEEP
+    tree["audit"]["random_seeds"] = 0
+    for kind in ("rollout", "reward", "encoder", "selector", "learner"):
+        tree["services"][kind]["threads"] = 1
+    tree["services"]["rollout"]["actors"] = actors
+    tree["services"]["learner"]["replicas"] = replicas
+    return parse(tree | {"explore_ahead": ahead})
+
+
+def virtually(coroutine):
+    with asyncio.Runner(loop_factory=clock.VirtualLoop) as runner:
+        return runner.run(coroutine)
+
+
+def test_waiting_takes_no_time():
+    async def wait() -> tuple[float, float]:
+        before = clock.now(), clock.wall()
+        await asyncio.sleep(1e6)
+        return clock.now() - before[0], clock.wall() - before[1]
+
+    began = time.monotonic()
+    assert virtually(wait()) == pytest.approx((1e6, 1e6))
+    assert time.monotonic() - began < 60
+
+
+def test_waiting_for_nothing_is_an_error():
+    with pytest.raises(clock.Stuck, match="no timer is set"):
+        virtually(asyncio.Event().wait())
+
+
+@pytest.mark.parametrize(
+    ("capacity", "together", "jobs", "ends"),
+    [
+        (1.0, 1.0, [(0.0, 1.0), (0.0, 1.0)], [2.0, 2.0]),
+        (1.0, 1.0, [(0.0, 2.0), (1.0, 0.5)], [2.5, 2.0]),  # half speed for one second
+        (2.0, 0.8, [(0.0, 1.0), (0.0, 1.0)], [1.25, 1.25]),
+        (2.0, 1.0, [(0.0, 1.0), (0.0, 1.0), (0.0, 1.0)], [1.5, 1.5, 1.5]),
+        (2.0, 0.5, [(0.0, 1.0), (0.5, 1.0)], [1.5, 2.0]),
+    ],
+)
+def test_users_of_a_part_slow_each_other(capacity, together, jobs, ends):
+    async def go() -> tuple[list[float], float]:
+        part, found = Shared("part", capacity, together), [0.0] * len(jobs)
+        for index, (_, seconds) in sorted(enumerate(jobs), key=lambda job: job[1][0]):
+            await asyncio.sleep(jobs[index][0] - clock.now())
+            part.run(seconds, 1.0, lambda i=index: found.__setitem__(i, clock.now()))
+        await asyncio.sleep(10)
+        return found, part.used()
+
+    found, used = virtually(go())
+    assert found == pytest.approx(ends) and used == pytest.approx(max(ends))
+
+
+@pytest.mark.parametrize(
+    ("simulated", "real"),
+    [
+        (actors.Encoder, EncoderActor),
+        (actors.Rollout, RolloutActor),
+        (actors.Reward, RewardActor),
+        (actors.Selector, SelectorActor),
+        (actors.Learner, LearnerActor),
+    ],
+)
+def test_simulated_actors_take_the_arguments_of_real_ones(simulated, real):
+    methods = [name for name, _ in inspect.getmembers(simulated, inspect.isfunction)]
+    assert "ready" in methods
+    for name in methods:
+        if not name.startswith("_"):
+            ours, theirs = (inspect.signature(getattr(it, name)) for it in (simulated, real))
+            assert list(ours.parameters) == list(theirs.parameters), name
+
+
+def test_on_one_gpu_an_iteration_is_the_sum_of_its_work():
+    """All actors on one GPU, and calls on their way for no time: somebody always works."""
+    on_it = dict.fromkeys(("rollout", "learner", "reward", "encoder", "selector"), 1)
+    hardware = Hardware({"one": DURATIONS}, [Laid("one", 1, on_it)])
+    found = simulate(config(actors=1), hardware)
+    scored = PROMPTS * (3 * 0.01 + POOL * 0.002 + 0.01 + KEEP * 0.002)
+    work = (
+        PROMPTS * (3 * 0.3 + POOL * 0.05)
+        + PROMPTS * (0.1 + KEEP * 0.2)
+        + PROMPTS * KEEP * 0.25
+        + scored
+        + PROMPTS * (0.1 + 0.01)
+        + (0.2 + 0.05 + 0.1)
+    )
+    assert found.iteration == pytest.approx(work) and found.work == pytest.approx(work)
+    assert found.parts[0].idle == pytest.approx(0, abs=1e-9)
+    assert found.update == pytest.approx(PROMPTS * KEEP * 0.25)
+    path = critical_path(found.spans, found.spans_end)
+    assert sum(path.values()) == pytest.approx(work, rel=1e-3)  # spans have four decimals
+    assert path["update"] == pytest.approx(found.update, rel=1e-3)
+
+
+def test_replicas_share_prompts_and_wait_for_each_other():
+    """On GPUs of their own: the replica with two prompts, the sums, and the driver's sending."""
+    laid = [Laid("one", 3, {"learner": 1}), Laid("one", 1, {"rollout": 1, "reward": 1})]
+    summed = replace(DURATIONS, summing=Summing(6, 0.3, 0.01), driver_s=0.001)
+    found = simulate(config(actors=1, replicas=3), Hardware({"one": summed}, laid))
+    assert found.update == pytest.approx(2 * KEEP * 0.25 + 6 * 2 * 2 * (0.1 + 0.01) + 0.001)
+    assert found.driver == pytest.approx(0.001 * found.calls / found.iteration, rel=0.1)
+
+
+def test_exploring_ahead_hides_it():
+    """With GPUs of their own an iteration is what the learner takes, exploring being shorter."""
+    laid = [Laid("one", 1, {"learner": 1}), Laid("one", 1, {"rollout": 1})]
+    times = [simulate(config(1, 1, ahead), Hardware({"one": DURATIONS}, laid)) for ahead in (0, 1)]
+    learner = PROMPTS * (0.1 + KEEP * 0.2) + PROMPTS * KEEP * 0.25
+    assert times[0].iteration > times[1].iteration >= learner
+    # what stands in its way: scoring and the last steps of publishing
+    assert times[1].iteration == pytest.approx(learner, rel=0.05)
+
+
+def test_a_timeline_gives_back_what_calls_take():
+    """Known durations on two cores of 0.8: learned from one layout, others come out as they are."""
+    hardware = Hardware({"cores": DURATIONS}, cores=2.0, together=0.8)
+    truth = simulate(config(), hardware, 2)
+    # the timeline leaves out the first iteration, by its number
+    late = simulate(config(), hardware, 3).timeline
+    found = calibrated(config(), late, lambda span: "cores", 2.0)
+    assert found.together == pytest.approx(0.8, abs=0.011)
+    assert found.durations.explore.at(16) == pytest.approx(DURATIONS.explore.at(16), rel=0.02)
+    assert found.durations.explore.at(8) == pytest.approx(DURATIONS.explore.at(8), rel=0.02)
+    assert found.durations.update.at(64) == pytest.approx(DURATIONS.update.at(64), rel=0.02)
+    model = learned(config(), late, [truth.iteration], cores=2)
+    for shape in ((1, 1, 0, 16), (3, 1, 0, 8), (2, 2, 0, 16), (1, 1, 1, 16)):
+        other = config(*shape)
+        wanted = simulate(other, hardware, 3).iteration
+        assert model.predict(other).iteration == pytest.approx(wanted, rel=0.02), shape
+
+
+def test_a_plan_from_a_run(tmp_path, capsys, monkeypatch):
+    """A run directory as it would have been written on two cores; another layout is asked for."""
+    monkeypatch.setattr("os.cpu_count", lambda: 2)
+    ran, hardware = config(), Hardware({"cores": DURATIONS}, cores=2.0, together=0.8)
+    rundir = RunDirectory(tmp_path / "ran")
+    rundir.create(ran)
+    found = simulate(ran, hardware, 3)
+    for span in found.timeline:
+        Timeline(rundir.timeline_file).record(span)
+    for index in range(3):
+        row = {"kind": "iteration", "iteration": index, "time/iteration_s": found.iteration}
+        rundir.metric(row)
+    other = config(actors=3, chunk=8)
+    command = ["plan", str(write_toml(other, tmp_path)), "--from", str(rundir.path)]
+    assert main([*command, "--json"]) == 0
+    tree = json.loads(capsys.readouterr().out)
+    wanted = simulate(other, hardware, 3).iteration
+    assert tree["iteration_s"] == pytest.approx(wanted, rel=0.02)
+    assert tree["bound_s"] < tree["iteration_s"] and tree["measured_s"] == found.iteration
+    assert main([*command, "--set", "explore.steps=7"]) == 2
+    error = capsys.readouterr().err
+    assert "the run has another explore.steps" in error and error.count("\n") == 1
+
+
+def test_a_line_through_two_sizes():
+    assert fitted({8: [0.7], 16: [1.1, 1.1, 9.0]}) == Line(pytest.approx(0.3), pytest.approx(0.05))
+    assert fitted({16: [1.6]}) == Line(0.0, pytest.approx(0.1))
+    assert fitted({8: [2.0], 16: [1.0]}).fixed == 0  # disturbed: no call is shorter for more
+
+
+def test_too_little_to_learn_from():
+    with pytest.raises(ConfigError, match="no update after the first"):
+        calibrated(config(), [], lambda span: "cores", 2.0)
+
+
+def test_nodes_pass_on_what_they_have():
+    assert [fetching(25 * 10**9, nodes) for nodes in (1, 2, 8, 9)] == [0, 1, 3, 4]
+
+
+@pytest.mark.parametrize(
+    ("name", "gpus", "most"),
+    [
+        ("flux1-sol_rl-hpsv2", 8, 1.05),
+        ("sana-naive_scaling-hpsv2", 4, 1.05),
+        ("sana-sol_rl-hpsv2", 64, 1.30),  # of 6 s, so that publishing counts
+    ],
+)
+def test_the_search_for_a_layout_predicts_what_the_simulation_says(name, gpus, most):
+    """The search knows no publishing, sums or transfers, and fills GPUs without gaps."""
+    plan = make_plan(load(name, []), Assumptions(gpus=gpus))
+    assert plan.scenarios is not None
+    mine = plan.scenarios.mine
+    found, searched = run(mine).iteration, mine.prediction.iteration
+    assert 0.98 * searched <= found <= most * searched

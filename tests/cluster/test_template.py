@@ -1,0 +1,115 @@
+"""Actor processes that are forks of one process: what they share, and what is their own."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+import ray
+
+from actors.rollout import RolloutActor
+from cluster.runtime import template
+from cluster.runtime.template import FORKED, SOCKET, Template
+from configs.load import load
+from tests.cluster.runs import tiny_config
+
+WORKER = """
+import json, os, sys, threading
+told = {
+    "arguments": sys.argv[1:], "directory": os.getcwd(), "environment": dict(os.environ),
+    "niceness": os.getpriority(os.PRIO_PROCESS, 0), "leads": os.getpgrp() == os.getpid(),
+    "name": __name__, "imported": sorted({"diffusers", "peft", "ray"} & set(sys.modules)),
+    "threads": len(os.listdir("/proc/self/task")), "parent": os.getppid(),
+}
+print(json.dumps(told), flush=True)
+"""
+
+
+def launch(folder: Path, path: str, niceness: int = 0) -> tuple[dict[str, object], str]:
+    """What a worker tells that is started as Ray would start it, and its standard error."""
+    (folder / "worker.py").write_text(WORKER)
+    program = [sys.executable, "-IS", template.__file__, str(folder / "worker.py"), "--a", "b c"]
+    with (folder / "out").open("w+") as out, (folder / "err").open("w+") as errors:
+        subprocess.run(
+            program,
+            env={SOCKET: path, "OWN": "1"},
+            cwd=folder,
+            stdout=out,
+            stderr=errors,
+            check=True,
+            preexec_fn=lambda: os.nice(niceness),
+        )
+        deadline = time.monotonic() + 60
+        while not (told := (folder / "out").read_text()).endswith("\n"):
+            assert time.monotonic() < deadline
+        return json.loads(told), (folder / "err").read_text()
+
+
+@pytest.fixture(scope="module")
+def made(tiny_sd3_dir, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("template")
+    return Template(tiny_config(tiny_sd3_dir, folder, "template"))
+
+
+def test_a_fork_is_the_process_that_was_asked_for(made, tmp_path):
+    """Ray kills a worker with its process group, and lowers its priority before it starts."""
+    before = os.getpriority(os.PRIO_PROCESS, 0)
+    told, errors = launch(tmp_path, made.path, niceness=3)
+    assert told == {
+        "arguments": ["--a", "b c"],
+        "directory": str(tmp_path),
+        "environment": {SOCKET: made.path, "OWN": "1"},
+        "niceness": min(before + 3, 19),
+        "leads": True,
+        "name": "__main__",
+        "imported": ["diffusers", "peft"],  # Ray reads its environment when it is imported
+        "threads": 1,
+        "parent": made.process.pid,
+    }
+    assert errors == ""
+
+
+def test_without_a_template_it_is_an_ordinary_process_and_says_so(tmp_path):
+    told, errors = launch(tmp_path, str(tmp_path / "nobody"))
+    assert told["imported"] == [] and told["arguments"] == ["--a", "b c"]
+    assert errors.startswith(f"no fork from {tmp_path}/nobody: ") and errors.count("\n") == 1
+
+
+def test_it_ends_with_its_driver_and_leaves_nothing(made, tmp_path):
+    """A driver that is killed closes its end of the pipe, too."""
+    launch(tmp_path, made.path)
+    assert made.process.stdin is not None
+    made.process.stdin.close()
+    assert made.process.wait(60) == 0
+    assert not os.path.exists(os.path.dirname(made.path))
+
+
+def test_which_actors_are_forks(monkeypatch):
+    config = load("quickstart", ["services.encoder.gpus=1"])
+    assert template.runtime_env(config, "rollout") == {} or template._running
+    monkeypatch.setattr(template, "_running", [type("Made", (), {"path": "/here"})])
+    assert template.runtime_env(config, "rollout")["env_vars"] == {SOCKET: "/here"}
+    for kind in ("encoder", "selector", "reward"):
+        assert template.runtime_env(config, kind) == {}
+    on_gpus = load("quickstart", [f"services.{kind}.gpus=1" for kind in FORKED])
+    monkeypatch.setattr(template, "_running", [])
+    template.start(on_gpus)
+    assert template._running == []
+
+
+def test_ray_starts_a_rollout_actor_as_a_fork(ray_here, tiny_sd3_dir, tmp_path):
+    config = tiny_config(tiny_sd3_dir, tmp_path, "forked")
+    env = template.runtime_env(config, "rollout")
+    tree = config.model_dump(mode="json")
+    actor = ray.remote(RolloutActor).options(num_cpus=0, runtime_env=env).remote(tree)
+    try:
+        pid = ray.get(actor.ready.remote()).pid
+        assert psutil.Process(pid).ppid() == template._running[0].process.pid
+        assert ray.get(actor.__ray_call__.remote(lambda _: __import__("os").getpgrp())) == pid
+    finally:
+        ray.kill(actor)
+    assert template._running[0].process.poll() is None

@@ -1,0 +1,150 @@
+"""Settings by which the public codes differ from the defaults: schedules, averages, statistics."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from configs.load import ConfigError, load
+from configs.objectives import AWMSettings
+from configs.rewards import Advantages
+from configs.sections import Ema
+from learner.advantages import advantages
+from learner.nonfinite import NonFiniteTraining
+from learner.objectives import build_objective
+from learner.schedules import ema_decay
+from policy.families.schedule import flow_match_sigmas
+from policy.lora import adapter_state, blend
+from policy.precision.swap import quantise_plan
+from tests.gaussian_flow import GaussianFamily
+from tests.learner.tiny import everything, identical, tiny_groups, tiny_trainer
+
+SHIFT_3 = {"num_train_timesteps": 1000, "shift": 3.0}
+
+
+def test_the_schedule_of_the_reference_for_sd3():
+    """t = linspace(1, t_min, 6) with t_min = 3 / 1002, shifted once by the scheduler's own table,
+    and all shifted again: 3 t / (1 + 2 t). In float64 by hand; float32 in the scheduler.
+    """
+    found = flow_match_sigmas(SHIFT_3, 6, None, None, 0, "scheduler").double().numpy()
+    t = np.linspace(1, 3 * 0.001 / (1 + 2 * 0.001), 6)
+    np.testing.assert_allclose(found, [*(3 * t / (1 + 2 * t)), 0], rtol=0, atol=1e-6)
+    assert [round(x, 3) for x in found] == [1, 0.923, 0.819, 0.668, 0.432, 0.009, 0]
+    own = flow_match_sigmas(SHIFT_3, 6, None, None, 0)
+    np.testing.assert_allclose(own, [1, 0.9375, 6 / 7, 0.75, 0.6, 0.375, 0], rtol=0, atol=1e-6)
+
+
+def test_a_uniform_schedule_knows_no_shift():
+    found = flow_match_sigmas(SHIFT_3, 4, None, None, 0, "uniform")
+    assert torch.equal(found, torch.tensor([1, 0.75, 0.5, 0.25, 0]))
+    with pytest.raises(ConfigError) as error:
+        load("quickstart", ["model.schedule=uniform", "model.shift=3.0"])
+    assert "shift = 3 with schedule = 'uniform', which has none" in error.value.lines[0]
+
+
+def test_the_average_forgets_the_base_sooner():
+    """(1 + s) / (10 + s) reaches 0.9 at s = 80; what is left of the base after ten iterations is
+    the product 2/11 3/12 ... 11/20 = 10! 11! / 20! = 6.0e-5, against 0.9^10 = 0.35.
+    """
+    warm, flat = Ema(warmup=True), Ema()
+    assert [ema_decay(warm, s) for s in (1, 2, 79, 80, 200)] == [2 / 11, 3 / 12, 80 / 89, 0.9, 0.9]
+    assert np.prod([ema_decay(warm, s) for s in range(1, 11)]) == pytest.approx(5.954e-5, rel=1e-3)
+    assert [ema_decay(flat, s) for s in (1, 100)] == [0.9, 0.9]
+
+
+def test_unbiased_statistics():
+    """(0, 2, 4): population variance 8/3, unbiased 4. Both groups together: values 0 2 4 1 1 1."""
+    groups = [np.array([0.0, 2, 4]), np.array([1.0, 1, 1])]
+    (found, flat), _ = advantages(groups, Advantages(std="group", eps=1e-8, unbiased=True))
+    np.testing.assert_allclose(found, [-1, 0, 1], rtol=1e-6)
+    assert not flat.any()
+    (found, _), _ = advantages(groups, Advantages(std="global", eps=1e-8, unbiased=True))
+    np.testing.assert_allclose(found, np.array([-2, 0, 2]) / np.sqrt(9.5 / 5), rtol=1e-6)
+    (alone,), metrics = advantages(
+        [np.array([3.0])], Advantages(std="group", eps=1.0, unbiased=True)
+    )
+    assert alone.tolist() == [0.0] and metrics["zero_std_ratio"] == 1.0
+
+
+def test_awm_may_train_on_the_first_time():
+    grid, samples = torch.linspace(1, 0, 11), {"latents": torch.zeros(50, 2)}
+    for first, times in ((False, set(range(1, 9))), (True, set(range(9)))):
+        objective = build_objective(AWMSettings(first_step=first))
+        drawn = objective.points(samples, grid, np.random.default_rng(0)).sigma
+        assert set(drawn.tolist()) == {grid[j].item() for j in times}
+
+
+# ---- averages that follow every optimiser step
+
+
+def per_step(model, **more):
+    optimizer = {"lr": 1e-2, "steps_per_iteration": 2, "averages": "step"}
+    return tiny_trainer(model, optimizer=optimizer, **more)
+
+
+def test_averages_follow_every_optimiser_step(tiny_sd3_dir, monkeypatch):
+    """EMA after steps 1 and 2 with the decays of s = 1 and 2, of 3 and 4 in the next iteration; the
+    old policy moves once an iteration, with s = 2 and 4.
+    """
+    trainer = per_step(tiny_sd3_dir, ema={"warmup": True}, old_policy={"slope": 0.1})
+    seen: list[tuple[str, float]] = []
+
+    def move(transformer, name, source, decay) -> None:
+        seen.append((name, decay))
+        blend(transformer, name, source, decay)
+
+    monkeypatch.setattr("learner.trainer.blend", move)
+    for iteration in (0, 1):
+        trainer.update(iteration, tiny_groups())
+    wanted = [("ema", 2 / 11), ("ema", 3 / 12), ("old", 0.2)]
+    wanted += [("ema", 4 / 13), ("ema", 5 / 14), ("old", 0.4)]
+    assert seen == wanted
+
+
+def test_a_failed_second_step_takes_the_averages_back(tiny_sd3_dir):
+    trainer = per_step(tiny_sd3_dir, objective={"name": "awm", "times_per_sample": 2})
+    before, loss, calls = everything(trainer), trainer.objective.loss, []
+
+    def failing(points, velocities, values):
+        calls.append(adapter_state(trainer.transformer, "ema"))
+        total, metrics = loss(points, velocities, values)
+        return total * (float("nan") if len(calls) > 1 else 1), metrics
+
+    trainer.objective.loss = failing
+    with pytest.raises(NonFiniteTraining):
+        trainer.update(0, tiny_groups())
+    assert not identical(*calls)  # it had moved
+    assert identical(before, everything(trainer))
+
+
+# ---- what stays unquantized
+
+
+class Modules(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.attn = torch.nn.Linear(64, 64)
+        self.norm1 = torch.nn.ModuleDict({"linear": torch.nn.Linear(64, 384)})
+        self.embed = torch.nn.Linear(16, 64)
+        self.pointwise = torch.nn.Conv2d(64, 32, 1)
+
+
+class Leaves(GaussianFamily):
+    modules_to_not_convert = ("norm1.*", "embed")
+
+
+def quantised(*patterns: str) -> set[str]:
+    return {row.name for row in quantise_plan(Modules(), Leaves(), patterns) if row.quantised}
+
+
+def test_patterns_take_back_and_leave_out_small_layers():
+    assert quantised() == {"attn", "pointwise"}
+    assert quantised("!norm1.*") == {"attn", "pointwise", "norm1.linear"}
+    assert quantised("!*", "dim<33") == {"attn", "norm1.linear"}
+    assert quantised("dim<64", "!embed") == {"attn", "embed"}  # the last that matches decides
+    rows = {row.name: row.why for row in quantise_plan(Modules(), Leaves(), ("dim<64",))}
+    assert rows["pointwise"] == "left unquantized by explore.modules_to_not_convert: dim<64"
+    for pattern in ("!nothing", "dim<16"):
+        with pytest.raises(ValueError, match="matches no module"):
+            quantised(pattern)

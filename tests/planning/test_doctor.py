@@ -1,0 +1,137 @@
+"""``sol-rl doctor`` without a cluster: lines that follow from facts, then the command here."""
+
+import json
+import socket
+from dataclasses import replace
+
+import pytest
+
+from cli.main import main
+from configs.load import load
+from planning import doctor
+from planning.doctor import Facts
+
+PACKAGES = {"sol-rl": "0.1.0", "torch": "2.13.0", "ray": "2.60.0"}
+FACTS = Facts(
+    host="a",
+    node="1234567890",
+    python="3.11.9",
+    packages=PACKAGES,
+    cores=8,
+    free_gb=30.0,
+    gpus={"NVIDIA B200": 2},
+    backends=("te_nvfp4", "bf16"),
+    shared=True,
+)
+OTHER = replace(FACTS, host="b", node="abcdef", bandwidth_mb_s=900.0)
+
+
+def outcomes(facts: list[Facts], *overrides: str) -> dict[str, tuple[str, str]]:
+    config = load("quickstart", ["run_root=/data", *overrides])
+    return {check.name: (check.outcome, check.line()) for check in doctor.of_nodes(config, facts)}
+
+
+def test_equal_nodes_are_well():
+    found = outcomes([FACTS, OTHER], "services.rollout.gpus=1")
+    assert {outcome for outcome, _ in found.values()} == {"ok"}
+    assert "python 3.11.9, torch 2.13.0 on 2 nodes" in found["versions"][1]
+    assert "4, 2 asked for" in found["GPUs"][1]
+    assert found["bandwidth"][1] == "ok      bandwidth: 900 MB/s to b"
+    assert "machine a (node 12345678)" in found
+
+
+@pytest.mark.parametrize(
+    ("change", "name", "outcome", "said"),
+    [
+        ({"packages": {**PACKAGES, "torch": "2.12.0"}}, "versions", "failed",
+         "torch is 2.13.0 on a, 2.12.0 on b: install the same on all nodes"),
+        ({"python": "3.12.1"}, "versions", "failed", "python is 3.11.9 on a, 3.12.1 on b"),
+        ({"shared": False}, "shared directory", "failed", "/data is another on b: mount one"),
+        ({"writable": "Permission denied"}, "shared directory", "failed",
+         "not writable on b (Permission denied)"),
+        ({"clock": -7.5}, "clocks", "failed", "at most 7.50 s apart (b): run an NTP client"),
+        ({"bandwidth_mb_s": 12.0}, "bandwidth", "note", "12 MB/s to b: publishing waits for it"),
+        ({"problems": ("model.path: there is no directory '/m'",)},
+         "model and scorers on every node", "failed", "b: model.path: there is no directory '/m'"),
+        ({"kernels": "Triton is missing"}, "GPUs", "note", "b: Triton is missing"),
+    ],
+)  # fmt: skip
+def test_a_node_that_is_not_as_the_others_is_named(change, name, outcome, said):
+    found = outcomes([FACTS, replace(OTHER, **change)])
+    assert found[name][0] == outcome and said in found[name][1]
+    assert [key for key, (told, _) in found.items() if told != "ok"] == [name]
+
+
+def test_gpus_that_are_not_there():
+    bare = replace(FACTS, gpus={})
+    found = outcomes([bare], "services.rollout.gpus=1", "services.rollout.actors=3")
+    assert found["GPUs"] == (
+        "failed",
+        "failed  GPUs: there are 0, the configuration asks for 3: give --address of a cluster that"
+        " has them, or a configuration for CPUs",
+    )
+    flux = doctor.of_nodes(load("flux1-sol_rl-hpsv2"), [bare])
+    assert next(check for check in flux if check.name == "GPUs").outcome == "failed"
+
+
+def test_this_machine_for_the_quickstart(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert main(["doctor", "quickstart"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert all(line.startswith(("ok ", "note ")) for line in lines) and len(lines) >= 9
+    assert any("explores in" in line and "emulated_nvfp4" in line for line in lines)
+    assert list(tmp_path.iterdir()) == []  # it leaves nothing
+
+
+def test_what_fails_has_exit_code_2_and_says_what_to_do(tmp_path, capsys):
+    settings = [
+        "model.path=/no/model", f"run_root={tmp_path}", "services.rollout.actors=100000",
+        "prompts.test=shapes/prompts/train.jsonl", "services.reward.gpus=1",
+        "rewards.scorers=[{name = 'shpes'}]",
+    ]  # fmt: skip
+    words = [word for each in settings for word in ("--set", each)]
+    assert main(["doctor", "quickstart", *words, "--json"]) == 2
+    told = json.loads(capsys.readouterr().out)
+    failed = {
+        check["name"]: check["found"] for check in told["checks"] if check["outcome"] == "failed"
+    }
+    assert not told["ok"]
+    assert set(failed) == {"prompts", "model", "scorers", "GPUs", "actors", "free memory"}
+    assert "did you mean 'shapes'" in failed["scorers"]
+    assert "360 held-out prompts are among" in failed["prompts"]
+    assert "services.rollout.actors = 100000: this machine has" in failed["actors"]
+
+
+def test_a_port_that_is_taken_is_found():
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        config = load("quickstart", [f"logging.prometheus_port={port}"])
+        (check,) = [c for c in doctor.of_configuration(config) if c.name == "metrics port"]
+    assert check.outcome == "failed" and f"127.0.0.1:{port} cannot be served" in check.found
+
+
+@pytest.mark.parametrize(
+    ("mode", "file", "joined", "outcome", "said"),
+    [
+        ("token", 0o600, True, "ok", "asked for"),
+        ("token", 0o644, True, "note", "chmod 600"),
+        ("disabled", None, True, "note", "whoever reaches the dashboard runs code"),
+        ("disabled", None, False, "note", "loopback"),
+    ],
+)
+def test_the_token(mode, file, joined, outcome, said, tmp_path, monkeypatch):
+    monkeypatch.setenv("RAY_AUTH_MODE", mode)
+    monkeypatch.delenv("RAY_AUTH_TOKEN_PATH", raising=False)
+    if file:
+        (tmp_path / ".ray").mkdir()
+        (tmp_path / ".ray" / "auth_token").write_text("x")
+        (tmp_path / ".ray" / "auth_token").chmod(file)
+    check = doctor.of_token(joined, tmp_path)
+    assert check.outcome == outcome and said in check.line()
+
+
+def test_a_setting_without_a_configuration(capsys):
+    assert main(["doctor", "--set", "seed=1"]) == 2
+    assert capsys.readouterr().err.count("\n") == 1

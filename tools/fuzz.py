@@ -1,0 +1,507 @@
+"""Whatever a user can hand over, made wrong at random: ``python -m tools.fuzz --examples N``.
+
+A *target* hands one made-up input to the code that reads it. Whatever the input is, the answer is
+one of those that the documentation promises: a value, or an error of the project's own in one line
+(``cli.main``: an exit code and lines on stderr); never another exception, never a wait. Inputs come
+from hypothesis, which also makes a failing one small. ``make test`` runs a few of each.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import io
+import json
+import math
+import shutil
+import signal
+import struct
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import seed as seeded
+from hypothesis import strategies as st
+from pydantic import BaseModel
+
+from cli.main import main
+from configs.load import ConfigError, load, parse
+from configs.prompts import read_prompts
+from configs.schema import RunConfig
+from records.rundir import RunDirectory
+from rewards import check_settings
+from rewards.base import ScorerError, ScorerSetupError, check
+from rewards.server import decode
+
+SLOW_IS_FINE = (HealthCheck.too_slow, HealthCheck.filter_too_much, HealthCheck.data_too_large)
+LONGEST_S = 20
+"""Seconds that one input may take; beyond, it counts as a hang."""
+RUNS = Path(__file__).parent.parent / "tests" / "data" / "runs"
+HOSTILE = (
+    "", " ", "inf", "-inf", "nan", "1e999", "-1", "0", "1", "0.5", "true", "false", "2", "1e-400",
+    "99999999999999999999999", "-9223372036854775809", "1e308", "0x10", "[]", "[1, 2]", "[[]]",
+    "{}", "{a = 1}", "{a = {b = []}}", "''", "'x'", "'\\u0000'", "\"\\u202e\"", "'../../x'", "'/'",
+    "'" + "a" * 5000 + "'", "1979-05-27", "07:32:00", "[inf]", "[nan, nan]", "None", "null", "\x00",
+    "'auto'", "'%s%n'", "{name = 'x'}", "[{}]", "[{name = 1}]", "[{name = 'http'}]", "'\udcff'",
+)  # fmt: skip
+words = st.one_of(st.sampled_from(HOSTILE), st.text(max_size=20))
+json_values = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats()
+    | st.text(max_size=8)
+    | st.sampled_from([10**400, -1, 2**63, 1e308]),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=8), inner),
+    max_leaves=8,
+)
+
+
+class Wrong(AssertionError):
+    """An input was answered in a way that is not promised."""
+
+
+@dataclass(frozen=True)
+class Target:
+    """Inputs of one kind, and what must hold for each; ``prepare`` makes a folder ready."""
+
+    inputs: st.SearchStrategy[Any]
+    holds: Callable[[Path, Any], None]
+    cost: int = 1  # how many times slower than the quickest: so many fewer inputs
+
+
+# ---- what must hold
+
+
+@contextlib.contextmanager
+def in_time() -> Iterator[None]:
+    """Raises Wrong in the middle of whatever takes longer than ``LONGEST_S``."""
+
+    def ring(*_: object) -> None:
+        raise Wrong(f"no answer within {LONGEST_S} s")
+
+    before = signal.signal(signal.SIGALRM, ring)
+    signal.alarm(LONGEST_S)
+    try:
+        yield
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, before)
+
+
+def command(*arguments: str, codes: tuple[int, ...] = (0, 2)) -> str:
+    """Run a command in this process; its stdout. Raises Wrong for what no user should see."""
+    out, err = io.StringIO(), io.StringIO()
+    try:
+        with in_time(), contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+            code = main(list(arguments))
+    except SystemExit as end:  # argparse
+        code = end.code
+    said = err.getvalue()
+    if code not in codes:
+        raise Wrong(f"{arguments}: exit code {code}: {said}")
+    if code == 2 and not said.strip():
+        raise Wrong(f"{arguments}: exit code 2 without a word")
+    if "Traceback" in said:
+        raise Wrong(f"{arguments}: {said}")
+    return out.getvalue()
+
+
+def refused(*kinds: type[Exception]) -> contextlib.AbstractContextManager[None]:
+    """These errors are right, where they are a line each."""
+
+    @contextlib.contextmanager
+    def guarded() -> Iterator[None]:
+        try:
+            with in_time():
+                yield
+        except kinds as error:
+            lines = getattr(error, "lines", [str(error)])
+            if not all(line.strip() and "\n" not in line for line in lines):
+                raise Wrong(f"not a line each: {lines!r}") from error
+
+    return guarded()
+
+
+def finite(tree: object, where: str = "") -> None:
+    """Raises Wrong for a number in a configuration that was accepted and is none."""
+    if isinstance(tree, float) and not math.isfinite(tree):
+        raise Wrong(f"{where} = {tree} was accepted")
+    if isinstance(tree, dict):
+        for key, value in tree.items():
+            finite(value, f"{where}.{key}")
+    elif isinstance(tree, list | tuple):
+        for value in tree:
+            finite(value, where)
+
+
+# ---- configurations
+
+
+def keys(model: type[BaseModel] = RunConfig, prefix: str = "") -> list[str]:
+    """Every dotted key of a configuration."""
+    found: list[str] = []
+    for name, field in model.model_fields.items():
+        found.append(prefix + name)
+        for part in (field.annotation, *getattr(field.annotation, "__args__", ())):
+            if isinstance(part, type) and issubclass(part, BaseModel):
+                found += keys(part, f"{prefix}{name}.")
+    return found
+
+
+def one_override(folder: Path, given: tuple[str, str]) -> None:
+    """`config quickstart --set KEY=VALUE`; what is accepted reads back as the same."""
+    shown = command("config", "quickstart", "--set", f"{given[0]}={given[1]}")
+    if shown:
+        finite(json.loads(shown))
+        config = load("quickstart", [f"{given[0]}={given[1]}"])
+        if parse(config.model_dump(mode="json")) != config:
+            raise Wrong(f"{given} does not read back as it was written")
+
+
+def spoiled(text: bytes) -> st.SearchStrategy[bytes]:
+    """``text`` with pieces cut out, doubled, overwritten or put in."""
+    size = len(text)
+    edit = st.tuples(
+        st.integers(0, size), st.integers(0, 40), st.binary(max_size=12) | st.just(text[:40])
+    )
+
+    def apply(edits: list[tuple[int, int, bytes]]) -> bytes:
+        made = text
+        for start, length, piece in edits:
+            made = made[:start] + piece + made[start + length :]
+        return made
+
+    return st.lists(edit, min_size=1, max_size=4).map(apply)
+
+
+TOML = b"""layers = ["models/shapes", "rewards/shapes"]
+name = "mine"
+seed = 3
+[explore]
+pool_size = 48
+solver = "dpmpp_2m"
+[optimizer]
+lr = 1e-3
+betas = [0.9, 0.99]
+[[rewards.scorers]]
+name = "shapes"
+weight = 1.0
+settings = { a = [1, 2] }
+[services.rollout]
+labels = { pool = "two" }
+"""
+
+
+def toml_file(folder: Path, data: bytes) -> None:
+    """`config FILE.toml`."""
+    (folder / "x.toml").write_bytes(data)
+    shown = command("config", str(folder / "x.toml"))
+    if shown:
+        finite(json.loads(shown))
+
+
+def command_line(folder: Path, given: list[str]) -> None:
+    """Words after commands that start nothing; paths in them lead into an empty folder."""
+    command(*(word.replace("/", "_") if word[:1] == "/" else word for word in given))
+
+
+# ---- files
+
+
+def prompt_file(folder: Path, given: tuple[str, bytes]) -> None:
+    """A prompt file of either kind."""
+    path = folder / f"prompts{given[0]}"
+    path.write_bytes(given[1])
+    with refused(ConfigError):
+        for prompt in read_prompts(str(path)):
+            if not prompt.text.strip():
+                raise Wrong("an empty prompt was accepted")
+
+
+def safetensors_of(header: object, body: bytes, length: int | None) -> bytes:
+    """A file with this header; ``length``: what it claims of its header instead."""
+    text = json.dumps(header).encode()
+    return struct.pack("<Q", len(text) if length is None else length) + text + body
+
+
+tensors = st.dictionaries(
+    st.sampled_from(
+        ["transformer.a.lora_A.weight", "transformer.a.lora_B.weight", "x", "__metadata__"]
+    ),
+    st.fixed_dictionaries(
+        {
+            "dtype": st.sampled_from(["F32", "BF16", "I64", "F99", "F4"]),
+            "shape": st.lists(st.integers(-1, 2**40), max_size=3),
+            "data_offsets": st.lists(st.integers(-1, 2**40), min_size=1, max_size=2),
+        }
+    )
+    | json_values,
+    max_size=3,
+)
+safetensors = st.one_of(
+    st.builds(
+        safetensors_of,
+        tensors,
+        st.binary(max_size=64),
+        st.none() | st.sampled_from([0, 2**63, 100_000_001, 7]),
+    ),
+    st.binary(max_size=64),
+)
+
+
+def lora_file(folder: Path, data: bytes) -> None:
+    """A LoRA to start from."""
+    from policy.lora import FILE, load_diffusers_lora
+
+    (folder / FILE).write_bytes(data)
+    with refused(ValueError, FileNotFoundError):
+        load_diffusers_lora(str(folder))
+
+
+def checkpoint_file(folder: Path, given: tuple[str, bytes]) -> None:
+    """A checkpoint of which one file is another."""
+    from learner.checkpoint import CheckpointError, read
+
+    (source,) = example_run().glob("checkpoints/step_*")
+    there = copied(source, folder / "step_000002")
+    (there / given[0]).write_bytes(given[1])
+    with refused(CheckpointError):
+        read(there)
+
+
+def pipeline_file(folder: Path, given: tuple[str, bytes]) -> None:
+    """A pipeline directory in which one JSON file is another."""
+    from planning.preflight import check_model
+    from policy.families.base import SHAPES_DIRECTORY as MODEL
+
+    there = folder / "model"
+    if not there.exists():
+        there.mkdir()
+        for path in MODEL.rglob("*"):
+            if path.is_dir():
+                (there / path.relative_to(MODEL)).mkdir(exist_ok=True)
+            else:
+                (there / path.relative_to(MODEL)).symlink_to(path)
+    target = there / given[0]
+    kept = target.resolve()
+    target.unlink()
+    target.write_bytes(given[1])
+    try:
+        with refused(ConfigError):
+            check_model(load("quickstart", [f"model.path={there}"]))
+    finally:
+        target.unlink()
+        target.symlink_to(kept)
+
+
+def run_directory(folder: Path, given: tuple[str, bytes]) -> None:
+    """`report RUN` of a run directory in which one file is another."""
+    there = copied(example_run(), folder / "run")
+    (there / given[0]).write_bytes(given[1])
+    command("report", str(there), codes=(0, 2, 3))
+    with refused(ConfigError):
+        RunDirectory(there).configuration()
+
+
+# ---- scorers
+
+
+def scorer_settings(folder: Path, given: tuple[str, dict[str, object]]) -> None:
+    """A scorer's name and settings, as they are checked before a start."""
+    from configs.rewards import Scorer
+
+    with refused(ScorerSetupError):
+        check_settings(Scorer(name=given[0], settings=given[1]))
+
+
+def server_answer(folder: Path, body: bytes) -> None:
+    """What a reward server answers with status 200."""
+    with refused(ScorerError):
+        scores = decode(body, 3)
+        if scores.shape != (3,) or scores.dtype != np.float32:
+            raise Wrong(f"{scores.dtype} {scores.shape}")
+
+
+def scorer_answer(folder: Path, answer: object) -> None:
+    """What a scorer in Python returns: scores that are finite or missing, with a word for those."""
+    with in_time():
+        scores, problem = check(answer, 3)
+    if scores.shape != (3,) or np.isinf(scores).any():
+        raise Wrong(f"{answer!r} became {scores}")
+    if np.isnan(scores).any() and not problem:
+        raise Wrong(f"{answer!r} lacks a score, and nobody says so")
+
+
+def copied(source: Path, target: Path) -> Path:
+    """A fresh copy, in place of the one of the input before."""
+    shutil.rmtree(target, ignore_errors=True)
+    return Path(shutil.copytree(source, target))
+
+
+def example_run() -> Path:
+    """The newest run directory kept for tests."""
+    return sorted(RUNS.glob("*/*"))[-1]
+
+
+def of_files(paths: list[Path], under: Path) -> st.SearchStrategy[tuple[str, bytes]]:
+    """(name, bytes): one of these files, spoiled or wholly another."""
+    return st.one_of(
+        [
+            st.tuples(
+                st.just(str(path.relative_to(under))),
+                st.one_of(
+                    spoiled(path.read_bytes()[:20000]),
+                    st.binary(max_size=30),
+                    json_values.map(lambda value: json.dumps(value).encode()),
+                ),
+            )
+            for path in paths
+        ]
+    )
+
+
+def targets() -> dict[str, Target]:
+    """All targets by name."""
+    from policy.families.base import SHAPES_DIRECTORY as MODEL
+    from rewards import SCORERS
+
+    run = example_run()
+    (step,) = run.glob("checkpoints/step_*")
+    lines = sorted(run.rglob("*.json*"))
+    pipeline = sorted(p for p in MODEL.rglob("*.json") if "tokenizer" not in str(p))
+    some = st.sampled_from(
+        ["quickstart", "--set", "--json", "--resume", "seed=1", "x", "--help", ""]
+    )
+    starts_nothing = st.sampled_from(["config", "report", "export", "evaluate", "fidelity", "nope"])
+    return {
+        "set": Target(st.tuples(st.sampled_from(keys()), words), one_override),
+        "toml": Target(spoiled(TOML) | st.binary(max_size=40), toml_file),
+        "command line": Target(
+            st.builds(
+                lambda first, rest: [first, *rest],
+                starts_nothing,
+                st.lists(
+                    some.filter(lambda w: w != "quickstart") | st.text(max_size=5), max_size=4
+                ),
+            ),
+            command_line,
+            cost=2,
+        ),
+        "prompts": Target(
+            st.tuples(
+                st.sampled_from([".txt", ".jsonl", ".json", ""]),
+                st.one_of(
+                    st.binary(max_size=40),
+                    st.lists(json_values, max_size=3).map(
+                        lambda rows: "\n".join(map(json.dumps, rows)).encode()
+                    ),
+                    spoiled(b'{"prompt": "a cat", "tag": "x"}\n{"prompt": "a dog"}\n'),
+                ),
+            ),
+            prompt_file,
+        ),
+        "lora": Target(safetensors, lora_file),
+        "checkpoint": Target(of_files(sorted(step.iterdir()), step), checkpoint_file, cost=2),
+        "pipeline": Target(of_files(pipeline, MODEL), pipeline_file, cost=20),
+        "run directory": Target(of_files(lines, run), run_directory, cost=40),
+        "scorer settings": Target(
+            st.tuples(
+                st.sampled_from([*SCORERS, "a:b", ":", "x.y:z"]) | st.text(max_size=8),
+                st.dictionaries(
+                    st.sampled_from(
+                        ["url", "timeout_s", "retries", "checkpoint", "device", "model"]
+                    )
+                    | st.text(max_size=5),
+                    json_values | words,
+                    max_size=3,
+                ),
+            ),
+            scorer_settings,
+        ),
+        "server answer": Target(
+            st.one_of(
+                st.binary(max_size=60),
+                json_values.map(lambda v: json.dumps(v).encode()),
+                json_values.map(lambda v: json.dumps({"scores": v}).encode()),
+                st.lists(json_values, min_size=3, max_size=3).map(
+                    lambda v: json.dumps({"scores": v}).encode()
+                ),
+            ),
+            server_answer,
+        ),
+        "scorer answer": Target(
+            json_values | st.lists(st.floats() | st.integers(), min_size=3, max_size=3),
+            scorer_answer,
+        ),
+    }
+
+
+def fuzz(target: Target, examples: int, seed: int) -> int:
+    """Try so many inputs, fewer of a slow target; returns how many. Raises what the first bad one
+    raises, after hypothesis has made it small.
+    """
+    tried = 0
+    count = max(1, examples // target.cost)
+    with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder):
+
+        @seeded(seed)
+        @settings(
+            max_examples=count,
+            deadline=None,
+            derandomize=False,
+            database=None,
+            phases=(Phase.generate, Phase.shrink),
+            suppress_health_check=SLOW_IS_FINE,
+        )
+        @given(target.inputs)
+        def one(given: Any) -> None:
+            nonlocal tried
+            tried += 1
+            target.holds(Path(folder), given)
+
+        one()
+    return tried
+
+
+def _told(error: BaseException) -> Iterator[str]:
+    """Every failure that hypothesis found, with the input that it made small."""
+    if isinstance(error, BaseExceptionGroup):
+        for inner in error.exceptions:
+            yield from _told(inner)
+        return
+    frame = traceback.extract_tb(error.__traceback__)[-1]
+    notes = " ".join(getattr(error, "__notes__", []))
+    where = f"{frame.filename}:{frame.lineno}"
+    yield f"{type(error).__name__}: {error} ({where}) {notes}"
+
+
+def run(names: list[str], examples: int, seed: int) -> int:
+    """Every target by name; a line each. Returns the number that failed."""
+    failed = 0
+    for name in names:
+        began = time.perf_counter()
+        try:
+            said = f"{fuzz(targets()[name], examples, seed)} inputs"
+        # whatever it raises is what was looked for
+        except Exception as error:
+            failed += 1
+            said = "FAILED: " + "; ".join(_told(error))
+        print(f"{name:16} {time.perf_counter() - began:6.1f} s  {said}", flush=True)
+    return failed
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--examples", type=int, default=2000, help="inputs per target")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--target", action="append", choices=sorted(targets()))
+    options = parser.parse_args()
+    sys.exit(1 if run(options.target or list(targets()), options.examples, options.seed) else 0)
