@@ -6,7 +6,7 @@ BIN := .venv/bin
 export RAY_USAGE_STATS_ENABLED = 0
 export RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO = 0
 
-.PHONY: setup quickstart cluster-demo compare-small search-small test test-slow coverage lint types arrows check bench parity soak fuzz audit shapes-model shapes-clip clean
+.PHONY: setup quickstart cluster-demo compare-small search-small test test-slow coverage lint types arrows check gpu-check rehearsal bench parity soak fuzz audit shapes-model shapes-clip clean
 
 setup: .venv/.ready
 
@@ -57,6 +57,15 @@ coverage: setup
 	$(BIN)/coverage report --skip-covered
 
 check: lint types arrows test
+
+# One GPU, ten minutes, no network: every claim of docs/gpu.md that one GPU can settle. Runs on the .venv if there is one, else on
+# $(PYTHON) with what is installed there. Without a GPU what a CPU can: ARGS="--out DIR --sections steps decode".
+gpu-check:
+	$(or $(wildcard $(BIN)/python),$(PYTHON)) -m bench.gpu_check $(ARGS)
+
+# SANA and SD3.5 Medium in full size with random weights, one iteration through the ring on CPUs, held against the plan. 20 GB of memory.
+rehearsal: setup
+	$(BIN)/python -m tools.rehearsal $(ARGS)
 
 bench: setup
 	$(BIN)/python -m bench $(ARGS)

@@ -8,23 +8,25 @@ from __future__ import annotations
 import time
 
 from actors.messages import ActorInfo
-from actors.runtime import Tree, begin, begin_torch, identity
+from actors.runtime import Tree, begin, begin_torch, identity, on_device
 from policy.families import family_for
 from policy.types import DTYPES, Conditioning
 
 
+@on_device("encoder", "model.max_sequence_length")
 class EncoderActor:
     """Holds the family's text encoders."""
 
     def __init__(self, tree: Tree):
-        run, service = begin(tree, "encoder")
+        run, _ = begin(tree, "encoder")
         dtype = DTYPES[run.regenerate.precision]
         negative = run.guidance.negative_prompt if run.guidance.stages else None
-        self._text = family_for(run.model).load_text(begin_torch(service), dtype, negative)
+        self._device = begin_torch(run, "encoder")
+        self._text = family_for(run.model).load_text(self._device, dtype, negative)
 
     def ready(self) -> ActorInfo:
         """Who this is; answers once the model is loaded."""
-        return identity()
+        return identity(self._device)
 
     def encode(self, groups: list[list[str]]) -> tuple[float, *tuple[Conditioning, ...]]:
         """Seconds taken, then one Conditioning (rows = prompts, on CPU) per group of prompts."""

@@ -27,7 +27,7 @@ from actors.messages import (
     Shard,
     TrainingGroup,
 )
-from actors.runtime import Tree, begin, begin_torch, identity
+from actors.runtime import Tree, begin, begin_torch, identity, on_device
 from learner.replicas import DistributedReplicas, open_store, reach_store
 from policy.types import Conditioning
 
@@ -45,13 +45,17 @@ class Fetch(Protocol):
     def __call__(self, references: Sequence[ObjectRef[X]], /) -> list[X]: ...
 
 
+@on_device(
+    "learner",
+    "optimizer.batch_size and regenerate.batch_size, set optimizer.gradient_checkpointing = true",
+)
 class LearnerActor:
     """A thin shell around ``learner.trainer.Trainer``."""
 
     def __init__(self, tree: Tree, failure_dir: str, fetch: Fetch = ray.get):
         """``fetch`` is another one where there is no Ray."""
-        run, service = begin(tree, "learner")
-        device = begin_torch(service)
+        run, _ = begin(tree, "learner")
+        device = begin_torch(run, "learner")
         # with it come peft and diffusers: seconds, which the driver need not spend
         from learner.trainer import Trainer
 
@@ -64,7 +68,7 @@ class LearnerActor:
         """Who this is, and how many parameters it trains."""
         trainer = self._trainer
         cold = trainer.config.regenerate.compile
-        return replace(identity(), trainable=trainer.trainable_parameters, cold=cold)
+        return replace(identity(trainer.device), trainable=trainer.trainable_parameters, cold=cold)
 
     def rendezvous(self, timeout_s: float) -> Rendezvous:
         """Where the replicas of this learner can find each other, open until they do so again."""

@@ -43,6 +43,11 @@ class ActorInfo:
     runs: tuple[str, ...] = ()  # every precision that it could explore in
     cold: bool | None = None  # whether its first task takes longer, because it compiles
     trainable: int | None = None  # parameters
+    device: str | None = None  # as CUDA calls it, or "cpu"
+    capability: str | None = None  # CUDA's compute capability, such as "9.0"
+    torch: str | None = None  # versions, as are the next two
+    cuda: str | None = None  # that torch was built for
+    driver: str | None = None
 
     def event_fields(self) -> dict[str, str | int]:
         """What its ``actor_started`` event tells."""

@@ -8,13 +8,14 @@ from collections.abc import Iterable
 from contextlib import suppress
 
 from actors.messages import ActorInfo, Images, Metadata, Scores
-from actors.runtime import Tree, begin, begin_torch, identity
+from actors.runtime import Tree, begin, begin_torch, identity, on_device
 from configs.schema import RunConfig
 from rewards import resolve
 from rewards.cache import ScoreCache
 from rewards.combine import WeightedScorer
 
 
+@on_device("reward", "evaluate.batch_size and explore.chunk_size")
 class RewardActor:
     """Holds the scorers of one service: those that share ``reward``, or one of its own.
 
@@ -23,16 +24,18 @@ class RewardActor:
 
     def __init__(self, tree: Tree, kind: str = "reward"):
         run, service = begin(tree, kind)
-        labels, device = run.scorers_of(kind), "cpu"
+        labels = run.scorers_of(kind)
         import_scorers(run, labels)
+        self._device = None
         if service.gpus or "torch" in sys.modules:  # scorers by rule need none
-            device = str(begin_torch(service))
+            self._device = begin_torch(run, kind)
+        device = "cpu" if self._device is None else str(self._device)
         self._scorer = WeightedScorer.from_config(run.rewards, labels, device)
         self._cache = ScoreCache(self._scorer)
 
     def ready(self) -> ActorInfo:
         """Who this is; answers once the scorers are loaded."""
-        return identity()
+        return identity(self._device)
 
     def score(
         self,

@@ -16,7 +16,7 @@ from actors.messages import (
     Shard,
     WeightsId,
 )
-from actors.runtime import Tree, begin, begin_torch, identity
+from actors.runtime import Tree, begin, begin_torch, identity, on_device
 from policy.explorer import Explorer
 from policy.families import family_for
 from policy.precision.backends import Backend, available_backends, eager_note, resolve_backend
@@ -27,12 +27,13 @@ from policy.sampling.guidance import Guided
 from policy.types import DTYPES, Conditioning
 
 
+@on_device("rollout", "explore.chunk_size")
 class RolloutActor:
     """Explores with the weights it was given last; without weights it refuses."""
 
     def __init__(self, tree: Tree):
-        self._run, service = begin(tree, "rollout")
-        self._device = begin_torch(service)
+        self._run, _ = begin(tree, "rollout")
+        self._device = begin_torch(self._run, "rollout")
         exploration = self._run.plan.explore
         if exploration is None:
             raise RuntimeError(
@@ -66,7 +67,8 @@ class RolloutActor:
     def ready(self) -> ActorInfo:
         """Who this is, which precision it explores in and why, and all that it could."""
         runs, cold = available_backends(self._device), self._run.explore.compile
-        return replace(identity(), backend=self._own.name, why=self._why, runs=runs, cold=cold)
+        who = identity(self._device)
+        return replace(who, backend=self._own.name, why=self._why, runs=runs, cold=cold)
 
     def load(
         self, backend: str | None, manifest: Manifest, sent: Sequence[int], *shards: Shard

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
 import os
 import random
-from typing import TYPE_CHECKING, TypeAlias
+from collections.abc import Callable
+from dataclasses import replace
+from typing import TYPE_CHECKING, TypeAlias, TypeVar
 
 import numpy as np
 import ray
@@ -13,6 +17,7 @@ from actors.messages import ActorInfo
 from configs.load import parse
 from configs.schema import RunConfig
 from configs.services import Service
+from records.errors import OutOfMemoryError
 
 if TYPE_CHECKING:
     import torch
@@ -33,20 +38,72 @@ def begin(tree: Tree, kind: str) -> tuple[RunConfig, Service]:
     return run, run.services.of(kind)
 
 
-def begin_torch(service: Service) -> torch.device:
+def begin_torch(run: RunConfig, kind: str) -> torch.device:
     """Seed torch too, fix its threads, and pick the device. An actor that needs no torch leaves
     this out, and starts in a fraction of the time.
 
     The number of threads fixes the order of sums: it is part of the configuration, not of the node.
+    The memory of a GPU is limited to the service's share, but not in a layout: its shares say who
+    lies where, and it has looked at the memory of all of them together. Raises RuntimeError for a
+    share of a GPU where there is no CUDA.
     """
     import torch
 
+    from policy.device import device_for
+
+    service = run.services.of(kind)
     torch.set_num_threads(service.threads)
+    device = device_for(kind, service.gpus, limited=run.layout is None)
     torch.manual_seed(0)
-    return torch.device("cuda" if service.gpus and torch.cuda.is_available() else "cpu")
+    return device
 
 
-def identity() -> ActorInfo:
-    """Who this actor is; the caller adds what is told of its kind."""
+def identity(device: torch.device | None = None) -> ActorInfo:
+    """Who this actor is and on which device; the caller adds what is told of its kind."""
     node = ray.get_runtime_context().get_node_id() if ray.is_initialized() else None
-    return ActorInfo(os.getpid(), os.uname().nodename, node)
+    who = ActorInfo(os.getpid(), os.uname().nodename, node)
+    if device is None:
+        return who
+    from policy.device import describe
+
+    return replace(who, **describe(device))
+
+
+Actor = TypeVar("Actor", bound=type)
+
+
+def on_device(kind: str, change: str) -> Callable[[Actor], Actor]:
+    """A class whose methods raise OutOfMemoryError, one line, where its GPU has no more room.
+
+    ``kind`` is the service, ``change`` what to lower.
+    """
+
+    def wrapped(method: Callable[..., object]) -> Callable[..., object]:
+        @functools.wraps(method)
+        def call(*args: object, **named: object) -> object:
+            try:
+                return method(*args, **named)
+            except Exception as error:
+                if type(error).__name__ != OUT_OF_MEMORY:  # torch may not be there
+                    raise
+                from policy.device import out_of_memory
+
+                raise OutOfMemoryError(
+                    f"{kind} {method.__name__.strip('_')}: the GPU is out of memory:"
+                    f" {out_of_memory(error)}: lower {change}, or give services.{kind} a larger"
+                    " share of a GPU or a larger GPU, then continue with --resume"
+                ) from None
+
+        return call
+
+    def changed(actor: Actor) -> Actor:
+        for name, method in list(vars(actor).items()):
+            if inspect.isfunction(method) and (name == "__init__" or not name.startswith("_")):
+                setattr(actor, name, wrapped(method))
+        return actor
+
+    return changed
+
+
+OUT_OF_MEMORY = "OutOfMemoryError"
+"""What torch calls it."""

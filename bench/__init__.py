@@ -6,8 +6,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from importlib import import_module
+from typing import TYPE_CHECKING
 
-from bench.timing import Options, Ratio
+if TYPE_CHECKING:  # so that ``bench.gpu_check`` can say which packages are missing
+    from bench.timing import Options, Ratio
 
 NAMES = (
     "ring",

@@ -30,7 +30,7 @@ from policy.precision.compiling import compiled, compiler_missing
 from policy.precision.swap import quantise_plan, swap_linears, weight_modules
 from policy.types import Conditioning
 
-TEXT_TOKENS = {"sd3": 256, "sana": 300}
+TEXT_TOKENS, SMALL_TEXT_TOKENS = {"sd3": 256, "sana": 300}, 32
 """Where they are not 512."""
 WIDTH = 256
 SMALL: dict[str, dict[str, Any]] = {
@@ -128,7 +128,7 @@ def case_of(name: str, pixels: int | None, small: bool) -> Iterator[Case]:
         settings = Model(
             family=family,
             path=str(path),
-            max_sequence_length=TEXT_TOKENS.get(family, 512),
+            max_sequence_length=SMALL_TEXT_TOKENS if small else TEXT_TOKENS.get(family, 512),
             guidance=guidance,
             **size,
         )
@@ -255,7 +255,7 @@ def _ratios(case: Case, options: Options, device: torch.device) -> list[Ratio]:
         memory[name] = held_bytes(transformer)
         for mode in modes:
             denoiser = compiled(transformer, device) if mode == "compiled" else transformer
-            runs[f"{case.name} {name} {mode}"] = _step(case, denoiser, options.batch, device)
+            runs[f"{case.name} {name} {mode}"] = one_step(case, denoiser, options.batch, device)
         peaks[name] = _peak(runs[f"{case.name} {name} eager"], device)
     times = interleave(runs, options.repeats, warm_up=2)
     per_image = {
@@ -314,7 +314,7 @@ def _peak(step: Callable[[], object], device: torch.device) -> int | None:
     return torch.cuda.max_memory_allocated(device) - before
 
 
-def _step(
+def one_step(
     case: Case, denoiser: nn.Module, batch: int, device: torch.device
 ) -> Callable[[], object]:
     """One call of the transformer for a batch, finished when it returns."""

@@ -82,6 +82,7 @@ def run(options: argparse.Namespace) -> int:
     from planning.assumptions import Assumptions
     from planning.lines import json_of, lines_of
     from planning.make import make_plan
+    from planning.steps import step_lines
 
     nodes = None
     if options.address:
@@ -99,7 +100,10 @@ def run(options: argparse.Namespace) -> int:
     plan, iteration = simulated(make_plan(config, assumed, nodes))
     if options.out:
         draw(options.out, config.name, iteration)
-    print(json.dumps(json_of(plan), indent=2) if options.json else "\n".join(lines_of(plan)))
+    if options.json:
+        print(json.dumps(json_of(plan), indent=2))
+    else:
+        print("\n".join([*lines_of(plan), *step_lines(plan.config)]))
     return DONE
 
 

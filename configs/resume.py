@@ -15,6 +15,7 @@ OPERATIONAL = (
     "run_root",
     "layout",
     *(f"services.*.{name}" for name in PER_SERVICE),
+    "services.learner.silence_s",
     *(f"services.scorers.*.{name}" for name in PER_SERVICE),
     "services.autoscale",
     "services.start_deadline_s",

@@ -98,6 +98,11 @@ class LearnerService(Service):
         ge=1,
         description="learners that share prompts and add gradients; fixes the order of sums",
     )
+    silence_s: float = Field(
+        default=1800.0,
+        gt=0,
+        description="replicas: longest wait for another one, which then counts as lost",
+    )
     in_flight: int = Field(default=1, ge=1)
     max_attempts: Literal[1] = 1
     max_restarts: int = Field(

@@ -158,6 +158,8 @@ class DistributedReplicas(Replicas):
     def _naming(self, doing: str) -> Iterator[None]:
         try:
             yield
+        except torch.OutOfMemoryError:  # a RuntimeError too, and no fault of the others
+            raise
         # what torch.distributed raises for a lost peer and for silence
         except RuntimeError as error:
             reason = str(error).strip().splitlines()[0]

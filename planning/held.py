@@ -6,14 +6,20 @@ import torch
 
 from configs.rewards import Scorer
 from configs.schema import RunConfig
+from configs.services import Service
 from learner.objectives import build_objective
 from planning.counting import Counts, batch_of
 from planning.placement import kinds_of
 from policy import memory
 from policy.families import Family
+from policy.precision.backends import BACKENDS
 from rewards import model_bytes
 
 Held = dict[str, dict[str, int | None]]
+PACKED = {"fp8": 1.0, "nvfp4": 0.5625}
+"""Bytes per element of an activation that kernels have packed, by wire format: codes, and NVFP4's
+scale of each 16. Packed by operations of torch it takes several times as much; ``auto`` does not.
+"""
 
 
 def held_of(
@@ -32,6 +38,11 @@ def held_of(
     return held
 
 
+def on_gpus(config: RunConfig, service: Service) -> bool:
+    """Whether its actors compute on GPUs, or will once a layout has given them their shares."""
+    return bool(service.gpus) or config.layout is not None
+
+
 def _scorer(scorer: Scorer) -> int | None:
     """Bytes of a scorer's model, built once in a process."""
     key = scorer.model_dump_json()
@@ -46,10 +57,15 @@ _built: dict[str, int] = {}
 
 def _rollout(config: RunConfig, counts: Counts, backend: str) -> dict[str, int | None]:
     unquantized = backend == config.regenerate.precision
+    # the packed input of one layer at a time, on GPUs; the emulation on a CPU packs nothing
+    per_element = PACKED.get(BACKENDS[backend].wire_format, 0.0)
+    packed = counts.step.widest * per_element if on_gpus(config, config.services.rollout) else 0.0
     return {
         f"denoiser, {backend}": counts.denoiser if unquantized else counts.rollout,
         "autoencoder, fp32": counts.autoencoder,
-        f"passes, {batch_of(config)} images": max(counts.step.peak, counts.decode_peak),
+        f"passes, {batch_of(config)} images": max(
+            counts.step.peak + round(packed), counts.decode_peak
+        ),
     }
 
 
@@ -80,6 +96,11 @@ def _learner(
             counts.adapted.peak, counts.decode_again, counts.training.peak
         ),
     }
+    if config.plan.explore and not on_gpus(config, config.services.learner):
+        # in host memory wherever the learner computes; here that is what the model lies in
+        held["last version, what changes of it, its adapter"] = (
+            counts.broadcast + counts.changing + 4 * counts.trained
+        )
     if replicas > 1:
         held["sum of gradients, fp32"] = counts.trained * 4
     return held

@@ -2,8 +2,7 @@
 
 Modules are built from configuration files on the meta device, where tensors have shapes and no
 memory, and then run there: what is counted are the operations that the real modules would carry
-out. Not counted: memory of a device's libraries and of the allocator's gaps, and what fused kernels
-of quantised layers need for a packed input.
+out. Not counted: memory of a device's libraries and of the allocator's gaps.
 """
 
 from __future__ import annotations
@@ -44,12 +43,14 @@ class Work:
     """What one pass takes.
 
     ``flops`` are two per multiplication and addition, ``quantised`` those of them in quantised
-    layers, ``peak`` the bytes allocated at once, without the weights.
+    layers, ``peak`` the bytes allocated at once, without the weights and without packed inputs of
+    quantised layers, the largest of which has ``widest`` elements.
     """
 
     flops: int
     quantised: int
     peak: int
+    widest: int = 0
 
 
 class Tally(TorchDispatchMode):
@@ -256,13 +257,18 @@ def conditioning_bytes(family: Family, dtype: torch.dtype, guided: bool) -> int:
 
 
 @contextmanager
-def _counted(transformer: nn.Module, quantised: Sequence[str]) -> Iterator[tuple[Tally, list[int]]]:
-    """A tally while the block runs, and the operations per call of modules in ``quantised``."""
-    inside: list[int] = []
+def _counted(
+    transformer: nn.Module, quantised: Sequence[str]
+) -> Iterator[tuple[Tally, list[tuple[int, int]]]]:
+    """A tally while the block runs, and (operations, elements of the input) of every call of
+    modules in ``quantised``.
+    """
+    inside: list[tuple[int, int]] = []
 
-    def count(module: nn.Module, inputs: object, output: Tensor) -> None:
+    def count(module: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
         weight = module.get_parameter("weight")
-        inside.append(2 * (output.numel() // weight.shape[0]) * weight.numel())
+        work = 2 * (output.numel() // weight.shape[0]) * weight.numel()
+        inside.append((work, inputs[0].numel()))
 
     names = set(quantised)
     hooks = [
@@ -293,7 +299,9 @@ def sampling_work(
     )
     with torch.no_grad(), _counted(transformer, quantised) as (tally, inside):
         family.velocity(transformer, x, torch.tensor(0.5), cond)
-    return Work(tally.flops, sum(inside), tally.peak)
+    quantised_work = sum(work for work, _ in inside)
+    widest = max((elements for _, elements in inside), default=0)
+    return Work(tally.flops, quantised_work, tally.peak, widest)
 
 
 def training_work(

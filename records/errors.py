@@ -15,5 +15,9 @@ class StateLost(Exception):
     """The learner died with what it learned since its checkpoint: the run goes back there."""
 
 
+class OutOfMemoryError(Exception):
+    """A GPU has no room for what a service does: doing it again would end the same way."""
+
+
 class Stopped(Exception):
     """A signal asked the run to stop; the message tells of a checkpoint. Exit code 130."""

@@ -197,6 +197,8 @@ class WeightedScorer:
                 answer = scorer(images, prompts, metadata)
             # a user's scorer may raise anything; it is said, counted and retried, never scored
             except Exception as error:
+                if type(error).__name__ == "OutOfMemoryError":  # torch's: no try would go better
+                    raise
                 failures.append(f"scorer {label!r} raised {type(error).__name__}: {error}")
                 scores[label] = np.full(len(images), np.nan, np.float32)
                 continue

@@ -64,7 +64,7 @@ def make_tiny_sana(path: str | Path, seed: int = 0, euler: bool = False) -> Path
             scheduler=FlowMatchEulerDiscreteScheduler(shift=3.0) if euler else dpm,
             vae=_vae(),
             text_encoder=_gemma(),
-            tokenizer=_gemma_tokenizer(),
+            tokenizer=gemma_tokenizer(),
         )
         pipe.save_pretrained(str(path))
     return Path(path)
@@ -130,7 +130,8 @@ def _gemma_vocab() -> tuple[dict[str, int], list[tuple[str, str]]]:
     return {token: index for index, token in enumerate(tokens)}, merges
 
 
-def _gemma_tokenizer() -> GemmaTokenizer:
+def gemma_tokenizer() -> GemmaTokenizer:
+    """Letters, and the merges that spell WORDS."""
     from transformers import GemmaTokenizer
 
     vocab, merges = _gemma_vocab()

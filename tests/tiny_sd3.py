@@ -177,11 +177,11 @@ def tiny_clip_vocab() -> tuple[dict[str, int], list[tuple[str, str]]]:
     return {token: index for index, token in enumerate(tokens)}, merges
 
 
-def tiny_clip_tokenizer() -> CLIPTokenizer:
+def tiny_clip_tokenizer(length: int = 16) -> CLIPTokenizer:
     from transformers import CLIPTokenizer
 
     vocab, merges = tiny_clip_vocab()
-    return CLIPTokenizer(vocab=vocab, merges=merges, model_max_length=16)
+    return CLIPTokenizer(vocab=vocab, merges=merges, model_max_length=length)
 
 
 def tiny_t5() -> T5EncoderModel:

@@ -22,6 +22,7 @@ from cluster.runtime.member import ActorLost, Member
 from cluster.runtime.pool import ActorPool
 from cluster.runtime.starting import cause
 from cluster.runtime.tasks import run_together
+from configs.services import LearnerService
 from learner.replicas import GroupBroken
 from records.errors import InputsLost, RunFailed, StateLost
 
@@ -76,7 +77,9 @@ class LearnerGroup:
         )
 
     async def _join(self) -> None:
-        members, timeout_s = self.pool.members, self.pool.service.deadline_s
+        members, service = self.pool.members, self.pool.service
+        assert isinstance(service, LearnerService)
+        timeout_s = min(service.silence_s, service.deadline_s)
         size = len(members)
         at = await self.pool.ask(members[0], LearnerActor.rendezvous, timeout_s)
         await run_together(

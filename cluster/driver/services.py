@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -25,13 +26,18 @@ from cluster.runtime.pool import ActorPool
 from cluster.runtime.transport import RAY, Handle, Transport
 from configs.load import ConfigError
 from configs.schema import RunConfig
-from configs.services import ScorerService
+from configs.services import ScorerService, Service
 from planning.placement import start_order
 from records.errors import RunFailed
 from records.rundir import RunDirectory
 from records.timeline import Span
 
 SCALABLE = ("rollout", "reward")
+GPU_ENVIRONMENT = {
+    "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True",  # batches of several sizes leave no gaps
+    "TORCH_NCCL_BLOCKING_WAIT": "1",  # a silent replica raises where it is waited for
+}
+"""Of actors with a share of a GPU."""
 
 
 class ActorServices:
@@ -173,13 +179,11 @@ class ActorServices:
         service = self.config.services.of(kind)
         own = service.runtime_env if isinstance(service, ScorerService) else {}
         own = own or template.runtime_env(self.config, kind)
-        # OpenMP's waiting threads spin by default, and would take the cores of actors that work
-        threads = {"OMP_NUM_THREADS": str(service.threads), "OMP_WAIT_POLICY": "PASSIVE"}
         options: dict[str, Any] = {
             "num_cpus": service.cpus,
             "num_gpus": service.gpus,
             "max_restarts": 0,  # the pool replaces actors itself
-            "runtime_env": {**own, "env_vars": {**threads, **own.get("env_vars", {})}},
+            "runtime_env": {**own, "env_vars": {**environment(service), **own.get("env_vars", {})}},
         }
         remote: Any = ray.remote(actor)  # pyright: ignore[reportUnknownVariableType]
 
@@ -194,3 +198,12 @@ class ActorServices:
             ).remote(*args)
 
         return spawn
+
+
+def environment(service: Service) -> dict[str, str]:
+    """Variables that an actor is born with. Those of the driver's own go before ours on GPUs."""
+    # OpenMP's waiting threads spin by default, and would take the cores of actors that work
+    found = {"OMP_NUM_THREADS": str(service.threads), "OMP_WAIT_POLICY": "PASSIVE"}
+    if service.gpus:  # read when CUDA starts
+        found |= {name: os.environ.get(name, value) for name, value in GPU_ENVIRONMENT.items()}
+    return found

@@ -31,7 +31,7 @@ from cluster.runtime.supervisor import Event, Supervisor
 from cluster.runtime.tasks import BackgroundTasks
 from cluster.runtime.transport import RAY, Transport
 from configs.services import Service
-from records.errors import InputsLost, RunFailed, StateLost
+from records.errors import InputsLost, OutOfMemoryError, RunFailed, StateLost
 from records.timeline import Span, span_of
 
 P = ParamSpec("P")
@@ -219,6 +219,9 @@ class ActorPool(Caller):
             pending.fail(end)
         except RayError as error:
             member.answer(pending)
+            if isinstance(getattr(error, "cause", None), OutOfMemoryError):
+                pending.fail(RunFailed(cause(error)))  # the same task needs as much elsewhere
+                return
             self._count_failure(pending, member, cause(error))
         else:
             self._answered(pending, member, value)

@@ -137,14 +137,16 @@ class Family(ABC):
 
     ``pipeline_class`` is the diffusers class that model_index.json must name; ``components`` are
     the parts of it that are needed, with the classes that will do (none: any).
-    ``modules_to_not_convert`` are fnmatch patterns of modules that are never quantised; each row of
-    ``fuse`` names linears of one block that read the same input and may run as one.
+    ``modules_to_not_convert`` are fnmatch patterns of modules that are never quantised; ``trained``
+    are last names of the paths of linears that are trained, ``*`` standing for anything; each row
+    of ``fuse`` names linears of one block that read the same input and may run as one.
     """
 
     name: str
     pipeline_class: str
     components: dict[str, tuple[str, ...]]
     modules_to_not_convert: tuple[str, ...]
+    trained: tuple[str, ...] = ()
     fuse: tuple[tuple[str, ...], ...] = ()
 
     def __init__(self, model: Model) -> None:
@@ -364,9 +366,9 @@ class Family(ABC):
         return torch.full([1], strength, device=x.device, dtype=torch.float32).expand(len(x))
 
     @property
-    @abstractmethod
     def lora_targets(self) -> tuple[str, ...]:
-        """Last names of the paths of linears that are trained; ``*`` stands for anything."""
+        """``trained``, of this model: a family may know more by its configuration files."""
+        return self.trained
 
     @property
     @abstractmethod

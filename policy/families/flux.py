@@ -30,7 +30,7 @@ class Flux(Family):
         **joint.COMPONENTS,
         **joint.text_encoders(2),
     }
-    lora_targets = (
+    trained = (
         *joint.ATTENTION,
         "single_transformer_blocks.*.proj_mlp",
         "single_transformer_blocks.*.proj_out",

@@ -32,7 +32,7 @@ class Flux2(Family):
         "scheduler": ("FlowMatchEulerDiscreteScheduler",),
         **joint.text_encoders(1),
     }
-    lora_targets = (
+    trained = (
         *joint.ATTENTION,
         "single_transformer_blocks.*.attn.to_qkv_mlp_proj",
         "single_transformer_blocks.*.attn.to_out",

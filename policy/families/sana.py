@@ -38,7 +38,7 @@ class Sana(Family):
         "text_encoder": (),
         "tokenizer": (),
     }
-    lora_targets = tuple(
+    trained = tuple(
         f"{attention}.{part}"
         for attention in ("attn1", "attn2")
         for part in ("to_q", "to_k", "to_v", "to_out.0")

@@ -33,7 +33,7 @@ class ZImage(Family):
         **joint.COMPONENTS,
         **joint.text_encoders(1),
     }
-    lora_targets = tuple(f"attention.{part}" for part in ("to_q", "to_k", "to_v", "to_out.0"))
+    trained = tuple(f"attention.{part}" for part in ("to_q", "to_k", "to_v", "to_out.0"))
     modules_to_not_convert = (
         "t_embedder.*",
         "cap_embedder.*",

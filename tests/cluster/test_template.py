@@ -36,7 +36,7 @@ def launch(folder: Path, path: str, niceness: int = 0) -> tuple[dict[str, object
     with (folder / "out").open("w+") as out, (folder / "err").open("w+") as errors:
         subprocess.run(
             program,
-            env={SOCKET: path, "OWN": "1"},
+            env={SOCKET: path, "OWN": "1", "LC_ALL": "C.UTF-8"},
             cwd=folder,
             stdout=out,
             stderr=errors,
@@ -62,7 +62,7 @@ def test_a_fork_is_the_process_that_was_asked_for(made, tmp_path):
     assert told == {
         "arguments": ["--a", "b c"],
         "directory": str(tmp_path),
-        "environment": {SOCKET: made.path, "OWN": "1"},
+        "environment": {SOCKET: made.path, "OWN": "1", "LC_ALL": "C.UTF-8"},
         "niceness": min(before + 3, 19),
         "leads": True,
         "name": "__main__",

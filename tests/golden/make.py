@@ -116,10 +116,10 @@ def schedules() -> dict[str, object]:
     delayed = {s: min(0.0075 * max(s - 75, 0), 0.999) for s in range(1, 601)}
     ema = {s: min((1 + s) / (10 + s), 0.9) for s in range(1, 601)}
     left = math.prod(ema[s] for s in range(1, 11))
-    rows = {"linear_cap": nft, "delayed_linear_cap": delayed, "ema": ema}
-    return {"s": at, "base_left": left} | {
-        name: [table[s] for s in at] for name, table in rows.items()
-    }
+    told: dict[str, object] = {"s": at, "base_left": left}
+    for name, table in {"linear_cap": nft, "delayed_linear_cap": delayed, "ema": ema}.items():
+        told[name] = [table[s] for s in at]
+    return told
 
 
 def spacing() -> dict[str, list[float]]:
@@ -138,7 +138,7 @@ def solver(rng: np.random.Generator) -> dict[str, object]:
     matrix, bias, start = 0.5 * rng.normal(size=(3, 3)), rng.normal(size=3), rng.normal(size=3)
     found: dict[str, object] = {}
     for name, sigmas in spacing().items():
-        grid = np.float32(sigmas).astype(float)
+        grid = np.array(sigmas, np.float32).astype(float)
 
         def velocity(x: Array, s: float) -> Array:
             return matrix @ x + s * bias

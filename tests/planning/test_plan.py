@@ -3,6 +3,7 @@ loaded.
 """
 
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,15 +19,20 @@ from configs.schema import RunConfig
 from configs.sections import Lora, Model
 from learner.trainer import Trainer
 from planning.assumptions import ACCELERATORS, Assumptions, Device
+from planning.counting import counts_of
+from planning.held import held_of
 from planning.lines import iteration_seconds, lines_of
 from planning.make import make_plan
 from planning.placement import Node
 from planning.stages import Stage, training_points
+from planning.steps import step_lines
 from policy import memory
 from policy.explorer import Explorer
 from policy.families import Family, family_for
 from policy.families.architectures import published, write_configs
+from policy.precision import cost
 from policy.precision.backends import BACKENDS
+from policy.precision.counting import configured_step
 from policy.sampling.noise import noise_for
 from rewards import model_bytes
 from tests.cluster.runs import tiny_config, write_toml
@@ -357,7 +363,7 @@ def on_gpus(directory: Path, root: Path, **changes: Any) -> RunConfig:
         "services__learner__gpus": 1,
         "services__rollout__accelerator": "in(B200,GB200,B300,GB300)",
     }
-    return run_of("sd3", directory, root, explore__backend="auto", **{**shares, **changes})
+    return run_of("sd3", directory, root, **{"explore__backend": "auto", **shares, **changes})
 
 
 def test_a_plan_on_assumed_gpus(tiny_sd3_dir, tmp_path):
@@ -494,3 +500,40 @@ def test_the_peak_of_an_explorer_on_a_gpu(tiny_sd3_dir):
     with torch.no_grad():
         family.velocity(real.transformer, x, torch.tensor(0.5), cond)
     assert 0.5 < planned / (torch.cuda.max_memory_allocated() - start) < 2
+
+
+def test_the_predicted_steps_are_those_that_auto_chooses_by(tiny_sd3_dir, tmp_path):
+    """At the run's own chunk; nothing where there is no GPU."""
+    config = on_gpus(tiny_sd3_dir, tmp_path)
+    step = configured_step(config, BACKENDS["torch_nvfp4"])
+    lines = step_lines(config)
+    assert f"a step of {config.explore.chunk_size} images" in lines[1]
+    for name in ("B200", "H200"):
+        (line,) = [each for each in lines if each.split()[:1] == [name]]
+        formats = [("fp8", False), ("fp8", True), ("nvfp4", False), ("nvfp4", True)]
+        speeds = [cost.speed(step, ACCELERATORS[name], *each) for each in formats]
+        assert line.split()[1:] == [f"{speed:.2f}" for speed in speeds if speed is not None]
+    assert step_lines(run_of("sd3", tiny_sd3_dir, tmp_path)) == []
+
+
+def test_a_packed_input_is_in_the_peak_of_an_actor_on_a_gpu(tiny_sd3_dir, tmp_path):
+    """The widest input of a quantised layer, a byte per element in FP8, a bit more than half in
+    NVFP4; a CPU packs nothing.
+    """
+    found = {}
+    for backend in ("fp8", "torch_nvfp4", "bf16"):
+        config = on_gpus(tiny_sd3_dir, tmp_path, explore__backend=backend)
+        family = family_for(config.model)
+        counts = counts_of(config, family, BACKENDS[backend])
+        bare = replace(counts, step=replace(counts.step, widest=0), decode_peak=0)
+        sizes = []
+        for each in (replace(counts, decode_peak=0), bare):
+            held = held_of(config, each, family, backend, torch.bfloat16)["rollout"]
+            sizes.append(sum(size or 0 for size in held.values()))
+        found[backend] = sizes[0] - sizes[1], counts.step.widest
+    part = family_for(config.model).part_config("transformer")
+    width = part["num_attention_heads"] * part["attention_head_dim"]
+    assert found["fp8"][1] % (4 * width) == 0  # the feed-forward's inner width, over all tokens
+    assert found["fp8"][0] == found["fp8"][1] > 0
+    assert found["torch_nvfp4"][0] == pytest.approx(0.5625 * found["torch_nvfp4"][1], abs=1)
+    assert found["bf16"] == (0, 0)

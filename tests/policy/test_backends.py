@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from actors import rollout
+from actors.messages import ActorInfo
 from configs.backends import BackendName
 from policy.precision import hardware, kernels
 from policy.precision.backends import BACKENDS, eager_note, packing_backend, resolve_backend
@@ -228,7 +229,8 @@ def test_an_explorer_reports_it(gpu, monkeypatch, compile, ends):
     explore = SimpleNamespace(backend="fp8", compile=compile)
     run = SimpleNamespace(plan=SimpleNamespace(explore=explore), explore=explore, arm="sol_rl")
     monkeypatch.setattr(rollout, "begin", lambda tree, kind: (run, None))
-    monkeypatch.setattr(rollout, "begin_torch", lambda service: torch.device("cuda"))
+    monkeypatch.setattr(rollout, "begin_torch", lambda run, kind: torch.device("cuda"))
+    monkeypatch.setattr(rollout, "identity", lambda device: ActorInfo(1, "here"))
     monkeypatch.setattr(rollout.RolloutActor, "_build", lambda self, backend: None)
     why = rollout.RolloutActor({}).ready().why
     assert why.startswith("fp8: as configured") and why.endswith(ends)

@@ -8,6 +8,7 @@ from policy.precision.backends import BACKENDS
 from policy.precision.fp8 import Activations, FP8Linear, quantise_rows, row_scales
 from policy.precision.nvfp4 import frozen_amax
 
+pytestmark = pytest.mark.gpu
 FP8 = BACKENDS["fp8"]
 DEVICES = [
     "cpu",

@@ -23,9 +23,12 @@ from policy.precision.kernels import programs  # noqa: E402
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-pytestmark = pytest.mark.skipif(
-    not INTERPRETED and DEVICE == "cpu", reason="neither a GPU nor Triton's interpreter"
-)
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(
+        not INTERPRETED and DEVICE == "cpu", reason="neither a GPU nor Triton's interpreter"
+    ),
+]
 
 
 def ordinary(rows: int, columns: int, seed: int = 0) -> torch.Tensor:

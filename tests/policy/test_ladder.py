@@ -43,6 +43,7 @@ def test_a_cpu_runs_all_but_the_kernels_of_gpus():
     assert set(available_backends("cpu")) == {"emulated_nvfp4", "fp8", "bf16", "fp32"}
 
 
+@pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_a_gpu_runs_at_least_bf16():
     assert {"bf16", "fp32"} <= set(available_backends("cuda"))

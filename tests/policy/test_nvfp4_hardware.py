@@ -30,6 +30,7 @@ from policy.precision.nvfp4 import (
     quantise_activation,
 )
 
+pytestmark = pytest.mark.gpu
 CUDA = torch.device("cuda")
 HARDWARE = ("torch_nvfp4", "te_nvfp4")
 

@@ -1,0 +1,145 @@
+"""``python -m bench.gpu_check``: the check, ``gpu.json``, ``gpu.html`` and the tables."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from bench.gpu_check.findings import Results
+    from configs.section import Tree
+
+NEEDED = (
+    "torch",
+    "diffusers",
+    "transformers",
+    "peft",
+    "pydantic",
+    "safetensors",
+    "xxhash",
+    "jinja2",
+)
+OLDEST_TORCH = (2, 11)
+MINUTES, CPU_MINUTES = 10.0, 6.0
+RESERVE_S = 15.0
+"""Of the time, for starting and for writing."""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """0 whatever the check found, with a GPU or without; 2 where it cannot run at all."""
+    missing = what_is_missing()
+    if missing is not None:
+        print(f"gpu-check: {missing}", file=sys.stderr)
+        return 2
+    from bench.gpu_check.findings import Results
+    from bench.gpu_check.running import run
+    from bench.gpu_check.sections import SECTIONS
+
+    options = _parser(list(SECTIONS)).parse_args(arguments)
+    facts = machine()
+    gpu = "capability" in facts
+    if not gpu:  # read when triton is imported
+        os.environ.setdefault("TRITON_INTERPRET", "1")
+        os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    names = [name for name in SECTIONS if name in options.sections]
+    minutes = options.minutes or (MINUTES if gpu else CPU_MINUTES)
+    print("  ".join(f"{key}: {value}" for key, value in facts.items()), flush=True)
+    outcomes = []
+    for outcome in run(names, gpu, minutes * 60 - RESERVE_S):
+        outcomes.append(outcome)
+        ending = f": {outcome.why}" if outcome.why else ""
+        print(f"{outcome.section:<10}{outcome.state}, {outcome.seconds:.0f} s{ending}", flush=True)
+        for left in outcome.left_out:
+            print(f"{'':<10}left out: {left.what}: {left.why}", flush=True)
+    write(Results(facts, gpu, outcomes), Path(options.out))
+    return 0
+
+
+def write(results: Results, directory: Path) -> None:
+    """``gpu.json`` and ``gpu.html``, and the tables to standard output."""
+    from analysis.compare.table import lines
+    from bench.gpu_check.claims import CLAIMS, verdict
+    from bench.gpu_check.page import render
+    from bench.gpu_check.tables import tables
+    from records.atomic import write_json, write_text
+
+    directory.mkdir(parents=True, exist_ok=True)
+    found = tables(results)
+    judged = {claim.text: asdict(verdict(results, claim)) for claim in CLAIMS}
+    sections = [asdict(outcome) for outcome in results.outcomes]
+    write_json(
+        directory / "gpu.json",
+        {"machine": results.machine, "gpu": results.gpu, "claims": judged, "sections": sections},
+    )
+    write_text(directory / "gpu.html", render(results, found))
+    print("\n".join(lines([table for table in found.values() if table.rows], [])))
+    print(f"\nwritten: {directory / 'gpu.json'}, gpu.html")
+
+
+def what_is_missing() -> str | None:
+    """Why the check cannot run here, in one line, or None."""
+    absent = [name for name in NEEDED if importlib.util.find_spec(name) is None]
+    if absent:
+        return f"needs {', '.join(absent)}: pip install {' '.join(absent)}"
+    import torch
+
+    release = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2])
+    if release < OLDEST_TORCH:
+        return f"needs torch 2.11 or later, this is {torch.__version__}"
+    return None
+
+
+def machine() -> Tree:
+    """Where the numbers come from; ``capability`` only where there is a GPU."""
+    import torch
+
+    from bench.timing import machine as common
+    from policy.device import describe
+
+    facts: Tree = {**common()}
+    for name in ("triton", "diffusers", "transformer_engine"):
+        if importlib.util.find_spec(name) is not None:
+            facts[name] = version_of(name)
+    if torch.cuda.is_available():
+        facts |= describe(torch.device("cuda"))
+    return facts
+
+
+def version_of(name: str) -> str:
+    """A package's version, without importing it."""
+    from importlib.metadata import PackageNotFoundError, version
+
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return "installed"
+
+
+def _parser(sections: list[str]) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m bench.gpu_check", description=__doc__)
+    parser.add_argument("--out", default="gpu-check", metavar="DIR", help="where results are put")
+    parser.add_argument(
+        "--minutes",
+        type=float,
+        metavar="M",
+        help=f"most that it may take; {MINUTES:g}, without a GPU {CPU_MINUTES:g}, unless given",
+    )
+    parser.add_argument(
+        "--sections",
+        nargs="+",
+        choices=sections,
+        default=sections,
+        metavar="NAME",
+        help=f"only these of {', '.join(sections)}",
+    )
+    return parser
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

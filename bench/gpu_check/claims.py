@@ -1,0 +1,226 @@
+"""The claims of docs/gpu.md, and what a check says of each: confirmed, refuted, or nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+from bench.gpu_check.findings import Finding, Results
+
+Said = Literal["confirmed", "refuted", "not checkable here"]
+FP8, NVFP4, KERNELS = (
+    f"tests/policy/{name}.py" for name in ("test_fp8", "test_nvfp4_hardware", "test_kernels")
+)
+GOAL = 0.8
+"""Share of the arithmetic's bound that a step with ``fp8`` should reach on H200."""
+PREDICTION, PLAN, ROUNDING = 0.15, 0.10, 0.05
+"""How far a predicted speed and a planned peak may be off, and a compiled step from the eager one.
+The last is a norm over a whole step: rounding to 8 mantissa bits in some hundred layers.
+"""
+EXTRA = 1.5
+"""Seconds of a packing kernel over those that its bytes take at the speed of a copy."""
+QUICK_S = 30.0
+"""What is called seconds: packing a changed version of FLUX.1 and loading it."""
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """``why`` is what was measured, or what is missing."""
+
+    said: Said
+    why: str
+
+
+Judge = Callable[[Results], Verdict]
+
+
+@dataclass(frozen=True)
+class Claim:
+    """``text`` is the first column of its row in docs/gpu.md."""
+
+    text: str
+    judge: Judge
+
+
+def not_here(why: str) -> Verdict:
+    """Nothing is said."""
+    return Verdict("not checkable here", why)
+
+
+def verdict(results: Results, claim: Claim) -> Verdict:
+    """Without a GPU nothing is said of a GPU."""
+    found = claim.judge(results)
+    return not_here("there is no GPU") if not results.gpu and found.said != "refuted" else found
+
+
+def needs(what: str) -> Judge:
+    """A claim that no check on one GPU settles."""
+    return lambda results: not_here(f"needs {what}")
+
+
+def decided(found: list[Finding], holds: Callable[[Finding], bool], unit: str = "") -> Verdict:
+    """Confirmed where it holds of all; refuted by the first of which it does not."""
+    if not found:
+        return not_here("it was not measured")
+    against = [each for each in found if not holds(each)]
+    shown = against[:1] or found
+    why = "; ".join(f"{each.what}: {each.value:.3g} {unit or each.unit}" for each in shown[:4])
+    return Verdict("refuted" if against else "confirmed", why)
+
+
+# ---- by section
+
+
+def tests(*files: str, capability: tuple[int, int] = (0, 0), engine: bool = False) -> Judge:
+    """The marked tests of these files, on a GPU of this capability at least."""
+
+    def judge(results: Results) -> Verdict:
+        found = str(results.machine.get("capability", "0.0")).split(".")
+        if results.gpu and tuple(int(part) for part in found) < capability:
+            return not_here(f"needs compute capability {capability[0]}.{capability[1]}")
+        if engine and not results.machine.get("transformer_engine"):
+            return not_here("needs TransformerEngine")
+        ran = [each for file in files for each in results.findings("tests", file=file)]
+        failed = [each for each in ran if each.value]
+        if failed:
+            return Verdict("refuted", f"{failed[0].what}: {failed[0].note}")
+        if len(ran) < len(files):
+            return not_here("its tests did not run")
+        return Verdict("confirmed", f"{sum(each.beside['passed'] for each in ran):.0f} tests pass")
+
+    return judge
+
+
+def bits(results: Results) -> Verdict:
+    """This is told without a GPU too, if it is refuted: the interpreter should give these bits."""
+    return decided(results.findings("kernels", kind="bits"), lambda each: each.value == 0)
+
+
+def compiles(results: Results) -> Verdict:
+    """Every backend that was measured compiled as well, with the eager result up to rounding."""
+    found = results.findings("steps", form="compiled")
+    return decided(found, lambda each: each.beside["apart"] < ROUNDING)
+
+
+def auto(results: Results) -> Verdict:
+    """What it takes is as quick as the quickest, or within the prediction's tolerance of it."""
+    found = results.findings("steps", form="auto")
+    return decided(found, lambda each: each.value >= 1 - PREDICTION)
+
+
+def near_the_bound(results: Results) -> Verdict:
+    """FP8 in the quicker of its two forms, on an H200."""
+    if "H200" not in str(results.machine.get("gpu")):
+        return not_here("needs an H200")
+    best: dict[str, Finding] = {}
+    for each in results.findings("steps", backend="fp8"):
+        name = each.labels["architecture"]
+        if each.labels["form"] != "auto" and (name not in best or each.value > best[name].value):
+            best[name] = each
+    return decided(list(best.values()), lambda each: each.value >= GOAL * each.beside["bound"])
+
+
+def packing(results: Results) -> Verdict:
+    """Kernels take what their bytes take at the speed of a copy."""
+    found = results.findings("kernels", kind="time")
+    return decided(found, lambda each: each.value <= EXTRA * each.beside["expected"])
+
+
+def peaks(results: Results) -> Verdict:
+    """Every peak near the plan's."""
+    return decided(results.findings("memory"), lambda each: abs(each.value - 1) <= PLAN)
+
+
+def predicted(results: Results) -> Verdict:
+    """The speed of every eager step near the predicted one."""
+    found = [
+        each
+        for form in ("packed by torch", "by kernels")
+        for each in results.findings("steps", form=form)
+        if "predicted" in each.beside
+    ]
+    return decided(found, lambda each: abs(each.value / each.beside["predicted"] - 1) <= PREDICTION)
+
+
+def quick_to_publish(results: Results) -> Verdict:
+    """Packing a changed version of FLUX.1 and loading it; what travels between is not in it."""
+    by_format: dict[str, float] = {}
+    for form in ("packing the next version", "loading"):
+        for each in results.findings("weights", form=form):
+            name = each.labels["format"]
+            by_format[name] = by_format.get(name, 0.0) + each.value
+    found = [
+        Finding(f"{name}, packed and loaded", seconds, "s") for name, seconds in by_format.items()
+    ]
+    return decided(found, lambda each: each.value <= QUICK_S)
+
+
+BLACKWELL = (10, 0)
+RUN = "a training run on GPUs, with Ray"
+PUBLISHED = "published weights"
+CLAIMS = (
+    Claim(
+        "`fp8` layers compute the product of their dequantized operands",
+        tests(FP8, capability=(8, 9)),
+    ),
+    Claim("`torch_nvfp4` layers equal the emulation", tests(NVFP4, capability=BLACKWELL)),
+    Claim(
+        '`te_nvfp4` layers (`explore.activation_amax = "exact"`) equal the emulation',
+        tests(NVFP4, capability=BLACKWELL, engine=True),
+    ),
+    Claim(
+        "an image's latents do not depend on the other images of its batch",
+        tests(FP8, NVFP4, capability=(8, 9)),
+    ),
+    Claim("the Triton kernels that pack activations give the bits of the eager functions", bits),
+    Claim(
+        "new weights are loaded in place, so a captured CUDA graph stays valid",
+        tests(NVFP4, capability=BLACKWELL),
+    ),
+    Claim(
+        "`torch.compile` works with every backend and gives the eager images up to rounding",
+        compiles,
+    ),
+    Claim("`auto` takes the best backend of the GPU", auto),
+    Claim(
+        "a rollout actor and the learner on GPUs of one kind compute equal bits from the same"
+        " packed weights",
+        needs(RUN),
+    ),
+    Claim(
+        "on H200, a step with `fp8` reaches at least 80 % of the bound (a goal, not a result)",
+        near_the_bound,
+    ),
+    Claim(
+        "packing by kernels moves the bytes that"
+        " [performance.md](performance.md#what-packing-activations-costs) counts, and takes little"
+        " of a step",
+        packing,
+    ),
+    Claim("peak memory of an actor is what `sol-rl plan` says", peaks),
+    Claim(
+        "a process keeps to its share of a GPU's memory, a GPU without room is called that, and"
+        " CUDA that is missing is a line",
+        needs(RUN),
+    ),
+    Claim("the predicted seconds of a step, by which `auto` chooses", predicted),
+    Claim("seconds of `sol-rl plan`", needs(RUN)),
+    Claim("exploring in 4 or 8 bits makes an iteration shorter", needs(RUN)),
+    Claim(
+        "`explore_ahead = 1` makes an iteration as long as its longer part where rollout actors"
+        " and learner have GPUs of their own",
+        needs("two GPUs"),
+    ),
+    Claim(
+        "packing and publishing a model of 12 billion parameters takes seconds", quick_to_publish
+    ),
+    Claim("speed of learned scorers", needs("the scorers' released files")),
+    Claim("pool size and faults do not change a bit of the trained weights", needs(RUN)),
+    Claim("several learners take the steps of one, with NCCL", needs("two GPUs")),
+    Claim("4-bit proxy images rank the seeds of a large model well enough", needs(PUBLISHED)),
+    Claim("the published weights of SD3.5, FLUX.1 and SANA load and train", needs(PUBLISHED)),
+    Claim("the released files of the four learned scorers load", needs("these files")),
+    Claim("the paper's FLUX.1 table", needs(f"{PUBLISHED}, and days on eight GPUs")),
+)
+"""In the order of docs/gpu.md; a test holds the two together."""

@@ -1,0 +1,76 @@
+"""The tests that are marked ``gpu``, by pytest in a process of its own."""
+
+from __future__ import annotations
+
+import importlib.util
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from xml.etree import ElementTree
+
+from bench.gpu_check.findings import Finding, Item, LeftOut
+from bench.gpu_check.setting import Setting
+
+ROOT = Path(__file__).resolve().parents[2]
+NEEDED = ("pytest", "hypothesis")
+
+
+def files() -> list[str]:
+    """Test files with a test that is marked, relative to the root of the tree."""
+    found = sorted((ROOT / "tests").rglob("test_*.py"))
+    return [str(file.relative_to(ROOT)) for file in found if "mark.gpu" in file.read_text()]
+
+
+def measure(setting: Setting) -> Iterator[Item]:
+    """Per file how many failed, passed and were skipped."""
+    if not setting.gpu:
+        yield LeftOut("the tests that are marked gpu", "there is no GPU; `make test` has the rest")
+        return
+    missing = [name for name in NEEDED if importlib.util.find_spec(name) is None]
+    if missing:
+        yield LeftOut("all tests", f"{', '.join(missing)} is not installed")
+        return
+    with tempfile.TemporaryDirectory(prefix="sol-rl-gpu-tests-") as scratch:
+        report = Path(scratch) / "junit.xml"
+        for file in files():  # one by one, so that a hang loses one file's results
+            if setting.left < 5.0:
+                yield LeftOut(file, "no time was left")
+                continue
+            yield _file(file, report, setting.left)
+
+
+def command(file: str, report: Path) -> Sequence[str]:
+    """Options of the project are left out: some are of plug-ins that may not be there."""
+    own = ["-o", "addopts=", "-m", "gpu and not slow", "-q", "-p", "no:cacheprovider"]
+    return [sys.executable, "-m", "pytest", *own, f"--junitxml={report}", file]
+
+
+def _file(file: str, report: Path, seconds: float) -> Item:
+    report.unlink(missing_ok=True)
+    try:
+        done = subprocess.run(
+            command(file, report), cwd=ROOT, timeout=seconds, capture_output=True, text=True
+        )
+    except subprocess.TimeoutExpired:
+        return LeftOut(file, f"it had not ended after {seconds:.0f} s")
+    if not report.exists():
+        said = (done.stdout + done.stderr).strip().splitlines()[-1:]
+        return Finding(file, 1.0, "failed", {"file": file}, note=" ".join(said))
+    return finding_of(file, report)
+
+
+def finding_of(file: str, report: Path) -> Finding:
+    """From pytest's report in JUnit's form."""
+    cases = list(ElementTree.parse(report).iter("testcase"))
+    failed = [case for case in cases if case.find("failure") is not None or _error(case)]
+    skipped = [case for case in cases if case.find("skipped") is not None]
+    named = ", ".join(str(case.get("name")) for case in failed)
+    counts = {"passed": len(cases) - len(failed) - len(skipped), "skipped": len(skipped)}
+    beside = {name: float(count) for name, count in counts.items()}
+    return Finding(file, float(len(failed)), "failed", {"file": file}, beside, named)
+
+
+def _error(case: ElementTree.Element) -> bool:
+    return case.find("error") is not None

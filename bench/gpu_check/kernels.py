@@ -1,0 +1,129 @@
+"""Packing kernels: their bits against the eager functions on a CPU, their time against memory's."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import Tensor
+
+from bench.gpu_check.findings import Finding, Item, LeftOut
+from bench.gpu_check.setting import Setting, finish
+from bench.packing import as_json
+from bench.timing import interleave
+from policy.precision import kernels
+from policy.precision.cost import FUSED
+from policy.precision.fp8 import quantise_rows, row_scales
+from policy.precision.layer import padded_rows, swizzled
+from policy.precision.nvfp4 import SPAN_INVERSE, pack_activation
+
+SHAPES = ((8 * 4608, 3072), (8 * 4608, 12288), (8 * 1024, 2240))
+"""FLUX.1's blocks, its widest input, and SANA's, for 8 images of 1024 x 1024."""
+SMALL_SHAPES = ((48, 64), (17, 96))
+FEW_ROWS = 500
+"""Of which bits are compared: a CPU packs all of them in minutes. No multiple of a tile."""
+REPEATS = 10
+
+
+def fp8_reference(x: Tensor) -> tuple[Tensor, ...]:
+    """What ``kernels.fp8_pack`` should give, as bytes and scales."""
+    scales = row_scales(x)
+    return quantise_rows(x, scales).view(torch.uint8), scales
+
+
+def nvfp4_reference(x: Tensor) -> tuple[Tensor, ...]:
+    """What ``kernels.nvfp4_pack`` should give."""
+    packed = pack_activation(padded_rows(x))
+    return packed.codes, swizzled(packed.scales), packed.amax * SPAN_INVERSE
+
+
+def fp8_kernel(x: Tensor) -> tuple[Tensor, ...]:
+    """Codes as bytes, scales."""
+    codes, scales = kernels.fp8_pack(x)
+    return codes.view(torch.uint8), scales
+
+
+PACKS: dict[str, tuple[Callable[[Tensor], tuple[Tensor, ...]], ...]] = {
+    "fp8": (fp8_kernel, fp8_reference),
+    "nvfp4": (kernels.nvfp4_pack, nvfp4_reference),
+}
+"""By wire format: the kernel, and the eager functions that it replaces."""
+
+
+def measure(setting: Setting) -> Iterator[Item]:
+    """Counts first, which hold anywhere; then bits, and on a GPU times."""
+    for form, counted in as_json().items():
+        yield Finding(
+            f"{form}, bytes moved per activation element",
+            counted["bytes_per_element"],
+            "B",
+            {"format": form, "kind": "count"},
+            {"kernels": counted["kernels"], "eager": counted["eager"]["bytes_per_element"]},
+        )
+    if importlib.util.find_spec("triton") is None:
+        yield LeftOut("the kernels' bits", "the package triton is not installed")
+        return
+    for rows, columns in SHAPES if setting.gpu else SMALL_SHAPES:
+        generator = torch.Generator().manual_seed(0)
+        few = torch.randn(min(rows, FEW_ROWS), columns, generator=generator).bfloat16()
+        for form in PACKS:
+            yield _bits(form, few, setting)
+            if setting.gpu:
+                x = torch.randn(rows, columns, device=setting.device, dtype=torch.bfloat16)
+                yield _time(form, x)
+    if not setting.gpu:
+        yield LeftOut("the kernels' seconds", "there is no GPU")
+
+
+def _bits(form: str, x: Tensor, setting: Setting) -> Finding:
+    """The share of the kernel's elements that differ from the eager functions on a CPU."""
+    kernel, reference = PACKS[form]
+    found = [part.cpu() for part in kernel(x.to(setting.device))]
+    wanted = reference(x)
+    differ = sum(
+        int((a.flatten() != b.flatten()).sum()) for a, b in zip(found, wanted, strict=True)
+    )
+    count = sum(part.numel() for part in wanted)
+    return Finding(
+        f"{form} {list(x.shape)}, elements that differ from the eager packing on a CPU",
+        differ / count,
+        "share",
+        {"format": form, "kind": "bits", "shape": f"{len(x)} x {x.shape[1]}"},
+    )
+
+
+def _time(form: str, x: Tensor) -> Finding:
+    """Packing by the kernel over copying x, in turns."""
+    kernel, eager = PACKS[form]
+    copy = torch.empty_like(x)
+
+    def timed(do: Callable[[], object]) -> Callable[[], None]:
+        def run() -> None:
+            do()
+            finish(x.device)
+
+        return run
+
+    times = interleave(
+        {
+            "copy": timed(lambda: copy.copy_(x)),
+            "kernel": timed(lambda: kernel(x)),
+            "eager": timed(lambda: eager(x)),
+        },
+        REPEATS,
+        warm_up=3,
+    )
+    median = {name: sorted(values)[len(values) // 2] for name, values in times.items()}
+    moved = x.numel() * FUSED[form].bytes
+    return Finding(
+        f"{form} {list(x.shape)}, packing by kernels / copying the same tensor",
+        median["kernel"] / median["copy"],
+        "x",
+        {"format": form, "kind": "time", "shape": f"{len(x)} x {x.shape[1]}"},
+        {
+            "expected": FUSED[form].bytes / 4.0,  # a copy moves 4 bytes per bfloat16 element
+            "eager": median["eager"] / median["copy"],
+            "GB/s": moved / median["kernel"] / 1e9,
+        },
+    )

@@ -1,0 +1,115 @@
+"""Memory that passes take, against what ``sol-rl plan`` counts on tensors without data."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import torch
+
+from bench.explorer import Case
+from bench.gpu_check.findings import Finding, Item, LeftOut
+from bench.gpu_check.setting import Setting, autoencoder, finish, free
+from configs.sections import Lora
+from policy import memory
+from policy.families.architectures import build
+from policy.families.base import Diffusers
+from policy.lora import add_adapters, use
+
+BATCH = 4
+
+
+def measure(setting: Setting) -> Iterator[Item]:
+    """Weights anywhere; the peaks of a step, of decoding and of a training pass on a GPU."""
+    if not setting.gpu:
+        yield LeftOut("peaks", "only a GPU's allocator keeps its peak")
+    for name in setting.architectures if setting.gpu else ("sd3.5-medium",):
+        if setting.gpu and setting.left < 15.0:
+            yield LeftOut(name, "no time was left")
+            continue
+        with setting.case(name) as case:
+            yield from _weights(case, setting)
+            if setting.gpu:
+                yield from _peaks(case, name, setting)
+        free()
+
+
+def _weights(case: Case, setting: Setting) -> Iterator[Finding]:
+    held = memory.held_bytes(build(case.part, setting.device, setting.dtype))
+    planned = memory.held_bytes(memory.blank(case.family, "transformer", setting.dtype))
+    yield _against(case, "weights", held, planned)
+
+
+def _peaks(case: Case, name: str, setting: Setting) -> Iterator[Finding]:
+    family, device, dtype = case.family, setting.device, setting.dtype
+    blank = memory.blank(family, "transformer", dtype)
+    work = memory.sampling_work(family, blank, BATCH, dtype)
+    yield _against(case, "step", _peak(_step(case, setting), device), work.peak)
+    free()
+    memory.adapt(blank, family, Lora())
+    work = memory.training_work(family, blank, BATCH, dtype, checkpointing=True)
+    yield _against(case, "training pass", _peak(_training(case, setting), device), work.peak)
+    free()
+    _, work = memory.decoding_work(family, BATCH)
+    yield _against(case, "decoding", _peak(_decoding(case, name, setting), device), work.peak)
+
+
+def _step(case: Case, setting: Setting) -> Callable[[], None]:
+    transformer = build(case.part, setting.device, setting.dtype)
+    x, sigma, cond = case.inputs(BATCH, setting.device)
+    cond = cond.to(dtype=setting.dtype)
+
+    @torch.no_grad()
+    def step() -> None:
+        case.family.velocity(transformer, x, sigma, cond)
+
+    return step
+
+
+def _training(case: Case, setting: Setting) -> Callable[[], None]:
+    transformer: Diffusers = build(case.part, setting.device, setting.dtype)
+    add_adapters(transformer, Lora(), case.family, names=("current",))
+    transformer.enable_gradient_checkpointing()
+    x, sigma, cond = case.inputs(BATCH, setting.device)
+    cond = cond.to(dtype=setting.dtype)
+    sigmas = sigma.to(setting.device).expand(BATCH)
+
+    def train() -> None:
+        transformer.zero_grad(set_to_none=True)
+        with use(transformer, "current"):
+            velocity = case.family.velocity(transformer, x, sigmas, cond)
+            loss = (velocity - x).square().mean()
+            del velocity
+            loss.backward()
+
+    return train
+
+
+def _decoding(case: Case, name: str, setting: Setting) -> Callable[[], None]:
+    vae: Diffusers = autoencoder(name, setting.device, torch.float32, not setting.gpu)
+    x, _, _ = case.inputs(BATCH, setting.device)
+
+    @torch.no_grad()
+    def decode() -> None:
+        vae.decode(case.family.unscale(vae, x), return_dict=False)[0].float().clamp(0, 1)
+
+    return decode
+
+
+def _peak(run: Callable[[], None], device: torch.device) -> int:
+    """Bytes at the peak, on top of what was there before."""
+    run()  # what libraries take once
+    before = torch.cuda.memory_allocated(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    run()
+    finish(device)
+    return torch.cuda.max_memory_allocated(device) - before
+
+
+def _against(case: Case, what: str, measured: int, planned: int) -> Finding:
+    return Finding(
+        f"{case.name}, bytes of {what} / those of the plan",
+        measured / planned,
+        "x",
+        {"architecture": case.name, "form": what},
+        {"measured GB": measured / 1e9, "planned GB": planned / 1e9},
+    )

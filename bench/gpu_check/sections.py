@@ -1,0 +1,32 @@
+"""The sections of the check, in the order in which they run, and their shares of the time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from bench.gpu_check import gpu_tests, iteration, kernels, passes, peaks, shapes, steps, weights
+from bench.gpu_check.findings import Item
+from bench.gpu_check.setting import Setting
+
+
+@dataclass(frozen=True)
+class Section:
+    """``share`` of the time against those of the others; what is not used goes to the next."""
+
+    title: str
+    share: float
+    measure: Callable[[Setting], Iterator[Item]]
+
+
+SECTIONS = {
+    "kernels": Section("Packing kernels", 1, kernels.measure),
+    "shapes": Section("Layers of the published models, without data", 1, shapes.measure),
+    "steps": Section("A step in every backend", 7, steps.measure),
+    "decode": Section("Decoding", 1.5, passes.decode),
+    "lora": Section("Passes with an adapter", 2, passes.lora),
+    "weights": Section("A version of the size of FLUX.1", 2, weights.measure),
+    "memory": Section("Memory against the plan", 2, peaks.measure),
+    "iteration": Section("One iteration of each family", 3, iteration.measure),
+    "tests": Section("Tests on the GPU", 3, gpu_tests.measure),
+}

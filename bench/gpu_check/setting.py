@@ -1,0 +1,123 @@
+"""Where a section runs, and models of published architectures with random weights."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from bench.explorer import Case, case_of
+from policy.families import Family
+from policy.families.architectures import build, published
+from policy.precision.backends import BACKENDS, Backend
+
+ARCHITECTURES = ("sana-1.6b", "sd3.5-medium", "sd3.5-large", "flux.1-dev")
+"""Smallest first: where time runs out the largest are left out."""
+FAMILIES = ("sana-1.6b", "sd3.5-medium", "flux.1-dev")
+"""One of each family."""
+SMALL_PIXELS = 64
+SMALL_DECODERS: dict[str, dict[str, Any]] = {
+    "AutoencoderKL": {"block_out_channels": [32, 32, 32, 32], "layers_per_block": 1},
+    "AutoencoderDC": {
+        "encoder_block_out_channels": [32] * 6,
+        "decoder_block_out_channels": [32] * 6,
+        "encoder_layers_per_block": [1] * 6,
+        "decoder_layers_per_block": [1] * 6,
+    },
+}
+"""Autoencoders for machines without a GPU: the published kinds, few and narrow blocks."""
+
+
+@dataclass(frozen=True)
+class Setting:
+    """``until``: monotonic seconds by which the section should have ended."""
+
+    gpu: bool
+    until: float
+
+    @property
+    def device(self) -> torch.device:
+        """Of everything that is measured."""
+        return torch.device("cuda" if self.gpu else "cpu")
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of unquantized weights."""
+        return torch.bfloat16 if self.gpu else torch.float32
+
+    @property
+    def left(self) -> float:
+        """Seconds until the section should have ended."""
+        return self.until - time.monotonic()
+
+    @property
+    def architectures(self) -> tuple[str, ...]:
+        """Small ones of one family are all alike."""
+        return ARCHITECTURES if self.gpu else FAMILIES
+
+    @property
+    def pixels(self) -> int | None:
+        """None: as published."""
+        return None if self.gpu else SMALL_PIXELS
+
+    def case(self, name: str, pixels: int | None = None) -> Any:
+        """A published architecture, at real size on a GPU: a context, as ``case_of``."""
+        return case_of(name, (pixels if self.gpu else None) or self.pixels, not self.gpu)
+
+    def quick(self) -> tuple[Backend, ...]:
+        """Backends with arithmetic quicker than BF16's that run here; on a CPU those that stand in
+        for them. By default the layers of ``te_nvfp4`` are those of ``torch_nvfp4``.
+        """
+        names = ("torch_nvfp4", "fp8") if self.gpu else ("fp8", "emulated_nvfp4")
+        chosen = (BACKENDS[name] for name in names)
+        return tuple(each for each in chosen if each.unavailable(self.device) is None)
+
+
+def autoencoder(name: str, device: torch.device, dtype: torch.dtype, small: bool) -> nn.Module:
+    """That of a published architecture, with random weights."""
+    part = published(name)["parts"]["vae"]
+    if small:
+        kind = part["class"].partition(".")[2]
+        part = {**part, "config": {**part["config"], **SMALL_DECODERS[kind]}}
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+        torch.manual_seed(0)
+        return build(part, device, dtype)
+
+
+@contextmanager
+def loadable(
+    setting: Setting, name: str, pixels: int | None = None
+) -> Iterator[tuple[Case, Family]]:
+    """A case whose family "loads" random weights: what the learner and the explorer ask it for."""
+    with setting.case(name, pixels) as case:
+
+        def load(part: str, device: torch.device | str, dtype: torch.dtype) -> nn.Module:
+            # on the device at once: a model of 12 billion random weights takes minutes on a CPU
+            if part == "vae":
+                return autoencoder(name, setting.device, dtype, not setting.gpu)
+            with torch.random.fork_rng(devices=[setting.device] if setting.gpu else []):
+                torch.manual_seed(0)
+                return build(case.part, setting.device, dtype)
+
+        case.family.load = load
+        yield case, case.family
+
+
+def free() -> None:
+    """Give memory that nothing refers to back to the device."""
+    import gc
+
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
+def finish(device: torch.device) -> None:
+    """Wait for the device."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

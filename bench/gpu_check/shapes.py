@@ -1,0 +1,140 @@
+"""Every packing and every quantised product of the published models, on tensors without data on a
+CUDA device: shapes, types and alignment as torch checks them, with no GPU.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from bench.explorer import case_of
+from bench.gpu_check.findings import Finding, Item
+from bench.gpu_check.setting import ARCHITECTURES, Setting
+from policy.families.architectures import build
+from policy.memory import conditioning_like
+from policy.precision.backends import BACKENDS, Backend
+from policy.precision.layer import PointwiseConvolution
+from policy.precision.swap import quantise_plan, weight_modules
+
+FEW: dict[str, dict[str, Any]] = {
+    "flux": {"num_layers": 1, "num_single_layers": 1},
+    "sd3": {"num_layers": 2, "dual_attention_layers": [0]},
+    "sana": {"num_layers": 1},
+    "qwen_image": {"num_layers": 1},
+    "z_image": {"n_layers": 1, "n_refiner_layers": 1},
+    "flux2": {"num_layers": 1, "num_single_layers": 1},
+    "flux2_klein": {"num_layers": 1, "num_single_layers": 1},
+}
+"""One block of each kind, of the real width; SD3.5 Large has no dual attention in fact, but the
+shapes are those of Medium's.
+"""
+BATCH = 8
+FORMATS = ("fp8", "torch_nvfp4")
+
+
+class Calls(TorchDispatchMode):
+    """Shapes that the packing operators were called with, the devices that the products' operands
+    are on, and copies of rows, which nothing should make.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.packed: list[tuple[int, ...]] = []
+        self.products: list[set[str]] = []
+        self.copies: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run it, and note it."""
+        name = func._schema.name
+        if name in ("sol_rl::fp8_rows", "sol_rl::nvfp4_tiles"):
+            if not args[0].is_contiguous():  # it would be copied first
+                self.copies.append(name)
+            self.packed.append(tuple(args[0].shape))
+        elif name.startswith("aten::_scaled_mm"):
+            given = (*args, *(kwargs or {}).values())
+            self.products.append({t.device.type for t in given if isinstance(t, torch.Tensor)})
+        elif name in ("aten::clone", "aten::copy_") and args[0].ndim == 2:
+            self.copies.append(f"{name} of rows {list(args[0].shape)}")
+        return func(*args, **(kwargs or {}))
+
+
+Seen = tuple[tuple[int, ...], tuple[int, ...], int, bool]
+"""(shape, strides, N, whether there is a bias) of what a quantised layer gets."""
+
+
+def inputs_of(name: str) -> set[Seen]:
+    """Of all quantised layers of a published model, for a batch of 1024 x 1024."""
+    seen: set[Seen] = set()
+
+    def look(module: Any, given: tuple[torch.Tensor, ...]) -> None:
+        bias = module.bias is not None
+        seen.add((tuple(given[0].shape), given[0].stride(), len(module.weight), bias))
+
+    with torch.no_grad(), case_of(name, 1024, False) as case:
+        part = {**case.part, "config": {**case.part["config"], **FEW[case.family.name]}}
+        transformer = build(part, "meta", torch.bfloat16)
+        plan = quantise_plan(transformer, case.family, (), BACKENDS["torch_nvfp4"])
+        quantised = {row.name for row in plan if row.quantised}
+        for path, module in weight_modules(transformer):
+            if path in quantised:
+                module.register_forward_pre_hook(look)
+        x = torch.empty(BATCH, *case.family.latent_shape, device="meta")
+        cond = conditioning_like(case.family, BATCH, torch.bfloat16)
+        case.family.velocity(transformer, x, torch.tensor(0.5), cond)
+    return seen
+
+
+@torch.no_grad()
+def fault(backend: Backend, seen: Seen) -> str | None:
+    """What is wrong with a layer of this backend on such an input, or None: its input is packed
+    once, as rows that lie together, and multiplied once, all on the GPU.
+    """
+    shape, strides, n, bias = seen
+    image = len(shape) == 4
+    k = shape[1] if image else shape[-1]
+    with FakeTensorMode():
+        linear = nn.Linear(k, n, bias=False, device="meta")
+        empty = torch.empty(n, k, dtype=torch.bfloat16, device="cuda:0")
+        linear.weight = nn.Parameter(empty, False)
+        if bias:
+            offset = torch.empty(n, dtype=torch.bfloat16, device="cuda:0")
+            linear.bias = nn.Parameter(offset, False)
+        layer: nn.Module = backend.replacements("power_of_two")(linear)
+        layer = PointwiseConvolution(layer) if image else layer  # pyright: ignore[reportArgumentType]
+        x = torch.empty_strided(shape, strides, dtype=torch.bfloat16, device="cuda:0")
+        try:
+            with Calls() as calls:
+                y = layer(x)
+        except RuntimeError as error:
+            return str(error).splitlines()[0]
+    if calls.copies:
+        return calls.copies[0]
+    if y.device.type != "cuda" or y.dtype != torch.bfloat16:
+        return f"a result of {y.dtype} on {y.device}"
+    if y.shape != ((shape[0], n, *shape[2:]) if image else (*shape[:-1], n)):
+        return f"a result of {list(y.shape)}"
+    if calls.packed != [(math.prod(shape) // k, k)]:
+        return f"packed {calls.packed}"
+    return None if calls.products == [{"cuda"}] else f"products on {calls.products}"
+
+
+def measure(setting: Setting) -> Iterator[Item]:
+    """The same with a GPU and without one."""
+    for name in ARCHITECTURES:
+        seen = inputs_of(name)
+        for form in FORMATS:
+            faults = [found for each in sorted(seen) if (found := fault(BACKENDS[form], each))]
+            yield Finding(
+                f"{name} {form}, layers that torch refuses or that copy",
+                len(faults),
+                "layers",
+                {"architecture": name, "backend": form},
+                {"inputs": len(seen)},
+                "; ".join(faults[:2]),
+            )

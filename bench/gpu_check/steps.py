@@ -1,0 +1,209 @@
+"""Every backend's step against BF16's, packed by torch, packed by kernels, and compiled."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import nn
+
+from bench.explorer import (
+    Case,
+    bound,
+    explorer_transformer,
+    held_bytes,
+    one_step,
+    quantisable_share,
+)
+from bench.gpu_check.findings import Finding, Item, LeftOut
+from bench.gpu_check.setting import Setting, free
+from bench.timing import Ratio, interleave
+from policy.families.architectures import build
+from policy.precision import cost, kernels
+from policy.precision.accelerators import accelerator_of
+from policy.precision.backends import BACKENDS, Backend, resolve_backend
+from policy.precision.compiling import compiled, compiler_missing
+from policy.precision.counting import step_of
+
+BATCH, SMALL_BATCH = 8, 2
+COMPILING_S = 45.0
+"""Seconds that compiling the blocks of two models may take; not begun with less left."""
+REPEATS = (2, 7)
+Run = Callable[[], object]
+
+
+@contextmanager
+def packed_by_torch() -> Iterator[None]:
+    """Layers pack activations by operations of torch, as where there is no Triton."""
+    before = kernels.missing
+    kernels.missing = lambda device: "left out, to compare with it"
+    try:
+        yield
+    finally:
+        kernels.missing = before
+
+
+def measure(setting: Setting) -> Iterator[Item]:
+    """Ratios taken in turns in this process, beside the bound of arithmetic and the prediction."""
+    names = setting.architectures
+    for at, name in enumerate(names):
+        if setting.left < 15.0 and setting.gpu:
+            yield LeftOut(f"{', '.join(names[at:])}", f"{setting.left:.0f} s were left")
+            return
+        with setting.case(name) as case:
+            yield from _architecture(case, setting, setting.left / (len(names) - at))
+        free()
+
+
+def _architecture(case: Case, setting: Setting, seconds: float) -> Iterator[Item]:
+    until, device = setting.left - seconds, setting.device
+    batch = BATCH if setting.gpu else SMALL_BATCH
+    speeds: dict[str, float] = {}
+    transformer = explorer_transformer(case, BACKENDS["bf16"], device)
+    reference = one_step(case, transformer, batch, device)
+    memory = held_bytes(transformer)
+    quick = setting.quick()
+    if not quick:
+        yield LeftOut(case.name, "no backend with quicker arithmetic than BF16 runs here")
+    for backend in quick:
+        mine = explorer_transformer(case, backend, device)
+        step = one_step(case, mine, batch, device)
+        runs: dict[str, Run] = {"bf16": reference, "packed by torch": step}
+        if kernels.missing(device) is None:
+            runs["packed by torch"] = _by_torch(step)
+            runs["by kernels"] = step
+        seconds = (setting.left - until) / len(quick) if setting.gpu else 0.0
+        times = interleave(runs, _repeats(runs, seconds), warm_up=1)
+        beside = _beside(case, backend, batch, held_bytes(mine) / memory)
+        for form in list(runs)[1:]:
+            found = _finding(case, backend, form, times, "bf16", beside)
+            speeds[backend.name] = found.value
+            yield found
+        if setting.gpu:
+            yield from _compiled(case, setting, backend, (transformer, mine), batch, beside)
+        else:
+            yield LeftOut(f"{case.name} {backend.name}, compiled", "minutes on a CPU")
+        del mine, step, runs
+        free()
+    if setting.gpu:
+        yield _auto(case, setting, batch, speeds)
+
+
+def _compiled(
+    case: Case,
+    setting: Setting,
+    backend: Backend,
+    models: tuple[nn.Module, nn.Module],
+    batch: int,
+    beside: dict[str, float],
+) -> Iterator[Item]:
+    """BF16 and this backend, both compiled; beside it how far the result is from the eager one."""
+    device = setting.device
+    missing = compiler_missing(device)
+    if missing is None and setting.left < COMPILING_S:
+        missing = f"{setting.left:.0f} s were left"
+    if missing is not None:
+        yield LeftOut(f"{case.name} {backend.name}, compiled", missing)
+        return
+    full, mine = (compiled(model, device) for model in models)
+    both = {
+        "bf16 compiled": one_step(case, full, batch, device),
+        "compiled": one_step(case, mine, batch, device),
+    }
+    times = interleave(both, _repeats(both, 10.0), warm_up=1)
+    x, sigma, cond = case.inputs(batch, device)
+    with torch.no_grad():
+        eager, found = (case.family.velocity(model, x, sigma, cond) for model in (models[1], mine))
+    apart = float((found - eager).norm() / eager.norm())
+    yield _finding(case, backend, "compiled", times, "bf16 compiled", {**beside, "apart": apart})
+
+
+def _auto(case: Case, setting: Setting, batch: int, speeds: dict[str, float]) -> Finding:
+    """The speed of what "auto" takes over that of the quickest that was measured."""
+    blank = build(case.part, "meta", torch.bfloat16)
+    chosen, why = resolve_backend(
+        "auto", setting.device, step=lambda backend: step_of(case.family, blank, backend, batch)
+    )
+    known = {"bf16": 1.0, **speeds}
+    return Finding(
+        f"{case.name}, what auto takes / the quickest",
+        known.get(chosen.name, 1.0) / max(known.values()),
+        "x",
+        {"architecture": case.name, "backend": chosen.name, "form": "auto"},
+        note=why,
+    )
+
+
+def _by_torch(step: Run) -> Run:
+    def run() -> None:
+        with packed_by_torch():
+            step()
+
+    return run
+
+
+def _repeats(runs: dict[str, Run], seconds: float) -> int:
+    """As many turns as the time allows."""
+    if not seconds:
+        return REPEATS[0]
+    once = sum(values[0] for values in interleave(runs, 1, warm_up=1).values())
+    low, high = REPEATS
+    return max(low, min(high, int(seconds / 2 / max(once, 1e-6))))
+
+
+def _beside(case: Case, backend: Backend, batch: int, memory: float) -> dict[str, float]:
+    share = quantisable_share(case, backend)
+    return {
+        "bound": bound(share, backend.wire_format),
+        "quantisable": share,
+        "weights": memory,
+        "batch": float(batch),
+        **_predicted(case, backend, batch),
+    }
+
+
+def _predicted(case: Case, backend: Backend, batch: int) -> dict[str, float]:
+    """By whether activations are packed by kernels; nothing for a GPU that is not listed."""
+    if not torch.cuda.is_available():
+        return {}
+    accelerator = accelerator_of(torch.cuda.get_device_name())
+    if accelerator is None:
+        return {}
+    step = step_of(case.family, build(case.part, "meta", torch.bfloat16), backend, batch)
+    found = {
+        form: cost.speed(step, accelerator, backend.wire_format, fused)
+        for form, fused in (("predicted eager", False), ("predicted", True))
+    }
+    return {form: speed for form, speed in found.items() if speed is not None}
+
+
+def _finding(
+    case: Case,
+    backend: Backend,
+    form: str,
+    times: dict[str, list[float]],
+    base: str,
+    beside: dict[str, float],
+) -> Finding:
+    """Speed: BF16's seconds over this backend's."""
+    ratio = Ratio.of(times, base, form)
+    predicted = "predicted eager" if form == "packed by torch" else "predicted"
+    kept = {name: value for name, value in beside.items() if not name.startswith("predicted")}
+    if predicted in beside:
+        kept["predicted"] = beside[predicted]
+    return Finding(
+        f"{case.name} {backend.name}, {form}",
+        ratio.value,
+        "x BF16",
+        {"architecture": case.name, "backend": backend.name, "form": form},
+        {
+            **kept,
+            "low": ratio.low,
+            "high": ratio.high,
+            "seconds": ratio.base_seconds / beside["batch"],
+            "bf16 seconds": statistics.median(times[base]) / beside["batch"],
+        },
+        "per image and step",
+    )

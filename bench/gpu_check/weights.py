@@ -1,0 +1,89 @@
+"""A published version: packed from a learner's transformer, checked, and loaded by an explorer."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+
+import torch
+
+from bench.gpu_check.findings import Finding, Item
+from bench.gpu_check.setting import Setting, finish, free, loadable
+from configs.sections import Lora
+from policy import memory
+from policy.explorer import Explorer
+from policy.lora import adapted_modules, adapter_state, add_adapters, load_adapter_state
+from policy.precision.backends import BACKENDS, Backend
+from policy.precision.swap import quantise_plan
+from policy.publish import Publisher
+
+NAME = "flux.1-dev"
+SHARD = 256 * 2**20
+
+
+def measure(setting: Setting) -> Iterator[Item]:
+    """The first version, where everything is packed, and the next one, with changed adapters."""
+    # packing needs no tensor cores of a format: both formats can be packed on any GPU
+    for backend in (BACKENDS["torch_nvfp4"], BACKENDS["fp8"]):
+        yield from _format(setting, backend)
+        free()
+
+
+def _format(setting: Setting, backend: Backend) -> Iterator[Item]:
+    device = setting.device
+    labels = {"format": backend.wire_format}
+    with loadable(setting, NAME) as (case, family):
+        learner = family.load_transformer(device, setting.dtype)
+        add_adapters(learner, Lora(), family, names=("current",))
+        rows = quantise_plan(learner, family, (), backend)
+        publisher = Publisher(learner, rows, backend, SHARD)
+        seconds: dict[str, float] = {}
+        for version, what in enumerate(("packing all of it", "packing the next version")):
+            start = time.perf_counter()
+            manifest, shards, statistics = publisher.export("current", version)
+            seconds[what] = time.perf_counter() - start
+            yield Finding(
+                f"{case.name} {backend.wire_format}, {what}",
+                seconds[what],
+                "s",
+                {**labels, "form": what},
+                {"GB": manifest.nbytes / 1e9, **statistics},
+            )
+            _change(learner)
+        _, plan, layers = memory.blank_explorer(family, backend, (), setting.dtype)
+        adapted = [name for name, _ in adapted_modules(learner)]
+        yield Finding(
+            f"{case.name} {backend.wire_format}, bytes of a version / those of the plan",
+            manifest.nbytes / memory.wire_bytes(plan, layers, adapted, backend).total,
+            "x",
+            {**labels, "form": "bytes"},
+        )
+        del learner, publisher
+        free()
+        here = next(each for each in _explorers(setting) if each.wire_format == manifest.format)
+        explorer = Explorer(family, here, (), device, setting.dtype)
+        start = time.perf_counter()
+        explorer.load(manifest, shards)
+        finish(device)
+        yield Finding(
+            f"{case.name} {backend.wire_format}, loading it",
+            time.perf_counter() - start,
+            "s",
+            {**labels, "form": "loading"},
+            {"GB/s": manifest.nbytes / (time.perf_counter() - start) / 1e9},
+        )
+
+
+def _explorers(setting: Setting) -> list[Backend]:
+    """Backends that load either format, whether or not they are quick."""
+    return [*setting.quick(), BACKENDS["emulated_nvfp4"], BACKENDS["fp8"]]
+
+
+def _change(learner: torch.nn.Module) -> None:
+    """As an update would: B is no longer zero."""
+    generator = torch.Generator().manual_seed(0)
+    state = {
+        key: value + 0.01 * torch.randn(value.shape, generator=generator)
+        for key, value in adapter_state(learner, "current").items()
+    }
+    load_adapter_state(learner, "current", state)

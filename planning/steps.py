@@ -1,0 +1,43 @@
+"""The prediction that ``auto`` chooses by, as ``sol-rl plan`` prints it."""
+
+from __future__ import annotations
+
+import torch
+
+from configs.schema import RunConfig
+from planning.counting import batch_of
+from planning.make import described
+from policy.memory import blank
+from policy.precision import cost
+from policy.precision.backends import BACKENDS
+from policy.precision.counting import step_of
+
+COUNTED_WITH = "torch_nvfp4"
+"""Whose layers are counted: those of ``fp8`` are the same but for odd shapes."""
+
+
+def step_lines(config: RunConfig) -> list[str]:
+    """Predicted speed of a rollout actor's step against BF16 on every GPU that is known, at the
+    run's own model, size and chunk; nothing for a run without GPUs or without exploring.
+    """
+    if config.plan.explore is None or not (config.services.rollout.gpus or config.layout):
+        return []
+    with described(config) as (family, _):
+        step = step_of(
+            family,
+            blank(family, "transformer", torch.bfloat16),
+            BACKENDS[COUNTED_WITH],
+            batch_of(config),
+            config.explore.modules_to_not_convert,
+        )
+    rows = [[row[0], *row[2:]] for row in cost.table({"": step})]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return [
+        "",
+        f"a step of {batch_of(config)} images, predicted speed against BF16 by the format and by"
+        " how activations are packed; no GPU has confirmed it",
+        *(
+            "  " + "  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True))
+            for row in rows
+        ),
+    ]

@@ -1,0 +1,224 @@
+"""The check for one GPU: its form without one, and what becomes of faults and numbers."""
+
+import importlib.util
+import json
+import multiprocessing
+import os
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from bench.gpu_check import __main__ as command
+from bench.gpu_check import gpu_tests, running
+from bench.gpu_check.claims import CLAIMS, verdict
+from bench.gpu_check.findings import Finding, Item, LeftOut, Outcome, Results, as_tree, from_tree
+from bench.gpu_check.sections import SECTIONS, Section
+
+ROOT = Path(__file__).parent.parent.parent
+PAGE = ROOT / "docs" / "gpu.md"
+
+
+# ---- as a whole
+
+
+@pytest.fixture(scope="module")
+def checked(tmp_path_factory) -> tuple[Path, str]:
+    """(where results are, what was printed) of the check without a GPU, and without Ray."""
+    out, stubs = tmp_path_factory.mktemp("check"), tmp_path_factory.mktemp("stubs")
+    (stubs / "ray").mkdir()
+    (stubs / "ray" / "__init__.py").write_text("raise ImportError('there is no Ray here')\n")
+    done = subprocess.run(
+        [sys.executable, "-m", "bench.gpu_check", "--out", str(out), "--minutes", "9"],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(stubs), "CUDA_VISIBLE_DEVICES": ""},
+        capture_output=True,
+        text=True,
+        timeout=590,
+    )
+    assert done.returncode == 0, done.stderr
+    return out, done.stdout
+
+
+def test_without_a_gpu_every_section_does_what_a_cpu_can(checked):
+    found = json.loads((checked[0] / "gpu.json").read_text())
+    states = {each["section"]: (each["state"], each["why"]) for each in found["sections"]}
+    assert states == {
+        name: ("not checkable here" if name == "tests" else "done", "") for name in SECTIONS
+    }
+    assert not found["gpu"]
+    assert {claim["said"] for claim in found["claims"].values()} == {"not checkable here"}
+
+
+def test_what_a_cpu_can_tell_is_right(checked):
+    """No bit differs, no shape is refused, a version and the weights have the plan's bytes."""
+    found = json.loads((checked[0] / "gpu.json").read_text())
+    values = {
+        (each["section"], one["labels"].get("kind", one["labels"].get("form", ""))): one["value"]
+        for each in found["sections"]
+        for one in each["findings"]
+    }
+    assert values["kernels", "bits"] == values["shapes", ""] == 0
+    assert values["weights", "bytes"] == values["memory", "weights"] == 1
+    iterations = [each for each in found["sections"] if each["section"] == "iteration"]
+    assert len(iterations[0]["findings"]) == 3  # families
+
+
+def test_the_tables_and_the_page_tell_all(checked):
+    out, said = checked
+    page = (out / "gpu.html").read_text()
+    for section in SECTIONS.values():
+        assert section.title in page
+        assert section.title in said or section is SECTIONS["tests"]
+    assert "<svg" in page and page.count("not checkable here") >= len(CLAIMS)
+
+
+# ---- claims
+
+
+def test_claims_are_those_of_the_page():
+    """In its order, word for word, of its first part."""
+    text = PAGE.read_text().partition("## Not run for other reasons")[0]
+    rows = re.findall(r"^\| (.+?) \| .+ \| .+ \|$", text, re.MULTILINE)
+    stated = [row for row in rows if row not in ("claim", "---")]
+    assert [claim.text for claim in CLAIMS] == stated
+
+
+def results(gpu: str, capability: str, *findings: tuple[str, Finding]) -> Results:
+    outcomes: dict[str, Outcome] = {}
+    for section, found in findings:
+        outcomes.setdefault(section, Outcome(section)).add(found)
+    return Results({"gpu": gpu, "capability": capability}, True, list(outcomes.values()))
+
+
+def said(found: Results, start: str) -> str:
+    (claim,) = (claim for claim in CLAIMS if claim.text.startswith(start))
+    return verdict(found, claim).said
+
+
+def step(speed: float, form: str = "by kernels", **beside: float) -> tuple[str, Finding]:
+    labels = {"architecture": "flux.1-dev", "backend": "fp8", "form": form}
+    return "steps", Finding("flux.1-dev fp8", speed, "x BF16", labels, beside)
+
+
+@pytest.mark.parametrize(
+    ("gpu", "speed", "verdict_"),
+    [
+        ("NVIDIA H200", 1.34, "confirmed"),  # 0.8 of 1.67 is 1.336
+        ("NVIDIA H200", 1.33, "refuted"),
+        ("NVIDIA H100", 1.34, "not checkable here"),
+    ],
+)
+def test_the_goal_for_a_step(gpu, speed, verdict_):
+    found = results(gpu, "9.0", step(1.1, "packed by torch", bound=1.67), step(speed, bound=1.67))
+    assert said(found, "on H200") == verdict_
+
+
+def test_predictions_are_held_against_what_was_measured():
+    good, bad = (step(speed, predicted=1.0) for speed in (1.14, 1.16))
+    assert said(results("NVIDIA H100", "9.0", good), "the predicted seconds") == "confirmed"
+    assert said(results("NVIDIA H100", "9.0", good, bad), "the predicted seconds") == "refuted"
+    assert said(results("NVIDIA H100", "9.0"), "the predicted seconds") == "not checkable here"
+
+
+@pytest.mark.parametrize(
+    ("capability", "failed", "verdict_"),
+    [("9.0", 0, "not checkable here"), ("10.3", 0, "confirmed"), ("10.3", 1, "refuted")],
+)
+def test_tests_settle_claims_where_their_gpu_is(capability, failed, verdict_):
+    file = "tests/policy/test_nvfp4_hardware.py"
+    ran = Finding(file, failed, "failed", {"file": file}, {"passed": 30.0}, "test_a")
+    found = results("NVIDIA B300", capability, ("tests", ran))
+    assert said(found, "`torch_nvfp4` layers") == verdict_
+
+
+def test_bits_are_told_by_every_gpu_and_refuted_by_a_cpu():
+    wrong = Finding("fp8", 1e-6, "share", {"kind": "bits"})
+    with_gpu = results("NVIDIA H100", "9.0", ("kernels", wrong))
+    assert said(with_gpu, "the Triton kernels") == "refuted"
+    assert said(Results({}, False, with_gpu.outcomes), "the Triton kernels") == "refuted"
+    right = results("NVIDIA H100", "9.0", ("kernels", Finding("fp8", 0, "", {"kind": "bits"})))
+    assert said(Results({}, False, right.outcomes), "the Triton kernels") == "not checkable here"
+
+
+# ---- faults
+
+
+def found_then_raises(setting: object) -> Iterator[Item]:
+    yield Finding("one", 1.0, "s")
+    raise ValueError("no such thing\nand more")
+
+
+def found_then_dies(setting: object) -> Iterator[Item]:
+    yield Finding("one", 1.0, "s")
+    os._exit(7)
+
+
+def found_then_hangs(setting: object) -> Iterator[Item]:
+    yield LeftOut("two", "because")
+    yield Finding("one", 1.0, "s")
+    time.sleep(600)
+
+
+@pytest.mark.parametrize(
+    ("measure", "state", "why"),
+    [
+        (found_then_raises, "failed", r"ValueError: no such thing \(.*test_gpu_check.py:\d+\)"),
+        (found_then_dies, "failed", "its process ended with code 7"),
+        (found_then_hangs, "cut short", r"it had not ended after \d+ s"),
+    ],
+)
+def test_a_section_that_fails_keeps_what_it_found(measure, state, why, monkeypatch):
+    """And the next one runs."""
+    monkeypatch.setitem(SECTIONS, "bad", Section("Bad", 1, measure))
+    monkeypatch.setattr(running, "GRACE_S", 2.0)
+    outcome = running._one(multiprocessing.get_context("fork"), "bad", False, 1.0)
+    assert outcome.state == state and re.fullmatch(why, outcome.why)
+    assert outcome.findings == [Finding("one", 1.0, "s")]
+
+
+def test_time_that_is_not_used_goes_to_those_after(monkeypatch):
+    given = []
+    monkeypatch.setattr(running, "_one", lambda context, name, gpu, limit: given.append(limit))
+    for _ in running.run(["kernels", "steps", "tests"], False, 110.0):
+        pass
+    shares = [SECTIONS[name].share for name in ("kernels", "steps", "tests")]
+    wanted = [110 * shares[0] / sum(shares), 110 * shares[1] / sum(shares[1:]), 110.0]
+    assert given == pytest.approx(wanted, abs=1.0)  # seconds that the test itself takes
+    late = list(running.run(["kernels"], False, 0.0))
+    assert [(each.state, each.why) for each in late] == [("cut short", "no time was left for it")]
+
+
+def test_what_is_missing_is_one_line_that_says_how_to_get_it(monkeypatch, capsys):
+    real = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name: None if name == "diffusers" else real(name)
+    )
+    assert command.main([]) == 2
+    assert capsys.readouterr().err == "gpu-check: needs diffusers: pip install diffusers\n"
+
+
+def test_findings_cross_processes_whole():
+    for item in (Finding("a", 1.5, "s", {"b": "c"}, {"d": 2.0}, "e"), LeftOut("f", "g")):
+        assert from_tree(json.loads(json.dumps(as_tree(item)))) == item
+
+
+def test_pytests_report_is_counted(tmp_path):
+    report = tmp_path / "junit.xml"
+    report.write_text(
+        '<testsuites><testsuite><testcase name="good"/><testcase name="bad"><failure/></testcase>'
+        '<testcase name="out"><skipped/></testcase><testcase name="setup"><error/></testcase>'
+        "</testsuite></testsuites>"
+    )
+    found = gpu_tests.finding_of("tests/a.py", report)
+    assert (found.value, found.beside) == (2.0, {"passed": 1.0, "skipped": 1.0})
+    assert found.note == "bad, setup"
+
+
+def test_marked_files_are_found():
+    found = gpu_tests.files()
+    assert {"tests/policy/test_kernels.py", "tests/planning/test_plan.py"} <= set(found)

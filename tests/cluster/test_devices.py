@@ -1,0 +1,150 @@
+"""What actors make of their device: its description, its memory, its environment."""
+
+import asyncio
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+from actors.learner import LearnerActor
+from actors.messages import ActorInfo, Rendezvous
+from actors.runtime import on_device
+from cluster.driver import services
+from cluster.driver.learners import LearnerGroup
+from cluster.runtime.pool import ActorPool
+from configs.services import LearnerService, RolloutService
+from learner.replicas import DistributedReplicas, GroupBroken, open_store
+from records.errors import OutOfMemoryError
+from rewards.combine import WeightedScorer
+
+
+@on_device("rollout", "explore.chunk_size")
+class Greedy:
+    def __init__(self, at_once: bool = False) -> None:
+        if at_once:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1.00 GiB.")
+
+    def explore(self, error: Exception) -> None:
+        raise error
+
+
+def test_out_of_memory_is_called_that_with_the_service_and_what_to_lower():
+    with pytest.raises(OutOfMemoryError) as error:
+        Greedy().explore(torch.OutOfMemoryError("Tried to allocate 2.00 GiB."))
+    said = str(error.value)
+    assert said.startswith("rollout explore: the GPU is out of memory: 2.00 GiB more were asked")
+    assert "lower explore.chunk_size" in said and "services.rollout" in said and "\n" not in said
+    with pytest.raises(OutOfMemoryError, match=r"^rollout init: .* 1\.00 GiB"):
+        Greedy(at_once=True)
+    with pytest.raises(KeyError):
+        Greedy().explore(KeyError("as it was"))
+
+
+def test_a_scorer_that_is_out_of_memory_is_not_a_failed_score():
+    """It would be tried again and again, and need as much each time."""
+
+    def scorer(images: object, prompts: object, metadata: object) -> np.ndarray:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    weighted = WeightedScorer.__new__(WeightedScorer)
+    weighted.scorers = {"big": scorer}
+    with pytest.raises(torch.OutOfMemoryError):
+        weighted.attempt(np.zeros((1, 3, 8, 8), np.uint8), ["a"], [{}])
+
+
+def test_what_an_actor_says_of_its_device_is_in_its_event():
+    info = ActorInfo(1, "here", device="NVIDIA H200", capability="9.0", torch="2.13", cuda="13.0")
+    assert info.event_fields() == {
+        **{"pid": 1, "host": "here", "device": "NVIDIA H200", "capability": "9.0"},
+        **{"torch": "2.13", "cuda": "13.0"},
+    }
+
+
+@pytest.mark.parametrize(
+    ("gpus", "given", "allocator"),
+    [
+        (0.0, None, None),
+        (0.5, None, "expandable_segments:True"),
+        (0.5, "max_split_size_mb:64", "max_split_size_mb:64"),
+    ],
+)
+def test_the_environment_of_actors_on_gpus(monkeypatch, gpus, given, allocator):
+    """It is read when CUDA starts, so the process has to be born with it."""
+    monkeypatch.delenv("PYTORCH_CUDA_ALLOC_CONF", raising=False)
+    if given is not None:
+        monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", given)
+    found = services.environment(RolloutService(gpus=gpus, threads=3))
+    assert found["OMP_NUM_THREADS"] == "3"
+    assert found.get("PYTORCH_CUDA_ALLOC_CONF") == allocator
+    assert found.get("TORCH_NCCL_BLOCKING_WAIT") == ("1" if gpus else None)
+
+
+# ---- replicas
+
+
+class TwoReplicas:
+    """A pool that notes what the replicas are told."""
+
+    def __init__(self, service: LearnerService) -> None:
+        self.kind, self.service, self.members = "learner", service, ["first", "second"]
+        self.waits: list[float] = []
+
+    async def ask(self, member: str, method: object, *args: object) -> object:
+        if method is LearnerActor.rendezvous:
+            self.waits.append(args[0])  # pyright: ignore[reportArgumentType]
+            return Rendezvous("here", 1, 0.0)
+        return None
+
+    def event(self, name: str, **told: object) -> None:
+        pass
+
+
+@pytest.mark.parametrize(("silence", "deadline", "wait"), [(30, 6 * 3600, 30), (30, 20, 20)])
+def test_replicas_wait_for_each_other_as_long_as_is_said(silence, deadline, wait):
+    """Not as long as an update may take."""
+    pool = TwoReplicas(LearnerService(replicas=2, silence_s=silence, deadline_s=deadline))
+    group = LearnerGroup.__new__(LearnerGroup)
+    group.pool = pool  # pyright: ignore[reportAttributeAccessIssue]
+    asyncio.run(group._join())
+    assert pool.waits == [wait]
+
+
+def test_a_silent_replica_is_lost_after_that_time():
+    store, _ = open_store("127.0.0.1", 1.0)
+    with pytest.raises(GroupBroken, match="replica 0 of 2 lost the others while joining them"):
+        DistributedReplicas(0, 2, store, torch.device("cpu"), 1.0)
+
+
+def test_out_of_memory_among_replicas_is_no_lost_peer():
+    alone = DistributedReplicas.__new__(DistributedReplicas)
+    alone.rank, alone.size = 0, 2
+    with pytest.raises(torch.OutOfMemoryError), alone._naming("adding gradients"):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+    with (
+        pytest.raises(GroupBroken, match="while adding gradients: gone"),
+        alone._naming("adding gradients"),
+    ):
+        raise RuntimeError("gone")
+
+
+def test_the_pool_ends_the_run_at_the_first_time(monkeypatch):
+    """Another try needs as much memory."""
+    counted: list[object] = []
+    pool = ActorPool.__new__(ActorPool)
+    pool.kind, pool._stateful = "rollout", False
+
+    async def attempt(member: object, pending: object) -> object:
+        from ray.exceptions import RayTaskError
+
+        error = RayTaskError("explore", "traceback", OutOfMemoryError("no room"))
+        raise error
+
+    monkeypatch.setattr(pool, "_attempt", attempt, raising=False)
+    monkeypatch.setattr(pool, "_count_failure", lambda *told: counted.append(told), raising=False)
+    failures: list[Exception] = []
+    pending = SimpleNamespace(
+        future=SimpleNamespace(done=lambda: False), fail=failures.append, task=None
+    )
+    asyncio.run(pool._handle(SimpleNamespace(answer=lambda task: None), pending))  # pyright: ignore[reportArgumentType]
+    assert [str(each) for each in failures] == ["OutOfMemoryError: no room"] and not counted

@@ -1,0 +1,77 @@
+"""The rehearsal's measures and verdicts; it itself takes minutes and much memory."""
+
+import gc
+import os
+from dataclasses import replace
+
+import pytest
+import torch
+
+from learner.trainer import Trainer
+from planning.make import make_plan
+from tools.rehearsal import Measured, config_of, held, memory_of, table
+
+
+@pytest.fixture
+def config(tiny_sana_dir, tmp_path):
+    return config_of("sana-1.6b", tiny_sana_dir, tmp_path, 32)
+
+
+def plain(parts: dict[str, int | None]) -> int:
+    """Without the passes."""
+    return sum(size or 0 for what, size in parts.items() if "passes" not in what)
+
+
+def test_a_learner_holds_what_the_plan_says_once_it_has_published(config):
+    """Tensors and shards, by a walk over the process, as the rehearsal takes it from an actor. The
+    plan's optimiser and conditioning come with the first update.
+    """
+
+    class Learner:
+        def __init__(self) -> None:
+            self._shards: list[object] = []
+
+    gc.collect()
+    actor, before = Learner(), held(None)
+    trainer = Trainer(config)
+    _, actor._shards, _ = trainer.export(0)
+    gc.collect()
+    parts = make_plan(config).memory["learner"]
+    later = sum(size or 0 for what, size in parts.items() if what.startswith(("opt", "cond")))
+    found = held(actor) - before
+    # beside them the schedule of sigmas, and single numbers
+    assert found == pytest.approx(plain(parts) - later, abs=500)
+    del trainer
+
+
+def test_a_walk_counts_memory_once():
+    before = held(None)
+    tensor = torch.zeros(1000)
+    views = [tensor.view(10, 100), tensor[5:]]
+    assert held(None) - before == 4000 and len(views) == 2
+
+
+def test_memory_of_a_process_is_at_least_its_tensors():
+    before = memory_of(os.getpid())
+    tensor = torch.ones(50_000_000)
+    assert memory_of(os.getpid()) - before > 0.9 * tensor.nbytes
+
+
+def test_what_is_off_by_more_than_a_twentieth_is_said(config):
+    plan = make_plan(config)
+    store = sum(plan.store.values())
+    found = Measured(
+        {kind: plain(plan.memory[kind]) for kind in ("rollout", "learner", "encoder")},
+        broadcast=plan.broadcast,
+        store=store,
+    )
+    shown, off = table(plan, found)
+    assert off == [] and [row[0].text for row in shown.body] == [
+        *("rollout", "learner", "encoder"),
+        *("broadcast", "object store, at most"),
+    ]
+    wrong = replace(found, broadcast=round(1.06 * plan.broadcast), store=round(0.94 * store))
+    assert [line.split(":")[0] for line in table(plan, wrong)[1]] == [
+        "broadcast",
+        "object store, at most",
+    ]

@@ -1,0 +1,96 @@
+"""A process and its device: CUDA is replaced, so that a CPU can tell what is asked of it."""
+
+import json
+
+import pytest
+import torch
+
+from policy import device
+
+
+@pytest.fixture
+def cuda(monkeypatch) -> list[float]:
+    """A GPU as torch would describe it; the shares of its memory that were set."""
+    set_to: list[float] = []
+    for name, value in {
+        "is_available": lambda: True,
+        "set_per_process_memory_fraction": set_to.append,
+        "get_device_name": lambda which: "NVIDIA H200",
+        "get_device_capability": lambda which: (9, 0),
+        "mem_get_info": lambda: (4 * 10**9, 141 * 10**9),
+        "memory_allocated": lambda: 60 * 10**9,
+        "memory_reserved": lambda: 65 * 10**9,
+    }.items():
+        monkeypatch.setattr(torch.cuda, name, value)
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    return set_to
+
+
+@pytest.fixture
+def machine(monkeypatch, tmp_path):
+    """Files of a driver and a toolkit, and no variable that says otherwise."""
+    monkeypatch.delenv("CUDA_VERSION", raising=False)
+    text = "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.65.06  Release Build\n"
+    (tmp_path / "driver").write_text(text)
+    (tmp_path / "toolkit").write_text(json.dumps({"cuda": {"version": "13.0.1"}}))
+    monkeypatch.setattr(device, "DRIVER", tmp_path / "driver")
+    monkeypatch.setattr(device, "TOOLKIT", tmp_path / "toolkit")
+
+
+def test_a_share_of_a_gpu_without_cuda_is_one_line_with_all_versions(machine, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.version, "cuda", "12.8")
+    with pytest.raises(RuntimeError) as error:
+        device.device_for("rollout", 0.5)
+    said = str(error.value)
+    assert said.startswith("services.rollout.gpus = 0.5, but torch sees no CUDA device: driver")
+    assert "driver 580.65.06, CUDA toolkit 13.0.1, torch" in said and "for CUDA 12.8" in said
+    assert said.endswith("or set services.rollout.gpus = 0") and "\n" not in said
+
+
+def test_what_is_not_there_is_said(monkeypatch, tmp_path):
+    monkeypatch.delenv("CUDA_VERSION", raising=False)
+    monkeypatch.setattr(device, "DRIVER", tmp_path / "none")
+    monkeypatch.setattr(device, "TOOLKIT", tmp_path / "none")
+    monkeypatch.setattr(torch.version, "cuda", None)
+    assert (device.driver(), device.toolkit()) == ("none found", "none found")
+    assert device.torch_cuda() == "none, a build for CPUs"
+    monkeypatch.setenv("CUDA_VERSION", "13.0.0")  # of an image
+    assert device.toolkit() == "13.0.0"
+
+
+@pytest.mark.parametrize(
+    ("gpus", "limited", "shares"),
+    [(0.25, True, [0.25]), (0.25, False, []), (1, True, []), (2, True, [])],
+)
+def test_memory_is_limited_to_the_share(cuda, gpus, limited, shares):
+    assert device.device_for("learner", gpus, limited) == torch.device("cuda")
+    assert cuda == shares
+
+
+def test_without_a_share_cuda_is_not_asked(monkeypatch):
+    def asked() -> bool:
+        raise AssertionError("is_available")
+
+    monkeypatch.setattr(torch.cuda, "is_available", asked)
+    assert device.device_for("encoder", 0) == torch.device("cpu")
+
+
+def test_a_device_is_described_by_all_that_results_depend_on(cuda, machine):
+    assert device.describe(torch.device("cpu")) == {"device": "cpu", "torch": torch.__version__}
+    assert device.describe(torch.device("cuda")) == {
+        "device": "NVIDIA H200",
+        "capability": "9.0",
+        "torch": torch.__version__,
+        "cuda": "13.0",
+        "driver": "580.65.06",
+    }
+
+
+def test_out_of_memory_says_what_was_asked_and_what_is_held(cuda):
+    error = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.50 GiB. GPU 0 has ...")
+    assert device.out_of_memory(error) == (
+        "2.50 GiB more were asked for; this process holds 60.0 GB and 5.0 GB in gaps, 4.0 of the"
+        " GPU's 141.0 GB are free"
+    )
+    assert device.out_of_memory(RuntimeError("CUDA out of memory")) is None
