@@ -39,6 +39,7 @@ from policy.lora import (
 )
 from policy.precision.compiling import compile_failures, compiled
 from policy.publish import NonFiniteWeights
+from policy.sampling.guidance import Guided
 from policy.sampling.noise import stream_seed
 from policy.sampling.sample import sample
 from policy.sampling.sde import sample_paths
@@ -95,7 +96,12 @@ class Trainer:
         )
         self.sigmas = self.family.sigmas(config.regenerate.steps)
         self.updater = Updater(
-            self.family, self.transformer, self.objective, config.optimizer, self.device
+            self.family,
+            self.transformer,
+            self.objective,
+            config.optimizer,
+            self.device,
+            Guided.of(config.guidance, "train"),
         )
         self.replicas = Replicas()
         self._exporter = PolicyExporter(config, self.family, self.transformer, self.device)
@@ -125,6 +131,7 @@ class Trainer:
         weights: str | None = None,
         solver: str | None = None,
         batch_size: int | None = None,
+        guidance: float | None = None,
     ) -> tuple[Record, np.ndarray]:
         """(samples, images uint8 [K, 3, H, W]) of K seeds; samples has "latents" float32 [K,
         *latent].
@@ -140,7 +147,8 @@ class Trainer:
             raise ValueError(
                 f"weights {name!r} are unknown: use one of {', '.join((*self.adapters, 'base'))}"
             )
-        size = batch_size or settings.batch_size
+        size, scales = batch_size or settings.batch_size, self.config.guidance
+        guided = Guided.at(scales, scales.regenerate if guidance is None else guidance)
         rows = cond.repeat(len(seeds)) if len(cond) == 1 else cond
         with (
             torch.no_grad(),
@@ -148,20 +156,31 @@ class Trainer:
             compile_failures("regenerate.compile"),
         ):
             samples = self._sample(
-                rows, list(seeds), steps or settings.steps, solver or self.config.plan.solver, size
+                rows,
+                list(seeds),
+                steps or settings.steps,
+                solver or self.config.plan.solver,
+                size,
+                guided,
             )
             images = self.family.decode(self.vae, samples["latents"], batch_size=size)
         return {key: tensor.numpy() for key, tensor in samples.items()}, images.numpy()
 
     def _sample(
-        self, rows: Conditioning, seeds: list[int], steps: int, solver: str, size: int
+        self,
+        rows: Conditioning,
+        seeds: list[int],
+        steps: int,
+        solver: str,
+        size: int,
+        guided: Guided | None,
     ) -> dict[str, Tensor]:
         """The samples of ``regenerate``. A path's noise has a stream named by the sample's seed."""
         paths = self.objective.path_solver
         if paths is None or solver != paths.name:
             return {
                 "latents": sample(
-                    self.family, self._denoiser, rows, seeds, steps, solver, batch_size=size
+                    self.family, self._denoiser, rows, seeds, steps, solver, size, guided
                 )
             }
         starts = seeds[:1] * len(seeds) if self.objective.one_noise else seeds
@@ -173,7 +192,7 @@ class Trainer:
             else None
         )
         drawn = sample_paths(
-            self.family, self._denoiser, rows, starts, streams, steps, paths, size, window
+            self.family, self._denoiser, rows, starts, streams, steps, paths, size, guided, window
         )
         found = {"latents": drawn.latents, "states": drawn.states, "log_probs": drawn.log_probs}
         return found if window is None else found | {"stochastic": drawn.stochastic}
