@@ -105,11 +105,12 @@ def _sampling(
     dtype: torch.dtype,
     quantised: Sequence[str] = (),
 ) -> Work:
-    """Operations of one velocity of ``batch`` images, and the peak of a pass of ``rows``."""
+    """Operations of one velocity of ``batch`` images, and peak and widest of a pass of ``rows``."""
     work = memory.sampling_work(family, transformer, batch, dtype, quantised)
     if rows == batch:
         return work
-    return replace(work, peak=memory.sampling_work(family, transformer, rows, dtype).peak)
+    whole = memory.sampling_work(family, transformer, rows, dtype, quantised)
+    return replace(work, peak=whole.peak, widest=whole.widest)
 
 
 @functools.cache
