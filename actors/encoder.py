@@ -20,8 +20,9 @@ class EncoderActor:
     def __init__(self, tree: Tree):
         run, _ = begin(tree, "encoder")
         dtype = DTYPES[run.regenerate.precision]
+        negative = run.guidance.negative_prompt if run.guidance.stages else None
         self._device = begin_torch(run, "encoder")
-        self._text = family_for(run.model).load_text(self._device, dtype)
+        self._text = family_for(run.model).load_text(self._device, dtype, negative)
 
     def ready(self) -> ActorInfo:
         """Who this is; answers once the model is loaded."""

@@ -92,6 +92,7 @@ class GenerateRequest:
     steps: int
     solver: str | None  # None: that of the objective
     weights: str | None = None  # current, old, ema or base; None: the policy that is sampled
+    guidance: float | None = None  # classifier-free, 1: none; None: that of regenerating
 
 
 @dataclass(frozen=True)

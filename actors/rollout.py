@@ -24,6 +24,7 @@ from policy.precision.backends import Backend, available_backends, eager_note, r
 from policy.precision.compiling import computing
 from policy.precision.counting import configured_step
 from policy.precision.wire import Manifest
+from policy.sampling.guidance import Guided
 from policy.types import DTYPES, Conditioning
 
 
@@ -39,6 +40,7 @@ class RolloutActor:
             raise RuntimeError(
                 f"arm {self._run.arm!r} explores nothing: it needs no rollout actors"
             )
+        self._guided = Guided.at(self._run.guidance, exploration.guidance)
         self._own, why = resolve_backend(
             exploration.backend,
             self._device,
@@ -49,7 +51,9 @@ class RolloutActor:
         self._explorer: Explorer | None = self._build(self._own)
 
     def _build(self, backend: Backend) -> Explorer:
-        run, family = self._run, family_for(self._run.model)
+        run = self._run
+        smaller = run.explored_model != run.model
+        family = family_for(run.explored_model)
         return Explorer(
             family,
             backend,
@@ -59,6 +63,7 @@ class RolloutActor:
             activation_amax=run.explore.activation_amax,
             compile=run.explore.compile,
             trained=run.lora.targets or family.lora_targets,
+            full=family_for(run.model) if smaller else None,
             vae=load_decoder(run, family, self._device),
         )
 
@@ -96,7 +101,7 @@ class RolloutActor:
         explorer = self._with(request.key.version, str(request.key))
         start = time.perf_counter()
         images, latents = explorer.explore(
-            conditioning, request.seeds, request.steps, request.solver
+            conditioning, request.seeds, request.steps, request.solver, self._guided
         )
         samples = {"latents": latents} if request.return_latents else {}
         return time.perf_counter() - start, images, samples
@@ -108,7 +113,9 @@ class RolloutActor:
             RuntimeError: the weights here are not the version that is asked for.
         """
         explorer = self._with(request.version, "the identity check")
-        latents = explorer.latents(conditioning, request.seeds, request.steps, request.solver)
+        latents = explorer.latents(
+            conditioning, request.seeds, request.steps, request.solver, self._guided
+        )
         kind = computing(self._device, explorer.backend.name, self._run.explore.compile)
         return Probed(latents.numpy(), kind)
 

@@ -30,7 +30,8 @@ from policy.precision.compiling import compiled, compiler_missing
 from policy.precision.swap import quantise_plan, swap_linears, weight_modules
 from policy.types import Conditioning
 
-TEXT_TOKENS, SMALL_TEXT_TOKENS = {"sd3": 256, "flux": 512, "sana": 300}, 32
+TEXT_TOKENS, SMALL_TEXT_TOKENS = {"sd3": 256, "sana": 300}, 32
+"""Where they are not 512."""
 WIDTH = 256
 SMALL: dict[str, dict[str, Any]] = {
     "sd3": {
@@ -57,7 +58,23 @@ SMALL: dict[str, dict[str, Any]] = {
         "cross_attention_dim": WIDTH,
         "caption_channels": WIDTH,
     },
+    "qwen_image": {"num_layers": 2, "num_attention_heads": 2, "joint_attention_dim": WIDTH},
+    "z_image": {
+        "n_layers": 2,
+        "n_refiner_layers": 1,
+        "dim": 384,
+        "n_heads": 3,
+        "n_kv_heads": 3,
+        "cap_feat_dim": WIDTH,
+    },
+    "flux2": {
+        "num_layers": 1,
+        "num_single_layers": 2,
+        "num_attention_heads": 2,
+        "joint_attention_dim": WIDTH,
+    },
 }
+SMALL["flux2_klein"] = SMALL["flux2"]
 """For machines without a GPU: blocks of the published kinds, few and narrow."""
 
 
@@ -111,7 +128,7 @@ def case_of(name: str, pixels: int | None, small: bool) -> Iterator[Case]:
         settings = Model(
             family=family,
             path=str(path),
-            max_sequence_length=SMALL_TEXT_TOKENS if small else TEXT_TOKENS[family],
+            max_sequence_length=SMALL_TEXT_TOKENS if small else TEXT_TOKENS.get(family, 512),
             guidance=guidance,
             **size,
         )

@@ -6,8 +6,9 @@ import argparse
 from pathlib import Path
 
 from cli.common import DONE, add_checkpoint, run_at
+from configs.load import ConfigError
 
-HELP = "write a LoRA that stock diffusers loads"
+HELP = "write a LoRA that stock diffusers loads, and its model card"
 
 
 def declare(sub: argparse.ArgumentParser) -> None:
@@ -16,13 +17,34 @@ def declare(sub: argparse.ArgumentParser) -> None:
     sub.add_argument("out", help="directory to write")
     sub.add_argument("--weights", choices=("ema", "current", "old"), default="ema")
     add_checkpoint(sub)
+    declared = "what the card declares; as the base model's own card does unless given"
+    sub.add_argument("--licence", "--license", metavar="NAME", help=declared)
+    hub = "put the directory on the hub, as the repository of this name"
+    sub.add_argument("--push", metavar="OWNER/NAME", help=hub)
+    sub.add_argument("--private", action="store_true", help="make that repository a private one")
 
 
 def run(options: argparse.Namespace) -> int:
-    """Write the directory."""
+    """Write the directory, and push it where asked to."""
     rundir, config = run_at(options.run)
-    from cluster.driver.offline import export_run
+    from analysis.card import Export, write_card
+    from analysis.hub import check_hub, push
+    from cluster.driver.offline import checkpoint_step, export_run, find_checkpoint
 
-    file = export_run(rundir, config, Path(options.out), options.weights, options.checkpoint)
-    print(f"wrote {file}")
+    if options.private and not options.push:
+        raise ConfigError("--private: only what is pushed can be private: add --push OWNER/NAME")
+    if options.push:
+        check_hub(options.push)
+    out, step = Path(options.out), checkpoint_step(find_checkpoint(rundir, options.checkpoint))
+    export_run(rundir, config, out, options.weights, step)
+    export = Export(options.weights, step, options.push or ".")
+    try:
+        write_card(out, rundir.path, config, export, options.licence)
+    except OSError as error:
+        raise ConfigError(
+            f"{out}: the card cannot be written ({error.strerror or error}): give another directory"
+        ) from None
+    print(f"wrote {out}")
+    if options.push:
+        print(f"pushed {push(out, options.push, options.private)}")
     return DONE

@@ -11,6 +11,10 @@ FAMILIES: dict[str, str] = {
     "sd3": "policy.families.sd3:SD3",
     "flux": "policy.families.flux:Flux",
     "sana": "policy.families.sana:Sana",
+    "qwen_image": "policy.families.qwen_image:QwenImage",
+    "z_image": "policy.families.z_image:ZImage",
+    "flux2": "policy.families.flux2:Flux2",
+    "flux2_klein": "policy.families.flux2:Flux2Klein",
 }
 """What ``model.family`` may be, and the class that speaks for it: ``module:class``."""
 

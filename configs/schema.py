@@ -9,7 +9,7 @@ only what differs. ``RunConfig`` is the root; its tables are in ``configs/sectio
 from __future__ import annotations
 
 import re
-from typing import Literal, cast
+from typing import Literal, cast, get_args
 
 from pydantic import Field, field_validator, model_validator
 
@@ -26,6 +26,7 @@ from configs.sections import (
     Ema,
     Evaluate,
     Explore,
+    Guidance,
     Logging,
     Lora,
     Model,
@@ -35,6 +36,7 @@ from configs.sections import (
     Publish,
     Regenerate,
     Selection,
+    Solver,
     Stop,
 )
 from configs.services import Services
@@ -59,6 +61,7 @@ class RunConfig(Section):
     )
     model: Model
     prompts: Prompts
+    guidance: Guidance = Guidance()
     explore: Explore = Explore()
     selection: Selection = Selection()
     regenerate: Regenerate = Regenerate()
@@ -109,7 +112,13 @@ class RunConfig(Section):
                 f"selection.keep: {keep} is odd, but rule 'best_worst' keeps as many best as worst:"
                 " use an even number"
             )
+        self._possible_size()
         if why := _one_stage(self.arm, self.plan):
+            if self.explored_model != self.model:
+                raise ValueError(
+                    f"explore.height: arm {self.arm!r} {why}, so it cannot explore at another size:"
+                    " leave explore.height and explore.width out"
+                )
             if self.explore_ahead:
                 raise ValueError(
                     f"explore_ahead: arm {self.arm!r} {why}, so it cannot explore with an older"
@@ -139,6 +148,13 @@ class RunConfig(Section):
             self.objective, self.arm, selects, plan.regenerate, plan.solver, steps
         ):
             raise ValueError(why)
+        guidance = self.guidance
+        if plan.solver not in get_args(Solver) and guidance.train != guidance.regenerate:
+            raise ValueError(
+                f"guidance.train: {guidance.train:g} is not guidance.regenerate ="
+                f" {guidance.regenerate:g}: {plan.solver!r} is trained on the densities of the"
+                " steps that were taken"
+            )
         labels = [scorer.label for scorer in self.rewards.everyone]
         if strangers := sorted(self.services.scorers.keys() - set(labels)):
             raise ValueError(
@@ -146,6 +162,27 @@ class RunConfig(Section):
                 f" {', '.join(labels)}"
             )
         return self
+
+    def _possible_size(self) -> None:
+        """Raises ValueError for proxy images whose noise is no whole part of the full one."""
+        sizes = {side: getattr(self.explore, side) for side in ("height", "width")}
+        if None in sizes.values() and any(sizes.values()):
+            raise ValueError("explore.height: one side alone is given: give both, or none")
+        for side, pixels in sizes.items():
+            full = getattr(self.model, side)
+            if pixels is not None and full % pixels:
+                raise ValueError(
+                    f"explore.{side}: {pixels} is no whole part of model.{side} = {full}: the noise"
+                    " of proxy images is that of full ones, in whole blocks"
+                )
+
+    @property
+    def explored_model(self) -> Model:
+        """``model`` at the size of proxy images."""
+        height, width = self.explore.height, self.explore.width
+        if height is None or width is None:
+            return self.model
+        return self.model.model_copy(update={"height": height, "width": width})
 
     def scorers_of(self, kind: str) -> tuple[str, ...]:
         """Labels of the scorers that actors of ``reward`` or ``scorers.<label>`` hold."""
@@ -189,6 +226,7 @@ class Exploration(Section):
     steps: int
     solver: AnySolver
     backend: BackendName
+    guidance: float = 1.0
 
 
 class ArmPlan(Section):
@@ -216,5 +254,6 @@ class ArmPlan(Section):
             steps=explore.steps if two_stages else full.steps,
             solver=explore.solver if two_stages else solver,
             backend=full.precision if config.arm == "naive_scaling" else explore.backend,
+            guidance=config.guidance.scale("explore" if two_stages else "regenerate"),
         )
         return cls(explore=stage, regenerate=two_stages, solver=solver)

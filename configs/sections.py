@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, get_args
 
 from pydantic import Field, model_validator
 
@@ -68,6 +68,38 @@ class Model(Section):
         return self
 
 
+Stage = Literal["explore", "regenerate", "train", "evaluate"]
+
+
+class Guidance(Section):
+    """Classifier-free guidance: v_negative + scale (v - v_negative), each stage its own scale."""
+
+    explore: float = Field(default=1.0, ge=1, description="1: off, one velocity per step")
+    regenerate: float = Field(
+        default=1.0, ge=1, description="also of samples that are trained on without exploring"
+    )
+    train: float = Field(
+        default=1.0,
+        ge=1,
+        description="of the velocities in the objective; on paths it must be that of regenerate",
+    )
+    evaluate: float = Field(default=1.0, ge=1)
+    negative_prompt: str = ""
+    one_pass: bool = Field(
+        default=True,
+        description="both velocities from one pass of twice the batch; false: two passes",
+    )
+
+    def scale(self, stage: Stage) -> float:
+        """Of a stage; 1 is none."""
+        return float(getattr(self, stage))
+
+    @property
+    def stages(self) -> list[Stage]:
+        """Where there is guidance."""
+        return [stage for stage in get_args(Stage) if self.scale(stage) != 1]
+
+
 class Prompts(Section):
     """Prompt files: a prompt per line (.txt), or JSON lines with `prompt` and metadata (.jsonl)."""
 
@@ -86,6 +118,15 @@ class Explore(Section):
     steps: int = Field(default=6, ge=1, description="sampling steps of a proxy image")
     solver: Solver = "dpmpp_2m"
     backend: BackendName = Field(default="auto", description="precision of the exploring denoiser")
+    height: int | None = Field(
+        default=None,
+        ge=16,
+        multiple_of=8,
+        description="of proxy images, a whole part of model.height; None: model.height",
+    )
+    width: int | None = Field(
+        default=None, ge=16, multiple_of=8, description="the same of model.width; both or none"
+    )
     scale_search: bool = Field(
         default=True,
         description="NVFP4 weights: choose each block's scale among 12 neighbours by squared error",

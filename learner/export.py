@@ -16,6 +16,7 @@ from policy.precision.backends import Backend, packing_backend
 from policy.precision.swap import ModuleRow, quantise_plan
 from policy.precision.wire import Manifest
 from policy.publish import Publisher
+from policy.sampling.guidance import Guided
 from policy.types import Conditioning
 
 Exported = tuple[Manifest, list[np.ndarray], dict[str, float]]
@@ -77,8 +78,12 @@ class PolicyExporter:
         manifest, shards, _ = self._exported
         return recomputed(
             self.config, self.family, self.transformer, self._backend, self.device,
-            manifest, shards, Asked(cond, seeds, steps, solver),
+            manifest, shards, Asked(cond, seeds, steps, solver, self._guided()),
         )  # fmt: skip
+
+    def _guided(self) -> Guided | None:
+        explored = self.config.plan.explore
+        return Guided.at(self.config.guidance, explored.guidance) if explored else None
 
     def _chosen(self, backend: str | None) -> Backend:
         """The explorers' backend, ``backend`` from now on where it is given."""

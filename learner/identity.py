@@ -22,11 +22,12 @@ from configs.services import Service
 from learner.distance import relative_distance
 from policy.device import allow_tf32, tf32_allowed
 from policy.explorer import PackedPolicy
-from policy.families import Family
+from policy.families import Family, family_for
 from policy.lora import adapted_modules
 from policy.precision.backends import BACKENDS, Backend
 from policy.precision.compiling import computing
 from policy.precision.wire import Manifest
+from policy.sampling.guidance import Guided
 from policy.types import DTYPES, Conditioning
 
 SAFETY = 8.0
@@ -41,6 +42,7 @@ class Asked:
     seeds: Sequence[int]
     steps: int
     solver: str
+    guided: Guided | None = None
 
 
 def recomputed(
@@ -58,8 +60,8 @@ def recomputed(
     ``transformer`` is the learner's own, with adapters; it stays as it is. What is needed beside it
     on ``device`` is the packed weights, until this returns. ``bound`` is the relative distance that
     other kernels may make of rounding: the sums of S steps through L layers are rounded S L times,
-    independently, each at most as far as a change of the conditioning by the machine epsilon
-    carries, which is measured here; times ``SAFETY``.
+    twice as often with guidance, independently, each at most as far as a change of the conditioning
+    by the machine epsilon carries, which is measured here; times ``SAFETY``.
     """
     runs = backend if backend.unavailable(device) is None else _emulation(backend, device)
     loaded = DTYPES[config.regenerate.precision]
@@ -68,21 +70,22 @@ def recomputed(
     unpacked = {entry.name.removesuffix(".weight") for entry in manifest.entries}
     _own_weights(own, unpacked)
     with torch.no_grad(), _as_in(config.services.rollout, device):
+        smaller = config.explored_model != config.model
         policy = PackedPolicy(
-            family,
+            family_for(config.explored_model) if smaller else family,
             runs,
             own,
             config.explore.modules_to_not_convert,
             device,
             config.explore.activation_amax,
             trained=config.lora.targets or family.lora_targets,
+            full=family if smaller else None,
         )
         policy.load(manifest, shards)
-        latents = policy.latents(asked.cond, asked.seeds, asked.steps, asked.solver)
-        moved = policy.latents(
-            _nudged(asked.cond, torch.finfo(width).eps), asked.seeds, asked.steps, asked.solver
-        )
-    roundings = asked.steps * len(policy.plan)
+        how = (asked.seeds, asked.steps, asked.solver, asked.guided)
+        latents = policy.latents(asked.cond, *how)
+        moved = policy.latents(_nudged(asked.cond, torch.finfo(width).eps), *how)
+    roundings = asked.steps * len(policy.plan) * (2 if asked.guided else 1)
     bound = SAFETY * math.sqrt(roundings) * relative_distance(moved.numpy(), latents.numpy())
     return latents.numpy(), computing(device, runs.name, False), bound
 

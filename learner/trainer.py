@@ -40,6 +40,7 @@ from policy.lora import (
 from policy.merging import merged
 from policy.precision.compiling import compile_failures, compiled
 from policy.publish import NonFiniteWeights
+from policy.sampling.guidance import Guided
 from policy.sampling.noise import stream_seed
 from policy.sampling.sample import sample
 from policy.sampling.sde import PathSolver, sample_paths
@@ -98,7 +99,12 @@ class Trainer:
         )
         self.sigmas = self.family.sigmas(config.regenerate.steps)
         self.updater = Updater(
-            self.family, self.transformer, self.objective, config.optimizer, self.device
+            self.family,
+            self.transformer,
+            self.objective,
+            config.optimizer,
+            self.device,
+            Guided.of(config.guidance, "train"),
         )
         self.replicas = Replicas()
         self._exporter = PolicyExporter(config, self.family, self.transformer, self.device)
@@ -128,6 +134,7 @@ class Trainer:
         weights: str | None = None,
         solver: str | None = None,
         batch_size: int | None = None,
+        guidance: float | None = None,
     ) -> tuple[Record, np.ndarray]:
         """(samples, images uint8 [K, 3, H, W]) of K seeds; samples has "latents" float32 [K,
         *latent].
@@ -146,7 +153,8 @@ class Trainer:
             raise ValueError(
                 f"weights {name!r} are unknown: use one of {', '.join((*self.adapters, 'base'))}"
             )
-        size = batch_size or settings.batch_size
+        size, scales = batch_size or settings.batch_size, self.config.guidance
+        guided = Guided.at(scales, scales.regenerate if guidance is None else guidance)
         rows = cond.repeat(len(seeds)) if len(cond) == 1 else cond
         steps, solver = steps or settings.steps, solver or self.config.plan.solver
         paths = self.objective.path_solver
@@ -157,18 +165,24 @@ class Trainer:
             (use if paths else merged)(self.transformer, None if name == "base" else name),
             compile_failures("regenerate.compile"),
         ):
-            samples = self._sample(rows, list(seeds), steps, paths or solver, size)
-        images = self.family.decode(self.vae, samples["latents"], batch_size=size)
+            samples = self._sample(rows, list(seeds), steps, paths or solver, size, guided)
+            images = self.family.decode(self.vae, samples["latents"], batch_size=size)
         return {key: tensor.numpy() for key, tensor in samples.items()}, images.numpy()
 
     def _sample(
-        self, rows: Conditioning, seeds: list[int], steps: int, solver: PathSolver | str, size: int
+        self,
+        rows: Conditioning,
+        seeds: list[int],
+        steps: int,
+        solver: PathSolver | str,
+        size: int,
+        guided: Guided | None,
     ) -> dict[str, Tensor]:
         """The samples of ``regenerate``. A path's noise has a stream named by the sample's seed."""
         if isinstance(solver, str):
             return {
                 "latents": sample(
-                    self.family, self._denoiser, rows, seeds, steps, solver, batch_size=size
+                    self.family, self._denoiser, rows, seeds, steps, solver, size, guided
                 )
             }
         starts = seeds[:1] * len(seeds) if self.objective.one_noise else seeds
@@ -180,7 +194,7 @@ class Trainer:
             else None
         )
         drawn = sample_paths(
-            self.family, self._denoiser, rows, starts, streams, steps, solver, size, window
+            self.family, self._denoiser, rows, starts, streams, steps, solver, size, guided, window
         )
         found = {"latents": drawn.latents, "states": drawn.states, "log_probs": drawn.log_probs}
         return found if window is None else found | {"stochastic": drawn.stochastic}

@@ -16,6 +16,7 @@ from learner.objectives.base import Objective, Points
 from learner.replicas import Replicas
 from policy.families.base import Family
 from policy.lora import trainable, use
+from policy.sampling.guidance import Guided, velocity
 from policy.types import Conditioning
 
 
@@ -53,7 +54,9 @@ class Updater:
         objective: Objective,
         settings: Optimizer,
         device: torch.device,
+        guided: Guided | None = None,
     ) -> None:
+        self.guided = guided
         self.family, self.transformer, self.objective = family, transformer, objective
         self.settings, self.device = settings, device
         self.replicas = Replicas()
@@ -271,7 +274,9 @@ class Updater:
 
     def _velocity(self, points: Points, cond: Conditioning, policy: str) -> Tensor:
         with use(self.transformer, None if policy == "ref" else policy):
-            return self.family.velocity(self.transformer, points.x_t, points.sigma, cond)
+            return velocity(
+                self.family, self.transformer, points.x_t, points.sigma, cond, self.guided
+            )
 
     def _diagnose(self, samples: Samples, points: Points, what: str) -> NonFiniteTraining:
         """Run the batch again, policy by policy; names the first module that is not finite."""

@@ -9,9 +9,12 @@ from __future__ import annotations
 import functools
 import json
 import math
+import re
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
+import torch
 from pydantic import TypeAdapter
 from torch import nn
 
@@ -26,6 +29,8 @@ from policy.memory import Work
 from policy.precision.backends import Backend
 from policy.types import DTYPES
 
+FOR_IMAGES = re.compile(r"\b(visual|vision_tower|multi_modal_projector)\b")
+"""Parts of text encoders that also take images, which a prompt does not go through."""
 KEPT = Path(__file__).parent / "layouts" / "counted.json"
 
 
@@ -97,18 +102,49 @@ def _shared_key(config: RunConfig, backend: str) -> str:
         *(config.optimizer.batch_size, int(config.optimizer.gradient_checkpointing)),
         *(lora.rank, "+".join(lora.targets)),
     ]
+    doubled = [stage for stage in config.guidance.stages if config.guidance.one_pass]
+    if config.explored_model != model:
+        parts += [config.explored_model.height, config.explored_model.width]
+    if doubled:
+        parts.append("+".join(doubled))
     return " ".join(str(part) for part in parts)
+
+
+def _rows(config: RunConfig, batch: int, *scales: float) -> int:
+    """Rows in a pass for ``batch`` images where one of ``scales`` guides."""
+    twice = config.guidance.one_pass and any(scale != 1 for scale in scales)
+    return 2 * batch if twice else batch
+
+
+def _sampling(
+    family: Family,
+    transformer: nn.Module,
+    batch: int,
+    rows: int,
+    dtype: torch.dtype,
+    quantised: Sequence[str] = (),
+) -> Work:
+    """Operations of one velocity of ``batch`` images, and peak and widest of a pass of ``rows``."""
+    work = memory.sampling_work(family, transformer, batch, dtype, quantised)
+    if rows == batch:
+        return work
+    whole = memory.sampling_work(family, transformer, rows, dtype, quantised)
+    return replace(work, peak=whole.peak, widest=whole.widest)
 
 
 @functools.cache
 def _kept() -> dict[str, Counts]:
     ids = {published(name)["hub_id"] for name in published_names()}
-    rows = TypeAdapter(dict[str, Counts]).validate_json(KEPT.read_bytes())
     return {
         key: row
-        for key, row in rows.items()
+        for key, row in kept_rows().items()
         if key.partition(" ")[0] in ids and not Path(key.partition(" ")[0]).exists()
     }
+
+
+def kept_rows(path: Path = KEPT) -> dict[str, Counts]:
+    """The counts that are kept, by their keys."""
+    return TypeAdapter(dict[str, Counts]).validate_json(path.read_bytes())
 
 
 def write_kept(rows: dict[str, Counts], path: Path = KEPT) -> None:
@@ -148,13 +184,16 @@ def _of_backend(config: RunConfig, family: Family, backend: Backend) -> Counts:
     )
     quantised = [row.name for row in rows if row.quantised]
     sent = memory.wire_bytes(rows, layers, adapted, backend)
+    size = {"height": config.explored_model.height, "width": config.explored_model.width}
+    smaller = type(family)(family.model.model_copy(update=size))
+    scale = config.plan.explore.guidance if config.plan.explore else 1.0
     _seen[key] = replace(
         _common(config, family),
         quantised=sum(math.prod(row.shape) for row in rows if row.quantised),
         rollout=memory.held_bytes(transformer),
         broadcast=sent.total,
         changing=sent.changing,
-        step=memory.sampling_work(family, base, batch, dtype, quantised),
+        step=_sampling(smaller, base, batch, _rows(config, batch, scale), dtype, quantised),
     )
     return _seen[key]
 
@@ -170,13 +209,18 @@ def _common(config: RunConfig, family: Family) -> Counts:
     encoders = memory.text_encoders(family, dtype)
     base = memory.blank(family, "transformer", dtype)
     weights, denoiser = sum(p.numel() for p in base.parameters()), memory.held_bytes(base)
-    merged = memory.sampling_work(family, base, again, dtype)
+    scales = config.guidance
+    rows = _rows(config, again, scales.regenerate, scales.evaluate)
+    merged = _sampling(family, base, again, rows, dtype)
     trained = memory.adapt(base, family, config.lora)
     autoencoder, decode = memory.decoding_work(family, again)
-    adapted = memory.sampling_work(family, base, again, dtype)
-    training = memory.training_work(
-        family, base, config.optimizer.batch_size, dtype, config.optimizer.gradient_checkpointing
-    )
+    adapted = _sampling(family, base, again, rows, dtype)
+    points, checkpointing = config.optimizer.batch_size, config.optimizer.gradient_checkpointing
+    training = memory.training_work(family, base, points, dtype, checkpointing)
+    rows = _rows(config, points, scales.train)
+    if rows != points:
+        peak = memory.training_work(family, base, rows, dtype, checkpointing).peak
+        training = replace(training, peak=peak)
     _seen[key] = Counts(
         weights=weights,
         quantised=0,
@@ -203,11 +247,11 @@ def _common(config: RunConfig, family: Family) -> Counts:
 
 
 def _text_flops(encoders: dict[str, nn.Module], tokens: int) -> int:
-    """Products of one prompt's tokens with the weights of all linears."""
+    """Products of one prompt's tokens with the weights of all linears, but those for images."""
     linears = (
         module
         for encoder in encoders.values()
-        for module in encoder.modules()
-        if isinstance(module, nn.Linear)
+        for name, module in encoder.named_modules()
+        if isinstance(module, nn.Linear) and not FOR_IMAGES.search(name)
     )
     return 2 * tokens * sum(linear.weight.numel() for linear in linears)

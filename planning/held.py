@@ -81,7 +81,7 @@ def _learner(
     if config.explore_ahead:
         adapters.add("previous")
     sampled, points = config.regenerate.batch_size, config.optimizer.batch_size
-    per_prompt = memory.conditioning_like(family, 1, dtype)
+    per_prompt = memory.conditioning_bytes(family, dtype, bool(config.guidance.stages))
     replicas = config.services.learner.replicas
     prompts = -(-config.prompts.per_iteration // replicas)  # of the replica that has most
     held: dict[str, int | None] = {
@@ -89,9 +89,7 @@ def _learner(
         "autoencoder, fp32": counts.autoencoder,
         f"{len(adapters)} adapters, fp32": len(adapters) * counts.trained * 4,
         "optimiser, fp32": 2 * counts.trained * 4,
-        "conditioning": (
-            prompts * sum(t.numel() * t.element_size() for t in per_prompt.tensors.values())
-        ),
+        "conditioning": prompts * per_prompt,
         f"merged weights and passes of {sampled} images, or passes of {points} points": max(
             counts.targets + counts.merged.peak, counts.decode_again, counts.training.peak
         ),

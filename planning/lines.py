@@ -49,11 +49,17 @@ def _summary(plan: Plan) -> list[str]:
             f"explore     {arm.explore.pool_size} seeds, {arm.explore.steps} steps"
             f" {arm.explore.solver}, {plan.backend} ({plan.why})"
         )
+    small, scales = config.explored_model, config.guidance
+    if arm.explore is not None and small != model:
+        explore += f", {small.width}x{small.height}"
     full = f"{config.regenerate.steps} steps {arm.solver}, {config.regenerate.precision}"
     regenerate = (
         f"{keep} seeds, {full}" if arm.regenerate else "nothing: trained on what was explored"
     )
     guidance = "" if model.guidance is None else f", embedded guidance {model.guidance:g}"
+    if scales.stages:
+        each = ", ".join(f"{stage} {scales.scale(stage):g}" for stage in scales.stages)
+        guidance += f", classifier-free guidance ({each})"
     return [
         (
             f"{config.name}: arm {config.arm}, objective {config.objective.name},"

@@ -176,7 +176,7 @@ def described(config: RunConfig) -> Iterator[tuple[Family, str]]:
         if names:
             model = model.model_copy(update={"path": str(write_configs(names[0], scratch))})
         family = family_for(model)
-        family.check()
+        family.check(config.guidance)
         yield (
             family,
             (f"published architecture {names[0]}" if names else "its own configuration files"),
@@ -230,7 +230,7 @@ def _store(config: RunConfig, family: Family, broadcast: int, dtype: torch.dtype
         config.regenerate.steps + 2 if objective.path_solver else 1
     )  # the path with its start, and the latents themselves
     kept = regenerated * states + (0 if config.plan.regenerate else explored)
-    conditioning = memory.conditioning_like(family, 1, dtype).tensors.values()
+    conditioning = memory.conditioning_bytes(family, dtype, bool(config.guidance.stages))
     return {
         f"{NUMBERS[versions_held(config)]} versions of the weights, per node with rollout actors": (
             versions_held(config) * broadcast
@@ -239,9 +239,7 @@ def _store(config: RunConfig, family: Family, broadcast: int, dtype: torch.dtype
             prompts * (explored + regenerated) * image
         ),
         "samples to train on": prompts * kept * latent,
-        "conditioning": (
-            prompts * sum(tensor.numel() * tensor.element_size() for tensor in conditioning)
-        ),
+        "conditioning": prompts * conditioning,
     }
 
 

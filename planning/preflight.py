@@ -25,8 +25,10 @@ def check_model(config: RunConfig) -> None:
     """Raises ConfigError for a model that is missing or unsuitable; reads no weights."""
     try:
         family = family_for(config.model)
-        family.check()
+        family.check(config.guidance)
         family.check_weights()
+        if config.explored_model != config.model:
+            check_explored(config)
         if config.lora.targets:
             from policy.lora import target_modules
 
@@ -65,6 +67,14 @@ def layers_on_disk(family: Family) -> list[str]:
             matrices = (path for path in biased if f"{path}.weight" in names)
             found += (p for p in matrices if len(opened.get_slice(f"{p}.weight").get_shape()) > 1)
     return found
+
+
+def check_explored(config: RunConfig) -> None:
+    """Raises ValueError for a size of proxy images that the model cannot draw."""
+    try:
+        family_for(config.explored_model).check()
+    except ValueError as error:
+        raise ValueError(str(error).replace("model.", "explore.", 1)) from None
 
 
 def check_explorers(config: RunConfig) -> None:

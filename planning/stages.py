@@ -51,40 +51,56 @@ def stages_of(config: RunConfig, counts: Counts) -> tuple[dict[str, Stage], Stag
     Nothing is quantised for an arm that explores at full precision.
     """
     prompts, plan, full = config.prompts.per_iteration, config.plan, config.regenerate
-    rollout, learner = config.services.rollout, config.services.learner
+    rollout, learner, scales = config.services.rollout, config.services.learner, config.guidance
     step, adapted = (work.flops / full.batch_size for work in (counts.merged, counts.adapted))
     mine = learner.count * (min(1.0, learner.gpus) or 1.0)
     stages: dict[str, Stage] = {}
+    small, whole = config.explored_model, config.model
+    area = small.height * small.width / (whole.height * whole.width)
     if plan.explore is not None:
         images = prompts * plan.explore.pool_size
-        calls = images * plan.explore.steps / batch_of(config)
+        calls = images * plan.explore.steps / batch_of(config) * passes(plan.explore.guidance)
         backend = BACKENDS.get(plan.explore.backend)  # None: "auto", which quantises
         narrow = proxy_dtype(config, on_gpus(config, rollout)) == torch.bfloat16
         quantised = counts.step.quantised if backend is None or backend.quantises else 0
         stages["explore"] = Stage(
             unquantized=calls * (counts.step.flops - quantised),
             quantised=calls * quantised,
-            decoding=images * counts.proxy_flops,
+            decoding=images * counts.proxy_flops * area,
             decoding_rate=1.0 if narrow else 0.5,
             gpus=rollout.actors * (min(1.0, rollout.gpus) or 1.0),
         )
     if plan.regenerate:
         images = prompts * (config.selection.keep + config.audit.random_seeds)
         objective = build_objective(config.objective, config.stop.max_kl is not None)
-        stages["regenerate"] = Stage(  # paths are drawn with adapters beside the weights
-            images * full.steps * (adapted if objective.path_solver else step),
+        # paths are drawn with adapters beside the weights
+        one = adapted if objective.path_solver else step
+        stages["regenerate"] = Stage(
+            images * full.steps * one * passes(scales.regenerate),
             decoding=images * counts.decode_flops,
             gpus=mine,
         )
     points, others = training_points(config)
     trained = counts.training.flops / config.optimizer.batch_size
     stages["update"] = Stage(
-        prompts * config.selection.keep * points * (trained + others * adapted), gpus=mine
+        prompts
+        * config.selection.keep
+        * points
+        * (trained + others * adapted)
+        * passes(scales.train),
+        gpus=mine,
     )
     images = config.evaluate.prompts * config.evaluate.noises
     return stages, Stage(
-        images * config.evaluate.steps * step, decoding=images * counts.decode_flops, gpus=mine
+        images * config.evaluate.steps * step * passes(scales.evaluate),
+        decoding=images * counts.decode_flops,
+        gpus=mine,
     )
+
+
+def passes(guidance: float) -> int:
+    """Velocities per step at a scale of classifier-free guidance."""
+    return 1 if guidance == 1 else 2
 
 
 def training_points(config: RunConfig) -> tuple[int, float]:

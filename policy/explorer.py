@@ -14,6 +14,7 @@ from policy.precision.backends import Backend
 from policy.precision.compiling import compile_failures, compiled
 from policy.precision.swap import ModuleRow, quantise_plan, swap_linears
 from policy.precision.wire import Manifest, WireError, unpack_into
+from policy.sampling.guidance import Guided
 from policy.sampling.sample import sample
 from policy.types import Conditioning
 
@@ -36,13 +37,17 @@ class PackedPolicy:
         activation_amax: str = "power_of_two",
         compile: bool = False,
         trained: Sequence[str] | None = None,
+        full: Family | None = None,
     ) -> None:
         """``transformer``: without adapters; its linears are replaced.
+
+        ``full``, where images are smaller than those: whose initial noises are cut down.
 
         ``trained``: suffixes of the modules whose weights must come with every version; None: what
         comes is taken. ``compile`` and ``activation_amax`` as in ``Explorer``.
         """
         self.family, self.backend, self.device = family, backend, torch.device(device)
+        self.full = full
         self.transformer = transformer
         self._trained = set(target_modules(transformer, trained) if trained else ())
         self.plan: list[ModuleRow] = quantise_plan(
@@ -94,7 +99,14 @@ class PackedPolicy:
         return targets
 
     @torch.no_grad()
-    def latents(self, cond: Conditioning, seeds: Sequence[int], steps: int, solver: str) -> Tensor:
+    def latents(
+        self,
+        cond: Conditioning,
+        seeds: Sequence[int],
+        steps: int,
+        solver: str,
+        guided: Guided | None = None,
+    ) -> Tensor:
         """Float32 [B, *latent] on the CPU, of one prompt at B seeds.
 
         ``cond`` has one row; the seeds are one batch. Raises RuntimeError while there is no
@@ -107,8 +119,16 @@ class PackedPolicy:
                 f"conditioning of {len(cond)} rows: explore takes one prompt at a time"
             )
         with compile_failures("explore.compile"):
+            rows = cond.repeat(len(seeds))
             latents = sample(
-                self.family, self._denoiser, cond.repeat(len(seeds)), seeds, steps, solver
+                self.family,
+                self._denoiser,
+                rows,
+                seeds,
+                steps,
+                solver,
+                guided=guided,
+                full=self.full,
             )
         if not bool(torch.isfinite(latents).all()):
             raise RuntimeError(
@@ -131,6 +151,7 @@ class Explorer(PackedPolicy):
         activation_amax: str = "power_of_two",
         compile: bool = False,
         trained: Sequence[str] | None = None,
+        full: Family | None = None,
         vae: nn.Module | None = None,
     ) -> None:
         """``dtype`` is that of the unquantised parts, unless the backend has one of its own.
@@ -138,7 +159,7 @@ class Explorer(PackedPolicy):
 
         ``compile``: the first call at each batch size compiles the transformer, which takes minutes
         at real size; ValueError where nothing can be compiled. ``activation_amax`` as in
-        ``Backend.replacements``, ``trained`` as in ``PackedPolicy``.
+        ``Backend.replacements``, ``trained`` and ``full`` as in ``PackedPolicy``.
         """
         transformer = family.load_transformer("cpu", backend.dtype or dtype)
         super().__init__(
@@ -150,17 +171,23 @@ class Explorer(PackedPolicy):
             activation_amax,
             compile,
             trained,
+            full,
         )
         self.vae = vae if vae is not None else family.load_vae(self.device, torch.float32)
 
     def explore(
-        self, cond: Conditioning, seeds: Sequence[int], steps: int, solver: str
+        self,
+        cond: Conditioning,
+        seeds: Sequence[int],
+        steps: int,
+        solver: str,
+        guided: Guided | None = None,
     ) -> tuple[np.ndarray, np.ndarray]:
         """(images uint8 [B, 3, H, W], latents float32 [B, *latent]) of one prompt at B seeds.
 
         As ``latents``, decoded.
         """
-        latents = self.latents(cond, seeds, steps, solver)
+        latents = self.latents(cond, seeds, steps, solver, guided)
         with torch.no_grad():
             images = self.family.decode(self.vae, latents)
         return images.numpy(), latents.numpy()

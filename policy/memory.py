@@ -261,6 +261,12 @@ def conditioning_like(
     )
 
 
+def conditioning_bytes(family: Family, dtype: torch.dtype, guided: bool) -> int:
+    """Bytes of one prompt's row, with the negative prompt beside it where there is guidance."""
+    row = conditioning_like(family, 1, dtype).tensors.values()
+    return (1 + guided) * sum(tensor.numel() * tensor.element_size() for tensor in row)
+
+
 # ---- work
 
 
@@ -347,5 +353,5 @@ def decoding_work(family: Family, batch: int, decoder: nn.Module | None = None) 
         vae.enable_tiling()
     latents = torch.empty(batch, *family.latent_shape, device=META, dtype=vae.dtype)
     with torch.no_grad(), _counted(vae, ()) as (tally, _):
-        vae.decode(family.unscale(vae, latents), return_dict=False)[0].float().clamp(0, 1)
+        family.pixels(vae, latents).float().clamp(0, 1)
     return held_bytes(vae), Work(tally.flops, 0, tally.peak)

@@ -18,6 +18,9 @@ and sigma = t in [0, 1].
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 """What a configuration calls a precision."""
 
+NEGATIVE = "negative/"
+"""Before the names of a negative prompt's tensors in a row of conditioning."""
+
 T = TypeVar("T")
 
 
@@ -72,6 +75,25 @@ class Conditioning:
         if not isinstance(index, slice):
             index = torch.as_tensor(index)
         return Conditioning({name: t[index] for name, t in self.tensors.items()})
+
+    def with_negative(self, negative: Conditioning) -> Conditioning:
+        """Each row with the one row of a negative prompt beside it."""
+        beside = negative.repeat(len(self)).tensors
+        return Conditioning(
+            {**self.tensors, **{f"{NEGATIVE}{name}": tensor for name, tensor in beside.items()}}
+        )
+
+    def parted(self) -> tuple[Conditioning, Conditioning]:
+        """(each row's prompt, its negative prompt). Raises ValueError where there is none."""
+        against = {
+            name.removeprefix(NEGATIVE): tensor
+            for name, tensor in self.tensors.items()
+            if name.startswith(NEGATIVE)
+        }
+        if not against:
+            raise ValueError("conditioning without a negative prompt: guidance needs one")
+        along = {name: self.tensors[name] for name in against}
+        return Conditioning(along), Conditioning(against)
 
     @staticmethod
     def cat(parts: Sequence[Conditioning]) -> Conditioning:

@@ -22,6 +22,7 @@ SCORERS: dict[str, str] = {
     "hpsv2": "rewards.openclip:HPSv2",
     "ocr": "rewards.ocr:OcrScorer",
     "http": "rewards.server:HttpScorer",
+    "vlm": "rewards.vlm:VlmScorer",
     "shapes": "rewards.shapes:ShapesScorer",
     "jpeg_compressibility": "rewards.jpeg:JpegCompressibility",
     "jpeg_incompressibility": "rewards.jpeg:JpegIncompressibility",

@@ -37,7 +37,7 @@ class ScoreCache:
     ) -> Attempt:
         """As ``WeightedScorer.attempt``, for the images that are not known."""
         require_images(images, prompts, metadata)
-        contents = [_content(*row) for row in zip(images, prompts, metadata, strict=True)]
+        contents = [content_key(*row) for row in zip(images, prompts, metadata, strict=True)]
         chosen = [label for label in self._scorer.scorers if labels is None or label in labels]
         keys = {
             label: [label.encode() + b"\0" + content for content in contents] for label in chosen
@@ -100,7 +100,7 @@ def _entry(scored: Attempt, label: str, place: int) -> Entry:
     }
 
 
-def _content(image: np.ndarray, prompt: str, metadata: Metadata) -> bytes:
+def content_key(image: np.ndarray, prompt: str, metadata: Metadata) -> bytes:
     """128 bits over everything that a score may depend on."""
     total = xxhash.xxh3_128()
     for part in (repr(image.shape), prompt, json.dumps(metadata, sort_keys=True, default=repr)):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import functools
 import http.client
 import io
 import ipaddress
@@ -11,7 +12,7 @@ import time
 import urllib.error
 import urllib.parse
 import urllib.request
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 from PIL import Image
@@ -59,35 +60,13 @@ class HttpScorer(BuiltIn):
         self.url, self.encoding, self.timeout_s = url, encoding, timeout_s
         self.retries, self.batch_size, self.plain_http = retries, batch_size, plain_http
         self.check(vars(self))
-        handlers: list[urllib.request.BaseHandler] = [_NoRedirect()]
-        if url.startswith("http://"):
-            handlers.append(urllib.request.ProxyHandler({}))  # it would read the images
-        self._opener = urllib.request.build_opener(*handlers)
 
     @staticmethod
     def check(settings: Settings) -> None:
         """Raises ScorerSetupError for settings with which no server can be asked."""
-        url, timeout_s = settings["url"], settings["timeout_s"]
-        if (
-            not isinstance(url, str)
-            or not url.startswith(("http://", "https://"))
-            or not _host(url)
-        ):
-            raise ScorerSetupError(f"url is {url!r}: give http://host:port/path or https://...")
-        if not isinstance(plain := settings["plain_http"], bool):
-            raise ScorerSetupError(f"plain_http is {plain!r}: use true or false")
-        if url.startswith("http://") and not plain and not _is_here(_host(url) or ""):
-            raise ScorerSetupError(
-                f"url is {url!r}: images would go to another machine unencrypted: use https://, or"
-                " set plain_http = true on a network of your own"
-            )
+        require_url(settings["url"], settings["plain_http"])
         require_one_of("encoding", settings["encoding"], TYPES)
-        if (
-            isinstance(timeout_s, bool)
-            or not isinstance(timeout_s, int | float)
-            or not 0 < timeout_s < float("inf")
-        ):
-            raise ScorerSetupError(f"timeout_s is {timeout_s!r}: use a positive time in seconds")
+        require_seconds("timeout_s", settings["timeout_s"])
         require_count("retries", settings["retries"], 0)
         require_count("batch_size", settings["batch_size"], 0)
 
@@ -111,44 +90,65 @@ class HttpScorer(BuiltIn):
         self, images: np.ndarray, prompts: Sequence[str], metadata: Sequence[Metadata]
     ) -> np.ndarray:
         body = encode(self.encoding, images, prompts, metadata)
-        request = urllib.request.Request(
-            self.url, body, {"Content-Type": TYPES[self.encoding], "Accept": "application/json"}
-        )
-        problem = ""
-        for attempt in range(self.retries + 1):
-            if attempt:
-                time.sleep(PAUSE_S * 2 ** (attempt - 1))
-            try:
-                return decode(self._read(request, len(images)), len(images))
-            except urllib.error.HTTPError as error:
-                problem = f"answered {error.code} {error.reason}"[:200]
-                if error.code in range(300, 400):
-                    problem += " (redirects are not followed: give the last url itself)"
-                if error.code < 500 and error.code not in AGAIN:
-                    break
-            # URLError and timeouts are OSErrors
-            except (OSError, http.client.HTTPException) as error:
-                problem = f"did not answer ({getattr(error, 'reason', None) or error})"
-        raise ScorerError(f"{self.url} {_one_line(problem)}, tries: {attempt + 1}")
+        headers = {"Content-Type": TYPES[self.encoding], "Accept": "application/json"}
+        most = ANSWER_BYTES[0] + ANSWER_BYTES[1] * len(images)
+        answer = post(self.url, body, headers, self.timeout_s, self.retries, most)
+        return decode(answer, len(images))
 
-    def _read(self, request: urllib.request.Request, count: int) -> bytes:
-        """The body of the answer, all of it within ``timeout_s``. Raises OSError, ScorerError."""
-        most, deadline = (
-            ANSWER_BYTES[0] + ANSWER_BYTES[1] * count,
-            time.monotonic() + self.timeout_s,
-        )
-        body = b""
-        with self._opener.open(request, timeout=self.timeout_s) as answer:
-            while piece := answer.read1(PIECE):
-                body += piece
-                if len(body) > most:
-                    raise ScorerError(
-                        f"{self.url} answered more than {most} bytes for {count} images: that is no"
-                        " answer with scores"
-                    )
-                if time.monotonic() > deadline:
-                    raise TimeoutError(f"timed out after {self.timeout_s:g} s")
-        return body
+
+def post(
+    url: str, body: bytes, headers: Mapping[str, str], timeout_s: float, retries: int, most: int
+) -> bytes:
+    """What ``url`` answers, up to ``most`` bytes, all of it within ``timeout_s``.
+
+    What may pass is tried again, after pauses that double; where the answer says in Retry-After how
+    many seconds to wait, so long, up to ``timeout_s``. No redirect is followed, and plain http
+    passes no proxy. Raises ScorerError.
+    """
+    request = urllib.request.Request(url, body, dict(headers))
+    problem, pause = "", 0.0
+    for attempt in range(retries + 1):
+        if attempt:
+            time.sleep(max(pause, PAUSE_S * 2 ** (attempt - 1)))
+        pause = 0.0
+        try:
+            return _read(request, timeout_s, most)
+        except urllib.error.HTTPError as error:
+            problem = f"answered {error.code} {error.reason}"[:200]
+            if error.code in range(300, 400):
+                problem += " (redirects are not followed: give the last url itself)"
+            if error.code < 500 and error.code not in AGAIN:
+                break
+            wait = error.headers.get("Retry-After", "")
+            pause = min(float(wait), timeout_s) if wait.isdecimal() else 0.0
+        # URLError and timeouts are OSErrors
+        except (OSError, http.client.HTTPException) as error:
+            problem = f"did not answer ({getattr(error, 'reason', None) or error})"
+    raise ScorerError(f"{url} {_one_line(problem)}, tries: {attempt + 1}")
+
+
+def _read(request: urllib.request.Request, timeout_s: float, most: int) -> bytes:
+    """The body of the answer. Raises OSError, ScorerError."""
+    body, deadline = b"", time.monotonic() + timeout_s
+    with _opener(request.type == "http").open(request, timeout=timeout_s) as answer:
+        while piece := answer.read1(PIECE):
+            body += piece
+            if len(body) > most:
+                raise ScorerError(
+                    f"{request.full_url} answered more than {most} bytes: that is no answer with"
+                    " scores"
+                )
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"timed out after {timeout_s:g} s")
+    return body
+
+
+@functools.cache
+def _opener(plain: bool) -> urllib.request.OpenerDirector:
+    handlers: list[urllib.request.BaseHandler] = [_NoRedirect()]
+    if plain:
+        handlers.append(urllib.request.ProxyHandler({}))  # it would read the images
+    return urllib.request.build_opener(*handlers)
 
 
 class _NoRedirect(urllib.request.HTTPRedirectHandler):
@@ -156,6 +156,29 @@ class _NoRedirect(urllib.request.HTTPRedirectHandler):
 
     def redirect_request(self, *_: object) -> None:
         return None
+
+
+def require_url(url: object, plain_http: object) -> None:
+    """Raise ScorerSetupError unless images may be sent to ``url``."""
+    if not isinstance(url, str) or not url.startswith(("http://", "https://")) or not _host(url):
+        raise ScorerSetupError(f"url is {url!r}: give http://host:port/path or https://...")
+    if not isinstance(plain_http, bool):
+        raise ScorerSetupError(f"plain_http is {plain_http!r}: use true or false")
+    if url.startswith("http://") and not plain_http and not _is_here(_host(url) or ""):
+        raise ScorerSetupError(
+            f"url is {url!r}: images would go to another machine unencrypted: use https://, or"
+            " set plain_http = true on a network of your own"
+        )
+
+
+def require_seconds(name: str, value: object) -> None:
+    """Raise ScorerSetupError unless a setting is a positive time."""
+    if (
+        isinstance(value, bool)
+        or not isinstance(value, int | float)
+        or not 0 < value < float("inf")
+    ):
+        raise ScorerSetupError(f"{name} is {value!r}: use a positive time in seconds")
 
 
 def _is_here(host: str) -> bool:

@@ -9,10 +9,22 @@ import pytest
 from hypothesis import settings
 
 from tests.tiny_flux import tiny_flux_dir
+from tests.tiny_flux2 import tiny_flux2_dir, tiny_flux2_klein_dir
+from tests.tiny_qwen_image import tiny_qwen_image_dir
 from tests.tiny_sana import tiny_sana_dir
 from tests.tiny_sd3 import tiny_sd3_dir
+from tests.tiny_z_image import tiny_z_image_dir
 
-__all__ = ["ray_here", "tiny_flux_dir", "tiny_sana_dir", "tiny_sd3_dir"]
+__all__ = [
+    "ray_here",
+    "tiny_flux2_dir",
+    "tiny_flux2_klein_dir",
+    "tiny_flux_dir",
+    "tiny_qwen_image_dir",
+    "tiny_sana_dir",
+    "tiny_sd3_dir",
+    "tiny_z_image_dir",
+]
 
 # the same examples every time, and no deadline: a busy machine is no failure of the code
 settings.register_profile("suite", derandomize=True, deadline=None)

@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from configs.sections import Model
+from configs.sections import Guidance, Model
 
 if TYPE_CHECKING:
     from policy.families import Family
     from policy.types import Conditioning
 
-NAMES = ("sd3", "flux", "sana")
+NAMES = ("sd3", "flux", "sana", "qwen_image", "z_image", "flux2", "flux2_klein")
 SETTINGS: dict[str, dict[str, Any]] = {
     "sd3": {"height": 16, "width": 16, "max_sequence_length": 12},
     "flux": {"height": 16, "width": 16, "max_sequence_length": 12, "guidance": 3.5},
@@ -28,12 +28,26 @@ SETTINGS: dict[str, dict[str, Any]] = {
         "max_sequence_length": 12,
         "complex_human_instruction": False,
     },
+    "qwen_image": {"height": 16, "width": 16, "max_sequence_length": 16},
+    "z_image": {"height": 16, "width": 16, "max_sequence_length": 40},
+    "flux2": {"height": 16, "width": 16, "max_sequence_length": 24, "guidance": 4.0},
+    "flux2_klein": {"height": 16, "width": 16, "max_sequence_length": 24},
 }
-SOLVER = {"sd3": "euler", "flux": "euler", "sana": "dpmpp_2m"}
+SOLVER = {name: "dpmpp_2m" if name == "sana" else "euler" for name in NAMES}
 """The solver that is the stock pipeline's."""
 PROMPTS = ["a red circle", "two blue crosses above a green square"]
 SEEDS = [11, 2**40 + 3, 7]
-PIPELINES = {"sd3": "StableDiffusion3Pipeline", "flux": "FluxPipeline", "sana": "SanaPipeline"}
+PIPELINES = {
+    "sd3": "StableDiffusion3Pipeline",
+    "flux": "FluxPipeline",
+    "sana": "SanaPipeline",
+    "qwen_image": "QwenImagePipeline",
+    "z_image": "ZImagePipeline",
+    "flux2": "Flux2Pipeline",
+    "flux2_klein": "Flux2KleinPipeline",
+}
+TEXT_MODULES = {name: {"sd3": 3, "flux": 2}.get(name, 1) for name in NAMES}
+"""Text encoders of each."""
 
 
 def tiny_model(name: str, directory: Path, **changes: Any) -> Model:
@@ -58,24 +72,24 @@ def stock_call(
     """What the stock pipeline draws without classifier-free guidance from given noises: latents or
     PIL images.
     """
-    how: dict[str, Any] = {
-        "sd3": {"sigmas": np.linspace(1, 1 / steps, steps).tolist(), "guidance_scale": 1.0},
-        "flux": {"guidance_scale": model.guidance},
-        "sana": {"guidance_scale": 1.0, "use_resolution_binning": False},
-    }[model.family]
-    if model.family == "sana" and not model.complex_human_instruction:
-        how["complex_human_instruction"] = None
-    return pipe(
-        prompt,
+    from policy.families import FAMILIES
+
+    how: dict[str, Any] = FAMILIES[model.family].call_arguments(model, Guidance())
+    if model.family == "sd3":
+        how["sigmas"] = np.linspace(1, 1 / steps, steps).tolist()
+    kept: dict[str, Any] = {}
+    if model.family.startswith("flux2") and output_type == "latent":
+        # one of the two returns them packed, the other as its autoencoder takes them
+        how["callback_on_step_end"] = lambda *found: kept.update(found[-1]) or {}
+    images = pipe(
+        prompt=prompt,
         num_images_per_prompt=len(noise),
-        height=model.height,
-        width=model.width,
         num_inference_steps=steps,
-        max_sequence_length=model.max_sequence_length,
         latents=noise,
         output_type=output_type,
         **{**how, **more},
     ).images
+    return kept["latents"].transpose(1, 2).reshape(noise.shape) if kept else images
 
 
 def as_array(images: Sequence[Any]) -> np.ndarray:

@@ -1,13 +1,16 @@
 """Write ``planning/layouts/counted.json``: what ``sol-rl plan`` counts of the models of the shipped
 presets. To be run again when what is counted, a preset or an architecture changes; minutes.
 
-    python -m tools.count_models
+    python -m tools.count_models [MODEL ...]
 """
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Sequence
+
 from configs.load import MODELS, REFERENCE, load
-from planning.counting import Counts, count, key_of, write_kept
+from planning.counting import count, kept_rows, key_of, write_kept
 from planning.make import described
 from policy.precision.backends import BACKENDS
 
@@ -16,10 +19,13 @@ ARMS = ("sol_rl", "naive_quant")
 FORMATS = ("torch_nvfp4", "fp8", "bf16")
 
 
-def main() -> None:
-    """Count every model in the formats that arms explore in on GPUs."""
-    rows: dict[str, Counts] = {}
-    for model in (*MODELS, *(f"reference-{name}" for name in REFERENCE)):
+def main(models: Sequence[str]) -> None:
+    """Count models in the formats that arms explore in on GPUs; the rows of others stay.
+
+    Without any all models of the presets, and no other row stays.
+    """
+    rows = kept_rows() if models else {}
+    for model in models or (*MODELS, *(f"reference-{name}" for name in REFERENCE)):
         configs = [load(f"{model}-{arm}-hpsv2") for arm in ARMS]
         with described(configs[0]) as (family, _):  # one, so that what they share is counted once
             for config in configs:
@@ -30,4 +36,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1:])

@@ -40,6 +40,7 @@ from policy.families import family_for
 from policy.precision.backends import Backend, resolve_backend
 from policy.precision.compiling import CompileFailed, compiler_missing
 from policy.publish import export_policy
+from policy.sampling.guidance import Guided
 from policy.sampling.noise import stream_seed
 from policy.types import DTYPES, Conditioning
 from records.atomic import write_json, write_text
@@ -49,7 +50,15 @@ from rewards.base import ScorerError, ScorerSetupError
 from rewards.combine import WeightedScorer
 
 Say = Callable[[str], None]
-EXPLORING = ("solver", "scale_search", "frozen_amax", "activation_amax", "modules_to_not_convert")
+EXPLORING = (
+    "height",
+    "width",
+    "solver",
+    "scale_search",
+    "frozen_amax",
+    "activation_amax",
+    "modules_to_not_convert",
+)
 """Fields of ``[explore]`` that a proxy depends on beside its steps and its backend."""
 
 
@@ -236,16 +245,18 @@ def explored(
     explorer: Explorer, config: RunConfig, cond: Conditioning, seeds: list[int], steps: int
 ) -> np.ndarray:
     """Proxy images in the very chunks that a run would make them in."""
-    size = config.explore.chunk_size
+    size, guided = config.explore.chunk_size, Guided.of(config.guidance, "explore")
     parts = [seeds[first : first + size] for first in range(0, len(seeds), size)]
     return np.concatenate(
-        [explorer.explore(cond, part, steps, config.explore.solver)[0] for part in parts]
+        [explorer.explore(cond, part, steps, config.explore.solver, guided)[0] for part in parts]
     )
 
 
 def encoded(config: RunConfig, prompts: list[Prompt]) -> list[Conditioning]:
     """Conditioning of one row for each prompt, on the CPU."""
-    text = family_for(config.model).load_text(device(), DTYPES[config.regenerate.precision])
+    negative = config.guidance.negative_prompt if config.guidance.stages else None
+    family, dtype = family_for(config.model), DTYPES[config.regenerate.precision]
+    text = family.load_text(device(), dtype, negative)
     return [text.encode([prompt.text]).to(device="cpu") for prompt in prompts]
 
 
@@ -260,14 +271,16 @@ def trainer_of(config: RunConfig, checkpoint: Path | None = None) -> Trainer:
 def explorer_of(config: RunConfig, trainer: Trainer, backend: Backend) -> Explorer:
     """An explorer that was given the learner's sampling policy in the backend's format."""
     settings, dtype = config.explore, DTYPES[config.regenerate.precision]
+    smaller = config.explored_model != config.model
     explorer = Explorer(
-        trainer.family,
+        family_for(config.explored_model),
         backend,
         settings.modules_to_not_convert,
         device(),
         dtype,
         activation_amax=settings.activation_amax,
         compile=settings.compile,
+        full=trainer.family if smaller else None,
         vae=load_decoder(config, trainer.family, device()),
     )
     adapter, size = trainer.objective.sampling_adapter, config.publish.shard_mb * 2**20

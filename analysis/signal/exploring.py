@@ -95,7 +95,7 @@ class Exploring:
         return made
 
     def _digest(self, name: str, steps: int) -> str:
-        parts = {"model", "prompts", "explore", "regenerate", "rewards", "seed"}
+        parts = {"model", "prompts", "explore", "regenerate", "guidance", "rewards", "seed"}
         tree = self.config.model_dump(mode="json", include=parts)
         return digest([tree, name, steps, len(self.batches[0].prompts), self.pool])
 

@@ -26,6 +26,10 @@ FEW: dict[str, dict[str, Any]] = {
     "flux": {"num_layers": 1, "num_single_layers": 1},
     "sd3": {"num_layers": 2, "dual_attention_layers": [0]},
     "sana": {"num_layers": 1},
+    "qwen_image": {"num_layers": 1},
+    "z_image": {"n_layers": 1, "n_refiner_layers": 1},
+    "flux2": {"num_layers": 1, "num_single_layers": 1},
+    "flux2_klein": {"num_layers": 1, "num_single_layers": 1},
 }
 """One block of each kind, of the real width; SD3.5 Large has no dual attention in fact, but the
 shapes are those of Medium's.

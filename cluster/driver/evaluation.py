@@ -96,7 +96,9 @@ async def evaluate(
     async def run(number: int, block: list[int]) -> tuple[Scored, ObjectRef[Images]]:
         places = [(p, n) for p in block for n in range(settings.noises)]
         seeds = tuple(stream_seed(config.seed, "evaluate", p, n) for p, n in places)
-        request = GenerateRequest(seeds, settings.steps, settings.solver, weights)
+        request = GenerateRequest(
+            seeds, settings.steps, settings.solver, weights, config.guidance.evaluate
+        )
         key, priority = ("evaluate", weights, number), (number,)
         images = (
             await services.learner.generate(key, request, conditioning[number], priority)

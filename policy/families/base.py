@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from configs.section import Tree
-from configs.sections import Model
+from configs.sections import Guidance, Model
 from policy.families.text import PromptEncoder
 from policy.types import Conditioning
 
@@ -137,18 +137,18 @@ class Family(ABC):
     """One model of one family. Holds configuration; the ``load_*`` methods load weights.
 
     ``pipeline_class`` is the diffusers class that model_index.json must name; ``components`` are
-    the parts of it that are needed, with the classes that will do (none: any). ``lora_targets`` are
-    module-name suffixes, which may hold ``*``; ``modules_to_not_convert`` are fnmatch patterns of
-    modules that are never quantised; each row of ``fuse`` names linears of one block that read the
-    same input and may run as one. ``tiny_decoder`` is the hub id of a published AutoencoderTiny of
-    its latents.
+    the parts of it that are needed, with the classes that will do (none: any).
+    ``modules_to_not_convert`` are fnmatch patterns of modules that are never quantised; ``trained``
+    are last names of the paths of linears that are trained, ``*`` standing for anything; each row
+    of ``fuse`` names linears of one block that read the same input and may run as one.
+    ``tiny_decoder`` is the hub id of a published AutoencoderTiny of its latents.
     """
 
     name: str
     pipeline_class: str
     components: dict[str, tuple[str, ...]]
-    lora_targets: tuple[str, ...]
     modules_to_not_convert: tuple[str, ...]
+    trained: tuple[str, ...] = ()
     fuse: tuple[tuple[str, ...], ...] = ()
     tiny_decoder: str | None = None
 
@@ -187,9 +187,18 @@ class Family(ABC):
                 f" {self.name!r} takes {' or '.join(classes)}"
             )
 
-    def check(self) -> None:
-        """Checks ``[model]`` by configuration files. Raises FileNotFoundError or ValueError."""
+    def check(self, guidance: Guidance | None = None) -> None:
+        """Checks ``[model]`` and ``[guidance]`` by configuration files.
+
+        Raises FileNotFoundError or ValueError.
+        """
         assert self.latent_shape
+        if guidance is not None and self.distilled:
+            for stage in guidance.stages:
+                raise ValueError(
+                    f"guidance.{stage}: {self.directory!r} is distilled, and draws without"
+                    " classifier-free guidance: leave [guidance] out"
+                )
         if self.model.guidance is not None and not self.embeds_guidance:
             raise ValueError(
                 f"model.guidance: {self.directory!r} has no guidance embedding: leave"
@@ -220,6 +229,11 @@ class Family(ABC):
                     f" {missing[0]}: download the whole pipeline, as safetensors (no other format"
                     " is read)"
                 )
+
+    @property
+    def distilled(self) -> bool:
+        """Whether the files say that classifier-free guidance was distilled away."""
+        return self.embeds_guidance
 
     @property
     def embeds_guidance(self) -> bool:
@@ -292,8 +306,10 @@ class Family(ABC):
             vae.enable_tiling()
         return vae
 
-    def load_text(self, device: torch.device | str, dtype: torch.dtype) -> TextEncoder:
-        """Text encoders and tokenizers, nothing else."""
+    def load_text(
+        self, device: torch.device | str, dtype: torch.dtype, negative: str | None = None
+    ) -> TextEncoder:
+        """Text encoders and tokenizers, nothing else; ``negative`` as in ``PromptEncoder``."""
         import diffusers
 
         cls = getattr(diffusers, self.pipeline_class)
@@ -306,7 +322,7 @@ class Family(ABC):
             raise FileNotFoundError(
                 f"model.path: cannot load the text encoders of {self.directory!r}: {reason}"
             ) from error
-        return PromptEncoder(pipe, self.encode_prompt, device, self.model.text_offload)
+        return PromptEncoder(pipe, self.encode_prompt, device, self.model.text_offload, negative)
 
     @torch.no_grad()
     def decode(self, vae: Diffusers, latents: Tensor, batch_size: int | None = None) -> Tensor:
@@ -316,11 +332,48 @@ class Family(ABC):
         """
         images = []
         for rows in latents.split(batch_size or max(len(latents), 1)):
-            image = vae.decode(
-                self.unscale(vae, rows.to(vae.device, vae.dtype)), return_dict=False
-            )[0].float()
+            image = self.pixels(vae, rows.to(vae.device, vae.dtype)).float()
             images.append((image * 0.5 + 0.5).clamp(0, 1).mul(255).round().to(torch.uint8).cpu())
         return torch.cat(images)
+
+    def pixels(self, vae: Diffusers, latents: Tensor) -> Tensor:
+        """Decoded images in [-1, 1], [B, 3, H, W], of latents [B, *latent]."""
+        return vae.decode(self.unscale(vae, latents), return_dict=False)[0]
+
+    def spatial(self, latents: Tensor) -> Tensor:
+        """Latents [B, *latent] as [B, C, H/f, W/f], a channel per channel of the autoencoder."""
+        return latents
+
+    def packed(self, spatial: Tensor) -> Tensor:
+        """The inverse of ``spatial``."""
+        return spatial
+
+    def smaller_noise(self, noise: Tensor, smaller: Family) -> Tensor:
+        """Initial noise [B, *latent] for the same model at a smaller size: [B, *smaller latent].
+
+        Means of blocks times the root of their size: standard normal again, and what of the noise
+        is as coarse as the smaller latents is the same.
+        """
+        rows, columns = (
+            self.model.height // smaller.model.height,
+            (self.model.width // smaller.model.width),
+        )
+        pooled = torch.nn.functional.avg_pool2d(self.spatial(noise), (rows, columns))
+        return smaller.packed(pooled * (rows * columns) ** 0.5)
+
+    def guidance_input(self, x: Tensor) -> Tensor | None:
+        """The embedded guidance, float32 [B], for x [B, *latent]; None where there is no input."""
+        if not self.embeds_guidance:
+            return None
+        if self.model.guidance is None:
+            self.check()
+        strength = self.model.guidance or 0.0
+        return torch.full([1], strength, device=x.device, dtype=torch.float32).expand(len(x))
+
+    @property
+    def lora_targets(self) -> tuple[str, ...]:
+        """``trained``, of this model: a family may know more by its configuration files."""
+        return self.trained
 
     @property
     @abstractmethod
@@ -352,9 +405,29 @@ class Family(ABC):
         float32; float64 only where the transformer itself is.
         """
 
+    @classmethod
+    def call_arguments(cls, model: Model, guidance: Guidance) -> dict[str, object]:
+        """What the stock pipeline is called with to draw as an evaluation does, but its solver."""
+        return {
+            **cls.guidance_arguments(model, guidance),
+            "height": model.height,
+            "width": model.width,
+            "max_sequence_length": model.max_sequence_length,
+        }
+
+    @classmethod
+    def guidance_arguments(cls, model: Model, guidance: Guidance) -> dict[str, object]:
+        """Guidance of an evaluation in the words of the stock pipeline."""
+        negative = {"negative_prompt": guidance.negative_prompt} if guidance.evaluate != 1 else {}
+        return {"guidance_scale": guidance.evaluate, **negative}
+
+    def guided(self, along: Tensor, against: Tensor, scale: float) -> Tensor:
+        """Classifier-free guidance of the prompt's velocity against the negative prompt's."""
+        return against + scale * (along - against)
+
     @abstractmethod
     def unscale(self, vae: Diffusers, latents: Tensor) -> Tensor:
-        """Latents [B, *latent] as the autoencoder's decoder takes them: [B, C, H / f, W / f]."""
+        """Latents [B, *latent] as the autoencoder's decoder takes them: often [B, C, H/f, W/f]."""
 
 
 def widened(velocity: Tensor) -> Tensor:

@@ -10,6 +10,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from configs.sections import Guidance, Model
 from policy.families import joint
 from policy.families.base import Diffusers, Family, widened
 from policy.families.schedule import TIMESTEPS, flow_match_sigmas
@@ -29,7 +30,7 @@ class Flux(Family):
         **joint.COMPONENTS,
         **joint.text_encoders(2),
     }
-    lora_targets = (
+    trained = (
         *joint.ATTENTION,
         "single_transformer_blocks.*.proj_mlp",
         "single_transformer_blocks.*.proj_out",
@@ -89,18 +90,11 @@ class Flux(Family):
         dtype = transformer.x_embedder.weight.dtype
         prompt = cond.tensors["prompt_embeds"].to(x.device, dtype)
         timestep = (sigma.to(x.device, torch.float32) * TIMESTEPS / TIMESTEPS).expand(len(x))
-        guidance = None
-        if self.embeds_guidance:
-            if self.model.guidance is None:
-                self.check()
-            guidance = torch.full(
-                [1], self.model.guidance or 0.0, device=x.device, dtype=torch.float32
-            ).expand(len(x))
         return widened(
             transformer(
                 hidden_states=x.to(dtype),
                 timestep=timestep,
-                guidance=guidance,
+                guidance=self.guidance_input(x),
                 pooled_projections=cond.tensors["pooled_prompt_embeds"].to(x.device, dtype),
                 encoder_hidden_states=prompt,
                 txt_ids=torch.zeros(prompt.shape[1], 3, device=x.device, dtype=dtype),
@@ -109,10 +103,21 @@ class Flux(Family):
             )[0]
         )
 
-    def unscale(self, vae: Diffusers, latents: Tensor) -> Tensor:
+    @classmethod
+    def guidance_arguments(cls, model: Model, guidance: Guidance) -> dict[str, object]:
+        return {"guidance_scale": model.guidance}
+
+    def spatial(self, latents: Tensor) -> Tensor:
         from diffusers import FluxPipeline
 
-        spatial = FluxPipeline._unpack_latents(
+        return FluxPipeline._unpack_latents(
             latents, self.model.height, self.model.width, self._factor
         )
-        return spatial / vae.config.scaling_factor + vae.config.shift_factor
+
+    def packed(self, spatial: Tensor) -> Tensor:
+        from diffusers import FluxPipeline
+
+        return FluxPipeline._pack_latents(spatial, *spatial.shape)
+
+    def unscale(self, vae: Diffusers, latents: Tensor) -> Tensor:
+        return self.spatial(latents) / vae.config.scaling_factor + vae.config.shift_factor

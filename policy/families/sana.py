@@ -12,6 +12,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from configs.sections import Guidance, Model
 from policy.families.base import Diffusers, Family, widened
 from policy.families.schedule import TIMESTEPS, flow_match_sigmas, require_steps
 from policy.types import Conditioning
@@ -37,7 +38,7 @@ class Sana(Family):
         "text_encoder": (),
         "tokenizer": (),
     }
-    lora_targets = tuple(
+    trained = tuple(
         f"{attention}.{part}"
         for attention in ("attn1", "attn2")
         for part in ("to_q", "to_k", "to_v", "to_out.0")
@@ -137,6 +138,13 @@ class Sana(Family):
                 return_dict=False,
             )[0]
         )
+
+    @classmethod
+    def call_arguments(cls, model: Model, guidance: Guidance) -> dict[str, object]:
+        found = {**super().call_arguments(model, guidance), "use_resolution_binning": False}
+        if not model.complex_human_instruction:
+            found["complex_human_instruction"] = None
+        return found
 
     def unscale(self, vae: Diffusers, latents: Tensor) -> Tensor:
         return latents / vae.config.scaling_factor

@@ -21,6 +21,11 @@ def require_steps(steps: int) -> None:
         raise ValueError(f"{steps} sampling steps: at least 1 is needed")
 
 
+def even_spacing(steps: int) -> list[float]:
+    """linspace(1, 1/steps, steps)."""
+    return np.linspace(1.0, 1.0 / steps, steps).tolist()
+
+
 def flow_match_sigmas(
     config: Tree,
     steps: int,
@@ -28,20 +33,26 @@ def flow_match_sigmas(
     calculate_shift: Callable[..., float] | None,
     tokens: int,
     schedule: str = "own",
+    spacing: Callable[[int], list[float]] = even_spacing,
 ) -> Tensor:
-    """float32 [steps + 1]: linspace(1, 1/steps, steps) as the scheduler shifts it, and 0.
+    """float32 [steps + 1]: ``spacing(steps)`` as the scheduler shifts it, and 0.
 
     The scheduler's own default spacing, ``schedule`` "scheduler", ends below sigma = shift / (999 +
     shift), which wastes the last step; the stock SD3 pipeline and the reference code have it.
-    "uniform" is linspace(1, 0, steps + 1). ``shift`` replaces the configuration's own; without it a
-    dynamic shift is that of ``tokens`` image tokens by the pipeline's ``calculate_shift``, None
-    where the pipeline knows none. Raises ValueError.
+    "uniform" is linspace(1, 0, steps + 1). Neither asks ``spacing``. ``shift`` replaces the
+    configuration's own; without it a dynamic shift is that of ``tokens`` image tokens by the
+    pipeline's ``calculate_shift``, None where the pipeline knows none. Raises ValueError.
     """
     from diffusers import FlowMatchEulerDiscreteScheduler
 
     require_steps(steps)
     if schedule == "uniform":
         return torch.linspace(1.0, 0.0, steps + 1)
+    if steps == 1 and config.get("shift_terminal"):
+        raise ValueError(
+            "1 sampling step: this model's scheduler stretches the schedule to a last sigma above 0"
+            " (shift_terminal), and needs at least 2"
+        )
     if shift is not None:
         config = {**config, "shift": shift, "use_dynamic_shifting": False}
     scheduler: Diffusers = FlowMatchEulerDiscreteScheduler.from_config(config)
@@ -57,5 +68,5 @@ def flow_match_sigmas(
     if schedule == "scheduler":
         scheduler.set_timesteps(steps, mu=mu)
     else:
-        scheduler.set_timesteps(sigmas=np.linspace(1.0, 1.0 / steps, steps).tolist(), mu=mu)
+        scheduler.set_timesteps(sigmas=spacing(steps), mu=mu)
     return scheduler.sigmas.to("cpu", torch.float32).clone()

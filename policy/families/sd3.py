@@ -23,7 +23,7 @@ class SD3(Family):
         **joint.COMPONENTS,
         **joint.text_encoders(3),
     }
-    lora_targets = joint.ATTENTION
+    trained = joint.ATTENTION
     modules_to_not_convert = (*joint.UNQUANTIZED, "pos_embed.*")
     tiny_decoder = "madebyollin/taesd3"
     fuse = (joint.IMAGE_QKV, joint.TEXT_QKV, ("attn2.to_q", "attn2.to_k", "attn2.to_v"))

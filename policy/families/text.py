@@ -15,6 +15,7 @@ class PromptEncoder:
     """All text encoders of one pipeline, which holds neither transformer nor autoencoder.
 
     With ``offload`` they stay in host memory and are on ``device`` only while prompts are encoded.
+    With ``negative`` each row also has that prompt's conditioning, for guidance.
     """
 
     def __init__(
@@ -23,7 +24,9 @@ class PromptEncoder:
         encode_prompt: Callable[[Any, str], Conditioning],
         device: torch.device | str,
         offload: bool = False,
+        negative: str | None = None,
     ) -> None:
+        self.negative = negative
         self.device, self.offload = torch.device(device), offload
         self.pipe = pipe if offload else pipe.to(self.device)
         self._encode_prompt = encode_prompt
@@ -46,11 +49,17 @@ class PromptEncoder:
         try:
             unique = {
                 prompt: self._encode_prompt(self.pipe, prompt).to(device="cpu")
-                for prompt in dict.fromkeys(prompts)
+                for prompt in dict.fromkeys(self._asked(prompts))
             }
         finally:
             if self.offload:
                 self.pipe.to("cpu")
                 if self.device.type == "cuda":
                     torch.cuda.empty_cache()
-        return Conditioning.cat([unique[prompt] for prompt in prompts])
+        rows = Conditioning.cat([unique[prompt] for prompt in prompts])
+        if self.negative is None:
+            return rows
+        return rows.with_negative(unique[self.negative])
+
+    def _asked(self, prompts: list[str]) -> list[str]:
+        return prompts if self.negative is None else [*prompts, self.negative]

@@ -92,7 +92,7 @@ def step_of(
 
 def configured_step(config: RunConfig, backend: Backend) -> Step:
     """A step of a run's explorer: its model and size, one chunk of seeds."""
-    family = family_for(config.model)
+    family = family_for(config.explored_model)
     transformer = blank(family, "transformer", torch.bfloat16)
     explore = config.explore
     return step_of(family, transformer, backend, explore.chunk_size, explore.modules_to_not_convert)

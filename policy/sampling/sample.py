@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from policy.families.base import Family
+from policy.sampling.guidance import Guided, velocity
 from policy.sampling.noise import noise_for
 from policy.sampling.ode import SOLVERS
 from policy.types import Conditioning
@@ -22,11 +23,14 @@ def sample(
     steps: int,
     solver: str,
     batch_size: int | None = None,
+    guided: Guided | None = None,
+    full: Family | None = None,
 ) -> Tensor:
     """Latents at sigma 0, float32 [B, *latent] on the CPU: row i of seed i and of row i of cond.
 
-    ``batch_size`` images go through the transformer at a time; None means all. Raises ValueError
-    when rows and seeds differ.
+    ``batch_size`` images go through the transformer at a time; None means all. With ``full``, the
+    same model at a larger size, the initial noises are its own, cut down to this size. Raises
+    ValueError when rows and seeds differ.
     """
     if len(cond) != len(seeds):
         raise ValueError(
@@ -37,7 +41,10 @@ def sample(
         return torch.empty((0, *family.latent_shape))
     parameter = next(transformer.parameters())
     sigmas = family.sigmas(steps)
-    noise = noise_for(seeds, family.latent_shape)
+    if full is None:
+        noise = noise_for(seeds, family.latent_shape)
+    else:
+        noise = full.smaller_noise(noise_for(seeds, full.latent_shape), family)
     size = batch_size or len(seeds)
     done = []
     for start in range(0, len(seeds), size):
@@ -45,7 +52,7 @@ def sample(
         part = cond.rows(rows).to(parameter.device, parameter.dtype)
         done.append(
             SOLVERS[solver](
-                lambda x, sigma, part=part: family.velocity(transformer, x, sigma, part),
+                lambda x, sigma, part=part: velocity(family, transformer, x, sigma, part, guided),
                 noise[rows].to(parameter.device),
                 sigmas,
             ).cpu()

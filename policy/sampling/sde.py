@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from policy.families.base import Family
+from policy.sampling.guidance import Guided, velocity
 from policy.sampling.noise import noise_for
 from policy.types import Conditioning
 
@@ -133,6 +134,7 @@ def sample_paths(
     steps: int,
     solver: PathSolver,
     batch_size: int | None = None,
+    guided: Guided | None = None,
     window: Container[int] | None = None,
 ) -> Paths:
     """Row i starts from the noise of ``noise_seeds[i]``; ``path_seeds[i]`` is that of its steps.
@@ -162,7 +164,7 @@ def sample_paths(
         states[rows, 0] = x.cpu()
         for j in range(steps):
             now, after = (sigmas[k].to(x.device).expand(len(x)) for k in (j, j + 1))
-            before, v = x, family.velocity(transformer, x, now, part)
+            before, v = x, velocity(family, transformer, x, now, part, guided)
             if drawn[j]:
                 step = solver.step(before, v, now, after)
                 x = step.mean + step.std * fresh[:, j]

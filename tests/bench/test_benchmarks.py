@@ -56,6 +56,8 @@ EXPECTED = {
 }
 LONG = "scale", "start"
 """They start actors of their own."""
+QUARTERS = "plan", "driver"
+"""They take a quarter of an hour; what they are made of is tested in ``test_simulator``."""
 
 
 @pytest.fixture
@@ -66,7 +68,12 @@ def options(tiny_sd3_dir, tmp_path, monkeypatch) -> Options:
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.slow if name in LONG else ()) for name in NAMES]
+    "name",
+    [
+        pytest.param(name, marks=pytest.mark.slow if name in LONG else ())
+        for name in NAMES
+        if name not in QUARTERS
+    ],
 )
 def test_a_benchmark_gives_its_ratios(ray_here, options, name):
     if name == "publish":

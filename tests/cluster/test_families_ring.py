@@ -19,7 +19,7 @@ from tests.cluster.runs import run_here, tiny_config
 from tests.tiny_families import SETTINGS, SOLVER, as_array, stock_call, stock_pipeline
 
 
-def one_iteration(name: str, directory: Any, root: Any) -> Any:
+def run_of(name: str, directory: Any, root: Any, iterations: int = 1, **more: Any) -> Any:
     """One prompt, 4-in-8, two stages, NVFP4 emulated as `auto` has it, one rollout actor; evaluated
     before and after.
     """
@@ -27,7 +27,7 @@ def one_iteration(name: str, directory: Any, root: Any) -> Any:
         f"model__{key}": value for key, value in {"family": name, **SETTINGS[name]}.items()
     }
     changes |= {
-        "iterations": 1,
+        "iterations": iterations,
         "prompts__per_iteration": 1,
         "explore__chunk_size": 4,
         "services__rollout__actors": 1,
@@ -39,13 +39,13 @@ def one_iteration(name: str, directory: Any, root: Any) -> Any:
         "evaluate__steps": 3,
         "evaluate__noises": 2,
     }
-    return run_here(tiny_config(directory, root, name, ema__decay=0.0, **changes))
+    return run_here(tiny_config(directory, root, name, ema__decay=0.0, **changes, **more))
 
 
 @pytest.mark.parametrize("name", ["flux", "sana"])
 def test_the_ring_runs_and_its_lora_draws_in_the_stock_pipeline(ray_here, request, tmp_path, name):
     directory = request.getfixturevalue(f"tiny_{name}_dir")
-    run = one_iteration(name, directory, tmp_path)
+    run = run_of(name, directory, tmp_path)
     rows = run.metrics()
     assert [(row["kind"], row["iteration"]) for row in rows] == [
         ("evaluation", 0),
@@ -75,8 +75,39 @@ def test_the_ring_runs_and_its_lora_draws_in_the_stock_pipeline(ray_here, reques
         bool(tensor.abs().max() > 0.01) for key, tensor in state.items() if "lora_B" in key
     )  # B starts at zero
 
+    same_as_stock(name, directory, run, tmp_path / "lora", 1)
+
+
+GUIDED = {
+    "qwen_image": {"true_cfg_scale": 3.0, "negative_prompt": "a blue cross"},
+    "z_image": {},
+    "flux2": {},
+    "flux2_klein": {"guidance_scale": 3.0},
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", GUIDED)
+def test_two_iterations_of_the_newer_families(ray_here, request, tmp_path, name):
+    """With guidance in every stage where the pipeline has it, as asked for here."""
+    directory, asked = request.getfixturevalue(f"tiny_{name}_dir"), GUIDED[name]
+    stages = ("explore", "regenerate", "train", "evaluate") if asked else ()
+    guidance = {f"guidance__{stage}": 3.0 for stage in stages}
+    guidance["guidance__negative_prompt"] = asked.get("negative_prompt", "")
+    run = run_of(name, directory, tmp_path, 2, **guidance)
+    rows = [row for row in run.metrics() if row["kind"] == "iteration"]
+    assert [row["iteration"] for row in rows] == [0, 1]
+    assert all(row["rewards/failed"] == 0 for row in rows)
+    assert rows[1]["weights/version"] == 2 and 0 < rows[1]["weights/codes_changed"] < 1
+    same_as_stock(name, directory, run, tmp_path / "lora", 2, **asked)
+
+
+def same_as_stock(
+    name: str, directory: Any, run: Any, out: Any, updates: int, **asked: Any
+) -> None:
+    """Evaluations drew what the stock pipeline draws, before, and with the exported LoRA."""
     config = run.configuration()
-    lora = export_run(run, config, tmp_path / "lora", "ema", None)
+    lora = export_run(run, config, out, "ema", None)
     pipe, family = stock_pipeline(name, directory), family_for(config.model)
 
     def stock() -> np.ndarray:
@@ -85,7 +116,8 @@ def test_the_ring_runs_and_its_lora_draws_in_the_stock_pipeline(ray_here, reques
             noise = noise_for(
                 [stream_seed(config.seed, "evaluate", p, n) for n in range(2)], family.latent_shape
             )
-            images.append(as_array(stock_call(pipe, config.model, prompt.text, noise, 3, "pil")))
+            drawn = stock_call(pipe, config.model, prompt.text, noise, 3, "pil", **asked)
+            images.append(as_array(drawn))
         return np.stack(images).astype(int)
 
     base = stock()
@@ -95,5 +127,5 @@ def test_the_ring_runs_and_its_lora_draws_in_the_stock_pipeline(ray_here, reques
     pipe.load_lora_weights(str(lora))
     with torch.no_grad():
         trained = stock()
-    assert np.abs(load_step(run.images, 1).astype(int) - trained).max() <= 1
+    assert np.abs(load_step(run.images, updates).astype(int) - trained).max() <= 1
     assert np.abs(trained - base).mean() > 1  # the LoRA does something

@@ -5,12 +5,14 @@ and runnable prompts.
 import itertools
 import subprocess
 import sys
+from typing import get_args
 
 import pytest
 
 from cli.main import main
 from configs.load import ConfigError, load, preset_names
 from configs.prompts import read_prompts
+from configs.sections import Stage
 from tools.scene_prompts import PLACES, SUBJECTS, scenes
 
 MODELS = {
@@ -18,6 +20,9 @@ MODELS = {
     "sd35_large": ("sd3", "stabilityai/stable-diffusion-3.5-large", 1024, None),
     "flux1": ("flux", "black-forest-labs/FLUX.1-dev", 512, 1.0),
     "sana": ("sana", "Efficient-Large-Model/Sana_1600M_1024px_BF16_diffusers", 1024, None),
+    "qwen_image": ("qwen_image", "Qwen/Qwen-Image", 1024, None),
+    "z_image": ("z_image", "Tongyi-MAI/Z-Image-Turbo", 1024, None),
+    "flux2_klein": ("flux2_klein", "black-forest-labs/FLUX.2-klein-4B", 1024, None),
 }
 ARMS = {  # what is explored: pool, steps, backend; what is trained on
     "diffusionnft": (None, True),
@@ -32,7 +37,7 @@ ROWS = ["-".join(parts) for parts in itertools.product(("flux1",), OBJECTIVES, R
 
 
 def test_all_are_listed_and_printed(capsys):
-    assert len(NAMES) == 64 and set(NAMES + ROWS) <= set(preset_names())
+    assert len(NAMES) == 112 and set(NAMES + ROWS) <= set(preset_names())
     assert main(["config", "--list"]) == 0
     assert capsys.readouterr().out.split() == preset_names()
     assert len(set(preset_names())) == len(preset_names())
@@ -73,6 +78,8 @@ def test_a_composed_preset_is_the_papers_setting(name):
     assert config.objective.name == "diffusion_nft" and config.objective.times_per_sample == 6
     assert [(scorer.name, scorer.weight) for scorer in config.rewards.scorers] == [(reward, 1.0)]
     assert config.layout is not None and config.layout.mode == "auto"
+    scale = 4.0 if model == "qwen_image" else 1.0
+    assert all(config.guidance.scale(stage) == scale for stage in get_args(Stage))
     given = {"actors", "replicas", "gpus", "accelerator"}  # left to the layout
     assert not given & config.services.rollout.model_fields_set
     assert not given & config.services.learner.model_fields_set

@@ -60,7 +60,7 @@ def test_sol_rl_is_faster_than_naive_scaling_at_equal_gpus(model):
     assert ours.update == pytest.approx(naive.update)  # the same in every arm
     compared = ratios(config, arms)
     assert compared is not None and compared.rollout == naive.rollout / ours.rollout
-    assert (compared.paper is None) == (model == "sd35_medium")
+    assert (compared.paper is not None) == (model in ("flux1", "sd35_large", "sana"))
 
 
 def test_what_is_printed():

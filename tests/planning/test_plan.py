@@ -40,8 +40,18 @@ from tests.tiny_families import NAMES, SETTINGS, tiny_model
 
 
 @pytest.fixture
-def directories(tiny_sd3_dir, tiny_flux_dir, tiny_sana_dir) -> dict[str, Path]:
-    return {"sd3": tiny_sd3_dir, "flux": tiny_flux_dir, "sana": tiny_sana_dir}
+def directories(request) -> "Directories":
+    return Directories(request)
+
+
+class Directories:
+    """The tiny pipeline of a family, made when it is asked for."""
+
+    def __init__(self, request: pytest.FixtureRequest) -> None:
+        self.request = request
+
+    def __getitem__(self, name: str) -> Path:
+        return self.request.getfixturevalue(f"tiny_{name}_dir")
 
 
 def run_of(name: str, directory: Path, root: Path, **changes: Any) -> RunConfig:
@@ -96,6 +106,10 @@ def test_a_learner_holds_and_sends_what_the_plan_says(directories, tmp_path, nam
         "sd3": "transformer_blocks.0.attn.to_q",
         "flux": "transformer_blocks.0.attn.to_q",
         "sana": "transformer_blocks.1.attn1.to_v",
+        "qwen_image": "transformer_blocks.0.attn.to_q",
+        "z_image": "layers.0.attention.to_q",
+        "flux2": "transformer_blocks.0.attn.to_q",
+        "flux2_klein": "transformer_blocks.0.attn.to_q",
     }
     config = run_of(
         name,
@@ -258,6 +272,39 @@ def test_operations_of_training_are_those_of_the_real_transformer(directories, n
     assert kept.flops == both.get_total_flops() + attention // 2
     assert kept.flops < again.flops <= kept.flops + forward.get_total_flops()
     assert again.peak < kept.peak
+
+
+def test_guidance_takes_two_velocities(tiny_sd3_dir, tmp_path):
+    """Where it is on, and nowhere else; one pass of twice the batch needs the memory of that."""
+    changes = {"guidance__explore": 2.0, "guidance__train": 3.0}
+    plain, guided, apart = (
+        make_plan(run_of("sd3", tiny_sd3_dir, tmp_path, **more))
+        for more in ({}, changes, {**changes, "guidance__one_pass": False})
+    )
+    for plan in (guided, apart):
+        for name, times in (("explore", 2), ("regenerate", 1), ("update", 2)):
+            stage, once = plan.stages[name], plain.stages[name]
+            assert stage.flops - stage.decoding == times * (once.flops - once.decoding)
+            assert stage.decoding == once.decoding
+        assert plan.evaluation.flops == plain.evaluation.flops
+
+    def passes(plan: Any) -> int:
+        return next(v for k, v in plan.memory["learner"].items() if k.startswith("passes"))
+
+    assert passes(plain) == passes(apart) < passes(guided) <= 2 * passes(plain)
+    assert guided.memory["learner"]["conditioning"] == 2 * plain.memory["learner"]["conditioning"]
+
+
+def test_smaller_proxy_images_are_counted_at_their_size(tiny_sd3_dir, tmp_path):
+    """32x32 explored at 16x16: the explorer's work is that of a model of 16x16."""
+    settings = SETTINGS["sd3"] | {"height": 32, "width": 32}
+    model = {f"model__{key}": value for key, value in settings.items()}
+    sizes = {"explore__height": 16, "explore__width": 16}
+    config = tiny_config(tiny_sd3_dir, tmp_path, "sd3", model__family="sd3", **model, **sizes)
+    small, own = make_plan(config), make_plan(run_of("sd3", tiny_sd3_dir, tmp_path))
+    explored, alone = small.stages["explore"], own.stages["explore"]
+    assert explored.flops - explored.decoding == alone.flops - alone.decoding
+    assert small.stages["update"].flops > 2 * own.stages["update"].flops
 
 
 def test_stages_are_counts_of_steps(tiny_sd3_dir, tmp_path):

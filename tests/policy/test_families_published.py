@@ -1,5 +1,7 @@
 """The published architectures: parameter counts, and that the families read them."""
 
+import math
+
 import pytest
 import torch
 
@@ -15,9 +17,12 @@ TRANSFORMERS = {
     "sd3.5-large": 8_056_627_520,
     "flux.1-dev": 11_901_408_320,
     "sana-1.6b": 1_604_462_752,
+    "qwen-image": 20_430_401_088,
+    "z-image-turbo": 6_154_908_736,
+    "flux.2-dev": 32_223_281_152,
+    "flux.2-klein-4b": 3_875_544_576,
 }
-"""As the weights' own files have them; the model cards round to 2.5 (with its position table), 8.1,
-12 and 1.6 billion.
+"""The model cards round to 2.5 (with its position table), 8.1, 12, 1.6, 20, 6, 32 and 4 billion.
 """
 PARTS = {
     ("sd3.5-large", "vae"): 83_819_683,
@@ -29,8 +34,15 @@ PARTS = {
     ("sd3.5-medium", "text_encoder_3"): 4_762_310_656,
     ("flux.1-dev", "text_encoder_2"): 4_762_310_656,
     ("sana-1.6b", "text_encoder"): 2_614_341_888,
+    ("qwen-image", "text_encoder"): 8_292_166_656,
+    ("z-image-turbo", "text_encoder"): 4_022_468_096,
+    ("flux.2-dev", "text_encoder"): 24_011_361_280,
+    ("flux.2-klein-4b", "text_encoder"): 4_022_468_096,
+    ("qwen-image", "vae"): 126_892_531,
+    ("z-image-turbo", "vae"): 83_819_683,
+    ("flux.2-klein-4b", "vae"): 84_046_115,
 }
-GUIDANCE = {"flux.1-dev": 3.5}
+GUIDANCE = {"flux.1-dev": 3.5, "flux.2-dev": 4.0}
 
 
 def count(part) -> int:
@@ -42,7 +54,7 @@ def count(part) -> int:
 def test_names():
     assert published_names() == sorted(TRANSFORMERS)
     with pytest.raises(
-        ValueError, match="no published architecture 'sdxl'; there are flux.1-dev, sana-1.6b"
+        ValueError, match="no published architecture 'sdxl'; there are flux.1-dev, flux.2-dev, "
     ):
         published("sdxl")
 
@@ -76,12 +88,29 @@ def test_a_part_is_built_where_and_how_it_is_asked_for():
     assert torch.get_default_dtype() == torch.float32 and not module.training
 
 
+def shifted(mu: float, t: float) -> float:
+    return math.exp(mu) / (math.exp(mu) + 1 / t - 1)
+
+
+QWEN_MU = 0.5 + 0.4 * (4096 - 256) / (8192 - 256)
+QWEN_SECOND = 1 - (1 - shifted(QWEN_MU, 0.75)) * 0.98 / (1 - shifted(QWEN_MU, 0.25))
+"""Stretched so that the last of four sigmas is 0.02."""
+AT_10, AT_200 = 8.73809524e-05 * 4096 + 1.89833333, 0.00016927 * 4096 + 0.45666666
+FLUX2_MU = AT_10 + (4 - 10) / 190 * (AT_200 - AT_10)
+"""On the line through what FLUX.2 has for 10 and for 200 steps, at 4."""
+FLUX2_SECOND = shifted(FLUX2_MU, 0.75)
+
+
 @pytest.mark.parametrize(
     ("name", "shape", "first_sigmas"),
     [
         ("sd3.5-medium", (16, 128, 128), [1.0, 3 * 0.75 / 2.5]),
         ("flux.1-dev", (4096, 64), [1.0, 2.71828 ** (1.15) / (2.71828**1.15 + 1 / 0.75 - 1)]),
         ("sana-1.6b", (32, 32, 32), [3 * 0.999 / 2.998, 3 * 0.74925 / 2.4985]),
+        ("qwen-image", (4096, 64), [1.0, QWEN_SECOND]),
+        ("z-image-turbo", (16, 128, 128), [1.0, 3 * 0.75 / 2.5]),
+        ("flux.2-dev", (128, 64, 64), [1.0, FLUX2_SECOND]),
+        ("flux.2-klein-4b", (128, 64, 64), [1.0, FLUX2_SECOND]),
     ],
 )
 def test_families_read_the_published_configurations(tmp_path, name, shape, first_sigmas):
@@ -98,7 +127,7 @@ def test_families_read_the_published_configurations(tmp_path, name, shape, first
     family.check()
     assert family.latent_shape == shape
     assert family.sigmas(4)[:2].tolist() == pytest.approx(first_sigmas, rel=1e-5)
-    unit = {"sd3.5-medium": 16, "flux.1-dev": 16, "sana-1.6b": 32}[name]
+    unit = {"sana-1.6b": 32}.get(name, 16)
     with pytest.raises(
         ValueError, match=rf"model\.width: 1048 pixels; this model makes multiples of {unit}"
     ):
@@ -116,6 +145,10 @@ QUANTISED = {
     "sana-1.6b": (
         (8 * 20 + (5 + 2.5) * 20) * 2240**2
     ),  # two attentions; the 1x1 convolutions of the feed-forward
+    "qwen-image": 24 * 60 * 3072**2,  # both streams 4 + 8 d^2
+    "z-image-turbo": (4 + 8) * 34 * 3840**2,  # gated feed-forward of 8/3 d: 3 x 8/3 d^2
+    "flux.2-dev": (2 * (4 + 9) * 8 + (3 + 6 + 4) * 48) * 6144**2,  # gated, of 3 d: 3 x 3 d^2
+    "flux.2-klein-4b": (2 * (4 + 9) * 5 + (3 + 6 + 4) * 20) * 3072**2,
 }
 """Weights in the blocks' matrix products, in units of d^2. The rest is modulation, embedders, norms
 and biases.

@@ -15,6 +15,10 @@ from policy.lora import adapter_state, load_adapter_state, use
 from tests.learner.tiny import tiny_config
 from tests.tiny_families import tiny_model
 
+UNREACHED = {"sd3": ("add_q_proj",), "qwen_image": ("add_q_proj",)}
+"""Linears of the last block whose output is dropped."""
+SLOPE = {"z_image": 5e-4}
+"""Z-Image rotates queries and keys in float32, in all of its blocks and refiners."""
 PROMPTS = ["a red circle", "two blue crosses above a green square"]
 
 
@@ -66,8 +70,7 @@ def test_one_update_changes_lora_weights_only(name, directory):
     moved = {
         key for key, tensor in after.items() if not torch.equal(tensor, before["current"][key])
     }
-    # weight decay moves every one; what no gradient reaches are SD3's text queries of the last
-    # block, whose output is dropped
+    # weight decay moves every one, also what no gradient reaches
     assert moved == set(after)
     state = trainer.updater.state()
     idle = {
@@ -75,7 +78,7 @@ def test_one_update_changes_lora_weights_only(name, directory):
         for key, t in state.items()
         if key.startswith("exp_avg/") and not t.any()
     }
-    assert idle == ({"transformer_blocks.1.attn.add_q_proj"} if name == "sd3" else set())
+    assert idle == {f"transformer_blocks.1.attn.{part}" for part in UNREACHED.get(name, ())}
     now = {key: p for key, p in trainer.transformer.named_parameters() if "lora_" not in key}
     assert now.keys() == base.keys() and all(
         torch.equal(base[key], p) and not p.requires_grad for key, p in now.items()
@@ -158,7 +161,7 @@ def test_gradients_by_finite_differences(name, directory, monkeypatch):
             - (at(2 * h, direction) - at(-2 * h, direction))
         ) / (12 * h)
         wanted = sum(float((g * d).sum()) for g, d in zip(gradient, direction, strict=True))
-        assert found == pytest.approx(wanted, rel=1e-4)
+        assert found == pytest.approx(wanted, rel=SLOPE.get(name, 1e-4))
 
 
 def test_gradient_checkpointing_gives_the_same_gradients(name, directory):
@@ -176,7 +179,9 @@ def test_gradient_checkpointing_gives_the_same_gradients(name, directory):
             optimizer={"lr": 1e-2, "gradient_checkpointing": checkpointing, "batch_size": 3},
         )
         calls: list[bool] = []
-        block = trainer.transformer.transformer_blocks[0]
+        block = trainer.transformer.get_submodule(
+            "layers.0" if name == "z_image" else "transformer_blocks.0"
+        )
         block.register_forward_pre_hook(
             lambda *_, calls=calls: calls.append(torch.is_grad_enabled())
         )

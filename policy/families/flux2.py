@@ -1,0 +1,146 @@
+"""FLUX.2 (black-forest-labs) over diffusers' classes: dev, with an embedded guidance, and klein."""
+
+from __future__ import annotations
+
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from configs.sections import Guidance, Model
+from policy.families import joint
+from policy.families.base import Diffusers, Family, widened
+from policy.families.schedule import TIMESTEPS, flow_match_sigmas
+from policy.types import Conditioning
+
+PACK = 2
+"""Latent pixels per side of an image token."""
+
+
+class Flux2(Family):
+    """``Flux2Pipeline`` as a policy: latents [4C, H/2f, W/2f], an image token per position.
+
+    Padding of a prompt is not masked, as in the pipeline. The schedule's shift depends on the
+    number of steps too.
+    """
+
+    name = "flux2"
+    pipeline_class = "Flux2Pipeline"
+    components = {
+        "transformer": ("Flux2Transformer2DModel",),
+        "vae": ("AutoencoderKLFlux2",),
+        "scheduler": ("FlowMatchEulerDiscreteScheduler",),
+        **joint.text_encoders(1),
+    }
+    trained = (
+        *joint.ATTENTION,
+        "single_transformer_blocks.*.attn.to_qkv_mlp_proj",
+        "single_transformer_blocks.*.attn.to_out",
+    )
+    modules_to_not_convert = (
+        "time_guidance_embed.*",
+        "double_stream_modulation_img.*",
+        "double_stream_modulation_txt.*",
+        "single_stream_modulation.*",
+        "x_embedder",
+        "context_embedder",
+        "norm_out.*",
+        "proj_out",
+    )
+    fuse = (joint.IMAGE_QKV, joint.TEXT_QKV)
+
+    @property
+    def embeds_guidance(self) -> bool:
+        """True unless the configuration says no: the first files of dev did not name it."""
+        return bool(self.part_config("transformer").get("guidance_embeds", True))
+
+    @cached_property
+    def latent_shape(self) -> tuple[int, ...]:
+        unit = PACK * 2 ** (len(self.part_config("vae")["block_out_channels"]) - 1)
+        height, width = self.sizes(unit)
+        return (self.part_config("transformer")["in_channels"], height // unit, width // unit)
+
+    @property
+    def conditioning_shapes(self) -> dict[str, tuple[int, ...]]:
+        width = self.part_config("transformer")["joint_attention_dim"]
+        return {"prompt_embeds": (self.model.max_sequence_length, width)}
+
+    def encode_prompt(self, pipe: Diffusers, prompt: str) -> Conditioning:
+        """prompt_embeds [1, tokens, D], three layers of the text encoder side by side."""
+        embeds, _ = pipe.encode_prompt(prompt, max_sequence_length=self.model.max_sequence_length)
+        return Conditioning({"prompt_embeds": embeds})
+
+    def sigmas(self, steps: int) -> Tensor:
+        from diffusers.pipelines.flux2.pipeline_flux2 import compute_empirical_mu
+
+        _, rows, columns = self.latent_shape
+        return flow_match_sigmas(
+            self.part_config("scheduler"),
+            steps,
+            self.model.shift,
+            lambda tokens, *_: compute_empirical_mu(tokens, steps),
+            rows * columns,
+            self.model.schedule,
+        )
+
+    def velocity(
+        self, transformer: Diffusers, x: Tensor, sigma: Tensor, cond: Conditioning
+    ) -> Tensor:
+        """`timestep` is sigma, times 1000 and divided again as the pipeline does it."""
+        from diffusers import Flux2Pipeline
+
+        dtype = transformer.x_embedder.weight.dtype
+        prompt = cond.tensors["prompt_embeds"].to(x.device, dtype)
+        timestep = (sigma.to(x.device, torch.float32) * TIMESTEPS / TIMESTEPS).expand(len(x))
+        found = transformer(
+            hidden_states=Flux2Pipeline._pack_latents(x.to(dtype)),
+            timestep=timestep,
+            guidance=self.guidance_input(x),
+            encoder_hidden_states=prompt,
+            txt_ids=Flux2Pipeline._prepare_text_ids(prompt[:1]).to(x.device),
+            img_ids=Flux2Pipeline._prepare_latent_ids(x[:1]).to(x.device),
+            return_dict=False,
+        )[0]
+        return widened(found.permute(0, 2, 1).reshape(x.shape))
+
+    @classmethod
+    def guidance_arguments(cls, model: Model, guidance: Guidance) -> dict[str, object]:
+        return {"guidance_scale": model.guidance}
+
+    def spatial(self, latents: Tensor) -> Tensor:
+        from diffusers import Flux2Pipeline
+
+        return Flux2Pipeline._unpatchify_latents(latents)
+
+    def packed(self, spatial: Tensor) -> Tensor:
+        from diffusers import Flux2Pipeline
+
+        return Flux2Pipeline._patchify_latents(spatial)
+
+    def unscale(self, vae: Diffusers, latents: Tensor) -> Tensor:
+        """[B, C, H/f, W/f], by the running statistics of the autoencoder's batch norm."""
+        mean = vae.bn.running_mean.view(1, -1, 1, 1).to(latents)
+        variance = vae.bn.running_var.view(1, -1, 1, 1)
+        std = torch.sqrt(variance + vae.config.batch_norm_eps).to(latents)
+        return self.spatial(latents * std + mean)
+
+
+class Flux2Klein(Flux2):
+    """``Flux2KleinPipeline``: smaller, with another text encoder and no embedded guidance."""
+
+    name = "flux2_klein"
+    pipeline_class = "Flux2KleinPipeline"
+
+    @property
+    def embeds_guidance(self) -> bool:
+        """The pipeline gives none."""
+        return False
+
+    @classmethod
+    def guidance_arguments(cls, model: Model, guidance: Guidance) -> dict[str, object]:
+        """The pipeline's negative prompt is always empty."""
+        return {"guidance_scale": guidance.evaluate}
+
+    @property
+    def distilled(self) -> bool:
+        return bool(self.index.get("is_distilled", False))

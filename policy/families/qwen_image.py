@@ -1,0 +1,144 @@
+"""Qwen-Image (arXiv 2508.02324) over diffusers' classes."""
+
+from __future__ import annotations
+
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from configs.sections import Guidance, Model
+from policy.families import joint, padding
+from policy.families.base import Diffusers, Family, widened
+from policy.families.schedule import TIMESTEPS, flow_match_sigmas
+from policy.types import Conditioning
+
+PACK = 2
+"""Latent pixels per side of an image token."""
+
+
+class QwenImage(Family):
+    """``QwenImagePipeline`` as a policy: packed latents [H/2f * W/2f, 4C], row-major.
+
+    Its autoencoder is one for video, of which an image is the first frame.
+    """
+
+    name = "qwen_image"
+    pipeline_class = "QwenImagePipeline"
+    components = {
+        "transformer": ("QwenImageTransformer2DModel",),
+        "vae": ("AutoencoderKLQwenImage",),
+        "scheduler": ("FlowMatchEulerDiscreteScheduler",),
+        **joint.text_encoders(1),
+    }
+    modules_to_not_convert = (
+        "time_text_embed.*",
+        "img_in",
+        "txt_in",
+        "*.img_mod.*",
+        "*.txt_mod.*",
+        "norm_out.*",
+        "proj_out",
+    )
+    fuse = (joint.IMAGE_QKV, joint.TEXT_QKV)
+
+    @cached_property
+    def lora_targets(self) -> tuple[str, ...]:
+        """Attention of both streams; what the last block says to the text is read by nobody."""
+        blocks = range(self.part_config("transformer")["num_layers"] - 1)
+        return (
+            *(target for target in joint.ATTENTION if target != "attn.to_add_out"),
+            *(f"transformer_blocks.{block}.attn.to_add_out" for block in blocks),
+        )
+
+    @cached_property
+    def grid(self) -> tuple[int, int]:
+        """(rows, columns) of image tokens."""
+        height, width = self.sizes(self._factor * PACK)
+        return height // (self._factor * PACK), width // (self._factor * PACK)
+
+    @property
+    def _factor(self) -> int:
+        return 2 ** len(self.part_config("vae")["temperal_downsample"])
+
+    @cached_property
+    def latent_shape(self) -> tuple[int, ...]:
+        rows, columns = self.grid
+        return (rows * columns, self.part_config("transformer")["in_channels"])
+
+    @property
+    def conditioning_shapes(self) -> dict[str, tuple[int, ...]]:
+        width = self.part_config("transformer")["joint_attention_dim"]
+        return padding.shapes(self.model.max_sequence_length, width)
+
+    def encode_prompt(self, pipe: Diffusers, prompt: str) -> Conditioning:
+        """prompt_embeds [1, tokens, D] and prompt_embeds_mask [1, tokens] of zeros and ones."""
+        tokens = self.model.max_sequence_length
+        embeds, _ = pipe.encode_prompt(prompt, max_sequence_length=tokens)
+        return padding.padded(embeds[0], tokens)
+
+    def sigmas(self, steps: int) -> Tensor:
+        from diffusers.pipelines.qwenimage.pipeline_qwenimage import calculate_shift
+
+        return flow_match_sigmas(
+            self.part_config("scheduler"),
+            steps,
+            self.model.shift,
+            calculate_shift,
+            self.latent_shape[0],
+            self.model.schedule,
+        )
+
+    def velocity(
+        self, transformer: Diffusers, x: Tensor, sigma: Tensor, cond: Conditioning
+    ) -> Tensor:
+        """`timestep` is sigma, times 1000 and divided again as the pipeline does it."""
+        dtype = transformer.img_in.weight.dtype
+        embeds, mask = padding.trimmed(cond, x.device, dtype)
+        timestep = (sigma.to(x.device, torch.float32) * TIMESTEPS / TIMESTEPS).expand(len(x))
+        return widened(
+            transformer(
+                hidden_states=x.to(dtype),
+                timestep=timestep,
+                encoder_hidden_states=embeds,
+                encoder_hidden_states_mask=mask,
+                img_shapes=[[(1, *self.grid)]] * len(x),
+                return_dict=False,
+            )[0]
+        )
+
+    @classmethod
+    def guidance_arguments(cls, model: Model, guidance: Guidance) -> dict[str, object]:
+        found = super().guidance_arguments(model, guidance)
+        return {"true_cfg_scale": found.pop("guidance_scale"), **found}
+
+    def guided(self, along: Tensor, against: Tensor, scale: float) -> Tensor:
+        """Each token is as long as the prompt's own velocity, as the pipeline has it."""
+        combined = super().guided(along, against, scale)
+        length = torch.norm(along, dim=-1, keepdim=True)
+        return combined * (length / torch.norm(combined, dim=-1, keepdim=True))
+
+    def spatial(self, latents: Tensor) -> Tensor:
+        from diffusers import QwenImagePipeline
+
+        return QwenImagePipeline._unpack_latents(
+            latents, self.model.height, self.model.width, self._factor
+        ).squeeze(2)
+
+    def packed(self, spatial: Tensor) -> Tensor:
+        from diffusers import QwenImagePipeline
+
+        return QwenImagePipeline._pack_latents(spatial, *spatial.shape)
+
+    def unscale(self, vae: Diffusers, latents: Tensor) -> Tensor:
+        """[B, C, 1, H/f, W/f], by the mean and the standard deviation of each channel."""
+        spatial = self.spatial(latents).unsqueeze(2)
+        mean, std = (
+            torch.tensor(values, dtype=latents.dtype, device=latents.device).view(1, -1, 1, 1, 1)
+            for values in (vae.config.latents_mean, vae.config.latents_std)
+        )
+        # the pipeline divides by the reciprocal, which rounds twice
+        return spatial / (1.0 / std) + mean
+
+    def pixels(self, vae: Diffusers, latents: Tensor) -> Tensor:
+        return super().pixels(vae, latents)[:, :, 0]

@@ -1,0 +1,168 @@
+"""The model card of an export, and what goes to the hub: a fake one."""
+
+import ast
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from analysis.card import Export, card, hub_id, licence_of, write_card
+from analysis.hub import check_hub, push
+from analysis.report.data import read_run
+from cli.main import main
+from configs.load import ConfigError, load
+from configs.schema import RunConfig
+from configs.sections import Model
+from records.errors import RunFailed
+from tests.analysis.synthetic import PROMPTS, write_run
+from tests.tiny_families import NAMES, PIPELINES, SETTINGS
+
+EXPORT = Export("ema", 20, "somebody/something")
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    return write_run(tmp_path / "run")
+
+
+def text_of(run: Path, config: RunConfig, **licence: str) -> str:
+    return card(read_run(run), config, EXPORT, licence, True)
+
+
+def front(text: str) -> dict[str, Any]:
+    """The front matter; its values are JSON, which YAML takes."""
+    found = re.match(r"---\n(.*?)\n---\n\n", text, re.DOTALL)
+    assert found is not None
+    pairs = (line.partition(": ") for line in found[1].splitlines())
+    return {key: json.loads(value) for key, _, value in pairs}
+
+
+def test_the_card_of_a_run(run, tmp_path):
+    config = load("quickstart", ["iterations=20"])
+    file = write_card(tmp_path, run, config, EXPORT)
+    text = file.read_text()
+    assert (tmp_path / "before_after.png").read_bytes()[:4] == b"\x89PNG"
+    assert "](before_after.png)" in text
+    assert "| reward | 0.667 ± 0.0203 | 0.785 ± 0.0182 | 0.118 ± 0.0211 |" in text
+    assert "20 updates" in text and "weights here are others" not in text
+    assert r"two \<b\>purple\</b\> & orange circles" in text and PROMPTS[0] in text
+    assert "not declared here" in text
+    found = front(text)
+    assert found["license"] == "unknown" and "base_model" not in found
+    assert found["library_name"] == "diffusers" and "lora" in found["tags"]
+
+
+def test_other_weights_than_those_evaluated_are_said(run):
+    config = load("quickstart")
+    text = card(read_run(run), config, Export("current", 10, "."), {}, False)
+    assert "The weights here are others: `current` after 10 updates." in text
+    assert "before_after.png" not in text
+
+
+def test_a_run_without_two_evaluations(tmp_path):
+    run = write_run(tmp_path / "run", ending=None)
+    (tmp_path / "before_after.png").write_bytes(b"of another run")
+    text = write_card(tmp_path, run, load("quickstart"), EXPORT, "apache-2.0").read_text()
+    assert "has not been evaluated before and after" in text
+    assert not (tmp_path / "before_after.png").exists()
+    assert front(text)["license"] == "apache-2.0" and "as declared: apache-2.0." in text
+
+
+def test_the_licence_is_what_the_base_models_card_declares(run, tmp_path, monkeypatch):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "cache"))
+    (tmp_path / "README.md").write_text(
+        "---\nlicense: other\nlicense_name: 'their-own'\nlicense_link: LICENSE.md\n"
+        "tags:\n- x\n---\n"
+        "# Model\nlicense: none of this\n"
+    )
+    model = Model(path=str(tmp_path))
+    found = licence_of(model)
+    assert found == {"license": "other", "license_name": "their-own", "license_link": "LICENSE.md"}
+    text = text_of(run, load("quickstart"), **found)
+    assert "as declared: [their-own](LICENSE.md)." in text
+    assert front(text)["license_name"] == "their-own"
+    assert licence_of(Model(path="nobody/nothing")) == {} and hub_id(model) is None
+    config = load("flux1-sol_rl-hpsv2")
+    assert front(text_of(run, config))["base_model"] == "black-forest-labs/FLUX.1-dev"
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_snippet_calls_the_families_pipeline(run, name):
+    """It parses, and says what the parity tests call the stock pipeline with."""
+    config = load("quickstart").model_dump()
+    config["model"] = {"family": name, "path": "owner/model", **SETTINGS[name]}
+    config["guidance"] = {"evaluate": 3.0, "negative_prompt": "blurred"}
+    text = text_of(run, RunConfig.model_validate(config))
+    (code,) = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    calls = [node for node in ast.walk(ast.parse(code)) if isinstance(node, ast.Call)]
+    (drawn,) = [c for c in calls if isinstance(c.func, ast.Name) and c.func.id == "pipe"]
+    given = {k.arg: ast.literal_eval(k.value) for k in drawn.keywords}
+    assert f"{PIPELINES[name]}.from_pretrained('owner/model'" in code
+    assert (given["height"], given["width"]) == (SETTINGS[name]["height"], SETTINGS[name]["width"])
+    strength, negative = {
+        "flux": (3.5, None),
+        "flux2": (4.0, None),
+        "flux2_klein": (3.0, None),
+        "z_image": (2.0, "blurred"),
+    }.get(name, (3.0, "blurred"))
+    key = "true_cfg_scale" if name == "qwen_image" else "guidance_scale"
+    assert given[key] == strength and given.get("negative_prompt") == negative
+
+
+class FakeHub:
+    """Of the hub's client: keeps what is asked of it; ``fails`` names the call that raises."""
+
+    calls: list[tuple[str, dict[str, Any]]] = []
+    fails = ""
+
+    def __getattr__(self, name: str) -> Any:
+        def call(*given: Any, **named: Any) -> dict[str, str]:
+            if name == self.fails:
+                raise RuntimeError("401 Unauthorized\nsecond line")
+            self.calls.append((name, {**dict(enumerate(given)), **named}))
+            return {"name": "somebody"}
+
+        return call
+
+
+@pytest.fixture
+def fake(monkeypatch) -> type[FakeHub]:
+    monkeypatch.setattr("huggingface_hub.HfApi", FakeHub)
+    monkeypatch.setattr(FakeHub, "calls", [])
+    monkeypatch.setattr(FakeHub, "fails", "")
+    return FakeHub
+
+
+def test_what_the_hub_is_told(fake, tmp_path):
+    check_hub("somebody/something")
+    assert push(tmp_path, "somebody/something", True) == (
+        "https://huggingface.co/somebody/something"
+    )
+    (who, _), (create, made), (upload, files) = fake.calls
+    assert (who, create, upload) == ("whoami", "create_repo", "upload_folder")
+    assert made[0] == files["repo_id"] == "somebody/something"
+    assert made["private"] is True and made["exist_ok"] is True
+    assert files["folder_path"] == tmp_path
+
+
+def test_what_the_hub_refuses_is_one_line(fake, tmp_path):
+    with pytest.raises(ConfigError, match="--push nobody: OWNER/NAME is expected"):
+        check_hub("nobody")
+    fake.fails = "whoami"
+    with pytest.raises(ConfigError, match=r"\(401 Unauthorized\): run `hf auth login`") as caught:
+        check_hub("a/b")
+    assert "\n" not in str(caught.value)
+    fake.fails = "upload_folder"
+    with pytest.raises(RunFailed, match=r"the hub did not take it \(401 Unauthorized\)"):
+        push(tmp_path, "a/b", False)
+
+
+def test_nothing_is_written_before_the_hub_is_known(fake, run, tmp_path, capsys):
+    fake.fails = "whoami"
+    out = tmp_path / "out"
+    assert main(["export", str(run), str(out), "--push", "a/b"]) == 2
+    assert not out.exists() and "hf auth login" in capsys.readouterr().err
+    assert main(["export", str(run), str(out), "--private"]) == 2
+    assert "add --push" in capsys.readouterr().err

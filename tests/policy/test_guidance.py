@@ -1,0 +1,111 @@
+"""Classifier-free guidance against the stock pipelines, which have it in words of their own."""
+
+import pytest
+import torch
+
+from configs.sections import Guidance
+from policy.families import family_for
+from policy.sampling.guidance import Guided, velocity
+from policy.sampling.noise import noise_for
+from policy.sampling.sample import sample
+from policy.types import Conditioning
+from tests.tiny_families import PROMPTS, SEEDS, SOLVER, Tiny, stock_call, tiny_model
+from tests.tiny_flux2 import make_tiny_flux2
+
+NEGATIVE = "a blue cross"
+ASKED = {
+    "sd3": {"guidance_scale": 3.0, "negative_prompt": NEGATIVE},
+    "sana": {"guidance_scale": 3.0, "negative_prompt": NEGATIVE},
+    "qwen_image": {"true_cfg_scale": 3.0, "negative_prompt": NEGATIVE},
+    "z_image": {"guidance_scale": 2.0, "negative_prompt": NEGATIVE},
+    "flux2_klein": {"guidance_scale": 3.0},
+}
+"""A strength of 3, as each pipeline is asked for it; klein's negative prompt is always empty."""
+PASSES = {"sd3": True, "sana": True, "qwen_image": False, "z_image": True, "flux2_klein": False}
+"""Whether the pipeline takes one pass of twice the batch."""
+
+
+@pytest.fixture(params=ASKED)
+def tiny(request):
+    return Tiny(request.param, request.getfixturevalue(f"tiny_{request.param}_dir"))
+
+
+def guided_latents(tiny: Tiny, one_pass: bool) -> torch.Tensor:
+    negative = "" if tiny.name == "flux2_klein" else NEGATIVE
+    text = tiny.family.load_text("cpu", torch.float32, negative)
+    rows = text.encode(PROMPTS[:1]).repeat(len(SEEDS))
+    guided = Guided(3.0, one_pass)
+    return sample(tiny.family, tiny.denoiser, rows, SEEDS, 4, SOLVER[tiny.name], guided=guided)
+
+
+def test_guided_latents_are_the_stock_pipelines(tiny):
+    """Bit for bit with the pipeline's own number of passes, where the solver is its own to the bit
+    too; up to the order of sums with the other.
+    """
+    noise = noise_for(SEEDS, tiny.family.latent_shape)
+    theirs = stock_call(
+        tiny.pipe, tiny.family.model, PROMPTS[0], noise, 4, "latent", **ASKED[tiny.name]
+    )
+    ours = guided_latents(tiny, PASSES[tiny.name])
+    if tiny.name == "sana":  # as in test_sana.py, and three times as much
+        size = float(theirs.abs().max())
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=3 * 2e-6 * 5 * size)
+    else:
+        assert torch.equal(ours, theirs)
+    other = guided_latents(tiny, not PASSES[tiny.name])
+    torch.testing.assert_close(other, ours, rtol=0, atol=2e-4 * float(ours.abs().max()))
+    assert (tiny.ours(4, SOLVER[tiny.name]) - ours).abs().max() > 1e-3
+
+
+def test_a_scale_of_one_is_none():
+    settings = Guidance(regenerate=4.0)
+    assert Guided.of(settings, "explore") is None
+    assert Guided.of(settings, "regenerate") == Guided(4.0, True)
+    assert settings.stages == ["regenerate"]
+
+
+def test_rows_keep_their_negative_prompt(tiny_sd3_dir):
+    family = family_for(tiny_model("sd3", tiny_sd3_dir))
+    plain = family.load_text("cpu", torch.float32)
+    rows = family.load_text("cpu", torch.float32, NEGATIVE).encode(PROMPTS)
+    along, against = rows.rows([1, 0]).parted()
+    wanted = plain.encode([PROMPTS[1], PROMPTS[0]])
+    negative = plain.encode([NEGATIVE, NEGATIVE])
+    for name, tensor in wanted.tensors.items():
+        assert torch.equal(along.tensors[name], tensor)
+        assert torch.equal(against.tensors[name], negative.tensors[name])
+    with pytest.raises(ValueError, match="without a negative prompt"):
+        wanted.parted()
+
+
+def test_gradients_go_through_both_velocities(tiny_sd3_dir):
+    """d/dw of v- + s (v - v-) is (1 - s) dv- + s dv: by two separate backward passes."""
+    tiny = Tiny("sd3", tiny_sd3_dir)
+    weight = tiny.denoiser.proj_out.weight.requires_grad_()
+    rows = tiny.family.load_text("cpu", torch.float32, NEGATIVE).encode(PROMPTS)
+    x, sigma = noise_for(SEEDS[:2], tiny.family.latent_shape), torch.tensor([0.3, 0.8])
+
+    def gradient(cond: Conditioning, guided: Guided | None) -> torch.Tensor:
+        found = velocity(tiny.family, tiny.denoiser, x, sigma, cond, guided)
+        return torch.autograd.grad(found.sum(), weight)[0]
+
+    along, against = (gradient(part, None) for part in rows.parted())
+    for one_pass in (True, False):
+        found = gradient(rows, Guided(2.5, one_pass))
+        torch.testing.assert_close(found, 2.5 * along - 1.5 * against, rtol=1e-4, atol=1e-3)
+    assert (along - against).abs().max() > 0.1
+
+
+@pytest.mark.parametrize("name", ["flux", "flux2"])
+def test_a_distilled_model_has_none(name, request):
+    family = family_for(tiny_model(name, request.getfixturevalue(f"tiny_{name}_dir")))
+    family.check(Guidance())
+    with pytest.raises(ValueError, match=r"guidance\.train: .* is distilled.*leave \[guidance\]"):
+        family.check(Guidance(train=2.0))
+
+
+def test_klein_says_in_its_index_whether_it_is_distilled(tiny_flux2_klein_dir, tmp_path):
+    family_for(tiny_model("flux2_klein", tiny_flux2_klein_dir)).check(Guidance(explore=4.0))
+    distilled = make_tiny_flux2(tmp_path, klein=True, is_distilled=True)
+    with pytest.raises(ValueError, match=r"guidance\.explore: .* is distilled"):
+        family_for(tiny_model("flux2_klein", distilled)).check(Guidance(explore=4.0))

@@ -1,0 +1,117 @@
+"""A stand-in for an endpoint with a vision-language model: it rates an image by how red it is, and
+misbehaves as it is told.
+"""
+
+from __future__ import annotations
+
+import base64
+import io
+import json
+import math
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+import numpy as np
+from PIL import Image
+
+
+class Judge(ThreadingHTTPServer):
+    """``answers`` are given first, one per request: a status, (status, headers), "prose", or the
+    text of a message.
+    """
+
+    request_queue_size = 64
+
+    def __init__(self) -> None:
+        super().__init__(("127.0.0.1", 0), Handler)
+        self.answers: list[Any] = []
+        self.requests: list[dict[str, Any]] = []
+        self.keys: list[str | None] = []
+        self.lock, self.under_way, self.most = threading.Lock(), 0, 0
+        self.meet: threading.Barrier | None = None
+        self.closing = threading.Event()
+        self.drips = False  # whether answers come byte by byte, slowly
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.server_address[1]}/v1"
+
+
+class Handler(BaseHTTPRequestHandler):
+    server: Judge
+
+    def do_GET(self) -> None:
+        self.server.requests.append({})
+        self.send_error(405)
+
+    def do_POST(self) -> None:
+        judge = self.server
+        told = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        with judge.lock:
+            judge.requests.append(told)
+            judge.keys.append(self.headers.get("Authorization"))
+            judge.under_way += 1
+            judge.most = max(judge.most, judge.under_way)
+            answer = judge.answers.pop(0) if judge.answers else 200
+        if judge.meet is not None:
+            judge.meet.wait(5)
+        with judge.lock:
+            judge.under_way -= 1
+        status, headers = answer if isinstance(answer, tuple) else (200, {})
+        status = answer if isinstance(answer, int) else status
+        self.send_response(status)
+        for name, value in headers.items():
+            self.send_header(name, value)
+        self.end_headers()
+        text = answer if isinstance(answer, str) else None
+        body = json.dumps(completion(told, text)).encode()
+        with suppress(OSError):  # nobody need wait for all of it
+            for start in range(0, len(body), size := 1 if judge.drips else len(body)):
+                self.wfile.write(body[start : start + size])
+                self.wfile.flush()
+                if judge.drips:
+                    judge.closing.wait(0.05)
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+def redness(told: dict[str, Any]) -> float:
+    """Mean of the red channel in [0, 1] of the image in a request."""
+    (picture,) = [part for part in told["messages"][0]["content"] if part["type"] == "image_url"]
+    data = base64.b64decode(picture["image_url"]["url"].removeprefix("data:image/png;base64,"))
+    return float(np.asarray(Image.open(io.BytesIO(data)))[..., 0].mean() / 255)
+
+
+def completion(told: dict[str, Any], text: str | None) -> dict[str, Any]:
+    """Ratings 1 and 5 with probabilities that have 1 + 4 x redness as their mean; as JSON that."""
+    red, choice = redness(told), {}
+    if told.get("logprobs"):
+        words = [("5", red * 0.9), (" 1", (1 - red) * 0.9), ("The", 0.1)]
+        if text is not None:
+            words = [(text, 0.9), ("3", 0.1)]
+        top = [{"token": w, "logprob": math.log(p)} for w, p in words if p > 0]
+        choice = {"logprobs": {"content": [{"token": top[0]["token"], "top_logprobs": top}]}}
+    written = json.dumps({"score": 1 + 4 * red + told["seed"] * 0.5}) if text is None else text
+    return {
+        "choices": [{**choice, "message": {"role": "assistant", "content": written}}],
+        "usage": {"prompt_tokens": 300, "completion_tokens": 2},
+    }
+
+
+@contextmanager
+def judging() -> Iterator[Judge]:
+    """A judge in a thread of this process."""
+    judge = Judge()
+    thread = threading.Thread(target=judge.serve_forever, kwargs={"poll_interval": 0.01})
+    thread.start()
+    try:
+        yield judge
+    finally:
+        judge.closing.set()
+        judge.shutdown()
+        judge.server_close()
+        thread.join()

@@ -1,0 +1,219 @@
+"""The judge: what it is asked, what is read from its answers, and that words are no rating."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+
+import rewards.server
+from configs.rewards import Scorer as ScorerConfig
+from rewards import ScorerError, ScorerSetupError, build, check_settings
+from rewards.vlm import VlmScorer
+from tests.rewards.judge import Judge, judging
+
+REDS = (0, 51, 204, 255)
+IMAGES = np.zeros((4, 3, 6, 9), np.uint8)
+IMAGES[:, 0] = np.array(REDS, np.uint8)[:, None, None]
+PROMPTS, METADATA = ["a", "b {low}", "c \u4e00", "d"], [{}] * 4
+WANTED = np.float32(REDS) / 255
+"""Of ratings 1 to 5 with a mean of 1 + 4 x redness."""
+
+
+@pytest.fixture
+def judge(monkeypatch) -> Iterator[Judge]:
+    monkeypatch.setattr(rewards.server, "PAUSE_S", 0.001)
+    with judging() as one:
+        yield one
+
+
+def scorer(judge: Judge, **more: object) -> VlmScorer:
+    settings = {"url": judge.url, "model": "judge-7b", **more}
+    made = build(ScorerConfig(name="vlm", settings=settings))
+    assert isinstance(made, VlmScorer)
+    return made
+
+
+@pytest.mark.parametrize("read", ["logprobs", "json"])
+def test_a_rating_is_read(judge, read):
+    """The mean over the tokens that are ratings, with and without a space; "The" does not count."""
+    found = scorer(judge, read=read)(IMAGES, PROMPTS, METADATA)
+    assert found.dtype == np.float32
+    np.testing.assert_allclose(found, WANTED, atol=1e-6)
+
+
+def test_what_the_judge_is_told(judge):
+    scorer(judge, rubric="From {low} to {high}: {prompt}", in_flight=1)(IMAGES, PROMPTS, METADATA)
+    texts = [told["messages"][0]["content"][1]["text"] for told in judge.requests]
+    assert texts[1] == "From 1 to 5: b {low}\n\nAnswer with the number alone."
+    first = judge.requests[0]
+    assert (first["model"], first["max_tokens"], first["top_logprobs"]) == ("judge-7b", 1, 20)
+    judge.requests.clear()
+    scorer(judge, read="json", low=0, high=10)(IMAGES[:1], PROMPTS[:1], METADATA[:1])
+    schema = judge.requests[0]["response_format"]["json_schema"]["schema"]
+    assert schema["properties"]["score"] == {"type": "number", "minimum": 0, "maximum": 10}
+
+
+@pytest.mark.parametrize(
+    ("read", "text", "said"),
+    [
+        ("logprobs", "I", "the judge answers 'I' rather than a number: 10% on 1 to 5"),
+        ("logprobs", "7", "answers '7' rather than a number"),
+        ("json", "A lovely image, 5 of 5!", "the judge answers prose: 'A lovely image"),
+        ("json", '{"score": "5"}', "is '5', which is no number"),
+        ("json", '{"score": true}', "is True, which is no number"),
+        ("json", '{"score": 6}', "is 6, outside 1 to 5"),
+        ("json", '{"score": NaN}', "is nan, outside 1 to 5"),
+        ("json", "5", "answers prose"),
+    ],
+)
+def test_words_are_a_failure_never_a_zero(judge, read, text, said):
+    judge.answers = [text] * 4
+    with pytest.raises(ScorerError, match=said) as caught:
+        scorer(judge, read=read)(IMAGES, PROMPTS, METADATA)
+    assert "\n" not in str(caught.value)
+    judge.answers = [text]
+    found = scorer(judge, read=read, in_flight=1)(IMAGES, PROMPTS, METADATA)
+    assert np.isnan(found[0]) and np.allclose(found[1:], WANTED[1:], atol=1e-6)
+
+
+def test_votes_are_averaged(judge):
+    """Seeds 0, 1, 2 are half a point apart: 0, 1/8, 2/8 above; of ratings that are in range."""
+    made = scorer(judge, read="json", votes=3, temperature=1.0)
+    found = made(IMAGES[:2], PROMPTS[:2], METADATA[:2])
+    np.testing.assert_allclose(found, WANTED[:2] + 0.125, atol=1e-6)
+    np.testing.assert_allclose(made.parts["spread"], np.std([0, 0.125, 0.25]), atol=1e-6)
+    assert sorted(told["seed"] for told in judge.requests) == [0, 0, 1, 1, 2, 2]
+
+
+def test_most_votes_must_hold_a_rating(judge):
+    """One of three in words: the mean of the others. Two of three: no rating."""
+    judge.answers = ["prose"]
+    made = scorer(judge, read="json", votes=3, temperature=1.0, in_flight=1)
+    found = made(IMAGES[:1], PROMPTS[:1], METADATA[:1])
+    np.testing.assert_allclose(found, WANTED[:1] + (0.125 + 0.25) / 2, atol=1e-6)
+    judge.answers = ["prose", "prose"]
+    with pytest.raises(ScorerError, match=r"prose.*\(2 of 3 votes\)"):
+        made(IMAGES[1:2], PROMPTS[1:2], METADATA[1:2])
+
+
+@pytest.mark.parametrize("trouble", [429, 503, (429, {"Retry-After": "0"})])
+def test_what_may_pass_is_tried_again(judge, trouble):
+    judge.answers = [trouble] * 3
+    found = scorer(judge)(IMAGES, PROMPTS, METADATA)
+    np.testing.assert_allclose(found, WANTED, atol=1e-6)
+    assert len(judge.requests) == 4 + 3
+
+
+def test_retry_after_is_waited_for(judge, monkeypatch):
+    slept: list[float] = []
+    monkeypatch.setattr(rewards.server.time, "sleep", slept.append)
+    judge.answers = [(429, {"Retry-After": "7"}), (429, {"Retry-After": "999"}), 503]
+    scorer(judge, in_flight=1)(IMAGES[:1], PROMPTS[:1], METADATA[:1])
+    assert slept == [7.0, 60.0, pytest.approx(0.004)]  # what it says, at most timeout_s; else ours
+
+
+def test_an_image_without_an_answer_keeps_the_others(judge):
+    judge.answers = [400]
+    made = scorer(judge, in_flight=1)
+    found = made(IMAGES, PROMPTS, METADATA)
+    assert np.isnan(found[0]) and np.allclose(found[1:], WANTED[1:], atol=1e-6)
+    judge.requests.clear()
+    np.testing.assert_allclose(made(IMAGES, PROMPTS, METADATA), WANTED, atol=1e-6)
+    assert len(judge.requests) == 1  # the others are remembered
+    judge.answers = [401] * 4
+    with pytest.raises(ScorerError, match="answered 401 Unauthorized, tries: 1"):
+        scorer(judge)(IMAGES, PROMPTS, METADATA)
+
+
+def test_requests_in_flight_are_limited(judge):
+    """Three meet at a barrier that would not open for fewer; a fourth is never there."""
+    judge.meet = threading.Barrier(3)
+    images, prompts = np.repeat(IMAGES, 3, axis=0), [f"{n}" for n in range(12)]
+    scorer(judge, in_flight=3)(images, prompts, [{}] * 12)
+    assert len(judge.requests) == 12 and judge.most == 3
+
+
+def test_what_was_rated_is_not_asked_again_nor_paid_twice(judge):
+    made = scorer(judge, price_in=2.0, price_out=10.0)
+    twice = np.concatenate([IMAGES, IMAGES[:1]])
+    found = made(twice, [*PROMPTS, PROMPTS[0]], [{}] * 5)
+    assert len(judge.requests) == 4 and found[4] == found[0]
+    np.testing.assert_allclose(made.parts["tokens"], [302] * 4 + [0])
+    np.testing.assert_allclose(made.parts["cost"], [(600 + 20) / 1e6] * 4 + [0], rtol=1e-6)
+    made(IMAGES, PROMPTS, METADATA)
+    assert len(judge.requests) == 4 and not made.parts["cost"].any()
+    made(IMAGES[:1], ["another prompt"], [{}])
+    assert len(judge.requests) == 5
+    small = scorer(judge, cache=1)
+    small(IMAGES, PROMPTS, METADATA)
+    small(IMAGES, PROMPTS, METADATA)
+    assert len(judge.requests) == 5 + 4 + 3
+
+
+def test_the_key_comes_from_the_environment(judge, monkeypatch):
+    monkeypatch.setenv("JUDGES_KEY", "s3cret")
+    scorer(judge, key_env="JUDGES_KEY")(IMAGES[:1], PROMPTS[:1], METADATA[:1])
+    assert judge.keys == ["Bearer s3cret"]
+    monkeypatch.delenv("JUDGES_KEY")
+    with pytest.raises(ScorerSetupError, match="key_env is 'JUDGES_KEY': there is no such"):
+        scorer(judge, key_env="JUDGES_KEY")
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"url": "localhost:80"}, "give http://"),
+        ({"url": "http://judge:8000/v1"}, "unencrypted: use https://, or set plain_http = true"),
+        ({"plain_http": 1}, "plain_http is 1: use true or false"),
+        ({"read": "text"}, "use one of logprobs, json"),
+        ({"high": 10}, r"use 9 at most, or read = 'json'"),
+        ({"low": 5}, "low must be the lower"),
+        ({"votes": 3}, "votes is 3 at temperature 0"),
+        ({"rubric": "How good?"}, "rubric has no {prompt}"),
+        ({"in_flight": 0}, "in_flight is 0"),
+        ({"modle": "x"}, "modle"),
+    ],
+)
+def test_settings_are_checked(settings, said):
+    given = {"url": "https://x/v1", "model": "m", **settings}
+    with pytest.raises(ScorerSetupError, match=said):
+        check_settings(ScorerConfig(name="vlm", settings=given))
+
+
+def test_plain_http_reaches_another_machine_only_where_it_may():
+    given = {"url": "http://judge:8000/v1", "model": "m", "plain_http": True}
+    check_settings(ScorerConfig(name="vlm", settings=given))
+
+
+@pytest.mark.parametrize("code", [302, 307])
+def test_no_redirect_is_followed(judge, code):
+    """Neither the image nor the key reach the other endpoint."""
+    with judging() as other:
+        judge.answers = [(code, {"Location": other.url})]
+        with pytest.raises(ScorerError, match=f"answered {code} .*redirects are not followed"):
+            scorer(judge)(IMAGES[:1], PROMPTS[:1], METADATA[:1])
+        assert other.requests == [] and len(judge.requests) == 1
+
+
+def test_no_more_of_an_answer_is_read_than_a_rating_takes(judge):
+    judge.answers = ["x" * 2**20]
+    with pytest.raises(ScorerError, match="answered more than 1048576 bytes"):
+        scorer(judge, read="json")(IMAGES[:1], PROMPTS[:1], METADATA[:1])
+
+
+def test_an_answer_that_drips_is_not_waited_for(judge):
+    """Every byte comes in time, the whole would take seconds."""
+    judge.drips = True
+    with pytest.raises(ScorerError, match="timed out after 0.3 s"):
+        scorer(judge, timeout_s=0.3, retries=0)(IMAGES[:1], PROMPTS[:1], METADATA[:1])
+
+
+def test_images_do_not_pass_a_proxy_in_plain(judge, monkeypatch):
+    with judging() as proxy:
+        monkeypatch.setenv("http_proxy", proxy.url)
+        rewards.server._opener.cache_clear()  # it may have looked already
+        scorer(judge)(IMAGES, PROMPTS, METADATA)
+        assert proxy.requests == [] and len(judge.requests) == 4

@@ -1,0 +1,159 @@
+"""A QwenImagePipeline directory with random weights, after the pattern of ``tests.tiny_sd3``.
+
+Its tokenizer serves the other tiny pipelines of Qwen's text encoders too. Images are 16x16: latents
+of 8x8 pixels, packed to [16, 16].
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+from tests.tiny_sd3 import WORDS
+
+if TYPE_CHECKING:
+    from torch import nn
+    from transformers import Qwen2Tokenizer
+
+TEMPLATE = (
+    "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>"
+    "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n"
+    "{% if not enable_thinking %}<think></think>{% endif %}{% endif %}"
+)
+MARKS = ("<|im_start|>", "<|im_end|>", "<think>", "</think>", "<|image|>", "<|video|>")
+
+
+@pytest.fixture(scope="session")
+def tiny_qwen_image_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The directory of one tiny pipeline, shared by the session: read it, do not write to it."""
+    return make_tiny_qwen_image(tmp_path_factory.mktemp("tiny_qwen_image"))
+
+
+def make_tiny_qwen_image(path: str | Path, seed: int = 0) -> Path:
+    """Write the pipeline directory and return its path. The same seed gives the same weights."""
+    import torch
+    from diffusers import (
+        AutoencoderKLQwenImage,
+        FlowMatchEulerDiscreteScheduler,
+        QwenImagePipeline,
+        QwenImageTransformer2DModel,
+    )
+
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        transformer = QwenImageTransformer2DModel(
+            patch_size=2,
+            in_channels=16,
+            out_channels=4,
+            num_layers=2,
+            attention_head_dim=16,
+            num_attention_heads=2,
+            joint_attention_dim=32,
+            axes_dims_rope=(4, 4, 8),
+        )
+        randomise(transformer)
+        tokenizer = tiny_qwen_tokenizer(QwenImagePipeline)
+        pipe = QwenImagePipeline(
+            transformer=transformer,
+            scheduler=FlowMatchEulerDiscreteScheduler(
+                use_dynamic_shifting=True,
+                base_shift=0.5,
+                max_shift=0.9,
+                base_image_seq_len=256,
+                max_image_seq_len=8192,
+                shift_terminal=0.02,
+            ),
+            vae=AutoencoderKLQwenImage(
+                base_dim=8,
+                z_dim=4,
+                dim_mult=[1, 2],
+                num_res_blocks=1,
+                temperal_downsample=[False],
+                latents_mean=[0.1, -0.2, 0.3, 0.0],
+                latents_std=[1.5, 2.0, 0.7, 1.1],
+            ).eval(),
+            text_encoder=_text_encoder(tokenizer),
+            tokenizer=tokenizer,
+        )
+        pipe.save_pretrained(str(path))
+    return Path(path)
+
+
+def randomise(transformer: nn.Module) -> None:
+    """Random biases and padding tokens, near 0, and norm weights, near 1."""
+    for name, parameter in transformer.named_parameters():
+        if parameter.ndim == 1 or name.endswith("pad_token"):
+            near = 1.0 if "norm" in name and name.endswith("weight") else 0.0
+            parameter.data.normal_(near, 0.1)
+
+
+def tiny_qwen_tokenizer(pipeline: type | None = None) -> Qwen2Tokenizer:
+    """Bytes, and the words of prompts as tokens of their own.
+
+    With ``QwenImagePipeline`` also those of its template, so that the template takes as many tokens
+    as with the published tokenizer: the pipeline drops that many.
+    """
+    from transformers import AddedToken, Qwen2Tokenizer
+
+    letters = [chr(code) for code in range(ord("!"), ord("~") + 1)]
+    vocab = ["<|endoftext|>", *letters, "Ġ", "Ċ"]
+    tokenizer = Qwen2Tokenizer(
+        vocab={token: index for index, token in enumerate(vocab)},
+        merges=[],
+        model_max_length=4096,
+        chat_template=TEMPLATE,
+    )
+    words = ["user", "system", "assistant", *(f" {word}" for word in WORDS[1:])]
+    if pipeline is not None:
+        words += [*re.findall(r" ?[A-Za-z]{2,}", _template())]
+    marks = [AddedToken(mark, special=True, normalized=False) for mark in MARKS]
+    tokenizer.add_tokens([*marks, *dict.fromkeys(words)])
+    return tokenizer
+
+
+def _template() -> str:
+    import inspect
+
+    from diffusers import QwenImagePipeline
+
+    found = re.search(r"prompt_template_encode = \"(.*)\"", inspect.getsource(QwenImagePipeline))
+    assert found is not None
+    return re.sub(r"<\|.*?\|>|\\n|\{\}", "\n", found.group(1))
+
+
+def _text_encoder(tokenizer: Qwen2Tokenizer) -> nn.Module:
+    from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
+
+    size = len(tokenizer)
+    config = Qwen2_5_VLConfig(
+        text_config={
+            "vocab_size": size + 4,
+            "hidden_size": 32,
+            "intermediate_size": 32,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 2,
+            "num_key_value_heads": 1,
+            "rope_parameters": {
+                "rope_type": "default",
+                "mrope_section": [2, 3, 3],
+                "rope_theta": 1e6,
+            },
+            "bos_token_id": 0,
+            "eos_token_id": 0,
+        },
+        vision_config={
+            "depth": 1,
+            "hidden_size": 16,
+            "intermediate_size": 16,
+            "num_heads": 2,
+            "out_hidden_size": 32,
+        },
+        image_token_id=size,
+        video_token_id=size + 1,
+        vision_start_token_id=size + 2,
+        vision_end_token_id=size + 3,
+    )
+    return Qwen2_5_VLForConditionalGeneration(config).eval()
