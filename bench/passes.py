@@ -112,12 +112,12 @@ def in_float32(transformer: nn.Module) -> Iterator[None]:
     layers = [layer for _, layer in adapted_modules(transformer)]
     for layer in layers:
         own = Conv2d if isinstance(layer, Conv2d) else Linear
-        layer.forward = MethodType(own.forward, layer)
+        setattr(layer, "forward", MethodType(own.forward, layer))  # noqa: B010
     try:
         yield
     finally:
         for layer in layers:
-            del layer.forward
+            delattr(layer, "forward")
 
 
 # ---- the passes of a run's learner
@@ -168,7 +168,7 @@ def passes_of(config: RunConfig, family: Family) -> dict[str, dict[str, Pass]]:
 
     calls = counted(regenerated)
     found["regenerating"] = {
-        "bare": Pass(found["forward"]["bare"].kernels * config.regenerate.steps),
+        "bare": Pass([*found["forward"]["bare"].kernels] * config.regenerate.steps),
         "merged": Pass(calls),
     }
     return found
