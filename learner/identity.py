@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -19,6 +18,7 @@ from torch import Tensor, nn
 
 from configs.schema import RunConfig
 from learner.distance import relative_distance
+from policy.device import threads
 from policy.explorer import PackedPolicy
 from policy.families import Family, family_for
 from policy.lora import adapted_modules
@@ -67,7 +67,7 @@ def recomputed(
     own = bare_copy(transformer, loaded, width)
     unpacked = {entry.name.removesuffix(".weight") for entry in manifest.entries}
     _own_weights(own, unpacked)
-    with torch.no_grad(), _threads(config.services.rollout.threads):
+    with torch.no_grad(), threads(config.services.rollout.threads):
         smaller = config.explored_model != config.model
         policy = PackedPolicy(
             family_for(config.explored_model) if smaller else family,
@@ -141,14 +141,3 @@ def _nudged(cond: Conditioning, eps: float) -> Conditioning:
         return tensor * (1 + eps * sign).to(tensor.device, tensor.dtype)
 
     return Conditioning({name: moved(tensor) for name, tensor in cond.tensors.items()})
-
-
-@contextmanager
-def _threads(count: int) -> Iterator[None]:
-    """As many threads as a rollout actor has: they fix the order of sums."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(count)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
