@@ -63,7 +63,7 @@ check: lint types arrows test
 gpu-check:
 	$(or $(wildcard $(BIN)/python),$(PYTHON)) -m bench.gpu_check $(ARGS)
 
-# SANA and SD3.5 Medium in full size with random weights, one iteration through the ring on CPUs, held against the plan. 20 GB of memory.
+# SANA and SD3.5 Medium in full size with random weights, one iteration through the ring on CPUs, compared with the plan. 20 GB of memory.
 rehearsal: setup
 	$(BIN)/python -m tools.rehearsal $(ARGS)
 

@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -18,9 +17,8 @@ import torch
 from torch import Tensor, nn
 
 from configs.schema import RunConfig
-from configs.services import Service
 from learner.distance import relative_distance
-from policy.device import allow_tf32, tf32_allowed
+from policy.device import tf32, threads
 from policy.explorer import PackedPolicy
 from policy.families import Family, family_for
 from policy.lora import adapted_modules
@@ -69,7 +67,8 @@ def recomputed(
     own = bare_copy(transformer, loaded, width)
     unpacked = {entry.name.removesuffix(".weight") for entry in manifest.entries}
     _own_weights(own, unpacked)
-    with torch.no_grad(), _as_in(config.services.rollout, device):
+    service = config.services.rollout
+    with torch.no_grad(), threads(service.threads), tf32(device, service.tf32):
         smaller = config.explored_model != config.model
         policy = PackedPolicy(
             family_for(config.explored_model) if smaller else family,
@@ -143,16 +142,3 @@ def _nudged(cond: Conditioning, eps: float) -> Conditioning:
         return tensor * (1 + eps * sign).to(tensor.device, tensor.dtype)
 
     return Conditioning({name: moved(tensor) for name, tensor in cond.tensors.items()})
-
-
-@contextmanager
-def _as_in(service: Service, device: torch.device) -> Iterator[None]:
-    """The threads of a rollout actor, which fix the order of sums, and its products in FP32."""
-    before = torch.get_num_threads(), tf32_allowed()
-    torch.set_num_threads(service.threads)
-    allow_tf32(device, service.tf32)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before[0])
-        allow_tf32(device, before[1])

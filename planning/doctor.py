@@ -296,7 +296,7 @@ def of_token(joined: bool, home: Path | None = None) -> Check:
         if not joined:
             return Check(name, "note", "Ray's token is off; a local Ray listens on loopback")
         advice = "RAY_AUTH_MODE=token, or a firewall around the head (docs/security.md)"
-        return Check(name, "note", "off: whoever reaches the dashboard runs code", advice)
+        return Check(name, "note", "off: anybody who reaches the dashboard runs code", advice)
     if file.is_file() and stat.S_IMODE(file.stat().st_mode) & 0o077:
         return Check(name, "note", f"{file} can be read by other users", f"chmod 600 {file}")
     return Check(name, "ok", "asked for" if file.is_file() else "none needed yet")

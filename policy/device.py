@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -107,3 +109,25 @@ def out_of_memory(error: BaseException) -> str | None:
         f"{what}; this process holds {held / 1e9:.1f} GB and {(reserved - held) / 1e9:.1f} GB in"
         f" gaps, {free / 1e9:.1f} of the GPU's {total / 1e9:.1f} GB are free"
     )
+
+
+@contextmanager
+def threads(count: int) -> Iterator[None]:
+    """Compute with so many threads on the CPU: they fix the order of sums."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+@contextmanager
+def tf32(device: torch.device, allowed: bool) -> Iterator[None]:
+    """Products in FP32 with TF32 or without."""
+    before = tf32_allowed()
+    allow_tf32(device, allowed)
+    try:
+        yield
+    finally:
+        allow_tf32(device, before)

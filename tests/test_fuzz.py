@@ -4,20 +4,22 @@ slow form and in ``python -m tools.fuzz``.
 
 import pytest
 
-from tools import fuzz
+from tools.fuzz.__main__ import fuzz, run
+from tools.fuzz.promises import Wrong, command, finite
+from tools.fuzz.targets import Target, keys, targets
 
 FEW, MANY = 30, 1500
 
 
-@pytest.mark.parametrize("name", sorted(fuzz.targets()))
+@pytest.mark.parametrize("name", sorted(targets()))
 def test_a_few_inputs_of_each_kind(name):
-    assert fuzz.fuzz(fuzz.targets()[name], FEW, seed=0) > 0
+    assert fuzz(targets()[name], FEW, seed=0) > 0
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 def test_many_inputs(capsys):
-    assert fuzz.run(sorted(fuzz.targets()), MANY, seed=1) == 0, capsys.readouterr().out
+    assert run(sorted(targets()), MANY, seed=1) == 0, capsys.readouterr().out
 
 
 def test_what_is_wrong_is_found():
@@ -26,17 +28,17 @@ def test_what_is_wrong_is_found():
 
     def broken(folder, given):
         if given > 1000:
-            raise fuzz.Wrong(str(given))
+            raise Wrong(str(given))
 
-    with pytest.raises(fuzz.Wrong, match=r"^1001\b"):  # made small
-        fuzz.fuzz(fuzz.Target(st.integers(), broken), 500, seed=0)
-    with pytest.raises(fuzz.Wrong, match="lr = inf was accepted"):
-        fuzz.finite({"optimizer": {"lr": float("inf")}})
-    with pytest.raises(fuzz.Wrong, match="exit code 2"):
-        fuzz.command("config", "no-such-preset", codes=(0,))
+    with pytest.raises(Wrong, match=r"^1001\b"):  # made small
+        fuzz(Target(st.integers(), broken), 500, seed=0)
+    with pytest.raises(Wrong, match="lr = inf was accepted"):
+        finite({"optimizer": {"lr": float("inf")}})
+    with pytest.raises(Wrong, match="exit code 2"):
+        command("config", "no-such-preset", codes=(0,))
 
 
 def test_every_key_is_tried():
-    keys = fuzz.keys()
-    assert len(keys) > 150
-    assert {"seed", "optimizer.lr", "services.rollout.deadline_s", "rewards.scorers"} <= set(keys)
+    names = keys()
+    assert len(names) > 150
+    assert {"seed", "optimizer.lr", "services.rollout.deadline_s", "rewards.scorers"} <= set(names)

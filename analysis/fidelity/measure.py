@@ -35,6 +35,7 @@ from learner.fidelity import (
 from learner.trainer import Trainer
 from planning.preflight import check_model
 from policy.decoders import load_decoder
+from policy.device import threads
 from policy.explorer import Explorer
 from policy.families import family_for
 from policy.precision.backends import Backend, resolve_backend
@@ -109,22 +110,19 @@ def run(config: RunConfig, wanted: Measurement, out: Path, say: Say) -> list[str
             f"--out: {out} cannot be written ({error.strerror}): give another directory"
         ) from None
     hide_loading_bars()
-    threads = torch.get_num_threads()
-    torch.set_num_threads(wanted.threads or config.services.rollout.threads)
-    try:
-        rewards = measure(config, wanted, prompts, say)
-        summary = summarise(config, wanted, rewards) | {
-            "threads": torch.get_num_threads(),
-            "versions": versions(),
-        }
-    except ScorerError as error:
-        raise RunFailed(f"{error}; a noise without a reward has no rank") from None
-    except (CheckpointError, CompileFailed) as error:
-        raise RunFailed(str(error)) from None
-    except (FileNotFoundError, ScorerSetupError) as error:
-        raise ConfigError(str(error)) from None
-    finally:
-        torch.set_num_threads(threads)
+    with threads(wanted.threads or config.services.rollout.threads):
+        try:
+            rewards = measure(config, wanted, prompts, say)
+            summary = summarise(config, wanted, rewards) | {
+                "threads": torch.get_num_threads(),
+                "versions": versions(),
+            }
+        except ScorerError as error:
+            raise RunFailed(f"{error}; a noise without a reward has no rank") from None
+        except (CheckpointError, CompileFailed) as error:
+            raise RunFailed(str(error)) from None
+        except (FileNotFoundError, ScorerSetupError) as error:
+            raise ConfigError(str(error)) from None
     try:
         _write(out, summary, prompts, rewards)
     except OSError as error:

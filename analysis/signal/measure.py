@@ -7,8 +7,7 @@ b is what iteration b would train on, were the weights still those of the base m
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -28,6 +27,7 @@ from learner.selection import select
 from learner.signal import gradient, mean_cosine
 from learner.trainer import Trainer
 from planning.preflight import check_model
+from policy.device import threads
 from policy.precision.backends import Backend
 from policy.sampling.noise import stream_seed
 from records.atomic import write_text
@@ -83,7 +83,7 @@ def run(config: RunConfig, wanted: Measurement, out: Path, say: Say) -> list[str
         raise ConfigError(
             f"--out: {out} cannot be written ({error.strerror}): give another directory"
         ) from None
-    with _threads(wanted.threads or config.services.rollout.threads):
+    with threads(wanted.threads or config.services.rollout.threads):
         hide_loading_bars()
         try:
             Measuring(config, wanted, found, out, say).run(choices)
@@ -96,16 +96,6 @@ def run(config: RunConfig, wanted: Measurement, out: Path, say: Say) -> list[str
     summary = read(out / ROWS)
     write_text(out / "signal.svg", signal_picture(summary["rows"], title(summary)))
     return [*table(summary), f"written: {out / 'signal.json'}, signal.svg"]
-
-
-@contextmanager
-def _threads(count: int) -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(count)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 def choices_of(config: RunConfig, wanted: Measurement, found: Sequence[Backend]) -> list[Choice]:

@@ -181,7 +181,7 @@ class Scoring:
                         f"scorer {label!r} gave the same {len(texts)} images other scores when"
                         f" asked again in reverse: up to {error:.2g} standard deviations apart; it"
                         " answers for other images, in another order, for an earlier batch or at"
-                        " random: mend it, or set rewards.deterministic = false"
+                        " random: fix it, or set rewards.deterministic = false"
                     )
 
     def constant(self) -> dict[str, float]:

@@ -2,8 +2,8 @@
 
 There is one board per cluster. The first run that needs it creates it, and it is created again when
 it is lost: it holds nothing that a run depends on. It is an actor and not a file in the run's
-directory for two reasons. Whoever reaches the cluster reaches the board, with or without the run's
-disk; and the board ends with the cluster, so that no run obeys a file that an earlier one left.
+directory for two reasons. Anybody who reaches the cluster reaches the board, with or without the
+run's disk; and the board ends with the cluster, so that no run obeys a file of an earlier one.
 """
 
 from __future__ import annotations

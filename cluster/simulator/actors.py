@@ -20,6 +20,8 @@ from actors.messages import (
     Floats,
     GenerateRequest,
     Metadata,
+    Probe,
+    Probed,
     Rendezvous,
     Scores,
     TrainingGroup,
@@ -37,6 +39,7 @@ class Token:
 
 
 TOKEN = Token()
+SAME = Probed(np.zeros((1, 1), np.float32), "simulated")
 
 
 @dataclass(frozen=True)
@@ -89,6 +92,10 @@ class Rollout(Simulated):
         """Seconds, images, samples."""
         seconds = self.durations.explore.at(len(request.seeds))
         return Took(seconds, (seconds, TOKEN, TOKEN))
+
+    def probe(self, request: Probe, conditioning: object) -> Took:
+        """What the learner's has."""
+        return Took(self.durations.explore.at(len(request.seeds)), SAME)
 
 
 class Reward(Simulated):
@@ -166,6 +173,10 @@ class Learner(Simulated):
         names = tuple(f"{version}-{index}" for index in range(len(self._shards)))
         manifest = Manifest(version, "simulated", 0, self._shards, names, ())
         return Took(self.durations.export.at(1), Exported(manifest, {}))
+
+    def probe(self, request: Probe, conditioning: object) -> Took:
+        """What the rollout actors' have."""
+        return Took(self.durations.explore.at(len(request.seeds)), SAME)
 
     def shard(self, index: int) -> Took:
         """Bytes, and a token."""

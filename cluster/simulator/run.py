@@ -73,7 +73,9 @@ async def _simulate(config: RunConfig, hardware: Hardware, count: int) -> Simula
     spans: list[Span] = []
     board, warm = Board(hardware), WARM if config.explore_ahead else 0
     # one more than are run: the last one has exploring ahead beside it too
-    config = config.model_copy(update={"iterations": warm + count + 1})
+    rewards = config.rewards.model_copy(update={"deterministic": False})  # they are drawn
+    update = {"iterations": warm + count + 1, "rewards": rewards}
+    config = config.model_copy(update=update)
     services = SimulatedServices(config, board, _nothing, spans.append)
     prompts = [Prompt(f"prompt {n}") for n in range(config.prompts.per_iteration)]
     progress = Progress(console=Console(quiet=True), clock=clock.now)

@@ -77,7 +77,11 @@ class SimulatedTransport:
             return
         call, refs = actor.waiting.popleft()
         actor.working = True
-        took: Took = getattr(actor.does, call.method)(*call.args, **call.named)
+        try:
+            took: Took = getattr(actor.does, call.method)(*call.args, **call.named)
+        except Exception as error:  # an answer like any other, so that the pool ends the run
+            self._fails(actor, refs, error)
+            return
         self.work[actor.kind] = self.work.get(actor.kind, 0.0) + took.seconds
         actor.on.run(took.seconds, actor.wanted, lambda: self._done(actor, call, refs, took))
 
@@ -92,6 +96,12 @@ class SimulatedTransport:
             loop = asyncio.get_running_loop()
             for seconds, one, its, answer in arrived:
                 loop.call_later(seconds, self._answers, one, its, answer)
+
+    def _fails(self, actor: Actor, refs: Sequence[Reference], error: Exception) -> None:
+        for ref in refs:
+            ref.future.set_exception(error)
+        actor.working = False
+        self._begin(actor)
 
     def _answers(self, actor: Actor, refs: Sequence[Reference], took: Took) -> None:
         values = cast("tuple[object, ...]", took.value) if len(refs) > 1 else (took.value,)

@@ -284,7 +284,7 @@ def row(load: Load) -> dict[str, float]:
 
 
 def test_a_pool_that_changed_is_measured_anew():
-    """Loads of another size say nothing about this one, whoever changed it."""
+    """Loads of another size say nothing about this one, whichever side changed it."""
     scaler = Autoscaler(RULE, LIMITS)
     assert [scaler.size_after(4, row(WAITS)) for _ in range(2)] == [4, 5]
     assert [scaler.size_after(5, row(WAITS)) for _ in range(2)] == [5, 6]  # patience again

@@ -117,7 +117,7 @@ def test_a_port_that_is_taken_is_found():
     [
         ("token", 0o600, True, "ok", "asked for"),
         ("token", 0o644, True, "note", "chmod 600"),
-        ("disabled", None, True, "note", "whoever reaches the dashboard runs code"),
+        ("disabled", None, True, "note", "anybody who reaches the dashboard runs code"),
         ("disabled", None, False, "note", "loopback"),
     ],
 )

@@ -11,6 +11,7 @@ import torch
 from actors import rollout
 from actors.messages import ActorInfo
 from configs.backends import BackendName
+from configs.sections import Guidance
 from policy.precision import hardware, kernels
 from policy.precision.backends import BACKENDS, eager_note, packing_backend, resolve_backend
 from policy.precision.cost import Step
@@ -226,8 +227,10 @@ def test_packing_that_may_cost_the_gain_is_said(gpu, monkeypatch):
 def test_an_explorer_reports_it(gpu, monkeypatch, compile, ends):
     gpu((9, 0), None)
     monkeypatch.setattr(kernels, "missing", lambda device: "triton is away")
-    explore = SimpleNamespace(backend="fp8", compile=compile)
-    run = SimpleNamespace(plan=SimpleNamespace(explore=explore), explore=explore, arm="sol_rl")
+    explore = SimpleNamespace(backend="fp8", compile=compile, guidance=1.0)
+    run = SimpleNamespace(
+        plan=SimpleNamespace(explore=explore), explore=explore, arm="sol_rl", guidance=Guidance()
+    )
     monkeypatch.setattr(rollout, "begin", lambda tree, kind: (run, None))
     monkeypatch.setattr(rollout, "begin_torch", lambda run, kind: torch.device("cuda"))
     monkeypatch.setattr(rollout, "identity", lambda device: ActorInfo(1, "here"))

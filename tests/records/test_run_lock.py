@@ -1,5 +1,5 @@
-"""One driver per run directory: the second is refused, in one line that names the first; whoever
-dies holds nothing.
+"""One driver per run directory: the second is refused, in one line that names the first; a
+process that is gone holds nothing.
 """
 
 import errno

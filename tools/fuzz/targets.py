@@ -1,37 +1,22 @@
-"""Whatever a user can hand over, made wrong at random: ``python -m tools.fuzz --examples N``.
+"""A *target* hands one made-up input to the code that reads it, and says what must hold.
 
-A *target* hands one made-up input to the code that reads it. Whatever the input is, the answer is
-one of those that the documentation promises: a value, or an error of the project's own in one line
-(``cli.main``: an exit code and lines on stderr); never another exception, never a wait. Inputs come
-from hypothesis, which also makes a failing one small. ``make test`` runs a few of each.
+Inputs come from hypothesis, which also makes a failing one small.
 """
 
 from __future__ import annotations
 
-import argparse
-import contextlib
-import io
 import json
-import math
 import shutil
-import signal
 import struct
-import sys
-import tempfile
-import time
-import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from hypothesis import HealthCheck, Phase, given, settings
-from hypothesis import seed as seeded
 from hypothesis import strategies as st
 from pydantic import BaseModel
 
-from cli.main import main
 from configs.load import ConfigError, load, parse
 from configs.prompts import read_prompts
 from configs.schema import RunConfig
@@ -39,11 +24,9 @@ from records.rundir import RunDirectory
 from rewards import check_settings
 from rewards.base import ScorerError, ScorerSetupError, check
 from rewards.server import decode
+from tools.fuzz.promises import Wrong, command, finite, in_time, refused
 
-SLOW_IS_FINE = (HealthCheck.too_slow, HealthCheck.filter_too_much, HealthCheck.data_too_large)
-LONGEST_S = 20
-"""Seconds that one input may take; beyond, it counts as a hang."""
-RUNS = Path(__file__).parent.parent / "tests" / "data" / "runs"
+RUNS = Path(__file__).parent.parent.parent / "tests" / "data" / "runs"
 HOSTILE = (
     "", " ", "inf", "-inf", "nan", "1e999", "-1", "0", "1", "0.5", "true", "false", "2", "1e-400",
     "99999999999999999999999", "-9223372036854775809", "1e308", "0x10", "[]", "[1, 2]", "[[]]",
@@ -64,10 +47,6 @@ json_values = st.recursive(
 )
 
 
-class Wrong(AssertionError):
-    """An input was answered in a way that is not promised."""
-
-
 @dataclass(frozen=True)
 class Target:
     """Inputs of one kind, and what must hold for each; ``prepare`` makes a folder ready."""
@@ -75,71 +54,6 @@ class Target:
     inputs: st.SearchStrategy[Any]
     holds: Callable[[Path, Any], None]
     cost: int = 1  # how many times slower than the quickest: so many fewer inputs
-
-
-# ---- what must hold
-
-
-@contextlib.contextmanager
-def in_time() -> Iterator[None]:
-    """Raises Wrong in the middle of whatever takes longer than ``LONGEST_S``."""
-
-    def ring(*_: object) -> None:
-        raise Wrong(f"no answer within {LONGEST_S} s")
-
-    before = signal.signal(signal.SIGALRM, ring)
-    signal.alarm(LONGEST_S)
-    try:
-        yield
-    finally:
-        signal.alarm(0)
-        signal.signal(signal.SIGALRM, before)
-
-
-def command(*arguments: str, codes: tuple[int, ...] = (0, 2)) -> str:
-    """Run a command in this process; its stdout. Raises Wrong for what no user should see."""
-    out, err = io.StringIO(), io.StringIO()
-    try:
-        with in_time(), contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-            code = main(list(arguments))
-    except SystemExit as end:  # argparse
-        code = end.code
-    said = err.getvalue()
-    if code not in codes:
-        raise Wrong(f"{arguments}: exit code {code}: {said}")
-    if code == 2 and not said.strip():
-        raise Wrong(f"{arguments}: exit code 2 without a word")
-    if "Traceback" in said:
-        raise Wrong(f"{arguments}: {said}")
-    return out.getvalue()
-
-
-def refused(*kinds: type[Exception]) -> contextlib.AbstractContextManager[None]:
-    """These errors are right, where they are a line each."""
-
-    @contextlib.contextmanager
-    def guarded() -> Iterator[None]:
-        try:
-            with in_time():
-                yield
-        except kinds as error:
-            lines = getattr(error, "lines", [str(error)])
-            if not all(line.strip() and "\n" not in line for line in lines):
-                raise Wrong(f"not a line each: {lines!r}") from error
-
-    return guarded()
-
-
-def finite(tree: object, where: str = "") -> None:
-    """Raises Wrong for a number in a configuration that was accepted and is none."""
-    if isinstance(tree, float) and not math.isfinite(tree):
-        raise Wrong(f"{where} = {tree} was accepted")
-    if isinstance(tree, dict):
-        for key, value in tree.items():
-            finite(value, f"{where}.{key}")
-    elif isinstance(tree, list | tuple):
-        for value in tree:
-            finite(value, where)
 
 
 # ---- configurations
@@ -442,66 +356,3 @@ def targets() -> dict[str, Target]:
             scorer_answer,
         ),
     }
-
-
-def fuzz(target: Target, examples: int, seed: int) -> int:
-    """Try so many inputs, fewer of a slow target; returns how many. Raises what the first bad one
-    raises, after hypothesis has made it small.
-    """
-    tried = 0
-    count = max(1, examples // target.cost)
-    with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder):
-
-        @seeded(seed)
-        @settings(
-            max_examples=count,
-            deadline=None,
-            derandomize=False,
-            database=None,
-            phases=(Phase.generate, Phase.shrink),
-            suppress_health_check=SLOW_IS_FINE,
-        )
-        @given(target.inputs)
-        def one(given: Any) -> None:
-            nonlocal tried
-            tried += 1
-            target.holds(Path(folder), given)
-
-        one()
-    return tried
-
-
-def _told(error: BaseException) -> Iterator[str]:
-    """Every failure that hypothesis found, with the input that it made small."""
-    if isinstance(error, BaseExceptionGroup):
-        for inner in error.exceptions:
-            yield from _told(inner)
-        return
-    frame = traceback.extract_tb(error.__traceback__)[-1]
-    notes = " ".join(getattr(error, "__notes__", []))
-    where = f"{frame.filename}:{frame.lineno}"
-    yield f"{type(error).__name__}: {error} ({where}) {notes}"
-
-
-def run(names: list[str], examples: int, seed: int) -> int:
-    """Every target by name; a line each. Returns the number that failed."""
-    failed = 0
-    for name in names:
-        began = time.perf_counter()
-        try:
-            said = f"{fuzz(targets()[name], examples, seed)} inputs"
-        # whatever it raises is what was looked for
-        except Exception as error:
-            failed += 1
-            said = "FAILED: " + "; ".join(_told(error))
-        print(f"{name:16} {time.perf_counter() - began:6.1f} s  {said}", flush=True)
-    return failed
-
-
-if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--examples", type=int, default=2000, help="inputs per target")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--target", action="append", choices=sorted(targets()))
-    options = parser.parse_args()
-    sys.exit(1 if run(options.target or list(targets()), options.examples, options.seed) else 0)

@@ -1,0 +1,171 @@
+"""`sol-rl plan`: operations and seconds, against real transformers and in closed form."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
+
+from configs.load import load
+from configs.sections import Lora
+from planning.assumptions import Device
+from planning.make import make_plan
+from planning.stages import Stage, training_points
+from policy import memory
+from policy.families import family_for
+from policy.precision.backends import BACKENDS
+from tests.cluster.runs import tiny_config
+from tests.planning.plans import Directories, of_work, run_of
+from tests.tiny_families import NAMES, SETTINGS, tiny_model
+
+
+@pytest.fixture
+def directories(request) -> Directories:
+    return Directories(request)
+
+
+def test_a_tally_in_closed_form():
+    """x [4, 8] W1 [8, 16] W2 [16, 8]: two operations per multiplication; both results are alive at
+    the end, weights never count.
+    """
+    x, first, second = (torch.empty(shape, device="meta") for shape in ((4, 8), (8, 16), (16, 8)))
+    with memory.Tally() as tally:
+        hidden = x @ first
+        out = hidden.mm(second.t().t())
+        alive = tally.live
+        del hidden
+    assert tally.flops == 2 * 4 * 8 * 16 + 2 * 4 * 16 * 8
+    assert alive == tally.peak == 4 * (4 * 16 + 4 * 8) and tally.live == 4 * out.numel()
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_operations_of_a_step_are_those_of_the_real_transformer(directories, name):
+    """Counted on real weights by torch's own counter, with attention spelled out."""
+    family = family_for(tiny_model(name, directories[name]))
+    blank = memory.blank(family, "transformer", torch.float32)
+    rows = memory.quantise_plan(blank, family, (), BACKENDS["emulated_nvfp4"])
+    quantised = [row.name for row in rows if row.quantised]
+    work = memory.sampling_work(family, blank, 3, torch.float32, quantised)
+    real = family.load_transformer("cpu", torch.float32)
+    x, cond = of_work(family, 3)
+    with torch.no_grad(), sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
+        family.velocity(real, x, torch.tensor(0.5), cond)
+    assert work.flops == counter.get_total_flops()
+    assert 0.3 < work.quantised / work.flops < 1
+
+
+@pytest.mark.parametrize("name", ["sd3", "flux"])
+def test_operations_of_training_are_those_of_the_real_transformer(directories, name):
+    """As above, forward and backward. A fused backward computes the scores again: half of the
+    attention's forward more.
+
+    Checkpointing costs at most one more forward pass.
+    """
+    from policy.lora import add_adapters, use
+
+    family = family_for(tiny_model(name, directories[name]))
+    real = family.load_transformer("cpu", torch.float32)
+    add_adapters(real, Lora(rank=4), family, names=("current",))
+    x, cond = of_work(family, 2)
+    with sdpa_kernel(SDPBackend.MATH), use(real, "current"):
+        with torch.no_grad(), FlopCounterMode(display=False) as forward:
+            family.velocity(real, x, torch.full((2,), 0.5), cond)
+        with FlopCounterMode(display=False) as both:
+            family.velocity(real, x, torch.full((2,), 0.5), cond).square().mean().backward()
+    blocks, tokens = (
+        {"sd3": 2, "flux": 3}[name],
+        16 + family.conditioning_shapes["prompt_embeds"][0],
+    )
+    attention = blocks * 2 * (2 * 2 * tokens**2 * 32)  # scores and values: batch 2, width 32
+    blank = memory.blank(family, "transformer", torch.float32)
+    assert memory.adapt(blank, family, Lora(rank=4)) == sum(
+        p.numel() for p in real.parameters() if p.requires_grad
+    )
+    kept, again = (
+        memory.training_work(family, blank, 2, torch.float32, checkpointing)
+        for checkpointing in (False, True)
+    )
+    assert kept.flops == both.get_total_flops() + attention // 2
+    assert kept.flops < again.flops <= kept.flops + forward.get_total_flops()
+    assert again.peak < kept.peak
+
+
+def test_guidance_takes_two_velocities(tiny_sd3_dir, tmp_path):
+    """Where it is on, and nowhere else; one pass of twice the batch needs the memory of that."""
+    changes = {"guidance__explore": 2.0, "guidance__train": 3.0}
+    plain, guided, apart = (
+        make_plan(run_of("sd3", tiny_sd3_dir, tmp_path, **more))
+        for more in ({}, changes, {**changes, "guidance__one_pass": False})
+    )
+    for plan in (guided, apart):
+        for name, times in (("explore", 2), ("regenerate", 1), ("update", 2)):
+            stage, once = plan.stages[name], plain.stages[name]
+            assert stage.flops - stage.decoding == times * (once.flops - once.decoding)
+            assert stage.decoding == once.decoding
+        assert plan.evaluation.flops == plain.evaluation.flops
+
+    def passes(plan: Any) -> int:
+        return next(v for k, v in plan.memory["learner"].items() if k.startswith("passes"))
+
+    assert passes(plain) == passes(apart) < passes(guided) <= 2 * passes(plain)
+    assert guided.memory["learner"]["conditioning"] == 2 * plain.memory["learner"]["conditioning"]
+
+
+def test_smaller_proxy_images_are_counted_at_their_size(tiny_sd3_dir, tmp_path):
+    """32x32 explored at 16x16: the explorer's work is that of a model of 16x16."""
+    settings = SETTINGS["sd3"] | {"height": 32, "width": 32}
+    model = {f"model__{key}": value for key, value in settings.items()}
+    sizes = {"explore__height": 16, "explore__width": 16}
+    config = tiny_config(tiny_sd3_dir, tmp_path, "sd3", model__family="sd3", **model, **sizes)
+    small, own = make_plan(config), make_plan(run_of("sd3", tiny_sd3_dir, tmp_path))
+    explored, alone = small.stages["explore"], own.stages["explore"]
+    assert explored.flops - explored.decoding == alone.flops - alone.decoding
+    assert small.stages["update"].flops > 2 * own.stages["update"].flops
+
+
+def test_stages_are_counts_of_steps(tiny_sd3_dir, tmp_path):
+    """2 prompts: 8 noises x 2 steps explored, 4 x 3 regenerated; NFT: 4 samples x 2 points, trained
+    once and twice evaluated.
+    """
+    plan = make_plan(run_of("sd3", tiny_sd3_dir, tmp_path))
+    family = family_for(
+        tiny_model("sd3", tiny_sd3_dir, max_sequence_length=SETTINGS["sd3"]["max_sequence_length"])
+    )
+    blank = memory.blank(family, "transformer", torch.float32)
+    step = memory.sampling_work(family, blank, 1, torch.float32).flops
+    decode = memory.decoding_work(family, 1)[1].flops
+    memory.adapt(blank, family, Lora(rank=4))
+    adapted = memory.sampling_work(family, blank, 1, torch.float32).flops
+    trained = memory.training_work(family, blank, 1, torch.float32, False).flops
+    explore, regenerate, update = (
+        plan.stages["explore"],
+        plan.stages["regenerate"],
+        plan.stages["update"],
+    )
+    assert (
+        explore.unquantized + explore.quantised == 2 * 8 * 2 * step
+        and explore.decoding == 2 * 8 * decode
+    )
+    assert (regenerate.unquantized, regenerate.decoding) == (2 * 4 * 3 * step, 2 * 4 * decode)
+    assert update.flops == 2 * 4 * 2 * (trained + 2 * adapted)
+
+
+@pytest.mark.parametrize(
+    ("objective", "points", "others"),
+    [("diffusion_nft", 6, 2.0), ("awm", 6, 2.0), ("flow_grpo", 9, 1.0), ("dance_grpo", 5, 0.0)],
+)
+def test_points_and_passes_of_objectives(objective, points, others):
+    """Beside the trained pass: old and reference; AWM's old is saved, its anchor is not; on paths 9
+    of 10 steps, or 0.6 of 9.
+    """
+    config = load("flux1-diffusionnft-hpsv2", [f"objective.name={objective}"])
+    assert training_points(config) == (points, others)
+
+
+def test_seconds_in_closed_form():
+    device = Device("x", tflops=1000, quantised_tflops=4000, memory_gb=1, utilisation=0.5)
+    stage = Stage(unquantized=1e15, quantised=4e15, decoding=0.5e15, gpus=2)
+    assert stage.seconds(device) == pytest.approx(
+        (1 + 1 + 1) / 0.5 / 2
+    )  # decoding at half the peak

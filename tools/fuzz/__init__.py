@@ -1,0 +1,1 @@
+"""Whatever a user can hand over, made wrong at random: ``python -m tools.fuzz --examples N``."""

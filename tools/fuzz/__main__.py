@@ -1,0 +1,83 @@
+"""Tries many inputs of every kind; ``make test`` runs a few of each."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import seed as seeded
+
+from tools.fuzz.targets import Target, targets
+
+SLOW_IS_FINE = (HealthCheck.too_slow, HealthCheck.filter_too_much, HealthCheck.data_too_large)
+
+
+def fuzz(target: Target, examples: int, seed: int) -> int:
+    """Try so many inputs, fewer of a slow target; returns how many. Raises what the first bad one
+    raises, after hypothesis has made it small.
+    """
+    tried = 0
+    count = max(1, examples // target.cost)
+    with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder):
+
+        @seeded(seed)
+        @settings(
+            max_examples=count,
+            deadline=None,
+            derandomize=False,
+            database=None,
+            phases=(Phase.generate, Phase.shrink),
+            suppress_health_check=SLOW_IS_FINE,
+        )
+        @given(target.inputs)
+        def one(given: Any) -> None:
+            nonlocal tried
+            tried += 1
+            target.holds(Path(folder), given)
+
+        one()
+    return tried
+
+
+def _told(error: BaseException) -> Iterator[str]:
+    """Every failure that hypothesis found, with the input that it made small."""
+    if isinstance(error, BaseExceptionGroup):
+        for inner in error.exceptions:
+            yield from _told(inner)
+        return
+    frame = traceback.extract_tb(error.__traceback__)[-1]
+    notes = " ".join(getattr(error, "__notes__", []))
+    where = f"{frame.filename}:{frame.lineno}"
+    yield f"{type(error).__name__}: {error} ({where}) {notes}"
+
+
+def run(names: list[str], examples: int, seed: int) -> int:
+    """Every target by name; a line each. Returns the number that failed."""
+    failed = 0
+    for name in names:
+        began = time.perf_counter()
+        try:
+            said = f"{fuzz(targets()[name], examples, seed)} inputs"
+        # whatever it raises is what was looked for
+        except Exception as error:
+            failed += 1
+            said = "FAILED: " + "; ".join(_told(error))
+        print(f"{name:16} {time.perf_counter() - began:6.1f} s  {said}", flush=True)
+    return failed
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--examples", type=int, default=2000, help="inputs per target")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--target", action="append", choices=sorted(targets()))
+    options = parser.parse_args()
+    sys.exit(1 if run(options.target or list(targets()), options.examples, options.seed) else 0)
