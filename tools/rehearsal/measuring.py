@@ -16,7 +16,7 @@ import ray
 
 from configs.schema import RunConfig
 
-EVERY_S, STORE_EVERY_S = 0.25, 1.0
+EVERY_S, STORE_EVERY_S = 0.1, 1.0
 
 
 def held(actor: Any) -> int:
@@ -50,10 +50,16 @@ class Bare:
 
 
 def memory_of(pid: int) -> int:
-    """Bytes of a process that are its own: not what it shares through the object store."""
-    text = Path(f"/proc/{pid}/status").read_text()
+    """Bytes of a process that are its own: not what it shares through the object store. Where it
+    has ended, 0.
+    """
+    try:
+        text = Path(f"/proc/{pid}/status").read_text()
+    except FileNotFoundError:
+        return 0
     kinds = dict(line.split(":", 1) for line in text.splitlines() if ":" in line)
-    return sum(int(kinds[name].split()[0]) * 1024 for name in ("RssAnon", "RssFile"))
+    own = (kinds[name] for name in ("RssAnon", "RssFile") if name in kinds)
+    return sum(int(size.split()[0]) * 1024 for size in own)
 
 
 @dataclass
@@ -93,6 +99,11 @@ class Watch(threading.Thread):
                     looked = time.monotonic()
                     self._everything([event["pid"] for event in started])
                 versions = [each for each in events if each["event"] == "version_published"]
+                if not self.found.libraries and ray.is_initialized():
+                    bare: Any = ray.remote(Bare)
+                    self.found.libraries = ray.get(
+                        bare.options(num_cpus=0).remote().memory.remote()
+                    )
                 if len(versions) > 1 and not self.found.tensors:
                     self.found.broadcast = versions[-1]["bytes"]
                     self._tensors(started)
@@ -105,29 +116,30 @@ class Watch(threading.Thread):
         return [json.loads(line) for line in whole.splitlines()]
 
     def _process(self, event: dict[str, Any]) -> None:
-        kind = event["kind"]
-        if Path(f"/proc/{event['pid']}").exists():
-            before = self.found.process.get(kind, 0)
-            self.found.process[kind] = max(before, memory_of(event["pid"]))
+        before = self.found.process.get(event["kind"], 0)
+        self.found.process[event["kind"]] = max(before, memory_of(event["pid"]))
 
     def _everything(self, pids: Sequence[int]) -> None:
         store = store_bytes()
-        there = [pid for pid in (os.getpid(), *pids) if Path(f"/proc/{pid}").exists()]
         self.found.store = max(self.found.store, store)
-        total = store + sum(memory_of(pid) for pid in there)
+        total = store + sum(memory_of(pid) for pid in (os.getpid(), *pids))
         self.found.at_once = max(self.found.at_once, total)
 
-    def _tensors(self, started: Sequence[dict[str, Any]]) -> None:
-        """Asked between two tasks of each actor."""
-        space = f"sol-rl-{ray.get_runtime_context().get_job_id()}"
+    def _libraries(self) -> None:
         bare: Any = ray.remote(Bare)
         self.found.libraries = ray.get(bare.options(num_cpus=0).remote().memory.remote())
+
+    def _tensors(self, started: Sequence[dict[str, Any]]) -> None:
+        """Asked between two tasks of each actor, at once, as the run ends soon."""
+        space = f"sol-rl-{ray.get_runtime_context().get_job_id()}"
+        asked: dict[str, Any] = {}
         for event in started:
             kind = event["kind"]
             if kind in ("rollout", "learner", "encoder"):
                 name = f"{self.config.name}/{kind}-{event['actor']}.{event['incarnation']}"
                 actor: Any = ray.get_actor(name, namespace=space)
-                self.found.tensors[kind] = ray.get(actor.__ray_call__.remote(held))
+                asked[kind] = actor.__ray_call__.remote(held)
+        self.found.tensors = {kind: ray.get(answer) for kind, answer in asked.items()}
 
 
 def store_bytes() -> int:
