@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch._prims_common import is_non_overlapping_and_dense_or_false
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -76,6 +77,8 @@ class Tally(TorchDispatchMode):
         for tensor in tree_leaves((args, kwargs)):
             if isinstance(tensor, Tensor):
                 self._track(tensor, counts=False)
+        if func is torch.ops.aten.add.Tensor and accumulates(*args[:2]):
+            return args[0].add_(args[1])
         out = func(*args, **kwargs)
         count = self._counts.get(func._overloadpacket)
         if count is not None:
@@ -99,6 +102,22 @@ class Tally(TorchDispatchMode):
         self._known[key] = weakref.ref(storage, gone)
         self.live += size
         self.peak = max(self.peak, self.live)
+
+
+def accumulates(sum_: Any, gradient: Any) -> bool:
+    """Whether a backward pass adds ``gradient`` to a sum that nobody else holds: autograd does that
+    in place, except where somebody looks on, as a tally does.
+    """
+    both = isinstance(sum_, Tensor) and isinstance(gradient, Tensor)
+    if not both or torch.is_grad_enabled() or torch._C._current_graph_task_id() == -1:
+        return False
+    alone = torch._C._storage_Use_Count(sum_.untyped_storage()._cdata) <= OWNERS
+    alike = sum_.shape == gradient.shape and sum_.dtype == gradient.dtype
+    return alone and alike and is_non_overlapping_and_dense_or_false(sum_)
+
+
+OWNERS = 2
+"""Of a storage that one tensor has: the tensor, and whoever asks."""
 
 
 @contextmanager
