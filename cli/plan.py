@@ -110,9 +110,11 @@ def run(options: argparse.Namespace) -> int:
 def _from_run(options: argparse.Namespace, config: RunConfig, plan: Plan) -> int:
     """Print the plan with seconds as a run had them."""
     from cluster.simulator.measured import measured, measured_json, measured_lines, require_same
+    from planning.layouts.threads import keep_threads
     from planning.lines import lines_of
 
     rundir, recorded = run_at(options.from_run)
+    config = keep_threads(config, recorded)
     require_same(config, recorded)
     model = measured(rundir)
     found = model.predict(config)

@@ -97,6 +97,12 @@ class LearnerService(Service):
     actors: Literal[1] = Field(
         default=1, description="there is one learner; `replicas` says of how many processes"
     )
+    threads: int = Field(
+        default=1,
+        ge=1,
+        description="CPU threads of each replica; where not given and without a GPU, the cores"
+        " there are, up to 4; part of the results, as it fixes the order of sums",
+    )
     replicas: int = Field(
         default=1,
         ge=1,

@@ -32,6 +32,7 @@ from configs.schema import RunConfig
 from learner.checkpoint import CheckpointError
 from learner.schedules import stop_reason
 from planning.layouts.resolve import as_started, keep_layout
+from planning.layouts.threads import keep_threads
 from planning.preflight import check_model, check_resumable, check_scorers
 from records.errors import InputsLost, RunFailed, StateLost, Stopped
 from records.progress import Progress, waiting
@@ -61,8 +62,8 @@ def train(config: RunConfig, resume: bool) -> RunDirectory:
     with contextlib.ExitStack() as alone:
         if resume:
             started = rundir.configuration()
-            check_resumable(as_started(config, started), rundir)
-            config = keep_layout(config, started)
+            check_resumable(keep_threads(as_started(config, started), started), rundir)
+            config = keep_threads(keep_layout(config, started), started)
             alone.enter_context(rundir.held())
         with waiting("starting Ray"):
             joined = join_or_start_ray(config)
