@@ -173,6 +173,18 @@ def test_exploring_ahead_hides_it():
     assert times[1].iteration == pytest.approx(learner, rel=0.05)
 
 
+def test_prompts_are_encoded_before_their_turn():
+    """With an encoder on a GPU of its own an iteration takes what it takes where encoding is free,
+    as long as it is the shorter of the two.
+    """
+    laid = [Laid("one", 1, {"learner": 1, "rollout": 1}), Laid("one", 1, {"encoder": 1})]
+    times = [
+        simulate(config(1), Hardware({"one": replace(DURATIONS, encode=each)}, laid), 2).iteration
+        for each in (Line(), Line(0.0, 1.0), Line(0.0, 20.0))
+    ]
+    assert times[1] == pytest.approx(times[0]) and times[2] > 20.0 * PROMPTS > times[0]
+
+
 def test_a_timeline_gives_back_what_calls_take():
     """Known durations on two cores of 0.8: learned from one layout, others come out as they are."""
     hardware = Hardware({"cores": DURATIONS}, cores=2.0, together=0.8)
