@@ -18,7 +18,6 @@ from policy.sampling.noise import stream_seed
 from policy.types import Conditioning
 from records.errors import InputsLost, RunFailed
 
-
 Encoded = tuple[list[Prompt], list[ObjectRef[Conditioning]]]
 """The prompts of an iteration, and the conditioning of each."""
 
@@ -55,7 +54,7 @@ class Exploration:
         self._ledger = SeedLedger()
 
     def encode(self, index: int) -> asyncio.Task[Encoded]:
-        """Encode the prompts of iteration ``index``, once: before its turn, so that no GPU waits."""
+        """Encode the prompts of iteration ``index`` once, before its turn: no GPU waits for it."""
         if index not in self._encoding:
             self._encoding[index] = self._tasks.start(self._encode(index))
         return self._encoding[index]
