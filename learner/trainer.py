@@ -23,6 +23,7 @@ from learner.batch import Group, check_groups, joined, keep_evidence
 from learner.export import Exported, PolicyExporter
 from learner.nonfinite import NonFiniteTraining
 from learner.objectives import Record, build_objective
+from learner.publish import NonFiniteWeights
 from learner.replicas import Replicas
 from learner.schedules import ema_decay, learning_rate, old_policy_decay
 from learner.update import NothingLearned, Samples, Updater
@@ -39,7 +40,6 @@ from policy.lora import (
 )
 from policy.merging import merged
 from policy.precision.compiling import compile_failures, compiled
-from policy.publish import NonFiniteWeights
 from policy.sampling.guidance import Guided
 from policy.sampling.noise import stream_seed
 from policy.sampling.sample import sample

@@ -32,6 +32,7 @@ from learner.fidelity import (
     no_information,
     per_prompt,
 )
+from learner.publish import export_policy
 from learner.trainer import Trainer
 from planning.preflight import check_model
 from policy.decoders import load_decoder
@@ -40,7 +41,6 @@ from policy.explorer import Explorer
 from policy.families import family_for
 from policy.precision.backends import Backend, resolve_backend
 from policy.precision.compiling import CompileFailed, compiler_missing
-from policy.publish import export_policy
 from policy.sampling.guidance import Guided
 from policy.sampling.noise import stream_seed
 from policy.types import DTYPES, Conditioning

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 
+from learner.publish import NonFiniteWeights, Publisher
 from policy.explorer import Explorer
 from policy.precision.backends import BACKENDS
 from policy.precision.fused import FusedMember, join
@@ -15,7 +16,6 @@ from policy.precision.hardware import NVFP4Weight
 from policy.precision.layer import swizzled
 from policy.precision.nvfp4 import Packed, dequantise
 from policy.precision.swap import quantise_plan, swap_linears
-from policy.publish import NonFiniteWeights, Publisher
 
 FUSE = (
     ("attn.to_q", "attn.to_k", "attn.to_v"),
