@@ -21,7 +21,7 @@ from policy.lora import FILE
 from records import atomic
 from records.images import before_after
 
-CARD, PICTURE = "README.md", "before_after.png"
+CARD, IMAGE = "README.md", "before_after.png"
 DECLARED = ("license", "license_name", "license_link")
 FRONT = re.compile(r"\A---\n(.*?)\n---\n", re.DOTALL)
 
@@ -48,10 +48,10 @@ def write_card(
     try:
         sheet = before_after(directory / "images")
     except FileNotFoundError:
-        (out / PICTURE).unlink(missing_ok=True)
+        (out / IMAGE).unlink(missing_ok=True)
         drawn = False
     else:
-        with atomic.replacing(out / PICTURE) as beside:
+        with atomic.replacing(out / IMAGE) as beside:
             sheet.save(beside, "PNG", optimize=True)
         drawn = True
     declared = {"license": licence} if licence else licence_of(config.model)
@@ -77,7 +77,7 @@ def card(
         _sentence(config, export, base),
         _licence(licence),
         "## Rewards\n\n" + _rewards(run, export),
-        f"## Images\n\n![Held-out prompts at the same initial noises, before and after]({PICTURE})"
+        f"## Images\n\n![Held-out prompts at the same initial noises, before and after]({IMAGE})"
         if drawn
         else "",
         "## Prompts\n\n" + _prompts(run, config),

@@ -102,6 +102,7 @@ class Publisher:
                 else own
             )
 
+        # two sections: what cannot change keeps its shards' hashes, and is sent once in a run
         changing = changing_modules(self._plan, adapted)
         ranges = self._joint_ranges(range_of, changing)
         state = adapter_state(self.transformer, adapter)
@@ -217,6 +218,7 @@ class _Changes:
             decoded = (now["weight"].float() - before["weight"].float()).flatten(1)
         scaling = next(iter(self._layers[name].scaling.values()))
         device = decoded.device
+        # not of merged weights: a small update would be lost in their rounding
         change = _product(self._adapter, name, device) - _product(
             self._adapter_before, name, device
         )

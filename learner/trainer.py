@@ -15,7 +15,7 @@ import torch
 import xxhash
 from torch import Tensor, nn
 
-from configs.objectives import PathSettings
+from configs.objective import PathSettings
 from configs.schema import RunConfig
 from learner import checkpoint
 from learner.advantages import advantages

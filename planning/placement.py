@@ -150,6 +150,8 @@ def _greedy(
     }
     placed: dict[str, str] = {}
     left: list[Need] = []
+    # who has few nodes to go to chooses first: others can still go elsewhere. Large before small,
+    # because shares fill the gaps that whole GPUs leave, and not the other way round
     for need in sorted(needs, key=lambda need: (len(eligible[need.actor]), -need.gpus, -need.cpus)):
         possible = [node for node in eligible[need.actor] if fits(node, [*load[node.id], need])]
         if not possible:
@@ -167,6 +169,7 @@ def _rank(node: Node, need: Need, load: Sequence[Need], tight: bool) -> tuple[fl
     same = sum(other.kind == need.kind for other in load)
     free_gpus = node.gpus - sum(other.gpus for other in load)
     free_cpus = node.cpus - sum(other.cpus for other in load)
+    # an actor without a GPU that fills a GPU node's CPUs would leave its GPUs unusable
     wasted = node.gpus if not need.gpus else 0.0
     if need.spread and not tight:
         return (same, wasted, -free_gpus if need.gpus else 0.0, -free_cpus)
@@ -178,6 +181,7 @@ def fits(node: Node, load: Sequence[Need]) -> bool:
     if sum(_share(need.cpus) for need in load) > _share(node.cpus):
         return False
     whole, rest = divmod(_share(node.gpus), WHOLE)
+    # a share must lie on one GPU: 0.5 does not fit where two GPUs have 0.3 left each
     free = [WHOLE] * whole + ([rest] if rest else [])
     for share in sorted((_share(need.gpus) for need in load if need.gpus), reverse=True):
         if share >= WHOLE:
@@ -262,6 +266,7 @@ class Placer:
     def _count(self, free: Node, running: Collection[str]) -> Node:
         """A node with the resources that it would have free without our actors."""
         now, known = self._clock(), self._nodes.get(free.id)
+        # a node that is new to us holds none of our actors
         if known is None:
             return free
         ours = {actor: need for actor, (need, where) in self._held.items() if where == free.id}

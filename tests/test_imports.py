@@ -33,6 +33,10 @@ def test_actors_that_go_by_rules_start_without_torch(actor):
     assert not imported(f"import actors.{actor}", "torch", *HEAVY)
 
 
+def test_a_configuration_is_read_without_torch():
+    assert not imported('from configs.load import load\nload("quickstart", [])', "torch", *HEAVY)
+
+
 @pytest.mark.parametrize("actor", ["encoder", "rollout", "learner"])
 def test_the_module_of_an_actor_with_a_model_imports_torch_alone(actor):
     """The class is imported by the driver too, which builds none."""

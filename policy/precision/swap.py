@@ -185,6 +185,7 @@ def swap_linears(
                 f"cannot quantise {row.name!r}: it is a {type(module).__name__}, swap before"
                 " anything wraps it"
             )
+        # groups follow when all others are swapped: their members are joined at once
         if row.fused is None:
             layer = swapped[row.name] = replacement(as_linear(module))
             transformer.set_submodule(

@@ -201,7 +201,7 @@ def test_the_unit_that_an_actor_was_at_is_blamed_and_not_the_one_behind_it(ray_h
     assert isinstance(failed, RunFailed) and "bad failed 3 times" in str(failed)
     assert answer == 8
     (recovered,) = [fields for name, fields in harness.events if name == "chunk_recovered"]
-    assert (recovered["unit"], recovered["reissues"]) == ("good", 1)  # then it goes alone
+    assert (recovered["unit"], recovered["retries"]) == ("good", 1)  # then it goes alone
     mine = [span for span in harness.spans if span.work == "good"]
     assert [(span.attempt, span.outcome) for span in mine] == [
         (0, "lost"),

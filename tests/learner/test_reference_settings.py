@@ -7,12 +7,12 @@ import pytest
 import torch
 
 from configs.load import ConfigError, load
-from configs.objectives import AWMSettings
 from configs.rewards import Advantages
 from configs.sections import Ema
 from learner.advantages import advantages
 from learner.nonfinite import NonFiniteTraining
 from learner.objectives import build_objective
+from learner.objectives.awm import AWMSettings
 from learner.schedules import ema_decay
 from policy.families.schedule import flow_match_sigmas
 from policy.lora import adapter_state, blend
