@@ -12,6 +12,7 @@ import configs.objectives
 import learner.objectives
 import policy.precision
 from configs.load import load
+from configs.named import named_class
 from configs.objectives import SETTINGS
 from learner.objectives import build_objective
 from planning.assumptions import Assumptions, backend_of, device_of, with_format
@@ -19,7 +20,6 @@ from policy import memory
 from policy.families import family_for
 from policy.precision.backends import Backend, finer_backend, ladder, resolve_backend, wire_formats
 from policy.precision.wire import pack_tensors
-from policy.types import named_class
 from tests.tiny_families import tiny_model
 
 FILE = """
