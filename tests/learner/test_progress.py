@@ -56,7 +56,7 @@ def test_an_average_that_stands_still_is_refused(name, tiny_sd3_dir, monkeypatch
         if dst != name:
             honest(transformer, dst, src, decay)
 
-    monkeypatch.setattr("learner.trainer.blend", stuck)
+    monkeypatch.setattr("learner.averages.blend", stuck)
     with pytest.raises(NothingLearned, match=f"the average {name!r} did not move although"):
         trainer.update(0, tiny_groups())
 

@@ -94,7 +94,7 @@ def test_averages_follow_every_optimiser_step(tiny_sd3_dir, monkeypatch):
         seen.append((name, decay))
         blend(transformer, name, source, decay)
 
-    monkeypatch.setattr("learner.trainer.blend", move)
+    monkeypatch.setattr("learner.averages.blend", move)
     for iteration in (0, 1):
         trainer.update(iteration, tiny_groups())
     wanted = [("ema", 2 / 11), ("ema", 3 / 12), ("old", 0.2)]
