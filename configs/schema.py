@@ -69,7 +69,7 @@ class RunConfig(Section):
     evaluate: Evaluate = Evaluate()
     rewards: Rewards
     advantages: Advantages = Advantages()
-    objective: Objective = SETTINGS[DEFAULT_OBJECTIVE]()
+    objective: Objective = SETTINGS[DEFAULT_OBJECTIVE].model_validate({})
     lora: Lora = Lora()
     optimizer: Optimizer = Optimizer()
     old_policy: OldPolicy = OldPolicy()
