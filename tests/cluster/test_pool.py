@@ -390,9 +390,9 @@ def test_the_last_one_benched_while_another_fails_to_start_ends_the_run(ray_here
 
     async def work(pool: ActorPool) -> BaseException:
         await pool.supervisor.resize(1)
-        pool.supervisor.start_deadline_s, harness.room = 4.0, False
+        pool.supervisor.start_deadline_s, harness.room = 2.0, False
         growing = asyncio.create_task(pool.supervisor.resize(2))
-        await asyncio.sleep(1)
+        await asyncio.sleep(0.2)
         pool.members[0].restarts = 1  # its last one
         (error,) = await asyncio.gather(pool.call(Task("p"), Echo.poison), return_exceptions=True)
         with pytest.raises(RunFailed, match="had no place"):
