@@ -147,8 +147,8 @@ def _rewards(run: RunData, export: Export) -> str:
     said = (
         f"On {run.setting('evaluate.prompts')} prompts that were not trained on, "
         f"{run.setting('evaluate.noises')} fixed initial noises each, with the"
-        f" `{after.get('weights')}` weights after {step_of(after)} updates; ± is one standard error"
-        " of the mean, clustered by prompt, of a change that of the paired difference."
+        f" `{after.get('weights')}` weights after {step_of(after)} updates; ± is one standard"
+        " error of the mean, clustered by prompt, of a change that of the paired difference."
     )
     if (after.get("weights"), step_of(after)) != (export.weights, export.updates):
         said += f" The weights here are others: `{export.weights}` after {export.updates} updates."

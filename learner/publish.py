@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copyreg
 from collections.abc import Callable, Container, Mapping, Sequence
 from typing import TYPE_CHECKING
 
@@ -10,6 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from learner.nonfinite import CrossesProcesses
 from policy.lora import adapted_modules, adapter_state
 from policy.merging import merged_weight
 from policy.precision.backends import Backend
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from peft.tuners.lora import LoraLayer
 
 
-class NonFiniteWeights(RuntimeError):
+class NonFiniteWeights(CrossesProcesses):
     """A merged weight that is NaN or infinite; ``module`` says where. Nothing was published."""
 
     def __init__(self, module: str, detail: str) -> None:
@@ -29,10 +29,6 @@ class NonFiniteWeights(RuntimeError):
             f"the weights of {module!r} are not finite, so they were not published: {detail}"
         )
         self.module = module
-
-    def __reduce__(self) -> tuple[object, ...]:
-        """Exceptions cross processes by their arguments, and these are not the constructor's."""
-        return copyreg.__newobj__, (type(self), *self.args), self.__dict__  # type: ignore[attr-defined]
 
 
 class Publisher:
