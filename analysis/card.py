@@ -17,7 +17,7 @@ from configs.schema import RunConfig
 from configs.sections import Model
 from policy.families import FAMILIES
 from policy.families.base import HUB_ID
-from policy.lora import FILE
+from policy.lora_files import FILE
 from records import atomic
 from records.images import before_after
 

@@ -30,15 +30,8 @@ from learner.replicas import Replicas
 from learner.schedules import learning_rate
 from learner.update import Samples, Updater
 from policy.families import Family, family_for
-from policy.lora import (
-    ENDING,
-    adapter_file,
-    adapter_state,
-    add_adapters,
-    load_adapter_state,
-    trainable,
-    use,
-)
+from policy.lora import adapter_state, add_adapters, load_adapter_state, trainable, use
+from policy.lora_files import ENDING, adapter_file
 from policy.merging import merged
 from policy.precision.compiling import compile_failures, compiled
 from policy.sampling.guidance import Guided
