@@ -9,7 +9,8 @@ from collections.abc import Callable, Collection, Iterable
 from cluster.runtime.nodes import LAG_S, LOOK_S, Requests, find_room, free_nodes
 from configs.load import ConfigError
 from configs.schema import RunConfig
-from planning.placement import NoRoom, Placer
+from planning.placement import NoRoom
+from planning.placer import Placer
 
 
 class Places:

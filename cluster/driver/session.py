@@ -201,8 +201,10 @@ class Session:
                 f"{why}; services.learner.max_restarts = {limit} returns to a checkpoint are used"
                 " up: fix the cause and continue with --resume"
             )
+        # counted over the session: a learner that dies in every iteration would go on for ever
         position.restored += 1
         began = time.monotonic()
+        # exploring ahead is for an iteration that will be begun again
         await self.ring.close()
         checkpoint = self.checkpoints.rewind(in_process=True)
         await self.services.learners.renew(why)
@@ -233,6 +235,7 @@ class Session:
         while position.next_iteration < config.iterations and why_stop is None:
             await self._iterate()
             why_stop = self._why_stop()
+            # before the evaluation, which may take long and is done again after a loss
             if position.next_iteration % config.checkpoint.every == 0:
                 await self.checkpoints.save()
             await self._evaluate_where_due()

@@ -39,6 +39,7 @@ async def answer_of(
     asked = clock.now()
     future.add_done_callback(_observe)
     while True:
+        # counted from the last answer of all, not from sending: tasks wait behind each other there
         limit = service.deadline_s + (service.warm_up_s if member.cold else 0.0)
         left = max(asked, member.last_answer) + limit - clock.now()
         done, _ = await asyncio.wait({future}, timeout=max(left, 0.0))

@@ -19,12 +19,6 @@ from actors.rollout import RolloutActor
 from actors.selector import SelectorActor
 from cli.main import main
 from cluster.runtime import clock
-from cluster.simulator import actors
-from cluster.simulator.machine import Shared
-from cluster.simulator.measured import learned
-from cluster.simulator.outlook import critical_path, run
-from cluster.simulator.run import simulate
-from cluster.simulator.services import Hardware
 from configs.load import ConfigError, load, parse
 from planning.assumptions import Assumptions
 from planning.calibration import calibrated, fitted
@@ -33,6 +27,12 @@ from planning.layouts.gpus import Laid
 from planning.make import make_plan
 from records.rundir import RunDirectory
 from records.timeline import Timeline
+from simulator import actors
+from simulator.machine import Shared
+from simulator.measured import learned
+from simulator.outlook import critical_path, run
+from simulator.run import simulate
+from simulator.services import Hardware
 from tests.cluster.runs import write_toml
 
 DURATIONS = Durations(
