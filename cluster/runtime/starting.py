@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from typing import TypeAlias
+from typing import TypeAlias, cast
 
 from ray.exceptions import ActorUnschedulableError, RayActorError, RayError
 
 from actors.calls import Call
 from actors.messages import ActorInfo
 from cluster.runtime import clock
+from cluster.runtime.member import NodeLost
 from cluster.runtime.transport import Handle, Transport
 from planning.placement import NoRoom
 from records.errors import RunFailed
@@ -21,6 +22,8 @@ LOST_STARTS = 4
 seconds.
 """
 PAUSE_S = 1.0
+Gone: TypeAlias = Callable[[str], "asyncio.Future[str]"]
+"""From an actor's name, when it has a place: done when its node is lost, with the reason."""
 READY = Call("ready", (), {})
 
 
@@ -31,8 +34,11 @@ async def start_actor(
     who: str,
     deadline_s: float,
     waits: Callable[[str], None],
-) -> tuple[Handle, ActorInfo]:
-    """A new actor, and what it says of itself. ``waits`` is told once when there is no room for it.
+    gone: Callable[[], asyncio.Future[str]],
+) -> tuple[Handle, ActorInfo, asyncio.Future[str]]:
+    """A new actor, what it says of itself, and ``gone`` of the node that it is on.
+
+    ``waits`` is told once when there is no room for it.
 
     Raises:
         RunFailed: its constructor raised (with the constructor's own words), it died again and
@@ -52,10 +58,10 @@ async def start_actor(
             told = True
             await asyncio.sleep(PAUSE_S)
             continue
+        its_node = gone()
         try:
-            future = transport.answer(transport.send(handle, READY)[0])
-            async with asyncio.timeout(max(deadline - clock.now(), PAUSE_S)):
-                return handle, await future
+            left = max(deadline - clock.now(), PAUSE_S)
+            return handle, await _ready(transport, handle, left, its_node), its_node
         except TimeoutError:
             transport.kill(handle)
             raise RunFailed(
@@ -66,7 +72,8 @@ async def start_actor(
         except asyncio.CancelledError:
             transport.kill(handle)
             raise
-        except (RayActorError, ActorUnschedulableError) as error:
+        except (RayActorError, ActorUnschedulableError, NodeLost) as error:
+            transport.kill(handle)
             lost += 1
             if (
                 getattr(error, "actor_init_failed", False)
@@ -77,6 +84,22 @@ async def start_actor(
             await asyncio.sleep(PAUSE_S)
         except RayError as error:
             raise RunFailed(f"{who} did not start: {cause(error)}") from None
+
+
+async def _ready(
+    transport: Transport, handle: Handle, left_s: float, gone: asyncio.Future[str]
+) -> ActorInfo:
+    """What the actor says. Raises NodeLost, TimeoutError, or what its constructor raised."""
+    future = transport.answer(transport.send(handle, READY)[0])
+    try:
+        await asyncio.wait({future, gone}, timeout=left_s, return_when=asyncio.FIRST_COMPLETED)
+        if future.done():
+            return cast(ActorInfo, future.result())
+    finally:
+        future.cancel()  # nothing where it is done
+    if gone.done():
+        raise NodeLost(gone.result())
+    raise TimeoutError
 
 
 def cause(error: BaseException) -> str:
