@@ -8,6 +8,7 @@ nodes: a head with all other services, and two that hold the one.
 
 from __future__ import annotations
 
+import os
 import sys
 import traceback
 from collections.abc import Mapping
@@ -30,6 +31,10 @@ MOMENTS = {
     "selector": "scored",
     "learner": "regenerated",
 }
+HEALTH = {"period_ms": "500", "timeout_ms": "1000", "failure_threshold": "5"}
+"""How Ray's head asks its nodes whether they are there (docs/cluster.md); one failure more than is
+advised there, because here all nodes share a few cores with their head.
+"""
 STARTED, DONE = "nodes: ready", "nodes: done"
 
 
@@ -44,6 +49,7 @@ class Machines:
         self._args: dict[str, Mapping[str, Any]] = {}
 
     def __enter__(self) -> Machines:
+        os.environ.update({f"RAY_health_check_{name}": value for name, value in HEALTH.items()})
         self._cluster = Cluster(
             initialize_head=True, head_node_args={"include_dashboard": False, **self._head}
         )
@@ -78,7 +84,11 @@ class Machines:
         self._gone.append(self._args.pop(node))
 
     def repair(self) -> None:
-        """New nodes in the place of those that were taken away."""
+        """New nodes in the place of those that were taken away, or that Ray gave up."""
+        alive = {row["NodeID"] for row in ray.nodes() if row["Alive"]}
+        for node in self._cluster.list_all_nodes():
+            if node.node_id in self._args and node.node_id not in alive:
+                self.remove(node.node_id)
         while self._gone:
             self._add(self._gone.pop())
 
