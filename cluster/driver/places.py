@@ -54,9 +54,9 @@ class Places:
         self._placer.release(actor)
         self._requests.withdraw(actor)
 
-    def gone(self, actor: str) -> asyncio.Future[str]:
-        """Done when the node is lost that was taken for the actor, with the reason."""
-        return self._watch.gone(self._placer.where(actor) or "")
+    def gone(self, actor: str, node: str | None) -> asyncio.Future[str]:
+        """Done when ``node`` is lost, or the one that was taken for the actor; with the reason."""
+        return self._watch.gone(node or self._placer.where(actor) or "")
 
     async def close(self) -> None:
         """The run ends: no node is wanted any more, or watched."""

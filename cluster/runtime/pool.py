@@ -59,7 +59,7 @@ class ActorPool(Caller):
         released: Callable[[str], None] = lambda actor: None,
         record: Callable[[Span], None] = lambda span: None,
         transport: Transport = RAY,
-        gone: Gone = lambda actor: asyncio.get_running_loop().create_future(),
+        gone: Gone = lambda actor, node: asyncio.get_running_loop().create_future(),
     ):
         """``released`` is told the name of an actor that leaves for good, ``record`` which actor
         had which task in hand and when. ``transport`` carries the calls. ``gone`` knows of nodes

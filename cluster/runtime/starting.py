@@ -22,8 +22,10 @@ LOST_STARTS = 4
 seconds.
 """
 PAUSE_S = 1.0
-Gone: TypeAlias = Callable[[str], "asyncio.Future[str]"]
-"""From an actor's name, when it has a place: done when its node is lost, with the reason."""
+Gone: TypeAlias = Callable[[str, "str | None"], "asyncio.Future[str]"]
+"""From an actor's name, and its node where it has said which: done when the node that it is on, or
+that was chosen for it, is lost, with the reason.
+"""
 READY = Call("ready", (), {})
 
 
@@ -35,10 +37,10 @@ async def start_actor(
     deadline_s: float,
     waits: Callable[[str], None],
     gone: Callable[[], asyncio.Future[str]],
-) -> tuple[Handle, ActorInfo, asyncio.Future[str]]:
-    """A new actor, what it says of itself, and ``gone`` of the node that it is on.
+) -> tuple[Handle, ActorInfo]:
+    """A new actor, and what it says of itself.
 
-    ``waits`` is told once when there is no room for it.
+    ``waits`` is told once when there is no room for it; ``gone`` is asked when it has a place.
 
     Raises:
         RunFailed: its constructor raised (with the constructor's own words), it died again and
@@ -58,10 +60,9 @@ async def start_actor(
             told = True
             await asyncio.sleep(PAUSE_S)
             continue
-        its_node = gone()
         try:
             left = max(deadline - clock.now(), PAUSE_S)
-            return handle, await _ready(transport, handle, left, its_node), its_node
+            return handle, await _ready(transport, handle, left, gone())
         except TimeoutError:
             transport.kill(handle)
             raise RunFailed(

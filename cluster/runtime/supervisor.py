@@ -205,21 +205,21 @@ class Supervisor:
     async def _fill(self, member: Member, joins: bool = False) -> None:
         """Create an actor for this place and wait until it answers. Raises RunFailed."""
         who = f"{self.kind} actor {member.index}"
-        handle, info, gone = await start_actor(
+        handle, info = await start_actor(
             self.transport,
             self.spawn,
             f"{self.name(member)}.{member.incarnation}",
             who,
             self.start_deadline_s,
             lambda why: self.event("actor_waits", kind=self.kind, actor=member.index, why=why),
-            lambda: self.gone(self.name(member)),
+            lambda: self.gone(self.name(member), None),
         )
         # those that the run starts with are compared by the first use of them all
         if (joins or member.incarnation) and (fault := self.accepts(info)):
             self.transport.kill(handle)
             raise RunFailed(f"{who} {fault}")
+        incarnation, gone = member.incarnation, self.gone(self.name(member), info.node)
         member.fill(handle, info, gone)
-        incarnation = member.incarnation
         gone.add_done_callback(lambda why: self._node_lost(member, incarnation, why))
         name = (
             "actor_replaced" if member.incarnation else "actor_added" if joins else "actor_started"

@@ -88,7 +88,7 @@ class SimulatedPlaces(Places):
         """One name stands for all nodes."""
         return "simulated"
 
-    def gone(self, actor: str) -> asyncio.Future[str]:
+    def gone(self, actor: str, node: str | None) -> asyncio.Future[str]:
         """Never done: nodes do not come and go."""
         return asyncio.get_running_loop().create_future()
 

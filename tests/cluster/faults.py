@@ -104,7 +104,7 @@ class Fault:
 class Machines(Protocol):
     """Nodes that can be taken away."""
 
-    def remove(self, node: str) -> None: ...
+    def remove(self, node: str, workers: Sequence[int]) -> None: ...
 
 
 class MachineLike(Protocol):
@@ -206,8 +206,14 @@ class FaultInjector(Progress):
         )
         if fault.way == "node":
             assert self.machines is not None
+            there = [
+                member.info.pid
+                for pool in self.session.services.pools
+                for member in pool.members
+                if member.handle is not None and member.info.node == node
+            ]
             self.removal = asyncio.get_running_loop().run_in_executor(
-                None, self.machines.remove, node
+                None, self.machines.remove, node, there
             )
         elif fault.way == "memory":
             assert self.machine is not None

@@ -13,13 +13,14 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 DISK_BYTES = 64 << 20
 NEW_MOUNTS, RECURSIVE, PRIVATE, BIND = 0x20000, 0x4000, 1 << 18, 0x1000  # of sched.h and mount.h
-MEMINFO = Path("/proc/meminfo")
+MEMINFO = "/proc/meminfo"
 GROUPS = Path("/sys/fs/cgroup/memory")
 HEADROOM = 8 << 20
 """Bytes that an actor may still allocate before the kernel ends it."""
@@ -48,14 +49,12 @@ class Machine:
         """Once, before Ray is started: from now on this process has its own view of files."""
         if {"disk", "monitor"} & set(self.missing()):
             return
-        libc = ctypes.CDLL(None, use_errno=True)
-        _check(libc.unshare(NEW_MOUNTS))
-        _check(libc.mount(None, b"/", None, RECURSIVE | PRIVATE, None))
+        self.low_memory(False)
+        own_mounts({str(self._meminfo): MEMINFO})
         self.disk.mkdir(parents=True, exist_ok=True)
         size = f"size={DISK_BYTES}".encode()
+        libc = ctypes.CDLL(None, use_errno=True)
         _check(libc.mount(b"tmpfs", os.fsencode(self.disk), b"tmpfs", 0, size))
-        self.low_memory(False)
-        _check(libc.mount(os.fsencode(self._meminfo), os.fsencode(MEMINFO), None, BIND, None))
 
     # ---- a disk without room
 
@@ -127,6 +126,20 @@ class Machine:
         if self._group is not None and not (self._group / "cgroup.procs").read_text():
             self._group.rmdir()
             self._group = None
+
+
+def own_mounts(binds: Mapping[str, str]) -> None:
+    """From now on this process and its children see each file or folder of ``binds`` in another's
+    place, and nobody else does.
+    """
+    libc = ctypes.CDLL(None, use_errno=True)
+    _check(libc.unshare(NEW_MOUNTS))
+    _check(libc.mount(None, b"/", None, RECURSIVE | PRIVATE, None))
+    for source, place in binds.items():
+        if not os.path.isfile(source):
+            os.makedirs(source, exist_ok=True)
+            os.makedirs(place, exist_ok=True)
+        _check(libc.mount(os.fsencode(source), os.fsencode(place), None, BIND, None))
 
 
 def _check(result: int) -> None:

@@ -8,12 +8,14 @@ import itertools
 import json
 import os
 import shutil
+import signal
 import socket
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -144,18 +146,26 @@ class RayNodes:
         """What is /tmp/ray there."""
         return self._folder / name
 
-    def kill(self, name: str) -> None:
-        """SIGKILL to all of a node's own processes."""
+    def kill(self, name: str, all_but: int | None = None) -> None:
+        """SIGKILL to what ``ray start`` started, or to everything in the namespace but one."""
         process = self._processes.pop(name)
+        if all_but is not None:
+            said = _ip("netns", "pids", self._network.namespace(name))
+            for pid in map(int, said.split()):
+                if pid not in (all_but, process.pid):
+                    with suppress(ProcessLookupError):
+                        os.kill(pid, signal.SIGKILL)
         if process.poll() is None:
             for each in psutil.Process(process.pid).children(recursive=True):
-                each.kill()
+                with suppress(psutil.NoSuchProcess):
+                    each.kill()
             process.kill()
         process.wait(30)
 
     def ended(self, name: str) -> bool:
         """Whether ``ray start --block`` has returned, as it does when Ray gave the node up."""
-        return self._processes[name].poll() is not None
+        process = self._processes.get(name)
+        return process is not None and process.poll() is not None
 
     def stop(self) -> None:
         """All of them."""
@@ -163,6 +173,7 @@ class RayNodes:
             self.kill(name)
 
 
-def _ip(*arguments: str) -> None:
+def _ip(*arguments: str) -> str:
     done = subprocess.run(["ip", *arguments], capture_output=True, text=True)
     assert not done.returncode, f"ip {' '.join(arguments)}: {done.stderr}"
+    return done.stdout

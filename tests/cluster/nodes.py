@@ -9,9 +9,10 @@ nodes: a head with all other services, and two that hold the one.
 from __future__ import annotations
 
 import os
+import signal
 import sys
 import traceback
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
@@ -70,9 +71,9 @@ class Machines:
     def _add(self, node: Mapping[str, Any]) -> None:
         self._args[self._cluster.add_node(**node).node_id] = node
 
-    def remove(self, node: str) -> None:
+    def remove(self, node: str, workers: Sequence[int] = ()) -> None:
         """SIGKILL to all of a node at once, in the way a machine goes: left alone, its workers
-        would answer for another second.
+        would answer for another second. ``workers``: those that are no children of its own.
         """
         (found,) = [one for one in self._cluster.list_all_nodes() if one.node_id == node]
         (raylet,) = [psutil.Process(one.process.pid) for one in found.all_processes["raylet"]]
@@ -80,6 +81,9 @@ class Machines:
         for process in everything:
             with suppress(psutil.NoSuchProcess):
                 process.kill()
+        for pid in workers:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
         self._cluster.remove_node(found, allow_graceful=False)
         self._gone.append(self._args.pop(node))
 

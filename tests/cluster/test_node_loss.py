@@ -39,8 +39,8 @@ class Nodes:
     def _of(self, node: str) -> asyncio.Future[str]:
         return self.gone.setdefault(node, asyncio.get_running_loop().create_future())
 
-    def gone_of(self, actor: str) -> asyncio.Future[str]:
-        return self._of(self.homes[actor])
+    def gone_of(self, actor: str, node: str | None) -> asyncio.Future[str]:
+        return self._of(node or self.homes[actor])
 
     def notice(self, node: str) -> None:
         """What is silent is lost."""

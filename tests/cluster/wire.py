@@ -56,8 +56,12 @@ class Line:
 def enter(name: str) -> None:
     """This thread is in the namespace from now on."""
     with open(f"/var/run/netns/{name}") as file:
-        if ctypes.CDLL(None, use_errno=True).setns(file.fileno(), NEW_NETWORK):
-            raise OSError(ctypes.get_errno(), f"setns to {name}")
+        _enter(file.fileno())
+
+
+def _enter(namespace: int) -> None:
+    if ctypes.CDLL(None, use_errno=True).setns(namespace, NEW_NETWORK):
+        raise OSError(ctypes.get_errno(), "setns")
 
 
 def open_interface(name: str) -> int:
@@ -116,7 +120,9 @@ def _apply(
 
 def main(path: str, *places: str) -> None:
     found = dict(place.split("=") for place in places)
-    devices = {name: open_interface(name) for name in found}
+    with open("/proc/self/ns/net") as own:
+        devices = {name: open_interface(name) for name in found}
+        _enter(own.fileno())
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as control:
         control.bind(path)
         forward(devices, {socket.inet_aton(ip): name for name, ip in found.items()}, control)
