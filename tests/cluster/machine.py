@@ -20,6 +20,8 @@ from unittest import mock
 
 DISK_BYTES = 64 << 20
 NEW_MOUNTS, RECURSIVE, PRIVATE, BIND = 0x20000, 0x4000, 1 << 18, 0x1000  # of sched.h and mount.h
+DETACH = 2
+_BOUND: set[str] = set()
 MEMINFO = "/proc/meminfo"
 GROUPS = Path("/sys/fs/cgroup/memory")
 HEADROOM = 8 << 20
@@ -130,12 +132,15 @@ class Machine:
 
 def own_mounts(binds: Mapping[str, str]) -> None:
     """From now on this process and its children see each file or folder of ``binds`` in another's
-    place, and nobody else does.
+    place, and nobody else does. What was seen there before by such a call is so no more.
     """
     libc = ctypes.CDLL(None, use_errno=True)
     _check(libc.unshare(NEW_MOUNTS))
     _check(libc.mount(None, b"/", None, RECURSIVE | PRIVATE, None))
     for source, place in binds.items():
+        if place in _BOUND:
+            _check(libc.umount2(os.fsencode(place), DETACH))
+        _BOUND.add(place)
         if not os.path.isfile(source):
             os.makedirs(source, exist_ok=True)
             os.makedirs(place, exist_ok=True)
