@@ -1,7 +1,7 @@
 """Runs on a Ray cluster in network namespaces while its network fails (``tools.partitions``).
 
-Invariants: the bits of an undisturbed run, and an end. ``test_network`` has the quick form: the wire
-itself, and a node that is watched across it.
+Invariants: the bits of an undisturbed run, and an end. ``test_network`` has the quick form: the
+wire itself, and a node that is watched across it.
 """
 
 import json
@@ -33,8 +33,7 @@ def test_every_network_ends_with_the_same_bits(tmp_path):
 
 
 def test_a_row_says_what_was_seen():
-    rows = [
-        {"scenario": "a", "noticed": 4.04, "replaced": None, "seconds": 27.4, "same": True},
-        {"scenario": "b", "noticed": None, "replaced": None, "seconds": 30, "same": False, "why": "x"},
-    ]  # fmt: skip
+    good = {"scenario": "a", "noticed": 4.04, "replaced": None, "seconds": 27.4, "same": True}
+    bad = {"scenario": "b", "noticed": None, "replaced": None, "seconds": 30, "same": False}
+    rows = [good, bad | {"why": "x"}]
     assert table(rows)[2:] == ["| a | 4.0 s |  | 27 s | yes |", "| b |  |  | 30 s | NO x |"]

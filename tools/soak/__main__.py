@@ -31,6 +31,7 @@ def ray_of(soak: Soak) -> Iterator[Machines | None]:
 
     from tests.cluster.nodes import Machines
 
+    soak.make_model()
     if ray.is_initialized():
         if set(soak.ways) - {"kill", "stop", "scale"}:
             raise SystemExit(f"--ways {' '.join(soak.ways)}: needs a Ray of its own")

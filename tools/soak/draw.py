@@ -41,9 +41,9 @@ def draw(
     """Run ``index`` of ``seed``; ``moments`` by the variants that there are."""
     rng = np.random.default_rng([seed, index])
     variant = sorted(moments)[int(rng.integers(len(moments)))]
-    faults = [_fault(rng, moments[variant], kinds, ways)]
+    faults = [_fault(rng, variant, moments[variant], kinds, ways)]
     if rng.integers(2):
-        second = _fault(rng, moments[variant], kinds, ways)
+        second = _fault(rng, variant, moments[variant], kinds, ways)
         # where the first takes no actor away there is nothing to recover from
         if faults[0].way in (*TO_ACTORS, "monitor") and rng.integers(2):
             second = replace(second, iteration=-1, moment=RECOVERING, count=1)
@@ -53,12 +53,17 @@ def draw(
 
 
 def _fault(
-    rng: np.random.Generator, moments: Moments, kinds: Sequence[str], ways: Sequence[str]
+    rng: np.random.Generator,
+    variant: str,
+    moments: Moments,
+    kinds: Sequence[str],
+    ways: Sequence[str],
 ) -> Fault:
     kind, way = kinds[int(rng.integers(len(kinds)))], ways[int(rng.integers(len(ways)))]
     iteration, moment = sorted(moments)[int(rng.integers(len(moments)))]
     count = 1 + int(rng.integers(moments[iteration, moment]))
-    actor = int(rng.integers(2)) if kind == "rollout" else 0
+    two = kind == "rollout" or (kind == "learner" and "replicas" in variant)
+    actor = int(rng.integers(2)) if two else 0
     delay = round(float(rng.uniform(0, LONGEST_DELAY_S)), 3)
     amounts = {"driver": STOPPED_S, "clock": JUMPS_S, "scale": SIZES}.get(way, (0.0,))
     amount = float(amounts[int(rng.integers(len(amounts)))])

@@ -44,6 +44,11 @@ class Soak:
         self.model = out / "model"
         self.file = out / "faults.jsonl"
 
+    def make_model(self) -> None:
+        """What all runs train."""
+        if not (self.model / "model_index.json").exists():
+            make_tiny_sd3(self.model)
+
     def known(self) -> dict[int, Row]:
         """Rows of an earlier soak with the same arguments, by index.
 
@@ -77,9 +82,7 @@ class Soak:
         }
 
     def prepare(self) -> None:
-        """Create the model, and train the undisturbed run of every variant."""
-        if not (self.model / "model_index.json").exists():
-            make_tiny_sd3(self.model)
+        """Train the undisturbed run of every variant."""
         self.undisturbed: dict[str, dict[str, str]] = {}
         self.moments: dict[str, dict[tuple[int, str], int]] = {}
         for variant in self.variants:
@@ -120,8 +123,10 @@ class Soak:
         }
         with self.file.open("a") as file:
             file.write(json.dumps(row) + "\n")
-        if identical(row):
-            shutil.rmtree(self._rundir(name).path)
+        if not identical(row) and self._root != self.out:  # the small disk goes with this process
+            shutil.copytree(self._rundir(name).path, self.out / "runs" / name, dirs_exist_ok=True)
+        if identical(row) or self._root != self.out:
+            shutil.rmtree(self._rundir(name).path, ignore_errors=True)
         return row
 
     def _to_the_end(
