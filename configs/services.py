@@ -186,6 +186,11 @@ class Services(Section):
         ge=0,
         description="on an autoscaling cluster: request missing nodes, and wait so long",
     )
+    node_silence_s: float = Field(
+        default=4.0,
+        ge=0,
+        description="a node that answers no connection for so long is lost; 0: when Ray says so",
+    )
     autoscale: Autoscale = Autoscale()
     rollout: RolloutService = RolloutService()
     reward: Service = Service()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -86,6 +87,10 @@ class SimulatedPlaces(Places):
     def take(self, actor: str) -> str:
         """One name stands for all nodes."""
         return "simulated"
+
+    def gone(self, actor: str, node: str | None) -> asyncio.Future[str]:
+        """Never done: nodes do not come and go."""
+        return asyncio.get_running_loop().create_future()
 
     def refresh(self, running: Collection[str]) -> None:
         """Nodes do not come and go."""

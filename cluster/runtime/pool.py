@@ -26,7 +26,7 @@ from cluster.runtime import clock
 from cluster.runtime.answers import answer_of
 from cluster.runtime.member import ActorLost, Member, Vacant
 from cluster.runtime.queue import PendingTask, TaskQueue
-from cluster.runtime.starting import Spawn, cause
+from cluster.runtime.starting import Gone, Spawn, cause
 from cluster.runtime.supervisor import Event, Supervisor
 from cluster.runtime.tasks import BackgroundTasks
 from cluster.runtime.transport import RAY, Transport
@@ -59,9 +59,11 @@ class ActorPool(Caller):
         released: Callable[[str], None] = lambda actor: None,
         record: Callable[[Span], None] = lambda span: None,
         transport: Transport = RAY,
+        gone: Gone = lambda actor, node: asyncio.get_running_loop().create_future(),
     ):
         """``released`` is told the name of an actor that leaves for good, ``record`` which actor
-        had which task in hand and when. ``transport`` carries the calls.
+        had which task in hand and when. ``transport`` carries the calls. ``gone`` knows of nodes
+        that are lost.
         """
         self.kind, self.service, self.event = kind, service, event
         self.prepare: Callable[[Member, object], Awaitable[None]] | None = None
@@ -81,6 +83,8 @@ class ActorPool(Caller):
             over=self._end,
             released=released,
             accepts=lambda info: self.accepts(info),
+            gone=gone,
+            stranded=self._stranded,
         )
         self._replacements = BackgroundTasks()  # those that no slot waits for
         self.reissued = 0
@@ -213,7 +217,7 @@ class ActorPool(Caller):
             if self._stateful:
                 self._lose_state(member, pending, str(loss))
                 return
-            blamed = member.blames(pending)
+            blamed = member.blames(pending, loss)
             # also when another task is to blame: sent together again, two that kill an actor could
             # go on accusing each other until the pool has used its restarts
             pending.alone = True
@@ -333,13 +337,21 @@ class ActorPool(Caller):
         """What the actor knew is gone: this task, all that wait and all that come fail, until the
         pool is renewed. Of several losses of one actor only the first is told.
         """
-        lost = StateLost(f"the {self.kind} was lost: {why}")
-        pending.fail(lost)
+        pending.fail(StateLost(f"the {self.kind} was lost: {why}"))
+        self._discard(member, pending.incarnation, why)
+
+    def _stranded(self, member: Member, incarnation: int, why: str) -> None:
+        if self._stateful:
+            self._discard(member, incarnation, why)
+        else:
+            self._replacements.start(self.supervisor.replace(member, incarnation, why))
+
+    def _discard(self, member: Member, incarnation: int, why: str) -> None:
         member.forget_sent()
         # others report the same loss later, when a successor may be in its place
-        if member.incarnation == pending.incarnation:
+        if member.incarnation == incarnation:
             self.supervisor.discard(member, why)
-            self._end(lost)
+            self._end(StateLost(f"the {self.kind} was lost: {why}"))
 
     def _end(self, failure: RunFailed | StateLost) -> None:
         self.failure = failure
