@@ -1,4 +1,4 @@
-"""What packing an activation costs: ``python -m bench.packing`` counts kernels and bytes.
+"""What packing an activation costs: ``python -m bench packing`` counts kernels and bytes.
 
 Counts, not times, so they hold on any machine. Eagerly every operation is a kernel of its own,
 which reads its operands from memory and writes its result there; a packing kernel of
@@ -139,7 +139,7 @@ def as_json() -> dict[str, dict[str, Any]]:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Print the table, or JSON; 0."""
-    parser = argparse.ArgumentParser(prog="python -m bench.packing", description=HOW_TO_READ)
+    parser = argparse.ArgumentParser(prog="python -m bench packing", description=HOW_TO_READ)
     parser.add_argument("--json", action="store_true", help="print JSON")
     if parser.parse_args(arguments).json:
         print(json.dumps(as_json(), indent=1))

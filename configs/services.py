@@ -109,7 +109,7 @@ class LearnerService(Service):
         description="learners that share prompts and add gradients; fixes the order of sums",
     )
     silence_s: float = Field(
-        default=1800.0,
+        default=600.0,
         gt=0,
         description="replicas: longest wait for another one, which then counts as lost",
     )

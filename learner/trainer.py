@@ -150,6 +150,7 @@ class Trainer:
             compile_failures("regenerate.compile"),
         ):
             samples = self._sample(rows, list(seeds), steps, paths or solver, size, guided)
+        with torch.no_grad():  # once the merged weights are gone: both take memory
             images = self.family.decode(self.vae, samples["latents"], batch_size=size)
         return {key: tensor.numpy() for key, tensor in samples.items()}, images.numpy()
 
