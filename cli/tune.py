@@ -8,6 +8,7 @@ from pathlib import Path
 
 from cli.common import DONE, add_config, say
 from configs.load import ConfigError, parse, tree_of
+from configs.schema import RunConfig
 
 HELP = "which seeds, steps, precision, keep and size find most for what they cost; writes the TOML"
 
@@ -58,7 +59,6 @@ def run(options: argparse.Namespace) -> int:
     if not 1 <= options.ratio < math.inf:
         raise ConfigError(f"--ratio {options.ratio:g}: expected at least 1")
     sizes = [_size(text) for text in options.sizes or ()]
-    own = config.explore.height, config.explore.width
     out = Path(options.out or f"{Path(config.run_root or 'runs') / config.name}-tune")
     from analysis.tune.command import Wanted, run
 
@@ -72,13 +72,18 @@ def run(options: argparse.Namespace) -> int:
         pools=pools,
         keeps=keeps,
         backends=tuple(options.backends or ()),
-        sizes=(None if None in own else own, *sizes),
+        sizes=(_own_size(config), *sizes),
         prune=tuple(options.prune or ()),
         threads=options.threads,
     )
     for line in run(config, tree, wanted, out, say):
         print(line)
     return DONE
+
+
+def _own_size(config: RunConfig) -> tuple[int, int] | None:
+    height, width = config.explore.height, config.explore.width
+    return None if height is None or width is None else (height, width)
 
 
 def _size(text: str) -> tuple[int, int]:

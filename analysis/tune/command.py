@@ -33,7 +33,8 @@ from rewards.base import ScorerError, ScorerSetupError
 @dataclass(frozen=True)
 class Wanted:
     """What is tried. ``budget``: a setting may cost so much of what the configuration's costs;
-    ``prune``: steps after which half of a pool could be dropped.
+    ``sizes``: the configuration's own first; ``prune``: steps after which half of a pool could be
+    dropped.
     """
 
     budget: float = 1.0
@@ -87,9 +88,12 @@ def run(config: RunConfig, tree: Tree, wanted: Wanted, out: Path, say: Say) -> l
     own_name = config.explore.backend
     found = backends(wanted.backends or (own_name,), say)
     own_backend = next(iter(backends((own_name,))))
-    size = _own_size(config)
     own = Setting(
-        own_backend, config.explore.steps, config.explore.pool_size, config.selection.keep, size
+        own_backend,
+        config.explore.steps,
+        config.explore.pool_size,
+        config.selection.keep,
+        wanted.sizes[0],
     )
     settings = _settings(config, wanted, list(found), own)
     configs = {setting: _parsed(tree, setting) for setting in settings}
@@ -120,11 +124,6 @@ def run(config: RunConfig, tree: Tree, wanted: Wanted, out: Path, say: Say) -> l
         *conclusion(rows, chosen, own, wanted),
         f"written: {out / 'tuned.toml'}, tune.json, tune.svg",
     ]
-
-
-def _own_size(config: RunConfig) -> Size:
-    height, width = config.explore.height, config.explore.width
-    return None if height is None or width is None else (height, width)
 
 
 def _settings(
@@ -170,7 +169,9 @@ def rows_of(
         mine = signal(column, setting.keep)
         more = (mine - base) / base.mean()
         parts = estimates({"contrast": column, "signal": mine, "more": more}, seed)
-        return Row(setting, cost / costs[own], *parts.values(), pruned)
+        return Row(
+            setting, cost / costs[own], parts["contrast"], parts["signal"], parts["more"], pruned
+        )
 
     rows = [row(setting, costs[setting], column) for setting, column in columns.items()]
     if wanted.by == "seconds":
