@@ -17,7 +17,7 @@ from analysis.compare.running import to_toml
 from analysis.fidelity.measure import backends, choose_prompts, hide_loading_bars
 from analysis.tune.measure import Found, Kind, Measuring, Say, Size
 from analysis.tune.picture import picture
-from analysis.tune.settings import Setting, contrasts, grid, pruned_contrasts, signal
+from analysis.tune.settings import Setting, contrasts, grid, pruned_contrasts, strength
 from configs.load import ConfigError, apply, parse
 from configs.schema import RunConfig
 from configs.section import Tree
@@ -53,14 +53,14 @@ class Wanted:
 
 @dataclass(frozen=True)
 class Row:
-    """A setting: its cost over the configuration's own, what it finds, and how much more its signal
+    """A setting: its cost over the configuration's own, what it finds, and how much more its strength
     is than the own setting's, over that, paired by prompt.
     """
 
     setting: Setting
     cost: float
     contrast: Estimate
-    signal: Estimate
+    strength: Estimate
     more: Estimate
     pruned: int | None = None
 
@@ -72,8 +72,8 @@ class Row:
 
     @property
     def per_cost(self) -> float:
-        """Signal per cost."""
-        return self.signal.mean / self.cost
+        """Strength per cost."""
+        return self.strength.mean / self.cost
 
 
 def run(config: RunConfig, tree: Tree, wanted: Wanted, out: Path, say: Say) -> list[str]:
@@ -163,14 +163,14 @@ def rows_of(
         setting: contrasts(found.rewards[_kind(setting)], found.truth, setting.pool, setting.keep)
         for setting in configs
     }
-    base = signal(columns[own], own.keep)
+    base = strength(columns[own], own.keep)
 
     def row(setting: Setting, cost: float, column: np.ndarray, pruned: int | None = None) -> Row:
-        mine = signal(column, setting.keep)
+        mine = strength(column, setting.keep)
         more = (mine - base) / base.mean()
-        parts = estimates({"contrast": column, "signal": mine, "more": more}, seed)
+        parts = estimates({"contrast": column, "strength": mine, "more": more}, seed)
         return Row(
-            setting, cost / costs[own], parts["contrast"], parts["signal"], parts["more"], pruned
+            setting, cost / costs[own], parts["contrast"], parts["strength"], parts["more"], pruned
         )
 
     rows = [row(setting, costs[setting], column) for setting, column in columns.items()]
@@ -206,17 +206,17 @@ def _pruned_saving(found: Found, own: Setting, upto: int) -> float:
 
 
 def choose(rows: Sequence[Row], budget: float) -> Row | None:
-    """The row with most signal at a cost of at most ``budget``; None: none is so cheap. Pruned
+    """The row with most strength at a cost of at most ``budget``; None: none is so cheap. Pruned
     forms are told and not chosen: no setting explores so.
     """
     possible = [row for row in rows if row.pruned is None and row.cost <= budget * (1 + 1e-9)]
-    return max(possible, key=lambda row: row.signal.mean, default=None)
+    return max(possible, key=lambda row: row.strength.mean, default=None)
 
 
 def table(rows: Sequence[Row], wanted: Wanted) -> list[str]:
-    """The rows for people, most signal per cost first; the own one is marked."""
+    """The rows for people, most strength per cost first; the own one is marked."""
     unit = "seconds" if wanted.by == "seconds" else f"operations at {wanted.ratio:g}x"
-    head = ["setting", f"cost ({unit})", "contrast", "signal, over own", "signal per cost"]
+    head = ["setting", f"cost ({unit})", "contrast", "strength, over own", "strength per cost"]
     own = rows[0]
     body = [
         [
@@ -233,7 +233,7 @@ def table(rows: Sequence[Row], wanted: Wanted) -> list[str]:
     return [
         f"{wanted.prompts} prompts x {wanted.seeds} seeds; [95 % confidence, bootstrap over"
         " prompts]; cost: exploring, regenerating and training, over the configuration's own;"
-        " signal: contrast times sqrt(keep)",
+        " strength: contrast times sqrt(keep)",
         "",
         *(
             "| " + " | ".join(c.ljust(w) for c, w in zip(line, widths, strict=True)) + " |"
@@ -243,7 +243,7 @@ def table(rows: Sequence[Row], wanted: Wanted) -> list[str]:
 
 
 PRUNED_COST, PRUNED_SIGNAL = 0.75, 0.97
-"""Dropping half of a pool early would pay at this cost of exploring with this signal."""
+"""Dropping half of a pool early would pay at this cost of exploring with this strength."""
 
 
 def conclusion(rows: Sequence[Row], chosen: Row | None, own: Setting, wanted: Wanted) -> list[str]:
@@ -261,7 +261,7 @@ def conclusion(rows: Sequence[Row], chosen: Row | None, own: Setting, wanted: Wa
         sure = "more" if chosen.more.low > 0 else "less" if chosen.more.high < 0 else None
         said.append(
             f"most within the budget: {chosen.label}: {chosen.cost:.3f} of the cost,"
-            f" {1 + chosen.more.mean:.3f} of the signal"
+            f" {1 + chosen.more.mean:.3f} of the strength"
             + ("" if sure else " (no difference is seen: the interval holds 1)")
         )
     for row in rows:
@@ -269,7 +269,7 @@ def conclusion(rows: Sequence[Row], chosen: Row | None, own: Setting, wanted: Wa
             pays = row.cost <= PRUNED_COST and 1 + row.more.mean >= PRUNED_SIGNAL
             said.append(
                 f"half of the pool dropped after step {row.pruned}: {row.cost:.3f} of the cost,"
-                f" {1 + row.more.mean:.3f} of the signal: {'it pays' if pays else 'no gain'} by the"
+                f" {1 + row.more.mean:.3f} of the strength: {'it pays' if pays else 'no gain'} by the"
                 f" measure {PRUNED_COST:g} and {PRUNED_SIGNAL:g}"
             )
     return said
@@ -300,7 +300,7 @@ def _write(
             "rows": [dataclasses.asdict(row) | {"label": row.label} for row in rows],
         },
     )
-    points = [(row.label, row.cost, row.signal, row is chosen) for row in rows]
+    points = [(row.label, row.cost, row.strength, row is chosen) for row in rows]
     write_text(out / "tune.svg", picture(points, wanted.budget, wanted.by))
     changed = copy.deepcopy(tree)
     if chosen is not None:

@@ -1,4 +1,4 @@
-"""Settings as points: what they cost against the signal that they find."""
+"""Settings as points: what they cost, and the strength of what they find."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ COLOURS = ("#9aa5b1", "#1f6fb2", "#d9572b")
 
 
 def picture(points: Sequence[tuple[str, float, Estimate, bool]], budget: float, by: str) -> str:
-    """An SVG of (label, cost, signal, whether it was chosen); the first is the configuration's own.
+    """An SVG of (label, cost, strength, whether it was chosen); the configuration's own comes first.
 
     Bars are 95 % confidence; the dashed line is the budget. The legend has the points by number.
     """
@@ -26,7 +26,7 @@ def picture(points: Sequence[tuple[str, float, Estimate, bool]], budget: float, 
         f' width="{WIDTH:g}" height="{height:g}" font-family="system-ui, sans-serif"'
         ' font-size="11" fill="#222">',
         f'<rect width="{WIDTH:g}" height="{height:g}" fill="#fff"/>',
-        '<text x="16" y="20" font-size="14" font-weight="600">Signal found against cost</text>',
+        '<text x="16" y="20" font-size="14" font-weight="600">Strength against cost</text>',
         f'<text x="{WIDTH / 2:g}" y="{PLOT - 8:g}" text-anchor="middle">{escape(by)}, over those'
         " of the configuration</text>",
         '<text x="16" y="38">contrast x sqrt(keep), 95 % confidence over prompts</text>',

@@ -94,7 +94,7 @@ def _contrast(proxy: np.ndarray, truth: np.ndarray, keep: int) -> float:
     return float(truth[list(chosen.best)].mean() - truth[list(chosen.worst)].mean())
 
 
-def signal(contrast: np.ndarray, keep: int) -> np.ndarray:
+def strength(contrast: np.ndarray, keep: int) -> np.ndarray:
     """Contrast times sqrt(keep): of ``keep`` samples the gradient's signal grows with their number
     and their contrast, its noise with the root of their number.
     """

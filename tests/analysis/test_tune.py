@@ -8,7 +8,7 @@ import pytest
 
 from analysis.tune.command import Wanted, choose, rows_of
 from analysis.tune.measure import Found
-from analysis.tune.settings import Setting, contrasts, grid, pruned_contrasts, signal
+from analysis.tune.settings import Setting, contrasts, grid, pruned_contrasts, strength
 from cli.main import main
 from configs.load import load
 from policy.sampling.sample import sample
@@ -43,7 +43,7 @@ def test_only_what_survives_a_preview_can_be_chosen():
 
 
 def test_signal_weighs_the_number_of_samples_by_its_root():
-    assert signal(np.array([2.0, 3.0]), 16).tolist() == [8.0, 12.0]
+    assert strength(np.array([2.0, 3.0]), 16).tolist() == [8.0, 12.0]
 
 
 def test_a_grid_leaves_out_what_selects_nothing():
@@ -72,7 +72,7 @@ def test_costs_and_signals_by_hand():
     ordered = np.sort(truth, axis=1)
     contrast = (ordered[:, -12:].mean(1) - ordered[:, :12].mean(1)).mean()
     assert first.contrast.mean == pytest.approx(contrast, rel=1e-6)
-    assert first.signal.mean == pytest.approx(contrast * 24**0.5, rel=1e-6)
+    assert first.strength.mean == pytest.approx(contrast * 24**0.5, rel=1e-6)
     assert second.more.mean == pytest.approx(second.contrast.mean / contrast - 1, rel=1e-6)
     assert second.more.mean < 0
     assert pruned.more.mean == 0  # the preview was the truth: nothing is lost
@@ -134,7 +134,7 @@ def test_the_command_writes_a_configuration_that_loads(tiny_sd3_dir, tmp_path, c
     }
     assert [row["pruned"] for row in found["rows"]] == [None, None, None, 2]
     assert found["rows"][0]["cost"] == 1 and found["rows"][0]["more"]["mean"] == 0
-    best = max(found["rows"][:3], key=lambda row: row["signal"]["mean"])
+    best = max(found["rows"][:3], key=lambda row: row["strength"]["mean"])
     assert found["chosen"] == best["label"]
     tuned = load(str(out / "tuned.toml"))
     assert (tuned.explore.steps, tuned.explore.pool_size) == (
