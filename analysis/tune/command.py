@@ -52,9 +52,17 @@ class Wanted:
 
 
 @dataclass(frozen=True)
+class Pruned:
+    """Half of the pool is dropped ``after`` a step; seconds of ``exploring`` over those without."""
+
+    after: int
+    exploring: float
+
+
+@dataclass(frozen=True)
 class Row:
-    """A setting: its cost over the configuration's own, what it finds, and how much more its strength
-    is than the own setting's, over that, paired by prompt.
+    """A setting: its cost over the configuration's own, what it finds, and how much more strength
+    that is than the own setting's, over that, paired by prompt.
     """
 
     setting: Setting
@@ -62,12 +70,12 @@ class Row:
     contrast: Estimate
     strength: Estimate
     more: Estimate
-    pruned: int | None = None
+    pruned: Pruned | None = None
 
     @property
     def label(self) -> str:
         """For people."""
-        after = "" if self.pruned is None else f", half dropped after step {self.pruned}"
+        after = "" if self.pruned is None else f", half dropped after step {self.pruned.after}"
         return f"{self.setting.label}{after}"
 
     @property
@@ -165,7 +173,7 @@ def rows_of(
     }
     base = strength(columns[own], own.keep)
 
-    def row(setting: Setting, cost: float, column: np.ndarray, pruned: int | None = None) -> Row:
+    def row(setting: Setting, cost: float, column: np.ndarray, pruned: Pruned | None = None) -> Row:
         mine = strength(column, setting.keep)
         more = (mine - base) / base.mean()
         parts = estimates({"contrast": column, "strength": mine, "more": more}, seed)
@@ -180,8 +188,9 @@ def rows_of(
             column = pruned_contrasts(
                 found.rewards[kind], found.rewards[_kind(own)], found.truth, own.pool, own.keep
             )
-            saved = costs[own] - own.pool * _pruned_saving(found, own, upto)
-            rows.append(row(own, saved, column, upto))
+            saved, whole = _pruned_saving(found, own, upto), found.seconds[_kind(own)]
+            pruned = Pruned(upto, 1 - saved / whole)
+            rows.append(row(own, costs[own] - own.pool * saved, column, pruned))
     return rows
 
 
@@ -242,8 +251,10 @@ def table(rows: Sequence[Row], wanted: Wanted) -> list[str]:
     ]
 
 
-PRUNED_COST, PRUNED_SIGNAL = 0.75, 0.97
-"""Dropping half of a pool early would pay at this cost of exploring with this strength."""
+PRUNED_COST, PRUNED_CONTRAST = 0.75, 0.97
+"""Dropping half of a pool early pays where exploring takes this share of its seconds, or less, and
+this share of the contrast, or more, is found.
+"""
 
 
 def conclusion(rows: Sequence[Row], chosen: Row | None, own: Setting, wanted: Wanted) -> list[str]:
@@ -266,11 +277,13 @@ def conclusion(rows: Sequence[Row], chosen: Row | None, own: Setting, wanted: Wa
         )
     for row in rows:
         if row.pruned is not None:
-            pays = row.cost <= PRUNED_COST and 1 + row.more.mean >= PRUNED_SIGNAL
+            exploring, kept = row.pruned.exploring, 1 + row.more.mean
+            pays = exploring <= PRUNED_COST and kept >= PRUNED_CONTRAST
             said.append(
-                f"half of the pool dropped after step {row.pruned}: {row.cost:.3f} of the cost,"
-                f" {1 + row.more.mean:.3f} of the strength: {'it pays' if pays else 'no gain'} by the"
-                f" measure {PRUNED_COST:g} and {PRUNED_SIGNAL:g}"
+                f"half of the pool dropped after step {row.pruned.after}: {exploring:.3f} of the"
+                f" seconds of exploring, {kept:.3f} of the contrast:"
+                f" {'it pays' if pays else 'it does not pay'} ({PRUNED_COST:g} for"
+                f" {PRUNED_CONTRAST:g} would)"
             )
     return said
 

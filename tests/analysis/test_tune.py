@@ -68,6 +68,7 @@ def test_costs_and_signals_by_hand():
     whole = 96 * 0.010 + 24 * 0.050
     assert first.cost == 1 and second.cost == pytest.approx((48 * 0.010 + 1.2) / whole)
     assert pruned.cost == pytest.approx((96 * (0.008 + 0.003) + 1.2) / whole)
+    assert pruned.pruned is not None and pruned.pruned.exploring == pytest.approx(1.1)
     assert (first.more.mean, first.more.low) == (0, 0)
     ordered = np.sort(truth, axis=1)
     contrast = (ordered[:, -12:].mean(1) - ordered[:, :12].mean(1)).mean()
@@ -132,7 +133,7 @@ def test_the_command_writes_a_configuration_that_loads(tiny_sd3_dir, tmp_path, c
         "keep": keep,
         "size": None,
     }
-    assert [row["pruned"] for row in found["rows"]] == [None, None, None, 2]
+    assert [row["pruned"] and row["pruned"]["after"] for row in found["rows"]] == [None] * 3 + [2]
     assert found["rows"][0]["cost"] == 1 and found["rows"][0]["more"]["mean"] == 0
     best = max(found["rows"][:3], key=lambda row: row["strength"]["mean"])
     assert found["chosen"] == best["label"]
