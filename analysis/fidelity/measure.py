@@ -198,13 +198,21 @@ def setup() -> Iterator[None]:
 
 
 def explored(
-    explorer: Explorer, config: RunConfig, cond: Conditioning, seeds: list[int], steps: int
+    explorer: Explorer,
+    config: RunConfig,
+    cond: Conditioning,
+    seeds: list[int],
+    steps: int,
+    upto: int | None = None,
 ) -> np.ndarray:
-    """Proxy images in the very chunks that a run would make them in."""
+    """Proxy images in the very chunks that a run would make them in; ``upto`` as in ``sample``."""
     size, guided = config.explore.chunk_size, Guided.of(config.guidance, "explore")
     parts = [seeds[first : first + size] for first in range(0, len(seeds), size)]
     return np.concatenate(
-        [explorer.explore(cond, part, steps, config.explore.solver, guided)[0] for part in parts]
+        [
+            explorer.explore(cond, part, steps, config.explore.solver, guided, upto)[0]
+            for part in parts
+        ]
     )
 
 
