@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from policy.precision.fp8 import Activations
-from policy.precision.hardware import pack_operand
+from policy.precision.torch_nvfp4 import pack_operand
 
 ROWS, COLUMNS = 1024, 3072
 ONLY_WRITTEN = ("copy_", "fill_", "zero_")
