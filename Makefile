@@ -6,7 +6,7 @@ BIN := .venv/bin
 export RAY_USAGE_STATS_ENABLED = 0
 export RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO = 0
 
-.PHONY: setup quickstart cluster-demo compare-small search-small test test-slow coverage lint types arrows check gpu-check rehearsal bench parity soak partitions fuzz audit shapes-model shapes-clip shapes-decoder clean
+.PHONY: setup quickstart cluster-demo compare-small search-small compare-time test test-slow coverage lint types arrows check gpu-check rehearsal bench parity soak partitions fuzz audit shapes-model shapes-clip shapes-decoder clean
 
 setup: .venv/.ready
 
@@ -31,6 +31,10 @@ compare-small: setup
 # Settings for it, on other prompts, with the same effort for each objective. docs/methods.md
 search-small: setup
 	$(BIN)/sol-rl compare small_search $(ARGS)
+
+# The arms against seconds and against operations, five run seeds each; made for two hours on two idle cores. Restartable.
+compare-time: setup
+	$(BIN)/sol-rl compare time $(ARGS)
 
 # Two processes: one has the tests on Ray, whose actors serve one run after the other.
 test: setup

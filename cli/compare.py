@@ -30,6 +30,11 @@ def declare(sub: argparse.ArgumentParser) -> None:
     sub.add_argument("--seeds", type=int, metavar="N", help=text)
     text = "a cell for every value; more than one: for every combination"
     sub.add_argument("--vary", action="append", default=[], metavar="a.b=v,w", help=text)
+    text = (
+        "count operations too, so many quantized ones as one unquantized, such as 4,2,1; the"
+        " comparison's own ratios unless given"
+    )
+    sub.add_argument("--operations", metavar="R,S", help=text)
     text = "compare these run directories instead; nothing is trained"
     sub.add_argument("--runs", nargs="+", metavar="DIR", help=text)
 
@@ -43,14 +48,16 @@ def run(options: argparse.Namespace) -> int:
     ):
         raise ConfigError(
             "compare: give a preset, a TOML file or a comparison; or --runs DIR ... alone, with"
-            " --baseline and --out"
+            " --baseline, --operations and --out"
         )
     from analysis.compare.command import compare, compare_existing
     from analysis.compare.request import Request
 
     out = Path(options.out) if options.out else None
+    ratios = _numbers(options.operations)
     if options.runs:
-        text = compare_existing([Path(run) for run in options.runs], options.baseline, out)
+        paths = [Path(run) for run in options.runs]
+        text = compare_existing(paths, options.baseline, out, ratios)
     else:
         request = Request(
             source=options.config,
@@ -60,10 +67,18 @@ def run(options: argparse.Namespace) -> int:
             overrides=tuple(options.overrides),
             vary=tuple(options.vary),
             baseline=options.baseline,
+            operations=ratios,
         )
         text = compare(request, out, lambda line: print(line, flush=True))
     print("\n".join(text))
     return DONE
+
+
+def _numbers(text: str | None) -> tuple[float, ...]:
+    try:
+        return tuple(float(word) for word in _words(text))
+    except ValueError:
+        raise ConfigError(f"--operations {text}: expected numbers, such as 4,2,1") from None
 
 
 def _words(text: str | None) -> tuple[str, ...]:

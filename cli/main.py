@@ -24,6 +24,7 @@ COMMANDS = (
     "export",
     "fidelity",
     "signal",
+    "tune",
     "compare",
     "report",
 )

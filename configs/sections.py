@@ -48,6 +48,13 @@ class Model(Section):
     complex_human_instruction: bool = Field(
         default=True, description="SANA: the pipeline's own instruction goes before every prompt"
     )
+    native_path: PathText | None = Field(
+        default=None,
+        description=(
+            "SANA: a file with the denoiser's weights in the layout of its own code, in the place"
+            " of the pipeline's"
+        ),
+    )
     vae_slicing: bool = Field(default=False, description="decode one image at a time: less memory")
     vae_tiling: bool = Field(
         default=False,
@@ -57,6 +64,15 @@ class Model(Section):
         default=False,
         description="text encoders are on the encoder's GPU only while prompts are encoded",
     )
+
+    @model_validator(mode="after")
+    def _native_family(self) -> Model:
+        if self.native_path is not None and self.family != "sana":
+            raise ValueError(
+                f"native_path = {self.native_path!r} with family {self.family!r}: only 'sana' reads"
+                " such files: leave it out"
+            )
+        return self
 
     @model_validator(mode="after")
     def _one_schedule(self) -> Model:

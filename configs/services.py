@@ -97,13 +97,19 @@ class LearnerService(Service):
     actors: Literal[1] = Field(
         default=1, description="there is one learner; `replicas` says of how many processes"
     )
+    threads: int = Field(
+        default=1,
+        ge=1,
+        description="CPU threads of each replica; where not given and without a GPU, the cores"
+        " there are, up to 4; part of the results, as it fixes the order of sums",
+    )
     replicas: int = Field(
         default=1,
         ge=1,
         description="learners that share prompts and add gradients; fixes the order of sums",
     )
     silence_s: float = Field(
-        default=1800.0,
+        default=600.0,
         gt=0,
         description="replicas: longest wait for another one, which then counts as lost",
     )

@@ -106,11 +106,12 @@ class PackedPolicy:
         steps: int,
         solver: str,
         guided: Guided | None = None,
+        upto: int | None = None,
     ) -> Tensor:
         """Float32 [B, *latent] on the CPU, of one prompt at B seeds.
 
-        ``cond`` has one row; the seeds are one batch. Raises RuntimeError while there is no
-        version, CompileFailed where ``compile`` does not work.
+        ``cond`` has one row; the seeds are one batch; ``upto`` as in ``sample``. Raises
+        RuntimeError while there is no version, CompileFailed where ``compile`` does not work.
         """
         if self._loaded is None:
             raise RuntimeError("this explorer has no policy version: load published weights first")
@@ -129,6 +130,7 @@ class PackedPolicy:
                 solver,
                 guided=guided,
                 full=self.full,
+                upto=upto,
             )
         if not bool(torch.isfinite(latents).all()):
             raise RuntimeError(
@@ -182,12 +184,13 @@ class Explorer(PackedPolicy):
         steps: int,
         solver: str,
         guided: Guided | None = None,
+        upto: int | None = None,
     ) -> tuple[np.ndarray, np.ndarray]:
         """(images uint8 [B, 3, H, W], latents float32 [B, *latent]) of one prompt at B seeds.
 
         As ``latents``, decoded.
         """
-        latents = self.latents(cond, seeds, steps, solver, guided)
+        latents = self.latents(cond, seeds, steps, solver, guided, upto)
         with torch.no_grad():
             images = self.family.decode(self.vae, latents)
         return images.numpy(), latents.numpy()

@@ -8,14 +8,13 @@ from pathlib import Path
 
 import torch
 
+from records import weights
 from rewards.base import ScorerSetupError
 
 HUB_ID = re.compile(r"(?P<repo>[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(?::(?P<file>[^:]+))?")
 FILE_ENDINGS = (".safetensors", ".pt", ".pth", ".bin", ".ckpt", ".txt")
 """A name that ends so is a file's, not a repository's."""
 ROOT = Path(__file__).parent.parent
-NOT_WEIGHTS = ("input_resolution", "context_length", "vocab_size")
-"""Numbers that OpenAI's CLIP keeps beside its weights."""
 ADVICE = "docs/rewards.md says where to get it"
 
 
@@ -110,40 +109,11 @@ def _download(repo: str, names: Sequence[str]) -> Path:
 
 
 def read_state(path: Path) -> dict[str, torch.Tensor]:
-    """The weights in ``path``: safetensors, or a torch file read with ``weights_only``.
-
-    A ``state_dict`` inside is taken out, and a leading ``module.`` of every name dropped. Raises
-    ScorerSetupError.
-    """
+    """As ``records.weights.read_state``. Raises ScorerSetupError."""
     try:
-        if path.suffix == ".safetensors":
-            from safetensors.torch import load_file
-
-            return load_file(path)
-        loaded: object = torch.load(path, map_location="cpu", weights_only=True)
-    except Exception as error:  # torch, zipfile and pickle each raise their own
-        reason = (str(error).strip().splitlines() or [""])[0]
-        raise ScorerSetupError(
-            f"{path}: not readable as weights ({type(error).__name__}: {reason[:160]}): give a"
-            " safetensors file, or a torch file that holds nothing but tensors (no TorchScript"
-            " archive)"
-        ) from None
-    if isinstance(loaded, dict) and isinstance(loaded.get("state_dict"), dict):
-        loaded = loaded["state_dict"]
-    if not isinstance(loaded, dict) or not any(
-        isinstance(value, torch.Tensor) for value in loaded.values()
-    ):
-        raise ScorerSetupError(
-            f"{path}: holds {type(loaded).__name__}, not a dictionary of tensors: give a state dict"
-        )
-    state = {
-        name: value
-        for name, value in loaded.items()
-        if isinstance(value, torch.Tensor) and name not in NOT_WEIGHTS
-    }
-    if all(name.startswith("module.") for name in state):
-        state = {name.removeprefix("module."): value for name, value in state.items()}
-    return state
+        return weights.read_state(path)
+    except weights.UnreadableWeights as error:
+        raise ScorerSetupError(str(error)) from None
 
 
 def load_weights(

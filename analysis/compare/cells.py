@@ -14,7 +14,7 @@ from pathlib import Path
 from pydantic import ValidationError
 
 from analysis.compare.alike import check_alike
-from analysis.compare.request import Draft, Request, Tree, described
+from analysis.compare.request import Draft, Request, Tree, check_ratios, described
 from configs.load import ConfigError, apply, lay_over, layer, parse, tree_of
 from configs.schema import NAME, RunConfig
 
@@ -47,13 +47,17 @@ class Cell:
 
 @dataclass(frozen=True)
 class Comparison:
-    """Cells x run seeds, compared with the cell ``baseline``; runs are written below ``root``."""
+    """Cells x run seeds, compared with the cell ``baseline``; runs are written below ``root``.
+
+    ``operations``: ratios at which operations are counted.
+    """
 
     name: str
     cells: tuple[Cell, ...]
     seeds: tuple[int, ...]
     baseline: str
     root: Path
+    operations: tuple[float, ...] = ()
 
     @property
     def running(self) -> tuple[Cell, ...]:
@@ -88,6 +92,7 @@ def read_comparison(request: Request) -> Comparison:
         tuple(range(first, first + seeds)),
         _baseline(cells, wanted.baseline),
         root,
+        check_ratios(wanted.operations),
     )
 
 

@@ -6,18 +6,21 @@ One process at a time does the training; this one only starts it, reads what it 
 
 from __future__ import annotations
 
-import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from analysis.compare.cells import Request, read_comparison
 from analysis.compare.data import Result, Run, measure, remarks, summarise
 from analysis.compare.groups import check_prompts, group, settings_that_differ
+from analysis.compare.operations import Cost, costs, operations_of
 from analysis.compare.page import render
+from analysis.compare.request import check_ratios
 from analysis.compare.running import Say, run_all
 from analysis.compare.table import lines, tables
 from configs.load import ConfigError, parse
+from configs.schema import RunConfig
 from records.atomic import write_json, write_text
 from records.errors import RunFailed
 from records.rundir import versions
@@ -48,7 +51,15 @@ def compare(request: Request, out: Path | None, say: Say) -> list[str]:
         [(c.name, c.title, c.refused, runs[c.name]) for c in comparison.cells], comparison.baseline
     )
     configs = {c.title: parse(c.tree_of(comparison.seeds[0], out)) for c in comparison.running}
-    text = _write(comparison.name, results, comparison.baseline, settings_that_differ(configs), out)
+    by_name = {c.name: configs[c.title] for c in comparison.running}
+    found = Compared(
+        comparison.name,
+        comparison.baseline,
+        results,
+        settings_that_differ(configs),
+        counted(by_name, results, comparison.baseline, comparison.operations),
+    )
+    text = _write(found, out)
     if failed := [each for each in ended if each.why is not None]:
         for line in text:
             say(line)
@@ -60,21 +71,26 @@ def compare(request: Request, out: Path | None, say: Say) -> list[str]:
 
 
 def compare_existing(
-    directories: Sequence[Path], baseline: str | None, out: Path | None
+    directories: Sequence[Path],
+    baseline: str | None,
+    out: Path | None,
+    operations: tuple[float, ...] = (),
 ) -> list[str]:
     """The tables of runs that are there. Raises ConfigError for what cannot be compared."""
+    check_ratios(operations)
     groups = group(directories)
     names = list(groups)
     if baseline is not None and baseline not in names:
         raise ConfigError(f"--baseline {baseline}: no such cell; there are: {', '.join(names)}")
+    baseline = baseline or names[0]
     results = summarise(
         [
             (name, name, None, [measure(path, seed) for seed, path in runs])
             for name, (_, runs) in groups.items()
         ],
-        baseline or names[0],
+        baseline,
     )
-    settings = settings_that_differ({name: config for name, (config, _) in groups.items()})
+    configs = {name: config for name, (config, _) in groups.items()}
     out = out or directories[0].absolute().parent / "compare"
     try:
         out.mkdir(parents=True, exist_ok=True)
@@ -82,34 +98,64 @@ def compare_existing(
         raise ConfigError(
             f"--out: {out} cannot be written ({error.strerror}): give another directory"
         ) from None
-    return _write(out.name, results, baseline or names[0], settings, out)
+    found = counted(configs, results, baseline, operations)
+    settings = settings_that_differ(configs)
+    return _write(Compared(out.name, baseline, results, settings, found), out)
 
 
-def _write(
-    name: str,
+def counted(
+    configs: Mapping[str, RunConfig],
     results: Sequence[Result],
     baseline: str,
-    settings: dict[str, dict[str, object]],
-    out: Path,
-) -> list[str]:
+    ratios: Sequence[float],
+) -> dict[str, list[Cost]]:
+    """Costs by cell, a cost per ratio; nothing is counted without ratios. Raises ConfigError."""
+    if not ratios:
+        return {}
+    try:
+        found = {name: operations_of(config) for name, config in configs.items()}
+    except (FileNotFoundError, ValueError) as error:
+        raise ConfigError([str(error)]) from None
+    return costs(results, baseline, found, ratios)
+
+
+@dataclass(frozen=True)
+class Compared:
+    """All that is written of a comparison."""
+
+    name: str
+    baseline: str
+    results: Sequence[Result]
+    settings: dict[str, dict[str, object]]
+    costs: dict[str, list[Cost]]
+
+
+def _write(compared: Compared, out: Path) -> list[str]:
     """compare.json and compare.html; returns the lines for people."""
-    found = tables(results, baseline)
+    results, baseline, settings = compared.results, compared.baseline, compared.settings
+    found = tables(results, baseline, compared.costs)
     said = remarks(results, baseline)
     try:
         write_json(
             out / NUMBERS,
             _plain(
                 {
-                    "name": name,
+                    "name": compared.name,
                     "baseline": baseline,
                     "versions": versions(),
                     "settings": settings,
                     "remarks": said,
-                    "cells": [dataclasses.asdict(result) for result in results],
+                    "cells": [
+                        asdict(result) | {"operations": list(map(asdict, cell))}
+                        for result in results
+                        for cell in [compared.costs.get(result.name, [])]
+                    ],
                 }
             ),
         )
-        write_text(out / REPORT, render(name, results, found, said, settings))
+        write_text(
+            out / REPORT, render(compared.name, results, found, said, settings, compared.costs)
+        )
     except OSError as error:
         raise RunFailed(
             f"{out}: {error.strerror or error}: give another directory with --out"

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from analysis.compare.data import REWARD, SCORER, STAGES, Result
+from analysis.compare.operations import Cost
 from analysis.compare.statistics import Mean, Moment
 from analysis.compare.table import NOT_YET
 from analysis.report import parts
@@ -15,9 +16,11 @@ from analysis.report.parts import Card, Cell, Group, Item, Section, Table, block
 
 COLOURS = 8
 WIDE = (560.0, 300.0)
-AXES: tuple[tuple[str, str, Callable[[Moment], float]], ...] = (
-    ("updates", "iteration", lambda moment: float(moment.iteration)),
-    ("seconds of training", "seconds", lambda moment: moment.seconds.mean),
+Axis = tuple[str, str, Callable[[str, Moment], float]]
+"""What is on it, its unit, and where a moment of the cell of this name lies."""
+AXES: tuple[Axis, ...] = (
+    ("updates", "iteration", lambda name, moment: float(moment.iteration)),
+    ("seconds of training", "seconds", lambda name, moment: moment.seconds.mean),
 )
 
 
@@ -53,37 +56,57 @@ def render(
     found: Sequence[Table],
     said: Sequence[str],
     settings: Mapping[str, Mapping[str, object]],
+    costs: Mapping[str, Sequence[Cost]],
 ) -> str:
     """The page as text. ``settings``: key -> value by cell title, of what differs between cells."""
-    scores, seconds, times = found
+    scores, seconds, times, *operations = found
     return parts.render(
         "compare.html",
         name=name,
         what="comparison",
         remarks=said,
         scores=scores,
-        curves=_curves(results),
+        curves=_curves(results, _axes(costs)),
         seconds=seconds,
         bars=_bars(results),
         times=times,
+        operations=operations,
         settings=_settings(results, settings),
         runs=_runs(results),
     )
 
 
-def _curves(results: Sequence[Result]) -> Section:
-    """By updates and by seconds, for every score."""
+def _axes(costs: Mapping[str, Sequence[Cost]]) -> list[Axis]:
+    """Updates, seconds, and operations at every ratio that they were counted at."""
+    axes = list(AXES)
+    for k, cost in enumerate(next(iter(costs.values()), ())):
+        axes.append(
+            (
+                f"operations, quantized ones at {cost.ratio:g}x",
+                "1e12 operations",
+                lambda name, moment, k=k: moment.iteration * costs[name][k].iteration / 1e12,
+            )
+        )
+    return axes
+
+
+def _curves(results: Sequence[Result], axes: Sequence[Axis]) -> Section:
+    """By updates, by seconds and by operations, for every score."""
     cards = []
     for name in dict.fromkeys(name for result in results for name in result.curves):
         what = "held-out reward" if name == REWARD else name.removeprefix(SCORER)
-        for axis, unit, x_of in AXES:
+        for axis, unit, x_of in axes:
             lines, bands = [], []
             for at, result in enumerate(results):
-                curve = [each for each in result.curves.get(name, []) if math.isfinite(x_of(each))]
+                curve = [
+                    (x, each)
+                    for each in result.curves.get(name, [])
+                    if math.isfinite(x := x_of(result.name, each))
+                ]
                 if not curve:
                     continue
-                colour, xs = at % COLOURS + 1, [x_of(each) for each in curve]
-                means = [each.gain for each in curve]
+                colour, xs = at % COLOURS + 1, [x for x, _ in curve]
+                means = [each.gain for _, each in curve]
                 low, middle, high = (_at(xs, means, side) for side in (-1, 0, 1))
                 lines.append(Series(result.title, middle, colour, dashed=at >= COLOURS))
                 bands.append(Band(f"{result.title}, one standard error", low, high, colour))

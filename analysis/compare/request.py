@@ -6,6 +6,7 @@ A comparison file is a TOML file such as those of ``configs/comparisons``.
 from __future__ import annotations
 
 import itertools
+import math
 import tomllib
 from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass
@@ -47,6 +48,9 @@ class ComparisonFile(Section):
     baseline: str | None = None
     changes: Tree = Field(default_factory=dict, alias="set")
     vary: dict[str, list[object]] = Field(default_factory=dict)
+    operations: tuple[float, ...] = Field(
+        default=(), description="count operations too, so many quantized ones as one unquantized"
+    )
     cells: tuple[CellOfFile, ...] = Field(min_length=1)
 
 
@@ -61,6 +65,7 @@ class Request:
     overrides: tuple[str, ...] = ()
     vary: tuple[str, ...] = ()
     baseline: str | None = None
+    operations: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -83,6 +88,7 @@ class Described:
     seeds: int
     baseline: str | None
     vary: dict[str, list[object]]
+    operations: tuple[float, ...]
     name: str | None
 
 
@@ -93,7 +99,14 @@ def described(request: Request) -> Described:
     vary: dict[str, list[object]] = {}
     if path is None:
         found = Described(
-            request.source, {}, _from_arguments(request), 1, request.baseline, vary, None
+            request.source,
+            {},
+            _from_arguments(request),
+            1,
+            request.baseline,
+            vary,
+            request.operations,
+            None,
         )
     elif request.arms or request.objectives:
         raise ConfigError(
@@ -104,12 +117,26 @@ def described(request: Request) -> Described:
         drafts = [Draft(cell.name, cell.name, cell.layers, cell.changes) for cell in file.cells]
         baseline = request.baseline or file.baseline
         vary |= file.vary
-        found = Described(file.base, file.changes, drafts, file.seeds, baseline, vary, path.stem)
+        ratios = request.operations or file.operations
+        found = Described(
+            file.base, file.changes, drafts, file.seeds, baseline, vary, ratios, path.stem
+        )
     _check_own(request, found.drafts, vary)
     for key in [key for key in vary if current_key(key) in fixed]:
         del vary[key]
     vary |= _varied(request.vary, fixed)
     return found
+
+
+def check_ratios(ratios: tuple[float, ...]) -> tuple[float, ...]:
+    """The same. Raises ConfigError for a ratio below 1, none that is finite, or one given twice."""
+    for ratio in ratios:
+        if not 1 <= ratio < math.inf or ratios.count(ratio) > 1:
+            raise ConfigError(
+                f"operations: {ratio:g}: expected distinct ratios of at least 1, such as 4,2,1:"
+                " quantized operations that take as long as one unquantized"
+            )
+    return ratios
 
 
 def comparison_file(source: str) -> Path | None:

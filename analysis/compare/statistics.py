@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import statistics
 from collections.abc import Mapping, Sequence
@@ -9,6 +10,10 @@ from dataclasses import dataclass
 
 SHARES = (0.25, 0.5, 0.75, 1.0)
 """Parts of the baseline's final gain whose times are told."""
+
+
+Points = Sequence[tuple[float, float]]
+"""(x, gain) at the evaluations of a run or of a mean curve, x ascending."""
 
 
 @dataclass(frozen=True)
@@ -54,16 +59,28 @@ def speed_up(seconds: Mean, baseline: Mean) -> float:
 
 
 def time_to(curve: Sequence[Moment], gain: float) -> float | None:
-    """Seconds of training until the mean gain is ``gain``, on straight lines between evaluations.
+    """Seconds of training until the mean gain is ``gain``; None as ``first_at``."""
+    return first_at([(moment.seconds.mean, moment.gain.mean) for moment in curve], gain)
+
+
+def first_at(points: Points, gain: float) -> float | None:
+    """The first x with this ``gain``, on straight lines between evaluations.
 
     None: never, the curve has no evaluation between its ends (a line through two points would be
     made up), or ``gain`` is not positive.
     """
-    if len(curve) < 3 or not gain > 0:
+    if len(points) < 3 or not gain > 0:
         return None
-    for before, after in zip(curve, curve[1:], strict=False):
-        low, high = before.gain.mean, after.gain.mean
+    for (start, low), (end, high) in itertools.pairwise(points):
         if high >= gain * (1 - 1e-12):
             part = min(1.0, (gain - low) / (high - low)) if high > low else 1.0
-            return before.seconds.mean + max(0.0, part) * (after.seconds.mean - before.seconds.mean)
+            return start + max(0.0, part) * (end - start)
+    return None
+
+
+def at(points: Points, x: float) -> float | None:
+    """The gain at ``x`` on straight lines between evaluations; None beyond the last one."""
+    for (start, low), (end, high) in itertools.pairwise(points):
+        if start <= x <= end * (1 + 1e-12):
+            return low + (high - low) * min(1.0, (x - start) / (end - start))
     return None

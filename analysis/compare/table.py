@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from analysis.compare.data import REWARD, SCORER, Result
+from analysis.compare.operations import Cost
 from analysis.compare.statistics import NOTHING, SHARES, Mean
 from analysis.report.parts import Table
 
@@ -14,10 +15,20 @@ NOT_YET = "No run has come to its end yet."
 PARTS = ("explore", "regenerate", "update", "publish", "other")
 
 
-def tables(results: Sequence[Result], baseline: str) -> list[Table]:
-    """Scores, seconds per iteration, and times to parts of the baseline's gain."""
+def tables(
+    results: Sequence[Result], baseline: str, costs: Mapping[str, Sequence[Cost]] | None = None
+) -> list[Table]:
+    """Scores, seconds per iteration, times to parts of the baseline's gain; and by ``costs`` the
+    same in operations, a table per ratio.
+    """
     one = next(result for result in results if result.name == baseline)
-    return [scores(results, one), seconds(results, one), times(results, one)]
+    found = [scores(results, one), seconds(results, one), times(results, one)]
+    ratios = len(costs[one.name]) if costs else 0
+    by_cell = {result.title: (costs or {}).get(result.name) for result in results}
+    return found + [
+        operations({title: cell[k] for title, cell in by_cell.items() if cell}, one)
+        for k in range(ratios)
+    ]
 
 
 def scores(results: Sequence[Result], baseline: Result) -> Table:
@@ -104,6 +115,38 @@ def times(results: Sequence[Result], baseline: Result) -> Table:
         " '-': not reached."
     )
     return Table(heads, rows, title="Time to the baseline's gain", note=note, none=NOT_YET)
+
+
+def operations(cells: Mapping[str, Cost], baseline: Result) -> Table:
+    """What cells cost and reach at one ratio of quantized to unquantized operations."""
+    one = cells[baseline.title]
+    heads = (
+        "operations",
+        "per iteration, 1e12",
+        f"over {baseline.title}'s",
+        *(f"to {100 * share:.0f} % of its gain" for share in SHARES[1:]),
+        *(f"gain at {part:g} of its operations, less its own" for part in one.against),
+    )
+    rows = []
+    for title, cell in cells.items():
+        reached = []
+        for share in SHARES[1:]:
+            mine, theirs = cell.reach[share], one.reach[share]
+            factor = f" ({mine / theirs:.2f})" if mine and theirs and cell is not one else ""
+            reached.append(NONE if mine is None else f"{mine / 1e12:.3g}{factor}")
+        against = [_signed(value) for value in cell.against.values()]
+        rows.append(
+            (title, f"{cell.iteration / 1e12:.3g}", f"{cell.relative:.3f}", *reached, *against)
+        )
+    note = (
+        "Operations of exploring, regenerating and updating, decoding included, two per"
+        " multiplication and addition, counted on the architecture;"
+        f" {one.ratio:g} quantized ones count as one. In brackets over those of {baseline.title}."
+        " The last columns: the gain when so many of its operations are spent, less its gain at the"
+        " end, paired by run seed; '-': the run ended before."
+    )
+    title = f"Operations, quantized ones at {one.ratio:g}x"
+    return Table(heads, rows, title=title, note=note, none=NOT_YET)
 
 
 def lines(found: Sequence[Table], said: Sequence[str]) -> list[str]:

@@ -10,7 +10,8 @@ from cluster.runtime.nodes import LAG_S, LOOK_S, Requests, addresses, find_room,
 from cluster.runtime.watch import NodeWatch
 from configs.load import ConfigError
 from configs.schema import RunConfig
-from planning.placement import NoRoom, Placer
+from planning.placement import NoRoom
+from planning.placer import Placer
 
 
 class Places:

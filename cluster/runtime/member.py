@@ -133,6 +133,7 @@ class Member:
         first report settles, per incarnation, which task is to blame. With none in hand the actor
         died of what it was just being sent. That a node is lost is nobody's fault.
         """
+        # later reports find ``_sent`` filled by the next actor already, so the first one decides
         if self._blamed[0] < pending.incarnation:
             first = self._sent[0] if self._sent else None
             culprit = NOBODY if isinstance(loss, NodeLost) else first

@@ -100,6 +100,7 @@ class Requests:
         """Request room for all of ``needs`` at once; False where this key has a request already."""
         if key in self._groups:
             return False
+        # PACK: all that is missing on as few new nodes as hold it, which is what is paid for
         bundles = [
             {"CPU": max(need.cpus, LEAST_CPU), **({"GPU": need.gpus} if need.gpus else {})}
             for need in needs

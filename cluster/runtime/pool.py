@@ -124,6 +124,7 @@ class ActorPool(Caller):
         """The answer of some actor. ``Task.accept`` may refuse it: then the task is tried again,
         on another actor where there is one. Raises as ``Caller.perform``.
         """
+        # at once, rather than queued: nobody would ever take it
         if self.failure:
             raise self.failure
         pending = PendingTask(task, call)
@@ -156,6 +157,7 @@ class ActorPool(Caller):
                 why = str(loss) if isinstance(loss, ActorLost) else cause(loss)
                 self._replacements.start(self.supervisor.replace(member, incarnation, why))
 
+        # one that is lost must not keep the others from being told: each looks after itself
         await asyncio.gather(*(one(member) for member in self.members if member.serving))
 
     async def ask(
@@ -211,13 +213,17 @@ class ActorPool(Caller):
         except Vacant:
             self._put(pending)
         except ActorLost as loss:
+            # with a state, another actor could not answer it: all goes back to a checkpoint
             if self._stateful:
                 self._lose_state(member, pending, str(loss))
                 return
             blamed = member.blames(pending, loss)
+            # also when another task is to blame: sent together again, two that kill an actor could
+            # go on accusing each other until the pool has used its restarts
             pending.alone = True
             (self._count_failure if blamed else self._retry)(pending, member, str(loss))
             await self.supervisor.replace(member, pending.incarnation, str(loss))
+        # no actor could do better: what the task names is gone, or the run itself is wrong
         except (InputsLost, RunFailed) as end:
             member.answer(pending)
             pending.fail(end)
@@ -297,13 +303,14 @@ class ActorPool(Caller):
         pending.answers += 1
         task = pending.task
         fault = task.accept(value) if task.accept else None
+        # the last answer stands whatever it is: who asked counts what is missing in it
         if fault and pending.answers < task.tries:
             pending.avoid = member.index
             self._retry(pending, member, fault)
         elif not pending.future.done():
             pending.future.set_result(value)
             if pending.retries:
-                told = {"actor": member.index, "reissues": pending.retries}
+                told = {"actor": member.index, "retries": pending.retries}
                 self.event("chunk_recovered", kind=self.kind, unit=str(task.key), **told)
 
     # ---- failures
@@ -311,6 +318,7 @@ class ActorPool(Caller):
     def _count_failure(self, pending: PendingTask, member: Member, why: str) -> None:
         """Back to the queue, or the end of the run when the task has used its attempts."""
         pending.attempts += 1
+        # a fault may be the machine's: another member shows whether it is the task's
         pending.avoid = member.index
         if pending.attempts < (1 if self._stateful else self.service.max_attempts):
             self._retry(pending, member, why)
@@ -340,6 +348,7 @@ class ActorPool(Caller):
 
     def _discard(self, member: Member, incarnation: int, why: str) -> None:
         member.forget_sent()
+        # others report the same loss later, when a successor may be in its place
         if member.incarnation == incarnation:
             self.supervisor.discard(member, why)
             self._end(StateLost(f"the {self.kind} was lost: {why}"))
@@ -347,4 +356,5 @@ class ActorPool(Caller):
     def _end(self, failure: RunFailed | StateLost) -> None:
         self.failure = failure
         self.failed.set()
+        # after ``failure`` is set: what is put from now on fails by itself
         self.queue.fail_all(failure)

@@ -73,6 +73,7 @@ async def start_actor(
         except asyncio.CancelledError:
             transport.kill(handle)
             raise
+        # not at once the end: until Ray has noticed that a node died, it still places actors there
         except (RayActorError, ActorUnschedulableError, NodeLost) as error:
             transport.kill(handle)
             lost += 1

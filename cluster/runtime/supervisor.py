@@ -58,6 +58,7 @@ class Supervisor:
         slots = [slot for member in self.members for slot in member.slots]
         for slot in slots:
             slot.cancel()
+        # the slots first: one that still ran would take the kill for a loss, and replace the actor
         await asyncio.gather(*slots, return_exceptions=True)
         for member in self.members:
             member.kill()
@@ -109,6 +110,7 @@ class Supervisor:
             self.members.append(member)
             self._open(member)
 
+        # all are waited for, though one failed: an actor that comes later would have no slots
         outcomes = await asyncio.gather(*map(join, members), return_exceptions=True)
         self.members.sort(key=lambda member: member.index)
         for outcome in outcomes:
@@ -126,6 +128,7 @@ class Supervisor:
         async with member.lock:
             member.kill()
         self.members.remove(member)
+        # what it did stays counted, or a pool that shrinks would seem to have been idle
         self._removed_busy_s += member.busy_s
         self.released(self.name(member))
         self._tell("actor_removed", member, units=member.answered)
@@ -156,10 +159,12 @@ class Supervisor:
             self.discard(member, why)
             if member.leaving:
                 return
+            # counted per place: one bad node must not use up the restarts of the others
             member.restarts += 1
             if member.restarts > self.service.max_restarts:
                 self._bench(member, why)
                 return
+            # a task of its own, so that a member that is removed meanwhile can stop it
             member.refill = asyncio.create_task(self._fill(member))
             try:
                 await member.refill

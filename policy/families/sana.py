@@ -8,12 +8,14 @@ from __future__ import annotations
 import inspect
 import math
 from functools import cached_property
+from pathlib import Path
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from configs.sections import Guidance, Model
 from policy.families.base import Diffusers, Family, widened
+from policy.families.sana_native import native_state
 from policy.families.schedule import TIMESTEPS, flow_match_sigmas, require_steps
 from policy.types import Conditioning
 
@@ -26,7 +28,8 @@ class Sana(Family):
 
     With its own ``DPMSolverMultistepScheduler`` the schedule starts below sigma = 1 and the
     transformer is told whole timesteps; with ``FlowMatchEulerDiscreteScheduler``, or the schedule
-    "uniform", neither.
+    "uniform", neither. With ``model.native_path`` it is told whole timesteps in any schedule, as in
+    the code that its weights come from.
     """
 
     name = "sana"
@@ -121,8 +124,26 @@ class Sana(Family):
         every shift above 1; at shift 1 exact thousandths occur, and there the two may differ by one
         timestep.
         """
-        scaled = sigma.double() * TIMESTEPS
-        return (scaled.floor() if self._whole_timesteps else sigma.float() * TIMESTEPS).float()
+        if self._whole_timesteps:
+            return (sigma.double() * TIMESTEPS).floor().float()
+        told = sigma.float() * TIMESTEPS
+        return told if self.model.native_path is None else told.floor()
+
+    def load_transformer(self, device: torch.device | str, dtype: torch.dtype) -> nn.Module:
+        """The denoiser; ``model.native_path`` in the place of the pipeline's weights."""
+        if self.model.native_path is None:
+            return super().load_transformer(device, dtype)
+        transformer = self.skeleton()
+        state = native_state(Path(self.model.native_path), transformer)
+        state = {name: value.to(dtype) for name, value in state.items()}
+        transformer.load_state_dict(state, assign=True)
+        return transformer.to(device).eval().requires_grad_(False)
+
+    def check_weights(self) -> None:
+        """As every family's; the native file's names and shapes too, where there is one."""
+        super().check_weights()
+        if self.model.native_path is not None:
+            native_state(Path(self.model.native_path), self.skeleton())
 
     def velocity(
         self, transformer: Diffusers, x: Tensor, sigma: Tensor, cond: Conditioning

@@ -25,12 +25,14 @@ def sample(
     batch_size: int | None = None,
     guided: Guided | None = None,
     full: Family | None = None,
+    upto: int | None = None,
 ) -> Tensor:
     """Latents at sigma 0, float32 [B, *latent] on the CPU: row i of seed i and of row i of cond.
 
     ``batch_size`` images go through the transformer at a time; None means all. With ``full``, the
-    same model at a larger size, the initial noises are its own, cut down to this size. Raises
-    ValueError when rows and seeds differ.
+    same model at a larger size, the initial noises are its own, cut down to this size. ``upto``:
+    after so many of the steps it ends with the clean sample that the denoiser predicts there.
+    Raises ValueError when rows and seeds differ.
     """
     if len(cond) != len(seeds):
         raise ValueError(
@@ -41,6 +43,8 @@ def sample(
         return torch.empty((0, *family.latent_shape))
     parameter = next(transformer.parameters())
     sigmas = family.sigmas(steps)
+    if upto is not None:
+        sigmas = torch.cat([sigmas[:upto], sigmas[-1:]])
     if full is None:
         noise = noise_for(seeds, family.latent_shape)
     else:

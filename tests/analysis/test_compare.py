@@ -219,50 +219,40 @@ def test_a_comparison_file_with_a_misspelt_key(tmp_path):
 
 def test_the_shipped_comparisons_are_what_they_say():
     small = read_comparison(Request("small"))
-    assert (
-        len(small.cells) == 7
-        and small.seeds == (0, 1, 2)
-        and all(cell.refused is None for cell in small.cells)
-    )
-    configs = [parse(cell.tree_of(0, Path("/x"))) for cell in small.cells]
-    assert [config.arm for config in configs[:4]] == [
-        "diffusionnft",
-        "naive_scaling",
-        "naive_quant",
-        "sol_rl",
-    ]
-    assert [config.objective.name for config in configs] == ["diffusion_nft"] * 4 + [
-        "awm",
-        "flow_grpo",
-        "dance_grpo",
-    ]
-    assert {config.arm for config in configs[3:]} == {"sol_rl"}
-    same = [
-        config.model_dump(
-            exclude={"name": True, "arm": True, "objective": True, "optimizer": {"lr"}}
-        )
-        for config in configs
-    ]
-    assert all(
-        one == same[0] for one in same
-    )  # the learning rate is one of the things that were searched
-    assert len({(config.optimizer.lr, config.objective) for config in configs[:4]}) == 1
+    assert small.seeds == (0, 1, 2, 3, 4) and all(cell.refused is None for cell in small.cells)
+    configs = {cell.name: parse(cell.tree_of(0, Path("/x"))) for cell in small.cells}
+    arms = ["diffusionnft", "naive_scaling", "naive_quant", "sol_rl"]
+    paths = ["flow_grpo", "flow_grpo-selected", "dance_grpo", "dance_grpo-selected"]
+    assert list(configs) == [*arms, "awm", *paths]
+    assert [configs[name].arm for name in arms] == arms
+    assert [configs[name].arm for name in paths] == ["diffusionnft", "sol_rl"] * 2
+    selected = [c for name, c in configs.items() if name not in ("flow_grpo", "dance_grpo")]
+    assert {c.prompts.per_iteration for c in selected} == {4}
+    # as their papers do: no more images than the others explore
+    plain = [configs["flow_grpo"], configs["dance_grpo"]]
+    assert all(c.prompts.per_iteration * c.selection.keep <= 4 * 96 for c in plain)
+    assert configs["dance_grpo"].objective.one_noise_per_group
+    own = {"name": True, "arm": True, "objective": True}
+    own |= {"optimizer": {"lr", "steps_per_iteration"}, "prompts": {"per_iteration"}}
+    same = [config.model_dump(exclude=own) for config in configs.values()]
+    assert all(one == same[0] for one in same)
+    nft = [configs[name] for name in arms]
+    assert len({(config.optimizer.lr, config.objective) for config in nft}) == 1
     search = read_comparison(Request("small_search"))
     tried = [parse(cell.tree_of(search.seeds[0], Path("/x"))) for cell in search.cells]
     assert Counter(c.objective.name for c in tried) == dict.fromkeys(
-        {c.objective.name for c in configs}, 6
+        {c.objective.name for c in configs.values()}, 6
     )  # the same effort
     assert (
         {c.prompts.test for c in tried}
         == {"shapes/prompts/tune.jsonl"}
-        != {c.prompts.test for c in configs}
+        != {c.prompts.test for c in configs.values()}
     )
     assert set(search.seeds).isdisjoint(small.seeds)
     settings = [(c.optimizer.lr, c.objective) for c in tried]
-    assert all(
-        (c.optimizer.lr, c.objective) in settings for c in configs
-    )  # all of the table was tried by the search
-    assert {path.stem for path in COMPARISONS.glob("*.toml")} >= {"small", "small_search"}
+    found = [c for name, c in configs.items() if not name.endswith("-selected")]
+    assert all((c.optimizer.lr, c.objective) in settings for c in found)
+    assert {path.stem for path in COMPARISONS.glob("*.toml")} >= {"small", "small_search", "time"}
 
 
 def test_a_configuration_written_as_toml_reads_back_the_same():

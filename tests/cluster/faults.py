@@ -259,8 +259,8 @@ class FaultInjector(Progress):
 
     @property
     def left_over(self) -> list[int]:
-        """Struck processes that still are, though Ray was given the seconds that it takes it to
-        kill one that is stopped.
+        """Processes that were hit and still are, though Ray was given the seconds that it takes it
+        to kill one that is stopped.
         """
         deadline = time.monotonic() + KILL_S
         while (

@@ -10,15 +10,15 @@ from pathlib import Path
 from cluster.driver.places import Places
 from cluster.driver.services import ActorServices
 from cluster.runtime.transport import Handle
-from cluster.simulator.actors import Encoder, Learner, Reward, Rollout, Selector, Simulated
-from cluster.simulator.machine import Shared
-from cluster.simulator.transport import Actor, SimulatedTransport
 from configs.schema import RunConfig
 from planning.durations import Durations
 from planning.layouts.gpus import Laid
 from planning.placement import kinds_of
 from records.rundir import RunDirectory
 from records.timeline import Span
+from simulator.actors import Encoder, Learner, Reward, Rollout, Selector, Simulated
+from simulator.machine import Shared
+from simulator.transport import Actor, SimulatedTransport
 
 NO_DEADLINE_S = 1e12
 

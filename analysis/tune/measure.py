@@ -1,0 +1,100 @@
+"""Rewards and seconds of every kind of preview, of the truth, and of a gradient; one process."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from analysis.fidelity.measure import encoded, explored, explorer_of, setup, trainer_of
+from configs.prompts import Prompt
+from configs.schema import RunConfig
+from learner.batch import Group
+from learner.signal import gradient
+from policy.precision.backends import Backend
+from policy.sampling.noise import stream_seed
+from policy.types import Conditioning
+from rewards.combine import WeightedScorer
+
+Say = Callable[[str], None]
+Size = tuple[int, int] | None
+Kind = tuple[str, int, Size, int | None]
+"""Backend, steps, size, and after how many of the steps a preview ends (None: after all)."""
+
+
+@dataclass
+class Found:
+    """Rewards float32 [P, N]; seconds per image, and of training on a sample."""
+
+    truth: np.ndarray
+    rewards: dict[Kind, np.ndarray] = field(default_factory=dict)
+    seconds: dict[Kind, float] = field(default_factory=dict)
+    truth_s: float = 0.0
+    update_s: float = 0.0
+
+
+class Measuring:
+    """Makes every image of P prompts x N seeds, and scores it."""
+
+    def __init__(self, config: RunConfig, prompts: Sequence[Prompt], seeds: int, say: Say) -> None:
+        self.config, self.prompts, self.say = config, prompts, say
+        self.scorer = WeightedScorer.from_config(config.rewards)
+        self.conditioning = encoded(config, list(prompts))
+        self.seeds = [
+            [stream_seed(config.seed, "fidelity", p, n) for n in range(seeds)]
+            for p in range(len(prompts))
+        ]
+        with setup():
+            self.trainer = trainer_of(config)
+
+    def run(
+        self, backends: Mapping[str, Backend], sizes: Mapping[Size, RunConfig], kinds: set[Kind]
+    ) -> Found:
+        """``sizes``: the configuration of each; ``kinds``: previews to make."""
+        truth, seconds = self._all(
+            "truth", lambda cond, seeds: self.trainer.regenerate(cond, seeds)[1]
+        )
+        found = Found(truth, truth_s=seconds, update_s=self._update_seconds())
+        for size, config in sizes.items():
+            for name, backend in backends.items():
+                with setup():
+                    explorer = explorer_of(config, self.trainer, backend)
+                mine = [kind for kind in kinds if (kind[0], kind[2]) == (name, size)]
+                for kind in sorted(mine, key=lambda kind: (kind[1], kind[3] or kind[1])):
+                    _, steps, _, upto = kind
+
+                    def made(cond: Conditioning, seeds: list[int]) -> np.ndarray:
+                        return explored(explorer, config, cond, seeds, steps, upto)  # noqa: B023
+
+                    title = f"{name}, {upto or steps} of {steps} steps" + (
+                        f", {size[0]} x {size[1]}" if size else ""
+                    )
+                    found.rewards[kind], found.seconds[kind] = self._all(title, made)
+        return found
+
+    def _all(
+        self, title: str, made: Callable[[Conditioning, list[int]], np.ndarray]
+    ) -> tuple[np.ndarray, float]:
+        """(rewards [P, N], seconds per image with its scoring)."""
+        start, rows = time.perf_counter(), []
+        for prompt, cond, seeds in zip(self.prompts, self.conditioning, self.seeds, strict=True):
+            rows.append(self._scored(made(cond, seeds), prompt))
+        rewards = np.stack(rows)
+        seconds = (time.perf_counter() - start) / rewards.size
+        self.say(f"{title}: {rewards.size} images, {seconds * 1e3:.1f} ms each")
+        return rewards, seconds
+
+    def _scored(self, images: np.ndarray, prompt: Prompt) -> np.ndarray:
+        count = len(images)
+        return self.scorer(images, [prompt.text] * count, [prompt.metadata] * count).total
+
+    def _update_seconds(self) -> float:
+        """Of forward and backward passes for a sample, on one prompt's."""
+        cond, seeds = self.conditioning[0], self.seeds[0][: self.config.selection.keep]
+        samples, _ = self.trainer.regenerate(cond, seeds)
+        rewards = np.linspace(0.0, 1.0, len(seeds), dtype=np.float32)
+        start = time.perf_counter()
+        gradient(self.trainer, 0, [Group(0, cond, samples, rewards)])
+        return (time.perf_counter() - start) / len(seeds)

@@ -1,0 +1,93 @@
+"""``sol-rl tune``."""
+
+from __future__ import annotations
+
+import argparse
+import math
+from pathlib import Path
+
+from cli.common import DONE, add_config, say
+from configs.load import ConfigError, parse, tree_of
+from configs.schema import RunConfig
+
+HELP = "which seeds, steps, precision, keep and size find most for what they cost; writes the TOML"
+
+
+def declare(sub: argparse.ArgumentParser) -> None:
+    """Add its options."""
+    add_config(sub)
+    text = "a setting may cost so much of what the configuration's own costs"
+    sub.add_argument("--budget", type=float, default=1.0, metavar="B", help=text)
+    text = "what costs are counted in: seconds on this machine, or operations"
+    sub.add_argument("--by", choices=["seconds", "operations"], default="seconds", help=text)
+    text = "with --by operations: so many quantized ones count as one unquantized"
+    sub.add_argument("--ratio", type=float, default=4.0, metavar="R", help=text)
+    text = "training prompts, drawn by the run seed"
+    sub.add_argument("--prompts", type=int, default=16, metavar="P", help=text)
+    text = "seeds per prompt that are measured; no pool can be larger"
+    sub.add_argument("--seeds", type=int, default=96, metavar="N", help=text)
+    for name, text in (
+        ("steps", "steps of exploring; 4, 6 and 8 unless given"),
+        ("pools", "seeds per prompt that are explored; N/2, 3N/4 and N unless given"),
+        ("keep", "seeds per prompt that are kept; the configuration's own unless given"),
+        ("prune", "steps after which half of the own setting's pool could be dropped"),
+    ):
+        sub.add_argument(f"--{name}", type=int, nargs="+", metavar="K", help=text)
+    text = "precisions of exploring; the configuration's own unless given"
+    sub.add_argument("--backends", nargs="+", help=text)
+    text = "sizes of previews beside the configuration's own, such as 256x256"
+    sub.add_argument("--sizes", nargs="+", metavar="HxW", help=text)
+    text = "CPU threads; as the configuration's rollout actors unless given"
+    sub.add_argument("--threads", type=int, help=text)
+    text = "directory to write; beside the run directories unless given"
+    sub.add_argument("--out", metavar="DIR", help=text)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Measure, write the files and print the table."""
+    tree = tree_of(options.config, options.overrides)
+    config = parse(tree)
+    steps = tuple(options.steps or (4, 6, 8))
+    pools, keeps = tuple(options.pools or ()), tuple(options.keep or ())
+    counts = [options.prompts, options.seeds, *steps, *pools, *keeps]
+    if min(counts) < 1 or (options.threads is not None and options.threads < 1):
+        raise ConfigError(
+            "tune: --prompts, --seeds, --steps, --pools, --keep and --threads must be at least 1"
+        )
+    if not 0 < options.budget < math.inf:
+        raise ConfigError(f"--budget {options.budget:g}: expected a share such as 0.75")
+    if not 1 <= options.ratio < math.inf:
+        raise ConfigError(f"--ratio {options.ratio:g}: expected at least 1")
+    sizes = [_size(text) for text in options.sizes or ()]
+    out = Path(options.out or f"{Path(config.run_root or 'runs') / config.name}-tune")
+    from analysis.tune.command import Wanted, run
+
+    wanted = Wanted(
+        budget=options.budget,
+        by=options.by,
+        ratio=options.ratio,
+        prompts=options.prompts,
+        seeds=options.seeds,
+        steps=steps,
+        pools=pools,
+        keeps=keeps,
+        backends=tuple(options.backends or ()),
+        sizes=(_own_size(config), *sizes),
+        prune=tuple(options.prune or ()),
+        threads=options.threads,
+    )
+    for line in run(config, tree, wanted, out, say):
+        print(line)
+    return DONE
+
+
+def _own_size(config: RunConfig) -> tuple[int, int] | None:
+    height, width = config.explore.height, config.explore.width
+    return None if height is None or width is None else (height, width)
+
+
+def _size(text: str) -> tuple[int, int]:
+    height, _, width = text.partition("x")
+    if not (height.isdigit() and width.isdigit()):
+        raise ConfigError(f"--sizes {text}: expected HEIGHTxWIDTH, such as 256x256")
+    return int(height), int(width)
