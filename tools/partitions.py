@@ -11,6 +11,7 @@ import argparse
 import asyncio
 import json
 import os
+import subprocess
 import sys
 import tempfile
 import threading
@@ -19,9 +20,11 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
+from subprocess import PIPE
 from typing import Any
 from unittest import mock
 
+from tests.cluster import templates
 from tests.cluster.machine import own_mounts
 from tests.cluster.network import Network, RayNodes, missing
 
@@ -114,7 +117,7 @@ class Lab:
             **{f"RAY_health_check_{name}": value for name, value in HEALTH.items()},
         )
         self._stack, self._off, self._over = ExitStack(), set[str](), threading.Event()
-        self._templates: dict[str, Any] = {}
+        self._templates: dict[str, int] = {}  # processes
 
     def __enter__(self) -> Lab:
         """Start everything, and join it."""
@@ -132,10 +135,9 @@ class Lab:
         os.environ["RAY_AUTH_MODE"] = "disabled"
         make_tiny_sd3(self.folder / "model")
         self._stack.enter_context(self.network)
-        for name in reversed(self.network.names):  # at last this process is in the head's
-            enter(self.network.namespace(name))
-            own_mounts({str(self.rays.ray_folder(name)): "/tmp/ray"})
-            self._templates[name] = self._template()
+        self._start_templates()
+        enter(self.network.namespace(HEAD))
+        own_mounts({str(self.rays.ray_folder(HEAD)): "/tmp/ray"})
         for name in self.network.names:
             self.on(name)
             if name == HEAD:
@@ -151,10 +153,16 @@ class Lab:
         self.rays.stop()
         self._stack.close()
 
-    def _template(self) -> Any:
-        from cluster.runtime.template import Template
-
-        return Template(self.config("template"))
+    def _start_templates(self) -> None:
+        names = self.network.names
+        places = [f"{self.network.namespace(it)}={self.rays.ray_folder(it)}" for it in names]
+        command = [sys.executable, "-m", "tests.cluster.templates"]
+        command += [self.config("template").model_dump_json(), *places]
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
+        made = subprocess.Popen(command, env=environment, stdin=PIPE, stdout=PIPE)
+        assert made.stdin is not None and made.stdout is not None
+        self._stack.callback(made.stdin.close)  # then they end
+        self._templates = dict(zip(names, map(int, made.stdout.readline().split()), strict=True))
 
     def _join(self) -> None:
         import ray
@@ -176,14 +184,14 @@ class Lab:
         self._off.discard(name)
         pool = "learner" if name in LEARNERS else "explorers" if name in EXPLORERS else "head"
         labels = f"--labels=pool={pool},host={name}"
-        template = {SOCKET: self._templates[name].path}
+        template = {SOCKET: str(self.rays.ray_folder(name) / templates.SOCKET)}
         self.rays.start(name, f"--num-cpus={CPUS[name]}", labels, **template)
 
     def off(self, name: str) -> None:
         """Switch it off."""
         self._off.add(name)
         self.network.between([name], self.network.names, cut=True)
-        self.rays.kill(name, all_but=self._templates[name].process.pid)
+        self.rays.kill(name, all_but=self._templates[name])
         self.network.everywhere()
 
     def _keep(self) -> None:

@@ -9,11 +9,11 @@ import asyncio
 from typing import TypeVar
 
 from ray import ObjectRef
-from ray.exceptions import ObjectLostError, RayActorError, RayTaskError
+from ray.exceptions import ObjectLostError, RayTaskError
 
 from cluster.runtime import clock
 from cluster.runtime.member import ActorLost, Member, NodeLost
-from cluster.runtime.starting import cause
+from cluster.runtime.starting import DIED, cause
 from cluster.runtime.transport import Transport
 from configs.services import Service
 from records.errors import InputsLost
@@ -60,7 +60,7 @@ async def answer_of(
     member.last_answer = clock.now()
     try:
         return future.result()
-    except RayActorError as error:
+    except DIED as error:
         raise ActorLost(cause(error)) from None
     except ObjectLostError as error:
         raise _inputs_lost(error) from None

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Callable
 from typing import TypeAlias, cast
 
-from ray.exceptions import ActorUnschedulableError, RayActorError, RayError
+from ray.exceptions import ActorUnschedulableError, OutOfMemoryError, RayActorError, RayError
 
 from actors.calls import Call
 from actors.messages import ActorInfo
@@ -25,6 +25,10 @@ PAUSE_S = 1.0
 Gone: TypeAlias = Callable[[str, "str | None"], "asyncio.Future[str]"]
 """From an actor's name, and its node where it has said which: done when the node that it is on, or
 that was chosen for it, is lost, with the reason.
+"""
+DIED = (RayActorError, OutOfMemoryError)
+"""What Ray raises for a call to an actor that is dead; the second where Ray itself killed it
+because its node was low on memory.
 """
 READY = Call("ready", (), {})
 
@@ -74,7 +78,7 @@ async def start_actor(
             transport.kill(handle)
             raise
         # not at once the end: until Ray has noticed that a node died, it still places actors there
-        except (RayActorError, ActorUnschedulableError, NodeLost) as error:
+        except (*DIED, ActorUnschedulableError, NodeLost) as error:
             transport.kill(handle)
             lost += 1
             if (
@@ -108,6 +112,8 @@ def cause(error: BaseException) -> str:
     """The last informative line of a Ray error: the exception raised in the actor, not the frames
     around it.
     """
+    if isinstance(error, OutOfMemoryError):
+        return "Ray killed it because its node is low on memory (RAY_memory_usage_threshold)"
     inner = getattr(error, "cause", None)
     if inner is not None:
         return f"{type(inner).__name__}: {inner}".strip().splitlines()[0]

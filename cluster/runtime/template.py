@@ -99,7 +99,7 @@ def serve() -> None:
 
     listener = socket.socket(fileno=int(sys.argv[1]))
     path = listener.getsockname()
-    _import_for(parse(json.loads(sys.argv[2])))
+    import_for(parse(json.loads(sys.argv[2])))
     gc.collect()
     gc.freeze()  # the collector would write to every page, and unshare it
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody asks how a fork ended
@@ -124,7 +124,7 @@ def serve() -> None:
     _become(request, files)
 
 
-def _import_for(config: RunConfig) -> None:
+def import_for(config: RunConfig) -> None:
     """What encoder, rollout actor and learner import to build their models; build none.
 
     Not Ray: when it is loaded it reads the environment, which a fork has from Ray itself.

@@ -83,7 +83,8 @@ class Machine:
         total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 1024
         left = total // 100 if low else 3 * total // 4
         rows = {"MemTotal": total, "MemFree": left, "MemAvailable": left, "Buffers": 0, "Cached": 0}
-        rows |= {"SReclaimable": 0, "Shmem": 0, "SwapTotal": 0, "SwapFree": 0}
+        rows |= dict.fromkeys(("Active", "Inactive", "SReclaimable", "Shmem"), 0)
+        rows |= {"SwapTotal": 0, "SwapFree": 0}
         text = "".join(f"{name + ':':16}{value:8} kB\n" for name, value in rows.items())
         self._meminfo.parent.mkdir(parents=True, exist_ok=True)
         self._meminfo.write_text(text)

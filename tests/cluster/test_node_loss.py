@@ -7,10 +7,12 @@ from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
 import pytest
+from ray.exceptions import OutOfMemoryError
 
 from actors.calls import Call, Task
 from actors.messages import ActorInfo
 from cluster.runtime.pool import ActorPool
+from cluster.runtime.starting import LOST_STARTS
 from configs.services import Service
 from records.errors import StateLost
 
@@ -159,6 +161,53 @@ def test_a_state_that_was_on_a_lost_node_is_lost_at_once(busy):
 
     assert run(pool, work) == "b"
     assert len(nodes.told("actor_died")) == 1
+
+
+def killed_by_ray(nodes: Nodes, method: str, times: int) -> Callable[..., Sequence[Any]]:
+    """Calls of ``method`` end, so many times, as Ray lets them end when its memory monitor has
+    killed the actor.
+    """
+    left, send = [None] * times, nodes.send
+
+    def killing(handle: str, call: Call) -> Sequence[Any]:
+        if call.method != method or not left:
+            return send(handle, call)
+        left.pop()
+        future = asyncio.get_running_loop().create_future()
+        future.set_exception(OutOfMemoryError("Refer to the documentation on how to address"))
+        return [future]
+
+    return killing
+
+
+def test_a_kill_by_rays_memory_monitor_is_a_loss_like_any_other(monkeypatch):
+    nodes = Nodes("a")
+    pool = nodes.pool()
+    monkeypatch.setattr(nodes, "send", killed_by_ray(nodes, "work", 1))
+
+    async def work() -> str:
+        return await pool.call(Task("x"), Worker.work)
+
+    assert run(pool, work) == "a"
+    why = "Ray killed it because its node is low on memory (RAY_memory_usage_threshold)"
+    assert [fields["why"] for fields in nodes.told("actor_died")] == [why]
+    assert len(nodes.told("actor_replaced")) == 1
+
+
+def test_a_state_that_rays_memory_monitor_killed_is_lost_and_a_start_is_tried_again(monkeypatch):
+    monkeypatch.setattr("cluster.runtime.starting.PAUSE_S", 0.01)
+    nodes = Nodes("a")
+    pool = nodes.pool(stateful=True, in_flight=1)
+    monkeypatch.setattr(nodes, "send", killed_by_ray(nodes, "work", 1))
+
+    async def work() -> str:
+        with pytest.raises(StateLost, match="the worker was lost: Ray killed it because its node"):
+            await pool.call(Task("x"), Worker.work)
+        monkeypatch.setattr(nodes, "send", killed_by_ray(nodes, "ready", LOST_STARTS - 1))
+        await pool.renew("lost")
+        return await pool.call(Task("y"), Worker.work)
+
+    assert run(pool, work) == "a"
 
 
 def test_a_driver_that_was_stopped_calls_nobody_silent(monkeypatch):

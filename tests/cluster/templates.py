@@ -1,0 +1,51 @@
+"""A template of actor processes (``cluster.runtime.template``) in each namespace, all of them forks
+of one that has imported: ``python -m tests.cluster.templates CONFIG NAMESPACE=FOLDER ...``.
+
+Each listens at FOLDER/template, with FOLDER in the place of /tmp/ray. They end with standard input.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import sys
+from pathlib import Path
+
+from cluster.runtime import template
+from configs.load import parse
+from tests.cluster.machine import own_mounts
+from tests.cluster.wire import enter
+
+SOCKET = "template"
+
+
+def serve(namespace: str, folder: str, config: str) -> None:
+    """Be the template of a namespace."""
+    enter(namespace)
+    own_mounts({folder: "/tmp/ray"})
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(f"{folder}/{SOCKET}")
+        listener.listen(64)
+        sys.argv[1:] = [str(listener.detach()), config]
+    template.serve()
+
+
+def main(config: str, *places: str) -> None:
+    template.import_for(parse(json.loads(config)))
+    children: list[int] = []
+    for namespace, folder in (place.split("=") for place in places):
+        Path(folder).mkdir(parents=True, exist_ok=True)
+        if pid := os.fork():
+            children.append(pid)
+            continue
+        try:
+            serve(namespace, folder, config)
+        finally:
+            os._exit(0)  # its forks come here too, when they have been workers
+    print(*children, flush=True)
+    sys.stdin.read()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
