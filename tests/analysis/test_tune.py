@@ -153,7 +153,7 @@ def test_the_command_writes_a_configuration_that_loads(tiny_sd3_dir, tmp_path, c
         (["--budget", "0"], "--budget 0: expected a share"),
         (["--ratio", "0.5"], "--ratio 0.5: expected at least 1"),
         (["--sizes", "256"], "--sizes 256: expected HEIGHTxWIDTH"),
-        (["--sizes", "17x17"], "explore.height"),
+        (["--sizes", "17x16"], "explore.height"),
         (["--steps", "0"], "must be at least 1"),
         (["--seeds", "48"], "--seeds 48: a pool of 96 needs as many"),
         (["--keep", "5"], "--keep 5: as many best as worst"),
