@@ -6,7 +6,7 @@ BIN := .venv/bin
 export RAY_USAGE_STATS_ENABLED = 0
 export RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO = 0
 
-.PHONY: setup quickstart cluster-demo compare-small search-small compare-time test test-slow coverage lint types arrows check gpu-check rehearsal bench parity soak fuzz audit shapes-model shapes-clip shapes-decoder clean
+.PHONY: setup quickstart cluster-demo compare-small search-small compare-time test test-slow coverage lint types arrows check gpu-check rehearsal bench parity soak partitions fuzz audit shapes-model shapes-clip shapes-decoder clean
 
 setup: .venv/.ready
 
@@ -78,9 +78,13 @@ bench: setup
 parity: setup
 	$(BIN)/python -m tools.parity $(foreach flag,$(PIP_FLAGS),--pip-flag=$(flag)) $(ARGS)
 
-# Tiny runs with a random fault in each, compared with an undisturbed one: ARGS="--runs 100 --seed 0". docs/operations.md
+# Tiny runs with one or two random faults in each, compared with undisturbed ones: ARGS="--runs 1000 --seed 0". docs/reliability.md
 soak: setup
 	$(BIN)/python -m tools.soak $(ARGS)
+
+# Ray nodes in network namespaces with addresses of their own: delay, loss, partitions, a node that comes back. As root. docs/reliability.md
+partitions: setup
+	$(BIN)/python -m tools.partitions $(ARGS)
 
 # Inputs made wrong at random, for every file and command: ARGS="--examples 20000". docs/reliability.md
 fuzz: setup

@@ -17,11 +17,11 @@ from configs.schema import RunConfig
 from configs.sections import Model
 from policy.families import FAMILIES
 from policy.families.base import HUB_ID
-from policy.lora import FILE
+from policy.lora_files import FILE
 from records import atomic
 from records.images import before_after
 
-CARD, PICTURE = "README.md", "before_after.png"
+CARD, IMAGE = "README.md", "before_after.png"
 DECLARED = ("license", "license_name", "license_link")
 FRONT = re.compile(r"\A---\n(.*?)\n---\n", re.DOTALL)
 
@@ -48,10 +48,10 @@ def write_card(
     try:
         sheet = before_after(directory / "images")
     except FileNotFoundError:
-        (out / PICTURE).unlink(missing_ok=True)
+        (out / IMAGE).unlink(missing_ok=True)
         drawn = False
     else:
-        with atomic.replacing(out / PICTURE) as beside:
+        with atomic.replacing(out / IMAGE) as beside:
             sheet.save(beside, "PNG", optimize=True)
         drawn = True
     declared = {"license": licence} if licence else licence_of(config.model)
@@ -77,7 +77,7 @@ def card(
         _sentence(config, export, base),
         _licence(licence),
         "## Rewards\n\n" + _rewards(run, export),
-        f"## Images\n\n![Held-out prompts at the same initial noises, before and after]({PICTURE})"
+        f"## Images\n\n![Held-out prompts at the same initial noises, before and after]({IMAGE})"
         if drawn
         else "",
         "## Prompts\n\n" + _prompts(run, config),
@@ -147,8 +147,8 @@ def _rewards(run: RunData, export: Export) -> str:
     said = (
         f"On {run.setting('evaluate.prompts')} prompts that were not trained on, "
         f"{run.setting('evaluate.noises')} fixed initial noises each, with the"
-        f" `{after.get('weights')}` weights after {step_of(after)} updates; ± is one standard error"
-        " of the mean, clustered by prompt, of a change that of the paired difference."
+        f" `{after.get('weights')}` weights after {step_of(after)} updates; ± is one standard"
+        " error of the mean, clustered by prompt, of a change that of the paired difference."
     )
     if (after.get("weights"), step_of(after)) != (export.weights, export.updates):
         said += f" The weights here are others: `{export.weights}` after {export.updates} updates."

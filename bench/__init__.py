@@ -24,6 +24,9 @@ NAMES = (
     "driver",
 )
 
+COUNTS = ("packing", "passes")
+"""What is counted rather than timed, with options of its own."""
+
 
 def benchmark(name: str) -> Callable[[Options], list[Ratio]]:
     """The function ``measure`` of one benchmark's module."""

@@ -9,9 +9,10 @@ import json
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict
+from importlib import import_module
 from pathlib import Path
 
-from bench import NAMES, benchmark
+from bench import COUNTS, NAMES, benchmark
 from bench.timing import Options, Ratio, machine
 from configs.backends import BACKENDS
 from configs.load import ConfigError, load
@@ -20,9 +21,12 @@ from policy.families.architectures import published_names
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run; 0 when everything was measured, 2 for a wrong command or configuration. A missed goal is
-    printed, not an error.
+    printed, not an error. A name of ``COUNTS`` takes the options after it.
     """
-    options = _parser().parse_args(arguments)
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    if given and given[0] in COUNTS:
+        return import_module(f"bench.{given[0]}").main(given[1:])
+    options = _parser().parse_args(given)
     try:
         config = load(options.preset, options.overrides)
     except ConfigError as error:
@@ -89,7 +93,7 @@ def _parser() -> argparse.ArgumentParser:
         nargs="*",
         choices=[*NAMES, []],
         metavar="NAME",
-        help=f"any of {', '.join(NAMES)}; all unless given",
+        help=f"any of {', '.join(NAMES)}; all unless given; or one of {', '.join(COUNTS)} alone",
     )
     parser.add_argument("--preset", default="quickstart", help="a preset name or a TOML file")
     parser.add_argument(

@@ -9,10 +9,10 @@ from __future__ import annotations
 import time
 
 from bench.timing import Options, Ratio
-from cluster.simulator.outlook import run
 from configs.load import load
 from planning.assumptions import Assumptions
 from planning.make import make_plan
+from simulator.outlook import run
 
 PRESET = "sana-sol_rl-hpsv2"
 """The preset with the shortest iterations on a B200 for each prompt of a GPU."""

@@ -1,4 +1,4 @@
-"""What packing an activation costs: ``python -m bench.packing`` counts kernels and bytes.
+"""What packing an activation costs: ``python -m bench packing`` counts kernels and bytes.
 
 Counts, not times, so they hold on any machine. Eagerly every operation is a kernel of its own,
 which reads its operands from memory and writes its result there; a packing kernel of
@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from policy.precision.fp8 import Activations
-from policy.precision.hardware import pack_operand
+from policy.precision.torch_nvfp4 import pack_operand
 
 ROWS, COLUMNS = 1024, 3072
 ONLY_WRITTEN = ("copy_", "fill_", "zero_")
@@ -139,7 +139,7 @@ def as_json() -> dict[str, dict[str, Any]]:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Print the table, or JSON; 0."""
-    parser = argparse.ArgumentParser(prog="python -m bench.packing", description=HOW_TO_READ)
+    parser = argparse.ArgumentParser(prog="python -m bench packing", description=HOW_TO_READ)
     parser.add_argument("--json", action="store_true", help="print JSON")
     if parser.parse_args(arguments).json:
         print(json.dumps(as_json(), indent=1))

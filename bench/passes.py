@@ -1,4 +1,4 @@
-"""What the learner's passes cost beside the bare model: ``python -m bench.passes``.
+"""What the learner's passes cost beside the bare model: ``python -m bench passes``.
 
 Counts of the published architectures as the presets run them, on tensors without data, so they hold
 on any machine: multiplications, kernels, and the bytes that kernels read and write. Seconds are of
@@ -205,7 +205,7 @@ def as_rows(passes: dict[str, dict[str, Pass]]) -> list[dict[str, Any]]:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Print the table, or JSON; 0."""
-    parser = argparse.ArgumentParser(prog="python -m bench.passes", description=HOW_TO_READ)
+    parser = argparse.ArgumentParser(prog="python -m bench passes", description=HOW_TO_READ)
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument("--models", nargs="+", default=list(MODELS), choices=MODELS)
     given = parser.parse_args(arguments)

@@ -20,13 +20,13 @@ from bench.ring import Quiet
 from bench.timing import Options, Ratio, ray_for
 from cluster.driver.loop import Ring
 from cluster.driver.services import ActorServices
-from cluster.simulator.measured import learned
 from configs.load import parse
 from configs.prompts import read_prompts
 from configs.schema import RunConfig
 from records.atomic import write_text
 from records.rundir import RunDirectory
 from records.timeline import Span
+from simulator.measured import learned
 
 WORST, MEDIAN = 0.2, 0.1
 

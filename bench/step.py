@@ -13,11 +13,11 @@ from torch import nn
 
 from bench.timing import Options, Ratio, interleave
 from configs.prompts import read_prompts
+from learner.publish import export_policy
 from learner.trainer import Trainer
 from policy.explorer import Explorer
 from policy.families import family_for
 from policy.precision.backends import resolve_backend
-from policy.publish import export_policy
 from policy.sampling.noise import stream_seed
 from policy.sampling.sample import sample
 

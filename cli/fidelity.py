@@ -59,7 +59,8 @@ def run(options: argparse.Namespace) -> int:
         config = load(options.config, options.overrides)
     beside = rundir.path if rundir else Path(config.run_root or "runs") / config.name
     out = Path(options.out or f"{beside}-fidelity")
-    from analysis.fidelity.measure import Measurement, checkpoint_of, run
+    from analysis.fidelity.measure import checkpoint_of, run
+    from analysis.fidelity.results import Measurement
 
     wanted = Measurement(
         prompts=options.prompts,

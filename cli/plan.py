@@ -12,8 +12,8 @@ from configs.load import ConfigError, load
 from configs.schema import RunConfig
 
 if TYPE_CHECKING:
-    from cluster.simulator.run import Simulated
     from planning.make import Plan
+    from simulator.run import Simulated
 
 HELP = (
     "dry run: placement, memory, bytes per broadcast, operations and simulated seconds; loads no"
@@ -95,7 +95,7 @@ def run(options: argparse.Namespace) -> int:
     assumed = Assumptions(accelerator=options.accelerator, **numbers)
     if options.from_run:
         return _from_run(options, config, make_plan(config, assumed, nodes))
-    from cluster.simulator.outlook import simulated
+    from simulator.outlook import simulated
 
     plan, iteration = simulated(make_plan(config, assumed, nodes))
     if options.out:
@@ -109,10 +109,12 @@ def run(options: argparse.Namespace) -> int:
 
 def _from_run(options: argparse.Namespace, config: RunConfig, plan: Plan) -> int:
     """Print the plan with seconds as a run had them."""
-    from cluster.simulator.measured import measured, measured_json, measured_lines, require_same
+    from planning.layouts.threads import keep_threads
     from planning.lines import lines_of
+    from simulator.measured import measured, measured_json, measured_lines, require_same
 
     rundir, recorded = run_at(options.from_run)
+    config = keep_threads(config, recorded)
     require_same(config, recorded)
     model = measured(rundir)
     found = model.predict(config)

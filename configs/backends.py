@@ -8,8 +8,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Literal
 
 BACKENDS: dict[str, str] = {
-    "te_nvfp4": "policy.precision.hardware:EngineNVFP4",
-    "torch_nvfp4": "policy.precision.hardware:TorchNVFP4",
+    "te_nvfp4": "policy.precision.te_nvfp4:EngineNVFP4",
+    "torch_nvfp4": "policy.precision.torch_nvfp4:TorchNVFP4",
     "fp8": "policy.precision.fp8:FP8",
     "emulated_nvfp4": "policy.precision.emulated:EmulatedNVFP4",
     "bf16": "policy.precision.unquantized:BF16",

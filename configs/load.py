@@ -19,7 +19,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
 from configs.aliases import current, current_key, refuse_both
-from configs.objectives import DEFAULT_OBJECTIVE, OBJECTIVES
+from configs.objectives import DEFAULT_OBJECTIVE, OBJECTIVES, SETTINGS
 from configs.schema import Arm, RunConfig
 from configs.section import Tree
 
@@ -263,7 +263,7 @@ def _nearest(word: str, known: Sequence[str]) -> str:
 def _fields_at(location: Sequence[str]) -> list[str]:
     """The keys that the table at ``location`` may have."""
     if location[:1] == ["objective"] and location[1:] and location[1] in OBJECTIVES:
-        return list(OBJECTIVES[location[1]].model_fields)
+        return list(SETTINGS[location[1]].model_fields)
     model: type[BaseModel] = RunConfig
     for part in location:
         if part.isdigit() or part not in model.model_fields:

@@ -20,6 +20,7 @@ OPERATIONAL = (
     "services.autoscale",
     "services.start_deadline_s",
     "services.wait_for_nodes_s",
+    "services.node_silence_s",
     "checkpoint",
     "stop",
     "logging",

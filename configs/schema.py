@@ -16,7 +16,8 @@ from pydantic import Field, field_validator, model_validator
 from configs.aliases import current
 from configs.backends import BackendName
 from configs.layout import Layout
-from configs.objectives import DiffusionNFTSettings, Objective, incompatibility
+from configs.objective import incompatibility
+from configs.objectives import DEFAULT_OBJECTIVE, SETTINGS, Objective
 from configs.rewards import Advantages, Rewards
 from configs.section import PathText, Section
 from configs.sections import (
@@ -68,7 +69,7 @@ class RunConfig(Section):
     evaluate: Evaluate = Evaluate()
     rewards: Rewards
     advantages: Advantages = Advantages()
-    objective: Objective = DiffusionNFTSettings()
+    objective: Objective = SETTINGS[DEFAULT_OBJECTIVE].model_validate({})
     lora: Lora = Lora()
     optimizer: Optimizer = Optimizer()
     old_policy: OldPolicy = OldPolicy()

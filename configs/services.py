@@ -97,13 +97,19 @@ class LearnerService(Service):
     actors: Literal[1] = Field(
         default=1, description="there is one learner; `replicas` says of how many processes"
     )
+    threads: int = Field(
+        default=1,
+        ge=1,
+        description="CPU threads of each replica; where not given and without a GPU, the cores"
+        " there are, up to 4; part of the results, as it fixes the order of sums",
+    )
     replicas: int = Field(
         default=1,
         ge=1,
         description="learners that share prompts and add gradients; fixes the order of sums",
     )
     silence_s: float = Field(
-        default=1800.0,
+        default=600.0,
         gt=0,
         description="replicas: longest wait for another one, which then counts as lost",
     )
@@ -179,6 +185,11 @@ class Services(Section):
         default=0.0,
         ge=0,
         description="on an autoscaling cluster: request missing nodes, and wait so long",
+    )
+    node_silence_s: float = Field(
+        default=4.0,
+        ge=0,
+        description="a node that answers no connection for so long is lost; 0: when Ray says so",
     )
     autoscale: Autoscale = Autoscale()
     rollout: RolloutService = RolloutService()

@@ -17,7 +17,7 @@ import safetensors
 import safetensors.torch
 from torch import Tensor
 
-from policy.lora import ENDING
+from policy.lora_files import ENDING
 from records import atomic
 
 STATE = "state.json"

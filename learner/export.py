@@ -11,11 +11,11 @@ from torch import nn
 
 from configs.schema import RunConfig
 from learner.identity import Asked, recomputed
+from learner.publish import Publisher
 from policy.families import Family
 from policy.precision.backends import Backend, packing_backend
 from policy.precision.swap import ModuleRow, quantise_plan
 from policy.precision.wire import Manifest
-from policy.publish import Publisher
 from policy.sampling.guidance import Guided
 from policy.types import Conditioning
 

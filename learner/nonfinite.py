@@ -9,17 +9,22 @@ import torch
 from torch import Tensor, nn
 
 
-class NonFiniteTraining(RuntimeError):
+class CrossesProcesses(RuntimeError):
+    """An exception that arrives as it left, whatever its constructor takes."""
+
+    def __reduce__(self) -> tuple[object, ...]:
+        # by itself it would be made again from its arguments, and these are not the constructor's
+        again = copyreg.__newobj__  # type: ignore[attr-defined]
+        return again, (type(self), *self.args), self.__dict__
+
+
+class NonFiniteTraining(CrossesProcesses):
     """``what`` was not finite, in which ``module`` first, and where the data were ``saved``."""
 
     def __init__(self, what: str, module: str | None = None, saved: str = "") -> None:
         self.what, self.module, self.saved = what, module, saved
         where = f" in module {module!r}" if module else ""
         super().__init__(f"{what}{where}; {saved or 'nothing was changed'}")
-
-    def __reduce__(self) -> tuple[object, ...]:
-        """Exceptions cross processes by their arguments, and these are not the constructor's."""
-        return copyreg.__newobj__, (type(self), *self.args), self.__dict__  # type: ignore[attr-defined]
 
 
 def first_nonfinite(tensors: Mapping[str, Tensor]) -> str | None:

@@ -7,6 +7,7 @@ training loop.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,39 +16,29 @@ import torch
 import xxhash
 from torch import Tensor, nn
 
-from configs.objectives import PathSettings
+from configs.objective import PathSettings
 from configs.schema import RunConfig
 from learner import checkpoint
 from learner.advantages import advantages
+from learner.averages import PREVIOUS, Averages, adapters_of
 from learner.batch import Group, check_groups, joined, keep_evidence
 from learner.export import Exported, PolicyExporter
 from learner.nonfinite import NonFiniteTraining
 from learner.objectives import Record, build_objective
+from learner.publish import NonFiniteWeights
 from learner.replicas import Replicas
-from learner.schedules import ema_decay, learning_rate, old_policy_decay
-from learner.update import NothingLearned, Samples, Updater
+from learner.schedules import learning_rate
+from learner.update import Samples, Updater
 from policy.families import Family, family_for
-from policy.lora import (
-    ENDING,
-    adapter_file,
-    adapter_state,
-    add_adapters,
-    blend,
-    load_adapter_state,
-    trainable,
-    use,
-)
+from policy.lora import adapter_state, add_adapters, load_adapter_state, trainable, use
+from policy.lora_files import ENDING, adapter_file
 from policy.merging import merged
 from policy.precision.compiling import compile_failures, compiled
-from policy.publish import NonFiniteWeights
 from policy.sampling.guidance import Guided
 from policy.sampling.noise import stream_seed
 from policy.sampling.sample import sample
 from policy.sampling.sde import PathSolver, sample_paths
 from policy.types import DTYPES, Conditioning
-
-PREVIOUS = "previous"
-"""The sampling policy of one update before, kept where that explores (``explore_ahead``)."""
 
 
 class Trainer:
@@ -81,7 +72,7 @@ class Trainer:
             else self.family.load_transformer(self.device, dtype)
         )
         self.vae = vae if vae is not None else self.family.load_vae(self.device, torch.float32)
-        self.adapters = ("current", *sorted(self._followers()))
+        self.adapters = adapters_of(config, self.objective)
         add_adapters(
             self.transformer,
             config.lora,
@@ -106,20 +97,13 @@ class Trainer:
             self.device,
             Guided.of(config.guidance, "train"),
         )
+        self._averages = Averages(config, self.objective, self.transformer)
         self.replicas = Replicas()
         self._exporter = PolicyExporter(config, self.family, self.transformer, self.device)
         self.done = 0
         self.last_iteration: int | None = None
         # samples and advantages of the last update, until rank 0 exports what came of it
         self._trained: tuple[Sequence[Group], Mapping[int, np.ndarray]] | None = None
-
-    def _followers(self) -> set[str]:
-        """Adapters beside the trained one."""
-        objective = self.objective
-        names = {objective.sampling_adapter, *objective.policies, *objective.averages, "ema"}
-        if self.config.explore_ahead:
-            names.add(PREVIOUS)
-        return names - {"ref", "current"}
 
     @property
     def trainable_parameters(self) -> int:
@@ -166,6 +150,7 @@ class Trainer:
             compile_failures("regenerate.compile"),
         ):
             samples = self._sample(rows, list(seeds), steps, paths or solver, size, guided)
+        with torch.no_grad():  # once the merged weights are gone: both take memory
             images = self.family.decode(self.vae, samples["latents"], batch_size=size)
         return {key: tensor.numpy() for key, tensor in samples.items()}, images.numpy()
 
@@ -256,7 +241,7 @@ class Trainer:
         )
         if sampled_with is not None:
             load_adapter_state(self.transformer, PREVIOUS, sampled_with)
-        metrics |= self._move_averages()
+        metrics |= self._averages.after_iteration(self.done)
         if self.replicas.size > 1:
             self.replicas.require_alike(
                 f"{self.done} updates, {self.checksum()}", f"after iteration {iteration}"
@@ -266,27 +251,15 @@ class Trainer:
     def _train(self, samples: Samples, rate: float, iteration: int) -> dict[str, float]:
         """The optimiser steps, with the averages that follow each of them; all or nothing."""
         shuffle = stream_seed(self.config.seed, "shuffle", iteration)
-        if self.config.optimizer.averages == "iteration":
+        if not self._averages.by_step:
             return self.updater.run(samples, self.sigmas, rate, shuffle)
-        followers = ("ema", *self.objective.averages)
-        before = {name: adapter_state(self.transformer, name) for name in followers}
+        before = self._averages.states()
         try:
-            return self.updater.run(samples, self.sigmas, rate, shuffle, self._follow)
+            follow = partial(self._averages.after_step, self.done)
+            return self.updater.run(samples, self.sigmas, rate, shuffle, follow)
         except BaseException:
-            for name, state in before.items():
-                load_adapter_state(self.transformer, name, state)
+            self._averages.restore(before)
             raise
-
-    def _follow(self, step: int) -> None:
-        """Move EMA and the objective's own averages after ``step`` = 1, 2, ... of an iteration."""
-        s = self._count(step)
-        blend(self.transformer, "ema", "current", ema_decay(self.config.ema, s))
-        for name, decay_after in self.objective.averages.items():
-            blend(self.transformer, name, "current", decay_after(s))
-
-    def _count(self, step: int) -> int:
-        """s of the decay schedules: optimiser steps up to ``step`` of an iteration."""
-        return self.done * self.config.optimizer.steps_per_iteration + step
 
     def _advantages(
         self, iteration: int, groups: Sequence[Group], elsewhere: Mapping[int, np.ndarray]
@@ -339,34 +312,6 @@ class Trainer:
     ) -> tuple[np.ndarray, str, float]:
         """As ``PolicyExporter.probe``. Raises ValueError for another version than the last."""
         return self._exporter.probe(cond, version, seeds, steps, solver)
-
-    def _move_averages(self) -> dict[str, float]:
-        s = self.done
-        if self.config.optimizer.averages == "iteration":
-            self._blend("ema", ema_decay(self.config.ema, s), "lower ema.decay")
-            for name, decay_after in self.objective.averages.items():
-                self._blend(name, decay_after(s), "lower its decay in [objective]")
-        else:
-            s = self._count(0)
-        if "old" not in self.adapters:
-            return {}
-        decay = old_policy_decay(self.config.resolved_old_policy, s)
-        self._blend("old", decay, "lower old_policy's decay")
-        return {"old_policy/decay": decay}
-
-    def _blend(self, name: str, decay: float, advice: str) -> None:
-        """Move one average. Raises NothingLearned when it should move and stands still: what is
-        evaluated and exported would be the model before training.
-        """
-        before = adapter_state(self.transformer, name)
-        blend(self.transformer, name, "current", decay)
-        after, current = (adapter_state(self.transformer, each) for each in (name, "current"))
-        apart = any(not torch.equal(before[key], current[key]) for key in before)
-        if apart and all(torch.equal(before[key], after[key]) for key in before):
-            raise NothingLearned(
-                f"the average {name!r} did not move although the trained weights are elsewhere: at"
-                f" decay {decay:g} a step is lost in rounding; {advice}"
-            )
 
     def _keep_evidence(
         self, iteration: int, groups: Sequence[Group], values: Mapping[int, np.ndarray], reason: str

@@ -90,8 +90,11 @@ def _learner(
         f"{len(adapters)} adapters, fp32": len(adapters) * counts.trained * 4,
         "optimiser, fp32": 2 * counts.trained * 4,
         "conditioning": prompts * per_prompt,
-        f"merged weights and passes of {sampled} images, or passes of {points} points": max(
-            counts.targets + counts.merged.peak, counts.decode_again, counts.training.peak
+        f"passes, {sampled} images on merged weights or {points} points": max(
+            counts.targets + counts.merged.peak,
+            counts.decode_again,
+            counts.training.peak,
+            _checking(config, counts),
         ),
     }
     if config.plan.explore and not on_gpus(config, config.services.learner):
@@ -102,3 +105,13 @@ def _learner(
     if replicas > 1:
         held["sum of gradients, fp32"] = counts.trained * 4
     return held
+
+
+def _checking(config: RunConfig, counts: Counts) -> int:
+    """What the identity check has beside the learner's own weights: those it has published, and a
+    pass of one image, or of as many as a compiled denoiser is compiled for.
+    """
+    if not config.plan.explore or not config.audit.identity_every:
+        return 0
+    images = batch_of(config) if config.explore.compile else 1
+    return counts.broadcast + counts.step.peak * images // batch_of(config)

@@ -37,11 +37,13 @@ from planning.stages import Stage, stages_of
 from policy import memory
 from policy.families import Family, family_for
 from policy.families.architectures import published, published_names, write_configs
+from policy.memory import WireBytes
 from policy.types import DTYPES
 
 MOST_NODES = 64
 GB = 1e9
 NUMBERS = {2: "two", 3: "three"}
+NOTHING_SENT = WireBytes(0, 0)
 
 
 @dataclass(frozen=True)
@@ -190,7 +192,7 @@ def _plan(
     backend, why = backend_of(config, accelerator)
     dtype = DTYPES[config.regenerate.precision]
     counts = counts_of(config, family, backend)
-    broadcast = counts.broadcast if config.plan.explore else 0
+    sent = WireBytes(counts.broadcast, counts.changing) if config.plan.explore else NOTHING_SENT
     if device is not None and given.quantised_peak_tflops is None:
         device = with_format(device, accelerator, backend)
     stages, evaluation = stages_of(config, counts)
@@ -204,9 +206,9 @@ def _plan(
         all_weights=counts.weights,
         trained=counts.trained,
         memory=held_of(config, counts, family, backend.name, dtype),
-        broadcast=broadcast,
-        changing=counts.changing if config.plan.explore else 0,
-        store=_store(config, family, broadcast, dtype),
+        broadcast=sent.total,
+        changing=sent.changing,
+        store=_store(config, family, sent, dtype),
         stages=stages,
         evaluation=evaluation,
         device=device,
@@ -216,7 +218,9 @@ def _plan(
     )
 
 
-def _store(config: RunConfig, family: Family, broadcast: int, dtype: torch.dtype) -> dict[str, int]:
+def _store(
+    config: RunConfig, family: Family, sent: WireBytes, dtype: torch.dtype
+) -> dict[str, int]:
     """The most that an iteration puts into the object stores, with one copy of each object."""
     prompts, keep = config.prompts.per_iteration, config.selection.keep
     image, latent = (
@@ -233,7 +237,7 @@ def _store(config: RunConfig, family: Family, broadcast: int, dtype: torch.dtype
     conditioning = memory.conditioning_bytes(family, dtype, bool(config.guidance.stages))
     return {
         f"{NUMBERS[versions_held(config)]} versions of the weights, per node with rollout actors": (
-            versions_held(config) * broadcast
+            versions_bytes(config, sent)
         ),
         "images of an iteration, were none scored yet": (
             prompts * (explored + regenerated) * image
@@ -252,6 +256,15 @@ SPILLS_AT = 0.8
 def versions_held(config: RunConfig) -> int:
     """Versions that a store holds at once: the newest, those chunks may name, the next one."""
     return 2 + config.explore_ahead
+
+
+def versions_bytes(config: RunConfig, sent: WireBytes) -> int:
+    """Bytes of the versions that a store holds at once, which share what no update changes.
+
+    A run that goes back to a checkpoint publishes one of them whole again, so that for a moment
+    there may be more.
+    """
+    return sent.total + (versions_held(config) - 1) * sent.changing
 
 
 def store_size(held: int) -> int:

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from configs.objectives import PathSettings
+from configs.objective import PathSettings
 from configs.schema import RunConfig
 from learner.objectives import build_objective
 from planning.assumptions import Device

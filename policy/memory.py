@@ -233,7 +233,7 @@ def wire_bytes(
     adapted: Sequence[str],
     backend: Backend,
 ) -> WireBytes:
-    """Bytes of packed layers, and of merged weights of unquantized ones (``policy.publish``)."""
+    """Bytes of packed layers, and of merged weights of unquantized ones (``learner.publish``)."""
     packed = {
         name: sum(
             tensor.numel() * tensor.element_size() for tensor in layer.wire_targets().values()

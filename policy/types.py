@@ -1,11 +1,9 @@
-"""What the policy's modules share: values that cross them, and names of classes and dtypes."""
+"""What the policy's modules share: values that cross them, and names of dtypes."""
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -20,17 +18,6 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 NEGATIVE = "negative/"
 """Before the names of a negative prompt's tensors in a row of conditioning."""
-
-T = TypeVar("T")
-
-
-def named_class(row: str, base: type[T]) -> type[T]:
-    """The subclass of ``base`` that ``module:class`` names. Raises TypeError for anything else."""
-    module, _, name = row.partition(":")
-    found = getattr(importlib.import_module(module), name)
-    if not (isinstance(found, type) and issubclass(found, base)):
-        raise TypeError(f"{row} is no {base.__name__}")
-    return found
 
 
 @dataclass(frozen=True)

@@ -192,9 +192,9 @@ class VlmScorer(BuiltIn):
         text = self.rubric.replace("{low}", str(self.low)).replace("{high}", str(self.high))
         # the prompt last: what is in braces there stays as it is
         text = text.replace("{prompt}", prompt)
-        picture = base64.b64encode(png_bytes(image)).decode()
+        encoded = base64.b64encode(png_bytes(image)).decode()
         content = [
-            {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{picture}"}},
+            {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{encoded}"}},
             {"type": "text", "text": text + ASKED[self.read]},
         ]
         told: dict[str, Any] = {

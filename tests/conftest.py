@@ -44,13 +44,15 @@ START_S = 280.0
 """For Ray's own processes to come up. By itself Ray gives them 30, however busy the machine is."""
 
 
+@pytest.hookimpl(tryfirst=True)  # pytest-xdist, which was loaded later, reads the marks in its turn
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Of several test processes (pytest-xdist) one has all tests on the shared Ray, so that runs
-    find the processes of the runs before.
+    find the processes of the runs before; a file's other tests are together, with its fixtures.
     """
     for item in items:
-        if "ray_here" in getattr(item, "fixturenames", ()):
-            item.add_marker(pytest.mark.xdist_group("ray"))
+        on_ray = "ray_here" in getattr(item, "fixturenames", ())
+        group = "ray" if on_ray else item.nodeid.partition("::")[0]
+        item.add_marker(pytest.mark.xdist_group(group))
 
 
 @pytest.fixture(scope="session")

@@ -29,6 +29,7 @@ FOLDERS = (
     "analysis",
     "actors",
     "cluster",
+    "simulator",
     "cli",
     "shapes",
 )

@@ -184,8 +184,8 @@ def test_stock_open_clip_and_our_scorer_read_it(written):
 
 def test_the_preset_learns_from_clip_and_is_evaluated_by_rule():
     config = load("quickstart_clip")
-    (scorer,), (judge,) = config.rewards.scorers, config.rewards.evaluation_scorers
-    assert (scorer.name, scorer.settings, judge.name) == (
+    (scorer,), (held_out,) = config.rewards.scorers, config.rewards.evaluation_scorers
+    assert (scorer.name, scorer.settings, held_out.name) == (
         "clipscore",
         {"checkpoint": "shapes/clip"},
         "shapes",
@@ -209,5 +209,5 @@ def test_the_shipped_clip_is_small_named_and_knows_right_from_wrong():
     wrong = [near_misses(scene, ("train", "tune", "test"))[0] for scene in scenes]
     other = scorer(images, [scene.caption for scene in wrong], [{}] * len(scenes))
     assert (own > other).mean() > 0.8
-    judge = ShapesScorer()
-    assert judge(images, [scene.caption for scene in scenes], [{}] * len(scenes)).mean() > 0.9
+    held_out = ShapesScorer()
+    assert held_out(images, [scene.caption for scene in scenes], [{}] * len(scenes)).mean() > 0.9

@@ -14,11 +14,11 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from cluster.simulator.outlook import critical_path, run
 from configs.load import load
 from planning.assumptions import Assumptions
 from planning.make import make_plan
 from records.atomic import write_text
+from simulator.outlook import critical_path, run
 
 MODELS = ("flux1", "sd35_large", "sd35_medium", "sana")
 COUNTS = (1, 4, 16, 64, 256, 1024)

@@ -34,8 +34,8 @@ WORDS = {
     "discard": "bury|buries|buried",
     "rendezvous": "meeting[_ -]place",
     "fault-injected": "struck|strikes?",
-    "compared with": "compared with",
-    "at random": "at random",
+    "compared with": "held against",
+    "at random": "by lot",
     "fix": "mend|mends|mended",
     "incompatible or compatible": "misfit|admits?",
 }

@@ -8,30 +8,21 @@ seeds a stream of their own. The truth is the reward of the same seeds at ``rege
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
 
-from analysis.fidelity.density import density_chart
+from analysis.fidelity.results import Measurement, Rewards, summarise, tables, write
 from configs.load import ConfigError
 from configs.prompts import Prompt, prompts_of_iteration, read_prompts
 from configs.schema import RunConfig
 from learner.checkpoint import CheckpointError, latest_checkpoint, step_directory
-from learner.fidelity import (
-    HALVES,
-    Estimate,
-    conditional_density,
-    estimates,
-    no_information,
-    per_prompt,
-)
+from learner.fidelity import HALVES
+from learner.publish import export_policy
 from learner.trainer import Trainer
 from planning.preflight import check_model
 from policy.decoders import load_decoder
@@ -40,48 +31,15 @@ from policy.explorer import Explorer
 from policy.families import family_for
 from policy.precision.backends import Backend, resolve_backend
 from policy.precision.compiling import CompileFailed, compiler_missing
-from policy.publish import export_policy
 from policy.sampling.guidance import Guided
 from policy.sampling.noise import stream_seed
 from policy.types import DTYPES, Conditioning
-from records.atomic import write_json, write_text
 from records.errors import RunFailed
 from records.rundir import RunDirectory, versions
 from rewards.base import ScorerError, ScorerSetupError
 from rewards.combine import WeightedScorer
 
 Say = Callable[[str], None]
-EXPLORING = (
-    "height",
-    "width",
-    "solver",
-    "scale_search",
-    "frozen_amax",
-    "activation_amax",
-    "modules_to_not_convert",
-)
-"""Fields of ``[explore]`` that a proxy depends on beside its steps and its backend."""
-
-
-@dataclass(frozen=True)
-class Measurement:
-    """What is measured: P prompts x N seeds, every backend at every number of explore steps."""
-
-    prompts: int = 32
-    seeds: int = 96
-    steps: tuple[int, ...] = (2, 4, 6, 8)
-    backends: tuple[str, ...] = ("emulated_nvfp4", "fp32")
-    threads: int | None = None  # None: as the configuration's rollout actors
-    checkpoint: Path | None = None  # a checkpoint directory; None: the base model
-
-
-@dataclass
-class Rewards:
-    """Rewards float32 [P, N] and seconds per image, of the truth and of each (backend, steps)."""
-
-    truth: np.ndarray
-    proxies: dict[tuple[str, int], np.ndarray] = field(default_factory=dict)
-    seconds: dict[str, float] = field(default_factory=dict)
 
 
 def run(config: RunConfig, wanted: Measurement, out: Path, say: Say) -> list[str]:
@@ -124,7 +82,7 @@ def run(config: RunConfig, wanted: Measurement, out: Path, say: Say) -> list[str
         except (FileNotFoundError, ScorerSetupError) as error:
             raise ConfigError(str(error)) from None
     try:
-        _write(out, summary, prompts, rewards)
+        write(out, summary, prompts, rewards)
     except OSError as error:
         raise RunFailed(
             f"{out}: {error.strerror or error}: give another directory with --out"
@@ -307,139 +265,3 @@ def explorer_of(config: RunConfig, trainer: Trainer, backend: Backend) -> Explor
 def device() -> torch.device:
     """Where everything is measured."""
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-
-
-# ---- what came out
-
-
-def summarise(config: RunConfig, wanted: Measurement, rewards: Rewards) -> dict[str, Any]:
-    """Plain data: settings, and every measure as mean, low, high (95 %, bootstrap over prompts)."""
-    truth = rewards.truth
-
-    def row(backend: str, steps: int, proxy: np.ndarray) -> dict[str, Any]:
-        found = estimates(per_prompt(proxy, truth), seed=config.seed)
-        return {
-            "backend": backend,
-            "steps": steps,
-            "measures": {name: _plain(estimate) for name, estimate in found.items()},
-        }
-
-    constant = int((np.ptp(truth, axis=1) == 0).sum())
-    return {
-        "model": config.model.path,
-        "prompts": len(truth),
-        "seeds": truth.shape[1],
-        "truth": {
-            "precision": config.regenerate.precision,
-            "steps": config.regenerate.steps,
-            "solver": config.plan.solver,
-        },
-        "explore": {key: getattr(config.explore, key) for key in EXPLORING},
-        "rewards": {scorer.name: scorer.weight for scorer in config.rewards.scorers},
-        "checkpoint": None if wanted.checkpoint is None else wanted.checkpoint.name,
-        "constant_prompts": constant,
-        "distinct_rewards": float(np.mean([len(np.unique(values)) for values in truth])),
-        "seconds_per_image": rewards.seconds,
-        "perfect": row("perfect", config.regenerate.steps, truth)["measures"],
-        "no_information": no_information(truth.shape[1]),
-        "rows": [row(backend, steps, proxy) for (backend, steps), proxy in rewards.proxies.items()],
-    }
-
-
-def _plain(estimate: Estimate) -> dict[str, Any]:
-    """As JSON holds it: null where there is no number."""
-    fields = dataclasses.asdict(estimate)
-    return {name: value if np.isfinite(value) else None for name, value in fields.items()}
-
-
-def tables(summary: dict[str, Any]) -> list[str]:
-    """The summary for people, in the form of the paper's tables."""
-    truth = summary["truth"]
-    lines = [
-        (
-            f"{summary['prompts']} prompts x {summary['seeds']} seeds; truth: {truth['steps']}"
-            f" steps, {truth['precision']}, {truth['solver']}; rewards:"
-            f" {', '.join(summary['rewards'])}; [95 % confidence, bootstrap over prompts]"
-        ),
-        (
-            f"distinct true rewards per prompt: {summary['distinct_rewards']:.1f}; prompts with one"
-            f" reward for all seeds: {summary['constant_prompts']}"
-        ),
-    ]
-    lines += [
-        "",
-        *_table(
-            summary,
-            "agreement",
-            [("Kendall tau", ("kendall_tau",)), ("Spearman rho", ("spearman_rho",))],
-            3,
-        ),
-    ]
-    for title, measure, digits in (
-        ("mean true percentile", "percentile", 1),
-        ("mean true rank", "rank", 1),
-    ):
-        columns = [
-            (f"top/bottom-{k}", (f"top{k}_{measure}", f"bottom{k}_{measure}")) for k in HALVES
-        ]
-        lines += ["", *_table(summary, title, columns, digits)]
-    columns = [(f"best-{k} less worst-{k}", (f"contrast{k}",)) for k in HALVES]
-    return [*lines, "", *_table(summary, "share of the true contrast that is found", columns, 3)]
-
-
-def _table(
-    summary: dict[str, Any], title: str, columns: Sequence[tuple[str, tuple[str, ...]]], digits: int
-) -> list[str]:
-    rows = [(f"{row['backend']}, {row['steps']} steps", row["measures"]) for row in summary["rows"]]
-    rows.append(("the truth itself", summary["perfect"]))
-    body = [[title, *(head for head, _ in columns)]]
-    for name, measures in rows:
-        cells = (
-            " / ".join(_cell(Estimate(**measures[key]), digits) for key in keys)
-            for _, keys in columns
-        )
-        body.append([name, *cells])
-    chance = summary["no_information"]
-    body.append(
-        [
-            "random",
-            *(" / ".join(f"{chance[key]:.{digits}f}" for key in keys) for _, keys in columns),
-        ]
-    )
-    body.insert(1, ["---"] * len(body[0]))
-    widths = [max(len(line[i]) for line in body) for i in range(len(body[0]))]
-    return [
-        "| "
-        + " | ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True))
-        + " |"
-        for line in body
-    ]
-
-
-def _cell(value: Estimate, digits: int) -> str:
-    if not value.prompts:
-        return "n/a"
-    return f"{value.mean:.{digits}f} [{value.low:.{digits}f}, {value.high:.{digits}f}]"
-
-
-def _write(out: Path, summary: dict[str, Any], prompts: list[Prompt], rewards: Rewards) -> None:
-    write_json(out / "fidelity.json", summary)
-    raw = {
-        f"{backend}/{steps}": proxy.tolist() for (backend, steps), proxy in rewards.proxies.items()
-    }
-    everything = {
-        "prompts": [prompt.text for prompt in prompts],
-        "truth": rewards.truth.tolist(),
-        "proxies": raw,
-    }
-    write_json(out / "rewards.json", everything)
-    panels = {
-        f"{backend}, {steps} steps": conditional_density(proxy, rewards.truth)
-        for (backend, steps), proxy in rewards.proxies.items()
-    }
-    truth = summary["truth"]
-    title = (
-        f"{summary['prompts']} prompts x {summary['seeds']} seeds; truth: {truth['steps']} steps,"
-        f" {truth['precision']}"
-    )
-    write_text(out / "density.svg", density_chart(panels, title, summary["seeds"]))

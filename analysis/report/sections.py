@@ -101,7 +101,7 @@ def exploration(run: RunData) -> Section:
 
 
 def agreement(run: RunData) -> Section:
-    """How well the cheap ranking agrees with the full-quality one."""
+    """How well the cheap ranking agrees with the one of regenerated images."""
     lead = (
         "The cheap images need not be right, only in the right order. 1 is the order of full"
         " quality, 0 is chance (for the same side of the mean: 0.5)."
@@ -128,7 +128,7 @@ def agreement(run: RunData) -> Section:
     if checked := identity(run):
         cards.append(checked)
     none = (
-        "Nothing to compare: in this run no noise has both an explored and a full-quality reward."
+        "Nothing to compare: in this run no noise has both an explored and a regenerated reward."
         if run.iterations
         else NO_ITERATION
     )

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from bench.gpu_check.findings import Finding, Results
+from bench.gpu_check.passes import MOST
 
 Said = Literal["confirmed", "refuted", "not checkable here"]
 FP8, NVFP4, KERNELS = (
@@ -31,6 +32,8 @@ class Verdict:
     said: Said
     why: str
 
+
+PUBLISHED = "published weights"
 
 Judge = Callable[[Results], Verdict]
 
@@ -143,6 +146,20 @@ def predicted(results: Results) -> Verdict:
     return decided(found, lambda each: abs(each.value / each.beside["predicted"] - 1) <= PREDICTION)
 
 
+def passes(results: Results) -> Verdict:
+    """Regenerating and training beside the bare denoiser's passes."""
+    found = [each for form in MOST for each in results.findings("lora", form=form)]
+    return decided(found, lambda each: each.value <= MOST[each.labels["form"]])
+
+
+def decoding(results: Results) -> Verdict:
+    """Being no quicker refutes it; how images rank needs weights."""
+    slow = [each for each in results.findings("decode") if each.value <= 1.0]
+    if results.gpu and slow:
+        return decided(slow, lambda each: False)
+    return not_here(f"quicker is not enough: that it ranks as well needs {PUBLISHED}")
+
+
 def quick_to_publish(results: Results) -> Verdict:
     """Packing a changed version of FLUX.1 and loading it; what travels between is not in it."""
     by_format: dict[str, float] = {}
@@ -158,7 +175,6 @@ def quick_to_publish(results: Results) -> Verdict:
 
 BLACKWELL = (10, 0)
 RUN = "a training run on GPUs, with Ray"
-PUBLISHED = "published weights"
 CLAIMS = (
     Claim(
         "`fp8` layers compute the product of their dequantized operands",
@@ -205,6 +221,11 @@ CLAIMS = (
         needs(RUN),
     ),
     Claim("the predicted seconds of a step, by which `auto` chooses", predicted),
+    Claim(
+        "regenerating costs at most 10 % and training at most 25 % beside the bare model's passes",
+        passes,
+    ),
+    Claim("decoding proxies in BF16 or by a tiny decoder ranks as well and is quicker", decoding),
     Claim("seconds of `sol-rl plan`", needs(RUN)),
     Claim("exploring in 4 or 8 bits makes an iteration shorter", needs(RUN)),
     Claim(

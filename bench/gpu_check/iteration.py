@@ -12,44 +12,89 @@ import torch
 
 from bench.explorer import Case
 from bench.gpu_check.findings import Finding, Item, LeftOut
-from bench.gpu_check.setting import FAMILIES, Setting, autoencoder, finish, free, loadable
+from bench.gpu_check.setting import FAMILIES, NEWER, Setting, autoencoder, finish, free, loadable
 from configs.load import load
 from configs.schema import RunConfig
+from configs.sections import Lora
 from learner.batch import Group
 from learner.selection import select
 from learner.trainer import Trainer
+from policy import memory
+from policy.device import out_of_memory
 from policy.explorer import Explorer
 from policy.families import Family
-from policy.precision.backends import BACKENDS
+from policy.precision.backends import BACKENDS, Backend
+from policy.sampling.guidance import Guided
 from policy.sampling.noise import stream_seed
+from policy.types import Conditioning
 
 PRESETS = {
     "sana-1.6b": "sana-sol_rl-hpsv2",
     "sd3.5-medium": "sd35_medium-sol_rl-hpsv2",
     "flux.1-dev": "flux1-sol_rl-hpsv2",
+    "flux.2-klein-4b": "flux2_klein-sol_rl-hpsv2",
+    "z-image-turbo": "z_image-sol_rl-hpsv2",
+    "qwen-image": "qwen_image-sol_rl-hpsv2",
+    "flux.2-dev": "flux2_klein-sol_rl-hpsv2",  # it has none of its own
 }
 POOL, KEEP, STEPS, BATCH = 8, 4, 2, 2
+LEAST_S = 20.0
+"""Seconds without which no family is begun."""
 X = TypeVar("X")
 
 
 def measure(setting: Setting) -> Iterator[Item]:
     """Of each family at the size of its preset, with few seeds and steps and a reward by rule."""
-    for name in FAMILIES:
-        if setting.gpu and setting.left < 20.0:
+    for name in (*FAMILIES, *NEWER):
+        if setting.gpu and setting.left < LEAST_S:
             yield LeftOut(name, f"{setting.left:.0f} s were left")
             continue
         pixels = load(PRESETS[name]).model.height
         with loadable(setting, name, pixels) as (case, family):
-            yield from _iteration(name, case, family, setting)
+            yield _tried(name, case, family, setting)
         free()
+
+
+def _tried(name: str, case: Case, family: Family, setting: Setting) -> Item:
+    """An iteration, or that the GPU has no room for it."""
+    backend = (*setting.quick(), BACKENDS["bf16"])[0]
+    if setting.gpu:
+        needed = weight_bytes(case, backend, setting.dtype)
+        free_bytes, _ = torch.cuda.mem_get_info(setting.device)
+        if needed > free_bytes:
+            return no_room(case, needed, free_bytes)
+    try:
+        return _iteration(name, case, family, backend, setting)
+    except torch.OutOfMemoryError as error:
+        return LeftOut(case.name, f"one GPU has no room for it: {out_of_memory(error)}")
+
+
+def no_room(case: Case, needed: int, free_bytes: int) -> LeftOut:
+    """Said before anything is built."""
+    why = f"its weights alone are {needed / 1e9:.0f} GB, {free_bytes / 1e9:.0f} GB are free"
+    return LeftOut(case.name, f"one GPU has no room for it: {why}")
+
+
+def weight_bytes(case: Case, backend: Backend, dtype: torch.dtype) -> int:
+    """Bytes of a learner's denoiser, of what it merges, and of an explorer's packed denoiser, with
+    an autoencoder in FP32 each.
+    """
+    learner = memory.blank(case.family, "transformer", dtype)
+    explorer, _, _ = memory.blank_explorer(case.family, backend, (), dtype)
+    vae = memory.blank(case.family, "vae", torch.float32)
+    held = memory.held_bytes(learner, explorer, vae, vae)
+    memory.adapt(learner, case.family, Lora())
+    return held + memory.adapted_bytes(learner)
 
 
 def config_of(name: str, case: Case, family: Family, backend: str, gpu: bool) -> RunConfig:
     """The preset of this family with few seeds and steps, on the case's files and size."""
     model = case.family.model
     changes = {
-        **{"model.path": f"'{family.directory}'", "model.height": model.height},
-        **{"model.width": model.width, "model.max_sequence_length": model.max_sequence_length},
+        **{"model.family": f"'{model.family}'", "model.path": f"'{family.directory}'"},
+        **{"model.height": model.height, "model.width": model.width},
+        **{"model.max_sequence_length": model.max_sequence_length},
+        **({"model.guidance": model.guidance} if model.guidance is not None else {}),
         **{"explore.pool_size": POOL, "explore.chunk_size": POOL, "explore.steps": STEPS},
         **{"explore.backend": f"'{backend}'", "selection.keep": KEEP},
         **{"regenerate.steps": STEPS, "regenerate.batch_size": BATCH},
@@ -61,9 +106,15 @@ def config_of(name: str, case: Case, family: Family, backend: str, gpu: bool) ->
     return load(PRESETS[name], [f"{key}={value}" for key, value in changes.items()])
 
 
-def _iteration(name: str, case: Case, family: Family, setting: Setting) -> Iterator[Finding]:
-    quick = setting.quick()
-    backend = quick[0] if quick else BACKENDS["bf16"]
+def conditioning(case: Case, config: RunConfig) -> Conditioning:
+    """One prompt's, where the encoder leaves it, with a negative one where there is guidance."""
+    _, _, cond = case.inputs(1, "cpu")
+    return cond.with_negative(cond) if config.guidance.stages else cond
+
+
+def _iteration(
+    name: str, case: Case, family: Family, backend: Backend, setting: Setting
+) -> Finding:
     config = config_of(name, case, family, backend.name, setting.gpu)
     device, seconds = setting.device, dict[str, float]()
 
@@ -74,16 +125,19 @@ def _iteration(name: str, case: Case, family: Family, setting: Setting) -> Itera
         seconds[stage] = seconds.get(stage, 0.0) + time.perf_counter() - start
         return found
 
-    if setting.gpu:
-        torch.cuda.reset_peak_memory_stats(device)
+    # first: while it packs it holds the whole denoiser, which the learner's need not lie beside
+    explorer = Explorer(family, backend, (), device, setting.dtype)
+    free()
     vae = autoencoder(name, device, torch.float32, not setting.gpu)
     trainer = Trainer(config, family, None, vae, device)
-    explorer = Explorer(family, backend, (), device, setting.dtype)
+    if setting.gpu:
+        torch.cuda.reset_peak_memory_stats(device)
     _publish(trainer, explorer, 0)
-    _, _, cond = case.inputs(1, "cpu")  # where the encoder leaves it
+    cond = conditioning(case, config)
+    guided = Guided.of(config.guidance, "explore")
     seeds = [stream_seed(config.seed, "explore", 0, 0, n) for n in range(POOL)]
     solver = config.explore.solver
-    proxies, _ = timed("explore", lambda: explorer.explore(cond, seeds, STEPS, solver))
+    proxies, _ = timed("explore", lambda: explorer.explore(cond, seeds, STEPS, solver, guided))
     chosen = timed("select", lambda: select(redness(proxies), KEEP)).indices
     kept = [seeds[index] for index in chosen]
     samples, images = timed("regenerate", lambda: trainer.regenerate(cond, kept))
@@ -93,7 +147,7 @@ def _iteration(name: str, case: Case, family: Family, setting: Setting) -> Itera
     if explorer.version != 1 or not all(math.isfinite(value) for value in metrics.values()):
         raise RuntimeError(f"version {explorer.version}, metrics {metrics}")
     peak = torch.cuda.max_memory_allocated(device) / 1e9 if setting.gpu else 0.0
-    yield Finding(
+    return Finding(
         f"{case.name}, one iteration with {backend.name}",
         sum(seconds.values()),
         "s",

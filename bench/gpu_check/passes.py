@@ -1,28 +1,37 @@
-"""Decoding, and the passes of a learner beside the bare denoiser's."""
+"""Decoding, and the passes of a learner beside those of the bare denoiser."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
 import torch
+from diffusers import AutoencoderTiny
 from torch import Tensor, nn
 
 from bench.explorer import Case
 from bench.gpu_check.findings import Finding, Item, LeftOut
-from bench.gpu_check.setting import Setting, autoencoder, finish, free
+from bench.gpu_check.setting import FAMILIES, Setting, autoencoder, finish, free
 from bench.timing import Ratio, interleave
 from configs.sections import Lora
 from policy.families.architectures import build
 from policy.families.base import Diffusers
 from policy.lora import add_adapters, use
+from policy.merging import merged
 from policy.types import Conditioning
 
 BATCH, REPEATS, CPU_REPEATS = 2, 5, 1
+STEPS = 4
+"""Of a call that regenerates; the presets take 10, so that merging weighs less there."""
+MOST = {"regenerating": 1.10, "training": 1.25}
+"""What these passes may take over those of the bare denoiser."""
+TINY_CHANNELS = 16
+"""Latent channels of the published tiny decoders, taesd3 and taef1."""
 Inputs = tuple[Tensor, Tensor, Conditioning]
+Run = Callable[[], object]
 
 
 def decode(setting: Setting) -> Iterator[Item]:
-    """Seconds per image in FP32 and BF16, in turns."""
+    """Seconds per image in FP32, in BF16 and by a tiny decoder, in turns."""
     for name in setting.architectures:
         if name == "sd3.5-large":  # its autoencoder is Medium's
             continue
@@ -30,40 +39,54 @@ def decode(setting: Setting) -> Iterator[Item]:
             yield LeftOut(name, "no time was left")
             continue
         with setting.case(name) as case:
-            yield _decoding(case, name, setting)
+            yield from _decoding(case, name, setting)
         free()
 
 
-def _decoding(case: Case, name: str, setting: Setting) -> Finding:
-    device = setting.device
+def _decoding(case: Case, name: str, setting: Setting) -> Iterator[Finding]:
     latents = torch.randn(BATCH, *case.family.latent_shape)
-    runs: dict[str, Callable[[], object]] = {}
-    for form, dtype in (("fp32", torch.float32), ("bf16", torch.bfloat16)):
-        vae = autoencoder(name, device, dtype, not setting.gpu)
-        runs[form] = lambda vae=vae: case.family.decode(vae, latents, batch_size=1)
+    decoders: dict[str, Diffusers] = {
+        form: autoencoder(name, setting.device, dtype, not setting.gpu)
+        for form, dtype in (("fp32", torch.float32), ("bf16", torch.bfloat16))
+    }
+    if tiny := _tiny(case, setting):
+        decoders["tiny"] = tiny
+    runs: dict[str, Run] = {
+        form: lambda vae=vae: case.family.decode(vae, latents, batch_size=1)
+        for form, vae in decoders.items()
+    }
     times = interleave(runs, REPEATS if setting.gpu else CPU_REPEATS, warm_up=1)
-    ratio = Ratio.of(times, "fp32", "bf16")
-    return Finding(
-        f"{case.name}, decoding in BF16 against FP32",
-        ratio.value,
-        "x FP32",
-        {"architecture": case.name, "form": "bf16"},
-        {
-            "fp32 seconds": ratio.seconds / BATCH,
-            "bf16 seconds": ratio.base_seconds / BATCH,
-            "low": ratio.low,
-            "high": ratio.high,
-        },
-        "per image, copied to the host",
-    )
+    for form in list(runs)[1:]:
+        ratio = Ratio.of(times, "fp32", form)
+        yield Finding(
+            f"{case.name}, decoding in {form.upper()} against FP32",
+            ratio.value,
+            "x FP32",
+            {"architecture": case.name, "form": form},
+            {
+                "fp32 seconds": ratio.seconds / BATCH,
+                "seconds": ratio.base_seconds / BATCH,
+                "low": ratio.low,
+                "high": ratio.high,
+            },
+            "per image, copied to the host",
+        )
+
+
+def _tiny(case: Case, setting: Setting) -> Diffusers | None:
+    """One of the size of the published ones, random, in BF16; None for latents of another kind."""
+    if case.family.part_config("vae").get("latent_channels") != TINY_CHANNELS:
+        return None
+    vae: Diffusers = AutoencoderTiny(latent_channels=TINY_CHANNELS)
+    return vae.to(setting.device, torch.bfloat16).eval().requires_grad_(False)
 
 
 # ---- LoRA
 
 
 def lora(setting: Setting) -> Iterator[Item]:
-    """Forward passes with an adapter, and training passes, over the bare forward pass."""
-    for name in ("sana-1.6b", "sd3.5-medium", "flux.1-dev"):
+    """What a learner does, over the same passes of the bare denoiser."""
+    for name in FAMILIES:
         if setting.gpu and setting.left < 10.0:
             yield LeftOut(name, "no time was left")
             continue
@@ -76,51 +99,86 @@ def _passes(case: Case, setting: Setting) -> Iterator[Finding]:
     device = setting.device
     with torch.random.fork_rng(devices=[device] if setting.gpu else []):
         torch.manual_seed(0)
-        bare = build(case.part, device, setting.dtype)
+        bare: Diffusers = build(case.part, device, setting.dtype)
         adapted: Diffusers = build(case.part, device, setting.dtype)
     add_adapters(adapted, Lora(), case.family)
+    for model in (bare, adapted):
+        model.enable_gradient_checkpointing()
     inputs = case.inputs(BATCH, device)
-    runs = {
-        "bare": _forward(case, bare, inputs, None),
-        "adapter": _forward(case, adapted, inputs, "old"),
-        "training": _training(case, adapted, inputs),
+    runs: dict[str, Run] = {
+        "bare, to sample": _sampling(case, bare, inputs),
+        "regenerating": _regenerating(case, adapted, inputs),
+        "regenerating paths": _paths(case, adapted, inputs),
+        "bare, to train": _training(case, bare, inputs),
+        "training": _adapted(adapted, _training(case, adapted, inputs)),
     }
-    if setting.gpu:
-        adapted.enable_gradient_checkpointing()
     times = interleave(runs, REPEATS if setting.gpu else CPU_REPEATS, warm_up=1)
-    for form in ("adapter", "training"):
-        ratio = Ratio.of(times, form, "bare")
+    for form in ("regenerating", "regenerating paths", "training"):
+        base = "bare, to train" if form == "training" else "bare, to sample"
+        ratio = Ratio.of(times, form, base)
         yield Finding(
-            f"{case.name}, {form} / bare forward",
+            f"{case.name}, {form} / {base}",
             ratio.value,
             "x",
             {"architecture": case.name, "form": form},
             {"low": ratio.low, "high": ratio.high, "bare seconds": ratio.base_seconds / BATCH},
-            "forward and backward, blocks computed again" if form == "training" else "forward",
+            "forward and backward, blocks computed again"
+            if form == "training"
+            else f"{STEPS} steps",
         )
 
 
-def _forward(
-    case: Case, transformer: nn.Module, inputs: Inputs, name: str | None
-) -> Callable[[], None]:
+def _sampling(case: Case, transformer: nn.Module, inputs: Inputs) -> Run:
+    """The steps of a call."""
+
     @torch.no_grad()
     def run() -> None:
-        with use(transformer, name):
+        for _ in range(STEPS):
             case.family.velocity(transformer, *inputs)
         finish(inputs[0].device)
 
     return run
 
 
-def _training(case: Case, transformer: nn.Module, inputs: Inputs) -> Callable[[], None]:
+def _regenerating(case: Case, transformer: nn.Module, inputs: Inputs) -> Run:
+    """The same on merged weights, which are merged once per call."""
+    steps = _sampling(case, transformer, inputs)
+
+    def run() -> None:
+        with merged(transformer, "old"):
+            steps()
+
+    return run
+
+
+def _paths(case: Case, transformer: nn.Module, inputs: Inputs) -> Run:
+    """The same with the adapter beside the weights."""
+    steps = _sampling(case, transformer, inputs)
+
+    def run() -> None:
+        with use(transformer, "old"):
+            steps()
+
+    return run
+
+
+def _training(case: Case, transformer: nn.Module, inputs: Inputs) -> Run:
+    """Forward and backward, down to the input, so that the bare denoiser has a backward pass."""
     x, sigma, cond = inputs
     sigmas = sigma.to(x.device).expand(len(x))
 
     def run() -> None:
         transformer.zero_grad(set_to_none=True)
-        with use(transformer, "current"):
-            velocity = case.family.velocity(transformer, x, sigmas, cond)
-            (velocity - x).square().mean().backward()
+        start = x.clone().requires_grad_()
+        case.family.velocity(transformer, start, sigmas, cond).square().mean().backward()
         finish(x.device)
+
+    return run
+
+
+def _adapted(transformer: nn.Module, train: Run) -> Run:
+    def run() -> None:
+        with use(transformer, "current"):
+            train()
 
     return run

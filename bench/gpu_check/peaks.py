@@ -8,12 +8,14 @@ import torch
 
 from bench.explorer import Case
 from bench.gpu_check.findings import Finding, Item, LeftOut
-from bench.gpu_check.setting import Setting, autoencoder, finish, free
+from bench.gpu_check.setting import ARCHITECTURES, NEWER, Setting, autoencoder, finish, free
 from configs.sections import Lora
 from policy import memory
+from policy.device import out_of_memory
 from policy.families.architectures import build
 from policy.families.base import Diffusers
 from policy.lora import add_adapters, use
+from policy.merging import merged
 
 BATCH = 4
 
@@ -22,14 +24,17 @@ def measure(setting: Setting) -> Iterator[Item]:
     """Weights anywhere; the peaks of a step, of decoding and of a training pass on a GPU."""
     if not setting.gpu:
         yield LeftOut("peaks", "only a GPU's allocator keeps its peak")
-    for name in setting.architectures if setting.gpu else ("sd3.5-medium",):
+    for name in (*ARCHITECTURES, *NEWER) if setting.gpu else ("sd3.5-medium", *NEWER):
         if setting.gpu and setting.left < 15.0:
             yield LeftOut(name, "no time was left")
             continue
         with setting.case(name) as case:
-            yield from _weights(case, setting)
-            if setting.gpu:
-                yield from _peaks(case, name, setting)
+            try:
+                yield from _weights(case, setting)
+                if setting.gpu:
+                    yield from _peaks(case, name, setting)
+            except torch.OutOfMemoryError as error:
+                yield LeftOut(name, f"one GPU has no room for it: {out_of_memory(error)}")
         free()
 
 
@@ -46,6 +51,9 @@ def _peaks(case: Case, name: str, setting: Setting) -> Iterator[Finding]:
     yield _against(case, "step", _peak(_step(case, setting), device), work.peak)
     free()
     memory.adapt(blank, family, Lora())
+    planned = memory.adapted_bytes(blank) + work.peak
+    yield _against(case, "regenerating", _peak(_merged(case, setting), device), planned)
+    free()
     work = memory.training_work(family, blank, BATCH, dtype, checkpointing=True)
     yield _against(case, "training pass", _peak(_training(case, setting), device), work.peak)
     free()
@@ -61,6 +69,20 @@ def _step(case: Case, setting: Setting) -> Callable[[], None]:
     @torch.no_grad()
     def step() -> None:
         case.family.velocity(transformer, x, sigma, cond)
+
+    return step
+
+
+def _merged(case: Case, setting: Setting) -> Callable[[], None]:
+    transformer = build(case.part, setting.device, setting.dtype)
+    add_adapters(transformer, Lora(), case.family, names=("current",))
+    x, sigma, cond = case.inputs(BATCH, setting.device)
+    cond = cond.to(dtype=setting.dtype)
+
+    @torch.no_grad()
+    def step() -> None:
+        with merged(transformer, "current"):
+            case.family.velocity(transformer, x, sigma, cond)
 
     return step
 
@@ -90,7 +112,7 @@ def _decoding(case: Case, name: str, setting: Setting) -> Callable[[], None]:
 
     @torch.no_grad()
     def decode() -> None:
-        vae.decode(case.family.unscale(vae, x), return_dict=False)[0].float().clamp(0, 1)
+        case.family.pixels(vae, x).float().clamp(0, 1)
 
     return decode
 

@@ -24,9 +24,9 @@ SECTIONS = {
     "shapes": Section("Layers of the published models, without data", 1, shapes.measure),
     "steps": Section("A step in every backend", 7, steps.measure),
     "decode": Section("Decoding", 1.5, passes.decode),
-    "lora": Section("Passes with an adapter", 2, passes.lora),
+    "lora": Section("A learner's passes", 2, passes.lora),
     "weights": Section("A version of the size of FLUX.1", 2, weights.measure),
-    "memory": Section("Memory against the plan", 2, peaks.measure),
-    "iteration": Section("One iteration of each family", 3, iteration.measure),
+    "memory": Section("Memory against the plan", 3, peaks.measure),
+    "iteration": Section("One iteration of each family", 6, iteration.measure),
     "tests": Section("Tests on the GPU", 3, gpu_tests.measure),
 }

@@ -15,8 +15,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from bench.explorer import case_of
 from bench.gpu_check.findings import Finding, Item
-from bench.gpu_check.setting import ARCHITECTURES, Setting
-from policy.families.architectures import build
+from bench.gpu_check.setting import Setting
+from policy.families.architectures import build, published_names
 from policy.memory import conditioning_like
 from policy.precision.backends import BACKENDS, Backend
 from policy.precision.layer import PointwiseConvolution
@@ -126,7 +126,7 @@ def fault(backend: Backend, seen: Seen) -> str | None:
 
 def measure(setting: Setting) -> Iterator[Item]:
     """The same with a GPU and without one."""
-    for name in ARCHITECTURES:
+    for name in published_names():
         seen = inputs_of(name)
         for form in FORMATS:
             faults = [found for each in sorted(seen) if (found := fault(BACKENDS[form], each))]

@@ -103,11 +103,11 @@ def _steps(found: list[Finding]) -> Table:
 
 def _decode(found: list[Finding]) -> Table:
     rows = [
-        (each.labels["architecture"], number(each.beside["fp32 seconds"]),
-         number(each.beside["bf16 seconds"]), number(each.value))
+        (each.labels["architecture"], each.labels["form"], number(each.beside["fp32 seconds"]),
+         number(each.beside["seconds"]), number(each.value))
         for each in found
     ]  # fmt: skip
-    return _table("decode", ("architecture", "FP32, s", "BF16, s", "times as fast"), rows)
+    return _table("decode", ("architecture", "which", "FP32, s", "s", "times as fast"), rows)
 
 
 def _lora(found: list[Finding]) -> Table:
@@ -116,7 +116,7 @@ def _lora(found: list[Finding]) -> Table:
          number(each.beside["bare seconds"]))
         for each in found
     ]  # fmt: skip
-    return _table("lora", ("architecture", "which", "/ bare forward", "bare, s"), rows)
+    return _table("lora", ("architecture", "which", "/ bare", "bare, s"), rows)
 
 
 def _weights(found: list[Finding]) -> Table:

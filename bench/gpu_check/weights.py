@@ -10,12 +10,12 @@ import torch
 from bench.gpu_check.findings import Finding, Item
 from bench.gpu_check.setting import Setting, finish, free, loadable
 from configs.sections import Lora
+from learner.publish import Publisher
 from policy import memory
 from policy.explorer import Explorer
 from policy.lora import adapted_modules, adapter_state, add_adapters, load_adapter_state
 from policy.precision.backends import BACKENDS, Backend
 from policy.precision.swap import quantise_plan
-from policy.publish import Publisher
 
 NAME = "flux.1-dev"
 SHARD = 256 * 2**20

@@ -96,6 +96,7 @@ class Checkpoints:
         position.next_iteration = saved["iteration"]
         position.samples_seen = saved["samples_seen"]
         self._saved = saved["iteration"] if path else None
+        # the monitor too: its count of bad iterations decides the precision of those to come
         self._monitor.restore(saved["guard"])
         if not in_process:
             position.seconds_before = saved["seconds"]

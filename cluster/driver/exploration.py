@@ -15,7 +15,11 @@ from cluster.runtime.tasks import BackgroundTasks, run_together
 from configs.prompts import Prompt, prompts_of_iteration
 from configs.schema import RunConfig
 from policy.sampling.noise import stream_seed
+from policy.types import Conditioning
 from records.errors import InputsLost, RunFailed
+
+Encoded = tuple[list[Prompt], list[ObjectRef[Conditioning]]]
+"""The prompts of an iteration, and the conditioning of each."""
 
 
 class SeedLedger:
@@ -46,7 +50,14 @@ class Exploration:
         self._config, self._services, self._prompts = config, services, prompts
         self._tasks = BackgroundTasks()
         self._ahead: asyncio.Task[Iteration] | None = None  # ends when the next one is under way
+        self._encoding: dict[int, asyncio.Task[Encoded]] = {}  # by iteration
         self._ledger = SeedLedger()
+
+    def encode(self, index: int) -> asyncio.Task[Encoded]:
+        """Encode the prompts of iteration ``index`` once, before its turn: no GPU waits for it."""
+        if index not in self._encoding:
+            self._encoding[index] = self._tasks.start(self._encode(index))
+        return self._encoding[index]
 
     async def begun(self, index: int) -> Iteration:
         """Iteration ``index``, being explored: ahead since a while, or from now on."""
@@ -65,6 +76,7 @@ class Exploration:
     async def close(self) -> None:
         """End what is explored ahead: nothing waits for it any more."""
         self._ahead = None
+        self._encoding.clear()
         await self._tasks.end()
 
     def seeds(self, iteration: int, prompt: int, count: int) -> tuple[int, ...]:
@@ -78,12 +90,20 @@ class Exploration:
         self._ledger.add((iteration, prompt), found)
         return found
 
-    async def _begin(self, index: int) -> Iteration:
-        config, services = self._config, self._services
+    async def _encode(self, index: int) -> Encoded:
+        config = self._config
         per_iteration = config.prompts.per_iteration
         rows = prompts_of_iteration(len(self._prompts), per_iteration, index, config.seed)
         prompts = [self._prompts[row] for row in rows]
-        conditioning = await services.encoder.encode(index, [[prompt.text] for prompt in prompts])
+        texts = [[prompt.text] for prompt in prompts]
+        return prompts, await self._services.encoder.encode(index, texts)
+
+    async def _begin(self, index: int) -> Iteration:
+        config, services = self._config, self._services
+        prompts, conditioning = await self.encode(index)
+        del self._encoding[index]
+        if index + 1 < config.iterations:
+            self.encode(index + 1)
         every = config.audit.identity_every
         twice = every > 0 and index % every == 0
         scoring = Scoring(config.rewards, services.reward, recheck=twice)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable
 
@@ -11,17 +12,22 @@ from planning.assumptions import ACCELERATORS
 from planning.layouts.gpus import Gpus
 from planning.layouts.limits import refuse_too_many
 from planning.layouts.resolve import known_gpus, laid_out, to_choose
+from planning.layouts.threads import with_threads
 from planning.make import described
 
 
 def on_this_cluster(config: RunConfig, tell: Callable[[str], None]) -> RunConfig:
-    """``config`` with its layout's numbers for the GPUs that are free here; ``tell`` hears which.
+    """``config`` with its layout's numbers for the GPUs that are free here, and with threads for a
+    learner on CPUs; ``tell`` hears which layout.
 
     Raises ConfigError, a line, where no layout fits, or services ask for more than there is.
     """
-    refuse_too_many(config, 0, 0, all_nodes())
+    nodes = all_nodes()
+    refuse_too_many(config, 0, 0, nodes)
+    # a node's CPUs are what Ray was told, which may be more than there are
+    cores = min([os.cpu_count() or 1, *(int(node.cpus) for node in nodes if node.cpus >= 1)])
     if not to_choose(config):
-        return config
+        return with_threads(config, cores)
     gpus = _free_gpus(config)
     with described(config) as (family, _):
         final = laid_out(config, family, gpus)
@@ -29,7 +35,7 @@ def on_this_cluster(config: RunConfig, tell: Callable[[str], None]) -> RunConfig
         best, found = final.choice.best, final.choice.best.prediction
         seconds = f", {found.iteration:.1f} s per iteration predicted" if found else ""
         tell(f"layout: {best.numbers.mode}, {final.choice.why}{seconds}: {best.numbers.describe()}")
-    return final.config
+    return with_threads(final.config, cores)
 
 
 def _free_gpus(config: RunConfig) -> list[Gpus]:

@@ -79,6 +79,8 @@ class LearnerGroup:
     async def _join(self) -> None:
         members, service = self.pool.members, self.pool.service
         assert isinstance(service, LearnerService)
+        # no longer than the deadline: replicas must give up by themselves, and say whom they miss,
+        # before the driver kills all of them without knowing which was at fault
         timeout_s = min(service.silence_s, service.deadline_s)
         size = len(members)
         at = await self.pool.ask(members[0], LearnerActor.rendezvous, timeout_s)
@@ -140,6 +142,7 @@ class EveryReplica(Caller):
         key = cast(tuple[object, ...], task.key)  # as ``LearnerClient`` names its tasks
         own = replace(task, key=(*key, f"replica {rank}"))
         try:
+            # past the queue, which would give all of them to whichever replica is free
             return await self.pool.perform_on(member, own, call)
         except RunFailed as failure:
             return failure

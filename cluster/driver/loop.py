@@ -54,11 +54,13 @@ class Ring:
 
     async def begin(self, index: int) -> None:
         """Publish what iteration ``index`` needs: policy ``index``, and the one before where that
-        explores.
+        explores. Its prompts are encoded meanwhile.
         """
+        encoded = self._exploration.encode(index)
         if self.config.explore_ahead and index > 0:
             await self._publish(index - 1, self.monitor.backend_before, weights="previous")
         await self.publish(index)
+        await encoded
 
     async def iteration(self, index: int) -> tuple[Metrics, Iteration]:
         """Run iteration ``index``: regenerate and train with policy version ``index``.

@@ -19,7 +19,8 @@ from configs.prompts import Prompt, prompt_file, read_prompts
 from configs.schema import RunConfig
 from learner import checkpoint
 from planning.preflight import check_model, check_scorers
-from policy.lora import ADAPTERS, ENDING, adapter_file, save_diffusers_lora
+from policy.lora import ADAPTERS
+from policy.lora_files import ENDING, adapter_file, save_diffusers_lora
 from records.errors import RunFailed
 from records.images import save_images
 from records.rundir import RunDirectory, write_json

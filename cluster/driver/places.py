@@ -6,10 +6,12 @@ import asyncio
 import time
 from collections.abc import Callable, Collection, Iterable
 
-from cluster.runtime.nodes import LAG_S, LOOK_S, Requests, find_room, free_nodes
+from cluster.runtime.nodes import LAG_S, LOOK_S, Requests, addresses, find_room, free_nodes
+from cluster.runtime.watch import NodeWatch
 from configs.load import ConfigError
 from configs.schema import RunConfig
-from planning.placement import NoRoom, Placer
+from planning.placement import NoRoom
+from planning.placer import Placer
 
 
 class Places:
@@ -23,6 +25,7 @@ class Places:
         self._config, self._event = config, event
         self._placer = Placer(config)
         self._requests = Requests()
+        self._watch = NodeWatch(config.services.node_silence_s)
 
     async def choose(self, kinds: Collection[str]) -> None:
         """A node for every actor of the run's start. Raises ConfigError where there is no room."""
@@ -52,13 +55,20 @@ class Places:
         self._placer.release(actor)
         self._requests.withdraw(actor)
 
-    def withdraw_requests(self) -> None:
-        """The run ends: no node is wanted any more."""
+    def gone(self, actor: str, node: str | None) -> asyncio.Future[str]:
+        """Done when ``node`` is lost, or the one that was taken for the actor; with the reason."""
+        return self._watch.gone(node or self._placer.where(actor) or "")
+
+    async def close(self) -> None:
+        """The run ends: no node is wanted any more, or watched."""
         self._requests.withdraw()
+        await self._watch.close()
 
     def refresh(self, running: Collection[str]) -> None:
         """Take over what nodes there are now, and tell which of ours are lost."""
-        for node, actors in self._placer.refresh(free_nodes(), running).items():
+        self._watch.know(addresses())
+        free = [node for node in free_nodes() if node.id not in self._watch.lost]
+        for node, actors in self._placer.refresh(free, running).items():
             self._event("node_lost", node=node, actors=actors)
 
     async def make_room(self, actors: list[str], partly: bool) -> int:

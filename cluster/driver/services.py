@@ -93,6 +93,7 @@ class ActorServices:
             released=self.places.release,
             record=self._record,
             transport=self.transport,
+            gone=self.places.gone,
         )
 
     def only(self, *kinds: str) -> None:
@@ -115,7 +116,7 @@ class ActorServices:
 
     async def stop(self) -> None:
         """Kill all actors."""
-        self.places.withdraw_requests()
+        await self.places.close()
         await asyncio.gather(*(pool.stop() for pool in self.pools))
 
     async def scale(self, kind: str, size: int, partly: bool = False) -> str:

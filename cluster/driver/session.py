@@ -32,6 +32,7 @@ from configs.schema import RunConfig
 from learner.checkpoint import CheckpointError
 from learner.schedules import stop_reason
 from planning.layouts.resolve import as_started, keep_layout
+from planning.layouts.threads import keep_threads
 from planning.preflight import check_model, check_resumable, check_scorers
 from records.errors import InputsLost, RunFailed, StateLost, Stopped
 from records.progress import Progress, waiting
@@ -61,8 +62,8 @@ def train(config: RunConfig, resume: bool) -> RunDirectory:
     with contextlib.ExitStack() as alone:
         if resume:
             started = rundir.configuration()
-            check_resumable(as_started(config, started), rundir)
-            config = keep_layout(config, started)
+            check_resumable(keep_threads(as_started(config, started), started), rundir)
+            config = keep_threads(keep_layout(config, started), started)
             alone.enter_context(rundir.held())
         with waiting("starting Ray"):
             joined = join_or_start_ray(config)
@@ -200,8 +201,10 @@ class Session:
                 f"{why}; services.learner.max_restarts = {limit} returns to a checkpoint are used"
                 " up: fix the cause and continue with --resume"
             )
+        # counted over the session: a learner that dies in every iteration would go on for ever
         position.restored += 1
         began = time.monotonic()
+        # exploring ahead is for an iteration that will be begun again
         await self.ring.close()
         checkpoint = self.checkpoints.rewind(in_process=True)
         await self.services.learners.renew(why)
@@ -232,6 +235,7 @@ class Session:
         while position.next_iteration < config.iterations and why_stop is None:
             await self._iterate()
             why_stop = self._why_stop()
+            # before the evaluation, which may take long and is done again after a loss
             if position.next_iteration % config.checkpoint.every == 0:
                 await self.checkpoints.save()
             await self._evaluate_where_due()

@@ -15,22 +15,31 @@ from cluster.runtime.nodes import object_stores
 from configs.load import ConfigError
 from configs.schema import RunConfig
 from planning.assumptions import ACCELERATORS, backend_of
-from planning.make import GB, SPILLS_AT, described, store_size, versions_held
+from planning.make import (
+    GB,
+    NOTHING_SENT,
+    SPILLS_AT,
+    described,
+    store_size,
+    versions_bytes,
+    versions_held,
+)
 from planning.placement import Node, needs_of, place
 from policy import memory
 from policy.families import model_directory
 from policy.lora import target_modules
+from policy.memory import WireBytes
 from policy.types import DTYPES
 
 WIDEST = 4  # bytes of a weight as it is published, at most; a file has at least one for it
 
 
-def published_bytes(config: RunConfig, accelerator: str | None = None) -> int:
-    """Bytes of one version as explorers on ``accelerator`` are sent it; 0 where nothing is
+def published_bytes(config: RunConfig, accelerator: str | None = None) -> WireBytes:
+    """Bytes of a version as explorers on ``accelerator`` are sent it; none where nothing is
     explored. Reads no weights.
     """
     if config.plan.explore is None:
-        return 0
+        return NOTHING_SENT
     dtype = DTYPES[config.regenerate.precision]
     with described(config) as (family, _):
         backend, _ = backend_of(config, accelerator)
@@ -39,7 +48,7 @@ def published_bytes(config: RunConfig, accelerator: str | None = None) -> int:
         _, rows, layers = memory.blank_explorer(
             family, backend, config.explore.modules_to_not_convert, dtype
         )
-        return memory.wire_bytes(rows, layers, adapted, backend).total
+        return memory.wire_bytes(rows, layers, adapted, backend)
 
 
 def most_bytes(config: RunConfig) -> float:
@@ -80,7 +89,7 @@ def check_store(
     least = min((sizes[n] for kind in homes.values() for n in kind if n in sizes), default=math.inf)
     if least * SPILLS_AT >= versions_held(config) * most_bytes(config):
         return
-    wanted = versions_held(config) * published_bytes(config, accelerator)
+    wanted = versions_bytes(config, published_bytes(config, accelerator))
     lines: list[str] = []
     for node in sorted({*homes["rollout"], *homes["learner"]}):
         if node in sizes and sizes[node] * SPILLS_AT < wanted:

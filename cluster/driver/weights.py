@@ -96,6 +96,7 @@ class WeightChannel:
         kept = {v: p for v, p in self._held.items() if version - self._ahead <= v < version}
         self._held = kept | {version: published}
         self._remember(published, rollout)
+        # exploring ahead, actors are still busy with the version before, and load with their chunks
         if not self._ahead:
             await rollout.each(lambda member: self._load(rollout, member, published))
         seconds = clock.now() - start

@@ -91,7 +91,7 @@ def _facts(config: RunConfig | None, mark: str | None) -> tuple[list[Facts], lis
     nodes = all_nodes()
     remote: Any = ray.remote(look_around)  # pyright: ignore[reportUnknownVariableType]
     here = ray.get_runtime_context().get_node_id()
-    size = min(max(published_bytes(config), SENT), MOST_SENT) if config is not None else SENT
+    size = min(max(published_bytes(config).total, SENT), MOST_SENT) if config is not None else SENT
     weights = ray.put(np.zeros(size, np.uint8))
     found, silent = list[Facts](), list[tuple[str, str]]()
     for node in nodes:

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 TREE = Path(__file__).parents[2]
 PACKAGES = (
     "configs", "policy", "rewards", "learner", "records", "planning", "analysis", "actors",
-    "cluster", "cli", "shapes",
+    "cluster", "simulator", "cli", "shapes",
 )  # fmt: skip
 LEFT_OUT = (
     ".git", ".venv", "venv", "runs", "build", "dist", "__pycache__", "*.pyc", "*.egg-info",

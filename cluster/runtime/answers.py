@@ -12,13 +12,15 @@ from ray import ObjectRef
 from ray.exceptions import ObjectLostError, RayActorError, RayTaskError
 
 from cluster.runtime import clock
-from cluster.runtime.member import ActorLost, Member
+from cluster.runtime.member import ActorLost, Member, NodeLost
 from cluster.runtime.starting import cause
 from cluster.runtime.transport import Transport
 from configs.services import Service
 from records.errors import InputsLost
 
 Value = TypeVar("Value")
+AWAY_S = 1.0
+"""Woken so much too late, the driver itself was stopped, and cannot say that others were silent."""
 
 
 async def answer_of(
@@ -28,22 +30,30 @@ async def answer_of(
 
     It may take ``service.deadline_s`` seconds since the actor's last answer: it does one thing
     after the other, and this call may stand behind others. An actor that is ``cold`` has
-    ``warm_up_s`` more until it has answered its first task.
+    ``warm_up_s`` more until it has answered its first task. A driver that was stopped meanwhile
+    (SIGSTOP, a machine that slept) begins to wait anew.
 
     Raises:
         ActorLost: the actor died, or was silent for longer than that.
+        NodeLost: its node is gone.
         InputsLost: an object that it was sent no longer exists.
         RayError: what the method raised.
     """
-    future = transport.answer(ref)
+    future, gone = transport.answer(ref), member.gone
     asked = clock.now()
     future.add_done_callback(_observe)
+    either = {future} if gone is None else {future, gone}
     while True:
+        # counted from the last answer of all, not from sending: tasks wait behind each other there
         limit = service.deadline_s + (service.warm_up_s if member.cold else 0.0)
-        left = max(asked, member.last_answer) + limit - clock.now()
-        done, _ = await asyncio.wait({future}, timeout=max(left, 0.0))
-        if done:
+        due = max(asked, member.last_answer, clock.now() - limit) + limit
+        await asyncio.wait(either, timeout=due - clock.now(), return_when=asyncio.FIRST_COMPLETED)
+        if future.done():
             break
+        if gone is not None and gone.done():
+            raise NodeLost(gone.result())
+        if clock.now() > due + AWAY_S:
+            asked = clock.now()
         # another call's answer may have come meanwhile: then this one's time begins again
         if clock.now() - max(asked, member.last_answer) >= limit:
             raise ActorLost(f"no answer for {limit:g} s")

@@ -14,8 +14,15 @@ class ActorLost(Exception):
     """The actor died or hung with this task in hand."""
 
 
+class NodeLost(ActorLost):
+    """The node that the actor was on is gone: no task is to blame."""
+
+
 class Vacant(ActorLost):
     """No actor was there to take it."""
+
+
+NOBODY = object()
 
 
 class Member:
@@ -27,6 +34,7 @@ class Member:
         self.restarts = 0  # of those, the ones that were replaced because they were lost
         self.handle: Handle | None = None
         self.info: ActorInfo | None = None  # of the present actor, or of the last one
+        self.gone: asyncio.Future[str] | None = None  # done when the present actor's node is lost
         self.cold = False  # its next answer may take as long as compiling takes
         self.weights: WeightsId | None = None  # published weights that the actor holds
         self.last_answer = 0.0  # monotonic
@@ -41,7 +49,7 @@ class Member:
         self._sent: list[PendingTask] = []  # not answered yet; the actor works on the first
         self._drained = asyncio.Event()
         self._drained.set()
-        self._blamed: tuple[int, PendingTask | None] = (-1, None)
+        self._blamed: tuple[int, PendingTask | object | None] = (-1, None)
         self._busy: set[asyncio.Task[object] | None] = set()
         self._busy_s, self._busy_since = 0.0, 0.0
 
@@ -62,9 +70,12 @@ class Member:
 
     # ---- the actor
 
-    def fill(self, handle: Handle, info: ActorInfo) -> None:
-        """An actor is there."""
+    def fill(
+        self, handle: Handle, info: ActorInfo, gone: asyncio.Future[str] | None = None
+    ) -> None:
+        """An actor is there; ``gone`` is done, with the reason, when its node is lost."""
         self.handle, self.info, self.cold = handle, info, bool(info.cold)
+        self.gone = gone
         self.last_answer = clock.now()
 
     def kill(self) -> None:
@@ -114,16 +125,19 @@ class Member:
         if not sent:
             self._drained.set()
 
-    def blames(self, pending: PendingTask) -> bool:
+    def blames(self, pending: PendingTask, loss: ActorLost) -> bool:
         """Whether the loss of the actor that ``pending`` was sent to counts against ``pending``.
 
         An actor does one thing after the other, so the first task that it had not answered killed
         it, and those behind it are innocent. Each of them reports the same loss, one by one: the
         first report settles, per incarnation, which task is to blame. With none in hand the actor
-        died of what it was just being sent.
+        died of what it was just being sent. That a node is lost is nobody's fault.
         """
+        # later reports find ``_sent`` filled by the next actor already, so the first one decides
         if self._blamed[0] < pending.incarnation:
-            self._blamed = (pending.incarnation, self._sent[0] if self._sent else None)
+            first = self._sent[0] if self._sent else None
+            culprit = NOBODY if isinstance(loss, NodeLost) else first
+            self._blamed = (pending.incarnation, culprit)
             self.forget_sent()
         incarnation, culprit = self._blamed
         return incarnation == pending.incarnation and culprit in (None, pending)

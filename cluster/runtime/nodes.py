@@ -41,6 +41,8 @@ class NodeRow(TypedDict):
     NodeID: str
     Labels: dict[str, str] | None
     Resources: dict[str, float]
+    NodeManagerAddress: str
+    NodeManagerPort: int
 
 
 def free_nodes() -> list[Node]:
@@ -55,6 +57,15 @@ def free_nodes() -> list[Node]:
 def all_nodes() -> list[Node]:
     """Live nodes with all their resources, used or not."""
     return [_node(row, row["Resources"]) for row in ray.nodes() if row["Alive"]]
+
+
+def addresses() -> dict[str, tuple[str, int]]:
+    """Where live nodes take connections, by node id."""
+    return {
+        row["NodeID"]: (row["NodeManagerAddress"], row["NodeManagerPort"])
+        for row in ray.nodes()
+        if row["Alive"]
+    }
 
 
 def _node(row: NodeRow, resources: Mapping[str, float]) -> Node:
@@ -89,6 +100,7 @@ class Requests:
         """Request room for all of ``needs`` at once; False where this key has a request already."""
         if key in self._groups:
             return False
+        # PACK: all that is missing on as few new nodes as hold it, which is what is paid for
         bundles = [
             {"CPU": max(need.cpus, LEAST_CPU), **({"GPU": need.gpus} if need.gpus else {})}
             for need in needs

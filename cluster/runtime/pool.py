@@ -26,7 +26,7 @@ from cluster.runtime import clock
 from cluster.runtime.answers import answer_of
 from cluster.runtime.member import ActorLost, Member, Vacant
 from cluster.runtime.queue import PendingTask, TaskQueue
-from cluster.runtime.starting import Spawn, cause
+from cluster.runtime.starting import Gone, Spawn, cause
 from cluster.runtime.supervisor import Event, Supervisor
 from cluster.runtime.tasks import BackgroundTasks
 from cluster.runtime.transport import RAY, Transport
@@ -59,9 +59,11 @@ class ActorPool(Caller):
         released: Callable[[str], None] = lambda actor: None,
         record: Callable[[Span], None] = lambda span: None,
         transport: Transport = RAY,
+        gone: Gone = lambda actor, node: asyncio.get_running_loop().create_future(),
     ):
         """``released`` is told the name of an actor that leaves for good, ``record`` which actor
-        had which task in hand and when. ``transport`` carries the calls.
+        had which task in hand and when. ``transport`` carries the calls. ``gone`` knows of nodes
+        that are lost.
         """
         self.kind, self.service, self.event = kind, service, event
         self.prepare: Callable[[Member, object], Awaitable[None]] | None = None
@@ -81,6 +83,8 @@ class ActorPool(Caller):
             over=self._end,
             released=released,
             accepts=lambda info: self.accepts(info),
+            gone=gone,
+            stranded=self._stranded,
         )
         self._replacements = BackgroundTasks()  # those that no slot waits for
         self.reissued = 0
@@ -120,6 +124,7 @@ class ActorPool(Caller):
         """The answer of some actor. ``Task.accept`` may refuse it: then the task is tried again,
         on another actor where there is one. Raises as ``Caller.perform``.
         """
+        # at once, rather than queued: nobody would ever take it
         if self.failure:
             raise self.failure
         pending = PendingTask(task, call)
@@ -152,6 +157,7 @@ class ActorPool(Caller):
                 why = str(loss) if isinstance(loss, ActorLost) else cause(loss)
                 self._replacements.start(self.supervisor.replace(member, incarnation, why))
 
+        # one that is lost must not keep the others from being told: each looks after itself
         await asyncio.gather(*(one(member) for member in self.members if member.serving))
 
     async def ask(
@@ -207,13 +213,17 @@ class ActorPool(Caller):
         except Vacant:
             self._put(pending)
         except ActorLost as loss:
+            # with a state, another actor could not answer it: all goes back to a checkpoint
             if self._stateful:
                 self._lose_state(member, pending, str(loss))
                 return
-            blamed = member.blames(pending)
+            blamed = member.blames(pending, loss)
+            # also when another task is to blame: sent together again, two that kill an actor could
+            # go on accusing each other until the pool has used its restarts
             pending.alone = True
             (self._count_failure if blamed else self._retry)(pending, member, str(loss))
             await self.supervisor.replace(member, pending.incarnation, str(loss))
+        # no actor could do better: what the task names is gone, or the run itself is wrong
         except (InputsLost, RunFailed) as end:
             member.answer(pending)
             pending.fail(end)
@@ -293,13 +303,14 @@ class ActorPool(Caller):
         pending.answers += 1
         task = pending.task
         fault = task.accept(value) if task.accept else None
+        # the last answer stands whatever it is: who asked counts what is missing in it
         if fault and pending.answers < task.tries:
             pending.avoid = member.index
             self._retry(pending, member, fault)
         elif not pending.future.done():
             pending.future.set_result(value)
             if pending.retries:
-                told = {"actor": member.index, "reissues": pending.retries}
+                told = {"actor": member.index, "retries": pending.retries}
                 self.event("chunk_recovered", kind=self.kind, unit=str(task.key), **told)
 
     # ---- failures
@@ -307,6 +318,7 @@ class ActorPool(Caller):
     def _count_failure(self, pending: PendingTask, member: Member, why: str) -> None:
         """Back to the queue, or the end of the run when the task has used its attempts."""
         pending.attempts += 1
+        # a fault may be the machine's: another member shows whether it is the task's
         pending.avoid = member.index
         if pending.attempts < (1 if self._stateful else self.service.max_attempts):
             self._retry(pending, member, why)
@@ -325,14 +337,24 @@ class ActorPool(Caller):
         """What the actor knew is gone: this task, all that wait and all that come fail, until the
         pool is renewed. Of several losses of one actor only the first is told.
         """
-        lost = StateLost(f"the {self.kind} was lost: {why}")
-        pending.fail(lost)
+        pending.fail(StateLost(f"the {self.kind} was lost: {why}"))
+        self._discard(member, pending.incarnation, why)
+
+    def _stranded(self, member: Member, incarnation: int, why: str) -> None:
+        if self._stateful:
+            self._discard(member, incarnation, why)
+        else:
+            self._replacements.start(self.supervisor.replace(member, incarnation, why))
+
+    def _discard(self, member: Member, incarnation: int, why: str) -> None:
         member.forget_sent()
-        if member.incarnation == pending.incarnation:
+        # others report the same loss later, when a successor may be in its place
+        if member.incarnation == incarnation:
             self.supervisor.discard(member, why)
-            self._end(lost)
+            self._end(StateLost(f"the {self.kind} was lost: {why}"))
 
     def _end(self, failure: RunFailed | StateLost) -> None:
         self.failure = failure
         self.failed.set()
+        # after ``failure`` is set: what is put from now on fails by itself
         self.queue.fail_all(failure)

@@ -76,6 +76,7 @@ class TaskQueue:
 
     async def take(self, fits: Callable[[PendingTask], bool]) -> PendingTask:
         """The first task that ``fits``, once there is one."""
+        # a task that this slot must not take is passed over, and does not hold up what is behind it
         for place, (_, _, pending) in enumerate(self._waiting):
             if fits(pending):
                 del self._waiting[place]

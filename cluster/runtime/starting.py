@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from typing import TypeAlias
+from typing import TypeAlias, cast
 
 from ray.exceptions import ActorUnschedulableError, RayActorError, RayError
 
 from actors.calls import Call
 from actors.messages import ActorInfo
 from cluster.runtime import clock
+from cluster.runtime.member import NodeLost
 from cluster.runtime.transport import Handle, Transport
 from planning.placement import NoRoom
 from records.errors import RunFailed
@@ -21,6 +22,10 @@ LOST_STARTS = 4
 seconds.
 """
 PAUSE_S = 1.0
+Gone: TypeAlias = Callable[[str, "str | None"], "asyncio.Future[str]"]
+"""From an actor's name, and its node where it has said which: done when the node that it is on, or
+that was chosen for it, is lost, with the reason.
+"""
 READY = Call("ready", (), {})
 
 
@@ -31,8 +36,11 @@ async def start_actor(
     who: str,
     deadline_s: float,
     waits: Callable[[str], None],
+    gone: Callable[[], asyncio.Future[str]],
 ) -> tuple[Handle, ActorInfo]:
-    """A new actor, and what it says of itself. ``waits`` is told once when there is no room for it.
+    """A new actor, and what it says of itself.
+
+    ``waits`` is told once when there is no room for it; ``gone`` is asked when it has a place.
 
     Raises:
         RunFailed: its constructor raised (with the constructor's own words), it died again and
@@ -53,9 +61,8 @@ async def start_actor(
             await asyncio.sleep(PAUSE_S)
             continue
         try:
-            future = transport.answer(transport.send(handle, READY)[0])
-            async with asyncio.timeout(max(deadline - clock.now(), PAUSE_S)):
-                return handle, await future
+            left = max(deadline - clock.now(), PAUSE_S)
+            return handle, await _ready(transport, handle, left, gone())
         except TimeoutError:
             transport.kill(handle)
             raise RunFailed(
@@ -66,7 +73,9 @@ async def start_actor(
         except asyncio.CancelledError:
             transport.kill(handle)
             raise
-        except (RayActorError, ActorUnschedulableError) as error:
+        # not at once the end: until Ray has noticed that a node died, it still places actors there
+        except (RayActorError, ActorUnschedulableError, NodeLost) as error:
+            transport.kill(handle)
             lost += 1
             if (
                 getattr(error, "actor_init_failed", False)
@@ -77,6 +86,22 @@ async def start_actor(
             await asyncio.sleep(PAUSE_S)
         except RayError as error:
             raise RunFailed(f"{who} did not start: {cause(error)}") from None
+
+
+async def _ready(
+    transport: Transport, handle: Handle, left_s: float, gone: asyncio.Future[str]
+) -> ActorInfo:
+    """What the actor says. Raises NodeLost, TimeoutError, or what its constructor raised."""
+    future = transport.answer(transport.send(handle, READY)[0])
+    try:
+        await asyncio.wait({future, gone}, timeout=left_s, return_when=asyncio.FIRST_COMPLETED)
+        if future.done():
+            return cast(ActorInfo, future.result())
+    finally:
+        future.cancel()  # nothing where it is done
+    if gone.done():
+        raise NodeLost(gone.result())
+    raise TimeoutError
 
 
 def cause(error: BaseException) -> str:

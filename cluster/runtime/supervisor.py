@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 from actors.messages import ActorInfo
 from cluster.runtime.member import Member
-from cluster.runtime.starting import Spawn, start_actor
+from cluster.runtime.starting import Gone, Spawn, start_actor
 from cluster.runtime.tasks import run_together
 from cluster.runtime.transport import Transport
 from configs.services import Service
@@ -36,6 +36,8 @@ class Supervisor:
     over: Callable[[RunFailed], None]  # told when no actor is left
     released: Callable[[str], None]  # told the name of an actor that leaves for good
     accepts: Callable[[ActorInfo], str | None]  # what is wrong with an actor beside the others
+    gone: Gone
+    stranded: Callable[[Member, int, str], None]  # told when the node of an incarnation is lost
     members: list[Member] = field(init=False)  # by rising index
     starting: int = field(default=0, init=False)  # new actors on their way
     lost: int = field(default=0, init=False)  # actors that died or hung since the pool was made
@@ -56,6 +58,7 @@ class Supervisor:
         slots = [slot for member in self.members for slot in member.slots]
         for slot in slots:
             slot.cancel()
+        # the slots first: one that still ran would take the kill for a loss, and replace the actor
         await asyncio.gather(*slots, return_exceptions=True)
         for member in self.members:
             member.kill()
@@ -107,6 +110,7 @@ class Supervisor:
             self.members.append(member)
             self._open(member)
 
+        # all are waited for, though one failed: an actor that comes later would have no slots
         outcomes = await asyncio.gather(*map(join, members), return_exceptions=True)
         self.members.sort(key=lambda member: member.index)
         for outcome in outcomes:
@@ -124,6 +128,7 @@ class Supervisor:
         async with member.lock:
             member.kill()
         self.members.remove(member)
+        # what it did stays counted, or a pool that shrinks would seem to have been idle
         self._removed_busy_s += member.busy_s
         self.released(self.name(member))
         self._tell("actor_removed", member, units=member.answered)
@@ -154,10 +159,12 @@ class Supervisor:
             self.discard(member, why)
             if member.leaving:
                 return
+            # counted per place: one bad node must not use up the restarts of the others
             member.restarts += 1
             if member.restarts > self.service.max_restarts:
                 self._bench(member, why)
                 return
+            # a task of its own, so that a member that is removed meanwhile can stop it
             member.refill = asyncio.create_task(self._fill(member))
             try:
                 await member.refill
@@ -210,17 +217,25 @@ class Supervisor:
             who,
             self.start_deadline_s,
             lambda why: self.event("actor_waits", kind=self.kind, actor=member.index, why=why),
+            lambda: self.gone(self.name(member), None),
         )
         # those that the run starts with are compared by the first use of them all
         if (joins or member.incarnation) and (fault := self.accepts(info)):
             self.transport.kill(handle)
             raise RunFailed(f"{who} {fault}")
-        member.fill(handle, info)
+        incarnation, gone = member.incarnation, self.gone(self.name(member), info.node)
+        member.fill(handle, info, gone)
+        gone.add_done_callback(lambda why: self._node_lost(member, incarnation, why))
         name = (
             "actor_replaced" if member.incarnation else "actor_added" if joins else "actor_started"
         )
         self._tell(name, member, **info.event_fields())
         self.changed()
+
+    def _node_lost(self, member: Member, incarnation: int, why: asyncio.Future[str]) -> None:
+        """Also of an actor that nothing is asked of now: the next task shall not wait for it."""
+        if not why.cancelled() and member.handle and member.incarnation == incarnation:
+            self.stranded(member, incarnation, why.result())
 
     def _tell(self, name: str, member: Member, **fields: object) -> None:
         self.event(

@@ -4,18 +4,74 @@ algorithm 1).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
-import torch
-from torch import Tensor
+from pydantic import Field
 
-from configs.objectives import AWMSettings
+from configs.objective import ObjectiveSettings, whole_part
 from learner.objectives.base import Points, clipped_surrogate, diffuse, distance, per_point_mean
-from policy.sampling.sde import PathSolver
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from policy.sampling.sde import PathSolver
 
 TINY = 1e-10
 ANCHOR = "anchor"
+
+
+class AWMSettings(ObjectiveSettings):
+    """Advantage weighted matching (arXiv 2509.25050).
+
+    A policy gradient with the flow-matching loss in the place of the log-probability.
+    """
+
+    name: Literal["awm"] = "awm"
+    weighting: Literal["uniform", "t", "t2", "huber", "ghuber"] = Field(
+        default="ghuber",
+        description="cost of the squared error e at time t: e, t e, t^2 e, or a Huber loss of it",
+    )
+    huber_power: float = Field(default=0.25, gt=0, le=1, description="p of 'ghuber'")
+    ratio_clip: float = Field(
+        default=1.0, gt=0, description="e of the clipped ratio [1 - e, 1 + e]"
+    )
+    kl: float = Field(
+        default=1e-3,
+        ge=0,
+        description="weight of the squared velocity distance to the reference (adapters off)",
+    )
+    ema: float = Field(
+        default=1.0,
+        ge=0,
+        description="weight of the squared velocity distance to the objective's own average",
+    )
+    ema_slope: float = Field(
+        default=0.001,
+        ge=0,
+        description="the average's decay after iteration s is min(ema_slope s, ema_cap)",
+    )
+    ema_cap: float = Field(default=0.3, ge=0, lt=1)
+    advantage_clip: float = Field(
+        default=5.0, gt=0, description="advantages are clipped to [-c, c] and scaled by 1/c"
+    )
+    times_per_sample: int = Field(
+        default=6, ge=1, description="training times per sample, one in each part of the schedule"
+    )
+    schedule_fraction: float = Field(
+        default=0.9,
+        gt=0,
+        le=1,
+        description="training times come from this first part of the schedule",
+    )
+    first_step: bool = Field(
+        default=False,
+        description="training times include the schedule's first, as in its PickScore recipe",
+    )
+
+    def trained_steps(self, steps: int) -> Sequence[int]:
+        return range(0 if self.first_step else 1, whole_part(self.schedule_fraction * steps))
 
 
 class AWM:
@@ -32,6 +88,7 @@ class AWM:
     decay min(ema_slope s, ema_cap) after iteration s.
     """
 
+    Settings = AWMSettings
     sampling_adapter = "old"
     path_solver: PathSolver | None = None
     one_noise = False
@@ -56,6 +113,8 @@ class AWM:
 
         A part that is narrower than one step takes the step that it begins in.
         """
+        import torch
+
         steps = self.settings.trained_steps(len(sigmas) - 1)
         count, latents = self.settings.times_per_sample, samples["latents"]
         edges = np.floor(np.linspace(0, len(steps), count + 1) + 1e-9).astype(int)

@@ -2,19 +2,23 @@
 
 Notation: x_t = (1 - t) x0 + t eps, t in (0, 1], v = eps - x0, x0_hat = x_t - t v; sigma is t. S
 samples, P points, a point being one (sample, training time) pair, or one step of a sample's path.
+
+Torch is imported within functions: reading a configuration imports these files for their settings.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
-import torch
-from torch import Tensor
 
-from policy.sampling.sde import PathSolver
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+    from policy.sampling.sde import PathSolver
 
 Record = dict[str, np.ndarray]
 """Samples as they travel, named arrays with one row each: "latents" float32 [K, *latent] always; of
@@ -50,6 +54,8 @@ class Points:
     @staticmethod
     def cat(parts: Sequence[Points]) -> Points:
         """The points of all parts, in order; sample indices are taken as they are."""
+        import torch
+
         given = {name: torch.cat([part.given[name] for part in parts]) for name in parts[0].given}
         x_t, sigma, index = (
             torch.cat([getattr(p, name) for p in parts])
@@ -108,6 +114,8 @@ def draw_times(sigmas: Tensor, samples: int, times: int, rng: np.random.Generato
     Where ``times`` exceeds the schedule, every time occurs the same number of times, give or take
     one.
     """
+    import torch
+
     grid = sigmas[:-1].cpu().numpy()
     rounds = -(-times // len(grid))
     rows = [
@@ -123,6 +131,8 @@ def diffuse(samples: Tensor, times: Tensor, rng: np.random.Generator) -> Points:
 
     x0 and eps are ``given``.
     """
+    import torch
+
     count, per_sample = times.shape
     sigma = times.reshape(-1).to(samples.device)
     index = torch.arange(count, device=samples.device).repeat_interleave(per_sample)
@@ -155,7 +165,7 @@ def clipped_surrogate(
     """
     ratio = (log_prob - old_log_prob.detach()).exp()
     weight = advantages.to(ratio)
-    loss = torch.maximum(-weight * ratio, -weight * ratio.clamp(1 - clip, 1 + clip)).double().mean()
+    loss = (-weight * ratio).maximum(-weight * ratio.clamp(1 - clip, 1 + clip)).double().mean()
     outside = ((ratio - 1).abs() > clip).double().mean()
     return loss, {
         "loss/policy": loss.detach(),

@@ -3,11 +3,41 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Literal
 
 import numpy as np
+from pydantic import Field
 
-from configs.objectives import DanceGRPOSettings, whole_part
+from configs.objective import PathSettings, whole_part
 from learner.objectives.grpo import PathGRPO
+
+
+class DanceGRPOSettings(PathSettings):
+    """DanceGRPO (arXiv 2505.07818): GRPO on a random part of the steps of Dance-SDE, without KL."""
+
+    solvers = ("dance_sde",)
+    advantage_std = "group"
+    advantage_eps = 1e-8
+
+    name: Literal["dance_grpo"] = "dance_grpo"
+    eta: float = Field(default=0.3, gt=0, description="noise level of the stochastic solver")
+    step_fraction: float = Field(
+        default=0.6,
+        gt=0,
+        le=1,
+        description="share of the steps, without the last, drawn for each sample",
+    )
+    shared_noise: bool = Field(
+        default=False,
+        description="one initial noise per prompt, as in the paper; arm 'diffusionnft' only",
+    )
+
+    @property
+    def one_noise_per_group(self) -> bool:
+        return self.shared_noise
+
+    def trained_steps(self, steps: int) -> Sequence[int]:
+        return range(steps - 1)
 
 
 class DanceGRPO(PathGRPO):
@@ -15,13 +45,12 @@ class DanceGRPO(PathGRPO):
     one; no KL.
     """
 
+    Settings = DanceGRPOSettings
+
     def __init__(self, settings: DanceGRPOSettings, measure_kl: bool = False) -> None:
         super().__init__(settings, 0.0, measure_kl)
-        self.settings = settings
-
-    def usable(self, count: int) -> Sequence[int]:
-        return self.settings.trained_steps(count)
+        self._share = settings.step_fraction
 
     def drawn(self, usable: np.ndarray, rng: np.random.Generator) -> np.ndarray:
-        count = max(whole_part(self.settings.step_fraction * len(usable)), 1)
+        count = max(whole_part(self._share * len(usable)), 1)
         return np.sort(rng.permutation(usable)[:count])

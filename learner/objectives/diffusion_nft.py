@@ -5,16 +5,47 @@ algorithm 1).
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
-import torch
-from torch import Tensor
+from pydantic import Field
 
-from configs.objectives import DiffusionNFTSettings
+from configs.objective import ObjectiveSettings
 from learner.objectives.base import Points, diffuse, distance, draw_times, per_point_mean
-from policy.sampling.sde import PathSolver
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from policy.sampling.sde import PathSolver
 
 SMALLEST_WEIGHT = 1e-5
+
+
+class DiffusionNFTSettings(ObjectiveSettings):
+    """DiffusionNFT (arXiv 2509.16117): negative-aware fine-tuning on the forward process."""
+
+    old_schedule = "linear_cap"
+
+    name: Literal["diffusion_nft"] = "diffusion_nft"
+    beta: float = Field(
+        default=1.0,
+        gt=0,
+        le=10,
+        description="mixing strength of the implicit positive and negative policies",
+    )
+    kl: float = Field(
+        default=1e-4,
+        ge=0,
+        description="weight of the squared velocity distance to the reference (adapters off)",
+    )
+    advantage_clip: float = Field(
+        default=5.0, gt=0, description="advantages are clipped to [-c, c] and scaled by 1/c"
+    )
+    times_per_sample: int = Field(
+        default=6,
+        ge=1,
+        description="training times drawn per sample from the regeneration schedule",
+    )
 
 
 class DiffusionNFT:
@@ -31,6 +62,7 @@ class DiffusionNFT:
     where kl is 0.
     """
 
+    Settings = DiffusionNFTSettings
     sampling_adapter = "old"
     path_solver: PathSolver | None = None
     one_noise = False
@@ -76,6 +108,5 @@ def _residual_loss(points: Points, velocity: Tensor) -> Tensor:
     """L of the class docstring for each point: float64 [P]."""
     t = points.sigma.reshape(-1, *[1] * (points.x_t.ndim - 1))
     residual = points.x_t - t * velocity - points.given["x0"]
-    with torch.no_grad():
-        weight = per_point_mean(residual.double().abs()).clamp(min=SMALLEST_WEIGHT)
+    weight = per_point_mean(residual.detach().double().abs()).clamp(min=SMALLEST_WEIGHT)
     return per_point_mean(residual**2).double() / weight

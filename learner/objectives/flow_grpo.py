@@ -3,9 +3,35 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Literal
 
-from configs.objectives import FlowGRPOSettings
+from pydantic import Field
+
+from configs.objective import PathSettings, whole_part
 from learner.objectives.grpo import PathGRPO
+
+
+class FlowGRPOSettings(PathSettings):
+    """FlowGRPO (arXiv 2505.05470): GRPO on the paths of Flow-SDE."""
+
+    solvers = ("flow_sde",)
+
+    name: Literal["flow_grpo"] = "flow_grpo"
+    eta: float = Field(default=0.7, gt=0, description="noise level of the stochastic solver")
+    kl: float = Field(
+        default=0.04,
+        ge=0,
+        description="weight beta of the KL to the reference; published SD3 recipes: 0.04, 0.01",
+    )
+    step_fraction: float = Field(
+        default=0.99,
+        gt=0,
+        le=1,
+        description="trained steps, from the first; 0.99 leaves out the last of up to 100",
+    )
+
+    def trained_steps(self, steps: int) -> Sequence[int]:
+        return range(whole_part(self.step_fraction * steps))
 
 
 class FlowGRPO(PathGRPO):
@@ -13,9 +39,7 @@ class FlowGRPO(PathGRPO):
     reference.
     """
 
+    Settings = FlowGRPOSettings
+
     def __init__(self, settings: FlowGRPOSettings, measure_kl: bool = False) -> None:
         super().__init__(settings, settings.kl, measure_kl)
-        self.settings = settings
-
-    def usable(self, count: int) -> Sequence[int]:
-        return self.settings.trained_steps(count)

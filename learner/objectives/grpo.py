@@ -4,19 +4,21 @@ sampling paths.
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Container, Mapping, Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
-import torch
-from torch import Tensor
 
-from configs.objectives import DanceGRPOSettings, FlowGRPOSettings
+from configs.objective import PathSettings
 from learner.objectives.base import Points, clipped_surrogate, per_point_mean
-from policy.sampling.sde import PathSolver, Step
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from policy.sampling.sde import Step
 
 
-class PathGRPO(ABC):
+class PathGRPO:
     """A point is one step j of a sample's path, an action with a Gaussian density.
 
         log p = mean over latent dimensions of log N(x_{j+1}; mean_theta(x_j), std^2),  r = exp(log
@@ -38,9 +40,10 @@ class PathGRPO(ABC):
     sampling_adapter = "old"
     averages: Mapping[str, Callable[[int], float]] = {}
 
-    def __init__(
-        self, settings: FlowGRPOSettings | DanceGRPOSettings, kl: float, measure_kl: bool
-    ) -> None:
+    def __init__(self, settings: PathSettings, kl: float, measure_kl: bool) -> None:
+        from policy.sampling.sde import PathSolver
+
+        self._trained_steps = settings.trained_steps
         self.clip, self.advantage_clip, self.kl = settings.ratio_clip, settings.advantage_clip, kl
         self.path_solver = PathSolver(settings.solvers[0], settings.eta)
         self.noise_weight, self.ratio_norm = settings.noise_weight, settings.ratio_norm
@@ -48,10 +51,6 @@ class PathGRPO(ABC):
         self.policies: tuple[str, ...] = (
             ("current", "old", "ref") if kl > 0 or measure_kl else ("current", "old")
         )
-
-    @abstractmethod
-    def usable(self, count: int) -> Sequence[int]:
-        """Which of a path's ``count`` steps may be trained on: ascending positions."""
 
     def drawn(self, usable: np.ndarray, rng: np.random.Generator) -> np.ndarray:
         """Those of the ``usable`` steps that a sample is trained on: ascending, all of them."""
@@ -61,7 +60,7 @@ class PathGRPO(ABC):
         self, count: int, rng: np.random.Generator, window: Container[int] | None = None
     ) -> np.ndarray:
         """The trained steps of a path of ``count`` steps that is stochastic in ``window``."""
-        usable = [j for j in self.usable(count) if window is None or j in window]
+        usable = [j for j in self._trained_steps(count) if window is None or j in window]
         return self.drawn(np.asarray(usable), rng)
 
     def points(
@@ -72,6 +71,8 @@ class PathGRPO(ABC):
 
         Raises ValueError where a path has not as many steps as the schedule [T + 1].
         """
+        import torch
+
         states, stored = samples["states"], samples["log_probs"]
         count = len(sigmas) - 1
         if states.shape[1] != count + 1 or stored.shape != (len(states), count):
@@ -107,8 +108,10 @@ class PathGRPO(ABC):
 
     def _weights(self, chosen: np.ndarray, sigmas: Tensor, window: Container[int] | None) -> Tensor:
         """std^p of the ``chosen`` steps over its mean of all steps that may be chosen."""
+        import torch
+
         weights = self.path_solver.std(sigmas[:-1], sigmas[1:]) ** self.noise_weight
-        usable = [j for j in self.usable(len(weights)) if window is None or j in window]
+        usable = [j for j in self._trained_steps(len(weights)) if window is None or j in window]
         return (weights[torch.from_numpy(chosen)] / weights[usable].mean()).float()
 
     def loss(
@@ -127,7 +130,7 @@ class PathGRPO(ABC):
             weight = weight * points.given["weight"]
         log_prob, base = current.log_prob(x_next), old
         if self.ratio_norm:
-            log_prob, base = self._normed(log_prob - old, steps), torch.zeros_like(old)
+            log_prob, base = self._normed(log_prob - old, steps), old.new_zeros(old.shape)
             weight = weight / current.length.flatten()
         loss, metrics = clipped_surrogate(weight, log_prob, base, self.clip)
         metrics["loss/log_prob_drift"] = (old - points.given["log_prob"]).abs().double().mean()

@@ -277,7 +277,9 @@ def _nothing_fits(
 def _nearest(config: RunConfig, gpus: Sequence[Gpus], costs: Costs) -> str | None:
     """The other mode, more GPUs of the kind, or larger ones."""
     kind = max(gpus, key=lambda each: each.memory_gb)
-    free = config.model_copy(update={"layout": config.layout.model_copy(update={"mode": "auto"})})  # type: ignore[union-attr]
+    assert config.layout is not None
+    layout = config.layout.model_copy(update={"mode": "auto"})
+    free = config.model_copy(update={"layout": layout})
     for more in [
         count for count in (kind.count, kind.count + 1, 2, 4, 8, 16) if count >= kind.count
     ]:

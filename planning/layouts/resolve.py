@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 
 from configs.load import ConfigError
 from configs.schema import RunConfig
+from configs.services import Service
 from planning.assumptions import (
     ACCELERATORS,
     Assumptions,
@@ -44,11 +45,12 @@ def laid_out(
     if not to_choose(config):
         return LaidOut(config, None)
     if not gpus:
+        mode = config.layout.mode if config.layout else None
         raise ConfigError(
             [
-                f"layout.mode = {config.layout.mode!r}: there is no GPU here"  # type: ignore[union-attr]
-                f" for {config.model.path}: run it where GPUs are, or give services.rollout,"
-                " learner, encoder and reward gpus = 0 to run it on CPUs"
+                f"layout.mode = {mode!r}: there is no GPU here for {config.model.path}: run it"
+                " where GPUs are, or give services.rollout, learner, encoder and reward gpus = 0 to"
+                " run it on CPUs"
             ]
         )
     mine = used(gpus, config.layout.gpus if config.layout else None)
@@ -111,10 +113,10 @@ def keep_layout(config: RunConfig, recorded: RunConfig) -> RunConfig:
     learner: dict[str, object] = {}
     if "actors" not in given["learner"]:
         learner["replicas"] = services.learner.replicas
-    changed = {"learner": ours.learner.model_copy(update=learner)}
+    changed: dict[str, Service] = {"learner": ours.learner.model_copy(update=learner)}
     for kind in ("encoder", "reward"):
         if not services.of(kind).gpus and "gpus" not in given.get(kind, {"gpus": 0}):
-            changed[kind] = ours.of(kind).model_copy(update={"gpus": 0.0})  # type: ignore[assignment]
+            changed[kind] = ours.of(kind).model_copy(update={"gpus": 0.0})
     top: dict[str, object] = {"services": ours.model_copy(update=changed)}
     if "explore_ahead" not in config.model_fields_set:
         top["explore_ahead"] = recorded.explore_ahead

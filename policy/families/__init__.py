@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from configs.families import FAMILIES as ROWS
+from configs.named import named_class
 from configs.sections import Model
 from policy.families.base import INDEX, Family, TextEncoder, model_directory, pipeline_file
-from policy.types import named_class
 
 FAMILIES: dict[str, type[Family]] = {name: named_class(row, Family) for name, row in ROWS.items()}
 

@@ -121,6 +121,8 @@ class EmulatedNVFP4Linear(QuantisedLinear):
         """alpha (Ux Uw^T) + bias."""
         operand, amax = self.workspace.quantised(x)
         weight = nvfp4.decoded_operand(self.codes, self.scales, *self.workspace.tables(x.device))
+        # both operands are small integers times powers of two: products are exact in float32, and
+        # only the sums round, as they do in a tensor core
         y = torch.mm(operand, weight.t()).mul_((amax * self.amax) * ALPHA)
         if self.bias is not None:
             y += self.bias

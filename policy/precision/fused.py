@@ -51,6 +51,7 @@ class Joint:
             self._input, self._version = x, version
             found = self._parts[index]
         assert found is not None
+        # given up part by part: a block's q, k and v need not all stay until the next block
         self._parts[index] = None
         if all(part is None for part in self._parts):
             self._input, self._parts = None, []

@@ -28,6 +28,7 @@ class QuantisedLinear(nn.Module):
 
     def _apply(self, fn, recurse: bool = True):  # type: ignore[no-untyped-def]
         """Moves with the module; a cast does not reach the scales."""
+        # `model.to(bfloat16)` would round the scales to 8 bits, and every weight with them
         kept = {name: getattr(self, name) for name in self.float32_buffers}
         super()._apply(fn, recurse)
         for name, buffer in kept.items():

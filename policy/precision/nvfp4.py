@@ -156,10 +156,12 @@ def search_scales(
 ) -> Tensor:
     """The scale of least squared error per block, plain on ties: float8_e4m3fn [N, K / 16]."""
     chosen = plain.view(torch.uint8).clone()
+    # by rows: the error of a candidate takes as much memory as the float32 weight itself
     for start in range(0, len(values), rows):
         part, codes = values[start : start + rows], chosen[start : start + rows]
         base = codes.to(torch.int16)
         least = _block_error(part, base, s_enc, amax)
+        # in the order of codes, and only a strictly smaller error wins: the choice is reproducible
         for offset in SEARCH_OFFSETS:
             candidate = (base + offset).clamp_(0, 126)  # 126 is 448, 127 is NaN
             error = _block_error(part, candidate, s_enc, amax)
@@ -184,6 +186,7 @@ def encode(q: Tensor, negative: Tensor) -> Tensor:
         magnitude.view(torch.int32) >> 22
     ) - 252  # exponent and top mantissa bit: right from 1.0 on
     code = torch.maximum(above, (magnitude * 2).to(torch.int32).clamp_(max=2)).to(torch.uint8)
+    # the sign of what was rounded to 0 is kept, as the kernels do: -0 and 0 are two codes
     code |= negative.to(torch.uint8) << 3
     return code[:, 0::2] | code[:, 1::2] << 4
 

@@ -6,6 +6,7 @@ import re
 from collections.abc import Container, Iterator, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
+from typing import cast
 
 from torch import nn
 
@@ -156,7 +157,8 @@ def as_linear(module: nn.Linear | nn.Conv2d) -> nn.Linear:
     rows, columns = module.weight.shape[:2]
     linear = nn.Linear(columns, rows, bias=False, device="meta")
     linear.weight = nn.Parameter(module.weight.detach().view(rows, columns), requires_grad=False)
-    linear.bias = module.bias  # pyright: ignore[reportAttributeAccessIssue]  # None where the convolution has none
+    # None where the convolution has none
+    linear.bias = module.bias  # pyright: ignore[reportAttributeAccessIssue]
     return linear
 
 
@@ -185,6 +187,7 @@ def swap_linears(
                 f"cannot quantise {row.name!r}: it is a {type(module).__name__}, swap before"
                 " anything wraps it"
             )
+        # groups follow when all others are swapped: their members are joined at once
         if row.fused is None:
             layer = swapped[row.name] = replacement(as_linear(module))
             transformer.set_submodule(
@@ -195,7 +198,8 @@ def swap_linears(
         if row.fused is not None:
             groups.setdefault(row.fused, []).append(row.name)
     for names in groups.values():
-        members = join([as_linear(transformer.get_submodule(name)) for name in names], replacement)  # pyright: ignore[reportArgumentType]
+        linears = [as_linear(cast(nn.Linear, transformer.get_submodule(name))) for name in names]
+        members = join(linears, replacement)
         for name, member in zip(names, members, strict=True):
             swapped[name] = member
             transformer.set_submodule(name, member)

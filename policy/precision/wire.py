@@ -186,6 +186,7 @@ def unpack_into(
             f"version {manifest.version} is {manifest.format} in version {manifest.format_version},"
             f" here it is {here}: learner and explorers must run the same Sol-RL"
         )
+    # all checks before the first copy: half a version would be a policy that nobody published
     _check_shards(manifest, shards, before)
     _check_targets(manifest, targets)
     starts = list(accumulate(manifest.shard_sizes, initial=0))[:-1]

@@ -12,15 +12,8 @@ import pytest
 import torch
 
 from analysis.fidelity.density import density_chart
-from analysis.fidelity.measure import (
-    Measurement,
-    Rewards,
-    backends,
-    hide_loading_bars,
-    run,
-    summarise,
-    tables,
-)
+from analysis.fidelity.measure import backends, hide_loading_bars, run
+from analysis.fidelity.results import Measurement, Rewards, summarise, tables
 from cli.main import main
 from configs.load import ConfigError
 from learner.fidelity import conditional_density

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from analysis.fidelity import measure
-from analysis.fidelity.measure import Measurement
+from analysis.fidelity.results import Measurement
 from configs.load import ConfigError
 from learner.trainer import Trainer
 from policy.precision.backends import BACKENDS

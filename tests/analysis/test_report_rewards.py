@@ -1,4 +1,4 @@
-"""The report's rewards: what is trained on beside what only judges, each with its own scores,
+"""The report's rewards: what is trained on beside what only evaluates, each with its own scores,
 changes and errors.
 """
 
@@ -28,17 +28,21 @@ MIXED = [[0.3, 0.5], [0.2, 0.4]]  # +0.1 and -0.1: 0 +- 0.1
 
 
 def learned(
-    path: Path, changed: dict[str, Any], judges: Sequence[str] = (), gain: float = 0.1, **more: Any
+    path: Path,
+    changed: dict[str, Any],
+    held_out: Sequence[str] = (),
+    gain: float = 0.1,
+    **more: Any,
 ) -> Path:
     """A run of two iterations whose scorers went from BASE to what ``changed`` says. ``more``: by
     scorer's label, added to rows.
     """
     run = write_run(path, iterations=2)
     root = json.loads((run / "config.json").read_text())
-    own = [{"name": label} for label in changed if label not in judges]
+    own = [{"name": label} for label in changed if label not in held_out]
     root["config"]["rewards"] = {
         "scorers": own,
-        "evaluation_scorers": [{"name": label} for label in judges],
+        "evaluation_scorers": [{"name": label} for label in held_out],
     }
     (run / "config.json").write_text(json.dumps(root))
 
@@ -54,7 +58,7 @@ def learned(
                 row |= {
                     f"rewards/images_per_s/{label}": 200.0 + 100 * row["iteration"]
                     for label in changed
-                    if label not in judges
+                    if label not in held_out
                 }
             else:
                 row |= means(after if row["iteration"] else dict.fromkeys(changed, BASE))
@@ -93,7 +97,7 @@ def test_a_change_within_two_errors_is_called_none():
 
 
 @pytest.mark.parametrize(
-    ("judged", "gain", "said"),
+    ("evaluated", "gain", "said"),
     [
         (
             UP,
@@ -112,11 +116,13 @@ def test_a_change_within_two_errors_is_called_none():
         ),
     ],
 )
-def test_the_held_out_scorer_is_put_in_words(tmp_path: Path, judged: Any, gain: float, said: str):
+def test_the_held_out_scorer_is_put_in_words(
+    tmp_path: Path, evaluated: Any, gain: float, said: str
+):
     run = read_run(
         learned(
             tmp_path / "r",
-            {"clipscore": UP, "jpeg_compressibility": judged},
+            {"clipscore": UP, "jpeg_compressibility": evaluated},
             ["jpeg_compressibility"],
             gain,
         )

@@ -54,8 +54,8 @@ EXPECTED = {
         (what, "goal") for what in ("all actors answer", "all processes", "those of the run")
     ],
 }
-LONG = "scale", "start"
-"""They start actors of their own."""
+LONG = "scale", "start", "ring", "publish"
+"""They start actors of their own, or whole runs."""
 QUARTERS = "plan", "driver"
 """They take a quarter of an hour; what they are made of is tested in ``test_simulator``."""
 

@@ -12,12 +12,18 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
 from bench.gpu_check import __main__ as command
 from bench.gpu_check import gpu_tests, running
 from bench.gpu_check.claims import CLAIMS, verdict
 from bench.gpu_check.findings import Finding, Item, LeftOut, Outcome, Results, as_tree, from_tree
+from bench.gpu_check.iteration import no_room, weight_bytes
 from bench.gpu_check.sections import SECTIONS, Section
+from bench.gpu_check.setting import Setting
+from policy.families import FAMILIES
+from policy.families.architectures import published
+from policy.precision.backends import BACKENDS
 
 ROOT = Path(__file__).parent.parent.parent
 PAGE = ROOT / "docs" / "gpu.md"
@@ -64,8 +70,10 @@ def test_what_a_cpu_can_tell_is_right(checked):
     }
     assert values["kernels", "bits"] == values["shapes", ""] == 0
     assert values["weights", "bytes"] == values["memory", "weights"] == 1
-    iterations = [each for each in found["sections"] if each["section"] == "iteration"]
-    assert len(iterations[0]["findings"]) == 3  # families
+    (iterations,) = (each for each in found["sections"] if each["section"] == "iteration")
+    ran = {one["labels"]["architecture"].split(" ")[0] for one in iterations["findings"]}
+    assert {published(name)["family"] for name in ran} == FAMILIES.keys()
+    assert iterations["left_out"] == []
 
 
 def test_the_tables_and_the_page_tell_all(checked):
@@ -143,6 +151,37 @@ def test_bits_are_told_by_every_gpu_and_refuted_by_a_cpu():
     assert said(Results({}, False, with_gpu.outcomes), "the Triton kernels") == "refuted"
     right = results("NVIDIA H100", "9.0", ("kernels", Finding("fp8", 0, "", {"kind": "bits"})))
     assert said(Results({}, False, right.outcomes), "the Triton kernels") == "not checkable here"
+
+
+@pytest.mark.parametrize(
+    ("regenerating", "training", "verdict_"),
+    [(1.09, 1.24, "confirmed"), (1.11, 1.0, "refuted"), (1.0, 1.26, "refuted")],
+)
+def test_a_learners_passes_are_held_against_their_goals(regenerating, training, verdict_):
+    values = {"regenerating": regenerating, "regenerating paths": 1.3, "training": training}
+    found = [("lora", Finding(form, value, "x", {"form": form})) for form, value in values.items()]
+    assert said(results("NVIDIA H100", "9.0", *found), "regenerating costs") == verdict_
+
+
+def test_cheap_decoding_can_only_be_refuted_here():
+    """How images rank needs weights."""
+    quick, slow = (
+        ("decode", Finding("sana, BF16", value, "x FP32", {"form": "bf16"})) for value in (2.0, 0.9)
+    )
+    start = "decoding proxies in BF16"
+    assert said(results("NVIDIA H100", "9.0", quick), start) == "not checkable here"
+    assert said(results("NVIDIA H100", "9.0", quick, slow), start) == "refuted"
+
+
+def test_a_family_that_one_gpu_has_no_room_for_is_left_out_with_its_bytes():
+    """FLUX.2 by hand: 32.2 billion weights in BF16, in NVFP4 beside them, and the attention's that
+    are merged; more than 80 GB.
+    """
+    with Setting(True, 0.0).case("flux.2-dev") as case:
+        needed = weight_bytes(case, BACKENDS["torch_nvfp4"], torch.bfloat16)
+    assert 64.4e9 + 0.5625 * 31e9 < needed < 141e9
+    left = no_room(case, needed, 79 * 10**9)
+    assert left.why.endswith(f"its weights alone are {needed / 1e9:.0f} GB, 79 GB are free")
 
 
 # ---- faults

@@ -5,6 +5,7 @@ import json
 import pytest
 import torch
 
+from bench.__main__ import main as bench
 from bench.packing import as_json, count, main, table
 from policy.precision import cost
 
@@ -70,6 +71,9 @@ def test_the_cost_model_takes_what_is_counted():
 
 def test_what_is_printed(capsys):
     assert main(["--json"]) == 0
-    assert json.loads(capsys.readouterr().out) == as_json()
+    said = capsys.readouterr().out
+    assert json.loads(said) == as_json()
+    assert bench(["packing", "--json"]) == 0
+    assert capsys.readouterr().out == said
     assert main([]) == 0
     assert "nvfp4   kernels         2" in capsys.readouterr().out

@@ -2,8 +2,8 @@
 nothing had been; how long it took.
 
 A moment is a stage of the progress display ("explored", "scored", ...: something went through it),
-a method of a service ("encode", "export", ...: a call of it was made), or "begin", when an
-iteration starts.
+a method of a service ("encode", "export", ...: a call of it was made), "begin", when an iteration
+starts, or "recovering": an actor was lost, in whichever iteration, and is not replaced yet.
 """
 
 from __future__ import annotations
@@ -29,12 +29,23 @@ from records.rundir import RunDirectory
 from tests.cluster.runs import adapters
 
 SERVICES = ("rollout", "reward", "encoder", "selector", "learner")
-Way = Literal["kill", "stop", "node"]
+RUN = "run"
+"""What is hit by a fault that hits no actor in particular."""
+Way = Literal["kill", "stop", "node", "memory", "monitor", "disk", "driver", "clock", "scale"]
 WORDS: dict[str, str] = {
     "kill": "SIGKILL to",
     "stop": "SIGSTOP to",
     "node": "SIGKILL to the node of",
+    "memory": "no more memory from the kernel for",
+    "monitor": "Ray's memory monitors see little memory",
+    "disk": "the disk is full",
+    "driver": "the driver is stopped",
+    "clock": "the driver's clock jumps",
+    "scale": "rollout is scaled",
 }
+TO_ACTORS = ("kill", "stop", "node", "memory")
+MONITOR_S = 20.0
+"""How long memory stays low where no actor is killed for it."""
 SAME = (
     "iteration",
     "kind",
@@ -59,6 +70,7 @@ DIGITS = 9
 """Of float64 means that are compared: sums in another order differ in the sixteenth."""
 
 
+RECOVERING = "recovering"
 KILL_S = 30.0
 """Ray asks a process to end, and sends SIGKILL to one that does not answer some seconds later."""
 
@@ -66,7 +78,7 @@ KILL_S = 30.0
 @dataclass(frozen=True)
 class Fault:
     """Actor ``actor`` of ``kind`` is hit ``delay_s`` after the ``count``-th ``moment`` of
-    iteration ``iteration``.
+    iteration ``iteration``. ``amount``: seconds of a stop or a jump, or the pool's new size.
     """
 
     kind: str
@@ -77,16 +89,32 @@ class Fault:
     actor: int = 0
     delay_s: float = 0.0
     always: bool = False  # at this and every later such moment of the iteration
+    amount: float = 0.0
 
     def __str__(self) -> str:
         when = f"{self.moment} {self.count} of iteration {self.iteration}"
-        return f"{WORDS[self.way]} {self.kind} {self.actor}, {self.delay_s:.2f} s after {when}"
+        if self.moment == RECOVERING:
+            when = "an actor was lost"
+        what = f"{WORDS[self.way]} {self.kind} {self.actor}"
+        if self.way not in TO_ACTORS:
+            what = f"{WORDS[self.way]}{f' ({self.amount:+g})' if self.amount else ''}"
+        return f"{what}, {self.delay_s:.2f} s after {when}"
 
 
 class Machines(Protocol):
     """Nodes that can be taken away."""
 
-    def remove(self, node: str) -> None: ...
+    def remove(self, node: str, workers: Sequence[int]) -> None: ...
+
+
+class MachineLike(Protocol):
+    """What ``tests.cluster.machine`` does to this machine."""
+
+    def fill(self) -> None: ...
+    def low_memory(self, low: bool) -> None: ...
+    def starve(self, pid: int) -> None: ...
+    def freeze(self, seconds: float) -> None: ...
+    def jump(self, seconds: float) -> None: ...
 
 
 class FaultInjector(Progress):
@@ -96,10 +124,13 @@ class FaultInjector(Progress):
 
     session: Any = None
 
-    def __init__(self, *faults: Fault, machines: Machines | None = None):
+    def __init__(
+        self, *faults: Fault, machines: Machines | None = None, machine: MachineLike | None = None
+    ):
         super().__init__(file=io.StringIO())
-        self.faults, self.machines = faults, machines
+        self.faults, self.machines, self.machine = faults, machines, machine
         self.done: list[Fault] = []
+        self.background: list[asyncio.Task[Any]] = []
         self.pids: list[int] = []
         self.seen: Counter[tuple[int, str]] = Counter()
         self.now = -1
@@ -112,6 +143,14 @@ class FaultInjector(Progress):
             self._listening = True
             for pool in self.session.services.pools:
                 self._listen(pool)
+            event = self.session.rundir.event
+
+            def told(name: str, **fields: Any) -> None:
+                event(name, **fields)
+                if name == "actor_died":
+                    self._happened(RECOVERING)
+
+            self.session.rundir.event = told
 
     def iteration_started(
         self, i: int, groups: int, images: int, totals: Mapping[str, int] | None = None
@@ -142,10 +181,14 @@ class FaultInjector(Progress):
                 if fault.always
                 else count == fault.count and fault not in self.done
             )
-            if due and (fault.iteration, fault.moment) == (self.now, moment):
+            here = fault.iteration == self.now or moment == RECOVERING
+            if due and here and fault.moment == moment:
                 asyncio.get_running_loop().call_later(fault.delay_s, self._inject, fault)
 
     def _inject(self, fault: Fault) -> None:
+        if fault.way not in TO_ACTORS:
+            self._strike_run(fault)
+            return
         pool = next(pool for pool in self.session.services.pools if pool.kind == fault.kind)
         member = next((member for member in pool.members if member.index == fault.actor), None)
         if member is None or member.handle is None or (fault in self.done and not fault.always):
@@ -163,17 +206,61 @@ class FaultInjector(Progress):
         )
         if fault.way == "node":
             assert self.machines is not None
+            there = [
+                member.info.pid
+                for pool in self.session.services.pools
+                for member in pool.members
+                if member.handle is not None and member.info.node == node
+            ]
             self.removal = asyncio.get_running_loop().run_in_executor(
-                None, self.machines.remove, node
+                None, self.machines.remove, node, there
             )
+        elif fault.way == "memory":
+            assert self.machine is not None
+            self.machine.starve(pid)
+            member.handle.eat.remote()  # as it does what it was asked before
         else:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL if fault.way == "kill" else signal.SIGSTOP)
 
+    def _strike_run(self, fault: Fault) -> None:
+        if fault in self.done:
+            return
+        self.done.append(fault)
+        told = {"kind": fault.kind, "actor": fault.actor, "way": fault.way, "why": str(fault)}
+        self.session.rundir.event("fault_injected", **told)
+        if fault.way == "scale":
+            scaled = self.session.scaling.scale({"rollout": int(fault.amount)})
+            self.background.append(asyncio.create_task(scaled))
+            return
+        assert self.machine is not None
+        if fault.way == "disk":
+            self.machine.fill()
+        elif fault.way == "driver":
+            self.machine.freeze(fault.amount)
+        elif fault.way == "clock":
+            self.machine.jump(fault.amount)
+        else:
+            self.background.append(asyncio.create_task(self._low_memory()))
+
+    async def _low_memory(self) -> None:
+        """Until an actor was killed for it."""
+        assert self.machine is not None
+        before, pools = time.monotonic(), self.session.services.pools
+        lost = sum(pool.supervisor.lost for pool in pools)
+        self.machine.low_memory(True)
+        try:
+            while time.monotonic() < before + MONITOR_S:
+                if sum(pool.supervisor.lost for pool in pools) > lost:
+                    return
+                await asyncio.sleep(0.05)
+        finally:
+            self.machine.low_memory(False)
+
     @property
     def left_over(self) -> list[int]:
-        """Struck processes that still are, though Ray was given the seconds that it takes it to
-        kill one that is stopped.
+        """Processes that were hit and still are, though Ray was given the seconds that it takes it
+        to kill one that is stopped.
         """
         deadline = time.monotonic() + KILL_S
         while (
@@ -256,6 +343,12 @@ def recoveries(events: Sequence[Mapping[str, Any]]) -> list[Recovery]:
             return None
 
         who = {"kind": kind, "actor": fault["actor"]}
+        if fault["way"] not in TO_ACTORS:  # whoever is lost first, if any
+            first = next((event for event in later if event["event"] == "actor_died"), None)
+            if fault["way"] != "monitor" or first is None:
+                continue
+            kind = first["kind"]
+            who = {"kind": kind, "actor": first["actor"]}
         noticed = since("actor_died", **who)
         replaced = answered = None
         if noticed is not None:

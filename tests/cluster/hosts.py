@@ -28,6 +28,7 @@ IDLE: defaultdict[tuple[Any, ...], list[Any]] = defaultdict(list)
 """Processes without a run, by what they can be: service, actor class, threads, share and labels."""
 LEAVE_S = 20.0
 """One that hangs is given up after so long."""
+EATEN = 256 << 20
 NUMBERS = itertools.count()
 
 
@@ -47,6 +48,10 @@ def host_of(actor: type) -> type:
         def ready(self) -> ActorInfo:
             actor.__init__(self, *self.arguments)
             return actor.ready(self)
+
+        def eat(self) -> None:
+            """Memory, until there is none."""
+            self.eaten = b"x" * EATEN  # written to: the kernel gives pages when they are
 
         def leave(self) -> None:
             vars(self).clear()

@@ -8,9 +8,11 @@ nodes: a head with all other services, and two that hold the one.
 
 from __future__ import annotations
 
+import os
+import signal
 import sys
 import traceback
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
@@ -30,6 +32,10 @@ MOMENTS = {
     "selector": "scored",
     "learner": "regenerated",
 }
+HEALTH = {"period_ms": "500", "timeout_ms": "1000", "failure_threshold": "5"}
+"""How Ray's head asks its nodes whether they are there (docs/cluster.md); one failure more than is
+advised there, because here all nodes share a few cores with their head.
+"""
 STARTED, DONE = "nodes: ready", "nodes: done"
 
 
@@ -44,6 +50,7 @@ class Machines:
         self._args: dict[str, Mapping[str, Any]] = {}
 
     def __enter__(self) -> Machines:
+        os.environ.update({f"RAY_health_check_{name}": value for name, value in HEALTH.items()})
         self._cluster = Cluster(
             initialize_head=True, head_node_args={"include_dashboard": False, **self._head}
         )
@@ -64,9 +71,9 @@ class Machines:
     def _add(self, node: Mapping[str, Any]) -> None:
         self._args[self._cluster.add_node(**node).node_id] = node
 
-    def remove(self, node: str) -> None:
+    def remove(self, node: str, workers: Sequence[int] = ()) -> None:
         """SIGKILL to all of a node at once, in the way a machine goes: left alone, its workers
-        would answer for another second.
+        would answer for another second. ``workers``: those that are no children of its own.
         """
         (found,) = [one for one in self._cluster.list_all_nodes() if one.node_id == node]
         (raylet,) = [psutil.Process(one.process.pid) for one in found.all_processes["raylet"]]
@@ -74,11 +81,18 @@ class Machines:
         for process in everything:
             with suppress(psutil.NoSuchProcess):
                 process.kill()
+        for pid in workers:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
         self._cluster.remove_node(found, allow_graceful=False)
         self._gone.append(self._args.pop(node))
 
     def repair(self) -> None:
-        """New nodes in the place of those that were taken away."""
+        """New nodes in the place of those that were taken away, or that Ray gave up."""
+        alive = {row["NodeID"] for row in ray.nodes() if row["Alive"]}
+        for node in self._cluster.list_all_nodes():
+            if node.node_id in self._args and node.node_id not in alive:
+                self.remove(node.node_id)
         while self._gone:
             self._add(self._gone.pop())
 

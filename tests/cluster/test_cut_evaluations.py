@@ -44,7 +44,7 @@ def assert_as_if_nothing_had_been(run: RunDirectory, reference: RunDirectory) ->
     assert outcome(run, 3) == outcome(reference, 3)
 
 
-def cut(config: RunConfig, iteration: int, moment: str) -> None:
+def cut(config: RunConfig, iteration: int, moment: str, resume: bool = False) -> None:
     """A run that ends in the evaluation after ``iteration``: when images have been scored, or
     when the scores have been written and the row has not.
     """
@@ -64,7 +64,7 @@ def cut(config: RunConfig, iteration: int, moment: str) -> None:
         (held_out, "save_images", scored) if moment == "scored" else (Sinks, "row", written)
     )
     with mock.patch.object(*place), pytest.raises(RunFailed, match="cut"):
-        run_here(config)
+        run_here(config, resume)
     run = RunDirectory.of(config)
     assert ("evaluation", iteration) not in rows_of(run)
     assert (run.path / "evaluations" / f"step_{iteration:06d}.json").exists() == (
@@ -72,12 +72,11 @@ def cut(config: RunConfig, iteration: int, moment: str) -> None:
     )
 
 
-@pytest.mark.parametrize(
-    ("iteration", "moment"), [(0, "written"), (1, "scored"), (1, "written"), (3, "written")]
-)
-def test_a_run_that_is_resumed(reference, tiny_sd3_dir, tmp_path, iteration, moment):
+def test_a_run_that_is_cut_and_resumed_again_and_again(reference, tiny_sd3_dir, tmp_path):
     config = tiny_config(tiny_sd3_dir, tmp_path, "cut", evaluate__every=1)
-    cut(config, iteration, moment)
+    cut(config, 0, "written")
+    for iteration, moment in ((1, "scored"), (1, "written"), (3, "written")):
+        cut(config, iteration, moment, resume=True)
     assert_as_if_nothing_had_been(run_here(config, resume=True), reference)
 
 

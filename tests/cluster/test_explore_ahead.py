@@ -72,10 +72,6 @@ def test_the_next_iteration_begins_before_the_last_one_ends(alone):
         assert parts <= row["time/iteration_s"] + 1e-6
 
 
-def test_the_number_of_rollout_actors_changes_nothing(alone, tiny_sd3_dir, tmp_path):
-    assert_same(run_here(ahead(tiny_sd3_dir, tmp_path, "pair", services__rollout__actors=2)), alone)
-
-
 def test_a_resumed_run_explores_with_the_same_older_policy(alone, tiny_sd3_dir, tmp_path):
     """Stopped after two iterations, the third is explored with policy 1, which only the checkpoint
     still knows.
@@ -97,7 +93,7 @@ def test_a_resumed_run_explores_with_the_same_older_policy(alone, tiny_sd3_dir, 
 )
 def test_a_kill_changes_nothing(alone, tiny_sd3_dir, tmp_path, fault, versions):
     """An explorer's replacement, and what a new learner exports after going back, have the older
-    policy too.
+    policy too; and two explorers do what one does alone.
     """
     injector = FaultInjector(fault)
     run = run_here(ahead(tiny_sd3_dir, tmp_path, fault.kind), progress=injector)

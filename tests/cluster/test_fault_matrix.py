@@ -87,8 +87,8 @@ def test_stateless_services(undisturbed, tiny_sd3_dir, tmp_path, way):
     run = run_here(tiny_config(tiny_sd3_dir, tmp_path, way, **changes), progress=injector)
     assert {fault.kind for fault in injector.done} == set(STATELESS) == set(died(run))
     assert_as_if_nothing_had_been(run, undisturbed)
-    reissues = sum(event["event"] == "chunk_reissued" for event in run.events())
-    assert run.metrics()[3]["rollout/reissued"] == reissues >= 4
+    retries = sum(event["event"] == "chunk_reissued" for event in run.events())
+    assert run.metrics()[3]["rollout/reissued"] == retries >= 4
     assert run.metrics()[3]["actors/lost"] == len(died(run))
     for recovery in recoveries(run.events()):
         assert recovery.noticed_s is not None and recovery.answered_s is not None

@@ -24,7 +24,7 @@ from tests.learner.tiny import tiny_trainer
 
 
 class Faulty(RolloutActor):
-    """Strikes at every load from the second on, when there is something older to be stuck with."""
+    """Fails at every load from the second on, when there is something older to be stuck with."""
 
     loads = 0
 
@@ -39,10 +39,10 @@ class Faulty(RolloutActor):
 
     def later(self, backend: str | None, manifest: Any, sent: Any, shards: Any) -> Any:
         acknowledged = RolloutActor.load(self, backend, manifest, sent, *shards)
-        self.strike()
+        self.fail()
         return acknowledged
 
-    def strike(self) -> None: ...
+    def fail(self) -> None: ...
 
     @property
     def buffers(self) -> list[torch.Tensor]:
@@ -70,12 +70,12 @@ class OneLayerNotCopied(Faulty):
             "transformer_blocks.0.attn.to_out.0.codes"
         ]
 
-    def strike(self) -> None:
+    def fail(self) -> None:
         self.layer().copy_(self.kept)
 
 
 class OneTensorSwapped(Faulty):
-    def strike(self) -> None:
+    def fail(self) -> None:
         first = self.buffers[0]
         other = next(b for b in self.buffers[1:] if b.shape == first.shape)
         first.copy_(other)
@@ -88,7 +88,7 @@ class OneVersionBehind(Faulty):
         self.kept = [tensor.clone() for tensor in self._explorer.transformer.buffers()]
         return acknowledged
 
-    def strike(self) -> None:
+    def fail(self) -> None:
         for tensor, old in zip(self._explorer.transformer.buffers(), self.kept, strict=True):
             tensor.copy_(old)
 

@@ -22,6 +22,7 @@ from actors.runtime import identity
 from cluster.driver.learners import LearnerGroup
 from cluster.runtime.member import Member
 from cluster.runtime.pool import ActorPool
+from cluster.runtime.template import runtime_env
 from configs.load import ConfigError, load
 from configs.services import LearnerService
 from learner.replicas import GroupBroken
@@ -158,10 +159,12 @@ HERE = Rendezvous("127.0.0.1", 4711, 120.0)
 
 
 def group_of(replicas: int, events: list[dict[str, Any]]) -> LearnerGroup:
-    remote = ray.remote(Told)
+    # this file imports torch, which forks have
+    as_fork = runtime_env(load("quickstart"), "learner")
+    remote = ray.remote(Told).options(num_cpus=0, runtime_env=as_fork)
     pool = ActorPool(
         "learner",
-        lambda name: remote.options(num_cpus=0).remote(),
+        lambda name: remote.remote(),
         LearnerService(replicas=replicas, deadline_s=120),
         lambda name, **more: events.append({"event": name, **more}),
         stateful=True,

@@ -201,7 +201,7 @@ def test_the_unit_that_an_actor_was_at_is_blamed_and_not_the_one_behind_it(ray_h
     assert isinstance(failed, RunFailed) and "bad failed 3 times" in str(failed)
     assert answer == 8
     (recovered,) = [fields for name, fields in harness.events if name == "chunk_recovered"]
-    assert (recovered["unit"], recovered["reissues"]) == ("good", 1)  # then it goes alone
+    assert (recovered["unit"], recovered["retries"]) == ("good", 1)  # then it goes alone
     mine = [span for span in harness.spans if span.work == "good"]
     assert [(span.attempt, span.outcome) for span in mine] == [
         (0, "lost"),
@@ -390,9 +390,9 @@ def test_the_last_one_benched_while_another_fails_to_start_ends_the_run(ray_here
 
     async def work(pool: ActorPool) -> BaseException:
         await pool.supervisor.resize(1)
-        pool.supervisor.start_deadline_s, harness.room = 4.0, False
+        pool.supervisor.start_deadline_s, harness.room = 2.0, False
         growing = asyncio.create_task(pool.supervisor.resize(2))
-        await asyncio.sleep(1)
+        await asyncio.sleep(0.2)
         pool.members[0].restarts = 1  # its last one
         (error,) = await asyncio.gather(pool.call(Task("p"), Echo.poison), return_exceptions=True)
         with pytest.raises(RunFailed, match="had no place"):

@@ -76,13 +76,9 @@ def test_held_out_scorers_score_evaluations_only(shared):
     assert set(trained.values) == {"mean"} and trained.rewards[0] == pytest.approx(
         -1.5 / np.sqrt(1.25)
     )
-    judged, _ = shared.score(rewards, evaluation=True)
-    assert set(judged.values) == {"mean", "jpeg_compressibility"} and judged.rewards.tolist() == [
-        0,
-        1,
-        2,
-        3,
-    ]
+    evaluated, _ = shared.score(rewards, evaluation=True)
+    assert set(evaluated.values) == {"mean", "jpeg_compressibility"}
+    assert evaluated.rewards.tolist() == [0, 1, 2, 3]
 
 
 def test_an_exception_that_passes_costs_nothing(shared):
@@ -234,7 +230,7 @@ def test_a_run_with_a_group_of_its_own_and_a_held_out_scorer(
         tiny_config(
             tiny_sd3_dir,
             tmp_path,
-            "judged",
+            "evaluated",
             rewards__evaluation_scorers=[{"name": "jpeg_incompressibility"}],
             services__scorers={"jpeg_compressibility": {"cpus": 0.1}},
         )

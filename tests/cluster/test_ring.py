@@ -69,11 +69,9 @@ def test_the_lora_moved_away_from_its_start(undisturbed):
     assert all(not torch.equal(now[key], old[key]) for key in moved)
 
 
-@pytest.mark.parametrize("actors", [1, 3])
-def test_the_number_of_rollout_actors_changes_nothing(undisturbed, tiny_sd3_dir, tmp_path, actors):
-    run = run_here(
-        tiny_config(tiny_sd3_dir, tmp_path, f"actors{actors}", services__rollout__actors=actors)
-    )
+def test_the_number_of_rollout_actors_changes_nothing(undisturbed, tiny_sd3_dir, tmp_path):
+    """Three here, two in the other; one in ``test_fault_matrix``, where the driver is killed."""
+    run = run_here(tiny_config(tiny_sd3_dir, tmp_path, "actors", services__rollout__actors=3))
     assert_same(run, undisturbed)
 
 
@@ -118,11 +116,11 @@ def broken(kind: str) -> list[dict[str, Any]]:
     return [{"name": "tests.cluster.scorers:Broken", "settings": {"kind": kind}}]
 
 
-@pytest.mark.parametrize("kind", ["raises", "nan", "short"])
 def test_a_scorer_that_always_fails_stops_the_run_and_is_never_a_zero(
-    ray_here, tiny_sd3_dir, tmp_path, kind
+    ray_here, tiny_sd3_dir, tmp_path
 ):
-    config = tiny_config(tiny_sd3_dir, tmp_path, kind, rewards__scorers=broken(kind))
+    """In which ways it may fail: ``test_reward_service``."""
+    config = tiny_config(tiny_sd3_dir, tmp_path, "broken", rewards__scorers=broken("nan"))
     with pytest.raises(RunFailed, match="scoring failed for 8 of 8 images"):
         run_here(config)
     run = RunDirectory.of(config)

@@ -93,12 +93,12 @@ def troubled(model: Any, root: Any, kind: str, **more: Any) -> Any:
 
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(
-    ("kind", "why"), [("once dies", "died"), ("once hangs", "no answer for 20 s")]
+    ("kind", "why"), [("once dies", "died"), ("once hangs", "no answer for 10 s")]
 )
 def test_a_scorer_that_is_killed_or_hangs_costs_an_actor_and_nothing_else(
     undisturbed, tiny_sd3_dir, tmp_path, kind, why
 ):
-    run = run_here(troubled(tiny_sd3_dir, tmp_path, kind, services__reward__deadline_s=20.0))
+    run = run_here(troubled(tiny_sd3_dir, tmp_path, kind, services__reward__deadline_s=10.0))
     assert selections(run) == selections(undisturbed) and adapters(run, 3) == adapters(
         undisturbed, 3
     )

@@ -7,47 +7,71 @@ from typing import Any
 
 import pytest
 
-from records.errors import Stopped
-from tests.cluster.faults import SERVICES, lasting
-from tools.soak import LONGEST_DELAY_S, WAYS, Soak, draw, identical, line_of, main, summary
+from records.errors import RunFailed, Stopped
+from tests.cluster.faults import RECOVERING, RUN, SERVICES, TO_ACTORS, Fault, FaultInjector, lasting
+from tools.soak.__main__ import main
+from tools.soak.draw import LONGEST_DELAY_S, VARIANTS, WAYS, Trial, draw
+from tools.soak.lines import identical, line_of, summary
+from tools.soak.runs import Soak
 
-MOMENTS = {(0, "begin"): 1, (0, "explored"): 8, (1, "update"): 1}
+ONE = {(0, "begin"): 1, (0, "explored"): 8, (1, "update"): 1}
+MOMENTS = {"plain": ONE, "ahead": {(1, "export"): 2}}
 
 
-def test_a_fault_depends_on_its_seed_and_number_only():
+def test_a_run_depends_on_its_seed_and_number_only():
     first = [draw(3, i, MOMENTS, SERVICES, WAYS) for i in range(5)]
-    turned = dict(reversed(MOMENTS.items()))
-    assert first == [draw(3, i, turned, SERVICES, WAYS) for i in range(9)][:5]
-    assert len({str(fault) for fault in first}) == 5 and first != [
-        draw(4, i, MOMENTS, SERVICES, WAYS) for i in range(5)
-    ]
+    turned = {name: dict(reversed(moments.items())) for name, moments in MOMENTS.items()}
+    again = [draw(3, i, dict(reversed(turned.items())), SERVICES, WAYS) for i in range(9)]
+    assert first == again[:5]
+    others = [draw(4, i, MOMENTS, SERVICES, WAYS) for i in range(5)]
+    assert len({str(trial) for trial in first}) == 5 and first != others
 
 
 def test_everything_that_can_be_hit_is():
-    faults = [draw(0, i, MOMENTS, SERVICES, WAYS) for i in range(600)]
-    pairs = Counter((fault.kind, fault.way) for fault in faults)
-    assert (
-        len(pairs) == 15 and min(pairs.values()) > 600 / 15 / 2.5
-    )  # 40 expected, +-6: four deviations
-    assert {(fault.iteration, fault.moment, fault.count) for fault in faults} == {
+    trials = [draw(0, i, MOMENTS, SERVICES, WAYS) for i in range(1500)]
+    firsts = [trial.faults[0] for trial in trials]
+    ways = Counter(fault.way for fault in firsts)
+    assert set(ways) == set(WAYS) and min(ways.values()) > 120  # 167 expected, +-12: four of them
+    pairs = {(fault.kind, fault.way) for fault in firsts}
+    run_wide = {(RUN, way) for way in WAYS if way not in TO_ACTORS}
+    assert pairs == {(kind, way) for kind in SERVICES for way in TO_ACTORS} | run_wide
+    plain = {(f.faults[0].iteration, f.faults[0].moment, f.faults[0].count)
+             for f in trials if f.variant == "plain"}  # fmt: skip
+    assert plain == {
         (iteration, moment, n)
-        for (iteration, moment), count in MOMENTS.items()
+        for (iteration, moment), count in ONE.items()
         for n in range(1, count + 1)
     }
-    assert {fault.actor for fault in faults if fault.kind == "rollout"} == {0, 1}
-    assert {fault.actor for fault in faults if fault.kind != "rollout"} == {0}
-    assert all(0 <= fault.delay_s <= LONGEST_DELAY_S for fault in faults)
-    assert {
-        (f.kind, f.way) for f in (draw(0, i, MOMENTS, ["reward"], ["stop"]) for i in range(9))
-    } == {("reward", "stop")}
+    assert {fault.actor for fault in firsts if fault.kind == "rollout"} == {0, 1}
+    assert {fault.actor for fault in firsts if fault.kind != "rollout"} == {0}
+    assert all(0 <= fault.delay_s <= LONGEST_DELAY_S for fault in firsts)
+    assert {trial.variant for trial in trials} == {"plain", "ahead"}
+    only = [draw(0, i, MOMENTS, ["reward"], ["stop"]) for i in range(9)]
+    assert {(f.kind, f.way) for trial in only for f in trial.faults} == {("reward", "stop")}
+
+
+def test_half_of_the_runs_have_two_faults_and_many_of_these_strike_a_recovery():
+    trials = [draw(1, i, MOMENTS, SERVICES, ("kill", "node")) for i in range(1000)]
+    two = [trial.faults for trial in trials if len(trial.faults) == 2]
+    assert 436 < len(two) < 564  # 500 +- 16: four of them
+    recovering = [pair for pair in two if pair[1].moment == RECOVERING]
+    assert 0.4 < len(recovering) / len(two) < 0.6
+    assert all(pair[0].moment != RECOVERING for pair in two)
+    disks = [draw(1, i, MOMENTS, SERVICES, ("disk",)).faults for i in range(50)]
+    assert {len(faults) for faults in disks} == {1}  # a disk that is full cannot be filled
+
+
+def test_every_variant_is_a_setting_that_runs_have(tmp_path):
+    from tools.soak.runs import tiny
+
+    found = {name: tiny(tmp_path, tmp_path, "x", VARIANTS[name]) for name in VARIANTS}
+    ahead = {name: run.explore_ahead for name, run in found.items()}
+    replicas = {name: run.services.learner.replicas for name, run in found.items()}
+    assert ahead == {"plain": 0, "ahead": 1, "replicas": 0, "ahead and replicas": 1}
+    assert replicas == {"plain": 1, "ahead": 1, "replicas": 2, "ahead and replicas": 2}
 
 
 def row(index: int = 0, **changes) -> dict:
-    fault = {
-        "fault": "SIGKILL to reward 0, 0.10 s after begin 1 of iteration 0",
-        "kind": "reward",
-        "way": "kill",
-    }
     recovery = {
         "kind": "reward",
         "way": "kill",
@@ -57,12 +81,14 @@ def row(index: int = 0, **changes) -> dict:
     }
     whole = {
         "index": index,
-        **fault,
+        "variant": "plain",
+        "faults": ["SIGKILL to reward 0, 0.10 s after begin 1 of iteration 0"],
+        "done": ["kill"],
         "differs": [],
-        "injected": True,
         "left_over": 0,
         "seconds": 12.3,
-        "recovery": recovery,
+        "ended_s": None,
+        "recovery": [recovery],
     }
     return whole | changes
 
@@ -70,21 +96,46 @@ def row(index: int = 0, **changes) -> dict:
 def test_lines_and_the_summary():
     assert (
         line_of(row(3))
-        == "   3  identical  SIGKILL to reward 0, 0.10 s after begin 1 of iteration 0; "
+        == "   3  identical  plain: SIGKILL to reward 0, 0.10 s after begin 1 of iteration 0; "
         "noticed 0.2 s, replaced 4.0 s, recovered 5.5 s; run 12 s"
     )
-    bad = row(4, differs=["lora"], recovery=None)
-    assert (
-        "DIFFERS: lora" in line_of(bad)
-        and "not needed again" in line_of(bad)
-        and not identical(bad)
-    )
-    assert not identical(row(left_over=1)) and "no fault" in line_of(row(injected=False))
-    assert (
-        summary([row(), bad])[-1]
-        == "1 of 2 runs ended identical to the undisturbed one; 2 had a fault"
-    )
-    assert "| reward | kill | 1 | 0.2 s | 4.0 s | 5.5 s |" in summary([row(), bad])
+    bad = row(4, differs=["lora"], recovery=[], done=["kill", "disk"], ended_s=3.25)
+    assert "DIFFERS: lora" in line_of(bad) and not identical(bad)
+    assert "ended after 3.2 s and was resumed" in line_of(bad)
+    assert not identical(row(left_over=1)) and "0 of 1 faults" in line_of(row(done=[]))
+    said = summary([row(), bad])
+    assert said[-1].startswith("1 of 2 runs ended identical to the undisturbed one; 2 had a fault,")
+    assert said[-1].endswith(" 1 of them two") and said[-2].startswith("0 of 0 lost nodes")
+    assert "| reward | kill | 1 | 0.2 s | 4.0 s | 5.5 s |" in said
+    assert "| disk | 1 | 0 | 12 (12) |" in said and "| kill | 2 | 1 | 12 (12) |" in said
+    late = {"kind": "reward", "way": "node", "noticed_s": 6.0}
+    soon = late | {"noticed_s": 4.0}
+    assert summary([row(recovery=[late, soon])])[-2] == "1 of 2 lost nodes were noticed within 5 s"
+
+
+def test_a_run_that_a_full_disk_ended_is_resumed_when_there_is_room(tmp_path, monkeypatch):
+    soak, calls = Soak(tmp_path, 0, SERVICES, WAYS), []
+    trial = Trial("plain", (Fault(RUN, "disk", 0, "begin"),))
+    injector = FaultInjector(*trial.faults)
+
+    def train(name: str, variant: str, injector: Any, resume: bool = False) -> dict[str, str]:
+        calls.append((resume, (soak.machine.disk / "ballast").exists()))
+        if not resume:
+            soak.machine.disk.mkdir()
+            (soak.machine.disk / "ballast").touch()
+            raise RunFailed("no space left on device")
+        return {"lora": "x"}
+
+    monkeypatch.setattr(soak, "_train", train)
+    with pytest.raises(RunFailed):
+        soak._to_the_end("run", trial, injector, {})  # no disk was filled: it failed by itself
+    injector.done = list(trial.faults)
+    calls.clear()
+    (soak.machine.disk / "ballast").unlink()
+    soak.machine.disk.rmdir()
+    kept: dict[str, Any] = {}
+    assert soak._to_the_end("run", trial, injector, kept) == {"lora": "x"}
+    assert calls == [(False, False), (True, False)] and "no space" in kept["said"]
 
 
 def test_what_is_compared_leaves_out_who_and_when():
@@ -110,21 +161,22 @@ def test_one_that_is_stopped_says_so_and_keeps_nothing_of_the_run_in_hand(
 ):
     """A signal ends the run under way in an orderly fashion; that is no difference of the run's."""
 
-    def train(soak: Soak, name: str, injector: Any) -> dict[str, str]:
+    def train(soak: Soak, name: str, *_: Any, **__: Any) -> dict[str, str]:
         if name == "run-0001":
             raise Stopped("stopped by SIGINT before iteration 1; continue with --resume")
         return {"lora": "the same"}
 
-    monkeypatch.setattr("tools.soak.ray_of", lambda ways: nullcontext())
+    monkeypatch.setattr("tools.soak.__main__.ray_of", lambda soak: nullcontext())
     monkeypatch.setattr(
         Soak,
         "prepare",
-        lambda soak: vars(soak).update(undisturbed={"lora": "the same"}, moments=MOMENTS),
+        lambda soak: vars(soak).update(
+            undisturbed=dict.fromkeys(MOMENTS, {"lora": "the same"}), moments=MOMENTS
+        ),
     )
     monkeypatch.setattr(Soak, "_train", train)
-    monkeypatch.setattr(Soak, "_events", lambda soak, name: [])
     (tmp_path / "runs" / "run-0000").mkdir(parents=True)
-    assert main(["--runs", "3", "--out", str(tmp_path)]) == 130
+    assert main(["--runs", "3", "--ways", "kill", "--out", str(tmp_path)]) == 130
     said = capsys.readouterr().out.splitlines()
     assert "stopped after 1 of 3 runs" in said[1] and said[-1].startswith(
         "1 of 1 runs ended identical"
@@ -142,9 +194,10 @@ def test_a_soak_of_one_run_and_its_continuation(ray_here, tmp_path, capsys):
     out = tmp_path / "soak"
     # a seed whose fault falls into the first iteration: one at the end may find the run over
     command = ["--seed", "21", "--ways", "kill", "--kinds", "rollout", "--out", str(out)]
+    command += ["--variants", "plain"]
     assert main([*command, "--runs", "1"]) == 0
     said = own_lines(capsys.readouterr().out)
-    assert "   0  identical  SIGKILL to rollout" in said[0] and said[-1].startswith(
+    assert "   0  identical  plain: SIGKILL to rollout" in said[0] and said[-1].startswith(
         "1 of 1 runs ended identical"
     )
     assert not (out / "runs" / "run-0000").exists()
@@ -156,4 +209,4 @@ def test_a_soak_of_one_run_and_its_continuation(ray_here, tmp_path, capsys):
     assert own_lines(capsys.readouterr().out) == said
     with pytest.raises(SystemExit, match="give another --out"):
         main(["--seed", "6", "--out", str(out)])
-    assert json.loads(before)["injected"]
+    assert json.loads(before)["done"]

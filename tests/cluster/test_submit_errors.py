@@ -1,11 +1,16 @@
 """``sol-rl submit``, ``status`` and ``scale`` that are refused: one line, exit code 2."""
 
+import re
 import shlex
 import shutil
 import subprocess
 import sys
+import tomllib
 
 import pytest
+from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
+from packaging.version import Version
 
 from cli.main import main
 from cluster.jobs import dashboard
@@ -221,9 +226,25 @@ def test_weights_in_the_tree_are_not_sent(tmp_path, monkeypatch):
 # ---- the image
 
 
+def test_the_images_base_is_one_that_transformer_engine_can_be_built_on():
+    """torch 2.13 is built for CUDA 13, so TransformerEngine takes its core for CUDA 13. Its binding
+    wants a compiler, and the headers of CUDA, cuDNN and Python.
+    """
+    text = (ROOT / "deploy" / "Dockerfile").read_text()
+    (line,) = re.findall("^ARG BASE=.*$", text, re.MULTILINE)
+    base = re.fullmatch(r"ARG BASE=nvidia/cuda:(\d+)\.\S+-cudnn-devel-ubuntu(\S+)", line)
+    assert base is not None and base[1] == "13"
+    python = {"24.04": "3.12"}[base[2]]
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert python in SpecifierSet(project["requires-python"])
+    assert {"python3-dev", "g++"} <= set(text.split())
+    (engine,) = project["optional-dependencies"]["gpu"]
+    assert Version("2.17") in Requirement(engine).specifier
+
+
 @pytest.mark.parametrize("extras", ["", "ocr,gpu"])
-def test_the_images_commands_write_only_where_rays_user_may(tmp_path, extras):
-    """With a pip that shows what it is given. The image itself needs docker."""
+def test_the_images_commands_write_only_where_its_user_may(tmp_path, extras):
+    """Those after USER, with a pip that shows what it is given. The image itself needs docker."""
     home, copied, tools = tmp_path / "home", tmp_path / "sol-rl", tmp_path / "bin"
     for folder in (home, copied, tools):
         folder.mkdir()
@@ -237,13 +258,14 @@ def test_the_images_commands_write_only_where_rays_user_may(tmp_path, extras):
     (tools / "python").symlink_to(sys.executable)
     copied.chmod(0o555)
     env = {"HOME": str(home), "PATH": f"{tools}:/usr/bin:/bin", "EXTRAS": extras}
-    for entry in (entry.removeprefix("RUN ") for entry in lines if entry.startswith("RUN ")):
+    own = lines[lines.index("USER ray") :]
+    for entry in (entry.removeprefix("RUN ") for entry in own if entry.startswith("RUN ")):
         command = entry.replace("/tmp/sol-rl", shlex.quote(str(copied)))
         subprocess.run(["sh", "-ec", command], cwd="/", env=env, check=True, timeout=60)
     assert "torch>=2.9" in (home / "requirements.txt").read_text().splitlines()
     calls = (home / "calls").read_text().splitlines()
     assert (
-        len(calls) == (2 if extras else 1)
+        len(calls) == (3 if extras else 1)
         and f"-r {home}/requirements.txt" in calls[0]
         and "--no-build-isolation" not in calls[0]
     )
@@ -252,7 +274,9 @@ def test_the_images_commands_write_only_where_rays_user_may(tmp_path, extras):
             entry.split("[")[0].split("=")[0]
             for entry in (home / "extras.txt").read_text().splitlines()
         ] == ["rapidocr-onnxruntime", "transformer-engine"]
-        assert "--no-build-isolation" in calls[1]
+        # what the build wants, then the build
+        assert "--no-build-isolation" not in calls[1] and "setuptools wheel" in calls[1]
+        assert "--no-build-isolation" in calls[2]
     stray = subprocess.run(
         [sys.executable, copied / "requirements.py", "gpus"], capture_output=True, text=True
     )

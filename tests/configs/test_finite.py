@@ -9,7 +9,7 @@ import pytest
 from pydantic import BaseModel
 
 from configs.load import ConfigError, load
-from configs.objectives import OBJECTIVES
+from configs.objectives import SETTINGS
 from configs.schema import RunConfig
 
 SCORER = 'rewards.scorers=[{{name = "shapes", {field} = {value}}}]'
@@ -41,7 +41,7 @@ def floats(model: type[BaseModel], prefix: str = "") -> Iterator[str]:
 
 KEYS = sorted(set(floats(RunConfig)))
 OBJECTIVE_KEYS = [
-    (name, key) for name, model in OBJECTIVES.items() for key in floats(model, "objective.")
+    (name, key) for name, model in SETTINGS.items() for key in floats(model, "objective.")
 ]
 
 

@@ -9,13 +9,11 @@ from pathlib import Path
 import pytest
 
 from configs.load import LAYERS, ConfigError, load, parse
-from configs.objectives import (
-    OBJECTIVES,
-    AWMSettings,
-    DanceGRPOSettings,
-    DiffusionNFTSettings,
-    FlowGRPOSettings,
-)
+from configs.objectives import OBJECTIVES, SETTINGS
+from learner.objectives.awm import AWMSettings
+from learner.objectives.dance_grpo import DanceGRPOSettings
+from learner.objectives.diffusion_nft import DiffusionNFTSettings
+from learner.objectives.flow_grpo import FlowGRPOSettings
 
 BASE = 'layers = ["models/shapes", "rewards/shapes"{more}]\nname = "a"\n'
 
@@ -100,7 +98,7 @@ def test_every_objective_has_a_layer(name, tmp_path):
     file = tmp_path / "mine.toml"
     file.write_text(BASE.format(more=f', "objectives/{name}"'))
     config = load(str(file))
-    assert config.objective.name == name and config.objective == OBJECTIVES[name]()
+    assert config.objective.name == name and config.objective == SETTINGS[name]()
     assert config.model.shift == (3.0 if name == "dance_grpo" else None)
     assert set(OBJECTIVES) <= {path.stem for path in (LAYERS / "objectives").glob("*.toml")}
 
@@ -228,5 +226,5 @@ def test_the_documentation_lists_every_key():
         name.strip(" `"): set(keys.replace("`", "").replace(",", " ").split())
         for name, keys in rows
     }
-    for name, settings in OBJECTIVES.items():
+    for name, settings in SETTINGS.items():
         assert listed[name] == settings.model_fields.keys() - {"name"}

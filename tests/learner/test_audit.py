@@ -2,6 +2,9 @@
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from scipy import stats
 
 from learner.audit import agreement
 
@@ -27,3 +30,14 @@ def test_agreement_by_hand():
 )
 def test_nothing_to_rank_is_nan(proxy, full):
     assert all(np.isnan(value) for value in agreement(np.array(proxy), np.array(full)).values())
+
+
+@given(st.lists(st.tuples(st.integers(-4, 4), st.integers(-4, 4)), min_size=2, max_size=96))
+def test_agreement_with_ties_is_scipys(pairs):
+    """Tau to the bit, as both count pairs; rho to the roundings of 96 sums."""
+    proxy, full = np.array(pairs, np.float64).T
+    found = agreement(proxy, full)
+    if np.ptp(proxy) and np.ptp(full):
+        assert found["kendall_tau"] == stats.kendalltau(proxy, full).statistic
+        rho = stats.spearmanr(proxy, full).statistic
+        assert found["spearman_rho"] == pytest.approx(rho, abs=96 * 2**-52)

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from configs.objectives import AWMSettings
 from learner.objectives import build_objective
+from learner.objectives.awm import AWMSettings
 from learner.objectives.base import Points
 from tests.learner.tiny import in_double
 

@@ -6,10 +6,9 @@ import numpy as np
 import pytest
 import torch
 
-from configs.objectives import OBJECTIVES as SETTINGS
-from configs.objectives import DiffusionNFTSettings
-from learner.objectives import OBJECTIVES, build_objective
+from learner.objectives import build_objective
 from learner.objectives.base import Points, draw_times
+from learner.objectives.diffusion_nft import DiffusionNFTSettings
 from tests.learner.tiny import in_double
 
 
@@ -190,7 +189,6 @@ def test_the_reference_is_asked_for_only_where_it_is_used():
         "ref",
     )
     assert build_objective(DiffusionNFTSettings()).sampling_adapter == "old"
-    assert set(OBJECTIVES) == set(SETTINGS)
 
 
 def test_points_lie_on_the_path_at_times_of_the_schedule():

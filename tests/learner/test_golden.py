@@ -12,12 +12,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from configs.objectives import DanceGRPOSettings, DiffusionNFTSettings, FlowGRPOSettings
 from configs.rewards import Advantages
 from configs.sections import Ema, OldPolicy
 from learner.advantages import advantages
 from learner.objectives import build_objective
 from learner.objectives.base import Points
+from learner.objectives.dance_grpo import DanceGRPOSettings
+from learner.objectives.diffusion_nft import DiffusionNFTSettings
+from learner.objectives.flow_grpo import FlowGRPOSettings
 from learner.schedules import ema_decay, old_policy_decay
 from learner.selection import select
 from policy.families.schedule import flow_match_sigmas

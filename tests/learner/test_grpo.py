@@ -10,9 +10,10 @@ import numpy as np
 import pytest
 import torch
 
-from configs.objectives import DanceGRPOSettings, FlowGRPOSettings
 from learner.objectives import build_objective
 from learner.objectives.base import Points
+from learner.objectives.dance_grpo import DanceGRPOSettings
+from learner.objectives.flow_grpo import FlowGRPOSettings
 from tests.learner.tiny import in_double
 
 GRID = torch.linspace(1, 0, 11)

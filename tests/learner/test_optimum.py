@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 
+from configs.objectives import OBJECTIVES
 from configs.schema import RunConfig
-from learner.objectives import OBJECTIVES
 from learner.trainer import Group, Trainer
 from policy.merging import merged_weights
 from policy.types import Conditioning

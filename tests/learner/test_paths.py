@@ -12,9 +12,9 @@ import torch
 from safetensors import safe_open
 
 from learner.nonfinite import NonFiniteTraining
+from learner.publish import NonFiniteWeights
 from learner.trainer import Group
 from policy.lora import adapter_state, load_adapter_state, use
-from policy.publish import NonFiniteWeights
 from policy.sampling.noise import noise_for, stream_seed
 from tests.learner.tiny import everything, identical, tiny_groups, tiny_trainer
 

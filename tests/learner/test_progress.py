@@ -8,7 +8,7 @@ from safetensors.torch import load_file, save_file
 from configs.sections import Lora
 from learner.trainer import Trainer
 from learner.update import NothingLearned
-from policy import lora
+from policy import lora, lora_files
 from policy.families.sd3 import SD3
 from tests.learner.tiny import tiny_groups, tiny_trainer
 
@@ -56,7 +56,7 @@ def test_an_average_that_stands_still_is_refused(name, tiny_sd3_dir, monkeypatch
         if dst != name:
             honest(transformer, dst, src, decay)
 
-    monkeypatch.setattr("learner.trainer.blend", stuck)
+    monkeypatch.setattr("learner.averages.blend", stuck)
     with pytest.raises(NothingLearned, match=f"the average {name!r} did not move although"):
         trainer.update(0, tiny_groups())
 
@@ -85,10 +85,10 @@ def test_every_family_layer_must_be_there(tiny_sd3_dir, monkeypatch):
 
 def test_a_lora_that_misses_a_layer_is_refused(tiny_sd3_dir, tmp_path):
     trainer = tiny_trainer(tiny_sd3_dir)
-    lora.save_diffusers_lora(
+    lora_files.save_diffusers_lora(
         tmp_path, lora.adapter_state(trainer.transformer, "current"), Lora(rank=4, alpha=8)
     )
-    file = tmp_path / lora.FILE
+    file = tmp_path / lora_files.FILE
     kept = {k: v for k, v in load_file(file).items() if "blocks.0.attn.to_out.0" not in k}
     save_file(kept, file)
     start = {"rank": 4, "alpha": 8, "init_from": str(tmp_path)}

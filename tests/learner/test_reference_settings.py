@@ -7,12 +7,12 @@ import pytest
 import torch
 
 from configs.load import ConfigError, load
-from configs.objectives import AWMSettings
 from configs.rewards import Advantages
 from configs.sections import Ema
 from learner.advantages import advantages
 from learner.nonfinite import NonFiniteTraining
 from learner.objectives import build_objective
+from learner.objectives.awm import AWMSettings
 from learner.schedules import ema_decay
 from policy.families.schedule import flow_match_sigmas
 from policy.lora import adapter_state, blend
@@ -94,7 +94,7 @@ def test_averages_follow_every_optimiser_step(tiny_sd3_dir, monkeypatch):
         seen.append((name, decay))
         blend(transformer, name, source, decay)
 
-    monkeypatch.setattr("learner.trainer.blend", move)
+    monkeypatch.setattr("learner.averages.blend", move)
     for iteration in (0, 1):
         trainer.update(iteration, tiny_groups())
     wanted = [("ema", 2 / 11), ("ema", 3 / 12), ("old", 0.2)]

@@ -9,9 +9,11 @@ import pytest
 import torch
 
 from configs.load import ConfigError, load
-from configs.objectives import DanceGRPOSettings, FlowGRPOSettings, Window
+from configs.objective import Window
 from learner.objectives import build_objective
 from learner.objectives.base import Points
+from learner.objectives.dance_grpo import DanceGRPOSettings
+from learner.objectives.flow_grpo import FlowGRPOSettings
 from policy.sampling.ode import euler
 from policy.sampling.sde import PathSolver, sample_paths
 from policy.types import Conditioning

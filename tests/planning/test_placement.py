@@ -14,17 +14,16 @@ from configs.load import ConfigError, load
 from configs.schema import RunConfig
 from planning.placement import (
     ACCELERATOR,
-    SETTLED_S,
     Need,
     Node,
     NoRoom,
-    Placer,
     check_placement,
     fits,
     matches,
     place,
     start_order,
 )
+from planning.placer import SETTLED_S, Placer
 
 B200, H200 = {ACCELERATOR: "B200"}, {ACCELERATOR: "H200"}
 

@@ -106,7 +106,7 @@ def test_guidance_takes_two_velocities(tiny_sd3_dir, tmp_path):
         assert plan.evaluation.flops == plain.evaluation.flops
 
     def passes(plan: Any) -> int:
-        return next(v for k, v in plan.memory["learner"].items() if k.startswith("passes"))
+        return next(v for k, v in plan.memory["learner"].items() if "passes" in k)
 
     assert passes(plain) == passes(apart) < passes(guided) <= 2 * passes(plain)
     assert guided.memory["learner"]["conditioning"] == 2 * plain.memory["learner"]["conditioning"]

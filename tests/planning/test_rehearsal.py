@@ -9,7 +9,9 @@ import torch
 
 from learner.trainer import Trainer
 from planning.make import make_plan
-from tools.rehearsal import Measured, config_of, held, memory_of, table
+from tools.rehearsal.measuring import Measured, held, memory_of
+from tools.rehearsal.pipeline import config_of
+from tools.rehearsal.table import table
 
 
 @pytest.fixture

@@ -32,23 +32,25 @@ def config(tiny_sd3_dir, tmp_path):
 
 def test_bytes_are_those_of_the_plan_and_of_a_real_explorer(config):
     real = Explorer(family_for(config.model), BACKENDS["emulated_nvfp4"], (), "cpu", torch.float32)
-    assert published_bytes(config) == make_plan(config).broadcast
+    plan, sent = make_plan(config), published_bytes(config)
+    assert sent == (plan.broadcast, plan.changing)
     quantised = sum(
         t.numel() * t.element_size()
         for layer in real._layers.values()
         for t in layer.wire_targets().values()
     )
-    assert quantised <= published_bytes(config) < 2 * quantised
+    assert quantised <= sent.total < 2 * quantised
     nothing = config.model_copy(update={"arm": "diffusionnft"})
-    assert published_bytes(nothing) == 0
+    assert published_bytes(nothing) == (0, 0)
     check_store(nothing, NODES, {})
 
 
 @pytest.mark.parametrize(("small", "ahead"), [("a", 0), ("b", 0), ("a", 1)])
 def test_a_store_that_is_too_small_is_named_with_what_it_should_be(config, small, ahead):
     config = config.model_copy(update={"explore_ahead": ahead})
-    wanted = versions_held(config) * published_bytes(config)
-    assert versions_held(config) == 2 + ahead
+    sent = published_bytes(config)
+    wanted = sent.total + (1 + ahead) * sent.changing
+    assert versions_held(config) == 2 + ahead and 0 < sent.changing < sent.total
     enough = {node.id: wanted / SPILLS_AT + 1.0 for node in NODES}
     check_store(config, NODES, enough)
     check_store(

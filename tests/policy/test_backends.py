@@ -12,7 +12,7 @@ from actors import rollout
 from actors.messages import ActorInfo
 from configs.backends import BackendName
 from configs.sections import Guidance
-from policy.precision import hardware, kernels
+from policy.precision import kernels, te_nvfp4
 from policy.precision.backends import BACKENDS, eager_note, packing_backend, resolve_backend
 from policy.precision.cost import Step
 
@@ -49,7 +49,7 @@ class Engine:
 
 def without(name: str, recipe: object = Recipe) -> object:
     """An engine that lacks one part."""
-    parts = {part: object for part in hardware.PARTS if part != name}
+    parts = {part: object for part in te_nvfp4.PARTS if part != name}
     return SimpleNamespace(**parts, recipes=SimpleNamespace(NVFP4BlockScaling=recipe))
 
 
@@ -65,7 +65,7 @@ def gpu(monkeypatch):
 
         monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: capability)
-        monkeypatch.setattr(hardware, "import_engine", importing)
+        monkeypatch.setattr(te_nvfp4, "import_engine", importing)
 
     return pretend
 
@@ -112,7 +112,7 @@ def test_auto_takes_the_best_and_says_why_not_the_others(gpu, capability, engine
         (without("is_nvfp4_available"), "is_nvfp4_available"),
         (Engine(True, OldRecipe), "NVFP4BlockScaling.disable_2d_quantization"),
         (without("DType", OldRecipe), "DType, NVFP4BlockScaling.disable_2d_quantization"),
-        (SimpleNamespace(recipes=None), f"{', '.join(hardware.PARTS)}, NVFP4BlockScaling"),
+        (SimpleNamespace(recipes=None), f"{', '.join(te_nvfp4.PARTS)}, NVFP4BlockScaling"),
     ],
 )
 def test_an_engine_that_is_too_old_is_refused(gpu, engine, missing):
@@ -256,9 +256,9 @@ def test_an_engine_that_fails_to_import_is_a_reason_not_a_crash(monkeypatch):
     def broken(name: str):
         raise RuntimeError("CUDA driver not found\nmore")
 
-    monkeypatch.setattr(hardware.importlib, "import_module", broken)
+    monkeypatch.setattr(te_nvfp4.importlib, "import_module", broken)
     with pytest.raises(ImportError, match="^CUDA driver not found$"):
-        hardware.import_engine()
+        te_nvfp4.import_engine()
 
 
 def test_names_are_those_of_the_configuration():

@@ -9,6 +9,7 @@ from diffusers import AutoencoderTiny
 from pydantic import ValidationError
 
 from configs.load import ConfigError, load
+from learner.publish import export_policy
 from planning.make import make_plan
 from planning.preflight import check_model
 from policy import memory
@@ -17,7 +18,6 @@ from policy.explorer import Explorer
 from policy.families import family_for
 from policy.families.base import SHAPES_DECODER
 from policy.precision.backends import BACKENDS
-from policy.publish import export_policy
 from shapes.checksum import checksum
 from shapes.decoder_build import psnr
 from tests.learner.tiny import tiny_config, tiny_groups, tiny_trainer

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 
+from learner.publish import NonFiniteWeights, Publisher, export_policy
 from policy.explorer import Explorer
 from policy.lora import adapted_modules, use
 from policy.merging import merged_weights
@@ -15,7 +16,6 @@ from policy.precision.emulated import EmulatedNVFP4Linear
 from policy.precision.nvfp4 import Packed, dequantise, quantise
 from policy.precision.swap import quantise_plan
 from policy.precision.wire import WireError
-from policy.publish import NonFiniteWeights, Publisher, export_policy
 from policy.sampling.sample import sample
 
 NVFP4, FP32, BF16, FP8 = (BACKENDS[name] for name in ("emulated_nvfp4", "fp32", "bf16", "fp8"))

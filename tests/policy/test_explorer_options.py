@@ -8,13 +8,13 @@ import pytest
 import torch
 import torch._dynamo
 
+from learner.publish import Publisher
 from policy.explorer import Explorer
 from policy.precision import compiling
 from policy.precision.backends import BACKENDS
 from policy.precision.compiling import CompileFailed
 from policy.precision.nvfp4 import dequantise, frozen_amax, quantise
 from policy.precision.swap import quantise_plan
-from policy.publish import Publisher
 
 CPU_BACKENDS = ("fp32", "bf16", "fp8", "emulated_nvfp4")
 

@@ -13,6 +13,7 @@ from pydantic import TypeAdapter
 
 import configs.families
 import policy.families
+from configs.named import named_class
 from configs.sections import Lora, Model
 from policy.families import FAMILIES, Family, family_for
 from policy.lora import adapted_modules, add_adapters
@@ -20,7 +21,6 @@ from policy.precision.backends import BACKENDS
 from policy.precision.swap import quantise_plan
 from policy.sampling.noise import noise_for
 from policy.sampling.sample import sample
-from policy.types import named_class
 from tests.tiny_families import as_array
 from tests.tiny_sd3 import tiny_t5_tokenizer, tiny_vae
 

@@ -13,17 +13,16 @@ from safetensors import safe_open
 from configs.sections import Lora
 from policy.families import family_for
 from policy.lora import (
-    FILE,
     adapted_modules,
     adapter_state,
     add_adapters,
     blend,
     load_adapter_state,
-    save_diffusers_lora,
     target_modules,
     trainable,
     use,
 )
+from policy.lora_files import FILE, save_diffusers_lora
 from policy.merging import merged_weights
 from policy.sampling.noise import noise_for
 from policy.sampling.sample import sample

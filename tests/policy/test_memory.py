@@ -85,6 +85,9 @@ def test_the_peak_of_a_sampling_step_on_merged_weights(family):
         with merged(transformer, "current"):
             family.velocity(transformer, x, torch.tensor(0.5), cond)
 
+    if family.name in NEWER:
+        assert 0.99 * planned < allocated(step) <= planned + 64
+        return
     slack = 0.01 * planned if family.name == "sana" else 64
     assert allocated(step) == pytest.approx(planned, abs=slack)
 

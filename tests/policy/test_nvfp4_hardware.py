@@ -9,18 +9,9 @@ import pytest
 import torch
 from torch import nn
 
-from policy.precision import hardware
+from policy.precision import te_nvfp4
 from policy.precision.backends import BACKENDS
 from policy.precision.compiling import compiled
-from policy.precision.hardware import (
-    EngineLinear,
-    NVFP4Weight,
-    Operand,
-    TorchNVFP4Linear,
-    nvfp4_recipe,
-    pack_operand,
-    scaled_mm,
-)
 from policy.precision.layer import LastInput, padded_rows, swizzled
 from policy.precision.nvfp4 import (
     SPAN_INVERSE,
@@ -28,6 +19,14 @@ from policy.precision.nvfp4 import (
     dequantise,
     pack_activation,
     quantise_activation,
+)
+from policy.precision.te_nvfp4 import EngineLinear, nvfp4_recipe
+from policy.precision.torch_nvfp4 import (
+    NVFP4Weight,
+    Operand,
+    TorchNVFP4Linear,
+    pack_operand,
+    scaled_mm,
 )
 
 pytestmark = pytest.mark.gpu
@@ -181,7 +180,7 @@ def test_transformer_engine_gets_rows_in_multiples_of_32_and_no_more_than_it_can
     calls: list[torch.Tensor] = []
     layer = EngineLinear(nn.Linear(64, 32, bias=False), engine(calls), None)
     assert layer(torch.ones(8, 333, 64)).shape == (8, 333, 32) and len(calls[0]) == 2688
-    monkeypatch.setattr(hardware, "INDEXED", 2664 * 64)
+    monkeypatch.setattr(te_nvfp4, "INDEXED", 2664 * 64)
     with pytest.raises(ValueError, match="te_nvfp4: 170496 elements .* lower explore.chunk_size"):
         layer(torch.ones(8, 333, 64))
 
@@ -189,7 +188,7 @@ def test_transformer_engine_gets_rows_in_multiples_of_32_and_no_more_than_it_can
 def test_transformer_engines_own_layers_are_for_an_exact_range(monkeypatch):
     """Otherwise they are those of torch_nvfp4. Compiling them is refused by name."""
     recipes = SimpleNamespace(NVFP4BlockScaling=SimpleNamespace)
-    monkeypatch.setattr(hardware, "import_engine", lambda: (engine([]), recipes))
+    monkeypatch.setattr(te_nvfp4, "import_engine", lambda: (engine([]), recipes))
     linear, backend = nn.Linear(64, 32), BACKENDS["te_nvfp4"]
     assert type(backend.replacements("power_of_two")(linear)) is TorchNVFP4Linear
     layer = backend.replacements("exact")(linear)

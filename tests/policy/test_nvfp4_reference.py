@@ -18,9 +18,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from policy.precision import hardware
-from policy.precision.hardware import PARTS, engine_lacks, nvfp4_recipe
+from policy.precision import te_nvfp4
 from policy.precision.nvfp4 import pack_activation, quantise
+from policy.precision.te_nvfp4 import PARTS, engine_lacks, nvfp4_recipe
 
 
 def package() -> Path | None:
@@ -137,8 +137,8 @@ def arguments(file: str, owner: str, function: str) -> set[str]:
 
 
 def test_the_arguments_that_the_engine_backend_passes_exist():
-    """Read from ``policy/precision/hardware.py`` itself, so that the two cannot drift apart."""
-    source = ast.parse(Path(hardware.__file__).read_text())
+    """Read from ``policy/precision/te_nvfp4.py`` itself, so that the two cannot drift apart."""
+    source = ast.parse(Path(te_nvfp4.__file__).read_text())
     calls = {
         node.func.attr: {keyword.arg for keyword in node.keywords}
         for node in ast.walk(source)

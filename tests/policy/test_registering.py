@@ -1,8 +1,7 @@
-"""A new backend is a file and a row, a new objective a class and a row; all else follows."""
+"""A new backend, and a new objective, is a file and a row; all else follows."""
 
 import sys
 from pathlib import Path
-from typing import Literal
 
 import pytest
 import torch
@@ -10,16 +9,17 @@ from pydantic import TypeAdapter
 
 import configs.backends
 import configs.objectives
+import learner.objectives
 import policy.precision
 from configs.load import load
-from configs.objectives import DiffusionNFTSettings
-from learner.objectives import OBJECTIVES, build_objective
+from configs.named import named_class
+from configs.objectives import SETTINGS
+from learner.objectives import build_objective
 from planning.assumptions import Assumptions, backend_of, device_of, with_format
 from policy import memory
 from policy.families import family_for
 from policy.precision.backends import Backend, finer_backend, ladder, resolve_backend, wire_formats
 from policy.precision.wire import pack_tensors
-from policy.types import named_class
 from tests.tiny_families import tiny_model
 
 FILE = """
@@ -79,19 +79,30 @@ def test_a_backend_is_a_file_and_a_row(coarse, name, directory):
     assert set(layers) == {row.name for row in rows if row.quantised} != set()
 
 
-class Twin(DiffusionNFTSettings):
-    """Another objective, of another name."""
+TWIN = """
+from typing import Literal
 
-    name: Literal["twin"] = "twin"  # type: ignore[assignment]
+from learner.objectives.diffusion_nft import DiffusionNFT, DiffusionNFTSettings
 
 
-def test_an_objective_is_its_settings_and_a_row():
-    row = '    "twin": Twin,\n'
-    before = '    "diffusion_nft": DiffusionNFTSettings,\n'
-    source = Path(configs.objectives.__file__).read_text()
-    found = {"__name__": "configs.objectives", "Twin": Twin}
-    exec(compile(source.replace(before, row + before), "objectives.py", "exec"), found)
-    settings = TypeAdapter(found["Objective"]).validate_python({"name": "twin", "beta": 0.5})
-    assert isinstance(settings, Twin) and settings.beta == 0.5
-    assert OBJECTIVES.keys() == configs.objectives.OBJECTIVES.keys()
-    assert type(build_objective(DiffusionNFTSettings())).__name__ == "DiffusionNFT"
+class TwinSettings(DiffusionNFTSettings):
+    name: Literal["twin"] = "twin"
+
+
+class Twin(DiffusionNFT):
+    Settings = TwinSettings
+"""
+
+
+def test_an_objective_is_a_file_and_a_row(monkeypatch, tmp_path):
+    (tmp_path / "twin.py").write_text(TWIN)
+    path = [*learner.objectives.__path__, str(tmp_path)]
+    monkeypatch.setattr(learner.objectives, "__path__", path)
+    row = '    "twin": "learner.objectives.twin:Twin",\n'
+    names = with_row(configs.objectives, '    "diffusion_nft": ', row)
+    settings = TypeAdapter(names["Objective"]).validate_python({"name": "twin", "beta": 0.5})
+    monkeypatch.setattr(learner.objectives, "OBJECTIVES", names["OBJECTIVES"])
+    objective = build_objective(settings)
+    assert type(objective).__name__ == "Twin" and settings.beta == 0.5
+    assert type(build_objective(SETTINGS["diffusion_nft"]())).__name__ == "DiffusionNFT"
+    sys.modules.pop("learner.objectives.twin")

@@ -9,12 +9,12 @@ import pytest
 import torch
 
 from configs.sections import Lora, Model
+from learner.publish import export_policy
 from policy.explorer import Explorer
 from policy.families import family_for, model_directory
 from policy.lora import add_adapters
 from policy.precision.backends import BACKENDS
 from policy.precision.swap import quantise_plan
-from policy.publish import export_policy
 from policy.sampling.noise import noise_for
 from policy.sampling.sample import sample
 from policy.types import Conditioning

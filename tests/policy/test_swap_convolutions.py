@@ -9,13 +9,13 @@ import torch
 from torch import nn
 
 from configs.sections import Lora
+from learner.publish import Publisher
 from policy.explorer import Explorer
 from policy.lora import add_adapters
 from policy.merging import delta_weight
 from policy.precision.backends import BACKENDS
 from policy.precision.layer import PointwiseConvolution
 from policy.precision.swap import as_linear, quantise_plan, swap_linears
-from policy.publish import Publisher
 
 QUANTISED = ("emulated_nvfp4", "fp8")
 

@@ -8,14 +8,14 @@ import pytest
 import torch
 from torch import nn
 
+from learner.publish import NonFiniteWeights, Publisher
 from policy.explorer import Explorer
 from policy.precision.backends import BACKENDS
 from policy.precision.fused import FusedMember, join
-from policy.precision.hardware import NVFP4Weight
 from policy.precision.layer import swizzled
 from policy.precision.nvfp4 import Packed, dequantise
 from policy.precision.swap import quantise_plan, swap_linears
-from policy.publish import NonFiniteWeights, Publisher
+from policy.precision.torch_nvfp4 import NVFP4Weight
 
 FUSE = (
     ("attn.to_q", "attn.to_k", "attn.to_v"),

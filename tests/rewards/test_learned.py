@@ -36,16 +36,16 @@ def settings(tmp_path_factory):
 
     folder = tmp_path_factory.mktemp("checkpoints")
     tables = peers.transformers_config(parity.TINY)
-    clip, pick, judge = (
+    clip, pick, reward = (
         open_clip.CLIP(**parity.TINY),
         CLIPModel(CLIPConfig(**tables)),
         BlipReward(BLIP["vision"], BLIP["text"]),
     )
-    for seed, model in enumerate((clip, pick, judge)):
+    for seed, model in enumerate((clip, pick, reward)):
         peers.randomise(model, seed)
     save_file(clip.state_dict(), folder / "open_clip_model.safetensors")
     save_file(pick.state_dict(), folder / "model.safetensors")
-    torch.save(released_names(judge.state_dict()), folder / "ImageReward.pt")
+    torch.save(released_names(reward.state_dict()), folder / "ImageReward.pt")
     (folder / "vocab.txt").write_text(some_vocabulary())
     return {
         "clipscore": {

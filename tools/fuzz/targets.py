@@ -173,7 +173,7 @@ safetensors = st.one_of(
 
 def lora_file(folder: Path, data: bytes) -> None:
     """A LoRA to start from."""
-    from policy.lora import FILE, load_diffusers_lora
+    from policy.lora_files import FILE, load_diffusers_lora
 
     (folder / FILE).write_bytes(data)
     with refused(ValueError, FileNotFoundError):

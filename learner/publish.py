@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copyreg
 from collections.abc import Callable, Container, Mapping, Sequence
 from typing import TYPE_CHECKING
 
@@ -10,6 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from learner.nonfinite import CrossesProcesses
 from policy.lora import adapted_modules, adapter_state
 from policy.merging import merged_weight
 from policy.precision.backends import Backend
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from peft.tuners.lora import LoraLayer
 
 
-class NonFiniteWeights(RuntimeError):
+class NonFiniteWeights(CrossesProcesses):
     """A merged weight that is NaN or infinite; ``module`` says where. Nothing was published."""
 
     def __init__(self, module: str, detail: str) -> None:
@@ -29,10 +29,6 @@ class NonFiniteWeights(RuntimeError):
             f"the weights of {module!r} are not finite, so they were not published: {detail}"
         )
         self.module = module
-
-    def __reduce__(self) -> tuple[object, ...]:
-        """Exceptions cross processes by their arguments, and these are not the constructor's."""
-        return copyreg.__newobj__, (type(self), *self.args), self.__dict__  # type: ignore[attr-defined]
 
 
 class Publisher:
@@ -102,6 +98,7 @@ class Publisher:
                 else own
             )
 
+        # two sections: what cannot change keeps its shards' hashes, and is sent once in a run
         changing = changing_modules(self._plan, adapted)
         ranges = self._joint_ranges(range_of, changing)
         state = adapter_state(self.transformer, adapter)
@@ -217,6 +214,7 @@ class _Changes:
             decoded = (now["weight"].float() - before["weight"].float()).flatten(1)
         scaling = next(iter(self._layers[name].scaling.values()))
         device = decoded.device
+        # not of merged weights: a small update would be lost in their rounding
         change = _product(self._adapter, name, device) - _product(
             self._adapter_before, name, device
         )

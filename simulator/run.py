@@ -11,11 +11,11 @@ from rich.console import Console
 from cluster.driver.iteration import Metrics
 from cluster.driver.loop import Ring
 from cluster.runtime import clock
-from cluster.simulator.services import Board, Hardware, SimulatedServices
 from configs.prompts import Prompt
 from configs.schema import RunConfig
 from records.progress import Progress
 from records.timeline import Span
+from simulator.services import Board, Hardware, SimulatedServices
 
 WARM = 2
 """Iterations before those that count where exploring is ahead: the first has nothing before it."""

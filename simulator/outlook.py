@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from cluster.simulator.run import Simulated, simulate
-from cluster.simulator.services import Hardware
 from planning.layouts.choose import Candidate, Choice
 from planning.layouts.lines import Findings
 from planning.layouts.predict import Prediction
 from planning.layouts.scenario import Scenario
 from planning.make import Plan
 from records.timeline import Span
+from simulator.run import Simulated, simulate
+from simulator.services import Hardware
 
 WAITING = "waiting"
 """Seconds of a critical path in which no actor worked: the driver, and calls on their way."""

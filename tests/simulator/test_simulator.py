@@ -19,12 +19,6 @@ from actors.rollout import RolloutActor
 from actors.selector import SelectorActor
 from cli.main import main
 from cluster.runtime import clock
-from cluster.simulator import actors
-from cluster.simulator.machine import Shared
-from cluster.simulator.measured import learned
-from cluster.simulator.outlook import critical_path, run
-from cluster.simulator.run import simulate
-from cluster.simulator.services import Hardware
 from configs.load import ConfigError, load, parse
 from planning.assumptions import Assumptions
 from planning.calibration import calibrated, fitted
@@ -33,6 +27,12 @@ from planning.layouts.gpus import Laid
 from planning.make import make_plan
 from records.rundir import RunDirectory
 from records.timeline import Timeline
+from simulator import actors
+from simulator.machine import Shared
+from simulator.measured import learned
+from simulator.outlook import critical_path, run
+from simulator.run import simulate
+from simulator.services import Hardware
 from tests.cluster.runs import write_toml
 
 DURATIONS = Durations(
@@ -171,6 +171,19 @@ def test_exploring_ahead_hides_it():
     assert times[0].iteration > times[1].iteration >= learner
     # what stands in its way: scoring and the last steps of publishing
     assert times[1].iteration == pytest.approx(learner, rel=0.05)
+
+
+def test_prompts_are_encoded_before_their_turn():
+    """The first before the run's clock starts, the second beside the first iteration: of the two,
+    one is as long as its encoding, if that is the longer.
+    """
+    laid = [Laid("one", 1, {"learner": 1, "rollout": 1}), Laid("one", 1, {"encoder": 1})]
+    times = [
+        simulate(config(1), Hardware({"one": replace(DURATIONS, encode=each)}, laid), 2).iteration
+        for each in (Line(), Line(0.0, 1.0), Line(0.0, 20.0))
+    ]
+    assert times[1] == pytest.approx(times[0])
+    assert times[2] == pytest.approx((times[0] + 20.0 * PROMPTS) / 2)
 
 
 def test_a_timeline_gives_back_what_calls_take():

@@ -7,15 +7,15 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from cluster.simulator.outlook import critical_path
-from cluster.simulator.run import Simulated, simulate
-from cluster.simulator.services import Hardware
 from configs.load import ConfigError
 from configs.schema import RunConfig
 from planning.calibration import calibrated
 from planning.placement import kinds_of, needs_of
 from records.rundir import RunDirectory
 from records.timeline import Span, read_spans
+from simulator.outlook import critical_path
+from simulator.run import Simulated, simulate
+from simulator.services import Hardware
 
 COUNT = 3
 """Iterations that a prediction is the mean of."""

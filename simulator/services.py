@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,15 +10,15 @@ from pathlib import Path
 from cluster.driver.places import Places
 from cluster.driver.services import ActorServices
 from cluster.runtime.transport import Handle
-from cluster.simulator.actors import Encoder, Learner, Reward, Rollout, Selector, Simulated
-from cluster.simulator.machine import Shared
-from cluster.simulator.transport import Actor, SimulatedTransport
 from configs.schema import RunConfig
 from planning.durations import Durations
 from planning.layouts.gpus import Laid
 from planning.placement import kinds_of
 from records.rundir import RunDirectory
 from records.timeline import Span
+from simulator.actors import Encoder, Learner, Reward, Rollout, Selector, Simulated
+from simulator.machine import Shared
+from simulator.transport import Actor, SimulatedTransport
 
 NO_DEADLINE_S = 1e12
 
@@ -86,6 +87,10 @@ class SimulatedPlaces(Places):
     def take(self, actor: str) -> str:
         """One name stands for all nodes."""
         return "simulated"
+
+    def gone(self, actor: str, node: str | None) -> asyncio.Future[str]:
+        """Never done: nodes do not come and go."""
+        return asyncio.get_running_loop().create_future()
 
     def refresh(self, running: Collection[str]) -> None:
         """Nodes do not come and go."""

@@ -12,8 +12,8 @@ from ray import ObjectRef
 
 from actors.calls import Answer, Call
 from cluster.runtime.transport import Handle
-from cluster.simulator.actors import Simulated, Took
-from cluster.simulator.machine import Shared
+from simulator.actors import Simulated, Took
+from simulator.machine import Shared
 
 
 @dataclass(eq=False)

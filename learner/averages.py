@@ -1,0 +1,83 @@
+"""Adapters that follow the trained one: EMA, the sampling policy, and an objective's own."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from configs.schema import RunConfig
+from learner.objectives import Objective
+from learner.schedules import ema_decay, old_policy_decay
+from learner.update import NothingLearned
+from policy.lora import adapter_state, blend, load_adapter_state
+
+PREVIOUS = "previous"
+"""The sampling policy of one update before, kept where that explores (``explore_ahead``)."""
+
+
+def adapters_of(config: RunConfig, objective: Objective) -> tuple[str, ...]:
+    """The trained adapter, and those beside it."""
+    names = {objective.sampling_adapter, *objective.policies, *objective.averages, "ema"}
+    if config.explore_ahead:
+        names.add(PREVIOUS)
+    return ("current", *sorted(names - {"ref", "current"}))
+
+
+class Averages:
+    """The averages of one transformer's trained adapter.
+
+    EMA and the objective's own move after each iteration or after each of its optimiser steps
+    (``optimizer.averages``), the sampling policy after each iteration.
+    """
+
+    def __init__(self, config: RunConfig, objective: Objective, transformer: nn.Module) -> None:
+        self._config, self._objective, self._transformer = config, objective, transformer
+        self.by_step = config.optimizer.averages != "iteration"
+
+    def states(self) -> dict[str, dict[str, Tensor]]:
+        """Those that move with optimiser steps, by adapter."""
+        names = ("ema", *self._objective.averages)
+        return {name: adapter_state(self._transformer, name) for name in names}
+
+    def restore(self, states: dict[str, dict[str, Tensor]]) -> None:
+        """What ``states`` returned."""
+        for name, state in states.items():
+            load_adapter_state(self._transformer, name, state)
+
+    def after_step(self, done: int, step: int) -> None:
+        """``step`` = 1, 2, ... of an iteration, ``done`` iterations before it."""
+        s = self._steps(done, step)
+        blend(self._transformer, "ema", "current", ema_decay(self._config.ema, s))
+        for name, decay_after in self._objective.averages.items():
+            blend(self._transformer, name, "current", decay_after(s))
+
+    def after_iteration(self, done: int) -> dict[str, float]:
+        """``done`` with this one; returns metrics. Raises NothingLearned."""
+        s = self._steps(done, 0) if self.by_step else done
+        if not self.by_step:
+            self._move("ema", ema_decay(self._config.ema, s), "lower ema.decay")
+            for name, decay_after in self._objective.averages.items():
+                self._move(name, decay_after(s), "lower its decay in [objective]")
+        if "old" not in adapters_of(self._config, self._objective):
+            return {}
+        decay = old_policy_decay(self._config.resolved_old_policy, s)
+        self._move("old", decay, "lower old_policy's decay")
+        return {"old_policy/decay": decay}
+
+    def _steps(self, done: int, step: int) -> int:
+        """s of the decay schedules: optimiser steps up to ``step`` of an iteration."""
+        return done * self._config.optimizer.steps_per_iteration + step
+
+    def _move(self, name: str, decay: float, advice: str) -> None:
+        """Move one average. Raises NothingLearned when it should move and stands still: what is
+        evaluated and exported would be the model before training.
+        """
+        before = adapter_state(self._transformer, name)
+        blend(self._transformer, name, "current", decay)
+        after, current = (adapter_state(self._transformer, each) for each in (name, "current"))
+        apart = any(not torch.equal(before[key], current[key]) for key in before)
+        if apart and all(torch.equal(before[key], after[key]) for key in before):
+            raise NothingLearned(
+                f"the average {name!r} did not move although the trained weights are elsewhere: at"
+                f" decay {decay:g} a step is lost in rounding; {advice}"
+            )

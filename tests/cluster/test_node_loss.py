@@ -1,0 +1,188 @@
+"""A pool whose actors' nodes go, without Ray: calls end that would wait until Ray gives a node up,
+idle actors are replaced too, no task is blamed, and a start on a lost node is made elsewhere.
+"""
+
+import asyncio
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Any
+
+import pytest
+
+from actors.calls import Call, Task
+from actors.messages import ActorInfo
+from cluster.runtime.pool import ActorPool
+from configs.services import Service
+from records.errors import StateLost
+
+
+class Worker:
+    def work(self) -> str: ...
+
+
+class Nodes:
+    """A transport, and the nodes behind it: an actor answers while its node is there. Actors go to
+    the first node that is.
+    """
+
+    def __init__(self, *names: str):
+        self.names, self.silent = names, set[str]()
+        self.gone: dict[str, asyncio.Future[str]] = {}
+        self.homes: dict[str, str] = {}
+        self.killed: list[str] = []
+        self.events: list[tuple[str, dict[str, Any]]] = []
+
+    def spawn(self, name: str) -> str:
+        home = next(node for node in self.names if not self._of(node).done())
+        self.homes[name.rpartition(".")[0]] = home
+        return home
+
+    def _of(self, node: str) -> asyncio.Future[str]:
+        return self.gone.setdefault(node, asyncio.get_running_loop().create_future())
+
+    def gone_of(self, actor: str, node: str | None) -> asyncio.Future[str]:
+        return self._of(node or self.homes[actor])
+
+    def notice(self, node: str) -> None:
+        """What is silent is lost."""
+        self._of(node).set_result("silent")
+
+    def send(self, handle: str, call: Call) -> Sequence[Any]:
+        future = asyncio.get_running_loop().create_future()
+        if handle not in self.silent:
+            answer = ActorInfo(1, handle, handle) if call.method == "ready" else handle
+            future.set_result(answer)
+        return [future]
+
+    def answer(self, reference: Any) -> asyncio.Future[Any]:
+        return reference
+
+    def kill(self, handle: str) -> None:
+        self.killed.append(handle)
+
+    def pool(self, actors: int = 1, stateful: bool = False, **service: Any) -> ActorPool:
+        def tell(name: str, **fields: Any) -> None:
+            self.events.append((name, fields))
+
+        return ActorPool(
+            "worker",
+            self.spawn,
+            Service(actors=actors, **service),
+            tell,
+            stateful=stateful,
+            transport=self,  # type: ignore[arg-type]
+            gone=self.gone_of,
+        )
+
+    def told(self, name: str) -> list[dict[str, Any]]:
+        return [fields for event, fields in self.events if event == name]
+
+
+def run(pool: ActorPool, work: Callable[[], Coroutine[Any, Any, Any]]) -> Any:
+    async def all_of_it() -> Any:
+        await pool.start()
+        try:
+            return await asyncio.wait_for(work(), 30)
+        finally:
+            await pool.stop()
+
+    return asyncio.run(all_of_it())
+
+
+def test_calls_to_a_lost_node_are_made_elsewhere_and_no_task_is_blamed():
+    nodes = Nodes("a", "b", "c", "d")
+    pool = nodes.pool(max_attempts=1)  # a single failure that counted would end the run
+
+    async def work() -> list[str]:
+        nodes.silent.add("a")
+        calls = [asyncio.create_task(pool.call(Task(i), Worker.work)) for i in range(2)]
+        while pool.members[0].sent < 2:
+            await asyncio.sleep(0.01)
+        nodes.notice("a")
+        return list(await asyncio.gather(*calls))
+
+    assert run(pool, work) == ["b", "b"]
+    assert [fields["why"] for fields in nodes.told("actor_died")] == ["silent"]
+    assert nodes.killed[0] == "a"  # it may live on behind a cut cable
+    assert {fields["why"] for fields in nodes.told("chunk_reissued")} == {"silent"}
+
+
+def test_an_idle_actor_is_replaced_before_anything_is_asked_of_it():
+    nodes = Nodes("a", "b")
+    pool = nodes.pool()
+
+    async def work() -> str:
+        nodes.notice("a")
+        while not nodes.told("actor_replaced"):
+            await asyncio.sleep(0.01)
+        return await pool.call(Task("x"), Worker.work)
+
+    assert run(pool, work) == "b"
+    assert len(nodes.told("actor_died")) == 1 and not nodes.told("chunk_reissued")
+
+
+def test_a_start_on_a_node_that_is_lost_meanwhile_is_made_on_another(monkeypatch):
+    monkeypatch.setattr("cluster.runtime.starting.PAUSE_S", 0.01)
+    nodes = Nodes("a", "b")
+    pool = nodes.pool()
+
+    async def main() -> str:
+        nodes.silent.add("a")
+        starting = asyncio.create_task(pool.start())
+        while not nodes.homes:
+            await asyncio.sleep(0.01)
+        nodes.notice("a")
+        await asyncio.wait_for(starting, 30)
+        answer = await pool.call(Task("x"), Worker.work)
+        await pool.stop()
+        return answer
+
+    assert asyncio.run(main()) == "b"
+    assert not nodes.told("actor_died") and nodes.killed == ["a", "b"]
+
+
+@pytest.mark.parametrize("busy", [True, False])
+def test_a_state_that_was_on_a_lost_node_is_lost_at_once(busy):
+    nodes = Nodes("a", "b")
+    pool = nodes.pool(stateful=True, in_flight=1)
+
+    async def work() -> str:
+        nodes.silent.add("a")
+        call = asyncio.create_task(pool.call(Task("x"), Worker.work)) if busy else None
+        while busy and not pool.members[0].sent:
+            await asyncio.sleep(0.01)
+        nodes.notice("a")
+        await pool.failed.wait()
+        with pytest.raises(StateLost, match="the worker was lost: silent"):
+            await (call or pool.call(Task("y"), Worker.work))
+        await pool.renew("silent")
+        return await pool.call(Task("z"), Worker.work)
+
+    assert run(pool, work) == "b"
+    assert len(nodes.told("actor_died")) == 1
+
+
+def test_a_driver_that_was_stopped_calls_nobody_silent(monkeypatch):
+    """SIGSTOP for longer than the deadline: the answer, sent meanwhile, is read late."""
+    now = [0.0]
+    monkeypatch.setattr("cluster.runtime.clock.now", lambda: now[0])
+    nodes = Nodes("a")
+    pool = nodes.pool(deadline_s=5.0)
+
+    async def work() -> Any:
+        member, late = pool.members[0], asyncio.get_running_loop().create_future()
+        monkeypatch.setattr(nodes, "send", lambda handle, call: [late])
+        call = asyncio.create_task(pool.ask(member, Worker.work))
+        wait = asyncio.wait
+
+        async def stopped(futures: Any, **named: Any) -> Any:
+            if named.get("timeout") == 5.0 and not late.done() and now[0] < 5.0:
+                now[0] += 60.0  # the timer rings a minute late
+                asyncio.get_running_loop().call_later(0.01, late.set_result, "answer")
+                return await wait(futures, timeout=0.0)
+            return await wait(futures, **named)
+
+        monkeypatch.setattr(asyncio, "wait", stopped)
+        return await call
+
+    assert run(pool, work) == "answer"
+    assert not nodes.told("actor_died")

@@ -1,0 +1,118 @@
+"""Watching nodes, on sockets of this machine: one that takes connections, one that refuses them,
+one that answers nothing.
+"""
+
+import asyncio
+import socket
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+
+import pytest
+
+from cluster.runtime.watch import TRIES, NodeWatch
+
+HERE = "127.0.0.1"
+SILENCE_S = 0.25
+
+
+@contextmanager
+def listening(port: int = 0, queue: int = 100) -> Iterator[tuple[str, int]]:
+    with socket.create_server((HERE, port), backlog=queue) as made:
+        yield made.getsockname()[:2]
+
+
+@contextmanager
+def swallowing() -> Iterator[tuple[str, int]]:
+    """Its queue is full, so the kernel answers to no further connection: as a cut cable does."""
+    with ExitStack() as stack:
+        address = stack.enter_context(listening(queue=0))
+        for _ in range(4):
+            full = stack.enter_context(socket.socket())
+            full.setblocking(False)
+            full.connect_ex(address)
+        yield address
+
+
+def refusing() -> tuple[str, int]:
+    with listening() as address:
+        return address
+
+
+async def watched(**addresses: tuple[str, int]) -> NodeWatch:
+    watch = NodeWatch(SILENCE_S)
+    watch.know(addresses)
+    for node in addresses:
+        watch.gone(node)
+    return watch
+
+
+def test_nodes_that_refuse_or_swallow_connections_are_lost_and_others_are_not():
+    async def main(silent: tuple[str, int], alive: tuple[str, int]) -> None:
+        watch = await watched(refuses=refusing(), swallows=silent, answers=alive)
+        why = await asyncio.wait_for(watch.gone("refuses"), 60)
+        assert why == "its node answers no connection for 0.25 s"
+        assert await asyncio.wait_for(watch.gone("swallows"), 60) == why
+        assert watch.lost == {"refuses", "swallows"} and not watch.gone("answers").done()
+        await watch.close()
+
+    with swallowing() as silent, listening() as alive:
+        asyncio.run(main(silent, alive))
+
+
+def test_a_node_that_answers_again_is_no_longer_lost():
+    async def main() -> None:
+        address = refusing()
+        watch = await watched(node=address)
+        first = watch.gone("node")
+        await asyncio.wait_for(first, 60)
+        with listening(address[1]):
+            while watch.lost:
+                await asyncio.sleep(0.01)
+        assert watch.gone("node") is not first
+        await asyncio.wait_for(watch.gone("node"), 60)  # and it can be lost once more
+        await watch.close()
+
+    asyncio.run(main())
+
+
+def test_what_ray_gives_up_is_lost_at_once_and_watched_no_more():
+    async def main(address: tuple[str, int]) -> None:
+        watch = await watched(node=address)
+        watch.know({})
+        assert watch.gone("node").result() == "Ray has given its node up"
+        await asyncio.sleep(2 * SILENCE_S)
+        assert watch.lost == {"node"}
+        await watch.close()
+
+    with listening() as address:
+        asyncio.run(main(address))
+
+
+def test_failures_must_follow_each_other(monkeypatch):
+    """A driver that slept, or a packet that was lost, is no loss of a node."""
+    answers = iter([*[False] * (TRIES - 1), True] * 5 + [False] * TRIES)
+    asked: list[bool] = []
+
+    async def scripted(address: object, within_s: float) -> bool:
+        await asyncio.sleep(0)
+        asked.append(next(answers))
+        return asked[-1]
+
+    monkeypatch.setattr("cluster.runtime.watch._answers", scripted)
+
+    async def main() -> None:
+        watch = await watched(node=(HERE, 1))
+        with pytest.raises(RuntimeError, match="StopAsyncIteration|StopIteration"):
+            await asyncio.gather(watch.gone("node"), *watch._tasks.values())
+        assert watch.lost == {"node"} and len(asked) == 5 * TRIES + TRIES
+
+    asyncio.run(main())
+
+
+def test_without_a_limit_nothing_is_watched():
+    async def main() -> None:
+        watch = NodeWatch(0.0)
+        watch.know({"node": refusing()})
+        assert not watch.gone("node").done() and not watch._tasks
+
+    asyncio.run(main())

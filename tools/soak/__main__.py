@@ -1,0 +1,130 @@
+"""The command line of ``make soak``."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import tools.soak
+from records.errors import Stopped
+from tools.soak.lines import identical, line_of, summary
+
+if TYPE_CHECKING:
+    from tests.cluster.nodes import Machines
+    from tools.soak.runs import Soak
+
+STOPPED = 130
+NODES, NODE_CPUS = 4, 3
+"""A run, and the processes kept for the next one, fit on all nodes but one."""
+
+
+@contextmanager
+def ray_of(soak: Soak) -> Iterator[Machines | None]:
+    """The existing Ray or a new one, with simulated nodes where the soak may remove one."""
+    import ray
+
+    from tests.cluster.nodes import Machines
+
+    soak.make_model()
+    if ray.is_initialized():
+        if set(soak.ways) - {"kill", "stop", "scale"}:
+            raise SystemExit(f"--ways {' '.join(soak.ways)}: needs a Ray of its own")
+        yield None
+        return
+    from cluster.runtime import template
+    from tools.soak.runs import tiny
+
+    soak.machine.prepare()
+    template.start(tiny(soak.model, soak.out, "template"))
+    if "node" in soak.ways:
+        with Machines({"num_cpus": 0}, *[{"num_cpus": NODE_CPUS}] * NODES) as machines:
+            yield machines
+    else:
+        ray.init(
+            "local",
+            num_cpus=16,
+            include_dashboard=False,
+            log_to_driver=False,
+            logging_level=logging.ERROR,
+        )
+        yield None
+        ray.shutdown()
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Soak; 0 when every run ended identical."""
+    options = _parser().parse_args(arguments)
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    from tests.cluster.machine import Machine
+    from tools.soak.runs import Soak
+
+    ways = list(options.ways)
+    for way, why in Machine.missing().items():
+        if way in ways:
+            print(f"not tried: {way}: {why}")
+            ways.remove(way)
+    out = Path(options.out or f"runs/soak-{options.seed}").absolute()
+    out.mkdir(parents=True, exist_ok=True)
+    soak = Soak(out, options.seed, options.kinds, ways, options.variants, options.overrides)
+    rows = {index: row for index, row in soak.known().items() if index < options.runs}
+    for index in sorted(rows):
+        print(line_of(rows[index]), flush=True)
+    if missing := [index for index in range(options.runs) if index not in rows]:
+        try:
+            with ray_of(soak) as soak.machines:
+                soak.prepare()
+                for index in missing:
+                    rows[index] = soak.one(index)
+                    print(line_of(rows[index]), flush=True)
+        except (Stopped, KeyboardInterrupt):
+            print(
+                f"stopped after {len(rows)} of {options.runs} runs; the same command again"
+                " continues"
+            )
+    print("\n".join(summary([rows[index] for index in sorted(rows)])))
+    if len(rows) < options.runs:
+        return STOPPED
+    return 0 if all(identical(row) for row in rows.values()) else 1
+
+
+def _parser() -> argparse.ArgumentParser:
+    from tests.cluster.faults import SERVICES
+    from tools.soak.draw import VARIANTS, WAYS
+
+    parser = argparse.ArgumentParser(
+        prog="python -m tools.soak", description=(tools.soak.__doc__ or "").splitlines()[0]
+    )
+    parser.add_argument(
+        "--runs", type=int, default=20, help="how many, those of an earlier soak in OUT counted in"
+    )
+    parser.add_argument("--seed", type=int, default=0, help="of settings and faults")
+    for name, known in (("kinds", SERVICES), ("ways", WAYS), ("variants", tuple(VARIANTS))):
+        parser.add_argument(
+            f"--{name}",
+            nargs="+",
+            choices=known,
+            default=list(known),
+            metavar=name.rstrip("s").upper(),
+            help=f"of {', '.join(known)}",
+        )
+    parser.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        dest="overrides",
+        metavar="a.b=c",
+        help="change the runs, as explore_ahead=1",
+    )
+    parser.add_argument("--out", metavar="DIR", help="runs/soak-SEED unless given")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,72 @@
+"""What run i of a seed is: its settings and its faults."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from tests.cluster.faults import RECOVERING, RUN, TO_ACTORS, Fault
+
+WAYS = ("kill", "stop", "node", "memory", "monitor", "disk", "driver", "clock", "scale")
+VARIANTS: dict[str, tuple[str, ...]] = {
+    "plain": (),
+    "ahead": ("explore_ahead=1",),
+    "replicas": ("services.learner.replicas=2",),
+    "ahead and replicas": ("explore_ahead=1", "services.learner.replicas=2"),
+}
+"""Settings that runs have, on top of the smallest ones."""
+LONGEST_DELAY_S = 0.3
+STOPPED_S = (2.0, 20.0)
+"""Of the driver: shorter and longer than the deadline of most actors."""
+JUMPS_S = (-3600.0, -5.0, 5.0, 3600.0)
+SIZES = (1, 3)
+"""A run has two rollout actors."""
+Moments = Mapping[tuple[int, str], int]
+"""How often each (iteration, moment) occurs in an undisturbed run."""
+
+
+@dataclass(frozen=True)
+class Trial:
+    """A run: which settings, which faults."""
+
+    variant: str
+    faults: tuple[Fault, ...]
+
+
+def draw(
+    seed: int, index: int, moments: Mapping[str, Moments], kinds: Sequence[str], ways: Sequence[str]
+) -> Trial:
+    """Run ``index`` of ``seed``; ``moments`` by the variants that there are."""
+    rng = np.random.default_rng([seed, index])
+    variant = sorted(moments)[int(rng.integers(len(moments)))]
+    faults = [_fault(rng, variant, moments[variant], kinds, ways)]
+    if rng.integers(2):
+        second = _fault(rng, variant, moments[variant], kinds, ways)
+        # where the first takes no actor away there is nothing to recover from
+        if faults[0].way in (*TO_ACTORS, "monitor") and rng.integers(2):
+            second = replace(second, iteration=-1, moment=RECOVERING, count=1)
+        if {each.way for each in (faults[0], second)} != {"disk"}:  # it is full already
+            faults.append(second)
+    return Trial(variant, tuple(faults))
+
+
+def _fault(
+    rng: np.random.Generator,
+    variant: str,
+    moments: Moments,
+    kinds: Sequence[str],
+    ways: Sequence[str],
+) -> Fault:
+    kind, way = kinds[int(rng.integers(len(kinds)))], ways[int(rng.integers(len(ways)))]
+    iteration, moment = sorted(moments)[int(rng.integers(len(moments)))]
+    count = 1 + int(rng.integers(moments[iteration, moment]))
+    two = kind == "rollout" or (kind == "learner" and "replicas" in variant)
+    actor = int(rng.integers(2)) if two else 0
+    delay = round(float(rng.uniform(0, LONGEST_DELAY_S)), 3)
+    amounts = {"driver": STOPPED_S, "clock": JUMPS_S, "scale": SIZES}.get(way, (0.0,))
+    amount = float(amounts[int(rng.integers(len(amounts)))])
+    if way not in TO_ACTORS:
+        kind, actor = RUN, 0
+    return Fault(kind, way, iteration, moment, count, actor, delay, amount=amount)  # type: ignore[arg-type]
