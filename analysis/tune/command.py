@@ -17,7 +17,7 @@ from analysis.compare.running import to_toml
 from analysis.fidelity.measure import backends, choose_prompts, hide_loading_bars
 from analysis.tune.measure import Found, Kind, Measuring, Say, Size
 from analysis.tune.picture import picture
-from analysis.tune.settings import Setting, contrasts, grid, pruned_contrasts, strength
+from analysis.tune.settings import Setting, contrasts, grid, left_of, pruned_contrasts, strength
 from configs.load import ConfigError, apply, parse
 from configs.schema import RunConfig
 from configs.section import Tree
@@ -148,6 +148,11 @@ def _settings(
         raise ConfigError(f"--keep {odd[0]}: as many best as worst are kept: give an even number")
     if wrong := [upto for upto in wanted.prune if not 0 < upto < own.steps]:
         raise ConfigError(f"--prune {wrong[0]}: a step of the {own.steps} but the last is expected")
+    if wanted.prune and (wanted.by != "seconds" or left_of(own.pool) < own.keep):
+        raise ConfigError(
+            f"--prune: seconds are told, of the {left_of(own.pool)} of {own.pool} seeds that go on:"
+            f" leave --by operations out, and explore at least {2 * own.keep}"
+        )
     found = grid(names, wanted.steps, pools, keeps, wanted.sizes)
     return list(dict.fromkeys([own, *found]))
 

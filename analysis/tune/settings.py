@@ -60,6 +60,11 @@ def contrasts(proxy: np.ndarray, truth: np.ndarray, pool: int, keep: int) -> np.
     return _over_pools(proxy, truth, pool, lambda cheap, full: _contrast(cheap, full, keep))
 
 
+def left_of(pool: int) -> int:
+    """Seeds of a pool whose best and worst quarter go on."""
+    return pool // 4 * 2
+
+
 def pruned_contrasts(
     preview: np.ndarray, proxy: np.ndarray, truth: np.ndarray, pool: int, keep: int
 ) -> np.ndarray:
@@ -70,7 +75,7 @@ def pruned_contrasts(
 
     def found(cheap: np.ndarray, full: np.ndarray) -> float:
         early, last = cheap
-        left = list(select(early, pool // 2, "best_worst"))
+        left = list(select(early, left_of(pool), "best_worst"))
         return _contrast(last[left], full[left], keep)
 
     return _over_pools(both, truth, pool, found)
