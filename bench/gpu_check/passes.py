@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 import torch
-from diffusers import AutoencoderTiny
 from torch import Tensor, nn
 
 from bench.explorer import Case
@@ -77,8 +76,8 @@ def _tiny(case: Case, setting: Setting) -> Diffusers | None:
     """One of the size of the published ones, random, in BF16; None for latents of another kind."""
     if case.family.part_config("vae").get("latent_channels") != TINY_CHANNELS:
         return None
-    vae: Diffusers = AutoencoderTiny(latent_channels=TINY_CHANNELS)
-    return vae.to(setting.device, torch.bfloat16).eval().requires_grad_(False)
+    part = {"class": "diffusers.AutoencoderTiny", "config": {"latent_channels": TINY_CHANNELS}}
+    return build(part, setting.device, torch.bfloat16)
 
 
 # ---- LoRA

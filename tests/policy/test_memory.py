@@ -17,8 +17,6 @@ from policy.sampling.noise import noise_for
 from tests.tiny_families import tiny_model
 
 ROWS = 8
-NEWER = "qwen_image", "z_image", "flux2", "flux2_klein"
-"""The plan says more than these take, 0.3 % when sampling, 7 % when training: not understood."""
 
 
 def allocated(run: Callable[[], Any]) -> int:
@@ -36,6 +34,14 @@ def allocated(run: Callable[[], Any]) -> int:
         live += event.nbytes()
         peak = max(peak, live)
     return peak
+
+
+def later(count: Callable[[], memory.Work]) -> int:
+    """The peak of a pass that is not the first: that one makes tables of positions as well, which
+    Qwen-Image and Z-Image keep.
+    """
+    count()
+    return count().peak
 
 
 @pytest.fixture
@@ -59,12 +65,8 @@ def test_the_peak_of_a_sampling_step(family):
     def step() -> None:
         family.velocity(transformer, x, torch.tensor(0.5), cond)
 
-    planned = memory.sampling_work(
-        family, memory.blank(family, "transformer", torch.float32), ROWS, torch.float32
-    ).peak
-    if family.name in NEWER:
-        assert 0.99 * planned < allocated(step) <= planned + 64
-        return
+    blank = memory.blank(family, "transformer", torch.float32)
+    planned = later(lambda: memory.sampling_work(family, blank, ROWS, torch.float32))
     slack = 0.01 * planned if family.name == "sana" else 64
     assert allocated(step) == pytest.approx(planned, abs=slack)
 
@@ -74,7 +76,7 @@ def test_the_peak_of_a_sampling_step_on_merged_weights(family):
     module's product and sum in float32 beside them, which is less than the pass.
     """
     blank = memory.blank(family, "transformer", torch.float32)
-    planned = memory.sampling_work(family, blank, ROWS, torch.float32).peak
+    planned = later(lambda: memory.sampling_work(family, blank, ROWS, torch.float32))
     memory.adapt(blank, family, Lora(rank=4))
     planned += memory.adapted_bytes(blank)
     transformer, (x, cond) = family.load_transformer("cpu", torch.float32), inputs(family)
@@ -85,9 +87,6 @@ def test_the_peak_of_a_sampling_step_on_merged_weights(family):
         with merged(transformer, "current"):
             family.velocity(transformer, x, torch.tensor(0.5), cond)
 
-    if family.name in NEWER:
-        assert 0.99 * planned < allocated(step) <= planned + 64
-        return
     slack = 0.01 * planned if family.name == "sana" else 64
     assert allocated(step) == pytest.approx(planned, abs=slack)
 
@@ -112,8 +111,5 @@ def test_the_peak_of_a_training_pass(family, checkpointing):
             del velocity
             loss.backward()
 
-    planned = memory.training_work(family, blank, ROWS, torch.float32, checkpointing).peak
-    if family.name in NEWER:
-        assert 0.92 * planned < allocated(train) < 1.03 * planned
-        return
+    planned = later(lambda: memory.training_work(family, blank, ROWS, torch.float32, checkpointing))
     assert allocated(train) == pytest.approx(planned, rel=0.03)
