@@ -103,7 +103,7 @@ SCENARIOS = {
     "group-30": Scenario(
         "two learner replicas cut from each other for 30 s",
         [cut(["learner"], ["second"]), HEAL],
-        (1, "update"),
+        (1, "regenerated"),  # the update comes next
         GROUP,
         "learner",
     ),
