@@ -55,11 +55,13 @@ def tiny_sd3_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_tiny_sd3(tmp_path_factory.mktemp("tiny_sd3"))
 
 
-def make_tiny_sd3(path: str | Path, seed: int = 0, dual: tuple[int, ...] = ()) -> Path:
+def make_tiny_sd3(
+    path: str | Path, seed: int = 0, dual: tuple[int, ...] = (), heads: int = 2
+) -> Path:
     """Write the pipeline directory and return its path. The same seed gives the same weights.
 
     ``dual``: blocks with a second attention over the image alone, as the first half of SD3.5
-    Medium's have.
+    Medium's have. ``heads``: of attention, 16 wide each; with 32 there are 13 million weights.
 
     The transformer's biases and norm weights are random too (their stock initial values are 0 and
     1), so that no part of the network is a no-op that a test could pass without.
@@ -69,7 +71,7 @@ def make_tiny_sd3(path: str | Path, seed: int = 0, dual: tuple[int, ...] = ()) -
 
     with torch.random.fork_rng():
         torch.manual_seed(seed)
-        transformer = _transformer(dual)
+        transformer = _transformer(dual, heads)
         randomise_vectors(transformer)
         pipe = StableDiffusion3Pipeline(
             transformer=transformer,
@@ -93,7 +95,7 @@ def randomise_vectors(transformer: nn.Module) -> None:
             parameter.data.normal_(1.0 if "norm_" in name and name.endswith("weight") else 0.0, 0.1)
 
 
-def _transformer(dual: tuple[int, ...]) -> SD3Transformer2DModel:
+def _transformer(dual: tuple[int, ...], heads: int) -> SD3Transformer2DModel:
     from diffusers import SD3Transformer2DModel
 
     return SD3Transformer2DModel(
@@ -102,9 +104,9 @@ def _transformer(dual: tuple[int, ...]) -> SD3Transformer2DModel:
         in_channels=4,
         num_layers=2,
         attention_head_dim=16,
-        num_attention_heads=2,
+        num_attention_heads=heads,
         joint_attention_dim=32,
-        caption_projection_dim=32,
+        caption_projection_dim=16 * heads,
         pooled_projection_dim=32,
         out_channels=4,
         pos_embed_max_size=8,

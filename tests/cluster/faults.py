@@ -66,6 +66,9 @@ SAME = (
     "eval/",
 )
 """Metrics, or beginnings of their names, that do not depend on who computed what and when."""
+WHEN_CHECKED = "audit/identity_error"
+"""In the row of the iteration in which an actor was checked; one that is replaced is checked again.
+"""
 DIGITS = 9
 """Of float64 means that are compared: sums in another order differ in the sixteenth."""
 
@@ -302,7 +305,10 @@ def lasting(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     def plain(value: Any) -> Any:
         return float(f"{value:.{DIGITS}g}") if isinstance(value, float) else value
 
-    return [{key: plain(row[key]) for key in sorted(row) if key.startswith(SAME)} for row in rows]
+    def lasts(key: str) -> bool:
+        return key.startswith(SAME) and key != WHEN_CHECKED
+
+    return [{key: plain(row[key]) for key in sorted(row) if lasts(key)} for row in rows]
 
 
 @dataclass(frozen=True)
