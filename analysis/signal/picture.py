@@ -8,7 +8,9 @@ from html import escape
 from analysis.report.axes import nice_ticks
 from configs.section import Tree
 
-LEFT, RIGHT, TOP, BAR, GAP, WIDTH = 150.0, 60.0, 64.0, 17.0, 16.0, 760.0
+RIGHT, TOP, BAR, GAP, PLOT = 60.0, 64.0, 17.0, 16.0, 550.0
+LETTER = 6.0
+"""Pixels of a letter at 11, on average."""
 COLOURS = ("#9aa5b1", "#1f6fb2", "#e08214", "#35978f", "#7b3294", "#a6611a")
 
 
@@ -18,10 +20,11 @@ def signal_picture(rows: Sequence[Tree], title: str) -> str:
     names = list(dict.fromkeys(row["objective"] for row in rows))
     ends = [row["cosine"] + side * row["stderr"] for row in rows for side in (-1, 1)]
     low, high = min(0.0, *ends), max(0.05, *ends)
-    scale = (WIDTH - LEFT - RIGHT) / (high - low)
+    left = max(150.0, 24 + LETTER * max(map(len, names)))
+    width, scale = left + PLOT + RIGHT, PLOT / (high - low)
 
     def x(value: float) -> float:
-        return LEFT + (value - low) * scale
+        return left + (value - low) * scale
 
     top = TOP + 16 * len(choices)
     body, y = [], top
@@ -29,7 +32,7 @@ def signal_picture(rows: Sequence[Tree], title: str) -> str:
         mine = [row for row in rows if row["objective"] == name]
         middle = y + BAR * len(mine) / 2
         body.append(
-            f'<text x="{LEFT - 8:g}" y="{middle + 4:g}" text-anchor="end">{escape(name)}</text>'
+            f'<text x="{left - 8:g}" y="{middle + 4:g}" text-anchor="end">{escape(name)}</text>'
         )
         for row in mine:
             body.append(_bar(row, COLOURS[choices.index(row["choice"]) % len(COLOURS)], x, y))
@@ -41,10 +44,10 @@ def signal_picture(rows: Sequence[Tree], title: str) -> str:
         for tick in nice_ticks(low, high, 6)
     )
     head = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH:g} {y + 40:g}"'
-        f' width="{WIDTH:g}" height="{y + 40:g}" font-family="system-ui, sans-serif"'
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width:g} {y + 40:g}"'
+        f' width="{width:g}" height="{y + 40:g}" font-family="system-ui, sans-serif"'
         ' font-size="11" fill="#222">',
-        f'<rect width="{WIDTH:g}" height="{y + 40:g}" fill="#fff"/>',
+        f'<rect width="{width:g}" height="{y + 40:g}" fill="#fff"/>',
         '<text x="16" y="20" font-size="14" font-weight="600">Signal in a gradient: mean cosine'
         " between gradients of independent batches</text>",
         f'<text x="16" y="38">{escape(title)}; bars ± one standard error</text>',
