@@ -55,6 +55,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         item.add_marker(pytest.mark.xdist_group(group))
 
 
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Raises UsageError where pytest-xdist has taken no notice of the groups."""
+    dealt = getattr(session.config.option, "loadgroup", False)
+    if dealt and not all("@" in item.nodeid for item in session.items):
+        raise pytest.UsageError("pytest-xdist deals tests out one by one: see pyproject.toml")
+
+
 @pytest.fixture(scope="session")
 def ray_here(tiny_sd3_dir, tmp_path_factory) -> Iterator[None]:
     """One Ray for the session, apart from any that runs here already. Its CPUs are a number: idle
