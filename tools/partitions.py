@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import logging
 import os
 import subprocess
 import sys
@@ -180,7 +181,7 @@ class Lab:
         deadline = time.monotonic() + START_S
         while True:
             try:
-                ray.init(address=self.rays.head, logging_level="ERROR", log_to_driver=False)
+                ray.init(address=self.rays.head, logging_level=logging.ERROR, log_to_driver=False)
                 return
             except (ConnectionError, RuntimeError, ValueError):
                 if time.monotonic() > deadline:
