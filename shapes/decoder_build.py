@@ -1,5 +1,5 @@
-"""Train a tiny decoder of the shipped model's latents: ``python -m shapes.decoder_build --minutes 13
---threads 1 --out shapes/decoder``.
+"""Train a tiny decoder of the shipped model's latents: ``python -m shapes.decoder_build
+--minutes 13 --threads 1 --out shapes/decoder``.
 
 An AutoencoderTiny that learns to draw what the model's own autoencoder draws, of the latents of
 random train scenes with a little noise. It decodes proxy images with ``explore.decoder = "tiny"``;
