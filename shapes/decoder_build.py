@@ -1,5 +1,5 @@
-"""Train a tiny decoder of the shipped model's latents: ``python -m shapes.decoder_build --minutes 3
---threads 1 --out shapes/decoder``.
+"""Train a tiny decoder of the shipped model's latents: ``python -m shapes.decoder_build
+--minutes 13 --threads 1 --out shapes/decoder``.
 
 An AutoencoderTiny that learns to draw what the model's own autoencoder draws, of the latents of
 random train scenes with a little noise. It decodes proxy images with ``explore.decoder = "tiny"``;
@@ -101,7 +101,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         prog="python -m shapes.decoder_build", description=(__doc__ or "").splitlines()[0]
     )
-    parser.add_argument("--minutes", type=float, default=3.0, help="training time")
+    parser.add_argument("--minutes", type=float, default=13.0, help="training time")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--model", type=Path, default=here / "model", help="pipeline directory")
     parser.add_argument("--out", type=Path, default=here / "decoder", help="directory to write")

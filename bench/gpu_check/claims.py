@@ -148,6 +148,8 @@ def predicted(results: Results) -> Verdict:
 
 def passes(results: Results) -> Verdict:
     """Regenerating and training beside the bare denoiser's passes."""
+    if not results.gpu:  # small models on a CPU say nothing of it
+        return not_here("there is no GPU")
     found = [each for form in MOST for each in results.findings("lora", form=form)]
     return decided(found, lambda each: each.value <= MOST[each.labels["form"]])
 

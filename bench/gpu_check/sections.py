@@ -24,7 +24,7 @@ SECTIONS = {
     "shapes": Section("Layers of the published models, without data", 1, shapes.measure),
     "steps": Section("A step in every backend", 7, steps.measure),
     "decode": Section("Decoding", 1.5, passes.decode),
-    "lora": Section("A learner's passes", 2, passes.lora),
+    "lora": Section("Passes of a learner", 2, passes.lora),
     "weights": Section("A version of the size of FLUX.1", 2, weights.measure),
     "memory": Section("Memory against the plan", 3, peaks.measure),
     "iteration": Section("One iteration of each family", 6, iteration.measure),
