@@ -243,6 +243,7 @@ CLAIMS = (
     Claim("several learners take the steps of one, with NCCL", needs("two GPUs")),
     Claim("4-bit proxy images rank the seeds of a large model well enough", needs(PUBLISHED)),
     Claim("the published weights of SD3.5, FLUX.1 and SANA load and train", needs(PUBLISHED)),
+    Claim("SANA's released checkpoint with linear feed-forwards loads", needs("this file")),
     Claim("the released files of the four learned scorers load", needs("these files")),
     Claim("the paper's FLUX.1 table", needs(f"{PUBLISHED}, and days on eight GPUs")),
 )

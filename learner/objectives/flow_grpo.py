@@ -21,7 +21,7 @@ class FlowGRPOSettings(PathSettings):
     kl: float = Field(
         default=0.04,
         ge=0,
-        description="weight beta of the KL to the reference; published SD3 recipes: 0.04, 0.01",
+        description="weight beta of the KL to the reference; published recipes: 0.04, 0.01",
     )
     step_fraction: float = Field(
         default=0.99,
