@@ -243,7 +243,8 @@ def _store(
             prompts * (explored + regenerated) * image
         ),
         "samples to train on": prompts * kept * latent,
-        "conditioning": prompts * conditioning,
+        # iterations that are explored or trained on, and the next one, encoded beside them
+        "conditioning": min(config.iterations, 2 + config.explore_ahead) * prompts * conditioning,
     }
 
 

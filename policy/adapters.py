@@ -11,8 +11,10 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from peft.tuners.lora import Conv2d, Linear
+from peft.tuners.lora import Conv2d, Linear, LoraLayer
 from torch import Tensor, nn
+
+from policy.lora import matrices
 
 
 class _AdaptedProduct(torch.autograd.Function):
@@ -65,12 +67,8 @@ class AdaptedLinear(Linear):
         base: Any = self.get_base_layer()
         if self.disable_adapters or not _narrow(base):
             return super().forward(x, *args, **kwargs)
-        (name,) = self.active_adapters
-        a: Any = self.lora_A[name]
-        b: Any = self.lora_B[name]
-        return _AdaptedProduct.apply(
-            x, base.weight, base.bias, a.weight, b.weight, self.scaling[name]
-        )
+        down, up, scaling = _active(self)
+        return _AdaptedProduct.apply(x, base.weight, base.bias, down, up, scaling)
 
 
 class AdaptedConv2d(Conv2d):
@@ -81,12 +79,9 @@ class AdaptedConv2d(Conv2d):
         base: Any = self.get_base_layer()
         if self.disable_adapters or not _narrow(base):
             return super().forward(x, *args, **kwargs)
-        (name,) = self.active_adapters
-        a: Any = self.lora_A[name]
-        b: Any = self.lora_B[name]
-        down, up = a.weight, b.weight * self.scaling[name]
+        down, up, scaling = _active(self)
         low = F.conv2d(x, down.to(x.dtype), stride=base.stride, padding=base.padding)
-        return base(x) + F.conv2d(low, up.to(x.dtype))
+        return base(x) + F.conv2d(low, (up * scaling).to(x.dtype))
 
 
 LAYERS: dict[type[nn.Module], type[nn.Module]] = {
@@ -99,3 +94,10 @@ LAYERS: dict[type[nn.Module], type[nn.Module]] = {
 def _narrow(base: nn.Module) -> bool:
     """Whether it computes with fewer bits than the adapters are trained in."""
     return base.get_parameter("weight").dtype.itemsize < torch.float32.itemsize
+
+
+def _active(layer: LoraLayer) -> tuple[Tensor, Tensor, float]:
+    """A, B and alpha / rank of the one adapter that is active."""
+    (name,) = layer.active_adapters
+    down, up = matrices(layer, name)
+    return down, up, layer.scaling[name]

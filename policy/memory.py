@@ -117,7 +117,7 @@ def accumulates(sum_: Any, gradient: Any) -> bool:
 
 
 OWNERS = 2
-"""Of a storage that one tensor has: the tensor, and whoever asks."""
+"""Of a storage that one tensor has: the tensor, and the one that asks."""
 
 
 @contextmanager

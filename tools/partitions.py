@@ -272,12 +272,12 @@ def _injector(lab: Lab, scenario: Scenario | None) -> Any:
     from tests.cluster.faults import FaultInjector
 
     class Cutter(FaultInjector):
-        struck: float | None = None
+        done_at: float | None = None
 
         def _happened(self, moment: str) -> None:
             super()._happened(moment)
-            if scenario and self.struck is None and scenario.at == (self.now, moment):
-                self.struck = time.time()
+            if scenario and self.done_at is None and scenario.at == (self.now, moment):
+                self.done_at = time.time()
                 loop = asyncio.get_running_loop()
                 for delay, act in scenario.acts:
                     loop.call_later(delay, lambda act=act: loop.run_in_executor(None, act, lab))
@@ -301,11 +301,11 @@ def measure(lab: Lab, key: str, undisturbed: dict[str, Any]) -> dict[str, Any]:
         row |= {"same": False, "why": f"{type(error).__name__}: {error}"}
         return row | {"seconds": round(time.monotonic() - began, 1)}
     row |= {"same": found == undisturbed, "seconds": round(time.monotonic() - began, 1)}
-    if injector.struck is not None:
+    if injector.done_at is not None:
         events = RunDirectory(lab.folder / "runs" / key).events()
         for name, event in (("noticed", "actor_died"), ("replaced", "actor_replaced")):
             times = [
-                each["time"] - injector.struck
+                each["time"] - injector.done_at
                 for each in events
                 if each["event"] == event and each["kind"] == scenario.hit
             ]

@@ -105,8 +105,8 @@ def fault(backend: Backend, seen: Seen) -> str | None:
         if bias:
             offset = torch.empty(n, dtype=torch.bfloat16, device="cuda:0")
             linear.bias = nn.Parameter(offset, False)
-        layer: nn.Module = backend.replacements("power_of_two")(linear)
-        layer = PointwiseConvolution(layer) if image else layer  # pyright: ignore[reportArgumentType]
+        quantised: Any = backend.replacements("power_of_two")(linear)
+        layer = PointwiseConvolution(quantised) if image else quantised
         x = torch.empty_strided(shape, strides, dtype=torch.bfloat16, device="cuda:0")
         try:
             with Calls() as calls:

@@ -101,7 +101,7 @@ class Exploration:
     async def _begin(self, index: int) -> Iteration:
         config, services = self._config, self._services
         prompts, conditioning = await self.encode(index)
-        del self._encoding[index]
+        self._encoding.pop(index, None)  # closed meanwhile, it is forgotten already
         if index + 1 < config.iterations:
             self.encode(index + 1)
         every = config.audit.identity_every

@@ -349,7 +349,7 @@ def recoveries(events: Sequence[Mapping[str, Any]]) -> list[Recovery]:
             return None
 
         who = {"kind": kind, "actor": fault["actor"]}
-        if fault["way"] not in TO_ACTORS:  # whoever is lost first, if any
+        if fault["way"] not in TO_ACTORS:  # the actor that is lost first, if any
             first = next((event for event in later if event["event"] == "actor_died"), None)
             if fault["way"] != "monitor" or first is None:
                 continue

@@ -12,6 +12,7 @@ from planning.make import SPILLS_AT, make_plan, store_size, versions_held
 from planning.placement import Node
 from policy.explorer import Explorer
 from policy.families import family_for
+from policy.memory import conditioning_bytes
 from policy.precision.backends import BACKENDS
 from tests.cluster.runs import main_here, tiny_config, write_toml
 
@@ -43,6 +44,18 @@ def test_bytes_are_those_of_the_plan_and_of_a_real_explorer(config):
     nothing = config.model_copy(update={"arm": "diffusionnft"})
     assert published_bytes(nothing) == (0, 0)
     check_store(nothing, NODES, {})
+
+
+@pytest.mark.parametrize(("iterations", "ahead", "held"), [(1, 0, 1), (9, 0, 2), (9, 1, 3)])
+def test_prompts_that_are_encoded_before_their_turn_are_in_the_store(
+    config, iterations, ahead, held
+):
+    """Of each iteration that is explored or trained on, and of the next one."""
+    family = family_for(config.model)
+    of_prompt = conditioning_bytes(family, torch.float32, False)
+    config = config.model_copy(update={"iterations": iterations, "explore_ahead": ahead})
+    wanted = held * config.prompts.per_iteration * of_prompt
+    assert make_plan(config).store["conditioning"] == wanted
 
 
 @pytest.mark.parametrize(("small", "ahead"), [("a", 0), ("b", 0), ("a", 1)])

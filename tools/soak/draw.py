@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import cast
 
 import numpy as np
 
-from tests.cluster.faults import RECOVERING, RUN, TO_ACTORS, Fault
+from tests.cluster.faults import RECOVERING, RUN, TO_ACTORS, Fault, Way
 
 WAYS = ("kill", "stop", "node", "memory", "monitor", "disk", "driver", "clock", "scale")
 VARIANTS: dict[str, tuple[str, ...]] = {
@@ -69,4 +70,5 @@ def _fault(
     amount = float(amounts[int(rng.integers(len(amounts)))])
     if way not in TO_ACTORS:
         kind, actor = RUN, 0
-    return Fault(kind, way, iteration, moment, count, actor, delay, amount=amount)  # type: ignore[arg-type]
+    known = cast(Way, way)
+    return Fault(kind, known, iteration, moment, count, actor, delay, amount=amount)

@@ -62,8 +62,11 @@ def summary(rows: Sequence[Row]) -> list[str]:
 
 
 def _by_way(rows: Sequence[Row]) -> list[str]:
-    """How often each way struck, and how the runs ended in which it did."""
-    lines = ["| struck | runs | identical | seconds of a run |", "| --- | --- | --- | --- |"]
+    """How often each way was done, and how the runs ended in which it was."""
+    lines = [
+        "| fault or setting | runs | identical | seconds of a run |",
+        "| --- | --- | --- | --- |",
+    ]
     names = sorted({way for row in rows for way in row["done"]})
     names += sorted({row["variant"] for row in rows})
     for name in names:
