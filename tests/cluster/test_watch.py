@@ -91,20 +91,23 @@ def test_what_ray_gives_up_is_lost_at_once_and_watched_no_more():
 def test_failures_must_follow_each_other(monkeypatch):
     """A driver that slept, or a packet that was lost, is no loss of a node."""
     answers = iter([*[False] * (TRIES - 1), True] * 5 + [False] * TRIES)
-    asked: list[bool] = []
+    lost_before: list[set[str]] = []  # each answer
+    watches: list[NodeWatch] = []
 
     async def scripted(address: object, within_s: float) -> bool:
         await asyncio.sleep(0)
-        asked.append(next(answers))
-        return asked[-1]
+        lost_before.append(set(watches[0].lost))
+        return next(answers)
 
     monkeypatch.setattr("cluster.runtime.watch._answers", scripted)
 
     async def main() -> None:
-        watch = await watched(node=(HERE, 1))
+        watches.append(await watched(node=(HERE, 1)))
+        (watch,) = watches
         with pytest.raises(RuntimeError, match="StopAsyncIteration|StopIteration"):
             await asyncio.gather(watch.gone("node"), *watch._tasks.values())
-        assert watch.lost == {"node"} and len(asked) == 5 * TRIES + TRIES
+        # by the last of the failures in a row, and by none before it
+        assert lost_before == [set()] * (6 * TRIES) + [{"node"}]
 
     asyncio.run(main())
 
