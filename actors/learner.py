@@ -6,8 +6,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, replace
-from typing import TYPE_CHECKING, Protocol, TypeVar
+from dataclasses import asdict, dataclass, replace
+from typing import TYPE_CHECKING, Literal, Protocol, TypeVar
 
 import numpy as np
 import ray
@@ -107,22 +107,25 @@ class LearnerActor:
         by Ray, so this raises ObjectLostError where their objects went with a node.
         """
         replicas = self._trainer.replicas
-        mine, elsewhere = share(groups, replicas.rank, replicas.size)
+        by = self._trainer.config.services.learner.share
+        mine, elsewhere = share(groups, replicas.rank, replicas.size, by)
         return self._trainer.update(iteration, self._batch(mine), elsewhere)
 
-    def _batch(self, groups: Sequence[TrainingGroup]) -> list[Group]:
+    def _batch(self, portions: Sequence[Portion]) -> list[Group]:
         from learner.batch import Group
 
-        conditionings = self._fetch([group.conditioning for group in groups])
-        samples = iter(self._fetch([part.samples for group in groups for part in group.samples]))
+        conditionings = self._fetch([portion.group.conditioning for portion in portions])
+        parts = [portion.samples() for portion in portions]
+        fetched = iter(self._fetch([part.samples for mine in parts for part in mine]))
         return [
             Group(
-                prompt_index=group.prompt,
+                prompt_index=portion.group.prompt,
                 cond=conditioning,
-                samples=gather(group.samples, [next(samples) for _ in group.samples]),
-                rewards=group.rewards,
+                samples=gather(mine, [next(fetched) for _ in mine]),
+                rewards=portion.group.rewards,
+                rows=portion.rows,
             )
-            for group, conditioning in zip(groups, conditionings, strict=True)
+            for portion, mine, conditioning in zip(portions, parts, conditionings, strict=True)
         ]
 
     def export(
@@ -157,16 +160,61 @@ class LearnerActor:
         return self._trainer.load(path)
 
 
-def share(
-    groups: Sequence[TrainingGroup], rank: int, size: int
-) -> tuple[list[TrainingGroup], dict[int, Floats]]:
-    """(the groups that replica ``rank`` trains on, the rewards [K] of all others by prompt).
+@dataclass(frozen=True)
+class Portion:
+    """Those of a group's K samples that a replica trains on."""
 
-    Prompts go round the replicas. An advantage may compare a reward with those of other prompts, so
-    rewards count everywhere.
+    group: TrainingGroup
+    rows: range  # within 0 .. K
+
+    def samples(self) -> list[SampleRows]:
+        """What to fetch of them."""
+        found, first = [], 0
+        for part in self.group.samples:
+            start, stop = (max(0, at - first) for at in (self.rows.start, self.rows.stop))
+            if rows := part.rows[start:stop]:
+                found.append(SampleRows(part.samples, rows))
+            first += len(part.rows)
+        return found
+
+
+def share(
+    groups: Sequence[TrainingGroup], rank: int, size: int, by: Literal["prompts", "samples"]
+) -> tuple[list[Portion], dict[int, Floats]]:
+    """(what replica ``rank`` trains on, the rewards [K] of all other prompts).
+
+    ``by`` prompts: they go round the replicas. ``by`` samples: of all, prompt after prompt, each
+    replica has a run of as many as the others, or one fewer. An advantage may compare a reward with
+    those of other prompts, so rewards count everywhere.
     """
-    mine = [group for group in groups if group.prompt % size == rank]
-    return mine, {group.prompt: group.rewards for group in groups if group.prompt % size != rank}
+    groups = sorted(groups, key=lambda group: group.prompt)
+    if by == "prompts":
+        rows = {
+            group.prompt: range(len(group.rewards))
+            for group in groups
+            if group.prompt % size == rank
+        }
+    else:
+        rows = _run(groups, rank, size)
+    mine = [Portion(group, rows[group.prompt]) for group in groups if group.prompt in rows]
+    return mine, {group.prompt: group.rewards for group in groups if group.prompt not in rows}
+
+
+def _run(groups: Sequence[TrainingGroup], rank: int, size: int) -> dict[int, range]:
+    """The rows by prompt of the samples from ``rank`` to ``rank + 1`` of ``size`` equal parts."""
+    total = sum(len(group.rewards) for group in groups)
+    if total < size:  # said by every replica alike, so that none waits for another
+        raise ValueError(
+            f"an iteration is left with {total} scored samples, which {size} replicas cannot share"
+        )
+    begin, end = (total * at // size for at in (rank, rank + 1))
+    found, first = {}, 0
+    for group in groups:
+        count = len(group.rewards)
+        if rows := range(max(0, begin - first), min(count, end - first)):
+            found[group.prompt] = rows
+        first += count
+    return found
 
 
 def gather(parts: Sequence[SampleRows], fetched: Sequence[Samples]) -> Samples:

@@ -44,6 +44,8 @@ from configs.services import Services
 
 Arm = Literal["diffusionnft", "naive_scaling", "naive_quant", "sol_rl"]
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
+UNEVEN = 0.05
+"""Share by which replicas that share samples may wait for one that regenerates more."""
 
 
 class RunConfig(Section):
@@ -139,11 +141,7 @@ class RunConfig(Section):
                 f"audit.random_seeds: {self.audit.random_seeds} is more than explore.pool_size ="
                 f" {pool}"
             )
-        if (replicas := self.services.learner.replicas) > (prompts := self.prompts.per_iteration):
-            raise ValueError(
-                f"services.learner.replicas: {replicas} cannot share prompts.per_iteration ="
-                f" {prompts}: each trains on one prompt at least"
-            )
+        self._possible_share()
         plan, selects, steps = self.plan, self.plan.explore is not None, self.regenerate.steps
         if why := incompatibility(
             self.objective, self.arm, selects, plan.regenerate, plan.solver, steps
@@ -163,6 +161,22 @@ class RunConfig(Section):
                 f" {', '.join(labels)}"
             )
         return self
+
+    def _possible_share(self) -> None:
+        """Raises ValueError for replicas of which one would have nothing to train on."""
+        learner, prompts = self.services.learner, self.prompts.per_iteration
+        samples = prompts * self.selection.keep
+        if learner.share == "prompts" and learner.replicas > prompts:
+            raise ValueError(
+                f"services.learner.replicas: {learner.replicas} cannot share prompts.per_iteration"
+                f" = {prompts}: each trains on one prompt at least, or on part of one with"
+                " services.learner.share = 'samples'"
+            )
+        if learner.replicas > samples:
+            raise ValueError(
+                f"services.learner.replicas: {learner.replicas} cannot share {samples} samples"
+                " (prompts.per_iteration x selection.keep): each trains on one at least"
+            )
 
     def _possible_size(self) -> None:
         """Raises ValueError for proxy images whose noise is no whole part of the full one."""
@@ -196,6 +210,24 @@ class RunConfig(Section):
     def plan(self) -> ArmPlan:
         """What `arm` means for the two stages."""
         return ArmPlan.of(self)
+
+    @property
+    def regenerated_parts(self) -> int:
+        """Tasks in which a prompt is regenerated: the fewest that replicas which share samples
+        can take evenly, to a twentieth.
+        """
+        learner, keep = self.services.learner, self.selection.keep
+        prompts, replicas = self.prompts.per_iteration, learner.replicas
+        if learner.share == "prompts" or self.objective.one_noise_per_group:
+            return 1
+
+        def uneven(parts: int) -> float:  # of the busiest replica, over an equal share
+            turns, images = -(-prompts * parts // replicas), -(-keep // parts)
+            return turns * images * replicas / (prompts * keep)
+
+        counts = range(1, keep + 1)
+        even = (parts for parts in counts if uneven(parts) <= 1 + UNEVEN)
+        return next(even, None) or min(counts, key=uneven)
 
     @property
     def resolved_old_policy(self) -> OldPolicy:

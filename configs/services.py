@@ -106,7 +106,12 @@ class LearnerService(Service):
     replicas: int = Field(
         default=1,
         ge=1,
-        description="learners that share prompts and add gradients; fixes the order of sums",
+        description="learners that share an iteration and add gradients; fixes the order of sums",
+    )
+    share: Literal["prompts", "samples"] = Field(
+        default="prompts",
+        description="replicas: whole prompts for each, or as many samples for each as for the"
+        " others, also parts of prompts; part of the results, as it fixes batches and sums",
     )
     silence_s: float = Field(
         default=600.0,

@@ -20,13 +20,23 @@ from policy.types import Conditioning
 
 @dataclass(frozen=True)
 class Group:
-    """One prompt's samples."""
+    """One prompt's K samples, or those of them that this replica trains on."""
 
     prompt_index: int  # position in the iteration
     cond: Conditioning  # 1 row
-    # "latents" float32 [K, *latent], x0, and what else regeneration recorded, [K, ...] each
+    # "latents" float32 [R, *latent], x0, and what else regeneration recorded, [R, ...] each
     samples: Record
-    rewards: np.ndarray  # float32 [K], of these very latents
+    rewards: np.ndarray  # float32 [K], of all
+    rows: range | None = None  # which R of the K are here; None: all
+
+    @property
+    def here(self) -> range:
+        """Which of the K samples are here."""
+        return range(len(self.rewards)) if self.rows is None else self.rows
+
+    def of_here(self, values: np.ndarray) -> np.ndarray:
+        """Those of values [K] that belong to the samples here."""
+        return values[self.here.start : self.here.stop]
 
 
 def check_groups(
@@ -47,7 +57,7 @@ def check_groups(
             f"groups of prompts {indices}: each prompt may come once, nothing may count twice"
         )
     for group in groups:
-        count, latents = len(group.rewards), group.samples["latents"]
+        count, latents = len(group.of_here(group.rewards)), group.samples["latents"]
         shape = (count, *latent_shape)
         if (
             latents.shape != shape
@@ -56,7 +66,7 @@ def check_groups(
         ):
             raise ValueError(
                 f"prompt {group.prompt_index}: latents {list(latents.shape)} and conditioning of"
-                f" {len(group.cond)} rows, wanted {list(shape)} for its {count} rewards, and 1 row;"
+                f" {len(group.cond)} rows, wanted {list(shape)} for {count} rewards, and 1 row;"
                 f" every other array needs {count} rows too"
             )
         missing = {"states", "log_probs"} - group.samples.keys() if paths else set()
@@ -90,7 +100,7 @@ def joined(
         prompt: int(end) - len(advantages[prompt])
         for prompt, end in zip(sorted(advantages), ends, strict=True)
     }
-    counts = [len(group.rewards) for group in groups]
+    counts = [len(group.here) for group in groups]
     data = {
         name: np.concatenate([np.asarray(group.samples[name], np.float32) for group in groups])
         for name in groups[0].samples
@@ -98,7 +108,7 @@ def joined(
     return Samples(
         data={name: torch.from_numpy(rows) for name, rows in data.items()},
         advantages=torch.from_numpy(
-            np.concatenate([advantages[group.prompt_index] for group in groups])
+            np.concatenate([group.of_here(advantages[group.prompt_index]) for group in groups])
         ),
         cond=Conditioning.cat([group.cond for group in groups]).to(device),
         group=torch.arange(len(groups), device=device).repeat_interleave(
@@ -107,10 +117,10 @@ def joined(
         seeds=tuple(
             stream_seed(seed, "train", iteration, group.prompt_index, position)
             for group in groups
-            for position in range(len(group.rewards))
+            for position in group.here
         ),
         places=np.concatenate(
-            [first[group.prompt_index] + np.arange(len(group.rewards)) for group in groups]
+            [first[group.prompt_index] + np.array(group.here) for group in groups]
         ),
         total=int(ends[-1]),
     )
@@ -131,8 +141,8 @@ def keep_evidence(
         key = f"prompt_{group.prompt_index:04d}"
         tensors |= {f"{key}/{name}": _tensor(rows) for name, rows in group.samples.items()}
         tensors |= {
-            f"{key}/rewards": _tensor(group.rewards),
-            f"{key}/advantages": _tensor(advantages[group.prompt_index]),
+            f"{key}/rewards": _tensor(group.of_here(group.rewards)),
+            f"{key}/advantages": _tensor(group.of_here(advantages[group.prompt_index])),
         }
         tensors |= {f"{key}/cond/{name}": tensor for name, tensor in group.cond.tensors.items()}
     tensors |= {f"adapter/{name}": tensor for name, tensor in adapters.items()}

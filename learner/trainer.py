@@ -206,7 +206,8 @@ class Trainer:
 
         ``iteration`` names the random streams and must rise from call to call. Groups are trained
         on in prompt order, in whichever order they come. Among replicas each is given its own
-        groups, one at least, and the rewards [K] of all others, ``elsewhere``, by prompt index;
+        groups, one at least or part of one, and the rewards [K] of all other prompts,
+        ``elsewhere``, by prompt index;
         every one takes the same step, that of one learner with all groups but for the order of
         sums. All or nothing, everywhere. Raises NonFiniteTraining after writing the iteration's
         data to ``failure_dir``, ValueError for groups that cannot be trained on; among replicas

@@ -105,8 +105,11 @@ def size_of(config: RunConfig, span: Span) -> int | None:
         return _images(config, span.work, unit, pool, chunk)
     prompts, replicas = config.prompts.per_iteration, config.services.learner.replicas
     if span.work == "update":
+        keep = config.selection.keep
+        if config.services.learner.share == "samples":
+            return -(-prompts * keep // replicas)
         # those with fewer prompts wait for the others
-        return config.selection.keep * -(-prompts // replicas)
+        return keep * -(-prompts // replicas)
     return prompts if span.work == "encode" else 1
 
 
@@ -115,7 +118,18 @@ def _images(
 ) -> int | None:
     if work == "explore":
         return min(chunk, pool - int(unit[2]) * chunk)
-    return config.selection.keep if work == "regenerate" else None
+    if work == "regenerate":
+        return _regenerated(config, unit)
+    return None
+
+
+def _regenerated(config: RunConfig, unit: Sequence[int | str]) -> int:
+    """Images of a prompt, or of the part of one that the third number names."""
+    keep, parts = config.selection.keep, config.regenerated_parts
+    if len(unit) < 3:
+        return keep
+    part = int(unit[2])
+    return keep * (part + 1) // parts - keep * part // parts
 
 
 def _points(

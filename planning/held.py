@@ -83,7 +83,7 @@ def _learner(
     sampled, points = config.regenerate.batch_size, config.optimizer.batch_size
     per_prompt = memory.conditioning_bytes(family, dtype, bool(config.guidance.stages))
     replicas = config.services.learner.replicas
-    prompts = -(-config.prompts.per_iteration // replicas)  # of the replica that has most
+    prompts = _prompts(config)
     held: dict[str, int | None] = {
         f"denoiser, {config.regenerate.precision}": counts.denoiser,
         "autoencoder, fp32": counts.autoencoder,
@@ -105,6 +105,14 @@ def _learner(
     if replicas > 1:
         held["sum of gradients, fp32"] = counts.trained * 4
     return held
+
+
+def _prompts(config: RunConfig) -> int:
+    """Of which the replica that has most holds samples."""
+    each, more = divmod(config.prompts.per_iteration, config.services.learner.replicas)
+    if config.services.learner.share == "samples":
+        return min(config.prompts.per_iteration, each + 1 + bool(more))  # parts at both ends
+    return each + bool(more)
 
 
 def _checking(config: RunConfig, counts: Counts) -> int:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 from ray import ObjectRef
@@ -145,9 +146,10 @@ class Learner(Simulated):
         replicas: int,
         backend: str | None,
         shards: Sequence[int],
+        by: Literal["prompts", "samples"],
     ):
         super().__init__(durations, index, replicas, backend)
-        self._shards = tuple(shards)
+        self._shards, self._by = tuple(shards), by
 
     def rendezvous(self, timeout_s: float) -> Took:
         """An address."""
@@ -163,9 +165,9 @@ class Learner(Simulated):
         return Took(seconds, (seconds, TOKEN, TOKEN))
 
     def update(self, iteration: int, groups: list[TrainingGroup]) -> Took:
-        """No metrics; the prompts of this replica as ``actors.learner.share`` has them."""
-        mine, _ = share(groups, self.index, self.replicas)
-        seconds = self.durations.update.at(sum(len(group.rewards) for group in mine))
+        """No metrics; the samples of this replica as ``actors.learner.share`` has them."""
+        mine, _ = share(groups, self.index, self.replicas, self._by)
+        seconds = self.durations.update.at(sum(len(portion.rows) for portion in mine))
         return Took(seconds, dict[str, float](), self.durations.summing.at(self.replicas))
 
     def export(self, version: int, backend: str | None = None, weights: str | None = None) -> Took:

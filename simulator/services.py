@@ -132,7 +132,8 @@ class SimulatedServices(ActorServices):
         common = (durations, index, replicas if kind == "learner" else 1)
         if kind == "learner":
             each = -(-hardware.broadcast // hardware.shards)
-            return Learner(*common, None, [each] * hardware.shards)
+            by = self.config.services.learner.share
+            return Learner(*common, None, [each] * hardware.shards, by)
         if kind == "rollout":
             return Rollout(*common, self.config.explore.backend)
         if kind == "encoder":

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Literal
 
 from configs.load import ConfigError
 from configs.schema import RunConfig
@@ -124,7 +125,7 @@ def _may_be(config: RunConfig, candidate: Candidate, gpus: Sequence[Gpus]) -> bo
     mode, numbers = config.layout.mode, candidate.numbers
     if mode != "auto" and numbers.mode != mode and config.plan.explore is not None:
         return False
-    free = mode == "split" or len(gpus) > 1 or gpus[0].count > config.prompts.per_iteration
+    free = mode == "split" or len(gpus) > 1 or gpus[0].count > _most_replicas(config)
     return bool(not numbers.ahead or "explore_ahead" in config.model_fields_set or free)
 
 
@@ -152,19 +153,27 @@ def _candidates(config: RunConfig, gpus: Sequence[Gpus]) -> Iterator[Numbers]:
     made: list[Numbers] = []
     for one in gpus:
         named = one.kind if several else None
-        made += [_shared(config, one, count, named) for count in _replicas(config, one.count)]
+        made += [
+            replace(_shared(config, one, count, named), share=share)
+            for count, share in _replicas(config, one.count)
+        ]
         if not explores:
             continue
         made += [
-            _split(config, one, one.count - count, one, count, named, named)
-            for count in _replicas(config, one.count - 1)
+            replace(_split(config, one, one.count - count, one, count, named, named), share=share)
+            for count, share in _replicas(config, one.count - 1)
         ]
         limit = (config.layout.gpus if config.layout else None) or sum(g.count for g in gpus)
         made += [
-            _split(config, one, min(one.count, limit - count), other, count, one.kind, other.kind)
+            replace(
+                _split(
+                    config, one, min(one.count, limit - count), other, count, one.kind, other.kind
+                ),
+                share=share,
+            )
             for other in gpus
             if other is not one
-            for count in _replicas(config, min(other.count, limit - 1))
+            for count, share in _replicas(config, min(other.count, limit - 1))
         ]
     for numbers in made:
         groups = numbers.groups
@@ -181,17 +190,37 @@ def _candidates(config: RunConfig, gpus: Sequence[Gpus]) -> Iterator[Numbers]:
                 yield final
 
 
-def _replicas(config: RunConfig, gpus: int) -> list[int]:
-    """Numbers of replicas on at most so many GPUs: the smallest of those whose busiest replica has
-    as many prompts, and the largest.
+Replicas = tuple[int, Literal["prompts", "samples"]]
+
+
+def _replicas(config: RunConfig, gpus: int) -> list[Replicas]:
+    """Numbers of replicas on at most so many GPUs, and what they share: the smallest of those
+    whose busiest replica has as many prompts, the largest, and those that share samples where
+    whole prompts do not come out even.
     """
-    prompts = config.prompts.per_iteration
+    prompts, learner = config.prompts.per_iteration, config.services.learner
+    samples = prompts * config.selection.keep
     most = min(gpus, prompts)
-    if "replicas" in config.services.learner.model_fields_set:
-        given = config.services.learner.replicas
-        return [given] if given <= most else []
-    fewest = {-(-prompts // count): count for count in range(most, 0, -1)}
-    return sorted({*fewest.values(), *([most] if most else [])})
+    if "replicas" in learner.model_fields_set:
+        given = learner.replicas
+        counts = [given] if given <= most else []
+        parts = [given] if given <= min(gpus, samples) else []
+    else:
+        fewest = {-(-prompts // count): count for count in range(most, 0, -1)}
+        counts = sorted({*fewest.values(), *([most] if most else [])})
+        parts = [count for count in {gpus // 2, gpus} if 0 < count <= samples and prompts % count]
+    found: list[Replicas] = [(count, "prompts") for count in counts]
+    found += [(count, "samples") for count in parts]
+    if "share" in learner.model_fields_set:
+        return [each for each in found if each[1] == learner.share]
+    return found
+
+
+def _most_replicas(config: RunConfig) -> int:
+    """Of those that all have something to train on."""
+    prompts, learner = config.prompts.per_iteration, config.services.learner
+    by_prompts = "share" in learner.model_fields_set and learner.share == "prompts"
+    return prompts if by_prompts else prompts * config.selection.keep
 
 
 def _shared(config: RunConfig, gpus: Gpus, learners: int, kind: str | None) -> Numbers:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import Literal
 
 from configs.load import parse
 from configs.schema import RunConfig
@@ -29,6 +30,7 @@ class Numbers:
     mode: str
     groups: Mapping[str, Group]
     ahead: int = 0
+    share: Literal["prompts", "samples"] = "prompts"  # what learner replicas share
 
     def describe(self) -> str:
         """``8 learner at 0.52 GPU, 8 rollout at 0.36 GPU``: those with a share of a GPU."""
@@ -38,7 +40,8 @@ class Numbers:
             for kind, group in self.groups.items()
             if group.gpus
         ]
-        return ", ".join(parts) + (", explore_ahead = 1" if self.ahead else "")
+        shared = ", replicas share samples" if self.share == "samples" else ""
+        return ", ".join(parts) + shared + (", explore_ahead = 1" if self.ahead else "")
 
 
 def numbers_of(config: RunConfig) -> Numbers:
@@ -47,7 +50,7 @@ def numbers_of(config: RunConfig) -> Numbers:
     for kind in kinds_of(config):
         service = config.services.of(kind)
         groups[kind] = Group(service.count, service.gpus, service.cpus, service.accelerator)
-    return Numbers("by hand", groups, config.explore_ahead)
+    return Numbers("by hand", groups, config.explore_ahead, config.services.learner.share)
 
 
 def by_hand(config: RunConfig) -> dict[str, dict[str, int | float | str | None]]:
@@ -79,13 +82,16 @@ def completed(config: RunConfig, numbers: Numbers) -> Numbers:
         base = groups.get(kind, Group(own.count, own.gpus, own.cpus, own.accelerator))
         groups[kind] = replace(base, **given)  # type: ignore[arg-type]
     ahead = config.explore_ahead if "explore_ahead" in config.model_fields_set else numbers.ahead
-    return Numbers(numbers.mode, groups, ahead)
+    learner = config.services.learner
+    share = learner.share if "share" in learner.model_fields_set else numbers.share
+    return Numbers(numbers.mode, groups, ahead, share)
 
 
 def with_numbers(config: RunConfig, numbers: Numbers) -> RunConfig:
     """The configuration with a layout written out. Raises ConfigError for what it refuses."""
     tree = config.model_dump(mode="json")
     tree["explore_ahead"] = numbers.ahead
+    tree["services"]["learner"]["share"] = numbers.share
     for kind, group in numbers.groups.items():
         name, _, label = kind.partition(".")
         table = tree["services"][name]

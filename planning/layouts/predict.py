@@ -7,6 +7,7 @@ end first with it; prompts are spread evenly over the replicas, in whole prompts
 from __future__ import annotations
 
 import heapq
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -61,7 +62,7 @@ def bound(tasks: Mapping[str, Tasks], gpus: Sequence[Gpus]) -> float:
 
 def predict(numbers: Numbers, laid: Sequence[Laid], tasks: Mapping[str, Tasks]) -> Prediction:
     """Of a layout whose actors are ``laid``; ``tasks`` by kind of GPU."""
-    parts = _by_prompts(laid, next(iter(tasks.values())).prompts)
+    parts = _by_prompts(laid, next(iter(tasks.values())).prompts, numbers.share)
     any_tasks = next(iter(tasks.values()))
     actors = {kind: sum(p.count * p.actors.get(kind, 0) for p in parts) for kind in numbers.groups}
     score = [_scoring(part, tasks[part.kind], actors) for part in parts]
@@ -73,7 +74,7 @@ def predict(numbers: Numbers, laid: Sequence[Laid], tasks: Mapping[str, Tasks]) 
     slots = [part.count * part.actors.get("rollout", 0) for part in parts]
     explored, _ = fill(list(zip(slots, score, chunks, strict=True)), any_tasks.chunks)
     ended, done = fill(list(zip(slots, loads, chunks, strict=True)), any_tasks.chunks)
-    last = [t.regenerate for p in parts if p.prompts and (t := tasks[p.kind])]
+    last = [tasks[p.kind].regenerate * _part(numbers, any_tasks) for p in parts if p.prompts]
     rollout = max(ended, *loads, explored + (min(last, default=0.0) if any_tasks.chunks else 0.0))
     encode = max((tasks[p.kind].encode for p in parts if "encoder" in p.actors), default=0.0)
     if numbers.ahead:
@@ -107,17 +108,31 @@ def predict(numbers: Numbers, laid: Sequence[Laid], tasks: Mapping[str, Tasks]) 
     )
 
 
+def _part(numbers: Numbers, tasks: Tasks) -> float:
+    """Share of a prompt that a learner regenerates at a time."""
+    replicas = numbers.groups["learner"].actors
+    if numbers.share == "prompts":
+        return 1.0
+    return math.gcd(tasks.prompts, replicas) / replicas
+
+
 @dataclass(frozen=True)
 class _Part:
     kind: str
     count: int
     actors: Mapping[str, int]
-    prompts: int  # of the learners on each
+    prompts: float  # of the learners on each
 
 
-def _by_prompts(laid: Sequence[Laid], prompts: int) -> list[_Part]:
+def _by_prompts(laid: Sequence[Laid], prompts: int, share: str) -> list[_Part]:
     """GPUs that are alike, also in how many prompts their learners have."""
     learners = sum(each.count * each.actors.get("learner", 0) for each in laid)
+    if share == "samples":
+        each_has = prompts / max(1, learners)
+        return [
+            _Part(each.kind, each.count, each.actors, each.actors.get("learner", 0) * each_has)
+            for each in laid
+        ]
     share, more = divmod(prompts, max(1, learners))
     parts = []
     for each in laid:

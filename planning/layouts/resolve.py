@@ -113,6 +113,9 @@ def keep_layout(config: RunConfig, recorded: RunConfig) -> RunConfig:
     learner: dict[str, object] = {}
     if "actors" not in given["learner"]:
         learner["replicas"] = services.learner.replicas
+        learner |= (
+            {} if "share" in ours.learner.model_fields_set else {"share": services.learner.share}
+        )
     changed: dict[str, Service] = {"learner": ours.learner.model_copy(update=learner)}
     for kind in ("encoder", "reward"):
         if not services.of(kind).gpus and "gpus" not in given.get(kind, {"gpus": 0}):

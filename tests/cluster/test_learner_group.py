@@ -16,10 +16,11 @@ import ray
 import safetensors.torch
 
 from actors.calls import Call, Task
-from actors.learner import gather, share
+from actors.learner import Portion, gather, share
 from actors.messages import ActorInfo, Rendezvous, SampleRows, TrainingGroup
 from actors.runtime import identity
 from cluster.driver.learners import LearnerGroup
+from cluster.driver.regeneration import divided
 from cluster.runtime.member import Member
 from cluster.runtime.pool import ActorPool
 from cluster.runtime.template import runtime_env
@@ -31,6 +32,7 @@ from planning.make import make_plan
 from planning.placement import Node, check_placement, needs_of
 from records.errors import RunFailed, StateLost
 from records.progress import Progress
+from records.timeline import read_spans
 from tests.cluster.runs import adapters, run_here, selections, tiny_config
 
 # ---- settings and placement
@@ -46,6 +48,13 @@ from tests.cluster.runs import adapters, run_here, selections, tiny_config
         (
             ["services.learner.replicas=2", "services.learner.gpus=0.5"],
             "gpus = 0.5: two of the 2 replicas would fit on one GPU",
+        ),
+        (
+            [
+                *("services.learner.replicas=9", "services.learner.share=samples"),
+                *("prompts.per_iteration=2", "selection.keep=4"),
+            ],
+            "replicas: 9 cannot share 8 samples",
         ),
         (["services.learner.actors=2"], "services.learner.actors"),
     ],
@@ -98,12 +107,54 @@ def test_an_update_is_shared_out_by_prompt():
     groups = [group_with(p, [f"r{p}"], [(0, 1)]) for p in range(4)]
     found: dict[int, int] = {}
     for rank in range(3):
-        mine, elsewhere = share(groups, rank, 3)
-        assert {group.prompt for group in mine} | elsewhere.keys() == {0, 1, 2, 3}
+        mine, elsewhere = share(groups, rank, 3, "prompts")
+        assert {portion.group.prompt for portion in mine} | elsewhere.keys() == {0, 1, 2, 3}
         assert all(elsewhere[p].tolist() == groups[p].rewards.tolist() for p in elsewhere)
-        found |= {group.prompt: rank for group in mine if groups[group.prompt] is group}
+        assert all(portion.rows == range(2) for portion in mine)
+        found |= {one.group.prompt: rank for one in mine if groups[one.group.prompt] is one.group}
     assert found == {0: 0, 1: 1, 2: 2, 3: 0}
-    assert share(groups, 0, 1) == (groups, {})  # of one, everything
+    whole = [Portion(group, range(2)) for group in groups]
+    for by in ("prompts", "samples"):  # of one, everything
+        assert share(groups, 0, 1, by) == (whole, {})
+
+
+def test_an_update_is_shared_out_by_sample():
+    """Eight samples of four prompts over three replicas: runs of 2, 3 and 3. Of each, only the
+    objects that hold its rows are fetched; rewards of a prompt go whole to who has a part of it.
+    """
+    groups = [group_with(p, [f"a{p}", f"b{p}"], [(5,), (0,)]) for p in range(4)]
+    found = []
+    for rank in range(3):
+        mine, elsewhere = share(groups[::-1], rank, 3, "samples")
+        assert {one.group.prompt for one in mine} | elsewhere.keys() == {0, 1, 2, 3}
+        assert not {one.group.prompt for one in mine} & elsewhere.keys()
+        assert all(len(one.group.rewards) == 2 for one in mine)
+        found.append([(part.samples, part.rows) for one in mine for part in one.samples()])
+    assert found == [
+        [("a0", (5,)), ("b0", (0,))],
+        [("a1", (5,)), ("b1", (0,)), ("a2", (5,))],
+        [("b2", (0,)), ("a3", (5,)), ("b3", (0,))],
+    ]
+    for rank in range(9):  # on every replica, or the others would wait
+        with pytest.raises(ValueError, match="left with 8 scored samples, which 9 replicas"):
+            share(groups, rank, 9, "samples")
+
+
+def test_in_how_many_parts_a_prompt_is_regenerated():
+    """As few as come out even over the replicas, to a twentieth."""
+
+    def parts(prompts: int, replicas: int, share: str = "samples") -> int:
+        given = [f"prompts.per_iteration={prompts}", f"services.learner.replicas={replicas}"]
+        return load("quickstart", [*given, f"services.learner.share={share}"]).regenerated_parts
+
+    keep = load("quickstart").selection.keep
+    assert keep == 24
+    assert [parts(48, replicas) for replicas in (1, 16, 32, 64)] == [1, 1, 2, 4]
+    assert parts(48, 5) == 1  # 50 turns of 48 tasks
+    assert parts(48, 40) == 4  # 96 tasks fill 2.4 turns of 3, 192 fill 4.8 of 5
+    assert parts(48, 1152) == keep and parts(48, 5, "prompts") == 1
+    assert [len(part) for part in divided(tuple(range(24)), 5)] == [4, 5, 5, 5, 5]
+    assert divided((7, 8), 4) == [(7,), (8,)]
 
 
 def group_with(prompt: int, samples: list[Any], rows: list[tuple[int, ...]]) -> TrainingGroup:
@@ -210,7 +261,7 @@ def test_which_replica_is_asked_for_what_and_what_a_loss_means(ray_here):
 
 # ---- the ring
 
-STEADY = {"optimizer__eps": 1e-4}
+STEADY = {"optimizer__eps": 1e-4, "checkpoint__keep_last": 3}
 TWO: dict[str, Any] = {**STEADY, "services__learner__replicas": 2}
 
 
@@ -243,6 +294,39 @@ def test_a_run_with_two_replicas_learns_what_one_learner_does(pair, tiny_sd3_dir
         and rows["optimizer/points"] == row["optimizer/points"]
     )
     assert rows["time/allreduce_s"] > 0 and "time/allreduce_s" not in row
+
+
+@pytest.mark.slow
+def test_a_run_whose_replicas_split_a_prompt(ray_here, tiny_sd3_dir, tmp_path):
+    """One prompt, two replicas. Parts are regenerated in the batches of one learner, so that before
+    the first step every bit is the same, and after it the bound is that of whole prompts. How many
+    rollout actors there are shows in no bit of any later iteration.
+    """
+    one_prompt = {**STEADY, "prompts__per_iteration": 1, "regenerate__batch_size": 2}
+    split = {**one_prompt, "services__learner__replicas": 2, "services__learner__share": "samples"}
+    alone, first, second = (
+        run_here(tiny_config(tiny_sd3_dir, tmp_path, name, **given))
+        for name, given in (
+            ("one", {**one_prompt, "iterations": 1}),
+            ("split", split),
+            ("split-1", {**split, "services__rollout__actors": 1}),
+        )
+    )
+    wanted, found = (
+        safetensors.torch.load(adapters(run, 1)["adapter.safetensors"]) for run in (alone, first)
+    )
+    row, rows = alone.metrics()[1], first.metrics()[1]
+    bound = 2 * 0.05 * 1e-6 * min(1.0, row["grad_norm"]) / STEADY["optimizer__eps"] + 2**-25
+    assert max(float((found[name] - wanted[name]).abs().max()) for name in wanted) < bound
+    assert selections(first)[0] == selections(alone)[0]
+    assert rows["reward/train_mean"] == row["reward/train_mean"]
+    assert rows["optimizer/points"] == row["optimizer/points"]
+    assert adapters(first, 3) == adapters(second, 3)
+    spans = [span for span in read_spans(first.timeline_file) if span.work == "regenerate"]
+    assert sorted(span.unit for span in spans) == [
+        (n, 0, part) for n in range(3) for part in (0, 1)
+    ]
+    assert {span.actor for span in spans} == {0, 1}
 
 
 class Killer(Progress):

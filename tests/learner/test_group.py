@@ -105,6 +105,24 @@ def test_two_replicas_are_one_learner_but_for_the_order_of_sums(two, tiny_sd3_di
     assert objective != "flow_grpo" or all(row["loss/clip_share"] == 0 for row in metrics)
 
 
+def test_replicas_that_share_samples_are_one_learner_too(two, tiny_sd3_dir):
+    """Four samples here and five there, of the second prompt one each; the bound is that above. The
+    training points of a sample come from its place in its prompt, whoever has it, so that the
+    metrics are those of one learner.
+    """
+    alone = trainer_for(tiny_sd3_dir, "diffusion_nft")
+    metrics = train(alone)
+    wanted, bound = everything(alone), bound_of("diffusion_nft", metrics)
+    notes, states = zip(*(seen(two, "halves", rank) for rank in range(2)), strict=True)
+    assert identical(*states) and notes[0]["checksum"] == notes[1]["checksum"]
+    weights = [name for name in wanted if name.startswith(("current/", "old/", "ema/"))]
+    apart = max(float((states[0][name] - wanted[name]).abs().max()) for name in weights)
+    assert apart < bound
+    for one, here, there in zip(metrics, notes[0]["metrics"], notes[1]["metrics"], strict=True):
+        for name in (name for name in one if not name.startswith("time/")):
+            assert here[name] == there[name] == pytest.approx(one[name], rel=1e-4, abs=1e-7), name
+
+
 def test_what_one_replica_alone_would_learn_is_far_away(tiny_sd3_dir):
     """The bound above can fail: without the other's two samples, the weights are a hundred bounds
     apart.

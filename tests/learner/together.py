@@ -173,6 +173,31 @@ def dies(model: Path, join: Callable[[], Replicas]) -> Seen:
     }
 
 
+HALVES: tuple[dict[int, range], dict[int, range]] = (
+    {0: range(3), 1: range(1)},
+    {1: range(1, 2), 2: range(4)},
+)
+"""Rows by prompt where two replicas share nine samples: four and five, the second prompt in two."""
+
+
+def halves(model: Path, join: Callable[[], Replicas]) -> Seen:
+    """Two iterations of which each replica has a run of the samples."""
+    trainer = trainer_for(model, "diffusion_nft")
+    trainer.join(replicas := join())
+    rows, metrics = HALVES[replicas.rank], []
+    for iteration in range(2):
+        whole = groups_for(trainer, iteration, range(len(COUNTS)))
+        mine = [part_of(whole[prompt], rows[prompt]) for prompt in rows]
+        elsewhere = {g.prompt_index: g.rewards for g in whole if g.prompt_index not in rows}
+        metrics.append(trainer.update(iteration, mine, elsewhere))
+    return trainer, {"metrics": metrics, "checksum": trainer.checksum()}
+
+
+def part_of(group: Group, rows: range) -> Group:
+    samples = {name: values[rows.start : rows.stop] for name, values in group.samples.items()}
+    return Group(group.prompt_index, group.cond, samples, group.rewards, rows)
+
+
 def others(replicas: Replicas) -> list[int]:
     return [prompt for prompt in range(len(COUNTS)) if prompt % replicas.size != replicas.rank]
 
@@ -201,6 +226,7 @@ def main(rank: int, size: int, port: int, model: Path, out: Path) -> None:
 
     scenes: dict[str, Callable[[Callable[[], Replicas]], Seen]] = {
         **{name: lambda join, name=name: equal_to_one(model, join, name) for name in OBJECTIVES},
+        "halves": lambda join: halves(model, join),
         "not_finite": lambda join: not_finite(model, join, out),
         "fails": lambda join: fails(model, join),
         "differs": lambda join: differs(model, join),

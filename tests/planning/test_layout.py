@@ -92,18 +92,34 @@ def test_every_gpu_is_at_work_while_there_is_a_prompt_for_each(model, gpus):
     assert found.iteration <= 1.05 * choice.bound and found.mean_idle < 0.05
 
 
-def test_more_gpus_than_prompts_get_rollout_actors_that_explore_ahead():
+def test_more_gpus_than_prompts_get_replicas_that_share_samples():
     gpus = [Gpus("B200", 64, 180)]
-    choice = choose(preset("flux1"), gpus, costs("flux1"))
+    for model in MODELS:
+        choice = choose(preset(model), gpus, costs(model))
+        numbers = choice.best.numbers
+        assert (numbers.mode, numbers.share, numbers.ahead) == ("shared", "samples", 0)
+        assert numbers.groups["learner"].actors == numbers.groups["rollout"].actors == 64
+        # three chunks or four of a GPU, and a quarter of a prompt after the last
+        assert choice.best.seconds <= 1.1 * choice.bound
+        resolved = with_numbers(preset(model), numbers)
+        assert resolved.services.learner.share == "samples"
+    even = choose(preset("flux1"), [Gpus("B200", 48, 180)], costs("flux1")).best.numbers
+    assert even.share == "prompts"
+
+
+def test_replicas_of_whole_prompts_leave_gpus_to_rollout_actors_that_explore_ahead():
+    gpus = [Gpus("B200", 64, 180)]
+    whole = "services.learner.share=prompts"
+    choice = choose(preset("flux1", whole), gpus, costs("flux1"))
     assert choice.best.numbers.describe() == (
         "48 learner at 1 GPU, 16 rollout at 0.8 GPU, 16 reward at 0.1099 GPU,"
         " 1 encoder at 0.081 GPU, explore_ahead = 1"
     )
     assert choice.best.seconds == pytest.approx((285 + 855) / 48)
     assert "explore ahead, with the policy of the iteration before" in choice.why
-    on_policy = choose(preset("flux1", "explore_ahead=0"), gpus, costs("flux1")).best
+    on_policy = choose(preset("flux1", "explore_ahead=0", whole), gpus, costs("flux1")).best
     assert on_policy.numbers.ahead == 0 and on_policy.seconds > choice.best.seconds
-    sana = choose(preset("sana"), gpus, costs("sana"))
+    sana = choose(preset("sana", whole), gpus, costs("sana"))
     assert sana.best.numbers.groups["rollout"].actors == 48 + 2 * 16  # two where no learner is
     assert sana.best.seconds <= 1.15 * sana.bound
 
@@ -255,6 +271,12 @@ def test_a_resumed_run_keeps_its_replicas_and_gets_the_gpus_there_are_now():
     actors = {kind: group.actors for kind, group in again.groups.items()}
     assert (again.mode, actors["learner"], actors["rollout"]) == ("split", 8, 8)
     assert differences(started, with_numbers(kept, again)) == []
+    large = choose(preset("flux1"), [Gpus("B200", 64, 180)], costs("flux1")).best.numbers
+    started_large = with_numbers(preset("flux1"), large)
+    small = choose(
+        keep_layout(preset("flux1"), started_large), [Gpus("B200", 72, 180)], costs("flux1")
+    ).best
+    assert small.numbers.share == "samples" and small.numbers.groups["learner"].actors == 64
     other = as_started(preset("flux1", "services.learner.replicas=4"), started)
     assert differences(started, other) == ["services.learner.replicas: 8 -> 4"]
 
@@ -311,6 +333,7 @@ def test_a_gpu_more_is_never_predicted_slower(count, model):
             "services.rollout.actors": st.integers(1, 12),
             "services.rollout.gpus": st.sampled_from([0.2, 0.36, 1.0]),
             "services.learner.gpus": st.sampled_from([0.6, 1.0]),
+            "services.learner.share": st.sampled_from(["prompts", "samples"]),
             "explore_ahead": st.sampled_from([0, 1]),
         },
     ),

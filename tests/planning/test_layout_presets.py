@@ -44,7 +44,9 @@ def test_predicted_seconds_are_near_all_work_spread_over_all_gpus(model, reward)
             choice = choose(config, gpus, costs_of(config, family, gpus, Assumptions()))
             most = 1.15 if (kind, count) == ("B200", 8) else 1.25
             assert choice.best.seconds <= most * choice.bound, (kind, count)
-            assert choice.best.numbers.ahead == (count > config.prompts.per_iteration)
+            numbers = choice.best.numbers
+            assert numbers.ahead == 0  # replicas use every GPU, on 64 by sharing samples
+            assert (numbers.share == "samples") == (count == 64)
 
 
 @pytest.mark.parametrize("model", MODELS)

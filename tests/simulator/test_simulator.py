@@ -163,6 +163,22 @@ def test_replicas_share_prompts_and_wait_for_each_other():
     assert found.driver == pytest.approx(0.001 * found.calls / found.iteration, rel=0.1)
 
 
+def test_replicas_that_share_samples_all_work_as_long():
+    """Four prompts over eight replicas: half a prompt each, in both stages."""
+    laid = [Laid("one", 8, {"learner": 1}), Laid("one", 1, {"rollout": 1, "reward": 1})]
+    asked = config(actors=1)
+    learner = asked.services.learner.model_copy(update={"replicas": 8, "share": "samples"})
+    asked = asked.model_copy(
+        update={"services": asked.services.model_copy(update={"learner": learner})}
+    )
+    free_sums = replace(DURATIONS, summing=Summing(hop_s=0.0))
+    found = simulate(asked, Hardware({"one": free_sums}, laid))
+    assert found.update == pytest.approx(KEEP / 2 * 0.25)
+    parts = [span for span in found.spans if span.work == "regenerate"]
+    assert sorted(span.unit[1:] for span in parts) == [(p, n) for p in range(4) for n in (0, 1)]
+    assert all(abs(s.ended - s.started - (0.1 + KEEP / 2 * 0.2)) < 1e-3 for s in parts)
+
+
 def test_exploring_ahead_hides_it():
     """With GPUs of their own an iteration is what the learner takes, exploring being shorter."""
     laid = [Laid("one", 1, {"learner": 1}), Laid("one", 1, {"rollout": 1})]
