@@ -7,7 +7,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import TYPE_CHECKING, Literal, Protocol, TypeVar
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
 import numpy as np
 import ray
@@ -28,6 +28,7 @@ from actors.messages import (
     TrainingGroup,
 )
 from actors.runtime import Tree, begin, begin_torch, identity, on_device
+from configs.services import Share
 from learner.replicas import DistributedReplicas, open_store, reach_store
 from policy.types import Conditioning
 
@@ -179,7 +180,7 @@ class Portion:
 
 
 def share(
-    groups: Sequence[TrainingGroup], rank: int, size: int, by: Literal["prompts", "samples"]
+    groups: Sequence[TrainingGroup], rank: int, size: int, by: Share
 ) -> tuple[list[Portion], dict[int, Floats]]:
     """(what replica ``rank`` trains on, the rewards [K] of all other prompts).
 

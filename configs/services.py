@@ -8,6 +8,9 @@ from pydantic import Field, model_validator
 
 from configs.section import Section, Tree
 
+Share = Literal["prompts", "samples"]
+"""What the learner's replicas share of an iteration."""
+
 
 class Service(Section):
     """One kind of actor."""
@@ -108,7 +111,7 @@ class LearnerService(Service):
         ge=1,
         description="learners that share an iteration and add gradients; fixes the order of sums",
     )
-    share: Literal["prompts", "samples"] = Field(
+    share: Share = Field(
         default="prompts",
         description="replicas: whole prompts for each, or as many samples for each as for the"
         " others, also parts of prompts; part of the results, as it fixes batches and sums",

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 import numpy as np
 from ray import ObjectRef
@@ -30,6 +29,7 @@ from actors.messages import (
 )
 from actors.runtime import Tree
 from actors.selector import SelectorActor
+from configs.services import Share
 from planning.durations import Durations
 from policy.precision.wire import Manifest
 
@@ -146,10 +146,11 @@ class Learner(Simulated):
         replicas: int,
         backend: str | None,
         shards: Sequence[int],
-        by: Literal["prompts", "samples"],
+        by: Share,
     ):
         super().__init__(durations, index, replicas, backend)
-        self._shards, self._by = tuple(shards), by
+        self._shards = tuple(shards)
+        self._by: Share = by
 
     def rendezvous(self, timeout_s: float) -> Took:
         """An address."""

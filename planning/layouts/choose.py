@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
 
 from configs.load import ConfigError
 from configs.schema import RunConfig
+from configs.services import Share
 from planning.layouts.gpus import Gpus, Laid, lay
 from planning.layouts.numbers import Group, Numbers, completed
 from planning.layouts.predict import Prediction, Tasks, bound, predict
@@ -21,6 +21,8 @@ a GPU without a learner. The rest is for scorers and the encoder.
 """
 ROLLOUT_ALONE = 0.8
 AT_MOST = 1024
+Replicas = tuple[int, Share]
+"""How many, and what they share."""
 
 
 @dataclass(frozen=True)
@@ -190,9 +192,6 @@ def _candidates(config: RunConfig, gpus: Sequence[Gpus]) -> Iterator[Numbers]:
                 yield final
 
 
-Replicas = tuple[int, Literal["prompts", "samples"]]
-
-
 def _replicas(config: RunConfig, gpus: int) -> list[Replicas]:
     """Numbers of replicas on at most so many GPUs, and what they share: the smallest of those
     whose busiest replica has as many prompts, the largest, and those that share samples where
@@ -203,17 +202,16 @@ def _replicas(config: RunConfig, gpus: int) -> list[Replicas]:
     most = min(gpus, prompts)
     if "replicas" in learner.model_fields_set:
         given = learner.replicas
-        counts = [given] if given <= most else []
+        counts: list[int] = [given] if given <= most else []
         parts = [given] if given <= min(gpus, samples) else []
     else:
         fewest = {-(-prompts // count): count for count in range(most, 0, -1)}
-        counts = sorted({*fewest.values(), *([most] if most else [])})
+        counts = sorted({*fewest.values(), most} - {0})
         parts = [count for count in {gpus // 2, gpus} if 0 < count <= samples and prompts % count]
-    found: list[Replicas] = [(count, "prompts") for count in counts]
-    found += [(count, "samples") for count in parts]
     if "share" in learner.model_fields_set:
-        return [each for each in found if each[1] == learner.share]
-    return found
+        by_hand = counts if learner.share == "prompts" else sorted({*counts, *parts})
+        return [(count, learner.share) for count in by_hand]
+    return [*((count, "prompts") for count in counts), *((count, "samples") for count in parts)]
 
 
 def _most_replicas(config: RunConfig) -> int:

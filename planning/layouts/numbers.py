@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Literal
 
 from configs.load import parse
 from configs.schema import RunConfig
+from configs.services import Share
 from planning.placement import kinds_of
 
 FIELDS = ("actors", "gpus", "cpus", "accelerator")
@@ -30,7 +30,7 @@ class Numbers:
     mode: str
     groups: Mapping[str, Group]
     ahead: int = 0
-    share: Literal["prompts", "samples"] = "prompts"  # what learner replicas share
+    share: Share = "prompts"  # what learner replicas share
 
     def describe(self) -> str:
         """``8 learner at 0.52 GPU, 8 rollout at 0.36 GPU``: those with a share of a GPU."""

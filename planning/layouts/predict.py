@@ -11,6 +11,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from configs.services import Share
 from planning.layouts.gpus import Gpus, Laid
 from planning.layouts.numbers import Numbers
 
@@ -124,10 +125,10 @@ class _Part:
     prompts: float  # of the learners on each
 
 
-def _by_prompts(laid: Sequence[Laid], prompts: int, share: str) -> list[_Part]:
+def _by_prompts(laid: Sequence[Laid], prompts: int, shared: Share) -> list[_Part]:
     """GPUs that are alike, also in how many prompts their learners have."""
     learners = sum(each.count * each.actors.get("learner", 0) for each in laid)
-    if share == "samples":
+    if shared == "samples":
         each_has = prompts / max(1, learners)
         return [
             _Part(each.kind, each.count, each.actors, each.actors.get("learner", 0) * each_has)
