@@ -73,6 +73,14 @@ class Caller(ABC):
         """What ``method`` returns. Raises as ``perform``."""
         return cast(R, await self.perform(task, Call(method.__name__, args, named)))
 
+    async def call_each(
+        self, task: Task[R], method: Method[[X], R], of: Callable[[int, int], X]
+    ) -> R:
+        """What ``method`` returns, where each of several actors, by its rank and their number, is
+        sent a message of its own. Raises as ``perform``.
+        """
+        return await self.call(task, method, of(0, 1))
+
     @overload
     async def call_parts(
         self,

@@ -35,6 +35,8 @@ from actors.messages import (
 from actors.reward import RewardActor
 from actors.rollout import RolloutActor
 from actors.selector import SelectorActor
+from actors.sharing import share
+from configs.services import Share
 from policy.types import Conditioning
 
 
@@ -131,6 +133,7 @@ class LearnerClient:
     any_replica: Caller
     first: Caller
     every_replica: Caller
+    by: Share = "prompts"
 
     async def generate(
         self,
@@ -146,9 +149,15 @@ class LearnerClient:
         return Generated(images, samples)
 
     async def update(self, iteration: int, groups: list[TrainingGroup]) -> dict[str, float]:
-        """One update on all groups; metrics by name."""
+        """One update on all groups, of which each replica is sent what it trains on; metrics by
+        name.
+        """
         task = Task[dict[str, float]](("update", iteration))
-        return await self.every_replica.call(task, LearnerActor.update, iteration, groups)
+        return await self.every_replica.call_each(
+            task,
+            LearnerActor.update,
+            lambda rank, size: share(iteration, groups, rank, size, self.by),
+        )
 
     async def export(
         self, version: int, backend: str | None = None, weights: str | None = None

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
 import numpy as np
@@ -19,16 +19,16 @@ from actors.messages import (
     Floats,
     GenerateRequest,
     Images,
+    Portion,
     Probe,
     Probed,
     Rendezvous,
     SampleRows,
     Samples,
     Shard,
-    TrainingGroup,
+    UpdateRequest,
 )
 from actors.runtime import Tree, begin, begin_torch, identity, on_device
-from configs.services import Share
 from learner.replicas import DistributedReplicas, open_store, reach_store
 from policy.types import Conditioning
 
@@ -101,32 +101,32 @@ class LearnerActor:
         samples, images = self._trainer.regenerate(rows, **asdict(request))
         return time.perf_counter() - start, images, samples
 
-    def update(self, iteration: int, groups: list[TrainingGroup]) -> dict[str, float]:
-        """One training iteration, on this replica's share of ``groups``; returns its metrics.
+    def update(self, request: UpdateRequest) -> dict[str, float]:
+        """One training iteration, on this replica's part of it; returns its metrics.
 
-        Only what this replica trains on is fetched. References within a message are not resolved
-        by Ray, so this raises ObjectLostError where their objects went with a node.
+        References within a message are not resolved by Ray, so this raises ObjectLostError where
+        their objects went with a node.
         """
-        replicas = self._trainer.replicas
-        by = self._trainer.config.services.learner.share
-        mine, elsewhere = share(groups, replicas.rank, replicas.size, by)
-        return self._trainer.update(iteration, self._batch(mine), elsewhere)
+        rewards = request.rewards_by_prompt()
+        groups = self._batch(request.portions, rewards)
+        mine = {portion.prompt for portion in request.portions}
+        elsewhere = {prompt: found for prompt, found in rewards.items() if prompt not in mine}
+        return self._trainer.update(request.iteration, groups, elsewhere)
 
-    def _batch(self, portions: Sequence[Portion]) -> list[Group]:
+    def _batch(self, portions: Sequence[Portion], rewards: Mapping[int, Floats]) -> list[Group]:
         from learner.batch import Group
 
-        conditionings = self._fetch([portion.group.conditioning for portion in portions])
-        parts = [portion.samples() for portion in portions]
-        fetched = iter(self._fetch([part.samples for mine in parts for part in mine]))
+        conditionings = self._fetch([portion.conditioning for portion in portions])
+        samples = iter(self._fetch([part.samples for one in portions for part in one.samples]))
         return [
             Group(
-                prompt_index=portion.group.prompt,
+                prompt_index=portion.prompt,
                 cond=conditioning,
-                samples=gather(mine, [next(fetched) for _ in mine]),
-                rewards=portion.group.rewards,
+                samples=gather(portion.samples, [next(samples) for _ in portion.samples]),
+                rewards=rewards[portion.prompt],
                 rows=portion.rows,
             )
-            for portion, mine, conditioning in zip(portions, parts, conditionings, strict=True)
+            for portion, conditioning in zip(portions, conditionings, strict=True)
         ]
 
     def export(
@@ -159,63 +159,6 @@ class LearnerActor:
     def load(self, path: str) -> Mapping[str, object]:
         """Restore a checkpoint; returns the extra state it was saved with."""
         return self._trainer.load(path)
-
-
-@dataclass(frozen=True)
-class Portion:
-    """Those of a group's K samples that a replica trains on."""
-
-    group: TrainingGroup
-    rows: range  # within 0 .. K
-
-    def samples(self) -> list[SampleRows]:
-        """What to fetch of them."""
-        found, first = [], 0
-        for part in self.group.samples:
-            start, stop = (max(0, at - first) for at in (self.rows.start, self.rows.stop))
-            if rows := part.rows[start:stop]:
-                found.append(SampleRows(part.samples, rows))
-            first += len(part.rows)
-        return found
-
-
-def share(
-    groups: Sequence[TrainingGroup], rank: int, size: int, by: Share
-) -> tuple[list[Portion], dict[int, Floats]]:
-    """(what replica ``rank`` trains on, the rewards [K] of all other prompts).
-
-    ``by`` prompts: they go round the replicas. ``by`` samples: of all, prompt after prompt, each
-    replica has a run of as many as the others, or one fewer. An advantage may compare a reward with
-    those of other prompts, so rewards count everywhere.
-    """
-    groups = sorted(groups, key=lambda group: group.prompt)
-    if by == "prompts":
-        rows = {
-            group.prompt: range(len(group.rewards))
-            for group in groups
-            if group.prompt % size == rank
-        }
-    else:
-        rows = _run(groups, rank, size)
-    mine = [Portion(group, rows[group.prompt]) for group in groups if group.prompt in rows]
-    return mine, {group.prompt: group.rewards for group in groups if group.prompt not in rows}
-
-
-def _run(groups: Sequence[TrainingGroup], rank: int, size: int) -> dict[int, range]:
-    """The rows by prompt of the samples from ``rank`` to ``rank + 1`` of ``size`` equal parts."""
-    total = sum(len(group.rewards) for group in groups)
-    if total < size:  # said by every replica alike, so that none waits for another
-        raise ValueError(
-            f"an iteration is left with {total} scored samples, which {size} replicas cannot share"
-        )
-    begin, end = (total * at // size for at in (rank, rank + 1))
-    found, first = {}, 0
-    for group in groups:
-        count = len(group.rewards)
-        if rows := range(max(0, begin - first), min(count, end - first)):
-            found[group.prompt] = rows
-        first += count
-    return found
 
 
 def gather(parts: Sequence[SampleRows], fetched: Sequence[Samples]) -> Samples:

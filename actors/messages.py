@@ -143,6 +143,34 @@ class TrainingGroup:
 
 
 @dataclass(frozen=True)
+class Portion:
+    """Those of a prompt's K samples that one replica of the learner trains on."""
+
+    prompt: int
+    rows: range  # within 0 .. K
+    conditioning: ObjectRef[Conditioning]  # 1 row
+    samples: tuple[SampleRows, ...]  # of ``rows``, in order
+
+
+@dataclass(frozen=True)
+class UpdateRequest:
+    """What one replica trains on, and the rewards of all: an advantage may compare a reward with
+    those of other prompts. One array of rewards for all prompts, as a thousand replicas get it.
+    """
+
+    iteration: int
+    portions: tuple[Portion, ...]
+    prompts: tuple[int, ...]  # ascending
+    counts: tuple[int, ...]  # K of each
+    rewards: Floats  # [sum of counts], prompt after prompt
+
+    def rewards_by_prompt(self) -> dict[int, Floats]:
+        """[K] each."""
+        parts = np.split(self.rewards, np.cumsum(self.counts)[:-1])
+        return dict(zip(self.prompts, parts, strict=True))
+
+
+@dataclass(frozen=True)
 class Exported:
     """The policy, packed: its shards are then fetched one by one."""
 

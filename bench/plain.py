@@ -15,6 +15,7 @@ from actors.messages import ChunkKey, ExploreChunk, GenerateRequest, SampleRows,
 from actors.reward import RewardActor
 from actors.rollout import RolloutActor
 from actors.selector import SelectorActor
+from actors.sharing import share
 from configs.prompts import Prompt, prompts_of_iteration
 from configs.schema import RunConfig
 from policy.sampling.noise import stream_seed
@@ -56,7 +57,7 @@ class PlainLoop:
         groups = [
             self._group(index, p, self.prompts[row], conditioning[p]) for p, row in enumerate(rows)
         ]
-        self.learner.update(index, groups)
+        self.learner.update(share(index, groups, 0, 1, "prompts"))
         self.publish(index + 1)
 
     def publish(self, version: int) -> None:

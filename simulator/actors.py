@@ -12,7 +12,6 @@ from dataclasses import dataclass
 import numpy as np
 from ray import ObjectRef
 
-from actors.learner import share
 from actors.messages import (
     ActorInfo,
     ExploreChunk,
@@ -24,12 +23,11 @@ from actors.messages import (
     Probed,
     Rendezvous,
     Scores,
-    TrainingGroup,
+    UpdateRequest,
     WeightsId,
 )
 from actors.runtime import Tree
 from actors.selector import SelectorActor
-from configs.services import Share
 from planning.durations import Durations
 from policy.precision.wire import Manifest
 
@@ -146,11 +144,9 @@ class Learner(Simulated):
         replicas: int,
         backend: str | None,
         shards: Sequence[int],
-        by: Share,
     ):
         super().__init__(durations, index, replicas, backend)
         self._shards = tuple(shards)
-        self._by: Share = by
 
     def rendezvous(self, timeout_s: float) -> Took:
         """An address."""
@@ -165,10 +161,10 @@ class Learner(Simulated):
         seconds = self.durations.generate.at(len(request.seeds))
         return Took(seconds, (seconds, TOKEN, TOKEN))
 
-    def update(self, iteration: int, groups: list[TrainingGroup]) -> Took:
-        """No metrics; the samples of this replica as ``actors.learner.share`` has them."""
-        mine, _ = share(groups, self.index, self.replicas, self._by)
-        seconds = self.durations.update.at(sum(len(portion.rows) for portion in mine))
+    def update(self, request: UpdateRequest) -> Took:
+        """No metrics."""
+        samples = sum(len(portion.rows) for portion in request.portions)
+        seconds = self.durations.update.at(samples)
         return Took(seconds, dict[str, float](), self.durations.summing.at(self.replicas))
 
     def export(self, version: int, backend: str | None = None, weights: str | None = None) -> Took:

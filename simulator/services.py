@@ -132,8 +132,7 @@ class SimulatedServices(ActorServices):
         common = (durations, index, replicas if kind == "learner" else 1)
         if kind == "learner":
             each = -(-hardware.broadcast // hardware.shards)
-            by = self.config.services.learner.share
-            return Learner(*common, None, [each] * hardware.shards, by)
+            return Learner(*common, None, [each] * hardware.shards)
         if kind == "rollout":
             return Rollout(*common, self.config.explore.backend)
         if kind == "encoder":

@@ -9,13 +9,14 @@ each other and load the checkpoint.
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import cast
+from typing import TypeVar, cast
 
 from ray.exceptions import RayError
 
-from actors.calls import Answer, AnyTask, Call, Caller
+from actors.calls import Answer, AnyTask, Call, Caller, Method, Task
 from actors.clients import LearnerClient
 from actors.learner import LearnerActor
 from cluster.runtime.member import ActorLost, Member
@@ -26,6 +27,8 @@ from configs.services import LearnerService
 from learner.replicas import GroupBroken
 from records.errors import InputsLost, RunFailed, StateLost
 
+R = TypeVar("R")
+X = TypeVar("X")
 RENDEZVOUS_TRIES = 3
 """Times that replicas may be lost while they find each other, one after the other."""
 HINDSIGHT_S = 5.0
@@ -40,7 +43,9 @@ class LearnerGroup:
     def __init__(self, pool: ActorPool):
         self.pool = pool
         pool.lost_by = self._lost_by
-        self.client = LearnerClient(pool, FirstReplica(pool), EveryReplica(pool))
+        assert isinstance(pool.service, LearnerService)
+        by = pool.service.share
+        self.client = LearnerClient(pool, FirstReplica(pool), EveryReplica(pool), by)
 
     async def start(self) -> None:
         """Create every replica, and make them one group."""
@@ -120,18 +125,29 @@ class FirstReplica(Caller):
 
 @dataclass(frozen=True)
 class EveryReplica(Caller):
-    """Calls that change the state: every replica gets the same, the first one's answer counts."""
+    """Calls that change the state: every replica gets one, the first one's answer counts."""
 
     pool: ActorPool
 
     async def perform(self, task: AnyTask, call: Call) -> Answer:
+        return await self._all(task, lambda rank: call)
+
+    async def call_each(
+        self, task: Task[R], method: Method[[X], R], of: Callable[[int, int], X]
+    ) -> R:
+        """See ``Caller``: each replica is sent its own message."""
+        size = len(self.pool.members)
+        calls = [Call(method.__name__, (of(rank, size),), {}) for rank in range(size)]
+        return cast(R, await self._all(task, calls.__getitem__))
+
+    async def _all(self, task: AnyTask, call: Callable[[int], Call]) -> Answer:
         members = self.pool.members
         if len(members) == 1:
-            return await self.pool.perform(task, call)
+            return await self.pool.perform(task, call(0))
         # a loss is raised at once; a failure, which all of them hear of, when all have ended: they
         # write down what failed
         found = await run_together(
-            *(self._one(rank, member, task, call) for rank, member in enumerate(members))
+            *(self._one(rank, member, task, call(rank)) for rank, member in enumerate(members))
         )
         for outcome in found:
             if isinstance(outcome, RunFailed):

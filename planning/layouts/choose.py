@@ -20,7 +20,6 @@ LEARNER, ROLLOUT = 0.52, 0.36
 a GPU without a learner. The rest is for scorers and the encoder.
 """
 ROLLOUT_ALONE = 0.8
-AT_MOST = 1024
 Replicas = tuple[int, Share]
 """How many, and what they share."""
 

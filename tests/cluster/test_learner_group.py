@@ -16,9 +16,10 @@ import ray
 import safetensors.torch
 
 from actors.calls import Call, Task
-from actors.learner import Portion, gather, share
-from actors.messages import ActorInfo, Rendezvous, SampleRows, TrainingGroup
+from actors.learner import gather
+from actors.messages import ActorInfo, Portion, Rendezvous, SampleRows, TrainingGroup
 from actors.runtime import identity
+from actors.sharing import share
 from cluster.driver.learners import LearnerGroup
 from cluster.driver.regeneration import divided
 from cluster.runtime.member import Member
@@ -107,37 +108,46 @@ def test_an_update_is_shared_out_by_prompt():
     groups = [group_with(p, [f"r{p}"], [(0, 1)]) for p in range(4)]
     found: dict[int, int] = {}
     for rank in range(3):
-        mine, elsewhere = share(groups, rank, 3, "prompts")
-        assert {portion.group.prompt for portion in mine} | elsewhere.keys() == {0, 1, 2, 3}
-        assert all(elsewhere[p].tolist() == groups[p].rewards.tolist() for p in elsewhere)
-        assert all(portion.rows == range(2) for portion in mine)
-        found |= {one.group.prompt: rank for one in mine if groups[one.group.prompt] is one.group}
+        request = share(5, groups, rank, 3, "prompts")
+        rewards = request.rewards_by_prompt()
+        assert request.iteration == 5
+        assert {p: rewards[p].tolist() for p in rewards} == {p: [p, -p] for p in range(4)}
+        found |= {portion.prompt: rank for portion in request.portions}
+        assert all(one == portion_of(groups[one.prompt]) for one in request.portions)
     assert found == {0: 0, 1: 1, 2: 2, 3: 0}
-    whole = [Portion(group, range(2)) for group in groups]
+    whole = tuple(portion_of(group) for group in groups)
     for by in ("prompts", "samples"):  # of one, everything
-        assert share(groups, 0, 1, by) == (whole, {})
+        assert share(5, groups, 0, 1, by).portions == whole
+    with pytest.raises(RunFailed, match="4 prompts cannot be shared by 5 replicas"):
+        share(5, groups, 4, 5, "prompts")
+
+
+def portion_of(group: TrainingGroup) -> Portion:
+    """All of it."""
+    return Portion(group.prompt, range(2), group.conditioning, group.samples)
 
 
 def test_an_update_is_shared_out_by_sample():
     """Eight samples of four prompts over three replicas: runs of 2, 3 and 3. Of each, only the
-    objects that hold its rows are fetched; rewards of a prompt go whole to who has a part of it.
+    objects that hold its rows are named; rewards go to everyone.
     """
     groups = [group_with(p, [f"a{p}", f"b{p}"], [(5,), (0,)]) for p in range(4)]
     found = []
     for rank in range(3):
-        mine, elsewhere = share(groups[::-1], rank, 3, "samples")
-        assert {one.group.prompt for one in mine} | elsewhere.keys() == {0, 1, 2, 3}
-        assert not {one.group.prompt for one in mine} & elsewhere.keys()
-        assert all(len(one.group.rewards) == 2 for one in mine)
-        found.append([(part.samples, part.rows) for one in mine for part in one.samples()])
+        request = share(5, groups[::-1], rank, 3, "samples")
+        assert request.prompts == (0, 1, 2, 3) and request.counts == (2, 2, 2, 2)
+        assert request.rewards.tolist() == [0, 0, 1, -1, 2, -2, 3, -3]
+        found.append(
+            [(part.samples, part.rows) for one in request.portions for part in one.samples]
+        )
     assert found == [
         [("a0", (5,)), ("b0", (0,))],
         [("a1", (5,)), ("b1", (0,)), ("a2", (5,))],
         [("b2", (0,)), ("a3", (5,)), ("b3", (0,))],
     ]
     for rank in range(9):  # on every replica, or the others would wait
-        with pytest.raises(ValueError, match="left with 8 scored samples, which 9 replicas"):
-            share(groups, rank, 9, "samples")
+        with pytest.raises(RunFailed, match="left with 8 scored samples, which 9 replicas"):
+            share(5, groups, rank, 9, "samples")
 
 
 def test_in_how_many_parts_a_prompt_is_regenerated():
