@@ -7,7 +7,7 @@ compares the arguments with the signature and an editor leads from the client to
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Concatenate, Generic, Literal, ParamSpec, TypeAlias, TypeVar, cast, overload
 
@@ -74,12 +74,12 @@ class Caller(ABC):
         return cast(R, await self.perform(task, Call(method.__name__, args, named)))
 
     async def call_each(
-        self, task: Task[R], method: Method[[X], R], of: Callable[[int, int], X]
+        self, task: Task[R], method: Method[[X], R], messages: Callable[[int], Sequence[X]]
     ) -> R:
-        """What ``method`` returns, where each of several actors, by its rank and their number, is
-        sent a message of its own. Raises as ``perform``.
+        """What ``method`` returns, where each of so many actors is sent a message of its own, by
+        rank. Raises as ``perform``.
         """
-        return await self.call(task, method, of(0, 1))
+        return await self.call(task, method, messages(1)[0])
 
     @overload
     async def call_parts(

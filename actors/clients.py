@@ -154,9 +154,7 @@ class LearnerClient:
         """
         task = Task[dict[str, float]](("update", iteration))
         return await self.every_replica.call_each(
-            task,
-            LearnerActor.update,
-            lambda rank, size: share(iteration, groups, rank, size, self.by),
+            task, LearnerActor.update, lambda size: share(iteration, groups, size, self.by)
         )
 
     async def export(

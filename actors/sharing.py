@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 
@@ -12,60 +12,56 @@ from records.errors import RunFailed
 
 
 def share(
-    iteration: int, groups: Sequence[TrainingGroup], rank: int, size: int, by: Share
-) -> UpdateRequest:
-    """What replica ``rank`` of ``size`` is asked to train on.
+    iteration: int, groups: Sequence[TrainingGroup], size: int, by: Share
+) -> list[UpdateRequest]:
+    """What each of ``size`` replicas, by rank, is asked to train on.
 
     ``by`` prompts: they go round the replicas. ``by`` samples: of all, prompt after prompt, each
     replica has a run of as many as the others, or one fewer. Raises RunFailed where one would have
     none.
     """
     groups = sorted(groups, key=lambda group: group.prompt)
-    if by == "prompts":
-        mine = [
-            (group, range(len(group.rewards))) for group in groups if group.prompt % size == rank
-        ]
-    else:
-        mine = _run(groups, rank, size)
-    if not mine:
-        raise RunFailed(f"{len(groups)} prompts cannot be shared by {size} replicas")
-    return UpdateRequest(
-        iteration,
-        tuple(
-            Portion(group.prompt, rows, group.conditioning, _rows(group.samples, rows))
-            for group, rows in mine
-        ),
-        tuple(group.prompt for group in groups),
-        tuple(len(group.rewards) for group in groups),
-        np.concatenate([group.rewards for group in groups]),
-    )
-
-
-def _run(
-    groups: Sequence[TrainingGroup], rank: int, size: int
-) -> list[tuple[TrainingGroup, range]]:
-    """The samples from ``rank`` to ``rank + 1`` of ``size`` equal parts of all."""
-    total = sum(len(group.rewards) for group in groups)
-    if total < size:
-        raise RunFailed(
-            f"an iteration is left with {total} scored samples, which {size} replicas cannot share"
-        )
-    begin, end = (total * at // size for at in (rank, rank + 1))
-    found, first = [], 0
+    portions: list[list[Portion]] = [[] for _ in range(size)]
+    total, first = sum(len(group.rewards) for group in groups), 0
     for group in groups:
         count = len(group.rewards)
-        if rows := range(max(0, begin - first), min(count, end - first)):
-            found.append((group, rows))
+        if by == "prompts":
+            portions[group.prompt % size].append(_portion(group, range(count)))
+        else:
+            for rank, rows in _runs(first, count, total, size):
+                portions[rank].append(_portion(group, rows))
         first += count
-    return found
+    if not all(portions):
+        raise RunFailed(
+            f"an iteration is left with {total} scored samples of {len(groups)} prompts, which"
+            f" {size} replicas of the learner cannot share"
+        )
+    prompts = tuple(group.prompt for group in groups)
+    counts = tuple(len(group.rewards) for group in groups)
+    rewards = np.concatenate([group.rewards for group in groups])
+    return [UpdateRequest(iteration, tuple(mine), prompts, counts, rewards) for mine in portions]
 
 
-def _rows(samples: Sequence[SampleRows], wanted: range) -> tuple[SampleRows, ...]:
-    """``wanted`` of the rows of several parts, counted through them."""
-    found, first = [], 0
-    for part in samples:
+def _runs(first: int, count: int, total: int, size: int) -> Iterator[tuple[int, range]]:
+    """(rank, rows) of the replicas that share ``count`` samples, of which ``first`` come before.
+
+    Rank r has all from ``total r // size`` up to ``total (r + 1) // size``.
+    """
+    rank = first * size // total
+    while rank < size and (begin := total * rank // size) < first + count:
+        end = total * (rank + 1) // size
+        if rows := range(max(0, begin - first), min(count, end - first)):
+            yield rank, rows
+        rank += 1
+
+
+def _portion(group: TrainingGroup, wanted: range) -> Portion:
+    """``wanted`` of the group's rows, counted through its parts."""
+    found: list[SampleRows] = []
+    first = 0
+    for part in group.samples:
         start, stop = (max(0, at - first) for at in (wanted.start, wanted.stop))
         if rows := part.rows[start:stop]:
             found.append(SampleRows(part.samples, rows))
         first += len(part.rows)
-    return tuple(found)
+    return Portion(group.prompt, wanted, group.conditioning, tuple(found))

@@ -57,7 +57,7 @@ class PlainLoop:
         groups = [
             self._group(index, p, self.prompts[row], conditioning[p]) for p, row in enumerate(rows)
         ]
-        self.learner.update(share(index, groups, 0, 1, "prompts"))
+        self.learner.update(share(index, groups, 1, "prompts")[0])
         self.publish(index + 1)
 
     def publish(self, version: int) -> None:

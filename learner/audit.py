@@ -30,9 +30,8 @@ def agreement(proxy: np.ndarray, full: np.ndarray) -> dict[str, float]:
 
 def kendall_tau(a: np.ndarray, b: np.ndarray) -> float:
     """Tau-b of float [n] with float [n], neither of them constant."""
-    first, second = (np.sign(x[:, None] - x[None, :]).astype(np.int64) for x in (a, b))
-    # each pair is in the sums in both orders
-    agreeing, of_first, of_second = (
-        int(product.sum()) // 2 for product in (first * second, first**2, second**2)
-    )
+    first, second = (np.sign(x[:, None] - x[None, :]) for x in (a, b))
+    # each pair is in the sums in both orders; sums of so few ones are exact in floats
+    agreeing = int(np.vdot(first, second)) // 2
+    of_first, of_second = (np.count_nonzero(signs) // 2 for signs in (first, second))
     return min(1.0, max(-1.0, agreeing / math.sqrt(of_first) / math.sqrt(of_second)))

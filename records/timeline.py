@@ -8,6 +8,7 @@ was done with the one before, whichever is later.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import logging
 from dataclasses import dataclass
@@ -92,15 +93,14 @@ def span_of(
     outcome: str,
 ) -> Span:
     """The span of a task by its key: (word, number ...), or a chunk of exploration."""
-    words = _words(key)
+    work, *unit = _words(key)
     version = getattr(key, "version", None)
-    work, unit = str(words[0]), tuple(words[1:])
     return Span(
         service,
         actor,
         incarnation,
-        work,
-        unit,
+        str(work),
+        tuple(unit),
         version,
         attempt,
         round(started, 4),
@@ -111,18 +111,22 @@ def span_of(
 
 def _words(key: object) -> list[int | str]:
     """A key in words: ``("score", ChunkKey(0, 1, 2, 0))`` is score, explore, 0, 1, 2."""
-    if dataclasses.is_dataclass(key):
-        return [
-            "explore",
-            *(
-                getattr(key, part.name)
-                for part in dataclasses.fields(key)
-                if part.name != "version"
-            ),
-        ]
     if isinstance(key, tuple):
         return [word for part in key for word in _words(part)] or ["?"]
+    if names := _fields(type(key)):
+        return ["explore", *(getattr(key, name) for name in names)]
     return [key if isinstance(key, int | str) else str(key)]
+
+
+_SPAN = tuple(part.name for part in dataclasses.fields(Span))
+
+
+@functools.cache
+def _fields(kind: type) -> tuple[str, ...]:
+    """Of a chunk's key, but for the version; none for what is no dataclass."""
+    if not dataclasses.is_dataclass(kind):
+        return ()
+    return tuple(part.name for part in dataclasses.fields(kind) if part.name != "version")
 
 
 class Timeline:
@@ -138,7 +142,7 @@ class Timeline:
             return
         try:
             with self._path.open("a", encoding="utf-8") as file:
-                file.write(json.dumps(dataclasses.asdict(span)) + "\n")
+                file.write(json.dumps({name: getattr(span, name) for name in _SPAN}) + "\n")
         except OSError as error:
             self.problem = (
                 f"{self._path}: {error.strerror or error}; the timeline ends here, training goes on"

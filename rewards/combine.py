@@ -32,9 +32,14 @@ def combine(scores: Mapping[str, np.ndarray], weights: Mapping[str, float]) -> n
     missing = np.zeros(len(total), bool)
     for label, weight in weights.items():
         values = np.asarray(scores[label], np.float64)
-        missing |= ~np.isfinite(values)
-        total += weight * np.where(np.isfinite(values), values, 0.0)
-    return np.where(missing, np.nan, total).astype(np.float32)
+        there = np.isfinite(values)
+        if not there.all():
+            missing |= ~there
+            values = np.where(there, values, 0.0)
+        total += weight * values
+    if missing.any():
+        total[missing] = np.nan
+    return total.astype(np.float32)
 
 
 def zscore(values: np.ndarray) -> np.ndarray:
@@ -98,6 +103,8 @@ class Combination:
         Labels without a weight do not count.
         """
         used = {label: np.asarray(scores[label], np.float32) for label in self.weights}
+        if not self.floors and not self.optional and self.normalise == "none":
+            return combine(used, self.weights)
         for label, floor in self.floors.items():
             used[label] = np.where(
                 np.isfinite(used[label]), np.maximum(used[label], np.float32(floor)), np.nan

@@ -14,7 +14,7 @@ from cluster.driver.services import ActorServices
 from cluster.runtime.tasks import BackgroundTasks, run_together
 from configs.prompts import Prompt, prompts_of_iteration
 from configs.schema import RunConfig
-from policy.sampling.noise import stream_seed
+from policy.sampling.noise import stream_seeds
 from policy.types import Conditioning
 from records.errors import InputsLost, RunFailed
 
@@ -48,6 +48,7 @@ class Exploration:
 
     def __init__(self, config: RunConfig, services: ActorServices, prompts: list[Prompt]):
         self._config, self._services, self._prompts = config, services, prompts
+        self._plan = config.plan  # which is made anew each time it is asked for
         self._tasks = BackgroundTasks()
         self._ahead: asyncio.Task[Iteration] | None = None  # ends when the next one is under way
         self._encoding: dict[int, asyncio.Task[Encoded]] = {}  # by iteration
@@ -82,7 +83,7 @@ class Exploration:
     def seeds(self, iteration: int, prompt: int, count: int) -> tuple[int, ...]:
         """A function of the run's seed and the place in the run alone."""
         run_seed = self._config.seed
-        return tuple(stream_seed(run_seed, "explore", iteration, prompt, n) for n in range(count))
+        return stream_seeds(count, run_seed, "explore", iteration, prompt)
 
     def new_seeds(self, iteration: int, prompt: int, count: int) -> tuple[int, ...]:
         """``seeds``. Raises RunFailed when another prompt or iteration had them."""
@@ -107,7 +108,7 @@ class Exploration:
         every = config.audit.identity_every
         twice = every > 0 and index % every == 0
         scoring = Scoring(config.rewards, services.reward, recheck=twice)
-        if config.plan.explore is None:
+        if self._plan.explore is None:
             return Iteration(index, index, None, prompts, conditioning, scoring)
         # a function of the iteration, not of what was published by now: timing must not show
         version = max(index - config.explore_ahead, 0)
@@ -118,7 +119,7 @@ class Exploration:
 
     async def _explore(self, it: Iteration, p: int) -> Candidates:
         """A prompt's candidates, explored and scored, and what of them is chosen."""
-        plan, size = self._config.plan.explore, self._config.explore.chunk_size
+        plan, size = self._plan.explore, self._config.explore.chunk_size
         assert plan is not None
         seeds = self.new_seeds(it.index, p, plan.pool_size)
         chunks = await run_together(
@@ -145,10 +146,10 @@ class Exploration:
         """Explore and score one chunk; images that were lost with their node before they were
         scored are made again.
         """
-        plan, tries = self._config.plan.explore, self._config.services.rollout.max_attempts
+        plan, tries = self._plan.explore, self._config.services.rollout.max_attempts
         assert plan is not None
         key = ChunkKey(it.index, p, number, it.version)
-        trained_on = not self._config.plan.regenerate
+        trained_on = not self._plan.regenerate
         request = ExploreChunk(key, seeds, plan.steps, plan.solver, return_latents=trained_on)
         prompts = [it.prompts[p]] * len(seeds)
         for _ in range(tries):

@@ -9,7 +9,7 @@ each other and load the checkpoint.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import TypeVar, cast
@@ -133,11 +133,11 @@ class EveryReplica(Caller):
         return await self._all(task, lambda rank: call)
 
     async def call_each(
-        self, task: Task[R], method: Method[[X], R], of: Callable[[int, int], X]
+        self, task: Task[R], method: Method[[X], R], messages: Callable[[int], Sequence[X]]
     ) -> R:
         """See ``Caller``: each replica is sent its own message."""
-        size = len(self.pool.members)
-        calls = [Call(method.__name__, (of(rank, size),), {}) for rank in range(size)]
+        sent = messages(len(self.pool.members))
+        calls = [Call(method.__name__, (message,), {}) for message in sent]
         return cast(R, await self._all(task, calls.__getitem__))
 
     async def _all(self, task: AnyTask, call: Callable[[int], Call]) -> Answer:

@@ -42,10 +42,11 @@ class Ring:
         event: Callable[..., None],
     ):
         self.config, self.services, self.progress = config, services, progress
+        self._plan = config.plan  # which is made anew each time it is asked for
         self.updating = asyncio.Lock()  # held while the learner's weights change
         self.monitor = RankMonitor(config.audit, config.regenerate.precision, event, progress.note)
         self._constant = ConstantScores(event, progress.note)
-        if config.audit.identity_every and config.plan.explore is not None:
+        if config.audit.identity_every and self._plan.explore is not None:
             services.weights.identity = PolicyIdentity(
                 config, services.encoder, prompts, event, progress.note
             )
@@ -93,7 +94,7 @@ class Ring:
         await self._exploration.close()
 
     async def _its_turn(self, index: int) -> Iteration:
-        plan, count = self.config.plan, self.config.prompts.per_iteration
+        plan, count = self._plan, self.config.prompts.per_iteration
         keep, audited = self.config.selection.keep, self.config.audit.random_seeds
         images = count * (plan.explore.pool_size if plan.explore else keep)
         totals = {
@@ -113,13 +114,13 @@ class Ring:
         """One prompt's walk around the ring: from its explored seeds to the samples that are
         trained on, with their rewards.
         """
-        if self.config.plan.explore is None:
+        if self._plan.explore is None:
             it.explored_at = clock.now()
             seeds = self._exploration.new_seeds(it.index, p, self.config.selection.keep)
             group, _ = await self._regeneration.seeds(it, p, seeds)
             return group
         candidates = await it.exploring[p]
-        if self.config.plan.regenerate:
+        if self._plan.regenerate:
             return await self._regeneration.chosen(it, p, candidates)
         return candidates.training_group(p, it.conditioning[p])
 
@@ -136,7 +137,7 @@ class Ring:
     async def _publish(
         self, version: int, backend: str | None, weights: str | None = None
     ) -> Metrics:
-        if self.config.plan.explore is None:
+        if self._plan.explore is None:
             return {"time/publish_s": 0.0, "weights/version": version, "weights/bytes": 0}
         services = self.services
         return {
@@ -147,5 +148,5 @@ class Ring:
 
     def _counts(self) -> Metrics:
         services = self.services
-        alive = {"rollout/actors": services.rollout_pool.alive} if self.config.plan.explore else {}
+        alive = {"rollout/actors": services.rollout_pool.alive} if self._plan.explore else {}
         return {**alive, "rollout/reissued": services.reissued, "actors/lost": services.lost}

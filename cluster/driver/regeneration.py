@@ -21,6 +21,8 @@ class Regeneration:
 
     def __init__(self, config: RunConfig, services: ActorServices):
         self._config, self._services = config, services
+        self._steps, self._solver = config.regenerate.steps, config.plan.solver
+        self._parts = config.regenerated_parts
 
     async def chosen(self, it: Iteration, p: int, candidates: Candidates) -> TrainingGroup:
         """The chosen seeds of a prompt; audits their ranking, and that of some random ones."""
@@ -44,7 +46,7 @@ class Regeneration:
         """(what is trained on: K seeds of a prompt without those that have no score; all rewards
         [K], NaN: none).
         """
-        parts = divided(seeds, self._config.regenerated_parts)
+        parts = divided(seeds, self._parts)
         key = ("regenerate", it.index, p)
         made = await run_together(
             *(
@@ -70,7 +72,7 @@ class Regeneration:
     async def _generate(
         self, it: Iteration, p: int, seeds: tuple[int, ...], key: tuple[object, ...], part: int
     ) -> tuple[ObjectRef[Samples], Scored]:
-        request = GenerateRequest(seeds, self._config.regenerate.steps, self._config.plan.solver)
+        request = GenerateRequest(seeds, self._steps, self._solver)
         made = await self._services.learner.generate(
             key, request, it.conditioning[p], priority=(p, part)
         )

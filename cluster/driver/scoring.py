@@ -124,7 +124,7 @@ class Scoring:
         self._labels = tuple(scorer.label for scorer in scorers)
         self.scored = self.dropped = self.stood_in = 0  # images
         self._last_failure = ""
-        self._sums: dict[str, list[float]] = {}
+        self._found: dict[str, list[Floats]] = {}  # what is finite, by label, answer by answer
         self._speed: dict[str, tuple[float, float]] = {}  # label -> images, seconds
 
     async def score(
@@ -187,10 +187,13 @@ class Scoring:
     def constant(self) -> dict[str, float]:
         """Scorers that gave every image of several the same score, with that score."""
         return {
-            label: found[0]
-            for label, found in self._sums.items()
-            if label in self._labels and len(found) >= FEW and min(found) == max(found)
+            label: float(found[0])
+            for label, found in self._all_found().items()
+            if label in self._labels and len(found) >= FEW and found.min() == found.max()
         }
+
+    def _all_found(self) -> dict[str, Floats]:
+        return {label: np.concatenate(parts) for label, parts in self._found.items()}
 
     @property
     def labels(self) -> set[str]:
@@ -211,7 +214,11 @@ class Scoring:
         (``reward/<label>``, ``reward/<label>/<part>``), their speeds, and for how many images an
         optional scorer's mean stood in for its score.
         """
-        means = {f"reward/{label}": float(np.mean(v)) for label, v in self._sums.items() if v}
+        means = {
+            f"reward/{label}": float(found.astype(np.float64).mean())
+            for label, found in self._all_found().items()
+            if len(found)
+        }
         stood_in = {"rewards/stood_in": self.stood_in} if self.combination.optional else {}
         error = {"audit/scorer_error": self.error} if self.error is not None else {}
         return means | self.speeds() | stood_in | error
@@ -254,7 +261,9 @@ class Scoring:
         for answer in answers:
             self._last_failure = _fault(answer) or self._last_failure
             for label, found in (answer.values | answer.parts).items():
-                self._sums.setdefault(label, []).extend(found[np.isfinite(found)].tolist())
+                there = np.isfinite(found)
+                kept = found if there.all() else found[there]
+                self._found.setdefault(label, []).append(kept)
             for label, (count, seconds) in answer.work.items():
                 before = self._speed.get(label, (0.0, 0.0))
                 self._speed[label] = before[0] + count, before[1] + seconds

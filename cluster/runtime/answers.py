@@ -42,12 +42,12 @@ async def answer_of(
     future, gone = transport.answer(ref), member.gone
     asked = clock.now()
     future.add_done_callback(_observe)
-    either = {future} if gone is None else {future, gone}
     while True:
         # counted from the last answer of all, not from sending: tasks wait behind each other there
         limit = service.deadline_s + (service.warm_up_s if member.cold else 0.0)
         due = max(asked, member.last_answer, clock.now() - limit) + limit
-        await asyncio.wait(either, timeout=due - clock.now(), return_when=asyncio.FIRST_COMPLETED)
+        if not future.done():
+            await member.alarm.wait(due, future, gone)
         if future.done():
             break
         if gone is not None and gone.done():

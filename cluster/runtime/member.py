@@ -6,6 +6,7 @@ import asyncio
 
 from actors.messages import ActorInfo, WeightsId
 from cluster.runtime import clock
+from cluster.runtime.alarm import Alarm
 from cluster.runtime.queue import PendingTask
 from cluster.runtime.transport import RAY, Handle, Transport
 
@@ -42,6 +43,7 @@ class Member:
         self.answered = 0  # tasks
         self.benched = False
         self.leaving = False
+        self.alarm = Alarm()
         self.lock = asyncio.Lock()  # replacing and preparing
         self.door = asyncio.Lock()  # sending; held by a task that wants to be alone until answered
         self.slots: list[asyncio.Task[None]] = []

@@ -102,10 +102,11 @@ class TaskQueue:
         """Give out what can be given."""
         self._looking = None
         left: list[tuple[tuple[int, ...], int, PendingTask]] = []
-        for place, row in enumerate(self._waiting):
+        seen = 0  # what is behind them stays where it is: thousands may wait
+        for row in self._waiting:
             if not self._takers:
-                left += self._waiting[place:]
                 break
+            seen += 1
             found = next((o for o, taker in self._takers.items() if taker.fits(row[2])), None)
             if found is None:
                 left.append(row)
@@ -116,4 +117,4 @@ class TaskQueue:
                     self.look_again()
                 else:
                     taker.given.set_result(row[2])
-        self._waiting = left
+        self._waiting[:seen] = left

@@ -39,14 +39,34 @@ def stream_seed(run_seed: int, purpose: str, *index: int) -> int:
     seeds collide with a probability of 1e-5. Raises ValueError for a purpose that is not in
     PURPOSES.
     """
+    top, name = _named(purpose, run_seed, index)
+    return top | _low(hashlib.blake2b(name, digest_size=7))
+
+
+def stream_seeds(count: int, run_seed: int, purpose: str, *index: int) -> tuple[int, ...]:
+    """``stream_seed`` with 0, 1, ... ``count`` - 1 as the last index."""
+    top, name = _named(purpose, run_seed, index)
+    begun, seeds = hashlib.blake2b(name, digest_size=7), []
+    for last in range(count):
+        digest = begun.copy()
+        digest.update(b"/%d" % last)
+        seeds.append(top | _low(digest))
+    return tuple(seeds)
+
+
+def _named(purpose: str, run_seed: int, index: Sequence[int]) -> tuple[int, bytes]:
+    """(the purpose's number in the top 8 bits, what is hashed). Raises ValueError."""
     if purpose not in PURPOSES:
         raise ValueError(
             f"seed purpose {purpose!r} is unknown: use one of {', '.join(PURPOSES)}, or append it"
             " to PURPOSES"
         )
     message = "/".join(str(int(part)) for part in (run_seed, *index))
-    digest = hashlib.blake2b(f"{purpose}/{message}".encode(), digest_size=7).digest()
-    return (PURPOSES.index(purpose) + 1) << 56 | int.from_bytes(digest, "little")
+    return (PURPOSES.index(purpose) + 1) << 56, f"{purpose}/{message}".encode()
+
+
+def _low(digest: hashlib.blake2b) -> int:
+    return int.from_bytes(digest.digest(), "little")
 
 
 def noise_for(seeds: Sequence[int], shape: Sequence[int]) -> Tensor:

@@ -14,6 +14,8 @@ import numpy as np
 import pytest
 import ray
 import safetensors.torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from actors.calls import Call, Task
 from actors.learner import gather
@@ -107,8 +109,7 @@ def test_an_update_is_shared_out_by_prompt():
     """Four prompts over three replicas: samples go to one, rewards to all."""
     groups = [group_with(p, [f"r{p}"], [(0, 1)]) for p in range(4)]
     found: dict[int, int] = {}
-    for rank in range(3):
-        request = share(5, groups, rank, 3, "prompts")
+    for rank, request in enumerate(share(5, groups, 3, "prompts")):
         rewards = request.rewards_by_prompt()
         assert request.iteration == 5
         assert {p: rewards[p].tolist() for p in rewards} == {p: [p, -p] for p in range(4)}
@@ -117,9 +118,10 @@ def test_an_update_is_shared_out_by_prompt():
     assert found == {0: 0, 1: 1, 2: 2, 3: 0}
     whole = tuple(portion_of(group) for group in groups)
     for by in ("prompts", "samples"):  # of one, everything
-        assert share(5, groups, 0, 1, by).portions == whole
-    with pytest.raises(RunFailed, match="4 prompts cannot be shared by 5 replicas"):
-        share(5, groups, 4, 5, "prompts")
+        (alone,) = share(5, groups, 1, by)
+        assert alone.portions == whole
+    with pytest.raises(RunFailed, match="8 scored samples of 4 prompts, which 5 replicas"):
+        share(5, groups, 5, "prompts")
 
 
 def portion_of(group: TrainingGroup) -> Portion:
@@ -133,8 +135,7 @@ def test_an_update_is_shared_out_by_sample():
     """
     groups = [group_with(p, [f"a{p}", f"b{p}"], [(5,), (0,)]) for p in range(4)]
     found = []
-    for rank in range(3):
-        request = share(5, groups[::-1], rank, 3, "samples")
+    for request in share(5, groups[::-1], 3, "samples"):
         assert request.prompts == (0, 1, 2, 3) and request.counts == (2, 2, 2, 2)
         assert request.rewards.tolist() == [0, 0, 1, -1, 2, -2, 3, -3]
         found.append(
@@ -145,9 +146,26 @@ def test_an_update_is_shared_out_by_sample():
         [("a1", (5,)), ("b1", (0,)), ("a2", (5,))],
         [("b2", (0,)), ("a3", (5,)), ("b3", (0,))],
     ]
-    for rank in range(9):  # on every replica, or the others would wait
-        with pytest.raises(RunFailed, match="left with 8 scored samples, which 9 replicas"):
-            share(5, groups, rank, 9, "samples")
+    with pytest.raises(RunFailed, match="8 scored samples of 4 prompts, which 9 replicas"):
+        share(5, groups, 9, "samples")
+
+
+@given(st.lists(st.integers(1, 9), min_size=1, max_size=12), st.integers(1, 40))
+def test_every_sample_has_one_replica_and_all_have_as_many(counts, size):
+    groups = [
+        TrainingGroup(p, np.zeros(n, np.float32), "c", (SampleRows("s", tuple(range(n))),))  # type: ignore[arg-type]
+        for p, n in enumerate(counts)
+    ]
+    if size > sum(counts):
+        with pytest.raises(RunFailed):
+            share(0, groups, size, "samples")
+        return
+    found = [
+        [(one.prompt, row) for one in request.portions for row in one.rows]
+        for request in share(0, groups, size, "samples")
+    ]
+    assert sum(found, []) == [(p, row) for p, n in enumerate(counts) for row in range(n)]
+    assert {len(mine) for mine in found} <= {sum(counts) // size, -(-sum(counts) // size)}
 
 
 def test_in_how_many_parts_a_prompt_is_regenerated():

@@ -1,0 +1,59 @@
+"""One timer for all that wait for an actor's answers.
+
+A deadline is far away and nearly every answer comes before it: a timer for each call would be set
+and cancelled for nothing, thousands of times in an iteration.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from functools import partial
+
+from cluster.runtime import clock
+
+Bell = asyncio.Future[None]
+
+
+class Alarm:
+    """Wakes who waits when one of some futures is done, or at a moment."""
+
+    def __init__(self) -> None:
+        self._due: dict[Bell, float] = {}
+        self._timer: asyncio.TimerHandle | None = None  # of the earliest moment, or an earlier one
+
+    async def wait(self, due: float, *futures: asyncio.Future[object] | None) -> None:
+        """Returns when one of ``futures`` is done, or at ``due`` on the driver's clock."""
+        bell = asyncio.get_running_loop().create_future()
+        ring = partial(_ring, bell)
+        for future in futures:
+            if future is not None:
+                future.add_done_callback(ring)
+        self._due[bell] = due
+        if self._timer is None or due < self._timer.when():
+            self._set(due)
+        try:
+            await bell
+        finally:
+            del self._due[bell]
+            for future in futures:
+                if future is not None and not future.done():
+                    future.remove_done_callback(ring)
+
+    def _set(self, due: float) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer = asyncio.get_running_loop().call_at(due, self._rings)
+
+    def _rings(self) -> None:
+        self._timer, now = None, clock.now()
+        for bell, due in self._due.items():
+            if due <= now:
+                _ring(bell)
+        later = [due for bell, due in self._due.items() if not bell.done()]
+        if later:
+            self._set(min(later))
+
+
+def _ring(bell: Bell, *_: object) -> None:
+    if not bell.done():
+        bell.set_result(None)
