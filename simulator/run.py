@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from rich.console import Console
 
 from cluster.driver.iteration import Metrics
 from cluster.driver.loop import Ring
 from cluster.runtime import clock
+from cluster.runtime.garbage import collected_rarely
 from configs.prompts import Prompt
 from configs.schema import RunConfig
 from records.progress import Progress
@@ -51,9 +52,9 @@ class Simulated:
     driver: float
     calls: float
     work: float  # seconds of all calls of an iteration, were each alone
-    spans: Sequence[Span]
+    spans: Sequence[Span] = field(repr=False)  # asyncio writes out what a task returns
     spans_end: float
-    timeline: Sequence[Span]
+    timeline: Sequence[Span] = field(repr=False)
 
     @property
     def mean_idle(self) -> float:
@@ -65,7 +66,7 @@ def simulate(config: RunConfig, hardware: Hardware, count: int = 1) -> Simulated
     """``count`` iterations of a run with its layout written out, from where they are all alike.
     Takes no time but that of the driver's own code.
     """
-    with asyncio.Runner(loop_factory=clock.VirtualLoop) as runner:
+    with collected_rarely(), asyncio.Runner(loop_factory=clock.VirtualLoop) as runner:
         return runner.run(_simulate(config, hardware, count))
 
 
