@@ -64,10 +64,13 @@ SIZES = {"per_iteration": 4, "pool_size": 40, "keep": 16}
 
 
 def measure(options: Options) -> list[Ratio]:
-    """Predicted over measured, a row per layout; the calibrating layout first."""
+    """Predicted over measured, a row per layout; the calibrating layout first, and last how much
+    longer it took when it was measured again after all others.
+    """
     base = one_thread(options.config)
     with ray_for(shaped(base, Shape(3, 2, 0, 8))):
         rows = {shape: _kept(base, shape, options) for shape in (CALIBRATED, *SHAPES)}
+        again = _kept(base, CALIBRATED, options, "-again")["seconds"]
     config = shaped(base, CALIBRATED)
     spans = [Span(**{**row, "unit": tuple(row["unit"])}) for row in rows[CALIBRATED]["spans"]]
     model = learned(config, spans, rows[CALIBRATED]["seconds"])
@@ -78,7 +81,17 @@ def measure(options: Options) -> list[Ratio]:
         note = "calibrated on this" if shape == CALIBRATED else ""
         times = {"predicted": [predicted] * len(seconds), f"measured {shape.name}": seconds}
         ratios.append(Ratio.of(times, "predicted", f"measured {shape.name}", note=note))
-    return [*ratios, summary(ratios[1:], model.hardware.together)]
+    first = rows[CALIBRATED]["seconds"]
+    return [*ratios, summary(ratios[1:], model.hardware.together), drift(first, again)]
+
+
+def drift(first: Sequence[float], again: Sequence[float]) -> Ratio:
+    """Of the machine: seconds of one layout after all others, over those before them. No prediction
+    can be nearer than that.
+    """
+    name = CALIBRATED.name
+    times = {f"{name} again": list(again), name: list(first)}
+    return Ratio.of(times, f"{name} again", name, note="drift of the machine meanwhile")
 
 
 def summary(ratios: Sequence[Ratio], together: float) -> Ratio:
@@ -109,13 +122,13 @@ def shaped(config: RunConfig, shape: Shape) -> RunConfig:
     return parse(tree | {"explore_ahead": shape.ahead})
 
 
-def _kept(base: RunConfig, shape: Shape, options: Options) -> dict[str, Any]:
-    file = Path(options.keep) / f"{shape.name}.json" if options.keep else None
+def _kept(base: RunConfig, shape: Shape, options: Options, which: str = "") -> dict[str, Any]:
+    file = Path(options.keep) / f"{shape.name}{which}.json" if options.keep else None
     if file is not None and file.exists():
         return json.loads(file.read_text())
     with tempfile.TemporaryDirectory(prefix="sol-rl-bench-") as scratch:
         row = asyncio.run(_measured(shaped(base, shape), Path(scratch), options.repeats))
-    print(f"plan     {shape.name}: {statistics.median(row['seconds']):.2f} s", flush=True)
+    print(f"plan     {shape.name}{which}: {statistics.median(row['seconds']):.2f} s", flush=True)
     if file is not None:
         file.parent.mkdir(parents=True, exist_ok=True)
         write_text(file, json.dumps(row) + "\n")

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import time
 from functools import partial
 from pathlib import Path
@@ -25,6 +26,7 @@ from cluster.driver.status import Reporter
 from cluster.driver.stopping import Stopping, unless_stopped
 from cluster.driver.store import check_store
 from cluster.jobs.board import Link
+from cluster.runtime.garbage import collected_rarely
 from cluster.runtime.nodes import find_room
 from cluster.runtime.tasks import cancel_all
 from configs.prompts import Prompt, read_prompts, refuse_overlap
@@ -129,7 +131,7 @@ class Session:
         link = Link(f"{self.config.name}#{run_key()}", reporter.state, self.scaling.scale)
         linked = asyncio.create_task(link.live())
         try:
-            with self.progress:
+            with self.progress, collected_rarely():
                 await self._train(checkpoint)
             self.rundir.event("run_finished", iterations=self.position.next_iteration)
         except asyncio.CancelledError:
@@ -253,6 +255,7 @@ class Session:
         self._record(it, metrics | self.scaling.metrics(float(metrics["time/iteration_s"])))
         if self.ring.monitor.backend != self.ring.monitor.backend_before:
             await self._write_quantisation_table()
+        gc.collect()  # a reference in a cycle keeps its object in the store
 
     def _why_stop(self) -> str | None:
         """Of the newest iteration, whether it was run now or before a resume."""

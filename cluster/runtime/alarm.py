@@ -8,26 +8,31 @@ from __future__ import annotations
 
 import asyncio
 from functools import partial
+from typing import TypeVar
 
 from cluster.runtime import clock
 
 Bell = asyncio.Future[None]
+X = TypeVar("X")
+Y = TypeVar("Y")
 
 
 class Alarm:
-    """Wakes who waits when one of some futures is done, or at a moment."""
+    """Wakes who waits when one of two futures is done, or at a moment."""
 
     def __init__(self) -> None:
         self._due: dict[Bell, float] = {}
         self._timer: asyncio.TimerHandle | None = None  # of the earliest moment, or an earlier one
 
-    async def wait(self, due: float, *futures: asyncio.Future[object] | None) -> None:
-        """Returns when one of ``futures`` is done, or at ``due`` on the driver's clock."""
+    async def wait(
+        self, due: float, answer: asyncio.Future[X], gone: asyncio.Future[Y] | None
+    ) -> None:
+        """Returns when ``answer`` or ``gone`` is done, or at ``due`` on the driver's clock."""
         bell = asyncio.get_running_loop().create_future()
         ring = partial(_ring, bell)
-        for future in futures:
-            if future is not None:
-                future.add_done_callback(ring)
+        answer.add_done_callback(ring)
+        if gone is not None:
+            gone.add_done_callback(ring)
         self._due[bell] = due
         if self._timer is None or due < self._timer.when():
             self._set(due)
@@ -35,9 +40,9 @@ class Alarm:
             await bell
         finally:
             del self._due[bell]
-            for future in futures:
-                if future is not None and not future.done():
-                    future.remove_done_callback(ring)
+            answer.remove_done_callback(ring)
+            if gone is not None:
+                gone.remove_done_callback(ring)
 
     def _set(self, due: float) -> None:
         if self._timer is not None:

@@ -86,3 +86,17 @@ def test_a_slot_that_is_closed_with_a_task_on_its_way_gives_it_back():
         assert closed.cancelled()
 
     asyncio.run(run())
+
+
+def test_what_is_not_taken_stays_in_order():
+    async def run():
+        queue = TaskQueue()
+        slot = asyncio.create_task(queue.take(lambda task: task.task.key == (3,)))
+        await settle()
+        for number in (5, 3, 1, 4):
+            queue.put(pending(number))
+        await settle()
+        assert (await slot).task.key == (3,)
+        return [(await queue.take(anything)).task.key for _ in range(3)]
+
+    assert asyncio.run(run()) == [(1,), (4,), (5,)]

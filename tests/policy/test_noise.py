@@ -6,7 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from policy.sampling.noise import PURPOSES, noise_for, stream_seed
+from policy.sampling.noise import PURPOSES, noise_for, stream_seed, stream_seeds
 
 SEED = st.integers(0, 2**64 - 1)
 GOLDEN = [
@@ -91,3 +91,10 @@ def test_seeds_are_pinned_and_distinct():
 def test_an_unknown_purpose_is_refused():
     with pytest.raises(ValueError, match="'exploration' is unknown: use one of explore, "):
         stream_seed(0, "exploration")
+
+
+def test_many_seeds_of_a_stream_are_its_seeds_one_by_one():
+    many = stream_seeds(30, 7, "explore", 3, 1)
+    assert many == tuple(stream_seed(7, "explore", 3, 1, n) for n in range(30))
+    with pytest.raises(ValueError, match="seed purpose 'lunch' is unknown"):
+        stream_seeds(1, 7, "lunch")
