@@ -415,6 +415,19 @@ class Logging(Section):
     grid_prompts: int = Field(
         default=8, ge=1, description="held-out prompts in the before/after images"
     )
+    report_every_s: float = Field(
+        default=120.0,
+        ge=0,
+        description="the report is written again so often, and after evaluations; 0: at the end",
+    )
+    image_prompts: int = Field(
+        default=4,
+        ge=0,
+        description="prompts of each iteration whose best and worst images are kept; 0: none",
+    )
+    image_iterations: int = Field(
+        default=16, ge=2, description="iterations whose images stay, evenly spread, and the newest"
+    )
 
 
 class Publish(Section):
