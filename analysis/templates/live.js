@@ -3,6 +3,7 @@ const page = document.body.dataset, key = "sol-rl" + location.pathname, folds = 
 const late = () => {
 const age = Date.now() / 1000 - page.written, note = document.getElementById("late");
 note.hidden = age < page.late;
+if (!note.hidden) Object.assign(document.querySelector(".pill"), {textContent: "no end recorded", className: "pill warn"});
 document.getElementById("age").textContent = Math.round(age / 60) + " minutes";
 };
 try {
