@@ -91,6 +91,14 @@ def make_plan(
         raise ConfigError([str(error)]) from None
 
 
+def layout_of(
+    config: RunConfig, given: Assumptions, nodes: Sequence[Node] | None = None
+) -> Choice | None:
+    """The layout alone, as ``make_plan`` chooses it. Raises DoesNotFit, ConfigError."""
+    with described(config) as (family, _):
+        return laid_out(config, family, _gpus(config, given, nodes), given).choice
+
+
 def _gpus(config: RunConfig, given: Assumptions, nodes: Sequence[Node] | None) -> Sequence[Gpus]:
     """The GPUs that a layout may use, or that the services' shares fill; none where nobody has a
     share, or nothing is known of those there are.
