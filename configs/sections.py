@@ -125,6 +125,10 @@ class Prompts(Section):
     allow_overlap: bool = Field(
         default=False, description="held-out prompts may be among the training prompts"
     )
+    encode_once: bool = Field(
+        default=False,
+        description="encode all prompts of the run at its start, then end the encoder",
+    )
 
 
 class Explore(Section):
@@ -239,6 +243,10 @@ class Lora(Section):
     )
     init_from: str | None = Field(
         default=None, description="directory of an existing diffusers LoRA to start from"
+    )
+    base: Literal["full", "int8", "nf4"] = Field(
+        default="full",
+        description="the learner's frozen weights: in regenerate.precision, or packed by torchao",
     )
 
 

@@ -26,7 +26,7 @@ class Saving:
 
 FEW = 8  # images or points in a pass
 SAVINGS = (
-    Saving(("services.encoder.gpus=0",), "prompts are encoded on CPUs, beside the iteration"),
+    Saving(("prompts.encode_once=true",), "prompts are encoded at the start, and held on the host"),
     Saving(("model.vae_slicing=true",), "one image is decoded at a time"),
     Saving(("optimizer.gradient_checkpointing=true",), "blocks are computed twice in training"),
     Saving(
@@ -40,7 +40,10 @@ SAVINGS = (
     Saving(
         ("optimizer.batch_size=1", "regenerate.batch_size=2", "explore.chunk_size=4"), "more so"
     ),
+    Saving(('lora.base="int8"',), "frozen weights in 8 bits; adapters beside them, not merged"),
+    Saving(('lora.base="nf4"',), "frozen weights in 4 bits"),
     Saving(("services.reward.gpus=0",), "images are scored on CPUs"),
+    Saving(("services.encoder.gpus=0",), "prompts are encoded on CPUs"),
 )
 
 
@@ -84,6 +87,8 @@ def lowers(config: RunConfig, setting: str) -> bool:
         value = getattr(value, name)
     if text == "true":
         return value is False
+    if key == "lora.base":
+        return value != "nf4" and config.arm != "naive_scaling"
     if key.endswith(".gpus"):
         section = getattr(config.services, key.split(".")[1])
         return "gpus" not in section.model_fields_set

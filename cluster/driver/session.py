@@ -109,7 +109,7 @@ class Session:
     ):
         self.config, self.rundir = config, rundir
         self.progress = progress or Progress(title=f"Sol-RL: {config.name}")
-        self.position = Position()
+        self.position, self._prompts = Position(), (train_prompts, test_prompts)
         timeline = Timeline(rundir.timeline_file)
         self.services = ActorServices(config, rundir, self._event, timeline.record)
         event, note = rundir.event, self.progress.note
@@ -186,6 +186,7 @@ class Session:
 
     async def _train(self, checkpoint: Path | None) -> None:
         self.progress.starting(sum(len(pool.members) for pool in self.services.pools))
+        await self.services.encode_once(*self._prompts)
         await self.services.start()
         while True:
             try:

@@ -40,12 +40,15 @@ class Costs:
     tasks: Mapping[str, Tasks]
     memory: Mapping[str, Mapping[str, float]]
     learner: Callable[[int], float]
+    encoder_leaves: bool = False  # before anything else is started
 
     def held_gb(self, laid: Laid, numbers: Numbers) -> float:
         """GB that the actors of a GPU hold."""
         replicas = numbers.groups["learner"].actors
         each = {**self.memory[laid.kind], "learner": self.learner(replicas)}
-        return sum(n * (each.get(kind, 0) / 1e9 + PROCESS_GB) for kind, n in laid.actors.items())
+        held = {k: n * (each.get(k, 0) / 1e9 + PROCESS_GB) for k, n in laid.actors.items()}
+        first = held.pop("encoder", 0.0) if self.encoder_leaves else 0.0
+        return max(first, sum(held.values()))
 
 
 @dataclass(frozen=True)

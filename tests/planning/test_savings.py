@@ -17,7 +17,7 @@ from planning.make import layout_of
 from planning.savings import changed, lowers, savings_lines
 
 ONE = Assumptions(accelerator="RTX 4090", gpus=1, node_gpus=1, node_cpus=16)
-PRESETS = ("sd35_medium-sol_rl-24gb",)
+PRESETS = ("sd35_medium-sol_rl-24gb", "z_image-sol_rl-24gb")
 
 
 def lines(monkeypatch: pytest.MonkeyPatch, room: float, *overrides: str) -> list[str]:
@@ -27,7 +27,7 @@ def lines(monkeypatch: pytest.MonkeyPatch, room: float, *overrides: str) -> list
 
     def layout(config: Any, given: Any, nodes: Any) -> Any:
         assert to_choose(config)  # what was left to the layout still is
-        encoder = 0 if "gpus" in config.services.encoder.model_fields_set else room
+        encoder = 0 if config.prompts.encode_once else room
         gb = 10 + encoder + config.optimizer.batch_size
         if gb > 24:
             raise DoesNotFit("too large", gb, gb - 24)
@@ -39,15 +39,15 @@ def lines(monkeypatch: pytest.MonkeyPatch, room: float, *overrides: str) -> list
 
 def test_savings_add_up_to_the_first_with_which_it_fits(monkeypatch: pytest.MonkeyPatch):
     assert lines(monkeypatch, 11) == [
-        "    34.0 GB, 10.0 short, with --set services.encoder.gpus=0: prompts are encoded on CPUs,"
-        " beside the iteration",
+        "    34.0 GB, 10.0 short, with --set prompts.encode_once=true: prompts are encoded at the"
+        " start, and held on the host",
         "    18.0 GB, fits, with --set explore.chunk_size=8 --set regenerate.batch_size=8 --set"
         " optimizer.batch_size=8: smaller passes, less busy GPUs; other last bits",
     ]
 
 
 def test_what_is_set_already_is_not_told(monkeypatch: pytest.MonkeyPatch):
-    given = ("services.encoder.gpus=0", "optimizer.batch_size=4", "services.reward.gpus=0")
+    given = ("prompts.encode_once=true", "optimizer.batch_size=4", "services.reward.gpus=0")
     (line,) = lines(monkeypatch, 11, *given, "optimizer.gradient_checkpointing=false")
     assert "fits, with --set optimizer.gradient_checkpointing=true:" in line
     config = load("sd35_medium-sol_rl-hpsv2", given)
@@ -68,7 +68,7 @@ def test_the_command_says_what_is_too_large_and_how_it_fits(capsys: pytest.Captu
     assert main(["plan", "sd35_medium-sol_rl-hpsv2", *where]) == 2
     first, second = capsys.readouterr().err.strip().splitlines()
     assert "34.6 GB on a RTX 4090 of 24 GB, 10.6 GB short" in first
-    assert "22.4 GB, fits, with --set services.encoder.gpus=0:" in second
+    assert "22.4 GB, fits, with --set prompts.encode_once=true:" in second
 
 
 @pytest.mark.slow
