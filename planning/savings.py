@@ -42,6 +42,7 @@ SAVINGS = (
     ),
     Saving(('lora.base="int8"',), "frozen weights in 8 bits; adapters beside them, not merged"),
     Saving(('lora.base="nf4"',), "frozen weights in 4 bits"),
+    Saving(("audit.identity_every=0",), "rollout actors are not held against the learner"),
     Saving(("services.reward.gpus=0",), "images are scored on CPUs"),
     Saving(("services.encoder.gpus=0",), "prompts are encoded on CPUs"),
 )
@@ -88,7 +89,8 @@ def lowers(config: RunConfig, setting: str) -> bool:
     if text == "true":
         return value is False
     if key == "lora.base":
-        return value != "nf4" and config.arm != "naive_scaling"
+        finer = {"full": ("int8", "nf4"), "int8": ("nf4",), "nf4": ()}[config.lora.base]
+        return text.strip('"') in finer and config.arm != "naive_scaling"
     if key.endswith(".gpus"):
         section = getattr(config.services, key.split(".")[1])
         return "gpus" not in section.model_fields_set
