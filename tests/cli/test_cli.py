@@ -125,6 +125,7 @@ def test_a_cluster_that_wants_a_token_says_so(monkeypatch, config_file, capsys):
         raise ConnectionError("Failed to connect to Ray cluster") from RuntimeError(cause)
 
     monkeypatch.setattr("ray.init", refused)
+    monkeypatch.setattr("ray.is_initialized", lambda: False)
     monkeypatch.setattr("cluster.jobs.live_runs.require_listener", lambda address: None)
     monkeypatch.setenv("RAY_ADDRESS", "auto")
     assert main(["train", str(config_file)]) == 3
