@@ -6,6 +6,8 @@ import shutil
 import subprocess
 import sys
 import tomllib
+from contextlib import nullcontext
+from pathlib import Path
 
 import pytest
 from packaging.requirements import Requirement
@@ -135,6 +137,25 @@ def test_a_dashboards_url_will_do_for_status_and_scale(monkeypatch, way, argumen
     assert asked == [(HERE, arguments)]
 
 
+@pytest.mark.parametrize("given", [[], ["quickstart", "--set", "run_root=/data"]])
+def test_the_doctor_travels_with_the_files_of_a_run(monkeypatch, given):
+    """Before any run is there."""
+    submitted = {}
+
+    class Client:
+        def submit_job(self, entrypoint, runtime_env):
+            tree = Path(runtime_env["working_dir"])
+            submitted.update(entrypoint=entrypoint, has=(tree / "cli" / "doctor.py").exists())
+            return "job-1"
+
+    monkeypatch.setattr(jobs, "client_of", lambda address: Client())
+    monkeypatch.setattr(jobs, "refusals", lambda *_: nullcontext())
+    monkeypatch.setattr(jobs, "output_of", lambda client, job, show, say: 2)
+    assert main(["doctor", *given, "--json", "--address", HERE]) == 2
+    wanted = " ".join(["python -m cluster doctor", *given, "--json"])
+    assert submitted == {"entrypoint": wanted, "has": True}
+
+
 def test_what_status_asks_may_be_refused_in_one_line(monkeypatch, capsys):
     monkeypatch.setattr(
         dashboard,
@@ -262,27 +283,37 @@ def test_the_images_commands_write_only_where_its_user_may(tmp_path, extras):
     for entry in (entry.removeprefix("RUN ") for entry in own if entry.startswith("RUN ")):
         command = entry.replace("/tmp/sol-rl", shlex.quote(str(copied)))
         subprocess.run(["sh", "-ec", command], cwd="/", env=env, check=True, timeout=60)
-    assert "torch>=2.9" in (home / "requirements.txt").read_text().splitlines()
     calls = (home / "calls").read_text().splitlines()
-    assert (
-        len(calls) == (3 if extras else 1)
-        and f"-r {home}/requirements.txt" in calls[0]
-        and "--no-build-isolation" not in calls[0]
-    )
+    locked, checked, *rest = calls
+    assert "--require-hashes --no-deps -r torch.txt -r run.txt -r cuda.txt" in locked
+    assert checked == "check" and len(rest) == (2 if extras else 0)
     if extras:
         assert [
             entry.split("[")[0].split("=")[0]
             for entry in (home / "extras.txt").read_text().splitlines()
         ] == ["rapidocr-onnxruntime", "transformer-engine"]
         # what the build wants, then the build
-        assert "--no-build-isolation" not in calls[1] and "setuptools wheel" in calls[1]
-        assert "--no-build-isolation" in calls[2]
+        assert "--no-build-isolation" not in rest[0] and "wheel ninja" in rest[0]
+        assert "--no-build-isolation" in rest[1]
     stray = subprocess.run(
-        [sys.executable, copied / "requirements.py", "gpus"], capture_output=True, text=True
+        [sys.executable, copied / "extras.py", "gpus"], capture_output=True, text=True
     )
     assert stray.returncode == 1 and "no extra 'gpus'; there are: gpu, ocr" in stray.stderr
     assert sorted(path.name for path in copied.iterdir()) == [
         "constraints.txt",
+        "cuda.txt",
+        "extras.py",
         "pyproject.toml",
-        "requirements.py",
+        "run.txt",
+        "torch.txt",
     ]
+
+
+def test_a_node_without_the_dependencies_says_so(tmp_path):
+    """A Python that was not set up for this project, such as the one that Ray was started from."""
+    command = [sys.executable, "-S", "-m", "cluster", "doctor"]
+    done = subprocess.run(
+        command, cwd=ROOT, env={"HOME": str(tmp_path)}, capture_output=True, text=True
+    )
+    (told,) = done.stderr.splitlines()
+    assert done.returncode == 2 and "start Ray on every node from the environment with" in told
