@@ -8,6 +8,7 @@ same numbers. Adapters cannot be merged into packed weights.
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import math
 from collections.abc import Sequence
@@ -65,8 +66,7 @@ class FrozenLinear(nn.Linear):
 
 
 def _packed(weight: Tensor, packing: Packing) -> Tensor:
-    import torchao.quantization as ao
-
+    ao: Any = importlib.import_module("torchao.quantization")  # an extra
     if packing == "nf4":
         blocks = weight.numel() // BLOCK
         return ao.to_nf4(weight.contiguous(), BLOCK, math.gcd(blocks, BLOCKS))
