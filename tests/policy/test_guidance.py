@@ -19,9 +19,17 @@ ASKED = {
     "qwen_image": {"true_cfg_scale": 3.0, "negative_prompt": NEGATIVE},
     "z_image": {"guidance_scale": 2.0, "negative_prompt": NEGATIVE},
     "flux2_klein": {"guidance_scale": 3.0},
+    "wan": {"guidance_scale": 3.0, "negative_prompt": NEGATIVE},
 }
 """A strength of 3, as each pipeline is asked for it; klein's negative prompt is always empty."""
-PASSES = {"sd3": True, "sana": True, "qwen_image": False, "z_image": True, "flux2_klein": False}
+PASSES = {
+    "sd3": True,
+    "sana": True,
+    "qwen_image": False,
+    "z_image": True,
+    "flux2_klein": False,
+    "wan": False,
+}
 """Whether the pipeline takes one pass of twice the batch."""
 
 
