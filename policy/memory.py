@@ -172,6 +172,10 @@ def blank(family: Family, part: str, dtype: torch.dtype) -> nn.Module:
             buffer = module.get_buffer(path)
             if buffer.is_floating_point():
                 module.get_submodule(owner).register_buffer(leaf, buffer.to(dtype))
+        model: Diffusers = module
+        for path, parameter in module.named_parameters():
+            if not set(path.split(".")).isdisjoint(model._keep_in_fp32_modules or ()):
+                parameter.data = parameter.data.float()
         return module
     import transformers
 
