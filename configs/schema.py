@@ -178,6 +178,11 @@ class RunConfig(Section):
                     " of proxy images is that of full ones, in whole blocks"
                 )
         frames, full = self.explore.frames, self.model.frames
+        if full is None and self.rewards.frames is not None:
+            raise ValueError(
+                f"rewards.frames: {self.rewards.frames} without model.frames: images have none,"
+                " leave it out"
+            )
         if frames is not None and full is None:
             raise ValueError(
                 f"explore.frames: {frames} without model.frames: images have none, leave it out"
