@@ -71,6 +71,11 @@ class Model(Section):
         description="text encoders are on the encoder's GPU only while prompts are encoded",
     )
 
+    @property
+    def frames_per_second(self) -> int:
+        """Of clips, as they are shown."""
+        return self.fps or 16
+
     @model_validator(mode="after")
     def _native_family(self) -> Model:
         if self.native_path is not None and self.family != "sana":
