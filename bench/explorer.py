@@ -31,8 +31,8 @@ from policy.precision.swap import quantise_plan, swap_linears, weight_modules
 from policy.types import Conditioning
 
 TEXT_TOKENS, SMALL_TEXT_TOKENS = {"sd3": 256, "sana": 300}, 32
-SMALL_FRAMES = 5
 """Where they are not 512."""
+SMALL_FRAMES = 5
 WIDTH = 256
 SMALL: dict[str, dict[str, Any]] = {
     "sd3": {
