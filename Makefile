@@ -2,20 +2,33 @@
 PYTHON ?= python3.11
 # Extra flags for pip, such as an index that has CPU builds of torch.
 PIP_FLAGS ?=
+QUIET := --quiet --disable-pip-version-check
 BIN := .venv/bin
 export RAY_USAGE_STATS_ENABLED = 0
 export RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO = 0
 
-.PHONY: setup quickstart cluster-demo compare-small search-small compare-time test test-slow coverage lint types arrows check gpu-check rehearsal bench parity soak partitions fuzz audit shapes-model shapes-clip shapes-decoder clean
+.PHONY: setup lock quickstart cluster-demo compare-small search-small compare-time test test-slow coverage lint types arrows check gpu-check rehearsal bench parity soak partitions fuzz audit shapes-model shapes-clip shapes-decoder clean
 
 setup: .venv/.ready
 
-# One pip command, so that torch is pinned before anything asks for a newer one.
-.venv/.ready: pyproject.toml constraints.txt tools/fit_torchvision.py
+# pip compares every package with the hashes in requirements/. torch is downloaded first, so that pip takes the build that it would take
+# without hashes: with them it prefers an index that states them. Builds for CUDA then lack libraries: those of cuda.txt.
+LOCKED := $(BIN)/python -m pip install $(QUIET) --require-hashes --no-deps
+.venv/.ready: pyproject.toml $(wildcard requirements/*.txt) tools/fit_torchvision.py
 	$(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_FLAGS) -c constraints.txt torch==2.13.0 -e '.[dev]'
+	$(BIN)/python -m pip download $(QUIET) $(PIP_FLAGS) --no-deps --dest .venv/torch torch==2.13.0
+	$(LOCKED) --no-index --find-links .venv/torch -r requirements/torch.txt
+	rm -r .venv/torch
+	$(LOCKED) $(PIP_FLAGS) -r requirements/run.txt -r requirements/dev.txt
+	$(BIN)/python -m pip check >/dev/null || $(LOCKED) $(PIP_FLAGS) -r requirements/cuda.txt
+	$(BIN)/python -m pip install $(QUIET) --no-deps --no-build-isolation -e .
+	$(BIN)/python -m pip check
 	$(BIN)/python tools/fit_torchvision.py
 	touch $@
+
+# The files in requirements/, from constraints.txt and the package index; ARGS="--wheel FILE" adds a build of torch from elsewhere.
+lock:
+	$(PYTHON) -m tools.lock $(ARGS)
 
 quickstart: setup
 	$(BIN)/sol-rl train quickstart $(ARGS)

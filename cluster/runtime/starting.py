@@ -21,6 +21,10 @@ LOST_STARTS = 4
 """Times an actor may vanish before it answers: a node that died is still thought alive for some
 seconds.
 """
+LOW_MEMORY_STARTS = 7
+"""Times that Ray may kill it before it answers because its node is low on memory. Pauses between
+them double, so that it is given a minute: what took the memory is often gone by then.
+"""
 PAUSE_S = 1.0
 Gone: TypeAlias = Callable[[str, "str | None"], "asyncio.Future[str]"]
 """From an actor's name, and its node where it has said which: done when the node that it is on, or
@@ -44,52 +48,79 @@ async def start_actor(
 ) -> tuple[Handle, ActorInfo]:
     """A new actor, and what it says of itself.
 
-    ``waits`` is told once when there is no room for it; ``gone`` is asked when it has a place.
+    ``waits`` is told once when there is no room for it, or too little memory; ``gone`` is asked
+    when it has a place.
 
     Raises:
         RunFailed: its constructor raised (with the constructor's own words), it died again and
             again, or it was not placed or not ready within ``deadline_s`` seconds. Ray alone would
             keep an actor pending for ever.
     """
-    deadline = clock.now() + deadline_s
-    lost, told = 0, False
+    start = _Start(transport, who, deadline_s, waits)
     while True:
+        tried = start.lost + start.low
         try:
-            handle = spawn(f"{name}-{lost}" if lost else name)
+            handle = spawn(f"{name}-{tried}" if tried else name)
         except NoRoom as error:
-            if clock.now() > deadline:
-                raise RunFailed(f"{who} had no place for {deadline_s:g} s: {error}") from None
-            if not told:
-                waits(str(error))
-            told = True
-            await asyncio.sleep(PAUSE_S)
+            await start.without_room(error)
             continue
         try:
-            left = max(deadline - clock.now(), PAUSE_S)
+            left = max(start.deadline - clock.now(), PAUSE_S)
             return handle, await _ready(transport, handle, left, gone())
-        except TimeoutError:
-            transport.kill(handle)
-            raise RunFailed(
-                f"{who} was not placed or not ready within services.start_deadline_s ="
-                f" {deadline_s:g} s: something else may hold its share of the node (see `ray"
-                " status`), or loading takes longer"
-            ) from None
         except asyncio.CancelledError:
             transport.kill(handle)
             raise
-        # not at once the end: until Ray has noticed that a node died, it still places actors there
-        except (*DIED, ActorUnschedulableError, NodeLost) as error:
+        except (TimeoutError, RayError, NodeLost) as error:
             transport.kill(handle)
-            lost += 1
-            if (
-                getattr(error, "actor_init_failed", False)
-                or lost >= LOST_STARTS
-                or clock.now() > deadline
-            ):
-                raise RunFailed(f"{who} did not start: {cause(error)}") from None
-            await asyncio.sleep(PAUSE_S)
-        except RayError as error:
-            raise RunFailed(f"{who} did not start: {cause(error)}") from None
+            await start.without_answer(error)
+
+
+class _Start:
+    """What became of the tries to start one actor: each ends in a pause, or in RunFailed."""
+
+    def __init__(
+        self, transport: Transport, who: str, deadline_s: float, waits: Callable[[str], None]
+    ):
+        self.transport, self.who, self.deadline_s, self.waits = transport, who, deadline_s, waits
+        self.deadline = clock.now() + deadline_s
+        self.lost = self.low = 0
+        self._told = False
+
+    async def without_room(self, error: NoRoom) -> None:
+        """There was no place for it."""
+        if self._late:
+            raise RunFailed(f"{self.who} had no place for {self.deadline_s:g} s: {error}") from None
+        await self._wait(str(error), PAUSE_S)
+
+    async def without_answer(self, error: Exception) -> None:
+        """It had a place, and did not come to answer."""
+        if isinstance(error, TimeoutError):
+            raise RunFailed(
+                f"{self.who} was not placed or not ready within services.start_deadline_s ="
+                f" {self.deadline_s:g} s: something else may hold its share of the node (see `ray"
+                " status`), or loading takes longer"
+            ) from None
+        if isinstance(error, OutOfMemoryError):
+            self.low += 1
+            if self.low < LOW_MEMORY_STARTS and not self._late:
+                return await self._wait(cause(error), PAUSE_S * 2 ** (self.low - 1))
+        elif isinstance(error, (*DIED, ActorUnschedulableError, NodeLost)):
+            # until Ray has noticed that a node died, it still places actors there
+            self.lost += 1
+            raised = getattr(error, "actor_init_failed", False)
+            if not raised and self.lost < LOST_STARTS and not self._late:
+                return await asyncio.sleep(PAUSE_S)
+        raise RunFailed(f"{self.who} did not start: {cause(error)}") from None
+
+    @property
+    def _late(self) -> bool:
+        return clock.now() > self.deadline
+
+    async def _wait(self, why: str, pause_s: float) -> None:
+        if not self._told:
+            self.waits(why)
+        self._told = True
+        await asyncio.sleep(pause_s)
 
 
 async def _ready(

@@ -12,9 +12,9 @@ from ray.exceptions import OutOfMemoryError
 from actors.calls import Call, Task
 from actors.messages import ActorInfo
 from cluster.runtime.pool import ActorPool
-from cluster.runtime.starting import LOST_STARTS
+from cluster.runtime.starting import LOW_MEMORY_STARTS
 from configs.services import Service
-from records.errors import StateLost
+from records.errors import RunFailed, StateLost
 
 
 class Worker:
@@ -203,11 +203,28 @@ def test_a_state_that_rays_memory_monitor_killed_is_lost_and_a_start_is_tried_ag
     async def work() -> str:
         with pytest.raises(StateLost, match="the worker was lost: Ray killed it because its node"):
             await pool.call(Task("x"), Worker.work)
-        monkeypatch.setattr(nodes, "send", killed_by_ray(nodes, "ready", LOST_STARTS - 1))
+        monkeypatch.setattr(nodes, "send", killed_by_ray(nodes, "ready", LOW_MEMORY_STARTS - 1))
         await pool.renew("lost")
         return await pool.call(Task("y"), Worker.work)
 
     assert run(pool, work) == "a"
+    told = nodes.told("actor_waits")
+    assert [fields["why"].partition(" because")[0] for fields in told] == ["Ray killed it"]
+
+
+def test_a_node_that_stays_low_on_memory_is_given_a_minute(monkeypatch):
+    slept = []
+
+    async def sleep(seconds: float) -> None:
+        slept.append(seconds)
+
+    nodes = Nodes("a")
+    pool = nodes.pool()
+    monkeypatch.setattr("cluster.runtime.starting.asyncio.sleep", sleep)
+    monkeypatch.setattr(nodes, "send", killed_by_ray(nodes, "ready", LOW_MEMORY_STARTS))
+    with pytest.raises(RunFailed, match="worker actor 0 did not start: Ray killed it because"):
+        asyncio.run(pool.start())
+    assert slept == [1, 2, 4, 8, 16, 32]
 
 
 def test_a_driver_that_was_stopped_calls_nobody_silent(monkeypatch):

@@ -262,27 +262,27 @@ def test_the_images_commands_write_only_where_its_user_may(tmp_path, extras):
     for entry in (entry.removeprefix("RUN ") for entry in own if entry.startswith("RUN ")):
         command = entry.replace("/tmp/sol-rl", shlex.quote(str(copied)))
         subprocess.run(["sh", "-ec", command], cwd="/", env=env, check=True, timeout=60)
-    assert "torch>=2.9" in (home / "requirements.txt").read_text().splitlines()
     calls = (home / "calls").read_text().splitlines()
-    assert (
-        len(calls) == (3 if extras else 1)
-        and f"-r {home}/requirements.txt" in calls[0]
-        and "--no-build-isolation" not in calls[0]
-    )
+    locked, checked, *rest = calls
+    assert "--require-hashes --no-deps -r torch.txt -r run.txt -r cuda.txt" in locked
+    assert checked == "check" and len(rest) == (2 if extras else 0)
     if extras:
         assert [
             entry.split("[")[0].split("=")[0]
             for entry in (home / "extras.txt").read_text().splitlines()
         ] == ["rapidocr-onnxruntime", "transformer-engine"]
         # what the build wants, then the build
-        assert "--no-build-isolation" not in calls[1] and "setuptools wheel" in calls[1]
-        assert "--no-build-isolation" in calls[2]
+        assert "--no-build-isolation" not in rest[0] and "wheel ninja" in rest[0]
+        assert "--no-build-isolation" in rest[1]
     stray = subprocess.run(
-        [sys.executable, copied / "requirements.py", "gpus"], capture_output=True, text=True
+        [sys.executable, copied / "extras.py", "gpus"], capture_output=True, text=True
     )
     assert stray.returncode == 1 and "no extra 'gpus'; there are: gpu, ocr" in stray.stderr
     assert sorted(path.name for path in copied.iterdir()) == [
         "constraints.txt",
+        "cuda.txt",
+        "extras.py",
         "pyproject.toml",
-        "requirements.py",
+        "run.txt",
+        "torch.txt",
     ]

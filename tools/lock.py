@@ -1,0 +1,145 @@
+"""``make lock``: write the files in ``requirements/``, with the hash of every package for pip.
+
+Versions come from ``constraints.txt``, hashes of all files of a version from the package index
+that uv is set to. One set serves Linux on x86_64 and aarch64 with Python 3.11 and 3.12:
+
+* ``torch.txt``: torch alone, as each index has builds of its own, and which one is taken is left to
+  pip: with hashes at hand it would prefer the index that states them;
+* ``run.txt``: what the program needs; ``dev.txt``: what its tests, linters and viewers need on top;
+* ``cuda.txt``: the CUDA libraries that the builds of torch on the index bring along, which a build
+  for CPUs does not need.
+
+``--wheel FILE`` only adds the hash of a build of torch from elsewhere, which stays until the
+version changes. That of the build for CPUs, Linux on x86_64 and Python 3.11 is there.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+
+from records.atomic import write_text
+from tools.audit import pinned
+
+ROOT = Path(__file__).parent.parent
+LOCKS = ROOT / "requirements"
+HEAD = "# Written by `make lock`; versions are those of constraints.txt. {what}\n"
+WHAT = {
+    "torch.txt": "The builds of torch.",
+    "run.txt": "What the program needs.",
+    "dev.txt": "What tests, linters and viewers need on top of run.txt.",
+    "cuda.txt": "Libraries that builds of torch for CUDA need on top of run.txt.",
+}
+Lock = dict[tuple[str, str], set[str]]
+"""(name, version) to the sha256 of its files, in hex."""
+
+
+def read(text: str) -> Lock:
+    """The packages of a requirements file with hashes."""
+    blocks = re.findall(r"^([\w.-]+)==([^\s;\\]+)((?:[^\n]*\\\n)*[^\n]*)", text, re.MULTILINE)
+    return {
+        (_canonical(name), version): set(re.findall(r"--hash=sha256:([0-9a-f]{64})", rest))
+        for name, version, rest in blocks
+    }
+
+
+def written(what: str, lock: Mapping[tuple[str, str], Iterable[str]]) -> str:
+    """A requirements file with hashes, in alphabetical order."""
+    blocks = [
+        " \\\n    ".join(
+            [f"{name}=={version}", *(f"--hash=sha256:{each}" for each in sorted(hashes))]
+        )
+        for (name, version), hashes in sorted(lock.items())
+    ]
+    return HEAD.format(what=what) + "\n".join(blocks) + "\n"
+
+
+def split(run: Lock, everything: Lock, named: Iterable[str]) -> dict[str, Lock]:
+    """File to packages: a package that is not ``named`` in constraints.txt came with torch."""
+    known = {_canonical(name) for name in named}
+    cuda = {key: found for key, found in everything.items() if key[0] not in known}
+    torch = {key: found for key, found in run.items() if key[0] == "torch"}
+    dev = {key: found for key, found in everything.items() if key not in run | cuda}
+    return {
+        "torch.txt": torch,
+        "run.txt": {key: found for key, found in run.items() if key not in torch | cuda},
+        "dev.txt": dev,
+        "cuda.txt": cuda,
+    }
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Write the files; 2 where that cannot be done."""
+    options = _parser().parse_args(arguments)
+    try:
+        files = with_wheels(options.wheel) if options.wheel else resolved()
+    except (OSError, ValueError, subprocess.CalledProcessError) as error:
+        why = getattr(error, "stderr", None) or error
+        print(f"make lock: {str(why).strip()}", file=sys.stderr)
+        return 2
+    for name, lock in files.items():
+        write_text(LOCKS / name, written(WHAT[name], lock))
+        print(f"{name}: {len(lock)} packages")
+    return 0
+
+
+def resolved() -> dict[str, Lock]:
+    """What uv finds, with the hashes that were added before."""
+    uv = shutil.which("uv")
+    if uv is None:
+        raise ValueError("uv is not on the PATH: pip install uv")
+    run, everything = _compiled(uv), _compiled(uv, "--extra", "dev")
+    files = split(run, everything, pinned((ROOT / "constraints.txt").read_text()))
+    before = {key: found for lock in _present().values() for key, found in lock.items()}
+    return {
+        name: {key: found | before.get(key, set()) for key, found in lock.items()}
+        for name, lock in files.items()
+    }
+
+
+def with_wheels(wheels: Iterable[Path]) -> dict[str, Lock]:
+    """What is there, with the hashes of ``wheels``. Raises ValueError for another version."""
+    files = _present()
+    for path in wheels:
+        name, version = path.name.split("-")[:2]
+        key = _canonical(name), version.partition("+")[0]  # +cpu and the like are other builds
+        found = next((lock[key] for lock in files.values() if key in lock), None)
+        if found is None:
+            raise ValueError(f"{path.name}: {key[0]} {key[1]} is not in requirements/")
+        with path.open("rb") as file:
+            found.add(hashlib.file_digest(file, "sha256").hexdigest())
+    return files
+
+
+def _present() -> dict[str, Lock]:
+    paths = {name: LOCKS / name for name in WHAT}
+    return {name: read(path.read_text()) for name, path in paths.items() if path.exists()}
+
+
+def _compiled(uv: str, *extra: str) -> Lock:
+    command = [uv, "pip", "compile", "pyproject.toml", *extra, "--generate-hashes", "--quiet"]
+    command += ["--constraints", "constraints.txt", "--python-version", "3.11", "--no-annotate"]
+    done = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True)
+    return read(done.stdout)
+
+
+def _canonical(name: str) -> str:
+    return re.sub(r"[-_.]+", "-", name).lower()
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="make lock", description=(__doc__ or "").splitlines()[0])
+    parser.add_argument(
+        "--wheel", type=Path, nargs="+", default=[], metavar="FILE", help="builds from elsewhere"
+    )
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())
