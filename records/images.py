@@ -232,20 +232,21 @@ def data_uri(path: Path) -> tuple[str, int, int]:
     """
     content = path.read_bytes()
     with Image.open(io.BytesIO(content)) as image:
-        kind, size = str(image.format).lower(), image.size
-        if max(size) > LARGEST_INLINE:
-            frames, durations = [], []
+        kind, (width, height) = str(image.format).lower(), image.size
+        if max(width, height) > LARGEST_INLINE:
+            frames: list[Image.Image] = []
+            durations: list[int] = []
             for frame in ImageSequence.Iterator(image):
                 frames.append(_reduced(frame))
                 durations.append(frame.info.get("duration", 0))  # known once it is read
-            size = frames[0].size
+            width, height = frames[0].size
             if kind == "webp":
                 content = _animated(frames, durations, quality=75)
             else:
                 kind, buffer = "jpeg", io.BytesIO()
                 frames[0].save(buffer, "JPEG", quality=90)
                 content = buffer.getvalue()
-    return f"data:image/{kind};base64,{base64.b64encode(content).decode()}", *size
+    return f"data:image/{kind};base64,{base64.b64encode(content).decode()}", width, height
 
 
 def _reduced(image: Image.Image) -> Image.Image:

@@ -140,7 +140,7 @@ def test_clips_play_in_the_page(tmp_path: Path):
         save_images(run / "images", step, PROMPTS[:1], clips_of(4, 16, 16))
     pictures = page_of(run).all("img")
     assert len(pictures) == 4
-    assert all(p["src"].startswith("data:image/webp;base64,") for p in pictures)
+    assert all(str(p["src"]).startswith("data:image/webp;base64,") for p in pictures)
     assert before_after(run / "images", prompts=1, noises=2).size[0] > 0
 
 
