@@ -18,7 +18,8 @@ if TYPE_CHECKING:
     from policy.families import Family
     from policy.types import Conditioning
 
-NAMES = ("sd3", "flux", "sana", "qwen_image", "z_image", "flux2", "flux2_klein", "wan")
+VIDEO = ("wan", "sana_video")
+NAMES = ("sd3", "flux", "sana", "qwen_image", "z_image", "flux2", "flux2_klein", *VIDEO)
 SETTINGS: dict[str, dict[str, Any]] = {
     "sd3": {"height": 16, "width": 16, "max_sequence_length": 12},
     "flux": {"height": 16, "width": 16, "max_sequence_length": 12, "guidance": 3.5},
@@ -33,8 +34,15 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "flux2": {"height": 16, "width": 16, "max_sequence_length": 24, "guidance": 4.0},
     "flux2_klein": {"height": 16, "width": 16, "max_sequence_length": 24},
     "wan": {"height": 16, "width": 16, "frames": 5, "max_sequence_length": 12},
+    "sana_video": {
+        "height": 32,
+        "width": 32,
+        "frames": 5,
+        "max_sequence_length": 12,
+        "complex_human_instruction": False,
+    },
 }
-SOLVER = {name: "dpmpp_2m" if name == "sana" else "euler" for name in NAMES}
+SOLVER = {name: "dpmpp_2m" if name.startswith("sana") else "euler" for name in NAMES}
 """The solver that is the stock pipeline's."""
 PROMPTS = ["a red circle", "two blue crosses above a green square"]
 SEEDS = [11, 2**40 + 3, 7]
@@ -47,6 +55,7 @@ PIPELINES = {
     "flux2": "Flux2Pipeline",
     "flux2_klein": "Flux2KleinPipeline",
     "wan": "WanPipeline",
+    "sana_video": "SanaVideoPipeline",
 }
 TEXT_MODULES = {name: {"sd3": 3, "flux": 2}.get(name, 1) for name in NAMES}
 """Text encoders of each."""

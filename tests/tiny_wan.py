@@ -14,6 +14,7 @@ import pytest
 from tests.tiny_sd3 import randomise_vectors, tiny_t5_tokenizer
 
 if TYPE_CHECKING:
+    from diffusers import AutoencoderKLWan
     from transformers import UMT5EncoderModel
 
 SCHEDULERS = ("FlowMatchEulerDiscreteScheduler", "UniPCMultistepScheduler")
@@ -32,7 +33,7 @@ def make_tiny_wan(path: str | Path, seed: int = 0, scheduler: str = SCHEDULERS[0
     """
     import diffusers
     import torch
-    from diffusers import AutoencoderKLWan, WanPipeline, WanTransformer3DModel
+    from diffusers import WanPipeline, WanTransformer3DModel
 
     flow = {"flow_shift": 3.0, "use_flow_sigmas": True, "prediction_type": "flow_prediction"}
     settings = {"shift": 3.0} if scheduler == SCHEDULERS[0] else flow
@@ -53,22 +54,29 @@ def make_tiny_wan(path: str | Path, seed: int = 0, scheduler: str = SCHEDULERS[0
         pipe = WanPipeline(
             transformer=transformer,
             scheduler=getattr(diffusers, scheduler)(**settings),
-            vae=AutoencoderKLWan(
-                base_dim=4,
-                z_dim=4,
-                dim_mult=[1, 1, 1],
-                num_res_blocks=1,
-                temperal_downsample=[True, True],
-                latents_mean=[0.1, -0.2, 0.3, 0.0],
-                latents_std=[1.5, 2.0, 0.7, 1.1],
-                scale_factor_temporal=4,
-                scale_factor_spatial=4,
-            ).eval(),
+            vae=tiny_video_vae(),
             text_encoder=_umt5(),
             tokenizer=tiny_t5_tokenizer(),
         )
         pipe.save_pretrained(str(path))
     return Path(path)
+
+
+def tiny_video_vae() -> AutoencoderKLWan:
+    """4 frames of each latent frame but the first, 4 x 4 pixels of each latent pixel."""
+    from diffusers import AutoencoderKLWan
+
+    return AutoencoderKLWan(
+        base_dim=4,
+        z_dim=4,
+        dim_mult=[1, 1, 1],
+        num_res_blocks=1,
+        temperal_downsample=[True, True],
+        latents_mean=[0.1, -0.2, 0.3, 0.0],
+        latents_std=[1.5, 2.0, 0.7, 1.1],
+        scale_factor_temporal=4,
+        scale_factor_spatial=4,
+    ).eval()
 
 
 def _umt5() -> UMT5EncoderModel:

@@ -264,19 +264,6 @@ class Family(ABC):
                 )
         return self.model.height, self.model.width
 
-    def clip_frames(self, every: int) -> int:
-        """``model.frames``, of which the autoencoder makes one and then ``every`` at a time, or
-        ValueError.
-        """
-        frames, advice = self.model.frames, f"{every}k + 1, such as {8 * every + 1}"
-        if frames is None:
-            raise ValueError(
-                f"model.frames: family {self.name!r} draws clips: say how many frames, {advice}"
-            )
-        if frames % every != 1 % every:
-            raise ValueError(f"model.frames: {frames} frames; this model makes {advice}")
-        return frames
-
     def import_parts(self) -> None:
         """Import the pipeline and what its parts are made of, and load nothing."""
         import diffusers

@@ -87,11 +87,10 @@ class Sana(Family):
         """What the stock pipeline puts before a prompt unless told otherwise."""
         if not self.model.complex_human_instruction:
             return None
-        from diffusers import SanaPipeline
+        import diffusers
 
-        return (
-            inspect.signature(SanaPipeline.__call__).parameters["complex_human_instruction"].default
-        )
+        call = getattr(diffusers, self.pipeline_class).__call__
+        return inspect.signature(call).parameters["complex_human_instruction"].default
 
     @cached_property
     def _whole_timesteps(self) -> bool:

@@ -8,25 +8,22 @@ from torch import Tensor
 
 from configs.sections import Guidance, Model
 from policy.families import joint
-from policy.families.base import Diffusers, Family, widened
+from policy.families.base import Diffusers, widened
+from policy.families.clips import Clips
 from policy.families.schedule import TIMESTEPS, flow_match_sigmas, multistep_sigmas, whole_timestep
 from policy.types import Conditioning
 
-PIPELINE_UNIT = 16
-"""The stock pipeline takes multiples of this only, with any autoencoder."""
 
-
-class Wan(Family):
-    """``WanPipeline`` as a policy: latents [C, 1 + (F - 1)/4, H/f, W/f] of F frames.
+class Wan(Clips):
+    """``WanPipeline`` as a policy.
 
     With a multistep scheduler, as published, the transformer is told whole timesteps; with
-    ``FlowMatchEulerDiscreteScheduler``, or the schedule "uniform", it is not. A clip of fewer
-    frames is the beginning of the longer one, and so is its noise.
+    ``FlowMatchEulerDiscreteScheduler``, or the schedule "uniform", it is not.
     """
 
     name = "wan"
     pipeline_class = "WanPipeline"
-    video = True
+    pipeline_unit = 16
     components = {
         "transformer": ("WanTransformer3DModel",),
         "vae": ("AutoencoderKLWan",),
@@ -57,15 +54,6 @@ class Wan(Family):
                 f"model.path: {self.directory!r} tells each token a timestep of its own (Wan 2.2"
                 " TI2V), which is not supported: use a model of Wan 2.1"
             )
-
-    @cached_property
-    def latent_shape(self) -> tuple[int, ...]:
-        transformer, vae = self.part_config("transformer"), self.part_config("vae")
-        factor = vae.get("scale_factor_spatial", 8)
-        height, width = self.sizes(max(PIPELINE_UNIT, factor * transformer["patch_size"][1]))
-        every = vae.get("scale_factor_temporal", 4)
-        frames = (self.clip_frames(every) - 1) // every + 1
-        return (transformer["in_channels"], frames, height // factor, width // factor)
 
     @property
     def conditioning_shapes(self) -> dict[str, tuple[int, ...]]:
@@ -113,21 +101,3 @@ class Wan(Family):
     @classmethod
     def call_arguments(cls, model: Model, guidance: Guidance) -> dict[str, object]:
         return {**super().call_arguments(model, guidance), "num_frames": model.frames}
-
-    def spatial(self, latents: Tensor) -> Tensor:
-        """[B, frames * C, H/f, W/f]."""
-        return latents.transpose(1, 2).flatten(1, 2)
-
-    def packed(self, spatial: Tensor) -> Tensor:
-        return spatial.unflatten(1, (-1, self.latent_shape[0])).transpose(1, 2)
-
-    def smaller_noise(self, noise: Tensor, smaller: Family) -> Tensor:
-        return super().smaller_noise(noise[:, :, : smaller.latent_shape[1]], smaller)
-
-    def unscale(self, vae: Diffusers, latents: Tensor) -> Tensor:
-        """By the mean and the standard deviation of each channel."""
-        return joint.by_channel(vae, latents)
-
-    def pixels(self, vae: Diffusers, latents: Tensor) -> Tensor:
-        """[B, F, 3, H, W]."""
-        return super().pixels(vae, latents).transpose(1, 2)

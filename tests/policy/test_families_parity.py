@@ -12,6 +12,7 @@ from policy.sampling.sample import sample
 from policy.types import Conditioning
 from tests.tiny_families import NAMES, PROMPTS, SEEDS, Tiny, as_array, stock_call
 from tests.tiny_sana import make_tiny_sana
+from tests.tiny_sana_video import make_tiny_sana_video
 
 LATENT = {
     "sd3": (4, 8, 8),
@@ -22,13 +23,15 @@ LATENT = {
     "flux2": (16, 4, 4),
     "flux2_klein": (16, 4, 4),
     "wan": (4, 2, 4, 4),
+    "sana_video": (4, 2, 8, 8),
 }
 
 
 @pytest.fixture(scope="module", params=NAMES)
 def tiny(request, tmp_path_factory):
-    if request.param == "sana":
-        return Tiny("sana", make_tiny_sana(tmp_path_factory.mktemp("sana_euler"), euler=True))
+    makers = {"sana": make_tiny_sana, "sana_video": make_tiny_sana_video}
+    if make := makers.get(request.param):
+        return Tiny(request.param, make(tmp_path_factory.mktemp("sana_euler"), euler=True))
     return Tiny(request.param, request.getfixturevalue(f"tiny_{request.param}_dir"))
 
 
@@ -36,7 +39,8 @@ def spaced(tiny: Tiny, steps: int) -> dict:
     """SANA's pipeline takes the scheduler's own spacing unless told otherwise; the other two are
     called with this one.
     """
-    return {"sigmas": np.linspace(1, 1 / steps, steps).tolist()} if tiny.name == "sana" else {}
+    asked = {"sigmas": np.linspace(1, 1 / steps, steps).tolist()}
+    return asked if tiny.name.startswith("sana") else {}
 
 
 def drawn(model: Model) -> tuple[int, ...]:
@@ -75,11 +79,11 @@ def test_one_step(tiny):
 
 @pytest.mark.parametrize("tiny", [name for name in NAMES if name != "sana"], indirect=True)
 def test_images_that_are_not_square(tiny):
-    """Rows and columns are not exchanged: 16 high, 24 wide, for Wan's pipeline 32."""
-    wide = tiny.other(width=32 if tiny.name == "wan" else 24)
+    """Rows and columns are not exchanged: 16 high, 24 wide, or as the pipeline has it."""
+    wide = tiny.other(width={"wan": 32, "sana_video": 64}.get(tiny.name, 24))
     ours = sample(wide, tiny.denoiser, tiny.encoded.rows(1).repeat(2), SEEDS[:2], 3, "euler")
     noise = noise_for(SEEDS[:2], wide.latent_shape)
-    theirs = stock_call(tiny.pipe, wide.model, PROMPTS[1], noise, 3, "pil")
+    theirs = stock_call(tiny.pipe, wide.model, PROMPTS[1], noise, 3, "pil", **spaced(tiny, 3))
     found = wide.decode(wide.load_vae("cpu", torch.float32), ours).numpy()
     assert found.shape == (2, *drawn(wide.model))
     np.testing.assert_array_equal(found, as_array(theirs))
