@@ -65,12 +65,13 @@ def card(
 ) -> str:
     """The text, with the front matter that the hub reads."""
     base = hub_id(config.model)
+    made = "text-to-video" if FAMILIES[config.model.family].video else "text-to-image"
     front: Row = {
         **({"base_model": base, "base_model_relation": "adapter"} if base else {}),
         **(licence or {"license": "unknown"}),
         "library_name": "diffusers",
-        "pipeline_tag": "text-to-image",
-        "tags": ["lora", "diffusers", "text-to-image", "reinforcement-learning", "sol-rl"],
+        "pipeline_tag": made,
+        "tags": ["lora", "diffusers", made, "reinforcement-learning", "sol-rl"],
     }
     parts = [
         f"# {run.name}",

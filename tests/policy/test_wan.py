@@ -8,9 +8,11 @@ import pytest
 import torch
 
 from configs.load import ConfigError, load
+from planning.preflight import check_model
 from policy.families import family_for
 from policy.sampling.noise import noise_for
 from policy.sampling.sample import sample
+from tests.cluster.runs import tiny_config
 from tests.tiny_families import PROMPTS, SEEDS, Tiny, as_array, stock_call, tiny_model
 from tests.tiny_wan import SCHEDULERS, make_tiny_wan
 
@@ -105,6 +107,19 @@ def test_proxy_clips_are_the_beginning(tiny_wan_dir):
 def test_sizes_that_cannot_be_drawn(tiny_wan_dir, changes, said):
     with pytest.raises(ValueError, match=said):
         family_for(tiny_model("wan", tiny_wan_dir, **changes)).check()
+
+
+def test_a_tiny_decoder_of_clips(tiny_wan_dir, tmp_path):
+    config = tiny_config(
+        tiny_wan_dir,
+        tmp_path,
+        "tiny",
+        model__family="wan",
+        model__frames=5,
+        explore__decoder="tiny",
+    )
+    with pytest.raises(ConfigError, match="'tiny' decodes images, not clips: use 'full'"):
+        check_model(config)
 
 
 @pytest.mark.parametrize("change", [{"frames": 5}, {"fps": 8}])
