@@ -114,6 +114,7 @@ class RunConfig(Section):
                 " use an even number"
             )
         self._possible_size()
+        self._possible_base()
         if why := _one_stage(self.arm, self.plan):
             if self.explored_model != self.model:
                 key = "height" if self.explore.height is not None else "frames"
@@ -164,6 +165,27 @@ class RunConfig(Section):
                 f" {', '.join(labels)}"
             )
         return self
+
+    def _possible_base(self) -> None:
+        """Raises ValueError for what cannot go with packed frozen weights."""
+        base, plan = self.lora.base, self.plan
+        if base == "full":
+            return
+        if plan.explore is not None and plan.explore.backend in ("bf16", "fp32"):
+            raise ValueError(
+                f"lora.base: {base!r} with exploring in {plan.explore.backend}, which would explore"
+                " another model than is trained: use a backend that quantizes, or 'full'"
+            )
+        if self.audit.action == "finer_backend":
+            raise ValueError(
+                f"lora.base: {base!r} with audit.action = 'finer_backend', which may explore"
+                " unquantized: use 'warn', or 'full'"
+            )
+        if self.regenerate.compile:
+            raise ValueError(
+                f"lora.base: {base!r} with regenerate.compile: packed weights are not compiled: use"
+                " false, or 'full'"
+            )
 
     def _possible_size(self) -> None:
         """Raises ValueError for proxy images whose noise is no whole part of the full one."""

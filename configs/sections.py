@@ -136,6 +136,10 @@ class Prompts(Section):
     allow_overlap: bool = Field(
         default=False, description="held-out prompts may be among the training prompts"
     )
+    encode_once: bool = Field(
+        default=False,
+        description="encode all prompts of the run at its start, then end the encoder",
+    )
 
 
 class Explore(Section):
@@ -253,6 +257,10 @@ class Lora(Section):
     )
     init_from: str | None = Field(
         default=None, description="directory of an existing diffusers LoRA to start from"
+    )
+    base: Literal["full", "int8", "nf4"] = Field(
+        default="full",
+        description="the learner's frozen weights: in regenerate.precision, or packed by torchao",
     )
 
 
@@ -428,6 +436,19 @@ class Logging(Section):
     )
     grid_prompts: int = Field(
         default=8, ge=1, description="held-out prompts in the before/after images"
+    )
+    report_every_s: float = Field(
+        default=120.0,
+        ge=0,
+        description="the report is written again so often, and after evaluations; 0: at the end",
+    )
+    image_prompts: int = Field(
+        default=4,
+        ge=0,
+        description="prompts of each iteration whose best and worst images are kept; 0: none",
+    )
+    image_iterations: int = Field(
+        default=16, ge=2, description="iterations whose images stay, evenly spread, and the newest"
     )
 
 

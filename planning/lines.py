@@ -120,6 +120,8 @@ def _memory(plan: Plan) -> list[str]:
         where = f"GPU, share {service.gpus:g}" if service.gpus else "host"
         if kind == "encoder" and plan.config.model.text_offload and service.gpus:
             where += ", only while it encodes"
+        if kind == "encoder" and plan.config.prompts.encode_once:
+            where += ", only at the start, before the others"
         known = sum(size for size in parts.values() if size is not None)
         lines.append(f"  {kind:<12}{known / GB:9.3f}  ({where})")
         lines += [

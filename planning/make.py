@@ -18,6 +18,7 @@ import numpy as np
 import torch
 
 from configs.load import ConfigError
+from configs.prompts import read_prompts
 from configs.schema import RunConfig
 from learner.objectives import build_objective
 from planning.assumptions import Assumptions, Device, backend_of, device_of, with_format
@@ -89,6 +90,14 @@ def make_plan(
             return _with_outlook(plan, config, final.choice, family, gpus, given)
     except (FileNotFoundError, ValueError) as error:
         raise ConfigError([str(error)]) from None
+
+
+def layout_of(
+    config: RunConfig, given: Assumptions, nodes: Sequence[Node] | None = None
+) -> Choice | None:
+    """The layout alone, as ``make_plan`` chooses it. Raises DoesNotFit, ConfigError."""
+    with described(config) as (family, _):
+        return laid_out(config, family, _gpus(config, given, nodes), given).choice
 
 
 def _gpus(config: RunConfig, given: Assumptions, nodes: Sequence[Node] | None) -> Sequence[Gpus]:
@@ -242,9 +251,19 @@ def _store(
             * (explored * pixels(config.explored_model) + regenerated * pixels(config.model))
         ),
         "samples to train on": prompts * kept * latent,
-        # iterations that are explored or trained on, and the next one, encoded beside them
-        "conditioning": min(config.iterations, 2 + config.explore_ahead) * prompts * conditioning,
+        "conditioning": _encoded(config) * conditioning,
     }
+
+
+def _encoded(config: RunConfig) -> int:
+    """Prompts whose conditioning is held: of iterations that are explored or trained on, and of the
+    next one, encoded beside them; or of all that the run uses.
+    """
+    count, prompts = config.iterations, config.prompts
+    if not prompts.encode_once:
+        return min(count, 2 + config.explore_ahead) * prompts.per_iteration
+    train, test = len(read_prompts(prompts.train)), len(read_prompts(prompts.test))
+    return min(train, count * prompts.per_iteration) + min(test, config.evaluate.prompts)
 
 
 SPILLS_AT = 0.8

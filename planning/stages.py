@@ -75,7 +75,7 @@ def stages_of(config: RunConfig, counts: Counts) -> tuple[dict[str, Stage], Stag
         images = prompts * (config.selection.keep + config.audit.random_seeds)
         objective = build_objective(config.objective, config.stop.max_kl is not None)
         # paths are drawn with adapters beside the weights
-        one = adapted if objective.path_solver else step
+        one = adapted if objective.path_solver or config.lora.base != "full" else step
         stages["regenerate"] = Stage(
             images * full.steps * one * passes(scales.regenerate),
             decoding=images * counts.decode_flops,

@@ -21,6 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from configs.sections import Lora
+from policy import frozen
 from policy.families.architectures import build
 from policy.families.base import Diffusers, Family
 from policy.lora import adapted_modules, inject, target_modules, use
@@ -224,6 +225,23 @@ def adapt(transformer: nn.Module, family: Family, lora: Lora, name: str = "curre
                 parameter.requires_grad_()
                 count += parameter.numel()
     return count
+
+
+def packed_base(
+    family: Family, packing: frozen.Packing, patterns: tuple[str, ...], dtype: torch.dtype
+) -> tuple[int, int]:
+    """(bytes that packing the learner's frozen weights saves, bytes of the largest unpacked)."""
+    key = (family.model.path, patterns)
+    if key not in _rows:
+        base = blank(family, "transformer", dtype)
+        _rows[key] = frozen.frozen_rows(base, family, patterns)
+    rows = _rows[key]
+    sizes = [math.prod(row.shape) * dtype.itemsize for row in rows]
+    return sum(sizes) - frozen.packed_bytes(rows, packing), max(sizes, default=0)
+
+
+_rows: dict[tuple[str, tuple[str, ...]], list[ModuleRow]] = {}
+"""What ``packed_base`` found, by model and patterns: building a large model takes seconds."""
 
 
 # ---- bytes

@@ -87,6 +87,12 @@ def require_count(name: str, value: object, least: int) -> None:
         raise ScorerSetupError(f"{name} is {value!r}: use a whole number, {least} or more")
 
 
+def require_share(name: str, value: object) -> None:
+    """Raise ScorerSetupError unless a setting is a number from 0 to 1."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value <= 1:
+        raise ScorerSetupError(f"{name} is {value!r}: use a number from 0 to 1")
+
+
 def require_one_of(name: str, value: object, words: Iterable[str]) -> None:
     """Raise ScorerSetupError unless a setting is one of ``words``."""
     if value not in (words := list(words)):

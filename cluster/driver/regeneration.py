@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import numpy as np
-from ray import ObjectRef
 
-from actors.messages import Floats, GenerateRequest, SampleRows, Samples, TrainingGroup
+from actors.messages import Floats, Generated, GenerateRequest, SampleRows, TrainingGroup
+from cluster.driver.extremes import Extremes
 from cluster.driver.iteration import Candidates, Iteration
 from cluster.driver.services import ActorServices
 from configs.schema import RunConfig
@@ -15,8 +15,10 @@ from records.errors import RunFailed
 class Regeneration:
     """Makes the groups that are trained on, with the newest policy."""
 
-    def __init__(self, config: RunConfig, services: ActorServices):
-        self._config, self._services = config, services
+    def __init__(
+        self, config: RunConfig, services: ActorServices, extremes: Extremes | None = None
+    ):
+        self._config, self._services, self._extremes = config, services, extremes
 
     async def chosen(self, it: Iteration, p: int, candidates: Candidates) -> TrainingGroup:
         """The chosen seeds of a prompt; audits their ranking, and that of some random ones."""
@@ -39,19 +41,22 @@ class Regeneration:
         """(what is trained on: K seeds of a prompt without those that have no score; all rewards
         [K], NaN: none).
         """
-        samples, rewards = await self._generate(it, p, seeds, "regenerate")
+        made, rewards = await self._generate(it, p, seeds, "regenerate")
+        if self._extremes:
+            size = len(seeds)
+            self._extremes.seen(it, p, "regenerated", seeds, rewards, [made.images], size)
         kept = np.flatnonzero(np.isfinite(rewards))
         if not len(kept):
             raise RunFailed(
                 f"prompt {it.prompts[p].text!r} is left with none of its {len(seeds)} regenerated"
                 " images scored: see events.jsonl for what its scorers said"
             )
-        rows = SampleRows(samples, tuple(int(i) for i in kept))
+        rows = SampleRows(made.samples, tuple(int(i) for i in kept))
         return TrainingGroup(p, rewards[kept], it.conditioning[p], (rows,)), rewards
 
     async def _generate(
         self, it: Iteration, p: int, seeds: tuple[int, ...], purpose: str
-    ) -> tuple[ObjectRef[Samples], Floats]:
+    ) -> tuple[Generated, Floats]:
         key = (purpose, it.index, p)
         request = GenerateRequest(seeds, self._config.regenerate.steps, self._config.plan.solver)
         made = await self._services.learner.generate(
@@ -61,4 +66,4 @@ class Regeneration:
         prompts = [it.prompts[p]] * len(seeds)
         # before the chunks of the next iteration, which may be explored already
         scored = await it.scoring.score(key, made.images, prompts, priority=(it.index, p, 1, 0))
-        return made.samples, scored.rewards
+        return made, scored.rewards

@@ -153,7 +153,7 @@ def costs_of(config: RunConfig, family: Family, gpus: Sequence[Gpus], given: Ass
         ahead = counts.trained * 4 if not config.explore_ahead and config.plan.regenerate else 0
         return float(sum(size or 0 for size in parts.values()) + ahead)
 
-    return Costs(tasks, memory, learner)
+    return Costs(tasks, memory, learner, config.prompts.encode_once)
 
 
 def on_kind(
@@ -194,7 +194,11 @@ def tasks_of(config: RunConfig, counts: Counts, device: Device) -> Tasks:
         regenerate=seconds.get("regenerate", 0.0) / prompts,
         update=seconds["update"] / prompts,
         score=_score(config, images, device),
-        encode=prompts * counts.text_flops / (1e12 * device.tflops * device.utilisation),
+        encode=(
+            0.0
+            if config.prompts.encode_once
+            else prompts * counts.text_flops / (1e12 * device.tflops * device.utilisation)
+        ),
     )
 
 
