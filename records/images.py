@@ -151,12 +151,12 @@ def png_bytes(image: np.ndarray) -> bytes:
     return buffer.getvalue()
 
 
-def webp_bytes(clip: np.ndarray, fps: int) -> bytes:
+def webp_bytes(clip: np.ndarray, fps: int, largest: int = LARGEST_INLINE) -> bytes:
     """``clip`` uint8 [F, 3, H, W] as the bytes of an animated WebP file, which plays for ever.
 
-    Equal frames in a row are one that stays longer.
+    To the bit where no side is above ``largest``. Equal frames in a row are one that stays longer.
     """
-    small = max(clip.shape[2:]) <= LARGEST_INLINE
+    small = max(clip.shape[2:]) <= largest
     frames = [Image.fromarray(np.ascontiguousarray(frame.transpose(1, 2, 0))) for frame in clip]
     return _animated(frames, [1000 // fps] * len(frames), lossless=small, quality=90)
 
