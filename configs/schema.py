@@ -117,9 +117,10 @@ class RunConfig(Section):
         self._possible_base()
         if why := _one_stage(self.arm, self.plan):
             if self.explored_model != self.model:
+                key = "height" if self.explore.height is not None else "frames"
                 raise ValueError(
-                    f"explore.height: arm {self.arm!r} {why}, so it cannot explore at another size:"
-                    " leave explore.height and explore.width out"
+                    f"explore.{key}: arm {self.arm!r} {why}, so it cannot explore at another size:"
+                    " leave explore.height, explore.width and explore.frames out"
                 )
             if self.explore_ahead:
                 raise ValueError(
@@ -198,14 +199,29 @@ class RunConfig(Section):
                     f"explore.{side}: {pixels} is no whole part of model.{side} = {full}: the noise"
                     " of proxy images is that of full ones, in whole blocks"
                 )
+        frames, full = self.explore.frames, self.model.frames
+        if full is None and self.rewards.frames is not None:
+            raise ValueError(
+                f"rewards.frames: {self.rewards.frames} without model.frames: images have none,"
+                " leave it out"
+            )
+        if frames is not None and full is None:
+            raise ValueError(
+                f"explore.frames: {frames} without model.frames: images have none, leave it out"
+            )
+        if frames is not None and full is not None and frames > full:
+            raise ValueError(
+                f"explore.frames: {frames} is more than model.frames = {full}: proxy clips are the"
+                " beginning of full ones"
+            )
 
     @property
     def explored_model(self) -> Model:
         """``model`` at the size of proxy images."""
-        height, width = self.explore.height, self.explore.width
-        if height is None or width is None:
-            return self.model
-        return self.model.model_copy(update={"height": height, "width": width})
+        sizes = {side: getattr(self.explore, side) for side in ("height", "width", "frames")}
+        return self.model.model_copy(
+            update={side: size for side, size in sizes.items() if size is not None}
+        )
 
     def scorers_of(self, kind: str) -> tuple[str, ...]:
         """Labels of the scorers that actors of ``reward`` or ``scorers.<label>`` hold."""

@@ -117,7 +117,7 @@ class Trainer:
         batch_size: int | None = None,
         guidance: float | None = None,
     ) -> tuple[Record, np.ndarray]:
-        """(samples, images uint8 [K, 3, H, W]) of K seeds; samples has "latents" float32 [K,
+        """(samples, images of ``Family.decode``) of K seeds; samples has "latents" float32 [K,
         *latent].
 
         With the objective's stochastic solver it also has "states" float32 [K, T + 1, *latent] and

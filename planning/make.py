@@ -34,7 +34,7 @@ from planning.layouts.predict import bound, predict
 from planning.layouts.resolve import as_on_gpus, costs_of, known_gpus, laid_out, to_choose, used
 from planning.layouts.scenario import Scenarios, one_more, scenario_of
 from planning.placement import Node, NoRoom, needs_of, place
-from planning.stages import Stage, stages_of
+from planning.stages import Stage, pixels, stages_of
 from policy import memory
 from policy.families import Family, family_for
 from policy.families.architectures import published, published_names, write_configs
@@ -232,10 +232,7 @@ def _store(
 ) -> dict[str, int]:
     """The most that an iteration puts into the object stores, with one copy of each object."""
     prompts, keep = config.prompts.per_iteration, config.selection.keep
-    image, latent = (
-        3 * config.model.height * config.model.width,
-        4 * int(np.prod(family.latent_shape)),
-    )
+    latent = 4 * int(np.prod(family.latent_shape))
     explored = config.plan.explore.pool_size if config.plan.explore else 0
     regenerated = (keep + config.audit.random_seeds) if config.plan.regenerate else 0
     objective = build_objective(config.objective, config.stop.max_kl is not None)
@@ -249,7 +246,9 @@ def _store(
             versions_bytes(config, sent)
         ),
         "images of an iteration, were none scored yet": (
-            prompts * (explored + regenerated) * image
+            3
+            * prompts
+            * (explored * pixels(config.explored_model) + regenerated * pixels(config.model))
         ),
         "samples to train on": prompts * kept * latent,
         "conditioning": _encoded(config) * conditioning,

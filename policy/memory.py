@@ -173,6 +173,10 @@ def blank(family: Family, part: str, dtype: torch.dtype) -> nn.Module:
             buffer = module.get_buffer(path)
             if buffer.is_floating_point():
                 module.get_submodule(owner).register_buffer(leaf, buffer.to(dtype))
+        model: Diffusers = module
+        for path, parameter in module.named_parameters():
+            if not set(path.split(".")).isdisjoint(model._keep_in_fp32_modules or ()):
+                parameter.data = parameter.data.float()
         return module
     import transformers
 
@@ -382,13 +386,16 @@ def training_work(
 def decoding_work(family: Family, batch: int, decoder: nn.Module | None = None) -> tuple[int, Work]:
     """(bytes of the decoder, work of decoding ``batch`` latents as configured). ``decoder`` is one
     on the meta device; None: the model's own autoencoder in FP32.
+
+    Clips are decoded one at a time, as ``Family.decode`` does it.
     """
     vae: Diffusers = blank(family, "vae", torch.float32) if decoder is None else decoder
     if family.model.vae_slicing:
         vae.enable_slicing()
     if family.model.vae_tiling:
         vae.enable_tiling()
-    latents = torch.empty(batch, *family.latent_shape, device=META, dtype=vae.dtype)
+    together = 1 if family.video else batch
+    latents = torch.empty(together, *family.latent_shape, device=META, dtype=vae.dtype)
     with torch.no_grad(), _counted(vae, ()) as (tally, _):
         family.pixels(vae, latents).float().clamp(0, 1)
-    return held_bytes(vae), Work(tally.flops, 0, tally.peak)
+    return held_bytes(vae), Work(tally.flops * (batch // together), 0, tally.peak)

@@ -20,7 +20,7 @@ import numpy as np
 from PIL import Image
 
 from records import atomic
-from records.images import TINY, grid
+from records.images import TINY, grid, webp_bytes
 
 Stage = Literal["explored", "regenerated"]
 End = Literal["best", "worst"]
@@ -43,18 +43,19 @@ class Extreme:
     end: End
     seed: int  # position among the prompt's seeds
     reward: float
-    image: np.ndarray  # uint8 [3, h, w], reduced
+    image: np.ndarray  # uint8 [3, h, w], or of a clip [F, 3, h, w]; reduced
     other: float | None = None  # reward of the same seed in the other stage, where it has one
 
     @property
     def file(self) -> str:
         """Its name in the iteration's directory."""
-        suffix = "png" if max(self.image.shape[1:]) <= TINY else "jpg"
+        suffix = "png" if max(self.image.shape[-2:]) <= TINY else "jpg"
+        suffix = "webp" if self.image.ndim == 4 else suffix
         return f"{self.prompt}_{self.stage}_{self.end}.{suffix}"
 
     def row(self) -> dict[str, object]:
         """What ``shown.json`` says of it."""
-        height, width = self.image.shape[1:]
+        height, width = self.image.shape[-2:]
         keys = ("prompt", "text", "stage", "end", "seed", "reward", "other", "file")
         return {key: getattr(self, key) for key in keys} | {"width": width, "height": height}
 
@@ -69,19 +70,26 @@ class KeptIteration:
 
 
 def reduced(image: np.ndarray) -> np.ndarray:
-    """``image`` uint8 [3, H, W], made smaller where it is larger than ``LARGEST``."""
-    if max(image.shape[1:]) <= LARGEST:
+    """``image`` uint8 [3, H, W], or a clip, made smaller where it is larger than ``LARGEST``."""
+    if max(image.shape[-2:]) <= LARGEST:
         return image.copy()  # a view would keep the whole batch in memory
+    if image.ndim == 4:
+        return np.stack([reduced(frame) for frame in image])
     small = Image.fromarray(np.ascontiguousarray(image.transpose(1, 2, 0)))
     small.thumbnail((LARGEST, LARGEST), Image.Resampling.LANCZOS)
     return np.asarray(small).transpose(2, 0, 1)
 
 
-def save_extremes(directory: Path, iteration: int, shown: Sequence[Extreme], limit: int) -> None:
-    """Write the images of ``iteration``, and remove those of iterations that are too many now."""
+def save_extremes(
+    directory: Path, iteration: int, shown: Sequence[Extreme], limit: int, fps: int = 16
+) -> None:
+    """Write the images of ``iteration``, and remove those of iterations that are too many now.
+
+    ``fps``: at which clips are shown.
+    """
     with atomic.replacing_directory(directory / f"iteration_{iteration:06d}") as beside:
         for one in shown:
-            (beside / one.file).write_bytes(_encoded(one))
+            (beside / one.file).write_bytes(_encoded(one, fps))
         rows = [one.row() for one in shown]
         (beside / INDEX).write_text(json.dumps(rows, ensure_ascii=False, indent=1) + "\n", "utf-8")
     there = _directories(directory)
@@ -123,13 +131,14 @@ def find_extremes(directory: Path) -> list[KeptIteration]:
 
 def sheet(shown: Sequence[Extreme]) -> np.ndarray:
     """All images as one, uint8 [3, H, W]: a row per prompt; columns best explored, best
-    regenerated, worst explored, worst regenerated; stages that the arm lacks are left out.
+    regenerated, worst explored, worst regenerated; stages that the arm lacks are left out. Of a
+    clip the frame in its middle.
     """
     stages = [stage for stage in STAGES if any(one.stage == stage for one in shown)]
     columns = [(end, stage) for end in ENDS for stage in stages]
-    places = {(one.prompt, one.end, one.stage): one.image for one in shown}
+    places = {(one.prompt, one.end, one.stage): _still(one.image) for one in shown}
     prompts = sorted({one.prompt for one in shown})
-    height, width = (max(one.image.shape[axis] for one in shown) for axis in (1, 2))
+    height, width = (max(one.image.shape[axis] for one in shown) for axis in (-2, -1))
     cells = np.full((len(prompts), len(columns), 3, height, width), NOTHING, np.uint8)
     for (row, prompt), (column, (end, stage)) in (
         (r, c) for r in enumerate(prompts) for c in enumerate(columns)
@@ -140,6 +149,10 @@ def sheet(shown: Sequence[Extreme]) -> np.ndarray:
     return grid(cells)
 
 
+def _still(image: np.ndarray) -> np.ndarray:
+    return image[len(image) // 2] if image.ndim == 4 else image
+
+
 def _enlarged(image: np.ndarray, height: int, width: int) -> np.ndarray:
     if image.shape[1:] == (height, width):
         return image
@@ -147,7 +160,9 @@ def _enlarged(image: np.ndarray, height: int, width: int) -> np.ndarray:
     return np.asarray(large.resize((width, height), Image.Resampling.NEAREST)).transpose(2, 0, 1)
 
 
-def _encoded(one: Extreme) -> bytes:
+def _encoded(one: Extreme, fps: int) -> bytes:
+    if one.image.ndim == 4:
+        return webp_bytes(one.image, fps, TINY)
     buffer = io.BytesIO()
     image = Image.fromarray(np.ascontiguousarray(one.image.transpose(1, 2, 0)))
     if one.file.endswith("png"):

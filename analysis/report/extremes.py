@@ -88,7 +88,7 @@ def _shown(directory: Path, row: Row, text: str) -> Shown:
         content = (directory / Path(name).name).read_bytes()
     except OSError:  # thinned out just now
         return Shown(text)
-    kind = "png" if name.endswith("png") else "jpeg"
+    kind = {"jpg": "jpeg"}.get(suffix := name.rpartition(".")[2], suffix)
     address = f"data:image/{kind};base64,{base64.b64encode(content).decode()}"
     return Shown(text, address, width, height)
 

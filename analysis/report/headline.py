@@ -86,7 +86,8 @@ def _sentence(run: RunData) -> str:
     """Model, arm and objective in a sentence."""
     if not run.config:
         return "Its configuration is missing."
-    size = f"{run.setting('model.width')}×{run.setting('model.height')}"
+    sides = ("model.width", "model.height", "model.frames")
+    size = "×".join(str(side) for side in map(run.setting, sides) if side)
     model = f"{run.setting('model.family', 'model')} · {run.setting('model.path', '?')} · {size}"
     head = f"{model}. Arm {run.setting('arm', '?')}"
     try:

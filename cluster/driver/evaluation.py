@@ -31,7 +31,7 @@ class Evaluation:
 
     rewards: Floats  # [P, S]
     values: dict[str, Floats]  # label -> [P, S]
-    images: Images  # of the first prompts: [G, S, 3, H, W], G <= P
+    images: Images  # of the first prompts: [G, S, 3, H, W], clips [G, S, F, 3, H, W], G <= P
     # images per second of each scorer, by the metric's name
     speeds: dict[str, float] = field(default_factory=dict[str, float])
 

@@ -57,6 +57,7 @@ class Extremes:
     ):
         """``show`` gets what was written, in another thread."""
         self._settings, self._rundir = config.logging, rundir
+        self._fps = config.model.frames_per_second
         self._event, self._note, self._show = event, note, show
         self._open: dict[int, Found] = {}  # by iteration
         self._tasks = BackgroundTasks()
@@ -114,7 +115,8 @@ class Extremes:
             self._said = why
 
     def _write(self, index: int, shown: Sequence[Extreme]) -> None:
-        save_extremes(self._rundir.images, index, shown, self._settings.image_iterations)
+        limit = self._settings.image_iterations
+        save_extremes(self._rundir.images, index, shown, limit, self._fps)
         self._show(index, shown)
 
 

@@ -112,6 +112,7 @@ def evaluate_run(
             checkpoint_step(path),
             [prompt.text for prompt in prompts],
             result.images,
+            config.model.frames_per_second,
         )
     file = str(prompt_file(given or config.prompts.test).absolute())
     write_json(

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 
 from configs.load import ConfigError
 from configs.schema import RunConfig
+from configs.sections import Model
 from configs.services import Service
 from planning.assumptions import (
     ACCELERATORS,
@@ -28,6 +29,7 @@ from planning.placement import Node, kinds_of
 from planning.stages import stages_of
 from policy.families import Family
 from policy.types import DTYPES
+from rewards.clips import scored_frames
 
 
 @dataclass(frozen=True)
@@ -181,9 +183,10 @@ def tasks_of(config: RunConfig, counts: Counts, device: Device) -> Tasks:
         for name, stage in stages_of(config, counts)[0].items()
     }
     per_prompt = -(-explore.pool_size // config.explore.chunk_size) if explore else 0
-    images = prompts * (explore.pool_size if explore else 0)
+    images = prompts * (explore.pool_size if explore else 0) * scored(config, config.explored_model)
     if config.plan.regenerate:
-        images += prompts * (config.selection.keep + config.audit.random_seeds)
+        again = config.selection.keep + config.audit.random_seeds
+        images += prompts * again * scored(config, config.model)
     return Tasks(
         chunks=prompts * per_prompt,
         prompts=prompts,
@@ -197,6 +200,11 @@ def tasks_of(config: RunConfig, counts: Counts, device: Device) -> Tasks:
             else prompts * counts.text_flops / (1e12 * device.tflops * device.utilisation)
         ),
     )
+
+
+def scored(config: RunConfig, model: Model) -> int:
+    """Images that a scorer looks at for one drawn: of a clip so many frames."""
+    return len(scored_frames(model.frames or 1, config.rewards.frames))
 
 
 def _score(config: RunConfig, images: int, device: Device) -> dict[str, float]:

@@ -14,7 +14,7 @@ from cluster.driver.extremes import MOST_OPEN, Ends, Extremes, best_and_worst, e
 from configs.load import load
 from configs.prompts import Prompt
 from records.extremes import find_extremes
-from records.images import read_png
+from records.images import read_image
 from records.rundir import RunDirectory
 from tests.cluster.runs import adapters, run_here, selections, tiny_config
 
@@ -104,7 +104,7 @@ def test_only_the_batches_of_the_two_images_are_fetched(tmp_path: Path):
         ("best", 4, "text 0"),
         ("worst", 1, "text 0"),
     ]
-    values = [int(read_png(kept.directory / str(row["file"]))[0, 0, 0]) for row in kept.rows]
+    values = [int(read_image(kept.directory / str(row["file"]))[0, 0, 0]) for row in kept.rows]
     assert values == [30, 11]
     assert one.shown == [0] and one.events == [] and one.notes == []
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from PIL import Image
+from PIL import Image, ImageSequence
 
 from records.extremes import (
     Extreme,
@@ -32,6 +32,22 @@ def both(prompt: int, value: int, size: int = 8) -> list[Extreme]:
         Extreme(prompt, text, "regenerated", "best", 2, 0.8, flat(value + 2, size), 0.7),
         Extreme(prompt, text, "regenerated", "worst", 1, 0.2, flat(value + 3, size), 0.25),
     ]
+
+
+def test_clips_move_and_a_sheet_shows_their_middle(tmp_path: Path):
+    clip = np.stack([flat(value) for value in (10, 90, 170, 250)])
+    shown = [Extreme(0, "a", "explored", "best", 3, 0.5, clip)]
+    save_extremes(tmp_path, 2, shown, 4, fps=5)
+    (found,) = find_extremes(tmp_path)
+    assert found.rows[0]["file"] == "0_explored_best.webp" and found.rows[0]["width"] == 8
+    with Image.open(found.directory / "0_explored_best.webp") as image:
+        frames = [(np.asarray(f.convert("RGB")), f.info["duration"])
+                  for f in ImageSequence.Iterator(image)]  # fmt: skip
+    assert np.array_equal(np.stack([f for f, _ in frames]).transpose(0, 3, 1, 2), clip)
+    assert [duration for _, duration in frames] == [200] * 4
+    assert (sheet(shown)[:, :, :8] == 170).all()
+    large = np.full((2, 3, 300, 600), 7, np.uint8)
+    assert reduced(large).shape == (2, 3, 128, 256)
 
 
 def test_which_iterations_stay():

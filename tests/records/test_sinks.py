@@ -21,7 +21,7 @@ from configs.load import ConfigError, load
 from configs.schema import RunConfig
 from records import sinks
 from records.extremes import Extreme, sheet
-from records.images import read_png
+from records.images import read_image
 from records.rundir import RunDirectory
 from records.sinks import Sinks, caption, check_sinks, numbers
 
@@ -137,7 +137,7 @@ def test_weights_and_biases_records_offline(tmp_path, monkeypatch):
     assert [row["iteration"] for row in rows] == [0, 0, 1, 1]
     assert [row.get("reward/train_mean") for row in rows] == [None, 0.5, 0.75, None]
     (media,) = record.parent.glob("files/media/images/**/*.png")
-    assert np.array_equal(read_png(media), sheet(SHOWN))
+    assert np.array_equal(read_image(media), sheet(SHOWN))
     assert caption(SHOWN) == "a dot: best regenerated 0.75; worst regenerated 0.25"
     assert rows[0]["reward/eval_mean"] == 0.25 and rows[2]["samples_seen"] == 192
 
