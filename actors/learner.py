@@ -95,7 +95,7 @@ class LearnerActor:
     def generate(
         self, request: GenerateRequest, conditioning: Conditioning
     ) -> tuple[float, Images, Samples]:
-        """(seconds, images uint8 [B, 3, H, W], samples [B, ...]) in full precision."""
+        """(seconds, images, samples [B, ...]) in full precision."""
         start = time.perf_counter()
         rows = conditioning.repeat(len(request.seeds) // len(conditioning))
         samples, images = self._trainer.regenerate(rows, **asdict(request))

@@ -21,7 +21,7 @@ if TYPE_CHECKING:  # neither: the selector answers in messages, and starts witho
     from policy.precision.wire import Manifest
     from policy.types import Conditioning
 
-Images: TypeAlias = NDArray[np.uint8]  # [B, 3, H, W]
+Images: TypeAlias = NDArray[np.uint8]  # [B, 3, H, W], or clips: [B, F, 3, H, W]
 Floats: TypeAlias = NDArray[np.float32]
 Shard: TypeAlias = NDArray[np.uint8]  # [bytes], a piece of packed weights
 Metadata: TypeAlias = dict[str, object]  # of a prompt: all that its line has beside the text
@@ -80,7 +80,7 @@ class ExploreChunk:
 class Explored:
     """What came of an ``ExploreChunk`` of B seeds."""
 
-    images: ObjectRef[Images]  # [B, 3, H, W]
+    images: ObjectRef[Images]
     samples: ObjectRef[Samples]  # [B, ...] each; empty unless ``return_latents``
 
 
@@ -99,7 +99,7 @@ class GenerateRequest:
 class Generated:
     """What came of a ``GenerateRequest``."""
 
-    images: ObjectRef[Images]  # [B, 3, H, W]
+    images: ObjectRef[Images]
     samples: ObjectRef[Samples]  # [B, ...] each
 
 
@@ -112,7 +112,7 @@ class Scores:
     values: dict[str, Floats]  # label -> [B]
     failures: tuple[str, ...] = ()  # one line per scorer that failed
     parts: dict[str, Floats] = field(default_factory=dict[str, Floats])  # "label/part" -> [B]
-    # label -> images that its scorer was asked for, and the seconds that it took
+    # label -> images, or frames, that its scorer was asked for, and the seconds that it took
     work: dict[str, tuple[int, float]] = field(default_factory=dict[str, tuple[int, float]])
 
 

@@ -45,7 +45,7 @@ class RewardActor:
         labels: tuple[str, ...] | None = None,
         cached: bool = False,
     ) -> Scores:
-        """Raw scores of uint8 [B, 3, H, W]; ``prompts`` and ``metadata`` have an entry per image.
+        """Raw scores of images or clips; ``prompts`` and ``metadata`` have an entry per image.
 
         ``labels``: only these scorers. ``cached``: what was scored here before for the same prompt
         is not scored again.

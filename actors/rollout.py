@@ -93,7 +93,7 @@ class RolloutActor:
     def explore(
         self, request: ExploreChunk, conditioning: Conditioning
     ) -> tuple[float, Images, Samples]:
-        """(seconds, images uint8 [B, 3, H, W], samples: "latents" float32 [B, *latent], or none).
+        """(seconds, images, samples: "latents" float32 [B, *latent], or none).
 
         Raises:
             RuntimeError: the weights here are not the version that the chunk asks for.

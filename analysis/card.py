@@ -65,12 +65,13 @@ def card(
 ) -> str:
     """The text, with the front matter that the hub reads."""
     base = hub_id(config.model)
+    made = "text-to-video" if FAMILIES[config.model.family].video else "text-to-image"
     front: Row = {
         **({"base_model": base, "base_model_relation": "adapter"} if base else {}),
         **(licence or {"license": "unknown"}),
         "library_name": "diffusers",
-        "pipeline_tag": "text-to-image",
-        "tags": ["lora", "diffusers", "text-to-image", "reinforcement-learning", "sol-rl"],
+        "pipeline_tag": made,
+        "tags": ["lora", "diffusers", made, "reinforcement-learning", "sol-rl"],
     }
     parts = [
         f"# {run.name}",
@@ -196,18 +197,23 @@ def _loading(config: RunConfig, export: Export, base: str | None) -> str:
     arguments = family.call_arguments(config.model, config.guidance)
     given = "".join(f"    {name}={value!r},\n" for name, value in arguments.items())
     strength = config.lora.alpha / config.lora.rank
+    more, made, kept = "", "image", "images[0]"
+    if family.video:
+        fps = config.model.frames_per_second
+        made, kept = "clip", f'frames[0]\nexport_to_video(clip, "clip.mp4", fps={fps})'
+        more = "\nfrom diffusers.utils import export_to_video"
     return f"""With diffusers:
 
 ```python
 import torch
-from diffusers import {family.pipeline_class}
+from diffusers import {family.pipeline_class}{more}
 
 pipe = {family.pipeline_class}.from_pretrained({base or config.model.path!r}, dtype=torch.bfloat16)
 pipe.load_lora_weights({export.where!r}, weight_name={FILE!r})
-image = pipe(
+{made} = pipe(
     prompt="...",
     num_inference_steps={settings.steps},
-{given}).images[0]
+{given}).{kept}
 ```
 
 Evaluations used the solver `{settings.solver}`, the pipeline uses that of its scheduler.
@@ -219,15 +225,17 @@ known there: look into its log. This has not been tried by the program that wrot
 
 
 def _training(run: RunData, config: RunConfig) -> str:
-    plan, size = config.plan, f"{config.model.width} x {config.model.height}"
-    stages = f"{config.selection.keep} images per prompt at {config.regenerate.steps} steps"
+    plan, model = config.plan, config.model
+    size, what = f"{model.width} x {model.height} pixels", "images"
+    if model.frames is not None:
+        size, what = f"{size}, {model.frames} frames", "clips"
+    stages = f"{config.selection.keep} {what} per prompt at {config.regenerate.steps} steps"
     if plan.explore is not None:
         stages = (
-            f"{plan.explore.pool_size} images per prompt explored at {plan.explore.steps} steps,"
+            f"{plan.explore.pool_size} {what} per prompt explored at {plan.explore.steps} steps,"
             f" {stages}"
         )
     versions = ", ".join(f"{name} {version}" for name, version in run.versions.items())
-    return (
-        f"{size} pixels; {stages}; learning rate {config.optimizer.lr:g}; seed {config.seed}."
-        + (f"\n\nVersions: {versions}." if versions else "")
+    return f"{size}; {stages}; learning rate {config.optimizer.lr:g}; seed {config.seed}." + (
+        f"\n\nVersions: {versions}." if versions else ""
     )

@@ -32,6 +32,7 @@ from policy.types import Conditioning
 
 TEXT_TOKENS, SMALL_TEXT_TOKENS = {"sd3": 256, "sana": 300}, 32
 """Where they are not 512."""
+SMALL_FRAMES = 5
 WIDTH = 256
 SMALL: dict[str, dict[str, Any]] = {
     "sd3": {
@@ -73,6 +74,7 @@ SMALL: dict[str, dict[str, Any]] = {
         "num_attention_heads": 2,
         "joint_attention_dim": WIDTH,
     },
+    "wan": {"num_layers": 2, "num_attention_heads": 2, "ffn_dim": 4 * WIDTH, "text_dim": WIDTH},
 }
 SMALL["flux2_klein"] = SMALL["flux2"]
 """For machines without a GPU: blocks of the published kinds, few and narrow."""
@@ -121,6 +123,8 @@ def case_of(name: str, pixels: int | None, small: bool) -> Iterator[Case]:
     if small:
         part["config"] = {**part["config"], **SMALL[family]}
     size: dict[str, Any] = {side: pixels or model[side] for side in ("height", "width")}
+    if "frames" in model:
+        size["frames"] = SMALL_FRAMES if small else model["frames"]
     guidance = 3.5 if part["config"].get("guidance_embeds") else None
     with tempfile.TemporaryDirectory(prefix="sol-rl-bench-") as scratch:
         path = write_configs(name, scratch)

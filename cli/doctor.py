@@ -6,7 +6,7 @@ import argparse
 import json
 import os
 
-from cli.common import DONE, USER_ERROR, add_cluster, add_config, through_job
+from cli.common import DONE, USER_ERROR, add_cluster, add_config, say, show
 from configs.load import ConfigError, load
 
 HELP = "check the machine or the cluster that a run would use, one line per check"
@@ -24,12 +24,15 @@ def run(options: argparse.Namespace) -> int:
     if options.overrides and not options.config:
         raise ConfigError("--set: give the configuration that it belongs to")
     config = load(options.config, options.overrides) if options.config else None
-    if (code := _through_job(options)) is not None:
-        return code
+    address = options.address or os.environ.get("RAY_ADDRESS", "")
+    if address.startswith(("http://", "https://")):
+        from cluster.jobs.submit import check_through_job
+
+        shown = ["--json"] if options.json else []
+        return check_through_job(address, options.config, options.overrides, shown, show, say)
     from planning import doctor
 
     checks = doctor.of_configuration(config) if config else []
-    address = options.address or os.environ.get("RAY_ADDRESS")
     if address:
         from cluster.jobs.doctor import of_cluster
         from cluster.jobs.live_runs import connected
@@ -45,11 +48,3 @@ def run(options: argparse.Namespace) -> int:
     else:
         print("\n".join(check.line() for check in checks))
     return USER_ERROR if any(check.outcome == "failed" for check in checks) else DONE
-
-
-def _through_job(options: argparse.Namespace) -> int | None:
-    """The exit code of the same command on the cluster, where the address is a dashboard's."""
-    config = [options.config] if options.config else []
-    overrides = [word for each in options.overrides for word in ("--set", each)]
-    shown = ["--json"] if options.json else []
-    return through_job(options.address, ["doctor", *config, *overrides, *shown])

@@ -95,9 +95,15 @@ def run(options: argparse.Namespace) -> int:
     assumed = Assumptions(accelerator=options.accelerator, **numbers)
     if options.from_run:
         return _from_run(options, config, make_plan(config, assumed, nodes))
+    from planning.layouts.choose import DoesNotFit
+    from planning.savings import savings_lines
     from simulator.outlook import simulated
 
-    plan, iteration = simulated(make_plan(config, assumed, nodes))
+    try:
+        made = make_plan(config, assumed, nodes)
+    except DoesNotFit as error:
+        raise ConfigError([*error.lines, *savings_lines(config, assumed, nodes)]) from None
+    plan, iteration = simulated(made)
     if options.out:
         draw(options.out, config.name, iteration)
     if options.json:

@@ -6,6 +6,7 @@ import argparse
 
 from cli.common import DONE, run_at
 from configs.load import ConfigError
+from records import lock
 
 HELP = "write report.html of a run"
 
@@ -17,11 +18,13 @@ def declare(sub: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Write the page and say where it is."""
-    rundir, _ = run_at(options.run)
+    rundir, config = run_at(options.run)
     from analysis.report.page import build_report
 
     try:
-        file = build_report(rundir.path)
+        # so that a page that is open in a browser keeps following the run
+        live = lock.busy(rundir.lock_file) and config.logging.report_every_s
+        file = build_report(rundir.path, live_s=live or None)
     except OSError as error:
         page = rundir.path / "report.html"
         raise ConfigError(f"{page}: cannot be written ({error.strerror or error})") from None

@@ -15,6 +15,8 @@ FAMILIES: dict[str, str] = {
     "z_image": "policy.families.z_image:ZImage",
     "flux2": "policy.families.flux2:Flux2",
     "flux2_klein": "policy.families.flux2:Flux2Klein",
+    "wan": "policy.families.wan:Wan",
+    "sana_video": "policy.families.sana_video:SanaVideo",
 }
 """What ``model.family`` may be, and the class that speaks for it: ``module:class``."""
 

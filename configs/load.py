@@ -26,7 +26,10 @@ from configs.section import Tree
 HERE = Path(__file__).parent
 LAYERS = HERE / "layers"
 PRESETS = HERE / "presets"
-MODELS = ("sd35_medium", "sd35_large", "flux1", "sana", "qwen_image", "z_image", "flux2_klein")
+MODELS = (
+    *("sd35_medium", "sd35_large", "flux1", "sana"),
+    *("qwen_image", "z_image", "flux2_klein", "wan_1_3b"),
+)
 REWARDS = ("imagereward", "clipscore", "pickscore", "hpsv2")
 RECIPES = {
     "flow_grpo": "objectives/flow_grpo_preference",

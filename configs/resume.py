@@ -28,6 +28,7 @@ OPERATIONAL = (
     "audit.identity_action",
     "audit.identity_every",
     "prompts.allow_overlap",
+    "prompts.encode_once",
     "rewards.deterministic",
 )
 DEVICES = (

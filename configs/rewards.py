@@ -39,6 +39,12 @@ class Rewards(Section):
         default=(),
         description="held out: score evaluations like `scorers`, and are never trained on",
     )
+    frames: int | None = Field(
+        default=None,
+        ge=1,
+        description="of a clip, so many in equal distances are scored by scorers of images, and"
+        " their mean is its score; None: all",
+    )
     normalise: Literal["none", "zscore", "rank"] = Field(
         default="none",
         description="of each scorer's values in a prompt's group, before weighting; in training",

@@ -116,11 +116,13 @@ class RunConfig(Section):
                 " use an even number"
             )
         self._possible_size()
+        self._possible_base()
         if why := _one_stage(self.arm, self.plan):
             if self.explored_model != self.model:
+                key = "height" if self.explore.height is not None else "frames"
                 raise ValueError(
-                    f"explore.height: arm {self.arm!r} {why}, so it cannot explore at another size:"
-                    " leave explore.height and explore.width out"
+                    f"explore.{key}: arm {self.arm!r} {why}, so it cannot explore at another size:"
+                    " leave explore.height, explore.width and explore.frames out"
                 )
             if self.explore_ahead:
                 raise ValueError(
@@ -178,6 +180,27 @@ class RunConfig(Section):
                 " (prompts.per_iteration x selection.keep): each trains on one at least"
             )
 
+    def _possible_base(self) -> None:
+        """Raises ValueError for what cannot go with packed frozen weights."""
+        base, plan = self.lora.base, self.plan
+        if base == "full":
+            return
+        if plan.explore is not None and plan.explore.backend in ("bf16", "fp32"):
+            raise ValueError(
+                f"lora.base: {base!r} with exploring in {plan.explore.backend}, which would explore"
+                " another model than is trained: use a backend that quantizes, or 'full'"
+            )
+        if self.audit.action == "finer_backend":
+            raise ValueError(
+                f"lora.base: {base!r} with audit.action = 'finer_backend', which may explore"
+                " unquantized: use 'warn', or 'full'"
+            )
+        if self.regenerate.compile:
+            raise ValueError(
+                f"lora.base: {base!r} with regenerate.compile: packed weights are not compiled: use"
+                " false, or 'full'"
+            )
+
     def _possible_size(self) -> None:
         """Raises ValueError for proxy images whose noise is no whole part of the full one."""
         sizes = {side: getattr(self.explore, side) for side in ("height", "width")}
@@ -190,14 +213,29 @@ class RunConfig(Section):
                     f"explore.{side}: {pixels} is no whole part of model.{side} = {full}: the noise"
                     " of proxy images is that of full ones, in whole blocks"
                 )
+        frames, full = self.explore.frames, self.model.frames
+        if full is None and self.rewards.frames is not None:
+            raise ValueError(
+                f"rewards.frames: {self.rewards.frames} without model.frames: images have none,"
+                " leave it out"
+            )
+        if frames is not None and full is None:
+            raise ValueError(
+                f"explore.frames: {frames} without model.frames: images have none, leave it out"
+            )
+        if frames is not None and full is not None and frames > full:
+            raise ValueError(
+                f"explore.frames: {frames} is more than model.frames = {full}: proxy clips are the"
+                " beginning of full ones"
+            )
 
     @property
     def explored_model(self) -> Model:
         """``model`` at the size of proxy images."""
-        height, width = self.explore.height, self.explore.width
-        if height is None or width is None:
-            return self.model
-        return self.model.model_copy(update={"height": height, "width": width})
+        sizes = {side: getattr(self.explore, side) for side in ("height", "width", "frames")}
+        return self.model.model_copy(
+            update={side: size for side, size in sizes.items() if size is not None}
+        )
 
     def scorers_of(self, kind: str) -> tuple[str, ...]:
         """Labels of the scorers that actors of ``reward`` or ``scorers.<label>`` hold."""
@@ -212,22 +250,22 @@ class RunConfig(Section):
         return ArmPlan.of(self)
 
     @property
-    def regenerated_parts(self) -> int:
-        """Tasks in which a prompt is regenerated: the fewest that replicas which share samples
-        can take evenly, to a twentieth.
+    def regenerated_size(self) -> int:
+        """Images of a task in which a prompt is regenerated: all, or the most that replicas which
+        share samples can take evenly, to a twentieth.
         """
         learner, keep = self.services.learner, self.selection.keep
         prompts, replicas = self.prompts.per_iteration, learner.replicas
         if learner.share == "prompts" or self.objective.one_noise_per_group:
-            return 1
+            return keep
 
-        def uneven(parts: int) -> float:  # of the busiest replica, over an equal share
-            turns, images = -(-prompts * parts // replicas), -(-keep // parts)
-            return turns * images * replicas / (prompts * keep)
+        def uneven(size: int) -> float:  # of the busiest replica, over an equal share
+            turns = -(-prompts * -(-keep // size) // replicas)
+            return turns * size * replicas / (prompts * keep)
 
-        counts = range(1, keep + 1)
-        even = (parts for parts in counts if uneven(parts) <= 1 + UNEVEN)
-        return next(even, None) or min(counts, key=uneven)
+        sizes = range(keep, 0, -1)
+        even = (size for size in sizes if uneven(size) <= 1 + UNEVEN)
+        return next(even, None) or min(sizes, key=uneven)
 
     @property
     def resolved_old_policy(self) -> OldPolicy:

@@ -16,7 +16,7 @@ AnySolver = Literal["euler", "dpmpp_2m", "flow_sde", "dance_sde"]
 
 
 class Model(Section):
-    """The base text-to-image model: a diffusers pipeline directory or hub id."""
+    """The base text-to-image or text-to-video model: a diffusers pipeline directory or hub id."""
 
     family: FamilyName = "sd3"
     path: PathText = Field(
@@ -24,6 +24,12 @@ class Model(Section):
     )
     height: int = Field(default=512, ge=16, multiple_of=8, description="image height in pixels")
     width: int = Field(default=512, ge=16, multiple_of=8, description="image width in pixels")
+    frames: int | None = Field(
+        default=None, ge=1, description="of a clip, for models that draw video; None: images"
+    )
+    fps: int | None = Field(
+        default=None, ge=1, le=60, description="frames per second, to show clips; None: 16"
+    )
     max_sequence_length: int = Field(
         default=128, ge=1, description="tokens of the long text encoder"
     )
@@ -64,6 +70,11 @@ class Model(Section):
         default=False,
         description="text encoders are on the encoder's GPU only while prompts are encoded",
     )
+
+    @property
+    def frames_per_second(self) -> int:
+        """Of clips, as they are shown."""
+        return self.fps or 16
 
     @model_validator(mode="after")
     def _native_family(self) -> Model:
@@ -125,6 +136,10 @@ class Prompts(Section):
     allow_overlap: bool = Field(
         default=False, description="held-out prompts may be among the training prompts"
     )
+    encode_once: bool = Field(
+        default=False,
+        description="encode all prompts of the run at its start, then end the encoder",
+    )
 
 
 class Explore(Section):
@@ -142,6 +157,9 @@ class Explore(Section):
     )
     width: int | None = Field(
         default=None, ge=16, multiple_of=8, description="the same of model.width; both or none"
+    )
+    frames: int | None = Field(
+        default=None, ge=1, description="of proxy clips, up to model.frames; None: model.frames"
     )
     scale_search: bool = Field(
         default=True,
@@ -239,6 +257,10 @@ class Lora(Section):
     )
     init_from: str | None = Field(
         default=None, description="directory of an existing diffusers LoRA to start from"
+    )
+    base: Literal["full", "int8", "nf4"] = Field(
+        default="full",
+        description="the learner's frozen weights: in regenerate.precision, or packed by torchao",
     )
 
 
@@ -414,6 +436,19 @@ class Logging(Section):
     )
     grid_prompts: int = Field(
         default=8, ge=1, description="held-out prompts in the before/after images"
+    )
+    report_every_s: float = Field(
+        default=120.0,
+        ge=0,
+        description="the report is written again so often, and after evaluations; 0: at the end",
+    )
+    image_prompts: int = Field(
+        default=4,
+        ge=0,
+        description="prompts of each iteration whose best and worst images are kept; 0: none",
+    )
+    image_iterations: int = Field(
+        default=16, ge=2, description="iterations whose images stay, evenly spread, and the newest"
     )
 
 

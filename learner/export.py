@@ -101,6 +101,11 @@ class PolicyExporter:
         return self._backend
 
     def _use(self, backend: Backend) -> None:
+        if self.config.lora.base != "full" and not backend.quantises:
+            raise ValueError(
+                f"lora.base = {self.config.lora.base!r}: exploring in {backend.name} would explore"
+                " another model than is trained: use a backend that quantizes, or 'full'"
+            )
         unquantized = self.config.explore.modules_to_not_convert
         self._rows = quantise_plan(self.transformer, self.family, unquantized, backend)
         # statistics compare exports of one format only, so the next one starts afresh

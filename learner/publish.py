@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from learner.nonfinite import CrossesProcesses
+from policy.frozen import plain_weight
 from policy.lora import adapted_modules, adapter_state
 from policy.merging import merged_weight
 from policy.precision.backends import Backend
@@ -87,13 +88,13 @@ class Publisher:
 
         def merged(name: str) -> Tensor:
             layer = adapted.get(name)
-            return owners[name].weight.detach() if layer is None else merged_weight(layer, adapter)
+            return plain_weight(owners[name]) if layer is None else merged_weight(layer, adapter)
 
         def range_of(name: str) -> Tensor:
             own = self.backend.amax(_finite(name, merged(name)).flatten(1))
             frozen = self.frozen_amax and name in adapted
             return (
-                frozen_amax(self.backend.amax(owners[name].weight.flatten(1)), own)
+                frozen_amax(self.backend.amax(plain_weight(owners[name]).flatten(1)), own)
                 if frozen
                 else own
             )
@@ -113,7 +114,7 @@ class Publisher:
                     name, merged(name), range_of(name) if own else ranges.get(name), changes
                 )
             else:
-                packed[name] = self._pack_once(name, owners[name].weight, ranges.get(name))
+                packed[name] = self._pack_once(name, owners[name], ranges.get(name))
         if self._constant is None:
             self._constant = self._pack_constant(owners, changing, range_of)
         sections = [self._constant, pack_section(_named(packed), self.shard_bytes)]
@@ -131,7 +132,7 @@ class Publisher:
         names = [name for name in owners if self._quantised[name] and name not in changing]
         ranges = self._joint_ranges(range_of, names)
         packed = {
-            name: _on_host(self._pack(name, owners[name].get_parameter("weight"), ranges.get(name)))
+            name: _on_host(self._pack(name, plain_weight(owners[name]), ranges.get(name)))
             for name in names
         }
         return pack_section(_named(packed), self.shard_bytes)
@@ -172,13 +173,14 @@ class Publisher:
             changes.add(name, parts, quantised)
         return _on_host(parts)
 
-    def _pack_once(self, name: str, weight: Tensor, amax: Tensor | None) -> dict[str, Tensor]:
+    def _pack_once(self, name: str, owner: nn.Module, amax: Tensor | None) -> dict[str, Tensor]:
         """A weight without adapter, packed again only when its group has another range."""
         before = self._fixed.get(name)
         if before is None or (
             before[0] is not None and amax is not None and not torch.equal(amax, before[0])
         ):
-            before = self._fixed[name] = (amax, _on_host(self._pack(name, weight, amax)))
+            packed = _on_host(self._pack(name, plain_weight(owner), amax))
+            before = self._fixed[name] = (amax, packed)
         return before[1]
 
 

@@ -30,6 +30,7 @@ from learner.replicas import Replicas
 from learner.schedules import learning_rate
 from learner.update import Samples, Updater
 from policy.families import Family, family_for
+from policy.frozen import freeze
 from policy.lora import adapter_state, add_adapters, load_adapter_state, trainable, use
 from policy.lora_files import ENDING, adapter_file
 from policy.merging import merged
@@ -66,11 +67,7 @@ class Trainer:
         self.failure_dir = Path(failure_dir) if failure_dir is not None else None
         self.objective = build_objective(config.objective, config.stop.max_kl is not None)
         dtype = DTYPES[config.regenerate.precision]
-        self.transformer = (
-            transformer
-            if transformer is not None
-            else self.family.load_transformer(self.device, dtype)
-        )
+        self.transformer = transformer if transformer is not None else self._load(dtype)
         self.vae = vae if vae is not None else self.family.load_vae(self.device, torch.float32)
         self.adapters = adapters_of(config, self.objective)
         add_adapters(
@@ -120,7 +117,7 @@ class Trainer:
         batch_size: int | None = None,
         guidance: float | None = None,
     ) -> tuple[Record, np.ndarray]:
-        """(samples, images uint8 [K, 3, H, W]) of K seeds; samples has "latents" float32 [K,
+        """(samples, images of ``Family.decode``) of K seeds; samples has "latents" float32 [K,
         *latent].
 
         With the objective's stochastic solver it also has "states" float32 [K, T + 1, *latent] and
@@ -129,7 +126,8 @@ class Trainer:
         off); None is the sampling policy. What is not given is as in ``[regenerate]``.
 
         The adapter is merged into the weights, in their precision. Not so for paths, whose density
-        is one of the policy that is trained: merging rounds it to another.
+        is one of the policy that is trained: merging rounds it to another; nor where ``lora.base``
+        packs the weights.
         """
         settings = self.config.regenerate
         name = self.objective.sampling_adapter if weights is None else weights
@@ -144,15 +142,31 @@ class Trainer:
         paths = self.objective.path_solver
         if paths is not None and paths.name != solver:
             paths = None
+        weights_of = use if paths or self._packed else merged
         with (
             torch.no_grad(),
-            (use if paths else merged)(self.transformer, None if name == "base" else name),
+            weights_of(self.transformer, None if name == "base" else name),
             compile_failures("regenerate.compile"),
         ):
             samples = self._sample(rows, list(seeds), steps, paths or solver, size, guided)
         with torch.no_grad():  # once the merged weights are gone: both take memory
             images = self.family.decode(self.vae, samples["latents"], batch_size=size)
         return {key: tensor.numpy() for key, tensor in samples.items()}, images.numpy()
+
+    @property
+    def _packed(self) -> bool:
+        return self.config.lora.base != "full"
+
+    def _load(self, dtype: torch.dtype) -> nn.Module:
+        """The base model; one that is packed is so before it comes to the device, which may have no
+        room for it as it was.
+        """
+        base = self.config.lora.base
+        if base == "full":
+            return self.family.load_transformer(self.device, dtype)
+        transformer = self.family.load_transformer("cpu", dtype)
+        freeze(transformer, self.family, base, self.config.explore.modules_to_not_convert)
+        return transformer.to(self.device)
 
     def _sample(
         self,

@@ -125,11 +125,9 @@ def _images(
 
 def _regenerated(config: RunConfig, unit: Sequence[int | str]) -> int:
     """Images of a prompt, or of the part of one that the third number names."""
-    keep, parts = config.selection.keep, config.regenerated_parts
-    if len(unit) < 3:
-        return keep
-    part = int(unit[2])
-    return keep * (part + 1) // parts - keep * part // parts
+    keep, size = config.selection.keep, config.regenerated_size
+    part = int(unit[2]) if len(unit) > 2 else 0
+    return min(size, keep - part * size)
 
 
 def _points(

@@ -103,8 +103,11 @@ def _shared_key(config: RunConfig, backend: str) -> str:
         *(lora.rank, "+".join(lora.targets)),
     ]
     doubled = [stage for stage in config.guidance.stages if config.guidance.one_pass]
-    if config.explored_model != model:
-        parts += [config.explored_model.height, config.explored_model.width]
+    small = config.explored_model
+    if small != model:
+        parts += [small.height, small.width]
+    if model.frames is not None:
+        parts.append(f"{model.frames}f" if small == model else f"{model.frames}f>{small.frames}f")
     if doubled:
         parts.append("+".join(doubled))
     return " ".join(str(part) for part in parts)
@@ -184,8 +187,8 @@ def _of_backend(config: RunConfig, family: Family, backend: Backend) -> Counts:
     )
     quantised = [row.name for row in rows if row.quantised]
     sent = memory.wire_bytes(rows, layers, adapted, backend)
-    size = {"height": config.explored_model.height, "width": config.explored_model.width}
-    smaller = type(family)(family.model.model_copy(update=size))
+    small = config.explored_model.model_copy(update={"path": family.model.path})
+    smaller = type(family)(small)
     scale = config.plan.explore.guidance if config.plan.explore else 1.0
     _seen[key] = replace(
         _common(config, family),

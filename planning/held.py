@@ -84,16 +84,19 @@ def _learner(
     per_prompt = memory.conditioning_bytes(family, dtype, bool(config.guidance.stages))
     replicas = config.services.learner.replicas
     prompts = _prompts(config)
+    base, merges = config.lora.base, config.lora.base == "full"
+    saved, widest = _packed(config, family, dtype)
+    what = "merged weights" if merges else "adapters"
     held: dict[str, int | None] = {
-        f"denoiser, {config.regenerate.precision}": counts.denoiser,
+        f"denoiser, {config.regenerate.precision if merges else base}": counts.denoiser - saved,
         "autoencoder, fp32": counts.autoencoder,
         f"{len(adapters)} adapters, fp32": len(adapters) * counts.trained * 4,
         "optimiser, fp32": 2 * counts.trained * 4,
         "conditioning": prompts * per_prompt,
-        f"passes, {sampled} images on merged weights or {points} points": max(
-            counts.targets + counts.merged.peak,
+        f"passes, {sampled} images on {what} or {points} points": max(
+            counts.targets + counts.merged.peak if merges else counts.adapted.peak + widest,
             counts.decode_again,
-            counts.training.peak,
+            counts.training.peak + widest,
             _checking(config, counts),
         ),
     }
@@ -113,6 +116,11 @@ def _prompts(config: RunConfig) -> int:
     if config.services.learner.share == "samples":
         return min(config.prompts.per_iteration, each + 1 + bool(more))  # parts at both ends
     return each + bool(more)
+
+
+def _packed(config: RunConfig, family: Family, dtype: torch.dtype) -> tuple[int, int]:
+    base, patterns = config.lora.base, config.explore.modules_to_not_convert
+    return (0, 0) if base == "full" else memory.packed_base(family, base, patterns, dtype)
 
 
 def _checking(config: RunConfig, counts: Counts) -> int:

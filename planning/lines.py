@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from configs.sections import Model
 from planning.assumptions import Device
 from planning.layouts.lines import as_json, outlook_lines
 from planning.make import GB, Plan, store_size
@@ -51,7 +52,7 @@ def _summary(plan: Plan) -> list[str]:
         )
     small, scales = config.explored_model, config.guidance
     if arm.explore is not None and small != model:
-        explore += f", {small.width}x{small.height}"
+        explore += f", {_size(small)}"
     full = f"{config.regenerate.steps} steps {arm.solver}, {config.regenerate.precision}"
     regenerate = (
         f"{keep} seeds, {full}" if arm.regenerate else "nothing: trained on what was explored"
@@ -66,7 +67,7 @@ def _summary(plan: Plan) -> list[str]:
             f" {config.prompts.per_iteration} prompts per iteration"
         ),
         (
-            f"  model       {model.family} {model.path}, {model.width}x{model.height}{guidance};"
+            f"  model       {model.family} {model.path}, {_size(model)}{guidance};"
             f" {plan.source}, no weights read"
         ),
         f"  {explore}",
@@ -83,6 +84,11 @@ def _summary(plan: Plan) -> list[str]:
             else "  quantised   nothing: there are no rollout actors"
         ),
     ]
+
+
+def _size(model: Model) -> str:
+    frames = "" if model.frames is None else f", {model.frames} frames"
+    return f"{model.width}x{model.height}{frames}"
 
 
 def _services(plan: Plan) -> list[str]:
@@ -114,6 +120,8 @@ def _memory(plan: Plan) -> list[str]:
         where = f"GPU, share {service.gpus:g}" if service.gpus else "host"
         if kind == "encoder" and plan.config.model.text_offload and service.gpus:
             where += ", only while it encodes"
+        if kind == "encoder" and plan.config.prompts.encode_once:
+            where += ", only at the start, before the others"
         known = sum(size for size in parts.values() if size is not None)
         lines.append(f"  {kind:<12}{known / GB:9.3f}  ({where})")
         lines += [

@@ -18,6 +18,7 @@ import numpy as np
 import torch
 
 from configs.load import ConfigError
+from configs.prompts import read_prompts
 from configs.schema import RunConfig
 from learner.objectives import build_objective
 from planning.assumptions import Assumptions, Device, backend_of, device_of, with_format
@@ -33,7 +34,7 @@ from planning.layouts.predict import bound, predict
 from planning.layouts.resolve import as_on_gpus, costs_of, known_gpus, laid_out, to_choose, used
 from planning.layouts.scenario import Scenarios, one_more, scenario_of
 from planning.placement import Node, NoRoom, needs_of, place
-from planning.stages import Stage, stages_of
+from planning.stages import Stage, pixels, stages_of
 from policy import memory
 from policy.families import Family, family_for
 from policy.families.architectures import published, published_names, write_configs
@@ -89,6 +90,14 @@ def make_plan(
             return _with_outlook(plan, config, final.choice, family, gpus, given)
     except (FileNotFoundError, ValueError) as error:
         raise ConfigError([str(error)]) from None
+
+
+def layout_of(
+    config: RunConfig, given: Assumptions, nodes: Sequence[Node] | None = None
+) -> Choice | None:
+    """The layout alone, as ``make_plan`` chooses it. Raises DoesNotFit, ConfigError."""
+    with described(config) as (family, _):
+        return laid_out(config, family, _gpus(config, given, nodes), given).choice
 
 
 def _gpus(config: RunConfig, given: Assumptions, nodes: Sequence[Node] | None) -> Sequence[Gpus]:
@@ -223,10 +232,7 @@ def _store(
 ) -> dict[str, int]:
     """The most that an iteration puts into the object stores, with one copy of each object."""
     prompts, keep = config.prompts.per_iteration, config.selection.keep
-    image, latent = (
-        3 * config.model.height * config.model.width,
-        4 * int(np.prod(family.latent_shape)),
-    )
+    latent = 4 * int(np.prod(family.latent_shape))
     explored = config.plan.explore.pool_size if config.plan.explore else 0
     regenerated = (keep + config.audit.random_seeds) if config.plan.regenerate else 0
     objective = build_objective(config.objective, config.stop.max_kl is not None)
@@ -240,12 +246,24 @@ def _store(
             versions_bytes(config, sent)
         ),
         "images of an iteration, were none scored yet": (
-            prompts * (explored + regenerated) * image
+            3
+            * prompts
+            * (explored * pixels(config.explored_model) + regenerated * pixels(config.model))
         ),
         "samples to train on": prompts * kept * latent,
-        # iterations that are explored or trained on, and the next one, encoded beside them
-        "conditioning": min(config.iterations, 2 + config.explore_ahead) * prompts * conditioning,
+        "conditioning": _encoded(config) * conditioning,
     }
+
+
+def _encoded(config: RunConfig) -> int:
+    """Prompts whose conditioning is held: of iterations that are explored or trained on, and of the
+    next one, encoded beside them; or of all that the run uses.
+    """
+    count, prompts = config.iterations, config.prompts
+    if not prompts.encode_once:
+        return min(count, 2 + config.explore_ahead) * prompts.per_iteration
+    train, test = len(read_prompts(prompts.train)), len(read_prompts(prompts.test))
+    return min(train, count * prompts.per_iteration) + min(test, config.evaluate.prompts)
 
 
 SPILLS_AT = 0.8

@@ -13,6 +13,7 @@ from configs.load import ConfigError
 from configs.prompts import changed_files
 from configs.resume import differences
 from configs.schema import RunConfig
+from policy import frozen
 from policy.decoders import check_decoder
 from policy.families import Family, family_for
 from policy.precision.backends import resolve_backend
@@ -40,6 +41,8 @@ def check_model(config: RunConfig) -> None:
 
             quantise_plan(family.skeleton(), family, unconverted)
         check_decoder(config, family)
+        if config.lora.base != "full" and (why := frozen.missing()) is not None:
+            raise ValueError(f"lora.base = {config.lora.base!r}: {why}")
         check_explorers(config)
     except (FileNotFoundError, ValueError) as error:
         raise ConfigError([" ".join(str(error).split())]) from None

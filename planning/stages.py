@@ -10,6 +10,7 @@ import torch
 
 from configs.objective import PathSettings
 from configs.schema import RunConfig
+from configs.sections import Model
 from learner.objectives import build_objective
 from planning.assumptions import Device
 from planning.counting import Counts, batch_of, on_gpus
@@ -56,7 +57,7 @@ def stages_of(config: RunConfig, counts: Counts) -> tuple[dict[str, Stage], Stag
     mine = learner.count * (min(1.0, learner.gpus) or 1.0)
     stages: dict[str, Stage] = {}
     small, whole = config.explored_model, config.model
-    area = small.height * small.width / (whole.height * whole.width)
+    area = pixels(small) / pixels(whole)
     if plan.explore is not None:
         images = prompts * plan.explore.pool_size
         calls = images * plan.explore.steps / batch_of(config) * passes(plan.explore.guidance)
@@ -74,7 +75,7 @@ def stages_of(config: RunConfig, counts: Counts) -> tuple[dict[str, Stage], Stag
         images = prompts * (config.selection.keep + config.audit.random_seeds)
         objective = build_objective(config.objective, config.stop.max_kl is not None)
         # paths are drawn with adapters beside the weights
-        one = adapted if objective.path_solver else step
+        one = adapted if objective.path_solver or config.lora.base != "full" else step
         stages["regenerate"] = Stage(
             images * full.steps * one * passes(scales.regenerate),
             decoding=images * counts.decode_flops,
@@ -96,6 +97,11 @@ def stages_of(config: RunConfig, counts: Counts) -> tuple[dict[str, Stage], Stag
         decoding=images * counts.decode_flops,
         gpus=mine,
     )
+
+
+def pixels(model: Model) -> int:
+    """Of an image, or of all frames of a clip."""
+    return model.height * model.width * (model.frames or 1)
 
 
 def passes(guidance: float) -> int:

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from peft.tuners.lora import Conv2d, Linear, LoraLayer
 from torch import Tensor, nn
 
+from policy.frozen import FrozenLinear
 from policy.lora import matrices
 
 
@@ -68,6 +69,9 @@ class AdaptedLinear(Linear):
         if self.disable_adapters or not _narrow(base):
             return super().forward(x, *args, **kwargs)
         down, up, scaling = _active(self)
+        if isinstance(base, FrozenLinear):
+            low = F.linear(x, down.to(x.dtype))
+            return base(x) + F.linear(low, (up * scaling).to(x.dtype))
         return _AdaptedProduct.apply(x, base.weight, base.bias, down, up, scaling)
 
 

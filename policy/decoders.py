@@ -70,6 +70,8 @@ def check_decoder(config: RunConfig, family: Family) -> None:
     """
     if config.plan.explore is None or config.explore.decoder == "full":
         return
+    if family.video:
+        raise ValueError("explore.decoder: 'tiny' decodes images, not clips: use 'full'")
     directory = _files(config, family).parent
     try:
         blank = blank_decoder(config, family, torch.float32)

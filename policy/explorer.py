@@ -186,7 +186,7 @@ class Explorer(PackedPolicy):
         guided: Guided | None = None,
         upto: int | None = None,
     ) -> tuple[np.ndarray, np.ndarray]:
-        """(images uint8 [B, 3, H, W], latents float32 [B, *latent]) of one prompt at B seeds.
+        """(images of ``Family.decode``, latents float32 [B, *latent]) of one prompt at B seeds.
 
         As ``latents``, decoded.
         """

@@ -21,6 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from configs.sections import Lora
+from policy import frozen
 from policy.families.architectures import build
 from policy.families.base import Diffusers, Family
 from policy.lora import adapted_modules, inject, target_modules, use
@@ -172,6 +173,10 @@ def blank(family: Family, part: str, dtype: torch.dtype) -> nn.Module:
             buffer = module.get_buffer(path)
             if buffer.is_floating_point():
                 module.get_submodule(owner).register_buffer(leaf, buffer.to(dtype))
+        model: Diffusers = module
+        for path, parameter in module.named_parameters():
+            if not set(path.split(".")).isdisjoint(model._keep_in_fp32_modules or ()):
+                parameter.data = parameter.data.float()
         return module
     import transformers
 
@@ -220,6 +225,23 @@ def adapt(transformer: nn.Module, family: Family, lora: Lora, name: str = "curre
                 parameter.requires_grad_()
                 count += parameter.numel()
     return count
+
+
+def packed_base(
+    family: Family, packing: frozen.Packing, patterns: tuple[str, ...], dtype: torch.dtype
+) -> tuple[int, int]:
+    """(bytes that packing the learner's frozen weights saves, bytes of the largest unpacked)."""
+    key = (family.model.path, patterns)
+    if key not in _rows:
+        base = blank(family, "transformer", dtype)
+        _rows[key] = frozen.frozen_rows(base, family, patterns)
+    rows = _rows[key]
+    sizes = [math.prod(row.shape) * dtype.itemsize for row in rows]
+    return sum(sizes) - frozen.packed_bytes(rows, packing), max(sizes, default=0)
+
+
+_rows: dict[tuple[str, tuple[str, ...]], list[ModuleRow]] = {}
+"""What ``packed_base`` found, by model and patterns: building a large model takes seconds."""
 
 
 # ---- bytes
@@ -364,13 +386,16 @@ def training_work(
 def decoding_work(family: Family, batch: int, decoder: nn.Module | None = None) -> tuple[int, Work]:
     """(bytes of the decoder, work of decoding ``batch`` latents as configured). ``decoder`` is one
     on the meta device; None: the model's own autoencoder in FP32.
+
+    Clips are decoded one at a time, as ``Family.decode`` does it.
     """
     vae: Diffusers = blank(family, "vae", torch.float32) if decoder is None else decoder
     if family.model.vae_slicing:
         vae.enable_slicing()
     if family.model.vae_tiling:
         vae.enable_tiling()
-    latents = torch.empty(batch, *family.latent_shape, device=META, dtype=vae.dtype)
+    together = 1 if family.video else batch
+    latents = torch.empty(together, *family.latent_shape, device=META, dtype=vae.dtype)
     with torch.no_grad(), _counted(vae, ()) as (tally, _):
         family.pixels(vae, latents).float().clamp(0, 1)
-    return held_bytes(vae), Work(tally.flops, 0, tally.peak)
+    return held_bytes(vae), Work(tally.flops * (batch // together), 0, tally.peak)

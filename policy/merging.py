@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
+from policy.frozen import FrozenLinear, plain_weight
 from policy.lora import adapted_modules, matrices, require_adapter, use
 
 if TYPE_CHECKING:  # as in policy.lora
@@ -34,10 +35,16 @@ def delta_weight(layer: LoraLayer, name: str) -> Tensor:
         return (up.flatten(1) @ down.flatten(1)) * layer.scaling[name]
 
 
+def _base(layer: LoraLayer) -> nn.Module:
+    base = layer.get_base_layer()
+    assert isinstance(base, nn.Module)
+    return base
+
+
 @torch.no_grad()
 def merged_weight(layer: LoraLayer, name: str | None) -> Tensor:
     """The merged weight of one adapted module, float32 in the shape of W; None gives W."""
-    weight = layer.get_base_layer().get_parameter("weight").detach().float()
+    weight = plain_weight(_base(layer)).float()
     return weight.clone() if name is None else weight + delta_weight(layer, name).view_as(weight)
 
 
@@ -57,11 +64,13 @@ def merged(transformer: nn.Module, name: str | None) -> Iterator[None]:
 
     For passes without gradients. W itself is set aside, never written, so that afterwards the base
     is what it was, bit for bit; meanwhile the merged weights of adapted modules are held beside it.
-    Raises KeyError for an adapter that does not exist.
+    Raises KeyError for an adapter that does not exist, ValueError for packed weights.
     """
     modules = adapted_modules(transformer)
     if name is not None:
         require_adapter(modules, name)
+        if any(isinstance(_base(layer), FrozenLinear) for _, layer in modules):
+            raise ValueError("adapters cannot be merged into weights that lora.base packs")
     aside: list[tuple[nn.Parameter, Tensor]] = []
     try:
         for _, layer in modules if name is not None else ():

@@ -1,8 +1,8 @@
 """Images before and after training on disk, at fixed prompts and initial noise, and grids of them.
 
 Layout below ``images/``: ``prompts.json``, a list of ``{"index": int, "prompt": str}``, and one
-directory per evaluated step, ``step_000000/<prompt index>_<noise index>.png``. A step appears whole
-or not at all.
+directory per evaluated step, ``step_000000/<prompt index>_<noise index>.png``, of clips ``.webp``,
+animated. A step appears whole or not at all.
 """
 
 from __future__ import annotations
@@ -16,14 +16,16 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-from PIL import Image, ImageDraw, ImageFont
+from PIL import Image, ImageDraw, ImageFont, ImageSequence
 
 from records import atomic
 
 STEP = re.compile(r"step_(\d+)")
-CELL = re.compile(r"(\d+)_(\d+)\.png")
+CELL = re.compile(r"(\d+)_(\d+)\.(?:png|webp)")
 LARGEST_INLINE = 256
-"""Images wider or taller than this are reduced to it before they go into a page."""
+"""Images wider or taller than this are reduced to it before they go into a page, and clips lose
+pixels when they are kept: whole ones of 33 frames of 832x480 would take 20 MB each.
+"""
 TINY = 96
 """Images up to this size are enlarged with hard pixels instead of being blurred."""
 
@@ -50,16 +52,19 @@ class RunImages:
         )
 
 
-def save_images(directory: Path, step: int, prompts: Sequence[str], images: np.ndarray) -> Path:
+def save_images(
+    directory: Path, step: int, prompts: Sequence[str], images: np.ndarray, fps: int = 16
+) -> Path:
     """Write ``images`` uint8 [P, S, 3, H, W] of P ``prompts``; returns the step's directory.
 
-    The step's directory is written beside and renamed; an existing one of the same step is
-    replaced. Raises ValueError when shapes or dtype do not fit.
+    Or clips [P, S, F, 3, H, W], to be shown at ``fps`` frames per second. The step's directory is
+    written beside and renamed; an existing one of the same step is replaced. Raises ValueError when
+    shapes or dtype do not fit.
     """
-    if images.ndim != 5 or images.shape[2] != 3 or images.dtype != np.uint8:
+    if images.ndim not in (5, 6) or images.shape[-3] != 3 or images.dtype != np.uint8:
         raise ValueError(
-            f"images must be uint8 [prompts, seeds, 3, height, width], not {images.dtype}"
-            f" {list(images.shape)}"
+            "images must be uint8 [prompts, seeds, 3, height, width] or [prompts, seeds, frames, 3,"
+            f" height, width], not {images.dtype} {list(images.shape)}"
         )
     if len(prompts) < images.shape[0]:
         raise ValueError(
@@ -76,7 +81,11 @@ def save_images(directory: Path, step: int, prompts: Sequence[str], images: np.n
     final = directory / f"step_{step:06d}"
     with atomic.replacing_directory(final) as beside:
         for prompt, noise in np.ndindex(*images.shape[:2]):
-            (beside / f"{prompt}_{noise}.png").write_bytes(png_bytes(images[prompt, noise]))
+            image, file = images[prompt, noise], f"{prompt}_{noise}"
+            if image.ndim == 3:
+                (beside / f"{file}.png").write_bytes(png_bytes(image))
+            else:
+                (beside / f"{file}.webp").write_bytes(webp_bytes(image, fps))
     return final
 
 
@@ -103,7 +112,10 @@ def find_images(directory: Path) -> RunImages:
 
 
 def load_step(directory: Path, step: int) -> np.ndarray:
-    """The images of one step, uint8 [P, S, 3, H, W]; FileNotFoundError unless all were saved."""
+    """The images of one step, uint8 [P, S, 3, H, W], of clips a frame from the middle.
+
+    Raises FileNotFoundError unless all were saved.
+    """
     found = next((one for one in find_images(directory).steps if one.step == step), None)
     if found is None:
         raise FileNotFoundError(f"no images of step {step} in {directory}")
@@ -119,13 +131,14 @@ def load_step(directory: Path, step: int) -> np.ndarray:
             f"{missing[0]} is missing from the images of step {step} in {directory}"
         )
     return np.stack(
-        [np.stack([read_png(found.files[row, column]) for column in columns]) for row in rows]
+        [np.stack([read_image(found.files[row, column]) for column in columns]) for row in rows]
     )
 
 
-def read_png(path: Path) -> np.ndarray:
-    """The image in ``path`` as uint8 [3, H, W]."""
+def read_image(path: Path) -> np.ndarray:
+    """The image in ``path`` as uint8 [3, H, W]; the frame in the middle of a clip."""
     with Image.open(path) as image:
+        image.seek(getattr(image, "n_frames", 1) // 2)
         return np.ascontiguousarray(np.asarray(image.convert("RGB")).transpose(2, 0, 1))
 
 
@@ -135,6 +148,23 @@ def png_bytes(image: np.ndarray) -> bytes:
     Image.fromarray(np.ascontiguousarray(image.transpose(1, 2, 0))).save(
         buffer, "PNG", optimize=True
     )
+    return buffer.getvalue()
+
+
+def webp_bytes(clip: np.ndarray, fps: int, largest: int = LARGEST_INLINE) -> bytes:
+    """``clip`` uint8 [F, 3, H, W] as the bytes of an animated WebP file, which plays for ever.
+
+    To the bit where no side is above ``largest``. Equal frames in a row are one that stays longer.
+    """
+    small = max(clip.shape[2:]) <= largest
+    frames = [Image.fromarray(np.ascontiguousarray(frame.transpose(1, 2, 0))) for frame in clip]
+    return _animated(frames, [1000 // fps] * len(frames), lossless=small, quality=90)
+
+
+def _animated(frames: list[Image.Image], durations: list[int], **how: object) -> bytes:
+    """An animated WebP of frames that stay for so many milliseconds each."""
+    buffer, (first, *rest) = io.BytesIO(), frames
+    first.save(buffer, "WEBP", save_all=True, append_images=rest, duration=durations, loop=0, **how)
     return buffer.getvalue()
 
 
@@ -196,17 +226,30 @@ def before_after(
 
 
 def data_uri(path: Path) -> tuple[str, int, int]:
-    """An image as a ``data:`` address, its width and height; a large one reduced, and as JPEG."""
+    """An image as a ``data:`` address, its width and height; a large one reduced, and as JPEG.
+
+    A clip as an animated WebP, which a browser plays.
+    """
     content = path.read_bytes()
     with Image.open(io.BytesIO(content)) as image:
-        width, height = image.size
-        if max(width, height) <= LARGEST_INLINE:
-            return f"data:image/png;base64,{base64.b64encode(content).decode()}", width, height
-        image = image.convert("RGB")
-        image.thumbnail((LARGEST_INLINE, LARGEST_INLINE), Image.Resampling.LANCZOS)
-        buffer = io.BytesIO()
-        image.save(buffer, "JPEG", quality=90)
-        return (
-            f"data:image/jpeg;base64,{base64.b64encode(buffer.getvalue()).decode()}",
-            *image.size,
-        )
+        kind, (width, height) = str(image.format).lower(), image.size
+        if max(width, height) > LARGEST_INLINE:
+            frames: list[Image.Image] = []
+            durations: list[int] = []
+            for frame in ImageSequence.Iterator(image):
+                frames.append(_reduced(frame))
+                durations.append(frame.info.get("duration", 0))  # known once it is read
+            width, height = frames[0].size
+            if kind == "webp":
+                content = _animated(frames, durations, quality=75)
+            else:
+                kind, buffer = "jpeg", io.BytesIO()
+                frames[0].save(buffer, "JPEG", quality=90)
+                content = buffer.getvalue()
+    return f"data:image/{kind};base64,{base64.b64encode(content).decode()}", width, height
+
+
+def _reduced(image: Image.Image) -> Image.Image:
+    small = image.convert("RGB")
+    small.thumbnail((LARGEST_INLINE, LARGEST_INLINE), Image.Resampling.LANCZOS)
+    return small

@@ -15,6 +15,7 @@ from configs.load import ConfigError
 
 LONGEST = 300
 """Bytes that say who holds a lock."""
+AGAIN_S = 0.1
 
 
 class Lock(NamedTuple):
@@ -43,9 +44,35 @@ def held(file: Path, what: str, remedy: str) -> Iterator[Lock]:
         os.close(lock)
 
 
-def _missing(lock: int, directory: Path, what: str, remedy: str) -> str | None:
+def busy(file: Path) -> bool:
+    """Whether a process holds ``file``; False also where nobody can know."""
+    try:
+        lock = os.open(file, os.O_RDWR | os.O_CLOEXEC)
+    except OSError:
+        return False
+    try:
+        fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:
+        return False
+    finally:
+        os.close(lock)
+    return False
+
+
+def _take(lock: int) -> None:
+    """Raises BlockingIOError: another process holds it. Twice: ``busy`` does for an instant."""
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        time.sleep(AGAIN_S)
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+
+def _missing(lock: int, directory: Path, what: str, remedy: str) -> str | None:
+    try:
+        _take(lock)
     except BlockingIOError:
         who = os.read(lock, LONGEST).decode(errors="replace").strip() or "another process"
         raise ConfigError(f"{directory}: {what} is at work here: {who}: {remedy}") from None

@@ -15,7 +15,7 @@ from typing import Any, SupportsFloat
 from configs.load import ConfigError, parse
 from configs.prompts import digests
 from configs.schema import RunConfig
-from records import lock, timeline
+from records import extremes, lock, timeline
 from records.atomic import write_json, write_text
 
 Row = dict[str, Any]  # of a JSON-lines file
@@ -186,7 +186,7 @@ class RunDirectory:
         return list(_rows(self.events_file))
 
     def truncate(self, iteration: int, moment: float) -> None:
-        """Forget metrics from ``iteration`` on, and events and work after ``moment``."""
+        """Forget metrics and images from ``iteration`` on, and events and work after ``moment``."""
         kept = [
             r
             for r in self.metrics()
@@ -194,6 +194,7 @@ class RunDirectory:
             or (r["kind"] == "evaluation" and r["iteration"] == iteration)
         ]
         write_text(self.metrics_file, "".join(json.dumps(row) + "\n" for row in kept))
+        extremes.forget_from(self.images, iteration)
         chosen = [row for row in _rows(self.selections_file) if row["iteration"] < iteration]
         write_text(self.selections_file, "".join(json.dumps(row) + "\n" for row in chosen))
         write_text(

@@ -9,16 +9,19 @@ from __future__ import annotations
 import importlib.util
 import json
 import math
-from collections.abc import Callable, Iterator, Mapping
-from typing import Protocol
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Protocol, runtime_checkable
 
 from configs.load import ConfigError
 from configs.schema import RunConfig
+from records.extremes import Extreme, sheet
 from records.metrics import PrometheusExporter, declared
 from records.rundir import RunDirectory
 
 Row = Mapping[str, object]
 Events = Callable[..., None]
+SHEET = "images/best_and_worst"
 EXTRAS = ("tensorboard", "wandb")
 """Fields of ``[logging]`` that need a package; its module and its extra have the field's name."""
 
@@ -33,6 +36,14 @@ class Sink(Protocol):
 
     def close(self) -> None:
         """No more rows come."""
+
+
+@runtime_checkable
+class ShowsImages(Protocol):
+    """A sink that shows images too."""
+
+    def images(self, iteration: int, shown: Sequence[Extreme]) -> None:
+        """The best and worst images of an iteration, in another thread than rows."""
 
 
 def check_sinks(config: RunConfig) -> None:
@@ -55,6 +66,7 @@ class Sinks:
         logging = config.logging
         self._event, self._rundir = event, rundir
         self._undeclared: set[str] = set()
+        self._one_at_a_time = threading.Lock()  # images come from another thread
         self._others: list[Sink] = [
             PrometheusExporter(logging.prometheus_port, logging.prometheus_host, event)
         ]
@@ -74,6 +86,12 @@ class Sinks:
         for sink in list(self._others):
             self._try(sink.name, lambda sink=sink: sink.row(row), sink)
 
+    def images(self, iteration: int, shown: Sequence[Extreme]) -> None:
+        """Give every sink that shows images those of an iteration."""
+        for sink in list(self._others):
+            if isinstance(sink, ShowsImages):
+                self._try(sink.name, lambda sink=sink: sink.images(iteration, shown), sink)
+
     def close(self) -> None:
         """Close every sink."""
         for sink in list(self._others):
@@ -86,7 +104,8 @@ class Sinks:
     def _try(self, name: str, do: Callable[[], None], sink: Sink | None) -> None:
         """Other people's loggers raise what they like, and no run should end for it."""
         try:
-            do()
+            with self._one_at_a_time:
+                do()
         except Exception as error:
             self._event(
                 "sink_failed", sink=name, why=f"{type(error).__name__}: {error}".splitlines()[0]
@@ -109,6 +128,11 @@ class TensorBoard:
         for name, value in numbers(row):
             self._writer.add_scalar(name, value, _iteration(row))
         self._writer.flush()
+
+    def images(self, iteration: int, shown: Sequence[Extreme]) -> None:
+        """One sheet: ``records.extremes.sheet`` says what is where."""
+        if shown:
+            self._writer.add_image(SHEET, sheet(shown), iteration)
 
     def close(self) -> None:
         """Close the file."""
@@ -149,9 +173,26 @@ class WeightsAndBiases:
         """Log it, over the row's iteration."""
         self._run.log({"iteration": _iteration(row), **dict(numbers(row))})
 
+    def images(self, iteration: int, shown: Sequence[Extreme]) -> None:
+        """One sheet, with its rewards as caption."""
+        import wandb
+
+        if shown:
+            image = wandb.Image(sheet(shown).transpose(1, 2, 0), caption=caption(shown))
+            self._run.log({"iteration": iteration, SHEET: image})
+
     def close(self) -> None:
         """Finish the offline run."""
         self._run.finish()
+
+
+def caption(shown: Sequence[Extreme]) -> str:
+    """Prompts and rewards of a sheet, a line per prompt."""
+    lines: dict[int, str] = {}
+    for one in shown:
+        before = lines.get(one.prompt, f"{one.text}:")
+        lines[one.prompt] = f"{before} {one.end} {one.stage} {one.reward:.3g};"
+    return "\n".join(line.rstrip(";") for _, line in sorted(lines.items()))
 
 
 def numbers(row: Row) -> Iterator[tuple[str, float]]:

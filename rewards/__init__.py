@@ -21,6 +21,7 @@ SCORERS: dict[str, str] = {
     "pickscore": "rewards.pickscore:PickScore",
     "hpsv2": "rewards.openclip:HPSv2",
     "ocr": "rewards.ocr:OcrScorer",
+    "geneval": "rewards.geneval:GenEvalScorer",
     "http": "rewards.server:HttpScorer",
     "vlm": "rewards.vlm:VlmScorer",
     "shapes": "rewards.shapes:ShapesScorer",

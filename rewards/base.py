@@ -26,7 +26,8 @@ class Scorer(Protocol):
     """Images in, one number per image out; higher is better.
 
     A scorer may also have an attribute ``parts``: dict[str, float32 [B]], the parts of its last
-    call, which are logged.
+    call, which are logged. With an attribute ``clips`` that is true it is given clips, uint8
+    [B, F, 3, H, W], instead of images; without, of clips the frames of ``rewards.frames``.
     """
 
     def __call__(
@@ -86,6 +87,12 @@ def require_count(name: str, value: object, least: int) -> None:
         raise ScorerSetupError(f"{name} is {value!r}: use a whole number, {least} or more")
 
 
+def require_share(name: str, value: object) -> None:
+    """Raise ScorerSetupError unless a setting is a number from 0 to 1."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value <= 1:
+        raise ScorerSetupError(f"{name} is {value!r}: use a number from 0 to 1")
+
+
 def require_one_of(name: str, value: object, words: Iterable[str]) -> None:
     """Raise ScorerSetupError unless a setting is one of ``words``."""
     if value not in (words := list(words)):
@@ -93,12 +100,17 @@ def require_one_of(name: str, value: object, words: Iterable[str]) -> None:
 
 
 def require_images(
-    images: np.ndarray, prompts: Sequence[str], metadata: Sequence[Metadata]
+    images: np.ndarray, prompts: Sequence[str], metadata: Sequence[Metadata], clips: bool = False
 ) -> None:
-    """Raise ValueError unless images is uint8 [B, 3, H, W] with B prompts and B metadata dicts."""
-    if images.dtype != np.uint8 or images.ndim != 4 or images.shape[1] != 3:
+    """Raise ValueError unless images is uint8 [B, 3, H, W] with B prompts and B metadata dicts.
+
+    ``clips``: or [B, F, 3, H, W].
+    """
+    wanted = (4, 5) if clips else (4,)
+    if images.dtype != np.uint8 or images.ndim not in wanted or images.shape[-3] != 3:
         raise ValueError(
             f"images are {images.dtype} {list(images.shape)}: scorers take uint8 [B, 3, H, W]"
+            + (" or [B, F, 3, H, W]" if clips else "")
         )
     if not len(images) == len(prompts) == len(metadata):
         raise ValueError(

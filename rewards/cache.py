@@ -36,7 +36,7 @@ class ScoreCache:
         labels: Collection[str] | None = None,
     ) -> Attempt:
         """As ``WeightedScorer.attempt``, for the images that are not known."""
-        require_images(images, prompts, metadata)
+        require_images(images, prompts, metadata, clips=True)
         contents = [content_key(*row) for row in zip(images, prompts, metadata, strict=True)]
         chosen = [label for label in self._scorer.scorers if labels is None or label in labels]
         keys = {

@@ -11,6 +11,7 @@ import numpy as np
 from configs.rewards import Rewards
 from rewards import build
 from rewards.base import Metadata, Scorer, ScorerError, check, require_images
+from rewards.clips import Asked, as_clips, as_images
 
 
 def combine(scores: Mapping[str, np.ndarray], weights: Mapping[str, float]) -> np.ndarray:
@@ -143,7 +144,7 @@ class Attempt:
     scores: dict[str, np.ndarray]  # label -> float32 [B], NaN where there is none
     parts: dict[str, np.ndarray]  # "label/part" -> float32 [B]
     failures: tuple[str, ...]  # one line per scorer that failed
-    # label -> images that it scored, and its seconds
+    # label -> images, or frames, that it scored, and its seconds
     work: dict[str, tuple[int, float]] = field(default_factory=dict)
 
 
@@ -155,8 +156,10 @@ class WeightedScorer:
         scorers: Mapping[str, Scorer],
         weights: Mapping[str, float],
         combination: Combination | None = None,
+        frames: int | None = None,
     ) -> None:
-        self.scorers, self.weights = dict(scorers), dict(weights)
+        """``frames``: of a clip, so many are scored by a scorer of images; None: all."""
+        self.scorers, self.weights, self.frames = dict(scorers), dict(weights), frames
         self.combination = combination or Combination(self.weights)
 
     @classmethod
@@ -176,7 +179,7 @@ class WeightedScorer:
         weights = {
             scorer.label: scorer.weight for scorer in rewards.scorers if scorer.label in wanted
         }
-        return cls(scorers, weights, Combination.from_config(rewards))
+        return cls(scorers, weights, Combination.from_config(rewards), rewards.frames)
 
     def attempt(
         self,
@@ -185,13 +188,16 @@ class WeightedScorer:
         metadata: Sequence[Metadata],
         labels: Collection[str] | None = None,
     ) -> Attempt:
-        """Score uint8 [B, 3, H, W] by every scorer, or by those of ``labels``.
+        """Score uint8 [B, 3, H, W], or clips [B, F, 3, H, W], by every scorer, or those of
+        ``labels``.
 
         Where one fails its scores are NaN, and the others' stand.
         """
-        require_images(images, prompts, metadata)
+        require_images(images, prompts, metadata, clips=True)
         images = images.view()  # not writeable, so that no scorer can change what the next one sees
         images.flags.writeable = False
+        batch = Asked(images, prompts, metadata)
+        single = as_images(batch, self.frames)  # once, so that scorers share what they make of it
         scores: dict[str, np.ndarray] = {}
         parts: dict[str, np.ndarray] = {}
         failures: list[str] = []
@@ -199,9 +205,10 @@ class WeightedScorer:
         for label, scorer in self.scorers.items():
             if labels is not None and label not in labels:
                 continue
+            asked = as_clips(batch) if getattr(scorer, "clips", False) else single
             start = time.perf_counter()
             try:
-                answer = scorer(images, prompts, metadata)
+                answer = scorer(asked.images, asked.prompts, asked.metadata)
             # a user's scorer may raise anything; it is said, counted and retried, never scored
             except Exception as error:
                 if type(error).__name__ == "OutOfMemoryError":  # torch's: no try would go better
@@ -209,13 +216,15 @@ class WeightedScorer:
                 failures.append(f"scorer {label!r} raised {type(error).__name__}: {error}")
                 scores[label] = np.full(len(images), np.nan, np.float32)
                 continue
-            work[label] = len(images), time.perf_counter() - start
-            scores[label], problem = check(answer, len(images))
+            work[label] = len(asked.images), time.perf_counter() - start
+            values, problem = check(answer, len(asked.images))
+            scores[label] = asked.means(values)
             if problem:
                 failures.append(f"scorer {label!r} {problem}")
             told = getattr(scorer, "parts", None) or {}
             parts |= {
-                f"{label}/{name}": np.asarray(value, np.float32) for name, value in told.items()
+                f"{label}/{name}": asked.means(np.asarray(value, np.float32))
+                for name, value in told.items()
             }
         return Attempt(scores, parts, tuple(failures), work)
 

@@ -43,6 +43,7 @@ class HttpScorer(BuiltIn):
     ``encoding`` npz sends raw pixels, json sends PNG in base64. An answer that does not come within
     ``timeout_s``, a broken connection and a 5xx are tried again ``retries`` times; keep (retries +
     1) x timeout_s below the deadline of the service that asks. ``batch_size`` 0 sends all at once.
+    With ``clips``, in npz only, whole clips [B, F, 3, H, W] go out, not single frames.
 
     Images go to ``url`` and nowhere else: no redirect is followed, and plain http leaves this
     machine only with ``plain_http``. No more of an answer is read than scores can take.
@@ -56,7 +57,9 @@ class HttpScorer(BuiltIn):
         retries: int = 2,
         batch_size: int = 0,
         plain_http: bool = False,
+        clips: bool = False,
     ) -> None:
+        self.clips = clips
         self.url, self.encoding, self.timeout_s = url, encoding, timeout_s
         self.retries, self.batch_size, self.plain_http = retries, batch_size, plain_http
         self.check(vars(self))
@@ -66,6 +69,8 @@ class HttpScorer(BuiltIn):
         """Raises ScorerSetupError for settings with which no server can be asked."""
         require_url(settings["url"], settings["plain_http"])
         require_one_of("encoding", settings["encoding"], TYPES)
+        if settings["clips"] and settings["encoding"] != "npz":
+            raise ScorerSetupError("clips = true needs encoding = 'npz': json sends single images")
         require_seconds("timeout_s", settings["timeout_s"])
         require_count("retries", settings["retries"], 0)
         require_count("batch_size", settings["batch_size"], 0)
@@ -74,7 +79,7 @@ class HttpScorer(BuiltIn):
         self, images: np.ndarray, prompts: Sequence[str], metadata: Sequence[Metadata]
     ) -> np.ndarray:
         """uint8 [B, 3, H, W] -> float32 [B], NaN where the server says null. Raises ScorerError."""
-        require_images(images, prompts, metadata)
+        require_images(images, prompts, metadata, self.clips)
         size = self.batch_size or max(1, len(images))
         parts = [
             self._ask(

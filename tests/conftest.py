@@ -12,7 +12,9 @@ from tests.tiny_flux import tiny_flux_dir
 from tests.tiny_flux2 import tiny_flux2_dir, tiny_flux2_klein_dir
 from tests.tiny_qwen_image import tiny_qwen_image_dir
 from tests.tiny_sana import tiny_sana_dir
+from tests.tiny_sana_video import tiny_sana_video_dir
 from tests.tiny_sd3 import tiny_sd3_dir
+from tests.tiny_wan import tiny_wan_dir
 from tests.tiny_z_image import tiny_z_image_dir
 
 __all__ = [
@@ -22,7 +24,9 @@ __all__ = [
     "tiny_flux_dir",
     "tiny_qwen_image_dir",
     "tiny_sana_dir",
+    "tiny_sana_video_dir",
     "tiny_sd3_dir",
+    "tiny_wan_dir",
     "tiny_z_image_dir",
 ]
 

@@ -18,7 +18,8 @@ if TYPE_CHECKING:
     from policy.families import Family
     from policy.types import Conditioning
 
-NAMES = ("sd3", "flux", "sana", "qwen_image", "z_image", "flux2", "flux2_klein")
+VIDEO = ("wan", "sana_video")
+NAMES = ("sd3", "flux", "sana", "qwen_image", "z_image", "flux2", "flux2_klein", *VIDEO)
 SETTINGS: dict[str, dict[str, Any]] = {
     "sd3": {"height": 16, "width": 16, "max_sequence_length": 12},
     "flux": {"height": 16, "width": 16, "max_sequence_length": 12, "guidance": 3.5},
@@ -32,8 +33,16 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "z_image": {"height": 16, "width": 16, "max_sequence_length": 40},
     "flux2": {"height": 16, "width": 16, "max_sequence_length": 24, "guidance": 4.0},
     "flux2_klein": {"height": 16, "width": 16, "max_sequence_length": 24},
+    "wan": {"height": 16, "width": 16, "frames": 5, "max_sequence_length": 12},
+    "sana_video": {
+        "height": 32,
+        "width": 32,
+        "frames": 5,
+        "max_sequence_length": 12,
+        "complex_human_instruction": False,
+    },
 }
-SOLVER = {name: "dpmpp_2m" if name == "sana" else "euler" for name in NAMES}
+SOLVER = {name: "dpmpp_2m" if name.startswith("sana") else "euler" for name in NAMES}
 """The solver that is the stock pipeline's."""
 PROMPTS = ["a red circle", "two blue crosses above a green square"]
 SEEDS = [11, 2**40 + 3, 7]
@@ -45,6 +54,8 @@ PIPELINES = {
     "z_image": "ZImagePipeline",
     "flux2": "Flux2Pipeline",
     "flux2_klein": "Flux2KleinPipeline",
+    "wan": "WanPipeline",
+    "sana_video": "SanaVideoPipeline",
 }
 TEXT_MODULES = {name: {"sd3": 3, "flux": 2}.get(name, 1) for name in NAMES}
 """Text encoders of each."""
@@ -70,7 +81,7 @@ def stock_call(
     pipe: Any, model: Model, prompt: str, noise: Any, steps: int, output_type: str, **more: Any
 ) -> Any:
     """What the stock pipeline draws without classifier-free guidance from given noises: latents or
-    PIL images.
+    PIL images, or lists of them that are clips.
     """
     from policy.families import FAMILIES
 
@@ -81,20 +92,22 @@ def stock_call(
     if model.family.startswith("flux2") and output_type == "latent":
         # one of the two returns them packed, the other as its autoencoder takes them
         how["callback_on_step_end"] = lambda *found: kept.update(found[-1]) or {}
-    images = pipe(
+    what, kind = ("frames", "videos") if FAMILIES[model.family].video else ("images", "images")
+    found = pipe(
         prompt=prompt,
-        num_images_per_prompt=len(noise),
+        **{f"num_{kind}_per_prompt": len(noise)},
         num_inference_steps=steps,
         latents=noise,
         output_type=output_type,
         **{**how, **more},
-    ).images
-    return kept["latents"].transpose(1, 2).reshape(noise.shape) if kept else images
+    )
+    return kept["latents"].transpose(1, 2).reshape(noise.shape) if kept else found[what]
 
 
 def as_array(images: Sequence[Any]) -> np.ndarray:
-    """uint8 [B, 3, H, W] of PIL images."""
-    return np.stack([np.asarray(image) for image in images]).transpose(0, 3, 1, 2)
+    """uint8 [B, 3, H, W] of PIL images, [B, F, 3, H, W] of lists of them."""
+    found = [as_array(one) if isinstance(one, list) else np.asarray(one) for one in images]
+    return np.stack(found) if isinstance(images[0], list) else np.moveaxis(np.stack(found), -1, 1)
 
 
 @dataclass

@@ -63,7 +63,7 @@ def make_tiny_sana(path: str | Path, seed: int = 0, euler: bool = False) -> Path
             transformer=transformer,
             scheduler=FlowMatchEulerDiscreteScheduler(shift=3.0) if euler else dpm,
             vae=_vae(),
-            text_encoder=_gemma(),
+            text_encoder=tiny_gemma(),
             tokenizer=gemma_tokenizer(),
         )
         pipe.save_pretrained(str(path))
@@ -90,7 +90,7 @@ def _vae() -> AutoencoderDC:
     ).eval()
 
 
-def _gemma() -> Gemma2Model:
+def tiny_gemma() -> Gemma2Model:
     from transformers import Gemma2Config, Gemma2Model
 
     config = Gemma2Config(

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from records.extremes import KeptIteration, find_extremes
 from records.images import RunImages, find_images
 from records.timeline import FILE as TIMELINE
 from records.timeline import Span, read_spans
@@ -42,6 +43,7 @@ class RunData:
     spans: list[Span] = field(default_factory=list)
     remarks: list[str] = field(default_factory=list)
     prompts: dict[str, str] = field(default_factory=dict)
+    extremes: list[KeptIteration] = field(default_factory=list)
 
     @property
     def state(self) -> str:
@@ -132,6 +134,7 @@ def read_run(directory: Path) -> RunData:
             if isinstance(digests, dict)
             else {}
         ),
+        extremes=find_extremes(directory / "images"),
     )
 
 

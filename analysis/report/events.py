@@ -19,6 +19,7 @@ TONES = {
     ),
     **dict.fromkeys(("chunk_reissued", "run_resumed", "run_stopped", "stopped_early"), "warn"),
     **dict.fromkeys(("metrics_unavailable", "metric_undeclared", "sink_failed"), "warn"),
+    **dict.fromkeys(("report_failed", "images_missed"), "warn"),
     **dict.fromkeys(("scaling_refused", "actor_waits", "audit_low"), "warn"),
     **dict.fromkeys(("backend_moved", "backend_kept", "scorer_constant"), "warn"),
 }

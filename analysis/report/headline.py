@@ -9,6 +9,7 @@ from pydantic import ValidationError
 
 from analysis.report.charts import number
 from analysis.report.data import Row, RunData, finite, reason, step_of, values
+from analysis.report.live import Live
 from configs.schema import RunConfig
 from records.progress import duration
 
@@ -18,6 +19,7 @@ STATES = {
     "stopped": ("stopped", "warn"),
     "open": ("no end recorded", "warn"),
 }
+RUNNING = ("going on", "good")
 
 
 @dataclass(frozen=True)
@@ -56,8 +58,8 @@ class Headline:
         return "bad" if self.failure else "warn"
 
 
-def headline(run: RunData) -> Headline:
-    """The top of the page."""
+def headline(run: RunData, live: Live | None = None) -> Headline:
+    """The top of the page; ``live``: the run goes on."""
     failed, stopped = run.last_event("run_failed"), run.last_event("run_stopped")
     failure = stop = ""
     if run.state == "failed" and failed:
@@ -66,11 +68,11 @@ def headline(run: RunData) -> Headline:
         stop = reason(stopped) or "by request"
     gain, paired = _gain(run)
     return Headline(
-        *STATES[run.state],
+        *(RUNNING if live else STATES[run.state]),
         _sentence(run),
         failure,
         stop,
-        _lines(run),
+        _lines(run, live),
         _estimate(run.before),
         _estimate(run.after),
         step_of(run.after) if run.after else 0,
@@ -84,7 +86,8 @@ def _sentence(run: RunData) -> str:
     """Model, arm and objective in a sentence."""
     if not run.config:
         return "Its configuration is missing."
-    size = f"{run.setting('model.width')}×{run.setting('model.height')}"
+    sides = ("model.width", "model.height", "model.frames")
+    size = "×".join(str(side) for side in map(run.setting, sides) if side)
     model = f"{run.setting('model.family', 'model')} · {run.setting('model.path', '?')} · {size}"
     head = f"{model}. Arm {run.setting('arm', '?')}"
     try:
@@ -104,9 +107,9 @@ def _sentence(run: RunData) -> str:
     )
 
 
-def _lines(run: RunData) -> list[str]:
+def _lines(run: RunData, live: Live | None) -> list[str]:
     lines = []
-    if run.state == "open":
+    if run.state == "open" and live is None:
         lines.append(
             "No end was recorded: the run is still going on, or it was killed. This is what there"
             " is so far."

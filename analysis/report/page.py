@@ -8,40 +8,53 @@ from __future__ import annotations
 
 import json
 import math
+import time
 from pathlib import Path
 
 from analysis.report import parts, rewards, sections
 from analysis.report.data import RunData, read_run
 from analysis.report.events import happenings
+from analysis.report.extremes import OPEN, kept_iterations, thinned
 from analysis.report.gallery import gallery
 from analysis.report.headline import headline
+from analysis.report.live import Live, program, program_hash
 from analysis.report.parts import Cell, Table
 from records.atomic import write_text
 
 FILE = "report.html"
 
 
-def build_report(run_dir: Path) -> Path:
-    """Write ``report.html`` into ``run_dir``, over an older one; returns its path.
+def build_report(run_dir: Path, live_s: float | None = None) -> Path:
+    """Write ``report.html`` into ``run_dir``, over an older one; returns its path. ``live_s``: a
+    driver is at work there, and writes it again after about so many seconds.
 
     Raises:
         FileNotFoundError: ``run_dir`` is no run directory.
         OSError: it cannot be written.
     """
     target = Path(run_dir) / FILE
-    write_text(target, render(read_run(target.parent)))
+    run = read_run(target.parent)
+    live = Live(time.time(), live_s) if live_s and run.state == "open" else None
+    write_text(target, render(run, live))
     return target
 
 
-def render(run: RunData) -> str:
-    """The page as text."""
+def render(run: RunData, live: Live | None = None) -> str:
+    """The page as text; ``live``: it loads itself again."""
+    extremes = kept_iterations(run)
     particulars = (_quantised(run), _versions(run))
     configuration = json.dumps(run.config, indent=2, ensure_ascii=False, default=str)
     return parts.render(
         "report.html",
         name=run.name,
         what="run report",
-        top=headline(run),
+        top=headline(run, live),
+        live=live,
+        program=program(),
+        program_hash=program_hash(),
+        extremes=extremes[:OPEN],
+        earlier=extremes[OPEN:],
+        extremes_note=thinned(run, extremes),
         images=gallery(run),
         images_before_only=len(run.images.steps) == 1,
         sections=[

@@ -32,6 +32,7 @@ PRESETS = {
     "sana-1.6b": "sana-sol_rl-hpsv2",
     "sd3.5-medium": "sd35_medium-sol_rl-hpsv2",
     "flux.1-dev": "flux1-sol_rl-hpsv2",
+    "wan2.1-t2v-1.3b": "wan_1_3b-sol_rl-hpsv2",
     "flux.2-klein-4b": "flux2_klein-sol_rl-hpsv2",
     "z-image-turbo": "z_image-sol_rl-hpsv2",
     "qwen-image": "qwen_image-sol_rl-hpsv2",
@@ -95,6 +96,7 @@ def config_of(name: str, case: Case, family: Family, backend: str, gpu: bool) ->
         **{"model.height": model.height, "model.width": model.width},
         **{"model.max_sequence_length": model.max_sequence_length},
         **({"model.guidance": model.guidance} if model.guidance is not None else {}),
+        **({"model.frames": model.frames} if model.frames is not None else {}),
         **{"explore.pool_size": POOL, "explore.chunk_size": POOL, "explore.steps": STEPS},
         **{"explore.backend": f"'{backend}'", "selection.keep": KEEP},
         **{"regenerate.steps": STEPS, "regenerate.batch_size": BATCH},
@@ -116,6 +118,7 @@ def _iteration(
     name: str, case: Case, family: Family, backend: Backend, setting: Setting
 ) -> Finding:
     config = config_of(name, case, family, backend.name, setting.gpu)
+    clip = f", {config.model.frames} frames" if config.model.frames is not None else ""
     device, seconds = setting.device, dict[str, float]()
 
     def timed(stage: str, do: Callable[[], X]) -> X:
@@ -154,7 +157,7 @@ def _iteration(
         {"architecture": case.name, "backend": backend.name},
         {**seconds, **({"peak GB": peak} if setting.gpu else {})},
         f"{POOL} seeds, {KEEP} kept, {STEPS} steps,"
-        f" {config.model.width} x {config.model.height} pixels",
+        f" {config.model.width} x {config.model.height} pixels{clip}",
     )
 
 
@@ -164,9 +167,9 @@ def _publish(trainer: Trainer, explorer: Explorer, version: int) -> None:
 
 
 def redness(images: np.ndarray) -> np.ndarray:
-    """A reward by rule, float32 [B] of uint8 [B, 3, H, W], which differs between any two images:
-    those of random weights are all alike to a learned scorer.
+    """A reward by rule, float32 [B] of uint8 [B, 3, H, W] or clips, which differs between any two
+    images: those of random weights are all alike to a learned scorer.
     """
-    means = images.astype(np.float64).mean((2, 3))
+    means = images.astype(np.float64).mean((-2, -1)).reshape(len(images), -1, 3).mean(1)
     order = np.arange(len(images)) * 1e-6  # images of random weights may be equal
     return (means[:, 0] - means[:, 1:].mean(1) + order).astype(np.float32)

@@ -20,7 +20,7 @@ ARCHITECTURES = ("sana-1.6b", "sd3.5-medium", "sd3.5-large", "flux.1-dev")
 """Smallest first: where time runs out the largest are left out."""
 FAMILIES = ("sana-1.6b", "sd3.5-medium", "flux.1-dev")
 """One of each family of the paper."""
-NEWER = ("flux.2-klein-4b", "z-image-turbo", "qwen-image", "flux.2-dev")
+NEWER = ("wan2.1-t2v-1.3b", "flux.2-klein-4b", "z-image-turbo", "qwen-image", "flux.2-dev")
 """One of each other family, smallest first."""
 SMALL_PIXELS = 64
 SMALL_DECODERS: dict[str, dict[str, Any]] = {
@@ -33,6 +33,7 @@ SMALL_DECODERS: dict[str, dict[str, Any]] = {
     },
     "AutoencoderKLFlux2": {"block_out_channels": [32, 32, 32, 32], "layers_per_block": 1},
     "AutoencoderKLQwenImage": {"base_dim": 8, "num_res_blocks": 1},
+    "AutoencoderKLWan": {"base_dim": 8, "num_res_blocks": 1},
 }
 """Autoencoders for machines without a GPU: the published kinds, few and narrow blocks."""
 

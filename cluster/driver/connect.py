@@ -8,7 +8,8 @@ from typing import Any
 
 import ray
 
-from cluster.jobs.live_runs import require_listener
+from cluster.jobs.dashboard import TOKEN_WANTED
+from cluster.jobs.live_runs import require_listener, wants_token
 from cluster.runtime import template
 from configs.load import ConfigError
 from configs.schema import RunConfig
@@ -49,6 +50,7 @@ def join_or_start_ray(config: RunConfig) -> bool:
         ray.init(**how)  # pyright: ignore[reportUnknownMemberType]
     except Exception as error:  # Ray's failures to start have no class of their own
         why = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        why = TOKEN_WANTED if wants_token(error) else why
         what = (
             "Ray's cluster at RAY_ADDRESS cannot be joined"
             if joined

@@ -10,6 +10,7 @@ from ray import ObjectRef
 from ray.exceptions import ObjectLostError
 
 from actors.messages import Floats, GenerateRequest, Images
+from cluster.driver.encoded import blocks_of
 from cluster.driver.iteration import Metrics
 from cluster.driver.scoring import Scored, Scoring
 from cluster.driver.services import ActorServices
@@ -30,7 +31,7 @@ class Evaluation:
 
     rewards: Floats  # [P, S]
     values: dict[str, Floats]  # label -> [P, S]
-    images: Images  # of the first prompts: [G, S, 3, H, W], G <= P
+    images: Images  # of the first prompts: [G, S, 3, H, W], clips [G, S, F, 3, H, W], G <= P
     # images per second of each scorer, by the metric's name
     speeds: dict[str, float] = field(default_factory=dict[str, float])
 
@@ -82,12 +83,7 @@ async def evaluate(
     Raises:
         RunFailed: more images failed to be scored than ``rewards.max_failed_share`` allows.
     """
-    settings = config.evaluate
-    size = max(1, settings.batch_size // settings.noises)
-    blocks = [
-        list(range(first, min(first + size, len(prompts))))
-        for first in range(0, len(prompts), size)
-    ]
+    settings, blocks = config.evaluate, blocks_of(config, len(prompts))
     conditioning = await services.encoder.encode(
         "evaluation", [[prompts[p].text for p in block] for block in blocks]
     )

@@ -7,7 +7,8 @@ import asyncio
 import numpy as np
 from ray import ObjectRef
 
-from actors.messages import ChunkKey, ExploreChunk, Samples
+from actors.messages import ChunkKey, ExploreChunk, Images, Samples
+from cluster.driver.extremes import Extremes
 from cluster.driver.iteration import Candidates, Iteration
 from cluster.driver.scoring import Scored, Scoring
 from cluster.driver.services import ActorServices
@@ -46,9 +47,16 @@ class SeedLedger:
 class Exploration:
     """Explores iterations: each in its turn, or the next one while the learner works."""
 
-    def __init__(self, config: RunConfig, services: ActorServices, prompts: list[Prompt]):
+    def __init__(
+        self,
+        config: RunConfig,
+        services: ActorServices,
+        prompts: list[Prompt],
+        extremes: Extremes | None = None,
+    ):
         self._config, self._services, self._prompts = config, services, prompts
         self._plan = config.plan  # which is made anew each time it is asked for
+        self._extremes = extremes
         self._tasks = BackgroundTasks()
         self._ahead: asyncio.Task[Iteration] | None = None  # ends when the next one is under way
         self._encoding: dict[int, asyncio.Task[Encoded]] = {}  # by iteration
@@ -128,7 +136,7 @@ class Exploration:
                 for number, first in enumerate(range(0, len(seeds), size))
             )
         )
-        scored = Scored.concatenate([scored for scored, _ in chunks])
+        scored = Scored.concatenate([scored for scored, _, _ in chunks])
         usable, keep = int(np.isfinite(scored.rewards).sum()), self._config.selection.keep
         if usable < keep:
             raise RunFailed(
@@ -137,12 +145,16 @@ class Exploration:
                 " events.jsonl for what its scorers said"
             )
         chosen = await self._services.selector.select(it.index, p, scored.rewards)
-        samples = [reference for _, reference in chunks]
+        if self._extremes:
+            images = [reference for *_, reference in chunks if reference is not None]
+            if images:
+                self._extremes.seen(it, p, "explored", seeds, scored.rewards, images, size)
+        samples = [reference for _, reference, _ in chunks]
         return it.explored(p, Candidates(seeds, scored, samples, size, chosen))
 
     async def _chunk(
         self, it: Iteration, p: int, number: int, seeds: tuple[int, ...]
-    ) -> tuple[Scored, ObjectRef[Samples]]:
+    ) -> tuple[Scored, ObjectRef[Samples], ObjectRef[Images] | None]:
         """Explore and score one chunk; images that were lost with their node before they were
         scored are made again.
         """
@@ -164,5 +176,7 @@ class Exploration:
             except InputsLost:
                 continue
             it.advanced("scored", len(seeds))
-            return scored, explored.samples
+            # a reference is memory on some node: only where the images are looked at once more
+            looked_at = self._extremes is not None and self._extremes.wants(p)
+            return scored, explored.samples, explored.images if looked_at else None
         raise RunFailed(f"{key}: its images were lost {tries} times before they were scored")

@@ -56,7 +56,11 @@ class HeldOut:
         }
         row |= result.row(np.array(before, dtype=float) if before is not None else None)
         save_images(
-            self._rundir.images, iteration, [prompt.text for prompt in self._prompts], result.images
+            self._rundir.images,
+            iteration,
+            [prompt.text for prompt in self._prompts],
+            result.images,
+            self._config.model.frames_per_second,
         )
         self._file(iteration).parent.mkdir(exist_ok=True)
         write_json(self._file(iteration), {"weights": weights, **result.table()})

@@ -12,6 +12,7 @@ from collections.abc import Callable
 
 from actors.messages import TrainingGroup
 from cluster.driver.exploration import Exploration
+from cluster.driver.extremes import Extremes
 from cluster.driver.identity import PolicyIdentity
 from cluster.driver.iteration import Iteration, Metrics, trained_rewards
 from cluster.driver.rank_monitor import RankMonitor
@@ -40,6 +41,7 @@ class Ring:
         prompts: list[Prompt],
         progress: Progress,
         event: Callable[..., None],
+        extremes: Extremes | None = None,
     ):
         self.config, self.services, self.progress = config, services, progress
         self._plan = config.plan  # which is made anew each time it is asked for
@@ -50,8 +52,9 @@ class Ring:
             services.weights.identity = PolicyIdentity(
                 config, services.encoder, prompts, event, progress.note
             )
-        self._exploration = Exploration(config, services, prompts)
-        self._regeneration = Regeneration(config, services)
+        self._extremes = extremes
+        self._exploration = Exploration(config, services, prompts, extremes)
+        self._regeneration = Regeneration(config, services, extremes)
 
     async def begin(self, index: int) -> None:
         """Publish what iteration ``index`` needs: policy ``index``, and the one before where that
@@ -71,6 +74,8 @@ class Ring:
         """
         it = await self._its_turn(index)
         groups = await run_together(*(self._group(it, p) for p in range(len(it.prompts))))
+        if self._extremes:
+            self._extremes.finished(it)
         it.scoring.check_share()
         self._constant.observe(index, it.scoring)
         regenerated_at = clock.now()

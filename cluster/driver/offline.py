@@ -112,6 +112,7 @@ def evaluate_run(
             checkpoint_step(path),
             [prompt.text for prompt in prompts],
             result.images,
+            config.model.frames_per_second,
         )
     file = str(prompt_file(given or config.prompts.test).absolute())
     write_json(
@@ -151,8 +152,9 @@ async def _evaluate_all(
 ) -> dict[str, Evaluation]:
     services = ActorServices(config, rundir, rundir.event)
     services.only("encoder", "reward", "learner")
-    await services.start()
     try:
+        await services.encode_once([], prompts)
+        await services.start()
         await services.learner.load(path.name, str(path))
         present = [name for name in ADAPTERS if (path / f"{adapter_file(name)}{ENDING}").exists()]
         return {

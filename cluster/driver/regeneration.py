@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import numpy as np
-from ray import ObjectRef
 
-from actors.messages import Floats, GenerateRequest, SampleRows, Samples, TrainingGroup
+from actors.messages import Floats, Generated, GenerateRequest, SampleRows, TrainingGroup
+from cluster.driver.extremes import Extremes
 from cluster.driver.iteration import Candidates, Iteration
 from cluster.driver.scoring import Scored
 from cluster.driver.services import ActorServices
@@ -19,10 +17,12 @@ from records.errors import RunFailed
 class Regeneration:
     """Makes the groups that are trained on, with the newest policy."""
 
-    def __init__(self, config: RunConfig, services: ActorServices):
-        self._config, self._services = config, services
+    def __init__(
+        self, config: RunConfig, services: ActorServices, extremes: Extremes | None = None
+    ):
+        self._services, self._extremes = services, extremes
         self._steps, self._solver = config.regenerate.steps, config.plan.solver
-        self._parts = config.regenerated_parts
+        self._size = config.regenerated_size
 
     async def chosen(self, it: Iteration, p: int, candidates: Candidates) -> TrainingGroup:
         """The chosen seeds of a prompt; audits their ranking, and that of some random ones."""
@@ -46,7 +46,8 @@ class Regeneration:
         """(what is trained on: K seeds of a prompt without those that have no score; all rewards
         [K], NaN: none).
         """
-        parts = divided(seeds, self._parts)
+        size = self._size
+        parts = [seeds[first : first + size] for first in range(0, len(seeds), size)]
         key = ("regenerate", it.index, p)
         made = await run_together(
             *(
@@ -55,23 +56,25 @@ class Regeneration:
             )
         )
         rewards = Scored.concatenate([scored for _, scored in made]).rewards
+        if self._extremes:
+            images = [generated.images for generated, _ in made]
+            self._extremes.seen(it, p, "regenerated", seeds, rewards, images, size)
         found = np.isfinite(rewards)
         if not found.any():
             raise RunFailed(
                 f"prompt {it.prompts[p].text!r} is left with none of its {len(seeds)} regenerated"
                 " images scored: see events.jsonl for what its scorers said"
             )
-        ends = np.cumsum([len(part) for part in parts])[:-1]
         rows = tuple(
-            SampleRows(samples, tuple(np.flatnonzero(kept).tolist()))
-            for (samples, _), kept in zip(made, np.split(found, ends), strict=True)
-            if kept.any()
+            SampleRows(generated.samples, tuple(np.flatnonzero(kept).tolist()))
+            for number, (generated, _) in enumerate(made)
+            if (kept := found[number * size : (number + 1) * size]).any()
         )
         return TrainingGroup(p, rewards[found], it.conditioning[p], rows), rewards
 
     async def _generate(
         self, it: Iteration, p: int, seeds: tuple[int, ...], key: tuple[object, ...], part: int
-    ) -> tuple[ObjectRef[Samples], Scored]:
+    ) -> tuple[Generated, Scored]:
         request = GenerateRequest(seeds, self._steps, self._solver)
         made = await self._services.learner.generate(
             key, request, it.conditioning[p], priority=(p, part)
@@ -80,11 +83,4 @@ class Regeneration:
         prompts = [it.prompts[p]] * len(seeds)
         # before the chunks of the next iteration, which may be explored already
         scored = await it.scoring.score(key, made.images, prompts, priority=(it.index, p, 1, part))
-        return made.samples, scored
-
-
-def divided(seeds: tuple[int, ...], parts: int) -> Sequence[tuple[int, ...]]:
-    """Runs of seeds in order, as equal as can be, none empty."""
-    parts, count = min(parts, len(seeds)), len(seeds)
-    cuts = [count * part // parts for part in range(parts + 1)]
-    return [seeds[first:last] for first, last in zip(cuts, cuts[1:], strict=False)]
+        return made, scored

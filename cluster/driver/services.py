@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -17,6 +18,7 @@ from actors.learner import LearnerActor
 from actors.reward import RewardActor
 from actors.rollout import RolloutActor
 from actors.selector import SelectorActor
+from cluster.driver.encoded import EncodedOnce, texts_of
 from cluster.driver.learners import LearnerGroup
 from cluster.driver.places import Places
 from cluster.driver.scoring import RewardService
@@ -25,6 +27,7 @@ from cluster.runtime import template
 from cluster.runtime.pool import ActorPool
 from cluster.runtime.transport import RAY, Handle, Transport
 from configs.load import ConfigError
+from configs.prompts import Prompt
 from configs.schema import RunConfig
 from configs.services import ScorerService, Service
 from planning.placement import start_order
@@ -54,11 +57,12 @@ class ActorServices:
     ):
         self.config, self._event, self._record = config, event, record
         self.places = self._places()
+        self._chosen = False  # whether every actor has a place
         self._scaling = asyncio.Lock()  # one change of size after the other
         tree = config.model_dump(mode="json")
         failures = str(rundir.path / "failure")
 
-        encoder = self._pool("encoder", EncoderActor, tree)
+        encoder = self.encoder_pool = self._pool("encoder", EncoderActor, tree)
         selector = self._pool("selector", SelectorActor, tree)
         self.learners = LearnerGroup(self._pool("learner", LearnerActor, tree, failures))
         self.rollout_pool = self._pool("rollout", RolloutActor, tree)
@@ -70,7 +74,8 @@ class ActorServices:
                 if (labels := config.scorers_of(kind))
             }
         )
-        self.encoder, self.selector = EncoderClient(encoder), SelectorClient(selector)
+        asked = EncodedOnce if config.prompts.encode_once else EncoderClient
+        self.encoder, self.selector = asked(encoder), SelectorClient(selector)
         self.rollout, self.learner = RolloutClient(self.rollout_pool), self.learners.client
         self.weights = WeightChannel(event, config.explore_ahead)
         self.rollout_pool.prepare = self.weights.prepare_for(self.rollout_pool)
@@ -103,6 +108,26 @@ class ActorServices:
         scoring = [pool.kind for pool in self.reward.pools] if "reward" in kinds else []
         self.pools = [pool for pool in self.pools if pool.kind in (*kinds, *scoring)]
 
+    async def encode_once(self, train: Sequence[Prompt], test: Sequence[Prompt]) -> None:
+        """Where that is configured: start the encoder alone, have it encode all that the run will
+        ask for, and let it go, before anything else is started.
+        """
+        if not isinstance(self.encoder, EncodedOnce) or self.encoder.known:
+            return
+        began = time.monotonic()
+        await self._choose_places()
+        await self.encoder_pool.start()
+        await self.encoder.fill(texts_of(self.config, train, test))
+        await self.encoder_pool.supervisor.resize(0)
+        self.pools = [pool for pool in self.pools if pool is not self.encoder_pool]
+        seconds = round(time.monotonic() - began, 3)
+        self._event("prompts_encoded", groups=len(self.encoder.known), seconds=seconds)
+
+    async def _choose_places(self) -> None:
+        if not self._chosen:
+            await self.places.choose([pool.kind for pool in self.pools])
+            self._chosen = True
+
     async def start(self) -> None:
         """Choose a node for every actor and create it; returns when every one answers. Raises
         ConfigError where there is no room.
@@ -110,7 +135,7 @@ class ActorServices:
         starting: dict[str, ActorPool | LearnerGroup] = {pool.kind: pool for pool in self.pools}
         if "learner" in starting:
             starting["learner"] = self.learners
-        await self.places.choose(starting)
+        await self._choose_places()
         for stage in start_order(self.config, starting):
             await asyncio.gather(*(starting[kind].start() for kind in stage))
 

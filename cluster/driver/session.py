@@ -16,9 +16,11 @@ import ray
 from analysis.report.page import build_report
 from cluster.driver.checkpoints import Checkpoints, Position
 from cluster.driver.connect import check_run_root, join_or_start_ray
+from cluster.driver.extremes import Extremes
 from cluster.driver.held_out import HeldOut
 from cluster.driver.iteration import Iteration, Metrics
 from cluster.driver.layout import on_this_cluster
+from cluster.driver.live_report import LiveReport
 from cluster.driver.loop import Ring
 from cluster.driver.scaling import Scaling
 from cluster.driver.services import ActorServices
@@ -109,11 +111,14 @@ class Session:
     ):
         self.config, self.rundir = config, rundir
         self.progress = progress or Progress(title=f"Sol-RL: {config.name}")
-        self.position = Position()
+        self.position, self._prompts = Position(), (train_prompts, test_prompts)
         timeline = Timeline(rundir.timeline_file)
         self.services = ActorServices(config, rundir, self._event, timeline.record)
-        self.ring = Ring(config, self.services, train_prompts, self.progress, rundir.event)
-        self.sinks = Sinks(config, rundir, rundir.event)
+        event, note = rundir.event, self.progress.note
+        self.sinks = Sinks(config, rundir, event)
+        self.extremes = Extremes(config, rundir, event, note, self.sinks.images)
+        self.ring = Ring(config, self.services, train_prompts, self.progress, event, self.extremes)
+        self.live_report = LiveReport(rundir.path, config.logging.report_every_s, event, note)
         self.held_out = HeldOut(config, rundir, test_prompts)
         self.checkpoints = Checkpoints(rundir, self.services, self.ring.monitor, self.position)
         self.scaling = Scaling(config, self.services, rundir, self.progress)
@@ -130,6 +135,7 @@ class Session:
         reporter = Reporter(self, str(self.rundir.path))
         link = Link(f"{self.config.name}#{run_key()}", reporter.state, self.scaling.scale)
         linked = asyncio.create_task(link.live())
+        self.live_report.begin()
         try:
             with self.progress, collected_rarely():
                 await self._train(checkpoint)
@@ -145,8 +151,10 @@ class Session:
             await cancel_all([linked])
             await cancel_all([self.scaling.running] if self.scaling.running else [])
             await link.leave()
+            await self.extremes.close()
             await self.services.stop()
             self.sinks.close()
+            await self.live_report.close()
             self._report()
 
     def _event(self, name: str, **fields: object) -> None:
@@ -180,6 +188,7 @@ class Session:
 
     async def _train(self, checkpoint: Path | None) -> None:
         self.progress.starting(sum(len(pool.members) for pool in self.services.pools))
+        await self.services.encode_once(*self._prompts)
         await self.services.start()
         while True:
             try:
@@ -289,6 +298,7 @@ class Session:
             row = await self.held_out.evaluate(self.services, iteration, self.position.seconds)
             self.sinks.row(row)
             self.progress.evaluation_finished(row)
+            self.live_report.due()
 
     async def _stopped(self) -> Stopped:
         """The end, in words. The learner's weights stand between two updates whenever the work was

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from cluster.jobs.job_log import first_line, follow
+from cluster.jobs.job_log import first_line, output_of
 from configs.load import ConfigError
 
 if TYPE_CHECKING:
@@ -121,4 +121,4 @@ def ask_through_job(
             entrypoint=shlex.join(["python", "-m", "cluster", *arguments]),
             runtime_env=running[0].runtime_env or {},
         )
-    return follow(client, job, show, say)
+    return output_of(client, job, show, say)

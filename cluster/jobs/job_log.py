@@ -20,6 +20,8 @@ OUT_OF_SIGHT = 4
 """Exit code: the dashboard no longer answers, and what became of the job is unknown."""
 ENDED = ("SUCCEEDED", "STOPPED", "FAILED")
 QUIET = "quiet"
+BEGUN = "Running entrypoint for job "
+"""How the last line that Ray writes before the command's own begins."""
 
 
 class Log:
@@ -79,6 +81,28 @@ def follow(
             )
             log.fresh = False
         time.sleep(PAUSE_S)
+
+
+def output_of(
+    client: JobSubmissionClient, job: str, show: Callable[[str], None], say: Callable[[str], None]
+) -> int:
+    """``follow``, without the lines that Ray writes before the command's own."""
+    held: str | None = ""
+
+    def own(text: str) -> None:
+        nonlocal held
+        if held is None:
+            return show(text)
+        held += text
+        _, begun, rest = held.partition(BEGUN)
+        if begun and "\n" in rest:
+            held = None
+            own(rest.partition("\n")[2])
+
+    code = follow(client, job, own, say)
+    if held:  # it did not come to the command
+        show(held)
+    return code
 
 
 async def _read(client: JobSubmissionClient, job: str, log: Log) -> str | None:

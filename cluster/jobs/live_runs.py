@@ -35,7 +35,7 @@ def connected(address: str) -> Iterator[None]:
     Raises ConfigError where nothing answers.
     """
     import ray
-    from ray.exceptions import AuthenticationError
+    from ray.exceptions import RayError
 
     if ray.is_initialized():
         yield
@@ -45,9 +45,9 @@ def connected(address: str) -> Iterator[None]:
         ray.init(
             address=address, logging_level=logging.ERROR, log_to_driver=False, namespace=NAMESPACE
         )
-    except AuthenticationError:
-        raise ConfigError([f"--address {address}: {TOKEN_WANTED}"]) from None
-    except (ConnectionError, RuntimeError, ValueError) as error:
+    except (RayError, ConnectionError, RuntimeError, ValueError) as error:
+        if wants_token(error):
+            raise ConfigError([f"--address {address}: {TOKEN_WANTED}"]) from None
         raise ConfigError(
             [
                 f"--address {address}: no Ray cluster answers there ({str(error).splitlines()[0]});"
@@ -58,6 +58,15 @@ def connected(address: str) -> Iterator[None]:
         yield
     finally:
         ray.shutdown()
+
+
+def wants_token(error: BaseException | None) -> bool:
+    """Whether Ray could not join a cluster for want of its token. It tries for ten seconds, and
+    then says this only in the text of what caused its error.
+    """
+    while error is not None and "InvalidAuthToken" not in str(error):
+        error = error.__cause__
+    return error is not None
 
 
 def require_listener(address: str, given_as: str = "--address") -> None:

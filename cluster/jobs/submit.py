@@ -12,13 +12,14 @@ import shlex
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import TYPE_CHECKING, TypedDict
 
 from cluster.jobs.dashboard import client_of, refusals
-from cluster.jobs.job_log import first_line
+from cluster.jobs.job_log import first_line, output_of
 from configs.load import ConfigError, load
 from configs.schema import RunConfig
 
@@ -69,10 +70,50 @@ def submit(
     check_run_root_of_job(config)
     check_files_of_job(config)
     client = client_of(address)
+    with _staged(source, config) as (tree, there), refusals(client, _too_large(tree)):
+        job = client.submit_job(
+            entrypoint=entrypoint(there[0], overrides, resume),
+            submission_id=f"{config.name}-{time.strftime('%Y%m%d-%H%M%S')}",
+            runtime_env={**RUNTIME_ENV, "working_dir": str(tree)},
+            metadata={"sol_rl_run": config.name},
+        )
+    return client, job
+
+
+def check_through_job(
+    address: str,
+    source: str | None,
+    overrides: Sequence[str],
+    options: Sequence[str],
+    show: Callable[[str], None],
+    say: Callable[[str], None],
+) -> int:
+    """The exit code of ``sol-rl doctor`` on the cluster, as a small job with the files that a run
+    would have there. Raises ConfigError as ``submit`` does.
+    """
+    config = load(source, overrides) if source else None
+    client = client_of(address)
+    with _staged(source, config) as (tree, there), refusals(client, _too_large(tree)):
+        job = client.submit_job(
+            entrypoint=shlex.join(
+                ["python", "-m", "cluster", "doctor", *there, *set_options(overrides), *options]
+            ),
+            runtime_env={**RUNTIME_ENV, "working_dir": str(tree)},
+        )
+    return output_of(client, job, show, say)
+
+
+@contextmanager
+def _staged(source: str | None, config: RunConfig | None) -> Iterator[tuple[Path, list[str]]]:
+    """A copy of what is sent, and the job's configuration argument, if there is one."""
     with tempfile.TemporaryDirectory(prefix="sol-rl-submit-") as folder:
         tree = Path(folder) / "tree"
         try:
-            there = stage(tree, source, config)
+            if source and config:
+                there = [stage(tree, source, config)]
+            else:
+                there = []
+                stage_tree(tree)
         except OSError as error:
             raise ConfigError(
                 [
@@ -80,15 +121,7 @@ def submit(
                     f" ({first_line(error)}); set TMPDIR=DIR"
                 ]
             ) from None
-        job = f"{config.name}-{time.strftime('%Y%m%d-%H%M%S')}"
-        with refusals(client, _too_large(tree)):
-            client.submit_job(
-                entrypoint=entrypoint(there, overrides, resume),
-                submission_id=job,
-                runtime_env={**RUNTIME_ENV, "working_dir": str(tree)},
-                metadata={"sol_rl_run": config.name},
-            )
-    return client, job
+        yield tree, there
 
 
 def _too_large(tree: Path) -> Callable[[Exception], str | None]:
@@ -173,10 +206,25 @@ def travels(name: str) -> bool:
 
 def entrypoint(config: str, overrides: Sequence[str], resume: bool) -> str:
     """The job's command line."""
-    given = [part for override in overrides for part in ("--set", override)]
+    resumes = ["--resume"] if resume else []
     return shlex.join(
-        ["python", "-m", "cluster", "train", config, *given, *(["--resume"] if resume else [])]
+        ["python", "-m", "cluster", "train", config, *set_options(overrides), *resumes]
     )
+
+
+def set_options(overrides: Sequence[str]) -> list[str]:
+    """``overrides`` as options of a command."""
+    return [part for override in overrides for part in ("--set", override)]
+
+
+def stage_tree(into: Path) -> None:
+    """Copy the source tree, or the installed packages, to ``into``."""
+    ignore = shutil.ignore_patterns(*LEFT_OUT)
+    if (TREE / "pyproject.toml").exists():
+        shutil.copytree(TREE, into, ignore=ignore, symlinks=True)
+    else:
+        for name in PACKAGES:
+            shutil.copytree(TREE / name, into / name, ignore=ignore)
 
 
 def stage(into: Path, source: str, config: RunConfig) -> str:
@@ -184,12 +232,7 @@ def stage(into: Path, source: str, config: RunConfig) -> str:
 
     Raises ConfigError for prompt files outside of the directory that is submitted.
     """
-    ignore = shutil.ignore_patterns(*LEFT_OUT)
-    if (TREE / "pyproject.toml").exists():
-        shutil.copytree(TREE, into, ignore=ignore, symlinks=True)
-    else:
-        for name in PACKAGES:
-            shutil.copytree(TREE / name, into / name, ignore=ignore)
+    stage_tree(into)
     for name in (config.prompts.train, config.prompts.test):
         path = Path(name)
         if not path.is_absolute() and ".." in path.parts:

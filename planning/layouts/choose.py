@@ -24,6 +24,14 @@ Replicas = tuple[int, Share]
 """How many, and what they share."""
 
 
+class DoesNotFit(ConfigError):
+    """No layout fits: the closest would hold ``gb`` on its fullest GPU, ``short`` too much."""
+
+    def __init__(self, line: str, gb: float, short: float):
+        super().__init__([line])
+        self.gb, self.short = gb, short
+
+
 @dataclass(frozen=True)
 class Costs:
     """What is counted of a configuration, by kind of GPU: its tasks, and bytes of an actor by its
@@ -34,12 +42,15 @@ class Costs:
     tasks: Mapping[str, Tasks]
     memory: Mapping[str, Mapping[str, float]]
     learner: Callable[[int], float]
+    encoder_leaves: bool = False  # before anything else is started
 
     def held_gb(self, laid: Laid, numbers: Numbers) -> float:
         """GB that the actors of a GPU hold."""
         replicas = numbers.groups["learner"].actors
         each = {**self.memory[laid.kind], "learner": self.learner(replicas)}
-        return sum(n * (each.get(kind, 0) / 1e9 + PROCESS_GB) for kind, n in laid.actors.items())
+        held = {k: n * (each.get(k, 0) / 1e9 + PROCESS_GB) for k, n in laid.actors.items()}
+        first = held.pop("encoder", 0.0) if self.encoder_leaves else 0.0
+        return max(first, sum(held.values()))
 
 
 @dataclass(frozen=True)
@@ -71,13 +82,13 @@ class Choice:
 
 
 def choose(config: RunConfig, gpus: Sequence[Gpus], costs: Costs) -> Choice:
-    """The layout of ``config`` on ``gpus``. Raises ConfigError, a line, where none fits."""
+    """The layout of ``config`` on ``gpus``. Raises DoesNotFit, a line, where none fits."""
     asked = config.layout.mode if config.layout else "auto"
     looked = [assessed(numbers, gpus, costs) for numbers in _candidates(config, gpus)]
     table = _best_of_each(looked)
     mine = [each for each in looked if _may_be(config, each, gpus)]
     if not any(each.prediction for each in mine):
-        raise ConfigError([_nothing_fits(config, mine or looked, gpus, costs)])
+        raise _nothing_fits(config, mine or looked, gpus, costs)
     # of equals that with the fewest actors
     best = min(mine, key=lambda each: (round(each.seconds, 6), _size(each.numbers)))
     others = [each for each in table if each.prediction and each.numbers.mode != best.numbers.mode]
@@ -286,7 +297,7 @@ def _cpus(config: RunConfig, gpus: Gpus, per_gpu: float) -> float:
 
 def _nothing_fits(
     config: RunConfig, looked: Sequence[Candidate], gpus: Sequence[Gpus], costs: Costs
-) -> str:
+) -> DoesNotFit:
     """A line: which model on which GPU, what is short by how much, the nearest layout that fits."""
     closest = min(looked, key=lambda each: (each.short <= 0, each.short), default=None)
     there = " and ".join(f"{each.count} x {each.kind} of {each.memory_gb:g} GB" for each in gpus)
@@ -294,10 +305,11 @@ def _nothing_fits(
     why = (
         closest.why_not if closest else "it needs rollout actors and learners on GPUs of their own"
     )
-    return (
+    line = (
         f"layout.mode = {mode!r}: {config.model.path} does not fit on {there}: {why}; nearest that"
         f" fits: {_nearest(config, gpus, costs) or 'none: fewer images in a pass need less memory'}"
     )
+    return DoesNotFit(line, closest.gb if closest else 0.0, closest.short if closest else 0.0)
 
 
 def _nearest(config: RunConfig, gpus: Sequence[Gpus], costs: Costs) -> str | None:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 
 from configs.load import ConfigError
 from configs.schema import RunConfig
+from configs.sections import Model
 from configs.services import Service
 from planning.assumptions import (
     ACCELERATORS,
@@ -28,6 +29,7 @@ from planning.placement import Node, kinds_of
 from planning.stages import stages_of
 from policy.families import Family
 from policy.types import DTYPES
+from rewards.clips import scored_frames
 
 
 @dataclass(frozen=True)
@@ -154,7 +156,7 @@ def costs_of(config: RunConfig, family: Family, gpus: Sequence[Gpus], given: Ass
         ahead = counts.trained * 4 if not config.explore_ahead and config.plan.regenerate else 0
         return float(sum(size or 0 for size in parts.values()) + ahead)
 
-    return Costs(tasks, memory, learner)
+    return Costs(tasks, memory, learner, config.prompts.encode_once)
 
 
 def on_kind(
@@ -184,9 +186,10 @@ def tasks_of(config: RunConfig, counts: Counts, device: Device) -> Tasks:
         for name, stage in stages_of(config, counts)[0].items()
     }
     per_prompt = -(-explore.pool_size // config.explore.chunk_size) if explore else 0
-    images = prompts * (explore.pool_size if explore else 0)
+    images = prompts * (explore.pool_size if explore else 0) * scored(config, config.explored_model)
     if config.plan.regenerate:
-        images += prompts * (config.selection.keep + config.audit.random_seeds)
+        again = config.selection.keep + config.audit.random_seeds
+        images += prompts * again * scored(config, config.model)
     return Tasks(
         chunks=prompts * per_prompt,
         prompts=prompts,
@@ -194,8 +197,17 @@ def tasks_of(config: RunConfig, counts: Counts, device: Device) -> Tasks:
         regenerate=seconds.get("regenerate", 0.0) / prompts,
         update=seconds["update"] / prompts,
         score=_score(config, images, device),
-        encode=prompts * counts.text_flops / (1e12 * device.tflops * device.utilisation),
+        encode=(
+            0.0
+            if config.prompts.encode_once
+            else prompts * counts.text_flops / (1e12 * device.tflops * device.utilisation)
+        ),
     )
+
+
+def scored(config: RunConfig, model: Model) -> int:
+    """Images that a scorer looks at for one drawn: of a clip so many frames."""
+    return len(scored_frames(model.frames or 1, config.rewards.frames))
 
 
 def _score(config: RunConfig, images: int, device: Device) -> dict[str, float]:

@@ -141,7 +141,8 @@ class Family(ABC):
     ``modules_to_not_convert`` are fnmatch patterns of modules that are never quantised; ``trained``
     are last names of the paths of linears that are trained, ``*`` standing for anything; each row
     of ``fuse`` names linears of one block that read the same input and may run as one.
-    ``tiny_decoder`` is the hub id of a published AutoencoderTiny of its latents.
+    ``tiny_decoder`` is the hub id of a published AutoencoderTiny of its latents. ``video``: it
+    draws clips of ``model.frames`` frames.
     """
 
     name: str
@@ -151,6 +152,7 @@ class Family(ABC):
     trained: tuple[str, ...] = ()
     fuse: tuple[tuple[str, ...], ...] = ()
     tiny_decoder: str | None = None
+    video: bool = False
 
     def __init__(self, model: Model) -> None:
         """Reads model_index.json.
@@ -162,6 +164,11 @@ class Family(ABC):
         if model.path == "shapes":
             self.tiny_decoder = str(SHAPES_DECODER)
         self._configs: dict[str, Tree] = {}
+        for key in ("frames", "fps"):
+            if getattr(model, key) is not None and not self.video:
+                raise ValueError(
+                    f"model.{key}: family {self.name!r} draws images, not clips: leave it out"
+                )
         self.directory = model_directory(model)
         self.index = pipeline_file(self.directory, INDEX)
         found = self.index.get("_class_name")
@@ -326,18 +333,19 @@ class Family(ABC):
 
     @torch.no_grad()
     def decode(self, vae: Diffusers, latents: Tensor, batch_size: int | None = None) -> Tensor:
-        """Images of latents [B, *latent]: uint8 [B, 3, H, W] on the CPU.
+        """Images of latents [B, *latent]: uint8 [B, 3, H, W], clips [B, F, 3, H, W], on the CPU.
 
         As the stock pipelines decode: unscale, decode, [-1, 1] to [0, 255], round half to even.
+        Clips one at a time, as a batch of them takes more memory than any denoiser.
         """
-        images = []
-        for rows in latents.split(batch_size or max(len(latents), 1)):
+        images, size = [], 1 if self.video else batch_size or max(len(latents), 1)
+        for rows in latents.split(size):
             image = self.pixels(vae, rows.to(vae.device, vae.dtype)).float()
             images.append((image * 0.5 + 0.5).clamp(0, 1).mul(255).round().to(torch.uint8).cpu())
         return torch.cat(images)
 
     def pixels(self, vae: Diffusers, latents: Tensor) -> Tensor:
-        """Decoded images in [-1, 1], [B, 3, H, W], of latents [B, *latent]."""
+        """Decoded images in [-1, 1], [B, 3, H, W] or [B, F, 3, H, W], of latents [B, *latent]."""
         return vae.decode(self.unscale(vae, latents), return_dict=False)[0]
 
     def spatial(self, latents: Tensor) -> Tensor:

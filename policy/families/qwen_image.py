@@ -132,13 +132,7 @@ class QwenImage(Family):
 
     def unscale(self, vae: Diffusers, latents: Tensor) -> Tensor:
         """[B, C, 1, H/f, W/f], by the mean and the standard deviation of each channel."""
-        spatial = self.spatial(latents).unsqueeze(2)
-        mean, std = (
-            torch.tensor(values, dtype=latents.dtype, device=latents.device).view(1, -1, 1, 1, 1)
-            for values in (vae.config.latents_mean, vae.config.latents_std)
-        )
-        # the pipeline divides by the reciprocal, which rounds twice
-        return spatial / (1.0 / std) + mean
+        return joint.by_channel(vae, self.spatial(latents).unsqueeze(2))
 
     def pixels(self, vae: Diffusers, latents: Tensor) -> Tensor:
         return super().pixels(vae, latents)[:, :, 0]

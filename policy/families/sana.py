@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from configs.sections import Guidance, Model
 from policy.families.base import Diffusers, Family, widened
 from policy.families.sana_native import native_state
-from policy.families.schedule import TIMESTEPS, flow_match_sigmas, require_steps
+from policy.families.schedule import TIMESTEPS, flow_match_sigmas, multistep_sigmas, whole_timestep
 from policy.types import Conditioning
 
 PIPELINE_UNIT = 32
@@ -87,11 +87,10 @@ class Sana(Family):
         """What the stock pipeline puts before a prompt unless told otherwise."""
         if not self.model.complex_human_instruction:
             return None
-        from diffusers import SanaPipeline
+        import diffusers
 
-        return (
-            inspect.signature(SanaPipeline.__call__).parameters["complex_human_instruction"].default
-        )
+        call = getattr(diffusers, self.pipeline_class).__call__
+        return inspect.signature(call).parameters["complex_human_instruction"].default
 
     @cached_property
     def _whole_timesteps(self) -> bool:
@@ -103,29 +102,12 @@ class Sana(Family):
         config = self.part_config("scheduler")
         if not self._whole_timesteps:
             return flow_match_sigmas(config, steps, self.model.shift, None, 0, self.model.schedule)
-        from diffusers import DPMSolverMultistepScheduler
-
-        require_steps(steps)
-        if not config.get("use_flow_sigmas") or config.get("prediction_type") != "flow_prediction":
-            raise ValueError(
-                f"model.path: the scheduler of {self.directory!r} has no flow sigmas: this is no"
-                " flow-matching model"
-            )
-        if self.model.shift is not None:
-            config = {**config, "flow_shift": self.model.shift}
-        scheduler: Diffusers = DPMSolverMultistepScheduler.from_config(config)
-        scheduler.set_timesteps(steps)
-        return scheduler.sigmas.to("cpu", torch.float32).clone()
+        return multistep_sigmas(config, steps, self.model.shift, self.index["scheduler"][-1])
 
     def timestep(self, sigma: Tensor) -> Tensor:
-        """float32 in [0, 1000], rounded towards zero as the DPM-Solver scheduler rounds its own.
-
-        The scheduler rounds before it casts sigma to float32. A test holds that both agree for
-        every shift above 1; at shift 1 exact thousandths occur, and there the two may differ by one
-        timestep.
-        """
+        """float32 in [0, 1000], whole where the scheduler's are, or the native code's."""
         if self._whole_timesteps:
-            return (sigma.double() * TIMESTEPS).floor().float()
+            return whole_timestep(sigma)
         told = sigma.float() * TIMESTEPS
         return told if self.model.native_path is None else told.floor()
 

@@ -21,6 +21,35 @@ def require_steps(steps: int) -> None:
         raise ValueError(f"{steps} sampling steps: at least 1 is needed")
 
 
+def multistep_sigmas(config: Tree, steps: int, shift: float | None, name: str) -> Tensor:
+    """float32 [steps + 1] of one of diffusers' multistep schedulers, of class ``name``.
+
+    It must be configured for flow matching; ``shift`` replaces the configuration's own. Raises
+    ValueError.
+    """
+    import diffusers
+
+    require_steps(steps)
+    if not config.get("use_flow_sigmas") or config.get("prediction_type") != "flow_prediction":
+        raise ValueError(
+            f"model.path: the {name} has no flow sigmas: this is no flow-matching model"
+        )
+    if shift is not None:
+        config = {**config, "flow_shift": shift}
+    scheduler: Diffusers = getattr(diffusers, name).from_config(config)
+    scheduler.set_timesteps(steps)
+    return scheduler.sigmas.to("cpu", torch.float32).clone()
+
+
+def whole_timestep(sigma: Tensor) -> Tensor:
+    """float32 in [0, 1000], rounded towards zero as multistep schedulers round their own.
+
+    They round before they cast sigma to float32. A test holds that both agree for every shift above
+    1; at shift 1 exact thousandths occur, and there the two may differ by one timestep.
+    """
+    return (sigma.double() * TIMESTEPS).floor().float()
+
+
 def even_spacing(steps: int) -> list[float]:
     """linspace(1, 1/steps, steps)."""
     return np.linspace(1.0, 1.0 / steps, steps).tolist()

@@ -17,7 +17,7 @@ from configs.schema import RunConfig
 from configs.sections import Model
 from records.errors import RunFailed
 from tests.analysis.synthetic import PROMPTS, write_run
-from tests.tiny_families import NAMES, PIPELINES, SETTINGS
+from tests.tiny_families import NAMES, PIPELINES, SETTINGS, VIDEO
 
 EXPORT = Export("ema", 20, "somebody/something")
 
@@ -109,6 +109,10 @@ def test_the_snippet_calls_the_families_pipeline(run, name):
     }.get(name, (3.0, "blurred"))
     key = "true_cfg_scale" if name == "qwen_image" else "guidance_scale"
     assert given[key] == strength and given.get("negative_prompt") == negative
+    clip = name in VIDEO
+    assert ('export_to_video(clip, "clip.mp4", fps=16)' in code) == clip
+    assert [value for what, value in given.items() if "frames" in what] == [5] * clip
+    assert front(text)["pipeline_tag"] == ("text-to-video" if clip else "text-to-image")
 
 
 class FakeHub:

@@ -115,6 +115,26 @@ def test_a_ray_that_does_not_come_up(monkeypatch, config_file, capsys, address, 
     )
 
 
+def test_a_cluster_that_wants_a_token_says_so(monkeypatch, config_file, capsys):
+    """Ray has it only in the text of what caused its error."""
+
+    def refused(**how):
+        cause = (
+            "GcsClient\nray.exceptions.AuthenticationError: RPC error: InvalidAuthToken: missing"
+        )
+        raise ConnectionError("Failed to connect to Ray cluster") from RuntimeError(cause)
+
+    monkeypatch.setattr("ray.init", refused)
+    monkeypatch.setattr("ray.is_initialized", lambda: False)
+    monkeypatch.setattr("cluster.jobs.live_runs.require_listener", lambda address: None)
+    monkeypatch.setenv("RAY_ADDRESS", "auto")
+    assert main(["train", str(config_file)]) == 3
+    assert main(["doctor", str(config_file), "--address", "h:1"]) == 2
+    run, doctor = capsys.readouterr().err.splitlines()
+    assert "cannot be joined: this cluster wants a token: export RAY_AUTH_MODE=token" in run
+    assert doctor.startswith("--address h:1: this cluster wants a token: ")
+
+
 def test_a_full_disk_ends_the_run_with_the_last_checkpoint_whole(
     ray_here, tmp_path, tiny_sd3_dir, capsys
 ):

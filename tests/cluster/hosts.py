@@ -72,8 +72,14 @@ class HostedServices(ActorServices):
         start, idle = super()._spawner(kind, host_of(actor)), self._idle(kind)
 
         def spawn(name: str) -> Any:
-            replaces = not name.endswith(".0")
-            handle = idle.pop() if idle and not replaces else start(f"{name}-{next(NUMBERS)}")
+            if name.endswith(".0") and idle:
+                handle, node = idle.pop()
+                # where it is, not where there is most room; its share of that node is its own
+                who, placer = name.removesuffix(".0"), self.places._placer
+                placer.put([who], [node])
+                placer.take(who)
+            else:
+                handle = start(f"{name}-{next(NUMBERS)}")
             handle.take.remote(*args)
             return handle
 
@@ -83,21 +89,21 @@ class HostedServices(ActorServices):
         """Close the slots as ever, but let the processes be."""
         with mock.patch.object(ray, "kill"):
             kept = [
-                (pool, member.handle)
+                (pool, member.handle, member.info.node)
                 for pool in self.pools
                 for member in pool.members
-                if member.handle is not None
+                if member.handle is not None and member.info is not None
             ]
             await super().stop()
-        await asyncio.gather(*(self._keep(pool, handle) for pool, handle in kept))
+        await asyncio.gather(*(self._keep(*each) for each in kept))
 
-    async def _keep(self, pool: ActorPool, handle: Any) -> None:
+    async def _keep(self, pool: ActorPool, handle: Any, node: str) -> None:
         try:
             await asyncio.wait_for(handle.leave.remote(), LEAVE_S)
         except (RayError, TimeoutError):
             ray.kill(handle)
         else:
-            self._idle(pool.kind).append(handle)
+            self._idle(pool.kind).append((handle, node))
 
     def _idle(self, kind: str) -> list[Any]:
         service = self.config.services.of(kind)

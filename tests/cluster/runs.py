@@ -50,7 +50,7 @@ def tiny_config(model: Path, root: Path, name: str, **changes: Any) -> RunConfig
         "lora": {"rank": 4, "alpha": 8},
         "optimizer": {"lr": 0.05, "batch_size": 8},
         "old_policy": {"schedule": "constant", "value": 0.3},
-        "logging": {"grid_prompts": 2},
+        "logging": {"grid_prompts": 2, "report_every_s": 0},
     }
     for key, value in changes.items():
         *parents, last = key.split("__")

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 
 from cluster.jobs import job_log
-from cluster.jobs.job_log import OUT_OF_SIGHT, follow
+from cluster.jobs.job_log import OUT_OF_SIGHT, follow, output_of
 
 URL = "http://head:8265"
 TEXT = "one\ntwo\nthree\n"
@@ -130,3 +130,23 @@ def test_a_reader_who_goes_is_no_broken_connection():
 
     with pytest.raises(BrokenPipeError):
         follow(Client([[TEXT]], ["RUNNING"]), "job-1", gone, print)
+
+
+BEFORE = "2026-11-22 INFO job_manager.py:581 -- Runtime env is setting up.\nRunning entrypoint for"
+
+
+@pytest.mark.parametrize(
+    ("parts", "wanted"),
+    [
+        ([BEFORE, " job raysubmit_1: python -m cl", "uster\n{\n", "}\n"], "{\n}\n"),
+        ([BEFORE + " job raysubmit_1: python\n"], ""),
+        (
+            ["2026-11-22 ERROR: the runtime env failed\n"],
+            "2026-11-22 ERROR: the runtime env failed\n",
+        ),
+    ],
+)
+def test_a_commands_output_is_its_own(parts, wanted):
+    shown = []
+    assert output_of(Client([parts], ["SUCCEEDED"]), "job-1", shown.append, shown.append) == 0
+    assert "".join(shown) == wanted

@@ -23,7 +23,6 @@ from actors.messages import ActorInfo, Portion, Rendezvous, SampleRows, Training
 from actors.runtime import identity
 from actors.sharing import share
 from cluster.driver.learners import LearnerGroup
-from cluster.driver.regeneration import divided
 from cluster.runtime.member import Member
 from cluster.runtime.pool import ActorPool
 from cluster.runtime.template import runtime_env
@@ -168,21 +167,19 @@ def test_every_sample_has_one_replica_and_all_have_as_many(counts, size):
     assert {len(mine) for mine in found} <= {sum(counts) // size, -(-sum(counts) // size)}
 
 
-def test_in_how_many_parts_a_prompt_is_regenerated():
-    """As few as come out even over the replicas, to a twentieth."""
+def test_in_what_parts_a_prompt_is_regenerated():
+    """As large as come out even over the replicas, to a twentieth."""
 
-    def parts(prompts: int, replicas: int, share: str = "samples") -> int:
+    def size(prompts: int, replicas: int, share: str = "samples") -> int:
         given = [f"prompts.per_iteration={prompts}", f"services.learner.replicas={replicas}"]
-        return load("quickstart", [*given, f"services.learner.share={share}"]).regenerated_parts
+        return load("quickstart", [*given, f"services.learner.share={share}"]).regenerated_size
 
     keep = load("quickstart").selection.keep
     assert keep == 24
-    assert [parts(48, replicas) for replicas in (1, 16, 32, 64)] == [1, 1, 2, 4]
-    assert parts(48, 5) == 1  # 50 turns of 48 tasks
-    assert parts(48, 40) == 4  # 96 tasks fill 2.4 turns of 3, 192 fill 4.8 of 5
-    assert parts(48, 1152) == keep and parts(48, 5, "prompts") == 1
-    assert [len(part) for part in divided(tuple(range(24)), 5)] == [4, 5, 5, 5, 5]
-    assert divided((7, 8), 4) == [(7,), (8,)]
+    assert [size(48, replicas) for replicas in (1, 16, 32, 64)] == [24, 24, 12, 6]
+    assert size(48, 5) == 24  # 50 turns of 48 tasks
+    assert size(48, 40) == 6  # 96 tasks of 12 fill 2.4 turns of 3, 192 of 6 fill 4.8 of 5
+    assert size(48, 1152) == 1 and size(48, 5, "prompts") == 24
 
 
 def group_with(prompt: int, samples: list[Any], rows: list[tuple[int, ...]]) -> TrainingGroup:

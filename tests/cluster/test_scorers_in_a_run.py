@@ -17,6 +17,7 @@ from records.errors import RunFailed
 from records.rundir import RunDirectory
 from tests.analysis.page import page_of
 from tests.cluster.runs import adapters, main_here, run_here, selections, tiny_config
+from tests.rewards.detectors import make_detector
 from tests.test_shapes_clip import needs_clip
 
 MIX = (
@@ -74,6 +75,43 @@ def test_three_scorers_train_the_shapes_model_end_to_end(ray_here, tmp_path, cap
         all(f"Scorer {label}" in text for label in labels)
         and "What rose, and at whose cost" in text
     )
+
+
+@needs_clip
+def test_geneval_prompts_train_by_a_detector_end_to_end(ray_here, tmp_path, capsys):
+    """Prompts with the benchmark's metadata, a random Mask2Former that finds what it finds."""
+    make_detector(tmp_path / "detector", names=("circle", "square"))
+    row = {"tag": "colors", "include": [{"class": "circle", "count": 2, "color": "red"}]}
+    for part, colors in (("train", ("red", "blue", "green")), ("test", ("yellow", "purple"))):
+        lines = [json.dumps({"prompt": f"a {color} circle", **row}) for color in colors]
+        (tmp_path / f"{part}.jsonl").write_text("\n".join(lines))
+    settings = {"detector": str(tmp_path / "detector"), "clip": "shapes/clip", "threshold": 0.0}
+    told = ", ".join(f"{key} = {json.dumps(value)}" for key, value in settings.items())
+    overrides = {
+        "name": "geneval",
+        "run_root": tmp_path,
+        "iterations": 1,
+        "rewards.scorers": f'[{{name = "geneval", settings = {{{told}}}}}]',
+        "prompts.train": tmp_path / "train.jsonl",
+        "prompts.test": tmp_path / "test.jsonl",
+        "prompts.per_iteration": 2,
+        "explore.pool_size": 8,
+        "explore.chunk_size": 8,
+        "explore.steps": 2,
+        "selection.keep": 4,
+        "regenerate.steps": 3,
+        "evaluate.steps": 3,
+        "evaluate.prompts": 2,
+        "evaluate.noises": 2,
+        "optimizer.batch_size": 8,
+    }
+    given = [word for key, value in overrides.items() for word in ("--set", f"{key}={value}")]
+    assert main_here("train", "quickstart", *given) == 0, capsys.readouterr().err
+    rows = RunDirectory(tmp_path / "geneval").metrics()
+    (trained,) = (row for row in rows if row["kind"] == "iteration")
+    assert trained["rewards/failed"] == 0 and 0 <= trained["reward/geneval"] <= 1
+    (first, last) = (row["reward/eval/geneval"] for row in rows if row["kind"] == "evaluation")
+    assert 0 <= first <= 1 and 0 <= last <= 1
 
 
 def troubled(model: Any, root: Any, kind: str, **more: Any) -> Any:

@@ -6,6 +6,8 @@ import shutil
 import subprocess
 import sys
 import tomllib
+from contextlib import nullcontext
+from pathlib import Path
 
 import pytest
 from packaging.requirements import Requirement
@@ -133,6 +135,25 @@ def test_a_dashboards_url_will_do_for_status_and_scale(monkeypatch, way, argumen
         monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:9")
         assert main([*arguments, "--address", HERE]) == 0
     assert asked == [(HERE, arguments)]
+
+
+@pytest.mark.parametrize("given", [[], ["quickstart", "--set", "run_root=/data"]])
+def test_the_doctor_travels_with_the_files_of_a_run(monkeypatch, given):
+    """Before any run is there."""
+    submitted = {}
+
+    class Client:
+        def submit_job(self, entrypoint, runtime_env):
+            tree = Path(runtime_env["working_dir"])
+            submitted.update(entrypoint=entrypoint, has=(tree / "cli" / "doctor.py").exists())
+            return "job-1"
+
+    monkeypatch.setattr(jobs, "client_of", lambda address: Client())
+    monkeypatch.setattr(jobs, "refusals", lambda *_: nullcontext())
+    monkeypatch.setattr(jobs, "output_of", lambda client, job, show, say: 2)
+    assert main(["doctor", *given, "--json", "--address", HERE]) == 2
+    wanted = " ".join(["python -m cluster doctor", *given, "--json"])
+    assert submitted == {"entrypoint": wanted, "has": True}
 
 
 def test_what_status_asks_may_be_refused_in_one_line(monkeypatch, capsys):
@@ -286,3 +307,13 @@ def test_the_images_commands_write_only_where_its_user_may(tmp_path, extras):
         "run.txt",
         "torch.txt",
     ]
+
+
+def test_a_node_without_the_dependencies_says_so(tmp_path):
+    """A Python that was not set up for this project, such as the one that Ray was started from."""
+    command = [sys.executable, "-S", "-m", "cluster", "doctor"]
+    done = subprocess.run(
+        command, cwd=ROOT, env={"HOME": str(tmp_path)}, capture_output=True, text=True
+    )
+    (told,) = done.stderr.splitlines()
+    assert done.returncode == 2 and "start Ray on every node from the environment with" in told

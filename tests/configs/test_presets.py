@@ -23,7 +23,9 @@ MODELS = {
     "qwen_image": ("qwen_image", "Qwen/Qwen-Image", 1024, None),
     "z_image": ("z_image", "Tongyi-MAI/Z-Image-Turbo", 1024, None),
     "flux2_klein": ("flux2_klein", "black-forest-labs/FLUX.2-klein-4B", 1024, None),
+    "wan_1_3b": ("wan", "Wan-AI/Wan2.1-T2V-1.3B-Diffusers", 240, None),
 }
+GUIDED = {"qwen_image": 4.0, "wan_1_3b": 4.5}
 ARMS = {  # what is explored: pool, steps, backend; what is trained on
     "diffusionnft": (None, True),
     "naive_scaling": ((96, 10, "bf16"), False),
@@ -37,7 +39,7 @@ ROWS = ["-".join(parts) for parts in itertools.product(("flux1",), OBJECTIVES, R
 
 
 def test_all_are_listed_and_printed(capsys):
-    assert len(NAMES) == 112 and set(NAMES + ROWS) <= set(preset_names())
+    assert len(NAMES) == 128 and set(NAMES + ROWS) <= set(preset_names())
     assert main(["config", "--list"]) == 0
     assert capsys.readouterr().out.split() == preset_names()
     assert len(set(preset_names())) == len(preset_names())
@@ -74,11 +76,13 @@ def test_a_composed_preset_is_the_papers_setting(name):
         path,
         guidance,
     )
-    assert config.model.height == config.model.width == pixels
+    clip = model == "wan_1_3b"
+    assert (config.model.height, config.model.width) == (pixels, 416 if clip else pixels)
+    assert (config.model.frames, config.rewards.frames) == ((33, 4) if clip else (None, None))
     assert config.objective.name == "diffusion_nft" and config.objective.times_per_sample == 6
     assert [(scorer.name, scorer.weight) for scorer in config.rewards.scorers] == [(reward, 1.0)]
     assert config.layout is not None and config.layout.mode == "auto"
-    scale = 4.0 if model == "qwen_image" else 1.0
+    scale = GUIDED.get(model, 1.0)
     assert all(config.guidance.scale(stage) == scale for stage in get_args(Stage))
     given = {"actors", "replicas", "gpus", "accelerator"}  # left to the layout
     assert not given & config.services.rollout.model_fields_set

@@ -86,6 +86,8 @@ def test_a_learner_holds_and_sends_what_the_plan_says(directories, tmp_path, nam
         "z_image": "layers.0.attention.to_q",
         "flux2": "transformer_blocks.0.attn.to_q",
         "flux2_klein": "transformer_blocks.0.attn.to_q",
+        "wan": "blocks.0.attn1.to_q",
+        "sana_video": "transformer_blocks.1.attn1.to_v",
     }
     config = run_of(
         name,

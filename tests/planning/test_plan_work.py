@@ -10,11 +10,14 @@ from torch.utils.flop_counter import FlopCounterMode
 from configs.load import load
 from configs.sections import Lora
 from planning.assumptions import Device
+from planning.layouts.resolve import scored
+from planning.lines import lines_of
 from planning.make import make_plan
 from planning.stages import Stage, training_points
 from policy import memory
 from policy.families import family_for
 from policy.precision.backends import BACKENDS
+from policy.sampling.noise import noise_for
 from tests.cluster.runs import tiny_config
 from tests.planning.plans import Directories, of_work, run_of
 from tests.tiny_families import NAMES, SETTINGS, tiny_model
@@ -122,6 +125,37 @@ def test_smaller_proxy_images_are_counted_at_their_size(tiny_sd3_dir, tmp_path):
     explored, alone = small.stages["explore"], own.stages["explore"]
     assert explored.flops - explored.decoding == alone.flops - alone.decoding
     assert small.stages["update"].flops > 2 * own.stages["update"].flops
+
+
+def test_clips_are_counted_by_their_frames(tiny_wan_dir, tmp_path):
+    """9 frames explored as 5, two of them scored: the explorer's work is that of clips of 5, and
+    images in the store and for scorers are counted by frames.
+    """
+    nine = {"model__frames": 9, "explore__frames": 5, "rewards__frames": 2}
+    config = tiny_config(
+        tiny_wan_dir, tmp_path, "wan", model__family="wan", model__max_sequence_length=12, **nine
+    )
+    plan, own = make_plan(config), make_plan(run_of("wan", tiny_wan_dir, tmp_path))
+    explored, alone = plan.stages["explore"], own.stages["explore"]
+    assert explored.flops - explored.decoding == alone.flops - alone.decoding
+    assert plan.stages["update"].flops > 1.4 * own.stages["update"].flops
+    # 2 prompts, 8 proxy clips of 5 frames and 4 of 9, of 16 x 16 pixels in 3 colours
+    images = next(size for what, size in plan.store.items() if what.startswith("images"))
+    assert images == 2 * (8 * 5 + 4 * 9) * 3 * 16 * 16
+    assert (scored(config, config.model), scored(config, config.explored_model)) == (2, 2)
+    one = config.model.model_copy(update={"frames": 1})
+    assert scored(config, one) == 1
+    assert "16x16, 9 frames" in "\n".join(lines_of(plan))
+
+
+def test_clips_are_decoded_one_at_a_time(tiny_wan_dir):
+    """Operations of a real decoding, and the memory of one clip however many there are."""
+    family = family_for(tiny_model("wan", tiny_wan_dir))
+    vae, latents = family.load_vae("cpu", torch.float32), noise_for([1, 2], family.latent_shape)
+    with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
+        family.decode(vae, latents)
+    one, two = (memory.decoding_work(family, count)[1] for count in (1, 2))
+    assert two.flops == counter.get_total_flops() == 2 * one.flops and two.peak == one.peak
 
 
 def test_stages_are_counts_of_steps(tiny_sd3_dir, tmp_path):

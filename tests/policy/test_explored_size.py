@@ -34,7 +34,7 @@ def test_latents_are_images_of_channels_and_back(sizes):
         channels = (
             family.part_config("vae").get("z_dim") or family.part_config("vae")["latent_channels"]
         )
-        assert spatial.shape[1] == channels
+        assert spatial.shape[1] == channels * (family.latent_shape[1] if family.video else 1)
 
 
 def test_smaller_noise_is_the_coarse_part_of_the_same_noise(sizes):

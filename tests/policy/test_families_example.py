@@ -95,7 +95,7 @@ def family(directory, monkeypatch, tmp_path):
 def table_with_the_row() -> dict:
     """configs/families.py with the page's row put behind the others, executed."""
     source = Path(configs.families.__file__).read_text()
-    last = '    "flux2_klein": "policy.families.flux2:Flux2Klein",\n'
+    last = '    "sana_video": "policy.families.sana_video:SanaVideo",\n'
     assert source.count(last) == 1
     module: dict = {}
     exec(
@@ -107,7 +107,7 @@ def table_with_the_row() -> dict:
 
 def test_the_row_is_all_that_a_configuration_needs():
     assert TypeAdapter(table_with_the_row()["FamilyName"]).validate_python(NAMED) == NAMED
-    with pytest.raises(ValueError, match="'flux2_klein' or 'auraflow'"):
+    with pytest.raises(ValueError, match="'sana_video' or 'auraflow'"):
         TypeAdapter(table_with_the_row()["FamilyName"]).validate_python("auroflow")
 
 

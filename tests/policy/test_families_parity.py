@@ -6,11 +6,13 @@ import numpy as np
 import pytest
 import torch
 
+from configs.sections import Model
 from policy.sampling.noise import noise_for
 from policy.sampling.sample import sample
 from policy.types import Conditioning
 from tests.tiny_families import NAMES, PROMPTS, SEEDS, Tiny, as_array, stock_call
 from tests.tiny_sana import make_tiny_sana
+from tests.tiny_sana_video import make_tiny_sana_video
 
 LATENT = {
     "sd3": (4, 8, 8),
@@ -20,13 +22,16 @@ LATENT = {
     "z_image": (4, 8, 8),
     "flux2": (16, 4, 4),
     "flux2_klein": (16, 4, 4),
+    "wan": (4, 2, 4, 4),
+    "sana_video": (4, 2, 8, 8),
 }
 
 
 @pytest.fixture(scope="module", params=NAMES)
 def tiny(request, tmp_path_factory):
-    if request.param == "sana":
-        return Tiny("sana", make_tiny_sana(tmp_path_factory.mktemp("sana_euler"), euler=True))
+    makers = {"sana": make_tiny_sana, "sana_video": make_tiny_sana_video}
+    if make := makers.get(request.param):
+        return Tiny(request.param, make(tmp_path_factory.mktemp("sana_euler"), euler=True))
     return Tiny(request.param, request.getfixturevalue(f"tiny_{request.param}_dir"))
 
 
@@ -34,7 +39,14 @@ def spaced(tiny: Tiny, steps: int) -> dict:
     """SANA's pipeline takes the scheduler's own spacing unless told otherwise; the other two are
     called with this one.
     """
-    return {"sigmas": np.linspace(1, 1 / steps, steps).tolist()} if tiny.name == "sana" else {}
+    asked = {"sigmas": np.linspace(1, 1 / steps, steps).tolist()}
+    return asked if tiny.name.startswith("sana") else {}
+
+
+def drawn(model: Model) -> tuple[int, ...]:
+    """Shape of an image, or of a clip."""
+    image = (3, model.height, model.width)
+    return image if model.frames is None else (model.frames, *image)
 
 
 @pytest.mark.parametrize("steps", [2, 4, 10])
@@ -50,12 +62,7 @@ def test_latents_are_the_stock_pipelines(tiny, steps):
 
 def test_images_are_the_stock_pipelines(tiny):
     ours = tiny.family.decode(tiny.family.load_vae("cpu", torch.float32), tiny.ours(4, "euler"))
-    assert ours.dtype == torch.uint8 and ours.shape == (
-        3,
-        3,
-        tiny.family.model.height,
-        tiny.family.model.width,
-    )
+    assert ours.dtype == torch.uint8 and ours.shape == (3, *drawn(tiny.family.model))
     np.testing.assert_array_equal(ours.numpy(), as_array(tiny.stock(4, "pil", **spaced(tiny, 4))))
     assert ours.float().std() > 10
 
@@ -72,13 +79,13 @@ def test_one_step(tiny):
 
 @pytest.mark.parametrize("tiny", [name for name in NAMES if name != "sana"], indirect=True)
 def test_images_that_are_not_square(tiny):
-    """Rows and columns are not exchanged: 16 high, 24 wide."""
-    wide = tiny.other(width=24)
+    """Rows and columns are not exchanged: 16 high, 24 wide, or as the pipeline has it."""
+    wide = tiny.other(width={"wan": 32, "sana_video": 64}.get(tiny.name, 24))
     ours = sample(wide, tiny.denoiser, tiny.encoded.rows(1).repeat(2), SEEDS[:2], 3, "euler")
     noise = noise_for(SEEDS[:2], wide.latent_shape)
-    theirs = stock_call(tiny.pipe, wide.model, PROMPTS[1], noise, 3, "pil")
+    theirs = stock_call(tiny.pipe, wide.model, PROMPTS[1], noise, 3, "pil", **spaced(tiny, 3))
     found = wide.decode(wide.load_vae("cpu", torch.float32), ours).numpy()
-    assert found.shape == (2, 3, 16, 24)
+    assert found.shape == (2, *drawn(wide.model))
     np.testing.assert_array_equal(found, as_array(theirs))
 
 
@@ -103,13 +110,16 @@ def test_prompts_of_two_lengths_in_a_batch(tiny):
     assert torch.equal(tiny.family.velocity(tiny.denoiser, x, sigma, Conditioning(tensors)), both)
 
 
-@pytest.mark.parametrize("tiny", ["qwen_image", "z_image", "flux2", "flux2_klein"], indirect=True)
+@pytest.mark.parametrize(
+    "tiny", ["qwen_image", "z_image", "flux2", "flux2_klein", "wan"], indirect=True
+)
 def test_conditioning_is_the_stock_pipelines(tiny):
     """Bit for bit, as one prompt goes at a time; the two prompts differ."""
     tokens = tiny.family.model.max_sequence_length
     for row, prompt in enumerate(PROMPTS):
         more = {"do_classifier_free_guidance": False} if tiny.name == "z_image" else {}
-        embeds, *_ = tiny.pipe.encode_prompt(prompt, max_sequence_length=tokens, **more)
+        with torch.no_grad():  # attention has another kernel where gradients are asked for
+            embeds, *_ = tiny.pipe.encode_prompt(prompt, max_sequence_length=tokens, **more)
         used = embeds[0]
         found = tiny.encoded.tensors["prompt_embeds"][row]
         assert torch.equal(found[: len(used)], used) and not found[len(used) :].any()

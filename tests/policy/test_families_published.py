@@ -21,8 +21,11 @@ TRANSFORMERS = {
     "z-image-turbo": 6_154_908_736,
     "flux.2-dev": 32_223_281_152,
     "flux.2-klein-4b": 3_875_544_576,
+    "wan2.1-t2v-1.3b": 1_418_996_800,
+    "wan2.1-t2v-14b": 14_288_491_584,
 }
-"""The model cards round to 2.5 (with its position table), 8.1, 12, 1.6, 20, 6, 32 and 4 billion.
+"""The model cards round to 2.5 (with its position table), 8.1, 12, 1.6, 20, 6, 32, 4, 1.3 and 14
+billion.
 """
 PARTS = {
     ("sd3.5-large", "vae"): 83_819_683,
@@ -41,6 +44,8 @@ PARTS = {
     ("qwen-image", "vae"): 126_892_531,
     ("z-image-turbo", "vae"): 83_819_683,
     ("flux.2-klein-4b", "vae"): 84_046_115,
+    ("wan2.1-t2v-1.3b", "vae"): 126_892_531,
+    ("wan2.1-t2v-1.3b", "text_encoder"): 5_680_910_336,
 }
 GUIDANCE = {"flux.1-dev": 3.5, "flux.2-dev": 4.0}
 
@@ -101,6 +106,10 @@ FLUX2_MU = AT_10 + (4 - 10) / 190 * (AT_200 - AT_10)
 FLUX2_SECOND = shifted(FLUX2_MU, 0.75)
 
 
+WAN_SECOND = 3 * 0.75025 / (1 + 2 * 0.75025)
+"""The second of linspace(1, 0.001, 5), shifted by 3."""
+
+
 @pytest.mark.parametrize(
     ("name", "shape", "first_sigmas"),
     [
@@ -111,6 +120,7 @@ FLUX2_SECOND = shifted(FLUX2_MU, 0.75)
         ("z-image-turbo", (16, 128, 128), [1.0, 3 * 0.75 / 2.5]),
         ("flux.2-dev", (128, 64, 64), [1.0, FLUX2_SECOND]),
         ("flux.2-klein-4b", (128, 64, 64), [1.0, FLUX2_SECOND]),
+        ("wan2.1-t2v-1.3b", (16, 9, 128, 128), [1.0 - 1e-6, WAN_SECOND]),
     ],
 )
 def test_families_read_the_published_configurations(tmp_path, name, shape, first_sigmas):
@@ -122,6 +132,7 @@ def test_families_read_the_published_configurations(tmp_path, name, shape, first
         height=1024,
         width=1024,
         guidance=GUIDANCE.get(name),
+        frames=model.get("frames"),
     )
     family = family_for(settings)
     family.check()
@@ -149,6 +160,8 @@ QUANTISED = {
     "z-image-turbo": (4 + 8) * 34 * 3840**2,  # gated feed-forward of 8/3 d: 3 x 8/3 d^2
     "flux.2-dev": (2 * (4 + 9) * 8 + (3 + 6 + 4) * 48) * 6144**2,  # gated, of 3 d: 3 x 3 d^2
     "flux.2-klein-4b": (2 * (4 + 9) * 5 + (3 + 6 + 4) * 20) * 3072**2,
+    "wan2.1-t2v-1.3b": 30 * (8 * 1536**2 + 2 * 1536 * 8960),  # two attentions; its own width
+    "wan2.1-t2v-14b": 40 * (8 * 5120**2 + 2 * 5120 * 13824),
 }
 """Weights in the blocks' matrix products, in units of d^2. The rest is modulation, embedders, norms
 and biases.
@@ -163,7 +176,11 @@ def test_what_is_quantised_of_a_published_model(tmp_path, name):
     model = published(name)
     transformer = build(model["parts"]["transformer"])
     family = family_for(
-        Model(family=model["family"], path=str(write_configs(name, tmp_path / name)))
+        Model(
+            family=model["family"],
+            path=str(write_configs(name, tmp_path / name)),
+            frames=model.get("frames"),
+        )
     )
     plan = quantise_plan(transformer, family, (), BACKENDS["emulated_nvfp4"])
     quantised = {row.name for row in plan if row.quantised}

@@ -180,7 +180,7 @@ def test_gradient_checkpointing_gives_the_same_gradients(name, directory):
         )
         calls: list[bool] = []
         block = trainer.transformer.get_submodule(
-            "layers.0" if name == "z_image" else "transformer_blocks.0"
+            {"z_image": "layers.0", "wan": "blocks.0"}.get(name, "transformer_blocks.0")
         )
         block.register_forward_pre_hook(
             lambda *_, calls=calls: calls.append(torch.is_grad_enabled())

@@ -5,6 +5,7 @@ own files are read back.
 from __future__ import annotations
 
 import importlib.util
+import io
 import json
 import math
 import struct
@@ -12,13 +13,17 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+from PIL import Image
 
 from configs.load import ConfigError, load
 from configs.schema import RunConfig
 from records import sinks
+from records.extremes import Extreme, sheet
+from records.images import read_image
 from records.rundir import RunDirectory
-from records.sinks import Sinks, check_sinks, numbers
+from records.sinks import Sinks, caption, check_sinks, numbers
 
 ROWS: list[dict[str, Any]] = [
     {
@@ -40,6 +45,12 @@ ROWS: list[dict[str, Any]] = [
 ]
 
 
+SHOWN = [
+    Extreme(0, "a dot", "regenerated", "best", 3, 0.75, np.full((3, 8, 8), 40, np.uint8)),
+    Extreme(0, "a dot", "regenerated", "worst", 5, 0.25, np.full((3, 8, 8), 90, np.uint8)),
+]
+
+
 def made(
     tmp_path: Path, *options: str
 ) -> tuple[RunConfig, RunDirectory, list[tuple[str, dict[str, Any]]]]:
@@ -53,6 +64,7 @@ def feed(config: RunConfig, rundir: RunDirectory, events: list[tuple[str, dict[s
     given = Sinks(config, rundir, lambda name, **fields: events.append((name, fields)))
     for row in ROWS:
         given.row(row)
+    given.images(1, SHOWN)
     given.close()
 
 
@@ -108,6 +120,9 @@ def test_tensorboard_reads_back_what_the_file_has(tmp_path):
         "samples_seen": [(0, 96.0), (1, 192.0)],
     }
     assert len(rundir.metrics()) == 3 and events == []
+    (image,) = found.Images("images/best_and_worst")
+    shown = np.asarray(Image.open(io.BytesIO(image.encoded_image_string))).transpose(2, 0, 1)
+    assert image.step == 1 and np.array_equal(shown, sheet(SHOWN))
 
 
 def test_weights_and_biases_records_offline(tmp_path, monkeypatch):
@@ -119,8 +134,11 @@ def test_weights_and_biases_records_offline(tmp_path, monkeypatch):
     assert events == []
     (record,) = (rundir.path / "wandb").glob("offline-run-*/run-*.wandb")
     rows = history(record)
-    assert [row["iteration"] for row in rows] == [0, 0, 1]
-    assert [row.get("reward/train_mean") for row in rows] == [None, 0.5, 0.75]
+    assert [row["iteration"] for row in rows] == [0, 0, 1, 1]
+    assert [row.get("reward/train_mean") for row in rows] == [None, 0.5, 0.75, None]
+    (media,) = record.parent.glob("files/media/images/**/*.png")
+    assert np.array_equal(read_image(media), sheet(SHOWN))
+    assert caption(SHOWN) == "a dot: best regenerated 0.75; worst regenerated 0.25"
     assert rows[0]["reward/eval_mean"] == 0.25 and rows[2]["samples_seen"] == 192
 
 

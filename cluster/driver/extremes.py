@@ -1,0 +1,158 @@
+"""The best and the worst images of every iteration, fetched and written beside the ring.
+
+Nothing waits for it, and what goes wrong here is an event: no result depends on it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from ray import ObjectRef
+
+from actors.messages import Floats, Images
+from cluster.driver.iteration import Iteration
+from cluster.runtime.tasks import BackgroundTasks
+from configs.schema import RunConfig
+from records.extremes import ENDS, Extreme, Stage, reduced, save_extremes
+from records.rundir import RunDirectory
+
+MOST_OPEN = 4
+"""Iterations whose images may be under way; with more, a newer one goes without."""
+LAST_S = 20.0
+"""How long the end of a run waits for the images of its last iteration."""
+
+
+@dataclass(frozen=True)
+class Ends:
+    """One stage of a prompt: its seeds with their rewards, and the two images, made smaller."""
+
+    seeds: tuple[int, ...]
+    rewards: Floats
+    images: Mapping[int, np.ndarray]  # by place among the seeds: the best and the worst
+
+    def reward_of(self, seed: int) -> float | None:
+        """None: not there, or without a score."""
+        if seed not in self.seeds:
+            return None
+        value = float(self.rewards[self.seeds.index(seed)])
+        return value if np.isfinite(value) else None
+
+
+Found = dict[tuple[int, Stage], asyncio.Task[Ends]]
+
+
+class Extremes:
+    """Collects images of the first ``logging.image_prompts`` prompts of each iteration."""
+
+    def __init__(
+        self,
+        config: RunConfig,
+        rundir: RunDirectory,
+        event: Callable[..., None],
+        note: Callable[[str], None],
+        show: Callable[[int, Sequence[Extreme]], None],
+    ):
+        """``show`` gets what was written, in another thread."""
+        self._settings, self._rundir = config.logging, rundir
+        self._fps = config.model.frames_per_second
+        self._event, self._note, self._show = event, note, show
+        self._open: dict[int, Found] = {}  # by iteration
+        self._tasks = BackgroundTasks()
+        self._keeping: set[asyncio.Task[None]] = set()
+        self._said = ""
+
+    def wants(self, prompt: int) -> bool:
+        """Whether images of a prompt at this place of an iteration are kept."""
+        return prompt < self._settings.image_prompts
+
+    def seen(
+        self,
+        it: Iteration,
+        prompt: int,
+        stage: Stage,
+        seeds: tuple[int, ...],
+        rewards: Floats,
+        batches: Sequence[ObjectRef[Images]],
+        size: int,
+    ) -> None:
+        """All images of a prompt are scored: rewards [N] (NaN: none), and batches of ``size``, the
+        last maybe smaller, with N rows in all.
+        """
+        busy = len(self._open) + len(self._keeping) >= MOST_OPEN
+        if not self.wants(prompt) or (busy and it.index not in self._open):
+            return
+        fetching = self._tasks.start(_fetch(seeds, rewards, batches, size))
+        self._open.setdefault(it.index, {})[prompt, stage] = fetching
+
+    def finished(self, it: Iteration) -> None:
+        """All images of the iteration were seen: write them, and let go of older iterations."""
+        found = self._open.pop(it.index, {})
+        self._open = {index: more for index, more in self._open.items() if index > it.index}
+        if found:
+            texts = [prompt.text for prompt in it.prompts]
+            task = self._tasks.start(self._keep(it.index, texts, found))
+            self._keeping.add(task)
+            task.add_done_callback(self._keeping.discard)
+
+    async def close(self) -> None:
+        """Wait a little for what is being written, and end the rest."""
+        if self._keeping:
+            await asyncio.wait(self._keeping, timeout=LAST_S)
+        await self._tasks.end()
+
+    async def _keep(self, index: int, texts: Sequence[str], found: Found) -> None:
+        try:
+            ends = {key: await task for key, task in sorted(found.items())}
+            await asyncio.to_thread(self._write, index, extremes(texts, ends))
+        except Exception as error:  # lost with a node, no room on the disk: only images are missing
+            why = f"{type(error).__name__}: {error}".splitlines()[0]
+            self._event("images_missed", iteration=index, why=why)
+            if why != self._said:
+                self._note(f"iteration {index}: its images are not kept ({why})")
+            self._said = why
+
+    def _write(self, index: int, shown: Sequence[Extreme]) -> None:
+        limit = self._settings.image_iterations
+        save_extremes(self._rundir.images, index, shown, limit, self._fps)
+        self._show(index, shown)
+
+
+def extremes(texts: Sequence[str], ends: Mapping[tuple[int, Stage], Ends]) -> list[Extreme]:
+    """The best and worst image of every stage of every prompt. Seeds are numbered as they were
+    explored, or, where nothing was, as they were generated.
+    """
+    shown: list[Extreme] = []
+    for (prompt, stage), mine in ends.items():
+        explored = ends.get((prompt, "explored"), mine)
+        others = [found for key, found in ends.items() if key[0] == prompt and key[1] != stage]
+        for end, place in zip(ENDS, best_and_worst(mine.rewards), strict=False):
+            seed = mine.seeds[place]
+            other = others[0].reward_of(seed) if others else None
+            number, reward = explored.seeds.index(seed), float(mine.rewards[place])
+            image = mine.images[place]
+            text = texts[prompt]
+            shown.append(Extreme(prompt, text, stage, end, number, reward, image, other))
+    return shown
+
+
+def best_and_worst(rewards: Floats) -> tuple[int, ...]:
+    """Places of the highest and the lowest reward, the first of equal ones; none where there is
+    no score at all.
+    """
+    if not np.isfinite(rewards).any():
+        return ()
+    return int(np.nanargmax(rewards)), int(np.nanargmin(rewards))
+
+
+async def _fetch(
+    seeds: tuple[int, ...], rewards: Floats, batches: Sequence[ObjectRef[Images]], size: int
+) -> Ends:
+    """Bring the batches that hold the two images here, and no others."""
+    images: dict[int, np.ndarray] = {}
+    for place in best_and_worst(rewards):
+        batch = await batches[place // size]
+        images[place] = await asyncio.to_thread(reduced, batch[place % size])
+    return Ends(seeds, rewards, images)

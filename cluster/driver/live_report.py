@@ -1,0 +1,96 @@
+"""The report while a run goes on: written again by another process, for which nothing waits."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import sys
+import time
+from asyncio.subprocess import DEVNULL, PIPE, Process
+from collections.abc import Callable
+from pathlib import Path
+
+from cluster.runtime.tasks import cancel_all
+
+LONGEST_S = 600.0
+"""A report that takes longer is given up."""
+REST = 9
+"""After a report so many times the seconds that it took: it never has more than a tenth of a core.
+"""
+GRACE_S = 5.0
+PROGRAM = (sys.executable, "-m", "analysis.report")
+
+
+class LiveReport:
+    """Writes ``report.html`` every ``every_s`` seconds, and soon after ``due``; 0: never."""
+
+    def __init__(
+        self,
+        run: Path,
+        every_s: float,
+        event: Callable[..., None],
+        note: Callable[[str], None],
+        program: tuple[str, ...] = PROGRAM,
+    ):
+        self._run, self._every_s, self._program = run, every_s, program
+        self._event, self._note = event, note
+        self._due = asyncio.Event()
+        self._task: asyncio.Task[None] | None = None
+        self._said = ""
+
+    def begin(self) -> None:
+        """From now on."""
+        if self._every_s:
+            self._task = asyncio.create_task(self._live())
+
+    def due(self) -> None:
+        """There is something worth seeing."""
+        self._due.set()
+
+    async def close(self) -> None:
+        """Nothing writes any more on return."""
+        await cancel_all([self._task] if self._task else [])
+
+    async def _live(self) -> None:
+        while True:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(self._every_s):
+                    await self._due.wait()
+            self._due.clear()
+            began = time.monotonic()
+            why = await self._write()
+            if why and why != self._said:  # once for as long as it is the same
+                self._event("report_failed", why=why)
+                self._note(f"the report is not written while the run goes on: {why}")
+            self._said = why
+            await asyncio.sleep(REST * (time.monotonic() - began))
+
+    async def _write(self) -> str:
+        """Why it was not written; nothing where it was."""
+        command = (*self._program, str(self._run), f"{self._every_s:g}")
+        try:
+            process = await asyncio.create_subprocess_exec(
+                *command, stdin=DEVNULL, stdout=DEVNULL, stderr=PIPE
+            )
+        except OSError as error:
+            return f"{error.strerror or error}"
+        try:
+            async with asyncio.timeout(LONGEST_S):
+                _, told = await process.communicate()
+        except TimeoutError:
+            return f"it took longer than {LONGEST_S:g} s"
+        finally:
+            await _end(process)
+        lines = told.decode(errors="replace").strip().splitlines()
+        return "" if process.returncode == 0 else (lines or [f"exit {process.returncode}"])[-1]
+
+
+async def _end(process: Process) -> None:
+    """Have it clean up and go; a second word is not for discussion."""
+    for stop in (process.terminate, process.kill):
+        if process.returncode is not None:
+            return
+        with contextlib.suppress(ProcessLookupError):
+            stop()
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(process.wait(), GRACE_S)

@@ -1,0 +1,59 @@
+"""What families of video share: latents of an autoencoder that makes frames after frames."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from policy.families import joint
+from policy.families.base import Diffusers, Family
+
+
+class Clips(Family):
+    """Latents [C, 1 + (F - 1)/t, H/f, W/f] of F frames, by ``AutoencoderKLWan``.
+
+    A clip of fewer frames is the beginning of the longer one, and so is its noise.
+    """
+
+    video = True
+    pipeline_unit: int
+    """The stock pipeline takes sizes that are multiples of this only, with any autoencoder."""
+
+    @property
+    def latent_shape(self) -> tuple[int, ...]:
+        transformer, vae = self.part_config("transformer"), self.part_config("vae")
+        factor = vae.get("scale_factor_spatial", 8)
+        height, width = self.sizes(max(self.pipeline_unit, factor * transformer["patch_size"][1]))
+        every = vae.get("scale_factor_temporal", 4)
+        frames = (self.clip_frames(every) - 1) // every + 1
+        return (transformer["in_channels"], frames, height // factor, width // factor)
+
+    def clip_frames(self, every: int) -> int:
+        """``model.frames``, of which the autoencoder makes one and then ``every`` at a time, or
+        ValueError.
+        """
+        frames, advice = self.model.frames, f"{every}k + 1, such as {8 * every + 1}"
+        if frames is None:
+            raise ValueError(
+                f"model.frames: family {self.name!r} draws clips: say how many frames, {advice}"
+            )
+        if frames % every != 1 % every:
+            raise ValueError(f"model.frames: {frames} frames; this model makes {advice}")
+        return frames
+
+    def spatial(self, latents: Tensor) -> Tensor:
+        """[B, frames * C, H/f, W/f]."""
+        return latents.transpose(1, 2).flatten(1, 2)
+
+    def packed(self, spatial: Tensor) -> Tensor:
+        return spatial.unflatten(1, (-1, self.latent_shape[0])).transpose(1, 2)
+
+    def smaller_noise(self, noise: Tensor, smaller: Family) -> Tensor:
+        return super().smaller_noise(noise[:, :, : smaller.latent_shape[1]], smaller)
+
+    def unscale(self, vae: Diffusers, latents: Tensor) -> Tensor:
+        """By the mean and the standard deviation of each channel."""
+        return joint.by_channel(vae, latents)
+
+    def pixels(self, vae: Diffusers, latents: Tensor) -> Tensor:
+        """[B, F, 3, H, W]."""
+        return super().pixels(vae, latents).transpose(1, 2)

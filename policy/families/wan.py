@@ -1,0 +1,103 @@
+"""Wan (arXiv 2503.20314), text to video, over diffusers' classes."""
+
+from __future__ import annotations
+
+from functools import cached_property
+
+from torch import Tensor
+
+from configs.sections import Guidance, Model
+from policy.families import joint
+from policy.families.base import Diffusers, widened
+from policy.families.clips import Clips
+from policy.families.schedule import TIMESTEPS, flow_match_sigmas, multistep_sigmas, whole_timestep
+from policy.types import Conditioning
+
+
+class Wan(Clips):
+    """``WanPipeline`` as a policy.
+
+    With a multistep scheduler, as published, the transformer is told whole timesteps; with
+    ``FlowMatchEulerDiscreteScheduler``, or the schedule "uniform", it is not.
+    """
+
+    name = "wan"
+    pipeline_class = "WanPipeline"
+    pipeline_unit = 16
+    components = {
+        "transformer": ("WanTransformer3DModel",),
+        "vae": ("AutoencoderKLWan",),
+        "scheduler": (
+            "UniPCMultistepScheduler",
+            "DPMSolverMultistepScheduler",
+            "FlowMatchEulerDiscreteScheduler",
+        ),
+        **joint.text_encoders(1),
+    }
+    trained = tuple(
+        f"{attention}.{part}"
+        for attention in ("attn1", "attn2")
+        for part in ("to_q", "to_k", "to_v", "to_out.0")
+    )
+    modules_to_not_convert = ("condition_embedder.*", "proj_out")
+    fuse = (("attn1.to_q", "attn1.to_k", "attn1.to_v"), ("attn2.to_k", "attn2.to_v"))
+
+    def __init__(self, model: Model) -> None:
+        super().__init__(model)
+        if (self.index.get("transformer_2") or [None])[-1] is not None:
+            raise ValueError(
+                f"model.path: {self.directory!r} has two transformers, one for each half of the"
+                " noise levels (Wan 2.2 A14B); only pipelines with one are trained"
+            )
+        if self.index.get("expand_timesteps"):
+            raise ValueError(
+                f"model.path: {self.directory!r} tells each token a timestep of its own (Wan 2.2"
+                " TI2V), which is not supported: use a model of Wan 2.1"
+            )
+
+    @property
+    def conditioning_shapes(self) -> dict[str, tuple[int, ...]]:
+        width = self.part_config("transformer")["text_dim"]
+        return {"prompt_embeds": (self.model.max_sequence_length, width)}
+
+    def encode_prompt(self, pipe: Diffusers, prompt: str) -> Conditioning:
+        """prompt_embeds [1, tokens, D], zeros after the prompt's own, which are not masked."""
+        embeds, _ = pipe.encode_prompt(
+            prompt,
+            do_classifier_free_guidance=False,
+            max_sequence_length=self.model.max_sequence_length,
+        )
+        return Conditioning({"prompt_embeds": embeds})
+
+    @cached_property
+    def _multistep(self) -> str | None:
+        """The multistep scheduler's class, where its schedule is asked for."""
+        name = self.index["scheduler"][-1]
+        euler = name == "FlowMatchEulerDiscreteScheduler" or self.model.schedule == "uniform"
+        return None if euler else name
+
+    def sigmas(self, steps: int) -> Tensor:
+        """The scheduler's own, which the pipeline asks for nothing but their number."""
+        config, model = self.part_config("scheduler"), self.model
+        if self._multistep is not None:
+            return multistep_sigmas(config, steps, model.shift, self._multistep)
+        schedule = "scheduler" if model.schedule == "own" else model.schedule
+        return flow_match_sigmas(config, steps, model.shift, None, 0, schedule)
+
+    def velocity(
+        self, transformer: Diffusers, x: Tensor, sigma: Tensor, cond: Conditioning
+    ) -> Tensor:
+        dtype, at = transformer.patch_embedding.weight.dtype, sigma.to(x.device)
+        timestep = at.float() * TIMESTEPS if self._multistep is None else whole_timestep(at)
+        return widened(
+            transformer(
+                hidden_states=x.to(dtype),
+                timestep=timestep.expand(len(x)),
+                encoder_hidden_states=cond.tensors["prompt_embeds"].to(x.device, dtype),
+                return_dict=False,
+            )[0]
+        )
+
+    @classmethod
+    def call_arguments(cls, model: Model, guidance: Guidance) -> dict[str, object]:
+        return {**super().call_arguments(model, guidance), "num_frames": model.frames}

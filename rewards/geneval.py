@@ -1,0 +1,231 @@
+"""GenEval (arXiv 2310.11513): are the objects that a prompt names there, as it wants them?"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from rewards.base import (
+    BuiltIn,
+    Metadata,
+    ScorerSetupError,
+    Settings,
+    require_images,
+    require_share,
+)
+from rewards.checkpoints import local
+from rewards.geneval_rules import COLORS, Found, Objects, Outcome, assess, wanted
+from rewards.openclip import ClipScore
+from rewards.paired import PairedScorer
+
+if TYPE_CHECKING:
+    from transformers import Mask2FormerForUniversalSegmentation
+
+DETECTOR = "facebook/mask2former-swin-small-coco-instance"
+WEIGHTS = ("model.safetensors",)
+ALIASES = {"mouse": "computer mouse", "remote": "tv remote", "keyboard": "computer keyboard"}
+"""COCO's names that GenEval spells otherwise."""
+MOST_OBJECTS = 16
+"""Of one class; the most certain stay."""
+GREY = 0x99
+"""What hides the surroundings of an object whose color is asked for."""
+TEMPLATES = (
+    "a photo of a {c} {name}",
+    "a photo of a {c}-colored {name}",
+    "a photo of a {c} object",
+)
+
+
+class GenEvalScorer(BuiltIn):
+    """How far an image fulfils its prompt's GenEval metadata, in [0, 1]; 1: GenEval calls it right.
+
+    Objects are found by transformers' Mask2Former, a model of the benchmark's architecture with
+    weights of its authors' own training, not the benchmark's; colors are told by CLIP ViT-L/14 as
+    there. ``strict``: GenEval's own 0 or 1 in place of the share. ``parts["correct"]`` always has
+    it. ``threshold``: least certainty of an object, ``counting_threshold`` where the tag is
+    "counting".
+    """
+
+    paths = {"detector": WEIGHTS, "clip": ClipScore.paths["checkpoint"]}
+
+    def __init__(
+        self,
+        detector: str = DETECTOR,
+        clip: str = ClipScore.published,
+        strict: bool = False,
+        threshold: float = 0.3,
+        counting_threshold: float = 0.9,
+        batch_size: int = 16,
+        dtype: str = "fp32",
+        device: str | None = None,
+    ) -> None:
+        self.strict, self.threshold = strict, threshold
+        self.counting_threshold, self.batch_size = counting_threshold, batch_size
+        self.colors = ClipScore(clip, batch_size=batch_size, dtype=dtype, device=device)
+        self.device = self.colors.device
+        self.detector, self.processor = _load(detector)
+        self.detector.to(self.device).eval()  # pyright: ignore[reportArgumentType]
+        labels: dict[Any, str] = dict(self.detector.config.id2label or {})
+        self.names = [ALIASES.get(labels[i], labels[i]) for i in range(len(labels))]
+        self.parts: dict[str, np.ndarray] = {}
+        self._texts: dict[str, torch.Tensor] = {}
+
+    @staticmethod
+    def check(settings: Settings) -> None:
+        """Raises ScorerSetupError for a threshold that is no share, and as other scorers do."""
+        PairedScorer.check(settings)
+        for name in ("threshold", "counting_threshold"):
+            require_share(name, settings[name])
+
+    @classmethod
+    def model_bytes(cls, settings: Settings) -> int | None:
+        """Of both models; None where the detector's architecture is not on this machine."""
+        from transformers import Mask2FormerConfig, Mask2FormerForUniversalSegmentation
+
+        try:
+            path = local(str(settings.get("detector", DETECTOR)), WEIGHTS)
+        except ScorerSetupError:
+            path = None
+        clip = {"checkpoint": settings.get("clip", ClipScore.published)}
+        colors = ClipScore.model_bytes({**clip, "dtype": settings.get("dtype", "fp32")})
+        if path is None or colors is None:
+            return None
+        with torch.device("meta"):
+            config = Mask2FormerConfig.from_pretrained(path.parent)
+            model = Mask2FormerForUniversalSegmentation(config)  # pyright: ignore[reportArgumentType]
+        return colors + sum(each.numel() * 4 for each in model.parameters())
+
+    def __call__(
+        self, images: np.ndarray, prompts: Sequence[str], metadata: Sequence[Metadata]
+    ) -> np.ndarray:
+        """uint8 [B, 3, H, W] -> float32 [B]. Raises ValueError for a prompt without metadata."""
+        require_images(images, prompts, metadata)
+        rows = zip(prompts, metadata, strict=True)
+        entries = [wanted(prompt, row, self.names) for prompt, row in rows]
+        least = [
+            self.counting_threshold if row.get("tag") == "counting" else self.threshold
+            for row in metadata
+        ]
+        found = [
+            objects
+            for first in range(0, len(images), self.batch_size)
+            for objects in self.detect(images[first : first + self.batch_size], least[first:])
+        ]
+        outcomes = [
+            self._assess(image, *each)
+            for image, each in zip(images, zip(entries, found, strict=True), strict=True)
+        ]
+        self.parts = {"correct": np.array([each.correct for each in outcomes], np.float32)}
+        shares = np.array([each.share for each in outcomes], np.float32)
+        return self.parts["correct"] if self.strict else shares
+
+    def _assess(self, image: np.ndarray, entries: list[Any], objects: Objects) -> Outcome:
+        return assess(entries, objects, lambda name, group: self.color_names(image, name, group))
+
+    # ---- objects
+
+    @torch.inference_mode()
+    def detect(self, images: np.ndarray, least: Sequence[float]) -> list[Objects]:
+        """uint8 [B, 3, H, W] -> what is in each, at a certainty above ``least`` of its place.
+
+        An object is a pair of a query and a class, as certain as the class times the mean of its
+        mask where it is above one half.
+        """
+        inputs = self.processor(
+            list(images), return_tensors="pt", input_data_format="channels_first"
+        )
+        outputs = self.detector(inputs["pixel_values"].to(self.device))
+        used = inputs["pixel_mask"].bool()
+        return [
+            self._objects(
+                outputs.class_queries_logits[i],
+                _upsampled(outputs.masks_queries_logits[i], used[i], images.shape[2:]),
+                least[i],
+            )
+            for i in range(len(images))
+        ]
+
+    def _objects(self, logits: torch.Tensor, masks: torch.Tensor, least: float) -> Objects:
+        """class logits [Q, C + 1] and mask logits [Q, H, W] -> objects by class."""
+        certain = logits.softmax(-1)[:, :-1]
+        best, places = certain.flatten().topk(len(certain))
+        queries, classes = places // certain.shape[1], places % certain.shape[1]
+        inside = masks > 0
+        sizes = inside.flatten(1).sum(1)
+        means = (masks.sigmoid() * inside).flatten(1).sum(1) / (sizes + 1e-6)
+        scores = best * means[queries]
+        found: dict[str, list[Found]] = {}
+        for at in scores.argsort(descending=True).tolist():
+            group = found.setdefault(self.names[int(classes[at])], [])
+            query, score = int(queries[at]), float(scores[at])
+            if score > least and sizes[query] and len(group) < MOST_OBJECTS:
+                group.append(_found(inside[query].cpu().numpy(), score))
+        return {name: group for name, group in found.items() if group}
+
+    # ---- colors
+
+    @torch.inference_mode()
+    def color_names(self, image: np.ndarray, name: str, group: Sequence[Found]) -> list[str]:
+        """The color of each object in uint8 [3, H, W]: CLIP's choice for what its mask shows."""
+        crops = [self.colors.pixels(_alone(image, each)[None]) for each in group]
+        pixels = torch.cat(crops).to(self.device, self.colors.dtype)
+        seen = torch.nn.functional.normalize(self.colors.model.encode_image(pixels).float(), dim=-1)
+        return [COLORS[int(place)] for place in (seen @ self._classifier(name).T).argmax(1)]
+
+    def _classifier(self, name: str) -> torch.Tensor:
+        """float32 [colors, D]: the normalised mean over TEMPLATES."""
+        if name not in self._texts:
+            texts = [form.format(c=color, name=name) for color in COLORS for form in TEMPLATES]
+            tokens = self.colors.tokenise(texts).to(self.device)
+            each = torch.nn.functional.normalize(
+                self.colors.model.encode_text(tokens).float(), dim=-1
+            )
+            mean = each.unflatten(0, (len(COLORS), len(TEMPLATES))).mean(1)
+            self._texts[name] = torch.nn.functional.normalize(mean, dim=-1)
+        return self._texts[name]
+
+
+def _load(source: str) -> tuple[Mask2FormerForUniversalSegmentation, Any]:
+    """The detector and what makes its inputs. Raises ScorerSetupError."""
+    from transformers import AutoImageProcessor, Mask2FormerForUniversalSegmentation
+
+    path = local(source, WEIGHTS)
+    place: str | Path = source if path is None else path.parent
+    try:
+        model = Mask2FormerForUniversalSegmentation.from_pretrained(place, use_safetensors=True)
+        return model, AutoImageProcessor.from_pretrained(place)
+    except (OSError, ValueError, RuntimeError, KeyError) as error:
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise ScorerSetupError(
+            f"detector = {source!r}: no Mask2Former of transformers ({reason[:200]}): give a"
+            " directory with config.json, preprocessor_config.json and model.safetensors, or a hub"
+            " id"
+        ) from None
+
+
+def _upsampled(masks: torch.Tensor, used: torch.Tensor, size: Sequence[int]) -> torch.Tensor:
+    """Mask logits [Q, h, w] at an image's own size, without what its inputs were padded by.
+
+    ``used`` bool [H', W']: where the inputs show the image.
+    """
+    whole = torch.nn.functional.interpolate(masks[None], used.shape, mode="bilinear")
+    height, width = int(used.any(1).sum()), int(used.any(0).sum())
+    shown = whole[..., :height, :width]
+    return torch.nn.functional.interpolate(shown, tuple(size), mode="bilinear")[0]
+
+
+def _found(mask: np.ndarray, score: float) -> Found:
+    rows, columns = np.flatnonzero(mask.any(1)), np.flatnonzero(mask.any(0))
+    left, right, top, bottom = columns[0], columns[-1] + 1, rows[0], rows[-1] + 1
+    return Found((float(left), float(top), float(right), float(bottom)), score, mask)
+
+
+def _alone(image: np.ndarray, found: Found) -> np.ndarray:
+    """uint8 [3, h, w]: the object's box, with grey outside of its mask."""
+    left, top, right, bottom = (round(edge) for edge in found.box)
+    shown = image if found.mask is None else np.where(found.mask, image, np.uint8(GREY))
+    return np.ascontiguousarray(shown[:, top:bottom, left:right])

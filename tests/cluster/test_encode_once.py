@@ -1,0 +1,67 @@
+"""Prompts that are encoded at the start: the encoder goes, and nothing else changes."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from cluster.driver.encoded import EncodedOnce, texts_of
+from configs.prompts import Prompt
+from planning.layouts.choose import Costs
+from planning.layouts.gpus import Laid
+from planning.layouts.numbers import Group, Numbers
+from planning.make import make_plan
+from records.errors import RunFailed
+from tests.cluster.faults import outcome
+from tests.cluster.runs import run_here, tiny_config
+
+
+def test_what_a_run_asks_for(tiny_sd3_dir, tmp_path):
+    """Two prompts in each of two iterations, of four; blocks of two held-out ones."""
+    config = tiny_config(tiny_sd3_dir, tmp_path, "asks", iterations=2)
+    train, test = [Prompt(f"train {n}") for n in range(9)], [Prompt(f"test {n}") for n in range(3)]
+    groups = texts_of(config, train, test)
+    assert groups[0] == ("train 0",)  # that of the identity check
+    assert len(groups) in (4 + 2, 5 + 2) and len(set(groups)) == len(groups)
+    assert groups[-2:] == [("test 0", "test 1"), ("test 2",)]
+    assert texts_of(config, [], test) == groups[-2:]
+
+
+def test_a_prompt_that_was_not_asked_for_ends_the_run():
+    pool: Any = None
+    once = EncodedOnce(pool, {("a",): "there"})  # type: ignore[dict-item]
+    assert asyncio.run(once.encode(0, [["a"]])) == ["there"]
+    with pytest.raises(RunFailed, match=r"prompts.encode_once: \['b'\] was not encoded"):
+        asyncio.run(once.encode(0, [["a"], ["b"]]))
+
+
+def test_the_encoder_is_gone_before_the_others_come_and_the_weights_are_the_same(
+    tiny_sd3_dir, tmp_path, undisturbed
+):
+    run = run_here(tiny_config(tiny_sd3_dir, tmp_path, "once", prompts__encode_once=True))
+    assert outcome(run, 3) == outcome(undisturbed, 3)
+    told = [(event["event"], event.get("kind")) for event in run.events()]
+    at = told.index(("actor_removed", "encoder"))
+    started = [kind for name, kind in told[:at] if name == "actor_started"]
+    assert started == ["encoder"] and ("prompts_encoded", None) in told[at:]
+    (event,) = [event for event in run.events() if event["event"] == "prompts_encoded"]
+    assert event["groups"] == 4 + 2  # the prompts are the same in training and evaluation
+
+
+def test_the_encoder_takes_no_room_beside_the_others_and_prompts_stay_in_the_store(
+    tiny_sd3_dir, tmp_path
+):
+    laid = Laid("B200", 1, {"learner": 1, "encoder": 1})
+    numbers = Numbers("", {"learner": Group(1, 0.5), "encoder": Group(1, 0.1)})
+    for size, held in ((3e9, 11.0), (30e9, 31.0)):  # a GB more for each process
+        costs = Costs({}, {"B200": {"encoder": size}}, lambda _: 10e9, encoder_leaves=True)
+        assert costs.held_gb(laid, numbers) == held
+    once = {"prompts__encode_once": True}
+    stores = [
+        make_plan(tiny_config(tiny_sd3_dir, tmp_path, "p", iterations=9, **more)).store
+        for more in ({}, once)
+    ]
+    # two iterations of two prompts, or four to train on and four held out
+    assert stores[1]["conditioning"] == 2 * stores[0]["conditioning"]

@@ -1,0 +1,147 @@
+"""The report while a run goes on: when it is written, and that its failures are events only."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cluster.driver import live_report
+from cluster.driver.live_report import PROGRAM, LiveReport
+from tests.analysis.synthetic import write_run
+from tests.cluster.runs import run_here, tiny_config
+
+COUNT = "import sys, pathlib; pathlib.Path(sys.argv[1], 'count').open('a').write(sys.argv[2])"
+FAIL = COUNT + "; print('first'); sys.exit('DiskFull: no room')"
+ABORT = COUNT + "; import os; os.abort()"
+HANG = "import signal; signal.sigwait([signal.SIGUSR1])"
+
+
+class Told:
+    """What a ``LiveReport`` tells."""
+
+    def __init__(self, run: Path, every_s: float, *program: str):
+        self.events: list[tuple[str, dict[str, Any]]] = []
+        self.notes: list[str] = []
+        self.told = asyncio.Event()
+        self.live = LiveReport(run, every_s, self.event, self.notes.append, program)
+
+    def event(self, name: str, **fields: Any) -> None:
+        self.events.append((name, fields))
+        self.told.set()
+
+
+@pytest.fixture(autouse=True)
+def restless(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(live_report, "REST", 0)
+
+
+async def until(file: Path, text: str) -> None:
+    async with asyncio.timeout(60):
+        while not file.exists() or not file.read_text().startswith(text):
+            await asyncio.sleep(0.02)
+
+
+def test_it_is_written_when_due_and_when_time_has_passed(tmp_path: Path):
+    async def go() -> None:
+        one = Told(tmp_path, 3600, sys.executable, "-c", COUNT)
+        one.live.begin()
+        one.live.due()
+        await until(tmp_path / "count", "3600")
+        await one.live.close()
+        one = Told(tmp_path, 0.01, sys.executable, "-c", COUNT)
+        one.live.begin()
+        await until(tmp_path / "count", "36000.010.010.01")
+        await one.live.close()
+        assert one.events == []
+
+    asyncio.run(go())
+
+
+def test_zero_is_never(tmp_path: Path):
+    async def go() -> set[asyncio.Task[Any]]:
+        one = Told(tmp_path, 0, sys.executable, "-c", COUNT)
+        one.live.begin()
+        one.live.due()
+        others = asyncio.all_tasks() - {asyncio.current_task()}
+        await one.live.close()
+        return others
+
+    assert asyncio.run(go()) == set()
+
+
+@pytest.mark.parametrize(
+    ("program", "why"),
+    [
+        ((sys.executable, "-c", FAIL), "DiskFull: no room"),
+        ((sys.executable, "-c", ABORT), "exit -6"),
+    ],
+)
+def test_a_failure_is_told_once_for_as_long_as_it_is_the_same(
+    tmp_path: Path, program: tuple[str, ...], why: str
+):
+    async def go() -> Told:
+        one = Told(tmp_path, 0.01, *program)
+        one.live.begin()
+        await until(tmp_path / "count", 3 * "0.01")
+        await one.live.close()
+        return one
+
+    one = asyncio.run(go())
+    assert one.events == [("report_failed", {"why": why})]
+    assert one.notes == [f"the report is not written while the run goes on: {why}"]
+
+
+def test_a_program_that_is_not_there_is_a_failure_like_others(tmp_path: Path):
+    async def go() -> Told:
+        one = Told(tmp_path, 0.01, "/nowhere/python")
+        one.live.begin()
+        async with asyncio.timeout(60):
+            await one.told.wait()
+        await one.live.close()
+        return one
+
+    assert asyncio.run(go()).events == [("report_failed", {"why": "No such file or directory"})]
+
+
+def test_one_that_takes_too_long_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(live_report, "LONGEST_S", 0.2)
+
+    async def go() -> Told:
+        one = Told(tmp_path, 0.01, sys.executable, "-c", HANG)
+        one.live.begin()
+        async with asyncio.timeout(60):
+            await one.told.wait()
+        await one.live.close()
+        return one
+
+    assert asyncio.run(go()).events == [("report_failed", {"why": "it took longer than 0.2 s"})]
+
+
+def test_the_program_writes_a_page_that_follows_the_run(tmp_path: Path):
+    run = write_run(tmp_path / "r", iterations=3, ending=None)
+
+    async def go() -> None:
+        one = Told(run, 40, *PROGRAM)
+        one.live.begin()
+        one.live.due()
+        await until(run / "report.html", "<!doctype html>")
+        await one.live.close()
+        assert one.events == []
+
+    asyncio.run(go())
+    assert 'data-reload="10" data-late="180"' in (run / "report.html").read_text()
+    assert not list(run.glob(".report*"))
+
+
+def test_a_run_writes_it_and_the_last_page_stands_still(ray_here, tiny_sd3_dir, tmp_path):
+    config = tiny_config(
+        tiny_sd3_dir, tmp_path, "reported", logging__report_every_s=3600, iterations=1
+    )
+    run = run_here(config)
+    assert not [event for event in run.events() if event["event"] == "report_failed"]
+    text = (run.path / "report.html").read_text()
+    assert "<script" not in text and "refresh" not in text and "finished" in text

@@ -1,0 +1,78 @@
+"""What makes a run fit on a GPU that is too small for it, and the presets for 24 GB."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from cli.main import main
+from configs.load import load
+from planning import savings
+from planning.assumptions import Assumptions
+from planning.layouts.choose import DoesNotFit
+from planning.layouts.resolve import to_choose
+from planning.make import layout_of
+from planning.savings import changed, lowers, savings_lines
+
+ONE = Assumptions(accelerator="RTX 4090", gpus=1, node_gpus=1, node_cpus=16)
+PRESETS = ("sd35_medium-sol_rl-24gb", "z_image-sol_rl-24gb")
+
+
+def lines(monkeypatch: pytest.MonkeyPatch, room: float, *overrides: str) -> list[str]:
+    """On a GPU of 24 GB, with a made-up need: ``room`` for the text encoders, a GB for each image
+    in a pass.
+    """
+
+    def layout(config: Any, given: Any, nodes: Any) -> Any:
+        assert to_choose(config)  # what was left to the layout still is
+        encoder = 0 if config.prompts.encode_once else room
+        gb = 10 + encoder + config.optimizer.batch_size
+        if gb > 24:
+            raise DoesNotFit("too large", gb, gb - 24)
+        return SimpleNamespace(best=SimpleNamespace(gb=gb))
+
+    monkeypatch.setattr(savings, "layout_of", layout)
+    return list(savings_lines(load("sd35_medium-sol_rl-hpsv2", overrides), ONE))
+
+
+def test_savings_add_up_to_the_first_with_which_it_fits(monkeypatch: pytest.MonkeyPatch):
+    assert lines(monkeypatch, 11) == [
+        "    34.0 GB, 10.0 short, with --set prompts.encode_once=true: prompts are encoded at the"
+        " start, and held on the host",
+        "    18.0 GB, fits, with --set explore.chunk_size=8 --set regenerate.batch_size=8 --set"
+        " optimizer.batch_size=8: smaller passes, less busy GPUs; other last bits",
+    ]
+
+
+def test_what_is_set_already_is_not_told(monkeypatch: pytest.MonkeyPatch):
+    given = ("prompts.encode_once=true", "optimizer.batch_size=4", "services.reward.gpus=0")
+    (line,) = lines(monkeypatch, 11, *given, "optimizer.gradient_checkpointing=false")
+    assert "fits, with --set optimizer.gradient_checkpointing=true:" in line
+    config = load("sd35_medium-sol_rl-hpsv2", given)
+    assert not lowers(config, "optimizer.batch_size=8") and lowers(config, "explore.chunk_size=8")
+    assert changed(config, {"explore.chunk_size": "8"}).explore.chunk_size == 8
+
+
+def test_where_nothing_helps_that_is_said(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(savings, "SAVINGS", savings.SAVINGS[:1])
+    assert lines(monkeypatch, 99)[-1] == (
+        "  nothing else is known that saves memory: fewer pixels, or a larger GPU"
+    )
+
+
+def test_the_command_says_what_is_too_large_and_how_it_fits(capsys: pytest.CaptureFixture[str]):
+    """SD3.5 Medium's counts are kept, so this counts nothing."""
+    where = ["--accelerator", "RTX 4090", "--gpus", "1"]
+    assert main(["plan", "sd35_medium-sol_rl-hpsv2", *where]) == 2
+    first, second = capsys.readouterr().err.strip().splitlines()
+    assert "34.6 GB on a RTX 4090 of 24 GB, 10.6 GB short" in first
+    assert "22.4 GB, fits, with --set prompts.encode_once=true:" in second
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", PRESETS)
+def test_a_preset_for_24_gb_fits_there(name: str):
+    choice = layout_of(load(name), ONE)
+    assert choice is not None and 16 < choice.best.gb < 24

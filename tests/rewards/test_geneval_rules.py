@@ -1,0 +1,133 @@
+"""GenEval's rules: verdicts and shares that follow from objects made by hand."""
+
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rewards.geneval_rules import Found, Wanted, assess, relations, wanted
+
+CLASSES = ("bench", "cow", "dog", "tie")
+
+
+def at(x: float, y: float, size: float = 10.0, score: float = 0.9) -> Found:
+    """A square object with this centre."""
+    half = size / 2
+    return Found((x - half, y - half, x + half, y + half), score)
+
+
+def told(entries, objects, colors=()):
+    """(correct, share); objects have ``colors`` in turn."""
+    outcome = assess(entries, objects, lambda name, group: list(colors)[: len(group)])
+    return outcome.correct, pytest.approx(outcome.share)
+
+
+def test_one_object():
+    entry = [Wanted("bench", 1)]
+    assert told(entry, {"bench": [at(0, 0)]}) == (True, 1.0)
+    assert told(entry, {"bench": [at(0, 0), at(50, 0)]}) == (True, 1.0)  # more is no fault here
+    assert told(entry, {"cow": [at(0, 0)]}) == (False, 0.0)
+
+
+@pytest.mark.parametrize(
+    ("count", "correct", "share"),
+    [
+        (0, False, 0),
+        (1, False, 1 / 3),
+        (2, False, 2 / 3),
+        (3, True, 1),
+        (4, False, 2 / 3),
+        (9, False, 0),
+    ],
+)
+def test_a_number_of_objects(count, correct, share):
+    """As the benchmark writes it: include three, exclude four."""
+    row = {"include": [{"class": "cow", "count": 3}], "exclude": [{"class": "cow", "count": 4}]}
+    entries = wanted("p", row, CLASSES)
+    assert told(entries, {"cow": [at(20 * i, 0) for i in range(count)]}) == (correct, share)
+
+
+def test_a_color_counts_half_of_its_entry():
+    entries = [Wanted("bench", 1, "red"), Wanted("cow", 1, "blue")]
+    objects = {"bench": [at(0, 0)], "cow": [at(50, 0)]}
+    seen = {"bench": ["red"], "cow": ["blue"]}
+    assert assess(entries, objects, lambda name, group: seen[name]).correct
+    seen["cow"] = ["green"]
+    outcome = assess(entries, objects, lambda name, group: seen[name])
+    assert (outcome.correct, outcome.share) == (False, (1 + 0.5) / 2)
+
+
+def test_only_the_most_certain_are_looked_at():
+    """Two benches, one is asked for: the first one's color decides."""
+    objects = {"bench": [at(0, 0), at(50, 0)]}
+    assert told([Wanted("bench", 1, "red")], objects, ["red", "blue"]) == (True, 1.0)
+    assert told([Wanted("bench", 2, "red")], objects, ["red", "blue"]) == (False, 0.5)
+
+
+@pytest.mark.parametrize(
+    ("x", "y", "found"),
+    [
+        (-50, 0, {"left of"}),
+        (50, 0, {"right of"}),
+        (0, -50, {"above"}),
+        (0, 50, {"below"}),
+        (-50, -50, {"left of", "above"}),
+        (50, 20, {"right of"}),
+        (0, 0, set()),
+        (2, 2, set()),  # a tenth of the two sizes is no distance
+    ],
+)
+def test_where_one_is_seen_from_the_other(x, y, found):
+    assert relations(at(x, y), at(0, 0)) == found
+
+
+def test_the_margin_is_a_tenth_of_both_sizes():
+    """Sizes 10 and 10: of a distance of 6, 6 - 2 is more than half; of 3.9, 3.9 - 2 is not."""
+    assert relations(at(6, 0), at(0, 0)) == {"right of"}
+    assert relations(at(3.9, 0), at(0, 0)) == set()
+
+
+coordinate = st.floats(-500, 500).map(lambda value: round(value, 3))
+
+
+@given(coordinate, coordinate, coordinate, coordinate, st.floats(1, 100), st.floats(1, 100))
+def test_seen_from_the_other_side_directions_turn_round(x, y, u, v, size, other):
+    turned = {"left of": "right of", "right of": "left of", "above": "below", "below": "above"}
+    one, two = at(x, y, size), at(u, v, other)
+    assert relations(two, one) == {turned[name] for name in relations(one, two)}
+    moved = relations(at(x + 1024, y - 512, size), at(u + 1024, v - 512, other))
+    near = abs(math.hypot(x - u, y - v)) < 1e-6
+    assert near or moved == relations(one, two) or len(moved ^ relations(one, two)) == 1
+
+
+def test_a_position_is_of_the_entry_that_it_names_and_that_entry_must_be_right():
+    row = {
+        "include": [
+            {"class": "dog", "count": 1},
+            {"class": "tie", "count": 1, "position": ["above", 0]},
+        ]
+    }
+    entries = wanted("p", row, CLASSES)
+    assert told(entries, {"dog": [at(0, 50)], "tie": [at(0, 0)]}) == (True, 1.0)
+    assert told(entries, {"dog": [at(0, 0)], "tie": [at(0, 50)]}) == (False, 0.75)
+    assert told(entries, {"tie": [at(0, 0)]}) == (False, 0.25)
+
+
+@pytest.mark.parametrize(
+    ("row", "said"),
+    [
+        ({}, "has no GenEval metadata"),
+        ({"include": [{"class": "unicorn", "count": 1}]}, "no class and count"),
+        ({"include": [{"class": "cow"}]}, "no class and count"),
+        ({"include": [{"class": "cow", "count": 1, "color": "mauve"}]}, "knows no mauve"),
+        (
+            {"include": [{"class": "cow", "count": 1, "position": ["inside", 0]}]},
+            "knows no  inside",
+        ),
+        ({"include": [{"class": "cow", "count": 1, "position": ["above", 0]}]}, "no earlier entry"),
+    ],
+)
+def test_metadata_of_another_kind_is_named(row, said):
+    with pytest.raises(ValueError, match=said):
+        wanted("a cow", row, CLASSES)

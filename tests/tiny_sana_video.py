@@ -1,0 +1,64 @@
+"""A SanaVideoPipeline directory with random weights, after the pattern of ``tests.tiny_sd3``.
+
+Clips are 5 frames of 32x32, the stock pipeline's smallest: latents [4, 2, 8, 8].
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.tiny_sana import gemma_tokenizer, tiny_gemma
+from tests.tiny_wan import tiny_video_vae
+
+
+@pytest.fixture(scope="session")
+def tiny_sana_video_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The directory of one tiny pipeline, shared by the session: read it, do not write to it."""
+    return make_tiny_sana_video(tmp_path_factory.mktemp("tiny_sana_video"))
+
+
+def make_tiny_sana_video(path: str | Path, seed: int = 0, euler: bool = False) -> Path:
+    """Write the pipeline directory and return its path. The same seed gives the same weights.
+    ``euler`` swaps the scheduler.
+    """
+    import torch
+    from diffusers import (
+        DPMSolverMultistepScheduler,
+        FlowMatchEulerDiscreteScheduler,
+        SanaVideoPipeline,
+        SanaVideoTransformer3DModel,
+    )
+
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        transformer = SanaVideoTransformer3DModel(
+            in_channels=4,
+            out_channels=4,
+            num_attention_heads=2,
+            attention_head_dim=16,
+            num_layers=2,
+            num_cross_attention_heads=2,
+            cross_attention_head_dim=16,
+            cross_attention_dim=32,
+            caption_channels=16,
+            sample_size=8,
+            rope_max_seq_len=32,
+        )
+        for name, parameter in transformer.named_parameters():
+            if parameter.ndim == 1:
+                near = 1.0 if "norm" in name and name.endswith("weight") else 0.0
+                parameter.data.normal_(near, 0.1)
+        dpm = DPMSolverMultistepScheduler(
+            flow_shift=3.0, use_flow_sigmas=True, prediction_type="flow_prediction"
+        )
+        pipe = SanaVideoPipeline(
+            transformer=transformer,
+            scheduler=FlowMatchEulerDiscreteScheduler(shift=3.0) if euler else dpm,
+            vae=tiny_video_vae(),
+            text_encoder=tiny_gemma(),
+            tokenizer=gemma_tokenizer(),
+        )
+        pipe.save_pretrained(str(path))
+    return Path(path)
