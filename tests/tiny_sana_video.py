@@ -6,6 +6,7 @@ Clips are 5 frames of 32x32, the stock pipeline's smallest: latents [4, 2, 8, 8]
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -50,12 +51,14 @@ def make_tiny_sana_video(path: str | Path, seed: int = 0, euler: bool = False) -
             if parameter.ndim == 1:
                 near = 1.0 if "norm" in name and name.endswith("weight") else 0.0
                 parameter.data.normal_(near, 0.1)
-        dpm = DPMSolverMultistepScheduler(
+        scheduler: Any = DPMSolverMultistepScheduler(
             flow_shift=3.0, use_flow_sigmas=True, prediction_type="flow_prediction"
         )
+        if euler:
+            scheduler = FlowMatchEulerDiscreteScheduler(shift=3.0)
         pipe = SanaVideoPipeline(
             transformer=transformer,
-            scheduler=FlowMatchEulerDiscreteScheduler(shift=3.0) if euler else dpm,
+            scheduler=scheduler,
             vae=tiny_video_vae(),
             text_encoder=tiny_gemma(),
             tokenizer=gemma_tokenizer(),
