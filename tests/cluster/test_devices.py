@@ -48,7 +48,7 @@ def test_a_scorer_that_is_out_of_memory_is_not_a_failed_score():
         raise torch.OutOfMemoryError("CUDA out of memory")
 
     weighted = WeightedScorer.__new__(WeightedScorer)
-    weighted.scorers = {"big": scorer}
+    weighted.scorers, weighted.frames = {"big": scorer}, None
     with pytest.raises(torch.OutOfMemoryError):
         weighted.attempt(np.zeros((1, 3, 8, 8), np.uint8), ["a"], [{}])
 

@@ -121,7 +121,7 @@ def test_constant_scores_are_counted_in_a_row():
         made = Scoring(
             Rewards.model_validate({"scorers": [{"name": "jpeg_compressibility"}]}), None
         )
-        made._sums = {"jpeg_compressibility": values}
+        made._found = {"jpeg_compressibility": [np.array(values[:1]), np.array(values[1:])]}
         return made
 
     same, other, few = scoring([0.5] * 4), scoring([0.5] * 3 + [0.6]), scoring([0.5] * 3)
