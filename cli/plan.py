@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import argparse
 import json
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from cli.common import DONE, add_config, require_positive, run_at
+from cli.common import DONE, USER_ERROR, add_config, require_positive, run_at, say
 from configs.load import ConfigError, load
 from configs.schema import RunConfig
 
@@ -102,7 +103,10 @@ def run(options: argparse.Namespace) -> int:
     try:
         made = make_plan(config, assumed, nodes)
     except DoesNotFit as error:
-        raise ConfigError([*error.lines, *savings_lines(config, assumed, nodes)]) from None
+        # as they come: each counts the model anew, for half a minute where it is large
+        for line in chain(error.lines, savings_lines(config, assumed, nodes)):
+            say(line)
+        return USER_ERROR
     plan, iteration = simulated(made)
     if options.out:
         draw(options.out, config.name, iteration)

@@ -42,7 +42,7 @@ SAVINGS = (
     ),
     Saving(('lora.base="int8"',), "frozen weights in 8 bits; adapters beside them, not merged"),
     Saving(('lora.base="nf4"',), "frozen weights in 4 bits"),
-    Saving(("audit.identity_every=0",), "rollout actors are not held against the learner"),
+    Saving(("audit.identity_every=0",), "rollout actors are not compared with the learner"),
     Saving(("services.reward.gpus=0",), "images are scored on CPUs"),
     Saving(("services.encoder.gpus=0",), "prompts are encoded on CPUs"),
 )

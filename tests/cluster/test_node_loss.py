@@ -11,6 +11,7 @@ from ray.exceptions import OutOfMemoryError
 
 from actors.calls import Call, Task
 from actors.messages import ActorInfo
+from cluster.runtime.alarm import Alarm
 from cluster.runtime.pool import ActorPool
 from cluster.runtime.starting import LOW_MEMORY_STARTS
 from configs.services import Service
@@ -238,16 +239,16 @@ def test_a_driver_that_was_stopped_calls_nobody_silent(monkeypatch):
         member, late = pool.members[0], asyncio.get_running_loop().create_future()
         monkeypatch.setattr(nodes, "send", lambda handle, call: [late])
         call = asyncio.create_task(pool.ask(member, Worker.work))
-        wait = asyncio.wait
 
-        async def stopped(futures: Any, **named: Any) -> Any:
-            if named.get("timeout") == 5.0 and not late.done() and now[0] < 5.0:
+        async def stopped(alarm: Alarm, due: float, answer: asyncio.Future[Any], _: object) -> None:
+            if now[0] < due == 5.0:
                 now[0] += 60.0  # the timer rings a minute late
                 asyncio.get_running_loop().call_later(0.01, late.set_result, "answer")
-                return await wait(futures, timeout=0.0)
-            return await wait(futures, **named)
+            else:
+                assert due == 65.0
+                await asyncio.wait({answer})
 
-        monkeypatch.setattr(asyncio, "wait", stopped)
+        monkeypatch.setattr(Alarm, "wait", stopped)
         return await call
 
     assert run(pool, work) == "answer"
