@@ -12,7 +12,7 @@ from analysis.report.data import Row, RunData, finite
 from analysis.report.gallery import Shown
 from records.extremes import ENDS, STAGES, KeptIteration
 
-OPEN = 4
+OPEN = 2
 """Newest iterations that are not folded away."""
 OTHER = {"explored": "regenerated", "regenerated": "explored"}
 
