@@ -62,10 +62,20 @@ def run_at(path: str) -> tuple[RunDirectory, RunConfig]:
     return rundir, rundir.configuration()
 
 
+def address_given(option: str | None) -> str:
+    """The cluster's address, by option or RAY_ADDRESS; empty without either."""
+    return option or os.environ.get("RAY_ADDRESS", "")
+
+
+def is_dashboard(address: str) -> bool:
+    """Whether an address is the URL of a dashboard, and not that of a cluster's head."""
+    return address.startswith(("http://", "https://"))
+
+
 def through_job(given: str | None, command: Sequence[str]) -> int | None:
     """Exit code of ``command`` run as a job, where the address is a dashboard's; None: connect."""
-    address = given or os.environ.get("RAY_ADDRESS", "")
-    if not address.startswith(("http://", "https://")):
+    address = address_given(given)
+    if not is_dashboard(address):
         return None
     from cluster.jobs.dashboard import ask_through_job
 

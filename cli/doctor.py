@@ -4,9 +4,17 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 
-from cli.common import DONE, USER_ERROR, add_cluster, add_config, say, show
+from cli.common import (
+    DONE,
+    USER_ERROR,
+    add_cluster,
+    add_config,
+    address_given,
+    is_dashboard,
+    say,
+    show,
+)
 from configs.load import ConfigError, load
 
 HELP = "check the machine or the cluster that a run would use, one line per check"
@@ -24,8 +32,8 @@ def run(options: argparse.Namespace) -> int:
     if options.overrides and not options.config:
         raise ConfigError("--set: give the configuration that it belongs to")
     config = load(options.config, options.overrides) if options.config else None
-    address = options.address or os.environ.get("RAY_ADDRESS", "")
-    if address.startswith(("http://", "https://")):
+    address = address_given(options.address)
+    if is_dashboard(address):
         from cluster.jobs.submit import check_through_job
 
         shown = ["--json"] if options.json else []

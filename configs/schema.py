@@ -19,26 +19,22 @@ from configs.layout import Layout
 from configs.objective import incompatibility
 from configs.objectives import DEFAULT_OBJECTIVE, SETTINGS, Objective
 from configs.rewards import Advantages, Rewards
+from configs.running import Audit, Checkpoint, Logging, Publish, Stop
 from configs.section import PathText, Section
 from configs.sections import (
     AnySolver,
-    Audit,
-    Checkpoint,
     Ema,
     Evaluate,
     Explore,
     Guidance,
-    Logging,
     Lora,
     Model,
     OldPolicy,
     Optimizer,
     Prompts,
-    Publish,
     Regenerate,
     Selection,
     Solver,
-    Stop,
 )
 from configs.services import Services
 

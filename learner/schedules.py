@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from configs.sections import Ema, OldPolicy, Optimizer, Stop
+from configs.running import Stop
+from configs.sections import Ema, OldPolicy, Optimizer
 
 
 def learning_rate(settings: Optimizer, done: int, iterations: int) -> float:

@@ -20,14 +20,12 @@ import numpy as np
 from PIL import Image
 
 from records import atomic
-from records.images import TINY, grid, webp_bytes
+from records.images import LARGEST_INLINE, TINY, grid, webp_bytes
 
 Stage = Literal["explored", "regenerated"]
 End = Literal["best", "worst"]
 STAGES, ENDS = get_args(Stage), get_args(End)
 DIRECTORY = re.compile(r"iteration_(\d+)")
-LARGEST = 256
-"""Images wider or taller than this are reduced to it before they are kept."""
 INDEX = "shown.json"
 NOTHING = 128
 """Grey where an image is missing from a sheet."""
@@ -70,13 +68,13 @@ class KeptIteration:
 
 
 def reduced(image: np.ndarray) -> np.ndarray:
-    """``image`` uint8 [3, H, W], or a clip, made smaller where it is larger than ``LARGEST``."""
-    if max(image.shape[-2:]) <= LARGEST:
+    """``image`` uint8 [3, H, W], or a clip, no larger than a page shows it."""
+    if max(image.shape[-2:]) <= LARGEST_INLINE:
         return image.copy()  # a view would keep the whole batch in memory
     if image.ndim == 4:
         return np.stack([reduced(frame) for frame in image])
     small = Image.fromarray(np.ascontiguousarray(image.transpose(1, 2, 0)))
-    small.thumbnail((LARGEST, LARGEST), Image.Resampling.LANCZOS)
+    small.thumbnail((LARGEST_INLINE, LARGEST_INLINE), Image.Resampling.LANCZOS)
     return np.asarray(small).transpose(2, 0, 1)
 
 

@@ -96,7 +96,8 @@ class GenEvalScorer(BuiltIn):
             return None
         with torch.device("meta"):
             config = Mask2FormerConfig.from_pretrained(path.parent)
-            model = Mask2FormerForUniversalSegmentation(config)  # pyright: ignore[reportArgumentType]
+            made: Any = Mask2FormerForUniversalSegmentation
+            model: torch.nn.Module = made(config)
         return colors + sum(each.numel() * 4 for each in model.parameters())
 
     def __call__(
@@ -196,7 +197,9 @@ def _load(source: str) -> tuple[Mask2FormerForUniversalSegmentation, Any]:
     path = local(source, WEIGHTS)
     place: str | Path = source if path is None else path.parent
     try:
-        model = Mask2FormerForUniversalSegmentation.from_pretrained(place, use_safetensors=True)
+        model = Mask2FormerForUniversalSegmentation.from_pretrained(
+            place, use_safetensors=True, dtype=torch.float32
+        )
         return model, AutoImageProcessor.from_pretrained(place)
     except (OSError, ValueError, RuntimeError, KeyError) as error:
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]

@@ -77,13 +77,16 @@ def wanted(prompt: str, metadata: Metadata, classes: Iterable[str]) -> list[Want
             raise ValueError(f"prompt {prompt!r}: 'position' refers to {target}, no earlier entry")
         name = row["class"]
         found.append(Wanted(name, row["count"], color, relation, target, limits.get(name)))
-    return found
+    # what is only excluded is wanted no times
+    others = limits.keys() - {entry.name for entry in found}
+    return [*found, *(Wanted(name, 0, above=limits[name]) for name in sorted(others))]
 
 
 def _rows(prompt: str, metadata: Metadata, key: str, known: set[str]) -> list[dict]:
     rows = metadata.get(key) or []
     for row in rows:
-        if row.get("class") not in known or not isinstance(row.get("count"), int):
+        count = row.get("count")
+        if row.get("class") not in known or not isinstance(count, int) or count < 1:
             raise ValueError(f"prompt {prompt!r}: {key!r} has {row}: no class and count")
     return rows
 
@@ -117,7 +120,7 @@ def _nearness(entry: Wanted, count: int) -> float:
     """1 for the wanted number, less by 1 / number for each that is missing or too many."""
     missing = max(0, entry.count - count)
     surplus = 0 if entry.above is None else max(0, count - (entry.above - 1))
-    return max(0.0, 1.0 - (missing + surplus) / entry.count)
+    return max(0.0, 1.0 - (missing + surplus) / max(1, entry.count))
 
 
 def _colored(entry: Wanted, group: Sequence[Found], colors_of: ColorsOf) -> bool:

@@ -17,6 +17,12 @@ if TYPE_CHECKING:
     from diffusers import AutoencoderDC
     from transformers import Gemma2Model, GemmaTokenizer
 
+BLOCKS = {
+    **{"in_channels": 4, "out_channels": 4, "num_layers": 2, "sample_size": 8},
+    **{"num_attention_heads": 2, "attention_head_dim": 16},
+    **{"num_cross_attention_heads": 2, "cross_attention_head_dim": 16},
+    **{"cross_attention_dim": 32, "caption_channels": 16},
+}
 SANA_PIXELS = 32
 SANA_LATENT = (4, 8, 8)
 
@@ -41,18 +47,7 @@ def make_tiny_sana(path: str | Path, seed: int = 0, euler: bool = False) -> Path
 
     with torch.random.fork_rng():
         torch.manual_seed(seed)
-        transformer = SanaTransformer2DModel(
-            in_channels=4,
-            out_channels=4,
-            num_attention_heads=2,
-            attention_head_dim=16,
-            num_layers=2,
-            num_cross_attention_heads=2,
-            cross_attention_head_dim=16,
-            cross_attention_dim=32,
-            caption_channels=16,
-            sample_size=8,
-        )
+        transformer = SanaTransformer2DModel(**BLOCKS)
         for name, parameter in transformer.named_parameters():
             if parameter.ndim == 1:
                 parameter.data.normal_(1.0 if name == "caption_norm.weight" else 0.0, 0.1)

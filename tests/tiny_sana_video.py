@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.tiny_sana import gemma_tokenizer, tiny_gemma
+from tests.tiny_sana import BLOCKS, gemma_tokenizer, tiny_gemma
 from tests.tiny_wan import tiny_video_vae
 
 
@@ -34,19 +34,7 @@ def make_tiny_sana_video(path: str | Path, seed: int = 0, euler: bool = False) -
 
     with torch.random.fork_rng():
         torch.manual_seed(seed)
-        transformer = SanaVideoTransformer3DModel(
-            in_channels=4,
-            out_channels=4,
-            num_attention_heads=2,
-            attention_head_dim=16,
-            num_layers=2,
-            num_cross_attention_heads=2,
-            cross_attention_head_dim=16,
-            cross_attention_dim=32,
-            caption_channels=16,
-            sample_size=8,
-            rope_max_seq_len=32,
-        )
+        transformer = SanaVideoTransformer3DModel(**BLOCKS, rope_max_seq_len=32)
         for name, parameter in transformer.named_parameters():
             if parameter.ndim == 1:
                 near = 1.0 if "norm" in name and name.endswith("weight") else 0.0

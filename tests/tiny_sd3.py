@@ -186,20 +186,16 @@ def tiny_clip_tokenizer(length: int = 16) -> CLIPTokenizer:
     return CLIPTokenizer(vocab=vocab, merges=merges, model_max_length=length)
 
 
+T5 = {
+    **{"vocab_size": 64, "d_model": 32, "d_kv": 8, "d_ff": 32, "num_layers": 1, "num_heads": 2},
+    **{"pad_token_id": 0, "eos_token_id": 1},
+}
+
+
 def tiny_t5() -> T5EncoderModel:
     from transformers import T5Config, T5EncoderModel
 
-    config = T5Config(
-        vocab_size=64,
-        d_model=32,
-        d_kv=8,
-        d_ff=32,
-        num_layers=1,
-        num_heads=2,
-        pad_token_id=0,
-        eos_token_id=1,
-    )
-    return T5EncoderModel(config).eval()
+    return T5EncoderModel(T5Config(**T5)).eval()
 
 
 def tiny_t5_tokenizer() -> T5TokenizerFast:

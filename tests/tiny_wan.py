@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.tiny_sd3 import randomise_vectors, tiny_t5_tokenizer
+from tests.tiny_sd3 import T5, randomise_vectors, tiny_t5_tokenizer
 
 if TYPE_CHECKING:
     from diffusers import AutoencoderKLWan
@@ -82,14 +82,4 @@ def tiny_video_vae() -> AutoencoderKLWan:
 def _umt5() -> UMT5EncoderModel:
     from transformers import UMT5Config, UMT5EncoderModel
 
-    config = UMT5Config(
-        vocab_size=64,
-        d_model=32,
-        d_kv=8,
-        d_ff=32,
-        num_layers=1,
-        num_heads=2,
-        pad_token_id=0,
-        eos_token_id=1,
-    )
-    return UMT5EncoderModel(config).eval()
+    return UMT5EncoderModel(UMT5Config(**T5)).eval()

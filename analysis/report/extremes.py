@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import base64
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from analysis.report.charts import number
 from analysis.report.data import Row, RunData, finite
-from analysis.report.gallery import Shown
+from analysis.report.gallery import Shown, shown_image
 from records.extremes import ENDS, STAGES, KeptIteration
 
 OPEN = 2
@@ -78,19 +77,7 @@ def _tile(directory: Path, rows: Mapping[str, Row], stage: str) -> Tile:
         note += f" ({OTHER[stage]}: {number(other)})"
     shown = "–" if reward is None else number(reward)
     text = f"{row.get('end')} {stage}: {row.get('text')}, {note}, reward {shown}"
-    return Tile(stage, shown, note, _shown(directory, row, text))
-
-
-def _shown(directory: Path, row: Row, text: str) -> Shown:
-    name = str(row.get("file"))
-    width, height = (int(finite(row.get(key)) or 0) for key in ("width", "height"))
-    try:
-        content = (directory / Path(name).name).read_bytes()
-    except OSError:  # thinned out just now
-        return Shown(text)
-    kind = {"jpg": "jpeg"}.get(suffix := name.rpartition(".")[2], suffix)
-    address = f"data:image/{kind};base64,{base64.b64encode(content).decode()}"
-    return Shown(text, address, width, height)
+    return Tile(stage, shown, note, shown_image(directory / Path(str(row.get("file"))).name, text))
 
 
 def thinned(run: RunData, found: Sequence[IterationEnds]) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from analysis.report.charts import number
 from analysis.report.data import RunData
@@ -75,8 +76,11 @@ def _half(run: RunData, title: str, step: StepImages, index: int, prompt: str) -
 
 def _image(step: StepImages, index: int, noise: int, text: str) -> Shown:
     path = step.files.get((index, noise))
-    if path is None:
-        return Shown(text)
+    return Shown(text) if path is None else shown_image(path, text)
+
+
+def shown_image(path: Path, text: str) -> Shown:
+    """The image or clip in a file; a hole where it cannot be read."""
     try:
         return Shown(text, *data_uri(path))
     except OSError:  # replaced just now, or no image

@@ -35,7 +35,7 @@ class EncodedOnce(EncoderClient):
             found = await super().encode(f"once-{first}", [list(group) for group in some])
             for group, reference in zip(some, found, strict=True):
                 # put anew from here: what an actor made would be lost with its node
-                self.known[group] = ray.put(await reference)  # pyright: ignore[reportUnknownMemberType]
+                self.known[group] = _put(await reference)
 
     async def encode(
         self, what: int | str, groups: list[list[str]]
@@ -50,6 +50,10 @@ class EncodedOnce(EncoderClient):
                 " happen, please report it"
             )
         return [self.known[tuple(group)] for group in groups]
+
+
+def _put(conditioning: Conditioning) -> ObjectRef[Conditioning]:
+    return ray.put(conditioning)  # pyright: ignore[reportUnknownMemberType]
 
 
 def texts_of(config: RunConfig, train: Sequence[Prompt], test: Sequence[Prompt]) -> list[Texts]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping
 from typing import TypedDict
 
-from configs.sections import Audit
+from configs.running import Audit
 from policy.precision.backends import finer_backend
 
 SIGNS, TAU = "audit/sign_agreement", "audit/random_kendall_tau"

@@ -61,10 +61,14 @@ def connected(address: str) -> Iterator[None]:
 
 
 def wants_token(error: BaseException | None) -> bool:
-    """Whether Ray could not join a cluster for want of its token. It tries for ten seconds, and
-    then says this only in the text of what caused its error.
+    """Whether Ray could not join a cluster for want of its token. Where the cluster refused, Ray
+    says so only in the text of what caused its error.
     """
-    while error is not None and "InvalidAuthToken" not in str(error):
+    from ray.exceptions import AuthenticationError
+
+    while error is not None and not (
+        isinstance(error, AuthenticationError) or "InvalidAuthToken" in str(error)
+    ):
         error = error.__cause__
     return error is not None
 

@@ -89,7 +89,8 @@ def check_through_job(
     say: Callable[[str], None],
 ) -> int:
     """The exit code of ``sol-rl doctor`` on the cluster, as a small job with the files that a run
-    would have there. Raises ConfigError as ``submit`` does.
+    would have there; what it would refuse is for the doctor to say. Raises ConfigError for an
+    invalid configuration, prompt files that cannot be sent, or an ``address`` that takes no job.
     """
     config = load(source, overrides) if source else None
     client = client_of(address)

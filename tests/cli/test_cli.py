@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from ray.exceptions import AuthenticationError
 
 from cli.main import main
 from cli.train import summary
@@ -115,10 +116,13 @@ def test_a_ray_that_does_not_come_up(monkeypatch, config_file, capsys, address, 
     )
 
 
-def test_a_cluster_that_wants_a_token_says_so(monkeypatch, config_file, capsys):
-    """Ray has it only in the text of what caused its error."""
+@pytest.mark.parametrize("where", ["refused there", "none here"])
+def test_a_cluster_that_wants_a_token_says_so(monkeypatch, config_file, capsys, where):
+    """Where the cluster refused, Ray has it only in the text of what caused its error."""
 
     def refused(**how):
+        if where == "none here":
+            raise AuthenticationError("Token authentication is enabled but there is no token")
         cause = (
             "GcsClient\nray.exceptions.AuthenticationError: RPC error: InvalidAuthToken: missing"
         )

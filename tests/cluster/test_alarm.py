@@ -12,7 +12,7 @@ def virtually(coroutine):
 
 
 def test_each_is_woken_when_it_is_due():
-    """Whoever came first, an earlier moment is not missed, nor a later one after it."""
+    """In any order: an earlier moment is not missed, nor a later one after it."""
 
     async def run():
         alarm, woken = Alarm(), {}

@@ -63,7 +63,7 @@ class Collected:
 
     def see(self, it: Any, prompt: int, stage: Any, seeds: Any, found: Any, *batches: Any) -> None:
         size = len(getattr(batches[0], "value", batches[0]))
-        self.extremes.seen(it, prompt, stage, seeds, found, batches, size)  # type: ignore[arg-type]
+        self.extremes.seen(it, prompt, stage, seeds, found, batches, size)
 
 
 def test_best_and_worst_pass_over_what_has_no_score():
@@ -114,7 +114,7 @@ def test_images_that_are_lost_are_an_event_and_a_line_and_the_next_ones_are_kept
         one = Collected(tmp_path)
         for index, value in enumerate((OSError("gone\nfar"), OSError("gone\nfar"), batch(5))):
             it = iteration(index)
-            one.extremes.seen(it, 0, "explored", (3,), rewards(1), [Fetched(value)], 1)  # type: ignore[list-item]
+            one.extremes.seen(it, 0, "explored", (3,), rewards(1), [Fetched(value)], 1)
             one.extremes.finished(it)
             await asyncio.sleep(0.0)
         await one.extremes.close()
@@ -133,7 +133,7 @@ def test_where_fetching_is_slower_than_training_iterations_go_without(tmp_path: 
         one, never = Collected(tmp_path), asyncio.get_running_loop().create_future()
         for index in range(MOST_OPEN + 3):
             it = iteration(index)
-            one.extremes.seen(it, 0, "explored", (3,), rewards(1), [never], 1)  # type: ignore[list-item]
+            one.extremes.seen(it, 0, "explored", (3,), rewards(1), [never], 1)
             one.extremes.finished(it)
         never.set_result(batch(5))
         await one.extremes.close()

@@ -12,7 +12,7 @@ import pytest
 from actors.messages import ChunkKey, ExploreChunk
 from actors.rollout import RolloutActor
 from cluster.driver.rank_monitor import SIGNS, TAU, RankMonitor
-from configs.sections import Audit
+from configs.running import Audit
 from tests.cluster.local import Played, play
 from tests.cluster.runs import run_here, tiny_config
 from tests.learner.tiny import tiny_groups, tiny_trainer

@@ -152,7 +152,7 @@ def test_an_update_is_shared_out_by_sample():
 @given(st.lists(st.integers(1, 9), min_size=1, max_size=12), st.integers(1, 40))
 def test_every_sample_has_one_replica_and_all_have_as_many(counts, size):
     groups = [
-        TrainingGroup(p, np.zeros(n, np.float32), "c", (SampleRows("s", tuple(range(n))),))  # type: ignore[arg-type]
+        TrainingGroup(p, np.zeros(n, np.float32), "c", (SampleRows("s", tuple(range(n))),))
         for p, n in enumerate(counts)
     ]
     if size > sum(counts):

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 from configs.rewards import Advantages
-from configs.sections import OldPolicy, Optimizer, Stop
+from configs.running import Stop
+from configs.sections import OldPolicy, Optimizer
 from learner.advantages import advantages
 from learner.schedules import learning_rate, old_policy_decay, stop_reason
 

@@ -107,7 +107,7 @@ def test_two_replicas_are_one_learner_but_for_the_order_of_sums(two, tiny_sd3_di
 
 def test_replicas_that_share_samples_are_one_learner_too(two, tiny_sd3_dir):
     """Four samples here and five there, of the second prompt one each; the bound is that above. The
-    training points of a sample come from its place in its prompt, whoever has it, so that the
+    training points of a sample come from its place in its prompt, on any replica, so that the
     metrics are those of one learner.
     """
     alone = trainer_for(tiny_sd3_dir, "diffusion_nft")

@@ -48,6 +48,20 @@ def test_a_number_of_objects(count, correct, share):
     assert told(entries, {"cow": [at(20 * i, 0) for i in range(count)]}) == (correct, share)
 
 
+def test_a_class_that_is_only_excluded_must_not_be_there():
+    row = {"include": [{"class": "dog", "count": 1}], "exclude": [{"class": "cow", "count": 1}]}
+    entries = wanted("p", row, CLASSES)
+    assert told(entries, {"dog": [at(0, 0)]}) == (True, 1.0)
+    assert told(entries, {"dog": [at(0, 0)], "cow": [at(50, 0)]}) == (False, 0.5)
+
+
+def test_a_limit_holds_for_every_entry_of_its_class():
+    cows = [{"class": "cow", "count": 1, "color": color} for color in ("red", "red")]
+    entries = wanted("p", {"include": cows, "exclude": [{"class": "cow", "count": 2}]}, CLASSES)
+    two = {"cow": [at(0, 0), at(50, 0)]}
+    assert told(entries, two, ["red", "red"]) == (False, 0.0)
+
+
 def test_a_color_counts_half_of_its_entry():
     entries = [Wanted("bench", 1, "red"), Wanted("cow", 1, "blue")]
     objects = {"bench": [at(0, 0)], "cow": [at(50, 0)]}
@@ -120,6 +134,7 @@ def test_a_position_is_of_the_entry_that_it_names_and_that_entry_must_be_right()
         ({}, "has no GenEval metadata"),
         ({"include": [{"class": "unicorn", "count": 1}]}, "no class and count"),
         ({"include": [{"class": "cow"}]}, "no class and count"),
+        ({"include": [{"class": "cow", "count": 0}]}, "no class and count"),
         ({"include": [{"class": "cow", "count": 1, "color": "mauve"}]}, "knows no mauve"),
         (
             {"include": [{"class": "cow", "count": 1, "position": ["inside", 0]}]},
