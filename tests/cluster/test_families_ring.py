@@ -42,7 +42,7 @@ def run_of(name: str, directory: Any, root: Any, iterations: int = 1, **more: An
     return run_here(tiny_config(directory, root, name, ema__decay=0.0, **changes, **more))
 
 
-@pytest.mark.parametrize("name", ["flux", "sana"])
+@pytest.mark.parametrize("name", [pytest.param("flux", marks=pytest.mark.slow), "sana"])
 def test_the_ring_runs_and_its_lora_draws_in_the_stock_pipeline(ray_here, request, tmp_path, name):
     directory = request.getfixturevalue(f"tiny_{name}_dir")
     run = run_of(name, directory, tmp_path)

@@ -7,7 +7,6 @@ import itertools
 from typing import Any
 
 import pytest
-import ray
 
 from actors.calls import Task
 from cluster.driver.autoscale import Autoscaler, Load, size_for, verdict
@@ -16,39 +15,12 @@ from cluster.runtime.pool import ActorPool
 from configs.services import Autoscale, Service
 from records.errors import RunFailed
 from records.progress import Progress
-from tests.cluster.counting import Counter
+from tests.cluster.echo import Echo, Pool
 from tests.cluster.runs import adapters, run_here, selections, tiny_config
 
 
-class Harness:
-    """A pool of counters."""
-
-    def __init__(self, path: str, actors: int):
-        self.events: list[tuple[str, dict[str, Any]]] = []
-        self.released: list[str] = []
-        self.broken = False
-        remote = ray.remote(Counter)
-        self.pool = ActorPool(
-            "counter",
-            lambda name: remote.options(num_cpus=0).remote(path, self.broken),
-            Service(actors=actors, in_flight=2),
-            lambda name, **fields: self.events.append((name, fields)),
-            released=self.released.append,
-        )
-
-    def run(self, work) -> Any:
-        async def all_of_it() -> Any:
-            await self.pool.start()
-            try:
-                return await asyncio.wait_for(work(self.pool), 250)
-            finally:
-                await self.pool.stop()
-
-        return asyncio.run(all_of_it())
-
-
 def test_a_pool_grows_and_shrinks_under_load_and_every_unit_counts_once(ray_here, tmp_path):
-    harness, path = Harness(str(tmp_path / "units"), 1), tmp_path / "units"
+    harness, path = Pool(1, str(tmp_path / "units"), in_flight=2), tmp_path / "units"
     sizes = []
 
     async def work(pool: ActorPool) -> list[Any]:
@@ -58,7 +30,7 @@ def test_a_pool_grows_and_shrinks_under_load_and_every_unit_counts_once(ray_here
         async def keep_one_in_flight() -> None:
             while going:
                 number = next(numbers)
-                answers.append(await pool.call(Task(number), Counter.work, number))
+                answers.append(await pool.call(Task(number), Echo.work, number))
 
         hands = [asyncio.create_task(keep_one_in_flight()) for _ in range(9)]
         for size in (3, 1, 2):
@@ -88,24 +60,20 @@ def test_a_pool_grows_and_shrinks_under_load_and_every_unit_counts_once(ray_here
         and sorted(named["actor_added"][:2]) == [1, 2]
         and named["actor_added"][2] == 3
     )
-    assert sorted(harness.released) == ["counter-1", "counter-2"]
+    assert sorted(harness.released) == ["echo-1", "echo-2"]
 
 
 def test_a_new_actor_that_does_not_start_is_said_and_the_pool_stays(ray_here, tmp_path):
-    harness = Harness(str(tmp_path / "units"), 1)
+    harness = Pool(1, str(tmp_path / "units"), in_flight=2)
 
     async def work(pool: ActorPool) -> Any:
         harness.broken = True
-        with pytest.raises(RunFailed, match="counter actor 1 did not start: .*no such weights"):
+        with pytest.raises(RunFailed, match="echo actor 1 did not start: .*no such weights"):
             await pool.supervisor.resize(2)
-        return (
-            pool.alive,
-            pool.supervisor.starting,
-            (await pool.call(Task("u"), Counter.work, 7))[0],
-        )
+        return (pool.alive, pool.supervisor.starting, (await pool.call(Task("u"), Echo.work, 7))[0])
 
     assert harness.run(work) == (1, 0, 7)
-    assert harness.released == ["counter-1"]
+    assert harness.released == ["echo-1"]
 
 
 class Boss(Progress):

@@ -14,6 +14,7 @@ from unittest import mock
 
 import numpy as np
 import pytest
+import ray
 
 from cluster.driver import stopping
 from cluster.driver.learners import LearnerGroup
@@ -219,18 +220,19 @@ def test_a_run_whose_actors_still_start_stops_at_once(tiny_sd3_dir, tmp_path, na
     assert run.events()[-1]["event"] == "run_stopped" and list(run.checkpoints.iterdir()) == []
 
 
-def test_a_run_that_waits_for_nodes_stops_at_once(tiny_sd3_dir, tmp_path):
+def test_a_run_that_waits_for_nodes_stops_at_once(ray_here, tiny_sd3_dir, tmp_path, capsys):
     changes = {"services__wait_for_nodes_s": 600, "services__rollout__labels": {"pool": "nowhere"}}
-    config, log = tiny_config(tiny_sd3_dir, tmp_path, "waiting", **changes), tmp_path / "log"
-    with log.open("w") as out:
-        process = start("train", str(write_toml(config, tmp_path)), stdout=out, stderr=PIPE)
-        try:
-            wait_until(lambda: "waiting up to 600 s" in log.read_text(), process)
-            process.send_signal(signal.SIGTERM)
-            code, _, errors = finish(process, 60)
-        finally:
-            kill_tree(process)
-    assert (code, errors) == (130, "stopped by SIGTERM before anything was started\n")
+    config = tiny_config(tiny_sd3_dir, tmp_path, "waiting", **changes)
+
+    def waits() -> bool:
+        groups = ray.util.placement_group_table().values()
+        return any(group["state"] == "PENDING" for group in groups)
+
+    with meanwhile((waits, lambda: signalled("SIGTERM"))):
+        code = main_here("train", write_toml(config, tmp_path))
+    said = capsys.readouterr()
+    assert (code, said.err) == (130, "stopped by SIGTERM before anything was started\n")
+    assert "waiting up to 600 s" in said.out
     assert not RunDirectory.of(config).path.exists()
 
 

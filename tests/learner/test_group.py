@@ -17,6 +17,7 @@ import torch
 from safetensors import safe_open
 
 from learner.replicas import GroupBroken, Replicas, open_store, reach_store
+from tests.cluster.processes import finish
 from tests.learner.tiny import everything, identical
 from tests.learner.together import (
     COUNTS,
@@ -42,23 +43,18 @@ def two(tiny_sd3_dir, tmp_path_factory) -> Path:
     """What two replicas left, in processes of their own that meet over TCP."""
     out = tmp_path_factory.mktemp("two")
     store, port = open_store("127.0.0.1", 240)
-    command = [sys.executable, "-m", "tests.learner.together"]
-    rest = [str(port), str(tiny_sd3_dir), str(out)]
-    replicas = [
-        subprocess.Popen(
-            [*command, str(rank), "2", *rest], cwd=ROOT, stderr=subprocess.PIPE, text=True
-        )
-        for rank in range(2)
-    ]
-    try:
-        said = [replica.communicate(timeout=900)[1][-2000:] for replica in replicas]
-    finally:
-        for replica in replicas:
-            replica.kill()
+    command = [sys.executable, "-m", "tests.learner.together", "2"]
+    replicas = subprocess.Popen(
+        [*command, str(port), str(tiny_sd3_dir), str(out)],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    code, codes, errors = finish(replicas, 900)
     del store
-    assert [replica.returncode for replica in replicas] == [0, -9], (
-        said
-    )  # the last scene kills the second
+    # the last scene kills the second
+    assert (code, codes) == (0, "0 -9\n"), errors[-4000:]
     return out
 
 

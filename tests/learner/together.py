@@ -1,13 +1,15 @@
-"""One replica of a learner in a process of its own, through scenes that need two: ``python -m
-tests.learner.together RANK SIZE PORT MODEL OUT``.
+"""Replicas of a learner in processes of their own, through scenes that need two: ``python -m
+tests.learner.together SIZE PORT MODEL OUT`` prints their exit codes.
 
-The store they meet at is the caller's. Each scene leaves what it saw in ``OUT/SCENE.RANK.json`` and
-the state of its trainer in ``OUT/SCENE.RANK.safetensors``.
+They are forks of this process, so that torch and diffusers are imported once. The store they meet
+at is the caller's. Each scene leaves what it saw in ``OUT/SCENE.RANK.json`` and the state of its
+trainer in ``OUT/SCENE.RANK.safetensors``.
 """
 
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
 import signal
 import sys
@@ -30,9 +32,10 @@ from learner.replicas import (
     reach_store,
 )
 from learner.trainer import Group, Trainer
+from policy.families import family_for
 from policy.lora import adapter_state, load_adapter_state
 from policy.sampling.noise import stream_seed
-from tests.learner.tiny import everything, identical, tiny_groups, tiny_trainer
+from tests.learner.tiny import everything, identical, tiny_config, tiny_groups, tiny_trainer
 
 COUNTS = (3, 2, 4)
 """Samples of the prompts: two replicas have 7 and 2, and at some steps one of them has none or half
@@ -215,7 +218,8 @@ def raised(work: Callable[[], Any], kind: type[Exception]) -> str:
     return f"no {kind.__name__}"
 
 
-def main(rank: int, size: int, port: int, model: Path, out: Path) -> None:
+def replica(rank: int, size: int, port: int, model: Path, out: Path) -> None:
+    """Play all scenes."""
     torch.set_num_threads(1)
     store = reach_store("127.0.0.1", port, 240)
 
@@ -239,5 +243,19 @@ def main(rank: int, size: int, port: int, model: Path, out: Path) -> None:
         (out / f"{name}.{rank}.json").write_text(json.dumps(seen))
 
 
+def main(size: int, port: int, model: Path, out: Path) -> None:
+    family_for(tiny_config(model).model).import_parts()
+    context = multiprocessing.get_context("fork")
+    replicas = [
+        context.Process(target=replica, args=(rank, size, port, model, out), daemon=True)
+        for rank in range(size)
+    ]
+    for each in replicas:
+        each.start()
+    for each in replicas:
+        each.join()
+    print(*(each.exitcode for each in replicas))
+
+
 if __name__ == "__main__":
-    main(*map(int, sys.argv[1:4]), *map(Path, sys.argv[4:6]))  # type: ignore[call-arg,arg-type]
+    main(*map(int, sys.argv[1:3]), *map(Path, sys.argv[3:5]))  # type: ignore[call-arg,arg-type]
