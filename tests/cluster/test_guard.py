@@ -164,6 +164,7 @@ ALWAYS: dict[str, Any] = {
     "audit": {"min_sign_agreement": 1.0, "patience": 1, "action": "finer_backend"},
     "rewards": LOT,
     "iterations": 2,
+    "explore__chunk_size": 4,
 }
 AHEAD: dict[str, Any] = {**ALWAYS, "explore_ahead": 1, "iterations": 4}
 
@@ -186,7 +187,7 @@ def test_the_next_iteration_is_explored_in_the_finer_precision(tiny_sd3_dir, tmp
         tiny_config(tiny_sd3_dir, tmp_path, "finer", **ALWAYS), tmp_path, explorers=2, seed=1
     )
     same = play(
-        tiny_config(tiny_sd3_dir, tmp_path, "finer", rewards=LOT, iterations=2),
+        tiny_config(tiny_sd3_dir, tmp_path, "finer", **{**ALWAYS, "audit": {}}),
         tmp_path,
         explorers=2,
         seed=1,
