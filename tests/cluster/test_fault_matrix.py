@@ -20,9 +20,6 @@ from unittest import mock
 import psutil
 import pytest
 
-from actors.encoder import EncoderActor
-from actors.messages import ChunkKey, ExploreChunk
-from actors.rollout import RolloutActor
 from records.errors import RunFailed
 from records.lock import held
 from records.rundir import ANOTHER_RUN, RunDirectory
@@ -37,6 +34,7 @@ from tests.cluster.faults import (
     recoveries,
     recovery_table,
 )
+from tests.cluster.poisoned import PoisonedEncoder, PoisonedRollout
 from tests.cluster.processes import kill_tree, start, wait_until
 from tests.cluster.runs import main_here, run_here, tiny_config, write_toml
 
@@ -141,24 +139,6 @@ def test_a_learner_that_dies_again_and_again_ends_the_run(ray_here, tiny_sd3_dir
 
 
 # ---- a unit that kills every actor that takes it
-
-
-class PoisonedRollout(RolloutActor):
-    """Dies of one chunk."""
-
-    def explore(self, request: ExploreChunk, conditioning: Any) -> Any:
-        if request.key == ChunkKey(0, 1, 2, 0):
-            os.kill(os.getpid(), signal.SIGKILL)
-        return super().explore(request, conditioning)
-
-
-class PoisonedEncoder(EncoderActor):
-    """Dies of the prompts of an iteration: one to a group, as those of an evaluation are not."""
-
-    def encode(self, groups: Any) -> Any:
-        if all(len(prompts) == 1 for prompts in groups):
-            os.kill(os.getpid(), signal.SIGKILL)
-        return super().encode(groups)
 
 
 @pytest.mark.timeout(900)

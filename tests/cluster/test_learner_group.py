@@ -7,7 +7,6 @@ the checkpoint and ends with the bits of a run in which nobody died.
 import asyncio
 import os
 import signal
-import time
 from typing import Any
 
 import numpy as np
@@ -19,8 +18,7 @@ from hypothesis import strategies as st
 
 from actors.calls import Call, Task
 from actors.learner import gather
-from actors.messages import ActorInfo, Portion, Rendezvous, SampleRows, TrainingGroup
-from actors.runtime import identity
+from actors.messages import Portion, SampleRows, TrainingGroup
 from actors.sharing import share
 from cluster.driver.learners import LearnerGroup
 from cluster.runtime.member import Member
@@ -28,7 +26,6 @@ from cluster.runtime.pool import ActorPool
 from cluster.runtime.template import runtime_env
 from configs.load import ConfigError, load
 from configs.services import LearnerService
-from learner.replicas import GroupBroken
 from planning.lines import lines_of
 from planning.make import make_plan
 from planning.placement import Node, check_placement, needs_of
@@ -36,6 +33,7 @@ from records.errors import RunFailed, StateLost
 from records.progress import Progress
 from records.timeline import read_spans
 from tests.cluster.runs import adapters, run_here, selections, tiny_config
+from tests.cluster.told import HERE, Told
 
 # ---- settings and placement
 
@@ -198,44 +196,7 @@ def test_samples_of_several_chunks_are_gathered_in_order():
 # ---- the group, with actors that only tell what they were asked
 
 
-class Told:
-    """Stands for the learner actor."""
-
-    def __init__(self) -> None:
-        self.told: list[Any] = []
-
-    def ready(self) -> ActorInfo:
-        return identity()
-
-    def rendezvous(self, timeout_s: float) -> Rendezvous:
-        return Rendezvous("127.0.0.1", 4711, timeout_s)
-
-    def join(self, rank: int, size: int, at: Rendezvous) -> None:
-        self.place = rank, size, at
-
-    def generate(self, n: int) -> int:
-        time.sleep(0.2)
-        return os.getpid()
-
-    def load(self, path: str) -> Any:
-        self.told.append(path)
-        if path == "broken":
-            if self.place[0] == 1:
-                os._exit(1)
-            raise GroupBroken("replica 0 of 2 lost the others while waiting")
-        if path == "bad":
-            raise ArithmeticError(f"on {self.place[0]}")
-        return self.place, self.told
-
-    def save(self, path: str) -> Any:
-        return self.place, self.told
-
-
-HERE = Rendezvous("127.0.0.1", 4711, 120.0)
-
-
 def group_of(replicas: int, events: list[dict[str, Any]]) -> LearnerGroup:
-    # this file imports torch, which forks have
     as_fork = runtime_env(load("quickstart"), "learner")
     remote = ray.remote(Told).options(num_cpus=0, runtime_env=as_fork)
     pool = ActorPool(

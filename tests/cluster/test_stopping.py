@@ -19,6 +19,7 @@ import ray
 from cluster.driver import stopping
 from cluster.driver.learners import LearnerGroup
 from cluster.driver.stopping import Stopping, unless_stopped
+from configs.schema import RunConfig
 from records.errors import StateLost, Stopped
 from records.rundir import RunDirectory
 from tests.cluster import hosts
@@ -198,11 +199,36 @@ def text_of(path: Path) -> str:
     return path.read_text() if path.exists() else ""
 
 
-@pytest.mark.parametrize("name", ["SIGTERM", pytest.param("SIGINT", marks=pytest.mark.slow)])
-def test_a_run_whose_actors_still_start_stops_at_once(tiny_sd3_dir, tmp_path, name):
-    config = tiny_config(
-        tiny_sd3_dir, tmp_path, "starting", rewards__scorers=[{"name": f"{__name__}:NeverLoaded"}]
-    )
+def never_loaded(model: Path, root: Path) -> RunConfig:
+    scorers = [{"name": f"{__name__}:NeverLoaded"}]
+    return tiny_config(model, root, "starting", rewards__scorers=scorers)
+
+
+def assert_stopped_at_once(run: RunDirectory, seconds: float) -> None:
+    assert seconds < 60  # a scorer is loaded for 600
+    assert run.events()[-1]["event"] == "run_stopped" and list(run.checkpoints.iterdir()) == []
+
+
+def test_a_run_whose_actors_still_start_stops_at_once(ray_here, tiny_sd3_dir, tmp_path, capsys):
+    config, signals = never_loaded(tiny_sd3_dir, tmp_path), list[float]()
+    run = RunDirectory.of(config)
+
+    def signal_once() -> None:
+        signalled("SIGTERM")
+        signals.append(time.monotonic())
+
+    with meanwhile((lambda: '"run_started"' in text_of(run.events_file), signal_once)):
+        code = main_here("train", write_toml(config, tmp_path))
+    said = "stopped by SIGTERM before iteration 0; continue with --resume\n"
+    assert (code, capsys.readouterr().err) == (130, said)
+    assert_stopped_at_once(run, time.monotonic() - signals[0])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGINT"])
+def test_a_command_whose_actors_still_start_stops_at_once(tiny_sd3_dir, tmp_path, name):
+    """The same in a process of its own, with a Ray of its own."""
+    config = never_loaded(tiny_sd3_dir, tmp_path)
     run = RunDirectory.of(config)
     process = start("train", str(write_toml(config, tmp_path)), stdout=DEVNULL, stderr=PIPE)
     try:
@@ -212,12 +238,9 @@ def test_a_run_whose_actors_still_start_stops_at_once(tiny_sd3_dir, tmp_path, na
         code, _, errors = finish(process, 90)
     finally:
         kill_tree(process)
-    assert (code, errors) == (
-        130,
-        f"stopped by {name} before iteration 0; continue with --resume\n",
-    )
-    assert time.monotonic() - began < 60  # a scorer is loaded for 600
-    assert run.events()[-1]["event"] == "run_stopped" and list(run.checkpoints.iterdir()) == []
+    said = f"stopped by {name} before iteration 0; continue with --resume\n"
+    assert (code, errors) == (130, said)
+    assert_stopped_at_once(run, time.monotonic() - began)
 
 
 def test_a_run_that_waits_for_nodes_stops_at_once(ray_here, tiny_sd3_dir, tmp_path, capsys):
