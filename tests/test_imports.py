@@ -46,22 +46,20 @@ def imported(*steps: str) -> list[set[str]]:
 
 
 def test_what_needs_no_torch_and_what_needs_torch_alone():
-    """Two seconds of import to sort 96 numbers would be too many. Actors that go by rules start
-    without torch, and a configuration is read without it. The class of an actor with a model is
-    imported by the driver too, which builds none; it checks a run before its first actor without
-    building its model.
+    """Actors that go by rules start without torch, and a configuration is read without it. The
+    class of an actor with a model is imported by the driver too, which builds none; it checks a run
+    before its first actor without building its model.
     """
-    config, selector, reward, rules, encoder, rollout, learner, driver = imported(
+    config, selector, reward, encoder, rollout, learner, driver = imported(
         'from configs.load import load\nload("quickstart", [])',
         f"from actors.selector import SelectorActor\nSelectorActor({BY_RULE}).ready()",
         f"from actors.reward import RewardActor\nRewardActor({BY_RULE}).ready()",
-        RULES,
         "import actors.encoder",
         "import actors.rollout",
         "import actors.learner",
         f"import cluster.driver.session\n{CHECKS}",
     )
-    for found in (config, selector, reward, rules):
+    for found in (config, selector, reward):
         assert not found & {"torch", *HEAVY}
     assert "numpy" in reward and "scipy" not in reward
     for found in (encoder, rollout, learner, driver):
@@ -70,8 +68,13 @@ def test_what_needs_no_torch_and_what_needs_torch_alone():
 
 
 def test_an_explorer_is_made_of_no_adapters_and_the_core_knows_no_ray():
-    """What they import of ours; diffusers imports peft by itself as soon as it loads a model."""
-    explorer, core = imported("import policy.explorer", "import learner.trainer, rewards")
+    """What they import of ours; diffusers imports peft by itself as soon as it loads a model. To
+    sort 96 numbers two seconds of importing torch would be too many.
+    """
+    rules, explorer, core = imported(
+        RULES, "import policy.explorer", "import learner.trainer, rewards"
+    )
+    assert "torch" not in rules
     assert "policy.explorer" in explorer and not explorer & {"peft", "learner.publish"}
     assert "learner.publish" in core and "ray" not in core
 

@@ -182,7 +182,7 @@ def test_nobody_answers_where_nobody_listens():
     store, port = open_store("127.0.0.1", 5)
     del store
     with pytest.raises(GroupBroken, match=f"nobody answers at 127.0.0.1:{port}"):
-        reach_store("127.0.0.1", port, 2)
+        reach_store("127.0.0.1", port, 0.2)
 
 
 def test_the_rendezvous_is_open_on_its_own_address_alone():
@@ -190,7 +190,7 @@ def test_the_rendezvous_is_open_on_its_own_address_alone():
     reach_store("127.0.0.1", port, 5).set("word", "here")
     assert store.get("word") == b"here"
     with pytest.raises(GroupBroken):
-        reach_store("127.0.0.2", port, 2)  # the same machine, another address
+        reach_store("127.0.0.2", port, 0.2)  # the same machine, another address
 
 
 def test_alone_nothing_is_added_and_nobody_is_waited_for():
