@@ -239,6 +239,7 @@ def test_the_table_of_modules_tells_the_newest_precision(moved):
     assert {row["backend"] for row in moved.table} == {last} != {"emulated_nvfp4"}
 
 
+@pytest.mark.slow
 def test_a_real_run_moves_too(ray_here, tiny_sd3_dir, tmp_path):
     """Through the session and real processes: rows, events and quantisation.json tell it; so does
     the checkpoint.
