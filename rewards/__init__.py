@@ -20,7 +20,7 @@ SCORERS: dict[str, str] = {
     "clipscore": "rewards.openclip:ClipScore",
     "pickscore": "rewards.pickscore:PickScore",
     "hpsv2": "rewards.openclip:HPSv2",
-    "hpsv3": "rewards.hpsv3:HPSv3",
+    "hpsv3": "rewards.hps_v3:HPSv3",
     "ocr": "rewards.ocr:OcrScorer",
     "geneval": "rewards.geneval:GenEvalScorer",
     "http": "rewards.server:HttpScorer",
