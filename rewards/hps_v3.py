@@ -1,6 +1,6 @@
 """Human Preference Score v3 (arXiv 2508.03789): Qwen2-VL-7B with a head for mean and deviation.
 
-The authors' package ``hpsv3`` runs it. That needs transformers 4.45.2, which nothing else here does,
+The authors' package ``hpsv3`` runs it. That needs transformers 4.45.2, unlike the rest,
 so its actors have an environment of their own (docs/rewards.md).
 """
 
