@@ -16,7 +16,6 @@ import pytest
 from records.errors import RunFailed
 from records.rundir import RunDirectory
 from tests.analysis.page import page_of
-from tests.cluster.local import play
 from tests.cluster.runs import adapters, main_here, run_here, selections, tiny_config
 from tests.rewards.detectors import make_detector
 from tests.test_shapes_clip import needs_clip
@@ -172,11 +171,12 @@ def test_a_scorer_that_lies_is_left_out_where_it_is_optional_and_ends_the_run_wh
     for row in (row for row in rows if row["kind"] == "evaluation"):
         assert row["reward/eval/bad"] is None or math.isnan(row["reward/eval/bad"])
         assert row["eval/unscored/bad"] == 4 * 2
-    required = troubled(tiny_sd3_dir, tmp_path, "nan")
+    required = troubled(tiny_sd3_dir, tmp_path, "nan").model_copy(update={"name": "required"})
     with pytest.raises(
         RunFailed,
         match=(
             "scoring failed for 8 of 8 images.*max_failed_share.*'bad' returned nan for image 0"
         ),
     ):
-        play(required, tmp_path)
+        run_here(required)
+    assert RunDirectory.of(required).events()[-1]["event"] == "run_failed"
