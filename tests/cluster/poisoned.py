@@ -19,9 +19,11 @@ class PoisonedRollout(RolloutActor):
 
 
 class PoisonedEncoder(EncoderActor):
-    """Dies of the prompts of an iteration: one to a group, as those of an evaluation are not."""
+    """Dies of the prompts of an iteration: two groups of one, as neither those of an evaluation
+    are nor that of the identity check.
+    """
 
     def encode(self, groups: Any) -> Any:
-        if all(len(prompts) == 1 for prompts in groups):
+        if len(groups) == 2 and all(len(prompts) == 1 for prompts in groups):
             os.kill(os.getpid(), signal.SIGKILL)
         return super().encode(groups)
