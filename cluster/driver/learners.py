@@ -19,6 +19,7 @@ from ray.exceptions import RayError
 from actors.calls import Answer, AnyTask, Call, Caller, Method, Task
 from actors.clients import LearnerClient
 from actors.learner import LearnerActor
+from cluster.driver.rounds import InTurn, Rounds, Turns
 from cluster.runtime.member import ActorLost, Member
 from cluster.runtime.pool import ActorPool
 from cluster.runtime.starting import cause
@@ -44,8 +45,14 @@ class LearnerGroup:
         self.pool = pool
         pool.lost_by = self._lost_by
         assert isinstance(pool.service, LearnerService)
-        by = pool.service.share
-        self.client = LearnerClient(pool, FirstReplica(pool), EveryReplica(pool), by)
+        by, sharding = pool.service.share, pool.service.shard
+        self._turns = Turns()
+        first, every = FirstReplica(pool), EveryReplica(pool)
+        if sharding == "none":
+            self.client = LearnerClient(pool, first, every, by)
+        else:
+            rounds, every_in_turn = Rounds(pool, self._turns), InTurn(every, self._turns)
+            self.client = LearnerClient(rounds, first, every_in_turn, by, sharding)
 
     async def start(self) -> None:
         """Create every replica, and make them one group."""
@@ -54,6 +61,7 @@ class LearnerGroup:
 
     async def stop(self) -> None:
         """Kill every replica."""
+        await self._turns.end()
         await self.pool.stop()
 
     async def renew(self, why: str) -> None:
@@ -146,19 +154,30 @@ class EveryReplica(Caller):
             return await self.pool.perform(task, call(0))
         # a loss is raised at once; a failure, which all of them hear of, when all have ended: they
         # write down what failed
-        found = await run_together(
-            *(self._one(rank, member, task, call(rank)) for rank, member in enumerate(members))
-        )
-        for outcome in found:
-            if isinstance(outcome, RunFailed):
-                raise outcome
+        failures: list[RunFailed] = []
+        try:
+            found = await run_together(
+                *(
+                    self._one(rank, member, task, call(rank), failures)
+                    for rank, member in enumerate(members)
+                )
+            )
+        except StateLost:
+            if failures:  # on one, which left the others
+                raise failures[0] from None
+            raise
+        if failures:
+            raise failures[0]
         return found[0]
 
-    async def _one(self, rank: int, member: Member, task: AnyTask, call: Call) -> Answer:
+    async def _one(
+        self, rank: int, member: Member, task: AnyTask, call: Call, failures: list[RunFailed]
+    ) -> Answer:
         key = cast(tuple[object, ...], task.key)  # as ``LearnerClient`` names its tasks
         own = replace(task, key=(*key, f"replica {rank}"))
         try:
             # past the queue, which would give all of them to whichever replica is free
             return await self.pool.perform_on(member, own, call)
         except RunFailed as failure:
-            return failure
+            failures.append(failure)
+            return None

@@ -32,6 +32,7 @@ from learner.replicas import (
 from learner.trainer import Group, Trainer
 from policy.lora import adapter_state, load_adapter_state
 from policy.sampling.noise import stream_seed
+from policy.sharding import held_here
 from tests.learner.tiny import everything, identical, tiny_groups, tiny_trainer
 
 COUNTS = (3, 2, 4)
@@ -50,13 +51,15 @@ OBJECTIVES: dict[str, dict[str, Any]] = {
 }
 
 
-def trainer_for(model: Path, objective: str, failure_dir: Path | None = None) -> Trainer:
+def trainer_for(
+    model: Path, objective: str, failure_dir: Path | None = None, **more: Any
+) -> Trainer:
     """A tiny trainer whose sampling policy is the trained one."""
     trainer = tiny_trainer(
         model,
         failure_dir,
         objective=OBJECTIVES[objective],
-        optimizer={**OPTIMIZER, "eps": EPS[objective]},
+        **{"optimizer": {**OPTIMIZER, "eps": EPS[objective]}, **more},
     )
     load_adapter_state(trainer.transformer, "old", adapter_state(trainer.transformer, "current"))
     return trainer
@@ -85,6 +88,8 @@ def train(trainer: Trainer, iterations: int = 2) -> list[dict[str, float]]:
     metrics = []
     for iteration in range(iterations):
         mine = groups_for(trainer, iteration, range(rank, len(COUNTS), size))
+        if trainer.sharded and len(mine) < -(-len(COUNTS) // size):
+            trainer.stand_by()  # while others draw their last prompt
         plain = tiny_groups(len(COUNTS), max(COUNTS), seed=iteration)
         elsewhere = {
             p: plain[p].rewards[: COUNTS[p]] for p in range(len(COUNTS)) if p % size != rank
@@ -101,6 +106,18 @@ def equal_to_one(model: Path, join: Callable[[], Replicas], objective: str) -> S
     trainer = trainer_for(model, objective)
     trainer.join(join())
     return trainer, {"metrics": train(trainer), "checksum": trainer.checksum()}
+
+
+def sharded(model: Path, join: Callable[[], Replicas], objective: str) -> Seen:
+    """``equal_to_one`` with the base in shards."""
+    trainer = trainer_for(model, objective, shard=True)
+    alone = held_here(trainer.transformer)
+    trainer.join(join())
+    held = [held_here(trainer.transformer)]
+    metrics = train(trainer)
+    held.append(held_here(trainer.transformer))
+    seen = {"metrics": metrics, "checksum": trainer.checksum(), "alone": alone, "held": held}
+    return trainer, seen
 
 
 def not_finite(model: Path, join: Callable[[], Replicas], out: Path) -> Seen:
@@ -215,7 +232,7 @@ def raised(work: Callable[[], Any], kind: type[Exception]) -> str:
     return f"no {kind.__name__}"
 
 
-def main(rank: int, size: int, port: int, model: Path, out: Path) -> None:
+def main(rank: int, size: int, port: int, model: Path, out: Path, *only: str) -> None:
     torch.set_num_threads(1)
     store = reach_store("127.0.0.1", port, 240)
 
@@ -226,6 +243,10 @@ def main(rank: int, size: int, port: int, model: Path, out: Path) -> None:
 
     scenes: dict[str, Callable[[Callable[[], Replicas]], Seen]] = {
         **{name: lambda join, name=name: equal_to_one(model, join, name) for name in OBJECTIVES},
+        **{
+            f"{name}_sharded": lambda join, name=name: sharded(model, join, name)
+            for name in OBJECTIVES
+        },
         "halves": lambda join: halves(model, join),
         "not_finite": lambda join: not_finite(model, join, out),
         "fails": lambda join: fails(model, join),
@@ -233,6 +254,8 @@ def main(rank: int, size: int, port: int, model: Path, out: Path) -> None:
         "dies": lambda join: dies(model, join),
     }
     for name, play in scenes.items():
+        if only and name not in only:
+            continue
         trainer, seen = play(meets(name))
         state = {key: tensor.contiguous() for key, tensor in everything(trainer).items()}
         (out / f"{name}.{rank}.safetensors").write_bytes(safetensors.torch.save(state))
@@ -240,4 +263,4 @@ def main(rank: int, size: int, port: int, model: Path, out: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(*map(int, sys.argv[1:4]), *map(Path, sys.argv[4:6]))  # type: ignore[call-arg,arg-type]
+    main(*map(int, sys.argv[1:4]), *map(Path, sys.argv[4:6]), *sys.argv[6:])  # type: ignore[call-arg,arg-type]
