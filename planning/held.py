@@ -101,9 +101,7 @@ def _learner(
         "optimiser, fp32": 2 * counts.trained * 4,
         "conditioning": prompts * per_prompt,
         f"passes, {sampled} images on {what} or {points} points": max(
-            -(-counts.targets // parts) + counts.merged.peak
-            if merges
-            else counts.adapted.peak + widest,
+            merged + counts.merged.peak if merges else counts.adapted.peak + widest,
             counts.decode_again,
             counts.training.peak + widest,
             _checking(config, counts),

@@ -19,7 +19,9 @@ import numpy as np
 import safetensors.torch
 import torch
 import torch.distributed as dist
+import xxhash
 
+from learner.lockstep import OutOfStep
 from learner.nonfinite import NonFiniteTraining
 from learner.replicas import (
     DistributedReplicas,
@@ -32,7 +34,7 @@ from learner.replicas import (
 from learner.trainer import Group, Trainer
 from policy.lora import adapter_state, load_adapter_state
 from policy.sampling.noise import stream_seed
-from policy.sharding import held_here
+from policy.sharding import blocks_of, held_here
 from tests.learner.tiny import everything, identical, tiny_groups, tiny_trainer
 
 COUNTS = (3, 2, 4)
@@ -105,19 +107,88 @@ def equal_to_one(model: Path, join: Callable[[], Replicas], objective: str) -> S
     """Two iterations."""
     trainer = trainer_for(model, objective)
     trainer.join(join())
-    return trainer, {"metrics": train(trainer), "checksum": trainer.checksum()}
+    return trainer, {"metrics": train(trainer), "checksum": trainer.checksum(), **made(trainer)}
 
 
 def sharded(model: Path, join: Callable[[], Replicas], objective: str) -> Seen:
-    """``equal_to_one`` with the base in shards."""
+    """The same with the base in shards."""
     trainer = trainer_for(model, objective, shard=True)
-    alone = held_here(trainer.transformer)
-    trainer.join(join())
     held = [held_here(trainer.transformer)]
-    metrics = train(trainer)
+    trainer.join(join())
     held.append(held_here(trainer.transformer))
-    seen = {"metrics": metrics, "checksum": trainer.checksum(), "alone": alone, "held": held}
-    return trainer, seen
+    metrics = train(trainer)
+    seen = {"metrics": metrics, "checksum": trainer.checksum(), **made(trainer)}
+    return trainer, {**seen, "held": [*held, held_here(trainer.transformer)]}
+
+
+def made(trainer: Trainer) -> dict[str, Any]:
+    """Checksums of what a trained learner draws with each kind of weights, twelve images on the
+    last replica and three on the others, of what it publishes, and of a probe of that.
+    """
+    last = trainer.replicas.rank == trainer.replicas.size - 1
+    cond = tiny_groups(1, 1)[0].cond
+    drawn = [
+        trainer.regenerate(cond, list(range(12 if last else 3)), 2, weights, "euler")
+        for weights in ("old", "ema", "base")
+    ]
+    manifest, *_ = trainer.export(1, "emulated_nvfp4")
+    probed = trainer.probe(cond, 1, [5], 1, "euler")[0] if not trainer.replicas.rank else None
+    return {
+        "drawn": [digest(samples["latents"]) + digest(images) for samples, images in drawn],
+        "published": manifest.hashes,
+        "probed": None if probed is None else digest(probed),
+    }
+
+
+def digest(values: np.ndarray) -> str:
+    return xxhash.xxh3_128_hexdigest(np.ascontiguousarray(values).data)
+
+
+def sharded_not_finite(model: Path, join: Callable[[], Replicas]) -> Seen:
+    """The last replica's second loss is not finite; after that all is well again."""
+    trainer = trainer_for(model, "diffusion_nft", shard=True)
+    trainer.join(replicas := join())
+    objective, calls = trainer.objective, []
+    whole = objective.loss
+
+    def loss(*arguments: Any) -> Any:
+        calls.append(1)
+        found, metrics = whole(*arguments)
+        return found * (np.nan if len(calls) == 2 else 1), metrics
+
+    if replicas.rank == replicas.size - 1:
+        objective.__dict__["loss"] = loss
+    before = everything(trainer)
+    said = raised(lambda: train(trainer, 1), NonFiniteTraining)
+    objective.__dict__.pop("loss", None)
+    unchanged = identical(before, everything(trainer))
+    return trainer, {"said": said, "unchanged": unchanged, "metrics": train(trainer, 1)}
+
+
+def sharded_fails(model: Path, join: Callable[[], Replicas]) -> Seen:
+    """The last replica fails within a pass: it leaves, and the others are not kept waiting."""
+    trainer = trainer_for(model, "diffusion_nft", shard=True)
+    trainer.join(replicas := join())
+    last, calls = replicas.rank == replicas.size - 1, []
+    block = list(blocks_of(trainer.transformer))[-1]
+
+    def fails(*_: Any) -> None:
+        calls.append(1)
+        if last and len(calls) > 20:
+            raise ArithmeticError("out of order")
+
+    block.register_forward_hook(fails)
+    before = everything(trainer)
+    said = raised(lambda: train(trainer, 1), ArithmeticError if last else GroupBroken)
+    return trainer, {"said": said, "unchanged": identical(before, everything(trainer))}
+
+
+def sharded_out_of_step(model: Path, join: Callable[[], Replicas]) -> Seen:
+    """Replicas are asked to draw with different weights."""
+    trainer = trainer_for(model, "diffusion_nft", shard=True)
+    trainer.join(replicas := join())
+    weights = ("old", "ema")[replicas.rank]
+    return trainer, {"said": raised(lambda: trainer.stand_by(weights), OutOfStep)}
 
 
 def not_finite(model: Path, join: Callable[[], Replicas], out: Path) -> Seen:
@@ -247,6 +318,9 @@ def main(rank: int, size: int, port: int, model: Path, out: Path, *only: str) ->
             f"{name}_sharded": lambda join, name=name: sharded(model, join, name)
             for name in OBJECTIVES
         },
+        "sharded_not_finite": lambda join: sharded_not_finite(model, join),
+        "sharded_fails": lambda join: sharded_fails(model, join),
+        "sharded_out_of_step": lambda join: sharded_out_of_step(model, join),
         "halves": lambda join: halves(model, join),
         "not_finite": lambda join: not_finite(model, join, out),
         "fails": lambda join: fails(model, join),
