@@ -30,20 +30,22 @@ class OutOfStep(RuntimeError):
 @contextmanager
 def collective(replicas: Replicas, doing: str) -> Iterator[None]:
     """Raises GroupBroken for a lost replica within the block. For any other exception this replica
-    leaves the others, who would wait for it.
+    leaves the others, who would wait for it; NCCL has no way to leave that is sure to return, so
+    there they wait as long as for one that is silent.
     """
     try:
         yield
-    except RuntimeError as error:
-        if not _of_the_group(error):
+    except GroupBroken:
+        raise
+    except BaseException as error:
+        if isinstance(error, RuntimeError) and _of_the_group(error):
+            reason = str(error).strip().splitlines()[0]
+            raise GroupBroken(
+                f"replica {replicas.rank} of {replicas.size} lost the others while {doing}:"
+                f" {reason}"
+            ) from None
+        if dist.is_initialized() and dist.get_backend() == "gloo":
             leave()
-            raise
-        reason = str(error).strip().splitlines()[0]
-        raise GroupBroken(
-            f"replica {replicas.rank} of {replicas.size} lost the others while {doing}: {reason}"
-        ) from None
-    except BaseException:
-        leave()
         raise
 
 
