@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from learner.nonfinite import NonFiniteTraining
 from learner.objectives.base import Points
-from learner.replicas import GroupBroken, Replicas, leave
+from learner.replicas import GroupBroken, Replicas
 from learner.update import Samples, Updater
 from policy.families.base import Family
 from policy.memory import conditioning_like
@@ -29,24 +29,16 @@ class OutOfStep(RuntimeError):
 
 @contextmanager
 def collective(replicas: Replicas, doing: str) -> Iterator[None]:
-    """Raises GroupBroken for a lost replica within the block. For any other exception this replica
-    leaves the others, who would wait for it; NCCL has no way to leave that is sure to return, so
-    there they wait as long as for one that is silent.
-    """
+    """Raises GroupBroken for a replica that is lost within the block."""
     try:
         yield
-    except GroupBroken:
-        raise
-    except BaseException as error:
-        if isinstance(error, RuntimeError) and _of_the_group(error):
-            reason = str(error).strip().splitlines()[0]
-            raise GroupBroken(
-                f"replica {replicas.rank} of {replicas.size} lost the others while {doing}:"
-                f" {reason}"
-            ) from None
-        if dist.is_initialized() and dist.get_backend() == "gloo":
-            leave()
-        raise
+    except RuntimeError as error:
+        if isinstance(error, GroupBroken) or not _of_the_group(error):
+            raise
+        reason = str(error).strip().splitlines()[0]
+        raise GroupBroken(
+            f"replica {replicas.rank} of {replicas.size} lost the others while {doing}: {reason}"
+        ) from None
 
 
 def _of_the_group(error: RuntimeError) -> bool:

@@ -33,10 +33,14 @@ def shard_base(transformer: nn.Module, device: torch.device) -> None:
     The processes are those of torch.distributed's group, which must be there; weights and adapters
     may lie elsewhere before: no more than one block of them is whole on ``device`` at a time.
     """
+    import warnings
+
     import torch.distributed as dist
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.fsdp import fully_shard
 
+    # blocks of some families return views; nobody writes into them, as equal gradients show
+    warnings.filterwarnings("ignore", message="FSDP2-wrapped module")
     adapters = {parameter for name, parameter in transformer.named_parameters() if ".lora_" in name}
     for parameter in adapters:
         parameter.data = parameter.data.to(device)

@@ -36,6 +36,10 @@ HINDSIGHT_S = 5.0
 """How long a replica that lost the others waits for Ray to say which of them died. It notices at
 once, Ray within two seconds, and the first loss that is told names the cause.
 """
+PATIENCE_S = 30.0
+"""How long a replica's failure waits for the others where the base is sharded. All hear of what
+goes wrong between passes, and write it down; within a pass they would wait for it in vain.
+"""
 
 
 class LearnerGroup:
@@ -47,12 +51,13 @@ class LearnerGroup:
         assert isinstance(pool.service, LearnerService)
         by, sharding = pool.service.share, pool.service.shard
         self._turns = Turns()
-        first, every = FirstReplica(pool), EveryReplica(pool)
+        first = FirstReplica(pool)
         if sharding == "none":
-            self.client = LearnerClient(pool, first, every, by)
+            self.client = LearnerClient(pool, first, EveryReplica(pool), by)
         else:
-            rounds, every_in_turn = Rounds(pool, self._turns), InTurn(every, self._turns)
-            self.client = LearnerClient(rounds, first, every_in_turn, by, sharding)
+            rounds = Rounds(pool, self._turns)
+            every = InTurn(EveryReplica(pool, PATIENCE_S), self._turns)
+            self.client = LearnerClient(rounds, first, every, by, sharding)
 
     async def start(self) -> None:
         """Create every replica, and make them one group."""
@@ -133,9 +138,13 @@ class FirstReplica(Caller):
 
 @dataclass(frozen=True)
 class EveryReplica(Caller):
-    """Calls that change the state: every replica gets one, the first one's answer counts."""
+    """Calls that change the state: every replica gets one, the first one's answer counts.
+
+    ``patience_s``: how long a failure waits for those that have not ended; None: until they have.
+    """
 
     pool: ActorPool
+    patience_s: float | None = None
 
     async def perform(self, task: AnyTask, call: Call) -> Answer:
         return await self._all(task, lambda rank: call)
@@ -154,30 +163,39 @@ class EveryReplica(Caller):
             return await self.pool.perform(task, call(0))
         # a loss is raised at once; a failure, which all of them hear of, when all have ended: they
         # write down what failed
-        failures: list[RunFailed] = []
-        try:
-            found = await run_together(
-                *(
-                    self._one(rank, member, task, call(rank), failures)
-                    for rank, member in enumerate(members)
-                )
+        ended, failures = asyncio.Barrier(len(members)), dict[int, RunFailed]()
+        found = await run_together(
+            *(
+                self._one(rank, member, task, call(rank), ended, failures)
+                for rank, member in enumerate(members)
             )
-        except StateLost:
-            if failures:  # on one, which left the others
-                raise failures[0] from None
-            raise
+        )
         if failures:
-            raise failures[0]
+            raise failures[min(failures)]
         return found[0]
 
     async def _one(
-        self, rank: int, member: Member, task: AnyTask, call: Call, failures: list[RunFailed]
+        self,
+        rank: int,
+        member: Member,
+        task: AnyTask,
+        call: Call,
+        ended: asyncio.Barrier,
+        failures: dict[int, RunFailed],
     ) -> Answer:
         key = cast(tuple[object, ...], task.key)  # as ``LearnerClient`` names its tasks
         own = replace(task, key=(*key, f"replica {rank}"))
+        answer: Answer = None
+        patience_s = None
         try:
             # past the queue, which would give all of them to whichever replica is free
-            return await self.pool.perform_on(member, own, call)
+            answer = await self.pool.perform_on(member, own, call)
         except RunFailed as failure:
-            failures.append(failure)
-            return None
+            failures[rank] = failure
+            patience_s = self.patience_s
+        try:
+            async with asyncio.timeout(patience_s):
+                await ended.wait()
+        except TimeoutError:
+            raise failures[min(failures)] from None
+        return answer

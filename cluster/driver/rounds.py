@@ -97,6 +97,7 @@ class Rounds(Caller):
             answer.cancel()  # who is cancelled waits no longer
 
     async def _round(self) -> None:
+        """Its failure is that of those who were chosen, whoever's turn it is."""
         chosen = self._chosen(len(self._pool.members))
         if not chosen:
             return
@@ -113,8 +114,7 @@ class Rounds(Caller):
             for each in chosen:
                 if not each.answer.done():
                     each.answer.set_exception(error)
-                    each.answer.exception()  # looked at: this may be the turn of who waits for it
-            raise
+            return
         for each, answer in zip(chosen, answers, strict=False):
             if not each.answer.done():
                 each.answer.set_result(answer)

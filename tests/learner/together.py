@@ -12,6 +12,7 @@ import os
 import signal
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ import xxhash
 
 from learner.lockstep import OutOfStep
 from learner.nonfinite import NonFiniteTraining
+from learner.objectives import Points
 from learner.replicas import (
     DistributedReplicas,
     GroupBroken,
@@ -37,6 +39,7 @@ from policy.sampling.noise import stream_seed
 from policy.sharding import blocks_of, held_here
 from tests.learner.tiny import everything, identical, tiny_groups, tiny_trainer
 
+CPU = torch.device("cpu")
 COUNTS = (3, 2, 4)
 """Samples of the prompts: two replicas have 7 and 2, and at some steps one of them has none or half
 as many points.
@@ -151,9 +154,9 @@ def sharded_not_finite(model: Path, join: Callable[[], Replicas]) -> Seen:
     objective, calls = trainer.objective, []
     whole = objective.loss
 
-    def loss(*arguments: Any) -> Any:
-        calls.append(1)
-        found, metrics = whole(*arguments)
+    def loss(points: Points, *arguments: Any) -> Any:
+        found, metrics = whole(points, *arguments)
+        calls.extend([1] if len(points) > 1 else [])  # in a turn of its own
         return found * (np.nan if len(calls) == 2 else 1), metrics
 
     if replicas.rank == replicas.size - 1:
@@ -165,21 +168,20 @@ def sharded_not_finite(model: Path, join: Callable[[], Replicas]) -> Seen:
     return trainer, {"said": said, "unchanged": unchanged, "metrics": train(trainer, 1)}
 
 
-def sharded_fails(model: Path, join: Callable[[], Replicas]) -> Seen:
-    """The last replica fails within a pass: it leaves, and the others are not kept waiting."""
+def sharded_dies(model: Path, join: Callable[[], Replicas]) -> Seen:
+    """The last replica is killed within a pass; it leaves nothing."""
     trainer = trainer_for(model, "diffusion_nft", shard=True)
     trainer.join(replicas := join())
-    last, calls = replicas.rank == replicas.size - 1, []
-    block = list(blocks_of(trainer.transformer))[-1]
+    calls: list[int] = []
 
-    def fails(*_: Any) -> None:
+    def counted(*_: Any) -> None:
         calls.append(1)
-        if last and len(calls) > 20:
-            raise ArithmeticError("out of order")
+        if replicas.rank == replicas.size - 1 and len(calls) > 20:
+            os.kill(os.getpid(), signal.SIGKILL)
 
-    block.register_forward_hook(fails)
+    list(blocks_of(trainer.transformer))[-1].register_forward_hook(counted)
     before = everything(trainer)
-    said = raised(lambda: train(trainer, 1), ArithmeticError if last else GroupBroken)
+    said = raised(lambda: train(trainer, 1), GroupBroken)
     return trainer, {"said": said, "unchanged": identical(before, everything(trainer))}
 
 
@@ -305,12 +307,17 @@ def raised(work: Callable[[], Any], kind: type[Exception]) -> str:
 
 def main(rank: int, size: int, port: int, model: Path, out: Path, *only: str) -> None:
     torch.set_num_threads(1)
-    store = reach_store("127.0.0.1", port, 240)
+    store: dist.TCPStore | None = None
 
     def meets(scene: str) -> Callable[[], Replicas]:
-        return lambda: DistributedReplicas(
-            rank, size, dist.PrefixStore(scene, store), torch.device("cpu"), 240
-        )
+        assert store is not None
+        return partial(DistributedReplicas, rank, size, dist.PrefixStore(scene, store), CPU, 240)
+
+    def play(name: str, scene: Callable[[Callable[[], Replicas]], Seen]) -> None:
+        trainer, seen = scene(meets(name))
+        state = {key: tensor.contiguous() for key, tensor in everything(trainer).items()}
+        (out / f"{name}.{rank}.safetensors").write_bytes(safetensors.torch.save(state))
+        (out / f"{name}.{rank}.json").write_text(json.dumps(seen))
 
     scenes: dict[str, Callable[[Callable[[], Replicas]], Seen]] = {
         **{name: lambda join, name=name: equal_to_one(model, join, name) for name in OBJECTIVES},
@@ -319,7 +326,6 @@ def main(rank: int, size: int, port: int, model: Path, out: Path, *only: str) ->
             for name in OBJECTIVES
         },
         "sharded_not_finite": lambda join: sharded_not_finite(model, join),
-        "sharded_fails": lambda join: sharded_fails(model, join),
         "sharded_out_of_step": lambda join: sharded_out_of_step(model, join),
         "halves": lambda join: halves(model, join),
         "not_finite": lambda join: not_finite(model, join, out),
@@ -327,13 +333,17 @@ def main(rank: int, size: int, port: int, model: Path, out: Path, *only: str) ->
         "differs": lambda join: differs(model, join),
         "dies": lambda join: dies(model, join),
     }
-    for name, play in scenes.items():
-        if only and name not in only:
-            continue
-        trainer, seen = play(meets(name))
-        state = {key: tensor.contiguous() for key, tensor in everything(trainer).items()}
-        (out / f"{name}.{rank}.safetensors").write_bytes(safetensors.torch.save(state))
-        (out / f"{name}.{rank}.json").write_text(json.dumps(seen))
+    if not only or "sharded_dies" in only:
+        child = os.fork()  # before there is a store, as one of the two will be killed
+        if not child:
+            store = reach_store("127.0.0.1", port, 240)
+            play("sharded_dies", lambda join: sharded_dies(model, join))
+            os._exit(0)
+        os.waitpid(child, 0)
+    store = reach_store("127.0.0.1", port, 240)
+    for name, scene in scenes.items():
+        if not only or name in only:
+            play(name, scene)
 
 
 if __name__ == "__main__":
