@@ -110,7 +110,8 @@ def equal_to_one(model: Path, join: Callable[[], Replicas], objective: str) -> S
     """Two iterations."""
     trainer = trainer_for(model, objective)
     trainer.join(join())
-    return trainer, {"metrics": train(trainer), "checksum": trainer.checksum(), **made(trainer)}
+    seen = {"metrics": train(trainer), "checksum": trainer.checksum()}
+    return trainer, seen | (made(trainer) if objective == "diffusion_nft" else {})
 
 
 def sharded(model: Path, join: Callable[[], Replicas], objective: str) -> Seen:
@@ -120,8 +121,9 @@ def sharded(model: Path, join: Callable[[], Replicas], objective: str) -> Seen:
     trainer.join(join())
     held.append(held_here(trainer.transformer))
     metrics = train(trainer)
-    seen = {"metrics": metrics, "checksum": trainer.checksum(), **made(trainer)}
-    return trainer, {**seen, "held": [*held, held_here(trainer.transformer)]}
+    seen = {"metrics": metrics, "checksum": trainer.checksum()}
+    seen |= {"held": [*held, held_here(trainer.transformer)]}
+    return trainer, seen | (made(trainer) if objective == "diffusion_nft" else {})
 
 
 def made(trainer: Trainer) -> dict[str, Any]:
