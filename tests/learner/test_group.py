@@ -119,6 +119,50 @@ def test_replicas_that_share_samples_are_one_learner_too(two, tiny_sd3_dir):
             assert here[name] == there[name] == pytest.approx(one[name], rel=1e-4, abs=1e-7), name
 
 
+@pytest.mark.parametrize("objective", OBJECTIVES)
+def test_a_base_in_shards_changes_no_bit(two, objective):
+    """Metrics, images with every kind of weights, what is published and two updates: those of two
+    replicas that hold all of it, bit for bit, as what is gathered are the same bits. The replicas
+    have three images and twelve to draw, and unequal numbers of batches to train on. Each holds
+    half of the base before and after.
+    """
+    held = []
+    for rank in range(2):
+        (whole, state), (parts, same) = (
+            seen(two, scene, rank) for scene in (objective, f"{objective}_sharded")
+        )
+        assert identical(state, same)
+        for name in ("checksum", "drawn", "published", "probed"):
+            assert parts.get(name) == whole.get(name), name
+        for one, other in zip(whole["metrics"], parts["metrics"], strict=True):
+            for name in (name for name in one if not name.startswith("time/")):
+                assert other[name] == one[name], name
+        assert parts["held"][1] == parts["held"][2]
+        held.append(parts["held"])
+    assert held[0][0] == held[1][0] == held[0][1] + held[1][1]
+    assert held[0][1] == held[1][1] == held[0][0] / 2
+    if objective == "diffusion_nft":
+        assert len(set(parts["drawn"])) == 3 and seen(two, objective, 0)[0]["probed"]
+
+
+def test_a_failure_with_a_base_in_shards(two):
+    """A loss that is not finite is said once all turns are taken, on both; different weights are
+    noticed before a pass; a replica that dies within one is noticed by the other.
+    """
+    (first, one), (second, other) = (seen(two, "sharded_not_finite", rank) for rank in range(2))
+    what = "iteration 0: the loss is nan although every velocity is finite: it overflowed in the"
+    assert first["said"].startswith(f"{what} objective (replica 1); weights are as before")
+    assert second["said"].startswith(f"{what} objective; weights are as before")
+    assert first["unchanged"] and second["unchanged"] and identical(one, other)
+    assert first["metrics"][0]["optimizer/points"] == 3 * sum(COUNTS)
+    lost, _ = seen(two, "sharded_dies", 0)
+    assert lost["said"].startswith("replica 0 of 2 lost the others while training: ")
+    assert lost["unchanged"] and not (two / "sharded_dies.1.json").exists()
+    for rank in range(2):
+        said = seen(two, "sharded_out_of_step", rank)[0]["said"]
+        assert said.endswith("go through different weights: old, merged, ema, merged")
+
+
 def test_what_one_replica_alone_would_learn_is_far_away(tiny_sd3_dir):
     """The bound above can fail: without the other's two samples, the weights are a hundred bounds
     apart.
