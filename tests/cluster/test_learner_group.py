@@ -363,7 +363,7 @@ class Killer(Progress):
         async def told(member: Member, task: Task[Any], call: Call) -> Any:
             if task.key == ("update", 1, "replica 0") and not self.killed:
                 self.killed = pool.members[1].info.pid
-                asyncio.get_running_loop().call_later(0.1, os.kill, self.killed, signal.SIGKILL)
+                asyncio.get_running_loop().call_later(0.02, os.kill, self.killed, signal.SIGKILL)
             return await perform_on(member, task, call)
 
         pool.perform_on = told
