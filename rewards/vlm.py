@@ -30,6 +30,7 @@ from rewards.base import (
     require_count,
     require_images,
     require_one_of,
+    source_of,
 )
 from rewards.cache import content_key
 from rewards.server import post, require_seconds, require_url
@@ -44,6 +45,11 @@ RUBRIC = (
     " their number, colours, places and style; then at how well the image is made. Rate the image"
     " from {low} (nothing of it) to {high} (all of it, well made).\n\nPrompt: {prompt}"
 )
+EDITED = (
+    "The prompt asks for an edit. The first image is the one to edit, the second is what came of it:"
+    " rate the second. What the prompt does not ask to change should be as in the first.\n\n"
+)
+"""Before the rubric, where the prompt edits an image."""
 ANSWER_BYTES = 2**20
 """Of a chat completion, at most: a rating with alternatives takes a few thousand."""
 ASKED = {
@@ -149,7 +155,8 @@ class VlmScorer(BuiltIn):
         with ThreadPoolExecutor(self.in_flight) as pool:
             asked = {
                 key: [
-                    pool.submit(self._vote, images[row], prompts[row], v) for v in range(self.votes)
+                    pool.submit(self._vote, images[row], source_of(metadata[row]), prompts[row], v)
+                    for v in range(self.votes)
                 ]
                 for key, row in fresh.items()
             }
@@ -167,12 +174,14 @@ class VlmScorer(BuiltIn):
         scores = [rated[key].score if key in rated else math.nan for key in keys]
         return np.asarray(scores, np.float32)
 
-    def _vote(self, image: np.ndarray, prompt: str, vote: int) -> tuple[float, int, int]:
+    def _vote(
+        self, image: np.ndarray, source: np.ndarray | None, prompt: str, vote: int
+    ) -> tuple[float, int, int]:
         """(rating in [0, 1], tokens in, tokens out) of one request.
 
         Raises NoRating, or ScorerError where the endpoint does not answer.
         """
-        body = json.dumps(self._request(image, prompt, vote)).encode()
+        body = json.dumps(self._request(image, source, prompt, vote)).encode()
         url = f"{self.url.rstrip('/')}/chat/completions"
         answer = post(url, body, self._headers, self.timeout_s, self.retries, ANSWER_BYTES)
         try:
@@ -188,14 +197,17 @@ class VlmScorer(BuiltIn):
             int(usage.get("completion_tokens") or 0),
         )
 
-    def _request(self, image: np.ndarray, prompt: str, vote: int) -> dict[str, Any]:
+    def _request(
+        self, image: np.ndarray, source: np.ndarray | None, prompt: str, vote: int
+    ) -> dict[str, Any]:
         text = self.rubric.replace("{low}", str(self.low)).replace("{high}", str(self.high))
         # the prompt last: what is in braces there stays as it is
         text = text.replace("{prompt}", prompt)
-        encoded = base64.b64encode(png_bytes(image)).decode()
+        shown = [image] if source is None else [source, image]
+        before = "" if source is None else EDITED
         content = [
-            {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{encoded}"}},
-            {"type": "text", "text": text + ASKED[self.read]},
+            *(_shown(one) for one in shown),
+            {"type": "text", "text": before + text + ASKED[self.read]},
         ]
         told: dict[str, Any] = {
             "model": self.model,
@@ -269,6 +281,11 @@ class VlmScorer(BuiltIn):
             "tokens": tokens.sum(1).astype(np.float32),
             "cost": cost.astype(np.float32),
         }
+
+
+def _shown(image: np.ndarray) -> dict[str, Any]:
+    encoded = base64.b64encode(png_bytes(image)).decode()
+    return {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{encoded}"}}
 
 
 def _headers(key_env: str | None) -> dict[str, str]:

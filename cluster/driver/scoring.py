@@ -11,10 +11,11 @@ from ray import ObjectRef
 
 from actors.calls import Task
 from actors.clients import RewardClient
-from actors.messages import Floats, Images, Scores
+from actors.messages import Floats, Images, Metadata, Scores
 from cluster.runtime.pool import ActorPool
 from configs.prompts import Prompt
 from configs.rewards import Rewards
+from configs.sections import Model
 from records.errors import InputsLost, RunFailed
 from rewards.combine import Combination
 
@@ -71,9 +72,18 @@ def disagreement(first: Floats, again: Floats) -> float:
 class RewardService:
     """The pools that score: one for the scorers that share actors, and one for each that has actors
     of its own. ``groups``: by kind, a pool and the labels of the scorers that its actors hold.
+    ``model``: whose images are scored; None where no prompt has a source image.
     """
 
     groups: Mapping[str, tuple[ActorPool, Labels]]
+    model: Model | None = None
+
+    def told(self, prompts: Sequence[Prompt]) -> tuple[list[str], list[Metadata]]:
+        """(texts, metadata) of prompts as scorers get them; a source image is read once."""
+        if self.model is None:
+            return [prompt.text for prompt in prompts], [prompt.metadata for prompt in prompts]
+        told = {id(prompt): prompt.told(self.model) for prompt in prompts}
+        return [prompt.text for prompt in prompts], [told[id(prompt)] for prompt in prompts]
 
     @property
     def pools(self) -> list[ActorPool]:
@@ -166,7 +176,7 @@ class Scoring:
         first: Mapping[str, Floats],
     ) -> None:
         """Raises RunFailed where a scorer gives these images other scores than at first."""
-        texts, metadata = [p.text for p in prompts], [p.metadata for p in prompts]
+        texts, metadata = self._service.told(prompts)
         for pool, labels in self._service.groups.values():
             mine = tuple(label for label in labels if label in self._labels)
             if not mine:
@@ -242,8 +252,7 @@ class Scoring:
         """One pool's scores. Where every actor that took the task died of it or was silent, they
         are dropped and counted like those of a scorer that raised, unless the whole pool is gone.
         """
-        texts = [prompt.text for prompt in prompts]
-        metadata = [prompt.metadata for prompt in prompts]
+        texts, metadata = self._service.told(prompts)
         try:
             client = RewardClient(pool)
             return await client.score(task, images, texts, metadata, labels, self._evaluation)
