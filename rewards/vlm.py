@@ -46,8 +46,8 @@ RUBRIC = (
     " from {low} (nothing of it) to {high} (all of it, well made).\n\nPrompt: {prompt}"
 )
 EDITED = (
-    "The prompt asks for an edit. The first image is the one to edit, the second is what came of it:"
-    " rate the second. What the prompt does not ask to change should be as in the first.\n\n"
+    "The prompt asks for an edit. The first image is the one to edit, the second is what came of"
+    " it: rate the second. What the prompt does not ask to change should be as in the first.\n\n"
 )
 """Before the rubric, where the prompt edits an image."""
 ANSWER_BYTES = 2**20

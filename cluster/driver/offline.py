@@ -114,6 +114,7 @@ def evaluate_run(
             [prompt.text for prompt in prompts],
             result.images,
             config.model.frames_per_second,
+            [prompt.source(config.model) for prompt in prompts[: len(result.images)]],
         )
     file = str(prompt_file(given or config.prompts.test).absolute())
     write_json(

@@ -331,9 +331,7 @@ class Family(ABC):
         cls = getattr(diffusers, self.pipeline_class)
         without = {"transformer": None} if self.edits else {"transformer": None, "vae": None}
         try:
-            pipe = cls.from_pretrained(
-                self.directory, **without, dtype=dtype, use_safetensors=True
-            )
+            pipe = cls.from_pretrained(self.directory, **without, dtype=dtype, use_safetensors=True)
         except OSError as error:
             reason = str(error).strip().splitlines()[0]
             raise FileNotFoundError(

@@ -20,7 +20,7 @@ from policy.precision.backends import BACKENDS
 from policy.precision.swap import quantise_plan
 from policy.sampling.noise import noise_for
 from policy.types import Conditioning
-from tests.tiny_families import NAMES, SETTINGS, TEXT_MODULES, tiny_model
+from tests.tiny_families import NAMES, SETTINGS, TEXT_MODULES, encode, source_for, tiny_model
 
 REPOSITORY = Path(policy.families.__file__).resolve().parents[2]
 NEVER = (
@@ -36,9 +36,7 @@ def family(name, directory):
 
 
 def conditioning(family, rows: int) -> Conditioning:
-    return family.load_text("cpu", torch.float32).encode(
-        ["a red circle", "two blue crosses"][:rows]
-    )
+    return encode(family, ["a red circle", "two blue crosses"][:rows])
 
 
 # ---- tables
@@ -140,16 +138,16 @@ def test_fused_linears_read_the_same_input(family):
 
 
 def test_a_prompts_conditioning_ignores_its_neighbours(family):
-    encoder = family.load_text("cpu", torch.float32)
-    few = encoder.encode(["a red circle", "two blue crosses above a green square"])
-    more = encoder.encode(
+    few = encode(family, ["a red circle", "two blue crosses above a green square"])
+    more = encode(
+        family,
         [
             "three squares",
             "two blue crosses above a green square",
             "a cross",
             "a red circle",
             "a red circle",
-        ]
+        ],
     )
     for key, rows in few.tensors.items():
         assert torch.equal(more.tensors[key][[3, 1]], rows) and torch.equal(
@@ -157,22 +155,23 @@ def test_a_prompts_conditioning_ignores_its_neighbours(family):
         )
         assert rows.device.type == "cpu" and not rows.requires_grad
     with pytest.raises(ValueError, match="no prompts to encode"):
-        encoder.encode([])
+        encode(family, [])
 
 
 def test_conditioning_has_the_shapes_that_the_plan_counts(family):
-    row = family.load_text("cpu", torch.float32).encode(["a red circle"])
+    row = encode(family, ["a red circle"])
     assert {
         name: tuple(tensor.shape[1:]) for name, tensor in row.tensors.items()
     } == family.conditioning_shapes
 
 
 def test_only_the_encoder_loads_text_encoders(family):
+    """And, to edit images, the autoencoder."""
     encoder = family.load_text("cpu", torch.float32)
     assert isinstance(encoder, PromptEncoder)
-    assert encoder.pipe.transformer is None and encoder.pipe.vae is None
+    assert encoder.pipe.transformer is None and (encoder.pipe.vae is not None) == family.edits
     modules = [part for part in encoder.pipe.components.values() if isinstance(part, nn.Module)]
-    assert len(modules) == TEXT_MODULES[family.name]
+    assert len(modules) == TEXT_MODULES[family.name] + family.edits
     assert all(
         not p.requires_grad and not module.training
         for module in modules
@@ -190,13 +189,10 @@ def test_offloaded_text_encoders_are_on_the_device_only_while_they_work(name, di
     moves = []
     original = encoder.pipe.to
     encoder.pipe.to = lambda device: moves.append(str(device)) or original(device)
-    found = encoder.encode(["a red circle"])
+    images = [source_for("a red circle", family.model.height, family.model.width)]
+    found = encoder.encode(["a red circle"], images if family.edits else None)
     assert moves == ["cpu", "cpu"] and encoder.offload
-    resident = (
-        family_for(tiny_model(name, directory))
-        .load_text("cpu", torch.float32)
-        .encode(["a red circle"])
-    )
+    resident = encode(family_for(tiny_model(name, directory)), ["a red circle"])
     assert all(torch.equal(found.tensors[key], tensor) for key, tensor in resident.tensors.items())
 
     class FakePipe:

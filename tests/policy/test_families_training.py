@@ -13,9 +13,9 @@ from learner.objectives import diffusion_nft
 from learner.trainer import Group, Trainer
 from policy.lora import adapter_state, load_adapter_state, use
 from tests.learner.tiny import tiny_config
-from tests.tiny_families import tiny_model
+from tests.tiny_families import encode, tiny_model
 
-UNREACHED = {"sd3": ("add_q_proj",), "qwen_image": ("add_q_proj",)}
+UNREACHED = {name: ("add_q_proj",) for name in ("sd3", "qwen_image", "qwen_image_edit")}
 """Linears of the last block whose output is dropped."""
 SLOPE = {"z_image": 5e-4}
 """Z-Image rotates queries and keys in float32, in all of its blocks and refiners."""
@@ -45,7 +45,7 @@ def trainer_of(name: str, directory: Path, **more: Any) -> Trainer:
 
 def groups_of(trainer: Trainer) -> list[Group]:
     rng = np.random.default_rng(5)
-    cond = trainer.family.load_text("cpu", torch.float32).encode(PROMPTS)
+    cond = encode(trainer.family, PROMPTS)
     return [
         Group(
             prompt_index=index,

@@ -79,11 +79,16 @@ class Handler(BaseHTTPRequestHandler):
         pass
 
 
+def pixels(part: dict[str, Any]) -> np.ndarray:
+    """uint8 [H, W, 3] of a part of a message."""
+    data = base64.b64decode(part["image_url"]["url"].removeprefix("data:image/png;base64,"))
+    return np.asarray(Image.open(io.BytesIO(data)))
+
+
 def redness(told: dict[str, Any]) -> float:
-    """Mean of the red channel in [0, 1] of the image in a request."""
-    (picture,) = [part for part in told["messages"][0]["content"] if part["type"] == "image_url"]
-    data = base64.b64decode(picture["image_url"]["url"].removeprefix("data:image/png;base64,"))
-    return float(np.asarray(Image.open(io.BytesIO(data)))[..., 0].mean() / 255)
+    """Mean of the red channel in [0, 1] of the last image in a request."""
+    *_, shown = [part for part in told["messages"][0]["content"] if part["type"] == "image_url"]
+    return float(pixels(shown)[..., 0].mean() / 255)
 
 
 def completion(told: dict[str, Any], text: str | None) -> dict[str, Any]:
