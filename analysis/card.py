@@ -202,6 +202,10 @@ def _loading(config: RunConfig, export: Export, base: str | None) -> str:
         fps = config.model.frames_per_second
         made, kept = "clip", f'frames[0]\nexport_to_video(clip, "clip.mp4", fps={fps})'
         more = "\nfrom diffusers.utils import export_to_video"
+    if family.edits:
+        size = f"{config.model.width} x {config.model.height} pixels"
+        more = "\nfrom diffusers.utils import load_image"
+        given = f'    image=load_image("source.png"),  # of {size}, as in training\n{given}'
     return f"""With diffusers:
 
 ```python

@@ -15,7 +15,7 @@ from policy.lora import adapter_state, load_adapter_state, use
 from tests.learner.tiny import tiny_config
 from tests.tiny_families import encode, tiny_model
 
-UNREACHED = {name: ("add_q_proj",) for name in ("sd3", "qwen_image", "qwen_image_edit")}
+UNREACHED = dict.fromkeys(("sd3", "qwen_image", "qwen_image_edit"), ("add_q_proj",))
 """Linears of the last block whose output is dropped."""
 SLOPE = {"z_image": 5e-4}
 """Z-Image rotates queries and keys in float32, in all of its blocks and refiners."""
