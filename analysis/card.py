@@ -65,7 +65,9 @@ def card(
 ) -> str:
     """The text, with the front matter that the hub reads."""
     base = hub_id(config.model)
-    made = "text-to-video" if FAMILIES[config.model.family].video else "text-to-image"
+    family = FAMILIES[config.model.family]
+    made = "image-to-image" if family.edits else "text-to-image"
+    made = "text-to-video" if family.video else made
     front: Row = {
         **({"base_model": base, "base_model_relation": "adapter"} if base else {}),
         **(licence or {"license": "unknown"}),

@@ -128,8 +128,8 @@ class Guidance(Section):
 
 
 class Prompts(Section):
-    """Prompt files: a prompt per line (.txt), or JSON lines with `prompt`, metadata and, to edit it,
-    an `image` (.jsonl).
+    """Prompt files: a prompt per line (.txt), or JSON lines with `prompt`, metadata and the `image`
+    to edit (.jsonl).
     """
 
     train: PathText = Field(description="training prompts")
