@@ -1,6 +1,7 @@
 """Images that prompts edit: found beside the prompt file, refused early, read as diffusers does."""
 
 import json
+import os
 
 import numpy as np
 import pytest
@@ -91,7 +92,7 @@ def test_modes_and_orientation_are_those_of_diffusers(tmp_path):
         assert np.array_equal(pixels_of(tmp_path / name, 24, 16), theirs.transpose(2, 0, 1))
 
 
-@pytest.mark.parametrize("damage", ["missing", "text", "cut", "folder"])
+@pytest.mark.parametrize("damage", ["missing", "text", "cut", "folder", "pipe", "gif"])
 def test_what_is_no_whole_image_is_found_before_the_start(tmp_path, damage):
     good, path = tmp_path / "good.png", tmp_path / "x.jpg"
     picture(good, 40, 40)
@@ -104,6 +105,10 @@ def test_what_is_no_whole_image_is_found_before_the_start(tmp_path, damage):
         path.write_text("no image")
     if damage == "folder":
         path.mkdir()
+    if damage == "pipe":
+        os.mkfifo(path)
+    if damage == "gif":
+        picture(path, 8, 8, format="GIF")
     refuse_unreadable([good, good])
     with pytest.raises(
         ConfigError, match=r"^prompts: .*x.jpg: no image that can be read \("
@@ -136,5 +141,5 @@ def test_a_digest_is_of_the_image_not_of_its_name(tmp_path):
     picture(tmp_path / "b.png", 17, 16)
     assert changed_files(settings, before) == [f"prompts.train = {train!r}"]
     (tmp_path / "b.png").unlink()
-    with pytest.raises(ConfigError, match=r"b.png: cannot be read \(No such file"):
+    with pytest.raises(ConfigError, match=r"b.png: no image that can be read \(No such file"):
         digests(settings)
