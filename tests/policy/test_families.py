@@ -73,8 +73,10 @@ def test_what_is_quantised(family):
 LORA_MODULES = {
     "sd3": 2 * 8 - 1,  # the last block has no to_add_out
     "flux": 1 * 8 + 2 * 5,
+    "flux_kontext": 1 * 8 + 2 * 5,
     "sana": 2 * 8,
     "qwen_image": 2 * 8 - 1,
+    "qwen_image_edit": 2 * 8 - 1,
     "z_image": (2 + 1 + 1) * 4,  # layers, and a refiner of each stream
     "flux2": 1 * 8 + 2 * 2,
     "flux2_klein": 1 * 8 + 2 * 2,
@@ -230,7 +232,7 @@ def test_slicing_and_tiling(name, directory):
     assert calls == [1, 1] * plain.latent_shape[1] if plain.video else calls == [1, 1]
     vae = tiled.load_vae("cpu", torch.float32)
     assert vae.use_tiling
-    if name in ("qwen_image", "wan", "sana_video"):
+    if name in ("qwen_image", "qwen_image_edit", "wan", "sana_video"):
         vae.enable_tiling(8, 8, 4, 4)
     elif name == "sana":
         vae.enable_tiling(16, 16, 8, 8)
