@@ -9,7 +9,7 @@ pool is told by itself (``cluster.driver.weights``).
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from ray import ObjectRef
@@ -117,6 +117,18 @@ class RewardClient:
         return await self.pool.call(
             task, RewardActor.score, resolved(images), prompts, metadata, labels, cached
         )
+
+    async def compare(
+        self,
+        task: Task[Scores],
+        prompt: str,
+        metadata: Metadata,
+        labels: tuple[str, ...],
+        images: Sequence[ObjectRef[Images]],
+    ) -> Scores:
+        """Raw scores of all images of a prompt, by scorers that compare them."""
+        parts = [resolved(part) for part in images]
+        return await self.pool.call(task, RewardActor.compare, prompt, metadata, labels, *parts)
 
     async def recheck(
         self,

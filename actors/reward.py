@@ -7,6 +7,8 @@ import sys
 from collections.abc import Iterable
 from contextlib import suppress
 
+import numpy as np
+
 from actors.messages import ActorInfo, Images, Metadata, Scores
 from actors.runtime import Tree, begin, begin_torch, identity, on_device
 from configs.schema import RunConfig
@@ -51,6 +53,15 @@ class RewardActor:
         is not scored again.
         """
         made = (self._cache if cached else self._scorer).attempt(images, prompts, metadata, labels)
+        return Scores(made.scores, made.failures, made.parts, made.work)
+
+    def compare(
+        self, prompt: str, metadata: Metadata, labels: tuple[str, ...], *images: Images
+    ) -> Scores:
+        """Raw scores of all images of a prompt, given in parts, by scorers that compare them."""
+        whole = np.concatenate(images)
+        count = len(whole)
+        made = self._scorer.attempt(whole, [prompt] * count, [metadata] * count, labels)
         return Scores(made.scores, made.failures, made.parts, made.work)
 
     def recheck(

@@ -207,11 +207,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Print the table, or JSON; 0."""
     parser = argparse.ArgumentParser(prog="python -m bench passes", description=HOW_TO_READ)
     parser.add_argument("--json", action="store_true", help="print JSON")
-    parser.add_argument("--models", nargs="+", default=list(MODELS), choices=MODELS)
+    parser.add_argument(
+        "--models", nargs="+", default=list(MODELS), help="of the presets, or configurations"
+    )
     given = parser.parse_args(arguments)
     found: dict[str, list[dict[str, Any]]] = {}
     for model in given.models:
-        config = load(f"{model}-sol_rl-hpsv2")
+        config = load(f"{model}-sol_rl-hpsv2" if model in MODELS else model)
         with described(config) as (family, _):
             found[model] = as_rows(passes_of(config, family))
         if given.json:

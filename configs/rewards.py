@@ -20,6 +20,11 @@ class Scorer(Section):
         default=None, description="name it is logged under; needed to use one scorer twice"
     )
     floor: float | None = Field(default=None, description="a raw score below this counts as this")
+    per: Literal["image", "prompt"] = Field(
+        default="image",
+        description="what one call scores: images that have nothing to do with each other, or"
+        " 'prompt': all of a prompt's images, which it may compare; then not in evaluations",
+    )
     required: bool = Field(
         default=True,
         description="False: where it fails, its mean over the prompt's group stands in",
@@ -72,6 +77,11 @@ class Rewards(Section):
         """The scorers that are trained on and the held-out ones."""
         return (*self.scorers, *self.evaluation_scorers)
 
+    @property
+    def compared(self) -> list[str]:
+        """Labels of scorers that compare a prompt's images."""
+        return [scorer.label for scorer in self.everyone if scorer.per == "prompt"]
+
     @model_validator(mode="after")
     def _distinct(self) -> Rewards:
         labels = [scorer.label for scorer in self.everyone]
@@ -79,6 +89,17 @@ class Rewards(Section):
             raise ValueError(
                 f"scorers: two scorers would be logged under one name: {labels}; give one of them"
                 " an alias"
+            )
+        if any(scorer.per == "prompt" for scorer in self.evaluation_scorers):
+            raise ValueError(
+                "evaluation_scorers: per = 'prompt' compares images of one prompt, which says"
+                " nothing about the weights that made them: use scorers with per = 'image'"
+            )
+        alone = (s for s in self.scorers if s.required and s.per == "image" and s.weight)
+        if self.compared and not any(alone):
+            raise ValueError(
+                "scorers: with per = 'prompt' alone held-out images have no reward: add a required"
+                " one with per = 'image' and a weight other than 0"
             )
         if not any(scorer.required for scorer in self.scorers):
             raise ValueError(

@@ -139,6 +139,11 @@ class RunConfig(Section):
                 f"audit.random_seeds: {self.audit.random_seeds} is more than explore.pool_size ="
                 f" {pool}"
             )
+        if self.audit.random_seeds and (compared := self.rewards.compared):
+            raise ValueError(
+                f"audit.random_seeds: {compared[0]} compares images with others of their prompt, so"
+                " that those of random seeds have no place among the selected ones: use 0"
+            )
         self._possible_share()
         plan, selects, steps = self.plan, self.plan.explore is not None, self.regenerate.steps
         if why := incompatibility(

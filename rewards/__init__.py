@@ -20,10 +20,12 @@ SCORERS: dict[str, str] = {
     "clipscore": "rewards.openclip:ClipScore",
     "pickscore": "rewards.pickscore:PickScore",
     "hpsv2": "rewards.openclip:HPSv2",
+    "hpsv3": "rewards.hps_v3:HPSv3",
     "ocr": "rewards.ocr:OcrScorer",
     "geneval": "rewards.geneval:GenEvalScorer",
     "http": "rewards.server:HttpScorer",
     "vlm": "rewards.vlm:VlmScorer",
+    "vlm_rank": "rewards.vlm_rank:VlmRankScorer",
     "shapes": "rewards.shapes:ShapesScorer",
     "jpeg_compressibility": "rewards.jpeg:JpegCompressibility",
     "jpeg_incompressibility": "rewards.jpeg:JpegIncompressibility",
@@ -73,6 +75,9 @@ def check_settings(scorer: ScorerConfig) -> None:
     try:
         settings = inspect.signature(made).bind(**scorer.settings)
         settings.apply_defaults()
+        if made.compares not in (None, scorer.per == "prompt"):
+            does, use = ("compares", "prompt") if made.compares else ("does not compare", "image")
+            raise ScorerSetupError(f"it {does} images of a prompt: set per = {use!r}")
         made.check(settings.arguments)
     except ScorerSetupError as error:
         raise ScorerSetupError(f"scorer {scorer.name!r}: {error}") from None

@@ -49,9 +49,11 @@ class BuiltIn:
     """What a built-in scorer states about itself, for those who ask before one is made.
 
     ``paths``: settings that say where weights are, each with the file names looked for there.
+    ``compares``: whether it must be given all images of a prompt at once; None: it may be.
     """
 
     paths: ClassVar[Mapping[str, tuple[str, ...]]] = {}
+    compares: ClassVar[bool | None] = False
 
     @staticmethod
     def check(settings: Settings) -> None:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Mapping, Sequence, Set
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -70,13 +70,15 @@ class Combination:
 
     A required scorer that gave no score leaves the image without a reward. In place of an
     optional one's stands its mean over the rest of the group, which changes no order among images
-    that have it; where it gave none at all it is left out.
+    that have it; where it gave none at all it is left out. ``compared``: scorers whose scores
+    order the images of a prompt and say nothing else.
     """
 
     weights: Mapping[str, float]
     floors: Mapping[str, float] = field(default_factory=dict)
     optional: frozenset[str] = frozenset()
     normalise: str = "none"
+    compared: frozenset[str] = frozenset()
 
     @classmethod
     def from_config(cls, rewards: Rewards) -> Combination:
@@ -86,17 +88,26 @@ class Combination:
             {scorer.label: scorer.floor for scorer in rewards.scorers if scorer.floor is not None},
             frozenset(scorer.label for scorer in rewards.scorers if not scorer.required),
             rewards.normalise,
+            frozenset(scorer.label for scorer in rewards.scorers if scorer.per == "prompt"),
         )
 
     @property
     def for_evaluation(self) -> Combination:
-        """For images of many prompts, comparable over time: required scorers, not normalised."""
-        required = {
-            label: weight for label, weight in self.weights.items() if label not in self.optional
-        }
-        return Combination(
-            required, {label: floor for label, floor in self.floors.items() if label in required}
-        )
+        """For images of many prompts, comparable over time: required scorers that compare nothing,
+        not normalised.
+        """
+        kept = self._of(self.weights.keys() - self.optional)
+        return replace(kept, normalise="none")
+
+    @property
+    def uncompared(self) -> Combination:
+        """Without the scorers that compare."""
+        return self._of(self.weights.keys())
+
+    def _of(self, labels: Set[str]) -> Combination:
+        kept = {k: w for k, w in self.weights.items() if k in labels and k not in self.compared}
+        floors = {label: floor for label, floor in self.floors.items() if label in kept}
+        return Combination(kept, floors, self.optional & kept.keys(), self.normalise)
 
     def __call__(self, scores: Mapping[str, np.ndarray]) -> np.ndarray:
         """Scores float32 [B] by label -> rewards float32 [B], NaN where there is none.

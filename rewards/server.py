@@ -13,6 +13,7 @@ import urllib.error
 import urllib.parse
 import urllib.request
 from collections.abc import Mapping, Sequence
+from typing import ClassVar
 
 import numpy as np
 from PIL import Image
@@ -49,6 +50,8 @@ class HttpScorer(BuiltIn):
     Images go to ``url`` and nowhere else: no redirect is followed, and plain http leaves this
     machine only with ``plain_http``. No more of an answer is read than scores can take.
     """
+
+    compares: ClassVar[bool | None] = None
 
     def __init__(
         self,

@@ -1,26 +1,21 @@
 """A vision-language model as judge: any endpoint that speaks OpenAI's chat completions.
 
-vLLM, SGLang and the clouds do. The image and a rubric go out, a number comes back: the expected
-rating under the log-probabilities of the answer's first token (as in VQAScore, arXiv 2404.01291,
-with ratings for its "Yes"), or the ``score`` of a JSON object that the endpoint is made to write.
-What is neither is a failure.
+The image and a rubric go out, a number comes back: the expected rating under the log-probabilities
+of the answer's first token (as in VQAScore, arXiv 2404.01291, with ratings for its "Yes"), or the
+``score`` of a JSON object that the endpoint is made to write. What is neither is a failure.
 """
 
 from __future__ import annotations
 
-import base64
-import json
 import math
-import os
-from collections import OrderedDict
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
 
-from records.images import png_bytes
 from rewards.base import (
     BuiltIn,
     Metadata,
@@ -33,11 +28,21 @@ from rewards.base import (
     source_of,
 )
 from rewards.cache import content_key
-from rewards.server import post, require_seconds, require_url
+from rewards.endpoint import (
+    Endpoint,
+    NoVerdict,
+    Remembered,
+    image_part,
+    json_object,
+    likely_tokens,
+    one_token,
+    outcome,
+    source_parts,
+    text_part,
+    written,
+)
 
 READ = ("logprobs", "json")
-TOP = 20
-"""Log-probabilities per token that OpenAI gives at most."""
 LEAST_MASS = 0.5
 """Less probability than this on ratings is an answer in words."""
 RUBRIC = (
@@ -45,21 +50,12 @@ RUBRIC = (
     " their number, colours, places and style; then at how well the image is made. Rate the image"
     " from {low} (nothing of it) to {high} (all of it, well made).\n\nPrompt: {prompt}"
 )
-EDITED = (
-    "The prompt asks for an edit. The first image is the one to edit, the second is what came of"
-    " it: rate the second. What the prompt does not ask to change should be as in the first.\n\n"
-)
-"""Before the rubric, where the prompt edits an image."""
-ANSWER_BYTES = 2**20
-"""Of a chat completion, at most: a rating with alternatives takes a few thousand."""
 ASKED = {
     "logprobs": "\n\nAnswer with the number alone.",
     "json": '\n\nAnswer with a JSON object: {"score": number}.',
 }
-
-
-class NoRating(ValueError):
-    """An answer that holds no rating. Says what it was."""
+Vote = tuple[float, int, int]
+"""Rating in [0, 1], tokens in, tokens out."""
 
 
 @dataclass(frozen=True)
@@ -104,24 +100,21 @@ class VlmScorer(BuiltIn):
         price_out: float = 0.0,
         plain_http: bool = False,
     ) -> None:
-        self.url, self.model, self.rubric, self.read = url, model, rubric, read
-        self.low, self.high, self.votes, self.temperature = low, high, votes, temperature
-        self.in_flight, self.timeout_s, self.retries = in_flight, timeout_s, retries
-        self.cache, self.key_env = cache, key_env
-        self.price_in, self.price_out, self.plain_http = price_in, price_out, plain_http
-        self.check(vars(self))
-        self._headers = _headers(key_env)
-        self._known: OrderedDict[bytes, Rating] = OrderedDict()
+        self.check(locals())
+        self.rubric, self.read = rubric, read
+        self.low, self.high, self.votes, self.in_flight = low, high, votes, in_flight
+        self.price_in, self.price_out = price_in, price_out
+        self._endpoint = Endpoint(url, model, temperature, timeout_s, retries, key_env)
+        self._endpoint.require_key()
+        self._known = Remembered[Rating](cache)
         self.parts: dict[str, np.ndarray] = {}
 
     @staticmethod
     def check(settings: Settings) -> None:
         """Raises ScorerSetupError for settings with which no judge can be asked."""
-        require_url(settings["url"], settings["plain_http"])
-        require_seconds("timeout_s", settings["timeout_s"])
+        Endpoint.check(settings)
         require_one_of("read", settings["read"], READ)
-        for name, least in (("votes", 1), ("in_flight", 1), ("retries", 0), ("cache", 0)):
-            require_count(name, settings[name], least)
+        require_count("votes", settings["votes"], 1)
         low, high = settings["low"], settings["high"]
         for name, value in (("low", low), ("high", high)):
             require_count(name, value, 0)
@@ -151,97 +144,70 @@ class VlmScorer(BuiltIn):
         """
         require_images(images, prompts, metadata)
         keys = [content_key(*row) for row in zip(images, prompts, metadata, strict=True)]
-        fresh = {key: row for row, key in enumerate(keys) if key not in self._known}
-        with ThreadPoolExecutor(self.in_flight) as pool:
-            asked = {
-                key: [
-                    pool.submit(self._vote, images[row], source_of(metadata[row]), prompts[row], v)
-                    for v in range(self.votes)
-                ]
-                for key, row in fresh.items()
-            }
-        rated: dict[bytes, Rating] = {key: self._known[key] for key in keys if key in self._known}
-        problems: list[str] = []
-        for key, votes in asked.items():
-            try:
-                rated[key] = _mean([_outcome(vote) for vote in votes])
-            except NoRating as error:
-                problems.append(str(error))
-        if problems and not rated:
-            raise ScorerError(f"{self.url} {self.model}: {problems[0]}")
-        self._keep({key: rated[key] for key in fresh if key in rated})
+        known = {key: rating for key in keys if (rating := self._known.get(key)) is not None}
+        fresh = {key: row for row, key in enumerate(keys) if key not in known}
+        found, problem = self._ask(images, prompts, metadata, fresh)
+        rated = known | found
+        if problem and not rated:
+            raise ScorerError(f"{self._endpoint.url} {self._endpoint.model}: {problem}")
+        self._known.keep(found)
         self.parts = self._parts([rated.get(key) for key in keys], set(fresh), keys)
         scores = [rated[key].score if key in rated else math.nan for key in keys]
         return np.asarray(scores, np.float32)
 
-    def _vote(
-        self, image: np.ndarray, source: np.ndarray | None, prompt: str, vote: int
-    ) -> tuple[float, int, int]:
-        """(rating in [0, 1], tokens in, tokens out) of one request.
+    def _ask(
+        self,
+        images: np.ndarray,
+        prompts: Sequence[str],
+        metadata: Sequence[Metadata],
+        fresh: dict[bytes, int],
+    ) -> tuple[dict[bytes, Rating], str]:
+        """(ratings of the rows of ``fresh``, by content; the first thing that went wrong)."""
+        with ThreadPoolExecutor(self.in_flight) as pool:
+            asked = {
+                key: [
+                    pool.submit(
+                        outcome,
+                        partial(
+                            self._vote, images[row], source_of(metadata[row]), prompts[row], vote
+                        ),
+                    )
+                    for vote in range(self.votes)
+                ]
+                for key, row in fresh.items()
+            }
+        rated: dict[bytes, Rating] = {}
+        problem = ""
+        for key, votes in asked.items():
+            try:
+                rated[key] = _mean([vote.result() for vote in votes])
+            except NoVerdict as error:
+                problem = problem or str(error)
+        return rated, problem
 
-        Raises NoRating, or ScorerError where the endpoint does not answer.
-        """
-        body = json.dumps(self._request(image, source, prompt, vote)).encode()
-        url = f"{self.url.rstrip('/')}/chat/completions"
-        answer = post(url, body, self._headers, self.timeout_s, self.retries, ANSWER_BYTES)
-        try:
-            told = json.loads(answer)
-            choice, usage = told["choices"][0], told.get("usage") or {}
-        except (ValueError, KeyError, IndexError, TypeError):
-            raise NoRating(f"the answer is no chat completion: {answer[:80]!r}") from None
-        read = self._expected if self.read == "logprobs" else self._written
-        value = read(choice)
-        return (
-            (value - self.low) / (self.high - self.low),
-            int(usage.get("prompt_tokens") or 0),
-            int(usage.get("completion_tokens") or 0),
-        )
-
-    def _request(
-        self, image: np.ndarray, source: np.ndarray | None, prompt: str, vote: int
-    ) -> dict[str, Any]:
+    def _vote(self, image: np.ndarray, source: np.ndarray | None, prompt: str, vote: int) -> Vote:
+        """Raises NoVerdict, or ScorerError where the endpoint does not answer."""
         text = self.rubric.replace("{low}", str(self.low)).replace("{high}", str(self.high))
         # the prompt last: what is in braces there stays as it is
-        text = text.replace("{prompt}", prompt)
-        shown = [image] if source is None else [source, image]
-        before = "" if source is None else EDITED
-        content = [
-            *(_shown(one) for one in shown),
-            {"type": "text", "text": before + text + ASKED[self.read]},
-        ]
-        told: dict[str, Any] = {
-            "model": self.model,
-            "messages": [{"role": "user", "content": content}],
-            "temperature": self.temperature,
-            "seed": vote,
-        }
-        if self.read == "logprobs":
-            return {**told, "max_tokens": 1, "logprobs": True, "top_logprobs": TOP}
-        score = {"type": "number", "minimum": self.low, "maximum": self.high}
-        schema = {
-            "type": "object",
-            "properties": {"score": score},
-            "required": ["score"],
-            "additionalProperties": False,
-        }
-        named = {"name": "rating", "schema": schema, "strict": True}
-        return {**told, "response_format": {"type": "json_schema", "json_schema": named}}
+        text = text.replace("{prompt}", prompt) + ASKED[self.read]
+        number = {"type": "number", "minimum": self.low, "maximum": self.high}
+        by_tokens = self.read == "logprobs"
+        form = one_token() if by_tokens else json_object("rating", "score", number)
+        content = [*source_parts(source), image_part(image), text_part(text)]
+        answer = self._endpoint.ask(content, vote, form)
+        value = self._expected(answer.choice) if by_tokens else self._written(answer.choice)
+        score = (value - self.low) / (self.high - self.low)
+        return score, answer.tokens_in, answer.tokens_out
 
     def _expected(self, choice: Any) -> float:
         """Mean rating under the first token's distribution, over the tokens that are ratings."""
-        try:
-            tokens = choice["logprobs"]["content"][0]["top_logprobs"]
-            pairs = [(str(one["token"]).strip(), math.exp(one["logprob"])) for one in tokens]
-        except (KeyError, IndexError, TypeError, OverflowError):
-            raise NoRating(
-                "the answer has no log-probabilities: use read = 'json' with this endpoint"
-            ) from None
+        pairs = likely_tokens(choice)
         ratings = {str(value): value for value in range(self.low, self.high + 1)}
         found = [(ratings[token], mass) for token, mass in pairs if token in ratings]
         mass = math.fsum(mass for _, mass in found)
         if not mass >= LEAST_MASS:
             likely = max(pairs, key=lambda pair: pair[1])[0] if pairs else ""
-            raise NoRating(
+            raise NoVerdict(
                 f"the judge answers {likely!r} rather than a number: {mass:.0%} on"
                 f" {self.low} to {self.high}"
             )
@@ -249,21 +215,12 @@ class VlmScorer(BuiltIn):
 
     def _written(self, choice: Any) -> float:
         """The ``score`` of the JSON object that was written."""
-        try:
-            text = choice["message"]["content"]
-            value = json.loads(text)["score"]
-        except (ValueError, KeyError, TypeError):
-            raise NoRating(f"the judge answers prose: {_short(choice)!r}") from None
+        value = written(choice, "score")
         if isinstance(value, bool) or not isinstance(value, int | float):
-            raise NoRating(f"the judge's score is {value!r}, which is no number")
+            raise NoVerdict(f"the judge's score is {value!r}, which is no number")
         if not self.low <= value <= self.high:
-            raise NoRating(f"the judge's score is {value}, outside {self.low} to {self.high}")
+            raise NoVerdict(f"the judge's score is {value}, outside {self.low} to {self.high}")
         return float(value)
-
-    def _keep(self, ratings: dict[bytes, Rating]) -> None:
-        self._known |= ratings
-        while len(self._known) > self.cache:
-            self._known.popitem(last=False)
 
     def _parts(
         self, rows: Sequence[Rating | None], fresh: set[bytes], keys: Sequence[bytes]
@@ -283,39 +240,12 @@ class VlmScorer(BuiltIn):
         }
 
 
-def _shown(image: np.ndarray) -> dict[str, Any]:
-    encoded = base64.b64encode(png_bytes(image)).decode()
-    return {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{encoded}"}}
-
-
-def _headers(key_env: str | None) -> dict[str, str]:
-    headers = {"Content-Type": "application/json", "Accept": "application/json"}
-    if key_env is None:
-        return headers
-    if not (key := os.environ.get(key_env)):
-        raise ScorerSetupError(
-            f"key_env is {key_env!r}: there is no such variable where this scorer runs: set it in"
-            " the environment of its actors"
-        )
-    return {**headers, "Authorization": f"Bearer {key}"}
-
-
-def _outcome(vote: Any) -> tuple[float, int, int] | NoRating:
-    """What became of a vote. No answer is no rating either: others' ratings need not be lost."""
-    try:
-        return vote.result()
-    except NoRating as error:
-        return error
-    except ScorerError as error:
-        return NoRating(str(error))
-
-
-def _mean(votes: Sequence[tuple[float, int, int] | NoRating]) -> Rating:
-    """Raises NoRating unless more than half of the votes hold a rating."""
-    good = [vote for vote in votes if not isinstance(vote, NoRating)]
-    bad = [vote for vote in votes if isinstance(vote, NoRating)]
+def _mean(votes: Sequence[Vote | NoVerdict]) -> Rating:
+    """Raises NoVerdict unless more than half of the votes hold a rating."""
+    good = [vote for vote in votes if not isinstance(vote, NoVerdict)]
+    bad = [vote for vote in votes if isinstance(vote, NoVerdict)]
     if 2 * len(good) <= len(votes):
-        raise NoRating(f"{bad[0]} ({len(bad)} of {len(votes)} votes)")
+        raise NoVerdict(f"{bad[0]} ({len(bad)} of {len(votes)} votes)")
     scores = np.array([score for score, _, _ in good], np.float64)
     return Rating(
         float(scores.mean()),
@@ -323,9 +253,3 @@ def _mean(votes: Sequence[tuple[float, int, int] | NoRating]) -> Rating:
         sum(tokens for _, tokens, _ in good),
         sum(tokens for _, _, tokens in good),
     )
-
-
-def _short(choice: Any) -> str:
-    message = choice.get("message") if isinstance(choice, dict) else None
-    text = message.get("content") if isinstance(message, dict) else choice
-    return " ".join(str(text).split())[:60]

@@ -6,7 +6,7 @@ a value that would travel by reference is a ``Token``.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Sized
 from dataclasses import dataclass
 
 import numpy as np
@@ -116,9 +116,18 @@ class Reward(Simulated):
         cached: bool = False,
     ) -> Took:
         """Float32 [B] by label."""
+        return self._scored(len(prompts), labels)
+
+    def compare(
+        self, prompt: str, metadata: Metadata, labels: tuple[str, ...], *images: Sized
+    ) -> Took:
+        """Float32 [N] by label."""
+        return self._scored(sum(len(part) for part in images), labels)
+
+    def _scored(self, count: int, labels: tuple[str, ...]) -> Took:
         line = self.durations.score.get(self._kind)
-        values = {label: self._chance.random(len(prompts), np.float32) for label in labels}
-        return Took(line.at(len(prompts)) if line else 0.0, Scores(values))
+        values = {label: self._chance.random(count, np.float32) for label in labels}
+        return Took(line.at(count) if line else 0.0, Scores(values))
 
 
 class Selector(Simulated):

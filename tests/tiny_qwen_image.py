@@ -137,7 +137,7 @@ def _template(pipeline: type) -> str:
 def _processor(tokenizer: Qwen2Tokenizer) -> Any:
     from transformers import Qwen2VLImageProcessor, Qwen2VLProcessor, Qwen2VLVideoProcessor
 
-    patches = {"patch_size": PATCH, "merge_size": 2, "temporal_patch_size": 2}
+    patches: dict[str, Any] = {"patch_size": PATCH, "merge_size": 2, "temporal_patch_size": 2}
     return Qwen2VLProcessor(
         image_processor=Qwen2VLImageProcessor(**patches),
         tokenizer=tokenizer,
@@ -149,7 +149,8 @@ def _processor(tokenizer: Qwen2Tokenizer) -> Any:
 def _text_encoder(tokenizer: Qwen2Tokenizer) -> nn.Module:
     from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
 
-    size, (start, image, video, end) = len(tokenizer), tokenizer.convert_tokens_to_ids(VISION)
+    ids: Any = tokenizer.convert_tokens_to_ids(VISION)
+    size, (start, image, video, end) = len(tokenizer), ids
     config = Qwen2_5_VLConfig(
         text_config={
             "vocab_size": size + 4,

@@ -130,13 +130,7 @@ class Exploration:
         plan, size = self._plan.explore, self._config.explore.chunk_size
         assert plan is not None
         seeds = self.new_seeds(it.index, p, plan.pool_size)
-        chunks = await run_together(
-            *(
-                self._chunk(it, p, number, seeds[first : first + size])
-                for number, first in enumerate(range(0, len(seeds), size))
-            )
-        )
-        scored = Scored.concatenate([scored for scored, _, _ in chunks])
+        scored, samples, images = await self._scored(it, p, seeds)
         usable, keep = int(np.isfinite(scored.rewards).sum()), self._config.selection.keep
         if usable < keep:
             raise RunFailed(
@@ -145,12 +139,36 @@ class Exploration:
                 " events.jsonl for what its scorers said"
             )
         chosen = await self._services.selector.select(it.index, p, scored.rewards)
-        if self._extremes:
-            images = [reference for *_, reference in chunks if reference is not None]
-            if images:
-                self._extremes.seen(it, p, "explored", seeds, scored.rewards, images, size)
-        samples = [reference for _, reference, _ in chunks]
+        if self._extremes and images:
+            self._extremes.seen(it, p, "explored", seeds, scored.rewards, images, size)
         return it.explored(p, Candidates(seeds, scored, samples, size, chosen))
+
+    async def _scored(
+        self, it: Iteration, p: int, seeds: tuple[int, ...]
+    ) -> tuple[Scored, list[ObjectRef[Samples]], list[ObjectRef[Images]]]:
+        """A prompt's scores, and its samples and images by chunk; images only where they are looked
+        at once more. Those that were lost before they were compared are made again.
+        """
+        size, tries = self._config.explore.chunk_size, self._config.services.rollout.max_attempts
+        for _ in range(tries):
+            chunks = await run_together(
+                *(
+                    self._chunk(it, p, number, seeds[first : first + size])
+                    for number, first in enumerate(range(0, len(seeds), size))
+                )
+            )
+            images = [reference for *_, reference in chunks if reference is not None]
+            parts = [scored for scored, _, _ in chunks]
+            key, priority = ("explore", it.index, p, it.version), (it.index, p, 0)
+            try:
+                scored = await it.scoring.together(key, parts, images, it.prompts[p], priority)
+            except InputsLost:
+                continue
+            return scored, [reference for _, reference, _ in chunks], images
+        raise RunFailed(
+            f"iteration {it.index}, prompt {p}: its images were lost {tries} times before they were"
+            " compared"
+        )
 
     async def _chunk(
         self, it: Iteration, p: int, number: int, seeds: tuple[int, ...]
@@ -177,6 +195,7 @@ class Exploration:
                 continue
             it.advanced("scored", len(seeds))
             # a reference is memory on some node: only where the images are looked at once more
-            looked_at = self._extremes is not None and self._extremes.wants(p)
+            shown = self._extremes is not None and self._extremes.wants(p)
+            looked_at = shown or it.scoring.compares
             return scored, explored.samples, explored.images if looked_at else None
         raise RunFailed(f"{key}: its images were lost {tries} times before they were scored")

@@ -55,9 +55,11 @@ class Regeneration:
                 for number, part in enumerate(parts)
             )
         )
-        rewards = Scored.concatenate([scored for _, scored in made]).rewards
+        images = [generated.images for generated, _ in made]
+        scores, priority = [scored for _, scored in made], (it.index, p, 1)
+        together = await it.scoring.together(key, scores, images, it.prompts[p], priority)
+        rewards = together.rewards
         if self._extremes:
-            images = [generated.images for generated, _ in made]
             self._extremes.seen(it, p, "regenerated", seeds, rewards, images, size)
         found = np.isfinite(rewards)
         if not found.any():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -131,7 +131,11 @@ class Scoring:
         if evaluation:
             self.combination = self.combination.for_evaluation
         scorers = rewards.everyone if evaluation else rewards.scorers
-        self._labels = tuple(scorer.label for scorer in scorers)
+        self._labels = tuple(scorer.label for scorer in scorers if scorer.per == "image")
+        # that score a prompt's images together; an evaluation has no use for them
+        self._comparing = tuple(
+            scorer.label for scorer in scorers if scorer.per == "prompt" and not evaluation
+        )
         self.scored = self.dropped = self.stood_in = 0  # images
         self._last_failure = ""
         self._found: dict[str, list[Floats]] = {}  # what is finite, by label, answer by answer
@@ -144,13 +148,66 @@ class Scoring:
         prompts: list[Prompt],
         priority: tuple[int, ...],
     ) -> Scored:
-        """Rewards of B images, one prompt each. Raises InputsLost when the images are gone."""
+        """Rewards of B images, one prompt each; without what scorers say that compare a prompt's
+        images, which ``together`` asks. Raises InputsLost when the images are gone.
+        """
         task = Task(("score", key), priority, _fault, self._rewards.attempts)
+
+        def ask(client: RewardClient, labels: Labels) -> Awaitable[Scores]:
+            texts, metadata = self._service.told(prompts)
+            return client.score(task, images, texts, metadata, labels, self._evaluation)
+
+        values = await self._ask_all(self._labels, ask, len(prompts))
+        combination = self.combination.uncompared if self._comparing else self.combination
+        scored = Scored(combination(values), values, combination)
+        if not self._comparing:
+            self._count_rewards(scored)
+        if self._recheck:
+            self._recheck = False
+            await self._score_again(key, images, prompts, values)
+        return scored
+
+    async def together(
+        self,
+        key: object,
+        parts: Sequence[Scored],
+        images: Sequence[ObjectRef[Images]],
+        prompt: Prompt,
+        priority: tuple[int, ...],
+    ) -> Scored:
+        """All images of a prompt, scored in ``parts``: those of a part are at a reference each.
+
+        Scorers that compare are asked now, about all at once. Raises InputsLost when images are
+        gone.
+        """
+        if not self._comparing:
+            return Scored.concatenate(parts)
+        task = Task(("compare", key), priority, _fault, self._rewards.attempts)
+        (metadata,) = self._service.told([prompt])[1]
+
+        def ask(client: RewardClient, labels: Labels) -> Awaitable[Scores]:
+            return client.compare(task, prompt.text, metadata, labels, images)
+
+        known = Scored.concatenate(parts).values
+        values = known | await self._ask_all(self._comparing, ask, len(next(iter(known.values()))))
+        scored = Scored(self.combination(values), values, self.combination)
+        self._count_rewards(scored)
+        return scored
+
+    @property
+    def compares(self) -> bool:
+        """Whether ``together`` looks at the images."""
+        return bool(self._comparing)
+
+    async def _ask_all(
+        self, labels: Labels, ask: Callable[[RewardClient, Labels], Awaitable[Scores]], count: int
+    ) -> dict[str, Floats]:
+        """Raw scores float32 [count] of ``labels``, asked of the pools that have them."""
         outcomes = await asyncio.gather(
             *(
-                self._ask(pool, mine, task, images, prompts)
-                for pool, labels in self._service.groups.values()
-                if (mine := tuple(label for label in labels if label in self._labels))
+                self._ask(pool, mine, ask, count)
+                for pool, held in self._service.groups.values()
+                if (mine := tuple(label for label in held if label in labels))
             ),
             return_exceptions=True,
         )
@@ -159,14 +216,9 @@ class Scoring:
         for end in sorted(ends, key=lambda end: isinstance(end, InputsLost)):
             raise end
         answers = [outcome for outcome in outcomes if isinstance(outcome, Scores)]
+        self._count_answers(answers)
         given = {label: values for answer in answers for label, values in answer.values.items()}
-        values = {label: given[label] for label in self._labels}
-        rewards = self.combination(values)
-        self._count(rewards, values, answers)
-        if self._recheck:
-            self._recheck = False
-            await self._score_again(key, images, prompts, values)
-        return Scored(rewards, values, self.combination)
+        return {label: given[label] for label in labels}
 
     async def _score_again(
         self,
@@ -199,7 +251,7 @@ class Scoring:
         return {
             label: float(found[0])
             for label, found in self._all_found().items()
-            if label in self._labels and len(found) >= FEW and found.min() == found.max()
+            if label in self.labels and len(found) >= FEW and found.min() == found.max()
         }
 
     def _all_found(self) -> dict[str, Floats]:
@@ -208,7 +260,7 @@ class Scoring:
     @property
     def labels(self) -> set[str]:
         """Of the scorers that are asked."""
-        return set(self._labels)
+        return {*self._labels, *self._comparing}
 
     def check_share(self) -> None:
         """Raises RunFailed when more images were dropped than configured."""
@@ -245,28 +297,27 @@ class Scoring:
         self,
         pool: ActorPool,
         labels: Labels,
-        task: Task[Scores],
-        images: ObjectRef[Images],
-        prompts: list[Prompt],
+        ask: Callable[[RewardClient, Labels], Awaitable[Scores]],
+        count: int,
     ) -> Scores:
         """One pool's scores. Where every actor that took the task died of it or was silent, they
         are dropped and counted like those of a scorer that raised, unless the whole pool is gone.
         """
-        texts, metadata = self._service.told(prompts)
         try:
-            client = RewardClient(pool)
-            return await client.score(task, images, texts, metadata, labels, self._evaluation)
+            return await ask(RewardClient(pool), labels)
         except RunFailed as end:
             if not pool.alive:
                 raise
-            missing = np.full(len(prompts), np.nan, np.float32)
+            missing = np.full(count, np.nan, np.float32)
             return Scores(dict.fromkeys(labels, missing), (str(end),))
 
-    def _count(self, rewards: Floats, values: dict[str, Floats], answers: Sequence[Scores]) -> None:
-        self.scored += len(rewards)
-        self.dropped += int((~np.isfinite(rewards)).sum())
+    def _count_rewards(self, scored: Scored) -> None:
+        self.scored += len(scored.rewards)
+        self.dropped += int((~np.isfinite(scored.rewards)).sum())
         for label in self.combination.optional:
-            self.stood_in += int((~np.isfinite(values[label])).sum())
+            self.stood_in += int((~np.isfinite(scored.values[label])).sum())
+
+    def _count_answers(self, answers: Sequence[Scores]) -> None:
         for answer in answers:
             self._last_failure = _fault(answer) or self._last_failure
             for label, found in (answer.values | answer.parts).items():

@@ -36,12 +36,14 @@ class Lot:
         return np.array([zlib.crc32(image.tobytes()) / 2**32 for image in images], np.float32)
 
 
-def closeness(
-    images: np.ndarray, prompts: Sequence[str], metadata: Sequence[dict[str, Any]]
-) -> np.ndarray:
+class Closeness:
     """How little an edit has changed: minus the mean difference to its source in grey levels."""
-    sources = np.stack([row["image"] for row in metadata])
-    return -np.abs(images.astype(np.float32) - sources).mean((1, 2, 3))
+
+    def __call__(
+        self, images: np.ndarray, prompts: Sequence[str], metadata: Sequence[dict[str, Any]]
+    ) -> np.ndarray:
+        sources = np.stack([row["image"] for row in metadata])
+        return -np.abs(images.astype(np.float32) - sources).mean((1, 2, 3))
 
 
 class Misbehaves:
@@ -81,3 +83,18 @@ class Misbehaves:
             case "text":
                 return ["very nice"] * len(scores)
         return scores
+
+
+class Place:
+    """An image's place among all that it is given: its value depends on the others."""
+
+    def __init__(self, fails: bool = False):
+        self.fails = fails
+
+    def __call__(
+        self, images: np.ndarray, prompts: Sequence[str], metadata: Sequence[dict[str, Any]]
+    ) -> np.ndarray:
+        if self.fails:
+            raise ValueError("no two alike")
+        means = images.reshape(len(images), -1).mean(1)
+        return np.searchsorted(np.sort(means), means).astype(np.float32)

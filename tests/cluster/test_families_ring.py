@@ -65,7 +65,7 @@ def edits(root: Any, height: int, width: int, **_: Any) -> dict[str, Any]:
         lines.append(json.dumps({"prompt": text, "image": f"sources/{number}.png"}) + "\n")
     file = root / "edits.jsonl"
     file.write_text("".join(lines))
-    scorers = [{"name": "tests.cluster.scorers:closeness"}]
+    scorers = [{"name": "tests.cluster.scorers:Closeness"}]
     return {"prompts__train": str(file), "prompts__test": str(file), "rewards__scorers": scorers}
 
 

@@ -1,5 +1,5 @@
-"""A stand-in for an endpoint with a vision-language model: it rates an image by how red it is, and
-misbehaves as it is told.
+"""A stand-in for an endpoint with a vision-language model: it rates an image by how red it is,
+ranks several by that, and misbehaves as it is told.
 """
 
 from __future__ import annotations
@@ -16,6 +16,8 @@ from typing import Any
 
 import numpy as np
 from PIL import Image
+
+from rewards.endpoint import EDITED
 
 
 class Judge(ThreadingHTTPServer):
@@ -85,22 +87,34 @@ def pixels(part: dict[str, Any]) -> np.ndarray:
     return np.asarray(Image.open(io.BytesIO(data)))
 
 
-def redness(told: dict[str, Any]) -> float:
-    """Mean of the red channel in [0, 1] of the last image in a request."""
-    *_, shown = [part for part in told["messages"][0]["content"] if part["type"] == "image_url"]
-    return float(pixels(shown)[..., 0].mean() / 255)
+def redness(told: dict[str, Any]) -> list[float]:
+    """Mean of the red channel in [0, 1] of each image in a request but the one to edit."""
+    content = told["messages"][0]["content"]
+    content = content[2:] if content[0].get("text") == EDITED[0] else content
+    parts = [part for part in content if part["type"] == "image_url"]
+    return [float(pixels(part)[..., 0].mean() / 255) for part in parts]
 
 
 def completion(told: dict[str, Any], text: str | None) -> dict[str, Any]:
-    """Ratings 1 and 5 with probabilities that have 1 + 4 x redness as their mean; as JSON that."""
-    red, choice = redness(told), {}
+    """Of one image ratings 1 and 5, with probabilities that have 1 + 4 x redness as their mean; as
+    JSON that. Of two "1" and "2" with probabilities as their redness; as JSON the ranking of all.
+    """
+    reds = redness(told)
+    red, choice = reds[0] if len(reds) == 1 else reds[0] / (sum(reds[:2]) or 1.0), {}
     if told.get("logprobs"):
-        words = [("5", red * 0.9), (" 1", (1 - red) * 0.9), ("The", 0.1)]
+        first, second = ("5", " 1") if len(reds) == 1 else (" 1", "2")
+        words = [(first, red * 0.9), (second, (1 - red) * 0.9), ("The", 0.1)]
         if text is not None:
             words = [(text, 0.9), ("3", 0.1)]
         top = [{"token": w, "logprob": math.log(p)} for w, p in words if p > 0]
         choice = {"logprobs": {"content": [{"token": top[0]["token"], "top_logprobs": top}]}}
-    written = json.dumps({"score": 1 + 4 * red + told["seed"] * 0.5}) if text is None else text
+    if text is not None:
+        written = text
+    elif len(reds) == 1:
+        written = json.dumps({"score": 1 + 4 * red + told["seed"] * 0.5})
+    else:
+        best_first = sorted(range(len(reds)), key=lambda row: -reds[row])
+        written = json.dumps({"ranking": [row + 1 for row in best_first]})
     return {
         "choices": [{**choice, "message": {"role": "assistant", "content": written}}],
         "usage": {"prompt_tokens": 300, "completion_tokens": 2},

@@ -11,6 +11,7 @@ import pytest
 import rewards.server
 from configs.rewards import Scorer as ScorerConfig
 from rewards import ScorerError, ScorerSetupError, build, check_settings
+from rewards.endpoint import EDITED
 from rewards.vlm import VlmScorer
 from tests.rewards.judge import Judge, judging, pixels
 
@@ -64,9 +65,9 @@ def test_the_judge_sees_the_image_to_edit_first(judge):
         found = ask(IMAGES[2:3], ["redder"], [{"image": source}])
         np.testing.assert_allclose(found, WANTED[2:3], atol=1e-6)
     assert len(judge.requests) == 2
-    before, shown, text = judge.requests[0]["messages"][0]["content"]
+    said, before, then, shown, _ = judge.requests[0]["messages"][0]["content"]
+    assert (said["text"], then["text"]) == EDITED
     assert pixels(before).mean() == 10 and np.array_equal(pixels(shown)[..., 0], IMAGES[2, 0])
-    assert text["text"].startswith("The prompt asks for an edit. The first image is the one to")
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,8 @@ import ray
 
 from configs.schema import RunConfig
 
-EVERY_S, STORE_EVERY_S = 0.1, 1.0
+EVERY_S, EVERYTHING_EVERY_S = 0.1, 1.0
+"""The store holds two versions of the weights for less than a second, while the actors load one."""
 
 
 def held(actor: Any) -> int:
@@ -95,7 +96,9 @@ class Watch(threading.Thread):
                 started = [event for event in events if event["event"] == "actor_started"]
                 for event in started:
                     self._process(event)
-                if time.monotonic() - looked > STORE_EVERY_S and ray.is_initialized():
+                if ray.is_initialized():
+                    self.found.store = max(self.found.store, store_bytes())
+                if time.monotonic() - looked > EVERYTHING_EVERY_S and ray.is_initialized():
                     looked = time.monotonic()
                     self._everything([event["pid"] for event in started])
                 versions = [each for each in events if each["event"] == "version_published"]
@@ -120,9 +123,7 @@ class Watch(threading.Thread):
         self.found.process[event["kind"]] = max(before, memory_of(event["pid"]))
 
     def _everything(self, pids: Sequence[int]) -> None:
-        store = store_bytes()
-        self.found.store = max(self.found.store, store)
-        total = store + sum(memory_of(pid) for pid in (os.getpid(), *pids))
+        total = store_bytes() + sum(memory_of(pid) for pid in (os.getpid(), *pids))
         self.found.at_once = max(self.found.at_once, total)
 
     def _libraries(self) -> None:

@@ -1,0 +1,191 @@
+"""A judge's endpoint: OpenAI's chat completions, as vLLM, SGLang and the clouds speak them."""
+
+from __future__ import annotations
+
+import base64
+import json
+import math
+import os
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+
+import numpy as np
+
+from records.images import png_bytes
+from rewards.base import ScorerError, ScorerSetupError, Settings, require_count
+from rewards.server import post, require_seconds, require_url
+
+ANSWER_BYTES = 2**20
+"""Of a chat completion, at most: a rating with alternatives takes a few thousand."""
+TOP = 20
+"""Log-probabilities per token that OpenAI gives at most."""
+EDITED = (
+    "The prompt asks for an edit of this image:",
+    "What the prompt does not ask to change should be as it is there. What came of it:",
+)
+"""Before and after an image that was to be edited."""
+T = TypeVar("T")
+
+
+class NoVerdict(ValueError):
+    """An answer that holds no rating or ranking. Says what it was."""
+
+
+@dataclass(frozen=True)
+class Answer:
+    """The choice that a completion holds, and the tokens that were paid for."""
+
+    choice: Any
+    tokens_in: int
+    tokens_out: int
+
+
+@dataclass(frozen=True)
+class Endpoint:
+    """Where a judge is asked, and how patiently. ``url`` is the base: ``http://host:8000/v1``."""
+
+    url: str
+    model: str
+    temperature: float
+    timeout_s: float
+    retries: int
+    key_env: str | None
+
+    @staticmethod
+    def check(settings: Settings) -> None:
+        """Raises ScorerSetupError for settings with which no endpoint can be asked."""
+        require_url(settings["url"], settings["plain_http"])
+        require_seconds("timeout_s", settings["timeout_s"])
+        for name, least in (("in_flight", 1), ("retries", 0), ("cache", 0)):
+            require_count(name, settings[name], least)
+
+    def require_key(self) -> None:
+        """Raises ScorerSetupError where the variable of the key is not set."""
+        if self.key_env is not None and not os.environ.get(self.key_env):
+            raise ScorerSetupError(
+                f"key_env is {self.key_env!r}: there is no such variable where this scorer runs:"
+                " set it in the environment of its actors"
+            )
+
+    @property
+    def _headers(self) -> dict[str, str]:
+        headers = {"Content-Type": "application/json", "Accept": "application/json"}
+        if self.key_env is None:
+            return headers
+        return {**headers, "Authorization": f"Bearer {os.environ[self.key_env]}"}
+
+    def ask(
+        self, content: Sequence[Mapping[str, Any]], seed: int, form: Mapping[str, Any]
+    ) -> Answer:
+        """The answer to one message of images and text; ``form`` says what it may look like.
+
+        Raises NoVerdict where the answer is no completion, ScorerError where none comes.
+        """
+        told = {
+            "model": self.model,
+            "messages": [{"role": "user", "content": list(content)}],
+            "temperature": self.temperature,
+            "seed": seed,
+            **form,
+        }
+        url = f"{self.url.rstrip('/')}/chat/completions"
+        body = json.dumps(told).encode()
+        answer = post(url, body, self._headers, self.timeout_s, self.retries, ANSWER_BYTES)
+        try:
+            read = json.loads(answer)
+            choice, usage = read["choices"][0], read.get("usage") or {}
+        except (ValueError, KeyError, IndexError, TypeError):
+            raise NoVerdict(f"the answer is no chat completion: {answer[:80]!r}") from None
+        return Answer(
+            choice, int(usage.get("prompt_tokens") or 0), int(usage.get("completion_tokens") or 0)
+        )
+
+
+class Remembered(Generic[T]):
+    """The newest ``size`` values by content: a batch that is retried pays for what failed alone."""
+
+    def __init__(self, size: int) -> None:
+        self._size = size
+        self._known: OrderedDict[bytes, T] = OrderedDict()
+
+    def get(self, key: bytes) -> T | None:
+        return self._known.get(key)
+
+    def keep(self, found: Mapping[bytes, T]) -> None:
+        """Remember these, and forget the oldest."""
+        self._known |= found
+        while len(self._known) > self._size:
+            self._known.popitem(last=False)
+
+
+def image_part(image: np.ndarray) -> dict[str, Any]:
+    """An image uint8 [3, H, W] as part of a message."""
+    encoded = base64.b64encode(png_bytes(image)).decode()
+    return {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{encoded}"}}
+
+
+def text_part(text: str) -> dict[str, Any]:
+    """Text as part of a message."""
+    return {"type": "text", "text": text}
+
+
+def source_parts(source: np.ndarray | None) -> list[dict[str, Any]]:
+    """What stands before images that are edits of ``source``, uint8 [3, H, W]; None: nothing."""
+    if source is None:
+        return []
+    before, after = EDITED
+    return [text_part(before), image_part(source), text_part(after)]
+
+
+def one_token() -> dict[str, Any]:
+    """The form of an answer of one token, with its most likely alternatives."""
+    return {"max_tokens": 1, "logprobs": True, "top_logprobs": TOP}
+
+
+def json_object(name: str, field: str, schema: Mapping[str, Any]) -> dict[str, Any]:
+    """The form of an answer that is a JSON object with one ``field``."""
+    whole = {
+        "type": "object",
+        "properties": {field: dict(schema)},
+        "required": [field],
+        "additionalProperties": False,
+    }
+    named = {"name": name, "schema": whole, "strict": True}
+    return {"response_format": {"type": "json_schema", "json_schema": named}}
+
+
+def written(choice: Any, field: str) -> Any:
+    """A ``field`` of the JSON object that was written. Raises NoVerdict for prose."""
+    try:
+        return json.loads(choice["message"]["content"])[field]
+    except (ValueError, KeyError, TypeError):
+        raise NoVerdict(f"the judge answers prose: {_short(choice)!r}") from None
+
+
+def likely_tokens(choice: Any) -> list[tuple[str, float]]:
+    """The likeliest first tokens, without spaces, with their probabilities. Raises NoVerdict."""
+    try:
+        tokens = choice["logprobs"]["content"][0]["top_logprobs"]
+        return [(str(one["token"]).strip(), math.exp(one["logprob"])) for one in tokens]
+    except (KeyError, IndexError, TypeError, OverflowError):
+        raise NoVerdict(
+            "the answer has no log-probabilities: use read = 'json' with this endpoint"
+        ) from None
+
+
+def outcome(ask: Callable[[], T]) -> T | NoVerdict:
+    """What came of a question. No answer is no verdict either: others' need not be lost."""
+    try:
+        return ask()
+    except NoVerdict as error:
+        return error
+    except ScorerError as error:
+        return NoVerdict(str(error))
+
+
+def _short(choice: Any) -> str:
+    message = choice.get("message") if isinstance(choice, dict) else None
+    text = message.get("content") if isinstance(message, dict) else choice
+    return " ".join(str(text).split())[:60]

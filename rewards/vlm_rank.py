@@ -1,0 +1,231 @@
+"""A vision-language model that compares a prompt's images, two or several at a time.
+
+A judge that gives most images the same rating still tells which of two is better. One call shows it
+``size`` images of a prompt; many calls on lists that are drawn anew become one score per image by
+the model of Bradley and Terry.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, ClassVar
+
+import numpy as np
+import xxhash
+
+from rewards.base import (
+    BuiltIn,
+    Metadata,
+    ScorerError,
+    ScorerSetupError,
+    Settings,
+    require_count,
+    require_images,
+    require_one_of,
+    source_of,
+)
+from rewards.cache import content_key
+from rewards.endpoint import (
+    Endpoint,
+    NoVerdict,
+    Remembered,
+    image_part,
+    json_object,
+    likely_tokens,
+    one_token,
+    outcome,
+    source_parts,
+    text_part,
+    written,
+)
+from rewards.preference import chances, consistency, drawn_lists, wins_of
+
+READ = ("json", "logprobs")
+LEAST_MASS = 0.5
+"""Less probability than this on the two numbers is an answer in words."""
+RUBRIC = (
+    "You compare images that were made from one prompt. Look at what the prompt asks for: objects,"
+    " their number, colours, places and style; then at how well each image is made.\n\n"
+    "Prompt: {prompt}"
+)
+ASKED = {
+    "logprobs": "\n\nWhich image is better, 1 or 2? Answer with the number alone.",
+    "json": '\n\nAnswer with a JSON object: {"ranking": the numbers of all images, best first}.',
+}
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """float64 [k, k]: how surely the image at i of a list is better than that at j; its cost."""
+
+    wins: np.ndarray
+    tokens_in: int
+    tokens_out: int
+
+
+class VlmRankScorer(BuiltIn):
+    """For each image of a prompt the chance to win against an average one of them, in (0, 1).
+
+    Every image is in ``rounds`` lists of ``size`` images, beside others each time. ``read``:
+    ``json`` asks for the ranking of a list; ``logprobs``, of two images only, takes the
+    probabilities of "1" and "2" as a draw of that proportion. Lists and the order in them are
+    drawn from the images' content, so neither the order in which they come nor a retry changes
+    them. A list without a verdict counts for nothing; an image that is in no other has no score.
+
+    Scores compare images of one prompt and no others: the mean over a prompt's images is near one
+    half, however good they are. The rest is as in ``VlmScorer``.
+    """
+
+    compares: ClassVar[bool | None] = True
+
+    def __init__(
+        self,
+        url: str,
+        model: str,
+        rubric: str = RUBRIC,
+        read: str = "json",
+        size: int = 4,
+        rounds: int = 3,
+        temperature: float = 0.0,
+        in_flight: int = 8,
+        timeout_s: float = 120.0,
+        retries: int = 4,
+        cache: int = 10_000,
+        key_env: str | None = None,
+        price_in: float = 0.0,
+        price_out: float = 0.0,
+        plain_http: bool = False,
+    ) -> None:
+        self.check(locals())
+        self.rubric, self.read, self.size, self.rounds = rubric, read, size, rounds
+        self.in_flight, self.price_in, self.price_out = in_flight, price_in, price_out
+        self._endpoint = Endpoint(url, model, temperature, timeout_s, retries, key_env)
+        self._endpoint.require_key()
+        self._known = Remembered[Verdict](cache)
+        self.parts: dict[str, np.ndarray] = {}
+
+    @staticmethod
+    def check(settings: Settings) -> None:
+        """Raises ScorerSetupError for settings with which no judge can be asked."""
+        Endpoint.check(settings)
+        require_one_of("read", settings["read"], READ)
+        require_count("size", settings["size"], 2)
+        require_count("rounds", settings["rounds"], 1)
+        if settings["read"] == "logprobs" and settings["size"] != 2:
+            raise ScorerSetupError(
+                f"size is {settings['size']}: log-probabilities are read of one token, which can"
+                " name the better of two: use size = 2, or read = 'json'"
+            )
+        if "{prompt}" not in settings["rubric"]:
+            raise ScorerSetupError(
+                "rubric has no {prompt}: the judge would not know what was asked"
+            )
+
+    def __call__(
+        self, images: np.ndarray, prompts: Sequence[str], metadata: Sequence[Metadata]
+    ) -> np.ndarray:
+        """uint8 [N, 3, H, W], all of one prompt -> float32 [N]; NaN where no list had a verdict.
+
+        Raises ScorerError where the judge gave none at all, or does not answer.
+        """
+        require_images(images, prompts, metadata)
+        if len(set(prompts)) > 1 or len(images) < 2:
+            raise ScorerError(
+                f"{len(images)} images of {len(set(prompts))} prompts: images of one prompt are"
+                " compared, two of them at least"
+            )
+        keys = [content_key(*row) for row in zip(images, prompts, metadata, strict=True)]
+        by_content = np.array(sorted(range(len(keys)), key=lambda row: keys[row]))
+        seed = xxhash.xxh3_64_intdigest(b"".join(sorted(keys)))
+        lists = [by_content[rows] for rows in drawn_lists(len(keys), self.size, self.rounds, seed)]
+        wins = np.zeros((len(images), len(images)))
+        source = source_of(metadata[0])
+        for rows, verdict in self._verdicts(images, source, prompts[0], keys, lists):
+            wins[np.ix_(rows, rows)] += verdict.wins
+        scores = chances(wins)
+        self.parts["consistency"] = consistency(wins, scores)
+        return scores
+
+    def _verdicts(
+        self,
+        images: np.ndarray,
+        source: np.ndarray | None,
+        prompt: str,
+        keys: Sequence[bytes],
+        lists: Sequence[np.ndarray],
+    ) -> list[tuple[np.ndarray, Verdict]]:
+        """Lists with their verdicts, without those that have none. Raises ScorerError where none
+        has one.
+        """
+        by_name = {b"".join(keys[row] for row in rows): rows for rows in lists}
+        known = {name: found for name in by_name if (found := self._known.get(name)) is not None}
+        with ThreadPoolExecutor(self.in_flight) as pool:
+            asked = {
+                name: pool.submit(outcome, partial(self._ask, images[rows], source, prompt))
+                for name, rows in by_name.items()
+                if name not in known
+            }
+        answers = {name: answer.result() for name, answer in asked.items()}
+        fresh = {name: found for name, found in answers.items() if isinstance(found, Verdict)}
+        if not (known or fresh):
+            problem = next(iter(answers.values()))
+            raise ScorerError(f"{self._endpoint.url} {self._endpoint.model}: {problem}")
+        self._known.keep(fresh)
+        self._count_cost(list(fresh.values()), len(images))
+        verdicts = known | fresh
+        return [(by_name[name], verdict) for name, verdict in verdicts.items()]
+
+    def _ask(self, images: np.ndarray, source: np.ndarray | None, prompt: str) -> Verdict:
+        """The verdict on a list of images uint8 [k, 3, H, W]. Raises NoVerdict, ScorerError."""
+        content = source_parts(source)
+        for number, image in enumerate(images, 1):
+            content += [text_part(f"Image {number}:"), image_part(image)]
+        # the prompt last: what is in braces there stays as it is
+        content.append(text_part(self.rubric.replace("{prompt}", prompt) + ASKED[self.read]))
+        if self.read == "logprobs":
+            answer = self._endpoint.ask(content, 0, one_token())
+            wins = _better_of_two(answer.choice)
+        else:
+            answer = self._endpoint.ask(content, 0, _ranking_form(len(images)))
+            wins = wins_of(_ranking(answer.choice, len(images)), len(images))
+        return Verdict(wins, answer.tokens_in, answer.tokens_out)
+
+    def _count_cost(self, verdicts: Sequence[Verdict], images: int) -> None:
+        """What was paid for now, shared among the images."""
+        paid = [sum(v.tokens_in for v in verdicts), sum(v.tokens_out for v in verdicts)]
+        cost = (paid[0] * self.price_in + paid[1] * self.price_out) / 1e6
+        self.parts = {
+            "tokens": np.full(images, sum(paid) / images, np.float32),
+            "cost": np.full(images, cost / images, np.float32),
+        }
+
+
+def _ranking_form(count: int) -> dict[str, Any]:
+    numbers = {"type": "array", "items": {"type": "integer", "minimum": 1, "maximum": count}}
+    return json_object("ranking", "ranking", {**numbers, "minItems": count, "maxItems": count})
+
+
+def _ranking(choice: Any, count: int) -> np.ndarray:
+    """int [count], best first, of what was written. Raises NoVerdict."""
+    ranking = written(choice, "ranking")
+    whole = isinstance(ranking, list) and all(type(number) is int for number in ranking)
+    if not whole or sorted(ranking) != list(range(1, count + 1)):
+        raise NoVerdict(f"the judge's ranking of {count} images is {str(ranking)[:60]}")
+    return np.array(ranking) - 1
+
+
+def _better_of_two(choice: Any) -> np.ndarray:
+    """float64 [2, 2] from the probabilities of "1" and "2". Raises NoVerdict."""
+    pairs = likely_tokens(choice)
+    first, second = (math.fsum(mass for token, mass in pairs if token == name) for name in "12")
+    if not first + second >= LEAST_MASS:
+        likely = max(pairs, key=lambda pair: pair[1])[0] if pairs else ""
+        raise NoVerdict(
+            f"the judge answers {likely!r} rather than a number: {first + second:.0%} on 1 and 2"
+        )
+    share = first / (first + second)
+    return np.array([[0.0, share], [1.0 - share, 0.0]])
