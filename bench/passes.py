@@ -17,7 +17,6 @@ from types import MethodType
 from typing import Any
 
 import torch
-from peft.tuners.lora import Conv2d, Linear
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
@@ -109,6 +108,8 @@ def counted(do: Callable[[], object]) -> list[Kernel]:
 @contextmanager
 def in_float32(transformer: nn.Module) -> Iterator[None]:
     """Within the context adapters compute in float32, as peft's own layers do."""
+    from peft.tuners.lora import Conv2d, Linear
+
     layers = [layer for _, layer in adapted_modules(transformer)]
     for layer in layers:
         own = Conv2d if isinstance(layer, Conv2d) else Linear

@@ -31,6 +31,9 @@ def declare(sub: argparse.ArgumentParser) -> None:
     sub.add_argument("--steps", type=int, nargs="+", default=[2, 4, 6, 8], help=text)
     text = "precisions of the proxies"
     sub.add_argument("--backends", nargs="+", default=["emulated_nvfp4", "fp32"], help=text)
+    text = "what proxies are given: the policy, its adapter beside packed base weights, these alone"
+    forms = ("merged", "beside", "base")
+    sub.add_argument("--weights", nargs="+", choices=forms, default=["merged"], help=text)
     text = "CPU threads; as the configuration's rollout actors unless given"
     sub.add_argument("--threads", type=int, help=text)
     text = "directory to write; beside the run directories unless given"
@@ -69,6 +72,7 @@ def run(options: argparse.Namespace) -> int:
         backends=tuple(options.backends),
         threads=options.threads,
         checkpoint=checkpoint_of(rundir, options.checkpoint) if rundir else None,
+        weights=tuple(dict.fromkeys(options.weights)),
     )
     for line in run(config, wanted, out, say):
         print(line)

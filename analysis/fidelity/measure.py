@@ -11,12 +11,15 @@ import contextlib
 import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
+from torch import Tensor, nn
 
-from analysis.fidelity.results import Measurement, Rewards, summarise, tables, write
+from analysis.fidelity.results import Measurement, Rewards, Weights, summarise, tables, write
 from configs.load import ConfigError
 from configs.prompts import Prompt, prompts_of_iteration, read_prompts
 from configs.schema import RunConfig
@@ -29,6 +32,7 @@ from policy.decoders import load_decoder
 from policy.device import threads
 from policy.explorer import Explorer
 from policy.families import family_for
+from policy.lora import adapted_modules
 from policy.precision.backends import Backend, resolve_backend
 from policy.precision.compiling import CompileFailed, compiler_missing
 from policy.sampling.guidance import Guided
@@ -39,7 +43,11 @@ from records.rundir import RunDirectory, versions
 from rewards.base import ScorerError, ScorerSetupError
 from rewards.combine import WeightedScorer
 
+if TYPE_CHECKING:
+    from peft.tuners.lora import LoraLayer
+
 Say = Callable[[str], None]
+SAID = {"beside": "adapter beside", "base": "base weights"}
 
 
 def run(config: RunConfig, wanted: Measurement, out: Path, say: Say) -> list[str]:
@@ -173,13 +181,17 @@ def measure(config: RunConfig, wanted: Measurement, prompts: list[Prompt], say: 
     with setup():
         trainer = trainer_of(config, wanted.checkpoint)
     fill("truth", result.truth, lambda cond, part: trainer.regenerate(cond, part)[1])
-    for name, backend in backends(wanted.backends, say).items():
+    found = backends(wanted.backends, say)
+    for name, backend, weights in (
+        (name, backend, weights) for name, backend in found.items() for weights in wanted.weights
+    ):
         with setup():
-            explorer = explorer_of(config, trainer, backend)
+            explorer = published(config, trainer, backend, weights)
+        label = name if weights == "merged" else f"{name}, {SAID[weights]}"
         for steps in dict.fromkeys(wanted.steps):
-            rewards = result.proxies[name, steps] = np.empty_like(result.truth)
+            rewards = result.proxies[label, steps] = np.empty_like(result.truth)
             fill(
-                f"{name}, {steps} steps",
+                f"{label}, {steps} steps",
                 rewards,
                 lambda cond, part, explorer=explorer, steps=steps: explored(
                     explorer, config, cond, part, steps
@@ -237,6 +249,32 @@ def trainer_of(config: RunConfig, checkpoint: Path | None = None) -> Trainer:
     if checkpoint is not None:
         trainer.load(checkpoint)
     return trainer
+
+
+def published(config: RunConfig, trainer: Trainer, backend: Backend, weights: Weights) -> Explorer:
+    """An explorer that was given the learner's policy in one of the ways that could be published.
+
+    ``merged``: as a run does it. ``base``: the base model alone, as if nothing were published.
+    ``beside``: that, with the adapter in full precision beside its packed layers, as if the adapter
+    alone were published.
+    """
+    if weights == "merged":
+        return explorer_of(config, trainer, backend)
+    explorer = explorer_of(config, trainer_of(config), backend)
+    if weights == "beside":
+        adapter = trainer.objective.sampling_adapter
+        for name, layer in adapted_modules(trainer.transformer):
+            module = explorer.transformer.get_submodule(name)
+            module.register_forward_hook(partial(_add_adapter, layer, adapter))
+    return explorer
+
+
+def _add_adapter(
+    layer: LoraLayer, adapter: str, _: nn.Module, given: tuple[Tensor, ...], answer: Tensor
+) -> Tensor:
+    """A packed layer's answer plus (alpha / rank) B A x."""
+    down, up = layer.lora_A[adapter], layer.lora_B[adapter]
+    return answer + layer.scaling[adapter] * up(down(given[0].float())).to(answer.dtype)
 
 
 def explorer_of(config: RunConfig, trainer: Trainer, backend: Backend) -> Explorer:

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -34,6 +34,8 @@ EXPLORING = (
 )
 """Fields of ``[explore]`` that a proxy depends on beside its steps and its backend."""
 
+Weights = Literal["merged", "beside", "base"]
+
 
 @dataclass(frozen=True)
 class Measurement:
@@ -45,6 +47,7 @@ class Measurement:
     backends: tuple[str, ...] = ("emulated_nvfp4", "fp32")
     threads: int | None = None  # None: as the configuration's rollout actors
     checkpoint: Path | None = None  # a checkpoint directory; None: the base model
+    weights: tuple[Weights, ...] = ("merged",)  # in what form they are published
 
 
 @dataclass

@@ -1,12 +1,16 @@
 """Packing choices of the configuration reach the proxies that `sol-rl fidelity` measures."""
 
+import itertools
+
 import pytest
 import torch
 
 from analysis.fidelity import measure
-from analysis.fidelity.results import Measurement
+from analysis.fidelity.results import Measurement, Weights
 from configs.load import ConfigError
+from configs.prompts import Prompt
 from learner.trainer import Trainer
+from policy.lora import adapted_modules, matrices
 from policy.precision.backends import BACKENDS
 from policy.precision.nvfp4 import quantise
 from tests.cluster.runs import tiny_config
@@ -37,3 +41,26 @@ def test_without_a_compiler_it_does_not_begin(tiny_sd3_dir, tmp_path, monkeypatc
     with pytest.raises(ConfigError, match="no 'no-such-compiler'"):
         measure.run(config, Measurement(2, 24, (2,), ("fp32",)), tmp_path / "out", print)
     assert not (tmp_path / "out").exists()
+
+
+def test_what_proxies_are_given(tiny_sd3_dir, tmp_path):
+    """Beside an unquantized base an adapter gives what merged weights give, up to rounding; the
+    base alone gives what an untrained policy gives; packed weights tell the three apart.
+    """
+    config = tiny_config(tiny_sd3_dir, tmp_path, "forms")
+    trainer, untrained = Trainer(config), Trainer(config)
+    for module, layer in adapted_modules(trainer.transformer):
+        _, up = matrices(layer, trainer.objective.sampling_adapter)
+        torch.nn.init.normal_(up, std=0.05, generator=torch.Generator().manual_seed(len(module)))
+    cond = measure.encoded(config, [Prompt("red circle")])[0]
+
+    def drawn(backend: str, weights: Weights, policy: Trainer = trainer) -> torch.Tensor:
+        explorer = measure.published(config, policy, BACKENDS[backend], weights)
+        return explorer.latents(cond, range(4), 2, config.explore.solver)
+
+    merged, beside, base = (drawn("fp32", form) for form in ("merged", "beside", "base"))
+    assert torch.equal(base, drawn("fp32", "merged", untrained))
+    moved = (merged - base).abs().max()
+    assert moved > 0.01 and (merged - beside).abs().max() < 1e-3 * moved
+    packed = [drawn("emulated_nvfp4", form) for form in ("merged", "beside", "base")]
+    assert all(not torch.equal(a, b) for a, b in itertools.combinations(packed, 2))
