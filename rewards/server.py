@@ -13,7 +13,7 @@ import urllib.error
 import urllib.parse
 import urllib.request
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import numpy as np
 from PIL import Image
@@ -234,8 +234,10 @@ def encode(
         return json.dumps(told | in_text).encode()
     buffer = io.BytesIO()
     text = np.frombuffer(json.dumps(told).encode(), np.uint8)
-    arrays: dict[str, Any] = {"images": images, "request": text}
-    np.savez(buffer, **arrays, **({"sources": np.stack(pixels)} if pixels else {}))
+    if pixels:
+        np.savez(buffer, images=images, request=text, sources=np.stack(pixels))
+    else:
+        np.savez(buffer, images=images, request=text)
     return buffer.getvalue()
 
 
