@@ -9,7 +9,16 @@ from policy.sampling.guidance import Guided, velocity
 from policy.sampling.noise import noise_for
 from policy.sampling.sample import sample
 from policy.types import Conditioning
-from tests.tiny_families import PROMPTS, SEEDS, SOLVER, Tiny, encode, stock_call, tiny_model
+from tests.tiny_families import (
+    PROMPTS,
+    SEEDS,
+    SOLVER,
+    Tiny,
+    encode,
+    source_for,
+    stock_call,
+    tiny_model,
+)
 from tests.tiny_flux2 import make_tiny_flux2
 
 NEGATIVE = "a blue cross"
@@ -87,6 +96,16 @@ def test_rows_keep_their_negative_prompt(tiny_sd3_dir):
         assert torch.equal(against.tensors[name], negative.tensors[name])
     with pytest.raises(ValueError, match="without a negative prompt"):
         wanted.parted()
+
+
+def test_a_negative_prompt_is_read_with_the_image_of_its_row(tiny_qwen_image_edit_dir):
+    family = family_for(tiny_model("qwen_image_edit", tiny_qwen_image_edit_dir))
+    images = [source_for(prompt, 32, 32) for prompt in PROMPTS]
+    _, against = encode(family, PROMPTS, NEGATIVE).parted()
+    plain = family.load_text("cpu", torch.float32).encode([NEGATIVE] * 2, images)
+    assert all(torch.equal(against.tensors[name], plain.tensors[name]) for name in plain.tensors)
+    first, second = plain.tensors["prompt_embeds"]
+    assert (first - second).abs().max() > 1e-3
 
 
 def test_gradients_go_through_both_velocities(tiny_sd3_dir):
