@@ -39,6 +39,7 @@ from actors.selector import SelectorActor
 from actors.sharing import share
 from configs.prompts import Prompt
 from configs.sections import Model
+from configs.services import Shard as Sharding
 from configs.services import Share
 from policy.types import Conditioning
 
@@ -162,13 +163,14 @@ class LearnerClient:
     """The one service with a state, of one replica or several that are equal between two calls.
 
     So ``any_replica`` generates, an update or a checkpoint goes to ``every_replica``, and the rest
-    is asked of the ``first``.
+    is asked of the ``first``, but for an export where no replica has whole weights.
     """
 
     any_replica: Caller
     first: Caller
     every_replica: Caller
     by: Share = "prompts"
+    sharding: Sharding = "none"
 
     async def generate(
         self,
@@ -197,7 +199,8 @@ class LearnerClient:
     ) -> Exported:
         """Pack the policy as ``version`` for explorers that run ``backend``."""
         task = Task[Exported](("export", version))
-        return await self.first.call(task, LearnerActor.export, version, backend, weights)
+        asked = self.first if self.sharding == "none" else self.every_replica
+        return await asked.call(task, LearnerActor.export, version, backend, weights)
 
     async def shard(self, version: int, index: int) -> ObjectRef[Shard]:
         """One shard of the last export. It is ours: a learner that dies takes none along."""

@@ -60,7 +60,8 @@ class LearnerActor:
         # with it come peft and diffusers: seconds, which the driver need not spend
         from learner.trainer import Trainer
 
-        self._trainer = Trainer(run, device=device, failure_dir=failure_dir)
+        shard = run.services.learner.shard == "base"
+        self._trainer = Trainer(run, device=device, failure_dir=failure_dir, shard=shard)
         self._fetch = fetch
         self._shards: list[Shard] = []
         self._store: TCPStore | None = None
@@ -101,6 +102,12 @@ class LearnerActor:
         samples, images = self._trainer.regenerate(rows, **asdict(request))
         return time.perf_counter() - start, images, samples
 
+    def stand_by(self, request: GenerateRequest) -> None:
+        """Go along while other replicas ``generate`` what is like ``request``: where the base is
+        sharded, none can without the others.
+        """
+        self._trainer.stand_by(request.weights, request.solver)
+
     def update(self, request: UpdateRequest) -> dict[str, float]:
         """One training iteration, on this replica's part of it; returns its metrics.
 
@@ -135,9 +142,11 @@ class LearnerActor:
         """Pack the policy that is sampled; its shards are then fetched one by one.
 
         ``backend`` is the precision that explorers run; None: what the configuration says.
-        ``weights``: another adapter.
+        ``weights``: another adapter. Where the base is sharded every replica is asked, as each has
+        rows of every weight; what is packed is kept by the first.
         """
-        manifest, self._shards, statistics = self._trainer.export(version, backend, weights)
+        manifest, shards, statistics = self._trainer.export(version, backend, weights)
+        self._shards = shards if self._trainer.replicas.rank == 0 else []
         return Exported(manifest, statistics)
 
     def shard(self, index: int) -> tuple[int, Shard]:

@@ -43,6 +43,7 @@ SMALL: dict[str, dict[str, Any]] = {
         "joint_attention_dim": WIDTH,
         "pooled_projection_dim": WIDTH,
         "dual_attention_layers": [],
+        "pos_embed_max_size": 64,  # enough for 1024 pixels; its table is made with every model
     },
     "flux": {
         "num_layers": 1,

@@ -162,12 +162,14 @@ def passes_of(config: RunConfig, family: Family) -> dict[str, dict[str, Pass]]:
                 transformer.zero_grad(set_to_none=True)
                 found[name][form] = Pass(counted(run), tf32=form != "float32")
 
-    def regenerated() -> None:
+    def first() -> None:
         with merged(transformer, "current"):
-            for _ in range(config.regenerate.steps):
-                forward()
+            forward()
 
-    calls = counted(regenerated)
+    calls = counted(first)
+    with merged(transformer, "current"):
+        step = counted(forward)
+    calls += step * (config.regenerate.steps - 1)
     found["regenerating"] = {
         "bare": Pass([*found["forward"]["bare"].kernels] * config.regenerate.steps),
         "merged": Pass(calls),

@@ -16,6 +16,7 @@ OPERATIONAL = (
     "layout",
     *(f"services.*.{name}" for name in PER_SERVICE),
     "services.learner.silence_s",
+    "services.learner.shard",
     *(f"services.scorers.*.{name}" for name in PER_SERVICE),
     "services.autoscale",
     "services.start_deadline_s",

@@ -145,6 +145,7 @@ class RunConfig(Section):
                 " that those of random seeds have no place among the selected ones: use 0"
             )
         self._possible_share()
+        self._possible_shards()
         plan, selects, steps = self.plan, self.plan.explore is not None, self.regenerate.steps
         if why := incompatibility(
             self.objective, self.arm, selects, plan.regenerate, plan.solver, steps
@@ -179,6 +180,28 @@ class RunConfig(Section):
             raise ValueError(
                 f"services.learner.replicas: {learner.replicas} cannot share {samples} samples"
                 " (prompts.per_iteration x selection.keep): each trains on one at least"
+            )
+
+    def _possible_shards(self) -> None:
+        """Raises ValueError for what cannot go with frozen weights in shards."""
+        learner = self.services.learner
+        if learner.shard == "none":
+            return
+        key = "services.learner.shard: 'base'"
+        chosen = self.layout is not None and "replicas" not in learner.model_fields_set
+        if learner.replicas == 1 and not chosen:
+            raise ValueError(
+                f"{key} with one replica, which holds all of it: set services.learner.replicas"
+            )
+        if self.lora.base != "full":
+            raise ValueError(
+                f"{key} with lora.base = {self.lora.base!r}: packed weights are not sharded: use"
+                " 'full', or shard = 'none'"
+            )
+        if self.regenerate.compile:
+            raise ValueError(
+                f"{key} with regenerate.compile: blocks that gather their weights are not"
+                " compiled: use false, or shard = 'none'"
             )
 
     def _possible_base(self) -> None:

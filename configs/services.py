@@ -10,6 +10,8 @@ from configs.section import Section, Tree
 
 Share = Literal["prompts", "samples"]
 """What the learner's replicas share of an iteration."""
+Shard = Literal["none", "base"]
+"""What of the model each of the learner's replicas holds only a part of."""
 
 
 class Service(Section):
@@ -115,6 +117,11 @@ class LearnerService(Service):
         default="prompts",
         description="replicas: whole prompts for each, or as many samples for each as for the"
         " others, also parts of prompts; part of the results, as it fixes batches and sums",
+    )
+    shard: Shard = Field(
+        default="none",
+        description="replicas: 'base' leaves each its part of the frozen weights (FSDP2), which"
+        " they gather block by block in every pass; for models that do not fit on one GPU",
     )
     silence_s: float = Field(
         default=600.0,

@@ -26,6 +26,7 @@ from policy.precision.backends import BACKENDS, Backend
 from policy.precision.compiling import computing
 from policy.precision.wire import Manifest
 from policy.sampling.guidance import Guided
+from policy.sharding import sharded
 from policy.types import DTYPES, Conditioning
 
 SAFETY = 8.0
@@ -64,7 +65,11 @@ def recomputed(
     runs = backend if backend.unavailable(device) is None else _emulation(backend, device)
     loaded = DTYPES[config.regenerate.precision]
     width = runs.dtype or loaded
-    own = bare_copy(transformer, loaded, width)
+    own = (
+        family.load_transformer("cpu", width)  # of which the learner has a share only
+        if any(sharded(parameter) is not None for parameter in transformer.parameters())
+        else bare_copy(transformer, loaded, width)
+    )
     unpacked = {entry.name.removesuffix(".weight") for entry in manifest.entries}
     _own_weights(own, unpacked)
     service = config.services.rollout

@@ -6,7 +6,8 @@ training loop.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from learner.advantages import advantages
 from learner.averages import PREVIOUS, Averages, adapters_of
 from learner.batch import Group, check_groups, joined, keep_evidence
 from learner.export import Exported, PolicyExporter
+from learner.lockstep import LockstepUpdater, Passes, collective
 from learner.nonfinite import NonFiniteTraining
 from learner.objectives import Record, build_objective
 from learner.publish import NonFiniteWeights
@@ -39,6 +41,7 @@ from policy.sampling.guidance import Guided
 from policy.sampling.noise import stream_seed
 from policy.sampling.sample import sample
 from policy.sampling.sde import PathSolver, sample_paths
+from policy.sharding import shard_base
 from policy.types import DTYPES, Conditioning
 
 
@@ -60,12 +63,16 @@ class Trainer:
         vae: nn.Module | None = None,
         device: torch.device | str = "cpu",
         failure_dir: str | Path | None = None,
+        shard: bool = False,
     ) -> None:
-        """Loads what is not given. ``failure_dir`` takes the data of an iteration that fails."""
+        """Loads what is not given. ``failure_dir`` takes the data of an iteration that fails.
+        ``shard``: ``join`` shards the base over the replicas; until then it lies on the host.
+        """
         self.config, self.device = config, torch.device(device)
         self.family = family or family_for(config.model)
         self.failure_dir = Path(failure_dir) if failure_dir is not None else None
         self.objective = build_objective(config.objective, config.stop.max_kl is not None)
+        self.sharded = shard
         dtype = DTYPES[config.regenerate.precision]
         self.transformer = transformer if transformer is not None else self._load(dtype)
         self.vae = vae if vae is not None else self.family.load_vae(self.device, torch.float32)
@@ -86,7 +93,7 @@ class Trainer:
             else self.transformer
         )
         self.sigmas = self.family.sigmas(config.regenerate.steps)
-        self.updater = Updater(
+        self.updater = (LockstepUpdater if shard else Updater)(
             self.family,
             self.transformer,
             self.objective,
@@ -96,6 +103,7 @@ class Trainer:
         )
         self._averages = Averages(config, self.objective, self.transformer)
         self.replicas = Replicas()
+        self._passes = Passes(self.family, self.transformer, self.device)
         self._exporter = PolicyExporter(config, self.family, self.transformer, self.device)
         self.done = 0
         self.last_iteration: int | None = None
@@ -130,28 +138,46 @@ class Trainer:
         packs the weights.
         """
         settings = self.config.regenerate
+        size, scales = batch_size or settings.batch_size, self.config.guidance
+        guided = Guided.at(scales, scales.regenerate if guidance is None else guidance)
+        rows = cond.repeat(len(seeds)) if len(cond) == 1 else cond
+        steps, (name, how) = steps or settings.steps, self._way(weights, solver)
+        velocities = 2 if guided is not None and not guided.one_pass else 1
+        with self._going(name, how, velocities * steps * -(-len(seeds) // size)):
+            samples = self._sample(rows, list(seeds), steps, how, size, guided)
+        with torch.no_grad():  # once the merged weights are gone: both take memory
+            images = self.family.decode(self.vae, samples["latents"], batch_size=size)
+        return {key: tensor.numpy() for key, tensor in samples.items()}, images.numpy()
+
+    def stand_by(self, weights: str | None = None, solver: str | None = None) -> None:
+        """Go along while other replicas ``regenerate`` with these: where the base is sharded, they
+        cannot without this one.
+        """
+        with self._going(*self._way(weights, solver), 0):
+            pass
+
+    def _way(self, weights: str | None, solver: str | None) -> tuple[str, PathSolver | str]:
+        """(which weights, what samples with them), by the arguments of ``regenerate``."""
         name = self.objective.sampling_adapter if weights is None else weights
         if name != "base" and name not in self.adapters:
             raise ValueError(
                 f"weights {name!r} are unknown: use one of {', '.join((*self.adapters, 'base'))}"
             )
-        size, scales = batch_size or settings.batch_size, self.config.guidance
-        guided = Guided.at(scales, scales.regenerate if guidance is None else guidance)
-        rows = cond.repeat(len(seeds)) if len(cond) == 1 else cond
-        steps, solver = steps or settings.steps, solver or self.config.plan.solver
-        paths = self.objective.path_solver
-        if paths is not None and paths.name != solver:
-            paths = None
-        weights_of = use if paths or self._packed else merged
+        solver, paths = solver or self.config.plan.solver, self.objective.path_solver
+        return name, paths if paths is not None and paths.name == solver else solver
+
+    @contextmanager
+    def _going(self, name: str, how: PathSolver | str, passes: int) -> Iterator[None]:
+        """Within the block the denoiser has these weights; ``passes`` go through it."""
+        merges = isinstance(how, str) and not self._packed
+        what = f"{name}, {'merged' if merges else 'beside'}"
         with (
             torch.no_grad(),
-            weights_of(self.transformer, None if name == "base" else name),
+            (merged if merges else use)(self.transformer, None if name == "base" else name),
             compile_failures("regenerate.compile"),
+            self._passes.together(self.replicas, what, passes) if self.sharded else nullcontext(),
         ):
-            samples = self._sample(rows, list(seeds), steps, paths or solver, size, guided)
-        with torch.no_grad():  # once the merged weights are gone: both take memory
-            images = self.family.decode(self.vae, samples["latents"], batch_size=size)
-        return {key: tensor.numpy() for key, tensor in samples.items()}, images.numpy()
+            yield
 
     @property
     def _packed(self) -> bool:
@@ -162,6 +188,8 @@ class Trainer:
         room for it as it was.
         """
         base = self.config.lora.base
+        if self.sharded:
+            return self.family.load_transformer("cpu", dtype)
         if base == "full":
             return self.family.load_transformer(self.device, dtype)
         transformer = self.family.load_transformer("cpu", dtype)
@@ -202,6 +230,9 @@ class Trainer:
         """Train with others from now on. Raises GroupBroken, ReplicasDiffer for another state."""
         self.replicas = self.updater.replicas = replicas
         replicas.require_alike(f"{self.done} updates, {self.checksum()}", "at the start")
+        if self.sharded:
+            with collective(replicas, "sharing the base"):
+                shard_base(self.transformer, self.device)
 
     def checksum(self) -> str:
         """xxh3-128 of all adapters, hex: equal checksums mean equal bits."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -168,8 +168,7 @@ class Updater:
         parts.
         """
         self.optimizer.zero_grad(set_to_none=True)
-        _, counts = self.replicas.together(lambda: self._accumulate(samples, part, sigmas, sums))
-        total = sum(int(count or 0) for count in counts)
+        total = self._gradients(samples, part, sigmas, sums)
         gradients = {name: p.grad for name, p in self.parameters.items() if p.grad is not None}
         self.replicas.add(list(gradients.values()))
         for gradient in gradients.values():
@@ -190,6 +189,13 @@ class Updater:
             raise NonFiniteTraining("a weight after the step is not finite", name)
         return total, norm.item()
 
+    def _gradients(
+        self, samples: Samples, part: np.ndarray, sigmas: Tensor, sums: dict[str, float]
+    ) -> int:
+        """Leave the gradient of this replica's part, add to ``sums``; how many points all have."""
+        _, counts = self.replicas.together(lambda: self._accumulate(samples, part, sigmas, sums))
+        return sum(int(count or 0) for count in counts)
+
     def _accumulate(
         self, samples: Samples, part: np.ndarray, sigmas: Tensor, sums: dict[str, float]
     ) -> int:
@@ -203,6 +209,11 @@ class Updater:
             total += len(points)
             for name, value in metrics.items():
                 sums[name] += value.item() * len(points)
+        self._complete(total)
+        return total
+
+    def _complete(self, total: int) -> None:
+        """Every parameter has a gradient, of ``total`` points; of none it is zero."""
         for name, parameter in self.parameters.items():
             if parameter.grad is None and total:
                 raise RuntimeError(
@@ -211,7 +222,6 @@ class Updater:
                 )
             if parameter.grad is None:  # this replica has no sample in this step
                 parameter.grad = torch.zeros_like(parameter)
-        return total
 
     def _micro_batches(
         self, samples: Samples, part: np.ndarray, sigmas: Tensor
@@ -280,12 +290,7 @@ class Updater:
 
     def _diagnose(self, samples: Samples, points: Points, what: str) -> NonFiniteTraining:
         """Run the batch again, policy by policy; names the first module that is not finite."""
-        cond = self._conditioning(samples, points)
-        for policy in self.objective.policies:
-            with torch.no_grad():
-                module = first_nonfinite_module(
-                    self.transformer, lambda policy=policy: self._velocity(points, cond, policy)
-                )
+        for policy, module in self._first_modules(samples, points):
             if module is not None:
                 return NonFiniteTraining(
                     f"{what}: not finite with the {policy!r} policy first", module
@@ -293,6 +298,18 @@ class Updater:
         return NonFiniteTraining(
             f"{what} although every velocity is finite: it overflowed in the objective"
         )
+
+    def _first_modules(self, samples: Samples, points: Points) -> Iterable[tuple[str, str | None]]:
+        """(policy, its first module that is not finite), a pass each."""
+        cond = self._conditioning(samples, points)
+        for policy in self.objective.policies:
+            with torch.no_grad():
+                yield (
+                    policy,
+                    first_nonfinite_module(
+                        self.transformer, lambda policy=policy: self._velocity(points, cond, policy)
+                    ),
+                )
 
     def state(self) -> dict[str, Tensor]:
         """On the CPU: "weight/NAME" and of the optimiser "exp_avg/", "exp_avg_sq/", "step/NAME"."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 
 from configs.rewards import Scorer
@@ -90,14 +92,19 @@ def _learner(
     base, merges = config.lora.base, config.lora.base == "full"
     saved, widest = _packed(config, family, dtype)
     what = "merged weights" if merges else "adapters"
+    denoiser, gathered, parts = _sharded(config, counts, family, dtype)
+    merged = math.ceil(counts.targets / parts)
     held: dict[str, int | None] = {
-        f"denoiser, {config.regenerate.precision if merges else base}": counts.denoiser - saved,
+        f"{denoiser}, {config.regenerate.precision if merges else base}": (
+            math.ceil((counts.denoiser - saved) / parts)
+        ),
+        **gathered,
         "autoencoder, fp32": counts.autoencoder,
         f"{len(adapters)} adapters, fp32": len(adapters) * counts.trained * 4,
         "optimiser, fp32": 2 * counts.trained * 4,
         "conditioning": prompts * per_prompt,
         f"passes, {sampled} images on {what} or {points} points": max(
-            counts.targets + counts.merged.peak if merges else counts.adapted.peak + widest,
+            merged + counts.merged.peak if merges else counts.adapted.peak + widest,
             counts.decode_again,
             counts.training.peak + widest,
             _checking(config, counts),
@@ -126,6 +133,23 @@ def _packed(config: RunConfig, family: Family, dtype: torch.dtype) -> tuple[int,
     return (0, 0) if base == "full" else memory.packed_base(family, base, patterns, dtype)
 
 
+def _sharded(
+    config: RunConfig, counts: Counts, family: Family, dtype: torch.dtype
+) -> tuple[str, dict[str, int | None], int]:
+    """(what a replica has of the denoiser, what it gathers of it, of how many parts it is one)."""
+    learner = config.services.learner
+    if learner.shard == "none" or learner.replicas == 1:
+        return "denoiser", {}, 1
+    shards = memory.shards_of(family, dtype)
+    # one that computes, the next one on its way, and each as it arrives, before it is laid out
+    gathered = shards.always + 4 * shards.largest
+    return (
+        f"1/{learner.replicas} of the denoiser",
+        {"gathered weights, two blocks twice": min(gathered, 2 * counts.denoiser)},
+        learner.replicas,
+    )
+
+
 def _checking(config: RunConfig, counts: Counts) -> int:
     """What the identity check has beside the learner's own weights: those it has published, and a
     pass of one image, or of as many as a compiled denoiser is compiled for.
@@ -133,4 +157,8 @@ def _checking(config: RunConfig, counts: Counts) -> int:
     if not config.plan.explore or not config.audit.identity_every:
         return 0
     images = batch_of(config) if config.explore.compile else 1
-    return counts.broadcast + counts.step.peak * images // batch_of(config)
+    # what is not published is the learner's own, or loaded again where that is in shards
+    again = config.services.learner.shard == "base"
+    return (counts.rollout if again else counts.broadcast) + counts.step.peak * images // batch_of(
+        config
+    )

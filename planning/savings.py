@@ -22,6 +22,7 @@ class Saving:
 
     settings: tuple[str, ...]
     costs: str
+    instead_of: str | None = None  # a setting that it does not go with
 
 
 FEW = 8  # images or points in a pass
@@ -45,6 +46,11 @@ SAVINGS = (
     Saving(("audit.identity_every=0",), "rollout actors are not compared with the learner"),
     Saving(("services.reward.gpus=0",), "images are scored on CPUs"),
     Saving(("services.encoder.gpus=0",), "prompts are encoded on CPUs"),
+    Saving(
+        ('services.learner.shard="base"',),
+        "learner replicas have a part of the frozen weights each, and gather blocks in every pass",
+        instead_of="lora.base",
+    ),
 )
 
 
@@ -60,11 +66,15 @@ def savings_lines(
         new = [one for one in saving.settings if lowers(config, one)]
         if not new:
             continue
+        if saving.instead_of:
+            settings.pop(saving.instead_of, None)
         settings |= dict(one.split("=") for one in new)
         told = " ".join(f"--set {one}" for one in new)
         try:
             choice = layout_of(changed(config, settings), given, nodes)
         except DoesNotFit as short:
+            if not short.gb:  # it is not possible on these GPUs
+                continue
             yield f"  {short.gb:6.1f} GB, {short.short:.1f} short, with {told}: {saving.costs}"
             continue
         gb = choice.best.gb if choice else 0.0
@@ -91,6 +101,11 @@ def lowers(config: RunConfig, setting: str) -> bool:
     if key == "lora.base":
         finer = {"full": ("int8", "nf4"), "int8": ("nf4",), "nf4": ()}[config.lora.base]
         return text.strip('"') in finer and config.arm != "naive_scaling"
+    if key == "services.learner.shard":
+        learner = config.services.learner
+        several = learner.replicas > 1 or "replicas" not in learner.model_fields_set
+        whole = config.lora.base == "full" and not config.regenerate.compile
+        return value == "none" and several and whole
     if key.endswith(".gpus"):
         section = getattr(config.services, key.split(".")[1])
         return "gpus" not in section.model_fields_set

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from policy.families.base import Family
 from policy.precision.backends import BACKENDS
 from policy.precision.swap import ModuleRow, quantise_plan
+from policy.sharding import whole
 
 Packing = Literal["int8", "nf4"]
 BLOCK, BLOCKS = 64, 256  # weights with a scale of their own, and scales with one
@@ -77,10 +78,10 @@ def _packed(weight: Tensor, packing: Packing) -> Tensor:
 
 
 def plain_weight(module: nn.Module) -> Tensor:
-    """The weight of a module as products see it, without gradient."""
+    """The weight of a module as products see it, without gradient; gathered where it is sharded."""
     if isinstance(module, FrozenLinear):
         return module.plain()
-    return module.get_parameter("weight").detach()
+    return whole(module.get_parameter("weight").detach())
 
 
 def frozen_rows(

@@ -35,6 +35,7 @@ from policy.precision.swap import (
     swap_linears,
     weight_modules,
 )
+from policy.sharding import blocks_of
 from policy.types import Conditioning
 
 META = torch.device("meta")
@@ -240,6 +241,25 @@ def packed_base(
     return sum(sizes) - frozen.packed_bytes(rows, packing), max(sizes, default=0)
 
 
+class Shards(NamedTuple):
+    """Bytes of a denoiser whose weights are sharded by ``policy.sharding``."""
+
+    largest: int  # of the weights that are gathered as one, the largest
+    always: int  # what no block has, which stays gathered for a whole pass
+
+
+def shards_of(family: Family, dtype: torch.dtype) -> Shards:
+    """What a pass through the sharded denoiser gathers."""
+    key = (family.model.path, dtype)
+    if key not in _shards:
+        transformer = blank(family, "transformer", dtype)
+        blocks = [held_bytes(block) for block in blocks_of(transformer)]
+        _shards[key] = Shards(max(blocks, default=0), held_bytes(transformer) - sum(blocks))
+    return _shards[key]
+
+
+_shards: dict[tuple[str, torch.dtype], Shards] = {}
+"""What ``shards_of`` found, by model and type."""
 _rows: dict[tuple[str, tuple[str, ...]], list[ModuleRow]] = {}
 """What ``packed_base`` found, by model and patterns: building a large model takes seconds."""
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
 import torch
@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from policy.frozen import FrozenLinear, plain_weight
 from policy.lora import adapted_modules, matrices, require_adapter, use
+from policy.sharding import own_rows, sharded
 
 if TYPE_CHECKING:  # as in policy.lora
     from peft.tuners.lora import LoraLayer
@@ -64,21 +65,38 @@ def merged(transformer: nn.Module, name: str | None) -> Iterator[None]:
 
     For passes without gradients. W itself is set aside, never written, so that afterwards the base
     is what it was, bit for bit; meanwhile the merged weights of adapted modules are held beside it.
-    Raises KeyError for an adapter that does not exist, ValueError for packed weights.
+    Of sharded weights each process merges its own rows, and passes then gather merged weights: all
+    processes must merge the same adapter. Raises KeyError for an adapter that does not exist,
+    ValueError for packed weights.
     """
     modules = adapted_modules(transformer)
     if name is not None:
         require_adapter(modules, name)
         if any(isinstance(_base(layer), FrozenLinear) for _, layer in modules):
             raise ValueError("adapters cannot be merged into weights that lora.base packs")
-    aside: list[tuple[nn.Parameter, Tensor]] = []
+    aside: list[Callable[[], object]] = []
     try:
         for _, layer in modules if name is not None else ():
-            weight = layer.get_base_layer().get_parameter("weight")
-            aside.append((weight, weight.data))
-            weight.data = merged_weight(layer, name).to(weight.dtype)
+            aside.append(_merge(layer, str(name)))
         with use(transformer, None):
             yield
     finally:
-        for weight, base in aside:
-            weight.data = base
+        for put_back in aside:
+            put_back()
+
+
+@torch.no_grad()
+def _merge(layer: LoraLayer, name: str) -> Callable[[], object]:
+    """Merge into one module's weight; what is returned puts W back."""
+    weight = _base(layer).get_parameter("weight")
+    shard = sharded(weight)
+    if shard is None:
+        base = weight.data
+        weight.data = merged_weight(layer, name).to(weight.dtype)
+        return lambda: setattr(weight, "data", base)
+    # into the memory that is gathered from; rows of the whole product, as a product of fewer rows
+    # may have other bits
+    here, own = shard.to_local(), own_rows(shard, delta_weight(layer, name))
+    base = here.clone()
+    here.copy_(base.float() + own.view_as(base))
+    return lambda: here.copy_(base)

@@ -171,6 +171,10 @@ class Learner(Simulated):
         seconds = self.durations.generate.at(len(request.seeds))
         return Took(seconds, (seconds, TOKEN, TOKEN))
 
+    def stand_by(self, request: GenerateRequest) -> Took:
+        """Nothing of its own: the round takes as long as those that generate."""
+        return Took(0.0, None)
+
     def update(self, request: UpdateRequest) -> Took:
         """No metrics."""
         samples = sum(len(portion.rows) for portion in request.portions)

@@ -1,5 +1,6 @@
 """Fixtures that many tests share."""
 
+import gc
 import os
 import time
 from collections.abc import Iterator
@@ -33,7 +34,7 @@ __all__ = [
 ]
 
 # the same examples every time, and no deadline: a busy machine is no failure of the code
-settings.register_profile("suite", derandomize=True, deadline=None)
+settings.register_profile("suite", derandomize=True, deadline=None, max_examples=40)
 settings.load_profile("suite")
 
 # small tensors: more threads only cost, and threads that spin while they wait take the cores of the
@@ -41,6 +42,9 @@ settings.load_profile("suite")
 # nowhere.
 os.environ["OMP_NUM_THREADS"] = "1"
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
+# what imports torch's compiler would start a pool of processes, each of which imports torch
+os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"
 
 # where there is no GPU, Triton's kernels run in its interpreter; read when triton is imported
 if not os.path.exists("/dev/nvidiactl"):
@@ -62,7 +66,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """Raises UsageError where pytest-xdist has taken no notice of the groups."""
+    """Raises UsageError where pytest-xdist has taken no notice of the groups.
+
+    What was imported stays: the garbage collector, which takes a third of a second to look through
+    all of it, need not do so again.
+    """
+    gc.collect()
+    gc.freeze()
     dealt = getattr(session.config.option, "loadgroup", False)
     if dealt and not all("@" in item.nodeid for item in session.items):
         raise pytest.UsageError("pytest-xdist deals tests out one by one: see pyproject.toml")
@@ -99,6 +109,8 @@ def ray_here(tiny_sd3_dir, tmp_path_factory) -> Iterator[None]:
             include_dashboard=False,
             log_to_driver=False,
             logging_level="ERROR",
+            # or it starts a process per CPU, that is 32, before anybody asks for one
+            _system_config={"prestart_worker_first_driver": False},
         )
     yield
     ray.shutdown()

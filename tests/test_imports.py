@@ -2,12 +2,24 @@
 half a dozen processes.
 """
 
+import json
 import subprocess
 import sys
 
-import pytest
-
 HEAVY = "torch._dynamo", "diffusers", "transformers", "torchvision", "peft", "scipy.stats", "triton"
+BY_RULE = """load(
+    "quickstart", ["rewards.scorers=[{name = 'jpeg_compressibility'}]"]
+).model_dump(mode="json")"""
+RULES = """
+import numpy as np
+from learner.audit import agreement
+from learner.fidelity import per_prompt
+from learner.selection import select
+rewards = np.arange(8.0)
+assert select(rewards, 4).indices == (0, 1, 6, 7)
+assert agreement(rewards, rewards)["kendall_tau"] > 0.999
+assert per_prompt(rewards[None], rewards[None], (2,))["top2_rank"] == 1.5
+"""
 CHECKS = """
 from cluster.driver.store import check_store, most_bytes, published_bytes
 from configs.load import load
@@ -20,36 +32,51 @@ check_store(config, [Node("a" * 32, 64.0, 0.0, {})], {"a" * 32: 2.0**31})
 """
 
 
-def imported(code: str, *packages: str) -> set[str]:
-    """Those of ``packages`` that a new process has imported after ``code``."""
-    ask = f"{code}\nimport sys; print(*({set(packages)!r} & set(sys.modules)))"
-    answer = subprocess.run([sys.executable, "-c", ask], capture_output=True, text=True)
+def imported(*steps: str) -> list[set[str]]:
+    """What is there of all packages after each of ``steps``, which one new process takes one after
+    the other: what an earlier one has imported, a later one has too.
+    """
+    ask = "import json, sys\nfound = []\n"
+    ask += "".join(f"{step}\nfound.append(sorted(sys.modules))\n" for step in steps)
+    answer = subprocess.run(
+        [sys.executable, "-c", f"{ask}print(json.dumps(found))"], capture_output=True, text=True
+    )
     assert answer.returncode == 0, answer.stderr
-    return set(answer.stdout.split())
+    return [set(names) for names in json.loads(answer.stdout)]
 
 
-@pytest.mark.parametrize("actor", ["selector", "reward"])
-def test_actors_that_go_by_rules_start_without_torch(actor):
-    assert not imported(f"import actors.{actor}", "torch", *HEAVY)
+def test_what_needs_no_torch_and_what_needs_torch_alone():
+    """Actors that go by rules start without torch, and a configuration is read without it. The
+    class of an actor with a model is imported by the driver too, which builds none; it checks a run
+    before its first actor without building its model.
+    """
+    config, selector, reward, encoder, rollout, learner, driver = imported(
+        'from configs.load import load\nload("quickstart", [])',
+        f"from actors.selector import SelectorActor\nSelectorActor({BY_RULE}).ready()",
+        f"from actors.reward import RewardActor\nRewardActor({BY_RULE}).ready()",
+        "import actors.encoder",
+        "import actors.rollout",
+        "import actors.learner",
+        f"import cluster.driver.session\n{CHECKS}",
+    )
+    for found in (config, selector, reward):
+        assert not found & {"torch", *HEAVY}
+    assert "numpy" in reward and "scipy" not in reward
+    for found in (encoder, rollout, learner, driver):
+        assert "torch" in found and not found & set(HEAVY)
+    assert "learner.publish" not in rollout
 
 
-def test_a_configuration_is_read_without_torch():
-    assert not imported('from configs.load import load\nload("quickstart", [])', "torch", *HEAVY)
-
-
-@pytest.mark.parametrize("actor", ["encoder", "rollout", "learner"])
-def test_the_module_of_an_actor_with_a_model_imports_torch_alone(actor):
-    """The class is imported by the driver too, which builds none."""
-    assert not imported(f"import actors.{actor}", *HEAVY)
-
-
-def test_an_explorer_is_made_of_no_adapters():
-    """What it imports of ours; diffusers imports peft by itself as soon as it loads a model."""
-    assert not imported("import actors.rollout, policy.explorer", "peft", "learner.publish")
-
-
-def test_the_driver_checks_a_run_before_its_first_actor_without_building_its_model():
-    assert not imported(f"import cluster.driver.session\n{CHECKS}", *HEAVY)
+def test_an_explorer_is_made_of_no_adapters_and_the_core_knows_no_ray():
+    """What they import of ours; diffusers imports peft by itself as soon as it loads a model. To
+    sort 96 numbers two seconds of importing torch would be too many.
+    """
+    rules, explorer, core = imported(
+        RULES, "import policy.explorer", "import learner.trainer, rewards"
+    )
+    assert "torch" not in rules
+    assert "policy.explorer" in explorer and not explorer & {"peft", "learner.publish"}
+    assert "learner.publish" in core and "ray" not in core
 
 
 def test_the_quick_bound_on_what_is_published_is_one(tiny_sd3_dir, tmp_path):

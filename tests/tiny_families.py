@@ -18,7 +18,7 @@ from PIL import Image
 from configs.sections import Guidance, Model
 
 if TYPE_CHECKING:
-    from policy.families import Family
+    from policy.families import Family, TextEncoder
     from policy.types import Conditioning
 
 VIDEO = ("wan", "sana_video")
@@ -96,13 +96,18 @@ def source_for(prompt: str, height: int, width: int) -> np.ndarray:
     return np.uint8(np.stack(waves) * 100 + 128)
 
 
-def encode(family: Family, prompts: list[str], negative: str | None = None) -> Conditioning:
-    """A row for each prompt, of a family that edits with a source image of its own."""
+def encode(
+    family: Family, prompts: list[str], negative: str | None = None, text: TextEncoder | None = None
+) -> Conditioning:
+    """A row for each prompt, of a family that edits with a source image of its own; by ``text``
+    where that is loaded already.
+    """
     import torch
 
     size = family.model.height, family.model.width
     images = [source_for(prompt, *size) for prompt in prompts] if family.edits else None
-    return family.load_text("cpu", torch.float32, negative).encode(prompts, images)
+    text = text or family.load_text("cpu", torch.float32, negative)
+    return text.encode(prompts, images)
 
 
 @contextmanager

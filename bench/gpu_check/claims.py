@@ -241,6 +241,11 @@ CLAIMS = (
     Claim("speed of learned scorers", needs("the scorers' released files")),
     Claim("pool size and faults do not change a bit of the trained weights", needs(RUN)),
     Claim("several learners take the steps of one, with NCCL", needs("two GPUs")),
+    Claim(
+        "a base in shards over learners changes no bit with NCCL, and its memory is what the plan"
+        " says",
+        needs("two GPUs"),
+    ),
     Claim("4-bit proxy images rank the seeds of a large model well enough", needs(PUBLISHED)),
     Claim("the published weights of SD3.5, FLUX.1 and SANA load and train", needs(PUBLISHED)),
     Claim("SANA's released checkpoint with linear feed-forwards loads", needs("this file")),

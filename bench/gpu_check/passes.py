@@ -54,7 +54,7 @@ def _decoding(case: Case, name: str, setting: Setting) -> Iterator[Finding]:
         form: lambda vae=vae: case.family.decode(vae, latents, batch_size=1)
         for form, vae in decoders.items()
     }
-    times = interleave(runs, REPEATS if setting.gpu else CPU_REPEATS, warm_up=1)
+    times = interleave(runs, REPEATS if setting.gpu else CPU_REPEATS, warm_up=setting.warm_up)
     for form in list(runs)[1:]:
         ratio = Ratio.of(times, "fp32", form)
         yield Finding(
@@ -111,7 +111,7 @@ def _passes(case: Case, setting: Setting) -> Iterator[Finding]:
         "bare, to train": _training(case, bare, inputs),
         "training": _adapted(adapted, _training(case, adapted, inputs)),
     }
-    times = interleave(runs, REPEATS if setting.gpu else CPU_REPEATS, warm_up=1)
+    times = interleave(runs, REPEATS if setting.gpu else CPU_REPEATS, warm_up=setting.warm_up)
     for form in ("regenerating", "regenerating paths", "training"):
         base = "bare, to train" if form == "training" else "bare, to sample"
         ratio = Ratio.of(times, form, base)

@@ -40,15 +40,23 @@ SMALL_DECODERS: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True)
 class Setting:
-    """``until``: monotonic seconds by which the section should have ended."""
+    """``until``: monotonic seconds by which the section should have ended. ``once``: what is timed
+    runs once, so that its seconds tell nothing but that it runs.
+    """
 
     gpu: bool
     until: float
+    once: bool = False
 
     @property
     def device(self) -> torch.device:
         """Of everything that is measured."""
         return torch.device("cuda" if self.gpu else "cpu")
+
+    @property
+    def warm_up(self) -> int:
+        """Rounds that are thrown away."""
+        return 0 if self.once else 1
 
     @property
     def dtype(self) -> torch.dtype:

@@ -24,7 +24,7 @@ from policy.precision.swap import quantise_plan, weight_modules
 
 FEW: dict[str, dict[str, Any]] = {
     "flux": {"num_layers": 1, "num_single_layers": 1},
-    "sd3": {"num_layers": 2, "dual_attention_layers": [0]},
+    "sd3": {"num_layers": 2, "dual_attention_layers": [0], "pos_embed_max_size": 64},
     "sana": {"num_layers": 1},
     "qwen_image": {"num_layers": 1},
     "z_image": {"n_layers": 1, "n_refiner_layers": 1},

@@ -75,7 +75,8 @@ def _architecture(case: Case, setting: Setting, seconds: float) -> Iterator[Item
             runs["packed by torch"] = _by_torch(step)
             runs["by kernels"] = step
         seconds = (setting.left - until) / len(quick) if setting.gpu else 0.0
-        times = interleave(runs, _repeats(runs, seconds), warm_up=1)
+        repeats = 1 if setting.once else _repeats(runs, seconds)
+        times = interleave(runs, repeats, warm_up=setting.warm_up)
         beside = _beside(case, backend, batch, held_bytes(mine) / memory)
         for form in list(runs)[1:]:
             found = _finding(case, backend, form, times, "bf16", beside)

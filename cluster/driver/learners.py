@@ -19,6 +19,7 @@ from ray.exceptions import RayError
 from actors.calls import Answer, AnyTask, Call, Caller, Method, Task
 from actors.clients import LearnerClient
 from actors.learner import LearnerActor
+from cluster.driver.rounds import InTurn, Rounds, Turns
 from cluster.runtime.member import ActorLost, Member
 from cluster.runtime.pool import ActorPool
 from cluster.runtime.starting import cause
@@ -35,6 +36,10 @@ HINDSIGHT_S = 5.0
 """How long a replica that lost the others waits for Ray to say which of them died. It notices at
 once, Ray within two seconds, and the first loss that is told names the cause.
 """
+PATIENCE_S = 30.0
+"""How long a replica's failure waits for the others where the base is sharded. All hear of what
+goes wrong between passes, and write it down; within a pass they would wait for it in vain.
+"""
 
 
 class LearnerGroup:
@@ -44,8 +49,15 @@ class LearnerGroup:
         self.pool = pool
         pool.lost_by = self._lost_by
         assert isinstance(pool.service, LearnerService)
-        by = pool.service.share
-        self.client = LearnerClient(pool, FirstReplica(pool), EveryReplica(pool), by)
+        by, sharding = pool.service.share, pool.service.shard
+        self._turns = Turns()
+        first = FirstReplica(pool)
+        if sharding == "none":
+            self.client = LearnerClient(pool, first, EveryReplica(pool), by)
+        else:
+            rounds = Rounds(pool, self._turns)
+            every = InTurn(EveryReplica(pool, PATIENCE_S), self._turns)
+            self.client = LearnerClient(rounds, first, every, by, sharding)
 
     async def start(self) -> None:
         """Create every replica, and make them one group."""
@@ -54,6 +66,7 @@ class LearnerGroup:
 
     async def stop(self) -> None:
         """Kill every replica."""
+        await self._turns.end()
         await self.pool.stop()
 
     async def renew(self, why: str) -> None:
@@ -125,9 +138,13 @@ class FirstReplica(Caller):
 
 @dataclass(frozen=True)
 class EveryReplica(Caller):
-    """Calls that change the state: every replica gets one, the first one's answer counts."""
+    """Calls that change the state: every replica gets one, the first one's answer counts.
+
+    ``patience_s``: how long a failure waits for those that have not ended; None: until they have.
+    """
 
     pool: ActorPool
+    patience_s: float | None = None
 
     async def perform(self, task: AnyTask, call: Call) -> Answer:
         return await self._all(task, lambda rank: call)
@@ -146,19 +163,39 @@ class EveryReplica(Caller):
             return await self.pool.perform(task, call(0))
         # a loss is raised at once; a failure, which all of them hear of, when all have ended: they
         # write down what failed
+        ended, failures = asyncio.Barrier(len(members)), dict[int, RunFailed]()
         found = await run_together(
-            *(self._one(rank, member, task, call(rank)) for rank, member in enumerate(members))
+            *(
+                self._one(rank, member, task, call(rank), ended, failures)
+                for rank, member in enumerate(members)
+            )
         )
-        for outcome in found:
-            if isinstance(outcome, RunFailed):
-                raise outcome
+        if failures:
+            raise failures[min(failures)]
         return found[0]
 
-    async def _one(self, rank: int, member: Member, task: AnyTask, call: Call) -> Answer:
+    async def _one(
+        self,
+        rank: int,
+        member: Member,
+        task: AnyTask,
+        call: Call,
+        ended: asyncio.Barrier,
+        failures: dict[int, RunFailed],
+    ) -> Answer:
         key = cast(tuple[object, ...], task.key)  # as ``LearnerClient`` names its tasks
         own = replace(task, key=(*key, f"replica {rank}"))
+        answer: Answer = None
+        patience_s = None
         try:
             # past the queue, which would give all of them to whichever replica is free
-            return await self.pool.perform_on(member, own, call)
+            answer = await self.pool.perform_on(member, own, call)
         except RunFailed as failure:
-            return failure
+            failures[rank] = failure
+            patience_s = self.patience_s
+        try:
+            async with asyncio.timeout(patience_s):
+                await ended.wait()
+        except TimeoutError:
+            raise failures[min(failures)] from None
+        return answer

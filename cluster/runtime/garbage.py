@@ -17,11 +17,13 @@ THRESHOLDS = (50_000, 20, 100)
 @contextmanager
 def collected_rarely() -> Iterator[None]:
     """What is there already, such as modules, is not looked at; what comes is, every so often."""
-    before = gc.get_threshold()
-    gc.freeze()
+    before, frozen = gc.get_threshold(), gc.get_freeze_count()
+    if not frozen:  # else that is somebody else's, who wants it to stay so
+        gc.freeze()
     gc.set_threshold(*THRESHOLDS)
     try:
         yield
     finally:
         gc.set_threshold(*before)
-        gc.unfreeze()
+        if not frozen:
+            gc.unfreeze()

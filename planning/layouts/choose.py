@@ -209,15 +209,17 @@ def _replicas(config: RunConfig, gpus: int) -> list[Replicas]:
     """
     prompts, learner = config.prompts.per_iteration, config.services.learner
     samples = prompts * config.selection.keep
-    most = min(gpus, prompts)
+    most, least = min(gpus, prompts), 2 if learner.shard == "base" else 1
     if "replicas" in learner.model_fields_set:
         given = learner.replicas
         counts: list[int] = [given] if given <= most else []
         parts = [given] if given <= min(gpus, samples) else []
     else:
         fewest = {-(-prompts // count): count for count in range(most, 0, -1)}
-        counts = sorted({*fewest.values(), most} - {0})
-        parts = [count for count in {gpus // 2, gpus} if 0 < count <= samples and prompts % count]
+        counts = [count for count in sorted({*fewest.values(), most}) if count >= least]
+        parts = [
+            count for count in {gpus // 2, gpus} if least <= count <= samples and prompts % count
+        ]
     if "share" in learner.model_fields_set:
         by_hand = counts if learner.share == "prompts" else sorted({*counts, *parts})
         return [(count, learner.share) for count in by_hand]
@@ -305,6 +307,8 @@ def _nothing_fits(
     why = (
         closest.why_not if closest else "it needs rollout actors and learners on GPUs of their own"
     )
+    if not closest and config.services.learner.shard == "base":
+        why = "replicas that share the base (services.learner.shard) need a GPU each, two at least"
     line = (
         f"layout.mode = {mode!r}: {config.model.path} does not fit on {there}: {why}; nearest that"
         f" fits: {_nearest(config, gpus, costs) or 'none: fewer images in a pass need less memory'}"

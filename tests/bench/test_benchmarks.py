@@ -75,7 +75,9 @@ def options(tiny_sd3_dir, tmp_path, monkeypatch) -> Options:
         if name not in QUARTERS
     ],
 )
-def test_a_benchmark_gives_its_ratios(ray_here, options, name):
+def test_a_benchmark_gives_its_ratios(request, options, name):
+    if name in LONG:
+        request.getfixturevalue("ray_here")
     if name == "publish":
         options = replace(
             options,

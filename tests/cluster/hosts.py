@@ -12,7 +12,7 @@ import gc
 import itertools
 import sys
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 from unittest import mock
@@ -62,6 +62,54 @@ def host_of(actor: type) -> type:
     return Host
 
 
+async def stop_and_keep(
+    pools: Sequence[ActorPool],
+    stop: Callable[[], Awaitable[None]],
+    idle: Callable[[ActorPool], list[Any]],
+) -> None:
+    """``stop`` pools without the end of their processes, which are then ``idle``."""
+    with mock.patch.object(ray, "kill"):
+        kept = [
+            (idle(pool), member.handle, member.info.node)
+            for pool in pools
+            for member in pool.members
+            if member.handle is not None and member.info is not None
+        ]
+        await stop()
+
+    async def keep(idle: list[Any], handle: Any, node: str) -> None:
+        try:
+            await asyncio.wait_for(handle.leave.remote(), LEAVE_S)
+        except (RayError, TimeoutError):
+            ray.kill(handle)
+        else:
+            idle.append((handle, node))
+
+    await asyncio.gather(*(keep(*each) for each in kept))
+
+
+class Kept:
+    """Processes for actors of one class, for one pool after the other."""
+
+    def __init__(self, actor: type, **options: Any):
+        self.remote = ray.remote(host_of(actor)).options(**options)
+        self.idle = IDLE[actor, *sorted(options.items())]
+
+    def spawn(self, *arguments: Any) -> Any:
+        """An actor in a process that is idle, or in a new one."""
+        handle = self.idle.pop()[0] if self.idle else self.remote.remote()
+        handle.take.remote(*arguments)
+        return handle
+
+    async def stop(self, *pools: ActorPool) -> None:
+        """Close the pools' slots, and let the processes be."""
+
+        async def stop() -> None:
+            await asyncio.gather(*(pool.stop() for pool in pools))
+
+        await stop_and_keep(pools, stop, lambda pool: self.idle)
+
+
 class HostedServices(ActorServices):
     """The services of a run in processes that may have served another run before, and stay for the
     next.
@@ -87,23 +135,7 @@ class HostedServices(ActorServices):
 
     async def stop(self) -> None:
         """Close the slots as ever, but let the processes be."""
-        with mock.patch.object(ray, "kill"):
-            kept = [
-                (pool, member.handle, member.info.node)
-                for pool in self.pools
-                for member in pool.members
-                if member.handle is not None and member.info is not None
-            ]
-            await super().stop()
-        await asyncio.gather(*(self._keep(*each) for each in kept))
-
-    async def _keep(self, pool: ActorPool, handle: Any, node: str) -> None:
-        try:
-            await asyncio.wait_for(handle.leave.remote(), LEAVE_S)
-        except (RayError, TimeoutError):
-            ray.kill(handle)
-        else:
-            self._idle(pool.kind).append((handle, node))
+        await stop_and_keep(self.pools, super().stop, lambda pool: self._idle(pool.kind))
 
     def _idle(self, kind: str) -> list[Any]:
         service = self.config.services.of(kind)

@@ -7,6 +7,7 @@ processes.
 """
 
 import asyncio
+import json
 import random
 from pathlib import Path
 from types import SimpleNamespace
@@ -63,6 +64,17 @@ class LocalPool(Caller):
         return getattr(member.handle, method.__name__)(*args)
 
 
+ENCODERS: dict[str, EncoderActor] = {}
+
+
+def encoder_of(plain: dict[str, Any]) -> EncoderActor:
+    """One for all runs of a model: it has no state, and takes the longest to load."""
+    parts = [plain["model"], plain["guidance"], plain["regenerate"], plain["services"]["encoder"]]
+    if (key := json.dumps(parts)) not in ENCODERS:
+        ENCODERS[key] = EncoderActor(plain)
+    return ENCODERS[key]
+
+
 class LocalServices:
     """As much of ``cluster.driver.services.ActorServices`` as the loop uses."""
 
@@ -76,7 +88,7 @@ class LocalServices:
         def pool(*actors: Any, waits: int = 4) -> Any:
             return LocalPool(list(actors), chance, self.log, waits)
 
-        self.encoder = EncoderClient(pool(EncoderActor(plain)), config.model)
+        self.encoder = EncoderClient(pool(encoder_of(plain)), config.model)
         self.selector = SelectorClient(pool(SelectorActor(plain)))
         self.rollout_pool = pool(*(RolloutActor(plain) for _ in range(explorers)), waits=24)
         self.rollout = RolloutClient(self.rollout_pool)

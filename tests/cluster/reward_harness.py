@@ -16,6 +16,7 @@ from configs.load import parse
 from configs.prompts import Prompt
 from configs.rewards import Rewards
 from configs.schema import RunConfig
+from tests.cluster.hosts import Kept
 
 IMAGES = (
     np.arange(4, dtype=np.uint8)[:, None, None, None].repeat(3, 1).repeat(8, 2).repeat(8, 3)
@@ -61,11 +62,11 @@ class Harness:
     def __init__(self, run: RunConfig):
         self.run, self.events, self.loop = run, [], asyncio.new_event_loop()
         plain = run.model_dump(mode="json")
-        remote = ray.remote(RewardActor).options(num_cpus=0.1)
+        self.kept = Kept(RewardActor, num_cpus=0.1)
         groups = {}
         for kind in ("reward", *(f"scorers.{label}" for label in run.services.scorers)):
             event = lambda name, **facts: self.events.append(f"{name} {facts}")  # noqa: E731
-            spawn = lambda name, kind=kind: remote.remote(plain, kind)  # noqa: E731
+            spawn = lambda name, kind=kind: self.kept.spawn(plain, kind)  # noqa: E731
             if labels := run.scorers_of(kind):
                 groups[kind] = (ActorPool(kind, spawn, run.services.of(kind), event), labels)
         self.service = RewardService(groups)
@@ -75,7 +76,7 @@ class Harness:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.wait(*(pool.stop() for pool in self.service.pools))
+        self.wait(self.kept.stop(*self.service.pools))
         self.loop.close()
 
     def wait(self, *work: Any) -> list[Any]:

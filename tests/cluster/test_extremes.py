@@ -109,6 +109,19 @@ def test_only_the_batches_of_the_two_images_are_fetched(tmp_path: Path):
     assert one.shown == [0] and one.events == [] and one.notes == []
 
 
+def test_of_no_prompts_nothing_is_fetched_or_kept(tmp_path: Path):
+    async def go() -> Collected:
+        it, one = iteration(0), Collected(tmp_path, image_prompts=0)
+        one.see(it, 0, "explored", (7, 8), rewards(0.4, 0.1), chunk := Fetched(batch(1, 2)))
+        one.extremes.finished(it)
+        await one.extremes.close()
+        assert chunk.asked == 0
+        return one
+
+    one = asyncio.run(go())
+    assert find_extremes(one.rundir.images) == [] and one.events == []
+
+
 def test_images_that_are_lost_are_an_event_and_a_line_and_the_next_ones_are_kept(tmp_path: Path):
     async def go() -> Collected:
         one = Collected(tmp_path)
@@ -160,5 +173,3 @@ def test_a_run_keeps_what_it_explored_and_regenerated_and_its_weights(
             assert explored["other"] is not None and regenerated["other"] is not None
         assert by_end["explored", "best"]["reward"] > by_end["explored", "worst"]["reward"]
     assert adapters(run, 3) == adapters(undisturbed, 3)
-    without = tiny_config(tiny_sd3_dir, tmp_path, "unseen", logging__image_prompts=0, iterations=1)
-    assert find_extremes(run_here(without).images) == []

@@ -69,7 +69,9 @@ def edits(root: Any, height: int, width: int, **_: Any) -> dict[str, Any]:
     return {"prompts__train": str(file), "prompts__test": str(file), "rewards__scorers": scorers}
 
 
-@pytest.mark.parametrize("name", ["flux", "flux_kontext", "sana"])
+@pytest.mark.parametrize(
+    "name", [pytest.param("flux", marks=pytest.mark.slow), "flux_kontext", "sana"]
+)
 def test_the_ring_runs_and_its_lora_draws_in_the_stock_pipeline(ray_here, request, tmp_path, name):
     directory = request.getfixturevalue(f"tiny_{name}_dir")
     run = run_of(name, directory, tmp_path)

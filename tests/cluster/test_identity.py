@@ -102,7 +102,7 @@ class NothingCopied(Faulty):
 
 
 def config_of(model: Any, root: Any, **changes: Any) -> Any:
-    every = {"audit__identity_every": 1, "lora__alpha": 64}
+    every = {"audit__identity_every": 1, "lora__alpha": 64, "explore__chunk_size": 8}
     return tiny_config(model, root, "identity", **{**every, **changes})
 
 

@@ -7,20 +7,19 @@ the checkpoint and ends with the bits of a run in which nobody died.
 import asyncio
 import os
 import signal
-import time
 from typing import Any
 
 import numpy as np
 import pytest
 import ray
 import safetensors.torch
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from actors.calls import Call, Task
 from actors.learner import gather
-from actors.messages import ActorInfo, Portion, Rendezvous, SampleRows, TrainingGroup
-from actors.runtime import identity
+from actors.messages import Portion, SampleRows, TrainingGroup
 from actors.sharing import share
 from cluster.driver.learners import LearnerGroup
 from cluster.runtime.member import Member
@@ -28,14 +27,16 @@ from cluster.runtime.pool import ActorPool
 from cluster.runtime.template import runtime_env
 from configs.load import ConfigError, load
 from configs.services import LearnerService
-from learner.replicas import GroupBroken
 from planning.lines import lines_of
 from planning.make import make_plan
 from planning.placement import Node, check_placement, needs_of
+from policy.families import family_for
+from policy.memory import shards_of
 from records.errors import RunFailed, StateLost
 from records.progress import Progress
 from records.timeline import read_spans
 from tests.cluster.runs import adapters, run_here, selections, tiny_config
+from tests.cluster.told import HERE, Told
 
 # ---- settings and placement
 
@@ -59,6 +60,18 @@ from tests.cluster.runs import adapters, run_here, selections, tiny_config
             "replicas: 9 cannot share 8 samples",
         ),
         (["services.learner.actors=2"], "services.learner.actors"),
+        (["services.learner.shard=base"], "shard: 'base' with one replica, which holds all of it"),
+        (
+            ["services.learner.shard=base", "services.learner.replicas=2", "lora.base=int8"],
+            "shard: 'base' with lora.base = 'int8': packed weights are not sharded",
+        ),
+        (
+            [
+                *("services.learner.shard=base", "services.learner.replicas=2"),
+                "regenerate.compile=true",
+            ],
+            "shard: 'base' with regenerate.compile: blocks that gather",
+        ),
     ],
 )
 def test_groups_that_cannot_be(given, said):
@@ -99,6 +112,25 @@ def test_the_plan_counts_replicas(tiny_sd3_dir, tmp_path):
         "learner-1",
     ]
     assert any(line.startswith("  learner     2 x 0.5 CPU") for line in lines_of(two))
+
+
+def test_the_plan_counts_a_base_in_shards(tiny_sd3_dir, tmp_path):
+    """Half of the weights, half of the merged ones, and four times the largest block."""
+    given = {"services__learner__replicas": 2}
+    whole, parts = (
+        make_plan(tiny_config(tiny_sd3_dir, tmp_path, "p", **given, services__learner__shard=shard))
+        for shard in ("none", "base")
+    )
+    family = family_for(whole.config.model)
+    blocks = shards_of(family, torch.float32)
+    held, found = (dict(plan.memory["learner"]) for plan in (whole, parts))
+    size = held.pop("denoiser, fp32") or 0
+    assert found.pop("1/2 of the denoiser, fp32") == -(-size // 2)
+    gathered = min(blocks.always + 4 * blocks.largest, 2 * size)
+    assert found.pop("gathered weights, two blocks twice") == gathered
+    passes = next(name for name in held if name.startswith("passes, "))
+    assert 0 < (found.pop(passes) or 0) <= (held.pop(passes) or 0)
+    assert found == held
 
 
 # ---- what each is sent
@@ -198,44 +230,7 @@ def test_samples_of_several_chunks_are_gathered_in_order():
 # ---- the group, with actors that only tell what they were asked
 
 
-class Told:
-    """Stands for the learner actor."""
-
-    def __init__(self) -> None:
-        self.told: list[Any] = []
-
-    def ready(self) -> ActorInfo:
-        return identity()
-
-    def rendezvous(self, timeout_s: float) -> Rendezvous:
-        return Rendezvous("127.0.0.1", 4711, timeout_s)
-
-    def join(self, rank: int, size: int, at: Rendezvous) -> None:
-        self.place = rank, size, at
-
-    def generate(self, n: int) -> int:
-        time.sleep(0.2)
-        return os.getpid()
-
-    def load(self, path: str) -> Any:
-        self.told.append(path)
-        if path == "broken":
-            if self.place[0] == 1:
-                os._exit(1)
-            raise GroupBroken("replica 0 of 2 lost the others while waiting")
-        if path == "bad":
-            raise ArithmeticError(f"on {self.place[0]}")
-        return self.place, self.told
-
-    def save(self, path: str) -> Any:
-        return self.place, self.told
-
-
-HERE = Rendezvous("127.0.0.1", 4711, 120.0)
-
-
 def group_of(replicas: int, events: list[dict[str, Any]]) -> LearnerGroup:
-    # this file imports torch, which forks have
     as_fork = runtime_env(load("quickstart"), "learner")
     remote = ray.remote(Told).options(num_cpus=0, runtime_env=as_fork)
     pool = ActorPool(
@@ -388,3 +383,23 @@ def test_a_killed_replica_starts_the_group_anew_and_nothing_is_lost(pair, tiny_s
     (restored,) = [event for event in events if event["event"] == "learner_restored"]
     assert (restored["iteration"], restored["during"]) == (1, 1)
     assert len([event for event in events if event["event"] == "replicas_met"]) == 2
+
+
+SHARDS: dict[str, Any] = {**TWO, "services__learner__shard": "base"}
+
+
+@pytest.mark.slow
+def test_a_base_in_shards_changes_no_bit_of_a_run(pair, tiny_sd3_dir, tmp_path):
+    """Nor when a replica is killed: the group starts anew, in shards again, from the checkpoint.
+    Evaluations go in rounds too, and rollout actors compute what the learner does.
+    """
+    killer = Killer()
+    killed = run_here(tiny_config(tiny_sd3_dir, tmp_path, "shards", **SHARDS), progress=killer)
+    assert killer.killed
+    assert selections(killed) == selections(pair) and adapters(killed, 3) == adapters(pair, 3)
+    events = killed.events()
+    assert len([event for event in events if event["event"] == "replicas_met"]) == 2
+    checked = [event for event in events if event["event"] == "identity_checked"]
+    assert checked and all(event["error"] == 0 for event in checked)
+    spans = [span for span in read_spans(killed.timeline_file) if span.service == "learner"]
+    assert {"regenerate", "update", "export"} <= {span.work for span in spans}

@@ -8,7 +8,7 @@ from tests.cluster.local import play
 from tests.cluster.runs import tiny_config
 
 
-def test_every_noise_is_as_likely_to_be_audited(ray_here, tiny_sd3_dir, tmp_path):
+def test_every_noise_is_as_likely_to_be_audited(tiny_sd3_dir, tmp_path):
     """Selected or not. 3 of 8 in 2,000 draws: 750 times each, with a standard deviation of
     sqrt(2000 * 3/8 * 5/8) = 22, of which 5.
     """

@@ -16,6 +16,7 @@ from safetensors.torch import load_file
 from configs.schema import RunConfig
 from records.errors import RunFailed
 from records.rundir import RunDirectory
+from tests.cluster.local import play
 from tests.cluster.processes import meanwhile
 from tests.cluster.runs import adapters, main_here, run_here, selections, tiny_config, write_toml
 
@@ -102,7 +103,9 @@ def text_of(path: Path) -> str:
     return path.read_text() if path.exists() else ""
 
 
-@pytest.mark.parametrize("arm", ["diffusionnft", "naive_scaling", "naive_quant"])
+@pytest.mark.parametrize(
+    "arm", ["diffusionnft", pytest.param("naive_scaling", marks=pytest.mark.slow), "naive_quant"]
+)
 def test_every_arm_runs(ray_here, tiny_sd3_dir, tmp_path, arm):
     run = run_here(tiny_config(tiny_sd3_dir, tmp_path, arm, arm=arm, iterations=1))
     (row,) = [row for row in run.metrics() if row["kind"] == "iteration"]
@@ -148,6 +151,6 @@ def test_a_sample_that_cannot_be_scored_is_dropped_and_counted(ray_here, tiny_sd
     assert row["rewards/failed"] == 2 * 4 + 2 * 1
 
 
-def test_a_prompt_left_with_too_few_images_stops_the_run(ray_here, tiny_sd3_dir, tmp_path):
+def test_a_prompt_left_with_too_few_images_stops_the_run(tiny_sd3_dir, tmp_path):
     with pytest.raises(RunFailed, match="left with 4 scored images of 8, selection.keep = 6"):
-        run_here(dropping(tiny_sd3_dir, tmp_path, 6))
+        play(dropping(tiny_sd3_dir, tmp_path, 6), tmp_path)

@@ -7,7 +7,6 @@ import itertools
 from typing import Any
 
 import pytest
-import ray
 
 from actors.calls import Task
 from cluster.driver.autoscale import Autoscaler, Load, size_for, verdict
@@ -16,39 +15,12 @@ from cluster.runtime.pool import ActorPool
 from configs.services import Autoscale, Service
 from records.errors import RunFailed
 from records.progress import Progress
-from tests.cluster.counting import Counter
+from tests.cluster.echo import Echo, Pool
 from tests.cluster.runs import adapters, run_here, selections, tiny_config
 
 
-class Harness:
-    """A pool of counters."""
-
-    def __init__(self, path: str, actors: int):
-        self.events: list[tuple[str, dict[str, Any]]] = []
-        self.released: list[str] = []
-        self.broken = False
-        remote = ray.remote(Counter)
-        self.pool = ActorPool(
-            "counter",
-            lambda name: remote.options(num_cpus=0).remote(path, self.broken),
-            Service(actors=actors, in_flight=2),
-            lambda name, **fields: self.events.append((name, fields)),
-            released=self.released.append,
-        )
-
-    def run(self, work) -> Any:
-        async def all_of_it() -> Any:
-            await self.pool.start()
-            try:
-                return await asyncio.wait_for(work(self.pool), 250)
-            finally:
-                await self.pool.stop()
-
-        return asyncio.run(all_of_it())
-
-
 def test_a_pool_grows_and_shrinks_under_load_and_every_unit_counts_once(ray_here, tmp_path):
-    harness, path = Harness(str(tmp_path / "units"), 1), tmp_path / "units"
+    harness, path = Pool(1, str(tmp_path / "units"), in_flight=2), tmp_path / "units"
     sizes = []
 
     async def work(pool: ActorPool) -> list[Any]:
@@ -58,7 +30,7 @@ def test_a_pool_grows_and_shrinks_under_load_and_every_unit_counts_once(ray_here
         async def keep_one_in_flight() -> None:
             while going:
                 number = next(numbers)
-                answers.append(await pool.call(Task(number), Counter.work, number))
+                answers.append(await pool.call(Task(number), Echo.work, number))
 
         hands = [asyncio.create_task(keep_one_in_flight()) for _ in range(9)]
         for size in (3, 1, 2):
@@ -88,24 +60,20 @@ def test_a_pool_grows_and_shrinks_under_load_and_every_unit_counts_once(ray_here
         and sorted(named["actor_added"][:2]) == [1, 2]
         and named["actor_added"][2] == 3
     )
-    assert sorted(harness.released) == ["counter-1", "counter-2"]
+    assert sorted(harness.released) == ["echo-1", "echo-2"]
 
 
 def test_a_new_actor_that_does_not_start_is_said_and_the_pool_stays(ray_here, tmp_path):
-    harness = Harness(str(tmp_path / "units"), 1)
+    harness = Pool(1, str(tmp_path / "units"), in_flight=2)
 
     async def work(pool: ActorPool) -> Any:
         harness.broken = True
-        with pytest.raises(RunFailed, match="counter actor 1 did not start: .*no such weights"):
+        with pytest.raises(RunFailed, match="echo actor 1 did not start: .*no such weights"):
             await pool.supervisor.resize(2)
-        return (
-            pool.alive,
-            pool.supervisor.starting,
-            (await pool.call(Task("u"), Counter.work, 7))[0],
-        )
+        return (pool.alive, pool.supervisor.starting, (await pool.call(Task("u"), Echo.work, 7))[0])
 
     assert harness.run(work) == (1, 0, 7)
-    assert harness.released == ["counter-1"]
+    assert harness.released == ["echo-1"]
 
 
 class Boss(Progress):
@@ -224,29 +192,22 @@ def test_a_run_that_sizes_itself_trains_the_same_bits(
     )
 
 
-@pytest.mark.parametrize(
-    ("size", "most", "words"),
-    [
-        (9, 3, "rollout: 9 actors: services.rollout.min_actors = 1, max_actors = 3"),
-        (99, None, "of 98 actors have no place: each needs 0.5 CPU"),
-    ],
-)
-def test_a_size_that_is_not_allowed_or_has_no_room_is_refused_and_the_run_goes_on(
-    ray_here, tiny_sd3_dir, tmp_path, size, most, words
+def test_sizes_that_are_not_allowed_or_have_no_room_are_refused_and_the_run_goes_on(
+    ray_here, tiny_sd3_dir, tmp_path
 ):
-    boss = Boss({0: size})
-    config = tiny_config(
-        tiny_sd3_dir,
-        tmp_path,
-        "refused",
-        iterations=1,
-        services__rollout={"actors": 1, "max_actors": most},
+    boss = Boss({0: 300, 1: 99})
+    rollout = {"actors": 1, "max_actors": 200}
+    run = run_here(
+        tiny_config(tiny_sd3_dir, tmp_path, "no", iterations=2, services__rollout=rollout),
+        progress=boss,
     )
-    run = run_here(config, progress=boss)
-    ((done, said),) = boss.answers
-    assert not done and words in said
+    (allowed, limit), (placed, room) = boss.answers
+    assert not allowed and not placed
+    assert "rollout: 300 actors: services.rollout.min_actors = 1, max_actors = 200" in limit
+    assert "of 98 actors have no place: each needs 0.5 CPU" in room
     names = [event["event"] for event in run.events()]
-    assert "scaling_refused" in names and "actor_added" not in names and names[-1] == "run_finished"
+    assert names.count("scaling_refused") == 2 and names[-1] == "run_finished"
+    assert "actor_added" not in names
 
 
 RULE = Autoscale(enabled=True, grow_above=0.5, shrink_below=0.25, patience=2, step=0.25)

@@ -34,7 +34,7 @@ def test_three_scorers_train_the_shapes_model_end_to_end(ray_here, tmp_path, cap
     overrides = {
         "name": "mix",
         "run_root": tmp_path,
-        "iterations": 2,
+        "iterations": 1,
         "rewards.scorers": MIX,
         "rewards.normalise": "zscore",
         "prompts.per_iteration": 2,
@@ -66,7 +66,7 @@ def test_three_scorers_train_the_shapes_model_end_to_end(ray_here, tmp_path, cap
     for row in evaluations:  # not normalised: the weighted sum of the raw scores
         raw = [row[f"reward/eval/{label}"] for label in labels]
         assert row["reward/eval_mean"] == pytest.approx(raw[0] + raw[1] + 0.5 * raw[2], rel=1e-5)
-    kept = json.loads((run.path / "evaluations" / "step_000002.json").read_text())["scores"]
+    kept = json.loads((run.path / "evaluations" / "step_000001.json").read_text())["scores"]
     assert set(kept) == set(labels) and all(
         len(grid) == 4 and len(grid[0]) == 2 for grid in kept.values()
     )
@@ -77,6 +77,7 @@ def test_three_scorers_train_the_shapes_model_end_to_end(ray_here, tmp_path, cap
     )
 
 
+@pytest.mark.slow
 @needs_clip
 def test_geneval_prompts_train_by_a_detector_end_to_end(ray_here, tmp_path, capsys):
     """Prompts with the benchmark's metadata, a random Mask2Former that finds what it finds."""
@@ -129,6 +130,7 @@ def troubled(model: Any, root: Any, kind: str, **more: Any) -> Any:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(
     ("kind", "why"), [("once dies", "died"), ("once hangs", "no answer for 10 s")]

@@ -171,7 +171,7 @@ def test_a_run_is_found_and_asked_by_name(ray_here):
     )
     assert with_runs(
         {"a#1": ("a", never)},
-        lambda: said(RunFailed, lambda: scale("a", {"rollout": 2}, timeout_s=2)),
+        lambda: said(RunFailed, lambda: scale("a", {"rollout": 2}, timeout_s=0.5)),
     ).startswith("not done")
     assert "no run on this cluster" in said(ConfigError, lambda: states(None))  # they left
 

@@ -14,10 +14,12 @@ from unittest import mock
 
 import numpy as np
 import pytest
+import ray
 
 from cluster.driver import stopping
 from cluster.driver.learners import LearnerGroup
 from cluster.driver.stopping import Stopping, unless_stopped
+from configs.schema import RunConfig
 from records.errors import StateLost, Stopped
 from records.rundir import RunDirectory
 from tests.cluster import hosts
@@ -197,11 +199,36 @@ def text_of(path: Path) -> str:
     return path.read_text() if path.exists() else ""
 
 
-@pytest.mark.parametrize("name", ["SIGTERM", pytest.param("SIGINT", marks=pytest.mark.slow)])
-def test_a_run_whose_actors_still_start_stops_at_once(tiny_sd3_dir, tmp_path, name):
-    config = tiny_config(
-        tiny_sd3_dir, tmp_path, "starting", rewards__scorers=[{"name": f"{__name__}:NeverLoaded"}]
-    )
+def never_loaded(model: Path, root: Path) -> RunConfig:
+    scorers = [{"name": f"{__name__}:NeverLoaded"}]
+    return tiny_config(model, root, "starting", rewards__scorers=scorers)
+
+
+def assert_stopped_at_once(run: RunDirectory, seconds: float) -> None:
+    assert seconds < 60  # a scorer is loaded for 600
+    assert run.events()[-1]["event"] == "run_stopped" and list(run.checkpoints.iterdir()) == []
+
+
+def test_a_run_whose_actors_still_start_stops_at_once(ray_here, tiny_sd3_dir, tmp_path, capsys):
+    config, signals = never_loaded(tiny_sd3_dir, tmp_path), list[float]()
+    run = RunDirectory.of(config)
+
+    def signal_once() -> None:
+        signalled("SIGTERM")
+        signals.append(time.monotonic())
+
+    with meanwhile((lambda: '"run_started"' in text_of(run.events_file), signal_once)):
+        code = main_here("train", write_toml(config, tmp_path))
+    said = "stopped by SIGTERM before iteration 0; continue with --resume\n"
+    assert (code, capsys.readouterr().err) == (130, said)
+    assert_stopped_at_once(run, time.monotonic() - signals[0])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGINT"])
+def test_a_command_whose_actors_still_start_stops_at_once(tiny_sd3_dir, tmp_path, name):
+    """The same in a process of its own, with a Ray of its own."""
+    config = never_loaded(tiny_sd3_dir, tmp_path)
     run = RunDirectory.of(config)
     process = start("train", str(write_toml(config, tmp_path)), stdout=DEVNULL, stderr=PIPE)
     try:
@@ -211,26 +238,24 @@ def test_a_run_whose_actors_still_start_stops_at_once(tiny_sd3_dir, tmp_path, na
         code, _, errors = finish(process, 90)
     finally:
         kill_tree(process)
-    assert (code, errors) == (
-        130,
-        f"stopped by {name} before iteration 0; continue with --resume\n",
-    )
-    assert time.monotonic() - began < 60  # a scorer is loaded for 600
-    assert run.events()[-1]["event"] == "run_stopped" and list(run.checkpoints.iterdir()) == []
+    said = f"stopped by {name} before iteration 0; continue with --resume\n"
+    assert (code, errors) == (130, said)
+    assert_stopped_at_once(run, time.monotonic() - began)
 
 
-def test_a_run_that_waits_for_nodes_stops_at_once(tiny_sd3_dir, tmp_path):
+def test_a_run_that_waits_for_nodes_stops_at_once(ray_here, tiny_sd3_dir, tmp_path, capsys):
     changes = {"services__wait_for_nodes_s": 600, "services__rollout__labels": {"pool": "nowhere"}}
-    config, log = tiny_config(tiny_sd3_dir, tmp_path, "waiting", **changes), tmp_path / "log"
-    with log.open("w") as out:
-        process = start("train", str(write_toml(config, tmp_path)), stdout=out, stderr=PIPE)
-        try:
-            wait_until(lambda: "waiting up to 600 s" in log.read_text(), process)
-            process.send_signal(signal.SIGTERM)
-            code, _, errors = finish(process, 60)
-        finally:
-            kill_tree(process)
-    assert (code, errors) == (130, "stopped by SIGTERM before anything was started\n")
+    config = tiny_config(tiny_sd3_dir, tmp_path, "waiting", **changes)
+
+    def waits() -> bool:
+        groups = ray.util.placement_group_table().values()
+        return any(group["state"] == "PENDING" for group in groups)
+
+    with meanwhile((waits, lambda: signalled("SIGTERM"))):
+        code = main_here("train", write_toml(config, tmp_path))
+    said = capsys.readouterr()
+    assert (code, said.err) == (130, "stopped by SIGTERM before anything was started\n")
+    assert "waiting up to 600 s" in said.out
     assert not RunDirectory.of(config).path.exists()
 
 

@@ -8,13 +8,13 @@ import time
 from pathlib import Path
 
 import psutil
-import pytest
 import ray
 
 from actors.rollout import RolloutActor
 from cluster.runtime import template
 from cluster.runtime.template import FORKED, SOCKET, Template
 from configs.load import load
+from tests.cluster import bare_template
 from tests.cluster.runs import tiny_config
 
 WORKER = """
@@ -49,14 +49,9 @@ def launch(folder: Path, path: str, niceness: int = 0) -> tuple[dict[str, object
         return json.loads(told), (folder / "err").read_text()
 
 
-@pytest.fixture(scope="module")
-def made(tiny_sd3_dir, tmp_path_factory):
-    folder = tmp_path_factory.mktemp("template")
-    return Template(tiny_config(tiny_sd3_dir, folder, "template"))
-
-
-def test_a_fork_is_the_process_that_was_asked_for(made, tmp_path):
+def test_a_fork_is_the_process_that_was_asked_for(ray_here, tmp_path):
     """Ray kills a worker with its process group, and lowers its priority before it starts."""
+    (made,) = template._running
     before = os.getpriority(os.PRIO_PROCESS, 0)
     told, errors = launch(tmp_path, made.path, niceness=3)
     assert told == {
@@ -79,9 +74,12 @@ def test_without_a_template_it_is_an_ordinary_process_and_says_so(tmp_path):
     assert errors.startswith(f"no fork from {tmp_path}/nobody: ") and errors.count("\n") == 1
 
 
-def test_it_ends_with_its_driver_and_leaves_nothing(made, tmp_path):
-    """A driver that is killed closes its end of the pipe, too."""
-    launch(tmp_path, made.path)
+def test_it_ends_with_its_driver_and_leaves_nothing(tiny_sd3_dir, tmp_path, monkeypatch):
+    """A driver that is killed closes its end of the pipe, too. This one imports nothing first."""
+    monkeypatch.setattr(template, "__name__", bare_template.__name__)
+    made = Template(tiny_config(tiny_sd3_dir, tmp_path, "template"))
+    told, errors = launch(tmp_path, made.path)
+    assert (told["parent"], told["imported"], errors) == (made.process.pid, [], "")
     assert made.process.stdin is not None
     made.process.stdin.close()
     assert made.process.wait(60) == 0

@@ -181,13 +181,3 @@ def test_reading_a_configuration_imports_neither_torch_nor_ray():
         ).stdout.strip()
         == "[]"
     )
-
-
-def test_the_core_imports_no_ray():
-    code = "import sys, learner.trainer, policy.explorer, rewards; print('ray' in sys.modules)"
-    assert (
-        subprocess.run(
-            [sys.executable, "-c", code], capture_output=True, text=True, check=True
-        ).stdout.strip()
-        == "False"
-    )

@@ -17,6 +17,7 @@ import torch
 from safetensors import safe_open
 
 from learner.replicas import GroupBroken, Replicas, open_store, reach_store
+from tests.cluster.processes import finish
 from tests.learner.tiny import everything, identical
 from tests.learner.together import (
     COUNTS,
@@ -42,23 +43,18 @@ def two(tiny_sd3_dir, tmp_path_factory) -> Path:
     """What two replicas left, in processes of their own that meet over TCP."""
     out = tmp_path_factory.mktemp("two")
     store, port = open_store("127.0.0.1", 240)
-    command = [sys.executable, "-m", "tests.learner.together"]
-    rest = [str(port), str(tiny_sd3_dir), str(out)]
-    replicas = [
-        subprocess.Popen(
-            [*command, str(rank), "2", *rest], cwd=ROOT, stderr=subprocess.PIPE, text=True
-        )
-        for rank in range(2)
-    ]
-    try:
-        said = [replica.communicate(timeout=900)[1][-2000:] for replica in replicas]
-    finally:
-        for replica in replicas:
-            replica.kill()
+    command = [sys.executable, "-m", "tests.learner.together", "2"]
+    replicas = subprocess.Popen(
+        [*command, str(port), str(tiny_sd3_dir), str(out)],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    code, codes, errors = finish(replicas, 900)
     del store
-    assert [replica.returncode for replica in replicas] == [0, -9], (
-        said
-    )  # the last scene kills the second
+    # the last scene kills the second
+    assert (code, codes) == (0, "0 -9\n"), errors[-4000:]
     return out
 
 
@@ -121,6 +117,50 @@ def test_replicas_that_share_samples_are_one_learner_too(two, tiny_sd3_dir):
     for one, here, there in zip(metrics, notes[0]["metrics"], notes[1]["metrics"], strict=True):
         for name in (name for name in one if not name.startswith("time/")):
             assert here[name] == there[name] == pytest.approx(one[name], rel=1e-4, abs=1e-7), name
+
+
+@pytest.mark.parametrize("objective", OBJECTIVES)
+def test_a_base_in_shards_changes_no_bit(two, objective):
+    """Metrics, images with every kind of weights, what is published and two updates: those of two
+    replicas that hold all of it, bit for bit, as what is gathered are the same bits. The replicas
+    have three images and twelve to draw, and unequal numbers of batches to train on. Each holds
+    half of the base before and after.
+    """
+    held = []
+    for rank in range(2):
+        (whole, state), (parts, same) = (
+            seen(two, scene, rank) for scene in (objective, f"{objective}_sharded")
+        )
+        assert identical(state, same)
+        for name in ("checksum", "drawn", "published", "probed"):
+            assert parts.get(name) == whole.get(name), name
+        for one, other in zip(whole["metrics"], parts["metrics"], strict=True):
+            for name in (name for name in one if not name.startswith("time/")):
+                assert other[name] == one[name], name
+        assert parts["held"][1] == parts["held"][2]
+        held.append(parts["held"])
+    assert held[0][0] == held[1][0] == held[0][1] + held[1][1]
+    assert held[0][1] == held[1][1] == held[0][0] / 2
+    if objective == "diffusion_nft":
+        assert len(set(parts["drawn"])) == 3 and seen(two, objective, 0)[0]["probed"]
+
+
+def test_a_failure_with_a_base_in_shards(two):
+    """A loss that is not finite is said once all turns are taken, on both; different weights are
+    noticed before a pass; a replica that dies within one is noticed by the other.
+    """
+    (first, one), (second, other) = (seen(two, "sharded_not_finite", rank) for rank in range(2))
+    what = "iteration 0: the loss is nan although every velocity is finite: it overflowed in the"
+    assert first["said"].startswith(f"{what} objective (replica 1); weights are as before")
+    assert second["said"].startswith(f"{what} objective; weights are as before")
+    assert first["unchanged"] and second["unchanged"] and identical(one, other)
+    assert first["metrics"][0]["optimizer/points"] == 3 * sum(COUNTS)
+    lost, _ = seen(two, "sharded_dies", 0)
+    assert lost["said"].startswith("replica 0 of 2 lost the others while training: ")
+    assert lost["unchanged"] and not (two / "sharded_dies.1.json").exists()
+    for rank in range(2):
+        said = seen(two, "sharded_out_of_step", rank)[0]["said"]
+        assert said.endswith("go through different weights: old, merged, ema, merged")
 
 
 def test_what_one_replica_alone_would_learn_is_far_away(tiny_sd3_dir):
@@ -186,7 +226,7 @@ def test_nobody_answers_where_nobody_listens():
     store, port = open_store("127.0.0.1", 5)
     del store
     with pytest.raises(GroupBroken, match=f"nobody answers at 127.0.0.1:{port}"):
-        reach_store("127.0.0.1", port, 2)
+        reach_store("127.0.0.1", port, 0.2)
 
 
 def test_the_rendezvous_is_open_on_its_own_address_alone():
@@ -194,7 +234,7 @@ def test_the_rendezvous_is_open_on_its_own_address_alone():
     reach_store("127.0.0.1", port, 5).set("word", "here")
     assert store.get("word") == b"here"
     with pytest.raises(GroupBroken):
-        reach_store("127.0.0.2", port, 2)  # the same machine, another address
+        reach_store("127.0.0.2", port, 0.2)  # the same machine, another address
 
 
 def test_alone_nothing_is_added_and_nobody_is_waited_for():

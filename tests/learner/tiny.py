@@ -41,12 +41,16 @@ def tiny_config(model: Path, **more: Any) -> RunConfig:
 
 
 def tiny_trainer(
-    model: Path, failure_dir: Path | None = None, perturb: bool = True, **more: Any
+    model: Path,
+    failure_dir: Path | None = None,
+    perturb: bool = True,
+    shard: bool = False,
+    **more: Any,
 ) -> Trainer:
     """``perturb`` gives each adapter weights of its own, so that old, current, EMA and reference
     all differ.
     """
-    trainer = Trainer(tiny_config(model, **more), failure_dir=failure_dir)
+    trainer = Trainer(tiny_config(model, **more), failure_dir=failure_dir, shard=shard)
     if perturb:
         for number, name in enumerate(trainer.adapters):
             rng = np.random.default_rng(100 + number)

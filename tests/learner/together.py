@@ -1,17 +1,20 @@
-"""One replica of a learner in a process of its own, through scenes that need two: ``python -m
-tests.learner.together RANK SIZE PORT MODEL OUT``.
+"""Replicas of a learner in processes of their own, through scenes that need two: ``python -m
+tests.learner.together SIZE PORT MODEL OUT`` prints their exit codes.
 
-The store they meet at is the caller's. Each scene leaves what it saw in ``OUT/SCENE.RANK.json`` and
-the state of its trainer in ``OUT/SCENE.RANK.safetensors``.
+They are forks of this process, so that torch and diffusers are imported once. The store they meet
+at is the caller's. Each scene leaves what it saw in ``OUT/SCENE.RANK.json`` and the state of its
+trainer in ``OUT/SCENE.RANK.safetensors``.
 """
 
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
 import signal
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +22,11 @@ import numpy as np
 import safetensors.torch
 import torch
 import torch.distributed as dist
+import xxhash
 
+from learner.lockstep import OutOfStep
 from learner.nonfinite import NonFiniteTraining
+from learner.objectives import Points
 from learner.replicas import (
     DistributedReplicas,
     GroupBroken,
@@ -30,10 +36,13 @@ from learner.replicas import (
     reach_store,
 )
 from learner.trainer import Group, Trainer
+from policy.families import family_for
 from policy.lora import adapter_state, load_adapter_state
 from policy.sampling.noise import stream_seed
-from tests.learner.tiny import everything, identical, tiny_groups, tiny_trainer
+from policy.sharding import blocks_of, held_here
+from tests.learner.tiny import everything, identical, tiny_config, tiny_groups, tiny_trainer
 
+CPU = torch.device("cpu")
 COUNTS = (3, 2, 4)
 """Samples of the prompts: two replicas have 7 and 2, and at some steps one of them has none or half
 as many points.
@@ -50,13 +59,15 @@ OBJECTIVES: dict[str, dict[str, Any]] = {
 }
 
 
-def trainer_for(model: Path, objective: str, failure_dir: Path | None = None) -> Trainer:
+def trainer_for(
+    model: Path, objective: str, failure_dir: Path | None = None, **more: Any
+) -> Trainer:
     """A tiny trainer whose sampling policy is the trained one."""
     trainer = tiny_trainer(
         model,
         failure_dir,
         objective=OBJECTIVES[objective],
-        optimizer={**OPTIMIZER, "eps": EPS[objective]},
+        **{"optimizer": {**OPTIMIZER, "eps": EPS[objective]}, **more},
     )
     load_adapter_state(trainer.transformer, "old", adapter_state(trainer.transformer, "current"))
     return trainer
@@ -85,6 +96,8 @@ def train(trainer: Trainer, iterations: int = 2) -> list[dict[str, float]]:
     metrics = []
     for iteration in range(iterations):
         mine = groups_for(trainer, iteration, range(rank, len(COUNTS), size))
+        if trainer.sharded and len(mine) < -(-len(COUNTS) // size):
+            trainer.stand_by()  # while others draw their last prompt
         plain = tiny_groups(len(COUNTS), max(COUNTS), seed=iteration)
         elsewhere = {
             p: plain[p].rewards[: COUNTS[p]] for p in range(len(COUNTS)) if p % size != rank
@@ -100,7 +113,89 @@ def equal_to_one(model: Path, join: Callable[[], Replicas], objective: str) -> S
     """Two iterations."""
     trainer = trainer_for(model, objective)
     trainer.join(join())
-    return trainer, {"metrics": train(trainer), "checksum": trainer.checksum()}
+    seen = {"metrics": train(trainer), "checksum": trainer.checksum()}
+    return trainer, seen | (made(trainer) if objective == "diffusion_nft" else {})
+
+
+def sharded(model: Path, join: Callable[[], Replicas], objective: str) -> Seen:
+    """The same with the base in shards."""
+    trainer = trainer_for(model, objective, shard=True)
+    held = [held_here(trainer.transformer)]
+    trainer.join(join())
+    held.append(held_here(trainer.transformer))
+    metrics = train(trainer)
+    seen = {"metrics": metrics, "checksum": trainer.checksum()}
+    seen |= {"held": [*held, held_here(trainer.transformer)]}
+    return trainer, seen | (made(trainer) if objective == "diffusion_nft" else {})
+
+
+def made(trainer: Trainer) -> dict[str, Any]:
+    """Checksums of what a trained learner draws with each kind of weights, twelve images on the
+    last replica and three on the others, of what it publishes, and of a probe of that.
+    """
+    last = trainer.replicas.rank == trainer.replicas.size - 1
+    cond = tiny_groups(1, 1)[0].cond
+    drawn = [
+        trainer.regenerate(cond, list(range(12 if last else 3)), 2, weights, "euler")
+        for weights in ("old", "ema", "base")
+    ]
+    manifest, *_ = trainer.export(1, "emulated_nvfp4")
+    probed = trainer.probe(cond, 1, [5], 1, "euler")[0] if not trainer.replicas.rank else None
+    return {
+        "drawn": [digest(samples["latents"]) + digest(images) for samples, images in drawn],
+        "published": manifest.hashes,
+        "probed": None if probed is None else digest(probed),
+    }
+
+
+def digest(values: np.ndarray) -> str:
+    return xxhash.xxh3_128_hexdigest(np.ascontiguousarray(values).data)
+
+
+def sharded_not_finite(model: Path, join: Callable[[], Replicas]) -> Seen:
+    """The last replica's second loss is not finite; after that all is well again."""
+    trainer = trainer_for(model, "diffusion_nft", shard=True)
+    trainer.join(replicas := join())
+    objective, calls = trainer.objective, []
+    whole = objective.loss
+
+    def loss(points: Points, *arguments: Any) -> Any:
+        found, metrics = whole(points, *arguments)
+        calls.extend([1] if len(points) > 1 else [])  # in a turn of its own
+        return found * (np.nan if len(calls) == 2 else 1), metrics
+
+    if replicas.rank == replicas.size - 1:
+        objective.__dict__["loss"] = loss
+    before = everything(trainer)
+    said = raised(lambda: train(trainer, 1), NonFiniteTraining)
+    objective.__dict__.pop("loss", None)
+    unchanged = identical(before, everything(trainer))
+    return trainer, {"said": said, "unchanged": unchanged, "metrics": train(trainer, 1)}
+
+
+def sharded_dies(model: Path, join: Callable[[], Replicas]) -> Seen:
+    """The last replica is killed within a pass; it leaves nothing."""
+    trainer = trainer_for(model, "diffusion_nft", shard=True)
+    trainer.join(replicas := join())
+    calls: list[int] = []
+
+    def counted(*_: Any) -> None:
+        calls.append(1)
+        if replicas.rank == replicas.size - 1 and len(calls) > 20:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    list(blocks_of(trainer.transformer))[-1].register_forward_hook(counted)
+    before = everything(trainer)
+    said = raised(lambda: train(trainer, 1), GroupBroken)
+    return trainer, {"said": said, "unchanged": identical(before, everything(trainer))}
+
+
+def sharded_out_of_step(model: Path, join: Callable[[], Replicas]) -> Seen:
+    """Replicas are asked to draw with different weights."""
+    trainer = trainer_for(model, "diffusion_nft", shard=True)
+    trainer.join(replicas := join())
+    weights = ("old", "ema")[replicas.rank]
+    return trainer, {"said": raised(lambda: trainer.stand_by(weights), OutOfStep)}
 
 
 def not_finite(model: Path, join: Callable[[], Replicas], out: Path) -> Seen:
@@ -215,29 +310,61 @@ def raised(work: Callable[[], Any], kind: type[Exception]) -> str:
     return f"no {kind.__name__}"
 
 
-def main(rank: int, size: int, port: int, model: Path, out: Path) -> None:
+def replica(rank: int, size: int, port: int, model: Path, out: Path, only: tuple[str, ...]) -> None:
+    """Play these scenes, or all."""
     torch.set_num_threads(1)
-    store = reach_store("127.0.0.1", port, 240)
+    store: dist.TCPStore | None = None
 
     def meets(scene: str) -> Callable[[], Replicas]:
-        return lambda: DistributedReplicas(
-            rank, size, dist.PrefixStore(scene, store), torch.device("cpu"), 240
-        )
+        assert store is not None
+        return partial(DistributedReplicas, rank, size, dist.PrefixStore(scene, store), CPU, 240)
+
+    def play(name: str, scene: Callable[[Callable[[], Replicas]], Seen]) -> None:
+        trainer, seen = scene(meets(name))
+        state = {key: tensor.contiguous() for key, tensor in everything(trainer).items()}
+        (out / f"{name}.{rank}.safetensors").write_bytes(safetensors.torch.save(state))
+        (out / f"{name}.{rank}.json").write_text(json.dumps(seen))
 
     scenes: dict[str, Callable[[Callable[[], Replicas]], Seen]] = {
         **{name: lambda join, name=name: equal_to_one(model, join, name) for name in OBJECTIVES},
+        **{
+            f"{name}_sharded": lambda join, name=name: sharded(model, join, name)
+            for name in OBJECTIVES
+        },
+        "sharded_not_finite": lambda join: sharded_not_finite(model, join),
+        "sharded_out_of_step": lambda join: sharded_out_of_step(model, join),
         "halves": lambda join: halves(model, join),
         "not_finite": lambda join: not_finite(model, join, out),
         "fails": lambda join: fails(model, join),
         "differs": lambda join: differs(model, join),
         "dies": lambda join: dies(model, join),
     }
-    for name, play in scenes.items():
-        trainer, seen = play(meets(name))
-        state = {key: tensor.contiguous() for key, tensor in everything(trainer).items()}
-        (out / f"{name}.{rank}.safetensors").write_bytes(safetensors.torch.save(state))
-        (out / f"{name}.{rank}.json").write_text(json.dumps(seen))
+    if not only or "sharded_dies" in only:
+        child = os.fork()  # before there is a store, as one of the two will be killed
+        if not child:
+            store = reach_store("127.0.0.1", port, 240)
+            play("sharded_dies", lambda join: sharded_dies(model, join))
+            os._exit(0)
+        os.waitpid(child, 0)
+    store = reach_store("127.0.0.1", port, 240)
+    for name, scene in scenes.items():
+        if not only or name in only:
+            play(name, scene)
+
+
+def main(size: int, port: int, model: Path, out: Path, *only: str) -> None:
+    family_for(tiny_config(model).model).import_parts()
+    context = multiprocessing.get_context("fork")
+    replicas = [
+        context.Process(target=replica, args=(rank, size, port, model, out, only), daemon=True)
+        for rank in range(size)
+    ]
+    for each in replicas:
+        each.start()
+    for each in replicas:
+        each.join()
+    print(*(each.exitcode for each in replicas))
 
 
 if __name__ == "__main__":
-    main(*map(int, sys.argv[1:4]), *map(Path, sys.argv[4:6]))  # type: ignore[call-arg,arg-type]
+    main(*map(int, sys.argv[1:3]), *map(Path, sys.argv[3:5]), *sys.argv[5:])  # type: ignore[call-arg,arg-type]

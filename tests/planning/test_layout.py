@@ -226,6 +226,20 @@ def test_where_nothing_fits_a_line_says_what_is_short_and_what_would_fit(count, 
     assert f"{count} x B200 of {memory} GB" in line
 
 
+def test_a_base_in_shards_takes_two_replicas_at_least():
+    """A learner of 100 GB by itself, half of it on each of two: only then it fits. One GPU has no
+    room for two replicas, which each need one.
+    """
+    there = {"B200": tasks(*MODELS["flux1"])}
+    parts = Costs(there, {"B200": BYTES}, lambda replicas: 100e9 / replicas)
+    config = preset("flux1", "layout.mode=shared", "services.learner.shard=base")
+    choice = choose(config, [Gpus("B200", 2, 90)], parts)
+    assert choice.best.numbers.groups["learner"].actors == 2
+    for count, memory in ((1, 900), (1, 90)):
+        with pytest.raises(ConfigError, match="replicas that share the base .* a GPU each, two"):
+            choose(config, [Gpus("B200", count, memory)], parts)
+
+
 def test_gpus_of_nodes():
     nodes = [
         Node("a", 96, 8, {ACCELERATOR: "B200"}),

@@ -71,6 +71,30 @@ def test_the_command_says_what_is_too_large_and_how_it_fits(capsys: pytest.Captu
     assert "22.4 GB, fits, with --set prompts.encode_once=true:" in second
 
 
+def test_a_base_in_shards_is_the_last_resort_and_takes_the_place_of_packing(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    """Only where there are GPUs for two replicas, and the base may be whole."""
+    tried: list[tuple[str, str]] = []
+
+    def layout(config: Any, given: Any, nodes: Any) -> Any:
+        tried.append((config.lora.base, config.services.learner.shard))
+        several = config.services.learner.shard == "none" or given.gpus > 1
+        raise DoesNotFit("too large", 99 if several else 0, 75 if several else 0)
+
+    monkeypatch.setattr(savings, "layout_of", layout)
+    config = load("flux1-sol_rl-hpsv2")
+    four = Assumptions(accelerator="RTX 4090", gpus=4, node_gpus=4, node_cpus=16)
+    said = list(savings_lines(config, four))
+    assert tried[-1] == ("full", "base") and ("nf4", "none") in tried
+    assert '--set services.learner.shard="base": learner replicas have a part' in said[-2]
+    said = list(savings_lines(config, ONE))
+    assert tried[-1] == ("full", "base") and "shard" not in said[-2]
+    shards = 'services.learner.shard="base"'
+    for other in ("services.learner.replicas=1", "lora.base=nf4", "regenerate.compile=true"):
+        assert lowers(config, shards) and not lowers(load("flux1-sol_rl-hpsv2", [other]), shards)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", PRESETS)
 def test_a_preset_for_24_gb_fits_there(name: str):

@@ -2,6 +2,7 @@
 nobody else knows its name.
 """
 
+import functools
 import re
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -13,7 +14,7 @@ from torch import nn
 
 import policy.families
 from configs.sections import Lora, Model
-from policy.families import FAMILIES, family_for
+from policy.families import FAMILIES, TextEncoder, family_for
 from policy.families.text import PromptEncoder
 from policy.lora import adapted_modules, add_adapters, target_modules
 from policy.precision.backends import BACKENDS
@@ -35,8 +36,21 @@ def family(name, directory):
     return family_for(tiny_model(name, directory))
 
 
-def conditioning(family, rows: int) -> Conditioning:
-    return encode(family, ["a red circle", "two blue crosses"][:rows])
+@functools.cache
+def text_of(name: str, directory: str) -> TextEncoder:
+    """Read it; what a test changes it loads itself."""
+    return family_for(tiny_model(name, Path(directory))).load_text("cpu", torch.float32)
+
+
+@functools.cache
+def conditioning_of(name: str, directory: str) -> Conditioning:
+    family = family_for(tiny_model(name, Path(directory)))
+    return encode(family, ["a red circle"], text=text_of(name, directory))
+
+
+def conditioning(family) -> Conditioning:
+    """A row."""
+    return conditioning_of(family.name, family.directory)
 
 
 # ---- tables
@@ -124,7 +138,7 @@ def test_fused_linears_read_the_same_input(family):
             transformer,
             noise_for([1], family.latent_shape),
             torch.tensor(0.5),
-            conditioning(family, 1),
+            conditioning(family),
         )
     seen = []
     for first, *others in family.fuse:
@@ -140,7 +154,8 @@ def test_fused_linears_read_the_same_input(family):
 
 
 def test_a_prompts_conditioning_ignores_its_neighbours(family):
-    few = encode(family, ["a red circle", "two blue crosses above a green square"])
+    text = text_of(family.name, family.directory)
+    few = encode(family, ["a red circle", "two blue crosses above a green square"], text=text)
     more = encode(
         family,
         [
@@ -150,6 +165,7 @@ def test_a_prompts_conditioning_ignores_its_neighbours(family):
             "a red circle",
             "a red circle",
         ],
+        text=text,
     )
     for key, rows in few.tensors.items():
         assert torch.equal(more.tensors[key][[3, 1]], rows) and torch.equal(
@@ -157,11 +173,11 @@ def test_a_prompts_conditioning_ignores_its_neighbours(family):
         )
         assert rows.device.type == "cpu" and not rows.requires_grad
     with pytest.raises(ValueError, match="no prompts to encode"):
-        encode(family, [])
+        encode(family, [], text=text)
 
 
 def test_conditioning_has_the_shapes_that_the_plan_counts(family):
-    row = encode(family, ["a red circle"])
+    row = conditioning(family)
     assert {
         name: tuple(tensor.shape[1:]) for name, tensor in row.tensors.items()
     } == family.conditioning_shapes
@@ -169,7 +185,7 @@ def test_conditioning_has_the_shapes_that_the_plan_counts(family):
 
 def test_only_the_encoder_loads_text_encoders(family):
     """And, to edit images, the autoencoder."""
-    encoder = family.load_text("cpu", torch.float32)
+    encoder = text_of(family.name, family.directory)
     assert isinstance(encoder, PromptEncoder)
     assert encoder.pipe.transformer is None and (encoder.pipe.vae is not None) == family.edits
     modules = [part for part in encoder.pipe.components.values() if isinstance(part, nn.Module)]
@@ -194,7 +210,7 @@ def test_offloaded_text_encoders_are_on_the_device_only_while_they_work(name, di
     images = [source_for("a red circle", family.model.height, family.model.width)]
     found = encoder.encode(["a red circle"], images if family.edits else None)
     assert moves == ["cpu", "cpu"] and encoder.offload
-    resident = encode(family_for(tiny_model(name, directory)), ["a red circle"])
+    resident = conditioning(family)
     assert all(torch.equal(found.tensors[key], tensor) for key, tensor in resident.tensors.items())
 
     class FakePipe:
@@ -249,7 +265,7 @@ def test_slicing_and_tiling(name, directory):
 
 
 def test_a_half_precision_transformer_gives_float32_velocities(family):
-    x, sigma, cond = noise_for([3], family.latent_shape), torch.tensor(0.5), conditioning(family, 1)
+    x, sigma, cond = noise_for([3], family.latent_shape), torch.tensor(0.5), conditioning(family)
     half = family.velocity(family.load_transformer("cpu", torch.bfloat16), x, sigma, cond)
     full = family.velocity(family.load_transformer("cpu", torch.float32), x, sigma, cond)
     assert half.dtype == full.dtype == torch.float32

@@ -2,6 +2,7 @@
 checkpointing changes nothing.
 """
 
+import functools
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,9 @@ import torch
 
 from learner.objectives import diffusion_nft
 from learner.trainer import Group, Trainer
+from policy.families import family_for
 from policy.lora import adapter_state, load_adapter_state, use
+from policy.types import Conditioning
 from tests.learner.tiny import tiny_config
 from tests.tiny_families import encode, tiny_model
 
@@ -43,9 +46,16 @@ def trainer_of(name: str, directory: Path, **more: Any) -> Trainer:
     return trainer
 
 
+@functools.cache
+def encoded(name: str, directory: str) -> Conditioning:
+    """PROMPTS, a row each."""
+    family = family_for(tiny_model(name, Path(directory)))
+    return encode(family, PROMPTS)
+
+
 def groups_of(trainer: Trainer) -> list[Group]:
     rng = np.random.default_rng(5)
-    cond = encode(trainer.family, PROMPTS)
+    cond = encoded(trainer.family.name, trainer.family.directory)
     return [
         Group(
             prompt_index=index,

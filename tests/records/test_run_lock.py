@@ -1,5 +1,5 @@
 """One driver per run directory: the second is refused, in one line that names the first; a
-process that is gone holds nothing.
+process that is gone holds nothing. Whole drivers: ``test_fault_matrix``.
 """
 
 import errno
@@ -8,20 +8,14 @@ import os
 import re
 import socket
 import subprocess
-from pathlib import Path
-from subprocess import DEVNULL, PIPE
+from subprocess import PIPE
 
 import pytest
 
 from configs.load import ConfigError
 from records.lock import held
 from records.rundir import ANOTHER_RUN, RunDirectory
-from tests.cluster.processes import kill_tree, start, wait_until
 from tests.cluster.runs import main_here, tiny_config, write_toml
-
-
-def text_of(path: Path) -> str:
-    return path.read_text() if path.exists() else ""
 
 
 def test_the_second_is_told_who_the_first_is(tmp_path):
@@ -83,39 +77,3 @@ def test_a_file_system_without_locks_does_not_stop_a_run(
         event for event in RunDirectory.of(config).events() if event["event"] == "run_not_locked"
     ]
     assert event["why"] == "No locks available: nothing keeps a second driver out of this directory"
-
-
-def test_a_second_driver_is_refused_and_changes_nothing(ray_here, tiny_sd3_dir, tmp_path, capsys):
-    config = tiny_config(
-        tiny_sd3_dir, tmp_path, "twice", iterations=500, services__rollout__actors=1
-    )
-    file, run = write_toml(config, tmp_path), RunDirectory.of(config)
-    process = start("train", str(file), stdout=DEVNULL, stderr=DEVNULL)
-    try:
-        wait_until(lambda: '"kind": "iteration"' in text_of(run.metrics_file), process)
-        written, inode, report = (
-            text_of(run.metrics_file),
-            run.metrics_file.stat().st_ino,
-            main_here("report", run.path),
-        )
-        capsys.readouterr()
-        for more in ((), ("--resume",)):
-            assert main_here("train", file, *more) == 2
-            errors = capsys.readouterr().err
-            assert (
-                f"{run.path}: a run is at work here: process {process.pid} on " in errors
-                and errors.count("\n") == 1
-            ), errors
-        assert (
-            text_of(run.metrics_file).startswith(written)
-            and run.metrics_file.stat().st_ino == inode
-        )
-        assert report == 0  # what only reads is let in
-        process.kill()
-        process.wait(10)
-        with held(
-            run.lock_file, "a run", ANOTHER_RUN
-        ) as lock:  # at once, while what the driver started is still dying
-            assert lock.missing is None
-    finally:
-        kill_tree(process)

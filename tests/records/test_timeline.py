@@ -8,21 +8,19 @@ import re
 from pathlib import Path
 
 import pytest
-import ray
 
 from actors.calls import Task
-from actors.messages import ActorInfo, ChunkKey
-from actors.runtime import identity
+from actors.messages import ChunkKey
 from analysis.report.data import read_run
 from analysis.report.events import running_times, timeline_of
 from analysis.report.timeline import Chart, Lane, bars_of, in_running_time, last_iteration
 from analysis.report.timeline_lines import lines_of, strip
 from cluster.runtime.pool import ActorPool
-from configs.services import Service
 from records.rundir import RunDirectory
 from records.timeline import OTHER, WORKS, Span, Timeline, forget_after, read_spans, span_of
 from tests.analysis.page import page_of
 from tests.analysis.synthetic import START, write_run
+from tests.cluster.echo import Echo, Pool
 
 
 def span(
@@ -105,29 +103,14 @@ def test_a_pool_writes_down_every_attempt_and_units_of_one_actor_follow_each_oth
     """Twelve tasks of 0.05 s on two actors with two slots each, and one that kills the actor that
     takes it first.
     """
-    spans: list[Span] = []
-    remote = ray.remote(Napper)
-    pool = ActorPool(
-        "echo",
-        lambda name: remote.options(num_cpus=0).remote(),
-        Service(actors=2, in_flight=2),
-        lambda *a, **f: None,
-        record=spans.append,
-    )
+    harness, died = Pool(2, in_flight=2), str(tmp_path / "died")
 
-    died = str(tmp_path / "died")
+    async def work(pool: ActorPool) -> None:
+        units = [pool.call(Task(("unit", i)), Echo.double, i, 0.05) for i in range(12)]
+        await asyncio.gather(*units, pool.call(Task(("fatal", 0)), Echo.fatal, died, 0))
 
-    async def work() -> None:
-        await pool.start()
-        try:
-            units = [pool.call(Task(("unit", i)), Napper.nap, i) for i in range(12)]
-            await asyncio.wait_for(
-                asyncio.gather(*units, pool.call(Task(("fatal", 0)), Napper.fatal, died)), 200
-            )
-        finally:
-            await pool.stop()
-
-    asyncio.run(work())
+    harness.run(work)
+    spans = harness.spans
     done = [each for each in spans if each.outcome == "done"]
     assert sorted(each.unit[0] for each in done if each.work == "unit") == list(range(12))
     lost = [each for each in spans if each.outcome == "lost"]
@@ -142,27 +125,6 @@ def test_a_pool_writes_down_every_attempt_and_units_of_one_actor_follow_each_oth
     first = [each for each in done if each.work == "unit" and each.attempt == 0]
     # together: where the driver hears of an end late, the next task seems as much shorter
     assert sum(each.ended - each.started for each in first) >= 0.045 * len(first)
-
-
-class Napper:
-    """Naps, or dies once."""
-
-    def ready(self) -> ActorInfo:
-        return identity()
-
-    def nap(self, value: int) -> int:
-        import time
-
-        time.sleep(0.05)
-        return value
-
-    def fatal(self, path: str) -> None:
-        import os
-        import signal
-
-        if not os.path.exists(path):
-            open(path, "w").close()
-            os.kill(os.getpid(), signal.SIGKILL)
 
 
 def test_a_run_leaves_every_unit_once(undisturbed: RunDirectory):

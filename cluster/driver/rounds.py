@@ -1,0 +1,131 @@
+"""Calls to a learner whose base is sharded: every pass of any replica takes all of them.
+
+So all replicas are asked for things of one kind at a time, in one order: an update, an export, or a
+round of generating, in which each has a call of its own or stands by for the others.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import dataclass, field
+from typing import TypeVar, cast
+
+from actors.calls import Answer, AnyTask, Call, Caller, Method, Task
+from actors.learner import LearnerActor
+from actors.messages import GenerateRequest
+from cluster.runtime.pool import ActorPool
+from cluster.runtime.tasks import BackgroundTasks, run_together
+
+R = TypeVar("R")
+X = TypeVar("X")
+
+
+class Turns:
+    """One thing at a time. What has begun is ended although its caller no longer waits: some of
+    the replicas are at it already, and wait for the others.
+    """
+
+    def __init__(self) -> None:
+        self._lock, self._tasks = asyncio.Lock(), BackgroundTasks()
+
+    async def take(self, work: Callable[[], Coroutine[None, None, R]]) -> R:
+        """What ``work`` returns, once it is its turn."""
+        return await asyncio.shield(self._tasks.start(self._alone(work)))
+
+    async def end(self) -> None:
+        """Cancel whatever is under way."""
+        await self._tasks.end()
+
+    async def _alone(self, work: Callable[[], Coroutine[None, None, R]]) -> R:
+        async with self._lock:
+            return await work()
+
+
+@dataclass(frozen=True)
+class InTurn(Caller):
+    """Calls of ``caller``, in turn with all others."""
+
+    caller: Caller
+    turns: Turns
+
+    async def perform(self, task: AnyTask, call: Call) -> Answer:
+        return await self.turns.take(lambda: self.caller.perform(task, call))
+
+    async def call_each(
+        self, task: Task[R], method: Method[[X], R], messages: Callable[[int], Sequence[X]]
+    ) -> R:
+        """See ``Caller``."""
+        return await self.turns.take(lambda: self.caller.call_each(task, method, messages))
+
+
+@dataclass(order=True)
+class _Waiting:
+    order: tuple[tuple[int, ...], int]
+    task: AnyTask = field(compare=False)
+    call: Call = field(compare=False)
+    answer: asyncio.Future[Answer] = field(compare=False)
+
+    @property
+    def request(self) -> GenerateRequest:
+        return cast(GenerateRequest, self.call.args[0])
+
+    def goes_with(self, other: _Waiting) -> bool:
+        """Whether both go through the same weights, as everything in a round must."""
+        mine, its = self.request, other.request
+        return (mine.weights, mine.solver) == (its.weights, its.solver)
+
+
+class Rounds(Caller):
+    """Generating: as many calls at a time as there are replicas, those of lowest priority first."""
+
+    def __init__(self, pool: ActorPool, turns: Turns) -> None:
+        self._pool, self._turns = pool, turns
+        self._waiting: list[_Waiting] = []
+        self._numbers = itertools.count()
+
+    async def perform(self, task: AnyTask, call: Call) -> Answer:
+        answer: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
+        mine = _Waiting((task.priority, next(self._numbers)), task, call, answer)
+        self._waiting.append(mine)
+        try:
+            # as many turns as calls: this one may have been answered in another's
+            await self._turns.take(self._round)
+            return await answer
+        finally:
+            answer.cancel()  # who is cancelled waits no longer
+
+    async def _round(self) -> None:
+        """Its failure is that of those who were chosen, whoever's turn it is."""
+        chosen = self._chosen(len(self._pool.members))
+        if not chosen:
+            return
+        try:
+            answers = await run_together(
+                *(
+                    self._pool.perform_on(member, mine.task, mine.call)
+                    if (mine := chosen[rank] if rank < len(chosen) else None)
+                    else self._pool.perform_on(member, *self._standing_by(chosen[0], rank))
+                    for rank, member in enumerate(self._pool.members)
+                )
+            )
+        except Exception as error:
+            for each in chosen:
+                if not each.answer.done():
+                    each.answer.set_exception(error)
+            return
+        for each, answer in zip(chosen, answers, strict=False):
+            if not each.answer.done():
+                each.answer.set_result(answer)
+
+    def _chosen(self, size: int) -> list[_Waiting]:
+        """Who comes next: the first that waits, and up to ``size`` that go with it."""
+        waiting = sorted(each for each in self._waiting if not each.answer.done())
+        chosen = [each for each in waiting if each.goes_with(waiting[0])][:size]
+        self._waiting = [each for each in waiting if each not in chosen]
+        return chosen
+
+    def _standing_by(self, first: _Waiting, rank: int) -> tuple[AnyTask, Call]:
+        key = ("stand by", *cast(tuple[object, ...], first.task.key), rank)
+        return Task[None](key), Call(LearnerActor.stand_by.__name__, (first.request,), {})

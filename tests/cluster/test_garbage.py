@@ -1,0 +1,20 @@
+"""How rarely Python looks for cycles while a driver runs, and what is left of that afterwards."""
+
+import gc
+
+from cluster.runtime.garbage import THRESHOLDS, collected_rarely
+
+
+def test_nothing_is_left_of_it_and_what_was_frozen_before_stays_so():
+    before = gc.get_threshold()
+    assert gc.get_freeze_count() > 0  # tests/conftest.py
+    with collected_rarely():
+        assert gc.get_threshold() == THRESHOLDS != before
+    assert gc.get_threshold() == before and gc.get_freeze_count() > 0
+    gc.unfreeze()
+    try:
+        with collected_rarely():
+            assert gc.get_freeze_count() > 0
+        assert gc.get_freeze_count() == 0
+    finally:
+        gc.freeze()

@@ -1,0 +1,174 @@
+"""What replicas that share the base are asked for. Invariants: all of them are asked for things of
+one kind, in one order, one at a time; every call is answered once, by one of them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from actors.calls import Call, Caller, Task
+from actors.learner import LearnerActor
+from actors.messages import GenerateRequest
+from cluster.driver import learners
+from cluster.driver.learners import LearnerGroup
+from cluster.driver.rounds import InTurn, Rounds, Turns
+from cluster.runtime.pool import ActorPool
+from configs.services import LearnerService
+from records.errors import RunFailed, StateLost
+
+
+class Members:
+    """Stands for the pool: ``done`` has what each member was asked for, ``log`` when it began and
+    ended; ``doors`` open by hand where ``waits``.
+    """
+
+    def __init__(self, size: int, waits: bool = False, fails: str = ""):
+        self.members: list[Any] = list(range(size))
+        self.done: list[list[tuple[str, Any]]] = [[] for _ in range(size)]
+        self.log: list[tuple[str, int]] = []
+        self.door, self.fails = asyncio.Event(), fails
+        if not waits:
+            self.door.set()
+
+    async def perform_on(self, member: int, task: Task[Any], call: Call) -> Any:
+        self.log.append(("begin", member))
+        self.done[member].append((call.method, task.key))
+        await asyncio.sleep(0)
+        await self.door.wait()
+        if call.method == self.fails:
+            raise StateLost("gone")
+        self.log.append(("end", member))
+        return member, task.key
+
+
+class Everyone(Caller):
+    """Asks all members for the same, as ``EveryReplica`` does."""
+
+    def __init__(self, pool: Members):
+        self.pool = pool
+
+    async def perform(self, task: Task[Any], call: Call) -> Any:
+        return await asyncio.gather(
+            *(self.pool.perform_on(member, task, call) for member in self.pool.members)
+        )
+
+
+def callers(pool: Members) -> tuple[Rounds, InTurn]:
+    turns = Turns()
+    standin: Any = pool
+    return Rounds(standin, turns), InTurn(Everyone(pool), turns)
+
+
+def generating(rounds: Rounds, number: int, weights: str = "old", priority: int = 0) -> Any:
+    request = GenerateRequest((number,), 2, "euler", weights)
+    task = Task[Any](("regenerate", number), (priority,))
+    return rounds.perform(task, Call("generate", (request, None), {}, 3))
+
+
+def test_a_round_is_of_one_kind_and_who_has_nothing_stands_by():
+    """Seven calls over three replicas, the fourth most urgent and with other weights."""
+    pool = Members(3)
+
+    async def work() -> list[Any]:
+        rounds, _ = callers(pool)
+        kinds = ["old", "old", "old", "ema", "old", "ema", "old"]
+        urgent = [2, 2, 2, 1, 2, 3, 2]
+        calls = zip(range(7), kinds, urgent, strict=True)
+        return await asyncio.gather(*(generating(rounds, *each) for each in calls))
+
+    answers = asyncio.run(work())
+    assert [key for _, key in answers] == [("regenerate", n) for n in range(7)]
+    numbers = [[key[-1 if method == "generate" else 2] for method, key in one] for one in pool.done]
+    methods = [[method for method, _ in one] for one in pool.done]
+    assert numbers == [[3, 0, 4], [5, 1, 6], [3, 2, 4]]
+    assert methods == [["generate"] * 3, ["generate"] * 3, ["stand_by", "generate", "stand_by"]]
+    assert getattr(LearnerActor, methods[2][0])
+    # nobody is asked for the next thing before all have answered
+    for first in range(0, len(pool.log), 6):
+        assert [what for what, _ in pool.log[first : first + 6]] == ["begin"] * 3 + ["end"] * 3
+
+
+def test_updates_and_rounds_take_turns_in_one_order():
+    pool = Members(2)
+
+    async def work() -> None:
+        rounds, everyone = callers(pool)
+        update = everyone.perform(Task[Any](("update", 0)), Call("update", (), {}))
+        export = everyone.perform(Task[Any](("export", 1)), Call("export", (), {}))
+        mine = [generating(rounds, n) for n in range(3)]
+        await asyncio.gather(mine[0], update, mine[1], export, mine[2])
+
+    asyncio.run(work())
+    orders = [["generate" if m == "stand_by" else m for m, _ in one] for one in pool.done]
+    assert orders[0] == orders[1] and sorted(orders[0]) == [
+        "export",
+        "generate",
+        "generate",
+        "update",
+    ]
+
+
+def test_who_no_longer_waits_does_not_stop_a_round():
+    """Replicas that are at it wait for each other: the round goes on, the next one after it."""
+    pool = Members(2, waits=True)
+
+    async def work() -> Any:
+        rounds, everyone = callers(pool)
+        tasks = [asyncio.create_task(generating(rounds, n)) for n in range(3)]
+        while not all(pool.done):
+            await asyncio.sleep(0)
+        for gone in (tasks[0], tasks[2]):
+            gone.cancel()
+        update = asyncio.create_task(
+            everyone.perform(Task[Any](("update", 0)), Call("update", (), {}))
+        )
+        for _ in range(9):
+            await asyncio.sleep(0)
+        assert [len(one) for one in pool.done] == [1, 1]
+        pool.door.set()
+        return await tasks[1], await update
+
+    (_, key), _ = asyncio.run(work())
+    assert key == ("regenerate", 1)
+    assert [[method for method, _ in one] for one in pool.done] == [["generate", "update"]] * 2
+
+
+def test_a_loss_is_everybodys():
+    pool = Members(2, fails="stand_by")
+
+    async def work() -> list[Any]:
+        rounds, _ = callers(pool)
+        return await asyncio.gather(
+            *(generating(rounds, n) for n in range(3)), return_exceptions=True
+        )
+
+    answers = asyncio.run(work())
+    assert [key for _, key in answers[:2]] == [("regenerate", 0), ("regenerate", 1)]
+    assert isinstance(answers[2], StateLost)
+
+
+def test_a_failure_does_not_wait_for_replicas_that_cannot_end(monkeypatch: pytest.MonkeyPatch):
+    """One that fails within a pass leaves the other at it: what ends the run is the failure."""
+
+    async def work() -> None:
+        monkeypatch.setattr(learners, "PATIENCE_S", 0.0)
+        service = LearnerService(replicas=2, shard="base")
+        pool = ActorPool("learner", lambda name: None, service, lambda *a, **k: None, stateful=True)
+        group = LearnerGroup(pool)
+        assert isinstance(group.client.any_replica, Rounds)
+
+        async def perform_on(member: int, task: Task[Any], call: Call) -> Any:
+            if member == 1:
+                raise RunFailed("out of order")
+            await asyncio.Event().wait()
+
+        monkeypatch.setattr(ActorPool, "members", [0, 1])
+        monkeypatch.setattr(pool, "perform_on", perform_on)
+        task, call = Task[Any](("update", 0)), Call("update", (), {})
+        with pytest.raises(RunFailed, match="out of order"):
+            await group.client.every_replica.perform(task, call)
+
+    asyncio.run(work())

@@ -1,0 +1,108 @@
+"""The base in shards, in a group of one process: every hook of FSDP2 is at work, and every shard is
+whole. That two processes with halves compute the same is in ``tests/learner/test_group.py``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from configs.sections import Lora
+from learner.replicas import leave, open_store
+from policy.families import Family, family_for
+from policy.lora import add_adapters, trainable, use
+from policy.memory import conditioning_like, held_bytes, shards_of
+from policy.merging import merged, merged_weights
+from policy.sampling.guidance import Guided, velocity
+from policy.sharding import blocks_of, held_here, shard_base
+from tests.tiny_families import NAMES, tiny_model
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module")
+def group() -> Iterator[None]:
+    store, _ = open_store("127.0.0.1", 60)
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    yield
+    leave()
+
+
+def adapted(family: Family, dtype: torch.dtype = torch.float32) -> Any:
+    """A denoiser with an adapter that is not zero, the same every time."""
+    transformer = family.load_transformer("cpu", dtype)
+    add_adapters(transformer, Lora(rank=2, alpha=4), family, names=("current",), seed=3)
+    generator = torch.Generator().manual_seed(4)
+    with torch.no_grad():
+        for name, parameter in trainable(transformer):
+            if "lora_B" in name:
+                parameter.copy_(0.1 * torch.randn(parameter.shape, generator=generator))
+    return transformer
+
+
+def computed(family: Family, transformer: Any, guided: Guided | None = None) -> list[torch.Tensor]:
+    """Velocities with the adapter beside the weights, merged and off; then gradients of it."""
+    generator = torch.Generator().manual_seed(5)
+    x = torch.randn(2, *family.latent_shape, generator=generator)
+    dtype = next(transformer.parameters()).dtype
+    cond = conditioning_like(family, 2, dtype, "cpu")
+    cond = cond.with_negative(cond.rows(0))
+    rows = cond if guided else cond.parted()[0]
+    sigma = torch.tensor([0.7, 0.7])
+
+    def v() -> torch.Tensor:
+        return velocity(family, transformer, x, sigma, rows, guided)
+
+    found: list[torch.Tensor] = []
+    for name in ("current", None):
+        for weights_of in (use, merged):
+            with torch.no_grad(), weights_of(transformer, name):
+                found.append(v())
+    with use(transformer, "current"):
+        (v() - x).square().mean().backward()
+    return found + [p.grad for _, p in trainable(transformer) if p.grad is not None]
+
+
+def assert_same(family: Family, guided: Guided | None = None, checkpointing: bool = False) -> None:
+    whole, parts = adapted(family), adapted(family)
+    for each in (whole, parts):
+        if checkpointing:
+            each.enable_gradient_checkpointing()
+    size = held_here(parts)
+    shard_base(parts, CPU)
+    assert held_here(parts) == size
+    wanted, found = computed(family, whole, guided), computed(family, parts, guided)
+    assert len(found) == len(wanted) == 4 + len(trainable(whole))
+    assert all(torch.equal(one, other) for one, other in zip(found, wanted, strict=True))
+    assert not torch.equal(found[0], found[2])  # the adapter does something
+    rows = zip(merged_weights(parts, "current"), merged_weights(whole, "current"), strict=True)
+    assert all(one == other and torch.equal(a, b) for (one, a), (other, b) in rows)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_family_computes_the_same_bits(group, name, request):
+    """Velocities and gradients: no family reaches into a block past its forward."""
+    assert_same(family_for(tiny_model(name, request.getfixturevalue(f"tiny_{name}_dir"))))
+
+
+def test_so_with_blocks_that_are_computed_twice_and_with_two_passes(group, tiny_sd3_dir):
+    """Gradient checkpointing, which gathers once more; guidance, whose two forward passes come
+    before both backward passes.
+    """
+    family = family_for(tiny_model("sd3", tiny_sd3_dir))
+    assert_same(family, checkpointing=True)
+    assert_same(family, Guided(3.0, False))
+    assert_same(family, Guided(3.0, False), checkpointing=True)
+
+
+def test_what_is_gathered_is_counted(tiny_sd3_dir):
+    family = family_for(tiny_model("sd3", tiny_sd3_dir))
+    transformer = family.load_transformer("cpu", torch.float32)
+    blocks = [held_bytes(block) for block in blocks_of(transformer)]
+    counted = shards_of(family, torch.float32)
+    assert counted.largest == max(blocks)
+    assert counted.always + sum(blocks) == held_bytes(transformer)
