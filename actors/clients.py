@@ -8,6 +8,7 @@ pool is told by itself (``cluster.driver.weights``).
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -36,6 +37,8 @@ from actors.reward import RewardActor
 from actors.rollout import RolloutActor
 from actors.selector import SelectorActor
 from actors.sharing import share
+from configs.prompts import Prompt
+from configs.sections import Model
 from configs.services import Shard as Sharding
 from configs.services import Share
 from policy.types import Conditioning
@@ -43,17 +46,37 @@ from policy.types import Conditioning
 
 @dataclass(frozen=True)
 class EncoderClient:
-    """Prompts to conditioning."""
+    """Prompts to conditioning, with the images that they edit as ``model`` draws."""
 
     pool: Caller
+    model: Model
 
     async def encode(
-        self, what: int | str, groups: list[list[str]]
+        self, what: int | str, groups: list[list[Prompt]]
     ) -> list[ObjectRef[Conditioning]]:
-        """A reference per group of prompts, to as many rows. ``what``: an iteration, or a word."""
-        task, returns = Task[float](("encode", what)), 1 + len(groups)
-        _, *found = await self.pool.call_parts(task, returns, EncoderActor.encode, groups)
+        """A reference per group of prompts, to as many rows. ``what``: an iteration, or a word.
+
+        Raises OSError for an image that is not there any more.
+        """
+        texts = [[prompt.text for prompt in group] for group in groups]
+        if not any(prompt.image for group in groups for prompt in group):
+            task, returns = Task[float](("encode", what)), 1 + len(groups)
+            _, *found = await self.pool.call_parts(task, returns, EncoderActor.encode, texts)
+            return found
+        found: list[ObjectRef[Conditioning]] = []
+        # one after the other: images of many prompts at once would fill the driver's memory
+        for number, group in enumerate(groups):
+            images = await asyncio.to_thread(self._images, group)
+            task = Task[float](("encode", what, number))
+            _, row = await self.pool.call_parts(
+                task, 2, EncoderActor.encode, [texts[number]], [images]
+            )
+            found.append(row)
         return found
+
+    def _images(self, group: list[Prompt]) -> list[Images]:
+        sources = [prompt.source(self.model) for prompt in group]
+        return [source for source in sources if source is not None]
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""The encoder service: prompts to conditioning, once per iteration.
+"""The encoder service: prompts, and images to edit, to conditioning, once per iteration.
 
 The only actor that holds text encoders.
 """
@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 
-from actors.messages import ActorInfo
+from actors.messages import ActorInfo, Images
 from actors.runtime import Tree, begin, begin_torch, identity, on_device
 from policy.families import family_for
 from policy.types import DTYPES, Conditioning
@@ -15,7 +15,7 @@ from policy.types import DTYPES, Conditioning
 
 @on_device("encoder", "model.max_sequence_length")
 class EncoderActor:
-    """Holds the family's text encoders."""
+    """Holds the family's text encoders, and its autoencoder where it edits images."""
 
     def __init__(self, tree: Tree):
         run, _ = begin(tree, "encoder")
@@ -28,8 +28,16 @@ class EncoderActor:
         """Who this is; answers once the model is loaded."""
         return identity(self._device)
 
-    def encode(self, groups: list[list[str]]) -> tuple[float, *tuple[Conditioning, ...]]:
-        """Seconds taken, then one Conditioning (rows = prompts, on CPU) per group of prompts."""
+    def encode(
+        self, groups: list[list[str]], images: list[list[Images]] | None = None
+    ) -> tuple[float, *tuple[Conditioning, ...]]:
+        """Seconds taken, then one Conditioning (rows = prompts, on CPU) per group of prompts.
+
+        ``images``: the one that each prompt edits, uint8 [3, H, W].
+        """
         start = time.perf_counter()
-        encoded = [self._text.encode(prompts).to(device="cpu") for prompts in groups]
+        encoded = [
+            self._text.encode(prompts, images[row] if images else None).to(device="cpu")
+            for row, prompts in enumerate(groups)
+        ]
         return (time.perf_counter() - start, *encoded)

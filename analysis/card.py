@@ -65,7 +65,9 @@ def card(
 ) -> str:
     """The text, with the front matter that the hub reads."""
     base = hub_id(config.model)
-    made = "text-to-video" if FAMILIES[config.model.family].video else "text-to-image"
+    family = FAMILIES[config.model.family]
+    made = "image-to-image" if family.edits else "text-to-image"
+    made = "text-to-video" if family.video else made
     front: Row = {
         **({"base_model": base, "base_model_relation": "adapter"} if base else {}),
         **(licence or {"license": "unknown"}),
@@ -202,6 +204,10 @@ def _loading(config: RunConfig, export: Export, base: str | None) -> str:
         fps = config.model.frames_per_second
         made, kept = "clip", f'frames[0]\nexport_to_video(clip, "clip.mp4", fps={fps})'
         more = "\nfrom diffusers.utils import export_to_video"
+    if family.edits:
+        size = f"{config.model.width} x {config.model.height} pixels"
+        more = "\nfrom diffusers.utils import load_image"
+        given = f'    image=load_image("source.png"),  # of {size}, as in training\n{given}'
     return f"""With diffusers:
 
 ```python

@@ -77,7 +77,7 @@ async def _tasks(services: ActorServices) -> list[tuple[ExploreChunk, Any]]:
     assert plan is not None
     prompts = read_prompts(config.prompts.train)
     rows = prompts_of_iteration(len(prompts), config.prompts.per_iteration, 0, config.seed)
-    conditioning = await services.encoder.encode(0, [[prompts[row].text] for row in rows])
+    conditioning = await services.encoder.encode(0, [[prompts[row]] for row in rows])
     tasks = []
     for p, cond in enumerate(conditioning):
         seeds = tuple(stream_seed(config.seed, "explore", 0, p, n) for n in range(plan.pool_size))

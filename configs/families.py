@@ -10,8 +10,10 @@ from typing import TYPE_CHECKING, Literal
 FAMILIES: dict[str, str] = {
     "sd3": "policy.families.sd3:SD3",
     "flux": "policy.families.flux:Flux",
+    "flux_kontext": "policy.families.flux_kontext:FluxKontext",
     "sana": "policy.families.sana:Sana",
     "qwen_image": "policy.families.qwen_image:QwenImage",
+    "qwen_image_edit": "policy.families.qwen_image_edit:QwenImageEdit",
     "z_image": "policy.families.z_image:ZImage",
     "flux2": "policy.families.flux2:Flux2",
     "flux2_klein": "policy.families.flux2:Flux2Klein",

@@ -1,7 +1,8 @@
 """Prompt files and the order in which a run walks them.
 
 Formats: ``.txt``, one prompt per line; ``.jsonl``, one object per line with a ``prompt`` and any
-metadata (GenEval's ``include``/``exclude``/``tag`` among them), which scorers get unchanged.
+metadata (GenEval's ``include``/``exclude``/``tag`` among them), which scorers get unchanged. An
+``image`` is the file of the image that the prompt edits, relative to the prompt file.
 """
 
 from __future__ import annotations
@@ -16,18 +17,30 @@ import xxhash
 
 from configs.load import ConfigError
 from configs.section import Tree
-from configs.sections import Prompts
+from configs.sections import Model, Prompts
+from configs.sources import Pixels, file_digest, pixels_of
 
 FILES = ("train", "test")
+IMAGE = "image"
 ROOT = Path(__file__).parent.parent
 
 
 @dataclass(frozen=True)
 class Prompt:
-    """A line of a prompt file; ``metadata`` is everything but the text."""
+    """A line of a prompt file; ``metadata`` is everything but the text and the image to edit."""
 
     text: str
     metadata: Tree = field(default_factory=dict)
+    image: Path | None = None
+
+    def source(self, model: Model) -> Pixels | None:
+        """The image to edit as ``model`` draws, uint8 [3, H, W]. Raises OSError."""
+        return None if self.image is None else pixels_of(self.image, model.height, model.width)
+
+    def told(self, model: Model) -> Tree:
+        """What scorers get as metadata: ``image`` is ``source``. Raises OSError."""
+        source = self.source(model)
+        return self.metadata if source is None else {**self.metadata, IMAGE: source}
 
 
 def prompt_file(name: str) -> Path:
@@ -56,9 +69,9 @@ def read_prompts(name: str) -> list[Prompt]:
         raise ConfigError(
             f"prompts: {name}: not UTF-8 at byte {error.start}; save the file as UTF-8"
         ) from None
-    parse = _json_line if path.suffix in (".jsonl", ".json") else lambda text, where: Prompt(text)
+    in_json, folder = path.suffix in (".jsonl", ".json"), path.absolute().parent
     prompts = [
-        parse(line.strip(), f"{name}:{number}")
+        _json_line(line.strip(), f"{name}:{number}", folder) if in_json else Prompt(line.strip())
         for number, line in enumerate(lines, 1)
         if line.strip()
     ]
@@ -67,7 +80,7 @@ def read_prompts(name: str) -> list[Prompt]:
     return prompts
 
 
-def _json_line(line: str, where: str) -> Prompt:
+def _json_line(line: str, where: str, folder: Path) -> Prompt:
     try:
         row = json.loads(line)
     except json.JSONDecodeError as error:
@@ -81,18 +94,22 @@ def _json_line(line: str, where: str) -> Prompt:
         or not row["prompt"].strip()
     ):
         raise ConfigError(f"prompts: {where}: no text under 'prompt'")
-    return Prompt(
-        row["prompt"].strip(), {key: value for key, value in row.items() if key != "prompt"}
-    )
+    text, image = row.pop("prompt").strip(), row.pop(IMAGE, None)
+    if image is None:
+        return Prompt(text, row)
+    if not isinstance(image, str) or not image.strip() or "\0" in image:
+        raise ConfigError(f"prompts: {where}: 'image' is no file name")
+    return Prompt(text, row, folder / image)
 
 
 def refuse_overlap(settings: Prompts, train: Sequence[Prompt], test: Sequence[Prompt]) -> None:
     """Raises ConfigError for held-out prompts that are trained on, unless that is allowed.
 
-    Compared without case and repeated spaces: their reward would measure memory.
+    Compared without case and repeated spaces: their reward would measure memory. The same words
+    about another image are another prompt.
     """
-    trained = {_plain(prompt.text) for prompt in train}
-    both = [prompt.text for prompt in test if _plain(prompt.text) in trained]
+    trained = {_plain(prompt) for prompt in train}
+    both = [prompt.text for prompt in test if _plain(prompt) in trained]
     if both and not settings.allow_overlap:
         raise ConfigError(
             f"prompts.test: {len(both)} of {len(test)} held-out prompts are among prompts.train,"
@@ -100,13 +117,20 @@ def refuse_overlap(settings: Prompts, train: Sequence[Prompt], test: Sequence[Pr
         )
 
 
-def _plain(text: str) -> str:
-    return " ".join(text.lower().split())
+def _plain(prompt: Prompt) -> tuple[str, Path | None]:
+    image = prompt.image.resolve() if prompt.image else None
+    return " ".join(prompt.text.lower().split()), image
 
 
 def digest(prompts: Sequence[Prompt]) -> str:
-    """xxh3-128 of texts and metadata in their order, hex; it does not depend on the file name."""
-    lines = [[prompt.text, prompt.metadata] for prompt in prompts]
+    """xxh3-128 of texts, metadata and images in their order, hex; it depends on no file's name.
+
+    Raises ConfigError for an image that cannot be read.
+    """
+    lines = [
+        [prompt.text, prompt.metadata, *([file_digest(prompt.image)] if prompt.image else [])]
+        for prompt in prompts
+    ]
     return xxhash.xxh3_128_hexdigest(json.dumps(lines, sort_keys=True).encode())
 
 

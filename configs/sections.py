@@ -128,7 +128,9 @@ class Guidance(Section):
 
 
 class Prompts(Section):
-    """Prompt files: a prompt per line (.txt), or JSON lines with `prompt` and metadata (.jsonl)."""
+    """Prompt files: a prompt per line (.txt), or JSON lines with `prompt`, metadata and the `image`
+    to edit (.jsonl).
+    """
 
     train: PathText = Field(description="training prompts")
     test: PathText = Field(description="held-out prompts")

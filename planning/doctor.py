@@ -24,7 +24,7 @@ from configs.prompts import read_prompts, refuse_overlap
 from configs.schema import RunConfig
 from planning.layouts.limits import ACTOR_GB, refuse_on_this_machine
 from planning.placement import kinds_of
-from planning.preflight import check_model, check_scorers
+from planning.preflight import check_model, check_prompts, check_scorers
 from records.rundir import versions
 from records.sinks import check_sinks
 
@@ -138,6 +138,7 @@ def of_configuration(config: RunConfig) -> list[Check]:
     def prompts(config: RunConfig) -> None:
         train, test = (read_prompts(p) for p in (config.prompts.train, config.prompts.test))
         refuse_overlap(config.prompts, train, test)
+        check_prompts(config, [*train, *test])
 
     def port(config: RunConfig) -> None:
         at = (config.logging.prometheus_host, config.logging.prometheus_port)

@@ -37,6 +37,9 @@ def held_of(
             chosen = [scorer for scorer in config.rewards.everyone if scorer.label in labels]
             held[kind] = {f"scorer {scorer.label}": _scorer(scorer) for scorer in chosen}
     held["encoder"] = {"text encoders": counts.text}
+    if family.edits:
+        size = counts.autoencoder * dtype.itemsize // 4  # counted as it decodes, in FP32
+        held["encoder"][f"autoencoder, {config.regenerate.precision}"] = size
     return held
 
 

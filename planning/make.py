@@ -37,7 +37,7 @@ from planning.placement import Node, NoRoom, needs_of, place
 from planning.stages import Stage, pixels, stages_of
 from policy import memory
 from policy.families import Family, family_for
-from policy.families.architectures import published, published_names, write_configs
+from policy.families.architectures import named_by, write_described
 from policy.memory import WireBytes
 from policy.types import DTYPES
 
@@ -178,19 +178,16 @@ def _with_outlook(
 def described(config: RunConfig) -> Iterator[tuple[Family, str]]:
     """(family, where its architecture comes from), the published one for a known hub id."""
     model = config.model
-    names = [
-        name
-        for name in published_names()
-        if published(name)["hub_id"] == model.path and not Path(model.path).exists()
-    ]
+    known = None if Path(model.path).exists() else named_by(model.path)
     with tempfile.TemporaryDirectory(prefix="sol-rl-plan-") as scratch:
-        if names:
-            model = model.model_copy(update={"path": str(write_configs(names[0], scratch))})
+        if known is not None:
+            path = str(write_described(known[1], scratch))
+            model = model.model_copy(update={"path": path})
         family = family_for(model)
         family.check(config.guidance)
         yield (
             family,
-            (f"published architecture {names[0]}" if names else "its own configuration files"),
+            (f"published architecture {known[0]}" if known else "its own configuration files"),
         )
 
 

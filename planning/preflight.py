@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+from collections.abc import Sequence
 from contextlib import suppress
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -10,12 +11,13 @@ from pathlib import Path
 from safetensors import SafetensorError, safe_open
 
 from configs.load import ConfigError
-from configs.prompts import changed_files
+from configs.prompts import Prompt, changed_files
 from configs.resume import differences
 from configs.schema import RunConfig
+from configs.sources import refuse_unreadable
 from policy import frozen
 from policy.decoders import check_decoder
-from policy.families import Family, family_for
+from policy.families import FAMILIES, Family, family_for
 from policy.precision.backends import resolve_backend
 from records.rundir import RunDirectory
 from rewards import check_settings, resolve
@@ -55,6 +57,27 @@ def check_model(config: RunConfig) -> None:
         ) from None
 
 
+def check_prompts(config: RunConfig, prompts: Sequence[Prompt]) -> None:
+    """Raises ConfigError where prompts do not fit the model: every prompt of a family that edits
+    has an image that can be read, no prompt of another has one.
+    """
+    edits = FAMILIES[config.model.family].edits
+    for prompt in prompts:
+        if edits and prompt.image is None:
+            raise ConfigError(
+                f"prompts: {prompt.text[:60]!r} has no image to edit, which family"
+                f" {config.model.family!r} needs: give a .jsonl file with an 'image' in each line"
+            )
+        if not edits and prompt.image is not None:
+            editors = ", ".join(name for name, family in FAMILIES.items() if family.edits)
+            raise ConfigError(
+                f"prompts: {prompt.text[:60]!r} has an image, but family"
+                f" {config.model.family!r} edits none: leave 'image' out, or take a model that"
+                f" edits ({editors})"
+            )
+    refuse_unreadable(prompt.image for prompt in prompts if prompt.image is not None)
+
+
 def layers_on_disk(family: Family) -> list[str]:
     """Paths of layers that the transformer certainly has, by its files on this machine.
 
@@ -75,7 +98,13 @@ def layers_on_disk(family: Family) -> list[str]:
 def check_explored(config: RunConfig) -> None:
     """Raises ValueError for a size of proxy images that the model cannot draw."""
     try:
-        family_for(config.explored_model).check()
+        family = family_for(config.explored_model)
+        if family.edits:
+            raise ValueError(
+                "model.height: a model that edits explores at the size that it trains at: leave"
+                " explore.height and explore.width out"
+            )
+        family.check()
     except ValueError as error:
         raise ValueError(str(error).replace("model.", "explore.", 1)) from None
 

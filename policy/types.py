@@ -64,8 +64,8 @@ class Conditioning:
         return Conditioning({name: t[index] for name, t in self.tensors.items()})
 
     def with_negative(self, negative: Conditioning) -> Conditioning:
-        """Each row with the one row of a negative prompt beside it."""
-        beside = negative.repeat(len(self)).tensors
+        """Each row with that of its negative prompt beside it, of ``negative`` as many or one."""
+        beside = (negative if len(negative) == len(self) else negative.repeat(len(self))).tensors
         return Conditioning(
             {**self.tensors, **{f"{NEGATIVE}{name}": tensor for name, tensor in beside.items()}}
         )

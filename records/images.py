@@ -2,7 +2,7 @@
 
 Layout below ``images/``: ``prompts.json``, a list of ``{"index": int, "prompt": str}``, and one
 directory per evaluated step, ``step_000000/<prompt index>_<noise index>.png``, of clips ``.webp``,
-animated. A step appears whole or not at all.
+animated. A step appears whole or not at all. ``source_<prompt index>.png`` is what a prompt edits.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import io
 import json
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
@@ -44,6 +44,7 @@ class RunImages:
 
     prompts: dict[int, str]
     steps: list[StepImages]
+    sources: dict[int, Path] = field(default_factory=dict[int, Path])
 
     def seeds(self, prompt: int) -> list[int]:
         """Seed indices that any step has a chart of, rising."""
@@ -53,13 +54,18 @@ class RunImages:
 
 
 def save_images(
-    directory: Path, step: int, prompts: Sequence[str], images: np.ndarray, fps: int = 16
+    directory: Path,
+    step: int,
+    prompts: Sequence[str],
+    images: np.ndarray,
+    fps: int = 16,
+    sources: Sequence[np.ndarray | None] = (),
 ) -> Path:
     """Write ``images`` uint8 [P, S, 3, H, W] of P ``prompts``; returns the step's directory.
 
-    Or clips [P, S, F, 3, H, W], to be shown at ``fps`` frames per second. The step's directory is
-    written beside and renamed; an existing one of the same step is replaced. Raises ValueError when
-    shapes or dtype do not fit.
+    Or clips [P, S, F, 3, H, W], to be shown at ``fps`` frames per second. ``sources``: what prompts
+    edit, uint8 [3, H, W]. The step's directory is written beside and renamed; an existing one of
+    the same step is replaced. Raises ValueError when shapes or dtype do not fit.
     """
     if images.ndim not in (5, 6) or images.shape[-3] != 3 or images.dtype != np.uint8:
         raise ValueError(
@@ -78,6 +84,9 @@ def save_images(
     atomic.write_text(
         directory / "prompts.json", json.dumps(named, ensure_ascii=False, indent=1) + "\n"
     )
+    for index, source in enumerate(sources):
+        if source is not None:
+            atomic.write_bytes(directory / f"source_{index}.png", png_bytes(source))
     final = directory / f"step_{step:06d}"
     with atomic.replacing_directory(final) as beside:
         for prompt, noise in np.ndindex(*images.shape[:2]):
@@ -108,7 +117,9 @@ def find_images(directory: Path) -> RunImages:
                 steps.append(StepImages(int(match[1]), files))
     shown = {index for step in steps for index, _ in step.files}
     names = {index: prompts.get(index, f"prompt {index}") for index in sorted(shown | set(prompts))}
-    return RunImages(names, sorted(steps, key=lambda one: one.step))
+    sources = {index: directory / f"source_{index}.png" for index in names}
+    sources = {index: path for index, path in sources.items() if path.is_file()}
+    return RunImages(names, sorted(steps, key=lambda one: one.step), sources)
 
 
 def load_step(directory: Path, step: int) -> np.ndarray:

@@ -8,7 +8,9 @@ from typing import Any, ClassVar, Protocol, runtime_checkable
 import numpy as np
 
 Metadata = dict[str, Any]
-"""What a prompt file says about a prompt beside its text: any JSON object."""
+"""What a prompt file says about a prompt beside its text: any JSON object, but under ``image`` the
+image that the prompt edits, uint8 [3, H, W], where it edits one.
+"""
 Settings = Mapping[str, Any]
 """A built-in scorer's settings by name, its defaults among them."""
 
@@ -35,6 +37,12 @@ class Scorer(Protocol):
     ) -> np.ndarray:
         """images uint8 [B, 3, H, W], B prompts, B dicts of prompt metadata -> float32 [B]."""
         ...
+
+
+def source_of(metadata: Metadata) -> np.ndarray | None:
+    """The image that a prompt edits, uint8 [3, H, W]."""
+    found = metadata.get("image")
+    return found if isinstance(found, np.ndarray) else None
 
 
 class BuiltIn:

@@ -9,7 +9,7 @@ from collections.abc import Collection, Mapping, Sequence
 import numpy as np
 import xxhash
 
-from rewards.base import Metadata, require_images
+from rewards.base import Metadata, require_images, source_of
 from rewards.combine import Attempt, WeightedScorer
 
 Entry = tuple[float, dict[str, float]]  # score, and the scorer's parts by name
@@ -102,7 +102,10 @@ def _entry(scored: Attempt, label: str, place: int) -> Entry:
 
 def content_key(image: np.ndarray, prompt: str, metadata: Metadata) -> bytes:
     """128 bits over everything that a score may depend on."""
-    total = xxhash.xxh3_128()
+    total, source = xxhash.xxh3_128(), source_of(metadata)
+    if source is not None:
+        pixels = xxhash.xxh3_128_hexdigest(np.ascontiguousarray(source).tobytes())
+        metadata = {**metadata, "image": [source.shape, pixels]}
     for part in (repr(image.shape), prompt, json.dumps(metadata, sort_keys=True, default=repr)):
         total.update(len(part.encode()).to_bytes(8, "little") + part.encode())
     total.update(np.ascontiguousarray(image).tobytes())

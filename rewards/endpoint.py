@@ -21,6 +21,11 @@ ANSWER_BYTES = 2**20
 """Of a chat completion, at most: a rating with alternatives takes a few thousand."""
 TOP = 20
 """Log-probabilities per token that OpenAI gives at most."""
+EDITED = (
+    "The prompt asks for an edit of this image:",
+    "What the prompt does not ask to change should be as it is there. What came of it:",
+)
+"""Before and after an image that was to be edited."""
 T = TypeVar("T")
 
 
@@ -124,6 +129,14 @@ def image_part(image: np.ndarray) -> dict[str, Any]:
 def text_part(text: str) -> dict[str, Any]:
     """Text as part of a message."""
     return {"type": "text", "text": text}
+
+
+def source_parts(source: np.ndarray | None) -> list[dict[str, Any]]:
+    """What stands before images that are edits of ``source``, uint8 [3, H, W]; None: nothing."""
+    if source is None:
+        return []
+    before, after = EDITED
+    return [text_part(before), image_part(source), text_part(after)]
 
 
 def one_token() -> dict[str, Any]:

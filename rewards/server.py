@@ -27,6 +27,7 @@ from rewards.base import (
     require_count,
     require_images,
     require_one_of,
+    source_of,
 )
 
 TYPES = {"npz": "application/x-npz", "json": "application/json"}
@@ -213,13 +214,30 @@ def _host(url: str) -> str | None:
 def encode(
     encoding: str, images: np.ndarray, prompts: Sequence[str], metadata: Sequence[Metadata]
 ) -> bytes:
-    """The body of a request for images uint8 [B, 3, H, W]."""
-    told: dict[str, object] = {"prompts": list(prompts), "metadata": list(metadata)}
+    """The body of a request for images uint8 [B, 3, H, W].
+
+    The images that prompts edit go out once each, as ``sources``; metadata then says which.
+    """
+    sources: dict[int, np.ndarray] = {}
+    rows: list[Metadata] = []
+    for row in metadata:
+        source = source_of(row)
+        if source is not None:
+            sources.setdefault(id(source), source)
+            row = {**row, "image": list(sources).index(id(source))}
+        rows.append(row)
+    told: dict[str, object] = {"prompts": list(prompts), "metadata": rows}
+    pixels = list(sources.values())
     if encoding == "json":
-        return json.dumps(told | {"images": [_png(image) for image in images]}).encode()
+        sent = {"images": images, **({"sources": pixels} if pixels else {})}
+        in_text = {name: [_png(image) for image in some] for name, some in sent.items()}
+        return json.dumps(told | in_text).encode()
     buffer = io.BytesIO()
     text = np.frombuffer(json.dumps(told).encode(), np.uint8)
-    np.savez(buffer, images=images, request=text)
+    if pixels:
+        np.savez(buffer, images=images, request=text, sources=np.stack(pixels))
+    else:
+        np.savez(buffer, images=images, request=text)
     return buffer.getvalue()
 
 

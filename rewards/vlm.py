@@ -25,6 +25,7 @@ from rewards.base import (
     require_count,
     require_images,
     require_one_of,
+    source_of,
 )
 from rewards.cache import content_key
 from rewards.endpoint import (
@@ -36,6 +37,7 @@ from rewards.endpoint import (
     likely_tokens,
     one_token,
     outcome,
+    source_parts,
     text_part,
     written,
 )
@@ -144,7 +146,7 @@ class VlmScorer(BuiltIn):
         keys = [content_key(*row) for row in zip(images, prompts, metadata, strict=True)]
         known = {key: rating for key in keys if (rating := self._known.get(key)) is not None}
         fresh = {key: row for row, key in enumerate(keys) if key not in known}
-        found, problem = self._ask(images, prompts, fresh)
+        found, problem = self._ask(images, prompts, metadata, fresh)
         rated = known | found
         if problem and not rated:
             raise ScorerError(f"{self._endpoint.url} {self._endpoint.model}: {problem}")
@@ -154,13 +156,22 @@ class VlmScorer(BuiltIn):
         return np.asarray(scores, np.float32)
 
     def _ask(
-        self, images: np.ndarray, prompts: Sequence[str], fresh: dict[bytes, int]
+        self,
+        images: np.ndarray,
+        prompts: Sequence[str],
+        metadata: Sequence[Metadata],
+        fresh: dict[bytes, int],
     ) -> tuple[dict[bytes, Rating], str]:
         """(ratings of the rows of ``fresh``, by content; the first thing that went wrong)."""
         with ThreadPoolExecutor(self.in_flight) as pool:
             asked = {
                 key: [
-                    pool.submit(outcome, partial(self._vote, images[row], prompts[row], vote))
+                    pool.submit(
+                        outcome,
+                        partial(
+                            self._vote, images[row], source_of(metadata[row]), prompts[row], vote
+                        ),
+                    )
                     for vote in range(self.votes)
                 ]
                 for key, row in fresh.items()
@@ -174,7 +185,7 @@ class VlmScorer(BuiltIn):
                 problem = problem or str(error)
         return rated, problem
 
-    def _vote(self, image: np.ndarray, prompt: str, vote: int) -> Vote:
+    def _vote(self, image: np.ndarray, source: np.ndarray | None, prompt: str, vote: int) -> Vote:
         """Raises NoVerdict, or ScorerError where the endpoint does not answer."""
         text = self.rubric.replace("{low}", str(self.low)).replace("{high}", str(self.high))
         # the prompt last: what is in braces there stays as it is
@@ -182,7 +193,8 @@ class VlmScorer(BuiltIn):
         number = {"type": "number", "minimum": self.low, "maximum": self.high}
         by_tokens = self.read == "logprobs"
         form = one_token() if by_tokens else json_object("rating", "score", number)
-        answer = self._endpoint.ask([image_part(image), text_part(text)], vote, form)
+        content = [*source_parts(source), image_part(image), text_part(text)]
+        answer = self._endpoint.ask(content, vote, form)
         value = self._expected(answer.choice) if by_tokens else self._written(answer.choice)
         score = (value - self.low) / (self.high - self.low)
         return score, answer.tokens_in, answer.tokens_out

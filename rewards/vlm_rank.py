@@ -26,6 +26,7 @@ from rewards.base import (
     require_count,
     require_images,
     require_one_of,
+    source_of,
 )
 from rewards.cache import content_key
 from rewards.endpoint import (
@@ -37,6 +38,7 @@ from rewards.endpoint import (
     likely_tokens,
     one_token,
     outcome,
+    source_parts,
     text_part,
     written,
 )
@@ -141,14 +143,20 @@ class VlmRankScorer(BuiltIn):
         seed = xxhash.xxh3_64_intdigest(b"".join(sorted(keys)))
         lists = [by_content[rows] for rows in drawn_lists(len(keys), self.size, self.rounds, seed)]
         wins = np.zeros((len(images), len(images)))
-        for rows, verdict in self._verdicts(images, prompts[0], keys, lists):
+        source = source_of(metadata[0])
+        for rows, verdict in self._verdicts(images, source, prompts[0], keys, lists):
             wins[np.ix_(rows, rows)] += verdict.wins
         scores = chances(wins)
         self.parts["consistency"] = consistency(wins, scores)
         return scores
 
     def _verdicts(
-        self, images: np.ndarray, prompt: str, keys: Sequence[bytes], lists: Sequence[np.ndarray]
+        self,
+        images: np.ndarray,
+        source: np.ndarray | None,
+        prompt: str,
+        keys: Sequence[bytes],
+        lists: Sequence[np.ndarray],
     ) -> list[tuple[np.ndarray, Verdict]]:
         """Lists with their verdicts, without those that have none. Raises ScorerError where none
         has one.
@@ -157,7 +165,7 @@ class VlmRankScorer(BuiltIn):
         known = {name: found for name in by_name if (found := self._known.get(name)) is not None}
         with ThreadPoolExecutor(self.in_flight) as pool:
             asked = {
-                name: pool.submit(outcome, partial(self._ask, images[rows], prompt))
+                name: pool.submit(outcome, partial(self._ask, images[rows], source, prompt))
                 for name, rows in by_name.items()
                 if name not in known
             }
@@ -171,9 +179,9 @@ class VlmRankScorer(BuiltIn):
         verdicts = known | fresh
         return [(by_name[name], verdict) for name, verdict in verdicts.items()]
 
-    def _ask(self, images: np.ndarray, prompt: str) -> Verdict:
+    def _ask(self, images: np.ndarray, source: np.ndarray | None, prompt: str) -> Verdict:
         """The verdict on a list of images uint8 [k, 3, H, W]. Raises NoVerdict, ScorerError."""
-        content: list[dict[str, Any]] = []
+        content = source_parts(source)
         for number, image in enumerate(images, 1):
             content += [text_part(f"Image {number}:"), image_part(image)]
         # the prompt last: what is in braces there stays as it is

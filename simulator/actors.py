@@ -18,6 +18,7 @@ from actors.messages import (
     Exported,
     Floats,
     GenerateRequest,
+    Images,
     Metadata,
     Probe,
     Probed,
@@ -67,7 +68,7 @@ class Simulated:
 class Encoder(Simulated):
     """Stands for ``EncoderActor``."""
 
-    def encode(self, groups: list[list[str]]) -> Took:
+    def encode(self, groups: list[list[str]], images: list[list[Images]] | None = None) -> Took:
         """A token per group."""
         seconds = self.durations.encode.at(sum(map(len, groups)))
         return Took(seconds, (seconds, *(TOKEN for _ in groups)))

@@ -9,9 +9,9 @@ from unittest import mock
 import pytest
 from hypothesis import settings
 
-from tests.tiny_flux import tiny_flux_dir
+from tests.tiny_flux import tiny_flux_dir, tiny_flux_kontext_dir
 from tests.tiny_flux2 import tiny_flux2_dir, tiny_flux2_klein_dir
-from tests.tiny_qwen_image import tiny_qwen_image_dir
+from tests.tiny_qwen_image import tiny_qwen_image_dir, tiny_qwen_image_edit_dir
 from tests.tiny_sana import tiny_sana_dir
 from tests.tiny_sana_video import tiny_sana_video_dir
 from tests.tiny_sd3 import tiny_sd3_dir
@@ -23,7 +23,9 @@ __all__ = [
     "tiny_flux2_dir",
     "tiny_flux2_klein_dir",
     "tiny_flux_dir",
+    "tiny_flux_kontext_dir",
     "tiny_qwen_image_dir",
+    "tiny_qwen_image_edit_dir",
     "tiny_sana_dir",
     "tiny_sana_video_dir",
     "tiny_sd3_dir",

@@ -4,25 +4,33 @@ called to match a run.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from unittest import mock
 
 import numpy as np
+from PIL import Image
 
 from configs.sections import Guidance, Model
 
 if TYPE_CHECKING:
-    from policy.families import Family
+    from policy.families import Family, TextEncoder
     from policy.types import Conditioning
 
 VIDEO = ("wan", "sana_video")
-NAMES = ("sd3", "flux", "sana", "qwen_image", "z_image", "flux2", "flux2_klein", *VIDEO)
+EDITING = ("flux_kontext", "qwen_image_edit")
+NAMES = (
+    *("sd3", "flux", "flux_kontext", "sana", "qwen_image", "qwen_image_edit"),
+    *("z_image", "flux2", "flux2_klein", *VIDEO),
+)
 SETTINGS: dict[str, dict[str, Any]] = {
     "sd3": {"height": 16, "width": 16, "max_sequence_length": 12},
     "flux": {"height": 16, "width": 16, "max_sequence_length": 12, "guidance": 3.5},
+    "flux_kontext": {"height": 16, "width": 16, "max_sequence_length": 12, "guidance": 2.5},
     "sana": {
         "height": 32,
         "width": 32,
@@ -30,6 +38,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
         "complex_human_instruction": False,
     },
     "qwen_image": {"height": 16, "width": 16, "max_sequence_length": 16},
+    "qwen_image_edit": {"height": 32, "width": 32, "max_sequence_length": 40},
     "z_image": {"height": 16, "width": 16, "max_sequence_length": 40},
     "flux2": {"height": 16, "width": 16, "max_sequence_length": 24, "guidance": 4.0},
     "flux2_klein": {"height": 16, "width": 16, "max_sequence_length": 24},
@@ -49,15 +58,17 @@ SEEDS = [11, 2**40 + 3, 7]
 PIPELINES = {
     "sd3": "StableDiffusion3Pipeline",
     "flux": "FluxPipeline",
+    "flux_kontext": "FluxKontextPipeline",
     "sana": "SanaPipeline",
     "qwen_image": "QwenImagePipeline",
+    "qwen_image_edit": "QwenImageEditPlusPipeline",
     "z_image": "ZImagePipeline",
     "flux2": "Flux2Pipeline",
     "flux2_klein": "Flux2KleinPipeline",
     "wan": "WanPipeline",
     "sana_video": "SanaVideoPipeline",
 }
-TEXT_MODULES = {name: {"sd3": 3, "flux": 2}.get(name, 1) for name in NAMES}
+TEXT_MODULES = {name: {"sd3": 3, "flux": 2, "flux_kontext": 2}.get(name, 1) for name in NAMES}
 """Text encoders of each."""
 
 
@@ -77,14 +88,50 @@ def stock_pipeline(name: str, directory: Path) -> Any:
     return pipe
 
 
+def source_for(prompt: str, height: int, width: int) -> np.ndarray:
+    """An image for a prompt to edit, uint8 [3, H, W]: waves, so that a smaller one is like it."""
+    chance = np.random.default_rng(len(prompt))
+    rows, columns = np.mgrid[:height, :width] / 8
+    waves = [np.sin(a * rows + b * columns + c) for a, b, c in chance.uniform(0, 3, (3, 3))]
+    return np.uint8(np.stack(waves) * 100 + 128)
+
+
+def encode(
+    family: Family, prompts: list[str], negative: str | None = None, text: TextEncoder | None = None
+) -> Conditioning:
+    """A row for each prompt, of a family that edits with a source image of its own; by ``text``
+    where that is loaded already.
+    """
+    import torch
+
+    size = family.model.height, family.model.width
+    images = [source_for(prompt, *size) for prompt in prompts] if family.edits else None
+    text = text or family.load_text("cpu", torch.float32, negative)
+    return text.encode(prompts, images)
+
+
+@contextmanager
+def sources_as_large_as_drawn(model: Model) -> Iterator[None]:
+    """Qwen's pipeline takes sources of 1024x1024 pixels to its autoencoder, whatever it draws."""
+    from diffusers.pipelines.qwenimage import pipeline_qwenimage_edit_plus as stock
+
+    with mock.patch.object(stock, "VAE_IMAGE_SIZE", model.height * model.width):
+        yield
+
+
 def stock_call(
     pipe: Any, model: Model, prompt: str, noise: Any, steps: int, output_type: str, **more: Any
 ) -> Any:
     """What the stock pipeline draws without classifier-free guidance from given noises: latents or
-    PIL images, or lists of them that are clips.
+    PIL images, or lists of them that are clips. One that edits is given ``source_for`` the prompt.
     """
     from policy.families import FAMILIES
 
+    if FAMILIES[model.family].edits and "image" not in more:
+        source = source_for(prompt, model.height, model.width)
+        more["image"] = Image.fromarray(np.ascontiguousarray(source.transpose(1, 2, 0)))
+    if model.family == "flux_kontext":
+        more["_auto_resize"] = False  # to one of its own sizes, all of about 1024x1024 pixels
     how: dict[str, Any] = FAMILIES[model.family].call_arguments(model, Guidance())
     if model.family == "sd3":
         how["sigmas"] = np.linspace(1, 1 / steps, steps).tolist()
@@ -93,14 +140,15 @@ def stock_call(
         # one of the two returns them packed, the other as its autoencoder takes them
         how["callback_on_step_end"] = lambda *found: kept.update(found[-1]) or {}
     what, kind = ("frames", "videos") if FAMILIES[model.family].video else ("images", "images")
-    found = pipe(
-        prompt=prompt,
-        **{f"num_{kind}_per_prompt": len(noise)},
-        num_inference_steps=steps,
-        latents=noise,
-        output_type=output_type,
-        **{**how, **more},
-    )
+    with sources_as_large_as_drawn(model):
+        found = pipe(
+            prompt=prompt,
+            **{f"num_{kind}_per_prompt": len(noise)},
+            num_inference_steps=steps,
+            latents=noise,
+            output_type=output_type,
+            **{**how, **more},
+        )
     return kept["latents"].transpose(1, 2).reshape(noise.shape) if kept else found[what]
 
 
@@ -142,9 +190,7 @@ class Tiny:
     @cached_property
     def encoded(self) -> Conditioning:
         """PROMPTS, a row each."""
-        import torch
-
-        return self.family.load_text("cpu", torch.float32).encode(PROMPTS)
+        return encode(self.family, PROMPTS)
 
     def stock(self, steps: int, output_type: str, **more: Any) -> Any:
         """What the stock pipeline draws for the first prompt at SEEDS."""

@@ -28,10 +28,21 @@ def tiny_flux_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_tiny_flux(tmp_path_factory.mktemp("tiny_flux"))
 
 
-def make_tiny_flux(path: str | Path, seed: int = 0) -> Path:
+@pytest.fixture(scope="session")
+def tiny_flux_kontext_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same as a FluxKontextPipeline."""
+    return make_tiny_flux(tmp_path_factory.mktemp("tiny_flux_kontext"), kontext=True)
+
+
+def make_tiny_flux(path: str | Path, seed: int = 0, kontext: bool = False) -> Path:
     """Write the pipeline directory and return its path. The same seed gives the same weights."""
     import torch
-    from diffusers import FlowMatchEulerDiscreteScheduler, FluxPipeline, FluxTransformer2DModel
+    from diffusers import (
+        FlowMatchEulerDiscreteScheduler,
+        FluxKontextPipeline,
+        FluxPipeline,
+        FluxTransformer2DModel,
+    )
     from transformers import CLIPTextModel
 
     with torch.random.fork_rng():
@@ -49,7 +60,7 @@ def make_tiny_flux(path: str | Path, seed: int = 0) -> Path:
             axes_dims_rope=(4, 4, 8),
         )
         randomise_vectors(transformer)
-        pipe = FluxPipeline(
+        pipe = (FluxKontextPipeline if kontext else FluxPipeline)(
             transformer=transformer,
             scheduler=FlowMatchEulerDiscreteScheduler(
                 shift=3.0,

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -23,6 +23,9 @@ TEMPLATE = (
     "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n"
     "{% if not enable_thinking %}<think></think>{% endif %}{% endif %}"
 )
+VISION = ["<|vision_start|>", "<|image_pad|>", "<|video_pad|>", "<|vision_end|>"]
+PATCH = 48
+"""So large that an image of 384x384 pixels is 16 tokens, of 2x2 patches each."""
 MARKS = ("<|im_start|>", "<|im_end|>", "<think>", "</think>", "<|image|>", "<|video|>")
 
 
@@ -32,12 +35,19 @@ def tiny_qwen_image_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_tiny_qwen_image(tmp_path_factory.mktemp("tiny_qwen_image"))
 
 
-def make_tiny_qwen_image(path: str | Path, seed: int = 0) -> Path:
+@pytest.fixture(scope="session")
+def tiny_qwen_image_edit_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same as a QwenImageEditPlusPipeline, for 32x32."""
+    return make_tiny_qwen_image(tmp_path_factory.mktemp("tiny_qwen_image_edit"), edit=True)
+
+
+def make_tiny_qwen_image(path: str | Path, seed: int = 0, edit: bool = False) -> Path:
     """Write the pipeline directory and return its path. The same seed gives the same weights."""
     import torch
     from diffusers import (
         AutoencoderKLQwenImage,
         FlowMatchEulerDiscreteScheduler,
+        QwenImageEditPlusPipeline,
         QwenImagePipeline,
         QwenImageTransformer2DModel,
     )
@@ -55,8 +65,10 @@ def make_tiny_qwen_image(path: str | Path, seed: int = 0) -> Path:
             axes_dims_rope=(4, 4, 8),
         )
         randomise(transformer)
-        tokenizer = tiny_qwen_tokenizer(QwenImagePipeline)
-        pipe = QwenImagePipeline(
+        cls = QwenImageEditPlusPipeline if edit else QwenImagePipeline
+        tokenizer = tiny_qwen_tokenizer(cls)
+        pipe: Any = cls(
+            **({"processor": _processor(tokenizer)} if edit else {}),
             transformer=transformer,
             scheduler=FlowMatchEulerDiscreteScheduler(
                 use_dynamic_shifting=True,
@@ -108,26 +120,37 @@ def tiny_qwen_tokenizer(pipeline: type | None = None) -> Qwen2Tokenizer:
     )
     words = ["user", "system", "assistant", *(f" {word}" for word in WORDS[1:])]
     if pipeline is not None:
-        words += [*re.findall(r" ?[A-Za-z]{2,}", _template())]
-    marks = [AddedToken(mark, special=True, normalized=False) for mark in MARKS]
+        words += [*re.findall(r" ?[A-Za-z]{2,}", _template(pipeline)), "Picture"]
+    marks = [AddedToken(mark, special=True, normalized=False) for mark in (*MARKS, *VISION)]
     tokenizer.add_tokens([*marks, *dict.fromkeys(words)])
     return tokenizer
 
 
-def _template() -> str:
+def _template(pipeline: type) -> str:
     import inspect
 
-    from diffusers import QwenImagePipeline
-
-    found = re.search(r"prompt_template_encode = \"(.*)\"", inspect.getsource(QwenImagePipeline))
+    found = re.search(r"prompt_template_encode = \"(.*)\"", inspect.getsource(pipeline))
     assert found is not None
     return re.sub(r"<\|.*?\|>|\\n|\{\}", "\n", found.group(1))
+
+
+def _processor(tokenizer: Qwen2Tokenizer) -> Any:
+    from transformers import Qwen2VLImageProcessor, Qwen2VLProcessor, Qwen2VLVideoProcessor
+
+    patches: dict[str, Any] = {"patch_size": PATCH, "merge_size": 2, "temporal_patch_size": 2}
+    return Qwen2VLProcessor(
+        image_processor=Qwen2VLImageProcessor(**patches),
+        tokenizer=tokenizer,
+        video_processor=Qwen2VLVideoProcessor(**patches),
+        chat_template=TEMPLATE,
+    )
 
 
 def _text_encoder(tokenizer: Qwen2Tokenizer) -> nn.Module:
     from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
 
-    size = len(tokenizer)
+    ids: Any = tokenizer.convert_tokens_to_ids(VISION)
+    size, (start, image, video, end) = len(tokenizer), ids
     config = Qwen2_5_VLConfig(
         text_config={
             "vocab_size": size + 4,
@@ -150,10 +173,13 @@ def _text_encoder(tokenizer: Qwen2Tokenizer) -> nn.Module:
             "intermediate_size": 16,
             "num_heads": 2,
             "out_hidden_size": 32,
+            "patch_size": PATCH,
+            "window_size": 4 * PATCH,
+            "fullatt_block_indexes": [0],
         },
-        image_token_id=size,
-        video_token_id=size + 1,
-        vision_start_token_id=size + 2,
-        vision_end_token_id=size + 3,
+        image_token_id=image,
+        video_token_id=video,
+        vision_start_token_id=start,
+        vision_end_token_id=end,
     )
     return Qwen2_5_VLForConditionalGeneration(config).eval()

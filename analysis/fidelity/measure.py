@@ -27,7 +27,7 @@ from learner.checkpoint import CheckpointError, latest_checkpoint, step_director
 from learner.fidelity import HALVES
 from learner.publish import export_policy
 from learner.trainer import Trainer
-from planning.preflight import check_model
+from planning.preflight import check_model, check_prompts
 from policy.decoders import load_decoder
 from policy.device import threads
 from policy.explorer import Explorer
@@ -170,7 +170,7 @@ def measure(config: RunConfig, wanted: Measurement, prompts: list[Prompt], say: 
         for p, prompt in enumerate(prompts):
             images = make(conditioning[p], seeds[p])
             rewards[p] = scorer(
-                images, [prompt.text] * len(images), [prompt.metadata] * len(images)
+                images, [prompt.text] * len(images), [prompt.told(config.model)] * len(images)
             ).total
         result.seconds[name] = (time.perf_counter() - start) / rewards.size
         say(
@@ -229,11 +229,18 @@ def explored(
 
 
 def encoded(config: RunConfig, prompts: list[Prompt]) -> list[Conditioning]:
-    """Conditioning of one row for each prompt, on the CPU."""
+    """Conditioning of one row for each prompt, on the CPU.
+
+    Raises ConfigError for images to edit that the model does not take, or that are not there.
+    """
+    check_prompts(config, prompts)
     negative = config.guidance.negative_prompt if config.guidance.stages else None
     family, dtype = family_for(config.model), DTYPES[config.regenerate.precision]
     text = family.load_text(device(), dtype, negative)
-    return [text.encode([prompt.text]).to(device="cpu") for prompt in prompts]
+    return [
+        text.encode([prompt.text], [prompt.source(config.model)]).to(device="cpu")
+        for prompt in prompts
+    ]
 
 
 def trainer_of(config: RunConfig, checkpoint: Path | None = None) -> Trainer:

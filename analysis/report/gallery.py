@@ -43,7 +43,7 @@ class Half:
 
 @dataclass(frozen=True)
 class Prompt:
-    """A prompt before training and, where that is there, after."""
+    """A prompt before training and, where that is there, after; first what it edits, if it does."""
 
     text: str
     halves: list[Half]
@@ -56,9 +56,18 @@ def gallery(run: RunData) -> list[Prompt]:
     first, last = run.images.steps[0], run.images.steps[-1]
     steps = [("before", first)] + ([(f"after {last.step}", last)] if last is not first else [])
     return [
-        Prompt(text, [_half(run, title, step, index, text) for title, step in steps])
+        Prompt(
+            text,
+            _source(run, index, text)
+            + [_half(run, title, step, index, text) for title, step in steps],
+        )
         for index, text in run.images.prompts.items()
     ]
+
+
+def _source(run: RunData, index: int, prompt: str) -> list[Half]:
+    path = run.images.sources.get(index)
+    return [Half("source", "", [shown_image(path, f"source: {prompt}")])] if path else []
 
 
 def _half(run: RunData, title: str, step: StepImages, index: int, prompt: str) -> Half:

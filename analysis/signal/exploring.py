@@ -74,7 +74,8 @@ class Exploring:
     def score(self, images: np.ndarray, prompt: Prompt) -> np.ndarray:
         """Rewards float32 [B]."""
         count = len(images)
-        return self.scorer(images, [prompt.text] * count, [prompt.metadata] * count).total
+        told = prompt.told(self.config.model)
+        return self.scorer(images, [prompt.text] * count, [told] * count).total
 
     def rewards(self, name: str, steps: int) -> list[np.ndarray]:
         """Rewards [P, pool] of each batch, with what ``out`` has of a measurement before."""

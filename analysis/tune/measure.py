@@ -88,7 +88,8 @@ class Measuring:
 
     def _scored(self, images: np.ndarray, prompt: Prompt) -> np.ndarray:
         count = len(images)
-        return self.scorer(images, [prompt.text] * count, [prompt.metadata] * count).total
+        told = prompt.told(self.config.model)
+        return self.scorer(images, [prompt.text] * count, [told] * count).total
 
     def _update_seconds(self) -> float:
         """Of forward and backward passes for a sample, on one prompt's."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import ray
 from ray import ObjectRef
@@ -14,49 +15,60 @@ from configs.schema import RunConfig
 from policy.types import Conditioning
 from records.errors import RunFailed
 
+Asked = tuple[str, Path | None]
+"""Of a prompt all that is encoded: its text, and the file of the image that it edits."""
 AT_ONCE = 32
 """Groups of prompts in a call, which has the encoder's deadline."""
-Texts = tuple[str, ...]
+Group = tuple[Asked, ...]
 
 
 @dataclass(frozen=True)
 class EncodedOnce(EncoderClient):
     """An encoder that is asked in advance. Until it has been, it is asked as ever."""
 
-    known: dict[Texts, ObjectRef[Conditioning]] = field(
-        default_factory=dict[Texts, ObjectRef[Conditioning]]
+    known: dict[Group, ObjectRef[Conditioning]] = field(
+        default_factory=dict[Group, ObjectRef[Conditioning]]
     )
 
-    async def fill(self, groups: Iterable[Texts]) -> None:
+    async def fill(self, groups: Iterable[list[Prompt]]) -> None:
         """Encode each of ``groups``, as one by one they would be."""
-        new = [group for group in dict.fromkeys(groups) if group not in self.known]
+        asked = {asked_of(group): group for group in groups}
+        new = [group for key, group in asked.items() if key not in self.known]
         for first in range(0, len(new), AT_ONCE):
             some = new[first : first + AT_ONCE]
-            found = await super().encode(f"once-{first}", [list(group) for group in some])
+            found = await super().encode(f"once-{first}", some)
             for group, reference in zip(some, found, strict=True):
                 # put anew from here: what an actor made would be lost with its node
-                self.known[group] = _put(await reference)
+                self.known[asked_of(group)] = _put(await reference)
 
     async def encode(
-        self, what: int | str, groups: list[list[str]]
+        self, what: int | str, groups: list[list[Prompt]]
     ) -> list[ObjectRef[Conditioning]]:
         """What is known of each group. Raises RunFailed for one that was not asked in advance."""
         if not self.known:
             return await super().encode(what, groups)
-        missing = [group for group in groups if tuple(group) not in self.known]
+        missing = [group for group in groups if asked_of(group) not in self.known]
         if missing:
+            texts = [prompt.text for prompt in missing[0]]
             raise RunFailed(
-                f"prompts.encode_once: {missing[0]} was not encoded at the start: this should never"
+                f"prompts.encode_once: {texts} was not encoded at the start: this should never"
                 " happen, please report it"
             )
-        return [self.known[tuple(group)] for group in groups]
+        return [self.known[asked_of(group)] for group in groups]
+
+
+def asked_of(group: Sequence[Prompt]) -> Group:
+    """What two groups that are encoded alike have in common."""
+    return tuple((prompt.text, prompt.image) for prompt in group)
 
 
 def _put(conditioning: Conditioning) -> ObjectRef[Conditioning]:
     return ray.put(conditioning)  # pyright: ignore[reportUnknownMemberType]
 
 
-def texts_of(config: RunConfig, train: Sequence[Prompt], test: Sequence[Prompt]) -> list[Texts]:
+def groups_of(
+    config: RunConfig, train: Sequence[Prompt], test: Sequence[Prompt]
+) -> list[list[Prompt]]:
     """Every group of prompts that a run has encoded: those it trains on, one by one, and blocks of
     held-out ones. The first of all prompts is that of the identity check.
     """
@@ -66,8 +78,8 @@ def texts_of(config: RunConfig, train: Sequence[Prompt], test: Sequence[Prompt])
         for index in iterations
         for row in prompts_of_iteration(len(train), count, index, config.seed)
     }
-    groups: list[Texts] = [(train[row].text,) for row in sorted(rows | {0})] if train else []
-    return groups + [tuple(test[p].text for p in block) for block in blocks_of(config, len(test))]
+    groups = [[train[row]] for row in sorted(rows | {0})] if train else []
+    return groups + [[test[p] for p in block] for block in blocks_of(config, len(test))]
 
 
 def blocks_of(config: RunConfig, prompts: int) -> list[list[int]]:

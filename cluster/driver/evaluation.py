@@ -85,7 +85,7 @@ async def evaluate(
     """
     settings, blocks = config.evaluate, blocks_of(config, len(prompts))
     conditioning = await services.encoder.encode(
-        "evaluation", [[prompts[p].text for p in block] for block in blocks]
+        "evaluation", [[prompts[p] for p in block] for block in blocks]
     )
     scoring = Scoring(config.rewards, services.reward, evaluation=True)
 

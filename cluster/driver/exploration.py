@@ -104,8 +104,8 @@ class Exploration:
         per_iteration = config.prompts.per_iteration
         rows = prompts_of_iteration(len(self._prompts), per_iteration, index, config.seed)
         prompts = [self._prompts[row] for row in rows]
-        texts = [[prompt.text] for prompt in prompts]
-        return prompts, await self._services.encoder.encode(index, texts)
+        groups = [[prompt] for prompt in prompts]
+        return prompts, await self._services.encoder.encode(index, groups)
 
     async def _begin(self, index: int) -> Iteration:
         config, services = self._config, self._services

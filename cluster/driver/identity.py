@@ -52,7 +52,7 @@ class PolicyIdentity:
         note: Callable[[str], None],
     ):
         self._config, self._encoder, self._event, self._note = config, encoder, event, note
-        self._prompt = prompts[0].text
+        self._prompt = prompts[0]
         self._worst: float | None = None
 
     async def expected(self, version: int, learner: LearnerClient) -> Expected | None:

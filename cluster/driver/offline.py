@@ -18,7 +18,7 @@ from configs.load import ConfigError
 from configs.prompts import Prompt, prompt_file, read_prompts
 from configs.schema import RunConfig
 from learner import checkpoint
-from planning.preflight import check_model, check_scorers
+from planning.preflight import check_model, check_prompts, check_scorers
 from policy.lora import ADAPTERS
 from policy.lora_files import ENDING, adapter_file, save_diffusers_lora
 from records.errors import RunFailed
@@ -96,6 +96,7 @@ def evaluate_run(
         else read_prompts(given)
     )
     check_model(config)
+    check_prompts(config, prompts)
     check_scorers(config)
     join_or_start_ray(config)
     try:
@@ -113,6 +114,7 @@ def evaluate_run(
             [prompt.text for prompt in prompts],
             result.images,
             config.model.frames_per_second,
+            [prompt.source(config.model) for prompt in prompts[: len(result.images)]],
         )
     file = str(prompt_file(given or config.prompts.test).absolute())
     write_json(

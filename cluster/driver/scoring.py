@@ -11,10 +11,11 @@ from ray import ObjectRef
 
 from actors.calls import Task
 from actors.clients import RewardClient
-from actors.messages import Floats, Images, Scores
+from actors.messages import Floats, Images, Metadata, Scores
 from cluster.runtime.pool import ActorPool
 from configs.prompts import Prompt
 from configs.rewards import Rewards
+from configs.sections import Model
 from records.errors import InputsLost, RunFailed
 from rewards.combine import Combination
 
@@ -71,9 +72,18 @@ def disagreement(first: Floats, again: Floats) -> float:
 class RewardService:
     """The pools that score: one for the scorers that share actors, and one for each that has actors
     of its own. ``groups``: by kind, a pool and the labels of the scorers that its actors hold.
+    ``model``: whose images are scored; None where no prompt has a source image.
     """
 
     groups: Mapping[str, tuple[ActorPool, Labels]]
+    model: Model | None = None
+
+    def told(self, prompts: Sequence[Prompt]) -> tuple[list[str], list[Metadata]]:
+        """(texts, metadata) of prompts as scorers get them; a source image is read once."""
+        if self.model is None:
+            return [prompt.text for prompt in prompts], [prompt.metadata for prompt in prompts]
+        told = {id(prompt): prompt.told(self.model) for prompt in prompts}
+        return [prompt.text for prompt in prompts], [told[id(prompt)] for prompt in prompts]
 
     @property
     def pools(self) -> list[ActorPool]:
@@ -144,7 +154,7 @@ class Scoring:
         task = Task(("score", key), priority, _fault, self._rewards.attempts)
 
         def ask(client: RewardClient, labels: Labels) -> Awaitable[Scores]:
-            texts, metadata = [p.text for p in prompts], [p.metadata for p in prompts]
+            texts, metadata = self._service.told(prompts)
             return client.score(task, images, texts, metadata, labels, self._evaluation)
 
         values = await self._ask_all(self._labels, ask, len(prompts))
@@ -173,9 +183,10 @@ class Scoring:
         if not self._comparing:
             return Scored.concatenate(parts)
         task = Task(("compare", key), priority, _fault, self._rewards.attempts)
+        (metadata,) = self._service.told([prompt])[1]
 
         def ask(client: RewardClient, labels: Labels) -> Awaitable[Scores]:
-            return client.compare(task, prompt.text, prompt.metadata, labels, images)
+            return client.compare(task, prompt.text, metadata, labels, images)
 
         known = Scored.concatenate(parts).values
         values = known | await self._ask_all(self._comparing, ask, len(next(iter(known.values()))))
@@ -217,7 +228,7 @@ class Scoring:
         first: Mapping[str, Floats],
     ) -> None:
         """Raises RunFailed where a scorer gives these images other scores than at first."""
-        texts, metadata = [p.text for p in prompts], [p.metadata for p in prompts]
+        texts, metadata = self._service.told(prompts)
         for pool, labels in self._service.groups.values():
             mine = tuple(label for label in labels if label in self._labels)
             if not mine:

@@ -18,7 +18,7 @@ from actors.learner import LearnerActor
 from actors.reward import RewardActor
 from actors.rollout import RolloutActor
 from actors.selector import SelectorActor
-from cluster.driver.encoded import EncodedOnce, texts_of
+from cluster.driver.encoded import EncodedOnce, groups_of
 from cluster.driver.learners import LearnerGroup
 from cluster.driver.places import Places
 from cluster.driver.scoring import RewardService
@@ -72,10 +72,11 @@ class ActorServices:
                 kind: (self._pool(kind, RewardActor, tree, kind), labels)
                 for kind in kinds
                 if (labels := config.scorers_of(kind))
-            }
+            },
+            config.model,
         )
         asked = EncodedOnce if config.prompts.encode_once else EncoderClient
-        self.encoder, self.selector = asked(encoder), SelectorClient(selector)
+        self.encoder, self.selector = asked(encoder, config.model), SelectorClient(selector)
         self.rollout, self.learner = RolloutClient(self.rollout_pool), self.learners.client
         self.weights = WeightChannel(event, config.explore_ahead)
         self.rollout_pool.prepare = self.weights.prepare_for(self.rollout_pool)
@@ -117,7 +118,7 @@ class ActorServices:
         began = time.monotonic()
         await self._choose_places()
         await self.encoder_pool.start()
-        await self.encoder.fill(texts_of(self.config, train, test))
+        await self.encoder.fill(groups_of(self.config, train, test))
         await self.encoder_pool.supervisor.resize(0)
         self.pools = [pool for pool in self.pools if pool is not self.encoder_pool]
         seconds = round(time.monotonic() - began, 3)

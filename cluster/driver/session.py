@@ -37,7 +37,7 @@ from learner.checkpoint import CheckpointError
 from learner.schedules import stop_reason
 from planning.layouts.resolve import as_started, keep_layout
 from planning.layouts.threads import keep_threads
-from planning.preflight import check_model, check_resumable, check_scorers
+from planning.preflight import check_model, check_prompts, check_resumable, check_scorers
 from records.errors import InputsLost, RunFailed, StateLost, Stopped
 from records.progress import Progress, waiting
 from records.rundir import RunDirectory, write_json
@@ -61,6 +61,7 @@ def train(config: RunConfig, resume: bool) -> RunDirectory:
     if not resume:
         rundir.require_new()
     check_model(config)
+    check_prompts(config, [*train_prompts, *test_prompts])
     check_scorers(config)
     check_sinks(config)
     with contextlib.ExitStack() as alone:

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, TypedDict
 from cluster.jobs.dashboard import client_of, refusals
 from cluster.jobs.job_log import first_line, output_of
 from configs.load import ConfigError, load
+from configs.prompts import read_prompts
 from configs.schema import RunConfig
 
 if TYPE_CHECKING:
@@ -231,7 +232,8 @@ def stage_tree(into: Path) -> None:
 def stage(into: Path, source: str, config: RunConfig) -> str:
     """Copy what is sent to ``into``; returns the job's configuration argument.
 
-    Raises ConfigError for prompt files outside of the directory that is submitted.
+    Raises ConfigError for prompt files outside of the directory that is submitted, and for images
+    to edit there that are not given by absolute paths.
     """
     stage_tree(into)
     for name in (config.prompts.train, config.prompts.test):
@@ -246,6 +248,7 @@ def stage(into: Path, source: str, config: RunConfig) -> str:
         if not path.is_absolute() and path.is_file() and not (into / path).exists():
             (into / path).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy(path, into / path)
+            _stage_sources(into, name)
     path = Path(source)
     if not path.is_file():
         return source  # a preset
@@ -255,3 +258,20 @@ def stage(into: Path, source: str, config: RunConfig) -> str:
     (into / ELSEWHERE).mkdir(exist_ok=True)
     shutil.copy(path, into / ELSEWHERE / path.name)
     return f"{ELSEWHERE}/{path.name}"
+
+
+def _stage_sources(into: Path, name: str) -> None:
+    """Copy what the prompts of a file edit, as far as it lies below the file."""
+    folder = Path(name).absolute().parent
+    below = Path(name).parent
+    for image in dict.fromkeys(prompt.image for prompt in read_prompts(name) if prompt.image):
+        inside = Path(os.path.normpath(image))
+        if inside.is_relative_to(folder) and inside.is_file():
+            target = into / below / inside.relative_to(folder)
+            target.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(inside, target)
+        elif ".." in image.parts:
+            raise ConfigError(
+                f"prompts: {name!r}: the image {str(image)!r} lies outside the folder of the"
+                " prompt file, which is submitted: give a path inside it, or an absolute one"
+            )

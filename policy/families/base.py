@@ -6,6 +6,7 @@ import importlib
 import json
 import re
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 
 from configs.section import Tree
 from configs.sections import Guidance, Model
+from configs.sources import Pixels
 from policy.families.text import PromptEncoder
 from policy.types import Conditioning
 
@@ -128,8 +130,12 @@ def _shards(index: Path) -> list[str]:
 class TextEncoder(Protocol):
     """Prompts in, conditioning out."""
 
-    def encode(self, prompts: list[str]) -> Conditioning:
-        """Conditioning with one row per prompt, which depends on that prompt alone."""
+    def encode(
+        self, prompts: list[str], images: Sequence[Pixels | None] | None = None
+    ) -> Conditioning:
+        """Conditioning with one row per prompt, which depends on that prompt alone and on its
+        source image, uint8 [3, H, W].
+        """
         ...
 
 
@@ -142,7 +148,7 @@ class Family(ABC):
     are last names of the paths of linears that are trained, ``*`` standing for anything; each row
     of ``fuse`` names linears of one block that read the same input and may run as one.
     ``tiny_decoder`` is the hub id of a published AutoencoderTiny of its latents. ``video``: it
-    draws clips of ``model.frames`` frames.
+    draws clips of ``model.frames`` frames. ``edits``: every prompt has a source image.
     """
 
     name: str
@@ -153,6 +159,7 @@ class Family(ABC):
     fuse: tuple[tuple[str, ...], ...] = ()
     tiny_decoder: str | None = None
     video: bool = False
+    edits: bool = False
 
     def __init__(self, model: Model) -> None:
         """Reads model_index.json.
@@ -224,7 +231,7 @@ class Family(ABC):
         """
         for part in self.components if Path(self.directory).is_dir() else ():
             folder = Path(self.directory) / part
-            if part == "scheduler" or part.startswith("tokenizer"):
+            if part in ("scheduler", "processor") or part.startswith("tokenizer"):
                 continue
             wanted = {
                 file for index in folder.glob("*.safetensors.index.json") for file in _shards(index)
@@ -316,20 +323,22 @@ class Family(ABC):
     def load_text(
         self, device: torch.device | str, dtype: torch.dtype, negative: str | None = None
     ) -> TextEncoder:
-        """Text encoders and tokenizers, nothing else; ``negative`` as in ``PromptEncoder``."""
+        """Text encoders and tokenizers, nothing else but the autoencoder of a family that edits;
+        ``negative`` as in ``PromptEncoder``.
+        """
         import diffusers
 
         cls = getattr(diffusers, self.pipeline_class)
+        without = {"transformer": None} if self.edits else {"transformer": None, "vae": None}
         try:
-            pipe = cls.from_pretrained(
-                self.directory, transformer=None, vae=None, dtype=dtype, use_safetensors=True
-            )
+            pipe = cls.from_pretrained(self.directory, **without, dtype=dtype, use_safetensors=True)
         except OSError as error:
             reason = str(error).strip().splitlines()[0]
             raise FileNotFoundError(
                 f"model.path: cannot load the text encoders of {self.directory!r}: {reason}"
             ) from error
-        return PromptEncoder(pipe, self.encode_prompt, device, self.model.text_offload, negative)
+        encode = self.encode_edit if self.edits else self.encode_prompt
+        return PromptEncoder(pipe, encode, device, self.model.text_offload, negative)
 
     @torch.no_grad()
     def decode(self, vae: Diffusers, latents: Tensor, batch_size: int | None = None) -> Tensor:
@@ -399,6 +408,12 @@ class Family(ABC):
     @abstractmethod
     def encode_prompt(self, pipe: Diffusers, prompt: str) -> Conditioning:
         """One row of conditioning from ``pipe``, which has no transformer and no autoencoder."""
+
+    def encode_edit(self, pipe: Diffusers, prompt: str, image: Pixels) -> Conditioning:
+        """The same of a prompt and the image uint8 [3, H, W] that it edits, where the family
+        ``edits``; ``pipe`` has the autoencoder.
+        """
+        raise NotImplementedError(f"family {self.name!r} edits no images")
 
     @abstractmethod
     def sigmas(self, steps: int) -> Tensor:

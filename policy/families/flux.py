@@ -85,23 +85,31 @@ class Flux(Family):
         self, transformer: Diffusers, x: Tensor, sigma: Tensor, cond: Conditioning
     ) -> Tensor:
         """`timestep` is sigma, times 1000 and divided again as the pipeline does it."""
-        from diffusers import FluxPipeline
-
         dtype = transformer.x_embedder.weight.dtype
         prompt = cond.tensors["prompt_embeds"].to(x.device, dtype)
         timestep = (sigma.to(x.device, torch.float32) * TIMESTEPS / TIMESTEPS).expand(len(x))
         return widened(
             transformer(
-                hidden_states=x.to(dtype),
+                hidden_states=self.image_tokens(x.to(dtype), cond),
                 timestep=timestep,
                 guidance=self.guidance_input(x),
                 pooled_projections=cond.tensors["pooled_prompt_embeds"].to(x.device, dtype),
                 encoder_hidden_states=prompt,
                 txt_ids=torch.zeros(prompt.shape[1], 3, device=x.device, dtype=dtype),
-                img_ids=FluxPipeline._prepare_latent_image_ids(len(x), *self.grid, x.device, dtype),
+                img_ids=self.image_places(x.device, dtype),
                 return_dict=False,
-            )[0]
+            )[0][:, : x.shape[1]]
         )
+
+    def image_tokens(self, x: Tensor, cond: Conditioning) -> Tensor:
+        """The images that the transformer is shown [B, tokens, 4C], first that which is drawn."""
+        return x
+
+    def image_places(self, device: torch.device, dtype: torch.dtype) -> Tensor:
+        """Where their tokens are, [tokens, 3]: image, row, column."""
+        from diffusers import FluxPipeline
+
+        return FluxPipeline._prepare_latent_image_ids(1, *self.grid, device, dtype)
 
     @classmethod
     def guidance_arguments(cls, model: Model, guidance: Guidance) -> dict[str, object]:

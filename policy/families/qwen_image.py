@@ -98,14 +98,23 @@ class QwenImage(Family):
         timestep = (sigma.to(x.device, torch.float32) * TIMESTEPS / TIMESTEPS).expand(len(x))
         return widened(
             transformer(
-                hidden_states=x.to(dtype),
+                hidden_states=self.image_tokens(x.to(dtype), cond),
                 timestep=timestep,
                 encoder_hidden_states=embeds,
                 encoder_hidden_states_mask=mask,
-                img_shapes=[[(1, *self.grid)]] * len(x),
+                img_shapes=[self.image_shapes] * len(x),
                 return_dict=False,
-            )[0]
+            )[0][:, : x.shape[1]]
         )
+
+    def image_tokens(self, x: Tensor, cond: Conditioning) -> Tensor:
+        """The images that the transformer is shown [B, tokens, 4C], first that which is drawn."""
+        return x
+
+    @property
+    def image_shapes(self) -> list[tuple[int, int, int]]:
+        """Frames, rows and columns of tokens of each of them."""
+        return [(1, *self.grid)]
 
     @classmethod
     def guidance_arguments(cls, model: Model, guidance: Guidance) -> dict[str, object]:

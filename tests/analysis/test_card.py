@@ -17,7 +17,7 @@ from configs.schema import RunConfig
 from configs.sections import Model
 from records.errors import RunFailed
 from tests.analysis.synthetic import PROMPTS, write_run
-from tests.tiny_families import NAMES, PIPELINES, SETTINGS, VIDEO
+from tests.tiny_families import EDITING, NAMES, PIPELINES, SETTINGS, VIDEO
 
 EXPORT = Export("ema", 20, "somebody/something")
 
@@ -98,21 +98,26 @@ def test_the_snippet_calls_the_families_pipeline(run, name):
     (code,) = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
     calls = [node for node in ast.walk(ast.parse(code)) if isinstance(node, ast.Call)]
     (drawn,) = [c for c in calls if isinstance(c.func, ast.Name) and c.func.id == "pipe"]
-    given = {k.arg: ast.literal_eval(k.value) for k in drawn.keywords}
+    edits = name in EDITING
+    assert ('image=load_image("source.png"),  # of' in code) == edits
+    given = {k.arg: ast.literal_eval(k.value) for k in drawn.keywords if k.arg != "image"}
     assert f"{PIPELINES[name]}.from_pretrained('owner/model'" in code
     assert (given["height"], given["width"]) == (SETTINGS[name]["height"], SETTINGS[name]["width"])
     strength, negative = {
         "flux": (3.5, None),
+        "flux_kontext": (2.5, None),
         "flux2": (4.0, None),
         "flux2_klein": (3.0, None),
         "z_image": (2.0, "blurred"),
     }.get(name, (3.0, "blurred"))
-    key = "true_cfg_scale" if name == "qwen_image" else "guidance_scale"
+    key = "true_cfg_scale" if name.startswith("qwen_image") else "guidance_scale"
     assert given[key] == strength and given.get("negative_prompt") == negative
     clip = name in VIDEO
     assert ('export_to_video(clip, "clip.mp4", fps=16)' in code) == clip
     assert [value for what, value in given.items() if "frames" in what] == [5] * clip
-    assert front(text)["pipeline_tag"] == ("text-to-video" if clip else "text-to-image")
+    assert front(text)["pipeline_tag"] == (
+        "image-to-image" if edits else "text-to-video" if clip else "text-to-image"
+    )
 
 
 class FakeHub:

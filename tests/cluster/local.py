@@ -88,7 +88,7 @@ class LocalServices:
         def pool(*actors: Any, waits: int = 4) -> Any:
             return LocalPool(list(actors), chance, self.log, waits)
 
-        self.encoder = EncoderClient(pool(encoder_of(plain)))
+        self.encoder = EncoderClient(pool(encoder_of(plain)), config.model)
         self.selector = SelectorClient(pool(SelectorActor(plain)))
         self.rollout_pool = pool(*(RolloutActor(plain) for _ in range(explorers)), waits=24)
         self.rollout = RolloutClient(self.rollout_pool)

@@ -36,6 +36,16 @@ class Lot:
         return np.array([zlib.crc32(image.tobytes()) / 2**32 for image in images], np.float32)
 
 
+class Closeness:
+    """How little an edit has changed: minus the mean difference to its source in grey levels."""
+
+    def __call__(
+        self, images: np.ndarray, prompts: Sequence[str], metadata: Sequence[dict[str, Any]]
+    ) -> np.ndarray:
+        sources = np.stack([row["image"] for row in metadata])
+        return -np.abs(images.astype(np.float32) - sources).mean((1, 2, 3))
+
+
 class Misbehaves:
     """Scores an image by its mean, but for what ``kind`` says; "once ..." only as long as the file
     ``mark`` is not there.

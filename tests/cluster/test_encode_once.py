@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 
-from cluster.driver.encoded import EncodedOnce, texts_of
+from cluster.driver.encoded import EncodedOnce, asked_of, groups_of
 from configs.prompts import Prompt
+from configs.sections import Model
 from planning.layouts.choose import Costs
 from planning.layouts.gpus import Laid
 from planning.layouts.numbers import Group, Numbers
@@ -22,19 +23,23 @@ def test_what_a_run_asks_for(tiny_sd3_dir, tmp_path):
     """Two prompts in each of two iterations, of four; blocks of two held-out ones."""
     config = tiny_config(tiny_sd3_dir, tmp_path, "asks", iterations=2)
     train, test = [Prompt(f"train {n}") for n in range(9)], [Prompt(f"test {n}") for n in range(3)]
-    groups = texts_of(config, train, test)
+    groups = [tuple(prompt.text for prompt in group) for group in groups_of(config, train, test)]
     assert groups[0] == ("train 0",)  # that of the identity check
     assert len(groups) in (4 + 2, 5 + 2) and len(set(groups)) == len(groups)
     assert groups[-2:] == [("test 0", "test 1"), ("test 2",)]
-    assert texts_of(config, [], test) == groups[-2:]
+    assert groups_of(config, [], test) == [test[:2], test[2:]]
 
 
-def test_a_prompt_that_was_not_asked_for_ends_the_run():
+def test_a_prompt_that_was_not_asked_for_ends_the_run(tmp_path):
     pool: Any = None
-    once = EncodedOnce(pool, {("a",): "there"})  # type: ignore[dict-item]
-    assert asyncio.run(once.encode(0, [["a"]])) == ["there"]
+    a, b = [Prompt("a")], [Prompt("b")]
+    once = EncodedOnce(pool, Model(path="x"), {asked_of(a): "there"})  # type: ignore[dict-item]
+    assert asyncio.run(once.encode(0, [a])) == ["there"]
     with pytest.raises(RunFailed, match=r"prompts.encode_once: \['b'\] was not encoded"):
-        asyncio.run(once.encode(0, [["a"], ["b"]]))
+        asyncio.run(once.encode(0, [a, b]))
+    other = [Prompt("a", image=tmp_path / "another.png")]  # the same words about another image
+    with pytest.raises(RunFailed, match=r"prompts.encode_once: \['a'\] was not encoded"):
+        asyncio.run(once.encode(0, [other]))
 
 
 def test_the_encoder_is_gone_before_the_others_come_and_the_weights_are_the_same(

@@ -14,9 +14,20 @@ from cluster.driver.offline import export_run
 from configs.prompts import read_prompts
 from policy.families import family_for
 from policy.sampling.noise import noise_for, stream_seed
-from records.images import load_step
+from records.images import find_images, load_step, png_bytes
 from tests.cluster.runs import run_here, tiny_config
-from tests.tiny_families import SETTINGS, SOLVER, VIDEO, as_array, stock_call, stock_pipeline
+from tests.tiny_families import (
+    EDITING,
+    SETTINGS,
+    SOLVER,
+    VIDEO,
+    as_array,
+    source_for,
+    stock_call,
+    stock_pipeline,
+)
+
+EDITS = ("a red circle", "a blue cross", "a red circle", "two squares")
 
 
 def run_of(name: str, directory: Any, root: Any, iterations: int = 1, **more: Any) -> Any:
@@ -39,10 +50,28 @@ def run_of(name: str, directory: Any, root: Any, iterations: int = 1, **more: An
         "evaluate__steps": 3,
         "evaluate__noises": 2,
     }
+    if name in EDITING:
+        changes |= edits(root, **SETTINGS[name])
     return run_here(tiny_config(directory, root, name, ema__decay=0.0, **changes, **more))
 
 
-@pytest.mark.parametrize("name", [pytest.param("flux", marks=pytest.mark.slow), "sana"])
+def edits(root: Any, height: int, width: int, **_: Any) -> dict[str, Any]:
+    """Prompts that edit images, and a reward for staying close to them."""
+    folder, lines = root / "sources", []
+    folder.mkdir()
+    for number, text in enumerate(EDITS):
+        words = text if text not in EDITS[:number] else "the same about another image"
+        (folder / f"{number}.png").write_bytes(png_bytes(source_for(words, height, width)))
+        lines.append(json.dumps({"prompt": text, "image": f"sources/{number}.png"}) + "\n")
+    file = root / "edits.jsonl"
+    file.write_text("".join(lines))
+    scorers = [{"name": "tests.cluster.scorers:Closeness"}]
+    return {"prompts__train": str(file), "prompts__test": str(file), "rewards__scorers": scorers}
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param("flux", marks=pytest.mark.slow), "flux_kontext", "sana"]
+)
 def test_the_ring_runs_and_its_lora_draws_in_the_stock_pipeline(ray_here, request, tmp_path, name):
     directory = request.getfixturevalue(f"tiny_{name}_dir")
     run = run_of(name, directory, tmp_path)
@@ -76,10 +105,14 @@ def test_the_ring_runs_and_its_lora_draws_in_the_stock_pipeline(ray_here, reques
     )  # B starts at zero
 
     same_as_stock(name, directory, run, tmp_path / "lora", 1)
+    shown = find_images(run.images).sources
+    assert sorted(shown) == ([0, 1] if name in EDITING else [])
 
 
 GUIDED = {
+    "flux_kontext": {},
     "qwen_image": {"true_cfg_scale": 3.0, "negative_prompt": "a blue cross"},
+    "qwen_image_edit": {"true_cfg_scale": 3.0, "negative_prompt": "a blue cross"},
     "z_image": {},
     "flux2": {},
     "flux2_klein": {"guidance_scale": 3.0},

@@ -80,6 +80,25 @@ def test_the_files_that_are_sent(tmp_path, monkeypatch):
     assert json.loads(loaded.stdout)["name"] == "x", loaded.stderr
 
 
+def test_images_to_edit_are_sent_along(tmp_path, monkeypatch):
+    """Those below the folder of the prompt file; what nodes share is left where it is."""
+    monkeypatch.chdir(tmp_path)
+    for name in ("mine/in/a.png", "mine/b.png", "shared/c.png"):
+        (tmp_path / name).parent.mkdir(exist_ok=True, parents=True)
+        (tmp_path / name).write_bytes(name.encode())
+    images = ["in/a.png", "./b.png", str(tmp_path / "shared" / "c.png")]
+    prompts = tmp_path / "mine" / "p.jsonl"
+    prompts.write_text("".join(json.dumps({"prompt": "x", "image": one}) + "\n" for one in images))
+    config = load("quickstart", ['prompts.train="mine/p.jsonl"'])
+    jobs.stage(tmp_path / "out", "quickstart", config)
+    sent = sorted(str(f.relative_to(tmp_path / "out")) for f in tmp_path.glob("out/mine/**/*.*"))
+    assert sent == ["mine/b.png", "mine/in/a.png", "mine/p.jsonl"]
+    assert (tmp_path / "out" / "mine" / "in" / "a.png").read_bytes() == b"mine/in/a.png"
+    prompts.write_text(json.dumps({"prompt": "x", "image": "../shared/c.png"}) + "\n")
+    with pytest.raises(ConfigError, match=r"c.png' lies outside the folder of the prompt file"):
+        jobs.stage(tmp_path / "again", "quickstart", config)
+
+
 def test_presets_and_files_of_the_tree_go_by_their_own_names(tmp_path):
     assert jobs.stage(tmp_path / "a", "quickstart", load("quickstart")) == "quickstart"
     inside = ROOT / "configs" / "presets" / "quickstart.toml"

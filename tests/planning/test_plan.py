@@ -91,8 +91,10 @@ def test_a_learner_holds_and_sends_what_the_plan_says(directories, tmp_path, nam
     wide = {
         "sd3": "transformer_blocks.0.attn.to_q",
         "flux": "transformer_blocks.0.attn.to_q",
+        "flux_kontext": "transformer_blocks.0.attn.to_q",
         "sana": "transformer_blocks.1.attn1.to_v",
         "qwen_image": "transformer_blocks.0.attn.to_q",
+        "qwen_image_edit": "transformer_blocks.0.attn.to_q",
         "z_image": "layers.0.attention.to_q",
         "flux2": "transformer_blocks.0.attn.to_q",
         "flux2_klein": "transformer_blocks.0.attn.to_q",

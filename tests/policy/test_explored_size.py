@@ -57,7 +57,10 @@ def test_smaller_noise_is_the_coarse_part_of_the_same_noise(sizes):
 
 
 def test_a_smaller_image_is_drawn_from_it(name, sizes, request):
+    """Not by families that edit: their source is as large as what is drawn."""
     full, small = sizes
+    if full.edits:
+        return
     tiny = Tiny(name, request.getfixturevalue(f"tiny_{name}_dir"))
     rows, seeds = tiny.encoded.rows(0).repeat(2), [3, 4]
     drawn = sample(small, tiny.denoiser, rows, seeds, 3, SOLVER[name], full=full)
@@ -88,6 +91,20 @@ def test_sizes_that_cannot_be(changes, said):
     with pytest.raises(ConfigError) as caught:
         load("quickstart", changes)
     assert len(caught.value.lines) == 1 and said in caught.value.lines[0]
+
+
+def test_an_editor_explores_at_full_size(tiny_flux_kontext_dir):
+    from planning.preflight import check_model
+
+    changes = [
+        f"model.path={tiny_flux_kontext_dir}",
+        "model.family=flux_kontext",
+        "model.guidance=2.5",
+        "explore.height=16",
+        "explore.width=16",
+    ]
+    with pytest.raises(ConfigError, match=r"explore\.height: a model that edits explores at"):
+        check_model(load("quickstart", changes))
 
 
 def test_a_size_that_the_model_cannot_draw(tiny_sana_dir):

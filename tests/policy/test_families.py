@@ -21,7 +21,7 @@ from policy.precision.backends import BACKENDS
 from policy.precision.swap import quantise_plan
 from policy.sampling.noise import noise_for
 from policy.types import Conditioning
-from tests.tiny_families import NAMES, SETTINGS, TEXT_MODULES, tiny_model
+from tests.tiny_families import NAMES, SETTINGS, TEXT_MODULES, encode, source_for, tiny_model
 
 REPOSITORY = Path(policy.families.__file__).resolve().parents[2]
 NEVER = (
@@ -44,7 +44,8 @@ def text_of(name: str, directory: str) -> TextEncoder:
 
 @functools.cache
 def conditioning_of(name: str, directory: str) -> Conditioning:
-    return text_of(name, directory).encode(["a red circle"])
+    family = family_for(tiny_model(name, Path(directory)))
+    return encode(family, ["a red circle"], text=text_of(name, directory))
 
 
 def conditioning(family) -> Conditioning:
@@ -86,8 +87,10 @@ def test_what_is_quantised(family):
 LORA_MODULES = {
     "sd3": 2 * 8 - 1,  # the last block has no to_add_out
     "flux": 1 * 8 + 2 * 5,
+    "flux_kontext": 1 * 8 + 2 * 5,
     "sana": 2 * 8,
     "qwen_image": 2 * 8 - 1,
+    "qwen_image_edit": 2 * 8 - 1,
     "z_image": (2 + 1 + 1) * 4,  # layers, and a refiner of each stream
     "flux2": 1 * 8 + 2 * 2,
     "flux2_klein": 1 * 8 + 2 * 2,
@@ -151,16 +154,18 @@ def test_fused_linears_read_the_same_input(family):
 
 
 def test_a_prompts_conditioning_ignores_its_neighbours(family):
-    encoder = text_of(family.name, family.directory)
-    few = encoder.encode(["a red circle", "two blue crosses above a green square"])
-    more = encoder.encode(
+    text = text_of(family.name, family.directory)
+    few = encode(family, ["a red circle", "two blue crosses above a green square"], text=text)
+    more = encode(
+        family,
         [
             "three squares",
             "two blue crosses above a green square",
             "a cross",
             "a red circle",
             "a red circle",
-        ]
+        ],
+        text=text,
     )
     for key, rows in few.tensors.items():
         assert torch.equal(more.tensors[key][[3, 1]], rows) and torch.equal(
@@ -168,7 +173,7 @@ def test_a_prompts_conditioning_ignores_its_neighbours(family):
         )
         assert rows.device.type == "cpu" and not rows.requires_grad
     with pytest.raises(ValueError, match="no prompts to encode"):
-        encoder.encode([])
+        encode(family, [], text=text)
 
 
 def test_conditioning_has_the_shapes_that_the_plan_counts(family):
@@ -179,11 +184,12 @@ def test_conditioning_has_the_shapes_that_the_plan_counts(family):
 
 
 def test_only_the_encoder_loads_text_encoders(family):
+    """And, to edit images, the autoencoder."""
     encoder = text_of(family.name, family.directory)
     assert isinstance(encoder, PromptEncoder)
-    assert encoder.pipe.transformer is None and encoder.pipe.vae is None
+    assert encoder.pipe.transformer is None and (encoder.pipe.vae is not None) == family.edits
     modules = [part for part in encoder.pipe.components.values() if isinstance(part, nn.Module)]
-    assert len(modules) == TEXT_MODULES[family.name]
+    assert len(modules) == TEXT_MODULES[family.name] + family.edits
     assert all(
         not p.requires_grad and not module.training
         for module in modules
@@ -201,7 +207,8 @@ def test_offloaded_text_encoders_are_on_the_device_only_while_they_work(name, di
     moves = []
     original = encoder.pipe.to
     encoder.pipe.to = lambda device: moves.append(str(device)) or original(device)
-    found = encoder.encode(["a red circle"])
+    images = [source_for("a red circle", family.model.height, family.model.width)]
+    found = encoder.encode(["a red circle"], images if family.edits else None)
     assert moves == ["cpu", "cpu"] and encoder.offload
     resident = conditioning(family)
     assert all(torch.equal(found.tensors[key], tensor) for key, tensor in resident.tensors.items())
@@ -241,7 +248,7 @@ def test_slicing_and_tiling(name, directory):
     assert calls == [1, 1] * plain.latent_shape[1] if plain.video else calls == [1, 1]
     vae = tiled.load_vae("cpu", torch.float32)
     assert vae.use_tiling
-    if name in ("qwen_image", "wan", "sana_video"):
+    if name in ("qwen_image", "qwen_image_edit", "wan", "sana_video"):
         vae.enable_tiling(8, 8, 4, 4)
     elif name == "sana":
         vae.enable_tiling(16, 16, 8, 8)

@@ -12,8 +12,9 @@ from cluster.driver.session import train
 from configs.load import ConfigError
 from configs.sections import Model
 from policy.families import family_for
+from records.images import png_bytes
 from tests.cluster.runs import tiny_config
-from tests.tiny_families import tiny_model
+from tests.tiny_families import SETTINGS, source_for, tiny_model
 
 
 @pytest.fixture
@@ -155,6 +156,33 @@ def test_a_hub_id_without_network_or_cache(monkeypatch, tmp_path):
     ) as caught:
         family_for(Model(path="owner/model"))
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "line", "said"),
+    [
+        ("flux_kontext", {}, "'redder' has no image to edit, which family 'flux_kontext' needs"),
+        ("sd3", {"image": "a.png"}, "'redder' has an image, but family 'sd3' edits none: leave"),
+        ("flux_kontext", {"image": "no.png"}, r"no.png: no image that can be read \(No such file"),
+        ("flux_kontext", {"image": "a.txt"}, r"a.txt: no image that can be read \(cannot identify"),
+    ],
+)
+def test_images_to_edit_are_found_before_anything_starts(request, tmp_path, name, line, said):
+    (tmp_path / "a.png").write_bytes(png_bytes(source_for("redder", 16, 16)))
+    (tmp_path / "a.txt").write_text("no image")
+    file = tmp_path / "edits.jsonl"
+    good = {"image": "a.png"} if name == "flux_kontext" else {}
+    lines = [{"prompt": "first", **good}, {"prompt": "redder", **line}]
+    file.write_text("".join(json.dumps(one) + "\n" for one in lines))
+    directory = request.getfixturevalue(f"tiny_{name}_dir")
+    model = {f"model__{key}": value for key, value in SETTINGS[name].items()}
+    prompts = {f"prompts__{key}": str(file) for key in ("train", "test")}
+    changes = {"model__family": name, **prompts, **model}
+    with pytest.raises(ConfigError) as caught:
+        train(tiny_config(directory, tmp_path, "bad", **changes), resume=False)
+    (told,) = caught.value.lines
+    assert re.search(said, told) and "\n" not in told
+    assert not (tmp_path / "runs").exists()
 
 
 @pytest.mark.parametrize(

@@ -10,15 +10,17 @@ from configs.sections import Model
 from policy.sampling.noise import noise_for
 from policy.sampling.sample import sample
 from policy.types import Conditioning
-from tests.tiny_families import NAMES, PROMPTS, SEEDS, Tiny, as_array, stock_call
+from tests.tiny_families import NAMES, PROMPTS, SEEDS, Tiny, as_array, encode, stock_call
 from tests.tiny_sana import make_tiny_sana
 from tests.tiny_sana_video import make_tiny_sana_video
 
 LATENT = {
     "sd3": (4, 8, 8),
     "flux": (16, 16),
+    "flux_kontext": (16, 16),
     "sana": (4, 8, 8),
     "qwen_image": (16, 16),
+    "qwen_image_edit": (64, 16),
     "z_image": (4, 8, 8),
     "flux2": (16, 4, 4),
     "flux2_klein": (16, 4, 4),
@@ -70,7 +72,7 @@ def test_images_are_the_stock_pipelines(tiny):
 @pytest.mark.parametrize("tiny", NAMES, indirect=True)
 def test_one_step(tiny):
     """Qwen-Image's scheduler divides by 0 there: its pipeline's latents are not finite."""
-    if tiny.name == "qwen_image":
+    if tiny.name.startswith("qwen_image"):
         with pytest.raises(ValueError, match=r"1 sampling step: .* needs at least 2"):
             tiny.ours(1, "euler")
     else:
@@ -80,8 +82,10 @@ def test_one_step(tiny):
 @pytest.mark.parametrize("tiny", [name for name in NAMES if name != "sana"], indirect=True)
 def test_images_that_are_not_square(tiny):
     """Rows and columns are not exchanged: 16 high, 24 wide, or as the pipeline has it."""
-    wide = tiny.other(width={"wan": 32, "sana_video": 64}.get(tiny.name, 24))
-    ours = sample(wide, tiny.denoiser, tiny.encoded.rows(1).repeat(2), SEEDS[:2], 3, "euler")
+    widths = {"wan": 32, "sana_video": 64, "qwen_image_edit": 64}
+    wide = tiny.other(width=widths.get(tiny.name, 24))
+    row = encode(wide, PROMPTS[1:]) if wide.edits else tiny.encoded.rows(1)
+    ours = sample(wide, tiny.denoiser, row.repeat(2), SEEDS[:2], 3, "euler")
     noise = noise_for(SEEDS[:2], wide.latent_shape)
     theirs = stock_call(tiny.pipe, wide.model, PROMPTS[1], noise, 3, "pil", **spaced(tiny, 3))
     found = wide.decode(wide.load_vae("cpu", torch.float32), ours).numpy()
@@ -89,7 +93,7 @@ def test_images_that_are_not_square(tiny):
     np.testing.assert_array_equal(found, as_array(theirs))
 
 
-PADDED = ("qwen_image", "z_image")
+PADDED = ("qwen_image", "qwen_image_edit", "z_image")
 
 
 @pytest.mark.parametrize("tiny", PADDED, indirect=True)
@@ -127,7 +131,7 @@ def test_conditioning_is_the_stock_pipelines(tiny):
     assert (first - second).abs().max() > 0.01
 
 
-@pytest.mark.parametrize("tiny", ["sd3", "flux"], indirect=True)
+@pytest.mark.parametrize("tiny", ["sd3", "flux", "flux_kontext"], indirect=True)
 def test_conditioning_is_the_pipelines(tiny):
     """Encoded one by one against a batch of two: sums in another order, values of order 1. SANA's
     is in test_sana.py, bit for bit.

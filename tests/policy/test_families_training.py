@@ -16,9 +16,9 @@ from policy.families import family_for
 from policy.lora import adapter_state, load_adapter_state, use
 from policy.types import Conditioning
 from tests.learner.tiny import tiny_config
-from tests.tiny_families import tiny_model
+from tests.tiny_families import encode, tiny_model
 
-UNREACHED = {"sd3": ("add_q_proj",), "qwen_image": ("add_q_proj",)}
+UNREACHED = dict.fromkeys(("sd3", "qwen_image", "qwen_image_edit"), ("add_q_proj",))
 """Linears of the last block whose output is dropped."""
 SLOPE = {"z_image": 5e-4}
 """Z-Image rotates queries and keys in float32, in all of its blocks and refiners."""
@@ -50,7 +50,7 @@ def trainer_of(name: str, directory: Path, **more: Any) -> Trainer:
 def encoded(name: str, directory: str) -> Conditioning:
     """PROMPTS, a row each."""
     family = family_for(tiny_model(name, Path(directory)))
-    return family.load_text("cpu", torch.float32).encode(PROMPTS)
+    return encode(family, PROMPTS)
 
 
 def groups_of(trainer: Trainer) -> list[Group]:

@@ -9,7 +9,16 @@ from policy.sampling.guidance import Guided, velocity
 from policy.sampling.noise import noise_for
 from policy.sampling.sample import sample
 from policy.types import Conditioning
-from tests.tiny_families import PROMPTS, SEEDS, SOLVER, Tiny, stock_call, tiny_model
+from tests.tiny_families import (
+    PROMPTS,
+    SEEDS,
+    SOLVER,
+    Tiny,
+    encode,
+    source_for,
+    stock_call,
+    tiny_model,
+)
 from tests.tiny_flux2 import make_tiny_flux2
 
 NEGATIVE = "a blue cross"
@@ -17,6 +26,7 @@ ASKED = {
     "sd3": {"guidance_scale": 3.0, "negative_prompt": NEGATIVE},
     "sana": {"guidance_scale": 3.0, "negative_prompt": NEGATIVE},
     "qwen_image": {"true_cfg_scale": 3.0, "negative_prompt": NEGATIVE},
+    "qwen_image_edit": {"true_cfg_scale": 3.0, "negative_prompt": NEGATIVE},
     "z_image": {"guidance_scale": 2.0, "negative_prompt": NEGATIVE},
     "flux2_klein": {"guidance_scale": 3.0},
     "wan": {"guidance_scale": 3.0, "negative_prompt": NEGATIVE},
@@ -27,6 +37,7 @@ PASSES = {
     "sd3": True,
     "sana": True,
     "qwen_image": False,
+    "qwen_image_edit": False,
     "z_image": True,
     "flux2_klein": False,
     "wan": False,
@@ -42,8 +53,7 @@ def tiny(request):
 
 def guided_latents(tiny: Tiny, one_pass: bool) -> torch.Tensor:
     negative = "" if tiny.name == "flux2_klein" else NEGATIVE
-    text = tiny.family.load_text("cpu", torch.float32, negative)
-    rows = text.encode(PROMPTS[:1]).repeat(len(SEEDS))
+    rows = encode(tiny.family, PROMPTS[:1], negative).repeat(len(SEEDS))
     guided = Guided(3.0, one_pass)
     return sample(tiny.family, tiny.denoiser, rows, SEEDS, 4, SOLVER[tiny.name], guided=guided)
 
@@ -88,6 +98,16 @@ def test_rows_keep_their_negative_prompt(tiny_sd3_dir):
         wanted.parted()
 
 
+def test_a_negative_prompt_is_read_with_the_image_of_its_row(tiny_qwen_image_edit_dir):
+    family = family_for(tiny_model("qwen_image_edit", tiny_qwen_image_edit_dir))
+    images = [source_for(prompt, 32, 32) for prompt in PROMPTS]
+    _, against = encode(family, PROMPTS, NEGATIVE).parted()
+    plain = family.load_text("cpu", torch.float32).encode([NEGATIVE] * 2, images)
+    assert all(torch.equal(against.tensors[name], plain.tensors[name]) for name in plain.tensors)
+    first, second = plain.tensors["prompt_embeds"]
+    assert (first - second).abs().max() > 1e-3
+
+
 def test_gradients_go_through_both_velocities(tiny_sd3_dir):
     """d/dw of v- + s (v - v-) is (1 - s) dv- + s dv: by two separate backward passes."""
     tiny = Tiny("sd3", tiny_sd3_dir)
@@ -106,7 +126,7 @@ def test_gradients_go_through_both_velocities(tiny_sd3_dir):
     assert (along - against).abs().max() > 0.1
 
 
-@pytest.mark.parametrize("name", ["flux", "flux2"])
+@pytest.mark.parametrize("name", ["flux", "flux_kontext", "flux2"])
 def test_a_distilled_model_has_none(name, request):
     family = family_for(tiny_model(name, request.getfixturevalue(f"tiny_{name}_dir")))
     family.check(Guidance())

@@ -27,7 +27,7 @@ from policy.merging import merged_weights
 from policy.sampling.noise import noise_for
 from policy.sampling.sample import sample
 from tests.policy.conftest import LORA
-from tests.tiny_families import NAMES, SOLVER, stock_call, stock_pipeline, tiny_model
+from tests.tiny_families import NAMES, SOLVER, encode, stock_call, stock_pipeline, tiny_model
 from tests.tiny_sd3 import TINY_SEQUENCE
 
 SEEDS = [1, 2, 3]
@@ -232,7 +232,7 @@ def test_the_other_families_exports_load_in_stock_diffusers(name, request, rando
     transformer = family.load_transformer("cpu", torch.float32)
     add_adapters(transformer, LORA, family, seed=1)
     save_diffusers_lora(tmp_path / "lora", randomise(transformer, "ema", 5), LORA)
-    rows = family.load_text("cpu", torch.float32).encode(["a red circle"]).repeat(3)
+    rows = encode(family, ["a red circle"]).repeat(3)
     with use(transformer, "ema"):
         ours = sample(family, transformer, rows, SEEDS, 3, SOLVER[name])
     pipe, noise = stock_pipeline(name, directory), noise_for(SEEDS, family.latent_shape)

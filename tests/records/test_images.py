@@ -132,6 +132,23 @@ def test_large_clips_are_reduced_and_still_move(tmp_path: Path):
         assert np.abs(rest.mean((0, 1)) - 60).max() < 12
 
 
+def test_what_a_prompt_edits_stands_before_its_images(tmp_path: Path):
+    run, sources = write_run(tmp_path / "r", iterations=1), random_images(2)[:, 0]
+    images = random_images(2)
+    for step in (run / "images").glob("step_*"):
+        shutil.rmtree(step)
+    for step in (0, 1):
+        save_images(run / "images", step, PROMPTS, images, sources=[sources[0], None])
+    found = find_images(run / "images")
+    assert list(found.sources) == [0] and len(found.steps) == 2
+    assert np.array_equal(np.moveaxis(np.asarray(Image.open(found.sources[0])), -1, 0), sources[0])
+    page = page_of(run)
+    shown = [str(one["alt"]) for one in page.all("img")]
+    assert shown[0] == f"source: {PROMPTS[0]}" and sum("source:" in one for one in shown) == 1
+    pairs = [one["class"] for one in page.all("div") if "pair" in str(one.get("class"))]
+    assert pairs[:2] == ["pair of-3", "pair"]  # before those of training
+
+
 def test_clips_play_in_the_page(tmp_path: Path):
     run = write_run(tmp_path / "r", iterations=1)
     for step in (run / "images").glob("step_*"):

@@ -17,6 +17,8 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
+from rewards.endpoint import EDITED
+
 
 class Judge(ThreadingHTTPServer):
     """``answers`` are given first, one per request: a status, (status, headers), "prose", or the
@@ -79,12 +81,18 @@ class Handler(BaseHTTPRequestHandler):
         pass
 
 
+def pixels(part: dict[str, Any]) -> np.ndarray:
+    """uint8 [H, W, 3] of a part of a message."""
+    data = base64.b64decode(part["image_url"]["url"].removeprefix("data:image/png;base64,"))
+    return np.asarray(Image.open(io.BytesIO(data)))
+
+
 def redness(told: dict[str, Any]) -> list[float]:
-    """Mean of the red channel in [0, 1] of each image in a request."""
-    parts = [part for part in told["messages"][0]["content"] if part["type"] == "image_url"]
-    urls = [part["image_url"]["url"].removeprefix("data:image/png;base64,") for part in parts]
-    opened = [Image.open(io.BytesIO(base64.b64decode(url))) for url in urls]
-    return [float(np.asarray(image)[..., 0].mean() / 255) for image in opened]
+    """Mean of the red channel in [0, 1] of each image in a request but the one to edit."""
+    content = told["messages"][0]["content"]
+    content = content[2:] if content[0].get("text") == EDITED[0] else content
+    parts = [part for part in content if part["type"] == "image_url"]
+    return [float(pixels(part)[..., 0].mean() / 255) for part in parts]
 
 
 def completion(told: dict[str, Any], text: str | None) -> dict[str, Any]:

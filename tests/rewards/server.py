@@ -77,13 +77,22 @@ class Handler(BaseHTTPRequestHandler):
     def read(self, body: bytes) -> dict:
         if self.headers["Content-Type"] == "application/json":
             told = json.loads(body)
-            images = [Image.open(io.BytesIO(base64.b64decode(text))) for text in told["images"]]
-            return told | {"images": [np.asarray(image).transpose(2, 0, 1) for image in images]}
+            return told | {
+                name: [pixels(text) for text in told[name]]
+                for name in ("images", "sources")
+                if name in told
+            }
         arrays = np.load(io.BytesIO(body), allow_pickle=False)
-        return json.loads(arrays["request"].tobytes()) | {"images": list(arrays["images"])}
+        told = json.loads(arrays["request"].tobytes())
+        return told | {name: list(arrays[name]) for name in arrays if name != "request"}
 
     def log_message(self, *_: object) -> None:
         pass
+
+
+def pixels(text: str) -> np.ndarray:
+    """uint8 [3, H, W] of a PNG in base64."""
+    return np.asarray(Image.open(io.BytesIO(base64.b64decode(text)))).transpose(2, 0, 1)
 
 
 @contextmanager

@@ -40,6 +40,18 @@ def test_the_server_sees_the_very_images_and_words(server, encoding):
     )
 
 
+@pytest.mark.parametrize("encoding", ["npz", "json"])
+def test_the_server_gets_each_image_to_edit_once(server, encoding):
+    """Two prompts, three images: metadata says which source is whose."""
+    one, other = IMAGES[0] // 2, IMAGES[1] // 3
+    metadata = [{"n": 1, "image": other}, {"image": one}, {"image": other}]
+    HttpScorer(server.url, encoding)(IMAGES, PROMPTS, metadata)
+    (told,) = server.requests
+    assert told["metadata"] == [{"n": 1, "image": 0}, {"image": 1}, {"image": 0}]
+    assert np.array_equal(np.stack(told["sources"]), np.stack([other, one]))
+    assert metadata[1]["image"] is one
+
+
 def test_batches_keep_their_order(server):
     scores = HttpScorer(server.url, batch_size=2)(IMAGES, PROMPTS, METADATA)
     assert np.allclose(scores, IMAGES.mean((1, 2, 3))) and [

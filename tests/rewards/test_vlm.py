@@ -11,8 +11,9 @@ import pytest
 import rewards.server
 from configs.rewards import Scorer as ScorerConfig
 from rewards import ScorerError, ScorerSetupError, build, check_settings
+from rewards.endpoint import EDITED
 from rewards.vlm import VlmScorer
-from tests.rewards.judge import Judge, judging
+from tests.rewards.judge import Judge, judging, pixels
 
 REDS = (0, 51, 204, 255)
 IMAGES = np.zeros((4, 3, 6, 9), np.uint8)
@@ -54,6 +55,19 @@ def test_what_the_judge_is_told(judge):
     scorer(judge, read="json", low=0, high=10)(IMAGES[:1], PROMPTS[:1], METADATA[:1])
     schema = judge.requests[0]["response_format"]["json_schema"]["schema"]
     assert schema["properties"]["score"] == {"type": "number", "minimum": 0, "maximum": 10}
+
+
+def test_the_judge_sees_the_image_to_edit_first(judge):
+    """And rates the other; the same image made of another source is asked for again."""
+    ask = scorer(judge, in_flight=1)
+    for value in (10, 20, 20):
+        source = np.full((3, 6, 9), value, np.uint8)
+        found = ask(IMAGES[2:3], ["redder"], [{"image": source}])
+        np.testing.assert_allclose(found, WANTED[2:3], atol=1e-6)
+    assert len(judge.requests) == 2
+    said, before, then, shown, _ = judge.requests[0]["messages"][0]["content"]
+    assert (said["text"], then["text"]) == EDITED
+    assert pixels(before).mean() == 10 and np.array_equal(pixels(shown)[..., 0], IMAGES[2, 0])
 
 
 @pytest.mark.parametrize(

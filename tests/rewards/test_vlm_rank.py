@@ -11,8 +11,9 @@ import rewards.server
 from configs.rewards import Rewards
 from configs.rewards import Scorer as ScorerConfig
 from rewards import ScorerError, ScorerSetupError, build, check_settings
+from rewards.endpoint import EDITED
 from rewards.vlm_rank import VlmRankScorer
-from tests.rewards.judge import Judge, judging
+from tests.rewards.judge import Judge, judging, pixels
 
 COUNT = 9
 IMAGES = np.zeros((COUNT, 3, 6, 6), np.uint8)
@@ -45,6 +46,15 @@ def test_a_list_of_all_gives_the_whole_order(judge):
     assert "Prompt: a {prompt}" in content[-1]["text"]
     schema = told["response_format"]["json_schema"]["schema"]["properties"]["ranking"]
     assert (schema["minItems"], schema["items"]["maximum"]) == (COUNT, COUNT)
+
+
+def test_the_image_to_edit_stands_before_the_list(judge):
+    source = np.full((3, 6, 6), 77, np.uint8)
+    found = scorer(judge, size=COUNT, rounds=1)(IMAGES, PROMPTS, [{"image": source}] * COUNT)
+    assert np.argsort(found).tolist() == list(range(COUNT))
+    content = judge.requests[0]["messages"][0]["content"]
+    assert (content[0]["text"], content[2]["text"], content[3]["text"]) == (*EDITED, "Image 1:")
+    assert pixels(content[1]).mean() == 77
 
 
 def test_short_lists_over_rounds(judge):

@@ -65,12 +65,32 @@ def build(
     return module.eval().requires_grad_(False)
 
 
+def named_by(hub_id: str) -> tuple[str, Tree] | None:
+    """(name, description) of the published model with this hub id.
+
+    Of a ``variant``, another pipeline of the same architecture, the description is the model's with
+    the variant's own family, pipeline and further parts. None: it is not described.
+    """
+    for name in published_names():
+        model = published(name)
+        for one in (model, *model.get("variants", ())):
+            if one["hub_id"] == hub_id:
+                parts = model["parts"] | one.get("parts", {})
+                return name, {**model, **one, "parts": parts}
+    return None
+
+
 def write_configs(name: str, directory: str | Path) -> Path:
     """Write a pipeline directory of configuration files, without weights, for a ``Family`` to read.
 
     Tokenizers are empty directories. Returns the directory.
     """
-    model, root = published(name), Path(directory)
+    return write_described(published(name), directory)
+
+
+def write_described(model: Tree, directory: str | Path) -> Path:
+    """``write_configs`` of what ``published`` or ``named_by`` says."""
+    root = Path(directory)
     index: Tree = {"_class_name": model["pipeline"]}
     for key, part in model["parts"].items():
         index[key] = part["class"].split(".")

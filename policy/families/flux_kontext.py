@@ -1,0 +1,51 @@
+"""FLUX.1 Kontext (arXiv 2506.15742) over diffusers' classes: FLUX.1 that edits an image."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from configs.sections import Guidance, Model
+from configs.sources import Pixels
+from policy.families import editing
+from policy.families.base import Diffusers
+from policy.families.flux import Flux
+from policy.types import Conditioning
+
+
+class FluxKontext(Flux):
+    """``FluxKontextPipeline`` as a policy. The source's tokens follow those that are drawn, at the
+    same rows and columns of another image.
+
+    The source is as large as what is drawn. The pipeline takes the nearest of its own sizes, all of
+    about 1024x1024 pixels: the same at those.
+    """
+
+    name = "flux_kontext"
+    pipeline_class = "FluxKontextPipeline"
+    edits = True
+
+    @property
+    def conditioning_shapes(self) -> dict[str, tuple[int, ...]]:
+        return {**super().conditioning_shapes, editing.LATENTS: self.latent_shape}
+
+    def encode_edit(self, pipe: Diffusers, prompt: str, image: Pixels) -> Conditioning:
+        """As ``encode_prompt``, and image_latents [1, tokens, 4C]."""
+        height, width = self.model.height, self.model.width
+        shown = pipe.image_processor.preprocess(editing.as_image(image), height, width)
+        shown = shown.to(pipe.vae.device, pipe.vae.dtype)
+        latents = self.packed(pipe._encode_vae_image(shown, generator=None))
+        return editing.beside(self.encode_prompt(pipe, prompt), latents)
+
+    def image_tokens(self, x: Tensor, cond: Conditioning) -> Tensor:
+        return editing.followed(x, cond)
+
+    def image_places(self, device: torch.device, dtype: torch.dtype) -> Tensor:
+        drawn = super().image_places(device, dtype)
+        source = drawn.clone()
+        source[:, 0] = 1
+        return torch.cat([drawn, source])
+
+    @classmethod
+    def call_arguments(cls, model: Model, guidance: Guidance) -> dict[str, object]:
+        return {**super().call_arguments(model, guidance), "max_area": model.height * model.width}
