@@ -8,6 +8,7 @@ seeds a stream of their own. The truth is the reward of the same seeds at ``rege
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -182,9 +183,7 @@ def measure(config: RunConfig, wanted: Measurement, prompts: list[Prompt], say: 
         trainer = trainer_of(config, wanted.checkpoint)
     fill("truth", result.truth, lambda cond, part: trainer.regenerate(cond, part)[1])
     found = backends(wanted.backends, say)
-    for name, backend, weights in (
-        (name, backend, weights) for name, backend in found.items() for weights in wanted.weights
-    ):
+    for (name, backend), weights in itertools.product(found.items(), wanted.weights):
         with setup():
             explorer = published(config, trainer, backend, weights)
         label = name if weights == "merged" else f"{name}, {SAID[weights]}"
