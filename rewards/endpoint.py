@@ -26,6 +26,8 @@ EDITED = (
     "What the prompt does not ask to change should be as it is there. What came of it:",
 )
 """Before and after an image that was to be edited."""
+LEAST_MASS = 0.5
+"""Less probability than this on what was asked for is an answer in words."""
 T = TypeVar("T")
 
 
@@ -164,15 +166,23 @@ def written(choice: Any, field: str) -> Any:
         raise NoVerdict(f"the judge answers prose: {_short(choice)!r}") from None
 
 
-def likely_tokens(choice: Any) -> list[tuple[str, float]]:
-    """The likeliest first tokens, without spaces, with their probabilities. Raises NoVerdict."""
+def expected(choice: Any, values: Mapping[str, float], what: str) -> float:
+    """Mean of ``values`` under the first token's distribution, over tokens that are their names;
+    ``what`` they stand for is said of an answer in words. Raises NoVerdict.
+    """
     try:
         tokens = choice["logprobs"]["content"][0]["top_logprobs"]
-        return [(str(one["token"]).strip(), math.exp(one["logprob"])) for one in tokens]
+        pairs = [(str(one["token"]).strip(), math.exp(one["logprob"])) for one in tokens]
     except (KeyError, IndexError, TypeError, OverflowError):
         raise NoVerdict(
             "the answer has no log-probabilities: use read = 'json' with this endpoint"
         ) from None
+    found = [(values[token], mass) for token, mass in pairs if token in values]
+    mass = math.fsum(mass for _, mass in found)
+    if not mass >= LEAST_MASS:
+        likely = max(pairs, key=lambda pair: pair[1])[0] if pairs else ""
+        raise NoVerdict(f"the judge answers {likely!r} rather than a number: {mass:.0%} on {what}")
+    return math.fsum(value * share for value, share in found) / mass
 
 
 def outcome(ask: Callable[[], T]) -> T | NoVerdict:

@@ -32,9 +32,9 @@ from rewards.endpoint import (
     Endpoint,
     NoVerdict,
     Remembered,
+    expected,
     image_part,
     json_object,
-    likely_tokens,
     one_token,
     outcome,
     source_parts,
@@ -43,8 +43,6 @@ from rewards.endpoint import (
 )
 
 READ = ("logprobs", "json")
-LEAST_MASS = 0.5
-"""Less probability than this on ratings is an answer in words."""
 RUBRIC = (
     "You judge images that were made from a prompt. Look at what the prompt asks for: objects,"
     " their number, colours, places and style; then at how well the image is made. Rate the image"
@@ -195,23 +193,13 @@ class VlmScorer(BuiltIn):
         form = one_token() if by_tokens else json_object("rating", "score", number)
         content = [*source_parts(source), image_part(image), text_part(text)]
         answer = self._endpoint.ask(content, vote, form)
-        value = self._expected(answer.choice) if by_tokens else self._written(answer.choice)
+        if by_tokens:
+            ratings = {str(value): value for value in range(self.low, self.high + 1)}
+            value = expected(answer.choice, ratings, f"{self.low} to {self.high}")
+        else:
+            value = self._written(answer.choice)
         score = (value - self.low) / (self.high - self.low)
         return score, answer.tokens_in, answer.tokens_out
-
-    def _expected(self, choice: Any) -> float:
-        """Mean rating under the first token's distribution, over the tokens that are ratings."""
-        pairs = likely_tokens(choice)
-        ratings = {str(value): value for value in range(self.low, self.high + 1)}
-        found = [(ratings[token], mass) for token, mass in pairs if token in ratings]
-        mass = math.fsum(mass for _, mass in found)
-        if not mass >= LEAST_MASS:
-            likely = max(pairs, key=lambda pair: pair[1])[0] if pairs else ""
-            raise NoVerdict(
-                f"the judge answers {likely!r} rather than a number: {mass:.0%} on"
-                f" {self.low} to {self.high}"
-            )
-        return math.fsum(value * share for value, share in found) / mass
 
     def _written(self, choice: Any) -> float:
         """The ``score`` of the JSON object that was written."""

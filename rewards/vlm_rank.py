@@ -7,7 +7,6 @@ the model of Bradley and Terry.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -33,9 +32,9 @@ from rewards.endpoint import (
     Endpoint,
     NoVerdict,
     Remembered,
+    expected,
     image_part,
     json_object,
-    likely_tokens,
     one_token,
     outcome,
     source_parts,
@@ -45,8 +44,6 @@ from rewards.endpoint import (
 from rewards.preference import chances, consistency, drawn_lists, wins_of
 
 READ = ("json", "logprobs")
-LEAST_MASS = 0.5
-"""Less probability than this on the two numbers is an answer in words."""
 RUBRIC = (
     "You compare images that were made from one prompt. Look at what the prompt asks for: objects,"
     " their number, colours, places and style; then at how well each image is made.\n\n"
@@ -220,12 +217,5 @@ def _ranking(choice: Any, count: int) -> np.ndarray:
 
 def _better_of_two(choice: Any) -> np.ndarray:
     """float64 [2, 2] from the probabilities of "1" and "2". Raises NoVerdict."""
-    pairs = likely_tokens(choice)
-    first, second = (math.fsum(mass for token, mass in pairs if token == name) for name in "12")
-    if not first + second >= LEAST_MASS:
-        likely = max(pairs, key=lambda pair: pair[1])[0] if pairs else ""
-        raise NoVerdict(
-            f"the judge answers {likely!r} rather than a number: {first + second:.0%} on 1 and 2"
-        )
-    share = first / (first + second)
+    share = expected(choice, {"1": 1.0, "2": 0.0}, "1 and 2")
     return np.array([[0.0, share], [1.0 - share, 0.0]])
