@@ -97,7 +97,7 @@ class Rounds(Caller):
             answer.cancel()  # who is cancelled waits no longer
 
     async def _round(self) -> None:
-        """Its failure is that of those who were chosen, whoever's turn it is."""
+        """Its failure is that of those who were chosen, in whichever turn."""
         chosen = self._chosen(len(self._pool.members))
         if not chosen:
             return

@@ -83,10 +83,10 @@ def test_the_files_that_are_sent(tmp_path, monkeypatch):
 def test_images_to_edit_are_sent_along(tmp_path, monkeypatch):
     """Those below the folder of the prompt file; what nodes share is left where it is."""
     monkeypatch.chdir(tmp_path)
-    for name in ("mine/in/a.png", "mine/b.png", "shared/c.png"):
+    for name in ("mine/in/a.png", "mine/b.png", "elsewhere/c.png"):
         (tmp_path / name).parent.mkdir(exist_ok=True, parents=True)
         (tmp_path / name).write_bytes(name.encode())
-    images = ["in/a.png", "./b.png", str(tmp_path / "shared" / "c.png")]
+    images = ["in/a.png", "./b.png", str(tmp_path / "elsewhere" / "c.png")]
     prompts = tmp_path / "mine" / "p.jsonl"
     prompts.write_text("".join(json.dumps({"prompt": "x", "image": one}) + "\n" for one in images))
     config = load("quickstart", ['prompts.train="mine/p.jsonl"'])
@@ -94,7 +94,7 @@ def test_images_to_edit_are_sent_along(tmp_path, monkeypatch):
     sent = sorted(str(f.relative_to(tmp_path / "out")) for f in tmp_path.glob("out/mine/**/*.*"))
     assert sent == ["mine/b.png", "mine/in/a.png", "mine/p.jsonl"]
     assert (tmp_path / "out" / "mine" / "in" / "a.png").read_bytes() == b"mine/in/a.png"
-    prompts.write_text(json.dumps({"prompt": "x", "image": "../shared/c.png"}) + "\n")
+    prompts.write_text(json.dumps({"prompt": "x", "image": "../elsewhere/c.png"}) + "\n")
     with pytest.raises(ConfigError, match=r"c.png' lies outside the folder of the prompt file"):
         jobs.stage(tmp_path / "again", "quickstart", config)
 

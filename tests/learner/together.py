@@ -367,4 +367,5 @@ def main(size: int, port: int, model: Path, out: Path, *only: str) -> None:
 
 
 if __name__ == "__main__":
-    main(*map(int, sys.argv[1:3]), *map(Path, sys.argv[3:5]), *sys.argv[5:])  # type: ignore[call-arg,arg-type]
+    size, port, model, out, *only = sys.argv[1:]
+    main(int(size), int(port), Path(model), Path(out), *only)
