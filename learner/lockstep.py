@@ -153,5 +153,5 @@ class LockstepUpdater(Updater):
             parameter.grad = gradient
 
     def _first_modules(self, samples: Samples, points: Points) -> list[tuple[str, str | None]]:
-        """All of them: a replica that has found what is wrong still goes through the others' passes."""
+        """All: a replica that has found what is wrong still goes through the others' passes."""
         return list(super()._first_modules(samples, points))
