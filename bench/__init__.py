@@ -24,8 +24,8 @@ NAMES = (
     "driver",
 )
 
-COUNTS = ("packing", "passes")
-"""What is counted rather than timed, with options of its own."""
+COUNTS = ("packing", "passes", "preference")
+"""What is counted or simulated rather than timed, with options of its own."""
 
 
 def benchmark(name: str) -> Callable[[Options], list[Ratio]]:

@@ -1,0 +1,26 @@
+"""The simulated judge: one that sees all finds all of the contrast, one that guesses finds none."""
+
+import numpy as np
+import pytest
+
+from bench.preference import IMAGES, contrast, found, main
+
+
+def test_a_list_of_all_by_a_right_judge_finds_everything():
+    assert found(IMAGES, 1, 0.0, seed=3) == (1, pytest.approx(1.0))
+    worth = np.arange(IMAGES, dtype=float)
+    assert contrast(worth, worth) == IMAGES - 12 and contrast(worth, -worth) == 12 - IMAGES
+
+
+def test_a_judge_that_guesses_finds_nothing():
+    """The share of a random choice has a standard deviation of sqrt(2 / 12) / 3.2 = 0.13: means of
+    worth of 12, less another, over a contrast of 3.2 standard deviations. Four of a mean of 20.
+    """
+    shares = [found(4, 3, 1e9, seed)[1] for seed in range(20)]
+    assert abs(np.mean(shares)) < 4 * 0.13 / np.sqrt(20)
+
+
+def test_the_command(capsys):
+    assert main(["--draws", "2"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 6 and lines[2].startswith("size 4  rounds 3   72 requests  error 0: 0.9")
