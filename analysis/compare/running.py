@@ -24,6 +24,7 @@ from analysis.report.data import finite, read_run, step_of
 from configs.load import ConfigError, parse
 from configs.prompts import changed_files
 from configs.resume import differences
+from planning.layouts.numbers import as_recorded
 from records.atomic import write_text
 from records.errors import Stopped
 from records.lock import held
@@ -94,8 +95,9 @@ def _is_there(cell: Cell, seed: int, out: Path) -> str:
     rundir = RunDirectory(out / cell.run_name(seed))
     if not rundir.config_file.exists() or not rundir.computed():
         return "absent"
-    config = parse(cell.tree_of(seed, out))
-    if changed := differences(rundir.configuration(), config):
+    recorded = rundir.configuration()
+    config = as_recorded(parse(cell.tree_of(seed, out)), recorded)
+    if changed := differences(recorded, config):
         raise ConfigError(
             f"{rundir.path} was run with another configuration: {'; '.join(changed)}; give the"
             " same, or another directory with --out"

@@ -35,7 +35,8 @@ from configs.prompts import Prompt, read_prompts, refuse_overlap
 from configs.schema import RunConfig
 from learner.checkpoint import CheckpointError
 from learner.schedules import stop_reason
-from planning.layouts.resolve import as_started, keep_layout
+from planning.layouts.numbers import as_recorded
+from planning.layouts.resolve import keep_layout
 from planning.layouts.threads import keep_threads
 from planning.preflight import check_model, check_prompts, check_resumable, check_scorers
 from records.errors import InputsLost, RunFailed, StateLost, Stopped
@@ -67,7 +68,7 @@ def train(config: RunConfig, resume: bool) -> RunDirectory:
     with contextlib.ExitStack() as alone:
         if resume:
             started = rundir.configuration()
-            check_resumable(keep_threads(as_started(config, started), started), rundir)
+            check_resumable(as_recorded(config, started), rundir)
             config = keep_threads(keep_layout(config, started), started)
             alone.enter_context(rundir.held())
         with waiting("starting Ray"):

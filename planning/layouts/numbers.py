@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from configs.load import parse
 from configs.schema import RunConfig
 from configs.services import Share
+from planning.layouts.threads import keep_threads
 from planning.placement import kinds_of
 
 FIELDS = ("actors", "gpus", "cpus", "accelerator")
@@ -99,3 +100,15 @@ def with_numbers(config: RunConfig, numbers: Numbers) -> RunConfig:
         table["replicas" if kind == "learner" else "actors"] = group.actors
         table |= {"gpus": group.gpus, "cpus": group.cpus, "accelerator": group.accelerator}
     return parse(tree)
+
+
+def as_started(config: RunConfig, recorded: RunConfig) -> RunConfig:
+    """``config`` with the recorded numbers in the place of those that a layout chooses."""
+    if config.layout is None:
+        return config
+    return with_numbers(config, completed(config, numbers_of(recorded)))
+
+
+def as_recorded(config: RunConfig, recorded: RunConfig) -> RunConfig:
+    """``config`` with what the start of the recorded run chose; what then differs is by hand."""
+    return keep_threads(as_started(config, recorded), recorded)

@@ -22,7 +22,7 @@ from planning.counting import Counts, counts_of
 from planning.held import held_of
 from planning.layouts.choose import Choice, Costs, choose, needs_gpu
 from planning.layouts.gpus import Gpus, gpus_of
-from planning.layouts.numbers import by_hand, completed, numbers_of, with_numbers
+from planning.layouts.numbers import by_hand, with_numbers
 from planning.layouts.predict import Tasks
 from planning.layouts.scoring import image_flops, in_fp32
 from planning.placement import Node, kinds_of
@@ -96,13 +96,6 @@ def known_gpus(nodes: Sequence[Node], given: Assumptions | None = None) -> list[
     if given is not None and given.gpu_memory_gb:
         memory |= dict.fromkeys([*memory, given.accelerator or ""], given.gpu_memory_gb)
     return gpus_of(nodes, memory)
-
-
-def as_started(config: RunConfig, recorded: RunConfig) -> RunConfig:
-    """``config`` with the recorded numbers in the place of those that a layout chooses."""
-    if config.layout is None:
-        return config
-    return with_numbers(config, completed(config, numbers_of(recorded)))
 
 
 def keep_layout(config: RunConfig, recorded: RunConfig) -> RunConfig:

@@ -16,8 +16,10 @@ from typing import Any
 from configs.load import load
 from configs.prompts import digests
 from configs.schema import RunConfig
+from planning.layouts.threads import with_threads
 
 BASE = 0.5
+CORES = 2
 STOPPED = 130
 
 
@@ -67,7 +69,7 @@ def _evaluation(iteration: int, base: float, gain: float) -> dict[str, Any]:
 
 
 def main(file: str, *flags: str) -> int:
-    config = load(file)
+    config = with_threads(load(file), CORES)
     assert config.run_root is not None
     with (Path(config.run_root) / "calls.txt").open("a") as calls:
         calls.write(f"{config.name} {' '.join(flags)}\n")

@@ -14,9 +14,9 @@ from configs.schema import RunConfig
 from planning.layouts.choose import Costs, choose
 from planning.layouts.gpus import Gpus, gpus_of, lay
 from planning.layouts.limits import refuse_on_this_machine, refuse_too_many
-from planning.layouts.numbers import Group, Numbers, numbers_of, with_numbers
+from planning.layouts.numbers import Group, Numbers, as_started, numbers_of, with_numbers
 from planning.layouts.predict import Tasks, bound, fill, predict
-from planning.layouts.resolve import as_started, keep_layout, to_choose
+from planning.layouts.resolve import keep_layout, to_choose
 from planning.placement import ACCELERATOR, WHOLE, Node, needs_of, place
 
 MODELS = {  # GPU-seconds on a B200: explore, regenerate, update
