@@ -16,7 +16,7 @@ from analysis.report.rewards import scores_of
 from configs.schema import RunConfig
 from configs.sections import Model
 from policy.families import FAMILIES
-from policy.families.base import HUB_ID
+from policy.families.pipeline import HUB_ID
 from policy.lora_files import FILE
 from records import atomic
 from records.images import before_after

@@ -15,7 +15,8 @@ from torch import nn
 from configs.schema import RunConfig
 from policy import memory
 from policy.families.architectures import build
-from policy.families.base import HUB_ID, Diffusers, Family
+from policy.families.base import Diffusers, Family
+from policy.families.pipeline import HUB_ID
 from policy.types import DTYPES
 
 CONFIG, WEIGHTS = "config.json", "diffusion_pytorch_model.safetensors"

@@ -5,7 +5,9 @@ from __future__ import annotations
 from configs.families import FAMILIES as ROWS
 from configs.named import named_class
 from configs.sections import Model
-from policy.families.base import INDEX, Family, TextEncoder, model_directory, pipeline_file
+from policy.families.base import Family
+from policy.families.pipeline import INDEX, model_directory, pipeline_file
+from policy.families.text import TextEncoder
 
 FAMILIES: dict[str, type[Family]] = {name: named_class(row, Family) for name, row in ROWS.items()}
 

@@ -13,17 +13,18 @@ from torch.utils._pytree import tree_leaves
 from configs.schema import RunConfig
 from policy.families import family_for
 from policy.families.base import Family
-from policy.memory import META, blank, conditioning_like, fused_attention
+from policy.memory import META, blank, conditioning_like
 from policy.precision.base import Backend
 from policy.precision.cost import Step
 from policy.precision.swap import quantise_plan, weight_modules
+from policy.tally import fused_attention
 
 
 class _Traffic(TorchDispatchMode):
     """Multiplications, kernels, and the bytes of all operations but matrix products."""
 
     def __init__(self) -> None:
-        # here, as in ``policy.memory``: starts have no need of triton, which comes with it
+        # here, as in ``policy.tally``: starts have no need of triton, which comes with it
         from torch.utils.flop_counter import flop_registry
 
         super().__init__()

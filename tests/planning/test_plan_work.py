@@ -18,6 +18,7 @@ from policy import memory
 from policy.families import family_for
 from policy.precision.backends import BACKENDS
 from policy.sampling.noise import noise_for
+from policy.tally import Tally
 from tests.cluster.runs import tiny_config
 from tests.planning.plans import Directories, of_work, run_of
 from tests.tiny_families import NAMES, SETTINGS, tiny_model
@@ -33,7 +34,7 @@ def test_a_tally_in_closed_form():
     the end, weights never count.
     """
     x, first, second = (torch.empty(shape, device="meta") for shape in ((4, 8), (8, 16), (16, 8)))
-    with memory.Tally() as tally:
+    with Tally() as tally:
         hidden = x @ first
         out = hidden.mm(second.t().t())
         alive = tally.live

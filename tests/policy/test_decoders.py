@@ -16,7 +16,7 @@ from policy import memory
 from policy.decoders import blank_decoder, check_decoder, load_decoder, proxy_dtype
 from policy.explorer import Explorer
 from policy.families import family_for
-from policy.families.base import SHAPES_DECODER
+from policy.families.pipeline import SHAPES_DECODER
 from policy.precision.backends import BACKENDS
 from shapes.checksum import checksum
 from shapes.decoder_build import psnr

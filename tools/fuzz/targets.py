@@ -194,7 +194,7 @@ def checkpoint_file(folder: Path, given: tuple[str, bytes]) -> None:
 def pipeline_file(folder: Path, given: tuple[str, bytes]) -> None:
     """A pipeline directory in which one JSON file is another."""
     from planning.preflight import check_model
-    from policy.families.base import SHAPES_DIRECTORY as MODEL
+    from policy.families.pipeline import SHAPES_DIRECTORY as MODEL
 
     there = folder / "model"
     if not there.exists():
@@ -284,7 +284,7 @@ def of_files(paths: list[Path], under: Path) -> st.SearchStrategy[tuple[str, byt
 
 def targets() -> dict[str, Target]:
     """All targets by name."""
-    from policy.families.base import SHAPES_DIRECTORY as MODEL
+    from policy.families.pipeline import SHAPES_DIRECTORY as MODEL
     from rewards import SCORERS
 
     run = example_run()

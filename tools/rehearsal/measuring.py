@@ -103,10 +103,7 @@ class Watch(threading.Thread):
                     self._everything([event["pid"] for event in started])
                 versions = [each for each in events if each["event"] == "version_published"]
                 if not self.found.libraries and ray.is_initialized():
-                    bare: Any = ray.remote(Bare)
-                    self.found.libraries = ray.get(
-                        bare.options(num_cpus=0).remote().memory.remote()
-                    )
+                    self._libraries()
                 if len(versions) > 1 and not self.found.tensors:
                     self.found.broadcast = versions[-1]["bytes"]
                     self._tensors(started)
