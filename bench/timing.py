@@ -23,15 +23,11 @@ class Options:
     config: RunConfig
     repeats: int = 5
     pack_bytes: int = 2**26
-    broadcasts: tuple[tuple[int, tuple[int, ...]], ...] = (
-        (10**9, (1, 2, 4)),
-    )  # bytes of a version, to how many explorers
+    # bytes of a version, to how many explorers
+    broadcasts: tuple[tuple[int, tuple[int, ...]], ...] = ((10**9, (1, 2, 4)),)
     batch: int = 24  # images of a sampling step
-    architectures: tuple[str, ...] = (
-        "sd3.5-medium",
-        "flux.1-dev",
-        "sana-1.6b",
-    )  # published ones, with random weights
+    # published ones, with random weights
+    architectures: tuple[str, ...] = ("sd3.5-medium", "flux.1-dev", "sana-1.6b")
     backends: tuple[str, ...] = ()  # of these; none: whatever the device supports
     pixels: int | None = None  # per side; None: as published
     small: bool | None = None  # few narrow blocks of the same kinds; None: where there is no GPU

@@ -153,9 +153,8 @@ def _whole(root: Path) -> list[Path]:
     in place.
     """
     steps: dict[int, Path] = {}
-    for path in sorted(
-        root.glob("step_*"), reverse=True
-    ):  # "step_000001.replaced" before "step_000001"
+    # backwards: "step_000001.replaced" before "step_000001", which then takes its place
+    for path in sorted(root.glob("step_*"), reverse=True):
         match = STEP.fullmatch(path.name)
         if match and (path / STATE).is_file():
             steps[int(match[1])] = path

@@ -119,6 +119,7 @@ class Publisher:
             self._constant = self._pack_constant(owners, changing, range_of)
         sections = [self._constant, pack_section(_named(packed), self.shard_bytes)]
         manifest, shards = assemble(sections, version, self.backend.wire_format)
+        # last: an export that fails must not be what the next one is compared with
         self._before, self._adapter_before = {name: packed[name] for name in adapted}, state
         return manifest, shards, changes.statistics() if changes is not None else {}
 
@@ -148,6 +149,7 @@ class Publisher:
             if names[0] not in among:
                 continue
             members = [range_of(name) for name in names]
+            # a range per row belongs to its row, whatever runs beside it
             if not members[0].ndim:
                 ranges |= dict.fromkeys(names, torch.stack(members).max())
         return ranges

@@ -100,6 +100,7 @@ class DistributedReplicas(Replicas):
         """Joins the others at ``store``; ``timeout_s`` limits every wait. Raises GroupBroken."""
         self.rank, self.size, self.device = rank, size, device
         self._times = {"time/allreduce_s": 0.0, "time/replica_wait_s": 0.0}
+        # a process can be in one group only, and may have been in one that broke
         leave()
         with self._naming("joining them"):
             dist.init_process_group(
@@ -115,6 +116,7 @@ class DistributedReplicas(Replicas):
             self.device
         )
         with self._naming("waiting for their word"), self._timed("time/replica_wait_s"):
+            # only tensors of one size can be gathered, so the longest message sets it
             length = torch.tensor([len(data)], device=self.device)
             lengths = [torch.empty_like(length) for _ in range(self.size)]
             dist.all_gather(lengths, length)
@@ -131,6 +133,7 @@ class DistributedReplicas(Replicas):
     def add(self, tensors: Sequence[Tensor]) -> None:
         """One all-reduce of everything, flat, in the tensors' own precision."""
         with self._naming("adding gradients"), self._timed("time/allreduce_s"):
+            # one call: a LoRA has hundreds of small tensors, and each would wait for the network
             flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
             dist.all_reduce(flat, op=dist.ReduceOp.SUM)
             for tensor, part in zip(
@@ -144,6 +147,7 @@ class DistributedReplicas(Replicas):
 
     @contextmanager
     def _timed(self, name: str) -> Iterator[None]:
+        # kernels are only queued by then: without this the next wait would have their time
         self._synchronise()
         start = time.perf_counter()
         yield
@@ -171,6 +175,7 @@ class DistributedReplicas(Replicas):
 def open_store(host: str, timeout_s: float) -> tuple[dist.TCPStore, int]:
     """(store, port) for the rendezvous, open on ``host`` alone as long as the object lives."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    # our own socket: the store by itself would listen on every address of the machine
     listener = socket.create_server((host, 0), family=family)
     port = listener.getsockname()[1]
     store = dist.TCPStore(

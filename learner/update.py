@@ -88,6 +88,7 @@ class Updater:
         order = np.arange(samples.total)
         steps = min(self.settings.steps_per_iteration, samples.total)
         if steps > 1:
+            # samples come by prompt: dealt in order, a step would see some of the prompts only
             order = np.random.Generator(np.random.Philox(key=shuffle_seed)).permutation(order)
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate
@@ -98,6 +99,7 @@ class Updater:
         try:
             for part in np.array_split(order, steps):
                 count, norm = self._step(samples, samples.at(part), sigmas, sums)
+                # from the first step on "current" differs from all other adapters
                 self._alike = frozenset()
                 points += count
                 norms.append(norm)
@@ -106,6 +108,7 @@ class Updater:
             told = self.replicas.exchange(sums)
             self._require_progress(samples, before, norms, learning_rate)
         except BaseException:
+            # an interrupted update would leave weights that no seed leads to again
             self.load_state(before)
             raise
         finally:
@@ -125,6 +128,7 @@ class Updater:
         it would go on so, and nothing else would fail.
         """
         if not any(norms):
+            # not among replicas: this one's samples may be alike while others' are not
             if bool(samples.advantages.any()) and self.replicas.size == 1:
                 raise NothingLearned(
                     "every gradient is zero although advantages are not: the loss does not depend"
@@ -173,6 +177,8 @@ class Updater:
         self.replicas.add(list(gradients.values()))
         for gradient in gradients.values():
             gradient.div_(total)
+        # apart from clipping, which a norm that is not finite would have spoil every gradient:
+        # nobody could say any more which one was wrong
         norm = torch.nn.utils.get_total_norm(gradients.values())
         if not bool(torch.isfinite(norm)):
             if (name := first_nonfinite(gradients)) is not None:
@@ -205,6 +211,7 @@ class Updater:
             loss, metrics = self._forward(samples, points)
             if not bool(torch.isfinite(loss)):
                 raise self._diagnose(samples, points, f"the loss is {loss.item()}")
+            # the loss is a mean over its batch, and the last batch may be smaller: sums add up
             (loss * len(points)).backward()
             total += len(points)
             for name, value in metrics.items():
@@ -268,6 +275,7 @@ class Updater:
         chosen with and without gradient.
         """
         cond, velocities = self._conditioning(samples, points), {}
+        # "current" last: what its backward pass needs is not held during the other passes
         for policy in sorted(
             set(self.objective.policies) - self._alike, key=lambda name: (name == "current", name)
         ):
@@ -334,6 +342,7 @@ class Updater:
         for name, values in moments.items():
             parameter = self.parameters[name]
             self.optimizer.state[parameter] = {
+                # AdamW counts steps on the CPU, wherever the parameters are
                 kind: value.clone() if kind == "step" else value.to(parameter.device, copy=True)
                 for kind, value in values.items()
             }

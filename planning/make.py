@@ -233,9 +233,8 @@ def _store(
     explored = config.plan.explore.pool_size if config.plan.explore else 0
     regenerated = (keep + config.audit.random_seeds) if config.plan.regenerate else 0
     objective = build_objective(config.objective, config.stop.max_kl is not None)
-    states = (
-        config.regenerate.steps + 2 if objective.path_solver else 1
-    )  # the path with its start, and the latents themselves
+    # the path with its start, and the latents themselves
+    states = config.regenerate.steps + 2 if objective.path_solver else 1
     kept = regenerated * states + (0 if config.plan.regenerate else explored)
     conditioning = memory.conditioning_bytes(family, dtype, bool(config.guidance.stages))
     return {

@@ -141,6 +141,7 @@ def _greedy(
 ) -> dict[str, str]:
     load: dict[str, list[Need]] = {node.id: [] for node in nodes}
     for need, where in held.values():
+        # held places may be on nodes that are not among these: on new ones, or lost ones
         load.setdefault(where, []).append(need)
     eligible = {
         need.actor: [node for node in nodes if matches(node.labels, need.labels)] for need in needs
@@ -182,6 +183,7 @@ def fits(node: Node, load: Sequence[Need]) -> bool:
     free = [WHOLE] * whole + ([rest] if rest else [])
     for share in sorted((_share(need.gpus) for need in load if need.gpus), reverse=True):
         if share >= WHOLE:
+            # from 1 on Ray gives whole GPUs only
             count = -(-share // WHOLE)
             if free.count(WHOLE) < count:
                 return False

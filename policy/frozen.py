@@ -36,6 +36,7 @@ class _Product(torch.autograd.Function):
     def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
         ctx: Any, x: Tensor, layer: FrozenLinear
     ) -> Tensor:
+        # not the unpacked weight, which autograd would keep until the backward pass
         ctx.layer = layer
         return F.linear(x, layer.plain(), layer.bias)
 

@@ -64,9 +64,8 @@ def blank(family: Family, part: str, dtype: torch.dtype) -> nn.Module:
     }
     if library == "diffusers":
         module = build({"class": f"diffusers.{name}", "config": config}, META, dtype)
-        for path in (
-            module.state_dict().keys() - dict(module.named_parameters()).keys()
-        ):  # stored buffers are cast as weights are
+        # stored buffers are cast as weights are
+        for path in module.state_dict().keys() - dict(module.named_parameters()).keys():
             owner, _, leaf = path.rpartition(".")
             buffer = module.get_buffer(path)
             if buffer.is_floating_point():

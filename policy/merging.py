@@ -92,6 +92,7 @@ def _merge(layer: LoraLayer, name: str) -> Callable[[], object]:
     shard = sharded(weight)
     if shard is None:
         base = weight.data
+        # another tensor, so that W comes back by a pointer: subtracting again would round
         weight.data = merged_weight(layer, name).to(weight.dtype)
         return lambda: setattr(weight, "data", base)
     # into the memory that is gathered from; rows of the whole product, as a product of fewer rows

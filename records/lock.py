@@ -79,9 +79,8 @@ def _missing(lock: int, directory: Path, what: str, remedy: str) -> str | None:
     except OSError as error:
         return error.strerror or str(error)
     since = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime())
-    with contextlib.suppress(
-        OSError
-    ):  # a full disk: who holds it is then not known, but it is held
+    # a full disk: who holds it is then not known, but it is held
+    with contextlib.suppress(OSError):
         os.ftruncate(lock, 0)
         os.write(
             lock,

@@ -131,13 +131,8 @@ class RunDirectory:
             if not isinstance(tree, dict):
                 raise TypeError(tree)
             return self._parsed(tree, kept.get("versions"))
-        except (
-            RecursionError,
-            OSError,
-            ValueError,
-            TypeError,
-            KeyError,
-        ) as error:  # ValueError: no JSON, or no text
+        # ValueError: no JSON, or no text
+        except (RecursionError, OSError, ValueError, TypeError, KeyError) as error:
             raise ConfigError(
                 f"{self.path}: no readable run here ({type(error).__name__}); give a directory"
                 " with a config.json"

@@ -73,10 +73,8 @@ def build_transformer() -> SD3Transformer2DModel:
         pos_embed_max_size=8,
         qk_norm="rms_norm",
     )
-    for (
-        name,
-        module,
-    ) in model.named_modules():  # blocks start as the identity, the output at zero (adaLN-Zero)
+    # blocks start as the identity, the output at zero (adaLN-Zero)
+    for name, module in model.named_modules():
         if isinstance(module, nn.Linear) and (
             (".norm1" in name and name.endswith("linear")) or name == "proj_out"
         ):

@@ -64,9 +64,8 @@ def number(value: float | None, digits: int = 3) -> str:
     elif size >= 10**digits or float(value).is_integer():
         text = f"{size:,.0f}"
     else:
-        power = int(
-            f"{size:.{digits - 1}e}".partition("e")[2]
-        )  # of the rounded value: 0.9996 is 1.00
+        # of the rounded value: 0.9996 is 1.00
+        power = int(f"{size:.{digits - 1}e}".partition("e")[2])
         text = f"{size:.{max(0, digits - 1 - power)}f}"
     return ("−" if value < 0 else "") + text
 

@@ -92,9 +92,11 @@ class Checkpoints:
             "backend": None,
         }  # fmt: skip
         if path is not None:
+            # over the defaults: an older checkpoint may lack a field
             saved = cast(Saved, saved | read(path)[1]["extra"])
         position.next_iteration = saved["iteration"]
         position.samples_seen = saved["samples_seen"]
+        # what was just read need not be written again before the next update
         self._saved = saved["iteration"] if path else None
         # the monitor too: its count of bad iterations decides the precision of those to come
         self._monitor.restore(saved["guard"])

@@ -77,6 +77,7 @@ class Exploration:
         """Begin the next iteration as soon as this one is explored."""
 
         async def next_one() -> Iteration:
+            # not sooner: both would share the rollout actors, and the learner waits for this one
             await asyncio.gather(*it.exploring)
             return await self._begin(it.index + 1)
 
@@ -111,6 +112,7 @@ class Exploration:
         config, services = self._config, self._services
         prompts, conditioning = await self.encode(index)
         self._encoding.pop(index, None)  # closed meanwhile, it is forgotten already
+        # the encoder has nothing else to do, and the next iteration need not wait for it
         if index + 1 < config.iterations:
             self.encode(index + 1)
         every = config.audit.identity_every

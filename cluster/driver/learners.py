@@ -101,6 +101,7 @@ class LearnerGroup:
         # before the driver kills all of them without knowing which was at fault
         timeout_s = min(service.silence_s, service.deadline_s)
         size = len(members)
+        # the first opens the store; its address is known only when it listens
         at = await self.pool.ask(members[0], LearnerActor.rendezvous, timeout_s)
         await run_together(
             *(
@@ -131,6 +132,7 @@ class FirstReplica(Caller):
 
     async def perform(self, task: AnyTask, call: Call) -> Answer:
         members = self.pool.members
+        # alone it is a pool like any other, whose queue has priorities
         if len(members) == 1:
             return await self.pool.perform(task, call)
         return await self.pool.perform_on(members[0], task, call)
@@ -197,5 +199,6 @@ class EveryReplica(Caller):
             async with asyncio.timeout(patience_s):
                 await ended.wait()
         except TimeoutError:
+            # of the lowest rank: the same fault is always told in the same words
             raise failures[min(failures)] from None
         return answer

@@ -36,6 +36,7 @@ class Regeneration:
                 audited = tuple(seeds[i] for i in fresh)
                 _, scored = await self._generate(it, p, audited, ("audit", it.index, p), 0)
                 full |= dict(zip(fresh, scored.rewards.tolist(), strict=True))
+            # those that are trained on anyway are done, though progress expects all audited ones
             it.advanced("regenerated", len(chosen.audit) - len(fresh))
             it.random_audits[p] = candidates.agreement({i: full[i] for i in chosen.audit})
         return group

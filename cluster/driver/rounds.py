@@ -115,6 +115,7 @@ class Rounds(Caller):
                 if not each.answer.done():
                     each.answer.set_exception(error)
             return
+        # not strict: replicas that stood by are the last ones, and have nothing to say
         for each, answer in zip(chosen, answers, strict=False):
             if not each.answer.done():
                 each.answer.set_result(answer)

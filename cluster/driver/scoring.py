@@ -158,11 +158,13 @@ class Scoring:
             return client.score(task, images, texts, metadata, labels, self._evaluation)
 
         values = await self._ask_all(self._labels, ask, len(prompts))
+        # of the scorers that look at one image; those that compare come in ``together``
         combination = self.combination.uncompared if self._comparing else self.combination
         scored = Scored(combination(values), values, combination)
         if not self._comparing:
             self._count_rewards(scored)
         if self._recheck:
+            # before the wait: other batches are scored meanwhile, and one is enough
             self._recheck = False
             await self._score_again(key, images, prompts, values)
         return scored
@@ -203,6 +205,7 @@ class Scoring:
         self, labels: Labels, ask: Callable[[RewardClient, Labels], Awaitable[Scores]], count: int
     ) -> dict[str, Floats]:
         """Raw scores float32 [count] of ``labels``, asked of the pools that have them."""
+        # all have ended before one error is raised: none goes on asking in the background
         outcomes = await asyncio.gather(
             *(
                 self._ask(pool, mine, ask, count)
@@ -306,6 +309,7 @@ class Scoring:
         try:
             return await ask(RewardClient(pool), labels)
         except RunFailed as end:
+            # with nobody left to ask every further batch would be dropped as well
             if not pool.alive:
                 raise
             missing = np.full(count, np.nan, np.float32)

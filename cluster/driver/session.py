@@ -79,6 +79,7 @@ def train(config: RunConfig, resume: bool) -> RunDirectory:
             config = on_this_cluster(config, tell)
             check_store(config, asyncio.run(unless_stopped(find_room(config, tell=tell))))
             if not resume:
+                # not sooner: holding it makes the directory, and so far the run could be refused
                 alone.enter_context(rundir.held())
                 rundir.create(config)
             asyncio.run(Session(config, rundir, train_prompts, test_prompts).run(resume))
@@ -148,6 +149,7 @@ class Session:
             self.rundir.event("run_failed", why=str(failure))
             raise
         finally:
+            # who asks ends before who is asked: a task of a pool that has stopped is never answered
             self._stopping.over()
             await self.ring.close()
             await cancel_all([linked])
@@ -155,8 +157,10 @@ class Session:
             await link.leave()
             await self.extremes.close()
             await self.services.stop()
+            # after the extremes, whose images go there
             self.sinks.close()
             await self.live_report.close()
+            # last: it is drawn from what all of these have written
             self._report()
 
     def _event(self, name: str, **fields: object) -> None:

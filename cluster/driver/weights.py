@@ -90,6 +90,7 @@ class WeightChannel:
         backend = backend or self._of_the_run(own, rollout)
         exported = await learner.export(version, backend, weights)
         shards, fetched = await self._fetch(version, learner, exported.manifest)
+        # now: the learner can be asked about the version that it packed last, and no other
         probe = await self.identity.expected(version, learner) if self.identity else None
         published = Published(exported.manifest, backend, shards, probe)
         # versions from ``version`` on are of a run that has gone back to a checkpoint since
@@ -178,6 +179,8 @@ class WeightChannel:
     async def _load(self, rollout: ActorPool, member: Member, published: Published) -> None:
         if member.weights == published.id:
             return
+        # before it gets anything: from an actor of another kind images would come that round
+        # otherwise, and nothing would fail
         one_backend(rollout)
         own = member.info.backend if member.info else None
         here = self._manifests.get(member.weights) if member.weights else None
@@ -190,6 +193,7 @@ class WeightChannel:
         loaded = await rollout.ask(
             member, RolloutActor.load, published.backend, published.manifest, sent, *shards
         )
+        # the bytes were checked on arrival; this is about which version it believes to hold
         if loaded != published.id:
             raise RunFailed(
                 f"rollout actor {member.index} acknowledged version {loaded.version} checksum"

@@ -45,6 +45,7 @@ async def answer_of(
     while True:
         # counted from the last answer of all, not from sending: tasks wait behind each other there
         limit = service.deadline_s + (service.warm_up_s if member.cold else 0.0)
+        # not in the past either, or this very wait would look like the driver's own absence
         due = max(asked, member.last_answer, clock.now() - limit) + limit
         if not future.done():
             await member.alarm.wait(due, future, gone)

@@ -23,6 +23,7 @@ class Vacant(ActorLost):
     """No actor was there to take it."""
 
 
+# Culprit of a loss that is no task's fault; None stands for the task that was being sent.
 NOBODY = object()
 
 
@@ -78,6 +79,7 @@ class Member:
         """An actor is there; ``gone`` is done, with the reason, when its node is lost."""
         self.handle, self.info, self.cold = handle, info, bool(info.cold)
         self.gone = gone
+        # being ready is an answer: the first task has its whole deadline
         self.last_answer = clock.now()
 
     def kill(self) -> None:
@@ -90,6 +92,7 @@ class Member:
 
     def begin_task(self) -> None:
         """The running slot has a task in hand."""
+        # time with tasks in hand, counted once however many of its slots have one
         if not self._busy:
             self._busy_since = clock.now()
         self._busy.add(asyncio.current_task())

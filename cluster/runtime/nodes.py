@@ -147,9 +147,11 @@ async def find_room(
                 check_placement(config, nodes, chosen)
                 return nodes
             except ConfigError as error:
+                # waiting helps where the nodes would do once they are free, or where more may come
                 if now - began > max(wait_s, BUSY_WAIT_S if _would_fit(config, chosen) else 0.0):
                     raise
                 if requests.granted(ALL_ACTORS):
+                    # the request itself holds what it was granted: actors find room when it ends
                     requests.withdraw()  # and once Ray's count has it, it is free
                     ask_at = now + LAG_S
                 elif (

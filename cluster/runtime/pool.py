@@ -82,6 +82,7 @@ class ActorPool(Caller):
             changed=self.queue.look_again,
             over=self._end,
             released=released,
+            # asked when it is needed: who made the pool sets the hook only afterwards
             accepts=lambda info: self.accepts(info),
             gone=gone,
             stranded=self._stranded,
@@ -105,6 +106,7 @@ class ActorPool(Caller):
         start.
         """
         await self.supervisor.renew(why)
+        # only now: a call that comes meanwhile is of the iteration that is being given up
         self.failure = None
         self.failed.clear()
 
@@ -148,9 +150,11 @@ class ActorPool(Caller):
         async def one(member: Member) -> None:
             if member.handle is None:
                 return
+            # of the actor that is there now; where a successor is lost, its own first task tells
             incarnation = member.incarnation
             try:
                 async with member.lock:
+                    # it may have been lost while this waited for the lock
                     if member.handle is not None:
                         await do(member)
             except (ActorLost, RayError) as loss:
@@ -174,6 +178,8 @@ class ActorPool(Caller):
     # ---- tasks
 
     def _put(self, pending: PendingTask) -> None:
+        # the queue was emptied when the pool failed: what comes back after that must not wait
+        # for a renewal, with a caller who has given up
         if self.failure:
             pending.fail(self.failure)
         else:
@@ -187,6 +193,7 @@ class ActorPool(Caller):
         """A place that is empty takes nothing, so that it keeps no task from the others."""
         if member.handle is None:
             return False
+        # where no other is left, one more try here is better than none
         return pending.avoid != member.index or not any(
             other.handle is not None and other.serving
             for other in self.members
@@ -221,6 +228,7 @@ class ActorPool(Caller):
             # also when another task is to blame: sent together again, two that kill an actor could
             # go on accusing each other until the pool has used its restarts
             pending.alone = True
+            # before the replacement, which takes as long as a start: others may take the task now
             (self._count_failure if blamed else self._retry)(pending, member, str(loss))
             await self.supervisor.replace(member, pending.incarnation, str(loss))
         # no actor could do better: what the task names is gone, or the run itself is wrong
@@ -241,6 +249,7 @@ class ActorPool(Caller):
         # it; all others only while they are sent, so that the next one waits at the actor.
         async with member.door:
             if pending.alone:
+                # what was sent before it could kill the actor as well, and be taken for its fault
                 await member.drained()
             refs = await self._send(member, pending)
             if pending.alone:
@@ -255,12 +264,14 @@ class ActorPool(Caller):
             if self.prepare:
                 await self.prepare(member, pending.task.key)
             refs = self._transport.send(member.handle, pending.call)
+            # no await after the sending: blame goes by this list, which must have the actor's order
             member.send(pending)
         return refs
 
     async def _result(
         self, member: Member, pending: PendingTask, refs: Sequence[ObjectRef[Answer]]
     ) -> Answer:
+        # the first value says how the call ended; the others stay where they are, as references
         first = await self._answer(member, pending.task.key, pending.retries, refs[0])
         return (first, *refs[1:]) if pending.call.returns > 1 else first
 
@@ -290,6 +301,7 @@ class ActorPool(Caller):
             outcome = "stopped"
             raise
         finally:
+            # until then it stood behind the task before, in the actor's own queue
             started, member.busy_until = max(sent, member.busy_until), clock.wall()
             ended = member.busy_until
             self._record(
@@ -299,6 +311,7 @@ class ActorPool(Caller):
     def _answered(self, pending: PendingTask, member: Member, value: Answer) -> None:
         member.answered += 1
         member.answer(pending)
+        # whatever had to be compiled is compiled now
         member.cold = False
         pending.answers += 1
         task = pending.task
@@ -320,6 +333,7 @@ class ActorPool(Caller):
         pending.attempts += 1
         # a fault may be the machine's: another member shows whether it is the task's
         pending.avoid = member.index
+        # with a state a second try would begin from what the first one left behind
         if pending.attempts < (1 if self._stateful else self.service.max_attempts):
             self._retry(pending, member, why)
             return
@@ -347,6 +361,7 @@ class ActorPool(Caller):
             self._replacements.start(self.supervisor.replace(member, incarnation, why))
 
     def _discard(self, member: Member, incarnation: int, why: str) -> None:
+        # none of it will be answered, and its successor must not be blamed for it
         member.forget_sent()
         # others report the same loss later, when a successor may be in its place
         if member.incarnation == incarnation:

@@ -63,6 +63,7 @@ class TaskQueue:
 
     def put(self, pending: PendingTask) -> None:
         """Add a task, new or tried before."""
+        # the number in the middle never repeats, so tasks themselves are never compared
         bisect.insort(self._waiting, (pending.task.priority, next(self._order), pending))
         self.deepest = max(self.deepest, len(self._waiting))
         self.look_again()

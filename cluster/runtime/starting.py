@@ -60,17 +60,21 @@ async def start_actor(
     while True:
         tried = start.lost + start.low
         try:
+            # another name for every try: Ray lets go of a dead actor's name a while later
             handle = spawn(f"{name}-{tried}" if tried else name)
         except NoRoom as error:
             await start.without_room(error)
             continue
         try:
+            # one that got its place at the last moment is still given a moment to answer
             left = max(start.deadline - clock.now(), PAUSE_S)
             return handle, await _ready(transport, handle, left, gone())
         except asyncio.CancelledError:
+            # it has no member yet: nobody else knows of it
             transport.kill(handle)
             raise
         except (TimeoutError, RayError, NodeLost) as error:
+            # one that comes to life later would hold its share of the node for nothing
             transport.kill(handle)
             await start.without_answer(error)
 
@@ -107,6 +111,7 @@ class _Start:
         elif isinstance(error, (*DIED, ActorUnschedulableError, NodeLost)):
             # until Ray has noticed that a node died, it still places actors there
             self.lost += 1
+            # what its constructor refused once it would refuse again
             raised = getattr(error, "actor_init_failed", False)
             if not raised and self.lost < LOST_STARTS and not self._late:
                 return await asyncio.sleep(PAUSE_S)

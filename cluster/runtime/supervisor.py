@@ -103,10 +103,12 @@ class Supervisor:
             try:
                 await self._fill(member, joins=True)
             except BaseException:
+                # or the node would keep a place for it that nobody fills
                 self.released(self.name(member))
                 raise
             finally:
                 self.starting -= 1
+            # not before: what is told to all members would be told to one that cannot answer
             self.members.append(member)
             self._open(member)
 
@@ -123,9 +125,11 @@ class Supervisor:
         for slot in member.idle_slots:
             slot.cancel()  # it waits for a task, so it holds none; the others finish theirs
         if member.refill is not None:
+            # ``replace`` waits for it with the lock, which is needed below
             member.refill.cancel()
         await asyncio.gather(*member.slots, return_exceptions=True)
         async with member.lock:
+            # with the lock: a replacement on its way would get its handle after the kill
             member.kill()
         self.members.remove(member)
         # what it did stays counted, or a pool that shrinks would seem to have been idle
@@ -157,6 +161,7 @@ class Supervisor:
             if member.incarnation != incarnation or member.benched:
                 return
             self.discard(member, why)
+            # nobody is to follow it; its tasks are in the queue again
             if member.leaving:
                 return
             # counted per place: one bad node must not use up the restarts of the others
@@ -179,6 +184,7 @@ class Supervisor:
         where = {key: getattr(member.info, key, None) for key in ("pid", "node")}
         self._tell("actor_died", member, why=why, **where)
         member.kill()  # it may only hang, and would go on with what others do again
+        # from here on whoever reports this loss names an incarnation that is gone
         member.incarnation += 1
         self.lost += 1
         self.changed()
@@ -221,8 +227,10 @@ class Supervisor:
         )
         # those that the run starts with are compared by the first use of them all
         if (joins or member.incarnation) and (fault := self.accepts(info)):
+            # it is no member yet, so nothing else would end it
             self.transport.kill(handle)
             raise RunFailed(f"{who} {fault}")
+        # kept for the callback: when the node is lost another actor may be in this place
         incarnation, gone = member.incarnation, self.gone(self.name(member), info.node)
         member.fill(handle, info, gone)
         gone.add_done_callback(lambda why: self._node_lost(member, incarnation, why))

@@ -73,6 +73,7 @@ class NodeWatch:
                 failures = 0
             else:
                 failures += 1
+            # equal: told once, though it stays watched, as it may come back
             if failures == TRIES:
                 silent_s = self._every_s * (TRIES + 1)
                 self._lose(node, f"its node answers no connection for {silent_s:g} s")

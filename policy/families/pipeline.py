@@ -1,6 +1,7 @@
 """The files of a diffusers pipeline: where they lie, and what they say, without its weights.
 
-They are in a local directory, or come from the hub by its cache. What is missing or broken is one line that names ``model.path``.
+They are in a local directory, or come from the hub by its cache. What is missing or broken is one
+line that names ``model.path``.
 """
 
 from __future__ import annotations

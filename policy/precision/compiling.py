@@ -63,11 +63,10 @@ def compiled(module: nn.Module, device: torch.device) -> nn.Module:
             "compile: the environment variable TORCH_COMPILE_DISABLE turns it off: unset it or set"
             " compile = false"
         )
-    settings.suppress_errors, settings.fail_on_recompile_limit_hit, settings.recompile_limit = (
-        False,
-        True,
-        SHAPES,
-    )
+    # else torch runs what it cannot compile eagerly: other bits, several times slower
+    settings.suppress_errors = False
+    settings.fail_on_recompile_limit_hit = True
+    settings.recompile_limit = SHAPES
     return _by_block(module) or cast("nn.Module", torch.compile(module, dynamic=False))
 
 

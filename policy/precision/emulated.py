@@ -68,9 +68,8 @@ class Workspace:
             self._value[:count].view(shape),
             self._scratch[:count].view(shape),
         )
-        torch.bitwise_and(
-            blocks.view(torch.int32), 0x7FFFFFFF, out=scratch
-        )  # |x|: as integers, floats keep their order
+        # |x|: without the sign bit floats keep their order as integers
+        torch.bitwise_and(blocks.view(torch.int32), 0x7FFFFFFF, out=scratch)
         largest = scratch.amax(-1, keepdim=True).view(torch.float32)
         amax = _power_of_two_above(largest.max().item())
         if not 2.0**-100 < amax < 2.0**100:  # also 0 and NaN: where the exact short cuts below end

@@ -29,6 +29,7 @@ E4M3_MAX = 448.0
 E2M1_MAX = 6.0
 SPAN = E4M3_MAX * E2M1_MAX
 FLOAT_MAX = torch.finfo(torch.float32).max
+# rounded to float32 before they are used, as constants of the kernels are
 SIXTH = torch.tensor(1.0 / 6.0, dtype=torch.float32).item()
 SPAN_INVERSE = torch.tensor(1.0 / SPAN, dtype=torch.float32).item()
 E4M3_SMALLEST_NORMAL = 2.0**-6
@@ -113,6 +114,7 @@ def quantise(weight: Tensor, search: bool = False, amax: Tensor | None = None) -
     values = weight.detach().float()
     largest = block_amax(values)
     own = largest.max() if largest.numel() else values.new_zeros(())
+    # before the check: a range from elsewhere may be what is not finite
     amax = own if amax is None else amax.detach().to(own)
     if not (math.isfinite(own.item()) and math.isfinite(amax.item())):
         raise ValueError(
@@ -182,9 +184,8 @@ def _block_error(values: Tensor, codes: Tensor, s_enc: Tensor, amax: Tensor) -> 
 def encode(q: Tensor, negative: Tensor) -> Tensor:
     """E2M1 values [N, K] and the signs from before rounding to nibbles: uint8 [N, K / 2]."""
     magnitude = q.abs()
-    above = (
-        magnitude.view(torch.int32) >> 22
-    ) - 252  # exponent and top mantissa bit: right from 1.0 on
+    # exponent and top mantissa bit: right from 1.0 on
+    above = (magnitude.view(torch.int32) >> 22) - 252
     code = torch.maximum(above, (magnitude * 2).to(torch.int32).clamp_(max=2)).to(torch.uint8)
     # the sign of what was rounded to 0 is kept, as the kernels do: -0 and 0 are two codes
     code |= negative.to(torch.uint8) << 3

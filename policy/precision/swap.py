@@ -37,6 +37,7 @@ class ModuleRow:
 def weight_modules(transformer: nn.Module) -> Iterator[tuple[str, nn.Linear | nn.Conv2d]]:
     """(module path, linear or convolution) in the transformer's order; adapters are not listed."""
     for name, module in transformer.named_modules():
+        # the weight under an adapter is found by way of the module that wraps it, once
         if any(part == "base_layer" or part.startswith("lora_") for part in name.split(".")):
             continue
         owner = getattr(module, "base_layer", module)

@@ -85,10 +85,8 @@ class EngineLinear(NVFP4Weight):
     def _built(self) -> Engine:
         """The te.Linear over the buffers where they are now: moving a module gives it new ones."""
         if self._built_on != self.codes.data_ptr():
-            self._linear, self._built_on = (
-                (self._build(),),
-                self.codes.data_ptr(),
-            )  # in a tuple: not a submodule
+            # in a tuple, or torch would make it a submodule of this one
+            self._linear, self._built_on = (self._build(),), self.codes.data_ptr()
         return self._linear[0]
 
     def _build(self) -> Engine:

@@ -41,6 +41,7 @@ class NVFP4Weight(QuantisedLinear):
     def __init__(self, linear: nn.Linear) -> None:
         super().__init__(linear)
         device = linear.weight.device
+        # no buffer, or it would follow the module to the device
         self.compact = torch.zeros(self.out_features, self.in_features // BLOCK, dtype=torch.uint8)
         self.register_buffer(
             "codes",
@@ -56,6 +57,7 @@ class NVFP4Weight(QuantisedLinear):
 
     def arrived(self) -> None:
         """Put the scales in order and make the factor, in place."""
+        # in place, as a captured graph reads from the memory that it was captured with
         self.swizzled.copy_(swizzled(self.compact))
         torch.mul(self.amax, SPAN_INVERSE, out=self.factor)
 

@@ -57,6 +57,7 @@ class Manifest:
     @cached_property
     def checksum(self) -> str:
         """xxh3-128 of all fields, hex: equal checksums mean equal weights of equal version."""
+        # it finds damage and mistakes, not forgers, at the speed of memory
         return xxhash.xxh3_128_hexdigest(json.dumps(self.to_dict(), sort_keys=True).encode())
 
     @property
@@ -85,6 +86,7 @@ class Manifest:
 
     def to_dict(self) -> Tree:
         """Plain JSON types."""
+        # once through JSON: tuples are lists then, here as on the other side
         return json.loads(json.dumps(asdict(self)))
 
     @classmethod
@@ -208,6 +210,7 @@ def _copy(
 ) -> None:
     """Bytes of ``dtype`` into their places in ``target``."""
     in_place = target.dtype == dtype and target.device.type == "cpu"
+    # whole on the host first: bytes cannot be written into a device or another float width
     staged = target if in_place else torch.empty(target.shape, dtype=dtype)
     buffer = _bytes(staged).numpy()
     for shard, inside, piece in pieces:
