@@ -14,6 +14,7 @@ from pathlib import Path
 
 from bench import COUNTS, NAMES, benchmark
 from bench.timing import Options, Ratio, machine
+from cli.common import add_overrides
 from configs.backends import BACKENDS
 from configs.load import ConfigError, load
 from policy.families.architectures import published_names
@@ -96,14 +97,7 @@ def _parser() -> argparse.ArgumentParser:
         help=f"any of {', '.join(NAMES)}; all unless given; or one of {', '.join(COUNTS)} alone",
     )
     parser.add_argument("--preset", default="quickstart", help="a preset name or a TOML file")
-    parser.add_argument(
-        "--set",
-        action="append",
-        default=[],
-        dest="overrides",
-        metavar="a.b=c",
-        help="override one value",
-    )
+    add_overrides(parser)
     parser.add_argument("--repeats", type=int, default=5, help="paired repeats after one warm-up")
     parser.add_argument(
         "--broadcasts",

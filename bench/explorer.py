@@ -18,13 +18,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.flop_counter import FlopCounterMode
 
 from bench.timing import Options, Ratio, interleave
 from configs.load import ConfigError
 from configs.sections import Model
+from policy.device import threads
 from policy.families import Family, family_for
 from policy.families.architectures import build, published, published_names, write_configs
+from policy.memory import held_bytes, sampling_work
 from policy.precision.backends import BACKENDS, Backend, available_backends, resolve_backend
 from policy.precision.compiling import compiled, compiler_missing
 from policy.precision.swap import quantise_plan, swap_linears, weight_modules
@@ -98,8 +99,6 @@ class Case:
         generator = torch.Generator().manual_seed(0)
 
         def noise(*shape: int) -> Tensor:
-            if str(device) == "meta":
-                return torch.empty(shape, device="meta")
             return torch.randn(shape, generator=generator).to(device)
 
         tensors = {
@@ -145,24 +144,10 @@ def quantisable_share(case: Case, backend: Backend) -> float:
     without data.
     """
     transformer = build(case.part, "meta")
-    quantised = {
-        row.name for row in quantise_plan(transformer, case.family, (), backend) if row.quantised
-    }
-    inside = 0
-
-    def count(module: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
-        nonlocal inside
-        weight: Any = module.weight
-        pixels = output.numel() // weight.shape[0]
-        inside += 2 * pixels * weight.numel()
-
-    for name, module in weight_modules(transformer):
-        if name in quantised:
-            module.register_forward_hook(count)
-    counter = FlopCounterMode(display=False)
-    with torch.no_grad(), counter:
-        case.family.velocity(transformer, *case.inputs(1, "meta"))
-    return inside / counter.get_total_flops()
+    plan = quantise_plan(transformer, case.family, (), backend)
+    quantised = [row.name for row in plan if row.quantised]
+    work = sampling_work(case.family, transformer, 1, torch.float32, quantised)
+    return work.quantised / work.flops
 
 
 def bound(share: float, wire_format: str) -> float:
@@ -205,14 +190,6 @@ def explorer_transformer(case: Case, backend: Backend, device: torch.device) -> 
     return transformer
 
 
-def held_bytes(transformer: nn.Module) -> int:
-    """Bytes of weights on the device."""
-    return sum(
-        tensor.numel() * tensor.element_size()
-        for tensor in (*transformer.parameters(), *transformer.buffers())
-    )
-
-
 def measure(options: Options) -> list[Ratio]:
     """For every architecture: each backend over BF16 (and over FP32 on a CPU), eager, and compiled
     where that is asked for.
@@ -222,17 +199,12 @@ def measure(options: Options) -> list[Ratio]:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     _check(options, device)
     small = options.small if options.small is not None else device.type == "cpu"
-    threads = torch.get_num_threads()
-    if device.type == "cpu":
-        torch.set_num_threads(options.config.services.rollout.threads)
-    try:
-        ratios = []
+    ratios, own = [], options.config.services.rollout.threads
+    with threads(own if device.type == "cpu" else torch.get_num_threads()):
         for name in options.architectures:
             with case_of(name, options.pixels, small) as case:
                 ratios += _ratios(case, options, device)
-        return ratios
-    finally:
-        torch.set_num_threads(threads)
+    return ratios
 
 
 def _check(options: Options, device: torch.device) -> None:

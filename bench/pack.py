@@ -7,6 +7,7 @@ from __future__ import annotations
 import torch
 
 from bench.timing import Options, Ratio, interleave
+from policy.device import threads
 from policy.precision.nvfp4 import quantise
 
 COLUMNS = 1024
@@ -14,9 +15,7 @@ COLUMNS = 1024
 
 def measure(options: Options) -> list[Ratio]:
     """Times over memcpy of FP32 weights [N, 1024], and over their sum; GB/s are of bytes read."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(options.config.services.learner.threads)
-    try:
+    with threads(options.config.services.learner.threads):
         rows = max(1, options.pack_bytes // (4 * COLUMNS))
         weight = torch.randn(rows, COLUMNS, generator=torch.Generator().manual_seed(0))
         copy = torch.empty_like(weight)
@@ -29,8 +28,6 @@ def measure(options: Options) -> list[Ratio]:
             },
             options.repeats,
         )
-    finally:
-        torch.set_num_threads(threads)
     return [
         Ratio.of(
             times,

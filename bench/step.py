@@ -15,6 +15,7 @@ from bench.timing import Options, Ratio, interleave
 from configs.prompts import read_prompts
 from learner.publish import export_policy
 from learner.trainer import Trainer
+from policy.device import threads
 from policy.explorer import Explorer
 from policy.families import family_for
 from policy.precision.backends import resolve_backend
@@ -29,12 +30,8 @@ def measure(options: Options) -> list[Ratio]:
     """Sampling over bare forwards (FP32), and the emulated NVFP4 explorer over the FP32 one,
     images decoded by both.
     """
-    threads = torch.get_num_threads()
-    torch.set_num_threads(options.config.services.rollout.threads)
-    try:
+    with threads(options.config.services.rollout.threads):
         return [_sampling(options), _emulation(options)]
-    finally:
-        torch.set_num_threads(threads)
 
 
 def _sampling(options: Options) -> Ratio:

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from bench.blocks import Tiles
+from cli.common import add_overrides
 from configs.load import ConfigError, load
 from configs.resume import measured
 from configs.schema import RunConfig
@@ -30,6 +31,7 @@ from policy.precision.backends import BACKENDS, Backend
 from policy.precision.nvfp4 import frozen_amax
 from policy.precision.swap import quantise_plan
 from records.rundir import RunDirectory
+from records.tables import markdown
 
 
 @dataclass(frozen=True)
@@ -149,24 +151,21 @@ def table(rows: Sequence[Row]) -> list[str]:
         "norm of the change",
         "error",
     ]
-    lines = ["| " + " | ".join(head) + " |", "| " + " | ".join("---" for _ in head) + " |"]
-    for row in rows:
-        search = "12 candidates" if row.search else "none"
-        cells = [
+    body = [
+        [
             row.format,
-            search if row.format == "nvfp4" else "",
+            "" if row.format != "nvfp4" else "12 candidates" if row.search else "none",
             "frozen" if row.frozen else "own",
             row.update,
             f"{row.size:.2%}",
-        ]
-        cells += [
             f"{row.cosine:.3f}",
             f"{row.changed:.2%}",
             f"{row.growth:.2f}x",
             f"{row.error:.4f}",
         ]
-        lines.append("| " + " | ".join(cells) + " |")
-    return lines
+        for row in rows
+    ]
+    return markdown(head, body)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -175,14 +174,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         prog="python -m bench.survival", description=(__doc__ or "").splitlines()[0]
     )
     parser.add_argument("--preset", default="quickstart", help="a preset name or a TOML file")
-    parser.add_argument(
-        "--set",
-        action="append",
-        default=[],
-        dest="overrides",
-        metavar="a.b=c",
-        help="override one value",
-    )
+    add_overrides(parser)
     parser.add_argument(
         "--sizes",
         type=float,

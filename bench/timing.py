@@ -11,7 +11,6 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 
 from configs.schema import RunConfig
 
@@ -111,8 +110,10 @@ def machine() -> dict[str, object]:
     """Where the numbers come from."""
     import torch
 
+    from policy.precision.compiling import processor
+
     return {
-        "cpu": _cpu_model(),
+        "cpu": processor(),
         "cores": (
             len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
         ),
@@ -139,13 +140,6 @@ def ray_for(config: RunConfig) -> Iterator[None]:
         yield
     finally:
         ray.shutdown()
-
-
-def _cpu_model() -> str:
-    info = Path("/proc/cpuinfo")
-    lines = info.read_text().splitlines() if info.exists() else []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.processor() or platform.machine()
 
 
 def _amount(value: float, unit: str) -> str:

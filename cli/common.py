@@ -23,14 +23,21 @@ def add_config(
 ) -> None:
     """The configuration and ``--set``."""
     sub.add_argument("config", nargs=None if required else "?", help=what)
+    add_overrides(sub)
+
+
+def add_overrides(sub: argparse.ArgumentParser, what: str = "override one value") -> None:
+    """``--set``."""
     sub.add_argument(
-        "--set",
-        action="append",
-        default=[],
-        dest="overrides",
-        metavar="a.b=c",
-        help="override one value",
+        "--set", action="append", default=[], dest="overrides", metavar="a.b=c", help=what
     )
+
+
+def add_measuring(sub: argparse.ArgumentParser, out: str = "directory to write") -> None:
+    """``--threads`` and ``--out`` of commands that measure in their own process."""
+    text = "CPU threads; as the configuration's rollout actors unless given"
+    sub.add_argument("--threads", type=int, help=text)
+    sub.add_argument("--out", metavar="DIR", help=f"{out}; beside the run directories unless given")
 
 
 def add_resume(sub: argparse.ArgumentParser) -> None:

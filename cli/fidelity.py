@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from cli.common import DONE, add_checkpoint, add_config, run_at, say
+from cli.common import DONE, add_checkpoint, add_config, add_measuring, run_at, say
 from configs.load import ConfigError, load
 from configs.resume import measured
 
@@ -34,10 +34,7 @@ def declare(sub: argparse.ArgumentParser) -> None:
     text = "what proxies are given: the policy, its adapter beside packed base weights, these alone"
     forms = ("merged", "beside", "base")
     sub.add_argument("--weights", nargs="+", choices=forms, default=["merged"], help=text)
-    text = "CPU threads; as the configuration's rollout actors unless given"
-    sub.add_argument("--threads", type=int, help=text)
-    text = "directory to write; beside the run directories unless given"
-    sub.add_argument("--out", metavar="DIR", help=text)
+    add_measuring(sub)
 
 
 def run(options: argparse.Namespace) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from cli.common import DONE, add_config, say
+from cli.common import DONE, add_config, add_measuring, say
 from configs.load import ConfigError, load
 from learner.selection import RULES
 
@@ -35,10 +35,7 @@ def declare(sub: argparse.ArgumentParser) -> None:
     sub.add_argument("--prompts", type=int, default=4, metavar="P", help="prompts of a batch")
     text = "independent batches; at least 3"
     sub.add_argument("--batches", type=int, default=8, metavar="B", help=text)
-    text = "CPU threads; as the configuration's rollout actors unless given"
-    sub.add_argument("--threads", type=int, help=text)
-    text = "directory to write, or to go on with; beside the run directories unless given"
-    sub.add_argument("--out", metavar="DIR", help=text)
+    add_measuring(sub, "directory to write, or to go on with")
 
 
 def run(options: argparse.Namespace) -> int:

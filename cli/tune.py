@@ -6,7 +6,7 @@ import argparse
 import math
 from pathlib import Path
 
-from cli.common import DONE, add_config, say
+from cli.common import DONE, add_config, add_measuring, say
 from configs.load import ConfigError, parse, tree_of
 from configs.schema import RunConfig
 
@@ -37,10 +37,7 @@ def declare(sub: argparse.ArgumentParser) -> None:
     sub.add_argument("--backends", nargs="+", help=text)
     text = "sizes of previews beside the configuration's own, such as 256x256"
     sub.add_argument("--sizes", nargs="+", metavar="HxW", help=text)
-    text = "CPU threads; as the configuration's rollout actors unless given"
-    sub.add_argument("--threads", type=int, help=text)
-    text = "directory to write; beside the run directories unless given"
-    sub.add_argument("--out", metavar="DIR", help=text)
+    add_measuring(sub)
 
 
 def run(options: argparse.Namespace) -> int:

@@ -11,6 +11,7 @@ from policy.memory import blank
 from policy.precision import cost
 from policy.precision.backends import BACKENDS
 from policy.precision.counting import step_of
+from records.tables import aligned
 
 COUNTED_WITH = "torch_nvfp4"
 """Whose layers are counted: those of ``fp8`` are the same but for odd shapes."""
@@ -31,13 +32,9 @@ def step_lines(config: RunConfig) -> list[str]:
             config.explore.modules_to_not_convert,
         )
     rows = [[row[0], *row[2:]] for row in cost.table({"": step})]
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return [
         "",
         f"a step of {batch_of(config)} images, predicted speed against BF16 by the format and by"
         " how activations are packed; no GPU has confirmed it",
-        *(
-            "  " + "  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True))
-            for row in rows
-        ),
+        *(f"  {line}" for line in aligned(rows, right=True)),
     ]

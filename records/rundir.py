@@ -200,6 +200,16 @@ class RunDirectory:
             timeline.forget_after(self.timeline_file, moment)
 
 
+def make_output(out: Path) -> None:
+    """Make the directory of ``--out``. Raises ConfigError where it cannot be written."""
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(
+            f"--out: {out} cannot be written ({error.strerror}): give another directory"
+        ) from None
+
+
 def versions() -> dict[str, str]:
     """Versions of this code and of the packages that results depend on."""
     found = {}

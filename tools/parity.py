@@ -15,6 +15,7 @@ import sys
 import warnings
 from collections.abc import Sequence
 
+from records.tables import aligned
 from tests.rewards import parity, peers
 
 HEADS = ("scorer", "compared with", "models", "pairs", "largest difference", "peer's deviation", "")
@@ -52,11 +53,7 @@ def table(results: Sequence[parity.Parity]) -> list[str]:
         )
         for r in results
     ]
-    widths = [max(len(row[i]) for row in (HEADS, *rows)) for i in range(len(HEADS))]
-    return [
-        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
-        for row in (HEADS, *rows)
-    ]
+    return aligned([HEADS, *rows])
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

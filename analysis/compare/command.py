@@ -21,9 +21,8 @@ from analysis.compare.running import Say, run_all
 from analysis.compare.table import lines, tables
 from configs.load import ConfigError, parse
 from configs.schema import RunConfig
-from records.atomic import write_json, write_text
 from records.errors import RunFailed
-from records.rundir import versions
+from records.rundir import make_output, versions, write_json, write_text
 
 REPORT, NUMBERS = "compare.html", "compare.json"
 
@@ -92,12 +91,7 @@ def compare_existing(
     )
     configs = {name: config for name, (config, _) in groups.items()}
     out = out or directories[0].absolute().parent / "compare"
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ConfigError(
-            f"--out: {out} cannot be written ({error.strerror}): give another directory"
-        ) from None
+    make_output(out)
     found = counted(configs, results, baseline, operations)
     settings = settings_that_differ(configs)
     return _write(Compared(out.name, baseline, results, settings, found), out)

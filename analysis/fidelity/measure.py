@@ -40,7 +40,7 @@ from policy.sampling.guidance import Guided
 from policy.sampling.noise import stream_seed
 from policy.types import DTYPES, Conditioning
 from records.errors import RunFailed
-from records.rundir import RunDirectory, versions
+from records.rundir import RunDirectory, make_output, versions
 from rewards.base import ScorerError, ScorerSetupError
 from rewards.combine import WeightedScorer
 
@@ -70,12 +70,7 @@ def run(config: RunConfig, wanted: Measurement, out: Path, say: Say) -> list[str
     if missing is not None:
         raise ConfigError(f"compile: {missing}: install it or set compile = false")
     prompts = choose_prompts(config, wanted.prompts)
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ConfigError(
-            f"--out: {out} cannot be written ({error.strerror}): give another directory"
-        ) from None
+    make_output(out)
     hide_loading_bars()
     with threads(wanted.threads or config.services.rollout.threads):
         try:

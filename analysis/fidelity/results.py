@@ -22,6 +22,7 @@ from learner.fidelity import (
     per_prompt,
 )
 from records.atomic import write_json, write_text
+from records.tables import markdown
 
 EXPLORING = (
     "height",
@@ -139,7 +140,7 @@ def _table(
 ) -> list[str]:
     rows = [(f"{row['backend']}, {row['steps']} steps", row["measures"]) for row in summary["rows"]]
     rows.append(("the truth itself", summary["perfect"]))
-    body = [[title, *(head for head, _ in columns)]]
+    body: list[list[str]] = []
     for name, measures in rows:
         cells = (
             " / ".join(_cell(Estimate(**measures[key]), digits) for key in keys)
@@ -153,14 +154,7 @@ def _table(
             *(" / ".join(f"{chance[key]:.{digits}f}" for key in keys) for _, keys in columns),
         ]
     )
-    body.insert(1, ["---"] * len(body[0]))
-    widths = [max(len(line[i]) for line in body) for i in range(len(body[0]))]
-    return [
-        "| "
-        + " | ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True))
-        + " |"
-        for line in body
-    ]
+    return markdown([title, *(head for head, _ in columns)], body)
 
 
 def _cell(value: Estimate, digits: int) -> str:

@@ -11,6 +11,7 @@ from configs.load import ConfigError
 from configs.section import Tree
 from records.atomic import write_json
 from records.errors import RunFailed
+from records.tables import markdown
 
 ROWS, EXPLORED = "signal.json", "explored.json"
 """What was measured, and rewards of explored images, from which a stopped measurement goes on."""
@@ -65,15 +66,9 @@ def table(summary: Tree) -> list[str]:
         for row in rows
     }
     names = list(dict.fromkeys(row["objective"] for row in rows))
-    body = [["cosine between gradients", *columns]]
-    body += [[name, *(cells.get((name, column), "") for column in columns)] for name in names]
-    body.insert(1, ["---"] * len(body[0]))
-    widths = [max(len(line[i]) for line in body) for i in range(len(body[0]))]
-    padded = [
-        [cell.ljust(width) for cell, width in zip(line, widths, strict=True)] for line in body
-    ]
+    body = [[name, *(cells.get((name, column), "") for column in columns)] for name in names]
     return [
         f"{title(summary)}; ± standard error (jackknife over batches)",
         "",
-        *("| " + " | ".join(line) + " |" for line in padded),
+        *markdown(["cosine between gradients", *columns], body),
     ]

@@ -30,9 +30,8 @@ from planning.preflight import check_model
 from policy.device import threads
 from policy.precision.backends import Backend
 from policy.sampling.noise import stream_seed
-from records.atomic import write_text
 from records.errors import RunFailed
-from records.rundir import versions
+from records.rundir import make_output, versions, write_text
 from rewards.base import ScorerError, ScorerSetupError
 
 
@@ -77,12 +76,7 @@ def run(config: RunConfig, wanted: Measurement, out: Path, say: Say) -> list[str
     check_model(config)
     found = list(backends(wanted.backends, say).values())
     choices = choices_of(config, wanted, found)
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ConfigError(
-            f"--out: {out} cannot be written ({error.strerror}): give another directory"
-        ) from None
+    make_output(out)
     with threads(wanted.threads or config.services.rollout.threads):
         hide_loading_bars()
         try:

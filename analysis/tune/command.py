@@ -27,6 +27,7 @@ from policy.device import threads
 from records.atomic import write_json, write_text
 from records.errors import RunFailed
 from records.rundir import versions
+from records.tables import markdown
 from rewards.base import ScorerError, ScorerSetupError
 
 
@@ -242,17 +243,12 @@ def table(rows: Sequence[Row], wanted: Wanted) -> list[str]:
         ]
         for row in sorted(rows, key=lambda row: -row.per_cost)
     ]
-    widths = [max(map(len, column)) for column in zip(*([head, *body]), strict=True)]
-    lines = [head, ["-" * width for width in widths], *body]
     return [
         f"{wanted.prompts} prompts x {wanted.seeds} seeds; [95 % confidence, bootstrap over"
         " prompts]; cost: exploring, regenerating and training, over the configuration's own;"
         " strength: contrast times sqrt(keep)",
         "",
-        *(
-            "| " + " | ".join(c.ljust(w) for c, w in zip(line, widths, strict=True)) + " |"
-            for line in lines
-        ),
+        *markdown(head, body),
     ]
 
 

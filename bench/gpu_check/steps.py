@@ -9,18 +9,12 @@ from contextlib import contextmanager
 import torch
 from torch import nn
 
-from bench.explorer import (
-    Case,
-    bound,
-    explorer_transformer,
-    held_bytes,
-    one_step,
-    quantisable_share,
-)
+from bench.explorer import Case, bound, explorer_transformer, one_step, quantisable_share
 from bench.gpu_check.findings import Finding, Item, LeftOut
 from bench.gpu_check.setting import Setting, free
 from bench.timing import Ratio, interleave
 from policy.families.architectures import build
+from policy.memory import held_bytes
 from policy.precision import cost, kernels
 from policy.precision.accelerators import accelerator_of
 from policy.precision.backends import BACKENDS, Backend, resolve_backend

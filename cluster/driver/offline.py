@@ -24,6 +24,7 @@ from policy.lora_files import ENDING, adapter_file, save_diffusers_lora
 from records.errors import RunFailed
 from records.images import save_images
 from records.rundir import RunDirectory, write_json
+from records.tables import aligned
 
 
 def find_checkpoint(rundir: RunDirectory, step: int | None) -> Path:
@@ -192,11 +193,4 @@ def _table(rows: dict[str, Metrics], title: str) -> list[str]:
                 *(f"{row[key]:.4f}" for key in scorers),
             ]
         )
-    widths = [max(len(line[i]) for line in [heads, *body]) for i in range(len(heads))]
-    return [
-        title,
-        *(
-            "  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True))
-            for line in [heads, *body]
-        ),
-    ]
+    return [title, *aligned([heads, *body], right=True)]

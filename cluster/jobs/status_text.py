@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from cluster.jobs.board import RunState, ServiceState
 from records.progress import duration
+from records.tables import aligned
 
 
 def lines_of(state: RunState) -> list[str]:
@@ -62,12 +63,7 @@ def _actors(services: Sequence[ServiceState]) -> list[str]:
         for service in services
         for actor in service["actors"]
     ]
-    widths = [max(len(line[i]) for line in [heads, *body]) for i in range(len(heads))]
-    table = [
-        "  "
-        + "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()
-        for line in [heads, *body]
-    ]
+    table = [f"  {line}" for line in aligned([heads, *body])]
     extra = [
         f"  {service['kind']}: {service['waiting']} tasks wait, {service['reissued']} retries,"
         f" {service['starting']} actors start"

@@ -8,12 +8,13 @@ import pytest
 import torch
 
 from bench.__main__ import main as bench_main
-from bench.explorer import bound, case_of, explorer_transformer, held_bytes, quantisable_share
+from bench.explorer import bound, case_of, explorer_transformer, quantisable_share
 from bench.survival import main as survival_main
 from bench.survival import random_update, survival
 from learner.trainer import Trainer
 from policy.families.architectures import published_names
 from policy.lora import adapter_state, load_adapter_state
+from policy.memory import held_bytes
 from policy.merging import merged_weights
 from policy.precision.backends import BACKENDS
 from records.rundir import RunDirectory

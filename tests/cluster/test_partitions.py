@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 
 from tests.cluster.network import missing
-from tools.partitions import SCENARIOS, table
+from tools.partitions.__main__ import table
+from tools.partitions.scenarios import SCENARIOS
 
 ROOT = Path(__file__).parent.parent.parent
 LOSES = {"head-30", "head-ever", "learner-ever", "back", "group-30"}

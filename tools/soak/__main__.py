@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import tools.soak
+from cli.common import add_overrides
 from records.errors import Stopped
 from tools.soak.lines import identical, line_of, summary
 
@@ -114,14 +115,7 @@ def _parser() -> argparse.ArgumentParser:
             metavar=name.rstrip("s").upper(),
             help=f"of {', '.join(known)}",
         )
-    parser.add_argument(
-        "--set",
-        action="append",
-        default=[],
-        dest="overrides",
-        metavar="a.b=c",
-        help="change the runs, as explore_ahead=1",
-    )
+    add_overrides(parser, "change the runs, as explore_ahead=1")
     parser.add_argument("--out", metavar="DIR", help="runs/soak-SEED unless given")
     return parser
 

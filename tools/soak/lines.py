@@ -6,6 +6,7 @@ import statistics
 from collections.abc import Sequence
 from typing import Any
 
+from records.tables import markdown
 from tests.cluster.faults import Recovery, recovery_table
 
 Row = dict[str, Any]
@@ -63,17 +64,12 @@ def summary(rows: Sequence[Row]) -> list[str]:
 
 def _by_way(rows: Sequence[Row]) -> list[str]:
     """How often each way was done, and how the runs ended in which it was."""
-    lines = [
-        "| fault or setting | runs | identical | seconds of a run |",
-        "| --- | --- | --- | --- |",
-    ]
+    body: list[list[str]] = []
     names = sorted({way for row in rows for way in row["done"]})
     names += sorted({row["variant"] for row in rows})
     for name in names:
         mine = [row for row in rows if name in (*row["done"], row["variant"])]
         seconds = [row["seconds"] for row in mine]
-        lines.append(
-            f"| {name} | {len(mine)} | {sum(map(identical, mine))} |"
-            f" {statistics.median(seconds):.0f} ({max(seconds):.0f}) |"
-        )
-    return lines
+        took = f"{statistics.median(seconds):.0f} ({max(seconds):.0f})"
+        body.append([name, str(len(mine)), str(sum(map(identical, mine))), took])
+    return markdown(["fault or setting", "runs", "identical", "seconds of a run"], body)

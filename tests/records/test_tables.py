@@ -1,0 +1,25 @@
+"""Columns in line, by hand."""
+
+import pytest
+
+from records.tables import aligned, markdown
+
+
+def test_columns_are_as_wide_as_their_widest_cell():
+    rows = [["actor", "n"], ["a", "10"]]
+    assert aligned(rows) == ["actor  n", "a      10"]
+    assert aligned(rows, right=True) == ["actor   n", "    a  10"]
+
+
+def test_markdown_has_a_rule_of_three_dashes_at_least():
+    assert markdown(["what", "s"], [["a", "1.25"]]) == [
+        "| what | s    |",
+        "| ---- | ---- |",
+        "| a    | 1.25 |",
+    ]
+    assert markdown(["", "s"], []) == ["|     | s   |", "| --- | --- |"]
+
+
+def test_a_row_with_another_number_of_cells_is_refused():
+    with pytest.raises(ValueError, match="argument 2 is"):
+        aligned([["a", "b"], ["c"]])
