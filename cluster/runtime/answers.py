@@ -6,21 +6,71 @@ No answer is waited for without end.
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
 from typing import TypeVar
 
 from ray import ObjectRef
-from ray.exceptions import ObjectLostError, RayTaskError
+from ray.exceptions import ObjectLostError, RayError, RayTaskError
 
+from actors.calls import Answer
 from cluster.runtime import clock
 from cluster.runtime.member import ActorLost, Member, NodeLost
 from cluster.runtime.starting import DIED, cause
 from cluster.runtime.transport import Transport
 from configs.services import Service
 from records.errors import InputsLost
+from records.timeline import Span, span_of
 
 Value = TypeVar("Value")
 AWAY_S = 1.0
 """Woken so much too late, the driver itself was stopped, and cannot say that others were silent."""
+
+
+@dataclass(frozen=True)
+class Answers:
+    """Waits for the answers of one pool's actors; each is a line in the timeline."""
+
+    kind: str
+    transport: Transport
+    service: Service
+    record: Callable[[Span], None]
+    why_lost: Callable[[RayError], Awaitable[str | None]]  # as ``ActorPool.lost_by``
+
+    async def of(self, member: Member, key: object, attempt: int, ref: ObjectRef[Answer]) -> Answer:
+        """The value behind ``ref``, a call for the task ``key`` that ``member``'s actor was sent.
+
+        Raises as ``answer_of``, and ActorLost where what the method raised means that as well.
+        """
+        try:
+            return await self._timed(member, key, attempt, ref)
+        # around the timing: finding out takes seconds, in which the actor was at nothing
+        except RayError as error:
+            if why := await self.why_lost(error):
+                raise ActorLost(why) from None
+            raise
+
+    async def _timed(
+        self, member: Member, key: object, attempt: int, ref: ObjectRef[Answer]
+    ) -> Answer:
+        sent, incarnation, outcome = clock.wall(), member.incarnation, "failed"
+        try:
+            value = await answer_of(self.transport, member, ref, self.service)
+            outcome = "done"
+            return value
+        except ActorLost:
+            outcome = "lost"
+            raise
+        except asyncio.CancelledError:
+            outcome = "stopped"
+            raise
+        finally:
+            # an actor does one thing after the other: until then it was at the task before
+            started, member.busy_until = max(sent, member.busy_until), clock.wall()
+            ended = member.busy_until
+            self.record(
+                span_of(self.kind, member.index, incarnation, key, attempt, started, ended, outcome)
+            )
 
 
 async def answer_of(

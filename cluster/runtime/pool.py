@@ -22,8 +22,7 @@ from ray.exceptions import RayError
 
 from actors.calls import Answer, AnyTask, Call, Caller, Method
 from actors.messages import ActorInfo
-from cluster.runtime import clock
-from cluster.runtime.answers import answer_of
+from cluster.runtime.answers import Answers
 from cluster.runtime.member import ActorLost, Member, Vacant
 from cluster.runtime.queue import PendingTask, TaskQueue
 from cluster.runtime.starting import Gone, Spawn, cause
@@ -32,7 +31,7 @@ from cluster.runtime.tasks import BackgroundTasks
 from cluster.runtime.transport import RAY, Transport
 from configs.services import Service
 from records.errors import InputsLost, OutOfMemoryError, RunFailed, StateLost
-from records.timeline import Span, span_of
+from records.timeline import Span
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -69,7 +68,8 @@ class ActorPool(Caller):
         self.prepare: Callable[[Member, object], Awaitable[None]] | None = None
         self.accepts: Callable[[ActorInfo], str | None] = lambda info: None
         self.lost_by: Callable[[RayError], Awaitable[str | None]] | None = None
-        self._stateful, self._record, self._transport = stateful, record, transport
+        self._stateful, self._transport = stateful, transport
+        self._answers = Answers(kind, transport, service, record, self._why_lost)
         self.queue = TaskQueue()
         self.supervisor = Supervisor(
             kind,
@@ -173,7 +173,7 @@ class ActorPool(Caller):
         """
         call = Call(method.__name__, args, named)
         refs = self._transport.send(member.handle, call)
-        return cast(R, await self._answer(member, (method.__name__,), 0, refs[0]))
+        return cast(R, await self._answers.of(member, (method.__name__,), 0, refs[0]))
 
     # ---- tasks
 
@@ -272,41 +272,11 @@ class ActorPool(Caller):
         self, member: Member, pending: PendingTask, refs: Sequence[ObjectRef[Answer]]
     ) -> Answer:
         # the first value says how the call ended; the others stay where they are, as references
-        first = await self._answer(member, pending.task.key, pending.retries, refs[0])
+        first = await self._answers.of(member, pending.task.key, pending.retries, refs[0])
         return (first, *refs[1:]) if pending.call.returns > 1 else first
 
-    async def _answer(
-        self, member: Member, key: object, attempt: int, ref: ObjectRef[Answer]
-    ) -> object:
-        try:
-            return await self._timed(member, key, attempt, ref)
-        except RayError as error:
-            if self.lost_by and (why := await self.lost_by(error)):
-                raise ActorLost(why) from None
-            raise
-
-    async def _timed(
-        self, member: Member, key: object, attempt: int, ref: ObjectRef[Answer]
-    ) -> object:
-        """``answer_of``, with a line in the timeline: an actor does one thing after the other."""
-        sent, incarnation, outcome = clock.wall(), member.incarnation, "failed"
-        try:
-            value = await answer_of(self._transport, member, ref, self.service)
-            outcome = "done"
-            return value
-        except ActorLost:
-            outcome = "lost"
-            raise
-        except asyncio.CancelledError:
-            outcome = "stopped"
-            raise
-        finally:
-            # until then it stood behind the task before, in the actor's own queue
-            started, member.busy_until = max(sent, member.busy_until), clock.wall()
-            ended = member.busy_until
-            self._record(
-                span_of(self.kind, member.index, incarnation, key, attempt, started, ended, outcome)
-            )
+    async def _why_lost(self, error: RayError) -> str | None:
+        return await self.lost_by(error) if self.lost_by else None
 
     def _answered(self, pending: PendingTask, member: Member, value: Answer) -> None:
         member.answered += 1
