@@ -15,9 +15,9 @@ import numpy as np
 import torch
 
 from analysis.fidelity.measure import backends, hide_loading_bars, setup, trainer_of
+from analysis.signal.drawing import drawing
 from analysis.signal.exploring import Batch, Exploring, Say, batches_of, seeds_of
 from analysis.signal.files import ROWS, digest, read, rows_of, table, title, write
-from analysis.signal.picture import signal_picture
 from configs.load import ConfigError, apply, parse
 from configs.schema import RunConfig
 from configs.section import Tree
@@ -88,7 +88,7 @@ def run(config: RunConfig, wanted: Measurement, out: Path, say: Say) -> list[str
         except (FileNotFoundError, ScorerSetupError) as error:
             raise ConfigError(str(error)) from None
     summary = read(out / ROWS)
-    write_text(out / "signal.svg", signal_picture(summary["rows"], title(summary)))
+    write_text(out / "signal.svg", drawing(summary["rows"], title(summary)))
     return [*table(summary), f"written: {out / 'signal.json'}, signal.svg"]
 
 

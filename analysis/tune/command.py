@@ -15,8 +15,8 @@ import torch
 from analysis.compare.operations import operations_of
 from analysis.compare.running import to_toml
 from analysis.fidelity.measure import backends, choose_prompts, hide_loading_bars
+from analysis.tune.drawing import drawing
 from analysis.tune.measure import Found, Kind, Measuring, Say, Size
-from analysis.tune.picture import picture
 from analysis.tune.settings import Setting, contrasts, grid, left_of, pruned_contrasts, strength
 from configs.load import ConfigError, apply, parse
 from configs.schema import RunConfig
@@ -315,7 +315,7 @@ def _write(
         },
     )
     points = [(row.label, row.cost, row.strength, row is chosen) for row in rows]
-    write_text(out / "tune.svg", picture(points, wanted.budget, wanted.by))
+    write_text(out / "tune.svg", drawing(points, wanted.budget, wanted.by))
     changed = copy.deepcopy(tree)
     if chosen is not None:
         apply(changed, *chosen.setting.changes())

@@ -71,11 +71,11 @@ def write(results: Results, directory: Path) -> None:
 
     directory.mkdir(parents=True, exist_ok=True)
     found = tables(results)
-    judged = {claim.text: asdict(verdict(results, claim)) for claim in CLAIMS}
+    verdicts = {claim.text: asdict(verdict(results, claim)) for claim in CLAIMS}
     sections = [asdict(outcome) for outcome in results.outcomes]
     write_json(
         directory / "gpu.json",
-        {"machine": results.machine, "gpu": results.gpu, "claims": judged, "sections": sections},
+        {"machine": results.machine, "gpu": results.gpu, "claims": verdicts, "sections": sections},
     )
     write_text(directory / "gpu.html", render(results, found))
     print("\n".join(lines([table for table in found.values() if table.rows], [])))

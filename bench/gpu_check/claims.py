@@ -35,7 +35,7 @@ class Verdict:
 
 PUBLISHED = "published weights"
 
-Judge = Callable[[Results], Verdict]
+Check = Callable[[Results], Verdict]
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class Claim:
     """``text`` is the first column of its row in docs/gpu.md."""
 
     text: str
-    judge: Judge
+    check: Check
 
 
 def not_here(why: str) -> Verdict:
@@ -53,11 +53,11 @@ def not_here(why: str) -> Verdict:
 
 def verdict(results: Results, claim: Claim) -> Verdict:
     """Without a GPU nothing is said of a GPU."""
-    found = claim.judge(results)
+    found = claim.check(results)
     return not_here("there is no GPU") if not results.gpu and found.said != "refuted" else found
 
 
-def needs(what: str) -> Judge:
+def needs(what: str) -> Check:
     """A claim that no check on one GPU settles."""
     return lambda results: not_here(f"needs {what}")
 
@@ -75,10 +75,10 @@ def decided(found: list[Finding], holds: Callable[[Finding], bool], unit: str = 
 # ---- by section
 
 
-def tests(*files: str, capability: tuple[int, int] = (0, 0), engine: bool = False) -> Judge:
+def tests(*files: str, capability: tuple[int, int] = (0, 0), engine: bool = False) -> Check:
     """The marked tests of these files, on a GPU of this capability at least."""
 
-    def judge(results: Results) -> Verdict:
+    def check(results: Results) -> Verdict:
         found = str(results.machine.get("capability", "0.0")).split(".")
         if results.gpu and tuple(int(part) for part in found) < capability:
             return not_here(f"needs compute capability {capability[0]}.{capability[1]}")
@@ -92,7 +92,7 @@ def tests(*files: str, capability: tuple[int, int] = (0, 0), engine: bool = Fals
             return not_here("its tests did not run")
         return Verdict("confirmed", f"{sum(each.beside['passed'] for each in ran):.0f} tests pass")
 
-    return judge
+    return check
 
 
 def bits(results: Results) -> Verdict:

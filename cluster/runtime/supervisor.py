@@ -184,7 +184,7 @@ class Supervisor:
         where = {key: getattr(member.info, key, None) for key in ("pid", "node")}
         self._tell("actor_died", member, why=why, **where)
         member.kill()  # it may only hang, and would go on with what others do again
-        # from here on whoever reports this loss names an incarnation that is gone
+        # from here on every further report of this loss names an incarnation that is gone
         member.incarnation += 1
         self.lost += 1
         self.changed()

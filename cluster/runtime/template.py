@@ -2,8 +2,8 @@
 
 Nearly all of the start of an actor with a model is imports: 8 CPU seconds and 370 MB each, six
 times a run. On one machine without GPUs they are paid once: the driver starts a *template*, which
-imports and waits, and Ray starts such an actor's process by asking the template to fork. From the
-fork on the process is Ray's worker, with the environment, files and priority that Ray gave it.
+imports and waits, and Ray starts such an actor's process by asking the template to fork. The fork
+is then the process that Ray started, with the environment, files and priority that Ray gave it.
 
 Not on GPUs, as CUDA does not survive a fork, and not on a cluster, where nodes have their own
 Python. This file is also the program that Ray starts instead of Python (``_launch``): it then has
@@ -138,7 +138,7 @@ def import_for(config: RunConfig) -> None:
 
 def _become(request: dict[str, Any], files: list[int]) -> None:
     """This process is from now on the one that Ray started: its environment, files and program."""
-    os.setpgrp()  # Ray ends a worker with its whole process group
+    os.setpgrp()  # Ray ends an actor with its whole process group
     for target, file in enumerate(files):
         os.dup2(file, target)
         os.close(file)

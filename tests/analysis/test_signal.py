@@ -8,9 +8,9 @@ import xml.etree.ElementTree as ET
 import pytest
 
 from analysis.signal import exploring, measure
+from analysis.signal.drawing import drawing
 from analysis.signal.files import rows_of
 from analysis.signal.measure import Measurement, objectives_of, run
-from analysis.signal.picture import signal_picture
 from cli.main import main
 from configs.load import ConfigError, load
 from tests.cluster.runs import tiny_config, write_toml
@@ -74,7 +74,7 @@ def test_a_picture_of_negative_and_positive_bars():
         {"objective": "a<b", "choice": "24 as they come", "cosine": -0.1, "stderr": 0.02},
         {"objective": "a<b", "choice": "best", "cosine": 0.3, "stderr": 0.04},
     ]
-    root = ET.fromstring(signal_picture(rows, "x & y"))
+    root = ET.fromstring(drawing(rows, "x & y"))
     bars = [part for part in root.iter() if part.get("fill") in ("#9aa5b1", "#1f6fb2")]
     widths = [float(part.get("width", 0)) for part in bars if part.get("height") == "14"]
     assert widths[1] == pytest.approx(3 * widths[0], rel=0.01)

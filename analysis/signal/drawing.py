@@ -14,7 +14,7 @@ LETTER = 6.0
 COLOURS = ("#9aa5b1", "#1f6fb2", "#e08214", "#35978f", "#7b3294", "#a6611a")
 
 
-def signal_picture(rows: Sequence[Tree], title: str) -> str:
+def drawing(rows: Sequence[Tree], title: str) -> str:
     """An SVG of ``rows`` of signal.json; error bars are one standard error to either side."""
     choices = list(dict.fromkeys(row["choice"] for row in rows))
     names = list(dict.fromkeys(row["objective"] for row in rows))

@@ -12,7 +12,7 @@ WIDTH, PLOT, LINE = 760.0, 380.0, 15.0
 COLOURS = ("#9aa5b1", "#1f6fb2", "#d9572b")
 
 
-def picture(points: Sequence[tuple[str, float, Estimate, bool]], budget: float, by: str) -> str:
+def drawing(points: Sequence[tuple[str, float, Estimate, bool]], budget: float, by: str) -> str:
     """An SVG of (label, cost, strength, whether it was chosen), the configuration's own first.
 
     Bars are 95 % confidence; the dashed line is the budget. The legend has the points by number.
