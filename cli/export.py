@@ -29,13 +29,14 @@ def run(options: argparse.Namespace) -> int:
     rundir, config = run_at(options.run)
     from analysis.card import Export, write_card
     from analysis.hub import check_hub, push
-    from cluster.driver.offline import checkpoint_step, export_run, find_checkpoint
+    from cluster.driver.offline import export_run
+    from learner.checkpoint import find, step_of
 
     if options.private and not options.push:
         raise ConfigError("--private: only what is pushed can be private: add --push OWNER/NAME")
     if options.push:
         check_hub(options.push)
-    out, step = Path(options.out), checkpoint_step(find_checkpoint(rundir, options.checkpoint))
+    out, step = Path(options.out), step_of(find(rundir, options.checkpoint))
     export_run(rundir, config, out, options.weights, step)
     export = Export(options.weights, step, options.push or ".")
     try:

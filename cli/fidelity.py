@@ -59,8 +59,9 @@ def run(options: argparse.Namespace) -> int:
         config = load(options.config, options.overrides)
     beside = rundir.path if rundir else Path(config.run_root or "runs") / config.name
     out = Path(options.out or f"{beside}-fidelity")
-    from analysis.fidelity.measure import checkpoint_of, run
+    from analysis.fidelity.measure import run
     from analysis.fidelity.results import Measurement
+    from learner.checkpoint import find
 
     wanted = Measurement(
         prompts=options.prompts,
@@ -68,7 +69,7 @@ def run(options: argparse.Namespace) -> int:
         steps=tuple(options.steps),
         backends=tuple(options.backends),
         threads=options.threads,
-        checkpoint=checkpoint_of(rundir, options.checkpoint) if rundir else None,
+        checkpoint=find(rundir, options.checkpoint) if rundir else None,
         weights=tuple(dict.fromkeys(options.weights)),
     )
     for line in run(config, wanted, out, say):

@@ -17,8 +17,10 @@ import safetensors
 import safetensors.torch
 from torch import Tensor
 
+from configs.load import ConfigError
 from policy.lora_files import ENDING
 from records import atomic
+from records.rundir import RunDirectory
 
 STATE = "state.json"
 FORMAT = 1
@@ -40,6 +42,22 @@ def latest_checkpoint(root: str | Path) -> Path | None:
     """
     found = _whole(Path(root))
     return found[-1] if found else None
+
+
+def find(rundir: RunDirectory, step: int | None) -> Path:
+    """The checkpoint of ``step``, or the last one, of a run. Raises ConfigError: there is none."""
+    root = rundir.checkpoints
+    path = latest_checkpoint(root) if step is None else step_directory(root, step)
+    if path is None or not path.is_dir():
+        there = ", ".join(str(step_of(found)) for found in sorted(root.glob("step_*"))) or "none"
+        wanted = "no checkpoint yet" if step is None else f"no checkpoint {step}"
+        raise ConfigError(f"{rundir.path}: {wanted}; there are: {there}")
+    return path
+
+
+def step_of(path: Path) -> int:
+    """10 of ``step_000010``."""
+    return int(path.name.removeprefix("step_"))
 
 
 def write(

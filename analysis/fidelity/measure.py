@@ -24,7 +24,7 @@ from analysis.fidelity.results import Measurement, Rewards, Weights, summarise, 
 from configs.load import ConfigError
 from configs.prompts import Prompt, prompts_of_iteration, read_prompts
 from configs.schema import RunConfig
-from learner.checkpoint import CheckpointError, latest_checkpoint, step_directory
+from learner.checkpoint import CheckpointError
 from learner.fidelity import HALVES
 from learner.publish import export_policy
 from learner.trainer import Trainer
@@ -40,7 +40,7 @@ from policy.sampling.guidance import Guided
 from policy.sampling.noise import stream_seed
 from policy.types import DTYPES, Conditioning
 from records.errors import RunFailed
-from records.rundir import RunDirectory, make_output, versions
+from records.rundir import make_output, versions
 from rewards.base import ScorerError, ScorerSetupError
 from rewards.combine import WeightedScorer
 
@@ -111,22 +111,6 @@ def _cuts_something(record: logging.LogRecord) -> bool:
     return "was truncated" not in text or not text.rstrip().endswith("['']")
 
 
-def checkpoint_of(rundir: RunDirectory, step: int | None) -> Path:
-    """The directory of checkpoint ``step``, or of the last. Raises ConfigError: none."""
-    path = (
-        latest_checkpoint(rundir.checkpoints)
-        if step is None
-        else step_directory(rundir.checkpoints, step)
-    )
-    if path is None or not path.is_dir():
-        wanted = "" if step is None else f" {step}"
-        raise ConfigError(
-            f"{rundir.path}: there is no checkpoint{wanted}: look in {rundir.checkpoints} for"
-            " those there are"
-        )
-    return path
-
-
 def backends(names: Sequence[str], say: Say = lambda line: None) -> dict[str, Backend]:
     """Backends by name, each once; says what "auto" took. Raises ConfigError: not available."""
     try:
@@ -165,9 +149,7 @@ def measure(config: RunConfig, wanted: Measurement, prompts: list[Prompt], say: 
         start = time.perf_counter()
         for p, prompt in enumerate(prompts):
             images = make(conditioning[p], seeds[p])
-            rewards[p] = scorer(
-                images, [prompt.text] * len(images), [prompt.told(config.model)] * len(images)
-            ).total
+            rewards[p] = rewards_of(scorer, config, images, prompt)
         result.seconds[name] = (time.perf_counter() - start) / rewards.size
         say(
             f"{name}: {rewards.size} images, {result.seconds[name] * 1e3:.1f} ms each, mean"
@@ -220,6 +202,14 @@ def explored(
             for part in parts
         ]
     )
+
+
+def rewards_of(
+    scorer: WeightedScorer, config: RunConfig, images: np.ndarray, prompt: Prompt
+) -> np.ndarray:
+    """Rewards float32 [B] of images of one prompt. Raises ScorerError."""
+    count = len(images)
+    return scorer(images, [prompt.text] * count, [prompt.told(config.model)] * count).total
 
 
 def encoded(config: RunConfig, prompts: list[Prompt]) -> list[Conditioning]:

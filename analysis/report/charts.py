@@ -17,6 +17,8 @@ from analysis.report.axes import Frame, axes, span, svg, x_span
 
 Point = tuple[float, float]
 
+SIZE = (400.0, 210.0)
+"""Width and height of a chart, in user units."""
 MAX_POINTS = 300
 """A longer line is thinned to so many points: more cannot be told apart at the width of a page."""
 MAX_BARS = 60
@@ -77,7 +79,7 @@ def line_chart(
     bands: Sequence[Band] = (),
     include_y: Sequence[float] = (),
     x_label: str = "iteration",
-    size: tuple[float, float] = (400.0, 210.0),
+    size: tuple[float, float] = SIZE,
 ) -> str:
     """Lines over a shared x axis. ``label`` says what is shown, for those who cannot see it."""
     lines = [
@@ -96,15 +98,10 @@ def line_chart(
     return svg(frame, label, body)
 
 
-def stacked_bars(
-    stacks: Sequence[Stack],
-    order: Sequence[tuple[str, int]],
-    *,
-    label: str,
-    unit: str = "s",
-    size: tuple[float, float] = (400.0, 210.0),
-) -> str:
-    """A bar per stack, parts from the bottom in ``order``; over 60 are averaged in runs."""
+def stacked_bars(stacks: Sequence[Stack], order: Sequence[tuple[str, int]], *, label: str) -> str:
+    """A bar of seconds per stack, parts from the bottom in ``order``; beyond 60 runs of them are
+    averaged.
+    """
     stacks = _averaged(stacks)
     tops = [
         max(sum(_positive(stack.parts.get(name)) for name, _ in order), _positive(stack.whole))
@@ -112,8 +109,8 @@ def stacked_bars(
     ]
     half = _bar_half_width([stack.x for stack in stacks])
     xs = [edge for stack in stacks for edge in (stack.x - half * 1.25, stack.x + half * 1.25)]
-    frame = Frame(*size, x_span=span(xs, pad=0), y_span=span(tops, include=(0.0,)))
-    body = [axes(frame, "iteration", whole_x=True, unit=unit)]
+    frame = Frame(*SIZE, x_span=span(xs, pad=0), y_span=span(tops, include=(0.0,)))
+    body = [axes(frame, "iteration", whole_x=True, unit="s")]
     for stack in stacks:
         left, right, level = frame.x(stack.x - half), frame.x(stack.x + half), 0.0
         for name, colour in order:
@@ -121,7 +118,7 @@ def stacked_bars(
             if value == 0:
                 continue
             top, foot = frame.y(level + value), frame.y(level)
-            title = f"iteration {number(stack.x)}: {name} {number(value)} {unit}"
+            title = f"iteration {number(stack.x)}: {name} {number(value)} s"
             body.append(
                 f'<rect class="fill-{colour}" x="{left:.2f}" y="{top:.2f}"'
                 f' width="{right - left:.2f}"'
@@ -131,7 +128,7 @@ def stacked_bars(
         if stack.whole is not None and math.isfinite(stack.whole):
             y, title = (
                 frame.y(stack.whole),
-                f"iteration {number(stack.x)}: {number(stack.whole)} {unit} by the clock",
+                f"iteration {number(stack.x)}: {number(stack.whole)} s by the clock",
             )
             body.append(
                 f'<line class="whole" x1="{left - 1:.2f}" x2="{right + 1:.2f}" y1="{y:.2f}"'
@@ -141,13 +138,7 @@ def stacked_bars(
 
 
 def scatter(
-    pairs: Sequence[Point],
-    *,
-    label: str,
-    x_label: str,
-    y_label: str,
-    names: Sequence[str] = (),
-    size: tuple[float, float] = (400.0, 210.0),
+    pairs: Sequence[Point], *, label: str, x_label: str, y_label: str, names: Sequence[str] = ()
 ) -> str:
     """Points on equal scales with the diagonal x = y; colours tell those above from those below.
 
@@ -159,7 +150,7 @@ def scatter(
         if math.isfinite(x + y)
     ]
     both = span([value for x, y, _ in finite for value in (x, y)])
-    frame = Frame(*size, x_span=both, y_span=both)
+    frame = Frame(*SIZE, x_span=both, y_span=both)
     body = [
         axes(frame, x_label, whole_x=False, y_label=y_label),
         (

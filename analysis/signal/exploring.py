@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
-from analysis.fidelity.measure import encoded, explored, explorer_of, setup, trainer_of
+from analysis.fidelity.measure import encoded, explored, explorer_of, rewards_of, setup, trainer_of
 from analysis.signal.files import EXPLORED, digest, read, write
 from configs.load import ConfigError
 from configs.prompts import Prompt, prompts_of_iteration, read_prompts
@@ -73,9 +73,7 @@ class Exploring:
 
     def score(self, images: np.ndarray, prompt: Prompt) -> np.ndarray:
         """Rewards float32 [B]."""
-        count = len(images)
-        told = prompt.told(self.config.model)
-        return self.scorer(images, [prompt.text] * count, [told] * count).total
+        return rewards_of(self.scorer, self.config, images, prompt)
 
     def rewards(self, name: str, steps: int) -> list[np.ndarray]:
         """Rewards [P, pool] of each batch, with what ``out`` has of a measurement before."""

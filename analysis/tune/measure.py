@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from analysis.fidelity.measure import encoded, explored, explorer_of, setup, trainer_of
+from analysis.fidelity.measure import encoded, explored, explorer_of, rewards_of, setup, trainer_of
 from configs.prompts import Prompt
 from configs.schema import RunConfig
 from learner.batch import Group
@@ -80,16 +80,11 @@ class Measuring:
         """(rewards [P, N], seconds per image with its scoring)."""
         start, rows = time.perf_counter(), []
         for prompt, cond, seeds in zip(self.prompts, self.conditioning, self.seeds, strict=True):
-            rows.append(self._scored(made(cond, seeds), prompt))
+            rows.append(rewards_of(self.scorer, self.config, made(cond, seeds), prompt))
         rewards = np.stack(rows)
         seconds = (time.perf_counter() - start) / rewards.size
         self.say(f"{title}: {rewards.size} images, {seconds * 1e3:.1f} ms each")
         return rewards, seconds
-
-    def _scored(self, images: np.ndarray, prompt: Prompt) -> np.ndarray:
-        count = len(images)
-        told = prompt.told(self.config.model)
-        return self.scorer(images, [prompt.text] * count, [told] * count).total
 
     def _update_seconds(self) -> float:
         """Of forward and backward passes for a sample, on one prompt's."""

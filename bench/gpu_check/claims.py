@@ -62,13 +62,13 @@ def needs(what: str) -> Check:
     return lambda results: not_here(f"needs {what}")
 
 
-def decided(found: list[Finding], holds: Callable[[Finding], bool], unit: str = "") -> Verdict:
+def decided(found: list[Finding], holds: Callable[[Finding], bool]) -> Verdict:
     """Confirmed where it holds of all; refuted by the first of which it does not."""
     if not found:
         return not_here("it was not measured")
     against = [each for each in found if not holds(each)]
     shown = against[:1] or found
-    why = "; ".join(f"{each.what}: {each.value:.3g} {unit or each.unit}" for each in shown[:4])
+    why = "; ".join(f"{each.what}: {each.value:.3g} {each.unit}" for each in shown[:4])
     return Verdict("refuted" if against else "confirmed", why)
 
 

@@ -27,30 +27,6 @@ from records.rundir import RunDirectory, write_json
 from records.tables import aligned
 
 
-def find_checkpoint(rundir: RunDirectory, step: int | None) -> Path:
-    """The directory of checkpoint ``step``, or of the last one. Raises ConfigError when there is
-    none.
-    """
-    path = (
-        checkpoint.latest_checkpoint(rundir.checkpoints)
-        if step is None
-        else checkpoint.step_directory(rundir.checkpoints, step)
-    )
-    if path is None or not path.is_dir():
-        there = (
-            ", ".join(str(checkpoint_step(p)) for p in sorted(rundir.checkpoints.glob("step_*")))
-            or "none"
-        )
-        wanted = "no checkpoint yet" if step is None else f"no checkpoint {step}"
-        raise ConfigError([f"{rundir.path}: {wanted}; there are: {there}"])
-    return path
-
-
-def checkpoint_step(path: Path) -> int:
-    """10 of ``step_000010``."""
-    return int(path.name.removeprefix("step_"))
-
-
 def export_run(
     rundir: RunDirectory, config: RunConfig, out: Path, weights: str, step: int | None
 ) -> Path:
@@ -61,7 +37,7 @@ def export_run(
     checkpoint.
     """
     try:
-        files, _ = checkpoint.read(find_checkpoint(rundir, step))
+        files, _ = checkpoint.read(checkpoint.find(rundir, step))
     except checkpoint.CheckpointError as error:
         raise RunFailed(str(error)) from None
     state = files.get(adapter_file(weights))
@@ -90,7 +66,7 @@ def evaluate_run(
     Also written to ``evaluations/compare_<step>.json`` in the run directory, with images beside;
     ``compare_<step>-<file>.json`` for a ``given`` prompt file, which is used whole.
     """
-    path = find_checkpoint(rundir, step)
+    path = checkpoint.find(rundir, step)
     prompts = (
         read_prompts(config.prompts.test)[: config.evaluate.prompts]
         if given is None
@@ -111,7 +87,7 @@ def evaluate_run(
     for name, result in results.items():
         save_images(
             target.with_suffix("") / name,
-            checkpoint_step(path),
+            checkpoint.step_of(path),
             [prompt.text for prompt in prompts],
             result.images,
             config.model.frames_per_second,
