@@ -14,12 +14,10 @@ from typing import Any
 
 import numpy as np
 import torch
-import xxhash
 from torch import Tensor, nn
 
 from configs.objective import PathSettings
 from configs.schema import RunConfig
-from learner import checkpoint
 from learner.advantages import advantages
 from learner.averages import PREVIOUS, Averages, adapters_of
 from learner.batch import Group, check_groups, joined, keep_evidence
@@ -30,11 +28,12 @@ from learner.objectives import Record, build_objective
 from learner.publish import NonFiniteWeights
 from learner.replicas import Replicas
 from learner.schedules import learning_rate
+from learner.state import LearnerState, Counts
 from learner.update import Samples, Updater
 from policy.families import Family, family_for
 from policy.frozen import freeze
 from policy.lora import adapter_state, add_adapters, load_adapter_state, trainable, use
-from policy.lora_files import ENDING, adapter_file
+from policy.lora_files import ENDING
 from policy.merging import merged
 from policy.precision.compiling import compile_failures, compiled
 from policy.sampling.guidance import Guided
@@ -101,6 +100,7 @@ class Trainer:
             self.device,
             Guided.of(config.guidance, "train"),
         )
+        self._state = LearnerState(config, self.transformer, self.adapters, self.updater)
         self._averages = Averages(config, self.objective, self.transformer)
         self.replicas = Replicas()
         self._passes = Passes(self.family, self.transformer, self.device)
@@ -236,10 +236,7 @@ class Trainer:
 
     def checksum(self) -> str:
         """xxh3-128 of all adapters, hex: equal checksums mean equal bits."""
-        digest = xxhash.xxh3_128()
-        for tensor in self._adapters().values():
-            digest.update(tensor.contiguous().numpy().data)
-        return digest.hexdigest()
+        return self._state.checksum()
 
     def update(
         self,
@@ -367,16 +364,7 @@ class Trainer:
         name = f"iteration_{iteration:06d}{replica}{ENDING}"
         path = self.failure_dir / name if self.failure_dir is not None else None
         metadata = {"iteration": str(iteration), "seed": str(self.config.seed), "reason": reason}
-        return keep_evidence(path, groups, values, self._adapters(), metadata)
-
-    def _adapters(self) -> dict[str, Tensor]:
-        """A copy of every adapter on the CPU, "ADAPTER/PARAMETER"."""
-        states = {name: adapter_state(self.transformer, name) for name in self.adapters}
-        return {
-            f"{name}/{key}": tensor
-            for name, state in states.items()
-            for key, tensor in state.items()
-        }
+        return keep_evidence(path, groups, values, self._state.adapters(), metadata)
 
     def save(self, path: str | Path, extra_state: dict[str, Any]) -> None:
         """Write a checkpoint directory atomically; keep ``checkpoint.keep_last`` of them.
@@ -384,56 +372,10 @@ class Trainer:
         ``extra_state`` is anything JSON can hold. Raises CheckpointError, leaving the checkpoints
         before whole.
         """
-        optimizer = {
-            key: value
-            for key, value in self.updater.state().items()
-            if not key.startswith("weight/")
-        }
-        files = {
-            adapter_file(name): adapter_state(self.transformer, name) for name in self.adapters
-        }
-        state = {
-            "seed": self.config.seed,
-            "done": self.done,
-            "last_iteration": self.last_iteration,
-            "extra": extra_state,
-        }
-        checkpoint.write(path, {**files, "optimizer": optimizer}, state)
-        checkpoint.prune(Path(path).parent, self.config.checkpoint.keep_last)
+        self._state.save(path, Counts(self.done, self.last_iteration), extra_state)
 
     def load(self, path: str | Path) -> dict[str, Any]:
         """Restore a checkpoint bit by bit; returns its extra state. All or CheckpointError."""
-        files, state = checkpoint.read(path)
-        if state["seed"] != self.config.seed:
-            raise checkpoint.CheckpointError(
-                f"checkpoint {str(path)!r} is of run seed {state['seed']}, this run has seed"
-                f" {self.config.seed}: use the same"
-            )
-        for name in self.adapters:
-            file = adapter_file(name)
-            checkpoint.require_same(
-                files.get(file, {}),
-                adapter_state(self.transformer, name),
-                f"checkpoint {str(path)!r}, {file}",
-            )
-        self._check_optimizer(path, files.get("optimizer", {}))
-        for name in self.adapters:
-            load_adapter_state(self.transformer, name, files[adapter_file(name)])
-        weights = {
-            key: value for key, value in self.updater.state().items() if key.startswith("weight/")
-        }
-        self.updater.load_state({**weights, **files["optimizer"]})
-        self.done, self.last_iteration = state["done"], state["last_iteration"]
-        return state["extra"]
-
-    def _check_optimizer(self, path: str | Path, tensors: dict[str, Tensor]) -> None:
-        if not tensors:  # saved before the first update
-            return
-        wanted: dict[str, Tensor] = {}
-        for name, parameter in self.updater.parameters.items():
-            wanted |= {
-                f"exp_avg/{name}": parameter.detach(),
-                f"exp_avg_sq/{name}": parameter.detach(),
-                f"step/{name}": torch.zeros(()),
-            }
-        checkpoint.require_same(tensors, wanted, f"checkpoint {str(path)!r}, optimizer")
+        counts, extra_state = self._state.load(path)
+        self.done, self.last_iteration = counts
+        return extra_state

@@ -1,0 +1,100 @@
+"""All that training changes, saved and restored bit by bit: adapters, optimiser, how far it is."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import xxhash
+from torch import Tensor, nn
+
+from configs.schema import RunConfig
+from learner import checkpoint
+from learner.update import Updater
+from policy.lora import adapter_state, load_adapter_state
+from policy.lora_files import adapter_file
+
+WEIGHT = "weight/"
+
+
+class Counts(NamedTuple):
+    """Updates that were made, and the number of the last iteration; None before the first."""
+
+    done: int
+    last_iteration: int | None
+
+
+class LearnerState:
+    """The adapters of one transformer, and the optimiser of the trained one."""
+
+    def __init__(
+        self, config: RunConfig, transformer: nn.Module, names: tuple[str, ...], updater: Updater
+    ) -> None:
+        """``names``: of the adapters."""
+        self._config, self._transformer = config, transformer
+        self._names, self._updater = names, updater
+
+    def adapters(self) -> dict[str, Tensor]:
+        """A copy of every adapter on the CPU, "ADAPTER/PARAMETER"."""
+        states = {name: adapter_state(self._transformer, name) for name in self._names}
+        return {
+            f"{name}/{key}": tensor
+            for name, state in states.items()
+            for key, tensor in state.items()
+        }
+
+    def checksum(self) -> str:
+        """xxh3-128 of all adapters, hex: equal checksums mean equal bits."""
+        digest = xxhash.xxh3_128()
+        for tensor in self.adapters().values():
+            digest.update(tensor.contiguous().numpy().data)
+        return digest.hexdigest()
+
+    def save(self, path: str | Path, counts: Counts, extra_state: dict[str, Any]) -> None:
+        """As ``Trainer.save``."""
+        # without the trained weights, which are the adapter "current" and saved as such
+        optimizer = {
+            key: value for key, value in self._updater.state().items() if not key.startswith(WEIGHT)
+        }
+        files = {adapter_file(name): adapter_state(self._transformer, name) for name in self._names}
+        state = {"seed": self._config.seed, **counts._asdict(), "extra": extra_state}
+        checkpoint.write(path, {**files, "optimizer": optimizer}, state)
+        checkpoint.prune(Path(path).parent, self._config.checkpoint.keep_last)
+
+    def load(self, path: str | Path) -> tuple[Counts, dict[str, Any]]:
+        """(how far it was, its extra state). Raises CheckpointError before anything has changed."""
+        files, state = checkpoint.read(path)
+        if state["seed"] != self._config.seed:
+            raise checkpoint.CheckpointError(
+                f"checkpoint {str(path)!r} is of run seed {state['seed']}, this run has seed"
+                f" {self._config.seed}: use the same"
+            )
+        for name in self._names:
+            file = adapter_file(name)
+            checkpoint.require_same(
+                files.get(file, {}),
+                adapter_state(self._transformer, name),
+                f"checkpoint {str(path)!r}, {file}",
+            )
+        self._check_optimizer(path, files.get("optimizer", {}))
+        for name in self._names:
+            load_adapter_state(self._transformer, name, files[adapter_file(name)])
+        # the trained weights as they are since the line above, with the moments of the file
+        weights = {
+            key: value for key, value in self._updater.state().items() if key.startswith(WEIGHT)
+        }
+        self._updater.load_state({**weights, **files["optimizer"]})
+        return Counts(state["done"], state["last_iteration"]), state["extra"]
+
+    def _check_optimizer(self, path: str | Path, tensors: dict[str, Tensor]) -> None:
+        if not tensors:  # saved before the first update
+            return
+        wanted: dict[str, Tensor] = {}
+        for name, parameter in self._updater.parameters.items():
+            wanted |= {
+                f"exp_avg/{name}": parameter.detach(),
+                f"exp_avg_sq/{name}": parameter.detach(),
+                f"step/{name}": torch.zeros(()),
+            }
+        checkpoint.require_same(tensors, wanted, f"checkpoint {str(path)!r}, optimizer")
