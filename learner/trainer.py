@@ -28,7 +28,7 @@ from learner.objectives import Record, build_objective
 from learner.publish import NonFiniteWeights
 from learner.replicas import Replicas
 from learner.schedules import learning_rate
-from learner.state import LearnerState, Counts
+from learner.state import Counts, LearnerState
 from learner.update import Samples, Updater
 from policy.families import Family, family_for
 from policy.frozen import freeze
