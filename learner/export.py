@@ -93,6 +93,7 @@ class PolicyExporter:
                 f"arm {self.config.arm!r} explores nothing, so there is nothing to export"
             )
         if self._backend is None:
+            # until explorers say what they took: what they would take where a GPU is seen here
             on_gpu = self.config.services.rollout.gpus and torch.cuda.is_available()
             self._use(packing_backend(plan.backend, "cuda" if on_gpu else "cpu"))
         if backend is not None and self._backend is not None and backend != self._backend.name:

@@ -63,6 +63,7 @@ class Passes:
             names = ", ".join(name for name, _ in told)
             raise OutOfStep(f"replicas were asked to go through different weights: {names}")
         made: list[object] = []
+        # counted on the denoiser itself: a solver may take more passes than steps
         hook = self.transformer.register_forward_hook(lambda *_: made.append(None))
         try:
             with collective(replicas, "generating"):
@@ -97,6 +98,7 @@ class LockstepUpdater(Updater):
             idle = self._any_points(samples, sigmas)
             most = max(self.replicas.exchange(len(batches)))
             total, bad = self._turns(samples, batches, most, idle, sums)
+            # a diagnosis takes passes too, so all make one where any has to
             if any(self.replicas.exchange(bad is not None)):
                 found = self._diagnose(samples, *(bad or (idle, "")))
                 error = found if bad else None

@@ -225,6 +225,7 @@ class _Changes:
         true = (change * scaling).to(decoded)
         self._changed += int(changed)
         self._total += true.numel()
+        # millions of small products, whose sum float32 would round to a few digits
         self._dot += float((decoded * true).sum(dtype=torch.float64))
         self._decoded_square += float(decoded.square().sum(dtype=torch.float64))
         self._true_square += float(true.square().sum(dtype=torch.float64))

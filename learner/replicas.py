@@ -70,6 +70,7 @@ class Replicas:
             error, message = found, {"what": found.what, "module": found.module}
         except Exception as found:  # whatever it is, the others must learn of it
             error, message = found, {"error": f"{type(found).__name__}: {found}"}
+        # whatever happened here: the others wait for this word before they go on
         answers = self.exchange(message)
         if error is not None:
             raise error

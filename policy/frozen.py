@@ -71,6 +71,7 @@ def _packed(weight: Tensor, packing: Packing) -> Tensor:
     ao: Any = importlib.import_module("torchao.quantization")  # an extra
     if packing == "nf4":
         blocks = weight.numel() // BLOCK
+        # scales are packed in whole groups, whose size must divide the number of blocks
         return ao.to_nf4(weight.contiguous(), BLOCK, math.gcd(blocks, BLOCKS))
     one = nn.Linear(*reversed(weight.shape), bias=False, device="meta")
     one.weight = nn.Parameter(weight, requires_grad=False)

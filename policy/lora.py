@@ -43,11 +43,13 @@ def add_adapters(
     """
     modules = target_modules(transformer, lora.targets or family.lora_targets)
     inject(transformer, lora, modules, names)
+    # on the CPU: the same adapters whatever the transformer is on
     generator = torch.Generator().manual_seed(seed)
     state: dict[str, Tensor] = {}
     for module, layer in adapted_modules(transformer):
         for part in (layer.lora_A, layer.lora_B):
             for adapter in part.values():
+                # peft made them in the type of the base weight
                 adapter.to(torch.float32)
         down, up = matrices(layer, names[0])
         state[f"{module}.lora_A.weight"] = torch.randn(down.shape, generator=generator) / lora.rank
@@ -175,7 +177,9 @@ def adapter_state(transformer: nn.Module, name: str) -> dict[str, Tensor]:
     """A copy of one adapter on the CPU, float32, by the keys of ``_parameters``."""
     parameters = _parameters(transformer, name).items()
     return {
-        key: parameter.detach().to("cpu", torch.float32, copy=True) for key, parameter in parameters
+        # a copy also where nothing is converted: training goes on while the caller keeps it
+        key: parameter.detach().to("cpu", torch.float32, copy=True)
+        for key, parameter in parameters
     }
 
 

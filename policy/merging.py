@@ -74,6 +74,7 @@ def merged(transformer: nn.Module, name: str | None) -> Iterator[None]:
         require_adapter(modules, name)
         if any(isinstance(_base(layer), FrozenLinear) for _, layer in modules):
             raise ValueError("adapters cannot be merged into weights that lora.base packs")
+    # one by one, so that an error in the middle puts back exactly what was merged
     aside: list[Callable[[], object]] = []
     try:
         for _, layer in modules if name is not None else ():

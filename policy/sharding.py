@@ -43,6 +43,7 @@ def shard_base(transformer: nn.Module, device: torch.device) -> None:
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module")
     adapters = {parameter for name, parameter in transformer.named_parameters() if ".lora_" in name}
     for parameter in adapters:
+        # here, as what is ignored below stays where it is
         parameter.data = parameter.data.to(device)
     group = dist.group.WORLD
     assert group is not None, "replicas meet before they share the base"

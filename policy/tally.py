@@ -62,6 +62,7 @@ class Tally(TorchDispatchMode):
             self._known.pop(key, None)
             self.live -= size
 
+        # an entry ends with its storage, as the next one may be at the same address
         self._known[key] = weakref.ref(storage, gone)
         self.live += size
         self.peak = max(self.peak, self.live)

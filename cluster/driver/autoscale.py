@@ -94,5 +94,6 @@ class Autoscaler:
         self._loads.append(Load(1 - learner, rollout))
         wanted = size_for(size, self._loads, self._rule, self._limits)
         if wanted != size:
+            # what a pool of the old size did says little about one of the new size
             self._loads = []
         return wanted

@@ -119,6 +119,7 @@ class LearnerGroup:
         raised = getattr(error, "cause", None)
         if not isinstance(raised, GroupBroken):
             return None
+        # without one it is the first to know, and its own words are the cause
         with suppress(TimeoutError):
             await asyncio.wait_for(self.pool.failed.wait(), HINDSIGHT_S)
         return str(raised)

@@ -98,6 +98,7 @@ class Places:
                     raise ConfigError(why)
                 await asyncio.sleep(LOOK_S)
         finally:
+            # our own count holds the places now; as long as Ray does, no actor could take them
             self._requests.withdraw(*actors)
 
     def _request(self, actors: Iterable[str]) -> None:

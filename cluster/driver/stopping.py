@@ -63,6 +63,7 @@ class Stopping:
             self.signal = name
             self._again.set()
             if not self._canceller.done():
+                # it waits for the update in hand; who signals twice does not want to
                 self._canceller.cancel()
                 work.cancel()
 

@@ -112,6 +112,7 @@ def board() -> ActorProxy[Board]:
     import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+    # soft, and without a share of a CPU: it must live on a cluster that is full, or loses nodes
     here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=True)
     actor = ray.remote(Board).options(
         name=NAME, namespace=NAMESPACE, get_if_exists=True, num_cpus=0, scheduling_strategy=here

@@ -34,6 +34,7 @@ class Alarm:
         if gone is not None:
             gone.add_done_callback(ring)
         self._due[bell] = due
+        # one that rings too early only looks, and is set anew: cheaper than to be exact
         if self._timer is None or due < self._timer.when():
             self._set(due)
         try:

@@ -108,6 +108,7 @@ class TaskQueue:
             if not self._takers:
                 break
             seen += 1
+            # in the order of their coming, as dicts keep it: who has waited longest is asked first
             found = next((o for o, taker in self._takers.items() if taker.fits(row[2])), None)
             if found is None:
                 left.append(row)

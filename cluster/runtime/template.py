@@ -140,6 +140,7 @@ def _become(request: dict[str, Any], files: list[int]) -> None:
     """This process is from now on the one that Ray started: its environment, files and program."""
     os.setpgrp()  # Ray ends an actor with its whole process group
     for target, file in enumerate(files):
+        # the standard streams of the process in whose place it is: Ray reads its log there
         os.dup2(file, target)
         os.close(file)
     os.environ.clear()

@@ -76,6 +76,7 @@ class FusedMember(nn.Module):
         super().__init__()
         self._joint, self._index = joint, index
         self.in_features, self.out_features = joint.layer.in_features, joint.sizes[index]
+        # with one owner the joint weights move, and are counted, once
         if index == 0:
             self.layer = joint.layer
 

@@ -98,6 +98,7 @@ class LastInput(Generic[T]):
             del result
         self._last = None  # frees its memory before `make` needs as much again
         result = make(x)
+        # weakly, to keep no activation alive; the version rises with every write into x
         self._last = (weakref.ref(x), x._version, result)
         return result
 

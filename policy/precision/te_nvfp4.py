@@ -110,6 +110,7 @@ class EngineLinear(NVFP4Weight):
             requires_grad=False,
             device=self.codes.device,
         )
+        # on meta, so that it makes no weight of its own: ours is put in that place
         linear = te.Linear(
             self.in_features,
             self.out_features,

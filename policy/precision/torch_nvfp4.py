@@ -144,6 +144,7 @@ class TorchNVFP4Linear(NVFP4Weight):
         """alpha (Ux Uw^T) + bias."""
         packed = self._last.once(x, lambda x: pack_operand(x, self._exact))
         y = scaled_mm(packed, self.codes, self.swizzled, self.factor, self.bias)
+        # without the rows that filled up the last multiple of 16
         return self.shaped(y.narrow(0, 0, x.numel() // self.in_features), x)
 
 

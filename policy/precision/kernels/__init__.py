@@ -74,6 +74,8 @@ def fp8_rows(x: Tensor) -> tuple[Tensor, Tensor]:
     codes, scales = _fp8_shapes(x)
     rows, columns = x.shape
     if rows:
+        # Triton's blocks are powers of two. No kernel here may fuse a product with a sum: that
+        # rounds once where the arithmetic that it must equal rounds twice
         width = max(16, 1 << (columns - 1).bit_length())
         _programs(x.device).fp8_rows[(rows,)](
             x, codes.view(torch.uint8), scales, columns,
