@@ -1,7 +1,7 @@
 """``timeline.jsonl``: a line per task that an actor had in hand, written by the driver.
 
-The driver sees when it sends a unit and when the answer comes. An actor has up to ``in_flight``
-units sent ahead and does one after the other, so a unit starts when it was sent or when the actor
+The driver sees when it sends a task and when the answer comes. An actor has up to ``in_flight``
+tasks sent ahead and does one after the other, so a task starts when it was sent or when the actor
 was done with the one before, whichever is later.
 """
 
@@ -51,7 +51,7 @@ class Span:
     """A task in one actor's hands; times are seconds of the epoch, ``attempt`` counts from 0.
 
     ``work`` is what is done (explore, score, regenerate ...), ``unit`` which: the rest of the
-    unit's key, such as iteration, prompt, chunk. ``version`` is the policy version that a chunk
+    task's key, such as iteration, prompt, chunk. ``version`` is the policy version that a chunk
     names. ``outcome``: done; lost, with the actor; failed, the method raised; stopped, with the
     run.
     """
