@@ -5,8 +5,9 @@ slow form and in ``python -m tools.fuzz``.
 import pytest
 
 from tools.fuzz.__main__ import fuzz, run
+from tools.fuzz.inputs import keys
 from tools.fuzz.promises import Wrong, command, finite
-from tools.fuzz.targets import Target, keys, targets
+from tools.fuzz.targets import Target, targets
 
 FEW, MANY = 30, 1500
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import struct
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,41 +14,22 @@ from typing import Any
 
 import numpy as np
 from hypothesis import strategies as st
-from pydantic import BaseModel
 
 from configs.load import ConfigError, load, parse
 from configs.prompts import read_prompts
-from configs.schema import RunConfig
 from records.rundir import RunDirectory
 from rewards import check_settings
 from rewards.base import ScorerError, ScorerSetupError, check
 from rewards.server import decode
+from tools.fuzz.inputs import TOML, json_values, keys, of_files, safetensors, spoiled, words
 from tools.fuzz.promises import Wrong, command, finite, in_time, refused
 
 RUNS = Path(__file__).parent.parent.parent / "tests" / "data" / "runs"
-HOSTILE = (
-    "", " ", "inf", "-inf", "nan", "1e999", "-1", "0", "1", "0.5", "true", "false", "2", "1e-400",
-    "99999999999999999999999", "-9223372036854775809", "1e308", "0x10", "[]", "[1, 2]", "[[]]",
-    "{}", "{a = 1}", "{a = {b = []}}", "''", "'x'", "'\\u0000'", "\"\\u202e\"", "'../../x'", "'/'",
-    "'" + "a" * 5000 + "'", "1979-05-27", "07:32:00", "[inf]", "[nan, nan]", "None", "null", "\x00",
-    "'auto'", "'%s%n'", "{name = 'x'}", "[{}]", "[{name = 1}]", "[{name = 'http'}]", "'\udcff'",
-)  # fmt: skip
-words = st.one_of(st.sampled_from(HOSTILE), st.text(max_size=20))
-json_values = st.recursive(
-    st.none()
-    | st.booleans()
-    | st.integers()
-    | st.floats()
-    | st.text(max_size=8)
-    | st.sampled_from([10**400, -1, 2**63, 1e308]),
-    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=8), inner),
-    max_leaves=8,
-)
 
 
 @dataclass(frozen=True)
 class Target:
-    """Inputs of one kind, and what must hold for each; ``prepare`` makes a folder ready."""
+    """Inputs of one kind, and what must hold for each, in a folder of its own."""
 
     inputs: st.SearchStrategy[Any]
     holds: Callable[[Path, Any], None]
@@ -57,17 +37,6 @@ class Target:
 
 
 # ---- configurations
-
-
-def keys(model: type[BaseModel] = RunConfig, prefix: str = "") -> list[str]:
-    """Every dotted key of a configuration."""
-    found: list[str] = []
-    for name, field in model.model_fields.items():
-        found.append(prefix + name)
-        for part in (field.annotation, *getattr(field.annotation, "__args__", ())):
-            if isinstance(part, type) and issubclass(part, BaseModel):
-                found += keys(part, f"{prefix}{name}.")
-    return found
 
 
 def one_override(folder: Path, given: tuple[str, str]) -> None:
@@ -78,40 +47,6 @@ def one_override(folder: Path, given: tuple[str, str]) -> None:
         config = load("quickstart", [f"{given[0]}={given[1]}"])
         if parse(config.model_dump(mode="json")) != config:
             raise Wrong(f"{given} does not read back as it was written")
-
-
-def spoiled(text: bytes) -> st.SearchStrategy[bytes]:
-    """``text`` with pieces cut out, doubled, overwritten or put in."""
-    size = len(text)
-    edit = st.tuples(
-        st.integers(0, size), st.integers(0, 40), st.binary(max_size=12) | st.just(text[:40])
-    )
-
-    def apply(edits: list[tuple[int, int, bytes]]) -> bytes:
-        made = text
-        for start, length, piece in edits:
-            made = made[:start] + piece + made[start + length :]
-        return made
-
-    return st.lists(edit, min_size=1, max_size=4).map(apply)
-
-
-TOML = b"""layers = ["models/shapes", "rewards/shapes"]
-name = "mine"
-seed = 3
-[explore]
-pool_size = 48
-solver = "dpmpp_2m"
-[optimizer]
-lr = 1e-3
-betas = [0.9, 0.99]
-[[rewards.scorers]]
-name = "shapes"
-weight = 1.0
-settings = { a = [1, 2] }
-[services.rollout]
-labels = { pool = "two" }
-"""
 
 
 def toml_file(folder: Path, data: bytes) -> None:
@@ -138,37 +73,6 @@ def prompt_file(folder: Path, given: tuple[str, bytes]) -> None:
         for prompt in read_prompts(str(path)):
             if not prompt.text.strip():
                 raise Wrong("an empty prompt was accepted")
-
-
-def safetensors_of(header: object, body: bytes, length: int | None) -> bytes:
-    """A file with this header; ``length``: what it claims of its header instead."""
-    text = json.dumps(header).encode()
-    return struct.pack("<Q", len(text) if length is None else length) + text + body
-
-
-tensors = st.dictionaries(
-    st.sampled_from(
-        ["transformer.a.lora_A.weight", "transformer.a.lora_B.weight", "x", "__metadata__"]
-    ),
-    st.fixed_dictionaries(
-        {
-            "dtype": st.sampled_from(["F32", "BF16", "I64", "F99", "F4"]),
-            "shape": st.lists(st.integers(-1, 2**40), max_size=3),
-            "data_offsets": st.lists(st.integers(-1, 2**40), min_size=1, max_size=2),
-        }
-    )
-    | json_values,
-    max_size=3,
-)
-safetensors = st.one_of(
-    st.builds(
-        safetensors_of,
-        tensors,
-        st.binary(max_size=64),
-        st.none() | st.sampled_from([0, 2**63, 100_000_001, 7]),
-    ),
-    st.binary(max_size=64),
-)
 
 
 def lora_file(folder: Path, data: bytes) -> None:
@@ -263,23 +167,6 @@ def copied(source: Path, target: Path) -> Path:
 def example_run() -> Path:
     """The newest run directory kept for tests."""
     return sorted(RUNS.glob("*/*"))[-1]
-
-
-def of_files(paths: list[Path], under: Path) -> st.SearchStrategy[tuple[str, bytes]]:
-    """(name, bytes): one of these files, spoiled or wholly another."""
-    return st.one_of(
-        [
-            st.tuples(
-                st.just(str(path.relative_to(under))),
-                st.one_of(
-                    spoiled(path.read_bytes()[:20000]),
-                    st.binary(max_size=30),
-                    json_values.map(lambda value: json.dumps(value).encode()),
-                ),
-            )
-            for path in paths
-        ]
-    )
 
 
 def targets() -> dict[str, Target]:
