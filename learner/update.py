@@ -177,7 +177,7 @@ class Updater:
         self.replicas.add(list(gradients.values()))
         for gradient in gradients.values():
             gradient.div_(total)
-        # apart from clipping, which a norm that is not finite would have spoil every gradient:
+        # apart from clipping: by a norm that is not finite it would spoil every gradient, and
         # nobody could say any more which one was wrong
         norm = torch.nn.utils.get_total_norm(gradients.values())
         if not bool(torch.isfinite(norm)):

@@ -65,7 +65,7 @@ class RankMonitor:
         they differ, a move is under way and the iteration is not counted; nor is one in which
         nothing could be ranked. Returns metrics.
         """
-        # before anything is decided: what is holds from the next version on
+        # before anything is decided: a decision holds from the next version on
         self.backend_before = self.backend
         if not self._settings.watches:
             return {}
