@@ -63,6 +63,8 @@ class Durations:
     """Seconds of calls. ``explore``, ``generate`` and ``score`` (by service) are over images,
     ``update`` over the samples of one replica, ``encode`` and ``select`` over prompts.
 
+    ``move`` is what an actor of a service takes to leave its GPU, or to come back.
+
     ``call_s`` and ``driver_s`` come to every call: on the way, and in the driver.
     """
 
@@ -76,6 +78,7 @@ class Durations:
     shard: Line = Line()
     load: Line = Line()
     summing: Summing = Summing()
+    move: Mapping[str, float] = field(default_factory=dict[str, float])
     call_s: float = CALL_S
     driver_s: float = DRIVER_S
 
