@@ -100,6 +100,11 @@ def of_tasks(config: RunConfig, tasks: Tasks, counts: Counts, nodes: int) -> Dur
         encode=Line(0.0, tasks.encode / tasks.prompts),
         export=Line(sent / PACK),
         load=Line(fetching(sent, nodes) + sent / HOST),
+        move={
+            kind: seconds
+            for kind, seconds in tasks.move.items()
+            if getattr(config.services, kind).between_turns == "host"
+        },
         summing=Summing(config.optimizer.steps_per_iteration, counts.trained * 4 / LINK),
     )
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from configs.sections import Model
 from planning.assumptions import Device
 from planning.layouts.lines import as_json, outlook_lines
+from planning.layouts.numbers import numbers_of
 from planning.make import GB, Plan, store_size
 from planning.placement import kinds_of, need_of
 from planning.stages import training_points
@@ -115,11 +116,14 @@ def _memory(plan: Plan) -> list[str]:
             " allocator come on top"
         ),
     ]
+    leaves = numbers_of(plan.config).leaves
     for kind, parts in plan.memory.items():
         service = plan.config.services.of(kind)
         where = f"GPU, share {service.gpus:g}" if service.gpus else "host"
         if kind == "encoder" and plan.config.model.text_offload and service.gpus:
             where += ", only while it encodes"
+        if kind in leaves:
+            where += ", denoiser and autoencoder in host memory between turns"
         if kind == "encoder" and plan.config.prompts.encode_once:
             where += ", only at the start, before the others"
         known = sum(size for size in parts.values() if size is not None)

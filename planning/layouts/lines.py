@@ -184,6 +184,7 @@ def as_json(config: RunConfig, outlook: Outlook) -> dict[str, object]:
             "gpus": sum(each.count for each in outlook.gpus),
             "kinds": {each.kind: each.count for each in outlook.gpus},
             "explore_ahead": numbers.ahead,
+            "in_host_memory_between_turns": list(numbers.leaves),
             "services": {kind: asdict(group) for kind, group in numbers.groups.items()},
             "why": choice.why if choice else "by hand",
             "candidates": [_candidate(each) for each in choice.table] if choice else [],

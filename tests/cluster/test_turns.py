@@ -3,6 +3,7 @@ other comes, whatever is lost or cancelled on the way; nothing of a run depends 
 """
 
 import asyncio
+import functools
 import random
 from collections.abc import Callable
 from typing import Any
@@ -225,6 +226,7 @@ def test_a_run_has_the_bits_of_one_whose_weights_stay(tiny_sd3_dir, tmp_path, le
     moved = list[int]()
 
     def watched(actor: type, name: str, method: Any) -> Any:
+        @functools.wraps(method)
         def call(self: Any, *args: Any) -> Any:
             found = method(self, *args)
             side = sides[actor]
@@ -235,6 +237,7 @@ def test_a_run_has_the_bits_of_one_whose_weights_stay(tiny_sd3_dir, tmp_path, le
         return call
 
     def working(actor: type, method: Any) -> Any:
+        @functools.wraps(method)
         def call(self: Any, *args: Any) -> Any:
             other = "rollout" if sides[actor] == "learner" else "learner"
             assert sides[actor] not in away and other in away
