@@ -115,14 +115,15 @@ class GpuTurns(AllStay):
                 await self._idle.wait()
             self.holder = None  # also where somebody is lost on the way
             self._number += 1
-            self._moves.append([])
+            left = list[Moved]()
+            self._moves.append(left)
             if side == "learner":
                 await self._rollout.each(self._rollout_leaves)
             else:
                 await self._replicas(False)
             self.holder = side
             self._moves.append([])
-            self._event("gpu_turn", kind=side, left=sum(moved.nbytes for moved in self._moves[-2]))
+            self._event("gpu_turn", kind=side, left=sum(moved.nbytes for moved in left))
         if side == "learner":
             await self._replicas(True)
 

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 
 from configs.schema import RunConfig
+from planning.assumptions import host_link
 from planning.layouts.arms import SIMPLER, ratios
 from planning.layouts.choose import Candidate, Choice
 from planning.layouts.gpus import Gpus
@@ -65,7 +66,7 @@ def outlook_lines(config: RunConfig, outlook: Outlook) -> list[str]:
     """The layout with what others would take, seconds, arms, warnings."""
     return [
         *_layout(config, outlook),
-        *_seconds(outlook),
+        *_seconds(config, outlook),
         *_arms(config, outlook),
         *warnings(config, outlook),
     ]
@@ -100,7 +101,7 @@ def _not_chosen(each: Candidate, choice: Choice, config: RunConfig) -> str:
     return "; explores with the policy before, so only on request: explore_ahead = 1"
 
 
-def _seconds(outlook: Outlook) -> list[str]:
+def _seconds(config: RunConfig, outlook: Outlook) -> list[str]:
     found = outlook.prediction
     gpus = sum(each.count for each in outlook.gpus)
     more = outlook.found.lines(found.iteration, gpus) if outlook.found else []
@@ -114,10 +115,18 @@ def _seconds(outlook: Outlook) -> list[str]:
         f"  idle      GPUs {found.mean_idle:.0%} of an iteration; of their time, actors: {idle}",
         *more,
         (
-            "  assumed   actors on one GPU take turns at no cost; LoRA at the speed of the layers"
-            " it is on, scorers in FP32 where they say so"
+            f"  assumed   actors on one GPU take turns {_cost_of_turns(config, outlook)}; LoRA at"
+            " the speed of the layers it is on, scorers in FP32 where they say so"
         ),
     ]
+
+
+def _cost_of_turns(config: RunConfig, outlook: Outlook) -> str:
+    numbers = outlook.choice.best.numbers if outlook.choice else numbers_of(config)
+    if not numbers.leaves:
+        return "at no cost"
+    speeds = {f"{host_link(each.kind) / 1e9:g}" for each in outlook.gpus}
+    return f"at no cost but for weights that leave, at {' or '.join(sorted(speeds))} GB/s each way"
 
 
 def _arms(config: RunConfig, outlook: Outlook) -> list[str]:

@@ -81,3 +81,38 @@ def test_elements_that_share_memory_are_refused():
     model.register_buffer("one", torch.zeros(1).expand(3))
     with pytest.raises(ValueError, match=r"\(3,\) and strides \(0,\) cannot move to host memory"):
         Offload(frozen_tensors(model), CPU)
+
+
+ON_A_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+
+
+@pytest.mark.gpu
+@ON_A_GPU
+def test_on_a_gpu_nothing_is_left_behind():
+    device, model = torch.device("cuda"), nn.Linear(4096, 4096).requires_grad_(False)
+    before, x = state(model), torch.ones(1, 4096)
+    empty = torch.cuda.memory_allocated()
+    offload = Offload(frozen_tensors(model), device)
+    for _ in range(2):
+        assert torch.cuda.memory_allocated() == empty
+        assert offload.back() == model.weight.nbytes + model.bias.nbytes
+        assert model.weight.is_cuda and torch.cuda.memory_allocated() > empty
+        assert bool(torch.isfinite(model(x.to(device))).all())
+        offload.out()
+        assert state(model) == before
+
+
+@pytest.mark.gpu
+@ON_A_GPU
+def test_on_a_gpu_what_is_compiled_sees_weights_that_came_back():
+    device, model = torch.device("cuda"), nn.Linear(64, 64).requires_grad_(False)
+    offload, x = Offload(frozen_tensors(model), device), torch.ones(2, 64, device=device)
+    compiled = torch.compile(model, dynamic=False)
+    found = []
+    for _ in range(3):
+        offload.back()
+        taken = torch.empty(1 << 20, device=device)  # so that addresses change
+        found.append(compiled(x).cpu())
+        offload.out()
+        del taken
+    assert all(torch.equal(each, found[0]) for each in found)
