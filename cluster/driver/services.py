@@ -22,7 +22,7 @@ from cluster.driver.encoded import EncodedOnce, groups_of
 from cluster.driver.learners import LearnerGroup
 from cluster.driver.places import Places
 from cluster.driver.scoring import RewardService
-from cluster.driver.turns import AllStay, GpuTurns, InTurn, learner_in_turn
+from cluster.driver.turns import AllStay, GpuTurns, WithGpus, learner_in_turn
 from cluster.driver.weights import WeightChannel, incompatibility
 from cluster.runtime import template
 from cluster.runtime.pool import ActorPool
@@ -82,7 +82,7 @@ class ActorServices:
         self.turns = AllStay()
         if config.services.takes_turns:
             self.turns = GpuTurns(self.rollout_pool, self.learners.pool, event)
-            self.rollout = RolloutClient(InTurn(self.rollout_pool, self.turns, "rollout"))
+            self.rollout = RolloutClient(WithGpus(self.rollout_pool, self.turns, "rollout"))
             self.learner = learner_in_turn(self.learner, self.turns)
         self.weights = WeightChannel(event, config.explore_ahead, self.turns)
         self.rollout_pool.prepare = self.weights.prepare_for(self.rollout_pool)

@@ -148,7 +148,7 @@ class GpuTurns(AllStay):
 
 
 @dataclass(frozen=True)
-class InTurn(Caller):
+class WithGpus(Caller):
     """Calls of ``caller`` in the turn of ``side``, where they need one."""
 
     caller: Caller
@@ -174,7 +174,7 @@ def learner_in_turn(client: LearnerClient, turns: AllStay) -> LearnerClient:
     """The client of a learner that has turns."""
     return replace(
         client,
-        any_replica=InTurn(client.any_replica, turns, "learner"),
-        first=InTurn(client.first, turns, "learner"),
-        every_replica=InTurn(client.every_replica, turns, "learner"),
+        any_replica=WithGpus(client.any_replica, turns, "learner"),
+        first=WithGpus(client.first, turns, "learner"),
+        every_replica=WithGpus(client.every_replica, turns, "learner"),
     )

@@ -22,7 +22,7 @@ from actors.rollout import RolloutActor
 from actors.selector import SelectorActor
 from cluster.driver.loop import Ring
 from cluster.driver.scoring import RewardService
-from cluster.driver.turns import AllStay, GpuTurns, InTurn, learner_in_turn
+from cluster.driver.turns import AllStay, GpuTurns, WithGpus, learner_in_turn
 from cluster.driver.weights import WeightChannel
 from cluster.runtime.member import Member
 from configs.prompts import read_prompts
@@ -107,7 +107,7 @@ class LocalServices:
         if config.services.takes_turns:
             pools: Any = self.rollout_pool, learner
             self.turns = GpuTurns(*pools, event)
-            self.rollout = RolloutClient(InTurn(self.rollout_pool, self.turns, "rollout"))
+            self.rollout = RolloutClient(WithGpus(self.rollout_pool, self.turns, "rollout"))
             self.learner = learner_in_turn(self.learner, self.turns)
         self.weights = WeightChannel(event, config.explore_ahead, self.turns)
         self.rollout_pool.prepare = self.weights.prepare_for(self.rollout_pool)

@@ -4,6 +4,7 @@ other comes, whatever is lost or cancelled on the way; nothing of a run depends 
 
 import asyncio
 import functools
+import itertools
 import random
 from collections.abc import Callable
 from typing import Any
@@ -14,12 +15,13 @@ from actors.calls import Call, Task
 from actors.learner import LearnerActor
 from actors.messages import ActorInfo, Moved
 from actors.rollout import RolloutActor
-from cluster.driver.turns import GpuTurns, InTurn
+from cluster.driver.turns import GpuTurns, WithGpus
 from cluster.runtime.member import Member
 from configs.load import ConfigError
 from records.errors import RunFailed, StateLost
+from tests.cluster.faults import Fault, FaultInjector, outcome
 from tests.cluster.local import LocalPool, play
-from tests.cluster.runs import tiny_config
+from tests.cluster.runs import run_here, tiny_config
 
 BOTH = {"services__rollout__between_turns": "host", "services__learner__between_turns": "host"}
 
@@ -92,7 +94,7 @@ class Stand:
 
     async def ask(self, what: str) -> str:
         side: Any = "rollout" if what == "explore" else "learner"
-        caller = InTurn(getattr(self, side), self.turns, side)
+        caller = WithGpus(getattr(self, side), self.turns, side)
         return await caller.perform(Task((what,)), Call(what, (), {}))
 
 
@@ -293,3 +295,24 @@ def test_out_of_turn_the_actors_themselves_refuse(tiny_sd3_dir, tmp_path):
 def test_what_does_not_go_with_it_is_refused(tiny_sd3_dir, tmp_path, changes, line):
     with pytest.raises(ConfigError, match=line):
         tiny_config(tiny_sd3_dir, tmp_path, "refused", **BOTH, **changes)
+
+
+@pytest.mark.timeout(900)  # two processes are started again
+def test_losses_on_the_way_change_nothing(undisturbed, tiny_sd3_dir, tmp_path):
+    """A rollout actor dies in its turn, the learner in its own; both begin without the GPU again,
+    and no actor was asked for anything out of turn, which would have ended the run.
+    """
+    faults = Fault("rollout", "kill", 0, "explored"), Fault("learner", "kill", 1, "update")
+    injector = FaultInjector(*faults)
+    config = tiny_config(tiny_sd3_dir, tmp_path, "turns", checkpoint__every=1, **BOTH)
+    run = run_here(config, progress=injector)
+    assert outcome(run, 3) == outcome(undisturbed, 3)
+    events = run.events()
+    assert {each["kind"] for each in events if each["event"] == "actor_died"} == {
+        "rollout",
+        "learner",
+    }
+    turns = [each["kind"] for each in events if each["event"] == "gpu_turn"]
+    # evaluation, export, exploring, and so on: never the same side twice
+    assert turns[0] == "learner" and all(a != b for a, b in itertools.pairwise(turns))
+    assert len(turns) >= 2 * 3

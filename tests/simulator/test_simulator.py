@@ -209,8 +209,9 @@ def test_who_leaves_a_gpu_between_turns_does_so_before_the_other_comes():
     stayed = simulate(config(2, 2), Hardware({"one": DURATIONS}, laid), 2)
     assert not any(span.work.endswith("_turn") for span in stayed.timeline)
     free = simulate(both, Hardware({"one": DURATIONS}, laid), 2)
-    assert found.iteration == pytest.approx(free.iteration + 2 * (2.0 + 3.0))
-    assert free.iteration >= stayed.iteration
+    # the last chunks of four prompts are scored and selected while rollout actors leave
+    most = free.iteration + 2 * (2.0 + 3.0)
+    assert most - PROMPTS * (0.01 + CHUNK * 0.002 + 0.01) <= found.iteration <= most + 1e-9
 
 
 def test_exploring_ahead_hides_it():
