@@ -65,6 +65,12 @@ class Costs:
             freed[kind] = laid.actors.get(kind, 0) * size / 1e9
         return min(freed.values())
 
+    def encoder_gb(self, laid: Laid) -> float:
+        """GB that a GPU would have more room for, were all prompts encoded at the start."""
+        if self.encoder_leaves or "encoder" not in laid.actors:
+            return 0.0
+        return self.memory[laid.kind].get("encoder", 0.0) / 1e9 + PROCESS_GB
+
     def host_gb(self, laid: Laid, numbers: Numbers) -> float:
         """GB of host memory that the actors of a GPU keep what leaves it in."""
         parts = self.parts.get(laid.kind, {})
@@ -139,6 +145,8 @@ def assessed(numbers: Numbers, gpus: Sequence[Gpus], costs: Costs) -> Candidate:
             f"{who}: {room[fullest.kind] + short:.1f} GB on a {fullest.kind} of"
             f" {room[fullest.kind]:g} GB, {short:.1f} GB short"
         )
+        if numbers.leaves and short <= costs.encoder_gb(fullest):
+            why += "; it fits with prompts.encode_once = true"
         return Candidate(numbers, None, why, gb, short)
     return Candidate(numbers, predict(numbers, laid, costs.tasks), None, gb)
 

@@ -20,7 +20,7 @@ HIDDEN = 0.05
 @dataclass(frozen=True)
 class Outlook:
     """What is predicted of a plan. ``unhidden``: seconds, were exploring free. ``found``: what a
-    simulation saw beside the prediction, where there was one.
+    simulation saw beside the prediction, where there was one. ``fullest_gb``: of the fullest GPU.
     """
 
     gpus: Sequence[Gpus]
@@ -30,6 +30,7 @@ class Outlook:
     arms: Mapping[str, Prediction]
     choice: Choice | None
     found: Findings | None = None
+    fullest_gb: float = 0.0
 
 
 @dataclass(frozen=True)

@@ -246,6 +246,17 @@ def test_it_is_not_tried_where_they_fit_and_wins_only_where_it_is_faster():
     assert waits.best.numbers.mode == "split" and not waits.best.numbers.leaves
 
 
+def test_text_encoders_stay_and_it_is_said_where_that_is_all_that_is_short():
+    for memory, hint in ((50, True), (43, True), (41, False)):
+        with pytest.raises(ConfigError) as error:
+            choose(preset("flux1"), [Gpus("B200", 1, memory)], turning())
+        said = f"{53 - memory:.1f} GB short; it fits with prompts.encode_once = true; nearest"
+        assert (said in error.value.lines[0]) == hint
+    once = replace(turning(), encoder_leaves=True)
+    best = choose(preset("flux1"), [Gpus("B200", 1, 43)], once).best
+    assert best.numbers.leaves and best.gb == pytest.approx(53 - 11)
+
+
 def test_turns_keep_the_learner_from_regenerating_while_others_explore():
     """Three prompts' learners on two of three GPUs, four rollout actors: all is explored first."""
     groups = {"learner": Group(2, 0.52), "rollout": Group(4, 0.36)}
