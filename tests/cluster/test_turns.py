@@ -265,7 +265,7 @@ def test_a_run_has_the_bits_of_one_whose_weights_stay(tiny_sd3_dir, tmp_path, le
     for index, row in run.rows.items():
         mine, others = row.pop("memory/moved_s"), row.pop("memory/moved_bytes")
         assert mine > 0 and others > 0
-        same = {key for key in row if not "images_per_s" not in key and not key.startswith("time/")}
+        same = {k for k in row if "images_per_s" not in k and not k.startswith("time/")}
         assert {k: row[k] for k in same} == {k: plain.rows[index][k] for k in same}
 
 
