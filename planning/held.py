@@ -10,7 +10,7 @@ from configs.rewards import Scorer
 from configs.schema import RunConfig
 from learner.objectives import build_objective
 from planning.counting import Counts, batch_of, on_gpus
-from planning.layouts.gpus import Parts
+from planning.layouts.costs import Parts
 from planning.placement import kinds_of
 from policy import memory
 from policy.decoders import proxy_dtype

@@ -47,7 +47,7 @@ class PackedPolicy:
 
         ``trained``: suffixes of the modules whose weights must come with every version; None: what
         comes is taken. ``compile`` and ``activation_amax`` as in ``Explorer``. ``offload``: what
-        was given stays in host memory for now, and whoever asked moves it.
+        was given stays in host memory for now, and who asked moves it.
         """
         self.family, self.backend, self.device = family, backend, torch.device(device)
         self.full = full

@@ -1,9 +1,9 @@
 """Frozen weights that are on a device in their turn and in host memory between turns, to the bit.
 
 Every tensor keeps its object, its shape and its strides; what is exchanged is the memory behind it.
-So whoever holds the tensor (a module, a compiled block, a kernel's wrapper) sees it where it is
-now. Addresses on the device are others after each return: a captured CUDA graph would read freed
-memory, and nothing here captures any.
+So what holds the tensor (a module, a compiled block, a kernel's wrapper) sees it where it is now.
+Addresses on the device are others after each return: a captured CUDA graph would read freed memory,
+and nothing here captures any.
 """
 
 from __future__ import annotations

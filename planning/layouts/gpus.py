@@ -33,16 +33,6 @@ class Laid:
     actors: Mapping[str, int]
 
 
-@dataclass(frozen=True)
-class Parts:
-    """Bytes of an actor: what leaves its GPU where it leaves between turns, and what is there in
-    its own turn only, whoever leaves.
-    """
-
-    models: int
-    passes: int
-
-
 _State = tuple[str, int, tuple[tuple[str, int], ...]]  # kind, free ten-thousandths, actors
 
 

@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 from configs.load import ConfigError, load
 from configs.resume import differences
 from configs.schema import RunConfig
-from planning.layouts.choose import Costs, choose
-from planning.layouts.gpus import Gpus, Parts, gpus_of, lay
+from planning.layouts.choose import choose
+from planning.layouts.costs import Costs, Parts
+from planning.layouts.gpus import Gpus, gpus_of, lay
 from planning.layouts.limits import refuse_on_this_machine, refuse_too_many
 from planning.layouts.numbers import Group, Numbers, as_started, numbers_of, with_numbers
 from planning.layouts.predict import Tasks, bound, fill, predict
