@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 import weakref
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -115,7 +116,8 @@ def _finish(device: torch.device) -> None:
 
 
 def _page_lock(arena: torch.UntypedStorage) -> None:
-    error = int(torch.cuda.cudart().cudaHostRegister(arena.data_ptr(), arena.nbytes(), 0))
+    cuda: Any = torch.cuda.cudart()
+    error = int(cuda.cudaHostRegister(arena.data_ptr(), arena.nbytes(), 0))
     if error:
         raise RuntimeError(
             f"{arena.nbytes() / 1e9:.1f} GB of host memory cannot be page-locked (CUDA error"
@@ -124,4 +126,5 @@ def _page_lock(arena: torch.UntypedStorage) -> None:
 
 
 def _unlock(arena: torch.UntypedStorage) -> None:
-    torch.cuda.cudart().cudaHostUnregister(arena.data_ptr())
+    cuda: Any = torch.cuda.cudart()
+    cuda.cudaHostUnregister(arena.data_ptr())

@@ -9,7 +9,7 @@ that no GPU ever holds both. Every actor begins without the GPU, also one that r
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from typing import Literal, TypeVar
@@ -45,7 +45,7 @@ class AllStay:
     """Everybody is on the GPU all the time."""
 
     @asynccontextmanager
-    async def of(self, side: Side) -> AsyncIterator[None]:
+    async def of(self, side: Side) -> AsyncGenerator[None, None]:
         """The turn of ``side``, for as long as the context lasts."""
         yield
 
@@ -70,7 +70,7 @@ class GpuTurns(AllStay):
         self._moves = [list[Moved]()]  # of each group of actors that moved together
 
     @asynccontextmanager
-    async def of(self, side: Side) -> AsyncIterator[None]:
+    async def of(self, side: Side) -> AsyncGenerator[None, None]:
         """See ``AllStay``. Raises StateLost where the learner is lost on the way, RunFailed."""
         if not self._has_gpus(side):
             async with self._changing:

@@ -338,7 +338,8 @@ def _nothing_fits(
     if not closest and config.services.learner.shard == "base":
         why = "replicas that share the base (services.learner.shard) need a GPU each, two at least"
     crowded = (c.why_not for c in looked if c.numbers.leaves and c.why_not and not c.short)
-    why += "".join(f"; with {each}" for each in [next(crowded, None)] if each)
+    if (no_room := next(crowded, None)) is not None:
+        why = f"{why}; with {no_room}"
     line = (
         f"layout.mode = {mode!r}: {config.model.path} does not fit on {there}: {why}; nearest that"
         f" fits: {_nearest(config, gpus, costs) or 'none: fewer images in a pass need less memory'}"

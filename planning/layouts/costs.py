@@ -51,7 +51,7 @@ class Costs:
         """Of them what is never there together: in a turn, what of the others is elsewhere."""
         if not numbers.leaves:
             return 0.0
-        freed = dict.fromkeys(TAKE_TURNS, 0.0)
+        freed: dict[str, float] = dict.fromkeys(TAKE_TURNS, 0.0)
         for kind, each in self.parts.get(laid.kind, {}).items():
             size = each.passes + (each.models if kind in numbers.leaves else 0)
             freed[kind] = laid.actors.get(kind, 0) * size / 1e9

@@ -271,7 +271,8 @@ def test_a_run_has_the_bits_of_one_whose_weights_stay(tiny_sd3_dir, tmp_path, le
 
 def test_out_of_turn_the_actors_themselves_refuse(tiny_sd3_dir, tmp_path):
     config = tiny_config(tiny_sd3_dir, tmp_path, "refused", **BOTH)
-    learner = LearnerActor(config.model_dump(mode="json"), str(tmp_path), fetch=list)
+    fetch: Any = list
+    learner = LearnerActor(config.model_dump(mode="json"), str(tmp_path), fetch=fetch)
     with pytest.raises(RuntimeError, match="the learner is asked to export while it is not its"):
         learner.export(0)
     learner.begin_turn()
