@@ -298,6 +298,7 @@ def test_what_does_not_go_with_it_is_refused(tiny_sd3_dir, tmp_path, changes, li
         tiny_config(tiny_sd3_dir, tmp_path, "refused", **BOTH, **changes)
 
 
+@pytest.mark.slow  # the same losses are in virtual time in ``tests.simulator.test_turns``
 @pytest.mark.timeout(900)  # two processes are started again
 def test_losses_on_the_way_change_nothing(undisturbed, tiny_sd3_dir, tmp_path):
     """A rollout actor dies in its turn, the learner in its own; both begin without the GPU again,
