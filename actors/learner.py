@@ -19,6 +19,7 @@ from actors.messages import (
     Floats,
     GenerateRequest,
     Images,
+    Moved,
     Portion,
     Probe,
     Probed,
@@ -29,6 +30,7 @@ from actors.messages import (
     UpdateRequest,
 )
 from actors.runtime import Tree, begin, begin_torch, identity, on_device
+from actors.turns import Turn
 from learner.replicas import DistributedReplicas, open_store, reach_store
 from policy.types import Conditioning
 
@@ -61,7 +63,11 @@ class LearnerActor:
         from learner.trainer import Trainer
 
         shard = run.services.learner.shard == "base"
-        self._trainer = Trainer(run, device=device, failure_dir=failure_dir, shard=shard)
+        leaves = run.services.learner.between_turns == "host"
+        self._trainer = Trainer(
+            run, device=device, failure_dir=failure_dir, shard=shard, offload=leaves
+        )
+        self._turn = Turn("the learner", run.services, device)
         self._fetch = fetch
         self._shards: list[Shard] = []
         self._store: TCPStore | None = None
@@ -71,6 +77,16 @@ class LearnerActor:
         trainer = self._trainer
         cold = trainer.config.regenerate.compile
         return replace(identity(trainer.device), trainable=trainer.trainable_parameters, cold=cold)
+
+    def begin_turn(self) -> Moved:
+        """The GPU is the learner's now."""
+        return self._turn.begin(self._trainer.offload)
+
+    def end_turn(self) -> Moved:
+        """The GPU is the rollout actors' now. What needs no frozen weights can still be asked for:
+        checkpoints, shards of the last export.
+        """
+        return self._turn.end(self._trainer.offload)
 
     def rendezvous(self, timeout_s: float) -> Rendezvous:
         """Where the replicas of this learner can find each other, open until they do so again."""
@@ -97,6 +113,7 @@ class LearnerActor:
         self, request: GenerateRequest, conditioning: Conditioning
     ) -> tuple[float, Images, Samples]:
         """(seconds, images, samples [B, ...]) in full precision."""
+        self._turn.require("generate")
         start = time.perf_counter()
         rows = conditioning.repeat(len(request.seeds) // len(conditioning))
         samples, images = self._trainer.regenerate(rows, **asdict(request))
@@ -114,6 +131,7 @@ class LearnerActor:
         References within a message are not resolved by Ray, so this raises ObjectLostError where
         their objects went with a node.
         """
+        self._turn.require("update")
         rewards = request.rewards_by_prompt()
         groups = self._batch(request.portions, rewards)
         mine = {portion.prompt for portion in request.portions}
@@ -145,6 +163,7 @@ class LearnerActor:
         ``weights``: another adapter. Where the base is sharded every replica is asked, as each has
         rows of every weight; what is packed is kept by the first.
         """
+        self._turn.require("export")
         manifest, shards, statistics = self._trainer.export(version, backend, weights)
         self._shards = shards if self._trainer.replicas.rank == 0 else []
         return Exported(manifest, statistics)
@@ -155,6 +174,7 @@ class LearnerActor:
 
     def probe(self, request: Probe, conditioning: Conditioning) -> Probed:
         """What the last export makes of a few seeds here, to compare rollout actors with."""
+        self._turn.require("probe")
         return Probed(
             *self._trainer.probe(
                 conditioning, request.version, request.seeds, request.steps, request.solver

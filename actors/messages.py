@@ -206,6 +206,14 @@ class Probed:
 
 
 @dataclass(frozen=True)
+class Moved:
+    """What an actor moved between its GPU and host memory, as its turn began or ended."""
+
+    nbytes: int
+    seconds: float
+
+
+@dataclass(frozen=True)
 class Rendezvous:
     """Where replicas of the learner find each other: an address of the first one's node."""
 

@@ -10,6 +10,7 @@ from actors.messages import (
     ActorInfo,
     ExploreChunk,
     Images,
+    Moved,
     Probe,
     Probed,
     Samples,
@@ -17,6 +18,7 @@ from actors.messages import (
     WeightsId,
 )
 from actors.runtime import Tree, begin, begin_torch, identity, on_device
+from actors.turns import Turn
 from policy.decoders import load_decoder
 from policy.explorer import Explorer
 from policy.families import family_for
@@ -48,12 +50,14 @@ class RolloutActor:
             step=lambda backend: configured_step(self._run, backend),
         )
         self._why = why + eager_note(self._own, self._device, self._run.explore.compile)
+        self._turn = Turn("a rollout actor", self._run.services, self._device)
         self._explorer: Explorer | None = self._build(self._own)
 
     def _build(self, backend: Backend) -> Explorer:
         run = self._run
         smaller = run.explored_model != run.model
         family = family_for(run.explored_model)
+        leaves = run.services.rollout.between_turns == "host"
         return Explorer(
             family,
             backend,
@@ -64,7 +68,8 @@ class RolloutActor:
             compile=run.explore.compile,
             trained=run.lora.targets or family.lora_targets,
             full=family_for(run.model) if smaller else None,
-            vae=load_decoder(run, family, self._device),
+            vae=load_decoder(run, family, self._device, on_host=leaves),
+            offload=leaves,
         )
 
     def ready(self) -> ActorInfo:
@@ -72,6 +77,14 @@ class RolloutActor:
         runs, cold = available_backends(self._device), self._run.explore.compile
         who = identity(self._device)
         return replace(who, backend=self._own.name, why=self._why, runs=runs, cold=cold)
+
+    def begin_turn(self) -> Moved:
+        """The GPU is the rollout actors' now."""
+        return self._turn.begin(self._explorer.offload if self._explorer else None)
+
+    def end_turn(self) -> Moved:
+        """The GPU is the learner's now."""
+        return self._turn.end(self._explorer.offload if self._explorer else None)
 
     def load(
         self, backend: str | None, manifest: Manifest, sent: Sequence[int], *shards: Shard
@@ -82,10 +95,12 @@ class RolloutActor:
         ``backend`` is the one they are for, None the configured one; where another runs here the
         denoiser is built again.
         """
+        self._turn.require("load weights")
         wanted = self._own if backend is None else resolve_backend(backend, self._device)[0]
         if self._explorer is None or self._explorer.backend.name != wanted.name:
             self._explorer = None  # two would need the memory of both
             self._explorer = self._build(wanted)
+            self._turn.begin(self._explorer.offload)
         arrived = dict(zip(sent, shards, strict=True))
         all_of_it = [arrived.get(index) for index in range(len(manifest.shard_sizes))]
         return WeightsId(*self._explorer.load(manifest, all_of_it), backend)
@@ -120,6 +135,7 @@ class RolloutActor:
         return Probed(latents.numpy(), kind)
 
     def _with(self, version: int, who: str) -> Explorer:
+        self._turn.require(f"explore for {who}")
         explorer = self._explorer
         held = explorer.version if explorer else None
         if explorer is None or held != version:

@@ -44,8 +44,9 @@ def begin_torch(run: RunConfig, kind: str) -> torch.device:
 
     The number of threads fixes the order of sums: it is part of the configuration, not of the node.
     The memory of a GPU is limited to the service's share, but not in a layout: its shares say who
-    lies where, and it has looked at the memory of all of them together. Raises RuntimeError for a
-    share of a GPU where there is no CUDA.
+    lies where, and it has looked at the memory of all of them together; nor where rollout actors
+    and learner take turns, each with what the other has left. Raises RuntimeError for a share of a
+    GPU where there is no CUDA.
     """
     import torch
 
@@ -53,7 +54,8 @@ def begin_torch(run: RunConfig, kind: str) -> torch.device:
 
     service = run.services.of(kind)
     torch.set_num_threads(service.threads)
-    device = device_for(kind, service.gpus, limited=run.layout is None)
+    turns = kind in ("rollout", "learner") and run.services.takes_turns
+    device = device_for(kind, service.gpus, limited=run.layout is None and not turns)
     torch.manual_seed(0)
     allow_tf32(device, service.tf32)
     return device

@@ -17,6 +17,8 @@ OPERATIONAL = (
     *(f"services.*.{name}" for name in PER_SERVICE),
     "services.learner.silence_s",
     "services.learner.shard",
+    "services.rollout.between_turns",
+    "services.learner.between_turns",
     *(f"services.scorers.*.{name}" for name in PER_SERVICE),
     "services.autoscale",
     "services.start_deadline_s",

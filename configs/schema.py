@@ -146,6 +146,7 @@ class RunConfig(Section):
             )
         self._possible_share()
         self._possible_shards()
+        self._possible_turns()
         plan, selects, steps = self.plan, self.plan.explore is not None, self.regenerate.steps
         if why := incompatibility(
             self.objective, self.arm, selects, plan.regenerate, plan.solver, steps
@@ -202,6 +203,29 @@ class RunConfig(Section):
             raise ValueError(
                 f"{key} with regenerate.compile: blocks that gather their weights are not"
                 " compiled: use false, or shard = 'none'"
+            )
+
+    def _possible_turns(self) -> None:
+        """Raises ValueError for what cannot go with weights that leave a GPU between turns."""
+        services = self.services
+        for kind in ("rollout", "learner"):
+            if getattr(services, kind).between_turns == "host" and self.explore_ahead:
+                raise ValueError(
+                    f"services.{kind}.between_turns: 'host' with explore_ahead = 1: rollout actors"
+                    " and learner then work at the same time: use 'stay', or explore_ahead = 0"
+                )
+        if services.learner.between_turns == "stay":
+            return
+        key = "services.learner.between_turns: 'host'"
+        if services.learner.shard != "none":
+            raise ValueError(
+                f"{key} with services.learner.shard = {services.learner.shard!r}: shards stay on"
+                " their GPUs: use 'stay', or shard = 'none'"
+            )
+        if self.lora.base != "full":
+            raise ValueError(
+                f"{key} with lora.base = {self.lora.base!r}: packed weights are small, and stay:"
+                " use 'stay', or 'full'"
             )
 
     def _possible_base(self) -> None:

@@ -12,6 +12,8 @@ Share = Literal["prompts", "samples"]
 """What the learner's replicas share of an iteration."""
 Shard = Literal["none", "base"]
 """What of the model each of the learner's replicas holds only a part of."""
+BetweenTurns = Literal["stay", "host"]
+"""Where weights are while others on the same GPU have their turn."""
 
 
 class Service(Section):
@@ -94,6 +96,11 @@ class RolloutService(Service):
     strategy: Literal["spread", "pack"] = Field(
         default="spread", description="over as many nodes as there are, or onto few"
     )
+    between_turns: BetweenTurns = Field(
+        default="stay",
+        description="'host': the denoiser and its decoder are on the GPU only while it explores,"
+        " and in host memory while the learner works",
+    )
 
 
 class LearnerService(Service):
@@ -122,6 +129,11 @@ class LearnerService(Service):
         default="none",
         description="replicas: 'base' leaves each its part of the frozen weights (FSDP2), which"
         " they gather block by block in every pass; for models that do not fit on one GPU",
+    )
+    between_turns: BetweenTurns = Field(
+        default="stay",
+        description="'host': the frozen weights and the decoder are on the GPU only while the"
+        " learner works, and in host memory while rollout actors explore",
     )
     silence_s: float = Field(
         default=600.0,
@@ -220,6 +232,13 @@ class Services(Section):
         """The settings of ``rollout``, ``reward``, ``scorers.<label>``, ..."""
         name, _, label = kind.partition(".")
         return self.scorers[label] if label else getattr(self, name)
+
+    @property
+    def takes_turns(self) -> bool:
+        """Whether rollout actors and learner work one after the other, as one of them leaves the
+        GPU between its turns.
+        """
+        return "host" in (self.rollout.between_turns, self.learner.between_turns)
 
     @model_validator(mode="after")
     def _scalable(self) -> Services:

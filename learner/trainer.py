@@ -35,6 +35,7 @@ from policy.frozen import freeze
 from policy.lora import adapter_state, add_adapters, load_adapter_state, trainable, use
 from policy.lora_files import ENDING
 from policy.merging import merged
+from policy.offload import Offload, frozen_tensors
 from policy.precision.compiling import compile_failures, compiled
 from policy.sampling.guidance import Guided
 from policy.sampling.noise import stream_seed
@@ -63,18 +64,21 @@ class Trainer:
         device: torch.device | str = "cpu",
         failure_dir: str | Path | None = None,
         shard: bool = False,
+        offload: bool = False,
     ) -> None:
         """Loads what is not given. ``failure_dir`` takes the data of an iteration that fails.
         ``shard``: ``join`` shards the base over the replicas; until then it lies on the host.
+        ``offload``: frozen weights and autoencoder begin in host memory, and ``offload.back``
+        brings them to ``device``; adapters and the optimiser's state are there all the time.
         """
         self.config, self.device = config, torch.device(device)
         self.family = family or family_for(config.model)
         self.failure_dir = Path(failure_dir) if failure_dir is not None else None
         self.objective = build_objective(config.objective, config.stop.max_kl is not None)
-        self.sharded = shard
+        self.sharded, home = shard, torch.device("cpu") if offload else self.device
         dtype = DTYPES[config.regenerate.precision]
-        self.transformer = transformer if transformer is not None else self._load(dtype)
-        self.vae = vae if vae is not None else self.family.load_vae(self.device, torch.float32)
+        self.transformer = transformer if transformer is not None else self._load(dtype, home)
+        self.vae = vae if vae is not None else self.family.load_vae(home, torch.float32)
         self.adapters = adapters_of(config, self.objective)
         add_adapters(
             self.transformer,
@@ -83,6 +87,7 @@ class Trainer:
             names=self.adapters,
             seed=stream_seed(config.seed, "lora"),
         )
+        self.offload = self._offloaded() if offload else None
         if config.optimizer.gradient_checkpointing:
             denoiser: Any = self.transformer
             denoiser.enable_gradient_checkpointing()  # it recomputes with "current" active
@@ -183,15 +188,21 @@ class Trainer:
     def _packed(self) -> bool:
         return self.config.lora.base != "full"
 
-    def _load(self, dtype: torch.dtype) -> nn.Module:
-        """The base model; one that is packed is so before it comes to the device, which may have no
-        room for it as it was.
+    def _offloaded(self) -> Offload:
+        for name, parameter in self.transformer.named_parameters():
+            if ".lora_" in name:
+                parameter.data = parameter.data.to(self.device)
+        return Offload(frozen_tensors(self.transformer, self.vae), self.device)
+
+    def _load(self, dtype: torch.dtype, home: torch.device) -> nn.Module:
+        """The base model, where it begins; one that is packed is so before it comes to the device,
+        which may have no room for it as it was.
         """
         base = self.config.lora.base
         if self.sharded:
             return self.family.load_transformer("cpu", dtype)
         if base == "full":
-            return self.family.load_transformer(self.device, dtype)
+            return self.family.load_transformer(home, dtype)
         transformer = self.family.load_transformer("cpu", dtype)
         freeze(transformer, self.family, base, self.config.explore.modules_to_not_convert)
         return transformer.to(self.device)

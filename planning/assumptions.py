@@ -12,6 +12,18 @@ from planning.placement import needs_of
 from policy.precision.accelerators import ACCELERATORS
 from policy.precision.backends import BACKENDS, Backend, auto_backends
 
+HOST_LINK_GB_S = 50.0
+"""GB of 1e9 bytes per second between page-locked host memory and a GPU, one way, while all GPUs of
+a node move at once: most of what 16 lanes of PCIe 5 carry (63). Not measured.
+"""
+SLOWER_LINKS = {"L40S": 25.0, "RTX 4090": 25.0}
+"""GPUs on PCIe 4."""
+
+
+def host_link(accelerator: str) -> float:
+    """Bytes per second between host memory and a GPU of this kind, one way."""
+    return 1e9 * SLOWER_LINKS.get(accelerator, HOST_LINK_GB_S)
+
 
 @dataclass(frozen=True)
 class Assumptions:

@@ -63,6 +63,8 @@ class Durations:
     """Seconds of calls. ``explore``, ``generate`` and ``score`` (by service) are over images,
     ``update`` over the samples of one replica, ``encode`` and ``select`` over prompts.
 
+    ``move`` is what an actor of a service takes to leave its GPU, or to come back.
+
     ``call_s`` and ``driver_s`` come to every call: on the way, and in the driver.
     """
 
@@ -76,6 +78,7 @@ class Durations:
     shard: Line = Line()
     load: Line = Line()
     summing: Summing = Summing()
+    move: Mapping[str, float] = field(default_factory=dict[str, float])
     call_s: float = CALL_S
     driver_s: float = DRIVER_S
 
@@ -97,6 +100,11 @@ def of_tasks(config: RunConfig, tasks: Tasks, counts: Counts, nodes: int) -> Dur
         encode=Line(0.0, tasks.encode / tasks.prompts),
         export=Line(sent / PACK),
         load=Line(fetching(sent, nodes) + sent / HOST),
+        move={
+            kind: seconds
+            for kind, seconds in tasks.move.items()
+            if getattr(config.services, kind).between_turns == "host"
+        },
         summing=Summing(config.optimizer.steps_per_iteration, counts.trained * 4 / LINK),
     )
 

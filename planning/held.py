@@ -10,6 +10,7 @@ from configs.rewards import Scorer
 from configs.schema import RunConfig
 from learner.objectives import build_objective
 from planning.counting import Counts, batch_of, on_gpus
+from planning.layouts.costs import Parts
 from planning.placement import kinds_of
 from policy import memory
 from policy.decoders import proxy_dtype
@@ -22,6 +23,27 @@ PACKED = {"fp8": 1.0, "nvfp4": 0.5625}
 """Bytes per element of an activation that kernels have packed, by wire format: codes, and NVFP4's
 scale of each 16. Packed by operations of torch it takes several times as much; ``auto`` does not.
 """
+
+
+def parts_of(config: RunConfig, counts: Counts, backend: str, held: Held) -> dict[str, Parts]:
+    """Of rollout actors and learner, by service, of what ``held_of`` says of a run on GPUs."""
+    # layers keep the packed input of their last product
+    kept = {"rollout": round(counts.step.widest * _per_element(backend)), "learner": 0}
+    found: dict[str, Parts] = {}
+    for service in kept.keys() & held.keys():
+        sizes = {what: size or 0 for what, size in held[service].items()}
+        models = sum(size for what, size in sizes.items() if what.startswith(MODELS))
+        passes = sum(size for what, size in sizes.items() if what.startswith("passes"))
+        found[service] = Parts(models, max(0, passes - kept[service]))
+    return found
+
+
+MODELS = ("denoiser", "autoencoder", "tiny autoencoder")
+"""How the entries of what may leave a GPU begin."""
+
+
+def _per_element(backend: str) -> float:
+    return PACKED.get(BACKENDS[backend].wire_format, 0.0)
 
 
 def held_of(
@@ -61,8 +83,7 @@ def _rollout(config: RunConfig, counts: Counts, backend: str) -> dict[str, int |
     precision = "bf16" if proxy_dtype(config, gpus) == torch.bfloat16 else "fp32"
     tiny = "tiny " if config.explore.decoder == "tiny" else ""
     # the packed input of one layer at a time, on GPUs; the emulation on a CPU packs nothing
-    per_element = PACKED.get(BACKENDS[backend].wire_format, 0.0)
-    packed = counts.step.widest * per_element if gpus else 0.0
+    packed = counts.step.widest * _per_element(backend) if gpus else 0.0
     return {
         f"denoiser, {backend}": counts.denoiser if unquantized else counts.rollout,
         f"{tiny}autoencoder, {precision}": counts.proxy_decoder,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from configs.sections import Model
 from planning.assumptions import Device
 from planning.layouts.lines import as_json, outlook_lines
+from planning.layouts.numbers import TAKE_TURNS, numbers_of
 from planning.make import GB, Plan, store_size
 from planning.placement import kinds_of, need_of
 from planning.stages import training_points
@@ -115,11 +116,14 @@ def _memory(plan: Plan) -> list[str]:
             " allocator come on top"
         ),
     ]
+    leaves = numbers_of(plan.config).leaves
     for kind, parts in plan.memory.items():
         service = plan.config.services.of(kind)
         where = f"GPU, share {service.gpus:g}" if service.gpus else "host"
         if kind == "encoder" and plan.config.model.text_offload and service.gpus:
             where += ", only while it encodes"
+        if kind in leaves:
+            where += ", denoiser and autoencoder in host memory between turns"
         if kind == "encoder" and plan.config.prompts.encode_once:
             where += ", only at the start, before the others"
         known = sum(size for size in parts.values() if size is not None)
@@ -209,11 +213,19 @@ def _warnings(plan: Plan) -> list[str]:
         service = services.of(kind)
         room = service.gpus * device.memory_gb if device is not None else 0.0
         needed = sum(size or 0 for size in parts.values()) / GB
+        if kind in TAKE_TURNS and services.takes_turns:  # nobody keeps to its share then
+            continue
         if room and needed > room:
             lines.append(
                 f"too large   {kind} needs {needed:.1f} GB, services.{kind}.gpus = {service.gpus:g}"
                 f" is {room:.1f} GB"
             )
+    outlook, room = plan.outlook, device.memory_gb if device is not None else 0.0
+    if not chosen and services.takes_turns and outlook and outlook.fullest_gb > room > 0:
+        lines.append(
+            f"too large   in its fullest turn a GPU holds {outlook.fullest_gb:.1f} GB, it has"
+            f" {room:.1f} GB"
+        )
     if (
         device is not None
         and (seconds := plan.stages["update"].seconds(device)) > services.learner.deadline_s

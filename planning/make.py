@@ -156,6 +156,7 @@ def _with_outlook(
         predict(numbers, laid, free).iteration,
         {arm: each.prediction for arm, each in arms.items()},
         choice,
+        fullest_gb=max(costs.held_gb(each, numbers) for each in laid),
     )
     more = one_more(asked, family, gpus, given) if choice else {}
     looked = [each for each in choice.table if each.prediction] if choice else []

@@ -32,6 +32,7 @@ class Node:
     cpus: float
     gpus: float = 0.0
     labels: Mapping[str, str] = field(default_factory=dict)
+    memory_gb: float | None = None  # of the host, without object store; None: not known
 
     def describe(self) -> str:
         """``8 CPU, 4 GPU, ray.io/accelerator-type=B200``: all labels but Ray's own node id."""

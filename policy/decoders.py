@@ -33,9 +33,15 @@ def proxy_dtype(config: RunConfig, on_gpu: bool) -> torch.dtype:
     return DTYPES[("bf16" if on_gpu else "fp32") if wanted == "auto" else wanted]
 
 
-def load_decoder(config: RunConfig, family: Family, device: torch.device) -> nn.Module:
-    """The decoder of proxy images, in eval mode, without gradients. Raises FileNotFoundError."""
+def load_decoder(
+    config: RunConfig, family: Family, device: torch.device, on_host: bool = False
+) -> nn.Module:
+    """The decoder of proxy images, in eval mode, without gradients, in the precision for
+    ``device``; ``on_host``: it lies in host memory at first. Raises FileNotFoundError.
+    """
     dtype = proxy_dtype(config, device.type == "cuda")
+    if on_host:
+        device = torch.device("cpu")
     if config.explore.decoder == "full":
         return family.load_vae(device, dtype)
     from diffusers import AutoencoderTiny

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from policy.families.base import Family
 from policy.lora import target_modules
+from policy.offload import Offload, frozen_tensors
 from policy.precision.backends import Backend
 from policy.precision.compiling import compile_failures, compiled
 from policy.precision.swap import ModuleRow, quantise_plan, swap_linears
@@ -38,13 +39,15 @@ class PackedPolicy:
         compile: bool = False,
         trained: Sequence[str] | None = None,
         full: Family | None = None,
+        offload: bool = False,
     ) -> None:
         """``transformer``: without adapters; its linears are replaced.
 
         ``full``, where images are smaller than those: whose initial noises are cut down.
 
         ``trained``: suffixes of the modules whose weights must come with every version; None: what
-        comes is taken. ``compile`` and ``activation_amax`` as in ``Explorer``.
+        comes is taken. ``compile`` and ``activation_amax`` as in ``Explorer``. ``offload``: what
+        was given stays in host memory for now, and who asked moves it.
         """
         self.family, self.backend, self.device = family, backend, torch.device(device)
         self.full = full
@@ -54,7 +57,8 @@ class PackedPolicy:
             transformer, family, modules_to_not_convert, backend
         )
         self._layers = swap_linears(transformer, self.plan, backend, activation_amax)
-        transformer.to(self.device)
+        if not offload:
+            transformer.to(self.device)
         self._denoiser = compiled(transformer, self.device) if compile else transformer
         self._loaded: Manifest | None = None
 
@@ -155,6 +159,7 @@ class Explorer(PackedPolicy):
         trained: Sequence[str] | None = None,
         full: Family | None = None,
         vae: nn.Module | None = None,
+        offload: bool = False,
     ) -> None:
         """``dtype`` is that of the unquantised parts, unless the backend has one of its own.
         ``vae`` decodes the images; None: the model's own, in FP32.
@@ -162,6 +167,9 @@ class Explorer(PackedPolicy):
         ``compile``: the first call at each batch size compiles the transformer, which takes minutes
         at real size; ValueError where nothing can be compiled. ``activation_amax`` as in
         ``Backend.replacements``, ``trained`` and ``full`` as in ``PackedPolicy``.
+
+        ``offload``: denoiser and decoder begin in host memory, and ``offload.back`` brings them to
+        ``device``, for as long as this is to be used.
         """
         transformer = family.load_transformer("cpu", backend.dtype or dtype)
         super().__init__(
@@ -174,8 +182,12 @@ class Explorer(PackedPolicy):
             compile,
             trained,
             full,
+            offload,
         )
-        self.vae = vae if vae is not None else family.load_vae(self.device, torch.float32)
+        home = torch.device("cpu") if offload else self.device
+        self.vae = vae if vae is not None else family.load_vae(home, torch.float32)
+        moving = frozen_tensors(transformer, self.vae)
+        self.offload = Offload(moving, self.device) if offload else None
 
     def explore(
         self,

@@ -107,6 +107,11 @@ METRICS: dict[str, Metric] = {
     "weights/codes_changed": Metric("share of quantised codes that the last update changed"),
     "weights/version": Metric("version of the policy that was published last"),
     "weights/bytes": Metric("bytes of the packed weights that were published", "increment"),
+    "memory/moved_s": Metric(
+        "seconds of it in which weights moved between GPUs and host memory, where they leave"
+        " between turns"
+    ),
+    "memory/moved_bytes": Metric("bytes that moved, over all actors", "increment"),
     "loss/policy": Metric("the objective's policy loss"),
     "loss/kl": Metric("distance from the reference policy, unweighted"),
     "loss/ratio": Metric(

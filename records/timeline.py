@@ -42,6 +42,8 @@ WORKS = {
     "score": Work("score", 5, "s"),
     "encode": Work("encode", 6, "c"),
     "select": Work("select", 7, "k"),
+    "begin_turn": Work("move", 8, "m"),
+    "end_turn": Work("move", 8, "m"),
 }
 OTHER = Work("evaluate, save, load", 8, "o")
 

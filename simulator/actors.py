@@ -20,6 +20,7 @@ from actors.messages import (
     GenerateRequest,
     Images,
     Metadata,
+    Moved,
     Probe,
     Probed,
     Rendezvous,
@@ -65,6 +66,24 @@ class Simulated:
         return Took(0.0, ActorInfo(0, "simulated", backend=self.backend))
 
 
+class TakesTurns(Simulated):
+    """What may leave a GPU between its turns."""
+
+    service = ""
+
+    def begin_turn(self) -> Took:
+        """Back on the GPU."""
+        return self._moves()
+
+    def end_turn(self) -> Took:
+        """Into host memory."""
+        return self._moves()
+
+    def _moves(self) -> Took:
+        seconds = self.durations.move.get(self.service, 0.0)
+        return Took(seconds, Moved(0, seconds))
+
+
 class Encoder(Simulated):
     """Stands for ``EncoderActor``."""
 
@@ -74,8 +93,10 @@ class Encoder(Simulated):
         return Took(seconds, (seconds, *(TOKEN for _ in groups)))
 
 
-class Rollout(Simulated):
+class Rollout(TakesTurns):
     """Stands for ``RolloutActor``."""
+
+    service = "rollout"
 
     def load(
         self,
@@ -144,8 +165,10 @@ class Selector(Simulated):
         return Took(self.durations.select.at(1), self._real.select(iteration, prompt, rewards))
 
 
-class Learner(Simulated):
+class Learner(TakesTurns):
     """Stands for ``LearnerActor``."""
+
+    service = "learner"
 
     def __init__(
         self,

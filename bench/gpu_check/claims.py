@@ -21,6 +21,10 @@ The last is a norm over a whole step: rounding to 8 mantissa bits in some hundre
 """
 EXTRA = 1.5
 """Seconds of a packing kernel over those that its bytes take at the speed of a copy."""
+MOVING = 1.25
+"""Seconds in which weights leave a GPU, or come back, over those of the plan."""
+LEFT = 0.02
+"""Share of what should have left that may still be allocated."""
 QUICK_S = 30.0
 """What is called seconds: packing a changed version of FLUX.1 and loading it."""
 
@@ -162,6 +166,22 @@ def decoding(results: Results) -> Verdict:
     return not_here(f"quicker is not enough: that it ranks as well needs {PUBLISHED}")
 
 
+def leaving(results: Results) -> Verdict:
+    """No bit differs, nothing stays behind, and each way takes what is planned."""
+    bits = results.findings("turns", form="bits")
+    if not results.gpu:  # host memory to host memory: only the bits say anything
+        return decided(bits, lambda each: each.value == 0)
+    ways = [each for way in ("back", "out") for each in results.findings("turns", form=way)]
+    behind = results.findings("turns", form="left behind")
+
+    def holds(each: Finding) -> bool:
+        if each in ways:
+            return each.value <= MOVING * each.beside["expected"]
+        return each.value <= (LEFT if each in behind else 0)
+
+    return decided([*ways, *behind, *bits], holds)
+
+
 def quick_to_publish(results: Results) -> Verdict:
     """Packing a changed version of FLUX.1 and loading it; what travels between is not in it."""
     by_format: dict[str, float] = {}
@@ -217,6 +237,11 @@ CLAIMS = (
         packing,
     ),
     Claim("peak memory of an actor is what `sol-rl plan` says", peaks),
+    Claim(
+        "weights that leave a GPU between turns come back to the bit, leave nothing behind, and"
+        " take what `sol-rl plan` says",
+        leaving,
+    ),
     Claim(
         "a process keeps to its share of a GPU's memory, a GPU without room is called that, and"
         " CUDA that is missing is a line",

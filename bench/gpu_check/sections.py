@@ -5,7 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from bench.gpu_check import gpu_tests, iteration, kernels, passes, peaks, shapes, steps, weights
+from bench.gpu_check import (
+    gpu_tests,
+    iteration,
+    kernels,
+    passes,
+    peaks,
+    shapes,
+    steps,
+    turns,
+    weights,
+)
 from bench.gpu_check.findings import Item
 from bench.gpu_check.setting import Setting
 
@@ -26,6 +36,7 @@ SECTIONS = {
     "decode": Section("Decoding", 1.5, passes.decode),
     "lora": Section("Passes of a learner", 2, passes.lora),
     "weights": Section("A version of the size of FLUX.1", 2, weights.measure),
+    "turns": Section("Weights that leave a GPU between turns", 1.5, turns.measure),
     "memory": Section("Memory against the plan", 3, peaks.measure),
     "iteration": Section("One iteration of each family", 6, iteration.measure),
     "tests": Section("Tests on the GPU", 3, gpu_tests.measure),

@@ -26,6 +26,7 @@ def tables(results: Results) -> dict[str, Table]:
         "decode": _decode,
         "lora": _lora,
         "weights": _weights,
+        "turns": _turns,
         "memory": _memory,
         "iteration": _iteration,
         "tests": _tests,
@@ -122,6 +123,14 @@ def _lora(found: list[Finding]) -> Table:
 def _weights(found: list[Finding]) -> Table:
     rows = [(each.what, number(each.value), each.unit, *_optional(each, "GB")) for each in found]
     return _table("weights", ("what", "measured", "", "GB"), rows)
+
+
+def _turns(found: list[Finding]) -> Table:
+    rows = [
+        (each.what, number(each.value), each.unit, *_optional(each, "expected", "GB/s"))
+        for each in found
+    ]
+    return _table("turns", ("what", "measured", "", "planned", "GB/s"), rows)
 
 
 def _memory(found: list[Finding]) -> Table:

@@ -88,7 +88,8 @@ class Ring:
         times = it.times(regenerated_at, updated_at, clock.now())
         self.progress.advanced("published", 1)
         metrics = it.metrics(self.config.selection.keep) | trained_rewards(groups) | self._counts()
-        return metrics | audit | update | published | times, it
+        moved = self.services.turns.take_metrics()
+        return metrics | audit | update | published | moved | times, it
 
     async def publish(self, version: int) -> Metrics:
         """Publish ``version`` of the policy that is sampled."""

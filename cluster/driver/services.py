@@ -22,6 +22,7 @@ from cluster.driver.encoded import EncodedOnce, groups_of
 from cluster.driver.learners import LearnerGroup
 from cluster.driver.places import Places
 from cluster.driver.scoring import RewardService
+from cluster.driver.turns import AllStay, GpuTurns, WithGpus, learner_in_turn
 from cluster.driver.weights import WeightChannel, incompatibility
 from cluster.runtime import template
 from cluster.runtime.pool import ActorPool
@@ -78,7 +79,12 @@ class ActorServices:
         asked = EncodedOnce if config.prompts.encode_once else EncoderClient
         self.encoder, self.selector = asked(encoder, config.model), SelectorClient(selector)
         self.rollout, self.learner = RolloutClient(self.rollout_pool), self.learners.client
-        self.weights = WeightChannel(event, config.explore_ahead)
+        self.turns = AllStay()
+        if config.services.takes_turns:
+            self.turns = GpuTurns(self.rollout_pool, self.learners.pool, event)
+            self.rollout = RolloutClient(WithGpus(self.rollout_pool, self.turns, "rollout"))
+            self.learner = learner_in_turn(self.learner, self.turns)
+        self.weights = WeightChannel(event, config.explore_ahead, self.turns)
         self.rollout_pool.prepare = self.weights.prepare_for(self.rollout_pool)
         self.rollout_pool.accepts = partial(incompatibility, self.rollout_pool)
         self.pools = [encoder, *self.reward.pools, selector, self.learners.pool]

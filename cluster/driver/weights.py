@@ -17,6 +17,7 @@ from actors.clients import LearnerClient
 from actors.messages import ActorInfo, ChunkKey, Shard, WeightsId
 from actors.rollout import RolloutActor
 from cluster.driver.identity import Expected, PolicyIdentity
+from cluster.driver.turns import AllStay
 from cluster.runtime import clock
 from cluster.runtime.member import Member
 from cluster.runtime.pool import ActorPool
@@ -42,11 +43,12 @@ class Published:
 class WeightChannel:
     """Holds the versions that a chunk may name."""
 
-    def __init__(self, event: Callable[..., None], ahead: int = 0):
+    def __init__(self, event: Callable[..., None], ahead: int = 0, turns: AllStay | None = None):
         """``ahead``: by how many versions a chunk may be behind the newest. With 0 actors load a
         version when it is published; else when their first chunk names it, for they may be at work
-        with the one before.
+        with the one before. ``turns``: on GPUs that they may share with the learner.
         """
+        self._turns = turns or AllStay()
         self._event, self._ahead = event, ahead
         self._held: dict[int, Published] = {}
         # of versions that actors may have in place, held or not
@@ -99,7 +101,8 @@ class WeightChannel:
         self._remember(published, rollout)
         # exploring ahead, actors are still busy with the version before, and load with their chunks
         if not self._ahead:
-            await rollout.each(lambda member: self._load(rollout, member, published))
+            async with self._turns.of("rollout"):
+                await rollout.each(lambda member: self._load(rollout, member, published))
         seconds = clock.now() - start
         self._event(
             "version_published",
@@ -177,6 +180,7 @@ class WeightChannel:
         return prepare
 
     async def _load(self, rollout: ActorPool, member: Member, published: Published) -> None:
+        await self._turns.arrive(member)
         if member.weights == published.id:
             return
         # before it gets anything: from an actor of another kind images would come that round

@@ -39,6 +39,8 @@ class Member:
         self.gone: asyncio.Future[str] | None = None  # done when the present actor's node is lost
         self.cold = False  # its next answer may take as long as compiling takes
         self.weights: WeightsId | None = None  # published weights that the actor holds
+        # where actors take turns, whether it was told that its own began; None: not known
+        self.has_gpu: bool | None = False
         self.last_answer = 0.0  # monotonic
         self.busy_until = 0.0  # wall clock: when it was done with its last task, for the timeline
         self.answered = 0  # tasks
@@ -87,6 +89,7 @@ class Member:
         if self.handle is not None:
             self._transport.kill(self.handle)
         self.handle = self.weights = None
+        self.has_gpu = False
 
     # ---- its tasks
 

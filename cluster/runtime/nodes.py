@@ -69,8 +69,13 @@ def addresses() -> dict[str, tuple[str, int]]:
 
 
 def _node(row: NodeRow, resources: Mapping[str, float]) -> Node:
+    memory = resources.get("memory")  # which Ray counts without its object store
     return Node(
-        row["NodeID"], resources.get("CPU", 0.0), resources.get("GPU", 0.0), row.get("Labels") or {}
+        row["NodeID"],
+        resources.get("CPU", 0.0),
+        resources.get("GPU", 0.0),
+        row.get("Labels") or {},
+        None if memory is None else memory / 1e9,
     )
 
 

@@ -3,23 +3,23 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from configs.load import ConfigError
 from configs.schema import RunConfig
 from configs.services import Share
+from planning.layouts.costs import Costs
 from planning.layouts.gpus import Gpus, Laid, lay
-from planning.layouts.numbers import Group, Numbers, completed
-from planning.layouts.predict import Prediction, Tasks, bound, predict
+from planning.layouts.numbers import TAKE_TURNS, Group, Numbers, completed
+from planning.layouts.predict import Prediction, bound, predict
 
-PROCESS_GB = 1.0
-"""GPU memory of a process beside what is counted: the device's libraries, its allocator's gaps."""
 LEARNER, ROLLOUT = 0.52, 0.36
 """Shares where both are on a GPU: no two learners fit on one (NCCL), and two rollout actors fit on
 a GPU without a learner. The rest is for scorers and the encoder.
 """
 ROLLOUT_ALONE = 0.8
+NAMES = {"rollout": "rollout actors", "learner": "the learner's frozen weights"}
 Replicas = tuple[int, Share]
 """How many, and what they share."""
 
@@ -30,27 +30,6 @@ class DoesNotFit(ConfigError):
     def __init__(self, line: str, gb: float, short: float):
         super().__init__([line])
         self.gb, self.short = gb, short
-
-
-@dataclass(frozen=True)
-class Costs:
-    """What is counted of a configuration, by kind of GPU: its tasks, and bytes of an actor by its
-    service. A learner's depend on how many replicas there are. Bytes that are not known are left
-    out.
-    """
-
-    tasks: Mapping[str, Tasks]
-    memory: Mapping[str, Mapping[str, float]]
-    learner: Callable[[int], float]
-    encoder_leaves: bool = False  # before anything else is started
-
-    def held_gb(self, laid: Laid, numbers: Numbers) -> float:
-        """GB that the actors of a GPU hold."""
-        replicas = numbers.groups["learner"].actors
-        each = {**self.memory[laid.kind], "learner": self.learner(replicas)}
-        held = {k: n * (each.get(k, 0) / 1e9 + PROCESS_GB) for k, n in laid.actors.items()}
-        first = held.pop("encoder", 0.0) if self.encoder_leaves else 0.0
-        return max(first, sum(held.values()))
 
 
 @dataclass(frozen=True)
@@ -84,7 +63,7 @@ class Choice:
 def choose(config: RunConfig, gpus: Sequence[Gpus], costs: Costs) -> Choice:
     """The layout of ``config`` on ``gpus``. Raises DoesNotFit, a line, where none fits."""
     asked = config.layout.mode if config.layout else "auto"
-    looked = [assessed(numbers, gpus, costs) for numbers in _candidates(config, gpus)]
+    looked = _looked(config, gpus, costs)
     table = _best_of_each(looked)
     mine = [each for each in looked if _may_be(config, each, gpus)]
     if not any(each.prediction for each in mine):
@@ -97,6 +76,9 @@ def choose(config: RunConfig, gpus: Sequence[Gpus], costs: Costs) -> Choice:
         why = "the fastest by prediction"
     if best.numbers.ahead and "explore_ahead" not in config.model_fields_set:
         why += "; rollout actors explore ahead, with the policy of the iteration before"
+    if best.numbers.leaves:
+        who = " and ".join(NAMES[kind] for kind in best.numbers.leaves)
+        why += f"; {who} leave to host memory between turns, as both do not fit on one GPU"
     return Choice(best, table, why, bound(costs.tasks, gpus))
 
 
@@ -108,6 +90,8 @@ def assessed(numbers: Numbers, gpus: Sequence[Gpus], costs: Costs) -> Candidate:
     room = {each.kind: each.memory_gb for each in gpus}
     held = [(costs.held_gb(each, numbers), each) for each in laid]
     gb = max(size for size, _ in held)
+    if why := _no_host_memory(numbers, laid, gpus, costs):
+        return Candidate(numbers, None, why)
     short, fullest = max(((size - room[each.kind], each) for size, each in held), key=_first)
     if short > 0:
         who = " + ".join(sorted(fullest.actors))
@@ -115,8 +99,25 @@ def assessed(numbers: Numbers, gpus: Sequence[Gpus], costs: Costs) -> Candidate:
             f"{who}: {room[fullest.kind] + short:.1f} GB on a {fullest.kind} of"
             f" {room[fullest.kind]:g} GB, {short:.1f} GB short"
         )
+        if numbers.leaves and short <= costs.encoder_gb(fullest):
+            why += "; it fits with prompts.encode_once = true"
         return Candidate(numbers, None, why, gb, short)
     return Candidate(numbers, predict(numbers, laid, costs.tasks), None, gb)
+
+
+def _no_host_memory(
+    numbers: Numbers, laid: Sequence[Laid], gpus: Sequence[Gpus], costs: Costs
+) -> str | None:
+    """Why what leaves the GPUs has no place on a node; None: it has, or nothing is known of it."""
+    room = {each.kind: each.host_gb for each in gpus}
+    for each in laid:
+        needed, there = costs.host_gb(each, numbers), room[each.kind]
+        if there is not None and needed > there:
+            return (
+                f"{' and '.join(numbers.leaves)} between turns: {needed:.1f} GB of host memory for"
+                f" each {each.kind}, a node has {there:.1f} GB for each"
+            )
+    return None
 
 
 def _first(pair: tuple[float, object]) -> float:
@@ -142,17 +143,42 @@ def _may_be(config: RunConfig, candidate: Candidate, gpus: Sequence[Gpus]) -> bo
 
 
 def _best_of_each(looked: Sequence[Candidate]) -> list[Candidate]:
-    found: dict[tuple[str, int, str], Candidate] = {}
+    found: dict[tuple[str, int, str, bool], Candidate] = {}
     for each in looked:
         groups = each.numbers.groups.values()
         kinds = "/".join(sorted({group.accelerator or "" for group in groups if group.gpus}))
-        key = (each.numbers.mode, each.numbers.ahead, kinds)
+        key = (each.numbers.mode, each.numbers.ahead, kinds, bool(each.numbers.leaves))
         if key not in found or (each.seconds, each.short) < (found[key].seconds, found[key].short):
             found[key] = each
     return sorted(found.values(), key=lambda each: each.seconds)
 
 
 # ---- candidates
+
+
+def _looked(config: RunConfig, gpus: Sequence[Gpus], costs: Costs) -> list[Candidate]:
+    """Every candidate, and where rollout actors and learner do not fit on one GPU, the same with
+    weights that leave it between turns.
+    """
+    found: list[Candidate] = []
+    for numbers in _candidates(config, gpus):
+        found.append(assessed(numbers, gpus, costs))
+        if found[-1].short > 0 and costs.parts:
+            found += [assessed(each, gpus, costs) for each in _with_turns(config, numbers)]
+    return found
+
+
+def _with_turns(config: RunConfig, numbers: Numbers) -> Iterator[Numbers]:
+    """A shared layout in which one side leaves between turns, or both."""
+    if numbers.mode != "shared" or numbers.ahead or "rollout" not in numbers.groups:
+        return
+    whole = config.services.learner.shard == "none" and config.lora.base == "full"
+    seen = {numbers.leaves}
+    for leaves in (("rollout",), ("learner",), TAKE_TURNS) if whole else (("rollout",),):
+        other = completed(config, replace(numbers, leaves=leaves))
+        if other.leaves not in seen:
+            seen.add(other.leaves)
+            yield other
 
 
 def _candidates(config: RunConfig, gpus: Sequence[Gpus]) -> Iterator[Numbers]:
@@ -197,6 +223,8 @@ def _candidates(config: RunConfig, gpus: Sequence[Gpus]) -> Iterator[Numbers]:
         )
         for ahead in aheads[:1] if everywhere else aheads:
             final = completed(config, replace(numbers, ahead=ahead))
+            if final.ahead and final.leaves:  # both work at the same time then
+                continue
             if (key := repr(final)) not in seen:
                 seen.add(key)
                 yield final
@@ -309,6 +337,9 @@ def _nothing_fits(
     )
     if not closest and config.services.learner.shard == "base":
         why = "replicas that share the base (services.learner.shard) need a GPU each, two at least"
+    crowded = (c.why_not for c in looked if c.numbers.leaves and c.why_not and not c.short)
+    if (no_room := next(crowded, None)) is not None:
+        why = f"{why}; with {no_room}"
     line = (
         f"layout.mode = {mode!r}: {config.model.path} does not fit on {there}: {why}; nearest that"
         f" fits: {_nearest(config, gpus, costs) or 'none: fewer images in a pass need less memory'}"
@@ -325,10 +356,9 @@ def _nearest(config: RunConfig, gpus: Sequence[Gpus], costs: Costs) -> str | Non
     for more in [
         count for count in (kind.count, kind.count + 1, 2, 4, 8, 16) if count >= kind.count
     ]:
-        for numbers in _candidates(free, [replace(kind, count=more)]):
-            if assessed(numbers, [replace(kind, count=more)], costs).prediction:
-                return f"{numbers.mode} on {more} x {kind.kind} ({numbers.describe()})"
-    least = min(
-        (c.gb for n in _candidates(free, gpus) if (c := assessed(n, gpus, costs)).gb), default=0
-    )
+        for each in _looked(free, [replace(kind, count=more)], costs):
+            if each.prediction:
+                what = each.numbers.describe()
+                return f"{each.numbers.mode} on {more} x {kind.kind} ({what})"
+    least = min((each.gb for each in _looked(free, gpus, costs) if each.gb), default=0)
     return f"GPUs of at least {least:.0f} GB" if least else None

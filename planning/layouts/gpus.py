@@ -13,12 +13,15 @@ from planning.placement import ACCELERATOR, WHOLE, Node, matches
 
 @dataclass(frozen=True)
 class Gpus:
-    """GPUs of one kind: how many, memory of each in GB, and CPUs of a node for each of its GPUs."""
+    """GPUs of one kind: how many, memory of each in GB, and CPUs and GB of host memory of a node
+    for each of its GPUs; None: not known.
+    """
 
     kind: str
     count: int
     memory_gb: float
     cpus: float = 12.0
+    host_gb: float | None = None
 
 
 @dataclass(frozen=True)
@@ -40,6 +43,7 @@ def gpus_of(nodes: Sequence[Node], memory: Mapping[str, float]) -> list[Gpus]:
     """
     count: Counter[str] = Counter()
     cpus: dict[str, float] = {}
+    host: dict[str, float] = {}
     for node in nodes:
         whole, kind = int(node.gpus), node.labels.get(ACCELERATOR, "")
         if not whole:
@@ -55,7 +59,10 @@ def gpus_of(nodes: Sequence[Node], memory: Mapping[str, float]) -> list[Gpus]:
             )
         count[kind] += whole
         cpus[kind] = min(cpus.get(kind, node.cpus / whole), node.cpus / whole)
-    return [Gpus(kind, count[kind], memory[kind], cpus[kind]) for kind in count]
+        if node.memory_gb is not None:
+            each = node.memory_gb / whole
+            host[kind] = min(host.get(kind, each), each)
+    return [Gpus(kind, count[kind], memory[kind], cpus[kind], host.get(kind)) for kind in count]
 
 
 def lay(numbers: Numbers, gpus: Sequence[Gpus]) -> list[Laid] | None:

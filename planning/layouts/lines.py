@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 
 from configs.schema import RunConfig
+from planning.assumptions import host_link
 from planning.layouts.arms import SIMPLER, ratios
 from planning.layouts.choose import Candidate, Choice
 from planning.layouts.gpus import Gpus
@@ -19,7 +20,7 @@ HIDDEN = 0.05
 @dataclass(frozen=True)
 class Outlook:
     """What is predicted of a plan. ``unhidden``: seconds, were exploring free. ``found``: what a
-    simulation saw beside the prediction, where there was one.
+    simulation saw beside the prediction, where there was one. ``fullest_gb``: of the fullest GPU.
     """
 
     gpus: Sequence[Gpus]
@@ -29,6 +30,7 @@ class Outlook:
     arms: Mapping[str, Prediction]
     choice: Choice | None
     found: Findings | None = None
+    fullest_gb: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -65,7 +67,7 @@ def outlook_lines(config: RunConfig, outlook: Outlook) -> list[str]:
     """The layout with what others would take, seconds, arms, warnings."""
     return [
         *_layout(config, outlook),
-        *_seconds(outlook),
+        *_seconds(config, outlook),
         *_arms(config, outlook),
         *warnings(config, outlook),
     ]
@@ -100,7 +102,7 @@ def _not_chosen(each: Candidate, choice: Choice, config: RunConfig) -> str:
     return "; explores with the policy before, so only on request: explore_ahead = 1"
 
 
-def _seconds(outlook: Outlook) -> list[str]:
+def _seconds(config: RunConfig, outlook: Outlook) -> list[str]:
     found = outlook.prediction
     gpus = sum(each.count for each in outlook.gpus)
     more = outlook.found.lines(found.iteration, gpus) if outlook.found else []
@@ -114,10 +116,18 @@ def _seconds(outlook: Outlook) -> list[str]:
         f"  idle      GPUs {found.mean_idle:.0%} of an iteration; of their time, actors: {idle}",
         *more,
         (
-            "  assumed   actors on one GPU take turns at no cost; LoRA at the speed of the layers"
-            " it is on, scorers in FP32 where they say so"
+            f"  assumed   actors on one GPU take turns {_cost_of_turns(config, outlook)}; LoRA at"
+            " the speed of the layers it is on, scorers in FP32 where they say so"
         ),
     ]
+
+
+def _cost_of_turns(config: RunConfig, outlook: Outlook) -> str:
+    numbers = outlook.choice.best.numbers if outlook.choice else numbers_of(config)
+    if not numbers.leaves:
+        return "at no cost"
+    speeds = {f"{host_link(each.kind) / 1e9:g}" for each in outlook.gpus}
+    return f"at no cost but for weights that leave, at {' or '.join(sorted(speeds))} GB/s each way"
 
 
 def _arms(config: RunConfig, outlook: Outlook) -> list[str]:
@@ -184,6 +194,7 @@ def as_json(config: RunConfig, outlook: Outlook) -> dict[str, object]:
             "gpus": sum(each.count for each in outlook.gpus),
             "kinds": {each.kind: each.count for each in outlook.gpus},
             "explore_ahead": numbers.ahead,
+            "in_host_memory_between_turns": list(numbers.leaves),
             "services": {kind: asdict(group) for kind, group in numbers.groups.items()},
             "why": choice.why if choice else "by hand",
             "candidates": [_candidate(each) for each in choice.table] if choice else [],

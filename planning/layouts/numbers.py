@@ -12,6 +12,8 @@ from planning.layouts.threads import keep_threads
 from planning.placement import kinds_of
 
 FIELDS = ("actors", "gpus", "cpus", "accelerator")
+TAKE_TURNS = ("rollout", "learner")
+"""Services that may leave a GPU between their turns."""
 
 
 @dataclass(frozen=True)
@@ -32,6 +34,7 @@ class Numbers:
     groups: Mapping[str, Group]
     ahead: int = 0
     share: Share = "prompts"  # what learner replicas share
+    leaves: tuple[str, ...] = ()  # of TAKE_TURNS, who is in host memory between turns
 
     def describe(self) -> str:
         """``8 learner at 0.52 GPU, 8 rollout at 0.36 GPU``: those with a share of a GPU."""
@@ -42,7 +45,9 @@ class Numbers:
             if group.gpus
         ]
         shared = ", replicas share samples" if self.share == "samples" else ""
-        return ", ".join(parts) + shared + (", explore_ahead = 1" if self.ahead else "")
+        ahead = ", explore_ahead = 1" if self.ahead else ""
+        turns = f", {' and '.join(self.leaves)} in host memory between turns" if self.leaves else ""
+        return ", ".join(parts) + shared + ahead + turns
 
 
 def numbers_of(config: RunConfig) -> Numbers:
@@ -51,7 +56,10 @@ def numbers_of(config: RunConfig) -> Numbers:
     for kind in kinds_of(config):
         service = config.services.of(kind)
         groups[kind] = Group(service.count, service.gpus, service.cpus, service.accelerator)
-    return Numbers("by hand", groups, config.explore_ahead, config.services.learner.share)
+    services = config.services
+    given = {"rollout": services.rollout.between_turns, "learner": services.learner.between_turns}
+    leaves = tuple(kind for kind in TAKE_TURNS if kind in groups and given[kind] == "host")
+    return Numbers("by hand", groups, config.explore_ahead, services.learner.share, leaves)
 
 
 def by_hand(config: RunConfig) -> dict[str, dict[str, int | float | str | None]]:
@@ -85,7 +93,16 @@ def completed(config: RunConfig, numbers: Numbers) -> Numbers:
     ahead = config.explore_ahead if "explore_ahead" in config.model_fields_set else numbers.ahead
     learner = config.services.learner
     share = learner.share if "share" in learner.model_fields_set else numbers.share
-    return Numbers(numbers.mode, groups, ahead, share)
+    hand = numbers_of(config).leaves
+    leaves = tuple(
+        kind
+        for kind in TAKE_TURNS
+        if kind
+        in (
+            hand if "between_turns" in config.services.of(kind).model_fields_set else numbers.leaves
+        )
+    )
+    return Numbers(numbers.mode, groups, ahead, share, leaves)
 
 
 def with_numbers(config: RunConfig, numbers: Numbers) -> RunConfig:
@@ -93,6 +110,9 @@ def with_numbers(config: RunConfig, numbers: Numbers) -> RunConfig:
     tree = config.model_dump(mode="json")
     tree["explore_ahead"] = numbers.ahead
     tree["services"]["learner"]["share"] = numbers.share
+    for kind in TAKE_TURNS:
+        where = "host" if kind in numbers.leaves else "stay"
+        tree["services"][kind]["between_turns"] = where
     for kind, group in numbers.groups.items():
         name, _, label = kind.partition(".")
         table = tree["services"][name]

@@ -1,6 +1,8 @@
 """How long an iteration takes in a layout, by arithmetic: what is counted, laid on the GPUs.
 
-Actors on one GPU take turns, and turns cost nothing. A chunk goes to the rollout actor that would
+Actors on one GPU take turns, and turns cost nothing, but where weights leave between them: then all
+is explored before anything is regenerated, and each change of turns takes as long as the weights of
+the GPU that moves most. A chunk goes to the rollout actor that would
 end first with it; prompts are spread evenly over the replicas, in whole prompts.
 """
 
@@ -22,6 +24,7 @@ class Tasks:
 
     ``chunk``, ``regenerate`` and ``update`` are seconds of one task: of a chunk, of a prompt, of a
     prompt. ``score`` is of all images, by the service that scores; ``encode`` of all prompts.
+    ``move`` is of one actor whose weights leave its GPU, or come back, by service.
     """
 
     chunks: int
@@ -31,6 +34,7 @@ class Tasks:
     update: float
     score: Mapping[str, float] = field(default_factory=dict)
     encode: float = 0.0
+    move: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def total(self) -> float:
@@ -78,7 +82,11 @@ def predict(numbers: Numbers, laid: Sequence[Laid], tasks: Mapping[str, Tasks]) 
     last = [tasks[p.kind].regenerate * _part(numbers, any_tasks) for p in parts if p.prompts]
     rollout = max(ended, *loads, explored + (min(last, default=0.0) if any_tasks.chunks else 0.0))
     encode = max((tasks[p.kind].encode for p in parts if "encoder" in p.actors), default=0.0)
-    if numbers.ahead:
+    if numbers.leaves:
+        change = max(_change(part, tasks[part.kind], numbers.leaves) for part in parts)
+        rollout = explored + change + max(stage2)
+        iteration = encode + rollout + max(updates) + change
+    elif numbers.ahead:
         iteration = max(ended, *loads, explored + encode)
     else:
         iteration = encode + rollout + max(updates)
@@ -107,6 +115,11 @@ def predict(numbers: Numbers, laid: Sequence[Laid], tasks: Mapping[str, Tasks]) 
             for part, seconds in zip(parts, busy, strict=True)
         ],
     )
+
+
+def _change(part: _Part, tasks: Tasks, leaves: Sequence[str]) -> float:
+    """Seconds in which one side leaves a GPU and the other comes."""
+    return sum(part.actors.get(kind, 0) * tasks.move.get(kind, 0.0) for kind in leaves)
 
 
 def _part(numbers: Numbers, tasks: Tasks) -> float:

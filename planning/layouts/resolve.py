@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from configs.load import ConfigError
@@ -16,11 +16,13 @@ from planning.assumptions import (
     Device,
     backend_of,
     device_of,
+    host_link,
     with_format,
 )
 from planning.counting import Counts, counts_of
-from planning.held import held_of
-from planning.layouts.choose import Choice, Costs, choose, needs_gpu
+from planning.held import held_of, parts_of
+from planning.layouts.choose import Choice, choose, needs_gpu
+from planning.layouts.costs import Costs
 from planning.layouts.gpus import Gpus, gpus_of
 from planning.layouts.numbers import by_hand, with_numbers
 from planning.layouts.predict import Tasks
@@ -126,12 +128,14 @@ def keep_layout(config: RunConfig, recorded: RunConfig) -> RunConfig:
 
 def costs_of(config: RunConfig, family: Family, gpus: Sequence[Gpus], given: Assumptions) -> Costs:
     """Seconds on each kind of GPU, and bytes of each actor."""
-    tasks, memory = {}, {}
+    tasks, memory, parts = {}, {}, {}
     dtype = DTYPES[config.regenerate.precision]
     for kind in [each.kind for each in gpus]:
         device, backend, counts = on_kind(config, family, kind, given)
-        tasks[kind] = tasks_of(config, counts, device)
         held = held_of(config, counts, family, backend, dtype)
+        parts[kind] = parts_of(config, counts, backend, held)
+        move = {service: each.models / host_link(kind) for service, each in parts[kind].items()}
+        tasks[kind] = tasks_of(config, counts, device, move)
         memory[kind] = {
             service: float(sum(size or 0 for size in parts.values()))
             for service, parts in held.items()
@@ -149,7 +153,7 @@ def costs_of(config: RunConfig, family: Family, gpus: Sequence[Gpus], given: Ass
         ahead = counts.trained * 4 if not config.explore_ahead and config.plan.regenerate else 0
         return float(sum(size or 0 for size in parts.values()) + ahead)
 
-    return Costs(tasks, memory, learner, config.prompts.encode_once)
+    return Costs(tasks, memory, learner, config.prompts.encode_once, parts)
 
 
 def on_kind(
@@ -171,8 +175,8 @@ def as_on_gpus(config: RunConfig) -> RunConfig:
     return config.model_copy(update={"services": services})
 
 
-def tasks_of(config: RunConfig, counts: Counts, device: Device) -> Tasks:
-    """An iteration as seconds on one such device."""
+def tasks_of(config: RunConfig, counts: Counts, device: Device, move: Mapping[str, float]) -> Tasks:
+    """An iteration as seconds on one such device; ``move`` as in ``Tasks``."""
     prompts, explore = config.prompts.per_iteration, config.plan.explore
     seconds = {
         name: stage.seconds(device) * stage.gpus
@@ -195,6 +199,7 @@ def tasks_of(config: RunConfig, counts: Counts, device: Device) -> Tasks:
             if config.prompts.encode_once
             else prompts * counts.text_flops / (1e12 * device.tflops * device.utilisation)
         ),
+        move=move,
     )
 
 

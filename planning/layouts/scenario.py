@@ -9,7 +9,8 @@ from configs.load import ConfigError
 from configs.schema import RunConfig
 from planning.assumptions import Assumptions
 from planning.durations import Durations, Line, of_tasks
-from planning.layouts.choose import Candidate, Costs, choose
+from planning.layouts.choose import Candidate, choose
+from planning.layouts.costs import Costs
 from planning.layouts.gpus import Gpus, Laid, lay
 from planning.layouts.numbers import with_numbers
 from planning.layouts.predict import Prediction

@@ -93,6 +93,7 @@ def test_what_a_cpu_can_tell_is_right(checked):
     }
     assert values["kernels", "bits"] == values["shapes", ""] == 0
     assert values["weights", "bytes"] == values["memory", "weights"] == 1
+    assert values["turns", "bits"] == 0
     (iterations,) = (each for each in found["sections"] if each["section"] == "iteration")
     ran = {one["labels"]["architecture"].split(" ")[0] for one in iterations["findings"]}
     described = {published(name)["family"] for name in published_names()}
@@ -188,6 +189,29 @@ def test_a_learners_passes_are_held_against_their_goals(regenerating, training, 
     values = {"regenerating": regenerating, "regenerating paths": 1.3, "training": training}
     found = [("lora", Finding(form, value, "x", {"form": form})) for form, value in values.items()]
     assert said(results("NVIDIA H100", "9.0", *found), "regenerating costs") == verdict_
+
+
+@pytest.mark.parametrize(
+    ("back", "left", "bits", "verdict_"),
+    [
+        (1.25, 0.02, 0, "confirmed"),
+        (1.26, 0.0, 0, "refuted"),
+        (1.0, 0.03, 0, "refuted"),
+        (1.0, 0.0, 1, "refuted"),
+    ],
+)
+def test_weights_that_leave_a_gpu(back, left, bits, verdict_):
+    values = {"back": back, "out": 1.0, "left behind": left, "bits": bits}
+    found = [
+        ("turns", Finding(form, value, "s", {"form": form}, {"expected": 1.0}))
+        for form, value in values.items()
+    ]
+    with_gpu = results("NVIDIA H100", "9.0", *found)
+    assert said(with_gpu, "weights that leave a GPU") == verdict_
+    without = Results({}, False, with_gpu.outcomes)
+    assert said(without, "weights that leave a GPU") == (
+        "refuted" if bits else "not checkable here"
+    )
 
 
 def test_cheap_decoding_can_only_be_refuted_here():

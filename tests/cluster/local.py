@@ -22,6 +22,7 @@ from actors.rollout import RolloutActor
 from actors.selector import SelectorActor
 from cluster.driver.loop import Ring
 from cluster.driver.scoring import RewardService
+from cluster.driver.turns import AllStay, GpuTurns, WithGpus, learner_in_turn
 from cluster.driver.weights import WeightChannel
 from cluster.runtime.member import Member
 from configs.prompts import read_prompts
@@ -55,6 +56,11 @@ class LocalPool(Caller):
             value = getattr(member.handle, call.method)(*call.args, **call.named)
             self._log.append(task.key)
         return value
+
+    async def perform_on(self, member: Member, task: Task[Any], call: Call) -> Any:
+        await asyncio.sleep(0)
+        self._log.append(task.key)
+        return getattr(member.handle, call.method)(*call.args, **call.named)
 
     async def each(self, do: Any) -> None:
         for member in self.members:
@@ -97,7 +103,13 @@ class LocalServices:
         self.reward = RewardService(
             {"reward": (pool(RewardActor(plain), RewardActor(plain)), config.scorers_of("reward"))}
         )
-        self.weights = WeightChannel(event, config.explore_ahead)
+        self.turns = AllStay()
+        if config.services.takes_turns:
+            pools: Any = self.rollout_pool, learner
+            self.turns = GpuTurns(*pools, event)
+            self.rollout = RolloutClient(WithGpus(self.rollout_pool, self.turns, "rollout"))
+            self.learner = learner_in_turn(self.learner, self.turns)
+        self.weights = WeightChannel(event, config.explore_ahead, self.turns)
         self.rollout_pool.prepare = self.weights.prepare_for(self.rollout_pool)
 
 

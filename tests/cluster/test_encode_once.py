@@ -10,7 +10,7 @@ import pytest
 from cluster.driver.encoded import EncodedOnce, asked_of, groups_of
 from configs.prompts import Prompt
 from configs.sections import Model
-from planning.layouts.choose import Costs
+from planning.layouts.costs import Costs
 from planning.layouts.gpus import Laid
 from planning.layouts.numbers import Group, Numbers
 from planning.make import make_plan

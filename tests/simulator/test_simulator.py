@@ -51,7 +51,7 @@ DURATIONS = Durations(
 PROMPTS, POOL, KEEP, CHUNK = 4, 40, 16, 16
 
 
-def config(actors=2, replicas=1, ahead=0, chunk=CHUNK):
+def config(actors=2, replicas=1, ahead=0, chunk=CHUNK, leaves=()):
     tree = load("quickstart", []).model_dump(mode="json")
     tree["prompts"]["per_iteration"] = PROMPTS
     tree["explore"] |= {"pool_size": POOL, "chunk_size": chunk}
@@ -61,6 +61,8 @@ def config(actors=2, replicas=1, ahead=0, chunk=CHUNK):
         tree["services"][kind]["threads"] = 1
     tree["services"]["rollout"]["actors"] = actors
     tree["services"]["learner"]["replicas"] = replicas
+    for kind in leaves:
+        tree["services"][kind]["between_turns"] = "host"
     return parse(tree | {"explore_ahead": ahead})
 
 
@@ -177,6 +179,39 @@ def test_replicas_that_share_samples_all_work_as_long():
     parts = [span for span in found.spans if span.work == "regenerate"]
     assert sorted(span.unit[1:] for span in parts) == [(p, n) for p in range(4) for n in (0, 1)]
     assert all(abs(s.ended - s.started - (0.1 + KEEP / 2 * 0.2)) < 1e-3 for s in parts)
+
+
+def test_who_leaves_a_gpu_between_turns_does_so_before_the_other_comes():
+    """Two actors on two GPUs each, which leave in 2 and 3 s: exploring, two moves, all that the
+    learner does, two moves, loading.
+    """
+    laid = [Laid("one", 2, {"learner": 1, "rollout": 1}), Laid("one", 1, {"reward": 1})]
+    moving = replace(DURATIONS, move={"rollout": 2.0, "learner": 3.0})
+    both = config(2, 2, leaves=("rollout", "learner"))
+    found = simulate(both, Hardware({"one": moving}, laid), 2)
+    spans = sorted(found.timeline, key=lambda span: span.started)
+    learning = ("regenerate", "update", "export", "audit")
+    present: set[tuple[str, int]] = set()
+    for span in spans:
+        who = (span.service, span.actor)
+        if span.work == "begin_turn":
+            present.add(who)
+            assert len({side for side, _ in present}) == 1, span
+        if span.work in ("explore", "load", *learning):
+            assert who in present, span
+        if span.work == "end_turn":
+            assert all(
+                s.ended <= span.started or s.started >= span.ended
+                for s in spans
+                if (s.service, s.actor) == who and s is not span
+            ), span
+            present.discard(who)
+    stayed = simulate(config(2, 2), Hardware({"one": DURATIONS}, laid), 2)
+    assert not any(span.work.endswith("_turn") for span in stayed.timeline)
+    free = simulate(both, Hardware({"one": DURATIONS}, laid), 2)
+    # the last chunks of four prompts are scored and selected while rollout actors leave
+    most = free.iteration + 2 * (2.0 + 3.0)
+    assert most - PROMPTS * (0.01 + CHUNK * 0.002 + 0.01) <= found.iteration <= most + 1e-9
 
 
 def test_exploring_ahead_hides_it():

@@ -1,0 +1,320 @@
+"""Whose turn on the GPUs it is. Invariants: of rollout actors and learner one has left before the
+other comes, whatever is lost or cancelled on the way; nothing of a run depends on it.
+"""
+
+import asyncio
+import functools
+import itertools
+import random
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from actors.calls import Call, Task
+from actors.learner import LearnerActor
+from actors.messages import ActorInfo, Moved
+from actors.rollout import RolloutActor
+from cluster.driver.turns import GpuTurns, WithGpus
+from cluster.runtime.member import Member
+from configs.load import ConfigError
+from records.errors import RunFailed, StateLost
+from tests.cluster.faults import Fault, FaultInjector, outcome
+from tests.cluster.local import LocalPool, play
+from tests.cluster.runs import run_here, tiny_config
+
+BOTH = {"services__rollout__between_turns": "host", "services__learner__between_turns": "host"}
+
+
+class Gpu:
+    """What is on it; more than one side at a time is a mistake."""
+
+    def __init__(self) -> None:
+        self.here: set[tuple[str, int]] = set()
+        self.log: list[str] = []
+
+    def sides(self) -> set[str]:
+        return {side for side, _ in self.here}
+
+
+class OnGpu:
+    """An actor of one side."""
+
+    def __init__(self, gpu: Gpu, side: str, index: int):
+        self.gpu, self.who = gpu, (side, index)
+
+    def ready(self) -> ActorInfo:
+        return ActorInfo(0, "here")
+
+    def begin_turn(self) -> Moved:
+        self.gpu.here.add(self.who)
+        assert len(self.gpu.sides()) == 1, f"both are on the GPU: {self.gpu.here}"
+        return Moved(10, 1.0 + self.who[1])
+
+    def end_turn(self) -> Moved:
+        self.gpu.here.discard(self.who)
+        return Moved(10, 1.0 + self.who[1])
+
+    def explore(self) -> str:
+        return self._work("explore")
+
+    def update(self) -> str:
+        return self._work("update")
+
+    def save(self) -> str:
+        self.gpu.log.append("save")
+        return "save"
+
+    def _work(self, what: str) -> str:
+        assert self.who in self.gpu.here, f"{self.who} works without the GPU"
+        self.gpu.log.append(what)
+        return what
+
+
+class Stand:
+    """Turns of two rollout actors and two replicas on one GPU; ``ask`` is a call of one side."""
+
+    def __init__(self, seed: int = 0):
+        self.gpu, chance = Gpu(), random.Random(seed)
+
+        def pool(side: str) -> Any:
+            actors = [OnGpu(self.gpu, side, index) for index in range(2)]
+            return LocalPool(actors, chance, [], waits=6)
+
+        self.rollout, self.learner = pool("rollout"), pool("learner")
+        self.events: list[tuple[str, Any]] = []
+        self.turns = GpuTurns(
+            self.rollout, self.learner, lambda name, **fields: self.events.append((name, fields))
+        )
+
+        async def prepare(member: Member, key: object) -> None:
+            await self.turns.arrive(member)
+
+        self.rollout.prepare = prepare
+
+    async def ask(self, what: str) -> str:
+        side: Any = "rollout" if what == "explore" else "learner"
+        caller = WithGpus(getattr(self, side), self.turns, side)
+        return await caller.perform(Task((what,)), Call(what, (), {}))
+
+
+def run(scene: Callable[[], Any]) -> Any:
+    return asyncio.run(scene())
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_never_both(seed):
+    async def scene() -> Stand:
+        stand, chance = Stand(seed), random.Random(seed)
+        asked = [chance.choice(["explore", "update"]) for _ in range(40)]
+
+        async def late(what: str) -> str:
+            for _ in range(chance.randrange(40)):
+                await asyncio.sleep(0)
+            return await stand.ask(what)
+
+        assert await asyncio.gather(*map(late, asked)) == asked
+        assert sorted(stand.gpu.log) == sorted(asked)
+        return stand
+
+    run(scene)
+
+
+def test_the_learner_waits_until_all_that_was_asked_is_explored():
+    async def scene() -> None:
+        stand = Stand()
+        exploring = [asyncio.create_task(stand.ask("explore")) for _ in range(8)]
+        await asyncio.sleep(0)
+        await stand.ask("update")
+        await asyncio.gather(*exploring)
+        assert stand.gpu.log == ["explore"] * 8 + ["update"]
+        assert [fields["kind"] for _, fields in stand.events] == ["rollout", "learner"]
+        # the slower of two actors, each time: come, leave, come
+        assert stand.turns.take_metrics() == {"memory/moved_s": 6.0, "memory/moved_bytes": 60}
+        assert stand.turns.take_metrics() == {"memory/moved_s": 0, "memory/moved_bytes": 0}
+
+    run(scene)
+
+
+def test_a_checkpoint_waits_for_no_turn():
+    async def scene() -> None:
+        stand = Stand()
+        await stand.ask("explore")
+        async with stand.turns.of("rollout"):
+            await stand.ask("save")
+        assert stand.gpu.log == ["explore", "save"] and stand.turns.holder == "rollout"
+
+    run(scene)
+
+
+def test_a_replaced_rollout_actor_comes_before_its_first_task():
+    async def scene() -> None:
+        stand = Stand()
+        member = stand.rollout.members[0]
+        async with stand.turns.of("rollout"):
+            await stand.turns.arrive(member)
+            stand.gpu.here.clear()
+            member.has_gpu = False  # as ``Member.kill`` leaves it
+            await stand.turns.arrive(member)
+        assert stand.gpu.here == {("rollout", 0)}
+
+    run(scene)
+
+
+def test_a_new_learner_comes_again_within_its_turn():
+    async def scene() -> None:
+        stand = Stand()
+        await stand.ask("update")
+        stand.gpu.here.clear()
+        for member in stand.learner.members:
+            member.has_gpu = False
+        assert await stand.ask("update") == "update"
+
+    run(scene)
+
+
+def test_out_of_turn_a_rollout_actor_does_not_come():
+    async def scene() -> None:
+        stand = Stand()
+        await stand.ask("update")
+        with pytest.raises(RunFailed, match="in the learner's turn on the GPU"):
+            await stand.turns.arrive(stand.rollout.members[0])
+
+    run(scene)
+
+
+def test_a_learner_that_is_lost_as_it_leaves_is_told_to_who_explores():
+    async def scene() -> None:
+        stand = Stand()
+        await stand.ask("update")
+
+        async def lost(member: Member, task: object, call: object) -> None:
+            raise StateLost("it died")
+
+        working, stand.learner.perform_on = stand.learner.perform_on, lost
+        with pytest.raises(StateLost, match="it died"):
+            await stand.ask("explore")
+        assert stand.turns.holder is None and not stand.gpu.log.count("explore")
+        stand.learner.perform_on = working
+        assert await stand.ask("explore") == "explore"  # what is not known is asked to leave again
+
+    run(scene)
+
+
+@pytest.mark.parametrize("turns", range(1, 24))
+def test_who_is_cancelled_on_the_way_leaves_nobody_where_they_should_not_be(turns):
+    async def scene() -> None:
+        stand = Stand(turns)
+        await stand.ask("update")
+        exploring = asyncio.create_task(stand.ask("explore"))
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        exploring.cancel()
+        await asyncio.gather(exploring, return_exceptions=True)
+        assert await stand.ask("update") == "update"
+        assert await stand.ask("explore") == "explore"
+
+    run(scene)
+
+
+# ---- the product's own actors
+
+
+@pytest.mark.parametrize(
+    "leaving", [BOTH, {"services__learner__between_turns": "host"}], ids=["both", "learner"]
+)
+def test_a_run_has_the_bits_of_one_whose_weights_stay(tiny_sd3_dir, tmp_path, leaving, monkeypatch):
+    away, sides = set[str](), {LearnerActor: "learner", RolloutActor: "rollout"}
+    moved = list[int]()
+
+    def watched(actor: type, name: str, method: Any) -> Any:
+        @functools.wraps(method)
+        def call(self: Any, *args: Any) -> Any:
+            found = method(self, *args)
+            side = sides[actor]
+            away.discard(side) if name == "begin_turn" else away.add(side)
+            moved.append(found.nbytes)
+            return found
+
+        return call
+
+    def working(actor: type, method: Any) -> Any:
+        @functools.wraps(method)
+        def call(self: Any, *args: Any) -> Any:
+            other = "rollout" if sides[actor] == "learner" else "learner"
+            assert sides[actor] not in away and other in away
+            return method(self, *args)
+
+        return call
+
+    plain = play(tiny_config(tiny_sd3_dir, tmp_path, "stay"), tmp_path / "stay", explorers=2)
+    for actor in sides:
+        for name in ("begin_turn", "end_turn"):
+            monkeypatch.setattr(actor, name, watched(actor, name, getattr(actor, name)))
+        away.add(sides[actor])
+    for actor, names in {
+        RolloutActor: ("explore", "load", "probe"),
+        LearnerActor: ("generate", "update", "export", "probe"),
+    }.items():
+        for name in names:
+            monkeypatch.setattr(actor, name, working(actor, getattr(actor, name)))
+    config = tiny_config(tiny_sd3_dir, tmp_path, "host", **leaving)
+    run = play(config, tmp_path / "host", explorers=2)
+    assert run.files() == plain.files() and run.chosen == plain.chosen
+    assert any(moved)
+    for index, row in run.rows.items():
+        mine, others = row.pop("memory/moved_s"), row.pop("memory/moved_bytes")
+        assert mine > 0 and others > 0
+        same = {k for k in row if "images_per_s" not in k and not k.startswith("time/")}
+        assert {k: row[k] for k in same} == {k: plain.rows[index][k] for k in same}
+
+
+def test_out_of_turn_the_actors_themselves_refuse(tiny_sd3_dir, tmp_path):
+    config = tiny_config(tiny_sd3_dir, tmp_path, "refused", **BOTH)
+    fetch: Any = list
+    learner = LearnerActor(config.model_dump(mode="json"), str(tmp_path), fetch=fetch)
+    with pytest.raises(RuntimeError, match="the learner is asked to export while it is not its"):
+        learner.export(0)
+    learner.begin_turn()
+    learner.export(0)
+    learner.end_turn()
+    with pytest.raises(RuntimeError, match="the learner is asked to export while it is not its"):
+        learner.export(1)
+
+
+@pytest.mark.parametrize(
+    ("changes", "line"),
+    [
+        ({"explore_ahead": 1}, "rollout.between_turns: 'host' with explore_ahead = 1"),
+        (
+            {"services__learner__shard": "base", "services__learner__replicas": 2},
+            "learner.between_turns: 'host' with services.learner.shard = 'base': shards stay",
+        ),
+        ({"lora__base": "int8"}, "learner.between_turns: 'host' with lora.base = 'int8'"),
+    ],
+)
+def test_what_does_not_go_with_it_is_refused(tiny_sd3_dir, tmp_path, changes, line):
+    with pytest.raises(ConfigError, match=line):
+        tiny_config(tiny_sd3_dir, tmp_path, "refused", **BOTH, **changes)
+
+
+@pytest.mark.slow  # the same losses are in virtual time in ``tests.simulator.test_turns``
+@pytest.mark.timeout(900)  # two processes are started again
+def test_losses_on_the_way_change_nothing(undisturbed, tiny_sd3_dir, tmp_path):
+    """A rollout actor dies in its turn, the learner in its own; both begin without the GPU again,
+    and no actor was asked for anything out of turn, which would have ended the run.
+    """
+    faults = Fault("rollout", "kill", 0, "explored"), Fault("learner", "kill", 1, "update")
+    injector = FaultInjector(*faults)
+    config = tiny_config(tiny_sd3_dir, tmp_path, "turns", checkpoint__every=1, **BOTH)
+    run = run_here(config, progress=injector)
+    assert outcome(run, 3) == outcome(undisturbed, 3)
+    events = run.events()
+    assert {each["kind"] for each in events if each["event"] == "actor_died"} == {
+        "rollout",
+        "learner",
+    }
+    turns = [each["kind"] for each in events if each["event"] == "gpu_turn"]
+    # evaluation, export, exploring, and so on: never the same side twice
+    assert turns[0] == "learner" and all(a != b for a, b in itertools.pairwise(turns))
+    assert len(turns) >= 2 * 3

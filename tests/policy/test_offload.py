@@ -1,0 +1,118 @@
+"""Weights that leave come back as they were: objects, shapes, strides and every bit."""
+
+import pytest
+import torch
+from torch import nn
+
+from policy.offload import ALIGNED, Offload, frozen_tensors
+
+CPU = torch.device("cpu")
+
+
+class Model(nn.Module):
+    """Several types, a tied weight, an odd layout, a scale that is NaN with a payload."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Linear(5, 3, dtype=torch.bfloat16)
+        self.tied = nn.Linear(5, 3, bias=False, dtype=torch.bfloat16)
+        self.tied.weight = self.first.weight
+        self.conv = nn.Conv2d(4, 2, 3).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+        self.register_buffer("codes", torch.arange(7, dtype=torch.uint8))
+        self.register_buffer("scale", torch.tensor(0x7FC01234).to(torch.int32).view(torch.float32))
+        self.register_buffer("nothing", torch.zeros(0, 3))
+
+
+def bits(tensor: torch.Tensor) -> bytes:
+    return tensor.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+
+
+def state(model: nn.Module) -> dict[str, tuple[object, ...]]:
+    return {
+        name: (bits(each), each.dtype, tuple(each.shape), each.stride())
+        for name, each in model.state_dict().items()
+    }
+
+
+def addresses(tensors: list[torch.Tensor]) -> list[int]:
+    return [tensor.data_ptr() for tensor in tensors if tensor.numel()]
+
+
+def test_tensors_move_and_come_back_to_the_bit():
+    model = Model().requires_grad_(False)
+    before, tensors = state(model), list(frozen_tensors(model))
+    offload = Offload(frozen_tensors(model), CPU)
+    at_home = addresses(tensors)
+    assert offload.away and state(model) == before
+    for _ in range(2):
+        assert offload.back() == offload.nbytes == sum(t.nbytes for t in tensors)
+        there = addresses(tensors)
+        assert not set(there) & set(at_home) and not offload.away and state(model) == before
+        assert offload.back() == 0
+        assert offload.out() == offload.nbytes and offload.out() == 0
+        assert addresses(tensors) == at_home and state(model) == before  # memory is taken once
+    assert model.tied.weight is model.first.weight
+    assert all(mine is now for mine, now in zip(tensors, frozen_tensors(model), strict=True))
+    assert all(address % ALIGNED == at_home[0] % ALIGNED for address in at_home)
+
+
+def test_what_was_written_on_the_device_goes_along():
+    model = Model().requires_grad_(False)
+    offload = Offload(frozen_tensors(model), CPU)
+    offload.back()
+    model.get_buffer("codes").add_(1)
+    offload.out()
+    offload.back()
+    assert model.get_buffer("codes").tolist() == list(range(1, 8))
+
+
+def test_adapters_stay():
+    model = nn.Module()
+    model.block = nn.Module()
+    model.block.base_layer = nn.Linear(2, 2)
+    model.block.lora_A = nn.ModuleDict({"ema": nn.Linear(2, 1, bias=False)})
+    moving = list(frozen_tensors(model))
+    base: nn.Linear = model.block.base_layer
+    assert [id(each) for each in moving] == [id(base.weight), id(base.bias)]
+
+
+def test_elements_that_share_memory_are_refused():
+    model = nn.Module()
+    model.register_buffer("one", torch.zeros(1).expand(3))
+    with pytest.raises(ValueError, match=r"\(3,\) and strides \(0,\) cannot move to host memory"):
+        Offload(frozen_tensors(model), CPU)
+
+
+ON_A_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+
+
+@pytest.mark.gpu
+@ON_A_GPU
+def test_on_a_gpu_nothing_is_left_behind():
+    device, model = torch.device("cuda"), nn.Linear(4096, 4096).requires_grad_(False)
+    before, x = state(model), torch.ones(1, 4096)
+    empty = torch.cuda.memory_allocated()
+    offload = Offload(frozen_tensors(model), device)
+    for _ in range(2):
+        assert torch.cuda.memory_allocated() == empty
+        assert offload.back() == model.weight.nbytes + model.bias.nbytes
+        assert model.weight.is_cuda and torch.cuda.memory_allocated() > empty
+        assert bool(torch.isfinite(model(x.to(device))).all())
+        offload.out()
+        assert state(model) == before
+
+
+@pytest.mark.gpu
+@ON_A_GPU
+def test_on_a_gpu_what_is_compiled_sees_weights_that_came_back():
+    device, model = torch.device("cuda"), nn.Linear(64, 64).requires_grad_(False)
+    offload, x = Offload(frozen_tensors(model), device), torch.ones(2, 64, device=device)
+    compiled = torch.compile(model, dynamic=False)
+    found = []
+    for _ in range(3):
+        offload.back()
+        taken = torch.empty(1 << 20, device=device)  # so that addresses change
+        found.append(compiled(x).cpu())
+        offload.out()
+        del taken
+    assert all(torch.equal(each, found[0]) for each in found)

@@ -1,0 +1,116 @@
+"""The driver's own pools and ring where weights leave GPUs between turns, and actors die on the
+way, in virtual time. Invariants: nobody works without the GPU; rollout actors and learner are never
+on it together; the run goes on.
+"""
+
+import asyncio
+from collections.abc import Iterator, Sequence
+from typing import Any, cast
+
+import pytest
+from ray import ObjectRef
+from ray.exceptions import RayActorError
+from rich.console import Console
+
+from actors.calls import Answer, Call
+from cluster.driver.loop import Ring
+from cluster.runtime import clock
+from cluster.runtime.transport import Handle
+from configs.prompts import Prompt
+from planning.layouts.gpus import Laid
+from records.errors import StateLost
+from records.progress import Progress
+from records.timeline import Span
+from simulator.services import Board, Hardware, SimulatedServices
+from simulator.transport import Actor, Reference
+from tests.simulator.test_simulator import DURATIONS, PROMPTS, config
+
+WORKING = {"rollout": ("explore", "load"), "learner": ("generate", "update", "export")}
+
+
+class Deadly:
+    """Sends calls, but lets the actor die that gets the ``at``-th call of ``method``; watches who
+    is on the GPU.
+    """
+
+    def __init__(self, transport: Any, method: str, at: int):
+        self._transport, self._method, self._left = transport, method, at
+        self.on_gpu: set[Actor] = set()
+        self.dead = 0
+        send = transport.send
+
+        def watched(handle: Handle, call: Call) -> Sequence[ObjectRef[Answer]]:
+            self._watch(cast(Actor, handle), call)
+            if call.method != self._method or self._left == 0:
+                return send(handle, call)
+            self._left -= 1
+            if self._left:
+                return send(handle, call)
+            self.dead += 1
+            self.on_gpu.discard(cast(Actor, handle))
+            refs = [Reference() for _ in range(call.returns)]
+            for ref in refs:
+                ref.future.set_exception(RayActorError())
+                ref.future.exception()
+            return cast("Sequence[ObjectRef[Answer]]", refs)
+
+        transport.send, transport.kill = watched, self.on_gpu.discard
+
+    def _watch(self, actor: Actor, call: Call) -> None:
+        if call.method == "begin_turn":
+            self.on_gpu.add(actor)
+            assert len({each.kind for each in self.on_gpu}) == 1, "both are on the GPU"
+        elif call.method == "end_turn":
+            self.on_gpu.discard(actor)
+        elif call.method in WORKING.get(actor.kind, ()):
+            assert actor in self.on_gpu, f"{actor.kind} is asked to {call.method} without the GPU"
+
+
+async def scene(method: str, at: int) -> tuple[Deadly, list[Span], list[str]]:
+    """Two iterations, of which a lost learner's are begun again."""
+    leaves = config(2, 2, leaves=("rollout", "learner"))
+    rewards = leaves.rewards.model_copy(update={"deterministic": False})  # they are drawn
+    run = leaves.model_copy(update={"iterations": 2, "rewards": rewards})
+    spans, events = list[Span](), list[str]()
+    laid = [Laid("one", 2, {"learner": 1, "rollout": 1}), Laid("one", 1, {"reward": 1})]
+    services = SimulatedServices(
+        run,
+        Board(Hardware({"one": DURATIONS}, laid)),
+        lambda name, **fields: events.append(name),
+        spans.append,
+    )
+    deadly = Deadly(services.transport, method, at)
+    prompts = [Prompt(f"prompt {n}") for n in range(PROMPTS)]
+    progress = Progress(console=Console(quiet=True), clock=clock.now)
+    ring = Ring(run, services, prompts, progress, lambda name, **fields: events.append(name))
+    await services.start()
+    index = 0
+    while index < 2:
+        try:
+            if index == 0:
+                await ring.begin(0)
+            await ring.iteration(index)
+            index += 1
+        except StateLost as loss:
+            await ring.close()
+            await services.learners.renew(str(loss))
+            index = 0
+    await ring.close()
+    await services.stop()
+    return deadly, spans, events
+
+
+def cases() -> Iterator[tuple[str, int]]:
+    yield "nobody", 1
+    yield from (("explore", at) for at in (1, 4))
+    yield from ((method, at) for method in ("begin_turn", "end_turn") for at in (1, 2, 3, 5))
+    yield from (("load", 2), ("generate", 2), ("update", 1), ("update", 3), ("export", 2))
+
+
+@pytest.mark.parametrize(("method", "at"), list(cases()))
+def test_though_actors_die_the_gpus_have_one_side_at_a_time(method, at):
+    with asyncio.Runner(loop_factory=clock.VirtualLoop) as runner:
+        deadly, spans, events = runner.run(scene(method, at))
+    assert deadly.dead == (method != "nobody") and events.count("actor_died") >= deadly.dead
+    done = [span for span in spans if span.work == "update" and span.outcome == "done"]
+    assert len({span.unit[0] for span in done}) == 2  # both iterations
