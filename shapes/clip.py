@@ -15,10 +15,9 @@ import math
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import open_clip
 import torch
 import torch.nn.functional as F
 from safetensors.torch import save_file
@@ -27,6 +26,9 @@ from shapes.data import Pool
 from shapes.grammar import COLOURS, RELATIONS, SHAPES, Scene, Thing, flipped
 from shapes.render import SIZE, render
 from shapes.text import TOKENS, byte_pairs, clip_tokenizer
+
+if TYPE_CHECKING:
+    import open_clip
 
 MEAN, STD = (0.5, 0.5, 0.5), (0.25, 0.25, 0.25)
 GROUPS, NEAR = 48, 3  # scenes of a batch, and near misses beside each
@@ -58,6 +60,8 @@ def model_cfg() -> dict[str, Any]:
 
 def build_clip(seed: int = 11) -> open_clip.CLIP:
     """The model with random weights."""
+    import open_clip  # with timm it takes seconds, which a reader of this module need not wait
+
     torch.manual_seed(seed)
     return open_clip.CLIP(**model_cfg())
 

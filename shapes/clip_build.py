@@ -15,9 +15,9 @@ import shutil
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
-import open_clip
 import torch
 
 from shapes.checksum import checksum
@@ -26,6 +26,9 @@ from shapes.grammar import KINDS, Scene, scenes_of
 from shapes.render import render
 from shapes.state import load_state, save_state
 from shapes.text import TOKENS, clip_tokenizer
+
+if TYPE_CHECKING:
+    import open_clip
 
 PEAK_LR, DECAY, WARM_UP, EMA = 1e-3, 0.05, 100, 0.998
 

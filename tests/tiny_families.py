@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from unittest import mock
 
 import numpy as np
+import pytest
 from PIL import Image
 
 from configs.sections import Guidance, Model
@@ -27,6 +28,8 @@ NAMES = (
     *("sd3", "flux", "flux_kontext", "sana", "qwen_image", "qwen_image_edit"),
     *("z_image", "flux2", "flux2_klein", *VIDEO),
 )
+TWINS = {"flux": "flux_kontext", "qwen_image": "qwen_image_edit", "flux2": "flux2_klein"}
+"""Families whose denoisers are of one class."""
 SETTINGS: dict[str, dict[str, Any]] = {
     "sd3": {"height": 16, "width": 16, "max_sequence_length": 12},
     "flux": {"height": 16, "width": 16, "max_sequence_length": 12, "guidance": 3.5},
@@ -70,6 +73,16 @@ PIPELINES = {
 }
 TEXT_MODULES = {name: {"sd3": 3, "flux": 2, "flux_kontext": 2}.get(name, 1) for name in NAMES}
 """Text encoders of each."""
+
+
+def one_of_twins(second: bool, *more: Any) -> list[Any]:
+    """Values of ``name``: every family, of twins the first or the ``second``, and the other where
+    the test is slow. Two tests of a thing that take different ones have all families between them.
+    ``more``: values of further parameters.
+    """
+    left_out = TWINS if second else TWINS.values()
+    slow = pytest.mark.slow
+    return [pytest.param(name, *more, marks=slow if name in left_out else ()) for name in NAMES]
 
 
 def tiny_model(name: str, directory: Path, **changes: Any) -> Model:

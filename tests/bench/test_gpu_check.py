@@ -12,17 +12,20 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
 
 from bench.gpu_check import __main__ as command
-from bench.gpu_check import gpu_tests, running
+from bench.gpu_check import gpu_tests, iteration, running
 from bench.gpu_check.claims import CLAIMS, verdict
 from bench.gpu_check.findings import Finding, Item, LeftOut, Outcome, Results, as_tree, from_tree
-from bench.gpu_check.iteration import no_room, weight_bytes
+from bench.gpu_check.iteration import config_of, no_room, weight_bytes
 from bench.gpu_check.sections import SECTIONS, Section
-from bench.gpu_check.setting import Setting
+from bench.gpu_check.setting import FAMILIES as PAPERS
+from bench.gpu_check.setting import NEWER, Setting
+from bench.gpu_check.shapes import FORMATS
 from policy.families import FAMILIES
 from policy.families.architectures import published, published_names
 from policy.precision.backends import BACKENDS
@@ -57,11 +60,17 @@ def test_the_command_needs_neither_a_gpu_nor_ray(tmp_path):
     assert SECTIONS["kernels"].title in done.stdout and (out / "gpu.html").stat().st_size > 1000
 
 
+CLIPS = NEWER[:1]
+"""Wan, whose iteration is of clips."""
+
+
 @pytest.fixture(scope="module")
 def checked(tmp_path_factory) -> tuple[Path, str]:
-    """(where results are, what was printed) of all sections without a GPU, here."""
+    """(where results are, what was printed) of all sections without a GPU, here; iterations of the
+    families of the paper and of one of clips.
+    """
     out, said = tmp_path_factory.mktemp("check"), io.StringIO()
-    with contextlib.redirect_stdout(said):
+    with contextlib.redirect_stdout(said), mock.patch.object(iteration, "NEWER", CLIPS):
         command.write(
             Results(command.machine(), False, [outcome_of(name) for name in SECTIONS]), out
         )
@@ -91,17 +100,43 @@ def test_what_a_cpu_can_tell_is_right(checked):
         for each in found["sections"]
         for one in each["findings"]
     }
-    assert values["kernels", "bits"] == values["shapes", ""] == 0
+    assert values["kernels", "bits"] == 0
     assert values["weights", "bytes"] == values["memory", "weights"] == 1
     assert values["turns", "bits"] == 0
     (iterations,) = (each for each in found["sections"] if each["section"] == "iteration")
-    ran = {one["labels"]["architecture"].split(" ")[0] for one in iterations["findings"]}
+    ran = [one["labels"]["architecture"].split(" ")[0] for one in iterations["findings"]]
+    assert ran == [*PAPERS, *CLIPS] and iterations["left_out"] == []
+
+
+def test_every_layer_of_the_published_models_packs_once_and_multiplies_once(checked):
+    """SANA's pixels lie together, so that its 1x1 convolutions copy nothing before that."""
+    found = json.loads((checked[0] / "gpu.json").read_text())
+    (shapes,) = (each for each in found["sections"] if each["section"] == "shapes")
+    assert len(shapes["findings"]) == len(published_names()) * len(FORMATS)
+    for one in shapes["findings"]:
+        assert one["value"] == 0, one
+        assert one["beside"]["inputs"] >= 4
+
+
+def test_there_is_an_iteration_of_every_family_that_is_described():
+    """By its preset on its small form."""
     described = {published(name)["family"] for name in published_names()}
-    assert {published(name)["family"] for name in ran} == described
+    assert {published(name)["family"] for name in (*PAPERS, *NEWER)} == described
     variants = {name for name, family in FAMILIES.items() if family.edits}  # of those described
     # whose architecture is not described yet
     assert FAMILIES.keys() - described - variants == {"sana_video"}
-    assert iterations["left_out"] == []
+    for name in (*PAPERS, *NEWER):
+        with Setting(False, 0.0).case(name) as case:
+            config = config_of(name, case, case.family, "fp8", False)
+        assert config.model.family == published(name)["family"] and config.explore.backend == "fp8"
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the form without a GPU")
+def test_iterations_of_the_newer_families_without_a_gpu():
+    with mock.patch.object(iteration, "FAMILIES", ()):
+        found = outcome_of("iteration")
+    assert [one.labels["architecture"].split(" ")[0] for one in found.findings] == [*NEWER]
 
 
 def test_the_tables_and_the_page_tell_all(checked):

@@ -2,6 +2,9 @@
 sizes of a published model.
 """
 
+import json
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -9,6 +12,7 @@ from bench.passes import Kernel, Pass, counted, in_float32, passes_of, seconds, 
 from configs.load import load
 from configs.sections import Lora
 from planning.make import described
+from policy.families import family_for
 from policy.lora import adapted_modules, inject
 from policy.precision.accelerators import ACCELERATORS
 
@@ -55,13 +59,19 @@ def test_kernels_and_bytes_of_an_adapted_linear():
     assert counted(lambda: host["only"](x)) == found
 
 
-def test_the_goals_hold_at_a_published_size():
+@pytest.mark.parametrize("blocks", [4, pytest.param(20, marks=pytest.mark.slow)])
+def test_the_goals_hold_at_a_published_size(blocks):
     """SANA, whose layers are the narrowest beside their adapters: at most 10 % to regenerate, 25 %
-    to train, on both GPUs and beside products alone too. Before, all were above 45 %.
+    to train, on both GPUs and beside products alone too. Before, all were above 45 %. All of its 20
+    blocks are alike, and nearly all of its work.
     """
     config = load("sana-sol_rl-hpsv2")
     with described(config) as (family, _):
-        passes = passes_of(config, family)
+        file = Path(family.directory) / "transformer" / "config.json"
+        described_there = json.loads(file.read_text())
+        assert described_there["num_layers"] == 20
+        file.write_text(json.dumps(described_there | {"num_layers": blocks}))
+        passes = passes_of(config, family_for(family.model))
     for gpu in ("H200", "B200"):
         for products in (False, True):
 

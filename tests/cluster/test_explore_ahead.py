@@ -165,7 +165,7 @@ def test_without_it_an_iteration_is_explored_by_its_own_policy(played, tiny_sd3_
     )
 
 
-@pytest.mark.parametrize("stop", [1, 2])
+@pytest.mark.parametrize("stop", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_from_a_checkpoint_the_next_iteration_has_the_same_older_policy(
     played, tiny_sd3_dir, tmp_path, stop
 ):

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
-import pytest
+import importlib.util
 
-pytest.importorskip("torchao", reason="torchao is not installed: pip install '.[base]'")
+import pytest
 
 from tests.cluster.local import play
 from tests.cluster.runs import tiny_config
+
+pytestmark = pytest.mark.skipif(
+    importlib.util.find_spec("torchao") is None,
+    reason="torchao is not installed: pip install '.[base]'",
+)
 
 
 def test_what_is_explored_is_the_packed_model_and_it_trains(tiny_sd3_dir, tmp_path):

@@ -1,5 +1,5 @@
 """Replicas of a learner in processes of their own, through scenes that need two: ``python -m
-tests.learner.together SIZE PORT MODEL OUT`` prints their exit codes.
+tests.learner.together SIZE PORT MODEL OUT SCENE ...`` (all) prints their exit codes.
 
 They are forks of this process, so that torch and diffusers are imported once. The store they meet
 at is the caller's. Each scene leaves what it saw in ``OUT/SCENE.RANK.json`` and the state of its
@@ -36,11 +36,10 @@ from learner.replicas import (
     reach_store,
 )
 from learner.trainer import Group, Trainer
-from policy.families import family_for
 from policy.lora import adapter_state, load_adapter_state
 from policy.sampling.noise import stream_seed
 from policy.sharding import blocks_of, held_here
-from tests.learner.tiny import everything, identical, tiny_config, tiny_groups, tiny_trainer
+from tests.learner.tiny import everything, identical, tiny_groups, tiny_trainer
 
 CPU = torch.device("cpu")
 COUNTS = (3, 2, 4)
@@ -310,6 +309,28 @@ def raised(work: Callable[[], Any], kind: type[Exception]) -> str:
     return f"no {kind.__name__}"
 
 
+Scene = Callable[[Callable[[], Replicas]], Seen]
+
+
+def scenes_of(model: Path, out: Path) -> dict[str, Scene]:
+    """By name. The last one kills a replica."""
+    return {
+        **{name: lambda join, name=name: equal_to_one(model, join, name) for name in OBJECTIVES},
+        **{
+            f"{name}_sharded": lambda join, name=name: sharded(model, join, name)
+            for name in OBJECTIVES
+        },
+        "sharded_not_finite": lambda join: sharded_not_finite(model, join),
+        "sharded_out_of_step": lambda join: sharded_out_of_step(model, join),
+        "sharded_dies": lambda join: sharded_dies(model, join),
+        "halves": lambda join: halves(model, join),
+        "not_finite": lambda join: not_finite(model, join, out),
+        "fails": lambda join: fails(model, join),
+        "differs": lambda join: differs(model, join),
+        "dies": lambda join: dies(model, join),
+    }
+
+
 def replica(rank: int, size: int, port: int, model: Path, out: Path, only: tuple[str, ...]) -> None:
     """Play these scenes, or all."""
     torch.set_num_threads(1)
@@ -319,41 +340,29 @@ def replica(rank: int, size: int, port: int, model: Path, out: Path, only: tuple
         assert store is not None
         return partial(DistributedReplicas, rank, size, dist.PrefixStore(scene, store), CPU, 240)
 
-    def play(name: str, scene: Callable[[Callable[[], Replicas]], Seen]) -> None:
+    def play(name: str, scene: Scene) -> None:
         trainer, seen = scene(meets(name))
         state = {key: tensor.contiguous() for key, tensor in everything(trainer).items()}
         (out / f"{name}.{rank}.safetensors").write_bytes(safetensors.torch.save(state))
         (out / f"{name}.{rank}.json").write_text(json.dumps(seen))
 
-    scenes: dict[str, Callable[[Callable[[], Replicas]], Seen]] = {
-        **{name: lambda join, name=name: equal_to_one(model, join, name) for name in OBJECTIVES},
-        **{
-            f"{name}_sharded": lambda join, name=name: sharded(model, join, name)
-            for name in OBJECTIVES
-        },
-        "sharded_not_finite": lambda join: sharded_not_finite(model, join),
-        "sharded_out_of_step": lambda join: sharded_out_of_step(model, join),
-        "halves": lambda join: halves(model, join),
-        "not_finite": lambda join: not_finite(model, join, out),
-        "fails": lambda join: fails(model, join),
-        "differs": lambda join: differs(model, join),
-        "dies": lambda join: dies(model, join),
+    scenes = {
+        name: scene for name, scene in scenes_of(model, out).items() if not only or name in only
     }
-    if not only or "sharded_dies" in only:
+    if last := scenes.pop("sharded_dies", None):
         child = os.fork()  # before there is a store, as one of the two will be killed
         if not child:
             store = reach_store("127.0.0.1", port, 240)
-            play("sharded_dies", lambda join: sharded_dies(model, join))
+            play("sharded_dies", last)
             os._exit(0)
         os.waitpid(child, 0)
     store = reach_store("127.0.0.1", port, 240)
     for name, scene in scenes.items():
-        if not only or name in only:
-            play(name, scene)
+        play(name, scene)
 
 
 def main(size: int, port: int, model: Path, out: Path, *only: str) -> None:
-    family_for(tiny_config(model).model).import_parts()
+    trainer_for(model, "diffusion_nft")  # imports what theirs are made of
     context = multiprocessing.get_context("fork")
     replicas = [
         context.Process(target=replica, args=(rank, size, port, model, out, only), daemon=True)

@@ -35,8 +35,15 @@ def preset(name: str, *overrides: str) -> Iterator[tuple[RunConfig, Family]]:
         yield config, family
 
 
-@pytest.mark.parametrize("reward", REWARDS)
-@pytest.mark.parametrize("model", MODELS)
+SPREAD = [
+    # every model with half of the rewards, every reward with half of the models
+    pytest.param(model, reward, marks=() if (row + column) % 2 else pytest.mark.slow)
+    for row, model in enumerate(MODELS)
+    for column, reward in enumerate(REWARDS)
+]
+
+
+@pytest.mark.parametrize(("model", "reward"), SPREAD)
 def test_predicted_seconds_are_near_all_work_spread_over_all_gpus(model, reward):
     with preset(f"{model}-sol_rl-{reward}") as (config, family):
         for kind, memory, count in SIZES:

@@ -33,10 +33,7 @@ from policy.precision.counting import configured_step
 from rewards import model_bytes
 from tests.cluster.runs import write_toml
 from tests.planning.plans import Directories, of_work, run_of
-from tests.tiny_families import NAMES, tiny_model
-
-slow = pytest.mark.slow
-LATER = [(name, "fp8") for name in NAMES if name not in ("sd3", "sana")]
+from tests.tiny_families import NAMES, one_of_twins, tiny_model
 
 
 @pytest.fixture
@@ -47,9 +44,13 @@ def directories(request) -> Directories:
 # ---- bytes, against the real thing
 
 
-@pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize(
-    ("backend", "dtype"), [("emulated_nvfp4", "bf16"), ("fp8", "fp32"), ("bf16", "bf16")]
+    ("name", "backend", "dtype"),
+    [
+        *((name, "emulated_nvfp4", "bf16") for name in NAMES),
+        *one_of_twins(False, "fp8", "fp32"),
+        *one_of_twins(True, "bf16", "bf16"),
+    ],
 )
 def test_an_explorer_holds_what_the_plan_says(directories, name, backend, dtype):
     family = family_for(tiny_model(name, directories[name]))
@@ -78,10 +79,12 @@ def test_text_encoders_hold_what_the_plan_says(directories, name):
 @pytest.mark.parametrize(
     ("name", "backend"),
     [
+        *one_of_twins(True, "emulated_nvfp4"),
         # another format packs the same modules: of most families one is enough
-        pytest.param(name, backend, marks=slow if (name, backend) in LATER else ())
-        for name in NAMES
-        for backend in ("emulated_nvfp4", "fp8")
+        *(
+            pytest.param(name, "fp8", marks=() if name in ("sd3", "sana") else pytest.mark.slow)
+            for name in NAMES
+        ),
     ],
 )
 def test_a_learner_holds_and_sends_what_the_plan_says(directories, tmp_path, name, backend):

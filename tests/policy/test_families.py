@@ -21,7 +21,15 @@ from policy.precision.backends import BACKENDS
 from policy.precision.swap import quantise_plan
 from policy.sampling.noise import noise_for
 from policy.types import Conditioning
-from tests.tiny_families import NAMES, SETTINGS, TEXT_MODULES, encode, source_for, tiny_model
+from tests.tiny_families import (
+    NAMES,
+    SETTINGS,
+    TEXT_MODULES,
+    encode,
+    one_of_twins,
+    source_for,
+    tiny_model,
+)
 
 REPOSITORY = Path(policy.families.__file__).resolve().parents[2]
 NEVER = (
@@ -48,6 +56,12 @@ def conditioning_of(name: str, directory: str) -> Conditioning:
     return encode(family, ["a red circle"], text=text_of(name, directory))
 
 
+@functools.cache
+def denoiser_of(name: str, directory: str) -> nn.Module:
+    """In float32. Read it; what a test changes it loads itself."""
+    return family_for(tiny_model(name, Path(directory))).load_transformer("cpu", torch.float32)
+
+
 def conditioning(family) -> Conditioning:
     """A row."""
     return conditioning_of(family.name, family.directory)
@@ -65,7 +79,7 @@ def test_what_is_quantised(family):
     """Every linear and 1x1 convolution of the blocks, nothing of what must stay unquantized;
     every pattern has something to match.
     """
-    transformer = family.load_transformer("cpu", torch.float32)
+    transformer = denoiser_of(family.name, family.directory)
     plan = quantise_plan(transformer, family, (), BACKENDS["emulated_nvfp4"])
     assert len(plan) == sum(
         isinstance(module, nn.Linear | nn.Conv2d) for module in transformer.modules()
@@ -115,7 +129,7 @@ def test_lora_targets(family):
 
 
 def test_the_skeleton_has_every_module_and_shape(family):
-    skeleton, transformer = family.skeleton(), family.load_transformer("cpu", torch.float32)
+    skeleton, transformer = family.skeleton(), denoiser_of(family.name, family.directory)
     assert [(n, p.shape) for n, p in skeleton.named_parameters()] == [
         (n, p.shape) for n, p in transformer.named_parameters()
     ]
@@ -231,6 +245,7 @@ def test_offloaded_text_encoders_are_on_the_device_only_while_they_work(name, di
     assert FakePipe.moves == ["meta", "cpu"]
 
 
+@pytest.mark.parametrize("name", one_of_twins(False))  # twins have one kind of autoencoder, too
 def test_slicing_and_tiling(name, directory):
     """One by one: the same up to the order of sums. Tiles smaller than the image: other pixels,
     so it does tile.
@@ -264,10 +279,11 @@ def test_slicing_and_tiling(name, directory):
     )
 
 
+@pytest.mark.parametrize("name", one_of_twins(True))
 def test_a_half_precision_transformer_gives_float32_velocities(family):
     x, sigma, cond = noise_for([3], family.latent_shape), torch.tensor(0.5), conditioning(family)
     half = family.velocity(family.load_transformer("cpu", torch.bfloat16), x, sigma, cond)
-    full = family.velocity(family.load_transformer("cpu", torch.float32), x, sigma, cond)
+    full = family.velocity(denoiser_of(family.name, family.directory), x, sigma, cond)
     assert half.dtype == full.dtype == torch.float32
     assert 0 < (half - full).abs().max() < 0.1 * full.abs().max()  # 2^-8 through a few layers
     double = family.velocity(family.load_transformer("cpu", torch.float32).double(), x, sigma, cond)

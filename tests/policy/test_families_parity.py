@@ -51,7 +51,8 @@ def drawn(model: Model) -> tuple[int, ...]:
     return image if model.frames is None else (model.frames, *image)
 
 
-@pytest.mark.parametrize("steps", [2, 4, 10])
+# images, below, are after 4
+@pytest.mark.parametrize("steps", [2, pytest.param(4, marks=pytest.mark.slow), 10])
 def test_latents_are_the_stock_pipelines(tiny, steps):
     """Bit for bit: the same operations on the same shapes, with FLUX.1's packed latents and
     embedded guidance.

@@ -16,7 +16,7 @@ from policy.families import family_for
 from policy.lora import adapter_state, load_adapter_state, use
 from policy.types import Conditioning
 from tests.learner.tiny import tiny_config
-from tests.tiny_families import encode, tiny_model
+from tests.tiny_families import encode, one_of_twins, tiny_model
 
 UNREACHED = dict.fromkeys(("sd3", "qwen_image", "qwen_image_edit"), ("add_q_proj",))
 """Linears of the last block whose output is dropped."""
@@ -114,6 +114,7 @@ class HeldStill:
         return loss
 
 
+@pytest.mark.parametrize("name", one_of_twins(True))
 def test_gradients_by_finite_differences(name, directory, monkeypatch):
     """The gradient of the code's own loss, in float64, against a fourth-order central difference
     along directions that move every LoRA matrix at once. diffusers computes some norms and
@@ -174,6 +175,7 @@ def test_gradients_by_finite_differences(name, directory, monkeypatch):
         assert found == pytest.approx(wanted, rel=SLOPE.get(name, 1e-4))
 
 
+@pytest.mark.parametrize("name", one_of_twins(False))
 def test_gradient_checkpointing_gives_the_same_gradients(name, directory):
     """The recomputation in the backward pass runs with the adapter "current", though "old" and the
     reference ran in between.

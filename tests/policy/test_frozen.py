@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
+import importlib.util
 import math
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
-
-pytest.importorskip("torchao", reason="torchao is not installed: pip install '.[base]'")
 
 from configs.load import ConfigError, load
 from configs.sections import Lora
@@ -22,6 +21,11 @@ from policy.merging import merged, merged_weight
 from policy.precision.swap import weight_modules
 from tests.tiny_families import tiny_model
 
+# not imported here: it imports torch's compiler, in every process that collects tests
+pytestmark = pytest.mark.skipif(
+    importlib.util.find_spec("torchao") is None,
+    reason="torchao is not installed: pip install '.[base]'",
+)
 PACKINGS = ("int8", "nf4")
 LORA = Lora(rank=4, alpha=8)
 

@@ -27,7 +27,7 @@ from policy.merging import merged_weights
 from policy.sampling.noise import noise_for
 from policy.sampling.sample import sample
 from tests.policy.conftest import LORA
-from tests.tiny_families import NAMES, SOLVER, encode, stock_call, stock_pipeline, tiny_model
+from tests.tiny_families import SOLVER, encode, one_of_twins, stock_call, stock_pipeline, tiny_model
 from tests.tiny_sd3 import TINY_SEQUENCE
 
 SEEDS = [1, 2, 3]
@@ -224,7 +224,7 @@ def test_the_export_loads_in_stock_diffusers_and_draws_the_same(
     assert (ours - base).abs().max() > 0.01
 
 
-@pytest.mark.parametrize("name", NAMES[1:])
+@pytest.mark.parametrize("name", one_of_twins(False)[1:])
 def test_the_other_families_exports_load_in_stock_diffusers(name, request, randomise, tmp_path):
     """As above, with each family's own solver and the tolerance of the family's parity test."""
     directory = request.getfixturevalue(f"tiny_{name}_dir")
@@ -245,7 +245,7 @@ def test_the_other_families_exports_load_in_stock_diffusers(name, request, rando
     assert wrapped == {module for module, _ in adapted_modules(transformer)}
 
 
-@pytest.mark.parametrize("name", NAMES[1:])
+@pytest.mark.parametrize("name", one_of_twins(True)[1:])
 def test_the_other_families_start_from_their_own_export(name, request, randomise, tmp_path):
     family = family_for(tiny_model(name, request.getfixturevalue(f"tiny_{name}_dir")))
     transformer, fresh = (family.load_transformer("cpu", torch.float32) for _ in range(2))

@@ -14,7 +14,7 @@ from policy.families import family_for
 from policy.lora import add_adapters, use
 from policy.merging import merged
 from policy.sampling.noise import noise_for
-from tests.tiny_families import tiny_model
+from tests.tiny_families import one_of_twins, tiny_model
 
 ROWS = 8
 SCRATCH = {"sana": 0.01, "sana_video": 0.015}
@@ -57,6 +57,7 @@ def inputs(family) -> tuple:
     )
 
 
+@pytest.mark.parametrize("name", one_of_twins(False))
 def test_the_peak_of_a_sampling_step(family):
     """To one scalar, as sigma is on the CPU in both, but for ``SCRATCH``."""
     transformer, (x, cond) = family.load_transformer("cpu", torch.float32), inputs(family)
@@ -71,6 +72,7 @@ def test_the_peak_of_a_sampling_step(family):
     assert allocated(step) == pytest.approx(planned, abs=slack)
 
 
+@pytest.mark.parametrize("name", one_of_twins(True))
 def test_the_peak_of_a_sampling_step_on_merged_weights(family):
     """The weights that are merged, held twice, beside that of the pass; merging itself has one
     module's product and sum in float32 beside them, which is less than the pass.
@@ -91,7 +93,9 @@ def test_the_peak_of_a_sampling_step_on_merged_weights(family):
     assert allocated(step) == pytest.approx(planned, abs=slack)
 
 
-@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize(
+    ("name", "checkpointing"), [*one_of_twins(False, False), *one_of_twins(True, True)]
+)
 def test_the_peak_of_a_training_pass(family, checkpointing):
     """Within 3 %: a kernel's own scratch is not counted, and gradients are released in an order of
     their own. For Wan within 16 kB: with checkpointing it takes 15 kB more at every size.
