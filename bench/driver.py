@@ -2,7 +2,8 @@
 iteration, over the seconds that the iteration would take on GPUs.
 
 What stands in for the actors runs in the same process. A signal looks every 2 ms of CPU time who
-works, and the stand-ins' share is left out. Ray's own part of a call is not in it.
+works, and the share of the stand-ins and of virtual time is left out. Ray's own part of a call is
+not in it.
 """
 
 from __future__ import annotations
@@ -55,9 +56,12 @@ def _row(count: int) -> Ratio:
 
 
 class StandIns:
-    """The share of CPU time in which a file of ``simulator`` beneath the ring is at work."""
+    """The share of CPU time in which a file of ``simulator`` beneath the ring is at work, or time
+    is made to jump.
+    """
 
     FILES = tuple(f"simulator/{name}.py" for name in ("actors", "machine", "services", "transport"))
+    JUMPS = ("cluster/runtime/clock.py", "select")
 
     def __init__(self) -> None:
         self._inside = self._looks = 0
@@ -81,7 +85,8 @@ class StandIns:
     def _look(self, number: int, frame: FrameType | None) -> None:
         self._looks += 1
         while frame is not None:
-            if frame.f_code.co_filename.endswith(self.FILES):
+            file, jumps = frame.f_code.co_filename, frame.f_code.co_name == self.JUMPS[1]
+            if file.endswith(self.FILES) or (jumps and file.endswith(self.JUMPS[0])):
                 self._inside += 1
                 return
             frame = frame.f_back

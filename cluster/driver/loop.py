@@ -46,12 +46,11 @@ class Ring:
         self.config, self.services, self.progress = config, services, progress
         self._plan = config.plan  # which is made anew each time it is asked for
         self.updating = asyncio.Lock()  # held while the learner's weights change
-        self.monitor = RankMonitor(config.audit, config.regenerate.precision, event, progress.note)
-        self._constant = ConstantScores(event, progress.note)
+        told = event, progress.note
+        self.monitor = RankMonitor(config.audit, config.regenerate.precision, *told)
+        self._constant = ConstantScores(*told)
         if config.audit.identity_every and self._plan.explore is not None:
-            services.weights.identity = PolicyIdentity(
-                config, services.encoder, prompts, event, progress.note
-            )
+            services.weights.identity = PolicyIdentity(config, services.encoder, prompts, *told)
         self._extremes = extremes
         self._exploration = Exploration(config, services, prompts, extremes)
         self._regeneration = Regeneration(config, services, extremes)
@@ -88,8 +87,7 @@ class Ring:
         times = it.times(regenerated_at, updated_at, clock.now())
         self.progress.advanced("published", 1)
         metrics = it.metrics(self.config.selection.keep) | trained_rewards(groups) | self._counts()
-        moved = self.services.turns.take_metrics()
-        return metrics | audit | update | published | moved | times, it
+        return metrics | audit | update | published | times, it
 
     async def publish(self, version: int) -> Metrics:
         """Publish ``version`` of the policy that is sampled."""
@@ -103,11 +101,8 @@ class Ring:
         plan, count = self._plan, self.config.prompts.per_iteration
         keep, audited = self.config.selection.keep, self.config.audit.random_seeds
         images = count * (plan.explore.pool_size if plan.explore else keep)
-        totals = {
-            "selected": keep * count,
-            "regenerated": (keep + audited) * count,
-            "updated": keep * count,
-        }
+        regenerated = (keep + audited) * count
+        totals = {"selected": keep * count, "regenerated": regenerated, "updated": keep * count}
         self.progress.iteration_started(index, count, images, totals)
         it = await self._exploration.begun(index)
         it.check_staleness(self.config.explore_ahead)
@@ -145,14 +140,11 @@ class Ring:
     ) -> Metrics:
         if self._plan.explore is None:
             return {"time/publish_s": 0.0, "weights/version": version, "weights/bytes": 0}
-        services = self.services
-        return {
-            **await services.weights.publish(
-                version, services.learner, services.rollout_pool, backend, weights
-            )
-        }
+        pool, publish = self.services.rollout_pool, self.services.weights.publish
+        return {**await publish(version, self.services.learner, pool, backend, weights)}
 
     def _counts(self) -> Metrics:
         services = self.services
         alive = {"rollout/actors": services.rollout_pool.alive} if self._plan.explore else {}
-        return {**alive, "rollout/reissued": services.reissued, "actors/lost": services.lost}
+        counts = {"rollout/reissued": services.reissued, "actors/lost": services.lost}
+        return {**alive, **counts, **services.turns.take_metrics()}

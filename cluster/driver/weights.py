@@ -50,6 +50,7 @@ class WeightChannel:
         """
         self._turns = turns or AllStay()
         self._event, self._ahead = event, ahead
+        self._own: str | None = None  # what rollout actors would take, at the last publishing
         self._held: dict[int, Published] = {}
         # of versions that actors may have in place, held or not
         self._manifests: dict[WeightsId, Manifest] = {}
@@ -88,7 +89,7 @@ class WeightChannel:
         actors reported. ``weights``: the adapter to export; None: the policy that is sampled.
         """
         start = clock.now()
-        own = one_backend(rollout)
+        own = self._own = one_backend(rollout)
         backend = backend or self._of_the_run(own, rollout)
         exported = await learner.export(version, backend, weights)
         shards, fetched = await self._fetch(version, learner, exported.manifest)
@@ -183,10 +184,11 @@ class WeightChannel:
         await self._turns.arrive(member)
         if member.weights == published.id:
             return
-        # before it gets anything: from an actor of another kind images would come that round
-        # otherwise, and nothing would fail
-        one_backend(rollout)
         own = member.info.backend if member.info else None
+        # before it gets anything: from an actor of another kind images would come that round
+        # otherwise, and nothing would fail. Not for each of a thousand alike: that looks at all
+        if own != self._own:
+            one_backend(rollout)
         here = self._manifests.get(member.weights) if member.weights else None
         if published.backend != (member.weights.backend if member.weights else own):
             # its denoiser is built again, which may take as long as at the start
