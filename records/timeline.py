@@ -24,7 +24,7 @@ MOST_BYTES = 64 << 20
 
 @dataclass(frozen=True)
 class Work:
-    """How work is shown: in words, in a colour 1 to 8 of the report, as a letter in a terminal."""
+    """How work is shown: in words, in a colour 1 to 9 of the report, as a letter in a terminal."""
 
     label: str
     colour: int
@@ -42,8 +42,8 @@ WORKS = {
     "score": Work("score", 5, "s"),
     "encode": Work("encode", 6, "c"),
     "select": Work("select", 7, "k"),
-    "begin_turn": Work("move", 8, "m"),
-    "end_turn": Work("move", 8, "m"),
+    "begin_turn": Work("move", 9, "m"),
+    "end_turn": Work("move", 9, "m"),
 }
 OTHER = Work("evaluate, save, load", 8, "o")
 

@@ -26,7 +26,7 @@ MAX_BARS = 60
 
 @dataclass(frozen=True)
 class Series:
-    """A line through ``points`` by rising x; ``errors``: half-lengths of bars; colour 1 to 8."""
+    """A line through ``points`` by rising x; ``errors``: half-lengths of bars; colour 1 to 9."""
 
     label: str
     points: Sequence[Point]

@@ -10,9 +10,15 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from analysis.report.charts import Point, Series, number
 
-LIGHT = ("#2a78d6", "#1a9e72", "#c98a00", "#5b48b8", "#d9572b", "#cf5f92", "#3b7f1f", "#8a8f98")
-DARK = ("#5a9dee", "#2fb98a", "#d9a12e", "#a497ea", "#ec7a4e", "#e386ad", "#74b553", "#80868f")
-"""Colours 1 to 8 of charts: blue, aqua, amber, violet, orange, magenta, green, grey."""
+LIGHT = (
+    *("#2a78d6", "#1a9e72", "#c98a00", "#5b48b8", "#d9572b", "#cf5f92", "#3b7f1f", "#8a8f98"),
+    "#0e8a99",
+)
+DARK = (
+    *("#5a9dee", "#2fb98a", "#d9a12e", "#a497ea", "#ec7a4e", "#e386ad", "#74b553", "#80868f"),
+    "#3cb4c3",
+)
+"""Colours 1 to 9 of charts: blue, aqua, amber, violet, orange, magenta, green, grey, teal."""
 
 
 @dataclass(frozen=True)
@@ -114,7 +120,7 @@ def legend(lines: Sequence[Series], digits: int = 3) -> list[Item]:
 
 
 def blocks(parts: Sequence[tuple[str, int, str]]) -> list[Item]:
-    """A legend for areas: (what, colour 1 to 8, a value or nothing)."""
+    """A legend for areas: (what, colour 1 to 9, a value or nothing)."""
     return [Item(what, f" block bg-{colour}", value) for what, colour, value in parts]
 
 
