@@ -12,6 +12,7 @@ from actors import rollout
 from actors.messages import ActorInfo
 from configs.backends import BackendName
 from configs.sections import Guidance
+from configs.services import Services
 from policy.precision import kernels, te_nvfp4
 from policy.precision.backends import BACKENDS, eager_note, packing_backend, resolve_backend
 from policy.precision.cost import Step
@@ -229,7 +230,11 @@ def test_an_explorer_reports_it(gpu, monkeypatch, compile, ends):
     monkeypatch.setattr(kernels, "missing", lambda device: "triton is away")
     explore = SimpleNamespace(backend="fp8", compile=compile, guidance=1.0)
     run = SimpleNamespace(
-        plan=SimpleNamespace(explore=explore), explore=explore, arm="sol_rl", guidance=Guidance()
+        plan=SimpleNamespace(explore=explore),
+        explore=explore,
+        arm="sol_rl",
+        guidance=Guidance(),
+        services=Services(),
     )
     monkeypatch.setattr(rollout, "begin", lambda tree, kind: (run, None))
     monkeypatch.setattr(rollout, "begin_torch", lambda run, kind: torch.device("cuda"))
