@@ -77,6 +77,11 @@ def each_in_another_phase(way: Way) -> list[Fault]:
     return [Fault(kind, way, *moments[kind]) for kind in STATELESS]
 
 
+def units(run: RunDirectory, event: str) -> set[tuple[str, str]]:
+    """Services and tasks that ``event`` was told of."""
+    return {(each["kind"], each["unit"]) for each in run.events() if each["event"] == event}
+
+
 @pytest.mark.timeout(900)  # four processes are started again, one after the other
 @pytest.mark.parametrize("way", ["kill", pytest.param("stop", marks=slow)])
 def test_stateless_services(undisturbed, tiny_sd3_dir, tmp_path, way):
@@ -90,8 +95,10 @@ def test_stateless_services(undisturbed, tiny_sd3_dir, tmp_path, way):
     assert run.metrics()[3]["rollout/reissued"] == retries >= 4
     assert run.metrics()[3]["actors/lost"] == len(died(run))
     for recovery in recoveries(run.events()):
-        assert recovery.noticed_s is not None and recovery.answered_s is not None
+        assert recovery.noticed_s is not None
         assert recovery.noticed_s >= (DEADLINE_S - 1 if way == "stop" else 0)
+    # an actor may have answered all that it held just before it is hit: then nobody misses it
+    assert units(run, "chunk_recovered") == units(run, "chunk_reissued")
     assert injector.left_over == []
 
 
