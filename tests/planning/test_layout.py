@@ -1,10 +1,8 @@
 """The chooser of layouts: golden numbers, what must always hold, and what is said where none fits.
 
-Seconds and bytes of the models are made up here, near those of the real ones, so that nothing is
+Seconds and bytes of the models are made up, near those of the real ones, so that nothing is
 counted.
 """
-
-from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -12,50 +10,15 @@ from hypothesis import strategies as st
 
 from configs.load import ConfigError, load
 from configs.resume import differences
-from configs.schema import RunConfig
 from planning.layouts.choose import choose
-from planning.layouts.costs import Costs, Parts
+from planning.layouts.costs import Costs
 from planning.layouts.gpus import Gpus, gpus_of, lay
 from planning.layouts.limits import refuse_on_this_machine, refuse_too_many
 from planning.layouts.numbers import Group, Numbers, as_started, numbers_of, with_numbers
-from planning.layouts.predict import Tasks, bound, fill, predict
+from planning.layouts.predict import bound, fill, predict
 from planning.layouts.resolve import keep_layout, to_choose
 from planning.placement import ACCELERATOR, WHOLE, Node, needs_of, place
-
-MODELS = {  # GPU-seconds on a B200: explore, regenerate, update
-    "flux1": (229.0, 285.0, 855.0),
-    "sd35_large": (514.0, 428.0, 1287.0),
-    "sd35_medium": (53.0, 38.0, 98.6),
-    "sana": (110.0, 60.0, 115.0),
-}
-GB = 10**9
-BYTES = {"rollout": 16e9, "reward": 4e9, "encoder": 10e9}
-
-
-def tasks(explore: float, regenerate: float, update: float, score: float = 0.0) -> Tasks:
-    return Tasks(192, 48, explore / 192, regenerate / 48, update / 48, {"reward": score})
-
-
-def costs(model: str, learner: float = 34e9, **more: Tasks) -> Costs:
-    kinds = {"B200": tasks(*MODELS[model]), **more}
-    return Costs(
-        kinds, dict.fromkeys(kinds, BYTES), lambda replicas: learner + 1e9 * (replicas > 1)
-    )
-
-
-def turning(model: str = "flux1") -> Costs:
-    """Of the rollout actor's 16 GB 10 may leave, of the learner's 34 24, at 50 GB/s; 5 and 6 are
-    those of passes.
-    """
-    move = {"rollout": 0.2, "learner": 0.48}
-    parts = {"rollout": Parts(10 * GB, 5 * GB), "learner": Parts(24 * GB, 6 * GB)}
-    there = {kind: replace(each, move=move) for kind, each in costs(model).tasks.items()}
-    return replace(costs(model), tasks=there, parts={"B200": parts})
-
-
-def preset(model: str = "flux1", *overrides: str, arm: str = "sol_rl") -> RunConfig:
-    return load(f"{model}-{arm}-hpsv2", overrides)
-
+from tests.planning.made_up import BYTES, MODELS, costs, preset, tasks
 
 # ---- arithmetic
 
@@ -209,107 +172,6 @@ def test_whether_there_is_anything_to_choose():
     config = preset("flux1")
     chosen = choose(config, [Gpus("B200", 8, 180)], costs("flux1")).best.numbers
     assert not to_choose(with_numbers(config, chosen))
-
-
-# ---- who leaves between turns
-
-
-@pytest.mark.parametrize(
-    ("memory", "leaves", "held", "moved"),
-    [
-        (68, (), 68, 0.0),  # 34 + 16 + 4 + 10, and 1 for each of four processes
-        (64, ("rollout",), 68 - 6, 2 * 0.2),  # in their turn the learner has no passes
-        (60, ("rollout", "learner"), 68 - 10 - 5, 2 * (0.2 + 0.48)),  # the larger: the learner's
-        (53, ("rollout", "learner"), 68 - 10 - 5, 2 * (0.2 + 0.48)),
-    ],
-)
-def test_where_two_models_do_not_fit_the_cheapest_to_move_leaves(memory, leaves, held, moved):
-    best = choose(preset("flux1"), [Gpus("B200", 1, memory)], turning()).best
-    assert best.numbers.leaves == leaves and best.gb == pytest.approx(held)
-    assert best.seconds == pytest.approx(sum(MODELS["flux1"]) + moved)
-    services = with_numbers(preset("flux1"), best.numbers).services
-    found = {kind for kind in ("rollout", "learner") if services.of(kind).between_turns == "host"}  # type: ignore[attr-defined]
-    assert found == set(leaves) and services.takes_turns == bool(leaves)
-
-
-def test_it_is_not_tried_where_they_fit_and_wins_only_where_it_is_faster():
-    roomy = choose(preset("flux1"), [Gpus("B200", 4, 69)], turning())
-    assert not any(each.numbers.leaves for each in roomy.table)
-    tight = choose(preset("flux1"), [Gpus("B200", 4, 60)], turning())
-    assert tight.best.numbers.leaves and tight.why == (
-        "the fastest by prediction; rollout actors and the learner's frozen weights leave to host"
-        " memory between turns, as both do not fit on one GPU"
-    )
-    split = next(each for each in tight.table if each.numbers.mode == "split")
-    assert split.seconds == pytest.approx(1140 / 3) and split.seconds > tight.best.seconds
-    slow = {"B200": replace(turning().tasks["B200"], move={"rollout": 300.0, "learner": 300.0})}
-    waits = choose(preset("flux1"), [Gpus("B200", 4, 60)], replace(turning(), tasks=slow))
-    assert waits.best.numbers.mode == "split" and not waits.best.numbers.leaves
-
-
-def test_text_encoders_stay_and_it_is_said_where_that_is_all_that_is_short():
-    for memory, hint in ((50, True), (43, True), (41, False)):
-        with pytest.raises(ConfigError) as error:
-            choose(preset("flux1"), [Gpus("B200", 1, memory)], turning())
-        said = f"{53 - memory:.1f} GB short; it fits with prompts.encode_once = true; nearest"
-        assert (said in error.value.lines[0]) == hint
-    once = replace(turning(), encoder_leaves=True)
-    best = choose(preset("flux1"), [Gpus("B200", 1, 43)], once).best
-    assert best.numbers.leaves and best.gb == pytest.approx(53 - 11)
-
-
-def test_turns_keep_the_learner_from_regenerating_while_others_explore():
-    """Three prompts' learners on two of three GPUs, four rollout actors: all is explored first."""
-    groups = {"learner": Group(2, 0.52), "rollout": Group(4, 0.36)}
-    there = {"B200": Tasks(12, 4, 1.0, 10.0, 20.0, move={"rollout": 0.5})}
-    numbers = Numbers("shared", groups, leaves=("rollout",))
-    laid = lay(numbers, [Gpus("B200", 3, 180)]) or []
-    assert max(each.actors.get("rollout", 0) for each in laid) == 2
-    found = predict(numbers, laid, there)
-    # two rollout actors on a GPU are as quick as one; both leave: a second for each change
-    assert found.iteration == pytest.approx(found.explore + 1.0 + 20.0 + 40.0 + 1.0)
-
-
-@pytest.mark.parametrize(("host", "fits"), [(None, True), (34.0, True), (33.9, False)])
-def test_host_memory_is_counted_where_it_is_known(host, fits):
-    gpus = [Gpus("B200", 1, 60, host_gb=host)]
-    if fits:
-        assert choose(preset("flux1"), gpus, turning()).best.numbers.leaves
-        return
-    with pytest.raises(ConfigError) as error:
-        choose(preset("flux1"), gpus, turning())
-    assert (
-        "with rollout and learner between turns: 34.0 GB of host memory for each B200, a node has"
-        " 33.9 GB for each; nearest that fits:" in error.value.lines[0]
-    )
-
-
-def test_who_leaves_may_be_said_by_hand():
-    gpus, key = [Gpus("B200", 1, 180)], "services.{}.between_turns={}"
-    by_hand = choose(preset("flux1", key.format("learner", "host")), gpus, turning()).best
-    assert by_hand.numbers.leaves == ("learner",)
-    stays = preset("flux1", key.format("rollout", "stay"))
-    best = choose(stays, [Gpus("B200", 1, 64)], turning()).best
-    assert best.numbers.leaves == ("learner",) and best.gb == 68 - 5
-    with pytest.raises(ConfigError, match="3.0 GB short"):
-        choose(stays, [Gpus("B200", 1, 60)], turning())
-    shards = preset("flux1", "services.learner.shard=base")
-    leaves = {
-        each.numbers.leaves for each in choose(shards, [Gpus("B200", 4, 63)], turning()).table
-    }
-    assert leaves == {(), ("rollout",)}  # shards stay on their GPUs
-    ahead = choose(preset("flux1", "explore_ahead=1"), [Gpus("B200", 4, 60)], turning())
-    assert not any(each.numbers.leaves for each in ahead.table)
-
-
-def test_it_may_change_when_a_run_goes_on():
-    config = preset("flux1")
-    stayed, left = (
-        with_numbers(config, choose(config, [Gpus("B200", 1, memory)], turning()).best.numbers)
-        for memory in (68, 60)
-    )
-    assert stayed.services.takes_turns != left.services.takes_turns
-    assert differences(stayed, left) == []
 
 
 # ---- what does not fit

@@ -17,7 +17,7 @@ class Model(nn.Module):
         self.first = nn.Linear(5, 3, dtype=torch.bfloat16)
         self.tied = nn.Linear(5, 3, bias=False, dtype=torch.bfloat16)
         self.tied.weight = self.first.weight
-        self.conv = nn.Conv2d(4, 2, 3).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+        self.conv = nn.Conv2d(4, 2, 3).to(memory_format=torch.channels_last)
         self.register_buffer("codes", torch.arange(7, dtype=torch.uint8))
         self.register_buffer("scale", torch.tensor(0x7FC01234).to(torch.int32).view(torch.float32))
         self.register_buffer("nothing", torch.zeros(0, 3))
