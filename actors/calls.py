@@ -74,12 +74,16 @@ class Caller(ABC):
         return cast(R, await self.perform(task, Call(method.__name__, args, named)))
 
     async def call_each(
-        self, task: Task[R], method: Method[[X], R], messages: Callable[[int], Sequence[X]]
+        self,
+        task: Task[R],
+        method: Method[[X, Y], R],
+        messages: Callable[[int], Sequence[X]],
+        shared: Y,
     ) -> R:
         """What ``method`` returns, where each of so many actors is sent a message of its own, by
-        rank. Raises as ``perform``.
+        rank, and ``shared``, which is the same for all. Raises as ``perform``.
         """
-        return await self.call(task, method, messages(1)[0])
+        return await self.call(task, method, messages(1)[0], shared)
 
     @overload
     async def call_parts(

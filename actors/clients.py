@@ -36,7 +36,7 @@ from actors.messages import (
 from actors.reward import RewardActor
 from actors.rollout import RolloutActor
 from actors.selector import SelectorActor
-from actors.sharing import share
+from actors.sharing import all_rewards, share
 from configs.prompts import Prompt
 from configs.sections import Model
 from configs.services import Shard as Sharding
@@ -186,12 +186,15 @@ class LearnerClient:
         return Generated(images, samples)
 
     async def update(self, iteration: int, groups: list[TrainingGroup]) -> dict[str, float]:
-        """One update on all groups, of which each replica is sent what it trains on; metrics by
-        name.
+        """One update on all groups, of which each replica is sent what it trains on, and told the
+        rewards of all; metrics by name.
         """
         task = Task[dict[str, float]](("update", iteration))
         return await self.every_replica.call_each(
-            task, LearnerActor.update, lambda size: share(iteration, groups, size, self.by)
+            task,
+            LearnerActor.update,
+            lambda size: share(iteration, groups, size, self.by),
+            all_rewards(groups),
         )
 
     async def export(

@@ -15,6 +15,7 @@ from ray import ObjectRef
 
 from actors.messages import (
     ActorInfo,
+    AllRewards,
     Exported,
     Floats,
     GenerateRequest,
@@ -125,14 +126,14 @@ class LearnerActor:
         """
         self._trainer.stand_by(request.weights, request.solver)
 
-    def update(self, request: UpdateRequest) -> dict[str, float]:
+    def update(self, request: UpdateRequest, told: AllRewards) -> dict[str, float]:
         """One training iteration, on this replica's part of it; returns its metrics.
 
         References within a message are not resolved by Ray, so this raises ObjectLostError where
         their objects went with a node.
         """
         self._turn.require("update")
-        rewards = request.rewards_by_prompt()
+        rewards = told.by_prompt()
         groups = self._batch(request.portions, rewards)
         mine = {portion.prompt for portion in request.portions}
         elsewhere = {prompt: found for prompt, found in rewards.items() if prompt not in mine}

@@ -154,17 +154,23 @@ class Portion:
 
 @dataclass(frozen=True)
 class UpdateRequest:
-    """What one replica trains on, and the rewards of all: an advantage may compare a reward with
-    those of other prompts. One array of rewards for all prompts, as a thousand replicas get it.
-    """
+    """What one replica trains on."""
 
     iteration: int
     portions: tuple[Portion, ...]
+
+
+@dataclass(frozen=True)
+class AllRewards:
+    """The rewards of an iteration, which each replica gets beside its request: an advantage may
+    compare a reward with those of other prompts. One array for all prompts.
+    """
+
     prompts: tuple[int, ...]  # ascending
     counts: tuple[int, ...]  # K of each
     rewards: Floats  # [sum of counts], prompt after prompt
 
-    def rewards_by_prompt(self) -> dict[int, Floats]:
+    def by_prompt(self) -> dict[int, Floats]:
         """[K] each."""
         parts = np.split(self.rewards, np.cumsum(self.counts)[:-1])
         return dict(zip(self.prompts, parts, strict=True))

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from actors.messages import Portion, SampleRows, TrainingGroup, UpdateRequest
+from actors.messages import AllRewards, Portion, SampleRows, TrainingGroup, UpdateRequest
 from configs.services import Share
 from records.errors import RunFailed
 
@@ -36,10 +36,15 @@ def share(
             f"an iteration is left with {total} scored samples of {len(groups)} prompts, which"
             f" {size} replicas of the learner cannot share"
         )
+    return [UpdateRequest(iteration, tuple(mine)) for mine in portions]
+
+
+def all_rewards(groups: Sequence[TrainingGroup]) -> AllRewards:
+    """What every replica is told of all of them."""
+    groups = sorted(groups, key=lambda group: group.prompt)
     prompts = tuple(group.prompt for group in groups)
     counts = tuple(len(group.rewards) for group in groups)
-    rewards = np.concatenate([group.rewards for group in groups])
-    return [UpdateRequest(iteration, tuple(mine), prompts, counts, rewards) for mine in portions]
+    return AllRewards(prompts, counts, np.concatenate([group.rewards for group in groups]))
 
 
 def _runs(first: int, count: int, total: int, size: int) -> Iterator[tuple[int, range]]:

@@ -1,92 +1,110 @@
 """What does the driver cost? Its real code with simulated actors, a GPU each: seconds of CPU for an
 iteration, over the seconds that the iteration would take on GPUs.
 
-What stands in for the actors runs in the same process. A signal looks every 2 ms of CPU time who
-works, and the share of the stand-ins and of virtual time is left out. Ray's own part of a call is
-not in it.
+Counted are pools, ring and scoring, the timeline's lines, and the search for cycles after each
+iteration, as a run does it. What stands in for the actors runs in the same process. A signal looks
+every 2 ms of CPU time who works, and the share of the stand-ins and of virtual time is left out.
+Ray's own part of a call is not in it.
 """
 
 from __future__ import annotations
 
+import gc
 import signal
+import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from types import FrameType
 
 from bench.timing import Options, Ratio
 from configs.load import load
 from planning.assumptions import Assumptions
-from planning.make import make_plan
+from planning.layouts.gpus import Gpus
+from planning.layouts.resolve import costs_of, laid_out
+from planning.layouts.scenario import Scenario, scenario_of
+from planning.make import described
+from policy.precision.accelerators import ACCELERATORS
+from records.timeline import Timeline
 from simulator.outlook import run
 
-PRESET = "sana-sol_rl-hpsv2"
-"""The preset with the shortest iterations on a B200 for each prompt of a GPU."""
+MODELS = ("sana", "flux1")
+"""With a prompt for each GPU: the shortest iterations on B200, and the usual kind of long ones."""
+KIND = "B200"
 ACTORS = (64, 256, 1024)
 GOAL = 0.02
 
 
 def measure(options: Options) -> list[Ratio]:
-    """A row for each number of rollout actors, with as many prompts in an iteration."""
-    return [_row(count) for count in ACTORS]
+    """A row for each model and number of rollout actors, with as many prompts in an iteration; its
+    iterations are the repeats.
+    """
+    return [_row(model, count, options.repeats) for count in ACTORS for model in MODELS]
 
 
-def _row(count: int) -> Ratio:
-    config = load(PRESET, [f"prompts.per_iteration={count}"])
-    plan = make_plan(config, Assumptions(gpus=count, accelerator="B200"))
-    assert plan.scenarios is not None
-    scenario = plan.scenarios.mine
-    start = time.process_time()
-    once = run(scenario, 1)
-    one = time.process_time() - start
-    watch = StandIns()
-    start = time.process_time()
-    with watch.looking():
-        found = run(scenario, 2)
-    # what it takes to start the actors is the same in both
-    both = time.process_time() - start - one
-    seconds = both * (1 - watch.share)
-    actors = scenario.config.services.rollout.actors
-    note = (
-        f"{once.calls:.0f} calls, {once.calls / seconds:.0f} per second of the driver;"
-        f" {both:.2f} s with the stand-ins"
-    )
-    times = {f"driver of {actors}": [seconds], "iteration": [found.iteration]}
-    return Ratio.of(times, f"driver of {actors}", "iteration", GOAL, note)
+def scenario(model: str, count: int, *overrides: str) -> Scenario:
+    """``count`` prompts on as many GPUs, in the layout that is chosen for them."""
+    config = load(f"{model}-sol_rl-hpsv2", [f"prompts.per_iteration={count}", *overrides])
+    given = Assumptions(gpus=count, accelerator=KIND)
+    cpus = given.node_cpus / given.node_gpus
+    gpus = [Gpus(KIND, count, ACCELERATORS[KIND].memory_gb, cpus)]
+    with described(config) as (family, _):
+        choice = laid_out(config, family, gpus, given).choice
+        assert choice is not None
+        costs = costs_of(config, family, gpus, given)
+        return scenario_of(config, choice.best, family, gpus, given, costs)
 
 
-class StandIns:
-    """The share of CPU time in which a file of ``simulator`` beneath the ring is at work, or time
-    is made to jump.
+def _row(model: str, count: int, iterations: int) -> Ratio:
+    found = scenario(model, count)
+    meter = Meter()
+    with tempfile.TemporaryDirectory() as scratch:
+        timeline = Timeline(Path(scratch) / "timeline.jsonl")
+        simulated = run(found, iterations, meter.iteration, timeline.record)
+    actors = found.config.services.rollout.actors
+    driver, seconds = f"driver of {actors}, {model}", meter.seconds
+    times = {driver: seconds, "iteration": [simulated.iteration] * iterations}
+    each = sorted(seconds)[iterations // 2] / simulated.calls * 1e6
+    note = f"{simulated.calls:.0f} calls, {each:.0f} us each"
+    return Ratio.of(times, driver, "iteration", GOAL, note)
+
+
+class Meter:
+    """Seconds of CPU of this process in each iteration, without those in which a file of
+    ``simulator`` beneath the ring is at work, time is made to jump, or timers are put in order, of
+    which only virtual time has many.
     """
 
     FILES = tuple(f"simulator/{name}.py" for name in ("actors", "machine", "services", "transport"))
-    JUMPS = ("cluster/runtime/clock.py", "select")
+    JUMPS = (("cluster/runtime/clock.py", "select"), ("asyncio/events.py", "__lt__"))
 
     def __init__(self) -> None:
         self._inside = self._looks = 0
-
-    @property
-    def share(self) -> float:
-        """Of the looks so far."""
-        return self._inside / max(1, self._looks)
+        self.seconds: list[float] = []
 
     @contextmanager
-    def looking(self) -> Iterator[None]:
-        """Look every 2 ms of this process's CPU time."""
-        before = signal.signal(signal.SIGPROF, self._look)
+    def iteration(self) -> Iterator[None]:
+        """One of them."""
+        self._inside = self._looks = 0
+        before, began = signal.signal(signal.SIGPROF, self._look), time.process_time()
         signal.setitimer(signal.ITIMER_PROF, 0.002, 0.002)
         try:
             yield
+            gc.collect()
         finally:
             signal.setitimer(signal.ITIMER_PROF, 0)
             signal.signal(signal.SIGPROF, before)
+        share = self._inside / max(1, self._looks)
+        self.seconds.append((time.process_time() - began) * (1 - share))
 
     def _look(self, number: int, frame: FrameType | None) -> None:
         self._looks += 1
         while frame is not None:
-            file, jumps = frame.f_code.co_filename, frame.f_code.co_name == self.JUMPS[1]
-            if file.endswith(self.FILES) or (jumps and file.endswith(self.JUMPS[0])):
+            file, name = frame.f_code.co_filename, frame.f_code.co_name
+            if file.endswith(self.FILES) or any(
+                name == jumps and file.endswith(where) for where, jumps in self.JUMPS
+            ):
                 self._inside += 1
                 return
             frame = frame.f_back

@@ -1,4 +1,5 @@
-"""``timeline.jsonl``: a line per task that an actor had in hand, written by the driver.
+"""``timeline.jsonl``: a line per task that an actor had in hand, written by the driver. At the end
+of an iteration all of its lines are there.
 
 The driver sees when it sends a task and when the answer comes. An actor has up to ``in_flight``
 tasks sent ahead and does one after the other, so a task starts when it was sent or when the actor
@@ -11,6 +12,7 @@ import dataclasses
 import functools
 import json
 import logging
+import time
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,6 +20,8 @@ from records import atomic
 
 log = logging.getLogger(__name__)
 FILE = "timeline.jsonl"
+HELD_S = 1.0
+"""A line may be held back for so long, or until the next one comes."""
 MOST_BYTES = 64 << 20
 """Of a longer file only so much of its end is read."""
 
@@ -132,19 +136,33 @@ def _fields(kind: type) -> tuple[str, ...]:
 
 
 class Timeline:
-    """Appends spans to a file; one that cannot be written ends here with a warning, not the run."""
+    """Appends spans to a file, those of a second together: to open it for each would take the
+    driver of a thousand actors longer than the rest of a call.
+
+    One that cannot be written ends here with a warning, not the run.
+    """
 
     def __init__(self, path: Path):
         self._path = path
+        self._held: list[Span] = []  # not written yet
+        self._written = 0.0  # when, monotonic
         self.problem: str | None = None
 
     def record(self, span: Span) -> None:
-        """Append one line."""
-        if self.problem is not None:
+        """Append one line, now or with one that comes later."""
+        self._held.append(span)
+        if time.monotonic() - self._written >= HELD_S:
+            self.write()
+
+    def write(self) -> None:
+        """Nothing is held back on return."""
+        held, self._held, self._written = self._held, [], time.monotonic()
+        if self.problem is not None or not held:
             return
+        lines = (json.dumps({name: getattr(span, name) for name in _SPAN}) for span in held)
         try:
             with self._path.open("a", encoding="utf-8") as file:
-                file.write(json.dumps({name: getattr(span, name) for name in _SPAN}) + "\n")
+                file.writelines(line + "\n" for line in lines)
         except OSError as error:
             self.problem = (
                 f"{self._path}: {error.strerror or error}; the timeline ends here, training goes on"

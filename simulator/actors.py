@@ -14,6 +14,7 @@ from ray import ObjectRef
 
 from actors.messages import (
     ActorInfo,
+    AllRewards,
     ExploreChunk,
     Exported,
     Floats,
@@ -198,7 +199,7 @@ class Learner(TakesTurns):
         """Nothing of its own: the round takes as long as those that generate."""
         return Took(0.0, None)
 
-    def update(self, request: UpdateRequest) -> Took:
+    def update(self, request: UpdateRequest, told: AllRewards) -> Took:
         """No metrics."""
         samples = sum(len(portion.rows) for portion in request.portions)
         seconds = self.durations.update.at(samples)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 
 from planning.layouts.choose import Candidate, Choice
@@ -11,7 +12,7 @@ from planning.layouts.predict import Prediction
 from planning.layouts.scenario import Scenario
 from planning.make import Plan
 from records.timeline import Span
-from simulator.run import Simulated, simulate
+from simulator.run import Around, Record, Simulated, forget, simulate
 from simulator.services import Hardware
 
 WAITING = "waiting"
@@ -68,12 +69,14 @@ def _simulated_choice(choice: Choice | None, seconds: Sequence[float]) -> Choice
     return replace(choice, best=best, table=sorted(table, key=lambda each: each.seconds))
 
 
-def run(scenario: Scenario, count: int = 1) -> Simulated:
-    """A scenario in virtual time."""
+def run(
+    scenario: Scenario, count: int = 1, around: Around = nullcontext, record: Record = forget
+) -> Simulated:
+    """A scenario in virtual time, as ``simulate``."""
     hardware = Hardware(
         scenario.durations, scenario.laid, shards=scenario.shards, broadcast=scenario.sent
     )
-    return simulate(scenario.config, hardware, count)
+    return simulate(scenario.config, hardware, count, around, record)
 
 
 def as_prediction(found: Simulated) -> Prediction:

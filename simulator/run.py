@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
+from typing import TypeAlias
 
 from rich.console import Console
 
@@ -20,6 +22,12 @@ from simulator.services import Board, Hardware, SimulatedServices
 
 WARM = 2
 """Iterations before those that count where exploring is ahead: the first has nothing before it."""
+Around: TypeAlias = Callable[[], AbstractContextManager[object]]
+Record: TypeAlias = Callable[[Span], None]
+
+
+def forget(span: Span) -> None:
+    """Nobody is told."""
 
 
 @dataclass(frozen=True)
@@ -62,22 +70,36 @@ class Simulated:
         return sum(part.idle for part in self.parts) / len(self.parts) if self.parts else 0.0
 
 
-def simulate(config: RunConfig, hardware: Hardware, count: int = 1) -> Simulated:
+def simulate(
+    config: RunConfig,
+    hardware: Hardware,
+    count: int = 1,
+    around: Around = nullcontext,
+    record: Record = forget,
+) -> Simulated:
     """``count`` iterations of a run with its layout written out, from where they are all alike.
-    Takes no time but that of the driver's own code.
+    Takes no time but that of the driver's own code. ``around`` each of them a context is entered;
+    ``record`` is told what every actor did, as it is done.
     """
     with collected_rarely(), asyncio.Runner(loop_factory=clock.VirtualLoop) as runner:
-        return runner.run(_simulate(config, hardware, count))
+        return runner.run(_simulate(config, hardware, count, around, record))
 
 
-async def _simulate(config: RunConfig, hardware: Hardware, count: int) -> Simulated:
+async def _simulate(
+    config: RunConfig, hardware: Hardware, count: int, around: Around, record: Record
+) -> Simulated:
     spans: list[Span] = []
+
+    def keep(span: Span) -> None:
+        spans.append(span)
+        record(span)
+
     board, warm = Board(hardware), WARM if config.explore_ahead else 0
     # one more than are run: the last one has exploring ahead beside it too
     rewards = config.rewards.model_copy(update={"deterministic": False})  # they are drawn
     update = {"iterations": warm + count + 1, "rewards": rewards}
     config = config.model_copy(update=update)
-    services = SimulatedServices(config, board, _nothing, spans.append)
+    services = SimulatedServices(config, board, _nothing, keep)
     prompts = [Prompt(f"prompt {n}") for n in range(config.prompts.per_iteration)]
     progress = Progress(console=Console(quiet=True), clock=clock.now)
     ring = Ring(config, services, prompts, progress, _nothing)
@@ -91,7 +113,8 @@ async def _simulate(config: RunConfig, hardware: Hardware, count: int) -> Simula
     rows: list[Metrics] = []
     for index in range(warm, warm + count):
         last = clock.now()
-        rows.append((await ring.iteration(index))[0])
+        with around():
+            rows.append((await ring.iteration(index))[0])
     ended, seconds = clock.now(), clock.now() - began
     parts = [
         Part(part.name, kind, actors, max(0.0, 1 - (part.used() - before) / seconds))

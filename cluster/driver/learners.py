@@ -30,6 +30,7 @@ from records.errors import InputsLost, RunFailed, StateLost
 
 R = TypeVar("R")
 X = TypeVar("X")
+Y = TypeVar("Y")
 RENDEZVOUS_TRIES = 3
 """Times that replicas may be lost while they find each other, one after the other."""
 HINDSIGHT_S = 5.0
@@ -153,11 +154,19 @@ class EveryReplica(Caller):
         return await self._all(task, lambda rank: call)
 
     async def call_each(
-        self, task: Task[R], method: Method[[X], R], messages: Callable[[int], Sequence[X]]
+        self,
+        task: Task[R],
+        method: Method[[X, Y], R],
+        messages: Callable[[int], Sequence[X]],
+        shared: Y,
     ) -> R:
-        """See ``Caller``: each replica is sent its own message."""
-        sent = messages(len(self.pool.members))
-        calls = [Call(method.__name__, (message,), {}) for message in sent]
+        """See ``Caller``. What is shared is put into the object store once, and each is sent a
+        reference.
+        """
+        if len(self.pool.members) == 1:
+            return await super().call_each(task, method, messages, shared)
+        once, sent = self.pool.put(shared), messages(len(self.pool.members))
+        calls = [Call(method.__name__, (message, once), {}) for message in sent]
         return cast(R, await self._all(task, calls.__getitem__))
 
     async def _all(self, task: AnyTask, call: Callable[[int], Call]) -> Answer:
@@ -166,40 +175,60 @@ class EveryReplica(Caller):
             return await self.pool.perform(task, call(0))
         # a loss is raised at once; a failure, which all of them hear of, when all have ended: they
         # write down what failed
-        ended, failures = asyncio.Barrier(len(members)), dict[int, RunFailed]()
+        ending = _Ending(len(members), self.patience_s)
         found = await run_together(
             *(
-                self._one(rank, member, task, call(rank), ended, failures)
+                self._one(rank, member, task, call(rank), ending)
                 for rank, member in enumerate(members)
             )
         )
-        if failures:
-            raise failures[min(failures)]
+        if ending.failures:
+            raise ending.first
         return found[0]
 
     async def _one(
-        self,
-        rank: int,
-        member: Member,
-        task: AnyTask,
-        call: Call,
-        ended: asyncio.Barrier,
-        failures: dict[int, RunFailed],
+        self, rank: int, member: Member, task: AnyTask, call: Call, ending: _Ending
     ) -> Answer:
         key = cast(tuple[object, ...], task.key)  # as ``LearnerClient`` names its tasks
         own = replace(task, key=(*key, f"replica {rank}"))
-        answer: Answer = None
-        patience_s = None
         try:
             # past the queue, which would give all of them to whichever replica is free
             answer = await self.pool.perform_on(member, own, call)
         except RunFailed as failure:
-            failures[rank] = failure
-            patience_s = self.patience_s
-        try:
-            async with asyncio.timeout(patience_s):
-                await ended.wait()
-        except TimeoutError:
-            # of the lowest rank: the same fault is always told in the same words
-            raise failures[min(failures)] from None
+            await ending.failed(rank, failure)
+            return None
+        ending.ended()
         return answer
+
+
+class _Ending:
+    """Of a call that all replicas were asked: how many have not ended, and how some failed.
+
+    Only a failure waits for the others; were all to wait, a thousand would be woken for nothing.
+    """
+
+    def __init__(self, size: int, patience_s: float | None):
+        self._left, self._patience_s = size, patience_s
+        self._over = asyncio.Event()
+        self.failures: dict[int, RunFailed] = {}  # by rank
+
+    @property
+    def first(self) -> RunFailed:
+        """That of the lowest rank: the same fault is always told in the same words."""
+        return self.failures[min(self.failures)]
+
+    def ended(self) -> None:
+        """One more has."""
+        self._left -= 1
+        if not self._left:
+            self._over.set()
+
+    async def failed(self, rank: int, failure: RunFailed) -> None:
+        """One has failed. Returns when all have ended; raises ``first`` when patience is over."""
+        self.failures[rank] = failure
+        self.ended()
+        try:
+            async with asyncio.timeout(self._patience_s):
+                await self._over.wait()
+        except TimeoutError:
+            raise self.first from None

@@ -7,6 +7,7 @@ round of generating, in which each has a call of its own or stands by for the ot
 from __future__ import annotations
 
 import asyncio
+import bisect
 import itertools
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
@@ -20,6 +21,7 @@ from cluster.runtime.tasks import BackgroundTasks, run_together
 
 R = TypeVar("R")
 X = TypeVar("X")
+Y = TypeVar("Y")
 
 
 class Turns:
@@ -54,10 +56,14 @@ class InTurn(Caller):
         return await self.turns.take(lambda: self.caller.perform(task, call))
 
     async def call_each(
-        self, task: Task[R], method: Method[[X], R], messages: Callable[[int], Sequence[X]]
+        self,
+        task: Task[R],
+        method: Method[[X, Y], R],
+        messages: Callable[[int], Sequence[X]],
+        shared: Y,
     ) -> R:
         """See ``Caller``."""
-        return await self.turns.take(lambda: self.caller.call_each(task, method, messages))
+        return await self.turns.take(lambda: self.caller.call_each(task, method, messages, shared))
 
 
 @dataclass(order=True)
@@ -82,13 +88,13 @@ class Rounds(Caller):
 
     def __init__(self, pool: ActorPool, turns: Turns) -> None:
         self._pool, self._turns = pool, turns
-        self._waiting: list[_Waiting] = []
+        self._waiting: list[_Waiting] = []  # sorted
         self._numbers = itertools.count()
 
     async def perform(self, task: AnyTask, call: Call) -> Answer:
         answer: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
         mine = _Waiting((task.priority, next(self._numbers)), task, call, answer)
-        self._waiting.append(mine)
+        bisect.insort(self._waiting, mine)
         try:
             # as many turns as calls: this one may have been answered in another's
             await self._turns.take(self._round)
@@ -122,9 +128,16 @@ class Rounds(Caller):
 
     def _chosen(self, size: int) -> list[_Waiting]:
         """Who comes next: the first that waits, and up to ``size`` that go with it."""
-        waiting = sorted(each for each in self._waiting if not each.answer.done())
-        chosen = [each for each in waiting if each.goes_with(waiting[0])][:size]
-        self._waiting = [each for each in waiting if each not in chosen]
+        chosen: list[_Waiting] = []
+        left: list[_Waiting] = []
+        for place, each in enumerate(self._waiting):
+            if len(chosen) == size:
+                left += self._waiting[place:]  # not looked at: thousands may wait
+                break
+            if not each.answer.done():
+                goes = not chosen or each.goes_with(chosen[0])
+                (chosen if goes else left).append(each)
+        self._waiting = left
         return chosen
 
     def _standing_by(self, first: _Waiting, rank: int) -> tuple[AnyTask, Call]:

@@ -82,7 +82,9 @@ class RewardService:
         """(texts, metadata) of prompts as scorers get them; a source image is read once."""
         if self.model is None:
             return [prompt.text for prompt in prompts], [prompt.metadata for prompt in prompts]
-        told = {id(prompt): prompt.told(self.model) for prompt in prompts}
+        # a batch is mostly of one prompt, again and again
+        different = {id(prompt): prompt for prompt in prompts}
+        told = {which: prompt.told(self.model) for which, prompt in different.items()}
         return [prompt.text for prompt in prompts], [told[id(prompt)] for prompt in prompts]
 
     @property
@@ -205,20 +207,23 @@ class Scoring:
         self, labels: Labels, ask: Callable[[RewardClient, Labels], Awaitable[Scores]], count: int
     ) -> dict[str, Floats]:
         """Raw scores float32 [count] of ``labels``, asked of the pools that have them."""
+        asked = [
+            self._ask(pool, mine, ask, count)
+            for pool, held in self._service.groups.values()
+            if (mine := tuple(label for label in held if label in labels))
+        ]
+        if len(asked) == 1:  # as most often, and it needs no task of its own
+            return self._given(labels, [await asked[0]])
         # all have ended before one error is raised: none goes on asking in the background
-        outcomes = await asyncio.gather(
-            *(
-                self._ask(pool, mine, ask, count)
-                for pool, held in self._service.groups.values()
-                if (mine := tuple(label for label in held if label in labels))
-            ),
-            return_exceptions=True,
-        )
+        outcomes = await asyncio.gather(*asked, return_exceptions=True)
         ends = [outcome for outcome in outcomes if isinstance(outcome, BaseException)]
         # images can be made again: what ends the run comes first
         for end in sorted(ends, key=lambda end: isinstance(end, InputsLost)):
             raise end
         answers = [outcome for outcome in outcomes if isinstance(outcome, Scores)]
+        return self._given(labels, answers)
+
+    def _given(self, labels: Labels, answers: Sequence[Scores]) -> dict[str, Floats]:
         self._count_answers(answers)
         given = {label: values for answer in answers for label, values in answer.values.items()}
         return {label: given[label] for label in labels}

@@ -115,8 +115,8 @@ class Session:
         self.config, self.rundir = config, rundir
         self.progress = progress or Progress(title=f"Sol-RL: {config.name}")
         self.position, self._prompts = Position(), (train_prompts, test_prompts)
-        timeline = Timeline(rundir.timeline_file)
-        self.services = ActorServices(config, rundir, self._event, timeline.record)
+        self._timeline = Timeline(rundir.timeline_file)
+        self.services = ActorServices(config, rundir, self._event, self._timeline.record)
         event, note = rundir.event, self.progress.note
         self.sinks = Sinks(config, rundir, event)
         self.extremes = Extremes(config, rundir, event, note, self.sinks.images)
@@ -160,6 +160,7 @@ class Session:
             # after the extremes, whose images go there
             self.sinks.close()
             await self.live_report.close()
+            self._timeline.write()
             # last: it is drawn from what all of these have written
             self._report()
 
@@ -223,6 +224,7 @@ class Session:
         began = time.monotonic()
         # exploring ahead is for an iteration that will be begun again
         await self.ring.close()
+        self._timeline.write()  # what is forgotten now must not be written later
         checkpoint = self.checkpoints.rewind(in_process=True)
         await self.services.learners.renew(why)
         self.rundir.event(
@@ -266,6 +268,7 @@ class Session:
         index = self.position.next_iteration
         self.scaling.begin_iteration()
         metrics, it = await self.ring.iteration(index)
+        self._timeline.write()  # before a checkpoint: who resumes there has what came before
         self.position.next_iteration = index + 1
         self._record(it, metrics | self.scaling.metrics(float(metrics["time/iteration_s"])))
         if self.ring.monitor.backend != self.ring.monitor.backend_before:

@@ -27,6 +27,7 @@ from records.errors import RunFailed
 Side = Literal["rollout", "learner"]
 R = TypeVar("R")
 X = TypeVar("X")
+Y = TypeVar("Y")
 AT_ANY_TIME = {
     method.__name__
     for method in (
@@ -163,11 +164,15 @@ class WithGpus(Caller):
             return await self.caller.perform(task, call)
 
     async def call_each(
-        self, task: Task[R], method: Method[[X], R], messages: Callable[[int], Sequence[X]]
+        self,
+        task: Task[R],
+        method: Method[[X, Y], R],
+        messages: Callable[[int], Sequence[X]],
+        shared: Y,
     ) -> R:
         """See ``Caller``."""
         async with self.turns.of(self.side):
-            return await self.caller.call_each(task, method, messages)
+            return await self.caller.call_each(task, method, messages, shared)
 
 
 def learner_in_turn(client: LearnerClient, turns: AllStay) -> LearnerClient:

@@ -14,25 +14,20 @@ from cluster.runtime import clock
 
 Bell = asyncio.Future[None]
 X = TypeVar("X")
-Y = TypeVar("Y")
 
 
 class Alarm:
-    """Wakes who waits when one of two futures is done, or at a moment."""
+    """Wakes who waits when an answer is there, at a moment, or when it is told to."""
 
     def __init__(self) -> None:
         self._due: dict[Bell, float] = {}
         self._timer: asyncio.TimerHandle | None = None  # of the earliest moment, or an earlier one
 
-    async def wait(
-        self, due: float, answer: asyncio.Future[X], gone: asyncio.Future[Y] | None
-    ) -> None:
-        """Returns when ``answer`` or ``gone`` is done, or at ``due`` on the driver's clock."""
+    async def wait(self, due: float, answer: asyncio.Future[X]) -> None:
+        """Returns when ``answer`` is done, at ``due`` on the driver's clock, or on ``wake``."""
         bell = asyncio.get_running_loop().create_future()
         ring = partial(_ring, bell)
         answer.add_done_callback(ring)
-        if gone is not None:
-            gone.add_done_callback(ring)
         self._due[bell] = due
         # one that rings too early only looks, and is set anew: cheaper than to be exact
         if self._timer is None or due < self._timer.when():
@@ -42,8 +37,11 @@ class Alarm:
         finally:
             del self._due[bell]
             answer.remove_done_callback(ring)
-            if gone is not None:
-                gone.remove_done_callback(ring)
+
+    def wake(self) -> None:
+        """Wake all that wait."""
+        for bell in self._due:
+            _ring(bell)
 
     def _set(self, due: float) -> None:
         if self._timer is not None:

@@ -90,24 +90,12 @@ async def answer_of(
         RayError: what the method raised.
     """
     future, gone = transport.answer(ref), member.gone
-    asked = clock.now()
-    future.add_done_callback(_observe)
-    while True:
-        # counted from the last answer of all, not from sending: tasks wait behind each other there
-        limit = service.deadline_s + (service.warm_up_s if member.cold else 0.0)
-        # not in the past either, or this very wait would look like the driver's own absence
-        due = max(asked, member.last_answer, clock.now() - limit) + limit
-        if not future.done():
-            await member.alarm.wait(due, future, gone)
-        if future.done():
-            break
-        if gone is not None and gone.done():
-            raise NodeLost(gone.result())
-        if clock.now() > due + AWAY_S:
-            asked = clock.now()
-        # another call's answer may have come meanwhile: then this one's time begins again
-        if clock.now() - max(asked, member.last_answer) >= limit:
-            raise ActorLost(f"no answer for {limit:g} s")
+    try:
+        await _settled(member, future, gone, service)
+    except BaseException:
+        # nobody awaits it any more, and asyncio would complain of an error that nobody looked at
+        future.add_done_callback(_observe)
+        raise
     member.last_answer = clock.now()
     try:
         return future.result()
@@ -122,11 +110,37 @@ async def answer_of(
         raise
 
 
+async def _settled(
+    member: Member,
+    future: asyncio.Future[Value],
+    gone: asyncio.Future[str] | None,
+    service: Service,
+) -> None:
+    """Returns once the answer is there. Raises ActorLost, NodeLost as ``answer_of``."""
+    asked = clock.now()
+    while not future.done():
+        # counted from the last answer of all, not from sending: tasks wait behind each other there
+        limit = service.deadline_s + (service.warm_up_s if member.cold else 0.0)
+        # not in the past either, or this very wait would look like the driver's own absence
+        due = max(asked, member.last_answer, clock.now() - limit) + limit
+        if gone is None or not gone.done():  # else nobody would wake this one
+            await member.alarm.wait(due, future)
+        if future.done():
+            return
+        if gone is not None and gone.done():
+            raise NodeLost(gone.result())
+        if clock.now() > due + AWAY_S:
+            asked = clock.now()
+        # another call's answer may have come meanwhile: then this one's time begins again
+        if clock.now() - max(asked, member.last_answer) >= limit:
+            raise ActorLost(f"no answer for {limit:g} s")
+
+
 def _inputs_lost(error: ObjectLostError) -> InputsLost:
     return InputsLost(str(error).splitlines()[0])
 
 
 def _observe(future: asyncio.Future[Value]) -> None:
-    """Look at how a call ended even where it is not awaited any more: asyncio would complain."""
+    """Look at how a call ended."""
     if not future.cancelled():
         future.exception()

@@ -175,6 +175,10 @@ class ActorPool(Caller):
         refs = self._transport.send(member.handle, call)
         return cast(R, await self._answers.of(member, (method.__name__,), 0, refs[0]))
 
+    def put(self, value: R) -> ObjectRef[R]:
+        """``value`` in the object store, to be an argument of many calls."""
+        return self._transport.put(value)
+
     # ---- tasks
 
     def _put(self, pending: PendingTask) -> None:

@@ -242,6 +242,7 @@ class Supervisor:
 
     def _node_lost(self, member: Member, incarnation: int, why: asyncio.Future[str]) -> None:
         """Also of an actor that nothing is asked of now: the next task shall not wait for it."""
+        member.alarm.wake()  # what it was asked, whichever actor is in this place by now
         if not why.cancelled() and member.handle and member.incarnation == incarnation:
             self.stranded(member, incarnation, why.result())
 

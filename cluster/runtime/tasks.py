@@ -13,6 +13,8 @@ async def run_together(*coroutines: Coroutine[None, None, Value]) -> list[Value]
     """All values, in order. When one raises, the others are cancelled, and have ended before its
     exception is raised: none works on in the background.
     """
+    if len(coroutines) == 1:  # as most often, and a group takes longer than what is in it
+        return [await coroutines[0]]
     try:
         async with asyncio.TaskGroup() as group:
             tasks = [group.create_task(coroutine) for coroutine in coroutines]

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from typing import Any, Protocol, TypeAlias
+from typing import Any, Protocol, TypeAlias, TypeVar
 
 import ray
 from ray import ObjectRef
 
 from actors.calls import Answer, Call
 
+Value = TypeVar("Value")
 Handle: TypeAlias = Any  # of an actor, whose methods exist at run time only
 
 
@@ -25,6 +26,10 @@ class Transport(Protocol):
 
     def answer(self, reference: ObjectRef[Answer]) -> asyncio.Future[Answer]:
         """The value behind ``reference``, once it is there; raises what the call raised."""
+        ...
+
+    def put(self, value: Value) -> ObjectRef[Value]:
+        """A reference to ``value``, which calls that have it as an argument resolve."""
         ...
 
     def kill(self, handle: Handle) -> None:
@@ -46,6 +51,10 @@ class RayTransport:
     def answer(self, reference: ObjectRef[Answer]) -> asyncio.Future[Answer]:
         """See ``Transport``."""
         return asyncio.wrap_future(reference.future())
+
+    def put(self, value: Value) -> ObjectRef[Value]:
+        """See ``Transport``."""
+        return ray.put(value)
 
     def kill(self, handle: Handle) -> None:
         """See ``Transport``."""

@@ -6,6 +6,7 @@ the checkpoint and ends with the bits of a run in which nobody died.
 
 import asyncio
 import os
+import pickle
 import signal
 from typing import Any
 
@@ -18,10 +19,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from actors.calls import Call, Task
+from actors.clients import LearnerClient
 from actors.learner import gather
 from actors.messages import Portion, SampleRows, TrainingGroup
-from actors.sharing import share
-from cluster.driver.learners import LearnerGroup
+from actors.sharing import all_rewards, share
+from cluster.driver.learners import EveryReplica, LearnerGroup
 from cluster.runtime.member import Member
 from cluster.runtime.pool import ActorPool
 from cluster.runtime.template import runtime_env
@@ -140,10 +142,10 @@ def test_an_update_is_shared_out_by_prompt():
     """Four prompts over three replicas: samples go to one, rewards to all."""
     groups = [group_with(p, [f"r{p}"], [(0, 1)]) for p in range(4)]
     found: dict[int, int] = {}
+    rewards = all_rewards(groups[::-1]).by_prompt()
+    assert {p: rewards[p].tolist() for p in rewards} == {p: [p, -p] for p in range(4)}
     for rank, request in enumerate(share(5, groups, 3, "prompts")):
-        rewards = request.rewards_by_prompt()
         assert request.iteration == 5
-        assert {p: rewards[p].tolist() for p in rewards} == {p: [p, -p] for p in range(4)}
         found |= {portion.prompt: rank for portion in request.portions}
         assert all(one == portion_of(groups[one.prompt]) for one in request.portions)
     assert found == {0: 0, 1: 1, 2: 2, 3: 0}
@@ -165,13 +167,13 @@ def test_an_update_is_shared_out_by_sample():
     objects that hold its rows are named; rewards go to everyone.
     """
     groups = [group_with(p, [f"a{p}", f"b{p}"], [(5,), (0,)]) for p in range(4)]
-    found = []
-    for request in share(5, groups[::-1], 3, "samples"):
-        assert request.prompts == (0, 1, 2, 3) and request.counts == (2, 2, 2, 2)
-        assert request.rewards.tolist() == [0, 0, 1, -1, 2, -2, 3, -3]
-        found.append(
-            [(part.samples, part.rows) for one in request.portions for part in one.samples]
-        )
+    told = all_rewards(groups[::-1])
+    assert told.prompts == (0, 1, 2, 3) and told.counts == (2, 2, 2, 2)
+    assert told.rewards.tolist() == [0, 0, 1, -1, 2, -2, 3, -3]
+    found = [
+        [(part.samples, part.rows) for one in request.portions for part in one.samples]
+        for request in share(5, groups[::-1], 3, "samples")
+    ]
     assert found == [
         [("a0", (5,)), ("b0", (0,))],
         [("a1", (5,)), ("b1", (0,)), ("a2", (5,))],
@@ -179,6 +181,34 @@ def test_an_update_is_shared_out_by_sample():
     ]
     with pytest.raises(RunFailed, match="8 scored samples of 4 prompts, which 9 replicas"):
         share(5, groups, 9, "samples")
+
+
+def test_what_all_replicas_are_told_is_sent_once():
+    """So that what the driver sends grows with prompts and replicas, and not with both."""
+
+    class Sent:
+        def __init__(self, size: int):
+            self.members, self.puts, self.calls = range(size), [], []
+
+        def put(self, value: Any) -> str:
+            self.puts.append(value)
+            return "reference"
+
+        async def perform_on(self, member: int, task: Task[Any], call: Call) -> dict[str, float]:
+            self.calls.append(call.args)
+            return {}
+
+    sizes = []
+    for size in (4, 400):
+        groups, pool = [group_with(p, [f"r{p}"], [(0, 1)]) for p in range(size)], Sent(size)
+        every = EveryReplica(pool)  # type: ignore[arg-type]
+        client = LearnerClient(every, every, every)
+        asyncio.run(client.update(0, groups))
+        (told,) = pool.puts
+        assert [len(rewards) for rewards in told.by_prompt().values()] == [2] * size
+        assert {told for _, told in pool.calls} == {"reference"} and len(pool.calls) == size
+        sizes.append(max(len(pickle.dumps(request)) for request, _ in pool.calls))
+    assert sizes[1] < sizes[0] + 10
 
 
 @given(st.lists(st.integers(1, 9), min_size=1, max_size=12), st.integers(1, 40))

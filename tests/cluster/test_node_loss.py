@@ -109,6 +109,24 @@ def test_calls_to_a_lost_node_are_made_elsewhere_and_no_task_is_blamed():
     assert {fields["why"] for fields in nodes.told("chunk_reissued")} == {"silent"}
 
 
+def test_calls_under_way_leave_nothing_with_their_node():
+    """A node has many actors with many calls: the end of each must not go through all others'."""
+    nodes = Nodes("a", "b")
+    pool = nodes.pool(in_flight=8)
+
+    async def work() -> list[str]:
+        before = len(nodes.gone["a"]._callbacks or ())
+        nodes.silent.add("a")
+        calls = [asyncio.create_task(pool.call(Task(i), Worker.work)) for i in range(8)]
+        while pool.members[0].sent < 8:
+            await asyncio.sleep(0.01)
+        assert len(nodes.gone["a"]._callbacks or ()) == before > 0
+        nodes.notice("a")
+        return await asyncio.gather(*calls)
+
+    assert run(pool, work) == ["b"] * 8
+
+
 def test_an_idle_actor_is_replaced_before_anything_is_asked_of_it():
     nodes = Nodes("a", "b")
     pool = nodes.pool()
@@ -240,7 +258,7 @@ def test_a_driver_that_was_stopped_calls_nobody_silent(monkeypatch):
         monkeypatch.setattr(nodes, "send", lambda handle, call: [late])
         call = asyncio.create_task(pool.ask(member, Worker.work))
 
-        async def stopped(alarm: Alarm, due: float, answer: asyncio.Future[Any], _: object) -> None:
+        async def stopped(alarm: Alarm, due: float, answer: asyncio.Future[Any]) -> None:
             if now[0] < due == 5.0:
                 now[0] += 60.0  # the timer rings a minute late
                 asyncio.get_running_loop().call_later(0.01, late.set_result, "answer")

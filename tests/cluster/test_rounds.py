@@ -14,7 +14,7 @@ from actors.learner import LearnerActor
 from actors.messages import GenerateRequest
 from cluster.driver import learners
 from cluster.driver.learners import LearnerGroup
-from cluster.driver.rounds import InTurn, Rounds, Turns
+from cluster.driver.rounds import InTurn, Rounds, Turns, _Waiting
 from cluster.runtime.pool import ActorPool
 from configs.services import LearnerService
 from records.errors import RunFailed, StateLost
@@ -89,6 +89,25 @@ def test_a_round_is_of_one_kind_and_who_has_nothing_stands_by():
     # nobody is asked for the next thing before all have answered
     for first in range(0, len(pool.log), 6):
         assert [what for what, _ in pool.log[first : first + 6]] == ["begin"] * 3 + ["end"] * 3
+
+
+def test_who_waits_is_looked_at_when_a_round_has_room(monkeypatch):
+    """400 calls over four replicas: one is compared with the first of its round, and no more."""
+    asked, real = [], _Waiting.goes_with
+
+    def counted(each: _Waiting, other: _Waiting) -> bool:
+        asked.append(each)
+        return real(each, other)
+
+    monkeypatch.setattr(_Waiting, "goes_with", counted)
+    pool = Members(4)
+
+    async def work() -> None:
+        rounds, _ = callers(pool)
+        await asyncio.gather(*(generating(rounds, n) for n in range(400)))
+
+    asyncio.run(work())
+    assert [len(one) for one in pool.done] == [100] * 4 and len(asked) == 300
 
 
 def test_updates_and_rounds_take_turns_in_one_order():

@@ -78,6 +78,7 @@ def test_what_is_written_is_read_again_and_damage_is_passed_over(tmp_path):
     timeline = Timeline(file)
     for each in spans:
         timeline.record(each)
+    timeline.write()
     with file.open("a") as out:
         out.write(
             '[]\n{"service": 1}\n'
@@ -88,6 +89,28 @@ def test_what_is_written_is_read_again_and_damage_is_passed_over(tmp_path):
     forget_after(file, 3.0)
     assert read_spans(file) == [spans[1]]
     assert read_spans(tmp_path / "none") == []
+
+
+def test_the_lines_of_a_second_are_written_together(tmp_path, monkeypatch):
+    """In order; the file is opened once for all of them, and for each second's first."""
+    now, opened = [1e6], []
+    monkeypatch.setattr("records.timeline.time.monotonic", lambda: now[0])
+    real = type(tmp_path).open
+
+    def counted(path, mode, **named):
+        opened.append(mode)
+        return real(path, mode, **named)
+
+    monkeypatch.setattr(type(tmp_path), "open", counted)
+    timeline, spans = Timeline(tmp_path / "timeline.jsonl"), []
+    for number in range(40):
+        now[0] += 0.06
+        spans.append(span("score", number, number + 1.0))
+        timeline.record(spans[-1])
+    assert opened == ["a"] * 3
+    timeline.write()
+    timeline.write()
+    assert opened == ["a"] * 4 and read_spans(tmp_path / "timeline.jsonl") == spans
 
 
 def test_a_full_disk_ends_the_timeline_and_nothing_else(tmp_path):
@@ -234,6 +257,7 @@ def write_timeline(run: Path) -> list[Span]:
     timeline = Timeline(run / "timeline.jsonl")
     for each in spans:
         timeline.record(each)
+    timeline.write()
     return spans
 
 
