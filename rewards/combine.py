@@ -133,6 +133,12 @@ class Combination:
             used = {label: self._normalised(values, scored) for label, values in used.items()}
         return combine(used, self.weights)
 
+    def missing(self, scores: Mapping[str, np.ndarray]) -> int:
+        """How many images have no reward: a required scorer gave them no score."""
+        required = [label for label in self.weights if label not in self.optional]
+        there = np.logical_and.reduce([np.isfinite(scores[label]) for label in required])
+        return int(np.size(there) - np.count_nonzero(there))
+
     def _normalised(self, values: np.ndarray, scored: np.ndarray) -> np.ndarray:
         made = np.full(len(values), np.nan)
         made[scored] = NORMALISERS[self.normalise](values[scored].astype(np.float64))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 from ray import ObjectRef
@@ -82,8 +83,7 @@ class RewardService:
         """(texts, metadata) of prompts as scorers get them; a source image is read once."""
         if self.model is None:
             return [prompt.text for prompt in prompts], [prompt.metadata for prompt in prompts]
-        # a batch is mostly of one prompt, again and again
-        different = {id(prompt): prompt for prompt in prompts}
+        different = {id(prompt): prompt for prompt in prompts}  # of a batch mostly one
         told = {which: prompt.told(self.model) for which, prompt in different.items()}
         return [prompt.text for prompt in prompts], [told[id(prompt)] for prompt in prompts]
 
@@ -95,20 +95,26 @@ class RewardService:
 
 @dataclass(frozen=True)
 class Scored:
-    """Combined rewards float32 [B] (NaN: dropped), and raw scores float32 [B] by scorer label."""
+    """Raw scores float32 [B] by scorer label."""
 
-    rewards: Floats
     values: dict[str, Floats]
     combination: Combination
+
+    @cached_property
+    def rewards(self) -> Floats:
+        """Combined, float32 [B] (NaN: dropped). Of parts nobody asks: their whole is combined."""
+        return self.combination(self.values)
 
     @staticmethod
     def concatenate(parts: Sequence[Scored]) -> Scored:
         """Parts of one prompt's candidates, in order, combined anew: a normalisation is over all of
         them.
         """
-        labels, combination = parts[0].values, parts[0].combination
+        if len(parts) == 1:
+            return parts[0]
+        labels = parts[0].values
         values = {label: np.concatenate([part.values[label] for part in parts]) for label in labels}
-        return Scored(combination(values), values, combination)
+        return Scored(values, parts[0].combination)
 
 
 class Scoring:
@@ -162,9 +168,9 @@ class Scoring:
         values = await self._ask_all(self._labels, ask, len(prompts))
         # of the scorers that look at one image; those that compare come in ``together``
         combination = self.combination.uncompared if self._comparing else self.combination
-        scored = Scored(combination(values), values, combination)
+        scored = Scored(values, combination)
         if not self._comparing:
-            self._count_rewards(scored)
+            self._count(scored, len(prompts))
         if self._recheck:
             # before the wait: other batches are scored meanwhile, and one is enough
             self._recheck = False
@@ -193,9 +199,10 @@ class Scoring:
             return client.compare(task, prompt.text, metadata, labels, images)
 
         known = Scored.concatenate(parts).values
-        values = known | await self._ask_all(self._comparing, ask, len(next(iter(known.values()))))
-        scored = Scored(self.combination(values), values, self.combination)
-        self._count_rewards(scored)
+        count = len(next(iter(known.values())))
+        values = known | await self._ask_all(self._comparing, ask, count)
+        scored = Scored(values, self.combination)
+        self._count(scored, count)
         return scored
 
     @property
@@ -320,9 +327,9 @@ class Scoring:
             missing = np.full(count, np.nan, np.float32)
             return Scores(dict.fromkeys(labels, missing), (str(end),))
 
-    def _count_rewards(self, scored: Scored) -> None:
-        self.scored += len(scored.rewards)
-        self.dropped += int((~np.isfinite(scored.rewards)).sum())
+    def _count(self, scored: Scored, images: int) -> None:
+        self.scored += images
+        self.dropped += self.combination.missing(scored.values)
         for label in self.combination.optional:
             self.stood_in += int((~np.isfinite(scored.values[label])).sum())
 

@@ -40,7 +40,7 @@ def stream_seed(run_seed: int, purpose: str, *index: int) -> int:
     PURPOSES.
     """
     top, name = _named(purpose, run_seed, index)
-    return top | _low(hashlib.blake2b(name, digest_size=7))
+    return top | int.from_bytes(hashlib.blake2b(name, digest_size=7).digest(), "little")
 
 
 def stream_seeds(count: int, run_seed: int, purpose: str, *index: int) -> tuple[int, ...]:
@@ -50,7 +50,7 @@ def stream_seeds(count: int, run_seed: int, purpose: str, *index: int) -> tuple[
     for last in range(count):
         digest = begun.copy()
         digest.update(b"/%d" % last)
-        seeds.append(top | _low(digest))
+        seeds.append(top | int.from_bytes(digest.digest(), "little"))
     return tuple(seeds)
 
 
@@ -63,10 +63,6 @@ def _named(purpose: str, run_seed: int, index: Sequence[int]) -> tuple[int, byte
         )
     message = "/".join(str(int(part)) for part in (run_seed, *index))
     return (PURPOSES.index(purpose) + 1) << 56, f"{purpose}/{message}".encode()
-
-
-def _low(digest: hashlib.blake2b) -> int:
-    return int.from_bytes(digest.digest(), "little")
 
 
 def noise_for(seeds: Sequence[int], shape: Sequence[int]) -> Tensor:

@@ -51,6 +51,21 @@ def test_without_extras_it_is_the_weighted_sum_to_the_bit():
     )
 
 
+@given(st.lists(st.tuples(*[st.sampled_from([0.0, 2.0, NAN])] * 3), min_size=1, max_size=8))
+def test_who_has_no_reward_is_known_before_anything_is_combined(rows):
+    """By scorers a, b and c, of which c is optional, has a floor, or all are normalised."""
+    columns = zip(*rows, strict=True)
+    scores = {label: np.float32(column) for label, column in zip("abc", columns, strict=True)}
+    weights = {"a": 1.0, "b": -2.0, "c": 0.5}
+    for combination in (
+        Combination(weights),
+        Combination(weights, {"c": 1.0}, frozenset("c")),
+        Combination(weights, optional=frozenset("abc")),
+        Combination(weights, {"a": 1.0}, frozenset("c"), "rank"),
+    ):
+        assert combination.missing(scores) == np.isnan(combination(scores)).sum()
+
+
 def test_a_floor_lifts_scores_and_never_makes_one_up():
     assert near(Combination({"a": 2.0}, {"a": 1.0})({"a": np.float32([-5, 3, NAN])}), [2, 6, NAN])
 

@@ -1,0 +1,56 @@
+"""What the driver does for a batch of scores, counted: there are thousands in an iteration."""
+
+import asyncio
+from typing import Any
+
+import numpy as np
+
+from actors.calls import Task
+from actors.messages import Scores
+from cluster.driver.scoring import RewardService, Scoring
+from configs.load import load
+from configs.prompts import Prompt
+from rewards.combine import Combination
+
+
+def test_a_prompt_is_told_once_for_a_batch_of_its_images(monkeypatch):
+    asked: list[str] = []
+
+    def told(prompt: Prompt, model: object) -> dict[str, object]:
+        asked.append(prompt.text)
+        return {"of": prompt.text}
+
+    monkeypatch.setattr(Prompt, "told", told)
+    a, b = Prompt("a"), Prompt("b")
+    texts, metadata = RewardService({}, load("quickstart", []).model).told([a] * 24 + [b, a])
+    assert texts == ["a"] * 24 + ["b", "a"] and asked == ["a", "b"]
+    assert [row["of"] for row in metadata] == texts
+
+
+def test_parts_of_a_prompt_are_combined_once(monkeypatch):
+    """Six chunks, with an image each that has no score: it counts as dropped all the same."""
+    combined, real = [], Combination.__call__
+
+    def counted(self: Combination, scores: Any) -> np.ndarray:
+        combined.append(len(next(iter(scores.values()))))
+        return real(self, scores)
+
+    class Pool:
+        alive = 1
+
+        async def call(self, task: Task[Any], method: Any, *args: Any) -> Scores:
+            return Scores({label: np.float32([1, 2, np.nan]) for label in args[3]})
+
+    monkeypatch.setattr(Combination, "__call__", counted)
+    config = load("quickstart", [])
+    pool: Any = Pool()
+    service = RewardService({"reward": (pool, config.scorers_of("reward"))})
+    scoring, prompt = Scoring(config.rewards, service), Prompt("a")
+
+    async def score() -> np.ndarray:
+        parts = [await scoring.score(n, "images", [prompt] * 3, ()) for n in range(6)]  # type: ignore[arg-type]
+        return (await scoring.together("all", parts, [], prompt, ())).rewards
+
+    rewards = asyncio.run(score())
+    assert combined == [18] and (scoring.scored, scoring.dropped) == (18, 6)
+    assert np.isnan(rewards).tolist() == [False, False, True] * 6
