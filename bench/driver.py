@@ -14,7 +14,7 @@ import signal
 import statistics
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
@@ -30,29 +30,23 @@ from policy.precision.accelerators import ACCELERATORS
 from records.timeline import Timeline
 from simulator.outlook import run
 
-CASES = (("sana", ()), ("sana", ("explore.chunk_size=96",)), ("flux1", ()))
-"""With a prompt for each GPU: the shortest iterations on B200, the same with a chunk for each
-prompt, and the usual kind of long ones.
-"""
+MODELS = ("sana", "flux1")
+"""With a prompt for each GPU: the shortest iterations on B200, and the usual kind of long ones."""
 KIND = "B200"
 ACTORS = (64, 256, 1024)
 GOAL = 0.02
 
 
 def measure(options: Options) -> list[Ratio]:
-    """A row for each case and number of rollout actors, with as many prompts in an iteration; its
+    """A row for each model and number of rollout actors, with as many prompts in an iteration; its
     iterations are the repeats.
     """
-    return [
-        _row(model, count, overrides, options.repeats)
-        for count in ACTORS
-        for model, overrides in CASES
-    ]
+    return [_row(model, count, options.repeats) for count in ACTORS for model in MODELS]
 
 
-def scenario(model: str, count: int, overrides: Sequence[str] = ()) -> Scenario:
+def scenario(model: str, count: int) -> Scenario:
     """``count`` prompts on as many GPUs, in the layout that is chosen for them."""
-    config = load(f"{model}-sol_rl-hpsv2", [f"prompts.per_iteration={count}", *overrides])
+    config = load(f"{model}-sol_rl-hpsv2", [f"prompts.per_iteration={count}"])
     given = Assumptions(gpus=count, accelerator=KIND)
     cpus = given.node_cpus / given.node_gpus
     gpus = [Gpus(KIND, count, ACCELERATORS[KIND].memory_gb, cpus)]
@@ -63,14 +57,14 @@ def scenario(model: str, count: int, overrides: Sequence[str] = ()) -> Scenario:
         return scenario_of(config, choice.best, family, gpus, given, costs)
 
 
-def _row(model: str, count: int, overrides: Sequence[str], iterations: int) -> Ratio:
-    found = scenario(model, count, overrides)
+def _row(model: str, count: int, iterations: int) -> Ratio:
+    found = scenario(model, count)
     meter = Meter()
     with tempfile.TemporaryDirectory() as scratch:
         timeline = Timeline(Path(scratch) / "timeline.jsonl")
         simulated = run(found, iterations, meter.iteration, timeline.record)
     actors = found.config.services.rollout.actors
-    driver, seconds = " ".join([f"driver of {actors}, {model}", *overrides]), meter.seconds
+    driver, seconds = f"driver of {actors}, {model}", meter.seconds
     times = {driver: seconds, "iteration": [simulated.iteration] * iterations}
     each = statistics.median(seconds) / simulated.calls * 1e6
     note = f"{simulated.calls:.0f} calls, {each:.0f} us each"

@@ -39,7 +39,7 @@ def test_parts_of_a_prompt_are_combined_once(monkeypatch):
         alive = 1
 
         async def call(self, task: Task[Any], method: Any, *args: Any) -> Scores:
-            return Scores({label: np.float32([1, 2, np.nan]) for label in args[3]})
+            return Scores({label: np.array([1, 2, np.nan], np.float32) for label in args[3]})
 
     monkeypatch.setattr(Combination, "__call__", counted)
     config = load("quickstart", [])
