@@ -143,7 +143,7 @@ def _iteration(
     proxies, _ = timed("explore", lambda: explorer.explore(cond, seeds, STEPS, solver, guided))
     chosen = timed("select", lambda: select(redness(proxies), KEEP)).indices
     kept = [seeds[index] for index in chosen]
-    samples, images = timed("regenerate", lambda: trainer.regenerate(cond, kept))
+    samples, images = timed("regenerate", lambda: trainer.generator.generate(cond, kept))
     group = Group(0, cond, samples, redness(images))
     metrics = timed("update", lambda: trainer.update(0, [group]))
     timed("pack and load", lambda: _publish(trainer, explorer, 1))
