@@ -19,8 +19,9 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
 from configs.aliases import current, current_key, refuse_both
+from configs.arms import Arm
 from configs.objectives import DEFAULT_OBJECTIVE, OBJECTIVES, SETTINGS
-from configs.schema import Arm, RunConfig
+from configs.schema import RunConfig
 from configs.section import Tree
 
 HERE = Path(__file__).parent

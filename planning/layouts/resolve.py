@@ -21,7 +21,8 @@ from planning.assumptions import (
 )
 from planning.counting import Counts, counts_of
 from planning.held import held_of, parts_of
-from planning.layouts.choose import Choice, choose, needs_gpu
+from planning.layouts.candidates import needs_gpu
+from planning.layouts.choose import Choice, choose
 from planning.layouts.costs import Costs
 from planning.layouts.gpus import Gpus, gpus_of
 from planning.layouts.numbers import by_hand, with_numbers

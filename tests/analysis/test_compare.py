@@ -15,10 +15,10 @@ from analysis.compare.command import compare_existing
 from analysis.compare.data import REWARD, measure, remarks, summarise
 from analysis.compare.groups import group
 from analysis.compare.request import COMPARISONS, Request
-from analysis.compare.running import to_toml
 from analysis.compare.statistics import Mean, Moment, mean_of, paired, speed_up, time_to
 from analysis.compare.table import tables
 from configs.load import ConfigError, load, parse
+from configs.toml_text import to_toml
 from tests.analysis.fake_train import write
 from tests.analysis.page import Page
 from tests.analysis.synthetic import write_run
