@@ -174,11 +174,11 @@ class RunDirectory:
 
     def metrics(self) -> list[Row]:
         """All rows of metrics.jsonl."""
-        return list(_rows(self.metrics_file))
+        return list(rows_of(self.metrics_file))
 
     def events(self) -> list[Row]:
         """All rows of events.jsonl."""
-        return list(_rows(self.events_file))
+        return list(rows_of(self.events_file))
 
     def truncate(self, iteration: int, moment: float) -> None:
         """Forget metrics and images from ``iteration`` on, and events and work after ``moment``."""
@@ -190,7 +190,7 @@ class RunDirectory:
         ]
         write_text(self.metrics_file, "".join(json.dumps(row) + "\n" for row in kept))
         extremes.forget_from(self.images, iteration)
-        chosen = [row for row in _rows(self.selections_file) if row["iteration"] < iteration]
+        chosen = [row for row in rows_of(self.selections_file) if row["iteration"] < iteration]
         write_text(self.selections_file, "".join(json.dumps(row) + "\n" for row in chosen))
         write_text(
             self.events_file,
@@ -226,8 +226,8 @@ def _append(path: Path, row: Mapping[str, object]) -> None:
         file.write(json.dumps(row, default=str) + "\n")
 
 
-def _rows(path: Path) -> Iterator[Row]:
-    """Rows of a JSON-lines file; a last line cut short by a kill is passed over."""
+def rows_of(path: Path) -> Iterator[Row]:
+    """Rows of a JSON-lines file; a line cut short by a kill is passed over."""
     if not path.exists():
         return
     for line in path.read_text(encoding="utf-8").splitlines():

@@ -10,7 +10,7 @@ from typing import TypeVar
 import numpy as np
 import torch
 
-from bench.explorer import Case
+from bench.architectures import Case
 from bench.gpu_check.findings import Finding, Item, LeftOut
 from bench.gpu_check.setting import FAMILIES, NEWER, Setting, autoencoder, finish, free, loadable
 from configs.load import load
