@@ -23,47 +23,30 @@ SMALL_FRAMES = 5
 WIDTH = 256
 SMALL: dict[str, dict[str, Any]] = {
     "sd3": {
-        "num_layers": 2,
-        "num_attention_heads": 4,
-        "attention_head_dim": 64,
-        "caption_projection_dim": WIDTH,
-        "joint_attention_dim": WIDTH,
-        "pooled_projection_dim": WIDTH,
-        "dual_attention_layers": [],
+        "num_layers": 2, "num_attention_heads": 4, "attention_head_dim": 64,
+        "caption_projection_dim": WIDTH, "joint_attention_dim": WIDTH,
+        "pooled_projection_dim": WIDTH, "dual_attention_layers": [],
         "pos_embed_max_size": 64,  # enough for 1024 pixels; its table is made with every model
     },
     "flux": {
-        "num_layers": 1,
-        "num_single_layers": 2,
-        "num_attention_heads": 2,
-        "joint_attention_dim": WIDTH,
-        "pooled_projection_dim": WIDTH,
+        "num_layers": 1, "num_single_layers": 2, "num_attention_heads": 2,
+        "joint_attention_dim": WIDTH, "pooled_projection_dim": WIDTH,
     },
     "sana": {
-        "num_layers": 2,
-        "num_attention_heads": 8,
-        "num_cross_attention_heads": 4,
-        "cross_attention_head_dim": 64,
-        "cross_attention_dim": WIDTH,
-        "caption_channels": WIDTH,
+        "num_layers": 2, "num_attention_heads": 8, "num_cross_attention_heads": 4,
+        "cross_attention_head_dim": 64, "cross_attention_dim": WIDTH, "caption_channels": WIDTH,
     },
     "qwen_image": {"num_layers": 2, "num_attention_heads": 2, "joint_attention_dim": WIDTH},
     "z_image": {
-        "n_layers": 2,
-        "n_refiner_layers": 1,
-        "dim": 384,
-        "n_heads": 3,
-        "n_kv_heads": 3,
+        "n_layers": 2, "n_refiner_layers": 1, "dim": 384, "n_heads": 3, "n_kv_heads": 3,
         "cap_feat_dim": WIDTH,
     },
     "flux2": {
-        "num_layers": 1,
-        "num_single_layers": 2,
-        "num_attention_heads": 2,
+        "num_layers": 1, "num_single_layers": 2, "num_attention_heads": 2,
         "joint_attention_dim": WIDTH,
     },
     "wan": {"num_layers": 2, "num_attention_heads": 2, "ffn_dim": 4 * WIDTH, "text_dim": WIDTH},
-}
+}  # fmt: skip
 SMALL["flux2_klein"] = SMALL["flux2"]
 """For machines without a GPU: blocks of the published kinds, few and narrow."""
 

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from records.rundir import RunDirectory
+from records.tables import markdown
 from tests.cluster.network import missing
 from tools.partitions.lab import Lab
 from tools.partitions.scenarios import SCENARIOS, SHARED, Scenario
@@ -68,16 +69,13 @@ def measure(lab: Lab, key: str, undisturbed: dict[str, Any]) -> dict[str, Any]:
 
 def table(rows: Sequence[dict[str, Any]]) -> list[str]:
     """Markdown."""
-    lines = [
-        "| network | noticed | replaced | whole run | same bits |",
-        "| --- | --- | --- | --- | --- |",
-    ]
+    body = []
     for row in rows:
         times = [row["noticed"], row["replaced"]]
-        said = " | ".join("" if seconds is None else f"{seconds:.1f} s" for seconds in times)
+        said = ["" if seconds is None else f"{seconds:.1f} s" for seconds in times]
         same = "yes" if row["same"] else f"NO {row.get('why', '')}"
-        lines.append(f"| {row['scenario']} | {said} | {row['seconds']:.0f} s | {same} |")
-    return lines
+        body.append([row["scenario"], *said, f"{row['seconds']:.0f} s", same])
+    return markdown(["network", "noticed", "replaced", "whole run", "same bits"], body)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
