@@ -3,7 +3,8 @@
 Defaults follow the paper ("FP4 Explore, BF16 Train", arXiv 2604.06916) and public notes on it;
 ``docs/reproducing.md`` says where they differ from its reference code. A preset or a file states
 only what differs. ``RunConfig`` is the root; its tables are in ``configs/sections.py``,
-``rewards.py``, ``services.py`` and ``objectives.py``. ``docs/configuration.md`` is the tour.
+``rewards.py``, ``services.py`` and ``objectives.py``; what goes together is in ``possible.py``.
+``docs/configuration.md`` is the tour.
 """
 
 from __future__ import annotations

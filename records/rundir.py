@@ -237,6 +237,13 @@ def rows_of(path: Path) -> Iterator[Row]:
             continue
 
 
+def finite(value: object) -> float | None:
+    """``value`` as a float when it is a finite number, else None."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        return None
+    return float(value)
+
+
 def _plain(value: object) -> object:
     if isinstance(value, bool | str | int) or not isinstance(value, SupportsFloat):
         return value
