@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 
 import numpy as np
@@ -42,13 +42,11 @@ class Generator:
         adapters: Sequence[str],
         device: torch.device,
         sharded: bool,
-        updates: Callable[[], int],
     ) -> None:
-        """``updates``: how many were made, of which a window of a path's steps is a function."""
         self.config, self.family, self.vae = config, family, vae
         self.transformer, self.objective, self.adapters = transformer, objective, adapters
         self.replicas, self.sharded = Replicas(), sharded
-        self._updates = updates
+        self.updates = 0  # that were made: a window of a path's steps is a function of it
         self._denoiser = compiled(transformer, device) if config.regenerate.compile else transformer
         self._passes = Passes(family, transformer, device)
 
@@ -136,7 +134,7 @@ class Generator:
         streams = [stream_seed(self.config.seed, "sde", seed) for seed in seeds]
         settings = self.config.objective
         window = (
-            settings.window_at(steps, self._updates(), self.config.seed)
+            settings.window_at(steps, self.updates, self.config.seed)
             if isinstance(settings, PathSettings) and settings.window is not None
             else None
         )

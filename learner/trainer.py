@@ -95,7 +95,6 @@ class Trainer:
             self.adapters,
             self.device,
             shard,
-            lambda: self.done,
         )
         self.sigmas = self.family.sigmas(config.regenerate.steps)
         self.updater = (LockstepUpdater if shard else Updater)(
@@ -190,7 +189,7 @@ class Trainer:
                 "weights are as before this iteration,"
                 f" {self._keep_evidence(iteration, groups, values, str(error))}",
             ) from error
-        self.done += 1
+        self.done = self.generator.updates = self.done + 1
         self.last_iteration = iteration
         self._trained = (
             (groups, values) if self.config.plan.explore and self.replicas.rank == 0 else None
@@ -291,4 +290,5 @@ class Trainer:
         """Restore a checkpoint bit by bit; returns its extra state. All or CheckpointError."""
         counts, extra_state = self._state.load(path)
         self.done, self.last_iteration = counts
+        self.generator.updates = self.done
         return extra_state

@@ -15,13 +15,12 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from cluster.jobs.job_log import ENDED
 from records.rundir import RunDirectory
 
 ROOT = Path(__file__).parents[2]
 SERVICES = ("learner", "reward", "encoder", "selector")
 NODE_CPUS = 3
-ENDED = ("FAILED", "STOPPED", "SUCCEEDED")
-"""What a job's status is once it has ended."""
 SETTINGS = {
     "prompts.per_iteration": 2, "explore.pool_size": 16, "explore.chunk_size": 4,
     "explore.steps": 4, "selection.keep": 8, "regenerate.steps": 6,
