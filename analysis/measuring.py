@@ -49,14 +49,10 @@ def measuring(config: RunConfig, asked: int | None, out: Path, unscored: str) ->
             yield
         except ScorerError as error:
             raise RunFailed(f"{error}; {unscored}") from None
-        except (CheckpointError, CompileFailed, NonFiniteTraining) as error:
-            raise RunFailed(str(error)) from None
         except (FileNotFoundError, ScorerSetupError) as error:
             raise ConfigError(str(error)) from None
-        except OSError as error:
-            raise RunFailed(
-                f"{out}: {error.strerror or error}: give another directory with --out"
-            ) from None
+        except (CheckpointError, CompileFailed, NonFiniteTraining, OSError) as error:
+            raise RunFailed(str(error)) from None
 
 
 def hide_loading_bars() -> None:

@@ -17,6 +17,7 @@ from configs.prompts import digests
 from configs.schema import RunConfig
 from records import extremes, lock, timeline
 from records.atomic import write_json, write_text
+from records.errors import RunFailed
 
 Row = dict[str, Any]  # of a JSON-lines file
 PACKAGES = ("ray", "torch", "diffusers", "transformers", "peft", "pydantic", "numpy", "safetensors")
@@ -207,6 +208,17 @@ def make_output(out: Path) -> None:
     except OSError as error:
         raise ConfigError(
             f"--out: {out} cannot be written ({error.strerror}): give another directory"
+        ) from None
+
+
+@contextlib.contextmanager
+def writing(out: Path) -> Iterator[None]:
+    """Raises RunFailed where what was measured cannot be written to ``out``."""
+    try:
+        yield
+    except OSError as error:
+        raise RunFailed(
+            f"{out}: {error.strerror or error}: give another directory with --out"
         ) from None
 
 

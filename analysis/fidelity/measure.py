@@ -44,7 +44,7 @@ from policy.lora import adapted_modules
 from policy.precision.backends import Backend
 from policy.precision.compiling import compiler_missing
 from policy.types import Conditioning
-from records.rundir import versions
+from records.rundir import versions, writing
 from rewards.combine import WeightedScorer
 
 if TYPE_CHECKING:
@@ -78,6 +78,7 @@ def run(config: RunConfig, wanted: Measurement, out: Path, say: Say) -> list[str
             "threads": torch.get_num_threads(),
             "versions": versions(),
         }
+    with writing(out):
         write(out, summary, prompts, rewards)
     return [*tables(summary), f"written: {out / 'fidelity.json'}, rewards.json, density.svg"]
 

@@ -19,6 +19,7 @@ from policy.precision.backends import Backend
 from policy.sampling.noise import stream_seed
 from policy.types import Conditioning
 from records.atomic import write_json
+from records.rundir import writing
 from rewards.combine import WeightedScorer
 
 
@@ -88,7 +89,8 @@ class Exploring:
         for batch in self.batches[len(made) :]:
             made.append(self._explore(name, steps, batch))
             rows = {key: [part.tolist() for part in made]}
-            write_json(self.out / EXPLORED, read(self.out / EXPLORED) | rows)
+            with writing(self.out):
+                write_json(self.out / EXPLORED, read(self.out / EXPLORED) | rows)
         self.say(f"explored with {name}, {steps} steps: {time.perf_counter() - start:.0f} s")
         return made
 

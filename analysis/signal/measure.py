@@ -29,7 +29,7 @@ from planning.preflight import check_model
 from policy.precision.backends import Backend
 from policy.sampling.noise import stream_seed
 from records.errors import RunFailed
-from records.rundir import versions, write_json, write_text
+from records.rundir import versions, write_json, write_text, writing
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,8 @@ def run(config: RunConfig, wanted: Measurement, out: Path, say: Say) -> list[str
     choices = choices_of(config, wanted, found)
     with measuring(config, wanted.threads, out, "an image without a reward has no advantage"):
         Measuring(config, wanted, found, out, say).run(choices)
-        summary = read(out / ROWS)
+    summary = read(out / ROWS)
+    with writing(out):
         write_text(out / "signal.svg", drawing(summary["rows"], title(summary)))
     return [*table(summary), f"written: {out / 'signal.json'}, signal.svg"]
 
@@ -193,7 +194,8 @@ class Measuring:
             "threads": torch.get_num_threads(),
             "versions": versions(),
         }
-        write_json(self.out / ROWS, facts | {"rows": [*rows_of(self.out), row]})
+        with writing(self.out):
+            write_json(self.out / ROWS, facts | {"rows": [*rows_of(self.out), row]})
 
 
 def objectives_of(config: RunConfig, given: Sequence[str]) -> tuple[tuple[str, RunConfig], ...]:

@@ -20,7 +20,7 @@ from configs.section import Tree
 from configs.toml_text import to_toml
 from planning.preflight import check_model
 from records.atomic import write_json, write_text
-from records.rundir import versions
+from records.rundir import versions, writing
 from records.tables import markdown
 
 
@@ -55,7 +55,8 @@ def run(config: RunConfig, tree: Tree, wanted: Wanted, out: Path, say: Say) -> l
         measured = Measuring(config, prompts, wanted.seeds, say).run(found, sizes, kinds)
         facts = {"threads": torch.get_num_threads(), "versions": versions()}
         rows = rows_of(measured, configs, own, wanted, config.seed)
-        chosen = choose(rows, wanted.budget)
+    chosen = choose(rows, wanted.budget)
+    with writing(out):
         _write(out, rows, chosen, own, wanted, measured, facts, tree)
     return [
         *table(rows, wanted),
