@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 from records.rundir import RunDirectory
-from records.tables import markdown
 from tests.cluster.network import missing
 from tools.partitions.lab import Lab
 from tools.partitions.scenarios import SCENARIOS, SHARED, Scenario
@@ -69,13 +68,16 @@ def measure(lab: Lab, key: str, undisturbed: dict[str, Any]) -> dict[str, Any]:
 
 def table(rows: Sequence[dict[str, Any]]) -> list[str]:
     """Markdown."""
-    body = []
+    lines = [
+        "| network | noticed | replaced | whole run | same bits |",
+        "| --- | --- | --- | --- | --- |",
+    ]
     for row in rows:
         times = [row["noticed"], row["replaced"]]
-        said = ["" if seconds is None else f"{seconds:.1f} s" for seconds in times]
+        said = " | ".join("" if seconds is None else f"{seconds:.1f} s" for seconds in times)
         same = "yes" if row["same"] else f"NO {row.get('why', '')}"
-        body.append([row["scenario"], *said, f"{row['seconds']:.0f} s", same])
-    return markdown(["network", "noticed", "replaced", "whole run", "same bits"], body)
+        lines.append(f"| {row['scenario']} | {said} | {row['seconds']:.0f} s | {same} |")
+    return lines
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
