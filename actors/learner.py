@@ -117,14 +117,14 @@ class LearnerActor:
         self._turn.require("generate")
         start = time.perf_counter()
         rows = conditioning.repeat(len(request.seeds) // len(conditioning))
-        samples, images = self._trainer.regenerate(rows, **asdict(request))
+        samples, images = self._trainer.generator.generate(rows, **asdict(request))
         return time.perf_counter() - start, images, samples
 
     def stand_by(self, request: GenerateRequest) -> None:
         """Go along while other replicas ``generate`` what is like ``request``: where the base is
         sharded, none can without the others.
         """
-        self._trainer.stand_by(request.weights, request.solver)
+        self._trainer.generator.stand_by(request.weights, request.solver)
 
     def update(self, request: UpdateRequest, told: AllRewards) -> dict[str, float]:
         """One training iteration, on this replica's part of it; returns its metrics.

@@ -33,7 +33,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except ConfigError as error:
         print(error, file=sys.stderr)
         return 2
-    from analysis.fidelity.measure import hide_loading_bars
+    from analysis.measuring import hide_loading_bars
 
     hide_loading_bars()
     chosen = Options(

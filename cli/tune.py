@@ -57,7 +57,8 @@ def run(options: argparse.Namespace) -> int:
         raise ConfigError(f"--ratio {options.ratio:g}: expected at least 1")
     sizes = [_size(text) for text in options.sizes or ()]
     out = Path(options.out or f"{Path(config.run_root or 'runs') / config.name}-tune")
-    from analysis.tune.command import Wanted, run
+    from analysis.tune.command import run
+    from analysis.tune.rows import Wanted
 
     wanted = Wanted(
         budget=options.budget,

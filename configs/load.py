@@ -19,8 +19,9 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
 from configs.aliases import current, current_key, refuse_both
+from configs.arms import Arm
 from configs.objectives import DEFAULT_OBJECTIVE, OBJECTIVES, SETTINGS
-from configs.schema import Arm, RunConfig
+from configs.schema import RunConfig
 from configs.section import Tree
 
 HERE = Path(__file__).parent
@@ -28,9 +29,12 @@ LAYERS = HERE / "layers"
 PRESETS = HERE / "presets"
 MODELS = (
     *("sd35_medium", "sd35_large", "flux1", "sana"),
-    *("qwen_image", "z_image", "flux2_klein", "wan_1_3b"),
+    *("qwen_image", "z_image", "flux2_klein", "wan_1_3b", "wan_14b", "sana_video"),
 )
 REWARDS = ("imagereward", "clipscore", "pickscore", "hpsv2")
+EDITORS = ("flux1_kontext", "qwen_image_edit")
+"""Models that edit images. None of ``REWARDS`` sees what was edited, so theirs is a judge."""
+EDIT_REWARDS = ("vlm_edit",)
 RECIPES = {
     "flow_grpo": "objectives/flow_grpo_preference",
     "dance_grpo": "objectives/dance_grpo_public",
@@ -61,6 +65,8 @@ def _composed() -> dict[str, Tree]:
     ``flux1-<objective>-<reward>``, as files would say them.
     """
     rows = [("", model, arm, arm, []) for model in MODELS for arm in get_args(Arm)]
+    edits = ["recipes/editing"]
+    rows += [("", model, arm, arm, edits) for model in EDITORS for arm in get_args(Arm)]
     rows += [("", "flux1", name, "diffusionnft", [layer]) for name, layer in RECIPES.items()]
     rows += [
         ("reference-", model, arm, arm, _reference(model, arm))
@@ -74,8 +80,13 @@ def _composed() -> dict[str, Tree]:
             "arm": arm,
         }
         for set_of, model, what, arm, more in rows
-        for reward in REWARDS
+        for reward in rewards_of(model)
     }
+
+
+def rewards_of(model: str) -> tuple[str, ...]:
+    """The rewards in the names of this model's presets."""
+    return EDIT_REWARDS if model in EDITORS else REWARDS
 
 
 def _reference(model: str, arm: str) -> list[str]:

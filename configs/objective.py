@@ -14,7 +14,7 @@ from pydantic import Field
 
 from configs.section import Section
 
-DETERMINISTIC = ("dpmpp_2m", "euler")
+DETERMINISTIC = ("dpmpp_2m", "euler", "unipc")
 STOCHASTIC = ("flow_sde", "dance_sde")
 
 

@@ -11,8 +11,8 @@ from configs.families import FamilyName
 from configs.section import PathText, Section
 
 Precision = Literal["bf16", "fp32"]
-Solver = Literal["euler", "dpmpp_2m"]
-AnySolver = Literal["euler", "dpmpp_2m", "flow_sde", "dance_sde"]
+Solver = Literal["euler", "dpmpp_2m", "unipc"]
+AnySolver = Literal["euler", "dpmpp_2m", "unipc", "flow_sde", "dance_sde"]
 
 
 class Model(Section):

@@ -13,7 +13,6 @@ from torch import Tensor
 from learner import checkpoint
 from learner.nonfinite import NonFiniteTraining
 from learner.objectives import Record
-from learner.update import Samples
 from policy.sampling.noise import stream_seed
 from policy.types import Conditioning
 
@@ -37,6 +36,26 @@ class Group:
     def of_here(self, values: np.ndarray) -> np.ndarray:
         """Those of values [K] that belong to the samples here."""
         return values[self.here.start : self.here.stop]
+
+
+@dataclass(frozen=True)
+class Samples:
+    """What one iteration trains on: S samples of G prompts."""
+
+    data: dict[str, Tensor]  # named tensors [S, ...] on the CPU, as in learner.objectives.Record
+    advantages: Tensor  # float32 [S]
+    cond: Conditioning  # G rows
+    group: Tensor  # int64 [S], row of cond
+    seeds: tuple[int, ...]  # [S], seed of the sample's training times and eps
+    places: np.ndarray  # int [S] ascending, among the samples of all replicas
+    total: int  # samples of the iteration
+
+    def __len__(self) -> int:
+        return len(self.advantages)
+
+    def at(self, places: np.ndarray) -> np.ndarray:
+        """Which of these samples, ascending, stand at one of ``places``."""
+        return np.flatnonzero(np.isin(self.places, places))
 
 
 def check_groups(

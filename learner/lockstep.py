@@ -15,10 +15,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from learner.batch import Samples
 from learner.nonfinite import NonFiniteTraining
 from learner.objectives.base import Points
 from learner.replicas import GroupBroken, Replicas
-from learner.update import Samples, Updater
+from learner.update import Updater
 from policy.families.base import Family
 from policy.memory import conditioning_like
 
@@ -106,7 +107,7 @@ class LockstepUpdater(Updater):
         def outcome() -> int:
             if error is not None:
                 raise error
-            self._complete(total)
+            self.trained.complete(total)
             return total
 
         _, counts = self.replicas.together(outcome)
@@ -148,10 +149,10 @@ class LockstepUpdater(Updater):
     @contextmanager
     def _dropped(self) -> Iterator[None]:
         """Gradients of the block are let go of; those from before stay."""
-        kept = [parameter.grad for parameter in self.parameters.values()]
-        self.optimizer.zero_grad(set_to_none=True)
+        kept = [parameter.grad for parameter in self.trained.parameters.values()]
+        self.trained.forget_gradients()
         yield
-        for parameter, gradient in zip(self.parameters.values(), kept, strict=True):
+        for parameter, gradient in zip(self.trained.parameters.values(), kept, strict=True):
             parameter.grad = gradient
 
     def _first_modules(self, samples: Samples, points: Points) -> list[tuple[str, str | None]]:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from configs.schema import RunConfig
 from learner import checkpoint
-from learner.update import Updater
+from learner.trained import TrainedAdapter
 from policy.lora import adapter_state, load_adapter_state
 from policy.lora_files import adapter_file
 
@@ -29,11 +29,15 @@ class LearnerState:
     """The adapters of one transformer, and the optimiser of the trained one."""
 
     def __init__(
-        self, config: RunConfig, transformer: nn.Module, names: tuple[str, ...], updater: Updater
+        self,
+        config: RunConfig,
+        transformer: nn.Module,
+        names: tuple[str, ...],
+        trained: TrainedAdapter,
     ) -> None:
         """``names``: of the adapters."""
         self._config, self._transformer = config, transformer
-        self._names, self._updater = names, updater
+        self._names, self._trained = names, trained
 
     def adapters(self) -> dict[str, Tensor]:
         """A copy of every adapter on the CPU, "ADAPTER/PARAMETER"."""
@@ -55,7 +59,7 @@ class LearnerState:
         """As ``Trainer.save``."""
         # without the trained weights, which are the adapter "current" and saved as such
         optimizer = {
-            key: value for key, value in self._updater.state().items() if not key.startswith(WEIGHT)
+            key: value for key, value in self._trained.state().items() if not key.startswith(WEIGHT)
         }
         files = {adapter_file(name): adapter_state(self._transformer, name) for name in self._names}
         state = {"seed": self._config.seed, **counts._asdict(), "extra": extra_state}
@@ -82,16 +86,16 @@ class LearnerState:
             load_adapter_state(self._transformer, name, files[adapter_file(name)])
         # the trained weights as they are since the line above, with the moments of the file
         weights = {
-            key: value for key, value in self._updater.state().items() if key.startswith(WEIGHT)
+            key: value for key, value in self._trained.state().items() if key.startswith(WEIGHT)
         }
-        self._updater.load_state({**weights, **files["optimizer"]})
+        self._trained.load_state({**weights, **files["optimizer"]})
         return Counts(state["done"], state["last_iteration"]), state["extra"]
 
     def _check_optimizer(self, path: str | Path, tensors: dict[str, Tensor]) -> None:
         if not tensors:  # saved before the first update
             return
         wanted: dict[str, Tensor] = {}
-        for name, parameter in self._updater.parameters.items():
+        for name, parameter in self._trained.parameters.items():
             wanted |= {
                 f"exp_avg/{name}": parameter.detach(),
                 f"exp_avg_sq/{name}": parameter.detach(),

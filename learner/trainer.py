@@ -1,4 +1,4 @@
-"""The learner: regenerates the selected seeds, trains the LoRA, keeps averages, exports.
+"""The learner: trains the LoRA, keeps averages, exports; its ``generator`` regenerates seeds.
 
 One process, no ray: the learner actor is a thin shell around ``Trainer``, and so is a plain
 training loop.
@@ -6,41 +6,36 @@ training loop.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from configs.objective import PathSettings
 from configs.schema import RunConfig
 from learner.advantages import advantages
 from learner.averages import PREVIOUS, Averages, adapters_of
-from learner.batch import Group, check_groups, joined, keep_evidence
+from learner.batch import Group, Samples, check_groups, joined, keep_evidence
 from learner.export import Exported, PolicyExporter
-from learner.lockstep import LockstepUpdater, Passes, collective
+from learner.generating import Generator
+from learner.lockstep import LockstepUpdater, collective
 from learner.nonfinite import NonFiniteTraining
-from learner.objectives import Record, build_objective
+from learner.objectives import build_objective
 from learner.publish import NonFiniteWeights
 from learner.replicas import Replicas
 from learner.schedules import learning_rate
 from learner.state import Counts, LearnerState
-from learner.update import Samples, Updater
+from learner.update import Updater
 from policy.families import Family, family_for
 from policy.frozen import freeze
-from policy.lora import adapter_state, add_adapters, load_adapter_state, trainable, use
+from policy.lora import adapter_state, add_adapters, load_adapter_state, trainable
 from policy.lora_files import ENDING
-from policy.merging import merged
 from policy.offload import Offload, frozen_tensors
-from policy.precision.compiling import compile_failures, compiled
 from policy.sampling.guidance import Guided
 from policy.sampling.noise import stream_seed
-from policy.sampling.sample import sample
-from policy.sampling.sde import PathSolver, sample_paths
 from policy.sharding import shard_base
 from policy.types import DTYPES, Conditioning
 
@@ -91,10 +86,15 @@ class Trainer:
         if config.optimizer.gradient_checkpointing:
             denoiser: Any = self.transformer
             denoiser.enable_gradient_checkpointing()  # it recomputes with "current" active
-        self._denoiser = (
-            compiled(self.transformer, self.device)
-            if config.regenerate.compile
-            else self.transformer
+        self.generator = Generator(
+            config,
+            self.family,
+            self.transformer,
+            self.vae,
+            self.objective,
+            self.adapters,
+            self.device,
+            shard,
         )
         self.sigmas = self.family.sigmas(config.regenerate.steps)
         self.updater = (LockstepUpdater if shard else Updater)(
@@ -105,10 +105,9 @@ class Trainer:
             self.device,
             Guided.of(config.guidance, "train"),
         )
-        self._state = LearnerState(config, self.transformer, self.adapters, self.updater)
+        self._state = LearnerState(config, self.transformer, self.adapters, self.updater.trained)
         self._averages = Averages(config, self.objective, self.transformer)
         self.replicas = Replicas()
-        self._passes = Passes(self.family, self.transformer, self.device)
         self._exporter = PolicyExporter(config, self.family, self.transformer, self.device)
         self.done = 0
         self.last_iteration: int | None = None
@@ -119,74 +118,6 @@ class Trainer:
     def trainable_parameters(self) -> int:
         """How many numbers are trained."""
         return sum(parameter.numel() for _, parameter in trainable(self.transformer))
-
-    def regenerate(
-        self,
-        cond: Conditioning,
-        seeds: Sequence[int],
-        steps: int | None = None,
-        weights: str | None = None,
-        solver: str | None = None,
-        batch_size: int | None = None,
-        guidance: float | None = None,
-    ) -> tuple[Record, np.ndarray]:
-        """(samples, images of ``Family.decode``) of K seeds; samples has "latents" float32 [K,
-        *latent].
-
-        With the objective's stochastic solver it also has "states" float32 [K, T + 1, *latent] and
-        "log_probs" float32 [K, T], and with a window "stochastic" float32 [K, T], 1 inside it. cond
-        has one row, for all seeds, or K. ``weights`` is "current", "old", "ema" or "base" (adapters
-        off); None is the sampling policy. What is not given is as in ``[regenerate]``.
-
-        The adapter is merged into the weights, in their precision. Not so for paths, whose density
-        is one of the policy that is trained: merging rounds it to another; nor where ``lora.base``
-        packs the weights.
-        """
-        settings = self.config.regenerate
-        size, scales = batch_size or settings.batch_size, self.config.guidance
-        guided = Guided.at(scales, scales.regenerate if guidance is None else guidance)
-        rows = cond.repeat(len(seeds)) if len(cond) == 1 else cond
-        steps, (name, how) = steps or settings.steps, self._way(weights, solver)
-        velocities = 2 if guided is not None and not guided.one_pass else 1
-        with self._going(name, how, velocities * steps * -(-len(seeds) // size)):
-            samples = self._sample(rows, list(seeds), steps, how, size, guided)
-        with torch.no_grad():  # once the merged weights are gone: both take memory
-            images = self.family.decode(self.vae, samples["latents"], batch_size=size)
-        return {key: tensor.numpy() for key, tensor in samples.items()}, images.numpy()
-
-    def stand_by(self, weights: str | None = None, solver: str | None = None) -> None:
-        """Go along while other replicas ``regenerate`` with these: where the base is sharded, they
-        cannot without this one.
-        """
-        with self._going(*self._way(weights, solver), 0):
-            pass
-
-    def _way(self, weights: str | None, solver: str | None) -> tuple[str, PathSolver | str]:
-        """(which weights, what samples with them), by the arguments of ``regenerate``."""
-        name = self.objective.sampling_adapter if weights is None else weights
-        if name != "base" and name not in self.adapters:
-            raise ValueError(
-                f"weights {name!r} are unknown: use one of {', '.join((*self.adapters, 'base'))}"
-            )
-        solver, paths = solver or self.config.plan.solver, self.objective.path_solver
-        return name, paths if paths is not None and paths.name == solver else solver
-
-    @contextmanager
-    def _going(self, name: str, how: PathSolver | str, passes: int) -> Iterator[None]:
-        """Within the block the denoiser has these weights; ``passes`` go through it."""
-        merges = isinstance(how, str) and not self._packed
-        what = f"{name}, {'merged' if merges else 'beside'}"
-        with (
-            torch.no_grad(),
-            (merged if merges else use)(self.transformer, None if name == "base" else name),
-            compile_failures("regenerate.compile"),
-            self._passes.together(self.replicas, what, passes) if self.sharded else nullcontext(),
-        ):
-            yield
-
-    @property
-    def _packed(self) -> bool:
-        return self.config.lora.base != "full"
 
     def _offloaded(self) -> Offload:
         for name, parameter in self.transformer.named_parameters():
@@ -207,39 +138,9 @@ class Trainer:
         freeze(transformer, self.family, base, self.config.explore.modules_to_not_convert)
         return transformer.to(self.device)
 
-    def _sample(
-        self,
-        rows: Conditioning,
-        seeds: list[int],
-        steps: int,
-        solver: PathSolver | str,
-        size: int,
-        guided: Guided | None,
-    ) -> dict[str, Tensor]:
-        """The samples of ``regenerate``. A path's noise has a stream named by the sample's seed."""
-        if isinstance(solver, str):
-            return {
-                "latents": sample(
-                    self.family, self._denoiser, rows, seeds, steps, solver, size, guided
-                )
-            }
-        starts = seeds[:1] * len(seeds) if self.objective.one_noise else seeds
-        streams = [stream_seed(self.config.seed, "sde", seed) for seed in seeds]
-        settings = self.config.objective
-        window = (
-            settings.window_at(steps, self.done, self.config.seed)
-            if isinstance(settings, PathSettings) and settings.window is not None
-            else None
-        )
-        drawn = sample_paths(
-            self.family, self._denoiser, rows, starts, streams, steps, solver, size, guided, window
-        )
-        found = {"latents": drawn.latents, "states": drawn.states, "log_probs": drawn.log_probs}
-        return found if window is None else found | {"stochastic": drawn.stochastic}
-
     def join(self, replicas: Replicas) -> None:
         """Train with others from now on. Raises GroupBroken, ReplicasDiffer for another state."""
-        self.replicas = self.updater.replicas = replicas
+        self.replicas = self.updater.replicas = self.generator.replicas = replicas
         replicas.require_alike(f"{self.done} updates, {self.checksum()}", "at the start")
         if self.sharded:
             with collective(replicas, "sharing the base"):
@@ -288,7 +189,7 @@ class Trainer:
                 "weights are as before this iteration,"
                 f" {self._keep_evidence(iteration, groups, values, str(error))}",
             ) from error
-        self.done += 1
+        self.done = self.generator.updates = self.done + 1
         self.last_iteration = iteration
         self._trained = (
             (groups, values) if self.config.plan.explore and self.replicas.rank == 0 else None
@@ -389,4 +290,5 @@ class Trainer:
         """Restore a checkpoint bit by bit; returns its extra state. All or CheckpointError."""
         counts, extra_state = self._state.load(path)
         self.done, self.last_iteration = counts
+        self.generator.updates = self.done
         return extra_state

@@ -4,44 +4,21 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
 from configs.sections import Optimizer
-from learner.nonfinite import NonFiniteTraining, first_nonfinite, first_nonfinite_module
+from learner.batch import Samples
+from learner.nonfinite import NonFiniteTraining, first_nonfinite_module
 from learner.objectives.base import Objective, Points
 from learner.replicas import Replicas
+from learner.trained import NothingLearned, TrainedAdapter
 from policy.families.base import Family
 from policy.lora import trainable, use
 from policy.sampling.guidance import Guided, velocity
 from policy.types import Conditioning
-
-
-class NothingLearned(RuntimeError):
-    """An update that left everything as it was. The message says what stood still."""
-
-
-@dataclass(frozen=True)
-class Samples:
-    """What one iteration trains on: S samples of G prompts."""
-
-    data: dict[str, Tensor]  # named tensors [S, ...] on the CPU, as in learner.objectives.Record
-    advantages: Tensor  # float32 [S]
-    cond: Conditioning  # G rows
-    group: Tensor  # int64 [S], row of cond
-    seeds: tuple[int, ...]  # [S], seed of the sample's training times and eps
-    places: np.ndarray  # int [S] ascending, among the samples of all replicas
-    total: int  # samples of the iteration
-
-    def __len__(self) -> int:
-        return len(self.advantages)
-
-    def at(self, places: np.ndarray) -> np.ndarray:
-        """Which of these samples, ascending, stand at one of ``places``."""
-        return np.flatnonzero(np.isin(self.places, places))
 
 
 class Updater:
@@ -60,15 +37,8 @@ class Updater:
         self.family, self.transformer, self.objective = family, transformer, objective
         self.settings, self.device = settings, device
         self.replicas = Replicas()
-        self.parameters: dict[str, nn.Parameter] = dict(trainable(transformer))
+        self.trained = TrainedAdapter(transformer, settings)
         self._alike: frozenset[str] = frozenset()
-        self.optimizer = torch.optim.AdamW(
-            self.parameters.values(),
-            lr=settings.lr,
-            betas=settings.betas,
-            eps=settings.eps,
-            weight_decay=settings.weight_decay,
-        )
 
     def run(
         self,
@@ -90,9 +60,8 @@ class Updater:
         if steps > 1:
             # samples come by prompt: dealt in order, a step would see some of the prompts only
             order = np.random.Generator(np.random.Philox(key=shuffle_seed)).permutation(order)
-        for group in self.optimizer.param_groups:
-            group["lr"] = learning_rate
-        before = self.state()
+        self.trained.set_rate(learning_rate)
+        before = self.trained.state()
         sums: defaultdict[str, float] = defaultdict(float)
         points, norms = 0, []
         self._alike = self._like_current()
@@ -106,14 +75,21 @@ class Updater:
                 if after_step is not None:
                     after_step(len(norms))
             told = self.replicas.exchange(sums)
-            self._require_progress(samples, before, norms, learning_rate)
+            if any(norms):
+                self.trained.require_change(before, norms[-1], learning_rate)
+            # not among replicas: this one's samples may be alike while others' are not
+            elif bool(samples.advantages.any()) and self.replicas.size == 1:
+                raise NothingLearned(
+                    "every gradient is zero although advantages are not: the loss does not depend"
+                    " on the adapter"
+                )
         except BaseException:
             # an interrupted update would leave weights that no seed leads to again
-            self.load_state(before)
+            self.trained.load_state(before)
             raise
         finally:
             self._alike = frozenset()
-            self.optimizer.zero_grad(set_to_none=True)
+            self.trained.forget_gradients()
         names = dict.fromkeys(name for each in told for name in each)
         return {name: sum(each.get(name, 0.0) for each in told) / points for name in names} | {
             "grad_norm": float(np.mean(norms)),
@@ -121,46 +97,19 @@ class Updater:
             "optimizer/points": float(points),
         }
 
-    def _require_progress(
-        self, samples: Samples, before: dict[str, Tensor], norms: list[float], learning_rate: float
-    ) -> None:
-        """Raises NothingLearned for an update that did nothing although there was something to do:
-        it would go on so, and nothing else would fail.
-        """
-        if not any(norms):
-            # not among replicas: this one's samples may be alike while others' are not
-            if bool(samples.advantages.any()) and self.replicas.size == 1:
-                raise NothingLearned(
-                    "every gradient is zero although advantages are not: the loss does not depend"
-                    " on the adapter"
-                )
-            return
-        if learning_rate == 0:
-            return
-        same = (
-            torch.equal(parameter.detach().cpu(), before[f"weight/{name}"])
-            for name, parameter in self.parameters.items()
-        )
-        if all(same):
-            raise NothingLearned(
-                f"the optimiser changed no weight although the gradient's norm is {norms[-1]:.3g}:"
-                f" at optimizer.lr = {learning_rate:g} a step is lost in rounding, or was skipped;"
-                " raise it"
-            )
-
     def gradient(self, samples: Samples, sigmas: Tensor) -> Tensor:
         """The gradient of the mean loss over all points of ``samples``, flat, float32 [D] on the
         CPU. Nothing is changed. Raises NonFiniteTraining.
         """
         self._alike = self._like_current()
         try:
-            self.optimizer.zero_grad(set_to_none=True)
+            self.trained.forget_gradients()
             count = self._accumulate(samples, np.arange(len(samples)), sigmas, defaultdict(float))
-            gradients = [p.grad.flatten() for p in self.parameters.values() if p.grad is not None]
+            gradients = [gradient.flatten() for gradient in self.trained.gradients().values()]
             return (torch.cat(gradients) / count).cpu()
         finally:
             self._alike = frozenset()
-            self.optimizer.zero_grad(set_to_none=True)
+            self.trained.forget_gradients()
 
     def _step(
         self, samples: Samples, part: np.ndarray, sigmas: Tensor, sums: dict[str, float]
@@ -171,29 +120,13 @@ class Updater:
         sums over points, divided by the points of all: a mean over points, however unequal the
         parts.
         """
-        self.optimizer.zero_grad(set_to_none=True)
+        self.trained.forget_gradients()
         total = self._gradients(samples, part, sigmas, sums)
-        gradients = {name: p.grad for name, p in self.parameters.items() if p.grad is not None}
-        self.replicas.add(list(gradients.values()))
-        for gradient in gradients.values():
+        gradients = list(self.trained.gradients().values())
+        self.replicas.add(gradients)
+        for gradient in gradients:
             gradient.div_(total)
-        # apart from clipping: by a norm that is not finite it would spoil every gradient, and
-        # nobody could say any more which one was wrong
-        norm = torch.nn.utils.get_total_norm(gradients.values())
-        if not bool(torch.isfinite(norm)):
-            if (name := first_nonfinite(gradients)) is not None:
-                raise NonFiniteTraining("a gradient is not finite", name)
-            raise NonFiniteTraining(
-                f"the norm of the gradient is {norm.item()} although each gradient is finite: it"
-                " overflowed"
-            )
-        torch.nn.utils.clip_grads_with_norm_(
-            self.parameters.values(), self.settings.max_grad_norm, norm
-        )
-        self.optimizer.step()
-        if (name := first_nonfinite(self.parameters)) is not None:
-            raise NonFiniteTraining("a weight after the step is not finite", name)
-        return total, norm.item()
+        return total, self.trained.step()
 
     def _gradients(
         self, samples: Samples, part: np.ndarray, sigmas: Tensor, sums: dict[str, float]
@@ -216,19 +149,8 @@ class Updater:
             total += len(points)
             for name, value in metrics.items():
                 sums[name] += value.item() * len(points)
-        self._complete(total)
+        self.trained.complete(total)
         return total
-
-    def _complete(self, total: int) -> None:
-        """Every parameter has a gradient, of ``total`` points; of none it is zero."""
-        for name, parameter in self.parameters.items():
-            if parameter.grad is None and total:
-                raise RuntimeError(
-                    f"{name!r} got no gradient: the model did not use this adapter in its forward"
-                    " pass"
-                )
-            if parameter.grad is None:  # this replica has no sample in this step
-                parameter.grad = torch.zeros_like(parameter)
 
     def _micro_batches(
         self, samples: Samples, part: np.ndarray, sigmas: Tensor
@@ -262,7 +184,7 @@ class Updater:
             other
             for other in others
             if all(
-                torch.equal(self.parameters[name], p)
+                torch.equal(self.trained.parameters[name], p)
                 for name, p in trainable(self.transformer, other)
             )
         )
@@ -318,31 +240,3 @@ class Updater:
                         self.transformer, lambda policy=policy: self._velocity(points, cond, policy)
                     ),
                 )
-
-    def state(self) -> dict[str, Tensor]:
-        """On the CPU: "weight/NAME" and of the optimiser "exp_avg/", "exp_avg_sq/", "step/NAME"."""
-        tensors = {f"weight/{name}": parameter for name, parameter in self.parameters.items()}
-        for name, parameter in self.parameters.items():
-            tensors |= {
-                f"{key}/{name}": value
-                for key, value in self.optimizer.state.get(parameter, {}).items()
-            }
-        return {name: tensor.detach().to("cpu", copy=True) for name, tensor in tensors.items()}
-
-    def load_state(self, state: dict[str, Tensor]) -> None:
-        """Restore ``state()`` bit by bit; parameters that it has no moments of start afresh."""
-        moments: defaultdict[str, dict[str, Tensor]] = defaultdict(dict)
-        for key, tensor in state.items():
-            kind, _, name = key.partition("/")
-            if kind == "weight":
-                self.parameters[name].data.copy_(tensor)
-            else:
-                moments[name][kind] = tensor
-        self.optimizer.state.clear()
-        for name, values in moments.items():
-            parameter = self.parameters[name]
-            self.optimizer.state[parameter] = {
-                # AdamW counts steps on the CPU, wherever the parameters are
-                kind: value.clone() if kind == "step" else value.to(parameter.device, copy=True)
-                for kind, value in values.items()
-            }

@@ -25,6 +25,23 @@ def host_link(accelerator: str) -> float:
     return 1e9 * SLOWER_LINKS.get(accelerator, HOST_LINK_GB_S)
 
 
+NVLINK_GB_S = {"H100": 450.0, "H200": 450.0} | dict.fromkeys(
+    ("B200", "GB200", "B300", "GB300"), 900.0
+)
+"""GB of 1e9 bytes per second that a GPU receives from others of its node, as NVIDIA states it."""
+LINK_SHARE = 0.75
+"""Of it, what gathering reaches. Not measured."""
+
+
+def peer_link(accelerator: str) -> float:
+    """Bytes per second that each GPU of a node gathers from the others; without NVLink through
+    the host's memory, in and out.
+    """
+    if accelerator in NVLINK_GB_S:
+        return 1e9 * NVLINK_GB_S[accelerator] * LINK_SHARE
+    return host_link(accelerator) / 2
+
+
 @dataclass(frozen=True)
 class Assumptions:
     """What a dry run cannot know. Peaks are dense TFLOP/s of one GPU; None: those of

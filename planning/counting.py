@@ -137,7 +137,8 @@ def _sampling(
 
 @functools.cache
 def _kept() -> dict[str, Counts]:
-    ids = {published(name)["hub_id"] for name in published_names()}
+    models = [published(name) for name in published_names()]
+    ids = {one["hub_id"] for model in models for one in (model, *model.get("variants", ()))}
     return {
         key: row
         for key, row in kept_rows().items()

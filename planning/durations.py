@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 
 from configs.schema import RunConfig
 from planning.counting import Counts
+from planning.gathering import NOTHING, Gathering
 from planning.layouts.predict import Tasks
 
 LINK = 25e9
@@ -65,6 +66,8 @@ class Durations:
 
     ``move`` is what an actor of a service takes to leave its GPU, or to come back.
 
+    ``gathering`` comes to what a learner does, where its base is in shards.
+
     ``call_s`` and ``driver_s`` come to every call: on the way, and in the driver.
     """
 
@@ -78,6 +81,7 @@ class Durations:
     shard: Line = Line()
     load: Line = Line()
     summing: Summing = Summing()
+    gathering: Gathering = NOTHING
     move: Mapping[str, float] = field(default_factory=dict[str, float])
     call_s: float = CALL_S
     driver_s: float = DRIVER_S
@@ -106,6 +110,7 @@ def of_tasks(config: RunConfig, tasks: Tasks, counts: Counts, nodes: int) -> Dur
             if getattr(config.services, kind).between_turns == "host"
         },
         summing=Summing(config.optimizer.steps_per_iteration, counts.trained * 4 / LINK),
+        gathering=tasks.gathering,
     )
 
 

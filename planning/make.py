@@ -30,7 +30,7 @@ from planning.layouts.gpus import Gpus, lay
 from planning.layouts.limits import refuse_too_many
 from planning.layouts.lines import Outlook
 from planning.layouts.numbers import numbers_of
-from planning.layouts.predict import bound, predict
+from planning.layouts.predict import bound, gathered, predict
 from planning.layouts.resolve import as_on_gpus, costs_of, known_gpus, laid_out, to_choose, used
 from planning.layouts.scenario import Scenarios, one_more, scenario_of
 from planning.placement import Node, NoRoom, needs_of, place
@@ -157,6 +157,7 @@ def _with_outlook(
         {arm: each.prediction for arm, each in arms.items()},
         choice,
         fullest_gb=max(costs.held_gb(each, numbers) for each in laid),
+        gathered=gathered(numbers, tasks),
     )
     more = one_more(asked, family, gpus, given) if choice else {}
     looked = [each for each in choice.table if each.prediction] if choice else []

@@ -21,6 +21,8 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from records.rundir import finite
+
 STAGES = ("explored", "scored", "selected", "regenerated", "updated", "published")
 UNITS = {
     "explored": "images",
@@ -133,7 +135,8 @@ class Progress:
         self._running = False
         self._finished += 1
         self._durations.append(self._clock() - self._iteration_began)
-        self.reward_now = _finite(metrics.get("reward/train_mean"), self.reward_now)
+        now = finite(metrics.get("reward/train_mean"))
+        self.reward_now = self.reward_now if now is None else now
         if self.reward_start is None:
             self.reward_start = self.reward_now
         self._phase = (
@@ -144,7 +147,7 @@ class Progress:
 
     def evaluation_finished(self, metrics: Mapping[str, object]) -> None:
         """An evaluation's row of metrics.jsonl is complete."""
-        value = _finite(metrics.get("reward/eval_mean"))
+        value = finite(metrics.get("reward/eval_mean"))
         if value is not None:
             self.held_out.append(value)
         self._phase = ""
@@ -152,7 +155,7 @@ class Progress:
             f"held-out reward after {metrics.get('iteration', '?')} iterations:"
             f" {_number(value)}{_error(metrics, 'eval/stderr')}"
         )
-        gain = _finite(metrics.get("eval/gain"))
+        gain = finite(metrics.get("eval/gain"))
         if gain is not None:
             text += f", gain {gain:+.3f}{_error(metrics, 'eval/gain_stderr')}"
         self.note(text)
@@ -276,7 +279,7 @@ class Progress:
         if counts:
             parts.append(", ".join(counts))
         for name, label in (("audit/kendall_tau", "tau"), ("loss/kl", "kl")):
-            if (value := _finite(metrics.get(name))) is not None:
+            if (value := finite(metrics.get(name))) is not None:
                 parts.append(f"{label} {value:.3g}")
         if (version := metrics.get("weights/version")) is not None:
             parts.append(f"published v{version}")
@@ -312,16 +315,10 @@ def duration(seconds: float) -> str:
     return f"{minutes // 60} h {minutes % 60:02d} min"
 
 
-def _finite(value: object, otherwise: float | None = None) -> float | None:
-    if isinstance(value, int | float) and value == value and abs(value) != float("inf"):
-        return float(value)
-    return otherwise
-
-
 def _number(value: float | None) -> str:
     return "–" if value is None else f"{value:.3f}"
 
 
 def _error(metrics: Mapping[str, object], name: str) -> str:
-    value = _finite(metrics.get(name))
+    value = finite(metrics.get(name))
     return "" if value is None else f" ± {value:.3f}"

@@ -17,6 +17,7 @@ from configs.prompts import digests
 from configs.schema import RunConfig
 from records import extremes, lock, timeline
 from records.atomic import write_json, write_text
+from records.errors import RunFailed
 
 Row = dict[str, Any]  # of a JSON-lines file
 PACKAGES = ("ray", "torch", "diffusers", "transformers", "peft", "pydantic", "numpy", "safetensors")
@@ -174,11 +175,11 @@ class RunDirectory:
 
     def metrics(self) -> list[Row]:
         """All rows of metrics.jsonl."""
-        return list(_rows(self.metrics_file))
+        return list(rows_of(self.metrics_file))
 
     def events(self) -> list[Row]:
         """All rows of events.jsonl."""
-        return list(_rows(self.events_file))
+        return list(rows_of(self.events_file))
 
     def truncate(self, iteration: int, moment: float) -> None:
         """Forget metrics and images from ``iteration`` on, and events and work after ``moment``."""
@@ -190,7 +191,7 @@ class RunDirectory:
         ]
         write_text(self.metrics_file, "".join(json.dumps(row) + "\n" for row in kept))
         extremes.forget_from(self.images, iteration)
-        chosen = [row for row in _rows(self.selections_file) if row["iteration"] < iteration]
+        chosen = [row for row in rows_of(self.selections_file) if row["iteration"] < iteration]
         write_text(self.selections_file, "".join(json.dumps(row) + "\n" for row in chosen))
         write_text(
             self.events_file,
@@ -210,6 +211,17 @@ def make_output(out: Path) -> None:
         ) from None
 
 
+@contextlib.contextmanager
+def writing(out: Path) -> Iterator[None]:
+    """Raises RunFailed where what was measured cannot be written to ``out``."""
+    try:
+        yield
+    except OSError as error:
+        raise RunFailed(
+            f"{out}: {error.strerror or error}: give another directory with --out"
+        ) from None
+
+
 def versions() -> dict[str, str]:
     """Versions of this code and of the packages that results depend on."""
     found = {}
@@ -226,8 +238,8 @@ def _append(path: Path, row: Mapping[str, object]) -> None:
         file.write(json.dumps(row, default=str) + "\n")
 
 
-def _rows(path: Path) -> Iterator[Row]:
-    """Rows of a JSON-lines file; a last line cut short by a kill is passed over."""
+def rows_of(path: Path) -> Iterator[Row]:
+    """Rows of a JSON-lines file; a line cut short by a kill is passed over."""
     if not path.exists():
         return
     for line in path.read_text(encoding="utf-8").splitlines():
@@ -235,6 +247,13 @@ def _rows(path: Path) -> Iterator[Row]:
             yield json.loads(line)
         except json.JSONDecodeError:
             continue
+
+
+def finite(value: object) -> float | None:
+    """``value`` as a float when it is a finite number, else None."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        return None
+    return float(value)
 
 
 def _plain(value: object) -> object:

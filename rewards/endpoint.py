@@ -57,11 +57,15 @@ class Endpoint:
 
     @staticmethod
     def check(settings: Settings) -> None:
-        """Raises ScorerSetupError for settings with which no endpoint can be asked."""
+        """Raises ScorerSetupError for settings with which no judge can be asked."""
         require_url(settings["url"], settings["plain_http"])
         require_seconds("timeout_s", settings["timeout_s"])
         for name, least in (("in_flight", 1), ("retries", 0), ("cache", 0)):
             require_count(name, settings[name], least)
+        if "{prompt}" not in settings["rubric"]:
+            raise ScorerSetupError(
+                "rubric has no {prompt}: the judge would not know what was asked"
+            )
 
     def require_key(self) -> None:
         """Raises ScorerSetupError where the variable of the key is not set."""

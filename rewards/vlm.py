@@ -123,10 +123,6 @@ class VlmScorer(BuiltIn):
                 f"high is {high}: log-probabilities are read of one token, so use 9 at most, or"
                 " read = 'json'"
             )
-        if "{prompt}" not in settings["rubric"]:
-            raise ScorerSetupError(
-                "rubric has no {prompt}: the judge would not know what was asked"
-            )
         if settings["votes"] > 1 and not settings["temperature"]:
             raise ScorerSetupError(
                 f"votes is {settings['votes']} at temperature 0: they would all be the same; set"

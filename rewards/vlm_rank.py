@@ -117,10 +117,6 @@ class VlmRankScorer(BuiltIn):
                 f"size is {settings['size']}: log-probabilities are read of one token, which can"
                 " name the better of two: use size = 2, or read = 'json'"
             )
-        if "{prompt}" not in settings["rubric"]:
-            raise ScorerSetupError(
-                "rubric has no {prompt}: the judge would not know what was asked"
-            )
 
     def __call__(
         self, images: np.ndarray, prompts: Sequence[str], metadata: Sequence[Metadata]

@@ -11,15 +11,13 @@ from __future__ import annotations
 
 import argparse
 import os
-import shutil
-import time
 from pathlib import Path
 
 import torch
 from diffusers import AutoencoderKL, FlowMatchEulerDiscreteScheduler, StableDiffusion3Pipeline
 
 from shapes import prompts
-from shapes.checksum import checksum
+from shapes.building import HERE, add_work, log, log_written, parser, replacing
 from shapes.data import Pool
 from shapes.denoiser import Learner, train_denoiser
 from shapes.text import clip_tokenizer, t5_encoder, t5_tokenizer
@@ -29,9 +27,7 @@ SHIFT = 2.0  # of the sampling schedule
 
 
 def assemble(vae: AutoencoderKL, learner: Learner, out: Path) -> None:
-    """Write the pipeline directory ``out``, replacing what was there, by way of a neighbour
-    directory.
-    """
+    """Write the pipeline directory ``out``, replacing what was there."""
     pipeline = StableDiffusion3Pipeline(
         transformer=learner.transformer,
         scheduler=FlowMatchEulerDiscreteScheduler(shift=SHIFT),
@@ -43,11 +39,8 @@ def assemble(vae: AutoencoderKL, learner: Learner, out: Path) -> None:
         text_encoder_3=t5_encoder(),
         tokenizer_3=t5_tokenizer(),
     )
-    fresh = out.with_name(out.name + ".new")
-    shutil.rmtree(fresh, ignore_errors=True)
-    pipeline.save_pretrained(fresh)
-    shutil.rmtree(out, ignore_errors=True)
-    os.replace(fresh, out)
+    with replacing(out) as fresh:
+        pipeline.save_pretrained(fresh)
 
 
 def trained_vae(minutes: float, work: Path) -> AutoencoderKL:
@@ -59,37 +52,16 @@ def trained_vae(minutes: float, work: Path) -> AutoencoderKL:
     return AutoencoderKL.from_pretrained(done).eval()
 
 
-def log(line: str) -> None:
-    """One line with the time."""
-    print(time.strftime("%H:%M:%S"), line, flush=True)
-
-
 def arguments() -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(
-        prog="python -m shapes.build", description=(__doc__ or "").splitlines()[0]
-    )
-    parser.add_argument("--minutes", type=float, default=82.0, help="training time of the denoiser")
-    parser.add_argument(
-        "--vae-minutes", type=float, default=7.0, help="training time of the autoencoder"
-    )
-    parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument(
-        "--out",
-        type=Path,
-        default=Path(__file__).parent / "model",
-        help="the pipeline directory to write",
-    )
-    parser.add_argument(
-        "--work",
-        type=Path,
-        default=Path("build/shapes"),
-        help="where training state is kept, to resume from",
-    )
-    parser.add_argument(
+    found = parser("shapes.build", __doc__, 82.0, "of the denoiser", HERE / "model")
+    add_work(found)
+    text = "training time of the autoencoder"
+    found.add_argument("--vae-minutes", type=float, default=7.0, help=text)
+    found.add_argument(
         "--prompts-only", action="store_true", help="write the prompt files and stop"
     )
-    return parser.parse_args()
+    return found.parse_args()
 
 
 def main() -> None:
@@ -106,8 +78,7 @@ def main() -> None:
         vae, args.minutes, args.work, log, lambda average, _minute: assemble(vae, average, snapshot)
     )
     assemble(vae, learner, args.out)
-    size = sum(path.stat().st_size for path in args.out.rglob("*") if path.is_file())
-    log(f"wrote {args.out}: {size / 1e6:.1f} MB, checksum {checksum(args.out)}")
+    log_written(args.out)
 
 
 if __name__ == "__main__":

@@ -10,8 +10,6 @@ from __future__ import annotations
 
 import argparse
 import math
-import os
-import shutil
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -20,7 +18,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from shapes.checksum import checksum
+from shapes.building import HERE, add_work, log, log_written, parser, replacing
 from shapes.clip import MOST_SCALE, batches, build_clip, loss_of, near_misses, save_clip, to_pixels
 from shapes.grammar import KINDS, Scene, scenes_of
 from shapes.render import render
@@ -116,29 +114,12 @@ def _wins(model: open_clip.CLIP, image: torch.Tensor, captions: list[Scene]) -> 
     return int((model.encode_text(ids, normalize=True) @ image).argmax()) == 0
 
 
-def log(line: str) -> None:
-    """One line with the time."""
-    print(time.strftime("%H:%M:%S"), line, flush=True)
-
-
 def arguments() -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(
-        prog="python -m shapes.clip_build", description=(__doc__ or "").splitlines()[0]
-    )
-    parser.add_argument("--minutes", type=float, default=25.0, help="training time")
-    parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--steps", type=int, default=None, help="stop after so many steps")
-    parser.add_argument(
-        "--out", type=Path, default=Path(__file__).parent / "clip", help="the directory to write"
-    )
-    parser.add_argument(
-        "--work",
-        type=Path,
-        default=Path("build/shapes"),
-        help="where training state is kept, to resume from",
-    )
-    return parser.parse_args()
+    found = parser("shapes.clip_build", __doc__, 25.0, "", HERE / "clip")
+    add_work(found)
+    found.add_argument("--steps", type=int, default=None, help="stop after so many steps")
+    return found.parse_args()
 
 
 def main() -> None:
@@ -147,15 +128,11 @@ def main() -> None:
     torch.set_num_threads(args.threads)
     args.work.mkdir(parents=True, exist_ok=True)
     model = train_clip(args.minutes, args.work, log, args.steps)
-    fresh = args.out.with_name(args.out.name + ".new")
-    shutil.rmtree(fresh, ignore_errors=True)
-    save_clip(model, fresh)
-    shutil.rmtree(args.out, ignore_errors=True)
-    os.replace(fresh, args.out)
+    with replacing(args.out) as fresh:
+        save_clip(model, fresh)
     for split in ("train", "tune"):
         log(f"right caption before all near misses, {split}: {accuracy(model, split)}")
-    size = sum(path.stat().st_size for path in args.out.rglob("*") if path.is_file())
-    log(f"wrote {args.out}: {size / 1e6:.1f} MB, checksum {checksum(args.out)}")
+    log_written(args.out)
 
 
 if __name__ == "__main__":

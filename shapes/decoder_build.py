@@ -8,10 +8,7 @@ its encoder is not trained. Everything is FP32, on the CPU.
 
 from __future__ import annotations
 
-import argparse
 import math
-import os
-import shutil
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -22,6 +19,7 @@ import torch
 import torch.nn.functional as F
 from diffusers import AutoencoderKL, AutoencoderTiny
 
+from shapes.building import HERE, log, parser, replacing
 from shapes.checksum import checksum
 from shapes.data import Pool
 from shapes.vae import CHANNELS, encode
@@ -90,30 +88,16 @@ def psnr(vae: AutoencoderKL, decoder: AutoencoderTiny, count: int = 300) -> floa
     return 10 * math.log10(4 / mse.item())
 
 
-def log(line: str) -> None:
-    """One line with the time."""
-    print(time.strftime("%H:%M:%S"), line, flush=True)
-
-
 def main() -> None:
     """Run the build."""
-    here = Path(__file__).parent
-    parser = argparse.ArgumentParser(
-        prog="python -m shapes.decoder_build", description=(__doc__ or "").splitlines()[0]
-    )
-    parser.add_argument("--minutes", type=float, default=13.0, help="training time")
-    parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--model", type=Path, default=here / "model", help="pipeline directory")
-    parser.add_argument("--out", type=Path, default=here / "decoder", help="directory to write")
-    args = parser.parse_args()
+    found = parser("shapes.decoder_build", __doc__, 13.0, "", HERE / "decoder", threads=1)
+    found.add_argument("--model", type=Path, default=HERE / "model", help="pipeline directory")
+    args = found.parse_args()
     torch.set_num_threads(args.threads)
     vae = AutoencoderKL.from_pretrained(args.model / "vae").eval().requires_grad_(False)
     decoder = train_decoder(vae, args.minutes, log)
-    fresh = args.out.with_name(args.out.name + ".new")
-    shutil.rmtree(fresh, ignore_errors=True)
-    decoder.save_pretrained(fresh)
-    shutil.rmtree(args.out, ignore_errors=True)
-    os.replace(fresh, args.out)
+    with replacing(args.out) as fresh:
+        decoder.save_pretrained(fresh)
     log(f"wrote {args.out}: {psnr(vae, decoder):.1f} dB, checksum {checksum(args.out)}")
 
 

@@ -192,7 +192,8 @@ class Learner(TakesTurns):
 
     def generate(self, request: GenerateRequest, conditioning: object) -> Took:
         """Seconds, images, samples."""
-        seconds = self.durations.generate.at(len(request.seeds))
+        count, gathering = len(request.seeds), self.durations.gathering
+        seconds = self.durations.generate.at(count) + gathering.generating(count, self.replicas)
         return Took(seconds, (seconds, TOKEN, TOKEN))
 
     def stand_by(self, request: GenerateRequest) -> Took:
@@ -202,14 +203,16 @@ class Learner(TakesTurns):
     def update(self, request: UpdateRequest, told: AllRewards) -> Took:
         """No metrics."""
         samples = sum(len(portion.rows) for portion in request.portions)
-        seconds = self.durations.update.at(samples)
+        gathered = self.durations.gathering.training(samples, self.replicas)
+        seconds = self.durations.update.at(samples) + gathered
         return Took(seconds, dict[str, float](), self.durations.summing.at(self.replicas))
 
     def export(self, version: int, backend: str | None = None, weights: str | None = None) -> Took:
         """A manifest of the right size."""
         names = tuple(f"{version}-{index}" for index in range(len(self._shards)))
         manifest = Manifest(version, "simulated", 0, self._shards, names, ())
-        return Took(self.durations.export.at(1), Exported(manifest, {}))
+        seconds = self.durations.export.at(1) + self.durations.gathering.publishing(self.replicas)
+        return Took(seconds, Exported(manifest, {}))
 
     def probe(self, request: Probe, conditioning: object) -> Took:
         """What the rollout actors' have."""

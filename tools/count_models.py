@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
-from configs.load import MODELS, REFERENCE, load
+from configs.load import EDITORS, MODELS, REFERENCE, load, rewards_of
 from planning.counting import count, kept_rows, key_of, write_kept
 from planning.make import described
 from policy.precision.backends import BACKENDS
@@ -17,6 +17,8 @@ from policy.precision.backends import BACKENDS
 ARMS = ("sol_rl", "naive_quant")
 """Of the four, one that decodes what it explores as proxies, and one that trains on it."""
 FORMATS = ("torch_nvfp4", "fp8", "bf16")
+ONE_GPU = ("sd35_medium-sol_rl-24gb", "z_image-sol_rl-24gb")
+"""Presets that are files, of models that are not the shipped one."""
 
 
 def main(models: Sequence[str]) -> None:
@@ -25,8 +27,10 @@ def main(models: Sequence[str]) -> None:
     Without any all models of the presets, and no other row stays.
     """
     rows = kept_rows() if models else {}
-    for model in models or (*MODELS, *(f"reference-{name}" for name in REFERENCE)):
-        configs = [load(f"{model}-{arm}-hpsv2") for arm in ARMS]
+    reference = (f"reference-{name}" for name in REFERENCE)
+    for model in models or (*MODELS, *EDITORS, *reference, *ONE_GPU):
+        several = [f"{model}-{arm}-{rewards_of(model)[-1]}" for arm in ARMS]
+        configs = [load(name) for name in ([model] if model in ONE_GPU else several)]
         with described(configs[0]) as (family, _):  # one, so that what they share is counted once
             for config in configs:
                 for name in FORMATS:

@@ -22,7 +22,7 @@ from analysis.compare.table import lines, tables
 from configs.load import ConfigError, parse
 from configs.schema import RunConfig
 from records.errors import RunFailed
-from records.rundir import make_output, versions, write_json, write_text
+from records.rundir import make_output, versions, write_json, write_text, writing
 
 REPORT, NUMBERS = "compare.html", "compare.json"
 
@@ -129,7 +129,7 @@ def _write(compared: Compared, out: Path) -> list[str]:
     results, baseline, settings = compared.results, compared.baseline, compared.settings
     found = tables(results, baseline, compared.costs)
     said = remarks(results, baseline)
-    try:
+    with writing(out):
         write_json(
             out / NUMBERS,
             _plain(
@@ -150,10 +150,6 @@ def _write(compared: Compared, out: Path) -> list[str]:
         write_text(
             out / REPORT, render(compared.name, results, found, said, settings, compared.costs)
         )
-    except OSError as error:
-        raise RunFailed(
-            f"{out}: {error.strerror or error}: give another directory with --out"
-        ) from None
     return [*lines(found, said), "", f"written: {out / REPORT}, {NUMBERS}"]
 
 

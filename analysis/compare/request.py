@@ -16,9 +16,10 @@ from typing import get_args
 from pydantic import Field, ValidationError
 
 from configs.aliases import current_key
+from configs.arms import Arm
 from configs.load import HERE, ConfigError, tree_of
 from configs.objectives import OBJECTIVES
-from configs.schema import Arm, RunConfig
+from configs.schema import RunConfig
 from configs.section import Section
 
 COMPARISONS = HERE / "comparisons"

@@ -7,14 +7,13 @@ others.
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import signal
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -24,6 +23,7 @@ from analysis.report.data import finite, read_run, step_of
 from configs.load import ConfigError, parse
 from configs.prompts import changed_files
 from configs.resume import differences
+from configs.toml_text import to_toml
 from planning.layouts.numbers import as_recorded
 from records.atomic import write_text
 from records.errors import Stopped
@@ -235,30 +235,3 @@ class _Child:
         self.signal = signal.Signals(number).name
         if self._process is not None:
             self._process.send_signal(signal.SIGTERM)
-
-
-def to_toml(tree: Mapping[str, object]) -> str:
-    """Plain values as TOML, one line per key of the top; keys with None are left out."""
-
-    def text(value: object) -> str:
-        if isinstance(value, dict):
-            return (
-                "{"
-                + ", ".join(
-                    f"{json.dumps(key)} = {text(each)}"
-                    for key, each in value.items()
-                    if each is not None
-                )
-                + "}"
-            )
-        if isinstance(value, list | tuple):
-            return "[" + ", ".join(text(each) for each in value) + "]"
-        if isinstance(value, float):
-            return str(value)  # inf and nan as TOML has them
-        if isinstance(value, bool | int | str):
-            return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
-        raise TypeError(f"{value!r}: no TOML for {type(value).__name__}")
-
-    return "".join(
-        f"{json.dumps(key)} = {text(value)}\n" for key, value in tree.items() if value is not None
-    )

@@ -8,6 +8,8 @@ from html import escape
 
 import numpy as np
 
+from analysis.report.axes import figure
+
 SIDE, GAP, LEFT, TOP, FOOT, LEGEND = 168.0, 26.0, 50.0, 66.0, 62.0, 440.0
 PANELS_PER_ROW = 4
 LIGHT, DARK = (247, 251, 255), (8, 48, 107)
@@ -24,26 +26,14 @@ def density_chart(panels: Mapping[str, np.ndarray], title: str, count: int) -> s
     columns = min(PANELS_PER_ROW, max(1, len(panels)))
     rows = max(1, math.ceil(len(panels) / columns))
     width, height = LEFT + max(columns * (SIDE + GAP), LEGEND), TOP + rows * (SIDE + FOOT) + 18
-    body = [
-        (
-            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width:g} {height:g}"'
-            f' width="{width:g}" height="{height:g}" font-family="system-ui, sans-serif"'
-            ' font-size="11" fill="#222">'
-        ),
-        f'<rect width="{width:g}" height="{height:g}" fill="#fff"/>',
-        (
-            f'<text x="{LEFT:g}" y="20" font-size="14" font-weight="600">Proxy rank given the true'
-            " rank</text>"
-        ),
-        f'<text x="{LEFT:g}" y="38">{escape(title)}</text>',
-    ]
+    body: list[str] = []
     for number, (name, density) in enumerate(panels.items()):
         row, column = divmod(number, columns)
         body.append(
             _panel(name, density, LEFT + column * (SIDE + GAP), TOP + row * (SIDE + FOOT), count)
         )
     body.append(_legend(LEFT, height - 20))
-    return "\n".join([*body, "</svg>"]) + "\n"
+    return figure(width, height, "Proxy rank given the true rank", title, body, LEFT)
 
 
 def _panel(name: str, density: np.ndarray, x: float, y: float, count: int) -> str:

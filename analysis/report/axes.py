@@ -81,6 +81,21 @@ def svg(frame: Frame, label: str, body: Sequence[str]) -> str:
     )
 
 
+def figure(
+    width: float, height: float, title: str, note: str, body: Sequence[str], left: float = 16.0
+) -> str:
+    """The text of an SVG file of its own: ``body``, escaped already, below a title and a line."""
+    lines = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width:g} {height:g}"'
+        f' width="{width:g}" height="{height:g}" font-family="system-ui, sans-serif"'
+        ' font-size="11" fill="#222">',
+        f'<rect width="{width:g}" height="{height:g}" fill="#fff"/>',
+        f'<text x="{left:g}" y="20" font-size="14" font-weight="600">{escape(title)}</text>',
+        f'<text x="{left:g}" y="38">{escape(note)}</text>',
+    ]
+    return "\n".join([*lines, *body, "</svg>"]) + "\n"
+
+
 def axes(frame: Frame, x_label: str, whole_x: bool, unit: str = "", y_label: str = "") -> str:
     """Grid lines with their values and the x axis; ``whole_x``: ticks at whole numbers only."""
     parts, right, foot = [], frame.width - frame.right, frame.height - frame.bottom

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from records.extremes import KeptIteration, find_extremes
 from records.images import RunImages, find_images
+from records.rundir import finite
 from records.timeline import FILE as TIMELINE
 from records.timeline import Span, read_spans
 
@@ -136,13 +137,6 @@ def read_run(directory: Path) -> RunData:
         ),
         extremes=find_extremes(directory / "images"),
     )
-
-
-def finite(value: object) -> float | None:
-    """``value`` as a float when it is a finite number, else None."""
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-        return None
-    return float(value)
 
 
 def step_of(row: Row) -> int:

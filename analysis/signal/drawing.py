@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from html import escape
 
-from analysis.report.axes import nice_ticks
+from analysis.report.axes import figure, nice_ticks
 from configs.section import Tree
 
 RIGHT, TOP, BAR, GAP, PLOT = 60.0, 64.0, 17.0, 16.0, 550.0
@@ -43,15 +43,7 @@ def drawing(rows: Sequence[Tree], title: str) -> str:
         f'<text x="{x(tick):.1f}" y="{y + 14:g}" text-anchor="middle">{tick:g}</text>'
         for tick in nice_ticks(low, high, 6)
     )
-    head = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width:g} {y + 40:g}"'
-        f' width="{width:g}" height="{y + 40:g}" font-family="system-ui, sans-serif"'
-        ' font-size="11" fill="#222">',
-        f'<rect width="{width:g}" height="{y + 40:g}" fill="#fff"/>',
-        '<text x="16" y="20" font-size="14" font-weight="600">Signal in a gradient: mean cosine'
-        " between gradients of independent batches</text>",
-        f'<text x="16" y="38">{escape(title)}; bars ± one standard error</text>',
-    ]
+    head: list[str] = []
     for number, choice in enumerate(choices):
         line = TOP - 12 + 16 * number
         colour = COLOURS[number % len(COLOURS)]
@@ -59,7 +51,9 @@ def drawing(rows: Sequence[Tree], title: str) -> str:
             f'<rect x="16" y="{line:g}" width="12" height="10" fill="{colour}"/>'
             f'<text x="34" y="{line + 9:g}">{escape(choice)}</text>'
         )
-    return "\n".join([*head, ticks, *body, "</svg>"]) + "\n"
+    heading = "Signal in a gradient: mean cosine between gradients of independent batches"
+    note = f"{title}; bars ± one standard error"
+    return figure(width, y + 40, heading, note, [*head, ticks, *body])
 
 
 def _bar(row: Tree, colour: str, x: Callable[[float], float], y: float) -> str:

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
-from analysis.fidelity.measure import encoded, explored, explorer_of, rewards_of, setup, trainer_of
-from analysis.signal.files import EXPLORED, digest, read, write
+from analysis.measuring import Say, encoded, explored, explorer_of, rewards_of, setup, trainer_of
+from analysis.signal.files import EXPLORED, digest, read
 from configs.load import ConfigError
 from configs.prompts import Prompt, prompts_of_iteration, read_prompts
 from configs.schema import RunConfig
@@ -18,9 +18,9 @@ from policy.explorer import Explorer
 from policy.precision.backends import Backend
 from policy.sampling.noise import stream_seed
 from policy.types import Conditioning
+from records.atomic import write_json
+from records.rundir import writing
 from rewards.combine import WeightedScorer
-
-Say = Callable[[str], None]
 
 
 @dataclass(frozen=True)
@@ -89,7 +89,8 @@ class Exploring:
         for batch in self.batches[len(made) :]:
             made.append(self._explore(name, steps, batch))
             rows = {key: [part.tolist() for part in made]}
-            write(self.out / EXPLORED, read(self.out / EXPLORED) | rows)
+            with writing(self.out):
+                write_json(self.out / EXPLORED, read(self.out / EXPLORED) | rows)
         self.say(f"explored with {name}, {steps} steps: {time.perf_counter() - start:.0f} s")
         return made
 

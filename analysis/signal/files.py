@@ -9,8 +9,6 @@ import xxhash
 
 from configs.load import ConfigError
 from configs.section import Tree
-from records.atomic import write_json
-from records.errors import RunFailed
 from records.tables import markdown
 
 ROWS, EXPLORED = "signal.json", "explored.json"
@@ -33,16 +31,6 @@ def read(path: Path) -> Tree:
     if not isinstance(found, dict):
         raise ConfigError(f"{path}: no JSON object: remove it, or give --out")
     return found
-
-
-def write(path: Path, tree: Tree) -> None:
-    """Raises RunFailed."""
-    try:
-        write_json(path, tree)
-    except OSError as error:
-        raise RunFailed(
-            f"{path}: {error.strerror or error}: give another directory with --out"
-        ) from None
 
 
 def digest(what: object) -> str:

@@ -14,25 +14,22 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from analysis.fidelity.measure import backends, hide_loading_bars, setup, trainer_of
+from analysis.measuring import Say, backends, measuring, setup, trainer_of
 from analysis.signal.drawing import drawing
-from analysis.signal.exploring import Batch, Exploring, Say, batches_of, seeds_of
-from analysis.signal.files import ROWS, digest, read, rows_of, table, title, write
+from analysis.signal.exploring import Batch, Exploring, batches_of, seeds_of
+from analysis.signal.files import ROWS, digest, read, rows_of, table, title
 from configs.load import ConfigError, apply, parse
 from configs.schema import RunConfig
 from configs.section import Tree
 from learner.batch import Group
-from learner.nonfinite import NonFiniteTraining
 from learner.selection import select
 from learner.signal import gradient, mean_cosine
 from learner.trainer import Trainer
 from planning.preflight import check_model
-from policy.device import threads
 from policy.precision.backends import Backend
 from policy.sampling.noise import stream_seed
 from records.errors import RunFailed
-from records.rundir import make_output, versions, write_text
-from rewards.base import ScorerError, ScorerSetupError
+from records.rundir import versions, write_json, write_text, writing
 
 
 @dataclass(frozen=True)
@@ -76,19 +73,11 @@ def run(config: RunConfig, wanted: Measurement, out: Path, say: Say) -> list[str
     check_model(config)
     found = list(backends(wanted.backends, say).values())
     choices = choices_of(config, wanted, found)
-    make_output(out)
-    with threads(wanted.threads or config.services.rollout.threads):
-        hide_loading_bars()
-        try:
-            Measuring(config, wanted, found, out, say).run(choices)
-        except ScorerError as error:
-            raise RunFailed(f"{error}; an image without a reward has no advantage") from None
-        except NonFiniteTraining as error:
-            raise RunFailed(str(error)) from None
-        except (FileNotFoundError, ScorerSetupError) as error:
-            raise ConfigError(str(error)) from None
+    with measuring(config, wanted.threads, out, "an image without a reward has no advantage"):
+        Measuring(config, wanted, found, out, say).run(choices)
     summary = read(out / ROWS)
-    write_text(out / "signal.svg", drawing(summary["rows"], title(summary)))
+    with writing(out):
+        write_text(out / "signal.svg", drawing(summary["rows"], title(summary)))
     return [*table(summary), f"written: {out / 'signal.json'}, signal.svg"]
 
 
@@ -182,7 +171,7 @@ class Measuring:
         groups = []
         for p, prompt in enumerate(batch.prompts):
             chosen = self._chosen(batch, p, choice)
-            samples, images = trainer.regenerate(batch.conditioning[p], chosen)
+            samples, images = trainer.generator.generate(batch.conditioning[p], chosen)
             groups.append(
                 Group(p, batch.conditioning[p], samples, self.explored.score(images, prompt))
             )
@@ -205,7 +194,8 @@ class Measuring:
             "threads": torch.get_num_threads(),
             "versions": versions(),
         }
-        write(self.out / ROWS, facts | {"rows": [*rows_of(self.out), row]})
+        with writing(self.out):
+            write_json(self.out / ROWS, facts | {"rows": [*rows_of(self.out), row]})
 
 
 def objectives_of(config: RunConfig, given: Sequence[str]) -> tuple[tuple[str, RunConfig], ...]:

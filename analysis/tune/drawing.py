@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from html import escape
 
-from analysis.report.axes import Frame, nice_ticks, span
+from analysis.report.axes import Frame, figure, nice_ticks, span
 from learner.fidelity import Estimate
 
 WIDTH, PLOT, LINE = 760.0, 380.0, 15.0
@@ -22,14 +22,8 @@ def drawing(points: Sequence[tuple[str, float, Estimate, bool]], budget: float, 
     frame = Frame(WIDTH, PLOT, span(xs, [budget]), span(ends), left=64, top=44, bottom=44)
     height = PLOT + LINE * len(points) + 16
     body = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH:g} {height:g}"'
-        f' width="{WIDTH:g}" height="{height:g}" font-family="system-ui, sans-serif"'
-        ' font-size="11" fill="#222">',
-        f'<rect width="{WIDTH:g}" height="{height:g}" fill="#fff"/>',
-        '<text x="16" y="20" font-size="14" font-weight="600">Strength against cost</text>',
         f'<text x="{WIDTH / 2:g}" y="{PLOT - 8:g}" text-anchor="middle">{escape(by)}, over those'
         " of the configuration</text>",
-        '<text x="16" y="38">contrast x sqrt(keep), 95 % confidence over prompts</text>',
         *_grid(frame),
         f'<line x1="{frame.x(budget):.1f}" x2="{frame.x(budget):.1f}" y1="44" y2="{PLOT - 44:g}"'
         ' stroke="#d9572b" stroke-dasharray="4 3"/>',
@@ -45,7 +39,8 @@ def drawing(points: Sequence[tuple[str, float, Estimate, bool]], budget: float, 
             f'<text x="16" y="{PLOT + LINE * (number + 1):g}" fill="{colour}">{number + 1}:'
             f" {escape(label)}{' (own)' if number == 0 else ''}</text>"
         )
-    return "\n".join([*body, "</svg>"]) + "\n"
+    note = "contrast x sqrt(keep), 95 % confidence over prompts"
+    return figure(WIDTH, height, "Strength against cost", note, body)
 
 
 def _grid(frame: Frame) -> list[str]:

@@ -8,17 +8,24 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from analysis.fidelity.measure import encoded, explored, explorer_of, rewards_of, setup, trainer_of
+from analysis.measuring import (
+    Say,
+    encoded,
+    explored,
+    explorer_of,
+    rewards_of,
+    seeds_of,
+    setup,
+    trainer_of,
+)
 from configs.prompts import Prompt
 from configs.schema import RunConfig
 from learner.batch import Group
 from learner.signal import gradient
 from policy.precision.backends import Backend
-from policy.sampling.noise import stream_seed
 from policy.types import Conditioning
 from rewards.combine import WeightedScorer
 
-Say = Callable[[str], None]
 Size = tuple[int, int] | None
 Kind = tuple[str, int, Size, int | None]
 """Backend, steps, size, and after how many of the steps a preview ends (None: after all)."""
@@ -42,10 +49,7 @@ class Measuring:
         self.config, self.prompts, self.say = config, prompts, say
         self.scorer = WeightedScorer.from_config(config.rewards)
         self.conditioning = encoded(config, list(prompts))
-        self.seeds = [
-            [stream_seed(config.seed, "fidelity", p, n) for n in range(seeds)]
-            for p in range(len(prompts))
-        ]
+        self.seeds = seeds_of(config, len(prompts), seeds)
         with setup():
             self.trainer = trainer_of(config)
 
@@ -54,7 +58,7 @@ class Measuring:
     ) -> Found:
         """``sizes``: the configuration of each; ``kinds``: previews to make."""
         truth, seconds = self._all(
-            "truth", lambda cond, seeds: self.trainer.regenerate(cond, seeds)[1]
+            "truth", lambda cond, seeds: self.trainer.generator.generate(cond, seeds)[1]
         )
         found = Found(truth, truth_s=seconds, update_s=self._update_seconds())
         for size, config in sizes.items():
@@ -89,7 +93,7 @@ class Measuring:
     def _update_seconds(self) -> float:
         """Of forward and backward passes for a sample, on one prompt's."""
         cond, seeds = self.conditioning[0], self.seeds[0][: self.config.selection.keep]
-        samples, _ = self.trainer.regenerate(cond, seeds)
+        samples, _ = self.trainer.generator.generate(cond, seeds)
         rewards = np.linspace(0.0, 1.0, len(seeds), dtype=np.float32)
         start = time.perf_counter()
         gradient(self.trainer, 0, [Group(0, cond, samples, rewards)])

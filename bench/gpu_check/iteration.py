@@ -10,7 +10,7 @@ from typing import TypeVar
 import numpy as np
 import torch
 
-from bench.explorer import Case
+from bench.architectures import Case
 from bench.gpu_check.findings import Finding, Item, LeftOut
 from bench.gpu_check.setting import FAMILIES, NEWER, Setting, autoencoder, finish, free, loadable
 from configs.load import load
@@ -143,7 +143,7 @@ def _iteration(
     proxies, _ = timed("explore", lambda: explorer.explore(cond, seeds, STEPS, solver, guided))
     chosen = timed("select", lambda: select(redness(proxies), KEEP)).indices
     kept = [seeds[index] for index in chosen]
-    samples, images = timed("regenerate", lambda: trainer.regenerate(cond, kept))
+    samples, images = timed("regenerate", lambda: trainer.generator.generate(cond, kept))
     group = Group(0, cond, samples, redness(images))
     metrics = timed("update", lambda: trainer.update(0, [group]))
     timed("pack and load", lambda: _publish(trainer, explorer, 1))

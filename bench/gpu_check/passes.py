@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from functools import partial
 
 import torch
 from torch import Tensor, nn
 
-from bench.explorer import Case
+from bench.architectures import Case
 from bench.gpu_check.findings import Finding, Item, LeftOut
 from bench.gpu_check.setting import FAMILIES, Setting, autoencoder, finish, free
 from bench.timing import Ratio, interleave
@@ -106,10 +108,13 @@ def _passes(case: Case, setting: Setting) -> Iterator[Finding]:
     inputs = case.inputs(BATCH, device)
     runs: dict[str, Run] = {
         "bare, to sample": _sampling(case, bare, inputs),
-        "regenerating": _regenerating(case, adapted, inputs),
-        "regenerating paths": _paths(case, adapted, inputs),
+        # merged once per call; paths are sampled with the adapter beside the weights
+        "regenerating": _within(partial(merged, adapted, "old"), _sampling(case, adapted, inputs)),
+        "regenerating paths": _within(
+            partial(use, adapted, "old"), _sampling(case, adapted, inputs)
+        ),
         "bare, to train": _training(case, bare, inputs),
-        "training": _adapted(adapted, _training(case, adapted, inputs)),
+        "training": _within(partial(use, adapted, "current"), _training(case, adapted, inputs)),
     }
     times = interleave(runs, REPEATS if setting.gpu else CPU_REPEATS, warm_up=setting.warm_up)
     for form in ("regenerating", "regenerating paths", "training"):
@@ -139,28 +144,6 @@ def _sampling(case: Case, transformer: nn.Module, inputs: Inputs) -> Run:
     return run
 
 
-def _regenerating(case: Case, transformer: nn.Module, inputs: Inputs) -> Run:
-    """The same on merged weights, which are merged once per call."""
-    steps = _sampling(case, transformer, inputs)
-
-    def run() -> None:
-        with merged(transformer, "old"):
-            steps()
-
-    return run
-
-
-def _paths(case: Case, transformer: nn.Module, inputs: Inputs) -> Run:
-    """The same with the adapter beside the weights."""
-    steps = _sampling(case, transformer, inputs)
-
-    def run() -> None:
-        with use(transformer, "old"):
-            steps()
-
-    return run
-
-
 def _training(case: Case, transformer: nn.Module, inputs: Inputs) -> Run:
     """Forward and backward, down to the input, so that the bare denoiser has a backward pass."""
     x, sigma, cond = inputs
@@ -175,9 +158,11 @@ def _training(case: Case, transformer: nn.Module, inputs: Inputs) -> Run:
     return run
 
 
-def _adapted(transformer: nn.Module, train: Run) -> Run:
+def _within(weights: Callable[[], AbstractContextManager[object]], passes: Run) -> Run:
+    """The same passes with other weights."""
+
     def run() -> None:
-        with use(transformer, "current"):
-            train()
+        with weights():
+            passes()
 
     return run

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 
 import torch
 
-from bench.explorer import Case
+from bench.architectures import Case
 from bench.gpu_check.findings import Finding, Item, LeftOut
 from bench.gpu_check.setting import ARCHITECTURES, NEWER, Setting, autoencoder, finish, free
 from configs.sections import Lora

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from bench.explorer import Case, case_of
+from bench.architectures import Case, case_of
 from policy.families import Family
 from policy.families.architectures import build, published
 from policy.precision.backends import BACKENDS, Backend

@@ -13,7 +13,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from bench.explorer import case_of
+from bench.architectures import case_of
 from bench.gpu_check.findings import Finding, Item
 from bench.gpu_check.setting import Setting
 from policy.families.architectures import build, published_names

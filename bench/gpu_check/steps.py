@@ -9,7 +9,8 @@ from contextlib import contextmanager
 import torch
 from torch import nn
 
-from bench.explorer import Case, bound, explorer_transformer, one_step, quantisable_share
+from bench.architectures import Case
+from bench.explorer import bound, explorer_transformer, one_step, quantisable_share
 from bench.gpu_check.findings import Finding, Item, LeftOut
 from bench.gpu_check.setting import Setting, free
 from bench.timing import Ratio, interleave

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 
 from analysis.report.charts import number
 from analysis.report.parts import Cell, Table
@@ -17,23 +18,68 @@ NONE = "Nothing was measured."
 INK = {"confirmed": "good-ink", "refuted": "bad-ink", "not checkable here": ""}
 
 
+Text = Callable[[Finding], str]
+
+
+def what(each: Finding) -> str:
+    """Of a column: the finding's name."""
+    return each.what
+
+
+def value(each: Finding) -> str:
+    """Of a column: what was measured."""
+    return number(each.value)
+
+
+def label(name: str) -> Text:
+    """Of a column: this label."""
+    return lambda each: each.labels[name]
+
+
+def beside(name: str) -> Text:
+    """Of a column: this number beside the value; empty where there is none."""
+    return lambda each: _optional(each, name)[0]
+
+
+ARCHITECTURE, FORM = {"architecture": label("architecture")}, {"which": label("form")}
+COLUMNS: dict[str, dict[str, Text]] = {
+    "kernels": {
+        "what": what, "measured": value, "expected": beside("expected"),
+        "eager": beside("eager"), "GB/s": beside("GB/s"),
+    },
+    "shapes": {
+        **ARCHITECTURE, "backend": label("backend"), "inputs": beside("inputs"), "refused": value,
+        "what": lambda each: each.note,
+    },
+    "decode": {
+        **ARCHITECTURE, **FORM, "FP32, s": beside("fp32 seconds"), "s": beside("seconds"),
+        "times as fast": value,
+    },
+    "lora": {**ARCHITECTURE, **FORM, "/ bare": value, "bare, s": beside("bare seconds")},
+    "weights": {"what": what, "measured": value, "": lambda each: each.unit, "GB": beside("GB")},
+    "turns": {
+        "what": what, "measured": value, "": lambda each: each.unit,
+        "planned": beside("expected"), "GB/s": beside("GB/s"),
+    },
+    "memory": {
+        **ARCHITECTURE, **FORM, "measured, GB": beside("measured GB"),
+        "planned, GB": beside("planned GB"), "measured / planned": value,
+    },
+    "tests": {
+        "file": what, "failed": value, "passed": beside("passed"), "skipped": beside("skipped"),
+        "which": lambda each: each.note,
+    },
+}  # fmt: skip
+"""Of sections with a row per finding: heads, and what stands below them."""
+
+
 def tables(results: Results) -> dict[str, Table]:
     """By section; claims first."""
-    made: dict[str, Callable[[list[Finding]], Table]] = {
-        "kernels": _kernels,
-        "shapes": _shapes,
-        "steps": _steps,
-        "decode": _decode,
-        "lora": _lora,
-        "weights": _weights,
-        "turns": _turns,
-        "memory": _memory,
-        "iteration": _iteration,
-        "tests": _tests,
-    }
+    made: dict[str, Callable[[list[Finding]], Table]] = {"steps": _steps, "iteration": _iteration}
     found = {"claims": claims(results)}
     for outcome in results.outcomes:
-        found[outcome.section] = made[outcome.section](outcome.findings)
+        plain = partial(_plain, outcome.section)
+        found[outcome.section] = made.get(outcome.section, plain)(outcome.findings)
     return found
 
 
@@ -54,22 +100,11 @@ def _table(name: str, heads: Sequence[str], rows: Sequence[Sequence[str | Cell]]
 WORDS = ("", "architecture", "backend", "what", "format", "shape", "file", "which")
 
 
-def _kernels(found: list[Finding]) -> Table:
-    rows = [
-        (each.what, number(each.value), *_optional(each, "expected", "eager", "GB/s"))
-        for each in found
-    ]
-    return _table("kernels", ("what", "measured", "expected", "eager", "GB/s"), rows)
-
-
-def _shapes(found: list[Finding]) -> Table:
-    rows = [
-        (each.labels["architecture"], each.labels["backend"], number(each.beside["inputs"]),
-         number(each.value), each.note)
-        for each in found
-    ]  # fmt: skip
-    heads = ("architecture", "backend", "inputs", "refused", "what")
-    return _table("shapes", heads, rows)
+def _plain(section: str, found: list[Finding]) -> Table:
+    """A row per finding."""
+    columns = COLUMNS[section]
+    rows = [tuple(text(each) for text in columns.values()) for each in found]
+    return _table(section, tuple(columns), rows)
 
 
 def _steps(found: list[Finding]) -> Table:
@@ -102,47 +137,6 @@ def _steps(found: list[Finding]) -> Table:
     return _table("steps", heads, rows, note=note)
 
 
-def _decode(found: list[Finding]) -> Table:
-    rows = [
-        (each.labels["architecture"], each.labels["form"], number(each.beside["fp32 seconds"]),
-         number(each.beside["seconds"]), number(each.value))
-        for each in found
-    ]  # fmt: skip
-    return _table("decode", ("architecture", "which", "FP32, s", "s", "times as fast"), rows)
-
-
-def _lora(found: list[Finding]) -> Table:
-    rows = [
-        (each.labels["architecture"], each.labels["form"], number(each.value),
-         number(each.beside["bare seconds"]))
-        for each in found
-    ]  # fmt: skip
-    return _table("lora", ("architecture", "which", "/ bare", "bare, s"), rows)
-
-
-def _weights(found: list[Finding]) -> Table:
-    rows = [(each.what, number(each.value), each.unit, *_optional(each, "GB")) for each in found]
-    return _table("weights", ("what", "measured", "", "GB"), rows)
-
-
-def _turns(found: list[Finding]) -> Table:
-    rows = [
-        (each.what, number(each.value), each.unit, *_optional(each, "expected", "GB/s"))
-        for each in found
-    ]
-    return _table("turns", ("what", "measured", "", "planned", "GB/s"), rows)
-
-
-def _memory(found: list[Finding]) -> Table:
-    rows = [
-        (each.labels["architecture"], each.labels["form"], number(each.beside["measured GB"]),
-         number(each.beside["planned GB"]), number(each.value))
-        for each in found
-    ]  # fmt: skip
-    heads = ("architecture", "which", "measured, GB", "planned, GB", "measured / planned")
-    return _table("memory", heads, rows)
-
-
 STAGES = ("explore", "select", "regenerate", "update", "pack and load")
 
 
@@ -153,14 +147,6 @@ def _iteration(found: list[Finding]) -> Table:
     ]
     note = f"Seconds. {found[0].note}" if found else ""
     return _table("iteration", ("architecture", "backend", *STAGES, "peak GB"), rows, note=note)
-
-
-def _tests(found: list[Finding]) -> Table:
-    rows = [
-        (each.what, number(each.value), *_optional(each, "passed", "skipped"), each.note)
-        for each in found
-    ]
-    return _table("tests", ("file", "failed", "passed", "skipped", "which"), rows)
 
 
 def _optional(found: Finding, *names: str) -> list[str]:

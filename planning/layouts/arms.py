@@ -6,8 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import get_args
 
+from configs.arms import Arm
 from configs.load import ConfigError, parse
-from configs.schema import Arm, RunConfig
+from configs.schema import RunConfig
 from planning.assumptions import Assumptions
 from planning.layouts.choose import Candidate, assessed, choose
 from planning.layouts.gpus import Gpus

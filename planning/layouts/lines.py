@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 
 from configs.schema import RunConfig
-from planning.assumptions import host_link
+from planning.assumptions import host_link, peer_link
+from planning.durations import LINK
 from planning.layouts.arms import SIMPLER, ratios
 from planning.layouts.choose import Candidate, Choice
 from planning.layouts.gpus import Gpus
@@ -21,6 +22,7 @@ HIDDEN = 0.05
 class Outlook:
     """What is predicted of a plan. ``unhidden``: seconds, were exploring free. ``found``: what a
     simulation saw beside the prediction, where there was one. ``fullest_gb``: of the fullest GPU.
+    ``gathered``: seconds of stages in which a base in shards is gathered.
     """
 
     gpus: Sequence[Gpus]
@@ -31,6 +33,7 @@ class Outlook:
     choice: Choice | None
     found: Findings | None = None
     fullest_gb: float = 0.0
+    gathered: Mapping[str, float] = field(default_factory=dict[str, float])
 
 
 @dataclass(frozen=True)
@@ -115,10 +118,22 @@ def _seconds(config: RunConfig, outlook: Outlook) -> list[str]:
         ),
         f"  idle      GPUs {found.mean_idle:.0%} of an iteration; of their time, actors: {idle}",
         *more,
+        *_gathered(outlook),
         (
             f"  assumed   actors on one GPU take turns {_cost_of_turns(config, outlook)}; LoRA at"
             " the speed of the layers it is on, scorers in FP32 where they say so"
         ),
+    ]
+
+
+def _gathered(outlook: Outlook) -> list[str]:
+    if not outlook.gathered:
+        return []
+    stages = ", ".join(f"{name} {seconds:.1f} s" for name, seconds in outlook.gathered.items())
+    speeds = " or ".join(sorted({f"{peer_link(each.kind) / 1e9:g}" for each in outlook.gpus}))
+    return [
+        f"  gathering {stages} of them: the base is in shards, which each replica receives at"
+        f" {speeds} GB/s on a node, {LINK / 1e9:g} over several; none hidden behind computing"
     ]
 
 
@@ -199,6 +214,7 @@ def as_json(config: RunConfig, outlook: Outlook) -> dict[str, object]:
             "why": choice.why if choice else "by hand",
             "candidates": [_candidate(each) for each in choice.table] if choice else [],
         },
+        "gathering_s": dict(outlook.gathered),
         "idle_share": dict(found.idle),
         "gpu_idle_share": [
             {"gpus": n, "idle_share": share, "actors": dict(who)}

@@ -11,9 +11,10 @@ from __future__ import annotations
 import heapq
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from configs.services import Share
+from planning.gathering import NOTHING, Gathering
 from planning.layouts.gpus import Gpus, Laid
 from planning.layouts.numbers import Numbers
 
@@ -24,7 +25,8 @@ class Tasks:
 
     ``chunk``, ``regenerate`` and ``update`` are seconds of one task: of a chunk, of a prompt, of a
     prompt. ``score`` is of all images, by the service that scores; ``encode`` of all prompts.
-    ``move`` is of one actor whose weights leave its GPU, or come back, by service.
+    ``move`` is of one actor whose weights leave its GPU, or come back, by service. ``gathering`` of
+    a base in shards comes on top, as it depends on how many replicas share it.
     """
 
     chunks: int
@@ -35,6 +37,14 @@ class Tasks:
     score: Mapping[str, float] = field(default_factory=dict)
     encode: float = 0.0
     move: Mapping[str, float] = field(default_factory=dict)
+    gathering: Gathering = NOTHING
+
+    def gathered(self, replicas: int, part: float) -> Tasks:
+        """With what is gathered by each of so many replicas, which regenerate such a ``part`` of a
+        prompt at a time.
+        """
+        again, trained = self.gathering.of_prompt(replicas, part)
+        return replace(self, regenerate=self.regenerate + again, update=self.update + trained)
 
     @property
     def total(self) -> float:
@@ -67,8 +77,10 @@ def bound(tasks: Mapping[str, Tasks], gpus: Sequence[Gpus]) -> float:
 
 def predict(numbers: Numbers, laid: Sequence[Laid], tasks: Mapping[str, Tasks]) -> Prediction:
     """Of a layout whose actors are ``laid``; ``tasks`` by kind of GPU."""
-    parts = _by_prompts(laid, next(iter(tasks.values())).prompts, numbers.share)
-    any_tasks = next(iter(tasks.values()))
+    any_tasks, replicas = next(iter(tasks.values())), numbers.groups["learner"].actors
+    part_of = part_at_a_time(numbers, any_tasks)
+    tasks = {kind: each.gathered(replicas, part_of) for kind, each in tasks.items()}
+    parts = _by_prompts(laid, any_tasks.prompts, numbers.share)
     actors = {kind: sum(p.count * p.actors.get(kind, 0) for p in parts) for kind in numbers.groups}
     score = [_scoring(part, tasks[part.kind], actors) for part in parts]
     stage2 = [part.prompts * tasks[part.kind].regenerate for part in parts]
@@ -79,7 +91,7 @@ def predict(numbers: Numbers, laid: Sequence[Laid], tasks: Mapping[str, Tasks]) 
     slots = [part.count * part.actors.get("rollout", 0) for part in parts]
     explored, _ = fill(list(zip(slots, score, chunks, strict=True)), any_tasks.chunks)
     ended, done = fill(list(zip(slots, loads, chunks, strict=True)), any_tasks.chunks)
-    last = [tasks[p.kind].regenerate * _part(numbers, any_tasks) for p in parts if p.prompts]
+    last = [tasks[p.kind].regenerate * part_of for p in parts if p.prompts]
     rollout = max(ended, *loads, explored + (min(last, default=0.0) if any_tasks.chunks else 0.0))
     encode = max((tasks[p.kind].encode for p in parts if "encoder" in p.actors), default=0.0)
     if numbers.leaves:
@@ -122,7 +134,20 @@ def _change(part: _Part, tasks: Tasks, leaves: Sequence[str]) -> float:
     return sum(part.actors.get(kind, 0) * tasks.move.get(kind, 0.0) for kind in leaves)
 
 
-def _part(numbers: Numbers, tasks: Tasks) -> float:
+def gathered(numbers: Numbers, tasks: Mapping[str, Tasks]) -> dict[str, float]:
+    """Seconds of the busiest replica's stages in which it gathers a base in shards; none where it
+    is whole.
+    """
+    any_tasks, replicas = next(iter(tasks.values())), numbers.groups["learner"].actors
+    prompts = any_tasks.prompts / replicas
+    prompts = math.ceil(prompts) if numbers.share == "prompts" else prompts
+    part = part_at_a_time(numbers, any_tasks)
+    found = [each.gathering.of_prompt(replicas, part) for each in tasks.values()]
+    again, trained = (max(each) for each in zip(*found, strict=True))
+    return {"regenerate": prompts * again, "update": prompts * trained} if trained else {}
+
+
+def part_at_a_time(numbers: Numbers, tasks: Tasks) -> float:
     """Share of a prompt that a learner regenerates at a time."""
     replicas = numbers.groups["learner"].actors
     if numbers.share == "prompts":

@@ -17,18 +17,22 @@ from planning.assumptions import (
     backend_of,
     device_of,
     host_link,
+    peer_link,
     with_format,
 )
 from planning.counting import Counts, counts_of
+from planning.durations import LINK
+from planning.gathering import NOTHING, Gathering
 from planning.held import held_of, parts_of
-from planning.layouts.choose import Choice, choose, needs_gpu
+from planning.layouts.candidates import needs_gpu
+from planning.layouts.choose import Choice, choose
 from planning.layouts.costs import Costs
 from planning.layouts.gpus import Gpus, gpus_of
 from planning.layouts.numbers import by_hand, with_numbers
 from planning.layouts.predict import Tasks
 from planning.layouts.scoring import image_flops, in_fp32
 from planning.placement import Node, kinds_of
-from planning.stages import stages_of
+from planning.stages import passes, stages_of, training_points
 from policy.families import Family
 from policy.types import DTYPES
 from rewards.clips import scored_frames
@@ -135,7 +139,8 @@ def costs_of(config: RunConfig, family: Family, gpus: Sequence[Gpus], given: Ass
         held = held_of(config, counts, family, backend, dtype)
         parts[kind] = parts_of(config, counts, backend, held)
         move = {service: each.models / host_link(kind) for service, each in parts[kind].items()}
-        tasks[kind] = tasks_of(config, counts, device, move)
+        gathering = gathering_of(config, counts, kind, given.node_gpus)
+        tasks[kind] = replace(tasks_of(config, counts, device, move), gathering=gathering)
         memory[kind] = {
             service: float(sum(size or 0 for size in parts.values()))
             for service, parts in held.items()
@@ -200,6 +205,27 @@ def tasks_of(config: RunConfig, counts: Counts, device: Device, move: Mapping[st
             else prompts * counts.text_flops / (1e12 * device.tflops * device.utilisation)
         ),
         move=move,
+    )
+
+
+def gathering_of(config: RunConfig, counts: Counts, accelerator: str, node: int) -> Gathering:
+    """Of a run whose learner is on such GPUs, ``node`` of them in a node."""
+    if config.services.learner.shard == "none":
+        return NOTHING
+    full, scales = config.regenerate, config.guidance
+    points, others = training_points(config)
+    each = points / config.optimizer.batch_size  # passes of a policy over a sample's points
+    near = counts.denoiser / peer_link(accelerator)
+    return Gathering(
+        near_s=near,
+        far_s=max(near, counts.denoiser / LINK),
+        node=node,
+        batch=full.batch_size,
+        generate=full.steps * (1 if scales.one_pass else passes(scales.regenerate)),
+        train=each * (2 + others) * (1 if scales.one_pass else passes(scales.train)),
+        publish=counts.targets / counts.denoiser if config.plan.explore else 0.0,
+        images=config.selection.keep + config.audit.random_seeds if config.plan.regenerate else 0,
+        samples=config.selection.keep,
     )
 
 

@@ -12,8 +12,9 @@ import pytest
 import torch
 
 from analysis.fidelity.density import density_chart
-from analysis.fidelity.measure import backends, hide_loading_bars, run
+from analysis.fidelity.measure import run
 from analysis.fidelity.results import Measurement, Rewards, summarise, tables
+from analysis.measuring import backends, hide_loading_bars
 from cli.main import main
 from configs.load import ConfigError
 from learner.fidelity import conditional_density
@@ -150,7 +151,7 @@ def test_a_wrong_command_is_one_line(arguments, said, capsys, tmp_path, monkeypa
 
 
 def test_what_auto_took_is_said_and_named(monkeypatch):
-    monkeypatch.setattr("analysis.fidelity.measure.device", lambda: torch.device("cpu"))
+    monkeypatch.setattr("analysis.measuring.device", lambda: torch.device("cpu"))
     said: list[str] = []
     assert list(backends(("auto", "fp8", "emulated_nvfp4"), said.append)) == [
         "emulated_nvfp4",

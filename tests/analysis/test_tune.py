@@ -6,8 +6,8 @@ import xml.etree.ElementTree as ET
 import numpy as np
 import pytest
 
-from analysis.tune.command import Wanted, choose, rows_of
 from analysis.tune.measure import Found
+from analysis.tune.rows import Wanted, choose, rows_of
 from analysis.tune.settings import Setting, contrasts, grid, pruned_contrasts, strength
 from cli.main import main
 from configs.load import load

@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from bench.__main__ import main as bench_main
-from bench.explorer import bound, case_of, explorer_transformer, quantisable_share
+from bench.architectures import case_of
+from bench.explorer import bound, explorer_transformer, quantisable_share
 from bench.survival import main as survival_main
 from bench.survival import random_update, survival
 from learner.trainer import Trainer

@@ -109,7 +109,7 @@ def test_the_deterministic_objectives_take_no_stochastic_solver(name, solver):
     said = refusal(f"objective.name={name}", f"regenerate.solver={solver}")
     assert (
         said.startswith(f"regenerate.solver: '{solver}' with objective '{name}'")
-        and "use dpmpp_2m or euler" in said
+        and "use dpmpp_2m or euler or unipc" in said
     )
 
 

@@ -10,9 +10,10 @@ from typing import get_args
 import pytest
 
 from cli.main import main
-from configs.load import ConfigError, load, preset_names
+from configs.load import EDITORS, ConfigError, load, preset_names
 from configs.prompts import read_prompts
 from configs.sections import Stage
+from rewards.vlm import VlmScorer
 from tools.scene_prompts import PLACES, SUBJECTS, scenes
 
 MODELS = {
@@ -24,8 +25,20 @@ MODELS = {
     "z_image": ("z_image", "Tongyi-MAI/Z-Image-Turbo", 1024, None),
     "flux2_klein": ("flux2_klein", "black-forest-labs/FLUX.2-klein-4B", 1024, None),
     "wan_1_3b": ("wan", "Wan-AI/Wan2.1-T2V-1.3B-Diffusers", 240, None),
+    "wan_14b": ("wan", "Wan-AI/Wan2.1-T2V-14B-Diffusers", 240, None),
+    "sana_video": ("sana_video", "Efficient-Large-Model/SANA-Video_2B_480p_diffusers", 480, None),
+    "flux1_kontext": ("flux_kontext", "black-forest-labs/FLUX.1-Kontext-dev", 1024, 2.5),
+    "qwen_image_edit": ("qwen_image_edit", "Qwen/Qwen-Image-Edit-2509", 1024, None),
 }
-GUIDED = {"qwen_image": 4.0, "wan_1_3b": 4.5}
+CLIPS = {"wan_1_3b": 416, "wan_14b": 416, "sana_video": 832}
+"""Widths of clips."""
+GUIDED = {
+    "qwen_image": 4.0,
+    "qwen_image_edit": 4.0,
+    "wan_1_3b": 4.5,
+    "wan_14b": 5.0,
+    "sana_video": 6.0,
+}
 ARMS = {  # what is explored: pool, steps, backend; what is trained on
     "diffusionnft": (None, True),
     "naive_scaling": ((96, 10, "bf16"), False),
@@ -34,12 +47,17 @@ ARMS = {  # what is explored: pool, steps, backend; what is trained on
 }
 REWARDS = ("imagereward", "clipscore", "pickscore", "hpsv2")
 OBJECTIVES = ("flow_grpo", "dance_grpo", "awm")
-NAMES = ["-".join(parts) for parts in itertools.product(MODELS, ARMS, REWARDS)]
+NAMES = [
+    f"{model}-{arm}-{reward}"
+    for model in MODELS
+    for arm in ARMS
+    for reward in (("vlm_edit",) if model in EDITORS else REWARDS)
+]
 ROWS = ["-".join(parts) for parts in itertools.product(("flux1",), OBJECTIVES, REWARDS)]
 
 
 def test_all_are_listed_and_printed(capsys):
-    assert len(NAMES) == 128 and set(NAMES + ROWS) <= set(preset_names())
+    assert len(NAMES) == 10 * 4 * 4 + 2 * 4 and set(NAMES + ROWS) <= set(preset_names())
     assert main(["config", "--list"]) == 0
     assert capsys.readouterr().out.split() == preset_names()
     assert len(set(preset_names())) == len(preset_names())
@@ -76,11 +94,12 @@ def test_a_composed_preset_is_the_papers_setting(name):
         path,
         guidance,
     )
-    clip = model == "wan_1_3b"
-    assert (config.model.height, config.model.width) == (pixels, 416 if clip else pixels)
+    clip = model in CLIPS
+    assert (config.model.height, config.model.width) == (pixels, CLIPS.get(model, pixels))
     assert (config.model.frames, config.rewards.frames) == ((33, 4) if clip else (None, None))
     assert config.objective.name == "diffusion_nft" and config.objective.times_per_sample == 6
-    assert [(scorer.name, scorer.weight) for scorer in config.rewards.scorers] == [(reward, 1.0)]
+    (scorer,) = config.rewards.scorers
+    assert (scorer.name, scorer.weight) == (reward.removesuffix("_edit"), 1.0)
     assert config.layout is not None and config.layout.mode == "auto"
     scale = GUIDED.get(model, 1.0)
     assert all(config.guidance.scale(stage) == scale for stage in get_args(Stage))
@@ -174,6 +193,19 @@ def test_one_field_frees_or_moves_the_explorers():
 
     anywhere = load("flux1-sol_rl-hpsv2", ["services.rollout.accelerator="]).services.rollout
     assert need_of("rollout", 0, anywhere).labels == {}
+
+
+@pytest.mark.parametrize("model", EDITORS)
+def test_a_preset_of_a_model_that_edits_wants_images_and_a_judge(model):
+    """Neither ships: one line says which file is missing; the judge is shown the instruction."""
+    config = load(f"{model}-sol_rl-vlm_edit")
+    with pytest.raises(ConfigError, match=r"prompts: edits/train\.jsonl: cannot be read \(No such"):
+        read_prompts(config.prompts.train)
+    (scorer,) = config.rewards.scorers
+    VlmScorer(**scorer.settings)
+    assert scorer.settings["rubric"].endswith("\nInstruction: {prompt}")
+    with pytest.raises(ConfigError, match=f"{model}-sol_rl-hpsv2: no preset of that name"):
+        load(f"{model}-sol_rl-hpsv2")
 
 
 def test_a_misspelt_preset_names_the_nearest():

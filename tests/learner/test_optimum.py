@@ -56,7 +56,7 @@ def test_the_optimum_is_approached(name):
     trainer, cond = gaussian_trainer(name), Conditioning({"c": torch.zeros(1, 1)})
     rewards = []
     for s in range(ITERATIONS):
-        samples, _ = trainer.regenerate(cond, [1000 * s + n for n in range(SAMPLES)])
+        samples, _ = trainer.generator.generate(cond, [1000 * s + n for n in range(SAMPLES)])
         reward = -((samples["latents"] - TARGET) ** 2).mean((1, 2))
         trainer.update(s, [Group(0, cond, samples, reward.astype(np.float32))])
         rewards.append(reward.mean())

@@ -40,7 +40,7 @@ def groups_of(trainer, count: int = 2) -> list[Group]:
             Group(
                 group.prompt_index,
                 group.cond,
-                trainer.regenerate(group.cond, seeds)[0],
+                trainer.generator.generate(group.cond, seeds)[0],
                 group.rewards,
             )
         )
@@ -50,7 +50,7 @@ def groups_of(trainer, count: int = 2) -> list[Group]:
 @pytest.mark.parametrize("objective", PATHS.values(), ids=PATHS)
 def test_regenerating_records_the_path(tiny_sd3_dir, objective):
     trainer, cond = on_policy(tiny_sd3_dir, objective), tiny_groups(1)[0].cond
-    samples, images = trainer.regenerate(cond, SEEDS)
+    samples, images = trainer.generator.generate(cond, SEEDS)
     assert {name: rows.shape for name, rows in samples.items()} == {
         "latents": (3, 4, 8, 8),
         "states": (3, 5, 4, 8, 8),
@@ -64,7 +64,7 @@ def test_regenerating_records_the_path(tiny_sd3_dir, objective):
     decoded = trainer.family.decode(trainer.vae, torch.from_numpy(samples["latents"]), batch_size=8)
     assert np.array_equal(images, decoded.numpy())
     # evaluation draws as ever: deterministic, latents alone
-    assert trainer.regenerate(cond, SEEDS, weights="ema", solver="dpmpp_2m")[0].keys() == {
+    assert trainer.generator.generate(cond, SEEDS, weights="ema", solver="dpmpp_2m")[0].keys() == {
         "latents"
     }
 
@@ -73,7 +73,7 @@ def test_regenerating_records_the_path(tiny_sd3_dir, objective):
 def test_the_stored_log_probability_is_that_of_the_weights_and_step(tiny_sd3_dir, objective):
     """Same weights, same batch: the same bits. Other weights: another density."""
     trainer, cond = on_policy(tiny_sd3_dir, objective), tiny_groups(1)[0].cond
-    samples, _ = trainer.regenerate(cond, SEEDS)
+    samples, _ = trainer.generator.generate(cond, SEEDS)
     states = torch.from_numpy(samples["states"])
 
     def again(policy: str, j: int) -> np.ndarray:
@@ -97,11 +97,11 @@ def test_a_sample_does_not_depend_on_the_others(tiny_sd3_dir):
     steps: 1e-4 allowed.
     """
     trainer, cond = on_policy(tiny_sd3_dir, PATHS["flow_grpo"]), tiny_groups(1)[0].cond
-    whole, _ = trainer.regenerate(cond, SEEDS)
-    alone, _ = trainer.regenerate(cond, SEEDS[1:2])
+    whole, _ = trainer.generator.generate(cond, SEEDS)
+    alone, _ = trainer.generator.generate(cond, SEEDS[1:2])
     np.testing.assert_allclose(alone["states"], whole["states"][1:2], rtol=0, atol=1e-4)
     np.testing.assert_allclose(alone["log_probs"], whole["log_probs"][1:2], rtol=0, atol=1e-4)
-    other = on_policy(tiny_sd3_dir, PATHS["flow_grpo"], seed=12).regenerate(cond, SEEDS)[0][
+    other = on_policy(tiny_sd3_dir, PATHS["flow_grpo"], seed=12).generator.generate(cond, SEEDS)[0][
         "states"
     ]
     assert np.array_equal(other[:, 0], whole["states"][:, 0]) and not np.array_equal(
@@ -112,12 +112,14 @@ def test_a_sample_does_not_depend_on_the_others(tiny_sd3_dir):
 def test_one_noise_for_a_group(tiny_sd3_dir):
     objective = {"name": "dance_grpo", "shared_noise": True}
     trainer, cond = on_policy(tiny_sd3_dir, objective, arm="diffusionnft"), tiny_groups(1)[0].cond
-    states = trainer.regenerate(cond, SEEDS)[0]["states"]
+    states = trainer.generator.generate(cond, SEEDS)[0]["states"]
     assert np.array_equal(
         states[:, 0], np.repeat(noise_for(SEEDS[:1], (4, 8, 8)).numpy(), 3, axis=0)
     )
     assert len({row.tobytes() for row in states[:, 1]}) == 3
-    latents = trainer.regenerate(cond, SEEDS, weights="ema", solver="dpmpp_2m")[0]["latents"]
+    latents = trainer.generator.generate(cond, SEEDS, weights="ema", solver="dpmpp_2m")[0][
+        "latents"
+    ]
     assert len({row.tobytes() for row in latents}) == 3  # held-out images keep their own noises
 
 

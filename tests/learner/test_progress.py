@@ -6,8 +6,8 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from configs.sections import Lora
+from learner.trained import NothingLearned
 from learner.trainer import Trainer
-from learner.update import NothingLearned
 from policy import lora, lora_files
 from policy.families.sd3 import SD3
 from tests.learner.tiny import tiny_groups, tiny_trainer
@@ -35,7 +35,7 @@ def test_gradients_of_zero_are_refused(tiny_sd3_dir, monkeypatch):
 def test_an_optimiser_that_skips_is_refused(tiny_sd3_dir, monkeypatch):
     trainer = tiny_trainer(tiny_sd3_dir)
     before, groups = state(trainer), tiny_groups()
-    monkeypatch.setattr(trainer.updater.optimizer, "step", lambda: None)
+    monkeypatch.setattr(trainer.updater.trained.optimizer, "step", lambda: None)
     with pytest.raises(NothingLearned, match="the optimiser changed no weight although"):
         trainer.update(0, groups)
     assert state(trainer) == before

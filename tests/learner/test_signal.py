@@ -61,7 +61,7 @@ def test_the_gradient_is_that_of_the_update_and_changes_nothing(tiny_sd3_dir):
     before = everything(trainer)
     found = gradient(trainer, 3, groups)
     assert found.shape == (trainer.trainable_parameters,) and identical(before, everything(trainer))
-    assert all(p.grad is None for p in trainer.updater.parameters.values())
+    assert all(p.grad is None for p in trainer.updater.trained.parameters.values())
     assert torch.equal(found, gradient(trainer, 3, groups))
     assert not torch.equal(found, gradient(trainer, 4, groups))
     metrics = trainer.update(3, groups)

@@ -20,7 +20,7 @@ def test_base_weights_are_the_bare_transformer(tiny_sd3_dir):
     trainer, cond = tiny_trainer(tiny_sd3_dir), tiny_groups(1)[0].cond
     bare = trainer.family.load_transformer("cpu", torch.float32)
     wanted = sample(trainer.family, bare, cond.repeat(3), SEEDS, 4, "dpmpp_2m", batch_size=8)
-    samples, images = trainer.regenerate(cond, SEEDS, weights="base")
+    samples, images = trainer.generator.generate(cond, SEEDS, weights="base")
     latents = samples["latents"]
     assert (
         samples.keys() == {"latents"}
@@ -34,19 +34,19 @@ def test_base_weights_are_the_bare_transformer(tiny_sd3_dir):
 def test_each_weights_choice_is_its_adapter_and_the_default_samples_with_old(tiny_sd3_dir):
     trainer, cond = tiny_trainer(tiny_sd3_dir), tiny_groups(1)[0].cond
     made = {
-        weights: trainer.regenerate(cond, SEEDS, weights=weights)[0]["latents"]
+        weights: trainer.generator.generate(cond, SEEDS, weights=weights)[0]["latents"]
         for weights in ("current", "old", "ema", "base")
     }
     assert len({latents.tobytes() for latents in made.values()}) == 4
-    assert np.array_equal(trainer.regenerate(cond, SEEDS)[0]["latents"], made["old"])
+    assert np.array_equal(trainer.generator.generate(cond, SEEDS)[0]["latents"], made["old"])
     load_adapter_state(trainer.transformer, "current", adapter_state(trainer.transformer, "ema"))
     assert np.array_equal(
-        trainer.regenerate(cond, SEEDS, weights="current")[0]["latents"], made["ema"]
+        trainer.generator.generate(cond, SEEDS, weights="current")[0]["latents"], made["ema"]
     )
     with pytest.raises(
         ValueError, match="weights 'best' are unknown: use one of current, ema, old, base"
     ):
-        trainer.regenerate(cond, SEEDS, weights="best")
+        trainer.generator.generate(cond, SEEDS, weights="best")
 
 
 def test_evaluation_settings_reach_the_solver(tiny_sd3_dir):
@@ -55,7 +55,7 @@ def test_evaluation_settings_reach_the_solver(tiny_sd3_dir):
     """
     trainer = tiny_trainer(tiny_sd3_dir)
     cond = type(tiny_groups(1)[0].cond).cat([group.cond for group in tiny_groups(3)])
-    samples, _ = trainer.regenerate(
+    samples, _ = trainer.generator.generate(
         cond, SEEDS, steps=1, weights="base", solver="euler", batch_size=3
     )
     noise = noise_for(SEEDS, trainer.family.latent_shape)
@@ -71,9 +71,9 @@ def test_regenerating_leaves_no_trace(tiny_sd3_dir):
     """
     cond = tiny_groups(1)[0].cond
     with_sampling, without = tiny_trainer(tiny_sd3_dir), tiny_trainer(tiny_sd3_dir)
-    first = with_sampling.regenerate(cond, SEEDS)[0]["latents"]
-    with_sampling.regenerate(cond, SEEDS, weights="base")
-    assert np.array_equal(with_sampling.regenerate(cond, SEEDS)[0]["latents"], first)
+    first = with_sampling.generator.generate(cond, SEEDS)[0]["latents"]
+    with_sampling.generator.generate(cond, SEEDS, weights="base")
+    assert np.array_equal(with_sampling.generator.generate(cond, SEEDS)[0]["latents"], first)
     metrics = [
         {k: v for k, v in t.update(0, tiny_groups()).items() if not k.startswith("time/")}
         for t in (with_sampling, without)
@@ -109,11 +109,13 @@ def test_what_is_exported_is_the_sampling_policy(tiny_sd3_dir):
     assert explorer.load(manifest, chunks) == (7, manifest.checksum)
     _, drawn = explorer.explore(cond, SEEDS, 4, "dpmpp_2m")
     np.testing.assert_array_equal(
-        drawn, trainer.regenerate(cond, SEEDS, weights="old")[0]["latents"]
+        drawn, trainer.generator.generate(cond, SEEDS, weights="old")[0]["latents"]
     )
     for other in ("current", "ema", "base"):
         assert (
-            np.abs(drawn - trainer.regenerate(cond, SEEDS, weights=other)[0]["latents"]).max()
+            np.abs(
+                drawn - trainer.generator.generate(cond, SEEDS, weights=other)[0]["latents"]
+            ).max()
             > 1e-2
         )
 

@@ -60,7 +60,7 @@ def test_only_regeneration_is_compiled(tiny_sd3_dir, monkeypatch):
     groups = tiny_groups(1)
     for weights in ("old", "base"):
         found, wanted = (
-            t.regenerate(groups[0].cond, [1, 2], weights=weights)[0]["latents"]
+            t.generator.generate(groups[0].cond, [1, 2], weights=weights)[0]["latents"]
             for t in (trainer, eager)
         )
         np.testing.assert_array_equal(found, wanted)

@@ -48,7 +48,7 @@ def plain_gradients(trainer, iteration: int, groups) -> tuple[dict[str, torch.Te
                 trainer.transformer, torch.cat(x_t), torch.cat(sigma), rows
             )
     loss, _ = trainer.objective.loss(batch, velocities, torch.tensor(weights))
-    parameters = trainer.updater.parameters
+    parameters = trainer.updater.trained.parameters
     grads = torch.autograd.grad(loss, list(parameters.values()))
     return dict(zip(parameters, grads, strict=True)), loss.item()
 
@@ -67,7 +67,7 @@ def test_accumulated_gradients_are_those_of_one_plain_batch(tiny_sd3_dir, batch_
     groups = tiny_groups()
     wanted, loss = plain_gradients(trainer, 1, groups)
     metrics = trainer.update(1, groups)
-    moments = trainer.updater.state()
+    moments = trainer.updater.trained.state()
     norm = float(torch.stack([g.double().norm() for g in wanted.values()]).norm())
     idle = {name.rsplit(".lora_")[0] for name, g in wanted.items() if not g.any()}
     assert idle == {
@@ -88,9 +88,9 @@ def test_the_step_is_adamw_with_clipped_gradients(tiny_sd3_dir):
     """
     optimizer = {"lr": 1e-2, "weight_decay": 0.1, "eps": 1e-5, "max_grad_norm": 0.01}
     trainer = tiny_trainer(tiny_sd3_dir, optimizer=optimizer)
-    before = {name: p.detach().clone() for name, p in trainer.updater.parameters.items()}
+    before = {name: p.detach().clone() for name, p in trainer.updater.trained.parameters.items()}
     trainer.update(1, tiny_groups())
-    state = trainer.updater.state()
+    state = trainer.updater.trained.state()
     clipped = {name: state[f"exp_avg/{name}"].double() / 0.1 for name in before}
     assert float(torch.stack([g.norm() for g in clipped.values()]).norm()) == pytest.approx(
         0.01, rel=1e-4
@@ -150,7 +150,9 @@ def test_several_steps_deal_every_sample_once(tiny_sd3_dir):
         i for part in seen for i in part
     ) == list(range(6))
     assert seen != [[0, 1], [2, 3], [4], [5]]  # shuffled
-    steps = [t.item() for name, t in trainer.updater.state().items() if name.startswith("step/")]
+    steps = [
+        t.item() for name, t in trainer.updater.trained.state().items() if name.startswith("step/")
+    ]
     assert set(steps) == {4.0}
 
 
@@ -305,7 +307,7 @@ def test_latents_that_are_not_finite_name_the_prompt(tiny_sd3_dir, tmp_path):
 def test_a_non_finite_gradient_names_its_module(tiny_sd3_dir, tmp_path, value):
     trainer = tiny_trainer(tiny_sd3_dir, tmp_path)
     name = "transformer_blocks.1.attn.to_k.lora_A.weight"
-    trainer.updater.parameters[name].register_hook(lambda grad: grad * value)
+    trainer.updater.trained.parameters[name].register_hook(lambda grad: grad * value)
     assert (
         assert_all_or_nothing(trainer, tmp_path, tiny_groups(), "a gradient is not finite").module
         == name
@@ -317,13 +319,16 @@ def test_a_step_that_overflows_is_taken_back(tiny_sd3_dir, tmp_path):
     itself.
     """
     trainer = tiny_trainer(tiny_sd3_dir, tmp_path)
-    name, step = "transformer_blocks.0.attn.to_v.lora_B.weight", trainer.updater.optimizer.step
+    name, step = (
+        "transformer_blocks.0.attn.to_v.lora_B.weight",
+        trainer.updater.trained.optimizer.step,
+    )
 
     def overflow():
         step()
-        trainer.updater.parameters[name].data[0, 0] = float("inf")
+        trainer.updater.trained.parameters[name].data[0, 0] = float("inf")
 
-    trainer.updater.optimizer.step = overflow
+    trainer.updater.trained.optimizer.step = overflow
     error = assert_all_or_nothing(
         trainer, tmp_path, tiny_groups(), "a weight after the step is not finite"
     )
@@ -340,7 +345,9 @@ def test_a_failure_in_the_second_step_takes_back_the_first(tiny_sd3_dir, tmp_pat
         calls.append(1)
         return grad * float("nan") if len(calls) > 1 else grad
 
-    trainer.updater.parameters["transformer_blocks.0.attn.to_k.lora_A.weight"].register_hook(spoil)
+    trainer.updater.trained.parameters[
+        "transformer_blocks.0.attn.to_k.lora_A.weight"
+    ].register_hook(spoil)
     assert_all_or_nothing(trainer, tmp_path, tiny_groups(), "gradient")
     assert len(calls) == 2
 

@@ -183,7 +183,7 @@ def test_a_trainer_moves_its_window_and_trains_on_it(tiny_sd3_dir):
     trainer = on_policy(tiny_sd3_dir, {"name": "flow_grpo", "window": window})
     groups = tiny_groups(1)
     for done, inside in ((0, [1, 1, 0, 0]), (1, [0, 1, 1, 0])):
-        samples, _ = trainer.regenerate(groups[0].cond, [3, 4, 5])
+        samples, _ = trainer.generator.generate(groups[0].cond, [3, 4, 5])
         assert samples["stochastic"].tolist() == [inside] * 3
         groups[0].samples.clear()
         groups[0].samples.update(samples)
@@ -196,9 +196,9 @@ def test_a_window_of_all_steps_trains_to_the_same_bits(tiny_sd3_dir):
     for window in (None, {"size": 4}):
         trainer = on_policy(tiny_sd3_dir, {"name": "flow_grpo", "window": window})
         groups = tiny_groups(1)
-        groups[0].samples.update(trainer.regenerate(groups[0].cond, [3, 4, 5])[0])
+        groups[0].samples.update(trainer.generator.generate(groups[0].cond, [3, 4, 5])[0])
         trainer.update(0, groups)
-        ends.append(trainer.updater.state())
+        ends.append(trainer.updater.trained.state())
     assert identical(*ends)
 
 

@@ -93,7 +93,7 @@ def everything(trainer: Trainer) -> dict[str, torch.Tensor]:
         for name in trainer.adapters
         for key, t in adapter_state(trainer.transformer, name).items()
     }
-    return states | trainer.updater.state()
+    return states | trainer.updater.trained.state()
 
 
 def identical(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:

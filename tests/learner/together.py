@@ -80,7 +80,7 @@ def groups_for(trainer: Trainer, iteration: int, prompts: range) -> list[Group]:
     made = []
     for prompt in prompts:
         seeds = [stream_seed(1, "test", iteration, prompt, n) for n in range(COUNTS[prompt])]
-        samples = trainer.regenerate(plain[prompt].cond, seeds)[0]
+        samples = trainer.generator.generate(plain[prompt].cond, seeds)[0]
         made.append(
             Group(prompt, plain[prompt].cond, samples, plain[prompt].rewards[: COUNTS[prompt]])
         )
@@ -96,7 +96,7 @@ def train(trainer: Trainer, iterations: int = 2) -> list[dict[str, float]]:
     for iteration in range(iterations):
         mine = groups_for(trainer, iteration, range(rank, len(COUNTS), size))
         if trainer.sharded and len(mine) < -(-len(COUNTS) // size):
-            trainer.stand_by()  # while others draw their last prompt
+            trainer.generator.stand_by()  # while others draw their last prompt
         plain = tiny_groups(len(COUNTS), max(COUNTS), seed=iteration)
         elsewhere = {
             p: plain[p].rewards[: COUNTS[p]] for p in range(len(COUNTS)) if p % size != rank
@@ -135,7 +135,7 @@ def made(trainer: Trainer) -> dict[str, Any]:
     last = trainer.replicas.rank == trainer.replicas.size - 1
     cond = tiny_groups(1, 1)[0].cond
     drawn = [
-        trainer.regenerate(cond, list(range(12 if last else 3)), 2, weights, "euler")
+        trainer.generator.generate(cond, list(range(12 if last else 3)), 2, weights, "euler")
         for weights in ("old", "ema", "base")
     ]
     manifest, *_ = trainer.export(1, "emulated_nvfp4")
@@ -194,7 +194,7 @@ def sharded_out_of_step(model: Path, join: Callable[[], Replicas]) -> Seen:
     trainer = trainer_for(model, "diffusion_nft", shard=True)
     trainer.join(replicas := join())
     weights = ("old", "ema")[replicas.rank]
-    return trainer, {"said": raised(lambda: trainer.stand_by(weights), OutOfStep)}
+    return trainer, {"said": raised(lambda: trainer.generator.stand_by(weights), OutOfStep)}
 
 
 def not_finite(model: Path, join: Callable[[], Replicas], out: Path) -> Seen:
@@ -242,7 +242,7 @@ def differs(model: Path, join: Callable[[], Replicas]) -> Seen:
     """The last replica starts with one bit of one number changed."""
     trainer, replicas = trainer_for(model, "diffusion_nft"), join()
     if replicas.rank == replicas.size - 1:
-        parameter = next(iter(trainer.updater.parameters.values())).data
+        parameter = next(iter(trainer.updater.trained.parameters.values())).data
         parameter[0, 0] = torch.nextafter(parameter[0, 0], torch.tensor(9.0))
     return trainer, {"said": raised(lambda: trainer.join(replicas), ReplicasDiffer)}
 

@@ -121,7 +121,7 @@ def test_a_learner_holds_and_sends_what_the_plan_says(directories, tmp_path, nam
     manifest, _, _ = trainer.export(0)
     assert plan.broadcast == manifest.nbytes
     with torch.no_grad():
-        for parameter in trainer.updater.parameters.values():
+        for parameter in trainer.updater.trained.parameters.values():
             parameter.add_(torch.randn_like(parameter))
     again, _, _ = trainer.export(1, weights="current")
     sent = sum(again.shard_sizes[index] for index in again.changed_since(manifest))
@@ -135,12 +135,12 @@ def test_the_optimiser_holds_two_numbers_per_weight(tiny_sd3_dir, tmp_path):
     """AdamW's state after a step, its counters left out."""
     plan = make_plan(config := run_of("sd3", tiny_sd3_dir, tmp_path))
     updater = Trainer(config).updater
-    for parameter in updater.parameters.values():
+    for parameter in updater.trained.parameters.values():
         parameter.grad = torch.zeros_like(parameter)
-    updater.optimizer.step()
+    updater.trained.optimizer.step()
     moments = sum(
         t.numel() * t.element_size()
-        for state in updater.optimizer.state.values()
+        for state in updater.trained.optimizer.state.values()
         for t in state.values()
         if t.ndim
     )

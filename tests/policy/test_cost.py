@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from bench.explorer import case_of
+from bench.architectures import case_of
 from policy.families.architectures import build
 from policy.precision import cost
 from policy.precision.accelerators import ACCELERATORS, accelerator_of

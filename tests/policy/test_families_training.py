@@ -82,7 +82,7 @@ def test_one_update_changes_lora_weights_only(name, directory):
     }
     # weight decay moves every one, also what no gradient reaches
     assert moved == set(after)
-    state = trainer.updater.state()
+    state = trainer.updater.trained.state()
     idle = {
         key.removeprefix("exp_avg/").rsplit(".lora_")[0]
         for key, t in state.items()
@@ -136,7 +136,7 @@ def test_gradients_by_finite_differences(name, directory, monkeypatch):
         [g.cond.repeat(len(p)) for g, p in zip(groups, made, strict=True)]
     )
     weights = torch.from_numpy(rng.standard_normal(len(points)).astype(np.float32)) * 3
-    parameters = list(trainer.updater.parameters.values())
+    parameters = list(trainer.updater.trained.parameters.values())
 
     def loss() -> torch.Tensor:
         velocities = {}
@@ -199,7 +199,11 @@ def test_gradient_checkpointing_gives_the_same_gradients(name, directory):
         )
         trainer.update(1, groups_of(trainer))
         moments.append(
-            {key: t for key, t in trainer.updater.state().items() if key.startswith("exp_avg/")}
+            {
+                key: t
+                for key, t in trainer.updater.trained.state().items()
+                if key.startswith("exp_avg/")
+            }
         )
         passes.append(sum(calls))
     assert passes[1] == 2 * passes[0] > 0

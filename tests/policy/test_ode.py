@@ -1,10 +1,10 @@
-"""Solvers against closed forms, and dpmpp_2m against diffusers' own."""
+"""Solvers against closed forms, and dpmpp_2m and unipc against diffusers' own."""
 
 import numpy as np
 import pytest
 import torch
 
-from policy.sampling.ode import SOLVERS, dpmpp_2m, euler
+from policy.sampling.ode import SOLVERS, dpmpp_2m, euler, unipc
 
 MEAN, SPREAD = 0.7, 0.4
 
@@ -117,3 +117,52 @@ def test_dpmpp_2m_equals_diffusers_multistep_solver(steps, first):
     # float32 coefficients there, float64 here: a few units in the last place of values up to 3 per
     # step
     np.testing.assert_allclose(ours, x, rtol=0, atol=steps * 4 * 3 * 2.0**-23)
+
+
+@pytest.mark.parametrize(
+    ("steps", "first"), [(1, 0.96), (2, 0.96), (3, 0.96), (6, 0.999), (20, 0.9)]
+)
+def test_unipc_equals_diffusers_scheduler(steps, first):
+    from diffusers import UniPCMultistepScheduler
+
+    sigmas = schedule(steps, first).float()
+    peer = UniPCMultistepScheduler(
+        prediction_type="flow_prediction",
+        use_flow_sigmas=True,
+        solver_order=2,
+        solver_type="bh2",
+        final_sigmas_type="zero",
+    )
+    peer.set_timesteps(steps)
+    peer.sigmas = sigmas
+    peer.timesteps = torch.arange(steps, 0, -1)
+    x = start = torch.tensor([[-1.2, 0.1, 2.3]], dtype=torch.float32)
+    for i, timestep in enumerate(peer.timesteps):
+        x = peer.step(gaussian_velocity(x, sigmas[i]).float(), timestep, x, return_dict=False)[0]
+    ours = unipc(lambda y, sigma: gaussian_velocity(y, sigma).float(), start, sigmas)
+    # as above, and there b_1 and b_2 are differences of float32 numbers up to 1 / h, which is 20
+    np.testing.assert_allclose(ours, x, rtol=0, atol=steps * 20 * 3 * 2.0**-23)
+    assert steps < 3 or np.abs(ours - dpmpp_2m(gaussian_velocity, start, sigmas)).max() > 1e-3
+
+
+def test_unipcs_corrector_in_one_step_by_hand():
+    """From 0.8 by 0.4 to 0 with v = x, so that x0 = (1 - sigma) x; two steps of first order, and
+    the corrector's mean of both clean samples in the first of them.
+    """
+    predicted = 0.5 + (0.6 - 0.4 * 0.2 / 0.8) * 0.2  # of x = 1, x0 = 0.2
+    corrected = 0.5 + 0.5 * (0.2 + 0.6 * predicted) / 2
+    start, two = torch.ones(1, 1).double(), torch.tensor([0.8, 0.4, 0.0], dtype=torch.float64)
+    assert unipc(lambda x, _: x, start, two).item() == pytest.approx(0.6 * predicted, rel=1e-12)
+    three = torch.tensor([0.8, 0.4, 0.2, 0.0], dtype=torch.float64)
+    # the second step starts at what was corrected; its D is x0 + (x0 - x0 before) / (2 r)
+    x0, ratio = 0.6 * predicted, np.log(4 / 1.5) / np.log(1.5 * 4)
+    aim = x0 + ratio / 2 * (x0 - 0.2)
+    second = 0.5 * corrected + (0.8 - 0.2 * 0.6 / 0.4) * aim
+    end = unipc(lambda x, _: x, start, three)
+    assert end.item() == pytest.approx(0.8 * second, rel=1e-12)
+
+
+def test_unipc_is_nearer_than_dpmpp_2m():
+    """At the cost of no further call: the corrector raises the order of the steps inside."""
+    for steps in (6, 10, 20):
+        assert error(unipc, steps) < error(dpmpp_2m, steps)

@@ -79,6 +79,19 @@ def test_steps_of_first_order_are_eulers(multistep):
     assert (multistep.stock(6, "latent") - theirs).abs().max() > 1e-3 * size
 
 
+@pytest.mark.parametrize("steps", [1, 2, 6, 20])
+def test_unipc_latents_are_the_stock_pipelines(multistep, steps):
+    """With the published scheduler, as it is. Its coefficients are float32: of log(alpha / sigma),
+    up to 14 at the first sigma, and of differences of 1 / h; each is off by up to 14 x 2^-23 of
+    itself, ours (float64) are not, and the errors of the steps add up.
+    """
+    ours, theirs = multistep.ours(steps, "unipc"), multistep.stock(steps, "latent")
+    size = float(theirs.abs().max())
+    torch.testing.assert_close(ours, theirs, rtol=0, atol=2e-6 * (steps + 1) * size)
+    if steps > 2:
+        assert (multistep.ours(steps, "dpmpp_2m") - theirs).abs().max() > 1e-4 * size
+
+
 def test_proxy_clips_are_the_beginning(tiny_wan_dir):
     """9 frames of 32x32 to 5 frames of 16x16: noise of the first latent frames, in blocks."""
     tiny = Tiny("wan", tiny_wan_dir)

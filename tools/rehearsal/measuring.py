@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import json
 import os
 import threading
 import time
@@ -15,6 +14,7 @@ from typing import Any
 import ray
 
 from configs.schema import RunConfig
+from records.rundir import RunDirectory
 
 EVERY_S, EVERYTHING_EVERY_S = 0.1, 1.0
 """The store holds two versions of the weights for less than a second, while the actors load one."""
@@ -84,7 +84,7 @@ class Watch(threading.Thread):
     def __init__(self, config: RunConfig) -> None:
         super().__init__(daemon=True)
         self.config, self.found, self.ended = config, Measured(), threading.Event()
-        self.events = Path(config.run_root or "runs") / config.name / "events.jsonl"
+        self.rundir = RunDirectory.of(config)
         self.trouble: str | None = None
 
     def run(self) -> None:
@@ -92,7 +92,7 @@ class Watch(threading.Thread):
         looked = 0.0
         while not self.ended.wait(EVERY_S):
             try:
-                events = self._events()
+                events = self.rundir.events()
                 started = [event for event in events if event["event"] == "actor_started"]
                 for event in started:
                     self._process(event)
@@ -109,11 +109,6 @@ class Watch(threading.Thread):
                     self._tensors(started)
             except Exception as error:  # told at the end; the run itself goes on
                 self.trouble = f"{type(error).__name__}: {error}"
-
-    def _events(self) -> list[dict[str, Any]]:
-        text = self.events.read_text() if self.events.exists() else ""
-        whole = text[: text.rfind("\n") + 1]
-        return [json.loads(line) for line in whole.splitlines()]
 
     def _process(self, event: dict[str, Any]) -> None:
         before = self.found.process.get(event["kind"], 0)

@@ -1,0 +1,195 @@
+"""What commands measure with in one process, without Ray: models, scorers, and how they fail."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from configs.load import ConfigError
+from configs.prompts import Prompt, prompts_of_iteration, read_prompts
+from configs.schema import RunConfig
+from learner.checkpoint import CheckpointError
+from learner.nonfinite import NonFiniteTraining
+from learner.publish import export_policy
+from learner.trainer import Trainer
+from planning.preflight import check_prompts
+from policy.decoders import load_decoder
+from policy.device import threads
+from policy.explorer import Explorer
+from policy.families import family_for
+from policy.precision.backends import Backend, resolve_backend
+from policy.precision.compiling import CompileFailed
+from policy.sampling.guidance import Guided
+from policy.sampling.noise import stream_seed
+from policy.types import DTYPES, Conditioning
+from records.errors import RunFailed
+from records.rundir import make_output
+from rewards.base import ScorerError, ScorerSetupError
+from rewards.combine import WeightedScorer
+
+Say = Callable[[str], None]
+
+
+@contextlib.contextmanager
+def measuring(config: RunConfig, asked: int | None, out: Path, unscored: str) -> Iterator[None]:
+    """Within the block there is ``out``, and CPU threads are as ``asked`` or else as configured.
+
+    Raises RunFailed for an image that cannot be scored, which leaves something ``unscored``, and
+    for what fails under way; ConfigError for files that a model or a scorer lacks.
+    """
+    make_output(out)
+    hide_loading_bars()
+    with threads(asked or config.services.rollout.threads):
+        try:
+            yield
+        except ScorerError as error:
+            raise RunFailed(f"{error}; {unscored}") from None
+        except (FileNotFoundError, ScorerSetupError) as error:
+            raise ConfigError(str(error)) from None
+        except (CheckpointError, CompileFailed, NonFiniteTraining, OSError) as error:
+            raise RunFailed(str(error)) from None
+
+
+def hide_loading_bars() -> None:
+    """Keep loading bars, and warnings of truncated empty prompts, out of what is printed."""
+    import diffusers.utils.logging
+    import transformers.utils.logging
+
+    diffusers.utils.logging.disable_progress_bar()
+    transformers.utils.logging.disable_progress_bar()
+    for handler in logging.getLogger("diffusers").handlers:
+        handler.addFilter(_cuts_something)
+
+
+def _cuts_something(record: logging.LogRecord) -> bool:
+    """False for diffusers' warning that an empty part of a prompt was truncated."""
+    text = record.getMessage()
+    return "was truncated" not in text or not text.rstrip().endswith("['']")
+
+
+def backends(names: Sequence[str], say: Say = lambda line: None) -> dict[str, Backend]:
+    """Backends by name, each once; says what "auto" took. Raises ConfigError: not available."""
+    try:
+        found = {name: resolve_backend(name, device(), "--backends") for name in names}
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
+    for name, (backend, why) in found.items():
+        if backend.name != name:
+            say(f"{backend.name} ({why})")
+    return {backend.name: backend for backend, _ in found.values()}
+
+
+def choose_prompts(config: RunConfig, count: int) -> list[Prompt]:
+    """``count`` distinct training prompts, drawn by the run seed."""
+    everything = read_prompts(config.prompts.train)
+    if count > len(everything):
+        raise ConfigError(
+            f"--prompts {count}: {config.prompts.train} holds {len(everything)}; ask for fewer"
+        )
+    return [everything[row] for row in prompts_of_iteration(len(everything), count, 0, config.seed)]
+
+
+def seeds_of(config: RunConfig, prompts: int, count: int) -> list[list[int]]:
+    """``count`` seeds for each prompt, of a stream that no run draws from."""
+    return [
+        [stream_seed(config.seed, "fidelity", p, n) for n in range(count)] for p in range(prompts)
+    ]
+
+
+@contextlib.contextmanager
+def setup() -> Iterator[None]:
+    """What a model or a backend refuses is the configuration's fault."""
+    try:
+        yield
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
+
+
+def explored(
+    explorer: Explorer,
+    config: RunConfig,
+    cond: Conditioning,
+    seeds: list[int],
+    steps: int,
+    upto: int | None = None,
+) -> np.ndarray:
+    """Proxy images in the very chunks that a run would make them in; ``upto`` as in ``sample``."""
+    size, guided = config.explore.chunk_size, Guided.of(config.guidance, "explore")
+    parts = [seeds[first : first + size] for first in range(0, len(seeds), size)]
+    return np.concatenate(
+        [
+            explorer.explore(cond, part, steps, config.explore.solver, guided, upto)[0]
+            for part in parts
+        ]
+    )
+
+
+def rewards_of(
+    scorer: WeightedScorer, config: RunConfig, images: np.ndarray, prompt: Prompt
+) -> np.ndarray:
+    """Rewards float32 [B] of images of one prompt. Raises ScorerError."""
+    count = len(images)
+    return scorer(images, [prompt.text] * count, [prompt.told(config.model)] * count).total
+
+
+def encoded(config: RunConfig, prompts: list[Prompt]) -> list[Conditioning]:
+    """Conditioning of one row for each prompt, on the CPU.
+
+    Raises ConfigError for images to edit that the model does not take, or that are not there.
+    """
+    check_prompts(config, prompts)
+    negative = config.guidance.negative_prompt if config.guidance.stages else None
+    family, dtype = family_for(config.model), DTYPES[config.regenerate.precision]
+    text = family.load_text(device(), dtype, negative)
+    return [
+        text.encode([prompt.text], [prompt.source(config.model)]).to(device="cpu")
+        for prompt in prompts
+    ]
+
+
+def trainer_of(config: RunConfig, checkpoint: Path | None = None) -> Trainer:
+    """A learner of the base model, or of a checkpoint."""
+    trainer = Trainer(config, device=device())
+    if checkpoint is not None:
+        trainer.load(checkpoint)
+    return trainer
+
+
+def explorer_of(config: RunConfig, trainer: Trainer, backend: Backend) -> Explorer:
+    """An explorer that was given the learner's sampling policy in the backend's format."""
+    settings, dtype = config.explore, DTYPES[config.regenerate.precision]
+    smaller = config.explored_model != config.model
+    explorer = Explorer(
+        family_for(config.explored_model),
+        backend,
+        settings.modules_to_not_convert,
+        device(),
+        dtype,
+        activation_amax=settings.activation_amax,
+        compile=settings.compile,
+        full=trainer.family if smaller else None,
+        vae=load_decoder(config, trainer.family, device()),
+    )
+    adapter, size = trainer.objective.sampling_adapter, config.publish.shard_mb * 2**20
+    manifest, chunks = export_policy(
+        trainer.transformer,
+        adapter,
+        explorer.plan,
+        backend,
+        0,
+        size,
+        settings.scale_search,
+        settings.frozen_amax,
+    )
+    explorer.load(manifest, chunks)
+    return explorer
+
+
+def device() -> torch.device:
+    """Where everything is measured."""
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")

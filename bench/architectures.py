@@ -1,0 +1,108 @@
+"""Published architectures with random weights, at one size, or small ones of their kind."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from configs.sections import Model
+from policy.families import Family, family_for
+from policy.families.architectures import published, write_configs
+from policy.types import Conditioning
+
+TEXT_TOKENS, SMALL_TEXT_TOKENS = {"sd3": 256, "sana": 300}, 32
+"""Where they are not 512."""
+SMALL_FRAMES = 5
+WIDTH = 256
+SMALL: dict[str, dict[str, Any]] = {
+    "sd3": {
+        "num_layers": 2, "num_attention_heads": 4, "attention_head_dim": 64,
+        "caption_projection_dim": WIDTH, "joint_attention_dim": WIDTH,
+        "pooled_projection_dim": WIDTH, "dual_attention_layers": [],
+        "pos_embed_max_size": 64,  # enough for 1024 pixels; its table is made with every model
+    },
+    "flux": {
+        "num_layers": 1, "num_single_layers": 2, "num_attention_heads": 2,
+        "joint_attention_dim": WIDTH, "pooled_projection_dim": WIDTH,
+    },
+    "sana": {
+        "num_layers": 2, "num_attention_heads": 8, "num_cross_attention_heads": 4,
+        "cross_attention_head_dim": 64, "cross_attention_dim": WIDTH, "caption_channels": WIDTH,
+    },
+    "qwen_image": {"num_layers": 2, "num_attention_heads": 2, "joint_attention_dim": WIDTH},
+    "z_image": {
+        "n_layers": 2, "n_refiner_layers": 1, "dim": 384, "n_heads": 3, "n_kv_heads": 3,
+        "cap_feat_dim": WIDTH,
+    },
+    "flux2": {
+        "num_layers": 1, "num_single_layers": 2, "num_attention_heads": 2,
+        "joint_attention_dim": WIDTH,
+    },
+    "wan": {"num_layers": 2, "num_attention_heads": 2, "ffn_dim": 4 * WIDTH, "text_dim": WIDTH},
+}  # fmt: skip
+SMALL["flux2_klein"] = SMALL["flux2"]
+"""For machines without a GPU: blocks of the published kinds, few and narrow."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """An architecture at one size: its family over configuration files, and its transformer's
+    description.
+    """
+
+    name: str
+    family: Family
+    part: dict[str, Any]
+
+    def inputs(self, batch: int, device: torch.device | str) -> tuple[Tensor, Tensor, Conditioning]:
+        """(x [B, *latent], sigma [], conditioning of B rows): noise everywhere, all text tokens in
+        use.
+        """
+        generator = torch.Generator().manual_seed(0)
+
+        def noise(*shape: int) -> Tensor:
+            return torch.randn(shape, generator=generator).to(device)
+
+        tensors = {
+            name: (
+                torch.ones(batch, *shape, device=device)
+                if name.endswith("mask")
+                else noise(batch, *shape)
+            )
+            for name, shape in self.family.conditioning_shapes.items()
+        }
+        return noise(batch, *self.family.latent_shape), torch.tensor(0.7), Conditioning(tensors)
+
+
+@contextmanager
+def case_of(name: str, pixels: int | None, small: bool) -> Iterator[Case]:
+    """A published architecture at ``pixels`` x ``pixels`` (None: as published), or a small one of
+    its kind.
+    """
+    model = published(name)
+    family = model["family"]
+    part = {**model["parts"]["transformer"]}
+    if small:
+        part["config"] = {**part["config"], **SMALL[family]}
+    size: dict[str, Any] = {side: pixels or model[side] for side in ("height", "width")}
+    if "frames" in model:
+        size["frames"] = SMALL_FRAMES if small else model["frames"]
+    guidance = 3.5 if part["config"].get("guidance_embeds") else None
+    with tempfile.TemporaryDirectory(prefix="sol-rl-bench-") as scratch:
+        path = write_configs(name, scratch)
+        (path / "transformer" / "config.json").write_text(json.dumps(part["config"]))
+        settings = Model(
+            family=family,
+            path=str(path),
+            max_sequence_length=SMALL_TEXT_TOKENS if small else TEXT_TOKENS.get(family, 512),
+            guidance=guidance,
+            **size,
+        )
+        yield Case(f"{name}{' (small)' if small else ''}", family_for(settings), part)

@@ -1,0 +1,200 @@
+"""Which settings of a run go together; each that does not is refused in one line with its key."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, get_args
+
+from configs.arms import ArmPlan
+from configs.objective import incompatibility
+from configs.sections import Solver
+
+if TYPE_CHECKING:
+    from configs.schema import RunConfig
+
+
+def check_possible(run: RunConfig) -> None:
+    """Raises ValueError, which names the key, for what does not go together."""
+    keep, pool = run.selection.keep, run.explore.pool_size
+    if run.plan.explore is not None and keep > pool:
+        raise ValueError(
+            f"selection.keep: {keep} samples cannot be kept of explore.pool_size = {pool}:"
+            " lower keep or raise pool_size"
+        )
+    if run.selection.rule == "best_worst" and keep % 2:
+        raise ValueError(
+            f"selection.keep: {keep} is odd, but rule 'best_worst' keeps as many best as worst:"
+            " use an even number"
+        )
+    _check_size(run)
+    _check_base(run)
+    if why := _one_stage(run.arm, run.plan):
+        if run.explored_model != run.model:
+            key = "height" if run.explore.height is not None else "frames"
+            raise ValueError(
+                f"explore.{key}: arm {run.arm!r} {why}, so it cannot explore at another size:"
+                " leave explore.height, explore.width and explore.frames out"
+            )
+        if run.explore_ahead:
+            raise ValueError(
+                f"explore_ahead: arm {run.arm!r} {why}, so it cannot explore with an older"
+                " policy: use 0"
+            )
+        if asked := run.audit.needs_two_stages:
+            raise ValueError(
+                f"{asked}: arm {run.arm!r} {why}, so there is nothing to audit: leave it out"
+            )
+        if run.explore.decoder == "tiny":
+            raise ValueError(
+                f"explore.decoder: arm {run.arm!r} {why}, so there are no proxy images to"
+                " decode: use 'full'"
+            )
+    if run.audit.random_seeds > pool:
+        raise ValueError(
+            f"audit.random_seeds: {run.audit.random_seeds} is more than explore.pool_size = {pool}"
+        )
+    if run.audit.random_seeds and (compared := run.rewards.compared):
+        raise ValueError(
+            f"audit.random_seeds: {compared[0]} compares images with others of their prompt, so"
+            " that those of random seeds have no place among the selected ones: use 0"
+        )
+    _check_share(run)
+    _check_shards(run)
+    _check_turns(run)
+    plan, selects, steps = run.plan, run.plan.explore is not None, run.regenerate.steps
+    if why := incompatibility(run.objective, run.arm, selects, plan.regenerate, plan.solver, steps):
+        raise ValueError(why)
+    guidance = run.guidance
+    if plan.solver not in get_args(Solver) and guidance.train != guidance.regenerate:
+        raise ValueError(
+            f"guidance.train: {guidance.train:g} is not guidance.regenerate ="
+            f" {guidance.regenerate:g}: {plan.solver!r} is trained on the densities of the"
+            " steps that were taken"
+        )
+    labels = [scorer.label for scorer in run.rewards.everyone]
+    if strangers := sorted(run.services.scorers.keys() - set(labels)):
+        raise ValueError(
+            f"services.scorers.{strangers[0]}: there is no scorer of that name; there are:"
+            f" {', '.join(labels)}"
+        )
+
+
+def _check_share(run: RunConfig) -> None:
+    """Raises ValueError for replicas of which one would have nothing to train on."""
+    learner, prompts = run.services.learner, run.prompts.per_iteration
+    samples = prompts * run.selection.keep
+    if learner.share == "prompts" and learner.replicas > prompts:
+        raise ValueError(
+            f"services.learner.replicas: {learner.replicas} cannot share prompts.per_iteration"
+            f" = {prompts}: each trains on one prompt at least, or on part of one with"
+            " services.learner.share = 'samples'"
+        )
+    if learner.replicas > samples:
+        raise ValueError(
+            f"services.learner.replicas: {learner.replicas} cannot share {samples} samples"
+            " (prompts.per_iteration x selection.keep): each trains on one at least"
+        )
+
+
+def _check_shards(run: RunConfig) -> None:
+    """Raises ValueError for what cannot go with frozen weights in shards."""
+    learner = run.services.learner
+    if learner.shard == "none":
+        return
+    key = "services.learner.shard: 'base'"
+    chosen = run.layout is not None and "replicas" not in learner.model_fields_set
+    if learner.replicas == 1 and not chosen:
+        raise ValueError(
+            f"{key} with one replica, which holds all of it: set services.learner.replicas"
+        )
+    if run.lora.base != "full":
+        raise ValueError(
+            f"{key} with lora.base = {run.lora.base!r}: packed weights are not sharded: use"
+            " 'full', or shard = 'none'"
+        )
+    if run.regenerate.compile:
+        raise ValueError(
+            f"{key} with regenerate.compile: blocks that gather their weights are not"
+            " compiled: use false, or shard = 'none'"
+        )
+
+
+def _check_turns(run: RunConfig) -> None:
+    """Raises ValueError for what cannot go with weights that leave a GPU between turns."""
+    services = run.services
+    for kind in ("rollout", "learner"):
+        if getattr(services, kind).between_turns == "host" and run.explore_ahead:
+            raise ValueError(
+                f"services.{kind}.between_turns: 'host' with explore_ahead = 1: rollout actors"
+                " and learner then work at the same time: use 'stay', or explore_ahead = 0"
+            )
+    if services.learner.between_turns == "stay":
+        return
+    key = "services.learner.between_turns: 'host'"
+    if services.learner.shard != "none":
+        raise ValueError(
+            f"{key} with services.learner.shard = {services.learner.shard!r}: shards stay on"
+            " their GPUs: use 'stay', or shard = 'none'"
+        )
+    if run.lora.base != "full":
+        raise ValueError(
+            f"{key} with lora.base = {run.lora.base!r}: packed weights are small, and stay:"
+            " use 'stay', or 'full'"
+        )
+
+
+def _check_base(run: RunConfig) -> None:
+    """Raises ValueError for what cannot go with packed frozen weights."""
+    base, plan = run.lora.base, run.plan
+    if base == "full":
+        return
+    if plan.explore is not None and plan.explore.backend in ("bf16", "fp32"):
+        raise ValueError(
+            f"lora.base: {base!r} with exploring in {plan.explore.backend}, which would explore"
+            " another model than is trained: use a backend that quantizes, or 'full'"
+        )
+    if run.audit.action == "finer_backend":
+        raise ValueError(
+            f"lora.base: {base!r} with audit.action = 'finer_backend', which may explore"
+            " unquantized: use 'warn', or 'full'"
+        )
+    if run.regenerate.compile:
+        raise ValueError(
+            f"lora.base: {base!r} with regenerate.compile: packed weights are not compiled: use"
+            " false, or 'full'"
+        )
+
+
+def _check_size(run: RunConfig) -> None:
+    """Raises ValueError for proxy images whose noise is no whole part of the full one."""
+    sizes = {side: getattr(run.explore, side) for side in ("height", "width")}
+    if None in sizes.values() and any(sizes.values()):
+        raise ValueError("explore.height: one side alone is given: give both, or none")
+    for side, pixels in sizes.items():
+        full = getattr(run.model, side)
+        if pixels is not None and full % pixels:
+            raise ValueError(
+                f"explore.{side}: {pixels} is no whole part of model.{side} = {full}: the noise"
+                " of proxy images is that of full ones, in whole blocks"
+            )
+    frames, full = run.explore.frames, run.model.frames
+    if full is None and run.rewards.frames is not None:
+        raise ValueError(
+            f"rewards.frames: {run.rewards.frames} without model.frames: images have none,"
+            " leave it out"
+        )
+    if frames is not None and full is None:
+        raise ValueError(
+            f"explore.frames: {frames} without model.frames: images have none, leave it out"
+        )
+    if frames is not None and full is not None and frames > full:
+        raise ValueError(
+            f"explore.frames: {frames} is more than model.frames = {full}: proxy clips are the"
+            " beginning of full ones"
+        )
+
+
+def _one_stage(arm: str, plan: ArmPlan) -> str | None:
+    """What an arm lacks of exploring in one stage and regenerating in another; None: nothing."""
+    if plan.explore is None:
+        return "explores nothing"
+    return None if plan.regenerate else "trains on the explored images themselves"

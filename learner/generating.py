@@ -1,0 +1,145 @@
+"""Sampling at full precision, with any of the learner's adapters: to regenerate, to evaluate."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from configs.objective import PathSettings
+from configs.schema import RunConfig
+from learner.lockstep import Passes
+from learner.objectives import Record
+from learner.objectives.base import Objective
+from learner.replicas import Replicas
+from policy.families import Family
+from policy.lora import use
+from policy.merging import merged
+from policy.precision.compiling import compile_failures, compiled
+from policy.sampling.guidance import Guided
+from policy.sampling.noise import stream_seed
+from policy.sampling.sample import sample
+from policy.sampling.sde import PathSolver, sample_paths
+from policy.types import Conditioning
+
+
+class Generator:
+    """Samples and images of seeds, by a denoiser with adapters.
+
+    Where the base is sharded, all ``replicas`` go through it together.
+    """
+
+    def __init__(
+        self,
+        config: RunConfig,
+        family: Family,
+        transformer: nn.Module,
+        vae: nn.Module,
+        objective: Objective,
+        adapters: Sequence[str],
+        device: torch.device,
+        sharded: bool,
+    ) -> None:
+        self.config, self.family, self.vae = config, family, vae
+        self.transformer, self.objective, self.adapters = transformer, objective, adapters
+        self.replicas, self.sharded = Replicas(), sharded
+        self.updates = 0  # that were made: a window of a path's steps is a function of it
+        self._denoiser = compiled(transformer, device) if config.regenerate.compile else transformer
+        self._passes = Passes(family, transformer, device)
+
+    def generate(
+        self,
+        cond: Conditioning,
+        seeds: Sequence[int],
+        steps: int | None = None,
+        weights: str | None = None,
+        solver: str | None = None,
+        batch_size: int | None = None,
+        guidance: float | None = None,
+    ) -> tuple[Record, np.ndarray]:
+        """(samples, images of ``Family.decode``) of K seeds; samples has "latents" float32 [K,
+        *latent].
+
+        With the objective's stochastic solver it also has "states" float32 [K, T + 1, *latent] and
+        "log_probs" float32 [K, T], and with a window "stochastic" float32 [K, T], 1 inside it. cond
+        has one row, for all seeds, or K. ``weights`` is "current", "old", "ema" or "base" (adapters
+        off); None is the sampling policy. What is not given is as in ``[regenerate]``.
+
+        The adapter is merged into the weights, in their precision. Not so for paths, whose density
+        is one of the policy that is trained: merging rounds it to another; nor where ``lora.base``
+        packs the weights.
+        """
+        settings = self.config.regenerate
+        size, scales = batch_size or settings.batch_size, self.config.guidance
+        guided = Guided.at(scales, scales.regenerate if guidance is None else guidance)
+        rows = cond.repeat(len(seeds)) if len(cond) == 1 else cond
+        steps, (name, how) = steps or settings.steps, self._way(weights, solver)
+        velocities = 2 if guided is not None and not guided.one_pass else 1
+        with self._going(name, how, velocities * steps * -(-len(seeds) // size)):
+            samples = self._sample(rows, list(seeds), steps, how, size, guided)
+        with torch.no_grad():  # once the merged weights are gone: both take memory
+            images = self.family.decode(self.vae, samples["latents"], batch_size=size)
+        return {key: tensor.numpy() for key, tensor in samples.items()}, images.numpy()
+
+    def stand_by(self, weights: str | None = None, solver: str | None = None) -> None:
+        """Go along while other replicas ``generate`` with these: where the base is sharded, they
+        cannot without this one.
+        """
+        with self._going(*self._way(weights, solver), 0):
+            pass
+
+    def _way(self, weights: str | None, solver: str | None) -> tuple[str, PathSolver | str]:
+        """(which weights, what samples with them), by the arguments of ``generate``."""
+        name = self.objective.sampling_adapter if weights is None else weights
+        if name != "base" and name not in self.adapters:
+            raise ValueError(
+                f"weights {name!r} are unknown: use one of {', '.join((*self.adapters, 'base'))}"
+            )
+        solver, paths = solver or self.config.plan.solver, self.objective.path_solver
+        return name, paths if paths is not None and paths.name == solver else solver
+
+    @contextmanager
+    def _going(self, name: str, how: PathSolver | str, passes: int) -> Iterator[None]:
+        """Within the block the denoiser has these weights; ``passes`` go through it."""
+        merges = isinstance(how, str) and self.config.lora.base == "full"
+        what = f"{name}, {'merged' if merges else 'beside'}"
+        with (
+            torch.no_grad(),
+            (merged if merges else use)(self.transformer, None if name == "base" else name),
+            compile_failures("regenerate.compile"),
+            self._passes.together(self.replicas, what, passes) if self.sharded else nullcontext(),
+        ):
+            yield
+
+    def _sample(
+        self,
+        rows: Conditioning,
+        seeds: list[int],
+        steps: int,
+        solver: PathSolver | str,
+        size: int,
+        guided: Guided | None,
+    ) -> dict[str, Tensor]:
+        """The samples of ``generate``. A path's noise has a stream named by the sample's seed."""
+        if isinstance(solver, str):
+            return {
+                "latents": sample(
+                    self.family, self._denoiser, rows, seeds, steps, solver, size, guided
+                )
+            }
+        starts = seeds[:1] * len(seeds) if self.objective.one_noise else seeds
+        streams = [stream_seed(self.config.seed, "sde", seed) for seed in seeds]
+        settings = self.config.objective
+        window = (
+            settings.window_at(steps, self.updates, self.config.seed)
+            if isinstance(settings, PathSettings) and settings.window is not None
+            else None
+        )
+        drawn = sample_paths(
+            self.family, self._denoiser, rows, starts, streams, steps, solver, size, guided, window
+        )
+        found = {"latents": drawn.latents, "states": drawn.states, "log_probs": drawn.log_probs}
+        return found if window is None else found | {"stochastic": drawn.stochastic}
