@@ -15,7 +15,7 @@ from actors.messages import ChunkKey, ExploreChunk, GenerateRequest, SampleRows,
 from actors.reward import RewardActor
 from actors.rollout import RolloutActor
 from actors.selector import SelectorActor
-from actors.sharing import share
+from actors.sharing import all_rewards, share
 from configs.prompts import Prompt, prompts_of_iteration
 from configs.schema import RunConfig
 from policy.sampling.noise import stream_seed
@@ -57,7 +57,7 @@ class PlainLoop:
         groups = [
             self._group(index, p, self.prompts[row], conditioning[p]) for p, row in enumerate(rows)
         ]
-        self.learner.update(share(index, groups, 1, "prompts")[0])
+        self.learner.update(share(index, groups, 1, "prompts")[0], all_rewards(groups))
         self.publish(index + 1)
 
     def publish(self, version: int) -> None:
