@@ -17,7 +17,7 @@ from policy.families import Family, family_for
 from policy.families.architectures import published, write_configs
 from policy.types import Conditioning
 
-TEXT_TOKENS, SMALL_TEXT_TOKENS = {"sd3": 256, "sana": 300}, 32
+TEXT_TOKENS, SMALL_TEXT_TOKENS = {"sd3": 256, "sana": 300, "sana_video": 300}, 32
 """Where they are not 512."""
 SMALL_FRAMES = 5
 WIDTH = 256
@@ -35,6 +35,10 @@ SMALL: dict[str, dict[str, Any]] = {
     "sana": {
         "num_layers": 2, "num_attention_heads": 8, "num_cross_attention_heads": 4,
         "cross_attention_head_dim": 64, "cross_attention_dim": WIDTH, "caption_channels": WIDTH,
+    },
+    "sana_video": {
+        "num_layers": 2, "num_attention_heads": 4, "num_cross_attention_heads": 4,
+        "cross_attention_head_dim": 112, "cross_attention_dim": 448, "caption_channels": WIDTH,
     },
     "qwen_image": {"num_layers": 2, "num_attention_heads": 2, "joint_attention_dim": WIDTH},
     "z_image": {

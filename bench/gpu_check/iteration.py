@@ -33,6 +33,7 @@ PRESETS = {
     "sd3.5-medium": "sd35_medium-sol_rl-hpsv2",
     "flux.1-dev": "flux1-sol_rl-hpsv2",
     "wan2.1-t2v-1.3b": "wan_1_3b-sol_rl-hpsv2",
+    "sana-video-2b-480p": "sana_video-sol_rl-hpsv2",
     "flux.2-klein-4b": "flux2_klein-sol_rl-hpsv2",
     "z-image-turbo": "z_image-sol_rl-hpsv2",
     "qwen-image": "qwen_image-sol_rl-hpsv2",

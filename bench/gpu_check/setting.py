@@ -20,7 +20,14 @@ ARCHITECTURES = ("sana-1.6b", "sd3.5-medium", "sd3.5-large", "flux.1-dev")
 """Smallest first: where time runs out the largest are left out."""
 FAMILIES = ("sana-1.6b", "sd3.5-medium", "flux.1-dev")
 """One of each family of the paper."""
-NEWER = ("wan2.1-t2v-1.3b", "flux.2-klein-4b", "z-image-turbo", "qwen-image", "flux.2-dev")
+NEWER = (
+    "wan2.1-t2v-1.3b",
+    "sana-video-2b-480p",
+    "flux.2-klein-4b",
+    "z-image-turbo",
+    "qwen-image",
+    "flux.2-dev",
+)
 """One of each other family, smallest first."""
 SMALL_PIXELS = 64
 SMALL_DECODERS: dict[str, dict[str, Any]] = {

@@ -31,6 +31,7 @@ FEW: dict[str, dict[str, Any]] = {
     "flux2": {"num_layers": 1, "num_single_layers": 1},
     "flux2_klein": {"num_layers": 1, "num_single_layers": 1},
     "wan": {"num_layers": 1},
+    "sana_video": {"num_layers": 1},
 }
 """One block of each kind, of the real width; SD3.5 Large has no dual attention in fact, but the
 shapes are those of Medium's.

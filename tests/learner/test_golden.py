@@ -121,6 +121,6 @@ def test_spacing_and_solvers(spacing):
     given = GOLDEN["solver"]
     matrix, bias, start = (double(given[name]) for name in ("matrix", "bias", "start"))
     grid = torch.tensor(wanted, dtype=torch.float32)
-    for name, solve in SOLVERS.items():
-        end = solve(lambda x, s: x @ matrix.T + s.double() * bias, start[None], grid)
+    for name in ("dpmpp_2m", "euler"):  # those of the reference
+        end = SOLVERS[name](lambda x, s: x @ matrix.T + s.double() * bias, start[None], grid)
         close(end[0], given[spacing][name], 1e-12 if name == "dpmpp_2m" else 1e-7)

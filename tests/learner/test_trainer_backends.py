@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from torch import nn
 
-import learner.trainer as module
+import learner.generating as module
 from policy.explorer import Explorer
 from policy.precision.backends import BACKENDS
 from tests.learner.tiny import tiny_groups, tiny_trainer
