@@ -201,7 +201,7 @@ def test_what_all_replicas_are_told_is_sent_once():
     sizes = []
     for size in (4, 400):
         groups, pool = [group_with(p, [f"r{p}"], [(0, 1)]) for p in range(size)], Sent(size)
-        every = EveryReplica(pool)  # type: ignore[arg-type]
+        every = EveryReplica(pool)
         client = LearnerClient(every, every, every)
         asyncio.run(client.update(0, groups))
         (told,) = pool.puts
@@ -209,6 +209,26 @@ def test_what_all_replicas_are_told_is_sent_once():
         assert {told for _, told in pool.calls} == {"reference"} and len(pool.calls) == size
         sizes.append(max(len(pickle.dumps(request)) for request, _ in pool.calls))
     assert sizes[1] < sizes[0] + 10
+
+
+@pytest.mark.parametrize(
+    ("patience_s", "hangs", "told"), [(0.0, True, "of 1"), (None, False, "of 0")]
+)
+def test_a_failure_waits_for_the_other_replicas_for_so_long(patience_s, hangs, told):
+    """And it is that of the lowest rank, whichever came first."""
+
+    class Failing:
+        members = range(3)
+
+        async def perform_on(self, member: int, task: Task[Any], call: Call) -> None:
+            if member == 0:
+                await (asyncio.Event().wait() if hangs else asyncio.sleep(0))
+            raise RunFailed(f"of {member}")
+
+    every = EveryReplica(Failing(), patience_s)
+    calls = every.perform(Task(("load", 0)), Call("load", (), {}))
+    with pytest.raises(RunFailed, match=told):
+        asyncio.run(asyncio.wait_for(calls, 20))
 
 
 @given(st.lists(st.integers(1, 9), min_size=1, max_size=12), st.integers(1, 40))

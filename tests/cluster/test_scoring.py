@@ -48,7 +48,7 @@ def test_parts_of_a_prompt_are_combined_once(monkeypatch):
     scoring, prompt = Scoring(config.rewards, service), Prompt("a")
 
     async def score() -> np.ndarray:
-        parts = [await scoring.score(n, "images", [prompt] * 3, ()) for n in range(6)]  # type: ignore[arg-type]
+        parts = [await scoring.score(n, "images", [prompt] * 3, ()) for n in range(6)]
         return (await scoring.together("all", parts, [], prompt, ())).rewards
 
     rewards = asyncio.run(score())

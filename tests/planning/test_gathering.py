@@ -25,7 +25,7 @@ def counts(denoiser: float = WHOLE) -> Counts:
     none = Work(0, 0, 0)
     numbers = dict.fromkeys(Counts.__dataclass_fields__, 0)
     works = dict.fromkeys(("step", "merged", "adapted", "training"), none)
-    return Counts(**{**numbers, **works, "denoiser": int(denoiser), "targets": int(denoiser / 4)})  # type: ignore[arg-type]
+    return Counts(**{**numbers, **works, "denoiser": int(denoiser), "targets": int(denoiser / 4)})
 
 
 def sharded(*overrides: str) -> Gathering:

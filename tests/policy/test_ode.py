@@ -92,6 +92,21 @@ def test_dpmpp_2m_beats_euler_at_ten_steps():
     assert error(dpmpp_2m, 10) < error(euler, 10) / 2
 
 
+START = torch.tensor([[-1.2, 0.1, 2.3]], dtype=torch.float32)
+
+
+def by_scheduler(peer, sigmas):
+    """Where a scheduler of diffusers ends on these sigmas, from START, in float32."""
+    steps = len(sigmas) - 1
+    peer.set_timesteps(steps)
+    peer.sigmas = sigmas
+    peer.timesteps = torch.arange(steps, 0, -1)
+    x = START
+    for i, timestep in enumerate(peer.timesteps):
+        x = peer.step(gaussian_velocity(x, sigmas[i]).float(), timestep, x, return_dict=False)[0]
+    return x
+
+
 @pytest.mark.parametrize(("steps", "first"), [(1, 0.96), (2, 0.96), (6, 0.96), (20, 0.9)])
 def test_dpmpp_2m_equals_diffusers_multistep_solver(steps, first):
     """The peer starts below sigma = 1, where lambda is finite and its second step is of second
@@ -107,13 +122,8 @@ def test_dpmpp_2m_equals_diffusers_multistep_solver(steps, first):
         solver_order=2,
         final_sigmas_type="zero",
     )
-    peer.set_timesteps(steps)
-    peer.sigmas = sigmas
-    peer.timesteps = torch.arange(steps, 0, -1)
-    x = start = torch.tensor([[-1.2, 0.1, 2.3]], dtype=torch.float32)
-    for i, timestep in enumerate(peer.timesteps):
-        x = peer.step(gaussian_velocity(x, sigmas[i]).float(), timestep, x, return_dict=False)[0]
-    ours = dpmpp_2m(lambda y, sigma: gaussian_velocity(y, sigma).float(), start, sigmas)
+    x = by_scheduler(peer, sigmas)
+    ours = dpmpp_2m(lambda y, sigma: gaussian_velocity(y, sigma).float(), START, sigmas)
     # float32 coefficients there, float64 here: a few units in the last place of values up to 3 per
     # step
     np.testing.assert_allclose(ours, x, rtol=0, atol=steps * 4 * 3 * 2.0**-23)
@@ -133,16 +143,11 @@ def test_unipc_equals_diffusers_scheduler(steps, first):
         solver_type="bh2",
         final_sigmas_type="zero",
     )
-    peer.set_timesteps(steps)
-    peer.sigmas = sigmas
-    peer.timesteps = torch.arange(steps, 0, -1)
-    x = start = torch.tensor([[-1.2, 0.1, 2.3]], dtype=torch.float32)
-    for i, timestep in enumerate(peer.timesteps):
-        x = peer.step(gaussian_velocity(x, sigmas[i]).float(), timestep, x, return_dict=False)[0]
-    ours = unipc(lambda y, sigma: gaussian_velocity(y, sigma).float(), start, sigmas)
+    x = by_scheduler(peer, sigmas)
+    ours = unipc(lambda y, sigma: gaussian_velocity(y, sigma).float(), START, sigmas)
     # as above, and there b_1 and b_2 are differences of float32 numbers up to 1 / h, which is 20
     np.testing.assert_allclose(ours, x, rtol=0, atol=steps * 20 * 3 * 2.0**-23)
-    assert steps < 3 or np.abs(ours - dpmpp_2m(gaussian_velocity, start, sigmas)).max() > 1e-3
+    assert steps < 3 or np.abs(ours - dpmpp_2m(gaussian_velocity, START, sigmas)).max() > 1e-3
 
 
 def test_unipcs_corrector_in_one_step_by_hand():
