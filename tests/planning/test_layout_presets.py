@@ -8,10 +8,12 @@ import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from typing import get_args
 
 import pytest
 
 from cli.main import main
+from configs.arms import Arm
 from configs.load import MODELS, REWARDS, load
 from configs.schema import RunConfig
 from planning import counting, savings
@@ -60,7 +62,7 @@ def test_predicted_seconds_are_near_all_work_spread_over_all_gpus(model, reward)
 def test_sol_rl_is_faster_than_naive_scaling_at_equal_gpus(model):
     gpus = [Gpus("B200", 8, 180)]
     with preset(f"{model}-sol_rl-hpsv2") as (config, family):
-        found = arms_of(config, family, gpus, Assumptions())
+        found = arms_of(config, family, gpus, Assumptions()).found
     arms = {arm: scenario.prediction for arm, scenario in found.items()}
     assert set(arms) == {"diffusionnft", "naive_scaling", "naive_quant", "sol_rl"}
     ours, naive = arms["sol_rl"], arms["naive_scaling"]
@@ -72,11 +74,40 @@ def test_sol_rl_is_faster_than_naive_scaling_at_equal_gpus(model):
     assert (compared.paper is not None) == (model in ("flux1", "sd35_large", "sana"))
 
 
+@pytest.mark.parametrize("model", ["flux1", "wan_14b"])
+def test_a_base_in_shards_is_compared_as_every_arm(model):
+    """The number of replicas is not written there: every arm's layout has yet to choose it."""
+    gpus = [Gpus("H100", 8, 80)]
+    with preset(f"{model}-sol_rl-hpsv2", "services.learner.shard=base") as (config, family):
+        arms = arms_of(config, family, gpus, Assumptions())
+    assert list(arms.found) == list(get_args(Arm)) and not arms.why_not
+    for scenario in arms.found.values():
+        learner = scenario.config.services.learner
+        assert (learner.shard, learner.replicas) == ("base", 8)
+
+
+def test_an_arm_that_cannot_be_says_why_in_a_line():
+    gpus = [Gpus("B200", 8, 180)]
+    with preset("flux1-flow_grpo-hpsv2") as (config, family):
+        arms = arms_of(config, family, gpus, Assumptions())
+        choice = choose(config, gpus, costs_of(config, family, gpus, Assumptions()))
+    assert list(arms.found) == ["diffusionnft", "sol_rl"]
+    assert list(arms.why_not) == ["naive_scaling", "naive_quant"]
+    assert all("\n" not in why and "objective" in why for why in arms.why_not.values())
+    found = choice.best.prediction
+    assert found is not None
+    seconds = {"diffusionnft": found}
+    outlook = Outlook(gpus, found, 1.0, 1.0, seconds, choice, arms_not=arms.why_not)
+    lines = outlook_lines(config, outlook)
+    assert f"  naive_quant           no: {arms.why_not['naive_quant']}" in lines
+    assert as_json(config, outlook)["arms_not"] == arms.why_not
+
+
 def test_what_is_printed():
     gpus = [Gpus("B200", 64, 180)]
     with preset("sana-sol_rl-hpsv2") as (config, family):
         choice = choose(config, gpus, costs_of(config, family, gpus, Assumptions()))
-        scenarios = arms_of(config, family, gpus, Assumptions())
+        scenarios = arms_of(config, family, gpus, Assumptions()).found
     arms = {arm: scenario.prediction for arm, scenario in scenarios.items()}
     found = choice.best.prediction
     assert found is not None
