@@ -103,12 +103,13 @@ def most_replicas(config: RunConfig) -> int:
 def _shared(config: RunConfig, gpus: Gpus, learners: int, kind: str | None) -> Numbers:
     """A learner replica and a rollout actor on each GPU, two rollout actors where no learner is."""
     explores = config.plan.explore is not None
+    room = 1 - LEARNER - (ROLLOUT if explores else 0)
     share = _cpus(config, gpus, 2 + 4)
     groups = {"learner": Group(learners, LEARNER, 4 * share, kind)}
     if explores:
         actors = learners + 2 * (gpus.count - learners)
         groups["rollout"] = Group(actors, ROLLOUT, 2 * share, kind)
-    groups |= _small(config, 1 - LEARNER - ROLLOUT, learners, share, kind)
+    groups |= _small(config, room, learners, share, kind)
     return Numbers("shared", groups)
 
 

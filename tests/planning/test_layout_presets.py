@@ -103,6 +103,15 @@ def test_an_arm_that_cannot_be_says_why_in_a_line():
     assert as_json(config, outlook)["arms_not"] == arms.why_not
 
 
+def test_an_arm_that_explores_nothing_uses_every_gpu():
+    """Scorers were laid on one GPU, which had no room for more than two of them."""
+    gpus = [Gpus("H100", 8, 80)]
+    with preset("wan_14b-diffusionnft-hpsv2") as (config, family):
+        choice = choose(config, gpus, costs_of(config, family, gpus, Assumptions()))
+    assert choice.best.numbers.groups["learner"].actors == 8
+    assert choice.best.seconds <= 1.05 * choice.bound
+
+
 def test_what_is_printed():
     gpus = [Gpus("B200", 64, 180)]
     with preset("sana-sol_rl-hpsv2") as (config, family):
