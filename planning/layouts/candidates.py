@@ -10,6 +10,7 @@ from configs.schema import RunConfig
 from configs.services import Share
 from planning.layouts.gpus import Gpus
 from planning.layouts.numbers import TAKE_TURNS, Group, Numbers, completed
+from rewards import has_model
 
 LEARNER, ROLLOUT = 0.52, 0.36
 """Shares where both are on a GPU: no two learners fit on one (NCCL), and two rollout actors fit on
@@ -144,16 +145,11 @@ def _small(
     groups = {}
     for service in ("reward", *(f"scorers.{label}" for label in config.services.scorers)):
         labels = config.scorers_of(service)
-        if any(needs_gpu(s.name) for s in config.rewards.everyone if s.label in labels):
+        if any(has_model(s.name) for s in config.rewards.everyone if s.label in labels):
             share = math.floor(room * 0.55 * 1e4) / 1e4
             groups[service] = Group(count, share, cpus, kind)
             room -= share
     return groups | {"encoder": Group(1, math.floor(room * 0.9 * 1e4) / 1e4, cpus, kind)}
-
-
-def needs_gpu(scorer: str) -> bool:
-    """Whether a scorer has a model; one that is not built in may have."""
-    return scorer not in ("shapes", "http", "jpeg_compressibility", "jpeg_incompressibility")
 
 
 def _cpus(config: RunConfig, gpus: Gpus, per_gpu: float) -> float:

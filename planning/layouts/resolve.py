@@ -24,7 +24,6 @@ from planning.counting import Counts, counts_of
 from planning.durations import LINK
 from planning.gathering import NOTHING, Gathering
 from planning.held import held_of, parts_of
-from planning.layouts.candidates import needs_gpu
 from planning.layouts.choose import Choice, choose
 from planning.layouts.costs import Costs
 from planning.layouts.gpus import Gpus, gpus_of
@@ -35,6 +34,7 @@ from planning.placement import Node, kinds_of
 from planning.stages import passes, stages_of, training_points
 from policy.families import Family
 from policy.types import DTYPES
+from rewards import has_model
 from rewards.clips import scored_frames
 
 
@@ -82,7 +82,7 @@ def to_choose(config: RunConfig) -> bool:
 def _has_model(config: RunConfig, kind: str) -> bool:
     labels = config.scorers_of(kind)
     if labels:
-        return any(needs_gpu(s.name) for s in config.rewards.everyone if s.label in labels)
+        return any(has_model(s.name) for s in config.rewards.everyone if s.label in labels)
     return kind in ("rollout", "learner", "encoder")
 
 

@@ -112,6 +112,15 @@ def test_an_arm_that_explores_nothing_uses_every_gpu():
     assert choice.best.seconds <= 1.05 * choice.bound
 
 
+def test_a_judge_on_a_server_gets_no_share_of_a_gpu():
+    gpus = [Gpus("B200", 8, 180)]
+    with preset("flux1_kontext-sol_rl-vlm_edit") as (config, family):
+        choice = choose(config, gpus, costs_of(config, family, gpus, Assumptions()))
+    groups = choice.best.numbers.groups
+    assert (groups["reward"].gpus, groups["rollout"].gpus) == (0, 0.36)
+    assert groups["reward"].actors == config.services.reward.actors
+
+
 def test_what_is_printed():
     gpus = [Gpus("B200", 64, 180)]
     with preset("sana-sol_rl-hpsv2") as (config, family):
