@@ -14,7 +14,7 @@ import pytest
 
 from cli.main import main
 from configs.arms import Arm
-from configs.load import MODELS, REWARDS, load
+from configs.load import EDITORS, MODELS, REWARDS, load
 from configs.schema import RunConfig
 from planning import counting, savings
 from planning.assumptions import Assumptions
@@ -187,7 +187,10 @@ def test_what_cannot_be_is_one_line(capsys, monkeypatch, arguments, said):
     assert bool(more) == ("does not fit" in said) and all(line.startswith("  ") for line in more)
 
 
-KEPT = (*(f"{model}-sol_rl-hpsv2" for model in MODELS), "flux1_kontext-sol_rl-vlm_edit")
+KEPT = (
+    *(f"{model}-sol_rl-hpsv2" for model in MODELS),
+    *(f"{model}-sol_rl-vlm_edit" for model in EDITORS),
+)
 
 
 @pytest.mark.parametrize("name", KEPT)
