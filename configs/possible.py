@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, get_args
 
 from configs.arms import ArmPlan
-from configs.objective import incompatibility
+from configs.objective import PathSettings, incompatibility
 from configs.sections import Solver
 
 if TYPE_CHECKING:
@@ -61,8 +61,11 @@ def check_possible(run: RunConfig) -> None:
     _check_shards(run)
     _check_turns(run)
     plan, selects, steps = run.plan, run.plan.explore is not None, run.regenerate.steps
-    if why := incompatibility(run.objective, run.arm, selects, plan.regenerate, plan.solver, steps):
+    if why := incompatibility(
+        run.objective, run.arm, selects, plan.regenerate, plan.solver, steps, run.explore.paths
+    ):
         raise ValueError(why)
+    _check_paths(run)
     guidance = run.guidance
     if plan.solver not in get_args(Solver) and guidance.train != guidance.regenerate:
         raise ValueError(
@@ -75,6 +78,30 @@ def check_possible(run: RunConfig) -> None:
         raise ValueError(
             f"services.scorers.{strangers[0]}: there is no scorer of that name; there are:"
             f" {', '.join(labels)}"
+        )
+
+
+def _check_paths(run: RunConfig) -> None:
+    """Raises ValueError where the paths that are trained on cannot be explored."""
+    if not run.explore.paths or run.plan.explore is None:
+        return
+    objective, steps, full = run.objective, run.explore.steps, run.regenerate.steps
+    if not isinstance(objective, PathSettings):
+        raise ValueError(
+            f"explore.paths: objective {objective.name!r} trains on no stochastic paths: leave it"
+            " out"
+        )
+    if run.explored_model != run.model:
+        raise ValueError(
+            "explore.paths: the noise of a path's steps is that of full-size images: leave"
+            " explore.height, explore.width and explore.frames out"
+        )
+    stop = objective.last_stop(full)
+    if not min(stop + 1, full) <= steps <= full:
+        raise ValueError(
+            f"explore.steps: {steps}, but paths of {full} steps are stochastic up to step {stop}"
+            f" and are explored as they are till then: use {min(stop + 1, full)} to {full}, or"
+            " explore.paths = false"
         )
 
 
