@@ -49,9 +49,9 @@ class RunConfig(Section):
     run_root: PathText | None = Field(
         default=None, description="directory of run directories; 'runs' on one machine"
     )
-    seed: int = Field(default=0, ge=0, lt=2**63)
-    iterations: int = Field(default=100, ge=1)
-    arm: Arm = "sol_rl"
+    seed: int = Field(default=0, ge=0, lt=2**63, description="the run seed: all else follows it")
+    iterations: int = Field(default=100, ge=1, description="updates of the policy")
+    arm: Arm = Field(default="sol_rl", description="what is explored, regenerated and trained on")
     explore_ahead: Literal[0, 1] = Field(
         default=0,
         description="1: explore with the policy before the one that is still being trained",

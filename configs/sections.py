@@ -18,7 +18,7 @@ AnySolver = Literal["euler", "dpmpp_2m", "unipc", "flow_sde", "dance_sde"]
 class Model(Section):
     """The base text-to-image or text-to-video model: a diffusers pipeline directory or hub id."""
 
-    family: FamilyName = "sd3"
+    family: FamilyName = Field(default="sd3", description="whose code runs this pipeline")
     path: PathText = Field(
         description="pipeline directory, hub id, or 'shapes' for the tiny model in Sol-RL"
     )
@@ -110,8 +110,8 @@ class Guidance(Section):
         ge=1,
         description="of the velocities in the objective; on paths it must be that of regenerate",
     )
-    evaluate: float = Field(default=1.0, ge=1)
-    negative_prompt: str = ""
+    evaluate: float = Field(default=1.0, ge=1, description="of held-out images")
+    negative_prompt: str = Field(default="", description="one for all prompts")
     one_pass: bool = Field(
         default=True,
         description="both velocities from one pass of twice the batch; false: two passes",
@@ -149,7 +149,7 @@ class Explore(Section):
 
     pool_size: int = Field(default=96, ge=2, description="N, seeds per prompt")
     steps: int = Field(default=6, ge=1, description="sampling steps of a proxy image")
-    solver: Solver = "dpmpp_2m"
+    solver: Solver = Field(default="dpmpp_2m", description="of proxy images")
     paths: bool = Field(
         default=False,
         description=(
@@ -212,7 +212,11 @@ class Explore(Section):
 class Selection(Section):
     """Which K of the N explored seeds are worth training on."""
 
-    rule: Literal["best_worst", "random", "mean_deviation"] = "best_worst"
+    rule: Literal["best_worst", "random", "mean_deviation"] = Field(
+        default="best_worst",
+        description="best_worst: the highest and lowest rewards; mean_deviation: the farthest from"
+        " the pool's mean; random: any, to compare with",
+    )
     keep: int = Field(
         default=24, ge=2, description="K, samples trained on per prompt; half best, half worst"
     )
@@ -221,7 +225,7 @@ class Selection(Section):
 class Regenerate(Section):
     """Stage 2: the selected seeds again, at full steps and full precision."""
 
-    steps: int = Field(default=10, ge=1)
+    steps: int = Field(default=10, ge=1, description="sampling steps of what is trained on")
     solver: AnySolver | None = Field(
         default=None,
         description="None: the objective's own; stochastic ones belong to those on paths",
@@ -244,11 +248,13 @@ class Evaluate(Section):
         ge=0,
         description="iterations between evaluations during training; 0: only first and last",
     )
-    steps: int = Field(default=40, ge=1)
-    solver: Solver = "dpmpp_2m"
+    steps: int = Field(default=40, ge=1, description="sampling steps of held-out images")
+    solver: Solver = Field(default="dpmpp_2m", description="of held-out images")
     prompts: int = Field(default=128, ge=1, description="the first so many held-out prompts")
     noises: int = Field(default=4, ge=1, description="fixed seeds per prompt")
-    weights: Literal["ema", "current", "old"] = "ema"
+    weights: Literal["ema", "current", "old"] = Field(
+        default="ema", description="the average, the trained weights, or the sampling policy's"
+    )
     batch_size: int = Field(
         default=32,
         ge=1,

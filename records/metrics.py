@@ -57,15 +57,15 @@ METRICS: dict[str, Metric] = {
     "weights": Metric("which weights were evaluated", "text"),
     "samples_seen": Metric("samples trained on", "total"),
     "reward/train_mean": Metric("mean reward of the samples trained on"),
-    "reward/train_std": Metric("standard deviation of those rewards"),
+    "reward/train_std": Metric("standard deviation of the rewards of the samples trained on"),
     "reward/eval_mean": Metric("mean reward of the held-out prompts"),
     "reward/eval/<scorer>": Metric("mean raw score of the held-out prompts"),
-    "reward/eval/<scorer>/<part>": Metric("the same of a part of the score"),
+    "reward/eval/<scorer>/<part>": Metric("mean of a part of the score, held-out prompts"),
     "reward/<scorer>": Metric(
         "mean raw score of all images of an iteration, explored and regenerated",
         exported="reward_score",
     ),
-    "reward/<scorer>/<part>": Metric("the same of a part of the score"),
+    "reward/<scorer>/<part>": Metric("mean of a part of the score, all images of an iteration"),
     "eval/stderr": Metric("standard error of reward/eval_mean, clustered by prompt"),
     "eval/gain": Metric(
         "held-out reward minus that before training, same prompts and initial noise"
@@ -74,7 +74,7 @@ METRICS: dict[str, Metric] = {
     "explore/reward_mean": Metric("mean proxy reward of all explored seeds"),
     "explore/reward_best": Metric("mean proxy reward of the best half of the selection"),
     "explore/reward_worst": Metric("mean proxy reward of the worst half of the selection"),
-    "explore/contrast": Metric("best minus worst"),
+    "explore/contrast": Metric("explore/reward_best minus explore/reward_worst"),
     "audit/kendall_tau": Metric(
         "rank agreement of proxy and full rewards, selected seeds (extremes)"
     ),
@@ -94,37 +94,41 @@ METRICS: dict[str, Metric] = {
         "sign agreement of proxy and full rewards, random seeds (unbiased)"
     ),
     "audit/identity_error": Metric(
-        "largest relative distance of what a rollout actor and the learner computed from the same"
-        " packed weights; 0: the same bits"
+        "largest relative difference between what a rollout actor and the learner computed from"
+        " the same packed weights; 0: the same bits"
     ),
     "audit/scorer_error": Metric(
         "largest difference of a scorer's second answer for the same images, in standard deviations"
     ),
     "audit/below": Metric("iterations in a row in which rank agreement was below its threshold"),
     "weights/delta_cosine": Metric(
-        "cosine of this update's weight change and the quantised weights' change"
+        "cosine of this update's change of the weights and of the quantized weights"
     ),
-    "weights/codes_changed": Metric("share of quantised codes that the last update changed"),
+    "weights/codes_changed": Metric("share of quantized codes that the last update changed"),
     "weights/version": Metric("version of the policy that was published last"),
     "weights/bytes": Metric("bytes of the packed weights that were published", "increment"),
     "memory/moved_s": Metric(
-        "seconds of it in which weights moved between GPUs and host memory, where they leave"
+        "seconds of the iteration in which weights moved between GPUs and host memory, where they leave"
         " between turns"
     ),
-    "memory/moved_bytes": Metric("bytes that moved, over all actors", "increment"),
+    "memory/moved_bytes": Metric(
+        "bytes that moved between GPUs and host memory, over all actors", "increment"
+    ),
     "loss/policy": Metric("the objective's policy loss"),
     "loss/kl": Metric("distance from the reference policy, unweighted"),
     "loss/ratio": Metric(
         "mean ratio of the probabilities of a sample under the trained and the sampling policy"
     ),
-    "loss/clip_share": Metric("share of those ratios that were clipped"),
+    "loss/clip_share": Metric("share of the ratios of loss/ratio that were clipped"),
     "loss/log_prob_drift": Metric(
         "mean difference of a path's log-probability computed again and as it was stored"
     ),
     "loss/ema": Metric("distance from AWM's own average of the policy, unweighted"),
     "grad_norm": Metric("norm of the gradient before clipping, mean over the iteration's steps"),
     "optimizer/learning_rate": Metric("learning rate of the update"),
-    "optimizer/points": Metric("points of the loss in the update: a sample at a time"),
+    "optimizer/points": Metric(
+        "points of the loss in the update; a point is a sample at one time t"
+    ),
     "old_policy/decay": Metric("share of itself that the old policy keeps in the update"),
     "zero_std_ratio": Metric(
         "share of prompts whose rewards are all equal, so that they teach nothing"
@@ -144,29 +148,29 @@ METRICS: dict[str, Metric] = {
         for kind in SERVICES
     },
     **{
-        f"queue/{kind}": Metric(f"most tasks that waited for a {kind} actor in the iteration")
+        f"queue/{kind}": Metric(f"most tasks that waited for {kind} actors in the iteration")
         for kind in SERVICES
     },
-    "busy/scorers.<scorer>": Metric("the same of the actors of a scorer that has its own"),
-    "queue/scorers.<scorer>": Metric("the same of the actors of a scorer that has its own"),
+    "busy/scorers.<scorer>": Metric("busy/reward of a scorer that has actors of its own"),
+    "queue/scorers.<scorer>": Metric("queue/reward of a scorer that has actors of its own"),
     "rollout/actors": Metric("rollout actors in service"),
     "rollout/reissued": Metric("retries of tasks", "total"),
     "actors/lost": Metric("actors of any service that died, or hung and were killed", "total"),
     "rollout/images_per_s": Metric("explored images per second, over all rollout actors"),
     "time/explore_s": Metric(
-        "seconds until all prompts were explored, scored and selected; those before its turn"
-        " left out"
+        "seconds until all prompts were explored, scored and selected, without those of"
+        " time/explore_ahead_s"
     ),
-    "time/explore_ahead_s": Metric("seconds for which the iteration was explored before its turn"),
+    "time/explore_ahead_s": Metric("seconds for which it was explored during the iteration before"),
     "time/regenerate_s": Metric(
-        "seconds from there until all selected seeds were regenerated and scored"
+        "seconds from the last selection until all seeds were regenerated and scored"
     ),
     "time/update_s": Metric("seconds of the weight update"),
     "time/allreduce_s": Metric(
-        "seconds of it in which the learner's replicas added up their gradients"
+        "seconds of the update in which the learner's replicas added up gradients"
     ),
     "time/replica_wait_s": Metric(
-        "seconds of it in which the learner's first replica waited for the slowest"
+        "seconds of the update in which the first replica waited for the slowest"
     ),
     "time/publish_s": Metric(
         "seconds from the update until every rollout actor held the new policy,"

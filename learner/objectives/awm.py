@@ -52,7 +52,7 @@ class AWMSettings(ObjectiveSettings):
         ge=0,
         description="the average's decay after iteration s is min(ema_slope s, ema_cap)",
     )
-    ema_cap: float = Field(default=0.3, ge=0, lt=1)
+    ema_cap: float = Field(default=0.3, ge=0, lt=1, description="largest decay of that average")
     advantage_clip: float = Field(
         default=5.0, gt=0, description="advantages are clipped to [-c, c] and scaled by 1/c"
     )
