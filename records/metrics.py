@@ -108,8 +108,8 @@ METRICS: dict[str, Metric] = {
     "weights/version": Metric("version of the policy that was published last"),
     "weights/bytes": Metric("bytes of the packed weights that were published", "increment"),
     "memory/moved_s": Metric(
-        "seconds of the iteration in which weights moved between GPUs and host memory, where they leave"
-        " between turns"
+        "seconds of the iteration in which weights moved between GPUs and host memory, where they"
+        " leave between turns"
     ),
     "memory/moved_bytes": Metric(
         "bytes that moved between GPUs and host memory, over all actors", "increment"
