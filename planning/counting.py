@@ -30,7 +30,7 @@ from policy.precision.backends import Backend
 from policy.types import DTYPES
 
 FOR_IMAGES = re.compile(r"\b(visual|vision_tower|multi_modal_projector)\b")
-"""Parts of text encoders that also take images, which a prompt does not go through."""
+"""Parts of text encoders that take images, which a prompt's text does not go through."""
 KEPT = Path(__file__).parent / "layouts" / "counted.json"
 
 
@@ -61,6 +61,9 @@ class Counts:
     proxy_decoder: int  # bytes
     proxy_flops: int  # to decode one proxy image
     proxy_peak: int  # of a chunk
+    # of a model that edits: to encode one prompt's image, and the most that this allocates
+    source_flops: int = 0
+    source_peak: int = 0
 
 
 def batch_of(config: RunConfig) -> int:
@@ -225,6 +228,7 @@ def _common(config: RunConfig, family: Family) -> Counts:
     if rows != points:
         peak = memory.training_work(family, base, rows, dtype, checkpointing).peak
         training = replace(training, peak=peak)
+    source = memory.source_work(family, dtype) if family.edits else Work(0, 0, 0)
     _seen[key] = Counts(
         weights=weights,
         quantised=0,
@@ -234,7 +238,7 @@ def _common(config: RunConfig, family: Family) -> Counts:
         rollout=denoiser,
         autoencoder=autoencoder,
         text=memory.held_bytes(*encoders.values()),
-        text_flops=_text_flops(encoders, config.model.max_sequence_length),
+        text_flops=_text_flops(encoders, family),
         broadcast=0,
         changing=0,
         step=merged,
@@ -246,16 +250,21 @@ def _common(config: RunConfig, family: Family) -> Counts:
         proxy_decoder=autoencoder,
         proxy_flops=decode.flops // again,
         proxy_peak=decode.peak,
+        source_flops=source.flops,
+        source_peak=source.peak,
     )
     return _seen[key]
 
 
-def _text_flops(encoders: dict[str, nn.Module], tokens: int) -> int:
-    """Products of one prompt's tokens with the weights of all linears, but those for images."""
-    linears = (
-        module
-        for encoder in encoders.values()
-        for name, module in encoder.named_modules()
-        if isinstance(module, nn.Linear) and not FOR_IMAGES.search(name)
-    )
-    return 2 * tokens * sum(linear.weight.numel() for linear in linears)
+def _text_flops(encoders: dict[str, nn.Module], family: Family) -> int:
+    """Products of one prompt's tokens with the weights of all linears, but those for images, which
+    the patches of its source image go through.
+    """
+    flops = 0
+    for encoder in encoders.values():
+        for name, module in encoder.named_modules():
+            if isinstance(module, nn.Linear):
+                image = FOR_IMAGES.search(name)
+                rows = family.source_patches if image else family.text_tokens
+                flops += 2 * rows * module.weight.numel()
+    return flops

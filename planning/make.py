@@ -154,15 +154,16 @@ def _with_outlook(
         scenario.prediction,
         bound(tasks, gpus),
         predict(numbers, laid, free).iteration,
-        {arm: each.prediction for arm, each in arms.items()},
+        {arm: each.prediction for arm, each in arms.found.items()},
         choice,
+        arms_not=arms.why_not,
         fullest_gb=max(costs.held_gb(each, numbers) for each in laid),
         gathered=gathered(numbers, tasks),
     )
     more = one_more(asked, family, gpus, given) if choice else {}
     looked = [each for each in choice.table if each.prediction] if choice else []
     table = [scenario_of(asked, each, family, gpus, given, costs) for each in looked]
-    scenarios = Scenarios(scenario, arms, more, table)
+    scenarios = Scenarios(scenario, arms.found, more, table)
     homes = {
         stage: float(sum(each.count for each in laid if kind in each.actors)) or 1.0
         for stage, kind in (

@@ -315,3 +315,12 @@ def decoding_work(family: Family, batch: int, decoder: nn.Module | None = None) 
     with torch.no_grad(), _counted(vae, ()) as (tally, _):
         family.pixels(vae, latents).float().clamp(0, 1)
     return held_bytes(vae), Work(tally.flops * (batch // together), 0, tally.peak)
+
+
+def source_work(family: Family, dtype: torch.dtype) -> Work:
+    """The encoder's autoencoder on the image that a prompt edits, in ``dtype``."""
+    vae: Diffusers = blank(family, "vae", dtype)
+    image = torch.empty(1, *family.source_shape, device=META, dtype=dtype)
+    with torch.no_grad(), _counted(vae, ()) as (tally, _):
+        vae.encode(image, return_dict=False)
+    return Work(tally.flops, 0, tally.peak)

@@ -56,6 +56,14 @@ def built_in(name: str) -> type[BuiltIn] | None:
     return getattr(importlib.import_module(module), attribute)
 
 
+def has_model(name: str) -> bool:
+    """Whether a scorer runs a model in its own process, and not by rules or on a server; one that
+    is not built in may.
+    """
+    made = built_in(name)
+    return made is None or made.model_bytes.__func__ is not BuiltIn.model_bytes.__func__
+
+
 def model_bytes(scorer: ScorerConfig) -> int | None:
     """Bytes of a scorer's model, without loading it; None where they cannot be known so."""
     made = built_in(scorer.name)
@@ -177,6 +185,7 @@ __all__ = [
     "build",
     "built_in",
     "check_settings",
+    "has_model",
     "model_bytes",
     "resolve",
 ]

@@ -59,6 +59,7 @@ class ActorServices:
         self.config, self._event, self._record = config, event, record
         self.places = self._places()
         self._chosen = False  # whether every actor has a place
+        self._looked = False  # at the nodes, in this turn of the event loop
         self._scaling = asyncio.Lock()  # one change of size after the other
         tree = config.model_dump(mode="json")
         failures = str(rundir.path / "failure")
@@ -188,7 +189,13 @@ class ActorServices:
         return pool
 
     def look_at_nodes(self) -> None:
-        """Take over what nodes there are now, and tell which of ours are lost."""
+        """Take over what nodes there are now, and tell which of ours are lost.
+
+        Once in a turn of the event loop: a thousand actors are started in one, and looking at all
+        of them and all nodes for each would take minutes.
+        """
+        if self._looked:
+            return
         self.places.refresh(
             {
                 pool.supervisor.name(member)
@@ -197,6 +204,11 @@ class ActorServices:
                 if member.handle is not None
             }
         )
+        self._looked = True
+        asyncio.get_running_loop().call_soon(self._turn_ends)
+
+    def _turn_ends(self) -> None:
+        self._looked = False
 
     @property
     def lost(self) -> int:

@@ -289,6 +289,23 @@ class Family(ABC):
     def conditioning_shapes(self) -> dict[str, tuple[int, ...]]:
         """Shapes of what ``encode_prompt`` gives for one prompt, every token in use."""
 
+    @property
+    def text_tokens(self) -> int:
+        """Most tokens of a prompt that a text encoder reads, those of its source image among
+        them.
+        """
+        return self.model.max_sequence_length
+
+    @property
+    def source_patches(self) -> int:
+        """Patches of a source image that a text encoder looks at."""
+        return 0
+
+    @property
+    def source_shape(self) -> tuple[int, ...]:
+        """Shape of a source image as the autoencoder encodes it, without the batch dimension."""
+        return (3, self.model.height, self.model.width)
+
     @abstractmethod
     def encode_prompt(self, pipe: Diffusers, prompt: str) -> Conditioning:
         """One row of conditioning from ``pipe``, which has no transformer and no autoencoder."""

@@ -10,9 +10,10 @@ from torch.utils.flop_counter import FlopCounterMode
 from configs.load import load
 from configs.sections import Lora
 from planning.assumptions import Device
-from planning.layouts.resolve import scored
+from planning.counting import counts_of
+from planning.layouts.resolve import scored, tasks_of
 from planning.lines import lines_of
-from planning.make import make_plan
+from planning.make import described, make_plan
 from planning.stages import Stage, training_points
 from policy import memory
 from policy.families import family_for
@@ -21,7 +22,7 @@ from policy.sampling.noise import noise_for
 from policy.tally import Tally
 from tests.cluster.runs import tiny_config
 from tests.planning.plans import Directories, of_work, run_of
-from tests.tiny_families import NAMES, SETTINGS, tiny_model
+from tests.tiny_families import EDITING, NAMES, SETTINGS, tiny_model
 
 
 @pytest.fixture
@@ -57,6 +58,40 @@ def test_operations_of_a_step_are_those_of_the_real_transformer(directories, nam
         family.velocity(real, x, torch.tensor(0.5), cond)
     assert work.flops == counter.get_total_flops()
     assert 0.3 < work.quantised / work.flops < 1
+
+
+@pytest.mark.parametrize("name", EDITING)
+def test_a_source_image_is_encoded(directories, name):
+    """By the real autoencoder, counted by torch, attention spelled out; Qwen's language model reads
+    the image's tokens beside those of the prompt, and its tower four patches for each.
+    """
+    family = family_for(tiny_model(name, directories[name]))
+    vae = family.load_vae("cpu", torch.float32)
+    image = torch.rand(1, *family.source_shape)
+    with torch.no_grad(), sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
+        vae.encode(image)
+    work = memory.source_work(family, torch.float32)
+    assert work.flops == counter.get_total_flops() > 0 and work.peak > 4 * image.numel()
+    seen = family.source_patches
+    assert (seen > 0) == (name == "qwen_image_edit")
+    beside = seen // 4 + 8 if seen else 0
+    assert family.text_tokens == family.model.max_sequence_length + beside
+
+
+def test_an_image_to_edit_is_shown_with_the_negative_prompt_too(tiny_qwen_image_edit_dir, tmp_path):
+    """Two rows of each prompt where guidance is on; by hand from what is counted."""
+    seconds, device = {}, Device("made up", 1.0, 1.0, 80.0, 1.0)
+    for scale in (1.0, 2.0):
+        config = run_of(
+            "qwen_image_edit", tiny_qwen_image_edit_dir, tmp_path, guidance__train=scale
+        )
+        with described(config) as (family, _):
+            counts = counts_of(config, family, BACKENDS["fp8"])
+        seconds[scale] = tasks_of(config, counts, device, {}).encode
+    rows = config.prompts.per_iteration
+    assert counts.source_flops > 0 and counts.source_peak > 0
+    assert seconds[1.0] == pytest.approx(rows * (counts.text_flops + counts.source_flops) / 1e12)
+    assert seconds[2.0] == pytest.approx(2 * seconds[1.0])
 
 
 @pytest.mark.parametrize("name", ["sd3", "flux"])
