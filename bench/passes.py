@@ -26,8 +26,9 @@ from configs.schema import RunConfig
 from planning.make import described
 from policy.families import Family
 from policy.lora import adapted_modules, use
-from policy.memory import META, adapt, blank, conditioning_like
+from policy.memory import conditioning_like
 from policy.merging import merged
+from policy.meta import META, adapt, blank
 from policy.precision.accelerators import ACCELERATORS, Accelerator
 from policy.precision.cost import ISSUE, SUSTAINED
 from policy.tally import flop_counts, fused_attention

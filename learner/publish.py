@@ -14,9 +14,10 @@ from policy.frozen import plain_weight
 from policy.lora import adapted_modules, adapter_state
 from policy.merging import merged_weight
 from policy.precision.backends import Backend
+from policy.precision.manifest import Manifest
 from policy.precision.nvfp4 import frozen_amax
 from policy.precision.swap import ModuleRow, changing_modules, weight_modules
-from policy.precision.wire import Manifest, Section, assemble, pack_section
+from policy.precision.wire import Section, assemble, pack_section
 
 if TYPE_CHECKING:
     from peft.tuners.lora import LoraLayer

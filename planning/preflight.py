@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -158,3 +158,14 @@ def check_resumable(config: RunConfig, rundir: RunDirectory) -> None:
                 " put it back, or give another name"
             ]
         )
+
+
+def problems_of(config: RunConfig, *checks: Callable[[RunConfig], None]) -> list[str]:
+    """The lines of what these checks refuse."""
+    found: list[str] = []
+    for check in checks:
+        try:
+            check(config)
+        except ConfigError as error:
+            found += error.lines
+    return found

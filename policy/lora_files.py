@@ -7,7 +7,7 @@ from pathlib import Path
 
 from torch import Tensor
 
-from configs.sections import Lora
+from configs.training import Lora
 from records import atomic
 
 ENDING = ".safetensors"

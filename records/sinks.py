@@ -16,7 +16,8 @@ from typing import Protocol, runtime_checkable
 from configs.load import ConfigError
 from configs.schema import RunConfig
 from records.extremes import Extreme, sheet
-from records.metrics import PrometheusExporter, declared
+from records.metrics import declared
+from records.prometheus import PrometheusExporter
 from records.rundir import RunDirectory
 
 Row = Mapping[str, object]

@@ -15,7 +15,7 @@ import pytest
 from cluster.driver.connect import check_run_root
 from cluster.jobs import submit as jobs
 from configs.load import ConfigError, load, parse
-from records.metrics import PrometheusExporter
+from records.prometheus import PrometheusExporter
 from records.rundir import RunDirectory
 
 ROOT = Path(__file__).parent.parent

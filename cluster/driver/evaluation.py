@@ -103,7 +103,7 @@ async def evaluate(
         return await scoring.score(key, images, owners, priority), images
 
     results = await run_together(*(run(number, block) for number, block in enumerate(blocks)))
-    scoring.check_share()
+    scoring.tally.check_share()
     scored = Scored.concatenate([scored for scored, _ in results])
     if not np.isfinite(scored.rewards).any():
         raise RunFailed(
@@ -114,7 +114,7 @@ async def evaluate(
         scored.rewards.reshape(shape),
         {label: values.reshape(shape) for label, values in scored.values.items()},
         await _first_images(config, [images for _, images in results]),
-        scoring.speeds(),
+        scoring.tally.speeds(),
     )
 
 

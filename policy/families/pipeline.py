@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -120,7 +121,7 @@ def _shards(index: Path) -> list[str]:
         ) from None
 
 
-def missing_weights(folder: Path) -> str | None:
+def _missing_weights(folder: Path) -> str | None:
     """Which file of a part's weights a directory lacks, first by name; None: it has them all.
 
     Raises ValueError for an index that cannot be read.
@@ -129,3 +130,35 @@ def missing_weights(folder: Path) -> str | None:
         file for index in folder.glob("*.safetensors.index.json") for file in _shards(index)
     } or {"*.safetensors"}
     return next((name for name in sorted(wanted) if not any(folder.glob(name))), None)
+
+
+def check_component(
+    directory: str, index: Tree, part: str, classes: tuple[str, ...], family: str
+) -> None:
+    """Raises FileNotFoundError where a pipeline lacks a part, ValueError where ``index`` says that
+    it is of none of the ``classes`` that the family takes (none: any).
+    """
+    listed = (index.get(part) or [None, None])[-1]
+    local = Path(directory).is_dir()
+    if listed is None or (local and not (Path(directory) / part).is_dir()):
+        raise FileNotFoundError(
+            f"model.path: {directory!r} lacks its {part!r}, which family {family!r} needs: download"
+            " the whole pipeline"
+        )
+    if classes and listed not in classes:
+        raise ValueError(
+            f"model.path: the {part!r} of {directory!r} is a {listed}; family {family!r} takes"
+            f" {' or '.join(classes)}"
+        )
+
+
+def check_weights(directory: str, parts: Iterable[str]) -> None:
+    """Raises FileNotFoundError where a part of a local pipeline has no weights as safetensors."""
+    for part in parts if Path(directory).is_dir() else ():
+        if part in ("scheduler", "processor") or part.startswith("tokenizer"):
+            continue
+        if missing := _missing_weights(Path(directory) / part):
+            raise FileNotFoundError(
+                f"model.path: the {part!r} of {directory!r} lacks its weights, {missing}: download"
+                " the whole pipeline, as safetensors (no other format is read)"
+            )

@@ -21,7 +21,7 @@ from cluster.runtime.pool import ActorPool
 from cluster.runtime.queue import PendingTask
 from cluster.runtime.transport import RAY
 from configs.services import Service
-from policy.precision.wire import assemble, pack_section, pack_tensors
+from policy.precision.wire import assemble, pack_section
 from records.errors import RunFailed
 from tests.cluster.runs import run_here, tiny_config
 
@@ -56,13 +56,13 @@ def chunk_of(version: int) -> ChunkKey:
 
 def checksum(version: int) -> str:
     """Of the version that ``learner`` exports, which has no tensors."""
-    return pack_tensors({}, version, "nvfp4", 8)[0].checksum
+    return assemble([], version, "nvfp4")[0].checksum
 
 
 def learner(asked: list[tuple]) -> Any:
     async def export(version, backend, weights):
         asked.append((version, backend, weights))
-        return Exported(pack_tensors({}, version, "nvfp4", 8)[0], {})
+        return Exported(assemble([], version, "nvfp4")[0], {})
 
     return SimpleNamespace(export=export)
 

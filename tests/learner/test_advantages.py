@@ -7,7 +7,7 @@ import pytest
 
 from configs.rewards import Advantages
 from configs.running import Stop
-from configs.sections import OldPolicy, Optimizer
+from configs.training import OldPolicy, Optimizer
 from learner.advantages import advantages
 from learner.schedules import learning_rate, old_policy_decay, stop_reason
 

@@ -23,7 +23,7 @@ from planning.lines import iteration_seconds, lines_of
 from planning.make import make_plan
 from planning.placement import Node
 from planning.steps import step_lines
-from policy import memory
+from policy import memory, meta
 from policy.explorer import Explorer
 from policy.families import family_for
 from policy.families.architectures import published, write_configs
@@ -56,7 +56,7 @@ def test_an_explorer_holds_what_the_plan_says(directories, name, backend, dtype)
     family = family_for(tiny_model(name, directories[name]))
     width = {"bf16": torch.bfloat16, "fp32": torch.float32}[dtype]
     real = Explorer(family, BACKENDS[backend], (), "cpu", width)
-    blank, rows, layers = memory.blank_explorer(family, BACKENDS[backend], (), width)
+    blank, rows, layers = meta.blank_explorer(family, BACKENDS[backend], (), width)
     assert rows == real.plan and all(
         tensor.is_meta for tensor in (*blank.parameters(), *blank.buffers())
     )
@@ -68,7 +68,7 @@ def test_an_explorer_holds_what_the_plan_says(directories, name, backend, dtype)
 def test_text_encoders_hold_what_the_plan_says(directories, name):
     family = family_for(tiny_model(name, directories[name]))
     pipe: Any = family.load_text("cpu", torch.bfloat16).pipe  # type: ignore[attr-defined]
-    blank = memory.text_encoders(family, torch.bfloat16)
+    blank = meta.text_encoders(family, torch.bfloat16)
     assert {part: memory.held_bytes(module) for part, module in blank.items()} == {
         part: memory.held_bytes(getattr(pipe, part))
         for part in family.components
@@ -152,8 +152,8 @@ def test_kernels_that_are_not_installed_are_counted_from_their_buffers(tiny_sd3_
     travels is the compact form.
     """
     family = family_for(tiny_model("sd3", tiny_sd3_dir))
-    blank, rows, layers = memory.blank_explorer(family, BACKENDS["te_nvfp4"], (), torch.bfloat16)
-    emulated = memory.blank_explorer(family, BACKENDS["emulated_nvfp4"], (), torch.bfloat16)
+    blank, rows, layers = meta.blank_explorer(family, BACKENDS["te_nvfp4"], (), torch.bfloat16)
+    emulated = meta.blank_explorer(family, BACKENDS["emulated_nvfp4"], (), torch.bfloat16)
     assert memory.wire_bytes(rows, layers, (), BACKENDS["te_nvfp4"]) == memory.wire_bytes(
         *emulated[1:], (), BACKENDS["emulated_nvfp4"]
     )
@@ -171,7 +171,7 @@ def test_a_broadcast_of_sana_is_nine_bits_in_two_weights(tmp_path):
     """
     path = str(write_configs("sana-1.6b", tmp_path))
     family = family_for(Model(family="sana", path=path, height=1024, width=1024))
-    blank, rows, layers = memory.blank_explorer(family, BACKENDS["te_nvfp4"], (), torch.bfloat16)
+    blank, rows, layers = meta.blank_explorer(family, BACKENDS["te_nvfp4"], (), torch.bfloat16)
     wanted = (8 * 20 + 7.5 * 20) * 2240**2 * 9 / 16 + 4 * 200
     assert memory.wire_bytes(rows, layers, (), BACKENDS["te_nvfp4"]) == (wanted, 0)
     assert published("sana-1.6b")["hub_id"] == load("sana-sol_rl-hpsv2").model.path
@@ -335,7 +335,7 @@ def test_the_peak_of_an_explorer_on_a_gpu(tiny_sd3_dir):
     ]
     held = memory.held_bytes(real.transformer, real.vae)
     assert held <= torch.cuda.memory_allocated() - before <= held + 512 * len(tensors)
-    blank = memory.blank(family, "transformer", torch.bfloat16)
+    blank = meta.blank(family, "transformer", torch.bfloat16)
     planned = memory.sampling_work(family, blank, 64, torch.bfloat16).peak
     x, cond = of_work(family, 64)
     x, cond = x.cuda(), cond.to("cuda", torch.bfloat16)

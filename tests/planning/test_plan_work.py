@@ -8,13 +8,13 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from configs.load import load
-from configs.sections import Lora
+from configs.training import Lora
 from planning.assumptions import Device
 from planning.layouts.resolve import scored
 from planning.lines import lines_of
 from planning.make import make_plan
 from planning.stages import Stage, training_points
-from policy import memory
+from policy import memory, meta
 from policy.families import family_for
 from policy.precision.backends import BACKENDS
 from policy.sampling.noise import noise_for
@@ -47,7 +47,7 @@ def test_a_tally_in_closed_form():
 def test_operations_of_a_step_are_those_of_the_real_transformer(directories, name):
     """Counted on real weights by torch's own counter, with attention spelled out."""
     family = family_for(tiny_model(name, directories[name]))
-    blank = memory.blank(family, "transformer", torch.float32)
+    blank = meta.blank(family, "transformer", torch.float32)
     rows = memory.quantise_plan(blank, family, (), BACKENDS["emulated_nvfp4"])
     quantised = [row.name for row in rows if row.quantised]
     work = memory.sampling_work(family, blank, 3, torch.float32, quantised)
@@ -82,8 +82,8 @@ def test_operations_of_training_are_those_of_the_real_transformer(directories, n
         16 + family.conditioning_shapes["prompt_embeds"][0],
     )
     attention = blocks * 2 * (2 * 2 * tokens**2 * 32)  # scores and values: batch 2, width 32
-    blank = memory.blank(family, "transformer", torch.float32)
-    assert memory.adapt(blank, family, Lora(rank=4)) == sum(
+    blank = meta.blank(family, "transformer", torch.float32)
+    assert meta.adapt(blank, family, Lora(rank=4)) == sum(
         p.numel() for p in real.parameters() if p.requires_grad
     )
     kept, again = (
@@ -167,10 +167,10 @@ def test_stages_are_counts_of_steps(tiny_sd3_dir, tmp_path):
     family = family_for(
         tiny_model("sd3", tiny_sd3_dir, max_sequence_length=SETTINGS["sd3"]["max_sequence_length"])
     )
-    blank = memory.blank(family, "transformer", torch.float32)
+    blank = meta.blank(family, "transformer", torch.float32)
     step = memory.sampling_work(family, blank, 1, torch.float32).flops
     decode = memory.decoding_work(family, 1)[1].flops
-    memory.adapt(blank, family, Lora(rank=4))
+    meta.adapt(blank, family, Lora(rank=4))
     adapted = memory.sampling_work(family, blank, 1, torch.float32).flops
     trained = memory.training_work(family, blank, 1, torch.float32, False).flops
     explore, regenerate, update = (

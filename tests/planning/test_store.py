@@ -8,7 +8,8 @@ import torch
 from cluster.driver.store import check_store, published_bytes
 from configs.load import ConfigError
 from planning.lines import lines_of
-from planning.make import SPILLS_AT, make_plan, store_size, versions_held
+from planning.make import make_plan
+from planning.object_store import SPILLS_AT, store_size, versions_held
 from planning.placement import Node
 from policy.explorer import Explorer
 from policy.families import family_for

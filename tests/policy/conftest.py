@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from configs.sections import Lora, Model
+from configs.sections import Model
+from configs.training import Lora
 from policy.families import Family, family_for
 from policy.lora import add_adapters, load_adapter_state
 from policy.types import Conditioning

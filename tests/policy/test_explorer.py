@@ -13,9 +13,9 @@ from policy.lora import adapted_modules, use
 from policy.merging import merged_weights
 from policy.precision.backends import BACKENDS
 from policy.precision.emulated import EmulatedNVFP4Linear
+from policy.precision.manifest import WireError
 from policy.precision.nvfp4 import Packed, dequantise, quantise
 from policy.precision.swap import quantise_plan
-from policy.precision.wire import WireError
 from policy.sampling.sample import sample
 
 NVFP4, FP32, BF16, FP8 = (BACKENDS[name] for name in ("emulated_nvfp4", "fp32", "bf16", "fp8"))

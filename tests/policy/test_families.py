@@ -13,7 +13,8 @@ import torch
 from torch import nn
 
 import policy.families
-from configs.sections import Lora, Model
+from configs.sections import Model
+from configs.training import Lora
 from policy.families import FAMILIES, TextEncoder, family_for
 from policy.families.text import PromptEncoder
 from policy.lora import adapted_modules, add_adapters, target_modules

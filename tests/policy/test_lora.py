@@ -10,7 +10,7 @@ import torch
 from diffusers import StableDiffusion3Pipeline
 from safetensors import safe_open
 
-from configs.sections import Lora
+from configs.training import Lora
 from policy.families import family_for
 from policy.lora import (
     adapted_modules,

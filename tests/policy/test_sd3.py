@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from configs.sections import Lora, Model
+from configs.sections import Model
+from configs.training import Lora
 from learner.publish import export_policy
 from policy.explorer import Explorer
 from policy.families import family_for, model_directory

@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from configs.sections import Lora
+from configs.training import Lora
 from learner.replicas import leave, open_store
 from policy.families import Family, family_for
 from policy.lora import add_adapters, trainable, use

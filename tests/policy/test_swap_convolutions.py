@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from configs.sections import Lora
+from configs.training import Lora
 from learner.publish import Publisher
 from policy.explorer import Explorer
 from policy.lora import add_adapters

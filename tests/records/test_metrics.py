@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from records.metrics import DOCUMENT, METRICS, PrometheusExporter, exported_name, known_name, table
+from records.metrics import DOCUMENT, METRICS, exported_name, known_name, table
+from records.prometheus import PrometheusExporter
 
 CONTRACT = [
     "iteration",
