@@ -18,6 +18,7 @@ from policy.families.architectures import build
 from policy.families.base import Diffusers, Family
 from policy.families.pipeline import HUB_ID
 from policy.types import DTYPES
+from records.errors import first_line
 
 CONFIG, WEIGHTS = "config.json", "diffusion_pytorch_model.safetensors"
 CLASS = "AutoencoderTiny"
@@ -86,9 +87,9 @@ def check_decoder(config: RunConfig, family: Family) -> None:
         vae: Diffusers = blank
         made = vae.decode(family.unscale(vae, latents), return_dict=False)[0].shape
     except (RuntimeError, TypeError, ValueError) as error:
-        why = str(error).splitlines()[0]
         raise ValueError(
-            f"explore.decoder_path: {str(directory)!r} does not take this model's latents: {why}"
+            f"explore.decoder_path: {str(directory)!r} does not take this model's latents:"
+            f" {first_line(error)}"
         ) from None
     wanted = (1, 3, family.model.height, family.model.width)
     if tuple(made) != wanted:

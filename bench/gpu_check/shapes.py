@@ -21,6 +21,7 @@ from policy.memory import conditioning_like
 from policy.precision.backends import BACKENDS, Backend
 from policy.precision.layer import PointwiseConvolution
 from policy.precision.swap import quantise_plan, weight_modules
+from records.errors import first_line
 
 FEW: dict[str, dict[str, Any]] = {
     "flux": {"num_layers": 1, "num_single_layers": 1},
@@ -114,7 +115,7 @@ def fault(backend: Backend, seen: Seen) -> str | None:
             with Calls() as calls:
                 y = layer(x)
         except RuntimeError as error:
-            return str(error).splitlines()[0]
+            return first_line(error)
     if calls.copies:
         return calls.copies[0]
     if y.device.type != "cuda" or y.dtype != torch.bfloat16:

@@ -18,7 +18,7 @@ from cluster.runtime.tasks import run_together
 from configs.prompts import Prompt
 from configs.schema import RunConfig
 from policy.sampling.noise import stream_seed
-from records.errors import InputsLost, RunFailed
+from records.errors import InputsLost, RunFailed, first_line
 
 
 @dataclass(frozen=True)
@@ -131,6 +131,6 @@ async def _first_images(config: RunConfig, blocks: Sequence[ObjectRef[Images]]) 
         try:
             found.append(await reference)
         except ObjectLostError as error:
-            raise InputsLost(f"held-out images: {str(error).splitlines()[0]}") from None
+            raise InputsLost(f"held-out images: {first_line(error)}") from None
     images = np.concatenate(found)[: wanted * noises]
     return images.reshape(-1, noises, *images.shape[1:])

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from cluster.jobs.job_log import first_line, output_of
+from cluster.jobs.job_log import output_of, short_line
 from configs.load import ConfigError
 
 if TYPE_CHECKING:
@@ -57,7 +57,7 @@ def client_of(address: str | None) -> JobSubmissionClient:
     except (*REFUSALS, RayError) as error:
         raise ConfigError(
             [
-                f"{at}: no Ray dashboard answers ({first_line(error)}); give --address"
+                f"{at}: no Ray dashboard answers ({short_line(error)}); give --address"
                 " http://HOST:8265, its URL"
             ]
         ) from None
@@ -97,7 +97,7 @@ def refusals(
         fix = advice(error) or (
             f"`ray job list {at}` tells what is there, the dashboard's log on the head why"
         )
-        raise ConfigError([f"{at}: the job was not taken ({first_line(error)}); {fix}"]) from None
+        raise ConfigError([f"{at}: the job was not taken ({short_line(error)}); {fix}"]) from None
 
 
 def ask_through_job(

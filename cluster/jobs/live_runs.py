@@ -13,7 +13,7 @@ from typing import cast
 from cluster.jobs.board import NAME, NAMESPACE, Outcome, RunState, Sizes
 from cluster.jobs.dashboard import TOKEN_WANTED
 from configs.load import ConfigError
-from records.errors import RunFailed
+from records.errors import RunFailed, first_line
 
 SCALE_S = 900.0
 """How long `scale` waits for new actors to have loaded their models."""
@@ -50,7 +50,7 @@ def connected(address: str) -> Iterator[None]:
             raise ConfigError([f"--address {address}: {TOKEN_WANTED}"]) from None
         raise ConfigError(
             [
-                f"--address {address}: no Ray cluster answers there ({str(error).splitlines()[0]});"
+                f"--address {address}: no Ray cluster answers there ({first_line(error)});"
                 " give host:port of its head"
             ]
         ) from None

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypedDict
 
 from cluster.jobs.dashboard import client_of, refusals
-from cluster.jobs.job_log import first_line, output_of
+from cluster.jobs.job_log import output_of, short_line
 from configs.load import ConfigError, load
 from configs.prompts import read_prompts
 from configs.schema import RunConfig
@@ -120,7 +120,7 @@ def _staged(source: str | None, config: RunConfig | None) -> Iterator[tuple[Path
             raise ConfigError(
                 [
                     f"{TREE}: cannot be copied to {folder} to be submitted"
-                    f" ({first_line(error)}); set TMPDIR=DIR"
+                    f" ({short_line(error)}); set TMPDIR=DIR"
                 ]
             ) from None
         yield tree, there

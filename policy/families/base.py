@@ -22,6 +22,7 @@ from policy.families.pipeline import (
 )
 from policy.families.text import PromptEncoder, TextEncoder
 from policy.types import Conditioning
+from records.errors import first_line
 
 Diffusers = Any
 """A pipeline, transformer or autoencoder of diffusers, whose attributes are set at run time."""
@@ -156,9 +157,8 @@ class Family(ABC):
         try:
             return cls.from_pretrained(self.directory, **named, use_safetensors=True)
         except OSError as error:
-            reason = str(error).strip().splitlines()[0]
             raise FileNotFoundError(
-                f"model.path: cannot load {what} of {self.directory!r}: {reason}"
+                f"model.path: cannot load {what} of {self.directory!r}: {first_line(error)}"
             ) from error
 
     def load_transformer(self, device: torch.device | str, dtype: torch.dtype) -> nn.Module:

@@ -14,6 +14,7 @@ from typing import Any
 
 from configs.section import Tree
 from configs.sections import Model
+from records.errors import first_line
 
 SHAPES_DIRECTORY = Path(__file__).resolve().parents[2] / "shapes" / "model"
 SHAPES_DECODER = SHAPES_DIRECTORY.with_name("decoder")
@@ -99,7 +100,7 @@ def _from_hub(repository: str, name: str) -> Path:
         get_hf_file_metadata(hf_hub_url(repository, name))
         return Path(hf_hub_download(repository, name))
     except HfHubHTTPError as error:
-        why = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        why = first_line(error)
     except Exception as error:  # the client's network errors have no common class but this
         why = (
             "it is not in this machine's cache and the hub cannot be reached"
