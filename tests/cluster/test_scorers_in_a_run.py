@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -26,31 +28,37 @@ MIX = (
 )
 
 
+SMALL = {
+    **{"iterations": 1, "prompts.per_iteration": 2, "selection.keep": 4},
+    **{"explore.pool_size": 8, "explore.chunk_size": 8, "explore.steps": 2},
+    **{"regenerate.steps": 3, "optimizer.batch_size": 8},
+    **{"evaluate.steps": 3, "evaluate.prompts": 2, "evaluate.noises": 2},
+}
+
+
+def trained(
+    root: Path, capsys: pytest.CaptureFixture[str], changes: Mapping[str, Any]
+) -> RunDirectory:
+    """A small run of the quickstart by the command; ``changes`` has its name."""
+    given = {**SMALL, "run_root": root, **changes}
+    words = [word for key, value in given.items() for word in ("--set", f"{key}={value}")]
+    assert main_here("train", "quickstart", *words) == 0, capsys.readouterr().err
+    return RunDirectory(root / changes["name"])
+
+
 @needs_clip
 def test_three_scorers_train_the_shapes_model_end_to_end(ray_here, tmp_path, capsys):
     """By the command, normalised per group; every scorer is in the rows of training and of the
     evaluations, and in the report.
     """
-    overrides = {
-        "name": "mix",
-        "run_root": tmp_path,
-        "iterations": 1,
-        "rewards.scorers": MIX,
-        "rewards.normalise": "zscore",
-        "prompts.per_iteration": 2,
-        "explore.pool_size": 8,
-        "explore.chunk_size": 4,
-        "explore.steps": 2,
-        "selection.keep": 4,
-        "regenerate.steps": 3,
-        "evaluate.steps": 3,
-        "evaluate.prompts": 4,
-        "evaluate.noises": 2,
-        "optimizer.batch_size": 8,
-    }
-    given = [word for key, value in overrides.items() for word in ("--set", f"{key}={value}")]
-    assert main_here("train", "quickstart", *given) == 0, capsys.readouterr().err
-    run = RunDirectory(tmp_path / "mix")
+    run = trained(
+        tmp_path,
+        capsys,
+        {
+            **{"name": "mix", "rewards.scorers": MIX, "rewards.normalise": "zscore"},
+            **{"explore.chunk_size": 4, "evaluate.prompts": 4},
+        },
+    )
     rows = run.metrics()
     labels = ("shapes", "clipscore", "jpeg_incompressibility")
     for row in (row for row in rows if row["kind"] == "iteration"):
@@ -88,29 +96,19 @@ def test_geneval_prompts_train_by_a_detector_end_to_end(ray_here, tmp_path, caps
         (tmp_path / f"{part}.jsonl").write_text("\n".join(lines))
     settings = {"detector": str(tmp_path / "detector"), "clip": "shapes/clip", "threshold": 0.0}
     told = ", ".join(f"{key} = {json.dumps(value)}" for key, value in settings.items())
-    overrides = {
-        "name": "geneval",
-        "run_root": tmp_path,
-        "iterations": 1,
-        "rewards.scorers": f'[{{name = "geneval", settings = {{{told}}}}}]',
-        "prompts.train": tmp_path / "train.jsonl",
-        "prompts.test": tmp_path / "test.jsonl",
-        "prompts.per_iteration": 2,
-        "explore.pool_size": 8,
-        "explore.chunk_size": 8,
-        "explore.steps": 2,
-        "selection.keep": 4,
-        "regenerate.steps": 3,
-        "evaluate.steps": 3,
-        "evaluate.prompts": 2,
-        "evaluate.noises": 2,
-        "optimizer.batch_size": 8,
-    }
-    given = [word for key, value in overrides.items() for word in ("--set", f"{key}={value}")]
-    assert main_here("train", "quickstart", *given) == 0, capsys.readouterr().err
-    rows = RunDirectory(tmp_path / "geneval").metrics()
-    (trained,) = (row for row in rows if row["kind"] == "iteration")
-    assert trained["rewards/failed"] == 0 and 0 <= trained["reward/geneval"] <= 1
+    run = trained(
+        tmp_path,
+        capsys,
+        {
+            "name": "geneval",
+            "rewards.scorers": f'[{{name = "geneval", settings = {{{told}}}}}]',
+            "prompts.train": tmp_path / "train.jsonl",
+            "prompts.test": tmp_path / "test.jsonl",
+        },
+    )
+    rows = run.metrics()
+    (training,) = (row for row in rows if row["kind"] == "iteration")
+    assert training["rewards/failed"] == 0 and 0 <= training["reward/geneval"] <= 1
     (first, last) = (row["reward/eval/geneval"] for row in rows if row["kind"] == "evaluation")
     assert 0 <= first <= 1 and 0 <= last <= 1
 

@@ -3,8 +3,6 @@ and runnable prompts.
 """
 
 import itertools
-import subprocess
-import sys
 from typing import get_args
 
 import pytest
@@ -241,16 +239,3 @@ def test_held_out_scenes_are_not_trained_on():
     assert {subject for subject, _ in pairs[0]} == set(SUBJECTS) and {
         place for _, place in pairs[0]
     } == set(PLACES)
-
-
-def test_presets_are_composed_without_torch():
-    code = (
-        "import sys; from configs.load import load; load('flux1-sol_rl-hpsv2');"
-        " print(sorted({'torch', 'ray'} & set(sys.modules)))"
-    )
-    assert (
-        subprocess.run(
-            [sys.executable, "-c", code], capture_output=True, text=True, check=True
-        ).stdout.strip()
-        == "[]"
-    )
