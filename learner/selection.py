@@ -84,6 +84,25 @@ def select(
     indices = (
         np.arange(len(values)) if candidates is None else np.asarray(candidates, dtype=np.int64)
     )
+    _check(values, indices, keep, rule, prompt)
+    order = np.argsort(indices)
+    values, indices = values[order], indices[order]
+    keys = (
+        np.array([_key(seed, int(index)) for index in indices], dtype=np.uint64)
+        if rule == "random"
+        else np.zeros(len(values), np.uint64)
+    )
+    chosen = np.sort(RULES[rule](values, keep, keys))
+    ranked = chosen[np.argsort(-values[chosen], kind="stable")]
+    best, rest = ranked[: (keep + 1) // 2], np.sort(ranked[(keep + 1) // 2 :])
+    worst = rest[np.argsort(values[rest], kind="stable")]
+    return Selection(_plain(indices[chosen]), _plain(indices[best]), _plain(indices[worst]))
+
+
+def _check(
+    values: np.ndarray, indices: np.ndarray, keep: int, rule: str, prompt: str | int
+) -> None:
+    """Raises what ``select`` does."""
     if values.ndim != 1 or values.shape != indices.shape or len(np.unique(indices)) != len(indices):
         raise ValueError(
             f"rewards {list(values.shape)} and candidates {list(indices.shape)}: need one reward"
@@ -104,18 +123,6 @@ def select(
             f"prompt {prompt!r}: only {len(values)} samples have a reward, but selection.keep ="
             f" {keep}: fix the scorer (events.jsonl says why it failed), or lower selection.keep"
         )
-    order = np.argsort(indices)
-    values, indices = values[order], indices[order]
-    keys = (
-        np.array([_key(seed, int(index)) for index in indices], dtype=np.uint64)
-        if rule == "random"
-        else np.zeros(len(values), np.uint64)
-    )
-    chosen = np.sort(RULES[rule](values, keep, keys))
-    ranked = chosen[np.argsort(-values[chosen], kind="stable")]
-    best, rest = ranked[: (keep + 1) // 2], np.sort(ranked[(keep + 1) // 2 :])
-    worst = rest[np.argsort(values[rest], kind="stable")]
-    return Selection(_plain(indices[chosen]), _plain(indices[best]), _plain(indices[worst]))
 
 
 def _key(seed: int, index: int) -> int:

@@ -81,7 +81,7 @@ def make_plan(
             plan = _plan(final.config, family, source, given, nodes)
             return _with_outlook(plan, config, final.choice, family, gpus, given)
     except (FileNotFoundError, ValueError) as error:
-        raise ConfigError([str(error)]) from None
+        raise ConfigError(str(error)) from None
 
 
 def layout_of(
@@ -108,10 +108,8 @@ def _gpus(config: RunConfig, given: Assumptions, nodes: Sequence[Node] | None) -
     if device is None or name is None:
         if given.gpus:
             raise ConfigError(
-                [
-                    f"--gpus {given.gpus}: no service asks for a GPU: --set layout.mode=auto asks"
-                    " for a layout on them"
-                ]
+                f"--gpus {given.gpus}: no service asks for a GPU: --set layout.mode=auto asks"
+                " for a layout on them"
             )
         return []
     one = Gpus(name, 1, device.memory_gb, given.node_cpus / given.node_gpus)

@@ -63,16 +63,12 @@ def check_run_root(config: RunConfig, joined: bool) -> None:
     """On a cluster the run root must be named and must outlive the job. Raises ConfigError."""
     if joined and config.run_root is None:
         raise ConfigError(
-            [
-                "run_root: required on a cluster: a directory that is shared and writable, --set"
-                " run_root=DIR"
-            ]
+            "run_root: required on a cluster: a directory that is shared and writable, --set"
+            " run_root=DIR"
         )
     path = os.path.abspath(config.run_root or "runs")
     if "/runtime_resources/working_dir_files/" in path:
         raise ConfigError(
-            [
-                f"run_root = {path!r}: lies in the job's unpacked working directory and would die"
-                " with it; give a shared one"
-            ]
+            f"run_root = {path!r}: lies in the job's unpacked working directory and would die"
+            " with it; give a shared one"
         )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import numpy as np
 from ray import ObjectRef
@@ -17,8 +18,10 @@ from cluster.driver.services import ActorServices
 from cluster.runtime.tasks import run_together
 from configs.prompts import Prompt
 from configs.schema import RunConfig
+from configs.sections import Model
 from policy.sampling.noise import stream_seed
 from records.errors import InputsLost, RunFailed, first_line
+from records.images import save_images
 
 
 @dataclass(frozen=True)
@@ -62,6 +65,12 @@ class Evaluation:
             "rewards": self.rewards.tolist(),
             "scores": {label: values.tolist() for label, values in self.values.items()},
         }
+
+    def save_images(self, folder: Path, step: int, prompts: Sequence[Prompt], model: Model) -> None:
+        """Write the images into ``folder``, with all P prompts and what the first of them edit."""
+        texts = [prompt.text for prompt in prompts]
+        sources = [prompt.source(model) for prompt in prompts[: len(self.images)]]
+        save_images(folder, step, texts, self.images, model.frames_per_second, sources)
 
 
 def clustered_error(values: np.ndarray) -> float:
