@@ -146,15 +146,15 @@ def _kept() -> dict[str, Counts]:
     }
 
 
-def kept_rows(path: Path = KEPT) -> dict[str, Counts]:
+def kept_rows() -> dict[str, Counts]:
     """The counts that are kept, by their keys."""
-    return TypeAdapter(dict[str, Counts]).validate_json(path.read_bytes())
+    return TypeAdapter(dict[str, Counts]).validate_json(KEPT.read_bytes())
 
 
-def write_kept(rows: dict[str, Counts], path: Path = KEPT) -> None:
+def write_kept(rows: dict[str, Counts]) -> None:
     """Keep these counts, by their keys."""
     table = {key: asdict(row) for key, row in sorted(rows.items())}
-    path.write_text(json.dumps(table, indent=1) + "\n", encoding="utf-8")
+    KEPT.write_text(json.dumps(table, indent=1) + "\n", encoding="utf-8")
 
 
 def count(config: RunConfig, family: Family, backend: Backend) -> Counts:

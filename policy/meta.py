@@ -73,14 +73,14 @@ def blank_explorer(
     return transformer, plan, layers
 
 
-def adapt(transformer: nn.Module, family: Family, lora: Lora, name: str = "current") -> int:
-    """Wrap a meta transformer's targets with one adapter in FP32; returns its parameter count."""
+def adapt(transformer: nn.Module, family: Family, lora: Lora) -> int:
+    """Wrap a meta transformer's targets with the adapter "current" in FP32; its parameter count."""
     modules = target_modules(transformer, lora.targets or family.lora_targets)
     with META:
-        inject(transformer, lora, modules, (name,))
+        inject(transformer, lora, modules, ("current",))
     count = 0
     for path, module in transformer.named_modules():
-        if path.endswith((f"lora_A.{name}", f"lora_B.{name}")):
+        if path.endswith(("lora_A.current", "lora_B.current")):
             module.to(torch.float32)
             for parameter in module.parameters():
                 parameter.requires_grad_()
