@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, get_args
 
-from configs.objective import incompatibility
+from configs.objective import PathSettings, incompatibility
 from configs.sections import Solver
 
 if TYPE_CHECKING:
@@ -15,7 +15,8 @@ def check_possible(run: RunConfig) -> None:
     """Raises ValueError, which names the key, for what does not go together."""
     for check in (
         *(_check_selection, _check_size, _check_base, _check_stages, _check_random_seeds),
-        *(_check_share, _check_shards, _check_turns, _check_objective, _check_scorers),
+        *(_check_share, _check_shards, _check_turns),
+        *(_check_objective, _check_paths, _check_guidance, _check_scorers),
     ):
         check(run)
 
@@ -72,15 +73,45 @@ def _check_random_seeds(run: RunConfig) -> None:
 
 
 def _check_objective(run: RunConfig) -> None:
-    """Raises ValueError for an objective that does not go with the arm, the solver or guidance."""
+    """Raises ValueError for an objective that does not go with the arm or the solver."""
     plan, selects, steps = run.plan, run.plan.explore is not None, run.regenerate.steps
-    if why := incompatibility(run.objective, run.arm, selects, plan.regenerate, plan.solver, steps):
+    if why := incompatibility(
+        run.objective, run.arm, selects, plan.regenerate, plan.solver, steps, run.explore.paths
+    ):
         raise ValueError(why)
-    guidance = run.guidance
-    if plan.solver not in get_args(Solver) and guidance.train != guidance.regenerate:
+
+
+def _check_paths(run: RunConfig) -> None:
+    """Raises ValueError where the paths that are trained on cannot be explored."""
+    if not run.explore.paths or run.plan.explore is None:
+        return
+    objective, steps, full = run.objective, run.explore.steps, run.regenerate.steps
+    if not isinstance(objective, PathSettings):
+        raise ValueError(
+            f"explore.paths: objective {objective.name!r} trains on no stochastic paths: leave it"
+            " out"
+        )
+    if run.explored_model != run.model:
+        raise ValueError(
+            "explore.paths: the noise of a path's steps is that of full-size images: leave"
+            " explore.height, explore.width and explore.frames out"
+        )
+    stop = objective.last_stop(full)
+    if not min(stop + 1, full) <= steps <= full:
+        raise ValueError(
+            f"explore.steps: {steps}, but paths of {full} steps are stochastic up to step {stop}"
+            f" and are explored as they are till then: use {min(stop + 1, full)} to {full}, or"
+            " explore.paths = false"
+        )
+
+
+def _check_guidance(run: RunConfig) -> None:
+    """Raises ValueError for paths that are trained on with another guidance than they have."""
+    guidance, solver = run.guidance, run.plan.solver
+    if solver not in get_args(Solver) and guidance.train != guidance.regenerate:
         raise ValueError(
             f"guidance.train: {guidance.train:g} is not guidance.regenerate ="
-            f" {guidance.regenerate:g}: {plan.solver!r} is trained on the densities of the"
+            f" {guidance.regenerate:g}: {solver!r} is trained on the densities of the"
             " steps that were taken"
         )
 

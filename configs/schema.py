@@ -118,7 +118,7 @@ class RunConfig(Section):
         """
         learner, keep = self.services.learner, self.selection.keep
         prompts, replicas = self.prompts.per_iteration, learner.replicas
-        if learner.share == "prompts" or self.objective.one_noise_per_group:
+        if learner.share == "prompts":
             return keep
 
         def uneven(size: int) -> float:  # of the busiest replica, over an equal share

@@ -150,6 +150,13 @@ class Explore(Section):
     pool_size: int = Field(default=96, ge=2, description="N, seeds per prompt")
     steps: int = Field(default=6, ge=1, description="sampling steps of a proxy image")
     solver: Solver = "dpmpp_2m"
+    paths: bool = Field(
+        default=False,
+        description=(
+            "explore the stochastic paths that are trained on: the same steps with the same noise"
+            " to the end of objective.window, then Euler's in the steps that are left"
+        ),
+    )
     backend: BackendName = Field(default="auto", description="precision of the exploring denoiser")
     height: int | None = Field(
         default=None,

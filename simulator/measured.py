@@ -82,6 +82,7 @@ SAME = (
     "objective",
     "explore.steps",
     "explore.solver",
+    "explore.paths",
     "explore.backend",
     "explore.compile",
     "regenerate",

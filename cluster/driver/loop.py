@@ -118,7 +118,7 @@ class Ring:
         if self._plan.explore is None:
             it.explored_at = clock.now()
             seeds = self._exploration.new_seeds(it.index, p, self.config.selection.keep)
-            group, _ = await self._regeneration.seeds(it, p, seeds)
+            group, _ = await self._regeneration.seeds(it, p, seeds, of=seeds)
             return group
         candidates = await it.exploring[p]
         if self._plan.regenerate:

@@ -91,7 +91,6 @@ class AWM:
     Settings = AWMSettings
     sampling_adapter = "old"
     path_solver: PathSolver | None = None
-    one_noise = False
 
     def __init__(self, settings: AWMSettings, measure_kl: bool = False) -> None:
         self.settings = settings

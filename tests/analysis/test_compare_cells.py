@@ -147,6 +147,7 @@ def test_the_shipped_comparisons_are_what_they_say():
     assert list(configs) == [*arms, "awm", *paths]
     assert [configs[name].arm for name in arms] == arms
     assert [configs[name].arm for name in paths] == ["diffusionnft", "sol_rl"] * 2
+    assert [name for name, c in configs.items() if c.explore.paths] == paths[1::2]
     selected = [c for name, c in configs.items() if name not in ("flow_grpo", "dance_grpo")]
     assert {c.prompts.per_iteration for c in selected} == {4}
     # as their papers do: no more images than the others explore
@@ -155,6 +156,7 @@ def test_the_shipped_comparisons_are_what_they_say():
     assert configs["dance_grpo"].objective.one_noise_per_group
     own = {"name": True, "arm": True, "objective": True}
     own |= {"optimizer": {"lr", "steps_per_iteration"}, "prompts": {"per_iteration"}}
+    own["explore"] = {"paths"}
     same = [config.model_dump(exclude=own) for config in configs.values()]
     assert all(one == same[0] for one in same)
     nft = [configs[name] for name in arms]

@@ -156,6 +156,46 @@ def test_one_noise_per_group_leaves_nothing_to_select():
         ).plan.explore
         is None
     )
+    shared = ["objective.name=dance_grpo", "objective.shared_noise=true"]
+    explored = load("quickstart", [*shared, "explore.paths=true", "explore.steps=10"]).plan.explore
+    assert explored is not None and explored.solver == "dance_sde"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        (["objective.name=awm"], "explore.paths: objective 'awm' trains on no stochastic paths"),
+        (["objective.name=flow_grpo"], "are stochastic up to step 10 and are explored as they are"),
+        (
+            ["objective.name=flow_grpo", "objective.window.size=3", "explore.steps=3"],
+            "explore.steps: 3, but paths of 10 steps are stochastic up to step 3 and are explored"
+            " as they are till then: use 4 to 10, or explore.paths = false",
+        ),
+        (
+            ["objective.name=flow_grpo", "objective.window.size=3", "explore.steps=11"],
+            "use 4 to 10",
+        ),
+        (
+            [
+                "objective.name=flow_grpo",
+                "objective.window.size=3",
+                "objective.window.schedule=random",
+            ],
+            "are stochastic up to step 9",
+        ),
+        (
+            [
+                "objective.name=flow_grpo",
+                "objective.window.size=3",
+                "explore.height=16",
+                "explore.width=16",
+            ],
+            "explore.paths: the noise of a path's steps is that of full-size images",
+        ),
+    ],
+)
+def test_paths_that_cannot_be_explored_are_refused(overrides, said):
+    assert said in refusal("explore.paths=true", *overrides)
 
 
 @pytest.mark.parametrize(
@@ -206,7 +246,7 @@ def test_which_steps_are_trained():
             "objective.ratio_clap: no such key (did you mean 'ratio_clip'?)",
         ),
         (
-            ["objective.name=flow_grpo", "objective.shared_noise=true"],
+            ["objective.name=awm", "objective.shared_noise=true"],
             "objective.shared_noise: no such key",
         ),
         (["explore.solver=flow_sde"], "explore.solver = 'flow_sde'"),

@@ -190,12 +190,8 @@ def test_what_follows_from_the_objective():
         build_objective(FlowGRPOSettings()),
         build_objective(DanceGRPOSettings(shared_noise=True)),
     )
-    assert (flow.path_solver.name, flow.path_solver.eta, flow.one_noise) == ("flow_sde", 0.7, False)
-    assert (dance.path_solver.name, dance.path_solver.eta, dance.one_noise) == (
-        "dance_sde",
-        0.3,
-        True,
-    )
+    assert (flow.path_solver.name, flow.path_solver.eta) == ("flow_sde", 0.7)
+    assert (dance.path_solver.name, dance.path_solver.eta) == ("dance_sde", 0.3)
     assert flow.policies == ("current", "old", "ref") and flow.averages == {}
     assert build_objective(FlowGRPOSettings(kl=0)).policies == ("current", "old")
     assert build_objective(DanceGRPOSettings(), measure_kl=True).policies == (

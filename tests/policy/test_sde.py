@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from policy.sampling.noise import noise_for
-from policy.sampling.sde import TRANSITIONS, PathSolver, sample_paths
+from policy.sampling.paths import sample_paths
+from policy.sampling.sde import TRANSITIONS, PathSolver
 from policy.types import Conditioning
 from tests.gaussian_flow import SPREAD, Denoiser, GaussianFamily, marginal, velocity
 
