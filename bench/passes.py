@@ -130,10 +130,8 @@ def passes_of(config: RunConfig, family: Family) -> dict[str, dict[str, Pass]]:
     """By pass, then by form, of one call at the run's sizes: "bare", and with one adapter in
     "float32" without TF32, in the base model's dtype ("own"), or "merged".
     """
-    dtype, checkpointing = (
-        DTYPES[config.regenerate.precision],
-        config.optimizer.gradient_checkpointing,
-    )
+    dtype = DTYPES[config.regenerate.precision]
+    checkpointing = config.optimizer.gradient_checkpointing
     transformer = blank(family, "transformer", dtype)
     if checkpointing:
         transformer.get_submodule("").enable_gradient_checkpointing()  # type: ignore[operator]

@@ -133,10 +133,8 @@ def some_vocabulary() -> str:
 def _size(scorer: Any, before: int | None, peak: int | None) -> str:
     model = getattr(scorer, "model", None)
     values = list(model.parameters()) if isinstance(model, torch.nn.Module) else []
-    count, size = (
-        sum(value.numel() for value in values),
-        sum(value.numel() * value.element_size() for value in values),
-    )
+    count = sum(value.numel() for value in values)
+    size = sum(value.numel() * value.element_size() for value in values)
     note = (
         f"{count / 1e6:.1f} M parameters, {size / 1e9:.2f} GB" if values else "no weights of ours"
     )

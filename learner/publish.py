@@ -58,11 +58,9 @@ class Publisher:
         Linears that run as one product share a range where the format has one per tensor.
         """
         self.transformer, self.backend = transformer, backend
-        self.shard_bytes, self.scale_search, self.frozen_amax = (
-            shard_bytes,
-            scale_search,
-            frozen_amax,
-        )
+        self.shard_bytes = shard_bytes
+        self.scale_search = scale_search
+        self.frozen_amax = frozen_amax
         self._plan, self._quantised = plan, {row.name: row.quantised for row in plan}
         self._groups: dict[str, list[str]] = {}
         for row in plan:

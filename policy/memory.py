@@ -184,10 +184,8 @@ def sampling_work(
     quantised: Sequence[str] = (),
 ) -> Work:
     """One call of an unquantized denoiser on the meta device for ``batch`` images, no gradients."""
-    x, cond = (
-        torch.empty(batch, *family.latent_shape, device=META),
-        conditioning_like(family, batch, dtype),
-    )
+    x = torch.empty(batch, *family.latent_shape, device=META)
+    cond = conditioning_like(family, batch, dtype)
     with torch.no_grad(), _counted(transformer, quantised) as (tally, inside):
         family.velocity(transformer, x, torch.tensor(0.5), cond)
     quantised_work = sum(work for work, _ in inside)
@@ -202,10 +200,8 @@ def training_work(
     model: Diffusers = transformer
     if checkpointing:
         model.enable_gradient_checkpointing()
-    x, cond = (
-        torch.empty(batch, *family.latent_shape, device=META),
-        conditioning_like(family, batch, dtype),
-    )
+    x = torch.empty(batch, *family.latent_shape, device=META)
+    cond = conditioning_like(family, batch, dtype)
     try:
         with _counted(transformer, ()) as (tally, _), use(transformer, "current"):
             velocity = family.velocity(transformer, x, torch.full((batch,), 0.5, device=META), cond)

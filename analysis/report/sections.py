@@ -44,10 +44,8 @@ MOST_ROWS = 300
 
 def exploration(run: RunData) -> Section:
     """Proxy rewards of what was explored: best, mean, worst, and the contrast of the selection."""
-    title, lead = (
-        "Exploration",
-        "Many cheap images per prompt, made only to find the seeds worth training on.",
-    )
+    title = "Exploration"
+    lead = "Many cheap images per prompt, made only to find the seeds worth training on."
     best, mean, worst = (
         points(run.iterations, f"explore/reward_{name}") for name in ("best", "mean", "worst")
     )

@@ -31,10 +31,8 @@ def model_directory(model: Model) -> str:
     if model.path == "shapes":
         directory, advice = SHAPES_DIRECTORY, "build it with `make shapes-model`"
     else:
-        directory, advice = (
-            Path(model.path).expanduser(),
-            "give a diffusers pipeline directory, a hub id, or 'shapes'",
-        )
+        directory = Path(model.path).expanduser()
+        advice = "give a diffusers pipeline directory, a hub id, or 'shapes'"
         if not directory.exists() and HUB_ID.fullmatch(model.path):
             return model.path
     if not directory.is_dir():

@@ -49,10 +49,8 @@ def test_full_precision_at_full_steps_is_the_truth_itself(config, tmp_path):
         out,
         said.append,
     )
-    summary, raw = (
-        json.loads((out / "fidelity.json").read_text()),
-        json.loads((out / "rewards.json").read_text()),
-    )
+    summary = json.loads((out / "fidelity.json").read_text())
+    raw = json.loads((out / "rewards.json").read_text())
     rows = {(row["backend"], row["steps"]): row["measures"] for row in summary["rows"]}
     assert list(rows) == [(backend, n) for backend in ("emulated_nvfp4", "fp32") for n in steps]
     assert (

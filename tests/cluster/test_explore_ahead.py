@@ -89,10 +89,8 @@ def test_kills_change_nothing(alone, tiny_sd3_dir, tmp_path):
     """An explorer's replacement, and what a new learner exports after going back, have the older
     policy too; and two explorers do what one does alone.
     """
-    rollout, learner = (
-        Fault("rollout", "kill", 1, "regenerated"),
-        Fault("learner", "kill", 2, "regenerated"),
-    )
+    rollout = Fault("rollout", "kill", 1, "regenerated")
+    learner = Fault("learner", "kill", 2, "regenerated")
     injector = FaultInjector(rollout, learner)
     run = run_here(ahead(tiny_sd3_dir, tmp_path, "killed"), progress=injector)
     assert injector.done == [rollout, learner]

@@ -147,10 +147,8 @@ def test_evaluations_are_scored_once_by_content(ray_here, tmp_path):
     with Harness(
         config([misbehaves("counts", settings={"mark": str(log)})], {"actors": 1})
     ) as harness:
-        (first, scoring), (second, again) = (
-            harness.score(evaluation=True),
-            harness.score(evaluation=True),
-        )
+        (first, scoring) = harness.score(evaluation=True)
+        (second, again) = harness.score(evaluation=True)
         assert np.array_equal(first.rewards, second.rewards) and log.read_text() == "4\n"
         assert (
             scoring.tally.speeds()["rewards/images_per_s/counts"] > 0 and again.tally.speeds() == {}

@@ -142,10 +142,8 @@ def test_explorers_that_differ_end_the_run_before_anything_is_published():
 
 def test_a_replacement_on_another_kind_of_gpu_is_noticed():
     async def run() -> None:
-        channel, rollout = (
-            WeightChannel(lambda *args, **fields: None),
-            explorers("te_nvfp4", "te_nvfp4"),
-        )
+        channel = WeightChannel(lambda *args, **fields: None)
+        rollout = explorers("te_nvfp4", "te_nvfp4")
         await channel.publish(0, learner([]), rollout)
         member = rollout.members[1]
         member.info, member.weights = ActorInfo(0, "other", backend="torch_nvfp4"), None
@@ -196,10 +194,8 @@ def test_with_exploring_ahead_a_worker_gets_the_version_that_its_chunk_names():
     """
 
     async def run() -> None:
-        channel, rollout = (
-            WeightChannel(lambda *args, **fields: None, ahead=1),
-            explorers("fp8", "fp8"),
-        )
+        channel = WeightChannel(lambda *args, **fields: None, ahead=1)
+        rollout = explorers("fp8", "fp8")
         held = lambda: [m.weights and m.weights.version for m in rollout.members]  # noqa: E731
         load, (first, second) = channel.prepare_for(rollout), rollout.members
         await channel.publish(0, learner([]), rollout)

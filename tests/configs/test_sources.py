@@ -49,10 +49,8 @@ def test_what_is_no_path_is_one_line(tmp_path, image):
 
 def test_scorers_are_told_the_image_at_the_size_of_the_run(tmp_path):
     pixels = picture(tmp_path / "a.png", 24, 16)
-    prompt, model = (
-        Prompt("x", {"n": 1}, tmp_path / "a.png"),
-        Model(path="m", height=16, width=24),
-    )
+    prompt = Prompt("x", {"n": 1}, tmp_path / "a.png")
+    model = Model(path="m", height=16, width=24)
     told = prompt.told(model)
     assert told["n"] == 1 and told["image"].dtype == np.uint8
     assert np.array_equal(told["image"], pixels.transpose(2, 0, 1))

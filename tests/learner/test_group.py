@@ -177,10 +177,8 @@ def test_what_one_replica_alone_would_learn_is_far_away(tiny_sd3_dir):
     """The bound above can fail: without the other's two samples, the weights are a hundred bounds
     apart.
     """
-    both, half = (
-        trainer_for(tiny_sd3_dir, "diffusion_nft"),
-        trainer_for(tiny_sd3_dir, "diffusion_nft"),
-    )
+    both = trainer_for(tiny_sd3_dir, "diffusion_nft")
+    half = trainer_for(tiny_sd3_dir, "diffusion_nft")
     metrics = train(both, 1)
     half.update(0, groups_for(half, 0, range(0, len(COUNTS), 2)))
     apart = max(

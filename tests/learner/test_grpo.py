@@ -186,10 +186,8 @@ def test_a_path_of_another_schedule_is_refused():
 
 
 def test_what_follows_from_the_objective():
-    flow, dance = (
-        build_objective(FlowGRPOSettings()),
-        build_objective(DanceGRPOSettings(shared_noise=True)),
-    )
+    flow = build_objective(FlowGRPOSettings())
+    dance = build_objective(DanceGRPOSettings(shared_noise=True))
     assert (flow.path_solver.name, flow.path_solver.eta) == ("flow_sde", 0.7)
     assert (dance.path_solver.name, dance.path_solver.eta) == ("dance_sde", 0.3)
     assert flow.policies == ("current", "old", "ref") and flow.averages == {}

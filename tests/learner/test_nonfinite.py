@@ -87,10 +87,8 @@ def test_a_step_that_overflows_is_taken_back(tiny_sd3_dir, tmp_path):
     itself.
     """
     trainer = tiny_trainer(tiny_sd3_dir, tmp_path)
-    name, step = (
-        "transformer_blocks.0.attn.to_v.lora_B.weight",
-        trainer.updater.trained.optimizer.step,
-    )
+    name = "transformer_blocks.0.attn.to_v.lora_B.weight"
+    step = trainer.updater.trained.optimizer.step
 
     def overflow():
         step()

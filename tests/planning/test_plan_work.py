@@ -77,10 +77,8 @@ def test_operations_of_training_are_those_of_the_real_transformer(directories, n
             family.velocity(real, x, torch.full((2,), 0.5), cond)
         with FlopCounterMode(display=False) as both:
             family.velocity(real, x, torch.full((2,), 0.5), cond).square().mean().backward()
-    blocks, tokens = (
-        {"sd3": 2, "flux": 3}[name],
-        16 + family.conditioning_shapes["prompt_embeds"][0],
-    )
+    blocks = {"sd3": 2, "flux": 3}[name]
+    tokens = 16 + family.conditioning_shapes["prompt_embeds"][0]
     attention = blocks * 2 * (2 * 2 * tokens**2 * 32)  # scores and values: batch 2, width 32
     blank = meta.blank(family, "transformer", torch.float32)
     assert meta.adapt(blank, family, Lora(rank=4)) == sum(
@@ -173,11 +171,9 @@ def test_stages_are_counts_of_steps(tiny_sd3_dir, tmp_path):
     meta.adapt(blank, family, Lora(rank=4))
     adapted = memory.sampling_work(family, blank, 1, torch.float32).flops
     trained = memory.training_work(family, blank, 1, torch.float32, False).flops
-    explore, regenerate, update = (
-        plan.stages["explore"],
-        plan.stages["regenerate"],
-        plan.stages["update"],
-    )
+    explore = plan.stages["explore"]
+    regenerate = plan.stages["regenerate"]
+    update = plan.stages["update"]
     assert (
         explore.unquantized + explore.quantised == 2 * 8 * 2 * step
         and explore.decoding == 2 * 8 * decode

@@ -50,14 +50,10 @@ def test_forward_is_the_product_of_dequantised_operands(device, bias, shape):
     """
     linear = linear_of(bias=bias).to(device)
     x = (torch.randn(shape, generator=torch.Generator().manual_seed(1)) * 3).to(device)
-    rows, weight = (
-        dequantised(x.reshape(-1, 64)),
-        FP8.decode(FP8.pack(linear.weight, True)).double(),
-    )
-    product, offset = (
-        rows @ weight.t(),
-        (linear.bias.double() if bias else torch.zeros(48, device=device).double()),
-    )
+    rows = dequantised(x.reshape(-1, 64))
+    weight = FP8.decode(FP8.pack(linear.weight, True)).double()
+    product = rows @ weight.t()
+    offset = linear.bias.double() if bias else torch.zeros(48, device=device).double()
     wanted = product + offset
     bound = 66 * 2.0**-24 * (rows.abs() @ weight.abs().t()) + 2.0**-8 * (
         product.abs() + offset.abs() + wanted.abs()

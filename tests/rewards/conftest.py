@@ -21,11 +21,9 @@ def settings(tmp_path_factory):
 
     folder = tmp_path_factory.mktemp("checkpoints")
     tables = peers.transformers_config(parity.TINY)
-    clip, pick, reward = (
-        open_clip.CLIP(**parity.TINY),
-        CLIPModel(CLIPConfig(**tables)),
-        BlipReward(BLIP["vision"], BLIP["text"]),
-    )
+    clip = open_clip.CLIP(**parity.TINY)
+    pick = CLIPModel(CLIPConfig(**tables))
+    reward = BlipReward(BLIP["vision"], BLIP["text"])
     for seed, model in enumerate((clip, pick, reward)):
         peers.randomise(model, seed)
     save_file(clip.state_dict(), folder / "open_clip_model.safetensors")
