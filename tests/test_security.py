@@ -118,9 +118,8 @@ def test_metrics_are_served_on_loopback_unless_told_otherwise():
         port = free.getsockname()[1]
     exporter = PrometheusExporter(port)
     try:
-        with (
-            socket.socket() as elsewhere
-        ):  # all of 127/8 is this machine; who listens on one address leaves the others free
+        # all of 127/8 is this machine; who listens on one address leaves the others free
+        with socket.socket() as elsewhere:
             assert elsewhere.connect_ex(("127.0.0.2", port)) != 0
     finally:
         exporter.close()

@@ -125,9 +125,8 @@ def test_remarks_on_what_would_mislead(tmp_path):
 
     good = [run("a0", 0, [0.1, 0.2]), run("a1", 1, [0.1, 0.2])]
     other = [run("b0", 0, [0.1]), run("b1", 1, [0.3, 0.3], ending="run_failed")]
-    shifted = [
-        measure(write(configuration(tmp_path, "c0", 3), [0.1, 0.2], SECONDS), 0)
-    ]  # base 0.53 under seed 0
+    # base 0.53 under seed 0
+    shifted = [measure(write(configuration(tmp_path, "c0", 3), [0.1, 0.2], SECONDS), 0)]
     cells = [
         ("a", "a", None, good),
         ("b", "b", None, other),

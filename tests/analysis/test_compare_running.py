@@ -69,9 +69,8 @@ def test_every_cell_is_run_with_every_seed_and_only_once(out, capsys):
         calls(out) == ALL
         and "[2/4] diffusionnft, seed 0: finished before" in capsys.readouterr().out
     )
-    assert (
-        compare(out, "--baseline", "diffusionnft") == 0 and calls(out) == ALL
-    )  # another baseline is another table, no more runs
+    # another baseline is another table, no more runs
+    assert compare(out, "--baseline", "diffusionnft") == 0 and calls(out) == ALL
 
 
 def test_a_run_that_dies_does_not_end_the_others_and_is_resumed_by_the_same_command(
@@ -102,9 +101,8 @@ def test_runs_of_another_configuration_are_not_mixed_in(out, capsys):
     assert compare(out) == 0
     assert compare(out, "--set", "explore.steps=3") == 2
     assert "explore.steps: 6 -> 3" in capsys.readouterr().err
-    assert (
-        compare(out, "--set", "iterations=2") == 2
-    )  # a linear schedule: fewer iterations are another training
+    # a linear schedule: fewer iterations are another training
+    assert compare(out, "--set", "iterations=2") == 2
     assert calls(out) == ALL
 
 

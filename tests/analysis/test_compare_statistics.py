@@ -31,9 +31,8 @@ def test_pairing_takes_away_what_seeds_have_in_common():
 
 
 def test_speed_up_is_a_ratio_of_means():
-    assert speed_up(Mean(169.0, 1.0, 3), Mean(274.0, 2.0, 3)) == pytest.approx(
-        1.62, abs=0.002
-    )  # the method's paper, FLUX.1
+    # the method's paper, FLUX.1
+    assert speed_up(Mean(169.0, 1.0, 3), Mean(274.0, 2.0, 3)) == pytest.approx(1.62, abs=0.002)
     assert math.isnan(speed_up(mean_of([]), mean_of([1.0])))
 
 
@@ -44,9 +43,8 @@ def curve(*points: tuple[float, float]) -> list[Moment]:
 def test_time_to_a_gain_lies_on_the_straight_line_between_evaluations():
     found = curve((0, 0.0), (10, 0.2), (20, 0.1), (30, 0.4))
     assert time_to(found, 0.05) == pytest.approx(2.5)
-    assert time_to(found, 0.2) == pytest.approx(
-        10.0
-    )  # first reached there; that it falls again later is another matter
+    # first reached there; that it falls again later is another matter
+    assert time_to(found, 0.2) == pytest.approx(10.0)
     assert time_to(found, 0.25) == pytest.approx(25.0)
     assert time_to(found, 0.4) == pytest.approx(30.0)
     assert time_to(found, 0.41) is None
@@ -55,6 +53,5 @@ def test_time_to_a_gain_lies_on_the_straight_line_between_evaluations():
         and time_to(found, -1.0) is None
         and time_to(found, math.nan) is None
     )
-    assert (
-        time_to(curve((0, 0.0), (30, 0.4)), 0.1) is None
-    )  # two points: the way between them was not seen
+    # two points: the way between them was not seen
+    assert time_to(curve((0, 0.0), (30, 0.4)), 0.1) is None

@@ -49,9 +49,8 @@ def test_the_share_of_a_published_architecture():
     ) and share == pytest.approx(0.77, abs=5e-3)
 
 
-@pytest.mark.parametrize(
-    "name", [name for name in published_names() if name != "sd3.5-large"]
-)  # its kind is there already
+# its kind is there already
+@pytest.mark.parametrize("name", [name for name in published_names() if name != "sd3.5-large"])
 @torch.no_grad()
 def test_a_small_one_runs_in_every_precision_of_a_cpu(name):
     """And gives nearly what FP32 gives, from the same random weights: the layers were filled."""
@@ -101,9 +100,8 @@ def test_survival_by_hand():
     backend = BACKENDS["emulated_nvfp4"]
     none = survival(random_update([weight], 1, 1e-6, seed=0), backend, False, True)
     assert (none.cosine, none.growth) == (0.0, 0.0) and none.error == pytest.approx(0.0, abs=1e-6)
-    assert (
-        0 < none.changed < 1
-    )  # zeros keep the sign of what was rounded to them, which is a code of its own
+    # zeros keep the sign of what was rounded to them, which is a code of its own
+    assert 0 < none.changed < 1
     generator = torch.Generator().manual_seed(0)
     weights = [torch.randn(64, 64, generator=generator) for _ in range(2)]
     small, large = (
@@ -147,10 +145,8 @@ def test_the_updates_of_a_run(capsys, tiny_sd3_dir, tmp_path):
         for key, value in start.items()
         if "lora_B" in key
     }
-    for step, size in (
-        (3, 0.1),
-        (4, 0.2),
-    ):  # twice the B: the base model's update is twice that of the last step
+    # twice the B: the base model's update is twice that of the last step
+    for step, size in ((3, 0.1), (4, 0.2)):
         load_adapter_state(
             trainer.transformer, "old", start | {key: size * value for key, value in noise.items()}
         )

@@ -361,9 +361,8 @@ def recoveries(events: Sequence[Mapping[str, Any]]) -> list[Recovery]:
             replaced = since("actor_replaced", noticed, **who)
             restored = since("learner_restored", noticed)
             answered = since("chunk_recovered", noticed, kind=kind) if kind != "learner" else None
-            if (
-                answered is None and restored is not None
-            ):  # what went with a node may send the run back to its checkpoint
+            # what went with a node may send the run back to its checkpoint
+            if answered is None and restored is not None:
                 answered = since("version_published", restored)
         found.append(Recovery(kind, fault["way"], noticed, replaced, answered))
     return found

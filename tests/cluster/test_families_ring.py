@@ -100,9 +100,8 @@ def test_the_ring_runs_and_its_lora_draws_in_the_stock_pipeline(ray_here, reques
     (selection,) = [json.loads(line) for line in run.selections_file.read_text().splitlines()]
     assert selection
     state = load_file(run.checkpoints / "step_000001" / "ema.safetensors")
-    assert all(
-        bool(tensor.abs().max() > 0.01) for key, tensor in state.items() if "lora_B" in key
-    )  # B starts at zero
+    # B starts at zero
+    assert all(bool(tensor.abs().max() > 0.01) for key, tensor in state.items() if "lora_B" in key)
 
     same_as_stock(name, directory, run, tmp_path / "lora", 1)
     shown = find_images(run.images).sources

@@ -128,10 +128,8 @@ def test_the_learner(undisturbed, tiny_sd3_dir, tmp_path, way, every, iteration,
     (restored,) = [event for event in events if event["event"] == "learner_restored"]
     assert (restored["iteration"], restored["during"]) == (back_to, iteration)
     versions = [event["version"] for event in events if event["event"] == "version_published"]
-    assert versions == [
-        *range(iteration + 1),
-        *range(back_to, 4),
-    ]  # the same version again, then on
+    # the same version again, then on
+    assert versions == [*range(iteration + 1), *range(back_to, 4)]
     assert injector.left_over == []
 
 

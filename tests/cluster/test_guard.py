@@ -202,9 +202,8 @@ def test_the_next_iteration_is_explored_in_the_finer_precision(tiny_sd3_dir, tmp
     assert (events["backend_moved"]["after"], events["backend_moved"]["version"]) == ("fp8", 1)
     assert run.chosen[0] == same.chosen[0]
     proxies = [[row["explore/reward_mean"] for row in each.rows.values()] for each in (run, same)]
-    assert (
-        proxies[0][0] == proxies[1][0] and proxies[0][1] != proxies[1][1]
-    )  # other arithmetic, other images
+    # other arithmetic, other images
+    assert proxies[0][0] == proxies[1][0] and proxies[0][1] != proxies[1][1]
 
 
 def test_it_is_the_same_in_another_pool_and_order(moved, tiny_sd3_dir, tmp_path):

@@ -281,9 +281,8 @@ def test_a_submitted_job_is_watched_scaled_and_stopped_with_a_whole_checkpoint_a
             listed, env=head.env, capture_output=True, text=True, timeout=300, check=True
         ).stdout
     )
-    states = {
-        actor["name"]: actor["state"] for actor in actors if actor["name"].startswith("far/")
-    }  # as the dashboard has them
+    # as the dashboard has them
+    states = {actor["name"]: actor["state"] for actor in actors if actor["name"].startswith("far/")}
     assert states == {
         f"far/{kind}-0.0": "ALIVE"
         for kind in ("encoder", "rollout", "reward", "selector", "learner")

@@ -103,9 +103,10 @@ def test_a_run_with_two_replicas_learns_what_one_learner_does(pair, tiny_sd3_dir
     bound = 2 * 0.05 * 1e-6 * min(1.0, row["grad_norm"]) / STEADY["optimizer__eps"] + 2**-25
     wanted, found = safetensors.torch.load(alone), safetensors.torch.load(shared)
     apart = max(float((found[name] - wanted[name]).abs().max()) for name in wanted)
+    # from zero
     moved = max(
         float(wanted[name].abs().max()) for name in wanted if name.endswith("lora_B.weight")
-    )  # from zero
+    )
     assert apart < bound < moved / 100
     assert selections(pair)[0] == selections(one)[0]
     assert (

@@ -150,9 +150,10 @@ def test_evaluations_are_scored_once_by_content(ray_here, tmp_path):
         (first, scoring) = harness.score(evaluation=True)
         (second, again) = harness.score(evaluation=True)
         assert np.array_equal(first.rewards, second.rewards) and log.read_text() == "4\n"
+        # remembering is no work
         assert (
             scoring.tally.speeds()["rewards/images_per_s/counts"] > 0 and again.tally.speeds() == {}
-        )  # remembering is no work
+        )
         harness.score()
         harness.score()
         assert log.read_text() == "4\n4\n4\n"  # in training nothing is remembered

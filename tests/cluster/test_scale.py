@@ -46,9 +46,8 @@ def test_a_pool_grows_and_shrinks_under_load_and_every_unit_counts_once(ray_here
     answers = harness.run(work)
     assert sizes == [(3, 3), (1, 1), (2, 2)]
     assert [unit for unit, _ in answers] == list(range(len(answers)))
-    assert sorted(int(line) for line in path.read_text().split()) == list(
-        range(len(answers))
-    )  # none twice
+    # none twice
+    assert sorted(int(line) for line in path.read_text().split()) == list(range(len(answers)))
     assert harness.pool.reissued == 0
     assert len({pid for _, pid in answers}) == 4  # actor 0; 1 and 2; 3
     named = {
@@ -250,10 +249,8 @@ def test_a_pool_that_changed_is_measured_anew():
     assert [scaler.size_after(4, row(WAITS)) for _ in range(2)] == [4, 5]
     assert [scaler.size_after(5, row(WAITS)) for _ in range(2)] == [5, 6]  # patience again
     assert scaler.size_after(6, row(WAITS)) == 6
-    assert [scaler.size_after(8, row(WAITS)) for _ in range(2)] == [
-        8,
-        10,
-    ]  # somebody scaled it to 8
+    # somebody scaled it to 8
+    assert [scaler.size_after(8, row(WAITS)) for _ in range(2)] == [8, 10]
     no_room = [scaler.size_after(8, row(WAITS)) for _ in range(2)]
     assert no_room == [8, 10]  # it could not grow: asked again after as much patience
 

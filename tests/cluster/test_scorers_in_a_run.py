@@ -142,9 +142,8 @@ def test_a_scorer_that_is_killed_or_hangs_costs_an_actor_and_nothing_else(
     )
     events = run.events()
     assert events[-1]["event"] == "run_finished"
-    died = [
-        event for event in events if event["event"] == "actor_died"
-    ]  # more than one where the machine is very busy
+    # more than one where the machine is very busy
+    died = [event for event in events if event["event"] == "actor_died"]
     assert {event["kind"] for event in died} == {"reward"} and any(
         why in event["why"] for event in died
     )
@@ -162,9 +161,8 @@ def test_a_scorer_that_lies_is_left_out_where_it_is_optional_and_ends_the_run_wh
     )
     rows = run.metrics()
     for row in (row for row in rows if row["kind"] == "iteration"):
-        assert (
-            row["rewards/failed"] == 0 and row["rewards/stood_in"] == 2 * 8 + 2 * 4
-        )  # explored and regenerated
+        # explored and regenerated
+        assert row["rewards/failed"] == 0 and row["rewards/stood_in"] == 2 * 8 + 2 * 4
         assert "reward/bad" not in row
     for row in (row for row in rows if row["kind"] == "evaluation"):
         assert row["reward/eval/bad"] is None or math.isnan(row["reward/eval/bad"])

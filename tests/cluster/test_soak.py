@@ -203,9 +203,8 @@ def test_a_soak_of_one_run_and_its_continuation(ray_here, tmp_path, capsys):
     )
     assert not (out / "runs" / "run-0000").exists()
     before = (out / "faults.jsonl").read_text()
-    (out / "faults.jsonl").write_text(
-        before + '{"index": 1, "drawn'
-    )  # a kill in the middle of a line
+    # a kill in the middle of a line
+    (out / "faults.jsonl").write_text(before + '{"index": 1, "drawn')
     assert main([*command, "--runs", "1"]) == 0  # nothing is run again
     assert own_lines(capsys.readouterr().out) == said
     with pytest.raises(SystemExit, match="give another --out"):

@@ -84,9 +84,8 @@ def test_what_was_chosen_and_why_is_said_once_in_a_run():
         channel = WeightChannel(lambda name, **fields: events.append((name, fields)))
         for version in range(3):
             await channel.publish(version, learner([]), explorers("fp8", "fp8"))
-        await channel.publish(
-            3, learner([]), explorers("fp8"), backend="bf16"
-        )  # moved to by the audit: not the run's own
+        # moved to by the audit: not the run's own
+        await channel.publish(3, learner([]), explorers("fp8"), backend="bf16")
         assert channel.chosen == "fp8"
         return events
 
@@ -213,9 +212,8 @@ def test_with_exploring_ahead_a_worker_gets_the_version_that_its_chunk_names():
             RunFailed, match="policy version 0 is asked for, but those held are: 1, 2"
         ):
             await load(first, chunk_of(0))
-        await channel.publish(
-            0, learner([]), rollout
-        )  # back at a checkpoint: what came after is forgotten
+        # back at a checkpoint: what came after is forgotten
+        await channel.publish(0, learner([]), rollout)
         current = channel.current
         assert current is not None and current.id.version == 0
         with pytest.raises(RunFailed, match="those held are: 0;"):

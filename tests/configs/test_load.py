@@ -154,9 +154,8 @@ def test_resume_keeps_services_on_the_kind_of_device_that_they_were_on():
     assert differences(load("quickstart", [scorer % 0]), load("quickstart", [scorer % 0.25])) == [
         "services.scorers.shapes.gpus: 0.0 -> 0.25"
     ]
-    assert (
-        differences(load("quickstart"), load("quickstart", ["services.rollout.gpus=1"])) == []
-    )  # guarded where it is known
+    # guarded where it is known
+    assert differences(load("quickstart"), load("quickstart", ["services.rollout.gpus=1"])) == []
 
 
 def test_more_iterations_are_a_change_only_under_a_schedule_that_depends_on_them():

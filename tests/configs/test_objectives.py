@@ -211,16 +211,8 @@ def test_a_schedule_too_short_to_train_on_is_refused(name, few, enough):
 
 
 def test_which_steps_are_trained():
-    assert list(AWMSettings().trained_steps(10)) == [
-        1,
-        2,
-        3,
-        4,
-        5,
-        6,
-        7,
-        8,
-    ]  # the first nine of ten, without the first
+    # the first nine of ten, without the first
+    assert list(AWMSettings().trained_steps(10)) == [1, 2, 3, 4, 5, 6, 7, 8]
     assert list(FlowGRPOSettings().trained_steps(10)) == list(range(9))
     assert list(DanceGRPOSettings().trained_steps(10)) == list(range(9))
     assert list(DiffusionNFTSettings().trained_steps(3)) == [0, 1, 2]

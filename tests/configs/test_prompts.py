@@ -69,9 +69,8 @@ def test_digests_are_of_the_prompts_as_read_and_in_order(tmp_path):
         for name in names
     }
     assert found["a.txt"] == found["b.jsonl"] and found["a.txt"]["train"] == found["a.txt"]["test"]
-    assert (
-        len({each["train"] for each in found.values()}) == 3
-    )  # another order and other metadata are other prompts
+    # another order and other metadata are other prompts
+    assert len({each["train"] for each in found.values()}) == 3
     assert len({each["test"] for each in found.values()}) == 1
     now = Prompts(train=str(tmp_path / "c.txt"), test=str(tmp_path / "a.txt"))
     assert changed_files(now, found["a.txt"]) == [f"prompts.train = {now.train!r}"]

@@ -20,9 +20,8 @@ def test_global_std_by_hand():
     values, metrics = advantages(GROUPS, Advantages(std="global", eps=0.5))
     std = np.sqrt(206) / 7
     assert values[0].dtype == np.float32
-    np.testing.assert_allclose(
-        values[0], np.array([-1, 1]) / (std + 0.5), rtol=1e-7
-    )  # float32 rounding is 6e-8
+    # float32 rounding is 6e-8
+    np.testing.assert_allclose(values[0], np.array([-1, 1]) / (std + 0.5), rtol=1e-7)
     np.testing.assert_allclose(values[2], np.array([-2, 2, 0]) / (std + 0.5), rtol=1e-7)
     assert values[1].tolist() == [0.0, 0.0]
     assert metrics == {"zero_std_ratio": 1 / 3}

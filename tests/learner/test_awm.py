@@ -100,9 +100,8 @@ def gradient(objective, points, made, advantages) -> torch.Tensor:
     current = made["current"].clone().requires_grad_(True)
     others = {name: v.clone().requires_grad_(True) for name, v in made.items() if name != "current"}
     objective.loss(points, {"current": current, **others}, advantages)[0].backward()
-    assert all(
-        v.grad is None for v in others.values()
-    )  # old, reference and anchor are given, not trained
+    # old, reference and anchor are given, not trained
+    assert all(v.grad is None for v in others.values())
     return current.grad
 
 

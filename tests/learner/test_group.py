@@ -199,10 +199,8 @@ def test_a_failure_on_one_is_taken_back_and_said_on_both(two):
     assert second["said"].startswith(
         "iteration 0: the regenerated latents of prompt 1 are not finite; weights are as before"
     )
-    for rank, prompts in (
-        (0, {"0000", "0002"}),
-        (1, {"0001"}),
-    ):  # each keeps the part that it holds
+    # each keeps the part that it holds
+    for rank, prompts in ((0, {"0000", "0002"}), (1, {"0001"})):
         with safe_open(two / f"iteration_000000.replica-{rank}.safetensors", "pt") as kept:
             assert {key[7:11] for key in kept.keys() if key.startswith("prompt_")} == prompts  # noqa: SIM118
     assert identical(one, other) and first["metrics"][0]["optimizer/points"] == 3 * sum(COUNTS)

@@ -56,9 +56,8 @@ def test_a_flow_grpo_step_by_hand(advantage, policy):
         "loss/clip_share": 1.0,
         "loss/kl": 0.28125,
     }
-    assert found == pytest.approx(
-        wanted | {"loss/log_prob_drift": 0.25}, rel=1e-6
-    )  # the stored one is float32
+    # the stored one is float32
+    assert found == pytest.approx(wanted | {"loss/log_prob_drift": 0.25}, rel=1e-6)
     assert loss.dtype == torch.float64 and loss.item() == pytest.approx(
         policy + 0.5 * 0.28125, rel=1e-12
     )

@@ -191,9 +191,8 @@ def test_the_ratio_at_the_sampling_weights_is_1_to_the_last_bit(tiny_sd3_dir, na
         and metrics["loss/clip_share"] == 0.0
         and metrics["grad_norm"] > 0
     )
-    if (
-        name != "awm"
-    ):  # only the rounding of another batch shape lies between the stored and the recomputed one
+    # only the rounding of another batch shape lies between the stored and the recomputed one
+    if name != "awm":
         assert metrics["loss/log_prob_drift"] < 1e-5
     assert metrics["old_policy/decay"] == 0.0
     assert identical(
@@ -242,9 +241,8 @@ def test_later_steps_of_an_iteration_are_held_against_the_weights_that_sampled(
 
     trainer.objective.loss = watch
     metrics = trainer.update(1, groups)
-    extra = (
-        1 if objective["name"] == "awm" else 0
-    )  # the anchor, which is not the current adapter here
+    # the anchor, which is not the current adapter here
+    extra = 1 if objective["name"] == "awm" else 0
     assert [count for count, _, _ in ratios] == [1 + extra, 3 + 2 * extra] and all(
         same for _, _, same in ratios
     )
@@ -267,9 +265,8 @@ def test_awm_keeps_an_average_of_its_own(tiny_sd3_dir, tmp_path):
         metrics = trainer.update(s, groups_of(trainer))
         current = adapter_state(trainer.transformer, "current")
         for name, d in (("anchor", decay), ("ema", 0.9)):
-            for key, new in adapter_state(
-                trainer.transformer, name
-            ).items():  # float32 rounding of weights below 1
+            # float32 rounding of weights below 1
+            for key, new in adapter_state(trainer.transformer, name).items():
                 torch.testing.assert_close(
                     new, d * before[name][key] + (1 - d) * current[key], rtol=0, atol=2e-7
                 )

@@ -49,9 +49,8 @@ def plain_gradients(trainer, iteration: int, groups) -> tuple[dict[str, torch.Te
     return dict(zip(parameters, grads, strict=True)), loss.item()
 
 
-@pytest.mark.parametrize(
-    "batch_size", [1, 4, 7, 100]
-)  # 18 points: sample borders are at multiples of 3
+# 18 points: sample borders are at multiples of 3
+@pytest.mark.parametrize("batch_size", [1, 4, 7, 100])
 def test_accumulated_gradients_are_those_of_one_plain_batch(tiny_sd3_dir, batch_size):
     """After the first step AdamW's first moment is 0.1 g. Float32 sums over 18 points in another
     order: 1e-5 of the norm.
@@ -66,9 +65,8 @@ def test_accumulated_gradients_are_those_of_one_plain_batch(tiny_sd3_dir, batch_
     moments = trainer.updater.trained.state()
     norm = float(torch.stack([g.double().norm() for g in wanted.values()]).norm())
     idle = {name.rsplit(".lora_")[0] for name, g in wanted.items() if not g.any()}
-    assert idle == {
-        "transformer_blocks.1.attn.add_q_proj"
-    }  # the last block's text queries go nowhere; all others are reached
+    # the last block's text queries go nowhere; all others are reached
+    assert idle == {"transformer_blocks.1.attn.add_q_proj"}
     for name, gradient in wanted.items():
         torch.testing.assert_close(
             moments[f"exp_avg/{name}"], 0.1 * gradient, rtol=0, atol=1e-6 * norm
@@ -118,9 +116,8 @@ def test_only_the_adapters_change_and_the_averages_follow(tiny_sd3_dir):
             for key in before["current"]
         )
         for name, d in (("old", decay), ("ema", 0.75)):
-            for key, new in after[
-                "current"
-            ].items():  # weights are below 1: float32 rounding of two products is below 2e-7
+            # weights are below 1: float32 rounding of two products is below 2e-7
+            for key, new in after["current"].items():
                 torch.testing.assert_close(
                     after[name][key], d * before[name][key] + (1 - d) * new, rtol=0, atol=2e-7
                 )

@@ -122,13 +122,13 @@ def test_fractions_share_gpus_and_never_cross_them():
         Node("n", 8, 2),
         [Need("a-0", 0, 0.7), Need("b-0", 0, 0.3), Need("a-1", 0, 0.7), Need("b-1", 0, 0.3)],
     )
+    # 2.0 in sum
     assert not fits(
         Node("n", 8, 2), [Need("a-0", 0, 0.7), Need("a-1", 0, 0.7), Need("a-2", 0, 0.6)]
-    )  # 2.0 in sum
+    )
     assert not fits(Node("n", 8, 1.5), [Need("a-0", 0, 0.75), Need("a-1", 0, 0.75)])
-    assert fits(
-        Node("n", 8, 3), [Need("a-0", 0, 2), Need("b-0", 0, 0.1), Need("b-1", 0, 0.9)]
-    )  # tenths add up to a whole
+    # tenths add up to a whole
+    assert fits(Node("n", 8, 3), [Need("a-0", 0, 2), Need("b-0", 0, 0.1), Need("b-1", 0, 0.9)])
 
 
 def test_what_is_missing_and_what_exists_is_said():

@@ -212,10 +212,8 @@ def on_gpus(directory: Path, root: Path, **changes: Any) -> RunConfig:
 
 def test_a_plan_on_assumed_gpus(tiny_sd3_dir, tmp_path):
     plan = make_plan(on_gpus(tiny_sd3_dir, tmp_path), Assumptions(utilisation=0.25, node_gpus=2))
-    assert (plan.backend, [node.id for node in plan.nodes]) == (
-        "torch_nvfp4",
-        ["node 1", "node 2"],
-    )  # 2 explorers, a learner
+    # 2 explorers, a learner
+    assert (plan.backend, [node.id for node in plan.nodes]) == ("torch_nvfp4", ["node 1", "node 2"])
     assert plan.device == Device("B200", 2250, 9000, 180, 0.25) and set(plan.placed.values()) == {
         "node 1",
         "node 2",

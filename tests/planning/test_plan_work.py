@@ -197,6 +197,5 @@ def test_points_and_passes_of_objectives(objective, points, others):
 def test_seconds_in_closed_form():
     device = Device("x", tflops=1000, quantised_tflops=4000, memory_gb=1, utilisation=0.5)
     stage = Stage(unquantized=1e15, quantised=4e15, decoding=0.5e15, gpus=2)
-    assert stage.seconds(device) == pytest.approx(
-        (1 + 1 + 1) / 0.5 / 2
-    )  # decoding at half the peak
+    # decoding at half the peak
+    assert stage.seconds(device) == pytest.approx((1 + 1 + 1) / 0.5 / 2)

@@ -70,10 +70,11 @@ def test_the_plan_counts_replicas(tiny_sd3_dir, tmp_path):
         for n in (1, 2)
     )
     assert two.memory["learner"].pop("sum of gradients, fp32") == 4 * two.trained
+    # two prompts, one each
     halved = {
         **one.memory["learner"],
         "conditioning": (one.memory["learner"]["conditioning"] or 0) // 2,
-    }  # two prompts, one each
+    }
     assert two.memory["learner"] == halved
     for name, stage in one.stages.items():
         assert two.stages[name].gpus == (stage.gpus if name == "explore" else 2 * stage.gpus)

@@ -54,9 +54,8 @@ def test_explorers_hold_the_merged_weights(family, adapted, randomise):
             else True
         )
         assert row.quantised or torch.equal(layer.weight, weight)
-    assert (
-        sum(row.quantised and row.name not in wanted for row in explorer.plan) == 6
-    )  # feed-forward: not adapted
+    # feed-forward: not adapted
+    assert sum(row.quantised and row.name not in wanted for row in explorer.plan) == 6
 
 
 def test_four_and_a_half_bits_on_the_wire(family, adapted):
@@ -284,9 +283,8 @@ def test_statistics_against_the_export_before(family, adapted, randomise):
         (codes != codes_after).double().mean().item(), abs=1e-12
     )
     cosine = torch.cosine_similarity(decoded_after - decoded, merged_after - merged, dim=0).item()
-    assert statistics["weights/delta_cosine"] == pytest.approx(
-        cosine, abs=1e-5
-    )  # W cancels there in float32
+    # W cancels there in float32
+    assert statistics["weights/delta_cosine"] == pytest.approx(cosine, abs=1e-5)
     assert 0.9 < cosine < 1
 
 

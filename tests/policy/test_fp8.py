@@ -88,9 +88,8 @@ def test_codes_and_scales():
     assert (
         FP8.changed(FP8.pack(weight + torch.tensor([0.0, 1.0, 0.0, 0.0] * 4), False), packed) == 12
     )
-    small = FP8.pack(
-        torch.full((1, 16), 1e-44), False
-    )  # below what a scale can say: zero, not garbage
+    # below what a scale can say: zero, not garbage
+    small = FP8.pack(torch.full((1, 16), 1e-44), False)
     assert not FP8.decode(small).any()
 
 
@@ -108,9 +107,8 @@ def test_a_frozen_range_leaves_codes_alone():
         )
         assert torch.equal(before["codes"][:, 1:], after["codes"][:, 1:]) == elsewhere
     assert torch.equal(after["scales"], 2 * weight.abs().amax(-1) / 448)
-    far = FP8.pack(
-        weight * 5, False, frozen_amax(FP8.amax(weight), FP8.amax(weight * 5))
-    )  # outgrown: doubled until it fits
+    # outgrown: doubled until it fits
+    far = FP8.pack(weight * 5, False, frozen_amax(FP8.amax(weight), FP8.amax(weight * 5)))
     assert torch.equal(far["scales"], 8 * weight.abs().amax(-1) / 448)
 
 

@@ -249,9 +249,8 @@ def test_the_other_families_exports_load_in_stock_diffusers(name, request, rando
 def test_the_other_families_start_from_their_own_export(name, request, randomise, tmp_path):
     family = family_for(tiny_model(name, request.getfixturevalue(f"tiny_{name}_dir")))
     transformer, fresh = (family.load_transformer("cpu", torch.float32) for _ in range(2))
-    targets = (
-        (*family.lora_targets, "ff.conv_point") if name == "sana" else ()
-    )  # a 1x1 convolution too
+    # a 1x1 convolution too
+    targets = (*family.lora_targets, "ff.conv_point") if name == "sana" else ()
     lora = Lora(rank=4, alpha=8, targets=targets)
     add_adapters(transformer, lora, family, seed=1)
     save_diffusers_lora(tmp_path, randomise(transformer, "current", 6), lora)
@@ -277,11 +276,8 @@ def test_targets_are_suffixes_of_paths_with_wildcards(family):
     ]
     with pytest.raises(ValueError, match="ends in 'attn.to_out.1'"):
         target_modules(transformer, ["to_q", "attn.to_out.1"])  # one layer of several is missed
-    for targets in (
-        ["o_q"],
-        ["transformer_blocks.0"],
-        ["norm1"],
-    ):  # part of a name, a block, no linear
+    # part of a name, a block, no linear
+    for targets in (["o_q"], ["transformer_blocks.0"], ["norm1"]):
         with pytest.raises(ValueError, match="no linear of the transformer ends in"):
             target_modules(transformer, targets)
 

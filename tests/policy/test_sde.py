@@ -177,9 +177,8 @@ def test_dance_sde_decodes_the_clean_sample_that_is_predicted_at_its_last_step()
     dance, flow = draw([5, 6, 7], [1, 2, 3], solver=("dance_sde", 0.3)), draw([5, 6, 7], [1, 2, 3])
     last = dance.states[:, -2]
     assert torch.equal(dance.latents, last - grid[-2] * velocity(last, grid[-2].expand(3)))
-    noise = (
-        (dance.states[:, -1] - dance.latents).std().item()
-    )  # 0.3 sqrt(sigma), and a little of the step's correction
+    # 0.3 sqrt(sigma), and a little of the step's correction
+    noise = (dance.states[:, -1] - dance.latents).std().item()
     assert noise == pytest.approx(0.3 * math.sqrt(grid[-2].item()), rel=0.25)
     assert torch.equal(flow.latents, flow.states[:, -1])
 

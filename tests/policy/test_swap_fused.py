@@ -103,9 +103,8 @@ def test_compiled_it_is_one_product_too(monkeypatch):
     compiled = torch.compile(eager, dynamic=False)
     for seed in (1, 2):
         x = torch.randn(5, 64, generator=torch.Generator().manual_seed(seed))
-        assert torch.allclose(
-            compiled(x), eager(x), rtol=1e-5, atol=1e-4
-        )  # sums of 96 bfloat16 values in another order
+        # sums of 96 bfloat16 values in another order
+        assert torch.allclose(compiled(x), eager(x), rtol=1e-5, atol=1e-4)
     assert products == [1] and members[0]._joint._input is None
 
 

@@ -187,9 +187,8 @@ def test_it_serves_what_a_scraper_reads_and_frees_the_port():
     assert families["sol_rl_samples_seen"].type == "counter"
     assert families["sol_rl_samples_seen"].documentation == METRICS["samples_seen"].help
     assert families["sol_rl_reward_eval"].samples[0].labels == {"scorer": "shapes"}
-    assert not any(
-        name.startswith(("python_", "process_")) for name in families
-    )  # its own registry
+    # its own registry
+    assert not any(name.startswith(("python_", "process_")) for name in families)
     with socket.socket() as probe:
         assert probe.connect_ex(("127.0.0.1", port)) != 0
 

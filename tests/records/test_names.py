@@ -23,9 +23,8 @@ def test_a_run_that_computed_nothing_is_replaced(tmp_path):
     failed.event("run_failed", why="a scorer could not be built")
     (failed.images / "step_000000").mkdir()
     (failed.path / "evaluations").mkdir()
-    (failed.path / "evaluations" / "step_000000.json").write_text(
-        "{}"
-    )  # a kill came before its row
+    # a kill came before its row
+    (failed.path / "evaluations" / "step_000000.json").write_text("{}")
     (failed.path / "mine.txt").write_text("a note")
     again = created(tmp_path, "seed=2")
     assert again.path == failed.path and again.configuration().seed == 2

@@ -87,9 +87,8 @@ def test_a_hub_id_is_what_its_own_description_says(hub, settings):
     )
     quick = clip(checkpoint="laion/plain:open_clip_model.safetensors")
     assert np.abs(plain(IMAGES, PROMPTS, [{}] * 7) - quick(IMAGES, PROMPTS, [{}] * 7)).max() > 1e-4
-    told = clip(
-        architecture=parity.TINY
-    )  # an architecture that is given wins; mean and deviation stay the repository's
+    # an architecture that is given wins; mean and deviation stay the repository's
+    told = clip(architecture=parity.TINY)
     assert told.mean == half and np.array_equal(
         told(IMAGES, PROMPTS, [{}] * 7), plain(IMAGES, PROMPTS, [{}] * 7)
     )
@@ -104,10 +103,8 @@ def test_a_hub_id_that_does_not_say_what_it_is_is_refused(hub, name):
         clip(name)
     assert "\n" not in str(caught.value)
     assert clip(name, architecture=parity.TINY).mean == CLIP_MEAN
-    for more in (
-        {},
-        {"architecture": parity.TINY},
-    ):  # whether mean and deviation are CLIP's must not depend on the network
+    # whether mean and deviation are CLIP's must not depend on the network
+    for more in ({}, {"architecture": parity.TINY}):
         with pytest.raises(
             ScorerSetupError,
             match=r"'someone/offline' .* does not say whether .* \(OSError: no network\): fetch it",

@@ -85,12 +85,10 @@ def test_normalisation_is_over_the_images_that_have_a_reward():
 def test_an_optional_scorers_mean_stands_in_for_what_it_missed():
     combination = Combination({"a": 1.0, "b": 1.0}, optional=frozenset({"b"}))
     a = np.float32([1, 2, 3, NAN])
-    assert near(
-        combination({"a": a, "b": np.float32([10, NAN, 20, 90])}), [11, 17, 23, NAN]
-    )  # 90 has no reward: not in the mean
-    assert near(
-        combination({"a": a, "b": np.full(4, NAN, np.float32)}), a
-    )  # left out of the whole group
+    # 90 has no reward: not in the mean
+    assert near(combination({"a": a, "b": np.float32([10, NAN, 20, 90])}), [11, 17, 23, NAN])
+    # left out of the whole group
+    assert near(combination({"a": a, "b": np.full(4, NAN, np.float32)}), a)
     alone = combination.for_evaluation
     assert alone.weights == {"a": 1.0} and near(alone({"a": a, "b": a}), a)
 
@@ -156,9 +154,8 @@ def test_what_is_known_is_not_scored_again():
     prompts, metadata = ["a", "b", "c", "a"], [{}, {}, {}, {}]
     first = cache.attempt(images, prompts, metadata)
     plain = WeightedScorer({"own": Counting()}, {"own": 1.0}).attempt(images, prompts, metadata)
-    assert np.array_equal(first.scores["own"], plain.scores["own"]) and inner.calls == [
-        3
-    ]  # the twin was scored once
+    # the twin was scored once
+    assert np.array_equal(first.scores["own"], plain.scores["own"]) and inner.calls == [3]
     assert np.array_equal(first.parts["own/first"], plain.parts["own/first"])
     again = cache.attempt(images[::-1], prompts[::-1], metadata)
     assert np.array_equal(again.scores["own"], first.scores["own"][::-1]) and inner.calls == [3]
