@@ -64,9 +64,9 @@ def test_an_image_is_right_for_its_scene_told_either_way_and_without_relation():
 def test_near_misses_are_wrong_near_and_of_the_train_split():
     for scene in all_scenes()[::13]:
         near = near_misses(scene)
-        assert (
-            len(near) == len(set(near)) and scene not in near and flipped_or_same(scene) not in near
-        )
+        assert len(near) == len(set(near))
+        assert scene not in near
+        assert flipped_or_same(scene) not in near
         assert all(other.split == "train" and not shows(scene, other) for other in near)
     near = [scene.caption for scene in near_misses(parse("a red circle"))]
     assert "a yellow circle" in near and "a red cross" in near and len(near) >= 5 + 3

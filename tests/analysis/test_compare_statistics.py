@@ -24,9 +24,8 @@ def test_pairing_takes_away_what_seeds_have_in_common():
     }
     found = paired(ours, shifts)
     assert found.count == 3  # seed 7 has no partner
-    assert found.mean == pytest.approx(0.2, abs=1e-12) and found.error == pytest.approx(
-        0.1 / math.sqrt(3), abs=1e-12
-    )
+    assert found.mean == pytest.approx(0.2, abs=1e-12)
+    assert found.error == pytest.approx(0.1 / math.sqrt(3), abs=1e-12)
     assert mean_of([ours[seed] for seed in range(3)]).error > 20 * found.error
 
 
@@ -48,10 +47,8 @@ def test_time_to_a_gain_lies_on_the_straight_line_between_evaluations():
     assert time_to(found, 0.25) == pytest.approx(25.0)
     assert time_to(found, 0.4) == pytest.approx(30.0)
     assert time_to(found, 0.41) is None
-    assert (
-        time_to(found, 0.0) is None
-        and time_to(found, -1.0) is None
-        and time_to(found, math.nan) is None
-    )
+    assert time_to(found, 0.0) is None
+    assert time_to(found, -1.0) is None
+    assert time_to(found, math.nan) is None
     # two points: the way between them was not seen
     assert time_to(curve((0, 0.0), (30, 0.4)), 0.1) is None

@@ -53,10 +53,8 @@ def test_full_precision_at_full_steps_is_the_truth_itself(config, tmp_path):
     raw = json.loads((out / "rewards.json").read_text())
     rows = {(row["backend"], row["steps"]): row["measures"] for row in summary["rows"]}
     assert list(rows) == [(backend, n) for backend in ("emulated_nvfp4", "fp32") for n in steps]
-    assert (
-        raw["proxies"][f"fp32/{steps[1]}"] == raw["truth"]
-        and rows["fp32", steps[1]] == summary["perfect"]
-    )
+    assert raw["proxies"][f"fp32/{steps[1]}"] == raw["truth"]
+    assert rows["fp32", steps[1]] == summary["perfect"]
     assert raw["proxies"]["emulated_nvfp4/1"] != raw["proxies"]["fp32/1"] != raw["truth"]
     # a random ranking of 24 seeds has a tau of standard error 0.145 (0.10 over two prompts); NVFP4
     # at full steps is no lottery
@@ -112,11 +110,9 @@ def test_a_trained_policy_is_measured_with_its_own_weights(config, tmp_path, cap
         main([*command, "--set", "regenerate.steps=2", "--set", "explore.scale_search=false"]) == 0
     )
     other = json.loads((rundir.path.parent / "faithful-fidelity" / "fidelity.json").read_text())
-    assert (
-        other["truth"]["steps"] == 2
-        and other["explore"]["scale_search"] is False
-        and other["checkpoint"] == "step_000002"
-    )
+    assert other["truth"]["steps"] == 2
+    assert other["explore"]["scale_search"] is False
+    assert other["checkpoint"] == "step_000002"
     capsys.readouterr()
     assert main([*command, "--set", "lora.rank=8", "--set", "explore.steps=5"]) == 2
     (line,) = capsys.readouterr().err.strip().splitlines()

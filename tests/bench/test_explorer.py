@@ -28,9 +28,8 @@ CPU = torch.device("cpu")
     ("share", "fp4", "fp8"), [(0.80, 2.5, 1.667), (0.0, 1.0, 1.0), (1.0, 4.0, 2.0)]
 )
 def test_the_bound_is_amdahls(share, fp4, fp8):
-    assert bound(share, "nvfp4") == pytest.approx(fp4, abs=1e-3) and bound(
-        share, "fp8"
-    ) == pytest.approx(fp8, abs=1e-3)
+    assert bound(share, "nvfp4") == pytest.approx(fp4, abs=1e-3)
+    assert bound(share, "fp8") == pytest.approx(fp8, abs=1e-3)
     assert bound(share, "bf16") == 1.0
 
 
@@ -44,9 +43,8 @@ def test_the_share_of_a_published_architecture():
     attention = blocks * 2 * (image + text) ** 2 * d
     with case_of("sd3.5-large", 1024, False) as case:
         share = quantisable_share(case, BACKENDS["te_nvfp4"])
-    assert share == pytest.approx(
-        linears / (linears + attention), abs=2e-3
-    ) and share == pytest.approx(0.77, abs=5e-3)
+    assert share == pytest.approx(linears / (linears + attention), abs=2e-3)
+    assert share == pytest.approx(0.77, abs=5e-3)
 
 
 # its kind is there already
@@ -120,12 +118,15 @@ def test_the_table(capsys, tiny_sd3_dir, tmp_path):
     arguments = [argument for setting in settings for argument in ("--set", setting)]
     assert survival_main([*arguments, "--sizes", "0.01", "--json", str(out)]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert (
-        len(lines) == 2 + 4 + 2 + 2
-        and [cell.strip() for cell in lines[2].split("|")[1:6]]
-        == ["nvfp4", "none", "own", "random, 1.00%", "1.00%"]
-        and out.exists()
-    )
+    assert len(lines) == 2 + 4 + 2 + 2
+    assert [cell.strip() for cell in lines[2].split("|")[1:6]] == [
+        "nvfp4",
+        "none",
+        "own",
+        "random, 1.00%",
+        "1.00%",
+    ]
+    assert out.exists()
     assert survival_main(["--preset", "quickstrat"]) == 2
 
 

@@ -158,9 +158,8 @@ def test_without_it_an_iteration_is_explored_by_its_own_policy(played, tiny_sd3_
     assert newest.chosen[0] == played[0].chosen[0]
     means = [run.rows[1]["explore/reward_mean"] for run in (newest, played[0])]
     assert means[0] != means[1]  # other policies draw other images of the same noises
-    assert (
-        "previous.safetensors" in played[0].files() and "previous.safetensors" not in newest.files()
-    )
+    assert "previous.safetensors" in played[0].files()
+    assert "previous.safetensors" not in newest.files()
 
 
 @pytest.mark.parametrize("stop", [pytest.param(1, marks=pytest.mark.slow), 2])
@@ -237,6 +236,5 @@ def test_it_can_be_compared():
         (1, False),
     ]
     comparison = read_comparison(Request("ahead"))
-    assert [cell.tree.get("explore_ahead") for cell in comparison.cells] == [0, 1] and len(
-        comparison.seeds
-    ) == 3
+    assert [cell.tree.get("explore_ahead") for cell in comparison.cells] == [0, 1]
+    assert len(comparison.seeds) == 3

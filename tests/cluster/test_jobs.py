@@ -163,9 +163,8 @@ def test_the_kuberay_manifest_trains_something_that_can_be():
         == f"ray.io/accelerator-type={config.services.rollout.accelerator}"
     )
     most = config.services.rollout.max_actors
-    assert (
-        most is not None and rollout["maxReplicas"] * 8 * 1.0 >= most * config.services.rollout.gpus
-    )
+    assert most is not None
+    assert rollout["maxReplicas"] * 8 * 1.0 >= most * config.services.rollout.gpus
     grace = cluster["headGroupSpec"]["template"]["spec"]["terminationGracePeriodSeconds"]
     assert grace > int(env["env_vars"]["RAY_JOB_STOP_WAIT_TIME_S"]) and learner["maxReplicas"] == 1
 
@@ -302,10 +301,8 @@ def test_a_submitted_job_is_watched_scaled_and_stopped_with_a_whole_checkpoint_a
     (checkpoint,) = (run / "checkpoints").glob("step_*")
     done = int(checkpoint.name[5:])
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    assert (
-        done == 1 + max(row["iteration"] for row in rows if row["kind"] == "iteration")
-        and done < 400
-    )
+    assert done == 1 + max(row["iteration"] for row in rows if row["kind"] == "iteration")
+    assert done < 400
     assert json.loads((run / "events.jsonl").read_text().splitlines()[-1])["event"] == "run_stopped"
 
     more = head.sol_rl(

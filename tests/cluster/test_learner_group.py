@@ -109,10 +109,8 @@ def test_a_run_with_two_replicas_learns_what_one_learner_does(pair, tiny_sd3_dir
     )
     assert apart < bound < moved / 100
     assert selections(pair)[0] == selections(one)[0]
-    assert (
-        rows["reward/train_mean"] == row["reward/train_mean"]
-        and rows["optimizer/points"] == row["optimizer/points"]
-    )
+    assert rows["reward/train_mean"] == row["reward/train_mean"]
+    assert rows["optimizer/points"] == row["optimizer/points"]
     assert rows["time/allreduce_s"] > 0 and "time/allreduce_s" not in row
 
 
@@ -177,9 +175,8 @@ def test_a_killed_replica_starts_the_group_anew_and_nothing_is_lost(pair, tiny_s
     assert selections(run) == selections(pair) and adapters(run, 3) == adapters(pair, 3)
     events = run.events()
     died = [event for event in events if event["event"] == "actor_died"]
-    assert [event["kind"] for event in died] == ["learner", "learner"] and died[0][
-        "pid"
-    ] == killer.killed
+    assert [event["kind"] for event in died] == ["learner", "learner"]
+    assert died[0]["pid"] == killer.killed
     (restored,) = [event for event in events if event["event"] == "learner_restored"]
     assert (restored["iteration"], restored["during"]) == (1, 1)
     assert len([event for event in events if event["event"] == "replicas_met"]) == 2

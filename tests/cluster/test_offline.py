@@ -105,8 +105,6 @@ def test_standard_errors_are_clustered_by_prompt():
     assert clustered_error(values) == pytest.approx((4 / 3) ** 0.5)
     assert np.isnan(clustered_error(values[:1]))
     row = Evaluation(values, {"a": values}, np.zeros((0, 2, 3, 1, 1), np.uint8)).row(values - 0.5)
-    assert (
-        row["eval/gain"] == pytest.approx(0.5)
-        and row["eval/gain_stderr"] == 0
-        and row["reward/eval/a"] == pytest.approx(18 / 5)
-    )
+    assert row["eval/gain"] == pytest.approx(0.5)
+    assert row["eval/gain_stderr"] == 0
+    assert row["reward/eval/a"] == pytest.approx(18 / 5)

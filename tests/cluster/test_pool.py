@@ -298,9 +298,8 @@ def test_what_goes_wrong_in_the_driver_ends_the_run_instead_of_being_waited_for(
         )
 
     for error in harness.run(work):
-        assert isinstance(error, RunFailed) and "No space left on device: 'events.jsonl'" in str(
-            error
-        )
+        assert isinstance(error, RunFailed)
+        assert "No space left on device: 'events.jsonl'" in str(error)
 
 
 def test_the_last_one_benched_while_another_fails_to_start_ends_the_run(ray_here, tmp_path):

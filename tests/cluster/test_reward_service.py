@@ -53,18 +53,15 @@ def test_actors_of_their_own_change_no_score(shared):
     together, scoring = shared.score(rewards_of(MEAN, JPEG))
     means = scoring.tally.scorer_means()
     assert means["reward/mean"] == 1.5 and "rewards/stood_in" not in means
-    assert (
-        means["rewards/images_per_s/mean"] > 0
-        and means["rewards/images_per_s/jpeg_compressibility"] > 0
-    )
+    assert means["rewards/images_per_s/mean"] > 0
+    assert means["rewards/images_per_s/jpeg_compressibility"] > 0
     with Harness(
         config([MEAN, JPEG], {"actors": 1}, own={"jpeg_compressibility": {"actors": 1}})
     ) as harness:
         apart, _ = harness.score()
         assert sum(event.startswith("actor_started") for event in harness.events) == 2
-    assert np.array_equal(together.rewards, apart.rewards) and list(apart.values) == list(
-        together.values
-    )
+    assert np.array_equal(together.rewards, apart.rewards)
+    assert list(apart.values) == list(together.values)
     assert all(
         np.array_equal(apart.values[label], together.values[label]) for label in apart.values
     )
@@ -73,9 +70,8 @@ def test_actors_of_their_own_change_no_score(shared):
 def test_held_out_scorers_score_evaluations_only(shared):
     rewards = rewards_of(MEAN, evaluation_scorers=[JPEG], normalise="zscore")
     trained, _ = shared.score(rewards)
-    assert set(trained.values) == {"mean"} and trained.rewards[0] == pytest.approx(
-        -1.5 / np.sqrt(1.25)
-    )
+    assert set(trained.values) == {"mean"}
+    assert trained.rewards[0] == pytest.approx(-1.5 / np.sqrt(1.25))
     evaluated, _ = shared.score(rewards, evaluation=True)
     assert set(evaluated.values) == {"mean", "jpeg_compressibility"}
     assert evaluated.rewards.tolist() == [0, 1, 2, 3]
@@ -137,9 +133,8 @@ def test_a_pool_is_normalised_as_a_whole(shared):
     parts = shared.wait(*halves)
     assert parts[0].rewards.tolist() == parts[1].rewards.tolist() == [-1, 1]
     whole = Scored.concatenate(parts)
-    assert np.allclose(whole.rewards, (np.arange(4) - 1.5) / np.sqrt(1.25)) and whole.values[
-        "mean"
-    ].tolist() == [0, 1, 2, 3]
+    assert np.allclose(whole.rewards, (np.arange(4) - 1.5) / np.sqrt(1.25))
+    assert whole.values["mean"].tolist() == [0, 1, 2, 3]
 
 
 def test_evaluations_are_scored_once_by_content(ray_here, tmp_path):
@@ -151,9 +146,8 @@ def test_evaluations_are_scored_once_by_content(ray_here, tmp_path):
         (second, again) = harness.score(evaluation=True)
         assert np.array_equal(first.rewards, second.rewards) and log.read_text() == "4\n"
         # remembering is no work
-        assert (
-            scoring.tally.speeds()["rewards/images_per_s/counts"] > 0 and again.tally.speeds() == {}
-        )
+        assert scoring.tally.speeds()["rewards/images_per_s/counts"] > 0
+        assert again.tally.speeds() == {}
         harness.score()
         harness.score()
         assert log.read_text() == "4\n4\n4\n"  # in training nothing is remembered
@@ -179,11 +173,9 @@ def test_a_batch_that_nobody_survives_is_dropped_and_counted(ray_here, kind):
     )
     with Harness(run) as harness:
         scored, scoring = harness.score()
-        assert (
-            scored.values["mean"].tolist() == [0, 1, 2, 3]
-            and np.isnan(scored.rewards).all()
-            and scoring.tally.dropped == 4
-        )
+        assert scored.values["mean"].tolist() == [0, 1, 2, 3]
+        assert np.isnan(scored.rewards).all()
+        assert scoring.tally.dropped == 4
         assert sum(event.startswith("actor_died") for event in harness.events) == 2
     why = "no answer for 2 s" if kind == "hangs" else "died"
     with pytest.raises(
@@ -243,9 +235,7 @@ def test_a_run_with_a_group_of_its_own_and_a_held_out_scorer(
         assert row["reward/eval_mean"] == pytest.approx(row["reward/eval/jpeg_compressibility"])
         assert row["rewards/images_per_s/jpeg_incompressibility"] > 0
     last = [row for row in rows if row["kind"] == "iteration"][-1]
-    assert (
-        "reward/jpeg_incompressibility" not in last
-        and last["rewards/images_per_s/jpeg_compressibility"] > 0
-    )
+    assert "reward/jpeg_incompressibility" not in last
+    assert last["rewards/images_per_s/jpeg_compressibility"] > 0
     started = [event["kind"] for event in run.events() if event["event"] == "actor_started"]
     assert started.count("scorers.jpeg_compressibility") == 1 and started.count("reward") == 1

@@ -37,19 +37,15 @@ def test_the_run_leaves_what_it_should(undisturbed):
         ("evaluation", 3),
     ]
     last = rows[3]
-    assert (
-        last["samples_seen"] == 3 * 2 * 4
-        and last["policy_version"] == 2
-        and last["weights/version"] == 3
-    )
+    assert last["samples_seen"] == 3 * 2 * 4
+    assert last["policy_version"] == 2
+    assert last["weights/version"] == 3
     assert last["explore/contrast"] == pytest.approx(
         last["explore/reward_best"] - last["explore/reward_worst"]
     )
-    assert (
-        last["rewards/failed"] == 0
-        and last["rollout/reissued"] == 0
-        and -1 <= last["audit/kendall_tau"] <= 1
-    )
+    assert last["rewards/failed"] == 0
+    assert last["rollout/reissued"] == 0
+    assert -1 <= last["audit/kendall_tau"] <= 1
     assert 0 < last["weights/codes_changed"] < 1
     names = [event["event"] for event in undisturbed.events()]
     assert names[0] == "run_started" and names[-1] == "run_finished"

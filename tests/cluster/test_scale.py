@@ -54,11 +54,9 @@ def test_a_pool_grows_and_shrinks_under_load_and_every_unit_counts_once(ray_here
         kind: [fields["actor"] for name, fields in harness.events if name == kind]
         for kind in ("actor_added", "actor_removed")
     }
-    assert (
-        sorted(named["actor_removed"]) == [1, 2]
-        and sorted(named["actor_added"][:2]) == [1, 2]
-        and named["actor_added"][2] == 3
-    )
+    assert sorted(named["actor_removed"]) == [1, 2]
+    assert sorted(named["actor_added"][:2]) == [1, 2]
+    assert named["actor_added"][2] == 3
     assert sorted(harness.released) == ["echo-1", "echo-2"]
 
 
@@ -186,9 +184,8 @@ def test_a_run_that_sizes_itself_trains_the_same_bits(
         if event["event"] == "pool_scaled"
     ]
     assert scaled == [(1, 2), (2, 1)]
-    assert selections(run) == selections(undisturbed) and adapters(run, 3) == adapters(
-        undisturbed, 3
-    )
+    assert selections(run) == selections(undisturbed)
+    assert adapters(run, 3) == adapters(undisturbed, 3)
 
 
 def test_sizes_that_are_not_allowed_or_have_no_room_are_refused_and_the_run_goes_on(

@@ -63,11 +63,9 @@ def test_three_scorers_train_the_shapes_model_end_to_end(ray_here, tmp_path, cap
     labels = ("shapes", "clipscore", "jpeg_incompressibility")
     for row in (row for row in rows if row["kind"] == "iteration"):
         assert row["rewards/failed"] == 0 and row["grad_norm"] > 0
-        assert (
-            0 <= row["reward/shapes"] <= 1
-            and -1 <= row["reward/clipscore"] <= 1
-            and row["reward/jpeg_incompressibility"] > 0.3
-        )
+        assert 0 <= row["reward/shapes"] <= 1
+        assert -1 <= row["reward/clipscore"] <= 1
+        assert row["reward/jpeg_incompressibility"] > 0.3
         assert all(row[f"rewards/images_per_s/{label}"] > 0 for label in labels)
     evaluations = [row for row in rows if row["kind"] == "evaluation"]
     assert len(evaluations) == 2
@@ -75,14 +73,11 @@ def test_three_scorers_train_the_shapes_model_end_to_end(ray_here, tmp_path, cap
         raw = [row[f"reward/eval/{label}"] for label in labels]
         assert row["reward/eval_mean"] == pytest.approx(raw[0] + raw[1] + 0.5 * raw[2], rel=1e-5)
     kept = json.loads((run.path / "evaluations" / "step_000001.json").read_text())["scores"]
-    assert set(kept) == set(labels) and all(
-        len(grid) == 4 and len(grid[0]) == 2 for grid in kept.values()
-    )
+    assert set(kept) == set(labels)
+    assert all(len(grid) == 4 and len(grid[0]) == 2 for grid in kept.values())
     text = page_of(run.path).text
-    assert (
-        all(f"Scorer {label}" in text for label in labels)
-        and "What rose, and at whose cost" in text
-    )
+    assert all(f"Scorer {label}" in text for label in labels)
+    assert "What rose, and at whose cost" in text
 
 
 @pytest.mark.slow
@@ -137,16 +132,14 @@ def test_a_scorer_that_is_killed_or_hangs_costs_an_actor_and_nothing_else(
     undisturbed, tiny_sd3_dir, tmp_path, kind, why
 ):
     run = run_here(troubled(tiny_sd3_dir, tmp_path, kind, services__reward__deadline_s=10.0))
-    assert selections(run) == selections(undisturbed) and adapters(run, 3) == adapters(
-        undisturbed, 3
-    )
+    assert selections(run) == selections(undisturbed)
+    assert adapters(run, 3) == adapters(undisturbed, 3)
     events = run.events()
     assert events[-1]["event"] == "run_finished"
     # more than one where the machine is very busy
     died = [event for event in events if event["event"] == "actor_died"]
-    assert {event["kind"] for event in died} == {"reward"} and any(
-        why in event["why"] for event in died
-    )
+    assert {event["kind"] for event in died} == {"reward"}
+    assert any(why in event["why"] for event in died)
     assert any(event["event"] == "chunk_reissued" and event["kind"] == "reward" for event in events)
     assert all(row["rewards/failed"] == 0 for row in run.metrics() if row["kind"] == "iteration")
 
@@ -156,9 +149,8 @@ def test_a_scorer_that_lies_is_left_out_where_it_is_optional_and_ends_the_run_wh
     undisturbed, tiny_sd3_dir, tmp_path
 ):
     run = run_here(troubled(tiny_sd3_dir, tmp_path, "nan", scorer={"required": False}))
-    assert selections(run) == selections(undisturbed) and adapters(run, 3) == adapters(
-        undisturbed, 3
-    )
+    assert selections(run) == selections(undisturbed)
+    assert adapters(run, 3) == adapters(undisturbed, 3)
     rows = run.metrics()
     for row in (row for row in rows if row["kind"] == "iteration"):
         # explored and regenerated

@@ -79,19 +79,15 @@ def test_a_later_layer_wins_and_an_override_comes_last(tmp_path):
 
 def test_a_misspelt_key_names_the_nearest():
     (line,) = lines("quickstart", "explore.stepz=3")
-    assert (
-        line.startswith("explore.stepz: no such key (did you mean 'steps'?)")
-        and "pool_size" in line
-    )
+    assert line.startswith("explore.stepz: no such key (did you mean 'steps'?)")
+    assert "pool_size" in line
 
 
 def test_a_wrong_value_names_key_value_and_choices():
     (line,) = lines("quickstart", "arm=solrl")
-    assert (
-        line.startswith("arm = 'solrl'")
-        and "'naive_quant'" in line
-        and "did you mean 'sol_rl'" in line
-    )
+    assert line.startswith("arm = 'solrl'")
+    assert "'naive_quant'" in line
+    assert "did you mean 'sol_rl'" in line
 
 
 @pytest.mark.parametrize(

@@ -232,6 +232,5 @@ def test_held_out_scenes_are_not_trained_on():
         for prompts in scenes()
     ]
     assert not pairs[0] & pairs[1]
-    assert {subject for subject, _ in pairs[0]} == set(SUBJECTS) and {
-        place for _, place in pairs[0]
-    } == set(PLACES)
+    assert {subject for subject, _ in pairs[0]} == set(SUBJECTS)
+    assert {place for _, place in pairs[0]} == set(PLACES)

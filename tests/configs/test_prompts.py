@@ -28,10 +28,8 @@ def test_text_and_geneval_lines(tmp_path):
     lines.write_text(GENEVAL + "\n")
     (prompt,) = read_prompts(str(lines))
     assert prompt.text == "a photo of two wine glasses"
-    assert (
-        prompt.metadata["include"] == [{"class": "wine glass", "count": 2}]
-        and prompt.metadata["tag"] == "counting"
-    )
+    assert prompt.metadata["include"] == [{"class": "wine glass", "count": 2}]
+    assert prompt.metadata["tag"] == "counting"
 
 
 @pytest.mark.parametrize(
@@ -92,11 +90,9 @@ def test_a_pass_takes_every_prompt_at_most_once_and_all_that_fit(count, per, see
 
 def test_the_order_depends_on_the_seed_and_on_the_pass():
     one, two = prompts_of_iteration(50, 50, 0, 1), prompts_of_iteration(50, 50, 0, 2)
-    assert (
-        one != two
-        and one != prompts_of_iteration(50, 50, 1, 1)
-        and one == prompts_of_iteration(50, 50, 0, 1)
-    )
+    assert one != two
+    assert one != prompts_of_iteration(50, 50, 1, 1)
+    assert one == prompts_of_iteration(50, 50, 0, 1)
 
 
 def test_held_out_prompts_are_not_trained_on():

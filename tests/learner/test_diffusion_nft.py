@@ -196,9 +196,8 @@ def test_points_lie_on_the_path_at_times_of_the_schedule():
     points = build_objective(DiffusionNFTSettings(times_per_sample=3)).points(
         {"latents": samples}, sigmas, np.random.default_rng(1)
     )
-    assert len(points) == 15 and points.sample_index.tolist() == [
-        i for i in range(5) for _ in range(3)
-    ]
+    assert len(points) == 15
+    assert points.sample_index.tolist() == [i for i in range(5) for _ in range(3)]
     assert torch.equal(points.given["x0"], samples[points.sample_index])
     t = points.sigma.reshape(-1, 1, 1, 1)
     assert torch.equal(points.x_t, (1 - t) * points.given["x0"] + t * points.given["eps"])
@@ -209,9 +208,8 @@ def test_points_lie_on_the_path_at_times_of_the_schedule():
     again = build_objective(DiffusionNFTSettings(times_per_sample=3)).points(
         {"latents": samples}, sigmas, np.random.default_rng(1)
     )
-    assert torch.equal(again.given["eps"], points.given["eps"]) and torch.equal(
-        again.sigma, points.sigma
-    )
+    assert torch.equal(again.given["eps"], points.given["eps"])
+    assert torch.equal(again.sigma, points.sigma)
 
 
 def test_more_times_than_the_schedule_has():

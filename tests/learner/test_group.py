@@ -208,10 +208,8 @@ def test_a_failure_on_one_is_taken_back_and_said_on_both(two):
 
 def test_any_other_failure_names_the_replica(two):
     (first, one), (second, other) = seen(two, "fails", 0), seen(two, "fails", 1)
-    assert (
-        first["said"] == "replica 1 of the learner failed: ArithmeticError: out of order"
-        and second["said"] == "out of order"
-    )
+    assert first["said"] == "replica 1 of the learner failed: ArithmeticError: out of order"
+    assert second["said"] == "out of order"
     assert first["unchanged"] and second["unchanged"] and identical(one, other)
 
 
@@ -247,8 +245,6 @@ def test_alone_nothing_is_added_and_nobody_is_waited_for():
     alone, tensor = Replicas(), torch.tensor([0.1, -0.0, 3e38])
     before = tensor.clone()
     alone.add([tensor])
-    assert (
-        torch.equal(tensor, before)
-        and alone.exchange({"a": 1}) == [{"a": 1}]
-        and alone.take_times() == {}
-    )
+    assert torch.equal(tensor, before)
+    assert alone.exchange({"a": 1}) == [{"a": 1}]
+    assert alone.take_times() == {}

@@ -139,9 +139,8 @@ def test_several_steps_deal_every_sample_once(tiny_sd3_dir):
 
     trainer.updater._step = spy
     trainer.update(1, tiny_groups(2, 3))
-    assert sorted(map(len, seen)) == [1, 1, 2, 2] and sorted(
-        i for part in seen for i in part
-    ) == list(range(6))
+    assert sorted(map(len, seen)) == [1, 1, 2, 2]
+    assert sorted(i for part in seen for i in part) == list(range(6))
     assert seen != [[0, 1], [2, 3], [4], [5]]  # shuffled
     steps = [
         t.item() for name, t in trainer.updater.trained.state().items() if name.startswith("step/")
@@ -222,16 +221,13 @@ def test_training_moves_towards_good_samples_and_away_from_bad_ones(tiny_sd3_dir
 def test_half_precision_base_with_float32_adapters(tiny_sd3_dir):
     trainer = tiny_trainer(tiny_sd3_dir, regenerate={"steps": 4, "precision": "bf16"})
     kinds = {("lora_" in name, p.dtype) for name, p in trainer.transformer.named_parameters()}
-    assert (
-        (True, torch.float32) in kinds
-        and (True, torch.bfloat16) not in kinds
-        and (False, torch.bfloat16) in kinds
-    )
+    assert (True, torch.float32) in kinds
+    assert (True, torch.bfloat16) not in kinds
+    assert (False, torch.bfloat16) in kinds
     before = adapter_state(trainer.transformer, "current")
     metrics = trainer.update(1, tiny_groups())
-    assert np.isfinite(metrics["grad_norm"]) and not identical(
-        before, adapter_state(trainer.transformer, "current")
-    )
+    assert np.isfinite(metrics["grad_norm"])
+    assert not identical(before, adapter_state(trainer.transformer, "current"))
 
 
 def test_missing_rewards_and_ill_shaped_groups_are_refused(tiny_sd3_dir):

@@ -141,9 +141,8 @@ def test_what_is_missing_and_what_exists_is_said():
         "services.rollout: 4 of 8 actors have no place: each needs 0.5 CPU and 1 GPU on a node"
         " with "
     )
-    assert (
-        f"{ACCELERATOR}=B200" in rollout and f"2 x (16 CPU, 8 GPU, {ACCELERATOR}=H200)" in rollout
-    )
+    assert f"{ACCELERATOR}=B200" in rollout
+    assert f"2 x (16 CPU, 8 GPU, {ACCELERATOR}=H200)" in rollout
     assert reward.startswith("services.reward: 1 of 1 actors have no place: each needs 64 CPU;")
 
 
@@ -322,7 +321,5 @@ def test_whatever_is_placed_fits(machines, asked):
     for node in nodes:
         here = [need for need in needs if chosen[need.actor] == node.id]
         assert fits(node, here) and all(matches(node.labels, need.labels) for need in here)
-        assert (
-            sum(need.gpus for need in here) <= node.gpus + 1e-9
-            and sum(need.cpus for need in here) <= node.cpus + 1e-9
-        )
+        assert sum(need.gpus for need in here) <= node.gpus + 1e-9
+        assert sum(need.cpus for need in here) <= node.cpus + 1e-9

@@ -57,9 +57,8 @@ def test_an_explorer_holds_what_the_plan_says(directories, name, backend, dtype)
     width = {"bf16": torch.bfloat16, "fp32": torch.float32}[dtype]
     real = Explorer(family, BACKENDS[backend], (), "cpu", width)
     blank, rows, layers = meta.blank_explorer(family, BACKENDS[backend], (), width)
-    assert rows == real.plan and all(
-        tensor.is_meta for tensor in (*blank.parameters(), *blank.buffers())
-    )
+    assert rows == real.plan
+    assert all(tensor.is_meta for tensor in (*blank.parameters(), *blank.buffers()))
     assert memory.held_bytes(blank) == memory.held_bytes(real.transformer)
     assert memory.decoding_work(family, 1)[0] == memory.held_bytes(real.vae)
 
@@ -214,10 +213,8 @@ def test_a_plan_on_assumed_gpus(tiny_sd3_dir, tmp_path):
     plan = make_plan(on_gpus(tiny_sd3_dir, tmp_path), Assumptions(utilisation=0.25, node_gpus=2))
     # 2 explorers, a learner
     assert (plan.backend, [node.id for node in plan.nodes]) == ("torch_nvfp4", ["node 1", "node 2"])
-    assert plan.device == Device("B200", 2250, 9000, 180, 0.25) and set(plan.placed.values()) == {
-        "node 1",
-        "node 2",
-    }
+    assert plan.device == Device("B200", 2250, 9000, 180, 0.25)
+    assert set(plan.placed.values()) == {"node 1", "node 2"}
     seconds = {name: stage.seconds(plan.device) for name, stage in plan.stages.items()}
     # the second of two prompts is regenerated when all is explored
     rollouts = max(seconds["explore"] + seconds["regenerate"] / 2, seconds["regenerate"])
@@ -242,11 +239,9 @@ def test_what_does_not_fit_is_said(tiny_sd3_dir, tmp_path):
         [Node("a", 8, 8, {"ray.io/accelerator-type": "H100"})],
     )
     text = "\n".join(lines_of(plan))
-    assert (
-        "placement   none" in text
-        and "services.rollout: 2 of 2 actors have no place" in text
-        and "no node has these labels" in text
-    )
+    assert "placement   none" in text
+    assert "services.rollout: 2 of 2 actors have no place" in text
+    assert "no node has these labels" in text
     assert "too large   learner needs" in text and "too long    the update is one task" in text
 
 
@@ -263,10 +258,8 @@ def test_the_command_on_cpus(tiny_sana_dir, tmp_path, capsys):
     file = write_toml(run_of("sana", tiny_sana_dir, tmp_path), tmp_path)
     assert main(["plan", str(file)]) == 0
     text = capsys.readouterr().out
-    assert (
-        "emulated_nvfp4 (as configured)" in text
-        and "no GPU is asked for, so no time is predicted" in text
-    )
+    assert "emulated_nvfp4 (as configured)" in text
+    assert "no GPU is asked for, so no time is predicted" in text
     assert "(host)" in text and "broadcast   0.000 GB" in text
     assert main(["plan", str(file), "--peak-tflops", "0.1"]) == 0
     text = capsys.readouterr().out
@@ -289,11 +282,9 @@ def test_the_nodes_of_a_cluster(tiny_sd3_dir, tmp_path, capsys, monkeypatch):
     file = write_toml(run_of("sd3", tiny_sd3_dir, tmp_path), tmp_path)
     assert main(["plan", str(file), "--address", "head:6379"]) == 0
     text = capsys.readouterr().out
-    assert (
-        asked == ["head:6379"]
-        and "node 1 (4 CPU, 0 GPU): " in text
-        and "node 2 (2 CPU, 0 GPU, rack=7): " in text
-    )
+    assert asked == ["head:6379"]
+    assert "node 1 (4 CPU, 0 GPU): " in text
+    assert "node 2 (2 CPU, 0 GPU, rack=7): " in text
 
 
 @pytest.mark.parametrize(

@@ -174,10 +174,8 @@ def test_stages_are_counts_of_steps(tiny_sd3_dir, tmp_path):
     explore = plan.stages["explore"]
     regenerate = plan.stages["regenerate"]
     update = plan.stages["update"]
-    assert (
-        explore.unquantized + explore.quantised == 2 * 8 * 2 * step
-        and explore.decoding == 2 * 8 * decode
-    )
+    assert explore.unquantized + explore.quantised == 2 * 8 * 2 * step
+    assert explore.decoding == 2 * 8 * decode
     assert (regenerate.unquantized, regenerate.decoding) == (2 * 4 * 3 * step, 2 * 4 * decode)
     assert update.flops == 2 * 4 * 2 * (trained + 2 * adapted)
 

@@ -73,9 +73,8 @@ def test_a_store_that_is_too_small_is_named_with_what_it_should_be(config, small
         check_store(config, NODES, {**enough, small * 32: wanted / SPILLS_AT - 1.0})
     assert str(error.value).count("\n") == 0
     assert f"{2 + ahead} versions of the weights" in str(error.value)
-    assert f"node {small * 8} has" in str(
-        error.value
-    ) and f"--object-store-memory={store_size(wanted)}" in str(error.value)
+    assert f"node {small * 8} has" in str(error.value)
+    assert f"--object-store-memory={store_size(wanted)}" in str(error.value)
 
 
 def test_nothing_is_said_about_what_is_not_known(config):

@@ -144,11 +144,9 @@ def test_what_is_not_finite():
 def test_a_cast_does_not_reach_the_scales():
     layer = layer_of(linear_of())
     before = layer.scales.clone()
-    assert (
-        torch.equal(layer.bfloat16().scales, before)
-        and layer.bias is not None
-        and layer.bias.dtype == torch.bfloat16
-    )
+    assert torch.equal(layer.bfloat16().scales, before)
+    assert layer.bias is not None
+    assert layer.bias.dtype == torch.bfloat16
     y = layer(torch.ones(2, 64, dtype=torch.bfloat16))
     assert y.dtype == torch.bfloat16
 

@@ -176,10 +176,8 @@ def test_a_zero_block_and_an_underflowing_one():
     weight[0, 0], weight[0, 20] = 1.0, -(2.0**-19)
     packed = quantise(weight)
     assert packed.scales.tolist() == [[126, 0, 0]]
-    assert (
-        packed.codes[0, 8:16].tolist() == [0, 0, 0xF, 0, 0, 0, 0, 0]
-        and packed.codes[0, 16:].eq(0).all()
-    )
+    assert packed.codes[0, 8:16].tolist() == [0, 0, 0xF, 0, 0, 0, 0, 0]
+    assert packed.codes[0, 16:].eq(0).all()
     assert dequantise(packed)[0].tolist() == [1.0] + [0.0] * 47
 
 

@@ -165,9 +165,8 @@ def test_grid_places_every_pixel():
     images = np.arange(2 * 3 * 3, dtype=np.uint8).reshape(2, 3, 3, 1, 1)
     sheet = grid(images, gap=1, scale=2)
     assert sheet.shape == (3, 5, 8)
-    assert np.array_equal(sheet[:, 0, 0], images[0, 0, :, 0, 0]) and np.array_equal(
-        sheet[:, 4, 7], images[1, 2, :, 0, 0]
-    )
+    assert np.array_equal(sheet[:, 0, 0], images[0, 0, :, 0, 0])
+    assert np.array_equal(sheet[:, 4, 7], images[1, 2, :, 0, 0])
     assert (sheet[:, 2] == 255).all() and (sheet[:, :, 2] == 255).all()
 
 

@@ -204,12 +204,10 @@ def test_a_busy_port_is_one_clear_line_and_training_goes_on(caplog: pytest.LogCa
                 port, events=lambda name, **fields: events.append((name, fields))
             )
     assert [record.getMessage() for record in caplog.records] == [exporter.problem]
-    assert (
-        exporter.problem
-        and str(port) in exporter.problem
-        and "prometheus_port" in exporter.problem
-        and "\n" not in exporter.problem
-    )
+    assert exporter.problem
+    assert str(port) in exporter.problem
+    assert "prometheus_port" in exporter.problem
+    assert "\n" not in exporter.problem
     assert events == [
         ("metrics_unavailable", {"address": f"127.0.0.1:{port}", "why": "Address already in use"})
     ]

@@ -82,9 +82,8 @@ def test_the_padding_is_hpsv2s(sides):
 
 def test_padding_is_black_and_in_the_middle():
     padded = pad_square(np.full((1, 3, 16, 32), 255, np.uint8), 32)
-    assert padded.shape == (1, 3, 32, 32) and torch.equal(
-        padded[:, :, 8:24], torch.ones(1, 3, 16, 32)
-    )
+    assert padded.shape == (1, 3, 32, 32)
+    assert torch.equal(padded[:, :, 8:24], torch.ones(1, 3, 16, 32))
     assert not padded[:, :, :8].any() and not padded[:, :, 24:].any()
     # a side that would round to nothing
     assert pad_square(np.zeros((1, 3, 1, 500), np.uint8), 32).shape == (1, 3, 32, 32)
