@@ -23,6 +23,7 @@ from torch.utils._pytree import tree_leaves
 from bench.packing import Counting
 from configs.load import MODELS, load
 from configs.schema import RunConfig
+from configs.section import Tree
 from planning.make import described
 from policy.families import Family
 from policy.lora import adapted_modules, use
@@ -188,7 +189,7 @@ def share(form: Pass, bare: Pass, accelerator: Accelerator, products: bool = Fal
     return more / whole
 
 
-def as_rows(passes: dict[str, dict[str, Pass]]) -> list[dict[str, Any]]:
+def as_rows(passes: dict[str, dict[str, Pass]]) -> list[Tree]:
     """A row per pass and form beside the bare one."""
     rows = []
     for name, forms in passes.items():
@@ -197,7 +198,7 @@ def as_rows(passes: dict[str, dict[str, Pass]]) -> list[dict[str, Any]]:
             if form == "bare":
                 continue
             more = [a / b - 1 for a, b in zip(counts.totals, bare.totals, strict=True)]
-            row: dict[str, Any] = {"pass": name, "form": form}
+            row: Tree = {"pass": name, "form": form}
             row |= dict(zip(("multiplications", "kernels", "bytes"), more, strict=True))
             for gpu in GPUS:
                 row[gpu] = share(counts, bare, ACCELERATORS[gpu])
@@ -214,7 +215,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "--models", nargs="+", default=list(MODELS), help="of the presets, or configurations"
     )
     given = parser.parse_args(arguments)
-    found: dict[str, list[dict[str, Any]]] = {}
+    found: dict[str, list[Tree]] = {}
     for model in given.models:
         config = load(f"{model}-sol_rl-hpsv2" if model in MODELS else model)
         with described(config) as (family, _):

@@ -24,6 +24,7 @@ import torch
 
 from bench.timing import Options, Ratio, interleave
 from configs.rewards import Scorer as ScorerConfig
+from configs.section import Tree
 from rewards import ScorerSetupError, build
 from rewards.imagereward import WORDS
 
@@ -43,7 +44,7 @@ TINY_TOWER = {
     "num_attention_heads": 2,
 }
 TINY_VISION = {**TINY_TOWER, "image_size": 32, "patch_size": 16}
-SMALL: dict[str, Any] = {
+SMALL: Tree = {
     "clipscore": TINY_CLIP,
     "hpsv2": TINY_CLIP,
     "pickscore": {"projection_dim": 16, "text_config": TINY_TOWER, "vision_config": TINY_VISION},
@@ -91,7 +92,7 @@ def measure(options: Options) -> list[Ratio]:
 
 def _made(name: str, small: bool, folder: Path) -> Any:
     """The scorer, or None for one whose package is not installed."""
-    settings: dict[str, Any] = {}
+    settings: Tree = {}
     if name in LEARNED:
         settings = {"checkpoint": str(folder / "none")} | (
             {"architecture": SMALL[name]} if small else {}

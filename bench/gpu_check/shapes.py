@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from bench.architectures import case_of
 from bench.gpu_check.findings import Finding, Item
 from bench.gpu_check.setting import Setting
+from configs.section import Tree
 from policy.families.architectures import build, published_names
 from policy.memory import conditioning_like
 from policy.precision.backends import BACKENDS, Backend
@@ -23,7 +24,7 @@ from policy.precision.layer import PointwiseConvolution
 from policy.precision.swap import quantise_plan, weight_modules
 from records.errors import first_line
 
-FEW: dict[str, dict[str, Any]] = {
+FEW: dict[str, Tree] = {
     "flux": {"num_layers": 1, "num_single_layers": 1},
     "sd3": {"num_layers": 2, "dual_attention_layers": [0], "pos_embed_max_size": 64},
     "sana": {"num_layers": 1},

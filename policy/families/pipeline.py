@@ -10,7 +10,6 @@ import json
 import re
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
 
 from configs.section import Tree
 from configs.sections import Model
@@ -45,10 +44,10 @@ def model_directory(model: Model) -> str:
     return str(directory)
 
 
-class PipelineFile(dict[str, Any]):
+class PipelineFile(Tree):
     """A JSON object of a pipeline that says which file lacks what is looked up in it."""
 
-    def __init__(self, found: dict[str, Any], name: str, directory: str) -> None:
+    def __init__(self, found: Tree, name: str, directory: str) -> None:
         super().__init__(found)
         self._where = f"{name} of {directory!r}"
 
