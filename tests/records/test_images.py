@@ -91,7 +91,7 @@ def clips_of(frames: int, height: int, width: int) -> np.ndarray:
 
 
 def played(content: bytes) -> tuple[np.ndarray, list[int]]:
-    """Frames uint8 [F, H, W, 3] of an animated picture, and their milliseconds."""
+    """Frames uint8 [F, H, W, 3] of an animated image, and their milliseconds."""
     with Image.open(io.BytesIO(content)) as image:
         assert image.info["loop"] == 0
         rows = [
@@ -155,9 +155,9 @@ def test_clips_play_in_the_page(tmp_path: Path):
         shutil.rmtree(step)
     for step in (0, 1):
         save_images(run / "images", step, PROMPTS[:1], clips_of(4, 16, 16))
-    pictures = page_of(run).all("img")
-    assert len(pictures) == 4
-    assert all(str(p["src"]).startswith("data:image/webp;base64,") for p in pictures)
+    shown = page_of(run).all("img")
+    assert len(shown) == 4
+    assert all(str(p["src"]).startswith("data:image/webp;base64,") for p in shown)
     assert before_after(run / "images", prompts=1, noises=2).size[0] > 0
 
 
