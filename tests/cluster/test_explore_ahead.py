@@ -14,8 +14,9 @@ from cluster.driver.iteration import Iteration
 from configs.load import ConfigError
 from records.errors import RunFailed
 from records.rundir import RunDirectory
-from tests.cluster.faults import Fault, FaultInjector, lasting, outcome
+from tests.cluster.faults import Fault, FaultInjector
 from tests.cluster.local import Played, play
+from tests.cluster.outcomes import lasting, outcome
 from tests.cluster.runs import adapters, run_here, selections, tiny_config
 from tests.learner.tiny import tiny_groups, tiny_trainer
 

@@ -24,16 +24,8 @@ from records.errors import RunFailed
 from records.lock import held
 from records.rundir import ANOTHER_RUN, RunDirectory
 from tests.cluster import nodes
-from tests.cluster.faults import (
-    SERVICES,
-    Fault,
-    FaultInjector,
-    Recovery,
-    Way,
-    outcome,
-    recoveries,
-    recovery_table,
-)
+from tests.cluster.faults import SERVICES, Fault, FaultInjector, Way
+from tests.cluster.outcomes import Recovery, outcome, recoveries, recovery_table
 from tests.cluster.poisoned import PoisonedEncoder, PoisonedRollout
 from tests.cluster.processes import kill_tree, start, wait_until
 from tests.cluster.runs import main_here, run_here, tiny_config, write_toml

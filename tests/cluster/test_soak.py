@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from records.errors import RunFailed, Stopped
-from tests.cluster.faults import RECOVERING, RUN, SERVICES, TO_ACTORS, Fault, FaultInjector, lasting
+from tests.cluster.faults import RECOVERING, RUN, SERVICES, TO_ACTORS, Fault, FaultInjector
+from tests.cluster.outcomes import lasting
 from tools.soak.__main__ import main
 from tools.soak.draw import LONGEST_DELAY_S, VARIANTS, WAYS, Trial, draw
 from tools.soak.lines import identical, line_of, summary

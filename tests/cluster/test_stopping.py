@@ -23,7 +23,8 @@ from configs.schema import RunConfig
 from records.errors import StateLost, Stopped
 from records.rundir import RunDirectory
 from tests.cluster import hosts
-from tests.cluster.faults import Fault, FaultInjector, outcome
+from tests.cluster.faults import Fault, FaultInjector
+from tests.cluster.outcomes import outcome
 from tests.cluster.processes import finish, kill_tree, meanwhile, start, wait_until
 from tests.cluster.runs import main_here, run_here, tiny_config, write_toml
 
