@@ -157,7 +157,7 @@ class FaultInjector(Progress):
 
     def _inject(self, fault: Fault) -> None:
         if fault.way not in TO_ACTORS:
-            self._strike_run(fault)
+            self._inject_run(fault)
             return
         pool = next(pool for pool in self.session.services.pools if pool.kind == fault.kind)
         member = next((member for member in pool.members if member.index == fault.actor), None)
@@ -193,7 +193,7 @@ class FaultInjector(Progress):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL if fault.way == "kill" else signal.SIGSTOP)
 
-    def _strike_run(self, fault: Fault) -> None:
+    def _inject_run(self, fault: Fault) -> None:
         if fault in self.done:
             return
         self.done.append(fault)

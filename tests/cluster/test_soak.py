@@ -51,7 +51,7 @@ def test_everything_that_can_be_hit_is():
     assert {(f.kind, f.way) for trial in only for f in trial.faults} == {("reward", "stop")}
 
 
-def test_half_of_the_runs_have_two_faults_and_many_of_these_strike_a_recovery():
+def test_half_of_the_runs_have_two_faults_and_many_of_these_hit_a_recovery():
     trials = [draw(1, i, MOMENTS, SERVICES, ("kill", "node")) for i in range(1000)]
     two = [trial.faults for trial in trials if len(trial.faults) == 2]
     assert 436 < len(two) < 564  # 500 +- 16: four of them
