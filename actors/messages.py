@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 if TYPE_CHECKING:  # neither: the selector answers in messages, and starts without torch
     from ray import ObjectRef
 
-    from policy.precision.wire import Manifest
+    from policy.precision.manifest import Manifest
     from policy.types import Conditioning
 
 Images: TypeAlias = NDArray[np.uint8]  # [B, 3, H, W], or clips: [B, F, 3, H, W]
@@ -74,6 +74,7 @@ class ExploreChunk:
     steps: int
     solver: str
     return_latents: bool  # True where the explored samples themselves are trained on
+    start: int | None = None  # seed of the one initial noise of all paths; None: each its own
 
 
 @dataclass(frozen=True)
@@ -93,6 +94,7 @@ class GenerateRequest:
     solver: str | None  # None: that of the objective
     weights: str | None = None  # current, old, ema or base; None: the policy that is sampled
     guidance: float | None = None  # classifier-free, 1: none; None: that of regenerating
+    start: int | None = None  # seed of the one initial noise of all paths; None: each its own
 
 
 @dataclass(frozen=True)

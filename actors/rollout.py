@@ -25,8 +25,9 @@ from policy.families import family_for
 from policy.precision.backends import Backend, available_backends, eager_note, resolve_backend
 from policy.precision.compiling import computing
 from policy.precision.counting import configured_step
-from policy.precision.wire import Manifest
+from policy.precision.manifest import Manifest
 from policy.sampling.guidance import Guided
+from policy.sampling.paths import explored_paths
 from policy.types import DTYPES, Conditioning
 
 
@@ -115,8 +116,15 @@ class RolloutActor:
         """
         explorer = self._with(request.key.version, str(request.key))
         start = time.perf_counter()
+        path = explored_paths(self._run, request.solver, request.key.iteration)
         images, latents = explorer.explore(
-            conditioning, request.seeds, request.steps, request.solver, self._guided
+            conditioning,
+            request.seeds,
+            request.steps,
+            request.solver,
+            self._guided,
+            path=path,
+            start=request.start,
         )
         samples = {"latents": latents} if request.return_latents else {}
         return time.perf_counter() - start, images, samples

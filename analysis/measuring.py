@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from configs.arms import proxy_solver
 from configs.load import ConfigError
 from configs.prompts import Prompt, prompts_of_iteration, read_prompts
 from configs.schema import RunConfig
@@ -26,6 +27,7 @@ from policy.precision.backends import Backend, resolve_backend
 from policy.precision.compiling import CompileFailed
 from policy.sampling.guidance import Guided
 from policy.sampling.noise import stream_seed
+from policy.sampling.paths import explored_paths, shared_start
 from policy.types import DTYPES, Conditioning
 from records.errors import RunFailed
 from records.rundir import make_output
@@ -118,15 +120,26 @@ def explored(
     steps: int,
     upto: int | None = None,
 ) -> np.ndarray:
-    """Proxy images in the very chunks that a run would make them in; ``upto`` as in ``sample``."""
+    """Proxy images in the very chunks that a run would make them in; ``upto`` as in ``sample``.
+
+    With ``explore.paths`` they are those of the first iteration's paths.
+    """
     size, guided = config.explore.chunk_size, Guided.of(config.guidance, "explore")
+    solver = proxy_solver(config)
+    path, start = explored_paths(config, solver, 0), shared_start(config, seeds)
     parts = [seeds[first : first + size] for first in range(0, len(seeds), size)]
     return np.concatenate(
         [
-            explorer.explore(cond, part, steps, config.explore.solver, guided, upto)[0]
+            explorer.explore(cond, part, steps, solver, guided, upto, path, start)[0]
             for part in parts
         ]
     )
+
+
+def regenerated(trainer: Trainer, cond: Conditioning, seeds: list[int]) -> np.ndarray:
+    """Images of seeds of one prompt by the sampling policy, as a run regenerates them."""
+    start = shared_start(trainer.config, seeds)
+    return trainer.generator.generate(cond, seeds, start=start)[1]
 
 
 def rewards_of(

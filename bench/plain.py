@@ -19,6 +19,7 @@ from actors.sharing import all_rewards, share
 from configs.prompts import Prompt, prompts_of_iteration
 from configs.schema import RunConfig
 from policy.sampling.noise import stream_seed
+from policy.sampling.paths import shared_start
 from rewards.combine import combine
 
 if TYPE_CHECKING:
@@ -39,11 +40,9 @@ class PlainLoop:
             )
         self.config, self.plan, self.prompts = config, config.plan.explore, prompts
         tree = config.model_dump(mode="json")
-        self.encoder, self.reward, self.selector = (
-            EncoderActor(tree),
-            RewardActor(tree),
-            SelectorActor(tree),
-        )
+        self.encoder = EncoderActor(tree)
+        self.reward = RewardActor(tree)
+        self.selector = SelectorActor(tree)
         self.rollout, self.learner = RolloutActor(tree), LearnerActor(tree, failure_dir, _as_given)
         self.checksum = ""
         self.publish(0)
@@ -71,17 +70,24 @@ class PlainLoop:
         seeds = tuple(
             stream_seed(config.seed, "explore", index, p, n) for n in range(self.plan.pool_size)
         )
+        start = shared_start(config, seeds)
         proxies = []
         for number, first in enumerate(range(0, len(seeds), size)):
             part = seeds[first : first + size]
             request = ExploreChunk(
-                ChunkKey(index, p, number, index), part, self.plan.steps, self.plan.solver, False
+                ChunkKey(index, p, number, index),
+                part,
+                self.plan.steps,
+                self.plan.solver,
+                False,
+                start,
             )
             _, images, _ = self.rollout.explore(request, cond)
             proxies.append(self._score(images, prompt))
         chosen = self.selector.select(index, p, np.concatenate(proxies)).train
         full = config.regenerate
-        request = GenerateRequest(tuple(seeds[i] for i in chosen), full.steps, config.plan.solver)
+        again = tuple(seeds[i] for i in chosen)
+        request = GenerateRequest(again, full.steps, config.plan.solver, start=start)
         _, images, made = self.learner.generate(request, cond)
         samples: Any = made  # in place of a reference to them, which ``fetch=list`` leaves alone
         rows = SampleRows(samples, tuple(range(len(chosen))))

@@ -8,7 +8,7 @@ from pathlib import Path
 from cli.common import DONE, add_config
 from configs.load import ConfigError
 
-HELP = "arms and objectives on equal prompts, seeds and run seeds: tables with error bars, curves"
+HELP = "train arms and objectives on equal prompts and seeds: tables with error bars, curves"
 
 
 def declare(sub: argparse.ArgumentParser) -> None:

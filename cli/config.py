@@ -8,7 +8,7 @@ import json
 from cli.common import DONE, add_config
 from configs.load import ConfigError, load, preset_names
 
-HELP = "print the resolved configuration, or the presets"
+HELP = "print a configuration with all defaults, or the names of the presets"
 
 
 def declare(sub: argparse.ArgumentParser) -> None:

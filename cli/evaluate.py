@@ -6,7 +6,7 @@ import argparse
 
 from cli.common import DONE, add_checkpoint, run_at
 
-HELP = "score held-out prompts with base, trained, old and EMA weights"
+HELP = "score held-out prompts with base, trained, sampling-policy and EMA weights"
 
 
 def declare(sub: argparse.ArgumentParser) -> None:

@@ -9,7 +9,7 @@ from cli.common import DONE, add_checkpoint, add_config, add_measuring, run_at, 
 from configs.load import ConfigError, load
 from configs.resume import measured
 
-HELP = "measure how well cheap proxies rank seeds, by backend and explore steps"
+HELP = "measure how well proxy images rank seeds, by backend and explore steps"
 
 
 def declare(sub: argparse.ArgumentParser) -> None:
@@ -31,7 +31,9 @@ def declare(sub: argparse.ArgumentParser) -> None:
     sub.add_argument("--steps", type=int, nargs="+", default=[2, 4, 6, 8], help=text)
     text = "precisions of the proxies"
     sub.add_argument("--backends", nargs="+", default=["emulated_nvfp4", "fp32"], help=text)
-    text = "what proxies are given: the policy, its adapter beside packed base weights, these alone"
+    text = (
+        "merged: the policy, packed; beside: its adapter on packed base weights; base: these alone"
+    )
     forms = ("merged", "beside", "base")
     sub.add_argument("--weights", nargs="+", choices=forms, default=["merged"], help=text)
     add_measuring(sub)

@@ -72,7 +72,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="sol-rl",
-        description="FP4 explore, BF16 train: RL for text-to-image diffusion models on Ray.",
+        description="RL for text-to-image and text-to-video diffusion models on Ray: explore in 4"
+        " bits, train in full precision",
     )
     subs = parser.add_subparsers(required=True, metavar="COMMAND")
     for name in COMMANDS:

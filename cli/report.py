@@ -8,7 +8,7 @@ from cli.common import DONE, run_at
 from configs.load import ConfigError
 from records import lock
 
-HELP = "write report.html of a run"
+HELP = "write report.html of a run again, from what is in its directory"
 
 
 def declare(sub: argparse.ArgumentParser) -> None:

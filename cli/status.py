@@ -6,7 +6,7 @@ import argparse
 
 from cli.common import DONE, add_cluster, through_job
 
-HELP = "what a running job is doing: actors, versions, progress, rates"
+HELP = "show what a running job is doing: actors, versions, progress, rates"
 
 
 def declare(sub: argparse.ArgumentParser) -> None:

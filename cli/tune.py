@@ -10,13 +10,13 @@ from cli.common import DONE, add_config, add_measuring, say
 from configs.load import ConfigError, parse, tree_of
 from configs.schema import RunConfig
 
-HELP = "which seeds, steps, precision, keep and size find most for what they cost; writes the TOML"
+HELP = "measure which exploring settings find most contrast for what they cost; writes the TOML"
 
 
 def declare(sub: argparse.ArgumentParser) -> None:
     """Add its options."""
     add_config(sub)
-    text = "a setting may cost so much of what the configuration's own costs"
+    text = "most that a setting may cost, as a share of what the configuration's own costs"
     sub.add_argument("--budget", type=float, default=1.0, metavar="B", help=text)
     text = "what costs are counted in: seconds on this machine, or operations"
     sub.add_argument("--by", choices=["seconds", "operations"], default="seconds", help=text)
@@ -30,12 +30,12 @@ def declare(sub: argparse.ArgumentParser) -> None:
         ("steps", "steps of exploring; 4, 6 and 8 unless given"),
         ("pools", "seeds per prompt that are explored; N/2, 3N/4 and N unless given"),
         ("keep", "seeds per prompt that are kept; the configuration's own unless given"),
-        ("prune", "steps after which half of the own setting's pool could be dropped"),
+        ("prune", "explore steps after which half of the configuration's pool could be dropped"),
     ):
         sub.add_argument(f"--{name}", type=int, nargs="+", metavar="K", help=text)
     text = "precisions of exploring; the configuration's own unless given"
     sub.add_argument("--backends", nargs="+", help=text)
-    text = "sizes of previews beside the configuration's own, such as 256x256"
+    text = "sizes of proxy images beside the configuration's own, such as 256x256"
     sub.add_argument("--sizes", nargs="+", metavar="HxW", help=text)
     add_measuring(sub)
 

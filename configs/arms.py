@@ -47,8 +47,15 @@ class ArmPlan(Section):
         stage = Exploration(
             pool_size=explore.pool_size,
             steps=explore.steps if two_stages else full.steps,
-            solver=explore.solver if two_stages else solver,
+            solver=proxy_solver(config) if two_stages else solver,
             backend=full.precision if config.arm == "naive_scaling" else explore.backend,
             guidance=config.guidance.scale("explore" if two_stages else "regenerate"),
         )
         return cls(explore=stage, regenerate=two_stages, solver=solver)
+
+
+def proxy_solver(config: RunConfig) -> AnySolver:
+    """What draws proxy images: the objective's own solver where its paths are explored."""
+    if config.explore.paths and config.objective.stochastic:
+        return cast("AnySolver", config.objective.solvers[0])
+    return config.explore.solver

@@ -113,6 +113,13 @@ class PathSettings(ObjectiveSettings):
         default=None,
         description="steps that are stochastic and trained on; None: all, as in its paper",
     )
+    shared_noise: bool = Field(
+        default=False,
+        description=(
+            "one initial noise per prompt, as in DanceGRPO's paper; where seeds are explored with"
+            " explore.paths only"
+        ),
+    )
     noise_weight: float = Field(
         default=0.0,
         ge=0,
@@ -124,12 +131,24 @@ class PathSettings(ObjectiveSettings):
         description="GRPO-Guard: log ratios centred and times std, the loss over -dsigma",
     )
 
+    @property
+    def one_noise_per_group(self) -> bool:
+        return self.shared_noise
+
     def window_at(self, steps: int, done: int = 0, seed: int = 0) -> range:
         """The stochastic steps of paths of ``steps`` steps after ``done`` iterations."""
         if self.window is None:
             return range(steps)
         found = self.window.place(max(self.trained_steps(steps)) + 1, done, seed)
         return range(found.start, min(found.stop, steps))
+
+    def last_stop(self, steps: int) -> int:
+        """The step at which the window ends where it reaches furthest, on such paths."""
+        if self.window is None:
+            return steps
+        if self.window.schedule == "frozen":
+            return self.window_at(steps).stop
+        return min(max(max(self.trained_steps(steps)) + 1, self.window.size), steps)
 
 
 def whole_part(value: float) -> int:
@@ -144,10 +163,11 @@ def incompatibility(
     regenerates: bool,
     solver: str,
     steps: int,
+    paths: bool,
 ) -> str | None:
     """Why this objective cannot be trained so, in one line, or None.
 
-    ``solver`` and ``steps`` are those of regenerating.
+    ``solver`` and ``steps`` are those of regenerating; ``paths``: so is what is explored.
     """
     name = objective.name
     if solver not in objective.solvers:
@@ -171,10 +191,10 @@ def incompatibility(
             " log-probability of their paths under the trained policy is needed: use 'sol_rl' or"
             " 'diffusionnft'"
         )
-    if objective.one_noise_per_group and selects:
+    if objective.one_noise_per_group and selects and not paths:
         return (
             f"objective.shared_noise: arm {arm!r} selects among initial noises, but a shared one"
-            " leaves nothing to select: use arm 'diffusionnft', or shared_noise = false"
+            " leaves nothing to select: use explore.paths = true, or shared_noise = false"
         )
     if not objective.trained_steps(steps):
         return (

@@ -14,7 +14,7 @@ class Scorer(Section):
     """One reward model and its weight in the sum."""
 
     name: str = Field(description="a built-in scorer, or module:attribute of your own")
-    weight: float = 1.0
+    weight: float = Field(default=1.0, description="of the score in the reward, a weighted sum")
     settings: Tree = Field(default_factory=dict, description="passed to the scorer's constructor")
     alias: str | None = Field(
         default=None, description="name it is logged under; needed to use one scorer twice"

@@ -15,7 +15,7 @@ class Audit(Section):
     random_seeds: int = Field(
         default=0,
         ge=0,
-        description="random seeds per prompt, regenerated to compare with their full rewards",
+        description="random seeds per prompt, regenerated to compare proxy and full rewards",
     )
     min_sign_agreement: float | None = Field(
         default=None,
@@ -83,8 +83,8 @@ class Audit(Section):
 class Checkpoint(Section):
     """Atomic checkpoints in the run directory."""
 
-    every: int = Field(default=1, ge=1, description="iterations")
-    keep_last: int = Field(default=2, ge=1)
+    every: int = Field(default=1, ge=1, description="iterations between two checkpoints")
+    keep_last: int = Field(default=2, ge=1, description="so many, the newest, are kept")
 
 
 class Stop(Section):

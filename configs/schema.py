@@ -3,7 +3,8 @@
 Defaults follow the paper ("FP4 Explore, BF16 Train", arXiv 2604.06916) and public notes on it;
 ``docs/reproducing.md`` says where they differ from its reference code. A preset or a file states
 only what differs. ``RunConfig`` is the root; its tables are in ``configs/sections.py``,
-``rewards.py``, ``services.py`` and ``objectives.py``; what goes together is in ``possible.py``.
+``training.py``, ``rewards.py``, ``services.py`` and ``objectives.py``; what goes together is in
+``possible.py``.
 ``docs/configuration.md`` is the tour.
 """
 
@@ -22,20 +23,9 @@ from configs.possible import check_possible
 from configs.rewards import Advantages, Rewards
 from configs.running import Audit, Checkpoint, Logging, Publish, Stop
 from configs.section import PathText, Section
-from configs.sections import (
-    Ema,
-    Evaluate,
-    Explore,
-    Guidance,
-    Lora,
-    Model,
-    OldPolicy,
-    Optimizer,
-    Prompts,
-    Regenerate,
-    Selection,
-)
+from configs.sections import Evaluate, Explore, Guidance, Model, Prompts, Regenerate, Selection
 from configs.services import Services
+from configs.training import Ema, Lora, OldPolicy, Optimizer
 
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 UNEVEN = 0.05
@@ -49,9 +39,9 @@ class RunConfig(Section):
     run_root: PathText | None = Field(
         default=None, description="directory of run directories; 'runs' on one machine"
     )
-    seed: int = Field(default=0, ge=0, lt=2**63)
-    iterations: int = Field(default=100, ge=1)
-    arm: Arm = "sol_rl"
+    seed: int = Field(default=0, ge=0, lt=2**63, description="the run seed: all else follows it")
+    iterations: int = Field(default=100, ge=1, description="updates of the policy")
+    arm: Arm = Field(default="sol_rl", description="what is explored, regenerated and trained on")
     explore_ahead: Literal[0, 1] = Field(
         default=0,
         description="1: explore with the policy before the one that is still being trained",
@@ -128,7 +118,7 @@ class RunConfig(Section):
         """
         learner, keep = self.services.learner, self.selection.keep
         prompts, replicas = self.prompts.per_iteration, learner.replicas
-        if learner.share == "prompts" or self.objective.one_noise_per_group:
+        if learner.share == "prompts":
             return keep
 
         def uneven(size: int) -> float:  # of the busiest replica, over an equal share

@@ -1,4 +1,4 @@
-"""The tables of a configuration that say what is trained: model, prompts, stages, optimiser."""
+"""The tables of a configuration that say what is trained on what: model, prompts, stages."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ AnySolver = Literal["euler", "dpmpp_2m", "unipc", "flow_sde", "dance_sde"]
 class Model(Section):
     """The base text-to-image or text-to-video model: a diffusers pipeline directory or hub id."""
 
-    family: FamilyName = "sd3"
+    family: FamilyName = Field(default="sd3", description="whose code runs this pipeline")
     path: PathText = Field(
         description="pipeline directory, hub id, or 'shapes' for the tiny model in Sol-RL"
     )
@@ -110,8 +110,8 @@ class Guidance(Section):
         ge=1,
         description="of the velocities in the objective; on paths it must be that of regenerate",
     )
-    evaluate: float = Field(default=1.0, ge=1)
-    negative_prompt: str = ""
+    evaluate: float = Field(default=1.0, ge=1, description="of held-out images")
+    negative_prompt: str = Field(default="", description="one for all prompts")
     one_pass: bool = Field(
         default=True,
         description="both velocities from one pass of twice the batch; false: two passes",
@@ -149,7 +149,14 @@ class Explore(Section):
 
     pool_size: int = Field(default=96, ge=2, description="N, seeds per prompt")
     steps: int = Field(default=6, ge=1, description="sampling steps of a proxy image")
-    solver: Solver = "dpmpp_2m"
+    solver: Solver = Field(default="dpmpp_2m", description="of proxy images")
+    paths: bool = Field(
+        default=False,
+        description=(
+            "explore the stochastic paths that are trained on: the same steps with the same noise"
+            " to the end of objective.window, then Euler's in the steps that are left"
+        ),
+    )
     backend: BackendName = Field(default="auto", description="precision of the exploring denoiser")
     height: int | None = Field(
         default=None,
@@ -205,7 +212,11 @@ class Explore(Section):
 class Selection(Section):
     """Which K of the N explored seeds are worth training on."""
 
-    rule: Literal["best_worst", "random", "mean_deviation"] = "best_worst"
+    rule: Literal["best_worst", "random", "mean_deviation"] = Field(
+        default="best_worst",
+        description="best_worst: the highest and lowest rewards; mean_deviation: the farthest from"
+        " the pool's mean; random: any, to compare with",
+    )
     keep: int = Field(
         default=24, ge=2, description="K, samples trained on per prompt; half best, half worst"
     )
@@ -214,7 +225,7 @@ class Selection(Section):
 class Regenerate(Section):
     """Stage 2: the selected seeds again, at full steps and full precision."""
 
-    steps: int = Field(default=10, ge=1)
+    steps: int = Field(default=10, ge=1, description="sampling steps of what is trained on")
     solver: AnySolver | None = Field(
         default=None,
         description="None: the objective's own; stochastic ones belong to those on paths",
@@ -237,95 +248,15 @@ class Evaluate(Section):
         ge=0,
         description="iterations between evaluations during training; 0: only first and last",
     )
-    steps: int = Field(default=40, ge=1)
-    solver: Solver = "dpmpp_2m"
+    steps: int = Field(default=40, ge=1, description="sampling steps of held-out images")
+    solver: Solver = Field(default="dpmpp_2m", description="of held-out images")
     prompts: int = Field(default=128, ge=1, description="the first so many held-out prompts")
     noises: int = Field(default=4, ge=1, description="fixed seeds per prompt")
-    weights: Literal["ema", "current", "old"] = "ema"
+    weights: Literal["ema", "current", "old"] = Field(
+        default="ema", description="the average, the trained weights, or the sampling policy's"
+    )
     batch_size: int = Field(
         default=32,
         ge=1,
         description="images per task; they pass the denoiser by regenerate.batch_size",
-    )
-
-
-class Lora(Section):
-    """The trained weights."""
-
-    rank: int = Field(default=32, ge=1)
-    alpha: float = Field(default=64.0, gt=0)
-    targets: tuple[str, ...] = Field(
-        default=(), description="module-name suffixes; empty: the family's own list"
-    )
-    init_from: str | None = Field(
-        default=None, description="directory of an existing diffusers LoRA to start from"
-    )
-    base: Literal["full", "int8", "nf4"] = Field(
-        default="full",
-        description="the learner's frozen weights: in regenerate.precision, or packed by torchao",
-    )
-
-
-class Optimizer(Section):
-    """AdamW on the LoRA parameters."""
-
-    lr: float = Field(default=3e-4, gt=0)
-    betas: tuple[float, float] = (0.9, 0.999)
-    weight_decay: float = Field(default=1e-4, ge=0)
-    eps: float = Field(default=1e-8, gt=0)
-    max_grad_norm: float = Field(default=1.0, gt=0)
-    schedule: Literal["constant", "linear"] = Field(
-        default="constant", description="linear: down to zero over `iterations`"
-    )
-    warmup_iterations: int = Field(default=0, ge=0)
-    steps_per_iteration: int = Field(
-        default=1,
-        ge=1,
-        description="the iteration's samples are split into so many optimiser steps",
-    )
-    batch_size: int = Field(
-        default=24,
-        ge=1,
-        description="(sample, time) pairs per forward and backward pass; gradients accumulate",
-    )
-    averages: Literal["iteration", "step"] = Field(
-        default="iteration",
-        description=(
-            "step: EMA and the objective's own average move after every optimiser step, and all"
-            " decay schedules count these; iteration: once per iteration"
-        ),
-    )
-    gradient_checkpointing: bool = Field(
-        default=False,
-        description="compute blocks again in the backward pass: less memory, more work",
-    )
-
-
-class OldPolicy(Section):
-    """The sampling policy: theta_old <- d theta_old + (1 - d) theta after each iteration s.
-
-    d = 0 samples from theta itself.
-    """
-
-    schedule: Literal["constant", "linear_cap", "delayed_linear_cap"] | None = Field(
-        default=None,
-        description=(
-            "constant: d = value; linear_cap: d = min(slope s, cap); delayed_linear_cap: the same"
-            " after `delay`; None: the objective's own, linear_cap for diffusion_nft and constant"
-            " for the others"
-        ),
-    )
-    value: float = Field(default=0.0, ge=0, lt=1)
-    slope: float = Field(default=0.001, ge=0)
-    cap: float = Field(default=0.5, ge=0, lt=1)
-    delay: int = Field(default=75, ge=0)
-
-
-class Ema(Section):
-    """The evaluation average of the trained adapter."""
-
-    decay: float = Field(default=0.9, ge=0, lt=1)
-    warmup: bool = Field(
-        default=False,
-        description="decay min((1 + s) / (10 + s), decay): the base model is forgotten sooner",
     )

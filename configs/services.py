@@ -19,7 +19,7 @@ BetweenTurns = Literal["stay", "host"]
 class Service(Section):
     """One kind of actor."""
 
-    actors: int = Field(default=1, ge=1)
+    actors: int = Field(default=1, ge=1, description="actors of the pool")
     threads: int = Field(
         default=1,
         ge=1,
@@ -92,7 +92,7 @@ class Service(Section):
 class RolloutService(Service):
     """The rollout actors."""
 
-    actors: int = Field(default=2, ge=1)
+    actors: int = Field(default=2, ge=1, description="actors of the pool")
     strategy: Literal["spread", "pack"] = Field(
         default="spread", description="over as many nodes as there are, or onto few"
     )
@@ -140,8 +140,8 @@ class LearnerService(Service):
         gt=0,
         description="replicas: longest wait for another one, which then counts as lost",
     )
-    in_flight: int = Field(default=1, ge=1)
-    max_attempts: Literal[1] = 1
+    in_flight: int = Field(default=1, ge=1, description="tasks at a replica at a time")
+    max_attempts: Literal[1] = Field(default=1, description="a learner's tasks are not retried")
     max_restarts: int = Field(
         default=10,
         ge=0,
@@ -178,7 +178,7 @@ class Autoscale(Section):
     It stays within min_actors and max_actors.
     """
 
-    enabled: bool = False
+    enabled: bool = Field(default=False, description="the rollout pool sizes itself")
     grow_above: float = Field(
         default=0.5,
         gt=0,

@@ -20,9 +20,9 @@ from policy.lora import use
 from policy.merging import merged
 from policy.precision.compiling import compile_failures, compiled
 from policy.sampling.guidance import Guided
-from policy.sampling.noise import stream_seed
+from policy.sampling.paths import PathPlan, sample_paths
 from policy.sampling.sample import sample
-from policy.sampling.sde import PathSolver, sample_paths
+from policy.sampling.sde import PathSolver
 from policy.types import Conditioning
 
 
@@ -59,6 +59,7 @@ class Generator:
         solver: str | None = None,
         batch_size: int | None = None,
         guidance: float | None = None,
+        start: int | None = None,
     ) -> tuple[Record, np.ndarray]:
         """(samples, images of ``Family.decode``) of K seeds; samples has "latents" float32 [K,
         *latent].
@@ -66,7 +67,8 @@ class Generator:
         With the objective's stochastic solver it also has "states" float32 [K, T + 1, *latent] and
         "log_probs" float32 [K, T], and with a window "stochastic" float32 [K, T], 1 inside it. cond
         has one row, for all seeds, or K. ``weights`` is "current", "old", "ema" or "base" (adapters
-        off); None is the sampling policy. What is not given is as in ``[regenerate]``.
+        off); None is the sampling policy. What is not given is as in ``[regenerate]``. Paths begin
+        at the noise of the seed ``start``, or each at that of its own.
 
         The adapter is merged into the weights, in their precision. Not so for paths, whose density
         is one of the policy that is trained: merging rounds it to another; nor where ``lora.base``
@@ -79,7 +81,7 @@ class Generator:
         steps, (name, how) = steps or settings.steps, self._way(weights, solver)
         velocities = 2 if guided is not None and not guided.one_pass else 1
         with self._going(name, how, velocities * steps * -(-len(seeds) // size)):
-            samples = self._sample(rows, list(seeds), steps, how, size, guided)
+            samples = self._sample(rows, list(seeds), steps, how, size, guided, start)
         with torch.no_grad():  # once the merged weights are gone: both take memory
             images = self.family.decode(self.vae, samples["latents"], batch_size=size)
         return {key: tensor.numpy() for key, tensor in samples.items()}, images.numpy()
@@ -122,24 +124,30 @@ class Generator:
         solver: PathSolver | str,
         size: int,
         guided: Guided | None,
+        start: int | None,
     ) -> dict[str, Tensor]:
-        """The samples of ``generate``. A path's noise has a stream named by the sample's seed."""
+        """The samples of ``generate``."""
         if isinstance(solver, str):
             return {
                 "latents": sample(
                     self.family, self._denoiser, rows, seeds, steps, solver, size, guided
                 )
             }
-        starts = seeds[:1] * len(seeds) if self.objective.one_noise else seeds
-        streams = [stream_seed(self.config.seed, "sde", seed) for seed in seeds]
         settings = self.config.objective
-        window = (
-            settings.window_at(steps, self.updates, self.config.seed)
-            if isinstance(settings, PathSettings) and settings.window is not None
-            else None
-        )
+        assert isinstance(settings, PathSettings)
+        plan = PathPlan.of(settings, steps, self.updates, self.config.seed)
+        starts, streams = plan.noise_of(seeds, start)
         drawn = sample_paths(
-            self.family, self._denoiser, rows, starts, streams, steps, solver, size, guided, window
+            self.family,
+            self._denoiser,
+            rows,
+            starts,
+            streams,
+            steps,
+            solver,
+            size,
+            guided,
+            plan.window,
         )
         found = {"latents": drawn.latents, "states": drawn.states, "log_probs": drawn.log_probs}
-        return found if window is None else found | {"stochastic": drawn.stochastic}
+        return found if plan.window is None else found | {"stochastic": drawn.stochastic}

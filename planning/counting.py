@@ -20,7 +20,7 @@ from torch import nn
 
 from configs.schema import RunConfig
 from configs.services import Service
-from policy import memory
+from policy import memory, meta
 from policy.decoders import blank_decoder, proxy_dtype
 from policy.families import Family
 from policy.families.architectures import published, published_names
@@ -149,15 +149,15 @@ def _kept() -> dict[str, Counts]:
     }
 
 
-def kept_rows(path: Path = KEPT) -> dict[str, Counts]:
+def kept_rows() -> dict[str, Counts]:
     """The counts that are kept, by their keys."""
-    return TypeAdapter(dict[str, Counts]).validate_json(path.read_bytes())
+    return TypeAdapter(dict[str, Counts]).validate_json(KEPT.read_bytes())
 
 
-def write_kept(rows: dict[str, Counts], path: Path = KEPT) -> None:
+def write_kept(rows: dict[str, Counts]) -> None:
     """Keep these counts, by their keys."""
     table = {key: asdict(row) for key, row in sorted(rows.items())}
-    path.write_text(json.dumps(table, indent=1) + "\n", encoding="utf-8")
+    KEPT.write_text(json.dumps(table, indent=1) + "\n", encoding="utf-8")
 
 
 def count(config: RunConfig, family: Family, backend: Backend) -> Counts:
@@ -184,9 +184,9 @@ def _of_backend(config: RunConfig, family: Family, backend: Backend) -> Counts:
     if key in _seen:
         return _seen[key]
     dtype, batch = DTYPES[config.regenerate.precision], batch_of(config)
-    base = memory.blank(family, "transformer", dtype)
+    base = meta.blank(family, "transformer", dtype)
     adapted = target_modules(base, config.lora.targets or family.lora_targets)
-    transformer, rows, layers = memory.blank_explorer(
+    transformer, rows, layers = meta.blank_explorer(
         family, backend, config.explore.modules_to_not_convert, dtype
     )
     quantised = [row.name for row in rows if row.quantised]
@@ -213,13 +213,13 @@ def _common(config: RunConfig, family: Family) -> Counts:
     if key in _seen:
         return _seen[key]
     dtype, again = DTYPES[config.regenerate.precision], config.regenerate.batch_size
-    encoders = memory.text_encoders(family, dtype)
-    base = memory.blank(family, "transformer", dtype)
+    encoders = meta.text_encoders(family, dtype)
+    base = meta.blank(family, "transformer", dtype)
     weights, denoiser = sum(p.numel() for p in base.parameters()), memory.held_bytes(base)
     scales = config.guidance
     rows = _rows(config, again, scales.regenerate, scales.evaluate)
     merged = _sampling(family, base, again, rows, dtype)
-    trained = memory.adapt(base, family, config.lora)
+    trained = meta.adapt(base, family, config.lora)
     autoencoder, decode = memory.decoding_work(family, again)
     adapted = _sampling(family, base, again, rows, dtype)
     points, checkpointing = config.optimizer.batch_size, config.optimizer.gradient_checkpointing

@@ -13,9 +13,11 @@ from policy.lora import target_modules
 from policy.offload import Offload, frozen_tensors
 from policy.precision.backends import Backend
 from policy.precision.compiling import compile_failures, compiled
+from policy.precision.manifest import Manifest, WireError
 from policy.precision.swap import ModuleRow, quantise_plan, swap_linears
-from policy.precision.wire import Manifest, WireError, unpack_into
+from policy.precision.wire import unpack_into
 from policy.sampling.guidance import Guided
+from policy.sampling.paths import PathPlan, sample_ends
 from policy.sampling.sample import sample
 from policy.types import Conditioning
 
@@ -111,11 +113,15 @@ class PackedPolicy:
         solver: str,
         guided: Guided | None = None,
         upto: int | None = None,
+        path: PathPlan | None = None,
+        start: int | None = None,
     ) -> Tensor:
         """Float32 [B, *latent] on the CPU, of one prompt at B seeds.
 
-        ``cond`` has one row; the seeds are one batch; ``upto`` as in ``sample``. Raises
-        RuntimeError while there is no version, CompileFailed where ``compile`` does not work.
+        ``cond`` has one row; the seeds are one batch; ``upto`` as in ``sample``. With ``path`` they
+        are what its paths end in, and ``solver`` is the path's; ``start`` as in ``sample_ends``.
+        Raises RuntimeError while there is no version, CompileFailed where ``compile`` does not
+        work.
         """
         if self._loaded is None:
             raise RuntimeError("this explorer has no policy version: load published weights first")
@@ -124,17 +130,21 @@ class PackedPolicy:
                 f"conditioning of {len(cond)} rows: explore takes one prompt at a time"
             )
         with compile_failures("explore.compile"):
-            rows = cond.repeat(len(seeds))
-            latents = sample(
-                self.family,
-                self._denoiser,
-                rows,
-                seeds,
-                steps,
-                solver,
-                guided=guided,
-                full=self.full,
-                upto=upto,
+            family, denoiser, rows = self.family, self._denoiser, cond.repeat(len(seeds))
+            latents = (
+                sample(
+                    family,
+                    denoiser,
+                    rows,
+                    seeds,
+                    steps,
+                    solver,
+                    guided=guided,
+                    full=self.full,
+                    upto=upto,
+                )
+                if path is None
+                else sample_ends(family, denoiser, rows, seeds, path, steps, start, guided)
             )
         if not bool(torch.isfinite(latents).all()):
             raise RuntimeError(
@@ -197,12 +207,14 @@ class Explorer(PackedPolicy):
         solver: str,
         guided: Guided | None = None,
         upto: int | None = None,
+        path: PathPlan | None = None,
+        start: int | None = None,
     ) -> tuple[np.ndarray, np.ndarray]:
         """(images of ``Family.decode``, latents float32 [B, *latent]) of one prompt at B seeds.
 
         As ``latents``, decoded.
         """
-        latents = self.latents(cond, seeds, steps, solver, guided, upto)
+        latents = self.latents(cond, seeds, steps, solver, guided, upto, path, start)
         with torch.no_grad():
             images = self.family.decode(self.vae, latents)
         return images.numpy(), latents.numpy()

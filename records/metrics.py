@@ -1,25 +1,15 @@
-"""Every metric of a run, one row each, and an exporter that serves the newest values to Prometheus.
+"""Every metric of a run, one row each, under the names of metrics.jsonl and of Prometheus.
 
-Prometheus names are those of metrics.jsonl with underscores and the prefix ``sol_rl_``. The
-exporter has a registry of its own, so that it lives beside Ray's metrics.
+Prometheus names are those of metrics.jsonl with underscores and the prefix ``sol_rl_``.
 """
 
 from __future__ import annotations
 
-import logging
-import math
 import re
-from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache
-from threading import Thread
 from typing import Literal
-from wsgiref.simple_server import WSGIServer
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, start_http_server
-
-log = logging.getLogger(__name__)
-Events = Callable[..., None]
 PREFIX = "sol_rl_"
 SERVICES = ("rollout", "reward", "selector", "encoder", "learner")
 DOCUMENT = """# Metrics
@@ -57,15 +47,15 @@ METRICS: dict[str, Metric] = {
     "weights": Metric("which weights were evaluated", "text"),
     "samples_seen": Metric("samples trained on", "total"),
     "reward/train_mean": Metric("mean reward of the samples trained on"),
-    "reward/train_std": Metric("standard deviation of those rewards"),
+    "reward/train_std": Metric("standard deviation of the rewards of the samples trained on"),
     "reward/eval_mean": Metric("mean reward of the held-out prompts"),
     "reward/eval/<scorer>": Metric("mean raw score of the held-out prompts"),
-    "reward/eval/<scorer>/<part>": Metric("the same of a part of the score"),
+    "reward/eval/<scorer>/<part>": Metric("mean of a part of the score, held-out prompts"),
     "reward/<scorer>": Metric(
         "mean raw score of all images of an iteration, explored and regenerated",
         exported="reward_score",
     ),
-    "reward/<scorer>/<part>": Metric("the same of a part of the score"),
+    "reward/<scorer>/<part>": Metric("mean of a part of the score, all images of an iteration"),
     "eval/stderr": Metric("standard error of reward/eval_mean, clustered by prompt"),
     "eval/gain": Metric(
         "held-out reward minus that before training, same prompts and initial noise"
@@ -74,7 +64,7 @@ METRICS: dict[str, Metric] = {
     "explore/reward_mean": Metric("mean proxy reward of all explored seeds"),
     "explore/reward_best": Metric("mean proxy reward of the best half of the selection"),
     "explore/reward_worst": Metric("mean proxy reward of the worst half of the selection"),
-    "explore/contrast": Metric("best minus worst"),
+    "explore/contrast": Metric("explore/reward_best minus explore/reward_worst"),
     "audit/kendall_tau": Metric(
         "rank agreement of proxy and full rewards, selected seeds (extremes)"
     ),
@@ -94,37 +84,41 @@ METRICS: dict[str, Metric] = {
         "sign agreement of proxy and full rewards, random seeds (unbiased)"
     ),
     "audit/identity_error": Metric(
-        "largest relative distance of what a rollout actor and the learner computed from the same"
-        " packed weights; 0: the same bits"
+        "largest relative difference between what a rollout actor and the learner computed from"
+        " the same packed weights; 0: the same bits"
     ),
     "audit/scorer_error": Metric(
         "largest difference of a scorer's second answer for the same images, in standard deviations"
     ),
     "audit/below": Metric("iterations in a row in which rank agreement was below its threshold"),
     "weights/delta_cosine": Metric(
-        "cosine of this update's weight change and the quantised weights' change"
+        "cosine of this update's change of the weights and of the quantized weights"
     ),
-    "weights/codes_changed": Metric("share of quantised codes that the last update changed"),
+    "weights/codes_changed": Metric("share of quantized codes that the last update changed"),
     "weights/version": Metric("version of the policy that was published last"),
     "weights/bytes": Metric("bytes of the packed weights that were published", "increment"),
     "memory/moved_s": Metric(
-        "seconds of it in which weights moved between GPUs and host memory, where they leave"
-        " between turns"
+        "seconds of the iteration in which weights moved between GPUs and host memory, where they"
+        " leave between turns"
     ),
-    "memory/moved_bytes": Metric("bytes that moved, over all actors", "increment"),
+    "memory/moved_bytes": Metric(
+        "bytes that moved between GPUs and host memory, over all actors", "increment"
+    ),
     "loss/policy": Metric("the objective's policy loss"),
     "loss/kl": Metric("distance from the reference policy, unweighted"),
     "loss/ratio": Metric(
         "mean ratio of the probabilities of a sample under the trained and the sampling policy"
     ),
-    "loss/clip_share": Metric("share of those ratios that were clipped"),
+    "loss/clip_share": Metric("share of the ratios of loss/ratio that were clipped"),
     "loss/log_prob_drift": Metric(
         "mean difference of a path's log-probability computed again and as it was stored"
     ),
     "loss/ema": Metric("distance from AWM's own average of the policy, unweighted"),
     "grad_norm": Metric("norm of the gradient before clipping, mean over the iteration's steps"),
     "optimizer/learning_rate": Metric("learning rate of the update"),
-    "optimizer/points": Metric("points of the loss in the update: a sample at a time"),
+    "optimizer/points": Metric(
+        "points of the loss in the update; a point is a sample at one time t"
+    ),
     "old_policy/decay": Metric("share of itself that the old policy keeps in the update"),
     "zero_std_ratio": Metric(
         "share of prompts whose rewards are all equal, so that they teach nothing"
@@ -144,29 +138,29 @@ METRICS: dict[str, Metric] = {
         for kind in SERVICES
     },
     **{
-        f"queue/{kind}": Metric(f"most tasks that waited for a {kind} actor in the iteration")
+        f"queue/{kind}": Metric(f"most tasks that waited for {kind} actors in the iteration")
         for kind in SERVICES
     },
-    "busy/scorers.<scorer>": Metric("the same of the actors of a scorer that has its own"),
-    "queue/scorers.<scorer>": Metric("the same of the actors of a scorer that has its own"),
+    "busy/scorers.<scorer>": Metric("busy/reward of a scorer that has actors of its own"),
+    "queue/scorers.<scorer>": Metric("queue/reward of a scorer that has actors of its own"),
     "rollout/actors": Metric("rollout actors in service"),
     "rollout/reissued": Metric("retries of tasks", "total"),
     "actors/lost": Metric("actors of any service that died, or hung and were killed", "total"),
     "rollout/images_per_s": Metric("explored images per second, over all rollout actors"),
     "time/explore_s": Metric(
-        "seconds until all prompts were explored, scored and selected; those before its turn"
-        " left out"
+        "seconds until all prompts were explored, scored and selected, without those of"
+        " time/explore_ahead_s"
     ),
-    "time/explore_ahead_s": Metric("seconds for which the iteration was explored before its turn"),
+    "time/explore_ahead_s": Metric("seconds for which it was explored during the iteration before"),
     "time/regenerate_s": Metric(
-        "seconds from there until all selected seeds were regenerated and scored"
+        "seconds from the last selection until all seeds were regenerated and scored"
     ),
     "time/update_s": Metric("seconds of the weight update"),
     "time/allreduce_s": Metric(
-        "seconds of it in which the learner's replicas added up their gradients"
+        "seconds of the update in which the learner's replicas added up gradients"
     ),
     "time/replica_wait_s": Metric(
-        "seconds of it in which the learner's first replica waited for the slowest"
+        "seconds of the update in which the first replica waited for the slowest"
     ),
     "time/publish_s": Metric(
         "seconds from the update until every rollout actor held the new policy,"
@@ -175,92 +169,6 @@ METRICS: dict[str, Metric] = {
     "time/iteration_s": Metric("seconds of a whole iteration"),
 }
 """Every name of metrics.jsonl; ``<scorer>`` and ``<part>`` stand for labels."""
-
-
-class PrometheusExporter:
-    """A sink of rows (``records.sinks``) that serves what it was given last; port 0: off.
-
-    Nothing that goes wrong here stops a run.
-    """
-
-    name = "prometheus"
-
-    def __init__(self, port: int, host: str = "127.0.0.1", events: Events | None = None):
-        """Start serving on ``host:port``.
-
-        Where that is impossible, warn in one line, call
-        ``events("metrics_unavailable", address=..., why=...)`` if given, and carry on without.
-        """
-        self.registry = CollectorRegistry()
-        self.problem: str | None = None
-        self._instruments: dict[str, Gauge | Counter] = {}
-        self._totals: dict[str, float] = {}
-        self._server: tuple[WSGIServer, Thread] | None = None
-        if port == 0:
-            return
-        try:
-            self._server = start_http_server(port, addr=host, registry=self.registry)
-        except OSError as error:
-            self.problem = (
-                f"metrics are not served: {host}:{port}: {error.strerror or error}; training goes"
-                " on (choose another with --set logging.prometheus_port=PORT, 0 for none)"
-            )
-            log.warning(self.problem)
-            if events is not None:
-                events(
-                    "metrics_unavailable",
-                    address=f"{host}:{port}",
-                    why=error.strerror or str(error),
-                )
-
-    @property
-    def serving(self) -> bool:
-        """Whether somebody can look."""
-        return self._server is not None
-
-    def row(self, row: Mapping[str, object]) -> None:
-        """Take the numbers of one row of metrics.jsonl; text, null and booleans are passed over."""
-        for name, value in row.items():
-            if isinstance(value, bool) or not isinstance(value, int | float):
-                continue
-            # An evaluation's iteration is the number of updates before it, not the run's newest.
-            if name != "iteration" or row.get("kind") != "evaluation":
-                self._observe(name, float(value))
-
-    def close(self) -> None:
-        """Stop serving; the port is free on return."""
-        if self._server is not None:
-            server, thread = self._server
-            server.shutdown()
-            server.server_close()
-            thread.join(timeout=5)
-            self._server = None
-
-    def _observe(self, name: str, value: float) -> None:
-        key, scorer = known_name(name)
-        metric = METRICS.get(key, Metric(f"{name} of metrics.jsonl"))
-        # Without a label, every name that a key stands for is exported by itself.
-        exported = exported_name(key if scorer or key == name else name)
-        instrument = self._instruments.get(exported)
-        if instrument is None:
-            make = Counter if metric.kind in ("total", "increment") else Gauge
-            labels = ("scorer",) if scorer else ()
-            instrument = make(exported, metric.help, labels, registry=self.registry)
-            self._instruments[exported] = instrument
-        if isinstance(instrument, Counter):
-            if math.isfinite(value) and value >= 0:
-                instrument.inc(self._added(key, value) if metric.kind == "total" else value)
-        else:
-            (instrument.labels(scorer=scorer) if scorer else instrument).set(value)
-
-    def _added(self, name: str, total: float) -> float:
-        """By how much a running total exceeds all before it.
-
-        A total that fell is of a run that went back to a checkpoint.
-        """
-        highest = self._totals.get(name, 0.0)
-        self._totals[name] = max(highest, total)
-        return self._totals[name] - highest
 
 
 def known_name(name: str) -> tuple[str, str | None]:

@@ -13,6 +13,7 @@ from difflib import get_close_matches
 from typing import cast
 
 from configs.rewards import Scorer as ScorerConfig
+from records.errors import described
 from rewards.base import BuiltIn, Scorer, ScorerError, ScorerSetupError, Settings
 
 SCORERS: dict[str, str] = {
@@ -155,9 +156,8 @@ def _made(make: Callable[..., object], name: str, settings: Settings) -> Scorer:
     except ScorerSetupError:  # says what to fix already
         raise
     except Exception as error:  # a constructor may raise anything: say whose it was
-        reason = (str(error).strip().splitlines() or [""])[0]
         raise ScorerSetupError(
-            f"{name}(**settings) raised {type(error).__name__}: {reason}: "
+            f"{name}(**settings) raised {described(error)}: "
             f"fix rewards.scorers.settings, now {dict(settings)}"
         ) from error
     if not callable(instance):

@@ -28,6 +28,7 @@ from analysis.measuring import (
     explored,
     explorer_of,
     measuring,
+    regenerated,
     rewards_of,
     seeds_of,
     setup,
@@ -105,7 +106,7 @@ def measure(config: RunConfig, wanted: Measurement, prompts: list[Prompt], say: 
 
     with setup():
         trainer = trainer_of(config, wanted.checkpoint)
-    fill("truth", result.truth, lambda cond, part: trainer.generator.generate(cond, part)[1])
+    fill("truth", result.truth, lambda cond, part: regenerated(trainer, cond, part))
     found = backends(wanted.backends, say)
     for (name, backend), weights in itertools.product(found.items(), wanted.weights):
         with setup():

@@ -54,7 +54,9 @@ def seeds_of(config: RunConfig, batch: Batch, p: int, count: int) -> list[int]:
 
 
 class Exploring:
-    """Rewards of the first ``pool`` seeds of every prompt, by backend and steps."""
+    """Rewards of the first ``pool`` seeds of every prompt, by backend and steps, and by objective
+    where its paths are explored.
+    """
 
     def __init__(
         self,
@@ -69,37 +71,42 @@ class Exploring:
         self.scorer = WeightedScorer.from_config(config.rewards)
         self._backends = {backend.name: backend for backend in found}
         self._explorers: dict[str, Explorer] = {}
-        self._rewards: dict[tuple[str, int], list[np.ndarray]] = {}
+        self._rewards: dict[str, list[np.ndarray]] = {}
 
     def score(self, images: np.ndarray, prompt: Prompt) -> np.ndarray:
         """Rewards float32 [B]."""
         return rewards_of(self.scorer, self.config, images, prompt)
 
-    def rewards(self, name: str, steps: int) -> list[np.ndarray]:
-        """Rewards [P, pool] of each batch, with what ``out`` has of a measurement before."""
-        if (name, steps) not in self._rewards:
-            self._rewards[name, steps] = self._complete(name, steps)
-        return self._rewards[name, steps]
+    def rewards(self, config: RunConfig, name: str, steps: int) -> list[np.ndarray]:
+        """Rewards [P, pool] of each batch, with what ``out`` has of a measurement before.
 
-    def _complete(self, name: str, steps: int) -> list[np.ndarray]:
-        key = self._digest(name, steps)
+        ``config``: that of the run with the objective. Raises ConfigError for too few ``steps``.
+        """
+        key = self._digest(config, name, steps)
+        if key not in self._rewards:
+            self._rewards[key] = self._complete(config, key, name, steps)
+        return self._rewards[key]
+
+    def _complete(self, config: RunConfig, key: str, name: str, steps: int) -> list[np.ndarray]:
         kept = read(self.out / EXPLORED).get(key, [])[: len(self.batches)]
         made = [np.array(part, np.float32) for part in kept]
         start = time.perf_counter()
         for batch in self.batches[len(made) :]:
-            made.append(self._explore(name, steps, batch))
+            made.append(self._explore(config, name, steps, batch))
             rows = {key: [part.tolist() for part in made]}
             with writing(self.out):
                 write_json(self.out / EXPLORED, read(self.out / EXPLORED) | rows)
         self.say(f"explored with {name}, {steps} steps: {time.perf_counter() - start:.0f} s")
         return made
 
-    def _digest(self, name: str, steps: int) -> str:
+    def _digest(self, config: RunConfig, name: str, steps: int) -> str:
         parts = {"model", "prompts", "explore", "regenerate", "guidance", "rewards", "seed"}
-        tree = self.config.model_dump(mode="json", include=parts)
+        if config.explore.paths:
+            parts.add("objective")
+        tree = config.model_dump(mode="json", include=parts)
         return digest([tree, name, steps, len(self.batches[0].prompts), self.pool])
 
-    def _explore(self, name: str, steps: int, batch: Batch) -> np.ndarray:
+    def _explore(self, config: RunConfig, name: str, steps: int, batch: Batch) -> np.ndarray:
         if name not in self._explorers:
             with setup():
                 self._explorers[name] = explorer_of(
@@ -108,8 +115,9 @@ class Exploring:
         rows = []
         for p, prompt in enumerate(batch.prompts):
             seeds = seeds_of(self.config, batch, p, self.pool)
-            images = explored(
-                self._explorers[name], self.config, batch.conditioning[p], seeds, steps
-            )
+            with setup():
+                images = explored(
+                    self._explorers[name], config, batch.conditioning[p], seeds, steps
+                )
             rows.append(self.score(images, prompt))
         return np.stack(rows)

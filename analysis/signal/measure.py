@@ -28,6 +28,7 @@ from learner.trainer import Trainer
 from planning.preflight import check_model
 from policy.precision.backends import Backend
 from policy.sampling.noise import stream_seed
+from policy.sampling.paths import shared_start
 from records.errors import RunFailed
 from records.rundir import versions, write_json, write_text, writing
 
@@ -115,7 +116,8 @@ class Measuring:
         for label, config in self.wanted.objectives:
             trainer: Trainer | None = None
             for choice in choices:
-                if choice.rule is not None and config.objective.one_noise_per_group:
+                shared = config.objective.one_noise_per_group and not config.explore.paths
+                if choice.rule is not None and shared:
                     self.say(f"{label}: one noise per prompt, nothing to select: left out")
                     continue
                 name = self._name(config, choice)
@@ -170,20 +172,25 @@ class Measuring:
         """What iteration ``batch.index`` would train on."""
         groups = []
         for p, prompt in enumerate(batch.prompts):
-            chosen = self._chosen(batch, p, choice)
-            samples, images = trainer.generator.generate(batch.conditioning[p], chosen)
+            start, chosen = self._seeds(batch, p, choice, trainer.config)
+            samples, images = trainer.generator.generate(batch.conditioning[p], chosen, start=start)
             groups.append(
                 Group(p, batch.conditioning[p], samples, self.explored.score(images, prompt))
             )
         return groups
 
-    def _chosen(self, batch: Batch, p: int, choice: Choice) -> list[int]:
+    def _seeds(
+        self, batch: Batch, p: int, choice: Choice, config: RunConfig
+    ) -> tuple[int | None, list[int]]:
+        """(the one initial noise of all, if there is one; the seeds that are trained on)."""
         seeds = seeds_of(self.config, batch, p, choice.pool)
+        start = shared_start(config, seeds)
         if choice.rule is None or choice.backend is None or choice.steps is None:
-            return seeds
-        rewards = self.explored.rewards(choice.backend, choice.steps)[batch.index][p]
+            return start, seeds
+        rewards = self.explored.rewards(config, choice.backend, choice.steps)[batch.index][p]
         seed = stream_seed(self.config.seed, "selection", batch.index, p)
-        return [seeds[i] for i in select(rewards[: choice.pool], choice.keep, choice.rule, seed)]
+        chosen = select(rewards[: choice.pool], choice.keep, choice.rule, seed)
+        return start, [seeds[i] for i in chosen]
 
     def _add(self, row: Tree) -> None:
         full = self.config.regenerate
@@ -201,7 +208,7 @@ class Measuring:
 def objectives_of(config: RunConfig, given: Sequence[str]) -> tuple[tuple[str, RunConfig], ...]:
     """(label, configuration) of every ``NAME[,key=value...]``; without any the configuration's own.
 
-    Raises ConfigError.
+    Keys are the objective's, and ``explore.paths``. Raises ConfigError.
     """
     found = {}
     for text in given or (config.objective.name,):
@@ -209,6 +216,7 @@ def objectives_of(config: RunConfig, given: Sequence[str]) -> tuple[tuple[str, R
         tree = config.model_dump(mode="json")
         if name != config.objective.name:
             tree["objective"], tree["regenerate"]["solver"] = {"name": name}, None
-        apply(tree, "arm=diffusionnft", *(f"objective.{setting}" for setting in settings))
+        keys = [s if s.startswith("explore.paths=") else f"objective.{s}" for s in settings]
+        apply(tree, "arm=diffusionnft", *keys)
         found[text] = parse(tree)
     return tuple(found.items())

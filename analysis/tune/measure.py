@@ -13,6 +13,7 @@ from analysis.measuring import (
     encoded,
     explored,
     explorer_of,
+    regenerated,
     rewards_of,
     seeds_of,
     setup,
@@ -58,7 +59,7 @@ class Measuring:
     ) -> Found:
         """``sizes``: the configuration of each; ``kinds``: previews to make."""
         truth, seconds = self._all(
-            "truth", lambda cond, seeds: self.trainer.generator.generate(cond, seeds)[1]
+            "truth", lambda cond, seeds: regenerated(self.trainer, cond, seeds)
         )
         found = Found(truth, truth_s=seconds, update_s=self._update_seconds())
         for size, config in sizes.items():

@@ -16,6 +16,7 @@ from cluster.runtime.tasks import BackgroundTasks, run_together
 from configs.prompts import Prompt, prompts_of_iteration
 from configs.schema import RunConfig
 from policy.sampling.noise import stream_seeds
+from policy.sampling.paths import shared_start
 from policy.types import Conditioning
 from records.errors import InputsLost, RunFailed
 
@@ -132,7 +133,8 @@ class Exploration:
         plan, size = self._plan.explore, self._config.explore.chunk_size
         assert plan is not None
         seeds = self.new_seeds(it.index, p, plan.pool_size)
-        scored, samples, images = await self._scored(it, p, seeds)
+        start = shared_start(self._config, seeds)
+        scored, samples, images = await self._scored(it, p, seeds, start)
         usable, keep = int(np.isfinite(scored.rewards).sum()), self._config.selection.keep
         if usable < keep:
             raise RunFailed(
@@ -146,7 +148,7 @@ class Exploration:
         return it.explored(p, Candidates(seeds, scored, samples, size, chosen))
 
     async def _scored(
-        self, it: Iteration, p: int, seeds: tuple[int, ...]
+        self, it: Iteration, p: int, seeds: tuple[int, ...], start: int | None
     ) -> tuple[Scored, list[ObjectRef[Samples]], list[ObjectRef[Images]]]:
         """A prompt's scores, and its samples and images by chunk; images only where they are looked
         at once more. Those that were lost before they were compared are made again.
@@ -155,7 +157,7 @@ class Exploration:
         for _ in range(tries):
             chunks = await run_together(
                 *(
-                    self._chunk(it, p, number, seeds[first : first + size])
+                    self._chunk(it, p, number, seeds[first : first + size], start)
                     for number, first in enumerate(range(0, len(seeds), size))
                 )
             )
@@ -173,7 +175,7 @@ class Exploration:
         )
 
     async def _chunk(
-        self, it: Iteration, p: int, number: int, seeds: tuple[int, ...]
+        self, it: Iteration, p: int, number: int, seeds: tuple[int, ...], start: int | None
     ) -> tuple[Scored, ObjectRef[Samples], ObjectRef[Images] | None]:
         """Explore and score one chunk; images that were lost with their node before they were
         scored are made again.
@@ -182,7 +184,7 @@ class Exploration:
         assert plan is not None
         key = ChunkKey(it.index, p, number, it.version)
         trained_on = not self._plan.regenerate
-        request = ExploreChunk(key, seeds, plan.steps, plan.solver, return_latents=trained_on)
+        request = ExploreChunk(key, seeds, plan.steps, plan.solver, trained_on, start)
         prompts = [it.prompts[p]] * len(seeds)
         for _ in range(tries):
             explored = await self._services.rollout.explore(

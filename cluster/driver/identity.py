@@ -64,7 +64,7 @@ class PolicyIdentity:
         count = self._config.explore.chunk_size if self._config.explore.compile else 1
         seed = self._config.seed
         seeds = tuple(stream_seed(seed, "identity", version, n) for n in range(count))
-        request = Probe(version, seeds, STEPS, plan.solver)
+        request = Probe(version, seeds, STEPS, self._config.explore.solver)
         (conditioning,) = await self._encoder.encode("identity", [[self._prompt]])
         return Expected(request, conditioning, await learner.probe(request, conditioning))
 

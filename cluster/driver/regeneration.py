@@ -11,6 +11,7 @@ from cluster.driver.scoring import Scored
 from cluster.driver.services import ActorServices
 from cluster.runtime.tasks import run_together
 from configs.schema import RunConfig
+from policy.sampling.paths import shared_start
 from records.errors import RunFailed
 
 
@@ -20,21 +21,24 @@ class Regeneration:
     def __init__(
         self, config: RunConfig, services: ActorServices, extremes: Extremes | None = None
     ):
-        self._services, self._extremes = services, extremes
+        self._services, self._extremes, self._config = services, extremes, config
         self._steps, self._solver = config.regenerate.steps, config.plan.solver
         self._size = config.regenerated_size
 
     async def chosen(self, it: Iteration, p: int, candidates: Candidates) -> TrainingGroup:
         """The chosen seeds of a prompt; audits their ranking, and that of some random ones."""
         chosen, seeds = candidates.chosen, candidates.seeds
-        group, rewards = await self.seeds(it, p, tuple(seeds[i] for i in chosen.train))
+        trained = tuple(seeds[i] for i in chosen.train)
+        group, rewards = await self.seeds(it, p, trained, of=seeds)
         full = dict(zip(chosen.train, rewards.tolist(), strict=True))
         it.audits[p] = candidates.agreement(full)
         if chosen.audit:
             fresh = tuple(i for i in chosen.audit if i not in full)
             if fresh:
                 audited = tuple(seeds[i] for i in fresh)
-                _, scored = await self._generate(it, p, audited, ("audit", it.index, p), 0)
+                _, scored = await self._generate(
+                    it, p, audited, shared_start(self._config, seeds), ("audit", it.index, p), 0
+                )
                 full |= dict(zip(fresh, scored.rewards.tolist(), strict=True))
             # those that are trained on anyway are done, though progress expects all audited ones
             it.advanced("regenerated", len(chosen.audit) - len(fresh))
@@ -42,17 +46,19 @@ class Regeneration:
         return group
 
     async def seeds(
-        self, it: Iteration, p: int, seeds: tuple[int, ...]
+        self, it: Iteration, p: int, seeds: tuple[int, ...], of: tuple[int, ...]
     ) -> tuple[TrainingGroup, Floats]:
         """(what is trained on: K seeds of a prompt without those that have no score; all rewards
-        [K], NaN: none).
+        [K], NaN: none). ``of``: the prompt's seeds, from which these were chosen.
         """
-        size = self._size
+        size, start = self._size, shared_start(self._config, of)
         parts = [seeds[first : first + size] for first in range(0, len(seeds), size)]
         key = ("regenerate", it.index, p)
         made = await run_together(
             *(
-                self._generate(it, p, part, key if len(parts) == 1 else (*key, number), number)
+                self._generate(
+                    it, p, part, start, key if len(parts) == 1 else (*key, number), number
+                )
                 for number, part in enumerate(parts)
             )
         )
@@ -76,9 +82,15 @@ class Regeneration:
         return TrainingGroup(p, rewards[found], it.conditioning[p], rows), rewards
 
     async def _generate(
-        self, it: Iteration, p: int, seeds: tuple[int, ...], key: tuple[object, ...], part: int
+        self,
+        it: Iteration,
+        p: int,
+        seeds: tuple[int, ...],
+        start: int | None,
+        key: tuple[object, ...],
+        part: int,
     ) -> tuple[Generated, Scored]:
-        request = GenerateRequest(seeds, self._steps, self._solver)
+        request = GenerateRequest(seeds, self._steps, self._solver, start=start)
         made = await self._services.learner.generate(
             key, request, it.conditioning[p], priority=(p, part)
         )

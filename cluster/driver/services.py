@@ -170,7 +170,7 @@ class ActorServices:
             try:
                 await pool.supervisor.resize(target)
             except RunFailed as error:
-                raise ConfigError([f"{kind}: {pool.alive} of {size} actors: {error}"]) from None
+                raise ConfigError(f"{kind}: {pool.alive} of {size} actors: {error}") from None
             finally:
                 self._event("pool_scaled", kind=kind, before=before, after=pool.alive, asked=size)
             return f"{kind}: {before} -> {pool.alive} actors"
@@ -185,7 +185,7 @@ class ActorServices:
         if size < limits.min_actors or (limits.max_actors is not None and size > limits.max_actors):
             least, most = limits.min_actors, limits.max_actors or "any number"
             allowed = f"services.{kind}.min_actors = {least}, max_actors = {most}"
-            raise ConfigError([f"{kind}: {size} actors: {allowed}"])
+            raise ConfigError(f"{kind}: {size} actors: {allowed}")
         return pool
 
     def look_at_nodes(self) -> None:

@@ -21,7 +21,7 @@ from cluster.driver.turns import AllStay
 from cluster.runtime import clock
 from cluster.runtime.member import Member
 from cluster.runtime.pool import ActorPool
-from policy.precision.wire import Manifest
+from policy.precision.manifest import Manifest
 from records.errors import RunFailed
 
 

@@ -52,7 +52,7 @@ class AWMSettings(ObjectiveSettings):
         ge=0,
         description="the average's decay after iteration s is min(ema_slope s, ema_cap)",
     )
-    ema_cap: float = Field(default=0.3, ge=0, lt=1)
+    ema_cap: float = Field(default=0.3, ge=0, lt=1, description="largest decay of that average")
     advantage_clip: float = Field(
         default=5.0, gt=0, description="advantages are clipped to [-c, c] and scaled by 1/c"
     )
@@ -91,7 +91,6 @@ class AWM:
     Settings = AWMSettings
     sampling_adapter = "old"
     path_solver: PathSolver | None = None
-    one_noise = False
 
     def __init__(self, settings: AWMSettings, measure_kl: bool = False) -> None:
         self.settings = settings
@@ -131,10 +130,8 @@ class AWM:
         """
         settings, current = self.settings, velocities["current"]
         weight = (advantages.double() / settings.advantage_clip).clamp(-1, 1)
-        log_prob, old = (
-            self._log_prob(points, current),
-            self._log_prob(points, velocities["old"].detach()),
-        )
+        log_prob = self._log_prob(points, current)
+        old = self._log_prob(points, velocities["old"].detach())
         loss, metrics = clipped_surrogate(weight, log_prob, old, settings.ratio_clip)
         for name, policy, factor in (
             ("loss/kl", "ref", settings.kl),

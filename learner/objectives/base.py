@@ -74,14 +74,12 @@ class Objective(Protocol):
     ``sampling_adapter`` explores and regenerates; ``policies`` are those whose velocities ``loss``
     wants: "current" (trained), "ref" (adapters off), other adapters by name. ``path_solver`` draws
     the samples where the objective trains on stochastic paths, None where any deterministic solver
-    does; ``one_noise``: all samples of a prompt then start from one noise. ``averages``: adapters
-    of the objective's own that follow the trained one, with their decay after iteration s = 1, 2,
-    ...
+    does. ``averages``: adapters of the objective's own that follow the trained one, with their
+    decay after iteration s = 1, 2, ...
     """
 
     sampling_adapter: str
     policies: tuple[str, ...]
-    one_noise: bool
     averages: Mapping[str, Callable[[int], float]]
 
     @property

@@ -27,14 +27,6 @@ class DanceGRPOSettings(PathSettings):
         le=1,
         description="share of the steps, without the last, drawn for each sample",
     )
-    shared_noise: bool = Field(
-        default=False,
-        description="one initial noise per prompt, as in the paper; arm 'diffusionnft' only",
-    )
-
-    @property
-    def one_noise_per_group(self) -> bool:
-        return self.shared_noise
 
     def trained_steps(self, steps: int) -> Sequence[int]:
         return range(steps - 1)

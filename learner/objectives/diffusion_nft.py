@@ -65,7 +65,6 @@ class DiffusionNFT:
     Settings = DiffusionNFTSettings
     sampling_adapter = "old"
     path_solver: PathSolver | None = None
-    one_noise = False
     averages: Mapping[str, Callable[[int], float]] = {}
 
     def __init__(self, settings: DiffusionNFTSettings, measure_kl: bool = False) -> None:

@@ -47,7 +47,6 @@ class PathGRPO:
         self.clip, self.advantage_clip, self.kl = settings.ratio_clip, settings.advantage_clip, kl
         self.path_solver = PathSolver(settings.solvers[0], settings.eta)
         self.noise_weight, self.ratio_norm = settings.noise_weight, settings.ratio_norm
-        self.one_noise = settings.one_noise_per_group
         self.policies: tuple[str, ...] = (
             ("current", "old", "ref") if kl > 0 or measure_kl else ("current", "old")
         )

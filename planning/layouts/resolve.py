@@ -55,11 +55,9 @@ def laid_out(
     if not gpus:
         mode = config.layout.mode if config.layout else None
         raise ConfigError(
-            [
-                f"layout.mode = {mode!r}: there is no GPU here for {config.model.path}: run it"
-                " where GPUs are, or give services.rollout, learner, encoder and reward gpus = 0 to"
-                " run it on CPUs"
-            ]
+            f"layout.mode = {mode!r}: there is no GPU here for {config.model.path}: run it"
+            " where GPUs are, or give services.rollout, learner, encoder and reward gpus = 0 to"
+            " run it on CPUs"
         )
     mine = used(gpus, config.layout.gpus if config.layout else None)
     choice = choose(config, mine, costs_of(config, family, mine, given or Assumptions()))
@@ -90,9 +88,7 @@ def used(gpus: Sequence[Gpus], count: int | None) -> list[Gpus]:
     """``gpus``, of each kind at most ``count``. Raises ConfigError where there are fewer."""
     there = sum(each.count for each in gpus)
     if count is not None and count > there:
-        raise ConfigError(
-            [f"layout.gpus = {count}: there are {there} GPUs: lower it, or add nodes"]
-        )
+        raise ConfigError(f"layout.gpus = {count}: there are {there} GPUs: lower it, or add nodes")
     return [replace(each, count=min(each.count, count or each.count)) for each in gpus]
 
 

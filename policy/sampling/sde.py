@@ -9,16 +9,11 @@ in g. Both are of weak order 1.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor, nn
-
-from policy.families.base import Family
-from policy.sampling.guidance import Guided, velocity
-from policy.sampling.noise import noise_for
-from policy.types import Conditioning
+from torch import Tensor
 
 NEARLY_ONE = 0.9989
 """Schedules on 1000 training timesteps start at sigma = 1, or at 0.999 and above: from there 1 / (1
@@ -112,68 +107,3 @@ class PathSolver:
             return x_next
         now, _ = _columns(x, sigma, sigma)
         return x - now.to(x) * v
-
-
-@dataclass(frozen=True)
-class Paths:
-    """B sampled paths of T steps, on the CPU."""
-
-    states: Tensor  # float32 [B, T + 1, *latent], from the initial noise to the latents at sigma 0
-    log_probs: Tensor  # float32 [B, T], of the step from state j to state j + 1
-    latents: Tensor  # float32 [B, *latent], what is decoded: ``PathSolver.decoded``
-    stochastic: Tensor  # float32 [B, T], 1 for a step of the solver, 0 for one of Euler
-
-
-@torch.no_grad()
-def sample_paths(
-    family: Family,
-    transformer: nn.Module,
-    cond: Conditioning,
-    noise_seeds: Sequence[int],
-    path_seeds: Sequence[int],
-    steps: int,
-    solver: PathSolver,
-    batch_size: int | None = None,
-    guided: Guided | None = None,
-    window: Container[int] | None = None,
-) -> Paths:
-    """Row i starts from the noise of ``noise_seeds[i]``; ``path_seeds[i]`` is that of its steps.
-
-    cond has B rows; ``batch_size`` paths go through the transformer at a time, None means all.
-    Steps outside of ``window`` are Euler's, x + dsigma v, with a log-probability of 0; None: all
-    are the solver's. Noise depends on a row's own seeds and on ``steps`` alone. Raises ValueError
-    when rows and seeds differ.
-    """
-    if not len(cond) == len(noise_seeds) == len(path_seeds):
-        raise ValueError(
-            f"{len(noise_seeds)} noise seeds, {len(path_seeds)} path seeds and conditioning of"
-            f" {len(cond)} rows: one of each per path"
-        )
-    parameter = next(transformer.parameters())
-    sigmas = family.sigmas(steps)
-    size = batch_size or max(len(noise_seeds), 1)
-    states = torch.empty((len(noise_seeds), steps + 1, *family.latent_shape))
-    log_probs = torch.empty((len(noise_seeds), steps))
-    latents = torch.empty((len(noise_seeds), *family.latent_shape))
-    drawn = [window is None or j in window for j in range(steps)]
-    for start in range(0, len(noise_seeds), size):
-        rows = slice(start, start + size)
-        part = cond.rows(rows).to(parameter.device, parameter.dtype)
-        x = noise_for(noise_seeds[rows], family.latent_shape).to(parameter.device)
-        fresh = noise_for(path_seeds[rows], (steps, *family.latent_shape)).to(parameter.device)
-        states[rows, 0] = x.cpu()
-        for j in range(steps):
-            now, after = (sigmas[k].to(x.device).expand(len(x)) for k in (j, j + 1))
-            before, v = x, velocity(family, transformer, x, now, part, guided)
-            if drawn[j]:
-                step = solver.step(before, v, now, after)
-                x = step.mean + step.std * fresh[:, j]
-                log_probs[rows, j] = step.log_prob(x).cpu()
-            else:
-                x = before + (sigmas[j + 1] - sigmas[j]).item() * v
-                log_probs[rows, j] = 0.0
-            states[rows, j + 1] = x.cpu()
-            if j == steps - 1:
-                latents[rows] = solver.decoded(before, v, now, x).cpu()
-    stochastic = torch.tensor(drawn, dtype=torch.float32).expand(len(noise_seeds), steps)
-    return Paths(states, log_probs, latents, stochastic)

@@ -33,10 +33,8 @@ def test_cells_are_arms_times_objectives_and_impossible_pairs_say_why():
     }
     assert "'naive_quant' with objective 'flow_grpo'" in str(found.cells[-1].refused)
     configs = {cell.name: parse(cell.tree_of(5, Path("/x"))) for cell in found.running}
-    assert (
-        configs["sol_rl-flow_grpo"].objective.name == "flow_grpo"
-        and configs["sol_rl-flow_grpo"].plan.solver == "flow_sde"
-    )
+    assert configs["sol_rl-flow_grpo"].objective.name == "flow_grpo"
+    assert configs["sol_rl-flow_grpo"].plan.solver == "flow_sde"
     assert configs["naive_quant-diffusion_nft"].arm == "naive_quant"
     one, other = (
         configs[name].model_dump() for name in ("sol_rl-diffusion_nft", "naive_quant-diffusion_nft")
@@ -57,9 +55,8 @@ def test_a_varied_key_that_an_arm_does_not_use_makes_no_second_cell():
     two = Request(
         "quickstart", vary=("selection.rule=best_worst,random", "explore.pool_size=48,96")
     )
-    assert len(names(two)) == 4 and "sol_rl-selection.rule-random-explore.pool_size-48" in names(
-        two
-    )
+    assert len(names(two)) == 4
+    assert "sol_rl-selection.rule-random-explore.pool_size-48" in names(two)
 
 
 @pytest.mark.parametrize("arm", list(UNUSED))
@@ -120,15 +117,11 @@ def test_another_objective_does_not_inherit_the_settings_of_the_one_below(tmp_pa
         parse(cell.tree_of(0, tmp_path))
         for cell in read_comparison(Request(str(file), overrides=("iterations=3",))).cells
     )
-    assert (
-        nft.objective.beta == 0.5
-        and awm.objective.name == "awm"
-        and not hasattr(awm.objective, "beta")
-    )
-    assert (nft.optimizer.lr, awm.optimizer.lr) == (
-        1.5e-3,
-        1e-4,
-    ) and nft.iterations == awm.iterations == 3
+    assert nft.objective.beta == 0.5
+    assert awm.objective.name == "awm"
+    assert not hasattr(awm.objective, "beta")
+    assert (nft.optimizer.lr, awm.optimizer.lr) == (1.5e-3, 1e-4)
+    assert nft.iterations == awm.iterations == 3
 
 
 def test_a_comparison_file_with_a_misspelt_key(tmp_path):
@@ -147,6 +140,7 @@ def test_the_shipped_comparisons_are_what_they_say():
     assert list(configs) == [*arms, "awm", *paths]
     assert [configs[name].arm for name in arms] == arms
     assert [configs[name].arm for name in paths] == ["diffusionnft", "sol_rl"] * 2
+    assert [name for name, c in configs.items() if c.explore.paths] == paths[1::2]
     selected = [c for name, c in configs.items() if name not in ("flow_grpo", "dance_grpo")]
     assert {c.prompts.per_iteration for c in selected} == {4}
     # as their papers do: no more images than the others explore
@@ -155,6 +149,7 @@ def test_the_shipped_comparisons_are_what_they_say():
     assert configs["dance_grpo"].objective.one_noise_per_group
     own = {"name": True, "arm": True, "objective": True}
     own |= {"optimizer": {"lr", "steps_per_iteration"}, "prompts": {"per_iteration"}}
+    own["explore"] = {"paths"}
     same = [config.model_dump(exclude=own) for config in configs.values()]
     assert all(one == same[0] for one in same)
     nft = [configs[name] for name in arms]

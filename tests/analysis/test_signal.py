@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import xml.etree.ElementTree as ET
 
+import numpy as np
 import pytest
 
+from analysis.measuring import backends, trainer_of
 from analysis.signal import exploring, measure
 from analysis.signal.drawing import drawing
 from analysis.signal.files import rows_of
@@ -64,9 +66,30 @@ def test_batches_are_a_runs_first_iterations(config, tmp_path):
     settings = wanted(config)
     measuring = measure.Measuring(config, settings, [], tmp_path, print)
     batch = measuring.batches[2]
-    assert measuring._chosen(batch, 0, measure.Choice(2, 2)) == [
+    assert measuring._seeds(batch, 0, measure.Choice(2, 2), config)[1] == [
         stream_seed(config.seed, "explore", 2, 0, n) for n in range(2)
     ]
+
+
+def test_explored_paths_are_selected_among_where_the_noise_is_shared(config, tmp_path):
+    """What is regenerated has the very rewards that it was selected by: exploring in FP32, in as
+    many steps; so the rewards of an objective's paths are not those of another's.
+    """
+    objectives = objectives_of(
+        config, ["flow_grpo,shared_noise=true,explore.paths=true", "diffusion_nft"]
+    )
+    steps = config.regenerate.steps
+    settings = wanted(config, backends=("fp32",), steps=(steps,), pools=(6,))
+    measuring = measure.Measuring(
+        config, settings, list(backends(("fp32",)).values()), tmp_path, print
+    )
+    choice, batch = measure.Choice(2, 6, "best_worst", "fp32", steps), measuring.batches[0]
+    (_, paths), (_, plain) = objectives
+    (group,) = measuring._groups(trainer_of(paths), batch, choice)
+    of_paths, others = (measuring.explored.rewards(c, "fp32", steps) for c in (paths, plain))
+    extremes = [of_paths[0][0].min(), of_paths[0][0].max()]
+    np.testing.assert_allclose(sorted(group.rewards), extremes, rtol=1e-3)
+    assert np.abs(of_paths[0] - others[0]).max() > 1e-3
 
 
 def test_a_picture_of_negative_and_positive_bars():

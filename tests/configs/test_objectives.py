@@ -107,10 +107,8 @@ def test_every_objective_has_a_layer(name, tmp_path):
 @pytest.mark.parametrize("solver", ["flow_sde", "dance_sde"])
 def test_the_deterministic_objectives_take_no_stochastic_solver(name, solver):
     said = refusal(f"objective.name={name}", f"regenerate.solver={solver}")
-    assert (
-        said.startswith(f"regenerate.solver: '{solver}' with objective '{name}'")
-        and "use dpmpp_2m or euler or unipc" in said
-    )
+    assert said.startswith(f"regenerate.solver: '{solver}' with objective '{name}'")
+    assert "use dpmpp_2m or euler or unipc" in said
 
 
 @pytest.mark.parametrize(
@@ -120,10 +118,8 @@ def test_the_deterministic_objectives_take_no_stochastic_solver(name, solver):
 def test_the_objectives_on_paths_take_their_own_solver_only(name, own, other):
     for solver in ("dpmpp_2m", "euler", other):
         said = refusal(f"objective.name={name}", f"regenerate.solver={solver}")
-        assert (
-            said.startswith(f"regenerate.solver: '{solver}' with objective '{name}'")
-            and f"use {own}" in said
-        )
+        assert said.startswith(f"regenerate.solver: '{solver}' with objective '{name}'")
+        assert f"use {own}" in said
     assert (
         load("quickstart", [f"objective.name={name}", f"regenerate.solver={own}"]).plan.solver
         == own
@@ -156,6 +152,46 @@ def test_one_noise_per_group_leaves_nothing_to_select():
         ).plan.explore
         is None
     )
+    shared = ["objective.name=dance_grpo", "objective.shared_noise=true"]
+    explored = load("quickstart", [*shared, "explore.paths=true", "explore.steps=10"]).plan.explore
+    assert explored is not None and explored.solver == "dance_sde"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        (["objective.name=awm"], "explore.paths: objective 'awm' trains on no stochastic paths"),
+        (["objective.name=flow_grpo"], "are stochastic up to step 10 and are explored as they are"),
+        (
+            ["objective.name=flow_grpo", "objective.window.size=3", "explore.steps=3"],
+            "explore.steps: 3, but paths of 10 steps are stochastic up to step 3 and are explored"
+            " as they are till then: use 4 to 10, or explore.paths = false",
+        ),
+        (
+            ["objective.name=flow_grpo", "objective.window.size=3", "explore.steps=11"],
+            "use 4 to 10",
+        ),
+        (
+            [
+                "objective.name=flow_grpo",
+                "objective.window.size=3",
+                "objective.window.schedule=random",
+            ],
+            "are stochastic up to step 9",
+        ),
+        (
+            [
+                "objective.name=flow_grpo",
+                "objective.window.size=3",
+                "explore.height=16",
+                "explore.width=16",
+            ],
+            "explore.paths: the noise of a path's steps is that of full-size images",
+        ),
+    ],
+)
+def test_paths_that_cannot_be_explored_are_refused(overrides, said):
+    assert said in refusal("explore.paths=true", *overrides)
 
 
 @pytest.mark.parametrize(
@@ -171,16 +207,8 @@ def test_a_schedule_too_short_to_train_on_is_refused(name, few, enough):
 
 
 def test_which_steps_are_trained():
-    assert list(AWMSettings().trained_steps(10)) == [
-        1,
-        2,
-        3,
-        4,
-        5,
-        6,
-        7,
-        8,
-    ]  # the first nine of ten, without the first
+    # the first nine of ten, without the first
+    assert list(AWMSettings().trained_steps(10)) == [1, 2, 3, 4, 5, 6, 7, 8]
     assert list(FlowGRPOSettings().trained_steps(10)) == list(range(9))
     assert list(DanceGRPOSettings().trained_steps(10)) == list(range(9))
     assert list(DiffusionNFTSettings().trained_steps(3)) == [0, 1, 2]
@@ -206,7 +234,7 @@ def test_which_steps_are_trained():
             "objective.ratio_clap: no such key (did you mean 'ratio_clip'?)",
         ),
         (
-            ["objective.name=flow_grpo", "objective.shared_noise=true"],
+            ["objective.name=awm", "objective.shared_noise=true"],
             "objective.shared_noise: no such key",
         ),
         (["explore.solver=flow_sde"], "explore.solver = 'flow_sde'"),

@@ -15,7 +15,8 @@ from learner.objectives.base import Points
 from learner.objectives.dance_grpo import DanceGRPOSettings
 from learner.objectives.flow_grpo import FlowGRPOSettings
 from policy.sampling.ode import euler
-from policy.sampling.sde import PathSolver, sample_paths
+from policy.sampling.paths import sample_paths
+from policy.sampling.sde import PathSolver
 from policy.types import Conditioning
 from tests.gaussian_flow import Denoiser, GaussianFamily, velocity
 from tests.learner.test_grpo import GRID, column, one_step, path_samples

@@ -1,0 +1,120 @@
+"""Commands that pages show: they parse, their options exist, what they configure is possible."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import io
+import re
+import shlex
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from cli.main import _parser
+from configs.load import ConfigError, load, preset_names
+from tests.docs.pages import ROOT, each, text_of
+
+
+@cache
+def known_options() -> dict[str, set[str]]:
+    """The options of each command."""
+    (subs,) = (a for a in _parser()._actions if isinstance(a, argparse._SubParsersAction))
+    return {name: set(sub._option_string_actions) for name, sub in subs.choices.items()}
+
+
+def sol_rl(command: str) -> list[str]:
+    """The words after ``sol-rl``; none: another command."""
+    match = re.match(r"(?:\S*/)?sol-rl (.*)", command)
+    return shlex.split(match[1]) if match else []
+
+
+def refusal(words: list[str]) -> str:
+    """What the parser says about a command; empty: nothing."""
+    said = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(said), contextlib.redirect_stdout(said):
+            _parser().parse_args(words)
+    except SystemExit as stop:
+        return said.getvalue().splitlines()[-1] if stop.code else ""
+    return ""
+
+
+def unknown_options(words: list[str]) -> list[str]:
+    """Options, or the command itself, that are not there; of what may be a sketch of a command."""
+    if words[0] not in known_options():
+        return words[:1]
+    named = {word.strip("[]").partition("=")[0] for word in words}
+    return sorted({word for word in named if word.startswith("--")} - known_options()[words[0]])
+
+
+@each()
+def test_every_command_in_a_block_parses(page: Path):
+    given = [words for line in text_of(page).commands if (words := sol_rl(line))]
+    wrong = {" ".join(words): refusal(words) for words in given if "..." not in words}
+    assert {line: said for line, said in wrong.items() if said} == {}
+
+
+@each()
+def test_every_option_in_a_sentence_exists(page: Path):
+    given = [words for span in text_of(page).spans if (words := sol_rl(span))]
+    wrong = {" ".join(words): unknown_options(words) for words in given}
+    assert {line: bad for line, bad in wrong.items() if bad} == {}
+
+
+@pytest.mark.parametrize(
+    ("command", "bad"),
+    [
+        ("sol-rl train x --resume", []),
+        ("sol-rl train x --resumed", ["--resumed"]),
+        ("sol-rl scale [--rollout N]", []),
+        ("sol-rl trian x", ["trian"]),
+    ],
+)
+def test_what_is_not_there_is_found(command: str, bad: list[str]):
+    assert unknown_options(sol_rl(command)) == bad
+
+
+def impossible(line: str) -> str:
+    """What is wrong with the configuration of a command that names a preset; empty: nothing."""
+    words = sol_rl(line)
+    if not words or words[0] not in ("train", "submit", "plan", "fidelity") or "..." in line:
+        return ""
+    with contextlib.redirect_stderr(io.StringIO()):
+        try:
+            options = _parser().parse_args(words)
+        except SystemExit:
+            return ""
+    if options.config not in preset_names():
+        return ""
+    try:
+        load(options.config, options.overrides)
+    except ConfigError as error:
+        return str(error)
+    return ""
+
+
+@each()
+def test_every_configuration_that_a_command_states_is_possible(page: Path):
+    wrong = {line: impossible(line) for line in text_of(page).all_code}
+    assert {line: said for line, said in wrong.items() if said} == {}
+
+
+def test_an_impossible_configuration_is_found():
+    assert "no such key" in impossible("sol-rl train quickstart --set explore.stpes=3")
+
+
+@each()
+def test_every_target_of_make_exists(page: Path):
+    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    code = "\n".join(text_of(page).all_code)
+    assert set(re.findall(r"(?:^|&& )make ([a-z-]+)", code, re.MULTILINE)) - targets == set()
+
+
+@each()
+def test_every_module_that_is_run_exists(page: Path):
+    named = set(re.findall(r"python -m ([a-z_.]+)", "\n".join(text_of(page).all_code)))
+    ours = [name.replace(".", "/") for name in named if (ROOT / name.split(".")[0]).is_dir()]
+    there = [(ROOT / f"{n}.py").exists() or (ROOT / n / "__main__.py").exists() for n in ours]
+    assert [name for name, known in zip(ours, there, strict=True) if not known] == []
