@@ -7,6 +7,7 @@ and nothing else: scoring, transfers and publishing are not in them.
 
 from __future__ import annotations
 
+import math
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
