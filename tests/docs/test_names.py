@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import subprocess
 from collections import defaultdict
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 
@@ -33,7 +34,7 @@ def sections_in(annotation: object) -> list[type[BaseModel]]:
     return [each for part in getattr(annotation, "__args__", ()) for each in sections_in(part)]
 
 
-def is_key(names: list[str], sections: list[type[BaseModel]]) -> bool:
+def is_key(names: list[str], sections: Sequence[type[BaseModel]]) -> bool:
     """Whether a path of names leads to a field. ``X`` and ``*`` are any name."""
     first, *rest = names
     here = [
@@ -44,7 +45,9 @@ def is_key(names: list[str], sections: list[type[BaseModel]]) -> bool:
     ]
     if not rest or not here:
         return bool(here)
-    below = [section for annotation in here for section in sections_in(annotation)]
+    below: Sequence[type[BaseModel]] = [
+        section for annotation in here for section in sections_in(annotation)
+    ]
     if first == "objective":
         below = list(SETTINGS.values())
     labels = any("dict[" in str(annotation) for annotation in here)  # a name of the user's own
