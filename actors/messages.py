@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 if TYPE_CHECKING:  # neither: the selector answers in messages, and starts without torch
     from ray import ObjectRef
 
-    from policy.precision.wire import Manifest
+    from policy.precision.manifest import Manifest
     from policy.types import Conditioning
 
 Images: TypeAlias = NDArray[np.uint8]  # [B, 3, H, W], or clips: [B, F, 3, H, W]

@@ -25,7 +25,7 @@ from policy.families import family_for
 from policy.precision.backends import Backend, available_backends, eager_note, resolve_backend
 from policy.precision.compiling import computing
 from policy.precision.counting import configured_step
-from policy.precision.wire import Manifest
+from policy.precision.manifest import Manifest
 from policy.sampling.guidance import Guided
 from policy.sampling.paths import explored_paths
 from policy.types import DTYPES, Conditioning

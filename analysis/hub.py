@@ -6,7 +6,7 @@ from pathlib import Path
 
 from configs.load import ConfigError
 from policy.families.pipeline import HUB_ID
-from records.errors import RunFailed
+from records.errors import RunFailed, first_line
 
 
 def check_hub(repository: str) -> None:
@@ -19,8 +19,8 @@ def check_hub(repository: str) -> None:
         HfApi().whoami()
     except Exception as error:  # the client's errors of login and network have no common class
         raise ConfigError(
-            f"--push {repository}: the hub does not know who this is ({_line(error)}): run `hf auth"
-            " login`, or set HF_TOKEN"
+            f"--push {repository}: the hub does not know who this is ({first_line(error)}): run `hf"
+            " auth login`, or set HF_TOKEN"
         ) from None
 
 
@@ -42,11 +42,7 @@ def push(folder: Path, repository: str, private: bool) -> str:
         )
     except Exception as error:  # as above
         raise RunFailed(
-            f"--push {repository}: the hub did not take it ({_line(error)}); the files are in"
+            f"--push {repository}: the hub did not take it ({first_line(error)}); the files are in"
             f" {folder}"
         ) from None
     return f"https://huggingface.co/{repository}"
-
-
-def _line(error: Exception) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]

@@ -7,11 +7,11 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
+from configs.section import Tree
 from configs.sections import Model
 from policy.families import Family, family_for
 from policy.families.architectures import published, write_configs
@@ -21,7 +21,7 @@ TEXT_TOKENS, SMALL_TEXT_TOKENS = {"sd3": 256, "sana": 300, "sana_video": 300}, 3
 """Where they are not 512."""
 SMALL_FRAMES = 5
 WIDTH = 256
-SMALL: dict[str, dict[str, Any]] = {
+SMALL: dict[str, Tree] = {
     "sd3": {
         "num_layers": 2, "num_attention_heads": 4, "attention_head_dim": 64,
         "caption_projection_dim": WIDTH, "joint_attention_dim": WIDTH,
@@ -63,7 +63,7 @@ class Case:
 
     name: str
     family: Family
-    part: dict[str, Any]
+    part: Tree
 
     def inputs(self, batch: int, device: torch.device | str) -> tuple[Tensor, Tensor, Conditioning]:
         """(x [B, *latent], sigma [], conditioning of B rows): noise everywhere, all text tokens in
@@ -95,7 +95,7 @@ def case_of(name: str, pixels: int | None, small: bool) -> Iterator[Case]:
     part = {**model["parts"]["transformer"]}
     if small:
         part["config"] = {**part["config"], **SMALL[family]}
-    size: dict[str, Any] = {side: pixels or model[side] for side in ("height", "width")}
+    size: Tree = {side: pixels or model[side] for side in ("height", "width")}
     if "frames" in model:
         size["frames"] = SMALL_FRAMES if small else model["frames"]
     guidance = 3.5 if part["config"].get("guidance_embeds") else None

@@ -98,10 +98,10 @@ def _check(options: Options, device: torch.device) -> None:
         for name in options.backends:
             resolve_backend(name, device, "--backends")
     except ValueError as error:
-        raise ConfigError([str(error)]) from None
+        raise ConfigError(str(error)) from None
     missing = compiler_missing(device) if options.compile else None
     if missing is not None:
-        raise ConfigError([f"--compile: {missing}: install it or leave --compile out"])
+        raise ConfigError(f"--compile: {missing}: install it or leave --compile out")
 
 
 def _ratios(case: Case, options: Options, device: torch.device) -> list[Ratio]:

@@ -20,6 +20,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from configs.section import Tree
 from policy.precision.fp8 import Activations
 from policy.precision.torch_nvfp4 import pack_operand
 
@@ -128,7 +129,7 @@ def moved(counted: Count) -> float:
     return (counted.read + counted.written) / (ROWS * COLUMNS)
 
 
-def as_json() -> dict[str, dict[str, Any]]:
+def as_json() -> dict[str, Tree]:
     """Per format what runs on CUDA by default, and beside it what runs without the kernels."""
     rows = {
         (name, form): {"kernels": counted.operations, "bytes_per_element": round(moved(counted), 4)}

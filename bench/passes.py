@@ -23,11 +23,13 @@ from torch.utils._pytree import tree_leaves
 from bench.packing import Counting
 from configs.load import MODELS, load
 from configs.schema import RunConfig
+from configs.section import Tree
 from planning.make import described
 from policy.families import Family
 from policy.lora import adapted_modules, use
-from policy.memory import META, adapt, blank, conditioning_like
+from policy.memory import conditioning_like
 from policy.merging import merged
+from policy.meta import META, adapt, blank
 from policy.precision.accelerators import ACCELERATORS, Accelerator
 from policy.precision.cost import ISSUE, SUSTAINED
 from policy.tally import flop_counts, fused_attention
@@ -129,10 +131,8 @@ def passes_of(config: RunConfig, family: Family) -> dict[str, dict[str, Pass]]:
     """By pass, then by form, of one call at the run's sizes: "bare", and with one adapter in
     "float32" without TF32, in the base model's dtype ("own"), or "merged".
     """
-    dtype, checkpointing = (
-        DTYPES[config.regenerate.precision],
-        config.optimizer.gradient_checkpointing,
-    )
+    dtype = DTYPES[config.regenerate.precision]
+    checkpointing = config.optimizer.gradient_checkpointing
     transformer = blank(family, "transformer", dtype)
     if checkpointing:
         transformer.get_submodule("").enable_gradient_checkpointing()  # type: ignore[operator]
@@ -189,7 +189,7 @@ def share(form: Pass, bare: Pass, accelerator: Accelerator, products: bool = Fal
     return more / whole
 
 
-def as_rows(passes: dict[str, dict[str, Pass]]) -> list[dict[str, Any]]:
+def as_rows(passes: dict[str, dict[str, Pass]]) -> list[Tree]:
     """A row per pass and form beside the bare one."""
     rows = []
     for name, forms in passes.items():
@@ -198,7 +198,7 @@ def as_rows(passes: dict[str, dict[str, Pass]]) -> list[dict[str, Any]]:
             if form == "bare":
                 continue
             more = [a / b - 1 for a, b in zip(counts.totals, bare.totals, strict=True)]
-            row: dict[str, Any] = {"pass": name, "form": form}
+            row: Tree = {"pass": name, "form": form}
             row |= dict(zip(("multiplications", "kernels", "bytes"), more, strict=True))
             for gpu in GPUS:
                 row[gpu] = share(counts, bare, ACCELERATORS[gpu])
@@ -215,7 +215,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "--models", nargs="+", default=list(MODELS), help="of the presets, or configurations"
     )
     given = parser.parse_args(arguments)
-    found: dict[str, list[dict[str, Any]]] = {}
+    found: dict[str, list[Tree]] = {}
     for model in given.models:
         config = load(f"{model}-sol_rl-hpsv2" if model in MODELS else model)
         with described(config) as (family, _):

@@ -40,11 +40,9 @@ class PlainLoop:
             )
         self.config, self.plan, self.prompts = config, config.plan.explore, prompts
         tree = config.model_dump(mode="json")
-        self.encoder, self.reward, self.selector = (
-            EncoderActor(tree),
-            RewardActor(tree),
-            SelectorActor(tree),
-        )
+        self.encoder = EncoderActor(tree)
+        self.reward = RewardActor(tree)
+        self.selector = SelectorActor(tree)
         self.rollout, self.learner = RolloutActor(tree), LearnerActor(tree, failure_dir, _as_given)
         self.checksum = ""
         self.publish(0)

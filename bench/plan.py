@@ -23,6 +23,7 @@ from cluster.driver.services import ActorServices
 from configs.load import parse
 from configs.prompts import read_prompts
 from configs.schema import RunConfig
+from configs.section import Tree
 from records.atomic import write_text
 from records.rundir import RunDirectory
 from records.timeline import Span
@@ -122,7 +123,7 @@ def shaped(config: RunConfig, shape: Shape) -> RunConfig:
     return parse(tree | {"explore_ahead": shape.ahead})
 
 
-def _kept(base: RunConfig, shape: Shape, options: Options, which: str = "") -> dict[str, Any]:
+def _kept(base: RunConfig, shape: Shape, options: Options, which: str = "") -> Tree:
     file = Path(options.keep) / f"{shape.name}{which}.json" if options.keep else None
     if file is not None and file.exists():
         return json.loads(file.read_text())
@@ -135,7 +136,7 @@ def _kept(base: RunConfig, shape: Shape, options: Options, which: str = "") -> d
     return row
 
 
-async def _measured(config: RunConfig, scratch: Path, repeats: int) -> dict[str, Any]:
+async def _measured(config: RunConfig, scratch: Path, repeats: int) -> Tree:
     """Seconds of each iteration but the first, and all spans."""
     spans: list[Span] = []
     services = ActorServices(

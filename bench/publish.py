@@ -30,9 +30,10 @@ from cluster.driver.learners import LearnerGroup
 from cluster.driver.weights import WeightChannel
 from cluster.runtime.pool import ActorPool
 from configs.services import Service
-from planning.make import SPILLS_AT, store_size
+from planning.object_store import SPILLS_AT, store_size
 from policy.precision.backends import wire_formats
-from policy.precision.wire import Entry, Manifest, unpack_into
+from policy.precision.manifest import Entry, Manifest
+from policy.precision.wire import unpack_into
 
 TENSORS = 16
 COPIED_AT_ONCE = 10**9

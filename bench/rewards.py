@@ -24,6 +24,7 @@ import torch
 
 from bench.timing import Options, Ratio, interleave
 from configs.rewards import Scorer as ScorerConfig
+from configs.section import Tree
 from rewards import ScorerSetupError, build
 from rewards.imagereward import WORDS
 
@@ -43,7 +44,7 @@ TINY_TOWER = {
     "num_attention_heads": 2,
 }
 TINY_VISION = {**TINY_TOWER, "image_size": 32, "patch_size": 16}
-SMALL: dict[str, Any] = {
+SMALL: Tree = {
     "clipscore": TINY_CLIP,
     "hpsv2": TINY_CLIP,
     "pickscore": {"projection_dim": 16, "text_config": TINY_TOWER, "vision_config": TINY_VISION},
@@ -91,7 +92,7 @@ def measure(options: Options) -> list[Ratio]:
 
 def _made(name: str, small: bool, folder: Path) -> Any:
     """The scorer, or None for one whose package is not installed."""
-    settings: dict[str, Any] = {}
+    settings: Tree = {}
     if name in LEARNED:
         settings = {"checkpoint": str(folder / "none")} | (
             {"architecture": SMALL[name]} if small else {}
@@ -133,10 +134,8 @@ def some_vocabulary() -> str:
 def _size(scorer: Any, before: int | None, peak: int | None) -> str:
     model = getattr(scorer, "model", None)
     values = list(model.parameters()) if isinstance(model, torch.nn.Module) else []
-    count, size = (
-        sum(value.numel() for value in values),
-        sum(value.numel() * value.element_size() for value in values),
-    )
+    count = sum(value.numel() for value in values)
+    size = sum(value.numel() * value.element_size() for value in values)
     note = (
         f"{count / 1e6:.1f} M parameters, {size / 1e9:.2f} GB" if values else "no weights of ours"
     )

@@ -115,7 +115,7 @@ def _sum(processes: Iterable[Process]) -> float:
 
 
 if __name__ == "__main__":
-    from cluster.driver.session import train
+    from cluster.driver.train import train
     from configs.load import parse
 
     train(parse(json.loads(Path(sys.argv[1]).read_text())), resume=False)

@@ -98,7 +98,7 @@ def run_updates(trainer: Trainer, rundir: RunDirectory, backend: Backend) -> Ite
         trainer.load(path)
         newest.append(weights_of(trainer, backend, adapter))
     if not newest:
-        raise ConfigError([f"{rundir.path}: there is no checkpoint yet"])
+        raise ConfigError(f"{rundir.path}: there is no checkpoint yet")
     yield Update(f"{paths[-1].name}, from the base", base, base, newest[-1])
     if len(newest) > 1:
         yield Update(f"{paths[0].name} to {paths[-1].name}", base, newest[0], newest[-1])

@@ -39,6 +39,7 @@ def run(options: argparse.Namespace) -> int:
         shown = ["--json"] if options.json else []
         return check_through_job(address, options.config, options.overrides, shown, show, say)
     from planning import doctor
+    from planning.facts import examine
 
     checks = doctor.of_configuration(config) if config else []
     if address:
@@ -48,7 +49,7 @@ def run(options: argparse.Namespace) -> int:
         with connected(address):
             checks += of_cluster(config)
     else:
-        checks += doctor.of_this_machine(config, doctor.examine())
+        checks += doctor.of_this_machine(config, examine())
         checks += [doctor.of_run_root(config)] if config else []
         checks.append(doctor.of_token(joined=False))
     if options.json:

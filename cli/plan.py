@@ -142,9 +142,9 @@ def draw(out: str, name: str, iteration: Simulated | None) -> None:
     from analysis.report.timeline import write_page
 
     if iteration is None:
-        raise ConfigError([f"--out {out}: no GPU is asked for, so there is no iteration to draw"])
+        raise ConfigError(f"--out {out}: no GPU is asked for, so there is no iteration to draw")
     try:
         write_page(Path(out), name, iteration.spans, iteration.spans_end)
     except OSError as error:
         why = error.strerror or error
-        raise ConfigError([f"--out {out}: cannot be written ({why}): give another file"]) from None
+        raise ConfigError(f"--out {out}: cannot be written ({why}): give another file") from None

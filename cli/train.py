@@ -20,7 +20,7 @@ def declare(sub: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """Train; say how the held-out reward changed."""
     config = load(options.config, options.overrides)
-    from cluster.driver.session import train
+    from cluster.driver.train import train
 
     rundir = train(config, options.resume)
     for line in summary(rundir.metrics()):

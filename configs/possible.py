@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, get_args
 
-from configs.arms import ArmPlan
 from configs.objective import PathSettings, incompatibility
 from configs.sections import Solver
 
@@ -14,6 +13,16 @@ if TYPE_CHECKING:
 
 def check_possible(run: RunConfig) -> None:
     """Raises ValueError, which names the key, for what does not go together."""
+    for check in (
+        *(_check_selection, _check_size, _check_base, _check_stages, _check_random_seeds),
+        *(_check_share, _check_shards, _check_turns),
+        *(_check_objective, _check_paths, _check_guidance, _check_scorers),
+    ):
+        check(run)
+
+
+def _check_selection(run: RunConfig) -> None:
+    """Raises ValueError for more samples than there are, or an odd number of best and worst."""
     keep, pool = run.selection.keep, run.explore.pool_size
     if run.plan.explore is not None and keep > pool:
         raise ValueError(
@@ -25,60 +34,51 @@ def check_possible(run: RunConfig) -> None:
             f"selection.keep: {keep} is odd, but rule 'best_worst' keeps as many best as worst:"
             " use an even number"
         )
-    _check_size(run)
-    _check_base(run)
-    if why := _one_stage(run.arm, run.plan):
-        if run.explored_model != run.model:
-            key = "height" if run.explore.height is not None else "frames"
-            raise ValueError(
-                f"explore.{key}: arm {run.arm!r} {why}, so it cannot explore at another size:"
-                " leave explore.height, explore.width and explore.frames out"
-            )
-        if run.explore_ahead:
-            raise ValueError(
-                f"explore_ahead: arm {run.arm!r} {why}, so it cannot explore with an older"
-                " policy: use 0"
-            )
-        if asked := run.audit.needs_two_stages:
-            raise ValueError(
-                f"{asked}: arm {run.arm!r} {why}, so there is nothing to audit: leave it out"
-            )
-        if run.explore.decoder == "tiny":
-            raise ValueError(
-                f"explore.decoder: arm {run.arm!r} {why}, so there are no proxy images to"
-                " decode: use 'full'"
-            )
-    if run.audit.random_seeds > pool:
+
+
+def _check_stages(run: RunConfig) -> None:
+    """Raises ValueError for what only goes with exploring in one stage and regenerating in another,
+    where the arm lacks one of them.
+    """
+    if run.plan.explore is not None and run.plan.regenerate:
+        return
+    does = "trains on the explored images themselves" if run.plan.explore else "explores nothing"
+    why = f"arm {run.arm!r} {does}"
+    if run.explored_model != run.model:
+        key = "height" if run.explore.height is not None else "frames"
         raise ValueError(
-            f"audit.random_seeds: {run.audit.random_seeds} is more than explore.pool_size = {pool}"
+            f"explore.{key}: {why}, so it cannot explore at another size: leave explore.height,"
+            " explore.width and explore.frames out"
         )
-    if run.audit.random_seeds and (compared := run.rewards.compared):
+    if run.explore_ahead:
+        raise ValueError(f"explore_ahead: {why}, so it cannot explore with an older policy: use 0")
+    if asked := run.audit.needs_two_stages:
+        raise ValueError(f"{asked}: {why}, so there is nothing to audit: leave it out")
+    if run.explore.decoder == "tiny":
+        raise ValueError(
+            f"explore.decoder: {why}, so there are no proxy images to decode: use 'full'"
+        )
+
+
+def _check_random_seeds(run: RunConfig) -> None:
+    """Raises ValueError for seeds to audit that cannot be drawn, or not be compared."""
+    seeds, pool = run.audit.random_seeds, run.explore.pool_size
+    if seeds > pool:
+        raise ValueError(f"audit.random_seeds: {seeds} is more than explore.pool_size = {pool}")
+    if seeds and (compared := run.rewards.compared):
         raise ValueError(
             f"audit.random_seeds: {compared[0]} compares images with others of their prompt, so"
             " that those of random seeds have no place among the selected ones: use 0"
         )
-    _check_share(run)
-    _check_shards(run)
-    _check_turns(run)
+
+
+def _check_objective(run: RunConfig) -> None:
+    """Raises ValueError for an objective that does not go with the arm or the solver."""
     plan, selects, steps = run.plan, run.plan.explore is not None, run.regenerate.steps
     if why := incompatibility(
         run.objective, run.arm, selects, plan.regenerate, plan.solver, steps, run.explore.paths
     ):
         raise ValueError(why)
-    _check_paths(run)
-    guidance = run.guidance
-    if plan.solver not in get_args(Solver) and guidance.train != guidance.regenerate:
-        raise ValueError(
-            f"guidance.train: {guidance.train:g} is not guidance.regenerate ="
-            f" {guidance.regenerate:g}: {plan.solver!r} is trained on the densities of the"
-            " steps that were taken"
-        )
-    labels = [scorer.label for scorer in run.rewards.everyone]
-    if strangers := sorted(run.services.scorers.keys() - set(labels)):
-        raise ValueError(
-            f"services.scorers.{strangers[0]}: there is no scorer of that name; there are:"
-            f" {', '.join(labels)}"
-        )
 
 
 def _check_paths(run: RunConfig) -> None:
@@ -102,6 +102,27 @@ def _check_paths(run: RunConfig) -> None:
             f"explore.steps: {steps}, but paths of {full} steps are stochastic up to step {stop}"
             f" and are explored as they are till then: use {min(stop + 1, full)} to {full}, or"
             " explore.paths = false"
+        )
+
+
+def _check_guidance(run: RunConfig) -> None:
+    """Raises ValueError for paths that are trained on with another guidance than they have."""
+    guidance, solver = run.guidance, run.plan.solver
+    if solver not in get_args(Solver) and guidance.train != guidance.regenerate:
+        raise ValueError(
+            f"guidance.train: {guidance.train:g} is not guidance.regenerate ="
+            f" {guidance.regenerate:g}: {solver!r} is trained on the densities of the"
+            " steps that were taken"
+        )
+
+
+def _check_scorers(run: RunConfig) -> None:
+    """Raises ValueError for actors of a scorer that is not there."""
+    labels = [scorer.label for scorer in run.rewards.everyone]
+    if strangers := sorted(run.services.scorers.keys() - set(labels)):
+        raise ValueError(
+            f"services.scorers.{strangers[0]}: there is no scorer of that name; there are:"
+            f" {', '.join(labels)}"
         )
 
 
@@ -218,10 +239,3 @@ def _check_size(run: RunConfig) -> None:
             f"explore.frames: {frames} is more than model.frames = {full}: proxy clips are the"
             " beginning of full ones"
         )
-
-
-def _one_stage(arm: str, plan: ArmPlan) -> str | None:
-    """What an arm lacks of exploring in one stage and regenerating in another; None: nothing."""
-    if plan.explore is None:
-        return "explores nothing"
-    return None if plan.regenerate else "trains on the explored images themselves"

@@ -3,7 +3,8 @@
 Defaults follow the paper ("FP4 Explore, BF16 Train", arXiv 2604.06916) and public notes on it;
 ``docs/reproducing.md`` says where they differ from its reference code. A preset or a file states
 only what differs. ``RunConfig`` is the root; its tables are in ``configs/sections.py``,
-``rewards.py``, ``services.py`` and ``objectives.py``; what goes together is in ``possible.py``.
+``training.py``, ``rewards.py``, ``services.py`` and ``objectives.py``; what goes together is in
+``possible.py``.
 ``docs/configuration.md`` is the tour.
 """
 
@@ -22,20 +23,9 @@ from configs.possible import check_possible
 from configs.rewards import Advantages, Rewards
 from configs.running import Audit, Checkpoint, Logging, Publish, Stop
 from configs.section import PathText, Section
-from configs.sections import (
-    Ema,
-    Evaluate,
-    Explore,
-    Guidance,
-    Lora,
-    Model,
-    OldPolicy,
-    Optimizer,
-    Prompts,
-    Regenerate,
-    Selection,
-)
+from configs.sections import Evaluate, Explore, Guidance, Model, Prompts, Regenerate, Selection
 from configs.services import Services
+from configs.training import Ema, Lora, OldPolicy, Optimizer
 
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 UNEVEN = 0.05

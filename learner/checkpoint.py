@@ -18,6 +18,7 @@ import safetensors.torch
 from torch import Tensor
 
 from configs.load import ConfigError
+from configs.section import Tree
 from policy.lora_files import ENDING
 from records import atomic
 from records.rundir import RunDirectory
@@ -96,7 +97,7 @@ def write(
         ) from error
 
 
-def read(path: str | Path) -> tuple[dict[str, dict[str, Tensor]], dict[str, Any]]:
+def read(path: str | Path) -> tuple[dict[str, dict[str, Tensor]], Tree]:
     """(files, state) as given to ``write``, tensors on the CPU, every sha256 compared.
 
     Raises CheckpointError.

@@ -14,8 +14,8 @@ from learner.identity import Asked, recomputed
 from learner.publish import Publisher
 from policy.families import Family
 from policy.precision.backends import Backend, packing_backend
+from policy.precision.manifest import Manifest
 from policy.precision.swap import ModuleRow, quantise_plan
-from policy.precision.wire import Manifest
 from policy.sampling.guidance import Guided
 from policy.types import Conditioning
 

@@ -20,6 +20,7 @@ from learner.audit import agreement
 from learner.selection import select
 
 HALVES = (4, 8, 12)
+LEVEL = 0.95  # of intervals
 
 
 @dataclass(frozen=True)
@@ -92,7 +93,7 @@ def per_prompt(
 
 
 def estimates(
-    columns: Mapping[str, np.ndarray], seed: int = 0, draws: int = 2000, level: float = 0.95
+    columns: Mapping[str, np.ndarray], seed: int = 0, draws: int = 2000
 ) -> dict[str, Estimate]:
     """Means over prompts with percentile-bootstrap intervals: prompts are drawn with replacement,
     seeds stay with theirs.
@@ -108,26 +109,25 @@ def estimates(
     (count,) = counts
     picks = np.random.default_rng(seed).integers(0, count, (draws, count))
     return {
-        name: _estimate(np.asarray(values, np.float64), picks, level)
-        for name, values in columns.items()
+        name: _estimate(np.asarray(values, np.float64), picks) for name, values in columns.items()
     }
 
 
-def _estimate(values: np.ndarray, picks: np.ndarray, level: float) -> Estimate:
+def _estimate(values: np.ndarray, picks: np.ndarray) -> Estimate:
     there = np.isfinite(values)
     if not there.any():
         return Estimate(float("nan"), float("nan"), float("nan"), 0)
     weights = there[picks].sum(1)
     means = np.where(there, values, 0.0)[picks].sum(1)[weights > 0] / weights[weights > 0]
-    low, high = np.quantile(means, [(1 - level) / 2, (1 + level) / 2])
+    low, high = np.quantile(means, [(1 - LEVEL) / 2, (1 + LEVEL) / 2])
     return Estimate(float(values[there].mean()), float(low), float(high), int(there.sum()))
 
 
-def no_information(count: int, halves: Sequence[int] = HALVES) -> dict[str, float]:
+def no_information(count: int) -> dict[str, float]:
     """What a ranking at random gives on average, for ``count`` seeds."""
     middle = (count + 1) / 2
     found = {"kendall_tau": 0.0, "spearman_rho": 0.0}
-    for k in halves:
+    for k in HALVES:
         found |= {f"{end}{k}_rank": middle for end in ("top", "bottom")}
         found |= {f"{end}{k}_percentile": 50.0 for end in ("top", "bottom")}
         found[f"contrast{k}"] = 0.0

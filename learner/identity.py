@@ -24,7 +24,7 @@ from policy.families import Family, family_for
 from policy.lora import adapted_modules
 from policy.precision.backends import BACKENDS, Backend
 from policy.precision.compiling import computing
-from policy.precision.wire import Manifest
+from policy.precision.manifest import Manifest
 from policy.sampling.guidance import Guided
 from policy.sharding import sharded
 from policy.types import DTYPES, Conditioning

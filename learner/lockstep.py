@@ -22,6 +22,7 @@ from learner.replicas import GroupBroken, Replicas
 from learner.update import Updater
 from policy.families.base import Family
 from policy.memory import conditioning_like
+from records.errors import first_line
 
 
 class OutOfStep(RuntimeError):
@@ -36,7 +37,7 @@ def collective(replicas: Replicas, doing: str) -> Iterator[None]:
     except RuntimeError as error:
         if isinstance(error, GroupBroken) or not _of_the_group(error):
             raise
-        reason = str(error).strip().splitlines()[0]
+        reason = first_line(error)
         raise GroupBroken(
             f"replica {replicas.rank} of {replicas.size} lost the others while {doing}: {reason}"
         ) from None

@@ -14,9 +14,10 @@ from policy.frozen import plain_weight
 from policy.lora import adapted_modules, adapter_state
 from policy.merging import merged_weight
 from policy.precision.backends import Backend
+from policy.precision.manifest import Manifest
 from policy.precision.nvfp4 import frozen_amax
 from policy.precision.swap import ModuleRow, changing_modules, weight_modules
-from policy.precision.wire import Manifest, Section, assemble, pack_section
+from policy.precision.wire import Section, assemble, pack_section
 
 if TYPE_CHECKING:
     from peft.tuners.lora import LoraLayer
@@ -57,11 +58,9 @@ class Publisher:
         Linears that run as one product share a range where the format has one per tensor.
         """
         self.transformer, self.backend = transformer, backend
-        self.shard_bytes, self.scale_search, self.frozen_amax = (
-            shard_bytes,
-            scale_search,
-            frozen_amax,
-        )
+        self.shard_bytes = shard_bytes
+        self.scale_search = scale_search
+        self.frozen_amax = frozen_amax
         self._plan, self._quantised = plan, {row.name: row.quantised for row in plan}
         self._groups: dict[str, list[str]] = {}
         for row in plan:

@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from learner.nonfinite import NonFiniteTraining
+from records.errors import first_line
 
 Value = TypeVar("Value")
 
@@ -167,7 +168,7 @@ class DistributedReplicas(Replicas):
             raise
         # what torch.distributed raises for a lost peer and for silence
         except RuntimeError as error:
-            reason = str(error).strip().splitlines()[0]
+            reason = first_line(error)
             raise GroupBroken(
                 f"replica {self.rank} of {self.size} lost the others while {doing}: {reason}"
             ) from None
@@ -201,7 +202,7 @@ def reach_store(host: str, port: int, timeout_s: float) -> dist.TCPStore:
             timeout=timedelta(seconds=timeout_s),
         )
     except RuntimeError as error:
-        reason = str(error).strip().splitlines()[0]
+        reason = first_line(error)
         raise GroupBroken(
             f"nobody answers at {host}:{port}, the rendezvous of the learner's replicas: {reason}"
         ) from None

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from configs.running import Stop
-from configs.sections import Ema, OldPolicy, Optimizer
+from configs.training import Ema, OldPolicy, Optimizer
 
 
 def learning_rate(settings: Optimizer, done: int, iterations: int) -> float:

@@ -9,10 +9,6 @@ from dataclasses import dataclass
 import numpy as np
 
 
-class TooFewScored(RuntimeError):
-    """A prompt has fewer scored samples than are to be kept."""
-
-
 @dataclass(frozen=True)
 class Selection:
     """Chosen candidate indices. Iterating gives ``indices``."""
@@ -67,7 +63,6 @@ def select(
     rule: str = "best_worst",
     seed: int = 0,
     candidates: Sequence[int] | np.ndarray | None = None,
-    prompt: str | int = "",
 ) -> Selection:
     """Choose ``keep`` of the scored candidates of one prompt.
 
@@ -77,13 +72,29 @@ def select(
     candidate index. Random keys belong to a candidate, so a dropped sample does not reshuffle the
     others.
 
-    Raises TooFewScored naming ``prompt`` when M < keep, ValueError for a reward that is not finite
-    or an unknown rule.
+    Raises ValueError when M < keep, for a reward that is not finite, and for an unknown rule.
     """
     values = np.asarray(rewards, dtype=np.float64)
     indices = (
         np.arange(len(values)) if candidates is None else np.asarray(candidates, dtype=np.int64)
     )
+    _check(values, indices, keep, rule)
+    order = np.argsort(indices)
+    values, indices = values[order], indices[order]
+    keys = (
+        np.array([_key(seed, int(index)) for index in indices], dtype=np.uint64)
+        if rule == "random"
+        else np.zeros(len(values), np.uint64)
+    )
+    chosen = np.sort(RULES[rule](values, keep, keys))
+    ranked = chosen[np.argsort(-values[chosen], kind="stable")]
+    best, rest = ranked[: (keep + 1) // 2], np.sort(ranked[(keep + 1) // 2 :])
+    worst = rest[np.argsort(values[rest], kind="stable")]
+    return Selection(_plain(indices[chosen]), _plain(indices[best]), _plain(indices[worst]))
+
+
+def _check(values: np.ndarray, indices: np.ndarray, keep: int, rule: str) -> None:
+    """Raises what ``select`` does."""
     if values.ndim != 1 or values.shape != indices.shape or len(np.unique(indices)) != len(indices):
         raise ValueError(
             f"rewards {list(values.shape)} and candidates {list(indices.shape)}: need one reward"
@@ -100,22 +111,10 @@ def select(
     if keep < 1:
         raise ValueError(f"keep is {keep}: at least one sample must be kept")
     if len(values) < keep:
-        raise TooFewScored(
-            f"prompt {prompt!r}: only {len(values)} samples have a reward, but selection.keep ="
+        raise ValueError(
+            f"only {len(values)} samples have a reward, but selection.keep ="
             f" {keep}: fix the scorer (events.jsonl says why it failed), or lower selection.keep"
         )
-    order = np.argsort(indices)
-    values, indices = values[order], indices[order]
-    keys = (
-        np.array([_key(seed, int(index)) for index in indices], dtype=np.uint64)
-        if rule == "random"
-        else np.zeros(len(values), np.uint64)
-    )
-    chosen = np.sort(RULES[rule](values, keep, keys))
-    ranked = chosen[np.argsort(-values[chosen], kind="stable")]
-    best, rest = ranked[: (keep + 1) // 2], np.sort(ranked[(keep + 1) // 2 :])
-    worst = rest[np.argsort(values[rest], kind="stable")]
-    return Selection(_plain(indices[chosen]), _plain(indices[best]), _plain(indices[worst]))
 
 
 def _key(seed: int, index: int) -> int:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import xxhash
 from torch import Tensor, nn
 
 from configs.schema import RunConfig
+from configs.section import Tree
 from learner import checkpoint
 from learner.trained import TrainedAdapter
 from policy.lora import adapter_state, load_adapter_state
@@ -55,7 +56,7 @@ class LearnerState:
             digest.update(tensor.contiguous().numpy().data)
         return digest.hexdigest()
 
-    def save(self, path: str | Path, counts: Counts, extra_state: dict[str, Any]) -> None:
+    def save(self, path: str | Path, counts: Counts, extra_state: Tree) -> None:
         """As ``Trainer.save``."""
         # without the trained weights, which are the adapter "current" and saved as such
         optimizer = {
@@ -66,7 +67,7 @@ class LearnerState:
         checkpoint.write(path, {**files, "optimizer": optimizer}, state)
         checkpoint.prune(Path(path).parent, self._config.checkpoint.keep_last)
 
-    def load(self, path: str | Path) -> tuple[Counts, dict[str, Any]]:
+    def load(self, path: str | Path) -> tuple[Counts, Tree]:
         """(how far it was, its extra state). Raises CheckpointError before anything has changed."""
         files, state = checkpoint.read(path)
         if state["seed"] != self._config.seed:

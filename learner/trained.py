@@ -7,7 +7,7 @@ from collections import defaultdict
 import torch
 from torch import Tensor, nn
 
-from configs.sections import Optimizer
+from configs.training import Optimizer
 from learner.nonfinite import NonFiniteTraining, first_nonfinite
 from policy.lora import trainable
 

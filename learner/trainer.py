@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from configs.schema import RunConfig
+from configs.section import Tree
 from learner.advantages import advantages
 from learner.averages import PREVIOUS, Averages, adapters_of
 from learner.batch import Group, Samples, check_groups, joined, keep_evidence
@@ -278,7 +279,7 @@ class Trainer:
         metadata = {"iteration": str(iteration), "seed": str(self.config.seed), "reason": reason}
         return keep_evidence(path, groups, values, self._state.adapters(), metadata)
 
-    def save(self, path: str | Path, extra_state: dict[str, Any]) -> None:
+    def save(self, path: str | Path, extra_state: Tree) -> None:
         """Write a checkpoint directory atomically; keep ``checkpoint.keep_last`` of them.
 
         ``extra_state`` is anything JSON can hold. Raises CheckpointError, leaving the checkpoints
@@ -286,7 +287,7 @@ class Trainer:
         """
         self._state.save(path, Counts(self.done, self.last_iteration), extra_state)
 
-    def load(self, path: str | Path) -> dict[str, Any]:
+    def load(self, path: str | Path) -> Tree:
         """Restore a checkpoint bit by bit; returns its extra state. All or CheckpointError."""
         counts, extra_state = self._state.load(path)
         self.done, self.last_iteration = counts

@@ -43,7 +43,7 @@ def calibrated(
     used = [span for span in spans if span.outcome == "done" and not _warms_up(span)]
     if not any(span.work in NEEDED for span in used):
         raise ConfigError(
-            ["--from: the run's timeline.jsonl has no update after the first: train for longer"]
+            "--from: the run's timeline.jsonl has no update after the first: train for longer"
         )
     wanted = {span.service: _wanted(config, span.service, capacity) for span in spans}
     tried = [1.0]

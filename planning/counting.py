@@ -20,7 +20,7 @@ from torch import nn
 
 from configs.schema import RunConfig
 from configs.services import Service
-from policy import memory
+from policy import memory, meta
 from policy.decoders import blank_decoder, proxy_dtype
 from policy.families import Family
 from policy.families.architectures import published, published_names
@@ -30,7 +30,7 @@ from policy.precision.backends import Backend
 from policy.types import DTYPES
 
 FOR_IMAGES = re.compile(r"\b(visual|vision_tower|multi_modal_projector)\b")
-"""Parts of text encoders that also take images, which a prompt does not go through."""
+"""Parts of text encoders that take images, which a prompt's text does not go through."""
 KEPT = Path(__file__).parent / "layouts" / "counted.json"
 
 
@@ -61,6 +61,9 @@ class Counts:
     proxy_decoder: int  # bytes
     proxy_flops: int  # to decode one proxy image
     proxy_peak: int  # of a chunk
+    # of a model that edits: to encode one prompt's image, and the most that this allocates
+    source_flops: int = 0
+    source_peak: int = 0
 
 
 def batch_of(config: RunConfig) -> int:
@@ -146,15 +149,15 @@ def _kept() -> dict[str, Counts]:
     }
 
 
-def kept_rows(path: Path = KEPT) -> dict[str, Counts]:
+def kept_rows() -> dict[str, Counts]:
     """The counts that are kept, by their keys."""
-    return TypeAdapter(dict[str, Counts]).validate_json(path.read_bytes())
+    return TypeAdapter(dict[str, Counts]).validate_json(KEPT.read_bytes())
 
 
-def write_kept(rows: dict[str, Counts], path: Path = KEPT) -> None:
+def write_kept(rows: dict[str, Counts]) -> None:
     """Keep these counts, by their keys."""
     table = {key: asdict(row) for key, row in sorted(rows.items())}
-    path.write_text(json.dumps(table, indent=1) + "\n", encoding="utf-8")
+    KEPT.write_text(json.dumps(table, indent=1) + "\n", encoding="utf-8")
 
 
 def count(config: RunConfig, family: Family, backend: Backend) -> Counts:
@@ -181,9 +184,9 @@ def _of_backend(config: RunConfig, family: Family, backend: Backend) -> Counts:
     if key in _seen:
         return _seen[key]
     dtype, batch = DTYPES[config.regenerate.precision], batch_of(config)
-    base = memory.blank(family, "transformer", dtype)
+    base = meta.blank(family, "transformer", dtype)
     adapted = target_modules(base, config.lora.targets or family.lora_targets)
-    transformer, rows, layers = memory.blank_explorer(
+    transformer, rows, layers = meta.blank_explorer(
         family, backend, config.explore.modules_to_not_convert, dtype
     )
     quantised = [row.name for row in rows if row.quantised]
@@ -210,13 +213,13 @@ def _common(config: RunConfig, family: Family) -> Counts:
     if key in _seen:
         return _seen[key]
     dtype, again = DTYPES[config.regenerate.precision], config.regenerate.batch_size
-    encoders = memory.text_encoders(family, dtype)
-    base = memory.blank(family, "transformer", dtype)
+    encoders = meta.text_encoders(family, dtype)
+    base = meta.blank(family, "transformer", dtype)
     weights, denoiser = sum(p.numel() for p in base.parameters()), memory.held_bytes(base)
     scales = config.guidance
     rows = _rows(config, again, scales.regenerate, scales.evaluate)
     merged = _sampling(family, base, again, rows, dtype)
-    trained = memory.adapt(base, family, config.lora)
+    trained = meta.adapt(base, family, config.lora)
     autoencoder, decode = memory.decoding_work(family, again)
     adapted = _sampling(family, base, again, rows, dtype)
     points, checkpointing = config.optimizer.batch_size, config.optimizer.gradient_checkpointing
@@ -225,6 +228,7 @@ def _common(config: RunConfig, family: Family) -> Counts:
     if rows != points:
         peak = memory.training_work(family, base, rows, dtype, checkpointing).peak
         training = replace(training, peak=peak)
+    source = memory.source_work(family, dtype) if family.edits else Work(0, 0, 0)
     _seen[key] = Counts(
         weights=weights,
         quantised=0,
@@ -234,7 +238,7 @@ def _common(config: RunConfig, family: Family) -> Counts:
         rollout=denoiser,
         autoencoder=autoencoder,
         text=memory.held_bytes(*encoders.values()),
-        text_flops=_text_flops(encoders, config.model.max_sequence_length),
+        text_flops=_text_flops(encoders, family),
         broadcast=0,
         changing=0,
         step=merged,
@@ -246,16 +250,21 @@ def _common(config: RunConfig, family: Family) -> Counts:
         proxy_decoder=autoencoder,
         proxy_flops=decode.flops // again,
         proxy_peak=decode.peak,
+        source_flops=source.flops,
+        source_peak=source.peak,
     )
     return _seen[key]
 
 
-def _text_flops(encoders: dict[str, nn.Module], tokens: int) -> int:
-    """Products of one prompt's tokens with the weights of all linears, but those for images."""
-    linears = (
-        module
-        for encoder in encoders.values()
-        for name, module in encoder.named_modules()
-        if isinstance(module, nn.Linear) and not FOR_IMAGES.search(name)
-    )
-    return 2 * tokens * sum(linear.weight.numel() for linear in linears)
+def _text_flops(encoders: dict[str, nn.Module], family: Family) -> int:
+    """Products of one prompt's tokens with the weights of all linears, but those for images, which
+    the patches of its source image go through.
+    """
+    flops = 0
+    for encoder in encoders.values():
+        for name, module in encoder.named_modules():
+            if isinstance(module, nn.Linear):
+                image = FOR_IMAGES.search(name)
+                rows = family.source_patches if image else family.text_tokens
+                flops += 2 * rows * module.weight.numel()
+    return flops

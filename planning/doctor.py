@@ -1,35 +1,26 @@
-"""``sol-rl doctor``: what a machine says of itself, and what follows for a run. Knows no Ray.
-
-``examine`` collects ``Facts`` where it is called, on this machine or on a node; everything else is
-a function from facts to ``Check`` lines.
-"""
+"""``sol-rl doctor``: what follows for a run from the facts of machines, as ``Check`` lines."""
 
 from __future__ import annotations
 
-import contextlib
 import os
 import shutil
 import socket
 import stat
-import sys
-import tempfile
-import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal
 
 from configs.load import ConfigError
 from configs.prompts import read_prompts, refuse_overlap
 from configs.schema import RunConfig
+from planning.facts import GB, Facts
 from planning.layouts.limits import ACTOR_GB, refuse_on_this_machine
 from planning.placement import kinds_of
-from planning.preflight import check_model, check_prompts, check_scorers
-from records.rundir import versions
+from planning.preflight import check_model, check_prompts, check_scorers, problems_of
 from records.sinks import check_sinks
 
 Outcome = Literal["ok", "failed", "note"]
-GB = 1e9
 LEAST_DISK_GB = 1.0
 CLOCK_S = 2.0
 """Clocks further apart make events of a run hard to read in order."""
@@ -50,83 +41,6 @@ class Check:
         """As it is printed."""
         todo = f": {self.advice}" if self.advice else ""
         return f"{self.outcome:6}  {self.name}: {self.found}{todo}"
-
-
-@dataclass(frozen=True)
-class Facts:
-    """A machine, as it is found by a process on it."""
-
-    host: str
-    node: str = ""  # Ray's id; none without a cluster
-    python: str = ""
-    packages: Mapping[str, str] = field(default_factory=dict[str, str])
-    cores: int = 0
-    free_gb: float = 0.0
-    gpus: Mapping[str, int] = field(default_factory=dict[str, int])  # by name
-    driver: str = ""
-    backends: tuple[str, ...] = ()
-    kernels: str = ""  # why there are none, where there are GPUs
-    problems: tuple[str, ...] = ()  # of the model and of scorers, as a run would meet them
-    shared: bool | None = None  # whether it sees what the driver wrote under the run root
-    writable: str = ""  # why it cannot write there
-    now: float = 0.0
-    clock: float = 0.0  # seconds before the driver's clock, where it is known
-    bandwidth_mb_s: float | None = None  # of one version of the weights
-
-
-def examine(config: RunConfig | None = None, mark: str | None = None) -> Facts:
-    """What this process finds on its machine. ``mark``: a file that the driver wrote under the run
-    root.
-    """
-    import torch
-
-    from policy.precision import kernels
-    from policy.precision.backends import available_backends
-
-    names = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
-    place = "cuda" if names else "cpu"
-    shared, writable = (None, "") if mark is None else _sees(Path(mark))
-    return Facts(
-        host=socket.gethostname(),
-        python=sys.version.split()[0],
-        packages=versions(),
-        cores=os.cpu_count() or 1,
-        free_gb=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES") / GB,
-        gpus={name: names.count(name) for name in names},
-        driver=_driver(),
-        backends=available_backends(place),
-        kernels=(kernels.missing(torch.device("cuda")) or "") if names else "",
-        problems=tuple(problems_of(config, check_model, check_scorers)) if config else (),
-        shared=shared,
-        writable=writable,
-        now=time.time(),
-    )
-
-
-def problems_of(config: RunConfig, *checks: Callable[[RunConfig], None]) -> list[str]:
-    """The lines of what these checks refuse."""
-    found: list[str] = []
-    for check in checks:
-        try:
-            check(config)
-        except ConfigError as error:
-            found += error.lines
-    return found
-
-
-def _sees(mark: Path) -> tuple[bool, str]:
-    try:
-        with tempfile.NamedTemporaryFile(dir=mark.parent, prefix=".doctor-"):
-            pass
-    except OSError as error:
-        return mark.exists(), error.strerror or str(error)
-    return mark.exists(), ""
-
-
-def _driver() -> str:
-    with contextlib.suppress(OSError):
-        return Path("/proc/driver/nvidia/version").read_text().splitlines()[0].strip()
-    return ""
 
 
 # ---- from facts to lines

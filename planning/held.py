@@ -62,6 +62,7 @@ def held_of(
     if family.edits:
         size = counts.autoencoder * dtype.itemsize // 4  # counted as it decodes, in FP32
         held["encoder"][f"autoencoder, {config.regenerate.precision}"] = size
+        held["encoder"]["passes, one image to edit"] = counts.source_peak
     return held
 
 

@@ -6,7 +6,8 @@ from configs.sections import Model
 from planning.assumptions import Device
 from planning.layouts.lines import as_json, outlook_lines
 from planning.layouts.numbers import TAKE_TURNS, numbers_of
-from planning.make import GB, Plan, store_size
+from planning.make import GB, Plan
+from planning.object_store import store_size
 from planning.placement import kinds_of, need_of
 from planning.stages import training_points
 

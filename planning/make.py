@@ -7,20 +7,14 @@ and nothing else: scoring, transfers and publishing are not in them.
 
 from __future__ import annotations
 
-import math
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-import numpy as np
-import torch
-
 from configs.load import ConfigError
-from configs.prompts import read_prompts
 from configs.schema import RunConfig
-from learner.objectives import build_objective
 from planning.assumptions import Assumptions, Device, backend_of, device_of, with_format
 from planning.counting import counts_of
 from planning.held import held_of
@@ -33,9 +27,9 @@ from planning.layouts.numbers import numbers_of
 from planning.layouts.predict import bound, gathered, predict
 from planning.layouts.resolve import as_on_gpus, costs_of, known_gpus, laid_out, to_choose, used
 from planning.layouts.scenario import Scenarios, one_more, scenario_of
+from planning.object_store import NOTHING_SENT, puts
 from planning.placement import Node, NoRoom, needs_of, place
-from planning.stages import Stage, pixels, stages_of
-from policy import memory
+from planning.stages import Stage, stages_of
 from policy.families import Family, family_for
 from policy.families.architectures import named_by, write_described
 from policy.memory import WireBytes
@@ -43,8 +37,6 @@ from policy.types import DTYPES
 
 MOST_NODES = 64
 GB = 1e9
-NUMBERS = {2: "two", 3: "three"}
-NOTHING_SENT = WireBytes(0, 0)
 
 
 @dataclass(frozen=True)
@@ -89,7 +81,7 @@ def make_plan(
             plan = _plan(final.config, family, source, given, nodes)
             return _with_outlook(plan, config, final.choice, family, gpus, given)
     except (FileNotFoundError, ValueError) as error:
-        raise ConfigError([str(error)]) from None
+        raise ConfigError(str(error)) from None
 
 
 def layout_of(
@@ -116,10 +108,8 @@ def _gpus(config: RunConfig, given: Assumptions, nodes: Sequence[Node] | None) -
     if device is None or name is None:
         if given.gpus:
             raise ConfigError(
-                [
-                    f"--gpus {given.gpus}: no service asks for a GPU: --set layout.mode=auto asks"
-                    " for a layout on them"
-                ]
+                f"--gpus {given.gpus}: no service asks for a GPU: --set layout.mode=auto asks"
+                " for a layout on them"
             )
         return []
     one = Gpus(name, 1, device.memory_gb, given.node_cpus / given.node_gpus)
@@ -154,15 +144,16 @@ def _with_outlook(
         scenario.prediction,
         bound(tasks, gpus),
         predict(numbers, laid, free).iteration,
-        {arm: each.prediction for arm, each in arms.items()},
+        {arm: each.prediction for arm, each in arms.found.items()},
         choice,
+        arms_not=arms.why_not,
         fullest_gb=max(costs.held_gb(each, numbers) for each in laid),
         gathered=gathered(numbers, tasks),
     )
     more = one_more(asked, family, gpus, given) if choice else {}
     looked = [each for each in choice.table if each.prediction] if choice else []
     table = [scenario_of(asked, each, family, gpus, given, costs) for each in looked]
-    scenarios = Scenarios(scenario, arms, more, table)
+    scenarios = Scenarios(scenario, arms.found, more, table)
     homes = {
         stage: float(sum(each.count for each in laid if kind in each.actors)) or 1.0
         for stage, kind in (
@@ -216,7 +207,7 @@ def _plan(
         memory=held_of(config, counts, family, backend.name, dtype),
         broadcast=sent.total,
         changing=sent.changing,
-        store=_store(config, family, sent, dtype),
+        store=puts(config, family, sent, dtype),
         stages=stages,
         evaluation=evaluation,
         device=device,
@@ -224,72 +215,6 @@ def _plan(
         placed=placed,
         problem=problem,
     )
-
-
-def _store(
-    config: RunConfig, family: Family, sent: WireBytes, dtype: torch.dtype
-) -> dict[str, int]:
-    """The most that an iteration puts into the object stores, with one copy of each object."""
-    prompts, keep = config.prompts.per_iteration, config.selection.keep
-    latent = 4 * int(np.prod(family.latent_shape))
-    explored = config.plan.explore.pool_size if config.plan.explore else 0
-    regenerated = (keep + config.audit.random_seeds) if config.plan.regenerate else 0
-    objective = build_objective(config.objective, config.stop.max_kl is not None)
-    # the path with its start, and the latents themselves
-    states = config.regenerate.steps + 2 if objective.path_solver else 1
-    kept = regenerated * states + (0 if config.plan.regenerate else explored)
-    conditioning = memory.conditioning_bytes(family, dtype, bool(config.guidance.stages))
-    return {
-        f"{NUMBERS[versions_held(config)]} versions of the weights, per node with rollout actors": (
-            versions_bytes(config, sent)
-        ),
-        "images of an iteration, were none scored yet": (
-            3
-            * prompts
-            * (explored * pixels(config.explored_model) + regenerated * pixels(config.model))
-        ),
-        "samples to train on": prompts * kept * latent,
-        "conditioning": _encoded(config) * conditioning,
-    }
-
-
-def _encoded(config: RunConfig) -> int:
-    """Prompts whose conditioning is held: of iterations that are explored or trained on, and of the
-    next one, encoded beside them; or of all that the run uses.
-    """
-    count, prompts = config.iterations, config.prompts
-    if not prompts.encode_once:
-        return min(count, 2 + config.explore_ahead) * prompts.per_iteration
-    train, test = len(read_prompts(prompts.train)), len(read_prompts(prompts.test))
-    return min(train, count * prompts.per_iteration) + min(test, config.evaluate.prompts)
-
-
-SPILLS_AT = 0.8
-"""Share of an object store from which on Ray writes objects to disk
-(``RAY_object_spilling_threshold``).
-"""
-
-
-def versions_held(config: RunConfig) -> int:
-    """Versions that a store holds at once: the newest, those chunks may name, the next one."""
-    return 2 + config.explore_ahead
-
-
-def versions_bytes(config: RunConfig, sent: WireBytes) -> int:
-    """Bytes of the versions that a store holds at once, which share what no update changes.
-
-    A run that goes back to a checkpoint publishes one of them whole again, so that for a moment
-    there may be more.
-    """
-    return sent.total + (versions_held(config) - 1) * sent.changing
-
-
-def store_size(held: int) -> int:
-    """Bytes to start a node's object store with: ``held`` and a tenth more for images and
-    samples, all below the share from which on Ray spills to disk, in whole 100 MB.
-    """
-    step = 10**8
-    return math.ceil(held * 1.1 / SPILLS_AT / step) * step
 
 
 # ---- placement

@@ -31,7 +31,11 @@ class Placer:
         dying actor may hold its share for a while. Otherwise a node offers what is free and what
         our own actors hold: other jobs come and go.
         """
-        self._nodes = {node.id: self._count(node, running) for node in free}
+        ours: dict[str, dict[str, Need]] = {}  # by node
+        for actor, (need, where) in self._held.items():
+            ours.setdefault(where, {})[actor] = need
+        alive = set(running)
+        self._nodes = {node.id: self._count(node, ours.get(node.id, {}), alive) for node in free}
         lost: dict[str, list[str]] = {}
         for actor, (_, where) in tuple(self._held.items()):
             if where not in self._nodes:
@@ -39,16 +43,14 @@ class Placer:
                 del self._held[actor]
         return lost
 
-    def _count(self, free: Node, running: Collection[str]) -> Node:
-        """A node with the resources that it would have free without our actors."""
+    def _count(self, free: Node, ours: Mapping[str, Need], running: set[str]) -> Node:
+        """A node with the resources that it would have free without ``ours``."""
         now, known = self._clock(), self._nodes.get(free.id)
         # a node that is new to us holds none of our actors
         if known is None:
             return free
-        ours = {actor: need for actor, (need, where) in self._held.items() if where == free.id}
-        if now - self._changed.setdefault(free.id, now) < SETTLED_S or not ours.keys() <= set(
-            running
-        ):
+        settled = now - self._changed.setdefault(free.id, now) >= SETTLED_S
+        if not settled or not ours.keys() <= running:
             return known
         taken = ours.values()
         return replace(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -126,18 +126,16 @@ def check_scorers(config: RunConfig) -> None:
             found = importlib.util.find_spec(module)
             check_settings(scorer)
         except ScorerSetupError as error:
-            raise ConfigError([str(error)]) from None
+            raise ConfigError(str(error)) from None
         except ImportError as error:
             advice = "put its directory on PYTHONPATH, or install what it needs"
             raise ConfigError(
-                [f"rewards.scorers: {scorer.name!r} cannot be imported ({error}): {advice}"]
+                f"rewards.scorers: {scorer.name!r} cannot be imported ({error}): {advice}"
             ) from None
         if found is None:
             raise ConfigError(
-                [
-                    f"rewards.scorers: {scorer.name!r}: there is no module {module!r}: put its"
-                    " directory on PYTHONPATH"
-                ]
+                f"rewards.scorers: {scorer.name!r}: there is no module {module!r}: put its"
+                " directory on PYTHONPATH"
             )
 
 
@@ -146,15 +144,22 @@ def check_resumable(config: RunConfig, rundir: RunDirectory) -> None:
     changed = differences(rundir.configuration(), config)
     if changed:
         raise ConfigError(
-            [
-                f"--resume: {rundir.path} was started with another configuration:"
-                f" {'; '.join(changed)}; give the same, or another name"
-            ]
+            f"--resume: {rundir.path} was started with another configuration:"
+            f" {'; '.join(changed)}; give the same, or another name"
         )
     if changed := changed_files(config.prompts, rundir.prompts()):
         raise ConfigError(
-            [
-                f"--resume: {', '.join(changed)}: no longer what {rundir.path} was started with:"
-                " put it back, or give another name"
-            ]
+            f"--resume: {', '.join(changed)}: no longer what {rundir.path} was started with:"
+            " put it back, or give another name"
         )
+
+
+def problems_of(config: RunConfig, *checks: Callable[[RunConfig], None]) -> list[str]:
+    """The lines of what these checks refuse."""
+    found: list[str] = []
+    for check in checks:
+        try:
+            check(config)
+        except ConfigError as error:
+            found += error.lines
+    return found

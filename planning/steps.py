@@ -7,7 +7,7 @@ import torch
 from configs.schema import RunConfig
 from planning.counting import batch_of
 from planning.make import described
-from policy.memory import blank
+from policy.meta import blank
 from policy.precision import cost
 from policy.precision.backends import BACKENDS
 from policy.precision.counting import step_of

@@ -13,11 +13,12 @@ import torch
 from torch import nn
 
 from configs.schema import RunConfig
-from policy import memory
+from policy import meta
 from policy.families.architectures import build
 from policy.families.base import Diffusers, Family
 from policy.families.pipeline import HUB_ID
 from policy.types import DTYPES
+from records.errors import first_line
 
 CONFIG, WEIGHTS = "config.json", "diffusion_pytorch_model.safetensors"
 CLASS = "AutoencoderTiny"
@@ -57,7 +58,7 @@ def blank_decoder(config: RunConfig, family: Family, dtype: torch.dtype) -> nn.M
     defaults, which are those of the published ones.
     """
     if config.explore.decoder == "full":
-        return memory.blank(family, "vae", dtype)
+        return meta.blank(family, "vae", dtype)
     try:
         described = json.loads((_files(config, family).parent / CONFIG).read_text())
     except FileNotFoundError:
@@ -67,7 +68,7 @@ def blank_decoder(config: RunConfig, family: Family, dtype: torch.dtype) -> nn.M
         for key, value in described.items()
         if not key.startswith("_") and key != "block_out_channels"  # written, but never read
     }
-    vae = build({"class": f"diffusers.{CLASS}", "config": described}, memory.META, dtype)
+    vae = build({"class": f"diffusers.{CLASS}", "config": described}, meta.META, dtype)
     return _of_latents(vae, family)
 
 
@@ -82,13 +83,13 @@ def check_decoder(config: RunConfig, family: Family) -> None:
     directory = _files(config, family).parent
     try:
         blank = blank_decoder(config, family, torch.float32)
-        latents = torch.empty(1, *family.latent_shape, device=memory.META)
+        latents = torch.empty(1, *family.latent_shape, device=meta.META)
         vae: Diffusers = blank
         made = vae.decode(family.unscale(vae, latents), return_dict=False)[0].shape
     except (RuntimeError, TypeError, ValueError) as error:
-        why = str(error).splitlines()[0]
         raise ValueError(
-            f"explore.decoder_path: {str(directory)!r} does not take this model's latents: {why}"
+            f"explore.decoder_path: {str(directory)!r} does not take this model's latents:"
+            f" {first_line(error)}"
         ) from None
     wanted = (1, 3, family.model.height, family.model.width)
     if tuple(made) != wanted:

@@ -13,8 +13,9 @@ from policy.lora import target_modules
 from policy.offload import Offload, frozen_tensors
 from policy.precision.backends import Backend
 from policy.precision.compiling import compile_failures, compiled
+from policy.precision.manifest import Manifest, WireError
 from policy.precision.swap import ModuleRow, quantise_plan, swap_linears
-from policy.precision.wire import Manifest, WireError, unpack_into
+from policy.precision.wire import unpack_into
 from policy.sampling.guidance import Guided
 from policy.sampling.paths import PathPlan, sample_ends
 from policy.sampling.sample import sample

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from configs.section import Tree
-from configs.sections import Lora
+from configs.training import Lora
 from policy.families.base import Family
 from policy.lora_files import start_from
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from torch import Tensor
 
-from configs.sections import Lora
+from configs.training import Lora
 from records import atomic
 
 ENDING = ".safetensors"
@@ -114,10 +114,8 @@ def start_from(state: dict[str, Tensor], lora: Lora) -> None:
             or down.shape[1:] != a.shape[1:]
             or up.shape != (b.shape[0], rank, *b.shape[2:])
         ):
-            found, wanted = (
-                f"{up.shape[0]}x{down.shape[1]} of rank {rank}",
-                f"{b.shape[0]}x{a.shape[1]} of rank {lora.rank}",
-            )
+            found = f"{up.shape[0]}x{down.shape[1]} of rank {rank}"
+            wanted = f"{b.shape[0]}x{a.shape[1]} of rank {lora.rank}"
             raise ValueError(
                 f"lora.init_from: {module} is {found}, here it is {wanted}: raise lora.rank or use"
                 " another LoRA"

@@ -1,8 +1,8 @@
 """What a model will need, before it is loaded: bytes, operations and scratch memory.
 
-Modules are built from configuration files on the meta device, where tensors have shapes and no
-memory, and then run there: what is counted are the operations that the real modules would carry
-out. Not counted: memory of a device's libraries and of the allocator's gaps.
+Modules are built on the meta device (``policy.meta``) and run there: what is counted are the
+operations that the real modules would carry out. Not counted: memory of a device's libraries and of
+the allocator's gaps.
 """
 
 from __future__ import annotations
@@ -11,31 +11,22 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from configs.sections import Lora
 from policy import frozen
-from policy.families.architectures import build
 from policy.families.base import Diffusers, Family
-from policy.lora import adapted_modules, inject, target_modules, use
+from policy.lora import adapted_modules, use
+from policy.meta import META, blank
 from policy.precision.backends import Backend
 from policy.precision.fused import FusedMember
 from policy.precision.layer import QuantisedLinear
-from policy.precision.swap import (
-    ModuleRow,
-    changing_modules,
-    quantise_plan,
-    swap_linears,
-    weight_modules,
-)
+from policy.precision.swap import ModuleRow, changing_modules, weight_modules
 from policy.sharding import blocks_of
 from policy.tally import Tally, fused_attention
 from policy.types import Conditioning
-
-META = torch.device("meta")
 
 
 @dataclass(frozen=True)
@@ -53,75 +44,7 @@ class Work:
     widest: int = 0
 
 
-# ---- modules without data
-
-
-def blank(family: Family, part: str, dtype: torch.dtype) -> nn.Module:
-    """A part of the pipeline on the meta device, as loading it in ``dtype`` would give it."""
-    library, name = family.index[part]
-    config = {
-        key: value for key, value in family.part_config(part).items() if not key.startswith("_")
-    }
-    if library == "diffusers":
-        module = build({"class": f"diffusers.{name}", "config": config}, META, dtype)
-        # stored buffers are cast as weights are
-        for path in module.state_dict().keys() - dict(module.named_parameters()).keys():
-            owner, _, leaf = path.rpartition(".")
-            buffer = module.get_buffer(path)
-            if buffer.is_floating_point():
-                module.get_submodule(owner).register_buffer(leaf, buffer.to(dtype))
-        model: Diffusers = module
-        for path, parameter in module.named_parameters():
-            if not set(path.split(".")).isdisjoint(model._keep_in_fp32_modules or ()):
-                parameter.data = parameter.data.float()
-        return module
-    import transformers
-
-    cls: Any = getattr(transformers, name)
-    described = cls.config_class.from_dict(config)
-    described.dtype = dtype  # some models ask it rather than torch's default
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
-    try:
-        with META:
-            return cls(described).eval().requires_grad_(False)
-    finally:
-        torch.set_default_dtype(before)
-
-
-def text_encoders(family: Family, dtype: torch.dtype) -> dict[str, nn.Module]:
-    """The text encoders of the pipeline, by name, on the meta device."""
-    return {
-        part: blank(family, part, dtype)
-        for part in family.components
-        if part.startswith("text_encoder")
-    }
-
-
-def blank_explorer(
-    family: Family, backend: Backend, modules_to_not_convert: Sequence[str], dtype: torch.dtype
-) -> tuple[nn.Module, list[ModuleRow], dict[str, QuantisedLinear | FusedMember]]:
-    """(transformer, plan, layers) of ``Explorer`` on the meta device; kernels may be missing."""
-    transformer = blank(family, "transformer", backend.dtype or dtype)
-    plan = quantise_plan(transformer, family, modules_to_not_convert, backend)
-    with META:
-        layers = swap_linears(transformer, plan, backend, blank=True)
-    return transformer, plan, layers
-
-
-def adapt(transformer: nn.Module, family: Family, lora: Lora, name: str = "current") -> int:
-    """Wrap a meta transformer's targets with one adapter in FP32; returns its parameter count."""
-    modules = target_modules(transformer, lora.targets or family.lora_targets)
-    with META:
-        inject(transformer, lora, modules, (name,))
-    count = 0
-    for path, module in transformer.named_modules():
-        if path.endswith((f"lora_A.{name}", f"lora_B.{name}")):
-            module.to(torch.float32)
-            for parameter in module.parameters():
-                parameter.requires_grad_()
-                count += parameter.numel()
-    return count
+# ---- bytes
 
 
 def packed_base(
@@ -158,9 +81,6 @@ _shards: dict[tuple[str, torch.dtype], Shards] = {}
 """What ``shards_of`` found, by model and type."""
 _rows: dict[tuple[str, tuple[str, ...]], list[ModuleRow]] = {}
 """What ``packed_base`` found, by model and patterns: building a large model takes seconds."""
-
-
-# ---- bytes
 
 
 def held_bytes(*modules: nn.Module) -> int:
@@ -264,10 +184,8 @@ def sampling_work(
     quantised: Sequence[str] = (),
 ) -> Work:
     """One call of an unquantized denoiser on the meta device for ``batch`` images, no gradients."""
-    x, cond = (
-        torch.empty(batch, *family.latent_shape, device=META),
-        conditioning_like(family, batch, dtype),
-    )
+    x = torch.empty(batch, *family.latent_shape, device=META)
+    cond = conditioning_like(family, batch, dtype)
     with torch.no_grad(), _counted(transformer, quantised) as (tally, inside):
         family.velocity(transformer, x, torch.tensor(0.5), cond)
     quantised_work = sum(work for work, _ in inside)
@@ -282,10 +200,8 @@ def training_work(
     model: Diffusers = transformer
     if checkpointing:
         model.enable_gradient_checkpointing()
-    x, cond = (
-        torch.empty(batch, *family.latent_shape, device=META),
-        conditioning_like(family, batch, dtype),
-    )
+    x = torch.empty(batch, *family.latent_shape, device=META)
+    cond = conditioning_like(family, batch, dtype)
     try:
         with _counted(transformer, ()) as (tally, _), use(transformer, "current"):
             velocity = family.velocity(transformer, x, torch.full((batch,), 0.5, device=META), cond)
@@ -315,3 +231,12 @@ def decoding_work(family: Family, batch: int, decoder: nn.Module | None = None) 
     with torch.no_grad(), _counted(vae, ()) as (tally, _):
         family.pixels(vae, latents).float().clamp(0, 1)
     return held_bytes(vae), Work(tally.flops * (batch // together), 0, tally.peak)
+
+
+def source_work(family: Family, dtype: torch.dtype) -> Work:
+    """The encoder's autoencoder on the image that a prompt edits, in ``dtype``."""
+    vae: Diffusers = blank(family, "vae", dtype)
+    image = torch.empty(1, *family.source_shape, device=META, dtype=dtype)
+    with torch.no_grad(), _counted(vae, ()) as (tally, _):
+        vae.encode(image, return_dict=False)
+    return Work(tally.flops, 0, tally.peak)

@@ -72,10 +72,3 @@ def own_rows(shard: DTensor, full: Tensor) -> Tensor:
     rank, size = shard.device_mesh.get_local_rank(), shard.device_mesh.size()
     each = -(-len(full) // size)  # as torch.chunk deals them
     return full[rank * each : rank * each + len(shard.to_local())]
-
-
-def held_here(transformer: nn.Module) -> int:
-    """Bytes that this process holds of the weights, adapters not counted."""
-    held = (p for name, p in transformer.named_parameters() if ".lora_" not in name)
-    local = (p if (shard := sharded(p)) is None else shard.to_local() for p in held)
-    return sum(tensor.numel() * tensor.element_size() for tensor in local)

@@ -21,3 +21,14 @@ class OutOfMemoryError(Exception):
 
 class Stopped(Exception):
     """A signal asked the run to stop; the message tells of a checkpoint. Exit code 130."""
+
+
+def first_line(error: BaseException) -> str:
+    """What an error says, in one line; its type's name where it says nothing."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+
+
+def described(error: BaseException, most: int | None = None) -> str:
+    """An error's type and the first line of what it says, of that ``most`` characters."""
+    said = str(error).strip().splitlines()[:1]
+    return ": ".join([type(error).__name__, *(line[:most] for line in said)])

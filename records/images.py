@@ -218,11 +218,9 @@ def before_after(
     strips = [[grid(step[row : row + 1], scale=scale) for step in both] for row in range(len(rows))]
     _, tall, wide = strips[0][0].shape
     sheet = Image.new("RGB", (2 * wide + 3 * gap, head + len(rows) * (tall + 30) + 8), "white")
-    draw, small, bold = (
-        ImageDraw.Draw(sheet),
-        ImageFont.load_default(14),
-        ImageFont.load_default(16),
-    )
+    draw = ImageDraw.Draw(sheet)
+    small = ImageFont.load_default(14)
+    bold = ImageFont.load_default(16)
     for column, title in enumerate(("before", "after")):
         draw.text((gap + column * (wide + gap), 5), title, fill="#555", font=bold)
     for row, (_, prompt) in enumerate(rows):

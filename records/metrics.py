@@ -1,25 +1,15 @@
-"""Every metric of a run, one row each, and an exporter that serves the newest values to Prometheus.
+"""Every metric of a run, one row each, under the names of metrics.jsonl and of Prometheus.
 
-Prometheus names are those of metrics.jsonl with underscores and the prefix ``sol_rl_``. The
-exporter has a registry of its own, so that it lives beside Ray's metrics.
+Prometheus names are those of metrics.jsonl with underscores and the prefix ``sol_rl_``.
 """
 
 from __future__ import annotations
 
-import logging
-import math
 import re
-from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache
-from threading import Thread
 from typing import Literal
-from wsgiref.simple_server import WSGIServer
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, start_http_server
-
-log = logging.getLogger(__name__)
-Events = Callable[..., None]
 PREFIX = "sol_rl_"
 SERVICES = ("rollout", "reward", "selector", "encoder", "learner")
 DOCUMENT = """# Metrics
@@ -179,92 +169,6 @@ METRICS: dict[str, Metric] = {
     "time/iteration_s": Metric("seconds of a whole iteration"),
 }
 """Every name of metrics.jsonl; ``<scorer>`` and ``<part>`` stand for labels."""
-
-
-class PrometheusExporter:
-    """A sink of rows (``records.sinks``) that serves what it was given last; port 0: off.
-
-    Nothing that goes wrong here stops a run.
-    """
-
-    name = "prometheus"
-
-    def __init__(self, port: int, host: str = "127.0.0.1", events: Events | None = None):
-        """Start serving on ``host:port``.
-
-        Where that is impossible, warn in one line, call
-        ``events("metrics_unavailable", address=..., why=...)`` if given, and carry on without.
-        """
-        self.registry = CollectorRegistry()
-        self.problem: str | None = None
-        self._instruments: dict[str, Gauge | Counter] = {}
-        self._totals: dict[str, float] = {}
-        self._server: tuple[WSGIServer, Thread] | None = None
-        if port == 0:
-            return
-        try:
-            self._server = start_http_server(port, addr=host, registry=self.registry)
-        except OSError as error:
-            self.problem = (
-                f"metrics are not served: {host}:{port}: {error.strerror or error}; training goes"
-                " on (choose another with --set logging.prometheus_port=PORT, 0 for none)"
-            )
-            log.warning(self.problem)
-            if events is not None:
-                events(
-                    "metrics_unavailable",
-                    address=f"{host}:{port}",
-                    why=error.strerror or str(error),
-                )
-
-    @property
-    def serving(self) -> bool:
-        """Whether somebody can look."""
-        return self._server is not None
-
-    def row(self, row: Mapping[str, object]) -> None:
-        """Take the numbers of one row of metrics.jsonl; text, null and booleans are passed over."""
-        for name, value in row.items():
-            if isinstance(value, bool) or not isinstance(value, int | float):
-                continue
-            # An evaluation's iteration is the number of updates before it, not the run's newest.
-            if name != "iteration" or row.get("kind") != "evaluation":
-                self._observe(name, float(value))
-
-    def close(self) -> None:
-        """Stop serving; the port is free on return."""
-        if self._server is not None:
-            server, thread = self._server
-            server.shutdown()
-            server.server_close()
-            thread.join(timeout=5)
-            self._server = None
-
-    def _observe(self, name: str, value: float) -> None:
-        key, scorer = known_name(name)
-        metric = METRICS.get(key, Metric(f"{name} of metrics.jsonl"))
-        # Without a label, every name that a key stands for is exported by itself.
-        exported = exported_name(key if scorer or key == name else name)
-        instrument = self._instruments.get(exported)
-        if instrument is None:
-            make = Counter if metric.kind in ("total", "increment") else Gauge
-            labels = ("scorer",) if scorer else ()
-            instrument = make(exported, metric.help, labels, registry=self.registry)
-            self._instruments[exported] = instrument
-        if isinstance(instrument, Counter):
-            if math.isfinite(value) and value >= 0:
-                instrument.inc(self._added(key, value) if metric.kind == "total" else value)
-        else:
-            (instrument.labels(scorer=scorer) if scorer else instrument).set(value)
-
-    def _added(self, name: str, total: float) -> float:
-        """By how much a running total exceeds all before it.
-
-        A total that fell is of a run that went back to a checkpoint.
-        """
-        highest = self._totals.get(name, 0.0)
-        self._totals[name] = max(highest, total)
-        return self._totals[name] - highest
 
 
 def known_name(name: str) -> tuple[str, str | None]:

@@ -22,6 +22,7 @@ from rich.table import Table
 from rich.text import Text
 
 from records.rundir import finite
+from records.words import duration, error, number
 
 STAGES = ("explored", "scored", "selected", "regenerated", "updated", "published")
 UNITS = {
@@ -153,11 +154,11 @@ class Progress:
         self._phase = ""
         text = (
             f"held-out reward after {metrics.get('iteration', '?')} iterations:"
-            f" {_number(value)}{_error(metrics, 'eval/stderr')}"
+            f" {number(value)}{error(metrics, 'eval/stderr')}"
         )
         gain = finite(metrics.get("eval/gain"))
         if gain is not None:
-            text += f", gain {gain:+.3f}{_error(metrics, 'eval/gain_stderr')}"
+            text += f", gain {gain:+.3f}{error(metrics, 'eval/gain_stderr')}"
         self.note(text)
 
     def note(self, text: str) -> None:
@@ -236,15 +237,15 @@ class Progress:
         text = Text("  ")
         if self.reward_now is not None:
             text.append("reward ")
-            text.append(_number(self.reward_now), style="bold")
+            text.append(number(self.reward_now), style="bold")
             if self.reward_start is not None and self._finished > 1:
                 change = self.reward_now - self.reward_start
-                text.append(f"  at the start {_number(self.reward_start)} ")
+                text.append(f"  at the start {number(self.reward_start)} ")
                 text.append(f"({change:+.3f})", style="green" if change > 0 else "red")
         if self.held_out:
             text.append(
                 f"{'   ' if self.reward_now is not None else ''}held-out "
-                + " → ".join(_number(v) for v in self._ends())
+                + " → ".join(number(v) for v in self._ends())
             )
         return text
 
@@ -264,11 +265,11 @@ class Progress:
         """An iteration in one plain line."""
         parts = [
             f"iteration {self.first + self._finished}/{self.total}",
-            f"reward {_number(self.reward_now)}",
+            f"reward {number(self.reward_now)}",
         ]
         if self.reward_now is not None and self.reward_start is not None and self._finished > 1:
             parts[-1] += (
-                f" (at the start {_number(self.reward_start)},"
+                f" (at the start {number(self.reward_start)},"
                 f" {self.reward_now - self.reward_start:+.3f})"
             )
         counts = [
@@ -300,25 +301,3 @@ def waiting(text: str, console: Console | None = None) -> Iterator[None]:
     shown = console or Console()
     with shown.status(text) if shown.is_terminal else nullcontext():
         yield
-
-
-def duration(seconds: float) -> str:
-    """``seconds`` for people: 4.2 s, 58 s, 3 min 12 s, 1 h 02 min."""
-    if seconds < 9.95:
-        return f"{max(0.0, seconds):.1f} s"
-    whole = round(seconds)
-    if whole < 60:
-        return f"{whole} s"
-    if whole < 3600:
-        return f"{whole // 60} min {whole % 60:02d} s"
-    minutes = round(seconds / 60)
-    return f"{minutes // 60} h {minutes % 60:02d} min"
-
-
-def _number(value: float | None) -> str:
-    return "–" if value is None else f"{value:.3f}"
-
-
-def _error(metrics: Mapping[str, object], name: str) -> str:
-    value = finite(metrics.get(name))
-    return "" if value is None else f" ± {value:.3f}"

@@ -32,11 +32,9 @@ class RunDirectory:
     def __init__(self, path: Path):
         self.path = path
         self.checkpoints, self.images = path / "checkpoints", path / "images"
-        self.metrics_file, self.events_file, self.config_file = (
-            path / "metrics.jsonl",
-            path / "events.jsonl",
-            path / "config.json",
-        )
+        self.metrics_file = path / "metrics.jsonl"
+        self.events_file = path / "events.jsonl"
+        self.config_file = path / "config.json"
         self.selections_file, self.timeline_file = path / "selections.jsonl", path / timeline.FILE
         self.lock_file = path / "lock"
         self.unlocked: str | None = (

@@ -15,8 +15,10 @@ from typing import Protocol, runtime_checkable
 
 from configs.load import ConfigError
 from configs.schema import RunConfig
+from records.errors import described
 from records.extremes import Extreme, sheet
-from records.metrics import PrometheusExporter, declared
+from records.metrics import declared
+from records.prometheus import PrometheusExporter
 from records.rundir import RunDirectory
 
 Row = Mapping[str, object]
@@ -107,9 +109,7 @@ class Sinks:
             with self._one_at_a_time:
                 do()
         except Exception as error:
-            self._event(
-                "sink_failed", sink=name, why=f"{type(error).__name__}: {error}".splitlines()[0]
-            )
+            self._event("sink_failed", sink=name, why=described(error))
             self._others = [other for other in self._others if other is not sink]
 
 

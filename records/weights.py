@@ -6,6 +6,8 @@ from pathlib import Path
 
 import torch
 
+from records.errors import described
+
 NOT_WEIGHTS = ("input_resolution", "context_length", "vocab_size")
 """Numbers that OpenAI's CLIP keeps beside its weights."""
 
@@ -27,9 +29,8 @@ def read_state(path: Path) -> dict[str, torch.Tensor]:
             return load_file(path)
         loaded: object = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # torch, zipfile and pickle each raise their own
-        reason = (str(error).strip().splitlines() or [""])[0]
         raise UnreadableWeights(
-            f"{path}: not readable as weights ({type(error).__name__}: {reason[:160]}): give a"
+            f"{path}: not readable as weights ({described(error, 160)}): give a"
             " safetensors file, or a torch file that holds nothing but tensors (no TorchScript"
             " archive)"
         ) from None

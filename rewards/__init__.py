@@ -13,6 +13,7 @@ from difflib import get_close_matches
 from typing import cast
 
 from configs.rewards import Scorer as ScorerConfig
+from records.errors import described
 from rewards.base import BuiltIn, Scorer, ScorerError, ScorerSetupError, Settings
 
 SCORERS: dict[str, str] = {
@@ -54,6 +55,14 @@ def built_in(name: str) -> type[BuiltIn] | None:
         return None
     module, _, attribute = SCORERS[name].partition(":")
     return getattr(importlib.import_module(module), attribute)
+
+
+def has_model(name: str) -> bool:
+    """Whether a scorer runs a model in its own process, and not by rules or on a server; one that
+    is not built in may.
+    """
+    made = built_in(name)
+    return made is None or made.model_bytes.__func__ is not BuiltIn.model_bytes.__func__
 
 
 def model_bytes(scorer: ScorerConfig) -> int | None:
@@ -147,9 +156,8 @@ def _made(make: Callable[..., object], name: str, settings: Settings) -> Scorer:
     except ScorerSetupError:  # says what to fix already
         raise
     except Exception as error:  # a constructor may raise anything: say whose it was
-        reason = (str(error).strip().splitlines() or [""])[0]
         raise ScorerSetupError(
-            f"{name}(**settings) raised {type(error).__name__}: {reason}: "
+            f"{name}(**settings) raised {described(error)}: "
             f"fix rewards.scorers.settings, now {dict(settings)}"
         ) from error
     if not callable(instance):
@@ -177,6 +185,7 @@ __all__ = [
     "build",
     "built_in",
     "check_settings",
+    "has_model",
     "model_bytes",
     "resolve",
 ]

@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 
 from records import weights
+from records.errors import described
 from rewards.base import ScorerSetupError
 
 HUB_ID = re.compile(r"(?P<repo>[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(?::(?P<file>[^:]+))?")
@@ -81,11 +82,10 @@ def fetch(repo: str, name: str) -> Path | None:
     except Exception as error:
         if isinstance(error, EntryNotFoundError) and not isinstance(error, LocalEntryNotFoundError):
             return None
-        reason = (str(error).strip().splitlines() or [""])[0]
         raise ScorerSetupError(
             f"{repo!r} is no file or directory here, and the hub does not say whether it has {name}"
-            f" ({type(error).__name__}: {reason[:200]}): fetch it where there is a network, into a"
-            f" directory with the weights, and give its path; {ADVICE}"
+            f" ({described(error, 200)}): fetch it where there is a network, into a directory with"
+            f" the weights, and give its path; {ADVICE}"
         ) from None
 
 
@@ -93,18 +93,16 @@ def _download(repo: str, names: Sequence[str]) -> Path:
     """The first of ``names`` that the hub's ``repo`` has, from the local cache if it is there."""
     from huggingface_hub import hf_hub_download
 
-    last: Exception | None = None
+    why = ""
     for name in names:
         try:
             return Path(hf_hub_download(repo, name))
         # no network, no such repository, no such file: the caller gets one line for all of them
         except Exception as error:
-            last = error
-    reason = (str(last).strip().splitlines() or [""])[0]
+            why = described(error, 200)
     raise ScorerSetupError(
         f"{repo!r} is no file or directory here, and the hub does not give {' or '.join(names)} of"
-        f" it ({type(last).__name__}: {reason[:200]}): fetch it where there is a network and give"
-        f" its path; {ADVICE}"
+        f" it ({why}): fetch it where there is a network and give its path; {ADVICE}"
     )
 
 

@@ -13,6 +13,7 @@ from typing import Any, Generic, TypeVar
 
 import numpy as np
 
+from configs.section import Tree
 from records.images import png_bytes
 from rewards.base import ScorerError, ScorerSetupError, Settings, require_count
 from rewards.server import post, require_seconds, require_url
@@ -126,18 +127,18 @@ class Remembered(Generic[T]):
             self._known.popitem(last=False)
 
 
-def image_part(image: np.ndarray) -> dict[str, Any]:
+def image_part(image: np.ndarray) -> Tree:
     """An image uint8 [3, H, W] as part of a message."""
     encoded = base64.b64encode(png_bytes(image)).decode()
     return {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{encoded}"}}
 
 
-def text_part(text: str) -> dict[str, Any]:
+def text_part(text: str) -> Tree:
     """Text as part of a message."""
     return {"type": "text", "text": text}
 
 
-def source_parts(source: np.ndarray | None) -> list[dict[str, Any]]:
+def source_parts(source: np.ndarray | None) -> list[Tree]:
     """What stands before images that are edits of ``source``, uint8 [3, H, W]; None: nothing."""
     if source is None:
         return []
@@ -145,12 +146,12 @@ def source_parts(source: np.ndarray | None) -> list[dict[str, Any]]:
     return [text_part(before), image_part(source), text_part(after)]
 
 
-def one_token() -> dict[str, Any]:
+def one_token() -> Tree:
     """The form of an answer of one token, with its most likely alternatives."""
     return {"max_tokens": 1, "logprobs": True, "top_logprobs": TOP}
 
 
-def json_object(name: str, field: str, schema: Mapping[str, Any]) -> dict[str, Any]:
+def json_object(name: str, field: str, schema: Mapping[str, Any]) -> Tree:
     """The form of an answer that is a JSON object with one ``field``."""
     whole = {
         "type": "object",

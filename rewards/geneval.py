@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
+from records.errors import first_line
 from rewards.base import (
     BuiltIn,
     Metadata,
@@ -202,11 +203,10 @@ def _load(source: str) -> tuple[Mask2FormerForUniversalSegmentation, Any]:
         )
         return model, AutoImageProcessor.from_pretrained(place)
     except (OSError, ValueError, RuntimeError, KeyError) as error:
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise ScorerSetupError(
-            f"detector = {source!r}: no Mask2Former of transformers ({reason[:200]}): give a"
-            " directory with config.json, preprocessor_config.json and model.safetensors, or a hub"
-            " id"
+            f"detector = {source!r}: no Mask2Former of transformers ({first_line(error)[:200]}):"
+            " give a directory with config.json, preprocessor_config.json and model.safetensors, or"
+            " a hub id"
         ) from None
 
 

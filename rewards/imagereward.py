@@ -9,11 +9,12 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
+from configs.section import Tree
 from rewards.base import ScorerSetupError, Settings
 from rewards.checkpoints import load_weights, locate, read_state
 from rewards.images import crop_square, normalise, to_float
@@ -58,7 +59,7 @@ UNUSED = re.compile(r"blip\.(vision_proj|text_proj)\.|.*\.position_ids$")
 class BlipReward(torch.nn.Module):
     """BLIP's image encoder, its text encoder that attends to the image, a head on [CLS]."""
 
-    def __init__(self, vision: dict[str, Any], text: dict[str, Any]) -> None:
+    def __init__(self, vision: Tree, text: Tree) -> None:
         super().__init__()
         from transformers.models.blip.configuration_blip import BlipTextConfig, BlipVisionConfig
         from transformers.models.blip.modeling_blip import BlipVisionModel
@@ -114,7 +115,7 @@ class ImageReward(PairedScorer):
         self,
         checkpoint: str,
         vocabulary: str = "google-bert/bert-base-uncased",
-        architecture: dict[str, dict[str, Any]] | None = None,
+        architecture: dict[str, Tree] | None = None,
         batch_size: int = 16,
         dtype: str = "fp32",
         device: str | None = None,

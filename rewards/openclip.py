@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
 import torch
 
+from configs.section import Tree
 from rewards.base import ScorerSetupError, Settings
 from rewards.checkpoints import fetch, load_weights, local, locate, read_state, repository
 from rewards.images import CLIP_MEAN, CLIP_STD, crop_square, normalise, pad_square, to_float
@@ -45,7 +46,7 @@ class OpenClipScorer(PairedScorer):
     def __init__(
         self,
         checkpoint: str,
-        architecture: str | dict[str, Any] | None = None,
+        architecture: str | Tree | None = None,
         batch_size: int = 16,
         dtype: str = "fp32",
         device: str | None = None,
@@ -79,7 +80,7 @@ class OpenClipScorer(PairedScorer):
             wanted = _read_description(beside).get("model_cfg")
         return _build(_config(wanted or cls.default))
 
-    def _description(self, checkpoint: str, architecture_given: bool) -> dict[str, Any]:
+    def _description(self, checkpoint: str, architecture_given: bool) -> Tree:
         """open_clip's description of a checkpoint; empty without one, and of the published one."""
         names = self.paths["checkpoint"]
         repo = repository(checkpoint, names)
@@ -140,14 +141,14 @@ class HPSv2(OpenClipScorer):
         return normalise(pad_square(images, self.size), self.mean, self.std)
 
 
-def _read_description(file: Path) -> dict[str, Any]:
+def _read_description(file: Path) -> Tree:
     try:
         return dict(json.loads(file.read_text(encoding="utf-8")))
     except (TypeError, ValueError) as error:
         raise ScorerSetupError(f"{file}: no JSON object ({error}): remove it, or fix it") from None
 
 
-def _config(wanted: str | dict[str, Any]) -> dict[str, Any]:
+def _config(wanted: str | Tree) -> Tree:
     """The model configuration of a name or a table. Raises ScorerSetupError for no plain CLIP."""
     import open_clip
 
@@ -167,7 +168,7 @@ def _config(wanted: str | dict[str, Any]) -> dict[str, Any]:
     return found
 
 
-def _build(cfg: dict[str, Any]) -> open_clip.CLIP:
+def _build(cfg: Tree) -> open_clip.CLIP:
     import open_clip
 
     try:
@@ -178,7 +179,7 @@ def _build(cfg: dict[str, Any]) -> open_clip.CLIP:
         ) from None
 
 
-def _tokenizer(cfg: dict[str, Any], path: Path) -> SimpleTokenizer | HFTokenizer:
+def _tokenizer(cfg: Tree, path: Path) -> SimpleTokenizer | HFTokenizer:
     """CLIP's own tokenizer, or one beside the checkpoint where its configuration says so."""
     from open_clip.tokenizer import HFTokenizer, SimpleTokenizer
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
+from configs.section import Tree
 from rewards.base import ScorerSetupError, Settings
 from rewards.checkpoints import load_weights, locate, read_state
 from rewards.images import crop_square, normalise, to_float
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
 
 SCALE = 26.0  # brings the usual range, about 17 to 26, near 1, as reward training has it
 FILES = ("model.safetensors", "pytorch_model.bin")
-ARCHITECTURE: dict[str, Any] = {
+ARCHITECTURE: Tree = {
     "projection_dim": 1024,
     "text_config": {
         "hidden_size": 1024,
@@ -53,7 +54,7 @@ class PickScore(PairedScorer):
     def __init__(
         self,
         checkpoint: str,
-        architecture: dict[str, Any] | None = None,
+        architecture: Tree | None = None,
         batch_size: int = 16,
         dtype: str = "fp32",
         device: str | None = None,

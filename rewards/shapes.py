@@ -104,10 +104,8 @@ def connected(kind: np.ndarray) -> np.ndarray:
     label = np.where(
         edge >= 0, np.arange(edge.size, dtype=np.int32).reshape(edge.shape), np.iinfo(np.int32).max
     )
-    down, across = (
-        (edge[:, 1:] == edge[:, :-1]) & (edge[:, 1:] >= 0),
-        (edge[:, :, 1:] == edge[:, :, :-1]) & (edge[:, :, 1:] >= 0),
-    )
+    down = (edge[:, 1:] == edge[:, :-1]) & (edge[:, 1:] >= 0)
+    across = (edge[:, :, 1:] == edge[:, :, :-1]) & (edge[:, :, 1:] >= 0)
     while True:
         before = label.copy()
         for same, one, two in (

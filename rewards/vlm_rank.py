@@ -16,6 +16,7 @@ from typing import Any, ClassVar
 import numpy as np
 import xxhash
 
+from configs.section import Tree
 from rewards.base import (
     BuiltIn,
     Metadata,
@@ -197,7 +198,7 @@ class VlmRankScorer(BuiltIn):
         }
 
 
-def _ranking_form(count: int) -> dict[str, Any]:
+def _ranking_form(count: int) -> Tree:
     numbers = {"type": "array", "items": {"type": "integer", "minimum": 1, "maximum": count}}
     return json_object("ranking", "ranking", {**numbers, "minItems": count, "maxItems": count})
 

@@ -27,10 +27,10 @@ class Pool:
         """(uint8 [count, 3, 32, 32], int [count] indices into ``scenes``)."""
         return self.labelled(count)[:2]
 
-    def labelled(self, count: int, step: int = 4) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Images, scene indices, and what lies in each cell of ``step`` pixels (int64, see
+    def labelled(self, count: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Images, scene indices, and what lies in each cell of 4 pixels (int64, see
         ``render.cells``).
         """
         which = self.rng.choice(len(self.scenes), count, p=self.chances)
         layout = arrange([self.scenes[i] for i in which], self.rng)
-        return draw(layout), which, cells(layout, step)
+        return draw(layout), which, cells(layout, 4)

@@ -43,7 +43,7 @@ def build_decoder() -> AutoencoderTiny:
 
 
 def train_decoder(
-    vae: AutoencoderKL, minutes: float, log: Callable[[str], None], pool: int = POOL
+    vae: AutoencoderKL, minutes: float, log: Callable[[str], None]
 ) -> AutoencoderTiny:
     """Train for ``minutes`` of wall clock; loss L1 + 4 L2 against what ``vae`` draws."""
     torch.manual_seed(2)
@@ -51,7 +51,7 @@ def train_decoder(
     parameters = list(decoder.decoder.parameters())
     optimizer = torch.optim.AdamW(parameters, lr=PEAK_LR, betas=(0.9, 0.98), weight_decay=0.0)
     rng = np.random.default_rng(3)
-    latents = encode(vae, Pool(3).images(pool)[0])
+    latents = encode(vae, Pool(3).images(POOL)[0])
     latents += NOISE * torch.randn_like(latents)
     images = drawn_by(vae, latents)
     begin, step, spent = time.monotonic(), 0, 0.0

@@ -42,6 +42,7 @@ from shapes.vae import CHANNELS, encode
 LAYERS, HEADS, HEAD_WIDTH = 4, 4, 32
 BATCH = 96
 IMAGES = 40_000
+CHUNK = 4000  # images that are made at a time
 MATRIX_LR, OTHER_LR, DECAY = 0.02, 2e-3, 0.02
 NO_CAPTION = 0.04  # share of samples trained without a caption
 TIME_MEAN, TIME_STD = 0.7, 1.1  # of the logit of t: a shift of 2
@@ -159,12 +160,10 @@ class Examples:
             self.long = t5_encoder().eval()(ids).last_hidden_state
 
     @staticmethod
-    def _made(
-        vae: AutoencoderKL, pool: Pool, count: int, chunk: int = 4000
-    ) -> dict[str, torch.Tensor]:
+    def _made(vae: AutoencoderKL, pool: Pool, count: int) -> dict[str, torch.Tensor]:
         rows = []
-        for _ in range(max(1, count // chunk)):
-            images, scene, cell = pool.labelled(min(chunk, count))
+        for _ in range(max(1, count // CHUNK)):
+            images, scene, cell = pool.labelled(min(CHUNK, count))
             rows.append(
                 (
                     encode(vae, images),

@@ -21,18 +21,14 @@ PALETTE = np.array(
     dtype=np.float32,
 )  # in the order of COLOURS
 GREYS = (60.0, 200.0)  # backgrounds
-RADII = {
-    1: (4.5, 8.0),
-    2: (4.2, 6.0),
-    3: (3.8, 4.8),
-}  # half the side of an object's bounding box, by number of objects
+# half the side of an object's bounding box, by number of objects
+RADII = {1: (4.5, 8.0), 2: (4.2, 6.0), 3: (3.8, 4.8)}
 MARGIN = 1.0  # pixels between an object's box and the image's edge
 GAP = 1.5  # pixels between two objects' boxes along at least one axis
 ALONG = 1.6  # a relation's axis has to dominate the other one by this factor
 CANDIDATES = 48
-DIRECTIONS = np.array(
-    [(-1, 0), (1, 0), (0, -1), (0, 1)], dtype=np.float32
-)  # first seen from second, in the order of RELATIONS
+# first seen from second, in the order of RELATIONS
+DIRECTIONS = np.array([(-1, 0), (1, 0), (0, -1), (0, 1)], dtype=np.float32)
 CROSS_ARM = 0.36  # half the thickness of a cross's bar, in radii
 
 

@@ -32,7 +32,7 @@ from actors.messages import (
 from actors.runtime import Tree
 from actors.selector import SelectorActor
 from planning.durations import Durations
-from policy.precision.wire import Manifest
+from policy.precision.manifest import Manifest
 
 
 @dataclass(frozen=True)

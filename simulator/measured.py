@@ -41,7 +41,7 @@ def measured(rundir: RunDirectory, cores: int | None = None) -> Measured:
     rows = [row for row in rundir.metrics() if row.get("kind") == "iteration"]
     seconds = [float(row["time/iteration_s"]) for row in rows[1:]]
     if not seconds:
-        raise ConfigError([f"--from {rundir.path}: it has no iteration after the first"])
+        raise ConfigError(f"--from {rundir.path}: it has no iteration after the first")
     return learned(rundir.configuration(), read_spans(rundir.timeline_file), seconds, cores)
 
 
@@ -101,13 +101,13 @@ def require_same(config: RunConfig, run: RunConfig) -> None:
             ours, theirs = ours[name], theirs[name]
         if ours != theirs:
             raise ConfigError(
-                [f"--from: the run has another {key}: only sizes and layouts may differ from it"]
+                f"--from: the run has another {key}: only sizes and layouts may differ from it"
             )
     for kind in kinds_of(config):
         here, there = config.services.of(kind).threads, run.services.of(kind).threads
         if here != there:
             raise ConfigError(
-                [f"--from: the run has services.{kind}.threads = {there}, here it is {here}"]
+                f"--from: the run has services.{kind}.threads = {there}, here it is {here}"
             )
 
 

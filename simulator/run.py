@@ -96,13 +96,7 @@ async def _simulate(
 
     board, warm = Board(hardware), WARM if config.explore_ahead else 0
     # one more than are run: the last one has exploring ahead beside it too
-    rewards = config.rewards.model_copy(update={"deterministic": False})  # they are drawn
-    update = {"iterations": warm + count + 1, "rewards": rewards}
-    config = config.model_copy(update=update)
-    services = SimulatedServices(config, board, _nothing, keep)
-    prompts = [Prompt(f"prompt {n}") for n in range(config.prompts.per_iteration)]
-    progress = Progress(console=Console(quiet=True), clock=clock.now)
-    ring = Ring(config, services, prompts, progress, _nothing)
+    services, ring = _ring(config, warm + count + 1, board, keep)
     await services.start()
     await ring.begin(0)
     for index in range(warm):
@@ -144,6 +138,18 @@ async def _simulate(
         timeline=timeline,
         spans=[_since(span, last, ended) for span in spans if span.ended - clock.START > last],
     )
+
+
+def _ring(
+    config: RunConfig, iterations: int, board: Board, record: Record
+) -> tuple[SimulatedServices, Ring]:
+    """The services and the ring of so many iterations."""
+    rewards = config.rewards.model_copy(update={"deterministic": False})  # they are drawn
+    config = config.model_copy(update={"iterations": iterations, "rewards": rewards})
+    services = SimulatedServices(config, board, _nothing, record)
+    prompts = [Prompt(f"prompt {n}") for n in range(config.prompts.per_iteration)]
+    progress = Progress(console=Console(quiet=True), clock=clock.now)
+    return services, Ring(config, services, prompts, progress, _nothing)
 
 
 def _nothing(*args: object, **fields: object) -> None:

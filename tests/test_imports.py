@@ -57,7 +57,7 @@ def test_what_needs_no_torch_and_what_needs_torch_alone():
         "import actors.encoder",
         "import actors.rollout",
         "import actors.learner",
-        f"import cluster.driver.session\n{CHECKS}",
+        f"import cluster.driver.train\n{CHECKS}",
     )
     for found in (config, selector, reward):
         assert not found & {"torch", *HEAVY}

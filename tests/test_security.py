@@ -15,7 +15,7 @@ import pytest
 from cluster.driver.connect import check_run_root
 from cluster.jobs import submit as jobs
 from configs.load import ConfigError, load, parse
-from records.metrics import PrometheusExporter
+from records.prometheus import PrometheusExporter
 from records.rundir import RunDirectory
 
 ROOT = Path(__file__).parent.parent
@@ -118,9 +118,8 @@ def test_metrics_are_served_on_loopback_unless_told_otherwise():
         port = free.getsockname()[1]
     exporter = PrometheusExporter(port)
     try:
-        with (
-            socket.socket() as elsewhere
-        ):  # all of 127/8 is this machine; who listens on one address leaves the others free
+        # all of 127/8 is this machine; who listens on one address leaves the others free
+        with socket.socket() as elsewhere:
             assert elsewhere.connect_ex(("127.0.0.2", port)) != 0
     finally:
         exporter.close()

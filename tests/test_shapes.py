@@ -46,9 +46,8 @@ def drawn(*things: tuple[int, int, float, float, float]) -> np.ndarray:
 
 def test_every_caption_parses_back_to_its_scene():
     scenes = all_scenes()
-    assert (
-        len(scenes) == 24 + 480 + 4 * 480 + 48
-    )  # 24 objects; 24 * 20 ordered pairs of different colour
+    # 24 objects; 24 * 20 ordered pairs of different colour
+    assert len(scenes) == 24 + 480 + 4 * 480 + 48
     assert len({scene.caption for scene in scenes}) == len(scenes)
     for scene in scenes:
         assert parse(scene.caption) == scene
@@ -105,11 +104,8 @@ def test_prompt_files_are_what_the_code_writes(split):
         assert parse(row["prompt"]).split == split
     if split == "test":
         assert len(rows) >= 128
-        assert {row["kind"] for row in rows[:20]} == {
-            "two",
-            "relation",
-            "count",
-        }  # any first part is a fair mix
+        # any first part is a fair mix
+        assert {row["kind"] for row in rows[:20]} == {"two", "relation", "count"}
 
 
 # renderer
@@ -141,11 +137,9 @@ def test_images_follow_relation_number_and_seed():
             centre, radius = layout.centre[row, k], layout.radius[row, k]
             assert (centre - radius >= 0).all() and (centre + radius <= 32).all()
     one, two, other = (render(scenes, np.random.default_rng(seed)) for seed in (5, 5, 6))
-    assert (
-        np.array_equal(one, two)
-        and not np.array_equal(one, other)
-        and np.array_equal(one, draw(layout))
-    )
+    assert np.array_equal(one, two)
+    assert not np.array_equal(one, other)
+    assert np.array_equal(one, draw(layout))
 
 
 def test_cells_say_what_lies_where():
@@ -153,9 +147,8 @@ def test_cells_say_what_lies_where():
     place = (np.full((1, 3, 2), 8.0), np.full((1, 3), 4.5))
     layout = Layout(np.array([1]), kinds[..., 0], kinds[..., 1], *place, np.array([99.0]))
     label = cells(layout, 4)[0]
-    assert (
-        label[1:3, 1:3].tolist() == [[1 + 4 * 4 + 1] * 2] * 2
-    )  # a blue square over pixels 3.9 to 12.1: cells 1 and 2
+    # a blue square over pixels 3.9 to 12.1: cells 1 and 2
+    assert label[1:3, 1:3].tolist() == [[1 + 4 * 4 + 1] * 2] * 2
     assert (label > 0).sum() == 4
 
 
@@ -232,9 +225,8 @@ def test_reward_reads_any_image():
     assert ShapesScorer()(np.zeros((0, 3, 32, 32), np.uint8), [], []).shape == (0,)
     good = drawn(*GOOD)
     large = good.repeat(3, 2).repeat(3, 3)
-    assert np.allclose(
-        to_size(large), good, atol=1e-3
-    )  # averaging undoes a 3-fold repeat, up to FP32 rounding
+    # averaging undoes a 3-fold repeat, up to FP32 rounding
+    assert np.allclose(to_size(large), good, atol=1e-3)
     assert ShapesScorer()(large, [RED_LEFT], [{}])[0] > 0.97
 
 
@@ -276,6 +268,5 @@ def test_connected_regions_are_scipys():
                 )
             )
             assert len(pairs) == count == len({a for a, _ in pairs})  # one to one
-    assert (
-        len(np.unique(ours[0])) + len(np.unique(ours[1])) - 2 == len(np.unique(ours[:2])) - 1
-    )  # no label in two images
+    # no label in two images
+    assert len(np.unique(ours[0])) + len(np.unique(ours[1])) - 2 == len(np.unique(ours[:2])) - 1

@@ -56,25 +56,23 @@ def test_an_image_is_right_for_its_scene_told_either_way_and_without_relation():
         shows(scene, parse(caption)) for caption in [*right, "a blue square and a red circle"]
     )
     assert not any(shows(scene, parse(caption)) for caption in wrong)
-    assert not shows(
-        parse("a red circle and a blue square"), scene
-    )  # an image without a relation is right for none
+    # an image without a relation is right for none
+    assert not shows(parse("a red circle and a blue square"), scene)
     assert not shows(parse("two red circles"), parse("a red circle"))
 
 
 def test_near_misses_are_wrong_near_and_of_the_train_split():
     for scene in all_scenes()[::13]:
         near = near_misses(scene)
-        assert (
-            len(near) == len(set(near)) and scene not in near and flipped_or_same(scene) not in near
-        )
+        assert len(near) == len(set(near))
+        assert scene not in near
+        assert flipped_or_same(scene) not in near
         assert all(other.split == "train" and not shows(scene, other) for other in near)
     near = [scene.caption for scene in near_misses(parse("a red circle"))]
     assert "a yellow circle" in near and "a red cross" in near and len(near) >= 5 + 3
     scene = next(scene for scene in scenes_of("train", "relation") if scene.relation == "above")
-    assert (
-        sum(other.things == scene.things for other in near_misses(scene)) == 3
-    )  # the other relations
+    # the other relations
+    assert sum(other.things == scene.things for other in near_misses(scene)) == 3
 
 
 def flipped_or_same(scene):
@@ -177,9 +175,8 @@ def test_stock_open_clip_and_our_scorer_read_it(written):
     scores = scorer(images, captions, [{}] * 6)
     assert np.allclose(scores, (image * text).sum(1).numpy(), atol=1e-6) and scores.std() > 1e-3
     found = accuracy(model, "tune")
-    assert (
-        set(found) == {"two", "relation", "count"} and max(found.values()) < 0.6
-    )  # no kind is right by chance
+    # no kind is right by chance
+    assert set(found) == {"two", "relation", "count"} and max(found.values()) < 0.6
 
 
 def test_the_preset_learns_from_clip_and_is_evaluated_by_rule():

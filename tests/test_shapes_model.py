@@ -27,24 +27,8 @@ MODEL = Path(prompts.__file__).parent / "model"
 
 def test_fp4_rounding_gives_the_formats_values():
     row = [0, 0.25, 0.5, 0.75, 1, 1.25, 1.5, 1.75, 2, 2.5, 3, 3.5, 4, 5, 6, -6]
-    read = [
-        0,
-        0,
-        0.5,
-        1,
-        1,
-        1,
-        1.5,
-        2,
-        2,
-        2,
-        3,
-        4,
-        4,
-        4,
-        6,
-        -6,
-    ]  # ties to even codes; amax 2688 makes every scale exact
+    # ties to even codes; amax 2688 makes every scale exact
+    read = [0, 0, 0.5, 1, 1, 1, 1.5, 2, 2, 2, 3, 4, 4, 4, 6, -6]
     weight = torch.tensor([row, [448 * value for value in row]])
     assert torch.equal(
         round_to_fp4(weight), torch.tensor([read, [448.0 * value for value in read]])
@@ -64,9 +48,8 @@ def test_four_bits_inside_and_the_wide_weights_afterwards():
         learner.transformer.proj_out.weight, generator=torch.Generator().manual_seed(4)
     )
     layers = quantisable(learner.transformer)
-    assert (
-        len(layers) == 4 * 12 - 3
-    )  # q, k, v, out and two of feed-forward in both streams; the last block drops 3 of the text's
+    # q, k, v, out and two of feed-forward in both streams; the last block drops 3 of the text's
+    assert len(layers) == 4 * 12 - 3
     before = [layer.weight.clone() for layer in layers]
     seen = []
     handle = layers[0].register_forward_hook(lambda _m, inputs, _o: seen.append(inputs[0]))

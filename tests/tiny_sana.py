@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from tests.tiny_qwen_image import randomise
 from tests.tiny_sd3 import WORDS
 
 if TYPE_CHECKING:
@@ -48,9 +49,7 @@ def make_tiny_sana(path: str | Path, seed: int = 0, euler: bool = False) -> Path
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         transformer = SanaTransformer2DModel(**BLOCKS)
-        for name, parameter in transformer.named_parameters():
-            if parameter.ndim == 1:
-                parameter.data.normal_(1.0 if name == "caption_norm.weight" else 0.0, 0.1)
+        randomise(transformer)
         dpm = DPMSolverMultistepScheduler(
             flow_shift=3.0, use_flow_sigmas=True, prediction_type="flow_prediction"
         )

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from tests.tiny_qwen_image import randomise
 from tests.tiny_sana import BLOCKS, gemma_tokenizer, tiny_gemma
 from tests.tiny_wan import tiny_video_vae
 
@@ -35,10 +36,7 @@ def make_tiny_sana_video(path: str | Path, seed: int = 0, euler: bool = False) -
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         transformer = SanaVideoTransformer3DModel(**BLOCKS, rope_max_seq_len=32)
-        for name, parameter in transformer.named_parameters():
-            if parameter.ndim == 1:
-                near = 1.0 if "norm" in name and name.endswith("weight") else 0.0
-                parameter.data.normal_(near, 0.1)
+        randomise(transformer)
         scheduler: Any = DPMSolverMultistepScheduler(
             flow_shift=3.0, use_flow_sigmas=True, prediction_type="flow_prediction"
         )

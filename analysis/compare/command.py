@@ -109,7 +109,7 @@ def counted(
     try:
         found = {name: operations_of(config) for name, config in configs.items()}
     except (FileNotFoundError, ValueError) as error:
-        raise ConfigError([str(error)]) from None
+        raise ConfigError(str(error)) from None
     return costs(results, baseline, found, ratios)
 
 

@@ -28,8 +28,8 @@ from planning.layouts.numbers import as_recorded
 from records.atomic import write_text
 from records.errors import Stopped
 from records.lock import held
-from records.progress import duration
 from records.rundir import RunDirectory
+from records.words import duration
 
 ROOT = Path(__file__).resolve().parents[2]
 TRAIN = (sys.executable, "-m", "cluster", "train")

@@ -6,13 +6,14 @@ import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 
 from analysis.fidelity.density import density_chart
 from configs.prompts import Prompt
 from configs.schema import RunConfig
+from configs.section import Tree
 from learner.fidelity import (
     HALVES,
     Estimate,
@@ -60,11 +61,11 @@ class Rewards:
     seconds: dict[str, float] = field(default_factory=dict)
 
 
-def summarise(config: RunConfig, wanted: Measurement, rewards: Rewards) -> dict[str, Any]:
+def summarise(config: RunConfig, wanted: Measurement, rewards: Rewards) -> Tree:
     """Plain data: settings, and every measure as mean, low, high (95 %, bootstrap over prompts)."""
     truth = rewards.truth
 
-    def row(backend: str, steps: int, proxy: np.ndarray) -> dict[str, Any]:
+    def row(backend: str, steps: int, proxy: np.ndarray) -> Tree:
         found = estimates(per_prompt(proxy, truth), seed=config.seed)
         return {
             "backend": backend,
@@ -94,13 +95,13 @@ def summarise(config: RunConfig, wanted: Measurement, rewards: Rewards) -> dict[
     }
 
 
-def _plain(estimate: Estimate) -> dict[str, Any]:
+def _plain(estimate: Estimate) -> Tree:
     """As JSON holds it: null where there is no number."""
     fields = dataclasses.asdict(estimate)
     return {name: value if np.isfinite(value) else None for name, value in fields.items()}
 
 
-def tables(summary: dict[str, Any]) -> list[str]:
+def tables(summary: Tree) -> list[str]:
     """The summary for people, in the form of the paper's tables."""
     truth = summary["truth"]
     lines = [
@@ -136,7 +137,7 @@ def tables(summary: dict[str, Any]) -> list[str]:
 
 
 def _table(
-    summary: dict[str, Any], title: str, columns: Sequence[tuple[str, tuple[str, ...]]], digits: int
+    summary: Tree, title: str, columns: Sequence[tuple[str, tuple[str, ...]]], digits: int
 ) -> list[str]:
     rows = [(f"{row['backend']}, {row['steps']} steps", row["measures"]) for row in summary["rows"]]
     rows.append(("the truth itself", summary["perfect"]))
@@ -163,7 +164,7 @@ def _cell(value: Estimate, digits: int) -> str:
     return f"{value.mean:.{digits}f} [{value.low:.{digits}f}, {value.high:.{digits}f}]"
 
 
-def write(out: Path, summary: dict[str, Any], prompts: list[Prompt], rewards: Rewards) -> None:
+def write(out: Path, summary: Tree, prompts: list[Prompt], rewards: Rewards) -> None:
     write_json(out / "fidelity.json", summary)
     raw = {
         f"{backend}/{steps}": proxy.tolist() for (backend, steps), proxy in rewards.proxies.items()

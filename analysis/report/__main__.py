@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 
 from analysis.report.page import build_report
+from records.errors import described
 
 LOWEST = 19
 
@@ -23,7 +24,7 @@ def main(run: str, every_s: str) -> int:
     try:
         build_report(Path(run), live_s=float(every_s))
     except Exception as error:  # whatever it is, the driver gives it as the reason
-        print(f"{type(error).__name__}: {error}".splitlines()[0], file=sys.stderr)
+        print(described(error), file=sys.stderr)
         return 1
     return 0
 

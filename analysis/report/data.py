@@ -24,6 +24,7 @@ ENDINGS = {
     "run_started": "open",
     "run_resumed": "open",
 }
+NO_ITERATION = "No iteration has ended yet."
 REASON_KEYS = ("why", "reason", "error", "message")
 
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from analysis.report.data import REASON_KEYS, Row, RunData, actor_of, finite
 from analysis.report.parts import Cell, Table
 from analysis.report.timeline import Chart, Drawing, Lane, Mark, drawing, in_running_time
-from records.progress import duration
+from records.words import duration
 
 TONES = {
     **dict.fromkeys(("actor_started", "actor_replaced", "actor_added", "run_finished"), "good"),

@@ -11,7 +11,7 @@ from analysis.report.charts import number
 from analysis.report.data import Row, RunData, finite, reason, step_of, values
 from analysis.report.live import Live
 from configs.schema import RunConfig
-from records.progress import duration
+from records.words import duration
 
 STATES = {
     "finished": ("finished", "good"),

@@ -13,7 +13,7 @@ import time
 from dataclasses import dataclass
 
 from analysis.report.parts import TEMPLATES
-from records.progress import duration
+from records.words import duration
 
 SOONEST_S, LATEST_S = 5.0, 60.0
 """Bounds of the time between two loads."""

@@ -12,6 +12,7 @@ import time
 from pathlib import Path
 
 from analysis.report import parts, rewards, sections
+from analysis.report.agreement import agreement
 from analysis.report.data import RunData, read_run
 from analysis.report.events import happenings
 from analysis.report.extremes import OPEN, kept_iterations, thinned
@@ -60,7 +61,7 @@ def render(run: RunData, live: Live | None = None) -> str:
         sections=[
             rewards.section(run),
             sections.exploration(run),
-            sections.agreement(run),
+            agreement(run),
             sections.time_spent(run),
             sections.health(run),
         ],

@@ -14,8 +14,8 @@ from pathlib import Path
 from analysis.report.charts import thin
 from analysis.report.parts import Item, blocks, render
 from records.atomic import write_text
-from records.progress import duration
 from records.timeline import Span, Work
+from records.words import duration
 
 MOST_LANES, MOST_MARKS, MOST_LINES, MOST_BARS = 40, 120, 60, 6000
 WIDTH, HEIGHT = 1000.0, 10.0

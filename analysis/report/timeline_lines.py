@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from analysis.report.timeline import Chart, Lane
-from records.progress import duration
 from records.timeline import OTHER, WORKS, Span
+from records.words import duration
 
 IDLE, GONE, LOST = "·", " ", "X"
 

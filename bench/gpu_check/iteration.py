@@ -15,11 +15,11 @@ from bench.gpu_check.findings import Finding, Item, LeftOut
 from bench.gpu_check.setting import FAMILIES, NEWER, Setting, autoencoder, finish, free, loadable
 from configs.load import load
 from configs.schema import RunConfig
-from configs.sections import Lora
+from configs.training import Lora
 from learner.batch import Group
 from learner.selection import select
 from learner.trainer import Trainer
-from policy import memory
+from policy import memory, meta
 from policy.device import out_of_memory
 from policy.explorer import Explorer
 from policy.families import Family
@@ -81,11 +81,11 @@ def weight_bytes(case: Case, backend: Backend, dtype: torch.dtype) -> int:
     """Bytes of a learner's denoiser, of what it merges, and of an explorer's packed denoiser, with
     an autoencoder in FP32 each.
     """
-    learner = memory.blank(case.family, "transformer", dtype)
-    explorer, _, _ = memory.blank_explorer(case.family, backend, (), dtype)
-    vae = memory.blank(case.family, "vae", torch.float32)
+    learner = meta.blank(case.family, "transformer", dtype)
+    explorer, _, _ = meta.blank_explorer(case.family, backend, (), dtype)
+    vae = meta.blank(case.family, "vae", torch.float32)
     held = memory.held_bytes(learner, explorer, vae, vae)
-    memory.adapt(learner, case.family, Lora())
+    meta.adapt(learner, case.family, Lora())
     return held + memory.adapted_bytes(learner)
 
 

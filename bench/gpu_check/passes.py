@@ -13,7 +13,7 @@ from bench.architectures import Case
 from bench.gpu_check.findings import Finding, Item, LeftOut
 from bench.gpu_check.setting import FAMILIES, Setting, autoencoder, finish, free
 from bench.timing import Ratio, interleave
-from configs.sections import Lora
+from configs.training import Lora
 from policy.families.architectures import build
 from policy.families.base import Diffusers
 from policy.lora import add_adapters, use

@@ -9,8 +9,8 @@ import torch
 from bench.architectures import Case
 from bench.gpu_check.findings import Finding, Item, LeftOut
 from bench.gpu_check.setting import ARCHITECTURES, NEWER, Setting, autoencoder, finish, free
-from configs.sections import Lora
-from policy import memory
+from configs.training import Lora
+from policy import memory, meta
 from policy.device import out_of_memory
 from policy.families.architectures import build
 from policy.families.base import Diffusers
@@ -40,17 +40,17 @@ def measure(setting: Setting) -> Iterator[Item]:
 
 def _weights(case: Case, setting: Setting) -> Iterator[Finding]:
     held = memory.held_bytes(build(case.part, setting.device, setting.dtype))
-    planned = memory.held_bytes(memory.blank(case.family, "transformer", setting.dtype))
+    planned = memory.held_bytes(meta.blank(case.family, "transformer", setting.dtype))
     yield _against(case, "weights", held, planned)
 
 
 def _peaks(case: Case, name: str, setting: Setting) -> Iterator[Finding]:
     family, device, dtype = case.family, setting.device, setting.dtype
-    blank = memory.blank(family, "transformer", dtype)
+    blank = meta.blank(family, "transformer", dtype)
     work = memory.sampling_work(family, blank, BATCH, dtype)
     yield _against(case, "step", _peak(_step(case, setting), device), work.peak)
     free()
-    memory.adapt(blank, family, Lora())
+    meta.adapt(blank, family, Lora())
     planned = memory.adapted_bytes(blank) + work.peak
     yield _against(case, "regenerating", _peak(_merged(case, setting), device), planned)
     free()

@@ -16,6 +16,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from bench.gpu_check.findings import Outcome, as_tree, from_tree
+from records.errors import described
 
 GRACE_S = 10.0
 """How long a section may go on after its time: what it measures last may end."""
@@ -99,7 +100,6 @@ def _section(name: str, gpu: bool, until: float, to: Connection) -> None:
 
 def line_of(error: BaseException) -> str:
     """An error in one line, with where it was raised."""
-    said = (str(error).strip().splitlines() or [""])[0]
     frames = traceback.extract_tb(error.__traceback__)
     where = f" ({os.path.relpath(frames[-1].filename)}:{frames[-1].lineno})" if frames else ""
-    return f"{type(error).__name__}: {said}{where}"
+    return f"{described(error)}{where}"

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from bench.architectures import Case, case_of
+from configs.section import Tree
 from policy.families import Family
 from policy.families.architectures import build, published
 from policy.precision.backends import BACKENDS, Backend
@@ -30,7 +31,7 @@ NEWER = (
 )
 """One of each other family, smallest first."""
 SMALL_PIXELS = 64
-SMALL_DECODERS: dict[str, dict[str, Any]] = {
+SMALL_DECODERS: dict[str, Tree] = {
     "AutoencoderKL": {"block_out_channels": [32, 32, 32, 32], "layers_per_block": 1},
     "AutoencoderDC": {
         "encoder_block_out_channels": [32] * 6,

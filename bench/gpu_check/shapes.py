@@ -16,13 +16,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from bench.architectures import case_of
 from bench.gpu_check.findings import Finding, Item
 from bench.gpu_check.setting import Setting
+from configs.section import Tree
 from policy.families.architectures import build, published_names
 from policy.memory import conditioning_like
 from policy.precision.backends import BACKENDS, Backend
 from policy.precision.layer import PointwiseConvolution
 from policy.precision.swap import quantise_plan, weight_modules
+from records.errors import first_line
 
-FEW: dict[str, dict[str, Any]] = {
+FEW: dict[str, Tree] = {
     "flux": {"num_layers": 1, "num_single_layers": 1},
     "sd3": {"num_layers": 2, "dual_attention_layers": [0], "pos_embed_max_size": 64},
     "sana": {"num_layers": 1},
@@ -114,7 +116,7 @@ def fault(backend: Backend, seen: Seen) -> str | None:
             with Calls() as calls:
                 y = layer(x)
         except RuntimeError as error:
-            return str(error).splitlines()[0]
+            return first_line(error)
     if calls.copies:
         return calls.copies[0]
     if y.device.type != "cuda" or y.dtype != torch.bfloat16:

@@ -9,9 +9,9 @@ import torch
 
 from bench.gpu_check.findings import Finding, Item
 from bench.gpu_check.setting import Setting, finish, free, loadable
-from configs.sections import Lora
+from configs.training import Lora
 from learner.publish import Publisher
-from policy import memory
+from policy import memory, meta
 from policy.explorer import Explorer
 from policy.lora import adapted_modules, adapter_state, add_adapters, load_adapter_state
 from policy.precision.backends import BACKENDS, Backend
@@ -50,7 +50,7 @@ def _format(setting: Setting, backend: Backend) -> Iterator[Item]:
                 {"GB": manifest.nbytes / 1e9, **statistics},
             )
             _change(learner)
-        _, plan, layers = memory.blank_explorer(family, backend, (), setting.dtype)
+        _, plan, layers = meta.blank_explorer(family, backend, (), setting.dtype)
         adapted = [name for name, _ in adapted_modules(learner)]
         yield Finding(
             f"{case.name} {backend.wire_format}, bytes of a version / those of the plan",

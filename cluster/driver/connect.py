@@ -15,7 +15,7 @@ from configs.load import ConfigError
 from configs.schema import RunConfig
 from planning.layouts.limits import refuse_on_this_machine
 from planning.placement import needs_of
-from records.errors import RunFailed
+from records.errors import RunFailed, first_line
 
 
 def join_or_start_ray(config: RunConfig) -> bool:
@@ -49,8 +49,7 @@ def join_or_start_ray(config: RunConfig) -> bool:
     try:
         ray.init(**how)  # pyright: ignore[reportUnknownMemberType]
     except Exception as error:  # Ray's failures to start have no class of their own
-        why = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        why = TOKEN_WANTED if wants_token(error) else why
+        why = TOKEN_WANTED if wants_token(error) else first_line(error)
         what = (
             "Ray's cluster at RAY_ADDRESS cannot be joined"
             if joined
@@ -64,16 +63,12 @@ def check_run_root(config: RunConfig, joined: bool) -> None:
     """On a cluster the run root must be named and must outlive the job. Raises ConfigError."""
     if joined and config.run_root is None:
         raise ConfigError(
-            [
-                "run_root: required on a cluster: a directory that is shared and writable, --set"
-                " run_root=DIR"
-            ]
+            "run_root: required on a cluster: a directory that is shared and writable, --set"
+            " run_root=DIR"
         )
     path = os.path.abspath(config.run_root or "runs")
     if "/runtime_resources/working_dir_files/" in path:
         raise ConfigError(
-            [
-                f"run_root = {path!r}: lies in the job's unpacked working directory and would die"
-                " with it; give a shared one"
-            ]
+            f"run_root = {path!r}: lies in the job's unpacked working directory and would die"
+            " with it; give a shared one"
         )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import numpy as np
 from ray import ObjectRef
@@ -17,8 +18,10 @@ from cluster.driver.services import ActorServices
 from cluster.runtime.tasks import run_together
 from configs.prompts import Prompt
 from configs.schema import RunConfig
+from configs.sections import Model
 from policy.sampling.noise import stream_seed
-from records.errors import InputsLost, RunFailed
+from records.errors import InputsLost, RunFailed, first_line
+from records.images import save_images
 
 
 @dataclass(frozen=True)
@@ -63,6 +66,12 @@ class Evaluation:
             "scores": {label: values.tolist() for label, values in self.values.items()},
         }
 
+    def save_images(self, folder: Path, step: int, prompts: Sequence[Prompt], model: Model) -> None:
+        """Write the images into ``folder``, with all P prompts and what the first of them edit."""
+        texts = [prompt.text for prompt in prompts]
+        sources = [prompt.source(model) for prompt in prompts[: len(self.images)]]
+        save_images(folder, step, texts, self.images, model.frames_per_second, sources)
+
 
 def clustered_error(values: np.ndarray) -> float:
     """Standard error of the mean of float [P, S], clustered by row; NaN entries are left out. NaN
@@ -103,7 +112,7 @@ async def evaluate(
         return await scoring.score(key, images, owners, priority), images
 
     results = await run_together(*(run(number, block) for number, block in enumerate(blocks)))
-    scoring.check_share()
+    scoring.tally.check_share()
     scored = Scored.concatenate([scored for scored, _ in results])
     if not np.isfinite(scored.rewards).any():
         raise RunFailed(
@@ -114,7 +123,7 @@ async def evaluate(
         scored.rewards.reshape(shape),
         {label: values.reshape(shape) for label, values in scored.values.items()},
         await _first_images(config, [images for _, images in results]),
-        scoring.speeds(),
+        scoring.tally.speeds(),
     )
 
 
@@ -131,6 +140,6 @@ async def _first_images(config: RunConfig, blocks: Sequence[ObjectRef[Images]]) 
         try:
             found.append(await reference)
         except ObjectLostError as error:
-            raise InputsLost(f"held-out images: {str(error).splitlines()[0]}") from None
+            raise InputsLost(f"held-out images: {first_line(error)}") from None
     images = np.concatenate(found)[: wanted * noises]
     return images.reshape(-1, noises, *images.shape[1:])

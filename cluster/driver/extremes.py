@@ -16,6 +16,7 @@ from actors.messages import Floats, Images
 from cluster.driver.iteration import Iteration
 from cluster.runtime.tasks import BackgroundTasks
 from configs.schema import RunConfig
+from records.errors import described
 from records.extremes import ENDS, Extreme, Stage, reduced, save_extremes
 from records.rundir import RunDirectory
 
@@ -108,7 +109,7 @@ class Extremes:
             ends = {key: await task for key, task in sorted(found.items())}
             await asyncio.to_thread(self._write, index, extremes(texts, ends))
         except Exception as error:  # lost with a node, no room on the disk: only images are missing
-            why = f"{type(error).__name__}: {error}".splitlines()[0]
+            why = described(error)
             self._event("images_missed", iteration=index, why=why)
             if why != self._said:
                 self._note(f"iteration {index}: its images are not kept ({why})")

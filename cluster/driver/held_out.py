@@ -14,8 +14,6 @@ from cluster.driver.iteration import Metrics
 from cluster.driver.services import ActorServices
 from configs.prompts import Prompt
 from configs.schema import RunConfig
-from configs.sources import Pixels
-from records.images import save_images
 from records.rundir import RunDirectory, write_json
 
 
@@ -56,20 +54,10 @@ class HeldOut:
             "weights": weights,
         }
         row |= result.row(np.array(before, dtype=float) if before is not None else None)
-        save_images(
-            self._rundir.images,
-            iteration,
-            [prompt.text for prompt in self._prompts],
-            result.images,
-            self._config.model.frames_per_second,
-            self._sources(len(result.images)),
-        )
+        result.save_images(self._rundir.images, iteration, self._prompts, self._config.model)
         self._file(iteration).parent.mkdir(exist_ok=True)
         write_json(self._file(iteration), {"weights": weights, **result.table()})
         return row
-
-    def _sources(self, prompts: int) -> list[Pixels | None]:
-        return [prompt.source(self._config.model) for prompt in self._prompts[:prompts]]
 
     def _done(self, iteration: int) -> bool:
         """By its row, which comes last: a kill may leave the file alone, and going back to a

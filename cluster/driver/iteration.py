@@ -138,9 +138,9 @@ class Iteration:
         row: Metrics = {
             "policy_version": self.index,
             "staleness": self.staleness,
-            "rewards/failed": self.scoring.dropped,
+            "rewards/failed": self.scoring.tally.dropped,
         }
-        return row | self.scoring.scorer_means() | self._explored(keep) | self.agreement()
+        return row | self.scoring.tally.scorer_means() | self._explored(keep) | self.agreement()
 
     def _explored(self, keep: int) -> Metrics:
         if not self.candidates:

@@ -17,7 +17,7 @@ from cluster.driver.identity import PolicyIdentity
 from cluster.driver.iteration import Iteration, Metrics, trained_rewards
 from cluster.driver.rank_monitor import RankMonitor
 from cluster.driver.regeneration import Regeneration
-from cluster.driver.scoring import ConstantScores
+from cluster.driver.score_tally import ConstantScores
 from cluster.driver.services import ActorServices
 from cluster.driver.weights import common_backends
 from cluster.runtime import clock
@@ -75,8 +75,8 @@ class Ring:
         groups = await run_together(*(self._group(it, p) for p in range(len(it.prompts))))
         if self._extremes:
             self._extremes.finished(it)
-        it.scoring.check_share()
-        self._constant.observe(index, it.scoring)
+        it.scoring.tally.check_share()
+        self._constant.observe(index, it.scoring.tally)
         regenerated_at = clock.now()
         async with self.updating:
             update = await self.services.learner.update(index, groups)

@@ -22,7 +22,6 @@ from planning.preflight import check_model, check_prompts, check_scorers
 from policy.lora import ADAPTERS
 from policy.lora_files import ENDING, adapter_file, save_diffusers_lora
 from records.errors import RunFailed
-from records.images import save_images
 from records.rundir import RunDirectory, write_json
 from records.tables import aligned
 
@@ -43,16 +42,14 @@ def export_run(
     state = files.get(adapter_file(weights))
     if state is None:
         raise ConfigError(
-            [
-                f"--weights {weights}: this run's objective keeps no such adapter; there are:"
-                f" {', '.join(sorted(files))}"
-            ]
+            f"--weights {weights}: this run's objective keeps no such adapter; there are:"
+            f" {', '.join(sorted(files))}"
         )
     try:
         save_diffusers_lora(out, state, config.lora)
     except OSError as error:
         raise ConfigError(
-            [f"{out}: cannot be written ({error.strerror or error}): give another directory"]
+            f"{out}: cannot be written ({error.strerror or error}): give another directory"
         ) from None
     return out
 
@@ -84,15 +81,9 @@ def evaluate_run(
     rows = {name: result.row(None if name == "base" else base) for name, result in results.items()}
     target = _target(rundir.path / "evaluations", path.name, given)
     target.parent.mkdir(exist_ok=True)
+    step = checkpoint.step_of(path)
     for name, result in results.items():
-        save_images(
-            target.with_suffix("") / name,
-            checkpoint.step_of(path),
-            [prompt.text for prompt in prompts],
-            result.images,
-            config.model.frames_per_second,
-            [prompt.source(config.model) for prompt in prompts[: len(result.images)]],
-        )
+        result.save_images(target.with_suffix("") / name, step, prompts, config.model)
     file = str(prompt_file(given or config.prompts.test).absolute())
     write_json(
         target,

@@ -13,6 +13,7 @@ from ray import ObjectRef
 from actors.calls import Task
 from actors.clients import RewardClient
 from actors.messages import Floats, Images, Metadata, Scores
+from cluster.driver.score_tally import ScoreTally, fault
 from cluster.runtime.pool import ActorPool
 from configs.prompts import Prompt
 from configs.rewards import Rewards
@@ -25,36 +26,6 @@ TOLERANCE = 0.5
 """Standard deviations of a batch by which a score may differ when it is asked for again: batches in
 another order round otherwise, and another order of answers is off by more than one.
 """
-FEW = 4
-"""Equal scores of fewer images say nothing."""
-MOST_CONSTANT = 3
-"""Iterations in a row in which no scorer tells any two images apart, before the run ends."""
-
-
-class ConstantScores:
-    """Watches for scorers that give all images of an iteration one score: nothing is ranked, the
-    advantages are zero, and nothing fails.
-    """
-
-    def __init__(self, event: Callable[..., None], note: Callable[[str], None]):
-        self._event, self._note, self._in_a_row = event, note, 0
-
-    def observe(self, iteration: int, scoring: Scoring) -> None:
-        """Tell of each such scorer. Raises RunFailed when there was no other for some time."""
-        found = scoring.constant()
-        for label, value in found.items():
-            self._event("scorer_constant", iteration=iteration, scorer=label, value=value)
-            self._note(
-                f"iteration {iteration}: scorer {label!r} gave {value:g} for every image: it ranks"
-                " nothing"
-            )
-        self._in_a_row = self._in_a_row + 1 if found.keys() == scoring.labels else 0
-        if self._in_a_row >= MOST_CONSTANT:
-            raise RunFailed(
-                f"iteration {iteration}: every scorer gave every image the same score,"
-                f" {MOST_CONSTANT} iterations in a row, so nothing can be learned: look at"
-                f" {', '.join(found)}, and continue with --resume"
-            )
 
 
 def disagreement(first: Floats, again: Floats) -> float:
@@ -134,7 +105,6 @@ class Scoring:
         """``recheck``: the first batch is scored twice, and must get the same scores again."""
         self._rewards, self._service, self._evaluation = rewards, service, evaluation
         self._recheck = recheck and rewards.deterministic
-        self.error: float | None = None  # between the two, in standard deviations
         self.combination = Combination.from_config(rewards)
         if evaluation:
             self.combination = self.combination.for_evaluation
@@ -144,10 +114,8 @@ class Scoring:
         self._comparing = tuple(
             scorer.label for scorer in scorers if scorer.per == "prompt" and not evaluation
         )
-        self.scored = self.dropped = self.stood_in = 0  # images
-        self._last_failure = ""
-        self._found: dict[str, list[Floats]] = {}  # what is finite, by label, answer by answer
-        self._speed: dict[str, tuple[float, float]] = {}  # label -> images, seconds
+        asked = {*self._labels, *self._comparing}
+        self.tally = ScoreTally(self.combination, asked, rewards.max_failed_share)
 
     async def score(
         self,
@@ -159,7 +127,7 @@ class Scoring:
         """Rewards of B images, one prompt each; without what scorers say that compare a prompt's
         images, which ``together`` asks. Raises InputsLost when the images are gone.
         """
-        task = Task(("score", key), priority, _fault, self._rewards.attempts)
+        task = Task(("score", key), priority, fault, self._rewards.attempts)
 
         def ask(client: RewardClient, labels: Labels) -> Awaitable[Scores]:
             texts, metadata = self._service.told(prompts)
@@ -170,7 +138,7 @@ class Scoring:
         combination = self.combination.uncompared if self._comparing else self.combination
         scored = Scored(values, combination)
         if not self._comparing:
-            self._count(scored, len(prompts))
+            self.tally.scored(scored.values, len(prompts))
         if self._recheck:
             # before the wait: other batches are scored meanwhile, and one is enough
             self._recheck = False
@@ -192,7 +160,7 @@ class Scoring:
         """
         if not self._comparing:
             return Scored.concatenate(parts)
-        task = Task(("compare", key), priority, _fault, self._rewards.attempts)
+        task = Task(("compare", key), priority, fault, self._rewards.attempts)
         (metadata,) = self._service.told([prompt])[1]
 
         def ask(client: RewardClient, labels: Labels) -> Awaitable[Scores]:
@@ -202,7 +170,7 @@ class Scoring:
         count = len(next(iter(known.values())))
         values = known | await self._ask_all(self._comparing, ask, count)
         scored = Scored(values, self.combination)
-        self._count(scored, count)
+        self.tally.scored(scored.values, count)
         return scored
 
     @property
@@ -231,7 +199,7 @@ class Scoring:
         return self._given(labels, answers)
 
     def _given(self, labels: Labels, answers: Sequence[Scores]) -> dict[str, Floats]:
-        self._count_answers(answers)
+        self.tally.answered(answers)
         given = {label: values for answer in answers for label, values in answer.values.items()}
         return {label: given[label] for label in labels}
 
@@ -252,7 +220,7 @@ class Scoring:
             again = (await client.recheck(key, images, texts, metadata, mine)).values
             for label in mine:
                 error = disagreement(first[label], again[label])
-                self.error = max(self.error or 0.0, error)
+                self.tally.error = max(self.tally.error or 0.0, error)
                 if error > TOLERANCE:
                     raise RunFailed(
                         f"scorer {label!r} gave the same {len(texts)} images other scores when"
@@ -260,53 +228,6 @@ class Scoring:
                         " answers for other images, in another order, for an earlier batch or at"
                         " random: fix it, or set rewards.deterministic = false"
                     )
-
-    def constant(self) -> dict[str, float]:
-        """Scorers that gave every image of several the same score, with that score."""
-        return {
-            label: float(found[0])
-            for label, found in self._all_found().items()
-            if label in self.labels and len(found) >= FEW and found.min() == found.max()
-        }
-
-    def _all_found(self) -> dict[str, Floats]:
-        return {label: np.concatenate(parts) for label, parts in self._found.items()}
-
-    @property
-    def labels(self) -> set[str]:
-        """Of the scorers that are asked."""
-        return {*self._labels, *self._comparing}
-
-    def check_share(self) -> None:
-        """Raises RunFailed when more images were dropped than configured."""
-        if self.scored and self.dropped / self.scored > self._rewards.max_failed_share:
-            raise RunFailed(
-                f"scoring failed for {self.dropped} of {self.scored} images, more than"
-                f" rewards.max_failed_share = {self._rewards.max_failed_share:g} allows; last:"
-                f" {self._last_failure}"
-            )
-
-    def scorer_means(self) -> dict[str, float]:
-        """Metrics of the scorers: mean raw scores over everything scored and of their parts
-        (``reward/<label>``, ``reward/<label>/<part>``), their speeds, and for how many images an
-        optional scorer's mean stood in for its score.
-        """
-        means = {
-            f"reward/{label}": float(found.astype(np.float64).mean())
-            for label, found in self._all_found().items()
-            if len(found)
-        }
-        stood_in = {"rewards/stood_in": self.stood_in} if self.combination.optional else {}
-        error = {"audit/scorer_error": self.error} if self.error is not None else {}
-        return means | self.speeds() | stood_in | error
-
-    def speeds(self) -> dict[str, float]:
-        """``rewards/images_per_s/<label>``: images per second of each scorer while it works."""
-        return {
-            f"rewards/images_per_s/{label}": count / seconds
-            for label, (count, seconds) in self._speed.items()
-            if seconds  # all of it from an actor's memory: no work
-        }
 
     async def _ask(
         self,
@@ -326,25 +247,3 @@ class Scoring:
                 raise
             missing = np.full(count, np.nan, np.float32)
             return Scores(dict.fromkeys(labels, missing), (str(end),))
-
-    def _count(self, scored: Scored, images: int) -> None:
-        self.scored += images
-        self.dropped += self.combination.missing(scored.values)
-        for label in self.combination.optional:
-            self.stood_in += int((~np.isfinite(scored.values[label])).sum())
-
-    def _count_answers(self, answers: Sequence[Scores]) -> None:
-        for answer in answers:
-            self._last_failure = _fault(answer) or self._last_failure
-            for label, found in (answer.values | answer.parts).items():
-                there = np.isfinite(found)
-                kept = found if there.all() else found[there]
-                self._found.setdefault(label, []).append(kept)
-            for label, (count, seconds) in answer.work.items():
-                before = self._speed.get(label, (0.0, 0.0))
-                self._speed[label] = before[0] + count, before[1] + seconds
-
-
-def _fault(answer: Scores) -> str | None:
-    """Why an answer should be tried again: what failed in it."""
-    return "; ".join(answer.failures) or None

@@ -59,6 +59,7 @@ class ActorServices:
         self.config, self._event, self._record = config, event, record
         self.places = self._places()
         self._chosen = False  # whether every actor has a place
+        self._looked = False  # at the nodes, in this turn of the event loop
         self._scaling = asyncio.Lock()  # one change of size after the other
         tree = config.model_dump(mode="json")
         failures = str(rundir.path / "failure")
@@ -169,7 +170,7 @@ class ActorServices:
             try:
                 await pool.supervisor.resize(target)
             except RunFailed as error:
-                raise ConfigError([f"{kind}: {pool.alive} of {size} actors: {error}"]) from None
+                raise ConfigError(f"{kind}: {pool.alive} of {size} actors: {error}") from None
             finally:
                 self._event("pool_scaled", kind=kind, before=before, after=pool.alive, asked=size)
             return f"{kind}: {before} -> {pool.alive} actors"
@@ -184,11 +185,17 @@ class ActorServices:
         if size < limits.min_actors or (limits.max_actors is not None and size > limits.max_actors):
             least, most = limits.min_actors, limits.max_actors or "any number"
             allowed = f"services.{kind}.min_actors = {least}, max_actors = {most}"
-            raise ConfigError([f"{kind}: {size} actors: {allowed}"])
+            raise ConfigError(f"{kind}: {size} actors: {allowed}")
         return pool
 
     def look_at_nodes(self) -> None:
-        """Take over what nodes there are now, and tell which of ours are lost."""
+        """Take over what nodes there are now, and tell which of ours are lost.
+
+        Once in a turn of the event loop: a thousand actors are started in one, and looking at all
+        of them and all nodes for each would take minutes.
+        """
+        if self._looked:
+            return
         self.places.refresh(
             {
                 pool.supervisor.name(member)
@@ -197,6 +204,11 @@ class ActorServices:
                 if member.handle is not None
             }
         )
+        self._looked = True
+        asyncio.get_running_loop().call_soon(self._turn_ends)
+
+    def _turn_ends(self) -> None:
+        self._looked = False
 
     @property
     def lost(self) -> int:

@@ -1,102 +1,36 @@
-"""One training run from the first actor to the report: start or resume, iterate, evaluate,
-checkpoint, stop.
-"""
+"""One training run from the first actor to the report: begin, iterate, evaluate, save, stop."""
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import gc
 import time
-from functools import partial
 from pathlib import Path
 
 import ray
 
 from analysis.report.page import build_report
 from cluster.driver.checkpoints import Checkpoints, Position
-from cluster.driver.connect import check_run_root, join_or_start_ray
 from cluster.driver.extremes import Extremes
 from cluster.driver.held_out import HeldOut
 from cluster.driver.iteration import Iteration, Metrics
-from cluster.driver.layout import on_this_cluster
 from cluster.driver.live_report import LiveReport
 from cluster.driver.loop import Ring
 from cluster.driver.scaling import Scaling
 from cluster.driver.services import ActorServices
 from cluster.driver.status import Reporter
-from cluster.driver.stopping import Stopping, unless_stopped
-from cluster.driver.store import check_store
+from cluster.driver.stopping import Stopping
 from cluster.jobs.board import Link
 from cluster.runtime.garbage import collected_rarely
-from cluster.runtime.nodes import find_room
 from cluster.runtime.tasks import cancel_all
-from configs.prompts import Prompt, read_prompts, refuse_overlap
+from configs.prompts import Prompt
 from configs.schema import RunConfig
-from learner.checkpoint import CheckpointError
 from learner.schedules import stop_reason
-from planning.layouts.numbers import as_recorded
-from planning.layouts.resolve import keep_layout
-from planning.layouts.threads import keep_threads
-from planning.preflight import check_model, check_prompts, check_resumable, check_scorers
 from records.errors import InputsLost, RunFailed, StateLost, Stopped
-from records.progress import Progress, waiting
+from records.progress import Progress
 from records.rundir import RunDirectory, write_json
-from records.sinks import Sinks, check_sinks
+from records.sinks import Sinks
 from records.timeline import Timeline
-
-
-def train(config: RunConfig, resume: bool) -> RunDirectory:
-    """Train to the end of ``config``; returns the finished run's directory.
-
-    Raises:
-        ConfigError: something about the configuration or the command is wrong, or another driver
-            has the run; nothing was started.
-        RunFailed: the run cannot go on.
-        Stopped: a signal asked it to stop; it says whether there is a checkpoint.
-    """
-    train_prompts = read_prompts(config.prompts.train)
-    test_prompts = read_prompts(config.prompts.test)[: config.evaluate.prompts]
-    refuse_overlap(config.prompts, train_prompts, test_prompts)
-    rundir = RunDirectory.of(config)
-    if not resume:
-        rundir.require_new()
-    check_model(config)
-    check_prompts(config, [*train_prompts, *test_prompts])
-    check_scorers(config)
-    check_sinks(config)
-    with contextlib.ExitStack() as alone:
-        if resume:
-            started = rundir.configuration()
-            check_resumable(as_recorded(config, started), rundir)
-            config = keep_threads(keep_layout(config, started), started)
-            alone.enter_context(rundir.held())
-        with waiting("starting Ray"):
-            joined = join_or_start_ray(config)
-        try:
-            check_run_root(config, joined)
-            tell = partial(print, flush=True)
-            config = on_this_cluster(config, tell)
-            check_store(config, asyncio.run(unless_stopped(find_room(config, tell=tell))))
-            if not resume:
-                # not sooner: holding it makes the directory, and so far the run could be refused
-                alone.enter_context(rundir.held())
-                rundir.create(config)
-            asyncio.run(Session(config, rundir, train_prompts, test_prompts).run(resume))
-        except CheckpointError as error:
-            raise RunFailed(str(error)) from None
-        except OSError as error:
-            raise RunFailed(
-                f"{rundir.path}: {error.strerror or error}: fix that and continue with --resume"
-            ) from None
-        finally:
-            ray.shutdown()  # pyright: ignore[reportUnknownMemberType]
-    return rundir
-
-
-def run_key() -> str:
-    """What tells this run from others of its name on the same cluster."""
-    return ray.get_runtime_context().get_job_id()
 
 
 class Session:
@@ -136,7 +70,9 @@ class Session:
         self._stopping.listen()
         checkpoint = self._begin(resume)
         reporter = Reporter(self, str(self.rundir.path))
-        link = Link(f"{self.config.name}#{run_key()}", reporter.state, self.scaling.scale)
+        # the job tells this run from others of its name on the same cluster
+        key = f"{self.config.name}#{ray.get_runtime_context().get_job_id()}"
+        link = Link(key, reporter.state, self.scaling.scale)
         linked = asyncio.create_task(link.live())
         self.live_report.begin()
         try:

@@ -15,17 +15,10 @@ from cluster.runtime.nodes import object_stores
 from configs.load import ConfigError
 from configs.schema import RunConfig
 from planning.assumptions import ACCELERATORS, backend_of
-from planning.make import (
-    GB,
-    NOTHING_SENT,
-    SPILLS_AT,
-    described,
-    store_size,
-    versions_bytes,
-    versions_held,
-)
+from planning.make import GB, described
+from planning.object_store import NOTHING_SENT, SPILLS_AT, store_size, versions_bytes, versions_held
 from planning.placement import Node, needs_of, place
-from policy import memory
+from policy import memory, meta
 from policy.families import model_directory
 from policy.lora import target_modules
 from policy.memory import WireBytes
@@ -43,9 +36,9 @@ def published_bytes(config: RunConfig, accelerator: str | None = None) -> WireBy
     dtype = DTYPES[config.regenerate.precision]
     with described(config) as (family, _):
         backend, _ = backend_of(config, accelerator)
-        model = memory.blank(family, "transformer", dtype)
+        model = meta.blank(family, "transformer", dtype)
         adapted = target_modules(model, config.lora.targets or family.lora_targets)
-        _, rows, layers = memory.blank_explorer(
+        _, rows, layers = meta.blank_explorer(
             family, backend, config.explore.modules_to_not_convert, dtype
         )
         return memory.wire_bytes(rows, layers, adapted, backend)

@@ -21,7 +21,7 @@ from cluster.driver.turns import AllStay
 from cluster.runtime import clock
 from cluster.runtime.member import Member
 from cluster.runtime.pool import ActorPool
-from policy.precision.wire import Manifest
+from policy.precision.manifest import Manifest
 from records.errors import RunFailed
 
 
@@ -233,9 +233,17 @@ def one_backend(rollout: ActorPool) -> str | None:
 
 def incompatibility(rollout: ActorPool, info: ActorInfo) -> str | None:
     """Why an actor that says ``info`` cannot join the others, or replace one; None: it can."""
-    present = (member.info for member in rollout.members if member.handle is not None)
-    others = {other.backend for other in present if other is not None and other.backend}
-    if info.backend is None or not others or info.backend in others:
+    if info.backend is None:
+        return None
+    others: set[str] = set()
+    for member in rollout.members:
+        other = member.info.backend if member.info and member.handle is not None else None
+        # one that is alike will do: of a thousand that join not each looks at all others
+        if other == info.backend:
+            return None
+        if other is not None:
+            others.add(other)
+    if not others:
         return None
     return (
         f"on {info.host} runs precision backend {info.backend}, the others"

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from cluster.jobs.job_log import first_line, output_of
+from cluster.jobs.job_log import output_of, short_line
 from configs.load import ConfigError
 
 if TYPE_CHECKING:
@@ -48,18 +48,16 @@ def client_of(address: str | None) -> JobSubmissionClient:
             else f"RAY_ADDRESS = {os.environ.get('RAY_ADDRESS', 'not set')}"
         )
     if url and not url.startswith(URL):
-        raise ConfigError([f"{at}: the URL of a Ray dashboard is expected, http://HOST:8265"])
+        raise ConfigError(f"{at}: the URL of a Ray dashboard is expected, http://HOST:8265")
     try:
         with _only(url):
             return Client(url)
     except AuthenticationError:
-        raise ConfigError([f"{at}: {TOKEN_WANTED}"]) from None
+        raise ConfigError(f"{at}: {TOKEN_WANTED}") from None
     except (*REFUSALS, RayError) as error:
         raise ConfigError(
-            [
-                f"{at}: no Ray dashboard answers ({first_line(error)}); give --address"
-                " http://HOST:8265, its URL"
-            ]
+            f"{at}: no Ray dashboard answers ({short_line(error)}); give --address"
+            " http://HOST:8265, its URL"
         ) from None
 
 
@@ -92,12 +90,12 @@ def refusals(
     try:
         yield
     except AuthenticationError:
-        raise ConfigError([f"{at}: {TOKEN_WANTED}"]) from None
+        raise ConfigError(f"{at}: {TOKEN_WANTED}") from None
     except (*REFUSALS, RayError) as error:
         fix = advice(error) or (
             f"`ray job list {at}` tells what is there, the dashboard's log on the head why"
         )
-        raise ConfigError([f"{at}: the job was not taken ({first_line(error)}); {fix}"]) from None
+        raise ConfigError(f"{at}: the job was not taken ({short_line(error)}); {fix}") from None
 
 
 def ask_through_job(
@@ -115,7 +113,7 @@ def ask_through_job(
             if str(job.status) == "RUNNING" and "-m cluster train" in job.entrypoint
         ]
     if not running:
-        raise ConfigError([f"--address {address}: no submitted run is running there"])
+        raise ConfigError(f"--address {address}: no submitted run is running there")
     with refusals(client):
         job = client.submit_job(
             entrypoint=shlex.join(["python", "-m", "cluster", *arguments]),

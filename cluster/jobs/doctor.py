@@ -19,7 +19,8 @@ from cluster.driver.store import check_store, published_bytes
 from cluster.runtime.nodes import all_nodes, free_nodes, object_stores
 from configs.load import ConfigError, parse
 from configs.schema import RunConfig
-from planning.doctor import Check, Facts, examine, of_nodes, of_token
+from planning.doctor import Check, of_nodes, of_token
+from planning.facts import Facts, examine
 from planning.placement import NoRoom, needs_of, place
 
 ANSWER_S = 120.0

@@ -7,6 +7,8 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+from records.errors import first_line
+
 if TYPE_CHECKING:
     from ray.job_submission import JobDetails, JobSubmissionClient
 
@@ -61,7 +63,7 @@ def follow(
         try:
             info = client.get_job_info(job)
         except connection_errors() as error:
-            broken = first_line(error)
+            broken = short_line(error)
         if info is not None and str(info.status) in ENDED:
             if broken is not None:
                 _read_rest(client, job, log)
@@ -116,7 +118,7 @@ async def _read(client: JobSubmissionClient, job: str, log: Log) -> str | None:
         except TimeoutError:
             return QUIET
         except connection_errors() as error:
-            return first_line(error)
+            return short_line(error)
         log.take(text)  # outside of `try`: an error in showing is none of the connection
 
 
@@ -147,9 +149,7 @@ def _exit_code(info: JobDetails) -> int:
     return info.driver_exit_code if info.driver_exit_code in (2, 3, 130) else 3
 
 
-def first_line(error: BaseException) -> str:
-    """An error's first line, or its class where it has no text."""
-    line = next(
-        (line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__
-    )
+def short_line(error: BaseException) -> str:
+    """An error's first line, cut to 200 characters."""
+    line = first_line(error)
     return line if len(line) <= 200 else f"{line[:197]}..."

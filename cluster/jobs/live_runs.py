@@ -13,7 +13,7 @@ from typing import cast
 from cluster.jobs.board import NAME, NAMESPACE, Outcome, RunState, Sizes
 from cluster.jobs.dashboard import TOKEN_WANTED
 from configs.load import ConfigError
-from records.errors import RunFailed
+from records.errors import RunFailed, first_line
 
 SCALE_S = 900.0
 """How long `scale` waits for new actors to have loaded their models."""
@@ -47,12 +47,10 @@ def connected(address: str) -> Iterator[None]:
         )
     except (RayError, ConnectionError, RuntimeError, ValueError) as error:
         if wants_token(error):
-            raise ConfigError([f"--address {address}: {TOKEN_WANTED}"]) from None
+            raise ConfigError(f"--address {address}: {TOKEN_WANTED}") from None
         raise ConfigError(
-            [
-                f"--address {address}: no Ray cluster answers there ({str(error).splitlines()[0]});"
-                " give host:port of its head"
-            ]
+            f"--address {address}: no Ray cluster answers there ({first_line(error)});"
+            " give host:port of its head"
         ) from None
     try:
         yield
@@ -86,10 +84,8 @@ def require_listener(address: str, given_as: str = "--address") -> None:
         socket.create_connection((host.strip("[]"), int(port)), LISTENER_S).close()
     except (OSError, OverflowError) as error:
         raise ConfigError(
-            [
-                f"{given_as} {address}: no Ray cluster answers there ({error}); give host:port of"
-                " its head"
-            ]
+            f"{given_as} {address}: no Ray cluster answers there ({error}); give host:port of"
+            " its head"
         ) from None
 
 
@@ -136,7 +132,7 @@ def scale(name: str | None, sizes: Sizes, timeout_s: float = SCALE_S) -> str:
     found = states(name)
     if len(found) > 1:
         there = ", ".join(sorted(state["run"] for state in found.values()))
-        raise ConfigError([f"--run: which one? there are: {there}"])
+        raise ConfigError(f"--run: which one? there are: {there}")
     (key,) = found
     board = ray.get_actor(NAME, namespace=NAMESPACE)
     number = ray.get(board.request.remote(key, sizes))

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypedDict
 
 from cluster.jobs.dashboard import client_of, refusals
-from cluster.jobs.job_log import first_line, output_of
+from cluster.jobs.job_log import output_of, short_line
 from configs.load import ConfigError, load
 from configs.prompts import read_prompts
 from configs.schema import RunConfig
@@ -118,10 +118,8 @@ def _staged(source: str | None, config: RunConfig | None) -> Iterator[tuple[Path
                 stage_tree(tree)
         except OSError as error:
             raise ConfigError(
-                [
-                    f"{TREE}: cannot be copied to {folder} to be submitted"
-                    f" ({first_line(error)}); set TMPDIR=DIR"
-                ]
+                f"{TREE}: cannot be copied to {folder} to be submitted"
+                f" ({short_line(error)}); set TMPDIR=DIR"
             ) from None
         yield tree, there
 
@@ -149,10 +147,8 @@ def check_run_root_of_job(config: RunConfig) -> None:
     """Raises ConfigError unless run_root is an absolute path; the job checks that it can write."""
     if config.run_root is None or not os.path.isabs(config.run_root):
         raise ConfigError(
-            [
-                f"run_root = {config.run_root!r}: a job needs an absolute path on a disk that its"
-                " nodes share: --set run_root=/DIR"
-            ]
+            f"run_root = {config.run_root!r}: a job needs an absolute path on a disk that its"
+            " nodes share: --set run_root=/DIR"
         )
 
 
@@ -169,10 +165,8 @@ def check_files_of_job(config: RunConfig) -> None:
     for key, name in named:
         if name and _is_here(name) and not travels(name):
             raise ConfigError(
-                [
-                    f"{key} = {name!r}: lies on this machine and is not sent with a job: give an"
-                    " absolute path on storage that nodes share"
-                ]
+                f"{key} = {name!r}: lies on this machine and is not sent with a job: give an"
+                " absolute path on storage that nodes share"
             )
 
 
@@ -240,10 +234,8 @@ def stage(into: Path, source: str, config: RunConfig) -> str:
         path = Path(name)
         if not path.is_absolute() and ".." in path.parts:
             raise ConfigError(
-                [
-                    f"prompts: {name!r} lies outside the directory that is submitted: give a path"
-                    " inside it, or an absolute one that nodes share"
-                ]
+                f"prompts: {name!r} lies outside the directory that is submitted: give a path"
+                " inside it, or an absolute one that nodes share"
             )
         if not path.is_absolute() and path.is_file() and not (into / path).exists():
             (into / path).parent.mkdir(parents=True, exist_ok=True)

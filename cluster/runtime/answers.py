@@ -19,7 +19,7 @@ from cluster.runtime.member import ActorLost, Member, NodeLost
 from cluster.runtime.starting import DIED, cause
 from cluster.runtime.transport import Transport
 from configs.services import Service
-from records.errors import InputsLost
+from records.errors import InputsLost, first_line
 from records.timeline import Span, span_of
 
 Value = TypeVar("Value")
@@ -137,7 +137,7 @@ async def _settled(
 
 
 def _inputs_lost(error: ObjectLostError) -> InputsLost:
-    return InputsLost(str(error).splitlines()[0])
+    return InputsLost(first_line(error))
 
 
 def _observe(future: asyncio.Future[Value]) -> None:

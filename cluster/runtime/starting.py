@@ -14,7 +14,7 @@ from cluster.runtime import clock
 from cluster.runtime.member import NodeLost
 from cluster.runtime.transport import Handle, Transport
 from planning.placement import NoRoom
-from records.errors import RunFailed
+from records.errors import RunFailed, described
 
 Spawn: TypeAlias = Callable[[str], Handle]  # from an actor's name; raises NoRoom
 LOST_STARTS = 4
@@ -152,7 +152,7 @@ def cause(error: BaseException) -> str:
         return "Ray killed it because its node is low on memory (RAY_memory_usage_threshold)"
     inner = getattr(error, "cause", None)
     if inner is not None:
-        return f"{type(inner).__name__}: {inner}".strip().splitlines()[0]
+        return described(inner)
     lines = [line.strip() for line in str(error).strip().splitlines() if line.strip()]
     raised = [
         line

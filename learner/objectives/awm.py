@@ -130,10 +130,8 @@ class AWM:
         """
         settings, current = self.settings, velocities["current"]
         weight = (advantages.double() / settings.advantage_clip).clamp(-1, 1)
-        log_prob, old = (
-            self._log_prob(points, current),
-            self._log_prob(points, velocities["old"].detach()),
-        )
+        log_prob = self._log_prob(points, current)
+        old = self._log_prob(points, velocities["old"].detach())
         loss, metrics = clipped_surrogate(weight, log_prob, old, settings.ratio_clip)
         for name, policy, factor in (
             ("loss/kl", "ref", settings.kl),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import get_args
 
@@ -11,6 +11,7 @@ from configs.load import ConfigError, parse
 from configs.schema import RunConfig
 from planning.assumptions import Assumptions
 from planning.layouts.choose import Candidate, assessed, choose
+from planning.layouts.costs import Costs
 from planning.layouts.gpus import Gpus
 from planning.layouts.numbers import numbers_of
 from planning.layouts.predict import Prediction
@@ -39,31 +40,42 @@ class Ratios:
     paper: tuple[float, float] | None
 
 
-def arms_of(
-    config: RunConfig, family: Family, gpus: Sequence[Gpus], given: Assumptions
-) -> dict[str, Scenario]:
-    """Every arm that ``config`` can be run as and that fits, in its layout."""
-    found = {}
+@dataclass(frozen=True)
+class Arms:
+    """A configuration as every arm: those that can be, and a line of why the others cannot."""
+
+    found: Mapping[str, Scenario]
+    why_not: Mapping[str, str]
+
+
+def arms_of(config: RunConfig, family: Family, gpus: Sequence[Gpus], given: Assumptions) -> Arms:
+    """``config`` as each of the four arms, in that arm's own layout."""
+    found: dict[str, Scenario] = {}
+    why_not: dict[str, str] = {}
     for arm in get_args(Arm):
-        other = _as(config, arm)
-        if other is None:
+        try:
+            other = _as(config, arm)
+            costs = costs_of(other, family, gpus, given)
+            best = _laid_out(other, gpus, costs)
+        except ConfigError as error:
+            why_not[arm] = error.lines[0]
             continue
-        costs = costs_of(other, family, gpus, given)
-        best: Candidate
-        if to_choose(other):
-            try:
-                best = choose(other, gpus, costs).best
-            except ConfigError:
-                continue
+        if best.prediction is None:
+            why_not[arm] = best.why_not or "nothing is predicted of its layout"
         else:
-            best = assessed(numbers_of(other), gpus, costs)
-        if best.prediction is not None:
             found[arm] = scenario_of(other, best, family, gpus, given, costs)
-    return found
+    return Arms(found, why_not)
 
 
-def _as(config: RunConfig, arm: str) -> RunConfig | None:
-    """``config`` as another arm; None where its objective does not go with it."""
+def _laid_out(config: RunConfig, gpus: Sequence[Gpus], costs: Costs) -> Candidate:
+    """In the best layout, or in the one that is given by hand. Raises DoesNotFit."""
+    if to_choose(config):
+        return choose(config, gpus, costs).best
+    return assessed(numbers_of(config), gpus, costs)
+
+
+def _as(config: RunConfig, arm: str) -> RunConfig:
+    """``config`` as another arm. Raises ConfigError where that cannot be."""
     if arm == config.arm:
         return config
     changed: dict[str, object] = {"arm": arm}
@@ -79,10 +91,8 @@ def _as(config: RunConfig, arm: str) -> RunConfig | None:
         )
         changed |= {"explore_ahead": 0, "audit": plain}
         other = config.model_copy(update=changed)
-    try:
-        parse(other.model_dump(mode="json"))
-    except ConfigError:
-        return None
+    # what is not written stays unwritten: a number that a layout has yet to choose is none by hand
+    parse(other.model_dump(mode="json", exclude_unset=True))
     return other
 
 

@@ -10,6 +10,7 @@ from configs.schema import RunConfig
 from configs.services import Share
 from planning.layouts.gpus import Gpus
 from planning.layouts.numbers import TAKE_TURNS, Group, Numbers, completed
+from rewards import has_model
 
 LEARNER, ROLLOUT = 0.52, 0.36
 """Shares where both are on a GPU: no two learners fit on one (NCCL), and two rollout actors fit on
@@ -103,12 +104,13 @@ def most_replicas(config: RunConfig) -> int:
 def _shared(config: RunConfig, gpus: Gpus, learners: int, kind: str | None) -> Numbers:
     """A learner replica and a rollout actor on each GPU, two rollout actors where no learner is."""
     explores = config.plan.explore is not None
+    room = 1 - LEARNER - (ROLLOUT if explores else 0)
     share = _cpus(config, gpus, 2 + 4)
     groups = {"learner": Group(learners, LEARNER, 4 * share, kind)}
     if explores:
         actors = learners + 2 * (gpus.count - learners)
         groups["rollout"] = Group(actors, ROLLOUT, 2 * share, kind)
-    groups |= _small(config, 1 - LEARNER - ROLLOUT, learners, share, kind)
+    groups |= _small(config, room, learners, share, kind)
     return Numbers("shared", groups)
 
 
@@ -143,16 +145,11 @@ def _small(
     groups = {}
     for service in ("reward", *(f"scorers.{label}" for label in config.services.scorers)):
         labels = config.scorers_of(service)
-        if any(needs_gpu(s.name) for s in config.rewards.everyone if s.label in labels):
+        if any(has_model(s.name) for s in config.rewards.everyone if s.label in labels):
             share = math.floor(room * 0.55 * 1e4) / 1e4
             groups[service] = Group(count, share, cpus, kind)
             room -= share
     return groups | {"encoder": Group(1, math.floor(room * 0.9 * 1e4) / 1e4, cpus, kind)}
-
-
-def needs_gpu(scorer: str) -> bool:
-    """Whether a scorer has a model; one that is not built in may have."""
-    return scorer not in ("shapes", "http", "jpeg_compressibility", "jpeg_incompressibility")
 
 
 def _cpus(config: RunConfig, gpus: Gpus, per_gpu: float) -> float:

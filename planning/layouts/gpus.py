@@ -51,11 +51,9 @@ def gpus_of(nodes: Sequence[Node], memory: Mapping[str, float]) -> list[Gpus]:
         if kind not in memory:
             named = kind or f"without a label {ACCELERATOR}"
             raise ConfigError(
-                [
-                    f"layout: nothing is known of the GPU {named}"
-                    f" (known: {', '.join(memory)}): give actors, gpus and replicas of services by"
-                    " hand"
-                ]
+                f"layout: nothing is known of the GPU {named}"
+                f" (known: {', '.join(memory)}): give actors, gpus and replicas of services by"
+                " hand"
             )
         count[kind] += whole
         cpus[kind] = min(cpus.get(kind, node.cpus / whole), node.cpus / whole)

@@ -31,11 +31,9 @@ def refuse_too_many(
         for what, each, most in (("CPU", service.cpus, cpus), ("GPU", service.gpus, gpus)):
             if service.count > 1000 and service.count * each > most:
                 raise ConfigError(
-                    [
-                        f"services.{kind}: {service.count} actors of {each:g} {what} each need"
-                        f" {service.count * each:g}, {where} {most:g}: at most"
-                        f" {int(most / each)} have a place"
-                    ]
+                    f"services.{kind}: {service.count} actors of {each:g} {what} each need"
+                    f" {service.count * each:g}, {where} {most:g}: at most"
+                    f" {int(most / each)} have a place"
                 )
 
 
@@ -48,9 +46,7 @@ def refuse_on_this_machine(config: RunConfig) -> None:
         if (count := config.services.of(kind).count) > most:
             named = "replicas" if kind == "learner" else "actors"
             raise ConfigError(
-                [
-                    f"services.{kind}.{named} = {count}: this machine has {cores} cores and"
-                    f" {gb:.1f} GB; an actor needs {ACTOR_GB:g} GB before it loads a model, and a"
-                    f" core starts {PER_CORE} at most: lower it to {most} or less"
-                ]
+                f"services.{kind}.{named} = {count}: this machine has {cores} cores and"
+                f" {gb:.1f} GB; an actor needs {ACTOR_GB:g} GB before it loads a model, and a"
+                f" core starts {PER_CORE} at most: lower it to {most} or less"
             )

@@ -22,7 +22,8 @@ HIDDEN = 0.05
 class Outlook:
     """What is predicted of a plan. ``unhidden``: seconds, were exploring free. ``found``: what a
     simulation saw beside the prediction, where there was one. ``fullest_gb``: of the fullest GPU.
-    ``gathered``: seconds of stages in which a base in shards is gathered.
+    ``gathered``: seconds of stages in which a base in shards is gathered. ``arms_not``: why the
+    arms that are not in ``arms`` cannot be.
     """
 
     gpus: Sequence[Gpus]
@@ -34,6 +35,7 @@ class Outlook:
     found: Findings | None = None
     fullest_gb: float = 0.0
     gathered: Mapping[str, float] = field(default_factory=dict[str, float])
+    arms_not: Mapping[str, str] = field(default_factory=dict[str, str])
 
 
 @dataclass(frozen=True)
@@ -146,7 +148,7 @@ def _cost_of_turns(config: RunConfig, outlook: Outlook) -> str:
 
 
 def _arms(config: RunConfig, outlook: Outlook) -> list[str]:
-    if len(outlook.arms) < 2:
+    if len(outlook.arms) + len(outlook.arms_not) < 2:
         return []
     lines = ["arms        on the same GPUs, each in its own layout: predicted seconds"]
     for arm, found in outlook.arms.items():
@@ -154,6 +156,7 @@ def _arms(config: RunConfig, outlook: Outlook) -> list[str]:
             f"  {arm:<15}{found.iteration:9.1f} per iteration, {found.rollout:9.1f} of it rollouts"
             f" (exploring {found.explore:.1f})"
         )
+    lines += [f"  {arm:<15}       no: {why}" for arm, why in outlook.arms_not.items()]
     found = ratios(config, dict(outlook.arms))
     if found is not None:
         paper = ""
@@ -221,6 +224,7 @@ def as_json(config: RunConfig, outlook: Outlook) -> dict[str, object]:
             for n, share, who in found.gpu_idle
         ],
         "arms": {arm: each.iteration for arm, each in outlook.arms.items()},
+        "arms_not": dict(outlook.arms_not),
         "arms_rollout_s": {arm: each.rollout for arm, each in outlook.arms.items()},
         "ratios": asdict(ratio) if ratio else None,
         "warnings": warnings(config, outlook),

@@ -24,7 +24,6 @@ from planning.counting import Counts, counts_of
 from planning.durations import LINK
 from planning.gathering import NOTHING, Gathering
 from planning.held import held_of, parts_of
-from planning.layouts.candidates import needs_gpu
 from planning.layouts.choose import Choice, choose
 from planning.layouts.costs import Costs
 from planning.layouts.gpus import Gpus, gpus_of
@@ -33,8 +32,9 @@ from planning.layouts.predict import Tasks
 from planning.layouts.scoring import image_flops, in_fp32
 from planning.placement import Node, kinds_of
 from planning.stages import passes, stages_of, training_points
-from policy.families import Family
+from policy.families import FAMILIES, Family
 from policy.types import DTYPES
+from rewards import has_model
 from rewards.clips import scored_frames
 
 
@@ -55,11 +55,9 @@ def laid_out(
     if not gpus:
         mode = config.layout.mode if config.layout else None
         raise ConfigError(
-            [
-                f"layout.mode = {mode!r}: there is no GPU here for {config.model.path}: run it"
-                " where GPUs are, or give services.rollout, learner, encoder and reward gpus = 0 to"
-                " run it on CPUs"
-            ]
+            f"layout.mode = {mode!r}: there is no GPU here for {config.model.path}: run it"
+            " where GPUs are, or give services.rollout, learner, encoder and reward gpus = 0 to"
+            " run it on CPUs"
         )
     mine = used(gpus, config.layout.gpus if config.layout else None)
     choice = choose(config, mine, costs_of(config, family, mine, given or Assumptions()))
@@ -82,7 +80,7 @@ def to_choose(config: RunConfig) -> bool:
 def _has_model(config: RunConfig, kind: str) -> bool:
     labels = config.scorers_of(kind)
     if labels:
-        return any(needs_gpu(s.name) for s in config.rewards.everyone if s.label in labels)
+        return any(has_model(s.name) for s in config.rewards.everyone if s.label in labels)
     return kind in ("rollout", "learner", "encoder")
 
 
@@ -90,9 +88,7 @@ def used(gpus: Sequence[Gpus], count: int | None) -> list[Gpus]:
     """``gpus``, of each kind at most ``count``. Raises ConfigError where there are fewer."""
     there = sum(each.count for each in gpus)
     if count is not None and count > there:
-        raise ConfigError(
-            [f"layout.gpus = {count}: there are {there} GPUs: lower it, or add nodes"]
-        )
+        raise ConfigError(f"layout.gpus = {count}: there are {there} GPUs: lower it, or add nodes")
     return [replace(each, count=min(each.count, count or each.count)) for each in gpus]
 
 
@@ -199,13 +195,21 @@ def tasks_of(config: RunConfig, counts: Counts, device: Device, move: Mapping[st
         regenerate=seconds.get("regenerate", 0.0) / prompts,
         update=seconds["update"] / prompts,
         score=_score(config, images, device),
-        encode=(
-            0.0
-            if config.prompts.encode_once
-            else prompts * counts.text_flops / (1e12 * device.tflops * device.utilisation)
-        ),
+        encode=_encode(config, counts, device),
         move=move,
     )
+
+
+def _encode(config: RunConfig, counts: Counts, device: Device) -> float:
+    """Seconds of all prompts; a model that edits shows each one's image beside the negative prompt
+    too, where others encode that once.
+    """
+    if config.prompts.encode_once:
+        return 0.0
+    twice = FAMILIES[config.model.family].edits and config.guidance.stages
+    rows = config.prompts.per_iteration * (2 if twice else 1)
+    flops = rows * (counts.text_flops + counts.source_flops)
+    return flops / (1e12 * device.tflops * device.utilisation)
 
 
 def gathering_of(config: RunConfig, counts: Counts, accelerator: str, node: int) -> Gathering:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 from abc import ABC, abstractmethod
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,12 +15,14 @@ from configs.sources import Pixels
 from policy.families.pipeline import (
     INDEX,
     SHAPES_DECODER,
-    missing_weights,
+    check_component,
+    check_weights,
     model_directory,
     pipeline_file,
 )
 from policy.families.text import PromptEncoder, TextEncoder
 from policy.types import Conditioning
+from records.errors import first_line
 
 Diffusers = Any
 """A pipeline, transformer or autoencoder of diffusers, whose attributes are set at run time."""
@@ -73,21 +74,7 @@ class Family(ABC):
                 f" {self.pipeline_class}: change model.path or model.family"
             )
         for part, classes in self.components.items():
-            self._check_component(part, classes)
-
-    def _check_component(self, part: str, classes: tuple[str, ...]) -> None:
-        listed = (self.index.get(part) or [None, None])[-1]
-        local = Path(self.directory).is_dir()
-        if listed is None or (local and not (Path(self.directory) / part).is_dir()):
-            raise FileNotFoundError(
-                f"model.path: {self.directory!r} lacks its {part!r}, which family {self.name!r}"
-                " needs: download the whole pipeline"
-            )
-        if classes and listed not in classes:
-            raise ValueError(
-                f"model.path: the {part!r} of {self.directory!r} is a {listed}; family"
-                f" {self.name!r} takes {' or '.join(classes)}"
-            )
+            check_component(self.directory, self.index, part, classes, self.name)
 
     def check(self, guidance: Guidance | None = None) -> None:
         """Checks ``[model]`` and ``[guidance]`` by configuration files.
@@ -117,16 +104,7 @@ class Family(ABC):
 
         Looks into a local directory only: of a hub id every actor fetches its own parts.
         """
-        for part in self.components if Path(self.directory).is_dir() else ():
-            folder = Path(self.directory) / part
-            if part in ("scheduler", "processor") or part.startswith("tokenizer"):
-                continue
-            if missing := missing_weights(folder):
-                raise FileNotFoundError(
-                    f"model.path: the {part!r} of {self.directory!r} lacks its weights,"
-                    f" {missing}: download the whole pipeline, as safetensors (no other format"
-                    " is read)"
-                )
+        check_weights(self.directory, self.components)
 
     @property
     def distilled(self) -> bool:
@@ -172,16 +150,16 @@ class Family(ABC):
         import diffusers
 
         cls = getattr(diffusers, self.components[part][0])
-        try:
-            module = cls.from_pretrained(
-                self.directory, subfolder=part, dtype=dtype, use_safetensors=True
-            )
-        except OSError as error:
-            reason = str(error).strip().splitlines()[0]
-            raise FileNotFoundError(
-                f"model.path: cannot load {part!r} of {self.directory!r}: {reason}"
-            ) from error
+        module = self._pretrained(cls, repr(part), subfolder=part, dtype=dtype)
         return module.to(device).eval().requires_grad_(False)
+
+    def _pretrained(self, cls: Diffusers, what: str, **named: object) -> Diffusers:
+        try:
+            return cls.from_pretrained(self.directory, **named, use_safetensors=True)
+        except OSError as error:
+            raise FileNotFoundError(
+                f"model.path: cannot load {what} of {self.directory!r}: {first_line(error)}"
+            ) from error
 
     def load_transformer(self, device: torch.device | str, dtype: torch.dtype) -> nn.Module:
         """The denoiser, in eval mode, without gradients."""
@@ -214,13 +192,7 @@ class Family(ABC):
 
         cls = getattr(diffusers, self.pipeline_class)
         without = {"transformer": None} if self.edits else {"transformer": None, "vae": None}
-        try:
-            pipe = cls.from_pretrained(self.directory, **without, dtype=dtype, use_safetensors=True)
-        except OSError as error:
-            reason = str(error).strip().splitlines()[0]
-            raise FileNotFoundError(
-                f"model.path: cannot load the text encoders of {self.directory!r}: {reason}"
-            ) from error
+        pipe = self._pretrained(cls, "the text encoders", **without, dtype=dtype)
         encode = self.encode_edit if self.edits else self.encode_prompt
         return PromptEncoder(pipe, encode, device, self.model.text_offload, negative)
 
@@ -255,10 +227,8 @@ class Family(ABC):
         Means of blocks times the root of their size: standard normal again, and what of the noise
         is as coarse as the smaller latents is the same.
         """
-        rows, columns = (
-            self.model.height // smaller.model.height,
-            (self.model.width // smaller.model.width),
-        )
+        rows = self.model.height // smaller.model.height
+        columns = self.model.width // smaller.model.width
         pooled = torch.nn.functional.avg_pool2d(self.spatial(noise), (rows, columns))
         return smaller.packed(pooled * (rows * columns) ** 0.5)
 
@@ -288,6 +258,23 @@ class Family(ABC):
     @abstractmethod
     def conditioning_shapes(self) -> dict[str, tuple[int, ...]]:
         """Shapes of what ``encode_prompt`` gives for one prompt, every token in use."""
+
+    @property
+    def text_tokens(self) -> int:
+        """Most tokens of a prompt that a text encoder reads, those of its source image among
+        them.
+        """
+        return self.model.max_sequence_length
+
+    @property
+    def source_patches(self) -> int:
+        """Patches of a source image that a text encoder looks at."""
+        return 0
+
+    @property
+    def source_shape(self) -> tuple[int, ...]:
+        """Shape of a source image as the autoencoder encodes it, without the batch dimension."""
+        return (3, self.model.height, self.model.width)
 
     @abstractmethod
     def encode_prompt(self, pipe: Diffusers, prompt: str) -> Conditioning:

@@ -5,23 +5,18 @@ Guidance is an input of the distilled transformer, without a second pass.
 
 from __future__ import annotations
 
-from functools import cached_property
-
 import torch
 from torch import Tensor
 
 from configs.sections import Guidance, Model
 from policy.families import joint
-from policy.families.base import Diffusers, Family, widened
-from policy.families.schedule import TIMESTEPS, flow_match_sigmas
+from policy.families.base import Diffusers, widened
+from policy.families.schedule import TIMESTEPS
 from policy.types import Conditioning
 
-PACK = 2
-"""Latent pixels per side of an image token."""
 
-
-class Flux(Family):
-    """``FluxPipeline`` as a policy: packed latents [H/2f * W/2f, 4C], row-major over the image."""
+class Flux(joint.PackedLatents):
+    """``FluxPipeline`` as a policy."""
 
     name = "flux"
     pipeline_class = "FluxPipeline"
@@ -39,20 +34,9 @@ class Flux(Family):
     tiny_decoder = "madebyollin/taef1"
     fuse = (joint.IMAGE_QKV, joint.TEXT_QKV)
 
-    @cached_property
-    def grid(self) -> tuple[int, int]:
-        """(rows, columns) of image tokens."""
-        height, width = self.sizes(self._factor * PACK)
-        return height // (self._factor * PACK), width // (self._factor * PACK)
-
     @property
-    def _factor(self) -> int:
+    def factor(self) -> int:
         return 2 ** (len(self.part_config("vae")["block_out_channels"]) - 1)
-
-    @cached_property
-    def latent_shape(self) -> tuple[int, ...]:
-        rows, columns = self.grid
-        return (rows * columns, self.part_config("transformer")["in_channels"])
 
     @property
     def conditioning_shapes(self) -> dict[str, tuple[int, ...]]:
@@ -72,14 +56,7 @@ class Flux(Family):
     def sigmas(self, steps: int) -> Tensor:
         from diffusers.pipelines.flux.pipeline_flux import calculate_shift
 
-        return flow_match_sigmas(
-            self.part_config("scheduler"),
-            steps,
-            self.model.shift,
-            calculate_shift,
-            self.latent_shape[0],
-            self.model.schedule,
-        )
+        return joint.sigmas(self, steps, calculate_shift, self.latent_shape[0])
 
     def velocity(
         self, transformer: Diffusers, x: Tensor, sigma: Tensor, cond: Conditioning
@@ -101,10 +78,6 @@ class Flux(Family):
             )[0][:, : x.shape[1]]
         )
 
-    def image_tokens(self, x: Tensor, cond: Conditioning) -> Tensor:
-        """The images that the transformer is shown [B, tokens, 4C], first that which is drawn."""
-        return x
-
     def image_places(self, device: torch.device, dtype: torch.dtype) -> Tensor:
         """Where their tokens are, [tokens, 3]: image, row, column."""
         from diffusers import FluxPipeline
@@ -119,7 +92,7 @@ class Flux(Family):
         from diffusers import FluxPipeline
 
         return FluxPipeline._unpack_latents(
-            latents, self.model.height, self.model.width, self._factor
+            latents, self.model.height, self.model.width, self.factor
         )
 
     def packed(self, spatial: Tensor) -> Tensor:

@@ -10,7 +10,7 @@ from torch import Tensor
 from configs.sections import Guidance, Model
 from policy.families import joint
 from policy.families.base import Diffusers, Family, widened
-from policy.families.schedule import TIMESTEPS, flow_match_sigmas
+from policy.families.schedule import TIMESTEPS
 from policy.types import Conditioning
 
 PACK = 2
@@ -74,13 +74,8 @@ class Flux2(Family):
         from diffusers.pipelines.flux2.pipeline_flux2 import compute_empirical_mu
 
         _, rows, columns = self.latent_shape
-        return flow_match_sigmas(
-            self.part_config("scheduler"),
-            steps,
-            self.model.shift,
-            lambda tokens, *_: compute_empirical_mu(tokens, steps),
-            rows * columns,
-            self.model.schedule,
+        return joint.sigmas(
+            self, steps, lambda tokens, *_: compute_empirical_mu(tokens, steps), rows * columns
         )
 
     def velocity(

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
+from collections.abc import Callable
+from functools import cached_property
+
 import torch
 from torch import Tensor
 
-from policy.families.base import Diffusers
+from policy.families.base import Diffusers, Family
+from policy.families.schedule import even_spacing, flow_match_sigmas
+from policy.types import Conditioning
 
 COMPONENTS: dict[str, tuple[str, ...]] = {
     "vae": ("AutoencoderKL",),
@@ -30,6 +36,45 @@ def text_encoders(count: int) -> dict[str, tuple[str, ...]]:
     """The components text_encoder, tokenizer, text_encoder_2, ... of any class."""
     ends = ("", *(f"_{number}" for number in range(2, count + 1)))
     return {f"{part}{end}": () for part in ("text_encoder", "tokenizer") for end in ends}
+
+
+def sigmas(
+    family: Family,
+    steps: int,
+    calculate_shift: Callable[..., float],
+    tokens: int,
+    spacing: Callable[[int], list[float]] = even_spacing,
+) -> Tensor:
+    """``flow_match_sigmas`` of the family's scheduler and of ``[model]``."""
+    model, config = family.model, family.part_config("scheduler")
+    return flow_match_sigmas(
+        config, steps, model.shift, calculate_shift, tokens, model.schedule, spacing
+    )
+
+
+class PackedLatents(Family):
+    """Latents [H/2f * W/2f, 4C]: image tokens of 2 x 2 latent pixels, row-major over the image."""
+
+    @property
+    @abstractmethod
+    def factor(self) -> int:
+        """Pixels per side of a latent pixel, f."""
+
+    @cached_property
+    def grid(self) -> tuple[int, int]:
+        """(rows, columns) of image tokens."""
+        unit = self.factor * 2
+        height, width = self.sizes(unit)
+        return height // unit, width // unit
+
+    @cached_property
+    def latent_shape(self) -> tuple[int, ...]:
+        rows, columns = self.grid
+        return (rows * columns, self.part_config("transformer")["in_channels"])
+
+    def image_tokens(self, x: Tensor, cond: Conditioning) -> Tensor:
+        """The images that the transformer is shown [B, tokens, 4C], first that which is drawn."""
+        return x
 
 
 def by_channel(vae: Diffusers, latents: Tensor) -> Tensor:

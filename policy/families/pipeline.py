@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
 
 from configs.section import Tree
 from configs.sections import Model
+from records.errors import first_line
 
 SHAPES_DIRECTORY = Path(__file__).resolve().parents[2] / "shapes" / "model"
 SHAPES_DECODER = SHAPES_DIRECTORY.with_name("decoder")
@@ -29,10 +30,8 @@ def model_directory(model: Model) -> str:
     if model.path == "shapes":
         directory, advice = SHAPES_DIRECTORY, "build it with `make shapes-model`"
     else:
-        directory, advice = (
-            Path(model.path).expanduser(),
-            "give a diffusers pipeline directory, a hub id, or 'shapes'",
-        )
+        directory = Path(model.path).expanduser()
+        advice = "give a diffusers pipeline directory, a hub id, or 'shapes'"
         if not directory.exists() and HUB_ID.fullmatch(model.path):
             return model.path
     if not directory.is_dir():
@@ -45,10 +44,10 @@ def model_directory(model: Model) -> str:
     return str(directory)
 
 
-class PipelineFile(dict[str, Any]):
+class PipelineFile(Tree):
     """A JSON object of a pipeline that says which file lacks what is looked up in it."""
 
-    def __init__(self, found: dict[str, Any], name: str, directory: str) -> None:
+    def __init__(self, found: Tree, name: str, directory: str) -> None:
         super().__init__(found)
         self._where = f"{name} of {directory!r}"
 
@@ -98,7 +97,7 @@ def _from_hub(repository: str, name: str) -> Path:
         get_hf_file_metadata(hf_hub_url(repository, name))
         return Path(hf_hub_download(repository, name))
     except HfHubHTTPError as error:
-        why = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        why = first_line(error)
     except Exception as error:  # the client's network errors have no common class but this
         why = (
             "it is not in this machine's cache and the hub cannot be reached"
@@ -120,7 +119,7 @@ def _shards(index: Path) -> list[str]:
         ) from None
 
 
-def missing_weights(folder: Path) -> str | None:
+def _missing_weights(folder: Path) -> str | None:
     """Which file of a part's weights a directory lacks, first by name; None: it has them all.
 
     Raises ValueError for an index that cannot be read.
@@ -129,3 +128,35 @@ def missing_weights(folder: Path) -> str | None:
         file for index in folder.glob("*.safetensors.index.json") for file in _shards(index)
     } or {"*.safetensors"}
     return next((name for name in sorted(wanted) if not any(folder.glob(name))), None)
+
+
+def check_component(
+    directory: str, index: Tree, part: str, classes: tuple[str, ...], family: str
+) -> None:
+    """Raises FileNotFoundError where a pipeline lacks a part, ValueError where ``index`` says that
+    it is of none of the ``classes`` that the family takes (none: any).
+    """
+    listed = (index.get(part) or [None, None])[-1]
+    local = Path(directory).is_dir()
+    if listed is None or (local and not (Path(directory) / part).is_dir()):
+        raise FileNotFoundError(
+            f"model.path: {directory!r} lacks its {part!r}, which family {family!r} needs: download"
+            " the whole pipeline"
+        )
+    if classes and listed not in classes:
+        raise ValueError(
+            f"model.path: the {part!r} of {directory!r} is a {listed}; family {family!r} takes"
+            f" {' or '.join(classes)}"
+        )
+
+
+def check_weights(directory: str, parts: Iterable[str]) -> None:
+    """Raises FileNotFoundError where a part of a local pipeline has no weights as safetensors."""
+    for part in parts if Path(directory).is_dir() else ():
+        if part in ("scheduler", "processor") or part.startswith("tokenizer"):
+            continue
+        if missing := _missing_weights(Path(directory) / part):
+            raise FileNotFoundError(
+                f"model.path: the {part!r} of {directory!r} lacks its weights, {missing}: download"
+                " the whole pipeline, as safetensors (no other format is read)"
+            )

@@ -9,16 +9,13 @@ from torch import Tensor
 
 from configs.sections import Guidance, Model
 from policy.families import joint, padding
-from policy.families.base import Diffusers, Family, widened
-from policy.families.schedule import TIMESTEPS, flow_match_sigmas
+from policy.families.base import Diffusers, widened
+from policy.families.schedule import TIMESTEPS
 from policy.types import Conditioning
 
-PACK = 2
-"""Latent pixels per side of an image token."""
 
-
-class QwenImage(Family):
-    """``QwenImagePipeline`` as a policy: packed latents [H/2f * W/2f, 4C], row-major.
+class QwenImage(joint.PackedLatents):
+    """``QwenImagePipeline`` as a policy.
 
     Its autoencoder is one for video, of which an image is the first frame.
     """
@@ -51,20 +48,9 @@ class QwenImage(Family):
             *(f"transformer_blocks.{block}.attn.to_add_out" for block in blocks),
         )
 
-    @cached_property
-    def grid(self) -> tuple[int, int]:
-        """(rows, columns) of image tokens."""
-        height, width = self.sizes(self._factor * PACK)
-        return height // (self._factor * PACK), width // (self._factor * PACK)
-
     @property
-    def _factor(self) -> int:
+    def factor(self) -> int:
         return 2 ** len(self.part_config("vae")["temperal_downsample"])
-
-    @cached_property
-    def latent_shape(self) -> tuple[int, ...]:
-        rows, columns = self.grid
-        return (rows * columns, self.part_config("transformer")["in_channels"])
 
     @property
     def conditioning_shapes(self) -> dict[str, tuple[int, ...]]:
@@ -80,14 +66,7 @@ class QwenImage(Family):
     def sigmas(self, steps: int) -> Tensor:
         from diffusers.pipelines.qwenimage.pipeline_qwenimage import calculate_shift
 
-        return flow_match_sigmas(
-            self.part_config("scheduler"),
-            steps,
-            self.model.shift,
-            calculate_shift,
-            self.latent_shape[0],
-            self.model.schedule,
-        )
+        return joint.sigmas(self, steps, calculate_shift, self.latent_shape[0])
 
     def velocity(
         self, transformer: Diffusers, x: Tensor, sigma: Tensor, cond: Conditioning
@@ -106,10 +85,6 @@ class QwenImage(Family):
                 return_dict=False,
             )[0][:, : x.shape[1]]
         )
-
-    def image_tokens(self, x: Tensor, cond: Conditioning) -> Tensor:
-        """The images that the transformer is shown [B, tokens, 4C], first that which is drawn."""
-        return x
 
     @property
     def image_shapes(self) -> list[tuple[int, int, int]]:
@@ -131,7 +106,7 @@ class QwenImage(Family):
         from diffusers import QwenImagePipeline
 
         return QwenImagePipeline._unpack_latents(
-            latents, self.model.height, self.model.width, self._factor
+            latents, self.model.height, self.model.width, self.factor
         ).squeeze(2)
 
     def packed(self, spatial: Tensor) -> Tensor:

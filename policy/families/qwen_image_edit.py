@@ -32,15 +32,26 @@ class QwenImageEdit(QwenImage):
     @cached_property
     def text_tokens(self) -> int:
         """Most tokens of a prompt with its image; what is beyond is cut off."""
+        merged: int = self.part_config("text_encoder")["vision_config"]["spatial_merge_size"] ** 2
+        return self.model.max_sequence_length + self.source_patches // merged + AROUND_IMAGE
+
+    @cached_property
+    def source_patches(self) -> int:
+        """Of the image as the language model sees it."""
         from diffusers.pipelines.qwenimage import pipeline_qwenimage_edit_plus as stock
 
         vision = self.part_config("text_encoder")["vision_config"]
-        unit = vision["patch_size"] * vision["spatial_merge_size"]
+        merged = vision["spatial_merge_size"]
+        unit = vision["patch_size"] * merged
         width, height = stock.calculate_dimensions(
             stock.CONDITION_IMAGE_SIZE, self.model.width / self.model.height
         )
-        image = round(height / unit) * round(width / unit)
-        return self.model.max_sequence_length + image + AROUND_IMAGE
+        return round(height / unit) * round(width / unit) * merged**2
+
+    @property
+    def source_shape(self) -> tuple[int, ...]:
+        """An image is a clip of one frame there."""
+        return (3, 1, self.model.height, self.model.width)
 
     @property
     def conditioning_shapes(self) -> dict[str, tuple[int, ...]]:

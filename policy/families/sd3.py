@@ -9,7 +9,7 @@ from torch import Tensor
 
 from policy.families import joint
 from policy.families.base import Diffusers, Family, widened
-from policy.families.schedule import TIMESTEPS, flow_match_sigmas
+from policy.families.schedule import TIMESTEPS
 from policy.types import Conditioning
 
 
@@ -67,14 +67,7 @@ class SD3(Family):
         _, height, width = self.latent_shape
         patch = self.part_config("transformer")["patch_size"]
         tokens = (height // patch) * (width // patch)
-        return flow_match_sigmas(
-            self.part_config("scheduler"),
-            steps,
-            self.model.shift,
-            calculate_shift,
-            tokens,
-            self.model.schedule,
-        )
+        return joint.sigmas(self, steps, calculate_shift, tokens)
 
     def velocity(
         self, transformer: Diffusers, x: Tensor, sigma: Tensor, cond: Conditioning

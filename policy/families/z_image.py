@@ -13,7 +13,7 @@ from torch import Tensor
 from configs.sections import Guidance, Model
 from policy.families import joint, padding
 from policy.families.base import Diffusers, Family, widened
-from policy.families.schedule import TIMESTEPS, flow_match_sigmas
+from policy.families.schedule import TIMESTEPS
 from policy.types import Conditioning
 
 PATCH = 2
@@ -74,15 +74,8 @@ class ZImage(Family):
         )
 
         _, height, width = self.latent_shape
-        return flow_match_sigmas(
-            self.part_config("scheduler"),
-            steps,
-            self.model.shift,
-            calculate_shift,
-            (height // PATCH) * (width // PATCH),
-            self.model.schedule,
-            get_default_z_image_sigmas,
-        )
+        tokens = (height // PATCH) * (width // PATCH)
+        return joint.sigmas(self, steps, calculate_shift, tokens, get_default_z_image_sigmas)
 
     def velocity(
         self, transformer: Diffusers, x: Tensor, sigma: Tensor, cond: Conditioning

@@ -16,6 +16,8 @@ from typing import Any, cast
 import torch
 from torch import nn
 
+from records.errors import described
+
 SHAPES = 64
 """Shapes of inputs that one module is compiled for. torch's own limit is 8, where each size of a
 batch counts, and beyond it torch would run eagerly without a word.
@@ -122,8 +124,7 @@ def compile_failures(key: str) -> Iterator[None]:
             ) from error
         if found is not None and isinstance(error, found.TorchDynamoException):
             inner = getattr(error, "inner_exception", None) or error
-            why = " ".join([f"{type(inner).__name__}:", *str(inner).strip().splitlines()[:1]])
             raise CompileFailed(
-                f"{key}: torch.compile failed: {why}: fix that or set {key} = false"
+                f"{key}: torch.compile failed: {described(inner)}: fix that or set {key} = false"
             ) from error
         raise

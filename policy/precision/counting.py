@@ -13,7 +13,8 @@ from torch.utils._pytree import tree_leaves
 from configs.schema import RunConfig
 from policy.families import family_for
 from policy.families.base import Family
-from policy.memory import META, blank, conditioning_like
+from policy.memory import conditioning_like
+from policy.meta import META, blank
 from policy.precision.base import Backend
 from policy.precision.cost import Step
 from policy.precision.swap import quantise_plan, weight_modules

@@ -63,11 +63,9 @@ class Workspace:
         if self._value.numel() < count:
             self._value, self._scratch = torch.empty(count), torch.empty(count, dtype=torch.int32)
         shape = (count // BLOCK, BLOCK)
-        blocks, value, scratch = (
-            rows.view(shape),
-            self._value[:count].view(shape),
-            self._scratch[:count].view(shape),
-        )
+        blocks = rows.view(shape)
+        value = self._value[:count].view(shape)
+        scratch = self._scratch[:count].view(shape)
         # |x|: without the sign bit floats keep their order as integers
         torch.bitwise_and(blocks.view(torch.int32), 0x7FFFFFFF, out=scratch)
         largest = scratch.amax(-1, keepdim=True).view(torch.float32)

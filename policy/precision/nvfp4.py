@@ -38,6 +38,8 @@ SEARCH_OFFSETS = tuple(range(-4, 8))
 """E4M3 codes, relative to the plain one, among which the scale search chooses. On Gaussian and on
 heavy-tailed weights every choice of a search over all codes lay within -3..7.
 """
+ROWS = 4096
+"""Of a search at a time: a candidate's error takes as much memory as the FP32 weight itself."""
 
 
 @dataclass(frozen=True)
@@ -153,14 +155,11 @@ def scaled(values: Tensor, scales: Tensor, s_enc: Tensor) -> Tensor:
     return (values.unflatten(-1, (-1, BLOCK)) * inverse).flatten(-2)
 
 
-def search_scales(
-    values: Tensor, plain: Tensor, s_enc: Tensor, amax: Tensor, rows: int = 4096
-) -> Tensor:
+def search_scales(values: Tensor, plain: Tensor, s_enc: Tensor, amax: Tensor) -> Tensor:
     """The scale of least squared error per block, plain on ties: float8_e4m3fn [N, K / 16]."""
     chosen = plain.view(torch.uint8).clone()
-    # by rows: the error of a candidate takes as much memory as the float32 weight itself
-    for start in range(0, len(values), rows):
-        part, codes = values[start : start + rows], chosen[start : start + rows]
+    for start in range(0, len(values), ROWS):
+        part, codes = values[start : start + ROWS], chosen[start : start + ROWS]
         base = codes.to(torch.int16)
         least = _block_error(part, base, s_enc, amax)
         # in the order of codes, and only a strictly smaller error wins: the choice is reproducible

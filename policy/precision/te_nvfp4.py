@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from policy.precision.layer import QuantisedLinear, padded_rows, rows_of
 from policy.precision.packing import NVFP4Packing
 from policy.precision.torch_nvfp4 import BLACKWELL, NVFP4Weight, TorchNVFP4, kernel_refuses
+from records.errors import first_line
 
 Engine = Any
 """TransformerEngine's modules and objects: it is not installed where types are checked."""
@@ -35,9 +36,7 @@ def import_engine() -> tuple[Engine, Engine]:
     except ImportError:
         raise
     except Exception as error:
-        raise ImportError(
-            str(error).strip().splitlines()[0] if str(error).strip() else repr(error)
-        ) from error
+        raise ImportError(first_line(error)) from error
 
 
 TRICKS = ("disable_rht", "disable_stochastic_rounding", "disable_2d_quantization")

@@ -1,111 +1,25 @@
-"""Published weights: named tensors as shards of bytes, with a manifest that verifies them."""
+"""Published weights: named tensors as shards of bytes, packed and unpacked by their manifest."""
 
 from __future__ import annotations
 
-import json
-from bisect import bisect_right
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
-from functools import cached_property
-from itertools import accumulate
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 import xxhash
 from torch import Tensor
 
-from configs.section import Tree
 from policy.precision.backends import wire_formats
-
-FLOATS = (torch.float32, torch.bfloat16, torch.float16)
-TRAVEL = (torch.uint8, torch.float8_e4m3fn, *FLOATS)
-DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in TRAVEL}
-"""What may travel, by torch's own name."""
-DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
-
-
-class WireError(RuntimeError):
-    """Published bytes that differ from their manifest, or from what the model here needs."""
-
-
-@dataclass(frozen=True)
-class Entry:
-    """One tensor: ``nbytes`` bytes from ``offset`` of the concatenated shards, row-major."""
-
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
-    offset: int
-    nbytes: int
-
-
-@dataclass(frozen=True)
-class Manifest:
-    """What the shards of one version hold.
-
-    ``format`` and ``format_version`` say what the buffers mean. ``hashes``: xxh3-64 of the shards,
-    in hex.
-    """
-
-    version: int
-    format: str
-    format_version: int
-    shard_sizes: tuple[int, ...]
-    hashes: tuple[str, ...]
-    entries: tuple[Entry, ...]
-
-    @cached_property
-    def checksum(self) -> str:
-        """xxh3-128 of all fields, hex: equal checksums mean equal weights of equal version."""
-        # it finds damage and mistakes, not forgers, at the speed of memory
-        return xxhash.xxh3_128_hexdigest(json.dumps(self.to_dict(), sort_keys=True).encode())
-
-    @property
-    def nbytes(self) -> int:
-        """Size of all shards."""
-        return sum(self.shard_sizes)
-
-    def changed_since(self, before: Manifest | None) -> list[int]:
-        """The shards that are sent to one who holds ``before``: all shards of every tensor of
-        which some bytes differ, and all there are where the two lay out their tensors differently.
-        """
-        everything = range(len(self.hashes))
-        if before is None or self._layout != before._layout:
-            return list(everything)
-        changed = {index for index in everything if self.hashes[index] != before.hashes[index]}
-        starts = list(accumulate(self.shard_sizes, initial=0))[:-1]
-        for entry in self.entries:
-            parts = {index for index, _, _ in _pieces(entry, starts, self.shard_sizes)}
-            # an entry may be converted as it is copied, so it is never copied in part
-            changed |= parts if any(self.hashes[i] != before.hashes[i] for i in parts) else set()
-        return sorted(changed)
-
-    @property
-    def _layout(self) -> tuple[object, ...]:
-        return self.format, self.format_version, self.shard_sizes, self.entries
-
-    def to_dict(self) -> Tree:
-        """Plain JSON types."""
-        # once through JSON: tuples are lists then, here as on the other side
-        return json.loads(json.dumps(asdict(self)))
-
-    @classmethod
-    def from_dict(cls, plain: Tree) -> Manifest:
-        """The inverse of ``to_dict``. Raises WireError for anything else."""
-        try:
-            entries = tuple(
-                Entry(**{**entry, "shape": tuple(entry["shape"])}) for entry in plain["entries"]
-            )
-            return cls(
-                plain["version"],
-                plain["format"],
-                plain["format_version"],
-                tuple(plain["shard_sizes"]),
-                tuple(plain["hashes"]),
-                entries,
-            )
-        except (KeyError, TypeError) as error:
-            raise WireError(f"this is no manifest of published weights: {error!r}") from error
+from policy.precision.manifest import (
+    DTYPE_NAMES,
+    DTYPES,
+    FLOATS,
+    Entry,
+    Manifest,
+    WireError,
+    pieces,
+)
 
 
 @dataclass(frozen=True)
@@ -138,7 +52,7 @@ def pack_section(named: dict[str, Tensor], shard_bytes: int) -> Section:
     starts = list(range(0, offset, shard_bytes))
     for entry, tensor in zip(entries, named.values(), strict=True):
         source = _bytes(tensor.detach().cpu().contiguous()).numpy()
-        for shard, inside, piece in _pieces(entry, starts, sizes):
+        for shard, inside, piece in pieces(entry, starts, sizes):
             shards[shard][inside] = source[piece]
     hashes = tuple(xxhash.xxh3_64_hexdigest(shard.data) for shard in shards)
     return Section(tuple(entries), shards, hashes)
@@ -160,13 +74,6 @@ def assemble(
         begin += sum(shard.nbytes for shard in section.shards)
     sizes = tuple(shard.nbytes for shard in shards)
     return Manifest(version, format, versions[format], sizes, hashes, tuple(entries)), shards
-
-
-def pack_tensors(
-    named: dict[str, Tensor], version: int, format: str, shard_bytes: int
-) -> tuple[Manifest, list[np.ndarray]]:
-    """A version of one section."""
-    return assemble([pack_section(named, shard_bytes)], version, format)
 
 
 def unpack_into(
@@ -191,17 +98,15 @@ def unpack_into(
     # all checks before the first copy: half a version would be a policy that nobody published
     _check_shards(manifest, shards, before)
     _check_targets(manifest, targets)
-    starts = list(accumulate(manifest.shard_sizes, initial=0))[:-1]
     with torch.no_grad():
         for entry in manifest.entries:
-            pieces = [
-                (shards[index], inside, piece)
-                for index, inside, piece in _pieces(entry, starts, manifest.shard_sizes)
-            ]
+            parts = list(manifest.pieces(entry))
             arrived = [
-                (shard, inside, piece) for shard, inside, piece in pieces if shard is not None
+                (shard, inside, piece)
+                for index, inside, piece in parts
+                if (shard := shards[index]) is not None
             ]
-            if len(arrived) == len(pieces):  # else none of its bytes has changed
+            if len(arrived) == len(parts):  # else none of its bytes has changed
                 _copy(DTYPES[entry.dtype], targets[entry.name], arrived)
 
 
@@ -226,25 +131,6 @@ def _bytes(tensor: Tensor) -> Tensor:
         if tensor.numel()
         else torch.empty(0, dtype=torch.uint8)
     )
-
-
-def _pieces(
-    entry: Entry, starts: Sequence[int], sizes: Sequence[int]
-) -> Iterator[tuple[int, slice, slice]]:
-    """(shard, slice of the shard, slice of the entry) of an entry over shards that begin at
-    ``starts``.
-    """
-    start, end = entry.offset, entry.offset + entry.nbytes
-    while start < end:
-        shard = bisect_right(starts, start) - 1
-        inside = start - starts[shard]
-        length = min(sizes[shard] - inside, end - start)
-        yield (
-            shard,
-            slice(inside, inside + length),
-            slice(start - entry.offset, start - entry.offset + length),
-        )
-        start += length
 
 
 def _check_shards(

@@ -93,11 +93,9 @@ def iteration(i: int, total: int, rng: np.random.Generator) -> dict[str, Any]:
     """One row under the contract's names."""
     level = 0.6 + 0.16 * (1 - math.exp(-3 * i / max(1, total))) + 0.012 * rng.standard_normal()
     best, worst = min(0.98, level + 0.23), level - 0.27 + 0.01 * rng.standard_normal()
-    explore, regenerate, update = (
-        4.4 + 0.3 * rng.standard_normal(),
-        1.7,
-        4.2 + 0.2 * rng.standard_normal(),
-    )
+    explore = 4.4 + 0.3 * rng.standard_normal()
+    regenerate = 1.7
+    update = 4.2 + 0.2 * rng.standard_normal()
     reissued = 0 if i < 6 else 1 if i < 13 else 2
     return {
         "kind": "iteration",

@@ -79,9 +79,8 @@ def test_bars_stack_and_more_than_sixty_are_averaged():
         [charts.Stack(0, {"a": 1.0, "b": 3.0}, 4.0)], [("a", 1), ("b", 2)], label="x"
     )
     heights = [float(value) for value in re.findall(r'<rect[^>]* height="([\d.]+)"', one)]
-    assert heights[1] / heights[0] == pytest.approx(
-        3, abs=0.05
-    )  # 0.6 units of each bar are left as a gap
+    # 0.6 units of each bar are left as a gap
+    assert heights[1] / heights[0] == pytest.approx(3, abs=0.05)
     many = charts.stacked_bars(
         [charts.Stack(i, {"a": 1.0 + (i % 2)}) for i in range(100)], [("a", 1)], label="x"
     )

@@ -92,11 +92,9 @@ def test_the_tables_say_it_in_the_paper_s_form(results):
         "7.00 ± 0.00",
         "1.71x",
     )
-    assert (
-        times.heads[4] == "100 % (0.0500)"
-        and times.rows[0][4] == "48.0"
-        and times.rows[1][4] == "14.0 (3.43x)"
-    )
+    assert times.heads[4] == "100 % (0.0500)"
+    assert times.rows[0][4] == "48.0"
+    assert times.rows[1][4] == "14.0 (3.43x)"
 
 
 def test_what_was_explored_ahead_is_part_of_the_rollout(tmp_path):
@@ -109,9 +107,8 @@ def test_what_was_explored_ahead_is_part_of_the_rollout(tmp_path):
         for name, each in (("a", SECONDS), ("b", ahead))
     ]
     plain, other = summarise([("a", "a", None, runs[:1]), ("b", "b", None, runs[1:])], "a")
-    assert other.stages["rollout"].mean == pytest.approx(3.0) and other.stages[
-        "explore"
-    ].mean == pytest.approx(0.5)
+    assert other.stages["rollout"].mean == pytest.approx(3.0)
+    assert other.stages["explore"].mean == pytest.approx(0.5)
     assert (
         other.speed_ups
         == plain.speed_ups
@@ -125,9 +122,8 @@ def test_remarks_on_what_would_mislead(tmp_path):
 
     good = [run("a0", 0, [0.1, 0.2]), run("a1", 1, [0.1, 0.2])]
     other = [run("b0", 0, [0.1]), run("b1", 1, [0.3, 0.3], ending="run_failed")]
-    shifted = [
-        measure(write(configuration(tmp_path, "c0", 3), [0.1, 0.2], SECONDS), 0)
-    ]  # base 0.53 under seed 0
+    # base 0.53 under seed 0
+    shifted = [measure(write(configuration(tmp_path, "c0", 3), [0.1, 0.2], SECONDS), 0)]
     cells = [
         ("a", "a", None, good),
         ("b", "b", None, other),
@@ -139,10 +135,8 @@ def test_remarks_on_what_would_mislead(tmp_path):
     assert "d: refused: no such pair" in said
     assert "b, seed 1: not counted: failed: said so" in said
     assert "not at equal numbers of updates: a 2; b 1; c 2" in said
-    assert (
-        "c: its evaluation before training is not the baseline's" in said
-        and "b: its evaluation" not in said
-    )
+    assert "c: its evaluation before training is not the baseline's" in said
+    assert "b: its evaluation" not in said
     assert results[1].against[REWARD].count == 1 and tables(results, "a")[0].rows[1][1] == "1 of 2"
     none = summarise([("a", "a", None, [run("z", 0, [-0.1, -0.2])])], "a")
     assert remarks(none, "a") == [

@@ -33,10 +33,8 @@ def test_cells_are_arms_times_objectives_and_impossible_pairs_say_why():
     }
     assert "'naive_quant' with objective 'flow_grpo'" in str(found.cells[-1].refused)
     configs = {cell.name: parse(cell.tree_of(5, Path("/x"))) for cell in found.running}
-    assert (
-        configs["sol_rl-flow_grpo"].objective.name == "flow_grpo"
-        and configs["sol_rl-flow_grpo"].plan.solver == "flow_sde"
-    )
+    assert configs["sol_rl-flow_grpo"].objective.name == "flow_grpo"
+    assert configs["sol_rl-flow_grpo"].plan.solver == "flow_sde"
     assert configs["naive_quant-diffusion_nft"].arm == "naive_quant"
     one, other = (
         configs[name].model_dump() for name in ("sol_rl-diffusion_nft", "naive_quant-diffusion_nft")
@@ -57,9 +55,8 @@ def test_a_varied_key_that_an_arm_does_not_use_makes_no_second_cell():
     two = Request(
         "quickstart", vary=("selection.rule=best_worst,random", "explore.pool_size=48,96")
     )
-    assert len(names(two)) == 4 and "sol_rl-selection.rule-random-explore.pool_size-48" in names(
-        two
-    )
+    assert len(names(two)) == 4
+    assert "sol_rl-selection.rule-random-explore.pool_size-48" in names(two)
 
 
 @pytest.mark.parametrize("arm", list(UNUSED))
@@ -120,15 +117,11 @@ def test_another_objective_does_not_inherit_the_settings_of_the_one_below(tmp_pa
         parse(cell.tree_of(0, tmp_path))
         for cell in read_comparison(Request(str(file), overrides=("iterations=3",))).cells
     )
-    assert (
-        nft.objective.beta == 0.5
-        and awm.objective.name == "awm"
-        and not hasattr(awm.objective, "beta")
-    )
-    assert (nft.optimizer.lr, awm.optimizer.lr) == (
-        1.5e-3,
-        1e-4,
-    ) and nft.iterations == awm.iterations == 3
+    assert nft.objective.beta == 0.5
+    assert awm.objective.name == "awm"
+    assert not hasattr(awm.objective, "beta")
+    assert (nft.optimizer.lr, awm.optimizer.lr) == (1.5e-3, 1e-4)
+    assert nft.iterations == awm.iterations == 3
 
 
 def test_a_comparison_file_with_a_misspelt_key(tmp_path):

@@ -65,13 +65,10 @@ def test_every_cell_is_run_with_every_seed_and_only_once(out, capsys):
         "diffusionnft-seed1",
     )
     assert compare(out) == 0
-    assert (
-        calls(out) == ALL
-        and "[2/4] diffusionnft, seed 0: finished before" in capsys.readouterr().out
-    )
-    assert (
-        compare(out, "--baseline", "diffusionnft") == 0 and calls(out) == ALL
-    )  # another baseline is another table, no more runs
+    assert calls(out) == ALL
+    assert "[2/4] diffusionnft, seed 0: finished before" in capsys.readouterr().out
+    # another baseline is another table, no more runs
+    assert compare(out, "--baseline", "diffusionnft") == 0 and calls(out) == ALL
 
 
 def test_a_run_that_dies_does_not_end_the_others_and_is_resumed_by_the_same_command(
@@ -80,11 +77,9 @@ def test_a_run_that_dies_does_not_end_the_others_and_is_resumed_by_the_same_comm
     monkeypatch.setenv("FAKE_TRAIN", json.dumps({"sol_rl-seed0": "crash"}))
     assert compare(out) == 3
     text = capsys.readouterr()
-    assert (
-        calls(out) == ALL
-        and "1 of 4 runs did not come to their end" in text.err
-        and "SIGKILL" in text.err
-    )
+    assert calls(out) == ALL
+    assert "1 of 4 runs did not come to their end" in text.err
+    assert "SIGKILL" in text.err
     assert "1 of 2" in text.out and (out / "compare.html").exists()
     monkeypatch.delenv("FAKE_TRAIN")
     assert compare(out) == 0
@@ -102,9 +97,8 @@ def test_runs_of_another_configuration_are_not_mixed_in(out, capsys):
     assert compare(out) == 0
     assert compare(out, "--set", "explore.steps=3") == 2
     assert "explore.steps: 6 -> 3" in capsys.readouterr().err
-    assert (
-        compare(out, "--set", "iterations=2") == 2
-    )  # a linear schedule: fewer iterations are another training
+    # a linear schedule: fewer iterations are another training
+    assert compare(out, "--set", "iterations=2") == 2
     assert calls(out) == ALL
 
 
@@ -171,10 +165,8 @@ def test_a_signal_reaches_the_run_and_a_left_over_run_keeps_its_place(out):
     again = subprocess.run(
         [sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=60
     )
-    assert (
-        again.returncode == 2
-        and "another comparison, or a run that it left, is at work here" in again.stderr
-    )
+    assert again.returncode == 2
+    assert "another comparison, or a run that it left, is at work here" in again.stderr
     process.send_signal(signal.SIGINT)
     _, errors = process.communicate(timeout=60)
     assert process.returncode == 130 and "stopped by SIGINT during sol_rl-seed0" in errors
@@ -239,6 +231,5 @@ def test_children_import_from_the_tree_that_holds_the_packages(tmp_path):
         code = child.run(
             [sys.executable, "-c", "import os; print(os.environ['PYTHONPATH'])"], tmp_path / "log"
         )
-    assert code == 0 and (tmp_path / "log").read_text().strip().split(os.pathsep)[0] == str(
-        running.ROOT
-    )
+    assert code == 0
+    assert (tmp_path / "log").read_text().strip().split(os.pathsep)[0] == str(running.ROOT)

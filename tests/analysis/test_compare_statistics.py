@@ -24,16 +24,14 @@ def test_pairing_takes_away_what_seeds_have_in_common():
     }
     found = paired(ours, shifts)
     assert found.count == 3  # seed 7 has no partner
-    assert found.mean == pytest.approx(0.2, abs=1e-12) and found.error == pytest.approx(
-        0.1 / math.sqrt(3), abs=1e-12
-    )
+    assert found.mean == pytest.approx(0.2, abs=1e-12)
+    assert found.error == pytest.approx(0.1 / math.sqrt(3), abs=1e-12)
     assert mean_of([ours[seed] for seed in range(3)]).error > 20 * found.error
 
 
 def test_speed_up_is_a_ratio_of_means():
-    assert speed_up(Mean(169.0, 1.0, 3), Mean(274.0, 2.0, 3)) == pytest.approx(
-        1.62, abs=0.002
-    )  # the method's paper, FLUX.1
+    # the method's paper, FLUX.1
+    assert speed_up(Mean(169.0, 1.0, 3), Mean(274.0, 2.0, 3)) == pytest.approx(1.62, abs=0.002)
     assert math.isnan(speed_up(mean_of([]), mean_of([1.0])))
 
 
@@ -44,17 +42,13 @@ def curve(*points: tuple[float, float]) -> list[Moment]:
 def test_time_to_a_gain_lies_on_the_straight_line_between_evaluations():
     found = curve((0, 0.0), (10, 0.2), (20, 0.1), (30, 0.4))
     assert time_to(found, 0.05) == pytest.approx(2.5)
-    assert time_to(found, 0.2) == pytest.approx(
-        10.0
-    )  # first reached there; that it falls again later is another matter
+    # first reached there; that it falls again later is another matter
+    assert time_to(found, 0.2) == pytest.approx(10.0)
     assert time_to(found, 0.25) == pytest.approx(25.0)
     assert time_to(found, 0.4) == pytest.approx(30.0)
     assert time_to(found, 0.41) is None
-    assert (
-        time_to(found, 0.0) is None
-        and time_to(found, -1.0) is None
-        and time_to(found, math.nan) is None
-    )
-    assert (
-        time_to(curve((0, 0.0), (30, 0.4)), 0.1) is None
-    )  # two points: the way between them was not seen
+    assert time_to(found, 0.0) is None
+    assert time_to(found, -1.0) is None
+    assert time_to(found, math.nan) is None
+    # two points: the way between them was not seen
+    assert time_to(curve((0, 0.0), (30, 0.4)), 0.1) is None

@@ -49,16 +49,12 @@ def test_full_precision_at_full_steps_is_the_truth_itself(config, tmp_path):
         out,
         said.append,
     )
-    summary, raw = (
-        json.loads((out / "fidelity.json").read_text()),
-        json.loads((out / "rewards.json").read_text()),
-    )
+    summary = json.loads((out / "fidelity.json").read_text())
+    raw = json.loads((out / "rewards.json").read_text())
     rows = {(row["backend"], row["steps"]): row["measures"] for row in summary["rows"]}
     assert list(rows) == [(backend, n) for backend in ("emulated_nvfp4", "fp32") for n in steps]
-    assert (
-        raw["proxies"][f"fp32/{steps[1]}"] == raw["truth"]
-        and rows["fp32", steps[1]] == summary["perfect"]
-    )
+    assert raw["proxies"][f"fp32/{steps[1]}"] == raw["truth"]
+    assert rows["fp32", steps[1]] == summary["perfect"]
     assert raw["proxies"]["emulated_nvfp4/1"] != raw["proxies"]["fp32/1"] != raw["truth"]
     # a random ranking of 24 seeds has a tau of standard error 0.145 (0.10 over two prompts); NVFP4
     # at full steps is no lottery
@@ -104,9 +100,8 @@ def test_a_trained_policy_is_measured_with_its_own_weights(config, tmp_path, cap
     ]
     assert main(command) == 0
     trained = json.loads((rundir.path.parent / "faithful-fidelity" / "rewards.json").read_text())
-    assert (
-        trained["proxies"]["fp32/3"] == trained["truth"]
-    )  # learner and explorer hold the same trained weights
+    # learner and explorer hold the same trained weights
+    assert trained["proxies"]["fp32/3"] == trained["truth"]
     run(config, Measurement(1, NOISES, (3,), ("fp32",)), tmp_path / "base", lambda text: None)
     assert json.loads((tmp_path / "base" / "rewards.json").read_text())["truth"] != trained["truth"]
     assert main([*command, "--checkpoint", "7"]) == 2
@@ -115,11 +110,9 @@ def test_a_trained_policy_is_measured_with_its_own_weights(config, tmp_path, cap
         main([*command, "--set", "regenerate.steps=2", "--set", "explore.scale_search=false"]) == 0
     )
     other = json.loads((rundir.path.parent / "faithful-fidelity" / "fidelity.json").read_text())
-    assert (
-        other["truth"]["steps"] == 2
-        and other["explore"]["scale_search"] is False
-        and other["checkpoint"] == "step_000002"
-    )
+    assert other["truth"]["steps"] == 2
+    assert other["explore"]["scale_search"] is False
+    assert other["checkpoint"] == "step_000002"
     capsys.readouterr()
     assert main([*command, "--set", "lora.rank=8", "--set", "explore.steps=5"]) == 2
     (line,) = capsys.readouterr().err.strip().splitlines()
@@ -225,9 +218,8 @@ def test_tables_say_what_the_arrays_say(config):
     lines = tables(summarise(config, Measurement(prompts=6), rewards))
     text = "\n".join(lines)
     assert re.search(r"emulated_nvfp4, 6 steps +\| -1\.000 \[-1\.000, -1\.000\]", text)
-    assert (
-        "90.5 [90.5, 90.5] / 6.5 [6.5, 6.5]" in text
-    )  # reversed: the chosen best twelve are the true worst
+    # reversed: the chosen best twelve are the true worst
+    assert "90.5 [90.5, 90.5] / 6.5 [6.5, 6.5]" in text
     assert "6.5 [6.5, 6.5] / 90.5 [90.5, 90.5]" in text  # the truth itself
     assert "48.5 / 48.5" in text  # at random
 
@@ -244,17 +236,15 @@ def test_the_chart_shows_a_perfect_proxy_as_a_rising_diagonal():
     ]
     places = [(float(r.get("x")), float(r.get("y"))) for r in dark if r.get("stroke") is None]
     assert len(places) == 4
-    assert sorted(places) == sorted(
-        places, key=lambda place: -place[1]
-    )  # further right is further up
+    # further right is further up
+    assert sorted(places) == sorted(places, key=lambda place: -place[1])
     ends = [
         float(text.get("x")) + 7 * len(text.text)
         for text in chart.iter("{http://www.w3.org/2000/svg}text")
         if not text.get("text-anchor")
     ]
-    assert max(ends) <= float(
-        chart.get("width")
-    )  # 7 pixels a letter at 11 or 14: nothing is cut off, with one panel either
+    # 7 pixels a letter at 11 or 14: nothing is cut off, with one panel either
+    assert max(ends) <= float(chart.get("width"))
 
 
 def density_colour(share: float) -> str:

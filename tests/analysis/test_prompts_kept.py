@@ -84,11 +84,9 @@ def test_what_holds_the_same_prompts_goes_on_and_so_does_a_run_without_digests(f
 
 
 def test_runs_over_other_prompts_of_the_same_name_are_not_compared(files):
-    (_, one), (_, same), (_, varied) = (
-        started(files, "one"),
-        started(files, "same", 1),
-        started(files, "varied", 0, "b.txt"),
-    )
+    (_, one) = started(files, "one")
+    (_, same) = started(files, "same", 1)
+    (_, varied) = started(files, "varied", 0, "b.txt")
     compare_existing([one.path, same.path, varied.path], None, files / "out")
     (files / "a.txt").write_text("a cow\n")
     _, other = started(files, "other", 2)

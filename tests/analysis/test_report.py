@@ -54,9 +54,8 @@ def test_every_image_is_in_the_page_byte_for_byte_with_its_caption(run: Path, pa
     assert inside == {
         "data:image/png;base64," + base64.b64encode(path.read_bytes()).decode() for path in files
     }
-    assert all(
-        attributes["class"] == "tiny" for attributes in page.all("img")
-    )  # 32 pixels: shown with hard edges
+    # 32 pixels: shown with hard edges
+    assert all(attributes["class"] == "tiny" for attributes in page.all("img"))
     alts = [attributes["alt"] or "" for attributes in page.all("img")]
     assert (
         sum(alt.startswith("before: ") for alt in alts)
@@ -164,9 +163,8 @@ def test_times_add_up(run: Path, page: Page):
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     rows = [row for row in rows if row["kind"] == "iteration"]
     total = sum(row["time/explore_s"] for row in rows)
-    whole = rows[-1][
-        "seconds"
-    ]  # stages, other, and what lies between iterations make up the clock's time
+    # stages, other, and what lies between iterations make up the clock's time
+    whole = rows[-1]["seconds"]
     assert (
         f"explore {100 * total / whole:.0f} % {int(total) // 60} min {round(total) % 60:02d} s"
         in page.text
@@ -193,10 +191,8 @@ def test_actors_have_lanes_and_what_befell_them_is_listed(page: Page):
         if (attributes.get("class") or "").startswith("mark bad")
     ]
     assert [mark["title"].split(":")[0] for mark in marks] == ["1 min 21 s", "2 min 39 s"]  # type: ignore[union-attr]
-    assert [mark["style"] for mark in marks] == [
-        "left:34.24%",
-        "left:67.54%",
-    ]  # 80.8 s and 159.4 s of 236 s
+    # 80.8 s and 159.4 s of 236 s
+    assert [mark["style"] for mark in marks] == ["left:34.24%", "left:67.54%"]
 
 
 def test_configuration_versions_and_quantisation_are_there(page: Page):
@@ -276,7 +272,5 @@ def test_lives_of_actors():
         (5.0, "bad"),
         (6.0, "good"),
     ]
-    assert (
-        actor_of({"event": "x", "actor": "rollout-7"}) == "rollout-7"
-        and actor_of({"event": "x", "kind": "rollout"}) is None
-    )
+    assert actor_of({"event": "x", "actor": "rollout-7"}) == "rollout-7"
+    assert actor_of({"event": "x", "kind": "rollout"}) is None

@@ -115,9 +115,8 @@ def test_numbers_that_are_none_and_nan(tmp_path: Path):
             else text.index("Gradient norm by iteration")
         ) :
     ]
-    assert (
-        grad[: grad.index("</svg>")].count("<polyline") == 2
-    )  # the line is broken where the value was not finite
+    # the line is broken where the value was not finite
+    assert grad[: grad.index("</svg>")].count("<polyline") == 2
 
 
 def test_a_lost_evaluation_reward_is_not_a_gain_of_zero(tmp_path: Path):

@@ -124,19 +124,15 @@ def test_the_sender_sends_what_its_manifest_says():
     target = {name: torch.zeros(size, dtype=torch.uint8) for name, size in sizes(2500).items()}
     unpack_into(manifest, [sender.shard(i)[1] for i in range(3)], target)
     whole = torch.cat(list(target.values()))
-    assert (
-        len(whole) == 2500
-        and torch.equal(whole[1000:2000], whole[:1000])
-        and torch.equal(whole[2000:], whole[:500])
-    )
+    assert len(whole) == 2500
+    assert torch.equal(whole[1000:2000], whole[:1000])
+    assert torch.equal(whole[2000:], whole[:500])
     assert sender.shard(2)[0] == 500 and manifest.version == 3 and whole.float().std() > 50
 
 
 def test_broadcasts_on_the_command_line():
-    assert broadcast("6.7e9:1") == (6_700_000_000, (1,)) and broadcast("1e9:1,2,4") == (
-        10**9,
-        (1, 2, 4),
-    )
+    assert broadcast("6.7e9:1") == (6_700_000_000, (1,))
+    assert broadcast("1e9:1,2,4") == (10**9, (1, 2, 4))
     for wrong in ("1e9", "1e9:", "x:1", "1e9:0"):
         with pytest.raises(argparse.ArgumentTypeError, match="BYTES:EXPLORERS"):
             broadcast(wrong)

@@ -26,9 +26,8 @@ def test_a_tile_has_one_scale_for_its_rows():
     uneven = even.clone()
     uneven[3] *= 0.01
     decoded = Tiles().decode(Tiles().pack(uneven, False))
-    assert torch.equal(
-        decoded[3], torch.zeros(32)
-    )  # 0.01 is below half of the smallest value, 1 / 6 / 2 of the tile's largest
+    # 0.01 is below half of the smallest value, 1 / 6 / 2 of the tile's largest
+    assert torch.equal(decoded[3], torch.zeros(32))
     assert PLAIN.decode(PLAIN.pack(uneven, False))[3].abs().max() > 0.009
     others = [row for row in range(40) if row != 3]
     assert torch.equal(decoded[others], PLAIN.decode(plain)[others])

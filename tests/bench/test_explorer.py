@@ -28,9 +28,8 @@ CPU = torch.device("cpu")
     ("share", "fp4", "fp8"), [(0.80, 2.5, 1.667), (0.0, 1.0, 1.0), (1.0, 4.0, 2.0)]
 )
 def test_the_bound_is_amdahls(share, fp4, fp8):
-    assert bound(share, "nvfp4") == pytest.approx(fp4, abs=1e-3) and bound(
-        share, "fp8"
-    ) == pytest.approx(fp8, abs=1e-3)
+    assert bound(share, "nvfp4") == pytest.approx(fp4, abs=1e-3)
+    assert bound(share, "fp8") == pytest.approx(fp8, abs=1e-3)
     assert bound(share, "bf16") == 1.0
 
 
@@ -44,14 +43,12 @@ def test_the_share_of_a_published_architecture():
     attention = blocks * 2 * (image + text) ** 2 * d
     with case_of("sd3.5-large", 1024, False) as case:
         share = quantisable_share(case, BACKENDS["te_nvfp4"])
-    assert share == pytest.approx(
-        linears / (linears + attention), abs=2e-3
-    ) and share == pytest.approx(0.77, abs=5e-3)
+    assert share == pytest.approx(linears / (linears + attention), abs=2e-3)
+    assert share == pytest.approx(0.77, abs=5e-3)
 
 
-@pytest.mark.parametrize(
-    "name", [name for name in published_names() if name != "sd3.5-large"]
-)  # its kind is there already
+# its kind is there already
+@pytest.mark.parametrize("name", [name for name in published_names() if name != "sd3.5-large"])
 @torch.no_grad()
 def test_a_small_one_runs_in_every_precision_of_a_cpu(name):
     """And gives nearly what FP32 gives, from the same random weights: the layers were filled."""
@@ -60,10 +57,8 @@ def test_a_small_one_runs_in_every_precision_of_a_cpu(name):
         found, size = {}, {}
         for backend in ("fp32", "fp8", "emulated_nvfp4"):
             transformer = explorer_transformer(case, BACKENDS[backend], CPU)
-            found[backend], size[backend] = (
-                case.family.velocity(transformer, x, sigma, cond),
-                held_bytes(transformer),
-            )
+            found[backend] = case.family.velocity(transformer, x, sigma, cond)
+            size[backend] = held_bytes(transformer)
             assert found[backend].shape == x.shape
     for backend, most in (("fp8", 0.1), ("emulated_nvfp4", 0.3)):
         assert 1e-5 < (found[backend] - found["fp32"]).norm() / found["fp32"].norm() < most
@@ -103,9 +98,8 @@ def test_survival_by_hand():
     backend = BACKENDS["emulated_nvfp4"]
     none = survival(random_update([weight], 1, 1e-6, seed=0), backend, False, True)
     assert (none.cosine, none.growth) == (0.0, 0.0) and none.error == pytest.approx(0.0, abs=1e-6)
-    assert (
-        0 < none.changed < 1
-    )  # zeros keep the sign of what was rounded to them, which is a code of its own
+    # zeros keep the sign of what was rounded to them, which is a code of its own
+    assert 0 < none.changed < 1
     generator = torch.Generator().manual_seed(0)
     weights = [torch.randn(64, 64, generator=generator) for _ in range(2)]
     small, large = (
@@ -124,12 +118,15 @@ def test_the_table(capsys, tiny_sd3_dir, tmp_path):
     arguments = [argument for setting in settings for argument in ("--set", setting)]
     assert survival_main([*arguments, "--sizes", "0.01", "--json", str(out)]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert (
-        len(lines) == 2 + 4 + 2 + 2
-        and [cell.strip() for cell in lines[2].split("|")[1:6]]
-        == ["nvfp4", "none", "own", "random, 1.00%", "1.00%"]
-        and out.exists()
-    )
+    assert len(lines) == 2 + 4 + 2 + 2
+    assert [cell.strip() for cell in lines[2].split("|")[1:6]] == [
+        "nvfp4",
+        "none",
+        "own",
+        "random, 1.00%",
+        "1.00%",
+    ]
+    assert out.exists()
     assert survival_main(["--preset", "quickstrat"]) == 2
 
 
@@ -149,10 +146,8 @@ def test_the_updates_of_a_run(capsys, tiny_sd3_dir, tmp_path):
         for key, value in start.items()
         if "lora_B" in key
     }
-    for step, size in (
-        (3, 0.1),
-        (4, 0.2),
-    ):  # twice the B: the base model's update is twice that of the last step
+    # twice the B: the base model's update is twice that of the last step
+    for step, size in ((3, 0.1), (4, 0.2)):
         load_adapter_state(
             trainer.transformer, "old", start | {key: size * value for key, value in noise.items()}
         )

@@ -10,7 +10,7 @@ import torch
 
 from bench.passes import Kernel, Pass, counted, in_float32, passes_of, seconds, share
 from configs.load import load
-from configs.sections import Lora
+from configs.training import Lora
 from planning.make import described
 from policy.families import family_for
 from policy.lora import adapted_modules, inject

@@ -108,12 +108,10 @@ def test_a_ray_that_does_not_come_up(monkeypatch, config_file, capsys, address, 
     monkeypatch.setenv("RAY_ADDRESS", address)
     assert main(["train", str(config_file)]) == 3
     errors = capsys.readouterr().err
-    assert (
-        errors.startswith("run failed: Ray")
-        and said in errors
-        and "timed out during startup" in errors
-        and errors.count("\n") == 1
-    )
+    assert errors.startswith("run failed: Ray")
+    assert said in errors
+    assert "timed out during startup" in errors
+    assert errors.count("\n") == 1
 
 
 @pytest.mark.parametrize("where", ["refused there", "none here"])

@@ -1,5 +1,4 @@
-"""Faults done to a run on purpose: what is hit, how and when; whether the run ended as if
-nothing had been; how long it took.
+"""Faults done to a run on purpose: what is hit, how and when. What came of it: ``outcomes``.
 
 A moment is a stage of the progress display ("explored", "scored", ...: something went through it),
 a method of a service ("encode", "export", ...: a call of it was made), "begin", when an iteration
@@ -10,12 +9,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import hashlib
 import io
-import json
 import os
 import signal
-import statistics
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -25,8 +21,6 @@ from typing import Any, Literal, Protocol
 import psutil
 
 from records.progress import Progress
-from records.rundir import RunDirectory
-from tests.cluster.runs import adapters
 
 SERVICES = ("rollout", "reward", "encoder", "selector", "learner")
 RUN = "run"
@@ -46,33 +40,6 @@ WORDS: dict[str, str] = {
 TO_ACTORS = ("kill", "stop", "node", "memory")
 MONITOR_S = 20.0
 """How long memory stays low where no actor is killed for it."""
-SAME = (
-    "iteration",
-    "kind",
-    "samples_seen",
-    "policy_version",
-    "reward/",
-    "explore/",
-    "audit/",
-    "rewards/failed",
-    "loss/",
-    "grad_norm",
-    # fmt: skip
-    "zero_std_ratio",
-    "weights/version",
-    "weights/bytes",
-    "weights/delta_cosine",
-    "weights/codes_changed",
-    "eval/",
-)
-"""Metrics, or beginnings of their names, that do not depend on who computed what and when."""
-WHEN_CHECKED = "audit/identity_error"
-"""In the row of the iteration in which an actor was checked; one that is replaced is checked again.
-"""
-DIGITS = 9
-"""Of float64 means that are compared: sums in another order differ in the sixteenth."""
-
-
 RECOVERING = "recovering"
 KILL_S = 30.0
 """Ray asks a process to end, and sends SIGKILL to one that does not answer some seconds later."""
@@ -190,7 +157,7 @@ class FaultInjector(Progress):
 
     def _inject(self, fault: Fault) -> None:
         if fault.way not in TO_ACTORS:
-            self._strike_run(fault)
+            self._inject_run(fault)
             return
         pool = next(pool for pool in self.session.services.pools if pool.kind == fault.kind)
         member = next((member for member in pool.members if member.index == fault.actor), None)
@@ -226,7 +193,7 @@ class FaultInjector(Progress):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL if fault.way == "kill" else signal.SIGSTOP)
 
-    def _strike_run(self, fault: Fault) -> None:
+    def _inject_run(self, fault: Fault) -> None:
         if fault in self.done:
             return
         self.done.append(fault)
@@ -279,116 +246,3 @@ def is_alive(pid: int) -> bool:
         return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
         return False
-
-
-# ---- what came of it
-
-
-def outcome(run: RunDirectory, step: int) -> dict[str, str]:
-    """SHA-256 of all that must not depend on faults: LoRA, old policy, EMA and optimiser at
-    ``step``, what was selected, and the rows of the metrics, each of which counts its units once.
-    """
-    lora = b"".join(name.encode() + data for name, data in adapters(run, step).items())
-    parts = {
-        "lora": lora,
-        "selections": run.selections_file.read_bytes(),
-        "metrics": json.dumps(lasting(run.metrics())).encode(),
-    }
-    return {name: hashlib.sha256(data).hexdigest() for name, data in parts.items()}
-
-
-def lasting(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Of every row the metrics that do not depend on which actor computed what (``SAME``), to
-    ``DIGITS`` digits.
-    """
-
-    def plain(value: Any) -> Any:
-        return float(f"{value:.{DIGITS}g}") if isinstance(value, float) else value
-
-    def lasts(key: str) -> bool:
-        return key.startswith(SAME) and key != WHEN_CHECKED
-
-    return [{key: plain(row[key]) for key in sorted(row) if lasts(key)} for row in rows]
-
-
-@dataclass(frozen=True)
-class Recovery:
-    """Seconds after a fault until the loss was noticed, until another actor stood in the place, and
-    until the work that was lost had been done: a unit answered by another actor; of the learner,
-    its version published again. None: nobody missed it.
-    """
-
-    kind: str
-    way: str
-    noticed_s: float | None = None
-    replaced_s: float | None = None
-    answered_s: float | None = None
-
-
-def recoveries(events: Sequence[Mapping[str, Any]]) -> list[Recovery]:
-    """One per ``fault_injected`` among a run's events."""
-    found = []
-    for place, fault in enumerate(events):
-        if fault["event"] != "fault_injected":
-            continue
-        later, kind = events[place:], fault["kind"]
-
-        def since(
-            name: str,
-            start: float = -1.0,
-            fault: Mapping[str, Any] = fault,
-            later: Any = later,
-            **fields: Any,
-        ) -> float | None:
-            for event in later:
-                mine = event["event"] == name and all(
-                    event.get(key) == value for key, value in fields.items()
-                )
-                if mine and event["time"] - fault["time"] >= start:
-                    return round(event["time"] - fault["time"], 3)
-            return None
-
-        who = {"kind": kind, "actor": fault["actor"]}
-        if fault["way"] not in TO_ACTORS:  # the actor that is lost first, if any
-            first = next((event for event in later if event["event"] == "actor_died"), None)
-            if fault["way"] != "monitor" or first is None:
-                continue
-            kind = first["kind"]
-            who = {"kind": kind, "actor": first["actor"]}
-        noticed = since("actor_died", **who)
-        replaced = answered = None
-        if noticed is not None:
-            replaced = since("actor_replaced", noticed, **who)
-            restored = since("learner_restored", noticed)
-            answered = since("chunk_recovered", noticed, kind=kind) if kind != "learner" else None
-            if (
-                answered is None and restored is not None
-            ):  # what went with a node may send the run back to its checkpoint
-                answered = since("version_published", restored)
-        found.append(Recovery(kind, fault["way"], noticed, replaced, answered))
-    return found
-
-
-def recovery_table(found: Sequence[Recovery]) -> list[str]:
-    """Lines of a Markdown table: medians, largest in brackets, by service and kind of fault."""
-    lines = [
-        "| hit | how | times | noticed | replaced | answered or restored |",
-        "| --- | --- | --- | --- | --- | --- |",
-    ]
-    for kind in SERVICES:
-        for way in WORDS:
-            mine = [each for each in found if (each.kind, each.way) == (kind, way)]
-            if mine:
-                cells = [
-                    _cell([getattr(each, name) for each in mine])
-                    for name in ("noticed_s", "replaced_s", "answered_s")
-                ]
-                lines.append(f"| {kind} | {way} | {len(mine)} | {' | '.join(cells)} |")
-    return lines
-
-
-def _cell(values: Sequence[float | None]) -> str:
-    known = sorted(value for value in values if value is not None)
-    if not known:
-        return "not needed"
-    return f"{statistics.median(known):.1f} s" + (f" ({known[-1]:.1f} s)" if len(known) > 1 else "")

@@ -154,12 +154,12 @@ def hosted() -> Iterator[None]:
     here and on hosts.
     """
     patches = [
-        mock.patch(f"{module}.ActorServices", HostedServices)
-        for module in ("cluster.driver.session", "cluster.driver.offline")
+        mock.patch(f"cluster.driver.{module}.ActorServices", HostedServices)
+        for module in ("session", "offline")
     ]
     patches += [
-        mock.patch(f"{module}.join_or_start_ray", lambda config: False)
-        for module in ("cluster.driver.session", "cluster.driver.offline")
+        mock.patch(f"cluster.driver.{module}.join_or_start_ray", lambda config: False)
+        for module in ("train", "offline")
     ]
     patches.append(mock.patch.object(ray, "shutdown"))
     for patch in patches:

@@ -18,9 +18,8 @@ from configs.rewards import Rewards
 from configs.schema import RunConfig
 from tests.cluster.hosts import Kept
 
-IMAGES = (
-    np.arange(4, dtype=np.uint8)[:, None, None, None].repeat(3, 1).repeat(8, 2).repeat(8, 3)
-)  # means 0, 1, 2, 3
+# means 0, 1, 2, 3
+IMAGES = np.arange(4, dtype=np.uint8)[:, None, None, None].repeat(3, 1).repeat(8, 2).repeat(8, 3)
 PROMPTS = [Prompt("one"), Prompt("one"), Prompt("two"), Prompt("two", {"n": 2})]
 
 

@@ -13,7 +13,8 @@ from configs.schema import RunConfig
 from records.errors import RunFailed
 from records.rundir import RunDirectory
 from records.sinks import Sinks
-from tests.cluster.faults import Fault, FaultInjector, outcome
+from tests.cluster.faults import Fault, FaultInjector
+from tests.cluster.outcomes import outcome
 from tests.cluster.runs import run_here, tiny_config
 
 TWO: dict[str, Any] = {"evaluate__every": 1, "iterations": 2}

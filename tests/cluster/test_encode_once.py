@@ -15,7 +15,7 @@ from planning.layouts.gpus import Laid
 from planning.layouts.numbers import Group, Numbers
 from planning.make import make_plan
 from records.errors import RunFailed
-from tests.cluster.faults import outcome
+from tests.cluster.outcomes import outcome
 from tests.cluster.runs import run_here, tiny_config
 
 

@@ -14,8 +14,9 @@ from cluster.driver.iteration import Iteration
 from configs.load import ConfigError
 from records.errors import RunFailed
 from records.rundir import RunDirectory
-from tests.cluster.faults import Fault, FaultInjector, lasting, outcome
+from tests.cluster.faults import Fault, FaultInjector
 from tests.cluster.local import Played, play
+from tests.cluster.outcomes import lasting, outcome
 from tests.cluster.runs import adapters, run_here, selections, tiny_config
 from tests.learner.tiny import tiny_groups, tiny_trainer
 
@@ -89,10 +90,8 @@ def test_kills_change_nothing(alone, tiny_sd3_dir, tmp_path):
     """An explorer's replacement, and what a new learner exports after going back, have the older
     policy too; and two explorers do what one does alone.
     """
-    rollout, learner = (
-        Fault("rollout", "kill", 1, "regenerated"),
-        Fault("learner", "kill", 2, "regenerated"),
-    )
+    rollout = Fault("rollout", "kill", 1, "regenerated")
+    learner = Fault("learner", "kill", 2, "regenerated")
     injector = FaultInjector(rollout, learner)
     run = run_here(ahead(tiny_sd3_dir, tmp_path, "killed"), progress=injector)
     assert injector.done == [rollout, learner]
@@ -160,9 +159,8 @@ def test_without_it_an_iteration_is_explored_by_its_own_policy(played, tiny_sd3_
     assert newest.chosen[0] == played[0].chosen[0]
     means = [run.rows[1]["explore/reward_mean"] for run in (newest, played[0])]
     assert means[0] != means[1]  # other policies draw other images of the same noises
-    assert (
-        "previous.safetensors" in played[0].files() and "previous.safetensors" not in newest.files()
-    )
+    assert "previous.safetensors" in played[0].files()
+    assert "previous.safetensors" not in newest.files()
 
 
 @pytest.mark.parametrize("stop", [pytest.param(1, marks=pytest.mark.slow), 2])
@@ -239,6 +237,5 @@ def test_it_can_be_compared():
         (1, False),
     ]
     comparison = read_comparison(Request("ahead"))
-    assert [cell.tree.get("explore_ahead") for cell in comparison.cells] == [0, 1] and len(
-        comparison.seeds
-    ) == 3
+    assert [cell.tree.get("explore_ahead") for cell in comparison.cells] == [0, 1]
+    assert len(comparison.seeds) == 3

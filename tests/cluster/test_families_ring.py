@@ -81,28 +81,22 @@ def test_the_ring_runs_and_its_lora_draws_in_the_stock_pipeline(ray_here, reques
         ("iteration", 0),
         ("evaluation", 1),
     ]
-    assert (
-        rows[1]["samples_seen"] == 4
-        and rows[1]["policy_version"] == 0
-        and rows[1]["weights/version"] == 1
-    )
+    assert rows[1]["samples_seen"] == 4
+    assert rows[1]["policy_version"] == 0
+    assert rows[1]["weights/version"] == 1
     assert rows[1]["rewards/failed"] == 0 and 0 < rows[1]["weights/codes_changed"] < 1
     names = [event["event"] for event in run.events()]
-    assert (
-        names[0] == "run_started"
-        and names[-1] == "run_finished"
-        and names.count("actor_started") == 5
-    )
+    assert names[0] == "run_started"
+    assert names[-1] == "run_finished"
+    assert names.count("actor_started") == 5
     (chosen,) = [event for event in run.events() if event["event"] == "backend_chosen"]
-    assert chosen["backend"] == "emulated_nvfp4" and chosen["why"].startswith(
-        "auto: there is no NVFP4 kernel for cpu here"
-    )
+    assert chosen["backend"] == "emulated_nvfp4"
+    assert chosen["why"].startswith("auto: there is no NVFP4 kernel for cpu here")
     (selection,) = [json.loads(line) for line in run.selections_file.read_text().splitlines()]
     assert selection
     state = load_file(run.checkpoints / "step_000001" / "ema.safetensors")
-    assert all(
-        bool(tensor.abs().max() > 0.01) for key, tensor in state.items() if "lora_B" in key
-    )  # B starts at zero
+    # B starts at zero
+    assert all(bool(tensor.abs().max() > 0.01) for key, tensor in state.items() if "lora_B" in key)
 
     same_as_stock(name, directory, run, tmp_path / "lora", 1)
     shown = find_images(run.images).sources

@@ -24,16 +24,8 @@ from records.errors import RunFailed
 from records.lock import held
 from records.rundir import ANOTHER_RUN, RunDirectory
 from tests.cluster import nodes
-from tests.cluster.faults import (
-    SERVICES,
-    Fault,
-    FaultInjector,
-    Recovery,
-    Way,
-    outcome,
-    recoveries,
-    recovery_table,
-)
+from tests.cluster.faults import SERVICES, Fault, FaultInjector, Way
+from tests.cluster.outcomes import Recovery, outcome, recoveries, recovery_table
 from tests.cluster.poisoned import PoisonedEncoder, PoisonedRollout
 from tests.cluster.processes import kill_tree, start, wait_until
 from tests.cluster.runs import main_here, run_here, tiny_config, write_toml
@@ -128,10 +120,8 @@ def test_the_learner(undisturbed, tiny_sd3_dir, tmp_path, way, every, iteration,
     (restored,) = [event for event in events if event["event"] == "learner_restored"]
     assert (restored["iteration"], restored["during"]) == (back_to, iteration)
     versions = [event["version"] for event in events if event["event"] == "version_published"]
-    assert versions == [
-        *range(iteration + 1),
-        *range(back_to, 4),
-    ]  # the same version again, then on
+    # the same version again, then on
+    assert versions == [*range(iteration + 1), *range(back_to, 4)]
     assert injector.left_over == []
 
 
@@ -316,10 +306,8 @@ def test_a_node_is_lost(simulated, undisturbed, kind):
     ]
     homes = [event["node"] for event in started if (event["kind"], event["actor"]) == (kind, 0)]
     lost = [event for event in run.events() if event["event"] == "node_lost"]
-    assert (
-        all(event["node"] == homes[0] and f"{kind}-0" in event["actors"] for event in lost)
-        and len(lost) <= 1
-    )
+    assert all(event["node"] == homes[0] and f"{kind}-0" in event["actors"] for event in lost)
+    assert len(lost) <= 1
     if kind != "rollout":  # the other explorer may end the run before the new one is there
         assert len(homes) == 2 and len(lost) == 1
     assert homes[0] not in homes[1:]

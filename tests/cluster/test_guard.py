@@ -89,9 +89,8 @@ def test_it_moves_up_the_ladder_as_far_as_the_regenerating_precision():
         if name == "backend_moved"
     ]
     assert moves == [(0, "emulated_nvfp4", "fp8", 1), (1, "fp8", "bf16", 2)]
-    assert (
-        told.names.count("audit_low") == 4 and "bf16 is the finest precision here" in told.notes[-1]
-    )
+    assert told.names.count("audit_low") == 4
+    assert "bf16 is the finest precision here" in told.notes[-1]
 
 
 def test_while_a_move_is_under_way_nothing_is_counted():
@@ -193,18 +192,15 @@ def test_the_next_iteration_is_explored_in_the_finer_precision(tiny_sd3_dir, tmp
         seed=1,
     )
     assert run.rows[0]["audit/sign_agreement"] < 1 and run.rows[0]["audit/below"] == 1
-    assert backends(run) == ["emulated_nvfp4", "fp8"] and backends(same) == [
-        "emulated_nvfp4",
-        "emulated_nvfp4",
-    ]
+    assert backends(run) == ["emulated_nvfp4", "fp8"]
+    assert backends(same) == ["emulated_nvfp4", "emulated_nvfp4"]
     events = {event["event"]: event for event in run.events if event.get("iteration") == 0}
     assert events["audit_low"]["backend"] == "emulated_nvfp4"
     assert (events["backend_moved"]["after"], events["backend_moved"]["version"]) == ("fp8", 1)
     assert run.chosen[0] == same.chosen[0]
     proxies = [[row["explore/reward_mean"] for row in each.rows.values()] for each in (run, same)]
-    assert (
-        proxies[0][0] == proxies[1][0] and proxies[0][1] != proxies[1][1]
-    )  # other arithmetic, other images
+    # other arithmetic, other images
+    assert proxies[0][0] == proxies[1][0] and proxies[0][1] != proxies[1][1]
 
 
 def test_it_is_the_same_in_another_pool_and_order(moved, tiny_sd3_dir, tmp_path):

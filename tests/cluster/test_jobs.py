@@ -1,11 +1,10 @@
-"""Submitting: the files that are sent, the job that Ray is asked to run, the shipped deploy files.
+"""Submitting: the files that are sent, and the job that Ray is asked to run.
 
 The slow test uses a real head with its dashboard.
 """
 
 import json
 import os
-import re
 import shlex
 import subprocess
 import sys
@@ -13,17 +12,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import yaml
 
 from cli.main import _parser, main
 from cluster.jobs import submit as jobs
 from cluster.jobs.dashboard import client_of
 from configs.load import ConfigError, load
-from records.metrics import METRICS, exported_name
 from tests.cluster.head import ROOT, Head, wait_for
 from tests.cluster.runs import adapters, tiny_config, write_toml
-
-DEPLOY = ROOT / "deploy"
 
 
 def test_the_entrypoint_survives_a_shell():
@@ -130,86 +125,6 @@ def test_commands_that_cannot_be_are_told_so(capsys):
     assert "no Ray dashboard answers" in line and "http://HOST:8265" in line
 
 
-# ---- shipped files
-
-
-def test_the_shipped_runtime_env_is_what_submit_sends():
-    assert yaml.safe_load((DEPLOY / "runtime_env.yaml").read_text()) == jobs.RUNTIME_ENV
-    assert int(jobs.RUNTIME_ENV["env_vars"]["RAY_JOB_STOP_WAIT_TIME_S"]) >= 30
-    ignored = [
-        line
-        for line in (ROOT / ".rayignore").read_text().splitlines()
-        if line and not line.startswith("#")
-    ]
-    assert ignored == list(jobs.LEFT_OUT)
-
-
-def test_the_kuberay_manifest_trains_something_that_can_be():
-    manifest = yaml.safe_load((DEPLOY / "kuberay" / "rayjob.yaml").read_text())
-    spec = manifest["spec"]
-    assert (manifest["apiVersion"], manifest["kind"]) == ("ray.io/v1", "RayJob")
-    command = shlex.split(spec["entrypoint"])
-    assert command[:3] == ["python", "-m", "cluster"]
-    options = _parser().parse_args(command[3:])
-    config = load(options.config, options.overrides)
-    jobs.check_run_root_of_job(config)
-    env = yaml.safe_load(spec["runtimeEnvYAML"])
-    assert env["env_vars"] == jobs.RUNTIME_ENV["env_vars"]
-    cluster = spec["rayClusterSpec"]
-    assert cluster["autoscalerOptions"]["version"] == "v2"  # v1 takes no notice of labels
-    rollout, learner = cluster["workerGroupSpecs"]
-    assert (
-        rollout["rayStartParams"]["labels"]
-        == f"ray.io/accelerator-type={config.services.rollout.accelerator}"
-    )
-    most = config.services.rollout.max_actors
-    assert (
-        most is not None and rollout["maxReplicas"] * 8 * 1.0 >= most * config.services.rollout.gpus
-    )
-    grace = cluster["headGroupSpec"]["template"]["spec"]["terminationGracePeriodSeconds"]
-    assert grace > int(env["env_vars"]["RAY_JOB_STOP_WAIT_TIME_S"]) and learner["maxReplicas"] == 1
-
-
-def test_the_cluster_launcher_example_is_valid_for_ray():
-    from ray.autoscaler._private.util import prepare_config, validate_config
-
-    config = prepare_config(yaml.safe_load((DEPLOY / "cluster-launcher.yaml").read_text()))
-    validate_config(config)
-    assert len(config["provider"]["worker_ips"]) == config["max_workers"]
-
-
-def test_the_dashboard_asks_only_for_metrics_that_exist():
-    board = json.loads((DEPLOY / "grafana" / "dashboards" / "sol-rl.json").read_text())
-    known = {
-        exported_name(key) + ("" if metric.kind == "gauge" else "_total")
-        for key, metric in METRICS.items()
-    }
-    asked = {
-        name
-        for panel in board["panels"]
-        for target in panel["targets"]
-        for name in re.findall(r"sol_rl_\w+", target["expr"])
-    }
-    assert asked <= known, asked - known
-    wanted = (
-        "reward_train_mean",
-        "explore_contrast",
-        "audit_kendall_tau",
-        "busy_rollout",
-        "staleness",
-        "queue_reward",
-        "time_publish_s",
-    )
-    assert {f"sol_rl_{name}" for name in wanted} <= asked
-    source = yaml.safe_load(
-        (DEPLOY / "grafana/provisioning/datasources/prometheus.yaml").read_text()
-    )["datasources"][0]
-    assert {panel["datasource"]["uid"] for panel in board["panels"]} == {source["uid"]}
-    assert len({panel["id"] for panel in board["panels"]}) == len(board["panels"])
-    scraped = yaml.safe_load((DEPLOY / "prometheus.yml").read_text())["scrape_configs"]
-    assert [job["job_name"] for job in scraped] == ["sol-rl", "ray"]
-
-
 # ---- a real head
 
 
@@ -281,9 +196,8 @@ def test_a_submitted_job_is_watched_scaled_and_stopped_with_a_whole_checkpoint_a
             listed, env=head.env, capture_output=True, text=True, timeout=300, check=True
         ).stdout
     )
-    states = {
-        actor["name"]: actor["state"] for actor in actors if actor["name"].startswith("far/")
-    }  # as the dashboard has them
+    # as the dashboard has them
+    states = {actor["name"]: actor["state"] for actor in actors if actor["name"].startswith("far/")}
     assert states == {
         f"far/{kind}-0.0": "ALIVE"
         for kind in ("encoder", "rollout", "reward", "selector", "learner")
@@ -303,10 +217,8 @@ def test_a_submitted_job_is_watched_scaled_and_stopped_with_a_whole_checkpoint_a
     (checkpoint,) = (run / "checkpoints").glob("step_*")
     done = int(checkpoint.name[5:])
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    assert (
-        done == 1 + max(row["iteration"] for row in rows if row["kind"] == "iteration")
-        and done < 400
-    )
+    assert done == 1 + max(row["iteration"] for row in rows if row["kind"] == "iteration")
+    assert done < 400
     assert json.loads((run / "events.jsonl").read_text().splitlines()[-1])["event"] == "run_stopped"
 
     more = head.sol_rl(

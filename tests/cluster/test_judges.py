@@ -78,14 +78,14 @@ def test_all_images_of_a_prompt_are_compared_in_one_call(compared):
         whole, scoring = together(compared, parts)
         assert whole.values["place"].tolist() == [0, 1, 2, 3]
         assert whole.rewards.tolist() == [0, 2, 4, 6]
-        assert (scoring.scored, scoring.dropped) == (4, 0)
-        assert scoring.labels == {"mean", "place"}
-    assert scoring.scorer_means()["reward/place"] == 1.5
+        assert (scoring.tally.images, scoring.tally.dropped) == (4, 0)
+        assert scoring.tally.labels == {"mean", "place"}
+    assert scoring.tally.scorer_means()["reward/place"] == 1.5
 
 
 def test_evaluations_do_not_compare(compared):
     scored, scoring = compared.score(evaluation=True)
-    assert scored.rewards.tolist() == [0, 1, 2, 3] and scoring.labels == {"mean"}
+    assert scored.rewards.tolist() == [0, 1, 2, 3] and scoring.tally.labels == {"mean"}
 
 
 def test_images_that_are_gone_before_they_are_compared(compared):
@@ -116,6 +116,6 @@ def test_a_scorer_that_fails_to_compare_drops_the_prompt(ray_here):
     broken = {**COMPARED, "settings": {"fails": True}}
     with Harness(config([MEAN, broken])) as harness:
         whole, scoring = together(harness)
-        assert np.isnan(whole.rewards).all() and scoring.dropped == 4
+        assert np.isnan(whole.rewards).all() and scoring.tally.dropped == 4
         with pytest.raises(RunFailed, match="scoring failed for 4 of 4 images, .*no two alike"):
-            scoring.check_share()
+            scoring.tally.check_share()

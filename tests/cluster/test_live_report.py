@@ -95,30 +95,31 @@ def test_a_failure_is_told_once_for_as_long_as_it_is_the_same(
     assert one.notes == [f"the report is not written while the run goes on: {why}"]
 
 
-def test_a_program_that_is_not_there_is_a_failure_like_others(tmp_path: Path):
+@pytest.mark.parametrize(
+    ("program", "longest_s", "why"),
+    [
+        (("/nowhere/python",), 60, "No such file or directory"),
+        ((sys.executable, "-c", HANG), 0.2, "it took longer than 0.2 s"),
+    ],
+)
+def test_a_program_that_is_not_there_or_takes_too_long_is_a_failure_like_others(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    program: tuple[str, ...],
+    longest_s: float,
+    why: str,
+):
+    monkeypatch.setattr(live_report, "LONGEST_S", longest_s)
+
     async def go() -> Told:
-        one = Told(tmp_path, 0.01, "/nowhere/python")
+        one = Told(tmp_path, 0.01, *program)
         one.live.begin()
         async with asyncio.timeout(60):
             await one.told.wait()
         await one.live.close()
         return one
 
-    assert asyncio.run(go()).events == [("report_failed", {"why": "No such file or directory"})]
-
-
-def test_one_that_takes_too_long_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(live_report, "LONGEST_S", 0.2)
-
-    async def go() -> Told:
-        one = Told(tmp_path, 0.01, sys.executable, "-c", HANG)
-        one.live.begin()
-        async with asyncio.timeout(60):
-            await one.told.wait()
-        await one.live.close()
-        return one
-
-    assert asyncio.run(go()).events == [("report_failed", {"why": "it took longer than 0.2 s"})]
+    assert asyncio.run(go()).events == [("report_failed", {"why": why})]
 
 
 def test_the_program_writes_a_page_that_follows_the_run(tmp_path: Path):

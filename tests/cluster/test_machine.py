@@ -56,9 +56,8 @@ def test_disk_and_memory(tmp_path):
     assert done.stdout.split("\n") == [
         "No space left on device", str(1 << 17), "0.75", "0.01", "0.75", "-9", ""
     ], done.stderr  # fmt: skip
-    assert Path(MEMINFO).read_text().splitlines()[0] == before and not any(
-        (tmp_path / "disk").iterdir()
-    )
+    assert Path(MEMINFO).read_text().splitlines()[0] == before
+    assert not any((tmp_path / "disk").iterdir())
 
 
 def test_the_driver_stops_and_its_clock_jumps(tmp_path):

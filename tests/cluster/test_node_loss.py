@@ -18,7 +18,7 @@ from configs.services import Service
 from records.errors import RunFailed, StateLost
 
 
-class Worker:
+class Works:
     def work(self) -> str: ...
 
 
@@ -67,7 +67,7 @@ class Nodes:
             self.events.append((name, fields))
 
         return ActorPool(
-            "worker",
+            "service",
             self.spawn,
             Service(actors=actors, **service),
             tell,
@@ -97,7 +97,7 @@ def test_calls_to_a_lost_node_are_made_elsewhere_and_no_task_is_blamed():
 
     async def work() -> list[str]:
         nodes.silent.add("a")
-        calls = [asyncio.create_task(pool.call(Task(i), Worker.work)) for i in range(2)]
+        calls = [asyncio.create_task(pool.call(Task(i), Works.work)) for i in range(2)]
         while pool.members[0].sent < 2:
             await asyncio.sleep(0.01)
         nodes.notice("a")
@@ -117,7 +117,7 @@ def test_calls_under_way_leave_nothing_with_their_node():
     async def work() -> list[str]:
         before = len(nodes.gone["a"]._callbacks or ())
         nodes.silent.add("a")
-        calls = [asyncio.create_task(pool.call(Task(i), Worker.work)) for i in range(8)]
+        calls = [asyncio.create_task(pool.call(Task(i), Works.work)) for i in range(8)]
         while pool.members[0].sent < 8:
             await asyncio.sleep(0.01)
         assert len(nodes.gone["a"]._callbacks or ()) == before > 0
@@ -135,7 +135,7 @@ def test_an_idle_actor_is_replaced_before_anything_is_asked_of_it():
         nodes.notice("a")
         while not nodes.told("actor_replaced"):
             await asyncio.sleep(0.01)
-        return await pool.call(Task("x"), Worker.work)
+        return await pool.call(Task("x"), Works.work)
 
     assert run(pool, work) == "b"
     assert len(nodes.told("actor_died")) == 1 and not nodes.told("chunk_reissued")
@@ -153,7 +153,7 @@ def test_a_start_on_a_node_that_is_lost_meanwhile_is_made_on_another(monkeypatch
             await asyncio.sleep(0.01)
         nodes.notice("a")
         await asyncio.wait_for(starting, 30)
-        answer = await pool.call(Task("x"), Worker.work)
+        answer = await pool.call(Task("x"), Works.work)
         await pool.stop()
         return answer
 
@@ -168,15 +168,15 @@ def test_a_state_that_was_on_a_lost_node_is_lost_at_once(busy):
 
     async def work() -> str:
         nodes.silent.add("a")
-        call = asyncio.create_task(pool.call(Task("x"), Worker.work)) if busy else None
+        call = asyncio.create_task(pool.call(Task("x"), Works.work)) if busy else None
         while busy and not pool.members[0].sent:
             await asyncio.sleep(0.01)
         nodes.notice("a")
         await pool.failed.wait()
-        with pytest.raises(StateLost, match="the worker was lost: silent"):
-            await (call or pool.call(Task("y"), Worker.work))
+        with pytest.raises(StateLost, match="the service was lost: silent"):
+            await (call or pool.call(Task("y"), Works.work))
         await pool.renew("silent")
-        return await pool.call(Task("z"), Worker.work)
+        return await pool.call(Task("z"), Works.work)
 
     assert run(pool, work) == "b"
     assert len(nodes.told("actor_died")) == 1
@@ -205,7 +205,7 @@ def test_a_kill_by_rays_memory_monitor_is_a_loss_like_any_other(monkeypatch):
     monkeypatch.setattr(nodes, "send", killed_by_ray(nodes, "work", 1))
 
     async def work() -> str:
-        return await pool.call(Task("x"), Worker.work)
+        return await pool.call(Task("x"), Works.work)
 
     assert run(pool, work) == "a"
     why = "Ray killed it because its node is low on memory (RAY_memory_usage_threshold)"
@@ -220,11 +220,11 @@ def test_a_state_that_rays_memory_monitor_killed_is_lost_and_a_start_is_tried_ag
     monkeypatch.setattr(nodes, "send", killed_by_ray(nodes, "work", 1))
 
     async def work() -> str:
-        with pytest.raises(StateLost, match="the worker was lost: Ray killed it because its node"):
-            await pool.call(Task("x"), Worker.work)
+        with pytest.raises(StateLost, match="the service was lost: Ray killed it because its node"):
+            await pool.call(Task("x"), Works.work)
         monkeypatch.setattr(nodes, "send", killed_by_ray(nodes, "ready", LOW_MEMORY_STARTS - 1))
         await pool.renew("lost")
-        return await pool.call(Task("y"), Worker.work)
+        return await pool.call(Task("y"), Works.work)
 
     assert run(pool, work) == "a"
     told = nodes.told("actor_waits")
@@ -241,7 +241,7 @@ def test_a_node_that_stays_low_on_memory_is_given_a_minute(monkeypatch):
     pool = nodes.pool()
     monkeypatch.setattr("cluster.runtime.starting.asyncio.sleep", sleep)
     monkeypatch.setattr(nodes, "send", killed_by_ray(nodes, "ready", LOW_MEMORY_STARTS))
-    with pytest.raises(RunFailed, match="worker actor 0 did not start: Ray killed it because"):
+    with pytest.raises(RunFailed, match="service actor 0 did not start: Ray killed it because"):
         asyncio.run(pool.start())
     assert slept == [1, 2, 4, 8, 16, 32]
 
@@ -256,7 +256,7 @@ def test_a_driver_that_was_stopped_calls_nobody_silent(monkeypatch):
     async def work() -> Any:
         member, late = pool.members[0], asyncio.get_running_loop().create_future()
         monkeypatch.setattr(nodes, "send", lambda handle, call: [late])
-        call = asyncio.create_task(pool.ask(member, Worker.work))
+        call = asyncio.create_task(pool.ask(member, Works.work))
 
         async def stopped(alarm: Alarm, due: float, answer: asyncio.Future[Any]) -> None:
             if now[0] < due == 5.0:

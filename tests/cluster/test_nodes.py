@@ -24,12 +24,10 @@ def test_requested_places_are_reserved_until_the_request_is_withdrawn(ray_here):
     home = {node["NodeID"] for node in ray.nodes() if node["Alive"]}
     granted = wait_for(lambda: requests.granted("a"), 30)
     assert len(granted) == 2 and set(granted) <= home
-    assert (
-        requests.granted("b") is None
-        and requests.granted("c") is None
-        and "b" in requests
-        and "c" not in requests
-    )
+    assert requests.granted("b") is None
+    assert requests.granted("c") is None
+    assert "b" in requests
+    assert "c" not in requests
     wait_for(lambda: cpus(free_nodes()) == pytest.approx(before - 1, abs=0.01), 30)
     requests.withdraw()
     assert "a" not in requests

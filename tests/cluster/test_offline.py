@@ -100,14 +100,11 @@ def test_evaluate_compares_base_and_adapters(undisturbed, tmp_path, capsys):
 
 
 def test_standard_errors_are_clustered_by_prompt():
-    values = np.array(
-        [[1.0, 3.0], [4.0, 4.0], [np.nan, 6.0]]
-    )  # prompt means 2, 4, 6: variance 4, error sqrt(4/3)
+    # prompt means 2, 4, 6: variance 4, error sqrt(4/3)
+    values = np.array([[1.0, 3.0], [4.0, 4.0], [np.nan, 6.0]])
     assert clustered_error(values) == pytest.approx((4 / 3) ** 0.5)
     assert np.isnan(clustered_error(values[:1]))
     row = Evaluation(values, {"a": values}, np.zeros((0, 2, 3, 1, 1), np.uint8)).row(values - 0.5)
-    assert (
-        row["eval/gain"] == pytest.approx(0.5)
-        and row["eval/gain_stderr"] == 0
-        and row["reward/eval/a"] == pytest.approx(18 / 5)
-    )
+    assert row["eval/gain"] == pytest.approx(0.5)
+    assert row["eval/gain_stderr"] == 0
+    assert row["reward/eval/a"] == pytest.approx(18 / 5)

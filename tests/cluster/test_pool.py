@@ -75,9 +75,8 @@ def test_a_killed_actor_is_replaced_and_its_units_are_answered_once(ray_here, tm
         answers = await asyncio.gather(
             pool.call(Task("x"), Echo.fatal, str(tmp_path / "died"), 99), *calls
         )
-        while (
-            "actor_replaced" not in harness.names()
-        ):  # the other actor may have answered everything before that
+        # the other actor may have answered everything before that
+        while "actor_replaced" not in harness.names():
             await asyncio.sleep(0.1)
         return answers
 
@@ -124,10 +123,8 @@ def test_the_unit_that_an_actor_was_at_is_blamed_and_not_the_one_behind_it(ray_h
     (recovered,) = [fields for name, fields in harness.events if name == "chunk_recovered"]
     assert (recovered["unit"], recovered["retries"]) == ("good", 1)  # then it goes alone
     mine = [span for span in harness.spans if span.work == "good"]
-    assert [(span.attempt, span.outcome) for span in mine] == [
-        (0, "lost"),
-        (1, "done"),
-    ]  # counted, though it was not to blame
+    # counted, though it was not to blame
+    assert [(span.attempt, span.outcome) for span in mine] == [(0, "lost"), (1, "done")]
 
 
 def test_a_unit_that_is_lost_with_others_is_not_taken_for_their_killer(ray_here):
@@ -301,9 +298,8 @@ def test_what_goes_wrong_in_the_driver_ends_the_run_instead_of_being_waited_for(
         )
 
     for error in harness.run(work):
-        assert isinstance(error, RunFailed) and "No space left on device: 'events.jsonl'" in str(
-            error
-        )
+        assert isinstance(error, RunFailed)
+        assert "No space left on device: 'events.jsonl'" in str(error)
 
 
 def test_the_last_one_benched_while_another_fails_to_start_ends_the_run(ray_here, tmp_path):

@@ -51,20 +51,17 @@ def test_actors_of_their_own_change_no_score(shared):
     speed is told per scorer.
     """
     together, scoring = shared.score(rewards_of(MEAN, JPEG))
-    means = scoring.scorer_means()
+    means = scoring.tally.scorer_means()
     assert means["reward/mean"] == 1.5 and "rewards/stood_in" not in means
-    assert (
-        means["rewards/images_per_s/mean"] > 0
-        and means["rewards/images_per_s/jpeg_compressibility"] > 0
-    )
+    assert means["rewards/images_per_s/mean"] > 0
+    assert means["rewards/images_per_s/jpeg_compressibility"] > 0
     with Harness(
         config([MEAN, JPEG], {"actors": 1}, own={"jpeg_compressibility": {"actors": 1}})
     ) as harness:
         apart, _ = harness.score()
         assert sum(event.startswith("actor_started") for event in harness.events) == 2
-    assert np.array_equal(together.rewards, apart.rewards) and list(apart.values) == list(
-        together.values
-    )
+    assert np.array_equal(together.rewards, apart.rewards)
+    assert list(apart.values) == list(together.values)
     assert all(
         np.array_equal(apart.values[label], together.values[label]) for label in apart.values
     )
@@ -73,9 +70,8 @@ def test_actors_of_their_own_change_no_score(shared):
 def test_held_out_scorers_score_evaluations_only(shared):
     rewards = rewards_of(MEAN, evaluation_scorers=[JPEG], normalise="zscore")
     trained, _ = shared.score(rewards)
-    assert set(trained.values) == {"mean"} and trained.rewards[0] == pytest.approx(
-        -1.5 / np.sqrt(1.25)
-    )
+    assert set(trained.values) == {"mean"}
+    assert trained.rewards[0] == pytest.approx(-1.5 / np.sqrt(1.25))
     evaluated, _ = shared.score(rewards, evaluation=True)
     assert set(evaluated.values) == {"mean", "jpeg_compressibility"}
     assert evaluated.rewards.tolist() == [0, 1, 2, 3]
@@ -83,9 +79,9 @@ def test_held_out_scorers_score_evaluations_only(shared):
 
 def test_an_exception_that_passes_costs_nothing(shared):
     scored, scoring = shared.score(rewards_of(misbehaves("once raises")))
-    assert scored.rewards.tolist() == [0, 1, 2, 3] and scoring.dropped == 0
+    assert scored.rewards.tolist() == [0, 1, 2, 3] and scoring.tally.dropped == 0
     assert any("chunk_reissued" in event and "out of paint" in event for event in shared.events)
-    scoring.check_share()
+    scoring.tally.check_share()
 
 
 @pytest.mark.parametrize(
@@ -102,19 +98,19 @@ def test_a_lasting_trouble_is_dropped_counted_and_never_a_zero(shared, kind, dro
     before = len(shared.events)
     scored, scoring = shared.score(rewards_of(MEAN, misbehaves(kind), max_failed_share=0.2))
     lost = np.isnan(scored.rewards)
-    assert lost.sum() == dropped == scoring.dropped and scoring.scored == 4
+    assert lost.sum() == dropped == scoring.tally.dropped and scoring.tally.images == 4
     assert scored.values["mean"].tolist() == [0, 1, 2, 3]  # the good scorer's scores stand
     assert sum("chunk_reissued" in event for event in shared.events[before:]) == 1
     with pytest.raises(
         RunFailed,
         match=f"scoring failed for {dropped} of 4 images, .*max_failed_share = 0.2.*{why}",
     ):
-        scoring.check_share()
+        scoring.tally.check_share()
 
 
 def test_the_share_that_is_allowed_is_allowed(shared):
     _, scoring = shared.score(rewards_of(misbehaves("infinite"), max_failed_share=0.25))
-    scoring.check_share()
+    scoring.tally.check_share()
 
 
 def test_an_optional_scorer_may_fail(shared):
@@ -123,8 +119,8 @@ def test_an_optional_scorer_may_fail(shared):
     )
     # its scores are 0, 1, 2 and a failure: their mean 1 stands in
     assert scored.rewards.tolist() == [0, 2, 4, 4] and np.isnan(scored.values["infinite"][3])
-    assert scoring.dropped == 0 and scoring.scorer_means()["rewards/stood_in"] == 1
-    scoring.check_share()
+    assert scoring.tally.dropped == 0 and scoring.tally.scorer_means()["rewards/stood_in"] == 1
+    scoring.tally.check_share()
 
 
 def test_a_pool_is_normalised_as_a_whole(shared):
@@ -137,9 +133,8 @@ def test_a_pool_is_normalised_as_a_whole(shared):
     parts = shared.wait(*halves)
     assert parts[0].rewards.tolist() == parts[1].rewards.tolist() == [-1, 1]
     whole = Scored.concatenate(parts)
-    assert np.allclose(whole.rewards, (np.arange(4) - 1.5) / np.sqrt(1.25)) and whole.values[
-        "mean"
-    ].tolist() == [0, 1, 2, 3]
+    assert np.allclose(whole.rewards, (np.arange(4) - 1.5) / np.sqrt(1.25))
+    assert whole.values["mean"].tolist() == [0, 1, 2, 3]
 
 
 def test_evaluations_are_scored_once_by_content(ray_here, tmp_path):
@@ -147,14 +142,12 @@ def test_evaluations_are_scored_once_by_content(ray_here, tmp_path):
     with Harness(
         config([misbehaves("counts", settings={"mark": str(log)})], {"actors": 1})
     ) as harness:
-        (first, scoring), (second, again) = (
-            harness.score(evaluation=True),
-            harness.score(evaluation=True),
-        )
+        (first, scoring) = harness.score(evaluation=True)
+        (second, again) = harness.score(evaluation=True)
         assert np.array_equal(first.rewards, second.rewards) and log.read_text() == "4\n"
-        assert (
-            scoring.speeds()["rewards/images_per_s/counts"] > 0 and again.speeds() == {}
-        )  # remembering is no work
+        # remembering is no work
+        assert scoring.tally.speeds()["rewards/images_per_s/counts"] > 0
+        assert again.tally.speeds() == {}
         harness.score()
         harness.score()
         assert log.read_text() == "4\n4\n4\n"  # in training nothing is remembered
@@ -167,7 +160,7 @@ def test_a_killed_and_a_hanging_scorer_are_scored_elsewhere(ray_here, tmp_path, 
     """
     with Harness(config([misbehaves(kind, settings={"mark": str(tmp_path / "mark")})])) as harness:
         scored, scoring = harness.score()
-        assert scored.rewards.tolist() == [0, 1, 2, 3] and scoring.dropped == 0
+        assert scored.rewards.tolist() == [0, 1, 2, 3] and scoring.tally.dropped == 0
         died = [event for event in harness.events if event.startswith("actor_died")]
         assert len(died) == 1 and ("no answer for 2 s" in died[0]) == (kind == "once hangs")
 
@@ -180,17 +173,15 @@ def test_a_batch_that_nobody_survives_is_dropped_and_counted(ray_here, kind):
     )
     with Harness(run) as harness:
         scored, scoring = harness.score()
-        assert (
-            scored.values["mean"].tolist() == [0, 1, 2, 3]
-            and np.isnan(scored.rewards).all()
-            and scoring.dropped == 4
-        )
+        assert scored.values["mean"].tolist() == [0, 1, 2, 3]
+        assert np.isnan(scored.rewards).all()
+        assert scoring.tally.dropped == 4
         assert sum(event.startswith("actor_died") for event in harness.events) == 2
     why = "no answer for 2 s" if kind == "hangs" else "died"
     with pytest.raises(
         RunFailed, match=rf"4 of 4 images, .* last: scorers.bad: .*failed 2 times.*{why}"
     ):
-        scoring.check_share()
+        scoring.tally.check_share()
 
 
 def test_a_service_that_is_all_gone_ends_the_run(ray_here):
@@ -209,7 +200,7 @@ def test_lost_images_are_no_failure_of_the_scorer():
     scoring = Scoring(rewards_of(MEAN), RewardService({"reward": (Gone(), ("mean",))}))  # type: ignore[dict-item]
     with pytest.raises(InputsLost):
         asyncio.run(scoring.score("x", None, PROMPTS, (0,)))
-    assert scoring.scored == scoring.dropped == 0
+    assert scoring.tally.images == scoring.tally.dropped == 0
 
 
 def test_unknown_groups_are_refused():
@@ -244,9 +235,7 @@ def test_a_run_with_a_group_of_its_own_and_a_held_out_scorer(
         assert row["reward/eval_mean"] == pytest.approx(row["reward/eval/jpeg_compressibility"])
         assert row["rewards/images_per_s/jpeg_incompressibility"] > 0
     last = [row for row in rows if row["kind"] == "iteration"][-1]
-    assert (
-        "reward/jpeg_incompressibility" not in last
-        and last["rewards/images_per_s/jpeg_compressibility"] > 0
-    )
+    assert "reward/jpeg_incompressibility" not in last
+    assert last["rewards/images_per_s/jpeg_compressibility"] > 0
     started = [event["kind"] for event in run.events() if event["event"] == "actor_started"]
     assert started.count("scorers.jpeg_compressibility") == 1 and started.count("reward") == 1

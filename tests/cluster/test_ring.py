@@ -37,19 +37,15 @@ def test_the_run_leaves_what_it_should(undisturbed):
         ("evaluation", 3),
     ]
     last = rows[3]
-    assert (
-        last["samples_seen"] == 3 * 2 * 4
-        and last["policy_version"] == 2
-        and last["weights/version"] == 3
-    )
+    assert last["samples_seen"] == 3 * 2 * 4
+    assert last["policy_version"] == 2
+    assert last["weights/version"] == 3
     assert last["explore/contrast"] == pytest.approx(
         last["explore/reward_best"] - last["explore/reward_worst"]
     )
-    assert (
-        last["rewards/failed"] == 0
-        and last["rollout/reissued"] == 0
-        and -1 <= last["audit/kendall_tau"] <= 1
-    )
+    assert last["rewards/failed"] == 0
+    assert last["rollout/reissued"] == 0
+    assert -1 <= last["audit/kendall_tau"] <= 1
     assert 0 < last["weights/codes_changed"] < 1
     names = [event["event"] for event in undisturbed.events()]
     assert names[0] == "run_started" and names[-1] == "run_finished"
@@ -64,9 +60,8 @@ def test_the_lora_moved_away_from_its_start(undisturbed):
     now = load_file(undisturbed.checkpoints / "step_000003" / "adapter.safetensors")
     b = [key for key in now if "lora_B" in key]
     moved = [key for key in b if now[key].abs().max() > 0.01]  # B starts at zero
-    assert (
-        len(moved) > len(b) // 2
-    )  # the last block's context queries reach no output, so they cannot move
+    # the last block's context queries reach no output, so they cannot move
+    assert len(moved) > len(b) // 2
     assert all(not torch.equal(now[key], old[key]) for key in moved)
 
 

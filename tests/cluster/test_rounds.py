@@ -122,12 +122,8 @@ def test_updates_and_rounds_take_turns_in_one_order():
 
     asyncio.run(work())
     orders = [["generate" if m == "stand_by" else m for m, _ in one] for one in pool.done]
-    assert orders[0] == orders[1] and sorted(orders[0]) == [
-        "export",
-        "generate",
-        "generate",
-        "update",
-    ]
+    assert orders[0] == orders[1]
+    assert sorted(orders[0]) == ["export", "generate", "generate", "update"]
 
 
 def test_who_no_longer_waits_does_not_stop_a_round():

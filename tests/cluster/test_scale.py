@@ -46,20 +46,17 @@ def test_a_pool_grows_and_shrinks_under_load_and_every_unit_counts_once(ray_here
     answers = harness.run(work)
     assert sizes == [(3, 3), (1, 1), (2, 2)]
     assert [unit for unit, _ in answers] == list(range(len(answers)))
-    assert sorted(int(line) for line in path.read_text().split()) == list(
-        range(len(answers))
-    )  # none twice
+    # none twice
+    assert sorted(int(line) for line in path.read_text().split()) == list(range(len(answers)))
     assert harness.pool.reissued == 0
     assert len({pid for _, pid in answers}) == 4  # actor 0; 1 and 2; 3
     named = {
         kind: [fields["actor"] for name, fields in harness.events if name == kind]
         for kind in ("actor_added", "actor_removed")
     }
-    assert (
-        sorted(named["actor_removed"]) == [1, 2]
-        and sorted(named["actor_added"][:2]) == [1, 2]
-        and named["actor_added"][2] == 3
-    )
+    assert sorted(named["actor_removed"]) == [1, 2]
+    assert sorted(named["actor_added"][:2]) == [1, 2]
+    assert named["actor_added"][2] == 3
     assert sorted(harness.released) == ["echo-1", "echo-2"]
 
 
@@ -187,9 +184,8 @@ def test_a_run_that_sizes_itself_trains_the_same_bits(
         if event["event"] == "pool_scaled"
     ]
     assert scaled == [(1, 2), (2, 1)]
-    assert selections(run) == selections(undisturbed) and adapters(run, 3) == adapters(
-        undisturbed, 3
-    )
+    assert selections(run) == selections(undisturbed)
+    assert adapters(run, 3) == adapters(undisturbed, 3)
 
 
 def test_sizes_that_are_not_allowed_or_have_no_room_are_refused_and_the_run_goes_on(
@@ -250,10 +246,8 @@ def test_a_pool_that_changed_is_measured_anew():
     assert [scaler.size_after(4, row(WAITS)) for _ in range(2)] == [4, 5]
     assert [scaler.size_after(5, row(WAITS)) for _ in range(2)] == [5, 6]  # patience again
     assert scaler.size_after(6, row(WAITS)) == 6
-    assert [scaler.size_after(8, row(WAITS)) for _ in range(2)] == [
-        8,
-        10,
-    ]  # somebody scaled it to 8
+    # somebody scaled it to 8
+    assert [scaler.size_after(8, row(WAITS)) for _ in range(2)] == [8, 10]
     no_room = [scaler.size_after(8, row(WAITS)) for _ in range(2)]
     assert no_room == [8, 10]  # it could not grow: asked again after as much patience
 

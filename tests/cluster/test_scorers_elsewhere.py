@@ -43,20 +43,19 @@ def test_a_server_that_fails_or_is_slow_is_asked_by_another_actor_and_then_count
     before = len(harness.events)
     server.answers = [trouble]
     scored, scoring = harness.score()
-    assert scored.rewards.tolist() == [0, 2, 4, 6] and scoring.dropped == 0  # the mean twice
+    assert scored.rewards.tolist() == [0, 2, 4, 6] and scoring.tally.dropped == 0  # the mean twice
     failed, recovered = (
         next(event for event in harness.events[before:] if event.startswith(kind))
         for kind in ("chunk_reissued", "chunk_recovered")
     )
-    assert why in failed and re.findall(r"'actor': (\d)", failed) != re.findall(
-        r"'actor': (\d)", recovered
-    )
+    assert why in failed
+    assert re.findall(r"'actor': (\d)", failed) != re.findall(r"'actor': (\d)", recovered)
     server.answers = [trouble] * 2
     scored, scoring = harness.score()
     assert scored.values["mean"].tolist() == [0, 1, 2, 3] and np.isnan(scored.values["http"]).all()
-    assert np.isnan(scored.rewards).all() and len(scored.rewards) == 4 == scoring.dropped
+    assert np.isnan(scored.rewards).all() and len(scored.rewards) == 4 == scoring.tally.dropped
     with pytest.raises(RunFailed, match="scoring failed for 4 of 4 images, .*max_failed_share"):
-        scoring.check_share()
+        scoring.tally.check_share()
 
 
 @pytest.mark.slow

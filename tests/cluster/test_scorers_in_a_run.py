@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -26,40 +28,44 @@ MIX = (
 )
 
 
+SMALL = {
+    **{"iterations": 1, "prompts.per_iteration": 2, "selection.keep": 4},
+    **{"explore.pool_size": 8, "explore.chunk_size": 8, "explore.steps": 2},
+    **{"regenerate.steps": 3, "optimizer.batch_size": 8},
+    **{"evaluate.steps": 3, "evaluate.prompts": 2, "evaluate.noises": 2},
+}
+
+
+def trained(
+    root: Path, capsys: pytest.CaptureFixture[str], changes: Mapping[str, Any]
+) -> RunDirectory:
+    """A small run of the quickstart by the command; ``changes`` has its name."""
+    given = {**SMALL, "run_root": root, **changes}
+    words = [word for key, value in given.items() for word in ("--set", f"{key}={value}")]
+    assert main_here("train", "quickstart", *words) == 0, capsys.readouterr().err
+    return RunDirectory(root / changes["name"])
+
+
 @needs_clip
 def test_three_scorers_train_the_shapes_model_end_to_end(ray_here, tmp_path, capsys):
     """By the command, normalised per group; every scorer is in the rows of training and of the
     evaluations, and in the report.
     """
-    overrides = {
-        "name": "mix",
-        "run_root": tmp_path,
-        "iterations": 1,
-        "rewards.scorers": MIX,
-        "rewards.normalise": "zscore",
-        "prompts.per_iteration": 2,
-        "explore.pool_size": 8,
-        "explore.chunk_size": 4,
-        "explore.steps": 2,
-        "selection.keep": 4,
-        "regenerate.steps": 3,
-        "evaluate.steps": 3,
-        "evaluate.prompts": 4,
-        "evaluate.noises": 2,
-        "optimizer.batch_size": 8,
-    }
-    given = [word for key, value in overrides.items() for word in ("--set", f"{key}={value}")]
-    assert main_here("train", "quickstart", *given) == 0, capsys.readouterr().err
-    run = RunDirectory(tmp_path / "mix")
+    run = trained(
+        tmp_path,
+        capsys,
+        {
+            **{"name": "mix", "rewards.scorers": MIX, "rewards.normalise": "zscore"},
+            **{"explore.chunk_size": 4, "evaluate.prompts": 4},
+        },
+    )
     rows = run.metrics()
     labels = ("shapes", "clipscore", "jpeg_incompressibility")
     for row in (row for row in rows if row["kind"] == "iteration"):
         assert row["rewards/failed"] == 0 and row["grad_norm"] > 0
-        assert (
-            0 <= row["reward/shapes"] <= 1
-            and -1 <= row["reward/clipscore"] <= 1
-            and row["reward/jpeg_incompressibility"] > 0.3
-        )
+        assert 0 <= row["reward/shapes"] <= 1
+        assert -1 <= row["reward/clipscore"] <= 1
+        assert row["reward/jpeg_incompressibility"] > 0.3
         assert all(row[f"rewards/images_per_s/{label}"] > 0 for label in labels)
     evaluations = [row for row in rows if row["kind"] == "evaluation"]
     assert len(evaluations) == 2
@@ -67,14 +73,11 @@ def test_three_scorers_train_the_shapes_model_end_to_end(ray_here, tmp_path, cap
         raw = [row[f"reward/eval/{label}"] for label in labels]
         assert row["reward/eval_mean"] == pytest.approx(raw[0] + raw[1] + 0.5 * raw[2], rel=1e-5)
     kept = json.loads((run.path / "evaluations" / "step_000001.json").read_text())["scores"]
-    assert set(kept) == set(labels) and all(
-        len(grid) == 4 and len(grid[0]) == 2 for grid in kept.values()
-    )
+    assert set(kept) == set(labels)
+    assert all(len(grid) == 4 and len(grid[0]) == 2 for grid in kept.values())
     text = page_of(run.path).text
-    assert (
-        all(f"Scorer {label}" in text for label in labels)
-        and "What rose, and at whose cost" in text
-    )
+    assert all(f"Scorer {label}" in text for label in labels)
+    assert "What rose, and at whose cost" in text
 
 
 @pytest.mark.slow
@@ -88,29 +91,19 @@ def test_geneval_prompts_train_by_a_detector_end_to_end(ray_here, tmp_path, caps
         (tmp_path / f"{part}.jsonl").write_text("\n".join(lines))
     settings = {"detector": str(tmp_path / "detector"), "clip": "shapes/clip", "threshold": 0.0}
     told = ", ".join(f"{key} = {json.dumps(value)}" for key, value in settings.items())
-    overrides = {
-        "name": "geneval",
-        "run_root": tmp_path,
-        "iterations": 1,
-        "rewards.scorers": f'[{{name = "geneval", settings = {{{told}}}}}]',
-        "prompts.train": tmp_path / "train.jsonl",
-        "prompts.test": tmp_path / "test.jsonl",
-        "prompts.per_iteration": 2,
-        "explore.pool_size": 8,
-        "explore.chunk_size": 8,
-        "explore.steps": 2,
-        "selection.keep": 4,
-        "regenerate.steps": 3,
-        "evaluate.steps": 3,
-        "evaluate.prompts": 2,
-        "evaluate.noises": 2,
-        "optimizer.batch_size": 8,
-    }
-    given = [word for key, value in overrides.items() for word in ("--set", f"{key}={value}")]
-    assert main_here("train", "quickstart", *given) == 0, capsys.readouterr().err
-    rows = RunDirectory(tmp_path / "geneval").metrics()
-    (trained,) = (row for row in rows if row["kind"] == "iteration")
-    assert trained["rewards/failed"] == 0 and 0 <= trained["reward/geneval"] <= 1
+    run = trained(
+        tmp_path,
+        capsys,
+        {
+            "name": "geneval",
+            "rewards.scorers": f'[{{name = "geneval", settings = {{{told}}}}}]',
+            "prompts.train": tmp_path / "train.jsonl",
+            "prompts.test": tmp_path / "test.jsonl",
+        },
+    )
+    rows = run.metrics()
+    (training,) = (row for row in rows if row["kind"] == "iteration")
+    assert training["rewards/failed"] == 0 and 0 <= training["reward/geneval"] <= 1
     (first, last) = (row["reward/eval/geneval"] for row in rows if row["kind"] == "evaluation")
     assert 0 <= first <= 1 and 0 <= last <= 1
 
@@ -139,17 +132,14 @@ def test_a_scorer_that_is_killed_or_hangs_costs_an_actor_and_nothing_else(
     undisturbed, tiny_sd3_dir, tmp_path, kind, why
 ):
     run = run_here(troubled(tiny_sd3_dir, tmp_path, kind, services__reward__deadline_s=10.0))
-    assert selections(run) == selections(undisturbed) and adapters(run, 3) == adapters(
-        undisturbed, 3
-    )
+    assert selections(run) == selections(undisturbed)
+    assert adapters(run, 3) == adapters(undisturbed, 3)
     events = run.events()
     assert events[-1]["event"] == "run_finished"
-    died = [
-        event for event in events if event["event"] == "actor_died"
-    ]  # more than one where the machine is very busy
-    assert {event["kind"] for event in died} == {"reward"} and any(
-        why in event["why"] for event in died
-    )
+    # more than one where the machine is very busy
+    died = [event for event in events if event["event"] == "actor_died"]
+    assert {event["kind"] for event in died} == {"reward"}
+    assert any(why in event["why"] for event in died)
     assert any(event["event"] == "chunk_reissued" and event["kind"] == "reward" for event in events)
     assert all(row["rewards/failed"] == 0 for row in run.metrics() if row["kind"] == "iteration")
 
@@ -159,14 +149,12 @@ def test_a_scorer_that_lies_is_left_out_where_it_is_optional_and_ends_the_run_wh
     undisturbed, tiny_sd3_dir, tmp_path
 ):
     run = run_here(troubled(tiny_sd3_dir, tmp_path, "nan", scorer={"required": False}))
-    assert selections(run) == selections(undisturbed) and adapters(run, 3) == adapters(
-        undisturbed, 3
-    )
+    assert selections(run) == selections(undisturbed)
+    assert adapters(run, 3) == adapters(undisturbed, 3)
     rows = run.metrics()
     for row in (row for row in rows if row["kind"] == "iteration"):
-        assert (
-            row["rewards/failed"] == 0 and row["rewards/stood_in"] == 2 * 8 + 2 * 4
-        )  # explored and regenerated
+        # explored and regenerated
+        assert row["rewards/failed"] == 0 and row["rewards/stood_in"] == 2 * 8 + 2 * 4
         assert "reward/bad" not in row
     for row in (row for row in rows if row["kind"] == "evaluation"):
         assert row["reward/eval/bad"] is None or math.isnan(row["reward/eval/bad"])

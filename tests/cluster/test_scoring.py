@@ -52,5 +52,5 @@ def test_parts_of_a_prompt_are_combined_once(monkeypatch):
         return (await scoring.together("all", parts, [], prompt, ())).rewards
 
     rewards = asyncio.run(score())
-    assert combined == [18] and (scoring.scored, scoring.dropped) == (18, 6)
+    assert combined == [18] and (scoring.tally.images, scoring.tally.dropped) == (18, 6)
     assert np.isnan(rewards).tolist() == [False, False, True] * 6

@@ -8,13 +8,15 @@ import numpy as np
 import pytest
 
 import tests.cluster.local as local
+from actors.messages import Scores
 from actors.reward import RewardActor
 from cluster.driver.exploration import Exploration, SeedLedger
-from cluster.driver.scoring import TOLERANCE, ConstantScores, Scoring, disagreement
+from cluster.driver.score_tally import ConstantScores, ScoreTally
+from cluster.driver.scoring import TOLERANCE, disagreement
 from configs.rewards import Rewards
 from records.errors import RunFailed
 from rewards.base import ScorerError
-from rewards.combine import WeightedScorer
+from rewards.combine import Combination, WeightedScorer
 from tests.cluster.local import play
 from tests.cluster.runs import tiny_config
 
@@ -117,14 +119,15 @@ def test_constant_scores_are_counted_in_a_row():
     notes: list[str] = []
     watch = ConstantScores(lambda name, **fields: events.append((name, fields)), notes.append)
 
-    def scoring(values: list[float]) -> Scoring:
-        made = Scoring(
-            Rewards.model_validate({"scorers": [{"name": "jpeg_compressibility"}]}), None
+    def tally(*values: float) -> ScoreTally:
+        made = ScoreTally(Combination.from_config(rewards), {"jpeg_compressibility"}, 1.0)
+        made.answered(
+            [Scores({"jpeg_compressibility": np.array(part)}) for part in (values[:1], values[1:])]
         )
-        made._found = {"jpeg_compressibility": [np.array(values[:1]), np.array(values[1:])]}
         return made
 
-    same, other, few = scoring([0.5] * 4), scoring([0.5] * 3 + [0.6]), scoring([0.5] * 3)
+    rewards = Rewards.model_validate({"scorers": [{"name": "jpeg_compressibility"}]})
+    same, other, few = tally(*[0.5] * 4), tally(0.5, 0.5, 0.5, 0.6), tally(*[0.5] * 3)
     for iteration, one in enumerate([same, same, other, same, few, same, same]):
         watch.observe(iteration, one)
     with pytest.raises(RunFailed, match="iteration 7"):

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from records.errors import RunFailed, Stopped
-from tests.cluster.faults import RECOVERING, RUN, SERVICES, TO_ACTORS, Fault, FaultInjector, lasting
+from tests.cluster.faults import RECOVERING, RUN, SERVICES, TO_ACTORS, Fault, FaultInjector
+from tests.cluster.outcomes import lasting
 from tools.soak.__main__ import main
 from tools.soak.draw import LONGEST_DELAY_S, VARIANTS, WAYS, Trial, draw
 from tools.soak.lines import identical, line_of, summary
@@ -50,7 +51,7 @@ def test_everything_that_can_be_hit_is():
     assert {(f.kind, f.way) for trial in only for f in trial.faults} == {("reward", "stop")}
 
 
-def test_half_of_the_runs_have_two_faults_and_many_of_these_strike_a_recovery():
+def test_half_of_the_runs_have_two_faults_and_many_of_these_hit_a_recovery():
     trials = [draw(1, i, MOMENTS, SERVICES, ("kill", "node")) for i in range(1000)]
     two = [trial.faults for trial in trials if len(trial.faults) == 2]
     assert 436 < len(two) < 564  # 500 +- 16: four of them
@@ -179,9 +180,8 @@ def test_one_that_is_stopped_says_so_and_keeps_nothing_of_the_run_in_hand(
     (tmp_path / "runs" / "run-0000").mkdir(parents=True)
     assert main(["--runs", "3", "--ways", "kill", "--out", str(tmp_path)]) == 130
     said = capsys.readouterr().out.splitlines()
-    assert "stopped after 1 of 3 runs" in said[1] and said[-1].startswith(
-        "1 of 1 runs ended identical"
-    )
+    assert "stopped after 1 of 3 runs" in said[1]
+    assert said[-1].startswith("1 of 1 runs ended identical")
     assert len((tmp_path / "faults.jsonl").read_text().splitlines()) == 1
 
 
@@ -198,14 +198,12 @@ def test_a_soak_of_one_run_and_its_continuation(ray_here, tmp_path, capsys):
     command += ["--variants", "plain"]
     assert main([*command, "--runs", "1"]) == 0
     said = own_lines(capsys.readouterr().out)
-    assert "   0  identical  plain: SIGKILL to rollout" in said[0] and said[-1].startswith(
-        "1 of 1 runs ended identical"
-    )
+    assert "   0  identical  plain: SIGKILL to rollout" in said[0]
+    assert said[-1].startswith("1 of 1 runs ended identical")
     assert not (out / "runs" / "run-0000").exists()
     before = (out / "faults.jsonl").read_text()
-    (out / "faults.jsonl").write_text(
-        before + '{"index": 1, "drawn'
-    )  # a kill in the middle of a line
+    # a kill in the middle of a line
+    (out / "faults.jsonl").write_text(before + '{"index": 1, "drawn')
     assert main([*command, "--runs", "1"]) == 0  # nothing is run again
     assert own_lines(capsys.readouterr().out) == said
     with pytest.raises(SystemExit, match="give another --out"):

@@ -76,8 +76,8 @@ def test_a_head_with_a_token_refuses_who_has_none_or_another(tiny_sd3_dir, tmp_p
 
         (found,) = folder.glob("prom_metrics_service_discovery.json")
         targets = [target for group in json.loads(found.read_text()) for target in group["targets"]]
-        assert targets and all(
-            status_of(f"http://{target}/metrics", None) == 200 for target in targets
-        )  # open: docs/operations.md
+        # open: docs/operations.md
+        assert targets
+        assert all(status_of(f"http://{target}/metrics", None) == 200 for target in targets)
     finally:
         head.stop()

@@ -19,8 +19,9 @@ from cluster.driver.turns import GpuTurns, WithGpus
 from cluster.runtime.member import Member
 from configs.load import ConfigError
 from records.errors import RunFailed, StateLost
-from tests.cluster.faults import Fault, FaultInjector, outcome
+from tests.cluster.faults import Fault, FaultInjector
 from tests.cluster.local import LocalPool, play
+from tests.cluster.outcomes import outcome
 from tests.cluster.runs import run_here, tiny_config
 
 BOTH = {"services__rollout__between_turns": "host", "services__learner__between_turns": "host"}

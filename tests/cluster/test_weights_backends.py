@@ -21,7 +21,7 @@ from cluster.runtime.pool import ActorPool
 from cluster.runtime.queue import PendingTask
 from cluster.runtime.transport import RAY
 from configs.services import Service
-from policy.precision.wire import assemble, pack_section, pack_tensors
+from policy.precision.wire import assemble, pack_section
 from records.errors import RunFailed
 from tests.cluster.runs import run_here, tiny_config
 
@@ -56,13 +56,13 @@ def chunk_of(version: int) -> ChunkKey:
 
 def checksum(version: int) -> str:
     """Of the version that ``learner`` exports, which has no tensors."""
-    return pack_tensors({}, version, "nvfp4", 8)[0].checksum
+    return assemble([], version, "nvfp4")[0].checksum
 
 
 def learner(asked: list[tuple]) -> Any:
     async def export(version, backend, weights):
         asked.append((version, backend, weights))
-        return Exported(pack_tensors({}, version, "nvfp4", 8)[0], {})
+        return Exported(assemble([], version, "nvfp4")[0], {})
 
     return SimpleNamespace(export=export)
 
@@ -84,9 +84,8 @@ def test_what_was_chosen_and_why_is_said_once_in_a_run():
         channel = WeightChannel(lambda name, **fields: events.append((name, fields)))
         for version in range(3):
             await channel.publish(version, learner([]), explorers("fp8", "fp8"))
-        await channel.publish(
-            3, learner([]), explorers("fp8"), backend="bf16"
-        )  # moved to by the audit: not the run's own
+        # moved to by the audit: not the run's own
+        await channel.publish(3, learner([]), explorers("fp8"), backend="bf16")
         assert channel.chosen == "fp8"
         return events
 
@@ -142,10 +141,8 @@ def test_explorers_that_differ_end_the_run_before_anything_is_published():
 
 def test_a_replacement_on_another_kind_of_gpu_is_noticed():
     async def run() -> None:
-        channel, rollout = (
-            WeightChannel(lambda *args, **fields: None),
-            explorers("te_nvfp4", "te_nvfp4"),
-        )
+        channel = WeightChannel(lambda *args, **fields: None)
+        rollout = explorers("te_nvfp4", "te_nvfp4")
         await channel.publish(0, learner([]), rollout)
         member = rollout.members[1]
         member.info, member.weights = ActorInfo(0, "other", backend="torch_nvfp4"), None
@@ -196,10 +193,8 @@ def test_with_exploring_ahead_a_worker_gets_the_version_that_its_chunk_names():
     """
 
     async def run() -> None:
-        channel, rollout = (
-            WeightChannel(lambda *args, **fields: None, ahead=1),
-            explorers("fp8", "fp8"),
-        )
+        channel = WeightChannel(lambda *args, **fields: None, ahead=1)
+        rollout = explorers("fp8", "fp8")
         held = lambda: [m.weights and m.weights.version for m in rollout.members]  # noqa: E731
         load, (first, second) = channel.prepare_for(rollout), rollout.members
         await channel.publish(0, learner([]), rollout)
@@ -217,9 +212,8 @@ def test_with_exploring_ahead_a_worker_gets_the_version_that_its_chunk_names():
             RunFailed, match="policy version 0 is asked for, but those held are: 1, 2"
         ):
             await load(first, chunk_of(0))
-        await channel.publish(
-            0, learner([]), rollout
-        )  # back at a checkpoint: what came after is forgotten
+        # back at a checkpoint: what came after is forgotten
+        await channel.publish(0, learner([]), rollout)
         current = channel.current
         assert current is not None and current.id.version == 0
         with pytest.raises(RunFailed, match="those held are: 0;"):

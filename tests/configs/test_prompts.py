@@ -28,10 +28,8 @@ def test_text_and_geneval_lines(tmp_path):
     lines.write_text(GENEVAL + "\n")
     (prompt,) = read_prompts(str(lines))
     assert prompt.text == "a photo of two wine glasses"
-    assert (
-        prompt.metadata["include"] == [{"class": "wine glass", "count": 2}]
-        and prompt.metadata["tag"] == "counting"
-    )
+    assert prompt.metadata["include"] == [{"class": "wine glass", "count": 2}]
+    assert prompt.metadata["tag"] == "counting"
 
 
 @pytest.mark.parametrize(
@@ -69,9 +67,8 @@ def test_digests_are_of_the_prompts_as_read_and_in_order(tmp_path):
         for name in names
     }
     assert found["a.txt"] == found["b.jsonl"] and found["a.txt"]["train"] == found["a.txt"]["test"]
-    assert (
-        len({each["train"] for each in found.values()}) == 3
-    )  # another order and other metadata are other prompts
+    # another order and other metadata are other prompts
+    assert len({each["train"] for each in found.values()}) == 3
     assert len({each["test"] for each in found.values()}) == 1
     now = Prompts(train=str(tmp_path / "c.txt"), test=str(tmp_path / "a.txt"))
     assert changed_files(now, found["a.txt"]) == [f"prompts.train = {now.train!r}"]
@@ -93,11 +90,9 @@ def test_a_pass_takes_every_prompt_at_most_once_and_all_that_fit(count, per, see
 
 def test_the_order_depends_on_the_seed_and_on_the_pass():
     one, two = prompts_of_iteration(50, 50, 0, 1), prompts_of_iteration(50, 50, 0, 2)
-    assert (
-        one != two
-        and one != prompts_of_iteration(50, 50, 1, 1)
-        and one == prompts_of_iteration(50, 50, 0, 1)
-    )
+    assert one != two
+    assert one != prompts_of_iteration(50, 50, 1, 1)
+    assert one == prompts_of_iteration(50, 50, 0, 1)
 
 
 def test_held_out_prompts_are_not_trained_on():

@@ -13,7 +13,7 @@ from configs.sections import Model, Prompts
 from configs.sources import pixels_of, refuse_unreadable
 
 
-def picture(path, width, height, mode="RGB", **how):
+def image_file(path, width, height, mode="RGB", **how):
     """A file with random pixels; returns them."""
     path.parent.mkdir(exist_ok=True)
     channels = {"RGB": (3,), "RGBA": (4,), "L": ()}[mode]
@@ -48,11 +48,9 @@ def test_what_is_no_path_is_one_line(tmp_path, image):
 
 
 def test_scorers_are_told_the_image_at_the_size_of_the_run(tmp_path):
-    pixels = picture(tmp_path / "a.png", 24, 16)
-    prompt, model = (
-        Prompt("x", {"n": 1}, tmp_path / "a.png"),
-        Model(path="m", height=16, width=24),
-    )
+    pixels = image_file(tmp_path / "a.png", 24, 16)
+    prompt = Prompt("x", {"n": 1}, tmp_path / "a.png")
+    model = Model(path="m", height=16, width=24)
     told = prompt.told(model)
     assert told["n"] == 1 and told["image"].dtype == np.uint8
     assert np.array_equal(told["image"], pixels.transpose(2, 0, 1))
@@ -64,7 +62,7 @@ def test_it_is_resized_as_diffusers_does(tmp_path):
     """By the very processor of its pipelines."""
     from diffusers.image_processor import VaeImageProcessor
 
-    picture(tmp_path / "a.png", 48, 32)
+    image_file(tmp_path / "a.png", 48, 32)
     theirs = VaeImageProcessor(vae_scale_factor=8).resize(Image.open(tmp_path / "a.png"), 16, 24)
     assert np.array_equal(
         pixels_of(tmp_path / "a.png", 16, 24), np.moveaxis(np.asarray(theirs), -1, 0)
@@ -72,7 +70,7 @@ def test_it_is_resized_as_diffusers_does(tmp_path):
 
 
 def test_another_shape_is_cut_around_its_middle(tmp_path):
-    pixels = picture(tmp_path / "wide.png", 32, 16)
+    pixels = image_file(tmp_path / "wide.png", 32, 16)
     assert np.array_equal(
         pixels_of(tmp_path / "wide.png", 16, 16), pixels[:, 8:24].transpose(2, 0, 1)
     )
@@ -83,9 +81,9 @@ def test_modes_and_orientation_are_those_of_diffusers(tmp_path):
 
     exif = Image.Exif()
     exif[0x0112] = 6  # a quarter turn
-    picture(tmp_path / "turned.jpg", 24, 16, exif=exif)
+    image_file(tmp_path / "turned.jpg", 24, 16, exif=exif)
     for name, mode in (("grey.png", "L"), ("clear.png", "RGBA")):
-        picture(tmp_path / name, 16, 24, mode)
+        image_file(tmp_path / name, 16, 24, mode)
     for name in ("turned.jpg", "grey.png", "clear.png"):
         theirs = np.asarray(load_image(str(tmp_path / name)))
         assert theirs.shape == (24, 16, 3)
@@ -95,8 +93,8 @@ def test_modes_and_orientation_are_those_of_diffusers(tmp_path):
 @pytest.mark.parametrize("damage", ["missing", "text", "cut", "folder", "pipe", "gif"])
 def test_what_is_no_whole_image_is_found_before_the_start(tmp_path, damage):
     good, path = tmp_path / "good.png", tmp_path / "x.jpg"
-    picture(good, 40, 40)
-    picture(path, 40, 40)
+    image_file(good, 40, 40)
+    image_file(path, 40, 40)
     if damage == "cut":
         path.write_bytes(path.read_bytes()[:-300])
     else:
@@ -108,7 +106,7 @@ def test_what_is_no_whole_image_is_found_before_the_start(tmp_path, damage):
     if damage == "pipe":
         os.mkfifo(path)
     if damage == "gif":
-        picture(path, 8, 8, format="GIF")
+        image_file(path, 8, 8, format="GIF")
     refuse_unreadable([good, good])
     with pytest.raises(
         ConfigError, match=r"^prompts: .*x.jpg: no image that can be read \("
@@ -121,7 +119,7 @@ def test_what_is_no_whole_image_is_found_before_the_start(tmp_path, damage):
 
 def test_the_same_words_about_another_image_are_another_prompt(tmp_path):
     for name in "ab":
-        picture(tmp_path / f"{name}.png", 16 if name == "a" else 24, 16)
+        image_file(tmp_path / f"{name}.png", 16 if name == "a" else 24, 16)
     a, b = (Prompt("Redder", {}, tmp_path / f"{name}.png") for name in "ab")
     told = Prompts(train="a", test="b")
     refuse_overlap(told, [a], [b])
@@ -130,7 +128,7 @@ def test_the_same_words_about_another_image_are_another_prompt(tmp_path):
 
 
 def test_a_digest_is_of_the_image_not_of_its_name(tmp_path):
-    pixels = picture(tmp_path / "a.png", 16, 16)
+    pixels = image_file(tmp_path / "a.png", 16, 16)
     Image.fromarray(pixels).save(tmp_path / "b.png")
     train = lines(tmp_path / "one.jsonl", {"prompt": "x", "image": "a.png"})
     settings = Prompts(train=train, test=lines(tmp_path / "t.jsonl", {"prompt": "x"}))
@@ -138,7 +136,7 @@ def test_a_digest_is_of_the_image_not_of_its_name(tmp_path):
     assert before["train"] != before["test"]
     lines(tmp_path / "one.jsonl", {"prompt": "x", "image": "b.png"})
     assert changed_files(settings, before) == []
-    picture(tmp_path / "b.png", 17, 16)
+    image_file(tmp_path / "b.png", 17, 16)
     assert changed_files(settings, before) == [f"prompts.train = {train!r}"]
     (tmp_path / "b.png").unlink()
     with pytest.raises(ConfigError, match=r"b.png: no image that can be read \(No such file"):

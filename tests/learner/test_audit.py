@@ -11,16 +11,13 @@ from learner.audit import agreement
 
 def test_agreement_by_hand():
     proxy = np.array([1.0, 2.0, 3.0, 4.0])
-    full = np.array(
-        [1.0, 3.0, 2.0, 4.0]
-    )  # one of six pairs swapped: tau = (5 - 1) / 6; rho = 1 - 6 * 2 / (4 * 15)
+    # one of six pairs swapped: tau = (5 - 1) / 6; rho = 1 - 6 * 2 / (4 * 15)
+    full = np.array([1.0, 3.0, 2.0, 4.0])
     found = agreement(proxy, full)
-    assert found["kendall_tau"] == pytest.approx(2 / 3) and found["spearman_rho"] == pytest.approx(
-        0.8
-    )
-    assert found["sign_agreement"] == pytest.approx(
-        0.5
-    )  # 2 and 3 lie on other sides of the mean 2.5
+    assert found["kendall_tau"] == pytest.approx(2 / 3)
+    assert found["spearman_rho"] == pytest.approx(0.8)
+    # 2 and 3 lie on other sides of the mean 2.5
+    assert found["sign_agreement"] == pytest.approx(0.5)
     assert agreement(proxy, -full)["sign_agreement"] == pytest.approx(0.5)
     assert agreement(proxy, proxy) == {"kendall_tau": 1, "spearman_rho": 1, "sign_agreement": 1}
 

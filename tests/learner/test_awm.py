@@ -53,9 +53,8 @@ def test_loss_by_hand(weighting, current, old):
     objective = build_objective(AWMSettings(weighting=weighting, ratio_clip=10.0, kl=0.25, ema=0.5))
     loss, metrics = objective.loss(one_point(), velocities(), torch.tensor([2.5]))
     ratio = math.exp(old - current)
-    assert loss.dtype == torch.float64 and loss.item() == pytest.approx(
-        -0.5 * ratio + 0.25 + 1.0, rel=1e-12
-    )
+    assert loss.dtype == torch.float64
+    assert loss.item() == pytest.approx(-0.5 * ratio + 0.25 + 1.0, rel=1e-12)
     found = {name: value.item() for name, value in metrics.items()}
     wanted = {
         "loss/policy": -0.5 * ratio,
@@ -77,10 +76,8 @@ def test_the_ratio_and_the_advantage_are_clipped(advantage, policy):
     """
     objective = build_objective(AWMSettings(weighting="t2", ratio_clip=0.2))
     _, metrics = objective.loss(one_point(), velocities(), torch.tensor([advantage]))
-    assert (
-        metrics["loss/policy"].item() == pytest.approx(policy, rel=1e-12)
-        and metrics["loss/clip_share"].item() == 1.0
-    )
+    assert metrics["loss/policy"].item() == pytest.approx(policy, rel=1e-12)
+    assert metrics["loss/clip_share"].item() == 1.0
 
 
 def random_case(count: int = 4) -> tuple[Points, dict[str, torch.Tensor], torch.Tensor]:
@@ -100,9 +97,8 @@ def gradient(objective, points, made, advantages) -> torch.Tensor:
     current = made["current"].clone().requires_grad_(True)
     others = {name: v.clone().requires_grad_(True) for name, v in made.items() if name != "current"}
     objective.loss(points, {"current": current, **others}, advantages)[0].backward()
-    assert all(
-        v.grad is None for v in others.values()
-    )  # old, reference and anchor are given, not trained
+    # old, reference and anchor are given, not trained
+    assert all(v.grad is None for v in others.values())
     return current.grad
 
 

@@ -98,11 +98,9 @@ def test_loading_what_does_not_fit_changes_nothing(tiny_sd3_dir, tmp_path):
         before = everything(other)
         with pytest.raises(CheckpointError, match=said) as caught:
             other.load(tmp_path / "step_000001")
-        assert (
-            identical(before, everything(other))
-            and other.done == 0
-            and "\n" not in str(caught.value)
-        )
+        assert identical(before, everything(other))
+        assert other.done == 0
+        assert "\n" not in str(caught.value)
 
 
 def test_save_keeps_the_last_ones(tiny_sd3_dir, tmp_path):
@@ -136,10 +134,8 @@ def test_the_latest_is_the_highest_whole_step(tmp_path):
     (tmp_path / "step_9999999_copy").mkdir()
     assert latest_checkpoint(tmp_path).name == "step_1000000"
     prune(tmp_path, 1)
-    assert (
-        latest_checkpoint(tmp_path).name == "step_1000000"
-        and not step_directory(tmp_path, 10).exists()
-    )
+    assert latest_checkpoint(tmp_path).name == "step_1000000"
+    assert not step_directory(tmp_path, 10).exists()
     with pytest.raises(ValueError, match="the last checkpoint must stay"):
         prune(tmp_path, 0)
 

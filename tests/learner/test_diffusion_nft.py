@@ -175,9 +175,8 @@ def test_the_loss_of_a_batch_is_the_mean_over_its_points():
         * len(points.rows(p))
         for p in parts
     ]
-    assert sum(losses).item() / 6 == pytest.approx(
-        whole.item(), rel=1e-7
-    )  # the kl part is summed in float32
+    # the kl part is summed in float32
+    assert sum(losses).item() / 6 == pytest.approx(whole.item(), rel=1e-7)
 
 
 def test_the_reference_is_asked_for_only_where_it_is_used():
@@ -197,23 +196,20 @@ def test_points_lie_on_the_path_at_times_of_the_schedule():
     points = build_objective(DiffusionNFTSettings(times_per_sample=3)).points(
         {"latents": samples}, sigmas, np.random.default_rng(1)
     )
-    assert len(points) == 15 and points.sample_index.tolist() == [
-        i for i in range(5) for _ in range(3)
-    ]
+    assert len(points) == 15
+    assert points.sample_index.tolist() == [i for i in range(5) for _ in range(3)]
     assert torch.equal(points.given["x0"], samples[points.sample_index])
     t = points.sigma.reshape(-1, 1, 1, 1)
     assert torch.equal(points.x_t, (1 - t) * points.given["x0"] + t * points.given["eps"])
     assert set(points.sigma.tolist()) <= set(sigmas[:-1].tolist())  # never 0
     assert all(len(set(row)) == 3 for row in points.sigma.reshape(5, 3).tolist())
-    assert points.given["eps"].std() == pytest.approx(
-        1, abs=0.15
-    )  # 240 normals: the standard error of the std is 0.046
+    # 240 normals: the standard error of the std is 0.046
+    assert points.given["eps"].std() == pytest.approx(1, abs=0.15)
     again = build_objective(DiffusionNFTSettings(times_per_sample=3)).points(
         {"latents": samples}, sigmas, np.random.default_rng(1)
     )
-    assert torch.equal(again.given["eps"], points.given["eps"]) and torch.equal(
-        again.sigma, points.sigma
-    )
+    assert torch.equal(again.given["eps"], points.given["eps"])
+    assert torch.equal(again.sigma, points.sigma)
 
 
 def test_more_times_than_the_schedule_has():

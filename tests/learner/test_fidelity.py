@@ -32,9 +32,8 @@ def test_perfect_agreement():
         assert np.allclose(found[f"top{k}_rank"], (k + 1) / 2)
         assert np.allclose(found[f"bottom{k}_rank"], N - (k - 1) / 2)
         assert np.allclose(found[f"contrast{k}"], 1)
-    assert (
-        found["top12_rank"][0] == 6.5 and found["bottom12_rank"][0] == 90.5
-    )  # the numbers printed beside the paper's table
+    # the numbers printed beside the paper's table
+    assert found["top12_rank"][0] == 6.5 and found["bottom12_rank"][0] == 90.5
     assert np.allclose(found["kendall_tau"], 1) and np.allclose(found["spearman_rho"], 1)
     assert np.allclose(found["top12_percentile"], 100 * (96 - 6.5) / 95)
 
@@ -82,11 +81,9 @@ def test_a_constant_prompt_has_middle_ranks_and_no_correlation():
     truth = rewards()
     truth[2] = 0.5
     found = per_prompt(rewards(7), truth)
-    assert (
-        np.isnan(found["kendall_tau"][2])
-        and np.isnan(found["contrast4"][2])
-        and found["top4_rank"][2] == 48.5
-    )
+    assert np.isnan(found["kendall_tau"][2])
+    assert np.isnan(found["contrast4"][2])
+    assert found["top4_rank"][2] == 48.5
     summary = estimates(found)
     assert summary["kendall_tau"].prompts == P - 1 and summary["top4_rank"].prompts == P
     assert summary["kendall_tau"].mean == pytest.approx(np.delete(found["kendall_tau"], 2).mean())
@@ -101,9 +98,8 @@ def test_bootstrap_interval_of_a_normal_mean():
     assert found["a"].mean == pytest.approx(values.mean())
     assert found["a"].high - found["a"].mean == pytest.approx(half, rel=0.11)
     assert found["a"].mean - found["a"].low == pytest.approx(half, rel=0.11)
-    assert found["b"].low == pytest.approx(
-        10 + 2 * found["a"].low
-    )  # the same draws for every column
+    # the same draws for every column
+    assert found["b"].low == pytest.approx(10 + 2 * found["a"].low)
     assert estimates({"a": values}, seed=1, draws=4000)["a"] == found["a"]
     assert estimates({"a": values}, seed=2, draws=4000)["a"] != found["a"]
 
@@ -123,9 +119,8 @@ def test_density_of_perfect_reversed_and_absent_rankings():
 
 def test_density_spreads_ties_evenly():
     truth = np.array([[4.0, 3.0, 2.0, 1.0]])
-    proxy = np.array(
-        [[1.0, 1.0, 0.0, 0.5]]
-    )  # the best two tied, then the truth's last before its third
+    # the best two tied, then the truth's last before its third
+    proxy = np.array([[1.0, 1.0, 0.0, 0.5]])
     expected = [[0.5, 0.5, 0, 0], [0.5, 0.5, 0, 0], [0, 0, 0, 1], [0, 0, 1, 0]]
     assert np.array_equal(conditional_density(proxy, truth, 4), expected)
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from configs.rewards import Advantages
-from configs.sections import Ema, OldPolicy
+from configs.training import Ema, OldPolicy
 from learner.advantages import advantages
 from learner.objectives import build_objective
 from learner.objectives.base import Points

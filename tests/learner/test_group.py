@@ -177,10 +177,8 @@ def test_what_one_replica_alone_would_learn_is_far_away(tiny_sd3_dir):
     """The bound above can fail: without the other's two samples, the weights are a hundred bounds
     apart.
     """
-    both, half = (
-        trainer_for(tiny_sd3_dir, "diffusion_nft"),
-        trainer_for(tiny_sd3_dir, "diffusion_nft"),
-    )
+    both = trainer_for(tiny_sd3_dir, "diffusion_nft")
+    half = trainer_for(tiny_sd3_dir, "diffusion_nft")
     metrics = train(both, 1)
     half.update(0, groups_for(half, 0, range(0, len(COUNTS), 2)))
     apart = max(
@@ -201,10 +199,8 @@ def test_a_failure_on_one_is_taken_back_and_said_on_both(two):
     assert second["said"].startswith(
         "iteration 0: the regenerated latents of prompt 1 are not finite; weights are as before"
     )
-    for rank, prompts in (
-        (0, {"0000", "0002"}),
-        (1, {"0001"}),
-    ):  # each keeps the part that it holds
+    # each keeps the part that it holds
+    for rank, prompts in ((0, {"0000", "0002"}), (1, {"0001"})):
         with safe_open(two / f"iteration_000000.replica-{rank}.safetensors", "pt") as kept:
             assert {key[7:11] for key in kept.keys() if key.startswith("prompt_")} == prompts  # noqa: SIM118
     assert identical(one, other) and first["metrics"][0]["optimizer/points"] == 3 * sum(COUNTS)
@@ -212,10 +208,8 @@ def test_a_failure_on_one_is_taken_back_and_said_on_both(two):
 
 def test_any_other_failure_names_the_replica(two):
     (first, one), (second, other) = seen(two, "fails", 0), seen(two, "fails", 1)
-    assert (
-        first["said"] == "replica 1 of the learner failed: ArithmeticError: out of order"
-        and second["said"] == "out of order"
-    )
+    assert first["said"] == "replica 1 of the learner failed: ArithmeticError: out of order"
+    assert second["said"] == "out of order"
     assert first["unchanged"] and second["unchanged"] and identical(one, other)
 
 
@@ -251,8 +245,6 @@ def test_alone_nothing_is_added_and_nobody_is_waited_for():
     alone, tensor = Replicas(), torch.tensor([0.1, -0.0, 3e38])
     before = tensor.clone()
     alone.add([tensor])
-    assert (
-        torch.equal(tensor, before)
-        and alone.exchange({"a": 1}) == [{"a": 1}]
-        and alone.take_times() == {}
-    )
+    assert torch.equal(tensor, before)
+    assert alone.exchange({"a": 1}) == [{"a": 1}]
+    assert alone.take_times() == {}

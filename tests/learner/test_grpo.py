@@ -56,12 +56,10 @@ def test_a_flow_grpo_step_by_hand(advantage, policy):
         "loss/clip_share": 1.0,
         "loss/kl": 0.28125,
     }
-    assert found == pytest.approx(
-        wanted | {"loss/log_prob_drift": 0.25}, rel=1e-6
-    )  # the stored one is float32
-    assert loss.dtype == torch.float64 and loss.item() == pytest.approx(
-        policy + 0.5 * 0.28125, rel=1e-12
-    )
+    # the stored one is float32
+    assert found == pytest.approx(wanted | {"loss/log_prob_drift": 0.25}, rel=1e-6)
+    assert loss.dtype == torch.float64
+    assert loss.item() == pytest.approx(policy + 0.5 * 0.28125, rel=1e-12)
 
 
 def test_a_dance_grpo_step_by_hand():
@@ -145,9 +143,8 @@ def test_flow_grpo_trains_on_all_steps_but_the_last():
     samples = path_samples(3)
     points = build_objective(FlowGRPOSettings()).points(samples, GRID, np.random.default_rng(0))
     assert points.sample_index.tolist() == [i for i in range(3) for _ in range(9)]
-    assert torch.equal(points.sigma, GRID[:9].repeat(3)) and torch.equal(
-        points.given["sigma_next"], GRID[1:10].repeat(3)
-    )
+    assert torch.equal(points.sigma, GRID[:9].repeat(3))
+    assert torch.equal(points.given["sigma_next"], GRID[1:10].repeat(3))
     assert torch.equal(points.x_t, samples["states"][:, :9].flatten(0, 1))
     assert torch.equal(points.given["x_next"], samples["states"][:, 1:10].flatten(0, 1))
     assert torch.equal(points.given["log_prob"], samples["log_probs"][:, :9].flatten())
@@ -168,10 +165,8 @@ def test_dance_grpo_draws_six_tenths_of_the_steps_without_the_last():
     )
     rows = points.sigma.reshape(60, 5)
     assert all(len(set(row.tolist())) == 5 for row in rows)
-    assert (
-        set(rows.flatten().tolist()) == set(GRID[:9].tolist())
-        and len({tuple(row.tolist()) for row in rows}) > 30
-    )
+    assert set(rows.flatten().tolist()) == set(GRID[:9].tolist())
+    assert len({tuple(row.tolist()) for row in rows}) > 30
     short = build_objective(DanceGRPOSettings()).points(
         path_samples(1, 2), torch.tensor([1.0, 0.5, 0.0]), np.random.default_rng(0)
     )
@@ -186,10 +181,8 @@ def test_a_path_of_another_schedule_is_refused():
 
 
 def test_what_follows_from_the_objective():
-    flow, dance = (
-        build_objective(FlowGRPOSettings()),
-        build_objective(DanceGRPOSettings(shared_noise=True)),
-    )
+    flow = build_objective(FlowGRPOSettings())
+    dance = build_objective(DanceGRPOSettings(shared_noise=True))
     assert (flow.path_solver.name, flow.path_solver.eta) == ("flow_sde", 0.7)
     assert (dance.path_solver.name, dance.path_solver.eta) == ("dance_sde", 0.3)
     assert flow.policies == ("current", "old", "ref") and flow.averages == {}

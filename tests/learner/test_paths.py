@@ -107,9 +107,8 @@ def test_a_sample_does_not_depend_on_the_others(tiny_sd3_dir):
     other = on_policy(tiny_sd3_dir, PATHS["flow_grpo"], seed=12).generator.generate(cond, SEEDS)[0][
         "states"
     ]
-    assert np.array_equal(other[:, 0], whole["states"][:, 0]) and not np.array_equal(
-        other[:, 1], whole["states"][:, 1]
-    )
+    assert np.array_equal(other[:, 0], whole["states"][:, 0])
+    assert not np.array_equal(other[:, 1], whole["states"][:, 1])
 
 
 def test_one_noise_for_a_group(tiny_sd3_dir):
@@ -186,14 +185,11 @@ def test_the_ratio_at_the_sampling_weights_is_1_to_the_last_bit(tiny_sd3_dir, na
     if not shortcut:
         trainer.updater._like_current = frozenset
     metrics = trainer.update(1, groups_of(trainer))
-    assert (
-        metrics["loss/ratio"] == 1.0
-        and metrics["loss/clip_share"] == 0.0
-        and metrics["grad_norm"] > 0
-    )
-    if (
-        name != "awm"
-    ):  # only the rounding of another batch shape lies between the stored and the recomputed one
+    assert metrics["loss/ratio"] == 1.0
+    assert metrics["loss/clip_share"] == 0.0
+    assert metrics["grad_norm"] > 0
+    # only the rounding of another batch shape lies between the stored and the recomputed one
+    if name != "awm":
         assert metrics["loss/log_prob_drift"] < 1e-5
     assert metrics["old_policy/decay"] == 0.0
     assert identical(
@@ -242,12 +238,10 @@ def test_later_steps_of_an_iteration_are_held_against_the_weights_that_sampled(
 
     trainer.objective.loss = watch
     metrics = trainer.update(1, groups)
-    extra = (
-        1 if objective["name"] == "awm" else 0
-    )  # the anchor, which is not the current adapter here
-    assert [count for count, _, _ in ratios] == [1 + extra, 3 + 2 * extra] and all(
-        same for _, _, same in ratios
-    )
+    # the anchor, which is not the current adapter here
+    extra = 1 if objective["name"] == "awm" else 0
+    assert [count for count, _, _ in ratios] == [1 + extra, 3 + 2 * extra]
+    assert all(same for _, _, same in ratios)
     assert ratios[0][1] == 1.0 and ratios[1][1] != 1.0
     assert metrics["loss/ratio"] == pytest.approx(
         np.mean([ratio for _, ratio, _ in ratios]), rel=1e-6
@@ -267,9 +261,8 @@ def test_awm_keeps_an_average_of_its_own(tiny_sd3_dir, tmp_path):
         metrics = trainer.update(s, groups_of(trainer))
         current = adapter_state(trainer.transformer, "current")
         for name, d in (("anchor", decay), ("ema", 0.9)):
-            for key, new in adapter_state(
-                trainer.transformer, name
-            ).items():  # float32 rounding of weights below 1
+            # float32 rounding of weights below 1
+            for key, new in adapter_state(trainer.transformer, name).items():
                 torch.testing.assert_close(
                     new, d * before[name][key] + (1 - d) * current[key], rtol=0, atol=2e-7
                 )
@@ -340,9 +333,9 @@ def test_a_failed_update_keeps_the_paths(tiny_sd3_dir, tmp_path):
                     saved.get_tensor(f"prompt_{group.prompt_index:04d}/{name}").numpy(), rows
                 )
     again = pickle.loads(pickle.dumps(caught.value))  # as it leaves an actor
-    assert (
-        str(again) == str(caught.value) and again.module is None and again.what == caught.value.what
-    )
+    assert str(again) == str(caught.value)
+    assert again.module is None
+    assert again.what == caught.value.what
 
 
 def test_merged_weights_that_are_not_finite_keep_the_iteration_that_led_there(

@@ -5,7 +5,7 @@ weights as they were.
 import pytest
 from safetensors.torch import load_file, save_file
 
-from configs.sections import Lora
+from configs.training import Lora
 from learner.trained import NothingLearned
 from learner.trainer import Trainer
 from policy import lora, lora_files

@@ -8,7 +8,7 @@ import torch
 
 from configs.load import ConfigError, load
 from configs.rewards import Advantages
-from configs.sections import Ema
+from configs.training import Ema
 from learner.advantages import advantages
 from learner.nonfinite import NonFiniteTraining
 from learner.objectives import build_objective

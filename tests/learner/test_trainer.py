@@ -22,11 +22,9 @@ def test_base_weights_are_the_bare_transformer(tiny_sd3_dir):
     wanted = sample(trainer.family, bare, cond.repeat(3), SEEDS, 4, "dpmpp_2m", batch_size=8)
     samples, images = trainer.generator.generate(cond, SEEDS, weights="base")
     latents = samples["latents"]
-    assert (
-        samples.keys() == {"latents"}
-        and latents.dtype == np.float32
-        and np.array_equal(latents, wanted.numpy())
-    )
+    assert samples.keys() == {"latents"}
+    assert latents.dtype == np.float32
+    assert np.array_equal(latents, wanted.numpy())
     assert images.dtype == np.uint8 and images.shape == (3, 3, 16, 16)
     assert np.array_equal(images, trainer.family.decode(trainer.vae, wanted, batch_size=8).numpy())
 
@@ -130,22 +128,18 @@ def test_exports_tell_how_much_changed_and_what_is_quantised(tiny_sd3_dir):
         },
     )
     rows = {row["name"]: row for row in trainer.quantisation_table}
-    assert (
-        rows["transformer_blocks.0.attn.to_q"]["quantised"]
-        and not rows["transformer_blocks.0.attn.to_out.0"]["quantised"]
-    )
+    assert rows["transformer_blocks.0.attn.to_q"]["quantised"]
+    assert not rows["transformer_blocks.0.attn.to_out.0"]["quantised"]
     assert "explore.modules_to_not_convert" in rows["transformer_blocks.0.attn.to_out.0"]["why"]
     first, chunks, _ = trainer.export(0)
     assert first.format == "nvfp4"
     same, again, statistics = trainer.export(1)
-    assert statistics["weights/codes_changed"] == 0 and all(
-        np.array_equal(a, b) for a, b in zip(chunks, again, strict=True)
-    )
+    assert statistics["weights/codes_changed"] == 0
+    assert all(np.array_equal(a, b) for a, b in zip(chunks, again, strict=True))
     trainer.update(0, tiny_groups())
     _, _, statistics = trainer.export(2)
-    assert (
-        0 < statistics["weights/codes_changed"] <= 1 and 0 < statistics["weights/delta_cosine"] <= 1
-    )
+    assert 0 < statistics["weights/codes_changed"] <= 1
+    assert 0 < statistics["weights/delta_cosine"] <= 1
     assert same.checksum != first.checksum  # the version is part of it
 
 

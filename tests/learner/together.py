@@ -36,9 +36,10 @@ from learner.replicas import (
     reach_store,
 )
 from learner.trainer import Group, Trainer
+from policy import sharding
 from policy.lora import adapter_state, load_adapter_state
 from policy.sampling.noise import stream_seed
-from policy.sharding import blocks_of, held_here
+from policy.sharding import blocks_of
 from tests.learner.tiny import everything, identical, tiny_groups, tiny_trainer
 
 CPU = torch.device("cpu")
@@ -56,6 +57,13 @@ OBJECTIVES: dict[str, dict[str, Any]] = {
         "ratio_clip": 0.5,
     },  # wide: at the edge of the clip a last bit decides about a whole point
 }
+
+
+def held_here(transformer: torch.nn.Module) -> int:
+    """Bytes that this process holds of the weights, adapters not counted."""
+    held = (p for name, p in transformer.named_parameters() if ".lora_" not in name)
+    local = (p if (shard := sharding.sharded(p)) is None else shard.to_local() for p in held)
+    return sum(tensor.numel() * tensor.element_size() for tensor in local)
 
 
 def trainer_for(

@@ -9,7 +9,7 @@ import pytest
 from cli.main import main
 from configs.load import load
 from planning import doctor
-from planning.doctor import Facts
+from planning.facts import Facts
 
 PACKAGES = {"sol-rl": "0.1.0", "torch": "2.13.0", "ray": "2.60.0"}
 FACTS = Facts(

@@ -129,9 +129,13 @@ def test_rollout_actors_on_blackwell_and_learners_on_hopper():
 
 
 def test_an_arm_without_rollout_actors():
-    choice = choose(preset(arm="diffusionnft"), [Gpus("B200", 8, 180)], costs("flux1"))
-    assert "rollout" not in choice.best.numbers.groups
-    assert choice.best.numbers.groups["learner"].actors == 8
+    gpus = [Gpus("B200", 8, 180)]
+    numbers = choose(preset(arm="diffusionnft"), gpus, costs("flux1")).best.numbers
+    assert "rollout" not in numbers.groups
+    # a scorer on each GPU, none with two
+    both = {"learner": 1, "reward": 1}
+    laid = [(each.count, each.actors) for each in lay(numbers, gpus) or []]
+    assert sorted(laid, key=repr) == [(1, {**both, "encoder": 1}), (7, both)]
 
 
 # ---- what is given by hand

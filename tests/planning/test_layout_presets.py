@@ -8,11 +8,13 @@ import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from typing import get_args
 
 import pytest
 
 from cli.main import main
-from configs.load import MODELS, REWARDS, load
+from configs.arms import Arm
+from configs.load import EDITORS, MODELS, REWARDS, load
 from configs.schema import RunConfig
 from planning import counting, savings
 from planning.assumptions import Assumptions
@@ -60,7 +62,7 @@ def test_predicted_seconds_are_near_all_work_spread_over_all_gpus(model, reward)
 def test_sol_rl_is_faster_than_naive_scaling_at_equal_gpus(model):
     gpus = [Gpus("B200", 8, 180)]
     with preset(f"{model}-sol_rl-hpsv2") as (config, family):
-        found = arms_of(config, family, gpus, Assumptions())
+        found = arms_of(config, family, gpus, Assumptions()).found
     arms = {arm: scenario.prediction for arm, scenario in found.items()}
     assert set(arms) == {"diffusionnft", "naive_scaling", "naive_quant", "sol_rl"}
     ours, naive = arms["sol_rl"], arms["naive_scaling"]
@@ -72,11 +74,58 @@ def test_sol_rl_is_faster_than_naive_scaling_at_equal_gpus(model):
     assert (compared.paper is not None) == (model in ("flux1", "sd35_large", "sana"))
 
 
+@pytest.mark.parametrize("model", ["flux1", "wan_14b"])
+def test_a_base_in_shards_is_compared_as_every_arm(model):
+    """The number of replicas is not written there: every arm's layout has yet to choose it."""
+    gpus = [Gpus("H100", 8, 80)]
+    with preset(f"{model}-sol_rl-hpsv2", "services.learner.shard=base") as (config, family):
+        arms = arms_of(config, family, gpus, Assumptions())
+    assert list(arms.found) == list(get_args(Arm)) and not arms.why_not
+    for scenario in arms.found.values():
+        learner = scenario.config.services.learner
+        assert (learner.shard, learner.replicas) == ("base", 8)
+
+
+def test_an_arm_that_cannot_be_says_why_in_a_line():
+    gpus = [Gpus("B200", 8, 180)]
+    with preset("flux1-flow_grpo-hpsv2") as (config, family):
+        arms = arms_of(config, family, gpus, Assumptions())
+        choice = choose(config, gpus, costs_of(config, family, gpus, Assumptions()))
+    assert list(arms.found) == ["diffusionnft", "sol_rl"]
+    assert list(arms.why_not) == ["naive_scaling", "naive_quant"]
+    assert all("\n" not in why and "objective" in why for why in arms.why_not.values())
+    found = choice.best.prediction
+    assert found is not None
+    seconds = {"diffusionnft": found}
+    outlook = Outlook(gpus, found, 1.0, 1.0, seconds, choice, arms_not=arms.why_not)
+    lines = outlook_lines(config, outlook)
+    assert f"  naive_quant           no: {arms.why_not['naive_quant']}" in lines
+    assert as_json(config, outlook)["arms_not"] == arms.why_not
+
+
+def test_an_arm_that_explores_nothing_uses_every_gpu():
+    """Scorers were laid on one GPU, which had no room for more than two of them."""
+    gpus = [Gpus("H100", 8, 80)]
+    with preset("wan_14b-diffusionnft-hpsv2") as (config, family):
+        choice = choose(config, gpus, costs_of(config, family, gpus, Assumptions()))
+    assert choice.best.numbers.groups["learner"].actors == 8
+    assert choice.best.seconds <= 1.05 * choice.bound
+
+
+def test_a_judge_on_a_server_gets_no_share_of_a_gpu():
+    gpus = [Gpus("B200", 8, 180)]
+    with preset("flux1_kontext-sol_rl-vlm_edit") as (config, family):
+        choice = choose(config, gpus, costs_of(config, family, gpus, Assumptions()))
+    groups = choice.best.numbers.groups
+    assert (groups["reward"].gpus, groups["rollout"].gpus) == (0, 0.36)
+    assert groups["reward"].actors == config.services.reward.actors
+
+
 def test_what_is_printed():
     gpus = [Gpus("B200", 64, 180)]
     with preset("sana-sol_rl-hpsv2") as (config, family):
         choice = choose(config, gpus, costs_of(config, family, gpus, Assumptions()))
-        scenarios = arms_of(config, family, gpus, Assumptions())
+        scenarios = arms_of(config, family, gpus, Assumptions()).found
     arms = {arm: scenario.prediction for arm, scenario in scenarios.items()}
     found = choice.best.prediction
     assert found is not None
@@ -138,7 +187,10 @@ def test_what_cannot_be_is_one_line(capsys, monkeypatch, arguments, said):
     assert bool(more) == ("does not fit" in said) and all(line.startswith("  ") for line in more)
 
 
-KEPT = (*(f"{model}-sol_rl-hpsv2" for model in MODELS), "flux1_kontext-sol_rl-vlm_edit")
+KEPT = (
+    *(f"{model}-sol_rl-hpsv2" for model in MODELS),
+    *(f"{model}-sol_rl-vlm_edit" for model in EDITORS),
+)
 
 
 @pytest.mark.parametrize("name", KEPT)

@@ -47,7 +47,8 @@ def test_it_is_not_tried_where_they_fit_and_wins_only_where_it_is_faster():
     roomy = choose(preset("flux1"), [Gpus("B200", 4, 69)], turning())
     assert not any(each.numbers.leaves for each in roomy.table)
     tight = choose(preset("flux1"), [Gpus("B200", 4, 60)], turning())
-    assert tight.best.numbers.leaves and tight.why == (
+    assert tight.best.numbers.leaves
+    assert tight.why == (
         "the fastest by prediction; rollout actors and the learner's frozen weights leave to host"
         " memory between turns, as both do not fit on one GPU"
     )

@@ -122,13 +122,13 @@ def test_fractions_share_gpus_and_never_cross_them():
         Node("n", 8, 2),
         [Need("a-0", 0, 0.7), Need("b-0", 0, 0.3), Need("a-1", 0, 0.7), Need("b-1", 0, 0.3)],
     )
+    # 2.0 in sum
     assert not fits(
         Node("n", 8, 2), [Need("a-0", 0, 0.7), Need("a-1", 0, 0.7), Need("a-2", 0, 0.6)]
-    )  # 2.0 in sum
+    )
     assert not fits(Node("n", 8, 1.5), [Need("a-0", 0, 0.75), Need("a-1", 0, 0.75)])
-    assert fits(
-        Node("n", 8, 3), [Need("a-0", 0, 2), Need("b-0", 0, 0.1), Need("b-1", 0, 0.9)]
-    )  # tenths add up to a whole
+    # tenths add up to a whole
+    assert fits(Node("n", 8, 3), [Need("a-0", 0, 2), Need("b-0", 0, 0.1), Need("b-1", 0, 0.9)])
 
 
 def test_what_is_missing_and_what_exists_is_said():
@@ -141,9 +141,8 @@ def test_what_is_missing_and_what_exists_is_said():
         "services.rollout: 4 of 8 actors have no place: each needs 0.5 CPU and 1 GPU on a node"
         " with "
     )
-    assert (
-        f"{ACCELERATOR}=B200" in rollout and f"2 x (16 CPU, 8 GPU, {ACCELERATOR}=H200)" in rollout
-    )
+    assert f"{ACCELERATOR}=B200" in rollout
+    assert f"2 x (16 CPU, 8 GPU, {ACCELERATOR}=H200)" in rollout
     assert reward.startswith("services.reward: 1 of 1 actors have no place: each needs 64 CPU;")
 
 
@@ -322,7 +321,5 @@ def test_whatever_is_placed_fits(machines, asked):
     for node in nodes:
         here = [need for need in needs if chosen[need.actor] == node.id]
         assert fits(node, here) and all(matches(node.labels, need.labels) for need in here)
-        assert (
-            sum(need.gpus for need in here) <= node.gpus + 1e-9
-            and sum(need.cpus for need in here) <= node.cpus + 1e-9
-        )
+        assert sum(need.gpus for need in here) <= node.gpus + 1e-9
+        assert sum(need.cpus for need in here) <= node.cpus + 1e-9

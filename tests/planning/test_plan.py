@@ -23,7 +23,7 @@ from planning.lines import iteration_seconds, lines_of
 from planning.make import make_plan
 from planning.placement import Node
 from planning.steps import step_lines
-from policy import memory
+from policy import memory, meta
 from policy.explorer import Explorer
 from policy.families import family_for
 from policy.families.architectures import published, write_configs
@@ -56,10 +56,9 @@ def test_an_explorer_holds_what_the_plan_says(directories, name, backend, dtype)
     family = family_for(tiny_model(name, directories[name]))
     width = {"bf16": torch.bfloat16, "fp32": torch.float32}[dtype]
     real = Explorer(family, BACKENDS[backend], (), "cpu", width)
-    blank, rows, layers = memory.blank_explorer(family, BACKENDS[backend], (), width)
-    assert rows == real.plan and all(
-        tensor.is_meta for tensor in (*blank.parameters(), *blank.buffers())
-    )
+    blank, rows, layers = meta.blank_explorer(family, BACKENDS[backend], (), width)
+    assert rows == real.plan
+    assert all(tensor.is_meta for tensor in (*blank.parameters(), *blank.buffers()))
     assert memory.held_bytes(blank) == memory.held_bytes(real.transformer)
     assert memory.decoding_work(family, 1)[0] == memory.held_bytes(real.vae)
 
@@ -68,7 +67,7 @@ def test_an_explorer_holds_what_the_plan_says(directories, name, backend, dtype)
 def test_text_encoders_hold_what_the_plan_says(directories, name):
     family = family_for(tiny_model(name, directories[name]))
     pipe: Any = family.load_text("cpu", torch.bfloat16).pipe  # type: ignore[attr-defined]
-    blank = memory.text_encoders(family, torch.bfloat16)
+    blank = meta.text_encoders(family, torch.bfloat16)
     assert {part: memory.held_bytes(module) for part, module in blank.items()} == {
         part: memory.held_bytes(getattr(pipe, part))
         for part in family.components
@@ -152,8 +151,8 @@ def test_kernels_that_are_not_installed_are_counted_from_their_buffers(tiny_sd3_
     travels is the compact form.
     """
     family = family_for(tiny_model("sd3", tiny_sd3_dir))
-    blank, rows, layers = memory.blank_explorer(family, BACKENDS["te_nvfp4"], (), torch.bfloat16)
-    emulated = memory.blank_explorer(family, BACKENDS["emulated_nvfp4"], (), torch.bfloat16)
+    blank, rows, layers = meta.blank_explorer(family, BACKENDS["te_nvfp4"], (), torch.bfloat16)
+    emulated = meta.blank_explorer(family, BACKENDS["emulated_nvfp4"], (), torch.bfloat16)
     assert memory.wire_bytes(rows, layers, (), BACKENDS["te_nvfp4"]) == memory.wire_bytes(
         *emulated[1:], (), BACKENDS["emulated_nvfp4"]
     )
@@ -171,7 +170,7 @@ def test_a_broadcast_of_sana_is_nine_bits_in_two_weights(tmp_path):
     """
     path = str(write_configs("sana-1.6b", tmp_path))
     family = family_for(Model(family="sana", path=path, height=1024, width=1024))
-    blank, rows, layers = memory.blank_explorer(family, BACKENDS["te_nvfp4"], (), torch.bfloat16)
+    blank, rows, layers = meta.blank_explorer(family, BACKENDS["te_nvfp4"], (), torch.bfloat16)
     wanted = (8 * 20 + 7.5 * 20) * 2240**2 * 9 / 16 + 4 * 200
     assert memory.wire_bytes(rows, layers, (), BACKENDS["te_nvfp4"]) == (wanted, 0)
     assert published("sana-1.6b")["hub_id"] == load("sana-sol_rl-hpsv2").model.path
@@ -212,14 +211,10 @@ def on_gpus(directory: Path, root: Path, **changes: Any) -> RunConfig:
 
 def test_a_plan_on_assumed_gpus(tiny_sd3_dir, tmp_path):
     plan = make_plan(on_gpus(tiny_sd3_dir, tmp_path), Assumptions(utilisation=0.25, node_gpus=2))
-    assert (plan.backend, [node.id for node in plan.nodes]) == (
-        "torch_nvfp4",
-        ["node 1", "node 2"],
-    )  # 2 explorers, a learner
-    assert plan.device == Device("B200", 2250, 9000, 180, 0.25) and set(plan.placed.values()) == {
-        "node 1",
-        "node 2",
-    }
+    # 2 explorers, a learner
+    assert (plan.backend, [node.id for node in plan.nodes]) == ("torch_nvfp4", ["node 1", "node 2"])
+    assert plan.device == Device("B200", 2250, 9000, 180, 0.25)
+    assert set(plan.placed.values()) == {"node 1", "node 2"}
     seconds = {name: stage.seconds(plan.device) for name, stage in plan.stages.items()}
     # the second of two prompts is regenerated when all is explored
     rollouts = max(seconds["explore"] + seconds["regenerate"] / 2, seconds["regenerate"])
@@ -244,11 +239,9 @@ def test_what_does_not_fit_is_said(tiny_sd3_dir, tmp_path):
         [Node("a", 8, 8, {"ray.io/accelerator-type": "H100"})],
     )
     text = "\n".join(lines_of(plan))
-    assert (
-        "placement   none" in text
-        and "services.rollout: 2 of 2 actors have no place" in text
-        and "no node has these labels" in text
-    )
+    assert "placement   none" in text
+    assert "services.rollout: 2 of 2 actors have no place" in text
+    assert "no node has these labels" in text
     assert "too large   learner needs" in text and "too long    the update is one task" in text
 
 
@@ -265,10 +258,8 @@ def test_the_command_on_cpus(tiny_sana_dir, tmp_path, capsys):
     file = write_toml(run_of("sana", tiny_sana_dir, tmp_path), tmp_path)
     assert main(["plan", str(file)]) == 0
     text = capsys.readouterr().out
-    assert (
-        "emulated_nvfp4 (as configured)" in text
-        and "no GPU is asked for, so no time is predicted" in text
-    )
+    assert "emulated_nvfp4 (as configured)" in text
+    assert "no GPU is asked for, so no time is predicted" in text
     assert "(host)" in text and "broadcast   0.000 GB" in text
     assert main(["plan", str(file), "--peak-tflops", "0.1"]) == 0
     text = capsys.readouterr().out
@@ -291,11 +282,9 @@ def test_the_nodes_of_a_cluster(tiny_sd3_dir, tmp_path, capsys, monkeypatch):
     file = write_toml(run_of("sd3", tiny_sd3_dir, tmp_path), tmp_path)
     assert main(["plan", str(file), "--address", "head:6379"]) == 0
     text = capsys.readouterr().out
-    assert (
-        asked == ["head:6379"]
-        and "node 1 (4 CPU, 0 GPU): " in text
-        and "node 2 (2 CPU, 0 GPU, rack=7): " in text
-    )
+    assert asked == ["head:6379"]
+    assert "node 1 (4 CPU, 0 GPU): " in text
+    assert "node 2 (2 CPU, 0 GPU, rack=7): " in text
 
 
 @pytest.mark.parametrize(
@@ -335,7 +324,7 @@ def test_the_peak_of_an_explorer_on_a_gpu(tiny_sd3_dir):
     ]
     held = memory.held_bytes(real.transformer, real.vae)
     assert held <= torch.cuda.memory_allocated() - before <= held + 512 * len(tensors)
-    blank = memory.blank(family, "transformer", torch.bfloat16)
+    blank = meta.blank(family, "transformer", torch.bfloat16)
     planned = memory.sampling_work(family, blank, 64, torch.bfloat16).peak
     x, cond = of_work(family, 64)
     x, cond = x.cuda(), cond.to("cuda", torch.bfloat16)

@@ -8,20 +8,21 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from configs.load import load
-from configs.sections import Lora
+from configs.training import Lora
 from planning.assumptions import Device
-from planning.layouts.resolve import scored
+from planning.counting import counts_of
+from planning.layouts.resolve import scored, tasks_of
 from planning.lines import lines_of
-from planning.make import make_plan
+from planning.make import described, make_plan
 from planning.stages import Stage, training_points
-from policy import memory
+from policy import memory, meta
 from policy.families import family_for
 from policy.precision.backends import BACKENDS
 from policy.sampling.noise import noise_for
 from policy.tally import Tally
 from tests.cluster.runs import tiny_config
 from tests.planning.plans import Directories, of_work, run_of
-from tests.tiny_families import NAMES, SETTINGS, tiny_model
+from tests.tiny_families import EDITING, NAMES, SETTINGS, tiny_model
 
 
 @pytest.fixture
@@ -47,7 +48,7 @@ def test_a_tally_in_closed_form():
 def test_operations_of_a_step_are_those_of_the_real_transformer(directories, name):
     """Counted on real weights by torch's own counter, with attention spelled out."""
     family = family_for(tiny_model(name, directories[name]))
-    blank = memory.blank(family, "transformer", torch.float32)
+    blank = meta.blank(family, "transformer", torch.float32)
     rows = memory.quantise_plan(blank, family, (), BACKENDS["emulated_nvfp4"])
     quantised = [row.name for row in rows if row.quantised]
     work = memory.sampling_work(family, blank, 3, torch.float32, quantised)
@@ -57,6 +58,40 @@ def test_operations_of_a_step_are_those_of_the_real_transformer(directories, nam
         family.velocity(real, x, torch.tensor(0.5), cond)
     assert work.flops == counter.get_total_flops()
     assert 0.3 < work.quantised / work.flops < 1
+
+
+@pytest.mark.parametrize("name", EDITING)
+def test_a_source_image_is_encoded(directories, name):
+    """By the real autoencoder, counted by torch, attention spelled out; Qwen's language model reads
+    the image's tokens beside those of the prompt, and its tower four patches for each.
+    """
+    family = family_for(tiny_model(name, directories[name]))
+    vae = family.load_vae("cpu", torch.float32)
+    image = torch.rand(1, *family.source_shape)
+    with torch.no_grad(), sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
+        vae.encode(image)
+    work = memory.source_work(family, torch.float32)
+    assert work.flops == counter.get_total_flops() > 0 and work.peak > 4 * image.numel()
+    seen = family.source_patches
+    assert (seen > 0) == (name == "qwen_image_edit")
+    beside = seen // 4 + 8 if seen else 0
+    assert family.text_tokens == family.model.max_sequence_length + beside
+
+
+def test_an_image_to_edit_is_shown_with_the_negative_prompt_too(tiny_qwen_image_edit_dir, tmp_path):
+    """Two rows of each prompt where guidance is on; by hand from what is counted."""
+    seconds, device = {}, Device("made up", 1.0, 1.0, 80.0, 1.0)
+    for scale in (1.0, 2.0):
+        config = run_of(
+            "qwen_image_edit", tiny_qwen_image_edit_dir, tmp_path, guidance__train=scale
+        )
+        with described(config) as (family, _):
+            counts = counts_of(config, family, BACKENDS["fp8"])
+        seconds[scale] = tasks_of(config, counts, device, {}).encode
+    rows = config.prompts.per_iteration
+    assert counts.source_flops > 0 and counts.source_peak > 0
+    assert seconds[1.0] == pytest.approx(rows * (counts.text_flops + counts.source_flops) / 1e12)
+    assert seconds[2.0] == pytest.approx(2 * seconds[1.0])
 
 
 @pytest.mark.parametrize("name", ["sd3", "flux"])
@@ -77,13 +112,11 @@ def test_operations_of_training_are_those_of_the_real_transformer(directories, n
             family.velocity(real, x, torch.full((2,), 0.5), cond)
         with FlopCounterMode(display=False) as both:
             family.velocity(real, x, torch.full((2,), 0.5), cond).square().mean().backward()
-    blocks, tokens = (
-        {"sd3": 2, "flux": 3}[name],
-        16 + family.conditioning_shapes["prompt_embeds"][0],
-    )
+    blocks = {"sd3": 2, "flux": 3}[name]
+    tokens = 16 + family.conditioning_shapes["prompt_embeds"][0]
     attention = blocks * 2 * (2 * 2 * tokens**2 * 32)  # scores and values: batch 2, width 32
-    blank = memory.blank(family, "transformer", torch.float32)
-    assert memory.adapt(blank, family, Lora(rank=4)) == sum(
+    blank = meta.blank(family, "transformer", torch.float32)
+    assert meta.adapt(blank, family, Lora(rank=4)) == sum(
         p.numel() for p in real.parameters() if p.requires_grad
     )
     kept, again = (
@@ -167,21 +200,17 @@ def test_stages_are_counts_of_steps(tiny_sd3_dir, tmp_path):
     family = family_for(
         tiny_model("sd3", tiny_sd3_dir, max_sequence_length=SETTINGS["sd3"]["max_sequence_length"])
     )
-    blank = memory.blank(family, "transformer", torch.float32)
+    blank = meta.blank(family, "transformer", torch.float32)
     step = memory.sampling_work(family, blank, 1, torch.float32).flops
     decode = memory.decoding_work(family, 1)[1].flops
-    memory.adapt(blank, family, Lora(rank=4))
+    meta.adapt(blank, family, Lora(rank=4))
     adapted = memory.sampling_work(family, blank, 1, torch.float32).flops
     trained = memory.training_work(family, blank, 1, torch.float32, False).flops
-    explore, regenerate, update = (
-        plan.stages["explore"],
-        plan.stages["regenerate"],
-        plan.stages["update"],
-    )
-    assert (
-        explore.unquantized + explore.quantised == 2 * 8 * 2 * step
-        and explore.decoding == 2 * 8 * decode
-    )
+    explore = plan.stages["explore"]
+    regenerate = plan.stages["regenerate"]
+    update = plan.stages["update"]
+    assert explore.unquantized + explore.quantised == 2 * 8 * 2 * step
+    assert explore.decoding == 2 * 8 * decode
     assert (regenerate.unquantized, regenerate.decoding) == (2 * 4 * 3 * step, 2 * 4 * decode)
     assert update.flops == 2 * 4 * 2 * (trained + 2 * adapted)
 
@@ -201,6 +230,5 @@ def test_points_and_passes_of_objectives(objective, points, others):
 def test_seconds_in_closed_form():
     device = Device("x", tflops=1000, quantised_tflops=4000, memory_gb=1, utilisation=0.5)
     stage = Stage(unquantized=1e15, quantised=4e15, decoding=0.5e15, gpus=2)
-    assert stage.seconds(device) == pytest.approx(
-        (1 + 1 + 1) / 0.5 / 2
-    )  # decoding at half the peak
+    # decoding at half the peak
+    assert stage.seconds(device) == pytest.approx((1 + 1 + 1) / 0.5 / 2)

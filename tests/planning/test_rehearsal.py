@@ -68,7 +68,8 @@ def test_what_is_off_by_more_than_a_twentieth_is_said(config):
         store=store,
     )
     shown, off = table(plan, found)
-    assert off == [] and [row[0].text for row in shown.body] == [
+    assert off == []
+    assert [row[0].text for row in shown.body] == [
         *("rollout", "learner", "encoder"),
         *("broadcast", "object store, at most"),
     ]

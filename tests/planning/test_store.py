@@ -8,7 +8,8 @@ import torch
 from cluster.driver.store import check_store, published_bytes
 from configs.load import ConfigError
 from planning.lines import lines_of
-from planning.make import SPILLS_AT, make_plan, store_size, versions_held
+from planning.make import make_plan
+from planning.object_store import SPILLS_AT, store_size, versions_held
 from planning.placement import Node
 from policy.explorer import Explorer
 from policy.families import family_for
@@ -66,16 +67,14 @@ def test_a_store_that_is_too_small_is_named_with_what_it_should_be(config, small
     assert versions_held(config) == 2 + ahead and 0 < sent.changing < sent.total
     enough = {node.id: wanted / SPILLS_AT + 1.0 for node in NODES}
     check_store(config, NODES, enough)
-    check_store(
-        config, NODES, {**enough, "c" * 32: 0.0}
-    )  # neither explorers nor the learner live there
+    # neither explorers nor the learner live there
+    check_store(config, NODES, {**enough, "c" * 32: 0.0})
     with pytest.raises(ConfigError) as error:
         check_store(config, NODES, {**enough, small * 32: wanted / SPILLS_AT - 1.0})
     assert str(error.value).count("\n") == 0
     assert f"{2 + ahead} versions of the weights" in str(error.value)
-    assert f"node {small * 8} has" in str(
-        error.value
-    ) and f"--object-store-memory={store_size(wanted)}" in str(error.value)
+    assert f"node {small * 8} has" in str(error.value)
+    assert f"--object-store-memory={store_size(wanted)}" in str(error.value)
 
 
 def test_nothing_is_said_about_what_is_not_known(config):
@@ -98,9 +97,8 @@ def test_nothing_is_said_about_what_is_not_known(config):
 
 
 def test_the_size_to_start_with():
-    assert (
-        store_size(13_400_000_000) == 18_500_000_000 and store_size(1) == 100_000_000
-    )  # 13.4 x 1.1 / 0.8
+    # 13.4 x 1.1 / 0.8
+    assert store_size(13_400_000_000) == 18_500_000_000 and store_size(1) == 100_000_000
 
 
 def test_the_plan_says_how_large_it_should_be(config):

@@ -6,13 +6,16 @@ from pathlib import Path
 import pytest
 import torch
 
-from configs.sections import Lora, Model
+from configs.sections import Model
+from configs.training import Lora
 from policy.families import Family, family_for
 from policy.lora import add_adapters, load_adapter_state
+from policy.sampling.sample import sample
 from policy.types import Conditioning
 from tests.tiny_families import NAMES
 from tests.tiny_sd3 import TINY_HEIGHT, TINY_SEQUENCE, TINY_WIDTH
 
+SEEDS = [1, 2, 3]
 LORA = Lora(rank=4, alpha=8)
 
 
@@ -79,3 +82,7 @@ def randomise() -> Callable[[torch.nn.Module, str, int], dict[str, torch.Tensor]
         return state
 
     return fill
+
+
+def latents(family, transformer, cond):
+    return sample(family, transformer, cond.rows(0).repeat(3), SEEDS, 3, "euler")

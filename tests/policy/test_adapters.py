@@ -8,7 +8,8 @@ import pytest
 import torch
 from peft.tuners.lora import Linear
 
-from configs.sections import Lora, Model
+from configs.sections import Model
+from configs.training import Lora
 from policy.adapters import AdaptedConv2d, AdaptedLinear
 from policy.families import family_for
 from policy.lora import adapted_modules, adapter_state, add_adapters, load_adapter_state, trainable

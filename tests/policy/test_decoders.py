@@ -12,7 +12,7 @@ from configs.load import ConfigError, load
 from learner.publish import export_policy
 from planning.make import make_plan
 from planning.preflight import check_model
-from policy import memory
+from policy import memory, meta
 from policy.decoders import blank_decoder, check_decoder, load_decoder, proxy_dtype
 from policy.explorer import Explorer
 from policy.families import family_for
@@ -138,7 +138,7 @@ def test_the_plan_counts_the_decoder_that_is_chosen(config):
     assert "autoencoder, fp32" in tiny.memory["learner"]
     explore = config.explore.model_copy(update={"decoder": "full", "decoder_precision": "bf16"})
     full = make_plan(config.model_copy(update={"explore": explore}))
-    own = memory.blank(family, "vae", torch.float32)
+    own = meta.blank(family, "vae", torch.float32)
     assert full.memory["rollout"]["autoencoder, bf16"] == memory.held_bytes(own) // 2
     assert full.memory["learner"]["autoencoder, fp32"] == memory.held_bytes(own)
     assert full.stages["explore"].decoding_rate == 1.0

@@ -13,9 +13,9 @@ from policy.lora import adapted_modules, use
 from policy.merging import merged_weights
 from policy.precision.backends import BACKENDS
 from policy.precision.emulated import EmulatedNVFP4Linear
+from policy.precision.manifest import WireError
 from policy.precision.nvfp4 import Packed, dequantise, quantise
 from policy.precision.swap import quantise_plan
-from policy.precision.wire import WireError
 from policy.sampling.sample import sample
 
 NVFP4, FP32, BF16, FP8 = (BACKENDS[name] for name in ("emulated_nvfp4", "fp32", "bf16", "fp8"))
@@ -54,9 +54,8 @@ def test_explorers_hold_the_merged_weights(family, adapted, randomise):
             else True
         )
         assert row.quantised or torch.equal(layer.weight, weight)
-    assert (
-        sum(row.quantised and row.name not in wanted for row in explorer.plan) == 6
-    )  # feed-forward: not adapted
+    # feed-forward: not adapted
+    assert sum(row.quantised and row.name not in wanted for row in explorer.plan) == 6
 
 
 def test_four_and_a_half_bits_on_the_wire(family, adapted):
@@ -104,11 +103,8 @@ def test_an_explorer_holds_no_unquantized_copy(family, monkeypatch):
     for layer in layers:  # nor does a forward leave one behind
         layer(torch.ones(2, layer.in_features))
         tensors = [value for value in vars(layer).values() if isinstance(value, torch.Tensor)]
-        assert not tensors and {name for name, _ in layer.named_buffers()} == {
-            "codes",
-            "scales",
-            "amax",
-        }
+        assert not tensors
+        assert {name for name, _ in layer.named_buffers()} == {"codes", "scales", "amax"}
 
 
 def test_fp32_explorers_draw_what_the_learner_draws(family, adapted, cond, randomise):
@@ -120,9 +116,9 @@ def test_fp32_explorers_draw_what_the_learner_draws(family, adapted, cond, rando
     manifest, chunks, _ = publisher(family, adapted, FP32).export("current", 0)
     explorer.load(manifest, chunks)
     images, latents = explorer.explore(cond.rows(1), SEEDS, 3, "dpmpp_2m")
-    assert (
-        images.dtype == np.uint8 and images.shape == (3, 3, 16, 16) and latents.dtype == np.float32
-    )
+    assert images.dtype == np.uint8
+    assert images.shape == (3, 3, 16, 16)
+    assert latents.dtype == np.float32
     rows = cond.rows(1).repeat(3)
     with use(adapted, "current"):
         wanted = sample(family, adapted, rows, SEEDS, 3, "dpmpp_2m")
@@ -284,9 +280,8 @@ def test_statistics_against_the_export_before(family, adapted, randomise):
         (codes != codes_after).double().mean().item(), abs=1e-12
     )
     cosine = torch.cosine_similarity(decoded_after - decoded, merged_after - merged, dim=0).item()
-    assert statistics["weights/delta_cosine"] == pytest.approx(
-        cosine, abs=1e-5
-    )  # W cancels there in float32
+    # W cancels there in float32
+    assert statistics["weights/delta_cosine"] == pytest.approx(cosine, abs=1e-5)
     assert 0.9 < cosine < 1
 
 

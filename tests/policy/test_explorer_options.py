@@ -42,9 +42,8 @@ def test_an_image_does_not_depend_on_its_neighbours(family, adapted, cond, rando
     explorer = explorer_of(family, adapted, name)
     batches = [(5, 6, 7), (5, 2**60, 99), (5, 5, 5)]
     latents = [explorer.explore(cond.rows(0), seeds, 3, "dpmpp_2m")[1] for seeds in batches]
-    assert np.array_equal(latents[0][0], latents[1][0]) and np.array_equal(
-        latents[0][0], latents[2][0]
-    )
+    assert np.array_equal(latents[0][0], latents[1][0])
+    assert np.array_equal(latents[0][0], latents[2][0])
     assert not np.array_equal(latents[0][1], latents[1][1])
 
 

@@ -13,7 +13,8 @@ import torch
 from torch import nn
 
 import policy.families
-from configs.sections import Lora, Model
+from configs.sections import Model
+from configs.training import Lora
 from policy.families import FAMILIES, TextEncoder, family_for
 from policy.families.text import PromptEncoder
 from policy.lora import adapted_modules, add_adapters, target_modules
@@ -92,10 +93,8 @@ def test_what_is_quantised(family):
     if family.name == "flux":  # two layers of one name
         assert by_name["single_transformer_blocks.1.proj_out"] and not by_name["proj_out"]
     if family.name == "sana":
-        assert (
-            by_name["transformer_blocks.0.ff.conv_inverted"]
-            and by_name["transformer_blocks.1.ff.conv_point"]
-        )
+        assert by_name["transformer_blocks.0.ff.conv_inverted"]
+        assert by_name["transformer_blocks.1.ff.conv_point"]
 
 
 LORA_MODULES = {
@@ -182,9 +181,8 @@ def test_a_prompts_conditioning_ignores_its_neighbours(family):
         text=text,
     )
     for key, rows in few.tensors.items():
-        assert torch.equal(more.tensors[key][[3, 1]], rows) and torch.equal(
-            more.tensors[key][3], more.tensors[key][4]
-        )
+        assert torch.equal(more.tensors[key][[3, 1]], rows)
+        assert torch.equal(more.tensors[key][3], more.tensors[key][4])
         assert rows.device.type == "cpu" and not rows.requires_grad
     with pytest.raises(ValueError, match="no prompts to encode"):
         encode(family, [], text=text)
@@ -272,11 +270,9 @@ def test_slicing_and_tiling(name, directory):
     calls.clear()
     vae.decoder.register_forward_hook(lambda module, args, output: calls.append(len(args[0])))
     found = tiled.decode(vae, latents).int()
-    assert (
-        len(calls) > 1
-        and found.shape == images.shape
-        and (found - images).abs().float().mean() > 0.1
-    )
+    assert len(calls) > 1
+    assert found.shape == images.shape
+    assert (found - images).abs().float().mean() > 0.1
 
 
 @pytest.mark.parametrize("name", one_of_twins(True))

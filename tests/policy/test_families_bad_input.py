@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from cluster.driver.session import train
+from cluster.driver.train import train
 from configs.load import ConfigError
 from configs.sections import Model
 from policy.families import family_for

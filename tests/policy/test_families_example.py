@@ -14,7 +14,8 @@ from pydantic import TypeAdapter
 import configs.families
 import policy.families
 from configs.named import named_class
-from configs.sections import Lora, Model
+from configs.sections import Model
+from configs.training import Lora
 from policy.families import FAMILIES, Family, family_for
 from policy.lora import adapted_modules, add_adapters
 from policy.precision.backends import BACKENDS

@@ -148,6 +148,5 @@ def test_conditioning_is_the_pipelines(tiny):
     torch.testing.assert_close(
         tiny.encoded.tensors["pooled_prompt_embeds"], pooled, rtol=1e-5, atol=1e-5
     )
-    assert (embeds[0] - embeds[1]).abs().max() > 0.1 and (
-        pooled[0] - pooled[1]
-    ).abs().max() > 0.1  # the two prompts do differ
+    # the two prompts do differ
+    assert (embeds[0] - embeds[1]).abs().max() > 0.1 and (pooled[0] - pooled[1]).abs().max() > 0.1

@@ -50,14 +50,10 @@ def test_forward_is_the_product_of_dequantised_operands(device, bias, shape):
     """
     linear = linear_of(bias=bias).to(device)
     x = (torch.randn(shape, generator=torch.Generator().manual_seed(1)) * 3).to(device)
-    rows, weight = (
-        dequantised(x.reshape(-1, 64)),
-        FP8.decode(FP8.pack(linear.weight, True)).double(),
-    )
-    product, offset = (
-        rows @ weight.t(),
-        (linear.bias.double() if bias else torch.zeros(48, device=device).double()),
-    )
+    rows = dequantised(x.reshape(-1, 64))
+    weight = FP8.decode(FP8.pack(linear.weight, True)).double()
+    product = rows @ weight.t()
+    offset = linear.bias.double() if bias else torch.zeros(48, device=device).double()
     wanted = product + offset
     bound = 66 * 2.0**-24 * (rows.abs() @ weight.abs().t()) + 2.0**-8 * (
         product.abs() + offset.abs() + wanted.abs()
@@ -92,9 +88,8 @@ def test_codes_and_scales():
     assert (
         FP8.changed(FP8.pack(weight + torch.tensor([0.0, 1.0, 0.0, 0.0] * 4), False), packed) == 12
     )
-    small = FP8.pack(
-        torch.full((1, 16), 1e-44), False
-    )  # below what a scale can say: zero, not garbage
+    # below what a scale can say: zero, not garbage
+    small = FP8.pack(torch.full((1, 16), 1e-44), False)
     assert not FP8.decode(small).any()
 
 
@@ -112,9 +107,8 @@ def test_a_frozen_range_leaves_codes_alone():
         )
         assert torch.equal(before["codes"][:, 1:], after["codes"][:, 1:]) == elsewhere
     assert torch.equal(after["scales"], 2 * weight.abs().amax(-1) / 448)
-    far = FP8.pack(
-        weight * 5, False, frozen_amax(FP8.amax(weight), FP8.amax(weight * 5))
-    )  # outgrown: doubled until it fits
+    # outgrown: doubled until it fits
+    far = FP8.pack(weight * 5, False, frozen_amax(FP8.amax(weight), FP8.amax(weight * 5)))
     assert torch.equal(far["scales"], 8 * weight.abs().amax(-1) / 448)
 
 
@@ -150,11 +144,9 @@ def test_what_is_not_finite():
 def test_a_cast_does_not_reach_the_scales():
     layer = layer_of(linear_of())
     before = layer.scales.clone()
-    assert (
-        torch.equal(layer.bfloat16().scales, before)
-        and layer.bias is not None
-        and layer.bias.dtype == torch.bfloat16
-    )
+    assert torch.equal(layer.bfloat16().scales, before)
+    assert layer.bias is not None
+    assert layer.bias.dtype == torch.bfloat16
     y = layer(torch.ones(2, 64, dtype=torch.bfloat16))
     assert y.dtype == torch.bfloat16
 

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from configs.load import ConfigError, load
-from configs.sections import Lora
+from configs.training import Lora
 from policy import memory
 from policy.families import family_for
 from policy.frozen import FrozenLinear, freeze, frozen_rows, packed_bytes, plain_weight

@@ -76,13 +76,11 @@ def test_e2m1_rounding_against_brute_force():
         [grid, torch.nextafter(grid, torch.tensor(9.0)), torch.nextafter(grid, torch.tensor(-9.0))]
     )
     distance = (inputs.double().abs().unsqueeze(-1) - torch.tensor(nvfp4.VALUES).double()).abs()
-    code = (distance + torch.tensor([0, 1e-12] * 4)).argmin(
-        -1
-    )  # 1e-12 breaks ties, and is below a float32 step
+    # 1e-12 breaks ties, and is below a float32 step
+    code = (distance + torch.tensor([0, 1e-12] * 4)).argmin(-1)
     wanted = torch.tensor(nvfp4.VALUES)[code] * inputs.sign()
-    assert torch.equal(
-        nvfp4.round_e2m1_(inputs.clone()) + 0.0, wanted + 0.0
-    )  # + 0 makes -0 and 0 equal
+    # + 0 makes -0 and 0 equal
+    assert torch.equal(nvfp4.round_e2m1_(inputs.clone()) + 0.0, wanted + 0.0)
     inside = inputs[inputs.abs() < 7]
     assert torch.equal(
         nvfp4.round_e2m1_(inside.clone(), saturate=False) + 0.0, wanted[inputs.abs() < 7] + 0.0
@@ -105,9 +103,8 @@ def test_e4m3_rounding_against_torch():
 
 def test_every_code_decodes():
     codes = torch.tensor([[16 * (2 * j + 1) + 2 * j for j in range(8)]], dtype=torch.uint8)
-    packed = Packed(
-        codes, torch.tensor([[0x38]], dtype=torch.uint8), torch.tensor(2688.0)
-    )  # sf = 1, so the unit is 1
+    # sf = 1, so the unit is 1
+    packed = Packed(codes, torch.tensor([[0x38]], dtype=torch.uint8), torch.tensor(2688.0))
     assert dequantise(packed).tolist() == [[*nvfp4.VALUES, *(-v for v in nvfp4.VALUES)]]
 
 
@@ -179,10 +176,8 @@ def test_a_zero_block_and_an_underflowing_one():
     weight[0, 0], weight[0, 20] = 1.0, -(2.0**-19)
     packed = quantise(weight)
     assert packed.scales.tolist() == [[126, 0, 0]]
-    assert (
-        packed.codes[0, 8:16].tolist() == [0, 0, 0xF, 0, 0, 0, 0, 0]
-        and packed.codes[0, 16:].eq(0).all()
-    )
+    assert packed.codes[0, 8:16].tolist() == [0, 0, 0xF, 0, 0, 0, 0, 0]
+    assert packed.codes[0, 16:].eq(0).all()
     assert dequantise(packed)[0].tolist() == [1.0] + [0.0] * 47
 
 

@@ -75,9 +75,8 @@ def test_padding_changes_no_row():
     """Zero rows have neither a larger amax nor blocks of their own."""
     rows = torch.randn(17, 64, generator=torch.Generator().manual_seed(0))
     alone, padded = pack_activation(rows), pack_activation(padded_rows(rows))
-    assert torch.equal(padded.codes[:17], alone.codes) and torch.equal(
-        padded.scales[:17], alone.scales
-    )
+    assert torch.equal(padded.codes[:17], alone.codes)
+    assert torch.equal(padded.scales[:17], alone.scales)
     assert padded.amax == alone.amax and not padded.codes[17:].any()
 
 
@@ -114,9 +113,8 @@ def test_published_weights_arrive_in_place_and_in_order():
         targets[name].copy_(tensor)
     layer.arrived()
     assert {name: buffer.data_ptr() for name, buffer in layer.named_buffers()} == pointers
-    assert torch.equal(layer.swizzled, swizzled(packed["scales"])) and layer.amax.tolist() == [
-        packed["amax"].item()
-    ]
+    assert torch.equal(layer.swizzled, swizzled(packed["scales"]))
+    assert layer.amax.tolist() == [packed["amax"].item()]
     assert layer.factor.tolist() == [(packed["amax"] * SPAN_INVERSE).item()]
     assert torch.equal(
         dequantise(Packed(layer.codes, layer.compact, layer.amax.view(()))),

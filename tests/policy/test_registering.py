@@ -16,10 +16,10 @@ from configs.named import named_class
 from configs.objectives import SETTINGS
 from learner.objectives import build_objective
 from planning.assumptions import Assumptions, backend_of, device_of, with_format
-from policy import memory
+from policy import meta
 from policy.families import family_for
 from policy.precision.backends import Backend, finer_backend, ladder, resolve_backend, wire_formats
-from policy.precision.wire import pack_tensors
+from policy.precision.wire import assemble
 from tests.tiny_families import tiny_model
 
 FILE = """
@@ -68,14 +68,14 @@ def test_a_backend_is_a_file_and_a_row(coarse, name, directory):
     assert resolve_backend("auto", "cuda")[0] is coarse
     assert resolve_backend("auto", "cpu")[0].name == "emulated_nvfp4"
     assert wire_formats()["nvfp2"] == 7
-    assert pack_tensors({}, 0, "nvfp2", 8)[0].format_version == 7
+    assert assemble([], 0, "nvfp2")[0].format_version == 7
     config = load("sd35_medium-sol_rl-pickscore", ["services.rollout.gpus=1"])
     assert backend_of(config, "H100")[0] is coarse
     device, accelerator = device_of(config, Assumptions(accelerator="H100"))
     assert device is not None
     assert with_format(device, accelerator, coarse).quantised_tflops == 8 * 989.5
     family = family_for(tiny_model(name, directory))
-    _, rows, layers = memory.blank_explorer(family, coarse, (), torch.float32)
+    _, rows, layers = meta.blank_explorer(family, coarse, (), torch.float32)
     assert set(layers) == {row.name for row in rows if row.quantised} != set()
 
 

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from configs.sections import Lora, Model
+from configs.sections import Model
+from configs.training import Lora
 from learner.publish import export_policy
 from policy.explorer import Explorer
 from policy.families import family_for, model_directory
@@ -78,9 +79,8 @@ def test_a_second_attention_as_in_sd35_medium(tmp_path):
     explorer = Explorer(tiny.family, BACKENDS["fp8"])
     explorer.load(*export_policy(tiny.denoiser, "current", explorer.plan, BACKENDS["fp8"], 0, 4096))
     images, _ = explorer.explore(tiny.encoded.rows(0), SEEDS, 4, "euler")
-    assert (
-        0 < np.abs(images.astype(int) - exact).mean() < 3
-    )  # of 255: the attention is there, roundly
+    # of 255: the attention is there, roundly
+    assert 0 < np.abs(images.astype(int) - exact).mean() < 3
 
 
 def test_sampling_in_batches_and_any_order(family, transformer, cond):

@@ -58,9 +58,8 @@ def test_from_sigma_1_the_next_sigma_is_in_the_denominator():
     step = TRANSITIONS["flow_sde"](column(2.0), column(3.0), sigmas(1.0), sigmas(0.75), 1.0)
     assert (step.mean.item(), step.std.item()) == (0.25, 1.0)
     near = TRANSITIONS["flow_sde"](column(2.0), column(3.0), sigmas(0.9997), sigmas(0.75), 1.0)
-    assert near.mean.item() == pytest.approx(0.25, abs=0.01) and near.std.item() == pytest.approx(
-        1.0, abs=0.01
-    )
+    assert near.mean.item() == pytest.approx(0.25, abs=0.01)
+    assert near.std.item() == pytest.approx(1.0, abs=0.01)
     exact = TRANSITIONS["flow_sde"](column(2.0), column(3.0), sigmas(0.95), sigmas(0.75), 1.0)
     assert exact.std.item() == pytest.approx(math.sqrt(0.95 / 0.05 * 0.2))
 
@@ -84,9 +83,8 @@ def test_the_density_is_the_normal_one_averaged_over_dimensions():
     x, v = column(2.0).expand(1, 2), column(3.0).expand(1, 2)
     step = TRANSITIONS["flow_sde"](x, v, sigmas(0.5), sigmas(0.25), 1.0)
     found = step.log_prob(step.mean + torch.tensor([[0.5, -1.0]], dtype=torch.float64))
-    assert found.shape == (1,) and found.item() == pytest.approx(
-        -1.25 + math.log(2) - math.log(2 * math.pi) / 2, rel=1e-12
-    )
+    assert found.shape == (1,)
+    assert found.item() == pytest.approx(-1.25 + math.log(2) - math.log(2 * math.pi) / 2, rel=1e-12)
 
 
 @pytest.mark.parametrize(
@@ -177,9 +175,8 @@ def test_dance_sde_decodes_the_clean_sample_that_is_predicted_at_its_last_step()
     dance, flow = draw([5, 6, 7], [1, 2, 3], solver=("dance_sde", 0.3)), draw([5, 6, 7], [1, 2, 3])
     last = dance.states[:, -2]
     assert torch.equal(dance.latents, last - grid[-2] * velocity(last, grid[-2].expand(3)))
-    noise = (
-        (dance.states[:, -1] - dance.latents).std().item()
-    )  # 0.3 sqrt(sigma), and a little of the step's correction
+    # 0.3 sqrt(sigma), and a little of the step's correction
+    noise = (dance.states[:, -1] - dance.latents).std().item()
     assert noise == pytest.approx(0.3 * math.sqrt(grid[-2].item()), rel=0.25)
     assert torch.equal(flow.latents, flow.states[:, -1])
 
@@ -193,9 +190,8 @@ def test_a_row_depends_on_its_own_seeds_alone():
     assert family.batches == [2] * 10 + [1] * 10
     alone = draw([6], [2])
     for other, rows in ((parts, slice(None)), (alone, slice(1, 2))):
-        assert torch.equal(other.states, whole.states[rows]) and torch.equal(
-            other.log_probs, whole.log_probs[rows]
-        )
+        assert torch.equal(other.states, whole.states[rows])
+        assert torch.equal(other.log_probs, whole.log_probs[rows])
     same_start = draw([5, 5], [1, 2])
     assert torch.equal(same_start.states[0, 0], same_start.states[1, 0])
     assert not torch.equal(same_start.states[0, 1], same_start.states[1, 1])

@@ -11,14 +11,15 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from configs.sections import Lora
+from configs.training import Lora
 from learner.replicas import leave, open_store
 from policy.families import Family, family_for
 from policy.lora import add_adapters, trainable, use
 from policy.memory import conditioning_like, held_bytes, shards_of
 from policy.merging import merged, merged_weights
 from policy.sampling.guidance import Guided, velocity
-from policy.sharding import blocks_of, held_here, shard_base
+from policy.sharding import blocks_of, shard_base
+from tests.learner.together import held_here
 from tests.tiny_families import NAMES, tiny_model
 
 CPU = torch.device("cpu")

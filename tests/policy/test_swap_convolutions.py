@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from configs.sections import Lora
+from configs.training import Lora
 from learner.publish import Publisher
 from policy.explorer import Explorer
 from policy.lora import add_adapters
@@ -68,9 +68,8 @@ def test_the_plan(family, name):
         "conv_point",
         "proj",
     }
-    assert plan["conv_inverted"].why == "a 1x1 convolution, run as a linear" and plan[
-        "conv_inverted"
-    ].shape == (64, 32, 1, 1)
+    assert plan["conv_inverted"].why == "a 1x1 convolution, run as a linear"
+    assert plan["conv_inverted"].shape == (64, 32, 1, 1)
     assert plan["conv_depth"].why == "a convolution of 3x3 in 64 groups"
     assert plan["narrow"].why == "K = 24 is not a multiple of 16"
     assert plan["strided"].why == "a convolution of 1x1"
@@ -85,9 +84,8 @@ def test_a_pointwise_convolution_is_the_linear_of_its_pixels(features):
     ).movedim(-1, 1)
     found = PointwiseConvolution(linear)(features)
     assert torch.equal(found, wanted)
-    assert torch.allclose(
-        found, conv(features), atol=32 * 2.0**-24 * 32
-    )  # sums of 32 products of order 1, in another order
+    # sums of 32 products of order 1, in another order
+    assert torch.allclose(found, conv(features), atol=32 * 2.0**-24 * 32)
 
 
 @pytest.mark.parametrize("name", QUANTISED)
@@ -120,13 +118,11 @@ def test_quantised_convolutions_publish_with_their_adapter_and_load_in_place(
     assert all(torch.equal(buffer, packed[part]) for part, buffer in layer.named_buffers())
     wanted = learner(features)
     error = ((explorer.transformer(features) - wanted).norm() / wanted.norm()).item()
-    one_layer = (
-        0.13 if name == "emulated_nvfp4" else 0.037
-    )  # of Gaussian operands; three in a row, and half as much again
+    # of Gaussian operands; three in a row, and half as much again
+    one_layer = 0.13 if name == "emulated_nvfp4" else 0.037
     assert 1e-4 < error < one_layer * 3**0.5 * 1.5
-    assert (
-        make()(features) - wanted
-    ).norm() / wanted.norm() > 2 * error  # without the adapter it is another function
+    # without the adapter it is another function
+    assert (make()(features) - wanted).norm() / wanted.norm() > 2 * error
 
     learner.conv_point.lora_B["current"].weight.mul_(1.5)
     manifest, chunks, statistics = publisher.export("current", 1)
@@ -134,9 +130,8 @@ def test_quantised_convolutions_publish_with_their_adapter_and_load_in_place(
     assert {
         key: buffer.data_ptr() for key, buffer in explorer.transformer.named_buffers()
     } == pointers
-    assert (
-        0 < statistics["weights/codes_changed"] < 1 and 0.7 < statistics["weights/delta_cosine"] < 1
-    )
+    assert 0 < statistics["weights/codes_changed"] < 1
+    assert 0.7 < statistics["weights/delta_cosine"] < 1
 
 
 def test_an_adapted_convolution_that_stays_unquantized_travels_in_its_own_shape(family, features):
@@ -159,9 +154,8 @@ def test_an_adapted_convolution_that_stays_unquantized_travels_in_its_own_shape(
     )
     with torch.no_grad():
         learner.conv_point.lora_B["current"].weight.fill_(0.2)
-    assert publisher.export("current", 1)[2]["weights/delta_cosine"] == pytest.approx(
-        1, abs=1e-6
-    )  # rounding of W + B A alone
+    # rounding of W + B A alone
+    assert publisher.export("current", 1)[2]["weights/delta_cosine"] == pytest.approx(1, abs=1e-6)
 
 
 def test_swapping_frees_the_wide_weights(family):

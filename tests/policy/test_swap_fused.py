@@ -103,9 +103,8 @@ def test_compiled_it_is_one_product_too(monkeypatch):
     compiled = torch.compile(eager, dynamic=False)
     for seed in (1, 2):
         x = torch.randn(5, 64, generator=torch.Generator().manual_seed(seed))
-        assert torch.allclose(
-            compiled(x), eager(x), rtol=1e-5, atol=1e-4
-        )  # sums of 96 bfloat16 values in another order
+        # sums of 96 bfloat16 values in another order
+        assert torch.allclose(compiled(x), eager(x), rtol=1e-5, atol=1e-4)
     assert products == [1] and members[0]._joint._input is None
 
 
@@ -114,18 +113,15 @@ def test_buffers_are_rows_of_the_joint_ones_and_stay_where_they_are():
     members = join(given, NVFP4Weight)
     amax = torch.tensor(0.25)
     pointers = {name: buffer.data_ptr() for name, buffer in members[0].named_buffers()}
-    assert set(pointers) == {
-        f"layer.{name}" for name in ("codes", "swizzled", "amax", "factor")
-    } and not list(members[1].named_buffers())
+    assert set(pointers) == {f"layer.{name}" for name in ("codes", "swizzled", "amax", "factor")}
+    assert not list(members[1].named_buffers())
     filled(members, given, backend, amax)
     layer = members[0].layer
     assert {name: buffer.data_ptr() for name, buffer in members[0].named_buffers()} == pointers
     packed = [backend.pack(linear.weight, True, amax) for linear in given]
     assert torch.equal(layer.codes, torch.cat([part["codes"] for part in packed]))
-    assert (
-        torch.equal(layer.swizzled, swizzled(torch.cat([part["scales"] for part in packed])))
-        and layer.amax.item() == 0.25
-    )
+    assert torch.equal(layer.swizzled, swizzled(torch.cat([part["scales"] for part in packed])))
+    assert layer.amax.item() == 0.25
     with pytest.raises(ValueError, match="packed with different amax"):
         filled(members, given, backend)
 
@@ -148,10 +144,8 @@ def test_the_plan_names_groups_that_are_quantised_as_a_whole(family, transformer
         row.name: row.fused
         for row in quantise_plan(transformer, stub, ("*.0.attn.to_v",), BACKENDS["fp8"])
     }
-    assert (
-        partly["transformer_blocks.0.attn.to_q"] is None
-        and partly["transformer_blocks.1.attn.to_q"] is not None
-    )
+    assert partly["transformer_blocks.0.attn.to_q"] is None
+    assert partly["transformer_blocks.1.attn.to_q"] is not None
     for name in ("emulated_nvfp4", "fp32"):
         assert not any(row.fused for row in quantise_plan(transformer, stub, (), BACKENDS[name]))
 

@@ -68,9 +68,8 @@ def test_thinning_as_iterations_come_is_thinning_at_the_end(limit: int):
         assert there == kept(range(newest + 1), limit)
         if newest >= limit:  # evenly: no gap is wider than the stride of the widest allowed
             gaps = np.diff(sorted(there))
-            assert (
-                max(gaps) == max(gaps[:-1], default=max(gaps)) and max(gaps) <= 4 * newest / limit
-            )
+            assert max(gaps) == max(gaps[:-1], default=max(gaps))
+            assert max(gaps) <= 4 * newest / limit
 
 
 def test_what_is_written_is_found(tmp_path: Path):
@@ -79,10 +78,11 @@ def test_what_is_written_is_found(tmp_path: Path):
     found = find_extremes(tmp_path)
     assert [one.iteration for one in found] == [0, 2, 4]
     rows = found[2].rows
-    assert len(rows) == 8 and rows[2] == {
+    assert len(rows) == 8
+    assert (rows[2] == {
         "prompt": 0, "text": "prompt 0", "stage": "regenerated", "end": "best", "seed": 2,
         "reward": 0.8, "other": 0.7, "file": "0_regenerated_best.png", "width": 8, "height": 8,
-    }  # fmt: skip
+    })  # fmt: skip
     with Image.open(found[2].directory / str(rows[2]["file"])) as image:
         assert image.getpixel((3, 3)) == (12, 12, 12)
     forget_from(tmp_path, 4)

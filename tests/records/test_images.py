@@ -91,7 +91,7 @@ def clips_of(frames: int, height: int, width: int) -> np.ndarray:
 
 
 def played(content: bytes) -> tuple[np.ndarray, list[int]]:
-    """Frames uint8 [F, H, W, 3] of an animated picture, and their milliseconds."""
+    """Frames uint8 [F, H, W, 3] of an animated image, and their milliseconds."""
     with Image.open(io.BytesIO(content)) as image:
         assert image.info["loop"] == 0
         rows = [
@@ -155,9 +155,9 @@ def test_clips_play_in_the_page(tmp_path: Path):
         shutil.rmtree(step)
     for step in (0, 1):
         save_images(run / "images", step, PROMPTS[:1], clips_of(4, 16, 16))
-    pictures = page_of(run).all("img")
-    assert len(pictures) == 4
-    assert all(str(p["src"]).startswith("data:image/webp;base64,") for p in pictures)
+    shown = page_of(run).all("img")
+    assert len(shown) == 4
+    assert all(str(p["src"]).startswith("data:image/webp;base64,") for p in shown)
     assert before_after(run / "images", prompts=1, noises=2).size[0] > 0
 
 
@@ -165,9 +165,8 @@ def test_grid_places_every_pixel():
     images = np.arange(2 * 3 * 3, dtype=np.uint8).reshape(2, 3, 3, 1, 1)
     sheet = grid(images, gap=1, scale=2)
     assert sheet.shape == (3, 5, 8)
-    assert np.array_equal(sheet[:, 0, 0], images[0, 0, :, 0, 0]) and np.array_equal(
-        sheet[:, 4, 7], images[1, 2, :, 0, 0]
-    )
+    assert np.array_equal(sheet[:, 0, 0], images[0, 0, :, 0, 0])
+    assert np.array_equal(sheet[:, 4, 7], images[1, 2, :, 0, 0])
     assert (sheet[:, 2] == 255).all() and (sheet[:, :, 2] == 255).all()
 
 

@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from records.metrics import DOCUMENT, METRICS, PrometheusExporter, exported_name, known_name, table
+from records.metrics import DOCUMENT, METRICS, exported_name, known_name, table
+from records.prometheus import PrometheusExporter
 
 CONTRACT = [
     "iteration",
@@ -186,9 +187,8 @@ def test_it_serves_what_a_scraper_reads_and_frees_the_port():
     assert families["sol_rl_samples_seen"].type == "counter"
     assert families["sol_rl_samples_seen"].documentation == METRICS["samples_seen"].help
     assert families["sol_rl_reward_eval"].samples[0].labels == {"scorer": "shapes"}
-    assert not any(
-        name.startswith(("python_", "process_")) for name in families
-    )  # its own registry
+    # its own registry
+    assert not any(name.startswith(("python_", "process_")) for name in families)
     with socket.socket() as probe:
         assert probe.connect_ex(("127.0.0.1", port)) != 0
 
@@ -204,12 +204,10 @@ def test_a_busy_port_is_one_clear_line_and_training_goes_on(caplog: pytest.LogCa
                 port, events=lambda name, **fields: events.append((name, fields))
             )
     assert [record.getMessage() for record in caplog.records] == [exporter.problem]
-    assert (
-        exporter.problem
-        and str(port) in exporter.problem
-        and "prometheus_port" in exporter.problem
-        and "\n" not in exporter.problem
-    )
+    assert exporter.problem
+    assert str(port) in exporter.problem
+    assert "prometheus_port" in exporter.problem
+    assert "\n" not in exporter.problem
     assert events == [
         ("metrics_unavailable", {"address": f"127.0.0.1:{port}", "why": "Address already in use"})
     ]

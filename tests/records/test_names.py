@@ -23,17 +23,14 @@ def test_a_run_that_computed_nothing_is_replaced(tmp_path):
     failed.event("run_failed", why="a scorer could not be built")
     (failed.images / "step_000000").mkdir()
     (failed.path / "evaluations").mkdir()
-    (failed.path / "evaluations" / "step_000000.json").write_text(
-        "{}"
-    )  # a kill came before its row
+    # a kill came before its row
+    (failed.path / "evaluations" / "step_000000.json").write_text("{}")
     (failed.path / "mine.txt").write_text("a note")
     again = created(tmp_path, "seed=2")
     assert again.path == failed.path and again.configuration().seed == 2
-    assert (
-        again.events() == []
-        and list(again.images.iterdir()) == []
-        and not (again.path / "evaluations").exists()
-    )
+    assert again.events() == []
+    assert list(again.images.iterdir()) == []
+    assert not (again.path / "evaluations").exists()
     assert (again.path / "mine.txt").read_text() == "a note"
 
 
@@ -59,6 +56,5 @@ def test_a_directory_that_is_no_run_loses_nothing(tmp_path):
     images.mkdir(parents=True)
     (images / "holiday.png").write_text("mine")
     rundir = created(tmp_path)
-    assert (images / "holiday.png").exists() and json.loads(rundir.config_file.read_text())[
-        "prompts"
-    ].keys() == {"train", "test"}
+    assert (images / "holiday.png").exists()
+    assert json.loads(rundir.config_file.read_text())["prompts"].keys() == {"train", "test"}

@@ -8,7 +8,8 @@ import math
 import pytest
 from rich.console import Console
 
-from records.progress import Progress, duration, waiting
+from records.progress import Progress, waiting
+from records.words import duration
 
 
 class Clock:

@@ -78,9 +78,8 @@ def test_without_options_there_is_the_file(tmp_path):
     config, rundir, events = made(tmp_path)
     feed(config, rundir, events)
     rows = rundir.metrics()
-    assert [row["kind"] for row in rows] == ["evaluation", "iteration", "iteration"] and rows[1][
-        "audit/kendall_tau"
-    ] is None
+    assert [row["kind"] for row in rows] == ["evaluation", "iteration", "iteration"]
+    assert rows[1]["audit/kendall_tau"] is None
     assert {path.name for path in rundir.path.iterdir()} == {
         "checkpoints",
         "images",
@@ -194,10 +193,8 @@ def test_a_package_that_is_not_there_is_one_line_before_anything_starts(monkeypa
     with pytest.raises(ConfigError) as told:
         check_sinks(load("quickstart", [f"logging.{field}={value}"]))
     (line,) = told.value.lines
-    assert (
-        line.startswith(f"logging.{field} = {value}: there is no module '{field}': pip install")
-        and f".[{field}]" in line
-    )
+    assert line.startswith(f"logging.{field} = {value}: there is no module '{field}': pip install")
+    assert f".[{field}]" in line
 
 
 def test_a_sink_that_fails_is_left_out_and_the_others_go_on(tmp_path, monkeypatch):

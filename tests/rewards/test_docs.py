@@ -48,10 +48,8 @@ def test_the_servers_reading_runs():
         "body": encode("npz", images, ["a", "\u4e00"], [{}, {"n": 1}]),
     }
     exec(source, names)
-    assert np.array_equal(names["images"], images) and names["request"] == {
-        "prompts": ["a", "\u4e00"],
-        "metadata": [{}, {"n": 1}],
-    }
+    assert np.array_equal(names["images"], images)
+    assert names["request"] == {"prompts": ["a", "\u4e00"], "metadata": [{}, {"n": 1}]}
 
 
 @pytest.mark.parametrize("text", snippets("toml"))

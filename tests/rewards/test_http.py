@@ -33,11 +33,9 @@ def test_the_server_sees_the_very_images_and_words(server, encoding):
     scores = scorer(IMAGES, PROMPTS, METADATA)
     assert scores.dtype == np.float32 and np.allclose(scores, IMAGES.mean((1, 2, 3)))
     (told,) = server.requests
-    assert (
-        np.array_equal(np.stack(told["images"]), IMAGES)
-        and told["prompts"] == PROMPTS
-        and told["metadata"] == METADATA
-    )
+    assert np.array_equal(np.stack(told["images"]), IMAGES)
+    assert told["prompts"] == PROMPTS
+    assert told["metadata"] == METADATA
 
 
 @pytest.mark.parametrize("encoding", ["npz", "json"])
@@ -54,9 +52,8 @@ def test_the_server_gets_each_image_to_edit_once(server, encoding):
 
 def test_batches_keep_their_order(server):
     scores = HttpScorer(server.url, batch_size=2)(IMAGES, PROMPTS, METADATA)
-    assert np.allclose(scores, IMAGES.mean((1, 2, 3))) and [
-        len(told["prompts"]) for told in server.requests
-    ] == [2, 1]
+    assert np.allclose(scores, IMAGES.mean((1, 2, 3)))
+    assert [len(told["prompts"]) for told in server.requests] == [2, 1]
     assert HttpScorer(server.url)(IMAGES[:0], [], []).shape == (0,) and len(server.requests) == 2
 
 

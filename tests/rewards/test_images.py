@@ -82,16 +82,11 @@ def test_the_padding_is_hpsv2s(sides):
 
 def test_padding_is_black_and_in_the_middle():
     padded = pad_square(np.full((1, 3, 16, 32), 255, np.uint8), 32)
-    assert padded.shape == (1, 3, 32, 32) and torch.equal(
-        padded[:, :, 8:24], torch.ones(1, 3, 16, 32)
-    )
+    assert padded.shape == (1, 3, 32, 32)
+    assert torch.equal(padded[:, :, 8:24], torch.ones(1, 3, 16, 32))
     assert not padded[:, :, :8].any() and not padded[:, :, 24:].any()
-    assert pad_square(np.zeros((1, 3, 1, 500), np.uint8), 32).shape == (
-        1,
-        3,
-        32,
-        32,
-    )  # a side that would round to nothing
+    # a side that would round to nothing
+    assert pad_square(np.zeros((1, 3, 1, 500), np.uint8), 32).shape == (1, 3, 32, 32)
 
 
 @given(st.integers(1, 60), st.integers(1, 60), st.sampled_from(["round", "floor"]))
@@ -104,10 +99,8 @@ def test_a_batch_is_resized_once_unless_it_may_change():
     images = noise(40, 50)
     calls = []
     make = lambda: calls.append(1) or len(calls)  # noqa: E731
-    assert [shared(images, ("a",), make), shared(images, ("a",), make)] == [
-        1,
-        2,
-    ]  # writeable: made again
+    # writeable: made again
+    assert [shared(images, ("a",), make), shared(images, ("a",), make)] == [1, 2]
     images.flags.writeable = False
     assert [
         shared(images, ("a",), make),
@@ -116,6 +109,5 @@ def test_a_batch_is_resized_once_unless_it_may_change():
     ] == [3, 3, 4]
     other = noise(40, 50)
     other.flags.writeable = False
-    assert (
-        shared(other, ("a",), make) == 5 and shared(images, ("a",), make) == 6
-    )  # only the newest batch is kept
+    # only the newest batch is kept
+    assert shared(other, ("a",), make) == 5 and shared(images, ("a",), make) == 6

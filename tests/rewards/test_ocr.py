@@ -29,9 +29,8 @@ def test_what_is_quoted_is_wanted(prompt, pieces):
 
 
 def test_metadata_may_say_it_and_nothing_to_read_is_an_error():
-    assert wanted_text('"no"', {"text": "yes"}) == ["yes"] and wanted_text(
-        "", {"text": ["a", "b"]}
-    ) == ["a", "b"]
+    assert wanted_text('"no"', {"text": "yes"}) == ["yes"]
+    assert wanted_text("", {"text": ["a", "b"]}) == ["a", "b"]
     for prompt in ("a red circle", "the dog's bone", '" "'):
         with pytest.raises(ValueError, match="quotes no text to be read"):
             wanted_text(prompt, {})
@@ -92,11 +91,9 @@ def test_it_reads():
     images = np.stack([written("Hello World"), written("Hello"), written(""), written("Zyx")])
     scorer = OcrScorer()
     scores = scorer(images, ['"hello world"'] * 4, [{}] * 4)
-    assert (
-        scores.dtype == np.float32
-        and scores[0] == 1.0
-        and scores[1] == pytest.approx(0.5)
-        and scores[2] == 0.0
-    )
+    assert scores.dtype == np.float32
+    assert scores[0] == 1.0
+    assert scores[1] == pytest.approx(0.5)
+    assert scores[2] == 0.0
     assert scores[3] < 0.3
     assert scorer.read(written("Hello", "red")) == "Hello"

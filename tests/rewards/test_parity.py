@@ -31,11 +31,9 @@ def test_a_constant_peer_proves_nothing_and_a_far_one_fails():
     far = parity.Parity("a", "b", "small", 25, 2e-5, 1.0)
     constant = parity.Parity("a", "b", "small", 25, 0.0, 0.0009)
     nothing = parity.Parity("a", "b", "small", 25, float("nan"), 1.0)
-    assert (
-        "differs from b by 2.00e-05" in str(far.problem)
-        and "proves nothing" in str(constant.problem)
-        and nothing.problem
-    )
+    assert "differs from b by 2.00e-05" in str(far.problem)
+    assert "proves nothing" in str(constant.problem)
+    assert nothing.problem
     assert parity.Parity("a", "b", "small", 25, 9e-6, 1.0).problem is None
 
 
@@ -46,9 +44,8 @@ def test_renaming_there_and_back_loses_nothing():
     peers.randomise(model, 5)
     state = model.state_dict()
     back = peers.to_open_clip(peers.to_transformers(state))
-    assert back.keys() == state.keys() and all(
-        torch.equal(back[name], state[name]) for name in state
-    )
+    assert back.keys() == state.keys()
+    assert all(torch.equal(back[name], state[name]) for name in state)
 
 
 def test_the_command_prints_a_line_per_peer_and_fails_where_one_is_over_its_bound(
@@ -62,9 +59,8 @@ def test_the_command_prints_a_line_per_peer_and_fails_where_one_is_over_its_boun
     )
     assert command.main([]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert [line.split()[0] for line in lines] == ["scorer", *parity.CASES, "all"] and all(
-        "3.0e-06" in line for line in lines[1:-1]
-    )
+    assert [line.split()[0] for line in lines] == ["scorer", *parity.CASES, "all"]
+    assert all("3.0e-06" in line for line in lines[1:-1])
     monkeypatch.setattr(
         parity,
         "run",
@@ -86,8 +82,6 @@ def test_a_scale_that_is_a_little_wrong_is_found(monkeypatch, capsys):
     monkeypatch.setattr("rewards.pickscore.SCALE", 26.001)
     assert command.main(["pickscore"]) == 1
     said = capsys.readouterr().out
-    assert (
-        "NOT met" in said
-        and "pickscore differs from open_clip by" in said
-        and "more than 1e-05" in said
-    )
+    assert "NOT met" in said
+    assert "pickscore differs from open_clip by" in said
+    assert "more than 1e-05" in said

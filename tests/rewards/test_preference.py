@@ -62,10 +62,8 @@ def test_consistency_counts_upsets():
     wins = np.array([[0.0, 2.0], [1.0, 0.0]])
     np.testing.assert_allclose(consistency(wins, chances(wins)), [2 / 3, 2 / 3])
     even = np.array([[0.0, 1.0], [1.0, 0.0]])
-    assert chances(even).tolist() == [0.5, 0.5] and consistency(even, chances(even)).tolist() == [
-        0.5,
-        0.5,
-    ]
+    assert chances(even).tolist() == [0.5, 0.5]
+    assert consistency(even, chances(even)).tolist() == [0.5, 0.5]
 
 
 @given(st.integers(2, 40), st.integers(2, 9), st.integers(1, 4), st.integers(0, 2**64 - 1))

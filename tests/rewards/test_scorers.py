@@ -10,7 +10,7 @@ import pytest
 
 from configs.load import load
 from configs.rewards import Scorer as ScorerConfig
-from rewards import SCORERS, ScorerSetupError, build, check_settings, resolve
+from rewards import SCORERS, ScorerSetupError, build, check_settings, has_model, resolve
 from rewards.base import check, require_images
 
 
@@ -254,3 +254,10 @@ def test_images_are_checked_against_the_interface():
             require_images(images, ["a", "b"], [{}, {}])
     with pytest.raises(ValueError, match="2 images, 1 prompts, 2 metadata"):
         require_images(good, ["a"], [{}, {}])
+
+
+def test_scorers_by_rules_and_on_servers_run_no_model():
+    """So that a layout gives them no share of a GPU; one that is not built in may run one."""
+    rules = {"shapes", "jpeg_compressibility", "jpeg_incompressibility"}
+    assert {name for name in SCORERS if not has_model(name)} == rules | {"http", "vlm", "vlm_rank"}
+    assert has_model("mine:Scorer")

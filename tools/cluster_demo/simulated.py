@@ -12,6 +12,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -41,13 +42,8 @@ class Failed(Exception):
 class Demo:
     """A simulated cluster and the commands that are typed at it."""
 
-    def __init__(
-        self,
-        out: Path,
-        iterations: int,
-        say: Callable[[str], None] = lambda line: print(line, flush=True),
-    ):
-        self.out, self.iterations, self.say = out, iterations, say
+    def __init__(self, out: Path, iterations: int):
+        self.out, self.iterations, self.say = out, iterations, partial(print, flush=True)
         self.began, self.folders = time.monotonic(), list[str]()
         # a job's entrypoint is `python`, found on the head's PATH; with a token, no other user of
         # this machine can submit jobs

@@ -167,7 +167,7 @@ class Lab:
 
     def run(self, name: str, injector: FaultInjector, **changes: Any) -> Any:
         """Digests of what came out of a run, to which ``injector`` may do something."""
-        from tests.cluster.faults import outcome
+        from tests.cluster.outcomes import outcome
         from tests.cluster.runs import run_here
 
         forked = {"py_executable": _launcher()}

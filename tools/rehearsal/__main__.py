@@ -17,7 +17,8 @@ import ray
 
 from analysis.compare.table import lines
 from configs.schema import RunConfig
-from planning.make import make_plan, store_size
+from planning.make import make_plan
+from planning.object_store import store_size
 from records.errors import RunFailed
 from tools.rehearsal import __doc__ as about
 from tools.rehearsal.measuring import Watch
@@ -29,7 +30,7 @@ MODELS = ("sana-1.6b", "sd3.5-medium")
 
 def rehearse(name: str, root: Path, pixels: int) -> list[str]:
     """Run it, print the table; lines about what the plan has wrong. Raises RunFailed."""
-    from cluster.driver.session import train
+    from cluster.driver.train import train
 
     start = time.monotonic()
     model = root / name

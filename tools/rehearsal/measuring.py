@@ -14,6 +14,7 @@ from typing import Any
 import ray
 
 from configs.schema import RunConfig
+from configs.section import Tree
 from records.rundir import RunDirectory
 
 EVERY_S, EVERYTHING_EVERY_S = 0.1, 1.0
@@ -110,7 +111,7 @@ class Watch(threading.Thread):
             except Exception as error:  # told at the end; the run itself goes on
                 self.trouble = f"{type(error).__name__}: {error}"
 
-    def _process(self, event: dict[str, Any]) -> None:
+    def _process(self, event: Tree) -> None:
         before = self.found.process.get(event["kind"], 0)
         self.found.process[event["kind"]] = max(before, memory_of(event["pid"]))
 
@@ -122,10 +123,10 @@ class Watch(threading.Thread):
         bare: Any = ray.remote(Bare)
         self.found.libraries = ray.get(bare.options(num_cpus=0).remote().memory.remote())
 
-    def _tensors(self, started: Sequence[dict[str, Any]]) -> None:
+    def _tensors(self, started: Sequence[Tree]) -> None:
         """Asked between two tasks of each actor, at once, as the run ends soon."""
         space = f"sol-rl-{ray.get_runtime_context().get_job_id()}"
-        asked: dict[str, Any] = {}
+        asked: Tree = {}
         for event in started:
             kind = event["kind"]
             if kind in ("rollout", "learner", "encoder"):

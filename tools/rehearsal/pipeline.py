@@ -9,6 +9,7 @@ from typing import Any
 
 from configs.load import parse
 from configs.schema import RunConfig
+from configs.section import Tree
 from policy.families.architectures import build, published
 from tools.rehearsal.text import write_text_encoders
 
@@ -19,7 +20,7 @@ def config_of(name: str, model: Path, root: Path, pixels: int) -> RunConfig:
     prompts.write_text("a red circle\n")
     others.write_text("a blue square\n")
     one = {"actors": 1, "threads": 2, "deadline_s": 3600}
-    tree: dict[str, Any] = {
+    tree: Tree = {
         "name": f"rehearsal-{name}",
         "run_root": str(root / "runs"),
         "iterations": 1,
@@ -56,7 +57,7 @@ def write_pipeline(name: str, directory: Path) -> Path:
     import torch
 
     model = published(name)
-    index: dict[str, Any] = {"_class_name": model["pipeline"]}
+    index: Tree = {"_class_name": model["pipeline"]}
     torch.manual_seed(0)
     for part, dtype in (("transformer", torch.bfloat16), ("vae", torch.float32)):
         module: Any = build(model["parts"][part], "cpu", dtype)

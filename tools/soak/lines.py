@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from records.tables import markdown
-from tests.cluster.faults import Recovery, recovery_table
+from tests.cluster.outcomes import Recovery, recovery_table
 
 Row = dict[str, Any]
 """A line of faults.jsonl: settings, faults, whether the run ended as it should, and times."""

@@ -13,9 +13,10 @@ from configs.load import apply, parse
 from configs.schema import RunConfig
 from records.errors import RunFailed, Stopped
 from records.rundir import RunDirectory, rows_of
-from tests.cluster.faults import SERVICES, FaultInjector, outcome, recoveries
+from tests.cluster.faults import SERVICES, FaultInjector
 from tests.cluster.machine import Machine
 from tests.cluster.nodes import Machines
+from tests.cluster.outcomes import outcome, recoveries
 from tests.cluster.runs import run_here, tiny_config
 from tests.tiny_sd3 import make_tiny_sd3
 from tools.soak.draw import VARIANTS, Trial, draw

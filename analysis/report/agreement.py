@@ -1,0 +1,103 @@
+"""The report's chapter on how well the cheap ranking agrees with that of full quality."""
+
+from __future__ import annotations
+
+import statistics
+
+from analysis.report.charts import Series, line_chart, number
+from analysis.report.data import NO_ITERATION, RunData, points, values
+from analysis.report.parts import Card, Group, Section, Table, legend
+
+AGREEMENTS = (
+    ("kendall_tau", "Kendall tau", 1),
+    ("spearman_rho", "Spearman rho", 2),
+    ("sign_agreement", "same side of the mean", 3),
+)
+AUDITS = (
+    (
+        "audit/",
+        "Selected seeds",
+        "These are extremes, best and worst, so agreement reads higher than over all seeds.",
+    ),
+    (
+        "audit/random_",
+        "Random seeds",
+        "Drawn from the whole pool, whether selected or not: an unbiased estimate.",
+    ),
+)
+CHECKS = (
+    ("identity_checked", "audit/identity_error", "weights loaded by a rollout actor"),
+    ("", "audit/scorer_error", "images scored twice"),
+)
+
+
+def agreement(run: RunData) -> Section:
+    """How well the cheap ranking agrees with the one of regenerated images."""
+    lead = (
+        "The cheap images need not be right, only in the right order. 1 is the order of full"
+        " quality, 0 is chance (for the same side of the mean: 0.5)."
+    )
+    cards, rows = [], []
+    for prefix, title, note in AUDITS:
+        lines = [
+            Series(label, found, colour)
+            for name, label, colour in AGREEMENTS
+            if (found := points(run.iterations, prefix + name))
+        ]
+        if not lines:
+            continue
+        label = f"Rank agreement by iteration, {title.lower()}"
+        chart = line_chart(lines, include_y=(0.0, 1.0), label=label)
+        cards.append(Card(title, chart, legend(lines), note=note))
+        for name, label, _ in AGREEMENTS:
+            if found := values(run.iterations, prefix + name):
+                spread = (statistics.fmean(found), min(found), max(found))
+                rows.append((f"{label}, {title.lower()}", *map(number, spread)))
+    if cards:
+        spread = Table(("agreement", "mean", "lowest", "highest"), rows)
+        cards.append(Card("Over the run", table=spread, note=_in_words(run)))
+    if checked := identity(run):
+        cards.append(checked)
+    none = (
+        "Nothing to compare: in this run no noise has both an explored and a regenerated reward."
+        if run.iterations
+        else NO_ITERATION
+    )
+    groups = [Group(cards)] if cards else []
+    return Section("Does the cheap ranking hold?", lead, groups, none)
+
+
+def identity(run: RunData) -> Card | None:
+    """What was computed twice to see whether it is the same; None where nothing was."""
+    rows: list[tuple[str, ...]] = []
+    for event, metric, what in CHECKS:
+        if found := values(run.iterations, metric):
+            count = sum(each["event"] == event for each in run.events) or len(found)
+            rows.append((what, str(count), number(max(found))))
+    if not rows:
+        return None
+    note = (
+        "A rollout actor and the learner generate the same seed from the same published weights:"
+        " their relative difference. A scorer is asked for the same images in reverse: in standard"
+        " deviations. 0 is the same bits."
+    )
+    table = Table(("computed twice", "checks", "largest difference"), rows)
+    return Card("The same again", table=table, note=note)
+
+
+def _in_words(run: RunData) -> str:
+    """What the mean agreement means, in pairs and signs; of random samples where there are some."""
+    prefix = "audit/random_" if values(run.iterations, "audit/random_kendall_tau") else "audit/"
+    which = "random" if "random" in prefix else "selected"
+    said = []
+    if tau := values(run.iterations, prefix + "kendall_tau"):
+        said.append(
+            f"Of any two {which} seeds of a prompt, the cheap images put"
+            f" {50 + 50 * statistics.fmean(tau):.0f} % in the right order."
+        )
+    if sign := values(run.iterations, prefix + "sign_agreement"):
+        said.append(
+            f"{100 * statistics.fmean(sign):.0f} % lie on the same side of their group's mean, so"
+            " the sign of their advantage was foreseen."
+        )
+    return " ".join(said)

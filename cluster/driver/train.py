@@ -1,0 +1,75 @@
+"""From a configuration to a finished run: the checks before the first actor, Ray, the session."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from functools import partial
+
+import ray
+
+from cluster.driver.connect import check_run_root, join_or_start_ray
+from cluster.driver.layout import on_this_cluster
+from cluster.driver.session import Session
+from cluster.driver.stopping import unless_stopped
+from cluster.driver.store import check_store
+from cluster.runtime.nodes import find_room
+from configs.prompts import read_prompts, refuse_overlap
+from configs.schema import RunConfig
+from learner.checkpoint import CheckpointError
+from planning.layouts.numbers import as_recorded
+from planning.layouts.resolve import keep_layout
+from planning.layouts.threads import keep_threads
+from planning.preflight import check_model, check_prompts, check_resumable, check_scorers
+from records.errors import RunFailed
+from records.progress import waiting
+from records.rundir import RunDirectory
+from records.sinks import check_sinks
+
+
+def train(config: RunConfig, resume: bool) -> RunDirectory:
+    """Train to the end of ``config``; returns the finished run's directory.
+
+    Raises:
+        ConfigError: something about the configuration or the command is wrong, or another driver
+            has the run; nothing was started.
+        RunFailed: the run cannot go on.
+        Stopped: a signal asked it to stop; it says whether there is a checkpoint.
+    """
+    train_prompts = read_prompts(config.prompts.train)
+    test_prompts = read_prompts(config.prompts.test)[: config.evaluate.prompts]
+    refuse_overlap(config.prompts, train_prompts, test_prompts)
+    rundir = RunDirectory.of(config)
+    if not resume:
+        rundir.require_new()
+    check_model(config)
+    check_prompts(config, [*train_prompts, *test_prompts])
+    check_scorers(config)
+    check_sinks(config)
+    with contextlib.ExitStack() as alone:
+        if resume:
+            started = rundir.configuration()
+            check_resumable(as_recorded(config, started), rundir)
+            config = keep_threads(keep_layout(config, started), started)
+            alone.enter_context(rundir.held())
+        with waiting("starting Ray"):
+            joined = join_or_start_ray(config)
+        try:
+            check_run_root(config, joined)
+            tell = partial(print, flush=True)
+            config = on_this_cluster(config, tell)
+            check_store(config, asyncio.run(unless_stopped(find_room(config, tell=tell))))
+            if not resume:
+                # not sooner: holding it makes the directory, and so far the run could be refused
+                alone.enter_context(rundir.held())
+                rundir.create(config)
+            asyncio.run(Session(config, rundir, train_prompts, test_prompts).run(resume))
+        except CheckpointError as error:
+            raise RunFailed(str(error)) from None
+        except OSError as error:
+            raise RunFailed(
+                f"{rundir.path}: {error.strerror or error}: fix that and continue with --resume"
+            ) from None
+        finally:
+            ray.shutdown()  # pyright: ignore[reportUnknownMemberType]
+    return rundir

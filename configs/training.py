@@ -1,0 +1,91 @@
+"""The tables of a configuration that say how weights are trained: adapter, optimiser, averages."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field
+
+from configs.section import Section
+
+
+class Lora(Section):
+    """The trained weights."""
+
+    rank: int = Field(default=32, ge=1)
+    alpha: float = Field(default=64.0, gt=0)
+    targets: tuple[str, ...] = Field(
+        default=(), description="module-name suffixes; empty: the family's own list"
+    )
+    init_from: str | None = Field(
+        default=None, description="directory of an existing diffusers LoRA to start from"
+    )
+    base: Literal["full", "int8", "nf4"] = Field(
+        default="full",
+        description="the learner's frozen weights: in regenerate.precision, or packed by torchao",
+    )
+
+
+class Optimizer(Section):
+    """AdamW on the LoRA parameters."""
+
+    lr: float = Field(default=3e-4, gt=0)
+    betas: tuple[float, float] = (0.9, 0.999)
+    weight_decay: float = Field(default=1e-4, ge=0)
+    eps: float = Field(default=1e-8, gt=0)
+    max_grad_norm: float = Field(default=1.0, gt=0)
+    schedule: Literal["constant", "linear"] = Field(
+        default="constant", description="linear: down to zero over `iterations`"
+    )
+    warmup_iterations: int = Field(default=0, ge=0)
+    steps_per_iteration: int = Field(
+        default=1,
+        ge=1,
+        description="the iteration's samples are split into so many optimiser steps",
+    )
+    batch_size: int = Field(
+        default=24,
+        ge=1,
+        description="(sample, time) pairs per forward and backward pass; gradients accumulate",
+    )
+    averages: Literal["iteration", "step"] = Field(
+        default="iteration",
+        description=(
+            "step: EMA and the objective's own average move after every optimiser step, and all"
+            " decay schedules count these; iteration: once per iteration"
+        ),
+    )
+    gradient_checkpointing: bool = Field(
+        default=False,
+        description="compute blocks again in the backward pass: less memory, more work",
+    )
+
+
+class OldPolicy(Section):
+    """The sampling policy: theta_old <- d theta_old + (1 - d) theta after each iteration s.
+
+    d = 0 samples from theta itself.
+    """
+
+    schedule: Literal["constant", "linear_cap", "delayed_linear_cap"] | None = Field(
+        default=None,
+        description=(
+            "constant: d = value; linear_cap: d = min(slope s, cap); delayed_linear_cap: the same"
+            " after `delay`; None: the objective's own, linear_cap for diffusion_nft and constant"
+            " for the others"
+        ),
+    )
+    value: float = Field(default=0.0, ge=0, lt=1)
+    slope: float = Field(default=0.001, ge=0)
+    cap: float = Field(default=0.5, ge=0, lt=1)
+    delay: int = Field(default=75, ge=0)
+
+
+class Ema(Section):
+    """The evaluation average of the trained adapter."""
+
+    decay: float = Field(default=0.9, ge=0, lt=1)
+    warmup: bool = Field(
+        default=False,
+        description="decay min((1 + s) / (10 + s), decay): the base model is forgotten sooner",
+    )

@@ -1,0 +1,85 @@
+"""What ``sol-rl doctor`` finds on a machine, here or on a node. Knows no Ray."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import sys
+import tempfile
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from configs.schema import RunConfig
+from planning.preflight import check_model, check_scorers, problems_of
+from records.rundir import versions
+
+GB = 1e9
+
+
+@dataclass(frozen=True)
+class Facts:
+    """A machine, as it is found by a process on it."""
+
+    host: str
+    node: str = ""  # Ray's id; none without a cluster
+    python: str = ""
+    packages: Mapping[str, str] = field(default_factory=dict[str, str])
+    cores: int = 0
+    free_gb: float = 0.0
+    gpus: Mapping[str, int] = field(default_factory=dict[str, int])  # by name
+    driver: str = ""
+    backends: tuple[str, ...] = ()
+    kernels: str = ""  # why there are none, where there are GPUs
+    problems: tuple[str, ...] = ()  # of the model and of scorers, as a run would meet them
+    shared: bool | None = None  # whether it sees what the driver wrote under the run root
+    writable: str = ""  # why it cannot write there
+    now: float = 0.0
+    clock: float = 0.0  # seconds before the driver's clock, where it is known
+    bandwidth_mb_s: float | None = None  # of one version of the weights
+
+
+def examine(config: RunConfig | None = None, mark: str | None = None) -> Facts:
+    """What this process finds on its machine. ``mark``: a file that the driver wrote under the run
+    root.
+    """
+    import torch
+
+    from policy.precision import kernels
+    from policy.precision.backends import available_backends
+
+    names = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+    place = "cuda" if names else "cpu"
+    shared, writable = (None, "") if mark is None else _sees(Path(mark))
+    return Facts(
+        host=socket.gethostname(),
+        python=sys.version.split()[0],
+        packages=versions(),
+        cores=os.cpu_count() or 1,
+        free_gb=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES") / GB,
+        gpus={name: names.count(name) for name in names},
+        driver=_driver(),
+        backends=available_backends(place),
+        kernels=(kernels.missing(torch.device("cuda")) or "") if names else "",
+        problems=tuple(problems_of(config, check_model, check_scorers)) if config else (),
+        shared=shared,
+        writable=writable,
+        now=time.time(),
+    )
+
+
+def _sees(mark: Path) -> tuple[bool, str]:
+    try:
+        with tempfile.NamedTemporaryFile(dir=mark.parent, prefix=".doctor-"):
+            pass
+    except OSError as error:
+        return mark.exists(), error.strerror or str(error)
+    return mark.exists(), ""
+
+
+def _driver() -> str:
+    with contextlib.suppress(OSError):
+        return Path("/proc/driver/nvidia/version").read_text().splitlines()[0].strip()
+    return ""

@@ -1,0 +1,88 @@
+"""A pipeline's modules on the meta device, where tensors have shapes and no memory."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from configs.training import Lora
+from policy.families.architectures import build
+from policy.families.base import Diffusers, Family
+from policy.lora import inject, target_modules
+from policy.precision.backends import Backend
+from policy.precision.fused import FusedMember
+from policy.precision.layer import QuantisedLinear
+from policy.precision.swap import ModuleRow, quantise_plan, swap_linears
+
+META = torch.device("meta")
+
+
+def blank(family: Family, part: str, dtype: torch.dtype) -> nn.Module:
+    """A part of the pipeline on the meta device, as loading it in ``dtype`` would give it."""
+    library, name = family.index[part]
+    config = {
+        key: value for key, value in family.part_config(part).items() if not key.startswith("_")
+    }
+    if library == "diffusers":
+        module = build({"class": f"diffusers.{name}", "config": config}, META, dtype)
+        # stored buffers are cast as weights are
+        for path in module.state_dict().keys() - dict(module.named_parameters()).keys():
+            owner, _, leaf = path.rpartition(".")
+            buffer = module.get_buffer(path)
+            if buffer.is_floating_point():
+                module.get_submodule(owner).register_buffer(leaf, buffer.to(dtype))
+        model: Diffusers = module
+        for path, parameter in module.named_parameters():
+            if not set(path.split(".")).isdisjoint(model._keep_in_fp32_modules or ()):
+                parameter.data = parameter.data.float()
+        return module
+    import transformers
+
+    cls: Any = getattr(transformers, name)
+    described = cls.config_class.from_dict(config)
+    described.dtype = dtype  # some models ask it rather than torch's default
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        with META:
+            return cls(described).eval().requires_grad_(False)
+    finally:
+        torch.set_default_dtype(before)
+
+
+def text_encoders(family: Family, dtype: torch.dtype) -> dict[str, nn.Module]:
+    """The text encoders of the pipeline, by name, on the meta device."""
+    return {
+        part: blank(family, part, dtype)
+        for part in family.components
+        if part.startswith("text_encoder")
+    }
+
+
+def blank_explorer(
+    family: Family, backend: Backend, modules_to_not_convert: Sequence[str], dtype: torch.dtype
+) -> tuple[nn.Module, list[ModuleRow], dict[str, QuantisedLinear | FusedMember]]:
+    """(transformer, plan, layers) of ``Explorer`` on the meta device; kernels may be missing."""
+    transformer = blank(family, "transformer", backend.dtype or dtype)
+    plan = quantise_plan(transformer, family, modules_to_not_convert, backend)
+    with META:
+        layers = swap_linears(transformer, plan, backend, blank=True)
+    return transformer, plan, layers
+
+
+def adapt(transformer: nn.Module, family: Family, lora: Lora) -> int:
+    """Wrap a meta transformer's targets with the adapter "current" in FP32; its parameter count."""
+    modules = target_modules(transformer, lora.targets or family.lora_targets)
+    with META:
+        inject(transformer, lora, modules, ("current",))
+    count = 0
+    for path, module in transformer.named_modules():
+        if path.endswith(("lora_A.current", "lora_B.current")):
+            module.to(torch.float32)
+            for parameter in module.parameters():
+                parameter.requires_grad_()
+                count += parameter.numel()
+    return count

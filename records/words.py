@@ -1,0 +1,31 @@
+"""Durations and numbers as people read them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from records.rundir import finite
+
+
+def duration(seconds: float) -> str:
+    """``seconds`` for people: 4.2 s, 58 s, 3 min 12 s, 1 h 02 min."""
+    if seconds < 9.95:
+        return f"{max(0.0, seconds):.1f} s"
+    whole = round(seconds)
+    if whole < 60:
+        return f"{whole} s"
+    if whole < 3600:
+        return f"{whole // 60} min {whole % 60:02d} s"
+    minutes = round(seconds / 60)
+    return f"{minutes // 60} h {minutes % 60:02d} min"
+
+
+def number(value: float | None) -> str:
+    """Three decimals, a dash where there is no number."""
+    return "–" if value is None else f"{value:.3f}"
+
+
+def error(metrics: Mapping[str, object], name: str) -> str:
+    """The standard error ``name`` of a row of metrics.jsonl, behind its number; or nothing."""
+    value = finite(metrics.get(name))
+    return "" if value is None else f" ± {value:.3f}"

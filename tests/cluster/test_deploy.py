@@ -1,0 +1,91 @@
+"""The shipped deploy files: what Ray, KubeRay, Prometheus and Grafana are given."""
+
+import json
+import re
+import shlex
+
+import yaml
+
+from cli.main import _parser
+from cluster.jobs import submit as jobs
+from configs.load import load
+from records.metrics import METRICS, exported_name
+from tests.cluster.head import ROOT
+
+DEPLOY = ROOT / "deploy"
+
+
+def test_the_shipped_runtime_env_is_what_submit_sends():
+    assert yaml.safe_load((DEPLOY / "runtime_env.yaml").read_text()) == jobs.RUNTIME_ENV
+    assert int(jobs.RUNTIME_ENV["env_vars"]["RAY_JOB_STOP_WAIT_TIME_S"]) >= 30
+    ignored = [
+        line
+        for line in (ROOT / ".rayignore").read_text().splitlines()
+        if line and not line.startswith("#")
+    ]
+    assert ignored == list(jobs.LEFT_OUT)
+
+
+def test_the_kuberay_manifest_trains_something_that_can_be():
+    manifest = yaml.safe_load((DEPLOY / "kuberay" / "rayjob.yaml").read_text())
+    spec = manifest["spec"]
+    assert (manifest["apiVersion"], manifest["kind"]) == ("ray.io/v1", "RayJob")
+    command = shlex.split(spec["entrypoint"])
+    assert command[:3] == ["python", "-m", "cluster"]
+    options = _parser().parse_args(command[3:])
+    config = load(options.config, options.overrides)
+    jobs.check_run_root_of_job(config)
+    env = yaml.safe_load(spec["runtimeEnvYAML"])
+    assert env["env_vars"] == jobs.RUNTIME_ENV["env_vars"]
+    cluster = spec["rayClusterSpec"]
+    assert cluster["autoscalerOptions"]["version"] == "v2"  # v1 takes no notice of labels
+    rollout, learner = cluster["workerGroupSpecs"]
+    assert (
+        rollout["rayStartParams"]["labels"]
+        == f"ray.io/accelerator-type={config.services.rollout.accelerator}"
+    )
+    most = config.services.rollout.max_actors
+    assert most is not None
+    assert rollout["maxReplicas"] * 8 * 1.0 >= most * config.services.rollout.gpus
+    grace = cluster["headGroupSpec"]["template"]["spec"]["terminationGracePeriodSeconds"]
+    assert grace > int(env["env_vars"]["RAY_JOB_STOP_WAIT_TIME_S"]) and learner["maxReplicas"] == 1
+
+
+def test_the_cluster_launcher_example_is_valid_for_ray():
+    from ray.autoscaler._private.util import prepare_config, validate_config
+
+    config = prepare_config(yaml.safe_load((DEPLOY / "cluster-launcher.yaml").read_text()))
+    validate_config(config)
+    assert len(config["provider"]["worker_ips"]) == config["max_workers"]
+
+
+def test_the_dashboard_asks_only_for_metrics_that_exist():
+    board = json.loads((DEPLOY / "grafana" / "dashboards" / "sol-rl.json").read_text())
+    known = {
+        exported_name(key) + ("" if metric.kind == "gauge" else "_total")
+        for key, metric in METRICS.items()
+    }
+    asked = {
+        name
+        for panel in board["panels"]
+        for target in panel["targets"]
+        for name in re.findall(r"sol_rl_\w+", target["expr"])
+    }
+    assert asked <= known, asked - known
+    wanted = (
+        "reward_train_mean",
+        "explore_contrast",
+        "audit_kendall_tau",
+        "busy_rollout",
+        "staleness",
+        "queue_reward",
+        "time_publish_s",
+    )
+    assert {f"sol_rl_{name}" for name in wanted} <= asked
+    source = yaml.safe_load(
+        (DEPLOY / "grafana/provisioning/datasources/prometheus.yaml").read_text()
+    )["datasources"][0]
+    assert {panel["datasource"]["uid"] for panel in board["panels"]} == {source["uid"]}
+    assert len({panel["id"] for panel in board["panels"]}) == len(board["panels"])
+    scraped = yaml.safe_load((DEPLOY / "prometheus.yml").read_text())["scrape_configs"]
+    assert [job["job_name"] for job in scraped] == ["sol-rl", "ray"]
