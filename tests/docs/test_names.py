@@ -125,6 +125,25 @@ def test_a_wrong_default_is_found():
     }
 
 
+def undescribed(section: type[BaseModel], seen: set[type[BaseModel]]) -> list[str]:
+    """Fields of a section, and of those below it, without a line; sections have a docstring."""
+    seen.add(section)
+    found = []
+    for name, field in section.model_fields.items():
+        below = sections_in(field.annotation)
+        if not below and not field.description and name != "name":
+            found.append(f"{section.__name__}.{name}")
+        found += [line for each in below if each not in seen for line in undescribed(each, seen)]
+    return found
+
+
+def test_every_field_is_described():
+    """As docs/configuration.md says."""
+    seen: set[type[BaseModel]] = set()
+    sections: list[type[BaseModel]] = [RunConfig, *SETTINGS.values()]
+    assert [line for section in sections for line in undescribed(section, seen)] == []
+
+
 # ---- metrics and presets
 
 
