@@ -37,7 +37,7 @@ quickstart: setup
 cluster-demo: setup
 	$(BIN)/python -m tools.cluster_demo $(ARGS)
 
-# The arms and objectives on the shapes model, three run seeds each; made for an hour and a half on two cores. Restartable.
+# The arms and objectives on the shapes model, five run seeds each; made for two and a half hours on two cores. Restartable.
 compare-small: setup
 	$(BIN)/sol-rl compare small $(ARGS)
 

@@ -35,7 +35,7 @@ ASSUMED = (
         "T",
         "assumed dense BF16 peak of a GPU; the accelerator's unless given",
     ),
-    ("quantised_peak_tflops", float, None, "T", "assumed peak in quantised layers"),
+    ("quantised_peak_tflops", float, None, "T", "assumed peak in quantized layers"),
     ("utilisation", float, 0.4, "U", "assumed share of the peaks that is reached"),
     ("gpu_memory_gb", float, None, "GB", "assumed memory of a GPU; the accelerator's unless given"),
     ("node_gpus", int, 8, "N", "GPUs of an assumed node"),

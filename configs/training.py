@@ -1,4 +1,4 @@
-"""The tables of a configuration that say how weights are trained: adapter, optimiser, averages."""
+"""The tables of a configuration that say how weights are trained: adapter, optimizer, averages."""
 
 from __future__ import annotations
 
@@ -12,8 +12,10 @@ from configs.section import Section
 class Lora(Section):
     """The trained weights."""
 
-    rank: int = Field(default=32, ge=1)
-    alpha: float = Field(default=64.0, gt=0)
+    rank: int = Field(default=32, ge=1, description="of each adapter's two matrices")
+    alpha: float = Field(
+        default=64.0, gt=0, description="an adapter adds alpha / rank times its product"
+    )
     targets: tuple[str, ...] = Field(
         default=(), description="module-name suffixes; empty: the family's own list"
     )
@@ -29,19 +31,23 @@ class Lora(Section):
 class Optimizer(Section):
     """AdamW on the LoRA parameters."""
 
-    lr: float = Field(default=3e-4, gt=0)
-    betas: tuple[float, float] = (0.9, 0.999)
-    weight_decay: float = Field(default=1e-4, ge=0)
-    eps: float = Field(default=1e-8, gt=0)
-    max_grad_norm: float = Field(default=1.0, gt=0)
+    lr: float = Field(default=3e-4, gt=0, description="learning rate")
+    betas: tuple[float, float] = Field(default=(0.9, 0.999), description="AdamW's")
+    weight_decay: float = Field(default=1e-4, ge=0, description="AdamW's")
+    eps: float = Field(default=1e-8, gt=0, description="AdamW's")
+    max_grad_norm: float = Field(
+        default=1.0, gt=0, description="a gradient with a larger norm is scaled down to it"
+    )
     schedule: Literal["constant", "linear"] = Field(
         default="constant", description="linear: down to zero over `iterations`"
     )
-    warmup_iterations: int = Field(default=0, ge=0)
+    warmup_iterations: int = Field(
+        default=0, ge=0, description="the learning rate rises to its value over these"
+    )
     steps_per_iteration: int = Field(
         default=1,
         ge=1,
-        description="the iteration's samples are split into so many optimiser steps",
+        description="the iteration's samples are split into so many optimizer steps",
     )
     batch_size: int = Field(
         default=24,
@@ -51,7 +57,7 @@ class Optimizer(Section):
     averages: Literal["iteration", "step"] = Field(
         default="iteration",
         description=(
-            "step: EMA and the objective's own average move after every optimiser step, and all"
+            "step: EMA and the objective's own average move after every optimizer step, and all"
             " decay schedules count these; iteration: once per iteration"
         ),
     )
@@ -75,16 +81,18 @@ class OldPolicy(Section):
             " for the others"
         ),
     )
-    value: float = Field(default=0.0, ge=0, lt=1)
-    slope: float = Field(default=0.001, ge=0)
-    cap: float = Field(default=0.5, ge=0, lt=1)
-    delay: int = Field(default=75, ge=0)
+    value: float = Field(default=0.0, ge=0, lt=1, description="d of schedule constant")
+    slope: float = Field(default=0.001, ge=0, description="growth of d per iteration")
+    cap: float = Field(default=0.5, ge=0, lt=1, description="largest d")
+    delay: int = Field(default=75, ge=0, description="iterations before d grows")
 
 
 class Ema(Section):
     """The evaluation average of the trained adapter."""
 
-    decay: float = Field(default=0.9, ge=0, lt=1)
+    decay: float = Field(
+        default=0.9, ge=0, lt=1, description="share of itself that the average keeps"
+    )
     warmup: bool = Field(
         default=False,
         description="decay min((1 + s) / (10 + s), decay): the base model is forgotten sooner",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import subprocess
 from collections import defaultdict
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 
@@ -33,7 +34,7 @@ def sections_in(annotation: object) -> list[type[BaseModel]]:
     return [each for part in getattr(annotation, "__args__", ()) for each in sections_in(part)]
 
 
-def is_key(names: list[str], sections: list[type[BaseModel]]) -> bool:
+def is_key(names: list[str], sections: Sequence[type[BaseModel]]) -> bool:
     """Whether a path of names leads to a field. ``X`` and ``*`` are any name."""
     first, *rest = names
     here = [
@@ -44,7 +45,9 @@ def is_key(names: list[str], sections: list[type[BaseModel]]) -> bool:
     ]
     if not rest or not here:
         return bool(here)
-    below = [section for annotation in here for section in sections_in(annotation)]
+    below: Sequence[type[BaseModel]] = [
+        section for annotation in here for section in sections_in(annotation)
+    ]
     if first == "objective":
         below = list(SETTINGS.values())
     labels = any("dict[" in str(annotation) for annotation in here)  # a name of the user's own
@@ -120,6 +123,25 @@ def test_a_wrong_default_is_found():
         "services.node_silence_s": ("5", 4.0),
         "lora.base": ("int8", "full"),
     }
+
+
+def undescribed(section: type[BaseModel], seen: set[type[BaseModel]]) -> list[str]:
+    """Fields of a section, and of those below it, without a line; sections have a docstring."""
+    seen.add(section)
+    found = []
+    for name, field in section.model_fields.items():
+        below = sections_in(field.annotation)
+        if not below and not field.description and name != "name":
+            found.append(f"{section.__name__}.{name}")
+        found += [line for each in below if each not in seen for line in undescribed(each, seen)]
+    return found
+
+
+def test_every_field_is_described():
+    """As docs/configuration.md says."""
+    seen: set[type[BaseModel]] = set()
+    sections: list[type[BaseModel]] = [RunConfig, *SETTINGS.values()]
+    assert [line for section in sections for line in undescribed(section, seen)] == []
 
 
 # ---- metrics and presets

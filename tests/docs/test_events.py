@@ -1,0 +1,39 @@
+"""Events that pages name are written by the code."""
+
+from __future__ import annotations
+
+import re
+from functools import cache
+from pathlib import Path
+
+from tests.docs.pages import ROOT, each, text_of
+
+PACKAGES = ("actors", "analysis", "cluster", "learner", "records")
+NAMED = (
+    r"\bevents?\s`([a-z_]+)`(?!\.)",
+    r"`([a-z_]+)`\sin\sthe\sevents",
+    r"`([a-z_]+)`\s(?:of|in)\s`events\.jsonl`",
+)
+
+
+@cache
+def source() -> str:
+    """All that may write an event."""
+    files = (file for package in PACKAGES for file in (ROOT / package).rglob("*.py"))
+    return "\n".join(file.read_text() for file in files)
+
+
+def events_in(text: str) -> set[str]:
+    """Names that a text calls events."""
+    return {name for pattern in NAMED for name in re.findall(pattern, text)}
+
+
+@each()
+def test_every_event_that_is_named_is_written(page: Path):
+    named = events_in(text_of(page).outside)
+    assert {name for name in named if f'"{name}"' not in source()} == set()
+
+
+def test_what_a_text_calls_an_event():
+    text = "the event `a_b` says; (`c_d` in the events), `e_f` of\n`events.jsonl`, events `x.y`"
+    assert events_in(text) == {"a_b", "c_d", "e_f"}
