@@ -23,8 +23,7 @@ from bench.timing import Options, Ratio
 from configs.load import load
 from planning.assumptions import Assumptions
 from planning.layouts.gpus import Gpus
-from planning.layouts.resolve import costs_of, laid_out
-from planning.layouts.scenario import Scenario, scenario_of
+from planning.layouts.scenario import Scenario, chosen
 from planning.make import described
 from policy.precision.accelerators import ACCELERATORS
 from records.timeline import Timeline
@@ -51,10 +50,7 @@ def scenario(model: str, count: int) -> Scenario:
     cpus = given.node_cpus / given.node_gpus
     gpus = [Gpus(KIND, count, ACCELERATORS[KIND].memory_gb, cpus)]
     with described(config) as (family, _):
-        choice = laid_out(config, family, gpus, given).choice
-        assert choice is not None
-        costs = costs_of(config, family, gpus, given)
-        return scenario_of(config, choice.best, family, gpus, given, costs)
+        return chosen(config, family, gpus, given)[0]
 
 
 def _row(model: str, count: int, iterations: int) -> Ratio:

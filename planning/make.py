@@ -7,6 +7,7 @@ and nothing else: scoring, transfers and publishing are not in them.
 
 from __future__ import annotations
 
+import math
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -234,7 +235,12 @@ def _placement(
             return nodes, {}, str(error)
     labels = {"ray.io/accelerator-type": accelerator} if accelerator else {}
     problem = ""
-    for count in range(1, MOST_NODES + 1):
+    least = max(
+        1,
+        math.ceil(sum(need.gpus for need in needs) / given.node_gpus),
+        math.ceil(sum(need.cpus for need in needs) / given.node_cpus),
+    )
+    for count in range(least, max(least, MOST_NODES) + 1):
         assumed = [
             Node(f"node {i + 1}", given.node_cpus, given.node_gpus if accelerator else 0, labels)
             for i in range(count)

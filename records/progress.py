@@ -22,7 +22,7 @@ from rich.table import Table
 from rich.text import Text
 
 from records.rundir import finite
-from records.words import duration, error, number
+from records.words import decimals, duration, plus_minus
 
 STAGES = ("explored", "scored", "selected", "regenerated", "updated", "published")
 UNITS = {
@@ -154,11 +154,11 @@ class Progress:
         self._phase = ""
         text = (
             f"held-out reward after {metrics.get('iteration', '?')} iterations:"
-            f" {number(value)}{error(metrics, 'eval/stderr')}"
+            f" {decimals(value)}{plus_minus(metrics, 'eval/stderr')}"
         )
         gain = finite(metrics.get("eval/gain"))
         if gain is not None:
-            text += f", gain {gain:+.3f}{error(metrics, 'eval/gain_stderr')}"
+            text += f", gain {gain:+.3f}{plus_minus(metrics, 'eval/gain_stderr')}"
         self.note(text)
 
     def note(self, text: str) -> None:
@@ -237,15 +237,15 @@ class Progress:
         text = Text("  ")
         if self.reward_now is not None:
             text.append("reward ")
-            text.append(number(self.reward_now), style="bold")
+            text.append(decimals(self.reward_now), style="bold")
             if self.reward_start is not None and self._finished > 1:
                 change = self.reward_now - self.reward_start
-                text.append(f"  at the start {number(self.reward_start)} ")
+                text.append(f"  at the start {decimals(self.reward_start)} ")
                 text.append(f"({change:+.3f})", style="green" if change > 0 else "red")
         if self.held_out:
             text.append(
                 f"{'   ' if self.reward_now is not None else ''}held-out "
-                + " → ".join(number(v) for v in self._ends())
+                + " → ".join(decimals(v) for v in self._ends())
             )
         return text
 
@@ -265,11 +265,11 @@ class Progress:
         """An iteration in one plain line."""
         parts = [
             f"iteration {self.first + self._finished}/{self.total}",
-            f"reward {number(self.reward_now)}",
+            f"reward {decimals(self.reward_now)}",
         ]
         if self.reward_now is not None and self.reward_start is not None and self._finished > 1:
             parts[-1] += (
-                f" (at the start {number(self.reward_start)},"
+                f" (at the start {decimals(self.reward_start)},"
                 f" {self.reward_now - self.reward_start:+.3f})"
             )
         counts = [

@@ -20,12 +20,12 @@ def duration(seconds: float) -> str:
     return f"{minutes // 60} h {minutes % 60:02d} min"
 
 
-def number(value: float | None) -> str:
+def decimals(value: float | None) -> str:
     """Three decimals, a dash where there is no number."""
     return "–" if value is None else f"{value:.3f}"
 
 
-def error(metrics: Mapping[str, object], name: str) -> str:
+def plus_minus(metrics: Mapping[str, object], name: str) -> str:
     """The standard error ``name`` of a row of metrics.jsonl, behind its number; or nothing."""
     value = finite(metrics.get(name))
     return "" if value is None else f" ± {value:.3f}"

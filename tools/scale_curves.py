@@ -16,13 +16,17 @@ from pathlib import Path
 
 from configs.load import load
 from planning.assumptions import Assumptions
-from planning.make import make_plan
+from planning.layouts.gpus import Gpus
+from planning.layouts.scenario import chosen
+from planning.make import described
+from policy.precision.accelerators import ACCELERATORS
 from records.atomic import write_text
 from simulator.outlook import critical_path, run
 
 MODELS = ("flux1", "sd35_large", "sd35_medium", "sana")
 COUNTS = (1, 4, 16, 64, 256, 1024)
 PER_GPU = 1
+KIND = "B200"
 COLOURS = ("#3366cc", "#dc3912", "#109618", "#990099")
 WORK = ("explore", "regenerate", "update")
 WIDTH, HEIGHT, EDGE = 440, 300, 48
@@ -52,9 +56,11 @@ def point(model: str, growing: bool, gpus: int) -> Point:
     """One simulation."""
     more = [f"prompts.per_iteration={max(8, PER_GPU * gpus)}"] if growing else []
     config = load(f"{model}-sol_rl-hpsv2", more)
-    plan = make_plan(config, Assumptions(gpus=gpus, accelerator="B200"))
-    assert plan.scenarios is not None and plan.outlook is not None
-    found = run(plan.scenarios.mine)
+    given = Assumptions(gpus=gpus, accelerator=KIND)
+    there = [Gpus(KIND, gpus, ACCELERATORS[KIND].memory_gb, given.node_cpus / given.node_gpus)]
+    with described(config) as (family, _):
+        scenario, choice = chosen(config, family, there, given)
+    found = run(scenario)
     path = critical_path(found.spans, found.spans_end)
     prompts = config.prompts.per_iteration
     return Point(
@@ -63,7 +69,7 @@ def point(model: str, growing: bool, gpus: int) -> Point:
         gpus,
         prompts,
         found.iteration,
-        plan.outlook.bound,
+        choice.bound,
         path,
         found.driver,
         found.mean_idle,

@@ -36,6 +36,10 @@ def candidates(config: RunConfig, gpus: Sequence[Gpus]) -> Iterator[Numbers]:
             for count, share in _replicas(config, one.count)
         ]
         if not explores:
+            made += [
+                replace(_beside(config, one, count, named), share=share)
+                for count, share in _replicas(config, one.count - 1)
+            ]
             continue
         made += [
             replace(_split(config, one, one.count - count, one, count, named, named), share=share)
@@ -133,6 +137,13 @@ def _split(
         **_small(config, 1 - ROLLOUT_ALONE, rollout, one, rollouts),
     }
     return Numbers("split", groups)
+
+
+def _beside(config: RunConfig, gpus: Gpus, learners: int, kind: str | None) -> Numbers:
+    """Where nothing explores: scorers and encoder on the GPUs without a learner."""
+    cpus = _cpus(config, gpus, 4)
+    small = _small(config, 1.0, gpus.count - learners, cpus, kind)
+    return Numbers("split", {"learner": Group(learners, 1.0, 4 * cpus, kind), **small})
 
 
 def _small(

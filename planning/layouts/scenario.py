@@ -9,7 +9,7 @@ from configs.load import ConfigError
 from configs.schema import RunConfig
 from planning.assumptions import Assumptions
 from planning.durations import Durations, Line, of_tasks
-from planning.layouts.choose import Candidate, choose
+from planning.layouts.choose import Candidate, Choice, choose
 from planning.layouts.costs import Costs
 from planning.layouts.gpus import Gpus, Laid, lay
 from planning.layouts.numbers import with_numbers
@@ -76,6 +76,17 @@ def scenario_of(
     return Scenario(config, laid, durations, sent, found.prediction)
 
 
+def chosen(
+    config: RunConfig, family: Family, gpus: Sequence[Gpus], given: Assumptions
+) -> tuple[Scenario, Choice]:
+    """In the layout that is chosen for ``gpus``, and the choice. Raises ConfigError, a line, where
+    none fits.
+    """
+    costs = costs_of(config, family, gpus, given)
+    choice = choose(config, gpus, costs)
+    return scenario_of(config, choice.best, family, gpus, given, costs), choice
+
+
 def one_more(
     config: RunConfig, family: Family, gpus: Sequence[Gpus], given: Assumptions
 ) -> dict[str, Scenario]:
@@ -87,10 +98,8 @@ def one_more(
         config = config.model_copy(update={"layout": layout})
     for each in gpus:
         more = [replace(other, count=other.count + (other is each)) for other in gpus]
-        costs = costs_of(config, family, more, given)
         try:
-            best = choose(config, more, costs).best
+            found[each.kind], _ = chosen(config, family, more, given)
         except ConfigError:
             continue
-        found[each.kind] = scenario_of(config, best, family, more, given, costs)
     return found

@@ -8,7 +8,7 @@ from unittest import mock
 
 import pytest
 
-from cluster.driver import held_out
+from cluster.driver import evaluation
 from configs.schema import RunConfig
 from records.errors import RunFailed
 from records.rundir import RunDirectory
@@ -48,7 +48,7 @@ def cut(config: RunConfig, iteration: int, moment: str, resume: bool = False) ->
     """A run that ends in the evaluation after ``iteration``: when images have been scored, or
     when the scores have been written and the row has not.
     """
-    row, save = Sinks.row, held_out.save_images
+    row, save = Sinks.row, evaluation.save_images
 
     def scored(directory: Path, i: int, *shown: Any) -> None:
         if i == iteration:
@@ -61,7 +61,7 @@ def cut(config: RunConfig, iteration: int, moment: str, resume: bool = False) ->
         row(self, values)
 
     place: tuple[Any, str, Any] = (
-        (held_out, "save_images", scored) if moment == "scored" else (Sinks, "row", written)
+        (evaluation, "save_images", scored) if moment == "scored" else (Sinks, "row", written)
     )
     with mock.patch.object(*place), pytest.raises(RunFailed, match="cut"):
         run_here(config, resume)

@@ -136,6 +136,12 @@ def test_an_arm_without_rollout_actors():
     both = {"learner": 1, "reward": 1}
     laid = [(each.count, each.actors) for each in lay(numbers, gpus) or []]
     assert sorted(laid, key=repr) == [(1, {**both, "encoder": 1}), (7, both)]
+    # where the encoder does not fit beside a learner, it is where none is: 66 + 4 + 10 GB
+    gpus = [Gpus("H100", 8, 80)]
+    seconds = costs("flux1", 66e9, H100=tasks(*MODELS["flux1"]))
+    best = choose(preset(arm="diffusionnft"), gpus, seconds).best
+    laid = [(each.count, each.actors) for each in lay(best.numbers, gpus) or []]
+    assert sorted(laid, key=repr) == [(1, {"reward": 1, "encoder": 1}), (7, {"learner": 1})]
 
 
 # ---- what is given by hand

@@ -26,6 +26,7 @@ from planning.layouts.resolve import costs_of
 from planning.make import described
 from policy.families import Family
 from policy.precision.backends import BACKENDS
+from tools.count_models import ONE_GPU
 
 SIZES = [("B200", 180, n) for n in (1, 2, 4, 8, 16, 64)] + [("H200", 141, 8)]
 
@@ -190,6 +191,7 @@ def test_what_cannot_be_is_one_line(capsys, monkeypatch, arguments, said):
 KEPT = (
     *(f"{model}-sol_rl-hpsv2" for model in MODELS),
     *(f"{model}-sol_rl-vlm_edit" for model in EDITORS),
+    *ONE_GPU,
 )
 
 

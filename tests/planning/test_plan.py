@@ -2,6 +2,7 @@
 loaded.
 """
 
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -16,12 +17,13 @@ from configs.rewards import Scorer
 from configs.schema import RunConfig
 from configs.sections import Model
 from learner.trainer import Trainer
+from planning import make
 from planning.assumptions import ACCELERATORS, Assumptions, Device
 from planning.counting import counts_of
 from planning.held import held_of
 from planning.lines import iteration_seconds, lines_of
 from planning.make import make_plan
-from planning.placement import Node
+from planning.placement import Need, Node, place
 from planning.steps import step_lines
 from policy import memory, meta
 from policy.explorer import Explorer
@@ -228,6 +230,19 @@ def test_a_plan_on_assumed_gpus(tiny_sd3_dir, tmp_path):
     )
     hopper = make_plan(on_gpus(tiny_sd3_dir, tmp_path, services__rollout__accelerator="H200"))
     assert (hopper.backend, hopper.device) == ("fp8", Device("H200", 989.5, 1979, 141, 0.4))
+
+
+def test_as_many_nodes_as_shares_fill_are_tried_first(tiny_sd3_dir, tmp_path, monkeypatch):
+    """Twelve whole GPUs: two nodes of eight. Nothing is laid on one first."""
+    tried: list[int] = []
+
+    def counted(needs: Sequence[Need], nodes: Sequence[Node]) -> dict[str, str]:
+        tried.append(len(nodes))
+        return place(needs, nodes)
+
+    monkeypatch.setattr(make, "place", counted)
+    plan = make_plan(on_gpus(tiny_sd3_dir, tmp_path, services__rollout__actors=11))
+    assert tried == [len(plan.nodes)] == [2]
 
 
 def test_what_does_not_fit_is_said(tiny_sd3_dir, tmp_path):

@@ -18,6 +18,7 @@ from planning.stages import Stage, training_points
 from policy import memory, meta
 from policy.families import family_for
 from policy.precision.backends import BACKENDS
+from policy.precision.swap import quantise_plan
 from policy.sampling.noise import noise_for
 from policy.tally import Tally
 from tests.cluster.runs import tiny_config
@@ -49,7 +50,7 @@ def test_operations_of_a_step_are_those_of_the_real_transformer(directories, nam
     """Counted on real weights by torch's own counter, with attention spelled out."""
     family = family_for(tiny_model(name, directories[name]))
     blank = meta.blank(family, "transformer", torch.float32)
-    rows = memory.quantise_plan(blank, family, (), BACKENDS["emulated_nvfp4"])
+    rows = quantise_plan(blank, family, (), BACKENDS["emulated_nvfp4"])
     quantised = [row.name for row in rows if row.quantised]
     work = memory.sampling_work(family, blank, 3, torch.float32, quantised)
     real = family.load_transformer("cpu", torch.float32)

@@ -1,0 +1,31 @@
+"""The picture of simulated speed-ups."""
+
+import re
+from dataclasses import replace
+
+import pytest
+
+from tools.scale_curves import COLOURS, COUNTS, MODELS, Point, drawing, line, point
+
+
+def test_a_point_is_a_simulation_of_the_chosen_layout():
+    """A prompt for each GPU, at least eight: on 4 B200 SANA is near all work spread evenly."""
+    found = point("sana", True, 4)
+    assert (found.prompts, found.gpus) == (8, 4)
+    assert found.bound < found.seconds < 1.25 * found.bound
+    assert found.rate == 8 / found.seconds
+    assert sum(found.path.values()) == pytest.approx(found.seconds, rel=0.02)
+    assert line(found).startswith("sana        growing     4 GPUs     8 prompts")
+
+
+def test_what_was_not_simulated_is_not_drawn():
+    """Two curves: one along the diagonal up to 1,024 GPUs, one that ends at 4."""
+    one = Point("sana", False, 1, 48, 1024.0, 1024.0, {}, 0.0, 0.0)
+    points = [replace(one, gpus=count, seconds=1024.0 / count) for count in COUNTS]
+    points += [replace(one, model="flux1", gpus=count) for count in COUNTS[:2]]
+    drawn = re.findall(r'<polyline points="([^"]*)" stroke="(#\w+)"', drawing(points))
+    diagonal = drawn[0][0].split()
+    curves = {colour: row.split() for row, colour in drawn if row and colour in COLOURS}
+    sana, flux1 = curves[COLOURS[MODELS.index("sana")]], curves[COLOURS[MODELS.index("flux1")]]
+    assert (len(curves), len(sana), len(flux1)) == (2, len(COUNTS), 2)
+    assert [sana[0], sana[-1]] == diagonal and flux1[0] == sana[0]
