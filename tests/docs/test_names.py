@@ -203,7 +203,7 @@ def tracked() -> frozenset[str]:
 
 
 @cache
-def tests_by_name() -> dict[str, list[str]]:
+def named_tests() -> dict[str, list[str]]:
     """Files of tests, which pages may name without their folder."""
     found = defaultdict(list)
     for name in tracked():
@@ -215,7 +215,7 @@ def tests_by_name() -> dict[str, list[str]]:
 def is_there(word: str) -> bool:
     """Whether a path of the tree exists, and a test behind ``::`` is in it."""
     name, _, test = word.partition("::")
-    places = tests_by_name().get(name, []) if "/" not in name else [name]
+    places = named_tests().get(name, []) if "/" not in name else [name]
     if test:
         return any(f"def {test}(" in (ROOT / place).read_text() for place in places)
     spelled = (name, f"{name.rstrip('/')}/", f"{name}.py")
