@@ -97,11 +97,12 @@ def _check_paths(run: RunConfig) -> None:
             " explore.height, explore.width and explore.frames out"
         )
     stop = objective.last_stop(full)
-    if not min(stop + 1, full) <= steps <= full:
+    least = min(stop + 1, full)
+    if not least <= steps <= full:
+        enough = f"{least} to {full}" if least < full else f"{full}"
         raise ValueError(
             f"explore.steps: {steps}, but paths of {full} steps are stochastic up to step {stop}"
-            f" and are explored as they are till then: use {min(stop + 1, full)} to {full}, or"
-            " explore.paths = false"
+            f" and are explored as they are till then: use {enough}, or explore.paths = false"
         )
 
 

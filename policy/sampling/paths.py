@@ -145,8 +145,8 @@ def fewer_steps(full: int, steps: int, window: range | None) -> list[int]:
     left, apart = steps - stop, full - stop
     if steps > full or left < min(apart, 1):
         raise ValueError(
-            f"{steps} steps for paths of {full} that are stochastic up to step {stop}: use"
-            f" {min(stop + 1, full)} to {full}"
+            f"{steps} steps to explore paths of {full} that are stochastic up to step {stop}: use"
+            f" more than {min(stop, full - 1)}, up to {full}"
         )
     rest = (stop + (2 * k * apart + left) // (2 * left) for k in range(1, left + 1))
     return [*range(stop + 1), *rest]

@@ -161,7 +161,7 @@ def test_one_noise_per_group_leaves_nothing_to_select():
     ("overrides", "said"),
     [
         (["objective.name=awm"], "explore.paths: objective 'awm' trains on no stochastic paths"),
-        (["objective.name=flow_grpo"], "are stochastic up to step 10 and are explored as they are"),
+        (["objective.name=flow_grpo"], "till then: use 10, or explore.paths = false"),
         (
             ["objective.name=flow_grpo", "objective.window.size=3", "explore.steps=3"],
             "explore.steps: 3, but paths of 10 steps are stochastic up to step 3 and are explored"

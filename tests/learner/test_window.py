@@ -7,6 +7,8 @@ import math
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from configs.load import ConfigError, load
 from configs.objective import Window
@@ -15,7 +17,7 @@ from learner.objectives.base import Points
 from learner.objectives.dance_grpo import DanceGRPOSettings
 from learner.objectives.flow_grpo import FlowGRPOSettings
 from policy.sampling.ode import euler
-from policy.sampling.paths import sample_paths
+from policy.sampling.paths import fewer_steps, sample_paths
 from policy.sampling.sde import PathSolver
 from policy.types import Conditioning
 from tests.gaussian_flow import Denoiser, GaussianFamily, velocity
@@ -59,6 +61,42 @@ def test_a_random_window_is_a_function_of_seed_and_iteration():
     starts = places(window, 9, 200)
     assert starts == places(window, 9, 200) and set(starts) == set(range(7))
     assert starts != [window.place(9, done, 1).start for done in range(200)]
+
+
+@pytest.mark.parametrize(
+    ("steps", "window", "taken"),
+    [
+        (6, range(3), [0, 1, 2, 3, 5, 8, 10]),  # 7 steps in 3: 2 1/3, 4 2/3 and 7 further
+        (4, range(3), [0, 1, 2, 3, 10]),
+        (6, range(2, 4), [0, 1, 2, 3, 4, 7, 10]),
+        (10, range(3), list(range(11))),
+        (10, None, list(range(11))),
+    ],
+)
+def test_explored_paths_are_whole_to_the_end_of_the_window(steps, window, taken):
+    assert fewer_steps(10, steps, window) == taken
+
+
+@pytest.mark.parametrize(("steps", "window"), [(3, range(3)), (11, range(3)), (9, None)])
+def test_too_few_steps_to_explore_a_path(steps, window):
+    least = 9 if window is None else 3
+    with pytest.raises(ValueError, match=f"use more than {least}, up to 10"):
+        fewer_steps(10, steps, window)
+
+
+@given(
+    st.integers(1, 60).flatmap(
+        lambda full: st.tuples(st.just(full), st.integers(0, full - 1), st.integers(1, full))
+    )
+)
+def test_explored_paths_begin_and_end_where_the_others_do(case):
+    full, stop, steps = case
+    steps = min(max(steps, stop + 1), full)
+    taken = fewer_steps(full, steps, range(stop))
+    assert taken[: stop + 1] == list(range(stop + 1)) and taken[-1] == full
+    assert len(taken) == steps + 1 and taken == sorted(set(taken))
+    gaps = np.diff(taken[stop:])
+    assert gaps.max() - gaps.min() <= 1
 
 
 def drawn(solver, window=None):
