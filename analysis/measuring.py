@@ -27,7 +27,7 @@ from policy.precision.backends import Backend, resolve_backend
 from policy.precision.compiling import CompileFailed
 from policy.sampling.guidance import Guided
 from policy.sampling.noise import stream_seed
-from policy.sampling.paths import explored_paths, shared_start
+from policy.sampling.paths import explored_paths, fewer_steps, shared_start
 from policy.types import DTYPES, Conditioning
 from records.errors import RunFailed
 from records.rundir import make_output
@@ -122,12 +122,16 @@ def explored(
 ) -> np.ndarray:
     """Proxy images in the very chunks that a run would make them in; ``upto`` as in ``sample``.
 
-    With ``explore.paths`` they are those of the first iteration's paths.
+    With ``explore.paths`` they are those of the first iteration's paths. Raises ConfigError where
+    these need more ``steps``.
     """
     size, guided = config.explore.chunk_size, Guided.of(config.guidance, "explore")
     solver = proxy_solver(config)
     path, start = explored_paths(config, solver, 0), shared_start(config, seeds)
     parts = [seeds[first : first + size] for first in range(0, len(seeds), size)]
+    if path is not None:
+        with setup():
+            fewer_steps(path.steps, steps, path.window)
     return np.concatenate(
         [
             explorer.explore(cond, part, steps, solver, guided, upto, path, start)[0]

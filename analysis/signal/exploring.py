@@ -115,9 +115,6 @@ class Exploring:
         rows = []
         for p, prompt in enumerate(batch.prompts):
             seeds = seeds_of(self.config, batch, p, self.pool)
-            with setup():
-                images = explored(
-                    self._explorers[name], config, batch.conditioning[p], seeds, steps
-                )
+            images = explored(self._explorers[name], config, batch.conditioning[p], seeds, steps)
             rows.append(self.score(images, prompt))
         return np.stack(rows)

@@ -32,6 +32,10 @@ def run(config: RunConfig, tree: Tree, wanted: Wanted, out: Path, say: Say) -> l
     """
     if config.arm != "sol_rl":
         raise ConfigError(f"tune: arm {config.arm!r} does not explore and regenerate: use 'sol_rl'")
+    if config.explore.paths:
+        raise ConfigError(
+            "tune: explore.paths: previews of paths are not measured: use explore.paths = false"
+        )
     check_model(config)
     own_name = config.explore.backend
     found = backends(wanted.backends or (own_name,), say)

@@ -87,6 +87,8 @@ def test_explored_paths_are_selected_among_where_the_noise_is_shared(config, tmp
     (_, paths), (_, plain) = objectives
     (group,) = measuring._groups(trainer_of(paths), batch, choice)
     of_paths, others = (measuring.explored.rewards(c, "fp32", steps) for c in (paths, plain))
+    with pytest.raises(ConfigError, match="up to step"):
+        measuring.explored.rewards(paths, "fp32", steps - 1)
     extremes = [of_paths[0][0].min(), of_paths[0][0].max()]
     np.testing.assert_allclose(sorted(group.rewards), extremes, rtol=1e-3)
     assert np.abs(of_paths[0] - others[0]).max() > 1e-3

@@ -162,6 +162,14 @@ def test_the_command_writes_a_configuration_that_loads(tiny_sd3_dir, tmp_path, c
         (["--prune", "4", "--set", "explore.pool_size=32"], "explore at least 48"),
         (["--backends", "nvfp3"], "'nvfp3' is unknown"),
         (["--set", "arm=diffusionnft"], "arm 'diffusionnft' does not explore and regenerate"),
+        (
+            [
+                "--set=objective.name=flow_grpo",
+                "--set=explore.paths=true",
+                "--set=explore.steps=10",
+            ],
+            "previews of paths are not measured",
+        ),
     ],
 )
 def test_a_wrong_command_is_one_line(arguments, said, capsys, tmp_path):

@@ -24,7 +24,7 @@ def group_with(prompt: int, samples: list[Any], rows: list[tuple[int, ...]]) -> 
     """One whose references are the objects themselves."""
     parts = tuple(SampleRows(part, chosen) for part, chosen in zip(samples, rows, strict=True))
     rewards = np.array([prompt, -prompt], np.float32)
-    return TrainingGroup(prompt, rewards, f"c{prompt}", parts)  # pyright: ignore[reportArgumentType]
+    return TrainingGroup(prompt, rewards, f"c{prompt}", parts)
 
 
 def portion_of(group: TrainingGroup) -> Portion:
