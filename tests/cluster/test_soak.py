@@ -183,6 +183,9 @@ def test_one_that_is_stopped_says_so_and_keeps_nothing_of_the_run_in_hand(
     assert "stopped after 1 of 3 runs" in said[1]
     assert said[-1].startswith("1 of 1 runs ended identical")
     assert len((tmp_path / "faults.jsonl").read_text().splitlines()) == 1
+    part = ["--first", "1", "--runs", "2", "--ways", "kill", "--out", str(tmp_path)]
+    assert main(part) == 130  # run 0 is known, and not among them
+    assert "stopped after 0 of 1 runs" in capsys.readouterr().out
 
 
 def own_lines(printed: str) -> list[str]:

@@ -74,10 +74,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     out = Path(options.out or f"runs/soak-{options.seed}").absolute()
     out.mkdir(parents=True, exist_ok=True)
     soak = Soak(out, options.seed, options.kinds, ways, options.variants, options.overrides)
-    rows = {index: row for index, row in soak.known().items() if index < options.runs}
+    wanted = range(options.first, options.runs)
+    rows = {index: row for index, row in soak.known().items() if index in wanted}
     for index in sorted(rows):
         print(line_of(rows[index]), flush=True)
-    if missing := [index for index in range(options.runs) if index not in rows]:
+    if missing := [index for index in wanted if index not in rows]:
         try:
             with ray_of(soak) as soak.machines:
                 soak.prepare()
@@ -86,11 +87,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
                     print(line_of(rows[index]), flush=True)
         except (Stopped, KeyboardInterrupt):
             print(
-                f"stopped after {len(rows)} of {options.runs} runs; the same command again"
-                " continues"
+                f"stopped after {len(rows)} of {len(wanted)} runs; the same command again continues"
             )
     print("\n".join(summary([rows[index] for index in sorted(rows)])))
-    if len(rows) < options.runs:
+    if len(rows) < len(wanted):
         return STOPPED
     return 0 if all(identical(row) for row in rows.values()) else 1
 
@@ -103,7 +103,17 @@ def _parser() -> argparse.ArgumentParser:
         prog="python -m tools.soak", description=(tools.soak.__doc__ or "").splitlines()[0]
     )
     parser.add_argument(
-        "--runs", type=int, default=20, help="how many, those of an earlier soak in OUT counted in"
+        "--runs",
+        type=int,
+        default=20,
+        help="runs 0 to RUNS - 1; those of an earlier soak in OUT count",
+    )
+    parser.add_argument(
+        "--first",
+        type=int,
+        default=0,
+        metavar="I",
+        help="runs I to RUNS - 1, so that several soaks share a seed",
     )
     parser.add_argument("--seed", type=int, default=0, help="of settings and faults")
     for name, known in (("kinds", SERVICES), ("ways", WAYS), ("variants", tuple(VARIANTS))):
