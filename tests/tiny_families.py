@@ -93,11 +93,23 @@ def tiny_model(name: str, directory: Path, **changes: Any) -> Model:
 
 
 def stock_pipeline(name: str, directory: Path) -> Any:
-    """diffusers' own pipeline, quiet."""
+    """diffusers' own pipeline, quiet, its weights frozen as the families' are: torch multiplies an
+    input that is not contiguous by weights that ask for gradients as one product, not one per row
+    of the batch, whose sums differ in the last bit on some CPUs (AMD with AVX-512). Clips are
+    decoded one at a time, as the families do, for the same reason.
+    """
     import diffusers
+    import torch
+
+    from policy.families import FAMILIES
 
     pipe = getattr(diffusers, PIPELINES[name]).from_pretrained(directory)
     pipe.set_progress_bar_config(disable=True)
+    for part in pipe.components.values():
+        if isinstance(part, torch.nn.Module):
+            part.requires_grad_(False)
+    if FAMILIES[name].video:
+        pipe.vae.enable_slicing()
     return pipe
 
 
