@@ -57,12 +57,12 @@ def built_in(name: str) -> type[BuiltIn] | None:
     return getattr(importlib.import_module(module), attribute)
 
 
-def has_model(name: str) -> bool:
-    """Whether a scorer runs a model in its own process, and not by rules or on a server; one that
-    is not built in may.
+def may_use_gpu(name: str) -> bool:
+    """Whether a scorer computes on the device that it is given, and not by rules, on a server or on
+    CPUs alone; one that is not built in may.
     """
     made = built_in(name)
-    return made is None or made.model_bytes.__func__ is not BuiltIn.model_bytes.__func__
+    return made is None or _takes(made, "device")
 
 
 def model_bytes(scorer: ScorerConfig) -> int | None:
@@ -185,7 +185,7 @@ __all__ = [
     "build",
     "built_in",
     "check_settings",
-    "has_model",
+    "may_use_gpu",
     "model_bytes",
     "resolve",
 ]

@@ -61,9 +61,7 @@ class BuiltIn:
 
     @classmethod
     def model_bytes(cls, settings: Settings) -> int | None:
-        """Bytes of its model's weights; None where only loading it would tell. Here: no model; a
-        scorer that runs one says this itself, and a layout gives it a share of a GPU.
-        """
+        """Bytes of its model's weights; None where only loading it would tell. Here: no model."""
         return 0
 
 

@@ -10,7 +10,7 @@ from configs.schema import RunConfig
 from configs.services import Share
 from planning.layouts.gpus import Gpus
 from planning.layouts.numbers import TAKE_TURNS, Group, Numbers, completed
-from rewards import has_model
+from rewards import may_use_gpu
 
 LEARNER, ROLLOUT = 0.52, 0.36
 """Shares where both are on a GPU: no two learners fit on one (NCCL), and two rollout actors fit on
@@ -156,7 +156,7 @@ def _small(
     groups = {}
     for service in ("reward", *(f"scorers.{label}" for label in config.services.scorers)):
         labels = config.scorers_of(service)
-        if any(has_model(s.name) for s in config.rewards.everyone if s.label in labels):
+        if any(may_use_gpu(s.name) for s in config.rewards.everyone if s.label in labels):
             share = math.floor(room * 0.55 * 1e4) / 1e4
             groups[service] = Group(count, share, cpus, kind)
             room -= share

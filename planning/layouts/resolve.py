@@ -34,7 +34,7 @@ from planning.placement import Node, kinds_of
 from planning.stages import passes, stages_of, training_points
 from policy.families import FAMILIES, Family
 from policy.types import DTYPES
-from rewards import has_model
+from rewards import may_use_gpu
 from rewards.clips import scored_frames
 
 
@@ -70,17 +70,17 @@ def to_choose(config: RunConfig) -> bool:
         return False
     given = by_hand(config)
     large = [kind for kind in ("rollout", "learner") if kind in given]
-    models = [kind for kind in kinds_of(config) if _has_model(config, kind)]
+    models = [kind for kind in kinds_of(config) if _may_use_gpu(config, kind)]
     if all(given[kind].get("gpus") == 0 for kind in models):
         return False
     by_hand_all = all(given[kind].keys() >= {"actors", "gpus"} for kind in large)
     return not (by_hand_all and all("gpus" in given[kind] for kind in models))
 
 
-def _has_model(config: RunConfig, kind: str) -> bool:
+def _may_use_gpu(config: RunConfig, kind: str) -> bool:
     labels = config.scorers_of(kind)
     if labels:
-        return any(has_model(s.name) for s in config.rewards.everyone if s.label in labels)
+        return any(may_use_gpu(s.name) for s in config.rewards.everyone if s.label in labels)
     return kind in ("rollout", "learner", "encoder")
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from configs.load import load
 from configs.rewards import Scorer as ScorerConfig
-from rewards import SCORERS, ScorerSetupError, build, check_settings, has_model, resolve
+from rewards import SCORERS, ScorerSetupError, build, check_settings, may_use_gpu, resolve
 from rewards.base import check, require_images
 
 
@@ -256,8 +256,9 @@ def test_images_are_checked_against_the_interface():
         require_images(good, ["a"], [{}, {}])
 
 
-def test_scorers_by_rules_and_on_servers_run_no_model():
-    """So that a layout gives them no share of a GPU; one that is not built in may run one."""
-    rules = {"shapes", "jpeg_compressibility", "jpeg_incompressibility"}
-    assert {name for name in SCORERS if not has_model(name)} == rules | {"http", "vlm", "vlm_rank"}
-    assert has_model("mine:Scorer")
+def test_scorers_by_rules_on_servers_and_on_cpus_use_no_gpu():
+    """So that a layout gives them no share of one; a scorer that is not built in may use it."""
+    without = {"shapes", "jpeg_compressibility", "jpeg_incompressibility", "ocr"}
+    without |= {"http", "vlm", "vlm_rank"}
+    assert {name for name in SCORERS if not may_use_gpu(name)} == without
+    assert may_use_gpu("mine:Scorer")
