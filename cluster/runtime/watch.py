@@ -11,12 +11,17 @@ from __future__ import annotations
 import asyncio
 import socket
 from collections.abc import Mapping
+from enum import Enum, auto
 
 from cluster.runtime.tasks import cancel_all
 
 TRIES = 4
-"""Connections in a row that must fail. Of a network that loses one packet in a hundred in each
-direction a node is given up by mistake less than once in a month.
+"""Connections in a row that must stay without an answer. Of a network that loses one packet in a
+hundred in each direction a node is given up by mistake less than once in a month.
+"""
+REFUSALS = 2
+"""Connections in a row that must be refused: an answer, so that no packet was lost, from a machine
+on which Ray's process has ended. Two, as a firewall may refuse one while it is set up.
 """
 Address = tuple[str, int]
 
@@ -29,8 +34,10 @@ class NodeWatch:
     """
 
     def __init__(self, silence_s: float):
-        """A node is lost when it has not answered for ``silence_s`` seconds; 0: never."""
-        # one wait after the last connection that was answered, then as long for each that is not
+        """A node is lost when it has not answered for ``silence_s`` seconds, or has refused for
+        three fifths of them; 0: never.
+        """
+        # one wait after the last connection that was taken, then as long for each that is not
         self._every_s = silence_s / (TRIES + 1)
         self._addresses: dict[str, Address] = {}
         self._gone: dict[str, asyncio.Future[str]] = {}
@@ -64,24 +71,33 @@ class NodeWatch:
 
     async def _watch(self, node: str) -> None:
         """Until Ray gives the node up as well. One that answers again may be used again."""
-        failures = 0
+        failures = refusals = 0
         while address := self._addresses.get(node):
-            if await _answers(address, self._every_s):
-                if node in self.lost:
-                    self.lost.discard(node)
-                    self._gone[node] = asyncio.get_running_loop().create_future()
-                failures = 0
-            else:
-                failures += 1
-            # equal: told once, though it stays watched, as it may come back
-            if failures == TRIES:
-                silent_s = self._every_s * (TRIES + 1)
-                self._lose(node, f"its node answers no connection for {silent_s:g} s")
+            answer = await _ask(address, self._every_s)
+            failures = 0 if answer is Answer.TAKEN else failures + 1
+            refusals = refusals + 1 if answer is Answer.REFUSED else 0
+            if node not in self.lost:
+                if refusals == REFUSALS:
+                    self._lose(node, "its node refuses connections")
+                elif failures == TRIES:
+                    silent_s = self._every_s * (TRIES + 1)
+                    self._lose(node, f"its node answers no connection for {silent_s:g} s")
+            elif answer is Answer.TAKEN:  # it stayed watched, as it may come back
+                self.lost.discard(node)
+                self._gone[node] = asyncio.get_running_loop().create_future()
         self._tasks.pop(node, None)
 
 
-async def _answers(address: Address, within_s: float) -> bool:
-    """Whether ``address`` takes a connection; after ``within_s`` seconds, whatever comes of it."""
+class Answer(Enum):
+    """What comes of a connection."""
+
+    TAKEN = auto()
+    REFUSED = auto()
+    NONE = auto()
+
+
+async def _ask(address: Address, within_s: float) -> Answer:
+    """Open a connection; return after ``within_s`` seconds, whatever comes of it."""
     loop = asyncio.get_running_loop()
     began = loop.time()
     with socket.socket(socket.AF_INET6 if ":" in address[0] else socket.AF_INET) as made:
@@ -91,6 +107,10 @@ async def _answers(address: Address, within_s: float) -> bool:
         done, _ = await asyncio.wait({attempt}, timeout=within_s)
         if not done:
             await cancel_all([attempt])
-    answered = bool(done) and attempt.exception() is None
     await asyncio.sleep(max(0.0, began + within_s - loop.time()))
-    return answered
+    if not done:
+        return Answer.NONE
+    error = attempt.exception()
+    if error is None:
+        return Answer.TAKEN
+    return Answer.REFUSED if isinstance(error, ConnectionRefusedError) else Answer.NONE

@@ -9,7 +9,7 @@ from contextlib import ExitStack, contextmanager
 
 import pytest
 
-from cluster.runtime.watch import TRIES, NodeWatch
+from cluster.runtime.watch import REFUSALS, TRIES, Answer, NodeWatch
 
 HERE = "127.0.0.1"
 SILENCE_S = 0.25
@@ -49,9 +49,10 @@ async def watched(**addresses: tuple[str, int]) -> NodeWatch:
 def test_nodes_that_refuse_or_swallow_connections_are_lost_and_others_are_not():
     async def main(silent: tuple[str, int], alive: tuple[str, int]) -> None:
         watch = await watched(refuses=refusing(), swallows=silent, answers=alive)
-        why = await asyncio.wait_for(watch.gone("refuses"), 60)
+        assert await asyncio.wait_for(watch.gone("refuses"), 60) == "its node refuses connections"
+        assert watch.lost == {"refuses"}  # before the one that is silent
+        why = await asyncio.wait_for(watch.gone("swallows"), 60)
         assert why == "its node answers no connection for 0.25 s"
-        assert await asyncio.wait_for(watch.gone("swallows"), 60) == why
         assert watch.lost == {"refuses", "swallows"} and not watch.gone("answers").done()
         await watch.close()
 
@@ -88,18 +89,19 @@ def test_what_ray_gives_up_is_lost_at_once_and_watched_no_more():
         asyncio.run(main(address))
 
 
-def test_failures_must_follow_each_other(monkeypatch):
+@pytest.mark.parametrize(("failure", "count"), [(Answer.NONE, TRIES), (Answer.REFUSED, REFUSALS)])
+def test_failures_must_follow_each_other(monkeypatch, failure, count):
     """A driver that slept, or a packet that was lost, is no loss of a node."""
-    answers = iter([*[False] * (TRIES - 1), True] * 5 + [False] * TRIES)
+    answers = iter([*[failure] * (count - 1), Answer.TAKEN] * 5 + [failure] * count)
     lost_before: list[set[str]] = []  # each answer
     watches: list[NodeWatch] = []
 
-    async def scripted(address: object, within_s: float) -> bool:
+    async def scripted(address: object, within_s: float) -> Answer:
         await asyncio.sleep(0)
         lost_before.append(set(watches[0].lost))
         return next(answers)
 
-    monkeypatch.setattr("cluster.runtime.watch._answers", scripted)
+    monkeypatch.setattr("cluster.runtime.watch._ask", scripted)
 
     async def main() -> None:
         watches.append(await watched(node=(HERE, 1)))
@@ -107,7 +109,7 @@ def test_failures_must_follow_each_other(monkeypatch):
         with pytest.raises(RuntimeError, match="StopAsyncIteration|StopIteration"):
             await asyncio.gather(watch.gone("node"), *watch._tasks.values())
         # by the last of the failures in a row, and by none before it
-        assert lost_before == [set()] * (6 * TRIES) + [{"node"}]
+        assert lost_before == [set()] * (6 * count) + [{"node"}]
 
     asyncio.run(main())
 
