@@ -148,6 +148,13 @@ class HostedServices(ActorServices):
         ]
 
 
+def end_idle() -> None:
+    """End the processes without a run: what they have of their nodes may be needed."""
+    for idle in IDLE.values():
+        while idle:
+            ray.kill(idle.pop()[0])
+
+
 @contextmanager
 def hosted() -> Iterator[None]:
     """Within the context every run of this process, by a command or not, lives on the Ray that is

@@ -14,6 +14,7 @@ from configs.schema import RunConfig
 from records.errors import RunFailed, Stopped
 from records.rundir import RunDirectory, rows_of
 from tests.cluster.faults import SERVICES, FaultInjector
+from tests.cluster.hosts import end_idle
 from tests.cluster.machine import Machine
 from tests.cluster.nodes import Machines
 from tests.cluster.outcomes import outcome, recoveries
@@ -138,6 +139,7 @@ class Soak:
                 raise
             row |= {"ended_s": round(time.monotonic() - began, 1), "said": str(error)}
         self.machine.empty()
+        end_idle()  # as a user finds it: with a node lost there is no room for both
         return self._train(name, trial.variant, injector, resume=True)
 
     def _train(
