@@ -25,6 +25,7 @@ from configs.load import MODELS, load
 from configs.schema import RunConfig
 from configs.section import Tree
 from planning.make import described
+from policy.checkpointing import checkpoint_blocks
 from policy.families import Family
 from policy.lora import adapted_modules, use
 from policy.memory import conditioning_like
@@ -132,10 +133,8 @@ def passes_of(config: RunConfig, family: Family) -> dict[str, dict[str, Pass]]:
     "float32" without TF32, in the base model's dtype ("own"), or "merged".
     """
     dtype = DTYPES[config.regenerate.precision]
-    checkpointing = config.optimizer.gradient_checkpointing
     transformer = blank(family, "transformer", dtype)
-    if checkpointing:
-        transformer.get_submodule("").enable_gradient_checkpointing()  # type: ignore[operator]
+    checkpoint_blocks(transformer, config.optimizer.recomputed)
     inputs = {
         rows: (
             torch.empty(rows, *family.latent_shape, device=META),

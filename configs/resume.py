@@ -24,6 +24,7 @@ OPERATIONAL = (
     "services.start_deadline_s",
     "services.wait_for_nodes_s",
     "services.node_silence_s",
+    "optimizer.gradient_checkpointing",
     "checkpoint",
     "stop",
     "logging",

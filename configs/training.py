@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
 from configs.section import Section
 
@@ -61,10 +61,26 @@ class Optimizer(Section):
             " decay schedules count these; iteration: once per iteration"
         ),
     )
-    gradient_checkpointing: bool = Field(
+    gradient_checkpointing: bool | float | Literal["auto"] = Field(
         default=False,
-        description="compute blocks again in the backward pass: less memory, more work",
+        description=(
+            "compute blocks again in the backward pass, all of them or a share: less memory, more"
+            " work, the same gradients; auto: as few as the GPUs of a layout have memory for"
+        ),
     )
+
+    @field_validator("gradient_checkpointing", mode="before")
+    @classmethod
+    def _share(cls, given: object) -> object:
+        if given == "auto" or (isinstance(given, (bool, int, float)) and 0 <= given <= 1):
+            return given
+        raise ValueError("use true, false, a share of the blocks from 0 to 1, or auto")
+
+    @property
+    def recomputed(self) -> float:
+        """Share of the blocks that are computed again; all where nothing was chosen yet."""
+        given = self.gradient_checkpointing
+        return 1.0 if given == "auto" else float(given)
 
 
 class OldPolicy(Section):

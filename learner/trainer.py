@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -30,6 +29,7 @@ from learner.replicas import Replicas
 from learner.schedules import learning_rate
 from learner.state import Counts, LearnerState
 from learner.update import Updater
+from policy.checkpointing import checkpoint_blocks
 from policy.families import Family, family_for
 from policy.frozen import freeze
 from policy.lora import adapter_state, add_adapters, load_adapter_state, trainable
@@ -84,9 +84,8 @@ class Trainer:
             seed=stream_seed(config.seed, "lora"),
         )
         self.offload = self._offloaded() if offload else None
-        if config.optimizer.gradient_checkpointing:
-            denoiser: Any = self.transformer
-            denoiser.enable_gradient_checkpointing()  # it recomputes with "current" active
+        # it recomputes with "current" active
+        checkpoint_blocks(self.transformer, config.optimizer.recomputed)
         self.generator = Generator(
             config,
             self.family,

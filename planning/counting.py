@@ -83,7 +83,14 @@ def counts_of(config: RunConfig, family: Family, backend: Backend) -> Counts:
         return known
     here = f"{key} {family.model.path}"
     if here not in _counted:
-        _counted[here] = count(config, family, backend)
+        every = config.optimizer.model_copy(update={"gradient_checkpointing": True})
+        kept = _kept().get(key_of(config.model_copy(update={"optimizer": every}), backend.name))
+        if kept is not None:
+            base = meta.blank(family, "transformer", DTYPES[config.regenerate.precision])
+            meta.adapt(base, family, config.lora)
+            _counted[here] = replace(kept, training=_training(config, family, base))
+        else:
+            _counted[here] = count(config, family, backend)
     return _counted[here]
 
 
@@ -102,7 +109,7 @@ def _shared_key(config: RunConfig, backend: str) -> str:
         *(int(model.vae_slicing), int(model.vae_tiling), int(model.complex_human_instruction)),
         *(backend, batch_of(config), "+".join(config.explore.modules_to_not_convert)),
         *(config.regenerate.precision, config.regenerate.batch_size),
-        *(config.optimizer.batch_size, int(config.optimizer.gradient_checkpointing)),
+        *(config.optimizer.batch_size, f"{config.optimizer.recomputed:g}"),
         *(lora.rank, "+".join(lora.targets)),
     ]
     doubled = [stage for stage in config.guidance.stages if config.guidance.one_pass]
@@ -222,12 +229,6 @@ def _common(config: RunConfig, family: Family) -> Counts:
     trained = meta.adapt(base, family, config.lora)
     autoencoder, decode = memory.decoding_work(family, again)
     adapted = _sampling(family, base, again, rows, dtype)
-    points, checkpointing = config.optimizer.batch_size, config.optimizer.gradient_checkpointing
-    training = memory.training_work(family, base, points, dtype, checkpointing)
-    rows = _rows(config, points, scales.train)
-    if rows != points:
-        peak = memory.training_work(family, base, rows, dtype, checkpointing).peak
-        training = replace(training, peak=peak)
     source = memory.source_work(family, dtype) if family.edits else Work(0, 0, 0)
     _seen[key] = Counts(
         weights=weights,
@@ -244,7 +245,7 @@ def _common(config: RunConfig, family: Family) -> Counts:
         step=merged,
         merged=merged,
         adapted=adapted,
-        training=training,
+        training=_training(config, family, base),
         decode_flops=decode.flops // again,
         decode_again=decode.peak,
         proxy_decoder=autoencoder,
@@ -254,6 +255,17 @@ def _common(config: RunConfig, family: Family) -> Counts:
         source_peak=source.peak,
     )
     return _seen[key]
+
+
+def _training(config: RunConfig, family: Family, adapted: nn.Module) -> Work:
+    """A forward and backward pass of a batch; its peak is that of the rows that guidance makes."""
+    dtype, recomputed = DTYPES[config.regenerate.precision], config.optimizer.recomputed
+    points = config.optimizer.batch_size
+    work = memory.training_work(family, adapted, points, dtype, recomputed)
+    rows = _rows(config, points, config.guidance.train)
+    if rows == points:
+        return work
+    return replace(work, peak=memory.training_work(family, adapted, rows, dtype, recomputed).peak)
 
 
 def _text_flops(encoders: dict[str, nn.Module], family: Family) -> int:

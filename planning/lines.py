@@ -44,6 +44,8 @@ def json_of(plan: Plan) -> dict[str, object]:
 
 def _summary(plan: Plan) -> list[str]:
     config, arm = plan.config, plan.config.plan
+    recomputed = config.optimizer.recomputed
+    again = f"; {recomputed:.0%} of the blocks computed again going backward" if recomputed else ""
     points, others = training_points(config)
     keep, model = config.selection.keep, config.model
     explore = "explore     nothing"
@@ -77,7 +79,7 @@ def _summary(plan: Plan) -> list[str]:
         (
             f"  update      {keep} samples x {points} points, {others:.3g} passes of other policies"
             f" beside the trained one; LoRA rank {config.lora.rank} alpha {config.lora.alpha:g},"
-            f" {plan.trained / 1e6:.1f} million parameters"
+            f" {plan.trained / 1e6:.1f} million parameters{again}"
         ),
         (
             f"  quantised   {plan.quantised_weights / 1e9:.4g} of {plan.all_weights / 1e9:.4g}"

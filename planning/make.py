@@ -26,6 +26,7 @@ from planning.layouts.limits import refuse_too_many
 from planning.layouts.lines import Outlook
 from planning.layouts.numbers import numbers_of
 from planning.layouts.predict import bound, gathered, predict
+from planning.layouts.recomputation import with_recomputation
 from planning.layouts.resolve import as_on_gpus, costs_of, known_gpus, laid_out, to_choose, used
 from planning.layouts.scenario import Scenarios, one_more, scenario_of
 from planning.object_store import NOTHING_SENT, puts
@@ -78,9 +79,10 @@ def make_plan(
             gpus = _gpus(config, given, nodes)
             if len(gpus) == 1 and given.accelerator is None:
                 given = replace(given, accelerator=gpus[0].kind)
-            final = laid_out(config, family, gpus, given)
+            asked = with_recomputation(config, family, gpus, given)
+            final = laid_out(asked, family, gpus, given)
             plan = _plan(final.config, family, source, given, nodes)
-            return _with_outlook(plan, config, final.choice, family, gpus, given)
+            return _with_outlook(plan, asked, final.choice, family, gpus, given)
     except (FileNotFoundError, ValueError) as error:
         raise ConfigError(str(error)) from None
 
@@ -90,7 +92,8 @@ def layout_of(
 ) -> Choice | None:
     """The layout alone, as ``make_plan`` chooses it. Raises DoesNotFit, ConfigError."""
     with described(config) as (family, _):
-        return laid_out(config, family, _gpus(config, given, nodes), given).choice
+        gpus = _gpus(config, given, nodes)
+        return laid_out(with_recomputation(config, family, gpus, given), family, gpus, given).choice
 
 
 def _gpus(config: RunConfig, given: Assumptions, nodes: Sequence[Node] | None) -> Sequence[Gpus]:

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from policy import frozen
+from policy.checkpointing import checkpoint_blocks
 from policy.families.base import Diffusers, Family
 from policy.lora import adapted_modules, use
 from policy.meta import META, blank
@@ -194,12 +195,13 @@ def sampling_work(
 
 
 def training_work(
-    family: Family, transformer: nn.Module, batch: int, dtype: torch.dtype, checkpointing: bool
+    family: Family, transformer: nn.Module, batch: int, dtype: torch.dtype, recomputed: float
 ) -> Work:
-    """Forward and backward pass of ``batch`` points; the peak has the adapter's gradients in it."""
+    """Forward and backward pass of ``batch`` points, a share of the blocks ``recomputed``; the peak
+    has the adapter's gradients in it.
+    """
     model: Diffusers = transformer
-    if checkpointing:
-        model.enable_gradient_checkpointing()
+    checkpoint_blocks(model, recomputed)
     x = torch.empty(batch, *family.latent_shape, device=META)
     cond = conditioning_like(family, batch, dtype)
     try:
@@ -210,7 +212,7 @@ def training_work(
             loss.backward()
     finally:
         transformer.zero_grad(set_to_none=True)
-        if checkpointing:
+        if recomputed:
             model.disable_gradient_checkpointing()
     return Work(tally.flops, 0, tally.peak)
 

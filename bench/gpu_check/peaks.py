@@ -54,7 +54,7 @@ def _peaks(case: Case, name: str, setting: Setting) -> Iterator[Finding]:
     planned = memory.adapted_bytes(blank) + work.peak
     yield _against(case, "regenerating", _peak(_merged(case, setting), device), planned)
     free()
-    work = memory.training_work(family, blank, BATCH, dtype, checkpointing=True)
+    work = memory.training_work(family, blank, BATCH, dtype, recomputed=1.0)
     yield _against(case, "training pass", _peak(_training(case, setting), device), work.peak)
     free()
     _, work = memory.decoding_work(family, BATCH)

@@ -11,6 +11,7 @@ from configs.schema import RunConfig
 from planning.assumptions import ACCELERATORS
 from planning.layouts.gpus import Gpus
 from planning.layouts.limits import refuse_too_many
+from planning.layouts.recomputation import with_recomputation
 from planning.layouts.resolve import known_gpus, laid_out, to_choose
 from planning.layouts.threads import with_threads
 from planning.make import described
@@ -30,7 +31,7 @@ def on_this_cluster(config: RunConfig, tell: Callable[[str], None]) -> RunConfig
         return with_threads(config, cores)
     gpus = _free_gpus(config)
     with described(config) as (family, _):
-        final = laid_out(config, family, gpus)
+        final = laid_out(with_recomputation(config, family, gpus), family, gpus)
     if final.choice is not None:
         best, found = final.choice.best, final.choice.best.prediction
         seconds = f", {found.iteration:.1f} s per iteration predicted" if found else ""

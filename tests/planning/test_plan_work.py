@@ -121,8 +121,8 @@ def test_operations_of_training_are_those_of_the_real_transformer(directories, n
         p.numel() for p in real.parameters() if p.requires_grad
     )
     kept, again = (
-        memory.training_work(family, blank, 2, torch.float32, checkpointing)
-        for checkpointing in (False, True)
+        memory.training_work(family, blank, 2, torch.float32, recomputed)
+        for recomputed in (0.0, 1.0)
     )
     assert kept.flops == both.get_total_flops() + attention // 2
     assert kept.flops < again.flops <= kept.flops + forward.get_total_flops()
@@ -206,7 +206,7 @@ def test_stages_are_counts_of_steps(tiny_sd3_dir, tmp_path):
     decode = memory.decoding_work(family, 1)[1].flops
     meta.adapt(blank, family, Lora(rank=4))
     adapted = memory.sampling_work(family, blank, 1, torch.float32).flops
-    trained = memory.training_work(family, blank, 1, torch.float32, False).flops
+    trained = memory.training_work(family, blank, 1, torch.float32, 0.0).flops
     explore = plan.stages["explore"]
     regenerate = plan.stages["regenerate"]
     update = plan.stages["update"]

@@ -1,0 +1,104 @@
+"""How many blocks are computed again: as few as fit, where that is predicted to be faster."""
+
+import pytest
+
+from configs.load import ConfigError, load
+from planning.assumptions import Assumptions
+from planning.layouts import recomputation
+from planning.layouts.choose import DoesNotFit
+from planning.layouts.gpus import Gpus
+from planning.layouts.recomputation import ROOM, with_recomputation
+from planning.make import make_plan
+
+KEY = "optimizer.gradient_checkpointing"
+EIGHT = [Gpus("B200", 8, 180.0)]
+
+
+class Best:
+    def __init__(self, seconds: float):
+        self.best = self
+        self.seconds = seconds
+
+
+@pytest.fixture
+def needs(monkeypatch):
+    """GB that the fullest GPU holds where nothing, or everything, is computed again; and seconds
+    that a share costs. The family is not looked at.
+    """
+
+    def set_to(none: float, every: float, seconds: float = 20.0) -> None:
+        def choose(config, gpus, costs):
+            share = config.optimizer.recomputed
+            gb = none + share * (every - none)
+            if gb > gpus[0].memory_gb:
+                raise DoesNotFit("too large", gb, gb - gpus[0].memory_gb)
+            return Best(100 + share * seconds)
+
+        monkeypatch.setattr(recomputation, "costs_of", lambda *_: None)
+        monkeypatch.setattr(recomputation, "choose", choose)
+
+    return set_to
+
+
+def chosen(*overrides: str, gpus=EIGHT) -> float:
+    config = load("flux1-sol_rl-hpsv2", [f"{KEY}=auto", *overrides])
+    return with_recomputation(config, None, gpus).optimizer.gradient_checkpointing
+
+
+@pytest.mark.parametrize(
+    ("none", "share"),
+    [
+        (ROOM * 180, False),  # nine tenths of the memory, and nothing is computed again
+        (ROOM * 180 + 1, 0.25),
+        (ROOM * 180 + 200, 0.75),  # 211 GB at a half
+        (1000.0, True),
+    ],
+)
+def test_as_few_blocks_as_fit(needs, none, share):
+    needs(none, 60.0)
+    assert chosen() == share
+
+
+def test_all_blocks_where_nothing_fits_or_is_to_be_chosen(needs):
+    needs(1000.0, 999.0)  # the layout says what is short
+    assert chosen() is True
+    needs(10.0, 5.0)
+    assert chosen(gpus=[]) is True
+    by_hand = [f"services.{kind}.gpus=1" for kind in ("learner", "rollout", "encoder", "reward")]
+    assert chosen(*by_hand, "services.learner.replicas=1", "services.rollout.actors=6") is True
+
+
+def test_all_blocks_where_that_is_no_slower(needs):
+    needs(10.0, 5.0, seconds=0.0)
+    assert chosen() is True
+
+
+def test_what_is_given_by_hand_stays():
+    config = load("flux1-sol_rl-hpsv2", [f"{KEY}=0.5"])
+    assert with_recomputation(config, None, EIGHT) is config
+
+
+@pytest.mark.parametrize("given", ["2", "-0.5", "nan", "often", "[1]"])
+def test_a_share_that_is_none_is_one_line(given):
+    with pytest.raises(ConfigError) as error:
+        load("quickstart", [f"{KEY}={given}"])
+    (line,) = error.value.lines
+    assert line.startswith(KEY) and "use true, false, a share of the blocks" in line
+
+
+def test_settings_as_shares():
+    found = [load("quickstart", [f"{KEY}={v}"]).optimizer.recomputed for v in ("false", "true")]
+    assert found == [0.0, 1.0]
+    assert load("quickstart", [f"{KEY}=0.25"]).optimizer.recomputed == 0.25
+    assert load("quickstart", [f"{KEY}=auto"]).optimizer.recomputed == 1.0
+
+
+@pytest.mark.slow
+def test_flux_on_b200_computes_nothing_again():
+    """FLUX.1's training pass is 3/2 of the operations with all blocks computed again."""
+    given = Assumptions(accelerator="B200", gpus=8)
+    every = make_plan(load("flux1-sol_rl-hpsv2"), given)
+    auto = make_plan(load("flux1-sol_rl-hpsv2", [f"{KEY}=auto"]), given)
+    assert auto.config.optimizer.gradient_checkpointing is False
+    assert auto.outlook.prediction.iteration < 0.9 * every.outlook.prediction.iteration
+    assert auto.outlook.fullest_gb < ROOM * 180
