@@ -101,7 +101,7 @@ class FaultInjector(Progress):
         self.faults, self.machines, self.machine = faults, machines, machine
         self.done: list[Fault] = []
         self.background: list[asyncio.Task[Any]] = []
-        self.pids: list[int] = []
+        self.homes: dict[int, str] = {}  # nodes of the processes that were hit
         self.seen: Counter[tuple[int, str]] = Counter()
         self.now = -1
         self.removal: asyncio.Future[None] | None = None
@@ -165,7 +165,7 @@ class FaultInjector(Progress):
             return
         self.done.append(fault)
         pid, node = member.info.pid, member.info.node
-        self.pids.append(pid)
+        self.homes[pid] = node
         self.session.rundir.event(
             "fault_injected",
             kind=fault.kind,
@@ -176,7 +176,9 @@ class FaultInjector(Progress):
         )
         if fault.way == "node":
             assert self.machines is not None
-            there = [
+            # one that was stopped before and given up is on the machine too
+            there = [other for other, home in self.homes.items() if home == node]
+            there += [
                 member.info.pid
                 for pool in self.session.services.pools
                 for member in pool.members
@@ -234,7 +236,7 @@ class FaultInjector(Progress):
         """
         deadline = time.monotonic() + KILL_S
         while (
-            alive := [pid for pid in self.pids if is_alive(pid)]
+            alive := [pid for pid in self.homes if is_alive(pid)]
         ) and time.monotonic() < deadline:
             time.sleep(0.1)
         return alive
