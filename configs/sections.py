@@ -77,16 +77,12 @@ class Model(Section):
         return self.fps or 16
 
     @model_validator(mode="after")
-    def _native_family(self) -> Model:
+    def _goes_together(self) -> Model:
         if self.native_path is not None and self.family != "sana":
             raise ValueError(
                 f"native_path = {self.native_path!r} with family {self.family!r}: only 'sana' reads"
                 " such files: leave it out"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _one_schedule(self) -> Model:
         if self.schedule == "uniform" and self.shift is not None:
             raise ValueError(
                 f"shift = {self.shift:g} with schedule = 'uniform', which has none: leave one of"

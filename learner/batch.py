@@ -108,18 +108,11 @@ def joined(
     ``advantages``: float32 [K] of every prompt of the iteration, those of other replicas too, which
     say at which place in the whole iteration a sample stands. Raises NonFiniteTraining.
     """
-    for group in groups:
-        for name, rows in group.samples.items():
-            if not np.isfinite(rows).all():
-                raise NonFiniteTraining(
-                    f"the regenerated {name} of prompt {group.prompt_index} are not finite"
-                )
-    ends = np.cumsum([len(advantages[prompt]) for prompt in sorted(advantages)])
-    first = {
-        prompt: int(end) - len(advantages[prompt])
-        for prompt, end in zip(sorted(advantages), ends, strict=True)
-    }
-    counts = [len(group.here) for group in groups]
+    _require_finite(groups)
+    first, total = dict[int, int](), 0  # the place of each prompt's first sample
+    for prompt in sorted(advantages):
+        first[prompt], total = total, total + len(advantages[prompt])
+    counts = torch.tensor([len(group.here) for group in groups], device=device)
     data = {
         name: np.concatenate([np.asarray(group.samples[name], np.float32) for group in groups])
         for name in groups[0].samples
@@ -130,9 +123,7 @@ def joined(
             np.concatenate([group.of_here(advantages[group.prompt_index]) for group in groups])
         ),
         cond=Conditioning.cat([group.cond for group in groups]).to(device),
-        group=torch.arange(len(groups), device=device).repeat_interleave(
-            torch.tensor(counts, device=device)
-        ),
+        group=torch.arange(len(groups), device=device).repeat_interleave(counts),
         seeds=tuple(
             stream_seed(seed, "train", iteration, group.prompt_index, position)
             for group in groups
@@ -141,8 +132,17 @@ def joined(
         places=np.concatenate(
             [first[group.prompt_index] + np.array(group.here) for group in groups]
         ),
-        total=int(ends[-1]),
+        total=total,
     )
+
+
+def _require_finite(groups: Sequence[Group]) -> None:
+    for group in groups:
+        for name, rows in group.samples.items():
+            if not np.isfinite(rows).all():
+                raise NonFiniteTraining(
+                    f"the regenerated {name} of prompt {group.prompt_index} are not finite"
+                )
 
 
 def keep_evidence(

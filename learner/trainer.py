@@ -38,7 +38,7 @@ from policy.offload import Offload, frozen_tensors
 from policy.sampling.guidance import Guided
 from policy.sampling.noise import stream_seed
 from policy.sharding import shard_base
-from policy.types import DTYPES, Conditioning
+from policy.types import DTYPES
 
 
 class Trainer:
@@ -109,7 +109,7 @@ class Trainer:
         self._state = LearnerState(config, self.transformer, self.adapters, self.updater.trained)
         self._averages = Averages(config, self.objective, self.transformer)
         self.replicas = Replicas()
-        self._exporter = PolicyExporter(config, self.family, self.transformer, self.device)
+        self.exporter = PolicyExporter(config, self.family, self.transformer, self.device)
         self.done = 0
         self.last_iteration: int | None = None
         # samples and advantages of the last update, until rank 0 exports what came of it
@@ -235,11 +235,6 @@ class Trainer:
         values, metrics = advantages(list(rewards.values()), self.config.resolved_advantages)
         return dict(zip(rewards, values, strict=True)), metrics
 
-    @property
-    def quantisation_table(self) -> list[dict[str, object]]:
-        """As ``PolicyExporter.table``."""
-        return self._exporter.table
-
     def export(
         self, version: int, backend: str | None = None, weights: str | None = None
     ) -> Exported:
@@ -252,7 +247,7 @@ class Trainer:
         """
         adapter = weights or self.objective.sampling_adapter
         try:
-            exported = self._exporter.export(adapter, version, backend)
+            exported = self.exporter.export(adapter, version, backend)
         except NonFiniteWeights as error:
             if self._trained is not None and self.last_iteration is not None:
                 kept = self._keep_evidence(self.last_iteration, *self._trained, str(error))
@@ -262,12 +257,6 @@ class Trainer:
             raise
         self._trained = None
         return exported
-
-    def probe(
-        self, cond: Conditioning, version: int, seeds: Sequence[int], steps: int, solver: str
-    ) -> tuple[np.ndarray, str, float]:
-        """As ``PolicyExporter.probe``. Raises ValueError for another version than the last."""
-        return self._exporter.probe(cond, version, seeds, steps, solver)
 
     def _keep_evidence(
         self, iteration: int, groups: Sequence[Group], values: Mapping[int, np.ndarray], reason: str

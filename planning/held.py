@@ -8,6 +8,7 @@ import torch
 
 from configs.rewards import Scorer
 from configs.schema import RunConfig
+from learner.averages import adapters_of
 from learner.objectives import build_objective
 from planning.counting import Counts, batch_of, on_gpus
 from planning.layouts.costs import Parts
@@ -98,15 +99,7 @@ def _learner(
     config: RunConfig, counts: Counts, family: Family, dtype: torch.dtype
 ) -> dict[str, int | None]:
     objective = build_objective(config.objective, config.stop.max_kl is not None)
-    adapters = {
-        objective.sampling_adapter,
-        *objective.policies,
-        *objective.averages,
-        "ema",
-        "current",
-    } - {"ref"}
-    if config.explore_ahead:
-        adapters.add("previous")
+    adapters = adapters_of(config, objective)
     sampled, points = config.regenerate.batch_size, config.optimizer.batch_size
     per_prompt = memory.conditioning_bytes(family, dtype, bool(config.guidance.stages))
     replicas = config.services.learner.replicas

@@ -81,6 +81,12 @@ def allow_tf32(device: torch.device, allowed: bool) -> None:
         torch.backends.cudnn.allow_tf32 = allowed
 
 
+def synchronise(device: torch.device) -> None:
+    """Wait until a GPU has done what was asked of it; a CPU has."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
 def describe(device: torch.device) -> dict[str, str]:
     """What runs of different devices are told apart by; ``capability`` as "9.0"."""
     if device.type != "cuda":

@@ -86,7 +86,7 @@ _rows: dict[tuple[str, tuple[str, ...]], list[ModuleRow]] = {}
 def held_bytes(*modules: nn.Module) -> int:
     """Bytes of the parameters and buffers of modules."""
     tensors = (tensor for module in modules for tensor in (*module.parameters(), *module.buffers()))
-    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+    return sum(tensor.nbytes for tensor in tensors)
 
 
 def adapted_bytes(transformer: nn.Module) -> int:
@@ -94,7 +94,7 @@ def adapted_bytes(transformer: nn.Module) -> int:
     weights = (
         layer.get_base_layer().get_parameter("weight") for _, layer in adapted_modules(transformer)
     )
-    return sum(weight.numel() * weight.element_size() for weight in weights)
+    return sum(weight.nbytes for weight in weights)
 
 
 class WireBytes(NamedTuple):
@@ -112,36 +112,30 @@ def wire_bytes(
 ) -> WireBytes:
     """Bytes of packed layers, and of merged weights of unquantized ones (``learner.publish``)."""
     packed = {
-        name: sum(
-            tensor.numel() * tensor.element_size() for tensor in layer.wire_targets().values()
-        )
+        name: sum(tensor.nbytes for tensor in layer.wire_targets().values())
         for name, layer in layers.items()
     }
     whole = {row.name: math.prod(row.shape) for row in plan if not row.quantised}
     merged = sum(whole.get(name, 0) for name in adapted) * backend.wire_dtype.itemsize
     changing = changing_modules(plan, adapted)
-    return WireBytes(
-        sum(packed.values()) + merged, sum(packed.get(name, 0) for name in changing) + merged
-    )
+    sent_again = sum(packed.get(name, 0) for name in changing)
+    return WireBytes(sum(packed.values()) + merged, sent_again + merged)
 
 
 def conditioning_like(
     family: Family, rows: int, dtype: torch.dtype, device: torch.device | str = META
 ) -> Conditioning:
     """Conditioning of ``rows`` prompts in the shapes of ``encode_prompt``, every token in use."""
-    shapes = family.conditioning_shapes
+    shapes = family.conditioning_shapes.items()
     return Conditioning(
-        {
-            name: torch.ones(rows, *shape, dtype=dtype, device=device)
-            for name, shape in shapes.items()
-        }
+        {name: torch.ones(rows, *shape, dtype=dtype, device=device) for name, shape in shapes}
     )
 
 
 def conditioning_bytes(family: Family, dtype: torch.dtype, guided: bool) -> int:
     """Bytes of one prompt's row, with the negative prompt beside it where there is guidance."""
     row = conditioning_like(family, 1, dtype).tensors.values()
-    return (1 + guided) * sum(tensor.numel() * tensor.element_size() for tensor in row)
+    return (1 + guided) * sum(tensor.nbytes for tensor in row)
 
 
 # ---- work

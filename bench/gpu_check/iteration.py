@@ -12,7 +12,7 @@ import torch
 
 from bench.architectures import Case
 from bench.gpu_check.findings import Finding, Item, LeftOut
-from bench.gpu_check.setting import FAMILIES, NEWER, Setting, autoencoder, finish, free, loadable
+from bench.gpu_check.setting import FAMILIES, NEWER, Setting, autoencoder, free, loadable
 from configs.load import load
 from configs.schema import RunConfig
 from configs.training import Lora
@@ -20,7 +20,7 @@ from learner.batch import Group
 from learner.selection import select
 from learner.trainer import Trainer
 from policy import memory, meta
-from policy.device import out_of_memory
+from policy.device import out_of_memory, synchronise
 from policy.explorer import Explorer
 from policy.families import Family
 from policy.precision.backends import BACKENDS, Backend
@@ -125,7 +125,7 @@ def _iteration(
     def timed(stage: str, do: Callable[[], X]) -> X:
         start = time.perf_counter()
         found = do()
-        finish(device)
+        synchronise(device)
         seconds[stage] = seconds.get(stage, 0.0) + time.perf_counter() - start
         return found
 

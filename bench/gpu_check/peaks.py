@@ -8,10 +8,10 @@ import torch
 
 from bench.architectures import Case
 from bench.gpu_check.findings import Finding, Item, LeftOut
-from bench.gpu_check.setting import ARCHITECTURES, NEWER, Setting, autoencoder, finish, free
+from bench.gpu_check.setting import ARCHITECTURES, NEWER, Setting, autoencoder, free
 from configs.training import Lora
 from policy import memory, meta
-from policy.device import out_of_memory
+from policy.device import out_of_memory, synchronise
 from policy.families.architectures import build
 from policy.families.base import Diffusers
 from policy.lora import add_adapters, use
@@ -123,7 +123,7 @@ def _peak(run: Callable[[], None], device: torch.device) -> int:
     before = torch.cuda.memory_allocated(device)
     torch.cuda.reset_peak_memory_stats(device)
     run()
-    finish(device)
+    synchronise(device)
     return torch.cuda.max_memory_allocated(device) - before
 
 

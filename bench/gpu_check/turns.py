@@ -9,8 +9,9 @@ import torch
 from torch import nn
 
 from bench.gpu_check.findings import Finding, Item
-from bench.gpu_check.setting import Setting, finish, free, loadable
+from bench.gpu_check.setting import Setting, free, loadable
 from planning.assumptions import HOST_LINK_GB_S, host_link
+from policy.device import synchronise
 from policy.offload import Offload, frozen_tensors, release_cache
 from policy.precision.accelerators import ACCELERATORS
 
@@ -31,7 +32,7 @@ def measure(setting: Setting) -> Iterator[Item]:
         left = 0
         for _ in range(1 if setting.once else ROUNDS):
             for way, move in (("back", offload.back), ("out", offload.out)):
-                finish(device)
+                synchronise(device)
                 start = time.perf_counter()
                 move()
                 release_cache(device)

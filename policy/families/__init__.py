@@ -7,7 +7,6 @@ from configs.named import named_class
 from configs.sections import Model
 from policy.families.base import Family
 from policy.families.pipeline import INDEX, model_directory, pipeline_file
-from policy.families.text import TextEncoder
 
 FAMILIES: dict[str, type[Family]] = {name: named_class(row, Family) for name, row in ROWS.items()}
 
@@ -24,4 +23,4 @@ def family_for(model: Model) -> Family:
     return FAMILIES[model.family](model)
 
 
-__all__ = ["FAMILIES", "Family", "TextEncoder", "family_for", "model_directory"]
+__all__ = ["FAMILIES", "Family", "family_for", "model_directory"]

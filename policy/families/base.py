@@ -20,7 +20,7 @@ from policy.families.pipeline import (
     model_directory,
     pipeline_file,
 )
-from policy.families.text import PromptEncoder, TextEncoder
+from policy.families.text import PromptEncoder
 from policy.types import Conditioning
 from records.errors import first_line
 
@@ -184,7 +184,7 @@ class Family(ABC):
 
     def load_text(
         self, device: torch.device | str, dtype: torch.dtype, negative: str | None = None
-    ) -> TextEncoder:
+    ) -> PromptEncoder:
         """Text encoders and tokenizers, nothing else but the autoencoder of a family that edits;
         ``negative`` as in ``PromptEncoder``.
         """

@@ -102,8 +102,6 @@ def finer_backend(current: str, available: Collection[str], finest: str) -> str 
 
 def packing_backend(name: str, device: torch.device | str) -> Backend:
     """The backend to pack for: any, as packing needs no kernel; "auto" chooses for ``device``."""
-    if name not in ("auto", *BACKENDS):
-        raise ValueError(f"explore.backend: {name!r} is unknown: use auto, {', '.join(BACKENDS)}")
     return BACKENDS[name] if name in BACKENDS else resolve_backend(name, device)[0]
 
 

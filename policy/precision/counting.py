@@ -43,7 +43,7 @@ class _Traffic(TorchDispatchMode):
             self.kernels += 1
         elif made and not view and not schema.name.startswith(("aten::empty", "aten::new_empty")):
             given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-            self.bytes += sum(tensor.numel() * tensor.element_size() for tensor in given + made)
+            self.bytes += sum(tensor.nbytes for tensor in given + made)
             self.kernels += 1
         return out
 

@@ -44,9 +44,9 @@ def pack_section(named: dict[str, Tensor], shard_bytes: int) -> Section:
             raise ValueError(
                 f"{name} is {tensor.dtype}; what travels is one of {', '.join(DTYPES)}"
             )
-        nbytes = tensor.numel() * tensor.element_size()
-        entries.append(Entry(name, DTYPE_NAMES[tensor.dtype], tuple(tensor.shape), offset, nbytes))
-        offset += nbytes
+        shape, dtype = tuple(tensor.shape), DTYPE_NAMES[tensor.dtype]
+        entries.append(Entry(name, dtype, shape, offset, tensor.nbytes))
+        offset += tensor.nbytes
     sizes = [min(shard_bytes, offset - start) for start in range(0, offset, shard_bytes)]
     shards = tuple(np.empty(size, np.uint8) for size in sizes)
     starts = list(range(0, offset, shard_bytes))

@@ -128,7 +128,7 @@ def test_a_learner_holds_and_sends_what_the_plan_says(directories, tmp_path, nam
     sent = sum(again.shard_sizes[index] for index in again.changed_since(manifest))
     assert plan.changing == sent < plan.broadcast
     assert plan.quantised_weights == sum(
-        torch.Size(row["shape"]).numel() for row in trainer.quantisation_table if row["quantised"]
+        torch.Size(row["shape"]).numel() for row in trainer.exporter.table if row["quantised"]
     )
 
 
