@@ -91,12 +91,9 @@ class Publisher:
 
         def range_of(name: str) -> Tensor:
             own = self.backend.amax(_finite(name, merged(name)).flatten(1))
-            frozen = self.frozen_amax and name in adapted
-            return (
-                frozen_amax(self.backend.amax(plain_weight(owners[name]).flatten(1)), own)
-                if frozen
-                else own
-            )
+            if not self.frozen_amax or name not in adapted:
+                return own
+            return frozen_amax(self.backend.amax(plain_weight(owners[name]).flatten(1)), own)
 
         # two sections: what cannot change keeps its shards' hashes, and is sent once in a run
         changing = changing_modules(self._plan, adapted)

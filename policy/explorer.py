@@ -130,22 +130,11 @@ class PackedPolicy:
                 f"conditioning of {len(cond)} rows: explore takes one prompt at a time"
             )
         with compile_failures("explore.compile"):
-            family, denoiser, rows = self.family, self._denoiser, cond.repeat(len(seeds))
-            latents = (
-                sample(
-                    family,
-                    denoiser,
-                    rows,
-                    seeds,
-                    steps,
-                    solver,
-                    guided=guided,
-                    full=self.full,
-                    upto=upto,
-                )
-                if path is None
-                else sample_ends(family, denoiser, rows, seeds, path, steps, start, guided)
-            )
+            asked = (self.family, self._denoiser, cond.repeat(len(seeds)), seeds)
+            if path is None:
+                latents = sample(*asked, steps, solver, guided=guided, full=self.full, upto=upto)
+            else:
+                latents = sample_ends(*asked, path, steps, start, guided)
         if not bool(torch.isfinite(latents).all()):
             raise RuntimeError(
                 f"policy version {self.version} gave latents that are not finite: lower"
