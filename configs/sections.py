@@ -73,7 +73,7 @@ class Model(Section):
 
     @property
     def frames_per_second(self) -> int:
-        """Of clips, as they are shown."""
+        """The rate at which clips are shown; 16 unless ``fps`` is given."""
         return self.fps or 16
 
     @model_validator(mode="after")
@@ -114,12 +114,12 @@ class Guidance(Section):
     )
 
     def scale(self, stage: Stage) -> float:
-        """Of a stage; 1 is none."""
+        """The guidance scale of a stage; 1: no guidance."""
         return float(getattr(self, stage))
 
     @property
     def stages(self) -> list[Stage]:
-        """Where there is guidance."""
+        """The stages that are guided."""
         return [stage for stage in get_args(Stage) if self.scale(stage) != 1]
 
 

@@ -35,7 +35,7 @@ class Averages:
         self.by_step = config.optimizer.averages != "iteration"
 
     def states(self) -> dict[str, dict[str, Tensor]]:
-        """Those that move with optimiser steps, by adapter."""
+        """The weights of the averages that follow each optimiser step, by adapter."""
         names = ("ema", *self._objective.averages)
         return {name: adapter_state(self._transformer, name) for name in names}
 

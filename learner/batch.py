@@ -34,7 +34,7 @@ class Group:
         return range(len(self.rewards)) if self.rows is None else self.rows
 
     def of_here(self, values: np.ndarray) -> np.ndarray:
-        """Those of values [K] that belong to the samples here."""
+        """The values, of [K], that belong to the samples here."""
         return values[self.here.start : self.here.stop]
 
 

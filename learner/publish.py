@@ -227,7 +227,7 @@ class _Changes:
         self._true_square += float(true.square().sum(dtype=torch.float64))
 
     def statistics(self) -> dict[str, float]:
-        """By name, as ``Publisher.export`` says."""
+        """The statistics of ``Publisher.export``, by name."""
         found = {"weights/codes_changed": self._changed / self._total}
         if self._decoded_square > 0 and self._true_square > 0:
             found["weights/delta_cosine"] = (

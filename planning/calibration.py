@@ -20,7 +20,7 @@ SLOWEST, STEPS = 0.5, 51
 """Speeds of a core beside busy ones that are tried: from this to 1."""
 NEEDED = ("update",)
 Kind = tuple[str, str]
-"""Service and work."""
+"""(service, work)."""
 
 
 @dataclass(frozen=True)

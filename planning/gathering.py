@@ -36,11 +36,11 @@ class Gathering:
         return whole * (replicas - 1) / replicas
 
     def generating(self, images: float, replicas: int) -> float:
-        """Of a task with so many images."""
+        """Seconds of gathering in a task that generates so many images."""
         return math.ceil(images / self.batch) * self.generate * self.once(replicas)
 
     def training(self, samples: float, replicas: int) -> float:
-        """Of a replica with so many samples in an iteration."""
+        """Seconds of gathering while a replica trains on so many samples."""
         return samples * self.train * self.once(replicas)
 
     def of_prompt(self, replicas: int, part: float) -> tuple[float, float]:
@@ -49,7 +49,7 @@ class Gathering:
         return again, self.training(self.samples, replicas)
 
     def publishing(self, replicas: int) -> float:
-        """Of a version."""
+        """Seconds of gathering to publish a version."""
         return self.publish * self.once(replicas)
 
 

@@ -27,7 +27,7 @@ scale of each 16. Packed by operations of torch it takes several times as much; 
 
 
 def parts_of(config: RunConfig, counts: Counts, backend: str, held: Held) -> dict[str, Parts]:
-    """Of rollout actors and learner, by service, of what ``held_of`` says of a run on GPUs."""
+    """What of ``held`` may leave a GPU between turns: of rollout actors and of the learner."""
     # layers keep the packed input of their last product
     kept = {"rollout": round(counts.step.widest * _per_element(backend)), "learner": 0}
     found: dict[str, Parts] = {}
@@ -50,7 +50,7 @@ def _per_element(backend: str) -> float:
 def held_of(
     config: RunConfig, counts: Counts, family: Family, backend: str, dtype: torch.dtype
 ) -> Held:
-    """By service; a learner's is that of the replica with most prompts. None: not known."""
+    """Bytes by service and purpose; of the learner replica with most prompts. None: not known."""
     held: Held = {}
     if config.plan.explore:
         held["rollout"] = _rollout(config, counts, backend)
@@ -136,7 +136,7 @@ def _learner(
 
 
 def _prompts(config: RunConfig) -> int:
-    """Of which the replica that has most holds samples."""
+    """Prompts of which the busiest replica holds samples."""
     each, more = divmod(config.prompts.per_iteration, config.services.learner.replicas)
     if config.services.learner.share == "samples":
         return min(config.prompts.per_iteration, each + 1 + bool(more))  # parts at both ends

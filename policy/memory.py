@@ -98,7 +98,7 @@ def adapted_bytes(transformer: nn.Module) -> int:
 
 
 class WireBytes(NamedTuple):
-    """Of a published version: what a new rollout actor is sent, and what after each update."""
+    """Bytes that a new rollout actor is sent, and bytes that are sent after each update."""
 
     total: int
     changing: int

@@ -54,11 +54,11 @@ class Offload:
 
     @property
     def nbytes(self) -> int:
-        """What moves, each way."""
+        """Bytes that each move takes."""
         return sum(tensor.nbytes for tensor in self._tensors)
 
     def back(self) -> int:
-        """To the device; returns the bytes that moved, 0 where they were there already."""
+        """Move to the device; returns the bytes that moved, 0 where all was there already."""
         if not self.away:
             return 0
         for tensor, room in zip(self._tensors, self._host, strict=True):
@@ -71,7 +71,7 @@ class Offload:
         return self.nbytes
 
     def out(self) -> int:
-        """To host memory; returns the bytes that moved, 0 where they were there already."""
+        """Move to host memory; returns the bytes that moved, 0 where all was there already."""
         if self.away:
             return 0
         for tensor, room in zip(self._tensors, self._host, strict=True):

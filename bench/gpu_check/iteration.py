@@ -46,7 +46,7 @@ X = TypeVar("X")
 
 
 def measure(setting: Setting) -> Iterator[Item]:
-    """Of each family at the size of its preset, with few seeds and steps and a reward by rule."""
+    """An iteration of each family at its preset's size: few seeds and steps, a reward by rule."""
     for name in (*FAMILIES, *NEWER):
         if setting.gpu and setting.left < LEAST_S:
             yield LeftOut(name, f"{setting.left:.0f} s were left")

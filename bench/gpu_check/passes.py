@@ -160,7 +160,7 @@ def _training(case: Case, transformer: nn.Module, inputs: Inputs) -> Run:
 
 
 def _within(weights: Callable[[], AbstractContextManager[object]], passes: Run) -> Run:
-    """The same passes with other weights."""
+    """The passes, run with these weights active."""
 
     def run() -> None:
         with weights():

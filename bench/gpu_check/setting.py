@@ -58,7 +58,7 @@ class Setting:
 
     @property
     def device(self) -> torch.device:
-        """Of everything that is measured."""
+        """The device that everything is measured on."""
         return torch.device("cuda" if self.gpu else "cpu")
 
     @property
@@ -68,7 +68,7 @@ class Setting:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of unquantized weights."""
+        """The type of unquantized weights."""
         return torch.bfloat16 if self.gpu else torch.float32
 
     @property

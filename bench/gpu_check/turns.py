@@ -20,7 +20,7 @@ ROUNDS = 3
 
 
 def measure(setting: Setting) -> Iterator[Item]:
-    """Of a learner of the size of FLUX.1, out and back a few times; the slowest counts."""
+    """Moves a learner of the size of FLUX.1 out and back a few times; the slowest move counts."""
     device = setting.device
     with loadable(setting, NAME) as (case, family):
         model = family.load_transformer(device, setting.dtype)
@@ -56,7 +56,7 @@ def measure(setting: Setting) -> Iterator[Item]:
 
 
 def checksum(model: nn.Module) -> int:
-    """Of every byte of its frozen tensors, where they are now; equal for equal bytes."""
+    """A checksum of every byte of the frozen tensors, computed where they are now."""
     total = 0
     for number, tensor in enumerate(frozen_tensors(model), 1):
         codes = tensor.detach().contiguous().view(-1).view(torch.uint8).to(torch.int64)

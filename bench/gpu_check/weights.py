@@ -81,7 +81,7 @@ def _explorers(setting: Setting) -> list[Backend]:
 
 
 def _change(learner: torch.nn.Module) -> None:
-    """As an update would: B is no longer zero."""
+    """Change the adapter as an update would: B is no longer zero."""
     generator = torch.Generator().manual_seed(0)
     state = {
         key: value + 0.01 * torch.randn(value.shape, generator=generator)

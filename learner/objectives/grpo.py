@@ -52,7 +52,7 @@ class PathGRPO:
         )
 
     def drawn(self, usable: np.ndarray, rng: np.random.Generator) -> np.ndarray:
-        """Those of the ``usable`` steps that a sample is trained on: ascending, all of them."""
+        """The steps that a sample is trained on, ascending: all that are ``usable``."""
         return usable
 
     def steps(

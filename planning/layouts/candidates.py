@@ -18,7 +18,7 @@ a GPU without a learner. The rest is for scorers and the encoder.
 """
 ROLLOUT_ALONE = 0.8
 Replicas = tuple[int, Share]
-"""How many, and what they share."""
+"""The number of learner replicas, and what they share."""
 
 
 def candidates(config: RunConfig, gpus: Sequence[Gpus]) -> Iterator[Numbers]:
@@ -90,7 +90,7 @@ def _replicas(config: RunConfig, gpus: int) -> list[Replicas]:
 
 
 def most_replicas(config: RunConfig) -> int:
-    """Of those that all have something to train on."""
+    """The most replicas that all have something to train on."""
     prompts, learner = config.prompts.per_iteration, config.services.learner
     by_prompts = "share" in learner.model_fields_set and learner.share == "prompts"
     return prompts if by_prompts else prompts * config.selection.keep
@@ -131,7 +131,7 @@ def _split(
 
 
 def _beside(config: RunConfig, gpus: Gpus, learners: int, kind: str | None) -> Numbers:
-    """Where nothing explores: scorers and encoder on the GPUs without a learner."""
+    """For an arm that explores nothing: scorers and encoder on the GPUs without a learner."""
     cpus = _cpus(config, gpus, 4)
     small = _small(config, 1.0, gpus.count - learners, cpus, kind)
     return Numbers("split", {"learner": Group(learners, 1.0, 4 * cpus, kind), **small})

@@ -48,7 +48,7 @@ class Costs:
         return max(first, sum(held.values()) - self._freed_gb(laid, numbers))
 
     def _freed_gb(self, laid: Laid, numbers: Numbers) -> float:
-        """Of them what is never there together: in a turn, what of the others is elsewhere."""
+        """GB that are never there together: one side is elsewhere in the other's turn."""
         if not numbers.leaves:
             return 0.0
         freed: dict[str, float] = dict.fromkeys(TAKE_TURNS, 0.0)

@@ -51,7 +51,7 @@ class Numbers:
 
 
 def numbers_of(config: RunConfig) -> Numbers:
-    """Those of a configuration, chosen by hand or by a layout."""
+    """The numbers of a configuration, whether given by hand or chosen by a layout."""
     groups = {}
     for kind in kinds_of(config):
         service = config.services.of(kind)

@@ -48,7 +48,7 @@ class Tasks:
 
     @property
     def total(self) -> float:
-        """All of an iteration, on one GPU."""
+        """Seconds of a whole iteration on one GPU."""
         of_prompts = self.prompts * (self.regenerate + self.update)
         return self.chunks * self.chunk + of_prompts + sum(self.score.values()) + self.encode
 
@@ -66,7 +66,7 @@ class Prediction:
 
     @property
     def mean_idle(self) -> float:
-        """Of all GPUs."""
+        """Idle share of all GPUs together."""
         return sum(n * share for n, share, _ in self.gpu_idle) / sum(n for n, _, _ in self.gpu_idle)
 
 
@@ -76,7 +76,7 @@ def bound(tasks: Mapping[str, Tasks], gpus: Sequence[Gpus]) -> float:
 
 
 def predict(numbers: Numbers, laid: Sequence[Laid], tasks: Mapping[str, Tasks]) -> Prediction:
-    """Of a layout whose actors are ``laid``; ``tasks`` by kind of GPU."""
+    """The prediction for a layout whose actors are ``laid``; ``tasks`` are by kind of GPU."""
     any_tasks, replicas = next(iter(tasks.values())), numbers.groups["learner"].actors
     part_of = part_at_a_time(numbers, any_tasks)
     tasks = {kind: each.gathered(replicas, part_of) for kind, each in tasks.items()}

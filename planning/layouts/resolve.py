@@ -170,7 +170,7 @@ def on_kind(
 
 
 def as_on_gpus(config: RunConfig) -> RunConfig:
-    """With a share for rollout actors, as a layout will give them."""
+    """``config`` with a GPU for each rollout actor, as a layout will give them a share."""
     rollout = config.services.rollout.model_copy(update={"gpus": 1.0})
     services = config.services.model_copy(update={"rollout": rollout})
     return config.model_copy(update={"services": services})
@@ -213,7 +213,7 @@ def _encode(config: RunConfig, counts: Counts, device: Device) -> float:
 
 
 def gathering_of(config: RunConfig, counts: Counts, accelerator: str, node: int) -> Gathering:
-    """Of a run whose learner is on such GPUs, ``node`` of them in a node."""
+    """What learners on such GPUs gather, with ``node`` GPUs in a node."""
     if config.services.learner.shard == "none":
         return NOTHING
     full, scales = config.regenerate, config.guidance
@@ -234,7 +234,7 @@ def gathering_of(config: RunConfig, counts: Counts, accelerator: str, node: int)
 
 
 def scored(config: RunConfig, model: Model) -> int:
-    """Images that a scorer looks at for one drawn: of a clip so many frames."""
+    """Images that a scorer looks at per drawn one: a clip counts by its scored frames."""
     return len(scored_frames(model.frames or 1, config.rewards.frames))
 
 

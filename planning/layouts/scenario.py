@@ -38,7 +38,7 @@ class Scenario:
 
     @property
     def free(self) -> Scenario:
-        """Were exploring free."""
+        """The same scenario if exploring took no time."""
         swift = {kind: replace(each, explore=Line()) for kind, each in self.durations.items()}
         return replace(self, durations=swift)
 
@@ -63,7 +63,7 @@ def scenario_of(
     given: Assumptions,
     costs: Costs,
 ) -> Scenario:
-    """Of a layout that was ``found`` to fit, by its ``costs``."""
+    """The scenario of a layout that was ``found`` to fit, with durations from its ``costs``."""
     laid = lay(found.numbers, gpus)
     assert laid is not None and found.prediction is not None
     kinds = [each.kind for each in gpus]

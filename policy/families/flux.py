@@ -77,7 +77,7 @@ class Flux(joint.PackedLatents):
         )
 
     def image_places(self, device: torch.device, dtype: torch.dtype) -> Tensor:
-        """Where their tokens are, [tokens, 3]: image, row, column."""
+        """The positions of the image tokens, [tokens, 3]: image, row, column."""
         from diffusers import FluxPipeline
 
         return FluxPipeline._prepare_latent_image_ids(1, *self.grid, device, dtype)

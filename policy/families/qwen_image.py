@@ -86,7 +86,7 @@ class QwenImage(joint.PackedLatents):
 
     @property
     def image_shapes(self) -> list[tuple[int, int, int]]:
-        """Frames, rows and columns of tokens of each of them."""
+        """(frames, rows, columns) of tokens of each image that the transformer is shown."""
         return [(1, *self.grid)]
 
     @classmethod

@@ -122,7 +122,7 @@ class Sana(Family):
         return transformer.to(device).eval().requires_grad_(False)
 
     def check_weights(self) -> None:
-        """As every family's; the native file's names and shapes too, where there is one."""
+        """Also checks names and shapes in the native file, where there is one."""
         super().check_weights()
         if self.model.native_path is not None:
             native_state(Path(self.model.native_path), self.skeleton())

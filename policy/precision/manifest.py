@@ -77,7 +77,7 @@ class Manifest:
         return sorted(changed)
 
     def pieces(self, entry: Entry) -> Iterator[Piece]:
-        """Where the bytes of one of its entries lie."""
+        """The shards and slices that hold the bytes of an entry."""
         return pieces(entry, self._starts, self.shard_sizes)
 
     @cached_property
