@@ -8,13 +8,14 @@ the allocator's gaps.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from policy import frozen
 from policy.families.base import Diffusers, Family
@@ -141,30 +142,39 @@ def conditioning_bytes(family: Family, dtype: torch.dtype, guided: bool) -> int:
 # ---- work
 
 
+class Call(NamedTuple):
+    """One call of a linear or convolution: its path, operations, and elements of its input."""
+
+    name: str
+    flops: int
+    elements: int
+
+
 @contextmanager
-def _counted(
-    transformer: nn.Module, quantised: Sequence[str]
-) -> Iterator[tuple[Tally, list[tuple[int, int]]]]:
-    """A tally while the block runs, and (operations, elements of the input) of every call of
-    modules in ``quantised``.
+def calls_of(
+    transformer: nn.Module, names: Collection[str], counter: TorchDispatchMode
+) -> Iterator[list[Call]]:
+    """The calls of the modules ``names`` in the block, which ``counter`` counts; attention is fused
+    there.
     """
-    inside: list[tuple[int, int]] = []
+    calls: list[Call] = []
 
-    def count(module: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
-        weight = module.get_parameter("weight")
-        work = 2 * (output.numel() // weight.shape[0]) * weight.numel()
-        inside.append((work, inputs[0].numel()))
+    def noting(name: str) -> Callable[[nn.Module, tuple[Tensor, ...], Tensor], None]:
+        def note(module: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+            weight = module.get_parameter("weight")
+            flops = 2 * (output.numel() // weight.shape[0]) * weight.numel()
+            calls.append(Call(name, flops, inputs[0].numel()))
 
-    names = set(quantised)
+        return note
+
     hooks = [
-        module.register_forward_hook(count)
+        module.register_forward_hook(noting(name))
         for name, module in weight_modules(transformer)
         if name in names
     ]
-    tally = Tally()
     try:
-        with fused_attention(), tally:
-            yield tally, inside
+        with fused_attention(), counter:
+            yield calls
     finally:
         for hook in hooks:
             hook.remove()
@@ -180,11 +190,11 @@ def sampling_work(
     """One call of an unquantized denoiser on the meta device for ``batch`` images, no gradients."""
     x = torch.empty(batch, *family.latent_shape, device=META)
     cond = conditioning_like(family, batch, dtype)
-    with torch.no_grad(), _counted(transformer, quantised) as (tally, inside):
+    tally = Tally()
+    with torch.no_grad(), calls_of(transformer, set(quantised), tally) as calls:
         family.velocity(transformer, x, torch.tensor(0.5), cond)
-    quantised_work = sum(work for work, _ in inside)
-    widest = max((elements for _, elements in inside), default=0)
-    return Work(tally.flops, quantised_work, tally.peak, widest)
+    widest = max((call.elements for call in calls), default=0)
+    return Work(tally.flops, sum(call.flops for call in calls), tally.peak, widest)
 
 
 def training_work(
@@ -197,7 +207,7 @@ def training_work(
     x = torch.empty(batch, *family.latent_shape, device=META)
     cond = conditioning_like(family, batch, dtype)
     try:
-        with _counted(transformer, ()) as (tally, _), use(transformer, "current"):
+        with fused_attention(), Tally() as tally, use(transformer, "current"):
             velocity = family.velocity(transformer, x, torch.full((batch,), 0.5, device=META), cond)
             loss = (velocity - x).square().mean()
             del velocity
@@ -222,7 +232,7 @@ def decoding_work(family: Family, batch: int, decoder: nn.Module | None = None) 
         vae.enable_tiling()
     together = 1 if family.video else batch
     latents = torch.empty(together, *family.latent_shape, device=META, dtype=vae.dtype)
-    with torch.no_grad(), _counted(vae, ()) as (tally, _):
+    with torch.no_grad(), fused_attention(), Tally() as tally:
         family.pixels(vae, latents).float().clamp(0, 1)
     return held_bytes(vae), Work(tally.flops * (batch // together), 0, tally.peak)
 
@@ -231,6 +241,6 @@ def source_work(family: Family, dtype: torch.dtype) -> Work:
     """The encoder's autoencoder on the image that a prompt edits, in ``dtype``."""
     vae: Diffusers = blank(family, "vae", dtype)
     image = torch.empty(1, *family.source_shape, device=META, dtype=dtype)
-    with torch.no_grad(), _counted(vae, ()) as (tally, _):
+    with torch.no_grad(), fused_attention(), Tally() as tally:
         vae.encode(image, return_dict=False)
     return Work(tally.flops, 0, tally.peak)
