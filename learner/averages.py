@@ -16,7 +16,7 @@ PREVIOUS = "previous"
 
 
 def adapters_of(config: RunConfig, objective: Objective) -> tuple[str, ...]:
-    """The trained adapter, and those beside it."""
+    """Names of all adapters that the learner has, the trained one first."""
     names = {objective.sampling_adapter, *objective.policies, *objective.averages, "ema"}
     if config.explore_ahead:
         names.add(PREVIOUS)
@@ -69,8 +69,8 @@ class Averages:
         return done * self._config.optimizer.steps_per_iteration + step
 
     def _move(self, name: str, decay: float, advice: str) -> None:
-        """Move one average. Raises NothingLearned when it should move and stands still: what is
-        evaluated and exported would be the model before training.
+        """Move one average towards the trained weights. Raises NothingLearned where it does not
+        move although it should: what is evaluated and exported would be the model before training.
         """
         before = adapter_state(self._transformer, name)
         blend(self._transformer, name, "current", decay)

@@ -66,9 +66,8 @@ def check_groups(
 ) -> None:
     """Raises ValueError for groups that cannot be trained on.
 
-    ``paths``: the objective wants those of a stochastic solver.
-    ``elsewhere``: the rewards [K] of prompts that other replicas hold the samples of, by prompt
-    index.
+    ``elsewhere``: the rewards [K] of prompts whose samples other replicas hold, by prompt index.
+    ``paths``: the objective trains on paths of a stochastic solver.
     """
     indices = [*(group.prompt_index for group in groups), *elsewhere]
     if len(set(indices)) != len(indices):

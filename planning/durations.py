@@ -64,11 +64,9 @@ class Durations:
     """Seconds of calls. ``explore``, ``generate`` and ``score`` (by service) are over images,
     ``update`` over the samples of one replica, ``encode`` and ``select`` over prompts.
 
-    ``move`` is what an actor of a service takes to leave its GPU, or to come back.
-
-    ``gathering`` comes to what a learner does, where its base is in shards.
-
-    ``call_s`` and ``driver_s`` come to every call: on the way, and in the driver.
+    ``move``: an actor of this service leaves its GPU, or comes back. ``gathering`` is added to what
+    a learner does where its base is in shards. ``call_s`` (on the way) and ``driver_s`` (in the
+    driver) are added to every call.
     """
 
     explore: Line

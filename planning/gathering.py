@@ -13,11 +13,12 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Gathering:
-    """``near_s`` and ``far_s``: seconds in which a link carries the whole base, between GPUs of a
-    node, which has ``node`` of them, and between nodes.
+    """How long the base takes on a link, and how often it is gathered.
 
-    Gathers of the base: ``generate`` for a batch of ``batch`` images, ``train`` for a sample of an
-    update, ``publish`` for a version. A prompt has ``images`` to generate and ``samples``.
+    ``near_s`` and ``far_s``: seconds in which a link carries the whole base, between GPUs of a node
+    (there are ``node`` of them) and between nodes. The base is gathered ``generate`` times for a
+    batch of ``batch`` images, ``train`` times for a sample of an update, and ``publish`` times for
+    a version. A prompt has ``images`` to generate and ``samples`` to train on.
     """
 
     near_s: float = 0.0

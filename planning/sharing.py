@@ -4,8 +4,9 @@ from __future__ import annotations
 
 
 def speed(wanted: float, capacity: float, together: float) -> float:
-    """Of each user, compared with being alone, where all want ``wanted`` of a capacity: 1 for a
-    GPU, or so many cores. ``together``: the speed of a core while all are busy.
+    """The speed of each user compared with being alone, where all together want ``wanted`` of a
+    ``capacity``: 1 for a GPU, or so many cores. ``together``: the speed of a core while all cores
+    are busy.
     """
     if wanted <= 1.0:
         return 1.0

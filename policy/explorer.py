@@ -43,13 +43,12 @@ class PackedPolicy:
         full: Family | None = None,
         offload: bool = False,
     ) -> None:
-        """``transformer``: without adapters; its linears are replaced.
+        """``transformer`` has no adapters; its linears are replaced.
 
-        ``full``, where images are smaller than those: whose initial noises are cut down.
-
+        ``full``: the same model at full size, whose initial noises are cut down to this size.
         ``trained``: suffixes of the modules whose weights must come with every version; None: what
-        comes is taken. ``compile`` and ``activation_amax`` as in ``Explorer``. ``offload``: what
-        was given stays in host memory for now, and who asked moves it.
+        comes is taken. ``compile`` and ``activation_amax`` as in ``Explorer``. ``offload``: the
+        transformer stays in host memory, and the caller moves it.
         """
         self.family, self.backend, self.device = family, backend, torch.device(device)
         self.full = full

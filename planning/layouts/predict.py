@@ -1,9 +1,9 @@
 """How long an iteration takes in a layout, by arithmetic: what is counted, laid on the GPUs.
 
-Actors on one GPU take turns, and turns cost nothing, but where weights leave between them: then all
-is explored before anything is regenerated, and each change of turns takes as long as the weights of
-the GPU that moves most. A chunk goes to the rollout actor that would
-end first with it; prompts are spread evenly over the replicas, in whole prompts.
+Actors on one GPU take turns at no cost. Where weights leave the GPU between turns, everything is
+explored before anything is regenerated, and a change of turns takes as long as the GPU that moves
+the most weights. A chunk goes to the rollout actor that would finish it first. Prompts are spread
+evenly over the replicas: whole prompts, or samples where replicas share those.
 """
 
 from __future__ import annotations
@@ -130,7 +130,7 @@ def predict(numbers: Numbers, laid: Sequence[Laid], tasks: Mapping[str, Tasks]) 
 
 
 def _change(part: _Part, tasks: Tasks, leaves: Sequence[str]) -> float:
-    """Seconds in which one side leaves a GPU and the other comes."""
+    """Seconds until one side's weights have left a GPU and the other's have come."""
     return sum(part.actors.get(kind, 0) * tasks.move.get(kind, 0.0) for kind in leaves)
 
 

@@ -45,8 +45,8 @@ class Scenario:
 
 @dataclass(frozen=True)
 class Scenarios:
-    """What a plan is about, its arms, one GPU more of each kind, and the layouts that were looked
-    at and can be, in the order of the choice's table.
+    """What a plan simulates: ``mine``, the run itself; its ``arms``; the run with one GPU ``more``
+    of each kind; and every layout of the choice's ``table`` that fits, in its order.
     """
 
     mine: Scenario
