@@ -101,7 +101,7 @@ class Sana(Family):
         """The pipeline's flow sigmas; for the Euler scheduler of linspace(1, 1/steps, steps)."""
         config = self.part_config("scheduler")
         if not self._whole_timesteps:
-            return flow_match_sigmas(config, steps, self.model.shift, None, 0, self.model.schedule)
+            return flow_match_sigmas(config, steps, self.model.shift, schedule=self.model.schedule)
         return multistep_sigmas(config, steps, self.model.shift, self.index["scheduler"][-1])
 
     def timestep(self, sigma: Tensor) -> Tensor:

@@ -64,8 +64,8 @@ def flow_match_sigmas(
     config: Tree,
     steps: int,
     shift: float | None,
-    calculate_shift: Callable[..., float] | None,
-    tokens: int,
+    calculate_shift: Callable[..., float] | None = None,
+    tokens: int = 0,
     schedule: str = "own",
     spacing: Callable[[int], list[float]] = even_spacing,
 ) -> Tensor:
