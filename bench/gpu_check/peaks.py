@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 
 import torch
 
@@ -52,7 +53,7 @@ def _peaks(case: Case, name: str, setting: Setting) -> Iterator[Finding]:
     free()
     meta.adapt(blank, family, Lora())
     planned = memory.adapted_bytes(blank) + work.peak
-    yield _against(case, "regenerating", _peak(_merged(case, setting), device), planned)
+    yield _against(case, "regenerating", _peak(_step(case, setting, merges=True), device), planned)
     free()
     work = memory.training_work(family, blank, BATCH, dtype, checkpointing=True)
     yield _against(case, "training pass", _peak(_training(case, setting), device), work.peak)
@@ -61,27 +62,16 @@ def _peaks(case: Case, name: str, setting: Setting) -> Iterator[Finding]:
     yield _against(case, "decoding", _peak(_decoding(case, name, setting), device), work.peak)
 
 
-def _step(case: Case, setting: Setting) -> Callable[[], None]:
+def _step(case: Case, setting: Setting, merges: bool = False) -> Callable[[], None]:
     transformer = build(case.part, setting.device, setting.dtype)
+    if merges:
+        add_adapters(transformer, Lora(), case.family, names=("current",))
     x, sigma, cond = case.inputs(BATCH, setting.device)
     cond = cond.to(dtype=setting.dtype)
 
     @torch.no_grad()
     def step() -> None:
-        case.family.velocity(transformer, x, sigma, cond)
-
-    return step
-
-
-def _merged(case: Case, setting: Setting) -> Callable[[], None]:
-    transformer = build(case.part, setting.device, setting.dtype)
-    add_adapters(transformer, Lora(), case.family, names=("current",))
-    x, sigma, cond = case.inputs(BATCH, setting.device)
-    cond = cond.to(dtype=setting.dtype)
-
-    @torch.no_grad()
-    def step() -> None:
-        with merged(transformer, "current"):
+        with merged(transformer, "current") if merges else nullcontext():
             case.family.velocity(transformer, x, sigma, cond)
 
     return step
