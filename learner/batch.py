@@ -12,7 +12,7 @@ from torch import Tensor
 
 from learner import checkpoint
 from learner.nonfinite import NonFiniteTraining
-from learner.objectives import Record
+from learner.objectives.base import Record
 from policy.sampling.noise import stream_seed
 from policy.types import Conditioning
 

@@ -12,8 +12,7 @@ from torch import Tensor, nn
 from configs.objective import PathSettings
 from configs.schema import RunConfig
 from learner.lockstep import Passes
-from learner.objectives import Record
-from learner.objectives.base import Objective
+from learner.objectives.base import Objective, Record
 from learner.replicas import Replicas
 from policy.families import Family
 from policy.lora import use

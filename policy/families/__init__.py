@@ -21,6 +21,3 @@ def family_for(model: Model) -> Family:
         )
         raise ValueError(f"model.path: {directory!r} holds a {found}; supported are {known}")
     return FAMILIES[model.family](model)
-
-
-__all__ = ["FAMILIES", "Family", "family_for", "model_directory"]

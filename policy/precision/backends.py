@@ -140,17 +140,3 @@ def _no_gain(
     if step is None:
         return None
     return cost.slower(step(backend), torch.cuda.get_device_name(device), backend.wire_format)
-
-
-__all__ = [
-    "BACKENDS",
-    "Backend",
-    "auto_backends",
-    "available_backends",
-    "eager_note",
-    "finer_backend",
-    "ladder",
-    "packing_backend",
-    "resolve_backend",
-    "wire_formats",
-]

@@ -26,7 +26,7 @@ import xxhash
 
 from learner.lockstep import OutOfStep
 from learner.nonfinite import NonFiniteTraining
-from learner.objectives import Points
+from learner.objectives.base import Points
 from learner.replicas import (
     DistributedReplicas,
     GroupBroken,
