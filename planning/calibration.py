@@ -12,8 +12,7 @@ from dataclasses import dataclass
 
 from configs.load import ConfigError
 from configs.schema import RunConfig
-from planning.durations import Durations, Line, Summing
-from planning.sharing import speed
+from planning.durations import Durations, Line, Summing, speed
 from records.timeline import Span
 
 SLOWEST, STEPS = 0.5, 51
