@@ -67,7 +67,7 @@ def by_hand(config: RunConfig) -> dict[str, dict[str, int | float | str | None]]
     found: dict[str, dict[str, int | float | str | None]] = {}
     for kind in kinds_of(config):
         service = config.services.of(kind)
-        keys = dict(zip(FIELDS, FIELDS, strict=True))  # of Group -> of the service
+        keys = {field: field for field in FIELDS}  # of Group -> of the service
         if kind == "learner":
             keys["actors"] = "replicas"
         written = {field: key for field, key in keys.items() if key in service.model_fields_set}
