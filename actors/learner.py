@@ -108,7 +108,7 @@ class LearnerActor:
 
     def quantisation(self) -> list[dict[str, object]]:
         """Rows of ``quantisation.json``: what explorers run quantised and what not, and why."""
-        return self._trainer.quantisation_table
+        return self._trainer.exporter.table
 
     def generate(
         self, request: GenerateRequest, conditioning: Conditioning
@@ -177,7 +177,7 @@ class LearnerActor:
         """What the last export makes of a few seeds here, to compare rollout actors with."""
         self._turn.require("probe")
         return Probed(
-            *self._trainer.probe(
+            *self._trainer.exporter.probe(
                 conditioning, request.version, request.seeds, request.steps, request.solver
             )
         )

@@ -100,7 +100,7 @@ def case_of(name: str, pixels: int | None, small: bool) -> Iterator[Case]:
         size["frames"] = SMALL_FRAMES if small else model["frames"]
     guidance = 3.5 if part["config"].get("guidance_embeds") else None
     with tempfile.TemporaryDirectory(prefix="sol-rl-bench-") as scratch:
-        path = write_configs(name, scratch)
+        path = write_configs(model, scratch)
         (path / "transformer" / "config.json").write_text(json.dumps(part["config"]))
         settings = Model(
             family=family,

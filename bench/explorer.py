@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from bench.architectures import Case, case_of
 from bench.timing import Options, Ratio, interleave
 from configs.load import ConfigError
-from policy.device import threads
+from policy.device import synchronise, threads
 from policy.families.architectures import build, published_names
 from policy.memory import held_bytes, sampling_work
 from policy.precision.backends import BACKENDS, Backend, available_backends, resolve_backend
@@ -186,8 +186,7 @@ def one_step(
     @torch.no_grad()
     def run() -> None:
         case.family.velocity(denoiser, x, sigma, cond)
-        if device.type == "cuda":
-            torch.cuda.synchronize()
+        synchronise(device)
 
     return run
 

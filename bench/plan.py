@@ -43,7 +43,7 @@ class Shape:
 
     @property
     def name(self) -> str:
-        """As the table has it."""
+        """The name of the layout in the table."""
         return f"{self.actors}-{self.replicas}-{self.ahead}-{self.chunk}"
 
 

@@ -135,7 +135,7 @@ def _size(scorer: Any, before: int | None, peak: int | None) -> str:
     model = getattr(scorer, "model", None)
     values = list(model.parameters()) if isinstance(model, torch.nn.Module) else []
     count = sum(value.numel() for value in values)
-    size = sum(value.numel() * value.element_size() for value in values)
+    size = sum(value.nbytes for value in values)
     note = (
         f"{count / 1e6:.1f} M parameters, {size / 1e9:.2f} GB" if values else "no weights of ours"
     )

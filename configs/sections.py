@@ -73,20 +73,16 @@ class Model(Section):
 
     @property
     def frames_per_second(self) -> int:
-        """Of clips, as they are shown."""
+        """The rate at which clips are shown; 16 unless ``fps`` is given."""
         return self.fps or 16
 
     @model_validator(mode="after")
-    def _native_family(self) -> Model:
+    def _goes_together(self) -> Model:
         if self.native_path is not None and self.family != "sana":
             raise ValueError(
                 f"native_path = {self.native_path!r} with family {self.family!r}: only 'sana' reads"
                 " such files: leave it out"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _one_schedule(self) -> Model:
         if self.schedule == "uniform" and self.shift is not None:
             raise ValueError(
                 f"shift = {self.shift:g} with schedule = 'uniform', which has none: leave one of"
@@ -118,12 +114,12 @@ class Guidance(Section):
     )
 
     def scale(self, stage: Stage) -> float:
-        """Of a stage; 1 is none."""
+        """The guidance scale of a stage; 1: no guidance."""
         return float(getattr(self, stage))
 
     @property
     def stages(self) -> list[Stage]:
-        """Where there is guidance."""
+        """The stages that are guided."""
         return [stage for stage in get_args(Stage) if self.scale(stage) != 1]
 
 

@@ -25,11 +25,9 @@ def agreement(proxy: np.ndarray, full: np.ndarray) -> dict[str, float]:
     }
 
 
-# Not scipy's: the driver asks for each prompt, and scipy takes a second to import and 3 ms a call.
-
-
 def kendall_tau(a: np.ndarray, b: np.ndarray) -> float:
     """Tau-b of float [n] with float [n], neither of them constant."""
+    # not scipy's, which takes a second to import and 3 ms a call: the driver asks for each prompt
     first, second = (np.sign(x[:, None] - x[None, :]) for x in (a, b))
     # each pair is in the sums in both orders; sums of so few ones are exact in floats
     agreeing = int(np.vdot(first, second)) // 2

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from configs.schema import RunConfig
-from learner.objectives import Objective
+from learner.objectives.base import Objective
 from learner.schedules import ema_decay, old_policy_decay
 from learner.trained import NothingLearned
 from policy.lora import adapter_state, blend, load_adapter_state
@@ -16,7 +16,7 @@ PREVIOUS = "previous"
 
 
 def adapters_of(config: RunConfig, objective: Objective) -> tuple[str, ...]:
-    """The trained adapter, and those beside it."""
+    """Names of all adapters that the learner has, the trained one first."""
     names = {objective.sampling_adapter, *objective.policies, *objective.averages, "ema"}
     if config.explore_ahead:
         names.add(PREVIOUS)
@@ -35,7 +35,7 @@ class Averages:
         self.by_step = config.optimizer.averages != "iteration"
 
     def states(self) -> dict[str, dict[str, Tensor]]:
-        """Those that move with optimiser steps, by adapter."""
+        """The weights of the averages that follow each optimiser step, by adapter."""
         names = ("ema", *self._objective.averages)
         return {name: adapter_state(self._transformer, name) for name in names}
 
@@ -69,8 +69,8 @@ class Averages:
         return done * self._config.optimizer.steps_per_iteration + step
 
     def _move(self, name: str, decay: float, advice: str) -> None:
-        """Move one average. Raises NothingLearned when it should move and stands still: what is
-        evaluated and exported would be the model before training.
+        """Move one average towards the trained weights. Raises NothingLearned where it does not
+        move although it should: what is evaluated and exported would be the model before training.
         """
         before = adapter_state(self._transformer, name)
         blend(self._transformer, name, "current", decay)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from learner import checkpoint
 from learner.nonfinite import NonFiniteTraining
-from learner.objectives import Record
+from learner.objectives.base import Record
 from policy.sampling.noise import stream_seed
 from policy.types import Conditioning
 
@@ -34,7 +34,7 @@ class Group:
         return range(len(self.rewards)) if self.rows is None else self.rows
 
     def of_here(self, values: np.ndarray) -> np.ndarray:
-        """Those of values [K] that belong to the samples here."""
+        """The values, of [K], that belong to the samples here."""
         return values[self.here.start : self.here.stop]
 
 
@@ -66,9 +66,8 @@ def check_groups(
 ) -> None:
     """Raises ValueError for groups that cannot be trained on.
 
-    ``paths``: the objective wants those of a stochastic solver.
-    ``elsewhere``: the rewards [K] of prompts that other replicas hold the samples of, by prompt
-    index.
+    ``elsewhere``: the rewards [K] of prompts whose samples other replicas hold, by prompt index.
+    ``paths``: the objective trains on paths of a stochastic solver.
     """
     indices = [*(group.prompt_index for group in groups), *elsewhere]
     if len(set(indices)) != len(indices):
@@ -108,18 +107,11 @@ def joined(
     ``advantages``: float32 [K] of every prompt of the iteration, those of other replicas too, which
     say at which place in the whole iteration a sample stands. Raises NonFiniteTraining.
     """
-    for group in groups:
-        for name, rows in group.samples.items():
-            if not np.isfinite(rows).all():
-                raise NonFiniteTraining(
-                    f"the regenerated {name} of prompt {group.prompt_index} are not finite"
-                )
-    ends = np.cumsum([len(advantages[prompt]) for prompt in sorted(advantages)])
-    first = {
-        prompt: int(end) - len(advantages[prompt])
-        for prompt, end in zip(sorted(advantages), ends, strict=True)
-    }
-    counts = [len(group.here) for group in groups]
+    _require_finite(groups)
+    first, total = dict[int, int](), 0  # the place of each prompt's first sample
+    for prompt in sorted(advantages):
+        first[prompt], total = total, total + len(advantages[prompt])
+    counts = torch.tensor([len(group.here) for group in groups], device=device)
     data = {
         name: np.concatenate([np.asarray(group.samples[name], np.float32) for group in groups])
         for name in groups[0].samples
@@ -130,9 +122,7 @@ def joined(
             np.concatenate([group.of_here(advantages[group.prompt_index]) for group in groups])
         ),
         cond=Conditioning.cat([group.cond for group in groups]).to(device),
-        group=torch.arange(len(groups), device=device).repeat_interleave(
-            torch.tensor(counts, device=device)
-        ),
+        group=torch.arange(len(groups), device=device).repeat_interleave(counts),
         seeds=tuple(
             stream_seed(seed, "train", iteration, group.prompt_index, position)
             for group in groups
@@ -141,8 +131,17 @@ def joined(
         places=np.concatenate(
             [first[group.prompt_index] + np.array(group.here) for group in groups]
         ),
-        total=int(ends[-1]),
+        total=total,
     )
+
+
+def _require_finite(groups: Sequence[Group]) -> None:
+    for group in groups:
+        for name, rows in group.samples.items():
+            if not np.isfinite(rows).all():
+                raise NonFiniteTraining(
+                    f"the regenerated {name} of prompt {group.prompt_index} are not finite"
+                )
 
 
 def keep_evidence(

@@ -77,9 +77,7 @@ def write(
         with atomic.replacing_directory(path) as beside:
             digests = {}
             for name, tensors in files.items():
-                data = safetensors.torch.save(
-                    {key: value.detach().cpu().contiguous() for key, value in tensors.items()}
-                )
+                data = _bytes_of(tensors)
                 (beside / f"{name}{ENDING}").write_bytes(data)
                 digests[f"{name}{ENDING}"] = hashlib.sha256(data).hexdigest()
             body = {"format": FORMAT, "files": digests, "state": dict(state)}
@@ -146,10 +144,12 @@ def save_tensors(
     """One safetensors file, whole or absent. Raises OSError."""
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    data = safetensors.torch.save(
-        {key: value.detach().cpu().contiguous() for key, value in tensors.items()}, dict(metadata)
-    )
-    atomic.write_bytes(path, data)
+    atomic.write_bytes(path, _bytes_of(tensors, dict(metadata)))
+
+
+def _bytes_of(tensors: Mapping[str, Tensor], metadata: dict[str, str] | None = None) -> bytes:
+    there = {key: value.detach().cpu().contiguous() for key, value in tensors.items()}
+    return safetensors.torch.save(there, metadata)
 
 
 def require_same(found: Mapping[str, Tensor], wanted: Mapping[str, Tensor], what: str) -> None:

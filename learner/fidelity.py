@@ -10,7 +10,8 @@ of their ranks, so a measure is what breaking ties at random gives on average.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -43,9 +44,7 @@ def percentile(rank: np.ndarray | float, count: int) -> np.ndarray | float:
     return 100.0 * (count - rank) / (count - 1)
 
 
-def per_prompt(
-    proxy: np.ndarray, truth: np.ndarray, halves: Sequence[int] = HALVES
-) -> dict[str, np.ndarray]:
+def per_prompt(proxy: np.ndarray, truth: np.ndarray) -> dict[str, np.ndarray]:
     """Every measure for every prompt: float64 [P] each.
 
     ``kendall_tau`` and ``spearman_rho`` are NaN where a side is constant. ``top<k>_rank`` and
@@ -58,37 +57,31 @@ def per_prompt(
     """
     proxy, truth = _checked(proxy, truth)
     count = truth.shape[1]
-    if 2 * max(halves) > count:
+    if 2 * max(HALVES) > count:
         raise ValueError(
-            f"best {max(halves)} and worst {max(halves)} of {count} seeds overlap: use more seeds"
+            f"best {max(HALVES)} and worst {max(HALVES)} of {count} seeds overlap: use more seeds"
             " or fewer best"
         )
-    columns: dict[str, list[float]] = {}
-
-    def put(name: str, value: float) -> None:
-        columns.setdefault(name, []).append(value)
-
+    columns: defaultdict[str, list[float]] = defaultdict(list)
     for cheap, full in zip(proxy, truth, strict=True):
         agreed = agreement(cheap, full)
-        put("kendall_tau", agreed["kendall_tau"])
-        put("spearman_rho", agreed["spearman_rho"])
+        columns["kendall_tau"].append(agreed["kendall_tau"])
+        columns["spearman_rho"].append(agreed["spearman_rho"])
         ranks, ordered = true_ranks(full), np.sort(full)
-        for k in halves:
+        for k in HALVES:
             chosen = select(cheap, 2 * k, "best_worst")
             best, worst = list(chosen.best), list(chosen.worst)
             for end, indices in (("top", best), ("bottom", worst)):
                 rank = float(ranks[indices].mean())
-                put(f"{end}{k}_rank", rank)
-                put(f"{end}{k}_percentile", float(percentile(rank, count)))
+                columns[f"{end}{k}_rank"].append(rank)
+                columns[f"{end}{k}_percentile"].append(float(percentile(rank, count)))
             possible = ordered[-k:].mean() - ordered[:k].mean()
-            put(
-                f"contrast{k}",
-                (
-                    float((full[best].mean() - full[worst].mean()) / possible)
-                    if possible > 0
-                    else float("nan")
-                ),
+            found = (
+                float((full[best].mean() - full[worst].mean()) / possible)
+                if possible > 0
+                else math.nan
             )
+            columns[f"contrast{k}"].append(found)
     return {name: np.array(values) for name, values in columns.items()}
 
 

@@ -12,8 +12,7 @@ from torch import Tensor, nn
 from configs.objective import PathSettings
 from configs.schema import RunConfig
 from learner.lockstep import Passes
-from learner.objectives import Record
-from learner.objectives.base import Objective
+from learner.objectives.base import Objective, Record
 from learner.replicas import Replicas
 from policy.families import Family
 from policy.lora import use
@@ -127,27 +126,15 @@ class Generator:
         start: int | None,
     ) -> dict[str, Tensor]:
         """The samples of ``generate``."""
+        family, denoiser = self.family, self._denoiser
         if isinstance(solver, str):
-            return {
-                "latents": sample(
-                    self.family, self._denoiser, rows, seeds, steps, solver, size, guided
-                )
-            }
+            return {"latents": sample(family, denoiser, rows, seeds, steps, solver, size, guided)}
         settings = self.config.objective
         assert isinstance(settings, PathSettings)
         plan = PathPlan.of(settings, steps, self.updates, self.config.seed)
         starts, streams = plan.noise_of(seeds, start)
         drawn = sample_paths(
-            self.family,
-            self._denoiser,
-            rows,
-            starts,
-            streams,
-            steps,
-            solver,
-            size,
-            guided,
-            plan.window,
+            family, denoiser, rows, starts, streams, steps, solver, size, guided, plan.window
         )
         found = {"latents": drawn.latents, "states": drawn.states, "log_probs": drawn.log_probs}
         return found if plan.window is None else found | {"stochastic": drawn.stochastic}

@@ -91,12 +91,9 @@ class Publisher:
 
         def range_of(name: str) -> Tensor:
             own = self.backend.amax(_finite(name, merged(name)).flatten(1))
-            frozen = self.frozen_amax and name in adapted
-            return (
-                frozen_amax(self.backend.amax(plain_weight(owners[name]).flatten(1)), own)
-                if frozen
-                else own
-            )
+            if not self.frozen_amax or name not in adapted:
+                return own
+            return frozen_amax(self.backend.amax(plain_weight(owners[name]).flatten(1)), own)
 
         # two sections: what cannot change keeps its shards' hashes, and is sent once in a run
         changing = changing_modules(self._plan, adapted)
@@ -230,7 +227,7 @@ class _Changes:
         self._true_square += float(true.square().sum(dtype=torch.float64))
 
     def statistics(self) -> dict[str, float]:
-        """By name, as ``Publisher.export`` says."""
+        """The statistics of ``Publisher.export``, by name."""
         found = {"weights/codes_changed": self._changed / self._total}
         if self._decoded_square > 0 and self._true_square > 0:
             found["weights/delta_cosine"] = (

@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from learner.nonfinite import NonFiniteTraining
+from policy.device import synchronise
 from records.errors import first_line
 
 Value = TypeVar("Value")
@@ -150,15 +151,11 @@ class DistributedReplicas(Replicas):
     @contextmanager
     def _timed(self, name: str) -> Iterator[None]:
         # kernels are only queued by then: without this the next wait would have their time
-        self._synchronise()
+        synchronise(self.device)
         start = time.perf_counter()
         yield
-        self._synchronise()
+        synchronise(self.device)
         self._times[name] += time.perf_counter() - start
-
-    def _synchronise(self) -> None:
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
 
     @contextmanager
     def _naming(self, doing: str) -> Iterator[None]:

@@ -36,7 +36,7 @@ class LearnerState:
         names: tuple[str, ...],
         trained: TrainedAdapter,
     ) -> None:
-        """``names``: of the adapters."""
+        """``names`` are those of the adapters."""
         self._config, self._transformer = config, transformer
         self._names, self._trained = names, trained
 
@@ -57,7 +57,7 @@ class LearnerState:
         return digest.hexdigest()
 
     def save(self, path: str | Path, counts: Counts, extra_state: Tree) -> None:
-        """As ``Trainer.save``."""
+        """Write a checkpoint, as ``Trainer.save`` says."""
         # without the trained weights, which are the adapter "current" and saved as such
         optimizer = {
             key: value for key, value in self._trained.state().items() if not key.startswith(WEIGHT)

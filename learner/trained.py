@@ -31,16 +31,16 @@ class TrainedAdapter:
         )
 
     def set_rate(self, learning_rate: float) -> None:
-        """Of the steps to come."""
+        """Use this learning rate from the next step on."""
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate
 
     def gradients(self) -> dict[str, Tensor]:
-        """By parameter, of those that have one."""
+        """The gradients that there are, by parameter name."""
         return {name: p.grad for name, p in self.parameters.items() if p.grad is not None}
 
     def forget_gradients(self) -> None:
-        """No parameter has one any more."""
+        """Drop all gradients."""
         self.optimizer.zero_grad(set_to_none=True)
 
     def complete(self, total: int) -> None:

@@ -38,7 +38,7 @@ from policy.offload import Offload, frozen_tensors
 from policy.sampling.guidance import Guided
 from policy.sampling.noise import stream_seed
 from policy.sharding import shard_base
-from policy.types import DTYPES, Conditioning
+from policy.types import DTYPES
 
 
 class Trainer:
@@ -68,47 +68,32 @@ class Trainer:
         brings them to ``device``; adapters and the optimiser's state are there all the time.
         """
         self.config, self.device = config, torch.device(device)
-        self.family = family or family_for(config.model)
+        self.family = family = family or family_for(config.model)
         self.failure_dir = Path(failure_dir) if failure_dir is not None else None
-        self.objective = build_objective(config.objective, config.stop.max_kl is not None)
+        objective = build_objective(config.objective, config.stop.max_kl is not None)
+        self.objective, self.adapters = objective, adapters_of(config, objective)
         self.sharded, home = shard, torch.device("cpu") if offload else self.device
         dtype = DTYPES[config.regenerate.precision]
-        self.transformer = transformer if transformer is not None else self._load(dtype, home)
-        self.vae = vae if vae is not None else self.family.load_vae(home, torch.float32)
-        self.adapters = adapters_of(config, self.objective)
-        add_adapters(
-            self.transformer,
-            config.lora,
-            self.family,
-            names=self.adapters,
-            seed=stream_seed(config.seed, "lora"),
-        )
+        transformer = transformer if transformer is not None else self._load(dtype, home)
+        self.transformer = transformer
+        self.vae = vae if vae is not None else family.load_vae(home, torch.float32)
+        seed = stream_seed(config.seed, "lora")
+        add_adapters(transformer, config.lora, family, self.adapters, seed)
         self.offload = self._offloaded() if offload else None
         # it recomputes with "current" active
-        checkpoint_blocks(self.transformer, config.optimizer.recomputed)
+        checkpoint_blocks(transformer, config.optimizer.recomputed)
         self.generator = Generator(
-            config,
-            self.family,
-            self.transformer,
-            self.vae,
-            self.objective,
-            self.adapters,
-            self.device,
-            shard,
+            config, family, transformer, self.vae, objective, self.adapters, self.device, shard
         )
-        self.sigmas = self.family.sigmas(config.regenerate.steps)
+        self.sigmas = family.sigmas(config.regenerate.steps)
+        guided = Guided.of(config.guidance, "train")
         self.updater = (LockstepUpdater if shard else Updater)(
-            self.family,
-            self.transformer,
-            self.objective,
-            config.optimizer,
-            self.device,
-            Guided.of(config.guidance, "train"),
+            family, transformer, objective, config.optimizer, self.device, guided
         )
-        self._state = LearnerState(config, self.transformer, self.adapters, self.updater.trained)
-        self._averages = Averages(config, self.objective, self.transformer)
+        self._state = LearnerState(config, transformer, self.adapters, self.updater.trained)
+        self._averages = Averages(config, objective, transformer)
         self.replicas = Replicas()
-        self._exporter = PolicyExporter(config, self.family, self.transformer, self.device)
+        self.exporter = PolicyExporter(config, family, transformer, self.device)
         self.done = 0
         self.last_iteration: int | None = None
         # samples and advantages of the last update, until rank 0 exports what came of it
@@ -234,11 +219,6 @@ class Trainer:
         values, metrics = advantages(list(rewards.values()), self.config.resolved_advantages)
         return dict(zip(rewards, values, strict=True)), metrics
 
-    @property
-    def quantisation_table(self) -> list[dict[str, object]]:
-        """As ``PolicyExporter.table``."""
-        return self._exporter.table
-
     def export(
         self, version: int, backend: str | None = None, weights: str | None = None
     ) -> Exported:
@@ -251,7 +231,7 @@ class Trainer:
         """
         adapter = weights or self.objective.sampling_adapter
         try:
-            exported = self._exporter.export(adapter, version, backend)
+            exported = self.exporter.export(adapter, version, backend)
         except NonFiniteWeights as error:
             if self._trained is not None and self.last_iteration is not None:
                 kept = self._keep_evidence(self.last_iteration, *self._trained, str(error))
@@ -261,12 +241,6 @@ class Trainer:
             raise
         self._trained = None
         return exported
-
-    def probe(
-        self, cond: Conditioning, version: int, seeds: Sequence[int], steps: int, solver: str
-    ) -> tuple[np.ndarray, str, float]:
-        """As ``PolicyExporter.probe``. Raises ValueError for another version than the last."""
-        return self._exporter.probe(cond, version, seeds, steps, solver)
 
     def _keep_evidence(
         self, iteration: int, groups: Sequence[Group], values: Mapping[int, np.ndarray], reason: str

@@ -48,9 +48,8 @@ class Assumptions:
     ``accelerator``.
     """
 
-    accelerator: str | None = (
-        None  # None: the first that services.rollout.accelerator allows, or B200
-    )
+    # None: the first that services.rollout.accelerator allows, or B200
+    accelerator: str | None = None
     peak_tflops: float | None = None
     quantised_peak_tflops: float | None = None
     utilisation: float = 0.4
@@ -76,12 +75,10 @@ def device_of(config: RunConfig, given: Assumptions) -> tuple[Device | None, str
     no name.
     """
     if not given.accelerator and not any(need.gpus for need in needs_of(config)):
-        peak = given.peak_tflops
-        return (
-            Device("CPUs", peak, given.quantised_peak_tflops or peak, 0.0, given.utilisation)
-            if peak
-            else None
-        ), None
+        if not (peak := given.peak_tflops):
+            return None, None
+        quantised = given.quantised_peak_tflops or peak
+        return Device("CPUs", peak, quantised, 0.0, given.utilisation), None
     wanted = (config.services.rollout.accelerator or "").removeprefix("in(").rstrip(")").split(",")
     named = [name.strip() for name in wanted if name.strip() and not name.startswith("!")]
     name = given.accelerator or next(
@@ -95,10 +92,8 @@ def device_of(config: RunConfig, given: Assumptions) -> tuple[Device | None, str
         )
     peak = given.peak_tflops or (known.bf16 if known else 0.0)
     memory_gb = given.gpu_memory_gb or (known.memory_gb if known else 0.0)
-    return (
-        Device(name, peak, given.quantised_peak_tflops or peak, memory_gb, given.utilisation),
-        name,
-    )
+    quantised = given.quantised_peak_tflops or peak
+    return Device(name, peak, quantised, memory_gb, given.utilisation), name
 
 
 def with_format(device: Device, name: str | None, backend: Backend) -> Device:

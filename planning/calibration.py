@@ -12,15 +12,14 @@ from dataclasses import dataclass
 
 from configs.load import ConfigError
 from configs.schema import RunConfig
-from planning.durations import Durations, Line, Summing
-from planning.sharing import speed
+from planning.durations import Durations, Line, Summing, speed
 from records.timeline import Span
 
 SLOWEST, STEPS = 0.5, 51
 """Speeds of a core beside busy ones that are tried: from this to 1."""
 NEEDED = ("update",)
 Kind = tuple[str, str]
-"""Service and work."""
+"""(service, work)."""
 
 
 @dataclass(frozen=True)
@@ -98,11 +97,10 @@ def _warms_up(span: Span) -> bool:
 
 def size_of(config: RunConfig, span: Span) -> int | None:
     """Images, samples or prompts of a call; 1 where it has no size, None where it is not known."""
-    unit, pool, chunk = span.unit, config.explore.pool_size, config.explore.chunk_size
-    if span.work == "score" and unit:
-        return _images(config, str(unit[0]), unit[1:], pool, chunk)
+    if span.work == "score" and span.unit:
+        return _images(config, str(span.unit[0]), span.unit[1:])
     if span.work in ("explore", "regenerate", "audit"):
-        return _images(config, span.work, unit, pool, chunk)
+        return _images(config, span.work, span.unit)
     prompts, replicas = config.prompts.per_iteration, config.services.learner.replicas
     if span.work == "update":
         keep = config.selection.keep
@@ -113,21 +111,16 @@ def size_of(config: RunConfig, span: Span) -> int | None:
     return prompts if span.work == "encode" else 1
 
 
-def _images(
-    config: RunConfig, work: str, unit: Sequence[int | str], pool: int, chunk: int
-) -> int | None:
-    if work == "explore":
-        return min(chunk, pool - int(unit[2]) * chunk)
-    if work == "regenerate":
-        return _regenerated(config, unit)
-    return None
-
-
-def _regenerated(config: RunConfig, unit: Sequence[int | str]) -> int:
-    """Images of a prompt, or of the part of one that the third number names."""
-    keep, size = config.selection.keep, config.regenerated_size
+def _images(config: RunConfig, work: str, unit: Sequence[int | str]) -> int | None:
+    """Images of one task; the third number of ``unit`` is that of a prompt's chunk or part."""
     part = int(unit[2]) if len(unit) > 2 else 0
-    return min(size, keep - part * size)
+    if work == "explore":
+        size = config.explore.chunk_size
+        return min(size, config.explore.pool_size - part * size)
+    if work == "regenerate":
+        size = config.regenerated_size
+        return min(size, config.selection.keep - part * size)
+    return None
 
 
 def _points(

@@ -38,7 +38,7 @@ class Check:
     advice: str = ""
 
     def line(self) -> str:
-        """As it is printed."""
+        """The line that is printed."""
         todo = f": {self.advice}" if self.advice else ""
         return f"{self.outcome:6}  {self.name}: {self.found}{todo}"
 
@@ -98,7 +98,7 @@ def of_this_machine(config: RunConfig | None, facts: Facts) -> list[Check]:
 
 
 def of_run_root(config: RunConfig) -> Check:
-    """Where runs are written, by the driver."""
+    """Whether the driver can write runs, and has room for them."""
     path = Path(config.run_root or "runs").absolute()
     there = next(each for each in (path, *path.parents) if each.exists())
     free = shutil.disk_usage(there).free / GB

@@ -1,4 +1,4 @@
-"""What each call to an actor takes, by itself on its GPU or cores: what a simulation runs on.
+"""What each call to an actor takes on its GPU or cores, alone or shared: what a simulation runs on.
 
 From operations and peaks (``of_tasks``), or from the timeline of a run (``planning.calibration``).
 """
@@ -64,11 +64,9 @@ class Durations:
     """Seconds of calls. ``explore``, ``generate`` and ``score`` (by service) are over images,
     ``update`` over the samples of one replica, ``encode`` and ``select`` over prompts.
 
-    ``move`` is what an actor of a service takes to leave its GPU, or to come back.
-
-    ``gathering`` comes to what a learner does, where its base is in shards.
-
-    ``call_s`` and ``driver_s`` come to every call: on the way, and in the driver.
+    ``move``: an actor of this service leaves its GPU, or comes back. ``gathering`` is added to what
+    a learner does where its base is in shards. ``call_s`` (on the way) and ``driver_s`` (in the
+    driver) are added to every call.
     """
 
     explore: Line
@@ -117,3 +115,16 @@ def of_tasks(config: RunConfig, tasks: Tasks, counts: Counts, nodes: int) -> Dur
 def fetching(sent: int, nodes: int) -> float:
     """Seconds until all nodes have what one has: those that have it pass it on."""
     return sent / LINK * math.ceil(math.log2(nodes)) if nodes > 1 else 0.0
+
+
+def speed(wanted: float, capacity: float, together: float) -> float:
+    """The speed of each user compared with being alone, where all together want ``wanted`` of a
+    ``capacity``: 1 for a GPU, or so many cores. ``together``: the speed of a core while all cores
+    are busy.
+    """
+    if wanted <= 1.0:
+        return 1.0
+    slower = 1.0
+    if capacity > 1.0:
+        slower -= (1.0 - together) * (min(wanted, capacity) - 1.0) / (capacity - 1.0)
+    return slower * min(1.0, capacity / wanted)

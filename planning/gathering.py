@@ -13,11 +13,12 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Gathering:
-    """``near_s`` and ``far_s``: seconds in which a link carries the whole base, between GPUs of a
-    node, which has ``node`` of them, and between nodes.
+    """How long the base takes on a link, and how often it is gathered.
 
-    Gathers of the base: ``generate`` for a batch of ``batch`` images, ``train`` for a sample of an
-    update, ``publish`` for a version. A prompt has ``images`` to generate and ``samples``.
+    ``near_s`` and ``far_s``: seconds in which a link carries the whole base, between GPUs of a node
+    (there are ``node`` of them) and between nodes. The base is gathered ``generate`` times for a
+    batch of ``batch`` images, ``train`` times for a sample of an update, and ``publish`` times for
+    a version. A prompt has ``images`` to generate and ``samples`` to train on.
     """
 
     near_s: float = 0.0
@@ -36,11 +37,11 @@ class Gathering:
         return whole * (replicas - 1) / replicas
 
     def generating(self, images: float, replicas: int) -> float:
-        """Of a task with so many images."""
+        """Seconds of gathering in a task that generates so many images."""
         return math.ceil(images / self.batch) * self.generate * self.once(replicas)
 
     def training(self, samples: float, replicas: int) -> float:
-        """Of a replica with so many samples in an iteration."""
+        """Seconds of gathering while a replica trains on so many samples."""
         return samples * self.train * self.once(replicas)
 
     def of_prompt(self, replicas: int, part: float) -> tuple[float, float]:
@@ -49,7 +50,7 @@ class Gathering:
         return again, self.training(self.samples, replicas)
 
     def publishing(self, replicas: int) -> float:
-        """Of a version."""
+        """Seconds of gathering to publish a version."""
         return self.publish * self.once(replicas)
 
 

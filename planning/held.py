@@ -8,6 +8,7 @@ import torch
 
 from configs.rewards import Scorer
 from configs.schema import RunConfig
+from learner.averages import adapters_of
 from learner.objectives import build_objective
 from planning.counting import Counts, batch_of, on_gpus
 from planning.layouts.costs import Parts
@@ -26,7 +27,7 @@ scale of each 16. Packed by operations of torch it takes several times as much; 
 
 
 def parts_of(config: RunConfig, counts: Counts, backend: str, held: Held) -> dict[str, Parts]:
-    """Of rollout actors and learner, by service, of what ``held_of`` says of a run on GPUs."""
+    """What of ``held`` may leave a GPU between turns: of rollout actors and of the learner."""
     # layers keep the packed input of their last product
     kept = {"rollout": round(counts.step.widest * _per_element(backend)), "learner": 0}
     found: dict[str, Parts] = {}
@@ -49,7 +50,7 @@ def _per_element(backend: str) -> float:
 def held_of(
     config: RunConfig, counts: Counts, family: Family, backend: str, dtype: torch.dtype
 ) -> Held:
-    """By service; a learner's is that of the replica with most prompts. None: not known."""
+    """Bytes by service and purpose; of the learner replica with most prompts. None: not known."""
     held: Held = {}
     if config.plan.explore:
         held["rollout"] = _rollout(config, counts, backend)
@@ -98,15 +99,7 @@ def _learner(
     config: RunConfig, counts: Counts, family: Family, dtype: torch.dtype
 ) -> dict[str, int | None]:
     objective = build_objective(config.objective, config.stop.max_kl is not None)
-    adapters = {
-        objective.sampling_adapter,
-        *objective.policies,
-        *objective.averages,
-        "ema",
-        "current",
-    } - {"ref"}
-    if config.explore_ahead:
-        adapters.add("previous")
+    adapters = adapters_of(config, objective)
     sampled, points = config.regenerate.batch_size, config.optimizer.batch_size
     per_prompt = memory.conditioning_bytes(family, dtype, bool(config.guidance.stages))
     replicas = config.services.learner.replicas
@@ -143,7 +136,7 @@ def _learner(
 
 
 def _prompts(config: RunConfig) -> int:
-    """Of which the replica that has most holds samples."""
+    """Prompts of which the busiest replica holds samples."""
     each, more = divmod(config.prompts.per_iteration, config.services.learner.replicas)
     if config.services.learner.share == "samples":
         return min(config.prompts.per_iteration, each + 1 + bool(more))  # parts at both ends

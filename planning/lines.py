@@ -201,7 +201,7 @@ def _operations(plan: Plan) -> list[str]:
 
 
 def iteration_seconds(plan: Plan, device: Device) -> float:
-    """As laid on the GPUs; without any max(explore, regenerate) + update."""
+    """Seconds of an iteration as laid on GPUs; without GPUs max(explore, regenerate) + update."""
     if plan.outlook is not None:
         return plan.outlook.prediction.iteration
     seconds = {name: stage.seconds(device) for name, stage in plan.stages.items()}

@@ -33,7 +33,7 @@ from planning.object_store import NOTHING_SENT, puts
 from planning.placement import Node, NoRoom, needs_of, place
 from planning.stages import Stage, stages_of
 from policy.families import Family, family_for
-from policy.families.architectures import named_by, write_described
+from policy.families.architectures import named_by, write_configs
 from policy.memory import WireBytes
 from policy.types import DTYPES
 
@@ -178,7 +178,7 @@ def described(config: RunConfig) -> Iterator[tuple[Family, str]]:
     known = None if Path(model.path).exists() else named_by(model.path)
     with tempfile.TemporaryDirectory(prefix="sol-rl-plan-") as scratch:
         if known is not None:
-            path = str(write_described(known[1], scratch))
+            path = str(write_configs(known[1], scratch))
             model = model.model_copy(update={"path": path})
         family = family_for(model)
         family.check(config.guidance)

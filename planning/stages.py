@@ -33,11 +33,11 @@ class Stage:
 
     @property
     def flops(self) -> float:
-        """All of them."""
+        """All operations."""
         return self.unquantized + self.quantised + self.decoding
 
     def seconds(self, device: Device) -> float:
-        """On its GPUs."""
+        """Seconds that it takes on its GPUs."""
         at = (
             self.unquantized / device.tflops
             + self.quantised / device.quantised_tflops
@@ -100,7 +100,7 @@ def stages_of(config: RunConfig, counts: Counts) -> tuple[dict[str, Stage], Stag
 
 
 def pixels(model: Model) -> int:
-    """Of an image, or of all frames of a clip."""
+    """Pixels of an image, or of all frames of a clip."""
     return model.height * model.width * (model.frames or 1)
 
 

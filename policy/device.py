@@ -75,10 +75,16 @@ def tf32_allowed() -> bool:
 
 
 def allow_tf32(device: torch.device, allowed: bool) -> None:
-    """Whether they may from now on; on a CPU nothing: the same switch means other roundings."""
+    """Let FP32 products use TF32, or not. On a CPU nothing: the switch means other roundings."""
     if device.type == "cuda":
         torch.set_float32_matmul_precision("high" if allowed else "highest")
         torch.backends.cudnn.allow_tf32 = allowed
+
+
+def synchronise(device: torch.device) -> None:
+    """Wait until a GPU has done what was asked of it; a CPU has."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
 
 
 def describe(device: torch.device) -> dict[str, str]:

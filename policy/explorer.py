@@ -43,13 +43,12 @@ class PackedPolicy:
         full: Family | None = None,
         offload: bool = False,
     ) -> None:
-        """``transformer``: without adapters; its linears are replaced.
+        """``transformer`` has no adapters; its linears are replaced.
 
-        ``full``, where images are smaller than those: whose initial noises are cut down.
-
+        ``full``: the same model at full size, whose initial noises are cut down to this size.
         ``trained``: suffixes of the modules whose weights must come with every version; None: what
-        comes is taken. ``compile`` and ``activation_amax`` as in ``Explorer``. ``offload``: what
-        was given stays in host memory for now, and who asked moves it.
+        comes is taken. ``compile`` and ``activation_amax`` as in ``Explorer``. ``offload``: the
+        transformer stays in host memory, and the caller moves it.
         """
         self.family, self.backend, self.device = family, backend, torch.device(device)
         self.full = full
@@ -130,22 +129,11 @@ class PackedPolicy:
                 f"conditioning of {len(cond)} rows: explore takes one prompt at a time"
             )
         with compile_failures("explore.compile"):
-            family, denoiser, rows = self.family, self._denoiser, cond.repeat(len(seeds))
-            latents = (
-                sample(
-                    family,
-                    denoiser,
-                    rows,
-                    seeds,
-                    steps,
-                    solver,
-                    guided=guided,
-                    full=self.full,
-                    upto=upto,
-                )
-                if path is None
-                else sample_ends(family, denoiser, rows, seeds, path, steps, start, guided)
-            )
+            asked = (self.family, self._denoiser, cond.repeat(len(seeds)), seeds)
+            if path is None:
+                latents = sample(*asked, steps, solver, guided=guided, full=self.full, upto=upto)
+            else:
+                latents = sample_ends(*asked, path, steps, start, guided)
         if not bool(torch.isfinite(latents).all()):
             raise RuntimeError(
                 f"policy version {self.version} gave latents that are not finite: lower"

@@ -209,11 +209,10 @@ def blend(transformer: nn.Module, dst: str, src: str, decay: float) -> None:
         raise ValueError(f"decay {decay} is outside [0, 1]")
     sources = _parameters(transformer, src)
     for key, parameter in _parameters(transformer, dst).items():
-        (
+        if decay == 0:
             parameter.copy_(sources[key])
-            if decay == 0
-            else parameter.mul_(decay).add_(sources[key], alpha=1 - decay)
-        )
+        else:
+            parameter.mul_(decay).add_(sources[key], alpha=1 - decay)
 
 
 def trainable(transformer: nn.Module, name: str = "current") -> list[tuple[str, nn.Parameter]]:

@@ -8,13 +8,14 @@ the allocator's gaps.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from policy import frozen
 from policy.checkpointing import checkpoint_blocks
@@ -87,7 +88,7 @@ _rows: dict[tuple[str, tuple[str, ...]], list[ModuleRow]] = {}
 def held_bytes(*modules: nn.Module) -> int:
     """Bytes of the parameters and buffers of modules."""
     tensors = (tensor for module in modules for tensor in (*module.parameters(), *module.buffers()))
-    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+    return sum(tensor.nbytes for tensor in tensors)
 
 
 def adapted_bytes(transformer: nn.Module) -> int:
@@ -95,11 +96,11 @@ def adapted_bytes(transformer: nn.Module) -> int:
     weights = (
         layer.get_base_layer().get_parameter("weight") for _, layer in adapted_modules(transformer)
     )
-    return sum(weight.numel() * weight.element_size() for weight in weights)
+    return sum(weight.nbytes for weight in weights)
 
 
 class WireBytes(NamedTuple):
-    """Of a published version: what a new rollout actor is sent, and what after each update."""
+    """Bytes that a new rollout actor is sent, and bytes that are sent after each update."""
 
     total: int
     changing: int
@@ -113,65 +114,68 @@ def wire_bytes(
 ) -> WireBytes:
     """Bytes of packed layers, and of merged weights of unquantized ones (``learner.publish``)."""
     packed = {
-        name: sum(
-            tensor.numel() * tensor.element_size() for tensor in layer.wire_targets().values()
-        )
+        name: sum(tensor.nbytes for tensor in layer.wire_targets().values())
         for name, layer in layers.items()
     }
     whole = {row.name: math.prod(row.shape) for row in plan if not row.quantised}
     merged = sum(whole.get(name, 0) for name in adapted) * backend.wire_dtype.itemsize
     changing = changing_modules(plan, adapted)
-    return WireBytes(
-        sum(packed.values()) + merged, sum(packed.get(name, 0) for name in changing) + merged
-    )
+    sent_again = sum(packed.get(name, 0) for name in changing)
+    return WireBytes(sum(packed.values()) + merged, sent_again + merged)
 
 
 def conditioning_like(
     family: Family, rows: int, dtype: torch.dtype, device: torch.device | str = META
 ) -> Conditioning:
     """Conditioning of ``rows`` prompts in the shapes of ``encode_prompt``, every token in use."""
-    shapes = family.conditioning_shapes
+    shapes = family.conditioning_shapes.items()
     return Conditioning(
-        {
-            name: torch.ones(rows, *shape, dtype=dtype, device=device)
-            for name, shape in shapes.items()
-        }
+        {name: torch.ones(rows, *shape, dtype=dtype, device=device) for name, shape in shapes}
     )
 
 
 def conditioning_bytes(family: Family, dtype: torch.dtype, guided: bool) -> int:
     """Bytes of one prompt's row, with the negative prompt beside it where there is guidance."""
     row = conditioning_like(family, 1, dtype).tensors.values()
-    return (1 + guided) * sum(tensor.numel() * tensor.element_size() for tensor in row)
+    return (1 + guided) * sum(tensor.nbytes for tensor in row)
 
 
 # ---- work
 
 
+class Call(NamedTuple):
+    """One call of a linear or convolution: its path, operations, and elements of its input."""
+
+    name: str
+    flops: int
+    elements: int
+
+
 @contextmanager
-def _counted(
-    transformer: nn.Module, quantised: Sequence[str]
-) -> Iterator[tuple[Tally, list[tuple[int, int]]]]:
-    """A tally while the block runs, and (operations, elements of the input) of every call of
-    modules in ``quantised``.
+def calls_of(
+    transformer: nn.Module, names: Collection[str], counter: TorchDispatchMode
+) -> Iterator[list[Call]]:
+    """The calls of the modules ``names`` in the block, which ``counter`` counts; attention is fused
+    there.
     """
-    inside: list[tuple[int, int]] = []
+    calls: list[Call] = []
 
-    def count(module: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
-        weight = module.get_parameter("weight")
-        work = 2 * (output.numel() // weight.shape[0]) * weight.numel()
-        inside.append((work, inputs[0].numel()))
+    def noting(name: str) -> Callable[[nn.Module, tuple[Tensor, ...], Tensor], None]:
+        def note(module: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+            weight = module.get_parameter("weight")
+            flops = 2 * (output.numel() // weight.shape[0]) * weight.numel()
+            calls.append(Call(name, flops, inputs[0].numel()))
 
-    names = set(quantised)
+        return note
+
     hooks = [
-        module.register_forward_hook(count)
+        module.register_forward_hook(noting(name))
         for name, module in weight_modules(transformer)
         if name in names
     ]
-    tally = Tally()
     try:
-        with fused_attention(), tally:
-            yield tally, inside
+        with fused_attention(), counter:
+            yield calls
     finally:
         for hook in hooks:
             hook.remove()
@@ -187,11 +191,11 @@ def sampling_work(
     """One call of an unquantized denoiser on the meta device for ``batch`` images, no gradients."""
     x = torch.empty(batch, *family.latent_shape, device=META)
     cond = conditioning_like(family, batch, dtype)
-    with torch.no_grad(), _counted(transformer, quantised) as (tally, inside):
+    tally = Tally()
+    with torch.no_grad(), calls_of(transformer, set(quantised), tally) as calls:
         family.velocity(transformer, x, torch.tensor(0.5), cond)
-    quantised_work = sum(work for work, _ in inside)
-    widest = max((elements for _, elements in inside), default=0)
-    return Work(tally.flops, quantised_work, tally.peak, widest)
+    widest = max((call.elements for call in calls), default=0)
+    return Work(tally.flops, sum(call.flops for call in calls), tally.peak, widest)
 
 
 def training_work(
@@ -205,7 +209,7 @@ def training_work(
     x = torch.empty(batch, *family.latent_shape, device=META)
     cond = conditioning_like(family, batch, dtype)
     try:
-        with _counted(transformer, ()) as (tally, _), use(transformer, "current"):
+        with fused_attention(), Tally() as tally, use(transformer, "current"):
             velocity = family.velocity(transformer, x, torch.full((batch,), 0.5, device=META), cond)
             loss = (velocity - x).square().mean()
             del velocity
@@ -230,7 +234,7 @@ def decoding_work(family: Family, batch: int, decoder: nn.Module | None = None) 
         vae.enable_tiling()
     together = 1 if family.video else batch
     latents = torch.empty(together, *family.latent_shape, device=META, dtype=vae.dtype)
-    with torch.no_grad(), _counted(vae, ()) as (tally, _):
+    with torch.no_grad(), fused_attention(), Tally() as tally:
         family.pixels(vae, latents).float().clamp(0, 1)
     return held_bytes(vae), Work(tally.flops * (batch // together), 0, tally.peak)
 
@@ -239,6 +243,6 @@ def source_work(family: Family, dtype: torch.dtype) -> Work:
     """The encoder's autoencoder on the image that a prompt edits, in ``dtype``."""
     vae: Diffusers = blank(family, "vae", dtype)
     image = torch.empty(1, *family.source_shape, device=META, dtype=dtype)
-    with torch.no_grad(), _counted(vae, ()) as (tally, _):
+    with torch.no_grad(), fused_attention(), Tally() as tally:
         vae.encode(image, return_dict=False)
     return Work(tally.flops, 0, tally.peak)

@@ -16,6 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from policy.device import synchronise
+
 ALIGNED = 256
 """Bytes at multiples of which tensors begin in host memory: whole elements of every type."""
 
@@ -52,11 +54,11 @@ class Offload:
 
     @property
     def nbytes(self) -> int:
-        """What moves, each way."""
+        """Bytes that each move takes."""
         return sum(tensor.nbytes for tensor in self._tensors)
 
     def back(self) -> int:
-        """To the device; returns the bytes that moved, 0 where they were there already."""
+        """Move to the device; returns the bytes that moved, 0 where all was there already."""
         if not self.away:
             return 0
         for tensor, room in zip(self._tensors, self._host, strict=True):
@@ -64,17 +66,17 @@ class Offload:
                 room.size(), room.stride(), dtype=room.dtype, device=self._device
             )
             tensor.data = here.copy_(room, non_blocking=True)
-        _finish(self._device)
+        synchronise(self._device)
         self.away = False
         return self.nbytes
 
     def out(self) -> int:
-        """To host memory; returns the bytes that moved, 0 where they were there already."""
+        """Move to host memory; returns the bytes that moved, 0 where all was there already."""
         if self.away:
             return 0
         for tensor, room in zip(self._tensors, self._host, strict=True):
             room.copy_(tensor.detach(), non_blocking=True)
-        _finish(self._device)
+        synchronise(self._device)
         for tensor, room in zip(self._tensors, self._host, strict=True):
             tensor.data = room
         self.away = True
@@ -83,8 +85,8 @@ class Offload:
 
 def release_cache(device: torch.device) -> None:
     """Give memory that torch's allocator keeps for later back to the GPU."""
+    synchronise(device)
     if device.type == "cuda":
-        torch.cuda.synchronize(device)
         torch.cuda.empty_cache()
 
 
@@ -108,11 +110,6 @@ def _room_for(tensors: Sequence[Tensor]) -> list[Tensor]:
         .as_strided(tensor.size(), tensor.stride(), start // tensor.element_size())
         for start, tensor in zip(starts, tensors, strict=True)
     ]
-
-
-def _finish(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
 
 
 def _page_lock(arena: torch.UntypedStorage) -> None:

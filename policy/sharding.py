@@ -21,7 +21,7 @@ if TYPE_CHECKING:  # the driver only wants the names below
 
 
 def blocks_of(transformer: nn.Module) -> Iterator[nn.Module]:
-    """What gathers its weights as one: the members of the denoiser's lists of blocks."""
+    """Modules that are gathered one at a time: the members of the denoiser's lists of blocks."""
     for part in transformer.children():
         if isinstance(part, nn.ModuleList):
             yield from part
@@ -68,7 +68,7 @@ def whole(tensor: Tensor) -> Tensor:
 
 
 def own_rows(shard: DTensor, full: Tensor) -> Tensor:
-    """Those rows of ``full``, in the shape of the whole, that this process has of ``shard``."""
+    """The rows of ``full``, a tensor in the shape of the whole, that this process holds."""
     rank, size = shard.device_mesh.get_local_rank(), shard.device_mesh.size()
     each = -(-len(full) // size)  # as torch.chunk deals them
     return full[rank * each : rank * each + len(shard.to_local())]

@@ -69,8 +69,8 @@ class Tally(TorchDispatchMode):
 
 
 def accumulates(sum_: Any, gradient: Any) -> bool:
-    """Whether a backward pass adds ``gradient`` to a sum that nobody else holds: autograd does that
-    in place, except where somebody looks on, as a tally does.
+    """Whether a backward pass adds ``gradient`` to a sum that nothing else refers to. Autograd adds
+    in place then, but not under a dispatch mode such as ``Tally``, which must do it itself.
     """
     both = isinstance(sum_, Tensor) and isinstance(gradient, Tensor)
     if not both or torch.is_grad_enabled() or torch._C._current_graph_task_id() == -1:
@@ -81,7 +81,7 @@ def accumulates(sum_: Any, gradient: Any) -> bool:
 
 
 OWNERS = 2
-"""Of a storage that one tensor has: the tensor, and the one that asks."""
+"""References to the storage of a tensor that nothing else shares: the tensor, and the query."""
 
 
 @contextmanager

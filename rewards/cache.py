@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections import OrderedDict
 from collections.abc import Collection, Mapping, Sequence
+from typing import Generic, TypeVar
 
 import numpy as np
 import xxhash
@@ -13,6 +14,25 @@ from rewards.base import Metadata, require_images, source_of
 from rewards.combine import Attempt, WeightedScorer
 
 Entry = tuple[float, dict[str, float]]  # score, and the scorer's parts by name
+T = TypeVar("T")
+
+
+class Remembered(Generic[T]):
+    """The newest ``size`` values by key; what was kept first is forgotten first."""
+
+    def __init__(self, size: int) -> None:
+        self._size = size
+        self._known: OrderedDict[bytes, T] = OrderedDict()
+
+    def get(self, key: bytes) -> T | None:
+        """The value, or None."""
+        return self._known.get(key)
+
+    def keep(self, found: Mapping[bytes, T]) -> None:
+        """Remember these."""
+        self._known |= found
+        while len(self._known) > self._size:
+            self._known.popitem(last=False)
 
 
 class ScoreCache:
@@ -24,9 +44,7 @@ class ScoreCache:
     """
 
     def __init__(self, scorer: WeightedScorer, size: int = 100_000) -> None:
-        self._scorer, self._size = scorer, size
-        self._known: OrderedDict[bytes, Entry] = OrderedDict()
-        self.hits = 0
+        self._scorer, self._known = scorer, Remembered[Entry](size)
 
     def attempt(
         self,
@@ -43,7 +61,10 @@ class ScoreCache:
             label: [label.encode() + b"\0" + content for content in contents] for label in chosen
         }
         entries = {
-            key: self._known[key] for row in keys.values() for key in row if key in self._known
+            key: entry
+            for row in keys.values()
+            for key in row
+            if (entry := self._known.get(key)) is not None
         }
         # rows, each content once -> the scorers that do not know them
         unknown: dict[tuple[int, ...], list[str]] = {}
@@ -51,7 +72,6 @@ class ScoreCache:
             rows = tuple(
                 row for row, key in enumerate(mine) if key not in entries and key not in mine[:row]
             )
-            self.hits += len(mine) - len(rows)
             if rows:
                 unknown.setdefault(rows, []).append(label)
         failures: list[str] = []
@@ -69,14 +89,9 @@ class ScoreCache:
                 for place, row in enumerate(rows)
             }
             entries |= fresh
-            self._remember(fresh)
+            self._known.keep({key: entry for key, entry in fresh.items() if np.isfinite(entry[0])})
         found = {label: [entries[key] for key in mine] for label, mine in keys.items()}
         return Attempt(*_columns(found), tuple(failures), work)
-
-    def _remember(self, entries: dict[bytes, Entry]) -> None:
-        self._known |= {key: entry for key, entry in entries.items() if np.isfinite(entry[0])}
-        while len(self._known) > self._size:
-            self._known.popitem(last=False)
 
 
 def _columns(

@@ -82,7 +82,7 @@ class Combination:
 
     @classmethod
     def from_config(cls, rewards: Rewards) -> Combination:
-        """As ``[rewards]`` says."""
+        """The combination that ``[rewards]`` asks for."""
         return cls(
             {scorer.label: scorer.weight for scorer in rewards.scorers},
             {scorer.label: scorer.floor for scorer in rewards.scorers if scorer.floor is not None},
@@ -248,7 +248,7 @@ class WeightedScorer:
     def __call__(
         self, images: np.ndarray, prompts: Sequence[str], metadata: Sequence[Metadata]
     ) -> Scored:
-        """As ``attempt``, combined; the images are one group. Raises ScorerError for a failure."""
+        """Scores as one group and combines. Raises ScorerError where a scorer fails."""
         made = self.attempt(images, prompts, metadata)
         if made.failures:
             raise ScorerError(made.failures[0])

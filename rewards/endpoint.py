@@ -6,10 +6,9 @@ import base64
 import json
 import math
 import os
-from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Generic, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -108,23 +107,6 @@ class Endpoint:
         return Answer(
             choice, int(usage.get("prompt_tokens") or 0), int(usage.get("completion_tokens") or 0)
         )
-
-
-class Remembered(Generic[T]):
-    """The newest ``size`` values by content: a batch that is retried pays for what failed alone."""
-
-    def __init__(self, size: int) -> None:
-        self._size = size
-        self._known: OrderedDict[bytes, T] = OrderedDict()
-
-    def get(self, key: bytes) -> T | None:
-        return self._known.get(key)
-
-    def keep(self, found: Mapping[bytes, T]) -> None:
-        """Remember these, and forget the oldest."""
-        self._known |= found
-        while len(self._known) > self._size:
-            self._known.popitem(last=False)
 
 
 def image_part(image: np.ndarray) -> Tree:

@@ -84,7 +84,7 @@ class GenEvalScorer(BuiltIn):
 
     @classmethod
     def model_bytes(cls, settings: Settings) -> int | None:
-        """Of both models; None where the detector's architecture is not on this machine."""
+        """Bytes of both models; None where the detector's configuration is not on this machine."""
         from transformers import Mask2FormerConfig, Mask2FormerForUniversalSegmentation
 
         try:

@@ -65,7 +65,7 @@ class HPSv3(BuiltIn):
 
     @classmethod
     def model_bytes(cls, settings: Settings) -> int | None:
-        """Those of the file, where it is here: it has all weights, in the dtype they run in."""
+        """The size of the file, if it is here: it holds all weights in the dtype they run in."""
         file = local(settings.get("checkpoint", "MizzenAI/HPSv3"), FILES)
         return file.stat().st_size if file else None
 

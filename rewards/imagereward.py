@@ -129,13 +129,13 @@ class ImageReward(PairedScorer):
 
     @staticmethod
     def check(settings: Settings) -> None:
-        """As every learned scorer's, and the names of the tables in ``architecture``."""
+        """Also refuses other tables than vision and text in ``architecture``."""
         PairedScorer.check(settings)
         _check_tables(settings["architecture"] or {})
 
     @classmethod
     def network(cls, settings: Settings) -> BlipReward:
-        """Of the tables in ``architecture``. Raises ScorerSetupError for tables of other names."""
+        """The model that ``architecture`` describes. Raises ScorerSetupError for other tables."""
         _check_tables(tables := settings.get("architecture") or {})
         return BlipReward(tables.get("vision", {}), tables.get("text", {}))
 

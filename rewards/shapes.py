@@ -34,7 +34,6 @@ class Regions:
     """The objects found, all images in one list. Lengths in pixels."""
 
     owner: np.ndarray  # [R], index of the image that it is in
-    area: np.ndarray  # [R]
     centre: np.ndarray  # [R, 2], (x, y)
     colour: np.ndarray  # [R, 6], how well it matches each colour, 0..1
     shape: np.ndarray  # [R, 4], how well it matches each shape, 0..1
@@ -171,7 +170,7 @@ def measure(
     colour = np.clip(1 - (off - 25) / 60, 0, 1)
     touches = np.asarray(masks[:, [0, -1]].any((1, 2)) | masks[:, :, [0, -1]].any((1, 2)))
     inside = np.where(touches, 0.0, 1.0)
-    return Regions(owner, area, centre, colour, shape_scores(soft, area, centre), inside, debris)
+    return Regions(owner, centre, colour, shape_scores(soft, area, centre), inside, debris)
 
 
 def shape_scores(soft: np.ndarray, area: np.ndarray, centre: np.ndarray) -> np.ndarray:

@@ -27,11 +27,10 @@ from rewards.base import (
     require_one_of,
     source_of,
 )
-from rewards.cache import content_key
+from rewards.cache import Remembered, content_key
 from rewards.endpoint import (
     Endpoint,
     NoVerdict,
-    Remembered,
     expected,
     image_part,
     json_object,

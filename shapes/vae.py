@@ -126,10 +126,3 @@ def encode(vae: AutoencoderKL, images: np.ndarray, batch: int = 250) -> torch.Te
             for i in range(0, len(images), batch)
         ]
     )
-
-
-@torch.no_grad()
-def decode(vae: AutoencoderKL, latents: torch.Tensor, batch: int = 96) -> np.ndarray:
-    """Latents to uint8 [B, 3, 32, 32], as diffusers' image processor rounds."""
-    parts = [vae.decode(latents[i : i + batch]).sample for i in range(0, len(latents), batch)]
-    return ((torch.cat(parts) / 2 + 0.5).clamp(0, 1) * 255).round().to(torch.uint8).numpy()

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from planning.sharing import speed
+from planning.durations import speed
 
 EPSILON = 1e-9
 

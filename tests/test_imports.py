@@ -15,10 +15,10 @@ import numpy as np
 from learner.audit import agreement
 from learner.fidelity import per_prompt
 from learner.selection import select
-rewards = np.arange(8.0)
-assert select(rewards, 4).indices == (0, 1, 6, 7)
+rewards = np.arange(24.0)
+assert select(rewards, 4).indices == (0, 1, 22, 23)
 assert agreement(rewards, rewards)["kendall_tau"] > 0.999
-assert per_prompt(rewards[None], rewards[None], (2,))["top2_rank"] == 1.5
+assert per_prompt(rewards[None], rewards[None])["top4_rank"] == 2.5
 """
 CHECKS = """
 from cluster.driver.store import check_store, most_bytes, published_bytes

@@ -19,7 +19,8 @@ from PIL import Image
 from configs.sections import Guidance, Model
 
 if TYPE_CHECKING:
-    from policy.families import Family, TextEncoder
+    from policy.families import Family
+    from policy.families.text import PromptEncoder
     from policy.types import Conditioning
 
 VIDEO = ("wan", "sana_video")
@@ -122,7 +123,10 @@ def source_for(prompt: str, height: int, width: int) -> np.ndarray:
 
 
 def encode(
-    family: Family, prompts: list[str], negative: str | None = None, text: TextEncoder | None = None
+    family: Family,
+    prompts: list[str],
+    negative: str | None = None,
+    text: PromptEncoder | None = None,
 ) -> Conditioning:
     """A row for each prompt, of a family that edits with a source image of its own; by ``text``
     where that is loaded already.

@@ -64,7 +64,7 @@ class Results:
     outcomes: Sequence[Outcome]
 
     def findings(self, section: str, **labels: str) -> list[Finding]:
-        """Those of a section that have these labels."""
+        """The findings of a section that have these labels."""
         return [
             found
             for outcome in self.outcomes
@@ -79,7 +79,7 @@ class Results:
 
 
 def as_tree(item: Item) -> Tree:
-    """As JSON, told apart by its fields."""
+    """A finding, or what was left out, as JSON."""
     return asdict(item)
 
 

@@ -12,7 +12,7 @@ import torch
 
 from bench.architectures import Case
 from bench.gpu_check.findings import Finding, Item, LeftOut
-from bench.gpu_check.setting import FAMILIES, NEWER, Setting, autoencoder, finish, free, loadable
+from bench.gpu_check.setting import FAMILIES, NEWER, Setting, autoencoder, free, loadable
 from configs.load import load
 from configs.schema import RunConfig
 from configs.training import Lora
@@ -20,7 +20,7 @@ from learner.batch import Group
 from learner.selection import select
 from learner.trainer import Trainer
 from policy import memory, meta
-from policy.device import out_of_memory
+from policy.device import out_of_memory, synchronise
 from policy.explorer import Explorer
 from policy.families import Family
 from policy.precision.backends import BACKENDS, Backend
@@ -46,7 +46,7 @@ X = TypeVar("X")
 
 
 def measure(setting: Setting) -> Iterator[Item]:
-    """Of each family at the size of its preset, with few seeds and steps and a reward by rule."""
+    """An iteration of each family at its preset's size: few seeds and steps, a reward by rule."""
     for name in (*FAMILIES, *NEWER):
         if setting.gpu and setting.left < LEAST_S:
             yield LeftOut(name, f"{setting.left:.0f} s were left")
@@ -125,7 +125,7 @@ def _iteration(
     def timed(stage: str, do: Callable[[], X]) -> X:
         start = time.perf_counter()
         found = do()
-        finish(device)
+        synchronise(device)
         seconds[stage] = seconds.get(stage, 0.0) + time.perf_counter() - start
         return found
 

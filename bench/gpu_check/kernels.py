@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 
 from bench.gpu_check.findings import Finding, Item, LeftOut
-from bench.gpu_check.setting import Setting, finish
+from bench.gpu_check.setting import Setting
 from bench.packing import as_json
 from bench.timing import interleave
+from policy.device import synchronise
 from policy.precision import kernels
 from policy.precision.cost import FUSED
 from policy.precision.fp8 import quantise_rows, row_scales
@@ -101,7 +102,7 @@ def _time(form: str, x: Tensor) -> Finding:
     def timed(do: Callable[[], object]) -> Callable[[], None]:
         def run() -> None:
             do()
-            finish(x.device)
+            synchronise(x.device)
 
         return run
 

@@ -11,9 +11,10 @@ from torch import Tensor, nn
 
 from bench.architectures import Case
 from bench.gpu_check.findings import Finding, Item, LeftOut
-from bench.gpu_check.setting import FAMILIES, Setting, autoencoder, finish, free
+from bench.gpu_check.setting import FAMILIES, Setting, autoencoder, free
 from bench.timing import Ratio, interleave
 from configs.training import Lora
+from policy.device import synchronise
 from policy.families.architectures import build
 from policy.families.base import Diffusers
 from policy.lora import add_adapters, use
@@ -139,7 +140,7 @@ def _sampling(case: Case, transformer: nn.Module, inputs: Inputs) -> Run:
     def run() -> None:
         for _ in range(STEPS):
             case.family.velocity(transformer, *inputs)
-        finish(inputs[0].device)
+        synchronise(inputs[0].device)
 
     return run
 
@@ -153,13 +154,13 @@ def _training(case: Case, transformer: nn.Module, inputs: Inputs) -> Run:
         transformer.zero_grad(set_to_none=True)
         start = x.clone().requires_grad_()
         case.family.velocity(transformer, start, sigmas, cond).square().mean().backward()
-        finish(x.device)
+        synchronise(x.device)
 
     return run
 
 
 def _within(weights: Callable[[], AbstractContextManager[object]], passes: Run) -> Run:
-    """The same passes with other weights."""
+    """The passes, run with these weights active."""
 
     def run() -> None:
         with weights():

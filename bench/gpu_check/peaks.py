@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 
 import torch
 
 from bench.architectures import Case
 from bench.gpu_check.findings import Finding, Item, LeftOut
-from bench.gpu_check.setting import ARCHITECTURES, NEWER, Setting, autoencoder, finish, free
+from bench.gpu_check.setting import ARCHITECTURES, NEWER, Setting, autoencoder, free
 from configs.training import Lora
 from policy import memory, meta
-from policy.device import out_of_memory
+from policy.device import out_of_memory, synchronise
 from policy.families.architectures import build
 from policy.families.base import Diffusers
 from policy.lora import add_adapters, use
@@ -52,7 +53,7 @@ def _peaks(case: Case, name: str, setting: Setting) -> Iterator[Finding]:
     free()
     meta.adapt(blank, family, Lora())
     planned = memory.adapted_bytes(blank) + work.peak
-    yield _against(case, "regenerating", _peak(_merged(case, setting), device), planned)
+    yield _against(case, "regenerating", _peak(_step(case, setting, merges=True), device), planned)
     free()
     work = memory.training_work(family, blank, BATCH, dtype, recomputed=1.0)
     yield _against(case, "training pass", _peak(_training(case, setting), device), work.peak)
@@ -61,27 +62,16 @@ def _peaks(case: Case, name: str, setting: Setting) -> Iterator[Finding]:
     yield _against(case, "decoding", _peak(_decoding(case, name, setting), device), work.peak)
 
 
-def _step(case: Case, setting: Setting) -> Callable[[], None]:
+def _step(case: Case, setting: Setting, merges: bool = False) -> Callable[[], None]:
     transformer = build(case.part, setting.device, setting.dtype)
+    if merges:
+        add_adapters(transformer, Lora(), case.family, names=("current",))
     x, sigma, cond = case.inputs(BATCH, setting.device)
     cond = cond.to(dtype=setting.dtype)
 
     @torch.no_grad()
     def step() -> None:
-        case.family.velocity(transformer, x, sigma, cond)
-
-    return step
-
-
-def _merged(case: Case, setting: Setting) -> Callable[[], None]:
-    transformer = build(case.part, setting.device, setting.dtype)
-    add_adapters(transformer, Lora(), case.family, names=("current",))
-    x, sigma, cond = case.inputs(BATCH, setting.device)
-    cond = cond.to(dtype=setting.dtype)
-
-    @torch.no_grad()
-    def step() -> None:
-        with merged(transformer, "current"):
+        with merged(transformer, "current") if merges else nullcontext():
             case.family.velocity(transformer, x, sigma, cond)
 
     return step
@@ -123,7 +113,7 @@ def _peak(run: Callable[[], None], device: torch.device) -> int:
     before = torch.cuda.memory_allocated(device)
     torch.cuda.reset_peak_memory_stats(device)
     run()
-    finish(device)
+    synchronise(device)
     return torch.cuda.max_memory_allocated(device) - before
 
 

@@ -58,7 +58,7 @@ class Setting:
 
     @property
     def device(self) -> torch.device:
-        """Of everything that is measured."""
+        """The device that everything is measured on."""
         return torch.device("cuda" if self.gpu else "cpu")
 
     @property
@@ -68,7 +68,7 @@ class Setting:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of unquantized weights."""
+        """The type of unquantized weights."""
         return torch.bfloat16 if self.gpu else torch.float32
 
     @property
@@ -136,9 +136,3 @@ def free() -> None:
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
-
-
-def finish(device: torch.device) -> None:
-    """Wait for the device."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)

@@ -73,7 +73,7 @@ Seen = tuple[tuple[int, ...], tuple[int, ...], int, bool]
 
 
 def inputs_of(name: str) -> set[Seen]:
-    """Of all quantised layers of a published model, for a batch of 1024 x 1024."""
+    """The inputs of all quantised layers of a published model, for a batch of 1024 x 1024."""
     seen: set[Seen] = set()
 
     def look(module: Any, given: tuple[torch.Tensor, ...]) -> None:
@@ -129,7 +129,7 @@ def fault(backend: Backend, seen: Seen) -> str | None:
 
 
 def measure(setting: Setting) -> Iterator[Item]:
-    """The same with a GPU and without one."""
+    """Checks every layer of every published model; the same with a GPU and without one."""
     for name in published_names():
         seen = inputs_of(name)
         for form in FORMATS:

@@ -22,22 +22,22 @@ Text = Callable[[Finding], str]
 
 
 def what(each: Finding) -> str:
-    """Of a column: the finding's name."""
+    """The text of a column: the finding's name."""
     return each.what
 
 
 def value(each: Finding) -> str:
-    """Of a column: what was measured."""
+    """The text of a column: what was measured."""
     return number(each.value)
 
 
 def label(name: str) -> Text:
-    """Of a column: this label."""
+    """The text of a column: this label of the finding."""
     return lambda each: each.labels[name]
 
 
 def beside(name: str) -> Text:
-    """Of a column: this number beside the value; empty where there is none."""
+    """The text of a column: this number beside the value; empty where there is none."""
     return lambda each: _optional(each, name)[0]
 
 
@@ -74,7 +74,7 @@ COLUMNS: dict[str, dict[str, Text]] = {
 
 
 def tables(results: Results) -> dict[str, Table]:
-    """By section; claims first."""
+    """The tables by section, claims first."""
     made: dict[str, Callable[[list[Finding]], Table]] = {"steps": _steps, "iteration": _iteration}
     found = {"claims": claims(results)}
     for outcome in results.outcomes:
@@ -84,7 +84,7 @@ def tables(results: Results) -> dict[str, Table]:
 
 
 def claims(results: Results) -> Table:
-    """What is said of each."""
+    """The verdict on each claim, and why."""
     rows = []
     for claim in CLAIMS:
         said = verdict(results, claim)

@@ -9,8 +9,9 @@ import torch
 from torch import nn
 
 from bench.gpu_check.findings import Finding, Item
-from bench.gpu_check.setting import Setting, finish, free, loadable
+from bench.gpu_check.setting import Setting, free, loadable
 from planning.assumptions import HOST_LINK_GB_S, host_link
+from policy.device import synchronise
 from policy.offload import Offload, frozen_tensors, release_cache
 from policy.precision.accelerators import ACCELERATORS
 
@@ -19,7 +20,7 @@ ROUNDS = 3
 
 
 def measure(setting: Setting) -> Iterator[Item]:
-    """Of a learner of the size of FLUX.1, out and back a few times; the slowest counts."""
+    """Moves a learner of the size of FLUX.1 out and back a few times; the slowest move counts."""
     device = setting.device
     with loadable(setting, NAME) as (case, family):
         model = family.load_transformer(device, setting.dtype)
@@ -31,7 +32,7 @@ def measure(setting: Setting) -> Iterator[Item]:
         left = 0
         for _ in range(1 if setting.once else ROUNDS):
             for way, move in (("back", offload.back), ("out", offload.out)):
-                finish(device)
+                synchronise(device)
                 start = time.perf_counter()
                 move()
                 release_cache(device)
@@ -55,7 +56,7 @@ def measure(setting: Setting) -> Iterator[Item]:
 
 
 def checksum(model: nn.Module) -> int:
-    """Of every byte of its frozen tensors, where they are now; equal for equal bytes."""
+    """A checksum of every byte of the frozen tensors, computed where they are now."""
     total = 0
     for number, tensor in enumerate(frozen_tensors(model), 1):
         codes = tensor.detach().contiguous().view(-1).view(torch.uint8).to(torch.int64)

@@ -8,10 +8,11 @@ from collections.abc import Iterator
 import torch
 
 from bench.gpu_check.findings import Finding, Item
-from bench.gpu_check.setting import Setting, finish, free, loadable
+from bench.gpu_check.setting import Setting, free, loadable
 from configs.training import Lora
 from learner.publish import Publisher
 from policy import memory, meta
+from policy.device import synchronise
 from policy.explorer import Explorer
 from policy.lora import adapted_modules, adapter_state, add_adapters, load_adapter_state
 from policy.precision.backends import BACKENDS, Backend
@@ -64,7 +65,7 @@ def _format(setting: Setting, backend: Backend) -> Iterator[Item]:
         explorer = Explorer(family, here, (), device, setting.dtype)
         start = time.perf_counter()
         explorer.load(manifest, shards)
-        finish(device)
+        synchronise(device)
         yield Finding(
             f"{case.name} {backend.wire_format}, loading it",
             time.perf_counter() - start,
@@ -80,7 +81,7 @@ def _explorers(setting: Setting) -> list[Backend]:
 
 
 def _change(learner: torch.nn.Module) -> None:
-    """As an update would: B is no longer zero."""
+    """Change the adapter as an update would: B is no longer zero."""
     generator = torch.Generator().manual_seed(0)
     state = {
         key: value + 0.01 * torch.randn(value.shape, generator=generator)

@@ -124,10 +124,9 @@ def draw_times(sigmas: Tensor, samples: int, times: int, rng: np.random.Generato
 
 
 def diffuse(samples: Tensor, times: Tensor, rng: np.random.Generator) -> Points:
-    """Points x_t = (1 - t) x0 + t eps with fresh eps for samples [S, *latent] at times [S, T]: P =
-    S * T, sample by sample.
+    """Points x_t = (1 - t) x0 + t eps with fresh eps, for samples [S, *latent] at times [S, T].
 
-    x0 and eps are ``given``.
+    There are P = S * T, sample by sample. ``given`` holds x0 and eps, [P, *latent] each.
     """
     import torch
 

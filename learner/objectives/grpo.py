@@ -52,15 +52,17 @@ class PathGRPO:
         )
 
     def drawn(self, usable: np.ndarray, rng: np.random.Generator) -> np.ndarray:
-        """Those of the ``usable`` steps that a sample is trained on: ascending, all of them."""
+        """The steps that a sample is trained on, ascending: all that are ``usable``."""
         return usable
 
     def steps(
         self, count: int, rng: np.random.Generator, window: Container[int] | None = None
     ) -> np.ndarray:
         """The trained steps of a path of ``count`` steps that is stochastic in ``window``."""
-        usable = [j for j in self._trained_steps(count) if window is None or j in window]
-        return self.drawn(np.asarray(usable), rng)
+        return self.drawn(np.asarray(self._usable(count, window)), rng)
+
+    def _usable(self, count: int, window: Container[int] | None) -> list[int]:
+        return [j for j in self._trained_steps(count) if window is None or j in window]
 
     def points(
         self, samples: Mapping[str, Tensor], sigmas: Tensor, rng: np.random.Generator
@@ -110,7 +112,7 @@ class PathGRPO:
         import torch
 
         weights = self.path_solver.std(sigmas[:-1], sigmas[1:]) ** self.noise_weight
-        usable = [j for j in self._trained_steps(len(weights)) if window is None or j in window]
+        usable = self._usable(len(weights), window)
         return (weights[torch.from_numpy(chosen)] / weights[usable].mean()).float()
 
     def loss(

@@ -18,46 +18,15 @@ a GPU without a learner. The rest is for scorers and the encoder.
 """
 ROLLOUT_ALONE = 0.8
 Replicas = tuple[int, Share]
-"""How many, and what they share."""
+"""The number of learner replicas, and what they share."""
 
 
 def candidates(config: RunConfig, gpus: Sequence[Gpus]) -> Iterator[Numbers]:
     """Every layout worth a prediction, with what is given by hand in its place; each once."""
     seen: set[str] = set()
     explores = config.plan.explore is not None
-    two_stages = explores and config.plan.regenerate
-    aheads = (0, 1) if two_stages else (0,)
-    several = len(gpus) > 1
-    made: list[Numbers] = []
-    for one in gpus:
-        named = one.kind if several else None
-        made += [
-            replace(_shared(config, one, count, named), share=share)
-            for count, share in _replicas(config, one.count)
-        ]
-        if not explores:
-            made += [
-                replace(_beside(config, one, count, named), share=share)
-                for count, share in _replicas(config, one.count - 1)
-            ]
-            continue
-        made += [
-            replace(_split(config, one, one.count - count, one, count, named, named), share=share)
-            for count, share in _replicas(config, one.count - 1)
-        ]
-        limit = (config.layout.gpus if config.layout else None) or sum(g.count for g in gpus)
-        made += [
-            replace(
-                _split(
-                    config, one, min(one.count, limit - count), other, count, one.kind, other.kind
-                ),
-                share=share,
-            )
-            for other in gpus
-            if other is not one
-            for count, share in _replicas(config, min(other.count, limit - 1))
-        ]
-    for numbers in made:
+    aheads = (0, 1) if explores and config.plan.regenerate else (0,)
+    for numbers in _synchronous(config, gpus):
         groups = numbers.groups
         # ahead of learners on the same GPUs gains nothing
         everywhere = (
@@ -72,6 +41,28 @@ def candidates(config: RunConfig, gpus: Sequence[Gpus]) -> Iterator[Numbers]:
             if (key := repr(final)) not in seen:
                 seen.add(key)
                 yield final
+
+
+def _synchronous(config: RunConfig, gpus: Sequence[Gpus]) -> Iterator[Numbers]:
+    """Layouts that do not explore ahead, before what is given by hand is put in."""
+    limit = (config.layout.gpus if config.layout else None) or sum(each.count for each in gpus)
+    for one in gpus:
+        named = one.kind if len(gpus) > 1 else None
+        for count, share in _replicas(config, one.count):
+            yield replace(_shared(config, one, count, named), share=share)
+        for count, share in _replicas(config, one.count - 1):
+            alone = (
+                _beside(config, one, count, named)
+                if config.plan.explore is None
+                else _split(config, one, one.count - count, one, count, named, named)
+            )
+            yield replace(alone, share=share)
+        for other in gpus if config.plan.explore is not None else ():
+            if other is not one:
+                for count, share in _replicas(config, min(other.count, limit - 1)):
+                    rollouts = min(one.count, limit - count)
+                    apart = _split(config, one, rollouts, other, count, one.kind, other.kind)
+                    yield replace(apart, share=share)
 
 
 def _replicas(config: RunConfig, gpus: int) -> list[Replicas]:
@@ -99,7 +90,7 @@ def _replicas(config: RunConfig, gpus: int) -> list[Replicas]:
 
 
 def most_replicas(config: RunConfig) -> int:
-    """Of those that all have something to train on."""
+    """The most replicas that all have something to train on."""
     prompts, learner = config.prompts.per_iteration, config.services.learner
     by_prompts = "share" in learner.model_fields_set and learner.share == "prompts"
     return prompts if by_prompts else prompts * config.selection.keep
@@ -140,7 +131,7 @@ def _split(
 
 
 def _beside(config: RunConfig, gpus: Gpus, learners: int, kind: str | None) -> Numbers:
-    """Where nothing explores: scorers and encoder on the GPUs without a learner."""
+    """For an arm that explores nothing: scorers and encoder on the GPUs without a learner."""
     cpus = _cpus(config, gpus, 4)
     small = _small(config, 1.0, gpus.count - learners, cpus, kind)
     return Numbers("split", {"learner": Group(learners, 1.0, 4 * cpus, kind), **small})

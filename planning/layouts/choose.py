@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from operator import itemgetter
 
 from configs.load import ConfigError
 from configs.schema import RunConfig
@@ -85,7 +86,8 @@ def assessed(numbers: Numbers, gpus: Sequence[Gpus], costs: Costs) -> Candidate:
     gb = max(size for size, _ in held)
     if why := _no_host_memory(numbers, laid, gpus, costs):
         return Candidate(numbers, None, why)
-    short, fullest = max(((size - room[each.kind], each) for size, each in held), key=_first)
+    lacking = [(size - room[each.kind], each) for size, each in held]
+    short, fullest = max(lacking, key=itemgetter(0))
     if short > 0:
         who = " + ".join(sorted(fullest.actors))
         why = (
@@ -111,10 +113,6 @@ def _no_host_memory(
                 f" each {each.kind}, a node has {there:.1f} GB for each"
             )
     return None
-
-
-def _first(pair: tuple[float, object]) -> float:
-    return pair[0]
 
 
 def _size(numbers: Numbers) -> int:

@@ -17,8 +17,8 @@ PROCESS_GB = 1.0
 
 @dataclass(frozen=True)
 class Parts:
-    """Bytes of an actor: what leaves its GPU where it leaves between turns, and what is there in
-    its own turn only, leaving or not.
+    """Bytes of an actor: ``models`` leave its GPU if it leaves between turns, ``passes`` are
+    allocated in its own turn only.
     """
 
     models: int
@@ -27,9 +27,9 @@ class Parts:
 
 @dataclass(frozen=True)
 class Costs:
-    """What is counted of a configuration, by kind of GPU: its tasks, and bytes of an actor by its
-    service. A learner's depend on how many replicas there are. Bytes that are not known are left
-    out.
+    """What is counted of a configuration, by kind of GPU: ``tasks`` in seconds, ``memory`` in bytes
+    per actor of a service. ``learner`` gives the bytes of a learner among so many replicas. Bytes
+    that are not known are left out.
     """
 
     tasks: Mapping[str, Tasks]
@@ -48,7 +48,7 @@ class Costs:
         return max(first, sum(held.values()) - self._freed_gb(laid, numbers))
 
     def _freed_gb(self, laid: Laid, numbers: Numbers) -> float:
-        """Of them what is never there together: in a turn, what of the others is elsewhere."""
+        """GB that are never there together: one side is elsewhere in the other's turn."""
         if not numbers.leaves:
             return 0.0
         freed: dict[str, float] = dict.fromkeys(TAKE_TURNS, 0.0)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from operator import itemgetter
 
 from configs.load import ConfigError
 from planning.layouts.numbers import Group, Numbers
@@ -68,17 +69,13 @@ def lay(numbers: Numbers, gpus: Sequence[Gpus]) -> list[Laid] | None:
     somebody has no place. Actors without a share of a GPU are not in it.
     """
     state: Counter[_State] = Counter({(g.kind, WHOLE, ()): g.count for g in gpus})
-    for kind, group in sorted(numbers.groups.items(), key=_largest):
+    for kind, group in sorted(numbers.groups.items(), key=lambda item: -item[1].gpus):
         if group.gpus and not _lay_group(state, kind, group):
             return None
     alike: Counter[tuple[str, tuple[tuple[str, int], ...]]] = Counter()
     for (kind, _, actors), count in state.items():
         alike[kind, actors] += count
     return [Laid(kind, count, dict(actors)) for (kind, actors), count in alike.items() if count]
-
-
-def _largest(item: tuple[str, Group]) -> float:
-    return -item[1].gpus
 
 
 def _lay_group(state: Counter[_State], service: str, group: Group) -> bool:
@@ -94,7 +91,7 @@ def _lay_group(state: Counter[_State], service: str, group: Group) -> bool:
         room = [s for s, n in state.items() if n and s[1] >= share and _may(group, s[0])]
         if not room:
             return False
-        fullest = min(room, key=_free)
+        fullest = min(room, key=itemgetter(1))
         kind, free, actors = fullest
         each = min(left, free // share)
         count = min(state[fullest], left // each)
@@ -102,10 +99,6 @@ def _lay_group(state: Counter[_State], service: str, group: Group) -> bool:
         state[kind, free - each * share, (*actors, (service, each))] += count
         left -= count * each
     return True
-
-
-def _free(state: _State) -> int:
-    return state[1]
 
 
 def _may(group: Group, kind: str) -> bool:

@@ -20,10 +20,11 @@ HIDDEN = 0.05
 
 @dataclass(frozen=True)
 class Outlook:
-    """What is predicted of a plan. ``unhidden``: seconds, were exploring free. ``found``: what a
-    simulation saw beside the prediction, where there was one. ``fullest_gb``: of the fullest GPU.
-    ``gathered``: seconds of stages in which a base in shards is gathered. ``arms_not``: why the
-    arms that are not in ``arms`` cannot be.
+    """The prediction for a plan, with all that is printed beside it.
+
+    ``unhidden``: seconds of an iteration if exploring took no time. ``found``: what a simulation
+    adds, where there was one. ``fullest_gb``: what the fullest GPU holds. ``gathered``: seconds by
+    stage in which a sharded base is gathered. ``arms_not``: why the other arms are not in ``arms``.
     """
 
     gpus: Sequence[Gpus]
@@ -40,8 +41,9 @@ class Outlook:
 
 @dataclass(frozen=True)
 class Findings:
-    """Of a simulated iteration. ``critical``: seconds by work along the chain of calls that its end
-    waited for. ``more``: seconds per iteration with one GPU more, by its kind.
+    """What a simulated iteration shows. ``critical``: seconds by kind of work along the critical
+    path. ``more``: seconds per iteration with one GPU more, by its kind. ``publish``: seconds of
+    publishing. ``driver``: share of the time in which the driver sends.
     """
 
     critical: Mapping[str, float]

@@ -51,7 +51,7 @@ class Numbers:
 
 
 def numbers_of(config: RunConfig) -> Numbers:
-    """Those of a configuration, chosen by hand or by a layout."""
+    """The numbers of a configuration, whether given by hand or chosen by a layout."""
     groups = {}
     for kind in kinds_of(config):
         service = config.services.of(kind)
@@ -67,14 +67,11 @@ def by_hand(config: RunConfig) -> dict[str, dict[str, int | float | str | None]]
     found: dict[str, dict[str, int | float | str | None]] = {}
     for kind in kinds_of(config):
         service = config.services.of(kind)
-        written = service.model_fields_set
-        named = "replicas" if kind == "learner" else "actors"
-        given = {
-            field: getattr(service, named if field == "actors" else field)
-            for field in FIELDS
-            if (named if field == "actors" else field) in written
-        }
-        found[kind] = given
+        keys = {field: field for field in FIELDS}  # of Group -> of the service
+        if kind == "learner":
+            keys["actors"] = "replicas"
+        written = {field: key for field, key in keys.items() if key in service.model_fields_set}
+        found[kind] = {field: getattr(service, key) for field, key in written.items()}
     return found
 
 
@@ -93,16 +90,12 @@ def completed(config: RunConfig, numbers: Numbers) -> Numbers:
     ahead = config.explore_ahead if "explore_ahead" in config.model_fields_set else numbers.ahead
     learner = config.services.learner
     share = learner.share if "share" in learner.model_fields_set else numbers.share
+    given_turns = [
+        kind for kind in TAKE_TURNS if "between_turns" in config.services.of(kind).model_fields_set
+    ]
     hand = numbers_of(config).leaves
-    leaves = tuple(
-        kind
-        for kind in TAKE_TURNS
-        if kind
-        in (
-            hand if "between_turns" in config.services.of(kind).model_fields_set else numbers.leaves
-        )
-    )
-    return Numbers(numbers.mode, groups, ahead, share, leaves)
+    leaves = (k for k in TAKE_TURNS if k in (hand if k in given_turns else numbers.leaves))
+    return Numbers(numbers.mode, groups, ahead, share, tuple(leaves))
 
 
 def with_numbers(config: RunConfig, numbers: Numbers) -> RunConfig:

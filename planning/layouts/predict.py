@@ -1,9 +1,9 @@
 """How long an iteration takes in a layout, by arithmetic: what is counted, laid on the GPUs.
 
-Actors on one GPU take turns, and turns cost nothing, but where weights leave between them: then all
-is explored before anything is regenerated, and each change of turns takes as long as the weights of
-the GPU that moves most. A chunk goes to the rollout actor that would
-end first with it; prompts are spread evenly over the replicas, in whole prompts.
+Actors on one GPU take turns at no cost. Where weights leave the GPU between turns, everything is
+explored before anything is regenerated, and a change of turns takes as long as the GPU that moves
+the most weights. A chunk goes to the rollout actor that would finish it first. Prompts are spread
+evenly over the replicas: whole prompts, or samples where replicas share those.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Tasks:
 
     @property
     def total(self) -> float:
-        """All of an iteration, on one GPU."""
+        """Seconds of a whole iteration on one GPU."""
         of_prompts = self.prompts * (self.regenerate + self.update)
         return self.chunks * self.chunk + of_prompts + sum(self.score.values()) + self.encode
 
@@ -66,7 +66,7 @@ class Prediction:
 
     @property
     def mean_idle(self) -> float:
-        """Of all GPUs."""
+        """Idle share of all GPUs together."""
         return sum(n * share for n, share, _ in self.gpu_idle) / sum(n for n, _, _ in self.gpu_idle)
 
 
@@ -76,7 +76,7 @@ def bound(tasks: Mapping[str, Tasks], gpus: Sequence[Gpus]) -> float:
 
 
 def predict(numbers: Numbers, laid: Sequence[Laid], tasks: Mapping[str, Tasks]) -> Prediction:
-    """Of a layout whose actors are ``laid``; ``tasks`` by kind of GPU."""
+    """The prediction for a layout whose actors are ``laid``; ``tasks`` are by kind of GPU."""
     any_tasks, replicas = next(iter(tasks.values())), numbers.groups["learner"].actors
     part_of = part_at_a_time(numbers, any_tasks)
     tasks = {kind: each.gathered(replicas, part_of) for kind, each in tasks.items()}
@@ -130,7 +130,7 @@ def predict(numbers: Numbers, laid: Sequence[Laid], tasks: Mapping[str, Tasks]) 
 
 
 def _change(part: _Part, tasks: Tasks, leaves: Sequence[str]) -> float:
-    """Seconds in which one side leaves a GPU and the other comes."""
+    """Seconds until one side's weights have left a GPU and the other's have come."""
     return sum(part.actors.get(kind, 0) * tasks.move.get(kind, 0.0) for kind in leaves)
 
 

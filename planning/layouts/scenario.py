@@ -38,15 +38,15 @@ class Scenario:
 
     @property
     def free(self) -> Scenario:
-        """Were exploring free."""
+        """The same scenario if exploring took no time."""
         swift = {kind: replace(each, explore=Line()) for kind, each in self.durations.items()}
         return replace(self, durations=swift)
 
 
 @dataclass(frozen=True)
 class Scenarios:
-    """What a plan is about, its arms, one GPU more of each kind, and the layouts that were looked
-    at and can be, in the order of the choice's table.
+    """What a plan simulates: ``mine``, the run itself; its ``arms``; the run with one GPU ``more``
+    of each kind; and every layout of the choice's ``table`` that fits, in its order.
     """
 
     mine: Scenario
@@ -63,7 +63,7 @@ def scenario_of(
     given: Assumptions,
     costs: Costs,
 ) -> Scenario:
-    """Of a layout that was ``found`` to fit, by its ``costs``."""
+    """The scenario of a layout that was ``found`` to fit, with durations from its ``costs``."""
     laid = lay(found.numbers, gpus)
     assert laid is not None and found.prediction is not None
     kinds = [each.kind for each in gpus]

@@ -7,7 +7,6 @@ from configs.named import named_class
 from configs.sections import Model
 from policy.families.base import Family
 from policy.families.pipeline import INDEX, model_directory, pipeline_file
-from policy.families.text import TextEncoder
 
 FAMILIES: dict[str, type[Family]] = {name: named_class(row, Family) for name, row in ROWS.items()}
 
@@ -22,6 +21,3 @@ def family_for(model: Model) -> Family:
         )
         raise ValueError(f"model.path: {directory!r} holds a {found}; supported are {known}")
     return FAMILIES[model.family](model)
-
-
-__all__ = ["FAMILIES", "Family", "TextEncoder", "family_for", "model_directory"]

@@ -2,37 +2,21 @@
 
 from __future__ import annotations
 
-import importlib
 from abc import ABC, abstractmethod
-from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from configs.section import Tree
 from configs.sections import Guidance, Model
 from configs.sources import Pixels
-from policy.families.pipeline import (
-    INDEX,
-    SHAPES_DECODER,
-    check_component,
-    check_weights,
-    model_directory,
-    pipeline_file,
-)
-from policy.families.text import PromptEncoder, TextEncoder
+from policy.families.pipeline import SHAPES_DECODER, Diffusers, Pipeline
+from policy.families.text import PromptEncoder
 from policy.types import Conditioning
-from records.errors import first_line
-
-Diffusers = Any
-"""A pipeline, transformer or autoencoder of diffusers, whose attributes are set at run time."""
 
 
-class Family(ABC):
+class Family(Pipeline, ABC):
     """One model of one family. Holds configuration; the ``load_*`` methods load weights.
 
-    ``pipeline_class`` is the diffusers class that model_index.json must name; ``components`` are
-    the parts of it that are needed, with the classes that will do (none: any).
     ``modules_to_not_convert`` are fnmatch patterns of modules that are never quantised; ``trained``
     are last names of the paths of linears that are trained, ``*`` standing for anything; each row
     of ``fuse`` names linears of one block that read the same input and may run as one.
@@ -40,9 +24,6 @@ class Family(ABC):
     draws clips of ``model.frames`` frames. ``edits``: every prompt has a source image.
     """
 
-    name: str
-    pipeline_class: str
-    components: dict[str, tuple[str, ...]]
     modules_to_not_convert: tuple[str, ...]
     trained: tuple[str, ...] = ()
     fuse: tuple[tuple[str, ...], ...] = ()
@@ -51,30 +32,15 @@ class Family(ABC):
     edits: bool = False
 
     def __init__(self, model: Model) -> None:
-        """Reads model_index.json.
-
-        Raises FileNotFoundError or ValueError, one line, when this is no whole pipeline of the
-        family.
-        """
-        self.model = model
-        if model.path == "shapes":
-            self.tiny_decoder = str(SHAPES_DECODER)
-        self._configs: dict[str, Tree] = {}
+        """Raises as ``Pipeline``, and ValueError for frames of a model that draws images."""
         for key in ("frames", "fps"):
             if getattr(model, key) is not None and not self.video:
                 raise ValueError(
                     f"model.{key}: family {self.name!r} draws images, not clips: leave it out"
                 )
-        self.directory = model_directory(model)
-        self.index = pipeline_file(self.directory, INDEX)
-        found = self.index.get("_class_name")
-        if found != self.pipeline_class:
-            raise ValueError(
-                f"model.path: {self.directory!r} holds a {found}, but family {self.name!r} is a"
-                f" {self.pipeline_class}: change model.path or model.family"
-            )
-        for part, classes in self.components.items():
-            check_component(self.directory, self.index, part, classes, self.name)
+        if model.path == "shapes":
+            self.tiny_decoder = str(SHAPES_DECODER)
+        super().__init__(model)
 
     def check(self, guidance: Guidance | None = None) -> None:
         """Checks ``[model]`` and ``[guidance]`` by configuration files.
@@ -99,13 +65,6 @@ class Family(ABC):
                 " one, such as 3.5"
             )
 
-    def check_weights(self) -> None:
-        """Raises FileNotFoundError where a part has no weights as safetensors.
-
-        Looks into a local directory only: of a hub id every actor fetches its own parts.
-        """
-        check_weights(self.directory, self.components)
-
     @property
     def distilled(self) -> bool:
         """Whether the files say that classifier-free guidance was distilled away."""
@@ -115,13 +74,6 @@ class Family(ABC):
     def embeds_guidance(self) -> bool:
         """Whether the transformer takes a guidance strength, which is not classifier-free."""
         return bool(self.part_config("transformer").get("guidance_embeds", False))
-
-    def part_config(self, part: str) -> Tree:
-        """The configuration file of a part of the pipeline, without its weights."""
-        if part not in self._configs:
-            name = "scheduler_config.json" if part == "scheduler" else "config.json"
-            self._configs[part] = pipeline_file(self.directory, f"{part}/{name}")
-        return self._configs[part]
 
     def sizes(self, unit: int, largest: int | None = None) -> tuple[int, int]:
         """(height, width) in pixels: multiples of ``unit`` up to ``largest``, or ValueError."""
@@ -133,58 +85,9 @@ class Family(ABC):
                 )
         return self.model.height, self.model.width
 
-    def import_parts(self) -> None:
-        """Import the pipeline and what its parts are made of, and load nothing."""
-        import diffusers
-
-        assert getattr(diffusers, self.pipeline_class)  # both libraries import on access
-        for part in self.components:
-            library, name = self.index[part]
-            assert getattr(importlib.import_module(library), name)
-
-    def load(self, part: str, device: torch.device | str, dtype: torch.dtype) -> nn.Module:
-        """A diffusers model of the pipeline: eval mode, no gradients.
-
-        Raises FileNotFoundError when its weights are missing.
-        """
-        import diffusers
-
-        cls = getattr(diffusers, self.components[part][0])
-        module = self._pretrained(cls, repr(part), subfolder=part, dtype=dtype)
-        return module.to(device).eval().requires_grad_(False)
-
-    def _pretrained(self, cls: Diffusers, what: str, **named: object) -> Diffusers:
-        try:
-            return cls.from_pretrained(self.directory, **named, use_safetensors=True)
-        except OSError as error:
-            raise FileNotFoundError(
-                f"model.path: cannot load {what} of {self.directory!r}: {first_line(error)}"
-            ) from error
-
-    def load_transformer(self, device: torch.device | str, dtype: torch.dtype) -> nn.Module:
-        """The denoiser, in eval mode, without gradients."""
-        return self.load("transformer", device, dtype)
-
-    def skeleton(self) -> nn.Module:
-        """The denoiser on the meta device: every module and shape, no weights and no memory."""
-        import diffusers
-
-        cls = getattr(diffusers, self.components["transformer"][0])
-        with torch.device("meta"):
-            return cls.from_config(self.part_config("transformer")).eval().requires_grad_(False)
-
-    def load_vae(self, device: torch.device | str, dtype: torch.dtype) -> nn.Module:
-        """The autoencoder, in eval mode, without gradients; slicing and tiling as configured."""
-        vae: Diffusers = self.load("vae", device, dtype)
-        if self.model.vae_slicing:
-            vae.enable_slicing()
-        if self.model.vae_tiling:
-            vae.enable_tiling()
-        return vae
-
     def load_text(
         self, device: torch.device | str, dtype: torch.dtype, negative: str | None = None
-    ) -> TextEncoder:
+    ) -> PromptEncoder:
         """Text encoders and tokenizers, nothing else but the autoencoder of a family that edits;
         ``negative`` as in ``PromptEncoder``.
         """

@@ -11,7 +11,7 @@ from torch import Tensor
 from configs.sections import Guidance, Model
 from policy.families import joint
 from policy.families.base import Diffusers, widened
-from policy.families.schedule import TIMESTEPS
+from policy.families.schedule import unit_timestep
 from policy.types import Conditioning
 
 
@@ -61,14 +61,12 @@ class Flux(joint.PackedLatents):
     def velocity(
         self, transformer: Diffusers, x: Tensor, sigma: Tensor, cond: Conditioning
     ) -> Tensor:
-        """`timestep` is sigma, times 1000 and divided again as the pipeline does it."""
         dtype = transformer.x_embedder.weight.dtype
         prompt = cond.tensors["prompt_embeds"].to(x.device, dtype)
-        timestep = (sigma.to(x.device, torch.float32) * TIMESTEPS / TIMESTEPS).expand(len(x))
         return widened(
             transformer(
                 hidden_states=self.image_tokens(x.to(dtype), cond),
-                timestep=timestep,
+                timestep=unit_timestep(sigma, x),
                 guidance=self.guidance_input(x),
                 pooled_projections=cond.tensors["pooled_prompt_embeds"].to(x.device, dtype),
                 encoder_hidden_states=prompt,
@@ -79,7 +77,7 @@ class Flux(joint.PackedLatents):
         )
 
     def image_places(self, device: torch.device, dtype: torch.dtype) -> Tensor:
-        """Where their tokens are, [tokens, 3]: image, row, column."""
+        """The positions of the image tokens, [tokens, 3]: image, row, column."""
         from diffusers import FluxPipeline
 
         return FluxPipeline._prepare_latent_image_ids(1, *self.grid, device, dtype)

@@ -10,7 +10,7 @@ from torch import Tensor
 from configs.sections import Guidance, Model
 from policy.families import joint
 from policy.families.base import Diffusers, Family, widened
-from policy.families.schedule import TIMESTEPS
+from policy.families.schedule import unit_timestep
 from policy.types import Conditioning
 
 PACK = 2
@@ -81,15 +81,13 @@ class Flux2(Family):
     def velocity(
         self, transformer: Diffusers, x: Tensor, sigma: Tensor, cond: Conditioning
     ) -> Tensor:
-        """`timestep` is sigma, times 1000 and divided again as the pipeline does it."""
         from diffusers import Flux2Pipeline
 
         dtype = transformer.x_embedder.weight.dtype
         prompt = cond.tensors["prompt_embeds"].to(x.device, dtype)
-        timestep = (sigma.to(x.device, torch.float32) * TIMESTEPS / TIMESTEPS).expand(len(x))
         found = transformer(
             hidden_states=Flux2Pipeline._pack_latents(x.to(dtype)),
-            timestep=timestep,
+            timestep=unit_timestep(sigma, x),
             guidance=self.guidance_input(x),
             encoder_hidden_states=prompt,
             txt_ids=Flux2Pipeline._prepare_text_ids(prompt[:1]).to(x.device),

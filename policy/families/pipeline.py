@@ -1,15 +1,19 @@
-"""The files of a diffusers pipeline: where they lie, and what they say, without its weights.
+"""A diffusers pipeline: where its files lie, what they say, and its parts loaded from them.
 
-They are in a local directory, or come from the hub by its cache. What is missing or broken is one
-line that names ``model.path``.
+The files are in a local directory, or come from the hub by its cache. What is missing or broken is
+one line that names ``model.path``.
 """
 
 from __future__ import annotations
 
+import importlib
 import json
 import re
-from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
 
 from configs.section import Tree
 from configs.sections import Model
@@ -19,6 +23,8 @@ SHAPES_DIRECTORY = Path(__file__).resolve().parents[2] / "shapes" / "model"
 SHAPES_DECODER = SHAPES_DIRECTORY.with_name("decoder")
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 INDEX = "model_index.json"
+Diffusers = Any
+"""A pipeline, transformer or autoencoder of diffusers, whose attributes are set at run time."""
 
 
 def model_directory(model: Model) -> str:
@@ -130,7 +136,7 @@ def _missing_weights(folder: Path) -> str | None:
     return next((name for name in sorted(wanted) if not any(folder.glob(name))), None)
 
 
-def check_component(
+def _check_component(
     directory: str, index: Tree, part: str, classes: tuple[str, ...], family: str
 ) -> None:
     """Raises FileNotFoundError where a pipeline lacks a part, ValueError where ``index`` says that
@@ -150,13 +156,100 @@ def check_component(
         )
 
 
-def check_weights(directory: str, parts: Iterable[str]) -> None:
-    """Raises FileNotFoundError where a part of a local pipeline has no weights as safetensors."""
-    for part in parts if Path(directory).is_dir() else ():
-        if part in ("scheduler", "processor") or part.startswith("tokenizer"):
-            continue
-        if missing := _missing_weights(Path(directory) / part):
-            raise FileNotFoundError(
-                f"model.path: the {part!r} of {directory!r} lacks its weights, {missing}: download"
-                " the whole pipeline, as safetensors (no other format is read)"
+class Pipeline:
+    """A diffusers pipeline of one family: its configuration files, and its parts once loaded.
+
+    ``pipeline_class`` is the diffusers class that model_index.json must name; ``components`` are
+    the parts of it that are needed, with the classes that will do (none: any).
+    """
+
+    name: str
+    pipeline_class: str
+    components: dict[str, tuple[str, ...]]
+
+    def __init__(self, model: Model) -> None:
+        """Reads model_index.json. Raises FileNotFoundError or ValueError, one line, when this is no
+        whole pipeline of the family.
+        """
+        self.model = model
+        self._configs: dict[str, Tree] = {}
+        self.directory = model_directory(model)
+        self.index = pipeline_file(self.directory, INDEX)
+        found = self.index.get("_class_name")
+        if found != self.pipeline_class:
+            raise ValueError(
+                f"model.path: {self.directory!r} holds a {found}, but family {self.name!r} is a"
+                f" {self.pipeline_class}: change model.path or model.family"
             )
+        for part, classes in self.components.items():
+            _check_component(self.directory, self.index, part, classes, self.name)
+
+    def check_weights(self) -> None:
+        """Raises FileNotFoundError where a part has no weights as safetensors.
+
+        Looks into a local directory only: of a hub id every actor fetches its own parts.
+        """
+        for part in self.components if Path(self.directory).is_dir() else ():
+            if part in ("scheduler", "processor") or part.startswith("tokenizer"):
+                continue
+            if missing := _missing_weights(Path(self.directory) / part):
+                raise FileNotFoundError(
+                    f"model.path: the {part!r} of {self.directory!r} lacks its weights, {missing}:"
+                    " download the whole pipeline, as safetensors (no other format is read)"
+                )
+
+    def part_config(self, part: str) -> Tree:
+        """The configuration file of a part of the pipeline, without its weights."""
+        if part not in self._configs:
+            name = "scheduler_config.json" if part == "scheduler" else "config.json"
+            self._configs[part] = pipeline_file(self.directory, f"{part}/{name}")
+        return self._configs[part]
+
+    def import_parts(self) -> None:
+        """Import the pipeline and what its parts are made of, and load nothing."""
+        import diffusers
+
+        assert getattr(diffusers, self.pipeline_class)  # both libraries import on access
+        for part in self.components:
+            library, name = self.index[part]
+            assert getattr(importlib.import_module(library), name)
+
+    def load(self, part: str, device: torch.device | str, dtype: torch.dtype) -> nn.Module:
+        """A diffusers model of the pipeline: eval mode, no gradients.
+
+        Raises FileNotFoundError when its weights are missing.
+        """
+        import diffusers
+
+        cls = getattr(diffusers, self.components[part][0])
+        module = self._pretrained(cls, repr(part), subfolder=part, dtype=dtype)
+        return module.to(device).eval().requires_grad_(False)
+
+    def _pretrained(self, cls: Diffusers, what: str, **named: object) -> Diffusers:
+        try:
+            return cls.from_pretrained(self.directory, **named, use_safetensors=True)
+        except OSError as error:
+            raise FileNotFoundError(
+                f"model.path: cannot load {what} of {self.directory!r}: {first_line(error)}"
+            ) from error
+
+    def load_transformer(self, device: torch.device | str, dtype: torch.dtype) -> nn.Module:
+        """The denoiser, in eval mode, without gradients."""
+        return self.load("transformer", device, dtype)
+
+    def skeleton(self) -> nn.Module:
+        """The denoiser on the meta device: every module and shape, no weights and no memory."""
+        import diffusers
+
+        cls = getattr(diffusers, self.components["transformer"][0])
+        with torch.device("meta"):
+            return cls.from_config(self.part_config("transformer")).eval().requires_grad_(False)
+
+    def load_vae(self, device: torch.device | str, dtype: torch.dtype) -> nn.Module:
+        """The autoencoder, in eval mode, without gradients; slicing and tiling as configured."""
+        vae: Diffusers = self.load("vae", device, dtype)
+        if self.model.vae_slicing:
+            vae.enable_slicing()
+        if self.model.vae_tiling:
+            vae.enable_tiling()
+        return vae

@@ -10,7 +10,7 @@ from torch import Tensor
 from configs.sections import Guidance, Model
 from policy.families import joint, padding
 from policy.families.base import Diffusers, widened
-from policy.families.schedule import TIMESTEPS
+from policy.families.schedule import unit_timestep
 from policy.types import Conditioning
 
 
@@ -71,14 +71,12 @@ class QwenImage(joint.PackedLatents):
     def velocity(
         self, transformer: Diffusers, x: Tensor, sigma: Tensor, cond: Conditioning
     ) -> Tensor:
-        """`timestep` is sigma, times 1000 and divided again as the pipeline does it."""
         dtype = transformer.img_in.weight.dtype
         embeds, mask = padding.trimmed(cond, x.device, dtype)
-        timestep = (sigma.to(x.device, torch.float32) * TIMESTEPS / TIMESTEPS).expand(len(x))
         return widened(
             transformer(
                 hidden_states=self.image_tokens(x.to(dtype), cond),
-                timestep=timestep,
+                timestep=unit_timestep(sigma, x),
                 encoder_hidden_states=embeds,
                 encoder_hidden_states_mask=mask,
                 img_shapes=[self.image_shapes] * len(x),
@@ -88,7 +86,7 @@ class QwenImage(joint.PackedLatents):
 
     @property
     def image_shapes(self) -> list[tuple[int, int, int]]:
-        """Frames, rows and columns of tokens of each of them."""
+        """(frames, rows, columns) of tokens of each image that the transformer is shown."""
         return [(1, *self.grid)]
 
     @classmethod

@@ -37,7 +37,7 @@ class QwenImageEdit(QwenImage):
 
     @cached_property
     def source_patches(self) -> int:
-        """Of the image as the language model sees it."""
+        """Patches of the source image at the size that the language model sees."""
         from diffusers.pipelines.qwenimage import pipeline_qwenimage_edit_plus as stock
 
         vision = self.part_config("text_encoder")["vision_config"]

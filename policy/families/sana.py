@@ -101,7 +101,7 @@ class Sana(Family):
         """The pipeline's flow sigmas; for the Euler scheduler of linspace(1, 1/steps, steps)."""
         config = self.part_config("scheduler")
         if not self._whole_timesteps:
-            return flow_match_sigmas(config, steps, self.model.shift, None, 0, self.model.schedule)
+            return flow_match_sigmas(config, steps, self.model.shift, schedule=self.model.schedule)
         return multistep_sigmas(config, steps, self.model.shift, self.index["scheduler"][-1])
 
     def timestep(self, sigma: Tensor) -> Tensor:
@@ -122,7 +122,7 @@ class Sana(Family):
         return transformer.to(device).eval().requires_grad_(False)
 
     def check_weights(self) -> None:
-        """As every family's; the native file's names and shapes too, where there is one."""
+        """Also checks names and shapes in the native file, where there is one."""
         super().check_weights()
         if self.model.native_path is not None:
             native_state(Path(self.model.native_path), self.skeleton())

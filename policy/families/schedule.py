@@ -15,6 +15,11 @@ TIMESTEPS = 1000.0
 """Training timesteps of every supported model: their `timestep` is 1000 sigma."""
 
 
+def unit_timestep(sigma: Tensor, x: Tensor) -> Tensor:
+    """sigma as float32 [B] for x [B, ...], times 1000 and divided again as the pipelines do it."""
+    return (sigma.to(x.device, torch.float32) * TIMESTEPS / TIMESTEPS).expand(len(x))
+
+
 def require_steps(steps: int) -> None:
     """Raises ValueError for less than one sampling step."""
     if steps < 1:
@@ -59,8 +64,8 @@ def flow_match_sigmas(
     config: Tree,
     steps: int,
     shift: float | None,
-    calculate_shift: Callable[..., float] | None,
-    tokens: int,
+    calculate_shift: Callable[..., float] | None = None,
+    tokens: int = 0,
     schedule: str = "own",
     spacing: Callable[[int], list[float]] = even_spacing,
 ) -> Tensor:

@@ -3,25 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
 
 from configs.sources import Pixels
 from policy.types import Conditioning
-
-
-class TextEncoder(Protocol):
-    """Prompts in, conditioning out."""
-
-    def encode(
-        self, prompts: list[str], images: Sequence[Pixels | None] | None = None
-    ) -> Conditioning:
-        """Conditioning with one row per prompt, which depends on that prompt alone and on its
-        source image, uint8 [3, H, W].
-        """
-        ...
 
 
 class PromptEncoder:

@@ -82,7 +82,7 @@ class Wan(Clips):
         if self._multistep is not None:
             return multistep_sigmas(config, steps, model.shift, self._multistep)
         schedule = "scheduler" if model.schedule == "own" else model.schedule
-        return flow_match_sigmas(config, steps, model.shift, None, 0, schedule)
+        return flow_match_sigmas(config, steps, model.shift, schedule=schedule)
 
     def velocity(
         self, transformer: Diffusers, x: Tensor, sigma: Tensor, cond: Conditioning

@@ -98,7 +98,7 @@ class ZImage(Family):
         return {**found, "guidance_scale": guidance.evaluate - 1}
 
     def guided(self, along: Tensor, against: Tensor, scale: float) -> Tensor:
-        """In the pipeline's words the strength is scale - 1."""
+        """The pipeline's own formula, whose strength is scale - 1."""
         return along + (scale - 1) * (along - against)
 
     def unscale(self, vae: Diffusers, latents: Tensor) -> Tensor:

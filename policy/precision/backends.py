@@ -102,8 +102,6 @@ def finer_backend(current: str, available: Collection[str], finest: str) -> str 
 
 def packing_backend(name: str, device: torch.device | str) -> Backend:
     """The backend to pack for: any, as packing needs no kernel; "auto" chooses for ``device``."""
-    if name not in ("auto", *BACKENDS):
-        raise ValueError(f"explore.backend: {name!r} is unknown: use auto, {', '.join(BACKENDS)}")
     return BACKENDS[name] if name in BACKENDS else resolve_backend(name, device)[0]
 
 
@@ -142,17 +140,3 @@ def _no_gain(
     if step is None:
         return None
     return cost.slower(step(backend), torch.cuda.get_device_name(device), backend.wire_format)
-
-
-__all__ = [
-    "BACKENDS",
-    "Backend",
-    "auto_backends",
-    "available_backends",
-    "eager_note",
-    "finer_backend",
-    "ladder",
-    "packing_backend",
-    "resolve_backend",
-    "wire_formats",
-]

@@ -22,11 +22,11 @@ class Backend(ABC):
     name: ClassVar[str]
     wire_format: ClassVar[str]
     wire_version: ClassVar[int] = 1
-    """Of the wire format; raise it when what its buffers mean changes."""
+    """Version of the wire format; raise it when what its buffers mean changes."""
     wire_dtype: ClassVar[torch.dtype] = torch.float32
-    """Of adapted weights that travel unquantized."""
+    """The type in which adapted weights travel that are not quantized."""
     bits: ClassVar[float]
-    """Per weight: the fewer, the coarser. Backends of equal bits have the same precision."""
+    """Bits per weight: the fewer, the coarser. Equal bits count as equal precision."""
     dtype: ClassVar[torch.dtype | None] = None
     """What unquantized parts are loaded in, None to leave that to the caller."""
     quantises: ClassVar[bool] = True

@@ -13,23 +13,20 @@ from torch.utils._pytree import tree_leaves
 from configs.schema import RunConfig
 from policy.families import family_for
 from policy.families.base import Family
-from policy.memory import conditioning_like
+from policy.memory import calls_of, conditioning_like
 from policy.meta import META, blank
 from policy.precision.base import Backend
 from policy.precision.cost import Step
-from policy.precision.swap import quantise_plan, weight_modules
-from policy.tally import fused_attention
+from policy.precision.swap import quantise_plan
+from policy.tally import flop_counts
 
 
 class _Traffic(TorchDispatchMode):
     """Multiplications, kernels, and the bytes of all operations but matrix products."""
 
     def __init__(self) -> None:
-        # here, as in ``policy.tally``: starts have no need of triton, which comes with it
-        from torch.utils.flop_counter import flop_registry
-
         super().__init__()
-        self._counts = flop_registry
+        self._counts = flop_counts()
         self.flops = self.kernels = self.bytes = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -43,7 +40,7 @@ class _Traffic(TorchDispatchMode):
             self.kernels += 1
         elif made and not view and not schema.name.startswith(("aten::empty", "aten::new_empty")):
             given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-            self.bytes += sum(tensor.numel() * tensor.element_size() for tensor in given + made)
+            self.bytes += sum(tensor.nbytes for tensor in given + made)
             self.kernels += 1
         return out
 
@@ -60,36 +57,14 @@ def step_of(
     """
     plan = quantise_plan(transformer, family, modules_to_not_convert, backend)
     groups = {row.name: row.fused or row.name for row in plan if row.quantised}
-    inputs: dict[str, int] = {}
-    quantised: list[int] = []
-
-    def hook(group: str) -> Any:
-        def seen(module: nn.Module, given: tuple[Tensor, ...], output: Tensor) -> None:
-            weight: Any = module.weight
-            rows = output.numel() // weight.shape[0]
-            inputs[group] = rows * weight.shape[1]  # once for all products of a group
-            quantised.append(2 * rows * weight.numel())
-
-        return seen
-
-    hooks = [
-        module.register_forward_hook(hook(groups[name]))
-        for name, module in weight_modules(transformer)
-        if name in groups
-    ]
     x = torch.empty(batch, *family.latent_shape, device=META)
     cond = conditioning_like(family, batch, torch.bfloat16)
     traffic = _Traffic()
-    try:
-        with torch.no_grad(), fused_attention(), traffic:
-            family.velocity(transformer, x, torch.tensor(0.5), cond)
-    finally:
-        for handle in hooks:
-            handle.remove()
-    elements = sum(inputs.values())
-    return Step(
-        traffic.flops, sum(quantised), len(inputs), elements, traffic.kernels, traffic.bytes
-    )
+    with torch.no_grad(), calls_of(transformer, groups, traffic) as calls:
+        family.velocity(transformer, x, torch.tensor(0.5), cond)
+    inputs = {groups[call.name]: call.elements for call in calls}  # a group packs its input once
+    quantised, elements = sum(call.flops for call in calls), sum(inputs.values())
+    return Step(traffic.flops, quantised, len(inputs), elements, traffic.kernels, traffic.bytes)
 
 
 def configured_step(config: RunConfig, backend: Backend) -> Step:

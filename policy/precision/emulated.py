@@ -100,18 +100,11 @@ class EmulatedNVFP4Linear(QuantisedLinear):
 
     def __init__(self, linear: nn.Linear, workspace: Workspace) -> None:
         super().__init__(linear)
-        device = linear.weight.device
-        self.register_buffer(
-            "codes",
-            torch.zeros(self.out_features, self.in_features // 2, dtype=torch.uint8, device=device),
+        self.add_buffer(linear, "codes", (self.out_features, self.in_features // 2), torch.uint8)
+        self.add_buffer(
+            linear, "scales", (self.out_features, self.in_features // BLOCK), torch.uint8
         )
-        self.register_buffer(
-            "scales",
-            torch.zeros(
-                self.out_features, self.in_features // BLOCK, dtype=torch.uint8, device=device
-            ),
-        )
-        self.register_buffer("amax", torch.zeros((), dtype=torch.float32, device=device))
+        self.add_buffer(linear, "amax", (), torch.float32)
         self.workspace = workspace
 
     def forward(self, x: Tensor) -> Tensor:

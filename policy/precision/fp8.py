@@ -70,14 +70,8 @@ class FP8Linear(QuantisedLinear):
 
     def __init__(self, linear: nn.Linear, activations: Activations) -> None:
         super().__init__(linear)
-        device = linear.weight.device
-        self.register_buffer(
-            "codes",
-            torch.zeros(self.out_features, self.in_features, dtype=torch.uint8, device=device),
-        )
-        self.register_buffer(
-            "scales", torch.ones(self.out_features, dtype=torch.float32, device=device)
-        )
+        self.add_buffer(linear, "codes", (self.out_features, self.in_features), torch.uint8)
+        self.add_buffer(linear, "scales", (self.out_features,), torch.float32)
         self.activations = activations
 
     def forward(self, x: Tensor) -> Tensor:

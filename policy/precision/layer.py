@@ -26,6 +26,12 @@ class QuantisedLinear(nn.Module):
         self.in_features, self.out_features = linear.in_features, linear.out_features
         self.bias = linear.bias
 
+    def add_buffer(
+        self, linear: nn.Linear, name: str, shape: tuple[int, ...], dtype: torch.dtype
+    ) -> None:
+        """A buffer of zeros on the device of the linear's weight."""
+        self.register_buffer(name, torch.zeros(shape, dtype=dtype, device=linear.weight.device))
+
     def _apply(self, fn, recurse: bool = True):  # type: ignore[no-untyped-def]
         """Moves with the module; a cast does not reach the scales."""
         # `model.to(bfloat16)` would round the scales to 8 bits, and every weight with them

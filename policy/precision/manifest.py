@@ -12,8 +12,6 @@ from itertools import accumulate
 import torch
 import xxhash
 
-from configs.section import Tree
-
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 TRAVEL = (torch.uint8, torch.float8_e4m3fn, *FLOATS)
 DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in TRAVEL}
@@ -57,7 +55,7 @@ class Manifest:
     def checksum(self) -> str:
         """xxh3-128 of all fields, hex: equal checksums mean equal weights of equal version."""
         # it finds damage and mistakes, not forgers, at the speed of memory
-        return xxhash.xxh3_128_hexdigest(json.dumps(self.to_dict(), sort_keys=True).encode())
+        return xxhash.xxh3_128_hexdigest(json.dumps(asdict(self), sort_keys=True).encode())
 
     @property
     def nbytes(self) -> int:
@@ -79,7 +77,7 @@ class Manifest:
         return sorted(changed)
 
     def pieces(self, entry: Entry) -> Iterator[Piece]:
-        """Where the bytes of one of its entries lie."""
+        """The shards and slices that hold the bytes of an entry."""
         return pieces(entry, self._starts, self.shard_sizes)
 
     @cached_property
@@ -89,29 +87,6 @@ class Manifest:
     @property
     def _layout(self) -> tuple[object, ...]:
         return self.format, self.format_version, self.shard_sizes, self.entries
-
-    def to_dict(self) -> Tree:
-        """Plain JSON types."""
-        # once through JSON: tuples are lists then, here as on the other side
-        return json.loads(json.dumps(asdict(self)))
-
-    @classmethod
-    def from_dict(cls, plain: Tree) -> Manifest:
-        """The inverse of ``to_dict``. Raises WireError for anything else."""
-        try:
-            entries = tuple(
-                Entry(**{**entry, "shape": tuple(entry["shape"])}) for entry in plain["entries"]
-            )
-            return cls(
-                plain["version"],
-                plain["format"],
-                plain["format_version"],
-                tuple(plain["shard_sizes"]),
-                tuple(plain["hashes"]),
-                entries,
-            )
-        except (KeyError, TypeError) as error:
-            raise WireError(f"this is no manifest of published weights: {error!r}") from error
 
 
 def pieces(entry: Entry, starts: Sequence[int], sizes: Sequence[int]) -> Iterator[Piece]:

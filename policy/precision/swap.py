@@ -74,7 +74,7 @@ def quantise_plan(
 
 def changing_modules(plan: Sequence[ModuleRow], adapted: Container[str]) -> list[str]:
     """The modules whose packed weights may differ from version to version: adapted ones, and those
-    that run as one product, and so share a range, with one.
+    that run as one product with an adapted one, as they share its range.
     """
     groups = {row.fused for row in plan if row.fused is not None and row.name in adapted}
     return [row.name for row in plan if row.name in adapted or row.fused in groups]

@@ -174,7 +174,7 @@ class EngineNVFP4(NVFP4Packing):
         return None if available else f"TransformerEngine says: {reason}"
 
     def refuses(self, rows: int, columns: int) -> str | None:
-        """As ``torch_nvfp4``, whose layers these may be."""
+        """The same weights as ``torch_nvfp4``, whose layers these may be."""
         return kernel_refuses(rows, columns)
 
     def replacements(self, activation_amax: str) -> Callable[[nn.Linear], QuantisedLinear]:

@@ -40,16 +40,12 @@ class NVFP4Weight(QuantisedLinear):
 
     def __init__(self, linear: nn.Linear) -> None:
         super().__init__(linear)
-        device = linear.weight.device
         # no buffer, or it would follow the module to the device
         self.compact = torch.zeros(self.out_features, self.in_features // BLOCK, dtype=torch.uint8)
-        self.register_buffer(
-            "codes",
-            torch.zeros(self.out_features, self.in_features // 2, dtype=torch.uint8, device=device),
-        )
-        self.register_buffer("swizzled", swizzled(self.compact).to(device))
+        self.add_buffer(linear, "codes", (self.out_features, self.in_features // 2), torch.uint8)
+        self.add_buffer(linear, "swizzled", swizzled(self.compact).shape, torch.uint8)
         for name in self.float32_buffers:
-            self.register_buffer(name, torch.zeros(1, dtype=torch.float32, device=device))
+            self.add_buffer(linear, name, (1,), torch.float32)
 
     def wire_targets(self) -> dict[str, Tensor]:
         """``amax`` travels without a dimension: a view of the same memory."""

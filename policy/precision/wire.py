@@ -44,12 +44,12 @@ def pack_section(named: dict[str, Tensor], shard_bytes: int) -> Section:
             raise ValueError(
                 f"{name} is {tensor.dtype}; what travels is one of {', '.join(DTYPES)}"
             )
-        nbytes = tensor.numel() * tensor.element_size()
-        entries.append(Entry(name, DTYPE_NAMES[tensor.dtype], tuple(tensor.shape), offset, nbytes))
-        offset += nbytes
-    sizes = [min(shard_bytes, offset - start) for start in range(0, offset, shard_bytes)]
+        shape, dtype = tuple(tensor.shape), DTYPE_NAMES[tensor.dtype]
+        entries.append(Entry(name, dtype, shape, offset, tensor.nbytes))
+        offset += tensor.nbytes
+    starts = range(0, offset, shard_bytes)
+    sizes = [min(shard_bytes, offset - start) for start in starts]
     shards = tuple(np.empty(size, np.uint8) for size in sizes)
-    starts = list(range(0, offset, shard_bytes))
     for entry, tensor in zip(entries, named.values(), strict=True):
         source = _bytes(tensor.detach().cpu().contiguous()).numpy()
         for shard, inside, piece in pieces(entry, starts, sizes):

@@ -26,7 +26,7 @@ class Guided:
 
     @staticmethod
     def at(settings: Guidance, scale: float) -> Guided | None:
-        """As ``of``, at a strength."""
+        """Guidance at this scale; None for 1, where one velocity is enough."""
         return Guided(scale, settings.one_pass) if scale != 1 else None
 
 

@@ -61,7 +61,7 @@ class _Step:
     previous: Tensor | None
 
     def corrected(self, x0: Tensor) -> Tensor:
-        """Where UniC ends, given the clean sample ``x0`` at what was predicted."""
+        """The state after UniC's correction by the clean sample ``x0`` at the predicted state."""
         if self.previous is None:
             return self.carried + self.gain * (self.x0 + 0.5 * (x0 - self.x0))
         q, whole = -self.inverse_ratio, -1 / math.expm1(-self.h)

@@ -52,7 +52,7 @@ def explored_paths(config: RunConfig, solver: str, iteration: int) -> PathPlan |
 
 
 def shared_start(config: RunConfig, seeds: Sequence[int]) -> int | None:
-    """Whose initial noise all paths of a prompt with these ``seeds`` have; None: each its own."""
+    """The seed whose initial noise all paths of a prompt start from; None: each from its own."""
     return seeds[0] if config.objective.one_noise_per_group else None
 
 

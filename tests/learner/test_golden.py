@@ -115,7 +115,7 @@ def test_spacing_and_solvers(spacing):
     euler takes the differences of sigmas in float32, whose last bits are 1e-8 of them.
     """
     shift = {"num_train_timesteps": 1000, "shift": 3.0}
-    found = flow_match_sigmas(shift, 6, None, None, 0, spacing)
+    found = flow_match_sigmas(shift, 6, None, schedule=spacing)
     wanted = GOLDEN["spacing"][spacing]
     close(found, wanted, 1e-6)
     given = GOLDEN["solver"]

@@ -27,16 +27,16 @@ def test_the_schedule_of_the_reference_for_sd3():
     """t = linspace(1, t_min, 6) with t_min = 3 / 1002, shifted once by the scheduler's own table,
     and all shifted again: 3 t / (1 + 2 t). In float64 by hand; float32 in the scheduler.
     """
-    found = flow_match_sigmas(SHIFT_3, 6, None, None, 0, "scheduler").double().numpy()
+    found = flow_match_sigmas(SHIFT_3, 6, None, schedule="scheduler").double().numpy()
     t = np.linspace(1, 3 * 0.001 / (1 + 2 * 0.001), 6)
     np.testing.assert_allclose(found, [*(3 * t / (1 + 2 * t)), 0], rtol=0, atol=1e-6)
     assert [round(x, 3) for x in found] == [1, 0.923, 0.819, 0.668, 0.432, 0.009, 0]
-    own = flow_match_sigmas(SHIFT_3, 6, None, None, 0)
+    own = flow_match_sigmas(SHIFT_3, 6, None)
     np.testing.assert_allclose(own, [1, 0.9375, 6 / 7, 0.75, 0.6, 0.375, 0], rtol=0, atol=1e-6)
 
 
 def test_a_uniform_schedule_knows_no_shift():
-    found = flow_match_sigmas(SHIFT_3, 4, None, None, 0, "uniform")
+    found = flow_match_sigmas(SHIFT_3, 4, None, schedule="uniform")
     assert torch.equal(found, torch.tensor([1, 0.75, 0.5, 0.25, 0]))
     with pytest.raises(ConfigError) as error:
         load("quickstart", ["model.schedule=uniform", "model.shift=3.0"])

@@ -127,7 +127,7 @@ def test_exports_tell_how_much_changed_and_what_is_quantised(tiny_sd3_dir):
             "modules_to_not_convert": ["*.to_out.0"],
         },
     )
-    rows = {row["name"]: row for row in trainer.quantisation_table}
+    rows = {row["name"]: row for row in trainer.exporter.table}
     assert rows["transformer_blocks.0.attn.to_q"]["quantised"]
     assert not rows["transformer_blocks.0.attn.to_out.0"]["quantised"]
     assert "explore.modules_to_not_convert" in rows["transformer_blocks.0.attn.to_out.0"]["why"]
@@ -145,7 +145,7 @@ def test_exports_tell_how_much_changed_and_what_is_quantised(tiny_sd3_dir):
 
 def test_an_arm_without_exploring_exports_nothing(tiny_sd3_dir):
     trainer = tiny_trainer(tiny_sd3_dir, arm="diffusionnft")
-    assert trainer.quantisation_table == []
+    assert trainer.exporter.table == []
     with pytest.raises(ValueError, match="'diffusionnft' explores nothing"):
         trainer.export(0)
 

@@ -20,10 +20,10 @@ def test_explorers_know_better_which_backend_they_run(tiny_sd3_dir):
     assert manifest.format == "fp8" and statistics == {}
     Explorer(trainer.family, BACKENDS["fp8"]).load(manifest, chunks)
     assert trainer.export(2, "fp8")[2] == {"weights/codes_changed": 0.0}
-    assert {row["why"] for row in trainer.quantisation_table if row["quantised"]} == {
+    assert {row["why"] for row in trainer.exporter.table if row["quantised"]} == {
         "a linear of the blocks"
     }
-    assert any(row["fused"] for row in trainer.quantisation_table) == bool(trainer.family.fuse)
+    assert any(row["fused"] for row in trainer.exporter.table) == bool(trainer.family.fuse)
 
 
 def test_a_learner_without_the_explorers_gpu_packs_for_it(tiny_sd3_dir):

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from configs.schema import RunConfig
-from learner.objectives import Points
+from learner.objectives.base import Points
 from learner.trainer import Group, Trainer
 from policy.lora import adapter_state, load_adapter_state
 from policy.types import Conditioning

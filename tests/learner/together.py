@@ -26,7 +26,7 @@ import xxhash
 
 from learner.lockstep import OutOfStep
 from learner.nonfinite import NonFiniteTraining
-from learner.objectives import Points
+from learner.objectives.base import Points
 from learner.replicas import (
     DistributedReplicas,
     GroupBroken,
@@ -147,7 +147,9 @@ def made(trainer: Trainer) -> dict[str, Any]:
         for weights in ("old", "ema", "base")
     ]
     manifest, *_ = trainer.export(1, "emulated_nvfp4")
-    probed = trainer.probe(cond, 1, [5], 1, "euler")[0] if not trainer.replicas.rank else None
+    probed = (
+        trainer.exporter.probe(cond, 1, [5], 1, "euler")[0] if not trainer.replicas.rank else None
+    )
     return {
         "drawn": [digest(samples["latents"]) + digest(images) for samples, images in drawn],
         "published": manifest.hashes,

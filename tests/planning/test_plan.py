@@ -128,7 +128,7 @@ def test_a_learner_holds_and_sends_what_the_plan_says(directories, tmp_path, nam
     sent = sum(again.shard_sizes[index] for index in again.changed_since(manifest))
     assert plan.changing == sent < plan.broadcast
     assert plan.quantised_weights == sum(
-        torch.Size(row["shape"]).numel() for row in trainer.quantisation_table if row["quantised"]
+        torch.Size(row["shape"]).numel() for row in trainer.exporter.table if row["quantised"]
     )
 
 
@@ -170,7 +170,7 @@ def test_a_broadcast_of_sana_is_nine_bits_in_two_weights(tmp_path):
     """The published architecture: (8 * 20 + 7.5 * 20) d^2 weights in 20 * (8 + 2) layers, 4.5 bits
     each and 4 bytes per layer.
     """
-    path = str(write_configs("sana-1.6b", tmp_path))
+    path = str(write_configs(published("sana-1.6b"), tmp_path))
     family = family_for(Model(family="sana", path=path, height=1024, width=1024))
     blank, rows, layers = meta.blank_explorer(family, BACKENDS["te_nvfp4"], (), torch.bfloat16)
     wanted = (8 * 20 + 7.5 * 20) * 2240**2 * 9 / 16 + 4 * 200

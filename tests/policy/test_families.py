@@ -15,7 +15,7 @@ from torch import nn
 import policy.families
 from configs.sections import Model
 from configs.training import Lora
-from policy.families import FAMILIES, TextEncoder, family_for
+from policy.families import FAMILIES, family_for
 from policy.families.text import PromptEncoder
 from policy.lora import adapted_modules, add_adapters, target_modules
 from policy.precision.backends import BACKENDS
@@ -46,7 +46,7 @@ def family(name, directory):
 
 
 @functools.cache
-def text_of(name: str, directory: str) -> TextEncoder:
+def text_of(name: str, directory: str) -> PromptEncoder:
     """Read it; what a test changes it loads itself."""
     return family_for(tiny_model(name, Path(directory))).load_text("cpu", torch.float32)
 

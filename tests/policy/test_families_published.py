@@ -131,7 +131,7 @@ WAN_SECOND = 3 * 0.75025 / (1 + 2 * 0.75025)
 )
 def test_families_read_the_published_configurations(tmp_path, name, shape, first_sigmas):
     model = published(name)
-    directory = write_configs(name, tmp_path / name)
+    directory = write_configs(model, tmp_path / name)
     settings = Model(
         family=model["family"],
         path=str(directory),
@@ -185,7 +185,7 @@ def test_what_is_quantised_of_a_published_model(tmp_path, name):
     family = family_for(
         Model(
             family=model["family"],
-            path=str(write_configs(name, tmp_path / name)),
+            path=str(write_configs(published(name), tmp_path / name)),
             frames=model.get("frames"),
         )
     )

@@ -70,7 +70,6 @@ def test_round_trip(spec, shard_bytes):
         == sum(len(bits(t)) for t in named.values())
     )
     assert all(shard.nbytes <= shard_bytes for shard in shards)
-    manifest = Manifest.from_dict(manifest.to_dict())
     targets = blank(named)
     pointers = {name: tensor.data_ptr() for name, tensor in targets.items()}
     for shard in shards:
@@ -148,8 +147,6 @@ def test_a_manifest_that_points_outside_is_refused():
         ),
     ):
         unpack_into(replace(manifest, format_version=0), shards, blank(named))
-    with pytest.raises(WireError, match="this is no manifest"):
-        Manifest.from_dict({"version": 1})
 
 
 def test_a_float_may_arrive_in_another_width():

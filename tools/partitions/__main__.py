@@ -20,7 +20,7 @@ from tools.partitions.scenarios import SCENARIOS, SHARED, Scenario
 
 
 def _injector(lab: Lab, scenario: Scenario | None) -> Any:
-    """Of a run's faults none, but what ``scenario`` does to the network when its moment comes."""
+    """Injects no fault of its own, but does what ``scenario`` does to the network at its moment."""
     # not above: what it imports reads an environment that the lab has yet to set
     from tests.cluster.faults import FaultInjector
 

@@ -80,16 +80,12 @@ def named_by(hub_id: str) -> tuple[str, Tree] | None:
     return None
 
 
-def write_configs(name: str, directory: str | Path) -> Path:
+def write_configs(model: Tree, directory: str | Path) -> Path:
     """Write a pipeline directory of configuration files, without weights, for a ``Family`` to read.
 
-    Tokenizers are empty directories. Returns the directory.
+    ``model`` is what ``published`` or ``named_by`` returns. Tokenizers are empty directories.
+    Returns the directory.
     """
-    return write_described(published(name), directory)
-
-
-def write_described(model: Tree, directory: str | Path) -> Path:
-    """``write_configs`` of what ``published`` or ``named_by`` says."""
     root = Path(directory)
     index: Tree = {"_class_name": model["pipeline"]}
     for key, part in model["parts"].items():
