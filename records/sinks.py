@@ -81,7 +81,7 @@ class Sinks:
         """Give every sink one row. Raises OSError when metrics.jsonl cannot be written."""
         for name in sorted(row.keys() - self._undeclared):
             if not declared(name):
-                # A metric that nobody described is worth a line, and not the hours of a run.
+                # a metric without a description is worth an event, and not the end of a run
                 self._undeclared.add(name)
                 self._event("metric_undeclared", metric=name, why="records.metrics lacks it")
         self._rundir.metric(dict(row))
@@ -104,7 +104,7 @@ class Sinks:
         self._try(name, lambda: self._others.append(make()), None)
 
     def _try(self, name: str, do: Callable[[], None], sink: Sink | None) -> None:
-        """Other people's loggers raise what they like, and no run should end for it."""
+        """Do it, or drop the sink: a logger may raise anything, and no run should end for that."""
         try:
             with self._one_at_a_time:
                 do()

@@ -1,7 +1,4 @@
-"""Waiting for one actor's answer: what comes, or in which of three ways it does not.
-
-No answer is waited for without end.
-"""
+"""Waiting for one actor's answer, with a deadline: a value, or the reason why there is none."""
 
 from __future__ import annotations
 
@@ -24,7 +21,7 @@ from records.timeline import Span, span_of
 
 Value = TypeVar("Value")
 AWAY_S = 1.0
-"""Woken so much too late, the driver itself was stopped, and cannot say that others were silent."""
+"""A driver that wakes so much too late was stopped itself, and cannot say who was silent."""
 
 
 @dataclass(frozen=True)
@@ -38,9 +35,9 @@ class Answers:
     why_lost: Callable[[RayError], Awaitable[str | None]]  # as ``ActorPool.lost_by``
 
     async def of(self, member: Member, key: object, attempt: int, ref: ObjectRef[Answer]) -> Answer:
-        """The value behind ``ref``, a call for the task ``key`` that ``member``'s actor was sent.
+        """The value behind ``ref``: the answer of ``member`` to a call for the task ``key``.
 
-        Raises as ``answer_of``, and ActorLost where what the method raised means that as well.
+        Raises as ``answer_of``, and ActorLost where ``why_lost`` takes an error for a loss.
         """
         try:
             return await self._timed(member, key, attempt, ref)
@@ -76,7 +73,7 @@ class Answers:
 async def answer_of(
     transport: Transport, member: Member, ref: ObjectRef[Value], service: Service
 ) -> Value:
-    """The value behind ``ref``, a call that the member's actor was sent.
+    """The value behind ``ref``: the answer of the member's actor to a call.
 
     It may take ``service.deadline_s`` seconds since the actor's last answer: it does one thing
     after the other, and this call may stand behind others. An actor that is ``cold`` has
@@ -141,6 +138,6 @@ def _inputs_lost(error: ObjectLostError) -> InputsLost:
 
 
 def _observe(future: asyncio.Future[Value]) -> None:
-    """Look at how a call ended."""
+    """Retrieve the exception of a call that nobody awaits."""
     if not future.cancelled():
         future.exception()

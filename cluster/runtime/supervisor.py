@@ -161,7 +161,7 @@ class Supervisor:
             if member.incarnation != incarnation or member.benched:
                 return
             self.discard(member, why)
-            # nobody is to follow it; its tasks are in the queue again
+            # a member that leaves gets no successor; its tasks are in the queue again
             if member.leaving:
                 return
             # counted per place: one bad node must not use up the restarts of the others
@@ -227,7 +227,7 @@ class Supervisor:
         )
         # those that the run starts with are compared by the first use of them all
         if (joins or member.incarnation) and (fault := self.accepts(info)):
-            # it is no member yet, so nothing else would end it
+            # no member holds it yet, so nothing else would end it
             self.transport.kill(handle)
             raise RunFailed(f"{who} {fault}")
         # kept for the callback: when the node is lost another actor may be in this place
@@ -241,8 +241,8 @@ class Supervisor:
         self.changed()
 
     def _node_lost(self, member: Member, incarnation: int, why: asyncio.Future[str]) -> None:
-        """Also of an actor that nothing is asked of now: the next task shall not wait for it."""
-        member.alarm.wake()  # what it was asked, whichever actor is in this place by now
+        """Replace the actor at once, though it may be idle: the next task must not wait for it."""
+        member.alarm.wake()  # those that wait for its answers, whichever actor is here by now
         if not why.cancelled() and member.handle and member.incarnation == incarnation:
             self.stranded(member, incarnation, why.result())
 
