@@ -13,14 +13,15 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
-from analysis.compare.alike import check_alike
+from analysis.compare.groups import check_alike
 from analysis.compare.request import Draft, Request, Tree, check_ratios, described
 from configs.load import ConfigError, apply, lay_over, layer, parse, tree_of
+from configs.resume import covers
 from configs.schema import NAME, RunConfig
 
 UNUSED = {
-    "diffusionnft": ("explore.*", "selection.rule"),
-    "naive_scaling": ("explore.*", "-explore.pool_size", "-explore.chunk_size"),
+    "diffusionnft": ("explore", "selection.rule"),
+    "naive_scaling": ("explore", "-explore.pool_size", "-explore.chunk_size"),
     "naive_quant": ("explore.steps", "explore.solver"),
     "sol_rl": (),
 }
@@ -29,7 +30,7 @@ UNUSED = {
 
 @dataclass(frozen=True)
 class Cell:
-    """A row of the table; ``tree`` has no defaults yet, ``refused`` says why it cannot be run."""
+    """A row of the table; ``tree`` lacks the defaults, ``refused`` says why it cannot be run."""
 
     name: str
     title: str
@@ -149,13 +150,8 @@ def _cell(name: str, title: str, tree: Tree) -> Cell:
 
 
 def _unused(arm: str, key: str) -> bool:
-    patterns = UNUSED.get(arm, ())
-    if f"-{key}" in patterns:
-        return False
-    return any(
-        key == pattern or (pattern.endswith(".*") and key.startswith(pattern[:-1]))
-        for pattern in patterns
-    )
+    unused = UNUSED.get(arm, ())
+    return f"-{key}" not in unused and any(covers(each, key) for each in unused)
 
 
 def _nested(key: str, value: object) -> Tree:

@@ -96,19 +96,8 @@ class Described:
 def described(request: Request) -> Described:
     """What the command line, or the file that it names, says. Raises ConfigError."""
     path = comparison_file(request.source)
-    fixed = {current_key(override.partition("=")[0]) for override in request.overrides}
-    vary: dict[str, list[object]] = {}
     if path is None:
-        found = Described(
-            request.source,
-            {},
-            _from_arguments(request),
-            1,
-            request.baseline,
-            vary,
-            request.operations,
-            None,
-        )
+        file, drafts = None, _from_arguments(request)
     elif request.arms or request.objectives:
         raise ConfigError(
             f"{request.source} lists its cells: leave --arms and --objectives out, or give a preset"
@@ -116,21 +105,24 @@ def described(request: Request) -> Described:
     else:
         file = _parse_file(path)
         drafts = [Draft(cell.name, cell.name, cell.layers, cell.changes) for cell in file.cells]
-        baseline = request.baseline or file.baseline
-        vary |= file.vary
-        ratios = request.operations or file.operations
-        found = Described(
-            file.base, file.changes, drafts, file.seeds, baseline, vary, ratios, path.stem
-        )
-    _check_own(request, found.drafts, vary)
-    for key in [key for key in vary if current_key(key) in fixed]:
-        del vary[key]
-    vary |= _varied(request.vary, fixed)
-    return found
+    listed = file.vary if file else {}
+    _check_own(request, drafts, listed)
+    fixed = {current_key(override.partition("=")[0]) for override in request.overrides}
+    kept = {key: values for key, values in listed.items() if current_key(key) not in fixed}
+    return Described(
+        base=file.base if file else request.source,
+        changes=file.changes if file else {},
+        drafts=drafts,
+        seeds=file.seeds if file else 1,
+        baseline=request.baseline or (file.baseline if file else None),
+        vary=kept | _varied(request.vary, fixed),
+        operations=request.operations or (file.operations if file else ()),
+        name=path.stem if path else None,
+    )
 
 
 def check_ratios(ratios: tuple[float, ...]) -> tuple[float, ...]:
-    """The same. Raises ConfigError for a ratio below 1, none that is finite, or one given twice."""
+    """``ratios``. Raises ConfigError for one that is below 1, not finite, or given twice."""
     for ratio in ratios:
         if not 1 <= ratio < math.inf or ratios.count(ratio) > 1:
             raise ConfigError(

@@ -127,7 +127,7 @@ def test_a_trained_policy_is_measured_with_its_own_weights(config, tmp_path, cap
     [
         (["fidelity"], "--run DIR"),
         (["fidelity", "quickstart", "--run", "x"], "--run DIR"),
-        (["fidelity", "quickstart", "--steps", "0"], "at least 1"),
+        (["fidelity", "quickstart", "--steps", "0"], "--steps 0: must be above 0"),
         (["fidelity", "quickstart", "--seeds", "10"], "need at least 24"),
         (
             ["fidelity", "quickstart", "--backends", "nvfp3"],
