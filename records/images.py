@@ -62,26 +62,22 @@ def save_images(
     fps: int = 16,
     sources: Sequence[np.ndarray | None] = (),
 ) -> Path:
-    """Write ``images`` uint8 [P, S, 3, H, W] of P ``prompts``; returns the step's directory.
+    """Write ``images`` uint8 [P, S, 3, H, W] of P ``prompts``, or clips [P, S, F, 3, H, W] at
+    ``fps`` frames per second; returns the step's directory, which replaces an older one.
 
-    Or clips [P, S, F, 3, H, W], to be shown at ``fps`` frames per second. ``sources``: what prompts
-    edit, uint8 [3, H, W]. The step's directory is written beside and renamed; an existing one of
-    the same step is replaced. Raises ValueError when shapes or dtype do not fit.
+    ``sources``: what prompts edit, uint8 [3, H, W]. Raises ValueError when shapes or dtype do not
+    fit.
     """
     if images.ndim not in (5, 6) or images.shape[-3] != 3 or images.dtype != np.uint8:
         raise ValueError(
             "images must be uint8 [prompts, seeds, 3, height, width] or [prompts, seeds, frames, 3,"
             f" height, width], not {images.dtype} {list(images.shape)}"
         )
-    if len(prompts) < images.shape[0]:
-        raise ValueError(
-            f"{len(prompts)} prompts for images of {images.shape[0]}: give a prompt per row"
-        )
+    rows = len(images)
+    if len(prompts) < rows:
+        raise ValueError(f"{len(prompts)} prompts for images of {rows}: give a prompt per row")
     directory.mkdir(parents=True, exist_ok=True)
-    named = [
-        {"index": index, "prompt": prompt}
-        for index, prompt in enumerate(prompts[: images.shape[0]])
-    ]
+    named = [{"index": index, "prompt": prompt} for index, prompt in enumerate(prompts[:rows])]
     atomic.write_text(
         directory / "prompts.json", json.dumps(named, ensure_ascii=False, indent=1) + "\n"
     )
@@ -91,11 +87,10 @@ def save_images(
     final = directory / f"step_{step:06d}"
     with atomic.replacing_directory(final) as beside:
         for prompt, noise in np.ndindex(*images.shape[:2]):
-            image, file = images[prompt, noise], f"{prompt}_{noise}"
-            if image.ndim == 3:
-                (beside / f"{file}.png").write_bytes(png_bytes(image))
-            else:
-                (beside / f"{file}.webp").write_bytes(webp_bytes(image, fps))
+            image = images[prompt, noise]
+            clip = image.ndim == 4
+            file = beside / f"{prompt}_{noise}.{'webp' if clip else 'png'}"
+            file.write_bytes(webp_bytes(image, fps) if clip else png_bytes(image))
     return final
 
 

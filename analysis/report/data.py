@@ -8,6 +8,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from analysis.compare.statistics import NOTHING, Mean
 from records.extremes import KeptIteration, find_extremes
 from records.images import RunImages, find_images
 from records.rundir import finite
@@ -64,6 +65,19 @@ class RunData:
         """The newest evaluation after ``before``."""
         return self.evaluations[-1] if len(self.evaluations) > 1 else None
 
+    @property
+    def gain(self) -> tuple[Mean, bool]:
+        """Held-out reward after training less that before, NaN where it is not known, and whether
+        it is paired by prompt and seed.
+        """
+        if self.before is None or self.after is None:
+            return NOTHING, False
+        gain = mean_in(self.after, "eval/gain", "eval/gain_stderr")
+        if math.isfinite(gain.mean):
+            return gain, True
+        start, end = held_out_reward(self.before), held_out_reward(self.after)
+        return Mean(end.mean - start.mean, gain.error, 0), False
+
     def prompt_means(self, row: Row | None) -> list[float]:
         """Mean held-out reward of each prompt in an evaluation, NaN where none was scored."""
         rewards = self.held_out.get(step_of(row), []) if row else []
@@ -93,49 +107,41 @@ def read_run(directory: Path) -> RunData:
             " RUN_ROOT/NAME of a run"
         )
     remarks: list[str] = []
-    root = _json(directory / "config.json", remarks)
-    root = root if isinstance(root, dict) else {}
-    config = root.get("config") if isinstance(root.get("config"), dict) else {}
+    root = _row(_json(directory / "config.json", remarks))
+    config = _row(root.get("config"))
     rows = _lines(directory / "metrics.jsonl", remarks)
     events = [
         row
         for row in _lines(directory / "events.jsonl", remarks)
         if isinstance(row.get("event"), str)
     ]
-    images = find_images(directory / "images")
-    table = (
-        _json(directory / "quantisation.json", remarks)
-        if (directory / "quantisation.json").exists()
-        else []
-    )
+    layers = directory / "quantisation.json"
+    table = _json(layers, remarks) if layers.exists() else []
     tables = {
-        int(path.stem[5:]): _evaluation(path)
+        int(path.stem[5:]): _row(_json(path, []))
         for path in sorted((directory / "evaluations").glob("step_??????.json"))
     }
-    digests = root.get("prompts")
-    assert config is not None
     return RunData(
         name=str(config.get("name") or directory.name),
         config=config,
-        versions=root["versions"] if isinstance(root.get("versions"), dict) else {},
+        versions=_row(root.get("versions")),
         iterations=_newest_of(row for row in rows if row.get("kind") == "iteration"),
         evaluations=_same_weights(
             _newest_of(row for row in rows if row.get("kind") == "evaluation")
         ),
         events=sorted(events, key=lambda event: finite(event.get("time")) or 0.0),
-        images=images,
+        images=find_images(directory / "images"),
         held_out={step: _grid(found.get("rewards")) for step, found in tables.items()},
-        scores={step: _grids(found.get("scores")) for step, found in tables.items()},
-        quantisation=(
-            [row for row in table if isinstance(row, dict)] if isinstance(table, list) else []
-        ),
+        scores={
+            step: {label: _grid(rows) for label, rows in _row(found.get("scores")).items()}
+            for step, found in tables.items()
+        },
+        quantisation=[row for row in map(_row, table) if row] if isinstance(table, list) else [],
         spans=read_spans(directory / TIMELINE, remarks),
         remarks=remarks,
-        prompts=(
-            {key: found for key, found in digests.items() if isinstance(found, str)}
-            if isinstance(digests, dict)
-            else {}
-        ),
+        prompts={
+            key: found for key, found in _row(root.get("prompts")).items() if isinstance(found, str)
+        },
         extremes=find_extremes(directory / "images"),
     )
 
@@ -143,6 +149,17 @@ def read_run(directory: Path) -> RunData:
 def step_of(row: Row) -> int:
     """The row's iteration; rows without one are left out when a run is read."""
     return int(finite(row.get("iteration")) or 0)
+
+
+def mean_in(row: Row, name: str, error: str) -> Mean:
+    """A mean of the row and its standard error, NaN for what it does not have."""
+    found = (finite(row.get(key)) for key in (name, error))
+    return Mean(*(math.nan if value is None else value for value in found), 0)
+
+
+def held_out_reward(row: Row) -> Mean:
+    """That of an evaluation."""
+    return mean_in(row, "reward/eval_mean", "eval/stderr")
 
 
 def points(rows: Sequence[Row], name: str) -> list[tuple[float, float]]:
@@ -232,21 +249,9 @@ def _same_weights(rows: list[Row]) -> list[Row]:
     return [row for row in rows if row.get("weights") in (kind, "base")]
 
 
-def _evaluation(path: Path) -> Row:
-    """What an evaluation's file holds; nothing where it cannot be read."""
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
+def _row(found: object) -> Row:
+    """An object of JSON; empty where it is something else."""
     return found if isinstance(found, dict) else {}
-
-
-def _grids(found: object) -> dict[str, Grid]:
-    return (
-        {str(label): _grid(rows) for label, rows in found.items()}
-        if isinstance(found, dict)
-        else {}
-    )
 
 
 def _grid(found: object) -> Grid:

@@ -13,17 +13,16 @@ from analysis.report.timeline import Chart, Drawing, Lane, Mark, drawing, in_run
 from records.words import duration
 
 TONES = {
-    **dict.fromkeys(("actor_started", "actor_replaced", "actor_added", "run_finished"), "good"),
-    **dict.fromkeys(
-        ("actor_died", "actor_benched", "node_lost", "run_failed", "identity_failed"), "bad"
+    "good": ("actor_started", "actor_replaced", "actor_added", "run_finished"),
+    "bad": ("actor_died", "actor_benched", "node_lost", "run_failed", "identity_failed"),
+    "warn": (
+        *("chunk_reissued", "run_resumed", "run_stopped", "stopped_early", "scaling_refused"),
+        *("metrics_unavailable", "metric_undeclared", "sink_failed", "report_failed"),
+        *("images_missed", "actor_waits", "audit_low", "backend_moved", "backend_kept"),
+        "scorer_constant",
     ),
-    **dict.fromkeys(("chunk_reissued", "run_resumed", "run_stopped", "stopped_early"), "warn"),
-    **dict.fromkeys(("metrics_unavailable", "metric_undeclared", "sink_failed"), "warn"),
-    **dict.fromkeys(("report_failed", "images_missed"), "warn"),
-    **dict.fromkeys(("scaling_refused", "actor_waits", "audit_low"), "warn"),
-    **dict.fromkeys(("backend_moved", "backend_kept", "scorer_constant"), "warn"),
 }
-"""Tones of events; of all others, "plain"."""
+"""Events by tone; all others are plain."""
 ROUTINE = {"version_published", "checkpoint_saved", "actor_started", "identity_checked"}
 """Events that are counted and drawn, but not listed."""
 KINDS = ("rollout", "reward", "scorers.", "selector", "encoder", "learner")
@@ -182,7 +181,7 @@ def _words(event: Row) -> str:
 
 
 def _tone(event: Row) -> str:
-    return TONES.get(str(event["event"]), "plain")
+    return next((tone for tone, names in TONES.items() if event["event"] in names), "plain")
 
 
 def _because(event: Row) -> str:

@@ -141,3 +141,4 @@ TEMPLATES = Environment(
     lstrip_blocks=True,
 )
 TEMPLATES.filters["number"] = number
+TEMPLATES.tests["known"] = math.isfinite
