@@ -26,7 +26,6 @@ ENDINGS = {
     "run_resumed": "open",
 }
 NO_ITERATION = "No iteration has ended yet."
-REASON_KEYS = ("why", "reason", "error", "message")
 
 
 @dataclass(frozen=True)
@@ -177,24 +176,14 @@ def values(rows: Sequence[Row], name: str) -> list[float]:
 
 def reason(event: Row) -> str:
     """Why, in the words of the event, else all that it says."""
-    for key in REASON_KEYS:
-        if event.get(key):
-            return str(event[key])
-    return ", ".join(
-        f"{key} {value}" for key, value in event.items() if key not in ("time", "event")
-    )
+    fields = (f"{key} {value}" for key, value in event.items() if key not in ("time", "event"))
+    return str(event.get("why") or ", ".join(fields))
 
 
 def actor_of(event: Row) -> str | None:
     """The actor that an event is about: ``rollout-1``."""
-    actor, kind = event.get("actor"), event.get("kind")
-    if actor is None:
-        return None
-    return (
-        f"{kind}-{actor}"
-        if kind is not None and not str(actor).startswith(str(kind))
-        else str(actor)
-    )
+    actor = event.get("actor")
+    return None if actor is None else f"{event.get('kind')}-{actor}"
 
 
 def _json(path: Path, remarks: list[str]) -> object:

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from analysis.report.data import REASON_KEYS, Row, RunData, actor_of, finite
+from analysis.report.data import Row, RunData, actor_of, finite
 from analysis.report.parts import Cell, Table
 from analysis.report.timeline import Chart, Drawing, Lane, Mark, drawing, in_running_time
 from records.words import duration
@@ -89,7 +89,7 @@ def lanes_of(events: Sequence[Row], times: Sequence[float]) -> dict[str, Lane]:
 
 @dataclass(frozen=True)
 class Happenings:
-    """What the chapter shows: how often what happened, the drawing, and tables of events."""
+    """What the chapter shows: counts of events, the drawing, and tables of events."""
 
     counts: list[tuple[str, int]]
     drawing: Drawing
@@ -141,7 +141,7 @@ def timeline_of(run: RunData, times: Sequence[float]) -> Chart:
 
 
 def _run_marks(events: Sequence[Row], times: Sequence[float]) -> list[Mark]:
-    """What befell the run as a whole: resumes, scaling, its end."""
+    """Events of the run as a whole: resumes, scaling, its end."""
     marks = []
     for event, when in zip(events, times, strict=True):
         name = event["event"]
@@ -162,7 +162,7 @@ def _run_marks(events: Sequence[Row], times: Sequence[float]) -> list[Mark]:
 def _table(
     rows: Sequence[tuple[Row, float]], longest: int = 2000, title: str = "", note: str = ""
 ) -> Table:
-    """Events as rows; of a longer reason ``longest`` characters, and all behind the pointer."""
+    """Events as rows; a reason is cut to ``longest`` characters, its tooltip has all."""
     cells = [
         (
             Cell(duration(when), "when"),
@@ -185,18 +185,13 @@ def _tone(event: Row) -> str:
 
 
 def _because(event: Row) -> str:
-    why = next((str(event[key]) for key in REASON_KEYS if event.get(key)), "")
-    return f" ({_cut(why, LONGEST)})" if why else ""
+    return f" ({_cut(str(event['why']), LONGEST)})" if event.get("why") else ""
 
 
 def _details(event: Row, longest: int = 2000) -> str:
     """The fields of an event, the reason last, without those that have a column of their own."""
-    why = [_cut(str(event[key]), longest) for key in REASON_KEYS if event.get(key)]
-    own = (
-        {"time", "event", "actor", "kind", *REASON_KEYS}
-        if actor_of(event)
-        else {"time", "event", *REASON_KEYS}
-    )
+    why = [_cut(str(event["why"]), longest)] if event.get("why") else []
+    own = {"time", "event", "why", *(("actor", "kind") if actor_of(event) else ())}
     rest = [
         f"{key.replace('_', ' ')} {_plain(value)}"
         for key, value in event.items()
@@ -212,11 +207,7 @@ def _cut(text: str, longest: int) -> str:
 
 
 def _plain(value: object) -> str:
-    return (
-        f"{value:,}"
-        if isinstance(value, int) and not isinstance(value, bool) and value >= 1_000_000
-        else str(value)
-    )
+    return f"{value:,}" if isinstance(value, int) and value >= 1_000_000 else str(value)
 
 
 def _lane_order(name: str) -> tuple[int, list[tuple[int, str]]]:

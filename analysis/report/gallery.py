@@ -14,7 +14,7 @@ from records.images import TINY, StepImages, data_uri
 
 @dataclass(frozen=True)
 class Shown:
-    """An image with its ``data:`` address; without one, a hole."""
+    """An image with its ``data:`` address; without one its place is left blank."""
 
     text: str
     address: str = ""
@@ -89,7 +89,7 @@ def _image(step: StepImages, index: int, noise: int, text: str) -> Shown:
 
 
 def shown_image(path: Path, text: str) -> Shown:
-    """The image or clip in a file; a hole where it cannot be read."""
+    """The image or clip in a file; without an address where it cannot be read."""
     try:
         return Shown(text, *data_uri(path))
     except OSError:  # replaced just now, or no image

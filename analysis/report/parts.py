@@ -33,7 +33,7 @@ class Item:
 
 @dataclass(frozen=True)
 class Cell:
-    """A table's cell: CSS classes, words behind the pointer, a bar (colour, pixels) in front."""
+    """A table's cell: CSS classes, a tooltip, a bar (colour, pixels) in front."""
 
     text: str
     kind: str = ""
