@@ -18,11 +18,10 @@ from configs.schema import RunConfig
 from records.errors import described
 from records.extremes import Extreme, sheet
 from records.metrics import declared
-from records.prometheus import PrometheusExporter
+from records.prometheus import Events, PrometheusExporter
 from records.rundir import RunDirectory
 
 Row = Mapping[str, object]
-Events = Callable[..., None]
 SHEET = "images/best_and_worst"
 EXTRAS = ("tensorboard", "wandb")
 """Fields of ``[logging]`` that need a package; its module and its extra have the field's name."""

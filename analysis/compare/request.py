@@ -20,7 +20,7 @@ from configs.arms import Arm
 from configs.load import HERE, ConfigError, tree_of
 from configs.objectives import OBJECTIVES
 from configs.schema import RunConfig
-from configs.section import Section
+from configs.section import Section, Tree
 
 COMPARISONS = HERE / "comparisons"
 OWN = {
@@ -30,7 +30,6 @@ OWN = {
 }
 """Keys that a comparison sets in every run, and what to do instead of setting them."""
 SEEDS = 3
-Tree = dict[str, object]
 
 
 class CellOfFile(Section):
@@ -81,7 +80,7 @@ class Draft:
 
 @dataclass(frozen=True)
 class Described:
-    """Cells on a common ``base`` with its ``changes``; ``name`` is that of a comparison file."""
+    """Cells on a common ``base`` and its ``changes``; ``name``: that of the comparison file."""
 
     base: str
     changes: Tree
@@ -184,7 +183,7 @@ def _parse_file(path: Path) -> ComparisonFile:
 
 
 def _check_own(request: Request, drafts: Sequence[Draft], varied: Iterable[str]) -> None:
-    """Raises ConfigError for a cell with a value that its runs would not have."""
+    """Raises ConfigError for a cell that sets a key of ``OWN``, which its runs would not have."""
     asked = [(f"--vary {text}", text.partition("=")[0]) for text in request.vary]
     asked += [(f"{request.source}: vary: {key}", key) for key in varied]
     asked += [

@@ -1,7 +1,7 @@
 """``sol-rl fidelity``: how well do cheap proxies rank seeds, by backend and explore steps?
 
-One process, no Ray. The prompts are training prompts (nothing is tuned on held-out ones), the
-seeds a stream of their own. The truth is the reward of the same seeds at ``regenerate.steps`` in
+One process, no Ray. Prompts are training prompts, as nothing is tuned on held-out ones; seeds are
+those of no run. The truth is the reward of the same seeds at ``regenerate.steps`` in
 ``regenerate.precision``.
 """
 
@@ -125,11 +125,10 @@ def measure(config: RunConfig, wanted: Measurement, prompts: list[Prompt], say: 
 
 
 def published(config: RunConfig, trainer: Trainer, backend: Backend, weights: Weights) -> Explorer:
-    """An explorer that was given the learner's policy in one of the ways that could be published.
+    """An explorer with the learner's policy in one of three forms.
 
-    ``merged``: as a run does it. ``base``: the base model alone, as if nothing were published.
-    ``beside``: that, with the adapter in full precision beside its packed layers, as if the adapter
-    alone were published.
+    ``merged``: packed with the adapter merged, as a run publishes it. ``base``: the packed base
+    model alone. ``beside``: that, with the adapter in full precision beside its packed layers.
     """
     if weights == "merged":
         return explorer_of(config, trainer, backend)

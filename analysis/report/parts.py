@@ -1,4 +1,4 @@
-"""What the report's sections hand to the templates: cards, legends and tables as data."""
+"""What the chapters of a page hand to its template: cards, legends and tables as data."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``sol-rl tune``: which exploring settings find most for what they cost, from one measurement."""
+"""``sol-rl tune``: which exploring settings find most contrast for their cost."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from records.tables import markdown
 
 
 def run(config: RunConfig, tree: Tree, wanted: Wanted, out: Path, say: Say) -> list[str]:
-    """Measure, write tune.json, tune.svg and tuned.toml; returns the table and what it comes to.
+    """Measure, write tune.json, tune.svg and tuned.toml; returns the table and the conclusion.
 
     ``tree`` is the plain configuration that ``tuned.toml`` changes. Raises ConfigError for what
     cannot be measured, RunFailed when an image cannot be scored or a file not written.
@@ -73,7 +73,9 @@ def run(config: RunConfig, tree: Tree, wanted: Wanted, out: Path, say: Say) -> l
 def _settings(
     config: RunConfig, wanted: Wanted, names: Sequence[str], own: Setting
 ) -> list[Setting]:
-    """The own setting first. Raises ConfigError where nothing can be measured of them."""
+    """The settings to measure, the configuration's own first. Raises ConfigError for impossible
+    ones.
+    """
     pools = wanted.pools or tuple(
         dict.fromkeys([wanted.seeds // 2, 3 * wanted.seeds // 4, wanted.seeds, own.pool])
     )

@@ -92,7 +92,7 @@ class Measuring:
         return rewards, seconds
 
     def _update_seconds(self) -> float:
-        """Of forward and backward passes for a sample, on one prompt's."""
+        """Seconds of the forward and backward passes of a sample, measured on one prompt."""
         cond, seeds = self.conditioning[0], self.seeds[0][: self.config.selection.keep]
         samples, _ = self.trainer.generator.generate(cond, seeds)
         rewards = np.linspace(0.0, 1.0, len(seeds), dtype=np.float32)
