@@ -28,28 +28,27 @@ MOST_BYTES = 64 << 20
 
 @dataclass(frozen=True)
 class Work:
-    """How a kind of work is shown: in words, by a colour 1 to 9 of charts, by a letter."""
+    """How a kind of work is shown: in words, and by a colour 1 to 9 of charts."""
 
     label: str
     colour: int
-    letter: str
 
 
 WORKS = {
-    "explore": Work("explore", 1, "e"),
-    "regenerate": Work("regenerate", 2, "r"),
-    "audit": Work("regenerate", 2, "r"),
-    "update": Work("update", 3, "U"),
-    "export": Work("publish", 4, "p"),
-    "chunk": Work("publish", 4, "p"),
-    "load": Work("publish", 4, "p"),
-    "score": Work("score", 5, "s"),
-    "encode": Work("encode", 6, "c"),
-    "select": Work("select", 7, "k"),
-    "begin_turn": Work("move", 9, "m"),
-    "end_turn": Work("move", 9, "m"),
+    "explore": Work("explore", 1),
+    "regenerate": Work("regenerate", 2),
+    "audit": Work("regenerate", 2),
+    "update": Work("update", 3),
+    "export": Work("publish", 4),
+    "chunk": Work("publish", 4),
+    "load": Work("publish", 4),
+    "score": Work("score", 5),
+    "encode": Work("encode", 6),
+    "select": Work("select", 7),
+    "begin_turn": Work("move", 9),
+    "end_turn": Work("move", 9),
 }
-OTHER = Work("evaluate, save, load", 8, "o")
+OTHER = Work("evaluate, save, load", 8)
 
 
 @dataclass(frozen=True, slots=True)
