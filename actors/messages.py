@@ -1,4 +1,4 @@
-"""What crosses between processes, and what the clients make of the answers.
+"""The messages between processes, and the answers that clients return.
 
 Walk of one chunk: the driver sends an ``ExploreChunk`` to a rollout actor and gets references to
 its images and samples (``Explored``), hands the image reference to a reward actor, gets ``Scores``,

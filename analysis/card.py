@@ -30,7 +30,7 @@ FRONT = re.compile(r"\A---\n(.*?)\n---\n", re.DOTALL)
 
 @dataclass(frozen=True)
 class Export:
-    """What was written: weights of a checkpoint, and where they will be found."""
+    """The exported weights, and where they will be found."""
 
     weights: str
     updates: int
@@ -99,7 +99,7 @@ def hub_id(model: Model) -> str | None:
 
 
 def licence_of(model: Model) -> dict[str, str]:
-    """What the base model's card declares: in its directory, or in this machine's cache of the hub.
+    """The licence that the base model's card declares, in its directory or in the hub's cache here.
 
     Empty where there is no card, or it declares nothing.
     """

@@ -1,4 +1,4 @@
-"""What several commands share: exit codes, options, and the run that a path names."""
+"""Exit codes, options and helpers that several commands share."""
 
 from __future__ import annotations
 

@@ -67,7 +67,7 @@ def write_json(path: Path, value: object) -> None:
 
 
 def unfinished(path: Path) -> Path:
-    """Where this process writes what is to become ``path``, on the same file system."""
+    """Where this process writes a file before it is renamed to ``path``."""
     return path.with_name(f".{path.name}.unfinished-{os.getpid()}")
 
 

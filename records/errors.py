@@ -24,7 +24,7 @@ class Stopped(Exception):
 
 
 def first_line(error: BaseException) -> str:
-    """What an error says, in one line; its type's name where it says nothing."""
+    """The first line of an error's message; its type's name where it has none."""
     return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 

@@ -52,7 +52,7 @@ class Extreme:
         return f"{self.prompt}_{self.stage}_{self.end}.{suffix}"
 
     def row(self) -> dict[str, object]:
-        """What ``shown.json`` says of it."""
+        """Its row of ``shown.json``."""
         height, width = self.image.shape[-2:]
         keys = ("prompt", "text", "stage", "end", "seed", "reward", "other", "file")
         return {key: getattr(self, key) for key in keys} | {"width": width, "height": height}
@@ -114,7 +114,7 @@ def forget_from(directory: Path, iteration: int) -> None:
 
 
 def find_extremes(directory: Path) -> list[KeptIteration]:
-    """What ``save_extremes`` left in ``directory``, rising; what cannot be read is left out."""
+    """The iterations that ``save_extremes`` has written, rising; unreadable ones are left out."""
     found = []
     for index, folder in sorted(_directories(directory).items()):
         try:

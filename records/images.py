@@ -95,7 +95,7 @@ def save_images(
 
 
 def find_images(directory: Path) -> RunImages:
-    """What ``save_images`` left in ``directory``; prompts that cannot be read are numbered."""
+    """The images that ``save_images`` has written; prompts that cannot be read are numbered."""
     prompts: dict[int, str] = {}
     with contextlib.suppress(FileNotFoundError, ValueError, KeyError, TypeError):
         prompts = {

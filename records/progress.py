@@ -160,7 +160,7 @@ class Progress:
         self.note(text)
 
     def note(self, text: str) -> None:
-        """One line that stays: above the display, or in the log."""
+        """Print a line that stays, above the display or in the log."""
         if self.live:
             self.console.print(Text(text), highlight=False)
         else:
@@ -178,7 +178,7 @@ class Progress:
         return max(0.0, one * remaining - min(spent, one))
 
     def render(self) -> RenderableType:
-        """The live display, fit for any width."""
+        """The live display, for terminals of any width."""
         narrow = self.console.width < 60
         head = Table.grid(padding=(0, 1))
         done = self._finished + self.first

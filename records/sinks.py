@@ -33,7 +33,7 @@ class Sink(Protocol):
     name: str
 
     def row(self, row: Row) -> None:
-        """One row: ``kind`` is iteration or evaluation, ``iteration`` counts from 0."""
+        """Take a row: ``kind`` is iteration or evaluation, ``iteration`` counts from 0."""
 
     def close(self) -> None:
         """No more rows come."""
@@ -44,7 +44,7 @@ class ShowsImages(Protocol):
     """A sink that shows images too."""
 
     def images(self, iteration: int, shown: Sequence[Extreme]) -> None:
-        """The best and worst images of an iteration, in another thread than rows."""
+        """Take the best and worst images of an iteration, in another thread than rows."""
 
 
 def check_sinks(config: RunConfig) -> None:
@@ -61,7 +61,9 @@ def check_sinks(config: RunConfig) -> None:
 
 
 class Sinks:
-    """All sinks of a run: what metrics.jsonl cannot take ends it, what another cannot does not."""
+    """All sinks of a run. It ends where metrics.jsonl cannot take a row; another sink that fails is
+    left out.
+    """
 
     def __init__(self, config: RunConfig, rundir: RunDirectory, event: Events):
         logging = config.logging
@@ -129,7 +131,7 @@ class TensorBoard:
         self._writer.flush()
 
     def images(self, iteration: int, shown: Sequence[Extreme]) -> None:
-        """One sheet: ``records.extremes.sheet`` says what is where."""
+        """Write them as one image, laid out by ``records.extremes.sheet``."""
         if shown:
             self._writer.add_image(SHEET, sheet(shown), iteration)
 
@@ -173,7 +175,7 @@ class WeightsAndBiases:
         self._run.log({"iteration": _iteration(row), **dict(numbers(row))})
 
     def images(self, iteration: int, shown: Sequence[Extreme]) -> None:
-        """One sheet, with its rewards as caption."""
+        """Log them as one image, with rewards as caption."""
         import wandb
 
         if shown:

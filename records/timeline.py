@@ -23,7 +23,7 @@ FILE = "timeline.jsonl"
 HELD_S = 1.0
 """Lines are written when the last writing was so long ago, and at the end of an iteration."""
 MOST_BYTES = 64 << 20
-"""Of a longer file only so much of its end is read."""
+"""Of a longer file only the end, of so many bytes, is read."""
 
 
 @dataclass(frozen=True)
@@ -128,7 +128,7 @@ _SPAN = tuple(part.name for part in dataclasses.fields(Span))
 
 @functools.cache
 def _fields(kind: type) -> tuple[str, ...]:
-    """Of a chunk's key, but for the version; none for what is no dataclass."""
+    """Names of a dataclass's fields, without the version; none of another type."""
     if not dataclasses.is_dataclass(kind):
         return ()
     return tuple(part.name for part in dataclasses.fields(kind) if part.name != "version")

@@ -115,7 +115,7 @@ def counted(
 
 @dataclass(frozen=True)
 class Compared:
-    """All that is written of a comparison."""
+    """A comparison's results, as they are written."""
 
     name: str
     baseline: str

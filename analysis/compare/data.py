@@ -1,4 +1,4 @@
-"""What came out of the runs of a comparison: measured per run, and brought together per cell."""
+"""The numbers of a comparison's runs, and of its cells, which are means over run seeds."""
 
 from __future__ import annotations
 
@@ -219,7 +219,7 @@ def _against(result: Result, baseline: Result) -> Result:
 
 
 def _gains(result: Result, name: str) -> dict[int, float]:
-    """By run seed."""
+    """Gains by run seed."""
     return {run.seed: run.gain(name) for run in result.counted if name in run.scores}
 
 

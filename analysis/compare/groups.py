@@ -115,7 +115,7 @@ def titles_of(configs: Sequence[RunConfig]) -> list[str]:
 
 
 def _settings(config: RunConfig) -> dict[str, object]:
-    """Every setting that can change results, by dotted key, lists as they are."""
+    """Every setting that can change results, by dotted key; a list is one value."""
     found: dict[str, object] = {}
 
     def walk(tree: Mapping[str, object], prefix: str) -> None:

@@ -64,7 +64,7 @@ def costs(
     counted: Mapping[str, Operations],
     ratios: Sequence[float],
 ) -> dict[str, list[Cost]]:
-    """By name of the cell, of those with runs that count; a cost per ratio."""
+    """A cost per ratio, by name of the cell, for every cell with counted runs."""
     one = next(result for result in results if result.name == baseline)
     if not one.counted:
         return {}

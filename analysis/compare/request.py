@@ -1,4 +1,4 @@
-"""What a comparison is asked for: by the command line, or by a comparison file.
+"""The request for a comparison: from the command line, or from a comparison file.
 
 A comparison file is a TOML file such as those of ``configs/comparisons``.
 """
@@ -56,7 +56,7 @@ class ComparisonFile(Section):
 
 @dataclass(frozen=True)
 class Request:
-    """What the command line asks for; empty means: not given."""
+    """The command line of a comparison; empty means: not given."""
 
     source: str
     arms: tuple[str, ...] = ()
@@ -93,7 +93,7 @@ class Described:
 
 
 def described(request: Request) -> Described:
-    """What the command line, or the file that it names, says. Raises ConfigError."""
+    """The command line, or the file that it names, in one form. Raises ConfigError."""
     path = comparison_file(request.source)
     if path is None:
         file, drafts = None, _from_arguments(request)

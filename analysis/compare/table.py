@@ -63,7 +63,7 @@ def scores(results: Sequence[Result], baseline: Result) -> Table:
 
 
 def seconds(results: Sequence[Result], baseline: Result) -> Table:
-    """Where an iteration's seconds go."""
+    """Seconds per iteration by stage."""
     heads = ("seconds per iteration", *PARTS, "rollout", "speed-up", "iteration", "speed-up")
     rows = []
     for result in results:
@@ -119,7 +119,7 @@ def times(results: Sequence[Result], baseline: Result) -> Table:
 
 
 def operations(cells: Mapping[str, Cost], baseline: Result) -> Table:
-    """What cells cost and reach at one ratio of quantized to unquantized operations."""
+    """Costs and gains of cells at one ratio of quantized to unquantized operations."""
     one = cells[baseline.title]
     heads = (
         "operations",

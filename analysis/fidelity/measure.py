@@ -85,7 +85,7 @@ def run(config: RunConfig, wanted: Measurement, out: Path, say: Say) -> list[str
 
 
 def measure(config: RunConfig, wanted: Measurement, prompts: list[Prompt], say: Say) -> Rewards:
-    """Every image made and scored, by the sampling policy of the objective."""
+    """Generate and score all images, with the sampling policy of the objective."""
     scorer = WeightedScorer.from_config(config.rewards)
     conditioning = encoded(config, prompts)
     seeds = seeds_of(config, len(prompts), wanted.seeds)

@@ -157,7 +157,7 @@ def mean_in(row: Row, name: str, error: str) -> Mean:
 
 
 def held_out_reward(row: Row) -> Mean:
-    """That of an evaluation."""
+    """The held-out reward of an evaluation."""
     return mean_in(row, "reward/eval_mean", "eval/stderr")
 
 

@@ -1,4 +1,4 @@
-"""What happened to the actors: a lane per actor, and a table of what was out of the ordinary."""
+"""The report's chapter on events: a lane per actor, and a table of unusual events."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def lanes_of(events: Sequence[Row], times: Sequence[float]) -> dict[str, Lane]:
 
 @dataclass(frozen=True)
 class Happenings:
-    """What the chapter shows: counts of events, the drawing, and tables of events."""
+    """The chapter's content: counts of events, the drawing, and tables of events."""
 
     counts: list[tuple[str, int]]
     drawing: Drawing
@@ -98,7 +98,7 @@ class Happenings:
 
 
 def happenings(run: RunData) -> Happenings | None:
-    """What the chapter shows; None when there were no events."""
+    """The chapter; None when there were no events."""
     if not run.events:
         return None
     times = running_times(run.events)
@@ -117,7 +117,7 @@ def happenings(run: RunData) -> Happenings | None:
 
 
 def timeline_of(run: RunData, times: Sequence[float]) -> Chart:
-    """What is drawn, everything in seconds of running time."""
+    """The chart's content, in seconds of running time."""
     events = run.events
     known = [
         (moment, when)

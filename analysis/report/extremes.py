@@ -81,7 +81,7 @@ def _tile(directory: Path, rows: Mapping[str, Row], stage: str) -> Tile:
 
 
 def thinned(run: RunData, found: Sequence[IterationEnds]) -> str:
-    """How many iterations are shown of how many."""
+    """A note on how many iterations of how many are shown; empty where all are."""
     done = len(run.iterations)
     if len(found) >= done:
         return ""

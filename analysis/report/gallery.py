@@ -37,7 +37,7 @@ class Half:
 
     @property
     def columns(self) -> int:
-        """How many stand side by side."""
+        """How many images stand side by side."""
         return 1 if len(self.images) < 2 else 2 if len(self.images) <= 4 else 3
 
 

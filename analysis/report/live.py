@@ -48,7 +48,7 @@ class Live:
 
     @property
     def line(self) -> str:
-        """What the top of the page says."""
+        """The line at the top of the page."""
         return (
             f"Written {self.moment}, while the run was going on; it is written again about every"
             f" {duration(self.every_s)}, and this page follows by itself."
@@ -56,7 +56,7 @@ class Live:
 
     @property
     def late_line(self) -> str:
-        """What it says beside its age once it is late."""
+        """The words behind the age of a page that is late."""
         return (
             "old: the run ended without recording its end, as a killed driver does, or the report"
             " cannot be written any more (report_failed in events.jsonl). --resume continues a run"

@@ -19,7 +19,7 @@ from records.words import duration
 
 MOST_LANES, MOST_MARKS, MOST_LINES, MOST_BARS = 40, 120, 60, 6000
 WIDTH, HEIGHT = 1000.0, 10.0
-"""Of a lane's drawing, in its own units."""
+"""Size of a lane's SVG, in its own units."""
 Mark = tuple[float, str, str]
 """When, tone, text."""
 
@@ -157,7 +157,7 @@ def _by_service(span: Span) -> tuple[str, int]:
 
 
 def last_iteration(spans: Sequence[Span]) -> tuple[float, float] | None:
-    """From the end of the last update but one to the end of the last; None before there are two."""
+    """(end of the last update but one, end of the last update); None before there are two."""
     ends = sorted(
         span.ended
         for span in spans

@@ -169,7 +169,7 @@ class Measuring:
         }
 
     def _groups(self, trainer: Trainer, batch: Batch, choice: Choice) -> list[Group]:
-        """What iteration ``batch.index`` would train on."""
+        """The groups that iteration ``batch.index`` would train on."""
         groups = []
         for p, prompt in enumerate(batch.prompts):
             start, chosen = self._seeds(batch, p, choice, trainer.config)

@@ -132,7 +132,7 @@ this share of the contrast, or more, is found.
 
 
 def conclusion(rows: Sequence[Row], chosen: Row | None, own: Setting, wanted: Wanted) -> list[str]:
-    """What was chosen and how sure that is, and whether pruning pays."""
+    """The choice in words, how sure it is, and whether pruning pays."""
     said = []
     if chosen is None:
         least = min(row.cost for row in rows if row.pruned is None)

@@ -1,4 +1,4 @@
-"""What settings cost and find, as rows over the configuration's own; which one is chosen."""
+"""Cost and strength of settings relative to the configuration's own, and the choice of one."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from learner.fidelity import Estimate, estimates
 
 @dataclass(frozen=True)
 class Wanted:
-    """What is tried. ``budget``: a setting may cost so much of what the configuration's costs;
-    ``sizes``: the configuration's own first; ``prune``: steps after which half of a pool could be
-    dropped.
+    """The settings to try. ``budget``: the most that a setting may cost, as a share of what the
+    configuration's own costs; ``sizes``: the configuration's own first; ``prune``: steps after
+    which half of a pool could be dropped.
     """
 
     budget: float = 1.0
@@ -107,7 +107,7 @@ def rows_of(
 
 
 def _cost(found: Found, setting: Setting, config: RunConfig, wanted: Wanted) -> float:
-    """Of exploring, regenerating and training on a prompt: seconds here, or operations."""
+    """Cost of exploring, regenerating and training on a prompt: seconds here, or operations."""
     if wanted.by == "operations":
         return operations_of(config).at(wanted.ratio) / config.prompts.per_iteration
     kept = found.truth_s + found.update_s

@@ -28,7 +28,7 @@ class Setting:
         return f"{self.keep} of {self.pool}, {self.backend} {self.steps} steps{size}"
 
     def changes(self) -> list[str]:
-        """As ``--set`` takes them."""
+        """Its values as ``--set`` takes them."""
         size = zip(("height", "width"), self.size or (), strict=False)
         return [
             f"explore.backend={self.backend}",

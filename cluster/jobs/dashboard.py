@@ -61,7 +61,9 @@ def client_of(address: str | None) -> JobSubmissionClient:
 
 @contextmanager
 def _only(url: str | None) -> Iterator[None]:
-    """Ray prefers RAY_API_SERVER_ADDRESS and RAY_ADDRESS to its argument; within this, ``url``."""
+    """Within the block Ray uses ``url``, which it would ignore in favour of RAY_API_SERVER_ADDRESS
+    and RAY_ADDRESS.
+    """
     name = "RAY_API_SERVER_ADDRESS"
     before = os.environ.get(name)
     if url:
@@ -78,9 +80,9 @@ def _only(url: str | None) -> Iterator[None]:
 def refusals(
     client: JobSubmissionClient, advice: Callable[[Exception], str | None] = lambda error: None
 ) -> Iterator[None]:
-    """What a dashboard refuses within this becomes a ConfigError of one line.
+    """Errors of a dashboard within the block become a ConfigError of one line.
 
-    ``advice``: what to do about an error, where the caller knows.
+    ``advice``: what to do about an error, where the caller knows that.
     """
     from ray.exceptions import AuthenticationError
 

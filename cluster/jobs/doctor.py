@@ -24,7 +24,7 @@ from planning.facts import Facts, examine
 from planning.placement import NoRoom, needs_of, place
 
 ANSWER_S = 120.0
-"""How long a node may take to look around: it imports torch first."""
+"""How long a node may take to examine itself: it imports torch first."""
 SENT = 64 * 2**20
 MOST_SENT = 512 * 2**20
 

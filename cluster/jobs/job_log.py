@@ -23,7 +23,7 @@ OUT_OF_SIGHT = 4
 ENDED = ("SUCCEEDED", "STOPPED", "FAILED")
 QUIET = "quiet"
 BEGUN = "Running entrypoint for job "
-"""How the last line that Ray writes before the command's own begins."""
+"""Begins the last line that Ray writes before those of the command."""
 
 
 class Log:

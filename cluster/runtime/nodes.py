@@ -1,4 +1,4 @@
-"""What the nodes have free, and requests for more nodes where Ray's autoscaler runs.
+"""Free resources of the nodes, and requests for more nodes where Ray's autoscaler runs.
 
 Missing resources are requested by placement groups that stay pending. Unlike
 ``ray.autoscaler.sdk.request_resources`` these take into account what other jobs use, add up over
@@ -36,7 +36,7 @@ LEAST_CPU = 0.001
 
 
 class NodeRow(TypedDict):
-    """What is used here of a row of ``ray.nodes()``."""
+    """The part of a row of ``ray.nodes()`` that is used here."""
 
     NodeID: str
     Labels: dict[str, str] | None
@@ -60,7 +60,7 @@ def all_nodes() -> list[Node]:
 
 
 def addresses() -> dict[str, tuple[str, int]]:
-    """Where live nodes take connections, by node id."""
+    """(host, port) of every live node's manager, by node id."""
     return {row["NodeID"]: (row["NodeManagerAddress"], row["NodeManagerPort"]) for row in _alive()}
 
 

@@ -27,8 +27,8 @@ them double, so that it is given a minute: what took the memory is often gone by
 """
 PAUSE_S = 1.0
 Gone: TypeAlias = Callable[[str, "str | None"], "asyncio.Future[str]"]
-"""From an actor's name, and its node where it has said which: done when the node that it is on, or
-that was chosen for it, is lost, with the reason.
+"""Maps an actor's name, and its node where the actor has said which, to a future that is done, with
+the reason, when the node that it is on, or that was chosen for it, is lost.
 """
 DIED = (RayActorError, OutOfMemoryError)
 """What Ray raises for a call to an actor that is dead; the second where Ray itself killed it

@@ -10,8 +10,8 @@ Value = TypeVar("Value")
 
 
 async def run_together(*coroutines: Coroutine[None, None, Value]) -> list[Value]:
-    """All values, in order. When one raises, the others are cancelled, and have ended before its
-    exception is raised: none works on in the background.
+    """Run all; returns their values, in order. When one raises, the others are cancelled, and have
+    ended before its exception is raised: none works on in the background.
     """
     if len(coroutines) == 1:  # the usual case, in which a group would take longer than its task
         return [await coroutines[0]]

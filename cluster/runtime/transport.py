@@ -1,4 +1,4 @@
-"""How calls reach actors and answers come back: through Ray, unless a simulation stands in."""
+"""How calls reach actors and answers come back: through Ray, or in a simulation."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Handle: TypeAlias = Any  # of an actor, whose methods exist at run time only
 
 
 class Transport(Protocol):
-    """All that pools ask of what lies between them and actors."""
+    """What pools need to call actors."""
 
     def send(self, handle: Handle, call: Call) -> Sequence[ObjectRef[Answer]]:
         """Have the actor carry out ``call``, after those it was sent before; a reference per

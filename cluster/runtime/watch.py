@@ -38,7 +38,7 @@ class NodeWatch:
         self.lost: set[str] = set()
 
     def know(self, addresses: Mapping[str, Address]) -> None:
-        """Where the nodes that Ray counts as alive take connections; all others are lost."""
+        """Take the addresses of the nodes that Ray counts as alive; all others are lost."""
         self._addresses = dict(addresses)
         for node in self._gone:
             if node not in addresses:
@@ -63,7 +63,7 @@ class NodeWatch:
             self._gone[node].set_result(why)
 
     async def _watch(self, node: str) -> None:
-        """Until Ray gives the node up as well. One that answers again may be used again."""
+        """Watch until Ray gives the node up. A node that answers again may be used again."""
         failures = 0
         while address := self._addresses.get(node):
             if await _answers(address, self._every_s):
