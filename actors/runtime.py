@@ -106,4 +106,4 @@ def on_device(kind: str, change: str) -> Callable[[Actor], Actor]:
 
 
 OUT_OF_MEMORY = "OutOfMemoryError"
-"""What torch calls it."""
+"""The name of torch's exception."""

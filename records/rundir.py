@@ -7,7 +7,7 @@ import json
 import math
 import shutil
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import Any, SupportsFloat
@@ -184,20 +184,16 @@ class RunDirectory:
 
     def truncate(self, iteration: int, moment: float) -> None:
         """Forget metrics and images from ``iteration`` on, and events and work after ``moment``."""
-        kept = [
-            r
-            for r in self.metrics()
-            if r["iteration"] < iteration
-            or (r["kind"] == "evaluation" and r["iteration"] == iteration)
-        ]
-        write_text(self.metrics_file, "".join(json.dumps(row) + "\n" for row in kept))
+
+        def keep(file: Path, wanted: Callable[[Row], bool]) -> None:
+            rows = [json.dumps(row) + "\n" for row in rows_of(file) if wanted(row)]
+            write_text(file, "".join(rows))
+
+        # the evaluation before an iteration has its number
+        keep(self.metrics_file, lambda r: r["iteration"] < iteration + (r["kind"] == "evaluation"))
         extremes.forget_from(self.images, iteration)
-        chosen = [row for row in rows_of(self.selections_file) if row["iteration"] < iteration]
-        write_text(self.selections_file, "".join(json.dumps(row) + "\n" for row in chosen))
-        write_text(
-            self.events_file,
-            "".join(json.dumps(row) + "\n" for row in self.events() if row["time"] <= moment),
-        )
+        keep(self.selections_file, lambda row: row["iteration"] < iteration)
+        keep(self.events_file, lambda row: row["time"] <= moment)
         if math.isfinite(moment):
             timeline.forget_after(self.timeline_file, moment)
 
