@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
@@ -158,6 +159,28 @@ def rewards_of(
     """Rewards float32 [B] of images of one prompt. Raises ScorerError."""
     count = len(images)
     return scorer(images, [prompt.text] * count, [prompt.told(config.model)] * count).total
+
+
+class ScoredSeeds:
+    """P prompts with N seeds each, and the scorers of their images."""
+
+    def __init__(self, config: RunConfig, prompts: Sequence[Prompt], seeds: int) -> None:
+        self.config, self.prompts = config, prompts
+        self.scorer = WeightedScorer.from_config(config.rewards)
+        self.conditioning = encoded(config, list(prompts))
+        self.seeds = seeds_of(config, len(prompts), seeds)
+
+    def rewards(
+        self, generate: Callable[[Conditioning, list[int]], np.ndarray]
+    ) -> tuple[np.ndarray, float]:
+        """(rewards float32 [P, N] of the images that ``generate`` makes of each prompt's seeds,
+        seconds per image with its scoring). Raises ScorerError.
+        """
+        start, rows = time.perf_counter(), []
+        for prompt, cond, seeds in zip(self.prompts, self.conditioning, self.seeds, strict=True):
+            rows.append(rewards_of(self.scorer, self.config, generate(cond, seeds), prompt))
+        rewards = np.stack(rows)
+        return rewards, (time.perf_counter() - start) / rewards.size
 
 
 def encoded(config: RunConfig, prompts: list[Prompt]) -> list[Conditioning]:

@@ -8,7 +8,6 @@ those of no run. The truth is the reward of the same seeds at ``regenerate.steps
 from __future__ import annotations
 
 import itertools
-import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -21,16 +20,14 @@ from torch import Tensor, nn
 from analysis.fidelity.results import Measurement, Rewards, Weights, summarise, tables, write
 from analysis.measuring import (
     Say,
+    ScoredSeeds,
     backends,
     choose_prompts,
     device,
-    encoded,
     explored,
     explorer_of,
     measuring,
     regenerated,
-    rewards_of,
-    seeds_of,
     setup,
     trainer_of,
 )
@@ -46,7 +43,6 @@ from policy.precision.backends import Backend
 from policy.precision.compiling import compiler_missing
 from policy.types import Conditioning
 from records.rundir import versions, writing
-from rewards.combine import WeightedScorer
 
 if TYPE_CHECKING:
     from peft.tuners.lora import LoraLayer
@@ -86,42 +82,30 @@ def run(config: RunConfig, wanted: Measurement, out: Path, say: Say) -> list[str
 
 def measure(config: RunConfig, wanted: Measurement, prompts: list[Prompt], say: Say) -> Rewards:
     """Generate and score all images, with the sampling policy of the objective."""
-    scorer = WeightedScorer.from_config(config.rewards)
-    conditioning = encoded(config, prompts)
-    seeds = seeds_of(config, len(prompts), wanted.seeds)
-    result = Rewards(np.empty((len(prompts), wanted.seeds), np.float32))
+    scored = ScoredSeeds(config, prompts, wanted.seeds)
+    seconds: dict[str, float] = {}
 
-    def fill(
-        name: str, rewards: np.ndarray, make: Callable[[Conditioning, list[int]], np.ndarray]
-    ) -> None:
-        start = time.perf_counter()
-        for p, prompt in enumerate(prompts):
-            images = make(conditioning[p], seeds[p])
-            rewards[p] = rewards_of(scorer, config, images, prompt)
-        result.seconds[name] = (time.perf_counter() - start) / rewards.size
+    def rewards(name: str, generate: Callable[[Conditioning, list[int]], np.ndarray]) -> np.ndarray:
+        found, seconds[name] = scored.rewards(generate)
         say(
-            f"{name}: {rewards.size} images, {result.seconds[name] * 1e3:.1f} ms each, mean"
-            f" reward {rewards.mean():.4f}"
+            f"{name}: {found.size} images, {seconds[name] * 1e3:.1f} ms each, mean reward"
+            f" {found.mean():.4f}"
         )
+        return found
 
     with setup():
         trainer = trainer_of(config, wanted.checkpoint)
-    fill("truth", result.truth, lambda cond, part: regenerated(trainer, cond, part))
+    truth, proxies = rewards("truth", partial(regenerated, trainer)), {}
     found = backends(wanted.backends, say)
     for (name, backend), weights in itertools.product(found.items(), wanted.weights):
         with setup():
             explorer = published(config, trainer, backend, weights)
         label = name if weights == "merged" else f"{name}, {SAID[weights]}"
         for steps in dict.fromkeys(wanted.steps):
-            rewards = result.proxies[label, steps] = np.empty_like(result.truth)
-            fill(
-                f"{label}, {steps} steps",
-                rewards,
-                lambda cond, part, explorer=explorer, steps=steps: explored(
-                    explorer, config, cond, part, steps
-                ),
+            proxies[label, steps] = rewards(
+                f"{label}, {steps} steps", partial(explored, explorer, config, steps=steps)
             )
-    return result
+    return Rewards(truth, proxies, seconds)
 
 
 def published(config: RunConfig, trainer: Trainer, backend: Backend, weights: Weights) -> Explorer:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
@@ -52,13 +52,13 @@ class Measurement:
     weights: tuple[Weights, ...] = ("merged",)  # in what form they are published
 
 
-@dataclass
+@dataclass(frozen=True)
 class Rewards:
     """Rewards float32 [P, N] and seconds per image, of the truth and of each (backend, steps)."""
 
     truth: np.ndarray
-    proxies: dict[tuple[str, int], np.ndarray] = field(default_factory=dict)
-    seconds: dict[str, float] = field(default_factory=dict)
+    proxies: dict[tuple[str, int], np.ndarray]
+    seconds: dict[str, float]
 
 
 def summarise(config: RunConfig, wanted: Measurement, rewards: Rewards) -> Tree:

@@ -5,17 +5,16 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import numpy as np
 
 from analysis.measuring import (
     Say,
-    encoded,
+    ScoredSeeds,
     explored,
     explorer_of,
     regenerated,
-    rewards_of,
-    seeds_of,
     setup,
     trainer_of,
 )
@@ -25,7 +24,6 @@ from learner.batch import Group
 from learner.signal import gradient
 from policy.precision.backends import Backend
 from policy.types import Conditioning
-from rewards.combine import WeightedScorer
 
 Size = tuple[int, int] | None
 Kind = tuple[str, int, Size, int | None]
@@ -47,10 +45,7 @@ class Measuring:
     """Makes every image of P prompts x N seeds, and scores it."""
 
     def __init__(self, config: RunConfig, prompts: Sequence[Prompt], seeds: int, say: Say) -> None:
-        self.config, self.prompts, self.say = config, prompts, say
-        self.scorer = WeightedScorer.from_config(config.rewards)
-        self.conditioning = encoded(config, list(prompts))
-        self.seeds = seeds_of(config, len(prompts), seeds)
+        self.scored, self.say = ScoredSeeds(config, prompts, seeds), say
         with setup():
             self.trainer = trainer_of(config)
 
@@ -58,9 +53,7 @@ class Measuring:
         self, backends: Mapping[str, Backend], sizes: Mapping[Size, RunConfig], kinds: set[Kind]
     ) -> Found:
         """``sizes``: the configuration of each; ``kinds``: previews to make."""
-        truth, seconds = self._all(
-            "truth", lambda cond, seeds: regenerated(self.trainer, cond, seeds)
-        )
+        truth, seconds = self._all("truth", partial(regenerated, self.trainer))
         found = Found(truth, truth_s=seconds, update_s=self._update_seconds())
         for size, config in sizes.items():
             for name, backend in backends.items():
@@ -69,31 +62,24 @@ class Measuring:
                 mine = [kind for kind in kinds if (kind[0], kind[2]) == (name, size)]
                 for kind in sorted(mine, key=lambda kind: (kind[1], kind[3] or kind[1])):
                     _, steps, _, upto = kind
-
-                    def made(cond: Conditioning, seeds: list[int]) -> np.ndarray:
-                        return explored(explorer, config, cond, seeds, steps, upto)  # noqa: B023
-
                     title = f"{name}, {upto or steps} of {steps} steps" + (
                         f", {size[0]} x {size[1]}" if size else ""
                     )
-                    found.rewards[kind], found.seconds[kind] = self._all(title, made)
+                    generate = partial(explored, explorer, config, steps=steps, upto=upto)
+                    found.rewards[kind], found.seconds[kind] = self._all(title, generate)
         return found
 
     def _all(
-        self, title: str, made: Callable[[Conditioning, list[int]], np.ndarray]
+        self, title: str, generate: Callable[[Conditioning, list[int]], np.ndarray]
     ) -> tuple[np.ndarray, float]:
-        """(rewards [P, N], seconds per image with its scoring)."""
-        start, rows = time.perf_counter(), []
-        for prompt, cond, seeds in zip(self.prompts, self.conditioning, self.seeds, strict=True):
-            rows.append(rewards_of(self.scorer, self.config, made(cond, seeds), prompt))
-        rewards = np.stack(rows)
-        seconds = (time.perf_counter() - start) / rewards.size
+        rewards, seconds = self.scored.rewards(generate)
         self.say(f"{title}: {rewards.size} images, {seconds * 1e3:.1f} ms each")
         return rewards, seconds
 
     def _update_seconds(self) -> float:
         """Seconds of the forward and backward passes of a sample, measured on one prompt."""
-        cond, seeds = self.conditioning[0], self.seeds[0][: self.config.selection.keep]
+        scored, keep = self.scored, self.scored.config.selection.keep
+        cond, seeds = scored.conditioning[0], scored.seeds[0][:keep]
         samples, _ = self.trainer.generator.generate(cond, seeds)
         rewards = np.linspace(0.0, 1.0, len(seeds), dtype=np.float32)
         start = time.perf_counter()

@@ -3,7 +3,7 @@ is asked to scale.
 
 There is one board per cluster. The first run that needs it creates it, and it is created again when
 it is lost: no run depends on what it holds. It is an actor and not a file in the run's directory
-for two reasons: whoever reaches the cluster reaches the board, with or without the run's disk; and
+for two reasons: who can reach the cluster can reach the board, with or without the run's disk; and
 the board ends with the cluster, so that no run obeys a file of an earlier one.
 """
 
@@ -174,5 +174,5 @@ class Link:
     async def _carry_out(self, number: int, sizes: Sizes) -> None:
         try:
             self._outcomes[number] = await self._act(sizes)
-        except Exception as error:  # a defect; whoever asked should not wait for nothing
+        except Exception as error:  # a defect; the one who asked is told
             self._outcomes[number] = False, described(error)

@@ -214,7 +214,7 @@ def test_more_prompts_than_there_are(config, tmp_path):
 def test_tables_say_what_the_arrays_say(config):
     rng = np.random.default_rng(0)
     truth = rng.standard_normal((6, 96)).astype(np.float32)
-    rewards = Rewards(truth, {("emulated_nvfp4", 6): -truth})
+    rewards = Rewards(truth, {("emulated_nvfp4", 6): -truth}, {})
     lines = tables(summarise(config, Measurement(prompts=6), rewards))
     text = "\n".join(lines)
     assert re.search(r"emulated_nvfp4, 6 steps +\| -1\.000 \[-1\.000, -1\.000\]", text)
