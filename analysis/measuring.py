@@ -38,6 +38,8 @@ from rewards.base import ScorerError, ScorerSetupError
 from rewards.combine import WeightedScorer
 
 Say = Callable[[str], None]
+Generate = Callable[[Conditioning, list[int]], np.ndarray]
+"""Images of a prompt's seeds."""
 
 
 @contextlib.contextmanager
@@ -170,9 +172,7 @@ class ScoredSeeds:
         self.conditioning = encoded(config, list(prompts))
         self.seeds = seeds_of(config, len(prompts), seeds)
 
-    def rewards(
-        self, generate: Callable[[Conditioning, list[int]], np.ndarray]
-    ) -> tuple[np.ndarray, float]:
+    def rewards(self, generate: Generate) -> tuple[np.ndarray, float]:
         """(rewards float32 [P, N] of the images that ``generate`` makes of each prompt's seeds,
         seconds per image with its scoring). Raises ScorerError.
         """

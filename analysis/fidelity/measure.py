@@ -8,7 +8,6 @@ those of no run. The truth is the reward of the same seeds at ``regenerate.steps
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -19,6 +18,7 @@ from torch import Tensor, nn
 
 from analysis.fidelity.results import Measurement, Rewards, Weights, summarise, tables, write
 from analysis.measuring import (
+    Generate,
     Say,
     ScoredSeeds,
     backends,
@@ -41,7 +41,6 @@ from policy.explorer import Explorer
 from policy.lora import adapted_modules
 from policy.precision.backends import Backend
 from policy.precision.compiling import compiler_missing
-from policy.types import Conditioning
 from records.rundir import versions, writing
 
 if TYPE_CHECKING:
@@ -85,7 +84,7 @@ def measure(config: RunConfig, wanted: Measurement, prompts: list[Prompt], say: 
     scored = ScoredSeeds(config, prompts, wanted.seeds)
     seconds: dict[str, float] = {}
 
-    def rewards(name: str, generate: Callable[[Conditioning, list[int]], np.ndarray]) -> np.ndarray:
+    def rewards(name: str, generate: Generate) -> np.ndarray:
         found, seconds[name] = scored.rewards(generate)
         say(
             f"{name}: {found.size} images, {seconds[name] * 1e3:.1f} ms each, mean reward"

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
 import numpy as np
 
 from analysis.measuring import (
+    Generate,
     Say,
     ScoredSeeds,
     explored,
@@ -23,7 +24,6 @@ from configs.schema import RunConfig
 from learner.batch import Group
 from learner.signal import gradient
 from policy.precision.backends import Backend
-from policy.types import Conditioning
 
 Size = tuple[int, int] | None
 Kind = tuple[str, int, Size, int | None]
@@ -69,9 +69,7 @@ class Measuring:
                     found.rewards[kind], found.seconds[kind] = self._all(title, generate)
         return found
 
-    def _all(
-        self, title: str, generate: Callable[[Conditioning, list[int]], np.ndarray]
-    ) -> tuple[np.ndarray, float]:
+    def _all(self, title: str, generate: Generate) -> tuple[np.ndarray, float]:
         rewards, seconds = self.scored.rewards(generate)
         self.say(f"{title}: {rewards.size} images, {seconds * 1e3:.1f} ms each")
         return rewards, seconds
