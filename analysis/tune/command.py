@@ -11,7 +11,7 @@ import torch
 
 from analysis.measuring import Say, backends, choose_prompts, measuring
 from analysis.tune.drawing import drawing
-from analysis.tune.measure import Found, Measuring
+from analysis.tune.measure import Found, measure
 from analysis.tune.rows import Row, Wanted, choose, kind_of, rows_of
 from analysis.tune.settings import Setting, grid, left_of
 from configs.load import ConfigError, apply, parse
@@ -56,7 +56,7 @@ def run(config: RunConfig, tree: Tree, wanted: Wanted, out: Path, say: Say) -> l
     sizes = {setting.size: config for setting, config in configs.items()}
     prompts = choose_prompts(config, wanted.prompts)
     with measuring(config, wanted.threads, out, "a seed without a reward has no rank"):
-        measured = Measuring(config, prompts, wanted.seeds, say).run(found, sizes, kinds)
+        measured = measure(config, prompts, wanted.seeds, found, sizes, kinds, say)
         facts = {"threads": torch.get_num_threads(), "versions": versions()}
         rows = rows_of(measured, configs, own, wanted, config.seed)
     chosen = choose(rows, wanted.budget)
