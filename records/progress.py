@@ -283,11 +283,8 @@ class Progress:
         if (version := metrics.get("weights/version")) is not None:
             parts.append(f"published v{version}")
         left = self.time_left()
-        parts += [
-            f"{duration(self._durations[-1])}",
-            f"{duration(left) if left is not None else '…'} left",
-        ]
-        return "  ".join(parts)
+        ahead = "…" if left is None else duration(left)
+        return "  ".join([*parts, duration(self._durations[-1]), f"{ahead} left"])
 
     def _print(self, text: str) -> None:
         print(" ".join(text.splitlines()), file=self.console.file, flush=True)

@@ -81,7 +81,7 @@ class ActorPool(Caller):
             start_deadline_s,
             serve=self._serve,
             changed=self.queue.look_again,
-            over=self._end,
+            fail=self._end,
             released=released,
             # asked when it is needed: who made the pool sets the hook only afterwards
             accepts=lambda info: self.accepts(info),

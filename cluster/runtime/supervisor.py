@@ -32,12 +32,12 @@ class Supervisor:
     event: Event
     start_deadline_s: float
     serve: Callable[[Member], Coroutine[None, None, None]]  # what each ``in_flight`` slot runs
-    changed: Callable[[], None]  # told when an actor came or went
-    over: Callable[[RunFailed], None]  # told when no actor is left
-    released: Callable[[str], None]  # told the name of an actor that leaves for good
+    changed: Callable[[], None]  # called when an actor came or went
+    fail: Callable[[RunFailed], None]  # called when no actor is left
+    released: Callable[[str], None]  # called with the name of an actor that leaves for good
     accepts: Callable[[ActorInfo], str | None]  # what is wrong with an actor beside the others
     gone: Gone
-    stranded: Callable[[Member, int, str], None]  # told when the node of an incarnation is lost
+    stranded: Callable[[Member, int, str], None]  # called when an incarnation's node is lost
     members: list[Member] = field(init=False)  # by rising index
     starting: int = field(default=0, init=False)  # new actors on their way
     lost: int = field(default=0, init=False)  # actors that died or hung since the pool was made
@@ -203,7 +203,7 @@ class Supervisor:
         if self.alive or self.starting:
             return
         advice = f"raise services.{self.kind}.max_restarts or fix the cause"
-        self.over(
+        self.fail(
             RunFailed(
                 f"no {self.kind} actor is left, last: {why}; {advice}, then continue with --resume"
             )
