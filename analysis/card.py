@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from analysis.compare.statistics import NOTHING, Mean
+from analysis.compare.statistics import Mean
 from analysis.report.charts import number
 from analysis.report.data import Row, RunData, held_out_reward, read_run, step_of
 from analysis.report.rewards import scores_of
@@ -141,7 +141,7 @@ def _rewards(run: RunData, export: Export) -> str:
         "| | before | after | change |",
         "| --- | --- | --- | --- |",
         f"| reward | {_pm(held_out_reward(before))} | {_pm(held_out_reward(after))} |"
-        f" {_pm(run.gain[0] if run.gain[1] else NOTHING)} |",
+        f" {_pm(run.paired_gain)} |",
     ]
     for score in scores_of(run):
         cells = (number(score.before), number(score.after), _pm(score.change))

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from analysis.compare.statistics import NOTHING, Mean
+from analysis.compare.statistics import Mean
 from records.extremes import KeptIteration, find_extremes
 from records.images import RunImages, find_images
 from records.rundir import finite
@@ -65,17 +65,20 @@ class RunData:
         return self.evaluations[-1] if len(self.evaluations) > 1 else None
 
     @property
-    def gain(self) -> tuple[Mean, bool]:
-        """Held-out reward after training less that before, NaN where it is not known, and whether
-        it is paired by prompt and seed.
+    def paired_gain(self) -> Mean:
+        """Held-out reward after training less that before, paired by prompt and seed; NaN where it
+        is not known.
         """
-        if self.before is None or self.after is None:
-            return NOTHING, False
-        gain = mean_in(self.after, "eval/gain", "eval/gain_stderr")
-        if math.isfinite(gain.mean):
-            return gain, True
+        return mean_in(self.after or {}, "eval/gain", "eval/gain_stderr")
+
+    @property
+    def gain(self) -> Mean:
+        """The paired gain, or else the difference of the two means."""
+        gain = self.paired_gain
+        if math.isfinite(gain.mean) or self.before is None or self.after is None:
+            return gain
         start, end = held_out_reward(self.before), held_out_reward(self.after)
-        return Mean(end.mean - start.mean, gain.error, 0), False
+        return Mean(end.mean - start.mean, gain.error, 0)
 
     def prompt_means(self, row: Row | None) -> list[float]:
         """Mean held-out reward of each prompt in an evaluation, NaN where none was scored."""

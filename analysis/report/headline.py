@@ -59,7 +59,6 @@ def headline(run: RunData, live: Live | None = None) -> Headline:
         failure = reason(failed) or "It did not say why."
     elif run.state == "stopped" and stopped:
         stop = reason(stopped) or "by request"
-    gain, paired = run.gain
     return Headline(
         *(RUNNING if live else STATES[run.state]),
         _sentence(run),
@@ -69,8 +68,8 @@ def headline(run: RunData, live: Live | None = None) -> Headline:
         held_out_reward(run.before) if run.before else None,
         held_out_reward(run.after) if run.after else None,
         step_of(run.after) if run.after else 0,
-        gain if math.isfinite(gain.mean) else None,
-        paired,
+        run.gain if math.isfinite(run.gain.mean) else None,
+        math.isfinite(run.paired_gain.mean),
         _facts(run),
     )
 

@@ -95,7 +95,7 @@ def verdicts(run: RunData, scores: Sequence[Score]) -> list[str]:
     """Does a held-out scorer confirm the rise of the reward? Did one pay for another's rise?"""
     if run.after is None:
         return []
-    reward, said = direction(run.gain[0]), []
+    reward, said = direction(run.gain), []
     for score in scores:
         if score.held_out and math.isfinite(score.change.error):
             said.append(
@@ -210,7 +210,7 @@ def _table(run: RunData, scores: Sequence[Score]) -> Table:
     before, after = run.before, run.after
     assert before is not None and after is not None
     start, end = held_out_reward(before).mean, held_out_reward(after).mean
-    rows = [["weighted sum", "what is optimized", *_cells(start, end, run.gain[0])]]
+    rows = [["weighted sum", "what is optimized", *_cells(start, end, run.gain)]]
     rows += [
         [score.label, score.role, *_cells(score.before, score.after, score.change)]
         for score in scores
