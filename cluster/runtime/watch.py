@@ -1,9 +1,9 @@
-"""Which nodes still answer. The driver asks them itself, as calls to a lost node only wait.
+"""Which nodes still answer: asked by the driver itself, because calls to a lost one only wait.
 
-A call to an actor on a node that is gone ends when Ray gives the node up, which takes Ray up to
-half a minute, longer where the network drops packets. So the driver connects to the port of every
-node on which it has actors, again and again: the node's kernel accepts also while its processes
-are busy, and nothing accepts on a node that is gone.
+A call to an actor on a node that is gone ends when Ray gives the node up, which takes it up to
+half a minute, longer where the network swallows what is sent. So the driver opens a connection to
+the port of every node on which it has actors, again and again, and closes it: the kernel over there
+answers for a process that is busy, and nobody answers for one that is gone.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ Address = tuple[str, int]
 class NodeWatch:
     """Watches nodes from the first time that one is asked for.
 
-    It counts failed connections and not seconds: a driver that was itself stopped for a minute has
-    heard of no node, and none is lost.
+    It counts failed connections and not seconds: a driver that was stopped for a minute has not
+    heard of anybody, and has lost nobody.
     """
 
     def __init__(self, silence_s: float):
@@ -38,7 +38,7 @@ class NodeWatch:
         self.lost: set[str] = set()
 
     def know(self, addresses: Mapping[str, Address]) -> None:
-        """Take the addresses of the nodes that Ray counts as alive; all others are lost."""
+        """Where the nodes that Ray counts as alive take connections; all others are lost."""
         self._addresses = dict(addresses)
         for node in self._gone:
             if node not in addresses:
@@ -63,7 +63,7 @@ class NodeWatch:
             self._gone[node].set_result(why)
 
     async def _watch(self, node: str) -> None:
-        """Watch until Ray gives the node up. A node that answers again may be used again."""
+        """Until Ray gives the node up as well. One that answers again may be used again."""
         failures = 0
         while address := self._addresses.get(node):
             if await _answers(address, self._every_s):
@@ -73,7 +73,7 @@ class NodeWatch:
                 failures = 0
             else:
                 failures += 1
-            # once, at equality; the node stays watched, as it may come back
+            # equal: told once, though it stays watched, as it may come back
             if failures == TRIES:
                 silent_s = self._every_s * (TRIES + 1)
                 self._lose(node, f"its node answers no connection for {silent_s:g} s")
@@ -81,7 +81,7 @@ class NodeWatch:
 
 
 async def _answers(address: Address, within_s: float) -> bool:
-    """Whether ``address`` takes a connection. Returns after ``within_s`` seconds in any case."""
+    """Whether ``address`` takes a connection; after ``within_s`` seconds, whatever comes of it."""
     loop = asyncio.get_running_loop()
     began = loop.time()
     with socket.socket(socket.AF_INET6 if ":" in address[0] else socket.AF_INET) as made:
