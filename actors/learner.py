@@ -107,7 +107,7 @@ class LearnerActor:
         self._trainer.join(DistributedReplicas(rank, size, store, device, at.timeout_s))
 
     def quantisation(self) -> list[dict[str, object]]:
-        """Rows of ``quantisation.json``: which modules explorers run quantized, and why."""
+        """Rows of ``quantisation.json``: what explorers run quantised and what not, and why."""
         return self._trainer.quantisation_table
 
     def generate(
@@ -174,7 +174,7 @@ class LearnerActor:
         return self._shards[index].nbytes, self._shards[index]
 
     def probe(self, request: Probe, conditioning: Conditioning) -> Probed:
-        """Latents of a few seeds by the last export, to compare those of rollout actors with."""
+        """What the last export makes of a few seeds here, to compare rollout actors with."""
         self._turn.require("probe")
         return Probed(
             *self._trainer.probe(

@@ -1,4 +1,7 @@
-"""Waiting for one actor's answer, with a deadline: a value, or the reason why there is none."""
+"""Waiting for one actor's answer: what comes, or in which of three ways it does not.
+
+No answer is waited for without end.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +24,7 @@ from records.timeline import Span, span_of
 
 Value = TypeVar("Value")
 AWAY_S = 1.0
-"""A driver that wakes so much too late was stopped itself, and cannot say who was silent."""
+"""Woken so much too late, the driver itself was stopped, and cannot say that others were silent."""
 
 
 @dataclass(frozen=True)
@@ -35,9 +38,9 @@ class Answers:
     why_lost: Callable[[RayError], Awaitable[str | None]]  # as ``ActorPool.lost_by``
 
     async def of(self, member: Member, key: object, attempt: int, ref: ObjectRef[Answer]) -> Answer:
-        """The value behind ``ref``: the answer of ``member`` to a call for the task ``key``.
+        """The value behind ``ref``, a call for the task ``key`` that ``member``'s actor was sent.
 
-        Raises as ``answer_of``, and ActorLost where ``why_lost`` takes an error for a loss.
+        Raises as ``answer_of``, and ActorLost where what the method raised means that as well.
         """
         try:
             return await self._timed(member, key, attempt, ref)
@@ -73,7 +76,7 @@ class Answers:
 async def answer_of(
     transport: Transport, member: Member, ref: ObjectRef[Value], service: Service
 ) -> Value:
-    """The value behind ``ref``: the answer of the member's actor to a call.
+    """The value behind ``ref``, a call that the member's actor was sent.
 
     It may take ``service.deadline_s`` seconds since the actor's last answer: it does one thing
     after the other, and this call may stand behind others. An actor that is ``cold`` has
@@ -138,6 +141,6 @@ def _inputs_lost(error: ObjectLostError) -> InputsLost:
 
 
 def _observe(future: asyncio.Future[Value]) -> None:
-    """Retrieve the exception of a call that nobody awaits."""
+    """Look at how a call ended."""
     if not future.cancelled():
         future.exception()

@@ -95,7 +95,7 @@ class Member:
 
     def begin_task(self) -> None:
         """The running slot has a task in hand."""
-        # time is counted once, however many slots have a task
+        # time with tasks in hand, counted once however many of its slots have one
         if not self._busy:
             self._busy_since = clock.now()
         self._busy.add(asyncio.current_task())

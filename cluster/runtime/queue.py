@@ -13,7 +13,7 @@ from actors.calls import Answer, AnyTask, Call
 
 @dataclass(eq=False)
 class PendingTask:
-    """A task, and how often it was tried."""
+    """A task, and what has become of it so far."""
 
     task: AnyTask
     call: Call
@@ -69,15 +69,15 @@ class TaskQueue:
         self.look_again()
 
     def look_again(self) -> None:
-        """Give out tasks again: slots may take others now, as when an actor came or went. All that
-        is put in one turn of the event loop is given out after it, in order.
+        """Who may take what has changed, as when an actor came or went. All that is put in one turn
+        of the event loop is given out after it, in order.
         """
         if self._takers and self._looking is None:
             self._looking = asyncio.get_running_loop().call_soon(self._look)
 
     async def take(self, fits: Callable[[PendingTask], bool]) -> PendingTask:
         """The first task that ``fits``, once there is one."""
-        # a task that this slot must not take does not hold up those behind it
+        # a task that this slot must not take is passed over, and does not hold up what is behind it
         for place, (_, _, pending) in enumerate(self._waiting):
             if fits(pending):
                 del self._waiting[place]
@@ -108,7 +108,7 @@ class TaskQueue:
             if not self._takers:
                 break
             seen += 1
-            # a dict keeps the order of insertion: the slot that has waited longest is asked first
+            # in the order of their coming, as dicts keep it: who has waited longest is asked first
             found = next((o for o, taker in self._takers.items() if taker.fits(row[2])), None)
             if found is None:
                 left.append(row)

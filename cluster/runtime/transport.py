@@ -1,4 +1,4 @@
-"""How calls reach actors and answers come back: through Ray, or in a simulation."""
+"""How calls reach actors and answers come back: through Ray, unless a simulation stands in."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Handle: TypeAlias = Any  # of an actor, whose methods exist at run time only
 
 
 class Transport(Protocol):
-    """What pools need to call actors."""
+    """All that pools ask of what lies between them and actors."""
 
     def send(self, handle: Handle, call: Call) -> Sequence[ObjectRef[Answer]]:
         """Have the actor carry out ``call``, after those it was sent before; a reference per
@@ -38,22 +38,26 @@ class Transport(Protocol):
 
 
 class RayTransport:
-    """``Transport`` by Ray's remote calls."""
+    """Ray's remote calls."""
 
     def send(self, handle: Handle, call: Call) -> Sequence[ObjectRef[Answer]]:
+        """See ``Transport``."""
         method = getattr(handle, call.method)
         if call.returns == 1:
             return [method.remote(*call.args, **call.named)]
-        # only where needed: ``options`` makes a class, a tenth of the time of a call
+        # it makes a class for every call: a tenth of its time
         return method.options(num_returns=call.returns).remote(*call.args, **call.named)
 
     def answer(self, reference: ObjectRef[Answer]) -> asyncio.Future[Answer]:
+        """See ``Transport``."""
         return asyncio.wrap_future(reference.future())
 
     def put(self, value: Value) -> ObjectRef[Value]:
+        """See ``Transport``."""
         return ray.put(value)
 
     def kill(self, handle: Handle) -> None:
+        """See ``Transport``."""
         ray.kill(handle, no_restart=True)
 
 
