@@ -155,8 +155,7 @@ def step_of(row: Row) -> int:
 
 def mean_in(row: Row, name: str, error: str) -> Mean:
     """A mean of the row and its standard error, NaN for what it does not have."""
-    found = (finite(row.get(key)) for key in (name, error))
-    return Mean(*(math.nan if value is None else value for value in found), 0)
+    return Mean(_number(row.get(name)), _number(row.get(error)), 0)
 
 
 def held_out_reward(row: Row) -> Mean:
@@ -250,6 +249,10 @@ def _grid(found: object) -> Grid:
     """A table of numbers as it was written; empty when it is none."""
     if not isinstance(found, list) or not all(isinstance(row, list) for row in found):
         return []
-    return [
-        [math.nan if (number := finite(cell)) is None else number for cell in row] for row in found
-    ]
+    return [[_number(cell) for cell in row] for row in found]
+
+
+def _number(found: object) -> float:
+    """A finite number, or NaN."""
+    value = finite(found)
+    return math.nan if value is None else value
