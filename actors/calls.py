@@ -24,8 +24,8 @@ Method: TypeAlias = Callable[Concatenate[Answer, P], R]  # of an actor's class, 
 def resolved(reference: ObjectRef[X]) -> X:
     """``reference``, as an argument whose value the method will see.
 
-    Ray replaces a reference that is itself an argument by the object, before the method runs and
-    without a detour over the caller. Static types know nothing of that: here they are told.
+    Ray replaces a reference that is itself an argument by its object before the method runs. Static
+    types do not know that, hence this cast.
     """
     return cast(X, reference)
 
@@ -80,8 +80,9 @@ class Caller(ABC):
         messages: Callable[[int], Sequence[X]],
         shared: Y,
     ) -> R:
-        """What ``method`` returns, where each of so many actors is sent a message of its own, by
-        rank, and ``shared``, which is the same for all. Raises as ``perform``.
+        """What ``method`` returns where every actor is sent a message of its own, and ``shared``.
+
+        ``messages`` makes one for each of so many actors, by rank. Raises as ``perform``.
         """
         return await self.call(task, method, messages(1)[0], shared)
 
@@ -120,7 +121,7 @@ class Caller(ABC):
         *args: object,
         **named: object,
     ) -> tuple[Answer, ...]:
-        """The first thing that ``method`` returns by value, the others by reference.
+        """What ``method`` returns, the first part by value, the others by reference.
 
         The caller owns what comes by reference, so it outlives the actor that made it. Raises as
         ``perform``.

@@ -186,8 +186,8 @@ class LearnerClient:
         return Generated(images, samples)
 
     async def update(self, iteration: int, groups: list[TrainingGroup]) -> dict[str, float]:
-        """One update on all groups, of which each replica is sent what it trains on, and told the
-        rewards of all; metrics by name.
+        """One update on all groups; metrics by name. Each replica is sent what it trains on, and
+        the rewards of all.
         """
         task = Task[dict[str, float]](("update", iteration))
         return await self.every_replica.call_each(
@@ -206,13 +206,13 @@ class LearnerClient:
         return await asked.call(task, LearnerActor.export, version, backend, weights)
 
     async def shard(self, version: int, index: int) -> ObjectRef[Shard]:
-        """One shard of the last export. It is ours: a learner that dies takes none along."""
+        """One shard of the last export. The caller owns it, so it outlives the learner."""
         task = Task[int](("chunk", version, index))
         _, shard = await self.first.call_parts(task, 2, LearnerActor.shard, index)
         return shard
 
     async def probe(self, request: Probe, conditioning: ObjectRef[Conditioning]) -> Probed:
-        """What the last export makes of a few seeds."""
+        """Latents of a few seeds by the last export."""
         task = Task[Probed](("probe", request.version))
         return await self.first.call(task, LearnerActor.probe, request, resolved(conditioning))
 

@@ -18,14 +18,14 @@ class EncoderActor:
     """Holds the family's text encoders, and its autoencoder where it edits images."""
 
     def __init__(self, tree: Tree):
-        run, _ = begin(tree, "encoder")
+        run = begin(tree)
         dtype = DTYPES[run.regenerate.precision]
         negative = run.guidance.negative_prompt if run.guidance.stages else None
         self._device = begin_torch(run, "encoder")
         self._text = family_for(run.model).load_text(self._device, dtype, negative)
 
     def ready(self) -> ActorInfo:
-        """Who this is; answers once the model is loaded."""
+        """Says who it is, once the model is loaded."""
         return identity(self._device)
 
     def encode(

@@ -57,10 +57,10 @@ class LearnerActor:
     """A thin shell around ``learner.trainer.Trainer``."""
 
     def __init__(self, tree: Tree, failure_dir: str, fetch: Fetch = ray.get):
-        """``fetch`` is another one where there is no Ray."""
-        run, _ = begin(tree, "learner")
+        """``fetch`` stands in for Ray's where there is none."""
+        run = begin(tree)
         device = begin_torch(run, "learner")
-        # with it come peft and diffusers: seconds, which the driver need not spend
+        # imports peft and diffusers, which takes seconds; the driver only wants the method names
         from learner.trainer import Trainer
 
         shard = run.services.learner.shard == "base"
@@ -74,23 +74,23 @@ class LearnerActor:
         self._store: TCPStore | None = None
 
     def ready(self) -> ActorInfo:
-        """Who this is, and how many parameters it trains."""
+        """Says who it is, and how many parameters it trains."""
         trainer = self._trainer
         cold = trainer.config.regenerate.compile
         return replace(identity(trainer.device), trainable=trainer.trainable_parameters, cold=cold)
 
     def begin_turn(self) -> Moved:
-        """The GPU is the learner's now."""
+        """Bring the weights back to the GPU."""
         return self._turn.begin(self._trainer.offload)
 
     def end_turn(self) -> Moved:
-        """The GPU is the rollout actors' now. What needs no frozen weights can still be asked for:
+        """Leave the GPU to the rollout actors. Calls that need no frozen weights still work:
         checkpoints, shards of the last export.
         """
         return self._turn.end(self._trainer.offload)
 
     def rendezvous(self, timeout_s: float) -> Rendezvous:
-        """Where the replicas of this learner can find each other, open until they do so again."""
+        """Open a store where the replicas of this learner find each other; returns its address."""
         host = ray.util.get_node_ip_address()
         self._store, port = open_store(host, timeout_s)
         return Rendezvous(host, port, timeout_s)
@@ -121,16 +121,16 @@ class LearnerActor:
         return time.perf_counter() - start, images, samples
 
     def stand_by(self, request: GenerateRequest) -> None:
-        """Go along while other replicas ``generate`` what is like ``request``: where the base is
-        sharded, none can without the others.
+        """Take part in the passes of other replicas that ``generate`` something like ``request``:
+        where the base is sharded, every pass takes all of them.
         """
         self._trainer.generator.stand_by(request.weights, request.solver)
 
     def update(self, request: UpdateRequest, told: AllRewards) -> dict[str, float]:
-        """One training iteration, on this replica's part of it; returns its metrics.
+        """One training iteration on this replica's part of it; returns its metrics.
 
-        References within a message are not resolved by Ray, so this raises ObjectLostError where
-        their objects went with a node.
+        Ray does not resolve references within a message, so the method fetches them itself, and
+        raises ObjectLostError where their objects went with a node.
         """
         self._turn.require("update")
         rewards = told.by_prompt()
@@ -158,11 +158,11 @@ class LearnerActor:
     def export(
         self, version: int, backend: str | None = None, weights: str | None = None
     ) -> Exported:
-        """Pack the policy that is sampled; its shards are then fetched one by one.
+        """Pack the sampling policy; its shards are then fetched one by one.
 
-        ``backend`` is the precision that explorers run; None: what the configuration says.
-        ``weights``: another adapter. Where the base is sharded every replica is asked, as each has
-        rows of every weight; what is packed is kept by the first.
+        ``backend`` is the precision that explorers run; None: that of the configuration.
+        ``weights`` names another adapter to pack. Where the base is sharded every replica is asked,
+        as each has rows of every weight; the first keeps what is packed.
         """
         self._turn.require("export")
         manifest, shards, statistics = self._trainer.export(version, backend, weights)
@@ -192,7 +192,7 @@ class LearnerActor:
 
 
 def gather(parts: Sequence[SampleRows], fetched: Sequence[Samples]) -> Samples:
-    """The rows that ``parts`` name, in their order, of the samples that they refer to."""
+    """The rows that ``parts`` name, in their order, of the samples fetched for each part."""
     return {
         name: np.concatenate(
             [samples[name][list(part.rows)] for part, samples in zip(parts, fetched, strict=True)]

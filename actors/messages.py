@@ -1,4 +1,4 @@
-"""What crosses between processes, and what the clients make of the answers.
+"""The messages between processes, and the answers that clients return.
 
 Walk of one chunk: the driver sends an ``ExploreChunk`` to a rollout actor and gets references to
 its images and samples (``Explored``), hands the image reference to a reward actor, gets ``Scores``,
@@ -33,13 +33,13 @@ for its objective. Nobody between its maker and the learner looks in.
 
 @dataclass(frozen=True)
 class ActorInfo:
-    """What an actor says of itself once its models are loaded. None: does not apply to its kind."""
+    """What an actor says of itself once its models are loaded. None: not said by its kind."""
 
     pid: int
     host: str
     node: str | None = None  # Ray's node id
     backend: str | None = None  # precision that it explores in
-    why: str | None = None  # that one
+    why: str | None = None  # why in that one
     runs: tuple[str, ...] = ()  # every precision that it could explore in
     cold: bool | None = None  # whether its first task takes longer, because it compiles
     trainable: int | None = None  # parameters
@@ -50,7 +50,7 @@ class ActorInfo:
     driver: str | None = None
 
     def event_fields(self) -> dict[str, str | int]:
-        """What its ``actor_started`` event tells."""
+        """The fields of its ``actor_started`` event."""
         told = ((part.name, getattr(self, part.name)) for part in fields(self))
         return {name: value for name, value in told if isinstance(value, str | int)}
 
@@ -79,7 +79,7 @@ class ExploreChunk:
 
 @dataclass(frozen=True)
 class Explored:
-    """What came of an ``ExploreChunk`` of B seeds."""
+    """The answer to an ``ExploreChunk`` of B seeds."""
 
     images: ObjectRef[Images]
     samples: ObjectRef[Samples]  # [B, ...] each; empty unless ``return_latents``
@@ -99,7 +99,7 @@ class GenerateRequest:
 
 @dataclass(frozen=True)
 class Generated:
-    """What came of a ``GenerateRequest``."""
+    """The answer to a ``GenerateRequest``."""
 
     images: ObjectRef[Images]
     samples: ObjectRef[Samples]  # [B, ...] each
@@ -146,7 +146,7 @@ class TrainingGroup:
 
 @dataclass(frozen=True)
 class Portion:
-    """Those of a prompt's K samples that one replica of the learner trains on."""
+    """The part of a prompt's K samples that one replica of the learner trains on."""
 
     prompt: int
     rows: range  # within 0 .. K
@@ -173,7 +173,7 @@ class AllRewards:
     rewards: Floats  # [sum of counts], prompt after prompt
 
     def by_prompt(self) -> dict[int, Floats]:
-        """[K] each."""
+        """Rewards [K] by prompt."""
         parts = np.split(self.rewards, np.cumsum(self.counts)[:-1])
         return dict(zip(self.prompts, parts, strict=True))
 
@@ -187,7 +187,7 @@ class Exported:
 
 
 class WeightsId(NamedTuple):
-    """Names published weights. The same version in another precision is another thing."""
+    """Identifies published weights; a version packed in two precisions has two."""
 
     version: int
     checksum: str  # of the manifest, hence of every shard
@@ -206,7 +206,7 @@ class Probe:
 
 @dataclass(frozen=True)
 class Probed:
-    """What came of a ``Probe``."""
+    """The answer to a ``Probe``."""
 
     latents: Floats  # [B, *latent]
     kind: str  # device and arithmetic: where these are equal, the latents must be so to the bit

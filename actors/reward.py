@@ -25,18 +25,18 @@ class RewardActor:
     """
 
     def __init__(self, tree: Tree, kind: str = "reward"):
-        run, service = begin(tree, kind)
+        run = begin(tree)
         labels = run.scorers_of(kind)
         import_scorers(run, labels)
         self._device = None
-        if service.gpus or "torch" in sys.modules:  # scorers by rule need none
+        if run.services.of(kind).gpus or "torch" in sys.modules:  # scorers by rule need no torch
             self._device = begin_torch(run, kind)
         device = "cpu" if self._device is None else str(self._device)
         self._scorer = WeightedScorer.from_config(run.rewards, labels, device)
         self._cache = ScoreCache(self._scorer)
 
     def ready(self) -> ActorInfo:
-        """Who this is; answers once the scorers are loaded."""
+        """Says who it is, once the scorers are loaded."""
         return identity(self._device)
 
     def score(
@@ -49,8 +49,8 @@ class RewardActor:
     ) -> Scores:
         """Raw scores of images or clips; ``prompts`` and ``metadata`` have an entry per image.
 
-        ``labels``: only these scorers. ``cached``: what was scored here before for the same prompt
-        is not scored again.
+        ``labels``: only these scorers. ``cached``: images that this actor has scored before for
+        the same prompt get the same scores again.
         """
         made = (self._cache if cached else self._scorer).attempt(images, prompts, metadata, labels)
         return Scores(made.scores, made.failures, made.parts, made.work)
@@ -71,11 +71,9 @@ class RewardActor:
         metadata: list[Metadata],
         labels: tuple[str, ...] | None = None,
     ) -> Scores:
-        """``score`` again, for the images in reverse, from nobody's memory; answers in the order
-        given.
+        """``score`` with the images in reverse and without the cache; scores in the order given.
 
-        A scorer that answers for other images, by position, or for the batch before, gives other
-        numbers now.
+        A scorer that answers by position, or for the batch before, gives other numbers now.
         """
         reverse = slice(None, None, -1)
         made = self._scorer.attempt(images[reverse], prompts[reverse], metadata[reverse], labels)
@@ -84,7 +82,7 @@ class RewardActor:
 
 
 def import_scorers(run: RunConfig, labels: Iterable[str]) -> None:
-    """Import what the scorers are made of, to see whether torch is part of it before it is used.
+    """Import the modules of the scorers, so that ``sys.modules`` tells whether they need torch.
 
     What cannot be imported is passed over: building the scorer says why, with advice.
     """

@@ -1,4 +1,4 @@
-"""The rollout service: quantised denoisers that turn seeds into proxy images."""
+"""The rollout service: quantized denoisers that turn seeds into proxy images."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ from policy.types import DTYPES, Conditioning
 
 @on_device("rollout", "explore.chunk_size")
 class RolloutActor:
-    """Explores with the weights it was given last; without weights it refuses."""
+    """Explores with the weights that it loaded last; before it has loaded any it refuses."""
 
     def __init__(self, tree: Tree):
-        self._run, _ = begin(tree, "rollout")
+        self._run = begin(tree)
         self._device = begin_torch(self._run, "rollout")
         exploration = self._run.plan.explore
         if exploration is None:
@@ -74,17 +74,17 @@ class RolloutActor:
         )
 
     def ready(self) -> ActorInfo:
-        """Who this is, which precision it explores in and why, and all that it could."""
+        """Says who it is, which precision it explores in and why, and which others it could."""
         runs, cold = available_backends(self._device), self._run.explore.compile
         who = identity(self._device)
         return replace(who, backend=self._own.name, why=self._why, runs=runs, cold=cold)
 
     def begin_turn(self) -> Moved:
-        """The GPU is the rollout actors' now."""
+        """Bring the weights back to the GPU."""
         return self._turn.begin(self._explorer.offload if self._explorer else None)
 
     def end_turn(self) -> Moved:
-        """The GPU is the learner's now."""
+        """Leave the GPU to the learner."""
         return self._turn.end(self._explorer.offload if self._explorer else None)
 
     def load(
@@ -92,9 +92,9 @@ class RolloutActor:
     ) -> WeightsId:
         """Copy published weights in place; returns what is loaded, as the acknowledgement.
 
-        ``shards`` are those of the indices ``sent``; the others are here from the version before.
-        ``backend`` is the one they are for, None the configured one; where another runs here the
-        denoiser is built again.
+        ``shards`` are those of the indices ``sent``; the actor has the others from the version
+        before. ``backend`` is the one that they are packed for, None the configured one; where the
+        actor runs another, it builds its denoiser again.
         """
         self._turn.require("load weights")
         wanted = self._own if backend is None else resolve_backend(backend, self._device)[0]
@@ -109,12 +109,12 @@ class RolloutActor:
     def explore(
         self, request: ExploreChunk, conditioning: Conditioning
     ) -> tuple[float, Images, Samples]:
-        """(seconds, images, samples: "latents" float32 [B, *latent], or none).
+        """(seconds, images, samples). Samples are "latents" float32 [B, *latent], where asked for.
 
         Raises:
             RuntimeError: the weights here are not the version that the chunk asks for.
         """
-        explorer = self._with(request.key.version, str(request.key))
+        explorer = self._explorer_of(request.key.version, str(request.key))
         start = time.perf_counter()
         path = explored_paths(self._run, request.solver, request.key.iteration)
         images, latents = explorer.explore(
@@ -130,19 +130,20 @@ class RolloutActor:
         return time.perf_counter() - start, images, samples
 
     def probe(self, request: Probe, conditioning: Conditioning) -> Probed:
-        """What the weights here make of a few seeds, to be compared with what the learner makes.
+        """Latents of a few seeds by the weights here, to be compared with those of the learner.
 
         Raises:
             RuntimeError: the weights here are not the version that is asked for.
         """
-        explorer = self._with(request.version, "the identity check")
+        explorer = self._explorer_of(request.version, "the identity check")
         latents = explorer.latents(
             conditioning, request.seeds, request.steps, request.solver, self._guided
         )
         kind = computing(self._device, explorer.backend.name, self._run.explore.compile)
         return Probed(latents.numpy(), kind)
 
-    def _with(self, version: int, who: str) -> Explorer:
+    def _explorer_of(self, version: int, who: str) -> Explorer:
+        """The explorer, if it holds ``version``; ``who`` asks for it."""
         self._turn.require(f"explore for {who}")
         explorer = self._explorer
         held = explorer.version if explorer else None

@@ -16,7 +16,6 @@ import ray
 from actors.messages import ActorInfo
 from configs.load import parse
 from configs.schema import RunConfig
-from configs.services import Service
 from records.errors import OutOfMemoryError
 
 if TYPE_CHECKING:
@@ -26,27 +25,26 @@ Tree: TypeAlias = dict[str, object]
 """A configuration as plain JSON types: unlike pydantic's models it needs no code to be read."""
 
 
-def begin(tree: Tree, kind: str) -> tuple[RunConfig, Service]:
-    """(the run's configuration, the settings of this kind of actor).
+def begin(tree: Tree) -> RunConfig:
+    """The run's configuration; seeds the global random generators.
 
-    Results must not depend on which process computes them, so the global random generators are
-    seeded with a constant: where one is used by accident, results are equal and not random.
+    Results must not depend on which process computes them: nothing should draw from a global
+    generator, and where something does by accident, every process draws the same.
     """
-    run = parse(tree)
     random.seed(0)
     np.random.seed(0)
-    return run, run.services.of(kind)
+    return parse(tree)
 
 
 def begin_torch(run: RunConfig, kind: str) -> torch.device:
-    """Seed torch too, fix its threads, and pick the device. An actor that needs no torch leaves
-    this out, and starts in a fraction of the time.
+    """Seed torch, fix its number of threads, and pick the device. An actor that needs no torch does
+    not call this, and starts in a fraction of the time.
 
-    The number of threads fixes the order of sums: it is part of the configuration, not of the node.
-    The memory of a GPU is limited to the service's share, but not in a layout: its shares say who
-    lies where, and it has looked at the memory of all of them together; nor where rollout actors
-    and learner take turns, each with what the other has left. Raises RuntimeError for a share of a
-    GPU where there is no CUDA.
+    The number of threads fixes the order of sums, so it is part of the configuration and does not
+    depend on the node. An actor may take its service's share of the GPU's memory, with two
+    exceptions: a layout has already fitted the actors of a GPU into its memory together, and where
+    rollout actors and learner take turns, each takes what the other has left. Raises RuntimeError
+    for a share of a GPU where there is no CUDA.
     """
     import torch
 
@@ -62,7 +60,7 @@ def begin_torch(run: RunConfig, kind: str) -> torch.device:
 
 
 def identity(device: torch.device | None = None) -> ActorInfo:
-    """Who this actor is and on which device; the caller adds what is told of its kind."""
+    """Process, host, node and device of this actor; the caller adds what its kind tells."""
     node = ray.get_runtime_context().get_node_id() if ray.is_initialized() else None
     who = ActorInfo(os.getpid(), os.uname().nodename, node)
     if device is None:
@@ -76,9 +74,8 @@ Actor = TypeVar("Actor", bound=type)
 
 
 def on_device(kind: str, change: str) -> Callable[[Actor], Actor]:
-    """A class whose methods raise OutOfMemoryError, one line, where its GPU has no more room.
-
-    ``kind`` is the service, ``change`` what to lower.
+    """Decorates an actor's class: where its GPU has no more memory, its methods raise
+    OutOfMemoryError, in one line that names the service ``kind`` and the settings to ``change``.
     """
 
     def wrapped(method: Callable[..., object]) -> Callable[..., object]:
@@ -109,4 +106,4 @@ def on_device(kind: str, change: str) -> Callable[[Actor], Actor]:
 
 
 OUT_OF_MEMORY = "OutOfMemoryError"
-"""What torch calls it."""
+"""The name of torch's exception."""

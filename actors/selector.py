@@ -18,17 +18,18 @@ class SelectorActor:
     """A pure function behind an actor: same rewards, same choice."""
 
     def __init__(self, tree: Tree):
-        self._run, _ = begin(tree, "selector")
+        self._run = begin(tree)
 
     def ready(self) -> ActorInfo:
-        """Who this is."""
+        """Says who it is."""
         return identity()
 
     def select(self, iteration: int, prompt: int, rewards: Floats) -> Chosen:
         """Indices to train on and to audit, from a prompt's combined proxy rewards float32 [N].
 
-        NaN: dropped. What is audited is drawn from all: without the best and the worst, rankings
-        would look worse than they are.
+        A seed with a reward of NaN is dropped. The seeds to audit are drawn from all others, the
+        selected ones included: without the best and the worst, rankings would look worse than they
+        are.
         """
         rule = self._run.selection
         scored = np.flatnonzero(np.isfinite(rewards))

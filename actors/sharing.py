@@ -1,4 +1,4 @@
-"""Who of the learner's replicas trains on what. Pure functions, used by the driver."""
+"""Which replica of the learner trains on what. Pure functions, used by the driver."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ def share(
 ) -> list[UpdateRequest]:
     """What each of ``size`` replicas, by rank, is asked to train on.
 
-    ``by`` prompts: they go round the replicas. ``by`` samples: of all, prompt after prompt, each
-    replica has a run of as many as the others, or one fewer. Raises RunFailed where one would have
-    none.
+    ``by`` prompts: prompt p goes to replica p modulo ``size``. ``by`` samples: all samples, prompt
+    after prompt, are cut into ``size`` runs whose lengths differ by at most one. Raises RunFailed
+    where a replica would have none.
     """
     groups = sorted(groups, key=lambda group: group.prompt)
     portions: list[list[Portion]] = [[] for _ in range(size)]
@@ -40,7 +40,7 @@ def share(
 
 
 def all_rewards(groups: Sequence[TrainingGroup]) -> AllRewards:
-    """What every replica is told of all of them."""
+    """The rewards of all prompts, which every replica is told."""
     groups = sorted(groups, key=lambda group: group.prompt)
     prompts = tuple(group.prompt for group in groups)
     counts = tuple(len(group.rewards) for group in groups)
@@ -61,7 +61,7 @@ def _runs(first: int, count: int, total: int, size: int) -> Iterator[tuple[int, 
 
 
 def _portion(group: TrainingGroup, wanted: range) -> Portion:
-    """``wanted`` of the group's rows, counted through its parts."""
+    """The rows ``wanted`` of the group, which are counted through its parts."""
     found: list[SampleRows] = []
     first = 0
     for part in group.samples:

@@ -1,4 +1,4 @@
-"""Whose turn on the GPU it is, as an actor knows it: it works in its own turn only."""
+"""Turns on a shared GPU, as an actor sees them: it works in its own turn only."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from typing import TYPE_CHECKING
 from actors.messages import Moved
 from configs.services import Services
 
-if TYPE_CHECKING:  # the driver only wants the names of methods
+if TYPE_CHECKING:  # the driver, which wants the names of methods only, needs no torch
     import torch
 
     from policy.offload import Offload
 
 
 class Turn:
-    """Of an actor in a run where rollout actors and learner take turns; in others it always has
-    the GPU. It begins without.
+    """Whether an actor has the GPU. Where rollout actors and learner take turns it starts without;
+    in other runs it always has it.
     """
 
     def __init__(self, who: str, services: Services, device: torch.device) -> None:
@@ -24,14 +24,14 @@ class Turn:
         self._has_it = not services.takes_turns
 
     def begin(self, offload: Offload | None) -> Moved:
-        """The GPU is its own; what had left comes back."""
+        """Take the GPU: what was moved to host memory comes back."""
         start = time.perf_counter()
         moved = offload.back() if offload is not None else 0
         self._has_it = True
         return Moved(moved, time.perf_counter() - start)
 
     def end(self, offload: Offload | None) -> Moved:
-        """The GPU is another's: what is to leave leaves, and memory of passes is given back."""
+        """Leave the GPU: move ``offload`` to host memory, and release torch's cached memory."""
         from policy.offload import release_cache
 
         start = time.perf_counter()
@@ -41,9 +41,7 @@ class Turn:
         return Moved(moved, time.perf_counter() - start)
 
     def require(self, what: str) -> None:
-        """Raises RuntimeError out of turn: its weights may be elsewhere, and another's in their
-        place.
-        """
+        """Raises RuntimeError out of turn, when the weights may not be on the GPU."""
         if not self._has_it:
             raise RuntimeError(
                 f"{self._who} is asked to {what} while it is not its turn on the GPU: this should"

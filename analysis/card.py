@@ -5,13 +5,15 @@ load it.
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from analysis.compare.statistics import Mean
 from analysis.report.charts import number
-from analysis.report.data import Row, RunData, finite, read_run, step_of
+from analysis.report.data import Row, RunData, held_out_reward, read_run, step_of
 from analysis.report.rewards import scores_of
 from configs.schema import RunConfig
 from configs.sections import Model
@@ -28,7 +30,7 @@ FRONT = re.compile(r"\A---\n(.*?)\n---\n", re.DOTALL)
 
 @dataclass(frozen=True)
 class Export:
-    """What was written: weights of a checkpoint, and where they will be found."""
+    """The exported weights, and where they will be found."""
 
     weights: str
     updates: int
@@ -38,12 +40,11 @@ class Export:
 def write_card(
     out: Path, directory: Path, config: RunConfig, export: Export, licence: str | None = None
 ) -> Path:
-    """``README.md`` and, where two evaluations drew images, ``before_after.png`` in ``out``.
+    """Write ``README.md`` and, where two evaluations drew images, ``before_after.png`` to ``out``;
+    returns the path of the card.
 
-    ``directory`` is that of the run. Returns the path of the card.
-
-    ``licence``: as the user declares it; None: as the base model's own card does. Raises OSError
-    where nothing can be written.
+    ``directory`` is that of the run. ``licence``: as the user declares it; None: as the base
+    model's own card does. Raises OSError where nothing can be written.
     """
     try:
         sheet = before_after(directory / "images")
@@ -98,7 +99,7 @@ def hub_id(model: Model) -> str | None:
 
 
 def licence_of(model: Model) -> dict[str, str]:
-    """What the base model's card declares: in its directory, or in this machine's cache of the hub.
+    """The licence that the base model's card declares, in its directory or in the hub's cache here.
 
     Empty where there is no card, or it declares nothing.
     """
@@ -139,14 +140,12 @@ def _rewards(run: RunData, export: Export) -> str:
     rows = [
         "| | before | after | change |",
         "| --- | --- | --- | --- |",
-        f"| reward | {_with_error(before)} | {_with_error(after)} | {_change(after)} |",
+        f"| reward | {_pm(held_out_reward(before))} | {_pm(held_out_reward(after))} |"
+        f" {_pm(run.paired_gain)} |",
     ]
     for score in scores_of(run):
-        change = _pm(score.change.mean, score.change.error)
-        values = (
-            number(value) if value is not None else "–" for value in (score.before, score.after)
-        )
-        rows.append(f"| {score.label} ({score.role}) | {' | '.join(values)} | {change} |")
+        cells = (number(score.before), number(score.after), _pm(score.change))
+        rows.append(f"| {score.label} ({score.role}) | {' | '.join(cells)} |")
     said = (
         f"On {run.setting('evaluate.prompts')} prompts that were not trained on, "
         f"{run.setting('evaluate.noises')} fixed initial noises each, with the"
@@ -158,21 +157,10 @@ def _rewards(run: RunData, export: Export) -> str:
     return "\n".join([*rows, "", said])
 
 
-def _with_error(row: Row) -> str:
-    value = finite(row.get("reward/eval_mean"))
-    return "–" if value is None else _pm(value, finite(row.get("eval/stderr")))
-
-
-def _change(row: Row) -> str:
-    gain = finite(row.get("eval/gain"))
-    return "–" if gain is None else _pm(gain, finite(row.get("eval/gain_stderr")))
-
-
-def _pm(value: float, error: float | None) -> str:
-    if value != value:
-        return "–"
-    known = error is not None and error == error
-    return f"{number(value)} ± {number(error)}" if known and error is not None else number(value)
+def _pm(value: Mean) -> str:
+    """A mean, with its error where both are known."""
+    known = math.isfinite(value.mean) and math.isfinite(value.error)
+    return number(value.mean) + (f" ± {number(value.error)}" if known else "")
 
 
 def _prompts(run: RunData, config: RunConfig) -> str:

@@ -1,9 +1,12 @@
-"""What commands measure with in one process, without Ray: models, scorers, and how they fail."""
+"""What ``sol-rl fidelity``, ``signal`` and ``tune`` share: models, scorers and their errors, in one
+process without Ray.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import logging
+import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
@@ -35,14 +38,16 @@ from rewards.base import ScorerError, ScorerSetupError
 from rewards.combine import WeightedScorer
 
 Say = Callable[[str], None]
+Generate = Callable[[Conditioning, list[int]], np.ndarray]
+"""Images of a prompt's seeds."""
 
 
 @contextlib.contextmanager
 def measuring(config: RunConfig, asked: int | None, out: Path, unscored: str) -> Iterator[None]:
-    """Within the block there is ``out``, and CPU threads are as ``asked`` or else as configured.
+    """Make the directory ``out``, and use as many CPU threads as ``asked``, else as configured.
 
-    Raises RunFailed for an image that cannot be scored, which leaves something ``unscored``, and
-    for what fails under way; ConfigError for files that a model or a scorer lacks.
+    Errors within the block become RunFailed or ConfigError; ``unscored`` says why an image that
+    cannot be scored ends the measurement.
     """
     make_output(out)
     hide_loading_bars()
@@ -86,14 +91,18 @@ def backends(names: Sequence[str], say: Say = lambda line: None) -> dict[str, Ba
     return {backend.name: backend for backend, _ in found.values()}
 
 
-def choose_prompts(config: RunConfig, count: int) -> list[Prompt]:
-    """``count`` distinct training prompts, drawn by the run seed."""
+def choose_prompts(config: RunConfig, count: int, iteration: int = 0) -> list[Prompt]:
+    """``count`` distinct training prompts: those of a run's ``iteration`` with so many prompts.
+
+    Raises ConfigError where there are fewer.
+    """
     everything = read_prompts(config.prompts.train)
     if count > len(everything):
         raise ConfigError(
             f"--prompts {count}: {config.prompts.train} holds {len(everything)}; ask for fewer"
         )
-    return [everything[row] for row in prompts_of_iteration(len(everything), count, 0, config.seed)]
+    rows = prompts_of_iteration(len(everything), count, iteration, config.seed)
+    return [everything[row] for row in rows]
 
 
 def seeds_of(config: RunConfig, prompts: int, count: int) -> list[list[int]]:
@@ -105,7 +114,7 @@ def seeds_of(config: RunConfig, prompts: int, count: int) -> list[list[int]]:
 
 @contextlib.contextmanager
 def setup() -> Iterator[None]:
-    """What a model or a backend refuses is the configuration's fault."""
+    """A ValueError of a model or a backend within the block becomes a ConfigError."""
     try:
         yield
     except ValueError as error:
@@ -120,9 +129,9 @@ def explored(
     steps: int,
     upto: int | None = None,
 ) -> np.ndarray:
-    """Proxy images in the very chunks that a run would make them in; ``upto`` as in ``sample``.
+    """Proxy images, in the same chunks as in a run; ``upto`` as in ``sample``.
 
-    With ``explore.paths`` they are those of the first iteration's paths. Raises ConfigError where
+    With ``explore.paths`` the paths are those of the first iteration. Raises ConfigError where
     these need more ``steps``.
     """
     size, guided = config.explore.chunk_size, Guided.of(config.guidance, "explore")
@@ -154,10 +163,30 @@ def rewards_of(
     return scorer(images, [prompt.text] * count, [prompt.told(config.model)] * count).total
 
 
+class ScoredSeeds:
+    """P prompts with N seeds each, and the scorers of their images."""
+
+    def __init__(self, config: RunConfig, prompts: Sequence[Prompt], seeds: int) -> None:
+        self.config, self.prompts = config, prompts
+        self.scorer = WeightedScorer.from_config(config.rewards)
+        self.conditioning = encoded(config, list(prompts))
+        self.seeds = seeds_of(config, len(prompts), seeds)
+
+    def rewards(self, generate: Generate) -> tuple[np.ndarray, float]:
+        """(rewards float32 [P, N] of the images that ``generate`` makes of each prompt's seeds,
+        seconds per image with its scoring). Raises ScorerError.
+        """
+        start, rows = time.perf_counter(), []
+        for prompt, cond, seeds in zip(self.prompts, self.conditioning, self.seeds, strict=True):
+            rows.append(rewards_of(self.scorer, self.config, generate(cond, seeds), prompt))
+        rewards = np.stack(rows)
+        return rewards, (time.perf_counter() - start) / rewards.size
+
+
 def encoded(config: RunConfig, prompts: list[Prompt]) -> list[Conditioning]:
     """Conditioning of one row for each prompt, on the CPU.
 
-    Raises ConfigError for images to edit that the model does not take, or that are not there.
+    Raises ConfigError for images to edit that are missing, or that the model does not take.
     """
     check_prompts(config, prompts)
     negative = config.guidance.negative_prompt if config.guidance.stages else None
@@ -178,7 +207,7 @@ def trainer_of(config: RunConfig, checkpoint: Path | None = None) -> Trainer:
 
 
 def explorer_of(config: RunConfig, trainer: Trainer, backend: Backend) -> Explorer:
-    """An explorer that was given the learner's sampling policy in the backend's format."""
+    """An explorer that has loaded the learner's sampling policy in the backend's format."""
     settings, dtype = config.explore, DTYPES[config.regenerate.precision]
     smaller = config.explored_model != config.model
     explorer = Explorer(
@@ -208,5 +237,5 @@ def explorer_of(config: RunConfig, trainer: Trainer, backend: Backend) -> Explor
 
 
 def device() -> torch.device:
-    """Where everything is measured."""
+    """The device of all measurements."""
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")

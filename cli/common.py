@@ -1,4 +1,4 @@
-"""What several commands share: exit codes, options, and the run that a path names."""
+"""Exit codes, options and helpers that several commands share."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def add_resume(sub: argparse.ArgumentParser) -> None:
 
 
 def add_cluster(sub: argparse.ArgumentParser) -> None:
-    """``--address`` of a cluster that is there."""
+    """``--address`` of a running cluster."""
     where = (
         "host:port of the cluster's head, or its dashboard's URL; RAY_ADDRESS, or the cluster on"
         " this machine, unless given"
@@ -80,7 +80,9 @@ def is_dashboard(address: str) -> bool:
 
 
 def through_job(given: str | None, command: Sequence[str]) -> int | None:
-    """Exit code of ``command`` run as a job, where the address is a dashboard's; None: connect."""
+    """Exit code of ``command``, run as a job, where the address is that of a dashboard; None where
+    the caller can connect to the cluster itself.
+    """
     address = address_given(given)
     if not is_dashboard(address):
         return None
@@ -90,10 +92,12 @@ def through_job(given: str | None, command: Sequence[str]) -> int | None:
 
 
 def require_positive(options: argparse.Namespace, *names: str) -> None:
-    """Raises ConfigError for the first of these options that is given and not above 0."""
+    """Raises ConfigError for the first value of these options that is given and not above 0."""
     for name in names:
-        if (value := getattr(options, name)) is not None and not 0 < value < float("inf"):
-            raise ConfigError(f"--{name.replace('_', '-')} {value:g}: must be above 0")
+        given = getattr(options, name)
+        for value in given if isinstance(given, list) else [given]:
+            if value is not None and not 0 < value < float("inf"):
+                raise ConfigError(f"--{name.replace('_', '-')} {value:g}: must be above 0")
 
 
 def show(text: str) -> None:

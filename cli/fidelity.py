@@ -5,7 +5,15 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from cli.common import DONE, add_checkpoint, add_config, add_measuring, run_at, say
+from cli.common import (
+    DONE,
+    add_checkpoint,
+    add_config,
+    add_measuring,
+    require_positive,
+    run_at,
+    say,
+)
 from configs.load import ConfigError, load
 from configs.resume import measured
 
@@ -51,8 +59,7 @@ def run(options: argparse.Namespace) -> int:
             f"fidelity: --checkpoint {options.checkpoint}: of which run? Give --run DIR in place of"
             " a configuration"
         )
-    if min(options.prompts, *options.steps, options.threads or 1) < 1 or options.threads == 0:
-        raise ConfigError("fidelity: --prompts, --steps and --threads must be at least 1")
+    require_positive(options, "prompts", "steps", "threads")
     rundir = None
     if options.run:
         rundir, config = run_at(options.run)

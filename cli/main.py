@@ -34,7 +34,7 @@ options and the configuration before it imports what needs torch or ray.
 
 
 class Command(Protocol):
-    """What a command's module has; importing it imports neither torch nor ray."""
+    """The interface of a command's module, which imports neither torch nor ray."""
 
     HELP: str
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from cli.common import DONE, add_config, add_measuring, say
+from cli.common import DONE, add_config, add_measuring, require_positive, say
 from configs.load import ConfigError, load
 from learner.selection import RULES
 
@@ -41,9 +41,7 @@ def declare(sub: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """Measure, write the files and print the table."""
     config = load(options.config, options.overrides)
-    steps = tuple(options.steps or [config.explore.steps])
-    if min(options.prompts, *steps, options.threads or 1) < 1 or options.threads == 0:
-        raise ConfigError("signal: --prompts, --steps and --threads must be at least 1")
+    require_positive(options, "prompts", "steps", "threads")
     if options.batches < 3:
         raise ConfigError(
             f"--batches {options.batches}: at least 3 are needed for a standard error"
@@ -56,7 +54,7 @@ def run(options: argparse.Namespace) -> int:
         pools=tuple(options.pools or [config.selection.keep, config.explore.pool_size]),
         rules=tuple(options.rules),
         backends=tuple(options.backends or [config.explore.backend]),
-        steps=steps,
+        steps=tuple(options.steps or [config.explore.steps]),
         prompts=options.prompts,
         batches=options.batches,
         threads=options.threads,

@@ -6,7 +6,7 @@ import argparse
 import math
 from pathlib import Path
 
-from cli.common import DONE, add_config, add_measuring, say
+from cli.common import DONE, add_config, add_measuring, require_positive, say
 from configs.load import ConfigError, parse, tree_of
 from configs.schema import RunConfig
 
@@ -44,15 +44,8 @@ def run(options: argparse.Namespace) -> int:
     """Measure, write the files and print the table."""
     tree = tree_of(options.config, options.overrides)
     config = parse(tree)
-    steps = tuple(options.steps or (4, 6, 8))
-    pools, keeps = tuple(options.pools or ()), tuple(options.keep or ())
-    counts = [options.prompts, options.seeds, *steps, *pools, *keeps]
-    if min(counts) < 1 or (options.threads is not None and options.threads < 1):
-        raise ConfigError(
-            "tune: --prompts, --seeds, --steps, --pools, --keep and --threads must be at least 1"
-        )
-    if not 0 < options.budget < math.inf:
-        raise ConfigError(f"--budget {options.budget:g}: expected a share such as 0.75")
+    counts = ("prompts", "seeds", "steps", "pools", "keep", "threads")
+    require_positive(options, "budget", *counts)
     if not 1 <= options.ratio < math.inf:
         raise ConfigError(f"--ratio {options.ratio:g}: expected at least 1")
     sizes = [_size(text) for text in options.sizes or ()]
@@ -66,9 +59,9 @@ def run(options: argparse.Namespace) -> int:
         ratio=options.ratio,
         prompts=options.prompts,
         seeds=options.seeds,
-        steps=steps,
-        pools=pools,
-        keeps=keeps,
+        steps=tuple(options.steps or (4, 6, 8)),
+        pools=tuple(options.pools or ()),
+        keeps=tuple(options.keep or ()),
         backends=tuple(options.backends or ()),
         sizes=(_own_size(config), *sizes),
         prune=tuple(options.prune or ()),

@@ -21,7 +21,7 @@ def replacing(path: Path) -> Iterator[Path]:
     except BaseException:
         beside.unlink(missing_ok=True)
         raise
-    # The rename itself is lost with the power unless the directory reaches the disk too.
+    # a power failure undoes the rename unless the directory is on the disk too
     _flush(path.parent)
 
 
@@ -51,7 +51,7 @@ def replacing_directory(path: Path) -> Iterator[Path]:
 
 
 def write_bytes(path: Path, data: bytes) -> None:
-    """Write a file that a reader or a kill never meets half of."""
+    """Write a file at once: a reader, or a kill, finds the old one or the new one."""
     with replacing(path) as beside:
         beside.write_bytes(data)
 
@@ -67,7 +67,7 @@ def write_json(path: Path, value: object) -> None:
 
 
 def unfinished(path: Path) -> Path:
-    """Where this process writes what is to become ``path``, on the same file system."""
+    """Where this process writes a file before it is renamed to ``path``."""
     return path.with_name(f".{path.name}.unfinished-{os.getpid()}")
 
 

@@ -1,4 +1,4 @@
-"""How a run can fail, as types: infrastructure, data, and the run as a whole."""
+"""How a run can fail, as exceptions, and how an error is said in a line."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ class RunFailed(Exception):
 
 
 class InputsLost(Exception):
-    """A task's objects went with the node that held them: they are made again, nobody failed."""
+    """A task's inputs were lost with the node that held them, and are made again."""
 
 
 class StateLost(Exception):
-    """The learner died with what it learned since its checkpoint: the run goes back there."""
+    """The learner died with what it learned since its checkpoint: the run goes back to that."""
 
 
 class OutOfMemoryError(Exception):
-    """A GPU has no room for what a service does: doing it again would end the same way."""
+    """A GPU has no memory for what a service does: trying again would end the same way."""
 
 
 class Stopped(Exception):
@@ -24,11 +24,11 @@ class Stopped(Exception):
 
 
 def first_line(error: BaseException) -> str:
-    """What an error says, in one line; its type's name where it says nothing."""
+    """The first line of an error's message; its type's name where it has none."""
     return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
 def described(error: BaseException, most: int | None = None) -> str:
-    """An error's type and the first line of what it says, of that ``most`` characters."""
+    """An error's type and the first line of its message, cut to ``most`` characters."""
     said = str(error).strip().splitlines()[:1]
     return ": ".join([type(error).__name__, *(line[:most] for line in said)])

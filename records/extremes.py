@@ -20,7 +20,7 @@ import numpy as np
 from PIL import Image
 
 from records import atomic
-from records.images import LARGEST_INLINE, TINY, grid, webp_bytes
+from records.images import LARGEST_INLINE, TINY, grid, to_pil, webp_bytes
 
 Stage = Literal["explored", "regenerated"]
 End = Literal["best", "worst"]
@@ -52,7 +52,7 @@ class Extreme:
         return f"{self.prompt}_{self.stage}_{self.end}.{suffix}"
 
     def row(self) -> dict[str, object]:
-        """What ``shown.json`` says of it."""
+        """Its row of ``shown.json``."""
         height, width = self.image.shape[-2:]
         keys = ("prompt", "text", "stage", "end", "seed", "reward", "other", "file")
         return {key: getattr(self, key) for key in keys} | {"width": width, "height": height}
@@ -73,7 +73,7 @@ def reduced(image: np.ndarray) -> np.ndarray:
         return image.copy()  # a view would keep the whole batch in memory
     if image.ndim == 4:
         return np.stack([reduced(frame) for frame in image])
-    small = Image.fromarray(np.ascontiguousarray(image.transpose(1, 2, 0)))
+    small = to_pil(image)
     small.thumbnail((LARGEST_INLINE, LARGEST_INLINE), Image.Resampling.LANCZOS)
     return np.asarray(small).transpose(2, 0, 1)
 
@@ -97,7 +97,7 @@ def save_extremes(
 
 def kept(iterations: Iterable[int], limit: int) -> set[int]:
     """Which of ``iterations`` stay, at most ``limit`` >= 2: the newest, and the multiples of the
-    smallest power of two of which there are few enough. What was dropped is never wanted again.
+    smallest power of two of which there are few enough. No later call keeps what one has dropped.
     """
     known = set(iterations)
     newest, stride = max(known, default=0), 1
@@ -114,7 +114,7 @@ def forget_from(directory: Path, iteration: int) -> None:
 
 
 def find_extremes(directory: Path) -> list[KeptIteration]:
-    """What ``save_extremes`` left in ``directory``, rising; what cannot be read is left out."""
+    """The iterations that ``save_extremes`` has written, rising; unreadable ones are left out."""
     found = []
     for index, folder in sorted(_directories(directory).items()):
         try:
@@ -154,15 +154,15 @@ def _still(image: np.ndarray) -> np.ndarray:
 def _enlarged(image: np.ndarray, height: int, width: int) -> np.ndarray:
     if image.shape[1:] == (height, width):
         return image
-    large = Image.fromarray(np.ascontiguousarray(image.transpose(1, 2, 0)))
-    return np.asarray(large.resize((width, height), Image.Resampling.NEAREST)).transpose(2, 0, 1)
+    large = to_pil(image).resize((width, height), Image.Resampling.NEAREST)
+    return np.asarray(large).transpose(2, 0, 1)
 
 
 def _encoded(one: Extreme, fps: int) -> bytes:
     if one.image.ndim == 4:
         return webp_bytes(one.image, fps, TINY)
     buffer = io.BytesIO()
-    image = Image.fromarray(np.ascontiguousarray(one.image.transpose(1, 2, 0)))
+    image = to_pil(one.image)
     if one.file.endswith("png"):
         image.save(buffer, "PNG")
     else:

@@ -8,6 +8,7 @@ animated. A step appears whole or not at all. ``source_<prompt index>.png`` is w
 from __future__ import annotations
 
 import base64
+import contextlib
 import io
 import json
 import re
@@ -23,8 +24,8 @@ from records import atomic
 STEP = re.compile(r"step_(\d+)")
 CELL = re.compile(r"(\d+)_(\d+)\.(?:png|webp)")
 LARGEST_INLINE = 256
-"""Images wider or taller than this are reduced to it before they go into a page, and clips lose
-pixels when they are kept: whole ones of 33 frames of 832x480 would take 20 MB each.
+"""Images wider or taller than this are reduced to it before they go into a page. Clips are
+compressed with losses from there on: 33 frames of 832x480 would take 20 MB without.
 """
 TINY = 96
 """Images up to this size are enlarged with hard pixels instead of being blurred."""
@@ -47,7 +48,7 @@ class RunImages:
     sources: dict[int, Path] = field(default_factory=dict[int, Path])
 
     def seeds(self, prompt: int) -> list[int]:
-        """Seed indices that any step has a chart of, rising."""
+        """Seed indices of which any step has an image, rising."""
         return sorted(
             {noise for step in self.steps for index, noise in step.files if index == prompt}
         )
@@ -61,26 +62,22 @@ def save_images(
     fps: int = 16,
     sources: Sequence[np.ndarray | None] = (),
 ) -> Path:
-    """Write ``images`` uint8 [P, S, 3, H, W] of P ``prompts``; returns the step's directory.
+    """Write ``images`` uint8 [P, S, 3, H, W] of P ``prompts``, or clips [P, S, F, 3, H, W] at
+    ``fps`` frames per second; returns the step's directory, which replaces an older one.
 
-    Or clips [P, S, F, 3, H, W], to be shown at ``fps`` frames per second. ``sources``: what prompts
-    edit, uint8 [3, H, W]. The step's directory is written beside and renamed; an existing one of
-    the same step is replaced. Raises ValueError when shapes or dtype do not fit.
+    ``sources``: what prompts edit, uint8 [3, H, W]. Raises ValueError when shapes or dtype do not
+    fit.
     """
     if images.ndim not in (5, 6) or images.shape[-3] != 3 or images.dtype != np.uint8:
         raise ValueError(
             "images must be uint8 [prompts, seeds, 3, height, width] or [prompts, seeds, frames, 3,"
             f" height, width], not {images.dtype} {list(images.shape)}"
         )
-    if len(prompts) < images.shape[0]:
-        raise ValueError(
-            f"{len(prompts)} prompts for images of {images.shape[0]}: give a prompt per row"
-        )
+    rows = len(images)
+    if len(prompts) < rows:
+        raise ValueError(f"{len(prompts)} prompts for images of {rows}: give a prompt per row")
     directory.mkdir(parents=True, exist_ok=True)
-    named = [
-        {"index": index, "prompt": prompt}
-        for index, prompt in enumerate(prompts[: images.shape[0]])
-    ]
+    named = [{"index": index, "prompt": prompt} for index, prompt in enumerate(prompts[:rows])]
     atomic.write_text(
         directory / "prompts.json", json.dumps(named, ensure_ascii=False, indent=1) + "\n"
     )
@@ -90,24 +87,21 @@ def save_images(
     final = directory / f"step_{step:06d}"
     with atomic.replacing_directory(final) as beside:
         for prompt, noise in np.ndindex(*images.shape[:2]):
-            image, file = images[prompt, noise], f"{prompt}_{noise}"
-            if image.ndim == 3:
-                (beside / f"{file}.png").write_bytes(png_bytes(image))
-            else:
-                (beside / f"{file}.webp").write_bytes(webp_bytes(image, fps))
+            image = images[prompt, noise]
+            clip = image.ndim == 4
+            file = beside / f"{prompt}_{noise}.{'webp' if clip else 'png'}"
+            file.write_bytes(webp_bytes(image, fps) if clip else png_bytes(image))
     return final
 
 
 def find_images(directory: Path) -> RunImages:
-    """What ``save_images`` left in ``directory``; prompts that cannot be read are numbered."""
+    """The images that ``save_images`` has written; prompts that cannot be read are numbered."""
     prompts: dict[int, str] = {}
-    try:
+    with contextlib.suppress(FileNotFoundError, ValueError, KeyError, TypeError):
         prompts = {
             int(row["index"]): str(row["prompt"])
             for row in json.loads((directory / "prompts.json").read_text("utf-8"))
         }
-    except (FileNotFoundError, ValueError, KeyError, TypeError):
-        prompts = {}
     steps = []
     for folder in sorted(directory.glob("step_*")):
         if (match := STEP.fullmatch(folder.name)) and folder.is_dir():
@@ -153,22 +147,25 @@ def read_image(path: Path) -> np.ndarray:
         return np.ascontiguousarray(np.asarray(image.convert("RGB")).transpose(2, 0, 1))
 
 
+def to_pil(image: np.ndarray) -> Image.Image:
+    """``image`` uint8 [3, H, W] as Pillow has it."""
+    return Image.fromarray(np.ascontiguousarray(image.transpose(1, 2, 0)))
+
+
 def png_bytes(image: np.ndarray) -> bytes:
     """``image`` uint8 [3, H, W] as the bytes of a PNG file."""
     buffer = io.BytesIO()
-    Image.fromarray(np.ascontiguousarray(image.transpose(1, 2, 0))).save(
-        buffer, "PNG", optimize=True
-    )
+    to_pil(image).save(buffer, "PNG", optimize=True)
     return buffer.getvalue()
 
 
 def webp_bytes(clip: np.ndarray, fps: int, largest: int = LARGEST_INLINE) -> bytes:
     """``clip`` uint8 [F, 3, H, W] as the bytes of an animated WebP file, which plays for ever.
 
-    To the bit where no side is above ``largest``. Equal frames in a row are one that stays longer.
+    Lossless where no side is above ``largest``. Equal frames in a row become one that stays longer.
     """
     small = max(clip.shape[2:]) <= largest
-    frames = [Image.fromarray(np.ascontiguousarray(frame.transpose(1, 2, 0))) for frame in clip]
+    frames = [to_pil(frame) for frame in clip]
     return _animated(frames, [1000 // fps] * len(frames), lossless=small, quality=90)
 
 
@@ -227,10 +224,7 @@ def before_after(
         top = head + row * (tall + 30)
         draw.text((gap, top + 6), prompt, fill="#111", font=small)
         for column in (0, 1):
-            sheet.paste(
-                Image.fromarray(strips[row][column].transpose(1, 2, 0)),
-                (gap + column * (wide + gap), top + 26),
-            )
+            sheet.paste(to_pil(strips[row][column]), (gap + column * (wide + gap), top + 26))
     return sheet
 
 

@@ -27,11 +27,12 @@ class Lock(NamedTuple):
 
 @contextlib.contextmanager
 def held(file: Path, what: str, remedy: str) -> Iterator[Lock]:
-    """Hold ``file``, which names its holder, for ``what``; ``remedy`` is for who is refused.
+    """Hold a lock on ``file`` for ``what``; the file names the holder, and another process is
+    refused with the advice ``remedy``.
 
-    The lock is the kernel's and ends with the process, however that ends; the file stays and says
-    nothing by being there. It is opened for writing because Linux makes of flock on NFS a lock of
-    bytes, which wants that.
+    The lock is the kernel's and ends with the process, however that ends; the file stays, and its
+    existence means nothing. It is opened for writing because on NFS Linux turns flock into a lock
+    of bytes, which requires that.
 
     Raises:
         ConfigError: another process holds it.
@@ -62,7 +63,9 @@ def busy(file: Path) -> bool:
 
 
 def _take(lock: int) -> None:
-    """Raises BlockingIOError: another process holds it. Twice: ``busy`` does for an instant."""
+    """Raises BlockingIOError where another process holds it. ``busy`` does for an instant, hence
+    the second try.
+    """
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -79,7 +82,7 @@ def _missing(lock: int, directory: Path, what: str, remedy: str) -> str | None:
     except OSError as error:
         return error.strerror or str(error)
     since = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime())
-    # a full disk: who holds it is then not known, but it is held
+    # on a full disk the lock is held all the same, but does not say by whom
     with contextlib.suppress(OSError):
         os.ftruncate(lock, 0)
         os.write(

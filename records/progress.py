@@ -7,13 +7,11 @@ told in advance are learned from the iteration before.
 from __future__ import annotations
 
 import statistics
-import sys
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from types import TracebackType
-from typing import TextIO
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
@@ -24,7 +22,6 @@ from rich.text import Text
 from records.rundir import finite
 from records.words import decimals, duration, plus_minus
 
-STAGES = ("explored", "scored", "selected", "regenerated", "updated", "published")
 UNITS = {
     "explored": "images",
     "scored": "images",
@@ -33,26 +30,27 @@ UNITS = {
     "updated": "samples",
     "published": "version",
 }
+"""What is counted of each stage, in the order of an iteration."""
+STAGES = tuple(UNITS)
 RECENT = 5
-"""Time left is the median of so many iterations times those to come."""
+"""The time left is the median of so many iterations times the number of those to come."""
 
 
 class Progress:
     """A context manager; ``note`` at any time, ``start`` once the first iteration is known.
 
-    With a terminal behind ``file`` the display refreshes itself four times a second; otherwise one
-    plain line is printed per iteration, evaluation and note. ``clock`` is in seconds.
+    On a terminal the display refreshes itself four times a second; elsewhere one plain line is
+    printed per iteration, evaluation and note. ``clock`` is in seconds.
     """
 
     def __init__(
         self,
         title: str = "Sol-RL",
-        file: TextIO | None = None,
         clock: Callable[[], float] = time.monotonic,
         console: Console | None = None,
     ):
         self.title, self._clock = title, clock
-        self.console = console or Console(file=file or sys.stdout)
+        self.console = console or Console()
         self.live = self.console.is_terminal
         self._live: Live | None = None
         self.total = self.first = self.iteration = 0
@@ -94,13 +92,13 @@ class Progress:
     # ---- what the loop says
 
     def starting(self, actors: int) -> None:
-        """So many actors are being started."""
+        """The run starts so many actors."""
         self._actors, self._began = (0, actors), self._clock()
         if not self.live:
             self.note("starting actors")
 
     def actor_started(self) -> None:
-        """One more of them answers; nothing for one that is started later."""
+        """One more of them answers; has no effect once the run has started."""
         if self._actors is not None:
             self._actors = self._actors[0] + 1, self._actors[1]
 
@@ -128,7 +126,7 @@ class Progress:
         self._phase = f"{groups} prompt{'s' if groups != 1 else ''}"
 
     def advanced(self, stage: str, n: int = 1) -> None:
-        """``n`` more went through ``stage``, one of ``STAGES`` or one of your own."""
+        """``n`` more went through ``stage``, one of ``STAGES`` or another."""
         self.counts[stage] = self.counts.get(stage, 0) + n
 
     def iteration_finished(self, metrics: Mapping[str, object]) -> None:
@@ -162,7 +160,7 @@ class Progress:
         self.note(text)
 
     def note(self, text: str) -> None:
-        """One line that stays: above the display, or in the log."""
+        """Print a line that stays, above the display or in the log."""
         if self.live:
             self.console.print(Text(text), highlight=False)
         else:
@@ -180,7 +178,7 @@ class Progress:
         return max(0.0, one * remaining - min(spent, one))
 
     def render(self) -> RenderableType:
-        """The live display, fit for any width."""
+        """The live display, for terminals of any width."""
         narrow = self.console.width < 60
         head = Table.grid(padding=(0, 1))
         done = self._finished + self.first
@@ -211,7 +209,7 @@ class Progress:
 
     def _stages(self, narrow: bool) -> Table:
         table = Table.grid(padding=(0, 1))
-        for stage in [*STAGES, *(name for name in self.counts if name not in STAGES)]:
+        for stage in dict.fromkeys([*STAGES, *self.counts]):
             count, total = self.counts.get(stage, 0), self.totals.get(stage)
             if (
                 not count
@@ -285,11 +283,8 @@ class Progress:
         if (version := metrics.get("weights/version")) is not None:
             parts.append(f"published v{version}")
         left = self.time_left()
-        parts += [
-            f"{duration(self._durations[-1])}",
-            f"{duration(left) if left is not None else '…'} left",
-        ]
-        return "  ".join(parts)
+        ahead = "…" if left is None else duration(left)
+        return "  ".join([*parts, duration(self._durations[-1]), f"{ahead} left"])
 
     def _print(self, text: str) -> None:
         print(" ".join(text.splitlines()), file=self.console.file, flush=True)

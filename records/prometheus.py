@@ -30,11 +30,10 @@ class PrometheusExporter:
     def __init__(self, port: int, host: str = "127.0.0.1", events: Events | None = None):
         """Start serving on ``host:port``.
 
-        Where that is impossible, warn in one line, call
-        ``events("metrics_unavailable", address=..., why=...)`` if given, and carry on without.
+        Where that is impossible, warn in one line, write the event ``metrics_unavailable``, and
+        carry on without.
         """
         self.registry = CollectorRegistry()
-        self.problem: str | None = None
         self._instruments: dict[str, Gauge | Counter] = {}
         self._totals: dict[str, float] = {}
         self._server: tuple[WSGIServer, Thread] | None = None
@@ -43,22 +42,13 @@ class PrometheusExporter:
         try:
             self._server = start_http_server(port, addr=host, registry=self.registry)
         except OSError as error:
-            self.problem = (
-                f"metrics are not served: {host}:{port}: {error.strerror or error}; training goes"
-                " on (choose another with --set logging.prometheus_port=PORT, 0 for none)"
+            address, why = f"{host}:{port}", error.strerror or str(error)
+            log.warning(
+                f"metrics are not served: {address}: {why}; training goes on (choose another with"
+                " --set logging.prometheus_port=PORT, 0 for none)"
             )
-            log.warning(self.problem)
             if events is not None:
-                events(
-                    "metrics_unavailable",
-                    address=f"{host}:{port}",
-                    why=error.strerror or str(error),
-                )
-
-    @property
-    def serving(self) -> bool:
-        """Whether somebody can look."""
-        return self._server is not None
+                events("metrics_unavailable", address=address, why=why)
 
     def row(self, row: Mapping[str, object]) -> None:
         """Take the numbers of one row of metrics.jsonl; text, null and booleans are passed over."""
@@ -81,7 +71,7 @@ class PrometheusExporter:
     def _observe(self, name: str, value: float) -> None:
         key, scorer = known_name(name)
         metric = METRICS.get(key, Metric(f"{name} of metrics.jsonl"))
-        # Without a label, every name that a key stands for is exported by itself.
+        # where the scorer is no label, each name is exported by itself
         exported = exported_name(key if scorer or key == name else name)
         instrument = self._instruments.get(exported)
         if instrument is None:
@@ -96,9 +86,8 @@ class PrometheusExporter:
             (instrument.labels(scorer=scorer) if scorer else instrument).set(value)
 
     def _added(self, name: str, total: float) -> float:
-        """By how much a running total exceeds all before it.
-
-        A total that fell is of a run that went back to a checkpoint.
+        """By how much a running total exceeds all before it; a total falls where a run goes back to
+        a checkpoint.
         """
         highest = self._totals.get(name, 0.0)
         self._totals[name] = max(highest, total)

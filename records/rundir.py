@@ -7,7 +7,7 @@ import json
 import math
 import shutil
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import Any, SupportsFloat
@@ -37,9 +37,8 @@ class RunDirectory:
         self.config_file = path / "config.json"
         self.selections_file, self.timeline_file = path / "selections.jsonl", path / timeline.FILE
         self.lock_file = path / "lock"
-        self.unlocked: str | None = (
-            None  # why the file system does not keep a second driver out, where it does not
-        )
+        # why the file system cannot keep a second driver out; None: it can
+        self.unlocked: str | None = None
 
     @classmethod
     def of(cls, config: RunConfig) -> RunDirectory:
@@ -49,8 +48,8 @@ class RunDirectory:
     def create(self, config: RunConfig) -> None:
         """Make a new run, in place of one of this name that computed nothing.
 
-        Raises ConfigError when a run of this name has more than that, or may have it soon, or the
-        place cannot be written.
+        Raises ConfigError when a run of this name has computed something, or may do so right now,
+        or the directory cannot be written.
         """
         there = self.config_file.exists()
         if there and (self.computed() or self.unlocked):
@@ -70,8 +69,8 @@ class RunDirectory:
             raise self._unwritable(error) from None
 
     def require_new(self) -> None:
-        """Raises ConfigError where a run of this name has come far enough to be kept: asked before
-        anything is started, and again by ``create``, as another driver may be quicker.
+        """Raises ConfigError where a run of this name has computed something. Called before
+        anything is started; ``create`` checks again, as another driver may be quicker.
         """
         try:
             if self.config_file.exists() and self.computed():
@@ -106,7 +105,9 @@ class RunDirectory:
 
     @contextlib.contextmanager
     def held(self) -> Iterator[None]:
-        """Keep every other driver out. Raises ConfigError: one is here, or no right to write."""
+        """Keep every other driver out. Raises ConfigError where one is at work here, or the
+        directory cannot be written.
+        """
         with contextlib.ExitStack() as stack:
             try:
                 self.path.mkdir(parents=True, exist_ok=True)
@@ -138,7 +139,9 @@ class RunDirectory:
             ) from None
 
     def _parsed(self, tree: dict[str, object], made: object) -> RunConfig:
-        """Raises ConfigError, which names the version that made the run where it is another."""
+        """``tree`` as a configuration. Raises ConfigError, which names the version of Sol-RL that
+        made the run where it is not this one.
+        """
         try:
             return parse(tree)
         except ConfigError as error:
@@ -181,20 +184,16 @@ class RunDirectory:
 
     def truncate(self, iteration: int, moment: float) -> None:
         """Forget metrics and images from ``iteration`` on, and events and work after ``moment``."""
-        kept = [
-            r
-            for r in self.metrics()
-            if r["iteration"] < iteration
-            or (r["kind"] == "evaluation" and r["iteration"] == iteration)
-        ]
-        write_text(self.metrics_file, "".join(json.dumps(row) + "\n" for row in kept))
+
+        def keep(file: Path, wanted: Callable[[Row], bool]) -> None:
+            rows = [json.dumps(row) + "\n" for row in rows_of(file) if wanted(row)]
+            write_text(file, "".join(rows))
+
+        # the evaluation before an iteration has its number
+        keep(self.metrics_file, lambda r: r["iteration"] < iteration + (r["kind"] == "evaluation"))
         extremes.forget_from(self.images, iteration)
-        chosen = [row for row in rows_of(self.selections_file) if row["iteration"] < iteration]
-        write_text(self.selections_file, "".join(json.dumps(row) + "\n" for row in chosen))
-        write_text(
-            self.events_file,
-            "".join(json.dumps(row) + "\n" for row in self.events() if row["time"] <= moment),
-        )
+        keep(self.selections_file, lambda row: row["iteration"] < iteration)
+        keep(self.events_file, lambda row: row["time"] <= moment)
         if math.isfinite(moment):
             timeline.forget_after(self.timeline_file, moment)
 

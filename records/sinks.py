@@ -18,11 +18,10 @@ from configs.schema import RunConfig
 from records.errors import described
 from records.extremes import Extreme, sheet
 from records.metrics import declared
-from records.prometheus import PrometheusExporter
+from records.prometheus import Events, PrometheusExporter
 from records.rundir import RunDirectory
 
 Row = Mapping[str, object]
-Events = Callable[..., None]
 SHEET = "images/best_and_worst"
 EXTRAS = ("tensorboard", "wandb")
 """Fields of ``[logging]`` that need a package; its module and its extra have the field's name."""
@@ -34,7 +33,7 @@ class Sink(Protocol):
     name: str
 
     def row(self, row: Row) -> None:
-        """One row: ``kind`` is iteration or evaluation, ``iteration`` counts from 0."""
+        """Take a row: ``kind`` is iteration or evaluation, ``iteration`` counts from 0."""
 
     def close(self) -> None:
         """No more rows come."""
@@ -45,7 +44,7 @@ class ShowsImages(Protocol):
     """A sink that shows images too."""
 
     def images(self, iteration: int, shown: Sequence[Extreme]) -> None:
-        """The best and worst images of an iteration, in another thread than rows."""
+        """Take the best and worst images of an iteration, in another thread than rows."""
 
 
 def check_sinks(config: RunConfig) -> None:
@@ -62,7 +61,9 @@ def check_sinks(config: RunConfig) -> None:
 
 
 class Sinks:
-    """All sinks of a run: what metrics.jsonl cannot take ends it, what another cannot does not."""
+    """All sinks of a run. It ends where metrics.jsonl cannot take a row; another sink that fails is
+    left out.
+    """
 
     def __init__(self, config: RunConfig, rundir: RunDirectory, event: Events):
         logging = config.logging
@@ -81,7 +82,7 @@ class Sinks:
         """Give every sink one row. Raises OSError when metrics.jsonl cannot be written."""
         for name in sorted(row.keys() - self._undeclared):
             if not declared(name):
-                # A metric that nobody described is worth a line, and not the hours of a run.
+                # a metric without a description is worth an event, and not the end of a run
                 self._undeclared.add(name)
                 self._event("metric_undeclared", metric=name, why="records.metrics lacks it")
         self._rundir.metric(dict(row))
@@ -104,7 +105,7 @@ class Sinks:
         self._try(name, lambda: self._others.append(make()), None)
 
     def _try(self, name: str, do: Callable[[], None], sink: Sink | None) -> None:
-        """Other people's loggers raise what they like, and no run should end for it."""
+        """Do it, or drop the sink: a logger may raise anything, and no run should end for that."""
         try:
             with self._one_at_a_time:
                 do()
@@ -130,7 +131,7 @@ class TensorBoard:
         self._writer.flush()
 
     def images(self, iteration: int, shown: Sequence[Extreme]) -> None:
-        """One sheet: ``records.extremes.sheet`` says what is where."""
+        """Write them as one image, laid out by ``records.extremes.sheet``."""
         if shown:
             self._writer.add_image(SHEET, sheet(shown), iteration)
 
@@ -174,7 +175,7 @@ class WeightsAndBiases:
         self._run.log({"iteration": _iteration(row), **dict(numbers(row))})
 
     def images(self, iteration: int, shown: Sequence[Extreme]) -> None:
-        """One sheet, with its rewards as caption."""
+        """Log them as one image, with rewards as caption."""
         import wandb
 
         if shown:

@@ -9,22 +9,24 @@ Row = Sequence[str]
 
 def aligned(rows: Sequence[Row], right: bool = False) -> list[str]:
     """A line per row, all of which have as many cells; to the left, or to the ``right``."""
-    return [
-        "  ".join(cell.rjust(width) if right else cell.ljust(width) for cell, width in row).rstrip()
-        for row in _measured(rows)
-    ]
+    return ["  ".join(row).rstrip() for row in _padded(rows, 0 if right else None)]
 
 
-def markdown(head: Row, body: Sequence[Row]) -> list[str]:
-    """The same as Markdown, which wants three dashes at least below the head."""
-    rule = ["-" * max(3, *(len(row[at]) for row in (head, *body))) for at in range(len(head))]
-    return [
-        "| " + " | ".join(cell.ljust(width) for cell, width in row) + " |"
-        for row in _measured([head, rule, *body])
-    ]
+def markdown(head: Row, body: Sequence[Row], numbers: bool = False) -> list[str]:
+    """The same as Markdown; ``numbers``: all columns but the first are to the right."""
+    rule = ["--:" if numbers and at else "---" for at in range(len(head))]
+    rows = _padded([head, rule, *body], 1 if numbers else None)
+    rows[1] = [cell.replace(" ", "-") for cell in rows[1]]
+    return [f"| {' | '.join(row)} |" for row in rows]
 
 
-def _measured(rows: Sequence[Row]) -> list[list[tuple[str, int]]]:
-    """Every cell with its column's width."""
+def _padded(rows: Sequence[Row], right_from: int | None) -> list[list[str]]:
+    """Every cell as wide as its column; columns from ``right_from`` on are to the right."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return [list(zip(row, widths, strict=True)) for row in rows]
+    return [
+        [
+            cell.ljust(width) if right_from is None or at < right_from else cell.rjust(width)
+            for at, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ]
+        for row in rows
+    ]

@@ -1,5 +1,5 @@
-"""``timeline.jsonl``: a line per task that an actor had in hand, written by the driver. At the end
-of an iteration all of its lines are there.
+"""``timeline.jsonl``: a line per task that an actor had in hand, written by the driver, at the
+latest at the end of the iteration.
 
 The driver sees when it sends a task and when the answer comes. An actor has up to ``in_flight``
 tasks sent ahead and does one after the other, so a task starts when it was sent or when the actor
@@ -21,35 +21,34 @@ from records import atomic
 log = logging.getLogger(__name__)
 FILE = "timeline.jsonl"
 HELD_S = 1.0
-"""A line may be held back for so long, or until the next one comes."""
+"""Lines are written when the last writing was so long ago, and at the end of an iteration."""
 MOST_BYTES = 64 << 20
-"""Of a longer file only so much of its end is read."""
+"""Of a longer file only the end, of so many bytes, is read."""
 
 
 @dataclass(frozen=True)
 class Work:
-    """How work is shown: in words, in a colour 1 to 9 of the report, as a letter in a terminal."""
+    """How a kind of work is shown: in words, and by a colour 1 to 9 of charts."""
 
     label: str
     colour: int
-    letter: str
 
 
 WORKS = {
-    "explore": Work("explore", 1, "e"),
-    "regenerate": Work("regenerate", 2, "r"),
-    "audit": Work("regenerate", 2, "r"),
-    "update": Work("update", 3, "U"),
-    "export": Work("publish", 4, "p"),
-    "chunk": Work("publish", 4, "p"),
-    "load": Work("publish", 4, "p"),
-    "score": Work("score", 5, "s"),
-    "encode": Work("encode", 6, "c"),
-    "select": Work("select", 7, "k"),
-    "begin_turn": Work("move", 9, "m"),
-    "end_turn": Work("move", 9, "m"),
+    "explore": Work("explore", 1),
+    "regenerate": Work("regenerate", 2),
+    "audit": Work("regenerate", 2),
+    "update": Work("update", 3),
+    "export": Work("publish", 4),
+    "chunk": Work("publish", 4),
+    "load": Work("publish", 4),
+    "score": Work("score", 5),
+    "encode": Work("encode", 6),
+    "select": Work("select", 7),
+    "begin_turn": Work("move", 9),
+    "end_turn": Work("move", 9),
 }
-OTHER = Work("evaluate, save, load", 8, "o")
+OTHER = Work("evaluate, save, load", 8)
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,17 +128,17 @@ _SPAN = tuple(part.name for part in dataclasses.fields(Span))
 
 @functools.cache
 def _fields(kind: type) -> tuple[str, ...]:
-    """Of a chunk's key, but for the version; none for what is no dataclass."""
+    """Names of a dataclass's fields, without the version; none of another type."""
     if not dataclasses.is_dataclass(kind):
         return ()
     return tuple(part.name for part in dataclasses.fields(kind) if part.name != "version")
 
 
 class Timeline:
-    """Appends spans to a file, those of a second together: to open it for each would take the
-    driver of a thousand actors longer than the rest of a call.
+    """Appends spans to a file, those of a second together: with a thousand actors, to open the file
+    for each span would take the driver longer than the rest of a call.
 
-    One that cannot be written ends here with a warning, not the run.
+    Where the file cannot be written, the timeline ends with a warning and the run goes on.
     """
 
     def __init__(self, path: Path):
@@ -155,7 +154,7 @@ class Timeline:
             self.write()
 
     def write(self) -> None:
-        """Nothing is held back on return."""
+        """Write all that is held back."""
         held, self._held, self._written = self._held, [], time.monotonic()
         if self.problem is not None or not held:
             return

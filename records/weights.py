@@ -1,4 +1,4 @@
-"""Weights from a file of somebody else's; reading them runs no code."""
+"""Weights from a file that others made; reading it runs none of its code."""
 
 from __future__ import annotations
 

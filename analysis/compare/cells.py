@@ -13,14 +13,16 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
-from analysis.compare.alike import check_alike
-from analysis.compare.request import Draft, Request, Tree, check_ratios, described
+from analysis.compare.groups import check_alike
+from analysis.compare.request import Draft, Request, check_ratios, described
 from configs.load import ConfigError, apply, lay_over, layer, parse, tree_of
+from configs.resume import covers
 from configs.schema import NAME, RunConfig
+from configs.section import Tree
 
 UNUSED = {
-    "diffusionnft": ("explore.*", "selection.rule"),
-    "naive_scaling": ("explore.*", "-explore.pool_size", "-explore.chunk_size"),
+    "diffusionnft": ("explore", "selection.rule"),
+    "naive_scaling": ("explore", "-explore.pool_size", "-explore.chunk_size"),
     "naive_quant": ("explore.steps", "explore.solver"),
     "sol_rl": (),
 }
@@ -29,7 +31,7 @@ UNUSED = {
 
 @dataclass(frozen=True)
 class Cell:
-    """A row of the table; ``tree`` has no defaults yet, ``refused`` says why it cannot be run."""
+    """A row of the table; ``tree`` lacks the defaults, ``refused`` says why it cannot be run."""
 
     name: str
     title: str
@@ -61,7 +63,7 @@ class Comparison:
 
     @property
     def running(self) -> tuple[Cell, ...]:
-        """The cells that are possible."""
+        """The cells that are not refused."""
         return tuple(cell for cell in self.cells if cell.refused is None)
 
 
@@ -108,7 +110,7 @@ def _cells_of(
     for each in draft.layers:
         lay_over(tree, layer(each, request.source))
     lay_over(tree, draft.changes)
-    # Once more: a cell's layers do not undo what the command line says.
+    # once more, as the cell's layers may have undone what the command line says
     apply(tree, *request.overrides)
     used = {
         key: values
@@ -134,7 +136,9 @@ def _cells_of(
 
 
 def _cell(name: str, title: str, tree: Tree) -> Cell:
-    """The cell, refused where its values do not go together; a wrong key or value is an error."""
+    """The cell, refused where its values do not go together. Raises ConfigError for a wrong key or
+    value.
+    """
     named = {**tree, "name": "cell", "run_root": None}
     try:
         RunConfig.model_validate(named)
@@ -149,13 +153,8 @@ def _cell(name: str, title: str, tree: Tree) -> Cell:
 
 
 def _unused(arm: str, key: str) -> bool:
-    patterns = UNUSED.get(arm, ())
-    if f"-{key}" in patterns:
-        return False
-    return any(
-        key == pattern or (pattern.endswith(".*") and key.startswith(pattern[:-1]))
-        for pattern in patterns
-    )
+    unused = UNUSED.get(arm, ())
+    return f"-{key}" not in unused and any(covers(each, key) for each in unused)
 
 
 def _nested(key: str, value: object) -> Tree:

@@ -1,7 +1,7 @@
 """``sol-rl compare``: cells on equal prompts, initial noise and run seeds.
 
-One process at a time does the training; this one only starts it, reads what it left, and writes
-``compare.json`` and ``compare.html`` after every command, also where runs failed.
+Training is done by child processes, one at a time; this one starts them, reads their run
+directories, and writes ``compare.json`` and ``compare.html``, also where runs failed.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ REPORT, NUMBERS = "compare.html", "compare.json"
 
 
 def compare(request: Request, out: Path | None, say: Say) -> list[str]:
-    """Run what is not finished and return the lines of the tables; ``say`` hears how it goes.
+    """Run what is not finished and return the lines of the tables; ``say`` is told the progress.
 
     Raises:
         ConfigError: the request is wrong, and nothing was started; or a prompt file became another
@@ -115,7 +115,7 @@ def counted(
 
 @dataclass(frozen=True)
 class Compared:
-    """All that is written of a comparison."""
+    """A comparison's results, as they are written."""
 
     name: str
     baseline: str
@@ -154,7 +154,7 @@ def _write(compared: Compared, out: Path) -> list[str]:
 
 
 def _plain(value: object) -> object:
-    """As JSON holds it: null where there is no number, keys and paths as text."""
+    """``value`` for JSON: null for a number that is not finite, keys and paths as text."""
     if isinstance(value, dict):
         return {
             f"{key:g}" if isinstance(key, float) else str(key): _plain(each)

@@ -1,17 +1,29 @@
-"""Existing run directories as cells: what they are equal in, and what forbids to compare them."""
+"""Run directories as cells of a comparison, and what runs must have in common to be compared."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from operator import attrgetter
 from pathlib import Path
 
-from analysis.compare.alike import check_alike
 from analysis.report.data import read_run
 from configs.load import ConfigError
 from configs.prompts import FILES
 from configs.resume import OPERATIONAL, covers
 from configs.schema import RunConfig
 from records.rundir import RunDirectory
+
+ALIKE = (
+    "evaluate.steps",
+    "evaluate.solver",
+    "evaluate.prompts",
+    "evaluate.noises",
+    "evaluate.weights",
+    "prompts.test",
+    "rewards.scorers",
+    "rewards.evaluation_scorers",
+)
+"""Keys that must be equal in all cells, or their scores could not be compared."""
 
 
 def group(directories: Sequence[Path]) -> dict[str, tuple[RunConfig, list[tuple[int, Path]]]]:
@@ -38,6 +50,19 @@ def group(directories: Sequence[Path]) -> dict[str, tuple[RunConfig, list[tuple[
     check_alike({title: config for title, (config, _) in named.items()})
     check_prompts(paths)
     return {title: (config, sorted(runs)) for title, (config, runs) in named.items()}
+
+
+def check_alike(configs: Mapping[str, RunConfig]) -> None:
+    """Raises ConfigError unless all ``configs``, by their names, are evaluated alike."""
+    (first, one), *others = configs.items()
+    for key in ALIKE:
+        wanted = attrgetter(key)(one)
+        for name, other in others:
+            if (found := attrgetter(key)(other)) != wanted:
+                raise ConfigError(
+                    f"{key}: {wanted!r} in {first}, {found!r} in {name}: scores can be compared"
+                    " only when both are evaluated alike"
+                )
 
 
 def check_prompts(directories: Iterable[Path]) -> None:
@@ -90,7 +115,7 @@ def titles_of(configs: Sequence[RunConfig]) -> list[str]:
 
 
 def _settings(config: RunConfig) -> dict[str, object]:
-    """Every setting that can change results, by dotted key, lists as they are."""
+    """Every setting that can change results, by dotted key; a list is one value."""
     found: dict[str, object] = {}
 
     def walk(tree: Mapping[str, object], prefix: str) -> None:

@@ -1,7 +1,7 @@
-"""What an iteration costs in operations, so that what a CPU cannot speed up is accounted for.
+"""What an iteration costs in operations: quantized ones are cheaper on GPUs, but not on a CPU.
 
-Counted on the architecture, as ``sol-rl plan`` does: exploring, regenerating and updating with
-their decodings, two operations per multiplication and addition. Scoring and publishing are not in.
+They are counted on the architecture, as ``sol-rl plan`` does, two per multiplication and addition:
+those of exploring, regenerating and updating with their decodings, not of scoring and publishing.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ PART = 0.75
 
 @dataclass(frozen=True)
 class Operations:
-    """Of one iteration; ``quantized`` are products in layers that run quantized."""
+    """Operations of one iteration; ``quantized`` are those in layers that run quantized."""
 
     unquantized: float
     quantized: float
@@ -64,7 +64,7 @@ def costs(
     counted: Mapping[str, Operations],
     ratios: Sequence[float],
 ) -> dict[str, list[Cost]]:
-    """By name of the cell, of those with runs that count; a cost per ratio."""
+    """A cost per ratio, by name of the cell, for every cell with counted runs."""
     one = next(result for result in results if result.name == baseline)
     if not one.counted:
         return {}

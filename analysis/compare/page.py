@@ -17,7 +17,7 @@ from analysis.report.parts import Card, Cell, Group, Item, Section, Table, block
 COLOURS = 8
 WIDE = (560.0, 300.0)
 Axis = tuple[str, str, Callable[[str, Moment], float]]
-"""What is on it, its unit, and where a moment of the cell of this name lies."""
+"""(quantity, unit, its value for a cell's name and a moment of its curve)."""
 AXES: tuple[Axis, ...] = (
     ("updates", "iteration", lambda name, moment: float(moment.iteration)),
     ("seconds of training", "seconds", lambda name, moment: moment.seconds.mean),
@@ -91,7 +91,7 @@ def _axes(costs: Mapping[str, Sequence[Cost]]) -> list[Axis]:
 
 
 def _curves(results: Sequence[Result], axes: Sequence[Axis]) -> Section:
-    """By updates, by seconds and by operations, for every score."""
+    """Curves of every score by updates, by seconds and by operations."""
     cards = []
     for name in dict.fromkeys(name for result in results for name in result.curves):
         what = "held-out reward" if name == REWARD else name.removeprefix(SCORER)

@@ -1,4 +1,4 @@
-"""What a comparison is asked for: by the command line, or by a comparison file.
+"""The request for a comparison: from the command line, or from a comparison file.
 
 A comparison file is a TOML file such as those of ``configs/comparisons``.
 """
@@ -20,7 +20,7 @@ from configs.arms import Arm
 from configs.load import HERE, ConfigError, tree_of
 from configs.objectives import OBJECTIVES
 from configs.schema import RunConfig
-from configs.section import Section
+from configs.section import Section, Tree
 
 COMPARISONS = HERE / "comparisons"
 OWN = {
@@ -30,7 +30,6 @@ OWN = {
 }
 """Keys that a comparison sets in every run, and what to do instead of setting them."""
 SEEDS = 3
-Tree = dict[str, object]
 
 
 class CellOfFile(Section):
@@ -57,7 +56,7 @@ class ComparisonFile(Section):
 
 @dataclass(frozen=True)
 class Request:
-    """What the command line asks for; empty means: not given."""
+    """The command line of a comparison; empty means: not given."""
 
     source: str
     arms: tuple[str, ...] = ()
@@ -81,7 +80,7 @@ class Draft:
 
 @dataclass(frozen=True)
 class Described:
-    """Cells on a common ``base`` with its ``changes``; ``name`` is that of a comparison file."""
+    """Cells on a common ``base`` and its ``changes``; ``name``: that of the comparison file."""
 
     base: str
     changes: Tree
@@ -94,21 +93,10 @@ class Described:
 
 
 def described(request: Request) -> Described:
-    """What the command line, or the file that it names, says. Raises ConfigError."""
+    """The command line, or the file that it names, in one form. Raises ConfigError."""
     path = comparison_file(request.source)
-    fixed = {current_key(override.partition("=")[0]) for override in request.overrides}
-    vary: dict[str, list[object]] = {}
     if path is None:
-        found = Described(
-            request.source,
-            {},
-            _from_arguments(request),
-            1,
-            request.baseline,
-            vary,
-            request.operations,
-            None,
-        )
+        file, drafts = None, _from_arguments(request)
     elif request.arms or request.objectives:
         raise ConfigError(
             f"{request.source} lists its cells: leave --arms and --objectives out, or give a preset"
@@ -116,21 +104,24 @@ def described(request: Request) -> Described:
     else:
         file = _parse_file(path)
         drafts = [Draft(cell.name, cell.name, cell.layers, cell.changes) for cell in file.cells]
-        baseline = request.baseline or file.baseline
-        vary |= file.vary
-        ratios = request.operations or file.operations
-        found = Described(
-            file.base, file.changes, drafts, file.seeds, baseline, vary, ratios, path.stem
-        )
-    _check_own(request, found.drafts, vary)
-    for key in [key for key in vary if current_key(key) in fixed]:
-        del vary[key]
-    vary |= _varied(request.vary, fixed)
-    return found
+    listed = file.vary if file else {}
+    _check_own(request, drafts, listed)
+    fixed = {current_key(override.partition("=")[0]) for override in request.overrides}
+    kept = {key: values for key, values in listed.items() if current_key(key) not in fixed}
+    return Described(
+        base=file.base if file else request.source,
+        changes=file.changes if file else {},
+        drafts=drafts,
+        seeds=file.seeds if file else 1,
+        baseline=request.baseline or (file.baseline if file else None),
+        vary=kept | _varied(request.vary, fixed),
+        operations=request.operations or (file.operations if file else ()),
+        name=path.stem if path else None,
+    )
 
 
 def check_ratios(ratios: tuple[float, ...]) -> tuple[float, ...]:
-    """The same. Raises ConfigError for a ratio below 1, none that is finite, or one given twice."""
+    """``ratios``. Raises ConfigError for one that is below 1, not finite, or given twice."""
     for ratio in ratios:
         if not 1 <= ratio < math.inf or ratios.count(ratio) > 1:
             raise ConfigError(
@@ -192,7 +183,7 @@ def _parse_file(path: Path) -> ComparisonFile:
 
 
 def _check_own(request: Request, drafts: Sequence[Draft], varied: Iterable[str]) -> None:
-    """Raises ConfigError for a cell with a value that its runs would not have."""
+    """Raises ConfigError for a cell that sets a key of ``OWN``, which its runs would not have."""
     asked = [(f"--vary {text}", text.partition("=")[0]) for text in request.vary]
     asked += [(f"{request.source}: vary: {key}", key) for key in varied]
     asked += [

@@ -39,7 +39,7 @@ Say = Callable[[str], None]
 
 @dataclass(frozen=True)
 class Ended:
-    """How a run stands: ``why`` is None where it came to its end."""
+    """A run of the comparison; ``why`` it did not come to its end, else None."""
 
     cell: str
     seed: int
@@ -168,7 +168,9 @@ def _result(path: Path) -> str:
 
 @contextlib.contextmanager
 def _at_work(out: Path, say: Say = print) -> Iterator[int]:
-    """Hold ``out``; a child has the lock too, so that one left alone by a kill still holds it."""
+    """Lock ``out``; gives the lock's descriptor, which a child inherits: a child that survives its
+    parent still holds the lock.
+    """
     with contextlib.ExitStack() as stack:
         try:
             out.mkdir(parents=True, exist_ok=True)

@@ -9,9 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 SHARES = (0.25, 0.5, 0.75, 1.0)
-"""Parts of the baseline's final gain whose times are told."""
-
-
+"""Parts of the baseline's final gain; the tables tell when each was reached."""
 Points = Sequence[tuple[float, float]]
 """(x, gain) at the evaluations of a run or of a mean curve, x ascending."""
 
@@ -39,7 +37,7 @@ NOTHING = Mean(math.nan, math.nan, 0)
 
 
 def mean_of(values: Sequence[float]) -> Mean:
-    """Mean and standard error s / sqrt(n), s with n - 1; NaN for what cannot be told."""
+    """Mean and standard error s / sqrt(n), s with n - 1; NaN where there are too few values."""
     if not values:
         return NOTHING
     error = statistics.stdev(values) / math.sqrt(len(values)) if len(values) > 1 else math.nan
@@ -47,7 +45,7 @@ def mean_of(values: Sequence[float]) -> Mean:
 
 
 def paired(values: Mapping[int, float], baseline: Mapping[int, float]) -> Mean:
-    """Mean difference over the run seeds of both: what a seed does to both alike cancels."""
+    """Mean difference over the run seeds of both, so that a seed's effect on both cancels."""
     return mean_of(
         [values[seed] - baseline[seed] for seed in sorted(values.keys() & baseline.keys())]
     )

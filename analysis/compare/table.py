@@ -9,6 +9,7 @@ from analysis.compare.data import REWARD, SCORER, Result
 from analysis.compare.operations import Cost
 from analysis.compare.statistics import NOTHING, SHARES, Mean
 from analysis.report.parts import Table
+from records.tables import markdown
 
 NONE = "-"
 NOT_YET = "No run has come to its end yet."
@@ -62,7 +63,7 @@ def scores(results: Sequence[Result], baseline: Result) -> Table:
 
 
 def seconds(results: Sequence[Result], baseline: Result) -> Table:
-    """Where an iteration's seconds go."""
+    """Seconds per iteration by stage."""
     heads = ("seconds per iteration", *PARTS, "rollout", "speed-up", "iteration", "speed-up")
     rows = []
     for result in results:
@@ -118,7 +119,7 @@ def times(results: Sequence[Result], baseline: Result) -> Table:
 
 
 def operations(cells: Mapping[str, Cost], baseline: Result) -> Table:
-    """What cells cost and reach at one ratio of quantized to unquantized operations."""
+    """Costs and gains of cells at one ratio of quantized to unquantized operations."""
     one = cells[baseline.title]
     heads = (
         "operations",
@@ -153,18 +154,9 @@ def lines(found: Sequence[Table], said: Sequence[str]) -> list[str]:
     """Markdown tables with their columns in line, then the remarks."""
     text: list[str] = []
     for table in found:
-        texts = [[cell.text for cell in row] for row in (table.head, *table.body)]
-        widths = [max(map(len, column)) for column in zip(*texts, strict=True)]
-        body = [
-            [
-                cell.ljust(width) if at == 0 else cell.rjust(width)
-                for at, (cell, width) in enumerate(zip(row, widths, strict=True))
-            ]
-            for row in texts
-        ]
-        body.insert(1, ["-" * widths[0], *("-" * (width - 1) + ":" for width in widths[1:])])
+        rows = [[cell.text for cell in row] for row in table.body]
         title = f"{table.title}. {table.note}"
-        text += ["", title, "", *(f"| {' | '.join(row)} |" for row in body)]
+        text += ["", title, "", *markdown(table.heads, rows, numbers=True)]
     return [*text[1:], *([""] if said else []), *(f"! {remark}" for remark in said)]
 
 

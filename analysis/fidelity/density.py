@@ -1,4 +1,4 @@
-"""Where proxies rank the seeds of each true rank: a heat map per backend and number of steps."""
+"""Proxy rank against true rank of seeds: a heat map per backend and number of steps."""
 
 from __future__ import annotations
 

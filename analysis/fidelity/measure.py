@@ -1,15 +1,13 @@
 """``sol-rl fidelity``: how well do cheap proxies rank seeds, by backend and explore steps?
 
-One process, no Ray. The prompts are training prompts (nothing is tuned on held-out ones), the
-seeds a stream of their own. The truth is the reward of the same seeds at ``regenerate.steps`` in
+One process, no Ray. Prompts are training prompts, as nothing is tuned on held-out ones; seeds are
+those of no run. The truth is the reward of the same seeds at ``regenerate.steps`` in
 ``regenerate.precision``.
 """
 
 from __future__ import annotations
 
 import itertools
-import time
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -20,17 +18,16 @@ from torch import Tensor, nn
 
 from analysis.fidelity.results import Measurement, Rewards, Weights, summarise, tables, write
 from analysis.measuring import (
+    Generate,
     Say,
+    ScoredSeeds,
     backends,
     choose_prompts,
     device,
-    encoded,
     explored,
     explorer_of,
     measuring,
     regenerated,
-    rewards_of,
-    seeds_of,
     setup,
     trainer_of,
 )
@@ -44,9 +41,7 @@ from policy.explorer import Explorer
 from policy.lora import adapted_modules
 from policy.precision.backends import Backend
 from policy.precision.compiling import compiler_missing
-from policy.types import Conditioning
 from records.rundir import versions, writing
-from rewards.combine import WeightedScorer
 
 if TYPE_CHECKING:
     from peft.tuners.lora import LoraLayer
@@ -85,51 +80,38 @@ def run(config: RunConfig, wanted: Measurement, out: Path, say: Say) -> list[str
 
 
 def measure(config: RunConfig, wanted: Measurement, prompts: list[Prompt], say: Say) -> Rewards:
-    """Every image made and scored, by the sampling policy of the objective."""
-    scorer = WeightedScorer.from_config(config.rewards)
-    conditioning = encoded(config, prompts)
-    seeds = seeds_of(config, len(prompts), wanted.seeds)
-    result = Rewards(np.empty((len(prompts), wanted.seeds), np.float32))
+    """Generate and score all images, with the sampling policy of the objective."""
+    scored = ScoredSeeds(config, prompts, wanted.seeds)
+    seconds: dict[str, float] = {}
 
-    def fill(
-        name: str, rewards: np.ndarray, make: Callable[[Conditioning, list[int]], np.ndarray]
-    ) -> None:
-        start = time.perf_counter()
-        for p, prompt in enumerate(prompts):
-            images = make(conditioning[p], seeds[p])
-            rewards[p] = rewards_of(scorer, config, images, prompt)
-        result.seconds[name] = (time.perf_counter() - start) / rewards.size
+    def rewards(name: str, generate: Generate) -> np.ndarray:
+        found, seconds[name] = scored.rewards(generate)
         say(
-            f"{name}: {rewards.size} images, {result.seconds[name] * 1e3:.1f} ms each, mean"
-            f" reward {rewards.mean():.4f}"
+            f"{name}: {found.size} images, {seconds[name] * 1e3:.1f} ms each, mean reward"
+            f" {found.mean():.4f}"
         )
+        return found
 
     with setup():
         trainer = trainer_of(config, wanted.checkpoint)
-    fill("truth", result.truth, lambda cond, part: regenerated(trainer, cond, part))
+    truth, proxies = rewards("truth", partial(regenerated, trainer)), {}
     found = backends(wanted.backends, say)
     for (name, backend), weights in itertools.product(found.items(), wanted.weights):
         with setup():
             explorer = published(config, trainer, backend, weights)
         label = name if weights == "merged" else f"{name}, {SAID[weights]}"
         for steps in dict.fromkeys(wanted.steps):
-            rewards = result.proxies[label, steps] = np.empty_like(result.truth)
-            fill(
-                f"{label}, {steps} steps",
-                rewards,
-                lambda cond, part, explorer=explorer, steps=steps: explored(
-                    explorer, config, cond, part, steps
-                ),
+            proxies[label, steps] = rewards(
+                f"{label}, {steps} steps", partial(explored, explorer, config, steps=steps)
             )
-    return result
+    return Rewards(truth, proxies, seconds)
 
 
 def published(config: RunConfig, trainer: Trainer, backend: Backend, weights: Weights) -> Explorer:
-    """An explorer that was given the learner's policy in one of the ways that could be published.
+    """An explorer with the learner's policy in one of three forms.
 
-    ``merged``: as a run does it. ``base``: the base model alone, as if nothing were published.
-    ``beside``: that, with the adapter in full precision beside its packed layers, as if the adapter
-    alone were published.
+    ``merged``: packed with the adapter merged, as a run publishes it. ``base``: the packed base
+    model alone. ``beside``: that, with the adapter in full precision beside its packed layers.
     """
     if weights == "merged":
         return explorer_of(config, trainer, backend)

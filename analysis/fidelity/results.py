@@ -1,10 +1,10 @@
-"""What ``sol-rl fidelity`` measures, and what came of it: numbers, tables, files."""
+"""What ``sol-rl fidelity`` measures, and its results: numbers, tables, files."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
@@ -52,13 +52,13 @@ class Measurement:
     weights: tuple[Weights, ...] = ("merged",)  # in what form they are published
 
 
-@dataclass
+@dataclass(frozen=True)
 class Rewards:
     """Rewards float32 [P, N] and seconds per image, of the truth and of each (backend, steps)."""
 
     truth: np.ndarray
-    proxies: dict[tuple[str, int], np.ndarray] = field(default_factory=dict)
-    seconds: dict[str, float] = field(default_factory=dict)
+    proxies: dict[tuple[str, int], np.ndarray]
+    seconds: dict[str, float]
 
 
 def summarise(config: RunConfig, wanted: Measurement, rewards: Rewards) -> Tree:
@@ -96,7 +96,7 @@ def summarise(config: RunConfig, wanted: Measurement, rewards: Rewards) -> Tree:
 
 
 def _plain(estimate: Estimate) -> Tree:
-    """As JSON holds it: null where there is no number."""
+    """``estimate`` for JSON: null for a number that is not finite."""
     fields = dataclasses.asdict(estimate)
     return {name: value if np.isfinite(value) else None for name, value in fields.items()}
 
@@ -165,6 +165,7 @@ def _cell(value: Estimate, digits: int) -> str:
 
 
 def write(out: Path, summary: Tree, prompts: list[Prompt], rewards: Rewards) -> None:
+    """fidelity.json, rewards.json and density.svg."""
     write_json(out / "fidelity.json", summary)
     raw = {
         f"{backend}/{steps}": proxy.tolist() for (backend, steps), proxy in rewards.proxies.items()

@@ -1,4 +1,4 @@
-"""The report's chapter on how well the cheap ranking agrees with that of full quality."""
+"""The report's chapter on rank agreement: do proxy images rank seeds as regenerated ones do?"""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def agreement(run: RunData) -> Section:
 
 
 def identity(run: RunData) -> Card | None:
-    """What was computed twice to see whether it is the same; None where nothing was."""
+    """Checks that computed something twice; None where there were none."""
     rows: list[tuple[str, ...]] = []
     for event, metric, what in CHECKS:
         if found := values(run.iterations, metric):
@@ -86,7 +86,7 @@ def identity(run: RunData) -> Card | None:
 
 
 def _in_words(run: RunData) -> str:
-    """What the mean agreement means, in pairs and signs; of random samples where there are some."""
+    """The mean agreement as shares of pairs and signs; of random seeds where some were audited."""
     prefix = "audit/random_" if values(run.iterations, "audit/random_kendall_tau") else "audit/"
     which = "random" if "random" in prefix else "selected"
     said = []

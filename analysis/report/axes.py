@@ -1,4 +1,4 @@
-"""What charts stand on: the frame that maps data to the drawing, round ticks, axes as SVG."""
+"""Axes of charts as SVG: the frame that maps data to the drawing, round ticks, grid lines."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def nice_ticks(low: float, high: float, count: int = 4) -> list[float]:
 def span(
     values: Sequence[float], include: Sequence[float] = (), pad: float = 0.06
 ) -> tuple[float, float]:
-    """The interval of all finite ``values`` with some air and ``include`` without; never empty."""
+    """An interval with all finite ``values``, padded, and ``include``, not padded; never empty."""
     finite = [value for value in values if math.isfinite(value)]
     everything = finite + list(include)
     if not everything:
@@ -74,7 +74,7 @@ def x_span(xs: Sequence[float]) -> tuple[float, float]:
 
 
 def svg(frame: Frame, label: str, body: Sequence[str]) -> str:
-    """The drawing of what is in ``body``; its text is escaped already."""
+    """An SVG element around ``body``, whose text is escaped already."""
     return Markup(
         f'<svg class="chart" viewBox="0 0 {frame.width:g} {frame.height:g}" role="img"'
         f' aria-label="{escape(label, quote=True)}">' + "".join(body) + "</svg>"

@@ -83,7 +83,7 @@ def line_chart(
 ) -> str:
     """Lines over a shared x axis. ``label`` says what is shown, for those who cannot see it."""
     lines = [
-        *(points for one in series for points in [one.points]),
+        *(one.points for one in series),
         *(edge for band in bands for edge in (band.low, band.high)),
     ]
     xs = [x for points in lines for x, _ in points]

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from analysis.compare.statistics import Mean
 from records.extremes import KeptIteration, find_extremes
 from records.images import RunImages, find_images
 from records.rundir import finite
@@ -25,7 +26,6 @@ ENDINGS = {
     "run_resumed": "open",
 }
 NO_ITERATION = "No iteration has ended yet."
-REASON_KEYS = ("why", "reason", "error", "message")
 
 
 @dataclass(frozen=True)
@@ -64,6 +64,22 @@ class RunData:
         """The newest evaluation after ``before``."""
         return self.evaluations[-1] if len(self.evaluations) > 1 else None
 
+    @property
+    def paired_gain(self) -> Mean:
+        """Held-out reward after training less that before, paired by prompt and seed; NaN where it
+        is not known.
+        """
+        return mean_in(self.after or {}, "eval/gain", "eval/gain_stderr")
+
+    @property
+    def gain(self) -> Mean:
+        """The paired gain, or else the difference of the two means."""
+        gain = self.paired_gain
+        if math.isfinite(gain.mean) or self.before is None or self.after is None:
+            return gain
+        start, end = held_out_reward(self.before), held_out_reward(self.after)
+        return Mean(end.mean - start.mean, gain.error, 0)
+
     def prompt_means(self, row: Row | None) -> list[float]:
         """Mean held-out reward of each prompt in an evaluation, NaN where none was scored."""
         rewards = self.held_out.get(step_of(row), []) if row else []
@@ -93,49 +109,41 @@ def read_run(directory: Path) -> RunData:
             " RUN_ROOT/NAME of a run"
         )
     remarks: list[str] = []
-    root = _json(directory / "config.json", remarks)
-    root = root if isinstance(root, dict) else {}
-    config = root.get("config") if isinstance(root.get("config"), dict) else {}
+    root = _row(_json(directory / "config.json", remarks))
+    config = _row(root.get("config"))
     rows = _lines(directory / "metrics.jsonl", remarks)
     events = [
         row
         for row in _lines(directory / "events.jsonl", remarks)
         if isinstance(row.get("event"), str)
     ]
-    images = find_images(directory / "images")
-    table = (
-        _json(directory / "quantisation.json", remarks)
-        if (directory / "quantisation.json").exists()
-        else []
-    )
+    layers = directory / "quantisation.json"
+    table = _json(layers, remarks) if layers.exists() else []
     tables = {
-        int(path.stem[5:]): _evaluation(path)
+        int(path.stem[5:]): _row(_json(path, []))
         for path in sorted((directory / "evaluations").glob("step_??????.json"))
     }
-    digests = root.get("prompts")
-    assert config is not None
     return RunData(
         name=str(config.get("name") or directory.name),
         config=config,
-        versions=root["versions"] if isinstance(root.get("versions"), dict) else {},
+        versions=_row(root.get("versions")),
         iterations=_newest_of(row for row in rows if row.get("kind") == "iteration"),
         evaluations=_same_weights(
             _newest_of(row for row in rows if row.get("kind") == "evaluation")
         ),
         events=sorted(events, key=lambda event: finite(event.get("time")) or 0.0),
-        images=images,
+        images=find_images(directory / "images"),
         held_out={step: _grid(found.get("rewards")) for step, found in tables.items()},
-        scores={step: _grids(found.get("scores")) for step, found in tables.items()},
-        quantisation=(
-            [row for row in table if isinstance(row, dict)] if isinstance(table, list) else []
-        ),
+        scores={
+            step: {label: _grid(rows) for label, rows in _row(found.get("scores")).items()}
+            for step, found in tables.items()
+        },
+        quantisation=[row for row in map(_row, table) if row] if isinstance(table, list) else [],
         spans=read_spans(directory / TIMELINE, remarks),
         remarks=remarks,
-        prompts=(
-            {key: found for key, found in digests.items() if isinstance(found, str)}
-            if isinstance(digests, dict)
-            else {}
-        ),
+        prompts={
+            key: found for key, found in _row(root.get("prompts")).items() if isinstance(found, str)
+        },
         extremes=find_extremes(directory / "images"),
     )
 
@@ -143,6 +151,16 @@ def read_run(directory: Path) -> RunData:
 def step_of(row: Row) -> int:
     """The row's iteration; rows without one are left out when a run is read."""
     return int(finite(row.get("iteration")) or 0)
+
+
+def mean_in(row: Row, name: str, error: str) -> Mean:
+    """A mean of the row and its standard error, NaN for what it does not have."""
+    return Mean(_number(row.get(name)), _number(row.get(error)), 0)
+
+
+def held_out_reward(row: Row) -> Mean:
+    """The held-out reward of an evaluation."""
+    return mean_in(row, "reward/eval_mean", "eval/stderr")
 
 
 def points(rows: Sequence[Row], name: str) -> list[tuple[float, float]]:
@@ -160,24 +178,14 @@ def values(rows: Sequence[Row], name: str) -> list[float]:
 
 def reason(event: Row) -> str:
     """Why, in the words of the event, else all that it says."""
-    for key in REASON_KEYS:
-        if event.get(key):
-            return str(event[key])
-    return ", ".join(
-        f"{key} {value}" for key, value in event.items() if key not in ("time", "event")
-    )
+    fields = (f"{key} {value}" for key, value in event.items() if key not in ("time", "event"))
+    return str(event.get("why") or ", ".join(fields))
 
 
 def actor_of(event: Row) -> str | None:
     """The actor that an event is about: ``rollout-1``."""
-    actor, kind = event.get("actor"), event.get("kind")
-    if actor is None:
-        return None
-    return (
-        f"{kind}-{actor}"
-        if kind is not None and not str(actor).startswith(str(kind))
-        else str(actor)
-    )
+    actor = event.get("actor")
+    return None if actor is None else f"{event.get('kind')}-{actor}"
 
 
 def _json(path: Path, remarks: list[str]) -> object:
@@ -232,27 +240,19 @@ def _same_weights(rows: list[Row]) -> list[Row]:
     return [row for row in rows if row.get("weights") in (kind, "base")]
 
 
-def _evaluation(path: Path) -> Row:
-    """What an evaluation's file holds; nothing where it cannot be read."""
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
+def _row(found: object) -> Row:
+    """An object of JSON; empty where it is something else."""
     return found if isinstance(found, dict) else {}
-
-
-def _grids(found: object) -> dict[str, Grid]:
-    return (
-        {str(label): _grid(rows) for label, rows in found.items()}
-        if isinstance(found, dict)
-        else {}
-    )
 
 
 def _grid(found: object) -> Grid:
     """A table of numbers as it was written; empty when it is none."""
     if not isinstance(found, list) or not all(isinstance(row, list) for row in found):
         return []
-    return [
-        [math.nan if (number := finite(cell)) is None else number for cell in row] for row in found
-    ]
+    return [[_number(cell) for cell in row] for row in found]
+
+
+def _number(found: object) -> float:
+    """A finite number, or NaN."""
+    value = finite(found)
+    return math.nan if value is None else value

@@ -1,4 +1,4 @@
-"""What happened to the actors: a lane per actor, and a table of what was out of the ordinary."""
+"""The report's chapter on events: a lane per actor, and a table of unusual events."""
 
 from __future__ import annotations
 
@@ -7,23 +7,22 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from analysis.report.data import REASON_KEYS, Row, RunData, actor_of, finite
+from analysis.report.data import Row, RunData, actor_of, finite
 from analysis.report.parts import Cell, Table
 from analysis.report.timeline import Chart, Drawing, Lane, Mark, drawing, in_running_time
 from records.words import duration
 
 TONES = {
-    **dict.fromkeys(("actor_started", "actor_replaced", "actor_added", "run_finished"), "good"),
-    **dict.fromkeys(
-        ("actor_died", "actor_benched", "node_lost", "run_failed", "identity_failed"), "bad"
+    "good": ("actor_started", "actor_replaced", "actor_added", "run_finished"),
+    "bad": ("actor_died", "actor_benched", "node_lost", "run_failed", "identity_failed"),
+    "warn": (
+        *("chunk_reissued", "run_resumed", "run_stopped", "stopped_early", "scaling_refused"),
+        *("metrics_unavailable", "metric_undeclared", "sink_failed", "report_failed"),
+        *("images_missed", "actor_waits", "audit_low", "backend_moved", "backend_kept"),
+        "scorer_constant",
     ),
-    **dict.fromkeys(("chunk_reissued", "run_resumed", "run_stopped", "stopped_early"), "warn"),
-    **dict.fromkeys(("metrics_unavailable", "metric_undeclared", "sink_failed"), "warn"),
-    **dict.fromkeys(("report_failed", "images_missed"), "warn"),
-    **dict.fromkeys(("scaling_refused", "actor_waits", "audit_low"), "warn"),
-    **dict.fromkeys(("backend_moved", "backend_kept", "scorer_constant"), "warn"),
 }
-"""Tones of events; of all others, "plain"."""
+"""Events by tone; all others are plain."""
 ROUTINE = {"version_published", "checkpoint_saved", "actor_started", "identity_checked"}
 """Events that are counted and drawn, but not listed."""
 KINDS = ("rollout", "reward", "scorers.", "selector", "encoder", "learner")
@@ -90,7 +89,7 @@ def lanes_of(events: Sequence[Row], times: Sequence[float]) -> dict[str, Lane]:
 
 @dataclass(frozen=True)
 class Happenings:
-    """What the chapter shows: how often what happened, the drawing, and tables of events."""
+    """The chapter's content: counts of events, the drawing, and tables of events."""
 
     counts: list[tuple[str, int]]
     drawing: Drawing
@@ -99,7 +98,7 @@ class Happenings:
 
 
 def happenings(run: RunData) -> Happenings | None:
-    """What the chapter shows; None when there were no events."""
+    """The chapter; None when there were no events."""
     if not run.events:
         return None
     times = running_times(run.events)
@@ -118,7 +117,7 @@ def happenings(run: RunData) -> Happenings | None:
 
 
 def timeline_of(run: RunData, times: Sequence[float]) -> Chart:
-    """What is drawn, everything in seconds of running time."""
+    """The chart's content, in seconds of running time."""
     events = run.events
     known = [
         (moment, when)
@@ -142,7 +141,7 @@ def timeline_of(run: RunData, times: Sequence[float]) -> Chart:
 
 
 def _run_marks(events: Sequence[Row], times: Sequence[float]) -> list[Mark]:
-    """What befell the run as a whole: resumes, scaling, its end."""
+    """Events of the run as a whole: resumes, scaling, its end."""
     marks = []
     for event, when in zip(events, times, strict=True):
         name = event["event"]
@@ -163,7 +162,7 @@ def _run_marks(events: Sequence[Row], times: Sequence[float]) -> list[Mark]:
 def _table(
     rows: Sequence[tuple[Row, float]], longest: int = 2000, title: str = "", note: str = ""
 ) -> Table:
-    """Events as rows; of a longer reason ``longest`` characters, and all behind the pointer."""
+    """Events as rows; a reason is cut to ``longest`` characters, its tooltip has all."""
     cells = [
         (
             Cell(duration(when), "when"),
@@ -182,22 +181,17 @@ def _words(event: Row) -> str:
 
 
 def _tone(event: Row) -> str:
-    return TONES.get(str(event["event"]), "plain")
+    return next((tone for tone, names in TONES.items() if event["event"] in names), "plain")
 
 
 def _because(event: Row) -> str:
-    why = next((str(event[key]) for key in REASON_KEYS if event.get(key)), "")
-    return f" ({_cut(why, LONGEST)})" if why else ""
+    return f" ({_cut(str(event['why']), LONGEST)})" if event.get("why") else ""
 
 
 def _details(event: Row, longest: int = 2000) -> str:
     """The fields of an event, the reason last, without those that have a column of their own."""
-    why = [_cut(str(event[key]), longest) for key in REASON_KEYS if event.get(key)]
-    own = (
-        {"time", "event", "actor", "kind", *REASON_KEYS}
-        if actor_of(event)
-        else {"time", "event", *REASON_KEYS}
-    )
+    why = [_cut(str(event["why"]), longest)] if event.get("why") else []
+    own = {"time", "event", "why", *(("actor", "kind") if actor_of(event) else ())}
     rest = [
         f"{key.replace('_', ' ')} {_plain(value)}"
         for key, value in event.items()
@@ -213,11 +207,7 @@ def _cut(text: str, longest: int) -> str:
 
 
 def _plain(value: object) -> str:
-    return (
-        f"{value:,}"
-        if isinstance(value, int) and not isinstance(value, bool) and value >= 1_000_000
-        else str(value)
-    )
+    return f"{value:,}" if isinstance(value, int) and value >= 1_000_000 else str(value)
 
 
 def _lane_order(name: str) -> tuple[int, list[tuple[int, str]]]:

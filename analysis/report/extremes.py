@@ -43,7 +43,7 @@ class IterationEnds:
 
 
 def kept_iterations(run: RunData) -> list[IterationEnds]:
-    """Newest first; images that cannot be read are holes."""
+    """Newest first; an image that cannot be read is left blank."""
     return [
         IterationEnds(one.iteration, [_prompt(one, index) for index in _prompts(one)])
         for one in reversed(run.extremes)
@@ -75,13 +75,13 @@ def _tile(directory: Path, rows: Mapping[str, Row], stage: str) -> Tile:
     note = "" if seed is None else f"seed {seed:.0f}"
     if other is not None and not same:
         note += f" ({OTHER[stage]}: {number(other)})"
-    shown = "–" if reward is None else number(reward)
+    shown = number(reward)
     text = f"{row.get('end')} {stage}: {row.get('text')}, {note}, reward {shown}"
     return Tile(stage, shown, note, shown_image(directory / Path(str(row.get("file"))).name, text))
 
 
 def thinned(run: RunData, found: Sequence[IterationEnds]) -> str:
-    """How many iterations are shown of how many."""
+    """A note on how many iterations of how many are shown; empty where all are."""
     done = len(run.iterations)
     if len(found) >= done:
         return ""

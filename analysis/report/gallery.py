@@ -14,7 +14,7 @@ from records.images import TINY, StepImages, data_uri
 
 @dataclass(frozen=True)
 class Shown:
-    """An image with its ``data:`` address; without one, a hole."""
+    """An image with its ``data:`` address; without one its place is left blank."""
 
     text: str
     address: str = ""
@@ -37,7 +37,7 @@ class Half:
 
     @property
     def columns(self) -> int:
-        """How many stand side by side."""
+        """How many images stand side by side."""
         return 1 if len(self.images) < 2 else 2 if len(self.images) <= 4 else 3
 
 
@@ -89,7 +89,7 @@ def _image(step: StepImages, index: int, noise: int, text: str) -> Shown:
 
 
 def shown_image(path: Path, text: str) -> Shown:
-    """The image or clip in a file; a hole where it cannot be read."""
+    """The image or clip in a file; without an address where it cannot be read."""
     try:
         return Shown(text, *data_uri(path))
     except OSError:  # replaced just now, or no image

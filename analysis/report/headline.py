@@ -7,8 +7,9 @@ from dataclasses import dataclass
 
 from pydantic import ValidationError
 
+from analysis.compare.statistics import Mean
 from analysis.report.charts import number
-from analysis.report.data import Row, RunData, finite, reason, step_of, values
+from analysis.report.data import RunData, held_out_reward, reason, step_of, values
 from analysis.report.live import Live
 from configs.schema import RunConfig
 from records.words import duration
@@ -23,16 +24,8 @@ RUNNING = ("going on", "good")
 
 
 @dataclass(frozen=True)
-class Estimate:
-    """A number and its standard error, where that is known."""
-
-    value: float | None
-    error: float | None
-
-
-@dataclass(frozen=True)
 class Headline:
-    """``failure`` and ``stopped`` say why; ``lines`` are what else a reader must know first."""
+    """``failure`` and ``stopped`` say why a run ended; ``lines`` are what else to know first."""
 
     word: str
     tone: str
@@ -40,21 +33,21 @@ class Headline:
     failure: str
     stopped: str
     lines: list[str]
-    before: Estimate | None
-    after: Estimate | None
+    before: Mean | None
+    after: Mean | None
     updates: int
-    gain: Estimate | None
+    gain: Mean | None
     paired: bool  # else ``gain`` is the difference of two means
     facts: list[tuple[str, str]]
 
     @property
     def banner(self) -> bool:
-        """Whether there is anything to be said."""
+        """Whether there is anything to say in a banner."""
         return bool(self.failure or self.stopped or self.lines)
 
     @property
     def banner_tone(self) -> str:
-        """How bad it is."""
+        """The banner's tone."""
         return "bad" if self.failure else "warn"
 
 
@@ -66,18 +59,17 @@ def headline(run: RunData, live: Live | None = None) -> Headline:
         failure = reason(failed) or "It did not say why."
     elif run.state == "stopped" and stopped:
         stop = reason(stopped) or "by request"
-    gain, paired = _gain(run)
     return Headline(
         *(RUNNING if live else STATES[run.state]),
         _sentence(run),
         failure,
         stop,
         _lines(run, live),
-        _estimate(run.before),
-        _estimate(run.after),
+        held_out_reward(run.before) if run.before else None,
+        held_out_reward(run.after) if run.after else None,
         step_of(run.after) if run.after else 0,
-        gain,
-        paired,
+        run.gain if math.isfinite(run.gain.mean) else None,
+        math.isfinite(run.paired_gain.mean),
         _facts(run),
     )
 
@@ -119,24 +111,6 @@ def _lines(run: RunData, live: Live | None) -> list[str]:
     if not run.iterations:
         lines.append("No iteration has ended, so there are no curves yet.")
     return lines + [f"{remark}." for remark in run.remarks]
-
-
-def _estimate(row: Row | None) -> Estimate | None:
-    if row is None:
-        return None
-    return Estimate(finite(row.get("reward/eval_mean")), finite(row.get("eval/stderr")))
-
-
-def _gain(run: RunData) -> tuple[Estimate | None, bool]:
-    """Held-out reward after minus before, and whether it is paired by prompt and initial noise."""
-    before, after = run.before, run.after
-    if before is None or after is None:
-        return None, False
-    gain, error = finite(after.get("eval/gain")), finite(after.get("eval/gain_stderr"))
-    if gain is not None:
-        return Estimate(gain, error), True
-    start, end = finite(before.get("reward/eval_mean")), finite(after.get("reward/eval_mean"))
-    return (None if start is None or end is None else Estimate(end - start, error)), False
 
 
 def _facts(run: RunData) -> list[tuple[str, str]]:

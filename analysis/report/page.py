@@ -1,7 +1,7 @@
-"""``report.html``: what a run did, in one file that opens without a network, on a desk and a phone.
+"""``report.html``: what a run did, in one file that needs no network, for large and small screens.
 
-Everything is read from the run directory, so it can be built while the run goes on, after it
-failed, and on another machine.
+Everything is read from the run directory, so the report can be built while the run goes on, after
+it failed, and on another machine.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def build_report(run_dir: Path, live_s: float | None = None) -> Path:
 def render(run: RunData, live: Live | None = None) -> str:
     """The page as text; ``live``: it loads itself again."""
     extremes = kept_iterations(run)
-    particulars = (_quantised(run), _versions(run))
+    particulars = (_quantized(run), _versions(run))
     configuration = json.dumps(run.config, indent=2, ensure_ascii=False, default=str)
     return parts.render(
         "report.html",
@@ -81,8 +81,8 @@ def _versions(run: RunData) -> Table | None:
     return Table(("package", "version"), list(known.items()), words=(0, 1), title="Versions")
 
 
-def _quantised(run: RunData) -> Table | None:
-    """What was quantised, what not, and why: modules and weights by reason."""
+def _quantized(run: RunData) -> Table | None:
+    """What was quantized, what not, and why: numbers of modules and weights by reason."""
     if not run.quantisation:
         return None
     groups: dict[tuple[bool, str], list[int]] = {}
@@ -94,14 +94,14 @@ def _quantised(run: RunData) -> Table | None:
         entry[1] += weights
     rows = [
         (
-            "quantised" if quantised else "not quantised",
+            "quantized" if quantized else "not quantized",
             f"{count:,}",
             f"{weights:,}",
             Cell(why, "wide"),
         )
-        for (quantised, why), (count, weights) in sorted(
+        for (quantized, why), (count, weights) in sorted(
             groups.items(), key=lambda item: (not item[0][0], -item[1][1])
         )
     ]
     heads = ("", "modules", "weights", "why")
-    return Table(heads, rows, words=(0, 3), title="What was quantised")
+    return Table(heads, rows, words=(0, 3), title="What was quantized")

@@ -1,4 +1,4 @@
-"""What the report's sections hand to the templates: cards, legends and tables as data."""
+"""What the chapters of a page hand to its template: cards, legends and tables as data."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Item:
 
 @dataclass(frozen=True)
 class Cell:
-    """A table's cell: CSS classes, words behind the pointer, a bar (colour, pixels) in front."""
+    """A table's cell: CSS classes, a tooltip, a bar (colour, pixels) in front."""
 
     text: str
     kind: str = ""
@@ -141,3 +141,4 @@ TEMPLATES = Environment(
     lstrip_blocks=True,
 )
 TEMPLATES.filters["number"] = number
+TEMPLATES.tests["known"] = math.isfinite

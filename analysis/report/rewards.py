@@ -12,7 +12,7 @@ from pydantic import ValidationError
 
 from analysis.compare.statistics import Mean, mean_of
 from analysis.report.charts import Series, line_chart, number, scatter
-from analysis.report.data import Grid, RunData, finite, points, step_of, values
+from analysis.report.data import Grid, RunData, finite, held_out_reward, points, step_of, values
 from analysis.report.parts import Card, Cell, Group, Section, Table, blocks, legend
 from configs.rewards import Rewards
 
@@ -24,7 +24,7 @@ Direction = Literal["rose", "fell", "did not clearly move"]
 
 @dataclass(frozen=True)
 class Score:
-    """A scorer over the evaluations; ``change`` has an error clustered by prompt."""
+    """A scorer over the evaluations; the error of ``change`` is clustered by prompt."""
 
     label: str
     role: str
@@ -36,7 +36,7 @@ class Score:
 
     @property
     def direction(self) -> Direction:
-        """Which way it went, where that is more than chance."""
+        """Which way the score moved, where that is more than chance."""
         return direction(self.change)
 
 
@@ -56,7 +56,7 @@ def section(run: RunData) -> Section:
         groups.append(Group([_together(moved), *own] if moved else own))
     return Section(
         "Reward",
-        "What training optimises, on the prompts it sees and on prompts it never sees.",
+        "What training optimizes, on the prompts it sees and on prompts it never sees.",
         groups,
         "No rewards have been recorded yet.",
     )
@@ -93,14 +93,9 @@ def direction(change: Mean) -> Direction:
 
 def verdicts(run: RunData, scores: Sequence[Score]) -> list[str]:
     """Does a held-out scorer confirm the rise of the reward? Did one pay for another's rise?"""
-    before, after = run.before, run.after
-    if before is None or after is None:
+    if run.after is None:
         return []
-    gain, error = finite(after.get("eval/gain")), finite(after.get("eval/gain_stderr"))
-    reward = direction(
-        Mean(gain if gain is not None else math.nan, error if error is not None else math.nan, 0)
-    )
-    said = []
+    reward, said = direction(run.gain), []
     for score in scores:
         if score.held_out and math.isfinite(score.change.error):
             said.append(
@@ -214,12 +209,8 @@ def _table(run: RunData, scores: Sequence[Score]) -> Table:
     """Before and after by scorer, the weighted sum first; speeds, and what had no score."""
     before, after = run.before, run.after
     assert before is not None and after is not None
-    start, end = finite(before.get("reward/eval_mean")), finite(after.get("reward/eval_mean"))
-    gain, error = finite(after.get("eval/gain")), finite(after.get("eval/gain_stderr"))
-    if gain is None and start is not None and end is not None:
-        gain = end - start
-    whole = Mean(math.nan if gain is None else gain, math.nan if error is None else error, 0)
-    rows = [["weighted sum", "what is optimised", *_cells(start, end, whole)]]
+    start, end = held_out_reward(before).mean, held_out_reward(after).mean
+    rows = [["weighted sum", "what is optimized", *_cells(start, end, run.gain)]]
     rows += [
         [score.label, score.role, *_cells(score.before, score.after, score.change)]
         for score in scores

@@ -22,7 +22,7 @@ WITHIN = (
     ("time/allreduce_s", "adding up the replicas' gradients, in update"),
     ("time/replica_wait_s", "waiting for the slowest replica, in update"),
 )
-"""Seconds that other stages hold already."""
+"""Seconds that are part of other stages' seconds."""
 HEALTH = (
     ("loss/policy", "Policy loss", "of the objective; its level says little, jumps say much"),
     ("loss/kl", "Distance from the base", "loss/kl; a steep climb warns of reward hacking"),
@@ -30,7 +30,7 @@ HEALTH = (
     (
         "weights/delta_cosine",
         "What FP4 keeps of an update",
-        "cosine of the weights' change and the quantised weights' change",
+        "cosine of the weights' change and the quantized weights' change",
     ),
     ("weights/codes_changed", "FP4 codes changed", "share of codes that differ after an update"),
     (

@@ -1,7 +1,7 @@
 """The timeline as a chart: a lane per actor with its tasks, versions as lines, faults as marks.
 
-Here is where everything lies; ``templates/timeline.html`` draws it. All times are seconds of
-running time: a pause before a resume takes none.
+This module computes positions; ``templates/timeline.html`` draws. All times are seconds of running
+time: a pause before a resume takes none.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from records.words import duration
 
 MOST_LANES, MOST_MARKS, MOST_LINES, MOST_BARS = 40, 120, 60, 6000
 WIDTH, HEIGHT = 1000.0, 10.0
-"""Of a lane's drawing, in its own units."""
+"""Size of a lane's SVG, in its own units."""
 Mark = tuple[float, str, str]
 """When, tone, text."""
 
@@ -129,7 +129,7 @@ def in_running_time(
 
 
 def drawing(chart: Chart) -> Drawing:
-    """Where everything lies."""
+    """The positions of everything that is drawn."""
     end = max([chart.end, *(span.ended for span in chart.spans)]) or 1.0
     windows = [_window(chart, "", 0.0, end)]
     if found := last_iteration(chart.spans):
@@ -157,7 +157,7 @@ def _by_service(span: Span) -> tuple[str, int]:
 
 
 def last_iteration(spans: Sequence[Span]) -> tuple[float, float] | None:
-    """From the end of the last update but one to the end of the last; None before there are two."""
+    """(end of the last update but one, end of the last update); None before there are two."""
     ends = sorted(
         span.ended
         for span in spans
@@ -215,15 +215,10 @@ def _window(chart: Chart, title: str, start: float, stop: float) -> Window:
     published = [(when, version) for when, version in chart.versions if start <= when <= stop]
     rows = [Track("run", marks=marks)] if (marks := dots(chart.marks)) else []
     for name, lane in shown.items():
-        lives = [(place(a), place(b)) for a, b in lane.lives if a < stop and b > start]
-        rows.append(
-            Track(
-                name,
-                [(f"{left:.2f}", f"{right - left:.2f}") for left, right in lives],
-                [_box(bar, place) for bar in bars_of(by_actor.get(name, []), gap)],
-                dots(lane.marks[:MOST_MARKS]),
-            )
-        )
+        places = [(place(a), place(b)) for a, b in lane.lives if a < stop and b > start]
+        lives = [(f"{left:.2f}", f"{right - left:.2f}") for left, right in places]
+        bars = [_box(bar, place) for bar in bars_of(by_actor.get(name, []), gap)]
+        rows.append(Track(name, lives, bars, dots(lane.marks[:MOST_MARKS])))
     few = thin([(when, 0.0) for when, _ in published], MOST_LINES)
     path = "".join(f"M{place(when) * WIDTH / 100:.1f} 0V{HEIGHT:g}" for when, _ in few)
     quarter = (stop - start) / 4
@@ -266,7 +261,7 @@ def _version_names(
 
 
 def _legend(chart: Chart) -> list[Item]:
-    """What is there to be seen, and for how long actors had each kind of work in hand."""
+    """What the colours mean, and for how long actors had each kind of work in hand."""
     seconds: dict[Work, float] = {}
     for span in chart.spans:
         seconds[span.shown] = seconds.get(span.shown, 0.0) + span.ended - span.started

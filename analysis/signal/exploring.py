@@ -9,10 +9,18 @@ from pathlib import Path
 
 import numpy as np
 
-from analysis.measuring import Say, encoded, explored, explorer_of, rewards_of, setup, trainer_of
+from analysis.measuring import (
+    Say,
+    choose_prompts,
+    encoded,
+    explored,
+    explorer_of,
+    rewards_of,
+    setup,
+    trainer_of,
+)
 from analysis.signal.files import EXPLORED, digest, read
-from configs.load import ConfigError
-from configs.prompts import Prompt, prompts_of_iteration, read_prompts
+from configs.prompts import Prompt
 from configs.schema import RunConfig
 from policy.explorer import Explorer
 from policy.precision.backends import Backend
@@ -34,16 +42,7 @@ class Batch:
 
 def batches_of(config: RunConfig, prompts: int, batches: int) -> list[Batch]:
     """The first iterations of a run with so many prompts each. Raises ConfigError."""
-    everything = read_prompts(config.prompts.train)
-    count = len(everything)
-    if prompts > count:
-        raise ConfigError(
-            f"--prompts {prompts}: {config.prompts.train} holds {count}; ask for fewer"
-        )
-    chosen = [
-        [everything[row] for row in prompts_of_iteration(count, prompts, index, config.seed)]
-        for index in range(batches)
-    ]
+    chosen = [choose_prompts(config, prompts, index) for index in range(batches)]
     rows = iter(encoded(config, [prompt for part in chosen for prompt in part]))
     return [Batch(index, part, [next(rows) for _ in part]) for index, part in enumerate(chosen)]
 
@@ -54,8 +53,8 @@ def seeds_of(config: RunConfig, batch: Batch, p: int, count: int) -> list[int]:
 
 
 class Exploring:
-    """Rewards of the first ``pool`` seeds of every prompt, by backend and steps, and by objective
-    where its paths are explored.
+    """Rewards of the first ``pool`` seeds of every prompt, by backend and steps, and where paths
+    are explored also by objective.
     """
 
     def __init__(
@@ -78,7 +77,8 @@ class Exploring:
         return rewards_of(self.scorer, self.config, images, prompt)
 
     def rewards(self, config: RunConfig, name: str, steps: int) -> list[np.ndarray]:
-        """Rewards [P, pool] of each batch, with what ``out`` has of a measurement before.
+        """Rewards [P, pool] of each batch; those that an earlier measurement left in ``out`` are
+        read from there.
 
         ``config``: that of the run with the objective. Raises ConfigError for too few ``steps``.
         """

@@ -12,7 +12,7 @@ from configs.section import Tree
 from records.tables import markdown
 
 ROWS, EXPLORED = "signal.json", "explored.json"
-"""What was measured, and rewards of explored images, from which a stopped measurement goes on."""
+"""Measured rows, and rewards of explored images, from which a stopped measurement goes on."""
 
 
 def rows_of(out: Path) -> list[Tree]:
@@ -39,7 +39,7 @@ def digest(what: object) -> str:
 
 
 def title(summary: Tree) -> str:
-    """What the rows have in common."""
+    """A line on what the rows have in common."""
     shapes = sorted({(row["batches"], row["prompts"], row["keep"]) for row in summary["rows"]})
     said = ", ".join(f"{b} batches of {p} prompts x {k} samples" for b, p, k in shapes)
     return f"{summary['model']}, base weights; {said}"

@@ -102,7 +102,7 @@ def choices_of(config: RunConfig, wanted: Measurement, found: Sequence[Backend])
 
 
 class Measuring:
-    """Regenerates what the choices select, takes the gradients, adds a row for each."""
+    """Regenerates what each choice selects, computes the gradients, and adds a row."""
 
     def __init__(
         self, config: RunConfig, wanted: Measurement, found: Sequence[Backend], out: Path, say: Say
@@ -112,7 +112,7 @@ class Measuring:
         self.explored = Exploring(config, found, self.batches, max(wanted.pools), out, say)
 
     def run(self, choices: Sequence[Choice]) -> None:
-        """Every objective under every choice, written as it comes; what is there is kept."""
+        """Every objective under every choice, each row written at once; old rows are kept."""
         for label, config in self.wanted.objectives:
             trainer: Trainer | None = None
             for choice in choices:
@@ -130,7 +130,7 @@ class Measuring:
                 self._add(self._row(label, trainer, choice) | {"digest": name})
 
     def _name(self, config: RunConfig, choice: Choice) -> str:
-        """Names all that a row depends on."""
+        """A digest of all that a row depends on."""
         tree = config.model_dump(
             mode="json", exclude={"name", "run_root", "services", "iterations"}
         )
@@ -169,7 +169,7 @@ class Measuring:
         }
 
     def _groups(self, trainer: Trainer, batch: Batch, choice: Choice) -> list[Group]:
-        """What iteration ``batch.index`` would train on."""
+        """The groups that iteration ``batch.index`` would train on."""
         groups = []
         for p, prompt in enumerate(batch.prompts):
             start, chosen = self._seeds(batch, p, choice, trainer.config)

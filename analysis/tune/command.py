@@ -1,4 +1,4 @@
-"""``sol-rl tune``: which exploring settings find most for what they cost, from one measurement."""
+"""``sol-rl tune``: which exploring settings find most contrast for their cost."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 
 from analysis.measuring import Say, backends, choose_prompts, measuring
 from analysis.tune.drawing import drawing
-from analysis.tune.measure import Found, Measuring
+from analysis.tune.measure import Found, measure
 from analysis.tune.rows import Row, Wanted, choose, kind_of, rows_of
 from analysis.tune.settings import Setting, grid, left_of
 from configs.load import ConfigError, apply, parse
@@ -25,7 +25,7 @@ from records.tables import markdown
 
 
 def run(config: RunConfig, tree: Tree, wanted: Wanted, out: Path, say: Say) -> list[str]:
-    """Measure, write tune.json, tune.svg and tuned.toml; returns the table and what it comes to.
+    """Measure, write tune.json, tune.svg and tuned.toml; returns the table and the conclusion.
 
     ``tree`` is the plain configuration that ``tuned.toml`` changes. Raises ConfigError for what
     cannot be measured, RunFailed when an image cannot be scored or a file not written.
@@ -56,7 +56,7 @@ def run(config: RunConfig, tree: Tree, wanted: Wanted, out: Path, say: Say) -> l
     sizes = {setting.size: config for setting, config in configs.items()}
     prompts = choose_prompts(config, wanted.prompts)
     with measuring(config, wanted.threads, out, "a seed without a reward has no rank"):
-        measured = Measuring(config, prompts, wanted.seeds, say).run(found, sizes, kinds)
+        measured = measure(config, prompts, wanted.seeds, found, sizes, kinds, say)
         facts = {"threads": torch.get_num_threads(), "versions": versions()}
         rows = rows_of(measured, configs, own, wanted, config.seed)
     chosen = choose(rows, wanted.budget)
@@ -73,7 +73,9 @@ def run(config: RunConfig, tree: Tree, wanted: Wanted, out: Path, say: Say) -> l
 def _settings(
     config: RunConfig, wanted: Wanted, names: Sequence[str], own: Setting
 ) -> list[Setting]:
-    """The own setting first. Raises ConfigError where nothing can be measured of them."""
+    """The settings to measure, the configuration's own first. Raises ConfigError for impossible
+    ones.
+    """
     pools = wanted.pools or tuple(
         dict.fromkeys([wanted.seeds // 2, 3 * wanted.seeds // 4, wanted.seeds, own.pool])
     )
@@ -130,7 +132,7 @@ this share of the contrast, or more, is found.
 
 
 def conclusion(rows: Sequence[Row], chosen: Row | None, own: Setting, wanted: Wanted) -> list[str]:
-    """What was chosen and how sure that is, and whether pruning pays."""
+    """The choice in words, how sure it is, and whether pruning pays."""
     said = []
     if chosen is None:
         least = min(row.cost for row in rows if row.pruned is None)

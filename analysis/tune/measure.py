@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import numpy as np
 
 from analysis.measuring import (
+    Generate,
     Say,
-    encoded,
+    ScoredSeeds,
     explored,
     explorer_of,
     regenerated,
-    rewards_of,
-    seeds_of,
     setup,
     trainer_of,
 )
@@ -23,9 +23,8 @@ from configs.prompts import Prompt
 from configs.schema import RunConfig
 from learner.batch import Group
 from learner.signal import gradient
+from learner.trainer import Trainer
 from policy.precision.backends import Backend
-from policy.types import Conditioning
-from rewards.combine import WeightedScorer
 
 Size = tuple[int, int] | None
 Kind = tuple[str, int, Size, int | None]
@@ -43,59 +42,48 @@ class Found:
     update_s: float = 0.0
 
 
-class Measuring:
-    """Makes every image of P prompts x N seeds, and scores it."""
+def measure(
+    config: RunConfig,
+    prompts: Sequence[Prompt],
+    seeds: int,
+    backends: Mapping[str, Backend],
+    sizes: Mapping[Size, RunConfig],
+    kinds: set[Kind],
+    say: Say,
+) -> Found:
+    """Generate and score every image of P prompts x N ``seeds``: the truth, and previews of all
+    ``kinds``. ``sizes``: the configuration of each.
+    """
+    scored = ScoredSeeds(config, prompts, seeds)
 
-    def __init__(self, config: RunConfig, prompts: Sequence[Prompt], seeds: int, say: Say) -> None:
-        self.config, self.prompts, self.say = config, prompts, say
-        self.scorer = WeightedScorer.from_config(config.rewards)
-        self.conditioning = encoded(config, list(prompts))
-        self.seeds = seeds_of(config, len(prompts), seeds)
-        with setup():
-            self.trainer = trainer_of(config)
+    def rewards(title: str, generate: Generate) -> tuple[np.ndarray, float]:
+        found, seconds = scored.rewards(generate)
+        say(f"{title}: {found.size} images, {seconds * 1e3:.1f} ms each")
+        return found, seconds
 
-    def run(
-        self, backends: Mapping[str, Backend], sizes: Mapping[Size, RunConfig], kinds: set[Kind]
-    ) -> Found:
-        """``sizes``: the configuration of each; ``kinds``: previews to make."""
-        truth, seconds = self._all(
-            "truth", lambda cond, seeds: regenerated(self.trainer, cond, seeds)
-        )
-        found = Found(truth, truth_s=seconds, update_s=self._update_seconds())
-        for size, config in sizes.items():
-            for name, backend in backends.items():
-                with setup():
-                    explorer = explorer_of(config, self.trainer, backend)
-                mine = [kind for kind in kinds if (kind[0], kind[2]) == (name, size)]
-                for kind in sorted(mine, key=lambda kind: (kind[1], kind[3] or kind[1])):
-                    _, steps, _, upto = kind
+    with setup():
+        trainer = trainer_of(config)
+    truth, seconds = rewards("truth", partial(regenerated, trainer))
+    found = Found(truth, truth_s=seconds, update_s=_update_seconds(scored, trainer))
+    for size, sized in sizes.items():
+        for name, backend in backends.items():
+            with setup():
+                explorer = explorer_of(sized, trainer, backend)
+            mine = [kind for kind in kinds if (kind[0], kind[2]) == (name, size)]
+            for kind in sorted(mine, key=lambda kind: (kind[1], kind[3] or kind[1])):
+                _, steps, _, upto = kind
+                title = f"{name}, {upto or steps} of {steps} steps"
+                title += f", {size[0]} x {size[1]}" if size else ""
+                generate = partial(explored, explorer, sized, steps=steps, upto=upto)
+                found.rewards[kind], found.seconds[kind] = rewards(title, generate)
+    return found
 
-                    def made(cond: Conditioning, seeds: list[int]) -> np.ndarray:
-                        return explored(explorer, config, cond, seeds, steps, upto)  # noqa: B023
 
-                    title = f"{name}, {upto or steps} of {steps} steps" + (
-                        f", {size[0]} x {size[1]}" if size else ""
-                    )
-                    found.rewards[kind], found.seconds[kind] = self._all(title, made)
-        return found
-
-    def _all(
-        self, title: str, made: Callable[[Conditioning, list[int]], np.ndarray]
-    ) -> tuple[np.ndarray, float]:
-        """(rewards [P, N], seconds per image with its scoring)."""
-        start, rows = time.perf_counter(), []
-        for prompt, cond, seeds in zip(self.prompts, self.conditioning, self.seeds, strict=True):
-            rows.append(rewards_of(self.scorer, self.config, made(cond, seeds), prompt))
-        rewards = np.stack(rows)
-        seconds = (time.perf_counter() - start) / rewards.size
-        self.say(f"{title}: {rewards.size} images, {seconds * 1e3:.1f} ms each")
-        return rewards, seconds
-
-    def _update_seconds(self) -> float:
-        """Of forward and backward passes for a sample, on one prompt's."""
-        cond, seeds = self.conditioning[0], self.seeds[0][: self.config.selection.keep]
-        samples, _ = self.trainer.generator.generate(cond, seeds)
-        rewards = np.linspace(0.0, 1.0, len(seeds), dtype=np.float32)
-        start = time.perf_counter()
-        gradient(self.trainer, 0, [Group(0, cond, samples, rewards)])
-        return (time.perf_counter() - start) / len(seeds)
+def _update_seconds(scored: ScoredSeeds, trainer: Trainer) -> float:
+    """Seconds of the forward and backward passes of a sample, measured on one prompt."""
+    cond, seeds = scored.conditioning[0], scored.seeds[0][: scored.config.selection.keep]
+    samples, _ = trainer.generator.generate(cond, seeds)
+    rewards = np.linspace(0.0, 1.0, len(seeds), dtype=np.float32)
+    start = time.perf_counter()
+    gradient(trainer, 0, [Group(0, cond, samples, rewards)])
+    return (time.perf_counter() - start) / len(seeds)

@@ -1,4 +1,4 @@
-"""What settings cost and find, as rows over the configuration's own; which one is chosen."""
+"""Cost and strength of settings relative to the configuration's own, and the choice of one."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from learner.fidelity import Estimate, estimates
 
 @dataclass(frozen=True)
 class Wanted:
-    """What is tried. ``budget``: a setting may cost so much of what the configuration's costs;
-    ``sizes``: the configuration's own first; ``prune``: steps after which half of a pool could be
-    dropped.
+    """The settings to try. ``budget``: the most that a setting may cost, as a share of what the
+    configuration's own costs; ``sizes``: the configuration's own first; ``prune``: steps after
+    which half of a pool could be dropped.
     """
 
     budget: float = 1.0
@@ -38,7 +38,7 @@ class Wanted:
 
 @dataclass(frozen=True)
 class Pruned:
-    """Half of the pool is dropped ``after`` a step; seconds of ``exploring`` over those without."""
+    """Half of the pool is dropped ``after`` a step; ``exploring``: seconds over those without."""
 
     after: int
     exploring: float
@@ -46,8 +46,8 @@ class Pruned:
 
 @dataclass(frozen=True)
 class Row:
-    """A setting: its cost over the configuration's own, what it finds, and how much more strength
-    that is than the own setting's, over that, paired by prompt.
+    """A setting: its cost as a share of the own setting's, its contrast and strength, and ``more``,
+    the strength that it has more than the own setting, as a share of that, paired by prompt.
     """
 
     setting: Setting
@@ -70,7 +70,7 @@ class Row:
 
 
 def kind_of(setting: Setting) -> Kind:
-    """The previews of it, finished ones."""
+    """The finished previews of a setting."""
     return setting.backend, setting.steps, setting.size, None
 
 
@@ -107,7 +107,7 @@ def rows_of(
 
 
 def _cost(found: Found, setting: Setting, config: RunConfig, wanted: Wanted) -> float:
-    """Of exploring, regenerating and training on a prompt: seconds here, or operations."""
+    """Cost of exploring, regenerating and training on a prompt: seconds here, or operations."""
     if wanted.by == "operations":
         return operations_of(config).at(wanted.ratio) / config.prompts.per_iteration
     kept = found.truth_s + found.update_s
@@ -128,7 +128,7 @@ def _pruned_saving(found: Found, own: Setting, upto: int) -> float:
 
 def choose(rows: Sequence[Row], budget: float) -> Row | None:
     """The row with most strength at a cost of at most ``budget``; None: none is so cheap. Pruned
-    forms are told and not chosen: no setting explores so.
+    forms are not chosen, as no run can explore so.
     """
     possible = [row for row in rows if row.pruned is None and row.cost <= budget * (1 + 1e-9)]
     return max(possible, key=lambda row: row.strength.mean, default=None)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -28,7 +28,7 @@ class Setting:
         return f"{self.keep} of {self.pool}, {self.backend} {self.steps} steps{size}"
 
     def changes(self) -> list[str]:
-        """As ``--set`` takes them."""
+        """Its values as ``--set`` takes them."""
         size = zip(("height", "width"), self.size or (), strict=False)
         return [
             f"explore.backend={self.backend}",
@@ -61,7 +61,7 @@ def contrasts(proxy: np.ndarray, truth: np.ndarray, pool: int, keep: int) -> np.
 
 
 def left_of(pool: int) -> int:
-    """Seeds of a pool whose best and worst quarter go on."""
+    """How many seeds of a pool are in its best and its worst quarter."""
     return pool // 4 * 2
 
 
@@ -81,7 +81,13 @@ def pruned_contrasts(
     return _over_pools(both, truth, pool, found)
 
 
-def _over_pools(proxy: np.ndarray, truth: np.ndarray, pool: int, found) -> np.ndarray:
+def _over_pools(
+    proxy: np.ndarray,
+    truth: np.ndarray,
+    pool: int,
+    found: Callable[[np.ndarray, np.ndarray], float],
+) -> np.ndarray:
+    """The mean of ``found`` over the disjoint pools of each prompt."""
     count = truth.shape[1] // pool
     if not count:
         raise ValueError(f"no pool of {pool} among {truth.shape[1]} seeds")

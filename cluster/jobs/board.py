@@ -1,9 +1,10 @@
-"""The board: a named actor where every run on a cluster shows its state and is asked to scale.
+"""The board: a named actor to which every run on a cluster reports its state, and through which it
+is asked to scale.
 
 There is one board per cluster. The first run that needs it creates it, and it is created again when
-it is lost: it holds nothing that a run depends on. It is an actor and not a file in the run's
-directory for two reasons. Anybody who reaches the cluster reaches the board, with or without the
-run's disk; and the board ends with the cluster, so that no run obeys a file of an earlier one.
+it is lost: no run depends on what it holds. It is an actor and not a file in the run's directory
+for two reasons: who can reach the cluster can reach the board, with or without the run's disk; and
+the board ends with the cluster, so that no run obeys a file of an earlier one.
 """
 
 from __future__ import annotations
@@ -12,6 +13,9 @@ import asyncio
 import time
 from collections.abc import Awaitable, Callable, Mapping
 from typing import TYPE_CHECKING, TypedDict
+
+from cluster.runtime.tasks import BackgroundTasks
+from records.errors import described
 
 if TYPE_CHECKING:
     from ray.actor import ActorProxy
@@ -81,13 +85,13 @@ class Board:
     def exchange(
         self, run: str, state: RunState, outcomes: Mapping[int, Outcome]
     ) -> list[tuple[int, Sizes]]:
-        """Take a run's state and the outcomes of its requests; returns the new requests."""
+        """Store a run's state and the outcomes of its requests; returns the new requests."""
         self._states[run] = (time.monotonic(), state)
         self._outcomes |= outcomes
         return self._requests.pop(run, [])
 
     def leave(self, run: str) -> None:
-        """The run ends."""
+        """Forget a run."""
         self._states.pop(run, None)
         self._requests.pop(run, None)
 
@@ -121,10 +125,8 @@ def board() -> ActorProxy[Board]:
 
 
 class Link:
-    """A run's connection to the board: reports the state, carries out what is asked.
-
-    ``state()`` is reported every second; ``act(sizes)`` carries a request out. A board that cannot
-    be reached never disturbs a run: it is created again.
+    """A run's connection to the board: reports ``state()`` every second, and carries out requests
+    with ``act(sizes)``. A board that cannot be reached is created again, and disturbs no run.
     """
 
     def __init__(
@@ -132,7 +134,7 @@ class Link:
     ) -> None:
         self._run, self._state, self._act = run, state, act
         self._outcomes: dict[int, Outcome] = {}
-        self._acts: set[asyncio.Task[None]] = set()
+        self._acts = BackgroundTasks()
         self._board: ActorProxy[Board] | None = None
 
     async def live(self) -> None:
@@ -154,16 +156,14 @@ class Link:
                 for number in told:
                     del self._outcomes[number]
                 for number, sizes in requests:
-                    self._start(number, sizes)
+                    self._acts.start(self._carry_out(number, sizes))
             await asyncio.sleep(PERIOD_S)
 
     async def leave(self) -> None:
         """Cancel the requests that are not done yet, and take the run off the board."""
         from ray.exceptions import RayError
 
-        for act in self._acts:
-            act.cancel()
-        await asyncio.gather(*self._acts, return_exceptions=True)
+        await self._acts.end()
         if self._board is not None:
             try:
                 async with asyncio.timeout(5):
@@ -171,10 +171,8 @@ class Link:
             except (RayError, TimeoutError):
                 self._board = None
 
-    def _start(self, number: int, sizes: Sizes) -> None:
-        async def act() -> None:
+    async def _carry_out(self, number: int, sizes: Sizes) -> None:
+        try:
             self._outcomes[number] = await self._act(sizes)
-
-        task = asyncio.create_task(act())
-        self._acts.add(task)
-        task.add_done_callback(self._acts.discard)
+        except Exception as error:  # a defect; the one who asked is told
+            self._outcomes[number] = False, described(error)

@@ -1,4 +1,4 @@
-"""Ray's dashboard as `sol-rl` uses it: a job client that never waits for ever."""
+"""Ray's dashboard as `sol-rl` uses it: a job client whose every request has a timeout."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from cluster.jobs.job_log import output_of, short_line
+from cluster.jobs.job_log import connection_errors, output_of, short_line
 from configs.load import ConfigError
 
 if TYPE_CHECKING:
@@ -21,8 +21,6 @@ TOKEN_WANTED = (
 ANSWER_S = (10.0, 120.0)
 """Seconds a dashboard may take to accept a connection, and to answer."""
 URL = ("http://", "https://")
-REFUSALS = (OSError, RuntimeError, ValueError, KeyError, TypeError)
-"""What Ray's job client raises, beside its own errors; a proxy's answer gives the last three."""
 
 
 def client_of(address: str | None) -> JobSubmissionClient:
@@ -30,7 +28,7 @@ def client_of(address: str | None) -> JobSubmissionClient:
 
     Raises ConfigError for an address that is no URL, and when nothing answers.
     """
-    from ray.exceptions import AuthenticationError, RayError
+    from ray.exceptions import AuthenticationError
     from ray.job_submission import JobSubmissionClient
 
     class Client(JobSubmissionClient):
@@ -54,7 +52,7 @@ def client_of(address: str | None) -> JobSubmissionClient:
             return Client(url)
     except AuthenticationError:
         raise ConfigError(f"{at}: {TOKEN_WANTED}") from None
-    except (*REFUSALS, RayError) as error:
+    except connection_errors() as error:
         raise ConfigError(
             f"{at}: no Ray dashboard answers ({short_line(error)}); give --address"
             " http://HOST:8265, its URL"
@@ -63,7 +61,9 @@ def client_of(address: str | None) -> JobSubmissionClient:
 
 @contextmanager
 def _only(url: str | None) -> Iterator[None]:
-    """Ray prefers RAY_API_SERVER_ADDRESS and RAY_ADDRESS to its argument; within this, ``url``."""
+    """Within the block Ray uses ``url``, which it would ignore in favour of RAY_API_SERVER_ADDRESS
+    and RAY_ADDRESS.
+    """
     name = "RAY_API_SERVER_ADDRESS"
     before = os.environ.get(name)
     if url:
@@ -80,18 +80,18 @@ def _only(url: str | None) -> Iterator[None]:
 def refusals(
     client: JobSubmissionClient, advice: Callable[[Exception], str | None] = lambda error: None
 ) -> Iterator[None]:
-    """What a dashboard refuses within this becomes a ConfigError of one line.
+    """Errors of a dashboard within the block become a ConfigError of one line.
 
-    ``advice``: what to do about an error, where the caller knows.
+    ``advice``: what to do about an error, where the caller knows that.
     """
-    from ray.exceptions import AuthenticationError, RayError
+    from ray.exceptions import AuthenticationError
 
     at = f"--address {client.get_address()}"
     try:
         yield
     except AuthenticationError:
         raise ConfigError(f"{at}: {TOKEN_WANTED}") from None
-    except (*REFUSALS, RayError) as error:
+    except connection_errors() as error:
         fix = advice(error) or (
             f"`ray job list {at}` tells what is there, the dashboard's log on the head why"
         )
@@ -101,9 +101,9 @@ def refusals(
 def ask_through_job(
     address: str, arguments: Sequence[str], show: Callable[[str], None], say: Callable[[str], None]
 ) -> int:
-    """Run a `sol-rl` command on the cluster, as a small job with the files of the run there.
+    """Run a `sol-rl` command on the cluster, as a small job with the files of a run that is there.
 
-    For those who can reach the dashboard only. Raises ConfigError when no submitted run is running.
+    For users who can only reach the dashboard. Raises ConfigError when no submitted run is running.
     """
     client = client_of(address)
     with refusals(client):

@@ -1,4 +1,4 @@
-"""What a cluster says of its nodes, for ``sol-rl doctor``: a process on each looks around."""
+"""``sol-rl doctor`` on a cluster: a process on every node examines it."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from planning.facts import Facts, examine
 from planning.placement import NoRoom, needs_of, place
 
 ANSWER_S = 120.0
-"""How long a node may take to look around: it imports torch first."""
+"""How long a node may take to examine itself: it imports torch first."""
 SENT = 64 * 2**20
 MOST_SENT = 512 * 2**20
 
@@ -87,7 +87,7 @@ def _mark(config: RunConfig | None) -> Iterator[str | None]:
 
 
 def _facts(config: RunConfig | None, mark: str | None) -> tuple[list[Facts], list[tuple[str, str]]]:
-    """What every node says, and those that say nothing, with the reason."""
+    """(the facts of every node, the nodes that gave none with the reason)."""
     tree = config.model_dump(mode="json") if config is not None else None
     nodes = all_nodes()
     remote: Any = ray.remote(look_around)  # pyright: ignore[reportUnknownVariableType]
@@ -109,7 +109,7 @@ def _facts(config: RunConfig | None, mark: str | None) -> tuple[list[Facts], lis
             why = (str(error).strip().splitlines() or [type(error).__name__])[-1]
             silent.append((node.id, why))
             continue
-        # it looked at its clock between the two: nearer than that is not known
+        # the node read its clock between the two, which bounds the difference
         behind = max(0.0, sent - facts.now, facts.now - returned)
         rate = size / received / 1e6 if received else None
         found.append(replace(facts, node=node.id, clock=behind, bandwidth_mb_s=rate))

@@ -23,20 +23,20 @@ OUT_OF_SIGHT = 4
 ENDED = ("SUCCEEDED", "STOPPED", "FAILED")
 QUIET = "quiet"
 BEGUN = "Running entrypoint for job "
-"""How the last line that Ray writes before the command's own begins."""
+"""Begins the last line that Ray writes before those of the command."""
 
 
 class Log:
     """Shows every part of a log once, however often the log is read from its beginning.
 
-    ``fresh``: something was shown since it was last set to False.
+    ``fresh``: whether something was shown since this was last set to False.
     """
 
     def __init__(self, show: Callable[[str], None]):
         self._show, self._shown, self._read, self.fresh = show, 0, 0, True
 
     def again(self) -> None:
-        """It is read from its beginning."""
+        """Begin to read it from its beginning."""
         self._read = 0
 
     def take(self, text: str) -> None:
@@ -133,7 +133,7 @@ def _read_rest(client: JobSubmissionClient, job: str, log: Log) -> None:
 
 
 def connection_errors() -> tuple[type[Exception], ...]:
-    """What a broken connection raises, or a proxy that answers in place of the dashboard."""
+    """What Ray's job client raises for a broken connection, or a proxy's answer."""
     import aiohttp
     from ray.exceptions import RayError
 

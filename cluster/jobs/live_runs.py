@@ -59,8 +59,8 @@ def connected(address: str) -> Iterator[None]:
 
 
 def wants_token(error: BaseException | None) -> bool:
-    """Whether Ray could not join a cluster for want of its token. Where the cluster refused, Ray
-    says so only in the text of what caused its error.
+    """Whether Ray could not join a cluster because it lacks the token. Where the cluster refused,
+    only the text of the error's cause says so.
     """
     from ray.exceptions import AuthenticationError
 
@@ -110,11 +110,9 @@ def states(name: str | None) -> dict[str, RunState]:
     if not chosen:
         there = ", ".join(sorted(state["run"] for state in found.values()))
         raise ConfigError(
-            [
-                f"no run {name!r} on this cluster; there are: {there}"
-                if there
-                else "no run on this cluster"
-            ]
+            f"no run {name!r} on this cluster; there are: {there}"
+            if there
+            else "no run on this cluster"
         )
     return chosen
 

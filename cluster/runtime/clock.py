@@ -28,12 +28,12 @@ def wall() -> float:
 
 
 class Stuck(RuntimeError):
-    """Everything waits and nothing is scheduled: nothing would ever happen again."""
+    """Everything waits and no timer is set: the loop would wait for ever."""
 
 
 class VirtualLoop(asyncio.SelectorEventLoop):
-    """An event loop in which waiting takes no time: when nothing is ready it is at once as late as
-    the next timer says. Code that runs takes no time either.
+    """An event loop in which waiting takes no time: when nothing is ready, its time jumps to the
+    next timer. Code that runs takes no time either.
     """
 
     def __init__(self) -> None:
@@ -45,12 +45,12 @@ class VirtualLoop(asyncio.SelectorEventLoop):
         return self._now
 
     def jump(self, seconds: float) -> None:
-        """It is later."""
+        """Advance the time."""
         self._now += seconds
 
 
 class _Jumping(selectors.DefaultSelector):
-    """Looks whether something is ready; where it would have to wait, time jumps instead."""
+    """Polls; where a selector would have to wait, virtual time jumps instead."""
 
     def __init__(self, loop: VirtualLoop):
         super().__init__()

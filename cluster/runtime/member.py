@@ -23,12 +23,12 @@ class Vacant(ActorLost):
     """No actor was there to take it."""
 
 
-# Culprit of a loss that is no task's fault; None stands for the task that was being sent.
 NOBODY = object()
+"""To blame for a loss that is no task's fault; None stands for the task that was being sent."""
 
 
 class Member:
-    """One place; ``handle`` is the actor that fills it now, None while it is being replaced."""
+    """A place; ``handle`` is the actor that fills it now, None while it is being replaced."""
 
     def __init__(self, index: int, transport: Transport = RAY):
         self.index, self._transport = index, transport
@@ -48,7 +48,7 @@ class Member:
         self.leaving = False
         self.alarm = Alarm()
         self.lock = asyncio.Lock()  # replacing and preparing
-        self.door = asyncio.Lock()  # sending; held by a task that wants to be alone until answered
+        self.sending = asyncio.Lock()  # a task that goes alone keeps it until it is answered
         self.slots: list[asyncio.Task[None]] = []
         self.refill: asyncio.Task[None] | None = None  # the last time that the place was filled
         self._sent: list[PendingTask] = []  # not answered yet; the actor works on the first
@@ -125,7 +125,7 @@ class Member:
         self._keep([])
 
     async def drained(self) -> None:
-        """Until everything that was sent is answered or lost."""
+        """Returns once everything that was sent is answered or lost."""
         await self._drained.wait()
 
     def _keep(self, sent: list[PendingTask]) -> None:
@@ -141,7 +141,7 @@ class Member:
         first report settles, per incarnation, which task is to blame. With none in hand the actor
         died of what it was just being sent. That a node is lost is nobody's fault.
         """
-        # later reports find ``_sent`` filled by the next actor already, so the first one decides
+        # the first report decides: later ones find ``_sent`` filled by the next actor already
         if self._blamed[0] < pending.incarnation:
             first = self._sent[0] if self._sent else None
             culprit = NOBODY if isinstance(loss, NodeLost) else first

@@ -1,4 +1,4 @@
-"""What the nodes have free, and requests for more nodes where Ray's autoscaler runs.
+"""Free resources of the nodes, and requests for more nodes where Ray's autoscaler runs.
 
 Missing resources are requested by placement groups that stay pending. Unlike
 ``ray.autoscaler.sdk.request_resources`` these take into account what other jobs use, add up over
@@ -27,7 +27,7 @@ from planning.placement import Need, Node, check_placement, kinds_of, needs_of
 BUSY_WAIT_S = 20.0
 """How long to wait for resources that a finished job has not released yet."""
 LOOK_S = 0.5
-"""Between two looks at what is free: Ray tells nobody when that changes."""
+"""Between two looks at what is free: Ray does not notify anybody when that changes."""
 LAG_S = 5.0
 """Time enough for Ray's count of what is free to show what was given back."""
 ALL_ACTORS = "all actors"
@@ -36,7 +36,7 @@ LEAST_CPU = 0.001
 
 
 class NodeRow(TypedDict):
-    """What is used here of a row of ``ray.nodes()``."""
+    """The part of a row of ``ray.nodes()`` that is used here."""
 
     NodeID: str
     Labels: dict[str, str] | None
@@ -51,21 +51,26 @@ def free_nodes() -> list[Node]:
     from ray._private.state import available_resources_per_node
 
     free = available_resources_per_node()
-    return [_node(row, free.get(row["NodeID"], {})) for row in ray.nodes() if row["Alive"]]
+    return [_node(row, free.get(row["NodeID"], {})) for row in _alive()]
 
 
 def all_nodes() -> list[Node]:
     """Live nodes with all their resources, used or not."""
-    return [_node(row, row["Resources"]) for row in ray.nodes() if row["Alive"]]
+    return [_node(row, row["Resources"]) for row in _alive()]
 
 
 def addresses() -> dict[str, tuple[str, int]]:
-    """Where live nodes take connections, by node id."""
-    return {
-        row["NodeID"]: (row["NodeManagerAddress"], row["NodeManagerPort"])
-        for row in ray.nodes()
-        if row["Alive"]
-    }
+    """(host, port) of every live node's manager, by node id."""
+    return {row["NodeID"]: (row["NodeManagerAddress"], row["NodeManagerPort"]) for row in _alive()}
+
+
+def object_stores() -> dict[str, float]:
+    """Bytes of every live node's object store, by node id."""
+    return {row["NodeID"]: row["Resources"].get("object_store_memory", 0.0) for row in _alive()}
+
+
+def _alive() -> list[NodeRow]:
+    return [row for row in ray.nodes() if row["Alive"]]
 
 
 def _node(row: NodeRow, resources: Mapping[str, float]) -> Node:
@@ -77,15 +82,6 @@ def _node(row: NodeRow, resources: Mapping[str, float]) -> Node:
         row.get("Labels") or {},
         None if memory is None else memory / 1e9,
     )
-
-
-def object_stores() -> dict[str, float]:
-    """Bytes of every live node's object store, by node id."""
-    return {
-        row["NodeID"]: row["Resources"].get("object_store_memory", 0.0)
-        for row in ray.nodes()
-        if row["Alive"]
-    }
 
 
 class Requests:
@@ -139,7 +135,7 @@ async def find_room(
     """The nodes, once every actor of the run has a place on them.
 
     Waits for what other jobs are about to release (``BUSY_WAIT_S``), and for nodes requested from
-    an autoscaler (``services.wait_for_nodes_s``), which ``tell`` is told in a line. Raises
+    an autoscaler (``services.wait_for_nodes_s``), of which it tells ``tell`` in a line. Raises
     ConfigError, a line per service: what is missing and what is free.
     """
     chosen = tuple(kinds if kinds is not None else kinds_of(config))

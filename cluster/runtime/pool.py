@@ -42,8 +42,9 @@ class ActorPool(Caller):
     """See the module. Three hooks may be set before it starts:
 
     ``prepare(member, key)`` runs before every task and is quick when there is nothing to do;
-    ``accepts(info)`` says why a later actor cannot be used beside the others;
-    ``lost_by(error)`` says of what a method raised why the actor is lost as well; None: it is not.
+    ``accepts(info)`` returns why a later actor cannot be used beside the others, or None;
+    ``lost_by(error)`` returns why an error that a method raised means that its actor is lost as
+    well, or None.
     """
 
     def __init__(
@@ -60,9 +61,9 @@ class ActorPool(Caller):
         transport: Transport = RAY,
         gone: Gone = lambda actor, node: asyncio.get_running_loop().create_future(),
     ):
-        """``released`` is told the name of an actor that leaves for good, ``record`` which actor
-        had which task in hand and when. ``transport`` carries the calls. ``gone`` knows of nodes
-        that are lost.
+        """``released`` is called with the name of an actor that leaves for good, ``record`` with
+        which actor had which task in hand and when. ``transport`` carries the calls. ``gone`` gives
+        a future that is done when an actor's node is lost.
         """
         self.kind, self.service, self.event = kind, service, event
         self.prepare: Callable[[Member, object], Awaitable[None]] | None = None
@@ -80,7 +81,7 @@ class ActorPool(Caller):
             start_deadline_s,
             serve=self._serve,
             changed=self.queue.look_again,
-            over=self._end,
+            fail=self._end,
             released=released,
             # asked when it is needed: who made the pool sets the hook only afterwards
             accepts=lambda info: self.accepts(info),
@@ -142,15 +143,15 @@ class ActorPool(Caller):
         return await pending.future
 
     async def each(self, do: Callable[[Member], Awaitable[None]]) -> None:
-        """Run ``do`` for every actor that is there, all at once. One that is lost on the way, or
-        raises, is replaced; those that are being replaced are not waited for: they are prepared
-        before their first task.
+        """Run ``do`` for every actor, all at once. An actor that is lost on the way, or raises, is
+        replaced. Actors that are being replaced now are left out: they are prepared before their
+        first task.
         """
 
         async def one(member: Member) -> None:
             if member.handle is None:
                 return
-            # of the actor that is there now; where a successor is lost, its own first task tells
+            # only the present actor's loss counts; a successor's is found by its own first task
             incarnation = member.incarnation
             try:
                 async with member.lock:
@@ -161,7 +162,7 @@ class ActorPool(Caller):
                 why = str(loss) if isinstance(loss, ActorLost) else cause(loss)
                 self._replacements.start(self.supervisor.replace(member, incarnation, why))
 
-        # one that is lost must not keep the others from being told: each looks after itself
+        # ``one`` does not raise for a loss, so that the other actors are still told
         await asyncio.gather(*(one(member) for member in self.members if member.serving))
 
     async def ask(
@@ -194,7 +195,7 @@ class ActorPool(Caller):
             await self._work(member, await self.queue.take(lambda it: self._may_take(member, it)))
 
     def _may_take(self, member: Member, pending: PendingTask) -> bool:
-        """A place that is empty takes nothing, so that it keeps no task from the others."""
+        """Whether the member may have the task. A member without an actor takes nothing."""
         if member.handle is None:
             return False
         # where no other is left, one more try here is better than none
@@ -229,8 +230,8 @@ class ActorPool(Caller):
                 self._lose_state(member, pending, str(loss))
                 return
             blamed = member.blames(pending, loss)
-            # also when another task is to blame: sent together again, two that kill an actor could
-            # go on accusing each other until the pool has used its restarts
+            # also when another task is to blame: two tasks that each kill an actor, sent together
+            # again, could be blamed for each other until the pool has used its restarts
             pending.alone = True
             # before the replacement, which takes as long as a start: others may take the task now
             (self._count_failure if blamed else self._retry)(pending, member, str(loss))
@@ -249,9 +250,9 @@ class ActorPool(Caller):
             self._answered(pending, member, value)
 
     async def _attempt(self, member: Member, pending: PendingTask) -> Answer:
-        # A task that goes alone holds the door until it is answered, so that nothing is sent behind
-        # it; all others only while they are sent, so that the next one waits at the actor.
-        async with member.door:
+        # a task that goes alone holds this lock until it is answered, so that nothing is sent after
+        # it; all others only while they are sent, so that the next one waits at the actor
+        async with member.sending:
             if pending.alone:
                 # what was sent before it could kill the actor as well, and be taken for its fault
                 await member.drained()
@@ -290,7 +291,7 @@ class ActorPool(Caller):
         pending.answers += 1
         task = pending.task
         fault = task.accept(value) if task.accept else None
-        # the last answer stands whatever it is: who asked counts what is missing in it
+        # the last answer stands whatever it is: the caller counts what is missing in it
         if fault and pending.answers < task.tries:
             pending.avoid = member.index
             self._retry(pending, member, fault)
@@ -305,7 +306,7 @@ class ActorPool(Caller):
     def _count_failure(self, pending: PendingTask, member: Member, why: str) -> None:
         """Back to the queue, or the end of the run when the task has used its attempts."""
         pending.attempts += 1
-        # a fault may be the machine's: another member shows whether it is the task's
+        # another member shows whether the fault is the task's or the machine's
         pending.avoid = member.index
         # with a state a second try would begin from what the first one left behind
         if pending.attempts < (1 if self._stateful else self.service.max_attempts):
@@ -322,8 +323,8 @@ class ActorPool(Caller):
         self._put(pending)
 
     def _lose_state(self, member: Member, pending: PendingTask, why: str) -> None:
-        """What the actor knew is gone: this task, all that wait and all that come fail, until the
-        pool is renewed. Of several losses of one actor only the first is told.
+        """The actor's state is gone: this task, those that wait and those to come fail, until the
+        pool is renewed. Of several reports of one loss only the first is written down.
         """
         pending.fail(StateLost(f"the {self.kind} was lost: {why}"))
         self._discard(member, pending.incarnation, why)
@@ -335,7 +336,7 @@ class ActorPool(Caller):
             self._replacements.start(self.supervisor.replace(member, incarnation, why))
 
     def _discard(self, member: Member, incarnation: int, why: str) -> None:
-        # none of it will be answered, and its successor must not be blamed for it
+        # what was sent will not be answered, and a successor must not be blamed for it
         member.forget_sent()
         # others report the same loss later, when a successor may be in its place
         if member.incarnation == incarnation:

@@ -27,8 +27,8 @@ them double, so that it is given a minute: what took the memory is often gone by
 """
 PAUSE_S = 1.0
 Gone: TypeAlias = Callable[[str, "str | None"], "asyncio.Future[str]"]
-"""From an actor's name, and its node where it has said which: done when the node that it is on, or
-that was chosen for it, is lost, with the reason.
+"""Maps an actor's name, and its node where the actor has said which, to a future that is done, with
+the reason, when the node that it is on, or that was chosen for it, is lost.
 """
 DIED = (RayActorError, OutOfMemoryError)
 """What Ray raises for a call to an actor that is dead; the second where Ray itself killed it
@@ -80,7 +80,7 @@ async def start_actor(
 
 
 class _Start:
-    """What became of the tries to start one actor: each ends in a pause, or in RunFailed."""
+    """The failed tries to start one actor: each ends in a pause, or raises RunFailed."""
 
     def __init__(
         self, transport: Transport, who: str, deadline_s: float, waits: Callable[[str], None]
@@ -91,13 +91,13 @@ class _Start:
         self._told = False
 
     async def without_room(self, error: NoRoom) -> None:
-        """There was no place for it."""
+        """No node had room for it."""
         if self._late:
             raise RunFailed(f"{self.who} had no place for {self.deadline_s:g} s: {error}") from None
         await self._wait(str(error), PAUSE_S)
 
     async def without_answer(self, error: Exception) -> None:
-        """It had a place, and did not come to answer."""
+        """It had a place, and did not answer."""
         if isinstance(error, TimeoutError):
             raise RunFailed(
                 f"{self.who} was not placed or not ready within services.start_deadline_s ="
@@ -131,7 +131,7 @@ class _Start:
 async def _ready(
     transport: Transport, handle: Handle, left_s: float, gone: asyncio.Future[str]
 ) -> ActorInfo:
-    """What the actor says. Raises NodeLost, TimeoutError, or what its constructor raised."""
+    """What the actor says of itself. Raises NodeLost, TimeoutError, or as its constructor."""
     future = transport.answer(transport.send(handle, READY)[0])
     try:
         await asyncio.wait({future, gone}, timeout=left_s, return_when=asyncio.FIRST_COMPLETED)

@@ -32,12 +32,12 @@ class Supervisor:
     event: Event
     start_deadline_s: float
     serve: Callable[[Member], Coroutine[None, None, None]]  # what each ``in_flight`` slot runs
-    changed: Callable[[], None]  # told when an actor came or went
-    over: Callable[[RunFailed], None]  # told when no actor is left
-    released: Callable[[str], None]  # told the name of an actor that leaves for good
+    changed: Callable[[], None]  # called when an actor came or went
+    fail: Callable[[RunFailed], None]  # called when no actor is left
+    released: Callable[[str], None]  # called with the name of an actor that leaves for good
     accepts: Callable[[ActorInfo], str | None]  # what is wrong with an actor beside the others
     gone: Gone
-    stranded: Callable[[Member, int, str], None]  # told when the node of an incarnation is lost
+    stranded: Callable[[Member, int, str], None]  # called when an incarnation's node is lost
     members: list[Member] = field(init=False)  # by rising index
     starting: int = field(default=0, init=False)  # new actors on their way
     lost: int = field(default=0, init=False)  # actors that died or hung since the pool was made
@@ -161,7 +161,7 @@ class Supervisor:
             if member.incarnation != incarnation or member.benched:
                 return
             self.discard(member, why)
-            # nobody is to follow it; its tasks are in the queue again
+            # a member that leaves gets no successor; its tasks are in the queue again
             if member.leaving:
                 return
             # counted per place: one bad node must not use up the restarts of the others
@@ -203,7 +203,7 @@ class Supervisor:
         if self.alive or self.starting:
             return
         advice = f"raise services.{self.kind}.max_restarts or fix the cause"
-        self.over(
+        self.fail(
             RunFailed(
                 f"no {self.kind} actor is left, last: {why}; {advice}, then continue with --resume"
             )
@@ -227,7 +227,7 @@ class Supervisor:
         )
         # those that the run starts with are compared by the first use of them all
         if (joins or member.incarnation) and (fault := self.accepts(info)):
-            # it is no member yet, so nothing else would end it
+            # no member holds it yet, so nothing else would end it
             self.transport.kill(handle)
             raise RunFailed(f"{who} {fault}")
         # kept for the callback: when the node is lost another actor may be in this place
@@ -241,8 +241,8 @@ class Supervisor:
         self.changed()
 
     def _node_lost(self, member: Member, incarnation: int, why: asyncio.Future[str]) -> None:
-        """Also of an actor that nothing is asked of now: the next task shall not wait for it."""
-        member.alarm.wake()  # what it was asked, whichever actor is in this place by now
+        """Replace the actor at once, though it may be idle: the next task must not wait for it."""
+        member.alarm.wake()  # those that wait for its answers, whichever actor is here by now
         if not why.cancelled() and member.handle and member.incarnation == incarnation:
             self.stranded(member, incarnation, why.result())
 

@@ -10,16 +10,16 @@ Value = TypeVar("Value")
 
 
 async def run_together(*coroutines: Coroutine[None, None, Value]) -> list[Value]:
-    """All values, in order. When one raises, the others are cancelled, and have ended before its
-    exception is raised: none works on in the background.
+    """Run all; returns their values, in order. When one raises, the others are cancelled, and have
+    ended before its exception is raised: none works on in the background.
     """
-    if len(coroutines) == 1:  # as most often, and a group takes longer than what is in it
+    if len(coroutines) == 1:  # the usual case, in which a group would take longer than its task
         return [await coroutines[0]]
     try:
         async with asyncio.TaskGroup() as group:
             tasks = [group.create_task(coroutine) for coroutine in coroutines]
     except BaseExceptionGroup as failures:
-        # the group has the first failure first; what cancelling brought about does not matter
+        # the first failure comes first; those after it may be effects of cancelling
         raise failures.exceptions[0] from None
     return [task.result() for task in tasks]
 
@@ -34,7 +34,7 @@ async def cancel_all(tasks: Collection[asyncio.Task[Value]]) -> None:
 class BackgroundTasks:
     """Tasks that run beside the one that started them, until they are done or ``end`` is called.
 
-    A failure is kept for the one who awaits the task; one that is not awaited is passed over.
+    A task's failure is raised where the task is awaited, if it is.
     """
 
     def __init__(self) -> None:

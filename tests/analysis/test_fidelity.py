@@ -127,7 +127,7 @@ def test_a_trained_policy_is_measured_with_its_own_weights(config, tmp_path, cap
     [
         (["fidelity"], "--run DIR"),
         (["fidelity", "quickstart", "--run", "x"], "--run DIR"),
-        (["fidelity", "quickstart", "--steps", "0"], "at least 1"),
+        (["fidelity", "quickstart", "--steps", "0"], "--steps 0: must be above 0"),
         (["fidelity", "quickstart", "--seeds", "10"], "need at least 24"),
         (
             ["fidelity", "quickstart", "--backends", "nvfp3"],
@@ -214,7 +214,7 @@ def test_more_prompts_than_there_are(config, tmp_path):
 def test_tables_say_what_the_arrays_say(config):
     rng = np.random.default_rng(0)
     truth = rng.standard_normal((6, 96)).astype(np.float32)
-    rewards = Rewards(truth, {("emulated_nvfp4", 6): -truth})
+    rewards = Rewards(truth, {("emulated_nvfp4", 6): -truth}, {})
     lines = tables(summarise(config, Measurement(prompts=6), rewards))
     text = "\n".join(lines)
     assert re.search(r"emulated_nvfp4, 6 steps +\| -1\.000 \[-1\.000, -1\.000\]", text)

@@ -7,6 +7,7 @@ import torch
 
 from analysis.fidelity import measure
 from analysis.fidelity.results import Measurement, Weights
+from analysis.measuring import encoded
 from configs.load import ConfigError
 from configs.prompts import Prompt
 from learner.trainer import Trainer
@@ -52,7 +53,7 @@ def test_what_proxies_are_given(tiny_sd3_dir, tmp_path):
     for module, layer in adapted_modules(trainer.transformer):
         _, up = matrices(layer, trainer.objective.sampling_adapter)
         torch.nn.init.normal_(up, std=0.05, generator=torch.Generator().manual_seed(len(module)))
-    cond = measure.encoded(config, [Prompt("red circle")])[0]
+    cond = encoded(config, [Prompt("red circle")])[0]
 
     def drawn(backend: str, weights: Weights, policy: Trainer = trainer) -> torch.Tensor:
         explorer = measure.published(config, policy, BACKENDS[backend], weights)

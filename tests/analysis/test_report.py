@@ -272,5 +272,5 @@ def test_lives_of_actors():
         (5.0, "bad"),
         (6.0, "good"),
     ]
-    assert actor_of({"event": "x", "actor": "rollout-7"}) == "rollout-7"
+    assert actor_of({"event": "x", "kind": "rollout", "actor": 7}) == "rollout-7"
     assert actor_of({"event": "x", "kind": "rollout"}) is None

@@ -156,7 +156,7 @@ def test_training_and_held_out_scorers_stand_side_by_side(page: Page):
     300 images per second.
     """
     assert "score before after change not scored images per s" in page.text
-    assert "weighted sum what is optimised 0.6667 0.7849 +0.100 ± 0.010 clipscore" in page.text
+    assert "weighted sum what is optimized 0.6667 0.7849 +0.100 ± 0.010 clipscore" in page.text
     assert (
         "clipscore trained on, weight 1 0.3500 0.4600 +0.110 ± 0.010 3 250 jpeg_compressibility"
         in page.text

@@ -110,7 +110,7 @@ def test_a_picture_of_negative_and_positive_bars():
     [
         (["--batches", "2"], "--batches 2: at least 3"),
         (["--pools", "1"], "--pools 1: selection.keep = 2 seeds are to be chosen of it"),
-        (["--steps", "0"], "must be at least 1"),
+        (["--steps", "0"], "--steps 0: must be above 0"),
         (["--objective", "nft"], "objective.name = 'nft': one of"),
         (["--objective", "awm,betta=1"], "objective.betta: no such key"),
         (["--prompts", "1000"], "holds"),

@@ -150,11 +150,11 @@ def test_the_command_writes_a_configuration_that_loads(tiny_sd3_dir, tmp_path, c
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["--budget", "0"], "--budget 0: expected a share"),
+        (["--budget", "0"], "--budget 0: must be above 0"),
         (["--ratio", "0.5"], "--ratio 0.5: expected at least 1"),
         (["--sizes", "256"], "--sizes 256: expected HEIGHTxWIDTH"),
         (["--sizes", "17x16"], "explore.height"),
-        (["--steps", "0"], "must be at least 1"),
+        (["--steps", "0"], "--steps 0: must be above 0"),
         (["--seeds", "48"], "--seeds 48: a pool of 96 needs as many"),
         (["--keep", "5"], "--keep 5: as many best as worst"),
         (["--prune", "6"], "--prune 6: a step of the 6 but the last"),

@@ -24,7 +24,7 @@ class Clock:
 
 def plain() -> tuple[Progress, io.StringIO, Clock]:
     file, clock = io.StringIO(), Clock()
-    return Progress("run", file=file, clock=clock), file, clock
+    return Progress("run", console=Console(file=file), clock=clock), file, clock
 
 
 def on_terminal(width: int = 100) -> tuple[Progress, Console, Clock]:

@@ -14,13 +14,13 @@ from actors.messages import ChunkKey
 from analysis.report.data import read_run
 from analysis.report.events import running_times, timeline_of
 from analysis.report.timeline import Chart, Lane, bars_of, in_running_time, last_iteration
-from analysis.report.timeline_lines import lines_of, strip
 from cluster.runtime.pool import ActorPool
 from records.rundir import RunDirectory
 from records.timeline import OTHER, WORKS, Span, Timeline, forget_after, read_spans, span_of
 from tests.analysis.page import page_of
 from tests.analysis.synthetic import START, write_run
 from tests.cluster.echo import Echo, Pool
+from tools.cluster_demo.timeline import LETTERS, lines_of, strip
 
 
 def span(
@@ -288,11 +288,11 @@ def test_the_report_draws_it(tmp_path):
     assert "v1" in page.text and "v19" in page.text
 
 
-def test_every_kind_of_work_has_a_letter_of_its_own():
+def test_every_kind_of_work_has_a_colour_and_a_letter_of_its_own():
     works = set(WORKS.values()) | {OTHER}
-    assert (
-        len({work.letter for work in works}) == len({work.colour for work in works}) == len(works)
-    )
+    assert len({work.colour for work in works}) == len(works)
+    assert set(LETTERS) == {work.label for work in works}
+    assert len(set(LETTERS.values())) == len(LETTERS)
     assert span("load", 0, 1, "learner").shown == OTHER != span("load", 0, 1).shown
 
 

@@ -12,9 +12,9 @@ from pathlib import Path
 import tools.cluster_demo
 from analysis.report.data import read_run
 from analysis.report.events import running_times, timeline_of
-from analysis.report.timeline_lines import lines_of
 from records.rundir import RunDirectory
 from tools.cluster_demo.simulated import ROOT, Demo, Failed
+from tools.cluster_demo.timeline import lines_of
 
 
 def disturbed(demo: Demo) -> RunDirectory:

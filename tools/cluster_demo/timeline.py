@@ -5,10 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from analysis.report.timeline import Chart, Lane
-from records.timeline import OTHER, WORKS, Span
+from records.timeline import OTHER, Span
 from records.words import duration
 
 IDLE, GONE, LOST = "·", " ", "X"
+LETTERS = {
+    **{"explore": "e", "regenerate": "r", "update": "U", "publish": "p", "score": "s"},
+    **{"encode": "c", "select": "k", "move": "m", OTHER.label: "o"},
+}
+"""Letters of the kinds of work, by their label."""
 
 
 def lines_of(chart: Chart, width: int = 100) -> list[str]:
@@ -30,12 +35,8 @@ def lines_of(chart: Chart, width: int = 100) -> list[str]:
         )
         + duration(end)
     )
-    used = {span.shown for span in chart.spans}
-    said = [
-        f"{work.letter} {work.label}"
-        for work in dict.fromkeys([*WORKS.values(), OTHER])
-        if work in used
-    ]
+    used = {span.shown.label for span in chart.spans}
+    said = [f"{letter} {label}" for label, letter in LETTERS.items() if label in used]
     lines.append("  ".join([*said, f"{LOST} died", f"{IDLE} idle"]))
     return lines
 
@@ -47,7 +48,7 @@ def strip(spans: Sequence[Span], lane: Lane, end: float, width: int) -> str:
     for span in spans:
         for at in range(_slice(span.started, end, width), _slice(span.ended, end, width) + 1):
             inside = min(span.ended, (at + 1) * slice_s) - max(span.started, at * slice_s)
-            letter = span.shown.letter
+            letter = LETTERS[span.shown.label]
             done[at][letter] = done[at].get(letter, 0.0) + max(0.0, inside)
     cells = []
     for at, seconds in enumerate(done):
