@@ -72,9 +72,7 @@ class RayTransport:
         ray.kill(handle, no_restart=True)
 
 
-def _settle(
-    mine: asyncio.Future[Answer], theirs: concurrent.futures.Future[Answer]
-) -> None:
+def _settle(mine: asyncio.Future[Answer], theirs: concurrent.futures.Future[Answer]) -> None:
     if mine.done():  # nobody waits any more
         return
     if error := theirs.exception():
