@@ -178,9 +178,9 @@ class WeightChannel:
     def prepare_for(self, rollout: ActorPool) -> Callable[[Member, object], Awaitable[None]]:
         """What gives a member the version that its next chunk names, unless it has it."""
 
-        async def prepare(member: Member, key: object) -> None:
+        def prepare(member: Member, key: object) -> Awaitable[None]:
             assert isinstance(key, ChunkKey), key
-            await self._load(rollout, member, self.held(key.version))
+            return self._load(rollout, member, self.held(key.version))
 
         return prepare
 
