@@ -92,7 +92,7 @@ class RolloutClient:
         priority: tuple[int, ...] = (),
     ) -> Explored:
         """Images of one prompt's seeds by the version that ``request`` names."""
-        task = Task[float](request.key, priority)
+        task: Task[float] = Task(request.key, priority)  # ``Task[float](...)`` takes thrice as long
         _, images, samples = await self.pool.call_parts(
             task, 3, RolloutActor.explore, request, resolved(conditioning)
         )
@@ -154,7 +154,7 @@ class SelectorClient:
 
     async def select(self, iteration: int, prompt: int, rewards: Floats) -> Chosen:
         """What to train on and what to audit of a prompt with proxy rewards float32 [N]."""
-        task = Task[Chosen](("select", iteration, prompt), (iteration, prompt))
+        task: Task[Chosen] = Task(("select", iteration, prompt), (iteration, prompt))
         return await self.pool.call(task, SelectorActor.select, iteration, prompt, rewards)
 
 
@@ -180,8 +180,9 @@ class LearnerClient:
         priority: tuple[int, ...],
     ) -> Generated:
         """Images and samples in full precision."""
+        task: Task[float] = Task(key, priority)
         _, images, samples = await self.any_replica.call_parts(
-            Task[float](key, priority), 3, LearnerActor.generate, request, resolved(conditioning)
+            task, 3, LearnerActor.generate, request, resolved(conditioning)
         )
         return Generated(images, samples)
 

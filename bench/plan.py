@@ -12,7 +12,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -155,7 +155,7 @@ async def _measured(config: RunConfig, scratch: Path, repeats: int) -> Tree:
             seconds.append(time.perf_counter() - start)
         return {
             "seconds": seconds[1 + config.explore_ahead :],
-            "spans": [asdict(span) for span in spans],
+            "spans": [span._asdict() for span in spans],
         }
     finally:
         await ring.close()

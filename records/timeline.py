@@ -15,6 +15,7 @@ import logging
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from records import atomic
 
@@ -51,8 +52,7 @@ WORKS = {
 OTHER = Work("evaluate, save, load", 8)
 
 
-@dataclass(frozen=True, slots=True)
-class Span:
+class Span(NamedTuple):
     """A task in one actor's hands; times are seconds of the epoch, ``attempt`` counts from 0.
 
     ``work`` is what is done (explore, score, regenerate ...), ``unit`` which: the rest of the
@@ -117,13 +117,13 @@ def span_of(
 def _words(key: object) -> list[int | str]:
     """A key in words: ``("score", ChunkKey(0, 1, 2, 0))`` is score, explore, 0, 1, 2."""
     if isinstance(key, tuple):
-        return [word for part in key for word in _words(part)] or ["?"]
+        words: list[int | str] = []
+        for part in key:
+            words += (part,) if isinstance(part, (int, str)) else _words(part)
+        return words or ["?"]
     if names := _fields(type(key)):
         return ["explore", *(getattr(key, name) for name in names)]
     return [key if isinstance(key, int | str) else str(key)]
-
-
-_SPAN = tuple(part.name for part in dataclasses.fields(Span))
 
 
 @functools.cache
@@ -158,7 +158,7 @@ class Timeline:
         held, self._held, self._written = self._held, [], time.monotonic()
         if self.problem is not None or not held:
             return
-        lines = (json.dumps({name: getattr(span, name) for name in _SPAN}) for span in held)
+        lines = (json.dumps(span._asdict()) for span in held)
         try:
             with self._path.open("a", encoding="utf-8") as file:
                 file.writelines(line + "\n" for line in lines)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import TypeAlias
 
 from rich.console import Console
@@ -163,4 +163,4 @@ def _mean(rows: Sequence[Metrics], key: str) -> float:
 def _since(span: Span, began: float, ended: float) -> Span:
     """Seconds since ``began``, up to ``ended``."""
     first = max(0.0, span.started - clock.START - began)
-    return replace(span, started=first, ended=min(span.ended - clock.START, ended) - began)
+    return span._replace(started=first, ended=min(span.ended - clock.START, ended) - began)

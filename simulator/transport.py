@@ -63,8 +63,7 @@ class SimulatedTransport:
 
     def answer(self, reference: ObjectRef[Answer]) -> asyncio.Future[Answer]:
         """See ``Transport``."""
-        # a caller that is cancelled must not settle what others wait for
-        return asyncio.shield(cast(Reference, reference).future)
+        return cast(Reference, reference).future
 
     def put(self, value: Value) -> ObjectRef[Value]:
         """See ``Transport``: nobody looks at it."""
@@ -105,7 +104,8 @@ class SimulatedTransport:
 
     def _fails(self, actor: Actor, refs: Sequence[Reference], error: Exception) -> None:
         for ref in refs:
-            ref.future.set_exception(error)
+            if not ref.future.done():  # by who waits no more
+                ref.future.set_exception(error)
         actor.working = False
         self._begin(actor)
 

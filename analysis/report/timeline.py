@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from analysis.report.charts import thin
@@ -124,7 +124,7 @@ def in_running_time(
         place = max(0, bisect_right(moments, moment) - 1)
         return max(0.0, times[place] + moment - moments[place])
 
-    moved = [replace(span, started=at(span.started), ended=at(span.ended)) for span in spans]
+    moved = [span._replace(started=at(span.started), ended=at(span.ended)) for span in spans]
     return [span for span in moved if span.ended >= span.started]
 
 

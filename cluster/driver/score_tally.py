@@ -27,27 +27,41 @@ class ScoreTally:
     def __init__(self, combination: Combination, labels: set[str], max_failed_share: float):
         self.labels = labels
         self._combination, self._max_failed_share = combination, max_failed_share
-        self.images = self.dropped = self.stood_in = 0
+        self.images = 0
         self.error: float | None = None
         self._last_failure = ""
-        self._found: dict[str, list[Floats]] = {}  # what is finite, by label, answer by answer
+        # joined when they are asked about: answers come by the thousand
+        self._scored: list[Mapping[str, Floats]] = []
+        self._answers: dict[str, list[Floats]] = {}  # by label, answer by answer
         self._speed: dict[str, tuple[float, float]] = {}  # label -> images, seconds
 
     def scored(self, values: Mapping[str, Floats], images: int) -> None:
         """Count so many images and their scores float32 [images], by label."""
         self.images += images
-        self.dropped += self._combination.missing(values)
-        for label in self._combination.optional:
-            self.stood_in += int((~np.isfinite(values[label])).sum())
+        self._scored.append(values)
+
+    @property
+    def dropped(self) -> int:
+        """See the class."""
+        labels = self._combination.weights if self._scored else ()
+        whole = {
+            label: np.concatenate([values[label] for values in self._scored]) for label in labels
+        }
+        return self._combination.missing(whole) if whole else 0
+
+    @property
+    def stood_in(self) -> int:
+        """See the class."""
+        optional = self._combination.optional
+        found = [values[label] for values in self._scored for label in optional]
+        return sum(int(np.count_nonzero(~np.isfinite(each))) for each in found)
 
     def answered(self, answers: Sequence[Scores]) -> None:
         """Take what actors answered: scores and their parts, failures, and how long it took."""
         for answer in answers:
             self._last_failure = fault(answer) or self._last_failure
             for label, found in (answer.values | answer.parts).items():
-                there = np.isfinite(found)
-                kept = found if there.all() else found[there]
-                self._found.setdefault(label, []).append(kept)
+                self._answers.setdefault(label, []).append(found)
             for label, (count, seconds) in answer.work.items():
                 before = self._speed.get(label, (0.0, 0.0))
                 self._speed[label] = before[0] + count, before[1] + seconds
@@ -61,7 +75,9 @@ class ScoreTally:
         }
 
     def _all_found(self) -> dict[str, Floats]:
-        return {label: np.concatenate(parts) for label, parts in self._found.items()}
+        """What is finite."""
+        whole = {label: np.concatenate(parts) for label, parts in self._answers.items()}
+        return {label: found[np.isfinite(found)] for label, found in whole.items()}
 
     def check_share(self) -> None:
         """Raises RunFailed when more images were dropped than configured."""

@@ -52,11 +52,15 @@ class RewardService:
 
     def told(self, prompts: Sequence[Prompt]) -> tuple[list[str], list[Metadata]]:
         """(texts, metadata) of prompts as scorers get them; a source image is read once."""
-        if self.model is None:
-            return [prompt.text for prompt in prompts], [prompt.metadata for prompt in prompts]
-        different = {id(prompt): prompt for prompt in prompts}  # of a batch mostly one
-        told = {which: prompt.told(self.model) for which, prompt in different.items()}
+        first, count = prompts[0], len(prompts)
+        if prompts.count(first) == count:  # as in nearly all of thousands of batches
+            return [first.text] * count, [self._metadata(first)] * count
+        different = {id(prompt): prompt for prompt in prompts}
+        told = {which: self._metadata(prompt) for which, prompt in different.items()}
         return [prompt.text for prompt in prompts], [told[id(prompt)] for prompt in prompts]
+
+    def _metadata(self, prompt: Prompt) -> Metadata:
+        return prompt.metadata if self.model is None else prompt.told(self.model)
 
     @property
     def pools(self) -> list[ActorPool]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
+from functools import cached_property
 
 from ray import ObjectRef
 
@@ -34,7 +35,7 @@ class Published:
     shards: list[ObjectRef[Shard]]  # in order
     probe: Expected | None = None  # what the learner makes of it, where it is checked
 
-    @property
+    @cached_property
     def id(self) -> WeightsId:
         """What an actor that has loaded it acknowledges."""
         return WeightsId(self.manifest.version, self.manifest.checksum, self.backend)
@@ -54,6 +55,8 @@ class WeightChannel:
         self._held: dict[int, Published] = {}
         # of versions that actors may have in place, held or not
         self._manifests: dict[WeightsId, Manifest] = {}
+        # which shards differ, from one such version to another
+        self._changes: dict[tuple[WeightsId | None, WeightsId], list[int]] = {}
         # the run's precision, from its first publishing on; a checkpoint keeps it
         self.chosen: str | None = None
         self.why = ""
@@ -143,6 +146,7 @@ class WeightChannel:
 
     def _remember(self, published: Published, rollout: ActorPool) -> None:
         self._manifests[published.id] = published.manifest
+        self._changes.clear()
         wanted = {version.id for version in self._held.values()}
         wanted |= {member.weights for member in rollout.members if member.weights}
         self._manifests = {one: self._manifests[one] for one in wanted & self._manifests.keys()}
@@ -174,26 +178,33 @@ class WeightChannel:
     def prepare_for(self, rollout: ActorPool) -> Callable[[Member, object], Awaitable[None]]:
         """What gives a member the version that its next chunk names, unless it has it."""
 
-        async def prepare(member: Member, key: object) -> None:
+        def prepare(member: Member, key: object) -> Awaitable[None]:
             assert isinstance(key, ChunkKey), key
-            await self._load(rollout, member, self.held(key.version))
+            return self._load(rollout, member, self.held(key.version))
 
         return prepare
+
+    def _changed(self, before: WeightsId | None, published: Published) -> list[int]:
+        """The shards that one is sent who has ``before``: worked out once for all of a thousand."""
+        way = before, published.id
+        if way not in self._changes:
+            here = self._manifests.get(before) if before else None
+            self._changes[way] = published.manifest.changed_since(here)
+        return self._changes[way]
 
     async def _load(self, rollout: ActorPool, member: Member, published: Published) -> None:
         await self._turns.arrive(member)
         if member.weights == published.id:
             return
-        own = member.info.backend if member.info else None
+        own, before = member.info.backend if member.info else None, member.weights
         # before it gets anything: from an actor of another kind images would come that round
         # otherwise, and nothing would fail. Not for each of a thousand alike: that looks at all
         if own != self._own:
             one_backend(rollout)
-        here = self._manifests.get(member.weights) if member.weights else None
-        if published.backend != (member.weights.backend if member.weights else own):
+        if published.backend != (before.backend if before else own):
             # its denoiser is built again, which may take as long as at the start
-            member.cold, here = True, None
-        sent = published.manifest.changed_since(here)
+            member.cold, before = True, None
+        sent = self._changed(before, published)
         shards = (resolved(published.shards[index]) for index in sent)
         member.weights = None  # until it says that it has them
         loaded = await rollout.ask(

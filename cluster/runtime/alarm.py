@@ -1,4 +1,4 @@
-"""One timer for all that wait for an actor's answers.
+"""One timer for all calls that an actor has not answered.
 
 A deadline is far away and nearly every answer comes before it: a timer for each call would be set
 and cancelled for nothing, thousands of times in an iteration.
@@ -7,57 +7,54 @@ and cancelled for nothing, thousands of times in an iteration.
 from __future__ import annotations
 
 import asyncio
-from functools import partial
-from typing import TypeVar
+import math
+from typing import Protocol
 
 from cluster.runtime import clock
 
-Bell = asyncio.Future[None]
-X = TypeVar("X")
+
+class Watched(Protocol):
+    """What waits."""
+
+    def look(self, due: float) -> float:
+        """When to look next, on the driver's clock; ``due``: when this look should have been."""
+        ...
 
 
 class Alarm:
-    """Wakes who waits when an answer is there, at a moment, or when it is told to."""
+    """Has what waits looked at when it is due, or when it is told to."""
 
     def __init__(self) -> None:
-        self._due: dict[Bell, float] = {}
+        self._due: dict[Watched, float] = {}
         self._timer: asyncio.TimerHandle | None = None  # of the earliest moment, or an earlier one
 
-    async def wait(self, due: float, answer: asyncio.Future[X]) -> None:
-        """Returns when ``answer`` is done, at ``due`` on the driver's clock, or on ``wake``."""
-        bell = asyncio.get_running_loop().create_future()
-        ring = partial(_ring, bell)
-        answer.add_done_callback(ring)
-        self._due[bell] = due
-        # one that rings too early only looks, and is set anew: cheaper than to be exact
-        if self._timer is None or due < self._timer.when():
-            self._set(due)
-        try:
-            await bell
-        finally:
-            del self._due[bell]
-            answer.remove_done_callback(ring)
+    def watch(self, one: Watched, due: float) -> None:
+        """Look at ``one`` at ``due``, and then whenever it says, until it is forgotten."""
+        self._due[one] = due
+        self._ring_by(due)
+
+    def forget(self, one: Watched) -> None:
+        """It waits no more."""
+        del self._due[one]
 
     def wake(self) -> None:
-        """Wake all that wait."""
-        for bell in self._due:
-            _ring(bell)
+        """Look at all, whenever they are due."""
+        self._look(math.inf)
 
-    def _set(self, due: float) -> None:
-        if self._timer is not None:
+    def _look(self, until: float) -> None:
+        for one, due in self._due.items():
+            if due <= until:
+                self._due[one] = one.look(due)
+        self._ring_by(min(self._due.values(), default=math.inf))
+
+    def _ring_by(self, due: float) -> None:
+        # one that rings too early only looks, and is set anew: cheaper than to be exact
+        if due >= (self._timer.when() if self._timer else math.inf):
+            return
+        if self._timer:
             self._timer.cancel()
         self._timer = asyncio.get_running_loop().call_at(due, self._rings)
 
     def _rings(self) -> None:
-        self._timer, now = None, clock.now()
-        for bell, due in self._due.items():
-            if due <= now:
-                _ring(bell)
-        later = [due for bell, due in self._due.items() if not bell.done()]
-        if later:
-            self._set(min(later))
-
-
-def _ring(bell: Bell, *_: object) -> None:
-    if not bell.done():
-        bell.set_result(None)
+        self._timer = None
+        self._look(clock.now())

@@ -6,9 +6,10 @@ No answer is waited for without end.
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Generic, TypeVar
 
 from ray import ObjectRef
 from ray.exceptions import ObjectLostError, RayError, RayTaskError
@@ -89,16 +90,13 @@ async def answer_of(
         InputsLost: an object that it was sent no longer exists.
         RayError: what the method raised.
     """
-    future, gone = transport.answer(ref), member.gone
+    waiting, heard = _Waiting(transport.answer(ref), member, service), True
+    member.alarm.watch(waiting, waiting.begin())
     try:
-        await _settled(member, future, gone, service)
-    except BaseException:
-        # nobody awaits it any more, and asyncio would complain of an error that nobody looked at
-        future.add_done_callback(_observe)
+        return await waiting.answer
+    except (ActorLost, asyncio.CancelledError):
+        heard = False
         raise
-    member.last_answer = clock.now()
-    try:
-        return future.result()
     except DIED as error:
         raise ActorLost(cause(error)) from None
     except ObjectLostError as error:
@@ -108,39 +106,48 @@ async def answer_of(
         if isinstance(error.cause, ObjectLostError):
             raise _inputs_lost(error.cause) from None
         raise
+    finally:
+        member.alarm.forget(waiting)
+        if heard:
+            member.last_answer = clock.now()
 
 
-async def _settled(
-    member: Member,
-    future: asyncio.Future[Value],
-    gone: asyncio.Future[str] | None,
-    service: Service,
-) -> None:
-    """Returns once the answer is there. Raises ActorLost, NodeLost as ``answer_of``."""
-    asked = clock.now()
-    while not future.done():
+class _Waiting(Generic[Value]):
+    """A call's answer, which is settled here where it will not come."""
+
+    __slots__ = ("_asked", "_gone", "_member", "_service", "answer")
+
+    def __init__(self, answer: asyncio.Future[Value], member: Member, service: Service):
+        self.answer, self._member, self._service = answer, member, service
+        self._gone, self._asked = member.gone, clock.now()
+
+    def begin(self) -> float:
+        """When to look first."""
+        if self._gone is not None and self._gone.done():  # else nobody would look before it is due
+            return self.look(math.inf)
+        return self._asked + self._limit
+
+    def look(self, due: float) -> float:
+        """See ``Watched``."""
+        if self.answer.done():
+            return math.inf
+        if self._gone is not None and self._gone.done():
+            self.answer.set_exception(NodeLost(self._gone.result()))
+            return math.inf
+        now = clock.now()
+        if now > due + AWAY_S:
+            self._asked = now
         # counted from the last answer of all, not from sending: tasks wait behind each other there
-        limit = service.deadline_s + (service.warm_up_s if member.cold else 0.0)
-        # not in the past either, or this very wait would look like the driver's own absence
-        due = max(asked, member.last_answer, clock.now() - limit) + limit
-        if gone is None or not gone.done():  # else nobody would wake this one
-            await member.alarm.wait(due, future)
-        if future.done():
-            return
-        if gone is not None and gone.done():
-            raise NodeLost(gone.result())
-        if clock.now() > due + AWAY_S:
-            asked = clock.now()
-        # another call's answer may have come meanwhile: then this one's time begins again
-        if clock.now() - max(asked, member.last_answer) >= limit:
-            raise ActorLost(f"no answer for {limit:g} s")
+        since, limit = max(self._asked, self._member.last_answer), self._limit
+        if now - since >= limit:
+            self.answer.set_exception(ActorLost(f"no answer for {limit:g} s"))
+            return math.inf
+        return since + limit
+
+    @property
+    def _limit(self) -> float:
+        return self._service.deadline_s + (self._service.warm_up_s if self._member.cold else 0.0)
 
 
 def _inputs_lost(error: ObjectLostError) -> InputsLost:
     return InputsLost(first_line(error))
-
-
-def _observe(future: asyncio.Future[Value]) -> None:
-    """Look at how a call ended."""
-    if not future.cancelled():
-        future.exception()

@@ -55,7 +55,7 @@ class Member:
         self._drained = asyncio.Event()
         self._drained.set()
         self._blamed: tuple[int, PendingTask | object | None] = (-1, None)
-        self._busy: set[asyncio.Task[object] | None] = set()
+        self._busy: set[object] = set()  # slots, and who else has a task in hand
         self._busy_s, self._busy_since = 0.0, 0.0
 
     @property
@@ -93,16 +93,16 @@ class Member:
 
     # ---- its tasks
 
-    def begin_task(self) -> None:
-        """The running slot has a task in hand."""
+    def begin_task(self, who: object) -> None:
+        """A slot, or what was given past the queue, has a task in hand."""
         # time with tasks in hand, counted once however many of its slots have one
         if not self._busy:
             self._busy_since = clock.now()
-        self._busy.add(asyncio.current_task())
+        self._busy.add(who)
 
-    def end_task(self) -> None:
-        """The running slot is done with it."""
-        self._busy.discard(asyncio.current_task())
+    def end_task(self, who: object) -> None:
+        """It is done with it."""
+        self._busy.discard(who)
         if not self._busy:
             self._busy_s += clock.now() - self._busy_since
 

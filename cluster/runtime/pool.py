@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
 from typing import ParamSpec, TypeVar, cast
 
 from ray import ObjectRef
@@ -139,7 +140,7 @@ class ActorPool(Caller):
         if self.failure:
             raise self.failure
         pending = PendingTask(task, call)
-        await self._work(member, pending)
+        await self._work(member, pending, pending)
         return await pending.future
 
     async def each(self, do: Callable[[Member], Awaitable[None]]) -> None:
@@ -191,8 +192,9 @@ class ActorPool(Caller):
             self.queue.put(pending)
 
     async def _serve(self, member: Member) -> None:
+        slot, fits = asyncio.current_task(), partial(self._may_take, member)
         while member.serving:
-            await self._work(member, await self.queue.take(lambda it: self._may_take(member, it)))
+            await self._work(member, await self.queue.take(fits), slot)
 
     def _may_take(self, member: Member, pending: PendingTask) -> bool:
         """Whether the member may have the task. A member without an actor takes nothing."""
@@ -205,8 +207,8 @@ class ActorPool(Caller):
             if other is not member
         )
 
-    async def _work(self, member: Member, pending: PendingTask) -> None:
-        member.begin_task()
+    async def _work(self, member: Member, pending: PendingTask, who: object) -> None:
+        member.begin_task(who)
         try:
             await self._handle(member, pending)
         except Exception as error:
@@ -215,7 +217,7 @@ class ActorPool(Caller):
             pending.fail(failure)
             self._end(failure)
         finally:
-            member.end_task()
+            member.end_task(who)
 
     async def _handle(self, member: Member, pending: PendingTask) -> None:
         if pending.future.done():  # its caller was cancelled while it waited

@@ -35,14 +35,6 @@ class PendingTask:
             self.future.set_exception(error)
 
 
-@dataclass(eq=False)
-class _Taker:
-    """A slot that waits for a task."""
-
-    fits: Callable[[PendingTask], bool]
-    given: asyncio.Future[PendingTask]
-
-
 class TaskQueue:
     """Lowest priority first, then first come first served, to the slot that has waited longest.
 
@@ -53,7 +45,8 @@ class TaskQueue:
 
     def __init__(self) -> None:
         self._waiting: list[tuple[tuple[int, ...], int, PendingTask]] = []  # sorted
-        self._takers: dict[int, _Taker] = {}  # by their order
+        # slots that wait, in the order of their coming, with what each may take
+        self._takers: dict[asyncio.Future[PendingTask], Callable[[PendingTask], bool]] = {}
         self._order = itertools.count()
         self._looking: asyncio.Handle | None = None
         self.deepest = 0  # most tasks that waited since this was set back
@@ -82,17 +75,16 @@ class TaskQueue:
             if fits(pending):
                 del self._waiting[place]
                 return pending
-        order = next(self._order)
-        taker = _Taker(fits, asyncio.get_running_loop().create_future())
-        self._takers[order] = taker
+        taker: asyncio.Future[PendingTask] = asyncio.get_running_loop().create_future()
+        self._takers[taker] = fits
         try:
-            return await taker.given
+            return await taker
         except asyncio.CancelledError:
-            if taker.given.done() and not taker.given.cancelled():
-                self.put(taker.given.result())  # it came too late
+            if taker.done() and not taker.cancelled():
+                self.put(taker.result())  # it came too late
             raise
         finally:
-            self._takers.pop(order, None)
+            self._takers.pop(taker, None)
 
     def fail_all(self, error: Exception) -> None:
         """Settle every task that waits."""
@@ -108,15 +100,15 @@ class TaskQueue:
             if not self._takers:
                 break
             seen += 1
-            # in the order of their coming, as dicts keep it: who has waited longest is asked first
-            found = next((o for o, taker in self._takers.items() if taker.fits(row[2])), None)
-            if found is None:
+            # who has waited longest is asked first
+            taker = next((taker for taker, fits in self._takers.items() if fits(row[2])), None)
+            if taker is None:
                 left.append(row)
+                continue
+            del self._takers[taker]
+            if taker.done():  # cancelled in this very turn
+                left.append(row)
+                self.look_again()
             else:
-                taker = self._takers.pop(found)
-                if taker.given.done():  # cancelled in this very turn
-                    left.append(row)
-                    self.look_again()
-                else:
-                    taker.given.set_result(row[2])
+                taker.set_result(row[2])
         self._waiting[:seen] = left

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
 from collections.abc import Sequence
 from typing import Any, Protocol, TypeAlias, TypeVar
 
@@ -25,7 +26,9 @@ class Transport(Protocol):
         ...
 
     def answer(self, reference: ObjectRef[Answer]) -> asyncio.Future[Answer]:
-        """The value behind ``reference``, once it is there; raises what the call raised."""
+        """The value behind ``reference``, once it is there; raises what the call raised. A future
+        of the caller's own, which it may settle otherwise.
+        """
         ...
 
     def put(self, value: Value) -> ObjectRef[Value]:
@@ -50,7 +53,15 @@ class RayTransport:
 
     def answer(self, reference: ObjectRef[Answer]) -> asyncio.Future[Answer]:
         """See ``Transport``."""
-        return asyncio.wrap_future(reference.future())
+        loop = asyncio.get_running_loop()
+        mine: asyncio.Future[Answer] = loop.create_future()
+
+        def came(theirs: concurrent.futures.Future[Answer]) -> None:  # on a thread of Ray's
+            if not loop.is_closed():
+                loop.call_soon_threadsafe(_settle, mine, theirs)
+
+        reference.future().add_done_callback(came)
+        return mine
 
     def put(self, value: Value) -> ObjectRef[Value]:
         """See ``Transport``."""
@@ -59,6 +70,15 @@ class RayTransport:
     def kill(self, handle: Handle) -> None:
         """See ``Transport``."""
         ray.kill(handle, no_restart=True)
+
+
+def _settle(mine: asyncio.Future[Answer], theirs: concurrent.futures.Future[Answer]) -> None:
+    if mine.done():  # nobody waits any more
+        return
+    if error := theirs.exception():
+        mine.set_exception(error)
+    else:
+        mine.set_result(theirs.result())
 
 
 RAY = RayTransport()

@@ -46,12 +46,14 @@ def stream_seed(run_seed: int, purpose: str, *index: int) -> int:
 def stream_seeds(count: int, run_seed: int, purpose: str, *index: int) -> tuple[int, ...]:
     """``stream_seed`` with 0, 1, ... ``count`` - 1 as the last index."""
     top, name = _named(purpose, run_seed, index)
-    begun, seeds = hashlib.blake2b(name, digest_size=7), []
+    begun, parts = hashlib.blake2b(name, digest_size=7), []
     for last in range(count):
         digest = begun.copy()
         digest.update(b"/%d" % last)
-        seeds.append(top | int.from_bytes(digest.digest(), "little"))
-    return tuple(seeds)
+        parts.append(digest.digest())
+    # all at once, as a run may need a hundred thousand: the number is each one's eighth byte
+    whole = bytes([top >> 56]).join([*parts, b""])
+    return tuple(np.frombuffer(whole, "<u8").tolist())
 
 
 def _named(purpose: str, run_seed: int, index: Sequence[int]) -> tuple[int, bytes]:

@@ -1,9 +1,21 @@
-"""One timer for all that wait for an actor: each is woken in time, and nobody is forgotten."""
+"""One timer for all that wait for an actor: each is looked at in time, and nobody is forgotten."""
 
 import asyncio
+import math
 
 from cluster.runtime import clock
 from cluster.runtime.alarm import Alarm
+
+
+class Waits:
+    """Says, look after look, when the next one shall be."""
+
+    def __init__(self, *later: float):
+        self.later, self.looks = [*later], []
+
+    def look(self, due: float) -> float:
+        self.looks.append((due, clock.now()))
+        return self.later.pop(0) if self.later else math.inf
 
 
 def virtually(coroutine):
@@ -11,48 +23,36 @@ def virtually(coroutine):
         return runner.run(coroutine)
 
 
-def test_each_is_woken_when_it_is_due():
+def test_each_is_looked_at_when_it_is_due():
     """In any order: an earlier moment is not missed, nor a later one after it."""
 
     async def run():
-        alarm, woken = Alarm(), {}
+        alarm, waiting = Alarm(), [Waits(), Waits(7.0, 8.0), Waits(), Waits()]
+        for one, due in zip(waiting, (5.0, 2.0, 9.0, 2.0), strict=True):
+            alarm.watch(one, due)
+        await asyncio.sleep(20.0)
+        return [one.looks for one in waiting]
 
-        async def wait(due):
-            never = asyncio.get_running_loop().create_future()
-            await alarm.wait(due, never)
-            woken[due] = clock.now()
-
-        waiting = [asyncio.create_task(wait(due)) for due in (5.0, 2.0, 9.0, 2.0)]
-        await asyncio.gather(*waiting)
-        return woken
-
-    assert virtually(run()) == {2.0: 2.0, 5.0: 5.0, 9.0: 9.0}
+    assert virtually(run()) == [
+        [(5.0, 5.0)],
+        [(2.0, 2.0), (7.0, 7.0), (8.0, 8.0)],
+        [(9.0, 9.0)],
+        [(2.0, 2.0)],
+    ]
 
 
-def test_an_answer_or_a_word_wakes_at_once_and_leaves_nothing():
+def test_a_word_has_all_looked_at_and_what_is_forgotten_is_not():
     async def run():
         alarm, loop = Alarm(), asyncio.get_running_loop()
-        ended = []
-
-        async def wait(answer):
-            await alarm.wait(100.0, answer)
-            ended.append(clock.now())
-
-        answers = [loop.create_future() for _ in range(3)]
-        waiting = [asyncio.create_task(wait(answer)) for answer in answers]
-        loop.call_later(1.0, answers[1].set_result, None)
+        stays, goes = Waits(50.0), Waits()
+        alarm.watch(stays, 100.0)
+        alarm.watch(goes, 1.0)
+        alarm.forget(goes)
         loop.call_later(2.0, alarm.wake)
-        await asyncio.gather(*waiting)
-        assert ended == [1.0, 2.0, 2.0] and not alarm._due
-        # cancelled ones leave nothing behind either, and the answer is not cancelled with them
-        late = loop.create_future()
-        waits = asyncio.create_task(alarm.wait(100.0, late))
-        await asyncio.sleep(0)
-        waits.cancel()
-        await asyncio.gather(waits, return_exceptions=True)
-        return late.cancelled(), alarm._due
+        await asyncio.sleep(60.0)
+        return stays.looks, goes.looks
 
-    assert virtually(run()) == (False, {})
+    assert virtually(run()) == ([(100.0, 2.0), (50.0, 50.0)], [])
 
 
 def test_a_thousand_waits_set_one_timer(monkeypatch):
@@ -66,9 +66,9 @@ def test_a_thousand_waits_set_one_timer(monkeypatch):
 
         monkeypatch.setattr(loop, "call_at", call_at)
         for number in range(1000):
-            answer = loop.create_future()
-            loop.call_soon(answer.set_result, number)
-            await alarm.wait(100.0 + number, answer)
+            one = Waits()
+            alarm.watch(one, 100.0 + number)
+            alarm.forget(one)
         return timers
 
     assert virtually(run()) == [100.0]

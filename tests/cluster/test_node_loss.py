@@ -11,7 +11,7 @@ from ray.exceptions import OutOfMemoryError
 
 from actors.calls import Call, Task
 from actors.messages import ActorInfo
-from cluster.runtime.alarm import Alarm
+from cluster.runtime.member import ActorLost
 from cluster.runtime.pool import ActorPool
 from cluster.runtime.starting import LOW_MEMORY_STARTS
 from configs.services import Service
@@ -258,16 +258,41 @@ def test_a_driver_that_was_stopped_calls_nobody_silent(monkeypatch):
         monkeypatch.setattr(nodes, "send", lambda handle, call: [late])
         call = asyncio.create_task(pool.ask(member, Works.work))
 
-        async def stopped(alarm: Alarm, due: float, answer: asyncio.Future[Any]) -> None:
-            if now[0] < due == 5.0:
-                now[0] += 60.0  # the timer rings a minute late
-                asyncio.get_running_loop().call_later(0.01, late.set_result, "answer")
-            else:
-                assert due == 65.0
-                await asyncio.wait({answer})
-
-        monkeypatch.setattr(Alarm, "wait", stopped)
+        await asyncio.sleep(0)  # it is asked at 0, so that an answer is due at 5
+        now[0] = 60.0  # the timer, which goes by real time, rings 55 seconds late
+        await asyncio.sleep(0.01)
+        now[0] = 64.9  # as it began to wait anew
+        await asyncio.sleep(0.01)
+        late.set_result("answer")
         return await call
 
     assert run(pool, work) == "answer"
     assert not nodes.told("actor_died")
+
+
+def test_silence_is_counted_anew_from_the_driver_s_return_and_from_each_answer(monkeypatch):
+    """Lost 5 s after the driver is back at 60; an answer at 63 gives the other call until 68."""
+    now = [0.0]
+    monkeypatch.setattr("cluster.runtime.clock.now", lambda: now[0])
+    nodes = Nodes("a")
+    pool = nodes.pool(deadline_s=5.0)
+
+    async def work() -> list[bool]:
+        loop, member = asyncio.get_running_loop(), pool.members[0]
+        answers = [loop.create_future() for _ in range(2)]
+        sent = iter(answers)
+        monkeypatch.setattr(nodes, "send", lambda handle, call: [next(sent)])
+        calls = [asyncio.create_task(pool.ask(member, Works.work)) for _ in answers]
+        await asyncio.sleep(0)
+        found = []
+        for moment in (60.0, 63.0, 65.1, 67.9, 68.0):
+            now[0] = moment
+            if moment == 63.0:
+                answers[0].set_result("answer")
+            await asyncio.sleep(0.01)
+            found.append(calls[1].done())
+        with pytest.raises(ActorLost, match="no answer for 5 s"):
+            await calls[1]
+        return found
+
+    assert run(pool, work) == [False, False, False, False, True]

@@ -21,6 +21,7 @@ from cluster.runtime.pool import ActorPool
 from cluster.runtime.queue import PendingTask
 from cluster.runtime.transport import RAY
 from configs.services import Service
+from policy.precision.manifest import Manifest
 from policy.precision.wire import assemble, pack_section
 from records.errors import RunFailed
 from tests.cluster.runs import run_here, tiny_config
@@ -185,6 +186,30 @@ def test_it_is_warm_after_its_first_unit():
         return pool
 
     assert not asyncio.run(run()).members[0].cold
+
+
+def test_what_differs_between_two_versions_is_found_once_for_all_explorers(monkeypatch):
+    """Not for each of a thousand: it goes through all tensors. A new one gets all there is."""
+    found: list[tuple[int | None, int]] = []
+    real = Manifest.changed_since
+
+    def counted(self: Manifest, before: Manifest | None) -> list[int]:
+        found.append((before and before.version, self.version))
+        return real(self, before)
+
+    monkeypatch.setattr(Manifest, "changed_since", counted)
+
+    async def run() -> None:
+        channel = WeightChannel(lambda *args, **fields: None)
+        rollout = explorers("fp8", "fp8", "fp8", "fp8")
+        await channel.publish(0, learner([]), rollout)
+        rollout.members[3].weights = None  # replaced
+        await channel.publish(1, learner([]), rollout)
+        assert [m.weights.version for m in rollout.members] == [1] * 4
+
+    asyncio.run(run())
+    # of each version the first is what is fetched from the learner
+    assert found == [(None, 0), (None, 0), (0, 1), (0, 1), (None, 1)]
 
 
 def test_with_exploring_ahead_a_worker_gets_the_version_that_its_chunk_names():

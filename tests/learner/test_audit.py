@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 from scipy import stats
 
 from learner.audit import agreement
+from rewards.combine import rank
 
 
 def test_agreement_by_hand():
@@ -31,10 +32,13 @@ def test_nothing_to_rank_is_nan(proxy, full):
 
 @given(st.lists(st.tuples(st.integers(-4, 4), st.integers(-4, 4)), min_size=2, max_size=96))
 def test_agreement_with_ties_is_scipys(pairs):
-    """Tau to the bit, as both count pairs; rho to the roundings of 96 sums."""
+    """Tau to the bit, as both count pairs; rho to the roundings of 96 sums, and with the bits of
+    numpy's correlation of the ranks.
+    """
     proxy, full = np.array(pairs, np.float64).T
     found = agreement(proxy, full)
     if np.ptp(proxy) and np.ptp(full):
         assert found["kendall_tau"] == stats.kendalltau(proxy, full).statistic
         rho = stats.spearmanr(proxy, full).statistic
         assert found["spearman_rho"] == pytest.approx(rho, abs=96 * 2**-52)
+        assert found["spearman_rho"] == np.corrcoef(rank(proxy), rank(full))[0, 1]
