@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Literal
 
 from pydantic import Field, field_validator
@@ -72,6 +73,8 @@ class Optimizer(Section):
     @field_validator("gradient_checkpointing", mode="before")
     @classmethod
     def _share(cls, given: object) -> object:
+        if isinstance(given, float) and not math.isfinite(given):
+            raise ValueError("Input should be a finite number")
         if given == "auto" or (isinstance(given, (bool, int, float)) and 0 <= given <= 1):
             return given
         raise ValueError("use true, false, a share of the blocks from 0 to 1, or auto")

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import io
 import os
 import signal
 import time
@@ -19,6 +18,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
 import psutil
+from rich.console import Console
 
 from records.progress import Progress
 
@@ -97,7 +97,7 @@ class FaultInjector(Progress):
     def __init__(
         self, *faults: Fault, machines: Machines | None = None, machine: MachineLike | None = None
     ):
-        super().__init__(file=io.StringIO())
+        super().__init__(console=Console(quiet=True))
         self.faults, self.machines, self.machine = faults, machines, machine
         self.done: list[Fault] = []
         self.background: list[asyncio.Task[Any]] = []

@@ -235,7 +235,7 @@ def test_an_explorer_reports_it(gpu, monkeypatch, compile, ends):
         guidance=Guidance(),
         services=Services(),
     )
-    monkeypatch.setattr(rollout, "begin", lambda tree, kind: (run, None))
+    monkeypatch.setattr(rollout, "begin", lambda tree: run)
     monkeypatch.setattr(rollout, "begin_torch", lambda run, kind: torch.device("cuda"))
     monkeypatch.setattr(rollout, "identity", lambda device: ActorInfo(1, "here"))
     monkeypatch.setattr(rollout.RolloutActor, "_build", lambda self, backend: None)
