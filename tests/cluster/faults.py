@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import io
 import os
 import signal
 import time
@@ -97,7 +98,7 @@ class FaultInjector(Progress):
     def __init__(
         self, *faults: Fault, machines: Machines | None = None, machine: MachineLike | None = None
     ):
-        super().__init__(console=Console(quiet=True))
+        super().__init__(console=Console(file=io.StringIO()))
         self.faults, self.machines, self.machine = faults, machines, machine
         self.done: list[Fault] = []
         self.background: list[asyncio.Task[Any]] = []
