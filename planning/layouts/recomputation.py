@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
-from dataclasses import replace
 
 from configs.schema import RunConfig
 from planning.assumptions import Assumptions
@@ -12,9 +12,9 @@ from planning.layouts.gpus import Gpus
 from planning.layouts.resolve import costs_of, to_choose, used
 from policy.families import Family
 
-SHARES = (0.0, 0.25, 0.5, 0.75)
+SHARES = (1.0, 0.75, 0.5, 0.25, 0.0)
 ROOM = 0.9
-"""Of a GPU's memory, for what is kept to save time: allocators leave gaps."""
+"""Of a GPU's memory, where something is kept to save time: allocators leave gaps."""
 
 
 def with_recomputation(
@@ -30,18 +30,16 @@ def with_recomputation(
     if not (to_choose(config) and gpus):
         return every
     mine = used(gpus, config.layout.gpus if config.layout else None)
-    tried = [(share, [replace(g, memory_gb=ROOM * g.memory_gb) for g in mine]) for share in SHARES]
-    best, least = every, float("inf")
-    for share, there in [(1.0, mine), *reversed(tried)]:
+    room, least, found = min(each.memory_gb for each in mine), math.inf, every
+    for share in SHARES:
         other = _recomputing(config, share)
         try:
-            costs = costs_of(other, family, there, given or Assumptions())
-            seconds = choose(other, there, costs).best.seconds
+            best = choose(other, mine, costs_of(other, family, mine, given or Assumptions())).best
         except DoesNotFit:
             break  # with fewer recomputed less fits
-        if seconds < least:
-            best, least = other, seconds
-    return best
+        if best.seconds < least and (share == 1 or best.gb <= ROOM * room):
+            found, least = other, best.seconds
+    return found
 
 
 def _recomputing(config: RunConfig, share: float) -> RunConfig:

@@ -15,9 +15,9 @@ EIGHT = [Gpus("B200", 8, 180.0)]
 
 
 class Best:
-    def __init__(self, seconds: float):
+    def __init__(self, seconds: float, gb: float):
         self.best = self
-        self.seconds = seconds
+        self.seconds, self.gb = seconds, gb
 
 
 @pytest.fixture
@@ -32,7 +32,7 @@ def needs(monkeypatch):
             gb = none + share * (every - none)
             if gb > gpus[0].memory_gb:
                 raise DoesNotFit("too large", gb, gb - gpus[0].memory_gb)
-            return Best(100 + share * seconds)
+            return Best(100 + share * seconds, gb)
 
         monkeypatch.setattr(recomputation, "costs_of", lambda *_: None)
         monkeypatch.setattr(recomputation, "choose", choose)
