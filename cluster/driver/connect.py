@@ -45,6 +45,8 @@ def join_or_start_ray(config: RunConfig) -> bool:
             "address": "local",
             "num_cpus": max(cores, math.ceil(shares)),
             "include_dashboard": False,
+            # or it starts workers before anybody asks, one more than the run ever has work for
+            "_system_config": {"prestart_worker_first_driver": False},
         }
     try:
         ray.init(**how)  # pyright: ignore[reportUnknownMemberType]
