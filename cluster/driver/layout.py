@@ -36,6 +36,9 @@ def on_this_cluster(config: RunConfig, tell: Callable[[str], None]) -> RunConfig
         best, found = final.choice.best, final.choice.best.prediction
         seconds = f", {found.iteration:.1f} s per iteration predicted" if found else ""
         tell(f"layout: {best.numbers.mode}, {final.choice.why}{seconds}: {best.numbers.describe()}")
+        if config.optimizer.gradient_checkpointing == "auto":
+            share = final.config.optimizer.recomputed
+            tell(f"optimizer.gradient_checkpointing = {share:g}: the fastest that has the memory")
     return with_threads(final.config, cores)
 
 

@@ -2,6 +2,7 @@
 
 import pytest
 
+from cluster.driver import layout
 from configs.load import ConfigError, load
 from planning.assumptions import Assumptions
 from planning.layouts import recomputation
@@ -9,6 +10,7 @@ from planning.layouts.choose import DoesNotFit
 from planning.layouts.gpus import Gpus
 from planning.layouts.recomputation import ROOM, with_recomputation
 from planning.make import make_plan
+from planning.placement import ACCELERATOR, Node
 
 KEY = "optimizer.gradient_checkpointing"
 EIGHT = [Gpus("B200", 8, 180.0)]
@@ -91,6 +93,18 @@ def test_settings_as_shares():
     assert found == [0.0, 1.0]
     assert load("quickstart", [f"{KEY}=0.25"]).optimizer.recomputed == 0.25
     assert load("quickstart", [f"{KEY}=auto"]).optimizer.recomputed == 1.0
+
+
+def test_a_run_says_what_was_chosen(needs, monkeypatch):
+    """One line of its own, beside the layout's."""
+    needs(ROOM * 180 + 1, 60.0)
+    nodes = [Node("one", 96, 8, {ACCELERATOR: "B200"})]
+    monkeypatch.setattr(layout, "all_nodes", lambda: nodes)
+    monkeypatch.setattr(layout, "free_nodes", lambda: nodes)
+    said: list[str] = []
+    config = layout.on_this_cluster(load("flux1-sol_rl-hpsv2", [f"{KEY}=auto"]), said.append)
+    assert config.optimizer.gradient_checkpointing == 0.25
+    assert said[1:] == [f"{KEY} = 0.25: the fastest that has the memory"]
 
 
 @pytest.mark.slow
