@@ -107,10 +107,9 @@ async def _ask(address: Address, within_s: float) -> Answer:
         done, _ = await asyncio.wait({attempt}, timeout=within_s)
         if not done:
             await cancel_all([attempt])
+    # before the pause, which may be cancelled: asyncio complains of an error nobody looked at
+    error = attempt.exception() if done else TimeoutError()
     await asyncio.sleep(max(0.0, began + within_s - loop.time()))
-    if not done:
-        return Answer.NONE
-    error = attempt.exception()
     if error is None:
         return Answer.TAKEN
     return Answer.REFUSED if isinstance(error, ConnectionRefusedError) else Answer.NONE

@@ -3,6 +3,7 @@ one that answers nothing.
 """
 
 import asyncio
+import gc
 import socket
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -121,3 +122,22 @@ def test_without_a_limit_nothing_is_watched():
         assert not watch.gone("node").done() and not watch._tasks
 
     asyncio.run(main())
+
+
+def test_one_that_is_closed_while_it_pauses_leaves_no_error_behind():
+    """A refusal is there at once, and the watch then pauses: it may be closed meanwhile."""
+    complaints: list[str] = []
+
+    async def main() -> None:
+        loop = asyncio.get_running_loop()
+        loop.set_exception_handler(lambda _, context: complaints.append(context["message"]))
+        watch = NodeWatch(5 * 60.0)  # a minute's pause
+        watch.know({"node": refusing()})
+        watch.gone("node")
+        for _ in range(100):  # turns of the loop, in which the refusal comes
+            await asyncio.sleep(0)
+        await watch.close()
+        gc.collect()
+
+    asyncio.run(main())
+    assert complaints == []
