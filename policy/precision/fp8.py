@@ -27,6 +27,15 @@ FAST_ACCUMULATION = True
 all; no effect on a CPU.
 """
 
+CPU_ROWS = (2, 13)
+"""The torch whose product of FP8 tensors has scales for rows on a CPU too."""
+
+
+def torch_release() -> tuple[int, int]:
+    """torch's version, such as (2, 13)."""
+    major, minor, *_ = torch.__version__.split(".")
+    return int(major), int(minor)
+
 
 def row_scales(x: Tensor) -> Tensor:
     """max|row| / 448 of x [M, K]: float32 [M, 1], at least the smallest normal number."""
@@ -100,9 +109,11 @@ class FP8(Backend):
     speedup = 2
 
     def unavailable(self, device: torch.device) -> str | None:
-        """FP8 tensor cores from compute capability 8.9 on; a CPU will do."""
+        """FP8 tensor cores from compute capability 8.9 on; a CPU will do from torch 2.13 on."""
         if device.type == "cpu":
-            return None
+            if torch_release() >= CPU_ROWS:
+                return None
+            return f"on a CPU torch {torch.__version__} has one scale for a tensor, not for a row"
         if device.type != "cuda":
             return "its kernels are for CUDA GPUs and CPUs"
         if not torch.cuda.is_available():

@@ -345,4 +345,4 @@ def test_pytests_report_is_counted(tmp_path):
 
 def test_marked_files_are_found():
     found = gpu_tests.files()
-    assert {"tests/policy/test_kernels.py", "tests/planning/test_plan.py"} <= set(found)
+    assert {"tests/policy/test_kernels.py", "tests/planning/test_plan_gpu.py"} <= set(found)

@@ -34,7 +34,7 @@ from policy.precision.backends import BACKENDS
 from policy.precision.counting import configured_step
 from rewards import model_bytes
 from tests.cluster.runs import write_toml
-from tests.planning.plans import Directories, of_work, run_of
+from tests.planning.plans import Directories, run_of
 from tests.tiny_families import NAMES, one_of_twins, tiny_model
 
 
@@ -319,35 +319,6 @@ def test_bad_input_is_one_line_and_exit_code_2(tiny_sd3_dir, tmp_path, capsys, a
     assert main(["plan", str(file), *arguments]) == 2
     errors = capsys.readouterr().err
     assert said in errors and errors.count("\n") == 1, errors
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_the_peak_of_an_explorer_on_a_gpu(tiny_sd3_dir):
-    """Weights exactly up to the allocator's blocks of 512 bytes per tensor; with its passes within
-    a factor of two.
-    """
-    family = family_for(tiny_model("sd3", tiny_sd3_dir))
-    torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_allocated()
-    real = Explorer(family, BACKENDS["bf16"], (), "cuda", torch.bfloat16)
-    tensors = [
-        *real.transformer.parameters(),
-        *real.transformer.buffers(),
-        *real.vae.parameters(),
-        *real.vae.buffers(),
-    ]
-    held = memory.held_bytes(real.transformer, real.vae)
-    assert held <= torch.cuda.memory_allocated() - before <= held + 512 * len(tensors)
-    blank = meta.blank(family, "transformer", torch.bfloat16)
-    planned = memory.sampling_work(family, blank, 64, torch.bfloat16).peak
-    x, cond = of_work(family, 64)
-    x, cond = x.cuda(), cond.to("cuda", torch.bfloat16)
-    start = torch.cuda.memory_allocated()
-    torch.cuda.reset_peak_memory_stats()
-    with torch.no_grad():
-        family.velocity(real.transformer, x, torch.tensor(0.5), cond)
-    assert 0.5 < planned / (torch.cuda.max_memory_allocated() - start) < 2
 
 
 def test_the_predicted_steps_are_those_that_auto_chooses_by(tiny_sd3_dir, tmp_path):

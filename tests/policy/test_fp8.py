@@ -10,15 +10,14 @@ from policy.precision.nvfp4 import frozen_amax
 
 pytestmark = pytest.mark.gpu
 FP8 = BACKENDS["fp8"]
-DEVICES = [
-    "cpu",
-    pytest.param(
-        "cuda",
-        marks=pytest.mark.skipif(
-            FP8.unavailable(torch.device("cuda")) is not None, reason="no GPU with FP8 tensor cores"
-        ),
-    ),
-]
+REFUSALS = {name: FP8.unavailable(torch.device(name)) for name in ("cpu", "cuda")}
+ON_DEVICES = pytest.mark.parametrize(
+    "device",
+    [
+        pytest.param(name, marks=pytest.mark.skipif(refusal is not None, reason=str(refusal)))
+        for name, refusal in REFUSALS.items()
+    ],
+)
 
 
 def layer_of(linear: nn.Linear) -> FP8Linear:
@@ -40,7 +39,7 @@ def dequantised(x: torch.Tensor) -> torch.Tensor:
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("device", DEVICES)
+@ON_DEVICES
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("shape", [(7, 64), (2, 5, 64), (64,)])
 def test_forward_is_the_product_of_dequantised_operands(device, bias, shape):
@@ -64,14 +63,16 @@ def test_forward_is_the_product_of_dequantised_operands(device, bias, shape):
 
 
 @torch.no_grad()
-def test_quantisation_error_is_that_of_the_format():
+@ON_DEVICES
+def test_quantisation_error_is_that_of_the_format(device):
     """Gaussian operands: E4M3 rounds by 2^-4 / sqrt(12) / sqrt(2) or so of a value on average,
     twice: .037 of the result.
     """
     generator = torch.Generator().manual_seed(2)
     linear = linear_of(128, 256, bias=False)
     linear.weight.copy_(torch.randn(128, 256, generator=generator))
-    x = torch.randn(256, 256, generator=generator)
+    linear.to(device)
+    x = torch.randn(256, 256, generator=generator).to(device)
     wide = linear(x)
     assert ((layer_of(linear)(x) - wide).norm() / wide.norm()).item() == pytest.approx(
         0.037, abs=0.002
@@ -113,12 +114,13 @@ def test_a_frozen_range_leaves_codes_alone():
 
 
 @torch.no_grad()
-def test_a_row_depends_on_itself_alone():
+@ON_DEVICES
+def test_a_row_depends_on_itself_alone(device):
     """Its codes and scale exactly. Its result too, up to the order of float32 sums, which shows as
     one bfloat16 step at most.
     """
-    layer = layer_of(linear_of())
-    x = torch.randn(6, 64, generator=torch.Generator().manual_seed(4))
+    layer = layer_of(linear_of().to(device))
+    x = torch.randn(6, 64, generator=torch.Generator().manual_seed(4)).to(device)
     loud = torch.cat([x, 1000 * x])
     alone, together = layer.activations.quantised(x), layer.activations.quantised(loud)
     for a, b in zip(alone, together, strict=True):
@@ -128,9 +130,10 @@ def test_a_row_depends_on_itself_alone():
 
 
 @torch.no_grad()
-def test_what_is_not_finite():
-    layer = layer_of(linear_of())
-    x = torch.ones(3, 64)
+@ON_DEVICES
+def test_what_is_not_finite(device):
+    layer = layer_of(linear_of().to(device))
+    x = torch.ones(3, 64, device=device)
     x[1, 5] = float("nan")
     x[2, 5] = float("inf")
     y = layer(x)
@@ -141,13 +144,14 @@ def test_what_is_not_finite():
         FP8.pack(weight, True)
 
 
-def test_a_cast_does_not_reach_the_scales():
-    layer = layer_of(linear_of())
+@ON_DEVICES
+def test_a_cast_does_not_reach_the_scales(device):
+    layer = layer_of(linear_of().to(device))
     before = layer.scales.clone()
     assert torch.equal(layer.bfloat16().scales, before)
     assert layer.bias is not None
     assert layer.bias.dtype == torch.bfloat16
-    y = layer(torch.ones(2, 64, dtype=torch.bfloat16))
+    y = layer(torch.ones(2, 64, dtype=torch.bfloat16, device=device))
     assert y.dtype == torch.bfloat16
 
 
