@@ -14,6 +14,7 @@ from configs.schema import RunConfig
 from learner.lockstep import Passes
 from learner.objectives.base import Objective, Record
 from learner.replicas import Replicas
+from policy.attention import sound_gradients
 from policy.families import Family
 from policy.lora import use
 from policy.merging import merged
@@ -44,7 +45,7 @@ class Generator:
     ) -> None:
         self.config, self.family, self.vae = config, family, vae
         self.transformer, self.objective, self.adapters = transformer, objective, adapters
-        self.replicas, self.sharded = Replicas(), sharded
+        self.replicas, self.sharded, self.device = Replicas(), sharded, device
         self.updates = 0  # that were made: a window of a path's steps is a function of it
         self._denoiser = compiled(transformer, device) if config.regenerate.compile else transformer
         self._passes = Passes(family, transformer, device)
@@ -109,6 +110,7 @@ class Generator:
         what = f"{name}, {'merged' if merges else 'beside'}"
         with (
             torch.no_grad(),
+            nullcontext() if merges else sound_gradients(self.device),
             (merged if merges else use)(self.transformer, None if name == "base" else name),
             compile_failures("regenerate.compile"),
             self._passes.together(self.replicas, what, passes) if self.sharded else nullcontext(),

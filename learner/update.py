@@ -15,6 +15,7 @@ from learner.nonfinite import NonFiniteTraining, first_nonfinite_module
 from learner.objectives.base import Objective, Points
 from learner.replicas import Replicas
 from learner.trained import NothingLearned, TrainedAdapter
+from policy.attention import sound_gradients
 from policy.families.base import Family
 from policy.lora import trainable, use
 from policy.sampling.guidance import Guided, velocity
@@ -67,7 +68,8 @@ class Updater:
         self._alike = self._like_current()
         try:
             for part in np.array_split(order, steps):
-                count, norm = self._step(samples, samples.at(part), sigmas, sums)
+                with sound_gradients(self.device):
+                    count, norm = self._step(samples, samples.at(part), sigmas, sums)
                 # from the first step on "current" differs from all other adapters
                 self._alike = frozenset()
                 points += count
@@ -104,7 +106,9 @@ class Updater:
         self._alike = self._like_current()
         try:
             self.trained.forget_gradients()
-            count = self._accumulate(samples, np.arange(len(samples)), sigmas, defaultdict(float))
+            with sound_gradients(self.device):
+                every = np.arange(len(samples))
+                count = self._accumulate(samples, every, sigmas, defaultdict(float))
             gradients = [gradient.flatten() for gradient in self.trained.gradients().values()]
             return (torch.cat(gradients) / count).cpu()
         finally:

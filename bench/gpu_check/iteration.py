@@ -17,6 +17,7 @@ from configs.load import load
 from configs.schema import RunConfig
 from configs.training import Lora
 from learner.batch import Group
+from learner.nonfinite import NonFiniteTraining
 from learner.selection import select
 from learner.trainer import Trainer
 from policy import memory, meta
@@ -69,6 +70,8 @@ def _tried(name: str, case: Case, family: Family, setting: Setting) -> Item:
         return _iteration(name, case, family, backend, setting)
     except torch.OutOfMemoryError as error:
         return LeftOut(case.name, f"one GPU has no room for it: {out_of_memory(error)}")
+    except NonFiniteTraining as error:  # the other families are still to be seen
+        return LeftOut(case.name, f"failed: {error}")
 
 
 def no_room(case: Case, needed: int, free_bytes: int) -> LeftOut:

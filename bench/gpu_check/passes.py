@@ -14,6 +14,7 @@ from bench.gpu_check.findings import Finding, Item, LeftOut
 from bench.gpu_check.setting import FAMILIES, Setting, autoencoder, free
 from bench.timing import Ratio, interleave
 from configs.training import Lora
+from policy.attention import sound_gradients
 from policy.device import synchronise
 from policy.families.architectures import build
 from policy.families.base import Diffusers
@@ -21,9 +22,11 @@ from policy.lora import add_adapters, use
 from policy.merging import merged
 from policy.types import Conditioning
 
-BATCH, REPEATS, CPU_REPEATS = 2, 5, 1
-STEPS = 4
-"""Of a call that regenerates; the presets take 10, so that merging weighs less there."""
+DECODED, BATCH = 2, 4
+"""Images that are decoded; images of a pass. The presets have 24, so merging weighs less there."""
+DECODE_REPEATS, REPEATS, CPU_REPEATS = 5, 2, 1
+STEPS = 10
+"""Of a call that regenerates, as in the presets."""
 MOST = {"regenerating": 1.10, "training": 1.25}
 """What these passes may take over those of the bare denoiser."""
 TINY_CHANNELS = 16
@@ -46,7 +49,7 @@ def decode(setting: Setting) -> Iterator[Item]:
 
 
 def _decoding(case: Case, name: str, setting: Setting) -> Iterator[Finding]:
-    latents = torch.randn(BATCH, *case.family.latent_shape)
+    latents = torch.randn(DECODED, *case.family.latent_shape)
     decoders: dict[str, Diffusers] = {
         form: autoencoder(name, setting.device, dtype, not setting.gpu)
         for form, dtype in (("fp32", torch.float32), ("bf16", torch.bfloat16))
@@ -57,7 +60,8 @@ def _decoding(case: Case, name: str, setting: Setting) -> Iterator[Finding]:
         form: lambda vae=vae: case.family.decode(vae, latents, batch_size=1)
         for form, vae in decoders.items()
     }
-    times = interleave(runs, REPEATS if setting.gpu else CPU_REPEATS, warm_up=setting.warm_up)
+    repeats = DECODE_REPEATS if setting.gpu else CPU_REPEATS
+    times = interleave(runs, repeats, warm_up=setting.warm_up)
     for form in list(runs)[1:]:
         ratio = Ratio.of(times, "fp32", form)
         yield Finding(
@@ -66,8 +70,8 @@ def _decoding(case: Case, name: str, setting: Setting) -> Iterator[Finding]:
             "x FP32",
             {"architecture": case.name, "form": form},
             {
-                "fp32 seconds": ratio.seconds / BATCH,
-                "seconds": ratio.base_seconds / BATCH,
+                "fp32 seconds": ratio.seconds / DECODED,
+                "seconds": ratio.base_seconds / DECODED,
                 "low": ratio.low,
                 "high": ratio.high,
             },
@@ -109,16 +113,13 @@ def _passes(case: Case, setting: Setting) -> Iterator[Finding]:
     inputs = case.inputs(BATCH, device)
     runs: dict[str, Run] = {
         "bare, to sample": _sampling(case, bare, inputs),
-        # merged once per call; paths are sampled with the adapter beside the weights
+        # merged once per call
         "regenerating": _within(partial(merged, adapted, "old"), _sampling(case, adapted, inputs)),
-        "regenerating paths": _within(
-            partial(use, adapted, "old"), _sampling(case, adapted, inputs)
-        ),
         "bare, to train": _training(case, bare, inputs),
         "training": _within(partial(use, adapted, "current"), _training(case, adapted, inputs)),
     }
     times = interleave(runs, REPEATS if setting.gpu else CPU_REPEATS, warm_up=setting.warm_up)
-    for form in ("regenerating", "regenerating paths", "training"):
+    for form in MOST:
         base = "bare, to train" if form == "training" else "bare, to sample"
         ratio = Ratio.of(times, form, base)
         yield Finding(
@@ -153,7 +154,8 @@ def _training(case: Case, transformer: nn.Module, inputs: Inputs) -> Run:
     def run() -> None:
         transformer.zero_grad(set_to_none=True)
         start = x.clone().requires_grad_()
-        case.family.velocity(transformer, start, sigmas, cond).square().mean().backward()
+        with sound_gradients(x.device):
+            case.family.velocity(transformer, start, sigmas, cond).square().mean().backward()
         synchronise(x.device)
 
     return run

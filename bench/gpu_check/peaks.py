@@ -12,6 +12,7 @@ from bench.gpu_check.findings import Finding, Item, LeftOut
 from bench.gpu_check.setting import ARCHITECTURES, NEWER, Setting, autoencoder, free
 from configs.training import Lora
 from policy import memory, meta
+from policy.attention import sound_gradients
 from policy.device import out_of_memory, synchronise
 from policy.families.architectures import build
 from policy.families.base import Diffusers
@@ -87,7 +88,7 @@ def _training(case: Case, setting: Setting) -> Callable[[], None]:
 
     def train() -> None:
         transformer.zero_grad(set_to_none=True)
-        with use(transformer, "current"):
+        with use(transformer, "current"), sound_gradients(setting.device):
             velocity = case.family.velocity(transformer, x, sigmas, cond)
             loss = (velocity - x).square().mean()
             del velocity

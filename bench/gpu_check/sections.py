@@ -34,7 +34,7 @@ SECTIONS = {
     "shapes": Section("Layers of the published models, without data", 1, shapes.measure),
     "steps": Section("A step in every backend", 7, steps.measure),
     "decode": Section("Decoding", 1.5, passes.decode),
-    "lora": Section("Passes of a learner", 2, passes.lora),
+    "lora": Section("Passes of a learner", 3, passes.lora),
     "weights": Section("A version of the size of FLUX.1", 2, weights.measure),
     "turns": Section("Weights that leave a GPU between turns", 1.5, turns.measure),
     "memory": Section("Memory against the plan", 3, peaks.measure),

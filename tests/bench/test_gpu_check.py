@@ -220,7 +220,7 @@ def test_bits_are_told_by_every_gpu_and_refuted_by_a_cpu():
     [(1.09, 1.24, "confirmed"), (1.11, 1.0, "refuted"), (1.0, 1.26, "refuted")],
 )
 def test_a_learners_passes_are_held_against_their_goals(regenerating, training, verdict_):
-    values = {"regenerating": regenerating, "regenerating paths": 1.3, "training": training}
+    values = {"regenerating": regenerating, "training": training}
     found = [("lora", Finding(form, value, "x", {"form": form})) for form, value in values.items()]
     assert said(results("NVIDIA H100", "9.0", *found), "regenerating costs") == verdict_
 

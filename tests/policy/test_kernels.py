@@ -220,7 +220,7 @@ from policy.precision.kernels import programs
 X = {"x": "*bf16", "partial": "*i32", "codes": "*u8", "scales": "*fp32", "factor": "*fp32",
      "count": "i64", "rows": "i32", "padded": "i32", "columns": "i32"}
 for name, constants, warps in (
-    ("fp8_rows", {"WIDTH": 4096}, 8),
+    ("fp8_rows", {"WIDTH": 4096, "HARDWARE": True}, 4),
     ("partial_amax", {"BLOCK": 8192}, 8),
     ("nvfp4_tiles", {"PARTIALS": 256, "EXACT": False}, 4),
 ):

@@ -8,11 +8,10 @@ read twice. Results are bit-equal to ``fp8.quantise_rows``, ``nvfp4.pack_activat
 ``layer.swizzled``, which are what runs where these kernels do not; only codes under a scale that is
 NaN may differ.
 
-Used on CUDA, nowhere else. Not run on a GPU yet: what is known comes from Triton's interpreter
-(TRITON_INTERPRET=1), from compiling for Hopper and Blackwell, which needs no GPU, and from shapes.
-Only a GPU can settle that it gives the interpreter's bits, and how fast. The operators are opaque
-to torch.compile, which puts them in one graph with the rest, and know their shapes on tensors
-without data.
+Used on CUDA, nowhere else; under TRITON_INTERPRET=1 they run on a CPU, for tests. On an H200 they
+give these bits (docs/gpu.md); NVFP4's have run there too, though no Hopper GPU multiplies them. The
+operators are opaque to torch.compile, which puts them in one graph with the rest, and know their
+shapes on tensors without data.
 """
 
 from __future__ import annotations
@@ -79,7 +78,7 @@ def fp8_rows(x: Tensor) -> tuple[Tensor, Tensor]:
         width = max(16, 1 << (columns - 1).bit_length())
         _programs(x.device).fp8_rows[(rows,)](
             x, codes.view(torch.uint8), scales, columns,
-            WIDTH=width, num_warps=min(16, max(1, width // 512)), enable_fp_fusion=False,
+            WIDTH=width, HARDWARE=x.is_cuda, num_warps=4, enable_fp_fusion=False,
         )  # fmt: skip
     return codes, scales
 
