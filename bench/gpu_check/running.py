@@ -87,10 +87,13 @@ def _section(name: str, gpu: bool, until: float, to: Connection) -> None:
     """What the process of a section does."""
     from bench.gpu_check.sections import SECTIONS
     from bench.gpu_check.setting import Setting
+    from policy.device import allow_tf32
 
     os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
+    setting = Setting(gpu, until)
+    allow_tf32(setting.device, True)  # as actors do
     try:
-        for item in SECTIONS[name].measure(Setting(gpu, until)):
+        for item in SECTIONS[name].measure(setting):
             to.send_bytes(json.dumps(as_tree(item)).encode())
     except Exception as error:
         to.send_bytes(json.dumps({"error": line_of(error)}).encode())
