@@ -7,7 +7,7 @@ them one by one, and one that was placed badly can leave another pending for eve
 
 Shares are counted in ten-thousandths, as Ray does. A GPU share below 1 lies on one GPU; from 1 on
 it is whole GPUs. Ray gives a share the fullest GPU that has room for it, so shares are placed from
-the largest to the smallest, here and when actors are started.
+the largest to the smallest, here and, on nodes with several GPUs, when actors are started.
 """
 
 from __future__ import annotations
@@ -224,17 +224,23 @@ def _missing(left: Sequence[Need], needs: Sequence[Need], nodes: Sequence[Node])
     return lines
 
 
-def start_order(config: RunConfig, kinds: Iterable[str]) -> list[list[str]]:
-    """The services by stages of starting: GPU fractions from the largest to the smallest.
+def waits_for(placed: Iterable[tuple[Need, str]], gpus: Mapping[str, float]) -> dict[str, set[str]]:
+    """By service, those whose actors must hold their GPUs before its own are asked for.
 
-    Everything else starts in the first stage. Ray gives a fraction the fullest GPU that has room
-    when the actor arrives: a small one that came first could take the room of a large one.
+    Ray gives a fraction the fullest GPU that has room when the actor arrives: a small one that came
+    first could take the room of a large one. Not where a node has one GPU; ``gpus``: by node id.
     """
-    chosen = list(kinds)
-    share = {kind: config.services.of(kind).gpus for kind in chosen}
-    fractions = sorted({value for value in share.values() if 0 < value < 1}, reverse=True)
-    first = [kind for kind in chosen if share[kind] not in fractions[1:]]
-    return [first, *([kind for kind in chosen if share[kind] == value] for value in fractions[1:])]
+    shares: dict[str, dict[str, float]] = {}  # by node and service
+    for need, node in placed:
+        if 0 < need.gpus < 1 and gpus.get(node, 0.0) > 1:
+            shares.setdefault(node, {})[need.kind] = need.gpus
+    found: dict[str, set[str]] = {}
+    for here in shares.values():
+        for kind, share in here.items():
+            larger = {other for other, its in here.items() if its > share}
+            if larger:
+                found.setdefault(kind, set()).update(larger)
+    return found
 
 
 def check_placement(

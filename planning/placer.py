@@ -102,6 +102,11 @@ class Placer:
         held = self._held.get(actor)
         return held[1] if held else None
 
+    @property
+    def placed(self) -> list[tuple[Need, str]]:
+        """What every actor with a place needs, and the node id that was chosen for it."""
+        return list(self._held.values())
+
     def release(self, actor: str) -> None:
         """The actor is gone; its share is free again."""
         self._touch(actor)

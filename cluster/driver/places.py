@@ -4,13 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
 
-from cluster.runtime.nodes import LAG_S, LOOK_S, Requests, addresses, find_room, free_nodes
+from cluster.runtime.nodes import (
+    LAG_S,
+    LOOK_S,
+    Requests,
+    addresses,
+    all_nodes,
+    find_room,
+    free_nodes,
+)
 from cluster.runtime.watch import NodeWatch
 from configs.load import ConfigError
 from configs.schema import RunConfig
-from planning.placement import NoRoom
+from planning.placement import NoRoom, waits_for
 from planning.placer import Placer
 
 
@@ -31,6 +39,11 @@ class Places:
         """A node for every actor of the run's start. Raises ConfigError where there is no room."""
         self._placer.refresh(await find_room(self._config, tuple(kinds)))
         self._placer.place_all(kinds)
+
+    def waits_for(self) -> Mapping[str, Collection[str]]:
+        """By service of the run's start, those that must hold their GPUs before it is started."""
+        on_gpus = [(need, node) for need, node in self._placer.placed if need.gpus]
+        return waits_for(on_gpus, {node.id: node.gpus for node in all_nodes()}) if on_gpus else {}
 
     def take(self, actor: str) -> str:
         """The node to start an actor on. Raises NoRoom; where an autoscaler may bring a node, one

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from typing import Any
 
@@ -25,13 +25,14 @@ from cluster.driver.scoring import RewardService
 from cluster.driver.turns import AllStay, GpuTurns, WithGpus, learner_in_turn
 from cluster.driver.weights import WeightChannel, incompatibility
 from cluster.runtime import template
+from cluster.runtime.nodes import holding
 from cluster.runtime.pool import ActorPool
+from cluster.runtime.tasks import run_together
 from cluster.runtime.transport import RAY, Handle, Transport
 from configs.load import ConfigError
 from configs.prompts import Prompt
 from configs.schema import RunConfig
 from configs.services import ScorerService, Service
-from planning.placement import start_order
 from records.errors import RunFailed
 from records.rundir import RunDirectory
 from records.timeline import Span
@@ -42,6 +43,10 @@ GPU_ENVIRONMENT = {
     "TORCH_NCCL_BLOCKING_WAIT": "1",  # a silent replica raises where it is waited for
 }
 """Of actors with a share of a GPU."""
+HOLDING_S = 0.1
+"""Between two looks at which actors hold their GPUs: Ray takes a second to give one, and tells
+nobody.
+"""
 
 
 class ActorServices:
@@ -137,15 +142,31 @@ class ActorServices:
             self._chosen = True
 
     async def start(self) -> None:
-        """Choose a node for every actor and create it; returns when every one answers. Raises
-        ConfigError where there is no room.
+        """Choose a node for every actor and create it; returns when every one answers. All load
+        side by side. Raises ConfigError where there is no room.
         """
         starting: dict[str, ActorPool | LearnerGroup] = {pool.kind: pool for pool in self.pools}
         if "learner" in starting:
             starting["learner"] = self.learners
         await self._choose_places()
-        for stage in start_order(self.config, starting):
-            await asyncio.gather(*(starting[kind].start() for kind in stage))
+        larger = self.places.waits_for()
+
+        async def start(kind: str) -> None:
+            if kind in larger:
+                await self._hold_gpus(larger[kind])
+            await starting[kind].start()
+
+        await run_together(*map(start, starting))
+
+    async def _hold_gpus(self, kinds: Collection[str]) -> None:
+        """Returns when all actors of these services hold their GPUs, whether they have loaded or
+        not.
+        """
+        pools = [pool.supervisor for pool in self.pools if pool.kind in kinds]
+        names = {pool.name(member) for pool in pools for member in pool.members}
+        wanted = {f"{self.config.name}/{name}" for name in names}
+        while not wanted <= holding():
+            await asyncio.sleep(HOLDING_S)
 
     async def stop(self) -> None:
         """Kill all actors."""

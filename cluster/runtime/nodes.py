@@ -69,6 +69,21 @@ def object_stores() -> dict[str, float]:
     return {row["NodeID"]: row["Resources"].get("object_store_memory", 0.0) for row in _alive()}
 
 
+def holding() -> set[str]:
+    """This job's actors, by name without incarnation and try, that Ray has given their resources:
+    their processes are there, though they may load for minutes.
+    """
+    # private: Ray's public list asks its dashboard, which need not be there
+    from ray._private.state import actors
+
+    job = ray.JobID.from_hex(ray.get_runtime_context().get_job_id())
+    return {
+        row["Name"].rpartition(".")[0]
+        for row in actors(job_id=job).values()
+        if row["Pid"] and row["State"] != "DEAD"
+    }
+
+
 def _alive() -> list[NodeRow]:
     return [row for row in ray.nodes() if row["Alive"]]
 

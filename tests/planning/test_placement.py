@@ -21,7 +21,7 @@ from planning.placement import (
     fits,
     matches,
     place,
-    start_order,
+    waits_for,
 )
 from planning.placer import SETTLED_S, Placer
 
@@ -156,13 +156,20 @@ def test_no_node_at_all():
         check_placement(config(), [])
 
 
-def test_fractions_are_started_from_the_largest():
-    run = config(
-        rollout={"gpus": 0.7}, reward={"gpus": 0.3}, learner={"gpus": 2}, encoder={"gpus": 0.3}
-    )
-    kinds = ("rollout", "learner", "reward", "encoder", "selector")
-    assert start_order(run, kinds) == [["rollout", "learner", "selector"], ["reward", "encoder"]]
-    assert start_order(config(), kinds) == [list(kinds)]
+def test_larger_fractions_come_first_where_a_node_has_several_gpus():
+    """Those of each node, by service. Whole GPUs, and those of one size, need no order."""
+    shares = {"learner": 2, "rollout": 0.7, "reward": 0.3, "encoder": 0.3, "scorers.x": 0.2}
+    needs = {kind: Need(f"{kind}-0", 0, share) for kind, share in shares.items()}
+    one, two = [(need, "a") for need in needs.values()], [(needs["scorers.x"], "b")]
+    assert waits_for(one, {"a": 4.0}) == {
+        "reward": {"rollout"},
+        "encoder": {"rollout"},
+        "scorers.x": {"rollout", "reward", "encoder"},
+    }
+    assert waits_for(one[2:4], {"a": 4.0}) == {}
+    assert waits_for(one[1:], {"a": 1.0}) == {}
+    both = [*two, (needs["rollout"], "a"), (needs["reward"], "b")]
+    assert waits_for(both, {"a": 2.0, "b": 2.0}) == {"scorers.x": {"reward"}}
 
 
 def test_a_lost_node_frees_what_was_on_it_and_a_replacement_goes_elsewhere():

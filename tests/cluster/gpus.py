@@ -1,0 +1,84 @@
+"""Services whose actors take ``LOADS_S`` to construct, on simulated nodes with one GPU and with
+two, in a process without another Ray: ``python -m tests.cluster.gpus``. Prints what came of each.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import Callable
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import ray
+
+from actors.messages import ActorInfo
+from actors.runtime import identity
+from cluster.driver.services import ActorServices
+from configs.load import load
+from records.rundir import RunDirectory
+from tests.cluster.nodes import Machines
+
+LOADS_S = 5.0
+SHARES = {
+    "one": {"learner": 0.5, "rollout": 0.15, "reward": 0.08, "encoder": 0.04},
+    "two": {"rollout": 0.6, "reward": 0.3, "learner": 0.1, "encoder": 0.05},
+}
+"""GPU fractions by node; of rollout and reward there are two actors. On two GPUs the second rollout
+actor has no room where both reward actors came first.
+"""
+
+
+class Loading:
+    """An actor that takes its time, and tells which GPU it has."""
+
+    def __init__(self, *arguments: object):
+        time.sleep(LOADS_S)
+
+    def ready(self) -> ActorInfo:
+        (gpu,) = ray.get_gpu_ids() or ["none"]
+        return ActorInfo(0, "here", identity().node, device=str(gpu))
+
+
+class LoadingServices(ActorServices):
+    """Those of a run, with such actors."""
+
+    def _spawner(self, kind: str, actor: type, *args: object) -> Callable[[str], Any]:
+        return super()._spawner(kind, Loading, *args)
+
+
+async def start(node: str, scratch: Path) -> dict[str, Any]:
+    """``seconds`` of starting, and by GPU the ``shares`` of the actors on it."""
+    settings = ["services.reward.actors=2", "services.start_deadline_s=30"]
+    for kind, share in SHARES[node].items():
+        settings += [f"services.{kind}.gpus={share}", f"services.{kind}.labels.home='{node}'"]
+    told: list[dict[str, Any]] = []
+    config = load("quickstart", settings)
+    services = LoadingServices(config, RunDirectory(scratch), lambda name, **row: told.append(row))
+    began = time.monotonic()
+    try:
+        await services.start()
+        seconds = time.monotonic() - began
+    finally:
+        await services.stop()
+    on: dict[str, list[float]] = {}
+    for row in told:
+        if row["kind"] in SHARES[node]:
+            on.setdefault(row["device"], []).append(SHARES[node][row["kind"]])
+    return {"seconds": round(seconds, 2), "shares": {gpu: sorted(on[gpu]) for gpu in sorted(on)}}
+
+
+def main() -> None:
+    """Both nodes, a line of JSON for each."""
+    one, two = (
+        {"num_cpus": 8, "num_gpus": n, "labels": {"home": h}} for n, h in enumerate(SHARES, 1)
+    )
+    with Machines(one, two), TemporaryDirectory() as scratch:
+        for node in SHARES:
+            print(json.dumps(asyncio.run(start(node, Path(scratch)))), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,167 @@
+"""Actors on GPUs load side by side; only the giving of GPUs has an order, and only where a node has
+several.
+"""
+
+import asyncio
+import json
+import subprocess
+import sys
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from actors.messages import ActorInfo
+from cluster.driver import places, services
+from cluster.driver.services import ActorServices
+from configs.load import load
+from planning.placement import Node
+from records.errors import RunFailed
+from records.rundir import RunDirectory
+from tests.cluster.gpus import LOADS_S, SHARES
+
+
+class Slow:
+    """A transport whose actors load until they are told to end; ``asked`` for, in order."""
+
+    def __init__(self) -> None:
+        self.asked: list[str] = []
+        self.loading: list[asyncio.Future[ActorInfo]] = []
+
+    def send(self, handle: Any, call: Any) -> Sequence[Any]:
+        assert call.method == "ready"
+        self.loading.append(asyncio.get_running_loop().create_future())
+        return [self.loading[-1]]
+
+    def answer(self, reference: Any) -> Any:
+        return reference
+
+    def kill(self, handle: Any) -> None:
+        pass
+
+    def loaded(self) -> None:
+        for future in self.loading:
+            future.set_result(ActorInfo(1, "here", f"{0:056x}", backend="fp8"))
+
+
+@pytest.fixture
+def made(monkeypatch, tmp_path) -> Any:
+    """Services with the fractions of ``SHARES["two"]`` on a node with so many GPUs, and the names
+    of those that hold theirs, in the place of Ray.
+    """
+
+    def make(gpus: int) -> tuple[Any, Slow, set[str]]:
+        transport, held, node = Slow(), set[str](), Node(f"{0:056x}", 8, gpus)
+
+        async def find_room(config: Any, kinds: Any) -> list[Node]:
+            return [node]
+
+        def options(name: str, **others: Any) -> Any:
+            transport.asked.append(name.partition("/")[2].rpartition(".")[0])
+            return SimpleNamespace(remote=lambda *args: object())
+
+        for look in ("free_nodes", "all_nodes"):
+            monkeypatch.setattr(places, look, lambda: [node])
+        monkeypatch.setattr(places, "addresses", lambda: {node.id: ("127.0.0.1", 9)})
+        monkeypatch.setattr(places, "find_room", find_room)
+        monkeypatch.setattr(services, "holding", lambda: {f"shares/{actor}" for actor in held})
+        monkeypatch.setattr(services, "HOLDING_S", 0.0)
+        remote = SimpleNamespace(options=options)
+        context = SimpleNamespace(get_job_id=lambda: "1")
+        stub = SimpleNamespace(remote=lambda actor: remote, get_runtime_context=lambda: context)
+        monkeypatch.setattr(services, "ray", stub)
+
+        class Services(ActorServices):
+            pass
+
+        Services.transport = transport  # type: ignore[assignment]
+        shares = SHARES["two"] if gpus > 1 else {kind: x / 2 for kind, x in SHARES["two"].items()}
+        settings = [f"services.{kind}.gpus={share}" for kind, share in shares.items()]
+        settings += ["name=shares", "services.reward.actors=2", "services.node_silence_s=0"]
+        config = load("quickstart", settings)
+        return Services(config, RunDirectory(tmp_path), lambda *_, **__: None), transport, held
+
+    return make
+
+
+EVERYONE = {
+    "encoder-0",
+    "learner-0",
+    "reward-0",
+    "reward-1",
+    "rollout-0",
+    "rollout-1",
+    "selector-0",
+}
+
+
+async def settle() -> None:
+    """Let everything go as far as it can."""
+    for _ in range(20):
+        await asyncio.sleep(0)
+
+
+def test_on_nodes_with_one_gpu_all_load_at_once(made):
+    async def run() -> None:
+        services, transport, _ = made(1)
+        starting = asyncio.create_task(services.start())
+        await settle()
+        assert set(transport.asked) == EVERYONE and not starting.done()
+        transport.loaded()
+        await starting
+        await services.stop()
+
+    asyncio.run(run())
+
+
+def test_where_a_node_has_several_the_larger_hold_theirs_first_though_none_has_loaded(made):
+    async def run() -> None:
+        services, transport, held = made(2)
+        starting = asyncio.create_task(services.start())
+        seen: list[set[str]] = []
+        for gets in ([], ["rollout-0"], ["rollout-1"], ["reward-1", "reward-0"], ["learner-0"]):
+            held.update(gets)
+            await settle()
+            seen.append(set(transport.asked) - set().union(*seen))
+        assert seen == [
+            {"rollout-0", "rollout-1", "selector-0"},
+            set(),
+            {"reward-0", "reward-1"},
+            {"learner-0"},
+            {"encoder-0"},
+        ]
+        assert len(transport.loading) == len(EVERYONE) and not starting.done()
+        transport.loaded()
+        await starting
+        await services.stop()
+
+    asyncio.run(run())
+
+
+def test_one_that_does_not_start_ends_the_waiting_of_the_others(made):
+    async def run() -> None:
+        services, transport, _ = made(2)
+        starting = asyncio.create_task(services.start())
+        await settle()
+        transport.loading[0].set_exception(TimeoutError())
+        with pytest.raises(RunFailed, match="was not placed or not ready"):
+            await asyncio.wait_for(starting, 20)
+        await services.stop()
+
+    asyncio.run(run())
+
+
+@pytest.mark.slow
+def test_services_on_simulated_gpus_start_in_about_the_longest_of_them():
+    """In a process without another Ray. One after the other four services took four times
+    ``LOADS_S``.
+    """
+    made = subprocess.run(
+        [sys.executable, "-m", "tests.cluster.gpus"], capture_output=True, text=True, timeout=280
+    )
+    one, two = (json.loads(line) for line in made.stdout.splitlines())
+    assert LOADS_S <= one["seconds"] < 3 * LOADS_S and LOADS_S <= two["seconds"] < 3 * LOADS_S
+    assert one["shares"] == {"0": [0.04, 0.08, 0.08, 0.15, 0.15, 0.5]}
+    # rollout actors first, then reward actors: each on the fullest GPU that has room
+    assert two["shares"] == {"0": [0.1, 0.3, 0.6], "1": [0.05, 0.3, 0.6]}
