@@ -25,6 +25,8 @@ from policy.sampling.sample import sample
 from policy.sampling.sde import PathSolver
 from policy.types import Conditioning
 
+COMPILE = "regenerate.compile"
+
 
 class Generator:
     """Samples and images of seeds, by a denoiser with adapters.
@@ -47,7 +49,9 @@ class Generator:
         self.transformer, self.objective, self.adapters = transformer, objective, adapters
         self.replicas, self.sharded, self.device = Replicas(), sharded, device
         self.updates = 0  # that were made: a window of a path's steps is a function of it
-        self._denoiser = compiled(transformer, device) if config.regenerate.compile else transformer
+        self._denoiser = (
+            compiled(transformer, device, COMPILE) if config.regenerate.compile else transformer
+        )
         self._passes = Passes(family, transformer, device)
 
     def generate(
@@ -112,7 +116,7 @@ class Generator:
             torch.no_grad(),
             nullcontext() if merges else sound_gradients(self.device),
             (merged if merges else use)(self.transformer, None if name == "base" else name),
-            compile_failures("regenerate.compile"),
+            compile_failures(COMPILE),
             self._passes.together(self.replicas, what, passes) if self.sharded else nullcontext(),
         ):
             yield

@@ -60,7 +60,9 @@ class PackedPolicy:
         self._layers = swap_linears(transformer, self.plan, backend, activation_amax)
         if not offload:
             transformer.to(self.device)
-        self._denoiser = compiled(transformer, self.device) if compile else transformer
+        self._denoiser = (
+            compiled(transformer, self.device, "explore.compile") if compile else transformer
+        )
         self._loaded: Manifest | None = None
 
     @property

@@ -2,6 +2,7 @@
 
 import gc
 import os
+import sys
 import time
 from collections.abc import Iterator
 from unittest import mock
@@ -19,6 +20,7 @@ from tests.tiny_wan import tiny_wan_dir
 from tests.tiny_z_image import tiny_z_image_dir
 
 __all__ = [
+    "graphs",
     "ray_here",
     "tiny_flux2_dir",
     "tiny_flux2_klein_dir",
@@ -76,6 +78,31 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     dealt = getattr(session.config.option, "loadgroup", False)
     if dealt and not all("@" in item.nodeid for item in session.items):
         raise pytest.UsageError("pytest-xdist deals tests out one by one: see pyproject.toml")
+
+
+@pytest.fixture
+def graphs(monkeypatch) -> Iterator[list[int]]:
+    """torch.compile without a compiler: graphs are made, and run operation by operation, with the
+    bits of eager passes. How many operations each has.
+    """
+    from functools import partial
+
+    import torch
+    from torch._dynamo.utils import counters
+
+    found: list[int] = []
+
+    def backend(graph: torch.fx.GraphModule, inputs: object) -> torch.fx.GraphModule:
+        found.append(sum(node.op != "placeholder" for node in graph.graph.nodes))
+        return graph
+
+    monkeypatch.setenv("CXX", sys.executable)  # something that is there; nothing is given to it
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=backend))
+    torch._dynamo.reset()
+    counters.clear()
+    yield found
+    assert not counters["graph_break"]
+    torch._dynamo.reset()
 
 
 @pytest.fixture(scope="session")

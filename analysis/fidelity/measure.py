@@ -62,11 +62,12 @@ def run(config: RunConfig, wanted: Measurement, out: Path, say: Say) -> list[str
         )
     backends(wanted.backends)
     check_model(config)
-    missing = (
-        compiler_missing(device()) if config.explore.compile or config.regenerate.compile else None
-    )
-    if missing is not None:
-        raise ConfigError(f"compile: {missing}: install it or set compile = false")
+    for key, stage in (("explore", config.explore), ("regenerate", config.regenerate)):
+        missing = compiler_missing(device()) if stage.compile else None
+        if missing is not None:
+            raise ConfigError(
+                f"{key}.compile: {missing}: install it or set {key}.compile = false"
+            )
     prompts = choose_prompts(config, wanted.prompts)
     with measuring(config, wanted.threads, out, "a noise without a reward has no rank"):
         rewards = measure(config, wanted, prompts, say)

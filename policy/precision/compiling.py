@@ -41,29 +41,30 @@ def compiler_missing(device: torch.device) -> str | None:
     )
 
 
-def compiled(module: nn.Module, device: torch.device) -> nn.Module:
+def compiled(module: nn.Module, device: torch.device, key: str = "compile") -> nn.Module:
     """``module`` compiled for each shape that it is called with; the weights are shared.
 
     Where there are lists of blocks each block is compiled, not the whole: equal blocks share one
     graph, so that the first call takes as long as one block of each kind. Nothing is compiled
-    before that call, which belongs in ``compile_failures``. Raises ValueError where it could not
-    be. Where torch would go on eagerly it is told to fail, in all of this process.
+    before that call, which belongs in ``compile_failures``. Raises ValueError, naming the setting
+    ``key``, where it could not be. Where torch would go on eagerly it is told to fail, in all of
+    this process.
     """
     import torch._dynamo
 
     missing = compiler_missing(device)
     if missing is not None:
-        raise ValueError(f"compile: {missing}: install it or set compile = false")
+        raise ValueError(f"{key}: {missing}: install it or set {key} = false")
     refused = {
         str(why) for part in module.modules() if (why := getattr(part, "not_compiled", None))
     }
     if refused:
-        raise ValueError(f"compile: {refused.pop()}, or set compile = false")
+        raise ValueError(f"{key}: {refused.pop()}, or set {key} = false")
     settings: Any = torch._dynamo.config
     if settings.disable:
         raise ValueError(
-            "compile: the environment variable TORCH_COMPILE_DISABLE turns it off: unset it or set"
-            " compile = false"
+            f"{key}: the environment variable TORCH_COMPILE_DISABLE turns it off: unset it or set"
+            f" {key} = false"
         )
     # else torch runs what it cannot compile eagerly: other bits, several times slower
     settings.suppress_errors = False

@@ -165,6 +165,15 @@ def test_a_run_that_was_told_to_goes_on_and_says_so(tiny_sd3_dir, tmp_path, monk
     assert [e["version"] for e in played.events if e["event"] == "identity_failed"] == [1, 2]
 
 
+def test_a_learner_that_compiles_recomputes_them_too(plain, tiny_sd3_dir, tmp_path, graphs):
+    """From its own weights without adapters, eagerly; nothing is fused in the graphs here, so that
+    the run has the bits of an eager one.
+    """
+    played = play(config_of(tiny_sd3_dir, tmp_path, regenerate__compile=True), tmp_path, stop=2)
+    assert [row["audit/identity_error"] for row in played.rows.values()] == [0.0, 0.0]
+    assert played.files() == plain.files() and graphs
+
+
 @pytest.mark.parametrize("backend", ["fp8", "bf16", pytest.param("fp32", marks=slow)])
 def test_every_backend_of_this_machine_agrees(backend, tiny_sd3_dir, tmp_path):
     precision = "bf16" if backend == "bf16" else "fp32"

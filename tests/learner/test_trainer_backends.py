@@ -1,12 +1,17 @@
 """What the learner packs for explorers whose device is not its own, and what of it is compiled."""
 
+import shutil
+
 import numpy as np
 import pytest
-from torch import nn
+import torch
 
-import learner.generating as module
+from learner.distance import relative_distance
+from learner.identity import SAFETY, _nudged
 from policy.explorer import Explorer
+from policy.lora import adapted_modules, adapter_state, load_adapter_state
 from policy.precision.backends import BACKENDS
+from tests.learner.test_paths import PATHS, groups_of
 from tests.learner.tiny import tiny_groups, tiny_trainer
 
 
@@ -31,45 +36,72 @@ def test_a_learner_without_the_explorers_gpu_packs_for_it(tiny_sd3_dir):
     assert trainer.export(0)[0].format == "nvfp4"
 
 
-def test_only_regeneration_is_compiled(tiny_sd3_dir, monkeypatch):
-    """A stand-in for the compiler counts calls: images go through it, training does not, and both
-    have the same weights.
-    """
-    calls = []
-
-    class Compiled(nn.Module):
-        def __init__(self, inner: nn.Module) -> None:
-            super().__init__()
-            self.inner = inner
-
-        def __getattr__(self, name: str):
-            return (
-                super().__getattr__(name)
-                if name == "inner" or name.startswith("_")
-                else getattr(self.inner, name)
-            )
-
-        def forward(self, *args, **named):
-            calls.append(1)
-            return self.inner(*args, **named)
-
-    monkeypatch.setattr(module, "compiled", lambda transformer, device: Compiled(transformer))
+def regenerating(model, **more):
+    """Trainers that regenerate eagerly and compiled, otherwise alike."""
     settings = {"steps": 4, "precision": "fp32", "batch_size": 8}
-    eager = tiny_trainer(tiny_sd3_dir, regenerate=settings)
-    trainer = tiny_trainer(tiny_sd3_dir, regenerate=settings | {"compile": True})
-    groups = tiny_groups(1)
-    for weights in ("old", "base"):
-        found, wanted = (
-            t.generator.generate(groups[0].cond, [1, 2], weights=weights)[0]["latents"]
-            for t in (trainer, eager)
-        )
-        np.testing.assert_array_equal(found, wanted)
-    assert len(calls) == 8
-    trainer.update(0, groups)
-    assert len(calls) == 8
+    return [
+        tiny_trainer(model, regenerate=settings | {"compile": compile}, **more)
+        for compile in (False, True)
+    ]
+
+
+def latents(trainer, weights=None, **more):
+    return trainer.generator.generate(tiny_groups(1)[0].cond, [1, 2], weights=weights, **more)[0]
+
+
+def test_regenerating_and_evaluating_are_compiled_and_training_is_not(tiny_sd3_dir, graphs):
+    """Once for all weights, those of later updates too; with the bits of eager passes, as nothing
+    is fused here.
+    """
+    eager, trainer = regenerating(tiny_sd3_dir)
+    for _ in range(2):
+        for weights in ("old", "ema", "base"):
+            wanted, found = (latents(t, weights)["latents"] for t in (eager, trainer))
+            np.testing.assert_array_equal(found, wanted)
+        assert len(graphs) == 2
+        for each in (eager, trainer):
+            each.update(each.done, tiny_groups(1))
+        assert len(graphs) == 2
+    assert trainer.checksum() == eager.checksum()
+
+
+def test_paths_are_compiled_beside_the_weights(tiny_sd3_dir, graphs):
+    """Adapters are not merged for them; their density is the policy's that is trained."""
+    eager, trainer = regenerating(tiny_sd3_dir, objective=PATHS["flow_grpo"])
+    wanted, found = latents(eager), latents(trainer)
+    assert all(np.array_equal(found[name], rows) for name, rows in wanted.items())
+    beside = list(graphs)
+    latents(trainer, solver="euler")
+    merged = graphs[len(beside) :]
+    assert len(merged) == len(beside) == 2 and min(beside) > max(merged)
+    drifts = [t.update(0, groups_of(t, 1))["loss/log_prob_drift"] for t in (eager, trainer)]
+    assert drifts[0] == drifts[1] < 1e-5
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("g++") is None, reason="no C++ compiler")
+def test_compiled_images_are_the_eager_ones_up_to_rounding(tiny_sd3_dir):
+    """The compiler fuses elementwise work and may sum in another order: the bound is the one that
+    the policy identity check has for other kernels. New weights are the ones that are used.
+    """
+    eager, trainer = regenerating(tiny_sd3_dir)
+    before = []
+    for weights in ("old", "old", "base"):
+        wanted, found = (latents(t, weights)["latents"] for t in (eager, trainer))
+        (group,) = tiny_groups(1)
+        nudged = _nudged(group.cond, torch.finfo(torch.float32).eps)
+        moved = eager.generator.generate(nudged, [1, 2], weights=weights)[0]["latents"]
+        roundings = 4 * len(adapted_modules(trainer.transformer))
+        bound = SAFETY * roundings**0.5 * relative_distance(moved, wanted)
+        assert 0 < relative_distance(found, wanted) <= bound
+        assert all(relative_distance(found, other) > 100 * bound for other in before)
+        before.append(found)
+        for each in (eager, trainer):
+            state = adapter_state(each.transformer, "old")
+            load_adapter_state(each.transformer, "old", {k: 2 * t for k, t in state.items()})
 
 
 def test_a_regenerator_that_cannot_be_compiled_is_one_line(tiny_sd3_dir, monkeypatch):
     monkeypatch.setenv("CXX", "no-such-compiler")
-    with pytest.raises(ValueError, match=r"^compile: torch.compile needs a C\+\+ compiler"):
+    with pytest.raises(ValueError, match=r"^regenerate.compile: torch.compile needs a C\+\+ compiler"):
         tiny_trainer(tiny_sd3_dir, regenerate={"precision": "fp32", "compile": True})

@@ -1,0 +1,72 @@
+"""Every family's denoiser with adapters, compiled: which graphs there are, and what they compute."""
+
+import pytest
+import torch
+
+from configs.sections import Model
+from policy.families import Family, family_for
+from policy.lora import add_adapters
+from policy.memory import conditioning_like
+from policy.merging import merged
+from policy.precision.compiling import compiled
+from policy.sampling.noise import noise_for
+from tests.policy.conftest import LORA
+from tests.tiny_families import NAMES, TWINS, tiny_model
+
+CPU = torch.device("cpu")
+ROWS = 2
+QUICK = ("sd3", "sana")
+"""Joint blocks of which the last is of another kind, and blocks with convolutions."""
+FAMILIES = [
+    pytest.param(name, marks=() if name in QUICK else pytest.mark.slow)
+    for name in NAMES
+    if name not in TWINS.values()
+]
+
+
+def inputs_of(family: Family, dtype: torch.dtype):
+    """x, sigma and conditioning of ROWS images."""
+    cond = conditioning_like(family, ROWS, dtype, "cpu")
+    generator = torch.Generator().manual_seed(5)
+    for tensor in cond.tensors.values():
+        if tensor.is_floating_point():
+            tensor.copy_(torch.randn(tensor.shape, generator=generator))
+    return noise_for(range(ROWS), family.latent_shape), torch.full((ROWS,), 0.5), cond
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+@torch.no_grad()
+def test_merged_weights_run_the_bare_models_graphs(name, directory, randomise, graphs):
+    """Whatever is merged, and however often, the graphs are those of the first pass, and their
+    operations those of the model without adapters; what they draw has the bits of new weights.
+    """
+    family = family_for(tiny_model(name, directory))
+    transformer = family.load_transformer("cpu", torch.bfloat16)
+    given = inputs_of(family, torch.bfloat16)
+    family.velocity(compiled(transformer, CPU), *given)
+    bare = set(graphs)
+    torch._dynamo.reset()
+    graphs.clear()
+    add_adapters(transformer, LORA, family)
+    denoiser, drawn, first = compiled(transformer, CPU), [], []
+    for seed, adapter in enumerate(("old", "ema", None, "old")):
+        if adapter is not None:
+            randomise(transformer, adapter, seed)
+        with merged(transformer, adapter):
+            drawn.append(family.velocity(denoiser, *given))
+            assert torch.equal(drawn[-1], family.velocity(transformer, *given))
+        first = first or list(graphs)
+        assert set(first) == bare and graphs == first
+    assert len({tuple(each.flatten().tolist()) for each in drawn}) == 4
+
+
+@torch.no_grad()
+def test_adapted_blocks_of_one_kind_are_one_graph(graphs):
+    """However deep the model is: the shipped one has more blocks than kinds of blocks."""
+    family = family_for(Model(path="shapes", height=32, width=32, max_sequence_length=1))
+    transformer = family.load_transformer("cpu", torch.float32)
+    add_adapters(transformer, LORA, family)
+    with merged(transformer, "old"):
+        family.velocity(compiled(transformer, CPU), *inputs_of(family, torch.float32))
+    print(len(transformer.transformer_blocks), graphs)
+    assert len(graphs) == 2 < len(transformer.transformer_blocks)
