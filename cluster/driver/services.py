@@ -165,6 +165,8 @@ class ActorServices:
         pools = [pool.supervisor for pool in self.pools if pool.kind in kinds]
         names = {pool.name(member) for pool in pools for member in pool.members}
         wanted = {f"{self.config.name}/{name}" for name in names}
+        # one that dies from here on, loading or later, finds the room that it left: all others
+        # hold theirs within a second or two
         while not wanted <= holding():
             await asyncio.sleep(HOLDING_S)
 
