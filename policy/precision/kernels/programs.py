@@ -94,7 +94,9 @@ def fp8_rows(x, codes, scales, columns, WIDTH: tl.constexpr, HARDWARE: tl.conste
     scale = tl.where(scale < least, least, scale)  # NaN stays
     scaled = v * tl.div_rn(1.0, scale)
     if HARDWARE:
-        limited = tl.minimum(tl.maximum(scaled, -448.0), 448.0)
+        # else NaN would become 448
+        limited = tl.maximum(scaled, -448.0, propagate_nan=tl.PropagateNan.ALL)
+        limited = tl.minimum(limited, 448.0, propagate_nan=tl.PropagateNan.ALL)
         code = limited.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
     else:
         bits = scaled.to(tl.int32, bitcast=True)
