@@ -98,7 +98,8 @@ def case_of(name: str, pixels: int | None, small: bool) -> Iterator[Case]:
     size: Tree = {side: pixels or model[side] for side in ("height", "width")}
     if "frames" in model:
         size["frames"] = SMALL_FRAMES if small else model["frames"]
-    guidance = 3.5 if part["config"].get("guidance_embeds") else None
+    # a thousand times it is a number of BF16, in which its sines are taken
+    guidance = 4.0 if part["config"].get("guidance_embeds") else None
     with tempfile.TemporaryDirectory(prefix="sol-rl-bench-") as scratch:
         path = write_configs(model, scratch)
         (path / "transformer" / "config.json").write_text(json.dumps(part["config"]))

@@ -6,8 +6,10 @@ trained on or shown, which the model's own autoencoder always decodes in FP32.
 
 from __future__ import annotations
 
+import copy
 import json
 from pathlib import Path
+from typing import cast
 
 import torch
 from torch import nn
@@ -70,6 +72,22 @@ def blank_decoder(config: RunConfig, family: Family, dtype: torch.dtype) -> nn.M
     }
     vae = build({"class": f"diffusers.{CLASS}", "config": described}, meta.META, dtype)
     return _of_latents(vae, family)
+
+
+def compiled_decoder(vae: nn.Module) -> nn.Module:
+    """``vae`` with a compiled decoder; itself where it keeps frames from call to call.
+
+    Only the autoencoder itself is a copy, without weights. The decoder is one graph: what it does
+    between its blocks, at the size of the image, is as much as what they do. Nothing is compiled
+    before the first call, which belongs in ``compile_failures``.
+    """
+    if hasattr(vae, "clear_cache"):
+        return vae
+    twin = copy.copy(vae)
+    twin._modules = dict(vae._modules)
+    decoder: nn.Module = vae.get_submodule("decoder")
+    twin._modules["decoder"] = cast("nn.Module", torch.compile(decoder, dynamic=False))
+    return twin
 
 
 def check_decoder(config: RunConfig, family: Family) -> None:

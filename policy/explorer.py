@@ -8,6 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from policy.decoders import compiled_decoder
 from policy.families.base import Family
 from policy.lora import target_modules
 from policy.offload import Offload, frozen_tensors
@@ -164,8 +165,8 @@ class Explorer(PackedPolicy):
         """``dtype`` is that of the unquantised parts, unless the backend has one of its own.
         ``vae`` decodes the images; None: the model's own, in FP32.
 
-        ``compile``: the first call at each batch size compiles the transformer, which takes minutes
-        at real size; ValueError where nothing can be compiled. ``activation_amax`` as in
+        ``compile``: the first call at each batch size compiles the transformer, on a GPU the
+        decoder too, which takes up to a minute at real size; ValueError where nothing can be compiled. ``activation_amax`` as in
         ``Backend.replacements``, ``trained`` and ``full`` as in ``PackedPolicy``.
 
         ``offload``: denoiser and decoder begin in host memory, and ``offload.back`` brings them to
@@ -186,6 +187,8 @@ class Explorer(PackedPolicy):
         )
         home = torch.device("cpu") if offload else self.device
         self.vae = vae if vae is not None else family.load_vae(home, torch.float32)
+        on_gpu = self.device.type == "cuda"
+        self._decoder = compiled_decoder(self.vae) if compile and on_gpu else self.vae
         moving = frozen_tensors(transformer, self.vae)
         self.offload = Offload(moving, self.device) if offload else None
 
@@ -205,6 +208,6 @@ class Explorer(PackedPolicy):
         As ``latents``, decoded.
         """
         latents = self.latents(cond, seeds, steps, solver, guided, upto, path, start)
-        with torch.no_grad():
-            images = self.family.decode(self.vae, latents)
+        with torch.no_grad(), compile_failures("explore.compile"):
+            images = self.family.decode(self._decoder, latents)
         return images.numpy(), latents.numpy()

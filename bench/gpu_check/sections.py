@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from bench.gpu_check import (
     gpu_tests,
+    gradients,
     iteration,
     kernels,
     passes,
@@ -39,5 +40,6 @@ SECTIONS = {
     "turns": Section("Weights that leave a GPU between turns", 1.5, turns.measure),
     "memory": Section("Memory against the plan", 3, peaks.measure),
     "iteration": Section("One iteration of each family", 6, iteration.measure),
+    "gradients": Section("Gradients in BF16", 2, gradients.measure),
     "tests": Section("Tests on the GPU", 3, gpu_tests.measure),
 }

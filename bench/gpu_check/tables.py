@@ -65,6 +65,7 @@ COLUMNS: dict[str, dict[str, Text]] = {
         **ARCHITECTURE, **FORM, "measured, GB": beside("measured GB"),
         "planned, GB": beside("planned GB"), "measured / planned": value,
     },
+    "gradients": {**ARCHITECTURE, **FORM, "off FP32": value},
     "tests": {
         "file": what, "failed": value, "passed": beside("passed"), "skipped": beside("skipped"),
         "which": lambda each: each.note,

@@ -13,7 +13,13 @@ from learner.publish import export_policy
 from planning.make import make_plan
 from planning.preflight import check_model
 from policy import memory, meta
-from policy.decoders import blank_decoder, check_decoder, load_decoder, proxy_dtype
+from policy.decoders import (
+    blank_decoder,
+    check_decoder,
+    compiled_decoder,
+    load_decoder,
+    proxy_dtype,
+)
 from policy.explorer import Explorer
 from policy.families import family_for
 from policy.families.pipeline import SHAPES_DECODER
@@ -21,6 +27,7 @@ from policy.precision.backends import BACKENDS
 from shapes.checksum import checksum
 from shapes.decoder_build import psnr
 from tests.learner.tiny import tiny_config, tiny_groups, tiny_trainer
+from tests.tiny_families import tiny_model
 from tests.tiny_sd3 import TINY_HEIGHT, TINY_LATENT, TINY_WIDTH
 
 CPU = torch.device("cpu")
@@ -163,3 +170,20 @@ def test_the_shipped_tiny_decoder_is_the_one_that_is_named():
     directory = SHAPES_DECODER
     assert checksum(directory) in (directory.parent / "README.md").read_text()
     assert sum(file.stat().st_size for file in directory.iterdir()) < 200_000
+
+
+@pytest.mark.parametrize("name", ["sd3", "sana", "flux2_klein", "wan", "qwen_image"])
+def test_a_compiled_decoder_is_one_graph_and_leaves_the_autoencoder_alone(request, graphs, name):
+    """One that keeps frames from call to call is left eager. Graphs run with eager bits here."""
+    family = family_for(tiny_model(name, request.getfixturevalue(f"tiny_{name}_dir")))
+    vae = family.load_vae(CPU, torch.float32)
+    twin = compiled_decoder(vae)
+    keeps_frames = name in ("wan", "qwen_image")
+    assert (twin is vae) == keeps_frames
+    latents = torch.randn(2, *family.latent_shape, generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        images = family.decode(vae, latents, batch_size=1)
+        assert not graphs
+        assert torch.equal(family.decode(twin, latents, batch_size=1), images)
+    assert len(graphs) == (not keeps_frames)
+    assert twin.get_submodule("decoder.conv_in") is vae.get_submodule("decoder.conv_in")

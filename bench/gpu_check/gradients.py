@@ -1,0 +1,91 @@
+"""Gradients of shallow models in BF16 against the same in FP32, by family; a kernel whose backward
+pass is unsound shows here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+from torch import Tensor
+
+from bench.architectures import Case
+from bench.gpu_check.findings import Finding, Item, LeftOut
+from bench.gpu_check.setting import FAMILIES, NEWER, Setting, free
+from configs.section import Tree
+from configs.training import Lora
+from policy.attention import sound_gradients
+from policy.device import allow_tf32, synchronise
+from policy.families.architectures import build
+from policy.families.base import Diffusers
+from policy.lora import add_adapters, adapter_state, load_adapter_state, use
+
+BATCH, DEPTH, LEAST_S = 2, 2, 10.0
+SIGMA = 0.5
+"""A thousand times it is a number of BF16: timesteps are rounded before their sines are taken."""
+DEPTHS = ("num_layers", "num_single_layers", "n_layers", "n_refiner_layers")
+"""How configurations of diffusers call the number of blocks."""
+
+
+def measure(setting: Setting) -> Iterator[Item]:
+    """Of every family as a learner takes them; then once more with the attention that torch would
+    choose, last, as reading foreign memory ends the process.
+    """
+    for name in (*FAMILIES, *(NEWER if setting.gpu else ())):
+        if setting.gpu and setting.left < LEAST_S:
+            yield LeftOut(name, "no time was left")
+            continue
+        with setting.case(name) as case:
+            yield _finding(case, setting, "as trained", sound_gradients(setting.device))
+        free()
+    for name in FAMILIES if setting.gpu else ():
+        with setting.case(name) as case:
+            yield _finding(case, setting, "torch's own choice", nullcontext())
+        free()
+
+
+def _finding(
+    case: Case, setting: Setting, form: str, attention: AbstractContextManager[None]
+) -> Finding:
+    with attention:
+        found = _gradient(case, setting, torch.bfloat16)
+    allow_tf32(setting.device, False)
+    with sound_gradients(setting.device):
+        wanted = _gradient(case, setting, torch.float32)
+    allow_tf32(setting.device, True)
+    return Finding(
+        f"{case.name}, gradient of the adapter in BF16, {form}, off that in FP32",
+        float((found - wanted).norm() / wanted.norm()),
+        "share",
+        {"architecture": case.name, "form": form},
+        {"norm": float(wanted.norm())},
+        f"{DEPTH} blocks of each kind",
+    )
+
+
+def _gradient(case: Case, setting: Setting, dtype: torch.dtype) -> Tensor:
+    """Float32 [D] of a mean square, recomputed going backward; weights are those of BF16."""
+    config: Tree = case.part["config"]
+    shallow = {key: min(DEPTH, config[key]) for key in DEPTHS if key in config}
+    with torch.random.fork_rng(devices=[setting.device] if setting.gpu else []):
+        torch.manual_seed(0)
+        part = {**case.part, "config": {**config, **shallow}}
+        transformer: Diffusers = build(part, setting.device, torch.bfloat16)
+    transformer.to(dtype)
+    add_adapters(transformer, Lora(), case.family, names=("current",))
+    generator = torch.Generator().manual_seed(0)
+    state = {
+        key: value + 0.01 * torch.randn(value.shape, generator=generator)
+        for key, value in adapter_state(transformer, "current").items()
+    }
+    load_adapter_state(transformer, "current", state)
+    transformer.enable_gradient_checkpointing()
+    x, _, cond = case.inputs(BATCH, setting.device)
+    sigmas = torch.full((BATCH,), SIGMA, device=setting.device)
+    with use(transformer, "current"):
+        velocity = case.family.velocity(transformer, x, sigmas, cond.to(dtype=dtype))
+        (velocity - x).square().mean().backward()
+    synchronise(setting.device)
+    grads = [each.grad for each in transformer.parameters() if each.grad is not None]
+    return torch.cat([grad.float().flatten() for grad in grads]).cpu()
