@@ -208,6 +208,13 @@ def groups_of(plan: Sequence[ModuleRow]) -> dict[str, str]:
     return {row.name: row.fused or row.name for row in plan if row.quantised}
 
 
+def work_of(do: Callable[[], object]) -> Work:
+    """What ``do`` runs on the meta device."""
+    with fused_attention(), Tally() as tally:
+        do()
+    return _work(tally)
+
+
 def _work(tally: Tally) -> Work:
     return Work(
         flops=tally.flops,
