@@ -19,7 +19,7 @@ from bench.timing import Options, Ratio, interleave
 from configs.load import ConfigError
 from policy.device import synchronise, threads
 from policy.families.architectures import build, published_names
-from policy.memory import held_bytes, sampling_work
+from policy.memory import groups_of, held_bytes, sampling_work
 from policy.precision.backends import BACKENDS, Backend, available_backends, resolve_backend
 from policy.precision.compiling import compiled, compiler_missing
 from policy.precision.swap import quantise_plan, swap_linears, weight_modules
@@ -31,8 +31,7 @@ def quantisable_share(case: Case, backend: Backend) -> float:
     """
     transformer = build(case.part, "meta")
     plan = quantise_plan(transformer, case.family, (), backend)
-    quantised = [row.name for row in plan if row.quantised]
-    work = sampling_work(case.family, transformer, 1, torch.float32, quantised)
+    work = sampling_work(case.family, transformer, 1, torch.float32, groups_of(plan))
     return work.quantised / work.flops
 
 

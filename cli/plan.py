@@ -36,7 +36,21 @@ ASSUMED = (
         "assumed dense BF16 peak of a GPU; the accelerator's unless given",
     ),
     ("quantised_peak_tflops", float, None, "T", "assumed peak in quantized layers"),
-    ("utilisation", float, 0.4, "U", "assumed share of the peaks that is reached"),
+    (
+        "bandwidth",
+        float,
+        None,
+        "TB/S",
+        "assumed bandwidth of a GPU's memory; the accelerator's unless given",
+    ),
+    (
+        "utilisation",
+        float,
+        None,
+        "U",
+        "assumed share of the peaks that is reached; as measured on an H200 unless given,"
+        " on CPUs 0.4",
+    ),
     ("gpu_memory_gb", float, None, "GB", "assumed memory of a GPU; the accelerator's unless given"),
     ("node_gpus", int, 8, "N", "GPUs of an assumed node"),
     ("node_cpus", int, 96, "N", "CPUs of an assumed node"),

@@ -4,6 +4,7 @@ reached.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 
 from configs.load import ConfigError
@@ -11,6 +12,7 @@ from configs.schema import RunConfig
 from planning.placement import needs_of
 from policy.precision.accelerators import ACCELERATORS
 from policy.precision.backends import BACKENDS, Backend, auto_backends
+from policy.precision.cost import Rates, rates
 
 HOST_LINK_GB_S = 50.0
 """GB of 1e9 bytes per second between page-locked host memory and a GPU, one way, while all GPUs of
@@ -42,17 +44,27 @@ def peer_link(accelerator: str) -> float:
     return host_link(accelerator) / 2
 
 
+ON_CPUS = 0.4
+"""Share of a peak that is given for CPUs, where nothing else is known of them."""
+BESIDE = 0.4
+"""Share of a GPU's peak that scorers and text encoders are taken to reach. On an H200 a scorer in
+FP32 (ViT-H, 24 images) reached 0.36 beside exploring.
+"""
+
+
 @dataclass(frozen=True)
 class Assumptions:
-    """What a dry run cannot know. Peaks are dense TFLOP/s of one GPU; None: those of
-    ``accelerator``.
+    """What a dry run cannot know. Peaks are dense TFLOP/s of one GPU, the bandwidth of its memory
+    TB/s; None: those of ``accelerator``. ``utilisation``: the share of peaks that products reach;
+    None: what was measured (``policy.precision.cost``), on CPUs ``ON_CPUS``.
     """
 
     # None: the first that services.rollout.accelerator allows, or B200
     accelerator: str | None = None
     peak_tflops: float | None = None
     quantised_peak_tflops: float | None = None
-    utilisation: float = 0.4
+    bandwidth: float | None = None
+    utilisation: float | None = None
     gpu_memory_gb: float | None = None
     gpus: int | None = None  # None: those of [layout], or one node's
     node_gpus: int = 8
@@ -61,13 +73,28 @@ class Assumptions:
 
 @dataclass(frozen=True)
 class Device:
-    """The assumptions, resolved for a configuration."""
+    """The assumptions, resolved for a configuration. ``form``: what quantised layers compute in.
+    The bandwidth is infinite where it is not known: then bytes take no time.
+    """
 
     name: str
     tflops: float
     quantised_tflops: float
     memory_gb: float
-    utilisation: float
+    utilisation: float | None = None
+    bandwidth: float = math.inf
+    form: str = "bf16"
+
+    def rates(self, quantised: bool = False) -> Rates:
+        """What it reaches, with quantised layers or without."""
+        form = self.form if quantised else "bf16"
+        quick = self.quantised_tflops if quantised else self.tflops
+        return rates(self.tflops, quick, self.bandwidth, form, self.utilisation)
+
+    @property
+    def plain(self) -> float:
+        """TFLOP/s that models beside the denoiser reach in BF16."""
+        return self.tflops * (self.utilisation or BESIDE)
 
 
 def device_of(config: RunConfig, given: Assumptions) -> tuple[Device | None, str | None]:
@@ -78,7 +105,8 @@ def device_of(config: RunConfig, given: Assumptions) -> tuple[Device | None, str
         if not (peak := given.peak_tflops):
             return None, None
         quantised = given.quantised_peak_tflops or peak
-        return Device("CPUs", peak, quantised, 0.0, given.utilisation), None
+        share = given.utilisation or ON_CPUS
+        return Device("CPUs", peak, quantised, 0.0, share, given.bandwidth or math.inf), None
     wanted = (config.services.rollout.accelerator or "").removeprefix("in(").rstrip(")").split(",")
     named = [name.strip() for name in wanted if name.strip() and not name.startswith("!")]
     name = given.accelerator or next(
@@ -93,16 +121,23 @@ def device_of(config: RunConfig, given: Assumptions) -> tuple[Device | None, str
     peak = given.peak_tflops or (known.bf16 if known else 0.0)
     memory_gb = given.gpu_memory_gb or (known.memory_gb if known else 0.0)
     quantised = given.quantised_peak_tflops or peak
-    return Device(name, peak, quantised, memory_gb, given.utilisation), name
+    bandwidth = given.bandwidth or (known.bandwidth if known else math.inf)
+    return Device(name, peak, quantised, memory_gb, given.utilisation, bandwidth), name
 
 
-def with_format(device: Device, name: str | None, backend: Backend) -> Device:
-    """With the peak of the backend's format; emulated NVFP4 gains nothing."""
+def with_format(
+    device: Device, name: str | None, backend: Backend, peak: float | None = None
+) -> Device:
+    """With the backend's format and its peak, or the ``peak`` that is given; emulated NVFP4 gains
+    nothing.
+    """
     known = ACCELERATORS.get(name or "")
+    if peak is not None:
+        return replace(device, quantised_tflops=peak, form=backend.wire_format)
     if known is None or backend.speedup <= 1 or not known.runs(backend):
         return replace(device, quantised_tflops=device.tflops)
-    peak = known.peak(backend.wire_format) or known.bf16 * backend.speedup
-    return replace(device, quantised_tflops=peak)
+    quick = known.peak(backend.wire_format) or known.bf16 * backend.speedup
+    return replace(device, quantised_tflops=quick, form=backend.wire_format)
 
 
 def backend_of(config: RunConfig, accelerator: str | None) -> tuple[Backend, str]:

@@ -10,7 +10,7 @@ import functools
 import json
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
@@ -120,6 +120,9 @@ def _shared_key(config: RunConfig, backend: str) -> str:
         parts.append(f"{model.frames}f" if small == model else f"{model.frames}f>{small.frames}f")
     if doubled:
         parts.append("+".join(doubled))
+    services = (config.services.rollout, config.services.learner, config.services.encoder)
+    if not all(on_gpus(config, service) for service in services):
+        parts.append("host:" + "".join(str(int(on_gpus(config, each))) for each in services))
     return " ".join(str(part) for part in parts)
 
 
@@ -135,13 +138,13 @@ def _sampling(
     batch: int,
     rows: int,
     dtype: torch.dtype,
-    quantised: Sequence[str] = (),
+    groups: Mapping[str, str] | None = None,
 ) -> Work:
     """Operations of one velocity of ``batch`` images, and peak and widest of a pass of ``rows``."""
-    work = memory.sampling_work(family, transformer, batch, dtype, quantised)
+    work = memory.sampling_work(family, transformer, batch, dtype, groups)
     if rows == batch:
         return work
-    whole = memory.sampling_work(family, transformer, rows, dtype, quantised)
+    whole = memory.sampling_work(family, transformer, rows, dtype, groups)
     return replace(work, peak=whole.peak, widest=whole.widest)
 
 
@@ -169,14 +172,13 @@ def write_kept(rows: dict[str, Counts]) -> None:
 
 def count(config: RunConfig, family: Family, backend: Backend) -> Counts:
     """Built on the meta device and run there: no weights are read."""
-    decoder = blank_decoder(
-        config, family, proxy_dtype(config, on_gpus(config, config.services.rollout))
-    )
-    proxy_decoder, proxy = memory.decoding_work(family, batch_of(config), decoder)
+    gpu = on_gpus(config, config.services.rollout)
+    decoder = blank_decoder(config, family, proxy_dtype(config, gpu))
+    proxy_decoder, proxy = memory.decoding_work(family, batch_of(config), decoder, gpu)
     return replace(
         _of_backend(config, family, backend),
         proxy_decoder=proxy_decoder,
-        proxy_flops=proxy.flops // batch_of(config),
+        proxy_flops=round(proxy.flops / batch_of(config)),
         proxy_peak=proxy.peak,
     )
 
@@ -196,18 +198,18 @@ def _of_backend(config: RunConfig, family: Family, backend: Backend) -> Counts:
     transformer, rows, layers = meta.blank_explorer(
         family, backend, config.explore.modules_to_not_convert, dtype
     )
-    quantised = [row.name for row in rows if row.quantised]
     sent = memory.wire_bytes(rows, layers, adapted, backend)
     small = config.explored_model.model_copy(update={"path": family.model.path})
     smaller = type(family)(small)
     scale = config.plan.explore.guidance if config.plan.explore else 1.0
+    groups = memory.groups_of(rows)
     _seen[key] = replace(
         _common(config, family),
         quantised=sum(math.prod(row.shape) for row in rows if row.quantised),
         rollout=memory.held_bytes(transformer),
         broadcast=sent.total,
         changing=sent.changing,
-        step=_sampling(smaller, base, batch, _rows(config, batch, scale), dtype, quantised),
+        step=_sampling(smaller, base, batch, _rows(config, batch, scale), dtype, groups),
     )
     return _seen[key]
 
@@ -227,9 +229,11 @@ def _common(config: RunConfig, family: Family) -> Counts:
     rows = _rows(config, again, scales.regenerate, scales.evaluate)
     merged = _sampling(family, base, again, rows, dtype)
     trained = meta.adapt(base, family, config.lora)
-    autoencoder, decode = memory.decoding_work(family, again)
+    services = config.services
+    autoencoder, decode = memory.decoding_work(family, again, gpu=on_gpus(config, services.learner))
     adapted = _sampling(family, base, again, rows, dtype)
-    source = memory.source_work(family, dtype) if family.edits else Work(0, 0, 0)
+    encodes = on_gpus(config, services.encoder)
+    source = memory.source_work(family, dtype, encodes) if family.edits else Work()
     _seen[key] = Counts(
         weights=weights,
         quantised=0,
@@ -246,12 +250,12 @@ def _common(config: RunConfig, family: Family) -> Counts:
         merged=merged,
         adapted=adapted,
         training=_training(config, family, base),
-        decode_flops=decode.flops // again,
+        decode_flops=round(decode.flops / again),
         decode_again=decode.peak,
         proxy_decoder=autoencoder,
-        proxy_flops=decode.flops // again,
+        proxy_flops=round(decode.flops / again),
         proxy_peak=decode.peak,
-        source_flops=source.flops,
+        source_flops=round(source.flops),
         source_peak=source.peak,
     )
     return _seen[key]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from configs.sections import Model
 from planning.assumptions import Device
 from planning.layouts.lines import as_json, outlook_lines
@@ -166,13 +168,11 @@ def _operations(plan: Plan) -> list[str]:
         + ("" if device is None else "; seconds are a prediction from the assumptions below"),
     ]
     for name, stage in plan.stages.items():
-        parts = [f"denoiser {(stage.unquantized + stage.quantised) / 1e15:.3g}"]
+        parts = [f"denoiser {stage.denoising / 1e15:.3g}"]
         parts += (
-            [f"of it quantised {stage.quantised / (stage.unquantized + stage.quantised):.0%}"]
-            if stage.quantised
-            else []
+            [f"of it quantised {stage.quantised / stage.denoising:.0%}"] if stage.quantised else []
         )
-        narrow = " in BF16" if stage.decoding_rate == 1 else ""
+        narrow = " in BF16" if stage.narrow else ""
         parts += [f"decoding {stage.decoding / 1e15:.3g}{narrow}"] if stage.decoding else []
         seconds = "" if device is None else f"{stage.seconds(device):9.1f} s on {stage.gpus:g} GPU"
         lines.append(f"  {name:<12}{stage.flops / 1e15:10.4g}{seconds}  ({', '.join(parts)})")
@@ -193,11 +193,24 @@ def _operations(plan: Plan) -> list[str]:
             f" {config.evaluate.noises} seeds x {config.evaluate.steps} steps, every"
             f" {config.evaluate.every} iterations"
         ),
-        f"assumed     {device.name}: {device.tflops:g} TFLOP/s, {device.quantised_tflops:g} in"
-        f" quantised layers, {device.tflops / 2:g} decoding; {device.utilisation:.0%} of them used"
-        + (f"; {device.memory_gb:g} GB" if device.memory_gb else ""),
+        _assumed(device),
     ]
     return lines
+
+
+def _assumed(device: Device) -> str:
+    at = device.rates(quantised=True)
+    narrow, wide = at.decoding
+    moved = f"{at.memory / 1e12:.3g} of {device.bandwidth:g} TB/s"
+    parts = [
+        f"{at.bf16 / 1e12:.4g} of {device.tflops:g} TFLOP/s",
+        f"{at.quantised / 1e12:.4g} of {device.quantised_tflops:g} in quantised layers",
+        f"{narrow / 1e12:.3g} decoding in BF16, {wide / 1e12:.3g} in FP32",
+        moved if math.isfinite(device.bandwidth) else "bytes take no time",
+        *([f"{device.memory_gb:g} GB"] if device.memory_gb else []),
+        *([] if device.utilisation else ["shares as measured on one H200"]),
+    ]
+    return f"assumed     {device.name}: {'; '.join(parts)}"
 
 
 def iteration_seconds(plan: Plan, device: Device) -> float:

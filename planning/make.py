@@ -1,8 +1,8 @@
 """``sol-rl plan``: what a run needs and how long an iteration may take, with nothing loaded.
 
 Sizes and operations are counted on the architecture (``policy.memory``); where actors would go is
-asked of ``planning.placement``. Seconds are operations over an assumed share of an assumed peak,
-and nothing else: scoring, transfers and publishing are not in them.
+asked of ``planning.placement``. Seconds are those of ``policy.precision.cost``: passes and decoding
+alone, without scoring, transfers and publishing.
 """
 
 from __future__ import annotations
@@ -196,8 +196,8 @@ def _plan(
     dtype = DTYPES[config.regenerate.precision]
     counts = counts_of(config, family, backend)
     sent = WireBytes(counts.broadcast, counts.changing) if config.plan.explore else NOTHING_SENT
-    if device is not None and given.quantised_peak_tflops is None:
-        device = with_format(device, accelerator, backend)
+    if device is not None:
+        device = with_format(device, accelerator, backend, given.quantised_peak_tflops)
     stages, evaluation = stages_of(config, counts)
     there, placed, problem = _placement(config, given, accelerator, nodes)
     return Plan(

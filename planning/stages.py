@@ -1,7 +1,8 @@
-"""Operations of an iteration's parts, from what single passes take (``planning.counting``)."""
+"""Passes of an iteration's parts, from what single passes take (``planning.counting``)."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,34 +17,54 @@ from planning.assumptions import Device
 from planning.counting import Counts, batch_of, on_gpus
 from policy.decoders import proxy_dtype
 from policy.precision.backends import BACKENDS
+from policy.precision.cost import Step, seconds
+
+
+@dataclass(frozen=True)
+class Part:
+    """So many calls of one pass of the denoiser; ``quantised``: with quantised layers."""
+
+    calls: float
+    step: Step
+    quantised: bool = False
+    compiled: bool = False
 
 
 @dataclass(frozen=True)
 class Stage:
-    """Operations of a part of an iteration, over all its actors.
-
-    ``decoding`` runs at the share ``decoding_rate`` of BF16's peak: half of it in TF32.
+    """Passes and operations of a part of an iteration, over all its actors; ``narrow``: what is
+    decoded is decoded in BF16.
     """
 
-    unquantized: float
-    quantised: float = 0.0
+    parts: Sequence[Part]
     decoding: float = 0.0
-    decoding_rate: float = 0.5
+    narrow: bool = False
     gpus: float = 1.0  # of all its actors; none uses more than one
+
+    @property
+    def denoising(self) -> float:
+        """Operations of the denoiser."""
+        return sum(part.calls * part.step.flops for part in self.parts)
+
+    @property
+    def quantised(self) -> float:
+        """Those of them in quantised layers."""
+        return sum(part.calls * part.step.quantised for part in self.parts if part.quantised)
 
     @property
     def flops(self) -> float:
         """All operations."""
-        return self.unquantized + self.quantised + self.decoding
+        return self.denoising + self.decoding
 
     def seconds(self, device: Device) -> float:
         """Seconds that it takes on its GPUs."""
-        at = (
-            self.unquantized / device.tflops
-            + self.quantised / device.quantised_tflops
-            + self.decoding / (device.tflops * self.decoding_rate)
+        at = {quantised: device.rates(quantised) for quantised in (False, True)}
+        busy = sum(
+            part.calls * seconds(part.step, at[part.quantised], compiled=part.compiled)
+            for part in self.parts
         )
-        return at / (1e12 * device.utilisation * self.gpus)
+        narrow, wide = at[False].decoding
+        return (busy + self.decoding / (narrow if self.narrow else wide)) / self.gpus
 
 
 def stages_of(config: RunConfig, counts: Counts) -> tuple[dict[str, Stage], Stage]:
@@ -52,50 +73,53 @@ def stages_of(config: RunConfig, counts: Counts) -> tuple[dict[str, Stage], Stag
     Nothing is quantised for an arm that explores at full precision.
     """
     prompts, plan, full = config.prompts.per_iteration, config.plan, config.regenerate
-    rollout, learner, scales = config.services.rollout, config.services.learner, config.guidance
-    step, adapted = (work.flops / full.batch_size for work in (counts.merged, counts.adapted))
+    learner, scales = config.services.learner, config.guidance
     mine = learner.count * (min(1.0, learner.gpus) or 1.0)
     stages: dict[str, Stage] = {}
-    small, whole = config.explored_model, config.model
-    area = pixels(small) / pixels(whole)
+
+    def merged(images: float, guidance: float) -> Part:
+        calls = images / full.batch_size * passes(guidance)
+        return Part(calls, counts.merged, compiled=full.compile)
+
+    def adapted(images: float, guidance: float) -> Part:
+        return Part(images / full.batch_size * passes(guidance), counts.adapted)
+
     if plan.explore is not None:
-        images = prompts * plan.explore.pool_size
-        calls = images * plan.explore.steps / batch_of(config) * passes(plan.explore.guidance)
-        backend = BACKENDS.get(plan.explore.backend)  # None: "auto", which quantises
-        narrow = proxy_dtype(config, on_gpus(config, rollout)) == torch.bfloat16
-        quantised = counts.step.quantised if backend is None or backend.quantises else 0
-        stages["explore"] = Stage(
-            unquantized=calls * (counts.step.flops - quantised),
-            quantised=calls * quantised,
-            decoding=images * counts.proxy_flops * area,
-            decoding_rate=1.0 if narrow else 0.5,
-            gpus=rollout.actors * (min(1.0, rollout.gpus) or 1.0),
-        )
+        stages["explore"] = _exploring(config, counts)
     if plan.regenerate:
         images = prompts * (config.selection.keep + config.audit.random_seeds)
         objective = build_objective(config.objective, config.stop.max_kl is not None)
         # paths are drawn with adapters beside the weights
-        one = adapted if objective.path_solver or config.lora.base != "full" else step
-        stages["regenerate"] = Stage(
-            images * full.steps * one * passes(scales.regenerate),
-            decoding=images * counts.decode_flops,
-            gpus=mine,
-        )
+        beside = objective.path_solver or config.lora.base != "full"
+        one = (adapted if beside else merged)(images * full.steps, scales.regenerate)
+        stages["regenerate"] = Stage([one], decoding=images * counts.decode_flops, gpus=mine)
     points, others = training_points(config)
-    trained = counts.training.flops / config.optimizer.batch_size
+    trained = prompts * config.selection.keep * points
+    calls = trained / config.optimizer.batch_size * passes(scales.train)
     stages["update"] = Stage(
-        prompts
-        * config.selection.keep
-        * points
-        * (trained + others * adapted)
-        * passes(scales.train),
-        gpus=mine,
+        [Part(calls, counts.training), adapted(trained * others, scales.train)], gpus=mine
     )
     images = config.evaluate.prompts * config.evaluate.noises
     return stages, Stage(
-        images * config.evaluate.steps * step * passes(scales.evaluate),
+        [merged(images * config.evaluate.steps, scales.evaluate)],
         decoding=images * counts.decode_flops,
         gpus=mine,
+    )
+
+
+def _exploring(config: RunConfig, counts: Counts) -> Stage:
+    explore, rollout = config.plan.explore, config.services.rollout
+    assert explore is not None
+    images = config.prompts.per_iteration * explore.pool_size
+    calls = images * explore.steps / batch_of(config) * passes(explore.guidance)
+    backend = BACKENDS.get(explore.backend)  # None: "auto", which quantises
+    quantised = backend is None or backend.quantises
+    area = pixels(config.explored_model) / pixels(config.model)
+    return Stage(
+        [Part(calls, counts.step, quantised, config.explore.compile)],
+        decoding=images * counts.proxy_flops * area,
+        narrow=proxy_dtype(config, on_gpus(config, rollout)) == torch.bfloat16,
+        gpus=rollout.actors * (min(1.0, rollout.gpus) or 1.0),
     )
 
 

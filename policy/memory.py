@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
@@ -23,6 +23,7 @@ from policy.families.base import Diffusers, Family
 from policy.lora import adapted_modules, use
 from policy.meta import META, blank
 from policy.precision.backends import Backend
+from policy.precision.cost import Step
 from policy.precision.fused import FusedMember
 from policy.precision.layer import QuantisedLinear
 from policy.precision.swap import ModuleRow, changing_modules, weight_modules
@@ -32,17 +33,12 @@ from policy.types import Conditioning
 
 
 @dataclass(frozen=True)
-class Work:
-    """What one pass takes.
-
-    ``flops`` are two per multiplication and addition, ``quantised`` those of them in quantised
-    layers, ``peak`` the bytes allocated at once, without the weights and without packed inputs of
-    quantised layers, the largest of which has ``widest`` elements.
+class Work(Step):
+    """What one pass takes: ``peak`` are the bytes allocated at once, without the weights and
+    without packed inputs of quantised layers, the largest of which has ``widest`` elements.
     """
 
-    flops: int
-    quantised: int
-    peak: int
+    peak: int = 0
     widest: int = 0
 
 
@@ -186,16 +182,49 @@ def sampling_work(
     transformer: nn.Module,
     batch: int,
     dtype: torch.dtype,
-    quantised: Sequence[str] = (),
+    groups: Mapping[str, str] | None = None,
 ) -> Work:
-    """One call of an unquantized denoiser on the meta device for ``batch`` images, no gradients."""
+    """One call of an unquantized denoiser on the meta device for ``batch`` images, no gradients.
+    ``groups``: of the layers that would be quantised, the one that packs the input (``groups_of``).
+    """
+    groups = groups or {}
     x = torch.empty(batch, *family.latent_shape, device=META)
     cond = conditioning_like(family, batch, dtype)
     tally = Tally()
-    with torch.no_grad(), calls_of(transformer, set(quantised), tally) as calls:
+    with torch.no_grad(), calls_of(transformer, groups, tally) as calls:
         family.velocity(transformer, x, torch.tensor(0.5), cond)
-    widest = max((call.elements for call in calls), default=0)
-    return Work(tally.flops, sum(call.flops for call in calls), tally.peak, widest)
+    packed = {groups[call.name]: call.elements for call in calls}  # a group packs its input once
+    return replace(
+        _work(tally),
+        quantised=sum(call.flops for call in calls),
+        inputs=len(packed),
+        elements=sum(packed.values()),
+        widest=max(packed.values(), default=0),
+    )
+
+
+def groups_of(plan: Sequence[ModuleRow]) -> dict[str, str]:
+    """By quantised layer, the fused group that it is in, or itself."""
+    return {row.name: row.fused or row.name for row in plan if row.quantised}
+
+
+def work_of(do: Callable[[], object]) -> Work:
+    """What ``do`` runs on the meta device."""
+    with fused_attention(), Tally() as tally:
+        do()
+    return _work(tally)
+
+
+def _work(tally: Tally) -> Work:
+    return Work(
+        flops=tally.flops,
+        kernels=tally.kernels,
+        bytes=tally.bytes,
+        small=tally.small,
+        attention=tally.attention,
+        heads=tally.heads,
+        peak=tally.peak,
+    )
 
 
 def training_work(
@@ -218,12 +247,14 @@ def training_work(
         transformer.zero_grad(set_to_none=True)
         if recomputed:
             model.disable_gradient_checkpointing()
-    return Work(tally.flops, 0, tally.peak)
+    return _work(tally)
 
 
-def decoding_work(family: Family, batch: int, decoder: nn.Module | None = None) -> tuple[int, Work]:
+def decoding_work(
+    family: Family, batch: int, decoder: nn.Module | None = None, gpu: bool = False
+) -> tuple[int, Work]:
     """(bytes of the decoder, work of decoding ``batch`` latents as configured). ``decoder`` is one
-    on the meta device; None: the model's own autoencoder in FP32.
+    on the meta device; None: the model's own autoencoder in FP32. ``gpu``: it runs on one.
 
     Clips are decoded one at a time, as ``Family.decode`` does it.
     """
@@ -234,15 +265,15 @@ def decoding_work(family: Family, batch: int, decoder: nn.Module | None = None) 
         vae.enable_tiling()
     together = 1 if family.video else batch
     latents = torch.empty(together, *family.latent_shape, device=META, dtype=vae.dtype)
-    with torch.no_grad(), fused_attention(), Tally() as tally:
+    with torch.no_grad(), fused_attention(), Tally(converts=gpu) as tally:
         family.pixels(vae, latents).float().clamp(0, 1)
-    return held_bytes(vae), Work(tally.flops * (batch // together), 0, tally.peak)
+    return held_bytes(vae), replace(_work(tally), flops=tally.flops * (batch // together))
 
 
-def source_work(family: Family, dtype: torch.dtype) -> Work:
+def source_work(family: Family, dtype: torch.dtype, gpu: bool = False) -> Work:
     """The encoder's autoencoder on the image that a prompt edits, in ``dtype``."""
     vae: Diffusers = blank(family, "vae", dtype)
     image = torch.empty(1, *family.source_shape, device=META, dtype=dtype)
-    with torch.no_grad(), fused_attention(), Tally() as tally:
+    with torch.no_grad(), fused_attention(), Tally(converts=gpu) as tally:
         vae.encode(image, return_dict=False)
-    return Work(tally.flops, 0, tally.peak)
+    return _work(tally)

@@ -27,18 +27,9 @@ def blank(family: Family, part: str, dtype: torch.dtype) -> nn.Module:
         key: value for key, value in family.part_config(part).items() if not key.startswith("_")
     }
     if library == "diffusers":
-        module = build({"class": f"diffusers.{name}", "config": config}, META, dtype)
-        # stored buffers are cast as weights are
-        for path in module.state_dict().keys() - dict(module.named_parameters()).keys():
-            owner, _, leaf = path.rpartition(".")
-            buffer = module.get_buffer(path)
-            if buffer.is_floating_point():
-                module.get_submodule(owner).register_buffer(leaf, buffer.to(dtype))
-        model: Diffusers = module
-        for path, parameter in module.named_parameters():
-            if not set(path.split(".")).isdisjoint(model._keep_in_fp32_modules or ()):
-                parameter.data = parameter.data.float()
-        return module
+        return as_loaded(
+            build({"class": f"diffusers.{name}", "config": config}, META, dtype), dtype
+        )
     import transformers
 
     cls: Any = getattr(transformers, name)
@@ -51,6 +42,21 @@ def blank(family: Family, part: str, dtype: torch.dtype) -> nn.Module:
             return cls(described).eval().requires_grad_(False)
     finally:
         torch.set_default_dtype(before)
+
+
+def as_loaded(model: Diffusers, dtype: torch.dtype) -> Diffusers:
+    """A model that was built, with the types of one that is loaded in ``dtype``: stored buffers,
+    such as tables of positions, are cast as weights are, and some weights stay in FP32.
+    """
+    for path in model.state_dict().keys() - dict(model.named_parameters()).keys():
+        owner, _, leaf = path.rpartition(".")
+        buffer = model.get_buffer(path)
+        if buffer.is_floating_point():
+            model.get_submodule(owner).register_buffer(leaf, buffer.to(dtype))
+    for path, parameter in model.named_parameters():
+        if not set(path.split(".")).isdisjoint(model._keep_in_fp32_modules or ()):
+            parameter.data = parameter.data.float()
+    return model
 
 
 def text_encoders(family: Family, dtype: torch.dtype) -> dict[str, nn.Module]:

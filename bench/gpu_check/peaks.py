@@ -41,7 +41,8 @@ def measure(setting: Setting) -> Iterator[Item]:
 
 
 def _weights(case: Case, setting: Setting) -> Iterator[Finding]:
-    held = memory.held_bytes(build(case.part, setting.device, setting.dtype))
+    built = build(case.part, setting.device, setting.dtype)
+    held = memory.held_bytes(meta.as_loaded(built, setting.dtype))
     planned = memory.held_bytes(meta.blank(case.family, "transformer", setting.dtype))
     yield _against(case, "weights", held, planned)
 
@@ -59,7 +60,7 @@ def _peaks(case: Case, name: str, setting: Setting) -> Iterator[Finding]:
     work = memory.training_work(family, blank, BATCH, dtype, recomputed=1.0)
     yield _against(case, "training pass", _peak(_training(case, setting), device), work.peak)
     free()
-    _, work = memory.decoding_work(family, BATCH)
+    _, work = memory.decoding_work(family, BATCH, gpu=True)
     yield _against(case, "decoding", _peak(_decoding(case, name, setting), device), work.peak)
 
 

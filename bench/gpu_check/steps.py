@@ -169,8 +169,12 @@ def _predicted(case: Case, backend: Backend, batch: int) -> dict[str, float]:
         return {}
     step = step_of(case.family, build(case.part, "meta", torch.bfloat16), backend, batch)
     found = {
-        form: cost.speed(step, accelerator, backend.wire_format, fused)
-        for form, fused in (("predicted eager", False), ("predicted", True))
+        form: cost.speed(step, accelerator, backend.wire_format, fused, compiled)
+        for form, fused, compiled in (
+            ("predicted eager", False, False),
+            ("predicted", True, False),
+            ("predicted compiled", True, True),
+        )
     }
     return {form: speed for form, speed in found.items() if speed is not None}
 
@@ -185,7 +189,8 @@ def _finding(
 ) -> Finding:
     """Speed: BF16's seconds over this backend's."""
     ratio = Ratio.of(times, base, form)
-    predicted = "predicted eager" if form == "packed by torch" else "predicted"
+    forms = {"packed by torch": "predicted eager", "compiled": "predicted compiled"}
+    predicted = forms.get(form, "predicted")
     kept = {name: value for name, value in beside.items() if not name.startswith("predicted")}
     if predicted in beside:
         kept["predicted"] = beside[predicted]

@@ -174,8 +174,7 @@ def on_kind(
     device, name = device_of(config, replace(given, accelerator=kind))
     assert device is not None
     backend, _ = backend_of(as_on_gpus(config), name)
-    if given.quantised_peak_tflops is None:
-        device = with_format(device, name, backend)
+    device = with_format(device, name, backend, given.quantised_peak_tflops)
     return device, backend.name, counts_of(config, family, backend)
 
 
@@ -219,7 +218,7 @@ def _encode(config: RunConfig, counts: Counts, device: Device) -> float:
     twice = FAMILIES[config.model.family].edits and config.guidance.stages
     rows = config.prompts.per_iteration * (2 if twice else 1)
     flops = rows * (counts.text_flops + counts.source_flops)
-    return flops / (1e12 * device.tflops * device.utilisation)
+    return flops / (1e12 * device.plain)
 
 
 def gathering_of(config: RunConfig, counts: Counts, accelerator: str, node: int) -> Gathering:
@@ -251,13 +250,13 @@ def scored(config: RunConfig, model: Model) -> int:
 def _score(config: RunConfig, images: int, device: Device) -> dict[str, float]:
     """Seconds by service that scores, of the scorers that are trained on."""
     known = ACCELERATORS.get(device.name)
-    plain = known.fp32 if known else device.tflops
+    full = known.fp32 / known.bf16 if known else 1.0
     found: dict[str, float] = {}
     for kind in kinds_of(config):
         for scorer in config.rewards.scorers:
             if scorer.label in config.scorers_of(kind):
-                peak = plain if _in_fp32(scorer) else device.tflops
-                seconds = images * _image_flops(scorer) / (1e12 * peak * device.utilisation)
+                reached = device.plain * (full if _in_fp32(scorer) else 1.0)
+                seconds = images * _image_flops(scorer) / (1e12 * reached)
                 found[kind] = found.get(kind, 0.0) + seconds
     return found
 

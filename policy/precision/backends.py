@@ -139,4 +139,5 @@ def _no_gain(
         return f"packing eagerly costs more than the format gains, and {missing}"
     if step is None:
         return None
-    return cost.slower(step(backend), torch.cuda.get_device_name(device), backend.wire_format)
+    name = torch.cuda.get_device_name(device)
+    return cost.slower(step(backend), name, backend.wire_format, compile)

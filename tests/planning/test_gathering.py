@@ -22,7 +22,7 @@ WHOLE = 64e9
 
 
 def counts(denoiser: float = WHOLE) -> Counts:
-    none = Work(0, 0, 0)
+    none = Work()
     numbers = dict.fromkeys(Counts.__dataclass_fields__, 0)
     works = dict.fromkeys(("step", "merged", "adapted", "training"), none)
     return Counts(**{**numbers, **works, "denoiser": int(denoiser), "targets": int(denoiser / 4)})

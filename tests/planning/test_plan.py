@@ -215,7 +215,7 @@ def test_a_plan_on_assumed_gpus(tiny_sd3_dir, tmp_path):
     plan = make_plan(on_gpus(tiny_sd3_dir, tmp_path), Assumptions(utilisation=0.25, node_gpus=2))
     # 2 explorers, a learner
     assert (plan.backend, [node.id for node in plan.nodes]) == ("torch_nvfp4", ["node 1", "node 2"])
-    assert plan.device == Device("B200", 2250, 9000, 180, 0.25)
+    assert plan.device == Device("B200", 2250, 9000, 180, 0.25, 8, "nvfp4")
     assert set(plan.placed.values()) == {"node 1", "node 2"}
     seconds = {name: stage.seconds(plan.device) for name, stage in plan.stages.items()}
     # the second of two prompts is regenerated when all is explored
@@ -225,11 +225,13 @@ def test_a_plan_on_assumed_gpus(tiny_sd3_dir, tmp_path):
     assert plan.outlook is not None and [each.count for each in plan.outlook.gpus] == [3]
     text = "\n".join(lines_of(plan))
     assert (
-        "assumed     B200: 2250 TFLOP/s, 9000 in quantised layers, 1125 decoding; 25% of them used;"
-        " 180 GB" in text
+        "assumed     B200: 562.5 of 2250 TFLOP/s; 2250 of 9000 in quantised layers; 562 decoding in"
+        " BF16, 281 in FP32; 3.2 of 8 TB/s; 180 GB\n" in text
     )
     hopper = make_plan(on_gpus(tiny_sd3_dir, tmp_path, services__rollout__accelerator="H200"))
-    assert (hopper.backend, hopper.device) == ("fp8", Device("H200", 989.5, 1979, 141, 0.4))
+    assert hopper.backend == "fp8"
+    assert hopper.device == Device("H200", 989.5, 1979, 141, None, 4.8, "fp8")
+    assert "4.8 TB/s; 141 GB; shares as measured on one H200\n" in "\n".join(lines_of(hopper))
 
 
 def test_as_many_nodes_as_shares_fill_are_tried_first(tiny_sd3_dir, tmp_path, monkeypatch):
@@ -279,8 +281,8 @@ def test_the_command_on_cpus(tiny_sana_dir, tmp_path, capsys):
     assert main(["plan", str(file), "--peak-tflops", "0.1"]) == 0
     text = capsys.readouterr().out
     assert (
-        "assumed     CPUs: 0.1 TFLOP/s, 0.1 in quantised layers, 0.05 decoding; 40% of them used\n"
-        in text
+        "assumed     CPUs: 0.04 of 0.1 TFLOP/s; 0.04 of 0.1 in quantised layers; 0.04 decoding in"
+        " BF16, 0.02 in FP32; bytes take no time\n" in text
     )
 
 
@@ -329,7 +331,8 @@ def test_the_predicted_steps_are_those_that_auto_chooses_by(tiny_sd3_dir, tmp_pa
     assert f"a step of {config.explore.chunk_size} images" in lines[1]
     for name in ("B200", "H200"):
         (line,) = [each for each in lines if each.split()[:1] == [name]]
-        formats = [("fp8", False), ("fp8", True), ("nvfp4", False), ("nvfp4", True)]
+        forms = [(False, False), (True, False), (True, True)]
+        formats = [(wire, *form) for wire in ("fp8", "nvfp4") for form in forms]
         speeds = [cost.speed(step, ACCELERATORS[name], *each) for each in formats]
         assert line.split()[1:] == [f"{speed:.2f}" for speed in speeds if speed is not None]
     assert step_lines(run_of("sd3", tiny_sd3_dir, tmp_path)) == []

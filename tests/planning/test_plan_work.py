@@ -1,5 +1,6 @@
 """`sol-rl plan`: operations and seconds, against real transformers and in closed form."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,13 +15,14 @@ from planning.counting import counts_of
 from planning.layouts.resolve import scored, tasks_of
 from planning.lines import lines_of
 from planning.make import described, make_plan
-from planning.stages import Stage, training_points
+from planning.stages import Part, Stage, training_points
 from policy import memory, meta
 from policy.families import family_for
 from policy.precision.backends import BACKENDS
+from policy.precision.cost import Step
 from policy.precision.swap import quantise_plan
 from policy.sampling.noise import noise_for
-from policy.tally import Tally
+from policy.tally import Tally, fused_attention
 from tests.cluster.runs import tiny_config
 from tests.planning.plans import Directories, of_work, run_of
 from tests.tiny_families import EDITING, NAMES, SETTINGS, tiny_model
@@ -51,14 +53,14 @@ def test_operations_of_a_step_are_those_of_the_real_transformer(directories, nam
     family = family_for(tiny_model(name, directories[name]))
     blank = meta.blank(family, "transformer", torch.float32)
     rows = quantise_plan(blank, family, (), BACKENDS["emulated_nvfp4"])
-    quantised = [row.name for row in rows if row.quantised]
-    work = memory.sampling_work(family, blank, 3, torch.float32, quantised)
+    work = memory.sampling_work(family, blank, 3, torch.float32, memory.groups_of(rows))
     real = family.load_transformer("cpu", torch.float32)
     x, cond = of_work(family, 3)
     with torch.no_grad(), sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
         family.velocity(real, x, torch.tensor(0.5), cond)
     assert work.flops == counter.get_total_flops()
     assert 0.3 < work.quantised / work.flops < 1
+    assert 0 < work.attention < work.heads and work.attention <= work.flops - work.quantised
 
 
 @pytest.mark.parametrize("name", EDITING)
@@ -210,9 +212,9 @@ def test_stages_are_counts_of_steps(tiny_sd3_dir, tmp_path):
     explore = plan.stages["explore"]
     regenerate = plan.stages["regenerate"]
     update = plan.stages["update"]
-    assert explore.unquantized + explore.quantised == 2 * 8 * 2 * step
+    assert explore.denoising == 2 * 8 * 2 * step
     assert explore.decoding == 2 * 8 * decode
-    assert (regenerate.unquantized, regenerate.decoding) == (2 * 4 * 3 * step, 2 * 4 * decode)
+    assert (regenerate.denoising, regenerate.decoding) == (2 * 4 * 3 * step, 2 * 4 * decode)
     assert update.flops == 2 * 4 * 2 * (trained + 2 * adapted)
 
 
@@ -229,7 +231,41 @@ def test_points_and_passes_of_objectives(objective, points, others):
 
 
 def test_seconds_in_closed_form():
-    device = Device("x", tflops=1000, quantised_tflops=4000, memory_gb=1, utilisation=0.5)
-    stage = Stage(unquantized=1e15, quantised=4e15, decoding=0.5e15, gpus=2)
-    # decoding at half the peak
-    assert stage.seconds(device) == pytest.approx((1 + 1 + 1) / 0.5 / 2)
+    """Two calls of 1e15 operations and 2e12 bytes each, 4e14 of the operations quantised in one of
+    them, then decoding, on two GPUs of which half of every peak is used.
+    """
+    step = Step(1e15, 0.4e15, 10, 1e11, 100, 2e12)
+    device = Device("x", 1000, 4000, 1, utilisation=0.5, bandwidth=10, form="fp8")
+    stage = Stage([Part(2, step, quantised=True), Part(2, step)], decoding=0.5e15, gpus=2)
+    packed, moved = 3e11 / 6.5e12, 2e12 / 4e12
+    seconds = 2 * (1.2 + 0.2 + packed + moved) + 2 * (2 + moved) + 2
+    assert stage.seconds(device) == pytest.approx(seconds / 2)
+    assert (stage.denoising, stage.quantised, stage.flops) == (4e15, 0.8e15, 4.5e15)
+    narrow = replace(stage, narrow=True)
+    assert narrow.seconds(device) == pytest.approx((seconds - 1) / 2)
+
+
+def test_what_a_gpu_would_move_by_hand():
+    """bfloat16 [4, 8] and [8, 16]: a small product waits for memory; a view is free, adding a
+    number reads and writes; a norm of torch's is one kernel that reads its input and writes as
+    much.
+    """
+    x, w = (torch.empty(s, device="meta", dtype=torch.bfloat16) for s in ((4, 8), (8, 16)))
+    with fused_attention(), Tally() as tally:
+        y = x @ w
+        torch.add(y.view(16, 4), 1.0)
+        torch.nn.functional.rms_norm(x, (8,))
+    product, sum_ = 2 * (4 * 8 + 8 * 16 + 4 * 16), 2 * 2 * 4 * 16
+    assert (tally.kernels, tally.small) == (3, product)
+    assert tally.bytes == product + sum_ + 2 * 2 * 4 * 8
+
+
+def test_small_heads_take_longer():
+    """Of 64 numbers the square root of two times as long as of 128."""
+    found = {}
+    for head in (64, 128):
+        query = torch.empty(1, 2, 16, head, device="meta", dtype=torch.bfloat16)
+        with fused_attention(), Tally() as tally:
+            torch.nn.functional.scaled_dot_product_attention(query, query, query)
+        found[head] = tally.heads / tally.attention
+    assert found[128] == 1 and found[64] == pytest.approx(2**0.5, rel=1e-3)

@@ -158,7 +158,7 @@ def test_auto_takes_nothing_that_is_predicted_to_be_slower(gpu, monkeypatch):
     backend, why = resolve_backend("auto", "cuda", step=lambda backend: slow)
     assert backend.name == "bf16"
     assert why.endswith(
-        "not fp8: a step is predicted to run at 0.95 times the speed of BF16 on NVIDIA H200"
+        "not fp8: a step is predicted to run at 0.94 times the speed of BF16 on NVIDIA H200"
     )
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device=None: "NVIDIA Nova")
     assert resolve_backend("auto", "cuda", step=lambda backend: slow)[0].name == "fp8"

@@ -148,8 +148,8 @@ def test_the_plan_counts_the_decoder_that_is_chosen(config):
     own = meta.blank(family, "vae", torch.float32)
     assert full.memory["rollout"]["autoencoder, bf16"] == memory.held_bytes(own) // 2
     assert full.memory["learner"]["autoencoder, fp32"] == memory.held_bytes(own)
-    assert full.stages["explore"].decoding_rate == 1.0
-    assert full.stages["regenerate"].decoding_rate == tiny.stages["explore"].decoding_rate == 0.5
+    assert full.stages["explore"].narrow
+    assert not full.stages["regenerate"].narrow and not tiny.stages["explore"].narrow
     assert tiny.stages["regenerate"].decoding == full.stages["regenerate"].decoding
     images = config.prompts.per_iteration * config.explore.pool_size
     blank = blank_decoder(config, family, torch.float32)
