@@ -65,9 +65,7 @@ def run(config: RunConfig, wanted: Measurement, out: Path, say: Say) -> list[str
     for key, stage in (("explore", config.explore), ("regenerate", config.regenerate)):
         missing = compiler_missing(device()) if stage.compile else None
         if missing is not None:
-            raise ConfigError(
-                f"{key}.compile: {missing}: install it or set {key}.compile = false"
-            )
+            raise ConfigError(f"{key}.compile: {missing}: install it or set {key}.compile = false")
     prompts = choose_prompts(config, wanted.prompts)
     with measuring(config, wanted.threads, out, "a noise without a reward has no rank"):
         rewards = measure(config, wanted, prompts, say)

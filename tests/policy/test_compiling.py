@@ -1,6 +1,5 @@
 """Compiling by block: how many graphs, what is shared, and what a captured CUDA graph may reuse."""
 
-import pytest
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode

@@ -1,4 +1,4 @@
-"""Every family's denoiser with adapters, compiled: which graphs there are, and what they compute."""
+"""Every family's denoiser with adapters, compiled: which graphs there are, what they compute."""
 
 import pytest
 import torch
@@ -68,5 +68,4 @@ def test_adapted_blocks_of_one_kind_are_one_graph(graphs):
     add_adapters(transformer, LORA, family)
     with merged(transformer, "old"):
         family.velocity(compiled(transformer, CPU), *inputs_of(family, torch.float32))
-    print(len(transformer.transformer_blocks), graphs)
     assert len(graphs) == 2 < len(transformer.transformer_blocks)
