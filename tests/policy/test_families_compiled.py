@@ -11,6 +11,7 @@ from policy.merging import merged
 from policy.precision.compiling import compiled
 from policy.sampling.noise import noise_for
 from tests.policy.conftest import LORA
+from tests.policy.test_families_training import groups_of, trainer_of
 from tests.tiny_families import NAMES, TWINS, tiny_model
 
 CPU = torch.device("cpu")
@@ -69,3 +70,22 @@ def test_adapted_blocks_of_one_kind_are_one_graph(graphs):
     with merged(transformer, "old"):
         family.velocity(compiled(transformer, CPU), *inputs_of(family, torch.float32))
     assert len(graphs) == 2 < len(transformer.transformer_blocks)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_training_has_a_graph_per_policy_and_no_more(name, directory, graphs):
+    """Three policies, in batches of two sizes, with a share of the blocks computed again: a second
+    iteration makes no graph, and both have the bits of eager ones, as nothing is fused here.
+    """
+    settings = {"lr": 1e-2, "batch_size": 3, "gradient_checkpointing": 0.5}
+    regenerate = {"steps": 4, "precision": "bf16"}
+    eager, trainer = (
+        trainer_of(name, directory, regenerate=regenerate, optimizer=settings | {"compile": c})
+        for c in (False, True)
+    )
+    first = 0
+    for iteration in (1, 2):
+        wanted, found = (t.update(iteration, groups_of(t)) for t in (eager, trainer))
+        assert found == wanted and trainer.checksum() == eager.checksum()
+        first = first or len(graphs)
+    assert len(graphs) == first
