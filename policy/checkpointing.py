@@ -4,7 +4,7 @@ are computed again in the backward pass instead of being kept.
 
 from __future__ import annotations
 
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from policy.families.base import Diffusers
