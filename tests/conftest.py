@@ -94,7 +94,9 @@ def graphs(monkeypatch) -> Iterator[list[int]]:
 
     found: list[int] = []
 
-    def backend(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Callable[..., Any]:
+    def backend(
+        graph: torch.fx.GraphModule, inputs: list[torch.Tensor], **options: object
+    ) -> Callable[..., Any]:
         found.append(sum(node.op != "placeholder" for node in graph.graph.nodes))
         return aot_eager(graph, inputs) if torch.is_grad_enabled() else graph
 

@@ -100,7 +100,12 @@ def compiled(
 
 
 def _graphs(module: nn.Module, trains: bool) -> nn.Module:
-    return cast("nn.Module", torch.compile(_Trained(module) if trains else module, dynamic=False))
+    if not trains:
+        return cast("nn.Module", torch.compile(module, dynamic=False))
+    # rounded where eager passes round: graphs with and without gradients fuse other operations, and
+    # a ratio of their densities must not see that
+    options: dict[str, Any] = {"emulate_precision_casts": True}
+    return cast("nn.Module", torch.compile(_Trained(module), dynamic=False, options=options))
 
 
 def _by_block(module: nn.Module, trains: bool) -> nn.Module | None:

@@ -1,5 +1,7 @@
 """Every family's denoiser with adapters, compiled: which graphs there are, what they compute."""
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -16,13 +18,15 @@ from tests.tiny_families import NAMES, TWINS, tiny_model
 
 CPU = torch.device("cpu")
 ROWS = 2
-QUICK = ("sd3", "sana")
-"""Joint blocks of which the last is of another kind, and blocks with convolutions."""
-FAMILIES = [
-    pytest.param(name, marks=() if name in QUICK else pytest.mark.slow)
-    for name in NAMES
-    if name not in TWINS.values()
-]
+
+
+def families(*quick: str) -> list[Any]:
+    """Values of ``name``: a family of every class of denoisers; but for ``quick`` they are slow."""
+    return [
+        pytest.param(name, marks=() if name in quick else pytest.mark.slow)
+        for name in NAMES
+        if name not in TWINS.values()
+    ]
 
 
 def inputs_of(family: Family, dtype: torch.dtype):
@@ -35,7 +39,7 @@ def inputs_of(family: Family, dtype: torch.dtype):
     return noise_for(range(ROWS), family.latent_shape), torch.full((ROWS,), 0.5), cond
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", families("sd3", "sana"))
 @torch.no_grad()
 def test_merged_weights_run_the_bare_models_graphs(name, directory, randomise, graphs):
     """Whatever is merged, and however often, the graphs are those of the first pass, and their
@@ -72,7 +76,7 @@ def test_adapted_blocks_of_one_kind_are_one_graph(graphs):
     assert len(graphs) == 2 < len(transformer.transformer_blocks)
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", families("wan"))
 def test_training_has_a_graph_per_policy_and_no_more(name, directory, graphs):
     """Three policies, in batches of two sizes, with a share of the blocks computed again: a second
     iteration makes no graph, and both have the bits of eager ones, as nothing is fused here.
