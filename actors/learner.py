@@ -76,7 +76,7 @@ class LearnerActor:
     def ready(self) -> ActorInfo:
         """Says who it is, and how many parameters it trains."""
         trainer = self._trainer
-        cold = trainer.config.regenerate.compile
+        cold = trainer.config.learner_compiles is not None
         return replace(identity(trainer.device), trainable=trainer.trainable_parameters, cold=cold)
 
     def begin_turn(self) -> Moved:

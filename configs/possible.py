@@ -160,10 +160,10 @@ def _check_shards(run: RunConfig) -> None:
             f"{key} with lora.base = {run.lora.base!r}: packed weights are not sharded: use"
             " 'full', or shard = 'none'"
         )
-    if run.regenerate.compile:
+    if compiles := run.learner_compiles:
         raise ValueError(
-            f"{key} with regenerate.compile: blocks that gather their weights are not"
-            " compiled: use false, or shard = 'none'"
+            f"{key} with {compiles}: blocks that gather their weights are not compiled: use"
+            " false, or shard = 'none'"
         )
 
 
@@ -206,10 +206,10 @@ def _check_base(run: RunConfig) -> None:
             f"lora.base: {base!r} with audit.action = 'finer_backend', which may explore"
             " unquantized: use 'warn', or 'full'"
         )
-    if run.regenerate.compile:
+    if compiles := run.learner_compiles:
         raise ValueError(
-            f"lora.base: {base!r} with regenerate.compile: packed weights are not compiled: use"
-            " false, or 'full'"
+            f"lora.base: {base!r} with {compiles}: packed weights are not compiled: use false, or"
+            " 'full'"
         )
 
 

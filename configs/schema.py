@@ -111,6 +111,14 @@ class RunConfig(Section):
         return ArmPlan.of(self)
 
     @property
+    def learner_compiles(self) -> str | None:
+        """The key by which the learner compiles some of its passes; None: all are eager."""
+        for key, section in (("regenerate", self.regenerate), ("optimizer", self.optimizer)):
+            if section.compile:
+                return f"{key}.compile"
+        return None
+
+    @property
     def regenerated_size(self) -> int:
         """Images of a task in which a prompt is regenerated: all, or the most that replicas which
         share samples can take evenly, to a twentieth.

@@ -231,7 +231,7 @@ class Regenerate(Section):
     )
     compile: bool = Field(
         default=False,
-        description="torch.compile of the denoiser that regenerates and evaluates; first calls take minutes",
+        description="torch.compile of what regenerates and evaluates; first calls take minutes",
     )
     batch_size: int = Field(default=24, ge=1, description="images per forward pass")
 

@@ -70,6 +70,11 @@ class Optimizer(Section):
         ),
     )
 
+    compile: bool = Field(
+        default=False,
+        description="torch.compile of training's passes; the first update takes minutes longer",
+    )
+
     @field_validator("gradient_checkpointing", mode="before")
     @classmethod
     def _share(cls, given: object) -> object:

@@ -18,8 +18,11 @@ from learner.trained import NothingLearned, TrainedAdapter
 from policy.attention import sound_gradients
 from policy.families.base import Family
 from policy.lora import trainable, use
+from policy.precision.compiling import compile_failures, compiled
 from policy.sampling.guidance import Guided, velocity
 from policy.types import Conditioning
+
+COMPILE = "optimizer.compile"
 
 
 class Updater:
@@ -37,6 +40,9 @@ class Updater:
         self.guided = guided
         self.family, self.transformer, self.objective = family, transformer, objective
         self.settings, self.device = settings, device
+        self._denoiser = (
+            compiled(transformer, device, COMPILE, trains=True) if settings.compile else transformer
+        )
         self.replicas = Replicas()
         self.trained = TrainedAdapter(transformer, settings)
         self._alike: frozenset[str] = frozenset()
@@ -139,6 +145,7 @@ class Updater:
         _, counts = self.replicas.together(lambda: self._accumulate(samples, part, sigmas, sums))
         return sum(int(count or 0) for count in counts)
 
+    @compile_failures(COMPILE)
     def _accumulate(
         self, samples: Samples, part: np.ndarray, sigmas: Tensor, sums: dict[str, float]
     ) -> int:
@@ -206,7 +213,7 @@ class Updater:
             set(self.objective.policies) - self._alike, key=lambda name: (name == "current", name)
         ):
             with torch.set_grad_enabled(policy == "current"):
-                velocities[policy] = self._velocity(points, cond, policy)
+                velocities[policy] = self._velocity(self._denoiser, points, cond, policy)
         velocities |= {policy: velocities["current"].detach() for policy in self._alike}
         return self.objective.loss(
             points, velocities, samples.advantages[points.sample_index.cpu()].to(self.device)
@@ -216,11 +223,12 @@ class Updater:
         """A row per point."""
         return samples.cond.rows(samples.group[points.sample_index.cpu()]).to(self.device)
 
-    def _velocity(self, points: Points, cond: Conditioning, policy: str) -> Tensor:
+    def _velocity(
+        self, denoiser: nn.Module, points: Points, cond: Conditioning, policy: str
+    ) -> Tensor:
+        """``denoiser``: the transformer itself, or its compiled form."""
         with use(self.transformer, None if policy == "ref" else policy):
-            return velocity(
-                self.family, self.transformer, points.x_t, points.sigma, cond, self.guided
-            )
+            return velocity(self.family, denoiser, points.x_t, points.sigma, cond, self.guided)
 
     def _diagnose(self, samples: Samples, points: Points, what: str) -> NonFiniteTraining:
         """Run the batch again, policy by policy; names the first module that is not finite."""
@@ -234,13 +242,18 @@ class Updater:
         )
 
     def _first_modules(self, samples: Samples, points: Points) -> Iterable[tuple[str, str | None]]:
-        """(policy, its first module that is not finite), a pass each."""
+        """(policy, its first module that is not finite), a pass each, eager: compiled modules do
+        not say what they compute.
+        """
         cond = self._conditioning(samples, points)
         for policy in self.objective.policies:
             with torch.no_grad():
                 yield (
                     policy,
                     first_nonfinite_module(
-                        self.transformer, lambda policy=policy: self._velocity(points, cond, policy)
+                        self.transformer,
+                        lambda policy=policy: self._velocity(
+                            self.transformer, points, cond, policy
+                        ),
                     ),
                 )

@@ -104,7 +104,7 @@ def lowers(config: RunConfig, setting: str) -> bool:
     if key == "services.learner.shard":
         learner = config.services.learner
         several = learner.replicas > 1 or "replicas" not in learner.model_fields_set
-        whole = config.lora.base == "full" and not config.regenerate.compile
+        whole = config.lora.base == "full" and not config.learner_compiles
         return value == "none" and several and whole
     if key.endswith(".gpus"):
         section = getattr(config.services, key.split(".")[1])

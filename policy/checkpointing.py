@@ -4,12 +4,11 @@ are computed again in the backward pass instead of being kept.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from policy.families.base import Diffusers
+from policy.precision.compiling import block_of
 from policy.sharding import blocks_of
 
 
@@ -28,8 +27,8 @@ def checkpoint_blocks(transformer: Diffusers, share: float) -> None:
         if int((i + 1) * share) == int(i * share)
     }
 
-    def run(module: Callable[..., Tensor], *inputs: object) -> Tensor:
-        if id(module) in kept:
+    def run(module: nn.Module, *inputs: object) -> Tensor:
+        if id(block_of(module)) in kept:
             return module(*inputs)
         return checkpoint(module.__call__, *inputs, use_reentrant=False)
 

@@ -4,7 +4,8 @@ import gc
 import os
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -82,19 +83,22 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 
 @pytest.fixture
 def graphs(monkeypatch) -> Iterator[list[int]]:
-    """torch.compile without a compiler: graphs are made, and run operation by operation, with the
-    bits of eager passes. How many operations each has.
+    """torch.compile without a compiler: graphs are made, those of gradients too, and run operation
+    by operation, with the bits of eager passes. How many operations each has.
     """
     from functools import partial
 
     import torch
+    from torch._dynamo.backends.debugging import aot_eager
     from torch._dynamo.utils import counters
 
     found: list[int] = []
 
-    def backend(graph: torch.fx.GraphModule, inputs: object) -> torch.fx.GraphModule:
+    def backend(
+        graph: torch.fx.GraphModule, inputs: list[torch.Tensor], **options: object
+    ) -> Callable[..., Any]:
         found.append(sum(node.op != "placeholder" for node in graph.graph.nodes))
-        return graph
+        return aot_eager(graph, inputs) if torch.is_grad_enabled() else graph
 
     monkeypatch.setenv("CXX", sys.executable)  # something that is there; nothing is given to it
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=backend))

@@ -15,6 +15,7 @@ from typing import Any, cast
 
 import torch
 from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from records.errors import described
 
@@ -41,14 +42,39 @@ def compiler_missing(device: torch.device) -> str | None:
     )
 
 
-def compiled(module: nn.Module, device: torch.device, key: str = "compile") -> nn.Module:
+class _Trained(nn.Module):
+    """A block for passes with gradients: its attention does without cuDNN's kernels, whose backward
+    pass is unsound, and says so in its graph. What torch's own switches allow is part of no guard
+    and of no cache's key: a graph that was made elsewhere would be taken for this one.
+    """
+
+    def __init__(self, block: nn.Module) -> None:
+        super().__init__()
+        self.block = block
+
+    def forward(self, *inputs: Any, **named: Any) -> Any:
+        with sdpa_kernel(
+            [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+        ):
+            return self.block(*inputs, **named)
+
+
+def block_of(module: nn.Module) -> nn.Module:
+    """The block itself, of one that ``compiled`` made; any other module as it is."""
+    module = getattr(module, "_orig_mod", module)
+    return module.block if isinstance(module, _Trained) else module
+
+
+def compiled(
+    module: nn.Module, device: torch.device, key: str = "compile", trains: bool = False
+) -> nn.Module:
     """``module`` compiled for each shape that it is called with; the weights are shared.
 
     Where there are lists of blocks each block is compiled, not the whole: equal blocks share one
     graph, so that the first call takes as long as one block of each kind. Nothing is compiled
     before that call, which belongs in ``compile_failures``. Raises ValueError, naming the setting
     ``key``, where it could not be. Where torch would go on eagerly it is told to fail, in all of
-    this process.
+    this process. ``trains``: for a pass with gradients, and those that are compared with it.
     """
     import torch._dynamo
 
@@ -70,10 +96,19 @@ def compiled(module: nn.Module, device: torch.device, key: str = "compile") -> n
     settings.suppress_errors = False
     settings.fail_on_recompile_limit_hit = True
     settings.recompile_limit = SHAPES
-    return _by_block(module) or cast("nn.Module", torch.compile(module, dynamic=False))
+    return _by_block(module, trains) or _graphs(module, trains)
 
 
-def _by_block(module: nn.Module) -> nn.Module | None:
+def _graphs(module: nn.Module, trains: bool) -> nn.Module:
+    if not trains:
+        return cast("nn.Module", torch.compile(module, dynamic=False))
+    # rounded where eager passes round: graphs with and without gradients fuse other operations, and
+    # a ratio of their densities must not see that
+    options: dict[str, Any] = {"emulate_precision_casts": True}
+    return cast("nn.Module", torch.compile(_Trained(module), dynamic=False, options=options))
+
+
+def _by_block(module: nn.Module, trains: bool) -> nn.Module | None:
     """``module`` with compiled blocks in its lists of blocks, or None where it has no such list.
 
     Only the module itself and its lists are copies, without weights: the original stays eager, as
@@ -85,9 +120,7 @@ def _by_block(module: nn.Module) -> nn.Module | None:
     for name, blocks in module.named_children():
         if isinstance(blocks, nn.ModuleList) and len(blocks):
             found = True
-            twin._modules[name] = nn.ModuleList(
-                cast("nn.Module", torch.compile(block, dynamic=False)) for block in blocks
-            )
+            twin._modules[name] = nn.ModuleList(_graphs(block, trains) for block in blocks)
     return twin if found else None
 
 

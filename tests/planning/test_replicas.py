@@ -43,6 +43,13 @@ from tests.cluster.runs import tiny_config
             ],
             "shard: 'base' with regenerate.compile: blocks that gather",
         ),
+        (
+            [
+                *("services.learner.shard=base", "services.learner.replicas=2"),
+                "optimizer.compile=true",
+            ],
+            "shard: 'base' with optimizer.compile: blocks that gather",
+        ),
     ],
 )
 def test_groups_that_cannot_be(given, said):

@@ -93,7 +93,8 @@ def test_a_base_in_shards_is_the_last_resort_and_takes_the_place_of_packing(
     said = list(savings_lines(config, ONE))
     assert tried[-1] == ("full", "base") and "shard" not in said[-2]
     shards = 'services.learner.shard="base"'
-    for other in ("services.learner.replicas=1", "lora.base=nf4", "regenerate.compile=true"):
+    compiles = ("regenerate.compile=true", "optimizer.compile=true")
+    for other in ("services.learner.replicas=1", "lora.base=nf4", *compiles):
         assert lowers(config, shards) and not lowers(load("flux1-sol_rl-hpsv2", [other]), shards)
 
 

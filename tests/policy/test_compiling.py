@@ -1,9 +1,14 @@
 """Compiling by block: how many graphs, what is shared, and what a captured CUDA graph may reuse."""
 
+import sys
+
 import pytest
 import torch
 from torch import nn
+from torch._dynamo.backends.common import aot_autograd
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import scaled_dot_product_attention
 
 from policy.precision.backends import BACKENDS
 from policy.precision.compiling import compiled
@@ -92,3 +97,31 @@ def test_a_captured_graph_packs_its_own_input(monkeypatch):
             capturing[0] = now
             last.once(x, pack)
     assert made == [False, True, False]
+
+
+class Attention(nn.Module):
+    def forward(self, x):
+        return scaled_dot_product_attention(x, x, x)
+
+
+@pytest.mark.parametrize("trains", [False, True])
+def test_graphs_for_training_name_their_attention(trains, monkeypatch):
+    """Torch's switches hold for a graph only while it is made, whatever they are when it runs:
+    that of training has its own, which also allow the kernel that is quickest here.
+    """
+    made = []
+
+    def keep(graph, inputs):
+        made.append(str([node.target for node in graph.graph.nodes]))
+        return graph
+
+    monkeypatch.setenv("CXX", sys.executable)
+    real, backend = torch.compile, aot_autograd(fw_compiler=keep)
+    monkeypatch.setattr(torch, "compile", lambda block, **_: real(block, backend=backend))
+    torch._dynamo.reset()
+    denoiser, x = compiled(Attention(), CPU, trains=trains), torch.ones(1, 2, 8, 16)
+    with torch.no_grad():
+        with sdpa_kernel(SDPBackend.MATH):
+            denoiser(x)
+        denoiser(x)
+    assert ["flash_attention" in graph for graph in made] == [trains]

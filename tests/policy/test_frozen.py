@@ -165,6 +165,7 @@ def adapted(transformer: nn.Module) -> Any:
             "lora.base: 'int8' with audit.action",
         ),
         (["regenerate.compile=true"], "lora.base: 'int8' with regenerate.compile"),
+        (["optimizer.compile=true"], "lora.base: 'int8' with optimizer.compile"),
     ],
 )
 def test_what_cannot_go_with_it_is_one_line(overrides: list[str], said: str):

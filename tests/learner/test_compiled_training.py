@@ -1,0 +1,102 @@
+"""Training with compiled passes: what they compute, and that nothing is answered by eager ones."""
+
+import shutil
+import sys
+from functools import partial
+
+import numpy as np
+import pytest
+import torch
+from torch._dynamo.utils import counters
+
+from learner.signal import gradient
+from learner.trainer import Trainer
+from policy.lora import adapter_state, load_adapter_state
+from policy.precision.compiling import CompileFailed
+from tests.learner.tiny import everything, identical, tiny_groups, tiny_trainer
+
+U = 2.0**-8
+"""Unit roundoff of bfloat16."""
+
+
+def trainer_of(model, precision: str, compile: bool) -> Trainer:
+    """Recomputes one of its two blocks; "old" has weights of its own."""
+    return tiny_trainer(
+        model,
+        regenerate={"steps": 4, "precision": precision},
+        optimizer={"lr": 1e-2, "gradient_checkpointing": 0.5, "compile": compile},
+    )
+
+
+def gradient_of(trainer: Trainer) -> torch.Tensor:
+    return gradient(trainer, 0, tiny_groups(1)).double()
+
+
+def test_training_that_cannot_be_compiled_is_one_line(tiny_sd3_dir, monkeypatch):
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    with pytest.raises(
+        ValueError, match=r"^optimizer.compile: .* C\+\+ .*: install it or set optimizer.compile ="
+    ):
+        trainer_of(tiny_sd3_dir, "fp32", True)
+
+
+def test_a_compiler_that_fails_ends_the_update_and_changes_nothing(tiny_sd3_dir, monkeypatch):
+    def broken(graph, inputs, **options):
+        raise RuntimeError("no code for this")
+
+    monkeypatch.setenv("CXX", sys.executable)  # something that is there; nothing is given to it
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=broken))
+    trainer = trainer_of(tiny_sd3_dir, "fp32", True)
+    before = everything(trainer)
+    with pytest.raises(
+        CompileFailed,
+        match="^optimizer.compile: torch.compile failed: .*no code for this.*: fix that or set",
+    ):
+        trainer.update(0, tiny_groups(1))
+    assert identical(everything(trainer), before)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("g++") is None, reason="no C++ compiler")
+def test_compiled_gradients_are_as_near_to_exact_ones_as_eager_ones(tiny_sd3_dir):
+    """With n roundings one after the other, of independent signs, a relative error is near
+    U sqrt(n): a block rounds some 20 times on its way, forward and backward, and there are two.
+    """
+    trainers = [trainer_of(tiny_sd3_dir, "bf16", compile) for compile in (False, True)]
+    reference = trainer_of(tiny_sd3_dir, "fp32", False)
+    narrow = dict(trainers[0].transformer.named_parameters())
+    with torch.no_grad():
+        for name, parameter in reference.transformer.named_parameters():
+            parameter.copy_(narrow[name])
+    counters.clear()
+    eager, compiled = map(gradient_of, trainers)
+    assert counters["stats"]["unique_graphs"]
+    exact = gradient_of(reference)
+
+    def apart(one: torch.Tensor, two: torch.Tensor) -> float:
+        return float((one - two).norm() / exact.norm())
+
+    assert apart(compiled, eager) < U * (2 * 2 * 20) ** 0.5
+    assert apart(compiled, exact) < 1.25 * apart(eager, exact)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("g++") is None, reason="no C++ compiler")
+def test_a_ratio_does_not_see_which_graph_a_velocity_is_of(tiny_sd3_dir):
+    """Equal weights have equal velocities with and without gradients, where each graph rounds as
+    eager passes do: one rounding that is left out shows as U.
+    """
+    trainer = trainer_of(tiny_sd3_dir, "bf16", True)
+    load_adapter_state(trainer.transformer, "old", adapter_state(trainer.transformer, "current"))
+    updater, group = trainer.updater, tiny_groups(1)[0]
+    points = trainer.objective.points(
+        {"latents": torch.from_numpy(group.samples["latents"])},
+        trainer.sigmas,
+        np.random.default_rng(0),
+    )
+    rows = group.cond.repeat(len(points))
+    current = updater._velocity(updater._denoiser, points, rows, "current")
+    with torch.no_grad():
+        old = updater._velocity(updater._denoiser, points, rows, "old")
+    assert current.requires_grad
+    assert float((current.detach() - old).norm() / old.norm()) < U / 100
