@@ -166,8 +166,9 @@ class Explorer(PackedPolicy):
         ``vae`` decodes the images; None: the model's own, in FP32.
 
         ``compile``: the first call at each batch size compiles the transformer, on a GPU the
-        decoder too, which takes up to a minute at real size; ValueError where nothing can be compiled. ``activation_amax`` as in
-        ``Backend.replacements``, ``trained`` and ``full`` as in ``PackedPolicy``.
+        decoder too, which takes up to a minute at real size; ValueError where nothing can be
+        compiled. ``activation_amax`` as in ``Backend.replacements``, ``trained`` and ``full`` as in
+        ``PackedPolicy``.
 
         ``offload``: denoiser and decoder begin in host memory, and ``offload.back`` brings them to
         ``device``, for as long as this is to be used.

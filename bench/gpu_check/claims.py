@@ -24,8 +24,8 @@ MOVING = 1.25
 LEFT = 0.02
 """Share of what should have left that may still be allocated."""
 GRADIENT = 0.05
-"""How far a gradient in BF16 may be from that in FP32, as a norm: of small models on a CPU it is 0.7
-to 1.7 %, and a kernel that is wrong is off by all of it.
+"""How far a gradient in BF16 may be from that in FP32, as a norm: on a CPU small models are 0.7 to
+1.7 % off, and a kernel that is wrong is off by all of it.
 """
 QUICK_S = 30.0
 """What is called seconds: packing a changed version of FLUX.1 and loading it."""

@@ -19,7 +19,7 @@ from policy.attention import sound_gradients
 from policy.device import allow_tf32, synchronise
 from policy.families.architectures import build
 from policy.families.base import Diffusers
-from policy.lora import add_adapters, adapter_state, load_adapter_state, use
+from policy.lora import adapter_state, add_adapters, load_adapter_state, use
 
 BATCH, DEPTH, LEAST_S = 2, 2, 10.0
 SIGMA = 0.5
