@@ -1,14 +1,17 @@
 """The rehearsal's measures and verdicts; it itself takes minutes and much memory."""
 
 import gc
+import json
 import os
 from dataclasses import replace
 
 import pytest
 import torch
 
+from configs.load import load
 from learner.trainer import Trainer
 from planning.make import make_plan
+from tools.rehearsal import gpu
 from tools.rehearsal.measuring import Measured, held, memory_of
 from tools.rehearsal.pipeline import config_of
 from tools.rehearsal.table import table
@@ -78,3 +81,33 @@ def test_what_is_off_by_more_than_a_twentieth_is_said(config):
         "broadcast",
         "object store, at most",
     ]
+
+
+def test_a_rehearsal_on_gpus_is_the_preset_with_its_own_files(tiny_sana_dir, tmp_path):
+    (tmp_path / "sana").symlink_to(tiny_sana_dir)
+    (tmp_path / "run.toml").write_text(gpu.settings(tmp_path, "naive_scaling", 2, 3))
+    config, preset = load(str(tmp_path / "run.toml")), load("sana-sol_rl-hpsv2")
+    assert (config.arm, config.iterations, config.prompts.per_iteration) == ("naive_scaling", 3, 2)
+    assert config.explore == preset.explore and config.regenerate == preset.regenerate
+    assert config.optimizer == preset.optimizer
+    (scorer,) = config.rewards.scorers
+    assert scorer.name == "hpsv2" and scorer.settings["checkpoint"] == str(tmp_path / "hpsv2")
+
+
+def test_a_rehearsals_seconds_are_those_of_the_last_iteration(tmp_path):
+    """Calls after the update before the last; a stopped one counts nowhere."""
+    calls = [
+        ("explore", 0.0, 9.0, "done"), ("update", 9.0, 20.0, "done"),
+        ("explore", 20.0, 22.0, "done"), ("explore", 22.0, 26.0, "done"),
+        ("explore", 26.0, 27.0, "stopped"), ("update", 27.0, 30.0, "done"),
+    ]  # fmt: skip
+    keys = ("work", "started", "ended", "outcome")
+    rows = [json.dumps(dict(zip(keys, call, strict=True))) for call in calls]
+    (tmp_path / "timeline.jsonl").write_text("\n".join(rows) + "\n")
+    (tmp_path / "metrics.jsonl").write_text(
+        '{"kind": "iteration", "time/iteration_s": 20.0}\n'
+        '{"kind": "iteration", "time/iteration_s": 10.0}\n'
+    )
+    found = gpu.seconds_of(tmp_path)
+    assert found == {"explore": 3.0, "update": 3.0, "iteration": 10.0}
+    assert ("explore", "3.00") in gpu.table({"sol_rl": found}).rows

@@ -1,0 +1,122 @@
+"""Arms of the real SANA 1.6B with random weights through the whole ring on this machine's GPUs.
+
+    python -m tools.rehearsal.gpu --dir DIR          # one GPU of 80 GB, about five minutes an arm
+
+The preset's sizes, steps and layout, few prompts; HPSv2 of its published size, random too. Seconds
+are of the last iteration: the first ones compile.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+import statistics
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from analysis.compare.table import lines
+from analysis.report.parts import Table
+from configs.section import Tree
+from records.rundir import RunDirectory, rows_of
+from tools.rehearsal.pipeline import write_pipeline
+
+ARMS = ("sol_rl", "naive_scaling")
+SCORER = "open_clip_model.safetensors"
+WORKS = ("explore", "regenerate", "score", "update", "export", "load")
+
+
+def write_scorer(directory: Path) -> None:
+    """HPSv2's weights, random."""
+    import open_clip
+    from safetensors.torch import save_file
+
+    described: Tree = dict(open_clip.get_model_config("ViT-H-14") or {})
+    model = open_clip.CLIP(**described)
+    state = {name: tensor.contiguous() for name, tensor in model.state_dict().items()}
+    save_file(state, directory / SCORER)
+
+
+def settings(root: Path, arm: str, prompts: int, iterations: int) -> str:
+    """The preset with files of its own, as TOML."""
+    return f"""
+layers = ["models/sana", "recipes/full_size"]
+name = "rehearsal-{arm}"
+run_root = "{root / "runs"}"
+arm = "{arm}"
+iterations = {iterations}
+model.path = "{root / "sana"}"
+prompts.per_iteration = {prompts}
+evaluate = {{ every = 0, steps = 4, prompts = 2, noises = 1 }}
+
+[[rewards.scorers]]
+name = "hpsv2"
+
+[rewards.scorers.settings]
+checkpoint = "{root / "hpsv2"}"
+architecture = "ViT-H-14"
+batch_size = 16
+dtype = "fp32"
+"""
+
+
+def rehearse(root: Path, arm: str, prompts: int, iterations: int) -> int:
+    """The exit code of the run."""
+    shutil.rmtree(root / "runs" / f"rehearsal-{arm}", ignore_errors=True)
+    config = root / f"{arm}.toml"
+    config.write_text(settings(root, arm, prompts, iterations))
+    start = "import sys; from cli.main import main; sys.exit(main())"
+    return subprocess.run([sys.executable, "-c", start, "train", str(config)]).returncode
+
+
+def seconds_of(run: Path) -> dict[str, float]:
+    """Medians of the calls of the last iteration by what they did, and the iteration itself."""
+    iterations = [row for row in RunDirectory(run).metrics() if row["kind"] == "iteration"]
+    begun = [row["ended"] for row in rows_of(run / "timeline.jsonl") if row["work"] == "update"]
+    since = begun[-2] if len(begun) > 1 else 0.0
+    calls: dict[str, list[float]] = {}
+    for row in rows_of(run / "timeline.jsonl"):
+        if row["started"] >= since and row["outcome"] == "done":
+            calls.setdefault(row["work"], []).append(row["ended"] - row["started"])
+    found = {work: statistics.median(calls[work]) for work in WORKS if work in calls}
+    return {**found, "iteration": float(iterations[-1]["time/iteration_s"])}
+
+
+def table(found: dict[str, dict[str, float]]) -> Table:
+    """Seconds by arm, a row per kind of call."""
+    rows = [
+        (work, *(f"{each[work]:.2f}" if work in each else "" for each in found.values()))
+        for work in (*WORKS, "iteration")
+    ]
+    return Table(("seconds, median", *found), rows, words=(0,), title="The last iteration")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """0; or the exit code of the first run that fails."""
+    parser = argparse.ArgumentParser(prog="python -m tools.rehearsal.gpu", description=__doc__)
+    parser.add_argument("arms", nargs="*", default=list(ARMS), metavar="ARM")
+    parser.add_argument("--dir", default="runs/rehearsal", help="models and runs, kept")
+    parser.add_argument("--prompts", type=int, default=2)
+    parser.add_argument("--iterations", type=int, default=2)
+    options = parser.parse_args(arguments)
+    root = Path(options.dir).absolute()
+    for name, write in (("sana", _write_sana), ("hpsv2", write_scorer)):
+        if not (root / name).exists():
+            (root / name).mkdir(parents=True)
+            write(root / name)
+    found: dict[str, dict[str, float]] = {}
+    for arm in options.arms:
+        if code := rehearse(root, arm, options.prompts, options.iterations):
+            return code
+        found[arm] = seconds_of(root / "runs" / f"rehearsal-{arm}")
+    print("\n".join(lines([table(found)], [])))
+    return 0
+
+
+def _write_sana(directory: Path) -> None:
+    write_pipeline("sana-1.6b", directory)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
