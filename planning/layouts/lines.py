@@ -124,8 +124,8 @@ def _seconds(config: RunConfig, outlook: Outlook) -> list[str]:
         *more,
         *_gathered(outlook),
         (
-            f"  assumed   actors on one GPU take turns {_cost_of_turns(config, outlook)}; scorers"
-            " in FP32 where they say so"
+            f"  assumed   actors on one GPU take turns {_cost_of_turns(config, outlook)};"
+            " scorers in FP32 where they say so"
         ),
     ]
 

@@ -23,7 +23,7 @@ from policy.precision.nvfp4 import E4M3_MAX
 SMALLEST = torch.finfo(torch.float32).tiny
 FAST_ACCUMULATION = True
 """Hopper then sums within tensor cores alone, with 13 bits behind the point of the largest product.
-On an H200 products of FLUX.1's sizes are 8 to 31 % faster than with partial sums in float32, and
+On an H200 large products are 8 to 31 % faster than with partial sums in float32, and
 0.2 to 0.3 % off the exact ones instead of the 0.17 % of rounding to bfloat16; FP8's own rounding
 makes 3.7 %. No effect on a CPU.
 """
