@@ -211,6 +211,7 @@ class Probed:
     latents: Floats  # [B, *latent]
     kind: str  # device and arithmetic: where these are equal, the latents must be so to the bit
     bound: float = 0.0  # relative distance that rounding on another kind may make; of the learner
+    compiled: Floats | None = None  # of the first seed by compiled blocks, where there are any
 
 
 @dataclass(frozen=True)

@@ -130,17 +130,22 @@ class RolloutActor:
         return time.perf_counter() - start, images, samples
 
     def probe(self, request: Probe, conditioning: Conditioning) -> Probed:
-        """Latents of a few seeds by the weights here, to be compared with those of the learner.
+        """Latents of the first seed by the weights here, to be compared with those of the learner.
+
+        Where blocks are compiled it is drawn twice: eagerly, as the learner does, and among all
+        seeds, as many as blocks are compiled for.
 
         Raises:
             RuntimeError: the weights here are not the version that is asked for.
         """
         explorer = self._explorer_of(request.version, "the identity check")
-        latents = explorer.latents(
-            conditioning, request.seeds, request.steps, request.solver, self._guided
-        )
-        kind = computing(self._device, explorer.backend.name, self._run.explore.compile)
-        return Probed(latents.numpy(), kind)
+        compiles, compiled = self._run.explore.compile, None
+        how = (request.steps, request.solver, self._guided)
+        latents = explorer.latents(conditioning, request.seeds[:1], *how, eager=compiles)
+        if compiles:
+            compiled = explorer.latents(conditioning, request.seeds, *how)[:1].numpy()
+        kind = computing(self._device, explorer.backend.name, False)
+        return Probed(latents.numpy(), kind, compiled=compiled)
 
     def _explorer_of(self, version: int, who: str) -> Explorer:
         """The explorer, if it holds ``version``; ``who`` asks for it."""

@@ -167,13 +167,11 @@ def _sharded(
 
 def _checking(config: RunConfig, counts: Counts) -> int:
     """What the identity check has beside the learner's own weights: those it has published, and a
-    pass of one image, or of as many as a compiled denoiser is compiled for.
+    pass of one image.
     """
     if not config.plan.explore or not config.audit.identity_every:
         return 0
-    images = batch_of(config) if config.explore.compile else 1
     # what is not published is the learner's own, or loaded again where that is in shards
     again = config.services.learner.shard == "base"
-    return (counts.rollout if again else counts.broadcast) + counts.step.peak * images // batch_of(
-        config
-    )
+    one = counts.step.peak // batch_of(config)
+    return (counts.rollout if again else counts.broadcast) + one

@@ -35,6 +35,12 @@ def toolkit() -> str:
         return NOT_FOUND
 
 
+def torch_release() -> tuple[int, int]:
+    """torch's version, such as (2, 13)."""
+    major, minor, *_ = torch.__version__.split(".")
+    return int(major), int(minor)
+
+
 def torch_cuda() -> str:
     """The CUDA version that torch was built for."""
     return torch.version.cuda or "none, a build for CPUs"

@@ -117,11 +117,13 @@ class PackedPolicy:
         upto: int | None = None,
         path: PathPlan | None = None,
         start: int | None = None,
+        eager: bool = False,
     ) -> Tensor:
         """Float32 [B, *latent] on the CPU, of one prompt at B seeds.
 
         ``cond`` has one row; the seeds are one batch; ``upto`` as in ``sample``. With ``path`` they
         are what its paths end in, and ``solver`` is the path's; ``start`` as in ``sample_ends``.
+        ``eager``: without the graphs of ``compile``.
         Raises RuntimeError while there is no version, CompileFailed where ``compile`` does not
         work.
         """
@@ -132,7 +134,8 @@ class PackedPolicy:
                 f"conditioning of {len(cond)} rows: explore takes one prompt at a time"
             )
         with compile_failures("explore.compile"):
-            asked = (self.family, self._denoiser, cond.repeat(len(seeds)), seeds)
+            denoiser = self.transformer if eager else self._denoiser
+            asked = (self.family, denoiser, cond.repeat(len(seeds)), seeds)
             if path is None:
                 latents = sample(*asked, steps, solver, guided=guided, full=self.full, upto=upto)
             else:

@@ -89,8 +89,9 @@ def what_is_missing() -> str | None:
         return f"needs {', '.join(absent)}: pip install {' '.join(absent)}"
     import torch
 
-    release = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2])
-    if release < OLDEST_TORCH:
+    from policy.device import torch_release
+
+    if torch_release() < OLDEST_TORCH:
         return f"needs torch 2.11 or later, this is {torch.__version__}"
     return None
 

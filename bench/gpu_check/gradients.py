@@ -12,14 +12,14 @@ from torch import Tensor
 
 from bench.architectures import Case
 from bench.gpu_check.findings import Finding, Item, LeftOut
-from bench.gpu_check.setting import FAMILIES, NEWER, Setting, free
+from bench.gpu_check.setting import FAMILIES, NEWER, Setting, change, free
 from configs.section import Tree
 from configs.training import Lora
 from policy.attention import sound_gradients
 from policy.device import allow_tf32, synchronise
 from policy.families.architectures import build
 from policy.families.base import Diffusers
-from policy.lora import adapter_state, add_adapters, load_adapter_state, use
+from policy.lora import add_adapters, use
 
 BATCH, DEPTH, LEAST_S = 2, 2, 10.0
 SIGMA = 0.5
@@ -74,12 +74,7 @@ def _gradient(case: Case, setting: Setting, dtype: torch.dtype) -> Tensor:
         transformer: Diffusers = build(part, setting.device, torch.bfloat16)
     transformer.to(dtype)
     add_adapters(transformer, Lora(), case.family, names=("current",))
-    generator = torch.Generator().manual_seed(0)
-    state = {
-        key: value + 0.01 * torch.randn(value.shape, generator=generator)
-        for key, value in adapter_state(transformer, "current").items()
-    }
-    load_adapter_state(transformer, "current", state)
+    change(transformer)
     transformer.enable_gradient_checkpointing()
     x, _, cond = case.inputs(BATCH, setting.device)
     sigmas = torch.full((BATCH,), SIGMA, device=setting.device)

@@ -15,6 +15,7 @@ from bench.gpu_check.setting import FAMILIES, Setting, autoencoder, free
 from bench.timing import Ratio, interleave
 from configs.training import Lora
 from policy.attention import sound_gradients
+from policy.decoders import compiled_decoder
 from policy.device import synchronise
 from policy.families.architectures import build
 from policy.families.base import Diffusers
@@ -27,6 +28,8 @@ DECODED, BATCH = 2, 4
 DECODE_REPEATS, REPEATS, CPU_REPEATS = 5, 2, 1
 STEPS = 10
 """Of a call that regenerates, as in the presets."""
+COMPILING_S = 30.0
+"""Seconds that compiling a decoder may take; not begun with less left."""
 MOST = {"regenerating": 1.10, "training": 1.25}
 """What these passes may take over those of the bare denoiser."""
 TINY_CHANNELS = 16
@@ -36,7 +39,7 @@ Run = Callable[[], object]
 
 
 def decode(setting: Setting) -> Iterator[Item]:
-    """Seconds per image in FP32, in BF16 and by a tiny decoder, in turns."""
+    """Seconds per image in FP32, in BF16, compiled, and by a tiny decoder, in turns."""
     for name in setting.architectures:
         if name == "sd3.5-large":  # its autoencoder is Medium's
             continue
@@ -54,6 +57,8 @@ def _decoding(case: Case, name: str, setting: Setting) -> Iterator[Finding]:
         form: autoencoder(name, setting.device, dtype, not setting.gpu)
         for form, dtype in (("fp32", torch.float32), ("bf16", torch.bfloat16))
     }
+    if setting.gpu and setting.left > COMPILING_S:
+        decoders["bf16 compiled"] = compiled_decoder(decoders["bf16"])
     if tiny := _tiny(case, setting):
         decoders["tiny"] = tiny
     runs: dict[str, Run] = {

@@ -15,6 +15,7 @@ from bench.architectures import Case, case_of
 from configs.section import Tree
 from policy.families import Family
 from policy.families.architectures import build, published
+from policy.lora import adapter_state, load_adapter_state
 from policy.precision.backends import BACKENDS, Backend
 
 ARCHITECTURES = ("sana-1.6b", "sd3.5-medium", "sd3.5-large", "flux.1-dev")
@@ -127,6 +128,16 @@ def loadable(
 
         case.family.load = load
         yield case, case.family
+
+
+def change(transformer: nn.Module) -> None:
+    """Change the adapter "current" as an update would: B is no longer zero."""
+    generator = torch.Generator().manual_seed(0)
+    state = {
+        key: value + 0.01 * torch.randn(value.shape, generator=generator)
+        for key, value in adapter_state(transformer, "current").items()
+    }
+    load_adapter_state(transformer, "current", state)
 
 
 def free() -> None:

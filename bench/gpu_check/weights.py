@@ -5,16 +5,14 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 
-import torch
-
 from bench.gpu_check.findings import Finding, Item
-from bench.gpu_check.setting import Setting, free, loadable
+from bench.gpu_check.setting import Setting, change, free, loadable
 from configs.training import Lora
 from learner.publish import Publisher
 from policy import memory, meta
 from policy.device import synchronise
 from policy.explorer import Explorer
-from policy.lora import adapted_modules, adapter_state, add_adapters, load_adapter_state
+from policy.lora import adapted_modules, add_adapters
 from policy.precision.backends import BACKENDS, Backend
 from policy.precision.swap import quantise_plan
 
@@ -50,7 +48,7 @@ def _format(setting: Setting, backend: Backend) -> Iterator[Item]:
                 {**labels, "form": what},
                 {"GB": manifest.nbytes / 1e9, **statistics},
             )
-            _change(learner)
+            change(learner)
         _, plan, layers = meta.blank_explorer(family, backend, (), setting.dtype)
         adapted = [name for name, _ in adapted_modules(learner)]
         yield Finding(
@@ -78,13 +76,3 @@ def _format(setting: Setting, backend: Backend) -> Iterator[Item]:
 def _explorers(setting: Setting) -> list[Backend]:
     """Backends that load either format, whether or not they are quick."""
     return [*setting.quick(), BACKENDS["emulated_nvfp4"], BACKENDS["fp8"]]
-
-
-def _change(learner: torch.nn.Module) -> None:
-    """Change the adapter as an update would: B is no longer zero."""
-    generator = torch.Generator().manual_seed(0)
-    state = {
-        key: value + 0.01 * torch.randn(value.shape, generator=generator)
-        for key, value in adapter_state(learner, "current").items()
-    }
-    load_adapter_state(learner, "current", state)

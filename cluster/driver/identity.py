@@ -11,7 +11,7 @@ from what is right, so a difference ends the run.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ray import ObjectRef
 
@@ -60,13 +60,14 @@ class PolicyIdentity:
         plan = self._config.plan.explore
         if plan is None or version % self._config.audit.identity_every:
             return None
-        # a compiled denoiser must be asked in a form that it is compiled for
+        # a compiled denoiser must be asked in a form that it is compiled for; the learner draws one
         count = self._config.explore.chunk_size if self._config.explore.compile else 1
         seed = self._config.seed
         seeds = tuple(stream_seed(seed, "identity", version, n) for n in range(count))
         request = Probe(version, seeds, STEPS, self._config.explore.solver)
         (conditioning,) = await self._encoder.encode("identity", [[self._prompt]])
-        return Expected(request, conditioning, await learner.probe(request, conditioning))
+        one = replace(request, seeds=seeds[:1])
+        return Expected(request, conditioning, await learner.probe(one, conditioning))
 
     async def check(self, rollout: ActorPool, member: Member, expected: Expected) -> None:
         """Raises RunFailed when the actor computes something else than the learner does."""
@@ -78,6 +79,11 @@ class PolicyIdentity:
         bound = 0.0 if found.kind == answer.kind else answer.bound
         self._worst = max(error, self._worst or 0.0)
         told = {"version": version, "actor": member.index, "error": error, "bound": bound}
+        if found.compiled is not None:
+            apart = relative_distance(found.compiled, answer.latents)
+            told |= {"compiled_error": apart, "compiled_bound": answer.bound}
+            if error <= bound:  # else that is what is told
+                error, bound = apart, answer.bound
         if error <= bound:
             self._event("identity_checked", kind="rollout", **told)
             return

@@ -15,6 +15,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
+from policy.device import torch_release
 from policy.precision import kernels
 from policy.precision.base import Backend
 from policy.precision.layer import LastInput, QuantisedLinear, rows_of
@@ -30,12 +31,6 @@ makes 3.7 %. No effect on a CPU.
 
 CPU_ROWS = (2, 13)
 """The torch whose product of FP8 tensors has scales for rows on a CPU too."""
-
-
-def torch_release() -> tuple[int, int]:
-    """torch's version, such as (2, 13)."""
-    major, minor, *_ = torch.__version__.split(".")
-    return int(major), int(minor)
 
 
 def row_scales(x: Tensor) -> Tensor:

@@ -174,6 +174,29 @@ def test_a_learner_that_compiles_recomputes_them_too(plain, tiny_sd3_dir, tmp_pa
     assert played.files() == plain.files() and graphs
 
 
+def test_compiled_rollout_actors_are_asked_eagerly_and_compiled(
+    plain, tiny_sd3_dir, tmp_path, graphs
+):
+    """Nothing is fused in the graphs here, so that both have the bits of the learner."""
+    played = play(config_of(tiny_sd3_dir, tmp_path, explore__compile=True), tmp_path, stop=2)
+    told = [e for e in played.events if e["event"] == "identity_checked"]
+    assert [(e["error"], e["bound"]) for e in told] == [(0.0, 0.0)] * 3
+    assert all(0 <= e["compiled_error"] < e["compiled_bound"] < 0.1 for e in told)
+    assert played.files() == plain.files() and graphs
+
+
+@pytest.mark.parametrize(
+    ("fault", "allowed"), [(OneLayerNotCopied, r"0;"), (OldBuffer, r"\d\S*[1-9]\S*;")]
+)
+def test_of_compiled_actors_weights_are_checked_to_the_bit_and_graphs_to_rounding(
+    fault, allowed, tiny_sd3_dir, tmp_path, graphs, monkeypatch
+):
+    monkeypatch.setattr(local, "RolloutActor", fault)
+    config = config_of(tiny_sd3_dir, tmp_path, explore__compile=True)
+    with pytest.raises(RunFailed, match=rf"differ from the learner's by .*, allowed is {allowed}"):
+        play(config, tmp_path, stop=3)
+
+
 @pytest.mark.parametrize("backend", ["fp8", "bf16", pytest.param("fp32", marks=slow)])
 def test_every_backend_of_this_machine_agrees(backend, tiny_sd3_dir, tmp_path):
     precision = "bf16" if backend == "bf16" else "fp32"
