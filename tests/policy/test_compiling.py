@@ -125,3 +125,22 @@ def test_graphs_for_training_name_their_attention(trains, monkeypatch):
             denoiser(x)
         denoiser(x)
     assert ["flash_attention" in graph for graph in made] == [trains]
+
+
+@pytest.mark.parametrize("trains", [False, True])
+def test_graphs_for_training_never_allow_cudnns_attention(trains, graphs):
+    """Its backward pass is unsound; asked while the graph is made, where torch would take it."""
+    seen = []
+
+    class Asks(nn.Module):
+        def forward(self, x):
+            seen.append(torch._C._get_cudnn_sdp_enabled())
+            return x + 1
+
+    before = torch.backends.cuda.cudnn_sdp_enabled()
+    torch.backends.cuda.enable_cudnn_sdp(True)
+    try:
+        compiled(Asks(), CPU, trains=trains)(torch.ones(2))
+    finally:
+        torch.backends.cuda.enable_cudnn_sdp(before)
+    assert set(seen) == {not trains}
