@@ -15,6 +15,7 @@ from learner.lockstep import Passes
 from learner.objectives.base import Objective, Record
 from learner.replicas import Replicas
 from policy.attention import sound_gradients
+from policy.decoders import decoder_on
 from policy.families import Family
 from policy.lora import use
 from policy.merging import merged
@@ -45,13 +46,14 @@ class Generator:
         device: torch.device,
         sharded: bool,
     ) -> None:
-        self.config, self.family, self.vae = config, family, vae
+        self.config, self.family = config, family
         self.transformer, self.objective, self.adapters = transformer, objective, adapters
         self.replicas, self.sharded, self.device = Replicas(), sharded, device
         self.updates = 0  # that were made: a window of a path's steps is a function of it
         self._denoiser = (
             compiled(transformer, device, COMPILE) if config.regenerate.compile else transformer
         )
+        self._decoder = decoder_on(device, vae, config.regenerate.compile)
         self._passes = Passes(family, transformer, device)
 
     def generate(
@@ -86,8 +88,9 @@ class Generator:
         velocities = 2 if guided is not None and not guided.one_pass else 1
         with self._going(name, how, velocities * steps * -(-len(seeds) // size)):
             samples = self._sample(rows, list(seeds), steps, how, size, guided, start)
-        with torch.no_grad():  # once the merged weights are gone: both take memory
-            images = self.family.decode(self.vae, samples["latents"], batch_size=size)
+        # once the merged weights are gone: both take memory
+        with torch.no_grad(), compile_failures(COMPILE):
+            images = self.family.decode(self._decoder, samples["latents"], batch_size=size)
         return {key: tensor.numpy() for key, tensor in samples.items()}, images.numpy()
 
     def stand_by(self, weights: str | None = None, solver: str | None = None) -> None:

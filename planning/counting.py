@@ -21,7 +21,7 @@ from torch import nn
 from configs.schema import RunConfig
 from configs.services import Service
 from policy import memory, meta
-from policy.decoders import blank_decoder, proxy_dtype
+from policy.decoders import blank_decoder, keeps_frames, proxy_dtype
 from policy.families import Family
 from policy.families.architectures import published, published_names
 from policy.lora import target_modules
@@ -58,9 +58,10 @@ class Counts:
     training: Work
     decode_flops: int  # of one image, by the model's own autoencoder
     decode_again: int  # peak, of a learner's batch
+    decode_eager: bool  # it keeps frames from call to call: it is never compiled
     proxy_decoder: int  # bytes
     proxy_flops: int  # to decode one proxy image
-    proxy_peak: int  # of a chunk
+    proxy_peak: int  # of a chunk, eager: compiled it is less
     # of a model that edits: to encode one prompt's image, and the most that this allocates
     source_flops: int = 0
     source_peak: int = 0
@@ -230,7 +231,8 @@ def _common(config: RunConfig, family: Family) -> Counts:
     merged = _sampling(family, base, again, rows, dtype)
     trained = meta.adapt(base, family, config.lora)
     services = config.services
-    autoencoder, decode = memory.decoding_work(family, again, gpu=on_gpus(config, services.learner))
+    vae, gpu = meta.blank(family, "vae", torch.float32), on_gpus(config, services.learner)
+    autoencoder, decode = memory.decoding_work(family, again, vae, gpu)
     adapted = _sampling(family, base, again, rows, dtype)
     encodes = on_gpus(config, services.encoder)
     source = memory.source_work(family, dtype, encodes) if family.edits else Work()
@@ -252,6 +254,7 @@ def _common(config: RunConfig, family: Family) -> Counts:
         training=_training(config, family, base),
         decode_flops=round(decode.flops / again),
         decode_again=decode.peak,
+        decode_eager=keeps_frames(vae),
         proxy_decoder=autoencoder,
         proxy_flops=round(decode.flops / again),
         proxy_peak=decode.peak,

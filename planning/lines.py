@@ -172,8 +172,8 @@ def _operations(plan: Plan) -> list[str]:
         parts += (
             [f"of it quantised {stage.quantised / stage.denoising:.0%}"] if stage.quantised else []
         )
-        narrow = " in BF16" if stage.narrow else ""
-        parts += [f"decoding {stage.decoding / 1e15:.3g}{narrow}"] if stage.decoding else []
+        how = " in BF16" * stage.narrow + ", compiled" * stage.compiled
+        parts += [f"decoding {stage.decoding / 1e15:.3g}{how}"] if stage.decoding else []
         seconds = "" if device is None else f"{stage.seconds(device):9.1f} s on {stage.gpus:g} GPU"
         lines.append(f"  {name:<12}{stage.flops / 1e15:10.4g}{seconds}  ({', '.join(parts)})")
     if device is None:

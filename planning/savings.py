@@ -22,10 +22,12 @@ class Saving:
 
     settings: tuple[str, ...]
     costs: str
-    instead_of: str | None = None  # a setting that it does not go with
+    without: tuple[str, ...] = ()  # settings that turn off what it does not go with
+    instead_of: str | None = None  # an earlier setting that it does not go with
 
 
 FEW = 8  # images or points in a pass
+EAGER = ("regenerate.compile=false", "optimizer.compile=false")
 SAVINGS = (
     Saving(("prompts.encode_once=true",), "prompts are encoded at the start, and held on the host"),
     Saving(("model.vae_slicing=true",), "one image is decoded at a time"),
@@ -41,14 +43,19 @@ SAVINGS = (
     Saving(
         ("optimizer.batch_size=1", "regenerate.batch_size=2", "explore.chunk_size=4"), "more so"
     ),
-    Saving(('lora.base="int8"',), "frozen weights in 8 bits; adapters beside them, not merged"),
-    Saving(('lora.base="nf4"',), "frozen weights in 4 bits"),
+    Saving(
+        ('lora.base="int8"',),
+        "frozen weights in 8 bits; adapters beside them, not merged",
+        without=EAGER,
+    ),
+    Saving(('lora.base="nf4"',), "frozen weights in 4 bits", without=EAGER),
     Saving(("audit.identity_every=0",), "rollout actors are not compared with the learner"),
     Saving(("services.reward.gpus=0",), "images are scored on CPUs"),
     Saving(("services.encoder.gpus=0",), "prompts are encoded on CPUs"),
     Saving(
         ('services.learner.shard="base"',),
         "learner replicas have a part of the frozen weights each, and gather blocks in every pass",
+        without=EAGER,
         instead_of="lora.base",
     ),
 )
@@ -66,6 +73,7 @@ def savings_lines(
         new = [one for one in saving.settings if lowers(config, one)]
         if not new:
             continue
+        new = [*(one for one in saving.without if lowers(config, one)), *new]
         if saving.instead_of:
             settings.pop(saving.instead_of, None)
         settings |= dict(one.split("=") for one in new)
@@ -96,16 +104,15 @@ def lowers(config: RunConfig, setting: str) -> bool:
     value: object = config
     for name in key.split("."):
         value = getattr(value, name)
-    if text == "true":
-        return value is False
+    if text in ("true", "false"):
+        return value is (text == "false")
     if key == "lora.base":
         finer = {"full": ("int8", "nf4"), "int8": ("nf4",), "nf4": ()}[config.lora.base]
         return text.strip('"') in finer and config.arm != "naive_scaling"
     if key == "services.learner.shard":
         learner = config.services.learner
         several = learner.replicas > 1 or "replicas" not in learner.model_fields_set
-        whole = config.lora.base == "full" and not config.learner_compiles
-        return value == "none" and several and whole
+        return value == "none" and several and config.lora.base == "full"
     if key.endswith(".gpus"):
         section = getattr(config.services, key.split(".")[1])
         return "gpus" not in section.model_fields_set

@@ -17,7 +17,7 @@ from planning.assumptions import Device
 from planning.counting import Counts, batch_of, on_gpus
 from policy.decoders import proxy_dtype
 from policy.precision.backends import BACKENDS
-from policy.precision.cost import Step, seconds
+from policy.precision.cost import COMPILED, Step, seconds
 
 
 @dataclass(frozen=True)
@@ -33,12 +33,13 @@ class Part:
 @dataclass(frozen=True)
 class Stage:
     """Passes and operations of a part of an iteration, over all its actors; ``narrow``: what is
-    decoded is decoded in BF16.
+    decoded is decoded in BF16; ``compiled``: by a compiled decoder.
     """
 
     parts: Sequence[Part]
     decoding: float = 0.0
     narrow: bool = False
+    compiled: bool = False
     gpus: float = 1.0  # of all its actors; none uses more than one
 
     @property
@@ -64,7 +65,8 @@ class Stage:
             for part in self.parts
         )
         narrow, wide = at[False].decoding
-        return (busy + self.decoding / (narrow if self.narrow else wide)) / self.gpus
+        decoding = self.decoding / (narrow if self.narrow else wide)
+        return (busy + decoding * (COMPILED["decoder"] if self.compiled else 1.0)) / self.gpus
 
 
 def stages_of(config: RunConfig, counts: Counts) -> tuple[dict[str, Stage], Stage]:
@@ -81,8 +83,13 @@ def stages_of(config: RunConfig, counts: Counts) -> tuple[dict[str, Stage], Stag
         calls = images / full.batch_size * passes(guidance)
         return Part(calls, counts.merged, compiled=full.compile)
 
-    def adapted(images: float, guidance: float) -> Part:
-        return Part(images / full.batch_size * passes(guidance), counts.adapted)
+    def adapted(images: float, guidance: float, compiled: bool) -> Part:
+        calls = images / full.batch_size * passes(guidance)
+        return Part(calls, counts.adapted, compiled=compiled)
+
+    def drawing(part: Part, images: float) -> Stage:
+        compiled = full.compile and on_gpus(config, learner) and not counts.decode_eager
+        return Stage([part], images * counts.decode_flops, compiled=compiled, gpus=mine)
 
     if plan.explore is not None:
         stages["explore"] = _exploring(config, counts)
@@ -91,20 +98,20 @@ def stages_of(config: RunConfig, counts: Counts) -> tuple[dict[str, Stage], Stag
         objective = build_objective(config.objective, config.stop.max_kl is not None)
         # paths are drawn with adapters beside the weights
         beside = objective.path_solver or config.lora.base != "full"
-        one = (adapted if beside else merged)(images * full.steps, scales.regenerate)
-        stages["regenerate"] = Stage([one], decoding=images * counts.decode_flops, gpus=mine)
+        count, scale = images * full.steps, scales.regenerate
+        one = adapted(count, scale, full.compile) if beside else merged(count, scale)
+        stages["regenerate"] = drawing(one, images)
     points, others = training_points(config)
     trained = prompts * config.selection.keep * points
     calls = trained / config.optimizer.batch_size * passes(scales.train)
-    stages["update"] = Stage(
-        [Part(calls, counts.training), adapted(trained * others, scales.train)], gpus=mine
-    )
+    compiled = config.optimizer.compile
+    parts = [
+        Part(calls, counts.training, compiled=compiled),
+        adapted(trained * others, scales.train, compiled),
+    ]
+    stages["update"] = Stage(parts, gpus=mine)
     images = config.evaluate.prompts * config.evaluate.noises
-    return stages, Stage(
-        [merged(images * config.evaluate.steps, scales.evaluate)],
-        decoding=images * counts.decode_flops,
-        gpus=mine,
-    )
+    return stages, drawing(merged(images * config.evaluate.steps, scales.evaluate), images)
 
 
 def _exploring(config: RunConfig, counts: Counts) -> Stage:
@@ -115,10 +122,12 @@ def _exploring(config: RunConfig, counts: Counts) -> Stage:
     backend = BACKENDS.get(explore.backend)  # None: "auto", which quantises
     quantised = backend is None or backend.quantises
     area = pixels(config.explored_model) / pixels(config.model)
+    gpu, whole = on_gpus(config, rollout), config.explore.decoder == "full"
     return Stage(
         [Part(calls, counts.step, quantised, config.explore.compile)],
         decoding=images * counts.proxy_flops * area,
-        narrow=proxy_dtype(config, on_gpus(config, rollout)) == torch.bfloat16,
+        narrow=proxy_dtype(config, gpu) == torch.bfloat16,
+        compiled=config.explore.compile and gpu and not (counts.decode_eager and whole),
         gpus=rollout.actors * (min(1.0, rollout.gpus) or 1.0),
     )
 

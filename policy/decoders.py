@@ -74,6 +74,11 @@ def blank_decoder(config: RunConfig, family: Family, dtype: torch.dtype) -> nn.M
     return _of_latents(vae, family)
 
 
+def keeps_frames(vae: nn.Module) -> bool:
+    """Whether it keeps frames from call to call, also of an image: its decoder stays eager."""
+    return hasattr(vae, "clear_cache")
+
+
 def compiled_decoder(vae: nn.Module) -> nn.Module:
     """``vae`` with a compiled decoder; itself where it keeps frames from call to call.
 
@@ -81,13 +86,20 @@ def compiled_decoder(vae: nn.Module) -> nn.Module:
     between its blocks, at the size of the image, is as much as what they do. Nothing is compiled
     before the first call, which belongs in ``compile_failures``.
     """
-    if hasattr(vae, "clear_cache"):
+    if keeps_frames(vae):
         return vae
     twin = copy.copy(vae)
     twin._modules = dict(vae._modules)
     decoder: nn.Module = vae.get_submodule("decoder")
     twin._modules["decoder"] = cast("nn.Module", torch.compile(decoder, dynamic=False))
     return twin
+
+
+def decoder_on(device: torch.device, vae: nn.Module, compile: bool) -> nn.Module:
+    """What decodes on ``device``: with ``compile`` a compiled one on GPUs. On a CPU the denoiser
+    takes nearly all of the time, and compiling a decoder a minute.
+    """
+    return compiled_decoder(vae) if compile and device.type == "cuda" else vae
 
 
 def check_decoder(config: RunConfig, family: Family) -> None:

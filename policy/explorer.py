@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from policy.decoders import compiled_decoder
+from policy.decoders import decoder_on
 from policy.families.base import Family
 from policy.lora import target_modules
 from policy.offload import Offload, frozen_tensors
@@ -191,8 +191,7 @@ class Explorer(PackedPolicy):
         )
         home = torch.device("cpu") if offload else self.device
         self.vae = vae if vae is not None else family.load_vae(home, torch.float32)
-        on_gpu = self.device.type == "cuda"
-        self._decoder = compiled_decoder(self.vae) if compile and on_gpu else self.vae
+        self._decoder = decoder_on(self.device, self.vae, compile)
         moving = frozen_tensors(transformer, self.vae)
         self.offload = Offload(moving, self.device) if offload else None
 

@@ -6,8 +6,10 @@ import numpy as np
 import pytest
 import torch
 
+from learner import generating
 from learner.distance import relative_distance
 from learner.identity import SAFETY, _nudged
+from policy.decoders import decoder_on
 from policy.explorer import Explorer
 from policy.lora import adapted_modules, adapter_state, load_adapter_state
 from policy.precision.backends import BACKENDS
@@ -63,6 +65,17 @@ def test_regenerating_and_evaluating_are_compiled_and_training_is_not(tiny_sd3_d
             each.update(each.done, tiny_groups(1))
         assert len(graphs) == 2
     assert trainer.checksum() == eager.checksum()
+
+
+def test_on_a_gpu_what_is_regenerated_is_decoded_by_a_graph_too(tiny_sd3_dir, graphs, monkeypatch):
+    """With a CPU in the GPU's place: the denoiser's two graphs, and one more."""
+    there = torch.device("cuda")
+    monkeypatch.setattr(generating, "decoder_on", lambda _, *what: decoder_on(there, *what))
+    eager, trainer = regenerating(tiny_sd3_dir)
+    cond = tiny_groups(1)[0].cond
+    wanted, found = (each.generator.generate(cond, [1, 2])[1] for each in (eager, trainer))
+    np.testing.assert_array_equal(found, wanted)
+    assert len(graphs) == 3
 
 
 def test_paths_are_compiled_beside_the_weights(tiny_sd3_dir, graphs):

@@ -12,6 +12,8 @@ MODELS = {  # GPU-seconds on a B200: explore, regenerate, update
     "sana": (110.0, 60.0, 115.0),
 }
 GB = 10**9
+SHARDS = ("regenerate.compile=false", "services.learner.shard=base")
+"""The second is refused without the first."""
 BYTES = {"rollout": 16e9, "reward": 4e9, "encoder": 10e9}
 
 

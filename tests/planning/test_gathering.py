@@ -16,7 +16,7 @@ from planning.layouts.predict import gathered, predict
 from planning.layouts.resolve import gathering_of
 from policy.memory import Work
 from simulator.actors import Learner
-from tests.planning.made_up import preset, tasks
+from tests.planning.made_up import SHARDS, preset, tasks
 
 WHOLE = 64e9
 
@@ -30,7 +30,7 @@ def counts(denoiser: float = WHOLE) -> Counts:
 
 def sharded(*overrides: str) -> Gathering:
     """24 of a prompt, 10 steps, batches of 8 images and of 4 points, 6 points a sample."""
-    given = ("services.learner.shard=base", "regenerate.batch_size=8", "optimizer.batch_size=4")
+    given = (*SHARDS, "regenerate.batch_size=8", "optimizer.batch_size=4")
     config = preset("flux1", *given, "audit.random_seeds=0", *overrides)
     return gathering_of(config, counts(), "H200", 8)
 

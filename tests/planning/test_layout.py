@@ -18,7 +18,7 @@ from planning.layouts.numbers import Group, Numbers, as_started, numbers_of, wit
 from planning.layouts.predict import bound, fill, predict
 from planning.layouts.resolve import keep_layout, to_choose
 from planning.placement import ACCELERATOR, WHOLE, Node, needs_of, place
-from tests.planning.made_up import BYTES, MODELS, costs, preset, tasks
+from tests.planning.made_up import BYTES, MODELS, SHARDS, costs, preset, tasks
 
 # ---- arithmetic
 
@@ -219,7 +219,7 @@ def test_a_base_in_shards_takes_two_replicas_at_least():
     """
     there = {"B200": tasks(*MODELS["flux1"])}
     parts = Costs(there, {"B200": BYTES}, lambda replicas: 100e9 / replicas)
-    config = preset("flux1", "layout.mode=shared", "services.learner.shard=base")
+    config = preset("flux1", "layout.mode=shared", *SHARDS)
     choice = choose(config, [Gpus("B200", 2, 90)], parts)
     assert choice.best.numbers.groups["learner"].actors == 2
     for count, memory in ((1, 900), (1, 90)):

@@ -26,6 +26,7 @@ from planning.layouts.resolve import costs_of
 from planning.make import described
 from policy.families import Family
 from policy.precision.backends import BACKENDS
+from tests.planning.made_up import SHARDS
 from tools.count_models import ONE_GPU
 
 SIZES = [("B200", 180, n) for n in (1, 2, 4, 8, 16, 64)] + [("H200", 141, 8)]
@@ -81,7 +82,7 @@ def test_sol_rl_is_faster_than_naive_scaling_at_equal_gpus(model):
 def test_a_base_in_shards_is_compared_as_every_arm(model):
     """The number of replicas is not written there: every arm's layout has yet to choose it."""
     gpus = [Gpus("H100", 8, 80)]
-    with preset(f"{model}-sol_rl-hpsv2", "services.learner.shard=base") as (config, family):
+    with preset(f"{model}-sol_rl-hpsv2", *SHARDS) as (config, family):
         arms = arms_of(config, family, gpus, Assumptions())
     assert list(arms.found) == list(get_args(Arm)) and not arms.why_not
     for scenario in arms.found.values():

@@ -11,7 +11,7 @@ from planning.layouts.costs import Costs, Parts
 from planning.layouts.gpus import Gpus, lay
 from planning.layouts.numbers import Group, Numbers, with_numbers
 from planning.layouts.predict import Tasks, predict
-from tests.planning.made_up import GB, MODELS, costs, preset
+from tests.planning.made_up import GB, MODELS, SHARDS, costs, preset
 
 
 def turning(model: str = "flux1") -> Costs:
@@ -105,7 +105,7 @@ def test_who_leaves_may_be_said_by_hand():
     assert best.numbers.leaves == ("learner",) and best.gb == 68 - 5
     with pytest.raises(ConfigError, match="3.0 GB short"):
         choose(stays, [Gpus("B200", 1, 60)], turning())
-    shards = preset("flux1", "services.learner.shard=base")
+    shards = preset("flux1", *SHARDS)
     leaves = {
         each.numbers.leaves for each in choose(shards, [Gpus("B200", 4, 63)], turning()).table
     }

@@ -93,9 +93,25 @@ def test_a_base_in_shards_is_the_last_resort_and_takes_the_place_of_packing(
     said = list(savings_lines(config, ONE))
     assert tried[-1] == ("full", "base") and "shard" not in said[-2]
     shards = 'services.learner.shard="base"'
-    compiles = ("regenerate.compile=true", "optimizer.compile=true")
-    for other in ("services.learner.replicas=1", "lora.base=nf4", *compiles):
-        assert lowers(config, shards) and not lowers(load("flux1-sol_rl-hpsv2", [other]), shards)
+    eager = "regenerate.compile=false"
+    for other in ("services.learner.replicas=1", "lora.base=nf4"):
+        assert not lowers(load("flux1-sol_rl-hpsv2", [eager, other]), shards)
+    assert lowers(load("flux1-sol_rl-hpsv2", [eager]), shards)
+
+
+def test_what_is_not_compiled_comes_with_what_turns_compiling_off(monkeypatch: pytest.MonkeyPatch):
+    """Packed or sharded weights beside compiled passes are refused by the configuration."""
+
+    def layout(config: Any, given: Any, nodes: Any) -> Any:
+        raise DoesNotFit("too large", 99, 75)
+
+    monkeypatch.setattr(savings, "layout_of", layout)
+    where = Assumptions(accelerator="RTX 4090", gpus=4, node_gpus=4, node_cpus=16)
+    off = "--set regenerate.compile=false "
+    for given, along in (("regenerate.compile=true", off), ("regenerate.compile=false", "")):
+        said = "\n".join(savings_lines(load("flux1-sol_rl-hpsv2", [given]), where))
+        for setting in ('lora.base="int8"', 'lora.base="nf4"', 'services.learner.shard="base"'):
+            assert f"with {along}--set {setting}: " in said
 
 
 @pytest.mark.slow

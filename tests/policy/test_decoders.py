@@ -17,6 +17,7 @@ from policy.decoders import (
     blank_decoder,
     check_decoder,
     compiled_decoder,
+    decoder_on,
     load_decoder,
     proxy_dtype,
 )
@@ -170,6 +171,12 @@ def test_the_shipped_tiny_decoder_is_the_one_that_is_named():
     directory = SHAPES_DECODER
     assert checksum(directory) in (directory.parent / "README.md").read_text()
     assert sum(file.stat().st_size for file in directory.iterdir()) < 200_000
+
+
+def test_decoders_are_compiled_on_gpus_alone(tiny_sd3_dir):
+    vae = family_for(tiny_model("sd3", tiny_sd3_dir)).load_vae(CPU, torch.float32)
+    assert decoder_on(CPU, vae, True) is decoder_on(torch.device("cuda"), vae, False) is vae
+    assert decoder_on(torch.device("cuda", 1), vae, True) is not vae
 
 
 @pytest.mark.parametrize("name", ["sd3", "sana", "flux2_klein", "wan", "qwen_image"])
