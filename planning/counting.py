@@ -20,6 +20,7 @@ from torch import nn
 
 from configs.schema import RunConfig
 from configs.services import Service
+from planning import passes, sizes
 from policy import memory, meta
 from policy.decoders import blank_decoder, keeps_frames, proxy_dtype
 from policy.families import Family
@@ -175,7 +176,7 @@ def count(config: RunConfig, family: Family, backend: Backend) -> Counts:
     """Built on the meta device and run there: no weights are read."""
     gpu = on_gpus(config, config.services.rollout)
     decoder = blank_decoder(config, family, proxy_dtype(config, gpu))
-    proxy_decoder, proxy = memory.decoding_work(family, batch_of(config), decoder, gpu)
+    proxy_decoder, proxy = passes.decoding_work(family, batch_of(config), decoder, gpu)
     return replace(
         _of_backend(config, family, backend),
         proxy_decoder=proxy_decoder,
@@ -199,7 +200,7 @@ def _of_backend(config: RunConfig, family: Family, backend: Backend) -> Counts:
     transformer, rows, layers = meta.blank_explorer(
         family, backend, config.explore.modules_to_not_convert, dtype
     )
-    sent = memory.wire_bytes(rows, layers, adapted, backend)
+    sent = sizes.wire_bytes(rows, layers, adapted, backend)
     small = config.explored_model.model_copy(update={"path": family.model.path})
     smaller = type(family)(small)
     scale = config.plan.explore.guidance if config.plan.explore else 1.0
@@ -232,16 +233,16 @@ def _common(config: RunConfig, family: Family) -> Counts:
     trained = meta.adapt(base, family, config.lora)
     services = config.services
     vae, gpu = meta.blank(family, "vae", torch.float32), on_gpus(config, services.learner)
-    autoencoder, decode = memory.decoding_work(family, again, vae, gpu)
+    autoencoder, decode = passes.decoding_work(family, again, vae, gpu)
     adapted = _sampling(family, base, again, rows, dtype)
     encodes = on_gpus(config, services.encoder)
-    source = memory.source_work(family, dtype, encodes) if family.edits else Work()
+    source = passes.source_work(family, dtype, encodes) if family.edits else Work()
     _seen[key] = Counts(
         weights=weights,
         quantised=0,
         trained=trained,
         denoiser=denoiser,
-        targets=memory.adapted_bytes(base),
+        targets=sizes.adapted_bytes(base),
         rollout=denoiser,
         autoencoder=autoencoder,
         text=memory.held_bytes(*encoders.values()),
@@ -268,11 +269,11 @@ def _training(config: RunConfig, family: Family, adapted: nn.Module) -> Work:
     """A forward and backward pass of a batch; its peak is that of the rows that guidance makes."""
     dtype, recomputed = DTYPES[config.regenerate.precision], config.optimizer.recomputed
     points = config.optimizer.batch_size
-    work = memory.training_work(family, adapted, points, dtype, recomputed)
+    work = passes.training_work(family, adapted, points, dtype, recomputed)
     rows = _rows(config, points, config.guidance.train)
     if rows == points:
         return work
-    return replace(work, peak=memory.training_work(family, adapted, rows, dtype, recomputed).peak)
+    return replace(work, peak=passes.training_work(family, adapted, rows, dtype, recomputed).peak)
 
 
 def _text_flops(encoders: dict[str, nn.Module], family: Family) -> int:

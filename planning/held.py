@@ -10,10 +10,10 @@ from configs.rewards import Scorer
 from configs.schema import RunConfig
 from learner.averages import adapters_of
 from learner.objectives import build_objective
+from planning import sizes
 from planning.counting import Counts, batch_of, on_gpus
 from planning.layouts.costs import Parts
 from planning.placement import kinds_of
-from policy import memory
 from policy.decoders import proxy_dtype
 from policy.families import Family
 from policy.precision.backends import BACKENDS
@@ -101,7 +101,7 @@ def _learner(
     objective = build_objective(config.objective, config.stop.max_kl is not None)
     adapters = adapters_of(config, objective)
     sampled, points = config.regenerate.batch_size, config.optimizer.batch_size
-    per_prompt = memory.conditioning_bytes(family, dtype, bool(config.guidance.stages))
+    per_prompt = sizes.conditioning_bytes(family, dtype, bool(config.guidance.stages))
     replicas = config.services.learner.replicas
     prompts = _prompts(config)
     base, merges = config.lora.base, config.lora.base == "full"
@@ -145,7 +145,7 @@ def _prompts(config: RunConfig) -> int:
 
 def _packed(config: RunConfig, family: Family, dtype: torch.dtype) -> tuple[int, int]:
     base, patterns = config.lora.base, config.explore.modules_to_not_convert
-    return (0, 0) if base == "full" else memory.packed_base(family, base, patterns, dtype)
+    return (0, 0) if base == "full" else sizes.packed_base(family, base, patterns, dtype)
 
 
 def _sharded(
@@ -155,7 +155,7 @@ def _sharded(
     learner = config.services.learner
     if learner.shard == "none" or learner.replicas == 1:
         return "denoiser", {}, 1
-    shards = memory.shards_of(family, dtype)
+    shards = sizes.shards_of(family, dtype)
     # one that computes, the next one on its way, and each as it arrives, before it is laid out
     gathered = shards.always + 4 * shards.largest
     return (

@@ -31,10 +31,10 @@ from planning.layouts.resolve import as_on_gpus, costs_of, known_gpus, laid_out,
 from planning.layouts.scenario import Scenarios, one_more, scenario_of
 from planning.object_store import NOTHING_SENT, puts
 from planning.placement import Node, NoRoom, needs_of, place
+from planning.sizes import WireBytes
 from planning.stages import Stage, stages_of
 from policy.families import Family, family_for
 from policy.families.architectures import named_by, write_configs
-from policy.memory import WireBytes
 from policy.types import DTYPES
 
 MOST_NODES = 64

@@ -10,10 +10,10 @@ import torch
 from configs.prompts import read_prompts
 from configs.schema import RunConfig
 from learner.objectives import build_objective
+from planning import sizes
+from planning.sizes import WireBytes
 from planning.stages import pixels
-from policy import memory
 from policy.families import Family
-from policy.memory import WireBytes
 
 NUMBERS = {2: "two", 3: "three"}
 NOTHING_SENT = WireBytes(0, 0)
@@ -55,7 +55,7 @@ def puts(config: RunConfig, family: Family, sent: WireBytes, dtype: torch.dtype)
     # the path with its start, and the latents themselves
     states = config.regenerate.steps + 2 if objective.path_solver else 1
     kept = regenerated * states + (0 if config.plan.regenerate else explored)
-    conditioning = memory.conditioning_bytes(family, dtype, bool(config.guidance.stages))
+    conditioning = sizes.conditioning_bytes(family, dtype, bool(config.guidance.stages))
     return {
         f"{NUMBERS[versions_held(config)]} versions of the weights, per node with rollout actors": (
             versions_bytes(config, sent)

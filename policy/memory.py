@@ -7,7 +7,6 @@ the allocator's gaps.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -17,17 +16,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from policy import frozen
-from policy.checkpointing import checkpoint_blocks
-from policy.families.base import Diffusers, Family
-from policy.lora import adapted_modules, use
-from policy.meta import META, blank
-from policy.precision.backends import Backend
+from policy.families.base import Family
+from policy.meta import META
 from policy.precision.cost import Step
-from policy.precision.fused import FusedMember
-from policy.precision.layer import QuantisedLinear
-from policy.precision.swap import ModuleRow, changing_modules, weight_modules
-from policy.sharding import blocks_of
+from policy.precision.swap import ModuleRow, weight_modules
 from policy.tally import Tally, fused_attention
 from policy.types import Conditioning
 
@@ -41,83 +33,27 @@ class Work(Step):
     peak: int = 0
     widest: int = 0
 
+    @classmethod
+    def of(cls, tally: Tally) -> Work:
+        """What was counted of a pass that ran on the meta device."""
+        return cls(
+            flops=tally.flops,
+            kernels=tally.kernels,
+            bytes=tally.bytes,
+            small=tally.small,
+            attention=tally.attention,
+            heads=tally.heads,
+            peak=tally.peak,
+        )
+
 
 # ---- bytes
-
-
-def packed_base(
-    family: Family, packing: frozen.Packing, patterns: tuple[str, ...], dtype: torch.dtype
-) -> tuple[int, int]:
-    """(bytes that packing the learner's frozen weights saves, bytes of the largest unpacked)."""
-    key = (family.model.path, patterns)
-    if key not in _rows:
-        base = blank(family, "transformer", dtype)
-        _rows[key] = frozen.frozen_rows(base, family, patterns)
-    rows = _rows[key]
-    sizes = [math.prod(row.shape) * dtype.itemsize for row in rows]
-    return sum(sizes) - frozen.packed_bytes(rows, packing), max(sizes, default=0)
-
-
-class Shards(NamedTuple):
-    """Bytes of a denoiser whose weights are sharded by ``policy.sharding``."""
-
-    largest: int  # of the weights that are gathered as one, the largest
-    always: int  # what no block has, which stays gathered for a whole pass
-
-
-def shards_of(family: Family, dtype: torch.dtype) -> Shards:
-    """What a pass through the sharded denoiser gathers."""
-    key = (family.model.path, dtype)
-    if key not in _shards:
-        transformer = blank(family, "transformer", dtype)
-        blocks = [held_bytes(block) for block in blocks_of(transformer)]
-        _shards[key] = Shards(max(blocks, default=0), held_bytes(transformer) - sum(blocks))
-    return _shards[key]
-
-
-_shards: dict[tuple[str, torch.dtype], Shards] = {}
-"""What ``shards_of`` found, by model and type."""
-_rows: dict[tuple[str, tuple[str, ...]], list[ModuleRow]] = {}
-"""What ``packed_base`` found, by model and patterns: building a large model takes seconds."""
 
 
 def held_bytes(*modules: nn.Module) -> int:
     """Bytes of the parameters and buffers of modules."""
     tensors = (tensor for module in modules for tensor in (*module.parameters(), *module.buffers()))
     return sum(tensor.nbytes for tensor in tensors)
-
-
-def adapted_bytes(transformer: nn.Module) -> int:
-    """Bytes of the weights that adapters stand beside: what merging holds a second time."""
-    weights = (
-        layer.get_base_layer().get_parameter("weight") for _, layer in adapted_modules(transformer)
-    )
-    return sum(weight.nbytes for weight in weights)
-
-
-class WireBytes(NamedTuple):
-    """Bytes that a new rollout actor is sent, and bytes that are sent after each update."""
-
-    total: int
-    changing: int
-
-
-def wire_bytes(
-    plan: Sequence[ModuleRow],
-    layers: Mapping[str, QuantisedLinear | FusedMember],
-    adapted: Sequence[str],
-    backend: Backend,
-) -> WireBytes:
-    """Bytes of packed layers, and of merged weights of unquantized ones (``learner.publish``)."""
-    packed = {
-        name: sum(tensor.nbytes for tensor in layer.wire_targets().values())
-        for name, layer in layers.items()
-    }
-    whole = {row.name: math.prod(row.shape) for row in plan if not row.quantised}
-    merged = sum(whole.get(name, 0) for name in adapted) * backend.wire_dtype.itemsize
-    changing = changing_modules(plan, adapted)
-    sent_again = sum(packed.get(name, 0) for name in changing)
-    return WireBytes(sum(packed.values()) + merged, sent_again + merged)
 
 
 def conditioning_like(
@@ -128,12 +64,6 @@ def conditioning_like(
     return Conditioning(
         {name: torch.ones(rows, *shape, dtype=dtype, device=device) for name, shape in shapes}
     )
-
-
-def conditioning_bytes(family: Family, dtype: torch.dtype, guided: bool) -> int:
-    """Bytes of one prompt's row, with the negative prompt beside it where there is guidance."""
-    row = conditioning_like(family, 1, dtype).tensors.values()
-    return (1 + guided) * sum(tensor.nbytes for tensor in row)
 
 
 # ---- work
@@ -195,7 +125,7 @@ def sampling_work(
         family.velocity(transformer, x, torch.tensor(0.5), cond)
     packed = {groups[call.name]: call.elements for call in calls}  # a group packs its input once
     return replace(
-        _work(tally),
+        Work.of(tally),
         quantised=sum(call.flops for call in calls),
         inputs=len(packed),
         elements=sum(packed.values()),
@@ -212,68 +142,4 @@ def work_of(do: Callable[[], object]) -> Work:
     """What ``do`` runs on the meta device."""
     with fused_attention(), Tally() as tally:
         do()
-    return _work(tally)
-
-
-def _work(tally: Tally) -> Work:
-    return Work(
-        flops=tally.flops,
-        kernels=tally.kernels,
-        bytes=tally.bytes,
-        small=tally.small,
-        attention=tally.attention,
-        heads=tally.heads,
-        peak=tally.peak,
-    )
-
-
-def training_work(
-    family: Family, transformer: nn.Module, batch: int, dtype: torch.dtype, recomputed: float
-) -> Work:
-    """Forward and backward pass of ``batch`` points, a share of the blocks ``recomputed``; the peak
-    has the adapter's gradients in it.
-    """
-    model: Diffusers = transformer
-    checkpoint_blocks(model, recomputed)
-    x = torch.empty(batch, *family.latent_shape, device=META)
-    cond = conditioning_like(family, batch, dtype)
-    try:
-        with fused_attention(), Tally() as tally, use(transformer, "current"):
-            velocity = family.velocity(transformer, x, torch.full((batch,), 0.5, device=META), cond)
-            loss = (velocity - x).square().mean()
-            del velocity
-            loss.backward()
-    finally:
-        transformer.zero_grad(set_to_none=True)
-        if recomputed:
-            model.disable_gradient_checkpointing()
-    return _work(tally)
-
-
-def decoding_work(
-    family: Family, batch: int, decoder: nn.Module | None = None, gpu: bool = False
-) -> tuple[int, Work]:
-    """(bytes of the decoder, work of decoding ``batch`` latents as configured). ``decoder`` is one
-    on the meta device; None: the model's own autoencoder in FP32. ``gpu``: it runs on one.
-
-    Clips are decoded one at a time, as ``Family.decode`` does it.
-    """
-    vae: Diffusers = blank(family, "vae", torch.float32) if decoder is None else decoder
-    if family.model.vae_slicing:
-        vae.enable_slicing()
-    if family.model.vae_tiling:
-        vae.enable_tiling()
-    together = 1 if family.video else batch
-    latents = torch.empty(together, *family.latent_shape, device=META, dtype=vae.dtype)
-    with torch.no_grad(), fused_attention(), Tally(converts=gpu) as tally:
-        family.pixels(vae, latents).float().clamp(0, 1)
-    return held_bytes(vae), replace(_work(tally), flops=tally.flops * (batch // together))
-
-
-def source_work(family: Family, dtype: torch.dtype, gpu: bool = False) -> Work:
-    """The encoder's autoencoder on the image that a prompt edits, in ``dtype``."""
-    vae: Diffusers = blank(family, "vae", dtype)
-    image = torch.empty(1, *family.source_shape, device=META, dtype=dtype)
-    with torch.no_grad(), fused_attention(), Tally(converts=gpu) as tally:
-        vae.encode(image, return_dict=False)
-    return _work(tally)
+    return Work.of(tally)

@@ -20,6 +20,7 @@ from learner.batch import Group
 from learner.nonfinite import NonFiniteTraining
 from learner.selection import select
 from learner.trainer import Trainer
+from planning import sizes
 from policy import memory, meta
 from policy.device import out_of_memory, synchronise
 from policy.explorer import Explorer
@@ -89,7 +90,7 @@ def weight_bytes(case: Case, backend: Backend, dtype: torch.dtype) -> int:
     vae = meta.blank(case.family, "vae", torch.float32)
     held = memory.held_bytes(learner, explorer, vae, vae)
     meta.adapt(learner, case.family, Lora())
-    return held + memory.adapted_bytes(learner)
+    return held + sizes.adapted_bytes(learner)
 
 
 def config_of(name: str, case: Case, family: Family, backend: str, gpu: bool) -> RunConfig:

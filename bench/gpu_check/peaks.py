@@ -11,6 +11,7 @@ from bench.architectures import Case
 from bench.gpu_check.findings import Finding, Item, LeftOut
 from bench.gpu_check.setting import ARCHITECTURES, NEWER, Setting, autoencoder, free
 from configs.training import Lora
+from planning import passes, sizes
 from policy import memory, meta
 from policy.attention import sound_gradients
 from policy.device import out_of_memory, synchronise
@@ -54,13 +55,13 @@ def _peaks(case: Case, name: str, setting: Setting) -> Iterator[Finding]:
     yield _against(case, "step", _peak(_step(case, setting), device), work.peak)
     free()
     meta.adapt(blank, family, Lora())
-    planned = memory.adapted_bytes(blank) + work.peak
+    planned = sizes.adapted_bytes(blank) + work.peak
     yield _against(case, "regenerating", _peak(_step(case, setting, merges=True), device), planned)
     free()
-    work = memory.training_work(family, blank, BATCH, dtype, recomputed=1.0)
+    work = passes.training_work(family, blank, BATCH, dtype, recomputed=1.0)
     yield _against(case, "training pass", _peak(_training(case, setting), device), work.peak)
     free()
-    _, work = memory.decoding_work(family, BATCH, gpu=True)
+    _, work = passes.decoding_work(family, BATCH, gpu=True)
     yield _against(case, "decoding", _peak(_decoding(case, name, setting), device), work.peak)
 
 

@@ -9,7 +9,8 @@ from bench.gpu_check.findings import Finding, Item
 from bench.gpu_check.setting import Setting, change, free, loadable
 from configs.training import Lora
 from learner.publish import Publisher
-from policy import memory, meta
+from planning import sizes
+from policy import meta
 from policy.device import synchronise
 from policy.explorer import Explorer
 from policy.lora import adapted_modules, add_adapters
@@ -53,7 +54,7 @@ def _format(setting: Setting, backend: Backend) -> Iterator[Item]:
         adapted = [name for name, _ in adapted_modules(learner)]
         yield Finding(
             f"{case.name} {backend.wire_format}, bytes of a version / those of the plan",
-            manifest.nbytes / memory.wire_bytes(plan, layers, adapted, backend).total,
+            manifest.nbytes / sizes.wire_bytes(plan, layers, adapted, backend).total,
             "x",
             {**labels, "form": "bytes"},
         )

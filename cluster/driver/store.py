@@ -14,14 +14,15 @@ from pathlib import Path
 from cluster.runtime.nodes import object_stores
 from configs.load import ConfigError
 from configs.schema import RunConfig
+from planning import sizes
 from planning.assumptions import ACCELERATORS, backend_of
 from planning.make import GB, described
 from planning.object_store import NOTHING_SENT, SPILLS_AT, store_size, versions_bytes, versions_held
 from planning.placement import Node, needs_of, place
-from policy import memory, meta
+from planning.sizes import WireBytes
+from policy import meta
 from policy.families import model_directory
 from policy.lora import target_modules
-from policy.memory import WireBytes
 from policy.types import DTYPES
 
 WIDEST = 4  # bytes of a weight as it is published, at most; a file has at least one for it
@@ -41,7 +42,7 @@ def published_bytes(config: RunConfig, accelerator: str | None = None) -> WireBy
         _, rows, layers = meta.blank_explorer(
             family, backend, config.explore.modules_to_not_convert, dtype
         )
-        return memory.wire_bytes(rows, layers, adapted, backend)
+        return sizes.wire_bytes(rows, layers, adapted, backend)
 
 
 def most_bytes(config: RunConfig) -> float:

@@ -17,7 +17,7 @@ from configs.rewards import Scorer
 from configs.schema import RunConfig
 from configs.sections import Model
 from learner.trainer import Trainer
-from planning import make
+from planning import make, passes, sizes
 from planning.assumptions import ACCELERATORS, Assumptions, Device
 from planning.counting import counts_of
 from planning.held import held_of
@@ -62,7 +62,7 @@ def test_an_explorer_holds_what_the_plan_says(directories, name, backend, dtype)
     assert rows == real.plan
     assert all(tensor.is_meta for tensor in (*blank.parameters(), *blank.buffers()))
     assert memory.held_bytes(blank) == memory.held_bytes(real.transformer)
-    assert memory.decoding_work(family, 1)[0] == memory.held_bytes(real.vae)
+    assert passes.decoding_work(family, 1)[0] == memory.held_bytes(real.vae)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -155,7 +155,7 @@ def test_kernels_that_are_not_installed_are_counted_from_their_buffers(tiny_sd3_
     family = family_for(tiny_model("sd3", tiny_sd3_dir))
     blank, rows, layers = meta.blank_explorer(family, BACKENDS["te_nvfp4"], (), torch.bfloat16)
     emulated = meta.blank_explorer(family, BACKENDS["emulated_nvfp4"], (), torch.bfloat16)
-    assert memory.wire_bytes(rows, layers, (), BACKENDS["te_nvfp4"]) == memory.wire_bytes(
+    assert sizes.wire_bytes(rows, layers, (), BACKENDS["te_nvfp4"]) == sizes.wire_bytes(
         *emulated[1:], (), BACKENDS["emulated_nvfp4"]
     )
     # to_q, to_k, to_v [32, 32] run as one [96, 32]: 96 * 16 codes, 128 * 4 scales, amax and factor
@@ -174,7 +174,7 @@ def test_a_broadcast_of_sana_is_nine_bits_in_two_weights(tmp_path):
     family = family_for(Model(family="sana", path=path, height=1024, width=1024))
     blank, rows, layers = meta.blank_explorer(family, BACKENDS["te_nvfp4"], (), torch.bfloat16)
     wanted = (8 * 20 + 7.5 * 20) * 2240**2 * 9 / 16 + 4 * 200
-    assert memory.wire_bytes(rows, layers, (), BACKENDS["te_nvfp4"]) == (wanted, 0)
+    assert sizes.wire_bytes(rows, layers, (), BACKENDS["te_nvfp4"]) == (wanted, 0)
     assert published("sana-1.6b")["hub_id"] == load("sana-sol_rl-hpsv2").model.path
 
 

@@ -10,6 +10,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from configs.load import load
 from configs.training import Lora
+from planning import passes
 from planning.assumptions import Device
 from planning.counting import counts_of
 from planning.layouts.resolve import scored, tasks_of
@@ -73,7 +74,7 @@ def test_a_source_image_is_encoded(directories, name):
     image = torch.rand(1, *family.source_shape)
     with torch.no_grad(), sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
         vae.encode(image)
-    work = memory.source_work(family, torch.float32)
+    work = passes.source_work(family, torch.float32)
     assert work.flops == counter.get_total_flops() > 0 and work.peak > 4 * image.numel()
     seen = family.source_patches
     assert (seen > 0) == (name == "qwen_image_edit")
@@ -123,7 +124,7 @@ def test_operations_of_training_are_those_of_the_real_transformer(directories, n
         p.numel() for p in real.parameters() if p.requires_grad
     )
     kept, again = (
-        memory.training_work(family, blank, 2, torch.float32, recomputed)
+        passes.training_work(family, blank, 2, torch.float32, recomputed)
         for recomputed in (0.0, 1.0)
     )
     assert kept.flops == both.get_total_flops() + attention // 2
@@ -191,7 +192,7 @@ def test_clips_are_decoded_one_at_a_time(tiny_wan_dir):
     vae, latents = family.load_vae("cpu", torch.float32), noise_for([1, 2], family.latent_shape)
     with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
         family.decode(vae, latents)
-    one, two = (memory.decoding_work(family, count)[1] for count in (1, 2))
+    one, two = (passes.decoding_work(family, count)[1] for count in (1, 2))
     assert two.flops == counter.get_total_flops() == 2 * one.flops and two.peak == one.peak
 
 
@@ -205,10 +206,10 @@ def test_stages_are_counts_of_steps(tiny_sd3_dir, tmp_path):
     )
     blank = meta.blank(family, "transformer", torch.float32)
     step = memory.sampling_work(family, blank, 1, torch.float32).flops
-    decode = memory.decoding_work(family, 1)[1].flops
+    decode = passes.decoding_work(family, 1)[1].flops
     meta.adapt(blank, family, Lora(rank=4))
     adapted = memory.sampling_work(family, blank, 1, torch.float32).flops
-    trained = memory.training_work(family, blank, 1, torch.float32, 0.0).flops
+    trained = passes.training_work(family, blank, 1, torch.float32, 0.0).flops
     explore = plan.stages["explore"]
     regenerate = plan.stages["regenerate"]
     update = plan.stages["update"]

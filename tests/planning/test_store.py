@@ -11,9 +11,9 @@ from planning.lines import lines_of
 from planning.make import make_plan
 from planning.object_store import SPILLS_AT, store_size, versions_held
 from planning.placement import Node
+from planning.sizes import conditioning_bytes
 from policy.explorer import Explorer
 from policy.families import family_for
-from policy.memory import conditioning_bytes
 from policy.precision.backends import BACKENDS
 from tests.cluster.runs import main_here, tiny_config, write_toml
 

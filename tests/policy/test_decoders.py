@@ -10,6 +10,7 @@ from pydantic import ValidationError
 
 from configs.load import ConfigError, load
 from learner.publish import export_policy
+from planning import passes
 from planning.make import make_plan
 from planning.preflight import check_model
 from policy import memory, meta
@@ -154,7 +155,7 @@ def test_the_plan_counts_the_decoder_that_is_chosen(config):
     assert tiny.stages["regenerate"].decoding == full.stages["regenerate"].decoding
     images = config.prompts.per_iteration * config.explore.pool_size
     blank = blank_decoder(config, family, torch.float32)
-    _, work = memory.decoding_work(family, 1, blank)
+    _, work = passes.decoding_work(family, 1, blank)
     assert tiny.stages["explore"].decoding == images * work.flops
 
 

@@ -12,6 +12,7 @@ from torch import nn
 
 from configs.load import ConfigError, load
 from configs.training import Lora
+from planning import sizes
 from policy import memory
 from policy.families import family_for
 from policy.frozen import FrozenLinear, freeze, frozen_rows, packed_bytes, plain_weight
@@ -125,7 +126,7 @@ def test_bytes_are_those_that_the_plan_counts(family, packing):
     told = packed_bytes(rows, packing)
     # nf4: 16 levels and a mean with every tensor, and whole blocks of scales
     assert told <= held <= told + (0 if packing == "int8" else 600 * len(rows))
-    saved, widest = memory.packed_base(family, packing, (), torch.bfloat16)
+    saved, widest = sizes.packed_base(family, packing, (), torch.bfloat16)
     assert saved == 2 * sum(math.prod(row.shape) for row in rows) - told and before > saved > 0
     assert widest == 2 * max(math.prod(row.shape) for row in rows)
 

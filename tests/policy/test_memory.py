@@ -11,6 +11,7 @@ from torch.nn.functional import conv2d
 
 from bench.architectures import case_of
 from configs.training import Lora
+from planning import passes, sizes
 from policy import memory, meta
 from policy.families import family_for
 from policy.lora import add_adapters, use
@@ -83,7 +84,7 @@ def test_the_peak_of_a_sampling_step_on_merged_weights(family):
     blank = meta.blank(family, "transformer", torch.float32)
     planned = later(lambda: memory.sampling_work(family, blank, ROWS, torch.float32))
     meta.adapt(blank, family, Lora(rank=4))
-    planned += memory.adapted_bytes(blank)
+    planned += sizes.adapted_bytes(blank)
     transformer, (x, cond) = family.load_transformer("cpu", torch.float32), inputs(family)
     add_adapters(transformer, Lora(rank=4), family, names=("current",))
 
@@ -118,7 +119,7 @@ def test_the_peak_of_a_training_pass(family, checkpointing):
             del velocity
             loss.backward()
 
-    planned = later(lambda: memory.training_work(family, blank, ROWS, torch.float32, checkpointing))
+    planned = later(lambda: passes.training_work(family, blank, ROWS, torch.float32, checkpointing))
     slack = 2**14 if family.name == "wan" else 0
     assert allocated(train) == pytest.approx(planned, rel=0.03, abs=slack)
 
@@ -134,7 +135,7 @@ def test_the_peak_of_decoding_on_a_gpu(name, measured, on_a_cpu):
     17.19 GB are not explained.
     """
     with case_of(name, 1024, False) as case:
-        peaks = [memory.decoding_work(case.family, 4, gpu=gpu)[1].peak for gpu in (True, False)]
+        peaks = [passes.decoding_work(case.family, 4, gpu=gpu)[1].peak for gpu in (True, False)]
     assert peaks == [pytest.approx(measured, rel=1e-3), pytest.approx(on_a_cpu, rel=1e-4)]
 
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from policy import memory
+from planning import sizes
 from policy.lora import adapted_modules, add_adapters, use
 from policy.merging import exact_products, merged, merged_weight, merged_weights
 from policy.sampling.noise import noise_for
@@ -88,6 +88,6 @@ def test_merging_is_of_float32_products_whatever_is_allowed_elsewhere(adapted, m
 
 
 def test_held_twice_are_the_weights_beside_which_adapters_stand(family, adapted):
-    assert memory.adapted_bytes(adapted) == sum(
+    assert sizes.adapted_bytes(adapted) == sum(
         4 * layer.base_layer.weight.numel() for _, layer in adapted_modules(adapted)
     )

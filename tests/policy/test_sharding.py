@@ -13,9 +13,10 @@ import torch.distributed as dist
 
 from configs.training import Lora
 from learner.replicas import leave, open_store
+from planning.sizes import shards_of
 from policy.families import Family, family_for
 from policy.lora import add_adapters, trainable, use
-from policy.memory import conditioning_like, held_bytes, shards_of
+from policy.memory import conditioning_like, held_bytes
 from policy.merging import merged, merged_weights
 from policy.sampling.guidance import Guided, velocity
 from policy.sharding import blocks_of, shard_base

@@ -1,0 +1,98 @@
+"""Bytes of a model's parts, before anything is loaded: what is held, what is gathered, and what is
+sent.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import nn
+
+from policy import frozen
+from policy.families.base import Family
+from policy.lora import adapted_modules
+from policy.memory import conditioning_like, held_bytes
+from policy.meta import blank
+from policy.precision.backends import Backend
+from policy.precision.fused import FusedMember
+from policy.precision.layer import QuantisedLinear
+from policy.precision.swap import ModuleRow, changing_modules
+from policy.sharding import blocks_of
+
+
+def packed_base(
+    family: Family, packing: frozen.Packing, patterns: tuple[str, ...], dtype: torch.dtype
+) -> tuple[int, int]:
+    """(bytes that packing the learner's frozen weights saves, bytes of the largest unpacked)."""
+    key = (family.model.path, patterns)
+    if key not in _rows:
+        base = blank(family, "transformer", dtype)
+        _rows[key] = frozen.frozen_rows(base, family, patterns)
+    rows = _rows[key]
+    sizes = [math.prod(row.shape) * dtype.itemsize for row in rows]
+    return sum(sizes) - frozen.packed_bytes(rows, packing), max(sizes, default=0)
+
+
+class Shards(NamedTuple):
+    """Bytes of a denoiser whose weights are sharded by ``policy.sharding``."""
+
+    largest: int  # of the weights that are gathered as one, the largest
+    always: int  # what no block has, which stays gathered for a whole pass
+
+
+def shards_of(family: Family, dtype: torch.dtype) -> Shards:
+    """What a pass through the sharded denoiser gathers."""
+    key = (family.model.path, dtype)
+    if key not in _shards:
+        transformer = blank(family, "transformer", dtype)
+        blocks = [held_bytes(block) for block in blocks_of(transformer)]
+        _shards[key] = Shards(max(blocks, default=0), held_bytes(transformer) - sum(blocks))
+    return _shards[key]
+
+
+_shards: dict[tuple[str, torch.dtype], Shards] = {}
+"""What ``shards_of`` found, by model and type."""
+_rows: dict[tuple[str, tuple[str, ...]], list[ModuleRow]] = {}
+"""What ``packed_base`` found, by model and patterns: building a large model takes seconds."""
+
+
+def adapted_bytes(transformer: nn.Module) -> int:
+    """Bytes of the weights that adapters stand beside: what merging holds a second time."""
+    weights = (
+        layer.get_base_layer().get_parameter("weight") for _, layer in adapted_modules(transformer)
+    )
+    return sum(weight.nbytes for weight in weights)
+
+
+class WireBytes(NamedTuple):
+    """Bytes that a new rollout actor is sent, and bytes that are sent after each update."""
+
+    total: int
+    changing: int
+
+
+def wire_bytes(
+    plan: Sequence[ModuleRow],
+    layers: Mapping[str, QuantisedLinear | FusedMember],
+    adapted: Sequence[str],
+    backend: Backend,
+) -> WireBytes:
+    """Bytes of packed layers, and of merged weights of unquantized ones (``learner.publish``)."""
+    packed = {
+        name: sum(tensor.nbytes for tensor in layer.wire_targets().values())
+        for name, layer in layers.items()
+    }
+    whole = {row.name: math.prod(row.shape) for row in plan if not row.quantised}
+    merged = sum(whole.get(name, 0) for name in adapted) * backend.wire_dtype.itemsize
+    changing = changing_modules(plan, adapted)
+    sent_again = sum(packed.get(name, 0) for name in changing)
+    return WireBytes(sum(packed.values()) + merged, sent_again + merged)
+
+
+def conditioning_bytes(family: Family, dtype: torch.dtype, guided: bool) -> int:
+    """Bytes of one prompt's row, with the negative prompt beside it where there is guidance."""
+    row = conditioning_like(family, 1, dtype).tensors.values()
+    return (1 + guided) * sum(tensor.nbytes for tensor in row)
