@@ -1,4 +1,4 @@
-"""What a model will need, before it is loaded: bytes, operations and scratch memory.
+"""What a pass of the denoiser takes, before it is loaded: bytes, operations and scratch memory.
 
 Modules are built on the meta device (``policy.meta``) and run there: what is counted are the
 operations that the real modules would carry out. Not counted: memory of a device's libraries and of
