@@ -23,6 +23,7 @@ SHAPES_DIRECTORY = Path(__file__).resolve().parents[2] / "shapes" / "model"
 SHAPES_DECODER = SHAPES_DIRECTORY.with_name("decoder")
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 INDEX = "model_index.json"
+LIBRARIES = ("diffusers", "transformers")
 Diffusers = Any
 """A pipeline, transformer or autoencoder of diffusers, whose attributes are set at run time."""
 
@@ -136,6 +137,18 @@ def _missing_weights(folder: Path) -> str | None:
     return next((name for name in sorted(wanted) if not any(folder.glob(name))), None)
 
 
+def _check_libraries(directory: str, index: Tree) -> None:
+    """Raises ValueError for a part of another library: it would be imported, and anybody may have
+    written the file.
+    """
+    for part, entry in index.items():
+        if isinstance(entry, list) and entry and entry[0] not in (None, *LIBRARIES):
+            raise ValueError(
+                f"model.path: the {part!r} of {directory!r} is of {entry[0]!r}: parts are loaded"
+                f" from {' and '.join(LIBRARIES)} alone"
+            )
+
+
 def _check_component(
     directory: str, index: Tree, part: str, classes: tuple[str, ...], family: str
 ) -> None:
@@ -181,6 +194,7 @@ class Pipeline:
                 f"model.path: {self.directory!r} holds a {found}, but family {self.name!r} is a"
                 f" {self.pipeline_class}: change model.path or model.family"
             )
+        _check_libraries(self.directory, self.index)
         for part, classes in self.components.items():
             _check_component(self.directory, self.index, part, classes, self.name)
 

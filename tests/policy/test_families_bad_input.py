@@ -106,6 +106,17 @@ def test_a_component_of_another_class(copied, name):
         family_for(tiny_model(name, copied))
 
 
+@pytest.mark.parametrize("part", ["transformer", "image_encoder"])
+def test_a_part_of_a_library_of_its_own_is_never_imported(copied, name, part):
+    """Anybody may have written the file, and what it names is code. The second is one that the
+    families do without, and some pipelines of diffusers would load.
+    """
+    index = copied / "model_index.json"
+    index.write_text(json.dumps(json.loads(index.read_text()) | {part: ["stranger", "Model"]}))
+    with pytest.raises(ValueError, match=f"'{part}' of .* is of 'stranger': parts are loaded"):
+        family_for(tiny_model(name, copied))
+
+
 def test_an_unsupported_pipeline_says_which_are_supported(copied, name):
     index = copied / "model_index.json"
     index.write_text(
