@@ -29,7 +29,7 @@ from rewards.base import (
     require_images,
     require_one_of,
 )
-from rewards.checkpoints import local
+from rewards.checkpoints import local, pretrained
 from rewards.paired import DTYPES, PairedScorer
 
 CLASS = "Qwen2_5_VLForConditionalGeneration"
@@ -280,12 +280,9 @@ def _load(checkpoint: str, dtype: torch.dtype) -> tuple[Any, Any]:
     found = local(checkpoint, WEIGHTS)
     place: str | Path = checkpoint if found is None else found.parent
     try:
-        read: Any = Qwen2_5_VLForConditionalGeneration.from_pretrained
-        model, told = read(place, use_safetensors=True, dtype=dtype, output_loading_info=True)
+        model = pretrained(Qwen2_5_VLForConditionalGeneration, place, dtype=dtype)
         processor: Any = AutoProcessor.from_pretrained(place)
-        # transformers makes up what is not there, and goes on
-        if absent := sorted(told["missing_keys"]):
-            raise ValueError(f"the weights of {absent[0]} and {len(absent) - 1} more are missing")
+        # without its file transformers makes an empty tokenizer, and goes on
         known = processor.tokenizer.convert_tokens_to_ids(processor.image_token)
         if known != model.config.image_token_id or not processor.chat_template:
             raise ValueError("its tokenizer or its chat template is missing")

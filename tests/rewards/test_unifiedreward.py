@@ -267,7 +267,7 @@ def test_a_directory_that_is_no_checkpoint_is_refused_before_anything_starts(
         ("tokenizer.json", "its tokenizer or its chat template is missing"),
         ("chat_template.jinja", "its tokenizer or its chat template is missing"),
         ("processor_config.json", "Can't load|Unrecognized"),
-        ("lm_head.weight", "the weights of lm_head.weight and 0 more are missing"),
+        ("lm_head.weight", "1 weights are missing, the first: lm_head.weight"),
     ],
 )
 def test_a_part_that_is_missing_is_said_in_a_line(judges, tmp_path, name, said):
