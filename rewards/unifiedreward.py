@@ -29,6 +29,7 @@ from rewards.base import (
     require_images,
     require_one_of,
 )
+from rewards.cache import content_key
 from rewards.checkpoints import local, pretrained
 from rewards.paired import DTYPES, PairedScorer
 
@@ -189,8 +190,12 @@ class UnifiedReward(BuiltIn):
     def answers(self, images: np.ndarray, prompts: Sequence[str]) -> list[tuple[str, bool]]:
         """What the model writes of each image, and whether it came to an end."""
         asked = [self._asked(prompt) for prompt in prompts]
-        # of about the same length together: fewer places are filled up
-        order = sorted(range(len(asked)), key=lambda row: len(asked[row]))
+        # of about the same length together, so that fewer places are filled up, and in an order of
+        # the images alone: asked again in another order, it computes the same batches
+        order = sorted(
+            range(len(asked)),
+            key=lambda row: (len(asked[row]), content_key(images[row], asked[row], {})),
+        )
         found: dict[int, tuple[str, bool]] = {}
         for first in range(0, len(order), self.batch_size):
             rows = order[first : first + self.batch_size]

@@ -121,6 +121,18 @@ def test_rows_are_filled_up_on_the_left_by_a_token_that_they_have(judges, monkey
     assert made.model.generation_config.repetition_penalty == 1.05  # the checkpoint's own
 
 
+def test_asked_in_another_order_it_computes_the_same_batches(judges, monkeypatch):
+    """In BF16 another batch may give another digit, and scores are asked for twice, in reverse."""
+    made = scorer(judges["final"], form="final", batch_size=4)
+    asked = watched(made, monkeypatch)
+    first = made(IMAGES, ["x"] * 6, METADATA)
+    again = made(IMAGES[::-1], ["x"] * 6, METADATA)
+    assert np.array_equal(first, again[::-1])
+    pixels = [told["pixel_values"] for told in asked]
+    assert len(pixels) == 4 and torch.equal(pixels[0], pixels[2])
+    assert torch.equal(pixels[1], pixels[3]) and not torch.equal(pixels[0], pixels[1])
+
+
 def test_an_answer_without_a_number_is_no_reward_never_a_zero(judges, monkeypatch):
     with pytest.raises(ScorerError, match=r"writes no score: 'Lovely colours'$"):
         scorer(judges["prose"])(IMAGES, PROMPTS, METADATA)
