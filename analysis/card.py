@@ -105,6 +105,8 @@ def licence_of(model: Model) -> dict[str, str]:
     """
     from huggingface_hub import try_to_load_from_cache
 
+    if model.path == "shapes":
+        return {"license": "apache-2.0"}  # it ships with the program, under its licence
     base = hub_id(model)
     file = try_to_load_from_cache(base, CARD) if base else Path(model.path).expanduser() / CARD
     if not isinstance(file, str | Path) or not Path(file).is_file():
@@ -185,6 +187,8 @@ def _plain(text: str) -> str:
 def _loading(config: RunConfig, export: Export, base: str | None) -> str:
     family, settings = FAMILIES[config.model.family], config.evaluate
     arguments = family.call_arguments(config.model, config.guidance)
+    # of the program's source tree
+    place = "shapes/model" if config.model.path == "shapes" else base or config.model.path
     given = "".join(f"    {name}={value!r},\n" for name, value in arguments.items())
     strength = config.lora.alpha / config.lora.rank
     more, made, kept = "", "image", "images[0]"
@@ -202,7 +206,7 @@ def _loading(config: RunConfig, export: Export, base: str | None) -> str:
 import torch
 from diffusers import {family.pipeline_class}{more}
 
-pipe = {family.pipeline_class}.from_pretrained({base or config.model.path!r}, dtype=torch.bfloat16)
+pipe = {family.pipeline_class}.from_pretrained({place!r}, dtype=torch.bfloat16)
 pipe.load_lora_weights({export.where!r}, weight_name={FILE!r})
 {made} = pipe(
     prompt="...",

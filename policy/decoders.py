@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import json
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -49,9 +49,16 @@ def load_decoder(
         return family.load_vae(device, dtype)
     from diffusers import AutoencoderTiny
 
-    vae = AutoencoderTiny.from_pretrained(
-        _files(config, family).parent, dtype=dtype, use_safetensors=True, local_files_only=True
+    folder = _files(config, family).parent
+    read: Any = AutoencoderTiny.from_pretrained
+    vae, found = read(
+        folder, dtype=dtype, use_safetensors=True, local_files_only=True, output_loading_info=True
     )
+    if absent := sorted(found["missing_keys"]):
+        raise FileNotFoundError(
+            f"explore.decoder: {str(folder)!r} lacks {len(absent)} weights, the first:"
+            f" {absent[0]}: download it again"
+        )
     return _of_latents(vae, family).to(device).eval().requires_grad_(False)
 
 

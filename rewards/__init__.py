@@ -22,6 +22,7 @@ SCORERS: dict[str, str] = {
     "pickscore": "rewards.pickscore:PickScore",
     "hpsv2": "rewards.openclip:HPSv2",
     "hpsv3": "rewards.hps_v3:HPSv3",
+    "unifiedreward": "rewards.unifiedreward:UnifiedReward",
     "ocr": "rewards.ocr:OcrScorer",
     "geneval": "rewards.geneval:GenEvalScorer",
     "http": "rewards.server:HttpScorer",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -104,6 +105,19 @@ def _download(repo: str, names: Sequence[str]) -> Path:
         f"{repo!r} is no file or directory here, and the hub does not give {' or '.join(names)} of"
         f" it ({why}): fetch it where there is a network and give its path; {ADVICE}"
     )
+
+
+def pretrained(kind: Any, place: str | Path, **settings: object) -> Any:
+    """transformers' model of class ``kind``; where weights are missing it would make some up and go
+    on: here ValueError is raised.
+    """
+    model, told = kind.from_pretrained(
+        place, use_safetensors=True, output_loading_info=True, **settings
+    )
+    absent = sorted({name for name, _ in model.named_parameters()} & set(told["missing_keys"]))
+    if absent:
+        raise ValueError(f"{len(absent)} weights are missing, the first: {absent[0]}")
+    return model
 
 
 def read_state(path: Path) -> dict[str, torch.Tensor]:

@@ -153,6 +153,14 @@ def written(choice: Any, field: str) -> Any:
         raise NoVerdict(f"the judge answers prose: {_short(choice)!r}") from None
 
 
+def text_of(choice: Any) -> tuple[str, bool]:
+    """What was written, and whether it came to an end. Raises NoVerdict."""
+    try:
+        return str(choice["message"]["content"] or ""), choice.get("finish_reason") != "length"
+    except (KeyError, TypeError, AttributeError):
+        raise NoVerdict(f"the answer holds no text: {_short(choice)!r}") from None
+
+
 def expected(choice: Any, values: Mapping[str, float], what: str) -> float:
     """Mean of ``values`` under the first token's distribution, over tokens that are their names;
     ``what`` they stand for is said of an answer in words. Raises NoVerdict.

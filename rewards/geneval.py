@@ -18,7 +18,7 @@ from rewards.base import (
     require_images,
     require_share,
 )
-from rewards.checkpoints import local
+from rewards.checkpoints import local, pretrained
 from rewards.geneval_rules import COLORS, Found, Objects, Outcome, assess, wanted
 from rewards.openclip import ClipScore
 from rewards.paired import PairedScorer
@@ -198,9 +198,7 @@ def _load(source: str) -> tuple[Mask2FormerForUniversalSegmentation, Any]:
     path = local(source, WEIGHTS)
     place: str | Path = source if path is None else path.parent
     try:
-        model = Mask2FormerForUniversalSegmentation.from_pretrained(
-            place, use_safetensors=True, dtype=torch.float32
-        )
+        model = pretrained(Mask2FormerForUniversalSegmentation, place, dtype=torch.float32)
         return model, AutoImageProcessor.from_pretrained(place)
     except (OSError, ValueError, RuntimeError, KeyError) as error:
         raise ScorerSetupError(

@@ -1,8 +1,9 @@
 """A vision-language model as judge: any endpoint that speaks OpenAI's chat completions.
 
 The image and a rubric go out, a number comes back: the expected rating under the log-probabilities
-of the answer's first token (as in VQAScore, arXiv 2404.01291, with ratings for its "Yes"), or the
-``score`` of a JSON object that the endpoint is made to write. What is neither is a failure.
+of the answer's first token (as in VQAScore, arXiv 2404.01291, with ratings for its "Yes"), the
+``score`` of a JSON object that the endpoint is made to write, or what stands in a text behind words
+that a reward model was trained to write. What is none of these is a failure.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from typing import Any
 
 import numpy as np
 
+from rewards.answers import numbers_after
 from rewards.base import (
     BuiltIn,
     Metadata,
@@ -37,11 +39,14 @@ from rewards.endpoint import (
     one_token,
     outcome,
     source_parts,
+    text_of,
     text_part,
     written,
 )
 
-READ = ("logprobs", "json")
+READ = ("logprobs", "json", "text")
+TEXT_TOKENS = 512
+"""Of an answer in a text, at most."""
 RUBRIC = (
     "You judge images that were made from a prompt. Look at what the prompt asks for: objects,"
     " their number, colours, places and style; then at how well the image is made. Rate the image"
@@ -50,6 +55,7 @@ RUBRIC = (
 ASKED = {
     "logprobs": "\n\nAnswer with the number alone.",
     "json": '\n\nAnswer with a JSON object: {"score": number}.',
+    "text": "",
 }
 Vote = tuple[float, int, int]
 """Rating in [0, 1], tokens in, tokens out."""
@@ -69,9 +75,10 @@ class VlmScorer(BuiltIn):
     """A rating of each image, from ``low`` to ``high``, as a number in [0, 1].
 
     ``url`` is the endpoint's base, such as ``http://host:8000/v1``. ``rubric`` may name
-    ``{prompt}``, ``{low}`` and ``{high}``. ``votes`` requests per image, with seeds of their own,
-    are averaged; more than half of them must hold a rating. At most ``in_flight`` requests of this
-    actor are under way. What may pass is tried again ``retries`` times, after pauses that double,
+    ``{prompt}``, ``{low}`` and ``{high}``. Of a text the numbers behind each of ``after`` are read,
+    whose mean is the rating. ``votes`` requests per image, with seeds of their own, are averaged;
+    more than half of them must hold a rating. At most ``in_flight`` requests of this actor are
+    under way. What may pass is tried again ``retries`` times, after pauses that double,
     or after what the endpoint says in Retry-After. The newest ``cache`` ratings are remembered.
     ``key_env`` names the environment variable that holds the key. Prices are per million tokens.
     Images and key go to ``url`` and nowhere else, and in plain http leave this machine only with
@@ -84,6 +91,7 @@ class VlmScorer(BuiltIn):
         model: str,
         rubric: str = RUBRIC,
         read: str = "logprobs",
+        after: Sequence[str] = (),
         low: int = 1,
         high: int = 5,
         votes: int = 1,
@@ -98,7 +106,7 @@ class VlmScorer(BuiltIn):
         plain_http: bool = False,
     ) -> None:
         self.check(locals())
-        self.rubric, self.read = rubric, read
+        self.rubric, self.read, self.after = rubric, read, after
         self.low, self.high, self.votes, self.in_flight = low, high, votes, in_flight
         self.price_in, self.price_out = price_in, price_out
         self._endpoint = Endpoint(url, model, temperature, timeout_s, retries, key_env)
@@ -112,6 +120,15 @@ class VlmScorer(BuiltIn):
         Endpoint.check(settings)
         require_one_of("read", settings["read"], READ)
         require_count("votes", settings["votes"], 1)
+        after = settings["after"]
+        listed = not isinstance(after, str) and all(
+            isinstance(word, str) and word for word in after
+        )
+        if not listed or bool(after) != (settings["read"] == "text"):
+            raise ScorerSetupError(
+                f"after is {after!r}: read = 'text' needs a list of the words that stand before a"
+                ' number, such as ["Final Score:"], and no other takes them'
+            )
         low, high = settings["low"], settings["high"]
         for name, value in (("low", low), ("high", high)):
             require_count(name, value, 0)
@@ -184,17 +201,31 @@ class VlmScorer(BuiltIn):
         # the prompt last: what is in braces there stays as it is
         text = text.replace("{prompt}", prompt) + ASKED[self.read]
         number = {"type": "number", "minimum": self.low, "maximum": self.high}
-        by_tokens = self.read == "logprobs"
-        form = one_token() if by_tokens else json_object("rating", "score", number)
+        form = {
+            "logprobs": one_token(),
+            "json": json_object("rating", "score", number),
+            "text": {"max_tokens": TEXT_TOKENS},
+        }[self.read]
         content = [*source_parts(source), image_part(image), text_part(text)]
         answer = self._endpoint.ask(content, vote, form)
-        if by_tokens:
-            ratings = {str(value): value for value in range(self.low, self.high + 1)}
-            value = expected(answer.choice, ratings, f"{self.low} to {self.high}")
-        else:
-            value = self._written(answer.choice)
-        score = (value - self.low) / (self.high - self.low)
+        score = (self._rating(answer.choice) - self.low) / (self.high - self.low)
         return score, answer.tokens_in, answer.tokens_out
+
+    def _rating(self, choice: Any) -> float:
+        """From ``low`` to ``high``. Raises NoVerdict."""
+        if self.read == "logprobs":
+            ratings = {str(value): value for value in range(self.low, self.high + 1)}
+            return expected(choice, ratings, f"{self.low} to {self.high}")
+        if self.read == "json":
+            return self._written(choice)
+        text, ended = text_of(choice)
+        found = numbers_after(text, self.after, self.low, self.high, ended)
+        if found is None:
+            raise NoVerdict(
+                f"the judge writes no number from {self.low} to {self.high} behind"
+                f" {' and '.join(self.after)}: {' '.join(text.split())[:60]!r}"
+            )
+        return sum(found) / len(found)
 
     def _written(self, choice: Any) -> float:
         """The ``score`` of the JSON object that was written."""

@@ -157,6 +157,6 @@ def cause(error: BaseException) -> str:
     raised = [
         line
         for line in lines
-        if "Error" in line.split(":")[0] and not line.startswith(("File", "ray::"))
+        if "Error" in line.split(":")[0] and not line.startswith(('File "', "ray::"))
     ]
     return (raised or lines or [type(error).__name__])[-1][:500]

@@ -7,9 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from configs.load import ConfigError
-from configs.rewards import Scorer
 from configs.schema import RunConfig
-from configs.sections import Model
 from configs.services import Service
 from planning.assumptions import (
     ACCELERATORS,
@@ -31,21 +29,11 @@ from planning.layouts.gpus import Gpus, gpus_of
 from planning.layouts.numbers import by_hand, with_numbers
 from planning.layouts.predict import Tasks
 from planning.placement import Node, kinds_of
+from planning.scoring import score_seconds
 from planning.stages import passes, stages_of, training_points
 from policy.families import FAMILIES, Family
 from policy.types import DTYPES
 from rewards import may_use_gpu
-from rewards.clips import scored_frames
-
-TOWERS = {
-    "clipscore": (1024, 24, 257),
-    "pickscore": (1280, 32, 257),
-    "hpsv2": (1280, 32, 257),
-    "imagereward": (1024, 24, 197),
-}
-"""Width, layers and tokens of the image encoders of published reward models. Their text encoders,
-with less than 5 % of the operations, are left out.
-"""
 
 
 @dataclass(frozen=True)
@@ -193,17 +181,17 @@ def tasks_of(config: RunConfig, counts: Counts, device: Device, move: Mapping[st
         for name, stage in stages_of(config, counts)[0].items()
     }
     per_prompt = -(-explore.pool_size // config.explore.chunk_size) if explore else 0
-    images = prompts * (explore.pool_size if explore else 0) * scored(config, config.explored_model)
+    drawn = [(prompts * (explore.pool_size if explore else 0), config.explored_model)]
     if config.plan.regenerate:
         again = config.selection.keep + config.audit.random_seeds
-        images += prompts * again * scored(config, config.model)
+        drawn.append((prompts * again, config.model))
     return Tasks(
         chunks=prompts * per_prompt,
         prompts=prompts,
         chunk=seconds.get("explore", 0.0) / max(1, prompts * per_prompt),
         regenerate=seconds.get("regenerate", 0.0) / prompts,
         update=seconds["update"] / prompts,
-        score=_score(config, images, device),
+        score=score_seconds(config, drawn, device),
         encode=_encode(config, counts, device),
         move=move,
     )
@@ -240,37 +228,3 @@ def gathering_of(config: RunConfig, counts: Counts, accelerator: str, node: int)
         images=config.selection.keep + config.audit.random_seeds if config.plan.regenerate else 0,
         samples=config.selection.keep,
     )
-
-
-def scored(config: RunConfig, model: Model) -> int:
-    """Images that a scorer looks at per drawn one: a clip counts by its scored frames."""
-    return len(scored_frames(model.frames or 1, config.rewards.frames))
-
-
-def _score(config: RunConfig, images: int, device: Device) -> dict[str, float]:
-    """Seconds by service that scores, of the scorers that are trained on."""
-    known = ACCELERATORS.get(device.name)
-    full = known.fp32 / known.bf16 if known else 1.0
-    found: dict[str, float] = {}
-    for kind in kinds_of(config):
-        for scorer in config.rewards.scorers:
-            if scorer.label in config.scorers_of(kind):
-                reached = device.plain * (full if _in_fp32(scorer) else 1.0)
-                seconds = images * _image_flops(scorer) / (1e12 * reached)
-                found[kind] = found.get(kind, 0.0) + seconds
-    return found
-
-
-def _image_flops(scorer: Scorer) -> float:
-    """Operations to score one image; 0 where the scorer has no model, or it is not known which."""
-    known = TOWERS.get(scorer.name)
-    small = str(scorer.settings.get("checkpoint", "")).startswith("shapes/")
-    if known is None or small or scorer.settings.get("architecture"):
-        return 0.0
-    width, layers, tokens = known
-    return float(layers * tokens * (24 * width**2 + 4 * tokens * width))
-
-
-def _in_fp32(scorer: Scorer) -> bool:
-    """Whether its products are FP32, which torch does not run in TF32 unless told."""
-    return scorer.settings.get("dtype", "fp32") == "fp32"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from abc import ABC, abstractmethod
 
 import torch
@@ -94,8 +95,13 @@ class Family(Pipeline, ABC):
         import diffusers
 
         cls = getattr(diffusers, self.pipeline_class)
-        without = {"transformer": None} if self.edits else {"transformer": None, "vae": None}
-        pipe = self._pretrained(cls, "the text encoders", **without, dtype=dtype)
+        parts: dict[str, Diffusers] = {"transformer": None, "vae": None}
+        for part in self.components:
+            if part.startswith("text_encoder") or (self.edits and part == "vae"):
+                library, name = self.index[part]
+                kind = getattr(importlib.import_module(library), name)
+                parts[part] = self._whole(part, kind, dtype)
+        pipe = self._pretrained(cls, "the text encoders", **parts, dtype=dtype)
         encode = self.encode_edit if self.edits else self.encode_prompt
         return PromptEncoder(pipe, encode, device, self.model.text_offload, negative)
 

@@ -236,8 +236,22 @@ class Pipeline:
         import diffusers
 
         cls = getattr(diffusers, self.components[part][0])
-        module = self._pretrained(cls, repr(part), subfolder=part, dtype=dtype)
-        return module.to(device).eval().requires_grad_(False)
+        return self._whole(part, cls, dtype).to(device).eval().requires_grad_(False)
+
+    def _whole(self, part: str, cls: Diffusers, dtype: torch.dtype) -> Diffusers:
+        """A model with all its weights. The libraries make up what is missing, and go on.
+
+        Raises FileNotFoundError.
+        """
+        told = {"subfolder": part, "dtype": dtype, "output_loading_info": True}
+        model, found = self._pretrained(cls, repr(part), **told)
+        weights = {name for name, _ in model.named_parameters()}
+        if absent := sorted(weights & set(found["missing_keys"])):
+            raise FileNotFoundError(
+                f"model.path: the {part!r} of {self.directory!r} lacks {len(absent)} of its"
+                f" {len(weights)} weights, the first: {absent[0]}: download it again"
+            )
+        return model
 
     def _pretrained(self, cls: Diffusers, what: str, **named: object) -> Diffusers:
         try:

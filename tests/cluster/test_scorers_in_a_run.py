@@ -20,6 +20,7 @@ from records.rundir import RunDirectory
 from tests.analysis.page import page_of
 from tests.cluster.runs import adapters, main_here, run_here, selections, tiny_config
 from tests.rewards.detectors import make_detector
+from tests.rewards.speaking import ANY, make_judge
 from tests.test_shapes_clip import needs_clip
 
 MIX = (
@@ -106,6 +107,30 @@ def test_geneval_prompts_train_by_a_detector_end_to_end(ray_here, tmp_path, caps
     assert training["rewards/failed"] == 0 and 0 <= training["reward/geneval"] <= 1
     (first, last) = (row["reward/eval/geneval"] for row in rows if row["kind"] == "evaluation")
     assert 0 <= first <= 1 and 0 <= last <= 1
+
+
+@pytest.mark.slow
+def test_what_a_model_writes_trains_end_to_end(ray_here, tmp_path, capsys):
+    """A Qwen2.5-VL with random weights that writes one of five digits for each image."""
+    make_judge(tmp_path / "judge", ("Final Score: ", ANY))
+    settings = {"checkpoint": str(tmp_path / "judge"), "form": "final", "dtype": "fp32"}
+    told = ", ".join(f"{key} = {json.dumps(value)}" for key, value in settings.items())
+    run = trained(
+        tmp_path,
+        capsys,
+        {
+            "name": "unifiedreward",
+            "rewards.scorers": f'[{{name = "unifiedreward", settings = {{{told}}}}}]',
+        },
+    )
+    rows = run.metrics()
+    (training,) = (row for row in rows if row["kind"] == "iteration")
+    assert training["rewards/failed"] == 0 and training["grad_norm"] > 0
+    assert 0.2 <= training["reward/unifiedreward"] <= 1
+    (first, last) = (
+        row["reward/eval/unifiedreward"] for row in rows if row["kind"] == "evaluation"
+    )
+    assert 0.2 <= first <= 1 and 0.2 <= last <= 1
 
 
 def troubled(model: Any, root: Any, kind: str, **more: Any) -> Any:

@@ -14,6 +14,7 @@ from actors.messages import ActorInfo
 from cluster.driver import places, services
 from cluster.driver.services import ActorServices
 from cluster.driver.weights import incompatibility
+from cluster.runtime.starting import cause
 from configs.load import load
 from planning.placement import Node
 from planning.placer import Placer
@@ -147,3 +148,14 @@ def test_one_that_joins_is_compared_with_one_that_is_like_it():
     assert incompatibility(pool("bf16", "fp8"), new) is None
     assert incompatibility(pool(None), new) is None and incompatibility(pool(), new) is None
     assert incompatibility(many, ActorInfo(2, "here")) is None
+
+
+@pytest.mark.parametrize("name", ["FileNotFoundError", "ValueError", "torch.OutOfMemoryError"])
+def test_what_a_constructor_raised_is_the_line_that_is_said(name):
+    """Ray's message has the frames around it, and one of them begins as an error of files does."""
+    said = f"{name}: model.path: the 'vae' of 'X' lacks 1 of its 74 weights"
+    frames = f"""The actor died because of an error raised in its creation task, ray::RolloutActor
+  File "/x/FileError.py", line 236, in _whole
+    raise {name}(
+{said}"""
+    assert cause(RuntimeError(frames)) == said

@@ -13,9 +13,10 @@ from configs.training import Lora
 from planning import passes
 from planning.assumptions import Device
 from planning.counting import counts_of
-from planning.layouts.resolve import scored, tasks_of
+from planning.layouts.resolve import tasks_of
 from planning.lines import lines_of
 from planning.make import described, make_plan
+from planning.scoring import scored
 from planning.stages import Part, Stage, training_points
 from policy import memory, meta
 from policy.families import family_for

@@ -7,6 +7,7 @@ import pytest
 import torch
 from diffusers import AutoencoderTiny
 from pydantic import ValidationError
+from safetensors.torch import load_file, save_file
 
 from configs.load import ConfigError, load
 from learner.publish import export_policy
@@ -122,6 +123,15 @@ def test_what_is_no_tiny_decoder_of_this_model_is_refused_in_a_line(config, tmp_
     assert "holds a AutoencoderKL" in refused(str(tmp_path / "decoder"))
     file.write_text("[]")
     assert "cannot be read" in refused(str(tmp_path / "decoder"))
+
+
+def test_a_weight_that_a_tiny_decoder_lacks_is_not_made_up(config, tmp_path):
+    file = tmp_path / "decoder" / "diffusion_pytorch_model.safetensors"
+    weights = load_file(file)
+    del weights[lacking := max(weights)]
+    save_file(weights, file, {"format": "pt"})
+    with pytest.raises(FileNotFoundError, match=f"lacks 1 weights, the first: {lacking}: download"):
+        load_decoder(config, family_for(config.model), CPU)
 
 
 def test_a_family_without_a_tiny_decoder_asks_for_one(config, tiny_sana_dir):

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from cluster.driver.train import train
 from configs.load import ConfigError
@@ -63,6 +64,25 @@ def test_weights_that_are_missing_are_named_before_anything_is_loaded(copied, na
         family.check_weights()
 
 
+@pytest.mark.parametrize("part", ["transformer", "vae", "text_encoder"])
+def test_a_weight_that_is_missing_is_not_made_up(copied, name, part):
+    """diffusers fails without a word on what; transformers draws a random one and goes on."""
+    (file,) = (copied / part).glob("*.safetensors")
+    weights = load_file(file)
+    del weights[lacking := max(weights, key=lambda one: (weights[one].numel(), one))]
+    save_file(weights, file, {"format": "pt"})
+    family = family_for(tiny_model(name, copied))
+    last = lacking.rpartition(".")[2]
+    with pytest.raises(
+        FileNotFoundError,
+        match=rf"the '{part}' of .* lacks 1 of its \d+ weights, the first: .*{last}: download it",
+    ):
+        if part == "text_encoder":
+            family.load_text("cpu", torch.float32)
+        else:
+            family.load(part, "cpu", torch.float32)
+
+
 def test_weights_that_could_run_code_are_not_read(copied, name):
     """The stock loaders fall back to pickled weights where safetensors are missing; ours say what
     is missing.
@@ -81,7 +101,7 @@ def test_weights_that_could_run_code_are_not_read(copied, name):
     text = copied / "text_encoder"
     (text / "model.safetensors").rename(text / "pytorch_model.bin")
     with pytest.raises(
-        FileNotFoundError, match=r"model.path: cannot load the text encoders of .*model.safetensors"
+        FileNotFoundError, match=r"model.path: cannot load 'text_encoder' of .*model.safetensors"
     ):
         family_for(tiny_model(name, copied)).load_text("cpu", torch.float32)
 

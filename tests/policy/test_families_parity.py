@@ -2,6 +2,9 @@
 scheduler: here it has Euler's.
 """
 
+import json
+import shutil
+
 import numpy as np
 import pytest
 import torch
@@ -68,6 +71,17 @@ def test_images_are_the_stock_pipelines(tiny):
     assert ours.dtype == torch.uint8 and ours.shape == (3, *drawn(tiny.family.model))
     np.testing.assert_array_equal(ours.numpy(), as_array(tiny.stock(4, "pil", **spaced(tiny, 4))))
     assert ours.float().std() > 10
+
+
+def test_an_edit_model_whose_source_is_at_no_noise(tiny_qwen_image_edit_dir, tmp_path):
+    """Qwen-Image-Edit-2511: the same class and weights, modulated at timestep 0 for the source."""
+    directory = shutil.copytree(tiny_qwen_image_edit_dir, tmp_path / "model")
+    file = directory / "transformer" / "config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), "zero_cond_t": True}))
+    newer = Tiny("qwen_image_edit", directory)
+    ours = newer.ours(3, "euler")
+    assert torch.equal(ours, newer.stock(3, "latent"))
+    assert not torch.equal(ours, Tiny("qwen_image_edit", tiny_qwen_image_edit_dir).ours(3, "euler"))
 
 
 @pytest.mark.parametrize("tiny", NAMES, indirect=True)

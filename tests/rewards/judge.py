@@ -21,8 +21,8 @@ from rewards.endpoint import EDITED
 
 
 class Judge(ThreadingHTTPServer):
-    """``answers`` are given first, one per request: a status, (status, headers), "prose", or the
-    text of a message.
+    """``answers`` are given first, one per request: a status, (status, headers), "prose", the text
+    of a message, or (text, why it ended).
     """
 
     request_queue_size = 64
@@ -62,14 +62,16 @@ class Handler(BaseHTTPRequestHandler):
             judge.meet.wait(5)
         with judge.lock:
             judge.under_way -= 1
-        status, headers = answer if isinstance(answer, tuple) else (200, {})
-        status = answer if isinstance(answer, int) else status
+        text, why = answer if isinstance(answer, tuple) else (answer, "stop")
+        headers = why if isinstance(why, dict) else {}
+        status = text if isinstance(text, int) else 200
         self.send_response(status)
         for name, value in headers.items():
             self.send_header(name, value)
         self.end_headers()
-        text = answer if isinstance(answer, str) else None
-        body = json.dumps(completion(told, text)).encode()
+        made = completion(told, text if isinstance(text, str) else None)
+        made["choices"][0]["finish_reason"] = why
+        body = json.dumps(made).encode()
         with suppress(OSError):  # nobody need wait for all of it
             for start in range(0, len(body), size := 1 if judge.drips else len(body)):
                 self.wfile.write(body[start : start + size])
@@ -97,9 +99,10 @@ def redness(told: dict[str, Any]) -> list[float]:
 
 def completion(told: dict[str, Any], text: str | None) -> dict[str, Any]:
     """Of one image ratings 1 and 5, with probabilities that have 1 + 4 x redness as their mean; as
-    JSON that. Of two "1" and "2" with probabilities as their redness; as JSON the ranking of all.
+    JSON or text that. Of two "1" and "2" with probabilities as their redness; as JSON the ranking
+    of all.
     """
-    reds = redness(told)
+    reds, asks_json = redness(told), "response_format" in told
     red, choice = reds[0] if len(reds) == 1 else reds[0] / (sum(reds[:2]) or 1.0), {}
     if told.get("logprobs"):
         first, second = ("5", " 1") if len(reds) == 1 else (" 1", "2")
@@ -111,7 +114,8 @@ def completion(told: dict[str, Any], text: str | None) -> dict[str, Any]:
     if text is not None:
         written = text
     elif len(reds) == 1:
-        written = json.dumps({"score": 1 + 4 * red + told["seed"] * 0.5})
+        score = 1 + 4 * red + told["seed"] * 0.5
+        written = json.dumps({"score": score}) if asks_json else f"Score: {score}"
     else:
         best_first = sorted(range(len(reds)), key=lambda row: -reds[row])
         written = json.dumps({"ranking": [row + 1 for row in best_first]})

@@ -14,8 +14,9 @@ import pytest
 
 from configs.load import parse
 from configs.rewards import Scorer as ScorerConfig
-from rewards import SCORERS, build
+from rewards import SCORERS, build, check_settings
 from rewards.server import encode
+from rewards.unifiedreward import FORMS, HIGHEST
 
 TEXT = (Path(__file__).parents[2] / "docs" / "rewards.md").read_text(encoding="utf-8")
 
@@ -65,6 +66,15 @@ def test_every_table_is_a_configuration(text):
         tree["rewards"]["scorers"].append({"name": "shapes"})
     prompts = {"train": "shapes/prompts/train.jsonl", "test": "shapes/prompts/test.jsonl"}
     assert parse({"name": "doc", "model": {"path": "shapes"}, "prompts": prompts} | tree)
+
+
+def test_a_served_unifiedreward_is_asked_as_the_scorer_asks():
+    (text,) = (each for each in snippets("toml") if "Coherence" in each)
+    (row,) = tomllib.loads(text)["rewards"]["scorers"]
+    told, form = row["settings"], FORMS["axes"]
+    assert told["rubric"] == form.prompt and told["after"] == list(form.marks.values())
+    assert (told["low"], told["high"]) == (form.low, HIGHEST)
+    check_settings(ScorerConfig(**row))
 
 
 def not_described() -> set[str]:

@@ -5,6 +5,7 @@ import json
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from configs.rewards import Scorer as ScorerConfig
 from rewards import build, check_settings, model_bytes
@@ -116,6 +117,11 @@ def test_what_is_wrong_with_settings_is_one_line(detector, tmp_path):
     broken.mkdir()
     for file in detector.iterdir():
         (broken / file.name).write_bytes(file.read_bytes())
+    weights = load_file(broken / "model.safetensors")
+    first = min(weights)
+    del weights[first]
+    save_file(weights, broken / "model.safetensors", {"format": "pt"})
+    assert f"1 weights are missing, the first: {first}" in refused(detector=str(broken))
     (broken / "config.json").write_text(json.dumps({"model_type": "clip"}))
     assert "no Mask2Former of transformers" in refused(detector=str(broken))
 

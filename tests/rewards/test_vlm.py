@@ -19,7 +19,8 @@ REDS = (0, 51, 204, 255)
 IMAGES = np.zeros((4, 3, 6, 9), np.uint8)
 IMAGES[:, 0] = np.array(REDS, np.uint8)[:, None, None]
 PROMPTS, METADATA = ["a", "b {low}", "c \u4e00", "d"], [{}] * 4
-WANTED = np.float32(REDS) / 255
+AFTER = {"logprobs": [], "json": [], "text": ["Score:"]}
+WANTED = np.array(REDS, np.float32) / 255
 """Of ratings 1 to 5 with a mean of 1 + 4 x redness."""
 
 
@@ -37,10 +38,10 @@ def scorer(judge: Judge, **more: object) -> VlmScorer:
     return made
 
 
-@pytest.mark.parametrize("read", ["logprobs", "json"])
+@pytest.mark.parametrize("read", ["logprobs", "json", "text"])
 def test_a_rating_is_read(judge, read):
     """The mean over the tokens that are ratings, with and without a space; "The" does not count."""
-    found = scorer(judge, read=read)(IMAGES, PROMPTS, METADATA)
+    found = scorer(judge, read=read, after=AFTER[read])(IMAGES, PROMPTS, METADATA)
     assert found.dtype == np.float32
     np.testing.assert_allclose(found, WANTED, atol=1e-6)
 
@@ -81,16 +82,29 @@ def test_the_judge_sees_the_image_to_edit_first(judge):
         ("json", '{"score": 6}', "is 6, outside 1 to 5"),
         ("json", '{"score": NaN}', "is nan, outside 1 to 5"),
         ("json", "5", "answers prose"),
+        ("text", "Lovely!", "writes no number from 1 to 5 behind Score:: 'Lovely!'"),
+        ("text", "Score: 6", "writes no number from 1 to 5"),
     ],
 )
 def test_words_are_a_failure_never_a_zero(judge, read, text, said):
     judge.answers = [text] * 4
     with pytest.raises(ScorerError, match=said) as caught:
-        scorer(judge, read=read)(IMAGES, PROMPTS, METADATA)
+        scorer(judge, read=read, after=AFTER[read])(IMAGES, PROMPTS, METADATA)
     assert "\n" not in str(caught.value)
     judge.answers = [text]
-    found = scorer(judge, read=read, in_flight=1)(IMAGES, PROMPTS, METADATA)
+    found = scorer(judge, read=read, after=AFTER[read], in_flight=1)(IMAGES, PROMPTS, METADATA)
     assert np.isnan(found[0]) and np.allclose(found[1:], WANTED[1:], atol=1e-6)
+
+
+def test_the_numbers_of_a_text_are_averaged(judge):
+    """Nothing is added to the rubric, and what was cut off within a number is none."""
+    judge.answers = ["Fit (1-5): 2.5\nStyle (1-5): 4", ("Fit (1-5): 2\nStyle (1-5): 4", "length")]
+    made = scorer(judge, read="text", after=["Fit (1-5):", "Style (1-5):"], in_flight=1, cache=0)
+    found = made(IMAGES[:2], PROMPTS[:2], METADATA[:2])
+    assert found[0] == np.float32((3.25 - 1) / 4) and np.isnan(found[1])
+    told = judge.requests[0]
+    assert told["max_tokens"] == 512 and "response_format" not in told
+    assert told["messages"][0]["content"][1]["text"].endswith("\n\nPrompt: a")
 
 
 def test_votes_are_averaged(judge):
@@ -182,7 +196,11 @@ def test_the_key_comes_from_the_environment(judge, monkeypatch):
         ({"url": "localhost:80"}, "give http://"),
         ({"url": "http://judge:8000/v1"}, "unencrypted: use https://, or set plain_http = true"),
         ({"plain_http": 1}, "plain_http is 1: use true or false"),
-        ({"read": "text"}, "use one of logprobs, json"),
+        ({"read": "words"}, "use one of logprobs, json, text"),
+        ({"read": "text"}, r"after is \(\): read = 'text' needs a list of the words"),
+        ({"read": "text", "after": "Score:"}, "after is 'Score:'"),
+        ({"read": "text", "after": [""]}, r"after is \[''\]"),
+        ({"read": "json", "after": ["Score:"]}, "no other takes them"),
         ({"high": 10}, r"use 9 at most, or read = 'json'"),
         ({"low": 5}, "low must be the lower"),
         ({"votes": 3}, "votes is 3 at temperature 0"),

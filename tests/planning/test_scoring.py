@@ -1,0 +1,54 @@
+"""Seconds of scorers: by hand, of one that writes its score and of one that does not."""
+
+from typing import Any
+
+import pytest
+
+from configs.load import load
+from planning.assumptions import Device
+from planning.scoring import score_seconds
+
+DEVICE = Device("none of the table", 100.0, 100.0, 80.0, utilisation=0.5, bandwidth=2.0)
+COUNT = 8_292_166_656
+"""Parameters of Qwen2.5-VL-7B."""
+
+
+def seconds(images: int, *changes: str, device: Device = DEVICE) -> float:
+    config = load("sd35_medium-sol_rl-hpsv2", changes)
+    (found,) = score_seconds(config, [(images, config.model)], device).values()
+    return found
+
+
+def written(**settings: Any) -> str:
+    told = "".join(f', {name} = "{value}"' if isinstance(value, str) else f", {name} = {value}"
+                   for name, value in settings.items())  # fmt: skip
+    return f'rewards.scorers=[{{name = "unifiedreward", settings = {{batch_size = 4{told}}}}}]'
+
+
+def test_a_tower_by_hand():
+    """ViT-H/14: 32 layers of width 1280 over 257 tokens, half of 100 TFLOP/s, as in BF16."""
+    flops = 32 * 257 * (24 * 1280**2 + 4 * 257 * 1280)
+    assert seconds(10) == pytest.approx(10 * flops / 50e12)
+
+
+def test_reading_and_writing_by_hand():
+    """512 x 512 pixels are 334 tokens and 230 are asked; 80 are written, four images at a time,
+    with 16.6 GB through 2 TB/s for each.
+    """
+    read = 2 * COUNT * (230 + 512 * 512 / 784) / 50e12
+    write = 80 / 4 * 2 * COUNT / 2e12
+    size = ("model.height=512", "model.width=512")
+    assert seconds(3, *size, written()) == pytest.approx(3 * (read + write))
+    final = 8 / 4 * 2 * COUNT / 2e12
+    assert seconds(1, *size, written(form="final")) == pytest.approx(read + final)
+
+
+def test_fewer_pixels_cost_less():
+    size = ("model.height=1024", "model.width=1024")
+    fewer = seconds(1, *size, written(max_pixels=512 * 512))
+    less = 2 * COUNT * 3 * 512 * 512 / 784 / 50e12
+    assert seconds(1, *size, written()) - fewer == pytest.approx(less)
+
+
+def test_a_model_of_unknown_size_counts_nothing():
+    assert seconds(1, written(checkpoint="someone/else")) == 0.0
