@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from configs.load import apply, parse
+from configs.load import ConfigError, apply, parse
 from configs.schema import RunConfig
 from configs.section import Tree
 from planning.assumptions import Assumptions
@@ -23,6 +23,7 @@ class Saving:
     settings: tuple[str, ...]
     costs: str
     instead_of: str | None = None  # a setting that it does not go with
+    needs: tuple[str, ...] = ()  # what has to be set with it
 
 
 FEW = 8  # images or points in a pass
@@ -41,7 +42,11 @@ SAVINGS = (
     Saving(
         ("optimizer.batch_size=1", "regenerate.batch_size=2", "explore.chunk_size=4"), "more so"
     ),
-    Saving(('lora.base="int8"',), "frozen weights in 8 bits; adapters beside them, not merged"),
+    Saving(
+        ('lora.base="int8"',),
+        "frozen weights in 8 bits; adapters beside them, not merged",
+        needs=("regenerate.compile=false", "optimizer.compile=false"),
+    ),
     Saving(('lora.base="nf4"',), "frozen weights in 4 bits"),
     Saving(("audit.identity_every=0",), "rollout actors are not compared with the learner"),
     Saving(("services.reward.gpus=0",), "images are scored on CPUs"),
@@ -66,12 +71,17 @@ def savings_lines(
         new = [one for one in saving.settings if lowers(config, one)]
         if not new:
             continue
-        if saving.instead_of:
-            settings.pop(saving.instead_of, None)
-        settings |= dict(one.split("=") for one in new)
+        new += [one for one in saving.needs if lowers(config, one)]
+        tried = {k: v for k, v in settings.items() if k != saving.instead_of}
+        tried |= dict(one.split("=") for one in new)
+        try:
+            smaller = changed(config, tried)
+        except ConfigError:  # it does not go with what the configuration says
+            continue
+        settings = tried
         told = " ".join(f"--set {one}" for one in new)
         try:
-            choice = layout_of(changed(config, settings), given, nodes)
+            choice = layout_of(smaller, given, nodes)
         except DoesNotFit as short:
             if not short.gb:  # it is not possible on these GPUs
                 continue
@@ -96,8 +106,8 @@ def lowers(config: RunConfig, setting: str) -> bool:
     value: object = config
     for name in key.split("."):
         value = getattr(value, name)
-    if text == "true":
-        return value is False
+    if text in ("true", "false"):
+        return value is (text == "false")
     if key == "lora.base":
         finer = {"full": ("int8", "nf4"), "int8": ("nf4",), "nf4": ()}[config.lora.base]
         return text.strip('"') in finer and config.arm != "naive_scaling"

@@ -73,6 +73,31 @@ def test_the_command_says_what_is_too_large_and_how_it_fits(capsys: pytest.Captu
     assert "22.4 GB, fits, with --set prompts.encode_once=true:" in second
 
 
+def tried_bases(monkeypatch: pytest.MonkeyPatch, *overrides: str) -> list[str]:
+    """The bases that are counted where nothing helps, and that the learner compiles with each."""
+    tried: list[str] = []
+
+    def layout(config: Any, given: Any, nodes: Any) -> Any:
+        tried.append(f"{config.lora.base} {config.regenerate.compile}")
+        raise DoesNotFit("too large", 99, 75)
+
+    monkeypatch.setattr(savings, "layout_of", layout)
+    told = list(savings_lines(load("sd35_large-sol_rl-hpsv2", overrides), ONE))
+    if "int8 False" in tried:
+        (line,) = (line for line in told if "int8" in line)
+        assert '--set lora.base="int8" --set regenerate.compile=false: ' in line
+    return sorted(set(tried))
+
+
+def test_a_packed_base_is_not_compiled(monkeypatch: pytest.MonkeyPatch):
+    """The preset compiles, which packing does not go with: said and set together."""
+    assert tried_bases(monkeypatch) == ["full True", "int8 False", "nf4 False"]
+
+
+def test_what_does_not_go_with_the_configuration_is_passed_over(monkeypatch: pytest.MonkeyPatch):
+    assert tried_bases(monkeypatch, "explore.backend=bf16") == ["full True"]
+
+
 def test_a_base_in_shards_is_the_last_resort_and_takes_the_place_of_packing(
     monkeypatch: pytest.MonkeyPatch,
 ):
