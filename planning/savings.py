@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from configs.load import apply, parse
+from configs.load import ConfigError, apply, parse
 from configs.schema import RunConfig
 from configs.section import Tree
 from planning.assumptions import Assumptions
@@ -22,7 +22,7 @@ class Saving:
 
     settings: tuple[str, ...]
     costs: str
-    without: tuple[str, ...] = ()  # settings that turn off what it does not go with
+    needs: tuple[str, ...] = ()  # what has to be set with it
     instead_of: str | None = None  # an earlier setting that it does not go with
 
 
@@ -46,16 +46,16 @@ SAVINGS = (
     Saving(
         ('lora.base="int8"',),
         "frozen weights in 8 bits; adapters beside them, not merged",
-        without=EAGER,
+        needs=EAGER,
     ),
-    Saving(('lora.base="nf4"',), "frozen weights in 4 bits", without=EAGER),
+    Saving(('lora.base="nf4"',), "frozen weights in 4 bits"),
     Saving(("audit.identity_every=0",), "rollout actors are not compared with the learner"),
     Saving(("services.reward.gpus=0",), "images are scored on CPUs"),
     Saving(("services.encoder.gpus=0",), "prompts are encoded on CPUs"),
     Saving(
         ('services.learner.shard="base"',),
         "learner replicas have a part of the frozen weights each, and gather blocks in every pass",
-        without=EAGER,
+        needs=EAGER,
         instead_of="lora.base",
     ),
 )
@@ -73,13 +73,18 @@ def savings_lines(
         new = [one for one in saving.settings if lowers(config, one)]
         if not new:
             continue
-        new = [*(one for one in saving.without if lowers(config, one)), *new]
-        if saving.instead_of:
-            settings.pop(saving.instead_of, None)
-        settings |= dict(one.split("=") for one in new)
+        needs = [one for one in saving.needs if lowers(config, one)]
+        new = [*(one for one in needs if one.partition("=")[0] not in settings), *new]
+        tried = {key: value for key, value in settings.items() if key != saving.instead_of}
+        tried |= dict(one.split("=") for one in new)
+        try:
+            smaller = changed(config, tried)
+        except ConfigError:  # it does not go with what the configuration says
+            continue
+        settings = tried
         told = " ".join(f"--set {one}" for one in new)
         try:
-            choice = layout_of(changed(config, settings), given, nodes)
+            choice = layout_of(smaller, given, nodes)
         except DoesNotFit as short:
             if not short.gb:  # it is not possible on these GPUs
                 continue

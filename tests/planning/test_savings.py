@@ -73,6 +73,31 @@ def test_the_command_says_what_is_too_large_and_how_it_fits(capsys: pytest.Captu
     assert "22.4 GB, fits, with --set prompts.encode_once=true:" in second
 
 
+def tried_bases(monkeypatch: pytest.MonkeyPatch, *overrides: str) -> list[str]:
+    """The bases that are counted where nothing helps, and that the learner compiles with each."""
+    tried: list[str] = []
+
+    def layout(config: Any, given: Any, nodes: Any) -> Any:
+        tried.append(f"{config.lora.base} {config.regenerate.compile}")
+        raise DoesNotFit("too large", 99, 75)
+
+    monkeypatch.setattr(savings, "layout_of", layout)
+    told = list(savings_lines(load("sd35_large-sol_rl-hpsv2", overrides), ONE))
+    if "int8 False" in tried:
+        (line,) = (line for line in told if "int8" in line)
+        assert '--set regenerate.compile=false --set lora.base="int8": ' in line
+    return sorted(set(tried))
+
+
+def test_a_packed_base_is_not_compiled(monkeypatch: pytest.MonkeyPatch):
+    """The preset compiles, which packing and shards do not go with: said and set together."""
+    assert tried_bases(monkeypatch) == ["full False", "full True", "int8 False", "nf4 False"]
+
+
+def test_what_does_not_go_with_the_configuration_is_passed_over(monkeypatch: pytest.MonkeyPatch):
+    assert tried_bases(monkeypatch, "explore.backend=bf16") == ["full False", "full True"]
+
+
 def test_a_base_in_shards_is_the_last_resort_and_takes_the_place_of_packing(
     monkeypatch: pytest.MonkeyPatch,
 ):
@@ -97,21 +122,6 @@ def test_a_base_in_shards_is_the_last_resort_and_takes_the_place_of_packing(
     for other in ("services.learner.replicas=1", "lora.base=nf4"):
         assert not lowers(load("flux1-sol_rl-hpsv2", [eager, other]), shards)
     assert lowers(load("flux1-sol_rl-hpsv2", [eager]), shards)
-
-
-def test_what_is_not_compiled_comes_with_what_turns_compiling_off(monkeypatch: pytest.MonkeyPatch):
-    """Packed or sharded weights beside compiled passes are refused by the configuration."""
-
-    def layout(config: Any, given: Any, nodes: Any) -> Any:
-        raise DoesNotFit("too large", 99, 75)
-
-    monkeypatch.setattr(savings, "layout_of", layout)
-    where = Assumptions(accelerator="RTX 4090", gpus=4, node_gpus=4, node_cpus=16)
-    off = "--set regenerate.compile=false "
-    for given, along in (("regenerate.compile=true", off), ("regenerate.compile=false", "")):
-        said = "\n".join(savings_lines(load("flux1-sol_rl-hpsv2", [given]), where))
-        for setting in ('lora.base="int8"', 'lora.base="nf4"', 'services.learner.shard="base"'):
-            assert f"with {along}--set {setting}: " in said
 
 
 @pytest.mark.slow
