@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Sequence
 
 from configs.rewards import Scorer
@@ -81,9 +80,7 @@ def _speaking(scorer: Scorer, model: Model, device: Device) -> float:
     from rewards.unifiedreward import SIDE, UnifiedReward
 
     held = model_bytes(scorer) or 0
-    settings = inspect.signature(UnifiedReward).bind(**scorer.settings)
-    settings.apply_defaults()
-    told = settings.arguments
+    told = UnifiedReward.told(scorer.settings)
     width = 4 if told["dtype"] == "fp32" else 2
     pixels = min(model.height * model.width, told["max_pixels"] or float("inf"))
     flops = 2 * held / width * (ASKED + pixels / SIDE**2)

@@ -67,9 +67,15 @@ def may_use_gpu(name: str) -> bool:
 
 
 def model_bytes(scorer: ScorerConfig) -> int | None:
-    """Bytes of a scorer's model, without loading it; None where they cannot be known so."""
+    """Bytes of a scorer's model, without loading it; None where they cannot be known so.
+
+    Raises ScorerSetupError for settings that are none.
+    """
     made = built_in(scorer.name)
-    return made.model_bytes(scorer.settings) if made is not None else None
+    try:
+        return made.model_bytes(scorer.settings) if made is not None else None
+    except ScorerSetupError as error:
+        raise ScorerSetupError(f"scorer {scorer.name!r}: {error}") from None
 
 
 def check_settings(scorer: ScorerConfig) -> None:

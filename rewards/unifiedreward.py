@@ -7,6 +7,7 @@ probabilities of one digit would say less than the number does.
 
 from __future__ import annotations
 
+import inspect
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -134,22 +135,23 @@ class UnifiedReward(BuiltIn):
         """Raises ScorerSetupError for a value that is none, and for a directory of another model
         or without some of its files.
         """
-        PairedScorer.check(settings)
-        require_one_of("form", settings["form"], FORMS)
-        require_count("new_tokens", settings["new_tokens"], 1)
-        if settings["max_pixels"] is not None:
-            require_count("max_pixels", settings["max_pixels"], 4 * SIDE**2)
-        if isinstance(settings["checkpoint"], str):
-            _files(settings["checkpoint"])
+        _check_values(settings)
+        _files(settings["checkpoint"])
 
     @classmethod
     def model_bytes(cls, settings: Settings) -> int | None:
-        """By the shapes in the files, if they are here; of a published model by its name."""
+        """By the shapes in the files, if they are here; of a published model by its name.
+
+        Raises ScorerSetupError for values that ``check`` refuses.
+        """
         from safetensors import safe_open
 
-        checkpoint = str(settings.get("checkpoint", PUBLISHED))
-        width = DTYPES[str(settings.get("dtype", "bf16"))].itemsize
-        files = _files(checkpoint)
+        told = cls.told(settings)
+        checkpoint, width = told["checkpoint"], DTYPES[told["dtype"]].itemsize
+        try:
+            files = _files(checkpoint)
+        except ScorerSetupError:  # it may be where the run will be
+            return None
         if files is None:
             count = PARAMETERS.get(checkpoint)
             return None if count is None else count * width
@@ -160,6 +162,17 @@ class UnifiedReward(BuiltIn):
                 shapes = (tensors.get_slice(name).get_shape() for name in names)
                 count += sum(int(np.prod(shape)) for shape in shapes)
         return count * width
+
+    @classmethod
+    def told(cls, settings: Settings) -> Settings:
+        """All settings, those that are not given too. Raises ScorerSetupError."""
+        try:
+            whole = inspect.signature(cls).bind(**settings)
+        except TypeError as error:
+            raise ScorerSetupError(f"settings = {dict(settings)}: {error}") from None
+        whole.apply_defaults()
+        _check_values(whole.arguments)
+        return whole.arguments
 
     def __call__(
         self, images: np.ndarray, prompts: Sequence[str], metadata: Sequence[Metadata]
@@ -241,6 +254,16 @@ def without_tokens(text: str, tokens: Sequence[str]) -> str:
         while token in text:
             text = text.replace(token, f"{token[0]} {token[1:]}")
     return text
+
+
+def _check_values(settings: Settings) -> None:
+    PairedScorer.check(settings)
+    require_one_of("form", settings["form"], FORMS)
+    require_count("new_tokens", settings["new_tokens"], 1)
+    if settings["max_pixels"] is not None:
+        require_count("max_pixels", settings["max_pixels"], 4 * SIDE**2)
+    if not isinstance(settings["checkpoint"], str):
+        raise ScorerSetupError(f"checkpoint is {settings['checkpoint']!r}: give a path or a hub id")
 
 
 def _files(checkpoint: str) -> list[Path] | None:

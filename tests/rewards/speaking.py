@@ -125,9 +125,9 @@ def _model(tokenizer: Any) -> nn.Module:
     for parameter in model.parameters():
         if parameter.ndim > 1:
             parameter.data *= 4
-    # as the published checkpoints have it, sampling and all
+    # the penalty as published; sampling that would be seen
     model.generation_config = GenerationConfig(
-        do_sample=True, temperature=0.1, top_k=1, top_p=0.001, repetition_penalty=1.05,
+        do_sample=True, temperature=50.0, top_p=0.9, repetition_penalty=1.05,
         eos_token_id=ends, pad_token_id=ends[1],
     )  # fmt: skip
     return model

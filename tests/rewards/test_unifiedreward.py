@@ -226,10 +226,19 @@ def test_the_published_size_is_that_of_the_architecture():
         ({"new_tokens": 0}, "new_tokens is 0"),
         ({"batch_size": 0}, "batch_size is 0"),
         ({"dtype": "int4"}, "dtype is 'int4'"),
+        ({"checkpoint": 7}, "checkpoint is 7: give a path or a hub id"),
+        ({"stars": 5}, "unexpected keyword argument 'stars'"),
         ({"checkpoint": "/no/such/place"}, "there is no checkpoint '/no/such/place'"),
     ],
 )
 def test_settings_are_checked(settings, said):
+    """Also where a plan asks for its bytes; but a directory may be where the run will be."""
+    config = ScorerConfig(name="unifiedreward", settings=settings)
+    if settings == {"checkpoint": "/no/such/place"}:
+        assert model_bytes(config) is None
+    else:
+        with pytest.raises(ScorerSetupError, match=said):
+            model_bytes(config)
     with pytest.raises(ScorerSetupError, match=said) as caught:
         check_settings(ScorerConfig(name="unifiedreward", settings=settings))
     assert "\n" not in str(caught.value)
