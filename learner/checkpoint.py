@@ -118,7 +118,15 @@ def read(path: str | Path) -> tuple[dict[str, dict[str, Tensor]], Tree]:
                 )
             files[name.removesuffix(ENDING)] = safetensors.torch.load(data)
         return files, body["state"]
-    except (OSError, ValueError, KeyError, TypeError, safetensors.SafetensorError) as error:
+    except (
+        OSError,
+        ValueError,
+        KeyError,
+        TypeError,
+        AttributeError,
+        RecursionError,
+        safetensors.SafetensorError,
+    ) as error:
         reason = getattr(error, "strerror", None) or f"{type(error).__name__}: {error}"
         raise CheckpointError(
             f"checkpoint {str(path)!r} cannot be read: {reason}: give a step directory of"

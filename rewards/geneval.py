@@ -18,7 +18,7 @@ from rewards.base import (
     require_images,
     require_share,
 )
-from rewards.checkpoints import local
+from rewards.checkpoints import local, require_finite
 from rewards.geneval_rules import COLORS, Found, Objects, Outcome, assess, wanted
 from rewards.openclip import ClipScore
 from rewards.paired import PairedScorer
@@ -39,6 +39,21 @@ TEMPLATES = (
     "a photo of a {c}-colored {name}",
     "a photo of a {c} object",
 )
+
+
+WANTED = (
+    "give a directory with config.json, preprocessor_config.json and model.safetensors, or a hub id"
+)
+DAMAGED = (
+    OSError,
+    ValueError,
+    TypeError,
+    AttributeError,
+    LookupError,
+    ArithmeticError,
+    RuntimeError,
+)
+"""What transformers raises for files with other values, or values of other types, than it knows."""
 
 
 class GenEvalScorer(BuiltIn):
@@ -95,10 +110,15 @@ class GenEvalScorer(BuiltIn):
         colors = ClipScore.model_bytes({**clip, "dtype": settings.get("dtype", "fp32")})
         if path is None or colors is None:
             return None
-        with torch.device("meta"):
-            config = Mask2FormerConfig.from_pretrained(path.parent)
-            made: Any = Mask2FormerForUniversalSegmentation
-            model: torch.nn.Module = made(config)
+        made: Any = Mask2FormerForUniversalSegmentation
+        try:
+            with torch.device("meta"):
+                model: torch.nn.Module = made(Mask2FormerConfig.from_pretrained(path.parent))
+        except DAMAGED as error:
+            raise ScorerSetupError(
+                f"{path.parent}: its config.json makes no Mask2Former"
+                f" ({first_line(error)[:200]}): {WANTED}"
+            ) from None
         return colors + sum(each.numel() * 4 for each in model.parameters())
 
     def __call__(
@@ -198,16 +218,26 @@ def _load(source: str) -> tuple[Mask2FormerForUniversalSegmentation, Any]:
     path = local(source, WEIGHTS)
     place: str | Path = source if path is None else path.parent
     try:
-        model = Mask2FormerForUniversalSegmentation.from_pretrained(
-            place, use_safetensors=True, dtype=torch.float32
+        loaded: Any = Mask2FormerForUniversalSegmentation.from_pretrained(
+            place, use_safetensors=True, dtype=torch.float32, output_loading_info=True
         )
-        return model, AutoImageProcessor.from_pretrained(place)
-    except (OSError, ValueError, RuntimeError, KeyError) as error:
+        processor = AutoImageProcessor.from_pretrained(place)
+        grey = np.full((3, 64, 64), GREY, np.uint8)
+        processor([grey], return_tensors="pt", input_data_format="channels_first")
+    except DAMAGED as error:
         raise ScorerSetupError(
             f"detector = {source!r}: no Mask2Former of transformers ({first_line(error)[:200]}):"
-            " give a directory with config.json, preprocessor_config.json and model.safetensors, or"
-            " a hub id"
+            f" {WANTED}"
         ) from None
+    model, told = loaded
+    # transformers would go on with weights that it draws at random
+    if lacking := [*sorted(told["missing_keys"]), *sorted(map(str, told["mismatched_keys"]))]:
+        raise ScorerSetupError(
+            f"detector = {source!r}: its weights are not those of its config.json: {len(lacking)}"
+            f" are missing or of another shape, the first: {lacking[0]}: {WANTED}"
+        )
+    require_finite(model.state_dict(), Path(place))
+    return model, processor
 
 
 def _upsampled(masks: torch.Tensor, used: torch.Tensor, size: Sequence[int]) -> torch.Tensor:
