@@ -7,7 +7,8 @@ import pytest
 from tools.fuzz.__main__ import fuzz, run
 from tools.fuzz.inputs import keys
 from tools.fuzz.promises import Wrong, command, finite
-from tools.fuzz.targets import Target, targets
+from tools.fuzz.target import Target
+from tools.fuzz.targets import targets
 
 FEW, MANY = 30, 1500
 
