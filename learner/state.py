@@ -108,8 +108,13 @@ class LearnerState:
 
 def _counts(path: str | Path, state: Tree) -> Counts:
     """How far the learner was. Raises CheckpointError where that is not said."""
-    done, last = (state.get(key) for key in ("done", "last_iteration"))
-    if type(done) is not int or type(last) not in (int, type(None)):
+    there = state if isinstance(state, dict) else {}
+    done, last = (there.get(key) for key in ("done", "last_iteration"))
+    if (
+        not there.keys() >= {"seed", "extra"}
+        or type(done) is not int
+        or type(last) not in (int, type(None))
+    ):
         raise checkpoint.CheckpointError(
             f"checkpoint {str(path)!r}: its {checkpoint.STATE} does not say how far the learner"
             " was: resume from an earlier checkpoint"

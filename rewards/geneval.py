@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+from huggingface_hub.errors import StrictDataclassError
 
 from records.errors import first_line
 from rewards.base import (
@@ -52,6 +53,7 @@ DAMAGED = (
     LookupError,
     ArithmeticError,
     RuntimeError,
+    StrictDataclassError,
 )
 """What transformers raises for files with other values, or values of other types, than it knows."""
 
