@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -44,8 +45,8 @@ def repository(source: str, names: Sequence[str]) -> str | None:
 
 def local(source: str, names: Sequence[str]) -> Path | None:
     """As ``locate`` without a network: None for a hub id. Raises ScorerSetupError for no file."""
-    path = Path(source).expanduser()
-    if not path.is_absolute() and not path.exists() and source.startswith("shapes/"):
+    path = Path(os.path.expanduser(source))  # Path's own raises where there is no such user
+    if not path.is_absolute() and not os.path.exists(path) and source.startswith("shapes/"):
         path = ROOT / path
     try:
         return _here(path, names) or _hub_id(source)

@@ -100,9 +100,9 @@ def _speaks_http2(to: socket.socket) -> bool:
     """Whether the other side answers as HTTP/2 servers begin (RFC 9113, 3.4): with its settings."""
     to.sendall(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\0\0\0\4\0\0\0\0\0")
     head = b""
-    while len(head) < 4 and (more := to.recv(4 - len(head))):
+    while len(head) < 9 and (more := to.recv(9 - len(head))):
         head += more
-    return head[3:] == b"\4"  # three bytes of length, then the frame's type
+    return head[3:] == b"\4\0\0\0\0\0"  # after its length: settings, no flags, stream 0
 
 
 def states(name: str | None) -> dict[str, RunState]:
