@@ -117,6 +117,8 @@ def read(path: str | Path) -> tuple[dict[str, dict[str, Tensor]], Tree]:
                     " earlier checkpoint"
                 )
             files[name.removesuffix(ENDING)] = safetensors.torch.load(data)
+        if not isinstance(body["state"], dict):
+            raise TypeError("its state is no object")
         return files, body["state"]
     except (
         OSError,

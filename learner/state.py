@@ -108,10 +108,9 @@ class LearnerState:
 
 def _counts(path: str | Path, state: Tree) -> Counts:
     """How far the learner was. Raises CheckpointError where that is not said."""
-    there = state if isinstance(state, dict) else {}
-    done, last = (there.get(key) for key in ("done", "last_iteration"))
+    done, last = (state.get(key) for key in ("done", "last_iteration"))
     if (
-        not there.keys() >= {"seed", "extra"}
+        not state.keys() >= {"seed", "extra"}
         or type(done) is not int
         or type(last) not in (int, type(None))
     ):

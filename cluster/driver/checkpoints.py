@@ -11,6 +11,7 @@ from typing import Any, TypedDict, cast
 
 from cluster.driver.rank_monitor import MonitorState, RankMonitor
 from cluster.driver.services import ActorServices
+from configs.section import Tree
 from learner.checkpoint import STATE, CheckpointError, latest_checkpoint, read
 from records.rundir import RunDirectory
 
@@ -105,7 +106,7 @@ class Checkpoints:
         }  # fmt: skip
         if path is not None:
             # over the defaults: an older checkpoint may lack a field
-            saved = cast(Saved, saved | saved_at(path))
+            saved = saved | saved_at(path)
         position.next_iteration = saved["iteration"]
         position.samples_seen = saved["samples_seen"]
         # what was just read need not be written again before the next update
@@ -123,18 +124,21 @@ class Checkpoints:
 
 def saved_at(path: Path) -> Saved:
     """What the driver kept in a checkpoint. Raises CheckpointError where it is damaged."""
-    _, state = read(path)
-    extra = state.get("extra") if isinstance(state, dict) else None
-    if (
-        not isinstance(extra, dict)
-        or any(key in extra and not _is(extra[key], kind) for key, kind in KINDS.items())
-        or not all(_is(extra.get("guard", {}).get(key), kind) for key, kind in GUARDED.items())
-    ):
+    extra: object = read(path)[1].get("extra")
+    if not isinstance(extra, dict) or not _fits(cast(Tree, extra)):
         raise CheckpointError(
             f"checkpoint {str(path)!r}: its {STATE} does not say how far the run was: resume from"
             " an earlier checkpoint"
         )
     return cast(Saved, extra)
+
+
+def _fits(extra: Tree) -> bool:
+    """Whether all that is kept has the types of ``Saved``; an older checkpoint may lack a field."""
+    if any(key in extra and not _is(extra[key], kinds) for key, kinds in KINDS.items()):
+        return False
+    guard = cast(Tree, extra.get("guard", {}))
+    return all(_is(guard.get(key), kinds) for key, kinds in GUARDED.items())
 
 
 def _is(value: object, kinds: tuple[type, ...]) -> bool:

@@ -36,7 +36,7 @@ def test_a_number_of_too_many_digits_is_none():
 def test_images_that_are_not_of_the_prompts_that_are_named(tmp_path):
     """The picture of a model card was drawn by the names, of which there may be others."""
     for step in (0, 2):
-        save_images(tmp_path, step, [(0, "a cat")], np.zeros((1, 1, 3, 8, 8), np.uint8))
+        save_images(tmp_path, step, ["a cat"], np.zeros((1, 1, 3, 8, 8), np.uint8))
     (tmp_path / "prompts.json").write_text('[{"index": 7, "prompt": "a dog"}]')
     alone = before_after(tmp_path)
     (tmp_path / "prompts.json").unlink()

@@ -51,8 +51,9 @@ def seams() -> Iterator[None]:
             for part in outer:
                 owner = getattr(owner, part)
             stack.enter_context(mock.patch.object(owner, last, instead))
-        made = mock.patch("cluster.jobs.submit.stage_tree", _bare_tree)
-        stack.enter_context(made)
+        stack.enter_context(mock.patch("cluster.jobs.submit.stage_tree", _bare_tree))
+        # a connection that tests of this process have is none that a command made
+        stack.enter_context(mock.patch("ray.is_initialized", lambda: False))
         yield
 
 
