@@ -14,6 +14,7 @@ import json
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from os.path import isfile  # Path.is_file raises for a name that is too long
 from pathlib import Path
 
 import numpy as np
@@ -112,7 +113,7 @@ def find_images(directory: Path) -> RunImages:
     shown = {index for step in steps for index, _ in step.files}
     names = {index: prompts.get(index, f"prompt {index}") for index in sorted(shown | set(prompts))}
     sources = {index: directory / f"source_{index}.png" for index in names}
-    sources = {index: path for index, path in sources.items() if path.is_file()}
+    sources = {index: path for index, path in sources.items() if isfile(path)}
     return RunImages(names, sorted(steps, key=lambda one: one.step), sources)
 
 

@@ -39,6 +39,8 @@ def test_images_that_are_not_of_the_prompts_that_are_named(tmp_path):
         save_images(tmp_path, step, ["a cat"], np.zeros((1, 1, 3, 8, 8), np.uint8))
     (tmp_path / "prompts.json").write_text('[{"index": 7, "prompt": "a dog"}]')
     alone = before_after(tmp_path)
+    (tmp_path / "prompts.json").write_text(f'[{{"index": {10**400}, "prompt": "a dog"}}]')
+    assert find_images(tmp_path).sources == {}  # no file has such a name
     (tmp_path / "prompts.json").unlink()
     (tmp_path / "prompts.json").mkdir()
     assert find_images(tmp_path).prompts == {0: "prompt 0"}
