@@ -82,7 +82,7 @@ def test_export_to_a_directory_without_the_right_to_write(trained, tmp_path, cap
 def test_a_damaged_checkpoint_is_told_before_ray_is_started(
     trained, tmp_path, monkeypatch, capsys, name, change
 ):
-    """Only the learner's actor told, a minute later, and the run's records were cut by then."""
+    """It was told when Ray and, for ``evaluate``, all actors had started."""
     from cluster.driver import offline, train
 
     for module in (offline, train):
