@@ -232,8 +232,9 @@ def _load(source: str) -> tuple[Mask2FormerForUniversalSegmentation, Any]:
             f" {WANTED}"
         ) from None
     model, told = loaded
-    # transformers would go on with weights that it draws at random
-    if lacking := [*sorted(told["missing_keys"]), *sorted(map(str, told["mismatched_keys"]))]:
+    # transformers would go on with parameters that it draws at random; buffers are computed
+    drawn = sorted(set(told["missing_keys"]) & {name for name, _ in model.named_parameters()})
+    if lacking := [*drawn, *sorted(map(str, told["mismatched_keys"]))]:
         raise ScorerSetupError(
             f"detector = {source!r}: its weights are not those of its config.json: {len(lacking)}"
             f" are missing or of another shape, the first: {lacking[0]}: {WANTED}"
